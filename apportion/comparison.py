@@ -212,7 +212,7 @@ class Comparison:
             "of balanced work",
             "moved",
         )
-        return cards.table(title, (*names, "planned in ms"), map(_shown, found["rows"]))
+        return cards.table(title, (*names, "planned in ms"), map(_table_cells, found["rows"]))
 
 
 def compare(
@@ -275,7 +275,7 @@ def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
     try:
         plan, planning_ms, _ = timed_plan(job)
         skip = setting.unverified.get(recipe.name)
-        verify_ms, unverified = _verified(plan) if setting.verify and skip is None else (None, skip)
+        verify_ms, unverified = _verify_timed(plan) if setting.verify and skip is None else (None, skip)
         simulation = simulate(plan, setting.hardware)
     except VerifyError as error:
         return Refusal(f"the plan breaks a rule: {error}", broken=True)
@@ -287,7 +287,7 @@ def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
     return Trial(plan.report, simulated, planning_ms, verify_ms, unverified, kept)
 
 
-def _verified(plan: Plan) -> tuple[float | None, str | None]:
+def _verify_timed(plan: Plan) -> tuple[float | None, str | None]:
     """(milliseconds of verification, reason if it did not run). Raises VerifyError for a plan that violates a rule."""
     try:
         return timed_verify(plan), None
@@ -316,7 +316,7 @@ def _times(values: Sequence[float]) -> dict[str, Any] | None:
     return Times(tuple(values)).summary() if values else None
 
 
-def _shown(row: Mapping[str, Any]) -> list[str]:
+def _table_cells(row: Mapping[str, Any]) -> list[str]:
     """The cells of a notebook's table; a recipe that serves no batch shows its reason."""
     if row["status"] != "ok":
         return [row["recipe"], str(row["reason"]), "", "", "", "", ""]

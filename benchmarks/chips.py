@@ -123,7 +123,7 @@ _FA4_BACKWARD = Figure(
 _NVLINK4 = Figure(450.0, "NVLink 4: 900 GB/s both ways together, data sheet")
 
 
-def _like(figure: Figure, why: str) -> Figure:
+def _assumed_figure(figure: Figure, why: str) -> Figure:
     """The figure of another chip, assumed here."""
     return Figure(figure.value, f"{why}; {figure.source}", True)
 
@@ -153,8 +153,8 @@ _FLASH: Mapping[str, Chip] = MappingProxyType(
                 Figure(132, _H200_SHEET),
                 Figure(140.0, f"{_H200_SHEET}: 141 GB; DistCA, section 6.1: 140 GB"),
                 Figure(4800.0, _H200_SHEET),
-                _like(_FA3_FORWARD, "same multiprocessors as the H100"),
-                _like(_FA3_BACKWARD, "same multiprocessors as the H100"),
+                _assumed_figure(_FA3_FORWARD, "same multiprocessors as the H100"),
+                _assumed_figure(_FA3_BACKWARD, "same multiprocessors as the H100"),
                 _LINEAR,
                 _NVLINK4,
                 Figure(50.0, "400 Gb/s a GPU: Zeppelin, section 5, Cluster C; 50 GB/s in DistCA, Appendix A"),
@@ -178,10 +178,12 @@ _FLASH: Mapping[str, Chip] = MappingProxyType(
             Chip(
                 "a800",
                 "NVIDIA A800 SXM4 80 GB, Zeppelin's Cluster A",
-                _like(Figure(312.0, _A100_SHEET), "the A800 differs from the A100 in NVLink alone"),
-                _like(Figure(108, _A100_SHEET), "the A800 differs from the A100 in NVLink alone"),
+                _assumed_figure(Figure(312.0, _A100_SHEET), "the A800 differs from the A100 in NVLink alone"),
+                _assumed_figure(Figure(108, _A100_SHEET), "the A800 differs from the A100 in NVLink alone"),
                 Figure(80.0, "Zeppelin, section 5, Cluster A: A800-80G"),
-                _like(Figure(2039.0, _A100_SHEET), "the A800 differs from the A100 in NVLink alone"),
+                _assumed_figure(
+                    Figure(2039.0, _A100_SHEET), "the A800 differs from the A100 in NVLink alone"
+                ),
                 _FA2_FORWARD,
                 _FA2_BACKWARD,
                 _LINEAR,
@@ -197,8 +199,8 @@ _FLASH: Mapping[str, Chip] = MappingProxyType(
                 Figure(78, _H20_SHEET, True),
                 Figure(96.0, _H20_SHEET, True),
                 Figure(4000.0, _H20_SHEET, True),
-                _like(_FA3_FORWARD, "as on the H100"),
-                _like(_FA3_BACKWARD, "as on the H100"),
+                _assumed_figure(_FA3_FORWARD, "as on the H100"),
+                _assumed_figure(_FA3_BACKWARD, "as on the H100"),
                 _LINEAR,
                 Figure(450.0, f"NVLink 4; {_H20_SHEET}", True),
                 Figure(25.0, "FCP, Table 1: 5920 FLOP a byte for GPU-X, if that is 148 TFLOP/s", True),

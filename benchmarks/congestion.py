@@ -200,9 +200,9 @@ _PLANS: dict[str, Plan] = {}
 
 def _planned(batch: Any, cluster: Any, model: Any, recipe: Recipe, hardware: Hardware) -> Plan:
     """The plan, cached: links affect plans of these recipes only through `Figures.incast`."""
-    told = hardware.digest() if hardware.incast is not None else hardware.name
+    hardware_key = hardware.digest() if hardware.incast is not None else hardware.name
     colour = Matchings._colour.__name__
-    key = repr((batch.lengths.tolist(), cluster.ranks, recipe.to_data(), told, colour))
+    key = repr((batch.lengths.tolist(), cluster.ranks, recipe.to_data(), hardware_key, colour))
     if key not in _PLANS:
         _PLANS[key] = api.plan(batch, cluster, model, recipe=recipe, hardware=hardware, verify=False)
     return _PLANS[key]

@@ -86,8 +86,12 @@ def row(case: PublishedStep) -> dict[str, Any]:
     found = forecast(batch, cluster, model_of(case.config), [form], training, hardware="h100").record()[
         "rows"
     ][0]
-    told = {"name": case.name, "source": case.source, "published_s": case.seconds, "gpus": case.gpus}
-    return told | {"step_s": found["step_s"], "parts_s": found["parts_s"], "parallelism": found["name"]}
+    published_row = {"name": case.name, "source": case.source, "published_s": case.seconds, "gpus": case.gpus}
+    return published_row | {
+        "step_s": found["step_s"],
+        "parts_s": found["parts_s"],
+        "parallelism": found["name"],
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

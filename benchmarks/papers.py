@@ -301,13 +301,15 @@ def _is_inside(one: Mapping[str, Any]) -> bool:
 
 def _cells(one: Mapping[str, Any]) -> list[str]:
     theirs = one["theirs"]
-    told = " to ".join(map(_number, theirs)) if isinstance(theirs, list | tuple) else _number(theirs)
+    published_range = (
+        " to ".join(map(_number, theirs)) if isinstance(theirs, list | tuple) else _number(theirs)
+    )
     return [
         one["case"],
         one["system"] or "-",
         one["baseline"] or "-",
         one["figure"],
-        told,
+        published_range,
         _number(one["ours"]),
         f"{one['ratio']:.2f}",
         one["assumed"],

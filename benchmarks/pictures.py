@@ -47,19 +47,19 @@ def facts(name: str) -> str:
         if entry.section[:1].isdigit()
         else entry.section and f", {entry.section}"
     )
-    told = [f"From: {entry.paper}{section}.", f"Steps: {steps(entry.recipe)}."]
-    told += [f"Needs: {entry.needs}."] if entry.needs else []
-    return f"![{entry.summary}](../pictures/{name}.svg)\n\n" + "\n".join(told) + "\n"
+    sentences = [f"From: {entry.paper}{section}.", f"Steps: {steps(entry.recipe)}."]
+    sentences += [f"Needs: {entry.needs}."] if entry.needs else []
+    return f"![{entry.summary}](../pictures/{name}.svg)\n\n" + "\n".join(sentences) + "\n"
 
 
 def steps(recipe: Recipe) -> str:
     """The steps of a recipe in one line."""
     return ", ".join(
-        f"`{step.step} {step.name}{_told(step.params)}`" for step in recipe if step.name != "off"
+        f"`{step.step} {step.name}{_caption(step.params)}`" for step in recipe if step.name != "off"
     )
 
 
-def _told(params: Any) -> str:
+def _caption(params: Any) -> str:
     said = (
         f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in params.items()
     )

@@ -32,15 +32,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.5, help="of each case that kills")
     parser.add_argument("--json", action="store_true", help="one JSON object per case")
     parser.add_argument("--list", action="store_true", help="print the names of cases")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     faulthandler.enable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers too
-    cases = dict([*load.cases(), *attacks.cases(), *kills.cases(60 * asked.minutes)])
-    if asked.list:
+    cases = dict([*load.cases(), *attacks.cases(), *kills.cases(60 * args.minutes)])
+    if args.list:
         print("\n".join(cases))
         return 0
-    wanted = [name for name in cases if any(name.startswith(one) for one in asked.cases)]
-    if asked.cases and not wanted:
+    wanted = [name for name in cases if any(name.startswith(one) for one in args.cases)]
+    if args.cases and not wanted:
         parser.error(f"no case of that name; cases are {', '.join(cases)}")
     failed = 0
     for name in wanted or [name for name in cases if name != "memory"]:
@@ -52,7 +52,7 @@ def main() -> int:
             row |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
             failed += 1
         row["seconds"] = round(time.monotonic() - began, 1)
-        print(json.dumps(row) if asked.json else _line(row), flush=True)
+        print(json.dumps(row) if args.json else _line(row), flush=True)
     return int(failed > 0)
 
 

@@ -299,19 +299,21 @@ def main() -> None:
     parser.add_argument(
         "--scenario", default="nominal", choices=known_scenarios, help="rows of others are not stored"
     )
-    told = parser.parse_args()
+    options = parser.parse_args()
     every = [name for name in entries() if name != "auto" and name not in PROJECTING]
-    singles = every if told.singles == "all" else [] if told.singles == "none" else told.singles.split(",")
-    keeps = told.scenario == "nominal"
+    singles = (
+        every if options.singles == "all" else [] if options.singles == "none" else options.singles.split(",")
+    )
+    keeps = options.scenario == "nominal"
     held = json.loads(RESULTS.read_text())["rows"] if keeps and RESULTS.exists() else []
     rows = {one["situation"]: one for one in held}
-    names = [text for text in told.only.split(",") if text]
+    names = [text for text in options.only.split(",") if text]
     warm_up(find_recipe("auto"))
-    every_situation = [each.under(known_scenarios[told.scenario]) for each in situations()]
+    every_situation = [each.under(known_scenarios[options.scenario]) for each in situations()]
     for situation in every_situation:
         if names and not any(text in situation.name for text in names):
             continue
-        made = row(situation, singles, told.seconds)
+        made = row(situation, singles, options.seconds)
         known = rows.get(situation.name)
         if known:  # keeps the measurements of other recipes
             made["single"] = {**known["single"], **made["single"]}
@@ -322,7 +324,7 @@ def main() -> None:
         if keeps:
             RESULTS.write_text(json.dumps({"versions": versions(), "rows": order}, indent=1) + "\n")
     order = [rows[each.name] for each in every_situation if each.name in rows]
-    if told.json:
+    if options.json:
         print(json.dumps(order, indent=1))
     elif not keeps:
         print(table(order))

@@ -125,8 +125,8 @@ def forward(
     if layer.project is not None:
         positions = gather(home, [home.position_ids(rank) for rank in range(plan.header.ranks)])
         tensors = {Tensor.X: (*given, positions)}
-    homes = _execute(plan, (kind, "forward"), layer, _scattered(plan, tensors))
-    o, lse = _gathered(plan, homes, Tensor.O)
+    homes = _execute(plan, (kind, "forward"), layer, _home_rows(plan, tensors))
+    o, lse = _in_token_order(plan, homes, Tensor.O)
     saved = tuple({tensor: rows[tensor] for tensor in (*tensors, Tensor.O)} for rows in homes)
     return o, lse, Context(layer, saved)
 
@@ -134,14 +134,14 @@ def forward(
 def backward(plan: Plan, kind: str, saved: Context, do: Array) -> tuple[Floats | None, ...]:
     """The gradients of `forward`'s inputs from its output's gradient do [T, Hq, Dv], followed by the gradient of the
     sinks [Hq], None without sinks. Raises as `forward` does. `saved` may be used again."""
-    given = _scattered(plan, {Tensor.DO: (do,)})
+    given = _home_rows(plan, {Tensor.DO: (do,)})
     homes = [deepcopy(rows) | more for rows, more in zip(saved.homes, given, strict=True)]
     homes = _execute(plan, (kind, "backward"), saved.layer, homes)
     results = (Tensor.DX,) if Tensor.X in saved.homes[0] else (Tensor.DQ, Tensor.DKV)
-    grads = [array for tensor in results for array in _gathered(plan, homes, tensor)]
+    grads = [array for tensor in results for array in _in_token_order(plan, homes, tensor)]
     if saved.layer.sinks is None:
         return (*grads, None)
-    o, lse = _gathered(plan, saved.homes, Tensor.O)
+    o, lse = _in_token_order(plan, saved.homes, Tensor.O)
     share = np.exp(saved.layer.sinks - np.where(lse > -np.inf, lse, np.inf))
     return (*grads, -(share * (do * o).sum(axis=-1)).sum(axis=0))
 
@@ -159,7 +159,7 @@ def gather(layout: Layout, parts: Sequence[Array]) -> Array:
     return out
 
 
-def _scattered(plan: Plan, given: Mapping[Tensor, tuple[Array, ...]]) -> list[Home]:
+def _home_rows(plan: Plan, given: Mapping[Tensor, tuple[Array, ...]]) -> list[Home]:
     """Each rank's home rows of the given tensors."""
     layout, head = plan.layout(plan.header.home_layout), plan.header
     homes: list[Home] = [{} for _ in range(head.ranks)]
@@ -187,7 +187,7 @@ def _shapes(head: Header, tensor: Tensor, rows: int, heads: int, hidden: int) ->
     return {part.name: (*lead, width) if width else lead for part, width in named}
 
 
-def _gathered(plan: Plan, homes: Sequence[Home], tensor: Tensor) -> Arrays:
+def _in_token_order(plan: Plan, homes: Sequence[Home], tensor: Tensor) -> Arrays:
     """The arrays of a tensor in token order, from the home rows of all ranks."""
     for rank, home in enumerate(homes):
         if any(np.isnan(array).any() for array in home[tensor]):

@@ -101,7 +101,7 @@ def _run(args: list[str]) -> int:
     except VerifyError as error:
         return refuse(str(error), error, "--json" in args, FAILED)
     except ApportionError as error:
-        return refuse(_of_option(error, args), error, "--json" in args)
+        return refuse(_option_message(error, args), error, "--json" in args)
     except BrokenPipeError:  # the reader of a pipe has seen enough, as in `apportion show P.plan | head`
         drop_stdout()
         return OK
@@ -113,7 +113,7 @@ def _run(args: list[str]) -> int:
         return INTERRUPTED
 
 
-def _of_option(error: ApportionError, args: list[str]) -> str:
+def _option_message(error: ApportionError, args: list[str]) -> str:
     """The message; an argument of the library that was given as an option has the option's name."""
     field = str(getattr(error, "field", ""))
     option = f"--{field.replace('_', '-')}"

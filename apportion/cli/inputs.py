@@ -63,8 +63,8 @@ def warn_of_dtype(hardware: Hardware | None, model: Model) -> None:
 
     used = hardware or Hardware.load("h100")
     if ELEMENT_BYTES[used.dtype] != model.element_bytes:
-        told = f"model.dtype is {model.dtype} where hardware {used.name} has {used.dtype}"
-        note(f"warning: {told}: times are of {used.dtype} kernels, bytes of {model.dtype} numbers")
+        mismatch_text = f"model.dtype is {model.dtype} where hardware {used.name} has {used.dtype}"
+        note(f"warning: {mismatch_text}: times are of {used.dtype} kernels, bytes of {model.dtype} numbers")
 
 
 def model_of(file: Path | None) -> Model:

@@ -25,12 +25,12 @@ def refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT)
     if as_json:
         named = (name for name in ("field", "value", "rule", "remedy") if hasattr(error, name))
         facts = {name: str(getattr(error, name)) for name in named}
-        said = json.dumps({"error": {"type": type(error).__name__, "message": message} | facts}) + "\n"
+        json_line = json.dumps({"error": {"type": type(error).__name__, "message": message} | facts}) + "\n"
     else:
-        said = ""
+        json_line = ""
         print(f"apportion: {message}", file=sys.stderr)
     try:
-        print(said, end="", flush=True)
+        print(json_line, end="", flush=True)
     except OSError:  # nobody reads it; the exit code still reports the failure
         drop_stdout()
     return code
@@ -102,7 +102,7 @@ def progress(title: str, total: int | None = None, shown: bool = True) -> Iterat
         def report(
             done: str = "", total: int | None = total, at: int | None = None, detail: str = ""
         ) -> None:
-            said, step = f"{title} {done}".rstrip(), 1 if at is None else None
-            bar.update(task, total=total, description=said, completed=at, advance=step, detail=detail)
+            json_line, step = f"{title} {done}".rstrip(), 1 if at is None else None
+            bar.update(task, total=total, description=json_line, completed=at, advance=step, detail=detail)
 
         yield report

@@ -26,8 +26,8 @@ LEVELS = {
     "verify": ("read", "check", "run", "verify"),
 }
 #: rules whose violation makes a reader refuse the bytes, since they are not a plan
-_REFUSED = ("digests",)
-_SHOWN = 300  # characters quoted from a command's output
+_REFUSAL_RULES = ("digests",)
+_MAX_QUOTED = 300  # characters quoted from a command's output
 _INDEX = "suite.json"
 
 
@@ -101,11 +101,11 @@ class Answer:
 
 def questions(suite: Suite, level: str, only: str = "") -> list[Question]:
     """All questions of a level; only: text that the names of their entries must contain."""
-    every = [*_of_cases(suite), *_of_bytes(suite, "malformed"), *_of_bytes(suite, "broken")]
+    every = [*_case_questions(suite), *_byte_questions(suite, "malformed"), *_byte_questions(suite, "broken")]
     return [one for one in every if one.verb in LEVELS[level] and only in one.name]
 
 
-def _of_cases(suite: Suite) -> Iterator[Question]:
+def _case_questions(suite: Suite) -> Iterator[Question]:
     for group in ("cases", "reading", "slices"):
         for entry in suite.index[group]:
             name = f"{group}/{entry['name']}"
@@ -118,11 +118,11 @@ def _of_cases(suite: Suite) -> Iterator[Question]:
                 yield Question("verify", name, plan)
 
 
-def _of_bytes(suite: Suite, group: str) -> Iterator[Question]:
+def _byte_questions(suite: Suite, group: str) -> Iterator[Question]:
     for entry in suite.index[group]:
         name, rule = f"{group}/{entry['name']}", entry["breaks"]
         path = suite.folder / f"{name}.plan"
-        yield Question("check", name, path, int(group == "malformed" or rule in _REFUSED), rule)
+        yield Question("check", name, path, int(group == "malformed" or rule in _REFUSAL_RULES), rule)
         if group == "broken":
             yield Question("verify", name, path, 1, rule)
 
@@ -169,7 +169,9 @@ class Reader:
         if question.verb == "verify" and question.rule:
             named = done.stdout.decode(errors="replace").split("\n")[0].strip()
             return (
-                "" if named == question.rule else f"expected the rule {question.rule}, got {named[:_SHOWN]!r}"
+                ""
+                if named == question.rule
+                else f"expected the rule {question.rule}, got {named[:_MAX_QUOTED]!r}"
             )
         return ""
 
@@ -178,7 +180,7 @@ def _exit_fault(question: Question, done: subprocess.CompletedProcess[bytes]) ->
     """Describes an invalid exit: a signal, or a code other than 0 and 1, is a crash."""
     if done.returncode == question.expected:
         return ""
-    said = done.stderr.decode(errors="replace").strip()[-_SHOWN:]
+    said = done.stderr.decode(errors="replace").strip()[-_MAX_QUOTED:]
     breaks = f" of a plan that breaks {question.rule}" if question.rule else ""
     ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     return f"{ended}{breaks}, expected exit code {question.expected}{': ' + said if said else ''}"
@@ -206,7 +208,7 @@ def difference(expected: Any, found: Any, where: str = "") -> str:
         pairs = enumerate(zip(expected, found, strict=True))
         return next(filter(None, (difference(a, b, f"{where}[{i}]") for i, (a, b) in pairs)), "")
     same = type(expected) is type(found) and expected == found
-    return "" if same else f"{where}: expected {str(expected)[:_SHOWN]}, got {str(found)[:_SHOWN]}"
+    return "" if same else f"{where}: expected {str(expected)[:_MAX_QUOTED]}, got {str(found)[:_MAX_QUOTED]}"
 
 
 def _run_fault(question: Question, outputs: Path, tolerance: float) -> str:

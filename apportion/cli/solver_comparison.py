@@ -24,18 +24,18 @@ def compare(entries: Sequence[Entry], problems: int, tell: Callable[[str], objec
     worst, mean: its value over the optimum, None where nothing was solved or an optimum is 0. ms: the median of a call.
     Raises what a solver raises.
     """
-    return [_compared(entry, problems, tell) for entry in entries]
+    return [_comparison_row(entry, problems, tell) for entry in entries]
 
 
-def _compared(entry: Entry, problems: int, tell: Callable[[str], object]) -> dict[str, Any]:
+def _comparison_row(entry: Entry, problems: int, tell: Callable[[str], object]) -> dict[str, Any]:
     kind, solver = PROBLEMS[entry.kind], entry.load()
     drawn = [kind.drawn(np.random.default_rng(seed)) for seed in range(problems)]
     solver(drawn[0], entry.budget)  # warm-up: loading and compiling are not counted
     times, best, values, proven = [], [], [], 0
     for problem in drawn:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         result = solver(problem, entry.budget)
-        times.append(1e3 * (time.perf_counter() - begun))
+        times.append(1e3 * (time.perf_counter() - start))
         tell(f"{entry.kind} {entry.name}")
         optimum = kind.optimum(problem)
         best += [] if optimum is None else [optimum]

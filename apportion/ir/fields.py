@@ -63,13 +63,13 @@ def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> flo
         raise ConfigError(field, value, "must be a number", remedy)
     if isinstance(given, float) and not math.isfinite(given):
         raise ConfigError(field, given, "must be finite", "write a finite number")
-    rule = _broken(given, low, above)
+    rule = _broken_rule(given, low, above)
     if rule is not None:
         raise ConfigError(field, given, rule, "write a number in that range")
     return float(given)
 
 
-def _broken(given: float, low: float, above: bool) -> str | None:
+def _broken_rule(given: float, low: float, above: bool) -> str | None:
     """The rule of `number` that a finite number breaks, or None."""
     most = sys.float_info.max if low == -math.inf else MOST
     if given > most or given < -most:

@@ -104,9 +104,9 @@ def _rule(kind: inspect.Type, plain: bool) -> Rule:
             (inner,) = (_rule(one, plain) for one in types if not isinstance(one, inspect.NoneType))
             return lambda field, value: None if value is None else inner(field, value)
         case inspect.VarTupleType(item_type=item):
-            return partial(_each, _rule(item, plain))
+            return partial(_checked_items, _rule(item, plain))
         case inspect.DictType(value_type=item, max_length=int(most)):
-            return partial(_named, _rule(item, plain), most)
+            return partial(_checked_entries, _rule(item, plain), most)
         case inspect.DataclassType(cls=cls) if not plain:
             return partial(checks.instance, kind=cls)
         case inspect.DataclassType(cls=cls):
@@ -116,11 +116,11 @@ def _rule(kind: inspect.Type, plain: bool) -> Rule:
     return lambda _, value: value
 
 
-def _each(rule: Rule, field: str, value: Any) -> tuple[Any, ...]:
+def _checked_items(rule: Rule, field: str, value: Any) -> tuple[Any, ...]:
     return tuple(rule(f"{field}[{i}]", item) for i, item in enumerate(checks.sequence(field, value)))
 
 
-def _named(rule: Rule, most: int, field: str, value: Any) -> dict[str, Any]:
+def _checked_entries(rule: Rule, most: int, field: str, value: Any) -> dict[str, Any]:
     if len(checks.mapping(field, value)) > most:
         raise ConfigError(field, len(value), f"must be at most {most}", "list fewer")
     return {checks.name(field, key): rule(f"{field}.{key}", item) for key, item in value.items()}

@@ -121,7 +121,7 @@ KV_SIDE = frozenset(tensor for tensor in Tensor if tensor.contents.side == "key"
 HEADLESS = frozenset(tensor for tensor in Tensor if tensor.contents.side is None)
 
 
-def _travels(way: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
+def _crossing_tensors(way: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
     return MappingProxyType(
         {
             (side, phase): tuple(
@@ -134,7 +134,7 @@ def _travels(way: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
 
 
 #: (side, phase) -> tensors fetched for tasks, in tiles and in exchanges; tensors returned; both
-FETCHED, RETURNED = _travels("fetched"), _travels("returned")
+FETCHED, RETURNED = _crossing_tensors("fetched"), _crossing_tensors("returned")
 TRAVELLING: Mapping[tuple[Side, str], tuple[Tensor, ...]] = MappingProxyType(
     {key: (*tensors, *RETURNED[key]) for key, tensors in FETCHED.items()}
 )

@@ -46,8 +46,8 @@ class Congestion:
 
         int64 [transfers] each, all between nodes: round, NICs of sender and receiver, message number from 0, bytes.
         """
-        senders = _others(round_, in_port, out_port)
-        receivers = _others(round_, out_port, in_port)
+        senders = _opposite_ports(round_, in_port, out_port)
+        receivers = _opposite_ports(round_, out_port, in_port)
         slow = 1.0 + self.incast * np.minimum(senders - 1, self.peers)
         slow[(senders == 1) & (receivers == 1)] = 1.0 / self.one_peer
         if self.rates is not None:
@@ -55,7 +55,7 @@ class Congestion:
         return slow
 
 
-def _others(round_: Ints, port: Ints, other: Ints) -> Ints:
+def _opposite_ports(round_: Ints, port: Ints, other: Ints) -> Ints:
     """int64 [transfers]: number of distinct opposite ports of the transfers with the same round and port."""
     span = 1 + int(max(port.max(initial=0), other.max(initial=0)))
     places, of = np.unique(round_ * span + port, return_inverse=True)

@@ -118,7 +118,7 @@ def _value(cls: type[Any], where: str, name: str, value: Any) -> Any:
     except (msgspec.ValidationError, TypeError, UnicodeEncodeError):
         pass
     known = inspect.type_info(hint)
-    if isinstance(value, str) and (listed := _listed(known)):
+    if isinstance(value, str) and (listed := _literal_words(known)):
         raise UnknownNameError(where, value, f"must be {_describe(known)}", suggestion(value[:64], listed))
     raise ConfigError(
         where,
@@ -128,10 +128,10 @@ def _value(cls: type[Any], where: str, name: str, value: Any) -> Any:
     )
 
 
-def _listed(known: inspect.Type) -> list[str]:
+def _literal_words(known: inspect.Type) -> list[str]:
     """The literal words accepted by a type."""
     if isinstance(known, inspect.UnionType):
-        return [word for one in known.types for word in _listed(one)]
+        return [word for one in known.types for word in _literal_words(one)]
     return [str(value) for value in known.values] if isinstance(known, inspect.LiteralType) else []
 
 

@@ -59,12 +59,12 @@ class Sequential(PackPass):
         microbatches."""
         batch, room = problem.batch, capacity(problem, self.tokens_per_rank)
         if self.microbatches == "auto":
-            starts = _filled(batch.starts, room)
+            starts = _greedy_runs(batch.starts, room)
         else:
             _check_count(len(batch.lengths), self.microbatches)
-            starts = _even(batch.starts, self.microbatches)
+            starts = _even_runs(batch.starts, self.microbatches)
             _check_room(int(np.diff(batch.starts[starts]).max()), batch.tokens, self.microbatches, room)
-        return Packing(tuple(np.arange(*pair) for pair in pairwise(starts)), _none())
+        return Packing(tuple(np.arange(*pair) for pair in pairwise(starts)), _no_sequences())
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Balanced(PackPass):
         microbatches."""
         batch, room = problem.batch, capacity(problem, self.tokens_per_rank)
         pairs = row_weights(problem, batch.starts)
-        bins = _spread(pairs, batch.lengths, self.microbatches, room, self.solver)
-        return Packing(_members(bins, np.arange(len(bins))), _none())
+        bins = _assign_microbatches(pairs, batch.lengths, self.microbatches, room, self.solver)
+        return Packing(_members(bins, np.arange(len(bins))), _no_sequences())
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class Wlb(PackPass):
             rule = "must be a number with defer: outliers wait until every microbatch has one"
             raise ConfigError("recipe.pack.wlb.microbatches", self.microbatches, rule, "give the number")
         room, lengths = capacity(problem, self.tokens_per_rank), problem.batch.lengths
-        waits = self._waiting(lengths)
+        waits = self._deferred(lengths)
         kept = np.flatnonzero(~waits)
-        bins = _spread(work(problem)[kept], lengths[kept], self.microbatches, room, self.solver)
+        bins = _assign_microbatches(work(problem)[kept], lengths[kept], self.microbatches, room, self.solver)
         return Packing(_members(bins, kept), np.flatnonzero(waits))
 
-    def _waiting(self, lengths: Ints) -> Bools:
+    def _deferred(self, lengths: Ints) -> Bools:
         """bool [sequences]: deferred outliers. Of each queue, a multiple of the number of microbatches leaves, first
         in, first out."""
         waits = np.zeros(len(lengths), np.bool_)
@@ -172,7 +172,7 @@ def _attention_us(problem: Problem, kind: str) -> Floats:
 # ---------------------------------------------------------------------------------------------- in order
 
 
-def _filled(starts: Ints, room: int) -> list[int]:
+def _greedy_runs(starts: Ints, room: int) -> list[int]:
     """First sequence of each run of up to `room` tokens, and the end."""
     cuts, end = [0], len(starts) - 1
     while cuts[-1] < end:
@@ -180,12 +180,12 @@ def _filled(starts: Ints, room: int) -> list[int]:
     return cuts
 
 
-def _even(starts: Ints, count: int) -> list[int]:
+def _even_runs(starts: Ints, count: int) -> list[int]:
     """Cuts into `count` non-empty runs whose longest is as short as possible: bisection over its tokens."""
     low, high = max(int(np.diff(starts).max()), -(-int(starts[-1]) // count)), int(starts[-1])
     while low < high:
         middle = (low + high) // 2
-        if len(_filled(starts, middle)) - 1 <= count:
+        if len(_greedy_runs(starts, middle)) - 1 <= count:
             high = middle
         else:
             low = middle + 1
@@ -199,23 +199,23 @@ def _even(starts: Ints, count: int) -> list[int]:
 # ---------------------------------------------------------------------------------------------- by work
 
 
-def _spread(
+def _assign_microbatches(
     weights: Ints, lengths: Ints, wanted: int | Literal["auto"], room: int, solver: PartitionSolver
 ) -> Ints:
     """int64 [sequences]: the microbatch of each; the wanted number of them, or the fewest found."""
     if wanted != "auto":
         _check_count(len(lengths), wanted)
-        bins = _packed(weights, lengths, wanted, room, solver)
+        bins = _pack(weights, lengths, wanted, room, solver)
         if bins is None:
             raise _no_packing(int(lengths.sum()), len(lengths), wanted, room)
         return bins
     count = max(1, -(-int(lengths.sum()) // room))
-    while (bins := _packed(weights, lengths, count, room, solver)) is None:
+    while (bins := _pack(weights, lengths, count, room, solver)) is None:
         count += 1
     return bins
 
 
-def _packed(weights: Ints, lengths: Ints, count: int, room: int, solver: PartitionSolver) -> Ints | None:
+def _pack(weights: Ints, lengths: Ints, count: int, room: int, solver: PartitionSolver) -> Ints | None:
     """Packs by work; if a sequence does not fit, by length. None if that also fails."""
     # sequences without work get a small weight, or all would go to the same microbatch
     found = solver(PartitionProblem(np.maximum(weights, 1), lengths, np.full(count, room))).bin
@@ -247,7 +247,7 @@ def _members(bins: Ints, sequences: Ints) -> tuple[Ints, ...]:
     return tuple(sequences[bins == number[place]] for place in np.argsort(first))
 
 
-def _none() -> Ints:
+def _no_sequences() -> Ints:
     return np.zeros(0, np.int64)
 
 

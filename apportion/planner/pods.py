@@ -88,11 +88,11 @@ class Documents(PodsPass):
             remedy = "drop `pods` or the home_ranks"
             raise ConfigError("batch.home_ranks", len(problem.batch.home_ranks), rule, remedy)
         for first in self._pods(problem, members):
-            of = self._assigned(problem, first) if len(first) > 2 else None
+            of = self._assign(problem, first) if len(first) > 2 else None
             if of is None:
                 continue
             try:
-                shards, placement = _together(problem, first, of, shard, place, threads)
+                shards, placement = _plan_pods(problem, first, of, shard, place, threads)
             except CapacityError:  # larger pods have more room
                 continue
             return shards, self._with_departures(problem, placement, int(np.diff(first).max()), members)
@@ -123,7 +123,7 @@ class Documents(PodsPass):
         of = np.searchsorted(first, lowest, "right") - 1
         if len(first) < 3 or not np.bincount(of, minlength=len(first) - 1).all():
             return []
-        return _apart(problem, placement, first, of)
+        return _split_parts(problem, placement, first, of)
 
     @property
     def _most(self) -> int:
@@ -134,10 +134,10 @@ class Documents(PodsPass):
         cluster = problem.cluster
         pods = -(-cluster.nodes // max(1, self._most // (cluster.ranks_per_node * members)))
         while pods > 1:
-            yield _joined(problem, np.arange(pods + 1) * cluster.nodes // pods * cluster.ranks_per_node)
+            yield _join_pods(problem, np.arange(pods + 1) * cluster.nodes // pods * cluster.ranks_per_node)
             pods //= 2
 
-    def _assigned(self, problem: Problem, first: Ints) -> Ints | None:
+    def _assign(self, problem: Problem, first: Ints) -> Ints | None:
         """int64 [sequences]: the pod of each; None if they do not fit, or leave a pod empty."""
         caps = np.add.reduceat(problem.token_caps, first[:-1])
         room = np.minimum(caps, (caps + _shares(problem, first)) / 2)
@@ -154,7 +154,7 @@ def _shares(problem: Problem, first: Ints) -> Floats:
     return shares
 
 
-def _joined(problem: Problem, first: Ints) -> Ints:
+def _join_pods(problem: Problem, first: Ints) -> Ints:
     """The pods, the first of them joined so that each sequence with more than a pod's share of pairs or of tokens, the
     longest first, has its own pod."""
     batch, weights = problem.batch, row_weights(problem, problem.batch.starts)
@@ -168,7 +168,7 @@ def _joined(problem: Problem, first: Ints) -> Ints:
     return np.take(first, kept)
 
 
-def _together(
+def _plan_pods(
     problem: Problem, first: Ints, of: Ints, shard: ShardPass, place: PlacePass, threads: int
 ) -> tuple[Shards, Placement]:
     """Plans each pod and merges blocks and homes. of: int64 [sequences], the pod of each."""
@@ -330,10 +330,10 @@ def _reach(problem: Problem, placement: Placement) -> tuple[Ints, Ints]:
     return lowest, highest
 
 
-def _apart(problem: Problem, placement: Placement, first: Ints, of: Ints) -> list[IsolatedPart]:
+def _split_parts(problem: Problem, placement: Placement, first: Ints, of: Ints) -> list[IsolatedPart]:
     """Splits a placement into the pods' parts. of: int64 [sequences], the pod of each."""
     pod_of_block = np.searchsorted(first, placement.home, "right") - 1
-    executions = _executions_apart(problem, placement, first)
+    executions = _split_executions(problem, placement, first)
     found = []
     for pod, (begin, end) in enumerate(zip(first[:-1].tolist(), first[1:].tolist(), strict=True)):
         blocks = np.flatnonzero(pod_of_block == pod)
@@ -348,7 +348,7 @@ def _apart(problem: Problem, placement: Placement, first: Ints, of: Ints) -> lis
     return found
 
 
-def _executions_apart(
+def _split_executions(
     problem: Problem, placement: Placement, first: Ints
 ) -> list[dict[tuple[str, str], Execution] | None]:
     """The execution of each pod, None if the placement has none."""

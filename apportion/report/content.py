@@ -45,7 +45,7 @@ def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str
         "figures": list(_figures(simulation)),
         "lost_ms": simulation.lost_ms,
         "verdict": verdict(simulation),
-        "of_ranks": pack(_of_ranks(simulation)),
+        "of_ranks": pack(_rank_columns(simulation)),
         "documents": pack(
             {
                 "start": plan.request.batch.starts[: len(plan.request.batch.lengths)],
@@ -123,7 +123,7 @@ def _figure(
     return {"name": name, "unit": unit, "value": value, "bound": bound, "gap": gap, "void": void}
 
 
-def _of_ranks(simulation: Simulation) -> dict[str, Any]:
+def _rank_columns(simulation: Simulation) -> dict[str, Any]:
     """Columns [ranks]: pairs (over heads and layers), tokens, bytes of work rows, bytes sent and received, busy and
     waiting microseconds."""
     plan, runs = simulation.plan, simulation.runs.values()
@@ -152,7 +152,7 @@ def _masks(plan: Plan, keys: list[tuple[str, str]]) -> list[Any]:
     except CapacityError as error:
         return [{"void": str(error)} for _ in keys]
     for at, key in enumerate(keys):
-        same = next((i for i in range(at) if _alike(held[keys[i]], held[key])), None)
+        same = next((i for i in range(at) if _are_equal_pieces(held[keys[i]], held[key])), None)
         drawn = columns(held[key])
         if same is None:
             found.append(pack(drawn))
@@ -161,6 +161,6 @@ def _masks(plan: Plan, keys: list[tuple[str, str]]) -> list[Any]:
     return found
 
 
-def _alike(a: Pieces, b: Pieces) -> bool:
+def _are_equal_pieces(a: Pieces, b: Pieces) -> bool:
     """True if pieces are equal except for instruction numbers."""
     return all(np.array_equal(x, y) for x, y in ((a.bands, b.bands), (a.rank, b.rank), (a.heads, b.heads)))

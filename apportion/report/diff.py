@@ -124,23 +124,24 @@ def _plain(value: Any) -> Any:
 
 
 def _same_layout(a: Plan, b: Plan, name: str) -> bool:
-    return name in a.layouts and name in b.layouts and _same(a.layouts[name].spans, b.layouts[name].spans)
+    return name in a.layouts and name in b.layouts and _is_same(a.layouts[name].spans, b.layouts[name].spans)
 
 
 def _same_moves(a: Plan, b: Plan) -> bool:
     pairs = zip_longest(a.moves, b.moves)
     return all(
-        x and y and (x.source, x.target) == (y.source, y.target) and _same(x.table, y.table) for x, y in pairs
+        x and y and (x.source, x.target) == (y.source, y.target) and _is_same(x.table, y.table)
+        for x, y in pairs
     )
 
 
 def _same_recurrent(a: Plan, b: Plan, name: str) -> bool:
     if a.recurrence is None or b.recurrence is None:
         return a.recurrence is b.recurrence
-    return _same(a.recurrence[name], b.recurrence[name])
+    return _is_same(a.recurrence[name], b.recurrence[name])
 
 
-def _same(a: Table, b: Table) -> bool:
+def _is_same(a: Table, b: Table) -> bool:
     return a.ranks == b.ranks and a.equal(b)
 
 
@@ -148,7 +149,7 @@ def _program_changes(a: Plan, b: Plan) -> Iterator[ProgramChange]:
     for kind, phase in dict.fromkeys([*a.programs, *b.programs]):
         for rank in range(max(a.header.ranks, b.header.ranks)):
             mine, theirs = _program(a, rank, kind, phase), _program(b, rank, kind, phase)
-            if not all(_same(mine[name], theirs[name]) for name in TABLES):
+            if not all(_is_same(mine[name], theirs[name]) for name in TABLES):
                 yield _program_change(rank, kind, phase, mine, theirs)
 
 

@@ -131,7 +131,7 @@ class Client:
         """The server's state of a request, with the report of its plan. Raises UnknownPlanError, ServiceError,
         UnreachableError."""
         body = self._ask(_Request("GET", f"/v1/plans/{key.hex()}", key, JSON), self.timeout_s)
-        if not (found := _parsed(body)):
+        if not (found := _parse_json(body)):
             raise BadAnswerError(f"the answer is not a JSON object: {body[:60]!r}")
         return found
 
@@ -151,7 +151,7 @@ class Client:
         return max(wait_s, self.timeout_s) + SLACK_S
 
     def _ask(self, request: _Request, total_s: float) -> bytes:
-        return _expanded(self._run(self._whole(request, total_s), total_s)[1])
+        return _expanded(self._run(self._complete_answer(request, total_s), total_s)[1])
 
     def _run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """The result of `work` on the event loop; enforces the loop's limit on this thread too."""
@@ -176,17 +176,17 @@ class Client:
         until, end = began + wait_s, began + self._limit(wait_s)
         path = f"/v1/plans/{key.hex()}/ranks/{rank}?wait_s={{wait_s:.3f}}"
         while True:
-            asked = now()
-            request = _Request("GET", path, key, hold_s=max(0.0, until - asked))
-            status, body = await self._whole(request, min(self.timeout_s, end - asked))
+            sent_at = now()
+            request = _Request("GET", path, key, hold_s=max(0.0, until - sent_at))
+            status, body = await self._complete_answer(request, min(self.timeout_s, end - sent_at))
             if status != 202:
                 return body
             if now() >= until:
                 raise NotReadyError(f"the plan of {key.hex()[:16]} is not ready after {wait_s:g} s")
-            if now() - asked < PAUSE_S:  # the server did not wait
+            if now() - sent_at < PAUSE_S:  # the server did not wait
                 await asyncio.sleep(min(until - now(), 2 * PAUSE_S))
 
-    async def _whole(self, request: _Request, total_s: float) -> tuple[int, bytes]:
+    async def _complete_answer(self, request: _Request, total_s: float) -> tuple[int, bytes]:
         """Status and body of the answer; raises the last failure when no time is left for another attempt."""
         now = asyncio.get_running_loop().time
         end, tried_until = now() + total_s, now() + min(total_s, self.timeout_s)
@@ -236,7 +236,7 @@ class Client:
 
     def _problem(self, body: bytes, key: bytes, status: int = 0, later: str = "") -> ServiceError:
         """The error in an answer of problem+json, or in a proxy's own format."""
-        found = _parsed(body) or {"type": "answer", "title": body[:200].decode("ascii", "replace")}
+        found = _parse_json(body) or {"type": "answer", "title": body[:200].decode("ascii", "replace")}
         kind = re.split("[/:#]", str(found.get("type")))[-1][:64]
         if kind == "unknown-plan":
             return UnknownPlanError(key)
@@ -336,7 +336,7 @@ def _expanded(body: bytes) -> bytes:
         raise BadAnswerError(str(error)) from None
 
 
-def _parsed(body: bytes) -> dict[str, Any]:
+def _parse_json(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`; empty if there is none."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])

@@ -110,8 +110,8 @@ class Pack:
             raise DecodeError(
                 f"pack: {len(data)} bytes, but its head declares {pack._offsets[-1]}: it was truncated or extended"
             )
-        for begin, size, told in zip(pack._offsets, head.sizes, head.digests, strict=False):
-            if digest(data[begin : begin + size]) != told:
+        for begin, size, expected_digest in zip(pack._offsets, head.sizes, head.digests, strict=False):
+            if digest(data[begin : begin + size]) != expected_digest:
                 raise DecodeError("pack: a body differs from its digest: it was damaged")
         return pack
 

@@ -37,7 +37,9 @@ KINDS = {
         415, "The media type is not supported", "send application/json or application/msgpack"
     ),
     "invalid": Kind(422, "A field of the request is invalid", "correct the field"),
-    "refused": Kind(422, "The request cannot be planned", "change the batch or the job as described in the detail"),
+    "refused": Kind(
+        422, "The request cannot be planned", "change the batch or the job as described in the detail"
+    ),
     "too-long": Kind(
         422, "Planning took too long", "choose a cheaper recipe, or raise --plan-s of the server"
     ),

@@ -307,7 +307,7 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not is_compiling() and model._checked and model.loss_function != model._checked[0]:
         rule = "was replaced after hf.enable, which checks that it is a sum over rows"
         raise ConfigError("loss_function", str(model.loss_function), rule, "call hf.enable(model) again")
-    wanted = {} if is_compiling() else _wanted(model, handle)
+    wanted = {} if is_compiling() else _label_kwargs(model, handle)
     for name in ("shift_labels", "num_items_in_batch"):
         given = kwargs.get(name)
         if given is None:
@@ -321,7 +321,7 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, _without_guard(kwargs)
 
 
-def _wanted(model: Any, handle: Any) -> dict[str, Tensor]:
+def _label_kwargs(model: Any, handle: Any) -> dict[str, Tensor]:
     """The labels of a batch and their number; on devices other than CPUs only in the model's first forward, since it
     waits for the device."""
     batch = wiring.watch.under(handle)
@@ -431,14 +431,14 @@ def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> N
     microbatch's loss. Raises as `check_share`."""
     handle, own, loss = kwargs.get(NAME), getattr(output, "aux_loss", None), getattr(output, "loss", None)
     if handle is not None and own is not None:
-        output.aux_loss = _share(output.router_logits, model.num_experts_per_tok, handle)
+        output.aux_loss = _balance_loss(output.router_logits, model.num_experts_per_tok, handle)
         if loss is not None:
             output.loss = loss = loss + model.router_aux_loss_coef * (output.aux_loss - own)
     if isinstance(handle, PlanHandle) and loss is not None:
         check_share(loss, wiring.watch.under(handle))
 
 
-def _share(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> Tensor:
+def _balance_loss(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> Tensor:
     """E · sum over experts of (share of the tokens sent there) · (mean probability), Switch Transformers (arXiv
     2101.03961), eq. 4 to 6: shares over all ranks, times this rank's contribution to the mean. A collective."""
     probabilities = torch.stack([layer[: handle.rows] for layer in logits]).softmax(-1)

@@ -65,7 +65,7 @@ def media(
         layers = {FULL: len({*whole}), WINDOWS: config.depth - len({*whole})}
         windows = [_windows(grid, config) for grid in found]
         kinds = zip(given["masks"], windows, strict=True)
-        given["masks"] = [{FULL: mask, WINDOWS: _alone(ends)} for mask, (_, ends) in kinds]
+        given["masks"] = [{FULL: mask, WINDOWS: _block_diagonal_mask(ends)} for mask, (_, ends) in kinds]
         given["orders"] = [order for order, _ in windows]
     ffn = int(getattr(config, "intermediate_size", 0) or width * config.mlp_ratio)
     sizes = {"q_heads": heads, "kv_heads": heads, "head_dim": width // heads, "hidden": width, "ffn": ffn}
@@ -96,7 +96,7 @@ def _windows(grid: Ints, config: Any) -> tuple[Ints, Ints]:
     return order.numpy(), ends.numpy()
 
 
-def _alone(ends: Ints) -> Mask:
+def _block_diagonal_mask(ends: Ints) -> Mask:
     """Rows between ends see each other."""
     first, end = ends[:-1], ends[1:]
     return slices(np.stack([first, end, first, end, np.zeros_like(first)], 1))

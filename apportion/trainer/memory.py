@@ -49,9 +49,9 @@ class _Tiled:
         self._forward, self._tokens = forward, tokens
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([self._part(rows) for rows in torch.split(x, self._tokens, -2)], -2)
+        return torch.cat([self._tile_part(rows) for rows in torch.split(x, self._tokens, -2)], -2)
 
-    def _part(self, rows: Tensor) -> Tensor:
+    def _tile_part(self, rows: Tensor) -> Tensor:
         kept = torch.is_grad_enabled()
         out = checkpoint(self._forward, rows, use_reentrant=False) if kept else self._forward(rows)
         if not isinstance(out, Tensor) or out.shape[:-1] != rows.shape[:-1]:

@@ -33,7 +33,7 @@ from apportion.trainer.step import wiring
 from apportion.trainer.step.pingpong import PingPongLayer, piece_of
 
 
-class _Left(NamedTuple):
+class _SavedTick(NamedTuple):
     """State that a forward tick saves for the backward tick of its microbatch and chunk."""
 
     x: Tensor  # with the embedding's graph on the first virtual stage
@@ -83,7 +83,7 @@ class _Iteration:
     ticks: Sequence[PlannedBatch]
     train: bool
     here: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    left: dict[tuple[int, int], _Left] = field(default_factory=dict)
+    left: dict[tuple[int, int], _SavedTick] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         table, first = self.own.table, self.ticks[0].handle
@@ -134,7 +134,7 @@ class _Iteration:
         kept: list[backend.Tape] | None = [] if self.train else None
         y = backend.forward_alone(handle, self.pieces[virtual // self.own.table.stages], x, kept)
         if kept is not None:
-            self.left[place] = _Left(x, kept, y)
+            self.left[place] = _SavedTick(x, kept, y)
         elif virtual == self.last:
             self.total += self._loss(number, y)
         return y

@@ -45,7 +45,7 @@ except ModuleNotFoundError as error:
     raise MissingDependencyError("torchtitan", "torchtitan", "apportion.trainer.torchtitan") from error
 
 _PLAIN = ("source", "tokens_per_rank", "microbatches", "recipe", "seed", "timeout_s", "workers")
-_TOLD = ("tokens_per_s", "waited_s", "fallbacks")
+_LOGGED_METRICS = ("tokens_per_s", "waited_s", "fallbacks")
 _OVERRIDES = [f"{__name__}.planned_flex", f"{__name__}.planned_varlen"]
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # Titan's names of attention kinds
 
@@ -364,8 +364,10 @@ class PlannedTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         super().train_step(data_iterator)
         if self.metrics_processor.should_log(self.step):
-            told = self.dataloader.loader.metrics()
-            self.metrics_processor.logger.log({f"planning/{name}": told[name] for name in _TOLD}, self.step)
+            planning_metrics = self.dataloader.loader.metrics()
+            self.metrics_processor.logger.log(
+                {f"planning/{name}": planning_metrics[name] for name in _LOGGED_METRICS}, self.step
+            )
 
 
 def _gather(part: Any) -> None:

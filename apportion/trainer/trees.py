@@ -110,7 +110,7 @@ class Predictions:
                 raise ConfigError("values", f"shape {tuple(values.shape)}", rule, remedy)
             index = (self.sample,) if values.dim() == 1 else (self.sample, self.token)
             return values.to(self.row.device)[index]
-        held = [_whole(values[i], self.forest, i) for i in self.samples]
+        held = [_per_token(values[i], self.forest, i) for i in self.samples]
         return torch.cat(held).to(self.row.device)[self.place] if held else self.row.new_zeros(0)
 
     def gather(self, values: Tensor) -> tuple[Tensor, ...]:
@@ -206,9 +206,7 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
     if not known.all():
         first = int(np.flatnonzero(~known)[0])
         row = f"row {first} is token {place[first]} of item {tree[first]}"
-        rule = (
-            f"the forest of {len(forest)} trees has no such token: pass the loader's forest to unfold"
-        )
+        rule = f"the forest of {len(forest)} trees has no such token: pass the loader's forest to unfold"
         raise ExecutionError(f"{row}, and {rule}")
     return flat
 
@@ -228,7 +226,7 @@ def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:
     return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
 
 
-def _whole(values: Tensor, forest: Forest, sample: int) -> Tensor:
+def _per_token(values: Tensor, forest: Forest, sample: int) -> Tensor:
     """`values`. Raises ConfigError unless there is one for each token of the sample."""
     length = int(forest.starts[sample + 1] - forest.starts[sample])
     if len(values) != length:

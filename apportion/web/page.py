@@ -51,7 +51,7 @@ class Page:
     def _policy(self) -> str:
         """The content-security policy."""
         pages = (self, *self.opens)
-        told = {
+        directives = {
             "default-src": "'none'",
             "script-src": " ".join(_digest(page.script) for page in pages),
             "style-src": " ".join(_digest(page.style) for page in pages),
@@ -59,7 +59,7 @@ class Page:
             "base-uri": "'none'",
             "form-action": "'none'",
         }
-        return "; ".join(f"{name} {value}" for name, value in told.items())
+        return "; ".join(f"{name} {value}" for name, value in directives.items())
 
 
 def _inert(data: Mapping[str, Any]) -> str:

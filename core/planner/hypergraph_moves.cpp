@@ -226,11 +226,11 @@ class Board {
 
   // Moves a vertex and, while it helps, those of its most expensive new hyperedge that cost no more; see also `MANY`.
   void follow(int64_t full, const Step& step, Column<const int64_t> group) {
-    int64_t opened = -1, dearest = -1;
+    int64_t opened = -1, highest_price = -1;
     for (const int64_t edge : graph_.edges_of(step.vertex)) {
-      if (pins_[edge][step.to] != 0 || graph_.price[edge] <= dearest) continue;
+      if (pins_[edge][step.to] != 0 || graph_.price[edge] <= highest_price) continue;
       opened = edge;
-      dearest = graph_.price[edge];
+      highest_price = graph_.price[edge];
     }
     move(step.vertex, step.to);
     if (opened >= 0)

@@ -74,13 +74,13 @@ class Swaps {
     std::stable_sort(light.begin(), light.end(), [&](auto one, auto two) { return time[one] < time[two]; });
     Exchange best;
     Bin* other = nullptr;
-    double least = time[heavy];
+    double lowest_time = time[heavy];
     for (int64_t number = 0; number < light.count(); ++number) {
       if (number % BINS == 0 && other) break;
       if (light[number] == heavy) continue;
-      const double before = least;
-      look(heavy, light[number], least, best);
-      if (least < before) other = &bins_[light[number]];
+      const double before = lowest_time;
+      look(heavy, light[number], lowest_time, best);
+      if (lowest_time < before) other = &bins_[light[number]];
     }
     if (!other) return false;
     move(best.given, bins_[heavy], *other);
@@ -94,8 +94,8 @@ class Swaps {
     target.take(place, at(place));
   }
 
-  // Lowers `least`, the time of the heavier bin after the best exchange, if a better exchange exists.
-  void look(int64_t heavy, int64_t light, double& least, Exchange& best) const {
+  // Lowers `lowest_time`, the time of the heavier bin after the best exchange, if a better exchange exists.
+  void look(int64_t heavy, int64_t light, double& lowest_time, Exchange& best) const {
     const Bin &from = bins_[heavy], &to = bins_[light];
     Places theirs;
     for (const int64_t place : to.held)
@@ -126,8 +126,8 @@ class Swaps {
         if (weight <= 0 || to.used + size > to.cap || from.used - size > from.cap) continue;
         const double value = std::max(static_cast<double>(from.load - weight) / from.speed,
                                       static_cast<double>(to.load + weight) / to.speed);
-        if (value < least) {
-          least = value;
+        if (value < lowest_time) {
+          lowest_time = value;
           best = {a, {b, c}};
         }
       }

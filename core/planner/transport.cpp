@@ -51,9 +51,9 @@ double level_of(Column<const int64_t> rows, int64_t total, const Price& price) {
   const double saved = static_cast<double>(total) * price.saving;
   double above = 0, count = 0;
   for (const int64_t own : falling) {
-    const double dear = price.inter * static_cast<double>(own);
-    if (above - count * dear > saved) break;  // levelling the more expensive ranks to this price takes more
-    above += dear;
+    const double price_of_rank = price.inter * static_cast<double>(own);
+    if (above - count * price_of_rank > saved) break;  // levelling the more expensive ranks to this price takes more
+    above += price_of_rank;
     ++count;
   }
   return (above - saved) / count;

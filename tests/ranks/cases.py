@@ -249,13 +249,13 @@ def assert_good(
     limits = [1e-10] * 5
     if dtype != "fp64":
         problem = rounded(problem, jobs.DTYPES[dtype])
-        limits = _twice_plain(problem, mask, jobs.DTYPES[dtype])
+        limits = _error_bounds(problem, mask, jobs.DTYPES[dtype])
     found = errors(got, answer(problem, mask))
     for name, error, limit in zip(("o", "dq", "dk", "dv", "dsinks"), found, limits, strict=True):
         assert error <= limit, f"{name}: {error:.2e} > {limit:.2e}"
 
 
-def _twice_plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> list[float]:
+def _error_bounds(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> list[float]:
     """Twice the error of plain attention, but at least that of rounding the exact answer once, and of dsinks its terms,
     which cancel."""
     want, exact = answer(problem, mask), oracle.dense(problem, mask)

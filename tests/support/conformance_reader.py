@@ -38,7 +38,7 @@ class _Projection:
         q_heads: tuple[int, ...],
         kv_heads: tuple[int, ...],
     ) -> list[NDArray[Any]]:
-        return self._some(q_heads, kv_heads).project(hidden, position_ids)
+        return self._subset(q_heads, kv_heads).project(hidden, position_ids)
 
     def gradient(
         self,
@@ -48,9 +48,9 @@ class _Projection:
         kv_heads: tuple[int, ...],
         grads: tuple[NDArray[Any], ...],
     ) -> NDArray[Any]:
-        return self._some(q_heads, kv_heads).gradient(position_ids, grads)
+        return self._subset(q_heads, kv_heads).gradient(position_ids, grads)
 
-    def _some(self, q_heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Weights:
+    def _subset(self, q_heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Weights:
         return Weights(self.all.q[list(q_heads)], self.all.k[list(kv_heads)], self.all.v[list(kv_heads)])
 
 

@@ -103,16 +103,16 @@ class _Scan:
         sent = {place: row for place, row in states.items() if row["kind"] == number}
         self.pairs = [
             ((place[0], sent[place]["run"]), slot, slice(row["head"], row["head"] + row["heads"]))
-            for place, slot in _met(sent, slots)
-            for row in [_alike(sent[place], slots[slot], ("run", "head", "heads"))]
+            for place, slot in _paired_rows(sent, slots)
+            for row in [_checked_row(sent[place], slots[slot], ("run", "head", "heads"))]
         ]
         width = widest_halo(plan.header.recurrent)
         halos = [np.full(len(plan.recurrence["runs"].rank(rank)) * width, -1) for rank in ranks]
         leaves, arrives = (
             {place: row for place, row in halo.items() if row["send"] == way} for way in (1, 0)
         )
-        for place, target in _met(leaves, arrives):
-            row = _alike(leaves[place], arrives[target], ("rows",))
+        for place, target in _paired_rows(leaves, arrives):
+            row = _checked_row(leaves[place], arrives[target], ("rows",))
             rows = _span(row, first[place[0]])
             halos[target[0]][_span(arrives[target], 0)] = np.arange(rows.start, rows.stop)
         ends = {(rank, n): (n + 1) * width for rank, n in runs}
@@ -325,7 +325,7 @@ def _span(row: Row, first: int) -> slice:
     return slice(first + row["row"], first + row["row"] + row["rows"])
 
 
-def _met(sent: Mapping[Place, Row], due: Mapping[Place, Row]) -> Iterator[tuple[Place, Place]]:
+def _paired_rows(sent: Mapping[Place, Row], due: Mapping[Place, Row]) -> Iterator[tuple[Place, Place]]:
     """Pairs the k-th row that i sends to j with the k-th that j receives from i. Raises ExecutionError for a rest."""
     mail = defaultdict[Place, deque[Place]](deque)
     for place, row in sent.items():
@@ -339,7 +339,7 @@ def _met(sent: Mapping[Place, Row], due: Mapping[Place, Row]) -> Iterator[tuple[
             raise ExecutionError(f"rank {rank} sends what rank {peer} does not receive")
 
 
-def _alike(sent: Row, due: Row, names: Sequence[str]) -> Row:
+def _checked_row(sent: Row, due: Row, names: Sequence[str]) -> Row:
     """The row that is sent. Raises ExecutionError if it differs from the row that is due."""
     if any(sent[name] != due[name] for name in names):
         raise ExecutionError(f"{due} receives {sent}")

@@ -40,13 +40,13 @@ class Exchange:
         """The same without autograd."""
         take, into = self.take.to(x.device), self.into.to(x.device)
         out = x.new_full((self.rows, *x.shape[1:]), fill)
-        out[into] = _swapped(self, "", x[take], self.sent, self.received)
+        out[into] = _exchange_rows(self, "", x[take], self.sent, self.received)
         return out
 
     def backward(self, grad: Tensor, rows: int) -> Tensor:
         """grad [rows of the result, ...] -> gradient of x [rows, ...]. A collective."""
         take, into = self.take.to(grad.device), self.into.to(grad.device)
-        back = _swapped(self, "gradient of ", grad[into], self.received, self.sent)
+        back = _exchange_rows(self, "gradient of ", grad[into], self.received, self.sent)
         total = grad.new_zeros(rows, *grad.shape[1:], dtype=accumulator_dtype(grad.dtype))
         # accumulates in order of the index, also on a GPU
         total.index_put_((take,), back.to(total.dtype), accumulate=True)
@@ -65,7 +65,7 @@ class _ExchangeFunction(torch.autograd.Function):
         return ctx.exchange.backward(grad, ctx.rows), None, None
 
 
-def _swapped(exchange: Exchange, of: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+def _exchange_rows(exchange: Exchange, of: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
     """[sum of received, ...]: the rows received from rank 0, 1, …"""
     transport, form = exchange.transport, f"{rows.dtype} {list(rows.shape[1:])}"
     if transport.ranks == 1:

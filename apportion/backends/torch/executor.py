@@ -262,7 +262,7 @@ class TaskMachine(TorchMachine):
     # --- attention
 
     def attend(self, step: Step) -> None:
-        self._open([task.o for task in step.tasks if task.first])
+        self._clear_first_rows([task.o for task in step.tasks if task.first])
         for task, heads, kv_of, k, v, *_ in self._keys(step.tasks):
             (q,), (o, lse) = self._read(task.q, task.o)
             rows = q[:, heads], k, v, o[:, heads], lse[:, heads]
@@ -270,15 +270,15 @@ class TaskMachine(TorchMachine):
             self.views[task.o].write((o, lse))
 
     def attend_grad(self, step: Step) -> None:
-        self._open([task.dq for task in step.grads if task.first_dq])
-        self._open([task.dkv for task in step.grads if task.first_dkv])
+        self._clear_first_rows([task.dq for task in step.grads if task.first_dq])
+        self._clear_first_rows([task.dkv for task in step.grads if task.first_dkv])
         for task, heads, kv_of, k, v, dk, dv in self._keys(step.grads):
             (q,), (do,), (lse, delta), (dq,) = self._read(task.q, task.do, task.delta, task.dq)
             rows = q[:, heads], k, v, do[:, heads], lse[:, heads], delta[:, heads], dq[:, heads], dk, dv
             attend_grad(*rows, Band(task.dmin, task.dmax, kv_of), self._layer.score, self.kernel)
             self.views[task.dq].write((dq,))
 
-    def _open(self, sums: Sequence[int]) -> None:
+    def _clear_first_rows(self, sums: Sequence[int]) -> None:
         """Writes the identity of accumulation to rows on which a task is the first."""
         for index in sums:
             whole = self.views[index].read()
@@ -291,7 +291,7 @@ class TaskMachine(TorchMachine):
         """Each task with its keys and values and their gradient accumulators."""
         if self._layer.expand is not None:
             for run in latent_runs(self.program.operands, tasks):
-                yield from self._expanded(run, self._layer.expand)
+                yield from self._expanded_keys(run, self._layer.expand)
             return
         for task in tasks:
             sums = self.views[task.dkv if isinstance(task, GradTask) else task.kv]
@@ -300,7 +300,7 @@ class TaskMachine(TorchMachine):
             if isinstance(task, GradTask):
                 sums.write(whole)
 
-    def _expanded(self, run: LatentRun[T], expand: Expansion) -> Iterator[Keys[T]]:
+    def _expanded_keys(self, run: LatentRun[T], expand: Expansion) -> Iterator[Keys[T]]:
         """As `_keys`, for a run of latent rows, expanded here: a few heads at a time if there are many rows."""
         # copies: rows of the same buffer are written before autograd reads these again
         rotated, compressed = (part.squeeze(1).clone() for part in self.memory.view(run.kv).read())
@@ -363,7 +363,7 @@ class TaskMachine(TorchMachine):
     deliver = copy
 
     def clear(self, step: Step) -> None:
-        self._open([row.c for row in step.rowops])
+        self._clear_first_rows([row.c for row in step.rowops])
 
     def finish(self, step: Step) -> None:
         if self._layer.sinks is None:

@@ -57,11 +57,11 @@ class EncoderFeed:
             handle.agree()
         spans = [_spans(handle) for handle in (self.encoder, self.decoder)]
         own = [crc32(self.places.tobytes()), self.merge, len(spans[0]), *spans[0], *spans[1]]
-        told = self.decoder.communicator.all_gather(own, f"spans of plans {self.name}")
-        if len({tuple(one[:2]) for one in told}) > 1:
+        gathered = self.decoder.communicator.all_gather(own, f"spans of plans {self.name}")
+        if len({tuple(one[:2]) for one in gathered}) > 1:
             raise ExecutionError(f"ranks feed plan {self.name} by different places: give all ranks the same")
-        encoder = _layout("encoder", [one[3 : 3 + one[2]] for one in told])
-        decoder = _layout("decoder", [one[3 + one[2] :] for one in told])
+        encoder = _layout("encoder", [one[3 : 3 + one[2]] for one in gathered])
+        decoder = _layout("decoder", [one[3 + one[2] :] for one in gathered])
         found = Feed.of(encoder, decoder, self.places, self.merge)
         verify_feed(found, encoder, decoder)
         return found

@@ -248,13 +248,13 @@ def agree(
     the error that all ranks raise if they differ. Raises ExecutionError."""
     transport = handles[0].communicator
     ids = [number for handle in handles for number in np.frombuffer(handle.id, "<i8").tolist()]
-    told = 2 + len(ids)
+    checked_end = 2 + len(ids)
     own = [max(handle.channels for handle in handles), len(ids), *ids, *facts]
     rows = transport.all_gather(own, "plans")
-    if any(row[1:told] != own[1:told] for row in rows):
+    if any(row[1:checked_end] != own[1:checked_end] for row in rows):
         mine = holds() if holds else ", ".join(f"plan {handle.name}" for handle in handles)
         raise different_plans(transport.gather_texts(mine, "what ranks hold"))
     transport.start(max(row[0] for row in rows))
     for handle in handles:
         handle._agreed = True
-    return [row[told:] for row in rows]
+    return [row[checked_end:] for row in rows]

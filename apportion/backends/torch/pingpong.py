@@ -63,7 +63,7 @@ def _turns(
     return machine
 
 
-def _whole(
+def _run_whole(
     handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer
 ) -> Generator[None, None, TorchMachine]:
     """As `_turns`, without yielding."""
@@ -165,11 +165,13 @@ def forward_turns(
     keep = kept is not None
     for piece in pieces:
         x, projects = hidden[0].detach().requires_grad_(keep), handle.projects(piece.kind)
-        qkv: tuple[Tensor, ...] = () if projects else _traced(piece.pre, (x, positions), piece.params, keep)
+        qkv: tuple[Tensor, ...] = (
+            () if projects else _run_traced(piece.pre, (x, positions), piece.params, keep)
+        )
         given: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, *qkv)
         machine = yield from execute(handle, piece.kind, "forward", given, piece.layer(projects))
         out, lse = machine.output(x.dtype if projects else qkv[0].dtype)
-        y = _traced(piece.post, (x, out.requires_grad_(keep)), piece.params, keep)
+        y = _run_traced(piece.post, (x, out.requires_grad_(keep)), piece.params, keep)
         hidden[0] = y.detach()
         if kept is not None:
             # a plan that projects may keep projected rows at home
@@ -178,7 +180,9 @@ def forward_turns(
             kept.append(Tape(x, qkv, {**rows, **given}, out, lse, y))
 
 
-def _traced(work: Callable[..., Any], given: Sequence[Tensor], params: Sequence[Tensor], keep: bool) -> Any:
+def _run_traced(
+    work: Callable[..., Any], given: Sequence[Tensor], params: Sequence[Tensor], keep: bool
+) -> Any:
     """Runs `pre` or `post` on its arguments, with a graph if `keep`."""
     with torch.set_grad_enabled(keep):
         found = work(*given)
@@ -248,7 +252,7 @@ def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, kept: 
     in `backward_alone`."""
     hidden = [x]
     with paired((handle,), "forward", pieces):
-        take_turns([forward_turns(handle, pieces, hidden, kept, _whole)])
+        take_turns([forward_turns(handle, pieces, hidden, kept, _run_whole)])
     return hidden[0]
 
 
@@ -259,7 +263,7 @@ def backward_alone(
     params = params_of(pieces)
     sums, dhidden = BothGradients(params), [dy]
     with paired((handle,), "backward", pieces):
-        take_turns([backward_turns(handle, pieces, kept, dhidden, sums, _whole)])
+        take_turns([backward_turns(handle, pieces, kept, dhidden, sums, _run_whole)])
     found = zip(params, sums.of(params), strict=True)
     return dhidden[0], {param: grad for param, grad in found if grad is not None}
 

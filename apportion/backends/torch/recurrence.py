@@ -184,7 +184,7 @@ class _Slots:
 
     @staticmethod
     def of(tables: Recurrence, kind: int, ranks: int, heads: int) -> _Slots:
-        states, folds = (_of_kind(tables[name], kind) for name in ("states", "folds"))
+        states, folds = (_table_of_kind(tables[name], kind) for name in ("states", "folds"))
         counts = states.wide("heads")
         head = np.repeat(states.wide("head"), counts) + within(counts)
         run, peer = (np.repeat(states.wide(name), counts) for name in ("run", "peer"))
@@ -213,7 +213,7 @@ class _Slots:
         to_slots, to_runs = (found.tolist() for found in counts)
         return HeadTransfer(_ints(sent), _ints(np.argsort(sent)), to_slots, to_runs)
 
-    def _arrival(self, of_slots: Bools) -> Ints:
+    def _arrival_positions(self, of_slots: Bools) -> Ints:
         """The position of each of these slots in order of arrival."""
         order = np.argsort(self.slot_peer, kind="stable")
         place = np.zeros(len(order), np.int64)
@@ -225,7 +225,7 @@ class _Slots:
         depth = np.zeros(len(self.parent), np.int64)
         for slot, above in enumerate(self.parent.tolist()):
             depth[slot] = depth[above] + 1 if above >= 0 else 0
-        u, m, into = map(self._arrival, (self.leads, followed, self.past))
+        u, m, into = map(self._arrival_positions, (self.leads, followed, self.past))
         place, levels = np.zeros(len(depth), np.int64), list[Level]()
         for level in range(int(depth.max(initial=-1)) + 1):
             slots = np.flatnonzero(depth == level)
@@ -237,7 +237,7 @@ class _Slots:
         return levels
 
 
-def _of_kind(table: Table, kind: int) -> Table:
+def _table_of_kind(table: Table, kind: int) -> Table:
     rows = np.flatnonzero(table["kind"] == kind)
     return table.take(rows, np.array([0, len(rows)]))
 
@@ -265,7 +265,7 @@ def _fold(u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tens
         out = u_held[level.u]
         if state is not None:
             states[level.into] = state
-            out = out + _applied(m_held[level.m], state[level.leads])
+            out = out + _apply_transition(m_held[level.m], state[level.leads])
     found = _to_runs(handle, what, states, own.states)
     return found.view(len(own.middle.runs) + len(own.last.runs), *u.shape[1:]), m_held
 
@@ -281,7 +281,7 @@ def _fold_grad(dstates: Tensor, m_held: Tensor, number: Tensor, kind: str) -> Te
     for depth in reversed(range(1, len(own.levels))):
         level, above = own.levels[depth], own.levels[depth - 1]
         dstate = din[level.into]
-        dstate[level.leads] += _applied(
+        dstate[level.leads] += _apply_transition(
             m_held[level.m].mT if m_held.dim() == 3 else m_held[level.m], douts[level.u]
         )
         douts.index_put_(
@@ -312,7 +312,7 @@ class _Fold(torch.autograd.Function):
         return du, dm, None, None
 
 
-def _applied(m: Tensor, state: Tensor) -> Tensor:
+def _apply_transition(m: Tensor, state: Tensor) -> Tensor:
     """Applies M to states [n, K, V]; m: [n, K, K], diagonal [n, K], or scalar [n]."""
     with torch.autocast(m.device.type, enabled=False):  # backward may run under autocast
         return m @ state if m.dim() == 3 else m.view(*m.shape, *(1,) * (3 - m.dim())) * state
@@ -329,16 +329,16 @@ def _transition_gradient(layer: Recurrent, dout: Tensor, state: Tensor) -> Tenso
 def _to_slots(handle: PlanHandle, what: str, *parts: tuple[Tensor, HeadTransfer]) -> list[Tensor]:
     """Sends the heads of runs to their slots, for each part."""
     given = [(rows[way.sent], way.to_slots, way.to_runs) for rows, way in parts]
-    return _exchanged(handle, f"{what}, to slots", given)
+    return _exchange_parts(handle, f"{what}, to slots", given)
 
 
 def _to_runs(handle: PlanHandle, what: str, rows: Tensor, way: HeadTransfer) -> Tensor:
     """The inverse of `_to_slots`, for one part."""
-    (found,) = _exchanged(handle, f"{what}, to runs", [(rows, way.to_runs, way.to_slots)])
+    (found,) = _exchange_parts(handle, f"{what}, to runs", [(rows, way.to_runs, way.to_slots)])
     return found[way.arrived]
 
 
-def _exchanged(
+def _exchange_parts(
     handle: PlanHandle, what: str, parts: Sequence[tuple[Tensor, list[int], list[int]]]
 ) -> list[Tensor]:
     """Exchanges parts: rows for rank 0, 1, …, counts to each and from each -> the rows from rank 0, 1, …. One round of

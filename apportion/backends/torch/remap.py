@@ -47,14 +47,14 @@ def find_move(handle: PlanHandle, source: str, target: str) -> tuple[Move, bool]
 def to_linear(x: Tensor, handle: PlanHandle) -> Tensor:
     """x [home rows, ...] -> [rows of the layout `linear`, ...], an even split for layers that work row by row, if the
     plan has that layout; else x itself. Differentiable; every rank calls it."""
-    return _where_planned(x, handle, inverse=False)
+    return _remap_if_planned(x, handle, inverse=False)
 
 
 def from_linear(x: Tensor, handle: PlanHandle) -> Tensor:
     """The inverse of `to_linear`."""
-    return _where_planned(x, handle, inverse=True)
+    return _remap_if_planned(x, handle, inverse=True)
 
 
-def _where_planned(x: Tensor, handle: PlanHandle, inverse: bool) -> Tensor:
+def _remap_if_planned(x: Tensor, handle: PlanHandle, inverse: bool) -> Tensor:
     move = next((move for move in handle.slice.moves if move.target == "linear"), None)
     return x if move is None else remapped(x, handle, move, inverse)

@@ -65,7 +65,7 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
         middle, more, state, m = _summary(own, kernel, rows.of(own.middle), own.middle, scale)
         us.append(state)
     u = torch.cat(us) if len(us) > 1 else u
-    with _beside(u, m) as joined:
+    with _on_side_stream(u, m) as joined:
         states, _ = fold_op(u.contiguous(), m.contiguous(), handle.number, kind)
     if states.grad_fn is not None:
         states.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
@@ -162,7 +162,7 @@ def _tied(out: Tensor, *others: Tensor) -> Tensor:
 
 
 @contextmanager
-def _beside(*given: Tensor) -> Iterator[Any]:
+def _on_side_stream(*given: Tensor) -> Iterator[Any]:
     """Runs a block on a side stream of a GPU, so that messages and the fold, and their backward, overlap kernels that
     are launched later. Yields a function that has the current stream wait for a result."""
     if given[0].device.type != "cuda":

@@ -200,8 +200,8 @@ class Communicator(Transport):
         with self.call(f"all_gather of {about}"):
             rows = self._lists(self._calls, [self._calls.history, *numbers])
             if len({row[0] for row in rows}) > 1:
-                told = self._lists(self._calls, _numbers(self._calls.recent()))
-                raise self._calls.mismatch_error(list(map(_text, told)))
+                call_lists = self._lists(self._calls, _numbers(self._calls.recent()))
+                raise self._calls.mismatch_error(list(map(_text, call_lists)))
             return [row[1:] for row in rows]
 
     def _lists(self, calls: Calls, numbers: Sequence[int]) -> list[list[int]]:
@@ -250,5 +250,7 @@ def _serves(group: Any, backend: str) -> bool:
 
 def different_plans(held: Sequence[str]) -> ExecutionError:
     """The error for ranks with different plans. held: description of each rank's plans."""
-    told = by_value(dict(enumerate(held)))
-    return ExecutionError(f"ranks hold different plans: {told}. Give every rank its slice of the same plan")
+    call_lists = by_value(dict(enumerate(held)))
+    return ExecutionError(
+        f"ranks hold different plans: {call_lists}. Give every rank its slice of the same plan"
+    )

@@ -226,8 +226,8 @@ class ModuleCall:
                 reset()
                 try:
                     run(part)
-                    with self._cut(self.rows[taken]), recorded(self.module, part), ExactMode(here):
-                        args, kwargs = tree_map(lambda one, at=taken: _taken(one, at), self.given)
+                    with self._cut_batch(self.rows[taken]), recorded(self.module, part), ExactMode(here):
+                        args, kwargs = tree_map(lambda one, at=taken: _take_rows(one, at), self.given)
                         part.record("its result", self.module(*args, **kwargs), decides=True)
                 except Exception as error:
                     why = f"cannot run on {len(taken)} of its rows ({type(error).__name__}: {error})"
@@ -244,7 +244,7 @@ class ModuleCall:
         return None
 
     @contextmanager
-    def _cut(self, rows: Tensor) -> Iterator[None]:
+    def _cut_batch(self, rows: Tensor) -> Iterator[None]:
         """Cuts the batch and its handle, which models may read, to these rows."""
         tensors = *self.held, self.handle.tokens, self.handle.position_ids
         held = [*{id(one): one for one in tensors}.values()]
@@ -277,7 +277,7 @@ def kept_rows(rows: int, taken: Tensor, known: Collection[int], value: Any) -> A
     return _Argument(_indexed(value, dims, taken), dims) if dims else value
 
 
-def _taken(value: Any, at: Tensor) -> Any:
+def _take_rows(value: Any, at: Tensor) -> Any:
     return _indexed(value.tensor, value.dims, at) if isinstance(value, _Argument) else value
 
 

@@ -19,9 +19,7 @@ _MOST = 20  # failures that are shown
 
 
 def conformance(
-    path: Annotated[
-        Path, Argument(help="The suite's folder; created if it does not exist.", metavar="PATH")
-    ],
+    path: Annotated[Path, Argument(help="The suite's folder; created if it does not exist.", metavar="PATH")],
     command: Annotated[
         list[str] | None,
         Argument(
@@ -58,7 +56,9 @@ def conformance(
     suite = Suite.open(path)
     asked = questions(suite, level, only) if command else []
     if command and not asked:
-        raise ConfigError("--only", only, "no entry of the suite has a name with this text", "see its suite.json")
+        raise ConfigError(
+            "--only", only, "no entry of the suite has a name with this text", "see its suite.json"
+        )
     answers: list[Answer] = []
     reader = Reader(command or (), timeout_s, tolerance)
     with progress("asking", len(asked), not as_json) as step:

@@ -135,7 +135,10 @@ def _torch() -> Iterator[Check]:
         yield Check("NCCL", "ok", ".".join(map(str, nccl)))
     else:
         yield Check(
-            "NCCL", "failed", "this torch lacks NCCL: GPUs cannot communicate", "install a CUDA build of torch"
+            "NCCL",
+            "failed",
+            "this torch lacks NCCL: GPUs cannot communicate",
+            "install a CUDA build of torch",
         )
     triton = _version("triton")
     remedy = "" if triton else "pip install '.[triton]'"

@@ -146,8 +146,8 @@ def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: option
     the_plan = files.read_plan(plan, check_id=False)  # the verifier reports a wrong id
     violations = check(the_plan, threads)
     names = ("rule", "rank", "kind", "phase", "instruction", "message", "excerpt")
-    told = [{name: getattr(item, name) for name in names} for item in violations]
-    record = {"id": the_plan.id.hex(), "ok": not violations, "violations": told}
+    violation_records = [{name: getattr(item, name) for name in names} for item in violations]
+    record = {"id": the_plan.id.hex(), "ok": not violations, "violations": violation_records}
     verdict = count(len(violations), "violation") if violations else "every rule holds"
     emit(
         record,

@@ -116,11 +116,11 @@ def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
                 now = time.monotonic()
                 rate = planned / (now - began)
                 left = timedelta(seconds=round((work.iterations - there) / rate)) if rate else "?"
-                told = f"{rate:,.1f} /s, {left} left"
-                step(at=there, detail=told)
+                progress_text = f"{rate:,.1f} /s, {left} left"
+                step(at=there, detail=progress_text)
                 if planned and not sys.stderr.isatty() and now - said >= LINE_S:
                     said = now
-                    note(f"planned {there:,} of {work.iterations:,} iterations, {told}")
+                    note(f"planned {there:,} of {work.iterations:,} iterations, {progress_text}")
 
             return run(work, out, executor, workers, report)
     finally:

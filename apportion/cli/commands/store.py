@@ -47,7 +47,7 @@ def check(
 
     from apportion.service.workers import executor_of
 
-    files, bad = list(_opened(folder).files()), list[dict[str, str]]()
+    files, bad = list(_open_store(folder).files()), list[dict[str, str]]()
     if not files:
         rule = f"holds no plans of release {__version__}"
         raise ConfigError("FOLDER", str(folder), rule, "name the --store of a server, or an --out")
@@ -90,17 +90,19 @@ def prune(
     """
     if gb is None and days is None:
         raise ConfigError("--gb, --days", "nothing", "say what to evict", "give one of them, or both")
-    store = _opened(folder)
+    store = _open_store(folder)
     most, oldest_s = None if gb is None else int(gb * 1e9), None if days is None else days * 86400.0
     evicted, freed = store.prune(most, oldest_s)
     sizes = [file.size for file in store.files()]
     record = {"folder": str(folder), "evicted": evicted, "evicted_bytes": freed}
     record |= {"kept": len(sizes), "kept_bytes": sum(sizes)}
-    told = f"{folder}: {_sized(evicted, freed)} evicted; {_sized(len(sizes), sum(sizes))} kept"
+    told = (
+        f"{folder}: {_count_and_size(evicted, freed)} evicted; {_count_and_size(len(sizes), sum(sizes))} kept"
+    )
     emit(record, as_json, lambda: told)
 
 
-def _opened(folder: Path) -> Folder:
+def _open_store(folder: Path) -> Folder:
     from apportion.service.store import Folder
 
     if not folder.is_dir():
@@ -142,7 +144,7 @@ def _replanned(held: Pack, planner: Executor) -> str:
 
 
 def _checked(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
-    size = _sized(record["plans"], record["bytes"])
+    size = _count_and_size(record["plans"], record["bytes"])
     verdict = f"{count(len(bad), 'damaged plan')}" if bad else "all whole"
     lines = [
         f"{record['folder']}: {size}, {verdict}{' and verified' if record['verified'] and not bad else ''}"
@@ -150,7 +152,7 @@ def _checked(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
     return "\n".join([*lines, *(f"  {item['path']}: {item['why']}" for item in bad)])
 
 
-def _sized(plans: int, size: int) -> str:
+def _count_and_size(plans: int, size: int) -> str:
     from apportion.ir.plan.summary import human_bytes
 
     return f"{count(plans, 'plan')}, {human_bytes(size)}"

@@ -90,14 +90,14 @@ def draw(
     _check(plan, kind, phase)
     found = simulate(plan, hardware)
     scene = _Scene(plan, found.runs[kind, phase], found.hardware)
-    drawn = _drawn(scene)
+    drawn = _svg_document(scene)
     while len(drawn) > MOST_BYTES and scene.steps > COARSEST:
         scene = replace(scene, coarse=2 * scene.coarse)
-        drawn = _drawn(scene)
+        drawn = _svg_document(scene)
     return drawn
 
 
-def _drawn(scene: _Scene) -> str:
+def _svg_document(scene: _Scene) -> str:
     plan, run = scene.plan, scene.run
     below = TOP + max(MASK + 74, _legend_height(scene.colours) + 40)
     title = f"{_recipe(plan)}: {run.phase} of kind {run.kind} on {count(plan.header.ranks, 'rank')}"
@@ -109,8 +109,8 @@ def _drawn(scene: _Scene) -> str:
         *_legend(scene.colours, plan),
         *_timelines(scene, below),
     ]
-    height = below + _bar(run) * len(_shown(run)) + 70
-    return svg.document(WIDTH, height, title, f"{held}. {_told(run, scene.hardware)}.", parts)
+    height = below + _bar(run) * len(_ranks_to_draw(run)) + 70
+    return svg.document(WIDTH, height, title, f"{held}. {_run_summary(run, scene.hardware)}.", parts)
 
 
 def _check(plan: Plan, kind: str, phase: str) -> None:
@@ -131,7 +131,7 @@ def _held(plan: Plan, axis: Axis) -> str:
     return held if len(axis.lengths) == len(batch.lengths) else f"the {len(axis.lengths)} longest of {held}"
 
 
-def _told(run: Run, hardware: str) -> str:
+def _run_summary(run: Run, hardware: str) -> str:
     return (
         f"{run.makespan_us / 1e3:.3f} ms on {hardware}, {100 * run.efficiency:.0f} % of it for balanced work without "
         f"communication"
@@ -207,18 +207,18 @@ def _legend(colours: Colours, plan: Plan) -> Iterator[str]:
 # --- the timeline
 
 
-def _shown(run: Run) -> list[int]:
+def _ranks_to_draw(run: Run) -> list[int]:
     """All ranks or, if there are too many, those that wait the longest."""
     return sorted(np.argsort(-run.exposed_us, kind="stable")[:MOST].tolist())
 
 
 def _bar(run: Run) -> int:
-    return min(max(300 // len(_shown(run)), 8), 22)
+    return min(max(300 // len(_ranks_to_draw(run)), 8), 22)
 
 
 def _timelines(scene: _Scene, top: int) -> Iterator[str]:
     run = scene.run
-    shown, bar = _shown(run), _bar(run)
+    shown, bar = _ranks_to_draw(run), _bar(run)
     yield svg.text(LEFT, top, f"simulated: {run.makespan_us / 1e3:.3f} ms", 14, rest='font-weight="600"')
     yield svg.text(LEFT + 186, top, _remark(run), 11, rest=f'fill="{svg.PALE}"')
     yield from _key(top)
@@ -240,7 +240,7 @@ def _times(run: Run, bottom: int) -> Iterator[str]:
 
 
 def _remark(run: Run) -> str:
-    hidden = len(run.exposed_us) > len(_shown(run))
+    hidden = len(run.exposed_us) > len(_ranks_to_draw(run))
     return f"the {MOST} ranks that wait longest" if hidden else f"{100 * run.efficiency:.0f} % efficient"
 
 
@@ -267,8 +267,8 @@ def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
     mine = spans.rank == rank
     work, rounds = mine & (spans.stream == 0), mine & (spans.stream > 0)
     attends, waits = np.isin(spans.op, ATTENTION), spans.op == Op.WAIT
-    doing = _most(run, [work & attends, work & ~attends & ~waits, work & waits], scene.steps)
-    moving = _most(run, [rounds & (spans.round % 2 == parity) for parity in (0, 1)], scene.steps)
+    doing = _dominant_spans(run, [work & attends, work & ~attends & ~waits, work & waits], scene.steps)
+    moving = _dominant_spans(run, [rounds & (spans.round % 2 == parity) for parity in (0, 1)], scene.steps)
     fills = {0: scene.colours.of(rank), 1: _FILLS[OTHER], 2: _FILLS[WAITING]}
     x = 10 * LEFT + np.arange(scene.steps + 1) * 10 * TRACK // scene.steps
     y = [round(10 * (top + part * high)) for part in (0, 0.72, 0.77, 1)]
@@ -276,7 +276,7 @@ def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
     yield svg.raster(moving[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, x, np.array(y[2:]))
 
 
-def _most(run: Run, chosen: Sequence[Bools], steps: int) -> Ints:
+def _dominant_spans(run: Run, chosen: Sequence[Bools], steps: int) -> Ints:
     """int64 [steps]: which of the chosen spans fills most of each step; NOBODY if together they fill little of it."""
     edges = np.linspace(0.0, run.makespan_us, steps + 1)
     shares = np.array([share(run, spans, edges) for spans in chosen])

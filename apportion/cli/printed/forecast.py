@@ -36,18 +36,18 @@ LETTERS = {
 
 def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
     """A headline, the table, bars, the saving, and why other rows were refused."""
-    shown = _shown(record, wide)
+    shown = _visible_rows(record, wide)
     return (
         lambda: _headline(record),
         lambda: _table(shown, record["baseline"]),
         lambda: _bars(shown),
-        lambda: _saved(record),
+        lambda: _saving(record),
         lambda: _experts(record),
         lambda: "\n".join(_remarks(record["rows"], record["refused_baseline"])),
     )
 
 
-def _shown(record: Record, wide: bool) -> list[Record]:
+def _visible_rows(record: Record, wide: bool) -> list[Record]:
     """Rows that were served, the fastest first; of static grids of a recipe the fastest that fits, unless `wide`."""
     served = sorted(
         (row for row in record["rows"] if row["status"] != "refused"),
@@ -125,7 +125,7 @@ def _bars(rows: Sequence[Record]) -> str:
     return "\n".join([*lines, *wrap(told, WIDTH)])
 
 
-def _saved(record: Record) -> str:
+def _saving(record: Record) -> str:
     rows = {row["name"]: row for row in record["rows"]}
     best, base = rows.get(record["best"]), rows.get(record["baseline"])
     if best is None and all(row["status"] == "refused" for row in record["rows"]):
@@ -182,7 +182,9 @@ def _remarks(rows: Sequence[Record], named: str | None) -> list[str]:
     planned = [row for row in refused if row["parallelism"]["context"] is None or row["name"] == named]
     told = [f"{row['name']}: {row['reason']}" for row in planned]
     if len(refused) > len(planned):
-        told.append(f"{count(len(refused) - len(planned), 'static grid')} refused; see --json for the reasons")
+        told.append(
+            f"{count(len(refused) - len(planned), 'static grid')} refused; see --json for the reasons"
+        )
     if any(row["status"] == "too large" for row in rows):
         told.append("! exceeds the memory of a rank")
     return ["", *told] if told else []

@@ -208,11 +208,13 @@ def _check_sequences(iteration: IterationPlan) -> None:
                 f"must have an index for each of the {len(plan.request.batch.lengths)} sequences of its plan"
             )
             raise ConfigError(f"iteration.indexes[{i}]", len(own), rule, "give the index of each")
-    told = np.sort(np.concatenate([*iteration.indexes, iteration.deferred]))
-    if not np.array_equal(told, np.arange(len(told))):
-        missing = int(np.flatnonzero(told != np.arange(len(told)))[0])
+    sorted_indexes = np.sort(np.concatenate([*iteration.indexes, iteration.deferred]))
+    if not np.array_equal(sorted_indexes, np.arange(len(sorted_indexes))):
+        missing = int(np.flatnonzero(sorted_indexes != np.arange(len(sorted_indexes)))[0])
         rule = f"must have every sequence of the batch once: {missing} is missing or duplicated"
-        raise ConfigError("iteration.indexes", told[:8].tolist(), rule, "number the sequences from 0")
+        raise ConfigError(
+            "iteration.indexes", sorted_indexes[:8].tolist(), rule, "number the sequences from 0"
+        )
     if (np.diff(iteration.deferred) < 0).any():
         raise ConfigError("iteration.deferred", iteration.deferred[:8].tolist(), "must rise", "sort it")
 

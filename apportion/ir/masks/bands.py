@@ -160,17 +160,17 @@ def _is_named(row: Any) -> bool:
 
 def _number(field: str, i: int, name: str) -> int:
     if name not in SLICE_TYPES:
-        raise _no_type(field, i, name)
+        raise _unknown_type_error(field, i, name)
     return SLICE_TYPES.index(name)
 
 
 def check_types(field: str, slices: Ints) -> None:
     """Raises UnknownNameError if a row of `slices` [n, 5] has an unknown type."""
     for i in np.flatnonzero((slices[:, 4] < FULL) | (slices[:, 4] > BICAUSAL)):
-        raise _no_type(field, int(i), int(slices[i, 4]))
+        raise _unknown_type_error(field, int(i), int(slices[i, 4]))
 
 
-def _no_type(field: str, i: int, value: object) -> UnknownNameError:
+def _unknown_type_error(field: str, i: int, value: object) -> UnknownNameError:
     listed = ", ".join(f"{name} ({number})" for number, name in enumerate(SLICE_TYPES))
     return UnknownNameError(f"{field}[{i}] type", value, "unknown slice type", f"write one of {listed}")
 

@@ -109,7 +109,7 @@ def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_leng
     least, keys = integer("min_length", min_length), _keys(samples)
     order, shared = _neighbours(keys, _groups(groups, len(keys)))
     lengths = [len(key) // _ID_BYTES for key in keys]
-    return _forest(_merged(_trie(order, shared, lengths), lengths, least), keys, lengths)
+    return _forest(_merge_small_nodes(_trie(order, shared, lengths), lengths, least), keys, lengths)
 
 
 class _Nodes(NamedTuple):
@@ -170,11 +170,11 @@ def _neighbours(keys: list[bytes], groups: list[int]) -> tuple[list[int], list[i
     shared = [0]
     for before, after in pairwise(order):
         same_group = groups[before] == groups[after]
-        shared.append(_shared(keys[before], keys[after]) if same_group else 0)
+        shared.append(_common_prefix_length(keys[before], keys[after]) if same_group else 0)
     return order, shared
 
 
-def _shared(a: bytes, b: bytes) -> int:
+def _common_prefix_length(a: bytes, b: bytes) -> int:
     """The length of the common prefix, in tokens."""
     short = min(len(a), len(b)) // _ID_BYTES
     differs = np.frombuffer(a, np.uint32, short) != np.frombuffer(b, np.uint32, short)
@@ -202,7 +202,7 @@ def _trie(order: list[int], shared: list[int], lengths: list[int]) -> _Nodes:
     return nodes
 
 
-def _merged(nodes: _Nodes, lengths: list[int], least: int) -> _Nodes:
+def _merge_small_nodes(nodes: _Nodes, lengths: list[int], least: int) -> _Nodes:
     """Merges, in place, nodes that several samples share but that have fewer than `least` tokens into their
     branches."""
     downwards = sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__)

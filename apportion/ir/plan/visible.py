@@ -129,13 +129,13 @@ class _Walk:
         elif op == Op.ATTEND:
             for q, kv, _, dmin, dmax, _ in self._tables["tasks"][listed]:
                 _, _, row, rows, _, _ = self._tables["operands"][q]
-                self.seen.append(TaskKeys(row, rows, self._of(kv).copy(), dmin, dmax))
+                self.seen.append(TaskKeys(row, rows, self._rows_of(kv).copy(), dmin, dmax))
         elif op == Op.COPY:
             for a, _, c, _, _ in self._tables["rowops"][listed]:
                 if self._tables["operands"][a][0] in KV_SIDE:
-                    self._of(c)[:] = self._of(a)
+                    self._rows_of(c)[:] = self._rows_of(a)
 
-    def _of(self, operand: int) -> Ints:
+    def _rows_of(self, operand: int) -> Ints:
         """The rows of an operand; a view for work rows."""
         _, space, row, rows, _, _ = self._tables["operands"][operand]
         return np.arange(row, row + rows) if space == Space.HOME else self._held[row : row + rows]
@@ -147,12 +147,12 @@ class _Walk:
         behind: set[int] = set()
         for send, peer, operand in transfers:
             if send:
-                sends.setdefault(peer, []).append(rows := self._of(operand).copy())
+                sends.setdefault(peer, []).append(rows := self._rows_of(operand).copy())
                 behind |= {*(np.searchsorted(self._begins, rows, "right") - 1).tolist()} - {-1}
         self._begins.append(self.rows)
         for send, peer, operand in transfers:
             if not send:
-                held = self._of(operand)
+                held = self._rows_of(operand)
                 held[:] = np.arange(self.rows, self.rows + len(held))
                 receives.setdefault(peer, []).append(held.copy())
                 self.rows += len(held)

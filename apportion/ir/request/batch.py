@@ -355,13 +355,13 @@ class Batch:
         if len(self.masks) == 1:
             return next(iter(self.masks.values())).groups()
         by_kind = [kind.groups() for kind in self.masks.values()]
-        told = np.zeros(len(self.lengths), np.bool_)
+        assigned = np.zeros(len(self.lengths), np.bool_)
         found: list[tuple[Mask, Ints]] = []
         for spec, members in (group for groups in by_kind for group in groups):
             if spec.structured:
-                found.append((spec, members[~told[members]]))
-                told[members] = True
-        return [*found, (masks.causal(), np.flatnonzero(~told))]
+                found.append((spec, members[~assigned[members]]))
+                assigned[members] = True
+        return [*found, (masks.causal(), np.flatnonzero(~assigned))]
 
     def _runs(self) -> tuple[Ints, Ints]:
         starts, positions = self._cached("runs", lambda: np.stack(self._make_runs()))

@@ -69,8 +69,8 @@ def windows_of(config: Mapping[str, Any]) -> list[int | None]:
 def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
     """Training fields `vocab` and `tied`, except those in `given`. Raises ConfigError."""
     text = text_config(config)
-    told = (part.get("tie_word_embeddings") for part in (text, config))
-    tied = next((bool(found) for found in told if found is not None), _ties(text["model_type"]))
+    tie_settings = (part.get("tie_word_embeddings") for part in (text, config))
+    tied = next((bool(found) for found in tie_settings if found is not None), _ties(text["model_type"]))
     if "vocab" not in given and text.get("vocab_size") is None:
         rule = f"a config of type {text['model_type']} must have it"
         raise ConfigError("vocab_size", None, rule, "add it, or set `vocab` of the training")

@@ -157,12 +157,12 @@ def attention_types(text: Mapping[str, Any]) -> list[str]:
 def layer_types(text: Mapping[str, Any]) -> list[str]:
     """The type of each layer. Raises ConfigError for an unsupported or unknown type."""
     name, listed = _listed(text)
-    told = field_value(text, "num_hidden_layers")[1] is not None or not isinstance(listed, list)
+    has_layer_count = field_value(text, "num_hidden_layers")[1] is not None or not isinstance(listed, list)
     layers = (
-        count(text, "num_hidden_layers") if told else len(listed)
+        count(text, "num_hidden_layers") if has_layer_count else len(listed)
     )  # Nemotron-H, whose types alone give the number
     found = (
-        _inferred(text, layers)
+        _inferred_types(text, layers)
         if listed is None
         else [_LEGACY.get(str(kind), kind) for kind in sequence(name, listed)]
     )
@@ -232,7 +232,7 @@ def _hybrid(text: Mapping[str, Any], layers: int) -> list[str]:
     return found
 
 
-def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
+def _inferred_types(text: Mapping[str, Any], layers: int) -> list[str]:
     """Layer types by the configuration class, if the file has no `layer_types`."""
     kind, (field, window) = text["model_type"], field_value(text, SLIDING_WINDOW)
     if recurrence_of(kind) is not None:
@@ -251,10 +251,10 @@ def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
     if kind in words("switched"):
         below = min(count(text, "max_window_layers"), layers)
         return [FULL] * below + [SLIDING] * (layers - below)
-    return [SLIDING] * layers if kind in words("all_slide") else _spaced(text, layers, field, window)
+    return [SLIDING] * layers if kind in words("all_slide") else _every_nth_full(text, layers, field, window)
 
 
-def _spaced(text: Mapping[str, Any], layers: int, field: str, window: Any) -> list[str]:
+def _every_nth_full(text: Mapping[str, Any], layers: int, field: str, window: Any) -> list[str]:
     """Full attention in one of every few layers: the last of each group, or the first as in ModernBERT."""
     kind = text["model_type"]
     own = table("defaults").get(kind, {})

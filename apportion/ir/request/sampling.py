@@ -76,11 +76,11 @@ class Sampling:
         order = np.arange(len(lengths))
         if self.shuffle:
             np.random.Generator(np.random.PCG64([self.seed, integer("epoch", number, 0)])).shuffle(order)
-        batches = _filled(order, lengths[order], self.tokens)
+        batches = _fill_microbatches(order, lengths[order], self.tokens)
         return [batches[i : i + self.microbatches] for i in range(0, len(batches), self.microbatches)]
 
 
-def _filled(order: Ints, lengths: Ints, tokens: int) -> list[Ints]:
+def _fill_microbatches(order: Ints, lengths: Ints, tokens: int) -> list[Ints]:
     """Fills microbatches of `tokens` tokens with consecutive samples, as many as fit."""
     stops = np.cumsum(lengths)
     batches, begin = [], 0

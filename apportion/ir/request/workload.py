@@ -93,8 +93,8 @@ def workload_from_data(data: Any) -> Workload:
     where = f"workload.{key}"
     samples = _filled(where, sequence(where, data[key]))
     if key in _READERS:
-        return _structured(where, samples, _READERS[key])
-    return _plain(samples, where) if key == "lengths" else _of_rows(data, samples)
+        return _structured_workload(where, samples, _READERS[key])
+    return _plain(samples, where) if key == "lengths" else _workload_of_rows(data, samples)
 
 
 def sample(
@@ -117,7 +117,7 @@ def sample(
             "rank, or cut the samples"
         )
     drawn, skipped = _draw(workload.lengths, tokens, max_sample, seed)
-    lengths, chosen = _cut(workload, drawn, tokens)
+    lengths, chosen = _cut_last_sample(workload, drawn, tokens)
     if not len(lengths):
         raise CapacityError(f"the sample drawn first does not fit {tokens} tokens and cannot be cut")
     return _batch(lengths, [workload.masks[i] for i in chosen]), skipped
@@ -164,7 +164,7 @@ def _draw(lengths: Ints, tokens: int, max_sample: int, seed: int) -> tuple[Ints,
     return np.concatenate(kept), skipped
 
 
-def _cut(workload: Workload, drawn: Ints, tokens: int) -> tuple[Ints, list[int]]:
+def _cut_last_sample(workload: Workload, drawn: Ints, tokens: int) -> tuple[Ints, list[int]]:
     """(lengths, indexes) of the drawn samples, the last one cut or dropped if it exceeds `tokens`."""
     lengths, chosen = workload.lengths[drawn], drawn.tolist()
     if lengths.sum() > tokens and workload.masks[chosen[-1]] is not None:
@@ -188,14 +188,14 @@ def _plain(lengths: Any, field: str = "lengths") -> Workload:
     return Workload(held, (None,) * len(held))
 
 
-def _structured(field: str, samples: Any, read: Reader) -> Workload:
+def _structured_workload(field: str, samples: Any, read: Reader) -> Workload:
     found = [read(f"{field}[{i}]", row) for i, row in enumerate(samples)]
     return Workload(np.array([length for length, _ in found], np.int64), tuple(spec for _, spec in found))
 
 
-def _of_rows(data: Mapping[str, Any], samples: Any) -> Workload:
+def _workload_of_rows(data: Mapping[str, Any], samples: Any) -> Workload:
     if isinstance(samples[0], list) and len(samples[0]) == 3 and isinstance(samples[0][1], list):
-        return _structured("workload.rows", samples, _image_row)
+        return _structured_workload("workload.rows", samples, _image_row)
     column = _token_column(data.get("format"))
     values = []
     for i, row in enumerate(samples):

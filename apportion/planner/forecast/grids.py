@@ -23,7 +23,7 @@ def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
     if groups == 1:
         return [batch]
     room = -(-batch.tokens // groups)
-    parts = _in_order(batch, groups, room) if packing == "order" else _balanced(batch, groups, room)
+    parts = _in_order(batch, groups, room) if packing == "order" else _balance(batch, groups, room)
     if any(not part for part in parts):
         raise CapacityError(
             f"{len(batch.lengths)} sequences leave some of {groups} groups empty: use fewer groups"
@@ -45,7 +45,7 @@ def _in_order(batch: Batch, groups: int, room: int) -> list[list[Part]]:
     return parts
 
 
-def _balanced(batch: Batch, groups: int, room: int) -> list[list[Part]]:
+def _balance(batch: Batch, groups: int, room: int) -> list[list[Part]]:
     lengths, work = batch.lengths, batch.lengths.astype(np.float64) ** 2
     left, done = np.full(groups, room, np.int64), np.zeros(groups)
     parts: list[list[Part]] = [[] for _ in range(groups)]

@@ -28,12 +28,12 @@ def copies(layers: Layers, tokens: int, phase: str, stages: int = 0) -> Copies:
     if not training.offload:
         return Copies()
     if training.chunks > 1:
-        return _chunked(layers, tokens, phase, max(stages - 1, 0))
+        return _chunked_copies(layers, tokens, phase, max(stages - 1, 0))
     kept = kept_bytes(layers, training.recompute) * tokens
     return Copies(to_host=kept) if phase == "forward" else Copies(to_device=kept)
 
 
-def _chunked(layers: Layers, tokens: int, phase: str, again: int) -> Copies:
+def _chunked_copies(layers: Layers, tokens: int, phase: str, again: int) -> Copies:
     """FPDT's copies for causal attention of one sequence: a rank has its share of the heads and all tokens of a chunk,
     the same amount as its share of the tokens with all heads unless ranks share KV heads.
 

@@ -49,9 +49,9 @@ def forecast(
     instance("cluster", cluster, Cluster)
     instance("model", model, Model)
     seed = integer("seed", seed, 0)
-    drawn = _listed("batches", batches, Batch, "give Batch.from_lengths(...), or several")
+    drawn = _checked_list("batches", batches, Batch, "give Batch.from_lengths(...), or several")
     usual = (*recipe_parallelisms(), *static_grids(cluster)) if parallelisms is None else parallelisms
-    chosen = _listed(
+    chosen = _checked_list(
         "parallelisms", usual, Parallelism, "use recipe_parallelisms([...]) and static_grids(...)"
     )
     trained = _training_of(training, model)
@@ -88,7 +88,7 @@ def forecast(
 def _training_of(training: Training | None, model: Model) -> Training:
     """The training, by default `Training()`. Raises ConfigError if it does not match the model."""
     trained = Training() if training is None else training
-    _listed("training", [trained], Training, "use Training(...), or Training.from_data of a mapping")
+    _checked_list("training", [trained], Training, "use Training(...), or Training.from_data of a mapping")
     if (own := model.latent) is not None and (own.rank, own.rope) != (trained.kv_rank, trained.rope_dim):
         said = f"kv_rank {trained.kv_rank}, rope_dim {trained.rope_dim}"
         remedy = f"write kv_rank: {own.rank}, rope_dim: {own.rope}"
@@ -96,7 +96,7 @@ def _training_of(training: Training | None, model: Model) -> Training:
     return trained
 
 
-def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
+def _checked_list(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
     """The value or values as a list, each checked to be of the class. Raises ConfigError."""
     held = [given] if isinstance(given, kind) else list(instances(field, given, kind))
     if not held:

@@ -32,8 +32,8 @@ def orders(stages: int, microbatches: int, virtual: int = 1) -> list[list[Item]]
 
 
 def _order(stage: int, stages: int, microbatches: int, virtual: int) -> list[Item]:
-    forwards = _turns(stages, microbatches, virtual, backward=False)
-    backwards = _turns(stages, microbatches, virtual, backward=True)
+    forwards = _ordered_items(stages, microbatches, virtual, backward=False)
+    backwards = _ordered_items(stages, microbatches, virtual, backward=True)
     behind = stages - 1 - stage
     ahead = behind if virtual == 1 else 2 * behind + (virtual - 1) * stages
     ahead = min(ahead, len(forwards))
@@ -41,7 +41,7 @@ def _order(stage: int, stages: int, microbatches: int, virtual: int) -> list[Ite
     return forwards[:ahead] + steady + backwards[len(forwards) - ahead :]
 
 
-def _turns(stages: int, microbatches: int, virtual: int, backward: bool) -> list[Item]:
+def _ordered_items(stages: int, microbatches: int, virtual: int, backward: bool) -> list[Item]:
     group = stages if virtual > 1 else microbatches
     chunks = range(virtual - 1, -1, -1) if backward else range(virtual)
     return [

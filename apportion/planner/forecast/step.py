@@ -79,7 +79,9 @@ class Setting:
         layers = all_layers(self.model, batch.kinds)
         self.parallelism.check(self.cluster, self.model, layers, self.training.experts)
         if self.model.recurrent and self.training.chunks > 1:
-            rule = "apply to attention only: states of recurrent layers would have to pass through them in order"
+            rule = (
+                "apply to attention only: states of recurrent layers would have to pass through them in order"
+            )
             raise ConfigError("training.chunks", self.training.chunks, rule, "write 1")
         if self.training.chunks > 1:
             self._check_chunks(batch)
@@ -172,7 +174,7 @@ def step(
         attended = [[_last(took) for took in zip(*attended, strict=True)]] * len(planned)
     timed = [_group(setting, held, took) for held, took in zip(planned, attended, strict=True)]
     slowest = max(timed, key=lambda parts: sum(parts.values()))
-    after = _after(setting, planned[0][0], _least_behind(setting, planned))
+    after = _after_step_us(setting, planned[0][0], _least_behind(setting, planned))
     parts = {name: (slowest.get(name, 0.0) + after.get(name, 0.0)) / 1e6 for name in PARTS}
     count = all_layers(setting.model, batch.kinds)
     flops = model_flops(setting.model, setting.training, count, batch.tokens, pairs)
@@ -333,7 +335,7 @@ def _least_behind(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> f
     return min(_behind_us(setting, held[-1]) for held in planned)
 
 
-def _after(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[str, float]:
+def _after_step_us(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[str, float]:
     """Microseconds once per step: reduction of gradients that were not scattered earlier, gathering of weights with a
     sharded optimizer (the vocabulary's fully exposed), and the optimizer."""
     layers, training = setting.layers, setting.training

@@ -147,7 +147,7 @@ class HeadSets:
         columns[2], columns[3] = model.q_heads, model.kv_heads
         shared = np.zeros(len(groups), bool)
         for size in sorted(set(groups.sizes.tolist()) - {1}):
-            members = [_share(model, size, place) for place in range(size)]
+            members = [_heads_of_rank(model, size, place) for place in range(size)]
             ids = [[numbers.setdefault(heads, len(numbers) + 1) for heads in pair] for pair in members]
             table = np.array([[*pair, len(q), len(kv)] for pair, (q, kv) in zip(ids, members, strict=True)])
             inside = np.flatnonzero(groups.sizes[groups.of_rank] == size)
@@ -222,7 +222,7 @@ class HeadStages:
         return HeadSets(self.sets, none, none, queries, keys, np.full(len(groups), self.shared), self)
 
 
-def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _heads_of_rank(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Query heads of one of `size` ranks, and the KV heads that they use."""
     if model.q_heads % size:
         rule = f"must divide the {model.q_heads} query heads among the ranks of a group"
@@ -304,7 +304,7 @@ class Ulysses(InnerPass):
     def groups(self, problem: Problem) -> Groups:
         """The groups of the cluster's ranks. Raises ConfigError if the degree does not divide them."""
         ranks, heads = problem.ranks, problem.model.q_heads
-        most = self._most(problem)
+        most = self._max_group_size(problem)
         degree = most if isinstance(self.degree, int) else gcd(most, heads)
         for what, whole in (("ranks", ranks), ("query heads", heads)):
             if whole % degree:
@@ -316,7 +316,7 @@ class Ulysses(InnerPass):
         less = Departure(self._field("degree"), min(most, heads), degree, why)
         return Groups(np.arange(0, ranks + 1, degree), (less,) if degree < less.asked else ())
 
-    def _most(self, problem: Problem) -> int:
+    def _max_group_size(self, problem: Problem) -> int:
         """Largest number of ranks of a group, before the heads' limit."""
         if isinstance(self.degree, int):
             return self.degree

@@ -122,18 +122,18 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
     share: largest fraction of a rank's time for a lone sequence.
     """
     sizes = problem.batch.lengths
-    times = np.maximum(row_times(problem, problem.batch.starts) - _spared(problem, sizes), 1)
-    best, least = None, np.inf
+    times = np.maximum(row_times(problem, problem.batch.starts) - _spared_ns(problem, sizes), 1)
+    best, lowest_unevenness = None, np.inf
     for most in SHARES if share == "auto" else (share,):
         found, uneven = _find(problem, first, times, sizes, most)
-        if found is not None and uneven < least:
-            best, least = found, uneven
-        if least <= 1:
+        if found is not None and uneven < lowest_unevenness:
+            best, lowest_unevenness = found, uneven
+        if lowest_unevenness <= 1:
             break
-    return best if share != "auto" or least <= MOST_UNEVEN else None
+    return best if share != "auto" or lowest_unevenness <= MOST_UNEVEN else None
 
 
-def _spared(problem: Problem, rows: Ints) -> Ints:
+def _spared_ns(problem: Problem, rows: Ints) -> Ints:
     """int64, like `rows`: nanoseconds over all layers to pack a rank's own exchanged rows and unpack their results. The
     more lone rows it has, the fewer rows it exchanges."""
     model, moved = problem.model, 0

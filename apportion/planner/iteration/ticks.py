@@ -115,7 +115,7 @@ def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None
     microbatches, virtual = integer("ticks.microbatches", microbatches), integer("ticks.virtual", virtual)
     most = virtual * microbatches
     integer("ticks.stages x ticks.microbatches x ticks.virtual", stages * most, 1, MOST_PLACES)
-    room = _of_1f1b(stages, virtual) if cap is None else [integer("ticks.cap", cap)] * stages
+    room = _chunks_in_1f1b(stages, virtual) if cap is None else [integer("ticks.cap", cap)] * stages
     if min(room) < virtual:
         raise CapacityError(
             f"a microbatch has {virtual} chunks on every stage, all in flight before its backward; the cap is {cap}: "
@@ -126,7 +126,7 @@ def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None
     return min(tables, key=lambda table: (table.ticks, int(table.peak.max()), int(table.peak.sum())))
 
 
-def _of_1f1b(stages: int, virtual: int) -> list[int]:
+def _chunks_in_1f1b(stages: int, virtual: int) -> list[int]:
     """The most chunks in flight on each stage of 1F1B: those of its warm-up, as in Megatron-LM, plus one."""
     later = [stages - 1 - stage for stage in range(stages)]
     return [after + 1 if virtual == 1 else 2 * after + (virtual - 1) * stages + 1 for after in later]
@@ -256,7 +256,7 @@ def tick_batch(
             _Piece(held, kinds[chunk * table.stages + stage], sequences, stage_ranks(stage, replicas))
         )
         sequences, tokens = sequences + count, tokens + held.tokens
-    return TickBatch(_joined(pieces), PHASES[table.phase[tick]], tuple(parts))
+    return TickBatch(_concatenate(pieces), PHASES[table.phase[tick]], tuple(parts))
 
 
 def tick_job(job: Job, table: TickTable) -> Job:
@@ -335,7 +335,7 @@ class _Piece:
         return {self.first + i: value for i, value in carried.items()}
 
 
-def _joined(pieces: list[_Piece]) -> Batch:
+def _concatenate(pieces: list[_Piece]) -> Batch:
     """Concatenates all pieces into one batch of one kind."""
     masks = [mask for piece in pieces for mask in piece.masks]
     number = {mask: index for index, mask in enumerate(dict.fromkeys(masks))}

@@ -36,7 +36,7 @@ def overlapped(low: Lowering) -> Lowering:
     fresh &= cuts < first[-1] + pieces.rows[-1]
     end = int(first[-1] + pieces.rows[-1])
     turns = Turns(*(marks[fresh] for marks in (late, early, early_keys)))
-    exchange = replace(low.exchange, pieces=_cut(pieces, first, cuts[fresh], end), turns=turns)
+    exchange = replace(low.exchange, pieces=_split_pieces(pieces, first, cuts[fresh], end), turns=turns)
     return replace(low, exchange=replace(exchange, slots=at_once(exchange)))
 
 
@@ -77,7 +77,7 @@ def covered(cuts: Ints, ranges: Range) -> Bools:
     return np.cumsum(change) > 0
 
 
-def _cut(pieces: Pieces, first: Ints, start: Ints, end: int) -> Pieces:
+def _split_pieces(pieces: Pieces, first: Ints, start: Ints, end: int) -> Pieces:
     """Splits pieces, whose first rows are `first`, at each of `start`."""
     piece = np.searchsorted(first, start, "right") - 1
     offset, rows = start - first[piece], np.diff(np.append(start, end))

@@ -67,7 +67,7 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
         order: Ints = np.arange(len(tasks))
         visit, apart = np.arange(schedule.stages), 0
         if schedule.beside_exchange:  # little work in the first and the last stage, for which others wait
-            order = _over_members(tasks, rows, schedule.beside_exchange)
+            order = _alternate_members(tasks, rows, schedule.beside_exchange)
             visit, apart = np.append(0, np.roll(visit[1:], 1)), 2
         # assigns the first stage of `visit` up to which a rank has less than the stages' share of its work; each of
         # the first `apart` stages is counted separately
@@ -75,7 +75,7 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
     return stage
 
 
-def _over_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
+def _alternate_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
     """int64 [tasks]: an order in which each rank's tasks alternate over its group members' shares of the rows, the
     densest tasks of a share first, so that exchanged rows burden all members alike."""
     share = tasks.row.astype(np.int64) * members // np.maximum(rows.per_rank[tasks.exec], 1)

@@ -129,8 +129,8 @@ def seal(
         )
         if placed.passes.pods is not None:
             report |= {"pods": len(draft.lowered)}
-        if told := departures(placed, draft.lowered):
-            report |= {"departures": [dict(vars(one)) for one in told]}
+        if found_departures := departures(placed, draft.lowered):
+            report |= {"departures": [dict(vars(one)) for one in found_departures]}
         if draft.remapping is not None:
             report |= {"remap": draft.remapping.said}
         if search is not None:

@@ -61,9 +61,9 @@ def build_report(
     """Builds the report of a plan; byte counts are of one attention call of each kind, forward and backward. lowered:
     of each separately lowered part of the ranks; tiles of all parts move at the same time."""
     placement, lone, groups, low = placed.placement, placed.lone, placed.groups, leading(lowered[0])
-    traffic = _at_once([item for part in lowered for item in _all_traffic(problem, part)])
-    pairs, fullest = _of_groups(problem, placement, lone, low.rows, groups)
-    load = _of_ranks(problem, lowered, layouts)
+    traffic = _merged_traffic([item for part in lowered for item in _all_traffic(problem, part)])
+    pairs, fullest = _pairs_per_group(problem, placement, lone, low.rows, groups)
+    load = _pairs_per_rank(problem, lowered, layouts)
     mean = float(load.sum()) / problem.speeds.sum()
     block_tokens, heaviest = _largest(placed.shards, placement)
     heaviest /= int(groups.sizes.max())
@@ -110,7 +110,7 @@ def departures(placed: PlacedProblem, lowered: Sequence[Lowered]) -> tuple[Depar
 
 def compute_imbalance(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> float:
     """Excess of the busiest rank over the mean, by speed, relative to the mean."""
-    return _over_mean(_of_ranks(problem, lowered, layouts), problem.speeds)
+    return _over_mean(_pairs_per_rank(problem, lowered, layouts), problem.speeds)
 
 
 def _over_mean(load: Floats, speeds: Floats) -> float:
@@ -118,7 +118,7 @@ def _over_mean(load: Floats, speeds: Floats) -> float:
     return _ratio(float((load / speeds).max()), mean) - 1 if mean else 0.0
 
 
-def _of_ranks(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> Floats:
+def _pairs_per_rank(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> Floats:
     """float64 [ranks]: pairs, or keys chosen by queries, times layers; of the less even phase, if phases differ."""
     alike = all(low is part[kind, PHASES[0]] for part in lowered for (kind, _), low in part.items())
     loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if alike else PHASES)}
@@ -175,7 +175,7 @@ class _DeliveredRows:
     query_degree: int
 
 
-def _carried(low: Lowering) -> _DeliveredRows:
+def _delivered_rows(low: Lowering) -> _DeliveredRows:
     groups, edges = low.groups, low.edges
     all_, whole = [], []
     queries, keys = low.edges_of["query"], low.edges_of["key"]
@@ -193,7 +193,7 @@ def _carried(low: Lowering) -> _DeliveredRows:
 
 
 def _all_traffic(problem: Problem, lowered: Lowered) -> list[PurposeTraffic]:
-    carried = {id(low): _carried(low) for low in lowered.values()}
+    carried = {id(low): _delivered_rows(low) for low in lowered.values()}
     return [
         item
         for (kind, phase), low in lowered.items()
@@ -201,7 +201,7 @@ def _all_traffic(problem: Problem, lowered: Lowered) -> list[PurposeTraffic]:
     ]
 
 
-def _at_once(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
+def _merged_traffic(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
     """Merges traffic for the same purpose, which moves at the same time."""
     found: dict[tuple[str, str, str], PurposeTraffic] = {}
     for item in traffic:
@@ -213,11 +213,11 @@ def _at_once(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
 def _traffic(
     problem: Problem, kind: str, phase: str, low: Lowering, carried: _DeliveredRows
 ) -> list[PurposeTraffic]:
-    found = _exchanged(problem, kind, low, phase, "in")
+    found = _exchange_bytes(problem, kind, low, phase, "in")
     found.append(_tiles(problem, kind, phase, low, carried, "fetch"))
     if phase == "backward" or low.tasks.queries_move:
         found.append(_tiles(problem, kind, phase, low, carried, "return"))
-    return found + _exchanged(problem, kind, low, phase, "out")
+    return found + _exchange_bytes(problem, kind, low, phase, "out")
 
 
 def _tiles(
@@ -236,7 +236,7 @@ def _tiles(
     return once.repeated(low.sets.tile_turns)
 
 
-def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str) -> list[PurposeTraffic]:
+def _exchange_bytes(problem: Problem, kind: str, low: Lowering, phase: str, way: str) -> list[PurposeTraffic]:
     exchange, model = low.exchange, problem.model
     if exchange is None:
         return []
@@ -255,7 +255,7 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
     return [once.repeated(low.sets.turns)]
 
 
-def _of_groups(
+def _pairs_per_group(
     problem: Problem, placement: Placement, lone: LoneSequences | None, rows: Rows, groups: Groups
 ) -> tuple[dict[str, Ints], int]:
     """kind -> int64 [groups], pairs of the queries with homes in each group of ranks; and tokens of the fullest

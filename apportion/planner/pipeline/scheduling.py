@@ -47,16 +47,16 @@ def schedule(placed: PlacedProblem) -> Lowered:
     lowered: Lowered = {}
     for kind, bands in problem.bands.items():
         if home is not None and kind not in split:
-            low = _alone(placed, home, placed.problem.batch, kind)
+            low = _single_rank_tasks(placed, home, placed.problem.batch, kind)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
-        beside = None if home is None or placed.lone is None else _beside(placed, placed.lone, home, kind)
+        beside = None if home is None or placed.lone is None else _lone_tasks(placed, placed.lone, home, kind)
         if placement.execution is None:
             found = find_tasks(bands, rows)
             Checks(passes).tasks(bands, rows.starts, *found, len(heads))
             if placement.groups is not None:
                 check_groups(groups, len(found[1]))
-            own = _routing(passes, problem, kind)
+            own = _passes_of(passes, problem, kind)
             low = _scheduled(own, site, found, None, groups, (sets, heads), exchange, beside)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
@@ -74,7 +74,7 @@ def schedule(placed: PlacedProblem) -> Lowered:
     return lowered
 
 
-def _routing(passes: Passes, problem: Problem, kind: str) -> Passes:
+def _passes_of(passes: Passes, problem: Problem, kind: str) -> Passes:
     """The passes of a kind: if it chooses keys at run time, rows cross to each node once."""
     once = kind in problem.picked and isinstance(passes.route, Star) and problem.cluster.nodes > 1
     return replace(passes, route=Node()) if once else passes
@@ -103,18 +103,18 @@ def _room_beside(problem: Problem, groups: Groups, first: Ints, held: Ints) -> I
     return room
 
 
-def _beside(placed: PlacedProblem, lone: LoneSequences, home: Rows, kind: str) -> LoneTasks:
+def _lone_tasks(placed: PlacedProblem, lone: LoneSequences, home: Rows, kind: str) -> LoneTasks:
     """Tasks of one kind that single ranks run while rows of groups travel. home: all home rows."""
-    low = _alone(placed, lone.rows, lone.alone, kind)
+    low = _single_rank_tasks(placed, lone.rows, lone.alone, kind)
     return LoneTasks(low, home, lone.early[low.tasks.k])
 
 
-def _alone(placed: PlacedProblem, rows: Rows, batch: Batch, kind: str) -> Lowering:
+def _single_rank_tasks(placed: PlacedProblem, rows: Rows, batch: Batch, kind: str) -> Lowering:
     """Tasks of one kind on single ranks, with all heads, for the sequences of a batch on their rows."""
     cluster, model, bands = placed.problem.cluster, placed.problem.model, batch.bands(kind)
     found, single = find_tasks(bands, rows), Groups.single(cluster.ranks)
     sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
-    passes = replace(_routing(placed.passes, placed.problem, kind), inner=None)
+    passes = replace(_passes_of(placed.passes, placed.problem, kind), inner=None)
     Checks(passes).tasks(bands, rows.starts, *found, 1)
     return _scheduled(passes, Site(rows, batch, cluster), found, None, single, (sets, heads))
 

@@ -53,7 +53,7 @@ class FlexSp(PlacePass):
         found = self.solver(case)
         if not found.termination.solved:
             raise _no_mix(case, found)
-        group, first = _laid_out(problem, found)
+        group, first = _lay_out(problem, found)
         weight = row_weights(problem, axis)
         return Placement(axis, group, weight, _bound(problem, weight, case.degrees), first, found.termination)
 
@@ -121,7 +121,7 @@ def _inter_bytes_a_us(cluster: Cluster) -> float:
     return cluster.inter_gbs * 1e3 * cluster.nics_per_node / cluster.ranks_per_node
 
 
-def _laid_out(problem: Problem, found: Grouping) -> tuple[Ints, Ints]:
+def _lay_out(problem: Problem, found: Grouping) -> tuple[Ints, Ints]:
     """(group of each sequence, first rank of each group and the end), with idle ranks in groups of one at the end."""
     idle = problem.ranks - int(found.degree.sum())
     sizes = np.append(found.degree, np.ones(idle, np.int64))

@@ -68,7 +68,7 @@ class MegatronHybrid(PlacePass):
         refuse_home_ranks(problem, "megatron_hybrid")
         needed = _ranks_needed(problem, self.capacity, 1 << problem.ranks.bit_length() - 1)
         wanted = np.int64(1) << np.frexp(needed - 1)[1].astype(np.int64)
-        first, size = _turns(problem.batch.lengths, wanted, problem.ranks, self.solver)
+        first, size = _turn_groups(problem.batch.lengths, wanted, problem.ranks, self.solver)
         return placed(problem, *deal(problem.batch.starts, first, size), "megatron_hybrid")
 
 
@@ -104,7 +104,7 @@ def _windows(problem: Problem, size: Ints, weight: Ints) -> tuple[Ints, Ints, In
     return first, load, used
 
 
-def _turns(lengths: Ints, wanted: Ints, ranks: int, solver: PartitionSolver) -> tuple[Ints, Ints]:
+def _turn_groups(lengths: Ints, wanted: Ints, ranks: int, solver: PartitionSolver) -> tuple[Ints, Ints]:
     """First rank and number of ranks of each sequence's group. Each turn serves at least one size, so turns are few."""
     first, size = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     waiting = np.unique(wanted)[::-1].tolist()
@@ -120,9 +120,9 @@ def _turns(lengths: Ints, wanted: Ints, ranks: int, solver: PartitionSolver) -> 
                 free -= degree * count
         served = set(groups)
         waiting = [degree for degree in waiting if degree not in served]
-        widths = _widened(groups, ranks)
+        widths = _widen_groups(groups, ranks)
         now = group >= 0
-        size[now], first[now] = widths[group[now]], _aligned(widths)[group[now]]
+        size[now], first[now] = widths[group[now]], _aligned_first_ranks(widths)[group[now]]
     return first, size
 
 
@@ -131,7 +131,7 @@ def _cheapest(lengths: Ints, groups: int, solver: PartitionSolver) -> Ints:
     return solver(PartitionProblem(lengths**2, lengths, np.full(groups, lengths.sum()))).bin
 
 
-def _widened(groups: list[int], ranks: int) -> Ints:
+def _widen_groups(groups: list[int], ranks: int) -> Ints:
     """Group sizes after idle ranks have repeatedly doubled the smallest group, the first among equals."""
     widths = list(groups)
     while True:
@@ -142,7 +142,7 @@ def _widened(groups: list[int], ranks: int) -> Ints:
         widths[widths.index(smallest)] += gain
 
 
-def _aligned(widths: Ints) -> Ints:
+def _aligned_first_ranks(widths: Ints) -> Ints:
     """First ranks, larger groups first, so that every power of two starts at a multiple of itself."""
     order = np.argsort(-widths, kind="stable")
     first = np.empty(len(widths), np.int64)

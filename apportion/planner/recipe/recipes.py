@@ -159,7 +159,7 @@ def _passes(data: bytes) -> Passes:
         place=cast(PlacePass, built["place"]),
         route=_route(cast(RoutePass | None, built.get("route")), schedule.route),
         schedule=schedule,
-        reshuffle=_switched(recipe, "reshuffle"),
+        reshuffle=_is_on(recipe, "reshuffle"),
         remap=cast(RemapPass | None, built.get("remap")),
     )
 
@@ -195,7 +195,7 @@ def _route(given: RoutePass | None, own: RoutePass | None) -> RoutePass:
     return own or given or Star()
 
 
-def _switched(recipe: Recipe, step_name: str) -> bool:
+def _is_on(recipe: Recipe, step_name: str) -> bool:
     step = recipe.step(step_name)
     if step is None:
         return False

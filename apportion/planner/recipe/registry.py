@@ -122,8 +122,8 @@ def contract_fault(step: str, found: type[Any]) -> str | None:
 
 
 def _members(contract: type[Any]) -> set[str]:
-    told = {name for one in contract.__mro__ if issubclass(one, Protocol) for name in vars(one)}
-    return {name for name in told if not name.startswith("_") or name == "__call__"}
+    protocol_names = {name for one in contract.__mro__ if issubclass(one, Protocol) for name in vars(one)}
+    return {name for name in protocol_names if not name.startswith("_") or name == "__call__"}
 
 
 def _imported(where: str) -> type[Any]:

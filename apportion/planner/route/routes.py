@@ -73,7 +73,7 @@ def join(edges: Edges, whole: bool) -> Routes:
         leaving = edges.lane * np.int64(int(edges.home.max()) + 1) + edges.home
         key = leaving * (int(edges.dst.max()) + 1) + edges.dst
         _, first, group = np.unique(key, return_index=True, return_inverse=True)
-        tiles = as_tiles(replace(edges, tile=leaving), _numbered(leaving))
+        tiles = as_tiles(replace(edges, tile=leaving), _numbers_of(leaving))
         return Routes(tiles.take(first), group.astype(np.int32))
     order = np.lexsort((edges.row, edges.lane, edges.dst, edges.home))
     by = edges.take(order)
@@ -87,7 +87,7 @@ def join(edges: Edges, whole: bool) -> Routes:
     return Routes(joined, arrives)
 
 
-def _numbered(keys: Ints) -> Ints:
+def _numbers_of(keys: Ints) -> Ints:
     """int64 [n]: equal numbers, from 0, for equal keys."""
     return np.unique(keys, return_inverse=True)[1]
 

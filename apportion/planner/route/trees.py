@@ -48,7 +48,7 @@ class KeyRoutes(RoutePass):
         return Routes(joined(routed.edges, edges.take(straight)), arrives)
 
 
-def _relayed(edges: Edges, order: Ints) -> Routes:
+def _add_relays(edges: Edges, order: Ints) -> Routes:
     """Routes with relays, roots first; order: the star's edge of each of the first."""
     parent = edges.parent
     relayed = replace(edges, src=np.where(parent < 0, edges.home, edges.dst[parent]).astype(np.int32))
@@ -75,4 +75,4 @@ class Tree(RoutePass):
         place = np.arange(len(order)) - first  # 0, 1, .. after the home
         parent = np.where(place < self.fanout, -1, first + (place - self.fanout) // self.fanout)
         tiles = as_tiles(spread, np.cumsum(new) - 1)
-        return _relayed(replace(tiles, parent=parent.astype(np.int32)), order)
+        return _add_relays(replace(tiles, parent=parent.astype(np.int32)), order)

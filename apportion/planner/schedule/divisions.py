@@ -29,7 +29,7 @@ class Divisions(SchedulePass):
 
     def __call__(self, routed: Routes, ranks: int) -> Schedule:
         edges = routed.edges
-        division = self._even(routed, ranks) if routed.division is None else routed.division
+        division = self._even_divisions(routed, ranks) if routed.division is None else routed.division
         if len(edges) and int(division.max()) >= max(self.count, 2):
             raise ConfigError(
                 "recipe.schedule.divisions.count",
@@ -42,7 +42,7 @@ class Divisions(SchedulePass):
         turn = division.astype(np.int64) * levels + depth
         return in_turn(routed, turn, ranks, self.buffers, division=np.unique(turn) // levels)
 
-    def _even(self, routed: Routes, ranks: int) -> Ints:
+    def _even_divisions(self, routed: Routes, ranks: int) -> Ints:
         """int64 [edges]: divisions from 1 on for placements without divisions; a relay has its parent's."""
         edges = routed.edges
         parts = max(1, self.count - 1)

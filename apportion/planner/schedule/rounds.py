@@ -247,7 +247,7 @@ class Ring(SchedulePass):
             return _in_windows(routed, ranks)
         if routed.ring is None:
             raise ConfigError("recipe.schedule", "ring", "needs tiles on rings", "leave the route out")
-        turns = _turns(routed.ring) if self.turns else 0
+        turns = _earlier_rounds(routed.ring) if self.turns else 0
         return in_turn(routed, _hops(routed.edges.parent) + turns, ranks, 2)
 
 
@@ -266,7 +266,7 @@ def _hops(parent: Ints) -> Ints:
     return index - np.maximum.accumulate(np.where(parent < 0, index, 0)) if len(parent) else index
 
 
-def _turns(ring: Ints) -> Ints:
+def _earlier_rounds(ring: Ints) -> Ints:
     """int64 [edges]: number of rounds of larger rings, which come before."""
     sizes = np.unique(ring)[::-1]
     before = np.cumsum(sizes - 1) - (sizes - 1)

@@ -102,7 +102,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     if reach < SHORT:
         others = [_mixed("blend", "star", degree) for degree in degrees]
         others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
-        star, whole, lone = _mixed("blend", "star", 1), _whole(), [*map(_lone, degrees[:1])]
+        star, whole, lone = _mixed("blend", "star", 1), _whole_sequences(), [*map(_lone, degrees[:1])]
         if reach >= SPARSE:
             return [star, *lone, whole, *_zones(problem), _mixed("blend", route, 1)], others
         # few tiles arrive, all at once
@@ -113,12 +113,12 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
             *_zones(problem),
             _named("dcp"),
         ], others
-    dear = _is_dear(problem)
-    third = partial(_lone, rounds=FEW_ROUNDS) if dear else partial(_mixed, "blend", "star")
+    is_expensive = _is_communication_heavy(problem)
+    third = partial(_lone, rounds=FEW_ROUNDS) if is_expensive else partial(_mixed, "blend", "star")
     makers = _lone, partial(_lone, lone=LONE[0], rounds=MORE_ROUNDS[0]), third
     first = [make(degree) for degree in degrees[:1] for make in makers]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
-    first += _zones(problem) if dear else []
+    first += _zones(problem) if is_expensive else []
     others = [_mixed("blend", "star", degree) for degree in degrees[1:2]]
     others += [_blocks("auto", 1), *map(_staged, degrees[:1])]
     others += [_mixed("blend", route, degree) for degree in degrees[2:]]
@@ -158,7 +158,7 @@ def _lone(degree: int, lone: float | str = "auto", rounds: int = ROUNDS) -> Cand
     return split.with_step("place", {"blend": {"weigh": "time", "align": ALIGN}}, split.recipe.name, rounds)
 
 
-def _whole() -> Candidate:
+def _whole_sequences() -> Candidate:
     """Whole sequences, balanced by time; sequences that fit no rank are cut."""
     recipe = _recipe("whole", 1, "lpt", "matchings")
     place = {"lpt": {"weigh": "time", "solver": "swap"}}
@@ -199,7 +199,7 @@ def _busy_us(problem: Problem) -> float:
     return busy / float(problem.speeds.sum())
 
 
-def _is_dear(problem: Problem) -> bool:
+def _is_communication_heavy(problem: Problem) -> bool:
     """True if transferring a rank's keys, values and their gradients takes longer than its compute."""
     link = problem.cluster.inter_gbs_per_rank if problem.cluster.nodes > 1 else problem.cluster.intra_gbs
     return _moved_bytes(problem) / (link * 1e3) > _busy_us(problem)
@@ -256,25 +256,25 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
     step = best.recipe.step("inner")
     whole = LONE if step is not None and step.params.get("lone") is not None else ()
     moves = [
-        _varied(best, "inner", ("ulysses",), "lone", whole),
-        _varied(best, "place", ("blend", "lpt"), "weigh", ("time", "pairs")),
-        _varied(best, "inner", ("ulysses",), "overlap", (True, False)),
-        _varied(best, "place", ("blend",), "head", HEADS),
+        _variants(best, "inner", ("ulysses",), "lone", whole),
+        _variants(best, "place", ("blend", "lpt"), "weigh", ("time", "pairs")),
+        _variants(best, "inner", ("ulysses",), "overlap", (True, False)),
+        _variants(best, "place", ("blend",), "head", HEADS),
     ]
     if best.rounds is not None:
         moves.insert(0, _in_rounds(best, MORE_ROUNDS[:3]))
-        moves.append(_varied(best, "schedule", ("matchings",), "order", ORDERS))
+        moves.append(_variants(best, "schedule", ("matchings",), "order", ORDERS))
     near = max(problem.reach.values()) < SPARSE
     if inner == "auto" and not near:
         moves.append(_split(best, problem))
     if best.rounds is not None:
         moves.append(_in_rounds(best, MORE_ROUNDS[3:]))
         if not best.overlapped:  # UPipe balances these in any case
-            moves.append(_varied(best, "schedule", ("matchings",), "local", LOCALS))
+            moves.append(_variants(best, "schedule", ("matchings",), "local", LOCALS))
         if problem.cluster.nodes > 1:
             moves.append(_rerouted(best))
-        moves.append(_varied(best, "schedule", ("matchings",), "buffers", MORE_BUFFERS))
-    moves.append(_varied(best, "shard", ("blocks",), "block", (8192, 4096, 2048, "auto")))
+        moves.append(_variants(best, "schedule", ("matchings",), "buffers", MORE_BUFFERS))
+    moves.append(_variants(best, "shard", ("blocks",), "block", (8192, 4096, 2048, "auto")))
     if inner == "auto" and near:
         moves.append(_split(best, problem))
     return moves
@@ -283,11 +283,11 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
 def with_solvers(best: Candidate) -> Iterator[Candidate]:
     """Variants with exact solvers, for passes that take one."""
     if best.rounds is not None:
-        yield from _varied(best, "schedule", ("matchings",), "solver", ("flow",))
-    yield from _varied(best, "place", ("lpt",), "solver", ("ilp",))
+        yield from _variants(best, "schedule", ("matchings",), "solver", ("flow",))
+    yield from _variants(best, "place", ("lpt",), "solver", ("ilp",))
 
 
-def _varied(
+def _variants(
     best: Candidate, step: str, passes: Sequence[str], parameter: str, values: Sequence[Any]
 ) -> Iterator[Candidate]:
     """Variants with other values of a parameter, if the step is one of these passes."""

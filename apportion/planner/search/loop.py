@@ -140,7 +140,7 @@ class _Search:
     _placed: dict[str, PlacedProblem] = field(default_factory=dict)
 
     @cached_property
-    def _whole(self) -> dict[tuple[str, str], float]:
+    def _whole_us(self) -> dict[tuple[str, str], float]:
         """Microseconds of all bands of each kind and phase, each whole."""
         batch, model, cost = self.problem.batch, self.problem.model, self.problem.cost
         keys = [(kind, phase) for kind in batch.kinds for phase in PHASES]
@@ -222,7 +222,7 @@ class _Search:
             return Trial(candidate, least), None
         placed = replace(placed, passes=placing.together(self.problem, passes_of(candidate.recipe)))
         candidate, placed, lowered = _with_rounds(candidate, placed)
-        if (same := _same(placed)) in self._planned:
+        if (same := _plan_cache_key(placed)) in self._planned:
             return None, None
         self._planned.add(same)
         lowered = lowered or scheduling.schedule(placed)
@@ -231,7 +231,7 @@ class _Search:
             return Trial(candidate, least), None
         draft = pipeline.draft(placed, SILENT, lowered)
         _check_cap(self.problem, draft)
-        least, found = price(draft.plan(), self.problem, self._whole, most)
+        least, found = price(draft.plan(), self.problem, self._whole_us, most)
         if found is None:
             return Trial(candidate, least), None
         imbalance = compute_imbalance(self.problem, draft.lowered, draft.layouts)
@@ -299,16 +299,16 @@ class _Search:
             "steps": len(self.trials),
             "most_steps": self.steps,
             "tried": [trial.record(layers) for trial in self.trials],
-            "untried": self._untried(),
+            "untried": self._untried_candidates(),
         }
 
-    def _untried(self) -> list[str]:
+    def _untried_candidates(self) -> list[str]:
         """Candidates not reached by the search."""
         first, others = self.settings.start(self.problem)
         return [one.recipe.name for one in (*first, *others) if one.key not in self._seen]
 
 
-def _same(placed: PlacedProblem) -> str:
+def _plan_cache_key(placed: PlacedProblem) -> str:
     """Cache key of plans: equal homes and equal passes after placement; passes that move nothing, since heads are split
     among all ranks, are ignored."""
     placement, passes, lone = placed.placement, placed.passes, placed.lone

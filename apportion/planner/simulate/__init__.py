@@ -119,18 +119,18 @@ def prepare_program(
     plan: Plan, kind: str, phase: str, costs: Costs, cluster: Cluster | None = None
 ) -> PreparedProgram:
     """As `prepare`, for one program."""
-    view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, cluster))
+    view = View(plan, phase, plan.programs[kind, phase], _checked_cluster(plan, cluster))
     script, traffic, tasks, row_work = prepare_tables(view, float(costs.post_us))
     traffic = congested(traffic, script, costs.congestion, view.ranks)
-    chosen, share = _chosen(plan, kind, view)
-    script, work = _timed(view, costs, script, tasks, row_work, share)
+    chosen, share = _chosen_pairs(plan, kind, view)
+    script, work = _timed_script(view, costs, script, tasks, row_work, share)
     pairs = int((tasks.pairs * tasks.heads).sum()) if chosen is None else chosen
     # all pairs at saturated throughput, spread over the ranks by their speeds
     ideal = float(costs.ideal_us(phase, pairs, 1)) / float(view.speeds.sum())
     return PreparedProgram(kind, phase, view, traffic, script, row_work, work, ideal, costs.contention)
 
 
-def _chosen(plan: Plan, kind: str, view: View) -> tuple[int | None, Floats | None]:
+def _chosen_pairs(plan: Plan, kind: str, view: View) -> tuple[int | None, Floats | None]:
     """For a kind that chooses keys at run time: the computed pairs, over heads, and float64 [ranks], their share of its
     tasks' pairs. (None, None) for other kinds."""
     if plan.request.model.keys_of(kind) is None:
@@ -139,7 +139,7 @@ def _chosen(plan: Plan, kind: str, view: View) -> tuple[int | None, Floats | Non
     return int(chosen.sum()), chosen / np.maximum(held, 1)
 
 
-def _timed(
+def _timed_script(
     view: View, costs: Costs, script: Script, tasks: PricedTasks, row_work: RowWork, share: Floats | None
 ) -> tuple[Script, Work]:
     """The script with the durations of its work."""
@@ -157,10 +157,10 @@ def makespans_us(
     first = [kernels.index(own) for own in kernels]
     found: list[dict[tuple[str, str], float]] = [{} for _ in under]
     for kind, phase in plan.programs:
-        view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, under[0][1]))
+        view = View(plan, phase, plan.programs[kind, phase], _checked_cluster(plan, under[0][1]))
         script, traffic, tasks, row_work = prepare_tables(view, under[0][0].post_us)
-        _, share = _chosen(plan, kind, view)
-        timed = {n: _timed(view, under[n][0], script, tasks, row_work, share)[0] for n in set(first)}
+        _, share = _chosen_pairs(plan, kind, view)
+        timed = {n: _timed_script(view, under[n][0], script, tasks, row_work, share)[0] for n in set(first)}
         ran: dict[tuple[object, ...], float] = {}
         for n, (costs, cluster) in enumerate(under):
             linked = congested(relinked(traffic, view, cluster), script, costs.congestion, view.ranks)
@@ -178,7 +178,7 @@ def _makespan_us(times: engine.Times, finish: Floats) -> float:
     return float(max(finish.max(), times.done.max(initial=0.0)))
 
 
-def _of_ranks(plan: Plan, cluster: Cluster | None) -> Cluster:
+def _checked_cluster(plan: Plan, cluster: Cluster | None) -> Cluster:
     """`cluster`, by default the plan's, checked to have the plan's ranks."""
     own = plan.request.cluster
     if cluster is None:
@@ -211,7 +211,7 @@ def run_all(
 ) -> Simulation:
     """Runs prepared programs of the plan, on the same cluster. Raises VerifyError for a program that cannot run."""
     runs = {(item.kind, item.phase): _run(item) for item in prepared}
-    used = _of_ranks(plan, cluster)
+    used = _checked_cluster(plan, cluster)
     return Simulation(plan, costs, hardware, runs, recurrent_runs(plan, costs, used), used)
 
 

@@ -123,7 +123,7 @@ class _Walk:
         """Adds a transfer and those that occupied its ports before; returns the launch that the first one waited
         for."""
         times, traffic = self._times, self._traffic
-        words = f"{why} {self._script.round[launch]} {self._for_what(transfer, launch)}"
+        words = f"{why} {self._script.round[launch]} {self._purpose(transfer, launch)}"
         while True:
             start = float(times.start[transfer])
             self._steps.append(self._transfer_step(transfer, start, end, words))
@@ -137,11 +137,11 @@ class _Walk:
         return max(sides, key=lambda side: times.reached[side]), float(times.ready[transfer])
 
     def _transfer_step(self, transfer: int, start: float, end: float, words: str) -> PathStep:
-        source, target, round_ = self._ends(transfer)
+        source, target, round_ = self._endpoints(transfer)
         text = f"{words} ({self._traffic.bytes[transfer] / 1e6:.3g} MB, {milliseconds(end - start)})"
         return PathStep("transfer", target, start, end, round_, source, text)
 
-    def _ends(self, transfer: int) -> tuple[int, int, int]:
+    def _endpoints(self, transfer: int) -> tuple[int, int, int]:
         sender, receiver = self._traffic.sender[transfer], self._traffic.receiver[transfer]
         script = self._script
         return int(script.rank[sender]), int(script.rank[receiver]), int(script.round[sender])
@@ -150,18 +150,18 @@ class _Walk:
         return TENSOR_NAMES[Tensor(int(self._traffic.tensor[transfer]))]
 
     def _tile(self, transfer: int) -> str:
-        source, target, round_ = self._ends(transfer)
+        source, target, round_ = self._endpoints(transfer)
         return f"{self._name(transfer)} from rank {source} to rank {target} (round {round_})"
 
-    def _for_what(self, transfer: int, launch: int) -> str:
-        source, target, _ = self._ends(transfer)
+    def _purpose(self, transfer: int, launch: int) -> str:
+        source, target, _ = self._endpoints(transfer)
         if self._traffic.receiver[transfer] == launch:
             return f"for {self._name(transfer)} from rank {source}"
         return f"until rank {target} has {self._name(transfer)}"
 
     def _port(self, first: int, second: int) -> str:
         """The port that both transfers use."""
-        source, target, _ = self._ends(second)
+        source, target, _ = self._endpoints(second)
         out = self._traffic.out_port
         kind = "link" if out[second] < len(self._script.ptr) - 1 else "NIC"
         return f"{kind} out of rank {source}" if out[first] == out[second] else f"{kind} into rank {target}"

@@ -156,7 +156,7 @@ def _compute_spans(run: Run) -> Iterator[Spans]:
 def _instruction_spans(run: Run, op: Ints, start: Floats, end: Floats) -> Spans:
     """Spans between `start` and `end` of instructions with a duration."""
     at = np.flatnonzero(end > start)
-    rank, instruction = _on_rank(run.script, at)
+    rank, instruction = _rank_and_number(run.script, at)
     round_ = np.append(run.script.round, NOBODY)[run.script.launch[at]]
     compute, nobody = np.full(len(at), COMPUTE), np.full(len(at), NOBODY)
     return Spans(rank, compute, op[at], start[at], end[at], instruction, round_, nobody)
@@ -165,7 +165,7 @@ def _instruction_spans(run: Run, op: Ints, start: Floats, end: Floats) -> Spans:
 def _transfer_spans(run: Run, sends: bool) -> Spans:
     script, traffic, times = run.script, run.traffic, run.times
     mine, other = (traffic.sender, traffic.receiver) if sends else (traffic.receiver, traffic.sender)
-    rank, instruction = _on_rank(script, launch_instructions(script)[mine])
+    rank, instruction = _rank_and_number(script, launch_instructions(script)[mine])
     return Spans(
         rank,
         1 + script.channel[mine],
@@ -178,7 +178,7 @@ def _transfer_spans(run: Run, sends: bool) -> Spans:
     )
 
 
-def _on_rank(script: Script, at: Ints) -> tuple[Ints, Ints]:
+def _rank_and_number(script: Script, at: Ints) -> tuple[Ints, Ints]:
     """(rank, number on it) of each instruction."""
     rank = np.searchsorted(script.ptr, at, side="right") - 1
     return rank, at - script.ptr[rank]

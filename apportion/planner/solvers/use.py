@@ -59,11 +59,13 @@ class SolverOption(options.Option, Generic[P, R]):
             raise ConfigError(
                 where, value, f"must be {self.describe()}", f"write {self.name}, or {{{self.name}: {{}}}}"
             )
-        ((name, told),) = value.items()
+        ((name, given_limits),) = value.items()
         entry = find_solver(self.kind, name)
-        if told is not None and not isinstance(told, Mapping):
-            raise ConfigError(f"{where}.{name}", told, "must be a mapping of its limits", "write {gap: 0.01}")
-        for limit in told or {}:
+        if given_limits is not None and not isinstance(given_limits, Mapping):
+            raise ConfigError(
+                f"{where}.{name}", given_limits, "must be a mapping of its limits", "write {gap: 0.01}"
+            )
+        for limit in given_limits or {}:
             if limit not in entry.limits:
                 rule = (
                     f"has the limits {', '.join(entry.limits)}"
@@ -71,7 +73,7 @@ class SolverOption(options.Option, Generic[P, R]):
                     else "ends by itself, without limits"
                 )
                 raise ConfigError(f"{where}.{name}", limit, rule, "leave it out or correct it")
-        return type(self)(name, options.read(Budget, f"{where}.{name}", told or {}, entry.budget))
+        return type(self)(name, options.read(Budget, f"{where}.{name}", given_limits or {}, entry.budget))
 
     def describe(self) -> str:
         known = ", ".join(self.known())
@@ -84,7 +86,7 @@ class SolverOption(options.Option, Generic[P, R]):
 
     def schema(self) -> dict[str, Any]:
         limits = options.schema(Budget)["properties"]
-        told = {
+        given_limits = {
             name: {
                 "type": ["object", "null"],
                 "additionalProperties": False,
@@ -93,7 +95,7 @@ class SolverOption(options.Option, Generic[P, R]):
             for name in self.known()
         }
         one = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
-        return {"anyOf": [{"enum": self.known()}, {**one, "properties": told}]}
+        return {"anyOf": [{"enum": self.known()}, {**one, "properties": given_limits}]}
 
     @classmethod
     def known(cls) -> list[str]:

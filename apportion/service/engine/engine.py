@@ -72,7 +72,7 @@ class Engine:
         """Has a request planned once, however often it is submitted. Raises ServiceError if it is or was refused, or
         the queue is full."""
         key, due = asked.key, self._schedule.due(asked.job, ahead)
-        entry = self._entries.get(key) or self._restored(await self._stored(key), asked.job, tenant)
+        entry = self._entries.get(key) or self._restore_entry(await self._load_pack(key), asked.job, tenant)
         entry = self._entries.get(key) or entry  # another call may have added it
         if entry is None:
             entry = self._queue(plan_pack, asked, tenant, due)
@@ -95,7 +95,7 @@ class Engine:
         pack, entry = self.hot(key), self._entries.get(key)
         if pack is None and (entry is None or entry.state is State.READY):
             self._entries.pop(key, None)  # its pack was evicted from memory
-            pack = await self._found(key, min(wait_s, GRACE_S))
+            pack = await self._find_pack(key, min(wait_s, GRACE_S))
             entry = self._entries.get(key)
         if pack is not None or entry is None:
             return pack
@@ -106,7 +106,7 @@ class Engine:
                 await entry.done.wait()
         if entry.problem is not None:
             raise entry.problem
-        return self.hot(key) or (await self._stored(key) if entry.state is State.READY else None)
+        return self.hot(key) or (await self._load_pack(key) if entry.state is State.READY else None)
 
     async def make(self, work: Work, asked: PlanRequest, tenant: str) -> bytes:
         """A worker's result for a request, not cached. Raises ServiceError."""
@@ -169,17 +169,19 @@ class Engine:
             entry.state = State.PLANNING
             self._queued_bytes -= len(entry.request)
             planning = asyncio.wrap_future(self._executor.submit(entry.work, entry.request))
-            planning.add_done_callback(partial(self._ended, entry, now))
+            planning.add_done_callback(partial(self._on_planning_end, entry, now))
         self.metrics.queued.set(len(self._schedule))
         self.metrics.running.set(len(self._running))
 
-    def _ended(self, entry: Entry, began: float, planning: asyncio.Future[Completion | Refusal]) -> None:
+    def _on_planning_end(
+        self, entry: Entry, began: float, planning: asyncio.Future[Completion | Refusal]
+    ) -> None:
         self._running.discard(entry)
         self._schedule.ended(entry, asyncio.get_running_loop().time() - began)  # however it ended
         try:
             self._take(entry, planning.result())
         except WorkerDiedError as error:
-            self._died(entry, error)
+            self._on_worker_death(entry, error)
         except TimeoutError:
             self._refuse(
                 entry, ServiceError("too-long", "planning did not end within this server's time limit")
@@ -207,7 +209,7 @@ class Engine:
             entry.data = outcome.data
         self._finish(entry, State.READY)
 
-    def _died(self, entry: Entry, error: WorkerDiedError) -> None:
+    def _on_worker_death(self, entry: Entry, error: WorkerDiedError) -> None:
         self.metrics.deaths.inc()
         entry.deaths += 1
         if entry.deaths >= DEATHS:
@@ -235,16 +237,16 @@ class Engine:
 
     def _know(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
-        self._arrived(entry.key)
+        self._wake_waiters(entry.key)
         while len(self._entries) > self._limits.known and next(iter(self._entries.values())).done.is_set():
             self._entries.popitem(last=False)
 
-    async def _found(self, key: bytes, wait_s: float) -> Pack | None:
+    async def _find_pack(self, key: bytes, wait_s: float) -> Pack | None:
         """The pack of a key in the store, which other servers may share; None once the request is submitted here.
         Raises UnknownPlanError if neither happens in time."""
         loop = asyncio.get_running_loop()
         until, pause_s = loop.time() + wait_s, LOOK_S
-        while (pack := self.hot(key) or await self._stored(key)) is None and key not in self._entries:
+        while (pack := self.hot(key) or await self._load_pack(key)) is None and key not in self._entries:
             left_s = until - loop.time()
             if left_s <= 0 or len(self._arriving) >= WAITING:
                 self._arriving.pop(key, None)
@@ -254,10 +256,10 @@ class Engine:
                 async with asyncio.timeout(min(pause_s, left_s)):
                     await arriving.wait()
             pause_s *= 2
-        self._arrived(key)
+        self._wake_waiters(key)
         return pack
 
-    def _arrived(self, key: bytes) -> None:
+    def _wake_waiters(self, key: bytes) -> None:
         """Wakes the waiters for a key that was not known."""
         arriving = self._arriving.pop(key, None)
         if arriving is not None:
@@ -272,7 +274,7 @@ class Engine:
             self._cached_bytes -= len(self._packs.popitem(last=False)[1].data)
         self.metrics.cached.set(self._cached_bytes)
 
-    async def _stored(self, key: bytes) -> Pack | None:
+    async def _load_pack(self, key: bytes) -> Pack | None:
         """The pack of a key in the store; None if the store fails."""
         pack = None
         if self.store is not None:
@@ -299,7 +301,7 @@ class Engine:
                 self._said = now
                 LOG.error("%s", error)
 
-    def _restored(self, pack: Pack | None, job: bytes, tenant: str) -> Entry | None:
+    def _restore_entry(self, pack: Pack | None, job: bytes, tenant: str) -> Entry | None:
         """The entry for a pack from the store, None without a pack."""
         if pack is None:
             return None

@@ -43,14 +43,14 @@ class Delivery:
             query = parse_qs(scope["query_string"].decode("latin-1"))
             wait_s, rank = _wait(query), _rank(path["rank"])
             if "key" in path:
-                await self._one(scope, send, key_of(path["key"]), rank, wait_s)
+                await self._send_one(scope, send, key_of(path["key"]), rank, wait_s)
             else:
-                await self._many(send, [key_of(text) for text in _keys(query)], rank, wait_s)
+                await self._stream_slices(send, [key_of(text) for text in _keys(query)], rank, wait_s)
         except ServiceError as problem:
             self._metrics.problems.labels(problem.type).inc()
             await answer(send, *rendered(problem))
 
-    async def _one(self, scope: Scope, send: Send, key: bytes, rank: int, wait_s: float) -> None:
+    async def _send_one(self, scope: Scope, send: Send, key: bytes, rank: int, wait_s: float) -> None:
         self._engine.asked(key)
         pack = self._engine.hot(key) or await self._engine.pack(key, wait_s)
         if pack is None:
@@ -69,18 +69,18 @@ class Delivery:
         self._count(body)
         await answer(send, status, MEDIA, body, more)
 
-    async def _many(self, send: Send, keys: list[bytes], rank: int, wait_s: float) -> None:
+    async def _stream_slices(self, send: Send, keys: list[bytes], rank: int, wait_s: float) -> None:
         """Streams slices; starts the response at once, so that clients see a live server."""
         with self._metrics.streams.track_inprogress():
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", STREAM)]})
             for key in keys:
-                found = await self._framed(send, key, rank, wait_s)
+                found = await self._frame_of(send, key, rank, wait_s)
                 if not found:
                     break
                 await send({"type": "http.response.body", "body": found, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
-    async def _framed(self, send: Send, key: bytes, rank: int, wait_s: float) -> bytes:
+    async def _frame_of(self, send: Send, key: bytes, rank: int, wait_s: float) -> bytes:
         """The frame of a key; None if it is not ready in time."""
         self._engine.asked(key)
         try:

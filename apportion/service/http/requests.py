@@ -40,7 +40,7 @@ async def parse(content_type: str, body: bytes) -> PlanRequest:
     large = len(body) > _LARGE
     async with _parsing if large else nullcontext():
         try:
-            return await asyncio.to_thread(_uncollected(read) if large else read, body)
+            return await asyncio.to_thread(_without_gc(read) if large else read, body)
         except ConfigError as error:
             raise ServiceError("invalid", str(error), field=error.field) from None
         except CapacityError as error:
@@ -49,7 +49,7 @@ async def parse(content_type: str, body: bytes) -> PlanRequest:
             raise ServiceError("invalid", str(error), field="body") from None
 
 
-def _uncollected(read: Callable[[bytes], PlanRequest]) -> Callable[[bytes], PlanRequest]:
+def _without_gc(read: Callable[[bytes], PlanRequest]) -> Callable[[bytes], PlanRequest]:
     """Disables garbage collection while parsing, since it would rescan a million new lists again and again."""
 
     def reading(body: bytes) -> PlanRequest:

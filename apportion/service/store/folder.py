@@ -79,7 +79,9 @@ class Folder:
             self._evict(len(pack.data))
             self._failed = None
         except OSError as error:
-            self._failed = f"{error.filename or path}: {error.strerror or error} ({_free(self.root)})"
+            self._failed = (
+                f"{error.filename or path}: {error.strerror or error} ({_free_space_text(self.root)})"
+            )
             raise StoreError(
                 f"cannot keep a plan: {self._failed}; make room, or name another folder"
             ) from error
@@ -196,7 +198,7 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def _free(path: Path) -> str:
+def _free_space_text(path: Path) -> str:
     with suppress(OSError):
         place = next(folder for folder in (path, *path.parents) if folder.exists())
         return f"{shutil.disk_usage(place).free >> 20} MiB are free"

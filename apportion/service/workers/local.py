@@ -77,14 +77,14 @@ class ProcessExecutor(Executor):
                 continue
             try:
                 if worker is None or worker.is_gone():
-                    self._left(worker)
+                    self._remove_worker(worker)
                     self._workers.add(worker := _Worker(self._memory_bytes))
                 future.set_result(worker.run(fn, request, self._task_s))
             except BaseException as error:
                 future.set_exception(error)
-        self._left(worker)
+        self._remove_worker(worker)
 
-    def _left(self, worker: _Worker | None) -> None:
+    def _remove_worker(self, worker: _Worker | None) -> None:
         if worker is not None:
             self._workers.discard(worker)
             worker.end()

@@ -62,7 +62,7 @@ class PlannedBatch(Microbatch):
         """The inverse of `shard_tokens`: local [rows, ...] -> [tokens, ...] on every rank; padding is dropped. A
         collective, differentiable: the gradient is the sum over all ranks' losses. Raises ExecutionError."""
         self._check_rows("gather_tokens", local)
-        found, handle = self._found(), self.handle
+        found, handle = self._all_places(), self.handle
         name, into = f"gather_tokens under plan {handle.name}", torch.from_numpy(found.tokens)
         return to_all(handle.communicator, name, found.counts.tolist(), into)(local)
 
@@ -71,14 +71,14 @@ class PlannedBatch(Microbatch):
         that the mask allows (never in another document), and `fill` if there is none. A collective, differentiable.
         `batch.roll(batch.labels, 1, IGNORED)` are the labels two tokens ahead. Raises ExecutionError, ConfigError."""
         self._check_rows("roll", x)
-        return self._found().rolling(self, integer("shift", shift, 1))(x, fill)
+        return self._all_places().rolling(self, integer("shift", shift, 1))(x, fill)
 
     def _check_rows(self, verb: str, x: Tensor) -> None:
         wiring.watch.require_all_rows(verb)
         if len(x) != len(self.tokens):
             raise ExecutionError(f"{verb} takes this rank's {len(self.tokens)} rows, got {len(x)}")
 
-    def _found(self) -> Places:
+    def _all_places(self) -> Places:
         """The places of all tokens; a collective the first time."""
         if not self._places:
             self._places.append(Places.of(self.handle))
@@ -111,7 +111,7 @@ class Places:
 
     def _roll(self, batch: PlannedBatch, shift: int) -> Exchange:
         transport, rank_of, row_of = batch.handle.communicator, *self._homes()
-        target, ranks = _ahead(batch.batch.labels(), shift)[self.tokens], len(self.counts)
+        target, ranks = _tokens_ahead(batch.batch.labels(), shift)[self.tokens], len(self.counts)
         wanted = np.flatnonzero(target >= 0)  # rows of all ranks that get one
         source, token = rank_of[target[wanted]], self.tokens[wanted]
         to, here = rank_of[token], row_of[token]
@@ -139,7 +139,7 @@ def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | No
     return Exchange(transport, name, take, [own] * transport.ranks, into, counts, len(into))
 
 
-def _ahead(labels: Ints, steps: int) -> Ints:
+def _tokens_ahead(labels: Ints, steps: int) -> Ints:
     """The token `steps` steps after each token, -1 for none."""
     closed, target = np.append(labels, -1), np.arange(len(labels))
     for _ in range(steps):

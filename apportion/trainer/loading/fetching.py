@@ -74,7 +74,7 @@ class Ahead:
     def _run(self, each: Callable[[Wanted], None], depth: int) -> None:
         number = self._iterations.start
         try:
-            while self._comes_to(number - depth + 1):
+            while self._wait_for(number - depth + 1):
                 wanted = self._iterations.at(number)
                 if wanted is None:
                     return
@@ -87,7 +87,7 @@ class Ahead:
                     self._failed = number, error
                 self.changed.notify_all()
 
-    def _comes_to(self, number: int) -> bool:
+    def _wait_for(self, number: int) -> bool:
         """Waits until the trainer requests this iteration; False if the pass is over."""
         with self.changed:
             self.changed.wait_for(lambda: self.over or number <= self.own)
@@ -254,7 +254,7 @@ class WorkerPrefetcher:
     """Fetches iterations in data-loader worker processes and returns them in order."""
 
     def __init__(self, share: Share, processes: int, ahead: Ahead) -> None:
-        options: Any = {"batch_size": None, "collate_fn": _as_it_is, "prefetch_factor": PREFETCHED}
+        options: Any = {"batch_size": None, "collate_fn": _unchanged, "prefetch_factor": PREFETCHED}
         self._ahead = ahead
         self._parcels: Any = iter(DataLoader(share, num_workers=processes, **options))
 
@@ -282,7 +282,7 @@ def _is_before(until_s: float) -> bool:
     return time.monotonic() < until_s
 
 
-def _as_it_is(parcel: Any) -> Any:
+def _unchanged(parcel: Any) -> Any:
     return parcel
 
 

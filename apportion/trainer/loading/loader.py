@@ -410,7 +410,7 @@ class PlannedLoader:
         self, wanted: Wanted, fetched: fetching.Fetched, encoded: Iterator[PlannedBatch]
     ) -> Iterator[PlannedBatch]:
         handles = fetched.handles or self._ready(fetched.piece).handles or ()
-        rows, valid, weight = self._agreed(wanted, handles, self._read(wanted, fetched))
+        rows, valid, weight = self._agree_rows(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
         shared: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._replicas}
         shared |= {"valid_tokens": valid, "total_weight": weight, "_shifted": self._form.shifted}
@@ -427,10 +427,10 @@ class PlannedLoader:
                 is_last=place == len(handles) - 1,
                 samples=samples,
                 batch=batch,
-                **self._fed(handle, batch, samples, encoded),
+                **self._encoder_share(handle, batch, samples, encoded),
             )
 
-    def _fed(
+    def _encoder_share(
         self, handle: PlanHandle, batch: Batch, samples: Ints, encoded: Iterator[PlannedBatch]
     ) -> dict[str, Any]:
         """The encoder's share of a microbatch, and how the decoder is fed. Raises ExecutionError."""
@@ -450,7 +450,7 @@ class PlannedLoader:
         except Exception as error:
             return error
 
-    def _agreed(
+    def _agree_rows(
         self, wanted: Wanted, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
     ) -> tuple[tuple[Rows, ...], int, float]:
         """The rows, and the iteration's labels and their weight over all ranks and groups; a collective, also if it
@@ -460,9 +460,9 @@ class PlannedLoader:
         if not isinstance(rows, Exception):
             own = Facts.of(rows, wanted.samples)
         try:
-            told = agree(handles, own.numbers(), partial(_holding, wanted, handles))
+            told = agree(handles, own.numbers(), partial(_describe_microbatches, wanted, handles))
             ranks = [Facts.read(numbers) for numbers in told]
-            error = self._apart(wanted, rows, ranks)
+            error = self._any_rank_error(wanted, rows, ranks)
         except ExecutionError as unequal:
             ranks, error = [], unequal
         valid = sum(one.valid for one in ranks) // self._times
@@ -473,7 +473,7 @@ class PlannedLoader:
         self._meters.iterations += 1
         return rows, *found
 
-    def _apart(
+    def _any_rank_error(
         self, wanted: Wanted, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
     ) -> Exception | None:
         """The error of this or another rank, or None; a collective if there is an error."""
@@ -481,8 +481,8 @@ class PlannedLoader:
         failed = [rank for rank, one in enumerate(ranks) if one == NOTHING]
         if not failed and len({one.form for one in ranks}) == 1:
             return self._other_samples(wanted, ranks)
-        says = shown(rows) if isinstance(rows, Exception) else _fields(rows)
-        told = self._communicator.gather_texts(says, "what is wrong with samples")
+        description = shown(rows) if isinstance(rows, Exception) else _fields(rows)
+        told = self._communicator.gather_texts(description, "what is wrong with samples")
         if isinstance(rows, Exception):
             return rows
         if failed:
@@ -519,7 +519,7 @@ def _fields(rows: Sequence[Rows]) -> str:
     return " and ".join(dict.fromkeys(one.form for one in rows))
 
 
-def _holding(wanted: Wanted, handles: Sequence[PlanHandle]) -> str:
+def _describe_microbatches(wanted: Wanted, handles: Sequence[PlanHandle]) -> str:
     """The microbatches of an iteration, samples as drawn and plans, for the error of ranks with different ones."""
     plans = ", ".join(handle.name for handle in handles)
     return f"{wanted.describe()} under plans {plans}"

@@ -123,12 +123,12 @@ class MediaOrder:
         first = batch.starts[of] + np.asarray(self.media.places)[found, 1]
         if self.media.orders is None:
             return np.stack([first, offsets(tokens * self.media.merge)[:-1], tokens], 1)
-        orders = [self._turned(medium) for medium in found.tolist()]
+        orders = [self._reordered(medium) for medium in found.tolist()]
         token = np.concatenate(orders) + np.repeat(first, tokens)
         begin = np.flatnonzero(np.append(True, np.diff(token) != 1))
         return np.stack([token[begin], begin * self.media.merge, np.diff(np.append(begin, len(token)))], 1)
 
-    def _turned(self, medium: int) -> Ints:
+    def _reordered(self, medium: int) -> Ints:
         order, tokens = np.asarray((self.media.orders or ())[medium]), int(self._tokens[medium])
         if not np.array_equal(np.sort(order), np.arange(tokens)):
             rule = f"must name each of its {tokens} tokens once"

@@ -34,7 +34,7 @@ _WIDE = 16  # values of a field to compare, per token
 #: loss masks: 1 for tokens to learn, 0 for others; all masks of a sample apply
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 #: fields that carry no information if every entry has this value
-_SAYS_NOTHING = {"attention_mask": 1, "token_type_ids": 0}
+_NEUTRAL_VALUES = {"attention_mask": 1, "token_type_ids": 0}
 _BY_MASK = "the plan's mask defines it: samples have no padding and no positions of their own"
 _DOCUMENTS = "give the loader `masks`, such as documents([lengths])"
 _PACKED = "give the loader ap.Samples(dataset), which makes documents of it"
@@ -139,23 +139,25 @@ def local_rows(
         start = int(batch.starts[sequence])
         targets = batch.labels(token, token + length)
         targets = np.where(targets >= 0, targets - start, NOWHERE)
-        parts.append(_part(held.of(sequence), int(numbers[sequence]), token - start, targets, form.shifted))
-    none = _part(held.any(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
-    return _joined([none, *parts], form)._replace(shared=_shared(spans, batch, held, numbers, begins))
+        parts.append(
+            _sample_rows(held.of(sequence), int(numbers[sequence]), token - start, targets, form.shifted)
+        )
+    none = _sample_rows(held.any(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
+    return _concatenated([none, *parts], form)._replace(shared=_shared(spans, batch, held, numbers, begins))
 
 
-def _part(sample: _Sample, number: int, first: int, targets: Ints, shifted: Collection[str]) -> Rows:
+def _sample_rows(sample: _Sample, number: int, first: int, targets: Ints, shifted: Collection[str]) -> Rows:
     """Rows of the sample's tokens from `first` on, which predict its tokens `targets` (-1: none)."""
     count, target = len(targets), torch.from_numpy(targets)
     fields = {
-        name: _taken(own, target, 0) if name in shifted else own[first : first + count]
+        name: _take_or_missing(own, target, 0) if name in shifted else own[first : first + count]
         for name, own in sample.fields.items()
     }
-    labels, ids = _taken(sample.labels, target, IGNORED), torch.full((count,), number)
+    labels, ids = _take_or_missing(sample.labels, target, IGNORED), torch.full((count,), number)
     return Rows(sample.tokens[first : first + count], labels, ids, torch.arange(first, first + count), fields)
 
 
-def _joined(parts: Sequence[Rows], form: Form) -> Rows:
+def _concatenated(parts: Sequence[Rows], form: Form) -> Rows:
     """Concatenates the parts, followed by padding."""
     rows = sum(len(part.tokens) for part in parts)
     padding = form.padded(rows) - rows
@@ -244,7 +246,7 @@ def _form(fields: Mapping[str, Tensor]) -> str:
     return ", ".join(told).replace("torch.", "") or "none"
 
 
-def _taken(values: Tensor, index: Tensor, missing: int) -> Tensor:
+def _take_or_missing(values: Tensor, index: Tensor, missing: int) -> Tensor:
     """values[index], with `missing` for an index of -1."""
     found = values[index.clamp(min=0)]
     found[index < 0] = missing
@@ -269,20 +271,20 @@ def _sample(given: Sample, length: int, sequence: int) -> _Sample:
     if TOKENS not in given:
         rule, remedy = f"must have {TOKENS}, the token ids", "name them so"
         raise ConfigError(where, sorted(map(str, given)), rule, remedy)
-    tokens = _whole(f"{where}: {TOKENS}", given[TOKENS])
+    tokens = _to_int64(f"{where}: {TOKENS}", given[TOKENS])
     if tokens.shape != (length,):
         raise ExecutionError(f"{where} has shape {tuple(tokens.shape)}, it was planned with length {length}")
     _check_known(where, given, length)
-    dropped = (TOKENS, LABELS, *_SAYS_NOTHING, *LOSS_MASKS)
+    dropped = (TOKENS, LABELS, *_NEUTRAL_VALUES, *LOSS_MASKS)
     fields = {name: _field(f"{where}: {name}", given[name], length) for name in given if name not in dropped}
-    labels = _field(f"{where}: {LABELS}", _whole(f"{where}: {LABELS}", given.get(LABELS, tokens)), length)
+    labels = _field(f"{where}: {LABELS}", _to_int64(f"{where}: {LABELS}", given.get(LABELS, tokens)), length)
     for name, ids in ((TOKENS, tokens), (LABELS, labels.where(labels != IGNORED, 0))):
         if length and int(ids.min()) < 0:
             rule, remedy = "must not be negative", f"use the label {IGNORED} for tokens not to learn"
             raise ConfigError(f"{where}: {name}", int(ids.min()), rule, remedy)
     _check_place(where, tokens, labels)
     for name in filter(given.__contains__, LOSS_MASKS):
-        labels = labels.where(_ones(f"{where}: {name}", given[name], length), IGNORED)
+        labels = labels.where(_read_mask(f"{where}: {name}", given[name], length), IGNORED)
     return _Sample(tokens, labels, fields)
 
 
@@ -300,12 +302,12 @@ def _check_known(where: str, given: Mapping[str, Any], length: int) -> None:
     """Raises ConfigError for a field that should change the result, but would not be applied."""
     for name in filter(given.__contains__, _REFUSED):
         told = f"{where}: {name}"
-        if name in _SAYS_NOTHING and (_field(told, given[name], length) == _SAYS_NOTHING[name]).all():
+        if name in _NEUTRAL_VALUES and (_field(told, given[name], length) == _NEUTRAL_VALUES[name]).all():
             continue
         raise ConfigError(told, "a field", *_REFUSED[name])
 
 
-def _ones(name: str, given: Any, length: int) -> Tensor:
+def _read_mask(name: str, given: Any, length: int) -> Tensor:
     """Converts a mask of ones and zeros to bool [length]. Raises ConfigError."""
     found = _field(name, given, length)
     if found.dim() != 1 or not bool(((found == 0) | (found == 1)).all()):
@@ -314,7 +316,7 @@ def _ones(name: str, given: Any, length: int) -> Tensor:
     return found == 1
 
 
-def _whole(name: str, given: Any) -> Tensor:
+def _to_int64(name: str, given: Any) -> Tensor:
     """Converts to int64. Raises ConfigError for anything but integers."""
     found = _tensor(given)
     if found is None or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:

@@ -65,7 +65,7 @@ class Samples(Dataset):
         over = find_overlong(longest, MAX_TOKENS if limit is None else limit, overlong)
         self.dropped, self.cut = (int(over.sum()) * (overlong == one) for one in ("drop", "cut"))
         self.kept: Ints = np.flatnonzero(~over) if overlong == "drop" else np.arange(len(packs))
-        packs = [_cut(packs[i], limit) for i in self.kept.tolist()]
+        packs = [_truncated(packs[i], limit) for i in self.kept.tolist()]
         self.lengths: Ints = np.array([sum(pack) for pack in packs], np.int64)
         several = any(len(pack) > 1 for pack in packs)
         self.masks = [_over(pack, mask) for pack in packs] if several else mask
@@ -128,7 +128,7 @@ def _pack(number: int, sample: Mapping[str, Any]) -> list[int]:
     return list(lengths.tolist())
 
 
-def _cut(pack: Sequence[int], limit: int | None) -> list[int]:
+def _truncated(pack: Sequence[int], limit: int | None) -> list[int]:
     """The documents of the first `limit` tokens."""
     if limit is None or sum(pack) <= limit:
         return list(pack)

@@ -112,22 +112,22 @@ class FolderSource(Source):
         """Fetches as `Source`. Raises ConfigError for a missing plan, naming the field that differs; StoreError."""
         found = self._store.slice(key, rank)
         if found is None:
-            raise self._missing(key)
+            raise self._missing_plan_error(key)
         return found
 
     def close(self) -> None:
         self._store.close()
 
-    def _missing(self, key: bytes) -> ConfigError:
-        told = made_for(Path(self.folder))
-        own = {name: value for name, value in self.made.items() if value is not None and name in told}
+    def _missing_plan_error(self, key: bytes) -> ConfigError:
+        made_with = made_for(Path(self.folder))
+        own = {name: value for name, value in self.made.items() if value is not None and name in made_with}
         releases = [entry.name for entry in Path(self.folder).iterdir() if entry.is_dir()]
         if releases and __version__ not in releases:
             name, held, asked = "release", ", ".join(releases), __version__
-        elif found := difference({name: told[name] for name in own}, own):
+        elif found := difference({name: made_with[name] for name in own}, own):
             name, held, asked = found
         else:
-            most = f", which are the first {told['iterations']} of their samples" if told else ""
+            most = f", which are the first {made_with['iterations']} of their samples" if made_with else ""
             rule = f"it is not among the plans in {self.folder}{most}"
             remedy = "precompute more iterations, or give the same samples"
             return ConfigError("source", f"the plan {key.hex()[:16]}", rule, remedy)

@@ -199,7 +199,7 @@ class Bench:
             self.skip(f"{recipe}: its plans project hidden states themselves; bench measures q, k and v")
             return []
         found = facts(plan, hardware, self.device)
-        timed = {name: self._timed(plan, found["forward"].rank, name) for name in self.engines}
+        timed = {name: self._time_device(plan, found["forward"].rank, name) for name in self.engines}
         return [
             rated(replace(row, engine=name, **timed[name].get(phase, {})), plan)
             for name in self.engines
@@ -211,7 +211,7 @@ class Bench:
         """True if kernels are executed."""
         return self.device.type == "cuda" or device_obstacle(self.device) is None
 
-    def _timed(self, plan: Plan, rank: int, engine: str) -> Times:
+    def _time_device(self, plan: Plan, rank: int, engine: str) -> Times:
         why = None if engine == "stage" else "it computes on the CPU: its calls have no separate host time"
         if self._computes:
             why = ENGINES[engine].obstacle(plan.header, self.device)
@@ -220,11 +220,11 @@ class Bench:
             return {}
         if self._computes and plan.header.ranks == self.communicator.ranks:
             return self._real(plan, rank, engine)
-        return self._recorded(plan.for_rank(rank), engine)
+        return self._time_on_recorder(plan.for_rank(rank), engine)
 
     # --- recorded
 
-    def _recorded(self, piece: Slice, name: str) -> Times:
+    def _time_on_recorder(self, piece: Slice, name: str) -> Times:
         why = "ms, tflops, exposed_ms: there is no GPU, so only a rank's host is measured"
         if self._computes:
             here = f"{piece.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages"
@@ -248,7 +248,7 @@ class Bench:
         rank, ranks = self.communicator.rank, plan.header.ranks
         piece = plan.for_rank(rank)
         handle, prepare_ms = prepared(piece, self.communicator, engine, self.device)
-        whole = self._best(handle, self._together)
+        whole = self._best(handle, self._run_together)
         alone = whole
         if ranks > 1:
             alone = self._best(PlanHandle(piece, RecordingDevice(rank, ranks), engine), self.clock)
@@ -262,7 +262,7 @@ class Bench:
             found[phase] = {"host_ms": own[0], "prepare_ms": own[2], "ms": most[1], "exposed_ms": exposed}
         return found
 
-    def _together(self, work: Callable[[], Any]) -> tuple[Any, CallTimes]:
+    def _run_together(self, work: Callable[[], Any]) -> tuple[Any, CallTimes]:
         """Runs work on all ranks of the job, started together."""
         self.communicator.all_gather([0], "a measurement")
         return self.clock(work)

@@ -26,8 +26,8 @@ def run(
         ranks = Communicator()
         links = profile_links() if ranks.ranks > 1 else None
         effort = ProfileScope.of(device, quick, model, tokens)
-        told = progress if ranks.rank == 0 else None
-        measured = profile(quick, told, name=name, device=device, effort=effort, engine=engine)
+        report_progress = progress if ranks.rank == 0 else None
+        measured = profile(quick, report_progress, name=name, device=device, effort=effort, engine=engine)
         if ranks.rank:
             return None
         return measured if links is None else with_links(measured, links)

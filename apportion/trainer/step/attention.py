@@ -103,7 +103,7 @@ def planned_attention(
     if batched:
         q, k, v = (without_batch(name, x, 3) for name, x in zip("qkv", (q, k, v), strict=True))
     called = Layer(score_of(q.shape[-1], scale, softcap), sinks)
-    said = window, causal, _named(layer)
+    said = window, causal, _layer_name(layer)
 
     def run() -> tuple[Tensor, ...]:
         return attend(handle, handle.kind(kind), (q, k, v), called, return_lse, said)
@@ -148,8 +148,8 @@ def planned_latent_attention(
     name, score, held = handle.kind(kind), score_of(q.shape[-1], scale, softcap), tuple(params)
     rows = q, rotated.unsqueeze(1), compressed.unsqueeze(1)
     home = {Name.Q: rows[:1], Name.KV: rows[1:]}
-    said = window, causal, _named(layer)
-    made = _as_now(expand, q)
+    said = window, causal, _layer_name(layer)
+    made = _with_current_autocast(expand, q)
 
     def run() -> tuple[Tensor, ...]:
         return (attend_layer(handle, name, home, Layer(score, sinks, expand=made, params=held), said),)
@@ -221,7 +221,7 @@ def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Ten
     return results
 
 
-def _as_now(expand: Expansion, q: Tensor) -> Expansion:
+def _with_current_autocast(expand: Expansion, q: Tensor) -> Expansion:
     """Wraps `expand` to use this call's autocast in backward too."""
     device = q.device.type
     if not torch.is_autocast_enabled(device):
@@ -266,7 +266,7 @@ def refuse_learnt(remedy: str, **constants: Any) -> None:
             )
 
 
-def _named(layer: str | int | None) -> str | None:
+def _layer_name(layer: str | int | None) -> str | None:
     """A layer's name in messages; None under torch.compile, which would make a graph for each layer."""
     return None if layer is None or is_compiling() else str(layer)
 

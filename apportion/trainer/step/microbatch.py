@@ -115,8 +115,8 @@ class Microbatch:
             )
             raise ConfigError("kind", given, rule, "give each layer its own kind=")
         if len({*planned}) < len(kinds) and {*kinds} - self.handle.declared:
-            told = "could be swapped unnoticed: give planned_attention each layer's window= (-1: no limit)"
-            warn(f"the attention kinds {[*kinds]} {told}", stacklevel=1)
+            warning = "could be swapped unnoticed: give planned_attention each layer's window= (-1: no limit)"
+            warn(f"the attention kinds {[*kinds]} {warning}", stacklevel=1)
 
     def check_weights(self, weights: Tensor, rows: Tensor | None = None) -> float:
         """Raises ConfigError for weights [rows] that are a multiple of an unshifted field with different values within

@@ -112,7 +112,7 @@ def attend(
             part = kernel.forward(call, _rows(q, call), _keys(k, call), _keys(v, call), score)
             part_o, part_lse = map(_ungrouped, part)
             if is_checking():
-                require_finite(_named(kernel.forward, call), part_o, part_lse)
+                require_finite(_describe(kernel.forward, call), part_o, part_lse)
             merge(o[call.q0 : call.q1], lse[call.q0 : call.q1], part_o, part_lse)
         put(o_THE, group.q, o)
         put(lse_TH, group.q, lse)
@@ -144,9 +144,13 @@ def attend_grad(
             inputs = (_rows(q, call), _keys(k, call), _keys(v, call))
             above = (_rows(do, call), _rows(lse, call), _rows(delta, call))
             parts = kernel.backward(call, *inputs, *above, score)
-            part_q, part_k, part_v = _ungrouped(parts[0]), _summed(parts[1]), _summed(parts[2])
+            part_q, part_k, part_v = (
+                _ungrouped(parts[0]),
+                _sum_query_heads(parts[1]),
+                _sum_query_heads(parts[2]),
+            )
             if is_checking():
-                require_numbers(_named(kernel.backward, call), dq=part_q, dk=part_k, dv=part_v)
+                require_numbers(_describe(kernel.backward, call), dq=part_q, dk=part_k, dv=part_v)
             dq[call.q0 : call.q1].add_(part_q)
             dk[call.k0 : call.k1].add_(part_k)
             dv[call.k0 : call.k1].add_(part_v)
@@ -155,7 +159,7 @@ def attend_grad(
         put(dv_SKE, group.kv, dv)
 
 
-def _named(function: Forward | Backward, call: Call) -> str:
+def _describe(function: Forward | Backward, call: Call) -> str:
     """Describes a kernel and its part of the task, for messages."""
     return (
         f"kernel {function.__name__.lstrip('_')} on query rows [{call.q0}, {call.q1}) x key rows "
@@ -199,7 +203,7 @@ def _ungrouped(tensor: Tensor) -> Tensor:
     return tensor.movedim(2, 0).flatten(1, 2)
 
 
-def _summed(tensor: Tensor) -> Tensor:
+def _sum_query_heads(tensor: Tensor) -> Tensor:
     """[K, G, S, ...] -> [S, K, ...]: the gradient of a KV head is the sum over its query heads."""
     return tensor.sum(1, dtype=accumulator_dtype(tensor.dtype)).transpose(0, 1)
 
@@ -212,7 +216,7 @@ def _keys(tensor: Tensor, call: Call) -> Tensor:
     return tensor[:, :, call.k0 : call.k1]
 
 
-def _allowed(call: Call, device: torch.device) -> Tensor:
+def _band_mask(call: Call, device: torch.device) -> Tensor:
     """[T, S] bool: the pairs of the call's band."""
     i = torch.arange(call.q0, call.q1, device=device)
     j = torch.arange(call.k0, call.k1, device=device)
@@ -228,7 +232,7 @@ def _cpu_mode(call: Call, dtype: torch.dtype, device: torch.device) -> tuple[boo
     if call.is_plain or call.is_causal_square:
         return call.is_causal_square and not call.is_plain, None
     mask = torch.zeros(call.q1 - call.q0, call.k1 - call.k0, dtype=dtype, device=device)
-    return False, mask.masked_fill_(~_allowed(call, device), NEG_INF)
+    return False, mask.masked_fill_(~_band_mask(call, device), NEG_INF)
 
 
 def _flash_cpu(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
@@ -349,7 +353,7 @@ def _scores(call: Call, q: Tensor, k: Tensor, score: Score) -> Tensor:
 
 
 def _masked(call: Call, s: Tensor) -> Tensor:
-    return s if call.is_plain else s.masked_fill(~_allowed(call, s.device), NEG_INF)
+    return s if call.is_plain else s.masked_fill(~_band_mask(call, s.device), NEG_INF)
 
 
 def _plain(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:

@@ -236,7 +236,7 @@ class Memory:
         if posts is None:
             sides = ((False, found.receives), (True, found.sends))
             posts = tuple(
-                Post(send, message.peer, self._of_message(message, operands))
+                Post(send, message.peer, self._message_bytes(message, operands))
                 for send, messages in sides
                 for message in messages
             )
@@ -244,7 +244,7 @@ class Memory:
                 self._bound.posts[step.index] = posts  # the same bytes in each call
         return posts
 
-    def _of_message(self, message: Message, operands: Sequence[Operand]) -> Tensor:
+    def _message_bytes(self, message: Message, operands: Sequence[Operand]) -> Tensor:
         """The bytes of a message: in the staging arena, or in place if its tiles are contiguous."""
         if message.is_staged:
             return self.staging[message.at : message.at + message.size]

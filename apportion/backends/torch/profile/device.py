@@ -73,10 +73,10 @@ class ProfileScope:
         heads, layers and number of tokens to measure."""
         seconds = 25.0 if quick else 300.0
         if device.type == "cuda":
-            axis = _doubling(128, 8192) if quick else _halfway(128, 32768)
+            axis = _doubled_sizes(128, 8192) if quick else _halfway(128, 32768)
             effort = ProfileScope(axis, Model(), seconds=seconds, tokens=8192, vocab=32768)
         else:
-            axis = _doubling(64, 2048) if quick else _halfway(32, 8192)
+            axis = _doubled_sizes(64, 2048) if quick else _halfway(32, 8192)
             small = Model(4, 2, 64, dtype="fp32", hidden=512, ffn=1408)
             effort = ProfileScope(axis, small, seconds=seconds)
         return replace(effort, model=(model or effort.model).expanded, tokens=tokens or effort.tokens)
@@ -289,13 +289,13 @@ def _between(grid: Grid, at: int, rows: int, window: int) -> float:
 
 def _grid(engine: str, full: Times, causal: Times) -> Grid:
     """The grid of measured times; on CPUs causal tasks, of several calls, often take longer than full ones."""
-    full = np.round(_rising(full), DIGITS)
-    causal = np.minimum(_rising(causal), MOST_CAUSAL * full)
+    full = np.round(_made_monotonic(full), DIGITS)
+    causal = np.minimum(_made_monotonic(causal), MOST_CAUSAL * full)
     source = f"measured: engine {engine} of the torch backend, one task per call"
     return Grid(_plain(full), _plain(causal), 0.0, 0.0, source)
 
 
-def _rising(times: Times) -> Times:
+def _made_monotonic(times: Times) -> Times:
     """Caps each time at the times of more rows or keys, since noise only adds."""
     rising: Times = np.minimum.accumulate(np.minimum.accumulate(times[::-1, ::-1], 0), 1)
     return rising[::-1, ::-1]
@@ -305,13 +305,13 @@ def _plain(times: Times) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, np.round(times, DIGITS).tolist()))
 
 
-def _doubling(low: int, high: int) -> tuple[int, ...]:
+def _doubled_sizes(low: int, high: int) -> tuple[int, ...]:
     return tuple(low << i for i in range((high // low).bit_length()))
 
 
 def _halfway(low: int, high: int) -> tuple[int, ...]:
     """Doubling points with a midpoint between each two."""
-    doubling = _doubling(low, high)
+    doubling = _doubled_sizes(low, high)
     return tuple(sorted({*doubling, *(3 * rows // 2 for rows in doubling[:-1])}))
 
 

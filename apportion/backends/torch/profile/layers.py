@@ -86,22 +86,25 @@ class TimedLayer:
             (m.hidden, m.ffn),
         ]
 
-    def _drawn(self, *shape: int) -> Tensor:
+    def _random_tensor(self, *shape: int) -> Tensor:
         """A normally distributed tensor that requires a gradient."""
         numbers = torch.randn(shape, device=self.device).to(DTYPES[self.model.dtype])
         return numbers.requires_grad_()
 
     def _products(self) -> Work:
-        weights = [self._drawn(*shape) for shape in self._weights()]
-        inputs = [self._drawn(self.tokens, weight.shape[1]) for weight in weights]
-        return _both(lambda: list(map(linear, inputs, weights)), [*inputs, *weights])
+        weights = [self._random_tensor(*shape) for shape in self._weights()]
+        inputs = [self._random_tensor(self.tokens, weight.shape[1]) for weight in weights]
+        return _forward_and_backward(lambda: list(map(linear, inputs, weights)), [*inputs, *weights])
 
     def _row_work(self) -> Work:
         m, rows = self.model, self.tokens
         heads = [m.q_heads, m.kv_heads, m.kv_heads]
-        hidden_TE, out_TE, down_TE = (self._drawn(rows, m.hidden) for _ in range(3))
-        qkv_THD, up_TF = self._drawn(rows, sum(heads), m.head_dim), self._drawn(rows, 2 * m.ffn)
-        scales = [self._drawn(m.hidden) for _ in range(2)]
+        hidden_TE, out_TE, down_TE = (self._random_tensor(rows, m.hidden) for _ in range(3))
+        qkv_THD, up_TF = (
+            self._random_tensor(rows, sum(heads), m.head_dim),
+            self._random_tensor(rows, 2 * m.ffn),
+        )
+        scales = [self._random_tensor(m.hidden) for _ in range(2)]
         positions = torch.arange(rows, device=self.device)
 
         def work() -> list[Tensor]:
@@ -120,12 +123,14 @@ class TimedLayer:
                 middle + down_TE,
             ]
 
-        return _both(work, [hidden_TE, qkv_THD, out_TE, up_TF, down_TE, *scales])
+        return _forward_and_backward(work, [hidden_TE, qkv_THD, out_TE, up_TF, down_TE, *scales])
 
     def _loss(self) -> Work:
-        logits_TV = self._drawn(self.tokens, self.vocab)
+        logits_TV = self._random_tensor(self.tokens, self.vocab)
         labels = torch.randint(self.vocab, (self.tokens,), device=self.device)
-        return _both(lambda: [cross_entropy(logits_TV.float(), labels, reduction="sum")], [logits_TV])
+        return _forward_and_backward(
+            lambda: [cross_entropy(logits_TV.float(), labels, reduction="sum")], [logits_TV]
+        )
 
     def _adam_us(self, shapes: Sequence[tuple[int, ...]], ways: dict[str, bool]) -> float:
         weights = [torch.nn.Parameter(torch.randn(shape, device=self.device)) for shape in shapes]
@@ -145,7 +150,7 @@ def rotated(x_THD: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos, x_THD[..., 2 * half :]], dim=-1)
 
 
-def _both(forward: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> Work:
+def _forward_and_backward(forward: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> Work:
     """Work that runs forward, and backward to all inputs."""
     grads = [torch.ones_like(output) for output in forward()]
     return lambda: torch.autograd.grad(forward(), inputs, grads)

@@ -172,7 +172,7 @@ class _LinkJob:
         """1e9 bytes/s that a rank sends, and receives, with all its peers at once: the others of its node, or its
         counterparts on the other nodes. Ranks without peers wait; None if no rank has any."""
         peers = self._peers(same)
-        posts, size = self._posts(peers, peers), self._share(peers)
+        posts, size = self._posts(peers, peers), self._message_bytes(peers)
         took = self._round_us(posts)
         rates = [len(peers) * size / took / 1e3 if posts else 0.0]
         found = self._gathered(rates)
@@ -188,14 +188,14 @@ class _LinkJob:
             if (nodes[other] == nodes[rank], place[other] == place[rank]) == (same, not same)
         ]
 
-    def _share(self, peers: Sequence[int]) -> int:
+    def _message_bytes(self, peers: Sequence[int]) -> int:
         """The bytes of a message, for a total of the largest to all peers."""
         return max(max(self.messages) // max(len(peers), 1), 1)
 
     def _posts(self, to: Sequence[int], of: Sequence[int], size: int | None = None) -> list[Post]:
         """A message to and from each of these ranks, with its own memory, in an order common to all ranks. size: of
         each, by default its share."""
-        size = self._share(to) if size is None else size
+        size = self._message_bytes(to) if size is None else size
         sides = ((True, to), (False, of))
         return [Post(sends, peer, self._bytes(size)) for sends, peers in sides for peer in peers]
 

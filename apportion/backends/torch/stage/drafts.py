@@ -148,7 +148,7 @@ class Drafts:
             made = work_list(
                 self._programs, self._columns, kernel, shape.owner, shape.walked, complete, targets, stated
             )
-            self._lists[kernel] = made, self._stored(made.tiles, made.entries, made.heads)
+            self._lists[kernel] = made, self._table_ranges(made.tiles, made.entries, made.heads)
         made, tables = self._lists[kernel]
         heads = (self._header.q_heads, self._header.kv_heads)
         columns = tuple(self._arenas.columns.get(name, 1) for name in work)
@@ -245,7 +245,7 @@ class Drafts:
             yield from self._move(found[:half])
             yield from self._move(found[half:])
             return
-        tables = self._stored(made.panels.view(np.int32), made.chunks)
+        tables = self._table_ranges(made.panels.view(np.int32), made.chunks)
         slots = [*made.slots, *[made.slots[0]] * (SLOTS - len(made.slots))]
         constants = made.constants(self._header.dtype)
         yield Draft("move", len(made.chunks), tables, slots, (), constants)
@@ -257,7 +257,7 @@ class Drafts:
                 for tensor, home, _ in fold.slots
             ]
             sizes = np.array([[max(array.columns, 1), array.width] for array in arrays], np.int32)
-            tables = self._stored(fold.tiles, fold.entries, fold.heads, sizes)
+            tables = self._table_ranges(fold.tiles, fold.entries, fold.heads, sizes)
             slots = [*fold.slots, *[fold.slots[0]] * (SLOTS - len(fold.slots))]
             constants = add_constants(int(sizes[:, 1].max()))
             yield Draft("add", len(fold.tiles) * fold.lanes, tables, slots, (fold.lanes,), constants)
@@ -265,7 +265,7 @@ class Drafts:
     def merge(self, step: Step) -> Iterator[Draft]:
         for fold in folds(step, self._program.operands, ROWS):
             self._by_space(fold)
-            tables = self._stored(fold.tiles, fold.entries, fold.heads)
+            tables = self._table_ranges(fold.tiles, fold.entries, fold.heads)
             slots = [*self._ends(Name.O), *self._ends(Name.O, 1)]
             sizes = (fold.lanes, self._header.q_heads, self._arenas.columns.get(Name.O, 1))
             yield Draft("merge", len(fold.tiles) * fold.lanes, tables, slots, sizes, self._widths())
@@ -282,14 +282,17 @@ class Drafts:
             raise ExecutionError("delta of work rows of O: a plan computes it where the output lives")
         slots = [*self._ends(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._ends(Name.DELTA)]
         columns = [self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA)]
-        every, others = spots(step, operands, ROWS), spots(step, operands, ROWS, self._unstated)
+        every, others = (
+            spots(step, operands, ROWS),
+            spots(step, operands, ROWS, self._rows_without_statistics),
+        )
         for made in (every, others) if self._statistics.rowops else (every,):
-            tables = self._stored(made.tiles, made.heads)
+            tables = self._table_ranges(made.tiles, made.heads)
             sizes = (self.shares, made.lanes, self._header.q_heads, *columns)
             yield Draft("delta", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
         self.shares += len(every.tiles)
 
-    def _unstated(self, own: Operand) -> list[tuple[int, int]]:
+    def _rows_without_statistics(self, own: Operand) -> list[tuple[int, int]]:
         """Ranges of rows whose statistics no task computes."""
         return gaps(self._stated if own.is_home else (), own.row, own.row + own.rows)
 
@@ -304,7 +307,7 @@ class Drafts:
         sums, results = self._complete["o"].gaps, self._complete["o"].arrived.within
         for o, left in (((Name.O, True, 0), sums), (result, results)):
             made = spots(step, self._program.operands, ROWS, partial(_rows_of, left))
-            tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
+            tables, sizes = self._table_ranges(made.tiles, made.heads), (made.lanes, self._header.q_heads)
             programs = len(made.tiles) * made.lanes
             yield Draft("finish", programs, tables, [o, lse, result], sizes, self._widths())
 
@@ -322,7 +325,7 @@ class Drafts:
     def _widths(self) -> Mapping[str, int]:
         return row_constants(self._variant.v)
 
-    def _stored(self, *tables: Ints) -> list[slice]:
+    def _table_ranges(self, *tables: Ints) -> list[slice]:
         """The range of each table in the buffer, in int32; each begins at a multiple of 16 bytes."""
         places = []
         for table in tables:

@@ -55,7 +55,7 @@ class StageMachine(TorchMachine):
         return (self.memory.fresh((header.q_heads, header.v_head_dim), dtype),)
 
     @cached_property
-    def _shares(self) -> Tensor:
+    def _sink_gradient_shares(self) -> Tensor:
         """Buffer for each delta tile's share of the sinks' gradients."""
         shape = (self._loaded.shares, self.program.header.q_heads)
         return torch.zeros(shape, dtype=torch.float64, device=self.memory.device)
@@ -126,9 +126,9 @@ class StageMachine(TorchMachine):
             yield tuple(part[low - row : high - row] for part in held)
         for start, end in done:
             if row < end and start < stop:
-                yield from self._completed(operand, max(start, row), min(end, stop))
+                yield from self._complete_views(operand, max(start, row), min(end, stop))
 
-    def _completed(self, operand: Operand, row: int, stop: int) -> Iterator[tuple[Tensor, ...]]:
+    def _complete_views(self, operand: Operand, row: int, stop: int) -> Iterator[tuple[Tensor, ...]]:
         """Complete rows [row, stop), at their destinations."""
         if operand.is_home:
             yield tuple(part[row:stop] for part in self._result_parts(operand.tensor))
@@ -181,7 +181,7 @@ class StageMachine(TorchMachine):
             unused = launch.tables[0]
             given = (
                 unused if sinks is None else sinks,
-                unused if sinks is None else self._shares,
+                unused if sinks is None else self._sink_gradient_shares,
                 unused if dlse is None else dlse,
             )
             self._start(launch, *given, SINKS=sinks is not None, DLSE=dlse is not None)
@@ -205,4 +205,4 @@ class StageMachine(TorchMachine):
     def close(self) -> None:
         super().close()
         if self._loaded.shares and self._layer.sinks is not None:
-            self.gradients.sinks = self._shares.sum(0)
+            self.gradients.sinks = self._sink_gradient_shares.sum(0)

@@ -215,7 +215,7 @@ def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold
     terms = [_Term(operands[row.a], operands[row.c], row.first) for row in step.rowops]
     if owners_meet([term.whole for term in terms], _numbered([term.owner for term in terms])):
         terms = [lane for term in terms for lane in term.lanes()]
-    for together in _apart(terms):
+    for together in _split_dependent(terms):
         yield _fold(together, height)
 
 
@@ -234,7 +234,7 @@ def _numbered(keys: Sequence[object]) -> Ints:
     return np.array([known[key] for key in keys])
 
 
-def _apart(terms: list[_Term]) -> Iterator[list[_Term]]:
+def _split_dependent(terms: list[_Term]) -> Iterator[list[_Term]]:
     """Splits terms into runs in which no term reads rows that another one writes."""
     reads, writes = (
         np.array([(2 * one.tensor + one.is_home, one.row, one.row + one.rows) for one in side])

@@ -72,7 +72,7 @@ def cut_tiles(
     begin, end = written = KeyedRows(key, start, stop).ends
     fresh_ones = np.flatnonzero(first)
     marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, stated.ends
-    lo, hi, (fresh, done, early) = _runs(written, marks, np.concatenate(cuts.ends))
+    lo, hi, (fresh, done, early) = _uniform_ranges(written, marks, np.concatenate(cuts.ends))
     count = -(-(hi - lo) // height)
     run = group_of(count)
     row0 = lo[run] + within(count) * height
@@ -83,7 +83,7 @@ def cut_tiles(
     return Tiles(row0 >> _ROW_BITS, row, until, fresh[run], done[run], early[run], ptr, task)
 
 
-def _runs(
+def _uniform_ranges(
     written: tuple[Ints, Ints], marks: tuple[tuple[Ints, Ints], ...], cuts: Ints
 ) -> tuple[Ints, Ints, Bools]:
     """Maximal ranges in which every row is written, all rows have the same marks, and no cut lies inside. marks: each
@@ -142,7 +142,7 @@ def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -
     found = _clashes(instruction, slot, start, stop, owner)
     for clash, of in set(zip(instruction[found].tolist(), slot[found].tolist(), strict=True)):
         mine = np.flatnonzero((instruction == clash) & (slot == of))
-        wave[mine] = _serial(slot[mine], start[mine], stop[mine], owner[mine])
+        wave[mine] = _serial_waves(slot[mine], start[mine], stop[mine], owner[mine])
     return wave
 
 
@@ -159,7 +159,7 @@ def _clashes(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints
     return found
 
 
-def _serial(slot: Ints, start: Ints, stop: Ints, owner: Ints) -> list[int]:
+def _serial_waves(slot: Ints, start: Ints, stop: Ints, owner: Ints) -> list[int]:
     """The wave of each task in order; a task that overlaps rows of another owner in the wave starts a new one."""
     wave, now = [], 0
     held: list[tuple[int, ...]] = []

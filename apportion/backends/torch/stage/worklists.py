@@ -138,7 +138,7 @@ def work_list(
     whose statistics the kernel computes."""
     tasks = _ListedTasks(programs, columns, ROLES[kernel])
     done = KeyedRows(tasks.key[complete.of], complete.row0, complete.row1)
-    within = _to_targets(done, tasks.spaces[complete.of] & 1, targets)
+    within = _targets_of(done, tasks.spaces[complete.of] & 1, targets)
     early = KeyedRows(tasks.key[stated.of], stated.row0, stated.row1)
     tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, done, within, early)
     entries, of_tile = _entries(tasks, tiles, block)
@@ -162,7 +162,7 @@ def work_list(
     )
 
 
-def _to_targets(done: KeyedRows, is_work: Ints, targets: Targets) -> KeyedRows:
+def _targets_of(done: KeyedRows, is_work: Ints, targets: Targets) -> KeyedRows:
     """The targets of complete work rows."""
     low = np.searchsorted(targets.row1, done.row0, "right")
     high = np.searchsorted(targets.row0, done.row1, "left")
@@ -280,16 +280,16 @@ class _Heads:
         roles, signature = tasks.roles, columns.signature
         owners = [signature[tasks.of[name]] for name in (roles.owner, *roles.beside)]
         walked = [signature[tasks.of[name]] for name in (roles.walked, *roles.along)]
-        self.tile = self._listed(owners, self._lanes)
+        self.tile = self._signature_offsets(owners, self._lanes)
         by_key = roles.walked == "q"
-        self.entry = self._listed([owners[0], *walked], self._queries if by_key else self._keys)
+        self.entry = self._signature_offsets([owners[0], *walked], self._queries if by_key else self._keys)
         self.lanes = np.array([len(own) for own in columns.columns])[owners[0]]
-        self.at_home = self._listed(owners[:1], lambda owner: list(columns.names[owner]))
+        self.at_home = self._signature_offsets(owners[:1], lambda owner: list(columns.names[owner]))
         self.in_order = len(self._numbers)
         self._numbers += range(int(self.lanes.max(initial=0)))
         self.numbers = np.array(self._numbers, np.int32)
 
-    def _listed(self, signatures: Sequence[Ints], write: Callable[..., list[int]]) -> Ints:
+    def _signature_offsets(self, signatures: Sequence[Ints], write: Callable[..., list[int]]) -> Ints:
         """int64 [tasks]: the offset of the numbers of each combination of signatures."""
         found, which = np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)
         at = np.zeros(len(found), np.int64)

@@ -18,13 +18,13 @@ RULE = "operands"
 
 def misfits(program: Program) -> Iterator[Violation]:
     """Violations of the rule `operands`."""
-    yield from _misplaced(program)
+    yield from _misplaced_operands(program)
     yield from _of_another_phase(program)
     for name in OPERAND_COLUMNS:
-        yield from _of_list(program, name)
+        yield from _list_violations(program, name)
 
 
-def _misplaced(program: Program) -> Iterator[Violation]:
+def _misplaced_operands(program: Program) -> Iterator[Violation]:
     """Operands outside their home rows or arena."""
     table = program["operands"]
     tensor, space, row, rows, column, heads = table.values
@@ -39,10 +39,10 @@ def _misplaced(program: Program) -> Iterator[Violation]:
     ]
     for wrong, message, number in checks:
         for operand in np.flatnonzero(wrong & (tensor != Tensor.NONE)).tolist():
-            yield _of_operand(program, operand, message.format(number[operand]))
+            yield _operand_violation(program, operand, message.format(number[operand]))
 
 
-def _of_operand(program: Program, operand: int, message: str) -> Violation:
+def _operand_violation(program: Program, operand: int, message: str) -> Violation:
     table = program["operands"]
     rank, row = table.rank_and_row(operand)
     text = f"operand {row} ({describe_operand(table.at(operand))}) {message}"
@@ -57,10 +57,10 @@ def _of_another_phase(program: Program) -> Iterator[Violation]:
             yield at_instruction(RULE, program, at, message)
     foreign = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
     for operand in np.flatnonzero(np.isin(program["operands"]["tensor"], foreign)).tolist():
-        yield _of_operand(program, operand, "names a tensor of the backward phase")
+        yield _operand_violation(program, operand, "names a tensor of the backward phase")
 
 
-def _of_list(program: Program, name: str) -> Iterator[Violation]:
+def _list_violations(program: Program, name: str) -> Iterator[Violation]:
     """List rows that their op does not accept: for each the first reason, in column order."""
     rows, instruction = program[name], program.instruction_of(name)
     ops, found = program["instructions"]["op"][instruction], dict[int, str]()
@@ -76,11 +76,11 @@ def _of_list(program: Program, name: str) -> Iterator[Violation]:
             for row in np.flatnonzero(wrong & (ops == op)).tolist():
                 found.setdefault(row, f"{OP_NAMES[op]}, row {rows.rank_and_row(row)[1]} of {name}: {reason}")
     for row, reason in sorted(found.items()):
-        message = f"{reason} ({_listed(program, named, row)})"
+        message = f"{reason} ({_describe_operands(program, named, row)})"
         yield at_instruction(RULE, program, int(instruction[row]), message)
 
 
-def _listed(program: Program, named: Mapping[str, Ints], row: int) -> str:
+def _describe_operands(program: Program, named: Mapping[str, Ints], row: int) -> str:
     table = program["operands"]
     return "; ".join(
         f"{column} = {describe_operand(table.at(int(at[row])))}"

@@ -64,11 +64,11 @@ def violations(subject: Subject) -> tuple[Violation, ...]:
     return tuple(
         one
         for program in subject.programs
-        for one in subject.once("words", program, partial(_of_program, subject))
+        for one in subject.once("words", program, partial(_program_violations, subject))
     )
 
 
-def _of_program(subject: Subject, program: Program) -> tuple[Violation, ...]:
+def _program_violations(subject: Subject, program: Program) -> tuple[Violation, ...]:
     """Operand errors, else transfer mismatches, else the faults at which ranks stopped."""
     found = list(misfits(program)) or list(mismatches(program))
     if found:
@@ -78,8 +78,10 @@ def _of_program(subject: Subject, program: Program) -> tuple[Violation, ...]:
     except CapacityError as error:
         message = f"cannot be verified: {error}"
         return (Violation("operands", None, program.kind, program.phase, None, message),)
-    told = (_violation(program, subject.homes, fault) for fault in (trace.faults if trace else ()))
-    return tuple(sorted(told, key=lambda violation: violation.order))
+    fault_violations = (
+        _violation(program, subject.homes, fault) for fault in (trace.faults if trace else ())
+    )
+    return tuple(sorted(fault_violations, key=lambda violation: violation.order))
 
 
 def _violation(program: Program, homes: Homes, fault: Fault) -> Violation:

@@ -84,7 +84,7 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
     for i, number in enumerate(used):
         member[i, program.q_sets.members[number]] = True
     if used and (member.sum(axis=0) == 1).all() and _are_copies(tasks, len(used)):
-        yield f" of query heads {_few(np.flatnonzero(member[0]))}", np.flatnonzero(sets == used[0])
+        yield f" of query heads {_abbreviated(np.flatnonzero(member[0]))}", np.flatnonzero(sets == used[0])
         return
     groups, first, inverse = np.unique(member, axis=1, return_index=True, return_inverse=True)
     seen: list[Ints] = []
@@ -98,7 +98,7 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
         ]  # two bands with the same corner may come in either order; then both lists are checked
         if not any(np.array_equal(ordered, other) for other in seen):
             seen.append(ordered)
-            yield f" of query heads {_few(np.flatnonzero(inverse.ravel() == group))}", chosen
+            yield f" of query heads {_abbreviated(np.flatnonzero(inverse.ravel() == group))}", chosen
 
 
 def _are_copies(tasks: Tasks, sets: int) -> bool:
@@ -110,7 +110,7 @@ def _are_copies(tasks: Tasks, sets: int) -> bool:
     return bool((bands == bands[:, :1]).all())
 
 
-def _few(heads: Ints) -> str:
+def _abbreviated(heads: Ints) -> str:
     shown = ", ".join(map(str, heads[:4]))
     return shown if len(heads) <= 4 else f"{shown}, … ({len(heads)})"
 

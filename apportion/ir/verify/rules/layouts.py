@@ -157,7 +157,7 @@ def carried(table: Table, source: Layout) -> Ints | str:
         return "sends and receives do not match one by one"
     for message in _outside(source, rank[send], row[send], rows[send], "sends"):
         return message
-    return _carried(source, rank[send], row[send], rows[send], rank[receive], row[receive])
+    return _moved_layout(source, rank[send], row[send], rows[send], rank[receive], row[receive])
 
 
 def _outside(layout: Layout, rank: Ints, row: Ints, rows: Ints, verb: str) -> Iterator[str]:
@@ -166,7 +166,7 @@ def _outside(layout: Layout, rank: Ints, row: Ints, rows: Ints, verb: str) -> It
         yield f"rank {rank[i]} {verb} rows {span(int(row[i]), int(rows[i]))} of {limit[i]}"
 
 
-def _carried(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, to_row: Ints) -> Ints:
+def _moved_layout(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, to_row: Ints) -> Ints:
     """[pieces, 4]: (rank, row, token, rows) of the layout after the moves."""
     spans = source.spans
     order = np.lexsort((_column(spans, "row"), spans.rank_of_row()))

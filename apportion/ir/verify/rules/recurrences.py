@@ -40,13 +40,13 @@ def check(subject: Subject) -> Iterator[Violation]:
     if isinstance(token, Violation):
         yield token
         return
-    wrong = list(_runs(subject, branches, runs, token))
+    wrong = list(_check_runs(subject, branches, runs, token))
     yield from wrong
     if wrong:
         return
     heads = np.array([kind.heads for kind in subject.plan.header.recurrent.values()])
     yield from _folds(runs, recurrence["folds"], heads)
-    yield from _states(runs, recurrence["folds"], recurrence["states"])
+    yield from _check_states(runs, recurrence["folds"], recurrence["states"])
     yield from _halo(subject, branches, recurrence["halo"], token)
 
 
@@ -90,7 +90,7 @@ def _before(branches: Branches, token: Ints, total: int) -> Ints:
     return np.where(token > branches.starts[branch], token - 1, np.where(parent < 0, -1, ends[parent]))
 
 
-def _runs(subject: Subject, branches: Branches, runs: Table, token: Ints) -> Iterator[Violation]:
+def _check_runs(subject: Subject, branches: Branches, runs: Table, token: Ints) -> Iterator[Violation]:
     """Checks sequence, position and past of each run, and its flag `leads`."""
     batch, count = subject.plan.request.batch, np.diff(runs.ptr)
     branch = branches.of(token)
@@ -155,7 +155,7 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
         yield _violation("runs", runs, at, f"has heads that {what}, of recurrent kind {of_kind}")
 
 
-def _states(runs: Table, folds: Table, states: Table) -> Iterator[Violation]:
+def _check_states(runs: Table, folds: Table, states: Table) -> Iterator[Violation]:
     """Checks that the k-th row of a kind from i to j has the k-th slot of that kind on j whose run is of i."""
     sent = states.rank_of_row() * runs.ranks + states["peer"]
     due = folds["peer"] * runs.ranks + folds.rank_of_row()

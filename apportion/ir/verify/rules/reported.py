@@ -94,15 +94,15 @@ def check(subject: Subject) -> Iterator[Violation]:
         yield Violation(RULE, None, None, None, None, f"the report is malformed: {str(error)[:200]}")
         return
     for path, wanted in (*_request(subject), *_bytes(subject), *_balance(subject), *_sums(report)):
-        said = _at(report, path)
+        said = _value_at(report, path)
         if said is not None and not _agrees(said, wanted):
             message = f"the report says {'.'.join(path)} = {str(said)[:80]}, the plan has {wanted}"
             yield Violation(RULE, None, None, None, None, message)
-    yield from _moved(subject)
+    yield from _check_exchange_bytes(subject)
     yield from _bounds(report)
 
 
-def _at(report: Any, path: tuple[str, ...]) -> Any:
+def _value_at(report: Any, path: tuple[str, ...]) -> Any:
     """The value at a place, or None."""
     for name in path:
         report = report.get(name) if isinstance(report, Mapping) else None
@@ -141,7 +141,7 @@ def _bytes(subject: Subject) -> Iterator[Fact]:
         yield ("bounds", "kv_bytes", "value"), float(tiles)
 
 
-def _moved(subject: Subject) -> Iterator[Violation]:
+def _check_exchange_bytes(subject: Subject) -> Iterator[Violation]:
     """Checks that the exchanges of a program move all its bytes."""
     said: Counter[tuple[str, str]] = Counter()
     for item in _exchanges(subject.plan.report):
@@ -150,7 +150,9 @@ def _moved(subject: Subject) -> Iterator[Violation]:
     for key in sorted(said.keys() | found.keys()) if "exchanges" in subject.plan.report else ():
         real = found.get(key, 0)
         if said[key] != real:
-            message = f"according to the report, its exchanges move {said[key]} bytes, the program moves {real}"
+            message = (
+                f"according to the report, its exchanges move {said[key]} bytes, the program moves {real}"
+            )
             yield Violation(RULE, None, *key, None, message)
 
 
@@ -195,7 +197,10 @@ def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
         elif gap is not None and (not least or abs(gap - value / least) > _SAME * gap):
             message = f"according to the report, the gap of {name} is {gap}, of {value} over {least}"
             yield Violation(RULE, None, None, None, None, message)
-    ended, makespan = _at(report, ("termination", "value")), _at(report, ("bounds", "makespan", "value"))
+    ended, makespan = (
+        _value_at(report, ("termination", "value")),
+        _value_at(report, ("bounds", "makespan", "value")),
+    )
     if ended is not None and makespan is not None and not _agrees(ended, float(makespan)):
         message = f"according to the report, planning ended at {ended}, the makespan is {makespan}"
         yield Violation(RULE, None, None, None, None, message)

@@ -38,8 +38,8 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
     count = int(np.clip(_COMPARISONS // (tasks.bands.shape[1] + len(mask) + 1), *_QUERIES))
     queries, heads = draw.integers(0, tokens, count), draw.integers(0, sets.heads, count)
     between = draw.random((count, _BANDS + 1)).tolist()
-    at, allowed = _having(mask[:, 0], mask[:, 1], queries)
-    of, computed = _having(tasks.bands[0], tasks.bands[1], queries)
+    at, allowed = _bands_by_query(mask[:, 0], mask[:, 1], queries)
+    of, computed = _bands_by_query(tasks.bands[0], tasks.bands[1], queries)
     if tasks.times is not None:
         often = tasks.times[tasks.heads[computed], heads[of]]
         of, computed = np.repeat(of, often), np.repeat(computed, often)
@@ -58,7 +58,7 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
         yield Violation(RULE, None, program.kind, program.phase, None, message)
 
 
-def _having(begin: Ints, end: Ints, queries: Ints) -> tuple[Ints, Ints]:
+def _bands_by_query(begin: Ints, end: Ints, queries: Ints) -> tuple[Ints, Ints]:
     """(query number, band) of every query in a band, by query."""
     of, band = np.nonzero((begin <= queries[:, None]) & (queries[:, None] < end))
     return of, band

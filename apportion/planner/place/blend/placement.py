@@ -62,13 +62,13 @@ class Blend(PlacePass):
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "blend")
-        best = lightest(problem, lambda factor: self._weighted(problem, factor))
+        best = lightest(problem, lambda factor: self._place_weighted(problem, factor))
         if len(problem.bands) == 1 and self.weigh == "pairs":
             return best
         weight = row_weights(problem, best.starts)
         return replace(best, weight=weight, bound=float(weight.sum() / problem.speeds.sum()))
 
-    def _weighted(self, problem: Problem, factor: Mapping[str, int]) -> Placement:
+    def _place_weighted(self, problem: Problem, factor: Mapping[str, int]) -> Placement:
         """The placement for pairs of each kind weighted by `factor`."""
         documents, speeds = problem.batch.starts, problem.speeds
         if self.weigh == "pairs":
@@ -80,10 +80,10 @@ class Blend(PlacePass):
         pairs, speed = int(rows.below[-1]), speeds.sum()
         widest, wanted = float(pairs * speeds.max() / speed), pairs * (speeds / speed)
         pieces = core.mix(documents, rows.columns, tokens, speeds, wanted, widest, self.head, UNEVEN)
-        starts, home = _joined(documents, pieces)
-        starts, home, grid = _aligned(documents, starts, home, self.align, problem.token_caps)
+        starts, home = _join_pieces(documents, pieces)
+        starts, home, grid = _align_cuts(documents, starts, home, self.align, problem.token_caps)
         less = Departure("recipe.place.blend.align", self.align, grid, "coarser cuts break token caps")
-        starts, home = _ground(starts, home, self.grain)
+        starts, home = _split_to_grain(starts, home, self.grain)
         weight = np.diff(rows.upto(starts))
         bound = float(weight.sum() / speeds.sum())
         return Placement(starts, home, weight, bound, departures=(less,) if grid < self.align else ())
@@ -130,7 +130,7 @@ def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> I
     return np.diff(ends, prepend=0)
 
 
-def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
+def _join_pieces(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
     """Starts int64 [blocks + 1] and homes int64 [blocks]: adjacent pieces of one document on one rank are one block.
     pieces: int64 [3, n], first row, end and rank."""
     low, high, rank = pieces.take(np.argsort(pieces[0]), 1)
@@ -139,7 +139,7 @@ def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
     return np.append(low[fresh], high[-1]), rank[fresh]
 
 
-def _aligned(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints, int]:
+def _align_cuts(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints, int]:
     """The blocks with every cut moved to the nearest multiple of `rows` within its document, or of half as many and so
     on if ranks lack room; and the multiple used."""
     of = np.searchsorted(documents, starts, "right") - 1
@@ -153,7 +153,7 @@ def _aligned(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -
     return starts, home, 1
 
 
-def _ground(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
+def _split_to_grain(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
     """Splits blocks into parts of at most `grain` rows, equal within a block up to one row."""
     if not grain:
         return starts, home

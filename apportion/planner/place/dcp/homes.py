@@ -122,8 +122,8 @@ def homes(
     placed.append(_dealt(problem, blocks, room))
     if solver.name != "greedy":
         placed.append(solver(start).rank[:count])
-    found = [_filled(Blocks(blocks.starts, home), room, None) for home in placed]
-    return min((_refined(problem, each, case(each)) for each in found), key=itemgetter(0))[1]
+    found = [_fill_ranks(Blocks(blocks.starts, home), room, None) for home in placed]
+    return min((_refine(problem, each, case(each)) for each in found), key=itemgetter(0))[1]
 
 
 def _dealt(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
@@ -139,7 +139,7 @@ def _dealt(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
     return np.where(blocks.home < 0, solve_near(case, Budget()).bin, blocks.home)
 
 
-def _refined(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple[float, Blocks]:
+def _refine(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple[float, Blocks]:
     """Refines homes together with compute; returns their cost, lower is better, and the homes. Cost: link time of the
     slowest rank, and of the mean, after exchanges of blocks; infinite if compute is uneven."""
     rank, free = hypergraph.quick(case), movable(problem, blocks.starts)
@@ -165,14 +165,14 @@ def joined(problem: Problem, starts: Ints, groups: int) -> Ints:
     area = max(int(problem.batch.area(kind)) for kind in problem.bands)
     size = max(1, int((area / max(1, most)) ** 0.5) // int(np.diff(starts).max()))
     while True:
-        found = _grouped(problem, starts, size)
+        found = _join_blocks(problem, starts, size)
         blocks = Blocks(found, np.full(len(found) - 1, -1, np.int64))
         if max(len(blocks.pairs(bands)) for bands in problem.bands.values()) <= most or size >= len(starts):
             return found
         size += max(1, size // 4)
 
 
-def _grouped(problem: Problem, starts: Ints, size: int) -> Ints:
+def _join_blocks(problem: Problem, starts: Ints, size: int) -> Ints:
     """The starts after joining up to `size` blocks of one sequence, as evenly as possible."""
     if size == 1:
         return starts
@@ -224,12 +224,14 @@ def _bound(problem: Problem, blocks: Blocks, room: _Room) -> Blocks:
     allowed = sorted(set(problem.batch.home_ranks.values()), key=lambda ranks: (len(ranks), ranks))
     for ranks in allowed:
         of_these = np.isin(sequence, [s for s, held in problem.batch.home_ranks.items() if held == ranks])
-        blocks = _filled(blocks, room, ranks, blocks.starts[:-1][of_these])
+        blocks = _fill_ranks(blocks, room, ranks, blocks.starts[:-1][of_these])
         sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
     return blocks
 
 
-def _filled(blocks: Blocks, room: _Room, only: tuple[int, ...] | None, wanted: Ints | None = None) -> Blocks:
+def _fill_ranks(
+    blocks: Blocks, room: _Room, only: tuple[int, ...] | None, wanted: Ints | None = None
+) -> Blocks:
     """Assigns blocks without a home to the emptiest ranks first, cutting blocks that exceed the room.
 
     only: allowed ranks; wanted: int64, starts of the blocks to assign, None: all.

@@ -58,11 +58,11 @@ class Dcp(PlacePass):
         heads = Heads.of(problem.model, groups, "recipe.place.dcp.head_groups")
         slack = (self.epsilon_compute, self.epsilon_tokens)
         blocks = homes(problem, shards, *slack, self.tries, groups, self.solver)
-        blocks, pairs, sides = self._balanced(problem, blocks, heads)
-        blocks, sides = self._exchanged(problem, blocks, pairs, heads, sides)
+        blocks, pairs, sides = self._balance(problem, blocks, heads)
+        blocks, sides = self._exchange_homes(problem, blocks, pairs, heads, sides)
         weight, termination = (
             row_weights(problem, blocks.starts),
-            _together([one.termination for one in sides.values()]),
+            _merge_terminations([one.termination for one in sides.values()]),
         )
         return Placement(
             blocks.starts,
@@ -88,13 +88,13 @@ class Dcp(PlacePass):
                 "the engine died or was wrong",
             )
 
-    def _balanced(
+    def _balance(
         self, problem: Problem, blocks: Blocks, heads: Heads
     ) -> tuple[Blocks, Mapping[str, Pairs], Answers]:
         """The rank of each block pair, with blocks cut finely enough for both balances."""
         for cut in count():
             pairs = {kind: blocks.pairs(bands) for kind, bands in problem.bands.items()}
-            sides = self._solved(problem, blocks, pairs, heads)
+            sides = self._solve(problem, blocks, pairs, heads)
             if len(sides) == len(PHASES) * len(pairs):
                 return blocks, pairs, sides
             finer = blocks.finer(list(pairs.values()))
@@ -104,7 +104,7 @@ class Dcp(PlacePass):
             blocks = finer
         raise self._uneven(problem, list(pairs.values()))
 
-    def _exchanged(
+    def _exchange_homes(
         self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads, sides: Answers
     ) -> tuple[Blocks, Answers]:
         """Exchanges homes to shorten the busiest links, for the same compute; returns them with the updated answers."""
@@ -126,7 +126,7 @@ class Dcp(PlacePass):
             f"in a node, within {self.epsilon_compute} of the mean ({mean:.1f} pairs a rank): raise epsilon_compute"
         )
 
-    def _solved(
+    def _solve(
         self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads
     ) -> dict[tuple[str, str], VertexRanks]:
         """Answers for kinds and phases, ending with the first that violates a balance."""
@@ -165,7 +165,7 @@ class Dcp(PlacePass):
         return Execution(rank, division)
 
 
-def _together(ends: list[Termination]) -> Termination:
+def _merge_terminations(ends: list[Termination]) -> Termination:
     """Merges the terminations of all kinds and phases: sums bytes, and names the first limit."""
     limit = next((end.limit for end in ends if end.limit is not None), None)
     status = Status.OPTIMAL if all(end.status is Status.OPTIMAL for end in ends) else Status.FEASIBLE

@@ -62,7 +62,9 @@ def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Range
         lengths = problem.batch.lengths[members]
         share = _water_filled(used[ranks], int(lengths.sum()), problem.token_caps[ranks])
         slack = _slack(problem, used[ranks] + share, problem.token_caps[ranks])
-        cuts = _moved(np.cumsum(share)[:-1], lengths, slack, granularity * np.where(folded[members], 2, 1))
+        cuts = _move_cuts(
+            np.cumsum(share)[:-1], lengths, slack, granularity * np.where(folded[members], 2, 1)
+        )
         part = _parts(lengths, cuts)
         parts.append(Ranges(members[part.seq], part.a, part.b, ranks[part.rank]))
         np.add.at(used, parts[-1].rank, part.b - part.a)
@@ -108,7 +110,7 @@ def _slack(problem: Problem, held: Ints, caps: Ints) -> int:
     return max(0, int((caps - held).min()) // 2)
 
 
-def _moved(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:
+def _move_cuts(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:
     """The cuts of concatenated sequences, each moved by at most `slack`; grain: int64 [sequences] steps."""
     edges = offsets(lengths)
     seq = np.minimum(np.searchsorted(edges, cuts, "right") - 1, len(lengths) - 1)

@@ -129,7 +129,7 @@ class Distca(PlacePass):
     def solve(self, problem: Problem, whole: bool) -> tuple[Map, dict[str, Balance]]:
         """The home of every token, and the server of the rows of each kind: against all their keys (whole), or against
         each home's. Raises CapacityError."""
-        home_folded, causal = self._folded(problem)
+        home_folded, causal = self._head_tail_sequences(problem)
         homes = sequential_homes(problem, home_folded, self.granularity)
         home = token_ranges(problem.batch.starts, home_folded, homes)
         starts, limits, found = np.append(home[0], problem.batch.tokens), self._limits(problem, whole), {}
@@ -140,7 +140,7 @@ class Distca(PlacePass):
             self._check(kind, found[kind].ended, limits)
         return home, found
 
-    def _folded(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
+    def _head_tail_sequences(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
         """bool [sequences]: True for homes as heads and tails; and, for each kind, True for causal sequences."""
         cut = self.head_tail != "none"
         causal = {kind: causal_sequences(problem, kind) & cut for kind in problem.batch.kinds}
@@ -159,7 +159,7 @@ class Distca(PlacePass):
     def _by_keys(self, problem: Problem) -> Solved:
         home, computed = self.solve(problem, whole=False)
         starts = ranked(*(found.cuts for found in computed.values()), home[0])[0]
-        starts, owner = np.append(starts, problem.batch.tokens), home[2][_at(home[0], starts)]
+        starts, owner = np.append(starts, problem.batch.tokens), home[2][_range_of(home[0], starts)]
         moved = any(found.ended.moves for found in computed.values())
         execution: dict[tuple[str, str], Execution] = {}
         for kind, found in computed.items() if moved else ():
@@ -303,13 +303,13 @@ def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Int
     # a kind without pairs computes nothing
     maps = [(low, rank) for low, _, rank in (home, *(found if len(found[0]) else home for found in computed))]
     starts = ranked(*(low for low, _ in maps))[0]
-    ranks = np.stack([rank[_at(low, starts)] for low, rank in maps])
+    ranks = np.stack([rank[_range_of(low, starts)] for low, rank in maps])
     new = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
     starts, ranks = np.append(starts[new], home[1][-1]), ranks[:, new]
     return starts, ranks[0], list(ranks[1:])
 
 
-def _at(low: Ints, tokens: Ints) -> Ints:
+def _range_of(low: Ints, tokens: Ints) -> Ints:
     """The index of the range, among those beginning at `low`, of each token."""
     return np.searchsorted(low, tokens, "right") - 1
 

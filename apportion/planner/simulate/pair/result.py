@@ -89,10 +89,10 @@ class Pair:
     @property
     def whole_gain(self) -> float | None:
         """Relative gain of all runs together over the undivided microbatch, if its plan was given."""
-        return _gain(self.ms(WHOLE), self.ms()) if WHOLE in self._ways else None
+        return _gain(self.ms(WHOLE), self.ms()) if WHOLE in self._way_names else None
 
     @property
-    def _ways(self) -> tuple[str, ...]:
+    def _way_names(self) -> tuple[str, ...]:
         return tuple(next(iter(self.runs.values())).ways)
 
 

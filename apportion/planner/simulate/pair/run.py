@@ -235,7 +235,7 @@ def _interleaved(halves: list[Half], layers: int, way: str) -> tuple[Script, Tra
     copies = [(number, half, layer) for layer in range(layers) for number, half in enumerate(halves)]
     sizes = [len(half.script.rank) for _, half, _ in copies]
     first = offsets(sizes)  # first launch of each copy, and the total
-    rows = _joined(_rows(*copy, way, int(start)) for copy, start in zip(copies, first, strict=False))
+    rows = _join_scripts(_rows(*copy, way, int(start)) for copy, start in zip(copies, first, strict=False))
     order = np.lexsort((rows.number, rows.slot, rows.rank))
     rows = PairInstructions._make(column[order] for column in rows)
     launches = rows.launch[rows.role == LAUNCH]
@@ -258,7 +258,7 @@ def _rows(which: int, half: Half, layer: int, way: str, first: int) -> PairInstr
         _work(ranks, _slot(way, which, 2 * layer + 2, COLLECT), 2 * len(slot), script.end_us),
         _work(ranks, _slot(way, which, 2 * layer + 2, AFTER), 0, half.after),
     ]
-    return _joined([own, *more, *([_waited_for(own)] if way == "single" else [])])
+    return _join_scripts([own, *more, *([_waited_for(own)] if way == "single" else [])])
 
 
 def _slot(way: str, which: int, turn: Any, piece: Any) -> Any:
@@ -287,7 +287,7 @@ def _waited_for(rows: PairInstructions) -> PairInstructions:
     )
 
 
-def _joined(parts: Iterable[PairInstructions]) -> PairInstructions:
+def _join_scripts(parts: Iterable[PairInstructions]) -> PairInstructions:
     return PairInstructions._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
 

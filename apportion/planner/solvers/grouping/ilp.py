@@ -238,7 +238,7 @@ def _by_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nodes:
     for _ in range(_PARTS):
         if state.best is None or state.done(budget):
             break
-        part = _part(state.best, draw)
+        part = _slowest_part(state.best, draw)
         if np.isin(state.best.group, part).sum() * len(part) > _MOST_PART:
             continue
         items = np.flatnonzero(np.isin(state.best.group, part))
@@ -250,11 +250,11 @@ def _by_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nodes:
         counts = np.bincount(column, minlength=len(case.degrees))
         mix, _ = slots(few, counts, start, 0.0, nodes, _FINE - 1)
         if mix is not None and mix.value < start.value:
-            state = state.with_mix(_merged(case, state.best, part, items, mix))
+            state = state.with_mix(_merge_part(case, state.best, part, items, mix))
     return state
 
 
-def _part(mix: Mix, draw: np.random.Generator) -> Ints:
+def _slowest_part(mix: Mix, draw: np.random.Generator) -> Ints:
     """Numbers of the slowest group and of others, ascending: as many as make a program of `_PART` choices."""
     slowest = int(mix.time.argmax())
     others = draw.permutation(len(mix.time))
@@ -265,7 +265,7 @@ def _part(mix: Mix, draw: np.random.Generator) -> Ints:
     return part
 
 
-def _merged(case: GroupingProblem, mix: Mix, part: Ints, items: Ints, dealt: Mix) -> Mix:
+def _merge_part(case: GroupingProblem, mix: Mix, part: Ints, items: Ints, dealt: Mix) -> Mix:
     """The mix with the groups of a part redistributed; these have the same degrees, in order."""
     column, group = mix.column.copy(), mix.group.copy()
     column[part] = dealt.column

@@ -90,7 +90,7 @@ def improve(problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, 
     seen: set[tuple[int, ...]] = set()
     queue: list[tuple[float, tuple[int, ...]]] = []
     mixes: list[Mix] = []
-    waiting = [_filled(problem, seed) for seed in seeds]
+    waiting = [_fill_idle_ranks(problem, seed) for seed in seeds]
     while len(seen) < steps and (waiting or queue):
         if not waiting:
             waiting = _neighbours(problem, heapq.heappop(queue)[1])
@@ -148,7 +148,7 @@ def _tokens(problem: GroupingProblem, column: Ints, group: Ints) -> Ints:
     return np.bincount(group, problem.sizes, len(column)).astype(np.int64)
 
 
-def _filled(problem: GroupingProblem, counts: tuple[int, ...]) -> tuple[int, ...]:
+def _fill_idle_ranks(problem: GroupingProblem, counts: tuple[int, ...]) -> tuple[int, ...]:
     """The counts with idle ranks in groups as large as possible."""
     filled, idle = list(counts), problem.ranks - int(np.dot(counts, problem.degrees))
     for c in reversed(range(len(filled))):
@@ -167,7 +167,7 @@ def _neighbours(problem: GroupingProblem, counts: tuple[int, ...]) -> list[tuple
             found.append(_changed(counts, small, -parts, 1))
         if counts[small + 1]:
             found.append(_changed(counts, small, degrees[small + 1] // degrees[small], -1))
-    return [_filled(problem, changed) for changed in found]
+    return [_fill_idle_ranks(problem, changed) for changed in found]
 
 
 def _changed(counts: tuple[int, ...], small: int, more: int, more_large: int) -> tuple[int, ...]:

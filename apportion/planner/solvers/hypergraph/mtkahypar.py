@@ -48,22 +48,22 @@ def _homes(problem: HypergraphProblem) -> Ints:
     fixed, held = problem.bound_to, problem.tokens > 0
     if not (held & (fixed < 0)).any():
         return place_tokens(problem)
-    both = _of_both(problem)
+    both = _single_weight_problem(problem)
     part, limit = _parts(both, fixed)
     if limit is not None:
         return place_tokens(problem)
-    asked = np.where(held, part, -1)
+    requested = np.where(held, part, -1)
     used = np.zeros(problem.ranks, np.int64)
     np.add.at(used, fixed[fixed >= 0], problem.tokens[fixed >= 0])
     for v in np.flatnonzero(held & (fixed < 0)).tolist():
-        used[asked[v]] += problem.tokens[v]
-        if used[asked[v]] > problem.tokens_caps[1][asked[v]]:
-            used[asked[v]] -= problem.tokens[v]
-            asked[v] = -1
-    return place_tokens(replace(problem, fixed=np.where(held, asked, fixed)))
+        used[requested[v]] += problem.tokens[v]
+        if used[requested[v]] > problem.tokens_caps[1][requested[v]]:
+            used[requested[v]] -= problem.tokens[v]
+            requested[v] = -1
+    return place_tokens(replace(problem, fixed=np.where(held, requested, fixed)))
 
 
-def _of_both(problem: HypergraphProblem) -> HypergraphProblem:
+def _single_weight_problem(problem: HypergraphProblem) -> HypergraphProblem:
     """The problem with one weight per vertex: its shares of all compute and of all tokens, in millionths of a
     rank's."""
     weights = np.zeros(len(problem.flops))
@@ -119,12 +119,12 @@ def _level(
 ) -> tuple[Ints, Limit | None]:
     """Parts of one level: the engine's answer, repaired, or the greedy's if that is better or the engine fails."""
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(part))
-    asked = part.copy()
-    limit = _assign(graph, problem, members, asked, base, caps, span)
+    requested = part.copy()
+    limit = _assign(graph, problem, members, requested, base, caps, span)
     found = level(graph, problem, part, base, span, caps)
     if limit is not None:
         return found, limit
-    return better(problem, level(graph, problem, asked, base, span, caps), found, caps), None
+    return better(problem, level(graph, problem, requested, base, span, caps), found, caps), None
 
 
 def _assign(

@@ -42,7 +42,7 @@ def _solve(problem: PartitionProblem) -> Partition:
     choice[0] = problem.bins  # the most restricted first, or others take their room
     rates, columns = problem.rates, (problem.weights, problem.sizes, problem.caps)
     weights, sizes, caps = (np.ascontiguousarray(column, np.int64) for column in columns)
-    near = _near(problem)
+    near = _near_affinity(problem)
     keys: list[Ints] = [-sizes, -weights]
     if len(near.family):
         keys.insert(0, near.family)
@@ -104,7 +104,7 @@ _NONE = np.zeros(0, np.int64)
 _NO_AFFINITY = _Affinity(_NONE, _NONE, _NONE, _NONE)
 
 
-def _near(problem: PartitionProblem) -> _Affinity:
+def _near_affinity(problem: PartitionProblem) -> _Affinity:
     if problem.families is None or problem.zones is None:
         return _NO_AFFINITY
     _, family, count = np.unique(problem.families, return_inverse=True, return_counts=True)

@@ -52,7 +52,7 @@ def _canonical(problem: PartitionProblem) -> Ints:
 def _solve(problem: PartitionProblem, budget: Budget) -> Partition:
     found = lpt.solve(problem, budget)
     if found.termination.status is Status.NO_SOLUTION:
-        found = _by_size(problem, budget) or found
+        found = _balance_sizes(problem, budget) or found
     status, rates = found.termination.status, problem.rates
     if status in (Status.OPTIMAL, Status.INFEASIBLE) or problem.bins < 2:
         return found
@@ -65,7 +65,7 @@ def _solve(problem: PartitionProblem, budget: Budget) -> Partition:
     return Partition(bins, Termination(status, min(bound, value), value))
 
 
-def _by_size(problem: PartitionProblem, budget: Budget) -> Partition | None:
+def _balance_sizes(problem: PartitionProblem, budget: Budget) -> Partition | None:
     """An answer by balancing sizes instead of weights, so that all items have room. None if not found, or if sums might
     not be exact."""
     sizes, caps = problem.sizes, problem.caps
