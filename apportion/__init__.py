@@ -1,5 +1,5 @@
-"""Apportion plans context-parallel attention: which rank holds which tokens, computes which attention, moves which
-bytes. `import apportion as ap` brings the names of `__init__.pyi`; each is imported when it is first used."""
+"""Apportion plans context-parallel attention: which rank holds which tokens, computes which attention and moves which
+bytes. `import apportion as ap` provides the names of `__init__.pyi`; each is imported on first use."""
 
 import ast
 from importlib import import_module

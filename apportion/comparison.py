@@ -154,7 +154,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows in the order of the recipes; `baseline` is the reference of speed-ups."""
+    """Rows in the order of the recipes; `baseline` is the reference for speed-ups."""
 
     rows: tuple[Row, ...]
     baseline: str
@@ -228,7 +228,7 @@ def compare(
 ) -> Comparison:
     """Plans the batches by every recipe; verifies and simulates the plans, one attention call of each kind.
 
-    recipes: names or recipes, by default all built-in ones. baseline: reference of speed-ups; it gets a row in any
+    recipes: names or recipes, by default all built-in ones. baseline: reference for speed-ups; it gets a row in any
     case. hardware: simulated hardware, by default the built-in H100. A recipe that cannot serve a batch keeps its row,
     with the reason. Raises ConfigError, UnknownNameError.
     """
@@ -257,7 +257,7 @@ def compare_all(
         tuple(_progressing(batch, recipe, setting, progress) for recipe in recipes) for batch in batches
     ]
     if not outcomes:
-        raise ConfigError("batches", [], "there is nothing to compare on", "give at least one batch")
+        raise ConfigError("batches", [], "there is no batch to compare on", "give at least one batch")
     columns = dict(zip(recipes, zip(*outcomes, strict=True), strict=True))
     rows = tuple(Row(recipe.name, columns[recipe], columns[baseline]) for recipe in recipes)
     return Comparison(rows, baseline.name, setting)

@@ -2,7 +2,7 @@
 a flash kernel.
 
 Run: python benchmarks/chips.py [--check]. The files are in apportion/ir/request/chips; a plan has the digest of its
-hardware, so changed figures are different hardware to earlier plans.
+hardware, so changed figures count as different hardware for earlier plans.
 
 The kernel model. A flash kernel gives a tile of 128 query rows of one head to a multiprocessor, which walks over
 the tiles of 128 keys that the tile sees (backward: a tile of keys, walking over queries):
@@ -293,8 +293,8 @@ def hardware_of(chip: Chip) -> Hardware:
 
 @dataclass(frozen=True)
 class Side:
-    """Queries or keys of a task: bf16 rows moved for each row at the start of its tile, whether the tile is what a
-    multiprocessor walks from (latency), and bf16 rows moved at the very least.
+    """Queries or keys of a task: bf16 rows moved for each row at the start of its tile, whether the tile is the one
+    that a multiprocessor walks from (latency), and bf16 rows moved at the very least.
 
     Forward: Q in and O out; K and V in. Backward: dQ in float32, cleared, added and converted (least: Q and dO in,
     dQ out); K and V in, dK and dV out."""

@@ -1,4 +1,4 @@
-"""Steps of models with experts beside published ones: writes a table of docs/benchmarks.md.
+"""Compares steps of models with experts with published ones: writes a table of docs/benchmarks.md.
 
 All publications use sequences of 4,096 tokens, each on one rank, with routers forced to be even. Layers that Megatron
 adds to the model's (embedding, loss, multi-token prediction) count as layers, so that stages divide them.

@@ -1,6 +1,6 @@
-"""Memory of published methods, beside UPipe's measurements: a section of docs/papers.md.
+"""Memory of published methods, compared with UPipe's measurements: a section of docs/papers.md.
 
-Run: python benchmarks/memory_methods.py (at once). A test checks that the page is up to date.
+Run: python benchmarks/memory_methods.py (takes no time). A test checks that the page is up to date.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 batch       ⎡ sequence 0 ⎤⎡ sequence 1 ⎤...      packed with documents in the order of the data, cut at their ends
 Megatron    a sequence is a microbatch, cut zig-zag over CP ranks regardless of its documents; DP groups get
-            equally many sequences, the heaviest to the one with the least work: the best DP x CP
+            the same number of sequences, the heaviest to the one with the least work: the best DP x CP
 WLB-ideal   documents to DP groups, cut by document or by sequence, whichever is faster: the best DP x CP
 FlexSP+     groups of unequal size, even in whole layers, as many tokens on a rank as its memory holds
 DistCA      equal tokens in order, attention balanced over all ranks
@@ -110,8 +110,8 @@ def joined(sequences: Packed) -> Batch:
 
 
 def dealt(sequences: Packed, groups: int) -> Packed:
-    """The sequences ordered so that number i · groups + g is microbatch i of group g: equally many for each group, the
-    heaviest first to the group with the least work."""
+    """The sequences ordered so that number i · groups + g is microbatch i of group g: the same number for each group,
+    the heaviest first to the group with the least work."""
     work = [sum(length**2 for length in one) for one in sequences]
     most = len(sequences) // groups
     held: list[list[int]] = [[] for _ in range(groups)]

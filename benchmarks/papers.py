@@ -284,7 +284,7 @@ def measure(paper: Paper) -> dict[str, Any]:
 
 
 def table(paper: Mapping[str, Any]) -> str:
-    """A paper as a Markdown table without the rows inside a printed range; what all rows assume stands below it."""
+    """A paper as a Markdown table without the rows inside a printed range; their assumptions stand below."""
     shared = {one["assumed"] for one in paper["rows"]}
     head = HEAD if len(shared) > 1 else HEAD[:-1]
     shown = [one for one in paper["rows"] if not _is_inside(one)]

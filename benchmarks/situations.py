@@ -1,8 +1,8 @@
 """Compares `auto` with every single recipe and with the attainable efficiency, in situations of all kinds.
 
 Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,...] [--seconds 60] [--scenario NAME]
-[--json]. Hardware is the built-in h100; forward and backward, all layers. The README's model, 64 ranks of 8 a node,
-32K tokens a rank, unless the name says otherwise. Plans of `auto` are verified. A single recipe counts where it keeps
+[--json]. Hardware is the built-in h100; forward and backward, all layers. The README's model, 64 ranks, 8 per node,
+32K tokens per rank, unless the name says otherwise. Plans of `auto` are verified. A single recipe counts if it keeps
 the token cap; one that takes longer than `--seconds` to plan and simulate is left out and listed. Rows of the nominal
 scenario are kept in benchmarks/results/situations.json, where `--only` and named singles replace some;
 docs/benchmarks.md has the table.
@@ -315,7 +315,7 @@ def main() -> None:
             continue
         made = row(situation, singles, options.seconds)
         known = rows.get(situation.name)
-        if known:  # keeps the measurements of other recipes
+        if known:  # keeps other recipes' measurements
             made["single"] = {**known["single"], **made["single"]}
             made["best"] = best_of(made["single"])
         rows[situation.name] = made

@@ -4,7 +4,7 @@ Run: python benchmarks/targets.py [--only NAME,...] [--ranks 8,64,256,1024] [--l
 
 Writes all rows to benchmarks/results/targets.json and the tables between the markers of docs/benchmarks.md; rows that
 are not measured again are kept, and `--only none` writes the tables alone. `--large` adds 4,096 ranks. Recipes that are
-not there are passed over with a message, and so are sizes beyond `--patience` seconds a plan.
+not installed are skipped with a message, as are sizes beyond `--patience` seconds per plan.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 //
 //   Column<T>      one dimension, T* and a size; Column<const T> is read only
 //   Matrix<T>      two dimensions, rows of contiguous numbers; rows may lie apart
-//   Ints, IntRows  the same, read only, of int32 or int64, whichever an array of a table has; numbers are read as int64
+//   Ints, IntRows  the same, read only, of int32 or int64, as in the table's array; numbers are read as int64
 //   Reader         bytes from outside, always checked: throws Truncated
 //
 // The sanitizer build (`make sanitize`) checks every index of every view: std::out_of_range, IndexError in Python.
@@ -68,7 +68,7 @@ class Matrix {
  public:
   using value_type = T;
   Matrix() = default;
-  // stride: numbers from a row to the next
+  // stride: numbers from one row to the next
   Matrix(T* data, std::int64_t rows, std::int64_t columns, std::int64_t stride)
       : data_(data), rows_(rows), columns_(columns), stride_(stride) {}
 
@@ -136,7 +136,7 @@ class IntRows {
   std::int64_t rows_ = 0, columns_ = 0, stride_ = 0;
 };
 
-// A table: rows of all ranks, those of a rank side by side, as columns. ptr: where each rank's rows begin, and the end.
+// A table: rows of all ranks, rank after rank, as columns. ptr: the first row of each rank, and the end.
 struct Table {
   static constexpr std::size_t FIELDS = 2;
   Column<const std::int64_t> ptr;

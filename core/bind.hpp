@@ -1,7 +1,7 @@
 // Functions of the extension, from loops: def(m, "sums(rows, ptr)", sums).
 //
 //   argument   Column, Matrix, Ints, IntRows      an array
-//              a struct with FIELDS many members  a tuple of what its members are made of
+//              a struct with FIELDS many members  a tuple of its members' forms
 //              a type with `Given`                that
 //              std::vector                        a sequence
 //   result     Array, Array2, Growing of numbers  an array
@@ -9,7 +9,7 @@
 //              std::tuple, pair, array            a tuple; of a struct, what its `fields` returns
 //              std::optional                      None
 //
-// Arrays stay open during the call. A loop runs without the GIL.
+// Arrays stay open during the call. Loops run without the GIL.
 #pragma once
 
 #include <nanobind/ndarray.h>
@@ -118,7 +118,7 @@ class Opener {
   std::deque<Buffer> buffers_;
 };
 
-// An array over the memory of what is kept.
+// An array over the memory of a kept object.
 template <class Kept, class... Size>
 nb::object array_over(Kept&& memory, Size... size) {
   using Memory = std::remove_cvref_t<Kept>;

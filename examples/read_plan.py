@@ -188,7 +188,7 @@ def check_header(header, version):
     sizes = [header[name] for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")]
     require(header["version"] == version, "sections: another version than outside")
     require(1 <= header["ranks"] <= 65535 and all(1 <= size <= 2**16 for size in sizes), "sections: sizes")
-    require(sizes[0] % sizes[1] == 0, "sections: q_heads is no multiple of kv_heads")
+    require(sizes[0] % sizes[1] == 0, "sections: q_heads is not a multiple of kv_heads")
     require(
         header["dtype"] in DTYPES and header["kinds"] and header["layouts"], "sections: dtype, kinds, layouts"
     )
@@ -207,7 +207,7 @@ def check_header(header, version):
     for pairs in header["diagonals"].values():
         rises = len(pairs) <= 8 and pairs == sorted(map(list, set(map(tuple, pairs))))
         right = rises and all(-(2**62) <= low <= high <= 2**62 for low, high in pairs)
-        require(right, "sections: such diagonals cannot be")
+        require(right, "sections: impossible diagonals")
     if "recurrent" in header:
         check_recurrent(header)
     for heads in header["head_sets"]:
@@ -225,7 +225,7 @@ def check_recurrent(header):
             set(kind) == {*SIZES, "gate", "delta"} and type(kind["delta"]) is bool and 0 < len(name) <= 128
         )
         right &= kind["gate"] in ("scalar", "diagonal") and kind["heads"] % max(kind["key_heads"], 1) == 0
-        require(right, "sections: such a recurrent kind cannot be")
+        require(right, "sections: an impossible recurrent kind")
 
 
 def check_part(part, found):
@@ -261,10 +261,10 @@ def check_tables(tables, kinds, limits):
         require(
             row["head"] + row["heads"] <= kinds[row["kind"]]["heads"], "indexes: a head that is not there"
         )
-    require(all(row["run"] < len(runs) for row in tables["states"]), "indexes: a run that is not there")
+    require(all(row["run"] < len(runs) for row in tables["states"]), "indexes: a run that does not exist")
     rows = max(max(kind["conv"] for kind in kinds) - 1, 0) * len(runs)
     inside = all(row["send"] or row["row"] + row["rows"] <= rows for row in tables["halo"])
-    require(inside, "indexes: rows of the halo that are not there")
+    require(inside, "indexes: rows of the halo that do not exist")
 
 
 def check_rows(table, rows, limits):
@@ -273,7 +273,7 @@ def check_rows(table, rows, limits):
         for column, value in row.items():
             name = f"{table}.{column}"
             high = most.get(name, most.get(column, 2**48))
-            require(LEAST.get(name, 0) <= value <= high, f"values: {name} = {value} cannot be")
+            require(LEAST.get(name, 0) <= value <= high, f"values: {name} = {value} is out of range")
 
 
 def check_program(program, header):
@@ -285,7 +285,7 @@ def check_program(program, header):
         require(right, "values: operand 0 is none, and no other is")
         heads = header["head_sets"][operand["heads"] - 1] if operand["heads"] else [0]
         fits = operand["tensor"] not in (3, 7) or max(heads) < header["kv_heads"]
-        require(fits, "indexes: a KV head that is not there")
+        require(fits, "indexes: a KV head that does not exist")
     used = dict.fromkeys(PROGRAM[3:], 0)
     for step in program["instructions"]:
         stray = step["channel"] or step["mode"] or (step["op"] != 2 and step["round"])

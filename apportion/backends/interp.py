@@ -54,7 +54,7 @@ class Operand:
     """Rows [row, row + rows) of a tensor at home or in its work arena.
 
     `heads` are the head numbers, in order (none for X and dX); `columns` are the head columns they occupy: a
-    slice where they are evenly spaced, so that a backend can take a view, else the numbers one by one.
+    slice if they are evenly spaced, so that a backend can take a view, else the numbers one by one.
     """
 
     index: int
@@ -279,7 +279,7 @@ def _heads(header: Header, tensor: Tensor, heads: int) -> tuple[int, ...]:
 
 
 def columns_of(numbers: tuple[int, ...]) -> slice | tuple[int, ...]:
-    """The numbers as a slice where they are evenly spaced and rising."""
+    """The numbers as a slice if they are evenly spaced and rising."""
     stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     if not numbers or stride <= 0 or numbers != tuple(range(numbers[0], numbers[-1] + 1, stride)):
         return numbers

@@ -49,7 +49,7 @@ Strip = tuple[slice, slice, Floats]
 #: a rank's home rows, tensor -> its arrays
 Home = dict[Tensor, Arrays]
 
-#: query rows that are computed at a time; 256 rows × 8K keys × 8 heads are 128 MiB
+#: query rows computed at a time; 256 rows × 8K keys × 8 heads are 128 MiB
 STRIP = 256
 
 

@@ -2,7 +2,7 @@
 
     exit 0  done, and every check passed
     exit 1  a check failed: a plan breaks a rule, two plans differ, losses differ
-    exit 2  no result: wrong input, a request that cannot be served, a package not installed, no answer of a server
+    exit 2  no result: wrong input, a request that cannot be served, a package not installed, no answer from a server
     exit 130  interrupted
 
 Heavy imports (numpy, torch) happen inside the commands, so that `--help` is instant.
@@ -70,7 +70,7 @@ for heading, commands in GROUPS.items():
 @app.callback()
 def common(
     quiet: Annotated[
-        bool, Option("--quiet", "-q", help="Say nothing on stderr but errors: no progress, no notes.")
+        bool, Option("--quiet", "-q", help="Print nothing but errors on stderr: no progress, no notes.")
     ] = False,
     version: Annotated[
         bool, Option("--version", help="Print versions.", is_eager=True, callback=installation.print_versions)
@@ -114,7 +114,7 @@ def _run(args: list[str]) -> int:
 
 
 def _option_message(error: ApportionError, args: list[str]) -> str:
-    """The message; an argument of the library that was given as an option has the option's name."""
+    """The message; a library argument that was given as an option appears under the option's name."""
     field = str(getattr(error, "field", ""))
     option = f"--{field.replace('_', '-')}"
     given = any(word.partition("=")[0] == option for word in args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def versions() -> dict[str, str | None]:
-    """Name -> version of this package, the plan format, Python and what it uses; None where not installed."""
+    """Name -> version of this package, the plan format, Python and dependencies; None if not installed."""
     import platform
 
     from apportion.ir import isa

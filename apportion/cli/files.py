@@ -40,7 +40,7 @@ def read_plans(path: Path) -> list[tuple[str, Plan]]:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Refuse, before the work, a path that could not be written after it; None is never written."""
+    """Refuse a path before the work if it could not be written after it; None is never written."""
     if path is None:
         return
     target = path.resolve()
@@ -56,7 +56,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 def _is_device(path: Path) -> bool:
-    return path.exists() and not path.is_file()  # as /dev/null, which must not be replaced by a file
+    return path.exists() and not path.is_file()  # such as /dev/null, which must not be replaced by a file
 
 
 def write(path: Path, data: bytes) -> None:

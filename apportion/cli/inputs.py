@@ -26,7 +26,7 @@ def refuse(given: Mapping[str, Any], rule: str, remedy: str) -> None:
 
 
 def need(package: str, extra: str, purpose: str) -> None:
-    """Raise MissingDependencyError where a package is not installed."""
+    """Raise MissingDependencyError if a package is not installed."""
     from importlib.util import find_spec
 
     if find_spec(package) is None:
@@ -57,7 +57,7 @@ def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
 
 
 def warn_of_dtype(hardware: Hardware | None, model: Model) -> None:
-    """Warn on stderr if the model's dtype has another width than the kernels' (None: the built-in H100's)."""
+    """Warn on stderr if the model's dtype differs in width from the kernels' dtype (None: the built-in H100's)."""
     from apportion.ir.request.hardware import Hardware
     from apportion.ir.request.model import ELEMENT_BYTES
 
@@ -92,7 +92,7 @@ def token_of(file: Path | None) -> str | None:
 
 
 def masks_of(text: str | None) -> MaskSpec | None:
-    """The mask of a name, or of YAML as batch files have it, or {kind: mask} of YAML; None where nothing is given.
+    """The mask from a name, from YAML as in batch files, or {kind: mask} from YAML; None if nothing is given.
     Raises ConfigError."""
     import yaml
 
@@ -111,7 +111,7 @@ def masks_of(text: str | None) -> MaskSpec | None:
 
 
 def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
-    """The recipes of a comma-separated list of names and files, each once, or `all` that there are."""
+    """The recipes of a comma-separated list of names and files, each once; `all` for all recipes."""
     from apportion.planner.recipe.recipes import entries
 
     names = list(entries()) if text == "all" else [name.strip() for name in text.split(",")]
@@ -123,7 +123,7 @@ def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
 
 
 def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> Recipe:
-    """The recipe of that name or file, with another block size where `block` is given, and with pods."""
+    """The recipe of that name or file, with another block size if `block` is given, and with pods."""
     from apportion.ir import fields
     from apportion.planner.recipe import recipes
 
@@ -135,7 +135,7 @@ def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> R
 
 
 def is_search(recipe: Recipe) -> bool:
-    """Whether it looks for the best of several."""
+    """True if the recipe searches for the best of several."""
     return recipe.step("search") is not None
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-SAMPLED = 32768  # tokens for each rank, where the batch is drawn
+SAMPLED = 32768  # tokens for each rank, if the batch is drawn
 
 PlanFile = Annotated[Path, Argument(help="A plan file, as `apportion plan -o` writes it.", metavar="PLAN")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object on stdout and nothing else.")]

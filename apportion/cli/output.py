@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 quiet = False  # only errors are printed to stderr
-WIDTH = 80  # of tables, at least; narrower terminals wrap their lines rather than lose figures
+WIDTH = 80  # minimum for tables; in narrower terminals lines wrap rather than lose figures
 
 
 def refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT) -> int:
@@ -89,7 +89,7 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 @contextmanager
 def progress(title: str, total: int | None = None, shown: bool = True) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, where that is a terminal; call what is yielded with the name of each item that is done. total:
+    """A bar on stderr, if that is a terminal; call the yielded function with the name of each finished item. total:
     here, or in that call if it is known only then; at: how many are done, if not one more; detail: text shown
     after the bar until the next call."""
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[detail]}")

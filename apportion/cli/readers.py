@@ -1,7 +1,7 @@
 """Tests a reader's command against the conformance suite; `schemas/conformance/README.md` has the protocol.
 
 COMMAND read PLAN           prints the tables as JSON
-COMMAND check PLAN          exits with 0 where the bytes are well formed, else with 1
+COMMAND check PLAN          exits with 0 if the bytes are well formed, else with 1
 COMMAND run CASE OUTPUTS    executes a plan on the case's inputs
 COMMAND verify PLAN         exits with 0, or with 1 and the name of the rule that the plan breaks first
 """
@@ -40,7 +40,7 @@ class Suite:
 
     @staticmethod
     def open(folder: Path) -> Suite:
-        """The suite in a folder; where there is no such folder, this release's is written there first. Raises
+        """The suite in a folder; if there is no such folder, this release's is written there first. Raises
         ConfigError."""
         if not folder.exists():
             shutil.copytree(packaged(), folder)
@@ -60,7 +60,7 @@ def packaged() -> Path:
 
 
 def _index_of(folder: Path) -> Mapping[str, Any]:
-    remedy = "name a folder that is not there, and the suite is written to it"
+    remedy = "name a folder that does not exist, and the suite is written to it"
     if not (folder / _INDEX).is_file():
         raise ConfigError("PATH", str(folder), f"must hold a suite, which has a {_INDEX}", remedy)
     try:
@@ -95,7 +95,7 @@ class Answer:
     why: str = ""
 
     def to_data(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The result as plain data, for `--json`."""
         return {"ask": self.question.verb, "of": self.question.name, "ok": not self.why, "why": self.why}
 
 
@@ -136,7 +136,7 @@ class Reader:
     tolerance: float | None = None
 
     def ask(self, question: Question) -> Answer:
-        """One question, in a process of its own. Raises ConfigError where the command cannot be started."""
+        """Asks one question in a separate process. Raises ConfigError if the command cannot be started."""
         with tempfile.TemporaryDirectory(prefix="apportion-") as folder:
             outputs = Path(folder) / "outputs.f64"
             words = [question.verb, str(question.path), *([str(outputs)] if question.verb == "run" else [])]
@@ -191,12 +191,12 @@ def _read_fault(plan: Path, said: bytes) -> str:
     try:
         found = json.loads(said)
     except ValueError as error:
-        return f"stdout is no JSON: {error}"
+        return f"stdout is not JSON: {error}"
     return difference(json.loads(path.read_text(encoding="utf-8")), found)
 
 
 def difference(expected: Any, found: Any, where: str = "") -> str:
-    """The first place where plain data differs, in words; empty where it does not."""
+    """A description of the first difference between plain data; empty if there is none."""
     if isinstance(expected, dict) and isinstance(found, dict):
         if list(expected) != list(found) and set(expected) != set(found):
             return f"{where or 'the map'}: expected the keys {list(expected)}, got {list(found)}"
@@ -233,7 +233,7 @@ def _run_fault(question: Question, outputs: Path, tolerance: float) -> str:
 
 
 def _place(listed: list[dict[str, Any]], place: int) -> str:
-    """The array that a number of the outputs is in, and where in it: `dk of global, rank 1, [3, 0, 2]`."""
+    """The array that contains a number of the outputs, and its index there: `dk of global, rank 1, [3, 0, 2]`."""
     array = [one for one in listed if one["offset"] <= place and one["shape"].count(0) == 0][-1]
     index, rest = [], place - array["offset"]
     for size in reversed(array["shape"]):

@@ -113,14 +113,14 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class BatchOptions(RequestOptions):
-    """A request whose documents may be a batch file, taken as it is."""
+    """A request whose documents may be a batch file, used unchanged."""
 
     batch: options.BatchFile = None
 
     def batches(
         self, tokens: int, batches: int | None, usual: int, longest: int | None = None
     ) -> tuple[list[Batch], int]:
-        """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its
+        """The batch of a file alone, or as many as requested (else `usual`), of `tokens` tokens, each drawn with its
         own seed; and how many samples were too large. longest: most tokens of a sample, None: those of the batch.
         Raises ConfigError."""
         from apportion.ir.request.batch import Batch

@@ -1,4 +1,4 @@
-"""Solvers against the optimum, on problems so small that all their answers are enumerated."""
+"""Solvers against the optimum, on problems small enough to enumerate all answers."""
 
 from __future__ import annotations
 

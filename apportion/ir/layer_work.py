@@ -1,11 +1,11 @@
 """FLOPs and memory traffic of layers other than attention, in closed form: forecasts price them, profiles measure the
 rates.
 
-    parameters of products   ×2 FLOPs a token, forward; twice that backward
-    row work                 numbers read and written a token, forward, by kernels that each read and write once
+    parameters of products   ×2 FLOPs per token, forward; twice that backward
+    row work                 numbers read and written per token, forward, by kernels that each read and write once
     loss, optimizer          the same per logit and per parameter
 
-A rate in bytes/s counts these bytes, whatever the measured kernels really moved.
+A rate in bytes/s counts these bytes, not those that the measured kernels really moved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def row_numbers(model: Model, tensor: int = 1) -> float:
 
 def adam_state_bytes(element_bytes: int) -> int:
     """Optimizer state of one parameter: two moments of Adam (Kingma and Ba, 2015) and, unless the weight itself is
-    float32, its float32 copy, as in mixed-precision training (ZeRO, section 3.1: 12 of its 16 bytes a parameter)."""
+    float32, its float32 copy, as in mixed-precision training (ZeRO, section 3.1: 12 of its 16 bytes per parameter)."""
     return FLOAT32 * (3 if element_bytes < FLOAT32 else 2)
 
 

@@ -4,7 +4,7 @@ A task of `pairs` allowed pairs in a rectangle of rows x keys is priced from the
 of the rectangle that it computes:
 
     pairs   max(rows, keys)      causal(rows, keys)          rows x keys
-            one tile a row   ──►  the causal grid  ─────────►  the full grid        linear in between
+            one tile per row ──►  the causal grid  ─────────►  the full grid        linear in between
 
 Grids are interpolated bilinearly in rows and keys (DistCA, section 4.2), not in their logarithms: time is a sum of
 terms in rows x keys, rows, keys and 1, which linear interpolation reproduces. A cell on the diagonal of the causal

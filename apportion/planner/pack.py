@@ -1,6 +1,6 @@
 """Packs the sequences of an iteration into microbatches, limited to the tokens that fit all ranks together.
 
-sequences     8  3  3  2  6  1  1        in the order of the data, at most 10 tokens a microbatch
+sequences     8  3  3  2  6  1  1        in the order of the data, at most 10 tokens per microbatch
 sequential  | 8 |3  3  2 |6  1  1|       the same order
 balanced    | 8  1 |  6  1  2 |3  3|     longest first, to the microbatch with the least work
 """
@@ -147,7 +147,7 @@ def capacity(problem: Problem, tokens_per_rank: int | None) -> int:
     if need > room:
         raise CapacityError(
             f"sequence {longest} has {need} tokens, a microbatch holds at most {room} ({room // ranks} on "
-            f"each of {ranks} ranks): use at least {-(-need // ranks)} tokens a rank, "
+            f"each of {ranks} ranks): use at least {-(-need // ranks)} tokens per rank, "
             f"{-(-need // max(1, room // ranks))} ranks, or cut the sequence"
         )
     return room

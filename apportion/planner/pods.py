@@ -106,7 +106,7 @@ class Documents(PodsPass):
         most = max(self._most, problem.cluster.ranks_per_node * members)
         if largest * members <= most or next(self._pods(problem, members), None) is None:
             return placement
-        why = "whole sequences fit no pods so small, or are too few"
+        why = "whole sequences do not fit pods this small, or are too few"
         joined = Departure("recipe.pods.documents.ranks", most, largest * members, why)
         return replace(placement, departures=(*placement.departures, joined))
 

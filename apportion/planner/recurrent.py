@@ -2,7 +2,7 @@
 
     rank 0  |aaaa|bb|aaa|       runs: consecutive tokens of one branch of a document
     rank 1  |aa|cccc|           past of a run: the run with the token before its first
-    folds                       the runs of a in order: each of its ranks folds some heads of all of them
+    folds                       the runs of a in order: each of its ranks folds some heads of all runs
 
 A document in one run needs no communication and no fold.
 """

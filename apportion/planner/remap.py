@@ -112,7 +112,7 @@ def _row_bytes(model: Model) -> tuple[int, int]:
 
 
 def _move_us(problem: Problem, flows: Transport, kept: Ints) -> list[float]:
-    """Of the move to the linear layout and of the one back: the busiest rank sends or receives, beside the copy of the
+    """Time of the moves to the linear layout and back: the busiest rank sends or receives, alongside the copy of the
     rows that ranks keep, int64 [ranks]."""
     times = []
     for row_bytes in _row_bytes(problem.model):
@@ -133,7 +133,7 @@ def _wire_us(cluster: Cluster, src: Ints, dst: Ints, rows: Ints, row_bytes: int)
 
 def feed_us(feed: Feed, cluster: Cluster, row_bytes: int) -> float:
     """Microseconds to move an encoder's rows of the given bytes to a decoder; their gradients take as long. 0
-    where no row leaves its rank."""
+    if no row leaves its rank."""
     table = feed.move.table
     rank, peer = table.rank_of_row(), table.wide("peer")
     sent = (table["send"] == 1) & (rank != peer)

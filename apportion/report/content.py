@@ -1,4 +1,4 @@
-"""Content of a page about one plan: figures beside their bounds, columns of ranks, runs, documents, the search."""
+"""Content of a page about one plan: figures with their bounds, columns of ranks, runs, documents, the search."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str
     }
 
 
-#: what costs a plan most of the time that balanced work does not need, and what to try against it
+#: the main causes of a plan's time beyond balanced work, and what to try against each
 _REMEDIES = {
     "inherent": (
         "short and sparse documents, which kernels serve slowly",
@@ -70,7 +70,7 @@ _REMEDIES = {
     "rows": ("work on rows, which are packed and added up", "a recipe that moves less"),
     "imbalance": ("uneven work", "smaller blocks, --block"),
     "contention": ("transfers that slow kernels down", "a recipe that moves less"),
-    "stalls": ("waiting for transfers", "more tokens a rank"),
+    "stalls": ("waiting for transfers", "more tokens per rank"),
 }
 GOOD = 0.85  # share of the time that balanced work needs, above which there is little to gain
 
@@ -83,7 +83,7 @@ def verdict(simulation: Simulation) -> list[str]:
     if share >= GOOD or not lost:
         return [
             f"A good plan: {share:.0%} of {times} is balanced work at full speed.",
-            "Try nothing else: train with it.",
+            "Nothing else to try: train with it.",
         ]
     cause = max(lost, key=lost.__getitem__)
     part = lost[cause] / (simulation.forward_ms + simulation.backward_ms)

@@ -174,7 +174,7 @@ class Groupings(Problems):
         yield from _outside("groups", result.group, len(problem.sizes), len(result.degree))
         used = np.bincount(np.maximum(result.group, 0), problem.sizes, len(result.degree))
         if (used > problem.cap * result.degree).any():
-            yield f"groups of {result.degree} ranks hold {used}, the cap is {problem.cap} a rank"
+            yield f"groups of {result.degree} ranks hold {used}, the cap is {problem.cap} per rank"
         if not np.allclose(self._times(problem, result), result.time):
             yield f"times {result.time}, they are {self._times(problem, result)}"
 

@@ -58,7 +58,7 @@ ModelType = TypeVar("ModelType", bound=Any)
 
 
 def enable(model: ModelType, *, check: bool = True) -> ModelType:
-    """Has the model's attention run under a plan wherever a forward is given a handle; returns the model. Before it is
+    """Makes the model's attention run under a plan in forwards with a handle; returns the model. Call it before it is
     wrapped in DDP or FSDP. check: runs a tiny batch through the model, see `check_rows`; where the weights are not in
     this process yet, `loader` does. Raises ConfigError for a model whose layers are not all attention that can be
     replaced, whose other layers look at more than one row, or whose loss is not that of the next token."""
@@ -129,7 +129,7 @@ def _key(layer: Any) -> str:
 
 
 def _choose(module: Any) -> None:
-    """Has the module use planned attention during a forward that gets a handle."""
+    """Makes the module use planned attention during a forward that gets a handle."""
     module._unplanned = None  # the implementation to restore
     module._rotary = [one for one in module.modules() if _is_rotary(one)]
     module.register_forward_pre_hook(_begin, with_kwargs=True)
@@ -201,7 +201,7 @@ def attention(
     kind = getattr(module, "_kind", None)  # of an encoder's layer
     if kind is None and len(handle.kinds) > 1:
         kind = module.config.layer_types[module.layer_idx]
-    device = query.device.type  # autocast leaves q and k in float32 behind RoPE
+    device = query.device.type  # autocast leaves q and k in float32 after RoPE
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
     window = kwargs["sliding_window"] or -1 if "sliding_window" in kwargs else module._window

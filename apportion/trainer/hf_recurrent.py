@@ -37,7 +37,7 @@ class Mixing:
     name: str
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [1, rows, channels] -> as x."""
+        """x [1, rows, channels] -> the same shape."""
         if isinstance(self.handle, PlanHandle):
             planned: Tensor = planned_conv(x, weight, self.handle, bias=bias)
             return planned
@@ -84,7 +84,7 @@ def is_known(mixer: Any) -> bool:
 
 
 def adapt(mixer: Any, served: set[Any], key: Any) -> None:
-    """Has a layer that `is_known` run under a plan when it gets a handle, and then add its `key` to `served`."""
+    """Makes a layer that `is_known` run under a plan when it gets a handle, and then add its `key` to `served`."""
     home = sys.modules[type(mixer).__module__]
     for name, wrap in {**_SCANS, **_OTHERS}.items():
         _replace(home, name, wrap)

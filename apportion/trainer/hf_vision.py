@@ -38,7 +38,7 @@ from apportion.trainer.loading.media import Media
 from apportion.trainer.step.feed import move_rows
 from apportion.trainer.step.microbatch import require_calls
 
-TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # `model_type` of what is tried
+TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # supported `model_type`s
 MEDIA = "apportion_media"  # kwarg: the feed, and the fields of patches
 MROPE = "mrope_position_ids"  # field of samples, [length, 3]
 FULL, WINDOWS = "full", "windows"  # attention kinds of encoders with windows
@@ -49,7 +49,7 @@ def media(
 ) -> Media:
     """The `Media` of a model's encoder. images: map-style; image i has `pixel_values` [patches, ...] as the model's
     processor gives them. grids: integers [images, 3], their `image_grid_thw`. places: sample and first placeholder
-    token of each. dtype: as of `hf.loader`. options: others of `Media`. Raises ConfigError for other models."""
+    token of each. dtype: as in `hf.loader`. options: further ones of `Media`. Raises ConfigError for other models."""
     config = _config(model).vision_config
     found = integers("grids", np.asarray(grids).ravel()).reshape(-1, 3)
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
@@ -104,7 +104,7 @@ def _block_diagonal_mask(ends: Ints) -> Mask:
 
 @dataclass
 class _Patches:
-    """Patches of each image with what layers ask of their places, in the order of windows where there are some."""
+    """Patches of each image with the position data that layers need, in the order of windows if there are any."""
 
     images: Any
     grids: Ints
@@ -135,7 +135,7 @@ class _Patches:
 
 
 def adapt(model: Any) -> Iterator[Any]:
-    """Has the model's encoder run under a plan where a forward is given media; its attention layers, if it is known."""
+    """Makes the model's encoder run under a plan if a forward is given media; its attention layers, if it is known."""
     base = model.base_model
     if model.config.model_type not in TYPES or hasattr(base.visual, "_encodes"):
         return
@@ -151,10 +151,10 @@ def adapt(model: Any) -> Iterator[Any]:
 
 
 def arguments(batch: PlannedBatch) -> dict[str, Any]:
-    """Kwargs of the model's forward beside those of text. Raises ConfigError for images without positions."""
+    """Kwargs of the model's forward in addition to those of text. Raises ConfigError for images without positions."""
     if batch.feed is not None and MROPE not in batch.fields:
         remedy = "give each sample the one from hf_vision.mrope(model, tokens, grids)"
-        raise ConfigError(MROPE, None, "images turn by rows and columns", remedy)
+        raise ConfigError(MROPE, None, "positions of images have rows and columns", remedy)
     found: dict[str, Any] = {}
     if MROPE in batch.fields:
         found["position_ids"] = batch.fields[MROPE].T[:, None]
@@ -164,14 +164,14 @@ def arguments(batch: PlannedBatch) -> dict[str, Any]:
 
 
 def _check_places(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raises ConfigError where placeholder tokens are not the rows that are fed."""
+    """Raises ConfigError unless the placeholder tokens are exactly the fed rows."""
     tokens, given, handle = (kwargs.get(name) for name in ("input_ids", MEDIA, NAME))
     if tokens is None or not isinstance(handle, PlanHandle) or is_compiling():
         return
     wanted = (tokens[0] == base.config.image_token_id) | (tokens[0] == base.config.video_token_id)
     rows = tokens.new_zeros(0) if given is None else given[0].rows.to(tokens.device)
     if not torch.equal(torch.nonzero(wanted)[:, 0], rows):
-        rule = f"has {int(wanted.sum())} placeholder tokens on this rank, and media stand at {len(rows)} rows"
+        rule = f"has {int(wanted.sum())} placeholder tokens on this rank, but media are at {len(rows)} rows"
         remedy = "give the loader media whose places are the placeholder tokens of images"
         raise ConfigError("input_ids", "placeholder tokens", rule, remedy)
 

@@ -28,7 +28,7 @@ from apportion.trainer.step.loss import IGNORED, checked_labels, share_of
 
 
 def tile(model: nn.Module, name: str, tokens: int = 4096) -> int:
-    """Has every submodule named `name` compute `tokens` rows of its input [..., rows, width] at a time: forward saves
+    """Makes every submodule named `name` compute `tokens` rows of its input [..., rows, width] at a time: forward saves
     only the input, and backward recomputes. Returns the number of submodules. Each must map one tensor to one with the
     same rows. Raises ConfigError if there is none."""
     tokens, name = integer("tokens", tokens), name_of("name", name)

@@ -94,7 +94,7 @@ class PlannedAttention(Module):
 
 
 def require_dense(block: Any) -> None:
-    """Raises ConfigError for a block that halves and ticks cannot run around its attention."""
+    """Raises ConfigError for a block whose layers around attention halves and ticks cannot run."""
     if type(block.attention) is not GQAttention or not hasattr(block, "feed_forward"):
         rule = "has no dense feed-forward network after grouped-query attention, as halves and ticks require"
         raise ConfigError("layer", type(block).__name__, rule, "train it without ping_pong and ticks")
@@ -122,7 +122,7 @@ def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
 
 
 def take_turns(block: Any) -> None:
-    """Has a dense block run two halves in ping-pong when it gets two."""
+    """Makes a dense block run two halves in ping-pong when it gets two."""
     own, says = block.forward, block.attention.inner_attention.says
 
     def forward(x: Tensor, attention_masks: PlannedMasks, positions: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""HTML pages that need nothing from elsewhere: reports, and the service's own page, in one look."""
+"""Self-contained HTML pages, reports and the service's own page, in one style."""
 
 from apportion.web.page import REPORT, WATCH, Page
 

@@ -1,4 +1,4 @@
-"""Puts a page together: its HTML, style and script are files in `assets/`, its data JSON that no bytes can leave.
+"""Assembles a page: its HTML, style and script are files in `assets/`, its data is JSON that no bytes can escape.
 
 A page may load nothing and run nothing but its own script and style, which its content-security policy names by their
 digests.
@@ -30,7 +30,7 @@ class Page:
     opens: tuple[Page, ...] = ()
 
     def assemble(self, title: str, data: Mapping[str, Any]) -> str:
-        """The page as one HTML file. data: plain; texts in it may be anything."""
+        """The page as one HTML file. data: plain data; its texts may be arbitrary."""
         parts = {
             "policy": escape(self._policy()),
             "title": escape(title),
@@ -63,7 +63,7 @@ class Page:
 
 
 def _inert(data: Mapping[str, Any]) -> str:
-    """JSON without what could end its element or begin another; characters beyond ASCII are escaped."""
+    """JSON without anything that could end its element or begin another; characters beyond ASCII are escaped."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

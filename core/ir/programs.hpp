@@ -86,7 +86,7 @@ inline constexpr struct {
   std::int64_t first, end;
 } OPERAND_COLUMNS[NO_LIST] = {{2, 3}, {0, 3}, {0, 6}, {0, 4}};
 
-// The heads of operands. sizes: [2, none and head sets], how many of the query and of the KV side.
+// Head counts of operands. sizes: [2, all heads and head sets], on the query and on the KV side.
 struct HeadCounts {
   using Given = Matrix<const std::int64_t>;
   explicit HeadCounts(const Given& of_sets) : sizes(of_sets) {}

@@ -163,8 +163,8 @@ class Walk {
     return std::max(most, mixed(next_ends(), tokens, std::min(tokens, left_[next_ends()].size())));
   }
 
-  // The number of dense tokens, at most `most`, for `target` pairs: bisection, since pairs ascend with them, at least
-  // finally.
+  // The number of dense tokens, at most `most`, for `target` pairs. By bisection: pairs increase with that number, at
+  // least in the end.
   int64_t share(int64_t doc, int64_t tokens, double target, int64_t most) const {
     if (real(mixed(doc, tokens, most)) <= target) return most;
     int64_t least = 0;

@@ -16,7 +16,7 @@ struct Hyperedges {
   Column<const std::int64_t> vertices_of(std::int64_t edge) const { return pins.slice(ptr[edge], ptr[edge + 1]); }
 };
 
-// `Graph` of apportion/planner/solvers/hypergraph/graph.py: and the hyperedges of each vertex.
+// `Graph` of apportion/planner/solvers/hypergraph/graph.py: the above, and the hyperedges of each vertex.
 struct Graph {
   static constexpr std::size_t FIELDS = 5;
   Column<const std::int64_t> ptr, pins, price, of_ptr, of;
@@ -82,7 +82,7 @@ Array<std::int64_t> refine_together(const Graph& graph, Column<const std::int64_
 // The cluster of each vertex, by the most expensive hyperedge with a cluster; -1: none. of: the given clusters.
 Array<std::int64_t> anchors(const Hyperedges& edges, Column<const std::int64_t> of);
 
-// Clusters of a vertex with tokens and its connected vertices without, with hyperedges of several clusters.
+// Clusters of a vertex with tokens and the tokenless vertices connected to it, and hyperedges that span several.
 struct Clusters {
   Growing<std::int64_t> flops, ptr{0}, pins, price;
 

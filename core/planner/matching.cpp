@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t BITS = 64;  // colours of a word
 
 struct Edge {
-  int64_t sender, receiver;  // vertices: senders 0 … ranks - 1, receivers behind them
+  int64_t sender, receiver;  // vertices: senders 0 … ranks - 1, then receivers
 
   int64_t other(int64_t end) const { return end == sender ? receiver : sender; }
 };

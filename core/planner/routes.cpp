@@ -1,7 +1,7 @@
 // Routes of tiles over gateways, rings and chains of ranks: apportion/planner/route.
 //
 //   star      edges from home to every rank that needs rows
-//   gateways  a group of the star is what one tile sends to one node: a rank there receives the rows of all, and passes
+//   gateways  a group of the star is one tile's edges to one node: a rank there receives the rows of all, and passes
 //             them on; edges that leave home come first, then those from gateways
 //   chains    tiles around rings of ranks, each as far as the last that needs it: edges tile by tile, hop by hop
 #include <algorithm>
@@ -38,7 +38,7 @@ struct Nodes {
   int64_t of(int64_t rank) const { return rank / ranks_per_node; }
 };
 
-// Edges order[first, end) of one tile to one node. low, high: the rows of all; gate: the gateway, -1 where the node is
+// Edges order[first, end) of one tile to one node. low, high: the rows of all; gate: the gateway, -1 if the node is
 // home's; entry: the edge that brings the tile there.
 struct Group {
   int64_t first, end, low, high, gate = -1, entry = -1;

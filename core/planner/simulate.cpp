@@ -49,13 +49,13 @@ struct Traffic {
   Column<const int64_t> bytes, tensor;
 };
 
-// `Times` of apportion/planner/simulate/engine.py; NOT_YET where something never happened.
+// `Times` of apportion/planner/simulate/engine.py; NOT_YET if something never happened.
 struct Times {
   Array<double> begin, end;     // of instructions
   Array<double> reached, done;  // of launches: when its channel took it up, and when it was complete
   Array<double> ready, start;   // of transfers
   Array<int64_t> last;          // of launches: the transfer that was complete last
-  Array<int64_t> cause;         // of transfers: the one that left the port that it had waited for
+  Array<int64_t> cause;         // of transfers: the one that freed the port that it had waited for
 };
 
 struct Event {

@@ -53,7 +53,7 @@ struct Ops {
 struct Links {
   static constexpr std::size_t FIELDS = 5;
   int64_t ranks, ranks_per_node, nics_per_node;
-  Column<const double> rate, latency_us;  // bytes a microsecond
+  Column<const double> rate, latency_us;  // bytes per microsecond
 
   int64_t node(int64_t rank) const { return rank / ranks_per_node; }
   int64_t port(int64_t rank, bool far, bool into) const {
@@ -88,7 +88,7 @@ struct Tasks {
   auto fields() { return moved(rows, keys, pairs, heads, kv_heads, diagonals, first, at, accumulated); }
 };
 
-// Work on rows besides attention: `RowWork` of the same module.
+// Row work other than attention: `RowWork` of the same module.
 struct RowWork {
   Numbers bytes, cast, kernels, messages, projection, projected, products;
 
@@ -208,7 +208,7 @@ class Preparation {
   }
 
   // Messages of launches, and bytes read and written to copy tiles into sent messages and out of received
-  // messages. Tiles are rounded when they are packed, results when they arrive.
+  // messages. Tiles are rounded when packed, results on arrival.
   void post(const MessageGroups& groups) {
     for (Numbers* one : {&messages_, &packed_, &unpacked_}) one->fill(script.rank.count(), 0);
     for (const int64_t tile : groups.first) ++messages_[launch_of_[tile]];

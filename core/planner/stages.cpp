@@ -40,7 +40,7 @@ struct Edges {
   Ints tile, row, rows, dst, lane, round;
 };
 
-// Work of ranks. share: [stages]; visit: stages in the order in which they are filled, the first `apart` by themselves.
+// Work of ranks. share: [stages]; visit: stages in the order in which they are filled, the first `apart` separately.
 struct Filling {
   static constexpr std::size_t FIELDS = 3;
   Column<const double> share;
@@ -146,7 +146,7 @@ struct Merged {
 
 class Merging {
  public:
-  // query: a number for the first query row of each task, equal only where they are the same rows; shift: of each
+  // query: a number for the first query row of each task, equal only for the same rows; shift: of each
   // block, the offset from tokens to rows.
   Merging(const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
           Column<const int64_t> shift, const Edges& edges)

@@ -3,7 +3,7 @@
 //   bands     [bands, 6] global tokens: q0, q1, k0, k1, dmin, dmax
 //   blocks    starts [blocks + 1], their first tokens; home, the rank of each; row, its first row there
 //   cells     bands cut by (query block, key block), by band, then query block, then key block
-//   tasks     cells by key block; query blocks that lie side by side and see all of the same keys are one
+//   tasks     cells by key block; adjacent query blocks that see all of the same keys are one
 //   edges     (key block, rank) where some task needs keys that are not at home
 #include <algorithm>
 #include <numeric>
@@ -58,7 +58,7 @@ struct Bands {
     }
   }
 
-  // How many cells there are, which takes no longer where they are many.
+  // The number of cells; takes no longer if there are many.
   int64_t count() const {
     int64_t cells = 0;
     walk([&](auto, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t first, int64_t end) { cells += end - first; });
@@ -147,7 +147,7 @@ struct Span {
   int64_t row, token, rows;
 };
 
-// Where the spans of each rank begin, and the spans, of blocks one after another in `order`. breaks: rising tokens at
+// The first span of each rank, and the spans of blocks, one after another in `order`. breaks: ascending tokens at
 // which a span ends.
 std::pair<Array<int64_t>, Growing<Span>> cut_spans(Ints order, Column<const int64_t> starts, Column<const int64_t> home,
                                                    Column<const int64_t> breaks, int64_t ranks) {

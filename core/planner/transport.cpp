@@ -76,7 +76,7 @@ void share(Column<const int64_t> rows, int64_t total, const Price& price, bool l
       own[rank] = std::min(std::max<int64_t>(static_cast<int64_t>(some), 0), rows[rank]);
       total -= own[rank];
     }
-    // rows that rounding lost (or gained), one by one: to the rank that pays most (from the one that pays least)
+    // rounding lost (or gained) rows: give them one by one to the rank that pays most (take from the least)
     while (total != 0) {
       const int64_t step = total > 0 ? 1 : -1;
       int64_t best = -1;

@@ -240,7 +240,7 @@ void to_ranks(const Node& node, int64_t first, Column<const int64_t> caps, int64
 }
 
 // Blocks of sequences that are cut zig-zag over the ranks of their shares, int64 [3, shares]: sequence, rank, tokens. A
-// rank's first chunk has half of its share, rounded up, its second the rest; neighbours on one rank are one block where
+// rank's first chunk has half of its share, rounded up, its second the rest; neighbours on one rank are one block if
 // they are not to be cut. parts: see `Zeppelin.parts`.
 std::pair<Growing<int64_t>, Growing<int64_t>> zigzag(Column<const int64_t> sequences, Matrix<const int64_t> shares,
                                                      int64_t ranks_per_node, int64_t parts) {

@@ -1,7 +1,7 @@
-"""A tiny Qwen3-VL on four processes, images and text balanced apart: losses beside those of one process.
+"""A tiny Qwen3-VL on four processes, images and text balanced separately; compares losses with one process.
 
 The model is transformers' own. A plan spreads the patches of a step's images evenly over the ranks, another one its
-tokens, and rows of patches go to the placeholder tokens. Images are of one brightness, which the text behind names.
+tokens, and rows of patches go to the placeholder tokens. Each image has one brightness, which the text after it names.
 Run: python examples/vision/train.py
 """
 
@@ -27,7 +27,7 @@ VISION |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 
 
 class Images:
-    """Of each its level and its grid of patches (1, height, width), from small to large."""
+    """The level and the patch grid (1, height, width) of each image, from small to large."""
 
     def __init__(self, count):
         draw = torch.Generator().manual_seed(1)
@@ -118,8 +118,8 @@ def alone(model, data, samples):
 
 
 def train(compared):
-    """Of each step the loss of all ranks, how far one process is from it, and rows of this rank: patches, tokens.
-    compared: whether this rank trains the one process's model beside."""
+    """For each step: the loss of all ranks, its difference from one process, and this rank's rows: patches, tokens.
+    compared: whether this rank also trains the single-process model."""
     model, whole = hf.enable(new_model()), new_model()
     counts = [sample % 4 for sample in range(SAMPLES)]
     images = Images(sum(counts))

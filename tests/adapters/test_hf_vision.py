@@ -50,8 +50,8 @@ def test_what_would_compute_something_else_is_refused(pool: Pool) -> None:
     assert found is not None
     for without_positions, without_media, elsewhere, replaced in found:
         assert "mrope_position_ids = None" in without_positions
-        assert "placeholder tokens on this rank, and media stand at 0 rows" in without_media
-        assert "placeholder tokens on this rank, and media stand at" in elsewhere
+        assert "placeholder tokens on this rank, but media are at 0 rows" in without_media
+        assert "placeholder tokens on this rank, but media are at" in elsewhere
         assert "the encoder's attention was replaced" in replaced
     import transformers
 

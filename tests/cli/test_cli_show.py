@@ -164,7 +164,7 @@ def test_nodes_have_the_colours_where_ranks_are_too_many() -> None:
     text = draw(make_plan(batch, Cluster(10, 8), MODEL, recipe="contiguous", seed=0))
     assert "node 9" in text
     assert "rank 9<" not in text
-    assert "the 64 ranks that wait longest" in text
+    assert "the 64 longest-waiting ranks" in text
 
 
 def test_colours_are_told_apart() -> None:
@@ -277,4 +277,4 @@ def test_a_report_opens_with_a_verdict_and_what_to_try() -> None:
     assert f"most of the rest, {lost / (found.forward_ms + found.backward_ms):.0%}, is " in sentence
     assert remedy.startswith("Try --recipe auto, or ")
     alone = simulate(planned("contiguous", ranks=1, lengths=[200_000]))
-    assert verdict(alone)[1] == "Try nothing else: train with it."
+    assert verdict(alone)[1] == "Nothing else to try: train with it."

@@ -104,8 +104,8 @@ def test_ranks_without_images_and_without_patches_take_part(pool: Pool) -> None:
     ("places", "merge", "error"),
     [
         ([[[31, 0, 5]], [[32, 0, 5]]], MERGE, "ExecutionError: ranks feed plan .* by different places"),
-        ([[[31, 0, 4]]], MERGE, "ConfigError: .*must name each of the encoder's 20 rows once, 4 a token"),
-        ([[[31, 0, 5]]], 5, "ConfigError: .*must name each of the encoder's 20 rows once, 5 a token"),
+        ([[[31, 0, 4]]], MERGE, "ConfigError: .*must name each of the encoder's 20 rows once, 4 per token"),
+        ([[[31, 0, 5]]], 5, "ConfigError: .*must name each of the encoder's 20 rows once, 5 per token"),
         (
             [[[31, 0, 3], [33, 12, 2]]],
             MERGE,

@@ -76,7 +76,7 @@ def shifted(table: Table, column: str, by: int = 1) -> Table:
 FAULTS: dict[str, tuple[Callable[[Feed], Feed], str]] = {
     "another row of the decoder": (
         lambda feed: replace(feed, targets=shifted(feed.targets, "row")),
-        "stands at row .* of the decoder, which does not expect it there",
+        "is at row .* of the decoder, which does not expect it there",
     ),
     "fewer rows of the decoder": (
         lambda feed: replace(feed, targets=shifted(feed.targets, "rows", -1)),

@@ -186,7 +186,7 @@ def test_a_header_that_contradicts_the_request_is_refused() -> None:
     wrong = codec.seal(replace(plan, header=replace(plan.header, sent_gradients="wide")))
     found = [violation.message for violation in check(wrong)]
     assert "the plan has sent_gradients = wide, the request asks for model" in found
-    with pytest.raises(DecodeError, match="sent_gradients = 'wide', the model asked for has 'model'"):
+    with pytest.raises(DecodeError, match="sent_gradients = 'wide', the requested model has 'model'"):
         codec.decode(wrong.encode())
 
 

@@ -177,7 +177,7 @@ def test_names_may_hold_anything() -> None:
     [
         ("apportion.plan 3.0", "apportion.plan one", "line 2: expected 'apportion.plan 3.0'"),
         ("apportion.plan 3.0", "apportion.plan 3.7", "line 2: this release reads texts up to version 3.0"),
-        ('"head_sets": [[0], [1]]', '"diagonals": {"default": [[0, 5]]}', "the masks asked for have"),
+        ('"head_sets": [[0], [1]]', '"diagonals": {"default": [[0, 5]]}', "the requested masks have"),
         ('"head_sets": [[0], [1]]', '"diagonals": {"other": []}', "diagonals must name each kind"),
         ('"head_sets": [[0], [1]]', '"diagonals": 3', "header: Expected"),
         ("wait 0   # now", "wiat 0", "line 14: unknown word 'wiat'"),

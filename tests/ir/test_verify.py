@@ -110,7 +110,7 @@ def test_a_span_across_a_restart_of_positions() -> None:
     table = Table.of(np.array([0, 1, 2]), columns)
     found = first(codec.seal(replace(plan, layouts={"attention": Layout("attention", table)})))
     assert (found.rule, found.rank) == ("layouts", 1)
-    assert "goes on from token 11, at which the position jumps" in found.message
+    assert "continues past token 11, at which the position jumps" in found.message
 
 
 def test_moves_make_the_target_layout() -> None:

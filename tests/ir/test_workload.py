@@ -146,7 +146,7 @@ def test_lengths_are_read_from_what_people_have(
         ),
         ("l.csv", "a,b\n1,2\n", "c", "column = 'c': .*l.csv:2 has no c, it has a, b"),
         ("l.csv", "a\nx\n", "a", "l.csv:2 = 'x': must be an integer"),
-        ("l.jsonl", "3", "n", "column = 'n': .*l.jsonl:1 is no record; leave it out"),
+        ("l.jsonl", "3", "n", "column = 'n': .*l.jsonl:1 is not a record; leave it out"),
         ("l.jsonl", "0", None, r"l.jsonl:1 = 0: must be in \[1, "),
         ("l.json", '{"lengths": [3]}', None, "must be a list"),
         ("l.json", "[]", None, "must not be empty"),

@@ -230,7 +230,7 @@ def test_links_move_what_zeppelin_measured() -> None:
 
 
 def test_fixed_length_kernels_bound_the_start() -> None:
-    """Without the latency of varlen kernels, the start's bytes alone give the published curve of a fixed-length one."""
+    """Without the latency of varlen kernels, the start's bytes alone give a fixed-length kernel's published curve."""
     step, moved = 1.5552, 4 * 128 * 128 * 132 / 3350e3
     for tiles, measured in ((4, 430), (8, 517), (16, 566), (32, 590), (64, 614)):
         assert tiles * step / (tiles * step + moved) == pytest.approx(measured / 621, abs=0.025)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 def visible(rows: int, keys: int, left: int, right: int) -> NDArray[Any]:
     """[rows, keys] bool: the pairs that a call with these window sizes sees.
 
-    A negative size stands for "no bound", but beside a bound on the other side it is read as `keys`
+    A negative size means "no bound", but with a bound on the other side it is read as `keys`
     (flash_api.cpp, `set_params_fprop`; mask.h, `apply_mask`): if rows > keys + 1 that hides keys."""
     left, right = (-1 if size >= keys else size for size in (left, right))
     if left < 0 and right < 0:

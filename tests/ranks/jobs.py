@@ -76,8 +76,8 @@ def attention(
 def there_and_back(
     comm: Communicator, dtype: str, columns: tuple[int, ...], rows: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Head columns of float32 rows [n, columns, width], in a dtype of two bytes as a message holds them, and as they
-    come out of it into the same columns: float32 arrays."""
+    """Head columns of float32 rows [n, columns, width], in a two-byte dtype as in a message, and as they
+    are unpacked into the same columns: float32 arrays."""
     from apportion.backends.torch.stage.launcher import default_launcher
     from apportion.backends.torch.stage.rowlists import SLOTS, Place, move, moved
 

@@ -149,7 +149,7 @@ def threads(comm: Communicator, shards: tuple[Shard, Shard]) -> list[str]:
 
 
 def stopped(comm: Communicator) -> list[list[int]]:
-    """What ranks gather after a recomputation that checkpointing ends within a call; rank 0 comes late."""
+    """The values that ranks gather after a recomputation that checkpointing ends within a call; rank 0 is late."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
         with comm.call("a block"):

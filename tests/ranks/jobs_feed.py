@@ -64,7 +64,7 @@ def planned(comm: Communicator, padding: int, places: Any, shard: tuple[Any, ...
 
 
 def refused(comm: Communicator, places: list[Any], merge: int, pieces: tuple[bytes, bytes]) -> str:
-    """Why rows are not fed by this rank's places, "" where they are."""
+    """The reason why rows are not fed at this rank's places, "" if they are."""
     encoder, decoder = (handle_of(comm, piece) for piece in pieces)
     try:
         feed = ap.EncoderFeed(encoder, decoder, places[comm.rank % len(places)], merge)
@@ -75,7 +75,7 @@ def refused(comm: Communicator, places: list[Any], merge: int, pieces: tuple[byt
 
 
 def other_rows(comm: Communicator, places: Any, pieces: tuple[bytes, bytes]) -> str:
-    """Why rows of another number are not moved."""
+    """The reason why another number of rows is not moved."""
     encoder, decoder = (handle_of(comm, piece) for piece in pieces)
     feed = ap.EncoderFeed(encoder, decoder, places, MERGE)
     assert feed.rows.numel() <= decoder.rows

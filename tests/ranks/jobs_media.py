@@ -1,4 +1,4 @@
-"""A tiny vision-language model in a loop of one's own, images and text under two plans; and in one process."""
+"""A tiny vision-language model in a custom loop, images and text under two plans; and in one process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class VisionLanguage(nn.Module):
     def forward(
         self, tokens: torch.Tensor, mrope: torch.Tensor, read: Attend, images: tuple[Any, ...] | None
     ) -> torch.Tensor:
-        """images: patches, their attention, what moves rows, and the tokens that images stand at."""
+        """images: patches, their attention, the function that moves rows, and the tokens that images stand for."""
         x = self.embed(tokens)
         if images is not None:
             patches, see, move, rows = images
@@ -125,7 +125,7 @@ def forward(model: VisionLanguage, batch: Any) -> torch.Tensor:
 
 
 def train(comm: Communicator, options: dict[str, Any]) -> tuple[Any, ...]:
-    """Loss of each microbatch on this rank, its samples, whether a step follows; and parameters in the end."""
+    """Loss of each microbatch on this rank, its samples, whether a step follows; and the final parameters."""
     model = new_model()
     optimizer, told = torch.optim.SGD(model.parameters(), RATE), []
     for batch in (one.to("cpu") for one in loader(comm, media(), **options)):
@@ -207,7 +207,7 @@ class AlikeImages(Alike):
 
 
 def misled(comm: Communicator, how: str) -> str:
-    """Why a model may not step that ignores its images, or whose encoder runs under another plan."""
+    """The error for a step of a model that ignores its images, or whose encoder runs under another plan."""
     model, first = new_model(), None
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     own = media(dataset=AlikeImages(), places=[(i, 0) for i in range(4)], merge=1)
@@ -230,7 +230,7 @@ def misled(comm: Communicator, how: str) -> str:
 
 
 class Drawing:
-    """Samples in another order whenever it is iterated."""
+    """Samples in a different order each time it is iterated."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -249,7 +249,7 @@ def drawing_otherwise(comm: Communicator) -> str:
 
 
 def resumed(comm: Communicator) -> tuple[list[Any], list[Any]]:
-    """What all microbatches of a pass hold, and those of a loader that goes on behind the third."""
+    """The contents of all microbatches of a pass, and of a loader that resumes after the third."""
 
     def told(batch: Any) -> list[Any]:
         images = [] if batch.media is None else [batch.media.samples.tolist(), batch.feed.rows.tolist()]

@@ -153,7 +153,7 @@ def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int, mod
 
 
 def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> str:
-    """The error or warning of a loop; "" for none. second: after a correct one in this process."""
+    """The error or warning of a loop; "" for none. second: run after a correct loop in this process."""
     wiring.watch, logged = wiring.Watch(), list[str]()
     logs = logging.Handler(logging.WARNING)
     logs.emit = lambda record: logged.append(record.getMessage())

@@ -9,7 +9,7 @@ from apportion.trainer.step.attention import Communicator
 
 
 def batches(comm: Communicator) -> bool:
-    """Sends two messages of different sizes to every other rank at once; True if each arrives where it was listed."""
+    """Sends two messages of different sizes to every other rank at once; True if each arrives at its listed place."""
     size = 16 * (1 + comm.rank)
     posts, wanted = [], []
     for peer in range(comm.ranks):

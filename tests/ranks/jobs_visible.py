@@ -16,7 +16,7 @@ TOP = 5
 
 
 class Projections(NamedTuple):
-    """Projections of each row: queries, keys beside values, and the indexer's query and key."""
+    """Projections of each row: queries, keys with values, and the indexer's query and key."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -39,7 +39,7 @@ def sparse(own: Projections, kv: torch.Tensor, index: torch.Tensor, mask: torch.
 
 
 def layer(comm: Communicator, padding: int, shard: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Result, gradients of hidden states and of the weight, and what is visible; shard: slice, hidden states, weight,
+    """Result, gradients of hidden states and of the weight, and the visible rows; shard: slice, hidden states, weight,
     gradient."""
     piece, hidden, weight, grad = shard
     handle = handle_of(comm, piece, padding)

@@ -95,10 +95,10 @@ CASES: dict[str, Case] = {
         "home rows are the loader's, heads are split inside nodes", "inner_reshuffled", model=_HEADS
     ),
     "fcp_narrow": Case(
-        "gradients rounded to bf16 on their way", "fcp", model=replace(_BF16, sent_gradients="model")
+        "gradients rounded to bf16 in transit", "fcp", model=replace(_BF16, sent_gradients="model")
     ),
     "relays_narrow": Case(
-        "gradients rounded to fp16 once a hop of a relay",
+        "gradients rounded to fp16 at each hop of a relay",
         "relays",
         model=replace(_HEADS, dtype="fp16", sent_gradients="model"),
     ),
@@ -137,15 +137,15 @@ CASES: dict[str, Case] = {
         sinks=True,
         model=replace(_MODEL, layers=_LAYERS),
     ),
-    "tree": Case("a prefix tree: positions go on from the parent's", "node", lengths=(30, 30), mask=_TREE),
+    "tree": Case("a prefix tree: positions continue from the parent's", "node", lengths=(30, 30), mask=_TREE),
     "recurrent": Case(
-        "three kinds of recurrent layers beside attention",
+        "three kinds of recurrent layers alongside attention",
         "fcp",
         lengths=(17, 6, 1, 3),
         model=replace(_MODEL, recurrent=_RECURRENT),
     ),
     "recurrent_tree": Case(
-        "recurrent layers on a prefix tree: branches go on from their trunk",
+        "recurrent layers on a prefix tree: branches continue from their trunk",
         "node",
         lengths=(30,),
         mask=_TREE,
@@ -169,7 +169,7 @@ CASES: dict[str, Case] = {
         "two diagonals in a kind: sink tokens and a window", "contiguous", mask=masks.sink_window(2, 5)
     ),
     "distca": Case("queries travel, complete rows come back as results", "distca_paper", lengths=(40, 6, 3)),
-    "dcp_heads": Case("head groups and divisions are computed apart", "dcp_heads", model=_HEADS),
+    "dcp_heads": Case("head groups and divisions are computed separately", "dcp_heads", model=_HEADS),
     "few_tokens": Case("ranks without tokens", "ring", lengths=(2, 1)),
     "one_rank": Case("one rank: no round at all", "fcp", lengths=(9, 4), cluster=ap.Cluster(1, 1)),
     "clear": Case("by hand: rows that see no key; a rank without tokens computes", text="clear"),
@@ -187,7 +187,7 @@ CASES: dict[str, Case] = {
 
 
 def numbers(seed: int, *shape: int) -> Array:
-    """Multiples of 1/64 between -2 and 2, by a formula that every language has: splitmix64, the upper 8 bits."""
+    """Multiples of 1/64 between -2 and 2, by a formula available in every language: splitmix64, the upper 8 bits."""
     size = int(np.prod(shape))
     state = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed << 32)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -408,7 +408,7 @@ def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
     for seed in _RANDOM:
         plan, name = random_plan(seed), f"random_{seed}"
         files[f"reading/{name}.plan"], files[f"reading/{name}.json"] = plan.encode(), compact(tables_of(plan))
-        index["reading"].append({"name": name, "what": "any numbers that a plan may hold; it means nothing"})
+        index["reading"].append({"name": name, "what": "any numbers that a plan may hold; it has no meaning"})
     data = newer(plans["reshuffle"])
     files["reading/newer.plan"], files["reading/newer.json"] = data, compact(tables_of(Plan.decode(data)))
     index["reading"].append(
@@ -417,7 +417,7 @@ def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
     for name, rank in _SLICES.items():
         held = plans[name].for_rank(rank)
         files[f"slices/{name}.plan"], files[f"slices/{name}.json"] = held.encode(), compact(tables_of(held))
-        index["slices"].append({"name": name, "what": f"what rank {rank} gets"})
+        index["slices"].append({"name": name, "what": f"the slice of rank {rank}"})
     recurrent = plans["recurrent"]
     for group, found in (("malformed", malformed(recurrent)), ("broken", broken(recurrent))):
         for name, (rule, data) in found.items():

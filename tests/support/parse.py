@@ -299,7 +299,7 @@ class _Reader:
         return int(found[1]), int(found[2])
 
     def extra(self, op: Op, form: Form, value: dict[str, int], word: str) -> None:
-        """A flag, or an operand in a column that the op has no place for."""
+        """A flag, or an operand in a column that the op does not use."""
         slot, equals, operand = word.partition("=")
         if word in form.flags:
             value["first"] |= form.flags[word]

@@ -340,7 +340,7 @@ def _paired_rows(sent: Mapping[Place, Row], due: Mapping[Place, Row]) -> Iterato
 
 
 def _checked_row(sent: Row, due: Row, names: Sequence[str]) -> Row:
-    """The row that is sent. Raises ExecutionError if it differs from the row that is due."""
+    """The sent row. Raises ExecutionError if it differs from the expected row."""
     if any(sent[name] != due[name] for name in names):
         raise ExecutionError(f"{due} receives {sent}")
     return sent

@@ -29,5 +29,5 @@ def sparse_rows(rows: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
 
 def sparse_product(every: int, *axes: Any) -> list[Any]:
     """All combinations, as parameters of as many arguments. Quick ones have every value of an axis if `every` has no
-    factor in common with the lengths of the axes behind it."""
+    factor in common with the lengths of the following axes."""
     return sparse_rows(product(*axes), every)

@@ -139,7 +139,7 @@ def run_invariants(run: Run, contention: float = 0.0) -> None:
     for transfer in np.flatnonzero(times.start > times.ready).tolist():
         ports = traffic.out_port[transfer], traffic.in_port[transfer]
         at = float(times.ready[transfer])
-        while at < times.start[transfer]:  # there is no moment at which both its ports are free
+        while at < times.start[transfer]:  # both its ports are never free at the same time
             later = [end for port in ports for begin, end in on_port[port] if begin <= at < end]
             assert later, (transfer, at)
             at = max(later)

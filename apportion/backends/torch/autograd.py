@@ -92,7 +92,7 @@ def _in_rows(part: Tensor) -> Tensor:
 
 
 def require_latent(handle: PlanHandle, latent: bool) -> None:
-    """Raises ExecutionError for a call on latent rows under a plan of keys and values, or the other way round."""
+    """Raises ExecutionError for a call on latent rows under a plan for keys and values, or vice versa."""
     if latent != (handle.slice.header.latent is not None):
         moves, call = ("keys and values", "attention") if latent else ("latent rows", "latent_attention")
         raise ExecutionError(f"the plan moves {moves} from rank to rank: call planned_{call}")
@@ -193,7 +193,7 @@ def _versions(params: Sequence[Tensor]) -> list[int]:
 
 
 def _require_unchanged(ctx: Any) -> None:
-    """Backward projects with the parameters again. Raises ExecutionError where they were written to."""
+    """Backward projects with the parameters again. Raises ExecutionError if they were modified."""
     if _versions(ctx.params) != ctx.versions:
         raise ExecutionError("a parameter of a layer was changed in place between its forward and backward")
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from apportion.ir.errors import ExecutionError
 
 LOOK_S = 0.5  # interval of the watchdog's checks
-LEAVING_S = 5.0  # longest check at the end of the process
+LEAVING_S = 5.0  # longest wait for a check at the end of the process
 KEPT = 64  # calls in a rank's history
 _ENDS = 2**31 - 1  # the largest tag; no call uses it
 _TEXT = 2000  # characters of an error that other ranks quote
@@ -269,7 +269,7 @@ def _watch(found: Callable[[], Calls | None]) -> None:
 
 
 def _abort(group: Any, rank: int) -> None:
-    """Ends all that waits in a gloo group, with an error: a receive that times out closes the group's connections."""
+    """Ends all waits in a gloo group, with an error: a receive that times out closes the group's connections."""
     peer = dist.get_global_rank(group, (rank + 1) % dist.get_world_size(group))
     work: Any = dist.irecv(torch.zeros(1, device="cpu"), peer, group=group, tag=_ENDS)
     try:
@@ -282,7 +282,7 @@ _CALLS: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()
 
 
 def calls_of(group: Any) -> Calls:
-    """Of a process group: one for all communicators that use it."""
+    """The calls of a process group: one object for all communicators that use it."""
     if group not in _CALLS:
         _CALLS[group] = Calls(group)
     return _CALLS[group]

@@ -1,6 +1,6 @@
 """Engines that compute instructions. Each must pass the conformance tests of the backend.
 
-    stage   one Triton launch an instruction over work lists made once a plan        CUDA; float16, bfloat16, float32
+    stage   one Triton launch per instruction over work lists made once per plan       CUDA; float16, bfloat16, float32
     flash   torch's flash attention, a call or a few for each task, torch's ops for rows      any device
     plain   matrix products in strips, everything else as flash                               any device
 

@@ -30,7 +30,7 @@ class Envelope:
     @staticmethod
     def around(sizes: Iterable[tuple[int, int, int]], margin: float = 1.1) -> Envelope:
         """The maximum of the handles' `sizes()` times `margin`; pass the sizes of all ranks, since the largest rank
-        differs by plan. Raises ConfigError for no sizes."""
+        differs by plan. Raises ConfigError without sizes."""
         margin, found = number("margin", margin, 1.0), list(sizes)
         if not found:
             raise ConfigError(

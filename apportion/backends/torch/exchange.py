@@ -37,7 +37,7 @@ class Exchange:
         return _ExchangeFunction.apply(x, self, fill)  # type: ignore[no-untyped-call,no-any-return]
 
     def forward(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """The same without autograd."""
+        """`__call__` without autograd."""
         take, into = self.take.to(x.device), self.into.to(x.device)
         out = x.new_full((self.rows, *x.shape[1:]), fill)
         out[into] = _exchange_rows(self, "", x[take], self.sent, self.received)

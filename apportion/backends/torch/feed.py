@@ -1,6 +1,6 @@
 """Rows of an encoder where a decoder reads them: one exchange between the layouts of two plans, differentiable.
 
-Ranks tell each other their spans of both plans, and derive and prove the same move of all ranks.
+Ranks exchange their spans of both plans, and derive and prove the same move of all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EncoderFeed:
 
     encoder, decoder: handles of plans for the same ranks. places: integers [n, 3]: first token of the decoder's batch,
     first row of the encoder's batch, tokens, each of which stands for `merge` rows; places do not overlap, and name
-    each row of the encoder once. Raises ConfigError; where it is first used, ExecutionError where
+    each row of the encoder once. Raises ConfigError; on first use, ExecutionError if
     ranks differ."""
 
     def __init__(self, encoder: PlanHandle, decoder: PlanHandle, places: Ints, merge: int = 1) -> None:
@@ -59,7 +59,7 @@ class EncoderFeed:
         own = [crc32(self.places.tobytes()), self.merge, len(spans[0]), *spans[0], *spans[1]]
         gathered = self.decoder.communicator.all_gather(own, f"spans of plans {self.name}")
         if len({tuple(one[:2]) for one in gathered}) > 1:
-            raise ExecutionError(f"ranks feed plan {self.name} by different places: give all ranks the same")
+            raise ExecutionError(f"ranks feed plan {self.name} at different places: give all ranks the same")
         encoder = _layout("encoder", [one[3 : 3 + one[2]] for one in gathered])
         decoder = _layout("decoder", [one[3 + one[2] :] for one in gathered])
         found = Feed.of(encoder, decoder, self.places, self.merge)
@@ -67,7 +67,7 @@ class EncoderFeed:
         return found
 
     def to(self, device: torch.device | str) -> EncoderFeed:
-        """The feed with `rows` there."""
+        """The feed with `rows` on a device."""
         found = copy(self)
         found.device = torch.device(device)
         vars(found).pop("rows", None)
@@ -75,7 +75,7 @@ class EncoderFeed:
 
     @property
     def name(self) -> str:
-        """Of both plans, in errors."""
+        """The names of both plans, for errors."""
         return f"{self.decoder.name} from {self.encoder.name}"
 
     @cached_property
@@ -88,7 +88,7 @@ class EncoderFeed:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """Of the encoder's rows to `rows`, `merge` for each."""
+        """The exchange of the encoder's rows to `rows`, `merge` for each."""
         transport = self.decoder.communicator
         table = self.plan.move.table.rank(transport.rank)
         (take, sent), (into, received) = (moved_rows(table, transport.ranks, send) for send in (True, False))
@@ -102,7 +102,7 @@ def _spans(handle: PlanHandle) -> list[int]:
 
 
 def _layout(name: str, ranks: list[list[int]]) -> Layout:
-    """Of (row, token, length) of each rank's spans, column after column; of sequences and positions nothing."""
+    """Layouts from (row, token, length) of each rank's spans, column after column, without sequences and positions."""
     spans = [np.asarray(one, np.int64).reshape(3, -1) for one in ranks]
     columns = np.concatenate([*spans], axis=1)
     ptr = np.cumsum([0, *(one.shape[1] for one in spans)])

@@ -40,12 +40,12 @@ class PlanHandle:
 
     communicator: the ranks of the plan, by default all of the job. engine: what computes, one of `engines.ENGINES`, or
     "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
-    any number of layers and of microbatches in flight. padding: rows without tokens after the others, in all that
-    layers receive and return: their results and gradients are 0. envelope: what rows, buffers and tables are
+    any number of layers and of microbatches in flight. padding: rows without tokens after the others, in all tensors
+    that layers receive and return: their results and gradients are 0. envelope: what rows, buffers and tables are
     padded to. calls: number of forward attention calls so far, including recomputed ones; called: per kind.
-    Raises ExecutionError where the slice is not this rank's, UnknownNameError for another engine, ConfigError where the
+    Raises ExecutionError if the slice is not this rank's, UnknownNameError for another engine, ConfigError if the
     plan is larger than the envelope. gathered: whether rows were gathered for a kernel of the caller's own.
-    feeds: whether it is an encoder's, whose rows go to another plan; fed: whether such rows came to this one.
+    feeds: True for an encoder's plan, whose rows go to another plan; fed: True if such rows came to this one.
     """
 
     def __init__(
@@ -243,9 +243,9 @@ class PlanHandle:
 def agree(
     handles: Sequence[PlanHandle], facts: Sequence[int] = (), holds: Callable[[], str] | None = None
 ) -> list[list[int]]:
-    """Checks that all ranks hold these plans, and starts the channels that they need: one collective among hosts that
-    waits for no device, best ahead of time. Returns the facts of every rank. holds: describes this rank's plans for
-    the error that all ranks raise if they differ. Raises ExecutionError."""
+    """Checks that all ranks hold these plans, and starts the channels that they need: one collective between hosts that
+    waits for no device; call it ahead of time if possible. Returns the facts of every rank. holds: describes this
+    rank's plans for the error that all ranks raise if they differ. Raises ExecutionError."""
     transport = handles[0].communicator
     ids = [number for handle in handles for number in np.frombuffer(handle.id, "<i8").tolist()]
     checked_end = 2 + len(ids)

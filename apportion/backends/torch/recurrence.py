@@ -74,9 +74,9 @@ class RankRecurrence:
 
     whole, first, middle, last: runs of whole documents; of other documents, those without a past, with one, without a
     successor; early: whether last runs are computed before their states arrive. place: int64 [rows], where rows are
-    among the rows of the four, end to end. u, m, states: what is exchanged. halo: rows before each run, as many as the
-    widest kind reads, the nearest last; windows: int64, of these and the rank's rows behind them what this kind's
-    convolution reads, run after run; kept: int64 [rows], which of its results belong to rows of the rank.
+    among the rows of the four, end to end. u, m, states: their exchanges. halo: rows before each run, as many as the
+    widest kind reads, the nearest last; windows: int64, which of these and the following rows of the rank this kind's
+    convolution reads, run by run; kept: int64 [rows], those of its results that belong to rows of the rank.
     """
 
     name: str
@@ -251,7 +251,7 @@ def _ints(values: Ints) -> Tensor:
 
 @op
 def _fold(u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """u [first and middle runs, heads, K, V], m [middle runs, heads, ...] -> the states that come in [middle and last
+    """u [first and middle runs, heads, K, V], m [middle runs, heads, ...] -> the incoming states [middle and last
     runs, heads, K, V], and the M that are folded here."""
     handle = PlanHandle.of_number(number)
     own = recurrence_of(handle, kind, u.device)

@@ -58,7 +58,7 @@ class Rehearsal:
         return self.replay(f"the queries, keys and values of {layer}", (query, key, value), run)
 
     def replay(self, given: str, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
-        """The result of `run`, [1, rows, ...], for the whole; for a part, its rows of that result."""
+        """The result of `run`, [1, rows, ...], on the whole; on a part, that part's rows of the whole's result."""
         self.record(given, inputs, decides=True)
         out = run() if self.whole is None else self.whole.attended[len(self.attended)][:, self.taken]
         self.attended.append(out)

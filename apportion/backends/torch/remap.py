@@ -1,4 +1,4 @@
-"""Moves rows between two layouts of a plan, for layers that need another layout than attention; differentiable."""
+"""Moves rows between two layouts of a plan, for layers that need a layout other than attention's; differentiable."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ScanRows(NamedTuple):
 
 
 def scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: float) -> Tensor:
-    """o [rows, heads, V], 0 for padding; differentiable. A collective. Autocast is off in it: states stay wide."""
+    """o [rows, heads, V], 0 for padding; differentiable. A collective. Autocast is off inside: states stay wide."""
     with torch.autocast(rows.v.device.type, enabled=False):
         return _scan(handle, kind, kernel, rows, scale)
 
@@ -56,7 +56,7 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     u = v.new_zeros(0, layer.heads, layer.key_dim, layer.value_dim, dtype=wide)
     m = v.new_zeros(0, layer.heads, *(layer.key_dim,) * _transition_dims(own), dtype=wide)
     if not own.first.runs + own.middle.runs:
-        u = _tied(u, *inputs)  # so that backward comes by here on every rank
+        u = _tied(u, *inputs)  # so that backward passes here on every rank
     outs, us = list[Tensor](), [u]
     if own.first.runs:
         first, state = _run(kernel, rows.of(own.first), own.first, scale)
@@ -110,7 +110,7 @@ def _run(
 def _summary(
     own: RankRecurrence, kernel: Kernel, rows: ScanRows, group: RunGroup, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of runs with a past o' [rows, heads, V], Q' [rows, heads, K], U and M."""
+    """For runs with a past: o' [rows, heads, V], Q' [rows, heads, K], U and M."""
     layer, v = own.layer, rows.v
     if not layer.delta:
         out, u = _run(kernel, rows, group, scale)
@@ -164,7 +164,7 @@ def _tied(out: Tensor, *others: Tensor) -> Tensor:
 @contextmanager
 def _on_side_stream(*given: Tensor) -> Iterator[Any]:
     """Runs a block on a side stream of a GPU, so that messages and the fold, and their backward, overlap kernels that
-    are launched later. Yields a function that has the current stream wait for a result."""
+    are launched later. Yields a function that makes the current stream wait for a result."""
     if given[0].device.type != "cuda":
         yield lambda result: None
         return
@@ -191,7 +191,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def conv(handle: PlanHandle, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Causal depthwise convolution along documents: x [rows, channels], weight [channels, width] -> as x, 0 for
+    """Causal depthwise convolution along documents: x [rows, channels], weight [channels, width] -> like x, 0 for
     padding; differentiable. A collective."""
     own = recurrence_of(handle, kind, x.device)
     before = halo_op(x, handle.number, kind)

@@ -1,1 +1,1 @@
-"""The commands, a file each or for a few that belong together."""
+"""The commands: one file for each, or for a few related ones."""

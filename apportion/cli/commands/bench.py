@@ -1,4 +1,4 @@
-"""`apportion bench`: measure planning, and what calls of planned attention cost."""
+"""`apportion bench`: measure planning, and the cost of planned attention calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bench_plan(
     """Time planning: from the parsed batch to the encoded bytes of all ranks and both phases, on one core.
 
     Without --workload the documents are log-normal (median 2048, sigma 1.5, at most 512K tokens), causal.
-    A warm-up run comes first; verification is timed by itself. Times are milliseconds.
+    A warm-up run comes first; verification is timed separately. Times are milliseconds.
 
     [bold]Examples[/bold]
 
@@ -90,7 +90,7 @@ def bench_attention(
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
 ) -> None:
-    """Time calls of planned attention, forward and backward: a row for the busiest rank of each plan.
+    """Time calls of planned attention, forward and backward: one row for the busiest rank of each plan.
 
     Without a GPU a recorder takes the place of the device: it counts launches and messages, and the host is timed. On
     a GPU plans of one rank run. Under torchrun plans of as many ranks as the job run, and the time that messages add

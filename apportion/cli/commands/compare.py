@@ -11,8 +11,8 @@ from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
 from apportion.cli.request import BatchOptions, command
 
-BATCHES = 5  # drawn where the option is not given
-WIDE = 280  # columns of the table that has everything
+BATCHES = 5  # batches drawn if the option is not given
+WIDE = 280  # characters of the table with all columns
 
 
 Baseline = Annotated[str, Option(help="The recipe, by name or file, that speed-ups refer to.")]
@@ -36,7 +36,7 @@ def compare(
 
     Times are simulated milliseconds of one attention call of each kind, medians
     over batches; the speed-up is that of forward and backward together. A recipe
-    that cannot serve the batch keeps its row, with the reason; exit code 1 where
+    that cannot serve the batch keeps its row, with the reason; exit code 1 if
     none can. Without a batch, workload or lengths file the documents are
     log-normal (median 2048, sigma 1.5, at most 512K tokens).
 

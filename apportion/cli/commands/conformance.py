@@ -15,7 +15,7 @@ from apportion.ir.errors import ConfigError
 if TYPE_CHECKING:
     from apportion.cli.readers import Answer, Suite
 
-_MOST = 20  # failures that are shown
+_MOST = 20  # failures that are printed
 
 
 def conformance(
@@ -31,9 +31,10 @@ def conformance(
     ] = "run",
     only: Annotated[str, Option(help="Only entries whose names contain this text.", metavar="TEXT")] = "",
     tolerance: Annotated[
-        float | None, Option(help="Of outputs, for readers that do not compute in float64.", min=0.0)
+        float | None,
+        Option(help="Tolerance of outputs, for readers that do not compute in float64.", min=0.0),
     ] = None,
-    timeout_s: Annotated[float, Option(help="For each call of the command.", min=0.1)] = 60.0,
+    timeout_s: Annotated[float, Option(help="Seconds allowed for each call of the command.", min=0.1)] = 60.0,
     as_json: options.AsJson = False,
 ) -> None:
     """Test a reader of plans with the conformance suite. Exit code 1 if it fails.

@@ -53,7 +53,7 @@ def doctor(
 ) -> None:
     """Check what is installed, compiled and reachable, with a remedy for what is missing.
 
-    Missing optional packages are no fault. Exit code 1 if something is broken, or if
+    Missing optional packages are not an error. Exit code 1 if something is broken, or if
     the named server or Redis does not answer.
 
     [bold]Examples[/bold]
@@ -87,7 +87,7 @@ def _table(found: list[Check]) -> Table:
 
 
 def _version(package: str) -> str | None:
-    """Of an installed package, without importing it."""
+    """The version of an installed package, without importing it."""
     from importlib import metadata, util
 
     name = {"megatron": "megatron-core", "prometheus_client": "prometheus-client"}.get(package, package)
@@ -126,7 +126,7 @@ def _torch() -> Iterator[Check]:
         return
     yield Check("torch", "ok", held)
     if not torch.cuda.is_available():
-        yield Check("GPUs", "absent", "none is seen; plans run on CPUs, through gloo")
+        yield Check("GPUs", "absent", "none found; plans run on CPUs, over gloo")
         return
     names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
     yield Check("GPUs", "ok", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
@@ -204,7 +204,7 @@ def _ping(url: str) -> str:
 
 
 def _ready(url: str) -> str:
-    """Whether a server takes work. Raises OSError where it does not."""
+    """True if a server accepts work. Raises OSError if it does not."""
     import httpx
 
     try:

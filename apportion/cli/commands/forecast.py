@@ -1,4 +1,4 @@
-"""`apportion forecast`: how long a training step takes, what of it is attention, and whether it fits."""
+"""`apportion forecast`: how long a training step takes, how much of it is attention, and whether it fits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from apportion.planner.forecast.parallelism import Degrees, Parallelism
     from apportion.planner.forecast.training import Training
 
-BATCHES = 3  # drawn where the option is not given
+BATCHES = 3  # batches drawn if the option is not given
 WIDTH = 118
 
 
@@ -32,7 +32,10 @@ Recipes = Annotated[
     Option(help="Recipes over all data and context ranks: names, files, all or none.", metavar="NAME,..."),
 ]
 Grids = Annotated[
-    str, Option(help="Recipes of static DP x CP grids, at every degree, or none; groups have own sequences.")
+    str,
+    Option(
+        help="Recipes of static DP x CP grids, at every degree, or none; each group has its own sequences."
+    ),
 ]
 Baseline = Annotated[
     str | None,
@@ -43,9 +46,7 @@ Baseline = Annotated[
 ]
 GridHardware = Annotated[
     str | None,
-    Option(
-        help="Kernel times of static grids, where they differ. Default: --hardware.", metavar="NAME|H.json"
-    ),
+    Option(help="Kernel times of static grids, if they differ. Default: --hardware.", metavar="NAME|H.json"),
 ]
 Expert = Annotated[int, Option(help="Expert-parallel degree: ranks of a stage that share experts.", min=1)]
 PingPong = Annotated[
@@ -53,7 +54,7 @@ PingPong = Annotated[
     Option(
         "--ping-pong",
         help="Plan each microbatch of the recipes' rows as two halves, whose layers take turns: messages of one travel "
-        "beside the work of the other.",
+        "during the work of the other.",
     ),
 ]
 Search = Annotated[
@@ -104,7 +105,7 @@ def forecast(
     four times the latency, contention and others, on both sides; gains of single
     steps stand beside them. Heads are those of the whole model. --tokens-per-rank
     is the mean per microbatch: sequences stay whole, and none is longer than a
-    microbatch. Exit code 1 where no row fits.
+    microbatch. Exit code 1 if no row fits.
 
     [bold]Examples[/bold]
 

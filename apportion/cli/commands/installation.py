@@ -18,11 +18,11 @@ def demo(
     steps: Annotated[int, Option(help="Optimizer steps.", min=1)] = 20,
     as_json: options.AsJson = False,
 ) -> None:
-    """Train a small transformer on 4 CPU processes under plans, and the same one in one process without.
+    """Train a small transformer on 4 CPU processes under plans, and the same one without plans in one process.
 
     A planning service is started on a free loopback port, and streams each process its part of every plan. Documents
     are as long as the package's source files, or as samples of --workload. Prints both losses, and figures of the plans
-    beside those of the recipes `contiguous` and `ring`. Exit code 1 if losses or plans differ.
+    next to those of the recipes `contiguous` and `ring`. Exit code 1 if losses or plans differ.
 
     [bold]Examples[/bold]
 
@@ -57,7 +57,7 @@ def selftest(as_json: options.AsJson = False) -> None:
 
 
 def print_versions(wanted: bool) -> None:
-    """Print the versions of Apportion, its plan format, and what it runs on, and end."""
+    """Print the versions of Apportion, its plan format, and what it runs on, and exit."""
     if wanted:
         print("\n".join(f"{name:<10}{value or '-'}" for name, value in versions().items()))
         raise typer.Exit

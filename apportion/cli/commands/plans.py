@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan
 
 
-SEARCHED = 256  # ranks up to which `plan` looks for a faster recipe, which takes a search
+SEARCHED = 256  # ranks up to which `plan` searches for a faster recipe
 LEAST_GAIN = 0.02  # smaller gains are within the error of a forecast
 
 Output = Annotated[Path | None, Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
@@ -93,7 +93,7 @@ def plan(
 
 
 def _faster(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
-    """The recipe that a search finds for this batch where its plan is forecast faster than `plan`, and the times of
+    """The recipe that a search finds for this batch if its plan is forecast to beat `plan`, and the times of
     both, forward and backward, one call of each kind; of up to `SEARCHED` ranks."""
     from apportion.bench import planned
     from apportion.ir.errors import ApportionError
@@ -104,7 +104,7 @@ def _faster(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
     try:
         best = planned(replace(job, recipe="auto"))
         runs = [simulate(each, job.hardware) for each in (best, plan)]
-    except ApportionError:  # nothing that a search tries serves the batch
+    except ApportionError:  # no recipe that the search tries can serve the batch
         return None
     ms, own_ms = (run.forward_ms + run.backward_ms for run in runs)
     name = best.report["search"]["recipe"]["name"]
@@ -240,7 +240,7 @@ def diff(
     hardware: options.HardwareName = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say how two plans differ. Exit code 1 if they do.
+    """Show how two plans differ. Exit code 1 if they do.
 
     [bold]Example[/bold]
 

@@ -57,11 +57,11 @@ def precompute(
     ray: options.Ray = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Plan the iterations of a training run ahead of it, verified, into a folder.
+    """Plan and verify the iterations of a training run ahead of time, into a folder.
 
     Samples are drawn epoch after epoch, as a PlannedLoader with the same seed
     draws them; PlannedLoader(source="DIR") reads the plans. The same command
-    continues a run that was stopped, also with more --iterations. Servers may
+    continues a stopped run, also with more --iterations. Servers may
     share the folder: equal requests have equal plans. With --overlong drop or
     cut give the loader ap.Samples with the same limit and rule.
 
@@ -85,7 +85,9 @@ def precompute(
     try:
         summary = _run(work, out, workers, ray)
     except KeyboardInterrupt:
-        note(f"apportion: stopped; what is in {out} is whole, and the same command goes on from there")
+        note(
+            f"apportion: stopped; the files in {out} are complete, and the same command continues from there"
+        )
         raise typer.Exit(INTERRUPTED) from None
     record = _record(work, summary, out)
     emit(record, as_json, lambda: _table(record))

@@ -48,7 +48,7 @@ def recipes(
     from apportion.planner.recipe.recipes import entries, find_recipe
 
     if schema and name is not None:
-        raise typer.BadParameter("is of all recipes, leave the name out", param_hint="--schema")
+        raise typer.BadParameter("covers all recipes; leave the name out", param_hint="--schema")
     if schema:
         print(json.dumps(recipes.schema(), indent=None if as_json else 2))
         return
@@ -100,7 +100,7 @@ def list_all(context: typer.Context, as_json: options.AsJson = False) -> None:
     """
     if context.invoked_subcommand is not None:
         if as_json:
-            raise typer.BadParameter("write it behind compare", param_hint="--json")
+            raise typer.BadParameter("write it after compare", param_hint="--json")
         return
     from apportion.cli.printed import recipes as printed
     from apportion.planner.recipe.registry import users_of
@@ -123,7 +123,7 @@ def compare(
     count: Annotated[int, Option(help="Small instances of each problem.", min=1)] = 50,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare the solvers with the optimum, on problems so small that all their answers are enumerated.
+    """Compare the solvers with the optimum, on problems small enough to enumerate all answers.
 
     [bold]Examples[/bold]
 

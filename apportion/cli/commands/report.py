@@ -80,7 +80,7 @@ def _asked(url: str, token: str | None, ca: Path | None) -> bytes:
 
 
 def _made(path: Path, hardware: str | None) -> tuple[bytes, list[str]]:
-    """The page of plans that are here, and their ids."""
+    """The page of plans on this machine, and their ids."""
     from apportion.report import report_html
 
     plans = files.read_plans(path)

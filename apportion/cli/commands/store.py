@@ -35,7 +35,7 @@ def check(
 ) -> None:
     """Read every plan of a folder and list damaged ones. Exit code 1 if there are any.
 
-    Servers may go on using the folder. A damaged plan may be deleted: it is planned again.
+    Servers may keep using the folder. A damaged plan may be deleted: it is planned again.
 
     [bold]Examples[/bold]
 
@@ -80,7 +80,7 @@ def prune(
 ) -> None:
     """Delete plans by age and size, as `apportion serve` does with --store-days and --store-gb.
 
-    Servers may go on using the folder: missing plans are planned again.
+    Servers may keep using the folder: missing plans are planned again.
 
     [bold]Examples[/bold]
 
@@ -89,7 +89,7 @@ def prune(
       apportion store prune plans/ --gb 2 --json
     """
     if gb is None and days is None:
-        raise ConfigError("--gb, --days", "nothing", "say what to evict", "give one of them, or both")
+        raise ConfigError("--gb, --days", "nothing", "state what to evict", "give one of them, or both")
     store = _open_store(folder)
     most, oldest_s = None if gb is None else int(gb * 1e9), None if days is None else days * 86400.0
     evicted, freed = store.prune(most, oldest_s)
@@ -106,7 +106,9 @@ def _open_store(folder: Path) -> Folder:
     from apportion.service.store import Folder
 
     if not folder.is_dir():
-        raise ConfigError("FOLDER", str(folder), "is no folder", "name the --store of a server, or an --out")
+        raise ConfigError(
+            "FOLDER", str(folder), "is not a folder", "name the --store of a server, or an --out"
+        )
     return Folder(folder)
 
 
@@ -145,7 +147,7 @@ def _replanned(held: Pack, planner: Executor) -> str:
 
 def _checked(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
     size = _count_and_size(record["plans"], record["bytes"])
-    verdict = f"{count(len(bad), 'damaged plan')}" if bad else "all whole"
+    verdict = f"{count(len(bad), 'damaged plan')}" if bad else "all intact"
     lines = [
         f"{record['folder']}: {size}, {verdict}{' and verified' if record['verified'] and not bad else ''}"
     ]

@@ -84,7 +84,7 @@ class _Scene:
 def draw(
     plan: Plan, kind: str | None = None, phase: str = "forward", hardware: Hardware | None = None
 ) -> str:
-    """The plan as an SVG file: one kind (default: the first) and phase. Raises ConfigError for one that is not there,
+    """The plan as an SVG file: one kind (default: the first) and phase. Raises ConfigError if it does not exist,
     VerifyError for a plan that cannot run."""
     kind = plan.header.kinds[0] if kind is None else kind
     _check(plan, kind, phase)
@@ -208,7 +208,7 @@ def _legend(colours: Colours, plan: Plan) -> Iterator[str]:
 
 
 def _ranks_to_draw(run: Run) -> list[int]:
-    """All ranks or, if there are too many, those that wait the longest."""
+    """All ranks, or the longest-waiting ones if there are too many."""
     return sorted(np.argsort(-run.exposed_us, kind="stable")[:MOST].tolist())
 
 
@@ -241,7 +241,7 @@ def _times(run: Run, bottom: int) -> Iterator[str]:
 
 def _remark(run: Run) -> str:
     hidden = len(run.exposed_us) > len(_ranks_to_draw(run))
-    return f"the {MOST} ranks that wait longest" if hidden else f"{100 * run.efficiency:.0f} % efficient"
+    return f"the {MOST} longest-waiting ranks" if hidden else f"{100 * run.efficiency:.0f} % efficient"
 
 
 def _key(top: int) -> Iterator[str]:
@@ -262,7 +262,7 @@ def _key(top: int) -> Iterator[str]:
 
 
 def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
-    """Work and waits of a rank, and under them, thin, the rounds that it has under way, by turns dark and light."""
+    """Work and waits of a rank, and under them, thin, its rounds in flight, alternately dark and light."""
     run, spans = scene.run, scene.run.spans
     mine = spans.rank == rank
     work, rounds = mine & (spans.stream == 0), mine & (spans.stream > 0)

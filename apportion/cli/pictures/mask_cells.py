@@ -59,7 +59,7 @@ def _edges(lengths: Ints, cells: int) -> Ints:
 def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
     """int64 [cells, cells], queries by keys: the rank that computes most of each cell, NOBODY where the mask is empty.
 
-    Where ranks share the heads, rows of cells show one after another, in turn. Raises VerifyError, CapacityError.
+    If ranks share the heads, rows of cells show the ranks in turn. Raises VerifyError, CapacityError.
     """
     found = dict(pieces(plan))[kind, phase]
     bands, piece = _on_axis(np.ascontiguousarray(found.bands.T), axis)
@@ -72,7 +72,7 @@ def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
 
 
 def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
-    """The parts of bands that are drawn, on the axis, and the band that each is of."""
+    """The drawn parts of bands, on the axis, and the band of each part."""
     parts, of = [], []
     for start, length, offset in zip(axis.starts, axis.lengths, axis.offsets, strict=True):
         at = np.flatnonzero((bands[:, 0] < start + length) & (bands[:, 1] > start))
@@ -95,7 +95,7 @@ def _unlike_heads(held: HeadSets, used: Ints) -> Bools:
 
 
 def _rows(bands: Ints, edges: Ints) -> tuple[Ints, Ints]:
-    """(row of cells, band) of every row of cells that a band has queries in."""
+    """(row of cells, band) for every row of cells in which a band has queries."""
     first, last = (np.searchsorted(edges, ends, side="right") - 1 for ends in (bands[:, 0], bands[:, 1] - 1))
     return _ranges(first, last)
 
@@ -108,7 +108,7 @@ def _ranges(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:
-    """int64 [cells, cells]: who has most pairs of each cell, of bands that each are cut to a row of cells first."""
+    """int64 [cells, cells]: the rank with the most pairs in each cell, for bands cut to single rows of cells."""
     cells = len(edges) - 1
     everything = np.full_like(row, edges[-1])
     strips = algebra.intersect(

@@ -22,7 +22,7 @@ _TONES = ((62, 52), (48, 36), (70, 72))  # saturation and lightness in percent, 
 
 
 def safe(said: object) -> str:
-    """Text as XML may hold it."""
+    """The text, escaped for XML."""
     return escape(_NOT_XML.sub("\ufffd", str(said)))
 
 
@@ -53,7 +53,7 @@ def lines(ends: Sequence[tuple[float, float, float, float]], stroke: str = LINE)
 
 
 def raster(owners: Ints, fills: dict[int, str], across: Ints, down: Ints) -> str:
-    """Cells [rows, columns] as one path a fill; owners without a fill stay empty. across, down: starts of columns and
+    """Cells [rows, columns] as one path per fill; owners without a fill stay empty. across, down: starts of columns and
     rows, and the end of the last: int64 [columns + 1], [rows + 1], in tenths of a pixel.
 
     Neighbours of one owner in a row are one rectangle, and equal rectangles of neighbouring rows too.

@@ -100,7 +100,7 @@ def _headline(record: Record) -> str:
 
 
 def comparison_table(rows: Sequence[Record], wide: bool = False) -> Table:
-    """One line a recipe."""
+    """One line per recipe."""
     columns = [column for column in COLUMNS if wide or not column.wide]
     if any(row.get("recurrent_ms") for row in rows):
         columns.insert(3, RECURRENT)

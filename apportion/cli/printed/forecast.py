@@ -14,7 +14,7 @@ from apportion.cli.printed.tables import table
 
 Record = Mapping[str, Any]
 
-BAR = 56  # characters of the longest step
+BAR = 56  # characters of the bar of the longest step
 #: part -> the letter that it is drawn with
 LETTERS = {
     "attention": "A",
@@ -48,7 +48,7 @@ def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...
 
 
 def _visible_rows(record: Record, wide: bool) -> list[Record]:
-    """Rows that were served, the fastest first; of static grids of a recipe the fastest that fits, unless `wide`."""
+    """The served rows, fastest first; for static grids of a recipe only the fastest that fits, unless `wide`."""
     served = sorted(
         (row for row in record["rows"] if row["status"] != "refused"),
         key=lambda row: float(row["step_s"]["value"]),

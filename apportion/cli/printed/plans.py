@@ -18,7 +18,7 @@ from apportion.ir.plan.summary import Record, human_bytes, loads, percent, token
 from apportion.ir.request.model import Model
 
 BAR = 28  # cells of the longest bar
-SHOWN = 64  # ranks drawn one by one; larger plans get one row a node
+SHOWN = 64  # ranks drawn one by one; larger plans get one row per node
 
 
 def summary(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -32,13 +32,13 @@ def summary(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def model_line(file: Path | None, model: Model) -> str:
-    """Name, heads and layers of the model that is planned for."""
+    """Name, heads and layers of the planned model."""
     heads, layers = (value for _, value in model.figures()[:2])
     return f"{file or 'the default'}: heads {heads}; layers {layers}"
 
 
 def faster_rows(faster: Record | None) -> list[tuple[str, str]]:
-    """That another recipe is forecast faster."""
+    """A note that another recipe is forecast to be faster."""
     if faster is None:
         return []
     ratio = faster["own_ms"] / faster["ms"]
@@ -106,7 +106,7 @@ def picture(plan: Plan) -> RenderableType:
     bars = zip(_bars(work, group, "cyan"), _bars(held, group, "green"), strict=True)
     titles = (each[:4], "attention work / mean", "tokens / mean")
     rows = ((str(index), *cells) for index, cells in enumerate(bars))
-    return Group(table(titles, rows, titles[1:]), Text(f"one line a {each}", "dim"))
+    return Group(table(titles, rows, titles[1:]), Text(f"one line per {each}", "dim"))
 
 
 def _bars(values: NDArray[Any], group: int, style: str) -> list[Text]:

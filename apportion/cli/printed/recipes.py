@@ -61,7 +61,7 @@ def solvers_table(rows: Sequence[Record]) -> Table:
 
 
 def compared_table(rows: Sequence[Record]) -> Table:
-    """Solvers beside the optimum."""
+    """Table of solvers compared with the optimum."""
     cells = []
     for row in rows:
         ratios = ["-" if row[name] is None else f"{row[name]:.4f}" for name in ("mean", "worst")]

@@ -15,7 +15,7 @@ def table(
     gap: int = 1,
     folds: Sequence[str] = (),
 ) -> Table:
-    """left: titles of columns whose cells begin at the left; gap: blanks between columns; folds: titles of columns
+    """left: titles of left-aligned columns; gap: blanks between columns; folds: titles of columns
     whose cells take several lines where they are long."""
     made = Table(box=None, padding=(0, gap, 0, 0))
     for title in titles:

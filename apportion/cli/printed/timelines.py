@@ -31,7 +31,7 @@ def headline(found: Simulation) -> str:
         f"recipe {found.plan.header.recipe} on {found.plan.header.ranks} ranks, hardware {found.hardware}: forward "
         f"{found.forward_ms:.3f} ms, backward {found.backward_ms:.3f} ms\n{100 * found.efficiency:.1f} % of the time "
         f"is what balanced work without communication needs: {100 * found.of_attainable:.1f} % of what is attainable\n"
-        f"of the time, in %: {goes or 'nothing'}\nthe rank that waits longest waits {found.exposed_ms:.3f} ms\n"
+        f"of the time, in %: {goes or 'nothing'}\nthe longest wait of a rank is {found.exposed_ms:.3f} ms\n"
         f"the busiest rank, {busiest['rank']}, starts {count(busiest['launches'], 'kernel')} for "
         f"{count(busiest['instructions'], 'instruction')} and posts {count(busiest['messages'], 'message')} in "
         f"{count(busiest['rounds'], 'round')}"

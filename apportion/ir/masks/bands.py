@@ -29,11 +29,11 @@ MAX_DIAGONALS = 8  # diagonals of a kind that a plan records: more would not ide
 
 # slice types as in MagiAttention
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
-SLICE_TYPES = ("FULL", "CAUSAL", "INVCAUSAL", "BICAUSAL")  # names by number
+SLICE_TYPES = ("FULL", "CAUSAL", "INVCAUSAL", "BICAUSAL")  # type names by number
 
 _DENSE_CELLS = 2**26
-_MOST = 2**16  # overlaps found
-_FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # comparisons of two bands
+_MOST = 2**16  # most overlaps to find
+_FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # most comparisons of two bands
 
 
 def columns(bands: ArrayLike) -> Ints:

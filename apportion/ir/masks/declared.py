@@ -50,7 +50,7 @@ class Declared:
             return all((dmin >= 0) == self.causal for dmin, _ in diagonals)
         if self.window == NO_WINDOW:
             return all(dmax >= INF for _, dmax in diagonals)
-        # images inside text are bidirectional, whatever the window
+        # images inside text are bidirectional for any window
         far = {dmax for dmin, dmax in diagonals if (dmin, dmax) != (-INF, INF)}
         return far == {(self.window or 0) - 1}
 

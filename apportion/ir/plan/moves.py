@@ -47,7 +47,7 @@ class Feed:
 
     places: int64 [n, 3], by token: first token of the decoder, first row of the encoder, tokens; each stands for
     `merge` rows. layout: of the encoder's rows on the ranks of these tokens, in the order of the decoder's rows;
-    targets: of each of its spans the run of the decoder's rows; move: to it from the encoder's own layout."""
+    targets: for each of its spans the run of the decoder's rows; move: from the encoder's own layout to this one."""
 
     places: Ints
     merge: int
@@ -57,19 +57,19 @@ class Feed:
 
     @staticmethod
     def of(encoder: Layout, decoder: Layout, places: Ints, merge: int) -> Feed:
-        """Between two home layouts. Raises ConfigError where places are not runs of the decoder's tokens without
+        """The feed between two home layouts. Raises ConfigError if places are not runs of the decoder's tokens without
         overlap, or do not name each of the encoder's rows once."""
         token, first, count = places.T
         ends, tokens = token + count, int(decoder.rows_per_rank.sum())
         inside = (count >= 1) & (token >= 0) & (ends <= np.append(token, tokens)[1:])
         if not inside.all():
-            rule = f"must be runs of the decoder's {tokens} tokens, one behind another"
+            rule = f"must be runs of the decoder's {tokens} tokens, without overlap"
             raise ConfigError(
-                "places", places[~inside][0].tolist(), rule, "give a token to one image at most"
+                "places", places[~inside][0].tolist(), rule, "give each token to at most one image"
             )
         order, rows = np.argsort(first), int(encoder.rows_per_rank.sum())
         if not np.array_equal(np.append(first[order], rows), offsets(count[order] * merge)):
-            rule = f"must name each of the encoder's {rows} rows once, {merge} a token"
+            rule = f"must name each of the encoder's {rows} rows once, {merge} per token"
             raise ConfigError("places", f"{int(count.sum())} tokens", rule, "give each image as many tokens")
         layout, targets = _fed(decoder, places, merge)
         return Feed(places, merge, layout, targets, move_between(encoder, layout))

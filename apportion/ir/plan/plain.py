@@ -86,12 +86,12 @@ def facts_of(header: Header, request: Request) -> list[tuple[str, Any, Any, str]
     """What ranks see in the header alone: (name, value in the header, value of the request, words for the latter)."""
     model, diagonals = request.model, diagonals_of(request.batch, header.kinds)
     return [
-        ("ranks", header.ranks, request.cluster.ranks, "the cluster asked for has"),
+        ("ranks", header.ranks, request.cluster.ranks, "the requested cluster has"),
         *[
-            (name, getattr(header, name), getattr(model, name), "the model asked for has")
+            (name, getattr(header, name), getattr(model, name), "the requested model has")
             for name in MODEL_FACTS
         ],
-        ("diagonals", dict(header.diagonals), diagonals, "the masks asked for have"),
+        ("diagonals", dict(header.diagonals), diagonals, "the requested masks have"),
     ]
 
 

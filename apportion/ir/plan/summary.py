@@ -43,7 +43,7 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ),
         (
             "bytes moved",
-            f"{human_bytes(moved['total'])} a layer of each kind, {human_bytes(moved['inter_node'])} between nodes",
+            f"{human_bytes(moved['total'])} per layer of each kind, {human_bytes(moved['inter_node'])} between nodes",
         ),
         ("busiest rank", f"{human_bytes(moved['max_rank'])}"),
         ("bytes bound", _bytes_bound(record)),

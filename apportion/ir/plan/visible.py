@@ -1,7 +1,7 @@
 """Fetched rows visible to a rank's queries: its forward program reduced to transfers, without attention.
 
-home rows | rows that came, round by round ──Fetch.of──► hops, and what each task sees of these rows
-their tokens, which travel first           ──arranged──► visible rows in the order of tokens | rows that are passed on
+home rows | received rows, round by round  ──Fetch.of──► hops, and the rows that each task sees
+their tokens, which travel first           ──arranged──► visible rows in the order of tokens | forwarded rows
 
 An attention program names work rows, which are reused. Here every received row has its own number, so all
 stay, and a gradient goes back on the hops that brought its row, the last hop first.

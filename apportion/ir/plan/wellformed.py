@@ -213,7 +213,7 @@ def _recurrence_faults(header: Header, held: Recurrence) -> Iterator[tuple[str, 
     runs, folds, states, halo = (held[name] for name in RECURRENCE_TABLES)
     number, before = within(np.diff(runs.ptr)), np.roll(runs.wide("row") + runs["rows"], 1)
     due = np.where(number == 0, 0, before)
-    yield "runs", runs["row"] != due, "it does not begin where the run before it ends"
+    yield "runs", runs["row"] != due, "it does not begin at the end of the previous run"
     yield "runs", (runs["past"] < 0) & (runs["peer"] > 0), "it has a peer without a past"
     yield "folds", folds["parent"] >= within(np.diff(folds.ptr)), "its parent is not an earlier slot"
     heads = np.array([kind.heads for kind in header.recurrent.values()])

@@ -48,7 +48,7 @@ class Cluster:
             raise ConfigError("cluster.speeds", list(self.speeds), rule, "list 1.0 for a normal rank")
 
     def _repr_html_(self) -> str:
-        """Notebook card: ranks, links, memory, and the speed of each rank where they differ."""
+        """Notebook card: ranks, links, memory, and the speed of each rank if they differ."""
         from apportion.ir import cards
 
         rows = [
@@ -58,7 +58,7 @@ class Cluster:
                 "between nodes",
                 f"{self.nics_per_node} x {self.inter_gbs:g} GB/s, {self.inter_latency_us:g} us",
             ),
-            ("memory of a rank", f"{self.memory_gib:g} GiB"),
+            ("memory per rank", f"{self.memory_gib:g} GiB"),
         ]
         speeds = cards.bars("speed of each rank, and the mean", np.array(self.speeds)) if self.speeds else ""
         return cards.card("Cluster", rows, speeds)

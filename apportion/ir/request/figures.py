@@ -52,7 +52,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class MessageRates:
-    """Fraction of the inter-node bandwidth that a message reaches by its size, without latency.
+    """Fraction of the inter-node bandwidth that messages reach, by size, without latency.
 
     bytes: sizes, ascending. share: of each size, with low and high, its interval. Between sizes shares are linear in
     the logarithm of the size; beyond the ends they are constant. Raises ConfigError.

@@ -26,8 +26,8 @@ _MLA = MappingProxyType({"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "ro
 
 
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`experts`, `q_rank`, `kv_rank` and `rope_dim` of a training. Raises ConfigError where how layers choose or share
-    experts is not known, and for types whose recurrent layers are not priced."""
+    """`experts`, `q_rank`, `kv_rank` and `rope_dim` of a training. Raises ConfigError if the way that layers choose or
+    share experts is not known, and for types whose recurrent layers are not priced."""
     text = text_config(config)
     if text["model_type"] in words("unpriced"):
         rule = "its layers are planned, but their parts other than attention are not priced"
@@ -78,7 +78,7 @@ def _sparse(text: Mapping[str, Any]) -> list[bool]:
     if listed is not None:
         kinds = sequence("mlp_layer_types", listed)
         if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
-            rule = f"must say dense or sparse for each of the {layers} layers"
+            rule = f"must be dense or sparse for each of the {layers} layers"
             raise ConfigError("mlp_layer_types", kinds, rule, "correct the config")
         return [kind == "sparse" for kind in kinds]
     if text["model_type"] in words("leading_dense"):

@@ -2,7 +2,7 @@
 by model type.
 
 A field whose name mentions attention, layer kinds or state is refused unless it is listed as read or irrelevant, or its
-value switches it off. Model types of transformers 5.23 that deviate without a telling field are listed by type
+value switches it off. Model types of transformers 5.23 that deviate without a field that shows it are listed by type
 (`hf_types.toml`).
 """
 

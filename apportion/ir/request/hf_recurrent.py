@@ -1,9 +1,9 @@
 """Recurrent layers of a Hugging Face `config.json`.
 
-Gated DeltaNet          Qwen3-Next, Qwen3.5, OLMo Hybrid          decay of a head, delta rule
-Kimi Delta Attention    Kimi Linear, Bailing                      decay of a channel, delta rule
-Mamba-2                 Nemotron-H, Granite 4, Bamba, Falcon-H1   decay of a head
-lightning attention     MiniMax                                   decay of a head, no convolution
+Gated DeltaNet          Qwen3-Next, Qwen3.5, OLMo Hybrid          decay per head, delta rule
+Kimi Delta Attention    Kimi Linear, Bailing                      decay per channel, delta rule
+Mamba-2                 Nemotron-H, Granite 4, Bamba, Falcon-H1   decay per head
+lightning attention     MiniMax                                   decay per head, no convolution
 """
 
 from __future__ import annotations

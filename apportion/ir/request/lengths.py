@@ -4,7 +4,7 @@ a record of           length                                a column of integers
 .json                 a list of integers or records
 .csv                  the column under its heading
 .parquet, a folder    Arrow columns; a folder has Parquet files, or what `Dataset.save_to_disk` wrote
-any other ending      an integer or a record a line
+any other ending      an integer or a record per line
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.ir.fields import integer, integers, load, read_text, sequence
 from apportion.ir.masks.bands import MAX_TOKENS
 
-#: columns that are looked for where none is named
+#: columns to look for if none is named
 COLUMNS = ("length", "input_ids")
 
 
 def length_values(path: Path, column: str | None = None) -> list[int]:
     """The length of each document of a file or folder, at least 1. column: of records and tables; None: the first of
-    `COLUMNS` that there is. Raises ConfigError, and MissingDependencyError where pyarrow is needed and not
+    `COLUMNS` that exists. Raises ConfigError, and MissingDependencyError if pyarrow is needed but not
     installed."""
     if path.is_dir() or path.suffix == ".parquet":
         return [value for table in _tables(path) for value in _column(path, table, column)]
@@ -54,7 +54,7 @@ def _length(field: str, value: Any, column: str | None) -> int:
     if isinstance(value, Mapping):
         value = value[_name(field, value, column)]
     elif column is not None:
-        raise ConfigError("column", column, f"{field} is no record", "leave it out")
+        raise ConfigError("column", column, f"{field} is not a record", "leave it out")
     return integer(field, len(value) if isinstance(value, list) else value, 1, MAX_TOKENS)
 
 

@@ -21,7 +21,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.structs import check, one_of, read, to_data
 
 MAX_KINDS = 16
-#: of a rank's rows that have to be in runs that end documents for these to be computed before their states come, as
+#: share of a rank's rows in runs that end documents, above which these are computed before their states arrive, as
 #: middle runs are: more work, but none waits for the runs of another rank
 EARLY_SHARE = 0.2
 MAX_CONV = 1024
@@ -32,7 +32,7 @@ _Size = Annotated[int, Meta(ge=1, le=2**16)]
 class Recurrent:
     """A kind of recurrent layers; heads are counted per tensor-parallel rank.
 
-    heads: heads with a state, those of V; key_heads: heads of Q and K, each shared by equally many of V (None: as
+    heads: heads with a state, those of V; key_heads: heads of Q and K, each for equally many heads of V (None: as
     heads). gate: one decay per head, or one for each of its key_dim. delta: True if a token first removes the state's
     value for its key. conv: width of the causal depthwise convolution of Q, K and V before it, 0 for none. layers:
     number of layers. Raises ConfigError.

@@ -23,7 +23,7 @@ MaskSpec = Mask | Mapping[str, Mask]
 Masks = MaskSpec | Sequence[MaskSpec | None] | None
 
 
-#: what becomes of samples of more tokens than a limit
+#: handling of samples with more tokens than a limit
 OVERLONG = ("drop", "cut", "refuse")
 _REMEDY = (
     'cut or drop longer samples (--overlong cut, in Python ap.Samples(dataset, limit={}, overlong="cut"))'
@@ -32,7 +32,7 @@ _REMEDY = (
 
 def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
     """bool [n]: samples of more than `limit` tokens. overlong: "drop" leaves them out, "cut" keeps their first tokens.
-    Raises CapacityError where there are any to "refuse"."""
+    Raises CapacityError if there are any to "refuse"."""
     over: Bools = lengths > limit
     if choice("overlong", overlong, OVERLONG) == "refuse" and over.any():
         first = int(over.argmax())

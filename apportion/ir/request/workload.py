@@ -104,7 +104,7 @@ def sample(
 
     Samples are drawn with replacement by `numpy.random.Generator(PCG64(seed))` until the next would pass
     `tokens`; that one is cut to fill the rest if it is a plain document, and dropped otherwise. A sample of more
-    than `max_sample` tokens is skipped and counted, or `overlong`, see `find_overlong`. Raises CapacityError where
+    than `max_sample` tokens is skipped and counted, or `overlong`, see `find_overlong`. Raises CapacityError if
     nothing fits.
     """
     tokens = integer("tokens", tokens, 1, MAX_TOKENS)

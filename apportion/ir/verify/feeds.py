@@ -21,11 +21,11 @@ def verify_feed(feed: Feed, encoder: Layout, decoder: Layout) -> None:
 
 
 def _violations(feed: Feed, encoder: Layout, decoder: Layout) -> Iterator[Violation]:
-    """The rule `layouts` of the move; then which token of the decoder each span stands at."""
+    """The rule `layouts` for the move; then the decoder's token at which each span lies."""
     yield from check_move(feed.move, encoder, feed.layout, int(encoder.rows_per_rank.sum()))
     spans, rank = feed.layout.spans, feed.layout.spans.rank_of_row()
     if not np.array_equal(feed.targets.ptr, spans.ptr):
-        yield Violation(RULE, None, None, None, None, "targets are not one for each span of the fed rows")
+        yield Violation(RULE, None, None, None, None, "there is not one target for each span of the fed rows")
         return
     row, rows = (feed.targets.wide(name) for name in feed.targets.names)
     home = decoder.spans
@@ -40,9 +40,7 @@ def _violations(feed: Feed, encoder: Layout, decoder: Layout) -> Iterator[Violat
     wanted = source + (token - first) * feed.merge
     inside = (place >= 0) & (ahead + rows <= home.wide("length")[at]) & (token + rows <= first + count)
     right = inside & (spans["token"] == wanted) & (spans["length"] == rows * feed.merge)
-    # rows of a rank rise, so that what is fed lies in their order
+    # rows of a rank ascend, so that fed rows lie in their order
     right[1:] &= (rank[1:] != rank[:-1]) | (row[1:] >= (row + rows)[:-1])
     for i in np.flatnonzero(~right).tolist():
-        yield violation(
-            feed.layout, i, f"stands at row {row[i]} of the decoder, which does not expect it there"
-        )
+        yield violation(feed.layout, i, f"is at row {row[i]} of the decoder, which does not expect it there")

@@ -179,8 +179,8 @@ def whole_parameters(model: Model, training: Training, layers: int, routed: int)
 
 
 def model_flops(model: Model, training: Training, layers: int, tokens: int, pairs: int) -> float:
-    """FLOPs of a step of the whole model, forward and backward without recomputation, as MFU counts them: 6 a token and
-    parameter of the products that it enters (not embeddings), attention over the pairs that masks allow, and
+    """FLOPs of a step of the whole model, forward and backward without recomputation, as MFU counts them: 6 per token
+    and parameter of the products that it enters (not embeddings), attention over the pairs that masks allow, and
     recurrences computed in chunks. pairs: over all layers."""
     states = sum(kind.layers * token_flops(kind) for kind in model.recurrent.values())
     attention = model.q_heads * (model.head_dim + model.value_dim)

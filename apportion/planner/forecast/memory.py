@@ -5,7 +5,7 @@ weights of two layers, of embedding and head, and a layer's gradient kept       
 for backward working                          of the current layer and the head, at the largest of three moments of
 backward
 
-    moment         beside what is kept
+    moment         in addition to what is kept
     attention      the layer's input, its norm's output and the residual stream's gradient; rows of a call,
                    or, if that is more, what backward needs of a recurrent layer, and its gradients
     feed_forward   inputs and outputs of both norms and the output's gradient; Q, K, V, O and the LSE; and, of a tile of

@@ -109,7 +109,7 @@ class Parallelism:
         on_node = cluster.ranks_per_node // self.tensor
         of_node = min(on_node, ranks)
         if ranks % of_node:
-            rule = f"leaves stages of {ranks * self.tensor} ranks, which must be whole nodes or part of one"
+            rule = f"leaves stages of {ranks * self.tensor} ranks, which must be whole nodes or a part of one"
             raise ConfigError("parallelism.pipeline", self.pipeline, rule, "use another degree")
         on_nic = min(self.tensor, max(1, cluster.ranks_per_node // cluster.nics_per_node))  # of one group
         nics = max(1, cluster.nics_per_node * on_nic * of_node // cluster.ranks_per_node)

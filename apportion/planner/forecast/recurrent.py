@@ -44,7 +44,7 @@ def product_parameters(kind: Recurrent, hidden: int) -> int:
 
 
 def row_numbers_of(kind: Recurrent) -> int:
-    """Numbers that a token's row work reads and writes, forward: the convolution; the norm, which reads output and
+    """Numbers per token that row work reads and writes in forward: the convolution; the norm, which reads output and
     gate."""
     return 2 * kind.conv_channels * (kind.conv > 0) + 3 * kind.heads * kind.value_dim
 

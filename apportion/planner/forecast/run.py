@@ -41,7 +41,7 @@ def forecast(
 
     parallelisms: default `recipe_parallelisms()` and `static_grids(cluster)`. model: the whole model, also with tensor
     parallelism. hardware: kernel times, default the built-in H100; links, NICs and memory are the cluster's.
-    grid_hardware: kernel times of the static grids, default `hardware`: a trainer of today may have faster kernels.
+    grid_hardware: kernel times of the static grids, default `hardware`: a current trainer may have faster kernels.
     baseline: name of the reference parallelism for speed-ups, by default the fastest static grid that fits. progress:
     called with the name of each finished one. A parallelism that cannot serve a batch keeps its row, with the reason.
     Raises ConfigError.

@@ -7,7 +7,7 @@
 Splitting heads serves sequences too long for one rank, at a cost for all that is split: rows are exchanged twice, and
 kernels have fewer heads. Lone sequences avoid that, and are computed while rows of the others travel.
 
-A group shares the rest of its work evenly, so its ranks need equally much lone work; groups may differ, since the rest
+A group shares the rest of its work evenly, so its ranks need equal lone work; groups may differ, since the rest
 is placed by the time that each has left.
 """
 

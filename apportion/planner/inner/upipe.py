@@ -1,6 +1,6 @@
 """UPipe: a group's heads in stages, so that only the heads of a stage exist at a time (UPipe, sections 3.3 and 4.1).
 
-    16 query heads, 4 KV heads, 4 ranks, 4 query heads a stage           rank    0        1        2        3
+    16 query heads, 4 KV heads, 4 ranks, 4 query heads per stage         rank    0        1        2        3
     order gqa: every KV head is received once                 stage 0    q0  k0   q4  k1   q8  k2   q12 k3
     and stays for the stages of its query heads              stage 1    q1       q5       q9       q13
                                                              stage 2    q2       q6       q10      q14  ..

@@ -103,7 +103,7 @@ class TickTable:
 
 
 def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None = None) -> TickTable:
-    """Finds the table with the fewest ticks under the memory cap, among equals the lowest peak.
+    """Finds the table with the fewest ticks under the memory cap; among equals, the lowest peak.
 
     cap: the most chunks of microbatches in flight on a stage (None: as many as 1F1B, plain or interleaved, has on each
     stage). Plain tables need min(m, 2 stages - 1) for as few ticks as 1F1B, which itself has at most `stages`; with a

@@ -118,7 +118,7 @@ def _copies(pieces: Pieces, groups: Groups) -> tuple[Ints, Ints]:
     index, rank = groups.spread(pieces.group)
     if not groups.split:
         return index, rank
-    # each rank starts with its next neighbour, so that no rank is everybody's first target
+    # each rank starts with its next neighbour, so that no rank is the first target of all
     order = np.lexsort((pieces.src[index], (rank - pieces.src[index]) % groups.ranks))
     return index[order], rank[order]
 

@@ -3,7 +3,7 @@
     with checked_steps():
         ap.plan(...)
 
-The verifier proves finished plans, and shares nothing with this.
+The verifier proves finished plans, and shares nothing with these checks.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Checks:
         must.all("round", (made.round >= 0) & (made.round < max(made.rounds, 1)))
         relays = np.flatnonzero(edges.parent >= 0)
         must.all("round, after its parent's", made.round[relays] > made.round[edges.parent[relays]])
-        must.all("when, never falling", np.diff(made.when) >= 0)
+        must.all("when, non-decreasing", np.diff(made.when) >= 0)
         must.that("channel", len(made.channel) == made.rounds)
 
     @_if_enabled

@@ -19,8 +19,8 @@ from apportion.planner.lower.inputs import Lowered, Lowering
 def lower_parts(
     first: Sequence[int], parts: Sequence[Lowered], threads: int, network: Network | None = None
 ) -> dict[tuple[str, str], ProgramSet]:
-    """Lowers all kinds and phases. first: the first rank of each part. network: splits rounds if fewer concurrent
-    senders are faster on it; None: no splitting."""
+    """Lowers all kinds and phases. first: the first rank of each part. network: for splitting rounds if fewer
+    concurrent senders are faster on it; None: no splitting."""
     keys, each = list(parts[0]), len(parts)
     behind = [network and network._replace(first=rank) for rank in first]
     items = [(part[key], key[1], own) for key in keys for part, own in zip(parts, behind, strict=True)]

@@ -143,7 +143,7 @@ def seal(
 def _with_kept_cap(problem: Problem, passes: Passes, lowered: Sequence[Lowered]) -> Problem:
     """The problem with the token cap that the plan keeps, in the layout to which the cap applies. Recipes without a
     token cap report their resulting maximum; different default caps of ranks, if each is kept, stay as they are. Plans
-    with a fuller rank, for instance in the loader's layout, which is even whatever the speeds, report that maximum as
+    with a fuller rank, for instance in the loader's layout, which is even at any speeds, report that maximum as
     well. Raises CapacityError if a rank exceeds the policy's own cap."""
     held, caps, given = held_tokens(lowered), problem.token_caps, problem.policy.token_cap
     if given is not None:

@@ -119,7 +119,7 @@ def splits_all(passes: Passes, problem: Problem) -> bool:
 
 @contextmanager
 def in_groups(groups: Groups) -> Iterator[None]:
-    """Adds to a CapacityError that ranks are groups, if they are."""
+    """Adds a note to a CapacityError if its ranks are groups."""
     try:
         yield
     except CapacityError as error:

@@ -52,8 +52,8 @@ class HybridDp(PlacePass):
 class MegatronHybrid(PlacePass):
     """Hybrid context parallelism of Megatron-Core (its class BalancedCPScheduler).
 
-    A sequence gets the next power of two of L / capacity ranks, at most the largest one in the cluster, and is priced
-    at L^2 / ranks whatever its mask. In each turn the ranks are divided into aligned groups, largest first: all
+    A sequence gets the next power of two of L / capacity ranks, at most the largest in the cluster, and is priced
+    at L^2 / ranks regardless of its mask. In each turn the ranks are divided into aligned groups, largest first: all
     sequences of one size go to the groups that the turn can still provide for it, each to the cheapest; a size without
     a group waits for the next turn. Idle ranks of a turn widen its smallest groups. Not implemented: ending a turn
     early once it is balanced, and taking back its last sequence. Speeds are ignored. capacity: tokens of a rank,

@@ -32,7 +32,7 @@ LONGEST = 2**24
 
 @dataclass(frozen=True)
 class Zeppelin(PlacePass):
-    """Algorithms 1 and 2 of the paper. The price of a sequence is its squared length, whatever its mask; the cuts of
+    """Algorithms 1 and 2 of the paper. The price of a sequence is its squared length for any mask; the cuts of
     the shards are ignored. Relative speeds act through capacities: a sequence's fragments are in proportion to the
     capacities of their ranks, and the least loaded rank is the least full one.
 

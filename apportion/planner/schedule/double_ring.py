@@ -4,7 +4,7 @@
     0 ─► 1 ─► 2     3 ─► 4 ─► 5     6 ─► 7 ─► 8       the inner rings: one hop per round
     └───────────────┴───────────────┘                 the outer ring: one hop per turn of the inner rings
 
-The tile of rank 0 reaches rank 3 while it goes around 1 and 2; likewise tiles of 1 and 2 reach 4 and 5: all ranks of a
+The tile of rank 0 reaches rank 3 while it goes around 1 and 2, and tiles of 1 and 2 reach 4 and 5: all ranks of a
 window send to the next window at once, whereas in a single ring one of them does so in every round. Gradients are
 summed around the inner ring of a window; the sum is added to the next window's at the end of its ring, and the last sum
 goes home.

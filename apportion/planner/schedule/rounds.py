@@ -291,7 +291,7 @@ class Gather(SchedulePass):
 
     def __call__(self, routed: Routes, ranks: int) -> Schedule:
         depth = depths(routed.edges.parent)
-        # each rank starts with its next neighbour, so that no rank is everybody's first target
+        # each rank starts with its next neighbour, so that no rank is the first target of all
         order = np.lexsort(((routed.edges.dst - routed.edges.src) % ranks, depth))
         levels = int(depth.max(initial=-1)) + 1
         return in_turn(routed.take(order), depth[order], ranks, levels, self.local)

@@ -55,7 +55,7 @@ class Portfolio(SearchPass):
 
     candidates: initial recipes, by name or as data; "auto": see `portfolio`. improve: True to vary the best. inner:
     "none" excludes recipes that split heads. steps: largest number of tried recipes, "auto": 10 (policy.budget has
-    priority); at least one is planned, whatever the budget. solvers: True to try the best with exact solvers at the
+    priority); at least one is planned for any budget. solvers: True to try the best with exact solvers at the
     end, colouring by flows and placement by an integer program; they are optional dependencies, so a recipe must
     request them. Raises ConfigError, MissingDependencyError.
     """
@@ -277,7 +277,7 @@ class _Search:
             candidates.append(last_resort())
         self._planned.clear()
         for candidate in candidates:
-            self.best, self.fastest_us = None, inf  # each is planned for itself
+            self.best, self.fastest_us = None, inf  # each is planned separately
             trial, draft = self._attempt(candidate)
             if trial is not None and draft is not None:
                 self.trials.append(trial)

@@ -28,7 +28,7 @@ def kernel_table(rules: Mapping[int, Rule]) -> Ints:
 
 KERNELS = kernel_table(RULES)
 
-#: codes of activities other than instructions, beside `Op`
+#: codes of activities other than instructions, in addition to `Op`
 PACK, UNPACK, CAST = 101, 102, 103
 #: activities of a compute stream by code
 WORK_NAMES = MappingProxyType(

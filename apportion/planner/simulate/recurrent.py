@@ -8,9 +8,9 @@
 Work is FLOPs of the chunked form (chunks of 64 tokens: products inside a chunk, with the state, and of the delta rule's
 triangular solve), at `SHARE` of the rate of the hardware's linear layers; backward is `BACKWARD` times as much. Both
 are assumed; nothing was measured on a GPU. A middle run, which has a past and a next one, carries under the delta rule
-K columns beside its V for its transition, and so do the last runs of a rank that has many (`EARLY_SHARE`); those of
-others begin with the state that arrives. An exchange lasts as long as
-its busiest link or NIC, a latency and two row operations; the states of all ranks leave together, once the last rank
+K columns next to its V for its transition, as do the last runs of a rank with many (`EARLY_SHARE`); last runs of
+other ranks begin with the state that arrives. An exchange lasts as long as
+its busiest link or NIC, plus a latency and two row operations; the states of all ranks leave together, once the last
 has summarised its runs, or in backward has the gradients of the states that came in.
 """
 
@@ -43,7 +43,7 @@ class RecurrentRun:
 
     ideal_us: the kernel alone on all tokens, whole documents, balanced by speed. kernel_us, summary_us: float64
     [ranks], the kernel, and what transitions and outputs of middle and early last runs add. states_us: of the two
-    exchanges. bytes: between ranks, in all and of the rank that sends or receives most."""
+    exchanges. bytes: between ranks, in total and for the rank that sends or receives most."""
 
     kind: str
     phase: str
@@ -77,7 +77,7 @@ def transition_flops(kind: Recurrent) -> float:
 
 
 def output_flops(kind: Recurrent) -> float:
-    """And the state's part of its output."""
+    """Additional FLOPs of a token for the state's part of its output."""
     return 2.0 * kind.heads * kind.key_dim * kind.value_dim
 
 

@@ -69,7 +69,7 @@ class Engine:
     # ---- interface of the handlers
 
     async def submit(self, asked: PlanRequest, tenant: str, ahead: int = 0) -> Entry:
-        """Has a request planned once, however often it is submitted. Raises ServiceError if it is or was refused, or
+        """Plans a request once, however often it is submitted. Raises ServiceError if it is or was refused, or
         the queue is full."""
         key, due = asked.key, self._schedule.due(asked.job, ahead)
         entry = self._entries.get(key) or self._restore_entry(await self._load_pack(key), asked.job, tenant)
@@ -127,7 +127,7 @@ class Engine:
             entry.asked = asyncio.get_running_loop().time()
 
     async def hour(self) -> tuple[list[Minute], list[Usage]]:
-        """The last hour, by minute and by tenant; counted in a thread, which takes a while of many requests."""
+        """The last hour, by minute and by tenant; counted in a thread, since many requests take a while."""
         held, now = list(self._entries.values()), asyncio.get_running_loop().time()
         return await asyncio.to_thread(lambda: (minutes(held, now), usage(held, now)))
 

@@ -53,6 +53,6 @@ class Entry:
     done: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def finish(self, state: State) -> None:
-        """Wakes everybody who waits; the request is needed no more."""
+        """Wakes all waiters; the encoded request is no longer needed."""
         self.state, self.request, self.ended = state, b"", asyncio.get_running_loop().time()
         self.done.set()

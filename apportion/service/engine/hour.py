@@ -16,7 +16,7 @@ MINUTES = 60
 class Minute:
     """planned, stored: plans made by workers, and found in the store; ahead: plans that were ready at its end and
     that no rank had asked for; planning_s, waited_s: medians, of workers, and of the first rank that asked for a plan;
-    None where there was no plan."""
+    None if there was no plan."""
 
     planned: int
     stored: int
@@ -27,7 +27,7 @@ class Minute:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one tenant, or of all: requests by state, seconds as in `Minute`. planning_99_s: 99 of 100 took less."""
+    """One tenant, or all: requests by state, seconds as in `Minute`. planning_99_s: 99 of 100 took less."""
 
     tenant: str
     waiting: int
@@ -81,7 +81,7 @@ def _usage(tenant: str, held: list[Entry]) -> Usage:
 
 
 def _minute(at: float, now: float) -> int:
-    """Its place among the `MINUTES` before now; below 0 where it was before these."""
+    """Its index among the `MINUTES` before now; negative if it was earlier."""
     return MINUTES - 1 - int((now - at) // 60)
 
 

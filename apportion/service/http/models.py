@@ -39,8 +39,8 @@ class Plans(BaseModel):
 
 
 class Hour(BaseModel):
-    """The last hour of the requests that the server still knows. minutes: the oldest first; tenants: a row of all,
-    whose name is empty, and one of each tenant."""
+    """The last hour of the requests that the server still knows. minutes: the oldest first; tenants: a row for all,
+    whose name is empty, and one for each tenant."""
 
     minutes: list[Minute]
     tenants: list[Usage]

@@ -91,7 +91,7 @@ class RedisStore:
                 self._again = now + GONE_S
 
     def _intact(self, key: bytes, decode: Callable[[], T]) -> T | None:
-        """What is decoded; None for damaged data, which is logged and removed."""
+        """The decoded value; None for damaged data, which is logged and removed."""
         try:
             return decode()
         except DecodeError as error:

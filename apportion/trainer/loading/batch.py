@@ -32,7 +32,7 @@ class PlannedBatch(Microbatch):
     position_ids: Tensor  # [rows] int64
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
     batch: Batch  # their lengths and masks
-    media: PlannedBatch | None = None  # this rank's rows of the encoder, where the microbatch has media
+    media: PlannedBatch | None = None  # this rank's rows of the encoder, if the microbatch has media
     _places: list[Places] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:

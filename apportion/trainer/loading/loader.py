@@ -125,10 +125,10 @@ class PlannedLoader:
     several, as in `tick_batch`. recipe: by default that of `plan_tick`.
 
     media: images, videos or sound of the samples, for an encoder with a plan of its own, see `Media`: `batch.media` is
-    then this rank's share of the encoder's rows, and `batch.feed` what `move_rows` takes; both None where the
+    then this rank's share of the encoder's rows, and `batch.feed` what `move_rows` takes; both None if the
     microbatch has no media.
 
-    engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
+    engine: computes attention, see `PlanHandle`. device: by default this process' GPU if it has one, else the CPU:
     programs are loaded there before they are needed.
 
     on_timeout: if there is no plan after `timeout_s` seconds, "raise" PlanTimeoutError, or "local": in each iteration
@@ -214,7 +214,7 @@ class PlannedLoader:
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()
         self._encoder: PlannedLoader | None = None
-        self._leads = True  # not where it follows another loader's microbatches
+        self._leads = True  # not if it follows another loader's microbatches
         if media is not None:
             options: LoaderOptions = {"source": source, "token": token, "ca": ca, "timeout_s": timeout_s}
             options |= {"on_timeout": on_timeout, "workers": workers, "engine": engine, "device": device}
@@ -235,7 +235,7 @@ class PlannedLoader:
         self._encoder._leads = False
 
     def _check_media(self) -> None:
-        """Raises ConfigError where microbatches of the encoder cannot match those of the decoder."""
+        """Raises ConfigError if the encoder's microbatches cannot match the decoder's."""
         rule, remedy = "has media in unknown microbatches", "leave it out, or the media"
         refused = {"recipe.pack": self.job.packs, "ticks": self._asked.table is not None}
         refused["sampler"] = isinstance(self._sampler, Iterator)
@@ -433,7 +433,7 @@ class PlannedLoader:
     def _encoder_share(
         self, handle: PlanHandle, batch: Batch, samples: Ints, encoded: Iterator[PlannedBatch]
     ) -> dict[str, Any]:
-        """The encoder's share of a microbatch, and how the decoder is fed. Raises ExecutionError."""
+        """The encoder's share of a microbatch, and the decoder's feed. Raises ExecutionError."""
         if self._encoder is None or not len(wanted := self._media.of(samples)[0]):
             return {}
         if (media := next(encoded, None)) is None or not np.array_equal(media.samples, wanted):

@@ -3,7 +3,7 @@
     dataset    sample 5: text, tokens for image 7, text, tokens for image 8        `places` (5, 12), (5, 90)
     media      image 7, image 8: patches, read by the ranks that the encoder's plan gives them to
 
-The media of a microbatch's samples, in their order, are one batch of the encoder, which is planned as any other.
+The media of a microbatch's samples, in their order, are one batch of the encoder, which is planned like any other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Media:
     encoder's attention layers. places: integers [media, 2]: the sample of each, and the first token that stands for it;
     each token stands for `merge` rows. orders: of each medium int64 [tokens], which of its tokens the rows stand for,
     `merge` after `merge`; by default one after another. masks: one for all or one of each; by default all rows of a
-    medium see each other. recipe, hardware: as of the loader. Raises ConfigError where media do not fit.
+    medium see each other. recipe, hardware: as of the loader. Raises ConfigError if media do not fit.
     """
 
     dataset: Any
@@ -75,7 +75,7 @@ class Media:
 
 @dataclass
 class MediaOrder:
-    """The media of a decoder's microbatches, and as a sampler of the encoder's loader: those of each microbatch that
+    """The media of a decoder's microbatches; as the encoder's sampler, it yields the media of each microbatch that
     has some. draw, start: of the pass, and its first iteration."""
 
     media: Media
@@ -138,7 +138,7 @@ class MediaOrder:
 
 @dataclass
 class MediaRows(Dataset):
-    """Media as samples of the encoder's loader: rows are tokens of which nothing is learnt."""
+    """Media as samples of the encoder's loader: rows are tokens without labels."""
 
     media: Media
 

@@ -203,7 +203,7 @@ class _Sample:
 
     @property
     def checksum(self) -> int:
-        """Of the values of all tokens, of wide fields of some."""
+        """Checksum of the values of all tokens; of wide fields, of some tokens only."""
         found = 0
         for _, own in sorted({**self.fields, TOKENS: self.tokens, LABELS: self.labels}.items()):
             kept = own.flatten()[:: 1 + own[:1].numel() // _WIDE].contiguous()
@@ -220,7 +220,7 @@ class _ReadSequences:
     _samples: dict[int, _Sample] = field(default_factory=dict)
 
     def alone(self, sequence: int) -> _Sample:
-        """The sample, whatever fields the rank's others have."""
+        """The sample, without comparing its fields with those of the rank's other samples."""
         found = self._samples.get(sequence)
         return found or _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
 

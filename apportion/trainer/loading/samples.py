@@ -37,12 +37,12 @@ class Samples(Dataset):
 
         ap.PlannedLoader(ap.Samples(dataset, limit=8 * 8192, overlong="cut"), cluster, model, 8192)
 
-    dataset: a Hugging Face `Dataset`, or what has `[i]` and `len`; samples as `Dataset` of the loader has them, and
+    dataset: a Hugging Face `Dataset`, or anything with `[i]` and `len`; samples as in the loader's `Dataset`, and
     packed rows with `seq_lengths` or `position_ids`. columns: those that samples keep, by default all but these two.
     mask: of each document, or one of each attention kind; causal by default. limit: tokens of a sample, such as what a
-    microbatch of all ranks takes; overlong: what becomes of longer ones: "refuse" raises CapacityError, "cut" keeps
+    microbatch of all ranks takes; overlong: how longer ones are handled: "refuse" raises CapacityError, "cut" keeps
     their first tokens, "drop" leaves them out. `cut` and `dropped` count them; `kept`: int64, the dataset's number of
-    each sample. Raises ConfigError where documents do not make up their row, and for a dataset with `masks` of its own.
+    each sample. Raises ConfigError if documents do not make up their row, and for a dataset with `masks` of its own.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class StreamedLoader:
         return {"epoch": self._epoch, "buffer": self._number, "size": self._size, "loader": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next pass resume after the last batch that was yielded before the state was saved. Raises ConfigError
+        """Makes the next pass resume after the last batch yielded before the state was saved. Raises ConfigError
         for a state of another buffer size; another dataset or job is an error when the pass begins."""
         if not isinstance(state, Mapping) or {*_PLACE, "loader"} - state.keys():
             rule = "is not the state of a stream"

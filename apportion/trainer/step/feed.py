@@ -12,12 +12,12 @@ from apportion.trainer.step import wiring
 
 def move_rows(x: Tensor, feed: EncoderFeed) -> Tensor:
     """Moves the encoder's rows to the tokens of this rank that stand for them, in the order of `feed.rows`; every rank
-    calls it, also one without images.
+    calls it, including ranks without images.
 
     x [rows, ...]: this rank's rows of the encoder, in its plan's home layout, with padding. Returns [n * merge, ...]:
     of each of the n tokens its `merge` rows, one after another, ready to be merged. Differentiable in x once:
     gradients go home to the ranks of the encoder's rows. On every rank the loss must depend on the result. Raises
-    ConfigError, and ExecutionError for another number of rows and where ranks call differently.
+    ConfigError, and ExecutionError for another number of rows and if ranks make different calls.
     """
     wiring.watch.require_all_rows("move_rows")
     instance("feed", feed, EncoderFeed, "pass batch.feed")

@@ -42,7 +42,7 @@ class Microbatch:
     feed: EncoderFeed | None = None  # where an encoder's rows stand for tokens
     _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
     _staged: bool = False  # ranks of the plan hold different layers, by pipeline stage
-    _shifted: Collection[str] = ()  # fields that lie in the row that predicts their token
+    _shifted: Collection[str] = ()  # fields stored in the row that predicts their token
     _layers: Mapping[str, int] = field(default_factory=dict)  # of each kind that the plans are for
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class Microbatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those with an entry for each row, or for each that is fed."""
+        """The tensors with an entry for each row, or for each fed row."""
         held = [*vars(self).values(), *self.fields.values(), *(vars(self.feed).values() if self.feed else ())]
         return [one for one in held if isinstance(one, Tensor)]
 

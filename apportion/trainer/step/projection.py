@@ -1,7 +1,7 @@
 """Projections for `planned_attention_block` and `planned_latent_attention` from a layer's own modules, for any weights
 and subset of heads, without permutation.
 
-hidden [n, E] ──rows of the weights of some heads──► q [n, heads, D] ──norm, rotary──► q; k and v alike
+hidden [n, E] ──rows of the weights of some heads──► q [n, heads, D] ──norm, rotary──► q; the same for k and v
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class HeadProjection:
 
 @dataclass(frozen=True)
 class LatentExpansion:
-    """Expansion of latent rows for `planned_latent_attention`, from a layer's linear layer of all heads.
+    """Expansion of latent rows for `planned_latent_attention`, by a layer's linear layer for all heads.
 
-    linear: from rank to all heads in order, each with its own part of k followed by v. own: width of that part. width:
+    linear: from rank to all heads in order, each with its part of k, then of v. own: width of its part of k. width:
     of v. Weights are read at every call and never cached; only other kinds of `Linear` (LoRA, quantized) compute all
     heads when some are needed.
     """

@@ -28,7 +28,7 @@ def reduction_of(
     wrapper: DistributedDataParallel | FullyShardedDataParallel | None, params: set[int]
 ) -> Reduction | None:
     """The reduction of DDP, FSDP1, or FSDP2 for the parameters of these ids, whole or sharded; an average if any
-    averages. None for communication hooks other than torch's own, and for factors of neither an average nor a sum."""
+    averages. None for hooks other than torch's own, and for factors that give neither an average nor a sum."""
     if isinstance(wrapper, FullyShardedDataParallel):
         return Reduction("FSDP1", dist.get_world_size(wrapper.process_group), False)
     if wrapper is not None:

@@ -65,7 +65,7 @@ class Watch:
         self.divisor = self.multiple = 0.0  # of the last loss; of its weights over a field of the samples
         self._scaled: list[Callable[[float], None]] = []  # checks of `scale`
         self._given: list[PlanHandle] = []
-        self._unused = False  # kwargs were given out since the last step, and not used yet
+        self._unused = False  # kwargs were handed out since the last step, and are not used yet
         self._reached = False
         self._hook: Any = None
         self._used, self._past = WeakSet[Any](), WeakSet[Any]()  # plans since the last loss; that had one
@@ -138,7 +138,7 @@ class Watch:
             raise ExecutionError(f"{verb} needs all rows of a rank")
 
     def check_scaled(self, check: Callable[[float], None]) -> None:
-        """Has `scale` checked now, and before the step of a GradScaler, whose scale is then known, without that."""
+        """Checks `scale` now, and again before a GradScaler's step, when its scale is known, without that scale."""
         check(self.scale)
         if not self.settled:
             self._scaled.append(check)
@@ -182,7 +182,7 @@ class Watch:
         for batch in self.batches:
             fed = batch.feed is None or (batch.handle.fed and batch.feed.encoder.calls)
             if batch.handle.calls and not fed:
-                what = "a batch has media, and the model that its plan ran under was not given them"
+                what = "a batch has media, but the model that ran under its plan was not given them"
                 remedy = "run the encoder on batch.media, under its handle, and ap.move_rows(x, batch.feed)"
                 raise ExecutionError(f"{what}: {remedy}")
         checks, self._scaled = self._scaled, []

@@ -18,9 +18,9 @@ struct Held {
   bool with(const Held& other) const { return rank == other.rank && start == other.start; }
 };
 
-// First work rows of tiles, so that those of one rank that are held at the same time do not meet. order: in which tiles
-// lie side by side that arrive together at a rank. All such rows take a place as long as the longest of the rank, the
-// first that is free when they arrive, so there are as many places as are ever held at once. base: of each rank, the
+// First work rows of tiles, so that tiles held at the same time on one rank do not overlap. order: in which tiles
+// that arrive together at a rank are adjacent. All such rows take a place as long as the longest of the rank, the
+// first one free when they arrive, so there are as many places as are ever held at once. base: of each rank, the
 // first row to use.
 Growing<int64_t> allot(const Growing<Held>& tiles, const Growing<int64_t>& order, const Growing<int64_t>& base) {
   int64_t span = 0;
@@ -67,7 +67,7 @@ class Tiles {
   }
 
   // Fetches tiles, all tensors in the same rows; returns their first work rows. A tile is held until its tasks are done
-  // and it is passed on; where tiles stay for the stages of a window nothing takes their place before the end.
+  // and it is passed on; if tiles stay for the stages of a window, nothing takes their place before the end.
   Growing<int64_t> fetch(std::span<const Tensor> tensors) {
     Growing<Held> held;
     held.expect(tiles_.count());

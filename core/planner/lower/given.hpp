@@ -53,7 +53,7 @@ struct Edges {
   }
 };
 
-// round, returns_to, back: of each edge; back: the channel of what its tile adds up, where `has_back`. when, channel:
+// round, returns_to, back: of each edge; back: the channel of its tile's sums, if `has_back`. when, channel:
 // of each round.
 struct Schedule {
   Ints round, returns_to, back, when, channel;
@@ -76,8 +76,8 @@ struct Copy {
 };
 
 // piece, dst: of each copy; src to rows: of each piece; round: of each copy that moves; first: of each rank, home rows
-// that are not exchanged, and `held`, those that are. results: of the mode of what leaves in the phase. late, early,
-// early_keys: pieces that go by themselves (`Turns`).
+// that are not exchanged, and `held`, those that are. results: mode bits of the rows that leave in the phase. late,
+// early, early_keys: pieces that travel separately (`Turns`).
 struct Exchange {
   Ints piece, dst, src, src_row, row, rows, round, first, held;
   int64_t rounds, mode, results;

@@ -1,4 +1,4 @@
-// Programs of head stages: one lowering of a group's attention, placed once a stage, and the exchanges around it.
+// Programs of head stages: one lowering of a group's attention, placed once per stage, and the exchanges around it.
 //
 //   forward    in 0 | attend 0 | out 0, in 1 | attend 1 | out 1, in 2 | ..  | finish
 //   backward   delta | in 0 | grads 0 | out 0, in 1 | grads 1 | ..  | project_grad
@@ -9,8 +9,8 @@
 // KV tiles of other groups stay for the stages of a window too; else every stage brings its own, as ring attention does
 // for its heads.
 //
-// Where the program projects, a home rank makes the heads of each rank of the group in work rows beyond the attention
-// rows, and sends them from there; its own heads, and KV heads that it shares, are made in place. Gradients go home as
+// If the program projects, a home rank computes the heads of each rank of the group in work rows after the attention
+// rows, and sends them from there; its own heads, and shared KV heads, are computed in place. Gradients go home as
 // results; of shared KV heads they are summed there. Finally all heads go back through the projection at once.
 #include <algorithm>
 #include <map>
@@ -73,7 +73,7 @@ class Stages {
   void append_stages() {
     const int64_t count = stages_.count();
     for (const Step& step : core_.steps) channel_ = std::max(channel_, step.channel + 1);
-    if (!stages_.ahead) channel_ = CHANNEL;  // else beside tiles that are under way at the same time
+    if (!stages_.ahead) channel_ = CHANNEL;  // else beside tiles in flight at the same time
     steps_ = Growing<Stage>(count);
     bring(0);
     for (int64_t stage = 0; stage < count; ++stage) {

@@ -123,7 +123,7 @@ class Returning {
     }
     waiting_ = std::move(left);
   }
-  // Waits for the batches that had started by that stage and adds them, where rows to add them to are open.
+  // Waits for the batches that had started by that stage and adds them, if the target rows are open.
   void take(int64_t started, int64_t computed) {
     for (auto at = under_way_.begin(); at != under_way_.end();) {
       const auto [one, stage] = *at;

@@ -1,10 +1,10 @@
 // The order of a program's steps: when rounds start, when they are waited for, and what is computed in between.
 //
-//   forward    start, ..                | local tasks | wait, start what may | tasks of that round | start | ..
+//   forward    start, ..                | local tasks | wait, start ready   | tasks of that round | start | ..
 //   backward   the same, and after each stage: start the returns whose rows are complete, wait for those of earlier
 //              stages and add them; so does a forward whose queries leave home, for their results
 //
-// Rows that one tile's tasks compute alone go home as results, in rounds of their own, and nothing is added there.
+// Rows computed only by the tasks of one tile go home as results, in separate rounds, and nothing is added to them.
 //
 // A round may start when the rounds that bring its relays have arrived and the buffers allow it. All ranks share the
 // order, so launches ascend on every rank.

@@ -3,7 +3,7 @@
 //   forward    [in]         attention of groups                  [out]  finish
 //   backward   delta  [in]  attention of groups                  [out]
 //
-// with the exchange around attention where there is one. Attention is lowered for groups of ranks and then spread over
+// with the exchange around attention if there is one. Attention is lowered for groups of ranks and then spread over
 // the members of each.
 #include "planner/lower/phase.hpp"
 

@@ -3,7 +3,7 @@
 //
 //   launch r: from a, b, c      pieces, the longest first, coloured: in a colour each NIC sends one and receives one
 //        ▼                                      0: a        1: b        2: c
-//   launch r: from a, b         so many colours together as are fastest by the figures of the network
+//   launch r: from a, b         as many colours together as is fastest by the network's figures
 //   launch r + 1: from c
 //
 // Pieces are tiles, or all tiles of a pair of NICs, whichever is faster; tiles inside a node go with the first round.
@@ -26,7 +26,7 @@ struct Tile {
   std::pair<int64_t, int64_t> pair() const { return {out, in}; }
 };
 
-// Tiles that lie side by side, from one NIC to another.
+// Adjacent tiles from one NIC to another.
 struct Piece {
   int64_t out, in, first, tiles;
   double us;

@@ -47,7 +47,7 @@ Growing<Leaving> leaving(const Lowering& low, const Side& side) {
   return found;
 }
 
-// Finds the tasks that open rows at home and in tiles. results: how many of `at_home` stand for more tasks, behind all.
+// Finds the tasks that open rows at home and in tiles. results: the last of `at_home`, as further tasks.
 void open(const Lowering& low, Side& side, const Growing<Written>& at_home, const Growing<Written>& in_tiles,
           int64_t results = 0) {
   const int64_t tasks = low.tasks.size(), groups = side.heads.size();

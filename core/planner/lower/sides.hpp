@@ -8,8 +8,8 @@
 namespace apportion::lower {
 
 // An edge of one side. parent, returns_to: numbers of tiles of the side; index: of the edge among those of both sides.
-// `round` brings the tile, and what its tasks add up may leave after the stage of round `back`: it is added to the tile
-// `returns_to`, or, where that is -1, to home rows.
+// `round` brings the tile, and its tasks' sums may leave after the stage of round `back`: they are added to the tile
+// `returns_to`, or, if that is -1, to home rows.
 struct Tile : Edge {
   int32_t index, round, back, returns_to;
 

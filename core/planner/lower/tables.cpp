@@ -21,7 +21,7 @@ namespace lower {
 
 namespace {
 
-// ptr: where the rows of each rank begin.
+// ptr: the first row of each rank.
 template <class Row>
 class Sorted {
  public:
@@ -173,7 +173,7 @@ class Writer {
     const int64_t of = steps_[step].launch >= 0 ? steps_[step].launch : step;
     return count_[rank][of] > 0 || (steps_[of].mode & ALL_TO_ALL) != 0;
   }
-  // Head columns of an arena; of the widest stage where heads take turns.
+  // Head columns of an arena; of the widest stage if heads take turns.
   int64_t columns_of(Tensor tensor, int64_t rank) const {
     if (!low_.stages) return (KV_SIDE.has(tensor) ? low_.sets.key_columns : low_.sets.query_heads)[rank];
     return KV_SIDE.has(tensor) ? low_.stages->widest : low_.stages->query_heads;

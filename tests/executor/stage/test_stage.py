@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 
 def cell(strategy: int, turn: int) -> Cell:
-    """Axes take turns at different speeds. Groups of two ranks need an even number of them."""
+    """A cell whose axes cycle at different rates. Groups of two ranks need an even number of ranks."""
     name = tuple(MATRIX)[strategy]
     ranks = RANKS[turn % len(RANKS)]
     ranks += ranks % 2 if "inner" in name else 0

@@ -141,7 +141,7 @@ def test_caps_are_as_printed_unless_the_policy_has_one() -> None:
 
 
 def test_zones_begin_where_attention_hides_what_is_sent() -> None:
-    """Slower links, higher thresholds; and none above the capacities, which the algorithms begin with."""
+    """Slower links raise thresholds, but never above the capacities, with which the algorithms begin."""
     made = problem([100_000, 40_000, 3000, 200], 2, 2)
     near, far = (hidden_from(made, gbs, latency) for gbs, latency in ((450.0, 5.0), (25.0, 10.0)))
     assert 1 < near < far

@@ -178,7 +178,7 @@ def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _computed_in(kernel: Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, widened to the accumulator dtype where half precision on CPUs would be no faster than float32, only
+    """The tensors, widened to the accumulator dtype if half precision on CPUs would be no faster than float32, only
     coarser."""
     return tensors if kernel.halves else tuple(t.to(accumulator_dtype(t.dtype)) for t in tensors)
 

@@ -2,7 +2,7 @@
 
     h = decay(g) h  (+ k ⊗ β (v − kᵀ h) with the delta rule, + k ⊗ v without)        o = scale · qᵀ h
 
-g is one log decay a head (Gated DeltaNet, Mamba-2, lightning attention) or one for each of the K key channels (Kimi
+g is one log decay per head (Gated DeltaNet, Mamba-2, lightning attention) or one for each of the K key channels (Kimi
 Delta Attention). Calls are those of flash-linear-attention's `chunk_*` functions: a batch of one, sequences end to end.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from apportion.backends.torch.memory.arrays import accumulator_dtype
 
-_CHUNK = 64  # rows; with a decay a channel 16, as the decay of each pair of rows is [K] then
+_CHUNK = 64  # rows; 16 with a decay per channel, since each pair of rows then has a decay [K]
 _CHANNEL_CHUNK = 16
 
 #: (gate, delta) -> function of `fla.ops`

@@ -1,6 +1,6 @@
 """Memory layout of a rank's tensors: one array per part, or one for parts that are interleaved for transfer.
 
-work arenas    Q [rows, columns, D]     KV [rows, columns, D + Dv]: k beside v     O: o [rows, columns, Dv], lse
+work arenas    Q [rows, columns, D]     KV [rows, columns, D + Dv]: k, then v      O: o [rows, columns, Dv], lse
 home rows      the same with all heads, except that k and v are two arrays, as the caller passes them in
 """
 

@@ -1,7 +1,7 @@
 """Measures the inputs of time predictions: this backend's own kernels, memory, and layers other than attention.
 
     profile()               one process, CPU or CUDA ──► Hardware (links, posting and contention assumed)
-    links.profile_links()   a process a rank, gloo or NCCL ──► Links ──with_links──► Hardware
+    links.profile_links()   one process per rank, gloo or NCCL ──► Links ──with_links──► Hardware
 
 Times are the best of several runs. Grids hold the full cost of one task in the executor: kernel calls and merging into
 the accumulator rows, so separate launch and tile times are 0. Engine `flash` also runs task by task in training;
@@ -233,7 +233,7 @@ class _Arena:
         return Band(dmin, task.rows if task.window is None else task.window - 1, kv_of)
 
 
-#: engine -> (arena, task, its first row) -> forward and backward of it
+#: engine -> (arena, task, the task's first row) -> the task's forward and backward
 TASKS: Mapping[str, Callable[[_Arena, TimedTask, int], tuple[Work, Work]]] = MappingProxyType(
     {"flash": _Arena.flash_task, "stage": _Arena.stage_task}
 )
@@ -340,7 +340,7 @@ def _peak_tflops(device: str, dtype: str, linear: Figure) -> Figure:
     slower = {"PCIE", "NVL", "MIG"} & set(words)
     for chip in map(Hardware.load, Hardware.builtin()):
         if dtype in ("bf16", "fp16") and chip.name.upper() in words and not slower:
-            source = f"of {chip.name}, by the device's name: {chip.peak_tflops.source}"
+            source = f"peak of {chip.name}, matched by device name: {chip.peak_tflops.source}"
             return Figure(chip.peak_tflops.value, source, chip.peak_tflops.assumed)
     return Figure(linear.value, "no data sheet: the measured rate of linear layers", True)
 

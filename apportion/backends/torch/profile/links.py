@@ -33,7 +33,7 @@ from apportion.ir.request.hardware import MOST_CONTENTION, Hardware
 MESSAGES = tuple(2**i for i in range(10, 25, 2))  # bytes, 1 KiB to 16 MiB
 POSTS = (1, 4, 16, 64)  # messages each way of one round
 SHORT = 64  # bytes of a message whose cost is only its posting
-CPU_SIDE, CUDA_SIDE = 256, 4096  # of the square matrix product beside transfers
+CPU_SIDE, CUDA_SIDE = 256, 4096  # side of the square matrix product during transfers
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class _LinkJob:
         slope = np.polyfit(2 * np.array(POSTS), self._slowest(times), 1)[0]
         return round(max(float(slope), 0.0), 3)
 
-    # --- beside transfers
+    # --- during transfers
 
     def contention(self) -> float:
         """The relative slowdown of kernels during transfers to and from all peers."""

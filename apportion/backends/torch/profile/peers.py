@@ -27,7 +27,7 @@ class Pattern:
     balanced: bool
 
     def ends(self, nodes: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[int]]:
-        """(to, from): the ranks that a rank sends to and receives from. nodes: the ranks of each, of equal number."""
+        """(to, from): the ranks that a rank sends to and receives from. nodes: the ranks of each node, equally many."""
         at = next(number for number, ranks in enumerate(nodes) if rank in ranks)
         place, count, steps = nodes[at].index(rank), len(nodes), range(1, self.peers + 1)
         if self.balanced:

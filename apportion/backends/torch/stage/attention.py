@@ -108,7 +108,7 @@ def _merge(at, to, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.const
 def _beside(
     tile, columns, NUMBER: tl.constexpr, home, work, home_columns, work_columns, M: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """[M]: addresses of the rows of operand NUMBER beside a tile's rows, for a head."""
+    """[M]: addresses of the rows of operand NUMBER that accompany a tile's rows, for a head."""
     is_work = (tl.load(tile + 4) & (2 << NUMBER)) != 0
     row = tl.where(is_work, work_columns, home_columns) * WIDTH
     at = tl.where(is_work, work, home) + tl.load(columns + NUMBER) * WIDTH
@@ -136,7 +136,7 @@ def _entry(at):
 
 @triton.jit
 def _target(tile, heads, lane, M: tl.constexpr):
-    """(whether complete rows of a tile go into a message, their positions there or among results [M], in columns)."""
+    """(True if complete rows of a tile go into a message; their positions there, or among results [M], in columns)."""
     row = (tl.load(tile + 11) + tl.arange(0, M)).to(tl.int64)
     column = tl.load(heads + tl.load(tile + 13) + lane)
     return (tl.load(tile + 4) & STAGED) != 0, row * tl.load(tile + 12) + column

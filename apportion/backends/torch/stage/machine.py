@@ -105,7 +105,7 @@ class StageMachine(TorchMachine):
             self._check(step)
 
     def _check(self, step: Step) -> None:
-        """Checks the rows that an instruction accumulated, wherever they are now."""
+        """Checks the rows that an instruction accumulated, at home, in work rows or among the results."""
         sums = {task.o for task in step.tasks} | {i for task in step.grads for i in (task.dq, task.dkv)}
         for index in sorted(sums):
             operand = self.program.operands[index]

@@ -45,7 +45,7 @@ class Table:
         self._joined.add(stream.cuda_stream)
 
     def join(self) -> None:
-        """Has the current stream wait for the copy; called before it uses the tables."""
+        """Makes the current stream wait for the copy; called before it uses the tables."""
         if self._copied is None:
             return
         stream = torch.cuda.current_stream(self.data.device)

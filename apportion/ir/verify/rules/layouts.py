@@ -28,7 +28,7 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def check_move(move: Move, source: Layout, target: Layout, tokens: int) -> Iterator[Violation]:
-    """Violations of two layouts of so many tokens, which may be of different plans, and of the move between them."""
+    """Violations of two layouts of that many tokens, possibly of different plans, and of the move between them."""
     for layout in (source, target):
         yield from _rows(layout)
         yield from _tokens(layout, tokens)
@@ -81,7 +81,7 @@ def _tokens(layout: Layout, tokens: int) -> Iterator[Violation]:
 
 def _seam(due: int, token: int, length: int) -> str:
     if token > due:
-        return f"holds tokens {span(token, length)}, but no span holds tokens [{due}, {token})"
+        return f"holds tokens {span(token, length)}, but tokens [{due}, {token}) are in no span"
     shared = min(due, token + length)
     return f"holds tokens {span(token, length)}, but tokens [{token}, {shared}) are on another row too"
 
@@ -111,7 +111,7 @@ def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
         ),
         (
             crosses,
-            "goes on from token {1}, at which the position jumps",
+            "continues past token {1}, at which the position jumps",
             "token",
             _next(breaks, inside),
         ),

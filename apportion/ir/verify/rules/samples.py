@@ -16,7 +16,7 @@ from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program
 
 RULE = "samples"
-_COMPARISONS = 1_000_000  # about a millisecond a program
+_COMPARISONS = 1_000_000  # about a millisecond per program
 _QUERIES = (4, 8)
 _BANDS = 3  # bands of the mask tried per query
 

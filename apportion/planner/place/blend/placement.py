@@ -1,7 +1,7 @@
 """Blend placement: balances work and tokens together by mixing dense and sparse rows on every rank.
 
-Documents are sorted by density, pairs per token. Ranks take from both ends in turn: of the densest left as many tokens
-as, with the sparsest left, make exactly its tokens and its pairs.
+Documents are sorted by density, pairs per token. Ranks take from both ends in turn: just as many of the densest tokens
+left as give the rank, with the sparsest left, exactly its tokens and its pairs.
 
     sparse  │a a a│b b b b│c c c c . . . │ . . d d│c c│b b│a│  dense      four ranks a, b, c, d
 
@@ -11,8 +11,8 @@ ranks as possible, each with a part of its tail and of its head:
 
     │ a │ b │ c │ . . . . d . . . . │ c │ b │ a │      head: 0.5, as much head as tail; 0, tails only
 
-Most ranks need the head's keys: spread over the document's ranks, they make all send about equally much. Exchanges of
-rows even out what the walk (`core/planner/blend.cpp`) leaves uneven.
+Most ranks need the head's keys: spread over the document's ranks, they make all send about the same amount. Exchanges
+of rows even out what the walk (`core/planner/blend.cpp`) leaves uneven.
 """
 
 from __future__ import annotations

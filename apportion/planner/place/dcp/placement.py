@@ -78,14 +78,14 @@ class Dcp(PlacePass):
     def _departures(self, shards: Shards, blocks: Blocks, ended: Termination) -> Iterator[Departure]:
         largest = int(blocks.lengths.max())
         if shards.block_tokens and largest > shards.block_tokens:
-            why = f"solving takes too long for more than about {PAIRS} pairs of blocks a rank, {FEW_PAIRS} in all"
+            why = f"solving takes too long for more than about {PAIRS} pairs of blocks per rank, {FEW_PAIRS} in all"
             yield Departure("recipe.shard.blocks.block", shards.block_tokens, largest, why)
         if ended.limit is Limit.ENGINE:
             yield Departure(
                 "recipe.place.dcp.solver",
                 self.solver.name,
                 "greedy",
-                "the engine died or was wrong",
+                "the engine died or gave a wrong answer",
             )
 
     def _balance(
@@ -123,7 +123,7 @@ class Dcp(PlacePass):
         mean = max(problem.batch.area(kind) for kind in problem.bands) / problem.ranks
         return CapacityError(
             f"place pass dcp found no ranks for {count} cells of at most {heaviest} pairs that keep nodes, and ranks "
-            f"in a node, within {self.epsilon_compute} of the mean ({mean:.1f} pairs a rank): raise epsilon_compute"
+            f"in a node, within {self.epsilon_compute} of the mean ({mean:.1f} pairs per rank): raise epsilon_compute"
         )
 
     def _solve(

@@ -1,4 +1,4 @@
-"""Sequential homes (DistCA, section 4.1 and Appendix B): ranks are filled one after another, and get a head and its
+"""Sequential homes (DistCA, section 4.1 and Appendix B): ranks are filled one after another, and hold a head and its
 mirror image of a causal sequence that is cut.
 
     walk      0 2 4 6 8 ..             .. 9 7 5 3 1      steps of the walk along a causal sequence: first, last, ...
@@ -93,7 +93,7 @@ def _water_filled(used: Ints, tokens: int, caps: Ints) -> Ints:
     full = used / caps
     order = np.argsort(full, kind="stable")
     sums, room = np.cumsum(used[order]), np.cumsum(caps[order])
-    level = (tokens + sums) / room  # the level if only the first ranks got any
+    level = (tokens + sums) / room  # the level if only the first ranks received any
     filled = int(np.flatnonzero(level >= full[order])[-1]) + 1
     chosen = np.sort(order[:filled])
     total = tokens + int(sums[filled - 1])

@@ -164,7 +164,7 @@ class Balance:
 
 def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
     """Migrates pairs of one kind until the limits hold, or no move helps. exhaustive: for tests, without skipping
-    shares that are surely not the best."""
+    shares that are certainly not the best."""
     pairs, origin = _find_pairs(site), site.begin[site.sequence]
     speed = float(site.speeds.sum())
     shares, servers, ended = core.migrate(pairs, site.home, origin, site.speeds, speed, limits, exhaustive)

@@ -1,7 +1,7 @@
 """Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are, attention moves.
 
-homes       sequential: ranks are filled one after another up to their caps, whatever the work    `distca.homes`
-attention   rows move from surplus to deficit servers, cheapest bytes a pair first                `distca.parts`
+homes       sequential: ranks are filled one after another up to their caps, for any work         `distca.homes`
+attention   rows move from surplus to deficit servers, fewest bytes per pair first                `distca.parts`
 
 tokens   |  rank 0   |  rank 1   |  rank 2   |      work   ###########|##|####   ──►   ######|#####|######
 """

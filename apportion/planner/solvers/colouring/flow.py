@@ -49,7 +49,7 @@ def _counts(src: Ints, dst: Ints, ranks: int) -> Ints:
 
 
 def _padding(src: Ints, dst: Ints, ranks: int, degree: int) -> Ints:
-    """int64 [ranks, ranks]: padding edges that bring all ranks to the degree, first senders to first receivers."""
+    """int64 [ranks, ranks]: padding edges that raise all ranks to the degree, from first senders to first receivers."""
     lacks = [degree - np.bincount(ends, minlength=ranks) for ends in (src, dst)]
     ends = [np.repeat(np.arange(ranks), lack) for lack in lacks]
     return _counts(ends[0], ends[1], ranks)

@@ -37,7 +37,7 @@ _LAST = 2
 _AIM = 0.985
 # bisection ends at this gap
 _PROBES, _FINE = 16, 1.001
-# bisection also ends after this many undecided programs: the following ones are as hard
+# bisection also ends after this many undecided programs: the following ones are just as hard
 _UNDECIDED = 2
 # largest number of choices of a problem solved as a whole by its program
 _COMPLETE = 1200
