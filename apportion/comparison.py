@@ -110,19 +110,19 @@ class Row:
     @property
     def reason(self) -> str | None:
         """Reason of refused batches: the first one, with their number; None if none was refused."""
-        refused, batches = self.refusals, len(self.outcomes)
-        if not refused:
+        refusals, batches = self.refusals, len(self.outcomes)
+        if not refusals:
             return None
-        of = "" if len(refused) == batches else f"{len(refused)} of {batches} batches: "
-        return of + refused[0].reason
+        prefix = "" if len(refusals) == batches else f"{len(refusals)} of {batches} batches: "
+        return prefix + refusals[0].reason
 
     @property
     def speedups(self) -> list[float]:
         """Baseline's simulated time over this recipe's, for each batch that both serve."""
         return [
-            base.total_ms / mine.total_ms
-            for base, mine in zip(self.baseline, self.outcomes, strict=True)
-            if isinstance(base, Trial) and isinstance(mine, Trial)
+            base.total_ms / trial.total_ms
+            for base, trial in zip(self.baseline, self.outcomes, strict=True)
+            if isinstance(base, Trial) and isinstance(trial, Trial)
         ]
 
     @property
@@ -171,8 +171,8 @@ class Comparison:
     @property
     def simulations(self) -> dict[str, Simulation]:
         """Recipe -> simulation of its plan for the batch of median time, if the setting keeps them."""
-        found = {row.recipe: row.middle.simulation for row in self.rows if row.middle is not None}
-        return {name: one for name, one in found.items() if one is not None}
+        by_recipe = {row.recipe: row.middle.simulation for row in self.rows if row.middle is not None}
+        return {name: simulation for name, simulation in by_recipe.items() if simulation is not None}
 
     def record(self) -> dict[str, Any]:
         """Output of `apportion compare --json` without the origin of its batches; docs/benchmarks.md has names and
@@ -200,10 +200,10 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: a row per recipe."""
-        found, hardware = self.record(), self.setting.hardware
-        on = "h100" if hardware is None else hardware.name
-        batches = "one batch" if found["batches"] == 1 else f"{found['batches']} batches"
-        title = f"{batches} on {self.setting.cluster.ranks} ranks, simulated on {on}"
+        record, hardware = self.record(), self.setting.hardware
+        hardware_name = "h100" if hardware is None else hardware.name
+        batches = "one batch" if record["batches"] == 1 else f"{record['batches']} batches"
+        title = f"{batches} on {self.setting.cluster.ranks} ranks, simulated on {hardware_name}"
         names = (
             "recipe",
             f"speed-up over {self.baseline}",
@@ -212,7 +212,7 @@ class Comparison:
             "of balanced work",
             "moved",
         )
-        return cards.table(title, (*names, "planned in ms"), map(_table_cells, found["rows"]))
+        return cards.table(title, (*names, "planned in ms"), map(_table_cells, record["rows"]))
 
 
 def compare(
@@ -232,13 +232,13 @@ def compare(
     case. hardware: simulated hardware, by default the built-in H100. A recipe that cannot serve a batch keeps its row,
     with the reason. Raises ConfigError, UnknownNameError.
     """
-    given = instances("batches", [batches] if isinstance(batches, Batch) else batches, Batch)
+    batch_list = instances("batches", [batches] if isinstance(batches, Batch) else batches, Batch)
     chosen = find_recipes("recipes", list(entries()) if recipes is None else recipes)
     instance("cluster", cluster, Cluster)
     instance("model", model, Model)
     seed, verify = integer("seed", seed, 0), flag("verify", verify)
     setting = Setting(cluster, model, Hardware.named(hardware), seed, verify, keep=True)
-    return compare_all(given, chosen, find_recipe(baseline), setting)
+    return compare_all(batch_list, chosen, find_recipe(baseline), setting)
 
 
 def compare_all(
@@ -292,10 +292,10 @@ def _verify_timed(plan: Plan) -> tuple[float | None, str | None]:
     try:
         return timed_verify(plan), None
     except VerifyError as error:
-        held = [violation.message for violation in error.violations]
-        if not all(message.startswith(UNVERIFIED) for message in held):
+        messages = [violation.message for violation in error.violations]
+        if not all(message.startswith(UNVERIFIED) for message in messages):
             raise
-        return None, held[0]
+        return None, messages[0]
 
 
 def _bounds(report: Mapping[str, Any]) -> dict[str, Any]:

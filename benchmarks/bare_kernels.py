@@ -48,8 +48,8 @@ def varlen(lengths: Sequence[int], device: torch.device) -> Attention:
     bounds = ends, ends, max(lengths), max(lengths)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Sequence[Tensor] = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, True, False)
-        return found[0]
+        result: Sequence[Tensor] = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, True, False)
+        return result[0]
 
     return attention
 
@@ -57,11 +57,11 @@ def varlen(lengths: Sequence[int], device: torch.device) -> Attention:
 def flex(lengths: Sequence[int], device: torch.device) -> Attention:
     document = torch.repeat_interleave(torch.tensor(lengths, device=device))
 
-    def sees(batch: Any, head: Any, i: Tensor, j: Tensor) -> Tensor:
+    def is_visible(batch: Any, head: Any, i: Tensor, j: Tensor) -> Tensor:
         return (document[i] == document[j]) & (i >= j)
 
     tokens = sum(lengths)
-    mask = torch.compile(create_block_mask)(sees, None, None, tokens, tokens, device)
+    mask = torch.compile(create_block_mask)(is_visible, None, None, tokens, tokens, device)
     compiled = torch.compile(flex_attention)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -99,11 +99,11 @@ def main() -> None:
         rows = RankTensors.of(header, batch.tokens, device, drawn=True)
         try:
             kernel = make(batch.lengths.tolist(), device)
-            took = best(kernel, rows, on_gpu if device.type == "cuda" else on_host, args.repeats)
+            timings = best(kernel, rows, on_gpu if device.type == "cuda" else on_host, args.repeats)
         except RuntimeError as error:
             print(f"{name}: {str(error).splitlines()[0]}")
             continue
-        print(name, *(f"{phase} {one.device:.3f} ms" for phase, one in took.items()))
+        print(name, *(f"{phase} {timing.device:.3f} ms" for phase, timing in timings.items()))
 
 
 if __name__ == "__main__":

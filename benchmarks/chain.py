@@ -112,12 +112,12 @@ def profiled(folder: Path) -> Hardware:
 
 def cases(recipes: Sequence[str], batches: int, hardware: Hardware) -> list[Case]:
     cluster, model = hardware.cluster(1, RANKS), workload.MODEL
-    found = []
+    result = []
     for number, batch in enumerate(map(workload.batch_of, workload.documents(batches))):
         forms = ap.recipe_parallelisms(recipes)
         rows = ap.forecast([batch], cluster, model, forms, TRAINING, hardware=hardware).rows
-        found += [_case(row, number, batch, hardware) for row in rows]
-    return found
+        result += [_case(row, number, batch, hardware) for row in rows]
+    return result
 
 
 def _case(row: ForecastRow, number: int, batch: ap.Batch, hardware: Hardware) -> Case:
@@ -132,10 +132,10 @@ def _case(row: ForecastRow, number: int, batch: ap.Batch, hardware: Hardware) ->
 # --- train
 
 
-def trained(held: Sequence[Case], rounds: int) -> Floats:
+def trained(case_list: Sequence[Case], rounds: int) -> Floats:
     """float64 [rounds, cases, ranks, 3]: the times of steps, see `_step`."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.save([case.plan.encode() for case in held], Path(folder) / "plans")
+        torch.save([case.plan.encode() for case in case_list], Path(folder) / "plans")
         spawn(_work, (folder, rounds), RANKS)
         times = [np.load(Path(folder) / f"{rank}.npy") for rank in range(RANKS)]
     return np.stack(times, axis=2)
@@ -148,21 +148,21 @@ def _work(rank: int, folder: str, rounds: int) -> None:
     plans = [Plan.decode(encoded) for encoded in torch.load(Path(folder) / "plans")]
     data = workload.documents(BATCHES)
     texts = {workload.batch_of(step).lengths.tobytes(): np.concatenate(step) for step in data}
-    held = [_rows(plan, texts[plan.request.batch.lengths.tobytes()], communicator) for plan in plans]
+    batches = [_rows(plan, texts[plan.request.batch.lengths.tobytes()], communicator) for plan in plans]
     trainer = Trainer()
-    every = [[_step(trainer, rows) for rows in held] for _ in range(rounds + 1)]
-    np.save(Path(folder) / f"{rank}.npy", np.array(every[1:]))
+    times = [[_step(trainer, rows) for rows in batches] for _ in range(rounds + 1)]
+    np.save(Path(folder) / f"{rank}.npy", np.array(times[1:]))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _rows(plan: Plan, text: NDArray[np.uint8], communicator: Communicator) -> Rows:
     piece, batch = plan.for_rank(communicator.rank), plan.request.batch
-    mine = torch.from_numpy(piece.layout(piece.header.home_layout).tokens(0))
+    home = torch.from_numpy(piece.layout(piece.header.home_layout).tokens(0))
     ids, target = torch.from_numpy(text.astype(np.int64)), torch.from_numpy(batch.labels())
     labels = torch.where(target >= 0, ids[target.clamp(min=0)], IGNORED)
     positions = torch.from_numpy(batch.positions())
-    return Rows(ids[mine], positions[mine], labels[mine], batch.labelled, PlanHandle(piece, communicator))
+    return Rows(ids[home], positions[home], labels[home], batch.labelled, PlanHandle(piece, communicator))
 
 
 def _step(trainer: Trainer, rows: Rows) -> tuple[float, ...]:
@@ -200,22 +200,22 @@ def _delay_s() -> float:
 # --- compare
 
 
-def compared(held: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
+def compared(case_list: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
     """A row for each case."""
-    own = (times[..., 0] - times[..., 1]).max(axis=-1)  # [rounds, cases]
+    seconds = (times[..., 0] - times[..., 1]).max(axis=-1)  # [rounds, cases]
     wall, cpu = (times[..., clock].max(axis=-1) for clock in (0, 2))
     rows = []
-    for at, case in enumerate(held):
-        measured, forecast = float(own[:, at].min()), sum(case.parts_s.values())
-        computed = min(float(cpu[:, at].min()), measured)
+    for index, case in enumerate(case_list):
+        measured, forecast = float(seconds[:, index].min()), sum(case.parts_s.values())
+        computed = min(float(cpu[:, index].min()), measured)
         rows.append(
             {
                 "recipe": case.recipe,
                 "batch": case.batch,
                 "forecast_s": round(forecast, 5),
                 "measured_s": round(measured, 5),
-                "median_s": round(float(np.median(own[:, at])), 5),
-                "wall_s": round(float(wall[:, at].min()), 5),
+                "median_s": round(float(np.median(seconds[:, index])), 5),
+                "wall_s": round(float(wall[:, index].min()), 5),
                 "cpu_s": round(computed, 5),
                 "ratio": round(forecast / measured, 3),
                 "ratio_cpu": round(forecast / computed, 3),
@@ -231,8 +231,8 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     measured, computed = (
         sum(abs(row[ratio] - 1) <= WITHIN for row in rows) for ratio in ("ratio", "ratio_cpu")
     )
-    said = "ok" if measured == len(rows) else "busy" if computed == len(rows) else "missed"
-    return {"verdict": said, "within_of_measured": measured, "within_of_cpu": computed, "of": len(rows)}
+    status = "ok" if measured == len(rows) else "busy" if computed == len(rows) else "missed"
+    return {"verdict": status, "within_of_measured": measured, "within_of_cpu": computed, "of": len(rows)}
 
 
 def main() -> int:
@@ -242,13 +242,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--hardware", type=Path, help="a profile; default: measured first")
     parser.add_argument("--json", action="store_true")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        hardware = Hardware.load(chosen.hardware) if chosen.hardware else profiled(Path(folder))
-    held = cases(chosen.recipes.split(","), chosen.batches, hardware)
+        hardware = Hardware.load(options.hardware) if options.hardware else profiled(Path(folder))
+    case_list = cases(options.recipes.split(","), options.batches, hardware)
     load = [os.getloadavg()]
-    rows = compared(held, trained(held, chosen.rounds))
+    rows = compared(case_list, trained(case_list, options.rounds))
     load.append(os.getloadavg())
     record = {
         "machine": machine(),
@@ -256,7 +256,7 @@ def main() -> int:
         "date": date.today().isoformat(),
         "ranks": RANKS,
         "tokens": workload.TOKENS,
-        "rounds": chosen.rounds,
+        "rounds": options.rounds,
         "within": WITHIN,
         **verdict(rows),
         "load_average": [round(minute, 2) for minute, *_ in load],  # of a minute, before and after training
@@ -264,7 +264,7 @@ def main() -> int:
         "window_us": {"forward": hardware.forward.window_us, "backward": hardware.backward.window_us},
         "rows": rows,
     }
-    print(json.dumps(record, indent=1)) if chosen.json else _show(record)
+    print(json.dumps(record, indent=1)) if options.json else _show(record)
     return 0 if record["verdict"] == "ok" else 1
 
 
@@ -278,8 +278,8 @@ def _show(record: dict[str, Any]) -> None:
         table.add_row(row["recipe"], str(row["batch"]), *figures)
     Console().print(table)
     counts = f"{record['within_of_measured']} of {record['of']} within {WITHIN:.0%} of what was measured"
-    beside = f"{record['within_of_cpu']} of what was computed; load {' to '.join(map(str, record['load_average']))}"
-    Console().print(f"{record['verdict']}: {counts}, {beside}")
+    note = f"{record['within_of_cpu']} of what was computed; load {' to '.join(map(str, record['load_average']))}"
+    Console().print(f"{record['verdict']}: {counts}, {note}")
 
 
 if __name__ == "__main__":

@@ -123,9 +123,9 @@ _FA4_BACKWARD = Figure(
 _NVLINK4 = Figure(450.0, "NVLink 4: 900 GB/s both ways together, data sheet")
 
 
-def _assumed_figure(figure: Figure, why: str) -> Figure:
+def _assumed_figure(figure: Figure, reason: str) -> Figure:
     """The figure of another chip, assumed here."""
-    return Figure(figure.value, f"{why}; {figure.source}", True)
+    return Figure(figure.value, f"{reason}; {figure.source}", True)
 
 
 _FLASH: Mapping[str, Chip] = MappingProxyType(
@@ -243,19 +243,19 @@ _TRITON = {
 
 def _stage(chip: Chip) -> Chip:
     """The chip under the engine that runs all tasks of an instruction in one kernel of its own, written in Triton."""
-    forward, backward, why = _TRITON[chip.name]
+    forward, backward, reason = _TRITON[chip.name]
     return replace(
         chip,
         name=f"{chip.name}-stage",
-        forward=_part(forward, chip.forward, f"{why}, {chip.name}"),
-        backward=_part(backward, chip.backward, f"{why}, {chip.name}"),
+        forward=_part(forward, chip.forward, f"{reason}, {chip.name}"),
+        backward=_part(backward, chip.backward, f"{reason}, {chip.name}"),
         engine="stage",
     )
 
 
-def _part(share: float, figure: Figure, why: str) -> Figure:
+def _part(share: float, figure: Figure, reason: str) -> Figure:
     """A share of a figure, assumed."""
-    return Figure(round(share * figure.value, 4), f"{why.format(share)}: {figure.value:g}", True)
+    return Figure(round(share * figure.value, 4), f"{reason.format(share)}: {figure.value:g}", True)
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
@@ -268,12 +268,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file differs")
     check = parser.parse_args().check
     texts = {FILES / f"{name}.json": text_of(hardware_of(chip).to_data()) for name, chip in CHIPS.items()}
-    others = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-    for path in others:
+    outdated = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in outdated:
         print(path.name)
         if not check:
             path.write_text(texts[path])
-    return 1 if check and others else 0
+    return 1 if check and outdated else 0
 
 
 def text_of(data: Any) -> str:
@@ -334,12 +334,12 @@ def grids_of(chip: Chip) -> tuple[Grid, Grid]:
 def _grid(chip: Chip, achieved: Figure, products: int, queries: Side, keys: Side) -> Grid:
     step = _step_us(chip, achieved, products)
     start = queries.start_us(chip)[:, None] + keys.start_us(chip)
-    spread = Q_HEADS / chip.multiprocessors.value
-    full, causal = ((steps * step + start) * spread for steps in (_TILES[:, None] * _TILES, _causal_steps()))
-    once = queries.once_us(chip, Q_HEADS)[:, None] + keys.once_us(chip, KV_HEADS)
+    share = Q_HEADS / chip.multiprocessors.value
+    full, causal = ((steps * step + start) * share for steps in (_TILES[:, None] * _TILES, _causal_steps()))
+    floor = queries.once_us(chip, Q_HEADS)[:, None] + keys.once_us(chip, KV_HEADS)
     return Grid(
-        _rounded(np.maximum(full, once)),
-        _rounded(np.maximum(causal, once)),
+        _round_times(np.maximum(full, floor)),
+        _round_times(np.maximum(causal, floor)),
         LAUNCH.value,
         round(step, 4),
         _source(chip, achieved),
@@ -359,16 +359,16 @@ def _moved_us(chip: Chip, rows: Ints | int) -> Floats:
 
 def _causal_steps() -> Ints:
     """int64 [axis, axis]: tiles of queries by keys that hold a pair of the causal band, for each grid point."""
-    return np.array([[_touched(rows, keys) for keys in AXIS] for rows in AXIS], np.int64)
+    return np.array([[_tiles_read(rows, keys) for keys in AXIS] for rows in AXIS], np.int64)
 
 
 @lru_cache(maxsize=len(AXIS) ** 2)  # the same for every chip
-def _touched(rows: int, keys: int) -> int:
+def _tiles_read(rows: int, keys: int) -> int:
     past = np.arange(TILE, rows + TILE, TILE)  # one past the last query of each tile
     return int(np.minimum((past - min(0, rows - keys)) // TILE, keys // TILE).sum())
 
 
-def _rounded(times: Floats) -> Rows:
+def _round_times(times: Floats) -> Rows:
     return tuple(map(tuple, np.round(times, 4).tolist()))
 
 

@@ -99,13 +99,13 @@ def questions(tokens: int, seed: int) -> Batch:
     the next would not fit; a causal document fills the rest."""
     rng = np.random.Generator(np.random.PCG64(seed))
     samples: list[Sample] = []
-    left = tokens
+    remaining = tokens
     while True:
-        drawn = np.clip(np.rint(1024 * np.exp(rng.standard_normal(9))), 1, 16384).astype(np.int64).tolist()
-        if sum(drawn) >= left:
-            return Batch.from_sequences([*samples, Sample(left)])
-        samples.append(Sample(sum(drawn), masks.shared_question(drawn[0], drawn[1:])))
-        left -= sum(drawn)
+        lengths = np.clip(np.rint(1024 * np.exp(rng.standard_normal(9))), 1, 16384).astype(np.int64).tolist()
+        if sum(lengths) >= remaining:
+            return Batch.from_sequences([*samples, Sample(remaining)])
+        samples.append(Sample(sum(lengths), masks.shared_question(lengths[0], lengths[1:])))
+        remaining -= sum(lengths)
 
 
 def documents(median: float, sigma: float) -> Draw:
@@ -136,11 +136,11 @@ def zeppelin(data: str) -> Draw:
     def draw(tokens: int, seed: int) -> Batch:
         rng = np.random.Generator(np.random.PCG64(seed))
         bins = rng.choice(len(shares), 4096, p=shares)
-        drawn = edges[bins] * (edges[bins + 1] / edges[bins]) ** rng.random(4096)
-        lengths = np.rint(drawn[drawn <= tokens]).astype(np.int64)
+        values = edges[bins] * (edges[bins + 1] / edges[bins]) ** rng.random(4096)
+        lengths = np.rint(values[values <= tokens]).astype(np.int64)
         last = int(np.searchsorted(np.cumsum(lengths), tokens))
-        kept = lengths[: last + 1]
-        return Batch.from_lengths([*kept[:-1].tolist(), tokens - int(kept[:-1].sum())])
+        prefix = lengths[: last + 1]
+        return Batch.from_lengths([*prefix[:-1].tolist(), tokens - int(prefix[:-1].sum())])
 
     return draw
 
@@ -255,21 +255,21 @@ def measure(case: Case | PublishedSetting | Sensitivity) -> dict[str, Any]:
     """The rows of a case, with their setting."""
     start = time.perf_counter()
     if isinstance(case, Case):
-        found = _compared(case)
+        result = _compare_case(case)
     else:
-        found = published.measure(case) if isinstance(case, PublishedSetting) else sensitivity.measure(case)
+        result = published.measure(case) if isinstance(case, PublishedSetting) else sensitivity.measure(case)
     print(f" {case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    return found
+    return result
 
 
-def _compared(case: Case) -> dict[str, Any]:
+def _compare_case(case: Case) -> dict[str, Any]:
     batches = [case.draw(case.ranks * case.tokens_per_rank, seed) for seed in range(case.seeds)]
     baseline = next(recipe for recipe in case.recipes if recipe.name == case.baseline)
-    found = compare_all(
+    result = compare_all(
         batches, case.recipes, baseline, case.setting, lambda done: print(".", end="", file=sys.stderr)
     )
-    if found.broken:
-        raise SystemExit(f"{case.name}: plans of {', '.join(found.broken)} break a rule")
+    if result.broken:
+        raise SystemExit(f"{case.name}: plans of {', '.join(result.broken)} break a rule")
     return {
         "name": case.name,
         "title": case.title,
@@ -282,7 +282,7 @@ def _compared(case: Case) -> dict[str, Any]:
         "cluster": case.setting.cluster.to_data(),
         "model": case.model.to_data(),
         "baseline": case.baseline,
-        "rows": [row.record() | _throughput(case, row.record()) for row in found.rows],
+        "rows": [row.record() | _throughput(case, row.record()) for row in result.rows],
     }
 
 
@@ -318,22 +318,22 @@ ON_PAGE = (
 
 def table(case: Mapping[str, Any]) -> str:
     """A case as a Markdown table, with its refusals below."""
-    if other := {published.FORM: published.table, sensitivity.FORM: sensitivity.table}.get(
+    if table_of := {published.FORM: published.table, sensitivity.FORM: sensitivity.table}.get(
         case.get("form", "")
     ):
-        return other(case)
+        return table_of(case)
     columns = [column for column in COLUMNS if column.title in ON_PAGE]
-    extra = case["name"].startswith("zeppelin")
+    has_extra = case["name"].startswith("zeppelin")
     titles = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
     lines = [
         f"{case['ranks']} ranks x {case['tokens_per_rank']:,} tokens, {case['hardware']}, batches: {case['batches']}; "
         f"sequences: {_range(case['sequences'])}, the longest {_range(case['longest'])} tokens",
         "",
-        *head([*titles, *(["thousand tokens/s, whole layers"] if extra else [])]),
+        *head([*titles, *(["thousand tokens/s, whole layers"] if has_extra else [])]),
     ]
     for row in case["rows"]:
         cells = comparison_cells(row, columns)
-        lines.append(line([*cells, *([f"{row['ktokens_per_s'] or 0:.1f}"] if extra else [])]))
+        lines.append(line([*cells, *([f"{row['ktokens_per_s'] or 0:.1f}"] if has_extra else [])]))
     return "\n".join([*lines, *(f"\n{remark}" for remark in remarks(case["rows"]))])
 
 

@@ -46,9 +46,9 @@ class Figures:
     one_peer: float = 1.0
 
     def hardware(self, hardware: Hardware) -> Hardware:
-        made = {"incast": self.incast, "incast_peers": INCAST_PEERS, "one_peer": self.one_peer}
+        fitted = {"incast": self.incast, "incast_peers": INCAST_PEERS, "one_peer": self.one_peer}
         rate = Figure(self.rate * hardware.inter_gbs.value, "fitted", True)
-        figures: dict[str, Any] = {name: Figure(value, "fitted", True) for name, value in made.items()}
+        figures: dict[str, Any] = {name: Figure(value, "fitted", True) for name, value in fitted.items()}
         return replace(hardware, inter_gbs=rate, **figures)
 
 
@@ -100,33 +100,33 @@ def fcp() -> Pairs:
         "#3, coalesced": ((0.70, 0.69), COALESCED, nullcontext()),
     }
 
-    def efficiency(figures: Figures, schedule: Any, how: AbstractContextManager[Any]) -> tuple[float, ...]:
-        known = figures.hardware(hardware)
-        links = replace(cluster, inter_gbs=known.inter_gbs.value)
+    def efficiency(figures: Figures, schedule: Any, mode: AbstractContextManager[Any]) -> tuple[float, ...]:
+        fitted = figures.hardware(hardware)
+        links = replace(cluster, inter_gbs=fitted.inter_gbs.value)
         recipe = Recipe("fcp", {"shard": FCP_BLOCKS, "place": {"lpt": {}}, "schedule": schedule})
         # only coalesced slots keep the order of the matchings: a gather is posted as a whole
-        planned_for = known if schedule is COALESCED else hardware
-        with how:
+        planned_for = fitted if schedule is COALESCED else hardware
+        with mode:
             plan = _planned(batch, links, LLAMA_70B, recipe, planned_for)
-        runs = simulate(plan, known, links).runs
-        found = []
+        runs = simulate(plan, fitted, links).runs
+        efficiencies = []
         for phase in FLOPS:
-            mine = [run for (_, own), run in runs.items() if own == phase]
-            found.append(sum(run.ideal_us for run in mine) / sum(run.makespan_us for run in mine))
-        return tuple(found)
+            group = [run for (_, run_phase), run in runs.items() if run_phase == phase]
+            efficiencies.append(sum(run.ideal_us for run in group) / sum(run.makespan_us for run in group))
+        return tuple(efficiencies)
 
     return {
-        name: (published, lambda figures, s=schedule, h=how: efficiency(figures, s, h))  # type: ignore[misc]
-        for name, (published, schedule, how) in steps.items()
+        name: (published, lambda figures, s=schedule, h=mode: efficiency(figures, s, h))  # type: ignore[misc]
+        for name, (published, schedule, mode) in steps.items()
     }
 
 
 # --- Zeppelin, Figure 11
 
 
-def _zeppelin(place: Any, schedule: Any, **more: Any) -> Recipe:
+def _zeppelin(place: Any, schedule: Any, **extra: Any) -> Recipe:
     steps = {"shard": {"sequences": {}}, "place": place, "schedule": schedule}
-    return Recipe("zeppelin", steps | more)
+    return Recipe("zeppelin", steps | extra)
 
 
 def zeppelin_ablation() -> Pairs:
@@ -142,15 +142,15 @@ def zeppelin_ablation() -> Pairs:
         "both": (3.51, _zeppelin(parts, routed)),
         "all": (3.64, _zeppelin(parts, routed, remap={"flow": {}})),
     }
-    drawn = [zeppelin("arxiv")(ranks * 4096, seed) for seed in range(batches)]
+    draws = [zeppelin("arxiv")(ranks * 4096, seed) for seed in range(batches)]
 
     def layer_ms(figures: Figures, recipe: Recipe) -> float:
-        known = figures.hardware(hardware)
-        links, total = replace(cluster, inter_gbs=known.inter_gbs.value), 0.0
-        costs = CostModel(known, LLAMA_3B)
-        for batch in drawn:
+        fitted = figures.hardware(hardware)
+        links, total = replace(cluster, inter_gbs=fitted.inter_gbs.value), 0.0
+        costs = CostModel(fitted, LLAMA_3B)
+        for batch in draws:
             plan = _planned(batch, links, LLAMA_3B, recipe, hardware)
-            run = simulate(plan, known, links)
+            run = simulate(plan, fitted, links)
             fullest = batch.tokens / ranks * (1 + plan.report["imbalance"]["tokens"])
             if recipe.step("remap") is not None:
                 fullest = batch.tokens / ranks
@@ -168,21 +168,21 @@ def zeppelin_ablation() -> Pairs:
 
 def magi() -> Pairs:
     """TFLOP/s per GPU, forward and backward, of its native collective and of its all-to-all-v, 3 packs."""
-    (case,) = (one for one in PUBLISHED if one.name == "magi-h100")
+    (case,) = (setting for setting in PUBLISHED if setting.name == "magi-h100")
     hardware = Hardware.load(case.hardware)
 
     def tflops(figures: Figures, recipe: Recipe, ranks: int) -> tuple[float, ...]:
-        known, found = figures.hardware(hardware), []
+        fitted, rates = figures.hardware(hardware), []
         cluster = cluster_of(ranks, None, hardware)
-        links = replace(cluster, inter_gbs=known.inter_gbs.value)
+        links = replace(cluster, inter_gbs=fitted.inter_gbs.value)
         for seed in range(3):
             batch = case.draw(ranks * case.tokens_per_rank, seed)
-            run = simulate(_planned(batch, links, case.model, recipe, hardware), known, links)
+            run = simulate(_planned(batch, links, case.model, recipe, hardware), fitted, links)
             pairs = int((batch.lengths * (batch.lengths + 1) // 2).sum())
             flops = pairs * case.model.q_heads * case.model.head_dim / ranks / 1e9
             times = run.forward_ms, run.backward_ms
-            found.append([each * flops / ms for each, ms in zip(FLOPS.values(), times, strict=True)])
-        return tuple(np.mean(found, axis=0).tolist())
+            rates.append([scale * flops / ms for scale, ms in zip(FLOPS.values(), times, strict=True)])
+        return tuple(np.mean(rates, axis=0).tolist())
 
     return {
         f"{system.name.split(', ')[1]}, {ranks}": (
@@ -222,16 +222,16 @@ def measure(paper: Paper) -> dict[str, Any]:
     """Simulates every step under all candidate figures, and the mean error of each."""
     steps = paper.steps()
     published = {name: list(theirs) for name, (theirs, _) in steps.items()}
-    tried = []
+    attempts = []
     for figures in TRIED:
-        ours = {name: [round(one, 4) for one in simulated(figures)] for name, (_, simulated) in steps.items()}
-        tried.append({"figures": figures.__dict__, "ours": ours, "error": _error(published, ours)})
-    return {"name": paper.name, "columns": list(paper.figures), "published": published, "tried": tried}
+        results = {name: [round(value, 4) for value in simulated(figures)] for name, (_, simulated) in steps.items()}
+        attempts.append({"figures": figures.__dict__, "ours": results, "error": _error(published, results)})
+    return {"name": paper.name, "columns": list(paper.figures), "published": published, "tried": attempts}
 
 
-def _error(published: Mapping[str, Sequence[float]], ours: Mapping[str, Sequence[float]]) -> float:
+def _error(published: Mapping[str, Sequence[float]], results: Mapping[str, Sequence[float]]) -> float:
     """The mean of |ours / theirs - 1|, with ratios above 1 replaced by their inverse."""
-    ratios = np.concatenate([np.log(np.array(ours[name]) / np.array(published[name])) for name in published])
+    ratios = np.concatenate([np.log(np.array(results[name]) / np.array(published[name])) for name in published])
     return round(float(np.exp(np.abs(ratios).mean()) - 1), 4)
 
 
@@ -241,30 +241,30 @@ def _error(published: Mapping[str, Sequence[float]], ours: Mapping[str, Sequence
 def table(paper: Mapping[str, Any]) -> str:
     """A row per step: theirs, and ours with its error under the current figures, under the best candidate, and under
     the best at the current rate."""
-    tried = paper["tried"]
-    today = next(one for one in tried if one["figures"] == TODAY.__dict__)
-    rated = min((one for one in tried if one["figures"]["rate"] == 1.0), key=lambda one: one["error"])
-    best = min(tried, key=lambda one: one["error"])
-    shown = {"today": today, "best at today's rate": rated, "best": best}
-    names = [f"{name}{_words(one['figures'])}" for name, one in shown.items()]
+    attempts = paper["tried"]
+    today = next(attempt for attempt in attempts if attempt["figures"] == TODAY.__dict__)
+    at_rate = min((attempt for attempt in attempts if attempt["figures"]["rate"] == 1.0), key=lambda attempt: attempt["error"])
+    best = min(attempts, key=lambda attempt: attempt["error"])
+    columns = {"today": today, "best at today's rate": at_rate, "best": best}
+    names = [f"{name}{_words(attempt['figures'])}" for name, attempt in columns.items()]
     lines = head(["step", "theirs", *names])
-    for step, theirs in paper["published"].items():
-        lines.append(line([step, *_cells(theirs, [one["ours"][step] for one in shown.values()])]))
-    lines.append(line(["mean error", "", *(f"{one['error']:.0%}" for one in shown.values())]))
+    for step, paper_row in paper["published"].items():
+        lines.append(line([step, *_cells(paper_row, [attempt["ours"][step] for attempt in columns.values()])]))
+    lines.append(line(["mean error", "", *(f"{attempt['error']:.0%}" for attempt in columns.values())]))
     return "\n".join([f"{' / '.join(paper['columns'])}; in brackets ours over theirs", "", *lines])
 
 
 def _words(figures: Mapping[str, float]) -> str:
     named = {"rate": "rate x", "incast": "incast ", "one_peer": "one peer "}
-    changed = [f"{named[key]}{value:g}" for key, value in figures.items() if value != TODAY.__dict__[key]]
-    return f": {', '.join(changed)}" if changed else ""
+    differences = [f"{named[key]}{value:g}" for key, value in figures.items() if value != TODAY.__dict__[key]]
+    return f": {', '.join(differences)}" if differences else ""
 
 
-def _cells(theirs: Sequence[float], ours: Sequence[Sequence[float]]) -> Iterator[str]:
-    yield " / ".join(f"{one:.3g}" for one in theirs)
-    for each in ours:
-        ratios = " / ".join(f"{one / other:.2f}" for one, other in zip(each, theirs, strict=True))
-        yield f"{' / '.join(f'{one:.3g}' for one in each)} ({ratios})"
+def _cells(reference: Sequence[float], results: Sequence[Sequence[float]]) -> Iterator[str]:
+    yield " / ".join(f"{value:.3g}" for value in reference)
+    for row in results:
+        ratios = " / ".join(f"{value / expected:.2f}" for value, expected in zip(row, reference, strict=True))
+        yield f"{' / '.join(f'{value:.3g}' for value in row)} ({ratios})"
 
 
 def main() -> None:

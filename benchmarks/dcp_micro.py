@@ -57,14 +57,14 @@ def measure(seeds: int) -> Iterator[dict[str, Any]]:
             batches = [draw(scale, mask, seed) for seed in range(seeds)]
             ring: list[float] = []
             for recipe in (SYSTEMS[1], SYSTEMS[0], *SYSTEMS[2:]):
-                found = []
+                rows = []
                 for batch in batches:
-                    made = plan(batch, cluster, MODEL, recipe, hardware=hardware, verify=False)
-                    run, moved = simulate(made, hardware), made.report["bytes"]
-                    found.append((run.forward_ms, run.backward_ms, moved["total"], moved["inter_node"]))
-                times = [forward + backward for forward, backward, *_ in found]
+                    candidate = plan(batch, cluster, MODEL, recipe, hardware=hardware, verify=False)
+                    run, traffic = simulate(candidate, hardware), candidate.report["bytes"]
+                    rows.append((run.forward_ms, run.backward_ms, traffic["total"], traffic["inter_node"]))
+                times = [forward + backward for forward, backward, *_ in rows]
                 ring = ring or times
-                forward, backward, total, between = np.mean(found, axis=0).tolist()
+                forward, backward, total, inter_node = np.mean(rows, axis=0).tolist()
                 yield {
                     "mask": mask,
                     "scale": scale,
@@ -72,8 +72,8 @@ def measure(seeds: int) -> Iterator[dict[str, Any]]:
                     "forward_ms": forward,
                     "backward_ms": backward,
                     "bytes": total,
-                    "between_nodes": between,
-                    "most_of_ring": max(one / other for one, other in zip(times, ring, strict=True)),
+                    "between_nodes": inter_node,
+                    "most_of_ring": max(value / reference for value, reference in zip(times, ring, strict=True)),
                 }
 
 
@@ -83,17 +83,17 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args(args)
+    options = parser.parse_args(args)
     rows = []
-    for row in measure(given.seeds):
+    for row in measure(options.seeds):
         rows.append(row)
         print(
             f"{row['mask']:17} {row['scale']:4} {row['system']:19} {row['forward_ms']:7.2f} {row['backward_ms']:7.2f}"
             f" ms {row['bytes'] / 1e9:6.2f} {row['between_nodes'] / 1e9:6.2f} GB {row['most_of_ring']:5.2f}",
             flush=True,
         )
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 

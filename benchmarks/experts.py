@@ -83,14 +83,14 @@ def row(case: PublishedStep) -> dict[str, Any]:
     batch = Batch.from_lengths([TOKENS] * case.sequences, masks_of(case.config))
     form = Parallelism(find_recipe("ring"), case.degrees, 1, "order")
     cluster = Cluster(case.gpus // 8, 8)
-    found = forecast(batch, cluster, model_of(case.config), [form], training, hardware="h100").record()[
+    result = forecast(batch, cluster, model_of(case.config), [form], training, hardware="h100").record()[
         "rows"
     ][0]
     published_row = {"name": case.name, "source": case.source, "published_s": case.seconds, "gpus": case.gpus}
     return published_row | {
-        "step_s": found["step_s"],
-        "parts_s": found["parts_s"],
-        "parallelism": found["name"],
+        "step_s": result["step_s"],
+        "parts_s": result["parts_s"],
+        "parallelism": result["name"],
     }
 
 
@@ -99,15 +99,15 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "| model | GPUs | layout | published s | forecast s (low-high) | forecast / published | parts above 5 % |",
         "|---|--:|---|--:|--:|--:|---|",
     ]
-    for one in rows:
-        step, parts = one["step_s"], sorted(one["parts_s"].items(), key=lambda item: -item[1])
-        said = ", ".join(
+    for case in rows:
+        step, parts = case["step_s"], sorted(case["parts_s"].items(), key=lambda item: -item[1])
+        breakdown = ", ".join(
             f"{name.replace('_', ' ')} {us:.1f}" for name, us in parts if us > 0.05 * step["value"]
         )
-        layout = one["parallelism"].split("order, ")[1]
+        layout = case["parallelism"].split("order, ")[1]
         lines.append(
-            f"| {one['name']} | {one['gpus']:,} | {layout} | {one['published_s']:.1f} | {step['value']:.1f} "
-            f"({step['low']:.1f}-{step['high']:.1f}) | {step['value'] / one['published_s']:.2f} | {said} |"
+            f"| {case['name']} | {case['gpus']:,} | {layout} | {case['published_s']:.1f} | {step['value']:.1f} "
+            f"({step['low']:.1f}-{step['high']:.1f}) | {step['value'] / case['published_s']:.2f} | {breakdown} |"
         )
     return lines
 

@@ -64,42 +64,42 @@ def planned(batch: Batch, cluster: Cluster, recipe: str, hardware: Hardware) -> 
     return simulate(api.plan(batch, cluster, MODEL, recipe=recipe, hardware=hardware, verify=False), hardware)
 
 
-def softmax_ms(found: Simulation) -> float:
-    return found.forward_ms + found.backward_ms
+def softmax_ms(simulation: Simulation) -> float:
+    return simulation.forward_ms + simulation.backward_ms
 
 
 def row(name: str, batch: Batch, cluster: Cluster, hardware: Hardware) -> dict[str, Any]:
     """The milliseconds of a group, forward and backward."""
-    ours, contiguous = (planned(batch, cluster, recipe, hardware) for recipe in ("auto", "contiguous"))
+    auto, contiguous = (planned(batch, cluster, recipe, hardware) for recipe in ("auto", "contiguous"))
     with patch.object(prices, "EARLY_SHARE", 1.0):
-        waiting = simulate(contiguous.plan, hardware)
-    in_order = min(contiguous.recurrent_ms, waiting.recurrent_ms)
-    other = min(
+        baseline = simulate(contiguous.plan, hardware)
+    in_order = min(contiguous.recurrent_ms, baseline.recurrent_ms)
+    converted_ms = min(
         softmax_ms(planned(batch, cluster, recipe, hardware)) for recipe in ("ring", "megatron_hybrid")
     )
     costs = CostModel(hardware, MODEL)
-    whole = sum(run.ideal_us for run in ours.recurrent.values()) / 1e3
+    kernel_ms = sum(run.ideal_us for run in auto.recurrent.values()) / 1e3
     numbers = KIND.conv_channels + 2 * KIND.heads + KIND.heads * KIND.value_dim
     heads_ms = 2 * all_to_all_ms(batch.tokens, numbers, cluster, costs)
     convert_ms = 4 * all_to_all_ms(batch.tokens, HIDDEN, cluster, costs)
     times = {
-        "auto": softmax_ms(ours) + RECURRENT * ours.recurrent_ms,
-        "all-to-all": softmax_ms(ours) + RECURRENT * (whole + heads_ms),
-        "converted": other + RECURRENT * in_order + convert_ms,
+        "auto": softmax_ms(auto) + RECURRENT * auto.recurrent_ms,
+        "all-to-all": softmax_ms(auto) + RECURRENT * (kernel_ms + heads_ms),
+        "converted": converted_ms + RECURRENT * in_order + convert_ms,
     }
     parts = {
-        "recipe": ours.plan.report["search"]["recipe"],
-        "softmax_ms": softmax_ms(ours),
-        "recurrent_ms": ours.recurrent_ms,
-        "kernel_ms": whole,
+        "recipe": auto.plan.report["search"]["recipe"],
+        "softmax_ms": softmax_ms(auto),
+        "recurrent_ms": auto.recurrent_ms,
+        "kernel_ms": kernel_ms,
         "all_to_all_ms": heads_ms,
         "convert_ms": convert_ms,
-        "softmax_converted_ms": other,
+        "softmax_converted_ms": converted_ms,
         "recurrent_contiguous_ms": in_order,
     }
-    gains = {way: times[way] / times["auto"] for way in ("all-to-all", "converted")}
-    least = softmax_ms(ours) + RECURRENT * whole
-    bounds = {way: times[way] / least for way in gains}
+    gains = {method: times[method] / times["auto"] for method in ("all-to-all", "converted")}
+    bound_ms = softmax_ms(auto) + RECURRENT * kernel_ms
+    bounds = {method: times[method] / bound_ms for method in gains}
     return {"lengths": name, "ranks": cluster.ranks, "ms": times, "gains": gains, "bounds": bounds, **parts}
 
 
@@ -107,11 +107,11 @@ def all_to_all_ms(tokens: int, numbers: int, cluster: Cluster, costs: CostModel)
     """The milliseconds of an all-to-all of rows of `numbers` bf16 numbers, spread evenly over the ranks."""
     size = 2 * numbers * tokens / cluster.ranks
     peers, node = cluster.ranks - 1, cluster.ranks_per_node
-    between = size * (cluster.ranks - node) / cluster.ranks / (cluster.inter_gbs_per_rank * 1e3)
-    inside = size * (node - 1) / cluster.ranks / (cluster.intra_gbs * 1e3)
+    inter_us = size * (cluster.ranks - node) / cluster.ranks / (cluster.inter_gbs_per_rank * 1e3)
+    intra_us = size * (node - 1) / cluster.ranks / (cluster.intra_gbs * 1e3)
     latency = cluster.inter_latency_us if cluster.nodes > 1 else cluster.intra_latency_us
-    packed = 2 * float(costs.rowop_us(int(2 * size)))
-    return (max(between, inside) + latency + packed) / 1e3 if peers else 0.0
+    packing_us = 2 * float(costs.rowop_us(int(2 * size)))
+    return (max(inter_us, intra_us) + latency + packing_us) / 1e3 if peers else 0.0
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -119,10 +119,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "lengths, ranks, `auto` ms, of these recurrent, all-to-all over heads, at most, converted, at most"
     )
     lines = head(titles.split(", "))
-    for one in rows:
-        figures = [one["ms"]["auto"], RECURRENT * one["recurrent_ms"]]
-        figures += [one[of][way] for way in ("all-to-all", "converted") for of in ("gains", "bounds")]
-        lines.append(line([one["lengths"], str(one["ranks"]), *(f"{figure:.2f}" for figure in figures)]))
+    for case in rows:
+        figures = [case["ms"]["auto"], RECURRENT * case["recurrent_ms"]]
+        figures += [case[of][method] for method in ("all-to-all", "converted") for of in ("gains", "bounds")]
+        lines.append(line([case["lengths"], str(case["ranks"]), *(f"{figure:.2f}" for figure in figures)]))
     return "\n".join(lines)
 
 
@@ -138,13 +138,13 @@ def main() -> None:
     prices.SHARE, hardware, rows = args.share, Hardware.load("h100"), list[dict[str, Any]]()
     for name, draw in [(path.stem, of_file(path)) for path in args.workloads] or [*loads()]:
         for ranks in map(int, args.ranks.split(",")):
-            found = row(name, draw(ranks * TOKENS), replace(Cluster(), nodes=ranks // 8), hardware)
-            rows.append(found)
-            gains = ", ".join(f"{way} {gain:.2f}" for way, gain in found["gains"].items())
+            record = row(name, draw(ranks * TOKENS), replace(Cluster(), nodes=ranks // 8), hardware)
+            rows.append(record)
+            gains = ", ".join(f"{method} {gain:.2f}" for method, gain in record["gains"].items())
             print(
-                json.dumps(found)
+                json.dumps(record)
                 if args.json
-                else f"{name:20} {ranks:4} {found['ms']['auto']:8.2f} ms; {gains}"
+                else f"{name:20} {ranks:4} {record['ms']['auto']:8.2f} ms; {gains}"
             )
     if not args.workloads and args.share == prices.SHARE:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

@@ -61,17 +61,17 @@ class Run:
     def of(self, method: str, tokens: int, planned: bool = False) -> Activations:
         """The activations of a rank for a sequence of `tokens` tokens: attention as the papers count it, or as our
         plans of the same kind need it."""
-        layers, own = self.layers(method, tokens), tokens // self.gpus
-        rows = self._planned(method, tokens) if planned else self.attention(method, tokens) * own
-        return activations(layers, self.model.layers_of(""), own, rows, RECIPES[method] == "upipe")
+        layers, rank_tokens = self.layers(method, tokens), tokens // self.gpus
+        rows = self._planned(method, tokens) if planned else self.attention(method, tokens) * rank_tokens
+        return activations(layers, self.model.layers_of(""), rank_tokens, rows, RECIPES[method] == "upipe")
 
     def attention(self, method: str, tokens: int) -> float:
         """The bytes per token of the backward kernel (UPipe, Table 6): Q, K, V, O and their gradients; in UPipe's
         stages a part of these, and of another Q."""
         layers, m = self.layers(method, tokens), self.model
-        every = 2 * (attention_row(layers) + output_row(layers) - 4 * m.q_heads)
-        another = m.q_heads * m.head_dim * m.element_bytes
-        return (every + another) / self.stages if RECIPES[method] == "upipe" else every
+        sent = 2 * (attention_row(layers) + output_row(layers) - 4 * m.q_heads)
+        received = m.q_heads * m.head_dim * m.element_bytes
+        return (sent + received) / self.stages if RECIPES[method] == "upipe" else sent
 
     def _planned(self, method: str, tokens: int) -> int:
         recipe = RECIPES[method] if self.gpus <= 8 else OF_NODES[RECIPES[method]]
@@ -79,14 +79,14 @@ class Run:
 
     def seconds(self, method: str, tokens: int) -> tuple[float, float]:
         """The seconds of a step by the forecast, and of these the exposed copies."""
-        found = ap.forecast(
+        result = ap.forecast(
             [ap.Batch.from_lengths([tokens])],
             ap.Cluster(self.gpus // 8, 8),
             self.model,
             recipe_parallelisms([RECIPES[method]]),
             self.training(method, tokens),
         ).rows[0]
-        return found.seconds[0], found.parts()["host"]
+        return result.seconds[0], result.parts()["host"]
 
 
 @cache
@@ -141,11 +141,11 @@ def parts() -> Iterator[str]:
     yield "| GiB a rank, 1M tokens | kept | attention | feed-forward | cross-entropy | peak | on the host |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for run in RUNS:
-        for method, told in TOLD.items():
-            found = run.of(method, M)
-            phases = (found.kept, found.attention, found.feed_forward, found.cross_entropy, found.peak)
-            cells = " | ".join(f"{size / GIB:.2f}" for size in (*phases, found.host))
-            yield f"| {run.name}: {told} | {cells} |"
+        for method, label in TOLD.items():
+            memory = run.of(method, M)
+            phases = (memory.kept, memory.attention, memory.feed_forward, memory.cross_entropy, memory.peak)
+            cells = " | ".join(f"{size / GIB:.2f}" for size in (*phases, memory.host))
+            yield f"| {run.name}: {label} | {cells} |"
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ class Growth:
 def growths() -> Iterator[Growth]:
     for run in RUNS:
         for method, memory in run.memory.items():
-            most = max(memory)
-            ours, planned = (
-                (run.of(method, most * M, of_plans).peak - run.of(method, M, of_plans).peak)
+            largest = max(memory)
+            forecast, planned = (
+                (run.of(method, largest * M, of_plans).peak - run.of(method, M, of_plans).peak)
                 / GIB
-                / (most - 1)
+                / (largest - 1)
                 for of_plans in (False, True)
             )
-            yield Growth(run, method, most, (memory[most] - memory[1]) / (most - 1), ours, planned)
+            yield Growth(run, method, largest, (memory[largest] - memory[1]) / (largest - 1), forecast, planned)
 
 
 def growth() -> Iterator[str]:
@@ -187,30 +187,30 @@ def growth() -> Iterator[str]:
         "formulas with our plans' rows |"
     )
     yield "|---|--:|--:|--:|--:|--:|--:|"
-    for one in growths():
-        rest = f"{one.measured - one.ours:.2f} | {one.rest:.1f}"
-        cells = f"{one.measured:.2f} | {one.ours:.2f} | {rest} | {one.planned:.2f}"
-        yield f"| {one.run.name}: {TOLD[one.method]} | {one.most}M | {cells} |"
+    for record in growths():
+        rest = f"{record.measured - record.ours:.2f} | {record.rest:.1f}"
+        cells = f"{record.measured:.2f} | {record.ours:.2f} | {rest} | {record.planned:.2f}"
+        yield f"| {record.run.name}: {TOLD[record.method]} | {record.most}M | {cells} |"
 
 
 def times() -> Iterator[str]:
     """Yields the table of steps of Ulysses with ALST and of FPDT, measured and forecast, with FPDT's copies."""
-    moved = f"moved a rank, GiB out, in | at {H100.host_gbs.value:.0f} GB/s, s | not hidden, s"
-    yield f"| | tokens | Ulysses, measured, s | forecast | FPDT, measured, s | forecast | {moved} |"
+    heading = f"moved a rank, GiB out, in | at {H100.host_gbs.value:.0f} GB/s, s | not hidden, s"
+    yield f"| | tokens | Ulysses, measured, s | forecast | FPDT, measured, s | forecast | {heading} |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
     for run in RUNS:
         count = run.model.layers_of("")
-        for most in run.throughput["alst"]:
-            tokens = most * M
-            ulysses, fpdt = (tokens / run.gpus / run.throughput[name][most] for name in ("alst", "fpdt"))
+        for millions in run.throughput["alst"]:
+            tokens = millions * M
+            ulysses, fpdt = (tokens / run.gpus / run.throughput[name][millions] for name in ("alst", "fpdt"))
             layers = run.layers("fpdt", tokens)
-            each = [copies(layers, tokens // run.gpus, phase) for phase in ("forward", "backward")]
-            out, back = (count * sum(sizes) / GIB for sizes in zip(*each, strict=True))
-            seconds = count * sum(one.us(H100.host_gbs.value) for one in each) / 1e6
+            transfers = [copies(layers, tokens // run.gpus, phase) for phase in ("forward", "backward")]
+            out, back_gib = (count * sum(sizes) / GIB for sizes in zip(*transfers, strict=True))
+            seconds = count * sum(transfer.us(H100.host_gbs.value) for transfer in transfers) / 1e6
             (ours, _), (chunked, exposed) = (run.seconds(name, tokens) for name in ("alst", "fpdt"))
             steps = f"{ulysses:.0f} | {ours:.0f} | {fpdt:.0f} | {chunked:.0f}"
-            cells = f"{steps} | {out:,.0f}, {back:,.0f} | {seconds:.0f} | {exposed:.0f}"
-            yield f"| {run.name} | {most}M | {cells} |"
+            cells = f"{steps} | {out:,.0f}, {back_gib:,.0f} | {seconds:.0f} | {exposed:.0f}"
+            yield f"| {run.name} | {millions}M | {cells} |"
 
 
 def tables() -> str:

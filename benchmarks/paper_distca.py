@@ -98,27 +98,27 @@ def packed(sequences: int, longest: int, seed: int) -> Packed:
     edges, counts = np.array([0, *PRETRAIN], np.float64), np.array(list(PRETRAIN.values()))
     rng = np.random.Generator(np.random.PCG64(seed))
     bins = rng.choice(len(counts), 1024 * sequences, p=counts / counts.sum())
-    drawn = edges[bins] + (edges[bins + 1] - edges[bins]) * rng.random(len(bins))
-    ends = np.cumsum(np.ceil(drawn * (longest / edges[-1])).astype(np.int64))
-    cuts = np.unique(np.append(ends[ends < sequences * longest], np.arange(sequences + 1) * longest))
-    of = cuts[:-1] // longest
-    return [np.diff(cuts)[of == i].tolist() for i in range(sequences)]
+    values = edges[bins] + (edges[bins + 1] - edges[bins]) * rng.random(len(bins))
+    ends = np.cumsum(np.ceil(values * (longest / edges[-1])).astype(np.int64))
+    bounds = np.unique(np.append(ends[ends < sequences * longest], np.arange(sequences + 1) * longest))
+    owner = bounds[:-1] // longest
+    return [np.diff(bounds)[owner == i].tolist() for i in range(sequences)]
 
 
 def joined(sequences: Packed) -> Batch:
-    return Batch.from_lengths([length for one in sequences for length in one])
+    return Batch.from_lengths([length for sequence in sequences for length in sequence])
 
 
 def dealt(sequences: Packed, groups: int) -> Packed:
     """The sequences ordered so that number i · groups + g is microbatch i of group g: the same number for each group,
     the heaviest first to the group with the least work."""
-    work = [sum(length**2 for length in one) for one in sequences]
-    most = len(sequences) // groups
-    held: list[list[int]] = [[] for _ in range(groups)]
-    for index in sorted(range(len(sequences)), key=lambda one: -work[one]):
-        free = [one for one in held if len(one) < most]
-        min(free, key=lambda one: sum(work[i] for i in one)).append(index)
-    return [sequences[one[i]] for i in range(most) for one in held]
+    work = [sum(length**2 for length in item) for item in sequences]
+    capacity = len(sequences) // groups
+    shares: list[list[int]] = [[] for _ in range(groups)]
+    for index in sorted(range(len(sequences)), key=lambda item: -work[item]):
+        free = [item for item in shares if len(item) < capacity]
+        min(free, key=lambda item: sum(work[i] for i in item)).append(index)
+    return [sequences[item[i]] for i in range(capacity) for item in shares]
 
 
 @dataclass(frozen=True)
@@ -143,22 +143,22 @@ class Setting:
     def drawn(self) -> list[Packed]:
         return [packed(self.sequences, self.longest * K, seed) for seed in range(2)]
 
-    def run(self, drawn: Sequence[Packed], degrees: Degrees = FLAT) -> Run:
-        batches = tuple(joined(one) for one in drawn)
+    def run(self, draws: Sequence[Packed], degrees: Degrees = FLAT) -> Run:
+        batches = tuple(joined(sequences) for sequences in draws)
         return Run("h200", self.nodes, MODELS[self.size], TRAINING, batches, degrees, self.memory_gib)
 
 
 # --- baselines
 
 
-def megatron(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
+def megatron(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
     """Every DP x CP that fits, with `stages` pipeline stages."""
-    found, ranks, sequences = [], setting.ranks // stages, setting.sequences
+    times, ranks, sequences = [], setting.ranks // stages, setting.sequences
     for groups in _divisors(ranks):
         if sequences % (groups * stages):
             continue
         degrees = Degrees(TENSOR, stages, microbatches=sequences // (groups * stages))
-        run = setting.run([dealt(one, groups) for one in drawn], degrees)
+        run = setting.run([dealt(sample, groups) for sample in draws], degrees)
         grid = Parallelism(PER_SEQUENCE, degrees, ranks // groups, "order")
         try:
             steps = run.steps(grid)
@@ -166,14 +166,14 @@ def megatron(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list
             continue
         if run.fits(steps):
             name = f"per-sequence, DP {groups} x CP {ranks // groups}" + f" x PP {stages}" * (stages > 1)
-            found.append(SystemTime(seconds(steps), name))
-    return found
+            times.append(SystemTime(seconds(steps), name))
+    return times
 
 
-def wlb(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
+def wlb(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
     """WLB-ideal's DP x CP grids, with the fewest microbatches that fit."""
     for microbatches in _divisors(setting.sequences // stages):
-        run = setting.run(drawn, Degrees(TENSOR, stages, microbatches=microbatches))
+        run = setting.run(draws, Degrees(TENSOR, stages, microbatches=microbatches))
         try:
             name, steps = run.best_grid("wlb")
         except (ApportionError, SystemExit):
@@ -182,83 +182,83 @@ def wlb(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[Syst
     return []
 
 
-def flexsp(setting: Setting, drawn: Sequence[Packed]) -> list[SystemTime]:
+def flexsp(setting: Setting, draws: Sequence[Packed]) -> list[SystemTime]:
     """FlexSP+ with the most tokens per rank that fit."""
-    run = setting.run(drawn)
+    run = setting.run(draws)
     mean = run.batches[0].tokens / setting.ranks
-    for room in ROOMS:
-        place = {"flexsp": {"linear": True, "capacity": round(room * mean)}}
+    for limit in ROOMS:
+        options = {"flexsp": {"linear": True, "capacity": round(limit * mean)}}
         try:
-            steps = run.whole(with_steps("flexsp", "flexsp", place=place))
+            steps = run.whole(with_steps("flexsp", "flexsp", place=options))
         except ApportionError:
             continue
         if run.fits(steps):
-            return [SystemTime(seconds(steps), f"flexsp, at most {room:g} of the mean")]
+            return [SystemTime(seconds(steps), f"flexsp, at most {limit:g} of the mean")]
     return []
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 # --- DistCA
 
 
 def distca(
-    setting: Setting, drawn: Sequence[Packed], stages: int, hidden: bool = False, ping_pong: bool = False
+    setting: Setting, draws: Sequence[Packed], stages: int, hidden: bool = False, ping_pong: bool = False
 ) -> list[SystemTime]:
     """DistCA under pipeline ticks, with a tick's attention over the ranks of all stages, for every number of
     microbatches that fits. Other work of a tick is one microbatch's. hidden: as in `Run`; ping_pong: whether
     microbatches are halves that take turns in each tick."""
-    found = []
+    times = []
     for count in _divisors(setting.sequences):
         if count < stages:
             continue
         degrees = Degrees(TENSOR, stages, microbatches=count // stages)
-        run = replace(setting.run(drawn, degrees), hidden=hidden)
+        run = replace(setting.run(draws, degrees), hidden=hidden)
         table = tick_table(stages, count, cap=2 * stages - 1)
         try:
             steps = run.whole("distca")
-            attention = [_ticks_seconds(run, table, one, ping_pong) for one in drawn]
+            attention = [_ticks_seconds(run, table, one, ping_pong) for one in draws]
         except ApportionError:
             continue
-        held = min(count, 2 * stages - 1) / min(count, stages)  # microbatches in flight, relative to 1F1B
-        memory = max(one.memory.total + (held - 1) * one.memory.activations.kept for one in steps)
+        in_flight = min(count, 2 * stages - 1) / min(count, stages)  # microbatches in flight, relative to 1F1B
+        memory = max(one.memory.total + (in_flight - 1) * one.memory.activations.kept for one in steps)
         if memory <= run.memory_gib * 2**30:
             work = ("head",) if ping_pong else ("linear", "rows", "head", "tensor_parallel")
-            busy = sum(part(steps, name) for name in work)
-            once = part(steps, "data_parallel") + part(steps, "optimizer")
-            took = float(np.mean(attention)) + busy * table.ticks / (2 * count) + once
+            work_s = sum(part(steps, name) for name in work)
+            fixed_s = part(steps, "data_parallel") + part(steps, "optimizer")
+            total_s = float(np.mean(attention)) + work_s * table.ticks / (2 * count) + fixed_s
             name = f"distca, PP {stages}, {count} microbatches" + ", ping-pong" * ping_pong
-            found.append(SystemTime(took, name))
-    return found
+            times.append(SystemTime(total_s, name))
+    return times
 
 
 def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: bool) -> float:
     """The seconds of attention in all ticks of a step; with ping_pong, of whole layers."""
-    each = len(sequences) // table.microbatches
-    microbatches = [joined(sequences[i * each : (i + 1) * each]) for i in range(table.microbatches)]
+    size = len(sequences) // table.microbatches
+    microbatches = [joined(sequences[i * size : (i + 1) * size]) for i in range(table.microbatches)]
     form = Parallelism(PER_SEQUENCE, FLAT)
     cluster, model, links = form.stage(run.cluster), form.rank_model(run.model), form.stage(run.links)
     halves = [microbatches]
     if ping_pong:
         policy, pack = Policy(PER_SEQUENCE), Wlb(microbatches=2)
-        problems = [Problem(one, cluster, model, policy, run.hardware) for one in microbatches]
+        problems = [Problem(item, cluster, model, policy, run.hardware) for item in microbatches]
         packings = [pack(problem).microbatches for problem in problems]
         halves = [
-            [one.take(packing[half]) for one, packing in zip(microbatches, packings, strict=True)]
+            [item.take(packing[half]) for item, packing in zip(microbatches, packings, strict=True)]
             for half in range(2)
         ]
-    around, costs = around_us(run.setting(form, run.links), projects=False), CostModel(run.hardware, model)
+    other_us, costs = around_us(run.setting(form, run.links), projects=False), CostModel(run.hardware, model)
     total = 0.0
     for tick in range(table.ticks):
         options: Any = {"hardware": run.hardware, "verify": False}
-        made = [plan_tick(table, tick, one, cluster, model, **options)[0] for one in halves]
+        plans = [plan_tick(table, tick, item, cluster, model, **options)[0] for item in halves]
         phase = PHASES[table.phase[tick]]
         if ping_pong:
-            total += turns_us(made[0], made[1], costs, around, links)["default", phase]
+            total += turns_us(plans[0], plans[1], costs, other_us, links)["default", phase]
         else:
-            total += simulate(made[0], run.hardware, links).runs["default", phase].makespan_us
+            total += simulate(plans[0], run.hardware, links).runs["default", phase].makespan_us
     return total * run.model.layers_of("default") / table.stages / 1e6
 
 
@@ -275,43 +275,43 @@ def _flat() -> Iterator[Row]:
     gains: dict[str, list[tuple[float, str]]] = {name: [] for name in MOST}
     hidden: list[float] = []
     for setting in _settings(BATCHES):
-        drawn = setting.drawn()
-        run = setting.run(drawn)
-        mine = run.whole("distca")
-        if not run.fits(mine):  # as published, without a reason: memory suffices for all
+        draws = setting.drawn()
+        run = setting.run(draws)
+        planned_steps = run.whole("distca")
+        if not run.fits(planned_steps):  # as published, without a reason: memory suffices for all
             setting = replace(setting, memory_gib=ENOUGH)
         others = {"Megatron-LM": megatron, "WLB-ideal": wlb, "FlexSP+": flexsp}
-        best = {name: min(found) for name, of in others.items() if (found := of(setting, drawn))}
-        for name, one in best.items():
-            gains[name].append((one.seconds / seconds(mine), one.name))
-            yield _row(setting.case, "distca", one.name, name, (1.0, MOST[name]), gains[name][-1][0])
-        ideal = replace(setting.run(drawn), hidden=True).whole("distca")
-        hidden.append(best["Megatron-LM"].seconds / seconds(ideal))
-    for name, held in gains.items():
-        most, form = max(held)
-        yield _row("most of all settings", "distca", form, name, MOST[name], most)
+        fastest = {name: min(times) for name, method in others.items() if (times := method(setting, draws))}
+        for name, baseline in fastest.items():
+            gains[name].append((baseline.seconds / seconds(planned_steps), baseline.name))
+            yield _row(setting.case, "distca", baseline.name, name, (1.0, MOST[name]), gains[name][-1][0])
+        ideal = replace(setting.run(draws), hidden=True).whole("distca")
+        hidden.append(fastest["Megatron-LM"].seconds / seconds(ideal))
+    for name, results in gains.items():
+        gain, form = max(results)
+        yield _row("most of all settings", "distca", form, name, MOST[name], gain)
     case, name = "most, if ping-pong hid all of DistCA's traffic", "Megatron-LM"
     yield _row(case, "distca", "per-sequence", name, MOST[name], max(hidden))
 
 
 def _pipelined() -> Iterator[Row]:
     for setting in _settings(BATCHES_4D):
-        drawn = setting.drawn()
+        draws = setting.drawn()
         systems = {
-            case: min(one for count in STAGES for one in distca(setting, drawn, count, *how))
-            for case, how in (("", ()), (", traffic hidden", (True,)), (", ping-pong", (False, True)))
+            case: min(base for count in STAGES for base in distca(setting, draws, count, *options))
+            for case, options in (("", ()), (", traffic hidden", (True,)), (", ping-pong", (False, True)))
         }
-        for name, of in {"Megatron-LM": megatron, "WLB-ideal": wlb}.items():
-            if best := [one for count in STAGES for one in of(setting, drawn, count)]:
-                told, one = (1.0, MOST_4D[setting.size][name]), min(best)
-                for case, mine in systems.items():
-                    gain = one.seconds / mine.seconds
-                    yield _row(f"4D: {setting.case}{case}", mine.name, one.name, name, told, gain)
+        for name, method in {"Megatron-LM": megatron, "WLB-ideal": wlb}.items():
+            if candidates := [base for count in STAGES for base in method(setting, draws, count)]:
+                published, base = (1.0, MOST_4D[setting.size][name]), min(candidates)
+                for case, planned in systems.items():
+                    gain = base.seconds / planned.seconds
+                    yield _row(f"4D: {setting.case}{case}", planned.name, base.name, name, published, gain)
 
 
 def _settings(batches: Mapping[str, Mapping[int, Mapping[int, int]]]) -> Iterator[Setting]:
-    for size, held in batches.items():
-        for longest, counts in held.items():
+    for size, by_length in batches.items():
+        for longest, counts in by_length.items():
             for gpus, sequences in counts.items():
                 yield Setting(size, longest, sequences, gpus // GROUP)
 

@@ -72,7 +72,7 @@ class Run:
         return Setting(form, links, self.model, self.training, self.hardware)
 
     def fits(self, steps: Sequence[StepForecast]) -> bool:
-        return max(one.memory.total for one in steps) <= self.memory_gib * 2**30
+        return max(step.memory.total for step in steps) <= self.memory_gib * 2**30
 
     @cache  # noqa: B019 - runs live as long as the process
     def steps(self, form: Parallelism) -> tuple[StepForecast, ...]:
@@ -87,29 +87,29 @@ class Run:
 
     def best_grid(self, recipe: str) -> tuple[str, tuple[StepForecast, ...]]:
         """The fastest static grid of a recipe that fits and drops almost no tokens, and its name."""
-        found = []
+        candidates = []
         for form in static_grids(self.cluster, [recipe], self.degrees):
             try:
                 steps = self.steps(form)
             except ApportionError:
                 continue
-            kept = sum(one.pairs for one in steps) / sum(one.whole_pairs for one in steps)
-            if kept >= KEPT and self.fits(steps):
-                found.append((seconds(steps), str(form), steps))
-        if not found:
+            covered = sum(one.pairs for one in steps) / sum(one.whole_pairs for one in steps)
+            if covered >= KEPT and self.fits(steps):
+                candidates.append((seconds(steps), str(form), steps))
+        if not candidates:
             raise SystemExit(f"no grid of {recipe} fits")
-        _, name, steps = min(found, key=lambda one: one[0])
+        _, name, steps = min(candidates, key=lambda one: one[0])
         return name, steps
 
 
 def seconds(steps: Sequence[StepForecast]) -> float:
     """The seconds of a step, mean over batches."""
-    return float(np.mean([one.seconds for one in steps]))
+    return float(np.mean([step.seconds for step in steps]))
 
 
 def part(steps: Sequence[StepForecast], name: str) -> float:
     """The seconds of one part of a step, mean over batches."""
-    return float(np.mean([one.parts[name] for one in steps]))
+    return float(np.mean([step.parts[name] for step in steps]))
 
 
 def row(

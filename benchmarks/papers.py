@@ -77,13 +77,13 @@ def _upipe_8b(assumed: str) -> Iterator[Row]:
             ours = tokens * K / GROUP / seconds(run.whole(recipe))
             yield row(f"8B, {tokens}K tokens", recipe, "", "tokens/s a GPU", figures[tokens], ours, assumed)
         if tokens in UPIPE_PARTS:
-            held = run.whole("ulysses")
-            again = (part(held, "linear") + part(held, "rows")) / 3  # of the layers without attention
-            attention = part(held, "attention") + part(held, "recomputation") - again
+            steps = run.whole("ulysses")
+            shared = (part(steps, "linear") + part(steps, "rows")) / 3  # of the layers without attention
+            attention = part(steps, "attention") + part(steps, "recomputation") - shared
             for figure, theirs, ours in zip(
                 ("attention and exchanges, s", "all else, s"),
                 UPIPE_PARTS[tokens],
-                (attention, seconds(held) - attention),
+                (attention, seconds(steps) - attention),
                 strict=True,
             ):
                 yield row(f"8B, {tokens}K tokens", "", "ulysses", figure, theirs, ours, assumed)
@@ -105,8 +105,8 @@ ZEPPELIN_RUNS = (("7B", "a800", 1), ("13B", "a800", 2), ("30B", "h200", 2))
 
 
 def _zeppelin(size: str, hardware: str, tensor: int, data: str, ranks: int, batches: int = 2) -> Run:
-    drawn = tuple(zeppelin(data)(ranks * 4 * K, seed) for seed in range(batches))
-    return Run(hardware, ranks // GROUP, ZEPPELIN_MODELS[size], MEGATRON, drawn, Degrees(tensor=tensor))
+    draws = tuple(zeppelin(data)(ranks * 4 * K, seed) for seed in range(batches))
+    return Run(hardware, ranks // GROUP, ZEPPELIN_MODELS[size], MEGATRON, draws, Degrees(tensor=tensor))
 
 
 def routed(parts: int) -> Recipe:
@@ -124,18 +124,18 @@ def of_zeppelin() -> Iterator[Row]:
     gains: list[float] = []
     for size, hardware, tensor in ZEPPELIN_RUNS:
         for data in ZEPPELIN:
-            held = []
+            ratios = []
             for ranks in (16, 32, 64):
                 run = _zeppelin(size, hardware, tensor, data, ranks)
-                held.append(seconds(run.whole("ring")) / seconds(run.whole(routed(GROUP // tensor))))
-            gains += held
+                ratios.append(seconds(run.whole("ring")) / seconds(run.whole(routed(GROUP // tensor))))
+            gains += ratios
             yield row(
                 f"{size}, {hardware}, TP {tensor}, {data}: 16 to 64 GPUs, mean",
                 f"zeppelin-{GROUP // tensor}",
                 "ring",
                 "throughput over TE CP",
                 (1.0, 6.60),
-                float(np.mean(held)),
+                float(np.mean(ratios)),
                 assumed,
             )
     for case, theirs, ours in (
@@ -146,15 +146,15 @@ def of_zeppelin() -> Iterator[Row]:
     ablation = _zeppelin("3B", "a800", 1, "arxiv", 32, 4)
     gain = seconds(ablation.whole("ring")) / seconds(ablation.whole(routed(GROUP)))
     yield row("3B, a800, arxiv, 32 GPUs", "zeppelin-8", "ring", "throughput over TE CP", 3.64, gain, assumed)
-    for name, lengths, (whole, linear) in (
+    for name, lengths, (all_layers, linear) in (
         ("balanced", BALANCED, (817 + 1108, 97)),
         ("skewed", SKEWED, (1002 + 1608, 105)),
     ):
         run = Run("h200", 4, ZEPPELIN_MODELS["7B"], MEGATRON, (Batch.from_lengths(lengths),))
         steps = run.whole(routed(GROUP))
-        layers = sum(part(steps, one) for one in ("attention", "linear", "rows", "remap"))
+        layers = sum(part(steps, part_name) for part_name in ("attention", "linear", "rows", "remap"))
         for figure, published, ours in (
-            ("forward and backward of the slowest rank, ms", whole, layers * 1e3),
+            ("forward and backward of the slowest rank, ms", all_layers, layers * 1e3),
             (
                 "forward of linear modules, ms",
                 linear,
@@ -205,10 +205,10 @@ def dcp() -> Iterator[Row]:
     sparse: list[float] = []
     for data, (median, sigma) in DCP_DATA.items():
         for name in DCP_MASKS:
-            drawn = tuple(
+            draws = tuple(
                 masked(lognormal_lengths(seed, 128 * K, median, sigma).tolist(), name) for seed in range(2)
             )
-            run = Run("a100", 8, model, training, drawn, Degrees(tensor=4))
+            run = Run("a100", 8, model, training, draws, Degrees(tensor=4))
             gain = seconds(run.whole(TE)) / seconds(run.whole("dcp"))
             theirs = (0.94, 1.16) if name == "causal" else (1.00, 1.46)
             sparse += [gain] * (name != "causal")
@@ -234,9 +234,9 @@ def fcp() -> Iterator[Row]:
         for ranks in (16, 128):
             model = replace(LLAMA_70B, sent_gradients="model")
             run = Run("h20", ranks // GROUP, model, Training(), (draw(ranks * 32 * K, 0),))
-            mine = _attention(run.whole(system))
+            planned_s = _attention(run.whole(system))
             for baseline in ("ring", "hybrid_dp", "wlb"):
-                gain = _attention(run.whole(ulysses(baseline))) / mine
+                gain = _attention(run.whole(ulysses(baseline))) / planned_s
                 theirs: Theirs = 1.0 if ranks == 16 else (1.13, 2.21)
                 case = f"`{trace}` documents, {ranks} GPUs"
                 yield row(case, "fcp_paper", baseline, "attention's throughput", theirs, gain, assumed)
@@ -276,43 +276,43 @@ PAPERS = (
 
 def measure(paper: Paper) -> dict[str, Any]:
     start, rows = time.perf_counter(), []
-    for found in paper.rows():
-        rows.append(found)
-        print(f" {paper.name}: {found['case']}, {found['figure']}: {found['ratio']:.3f}", file=sys.stderr)
+    for record in paper.rows():
+        rows.append(record)
+        print(f" {paper.name}: {record['case']}, {record['figure']}: {record['ratio']:.3f}", file=sys.stderr)
     print(f" {paper.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return {"name": paper.name, "rows": rows}
 
 
 def table(paper: Mapping[str, Any]) -> str:
     """A paper as a Markdown table without the rows inside a printed range; their assumptions stand below."""
-    shared = {one["assumed"] for one in paper["rows"]}
-    head = HEAD if len(shared) > 1 else HEAD[:-1]
-    shown = [one for one in paper["rows"] if not _is_inside(one)]
+    assumptions = {record["assumed"] for record in paper["rows"]}
+    head = HEAD if len(assumptions) > 1 else HEAD[:-1]
+    visible = [record for record in paper["rows"] if not _is_inside(record)]
     lines = [line(head), line(["---"] * 4 + ["--:"] * 3 + ["---"] * (len(head) - 7))]
-    lines += [line(_cells(one)[: len(head)]) for one in shown]
-    if inside := len(paper["rows"]) - len(shown):
-        lines += ["", f"Figures inside a range that the paper prints are not shown: {inside}."]
-    return "\n".join(lines if len(shared) > 1 else [*lines, "", f"Assumed: {shared.pop()}."])
+    lines += [line(_cells(record)[: len(head)]) for record in visible]
+    if hidden := len(paper["rows"]) - len(visible):
+        lines += ["", f"Figures inside a range that the paper prints are not shown: {hidden}."]
+    return "\n".join(lines if len(assumptions) > 1 else [*lines, "", f"Assumed: {assumptions.pop()}."])
 
 
-def _is_inside(one: Mapping[str, Any]) -> bool:
-    return isinstance(one["theirs"], list | tuple) and one["ratio"] == 1.0
+def _is_inside(record: Mapping[str, Any]) -> bool:
+    return isinstance(record["theirs"], list | tuple) and record["ratio"] == 1.0
 
 
-def _cells(one: Mapping[str, Any]) -> list[str]:
-    theirs = one["theirs"]
+def _cells(record: Mapping[str, Any]) -> list[str]:
+    published = record["theirs"]
     published_range = (
-        " to ".join(map(_number, theirs)) if isinstance(theirs, list | tuple) else _number(theirs)
+        " to ".join(map(_number, published)) if isinstance(published, list | tuple) else _number(published)
     )
     return [
-        one["case"],
-        one["system"] or "-",
-        one["baseline"] or "-",
-        one["figure"],
+        record["case"],
+        record["system"] or "-",
+        record["baseline"] or "-",
+        record["figure"],
         published_range,
-        _number(one["ours"]),
-        f"{one['ratio']:.2f}",
-        one["assumed"],
+        _number(record["ours"]),
+        f"{record['ratio']:.2f}",
+        record["assumed"],
     ]
 
 

@@ -60,10 +60,10 @@ def steps(recipe: Recipe) -> str:
 
 
 def _caption(params: Any) -> str:
-    said = (
+    texts = (
         f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in params.items()
     )
-    return f" {{{', '.join(said)}}}" if params else ""
+    return f" {{{', '.join(texts)}}}" if params else ""
 
 
 def main() -> None:
@@ -76,8 +76,8 @@ def main() -> None:
             raise SystemExit(f"{path} would have {len(data)} bytes, more than {MOST_BYTES}")
         path.write_bytes(data)
         print(f"{path.relative_to(ROOT)}: {len(data):,} bytes")
-    filled = MARKED.sub(lambda held: f"<!-- recipe: {held[1]} -->\n{facts(held[1])}<!-- end -->", page)
-    PAGE.write_text(filled, encoding="utf-8")
+    text = MARKED.sub(lambda match: f"<!-- recipe: {match[1]} -->\n{facts(match[1])}<!-- end -->", page)
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

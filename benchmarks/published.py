@@ -82,14 +82,14 @@ SHARE = 4  # documents are cut to this fraction of a pack
 def magi_documents(tokens: int, seed: int) -> Batch:
     """Draws a pack: random documents, those longer than a quarter of it in pieces, the last one cut to the rest."""
     lengths = np.array(list(MAGI_DOCUMENTS), np.int64)
-    counts, most = np.array(list(MAGI_DOCUMENTS.values()), np.int64), tokens // SHARE
-    pieces = np.append(lengths % most, most)
-    number = np.append(counts * (lengths % most > 0), (lengths // most * counts).sum())
+    counts, limit = np.array(list(MAGI_DOCUMENTS.values()), np.int64), tokens // SHARE
+    pieces = np.append(lengths % limit, limit)
+    number = np.append(counts * (lengths % limit > 0), (lengths // limit * counts).sum())
     rng = np.random.Generator(np.random.PCG64(seed))
-    drawn = pieces[rng.choice(len(pieces), tokens // 64, p=number / number.sum())]
-    last = int(np.searchsorted(np.cumsum(drawn), tokens))
-    kept = drawn[:last].tolist()
-    return Batch.from_lengths([*kept, tokens - sum(kept)])
+    sizes = pieces[rng.choice(len(pieces), tokens // 64, p=number / number.sum())]
+    last = int(np.searchsorted(np.cumsum(sizes), tokens))
+    prefix = sizes[:last].tolist()
+    return Batch.from_lengths([*prefix, tokens - sum(prefix)])
 
 
 def _with(name: str, recipe: str, **steps: Any) -> Recipe:
@@ -164,18 +164,18 @@ def measure(case: PublishedSetting) -> dict[str, Any]:
 
 def _row(case: PublishedSetting, system: System, ranks: int) -> dict[str, Any]:
     hardware = Hardware.load(case.hardware)
-    cluster, found, lost = cluster_of(ranks, None, hardware), [], []
+    cluster, rates, losses = cluster_of(ranks, None, hardware), [], []
     for seed in range(case.batches):
         batch = case.draw(ranks * case.tokens_per_rank, seed)
         plan = api.plan(batch, cluster, case.model, recipe=system.recipe, seed=seed, hardware=hardware)
         runs = [simulate(plan, *applied(scenario, hardware, cluster)) for scenario in SCENARIOS]
         pairs = int((batch.lengths * (batch.lengths + 1) // 2).sum())
-        found.append([[_tflops(case.model, pairs, ranks, run, phase) for phase in FLOPS] for run in runs])
-        lost.append(
+        rates.append([[_tflops(case.model, pairs, ranks, run, phase) for phase in FLOPS] for run in runs])
+        losses.append(
             [runs[0].lost_ms[name] / sum(runs[0].lost_ms.values()) for name in ("imbalance", "stalls")]
         )
-    means, spread = np.mean(found, axis=0), np.std(found, axis=0)[0]
-    imbalance, stalls = np.mean(lost, axis=0).tolist()
+    means, deviation = np.mean(rates, axis=0), np.std(rates, axis=0)[0]
+    imbalance, stalls = np.mean(losses, axis=0).tolist()
     return {
         "system": system.name,
         "recipe": system.recipe.name,
@@ -185,7 +185,7 @@ def _row(case: PublishedSetting, system: System, ranks: int) -> dict[str, Any]:
             scenario.name: dict(zip(FLOPS, np.round(mean, 1).tolist(), strict=True))
             for scenario, mean in zip(SCENARIOS, means, strict=True)
         },
-        "deviation": dict(zip(FLOPS, np.round(spread, 1).tolist(), strict=True)),
+        "deviation": dict(zip(FLOPS, np.round(deviation, 1).tolist(), strict=True)),
         "imbalance": round(imbalance, 4),
         "stalls": round(stalls, 4),
     }

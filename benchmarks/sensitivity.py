@@ -54,7 +54,7 @@ def measure(case: Sensitivity) -> dict[str, Any]:
     hardware = Hardware.load(case.hardware)
     cluster = cluster_of(case.ranks, None, hardware)
     settings = {scenario.name: applied(scenario, hardware, cluster) for scenario in SCENARIOS}
-    found: dict[str, list[list[float]]] = {recipe: [] for recipe in (*case.recipes, TOLD)}
+    results: dict[str, list[list[float]]] = {recipe: [] for recipe in (*case.recipes, TOLD)}
     for seed in range(case.seeds):
         batch = case.draw(case.ranks * case.tokens_per_rank, seed)
 
@@ -67,12 +67,12 @@ def measure(case: Sensitivity) -> dict[str, Any]:
 
         for recipe in case.recipes:
             plan = planned(recipe, (hardware, cluster))
-            known = simulate(planned(recipe, settings[KNOWN]), *settings[KNOWN])
-            found[recipe].append(
-                [*(_ms(simulate(plan, *setting)) for setting in settings.values()), _ms(known)]
+            reference = simulate(planned(recipe, settings[KNOWN]), *settings[KNOWN])
+            results[recipe].append(
+                [*(_ms(simulate(plan, *setting)) for setting in settings.values()), _ms(reference)]
             )
-        own = [_ms(simulate(planned(BASE, one), *one)) for one in settings.values()]
-        found[TOLD].append([*own, own[list(settings).index(KNOWN)]])
+        row = [_ms(simulate(planned(BASE, pair), *pair)) for pair in settings.values()]
+        results[TOLD].append([*row, row[list(settings).index(KNOWN)]])
     return {
         "form": FORM,
         "name": case.name,
@@ -87,13 +87,13 @@ def measure(case: Sensitivity) -> dict[str, Any]:
                 "recipe": recipe,
                 "ms": dict(zip(_columns(), np.array(times).mean(0).round(4).tolist(), strict=True)),
             }
-            for recipe, times in found.items()
+            for recipe, times in results.items()
         ],
     }
 
 
-def _ms(found: Any) -> float:
-    return float(found.forward_ms + found.backward_ms)
+def _ms(simulation: Any) -> float:
+    return float(simulation.forward_ms + simulation.backward_ms)
 
 
 # --- the page
@@ -115,20 +115,20 @@ def table(case: Mapping[str, Any]) -> str:
     for recipe in (*order, TOLD):
         cells = [f"{times[recipe][name] / times[BASE][name]:.2f}" for name in names]
         if recipe != TOLD:
-            places = [sum(times[one][name] < times[recipe][name] for one in order) + 1 for name in names]
-            cells = [f"{cell} ({place})" for cell, place in zip(cells, places, strict=True)]
+            ranking = [sum(times[first][name] < times[recipe][name] for first in order) + 1 for name in names]
+            cells = [f"{cell} ({place})" for cell, place in zip(cells, ranking, strict=True)]
         lines.append(line([recipe, *cells]))
     ms = [f"{times[BASE][name]:.1f}" for name in names]
     lines.append(line([f"{BASE}, ms", *ms]))
-    turned = [
+    swaps = [
         sum(
-            (times[one][name] < times[other][name]) != (times[one]["nominal"] < times[other]["nominal"])
-            for one, other in combinations(order, 2)
+            (times[first][name] < times[second][name]) != (times[first]["nominal"] < times[second]["nominal"])
+            for first, second in combinations(order, 2)
         )
         for name in names
     ]
     pairs = len(order) * (len(order) - 1) // 2
-    lines.append(line([f"pairs of {pairs} in another order", *map(str, turned)]))
+    lines.append(line([f"pairs of {pairs} in another order", *map(str, swaps)]))
     return "\n".join(lines)
 
 

@@ -39,21 +39,21 @@ def main() -> int:
     if args.list:
         print("\n".join(cases))
         return 0
-    wanted = [name for name in cases if any(name.startswith(one) for one in args.cases)]
-    if args.cases and not wanted:
+    selected = [name for name in cases if any(name.startswith(prefix) for prefix in args.cases)]
+    if args.cases and not selected:
         parser.error(f"no case of that name; cases are {', '.join(cases)}")
-    failed = 0
-    for name in wanted or [name for name in cases if name != "memory"]:
-        began = time.monotonic()
+    failures = 0
+    for name in selected or [name for name in cases if name != "memory"]:
+        start = time.monotonic()
         row: dict[str, Any] = {"case": name, "ok": True}
         try:
             row |= cases[name]()
         except Exception as error:
             row |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
-            failed += 1
-        row["seconds"] = round(time.monotonic() - began, 1)
+            failures += 1
+        row["seconds"] = round(time.monotonic() - start, 1)
         print(json.dumps(row) if args.json else _line(row), flush=True)
-    return int(failed > 0)
+    return int(failures > 0)
 
 
 def _line(row: dict[str, Any]) -> str:

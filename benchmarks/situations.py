@@ -75,8 +75,8 @@ def documents(
     **shape: Any,
 ) -> Callable[[int], Batch]:
     """Log-normal documents."""
-    given = masks.causal() if mask is None else mask
-    return lambda seed: Batch.from_lengths(lognormal_lengths(seed, ranks * tokens, **shape), mask=given)
+    mask_spec = masks.causal() if mask is None else mask
+    return lambda seed: Batch.from_lengths(lognormal_lengths(seed, ranks * tokens, **shape), mask=mask_spec)
 
 
 def fixed(*lengths: int) -> Callable[[int], Batch]:
@@ -96,7 +96,7 @@ def chats(prompt: int, answers: int, mean: int) -> Callable[[int], Batch]:
 
     def draw(seed: int) -> Batch:
         lengths = lognormal_lengths(seed, RANKS * TOKENS, median=mean, sigma=0.7)
-        sizes = [lengths[at : at + answers] for at in range(0, len(lengths) - answers, answers)]
+        sizes = [lengths[first : first + answers] for first in range(0, len(lengths) - answers, answers)]
         masks_ = [masks.shared_question(prompt, [int(size) for size in group]) for group in sizes]
         sequences = [
             Sequence(prompt + int(sum(group)), mask) for group, mask in zip(sizes, masks_, strict=True)
@@ -112,43 +112,43 @@ def mla(heads: int = 128) -> Model:
 
 
 def situations() -> Iterator[Situation]:
-    whole, window = cluster(), masks.sliding_window
+    default, window = cluster(), masks.sliding_window
     half, slow = (0.6,) * 32, tuple(0.8 if rank == 5 else 1.0 for rank in range(RANKS))
-    yield Situation("log-normal", documents(), whole)
-    yield Situation("source files", read("code_lengths.json"), whole)
-    yield Situation("documents", read("doc_lengths.json"), whole)
-    yield Situation("one of 2M", fixed(RANKS * TOKENS), whole)
+    yield Situation("log-normal", documents(), default)
+    yield Situation("source files", read("code_lengths.json"), default)
+    yield Situation("documents", read("doc_lengths.json"), default)
+    yield Situation("one of 2M", fixed(RANKS * TOKENS), default)
     yield Situation("one of 1M, 8 ranks", fixed(1 << 20), cluster(8))
-    yield Situation("two of 1M", fixed(1 << 20, 1 << 20), whole)
-    yield Situation("seven of 292K", fixed(*[292_000] * 7), whole)
-    yield Situation("median 300", documents(median=300, sigma=1.0), whole)
-    yield Situation("8K tokens a rank", documents(tokens=8192), whole)
-    yield Situation("4K tokens a rank", documents(tokens=4096), whole)
-    yield Situation("2K tokens a rank, short samples", documents(tokens=2048, median=400, sigma=0.6), whole)
-    yield Situation("window 4K", documents(mask=window(4096)), whole)
-    yield Situation("window 1K", documents(mask=window(1024)), whole)
-    yield Situation("sink 64, window 4K", documents(mask=masks.sink_window(64, 4096)), whole)
+    yield Situation("two of 1M", fixed(1 << 20, 1 << 20), default)
+    yield Situation("seven of 292K", fixed(*[292_000] * 7), default)
+    yield Situation("median 300", documents(median=300, sigma=1.0), default)
+    yield Situation("8K tokens a rank", documents(tokens=8192), default)
+    yield Situation("4K tokens a rank", documents(tokens=4096), default)
+    yield Situation("2K tokens a rank, short samples", documents(tokens=2048, median=400, sigma=0.6), default)
+    yield Situation("window 4K", documents(mask=window(4096)), default)
+    yield Situation("window 1K", documents(mask=window(1024)), default)
+    yield Situation("sink 64, window 4K", documents(mask=masks.sink_window(64, 4096)), default)
     yield Situation("causal blockwise", documents(mask=masks.causal_blockwise(256, 2, 1)), cluster(32))
-    yield Situation("chunked 8K", documents(mask=masks.chunked(8192)), whole)
-    yield Situation("full", documents(mask=masks.full()), whole)
-    yield Situation("GRPO, R1", read("rollouts/grpo_r1_g8.json"), whole)
-    yield Situation("GRPO, math", read("rollouts/rollout_math_g8.json"), whole)
-    yield Situation("GRPO, gsm8k", read("rollouts/rollout_gsm8k_g4.json"), whole)
-    yield Situation("chat, 16 answers", chats(30, 16, 250), whole)
+    yield Situation("chunked 8K", documents(mask=masks.chunked(8192)), default)
+    yield Situation("full", documents(mask=masks.full()), default)
+    yield Situation("GRPO, R1", read("rollouts/grpo_r1_g8.json"), default)
+    yield Situation("GRPO, math", read("rollouts/rollout_math_g8.json"), default)
+    yield Situation("GRPO, gsm8k", read("rollouts/rollout_gsm8k_g4.json"), default)
+    yield Situation("chat, 16 answers", chats(30, 16, 250), default)
     gemma = documents(mask={"global": masks.causal(), "local": window(1024)})
     layers = {"global": 8, "local": 40}
-    yield Situation("8 global, 40 local", gemma, whole, Model(32, 16, 128, layers=layers))
+    yield Situation("8 global, 40 local", gemma, default, Model(32, 16, 128, layers=layers))
     oss = documents(mask={"global": masks.causal(), "local": window(128)})
     layers = {"global": 18, "local": 18}
-    yield Situation("18 global, 18 local", oss, whole, Model(64, 8, 64, layers=layers))
+    yield Situation("18 global, 18 local", oss, default, Model(64, 8, 64, layers=layers))
     yield Situation("a rank at 0.8", documents(), cluster(speeds=slow))
     yield Situation("half at 0.6", documents(), cluster(speeds=(1.0,) * 32 + half))
-    yield Situation("4 KV heads", documents(), whole, Model(32, 4, 128))
-    yield Situation("1 KV head", documents(), whole, Model(32, 1, 128))
-    yield Situation("32 KV heads", documents(), whole, Model(32, 32, 128))
-    yield Situation("MLA", documents(), whole, mla())
-    yield Situation("MLA, 8K tokens a rank", documents(tokens=8192), whole, mla())
-    yield Situation("MLA, 4K tokens a rank", documents(tokens=4096), whole, mla())
+    yield Situation("4 KV heads", documents(), default, Model(32, 4, 128))
+    yield Situation("1 KV head", documents(), default, Model(32, 1, 128))
+    yield Situation("32 KV heads", documents(), default, Model(32, 32, 128))
+    yield Situation("MLA", documents(), default, mla())
+    yield Situation("MLA, 8K tokens a rank", documents(tokens=8192), default, mla())
+    yield Situation("MLA, 4K tokens a rank", documents(tokens=4096), default, mla())
     yield Situation("16 ranks a node", documents(), cluster(node=16))
     yield Situation("72 ranks in a node", documents(72), cluster(72, 72, intra_gbs=900.0))
     yield Situation("4 ranks a node", documents(), cluster(node=4))
@@ -167,12 +167,12 @@ def a100s() -> Cluster:
 # --- one situation
 
 
-def figures(plan: Plan, found: Simulation) -> dict[str, float]:
+def figures(plan: Plan, simulation: Simulation) -> dict[str, float]:
     """Efficiency over all layers, attainable efficiency, and their ratio."""
     layers = plan.request.model.layers_of
     sums = [
         (layers(kind) * lost.ideal, layers(kind) * lost.attainable, layers(kind) * sum(lost))
-        for (kind, _), lost in found.losses.items()
+        for (kind, _), lost in simulation.losses.items()
     ]
     ideal, attainable, time_ = (sum(column) for column in zip(*sums, strict=True))
     return {"efficiency": ideal / time_, "attainable": ideal / attainable, "share": attainable / time_}
@@ -181,15 +181,15 @@ def figures(plan: Plan, found: Simulation) -> dict[str, float]:
 def attempt(situation: Situation, batch: Batch, recipe: str, seconds: float) -> dict[str, Any]:
     """Figures of one recipe, or the reason for having none; in a child process with a time limit."""
     context = get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_send, args=(theirs, situation, batch, recipe))
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(sender, situation, batch, recipe))
     child.start()
-    theirs.close()
+    sender.close()
     try:
-        if not ours.poll(seconds):
+        if not receiver.poll(seconds):
             return {"reason": f"more than {seconds:g} s"}
-        found: dict[str, Any] = json.loads(ours.recv_bytes())
-        return found
+        result: dict[str, Any] = json.loads(receiver.recv_bytes())
+        return result
     except EOFError:
         return {"reason": "killed, probably for memory"}
     finally:
@@ -197,12 +197,12 @@ def attempt(situation: Situation, batch: Batch, recipe: str, seconds: float) -> 
         child.join()
 
 
-def _send(there: Connection, situation: Situation, batch: Batch, recipe: str) -> None:
-    there.send_bytes(json.dumps(_attempt(situation, batch, recipe)).encode())
+def _send(sender: Connection, situation: Situation, batch: Batch, recipe: str) -> None:
+    sender.send_bytes(json.dumps(_attempt(situation, batch, recipe)).encode())
 
 
 def _attempt(situation: Situation, batch: Batch, recipe: str) -> dict[str, Any]:
-    begin = time.perf_counter()
+    start = time.perf_counter()
     try:
         plan = api.plan(
             batch,
@@ -212,24 +212,24 @@ def _attempt(situation: Situation, batch: Batch, recipe: str) -> dict[str, Any]:
             verify=False,
             hardware=situation.hardware,
         )
-        took = time.perf_counter() - begin
-        found = simulate(plan, situation.hardware)
+        seconds = time.perf_counter() - start
+        simulation = simulate(plan, situation.hardware)
     except ApportionError as error:
         return {"reason": str(error)[:200]}
     except MemoryError:
         return {"reason": "out of memory"}
-    made: dict[str, Any] = figures(plan, found) | {
+    record: dict[str, Any] = figures(plan, simulation) | {
         "tokens": plan.report["imbalance"]["tokens"],
         "pairs": plan.report["imbalance"]["compute"],
-        "time": found.time_imbalance,
-        "planning_ms": round(1e3 * took, 1),
+        "time": simulation.time_imbalance,
+        "planning_ms": round(1e3 * seconds, 1),
     }
     if recipe == "auto":
         verify(plan)
         search = plan.report["search"]
-        made |= {"recipe": search["recipe"], "steps": search["steps"]}
-        made |= {"largest_part": plan.report["plan_bytes"]["largest_rank"], "lost_ms": found.lost_ms}
-    return made
+        record |= {"recipe": search["recipe"], "steps": search["steps"]}
+        record |= {"largest_part": plan.report["plan_bytes"]["largest_rank"], "lost_ms": simulation.lost_ms}
+    return record
 
 
 def row(situation: Situation, singles: list[str], seconds: float, seed: int = 0) -> dict[str, Any]:
@@ -247,12 +247,12 @@ def row(situation: Situation, singles: list[str], seconds: float, seed: int = 0)
 
 def best_of(single: Mapping[str, Mapping[str, Any]]) -> str | None:
     """The fastest recipe that keeps the token cap."""
-    kept = {
-        name: one["efficiency"]
-        for name, one in single.items()
-        if "reason" not in one and one["tokens"] <= 0.0201
+    efficiencies = {
+        name: record["efficiency"]
+        for name, record in single.items()
+        if "reason" not in record and record["tokens"] <= 0.0201
     }
-    return max(kept, key=lambda name: kept[name]) if kept else None
+    return max(efficiencies, key=lambda name: efficiencies[name]) if efficiencies else None
 
 
 # --- the table
@@ -262,17 +262,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     """One line per situation; bold if `auto` is below 0.99 of the best single recipe, or below 0.85 of attainable."""
     heads = ("situation", "attainable", "`auto`", "share", "its recipe", "best single", "ratio")
     lines = [line(heads), line(["---", *["--:"] * 3, "---", "---", "--:"])]
-    for one in rows:
-        auto, best = one["auto"], one["best"]
+    for record in rows:
+        auto, best = record["auto"], record["best"]
         if "reason" in auto:
-            lines.append(line([one["situation"], "-", "-", "-", auto["reason"][:60], best or "-", "-"]))
+            lines.append(line([record["situation"], "-", "-", "-", auto["reason"][:60], best or "-", "-"]))
             continue
-        single = one["single"][best]["efficiency"] if best else None
+        single = record["single"][best]["efficiency"] if best else None
         ratio = auto["efficiency"] / single if single else None
         lines.append(
             line(
                 [
-                    one["situation"],
+                    record["situation"],
                     f"{auto['attainable']:.3f}",
                     f"{auto['efficiency']:.3f}",
                     _marked(auto["share"], 0.85),
@@ -285,8 +285,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _marked(value: float, least: float) -> str:
-    return f"{value:.3f}" if value >= least else f"**{value:.3f}**"
+def _marked(value: float, floor: float) -> str:
+    return f"{value:.3f}" if value >= floor else f"**{value:.3f}**"
 
 
 def main() -> None:
@@ -300,33 +300,33 @@ def main() -> None:
         "--scenario", default="nominal", choices=known_scenarios, help="rows of others are not stored"
     )
     options = parser.parse_args()
-    every = [name for name in entries() if name != "auto" and name not in PROJECTING]
+    recipes = [name for name in entries() if name != "auto" and name not in PROJECTING]
     singles = (
-        every if options.singles == "all" else [] if options.singles == "none" else options.singles.split(",")
+        recipes if options.singles == "all" else [] if options.singles == "none" else options.singles.split(",")
     )
-    keeps = options.scenario == "nominal"
-    held = json.loads(RESULTS.read_text())["rows"] if keeps and RESULTS.exists() else []
-    rows = {one["situation"]: one for one in held}
+    is_nominal = options.scenario == "nominal"
+    saved_rows = json.loads(RESULTS.read_text())["rows"] if is_nominal and RESULTS.exists() else []
+    rows = {saved["situation"]: saved for saved in saved_rows}
     names = [text for text in options.only.split(",") if text]
     warm_up(find_recipe("auto"))
-    every_situation = [each.under(known_scenarios[options.scenario]) for each in situations()]
+    every_situation = [case.under(known_scenarios[options.scenario]) for case in situations()]
     for situation in every_situation:
         if names and not any(text in situation.name for text in names):
             continue
-        made = row(situation, singles, options.seconds)
-        known = rows.get(situation.name)
-        if known:  # keeps other recipes' measurements
-            made["single"] = {**known["single"], **made["single"]}
-            made["best"] = best_of(made["single"])
-        rows[situation.name] = made
-        print(table([made]).splitlines()[-1], file=sys.stderr, flush=True)
-        order = [rows[each.name] for each in every_situation if each.name in rows]
-        if keeps:
+        record = row(situation, singles, options.seconds)
+        old = rows.get(situation.name)
+        if old:  # keeps other recipes' measurements
+            record["single"] = {**old["single"], **record["single"]}
+            record["best"] = best_of(record["single"])
+        rows[situation.name] = record
+        print(table([record]).splitlines()[-1], file=sys.stderr, flush=True)
+        order = [rows[case.name] for case in every_situation if case.name in rows]
+        if is_nominal:
             RESULTS.write_text(json.dumps({"versions": versions(), "rows": order}, indent=1) + "\n")
-    order = [rows[each.name] for each in every_situation if each.name in rows]
+    order = [rows[case.name] for case in every_situation if case.name in rows]
     if options.json:
         print(json.dumps(order, indent=1))
-    elif not keeps:
+    elif not is_nominal:
         print(table(order))
     else:
         write_tables({"situations": table(order)})

@@ -28,12 +28,12 @@ def write_tables(tables: Mapping[str, str], pages: Iterable[Path] = PAGES) -> No
     """Replace the text between `<!-- table: NAME -->` and `<!-- end -->` on the pages; print it."""
     print("\n\n".join(tables.values()))
     for page in pages:
-        before = text = page.read_text(encoding="utf-8")
+        original = text = page.read_text(encoding="utf-8")
         for name, table in tables.items():
             start, marker, tail = text.partition(f"<!-- table: {name} -->\n")
             if marker:
                 text = f"{start}{marker}{table}\n{tail[tail.index('<!-- end -->') :]}"
-        if text != before:
+        if text != original:
             page.write_text(text, encoding="utf-8")
 
 
@@ -47,8 +47,8 @@ def run(
     `prefix` and the name, to its page."""
     parser = argparse.ArgumentParser(description=f"Rows of {results.name} and tables of docs")
     parser.add_argument("--only", help="names of cases, separated by commas; none writes the tables alone")
-    only = parser.parse_args().only
-    names = list(cases) if only is None else [] if only == "none" else only.split(",")
+    selection = parser.parse_args().only
+    names = list(cases) if selection is None else [] if selection == "none" else selection.split(",")
     if unknown := [name for name in names if name not in cases]:
         parser.error(f"no case {', '.join(unknown)}: cases are {', '.join(cases)}")
     rows: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}

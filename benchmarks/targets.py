@@ -96,8 +96,8 @@ PROMISES = {row.name: row for row in _ROWS}
 
 def promised(by_ranks: Mapping[int, float], ranks: int) -> float | None:
     """The promise for `ranks` ranks, each valid from some number of ranks on."""
-    held = [least for least in by_ranks if least <= ranks]
-    return by_ranks[max(held)] if held else None
+    rank_counts = [least for least in by_ranks if least <= ranks]
+    return by_ranks[max(rank_counts)] if rank_counts else None
 
 
 # --- measuring
@@ -139,7 +139,7 @@ def _row(promise: Promise, job: BenchJob, effort: Effort) -> dict[str, Any]:
     plan, steps = runs[-1][0], {step: median(run[2][step] for run in runs) for step in runs[0][2]}
     checked = Times(tuple(timed_verify(plan) for _ in range(min(repeats, 3))))
     report = plan.report
-    kept = ("imbalance", "imbalance_bound", "slots", "max_degree", "rounds", "bytes", "bounds", "plan_bytes")
+    names = ("imbalance", "imbalance_bound", "slots", "max_degree", "rounds", "bytes", "bounds", "plan_bytes")
     return {
         "recipe": plan.request.policy.recipe.to_data(),
         "tokens": report["tokens"],
@@ -147,7 +147,7 @@ def _row(promise: Promise, job: BenchJob, effort: Effort) -> dict[str, Any]:
         "tasks": _tasks(plan),
         "planning_ms": Times(tuple(total for _, total, _ in runs), steps).summary(),
         "verify_ms": checked.summary(),
-        **{key: report[key] for key in kept},
+        **{key: report[key] for key in names},
         "inter_node_bytes_off_over_on": None if promise.node is None else _node_ratio(job),
     }
 
@@ -159,12 +159,12 @@ def _tasks(plan: Plan) -> int:
 
 def _node_ratio(job: BenchJob) -> float | None:
     """The factor of bytes between nodes if tiles are sent directly to all ranks that need them."""
-    recipe, between = find_recipe(job.recipe), []
+    recipe, volumes = find_recipe(job.recipe), []
     for route in ("star", "node"):
         steps = [step for step in recipe if step.step != "route"]
         routed = Recipe(recipe.name, (*steps, Step("route", route, {})))
-        between.append(timed_plan(replace(job, recipe=routed))[0].report["bytes"]["inter_node"])
-    return between[0] / between[1] if between[1] else None
+        volumes.append(timed_plan(replace(job, recipe=routed))[0].report["bytes"]["inter_node"])
+    return volumes[0] / volumes[1] if volumes[1] else None
 
 
 def say(message: str) -> None:
@@ -187,13 +187,13 @@ class Figure:
     def met(self) -> bool:
         if self.promise is None or self.value is None:
             return True
-        over = self.value - self.promise
-        return (-over if self.least else over) <= 1e-9
+        excess = self.value - self.promise
+        return (-excess if self.least else excess) <= 1e-9
 
     def __str__(self) -> str:
         """Formats the number, bold if the promise is broken."""
-        shown = "-" if self.value is None else f"{self.value:.{self.digits}f}"
-        return shown if self.met else f"**{shown}**"
+        text = "-" if self.value is None else f"{self.value:.{self.digits}f}"
+        return text if self.met else f"**{text}**"
 
 
 Rows = Sequence[Mapping[str, Any]]
@@ -204,7 +204,7 @@ def quality(promise: Promise, rows: Rows) -> dict[str, Figure]:
     ranks = rows[0]["ranks"]
     compute = max(row["imbalance"]["compute"] for row in rows)
     tokens = max(row["imbalance"]["tokens"] for row in rows)
-    over = max((1 + row["imbalance"]["compute"]) / row["imbalance_bound"] for row in rows)
+    excess = max((1 + row["imbalance"]["compute"]) / row["imbalance_bound"] for row in rows)
     gaps = [gap for row in rows if (gap := row["bounds"]["kv_bytes"]["gap"])]
     shares = [row["slots"] / row["max_degree"] for row in rows if row["max_degree"]]
     node = [ratio for row in rows if (ratio := row["inter_node_bytes_off_over_on"])]
@@ -212,7 +212,7 @@ def quality(promise: Promise, rows: Rows) -> dict[str, Figure]:
     slower = max(row["verify_ms"]["p50"] / row["planning_ms"]["p50"] for row in rows)
     return {
         "compute %": Figure(100 * compute, _percent(promised(promise.compute, ranks))),
-        "max/mean over bound": Figure(over, promise.over_bound, 3),
+        "max/mean over bound": Figure(excess, promise.over_bound, 3),
         "tokens %": Figure(100 * tokens, _percent(promise.tokens)),
         "slots / Δ": Figure(max(shares, default=None), 1.0 if promise.slots else None),
         "KV bytes over bound": Figure(max(gaps, default=None), promised(promise.kv, ranks)),
@@ -257,12 +257,12 @@ def _times_table(rows: Rows) -> str:
 
 def _times_cell(promise: Promise, ranks: int, rows: Rows) -> str:
     """Medians of planning and of verification, each the median over seeds, and the promise of planning."""
-    wanted = promise.ms.get(ranks)
-    aim = "" if wanted is None else f" ({wanted:g})"
+    goal = promise.ms.get(ranks)
+    aim = "" if goal is None else f" ({goal:g})"
     if not rows:
         return f"-{aim}"
     plan, check = (median(row[key]["p50"] for row in rows) for key in ("planning_ms", "verify_ms"))
-    return f"{Figure(plan, wanted, 1)} / {check:.1f}{aim}"
+    return f"{Figure(plan, goal, 1)} / {check:.1f}{aim}"
 
 
 def _quality_table(rows: Rows) -> str:
@@ -273,7 +273,7 @@ def _quality_table(rows: Rows) -> str:
             lines = head(["recipe", "ranks", *figures])
         lines.append(line([name, str(ranks), *map(str, figures.values())]))
     refused = {(row["name"], row["ranks"]): row["refused"] for row in rows if "refused" in row}
-    return "\n".join([*lines, *(f"\n{name}, {ranks} ranks: {why}" for (name, ranks), why in refused.items())])
+    return "\n".join([*lines, *(f"\n{name}, {ranks} ranks: {reason}" for (name, ranks), reason in refused.items())])
 
 
 # --- the command
@@ -292,11 +292,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--patience", type=float, default=2.0, help="longest seconds per plan")
     parser.add_argument("--json", action="store_true", help="print the rows, write nothing")
-    given = parser.parse_args()
-    given.names = [name for name in (given.only or ",".join(PROMISES)).split(",") if name != "none"]
-    if unknown := [name for name in given.names if name not in PROMISES]:
+    options = parser.parse_args()
+    options.names = [name for name in (options.only or ",".join(PROMISES)).split(",") if name != "none"]
+    if unknown := [name for name in options.names if name not in PROMISES]:
         parser.error(f"no row {', '.join(unknown)}: rows are {', '.join(PROMISES)}")
-    return given
+    return options
 
 
 def measured(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
@@ -313,22 +313,22 @@ def measured(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def merged(held: Rows, fresh: Rows) -> list[Mapping[str, Any]]:
+def merged(old_rows: Rows, new_rows: Rows) -> list[Mapping[str, Any]]:
     """All rows in the order of the tables, with fresh rows replacing older ones."""
     names = list(PROMISES)
-    known = [row for row in (*held, *fresh) if row["name"] in names]
-    rows = {(names.index(row["name"]), row["ranks"], row["seed"]): row for row in known}
+    combined = [row for row in (*old_rows, *new_rows) if row["name"] in names]
+    rows = {(names.index(row["name"]), row["ranks"], row["seed"]): row for row in combined}
     return [rows[key] for key in sorted(rows)]
 
 
 def main() -> None:
-    given = _arguments()
-    ranks = (*given.ranks, LARGE) if given.large and LARGE not in given.ranks else given.ranks
-    fresh = list(measured(given.names, Effort(ranks, given.seeds, given.repeats, given.patience)))
-    if given.json:
-        print(json.dumps(fresh, indent=1))
+    options = _arguments()
+    ranks = (*options.ranks, LARGE) if options.large and LARGE not in options.ranks else options.ranks
+    new_rows = list(measured(options.names, Effort(ranks, options.seeds, options.repeats, options.patience)))
+    if options.json:
+        print(json.dumps(new_rows, indent=1))
         return
-    rows = merged(json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else [], fresh)
+    rows = merged(json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else [], new_rows)
     RESULTS.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
     write_tables(tables(rows))
     print(f"rows are in {RESULTS}")

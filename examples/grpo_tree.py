@@ -63,13 +63,13 @@ def rollouts(policy):
     for copies, steps in BRANCHES:
         tokens = tokens.repeat_interleave(copies, 0)
         for _ in range(steps):
-            drawn = log_probs_of(policy, tokens)[:, -1].exp().multinomial(1)
-            tokens = torch.cat([tokens, drawn], 1)
-    likely = log_probs_of(policy, tokens[:, :-1]).gather(2, tokens[:, 1:, None])[..., 0]
-    before = (tokens[:, PROMPT:-1] == STOP).cumsum(1) == 0
-    lengths = (PROMPT + 1 + before.sum(1)).tolist()
+            next_tokens = log_probs_of(policy, tokens)[:, -1].exp().multinomial(1)
+            tokens = torch.cat([tokens, next_tokens], 1)
+    token_probs = log_probs_of(policy, tokens[:, :-1]).gather(2, tokens[:, 1:, None])[..., 0]
+    is_answer = (tokens[:, PROMPT:-1] == STOP).cumsum(1) == 0
+    lengths = (PROMPT + 1 + is_answer.sum(1)).tolist()
     samples = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-    old = [torch.cat([row.new_zeros(1), row])[: len(ids)] for row, ids in zip(likely, samples, strict=True)]
+    old = [torch.cat([row.new_zeros(1), row])[: len(ids)] for row, ids in zip(token_probs, samples, strict=True)]
     rewards = torch.stack([(ids[PROMPT:] % 2).float().mean() for ids in samples]).view(PROMPTS, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     return samples, old, advantages.flatten()
@@ -94,8 +94,8 @@ def grpo(log_probs, old, advantages, weights):
     """This rank's share of the clipped objective, with a penalty for leaving the old policy."""
     ratio = (log_probs - old).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-    away = old - log_probs
-    return ((KL * (away.exp() - away - 1) - gain) * weights).sum()
+    difference = old - log_probs
+    return ((KL * (difference.exp() - difference - 1) - gain) * weights).sum()
 
 
 def logits_of(policy, batch):
@@ -115,9 +115,9 @@ class Folded:
         self.answers = [torch.arange(len(ids)) >= PROMPT for ids in samples]
 
     def loss(self, policy, batch):
-        found = ap.trees.unfold(self.dataset, batch, self.answers)
-        log_probs = found.log_probs(logits_of(policy, batch))
-        return grpo(log_probs, *(found.take(values) for values in self.known))
+        predictions = ap.trees.unfold(self.dataset, batch, self.answers)
+        log_probs = predictions.log_probs(logits_of(policy, batch))
+        return grpo(log_probs, *(predictions.take(values) for values in self.known))
 
 
 class Independent:
@@ -150,7 +150,7 @@ class Independent:
 
 def train(task):
     """(loss, gradient) of each step; each step has all samples."""
-    policy, told = new_policy(), []
+    policy, results = new_policy(), []
     lengths = [int(length) for length in task.dataset.lengths]
     per_rank = -(-sum(lengths) // RANKS)
     steps = [list(range(len(lengths)))] * STEPS
@@ -164,10 +164,10 @@ def train(task):
         for share in (loss.detach(), gradient):
             dist.all_reduce(share)
         with torch.no_grad():
-            stepped = parameters_to_vector(policy.parameters()) - RATE * gradient
-            vector_to_parameters(stepped, policy.parameters())
-        told.append((loss.item(), gradient))
-    return told
+            updated = parameters_to_vector(policy.parameters()) - RATE * gradient
+            vector_to_parameters(updated, policy.parameters())
+        results.append((loss.item(), gradient))
+    return results
 
 
 def work(rank, folder):
@@ -187,12 +187,12 @@ def report(forest, folded, independent):
     print(
         f"{forest.samples} rollouts: {tokens} tokens fold to {folded_tokens}, {pairs} pairs to {folded_pairs}"
     )
-    for step, ((loss, gradient), (other, expected)) in enumerate(zip(folded, independent, strict=True)):
-        apart = ((gradient - expected).abs().max() / expected.abs().max()).item()
+    for step, ((loss, gradient), (plain_loss, expected)) in enumerate(zip(folded, independent, strict=True)):
+        gap = ((gradient - expected).abs().max() / expected.abs().max()).item()
         print(
-            f"step {step}: loss {loss:.6f} folded, {other:.6f} not; gradients {apart:.0e} of the largest apart"
+            f"step {step}: loss {loss:.6f} folded, {plain_loss:.6f} not; gradients {gap:.0e} of the largest apart"
         )
-        if apart > TOLERANCE or abs(loss - other) > TOLERANCE:
+        if gap > TOLERANCE or abs(loss - plain_loss) > TOLERANCE:
             raise SystemExit("folded and independent samples must agree")
 
 

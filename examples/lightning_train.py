@@ -71,7 +71,7 @@ def main() -> None:
     seed_everything(0)
     options = {"microbatches": MICROBATCHES, "drop_last": True}
     train = PlannedBatches(lambda: loader(Documents(240, seed=0), **options))
-    evaluated = PlannedBatches(lambda: loader(Documents(20, seed=1)), training=False)
+    validation = PlannedBatches(lambda: loader(Documents(20, seed=1)), training=False)
     trainer = Trainer(
         strategy="ddp",
         accelerator="cpu",
@@ -83,7 +83,7 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Net(), train, evaluated)
+    trainer.fit(Net(), train, validation)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ torch.Tensor.cuda = lambda self, *_, **__: self
 
 
 def _on_cpu(make):
-    def made(*args, **options):
+    def wrapper(*args, **options):
         if str(options.get("device")) == "cuda":
             options["device"] = "cpu"
         return make(*args, **options)
 
-    return made
+    return wrapper
 
 
 for _name in ("ones", "zeros", "empty", "tensor"):

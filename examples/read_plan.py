@@ -114,74 +114,74 @@ class Part:
 def read_part(data, rank, header, moves):
     """A rank's tables. moves: of the plan."""
     part = Part(data)
-    found = {"rank": rank, "layouts": [part.table("spans") for _ in header["layouts"]]}
-    found["programs"] = {
+    result = {"rank": rank, "layouts": [part.table("spans") for _ in header["layouts"]]}
+    result["programs"] = {
         kind: {phase: {name: part.table(name) for name in PROGRAM} for phase in header["phases"]}
         for kind in header["kinds"]
     }
-    found["moves"] = [part.table("moves") for _ in moves]
+    result["moves"] = [part.table("moves") for _ in moves]
     if "recurrent" in header:
-        found["recurrent"] = {name: part.table(name) for name in RECURRENT}
+        result["recurrent"] = {name: part.table(name) for name in RECURRENT}
     part.end()
-    return found
+    return result
 
 
-def slice_id(held):
+def slice_id(envelope):
     """The id of the plan that a slice belongs to, computed up the tree from its part and the other sections."""
-    node, i, n, path = digest(b"\0" + held["part"]), held["rank"], held["ranks"], list(held["path"])
+    node, i, n, path = digest(b"\0" + envelope["part"]), envelope["rank"], envelope["ranks"], list(envelope["path"])
     require(
-        0 <= i < n <= 65535 and len(held["digests"]) == 2, "parts: a slice of no rank, or without digests"
+        0 <= i < n <= 65535 and len(envelope["digests"]) == 2, "parts: a slice of no rank, or without digests"
     )
-    require(all(len(one) == 32 for one in path + held["digests"]), "id: a digest has 32 bytes")
+    require(all(len(entry) == 32 for entry in path + envelope["digests"]), "id: a digest has 32 bytes")
     while n > 1:
         if i ^ 1 < n:
             require(path, "id: the path is too short")
-            beside = path.pop(0)
-            node = digest(b"\1" + (beside + node if i % 2 else node + beside))
+            sibling = path.pop(0)
+            node = digest(b"\1" + (sibling + node if i % 2 else node + sibling))
         i, n = i // 2, (n + 1) // 2
     require(not path, "id: the path is too long")
-    request, report = held["digests"]
-    sections = [digest(held["header"]), request, digest(held["layouts"]), digest(held["moves"]), report, node]
-    cap = held["token_cap"]
+    request, report = envelope["digests"]
+    sections = [digest(envelope["header"]), request, digest(envelope["layouts"]), digest(envelope["moves"]), report, node]
+    cap = envelope["token_cap"]
     require(
-        cap[8:] == digest(held["id"] + cap[:8])[:8] and len(cap) == 16, "id: a token cap without its hash"
+        cap[8:] == digest(envelope["id"] + cap[:8])[:8] and len(cap) == 16, "id: a token cap without its hash"
     )
     return digest(b"apportion.plan\0" + b"".join(sections))
 
 
 def read_plan(data):
     """Reads a plan or a slice, with sections and parts as plain data, rows in place of cells. Raises Refused."""
-    held = msgpack.unpackb(data)
-    known = isinstance(held, dict) and held["format"] in ("apportion.plan", "apportion.slice")
-    require(known, "envelope: neither a plan nor a slice")
-    require(held["version"][0] == 3 and held["version"][1] >= 0, f"version: {held['version']}, 3.x is read")
-    whole = held["format"] == "apportion.plan"
-    parts = held["parts"] if whole else [held["part"]]
-    bins = [*(held[name] for name in (SECTIONS if whole else SLICED)), *parts, held["id"]]
-    bins += [] if whole else [*held["digests"], *held["path"]]
+    envelope = msgpack.unpackb(data)
+    is_known = isinstance(envelope, dict) and envelope["format"] in ("apportion.plan", "apportion.slice")
+    require(is_known, "envelope: neither a plan nor a slice")
+    require(envelope["version"][0] == 3 and envelope["version"][1] >= 0, f"version: {envelope['version']}, 3.x is read")
+    is_plan = envelope["format"] == "apportion.plan"
+    parts = envelope["parts"] if is_plan else [envelope["part"]]
+    bins = [*(envelope[name] for name in (SECTIONS if is_plan else SLICED)), *parts, envelope["id"]]
+    bins += [] if is_plan else [*envelope["digests"], *envelope["path"]]
     require(all(isinstance(item, bytes) for item in bins), "envelope: sections, parts and digests are bin")
-    real = plan_id(held) if whole else slice_id(held)
+    real = plan_id(envelope) if is_plan else slice_id(envelope)
     require(
-        held["id"] == real, f"id: stored is {held['id'].hex()}, which is not that of the bytes, {real.hex()}"
+        envelope["id"] == real, f"id: stored is {envelope['id'].hex()}, which is not that of the bytes, {real.hex()}"
     )
-    found = {"id": held["id"].hex(), **{name: msgpack.unpackb(held[name]) for name in SLICED}}
-    check_sections(found, held["version"])
-    ranks = len(parts) if whole else held["ranks"]
-    require(ranks == found["header"]["ranks"], "parts: not as many as ranks")
-    first = 0 if whole else held["rank"]
-    parts = [read_part(part, rank, found["header"], found["moves"]) for rank, part in enumerate(parts, first)]
+    plan = {"id": envelope["id"].hex(), **{name: msgpack.unpackb(envelope[name]) for name in SLICED}}
+    check_sections(plan, envelope["version"])
+    ranks = len(parts) if is_plan else envelope["ranks"]
+    require(ranks == plan["header"]["ranks"], "parts: not as many as ranks")
+    first = 0 if is_plan else envelope["rank"]
+    parts = [read_part(part, rank, plan["header"], plan["moves"]) for rank, part in enumerate(parts, first)]
     for part in parts:
-        check_part(part, found)
-    return found | ({"parts": parts} if whole else {"rank": held["rank"], "part": parts[0]})
+        check_part(part, plan)
+    return plan | ({"parts": parts} if is_plan else {"rank": envelope["rank"], "part": parts[0]})
 
 
-def check_sections(found, version):
-    check_header(found["header"], version)
-    layouts = found["layouts"]
-    require(set(layouts) == set(found["header"]["layouts"]), "sections: not the layouts of the header")
+def check_sections(plan, version):
+    check_header(plan["header"], version)
+    layouts = plan["layouts"]
+    require(set(layouts) == set(plan["header"]["layouts"]), "sections: not the layouts of the header")
     require(len({layout["tokens"] for layout in layouts.values()}) == 1, "sections: layouts of other tokens")
-    require(all(set(pair) <= set(layouts) for pair in found["moves"]), "sections: moves of no layout")
-    require(len(set(map(tuple, found["moves"]))) == len(found["moves"]), "sections: a move twice")
+    require(all(set(pair) <= set(layouts) for pair in plan["moves"]), "sections: moves of no layout")
+    require(len(set(map(tuple, plan["moves"]))) == len(plan["moves"]), "sections: a move twice")
 
 
 def check_header(header, version):
@@ -205,9 +205,9 @@ def check_header(header, version):
     require(phases and phases == header["phases"], "sections: phases")
     require(set(header["diagonals"]) == set(header["kinds"]), "sections: diagonals must be of each kind")
     for pairs in header["diagonals"].values():
-        rises = len(pairs) <= 8 and pairs == sorted(map(list, set(map(tuple, pairs))))
-        right = rises and all(-(2**62) <= low <= high <= 2**62 for low, high in pairs)
-        require(right, "sections: impossible diagonals")
+        is_sorted = len(pairs) <= 8 and pairs == sorted(map(list, set(map(tuple, pairs))))
+        is_valid = is_sorted and all(-(2**62) <= low <= high <= 2**62 for low, high in pairs)
+        require(is_valid, "sections: impossible diagonals")
     if "recurrent" in header:
         check_recurrent(header)
     for heads in header["head_sets"]:
@@ -228,9 +228,9 @@ def check_recurrent(header):
         require(right, "sections: an impossible recurrent kind")
 
 
-def check_part(part, found):
+def check_part(part, plan):
     """Checks that numbers are in range, and lists are fully used."""
-    header, tokens = found["header"], found["layouts"][found["header"]["home_layout"]]["tokens"]
+    header, tokens = plan["header"], plan["layouts"][plan["header"]["home_layout"]]["tokens"]
     for spans in part["layouts"]:
         check_rows("spans", spans, {})
         require(all(span["token"] + span["length"] <= tokens for span in spans), "values: beyond the tokens")
@@ -263,38 +263,38 @@ def check_tables(tables, kinds, limits):
         )
     require(all(row["run"] < len(runs) for row in tables["states"]), "indexes: a run that does not exist")
     rows = max(max(kind["conv"] for kind in kinds) - 1, 0) * len(runs)
-    inside = all(row["send"] or row["row"] + row["rows"] <= rows for row in tables["halo"])
-    require(inside, "indexes: rows of the halo that do not exist")
+    fits = all(row["send"] or row["row"] + row["rows"] <= rows for row in tables["halo"])
+    require(fits, "indexes: rows of the halo that do not exist")
 
 
 def check_rows(table, rows, limits):
-    most = MOST | limits
+    maxima = MOST | limits
     for row in rows:
         for column, value in row.items():
             name = f"{table}.{column}"
-            high = most.get(name, most.get(column, 2**48))
-            require(LEAST.get(name, 0) <= value <= high, f"values: {name} = {value} is out of range")
+            maximum = maxima.get(name, maxima.get(column, 2**48))
+            require(LEAST.get(name, 0) <= value <= maximum, f"values: {name} = {value} is out of range")
 
 
 def check_program(program, header):
     tensors = [arena["tensor"] for arena in program["arenas"]]
     require(len(set(tensors)) == len(tensors), "values: two arenas of a tensor")
     for number, operand in enumerate(program["operands"]):
-        none = [operand["tensor"] == 0, operand["rows"] == 0]
-        right = not any(none) if number else not any(operand.values())
-        require(right, "values: operand 0 is none, and no other is")
+        is_none = [operand["tensor"] == 0, operand["rows"] == 0]
+        is_valid = not any(is_none) if number else not any(operand.values())
+        require(is_valid, "values: operand 0 is none, and no other is")
         heads = header["head_sets"][operand["heads"] - 1] if operand["heads"] else [0]
         fits = operand["tensor"] not in (3, 7) or max(heads) < header["kv_heads"]
         require(fits, "indexes: a KV head that does not exist")
-    used = dict.fromkeys(PROGRAM[3:], 0)
+    counts = dict.fromkeys(PROGRAM[3:], 0)
     for step in program["instructions"]:
         stray = step["channel"] or step["mode"] or (step["op"] != 2 and step["round"])
         require(step["op"] == 1 or not stray, "values: round, channel and mode are for launch")
         if LISTS.get(step["op"], "rowops"):
-            used[LISTS.get(step["op"], "rowops")] += step["count"]
+            counts[LISTS.get(step["op"], "rowops")] += step["count"]
         else:
             require(step["count"] == 0, "values: wait takes no list")
-    require(all(used[name] == len(program[name]) for name in used), "counts: they do not add up to the lists")
+    require(all(counts[name] == len(program[name]) for name in counts), "counts: they do not add up to the lists")
 
 
 def plain(plan):
@@ -315,8 +315,8 @@ def plain(plan):
 
 
 def show_operand(tensor, space, row, rows, heads, **_):
-    where = f"{TENSORS[tensor]}.{('home', 'work')[space]}[{row}:{row + rows})"
-    return (where + f" head set {heads}" if heads else where) if tensor else "none"
+    text = f"{TENSORS[tensor]}.{('home', 'work')[space]}[{row}:{row + rows})"
+    return (text + f" head set {heads}" if heads else text) if tensor else "none"
 
 
 def show_program(tables):
@@ -325,8 +325,8 @@ def show_program(tables):
         print(f"{number:6d} {OPS[step['op']]}", *([step["round"]] if step["op"] <= 2 else []))
         for _ in range(step["count"]):
             row = next(lists[LISTS.get(step["op"], "rowops")])
-            shown = {n: show_operand(**tables["operands"][v]) if n in INDEXES else v for n, v in row.items()}
-            print("         ", *(f"{name}={value}" for name, value in shown.items()))
+            values = {n: show_operand(**tables["operands"][v]) if n in INDEXES else v for n, v in row.items()}
+            print("         ", *(f"{name}={value}" for name, value in values.items()))
 
 
 def show(plan, rank):

@@ -80,9 +80,9 @@ class Operand:
         return (tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns) or (0,)
 
     def __str__(self) -> str:
-        where = "home" if self.is_home else "work"
+        space = "home" if self.is_home else "work"
         heads = "" if not self.heads else f" heads {','.join(map(str, self.heads))}"
-        return f"{TENSOR_NAMES[self.tensor]}.{where}[{self.row}:{self.row + self.rows}){heads}"
+        return f"{TENSOR_NAMES[self.tensor]}.{space}[{self.row}:{self.row + self.rows}){heads}"
 
 
 class Transfer(NamedTuple):
@@ -207,9 +207,9 @@ class Program:
         """True if rows of dX are written once, by the projection, and never accumulated."""
         rows = [(step.op, row) for step in self.steps for row in step.rowops]
         named = [op for op, row in rows for index in (row.a, row.c, row.d) if self._is_dx(index)]
-        once = [op for op, row in rows if op == Op.PROJECT_GRAD and row.first]
-        sent = (one.operand for step in self.steps for one in step.transfers)
-        return len(named) == len(once) and not any(map(self._is_dx, sent))
+        pushes = [op for op, row in rows if op == Op.PROJECT_GRAD and row.first]
+        operands = (transfer.operand for step in self.steps for transfer in step.transfers)
+        return len(named) == len(pushes) and not any(map(self._is_dx, operands))
 
     def _is_dx(self, index: int) -> bool:
         return self.operands[index].tensor == Tensor.DX
@@ -290,14 +290,14 @@ def columns_of(numbers: tuple[int, ...]) -> slice | tuple[int, ...]:
 def kv_columns(q_heads: tuple[int, ...], kv_heads: tuple[int, ...], group: int) -> tuple[int, ...]:
     """The index in `kv_heads` of each query head's KV head; a KV head serves `group` query heads. Raises
     ExecutionError if a KV head is missing."""
-    wanted = [head // group for head in q_heads]
-    if not set(wanted) <= set(kv_heads):
+    used_heads = [head // group for head in q_heads]
+    if not set(used_heads) <= set(kv_heads):
         raise ExecutionError(f"a task of query heads {q_heads} has only the KV heads {kv_heads}")
-    return tuple(map(kv_heads.index, wanted))
+    return tuple(map(kv_heads.index, used_heads))
 
 
 def _steps(program: ProgramSet, lists: Mapping[str, tuple[Row, ...]]) -> Iterator[Step]:
-    table, used = program["instructions"], dict.fromkeys(lists, 0)
+    table, counts = program["instructions"], dict.fromkeys(lists, 0)
     starts = starts_of(table["op"], table.wide("count")).tolist()
     for index, (row, start) in enumerate(zip(_rows(program, "instructions"), starts, strict=True)):
         op, round_, channel, mode, count = row
@@ -310,11 +310,11 @@ def _steps(program: ProgramSet, lists: Mapping[str, tuple[Row, ...]]) -> Iterato
             raise ExecutionError(
                 f"instruction {index} ({OP_NAMES[Op(op)]}) needs {count} {name}, but {len(rows)} are left"
             )
-        used[name] += count
+        counts[name] += count
         yield Step(index, Op(op), round_, channel, mode, **{name: rows})  # type: ignore[arg-type]
-    for name, rest in lists.items():
-        if used[name] != len(rest):
-            raise ExecutionError(f"{len(rest) - used[name]} {name} belong to no instruction")
+    for name, entries in lists.items():
+        if counts[name] != len(entries):
+            raise ExecutionError(f"{len(entries) - counts[name]} {name} belong to no instruction")
 
 
 class Machine(ABC, Generic[View]):

@@ -111,7 +111,7 @@ def run(
 
 
 def forward(
-    plan: Plan, kind: str, given: Sequence[Array], layer: LocalLayer = PLAIN
+    plan: Plan, kind: str, inputs: Sequence[Array], layer: LocalLayer = PLAIN
 ) -> tuple[Floats, Floats, Context]:
     """Runs planned attention of one kind, in token order.
 
@@ -121,10 +121,10 @@ def forward(
     that the plan does not have, ExecutionError for wrong shapes, for NaN, and for a plan that cannot be executed.
     """
     home = plan.layout(plan.header.home_layout)
-    tensors = {Tensor.Q: tuple(given[:1]), Tensor.KV: tuple(given[1:])}
+    tensors = {Tensor.Q: tuple(inputs[:1]), Tensor.KV: tuple(inputs[1:])}
     if layer.project is not None:
         positions = gather(home, [home.position_ids(rank) for rank in range(plan.header.ranks)])
-        tensors = {Tensor.X: (*given, positions)}
+        tensors = {Tensor.X: (*inputs, positions)}
     homes = _execute(plan, (kind, "forward"), layer, _home_rows(plan, tensors))
     o, lse = _in_token_order(plan, homes, Tensor.O)
     saved = tuple({tensor: rows[tensor] for tensor in (*tensors, Tensor.O)} for rows in homes)
@@ -134,8 +134,8 @@ def forward(
 def backward(plan: Plan, kind: str, saved: Context, do: Array) -> tuple[Floats | None, ...]:
     """The gradients of `forward`'s inputs from its output's gradient do [T, Hq, Dv], followed by the gradient of the
     sinks [Hq], None without sinks. Raises as `forward` does. `saved` may be used again."""
-    given = _home_rows(plan, {Tensor.DO: (do,)})
-    homes = [deepcopy(rows) | more for rows, more in zip(saved.homes, given, strict=True)]
+    do_rows = _home_rows(plan, {Tensor.DO: (do,)})
+    homes = [deepcopy(rows) | extra for rows, extra in zip(saved.homes, do_rows, strict=True)]
     homes = _execute(plan, (kind, "backward"), saved.layer, homes)
     results = (Tensor.DX,) if Tensor.X in saved.homes[0] else (Tensor.DQ, Tensor.DKV)
     grads = [array for tensor in results for array in _in_token_order(plan, homes, tensor)]
@@ -159,11 +159,11 @@ def gather(layout: Layout, parts: Sequence[Array]) -> Array:
     return out
 
 
-def _home_rows(plan: Plan, given: Mapping[Tensor, tuple[Array, ...]]) -> list[Home]:
+def _home_rows(plan: Plan, tensors: Mapping[Tensor, tuple[Array, ...]]) -> list[Home]:
     """Each rank's home rows of the given tensors."""
     layout, head = plan.layout(plan.header.home_layout), plan.header
     homes: list[Home] = [{} for _ in range(head.ranks)]
-    for tensor, arrays in given.items():
+    for tensor, arrays in tensors.items():
         tokens, hidden = int(layout.rows_per_rank.sum()), np.shape(arrays[0])[-1] if arrays else 0
         shapes = _shapes(head, tensor, tokens, head.heads_of(tensor), hidden)
         if len(arrays) != len(shapes):
@@ -181,10 +181,10 @@ def _home_rows(plan: Plan, given: Mapping[Tensor, tuple[Array, ...]]) -> list[Ho
 
 def _shapes(head: Header, tensor: Tensor, rows: int, heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
     """The shape of each array of a tensor, by name."""
-    lead = (rows,) if tensor in HEADLESS else (rows, heads)
+    leading = (rows,) if tensor in HEADLESS else (rows, heads)
     widths = tensor.contents.widths(head.head_dim, head.v_head_dim, hidden, head.latent)
     named = zip(tensor.contents.parts, widths, strict=True)
-    return {part.name: (*lead, width) if width else lead for part, width in named}
+    return {part.name: (*leading, width) if width else leading for part, width in named}
 
 
 def _in_token_order(plan: Plan, homes: Sequence[Home], tensor: Tensor) -> Arrays:
@@ -208,7 +208,7 @@ def _execute(plan: Plan, key: tuple[str, str], layer: LocalLayer, homes: Sequenc
         raise UnknownNameError("kind", key[0], f"the plan has {', '.join(head.kinds)}", "name one of these")
     programs = [compile_program(plan.programs[key].rank(rank), head) for rank in range(head.ranks)]
     rows = plan.layout(plan.header.home_layout).rows_per_rank.tolist()
-    ranks = [Rank(rank, one, layer, network, rows[rank], homes[rank]) for rank, one in enumerate(programs)]
+    ranks = [Rank(rank, program, layer, network, rows[rank], homes[rank]) for rank, program in enumerate(programs)]
     _take_turns(ranks, " ".join(key))
     for (round_, source, target), queue in network.mail.items():
         for tile, _ in queue:
@@ -308,14 +308,14 @@ class Network:
         self.launched = defaultdict[int, set[int]](set)
         self.mail = defaultdict[tuple[int, int, int], deque[tuple[Operand, Arrays]]](deque)
 
-    def receive(self, round_: int, source: int, target: int, into: Operand) -> Arrays:
+    def receive(self, round_: int, source: int, target: int, operand: Operand) -> Arrays:
         """The next tile of the pair. Raises ExecutionError if the two sides list the pair's transfers differently."""
         queue = self.mail[round_, source, target]
         if not queue:
-            raise ExecutionError(f"receives {into} from rank {source}, which sends no more in round {round_}")
-        sent, values = queue.popleft()
-        if (sent.tensor, sent.rows, sent.heads) != (into.tensor, into.rows, into.heads):
-            raise ExecutionError(f"receives {into} from rank {source}, which sends {sent}")
+            raise ExecutionError(f"receives {operand} from rank {source}, which sends no more in round {round_}")
+        tile, values = queue.popleft()
+        if (tile.tensor, tile.rows, tile.heads) != (operand.tensor, operand.rows, operand.heads):
+            raise ExecutionError(f"receives {operand} from rank {source}, which sends {tile}")
         return values
 
 
@@ -373,14 +373,14 @@ class Rank(Machine[LocalView]):
     """One rank's machine."""
 
     def __init__(
-        self, rank: int, program: Program, layer: LocalLayer, network: Network, rows: int, given: Home
+        self, rank: int, program: Program, layer: LocalLayer, network: Network, rows: int, home: Home
     ) -> None:
         super().__init__(program)
-        if program.uses_project and Tensor.X not in given:
+        if program.uses_project and Tensor.X not in home:
             raise ExecutionError("the plan takes hidden states, X.home: give them, and a layer that projects")
         self.rank, self.at, self._layer, self._network = rank, 0, layer, network
-        self._hidden_width = given[Tensor.X][0].shape[1] if Tensor.X in given else 0
-        self.home = {t: given.get(t) or self._empty(t, rows, program.header.heads_of(t)) for t in Tensor if t}
+        self._hidden_width = home[Tensor.X][0].shape[1] if Tensor.X in home else 0
+        self.home = {t: home.get(t) or self._empty(t, rows, program.header.heads_of(t)) for t in Tensor if t}
         self._work = {arena.tensor: self._empty(*arena) for arena in program.arenas}
         #: launched rounds: the instruction, and what each operand must hold until the round's wait
         self._flights: dict[int, tuple[Step, list[tuple[LocalView, Arrays]]]] = {}
@@ -411,8 +411,8 @@ class Rank(Machine[LocalView]):
         if step.op != Op.WAIT or step.round not in self._flights:
             return set()
         launch, _ = self._flights[step.round]
-        everyone, peers = range(self.program.header.ranks), {transfer.peer for transfer in launch.transfers}
-        return {*(everyone if launch.mode & ALL_TO_ALL else peers)} - self._network.launched[step.round]
+        all_ranks, peers = range(self.program.header.ranks), {transfer.peer for transfer in launch.transfers}
+        return {*(all_ranks if launch.mode & ALL_TO_ALL else peers)} - self._network.launched[step.round]
 
     def __str__(self) -> str:
         return f"rank {self.rank}, instruction {self.at} of {len(self.program.steps)}"
@@ -441,8 +441,8 @@ class Rank(Machine[LocalView]):
         if step.round not in self._flights:
             raise ExecutionError(f"waits for round {step.round}, which it did not launch")
         launch, flight = self._flights.pop(step.round)
-        for (view, held), transfer in zip(flight, launch.transfers, strict=True):
-            if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(view.peek(), held, strict=True)):
+        for (view, saved), transfer in zip(flight, launch.transfers, strict=True):
+            if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(view.peek(), saved, strict=True)):
                 raise ExecutionError(f"{view.operand} was overwritten while round {step.round} was in flight")
             if not transfer.send:
                 view.write(self._network.receive(step.round, transfer.peer, self.rank, view.operand))
@@ -456,8 +456,8 @@ class Rank(Machine[LocalView]):
     def attend_grad(self, step: Step) -> None:
         for task in step.grads:
             (q,), (k, v), (do,) = (self.views[index].read() for index in (task.q, task.kv, task.do))
-            shared, sums = (k[:, task.kv_of], v[:, task.kv_of]), self.views[task.delta].read()
-            dq, dk, dv = attend_grad(q, shared, do, sums, task, self._layer)
+            kv, sums = (k[:, task.kv_of], v[:, task.kv_of]), self.views[task.delta].read()
+            dq, dk, dv = attend_grad(q, kv, do, sums, task, self._layer)
             self.views[task.dq].add([dq], task.first_dq)
             readers = np.eye(k.shape[1])[:, task.kv_of]  # the query heads whose gradients each KV head sums
             self.views[task.dkv].add([readers @ dk, readers @ dv], task.first_dkv)
@@ -517,19 +517,19 @@ class Rank(Machine[LocalView]):
                 view.merge(Partial(np.zeros_like(o), sinks), first=False)
 
 
-def _take_turns(ranks: list[Rank], where: str) -> None:
+def _take_turns(ranks: list[Rank], label: str) -> None:
     """Runs every rank in turn as far as it can go, until all are done."""
     running = {rank: rank.advance() for rank in ranks}
     while running:
-        before, waits = [rank.at for rank in ranks], dict[Rank, set[int]]()
-        for rank, turn in running.items():
+        positions, waits = [rank.at for rank in ranks], dict[Rank, set[int]]()
+        for rank, steps in running.items():
             try:
-                waits[rank] = next(turn, set())
+                waits[rank] = next(steps, set())
             except ExecutionError as error:
-                raise ExecutionError(f"{where}: {rank}: {error}\n{rank.around()}") from error
+                raise ExecutionError(f"{label}: {rank}: {error}\n{rank.around()}") from error
         running = {rank: running[rank] for rank, missing in waits.items() if missing}
-        if running and before == [rank.at for rank in ranks]:
-            lines = [f"{where}: deadlock, no rank can proceed"]
+        if running and positions == [rank.at for rank in ranks]:
+            lines = [f"{label}: deadlock, no rank can proceed"]
             for rank in running:
                 lines += [f"{rank}: waits for ranks {sorted(waits[rank])} to launch", rank.around()]
             raise ExecutionError("\n".join(lines))

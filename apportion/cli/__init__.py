@@ -117,5 +117,5 @@ def _option_message(error: ApportionError, args: list[str]) -> str:
     """The message; a library argument that was given as an option appears under the option's name."""
     field = str(getattr(error, "field", ""))
     option = f"--{field.replace('_', '-')}"
-    given = any(word.partition("=")[0] == option for word in args)
-    return option + str(error).removeprefix(field) if given else str(error)
+    is_given = any(word.partition("=")[0] == option for word in args)
+    return option + str(error).removeprefix(field) if is_given else str(error)

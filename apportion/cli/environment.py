@@ -25,10 +25,10 @@ def machine() -> dict[str, str | int | None]:
 
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            found = re.search(r"model name\s*: (.*)", file.read())
+            match = re.search(r"model name\s*: (.*)", file.read())
     except OSError:
-        found = None
-    processor = found[1] if found else platform.processor() or platform.machine()
+        match = None
+    processor = match[1] if match else platform.processor() or platform.machine()
     return {"system": platform.platform(), "processor": processor, "cores": os.cpu_count()}
 
 

@@ -36,7 +36,7 @@ def read_plans(path: Path) -> list[tuple[str, Plan]]:
             return [(path.name, read_plan(path))]
     pack = Pack.decode(path.read_bytes())
     plans = plan_job(*decode_request(pack.request), verify=False).plans
-    return [(f"microbatch {number}", each) for number, each in enumerate(plans)]
+    return [(f"microbatch {number}", plan) for number, plan in enumerate(plans)]
 
 
 def check_output(option: str, path: Path | None) -> None:
@@ -44,15 +44,15 @@ def check_output(option: str, path: Path | None) -> None:
     if path is None:
         return
     target = path.resolve()
-    folder, wrong = target.parent, None
+    folder, fault = target.parent, None
     if target.is_dir():
-        wrong = "it is a folder", "name a file in it"
+        fault = "it is a folder", "name a file in it"
     elif not folder.is_dir():
-        wrong = f"there is no folder {folder}", "make it first"
+        fault = f"there is no folder {folder}", "make it first"
     elif not os.access(target if _is_device(target) else folder, os.W_OK):
-        wrong = f"{folder} cannot be written", "choose another folder"
-    if wrong is not None:
-        raise ConfigError(option, str(path), *wrong)
+        fault = f"{folder} cannot be written", "choose another folder"
+    if fault is not None:
+        raise ConfigError(option, str(path), *fault)
 
 
 def _is_device(path: Path) -> bool:

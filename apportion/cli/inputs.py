@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from apportion.ir.request.sampling import MaskSpec
 
 
-def refuse(given: Mapping[str, Any], rule: str, remedy: str) -> None:
+def refuse(options: Mapping[str, Any], rule: str, remedy: str) -> None:
     """Raise ConfigError for the first of these options that is given (not None), since none is allowed here."""
-    for option, value in given.items():
+    for option, value in options.items():
         if value is not None:
             raise ConfigError(option, str(value), rule, f"{remedy} {option}")
 
@@ -44,10 +44,10 @@ def hardware_of(name: str | None) -> Hardware | None:
 
 def hardware_for(name: str | None, plan: Plan) -> Hardware | None:
     """As `hardware_of`; warns on stderr if it was measured on other links or kernels than the plan's."""
-    found, request = hardware_of(name), plan.request
-    warn_of_mismatch(found, request.cluster)
-    warn_of_dtype(found, request.model)
-    return found
+    hardware, request = hardware_of(name), plan.request
+    warn_of_mismatch(hardware, request.cluster)
+    warn_of_dtype(hardware, request.model)
+    return hardware
 
 
 def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
@@ -106,7 +106,7 @@ def masks_of(text: str | None) -> MaskSpec | None:
         remedy = "write a name or '{sliding_window: {window: 1024}}'"
         raise ConfigError("--mask", text, "is not YAML", remedy) from None
     if isinstance(data, Mapping) and data and all(map(masks.is_data, data.values())):
-        return {kind: masks.from_data(held, f"--mask.{kind}") for kind, held in data.items()}
+        return {kind: masks.from_data(spec, f"--mask.{kind}") for kind, spec in data.items()}
     return masks.from_data({data: {}} if isinstance(data, str) else data, "--mask")
 
 
@@ -115,11 +115,11 @@ def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
     from apportion.planner.recipe.recipes import entries
 
     names = list(entries()) if text == "all" else [name.strip() for name in text.split(",")]
-    chosen = list(dict.fromkeys(recipe_of(name) for name in names))
-    held = [recipe.name for recipe in chosen]
-    for twice in (name for name in held if held.count(name) > 1):
-        raise ConfigError(option, twice, "two of the recipes have this name", "rename one in its file")
-    return chosen
+    parsed = list(dict.fromkeys(recipe_of(name) for name in names))
+    recipe_names = [recipe.name for recipe in parsed]
+    for duplicate in (name for name in recipe_names if recipe_names.count(name) > 1):
+        raise ConfigError(option, duplicate, "two of the recipes have this name", "rename one in its file")
+    return parsed
 
 
 def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> Recipe:

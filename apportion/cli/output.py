@@ -66,11 +66,11 @@ def _print_views(views: Sequence[Callable[[], RenderableType]], width: int) -> N
     console = _Printer(highlight=False)
     console.width = max(console.width, width)
     for view in views:
-        shown = view()
-        if isinstance(shown, str):
-            print(shown)  # rich would take brackets for markup and wrap lines
+        renderable = view()
+        if isinstance(renderable, str):
+            print(renderable)  # rich would take brackets for markup and wrap lines
         else:
-            console.print(shown)
+            console.print(renderable)
 
 
 def note(message: str) -> None:

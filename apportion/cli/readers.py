@@ -65,11 +65,11 @@ def _index_of(folder: Path) -> Mapping[str, Any]:
         raise ConfigError("PATH", str(folder), f"must hold a suite, which has a {_INDEX}", remedy)
     try:
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        ours = json.loads((packaged() / _INDEX).read_text(encoding="utf-8"))
-        known = index.keys() == ours.keys() and index["version"] == ours["version"]
+        expected = json.loads((packaged() / _INDEX).read_text(encoding="utf-8"))
+        is_known = index.keys() == expected.keys() and index["version"] == expected["version"]
     except (ValueError, AttributeError):
-        known = False
-    if not known:
+        is_known = False
+    if not is_known:
         raise ConfigError("PATH", str(folder), f"its {_INDEX} is not of this release's format", remedy)
     return dict(index)
 
@@ -101,8 +101,8 @@ class Answer:
 
 def questions(suite: Suite, level: str, only: str = "") -> list[Question]:
     """All questions of a level; only: text that the names of their entries must contain."""
-    every = [*_case_questions(suite), *_byte_questions(suite, "malformed"), *_byte_questions(suite, "broken")]
-    return [one for one in every if one.verb in LEVELS[level] and only in one.name]
+    candidates = [*_case_questions(suite), *_byte_questions(suite, "malformed"), *_byte_questions(suite, "broken")]
+    return [question for question in candidates if question.verb in LEVELS[level] and only in question.name]
 
 
 def _case_questions(suite: Suite) -> Iterator[Question]:
@@ -141,10 +141,10 @@ class Reader:
             outputs = Path(folder) / "outputs.f64"
             words = [question.verb, str(question.path), *([str(outputs)] if question.verb == "run" else [])]
             try:
-                done = self._start(words)
+                process = self._start(words)
             except subprocess.TimeoutExpired:
                 return Answer(question, f"no answer in {self.timeout_s:g} s")
-            return Answer(question, _exit_fault(question, done) or self._fault(question, done, outputs))
+            return Answer(question, _exit_fault(question, process) or self._fault(question, process, outputs))
 
     def _start(self, words: list[str]) -> subprocess.CompletedProcess[bytes]:
         try:
@@ -159,15 +159,15 @@ class Reader:
             rule = f"cannot be started: {error.strerror}"
             raise ConfigError("COMMAND", self.command[0], rule, "name a program, with its path") from None
 
-    def _fault(self, question: Question, done: subprocess.CompletedProcess[bytes], outputs: Path) -> str:
+    def _fault(self, question: Question, process: subprocess.CompletedProcess[bytes], outputs: Path) -> str:
         if question.verb == "read":
-            return _read_fault(question.path, done.stdout)
+            return _read_fault(question.path, process.stdout)
         if question.verb == "run":
             return _run_fault(
                 question, outputs, question.tolerance if self.tolerance is None else self.tolerance
             )
         if question.verb == "verify" and question.rule:
-            named = done.stdout.decode(errors="replace").split("\n")[0].strip()
+            named = process.stdout.decode(errors="replace").split("\n")[0].strip()
             return (
                 ""
                 if named == question.rule
@@ -176,39 +176,39 @@ class Reader:
         return ""
 
 
-def _exit_fault(question: Question, done: subprocess.CompletedProcess[bytes]) -> str:
+def _exit_fault(question: Question, process: subprocess.CompletedProcess[bytes]) -> str:
     """Describes an invalid exit: a signal, or a code other than 0 and 1, is a crash."""
-    if done.returncode == question.expected:
+    if process.returncode == question.expected:
         return ""
-    said = done.stderr.decode(errors="replace").strip()[-_MAX_QUOTED:]
+    message = process.stderr.decode(errors="replace").strip()[-_MAX_QUOTED:]
     breaks = f" of a plan that breaks {question.rule}" if question.rule else ""
-    ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    return f"{ended}{breaks}, expected exit code {question.expected}{': ' + said if said else ''}"
+    status = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+    return f"{status}{breaks}, expected exit code {question.expected}{': ' + message if message else ''}"
 
 
-def _read_fault(plan: Path, said: bytes) -> str:
+def _read_fault(plan: Path, output: bytes) -> str:
     path = plan.with_name("tables.json") if plan.name == "case.plan" else plan.with_suffix(".json")
     try:
-        found = json.loads(said)
+        actual = json.loads(output)
     except ValueError as error:
         return f"stdout is not JSON: {error}"
-    return difference(json.loads(path.read_text(encoding="utf-8")), found)
+    return difference(json.loads(path.read_text(encoding="utf-8")), actual)
 
 
-def difference(expected: Any, found: Any, where: str = "") -> str:
+def difference(expected: Any, actual: Any, path: str = "") -> str:
     """A description of the first difference between plain data; empty if there is none."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        if list(expected) != list(found) and set(expected) != set(found):
-            return f"{where or 'the map'}: expected the keys {list(expected)}, got {list(found)}"
-        inner = (difference(expected[key], found[key], f"{where}.{key}".lstrip(".")) for key in expected)
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        if list(expected) != list(actual) and set(expected) != set(actual):
+            return f"{path or 'the map'}: expected the keys {list(expected)}, got {list(actual)}"
+        inner = (difference(expected[key], actual[key], f"{path}.{key}".lstrip(".")) for key in expected)
         return next(filter(None, inner), "")
-    if isinstance(expected, list) and isinstance(found, list):
-        if len(expected) != len(found):
-            return f"{where}: expected {len(expected)} items, got {len(found)}"
-        pairs = enumerate(zip(expected, found, strict=True))
-        return next(filter(None, (difference(a, b, f"{where}[{i}]") for i, (a, b) in pairs)), "")
-    same = type(expected) is type(found) and expected == found
-    return "" if same else f"{where}: expected {str(expected)[:_MAX_QUOTED]}, got {str(found)[:_MAX_QUOTED]}"
+    if isinstance(expected, list) and isinstance(actual, list):
+        if len(expected) != len(actual):
+            return f"{path}: expected {len(expected)} items, got {len(actual)}"
+        pairs = enumerate(zip(expected, actual, strict=True))
+        return next(filter(None, (difference(a, b, f"{path}[{i}]") for i, (a, b) in pairs)), "")
+    equal = type(expected) is type(actual) and expected == actual
+    return "" if equal else f"{path}: expected {str(expected)[:_MAX_QUOTED]}, got {str(actual)[:_MAX_QUOTED]}"
 
 
 def _run_fault(question: Question, outputs: Path, tolerance: float) -> str:
@@ -219,26 +219,26 @@ def _run_fault(question: Question, outputs: Path, tolerance: float) -> str:
     expected = np.fromfile(question.path / "outputs.f64", "<f8")
     if outputs.stat().st_size != expected.nbytes:
         return f"outputs have {outputs.stat().st_size} bytes, expected {expected.nbytes}"
-    found = np.fromfile(outputs, "<f8")
+    actual = np.fromfile(outputs, "<f8")
     with np.errstate(invalid="ignore"):
-        near = (found == expected) | (np.abs(found - expected) <= tolerance * (1 + np.abs(expected)))
+        near = (actual == expected) | (np.abs(actual - expected) <= tolerance * (1 + np.abs(expected)))
     if near.all():
         return ""
-    place = int(np.flatnonzero(~near)[0])
-    listed = json.loads((question.path / "arrays.json").read_text(encoding="utf-8"))["outputs"]
+    index = int(np.flatnonzero(~near)[0])
+    arrays = json.loads((question.path / "arrays.json").read_text(encoding="utf-8"))["outputs"]
     return (
-        f"{_place(listed, place)}: expected {expected[place]:.17g}, got {found[place]:.17g}; {int((~near).sum())} of "
+        f"{_locate(arrays, index)}: expected {expected[index]:.17g}, got {actual[index]:.17g}; {int((~near).sum())} of "
         f"{len(near)} numbers are farther off than {tolerance:g} * (1 + |expected|)"
     )
 
 
-def _place(listed: list[dict[str, Any]], place: int) -> str:
+def _locate(arrays: list[dict[str, Any]], position: int) -> str:
     """The array that contains a number of the outputs, and its index there: `dk of global, rank 1, [3, 0, 2]`."""
-    array = [one for one in listed if one["offset"] <= place and one["shape"].count(0) == 0][-1]
-    index, rest = [], place - array["offset"]
+    array = [entry for entry in arrays if entry["offset"] <= position and entry["shape"].count(0) == 0][-1]
+    index, remainder = [], position - array["offset"]
     for size in reversed(array["shape"]):
-        index.append(rest % size)
-        rest //= size
-    of = array.get("kind") or array.get("move")
+        index.append(remainder % size)
+        remainder //= size
+    source = array.get("kind") or array.get("move")
     rank = f", rank {array['rank']}" if "rank" in array else ""
-    return f"{array['name']} of {of}{rank}, {index[::-1]}"
+    return f"{array['name']} of {source}{rank}, {index[::-1]}"

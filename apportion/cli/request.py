@@ -73,8 +73,8 @@ class RequestOptions:
         inputs.warn_of_dtype(hardware, model)
         ranks, per_node = self.ranks, self.ranks_per_node
         if self.cluster is not None:
-            given = {"--ranks": ranks, "--ranks-per-node": per_node}
-            inputs.refuse(given, "conflicts with --cluster", "drop --cluster or")
+            flags = {"--ranks": ranks, "--ranks-per-node": per_node}
+            inputs.refuse(flags, "conflicts with --cluster", "drop --cluster or")
             cluster = Cluster.load(self.cluster)
             inputs.warn_of_mismatch(hardware, cluster)
             return cluster, model, hardware
@@ -127,42 +127,42 @@ class BatchOptions(RequestOptions):
 
         self.check_files("--batch", "--lengths", "--workload", least=0)
         if self.batch is not None:
-            given = {"--mask": self.mask, "--tokens-per-rank": self.tokens_per_rank, "--batches": batches}
-            given |= {"--overlong": self.overlong, "--column": self.column}
+            flags = {"--mask": self.mask, "--tokens-per-rank": self.tokens_per_rank, "--batches": batches}
+            flags |= {"--overlong": self.overlong, "--column": self.column}
             inputs.refuse(
-                given, f"the batch {self.batch} is taken as it is, nothing is drawn", "drop --batch or"
+                flags, f"the batch {self.batch} is taken as it is, nothing is drawn", "drop --batch or"
             )
             return [Batch.load(self.batch)], 0
         source, seeds = self.source(longest), range(self.seed, self.seed + (batches or usual))
-        drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
+        draws, skips = zip(*(source.batch(tokens, seed) for seed in seeds), strict=True)
         warn_of_skipped(sum(skips), longest or tokens)
-        return list(drawn), sum(skips)
+        return list(draws), sum(skips)
 
 
 def warn_of_skipped(skipped: int, tokens: int) -> None:
     """Say on stderr that samples were too large."""
     if skipped:
-        why = f"of more than {tokens:,} tokens (--overlong drop)"
-        note(f"warning: skipped {count(skipped, 'sample')} {why}")
+        cause = f"of more than {tokens:,} tokens (--overlong drop)"
+        note(f"warning: skipped {count(skipped, 'sample')} {cause}")
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """The command of a function whose first argument is a request: with the options of the request before its own."""
     hints = get_type_hints(function, include_extras=True)
-    first, *own = signature(function).parameters.values()
+    first, *rest = signature(function).parameters.values()
     kind: type[RequestOptions] = hints[first.name]
-    held = get_type_hints(kind, include_extras=True)
-    shared = [*signature(kind).parameters.values()]
+    option_hints = get_type_hints(kind, include_extras=True)
+    option_params = [*signature(kind).parameters.values()]
 
-    def run(**given: Any) -> None:
-        function(kind(**{one.name: given.pop(one.name) for one in shared}), **given)
+    def run(**arguments: Any) -> None:
+        function(kind(**{param.name: arguments.pop(param.name) for param in option_params}), **arguments)
 
-    types: Mapping[str, Any] = {**held, **hints}
-    listed = [
-        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name])
-        for one in (*shared, *own)
+    types: Mapping[str, Any] = {**option_hints, **hints}
+    parameters = [
+        Parameter(param.name, Parameter.KEYWORD_ONLY, default=param.default, annotation=types[param.name])
+        for param in (*option_params, *rest)
     ]
-    run.__signature__ = Signature(listed)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in listed}
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {param.name: param.annotation for param in parameters}
     run.__doc__, run.__name__ = function.__doc__, function.__name__
     return run

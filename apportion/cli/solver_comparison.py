@@ -29,16 +29,16 @@ def compare(entries: Sequence[Entry], problems: int, tell: Callable[[str], objec
 
 def _comparison_row(entry: Entry, problems: int, tell: Callable[[str], object]) -> dict[str, Any]:
     kind, solver = PROBLEMS[entry.kind], entry.load()
-    drawn = [kind.drawn(np.random.default_rng(seed)) for seed in range(problems)]
-    solver(drawn[0], entry.budget)  # warm-up: loading and compiling are not counted
-    times, best, values, proven = [], [], [], 0
-    for problem in drawn:
+    instances = [kind.drawn(np.random.default_rng(seed)) for seed in range(problems)]
+    solver(instances[0], entry.budget)  # warm-up: loading and compiling are not counted
+    times, optima, values, proven = [], [], [], 0
+    for problem in instances:
         start = time.perf_counter()
         result = solver(problem, entry.budget)
         times.append(1e3 * (time.perf_counter() - start))
         tell(f"{entry.kind} {entry.name}")
         optimum = kind.optimum(problem)
-        best += [] if optimum is None else [optimum]
+        optima += [] if optimum is None else [optimum]
         if optimum is not None and result.termination.solved:
             values.append((kind.value(problem, result), optimum))
             proven += result.termination.status is Status.OPTIMAL
@@ -46,7 +46,7 @@ def _comparison_row(entry: Entry, problems: int, tell: Callable[[str], object]) 
     return {
         "kind": entry.kind,
         "solver": entry.name,
-        "problems": len(best),
+        "problems": len(optima),
         "solved": len(values),
         "optimal": sum(value <= optimum + _NEAR * max(1.0, optimum) for value, optimum in values),
         "proven": proven,

@@ -16,9 +16,9 @@ def offsets(counts: ArrayLike) -> Ints:
     """int64 [n + 1]: start offsets of n consecutive groups of sizes `counts`, integers [n], and the end of the last
     one."""
     sizes = np.asarray(counts)
-    found = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=found[1:])
-    return found
+    starts = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    return starts
 
 
 def group_of(counts: ArrayLike) -> Ints:
@@ -36,9 +36,9 @@ def within(counts: Ints) -> Ints:
 
 def changes(*columns: Ints) -> Bools:
     """bool [n]: True at row 0 and where a row differs from the previous one in any of the columns, [n] each."""
-    found = np.ones(len(columns[0]), np.bool_)
-    if len(found):
-        found[1:] = columns[0][1:] != columns[0][:-1]
+    is_change = np.ones(len(columns[0]), np.bool_)
+    if len(is_change):
+        is_change[1:] = columns[0][1:] != columns[0][:-1]
         for column in columns[1:]:
-            found[1:] |= column[1:] != column[:-1]
-    return found
+            is_change[1:] |= column[1:] != column[:-1]
+    return is_change

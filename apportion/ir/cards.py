@@ -38,27 +38,27 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> st
 
 def bars(title: str, values: Ints | Floats) -> str:
     """SVG bar chart with a line at the mean; beyond `BARS` values, each bar is the maximum of a group of neighbours."""
-    found = np.asarray(values, np.float64)
-    step = max(1, -(-len(found) // BARS))
-    tops = [float(found[at : at + step].max()) for at in range(0, len(found), step)]
-    most = max([*tops, 1e-300])
-    width = 288 / max(len(tops), 1)
-    drawn = "".join(
-        f"<rect x='{at * width:.2f}' y='{90 - 80 * top / most:.2f}' width='{width * 0.86:.2f}' "
-        f"height='{80 * top / most:.2f}'/>"
-        for at, top in enumerate(tops)
+    array = np.asarray(values, np.float64)
+    step = max(1, -(-len(array) // BARS))
+    maxima = [float(array[i : i + step].max()) for i in range(0, len(array), step)]
+    highest = max([*maxima, 1e-300])
+    width = 288 / max(len(maxima), 1)
+    rects = "".join(
+        f"<rect x='{i * width:.2f}' y='{90 - 80 * maximum / highest:.2f}' width='{width * 0.86:.2f}' "
+        f"height='{80 * maximum / highest:.2f}'/>"
+        for i, maximum in enumerate(maxima)
     )
-    mean = 90 - 80 * float(found.mean() if len(found) else 0.0) / most
+    mean = 90 - 80 * float(array.mean() if len(array) else 0.0) / highest
     line = f"<path d='M0 {mean:.2f}H288' stroke='currentColor' stroke-dasharray='3 3'/>"
-    return _svg(title, 288, 96, f"<g fill='{_BLUE}'>{drawn}</g>{line}")
+    return _svg(title, 288, 96, f"<g fill='{_BLUE}'>{rects}</g>{line}")
 
 
-def cells(title: str, seen: Bools) -> str:
-    """SVG of a mask. seen: bool [queries, keys], at most `GRID` of each."""
-    side = 160 / max(len(seen), 1)
+def cells(title: str, mask: Bools) -> str:
+    """SVG of a mask. mask: bool [queries, keys], at most `GRID` of each."""
+    side = 160 / max(len(mask), 1)
     path = "".join(
         f"M{start * side:.2f} {row * side:.2f}h{(stop - start) * side:.2f}v{side:.2f}h{(start - stop) * side:.2f}z"
-        for row, line in enumerate(seen)
+        for row, line in enumerate(mask)
         for start, stop in _spans(line)
     )
     frame = f"<rect x='.5' y='.5' width='160' height='160' fill='none' stroke='{_GREY}'/>"
@@ -77,14 +77,14 @@ def sampled(bands: Ints, length: int) -> Bools:
     side = min(length, GRID)
     tokens = (np.arange(side) * length + length // 2) // side
     query, key = tokens[:, None], tokens[None, :]
-    seen = np.zeros((side, side), bool)
-    for q0, q1, k0, k1, low, high in bands.tolist():
-        inside = (query >= q0) & (query < q1) & (key >= k0) & (key < k1)
-        seen |= inside & (query - key >= low) & (query - key <= high)
-    return seen
+    mask = np.zeros((side, side), bool)
+    for q0, q1, k0, k1, dmin, dmax in bands.tolist():
+        in_rect = (query >= q0) & (query < q1) & (key >= k0) & (key < k1)
+        mask |= in_rect & (query - key >= dmin) & (query - key <= dmax)
+    return mask
 
 
-def _svg(title: str, width: int, height: int, inside: str) -> str:
+def _svg(title: str, width: int, height: int, content: str) -> str:
     size = f"width='{width}' height='{height}' viewBox='0 0 {width} {height}'"
     name = escape(title)
-    return f"<svg role='img' aria-label='{name}' {size}><title>{name}</title>{inside}</svg>"
+    return f"<svg role='img' aria-label='{name}' {size}><title>{name}</title>{content}</svg>"

@@ -57,26 +57,26 @@ def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> Non
 def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
     """`value` as a float in [low, MOST]; above: greater than `low` and at least LEAST; with `low` minus infinity any
     finite number. Booleans and strings are refused."""
-    given = value if type(value) is float else scalar(value)
-    if isinstance(given, bool) or not isinstance(given, int | float):
+    result = value if type(value) is float else scalar(value)
+    if isinstance(result, bool) or not isinstance(result, int | float):
         remedy = "write a number without quotes (YAML reads 4e2 as text, 4.0e+2 as a number)"
         raise ConfigError(field, value, "must be a number", remedy)
-    if isinstance(given, float) and not math.isfinite(given):
-        raise ConfigError(field, given, "must be finite", "write a finite number")
-    rule = _broken_rule(given, low, above)
+    if isinstance(result, float) and not math.isfinite(result):
+        raise ConfigError(field, result, "must be finite", "write a finite number")
+    rule = _broken_rule(result, low, above)
     if rule is not None:
-        raise ConfigError(field, given, rule, "write a number in that range")
-    return float(given)
+        raise ConfigError(field, result, rule, "write a number in that range")
+    return float(result)
 
 
-def _broken_rule(given: float, low: float, above: bool) -> str | None:
+def _broken_rule(value: float, low: float, above: bool) -> str | None:
     """The rule of `number` that a finite number breaks, or None."""
-    most = sys.float_info.max if low == -math.inf else MOST
-    if given > most or given < -most:
-        return f"must be at most {most:g}"
-    if given < low or (above and given == low):
+    maximum = sys.float_info.max if low == -math.inf else MOST
+    if value > maximum or value < -maximum:
+        return f"must be at most {maximum:g}"
+    if value < low or (above and value == low):
         return f"must be {'greater than' if above else 'at least'} {low:g}"
-    return f"must be at least {LEAST:g}" if above and given - low < LEAST else None
+    return f"must be at least {LEAST:g}" if above and value - low < LEAST else None
 
 
 def amount(field: str, value: Any, least: float, most: float) -> float:
@@ -96,36 +96,36 @@ def described(field: str, value: Any, most: int) -> str:
 
 def flag(field: str, value: Any) -> bool:
     """`value` if it is true or false."""
-    held = value if type(value) is bool else scalar(value)
-    if not isinstance(held, bool):
+    result = value if type(value) is bool else scalar(value)
+    if not isinstance(result, bool):
         raise ConfigError(field, value, "must be true or false", "write true or false")
-    return held
+    return result
 
 
 def instance(field: str, value: Any, kind: type[Checked], remedy: str | None = None) -> Checked:
     """`value` if it is an instance of the class."""
     if not isinstance(value, kind):
-        made = f"make one with {kind.__name__}(...)"
-        raise ConfigError(field, value, f"must be a {kind.__name__}", remedy or made)
+        hint = f"make one with {kind.__name__}(...)"
+        raise ConfigError(field, value, f"must be a {kind.__name__}", remedy or hint)
     return value
 
 
 def instances(field: str, values: Any, kind: type[Checked]) -> Iterator[Checked]:
     """Yields `values` one by one, each checked to be an instance of the class."""
     try:
-        every = iter(values)
+        items = iter(values)
     except TypeError:
         rule = f"must be a list, each a {kind.__name__}"
         raise ConfigError(field, values, rule, f"make each with {kind.__name__}(...)") from None
-    return (instance(f"{field}[{i}]", value, kind) for i, value in enumerate(every))
+    return (instance(f"{field}[{i}]", value, kind) for i, value in enumerate(items))
 
 
 def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints:
     """`values` as a flat int64 array, each in [low, high]; accepts what `sequence` accepts, and arrays of an integer
     dtype."""
-    found = as_array(field, values)
-    if found is not None:
-        return _array(field, found, low, high)
+    array = as_array(field, values)
+    if array is not None:
+        return _array(field, array, low, high)
     values = sequence(field, values)
     if all(kind is int for kind in map(type, values)):
         return _in_range(field, _int64(field, values), low, high)
@@ -171,12 +171,12 @@ def _in_range(field: str, values: NDArray[Any], low: int, high: int) -> Ints:
 
 def rows(field: str, values: Any, width: int, names: str) -> list[list[Any]]:
     """`values` as a list of lists of `width` items."""
-    found = []
+    table = []
     for i, row in enumerate(sequence(field, values)):
-        found.append(list(row if isinstance(row, list | tuple) else sequence(f"{field}[{i}]", row)))
-        if len(found[-1]) != width:
+        table.append(list(row if isinstance(row, list | tuple) else sequence(f"{field}[{i}]", row)))
+        if len(table[-1]) != width:
             raise ConfigError(f"{field}[{i}]", row, f"must be [{names}]", f"write {width} numbers")
-    return found
+    return table
 
 
 def sequence(field: str, value: Any) -> Sequence[Any]:
@@ -215,8 +215,8 @@ def known(field: str, data: Any, allowed: Iterable[str], required: Iterable[str]
 
 def name(field: str, value: Any) -> str:
     """`value` if it is a name: 1 to 64 letters, digits, `_`, `-` or `.`."""
-    legal = isinstance(value, str) and 0 < len(value) <= 64 and value.isascii()
-    if not legal or not all(c.isalnum() or c in "_-." for c in value):
+    is_legal = isinstance(value, str) and 0 < len(value) <= 64 and value.isascii()
+    if not is_legal or not all(c.isalnum() or c in "_-." for c in value):
         raise ConfigError(
             field, value, "must be a name", "write 1 to 64 letters, digits, '_', '-' or '.', as in global"
         )
@@ -234,9 +234,9 @@ def choice(field: str, value: Any, allowed: Iterable[str]) -> str:
 def suggestion(key: str, allowed: Iterable[str]) -> str:
     """Suggests a close match for `key`, and lists the allowed names."""
     allowed = tuple(allowed)
-    close = difflib.get_close_matches(key, allowed, n=1)
-    listed = ", ".join(allowed) or "none"
-    return f"did you mean {close[0]}? Known: {listed}" if close else f"write one of {listed}"
+    matches = difflib.get_close_matches(key, allowed, n=1)
+    names = ", ".join(allowed) or "none"
+    return f"did you mean {matches[0]}? Known: {names}" if matches else f"write one of {names}"
 
 
 def text(field: str, value: str) -> str:
@@ -288,8 +288,8 @@ def _unparsed(path: Path, text: str, error: Exception) -> ConfigError:
     """A ConfigError that shows the line at which `text` fails to parse as JSON or YAML."""
     line, column, reason = _place(error)
     value = (text.split("\n")[line - 1] if line else text)[:_SHOWN].strip()
-    where = f" at line {line}, column {column}" if line else ""
-    return ConfigError(str(path), value, f"does not parse{where} ({reason})", "correct the file")
+    position = f" at line {line}, column {column}" if line else ""
+    return ConfigError(str(path), value, f"does not parse{position} ({reason})", "correct the file")
 
 
 def _place(error: Exception) -> tuple[int, int, str]:
@@ -322,8 +322,8 @@ def _json(text: str) -> Any:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return found
+    return result

@@ -45,21 +45,21 @@ def _level_above(nodes: list[bytes]) -> list[bytes]:
 
 def path(levels: list[list[bytes]], rank: int) -> list[bytes]:
     """Sibling hashes on the path from a rank's leaf to the root."""
-    places = [(level, (rank >> height) ^ 1) for height, level in enumerate(levels)]
-    return [level[place] for level, place in places if place < len(level)]
+    siblings = [(level, (rank >> height) ^ 1) for height, level in enumerate(levels)]
+    return [level[index] for level, index in siblings if index < len(level)]
 
 
 def climb(node: bytes, rank: int, ranks: int, siblings: Sequence[bytes]) -> bytes:
     """Computes the root from a leaf and its path. Raises DecodeError if the path has the wrong length."""
-    left = list(siblings)
+    rest = list(siblings)
     while ranks > 1:
         if rank ^ 1 < ranks:
-            if not left:
+            if not rest:
                 raise DecodeError("slice: the hash path is too short")
-            other = left.pop(0)
+            other = rest.pop(0)
             node = digest(b"\1" + other + node if rank & 1 else b"\1" + node + other)
         rank, ranks = rank >> 1, (ranks + 1) >> 1
-    if left:
+    if rest:
         raise DecodeError("slice: the hash path is too long")
     return node
 

@@ -16,8 +16,8 @@ def stable_order(keys: Ints) -> Ints:
 def ranked(*columns: Ints) -> tuple[Ints, ...]:
     """int64 [distinct]: the distinct numbers of int64 columns, ascending; then, for each column, the ranks of its
     numbers."""
-    found, number = core.ranked(np.concatenate(columns))
-    return found, *np.split(number, np.cumsum([len(column) for column in columns[:-1]]))
+    unique, number = core.ranked(np.concatenate(columns))
+    return unique, *np.split(number, np.cumsum([len(column) for column in columns[:-1]]))
 
 
 def sort_order(key: Ints, size: int) -> Ints:

@@ -39,33 +39,33 @@ def one_of(words: Collection[str]) -> Meta:
     return Meta(extra={"words": tuple(words)})
 
 
-def check(owner: Any, where: str) -> None:
-    """Validates the fields of an instance by their annotations. where: its name in errors. Raises ConfigError."""
+def check(owner: Any, name: str) -> None:
+    """Validates the fields of an instance by their annotations. name: its name in errors. Raises ConfigError."""
     for key, rule in _rules(owner.__class__, False).items():
-        object.__setattr__(owner, key, rule(f"{where}.{key}", getattr(owner, key)))
+        object.__setattr__(owner, key, rule(f"{name}.{key}", getattr(owner, key)))
 
 
-def read(cls: Callable[..., T], where: str, data: Any) -> T:
+def read(cls: Callable[..., T], name: str, data: Any) -> T:
     """Builds an instance from plain data. Raises ConfigError."""
-    return cls(**values(cls, where, mapping_of(cls, where, data)))
+    return cls(**values(cls, name, mapping_of(cls, name, data)))
 
 
-def mapping_of(cls: Any, where: str, data: Any) -> Mapping[str, Any]:
+def mapping_of(cls: Any, name: str, data: Any) -> Mapping[str, Any]:
     """`data` if it is a mapping of fields of a dataclass, with all required ones. Raises ConfigError."""
-    needed = [one.name for one in fields(cls) if one.default is one.default_factory is MISSING]
-    return checks.known(where, data, [one.name for one in fields(cls)], needed)
+    required = [item.name for item in fields(cls) if item.default is item.default_factory is MISSING]
+    return checks.known(name, data, [item.name for item in fields(cls)], required)
 
 
-def values(cls: Any, where: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def values(cls: Any, name: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """Validated field values of a dataclass from plain data. Raises ConfigError."""
     rules = _rules(cls, True)
-    return {key: rules[key](f"{where}.{key}", value) for key, value in data.items()}
+    return {key: rules[key](f"{name}.{key}", value) for key, value in data.items()}
 
 
 def to_data(owner: Any) -> dict[str, Any]:
     """Plain data with every field of an instance."""
-    held = ((one.name, getattr(owner, one.name)) for one in fields(owner))
-    return {key: value if type(value) in _PLAIN else _data(value) for key, value in held}
+    items = ((item.name, getattr(owner, item.name)) for item in fields(owner))
+    return {key: value if type(value) in _PLAIN else _data(value) for key, value in items}
 
 
 def _data(value: Any) -> Any:
@@ -79,9 +79,9 @@ def _data(value: Any) -> Any:
 @cache
 def _rules(cls: Any, plain: bool) -> Mapping[str, Rule]:
     """Field -> check by its annotation. plain: True if values are plain data."""
-    found = inspect.type_info(cls)
-    assert isinstance(found, inspect.DataclassType)
-    return {one.name: _rule(one.type, plain) for one in found.fields}
+    info = inspect.type_info(cls)
+    assert isinstance(info, inspect.DataclassType)
+    return {item.name: _rule(item.type, plain) for item in info.fields}
 
 
 def _rule(kind: inspect.Type, plain: bool) -> Rule:
@@ -100,8 +100,8 @@ def _rule(kind: inspect.Type, plain: bool) -> Rule:
             return checks.name
         case inspect.StrType(max_length=int(most)):
             return partial(checks.described, most=most)
-        case inspect.UnionType(types=types) if any(isinstance(one, inspect.NoneType) for one in types):
-            (inner,) = (_rule(one, plain) for one in types if not isinstance(one, inspect.NoneType))
+        case inspect.UnionType(types=types) if any(isinstance(member, inspect.NoneType) for member in types):
+            (inner,) = (_rule(member, plain) for member in types if not isinstance(member, inspect.NoneType))
             return lambda field, value: None if value is None else inner(field, value)
         case inspect.VarTupleType(item_type=item):
             return partial(_checked_items, _rule(item, plain))
@@ -120,7 +120,7 @@ def _checked_items(rule: Rule, field: str, value: Any) -> tuple[Any, ...]:
     return tuple(rule(f"{field}[{i}]", item) for i, item in enumerate(checks.sequence(field, value)))
 
 
-def _checked_entries(rule: Rule, most: int, field: str, value: Any) -> dict[str, Any]:
-    if len(checks.mapping(field, value)) > most:
-        raise ConfigError(field, len(value), f"must be at most {most}", "list fewer")
+def _checked_entries(rule: Rule, limit: int, field: str, value: Any) -> dict[str, Any]:
+    if len(checks.mapping(field, value)) > limit:
+        raise ConfigError(field, len(value), f"must be at most {limit}", "list fewer")
     return {checks.name(field, key): rule(f"{field}.{key}", item) for key, item in value.items()}

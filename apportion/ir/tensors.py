@@ -49,8 +49,8 @@ class Contents:
         """Widths of each part in a row of one head; 0 for a part without that dimension. latent: of the model."""
         if latent is not None and self.side == "key":
             head_dim, v_head_dim = latent.widths
-        of = {"head_dim": head_dim, "v_head_dim": v_head_dim, "hidden": hidden}
-        return tuple(of[part.width] if part.width else 0 for part in self.parts)
+        sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim, "hidden": hidden}
+        return tuple(sizes[part.width] if part.width else 0 for part in self.parts)
 
 
 _NOTHING = Contents("none")
@@ -125,7 +125,7 @@ def _crossing_tensors(way: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]
     return MappingProxyType(
         {
             (side, phase): tuple(
-                one for one in Tensor if one.contents.side == side and phase in getattr(one.contents, way)
+                item for item in Tensor if item.contents.side == side and phase in getattr(item.contents, way)
             )
             for side in SIDES
             for phase in PHASES

@@ -17,12 +17,12 @@ Result = TypeVar("Result")
 
 def spread(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
     """Maps the function over the items with `threads` threads, results in order; compiled loops release the GIL."""
-    every = list(items)
-    if threads == 1 or len(every) < 2:
-        return [function(item) for item in every]
-    with ThreadPoolExecutor(min(threads, len(every))) as pool:
-        made = [pool.submit(copy_context().run, function, item) for item in every]
-        return [one.result() for one in made]
+    item_list = list(items)
+    if threads == 1 or len(item_list) < 2:
+        return [function(item) for item in item_list]
+    with ThreadPoolExecutor(min(threads, len(item_list))) as pool:
+        futures = [pool.submit(copy_context().run, function, item) for item in item_list]
+        return [future.result() for future in futures]
 
 
 def checked_threads(threads: int) -> int:

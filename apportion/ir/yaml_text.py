@@ -18,9 +18,9 @@ class _UniqueKeyLoader(_LOADER):  # type: ignore[misc, valid-type]
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            duplicate = next(name for name in names if names.count(name) > 1)
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {twice!r} occurs twice", node.start_mark
+                None, None, f"the key {duplicate!r} occurs twice", node.start_mark
             )
         return super().construct_mapping(node, deep)
 

@@ -52,11 +52,11 @@ def plan(
     if timings is not None:
         instance("timings", timings, dict)
     watch = Watch(timings)
-    made = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch, threads)
+    result = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch, threads)
     if verify:
         with watch("verify"):
-            verify_plan(made.plan, threads)
-    return made.plan
+            verify_plan(result.plan, threads)
+    return result.plan
 
 
 def make(problem: Problem, watch: Watch, threads: int = 1) -> PlanResult:
@@ -84,12 +84,12 @@ def sketch(problem: Problem) -> Plan:
     check_request(problem)
     drafted = draft(place(problem, passes_of(recipe), watch, 1), watch)
     check_call_memory(drafted.problem, drafted.programs, drafted.layouts)
-    _warn(recipe, [vars(one) for one in departures(drafted.placed, drafted.lowered)])
+    _warn(recipe, [vars(item) for item in departures(drafted.placed, drafted.lowered)])
     return drafted.plan({} if drafted.remapping is None else {"remap": drafted.remapping.said})
 
 
-def _warn(recipe: Recipe, every: Iterable[Mapping[str, Any]]) -> None:
-    for entry in every:
+def _warn(recipe: Recipe, entries: Iterable[Mapping[str, Any]]) -> None:
+    for entry in entries:
         if _is_requested(recipe, entry):
             warn(f"recipe {recipe.name}: {departure(entry)}", stacklevel=4)
 
@@ -97,10 +97,10 @@ def _warn(recipe: Recipe, every: Iterable[Mapping[str, Any]]) -> None:
 def _is_requested(recipe: Recipe, entry: Mapping[str, Any]) -> bool:
     """True if the recipe requests what the plan departs from: groups of ranks, or a value other than a built-in's."""
     step, name = str(entry["field"]).split(".")[1::2]
-    given, built_in = recipe.step(step), BUILT_IN.get(recipe.name)
-    if name == "degree" or given is None or entry["asked"] == "auto":
+    recipe_step, built_in = recipe.step(step), BUILT_IN.get(recipe.name)
+    if name == "degree" or recipe_step is None or entry["asked"] == "auto":
         return name == "degree"
-    return name in given.params and (built_in is None or built_in.recipe != recipe)
+    return name in recipe_step.params and (built_in is None or built_in.recipe != recipe)
 
 
 def policy_of(

@@ -70,12 +70,12 @@ def makespan(placed: float, loads: Ints | Floats, speeds: Floats) -> Bound:
     return Bound("makespan", max(placed, mean), float((loads / speeds).max()))
 
 
-def slots(degrees: Iterable[int], used: Iterable[int]) -> Bound:
+def slots(degrees: Iterable[int], counts: Iterable[int]) -> Bound:
     """Bounds the slots of all exchanges, given their tiles and routes: a rank sends and receives at most one tile per
-    slot, so an exchange needs at least the degree of its busiest rank. degrees: these, per exchange. used: slots per
+    slot, so an exchange needs at least the degree of its busiest rank. degrees: these, per exchange. counts: slots per
     exchange."""
-    least, total = sum(degrees), sum(used)
-    return Bound("slots", float(least), float(total), None if least else "nothing is exchanged")
+    minimum, total = sum(degrees), sum(counts)
+    return Bound("slots", float(minimum), float(total), None if minimum else "nothing is exchanged")
 
 
 def kv_bytes(

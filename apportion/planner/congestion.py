@@ -32,14 +32,14 @@ class Congestion:
     @staticmethod
     def of(hardware: Hardware) -> Congestion | None:
         """The hardware's congestion, or None if transfers always take bytes over rate."""
-        given = {
+        by_name = {
             "incast": hardware.incast,
             "peers": hardware.incast_peers,
             "one_peer": hardware.one_peer,
         }
-        figures = {name: figure.value for name, figure in given.items() if figure is not None}
-        found = Congestion(**figures, rates=hardware.message_rates)
-        return found if found.incast > 0 or found.one_peer < 1 or found.rates is not None else None
+        figures = {name: figure.value for name, figure in by_name.items() if figure is not None}
+        result = Congestion(**figures, rates=hardware.message_rates)
+        return result if result.incast > 0 or result.one_peer < 1 or result.rates is not None else None
 
     def factors(self, round_: Ints, out_port: Ints, in_port: Ints, message: Ints, sent_bytes: Ints) -> Floats:
         """float64 [transfers]: slowdown of each transfer relative to bytes over rate.
@@ -48,20 +48,20 @@ class Congestion:
         """
         senders = _opposite_ports(round_, in_port, out_port)
         receivers = _opposite_ports(round_, out_port, in_port)
-        slow = 1.0 + self.incast * np.minimum(senders - 1, self.peers)
-        slow[(senders == 1) & (receivers == 1)] = 1.0 / self.one_peer
+        factor = 1.0 + self.incast * np.minimum(senders - 1, self.peers)
+        factor[(senders == 1) & (receivers == 1)] = 1.0 / self.one_peer
         if self.rates is not None:
-            slow /= self.rates.of(np.bincount(message, sent_bytes)[message])
-        return slow
+            factor /= self.rates.of(np.bincount(message, sent_bytes)[message])
+        return factor
 
 
 def _opposite_ports(round_: Ints, port: Ints, other: Ints) -> Ints:
     """int64 [transfers]: number of distinct opposite ports of the transfers with the same round and port."""
     span = 1 + int(max(port.max(initial=0), other.max(initial=0)))
-    places, of = np.unique(round_ * span + port, return_inverse=True)
-    pairs = np.unique(of * span + other)
-    found: Ints = np.bincount(pairs // span, minlength=len(places))[of]
-    return found
+    keys, index = np.unique(round_ * span + port, return_inverse=True)
+    pairs = np.unique(index * span + other)
+    counts: Ints = np.bincount(pairs // span, minlength=len(keys))[index]
+    return counts
 
 
 class Network(NamedTuple):

@@ -56,10 +56,10 @@ def bands_us(costs: Attention, model: Model, phase: str, bands: Ints) -> Floats:
     """float64 [n]: time of each of int64 [n, 6] bands as one task with all heads; 0 if it has no pair."""
     q0, q1, k0, k1, _, _ = tighten(bands).T
     pairs, times = area(bands), np.zeros(len(bands))
-    some = np.flatnonzero(pairs)
-    heads, kv_heads = (np.full(len(some), count) for count in (model.q_heads, model.kv_heads))
-    sizes = (q1 - q0)[some], (k1 - k0)[some], pairs[some]
-    times[some] = costs.attention_us(phase, *sizes, heads, kv_heads)
+    nonempty = np.flatnonzero(pairs)
+    heads, kv_heads = (np.full(len(nonempty), count) for count in (model.q_heads, model.kv_heads))
+    sizes = (q1 - q0)[nonempty], (k1 - k0)[nonempty], pairs[nonempty]
+    times[nonempty] = costs.attention_us(phase, *sizes, heads, kv_heads)
     return times
 
 
@@ -140,12 +140,12 @@ class CostModel:
         assert model.latent is not None
         backward = phase == "backward"
         flops = 2.0 * model.expansion * (3 if backward else 1) * np.asarray(rows)
-        moved = (2 * model.head_dim - model.latent.rope) * model.element_bytes * np.asarray(rows)
+        moved_bytes = (2 * model.head_dim - model.latent.rope) * model.element_bytes * np.asarray(rows)
         if backward:  # written by the product, read by the sum, which is itself read and written
-            summed = 2 * (model.element_bytes + model.accumulator_bytes)
-            moved = moved + summed * model.expansion * np.asarray(heads)
+            sum_bytes = 2 * (model.element_bytes + model.accumulator_bytes)
+            moved_bytes = moved_bytes + sum_bytes * model.expansion * np.asarray(heads)
         kernels = 5 if backward else 2
-        return np.asarray(flops / rate + self.moved_us(moved) + kernels * self.hardware.rowop_us.value)
+        return np.asarray(flops / rate + self.moved_us(moved_bytes) + kernels * self.hardware.rowop_us.value)
 
     def ideal_us(self, phase: str, pairs: Count, q_heads: Count) -> Floats:
         """float64: time of the pairs at saturated throughput, without launches."""
@@ -160,8 +160,8 @@ class CostModel:
     def chain_us(self, phase: str, q_rows: Count, kv_rows: Count, diagonals: Count) -> Floats:
         """float64 [n]: least time of an instruction with this task, with unlimited multiprocessors: one tile of queries
         iterates over its visible keys (backward: a tile of keys over its queries). diagonals: of the task's band."""
-        walked = np.minimum(kv_rows if phase == "forward" else q_rows, diagonals + (self.hardware.tile - 1))
-        tiles = -(-walked // self.hardware.tile)
+        rows = np.minimum(kv_rows if phase == "forward" else q_rows, diagonals + (self.hardware.tile - 1))
+        tiles = -(-rows // self.hardware.tile)
         return np.asarray(tiles * (self.hardware.grid(phase).tile_us * self._dims(phase)))
 
     def moved_us(self, moved_bytes: Count) -> Floats:
@@ -198,14 +198,14 @@ class CostModel:
 
     def network(self, cluster: Cluster) -> Network | None:
         """The network with incast, by which rounds are split; None if splitting gains nothing."""
-        found = self.congestion
-        if found is None or not found.incast or cluster.nodes == 1:
+        congestion = self.congestion
+        if congestion is None or not congestion.incast or cluster.nodes == 1:
             return None
         sent = np.array([self.model.sent_bytes(tensor, 1) for tensor in Tensor], np.int64)
         shape = (0, cluster.ranks_per_node, cluster.nics_per_node)
         # latency, and a kernel on either side
         round_us = cluster.inter_latency_us + 2 * float(self.rowop_us(0))
-        figures = (found.incast, found.peers, found.one_peer)
+        figures = (congestion.incast, congestion.peers, congestion.one_peer)
         return Network(sent, *shape, 1 / (cluster.inter_gbs * 1e3), round_us, *figures)
 
     def linear_us(self, tokens: Count) -> Floats:

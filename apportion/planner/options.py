@@ -59,26 +59,26 @@ class Parameter:
     schema: Mapping[str, Any] = field(hash=False)
 
 
-def read(cls: type[T], where: str, given: Mapping[str, Any], base: T | None = None) -> T:
+def read(cls: type[T], path: str, params: Mapping[str, Any], base: T | None = None) -> T:
     """Builds a dataclass of options from plain data.
 
-    where: its name in errors. base: provides missing values, by default the defaults. Raises ConfigError,
+    path: its name in errors. base: provides missing values, by default the defaults. Raises ConfigError,
     UnknownNameError.
     """
     hints, values = _hints(cls), {} if base is None else {name: getattr(base, name) for name in _hints(cls)}
-    for name, value in mapping(where, given).items():
+    for name, value in mapping(path, params).items():
         if name not in hints:
             rule = f"has the parameters {', '.join(hints)}" if hints else "has no parameters"
-            raise ConfigError(where, name, rule, "leave it out or correct it")
-        values[name] = _value(cls, f"{where}.{name}", name, value)
+            raise ConfigError(path, name, rule, "leave it out or correct it")
+        values[name] = _value(cls, f"{path}.{name}", name, value)
     return cls(**values)
 
 
-def keep(options: Any, where: str) -> None:
+def keep(options: Any, path: str) -> None:
     """Validates the fields of a dataclass of options by their annotations. Raises as `read`."""
     for name in _hints(type(options)):
-        held = _value(type(options), f"{where}.{name}", name, getattr(options, name))
-        object.__setattr__(options, name, held)
+        value = _value(type(options), f"{path}.{name}", name, getattr(options, name))
+        object.__setattr__(options, name, value)
 
 
 def parameters(cls: type[Any]) -> Iterator[Parameter]:
@@ -92,8 +92,8 @@ def parameters(cls: type[Any]) -> Iterator[Parameter]:
 
 def schema(cls: type[Any]) -> dict[str, Any]:
     """JSON Schema of the data that `read` accepts."""
-    held = {one.name: {**one.schema, "default": one.default} for one in parameters(cls)}
-    return {"type": "object", "additionalProperties": False, "properties": held}
+    properties = {option.name: {**option.schema, "default": option.default} for option in parameters(cls)}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 _HINTS: dict[type[Any], Mapping[str, tuple[Any, Any]]] = {}
@@ -103,36 +103,36 @@ def _hints(cls: type[Any]) -> Mapping[str, tuple[Any, Any]]:
     """Name -> annotation and default of each field of a dataclass."""
     if cls not in _HINTS:
         hints = get_type_hints(cls, include_extras=True)
-        _HINTS[cls] = {one.name: (hints[one.name], one.default) for one in fields(cls)}
+        _HINTS[cls] = {item.name: (hints[item.name], item.default) for item in fields(cls)}
     return _HINTS[cls]
 
 
-def _value(cls: type[Any], where: str, name: str, value: Any) -> Any:
+def _value(cls: type[Any], path: str, name: str, value: Any) -> Any:
     (hint, default), value = _hints(cls)[name], scalar(value)
     if isinstance(default, Option):
-        return default.parse(where, value)
+        return default.parse(path, value)
     if is_dataclass(default):
-        return value if isinstance(value, type(default)) else read(type(default), where, value)
+        return value if isinstance(value, type(default)) else read(type(default), path, value)
     try:
         return msgspec.convert(value, hint)
     except (msgspec.ValidationError, TypeError, UnicodeEncodeError):
         pass
-    known = inspect.type_info(hint)
-    if isinstance(value, str) and (listed := _literal_words(known)):
-        raise UnknownNameError(where, value, f"must be {_describe(known)}", suggestion(value[:64], listed))
+    info = inspect.type_info(hint)
+    if isinstance(value, str) and (words := _literal_words(info)):
+        raise UnknownNameError(path, value, f"must be {_describe(info)}", suggestion(value[:64], words))
     raise ConfigError(
-        where,
+        path,
         value,
-        f"must be {_describe(known)}",
+        f"must be {_describe(info)}",
         f"leave it out for {msgspec.json.encode(default).decode()}",
     )
 
 
-def _literal_words(known: inspect.Type) -> list[str]:
+def _literal_words(info: inspect.Type) -> list[str]:
     """The literal words accepted by a type."""
-    if isinstance(known, inspect.UnionType):
-        return [word for one in known.types for word in _literal_words(one)]
-    return [str(value) for value in known.values] if isinstance(known, inspect.LiteralType) else []
+    if isinstance(info, inspect.UnionType):
+        return [word for member in info.types for word in _literal_words(member)]
+    return [str(value) for value in info.values] if isinstance(info, inspect.LiteralType) else []
 
 
 def _describe(known: inspect.Type) -> str:
@@ -159,10 +159,10 @@ def _describe(known: inspect.Type) -> str:
     return "plain data"
 
 
-def _range(known: inspect.IntType | inspect.FloatType) -> str:
-    low, high = known.ge, known.le
+def _range(info: inspect.IntType | inspect.FloatType) -> str:
+    low, high = info.ge, info.le
     if low is not None and high is not None and high < MAX_COUNT:
         return f" from {low:g} to {high:g}"
-    if known.gt is not None:
-        return f" greater than {known.gt:g}"
+    if info.gt is not None:
+        return f" greater than {info.gt:g}"
     return "" if low is None else f" of at least {low:g}"

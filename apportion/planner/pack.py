@@ -141,16 +141,16 @@ def capacity(problem: Problem, tokens_per_rank: int | None) -> int:
     """The most tokens of a microbatch. Raises CapacityError for a longer sequence."""
     batch, ranks = problem.batch, problem.ranks
     per_rank = [cap for cap in (problem.policy.token_cap, tokens_per_rank) if cap is not None]
-    room = min([cap * ranks for cap in per_rank] + [MOST_TOKENS])
+    limit = min([cap * ranks for cap in per_rank] + [MOST_TOKENS])
     longest = int(batch.lengths.argmax())
-    need = int(batch.lengths[longest])
-    if need > room:
+    size = int(batch.lengths[longest])
+    if size > limit:
         raise CapacityError(
-            f"sequence {longest} has {need} tokens, a microbatch holds at most {room} ({room // ranks} on "
-            f"each of {ranks} ranks): use at least {-(-need // ranks)} tokens per rank, "
-            f"{-(-need // max(1, room // ranks))} ranks, or cut the sequence"
+            f"sequence {longest} has {size} tokens, a microbatch holds at most {limit} ({limit // ranks} on "
+            f"each of {ranks} ranks): use at least {-(-size // ranks)} tokens per rank, "
+            f"{-(-size // max(1, limit // ranks))} ranks, or cut the sequence"
         )
-    return room
+    return limit
 
 
 def work(problem: Problem) -> Ints:
@@ -190,9 +190,9 @@ def _even_runs(starts: Ints, count: int) -> list[int]:
         else:
             low = middle + 1
     cuts, end = [0], len(starts) - 1
-    for left in range(count - 1, -1, -1):
-        full = int(np.searchsorted(starts, starts[cuts[-1]] + low, "right")) - 1
-        cuts.append(min(full, end - left))
+    for remaining in range(count - 1, -1, -1):
+        end_limit = int(np.searchsorted(starts, starts[cuts[-1]] + low, "right")) - 1
+        cuts.append(min(end_limit, end - remaining))
     return cuts
 
 
@@ -200,14 +200,14 @@ def _even_runs(starts: Ints, count: int) -> list[int]:
 
 
 def _assign_microbatches(
-    weights: Ints, lengths: Ints, wanted: int | Literal["auto"], room: int, solver: PartitionSolver
+    weights: Ints, lengths: Ints, requested: int | Literal["auto"], room: int, solver: PartitionSolver
 ) -> Ints:
     """int64 [sequences]: the microbatch of each; the wanted number of them, or the fewest found."""
-    if wanted != "auto":
-        _check_count(len(lengths), wanted)
-        bins = _pack(weights, lengths, wanted, room, solver)
+    if requested != "auto":
+        _check_count(len(lengths), requested)
+        bins = _pack(weights, lengths, requested, room, solver)
         if bins is None:
-            raise _no_packing(int(lengths.sum()), len(lengths), wanted, room)
+            raise _no_packing(int(lengths.sum()), len(lengths), requested, room)
         return bins
     count = max(1, -(-int(lengths.sum()) // room))
     while (bins := _pack(weights, lengths, count, room, solver)) is None:
@@ -218,18 +218,18 @@ def _assign_microbatches(
 def _pack(weights: Ints, lengths: Ints, count: int, room: int, solver: PartitionSolver) -> Ints | None:
     """Packs by work; if a sequence does not fit, by length. None if that also fails."""
     # sequences without work get a small weight, or all would go to the same microbatch
-    found = solver(PartitionProblem(np.maximum(weights, 1), lengths, np.full(count, room))).bin
-    return found if (found >= 0).all() else _best_fit(lengths, count, room)
+    bins = solver(PartitionProblem(np.maximum(weights, 1), lengths, np.full(count, room))).bin
+    return bins if (bins >= 0).all() else _best_fit(lengths, count, room)
 
 
 def _best_fit(lengths: Ints, count: int, room: int) -> Ints | None:
     """Best fit decreasing: longest first, to the fullest microbatch with room."""
-    left, bins = np.full(count, room, np.int64), np.empty(len(lengths), np.int64)
+    free, bins = np.full(count, room, np.int64), np.empty(len(lengths), np.int64)
     for item in np.lexsort((np.arange(len(lengths)), -lengths)).tolist():
-        best = int(np.where(left >= lengths[item], left, room + 1).argmin())
-        if left[best] < lengths[item]:
+        best = int(np.where(free >= lengths[item], free, room + 1).argmin())
+        if free[best] < lengths[item]:
             return None
-        bins[item], left[best] = best, left[best] - lengths[item]
+        bins[item], free[best] = best, free[best] - lengths[item]
     return _none_empty(bins, lengths, count)
 
 
@@ -244,7 +244,7 @@ def _none_empty(bins: Ints, lengths: Ints, count: int) -> Ints:
 def _members(bins: Ints, sequences: Ints) -> tuple[Ints, ...]:
     """The sequences of each microbatch; microbatches are ordered by their first sequence."""
     number, first = np.unique(bins, return_index=True)
-    return tuple(sequences[bins == number[place]] for place in np.argsort(first))
+    return tuple(sequences[bins == number[index]] for index in np.argsort(first))
 
 
 def _no_sequences() -> Ints:
@@ -256,14 +256,14 @@ def _no_sequences() -> Ints:
 
 def _levels(defer: bool, tokens: int | tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The lengths at which queues of outliers begin, or None without deferral."""
-    where = "recipe.pack.wlb"
+    field = "recipe.pack.wlb"
     if not defer:
         if tokens is not None:
-            raise ConfigError(f"{where}.outlier_tokens", tokens, "is for defer: true", "leave it out")
+            raise ConfigError(f"{field}.outlier_tokens", tokens, "is for defer: true", "leave it out")
         return None
     levels = (tokens,) if isinstance(tokens, int) else tokens or ()
     if not levels or list(levels) != sorted(set(levels)):
-        raise ConfigError(f"{where}.outlier_tokens", levels, "must be ascending lengths", "write 65536")
+        raise ConfigError(f"{field}.outlier_tokens", levels, "must be ascending lengths", "write 65536")
     return levels
 
 

@@ -88,11 +88,11 @@ class Documents(PodsPass):
             remedy = "drop `pods` or the home_ranks"
             raise ConfigError("batch.home_ranks", len(problem.batch.home_ranks), rule, remedy)
         for first in self._pods(problem, members):
-            of = self._assign(problem, first) if len(first) > 2 else None
-            if of is None:
+            pod_of = self._assign(problem, first) if len(first) > 2 else None
+            if pod_of is None:
                 continue
             try:
-                shards, placement = _plan_pods(problem, first, of, shard, place, threads)
+                shards, placement = _plan_pods(problem, first, pod_of, shard, place, threads)
             except CapacityError:  # larger pods have more room
                 continue
             return shards, self._with_departures(problem, placement, int(np.diff(first).max()), members)
@@ -103,12 +103,12 @@ class Documents(PodsPass):
         self, problem: Problem, placement: Placement, largest: int, members: int
     ) -> Placement:
         """Adds the departure from the requested pod size; largest: ranks of the largest pod."""
-        most = max(self._most, problem.cluster.ranks_per_node * members)
-        if largest * members <= most or next(self._pods(problem, members), None) is None:
+        limit = max(self._most, problem.cluster.ranks_per_node * members)
+        if largest * members <= limit or next(self._pods(problem, members), None) is None:
             return placement
-        why = "whole sequences do not fit pods this small, or are too few"
-        joined = Departure("recipe.pods.documents.ranks", most, largest * members, why)
-        return replace(placement, departures=(*placement.departures, joined))
+        reason = "whole sequences do not fit pods this small, or are too few"
+        departure = Departure("recipe.pods.documents.ranks", limit, largest * members, reason)
+        return replace(placement, departures=(*placement.departures, departure))
 
     def apart(self, problem: Problem, placement: Placement) -> list[IsolatedPart]:
         """Splits the placement into the smallest pods such that no sequence spans two."""
@@ -116,14 +116,14 @@ class Documents(PodsPass):
         if first is None or placement.groups is not None:
             return []
         lowest, highest = _reach(problem, placement)
-        crossed = np.zeros(problem.ranks + 1, np.int64)
-        np.add.at(crossed, lowest + 1, 1)
-        np.add.at(crossed, highest + 1, -1)
-        first = first[np.cumsum(crossed)[first] == 0]
-        of = np.searchsorted(first, lowest, "right") - 1
-        if len(first) < 3 or not np.bincount(of, minlength=len(first) - 1).all():
+        coverage = np.zeros(problem.ranks + 1, np.int64)
+        np.add.at(coverage, lowest + 1, 1)
+        np.add.at(coverage, highest + 1, -1)
+        first = first[np.cumsum(coverage)[first] == 0]
+        pod_of = np.searchsorted(first, lowest, "right") - 1
+        if len(first) < 3 or not np.bincount(pod_of, minlength=len(first) - 1).all():
             return []
-        return _split_parts(problem, placement, first, of)
+        return _split_parts(problem, placement, first, pod_of)
 
     @property
     def _most(self) -> int:
@@ -140,12 +140,12 @@ class Documents(PodsPass):
     def _assign(self, problem: Problem, first: Ints) -> Ints | None:
         """int64 [sequences]: the pod of each; None if they do not fit, or leave a pod empty."""
         caps = np.add.reduceat(problem.token_caps, first[:-1])
-        room = np.minimum(caps, (caps + _shares(problem, first)) / 2)
+        limits = np.minimum(caps, (caps + _shares(problem, first)) / 2)
         weights, sizes = row_weights(problem, problem.batch.starts), problem.batch.lengths
         speeds = np.add.reduceat(problem.speeds, first[:-1])
-        found = self.solver(PartitionProblem(weights, sizes, room.astype(np.int64), speeds)).bin
-        held = np.bincount(found[found >= 0], minlength=len(speeds))
-        return None if (found < 0).any() or not held.all() else found
+        bins = self.solver(PartitionProblem(weights, sizes, limits.astype(np.int64), speeds)).bin
+        counts = np.bincount(bins[bins >= 0], minlength=len(speeds))
+        return None if (bins < 0).any() or not counts.all() else bins
 
 
 def _shares(problem: Problem, first: Ints) -> Floats:
@@ -159,34 +159,34 @@ def _join_pods(problem: Problem, first: Ints) -> Ints:
     longest first, has its own pod."""
     batch, weights = problem.batch, row_weights(problem, problem.batch.starts)
     pods = len(first) - 1
-    need = pods * np.maximum(weights / max(weights.sum(), 1), batch.lengths / batch.tokens)
-    sizes = np.sort(np.ceil(need[need > 1]))[::-1].astype(np.int64)
+    pod_counts = pods * np.maximum(weights / max(weights.sum(), 1), batch.lengths / batch.tokens)
+    sizes = np.sort(np.ceil(pod_counts[pod_counts > 1]))[::-1].astype(np.int64)
     ends = np.cumsum(sizes)
     if not len(ends) or ends[-1] > pods:
         return first if not len(ends) else first[[0, -1]]
-    kept = np.concatenate([[0], ends, np.arange(ends[-1] + 1, pods + 1)])
-    return np.take(first, kept)
+    index = np.concatenate([[0], ends, np.arange(ends[-1] + 1, pods + 1)])
+    return np.take(first, index)
 
 
 def _plan_pods(
-    problem: Problem, first: Ints, of: Ints, shard: ShardPass, place: PlacePass, threads: int
+    problem: Problem, first: Ints, pod_of: Ints, shard: ShardPass, place: PlacePass, threads: int
 ) -> tuple[Shards, Placement]:
-    """Plans each pod and merges blocks and homes. of: int64 [sequences], the pod of each."""
+    """Plans each pod and merges blocks and homes. pod_of: int64 [sequences], the pod of each."""
 
-    def planned(pod: int) -> _Pod:
-        index = np.flatnonzero(of == pod)
+    def plan_pod(pod: int) -> _Pod:
+        index = np.flatnonzero(pod_of == pod)
         part = _part(problem, int(first[pod]), int(first[pod + 1]), index)
         shards = shard(part)
         return _Pod(part, index, int(first[pod]), shards, place(part, shards))
 
-    pods = spread(planned, range(len(first) - 1), threads)
+    pods = spread(plan_pod, range(len(first) - 1), threads)
     return _all_shards(problem, pods), _all_homes(problem, pods)
 
 
 def _part(problem: Problem, begin: int, end: int, index: Ints) -> Problem:
     """The subproblem of sequences `index` on the ranks from begin to end, with their caps."""
     cluster, speeds = problem.cluster, problem.cluster.speeds
-    own = replace(
+    part_cluster = replace(
         cluster,
         nodes=(end - begin) // cluster.ranks_per_node,
         speeds=None if speeds is None else speeds[begin:end],
@@ -194,7 +194,7 @@ def _part(problem: Problem, begin: int, end: int, index: Ints) -> Problem:
     return replace(
         problem,
         batch=problem.batch.take(index),
-        cluster=own,
+        cluster=part_cluster,
         rates=None if problem.rates is None else problem.rates[begin:end],
         caps=tuple(problem.token_caps[begin:end].tolist()),
     )
@@ -219,10 +219,10 @@ class _Pod:
     def cut(self, batch: Batch, starts: Ints) -> tuple[Ints, Ints]:
         """Cuts blocks at `starts`, int64 [blocks + 1], at sequence boundaries, since a pod's sequences need not be
         adjacent in the batch: the block of each part, and its first token in `batch`, the whole batch."""
-        own = self.problem.batch.starts
-        cuts = np.union1d(starts, own)[:-1]
-        sequence = np.searchsorted(own, cuts, "right") - 1
-        token = batch.starts[self.index[sequence]] + cuts - own[sequence]
+        pod_starts = self.problem.batch.starts
+        cuts = np.union1d(starts, pod_starts)[:-1]
+        sequence = np.searchsorted(pod_starts, cuts, "right") - 1
+        token = batch.starts[self.index[sequence]] + cuts - pod_starts[sequence]
         return np.searchsorted(starts, cuts, "right") - 1, token
 
     def sequences(self, cells: Cells) -> Ints:
@@ -277,7 +277,7 @@ def _all_homes(problem: Problem, pods: list[_Pod]) -> Placement:
         groups=np.concatenate(groups) if len(groups) > 1 else None,
         execution=_all_executions(pods),
         head_groups=pods[0].placement.head_groups,
-        departures=tuple(dict.fromkeys(one for pod in pods for one in pod.placement.departures)),
+        departures=tuple(dict.fromkeys(departure for pod in pods for departure in pod.placement.departures)),
     )
 
 
@@ -285,29 +285,29 @@ def _all_executions(pods: list[_Pod]) -> dict[tuple[str, str], Execution] | None
     """Merges executions. Cells are sorted by band, hence by sequence, and within it in the order of its pod."""
     if all(pod.placement.execution is None for pod in pods):
         return None
-    found: dict[tuple[str, str], Execution] = {}
+    executions: dict[tuple[str, str], Execution] = {}
     for kind in pods[0].problem.batch.kinds:
         cells = [cut_cells(pod.problem.batch.bands(kind), pod.placement.starts) for pod in pods]
-        of = np.concatenate([pod.sequences(own) for pod, own in zip(pods, cells, strict=True)])
-        order, before = np.argsort(of, kind="stable"), list[Execution]()
+        sequence = np.concatenate([pod.sequences(parts) for pod, parts in zip(pods, cells, strict=True)])
+        order, previous = np.argsort(sequence, kind="stable"), list[Execution]()
         for phase in PHASES:
-            own = [pod.execution(kind, phase, some) for pod, some in zip(pods, cells, strict=True)]
-            if before and all(
-                one is two or pod.placement.execution is None
-                for one, two, pod in zip(own, before, pods, strict=True)
+            parts = [pod.execution(kind, phase, piece) for pod, piece in zip(pods, cells, strict=True)]
+            if previous and all(
+                part is other or pod.placement.execution is None
+                for part, other, pod in zip(parts, previous, pods, strict=True)
             ):
-                found[kind, phase] = found[kind, PHASES[0]]
+                executions[kind, phase] = executions[kind, PHASES[0]]
             else:
-                found[kind, phase] = _joined_execution(pods, own, order)
-            before = own
-    return found
+                executions[kind, phase] = _joined_execution(pods, parts, order)
+            previous = parts
+    return executions
 
 
-def _joined_execution(pods: list[_Pod], own: list[Execution], order: Ints) -> Execution:
-    rank = np.concatenate([one.rank + pod.first for one, pod in zip(own, pods, strict=True)], 1)
+def _joined_execution(pods: list[_Pod], items: list[Execution], order: Ints) -> Execution:
+    rank = np.concatenate([item.rank + pod.first for item, pod in zip(items, pods, strict=True)], 1)
     division = None
-    if any(one.division is not None for one in own):
-        parts = [np.zeros_like(one.rank) if one.division is None else one.division for one in own]
+    if any(item.division is not None for item in items):
+        parts = [np.zeros_like(item.rank) if item.division is None else item.division for item in items]
         division = np.concatenate(parts, 1)[:, order]
     return Execution(rank[:, order].astype(np.int32), division)
 
@@ -330,22 +330,22 @@ def _reach(problem: Problem, placement: Placement) -> tuple[Ints, Ints]:
     return lowest, highest
 
 
-def _split_parts(problem: Problem, placement: Placement, first: Ints, of: Ints) -> list[IsolatedPart]:
-    """Splits a placement into the pods' parts. of: int64 [sequences], the pod of each."""
+def _split_parts(problem: Problem, placement: Placement, first: Ints, pod_of: Ints) -> list[IsolatedPart]:
+    """Splits a placement into the pods' parts. pod_of: int64 [sequences], the pod of each."""
     pod_of_block = np.searchsorted(first, placement.home, "right") - 1
     executions = _split_executions(problem, placement, first)
-    found = []
+    parts = []
     for pod, (begin, end) in enumerate(zip(first[:-1].tolist(), first[1:].tolist(), strict=True)):
         blocks = np.flatnonzero(pod_of_block == pod)
-        own = replace(
+        local = replace(
             placement,
             starts=offsets(placement.lengths[blocks]),
             home=placement.home[blocks] - begin,
             weight=placement.weight[blocks],
             execution=executions[pod],
         )
-        found.append(IsolatedPart(begin, _part(problem, begin, end, np.flatnonzero(of == pod)), own))
-    return found
+        parts.append(IsolatedPart(begin, _part(problem, begin, end, np.flatnonzero(pod_of == pod)), local))
+    return parts
 
 
 def _split_executions(
@@ -355,14 +355,14 @@ def _split_executions(
     pods = len(first) - 1
     if placement.execution is None:
         return [None] * pods
-    found: list[dict[tuple[str, str], Execution] | None] = []
+    result: list[dict[tuple[str, str], Execution] | None] = []
     for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
-        parts, own = dict[int, Execution](), dict[tuple[str, str], Execution]()
+        parts, executions_ = dict[int, Execution](), dict[tuple[str, str], Execution]()
         for key, execution in placement.execution.items():
             if id(execution) not in parts:
-                inside = (execution.rank[0] >= begin) & (execution.rank[0] < end)
-                division = None if execution.division is None else execution.division[:, inside]
-                parts[id(execution)] = Execution(execution.rank[:, inside] - np.int32(begin), division)
-            own[key] = parts[id(execution)]
-        found.append(own)
-    return found
+                in_part = (execution.rank[0] >= begin) & (execution.rank[0] < end)
+                division = None if execution.division is None else execution.division[:, in_part]
+                parts[id(execution)] = Execution(execution.rank[:, in_part] - np.int32(begin), division)
+            executions_[key] = parts[id(execution)]
+        result.append(executions_)
+    return result

@@ -64,8 +64,8 @@ class Problem:
     def token_rates(self) -> Floats:
         """float64 [ranks]: proportions of token shares, largest 1; exactly 1.0 for equal ranks."""
         rates = self.speeds if self.rates is None else np.asarray(self.rates, np.float64)
-        found: Floats = rates / rates.max()
-        return found
+        result: Floats = rates / rates.max()
+        return result
 
     @cached_property
     def token_shares(self) -> Floats:
@@ -77,19 +77,19 @@ class Problem:
     def token_caps(self) -> Ints:
         """int64 [ranks]: the largest number of tokens on each rank. Default: 1.02 times its share, rounded down so that
         the imbalance is at most 2 %, but no less than the share rounded up. Raises CapacityError."""
-        tokens, ranks, given = self.batch.tokens, self.ranks, self.policy.token_cap
+        tokens, ranks, cap = self.batch.tokens, self.ranks, self.policy.token_cap
         if self.caps is not None:
             return np.asarray(self.caps, np.int64)
-        if given is None:
-            most = np.floor(_CAP_PERCENT * tokens * self.token_rates / (100 * self.token_rates.sum()))
-            caps: Ints = np.maximum(most, np.ceil(self.token_shares)).astype(np.int64)
+        if cap is None:
+            limit = np.floor(_CAP_PERCENT * tokens * self.token_rates / (100 * self.token_rates.sum()))
+            caps: Ints = np.maximum(limit, np.ceil(self.token_shares)).astype(np.int64)
             return caps
-        if given * ranks < tokens:
+        if cap * ranks < tokens:
             raise CapacityError(
-                f"the batch has {tokens} tokens but {ranks} ranks hold at most {given} each ({given * ranks} in all): "
+                f"the batch has {tokens} tokens but {ranks} ranks hold at most {cap} each ({cap * ranks} in all): "
                 f"raise token_cap to at least {-(-tokens // ranks)} or use more ranks"
             )
-        return np.full(ranks, min(given, MOST_TOKENS), np.int64)
+        return np.full(ranks, min(cap, MOST_TOKENS), np.int64)
 
     @cached_property
     def member_shares(self) -> Ints:
@@ -100,8 +100,8 @@ class Problem:
     @cached_property
     def member_room(self) -> Ints:
         """int64 [ranks] > 0: default caps, rounded up, under an explicit cap."""
-        most = np.maximum(np.ceil(_CAP_PERCENT * self.token_shares / 100), 1).astype(np.int64)
-        return most if self.policy.token_cap is None else np.minimum(most, self.policy.token_cap)
+        limit = np.maximum(np.ceil(_CAP_PERCENT * self.token_shares / 100), 1).astype(np.int64)
+        return limit if self.policy.token_cap is None else np.minimum(limit, self.policy.token_cap)
 
     @cached_property
     def token_cap(self) -> int:
@@ -126,21 +126,21 @@ class Problem:
     @cached_property
     def reach(self) -> dict[str, float]:
         """kind -> mean keys per query, over pairs, divided by the mean tokens per rank."""
-        tokens, found = self.batch.tokens / self.ranks, {}
+        tokens, result = self.batch.tokens / self.ranks, {}
         for kind, bands in self.bands.items():
             pairs = area(bands).astype(np.float64)
             keys = pairs / np.maximum(bands[:, 1] - bands[:, 0], 1)
-            found[kind] = float((pairs * keys).sum() / max(pairs.sum(), 1.0)) / tokens
-        return found
+            result[kind] = float((pairs * keys).sum() / max(pairs.sum(), 1.0)) / tokens
+        return result
 
     @cached_property
     def picked(self) -> dict[str, Profile]:
         """kind -> weight of its rows if it chooses keys at run time (`Model.balance`)."""
-        found = dict[str, Profile]()
-        for kind, held in self.model.balance.items():
+        profiles = dict[str, Profile]()
+        for kind, parameters in self.model.balance.items():
             if kind in self.bands:
-                found[kind] = profile({kind: self.bands[kind]}, {kind: 1}).capped(held["keys"])
-        return found
+                profiles[kind] = profile({kind: self.bands[kind]}, {kind: 1}).capped(parameters["keys"])
+        return profiles
 
     @cached_property
     def layers(self) -> dict[str, int]:
@@ -266,6 +266,6 @@ class PlacePass(Pass, Protocol):
 
 def exact_sums(index: Ints, values: Ints, size: int) -> Ints:
     """int64 [size]: exact sums of int32 or int64 `values` by `index`, without float64 rounding."""
-    found = np.zeros(size, np.int64)
-    np.add.at(found, index.astype(np.int64, copy=False), values.astype(np.int64, copy=False))
-    return found
+    sums = np.zeros(size, np.int64)
+    np.add.at(sums, index.astype(np.int64, copy=False), values.astype(np.int64, copy=False))
+    return sums

@@ -59,24 +59,24 @@ class Runs:
         """Finds the runs of a layout. Raises ConfigError if the batch's masks define no token order."""
         branches, spans = batch.branches(), layout.spans
         order = np.lexsort((spans["row"], spans.rank_of_row()))
-        begin, token, length = (spans.wide(name)[order] for name in ("row", "token", "length"))
-        low = branches.of(token)
-        count = branches.of(token + length - 1) - low + 1
-        span, branch = group_of(count), np.repeat(low, count) + within(count)
-        end_of = np.append(branches.starts[1:], batch.tokens)
+        first_row, token, length = (spans.wide(name)[order] for name in ("row", "token", "length"))
+        first_branch = branches.of(token)
+        count = branches.of(token + length - 1) - first_branch + 1
+        span, branch = group_of(count), np.repeat(first_branch, count) + within(count)
+        branch_end = np.append(branches.starts[1:], batch.tokens)
         start = np.maximum(token[span], branches.starts[branch])
-        stop = np.minimum((token + length)[span], end_of[branch])
-        rank, row = spans.rank_of_row()[span], begin[span] + start - token[span]
-        opens = start == branches.starts[branch]
-        begins = np.flatnonzero(changes(rank) | opens | (start != np.append(-1, stop[:-1])))
-        rows = np.add.reduceat(stop - start, begins)
-        rank, row, first, opens = (each[begins] for each in (rank, row, start, opens))
-        branch = branch[begins]
+        end = np.minimum((token + length)[span], branch_end[branch])
+        rank, row = spans.rank_of_row()[span], first_row[span] + start - token[span]
+        is_start = start == branches.starts[branch]
+        run_starts = np.flatnonzero(changes(rank) | is_start | (start != np.append(-1, end[:-1])))
+        rows = np.add.reduceat(end - start, run_starts)
+        rank, row, first, is_start = (column[run_starts] for column in (rank, row, start, is_start))
+        branch = branch[run_starts]
 
         by_token, parent = stable_order(first), branches.parent[branch]
-        place = np.empty_like(by_token)
-        place[by_token] = np.arange(len(first))
-        before = np.where(opens, np.searchsorted(first[by_token], end_of[parent]), place) - 1
+        index = np.empty_like(by_token)
+        index[by_token] = np.arange(len(first))
+        previous = np.where(is_start, np.searchsorted(first[by_token], branch_end[parent]), index) - 1
         return Runs(
             np.searchsorted(rank, np.arange(spans.ranks + 1)),
             rank,
@@ -85,16 +85,16 @@ class Runs:
             first,
             np.searchsorted(batch.starts, first, "right") - 1,
             branches.position[branch] + first - branches.starts[branch],
-            np.where(opens & (parent < 0), NONE, by_token[before]),
+            np.where(is_start & (parent < 0), NONE, by_token[previous]),
             branches.roots()[branch],
         )
 
     @cached_property
     def leads(self) -> Bools:
         """bool [runs]: True if some run has it as its past."""
-        found = np.zeros(len(self.past), np.bool_)
-        found[self.past[self.past >= 0]] = True
-        return found
+        result = np.zeros(len(self.past), np.bool_)
+        result[self.past[self.past >= 0]] = True
+        return result
 
     @cached_property
     def number(self) -> Ints:
@@ -104,8 +104,8 @@ class Runs:
     @cached_property
     def cut(self) -> Ints:
         """int64 [m]: the runs of documents with several runs, by document and position."""
-        some = np.flatnonzero((self.past >= 0) | self.leads)
-        return some[np.lexsort((self.token[some], self.position[some], self.document[some]))]
+        index = np.flatnonzero((self.past >= 0) | self.leads)
+        return index[np.lexsort((self.token[index], self.position[index], self.document[index]))]
 
 
 def _runs(runs: Runs) -> Table:
@@ -127,26 +127,26 @@ def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
 
     holder = np.unique(document * ranks + runs.rank[cut])
     holders = np.bincount(holder // ranks)
-    place, of = within(holders), np.repeat(holders, holders)
-    low, high = (heads[:, None] * n // of for n in (place, place + 1))
+    member, count_of_share = within(holders), np.repeat(holders, holders)
+    low, high = (heads[:, None] * n // count_of_share for n in (member, member + 1))
     kind, share = np.nonzero(low < high)
     folder = holder[share] % ranks
     order = np.lexsort((kind, folder))  # holders are sorted by document
     kind, share, folder = kind[order], share[order], folder[order]
 
     count = sizes[holder[share] // ranks]
-    entry, inside = group_of(count), within(count)
-    run = cut[first[holder[share] // ranks][entry] + inside]
+    entry, offset = group_of(count), within(count)
+    run = cut[first[holder[share] // ranks][entry] + offset]
     shares = np.stack([kind, low[kind, share], (high - low)[kind, share], folder]).take(entry, 1)
     past = np.where(runs.past < 0, NONE, local[runs.past])
     rank, number, past = np.stack([runs.rank, runs.number, past]).take(run, 1)
-    ptr, of_runs = (offsets(np.bincount(side, minlength=ranks)) for side in (shares[3], rank))
-    begin = np.arange(len(run)) - ptr[shares[3]] - inside
-    folds = np.stack([*shares[:3], rank, number, np.where(past < 0, NONE, begin + past)])
+    ptr, state_ptr = (offsets(np.bincount(side, minlength=ranks)) for side in (shares[3], rank))
+    first_slot = np.arange(len(run)) - ptr[shares[3]] - offset
+    folds = np.stack([*shares[:3], rank, number, np.where(past < 0, NONE, first_slot + past)])
     states = np.stack([*shares, number]).take(stable_order(rank * len(heads) + shares[0]), 1)
     return (
         Table(ptr, RECURRENCE_TABLES["folds"], folds),
-        Table(of_runs, RECURRENCE_TABLES["states"], states),
+        Table(state_ptr, RECURRENCE_TABLES["states"], states),
     )
 
 
@@ -154,13 +154,13 @@ def _halo(runs: Runs, width: int) -> Table:
     """The `width` rows before each run, from as many earlier runs as needed."""
     pieces = []
     run = np.flatnonzero(np.minimum(runs.position, width) > 0)
-    end, left, held = (runs.number[run] + 1) * width, np.minimum(runs.position[run], width), runs.past[run]
+    end, rest, past = (runs.number[run] + 1) * width, np.minimum(runs.position[run], width), runs.past[run]
     while len(run):
-        rows = np.minimum(runs.rows[held], left)
-        row = runs.row[held] + runs.rows[held] - rows
-        end, left = end - rows, left - rows
-        pieces.append(np.stack([runs.rank[held], row, runs.rank[run], end, rows]))
-        more = left > 0
-        run, end, left, held = run[more], end[more], left[more], runs.past[held[more]]
-    every = np.concatenate([np.zeros((5, 0), np.int64), *pieces], axis=1)
-    return move_table(every[:, np.lexsort((every[3], every[2]))], len(runs.ptr) - 1)
+        rows = np.minimum(runs.rows[past], rest)
+        row = runs.row[past] + runs.rows[past] - rows
+        end, rest = end - rows, rest - rows
+        pieces.append(np.stack([runs.rank[past], row, runs.rank[run], end, rows]))
+        more = rest > 0
+        run, end, rest, past = run[more], end[more], rest[more], runs.past[past[more]]
+    columns = np.concatenate([np.zeros((5, 0), np.int64), *pieces], axis=1)
+    return move_table(columns[:, np.lexsort((columns[3], columns[2]))], len(runs.ptr) - 1)

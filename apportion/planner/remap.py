@@ -72,13 +72,13 @@ class Flow(RemapPass):
         tokens = source.rows_per_rank.astype(np.int64)
         even, costs = even_tokens(tokens), row_costs(problem.cluster, _row_bytes(problem.model)[1])
         flows = self.solver(TransportProblem(tokens - even, costs, _OBJECTIVES[self.objective]))
-        said = self._predictions(problem, source, tokens, even, flows)
-        if not said["used"]:
-            return Remapping(said)
+        predictions = self._predictions(problem, source, tokens, even, flows)
+        if not predictions["used"]:
+            return Remapping(predictions)
         pieces = _pieces(tokens, even, flows)
         layout = Layout(LINEAR, _spans(source, tokens, pieces))
         return Remapping(
-            said, {LINEAR: layout}, (Move(source.name, LINEAR, move_table(pieces, len(tokens))),)
+            predictions, {LINEAR: layout}, (Move(source.name, LINEAR, move_table(pieces, len(tokens))),)
         )
 
     def _predictions(
@@ -89,21 +89,21 @@ class Flow(RemapPass):
         share = even_parameters(problem.model) / problem.cost.linear_parameters
         a_token = _PASSES_OF_LINEAR * share * float(problem.cost.linear_us(1))
         linear = [rows * a_token for rows in slowest]
-        moved = 2 * sum(_move_us(problem, flows, np.minimum(tokens, even)))
+        moves_us = 2 * sum(_move_us(problem, flows, np.minimum(tokens, even)))
         return {
             "objective": self.objective,
-            "used": bool(len(flows.rows)) and (self.when == "always" or linear[0] - linear[1] > moved),
+            "used": bool(len(flows.rows)) and (self.when == "always" or linear[0] - linear[1] > moves_us),
             "rows": int(flows.rows.sum()),
             "most_tokens": {source.name: int(tokens.max()), LINEAR: int(even.max())},
             "linear_us": {source.name: linear[0], LINEAR: linear[1]},
-            "moves_us": moved,
+            "moves_us": moves_us,
         }
 
 
 def row_costs(cluster: Cluster, row_bytes: int) -> TwoLevelCost:
     """Microseconds to move a row of `row_bytes` bytes, inside a node and between nodes, where ranks may share a NIC."""
-    near, far = (row_bytes / (gbs * 1e3) for gbs in (cluster.intra_gbs, cluster.inter_gbs_per_rank))
-    return TwoLevelCost(cluster.ranks_per_node, near, max(near, far))
+    intra, inter = (row_bytes / (gbs * 1e3) for gbs in (cluster.intra_gbs, cluster.inter_gbs_per_rank))
+    return TwoLevelCost(cluster.ranks_per_node, intra, max(intra, inter))
 
 
 def _row_bytes(model: Model) -> tuple[int, int]:
@@ -117,17 +117,17 @@ def _move_us(problem: Problem, flows: Transport, kept: Ints) -> list[float]:
     times = []
     for row_bytes in _row_bytes(problem.model):
         latency, wire = _wire_us(problem.cluster, flows.src, flows.dst, flows.rows, row_bytes)
-        copied = float(problem.cost.rowop_us(2 * row_bytes * int(kept.max())))
-        times.append(latency + max(copied, wire))
+        copy_us = float(problem.cost.rowop_us(2 * row_bytes * int(kept.max())))
+        times.append(latency + max(copy_us, wire))
     return times
 
 
 def _wire_us(cluster: Cluster, src: Ints, dst: Ints, rows: Ints, row_bytes: int) -> tuple[float, float]:
     """Time on the wire: the latency of messages, plus the busiest rank's time to send or receive."""
-    far = src // cluster.ranks_per_node != dst // cluster.ranks_per_node
-    latency = cluster.inter_latency_us if far.any() else cluster.intra_latency_us
+    is_inter = src // cluster.ranks_per_node != dst // cluster.ranks_per_node
+    latency = cluster.inter_latency_us if is_inter.any() else cluster.intra_latency_us
     costs = row_costs(cluster, row_bytes)
-    price = np.where(far, costs.inter, costs.intra) * rows
+    price = np.where(is_inter, costs.inter, costs.intra) * rows
     return latency, max(float(np.bincount(side, price, 1).max(initial=0.0)) for side in (src, dst))
 
 
@@ -163,46 +163,46 @@ def _pieces(tokens: Ints, even: Ints, flows: Transport) -> Ints:
     piece is the rows that it keeps."""
     ranks = np.arange(len(tokens))
     src, dst, rows = (
-        np.concatenate([own, moved])
-        for own, moved in ((ranks, flows.src), (ranks, flows.dst), (np.minimum(tokens, even), flows.rows))
+        np.concatenate([first, second])
+        for first, second in ((ranks, flows.src), (ranks, flows.dst), (np.minimum(tokens, even), flows.rows))
     )
-    sent, received = (
+    src_row, dst_row = (
         _running(rows, np.lexsort((other, other != side, side)), side)
         for side, other in ((src, dst), (dst, src))
     )
-    pieces = np.stack([src, sent, dst, received, rows])[:, rows > 0]
+    pieces = np.stack([src, src_row, dst, dst_row, rows])[:, rows > 0]
     return pieces[:, np.lexsort((pieces[1], pieces[0]))]
 
 
 def _running(rows: Ints, order: Ints, rank: Ints) -> Ints:
     """int64 [pieces]: rows in earlier pieces of the same rank, in `order`, which is by rank."""
-    before = np.cumsum(rows[order]) - rows[order]
+    row_offsets = np.cumsum(rows[order]) - rows[order]
     first = np.searchsorted(rank[order], rank[order])
     running = np.empty_like(rows)
-    running[order] = before - before[first]
+    running[order] = row_offsets - row_offsets[first]
     return running
 
 
 def _spans(source: Layout, tokens: Ints, pieces: Ints) -> Table:
     """The spans of the layout that results from moving the pieces of `source`."""
-    spans, of_rank = source.spans, np.cumsum(tokens) - tokens
-    begin = of_rank[spans.rank_of_row()] + spans["row"]  # on the axis of all ranks' rows
-    order = np.argsort(begin, kind="stable")
-    moved = of_rank[pieces[0]] + pieces[1]
-    cuts = np.union1d(begin, moved)
+    spans, rank_base = source.spans, np.cumsum(tokens) - tokens
+    span_rows = rank_base[spans.rank_of_row()] + spans["row"]  # on the axis of all ranks' rows
+    order = np.argsort(span_rows, kind="stable")
+    piece_rows = rank_base[pieces[0]] + pieces[1]
+    cuts = np.union1d(span_rows, piece_rows)
     span, piece = (
-        order[np.searchsorted(begin[order], cuts, "right") - 1],
-        np.searchsorted(moved, cuts, "right") - 1,
+        order[np.searchsorted(span_rows[order], cuts, "right") - 1],
+        np.searchsorted(piece_rows, cuts, "right") - 1,
     )
-    inside, ahead = cuts - begin[span], cuts - moved[piece]
-    rank, row = pieces[2, piece], pieces[3, piece] + ahead
+    span_offset, piece_offset = cuts - span_rows[span], cuts - piece_rows[piece]
+    rank, row = pieces[2, piece], pieces[3, piece] + piece_offset
     length = np.diff(np.append(cuts, tokens.sum()))
     columns = (
         row,
-        spans["token"][span] + inside,
+        spans["token"][span] + span_offset,
         length,
         spans["sequence"][span],
-        spans["position"][span] + inside,
+        spans["position"][span] + span_offset,
     )
     by_row = np.lexsort((row, rank))
     ptr = np.searchsorted(rank[by_row], np.arange(len(tokens) + 1))

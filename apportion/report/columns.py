@@ -17,10 +17,10 @@ _LEVEL = 9
 
 def pack(columns: Mapping[str, NDArray[Any]]) -> dict[str, list[str]]:
     """Name -> [dtype, text]. Integers keep their values, floats are float32."""
-    return {name: _packed(column) for name, column in columns.items()}
+    return {name: _pack_column(column) for name, column in columns.items()}
 
 
-def _packed(column: NDArray[Any]) -> list[str]:
+def _pack_column(column: NDArray[Any]) -> list[str]:
     dtype = _narrowest(column)
     return [dtype, b64encode(zlib.compress(column.astype("<" + dtype).tobytes(), _LEVEL)).decode()]
 

@@ -79,20 +79,20 @@ def verdict(simulation: Simulation) -> list[str]:
     """A sentence that rates the plan and suggests what to try next."""
     times = f"{simulation.forward_ms:.2f} ms forward and {simulation.backward_ms:.2f} ms backward"
     share = simulation.efficiency
-    lost = {name: ms for name, ms in simulation.lost_ms.items() if name in _REMEDIES and ms > 0}
-    if share >= GOOD or not lost:
+    losses = {name: ms for name, ms in simulation.lost_ms.items() if name in _REMEDIES and ms > 0}
+    if share >= GOOD or not losses:
         return [
             f"A good plan: {share:.0%} of {times} is balanced work at full speed.",
             "Nothing else to try: train with it.",
         ]
-    cause = max(lost, key=lost.__getitem__)
-    part = lost[cause] / (simulation.forward_ms + simulation.backward_ms)
-    why, remedy = _REMEDIES[cause]
+    cause = max(losses, key=losses.__getitem__)
+    part = losses[cause] / (simulation.forward_ms + simulation.backward_ms)
+    cost, remedy = _REMEDIES[cause]
     sentence = (
-        f"{share:.0%} of {times} is balanced work at full speed; most of the rest, {part:.0%}, is {why}."
+        f"{share:.0%} of {times} is balanced work at full speed; most of the rest, {part:.0%}, is {cost}."
     )
-    other = "" if "search" in simulation.plan.report else "--recipe auto, or "
-    return [sentence, f"Try {other}{remedy}."]
+    prefix = "" if "search" in simulation.plan.report else "--recipe auto, or "
+    return [sentence, f"Try {prefix}{remedy}."]
 
 
 def _time_imbalance(simulation: Simulation) -> tuple[str, str]:
@@ -112,9 +112,9 @@ def _figures(simulation: Simulation) -> Iterator[dict[str, Any]]:
     for (kind, phase), layer in simulation.recurrent.items():
         value, bound = layer.makespan_us / 1e3, layer.ideal_us / 1e3
         yield _figure(f"{phase}, a layer of {kind}, recurrent", "ms", value, bound, value / bound)
-    for key, held in simulation.plan.report["bounds"].items():
+    for key, entry in simulation.plan.report["bounds"].items():
         name, unit = _BOUNDS.get(key, (key, "count"))
-        yield _figure(name, unit, held["value"], held["bound"], held["gap"], held.get("void"))
+        yield _figure(name, unit, entry["value"], entry["bound"], entry["gap"], entry.get("void"))
 
 
 def _figure(
@@ -127,38 +127,38 @@ def _rank_columns(simulation: Simulation) -> dict[str, Any]:
     """Columns [ranks]: pairs (over heads and layers), tokens, bytes of work rows, bytes sent and received, busy and
     waiting microseconds."""
     plan, runs = simulation.plan, simulation.runs.values()
-    found = {"work": summary.loads(plan), "tokens": summary.tokens(plan), "memory": _memory(plan)}
+    result = {"work": summary.loads(plan), "tokens": summary.tokens(plan), "memory": _memory(plan)}
     for name in ("sent_bytes", "received_bytes", "compute_us", "exposed_us"):
-        found[name] = np.sum([getattr(run, name) for run in runs], axis=0)
-    return found
+        result[name] = np.sum([getattr(run, name) for run in runs], axis=0)
+    return result
 
 
 def _memory(plan: Plan) -> Ints:
     """int64 [ranks]: bytes of work rows of the program with the most."""
-    most, model = np.zeros(plan.header.ranks, np.int64), plan.request.model
+    peak, model = np.zeros(plan.header.ranks, np.int64), plan.request.model
     for programs in plan.programs.values():
         arenas = programs["arenas"]
-        held = zip(*(arenas.wide(name).tolist() for name in ("tensor", "rows", "heads")), strict=True)
-        sizes = [rows * model.row_bytes(Tensor(tensor), heads) for tensor, rows, heads in held]
-        most = np.maximum(most, np.bincount(arenas.rank_of_row(), sizes, plan.header.ranks).astype(np.int64))
-    return most
+        tiles = zip(*(arenas.wide(name).tolist() for name in ("tensor", "rows", "heads")), strict=True)
+        sizes = [rows * model.row_bytes(Tensor(tensor), heads) for tensor, rows, heads in tiles]
+        peak = np.maximum(peak, np.bincount(arenas.rank_of_row(), sizes, plan.header.ranks).astype(np.int64))
+    return peak
 
 
 def _masks(plan: Plan, keys: list[tuple[str, str]]) -> list[Any]:
     """For each run its pieces, or the number of an earlier run with the same ones, or the reason why they are
     unknown."""
     try:
-        held, found = dict(pieces(plan)), list[Any]()
+        by_key, masks = dict(pieces(plan)), list[Any]()
     except CapacityError as error:
         return [{"void": str(error)} for _ in keys]
-    for at, key in enumerate(keys):
-        same = next((i for i in range(at) if _are_equal_pieces(held[keys[i]], held[key])), None)
-        drawn = columns(held[key])
-        if same is None:
-            found.append(pack(drawn))
+    for index, key in enumerate(keys):
+        duplicate = next((i for i in range(index) if _are_equal_pieces(by_key[keys[i]], by_key[key])), None)
+        mask_columns = columns(by_key[key])
+        if duplicate is None:
+            masks.append(pack(mask_columns))
         else:
-            found.append({"same": same, "instruction": pack(drawn)["instruction"]})
-    return found
+            masks.append({"same": duplicate, "instruction": pack(mask_columns)["instruction"]})
+    return masks
 
 
 def _are_equal_pieces(a: Pieces, b: Pieces) -> bool:

@@ -148,9 +148,9 @@ def _is_same(a: Table, b: Table) -> bool:
 def _program_changes(a: Plan, b: Plan) -> Iterator[ProgramChange]:
     for kind, phase in dict.fromkeys([*a.programs, *b.programs]):
         for rank in range(max(a.header.ranks, b.header.ranks)):
-            mine, theirs = _program(a, rank, kind, phase), _program(b, rank, kind, phase)
-            if not all(_is_same(mine[name], theirs[name]) for name in TABLES):
-                yield _program_change(rank, kind, phase, mine, theirs)
+            first, second = _program(a, rank, kind, phase), _program(b, rank, kind, phase)
+            if not all(_is_same(first[name], second[name]) for name in TABLES):
+                yield _program_change(rank, kind, phase, first, second)
 
 
 def _program(plan: Plan, rank: int, kind: str, phase: str) -> ProgramSet:
@@ -161,8 +161,8 @@ def _program(plan: Plan, rank: int, kind: str, phase: str) -> ProgramSet:
 
 def _program_change(rank: int, kind: str, phase: str, a: ProgramSet, b: ProgramSet) -> ProgramChange:
     lines = zip_longest(instruction_lines(a), instruction_lines(b))
-    at, x, y = next(((i, x, y) for i, (x, y) in enumerate(lines) if x != y), (None, None, None))
-    return ProgramChange(rank, kind, phase, _count_changes(a, b), at, x, y)
+    line, x, y = next(((i, x, y) for i, (x, y) in enumerate(lines) if x != y), (None, None, None))
+    return ProgramChange(rank, kind, phase, _count_changes(a, b), line, x, y)
 
 
 def _count_changes(a: ProgramSet, b: ProgramSet) -> dict[str, tuple[int, int]]:

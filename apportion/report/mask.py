@@ -44,9 +44,9 @@ def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
         yield (program.kind, program.phase), Pieces(tasks.bands, rank, number - first[rank], heads)
 
 
-def columns(found: Pieces) -> dict[str, Ints]:
+def columns(located: Pieces) -> dict[str, Ints]:
     """Columns for drawing: corners and sizes in tokens, and the number of diagonals cut off at each corner."""
-    q0, q1, k0, k1, dmin, dmax = found.bands
+    q0, q1, k0, k1, dmin, dmax = located.bands
     return {
         "query": q0,
         "rows": q1 - q0,
@@ -54,7 +54,7 @@ def columns(found: Pieces) -> dict[str, Ints]:
         "keys": k1 - k0,
         "future": np.maximum(dmin - (q0 - k1 + 1), 0),
         "past": np.maximum((q1 - 1 - k0) - dmax, 0),
-        "rank": found.rank,
-        "instruction": found.instruction,
-        "heads": found.heads,
+        "rank": located.rank,
+        "instruction": located.instruction,
+        "heads": located.heads,
     }

@@ -15,23 +15,23 @@ from apportion.web import REPORT
 
 def report_html(plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = None) -> str:
     """The page of plans, (name, plan), shown one at a time. Raises VerifyError for one that cannot run."""
-    shown = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
+    records = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
     first = plans[0][1]
     title = f"{first.header.recipe} on {first.header.ranks} ranks"
-    return REPORT.assemble(title, {"page": "report", "title": title, "plans": shown})
+    return REPORT.assemble(title, {"page": "report", "title": title, "plans": records})
 
 
 def compare_html(record: Mapping[str, Any], simulations: Mapping[str, Simulation]) -> str:
     """The page of a comparison. record: as printed by `apportion compare --json`; simulations: recipe -> its plan for
     the batch of median time, if it has one."""
-    shown = [plan_data(found, name, masks=False) for name, found in simulations.items()]
+    records = [plan_data(simulation, name, masks=False) for name, simulation in simulations.items()]
     cluster = record["cluster"]
     title = f"{len(record['rows'])} recipes on {cluster['nodes'] * cluster['ranks_per_node']} ranks"
-    return REPORT.assemble(title, {"page": "compare", "title": title, "plans": shown, "comparison": record})
+    return REPORT.assemble(title, {"page": "compare", "title": title, "plans": records, "comparison": record})
 
 
 def diff_html(found: PlanDiff, plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = None) -> str:
     """The page of two plans and their differences."""
-    shown = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
+    records = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
     title = " and ".join(name for name, _ in plans)
-    return REPORT.assemble(title, {"page": "diff", "title": title, "plans": shown, "diff": found.to_data()})
+    return REPORT.assemble(title, {"page": "diff", "title": title, "plans": records, "diff": found.to_data()})

@@ -22,7 +22,7 @@ def run_data(run: Run, per_node: int) -> dict[str, Any]:
     """One kind and phase: activities of compute streams, transfers, the critical path."""
     transfers = _transfers(run)
     number: Ints = np.arange(len(transfers["bytes"]))  # of the row shown for each transfer
-    if folded := len(run.traffic.bytes) > MOST_TRANSFERS:
+    if is_folded := len(run.traffic.bytes) > MOST_TRANSFERS:
         transfers, number = _fold(transfers, per_node)
     return {
         "kind": run.kind,
@@ -30,7 +30,7 @@ def run_data(run: Run, per_node: int) -> dict[str, Any]:
         "makespan_us": run.makespan_us,
         "ideal_us": run.ideal_us,
         "efficiency": run.efficiency,
-        "folded": folded,
+        "folded": is_folded,
         "work": pack(_work(run, number)),
         "transfers": pack(transfers),
         "path": [step.to_data() for step in run.critical_path()],
@@ -43,20 +43,20 @@ def run_data(run: Run, per_node: int) -> dict[str, Any]:
 def _work(run: Run, number: Ints) -> dict[str, Any]:
     """Spans of compute streams, rank after rank. transfer: the one that ends a wait."""
     spans = run.spans
-    mine = spans.stream == 0
-    found = {
-        "rank": spans.rank[mine],
-        "op": spans.op[mine],
-        "start": spans.start_us[mine],
-        "end": spans.end_us[mine],
-        "instruction": spans.instruction[mine],
-        "round": spans.round[mine],
+    is_compute = spans.stream == 0
+    columns = {
+        "rank": spans.rank[is_compute],
+        "op": spans.op[is_compute],
+        "start": spans.start_us[is_compute],
+        "end": spans.end_us[is_compute],
+        "instruction": spans.instruction[is_compute],
+        "round": spans.round[is_compute],
     }
-    first, last = run.script.ptr[found["rank"]], run.script.ptr[found["rank"] + 1]
-    at = np.minimum(first + found["instruction"], last - 1)
-    launch = np.where(found["op"] == Op.WAIT, run.script.launch[at], NOBODY)
+    first, last = run.script.ptr[columns["rank"]], run.script.ptr[columns["rank"] + 1]
+    index = np.minimum(first + columns["instruction"], last - 1)
+    launch = np.where(columns["op"] == Op.WAIT, run.script.launch[index], NOBODY)
     transfer = np.append(run.times.last, NOBODY)[launch]
-    return found | {"transfer": np.append(number, NOBODY)[transfer]}
+    return columns | {"transfer": np.append(number, NOBODY)[transfer]}
 
 
 def _transfers(run: Run) -> dict[str, Any]:
@@ -75,17 +75,17 @@ def _transfers(run: Run) -> dict[str, Any]:
     }
 
 
-def _fold(held: dict[str, Any], per_node: int) -> tuple[dict[str, Any], Ints]:
+def _fold(transfers: dict[str, Any], per_node: int) -> tuple[dict[str, Any], Ints]:
     """Merges transfers between two nodes in a round, from the first start to the last end."""
-    source, target = held["source"] // per_node * per_node, held["target"] // per_node * per_node
-    keys = np.stack([held["round"], source, target, held["tensor"]])
+    source, target = transfers["source"] // per_node * per_node, transfers["target"] // per_node * per_node
+    keys = np.stack([transfers["round"], source, target, transfers["tensor"]])
     unique, number = np.unique(keys, axis=1, return_inverse=True)
     number, count = number.ravel(), unique.shape[1]
     start, end = np.full(count, np.inf), np.zeros(count)
-    np.minimum.at(start, number, held["start"])
-    np.maximum.at(end, number, held["end"])
+    np.minimum.at(start, number, transfers["start"])
+    np.maximum.at(end, number, transfers["end"])
     size = np.zeros(count, np.int64)
-    np.add.at(size, number, held["bytes"])
+    np.add.at(size, number, transfers["bytes"])
     columns = {
         "source": unique[1],
         "target": unique[2],

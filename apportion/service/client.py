@@ -81,7 +81,7 @@ class Client:
         timeout_s: float = 10.0,
         job: bytes = b"",
     ) -> None:
-        self.servers = [_server(one) for one in ([url] if isinstance(url, str) else url or [""])]
+        self.servers = [_server(server) for server in ([url] if isinstance(url, str) else url or [""])]
         self.timeout_s = number("timeout_s", timeout_s, above=True)
         self._token = (os.environ.get("APPORTION_TOKEN", "") if token is None else token).strip()
         if not re.fullmatch(r"[\x21-\x7e]*", self._token):
@@ -107,7 +107,7 @@ class Client:
         """Fetches a rank's slice of a submitted request's plan, checked to be for that rank (and for `ranks` ranks).
         Ends within the longer of `wait_s` and `timeout_s`: raises NotReadyError if the plan is not ready by `wait_s`.
         Raises UnknownPlanError, ServiceError, UnreachableError."""
-        return _decoded(self._run(self._slice(key, rank, wait_s), self._limit(wait_s)), key, rank, ranks)
+        return _decode_slice(self._run(self._slice(key, rank, wait_s), self._limit(wait_s)), key, rank, ranks)
 
     def stream(
         self, keys: Sequence[bytes], rank: int, wait_s: float, *, ranks: int | None = None
@@ -116,8 +116,8 @@ class Client:
         get ready; raises `fetch`'s errors at the key concerned. Slices missing in the stream are fetched singly."""
         feed = _Feed(self, keys, rank, wait_s)
         try:
-            for at, key in enumerate(keys):
-                yield _decoded(self._run(feed.slice(at), self._limit(wait_s)), key, rank, ranks)
+            for index, key in enumerate(keys):
+                yield _decode_slice(self._run(feed.slice(index), self._limit(wait_s)), key, rank, ranks)
         finally:
             feed.close()
 
@@ -131,9 +131,9 @@ class Client:
         """The server's state of a request, with the report of its plan. Raises UnknownPlanError, ServiceError,
         UnreachableError."""
         body = self._ask(_Request("GET", f"/v1/plans/{key.hex()}", key, JSON), self.timeout_s)
-        if not (found := _parse_json(body)):
+        if not (state := _parse_json(body)):
             raise BadAnswerError(f"the answer is not a JSON object: {body[:60]!r}")
-        return found
+        return state
 
     def page(self, key: bytes, wait_s: float = 60.0) -> bytes:
         """The report page of a plan, HTML. Raises as `state` does."""
@@ -151,7 +151,7 @@ class Client:
         return max(wait_s, self.timeout_s) + SLACK_S
 
     def _ask(self, request: _Request, total_s: float) -> bytes:
-        return _expanded(self._run(self._complete_answer(request, total_s), total_s)[1])
+        return _decompress(self._run(self._complete_answer(request, total_s), total_s)[1])
 
     def _run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """The result of `work` on the event loop; enforces the loop's limit on this thread too."""
@@ -169,22 +169,22 @@ class Client:
             call.cancel()
             self._calls.discard(call)
 
-    async def _slice(self, key: bytes, rank: int, wait_s: float, began: float | None = None) -> bytes:
+    async def _slice(self, key: bytes, rank: int, wait_s: float, start: float | None = None) -> bytes:
         """Polls for a slice, each time for at most half of `timeout_s`, so that a dead server is noticed."""
         now = asyncio.get_running_loop().time
-        began = now() if began is None else began
-        until, end = began + wait_s, began + self._limit(wait_s)
+        start = now() if start is None else start
+        deadline, end = start + wait_s, start + self._limit(wait_s)
         path = f"/v1/plans/{key.hex()}/ranks/{rank}?wait_s={{wait_s:.3f}}"
         while True:
             sent_at = now()
-            request = _Request("GET", path, key, hold_s=max(0.0, until - sent_at))
+            request = _Request("GET", path, key, hold_s=max(0.0, deadline - sent_at))
             status, body = await self._complete_answer(request, min(self.timeout_s, end - sent_at))
             if status != 202:
                 return body
-            if now() >= until:
+            if now() >= deadline:
                 raise NotReadyError(f"the plan of {key.hex()[:16]} is not ready after {wait_s:g} s")
             if now() - sent_at < PAUSE_S:  # the server did not wait
-                await asyncio.sleep(min(until - now(), 2 * PAUSE_S))
+                await asyncio.sleep(min(deadline - now(), 2 * PAUSE_S))
 
     async def _complete_answer(self, request: _Request, total_s: float) -> tuple[int, bytes]:
         """Status and body of the answer; raises the last failure when no time is left for another attempt."""
@@ -192,19 +192,19 @@ class Client:
         end, tried_until = now() + total_s, now() + min(total_s, self.timeout_s)
         servers, failures = self.servers, 0
         while True:
-            at = failures % len(servers)
-            attempt_s = (end - now()) / (1 if request.long else len(servers) - at)
+            index = failures % len(servers)
+            attempt_s = (end - now()) / (1 if request.long else len(servers) - index)
             hold_s = min(request.hold_s, attempt_s / 2, MAX_HOLD_S)
             try:
-                opening = self._open(request, servers[at], hold_s)
+                opening = self._open(request, servers[index], hold_s)
                 async with asyncio.timeout(attempt_s), aclosing(await opening) as response:
                     body = await _body(response, MAX_BODY)
-                self.servers = servers[at:] + servers[:at]
+                self.servers = servers[index:] + servers[:index]
                 return response.status_code, body
             except (httpx.HTTPError, OSError) as error:
-                why = str(error) or "no complete answer in time"
-                failure: Exception = UnreachableError(f"{servers[at]}: {why}")
-                if "CERTIFICATE_VERIFY_FAILED" in why:  # permanent
+                reason = str(error) or "no complete answer in time"
+                failure: Exception = UnreachableError(f"{servers[index]}: {reason}")
+                if "CERTIFICATE_VERIFY_FAILED" in reason:  # permanent
                     raise failure from None
             except ServiceError as error:
                 if not error.transient:
@@ -231,18 +231,18 @@ class Client:
             return response
         async with aclosing(response):
             body = await _body(response, MAX_PROBLEM)
-        later = response.headers.get("Retry-After", "")
-        raise self._problem(body, request.key, response.status_code, later)
+        retry_after = response.headers.get("Retry-After", "")
+        raise self._problem(body, request.key, response.status_code, retry_after)
 
-    def _problem(self, body: bytes, key: bytes, status: int = 0, later: str = "") -> ServiceError:
+    def _problem(self, body: bytes, key: bytes, status: int = 0, retry_header: str = "") -> ServiceError:
         """The error in an answer of problem+json, or in a proxy's own format."""
-        found = _parse_json(body) or {"type": "answer", "title": body[:200].decode("ascii", "replace")}
-        kind = re.split("[/:#]", str(found.get("type")))[-1][:64]
+        fields = _parse_json(body) or {"type": "answer", "title": body[:200].decode("ascii", "replace")}
+        kind = re.split("[/:#]", str(fields.get("type")))[-1][:64]
         if kind == "unknown-plan":
             return UnknownPlanError(key)
-        detail = str(found.get("detail") or found.get("title"))[:1000].replace(self._token or "\0", "...")
-        field = found.get("field") and str(found["field"])[:200]
-        retry_after = float(later[:6]) if later.isdecimal() else None
+        detail = str(fields.get("detail") or fields.get("title"))[:1000].replace(self._token or "\0", "...")
+        field = fields.get("field") and str(fields["field"])[:200]
+        retry_after = float(retry_header[:6]) if retry_header.isdecimal() else None
         return ServiceError(kind, detail, field=field, status=status, retry_after=retry_after)
 
 
@@ -257,13 +257,13 @@ class _Feed:
         self._process, self._held = os.getpid(), bytearray()
         self._left = 0  # slices outstanding in the open response
 
-    async def slice(self, at: int) -> bytes:
+    async def slice(self, index: int) -> bytes:
         """The slice of `keys[at]`, by its own request if the stream lacks it."""
-        began = asyncio.get_running_loop().time()
+        start = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(max(self._wait_s, self._client.timeout_s / 2)):
                 if self._left == 0:
-                    await self._open(self._keys[at : at + STREAMED])
+                    await self._open(self._keys[index : index + STREAMED])
                 kind = ALIVE
                 while kind == ALIVE:
                     kind, size = HEAD.unpack(await self._read(HEAD.size))
@@ -271,9 +271,9 @@ class _Feed:
             self._left -= 1
         except (httpx.HTTPError, ServiceError, OSError, EOFError):
             await self._end()
-            return await self._client._slice(self._keys[at], self._rank, self._wait_s, began)
+            return await self._client._slice(self._keys[index], self._rank, self._wait_s, start)
         if kind == PROBLEM_FRAME:
-            raise self._client._problem(body, self._keys[at])
+            raise self._client._problem(body, self._keys[index])
         return body
 
     async def _open(self, keys: Sequence[bytes]) -> None:
@@ -307,29 +307,29 @@ class _Feed:
             asyncio.run_coroutine_threadsafe(self._end(), event_loop())
 
 
-async def _body(response: httpx.Response, most: int) -> bytes:
+async def _body(response: httpx.Response, limit: int) -> bytes:
     """The raw body, at most `most` bytes."""
     parts, size = [], 0
     async for part in response.aiter_raw():
         parts.append(part)
         size += len(part)
-        if size > most:
-            raise BadAnswerError(f"the answer has more than {most} bytes")
+        if size > limit:
+            raise BadAnswerError(f"the answer has more than {limit} bytes")
     return b"".join(parts)
 
 
-def _decoded(body: bytes, key: bytes, rank: int, ranks: int | None) -> IterationSlice:
+def _decode_slice(body: bytes, key: bytes, rank: int, ranks: int | None) -> IterationSlice:
     try:
-        found = IterationSlice.decode(_expanded(body))
+        answer = IterationSlice.decode(_decompress(body))
     except (DecodeError, ConfigError) as error:
         raise BadAnswerError(f"the plan of {key.hex()[:16]}: {error}") from None
-    if found.rank != rank or ranks not in (None, found.ranks):
-        found_for = f"rank {found.rank} of {found.ranks}"
-        raise BadAnswerError(f"the plan of {key.hex()[:16]} is for {found_for}, not for {rank} of {ranks}")
-    return found
+    if answer.rank != rank or ranks not in (None, answer.ranks):
+        addressee = f"rank {answer.rank} of {answer.ranks}"
+        raise BadAnswerError(f"the plan of {key.hex()[:16]} is for {addressee}, not for {rank} of {ranks}")
+    return answer
 
 
-def _expanded(body: bytes) -> bytes:
+def _decompress(body: bytes) -> bytes:
     try:
         return expanded(body, MAX_BODY)
     except DecodeError as error:
@@ -347,8 +347,8 @@ def _parse_json(body: bytes) -> dict[str, Any]:
 def _server(url: str) -> str:
     """The URL without a trailing slash. Raises ConfigError, which omits the URL, since it may hold a password."""
     try:
-        found = httpx.URL(url)
-        right = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", url) and 0 < (found.port or 80) < 65536
+        parsed = httpx.URL(url)
+        right = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", url) and 0 < (parsed.port or 80) < 65536
     except httpx.InvalidURL:
         right = None
     if not right:

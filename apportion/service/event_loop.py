@@ -21,32 +21,32 @@ T = TypeVar("T")
 
 def event_loop() -> asyncio.AbstractEventLoop:
     """The loop of this process, started on first use."""
-    if (found := _loops.get(os.getpid())) is None:
-        made = asyncio.new_event_loop()
-        made.set_default_executor(_Resolvers(1))
-        found = _loops.setdefault(os.getpid(), made)
-        if found is made:
-            threading.Thread(target=made.run_forever, name="apportion-client", daemon=True).start()
+    if (loop := _loops.get(os.getpid())) is None:
+        new_loop = asyncio.new_event_loop()
+        new_loop.set_default_executor(_Resolvers(1))
+        loop = _loops.setdefault(os.getpid(), new_loop)
+        if loop is new_loop:
+            threading.Thread(target=new_loop.run_forever, name="apportion-client", daemon=True).start()
         else:  # another thread was first
-            made.close()
-    return found
+            new_loop.close()
+    return loop
 
 
 class _Resolvers(ThreadPoolExecutor):
     """Daemon threads for name lookups: one that hangs blocks neither other lookups nor the end of the process."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        found: Future[T] = Future()
+        future: Future[T] = Future()
 
         def look_up() -> None:
             try:
-                found.set_result(fn(*args, **kwargs))
+                future.set_result(fn(*args, **kwargs))
             except Exception as error:
-                found.set_exception(error)
+                future.set_exception(error)
 
-        found.set_running_or_notify_cancel()
+        future.set_running_or_notify_cancel()
         threading.Thread(target=look_up, daemon=True).start()
-        return found
+        return future
 
 
 def _before_fork() -> None:
@@ -54,15 +54,15 @@ def _before_fork() -> None:
     loop = _loops.get(os.getpid())
     if loop is None or asyncio._get_running_loop() is loop:
         return
-    paused, over = threading.Event(), threading.Event()
+    paused, resumed = threading.Event(), threading.Event()
 
     def pause() -> None:
         paused.set()
-        over.wait(FORK_S)
+        resumed.wait(FORK_S)
 
     loop.call_soon_threadsafe(pause)
     paused.wait(FORK_S)
-    _forked.append(over)
+    _forked.append(resumed)
 
 
 def _after_fork() -> None:

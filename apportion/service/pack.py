@@ -71,8 +71,8 @@ class Pack:
     @cached_property
     def report(self) -> dict[str, Any]:
         """The plan's report as plain data, see `IterationPlan.report`."""
-        found: dict[str, Any] = unpack(_decode_report, self.head.report, "report of a pack")
-        return found
+        report: dict[str, Any] = unpack(_decode_report, self.head.report, "report of a pack")
+        return report
 
     @cached_property
     def _offsets(self) -> list[int]:
@@ -85,8 +85,8 @@ class Pack:
 
     def slice(self, rank: int) -> bytes:
         """The rank's slice, compressed. Raises ConfigError for an unknown rank."""
-        at = integer("rank", rank, 0, self.ranks - 1) + 1
-        return self.data[self._offsets[at] : self._offsets[at + 1]]
+        section = integer("rank", rank, 0, self.ranks - 1) + 1
+        return self.data[self._offsets[section] : self._offsets[section + 1]]
 
     def digest(self, rank: int) -> bytes:
         """The digest of the rank's compressed slice."""
@@ -144,8 +144,8 @@ def read_slice(read: Read, key: bytes, rank: int) -> IterationSlice:
     """Reads one rank's slice of a pack, and nothing else but the head. Raises ConfigError for an unknown rank,
     DecodeError."""
     head, start = read_head(read, key)
-    at = integer("rank", rank, 0, len(head.sizes) - 2) + 1
-    body = read(start + sum(head.sizes[:at]), head.sizes[at])
-    if digest(body) != head.digests[at]:
+    section = integer("rank", rank, 0, len(head.sizes) - 2) + 1
+    body = read(start + sum(head.sizes[:section]), head.sizes[section])
+    if digest(body) != head.digests[section]:
         raise DecodeError(f"pack: the slice of rank {rank} differs from its digest: it was damaged")
     return IterationSlice.decode(expanded(body, MAX_BODY))

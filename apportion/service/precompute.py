@@ -89,18 +89,18 @@ class Work:
 
     def places(self) -> Iterator[tuple[IterationPlace, list[Ints]]]:
         """Every iteration, with the sample numbers of each of its microbatches."""
-        left, epoch = self.iterations, 0
-        while left:
-            drawn = self.sampling.epoch(epoch)
+        remaining, epoch = self.iterations, 0
+        while remaining:
+            iterations = self.sampling.epoch(epoch)
             if self.table is not None:  # ticks of whole iterations
-                drawn = [one for one in drawn if len(one) == self.table.microbatches]
-            if not drawn:
+                iterations = [parts for parts in iterations if len(parts) == self.table.microbatches]
+            if not iterations:
                 rule = "is more than the samples can fill"
                 raise ConfigError("ticks.microbatches", self.sampling.microbatches, rule, "give more samples")
-            drawn = drawn[:left]
-            for iteration, samples in enumerate(drawn):
+            iterations = iterations[:remaining]
+            for iteration, samples in enumerate(iterations):
                 yield IterationPlace(epoch, iteration), samples
-            left, epoch = left - len(drawn), epoch + 1
+            remaining, epoch = remaining - len(iterations), epoch + 1
 
     def batches(self, samples: Sequence[Ints]) -> tuple[Batch, ...]:
         batches = batches_of(samples, np.asarray(self.sampling.lengths), self.masks, self.job.packs)
@@ -129,13 +129,13 @@ def precompute(
 ) -> Summary:
     """Plans and verifies the iterations that the folder lacks. Raises ConfigError if the folder was made for other
     work, IterationError for a refused batch, StoreError."""
-    began = time.monotonic()
+    start = time.monotonic()
     _claim(folder, work)
     store = Folder(folder)
     run = _Run(work, store, executor, workers, report)
     run()
     sizes = [file.size for file in store.files()]
-    return Summary(run.there, run.planned, len(sizes), sum(sizes), time.monotonic() - began)
+    return Summary(run.there, run.planned, len(sizes), sum(sizes), time.monotonic() - start)
 
 
 def made_for(folder: Path) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def made_for(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        held: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        return {**held, "iterations": integer("iterations", held.get("iterations"))}
+        record: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return {**record, "iterations": integer("iterations", record.get("iterations"))}
     except (msgspec.DecodeError, ConfigError) as error:
         rule = f"is not a file that precompute wrote ({error})"
         raise ConfigError(str(path), "...", rule, "delete it: the plans are kept") from None
@@ -154,14 +154,14 @@ def made_for(folder: Path) -> dict[str, Any]:
 
 def _claim(folder: Path, work: Work) -> None:
     """Records the origin of the plans. Raises ConfigError if the folder's plans have another origin."""
-    path, asked, iterations = folder / ORIGIN, work.origin, work.iterations
-    if held := made_for(folder):
-        iterations = max(iterations, held.pop("iterations"))
-        if (found := difference(held, asked)) is not None:
-            name, before, now = found
-            rule = f"the plans in {folder} were made with {before!r}"
-            raise ConfigError(name, now, rule, "give the same, or name another folder")
-    write_whole(path, json.dumps(asked | {"iterations": iterations}, indent=1).encode())
+    path, given, iterations = folder / ORIGIN, work.origin, work.iterations
+    if existing := made_for(folder):
+        iterations = max(iterations, existing.pop("iterations"))
+        if (mismatch := difference(existing, given)) is not None:
+            name, old_value, new_value = mismatch
+            rule = f"the plans in {folder} were made with {old_value!r}"
+            raise ConfigError(name, new_value, rule, "give the same, or name another folder")
+    write_whole(path, json.dumps(given | {"iterations": iterations}, indent=1).encode())
 
 
 @dataclass
@@ -183,7 +183,7 @@ class _Run:
     report: Report
     there: int = 0
     planned: int = 0
-    _asked: dict[Future[Completion | Refusal], _PendingRequest] = field(default_factory=dict)
+    _pending: dict[Future[Completion | Refusal], _PendingRequest] = field(default_factory=dict)
     _by_key: dict[bytes, _PendingRequest] = field(default_factory=dict)
     _refused: dict[IterationPlace, object] = field(default_factory=dict)
 
@@ -197,7 +197,7 @@ class _Run:
                 self._settle(AHEAD * self.workers)
             self._settle(0)
         finally:  # also when interrupted: finished plans are kept
-            for future in [future for future in self._asked if future.done() and not future.cancelled()]:
+            for future in [future for future in self._pending if future.done() and not future.cancelled()]:
                 self._take(future)
         for place, reason in sorted(self._refused.items()):
             raise IterationError(f"{place}: {reason}")
@@ -216,35 +216,35 @@ class _Run:
         elif self.store.path(key).is_file():
             self._add(1, 0)
         else:
-            self._by_key[key] = asked = _PendingRequest(key, encode_request(self.work.job, batches), [place])
-            self._submit(asked)
+            self._by_key[key] = entry = _PendingRequest(key, encode_request(self.work.job, batches), [place])
+            self._submit(entry)
 
-    def _submit(self, asked: _PendingRequest) -> None:
-        self._asked[self.executor.submit(plan_pack, asked.request)] = asked
+    def _submit(self, pending: _PendingRequest) -> None:
+        self._pending[self.executor.submit(plan_pack, pending.request)] = pending
 
-    def _settle(self, most: int) -> None:
+    def _settle(self, limit: int) -> None:
         """Waits until at most `most` requests are outstanding, and takes the results."""
-        while len(self._asked) > most:
-            for future in wait(self._asked, return_when=FIRST_COMPLETED).done:
+        while len(self._pending) > limit:
+            for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
                 self._take(future)
 
     def _take(self, future: Future[Completion | Refusal]) -> None:
-        asked = self._asked.pop(future)
+        pending = self._pending.pop(future)
         try:
             outcome = future.result()
         except (WorkerDiedError, TimeoutError) as error:
-            asked.deaths += 1
-            if isinstance(error, WorkerDiedError) and asked.deaths < DEATHS:
-                self._submit(asked)
+            pending.deaths += 1
+            if isinstance(error, WorkerDiedError) and pending.deaths < DEATHS:
+                self._submit(pending)
                 return
             outcome = Refusal("quarantined", str(error))
-        del self._by_key[asked.key]
+        del self._by_key[pending.key]
         if isinstance(outcome, Refusal):
-            self._refused[asked.places[0]] = outcome.detail
+            self._refused[pending.places[0]] = outcome.detail
             return
-        self.store.put(Pack.decode(outcome.data, asked.key))
-        self._add(len(asked.places), len(asked.places))
+        self.store.put(Pack.decode(outcome.data, pending.key))
+        self._add(len(pending.places), len(pending.places))
 
-    def _add(self, there: int, planned: int) -> None:
-        self.there, self.planned = self.there + there, self.planned + planned
+    def _add(self, stored: int, planned: int) -> None:
+        self.there, self.planned = self.there + stored, self.planned + planned
         self.report(self.there, self.planned)

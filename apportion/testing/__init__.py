@@ -47,11 +47,11 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
     solver, budget, kind = entry.load(), budget or Budget(), PROBLEMS[entry.kind]
     for seed in (*range(_SMALL_PROBLEMS), _LARGE_SEED):
         problem = kind.drawn(np.random.default_rng(seed), large=seed == _LARGE_SEED)
-        other = kind.permuted(problem, np.random.default_rng(seed + 1))
-        result, again, moved = (solver(one, budget) for one in (problem, problem, other))
+        permutation = kind.permuted(problem, np.random.default_rng(seed + 1))
+        result, repeated, reordered = (solver(instance, budget) for instance in (problem, problem, permutation))
         bounds = _bound_faults(result.termination, kind.optimum(problem)) if seed < _SMALL_PROBLEMS else ()
         for fault in chain(
-            _answer_faults(kind, problem, result), bounds, _repeat_faults(result, again, moved)
+            _answer_faults(kind, problem, result), bounds, _repeat_faults(result, repeated, reordered)
         ):
             raise ConformanceError(f"{entry.kind} problem {seed}: {fault}")
     if (problem := kind.hopeless()) is not None:
@@ -87,21 +87,21 @@ def _bound_faults(end: Termination, best: float | None) -> Iterator[str]:
     )
 
 
-def _repeat_faults(result: Any, again: Any, moved: Any) -> Iterator[str]:
+def _repeat_faults(result: Any, repeated: Any, reordered: Any) -> Iterator[str]:
     for name in (field.name for field in fields(result)):
-        a, b = getattr(result, name), getattr(again, name)
-        same = np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
-        yield from _broken_rules((not same, f"{name} differs from run to run: {a} and {b}"))
-    one, two = result.termination, moved.termination
-    same = one.status is two.status and _near(one.value, two.value)
-    yield from _broken_rules((not same, f"{one} at {one.value}, in another order {two} at {two.value}"))
+        a, b = getattr(result, name), getattr(repeated, name)
+        is_same = np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        yield from _broken_rules((not is_same, f"{name} differs from run to run: {a} and {b}"))
+    first, second = result.termination, reordered.termination
+    is_same = first.status is second.status and _near(first.value, second.value)
+    yield from _broken_rules((not is_same, f"{first} at {first.value}, in another order {second} at {second.value}"))
 
 
-def _broken_rules(*found: tuple[bool, str]) -> Iterator[str]:
-    yield from (fault for broken, fault in found if broken)
+def _broken_rules(*rules: tuple[bool, str]) -> Iterator[str]:
+    yield from (fault for broken, fault in rules if broken)
 
 
-def _near(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return bool(abs(one - other) <= _TOLERANCE * max(1.0, abs(one), abs(other)))
+def _near(a: float | None, b: float | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return bool(abs(a - b) <= _TOLERANCE * max(1.0, abs(a), abs(b)))

@@ -38,8 +38,8 @@ class Problems(Protocol):
 
     def optimum(self, problem: Any) -> float | None:
         """The least value of all answers, or None without answers."""
-        found = (each for each in self.answers(problem) if not any(self.faults(problem, each)))
-        return min((self.value(problem, each) for each in found), default=None)
+        feasible = (answer for answer in self.answers(problem) if not any(self.faults(problem, answer)))
+        return min((self.value(problem, answer) for answer in feasible), default=None)
 
     def hopeless(self) -> Any | None:
         """A problem without an answer, or None if the kind has none."""
@@ -53,10 +53,10 @@ class Partitions(Problems):
         items, bins = (300, 16) if large else (int(draw.integers(1, 7)), int(draw.integers(1, 4)))
         weights, sizes = draw.integers(1, 1000, items), draw.integers(1, 50, items)
         speeds = draw.choice([0.5, 1.0, 1.0, 2.0], bins) if draw.random() < 0.7 else None
-        room = np.ones(bins) if speeds is None or draw.random() < 0.5 else speeds
-        caps = np.maximum(sizes.max(), sizes.sum() / room.sum() * room * 1.2 + 1).astype(np.int64)
-        held = [tuple(np.flatnonzero(draw.random(bins) < 0.7).tolist()) or None for _ in range(items)]
-        allowed = held if draw.random() < 0.3 else None
+        capacity = np.ones(bins) if speeds is None or draw.random() < 0.5 else speeds
+        caps = np.maximum(sizes.max(), sizes.sum() / capacity.sum() * capacity * 1.2 + 1).astype(np.int64)
+        choices = [tuple(np.flatnonzero(draw.random(bins) < 0.7).tolist()) or None for _ in range(items)]
+        allowed = choices if draw.random() < 0.3 else None
         families, zones = draw.integers(0, 1 + items // 4, items), np.arange(bins) // 4
         return contracts.PartitionProblem(weights, sizes, caps, speeds, allowed, families, zones)
 
@@ -71,11 +71,11 @@ class Partitions(Problems):
 
     def faults(self, problem: Any, result: Any) -> Iterator[str]:
         yield from _outside("bins", result.bin, len(problem.sizes), problem.bins)
-        used = np.bincount(np.maximum(result.bin, 0), problem.sizes, problem.bins)
-        if (used > problem.caps).any():
-            yield f"bins hold {used}, the cap is {problem.caps}"
+        loads = np.bincount(np.maximum(result.bin, 0), problem.sizes, problem.bins)
+        if (loads > problem.caps).any():
+            yield f"bins hold {loads}, the cap is {problem.caps}"
         allowed = problem.allowed or [None] * len(result.bin)
-        if any(only and chosen not in only for chosen, only in zip(result.bin, allowed, strict=True)):
+        if any(bins and number not in bins for number, bins in zip(result.bin, allowed, strict=True)):
             yield f"bins {result.bin} are not all allowed"
 
     def value(self, problem: Any, result: Any) -> float:
@@ -127,9 +127,9 @@ class Transports(Problems):
 
     def faults(self, problem: Any, result: Any) -> Iterator[str]:
         ends = ((result.src, 1), (result.dst, -1))
-        moved = sum(sign * np.bincount(end, result.rows, len(problem.surplus)) for end, sign in ends)
-        if not np.array_equal(moved, problem.surplus) or (result.rows <= 0).any():
-            yield f"rows {moved} are moved, the surplus is {problem.surplus}"
+        totals = sum(sign * np.bincount(end, result.rows, len(problem.surplus)) for end, sign in ends)
+        if not np.array_equal(totals, problem.surplus) or (result.rows <= 0).any():
+            yield f"rows {totals} are moved, the surplus is {problem.surplus}"
         if any((sign * problem.surplus[end] <= 0).any() for end, sign in ends):
             yield "a rank without surplus sends, or one without deficit receives"
 
@@ -172,9 +172,9 @@ class Groupings(Problems):
         if result.degree.sum() > problem.ranks or not np.isin(result.degree, problem.degrees).all():
             yield f"groups of {result.degree} ranks, there are {problem.ranks}, in groups of {problem.degrees}"
         yield from _outside("groups", result.group, len(problem.sizes), len(result.degree))
-        used = np.bincount(np.maximum(result.group, 0), problem.sizes, len(result.degree))
-        if (used > problem.cap * result.degree).any():
-            yield f"groups of {result.degree} ranks hold {used}, the cap is {problem.cap} per rank"
+        loads = np.bincount(np.maximum(result.group, 0), problem.sizes, len(result.degree))
+        if (loads > problem.cap * result.degree).any():
+            yield f"groups of {result.degree} ranks hold {loads}, the cap is {problem.cap} per rank"
         if not np.allclose(self._times(problem, result), result.time):
             yield f"times {result.time}, they are {self._times(problem, result)}"
 
@@ -218,39 +218,39 @@ class Hypergraphs(Problems):
         return contracts.HypergraphProblem(flops, tokens, *pins, price, nodes, per_node, slacks, slacks)
 
     def hopeless(self) -> Any:
-        none, weights = np.zeros(0, np.int64), (np.array([9, 1, 0]), np.array([0, 0, 4]))
-        return contracts.HypergraphProblem(*weights, np.zeros(1, int), none, none, 1, 2, (0, 0), (0, 0))
+        empty, weights = np.zeros(0, np.int64), (np.array([9, 1, 0]), np.array([0, 0, 4]))
+        return contracts.HypergraphProblem(*weights, np.zeros(1, int), empty, empty, 1, 2, (0, 0), (0, 0))
 
     def permuted(self, problem: Any, draw: Draw) -> Any:
         order, edges = draw.permutation(len(problem.flops)), draw.permutation(len(problem.price))
         pins = np.split(np.argsort(order)[problem.pins], problem.ptr[1:-1])
-        held = [pins[edge] for edge in edges]
+        edge_pins = [pins[edge] for edge in edges]
         columns = {"flops": problem.flops[order], "tokens": problem.tokens[order]}
-        columns |= {"pins": np.concatenate(held), "price": problem.price[edges]}
-        return replace(problem, ptr=offsets([len(each) for each in held]), **columns)
+        columns |= {"pins": np.concatenate(edge_pins), "price": problem.price[edges]}
+        return replace(problem, ptr=offsets([len(each) for each in edge_pins]), **columns)
 
     def faults(self, problem: Any, result: Any) -> Iterator[str]:
         yield from _outside("ranks", result.rank, len(problem.flops), problem.ranks)
         for name in ("flops", "tokens"):
             weights, (of_node, of_rank) = getattr(problem, name), getattr(problem, f"{name}_slack")
-            for size, most in ((1, (1 + of_node) * (1 + of_rank)), (problem.ranks_per_node, 1 + of_node)):
-                used = np.bincount(np.maximum(result.rank, 0) // size, weights, problem.ranks // size)
+            for size, limit in ((1, (1 + of_node) * (1 + of_rank)), (problem.ranks_per_node, 1 + of_node)):
+                loads = np.bincount(np.maximum(result.rank, 0) // size, weights, problem.ranks // size)
                 mean = weights.sum() * size / problem.ranks
-                if used.max() > max(most * mean + 1e-6, np.ceil(mean)):
+                if loads.max() > max(limit * mean + 1e-6, np.ceil(mean)):
                     yield f"ranks {result.rank} break a tolerance of {name}"
 
     def value(self, problem: Any, result: Any) -> float:
-        held = np.split(result.rank[problem.pins], problem.ptr[1:-1])
-        return float(sum(p * (len(set(r.tolist())) - 1) for p, r in zip(problem.price, held, strict=True)))
+        edge_ranks = np.split(result.rank[problem.pins], problem.ptr[1:-1])
+        return float(sum(p * (len(set(r.tolist())) - 1) for p, r in zip(problem.price, edge_ranks, strict=True)))
 
     def answers(self, problem: Any) -> Iterator[Any]:
         for ranks in product(range(problem.ranks), repeat=len(problem.flops)):
             yield contracts.VertexRanks(np.array(ranks), 0.0, 0.0, 0.0, _FOUND)
 
 
-def _outside(name: str, chosen: Any, items: int, there: int) -> Iterator[str]:
-    if len(chosen) != items or not np.isin(chosen, np.arange(there)).all():
-        yield f"{name} {chosen} must be one per item, in [0, {there})"
+def _outside(name: str, values: Any, items: int, limit: int) -> Iterator[str]:
+    if len(values) != items or not np.isin(values, np.arange(limit)).all():
+        yield f"{name} {values} must be one per item, in [0, {limit})"
 
 
 _ALL: tuple[Problems, ...] = (Partitions(), Colourings(), Transports(), Groupings(), Hypergraphs())

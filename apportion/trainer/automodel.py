@@ -49,11 +49,11 @@ def planned_sharder(batch: PlannedBatch, device_mesh: Any = None) -> ContextPara
 
 def _layout(batch: PlannedBatch) -> ShardLayout:
     handle = batch.handle
-    held = handle.communicator.all_gather([len(batch.tokens), handle.rows], "rows")
-    rows, tokens = max(row[0] for row in held), sum(row[1] for row in held)
-    before = sum(rows - row[1] for row in held[: handle.communicator.rank])
-    padding = torch.arange(rows - handle.rows) + tokens + before
-    return ShardLayout(torch.cat((handle.tokens, padding)), tokens, rows * len(held))
+    gathered = handle.communicator.all_gather([len(batch.tokens), handle.rows], "rows")
+    rows, tokens = max(row[0] for row in gathered), sum(row[1] for row in gathered)
+    offset = sum(rows - row[1] for row in gathered[: handle.communicator.rank])
+    padding = torch.arange(rows - handle.rows) + tokens + offset
+    return ShardLayout(torch.cat((handle.tokens, padding)), tokens, rows * len(gathered))
 
 
 def _shard(
@@ -71,14 +71,14 @@ def _shard(
     wiring.watch.expect(planned.handle)
     wiring.watch.trust()
     planned = planned if cp_mesh is None else planned.to(cp_mesh.device_type)
-    spare = len(layout.local_token_global_indices) - len(planned.tokens)
-    labels = pad(planned.labels, (0, spare), value=IGNORED)
+    padding = len(layout.local_token_global_indices) - len(planned.tokens)
+    labels = pad(planned.labels, (0, padding), value=IGNORED)
     if loss_mask is not None:
-        kept = planned.shard_tokens(loss_mask.flatten().bool(), fill=False)
-        labels = labels.masked_fill(~pad(kept, (0, spare)), IGNORED)
-    tokens = pad(planned.tokens, (0, spare), value=padding_token_id)
-    positions = pad(planned.position_ids, (0, spare))
-    own: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "labels": labels[None]}
-    own |= {NAME: planned.handle, LAST: positions.new_tensor([planned.batch.last_position])}
-    rest = {name: value for name, value in batch.items() if name not in (*own, "planned", "attention_mask")}
-    return nullcontext, {**rest, **own}, layout
+        mask = planned.shard_tokens(loss_mask.flatten().bool(), fill=False)
+        labels = labels.masked_fill(~pad(mask, (0, padding)), IGNORED)
+    tokens = pad(planned.tokens, (0, padding), value=padding_token_id)
+    positions = pad(planned.position_ids, (0, padding))
+    fields: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "labels": labels[None]}
+    fields |= {NAME: planned.handle, LAST: positions.new_tensor([planned.batch.last_position])}
+    others = {name: value for name, value in batch.items() if name not in (*fields, "planned", "attention_mask")}
+    return nullcontext, {**others, **fields}, layout

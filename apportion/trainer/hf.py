@@ -99,7 +99,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
 def _parts(model: Any) -> list[Any]:
     """The loss, and classes and hooks of modules: if these changed since its last check, a model is checked again."""
     modules = model.named_modules()
-    hooks = ((len(one._forward_pre_hooks), len(one._forward_hooks), type(one), name) for name, one in modules)
+    hooks = ((len(module._forward_pre_hooks), len(module._forward_hooks), type(module), name) for name, module in modules)
     return [model.loss_function, *hooks]
 
 
@@ -109,16 +109,16 @@ def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> 
     if unknown := sorted({type(one).__name__ for one in mixers if not is_known(one)}):
         rule = f"there is no adapter for its recurrent layers, {', '.join(unknown)}"
         raise ConfigError("model", name, rule, "train it without context parallelism")
-    attend, recur = ({one.layer_idx for one in own} for own in (layers, mixers))
-    count, more = config.num_hidden_layers, ""
-    right = len(attend) == count and not recur
+    attend, recur = ({one.layer_idx for one in group} for group in (layers, mixers))
+    count, suffix = config.num_hidden_layers, ""
+    is_right = len(attend) == count and not recur
     if recurrence_of(config.model_type) is not None:
         types = [*enumerate(layer_types(text_config(config.to_dict())))]
-        wanted = [{n for n, kind in types if kind in own} for own in (ATTENDING, RECURRING)]
-        right = [attend, recur] == wanted
-        more = f", and {len(recur)} of {len(wanted[1])} recurrent ones have an adapter"
-    if not right or not model._can_set_attn_implementation():
-        rule = f"{len(attend)} of its {count} layers are attention that can be replaced{more}"
+        expected = [{n for n, kind in types if kind in group} for group in (ATTENDING, RECURRING)]
+        is_right = [attend, recur] == expected
+        suffix = f", and {len(recur)} of {len(expected[1])} recurrent ones have an adapter"
+    if not is_right or not model._can_set_attn_implementation():
+        rule = f"{len(attend)} of its {count} layers are attention that can be replaced{suffix}"
         remedy = "plan models of attention layers, and of recurrent ones that are known"
         raise ConfigError("model", name, rule, remedy)
 
@@ -131,7 +131,7 @@ def _key(layer: Any) -> str:
 def _choose(module: Any) -> None:
     """Makes the module use planned attention during a forward that gets a handle."""
     module._unplanned = None  # the implementation to restore
-    module._rotary = [one for one in module.modules() if _is_rotary(one)]
+    module._rotary = [part for part in module.modules() if _is_rotary(part)]
     module.register_forward_pre_hook(_begin, with_kwargs=True)
     module.register_forward_hook(_end, always_call=True)
     for rotary in module._rotary:
@@ -143,8 +143,8 @@ def _choose(module: Any) -> None:
 
 def _layers(model: Any) -> list[Any]:
     """Its attention layers, without those of an encoder."""
-    found = (one for one in model.modules() if hasattr(one, "layer_idx") and hasattr(one, "is_causal"))
-    return [one for one in found if not hasattr(one, "_encodes")]
+    candidates = (module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal"))
+    return [module for module in candidates if not hasattr(module, "_encodes")]
 
 
 def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
@@ -160,9 +160,9 @@ def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
 def require_enabled(model: Any) -> None:
     """Raises ConfigError for a model with attention layers that lack the hooks of `enable`."""
     layers = [*_layers(model), *mixers_of(model)]
-    without = [_key(layer) for layer in layers if not hasattr(layer, "_served")]
-    if without or not layers:
-        named = f"layers [{', '.join(without)}]" if layers else "its layers"
+    missing = [_key(layer) for layer in layers if not hasattr(layer, "_served")]
+    if missing or not layers:
+        named = f"layers [{', '.join(missing)}]" if layers else "its layers"
         rule = f"is not enabled: attention of {named} would ignore the plan"
         remedy = "call hf.enable(model) first, also for a copy that was loaded from a checkpoint"
         raise ConfigError("model", type(model).__name__, rule, remedy)
@@ -205,14 +205,14 @@ def attention(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
     window = kwargs["sliding_window"] or -1 if "sliding_window" in kwargs else module._window
-    own = {"window": window, "layer": module.layer_idx, "dropout": kwargs.get("dropout", 0.0)}
+    options = {"window": window, "layer": module.layer_idx, "dropout": kwargs.get("dropout", 0.0)}
     looks_ahead = not (module.is_causal and getattr(module.config, "is_causal", True))
-    own["causal"] = False if looks_ahead else None  # the masks of a causal model may look ahead
+    options["causal"] = False if looks_ahead else None  # the masks of a causal model may look ahead
     if latent:
         expand = LatentExpansion(module.kv_b_proj, module.qk_nope_head_dim, module.v_head_dim)
         layer = handle, expand, expand.params, kind, scaling, softcap, s_aux
-        return planned_latent_attention(q[0], v[0, :, 0], k[0, :, 0], *layer, **own)[None], None
-    return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **own), None
+        return planned_latent_attention(q[0], v[0, :, 0], k[0, :, 0], *layer, **options)[None], None
+    return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **options), None
 
 
 def _expand_kv(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,8 +220,8 @@ def _expand_kv(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor,
     [1, 1, rows, rank], and expands them where they are read."""
     if layer.config._attn_implementation == NAME:
         return rotated, compressed
-    found: tuple[Tensor, Tensor] = getattr(type(layer), _EXPAND)(layer, compressed, rotated)
-    return found
+    expanded: tuple[Tensor, Tensor] = getattr(type(layer), _EXPAND)(layer, compressed, rotated)
+    return expanded
 
 
 def loader(
@@ -244,18 +244,18 @@ def loader(
     model = model.module if isinstance(model, DistributedDataParallel) else model
     require_enabled(model)
     inner = next((one for one in model.modules() if "_checked" in vars(one)), model)  # of PEFT's
-    before = getattr(inner, "_checked", None)
-    changed = before and before != _parts(inner) and is_here(inner)
-    if before is False or (changed and "forward" not in vars(inner)):  # accelerate's runs under autocast
+    checked = getattr(inner, "_checked", None)
+    is_changed = checked and checked != _parts(inner) and is_here(inner)
+    if checked is False or (is_changed and "forward" not in vars(inner)):  # accelerate's runs under autocast
         inner._checked = check_rows(inner, _arguments) and _parts(inner)
     wiring.watch.meet(model.parameters())
     config = model.config.get_text_config().to_dict()
-    own = next(name for name, value in DTYPES.items() if value == model.dtype)
+    own_dtype = next(name for name, value in DTYPES.items() if value == model.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
         options["masks"] = masks_of(config)
-    planned = replace(model_of(config), dtype=dtype or own, sent_gradients=sent_gradients)
+    planned_model = replace(model_of(config), dtype=dtype or own_dtype, sent_gradients=sent_gradients)
     own_options: LoaderOptions = {"rows_multiple": 1, "drop_last": True, **options}
-    return PlannedLoader(dataset, cluster, planned, tokens_per_rank, **own_options)
+    return PlannedLoader(dataset, cluster, planned_model, tokens_per_rank, **own_options)
 
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:
@@ -265,8 +265,8 @@ def inputs(batch: PlannedBatch) -> dict[str, Any]:
     wiring.watch.expect(batch.handle)
     batch.check_unweighted("the model's own loss")
     rows = batch.tokens, batch.position_ids, batch.labels
-    given = _arguments(*rows, max(batch.valid_tokens, 1), batch.batch.last_position, batch.handle)
-    return given | hf_vision.arguments(batch)
+    arguments = _arguments(*rows, max(batch.valid_tokens, 1), batch.batch.last_position, batch.handle)
+    return arguments | hf_vision.arguments(batch)
 
 
 def _arguments(
@@ -274,9 +274,9 @@ def _arguments(
 ) -> dict[str, Any]:
     rows = {"input_ids": tokens, "position_ids": positions, "labels": labels}
     rows |= {"shift_labels": labels}  # shifted before sharding: a row's label may be another rank's token
-    given = {"num_items_in_batch": valid, "use_cache": False, "past_key_values": _NoCache()}
-    given |= {NAME: handle, LAST: positions.new_tensor([last])}
-    return {**{name: tensor[None] for name, tensor in rows.items()}, **given}
+    options = {"num_items_in_batch": valid, "use_cache": False, "past_key_values": _NoCache()}
+    options |= {NAME: handle, LAST: positions.new_tensor([last])}
+    return {**{name: tensor[None] for name, tensor in rows.items()}, **options}
 
 
 # ---- hooks of an enabled model
@@ -307,14 +307,14 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not is_compiling() and model._checked and model.loss_function != model._checked[0]:
         rule = "was replaced after hf.enable, which checks that it is a sum over rows"
         raise ConfigError("loss_function", str(model.loss_function), rule, "call hf.enable(model) again")
-    wanted = {} if is_compiling() else _label_kwargs(model, handle)
+    expected = {} if is_compiling() else _label_kwargs(model, handle)
     for name in ("shift_labels", "num_items_in_batch"):
-        given = kwargs.get(name)
-        if given is None:
+        actual = kwargs.get(name)
+        if actual is None:
             if kwargs.get("labels") is not None:
                 rule = "must accompany labels: a plan's labels are shifted, and the mean is over all ranks"
                 raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
-        elif name in wanted and not torch.equal(torch.as_tensor(given).double().cpu(), wanted[name]):
+        elif name in expected and not torch.equal(torch.as_tensor(actual).double().cpu(), expected[name]):
             rule = "differs from the batch's, and the ranks' shares would not add up to one mean"
             remedy = "give labels in the samples, or another loss by ap.normalised_loss on the logits"
             raise ConfigError(name, "changed", rule, remedy)
@@ -345,8 +345,8 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for name in _MASKING:
         if kwargs.get(name) is not None:
             rule = "conflicts with the plan, which has the mask of its rows"
-            given = type(kwargs[name]).__name__
-            raise ConfigError(name, given, rule, "leave it out; give masks= to the loader")
+            type_name = type(kwargs[name]).__name__
+            raise ConfigError(name, type_name, rule, "leave it out; give masks= to the loader")
     if not isinstance(handle, Rehearsal):
         _check_positions(base, handle, kwargs.get("position_ids"))
     return args, kwargs
@@ -356,20 +356,20 @@ def _without_guard(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if not isinstance(value, _NoCache)}
 
 
-def _check_positions(base: Any, handle: PlanHandle, given: Tensor | None) -> None:
+def _check_positions(base: Any, handle: PlanHandle, positions: Tensor | None) -> None:
     """Compares position ids; on devices other than CPUs only in the model's first forward, since it waits for them."""
     remedy = "give batch.position_ids[None], by name"
-    if given is None:
+    if positions is None:
         raise ConfigError("position_ids", None, "a model without them counts a rank's rows from 0", remedy)
     if is_compiling():  # comparing row counts would compile a graph for each plan
         return
-    if given.shape[-1] != handle.padded_rows:
+    if positions.shape[-1] != handle.padded_rows:
         rule = f"this rank has {handle.padded_rows} rows"
-        raise ConfigError("position_ids.shape", tuple(given.shape), rule, remedy)
-    if given.numel() != handle.padded_rows or (given.device.type != "cpu" and hasattr(base, "_compared")):
+        raise ConfigError("position_ids.shape", tuple(positions.shape), rule, remedy)
+    if positions.numel() != handle.padded_rows or (positions.device.type != "cpu" and hasattr(base, "_compared")):
         return
     base._compared = True
-    if not torch.equal(given.flatten()[: handle.rows].cpu(), handle.position_ids):
+    if not torch.equal(positions.flatten()[: handle.rows].cpu(), handle.position_ids):
         raise ConfigError("position_ids", "others", "must be the position ids of the plan's rows", remedy)
 
 
@@ -377,8 +377,8 @@ def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
     """Raises ExecutionError if an attention layer did not use the handle."""
     if kwargs.get(NAME) is None:
         return
-    if without := sorted(base._planned - base._served):
-        named = f"layers [{', '.join(without)}] of {type(base).__name__}"
+    if missing := sorted(base._planned - base._served):
+        named = f"layers [{', '.join(missing)}] of {type(base).__name__}"
         rule = "did not use the plan: they were replaced, skipped, or use another implementation"
         raise ExecutionError(f"{named} {rule}; call hf.enable when the model is complete")
     base._served.clear()  # restores the state that torch.compile guards on
@@ -404,8 +404,8 @@ def _end(module: Any, args: Any, output: Any) -> None:
 
 def _is_rotary(module: Any) -> bool:
     """True for a rotary embedding; `dynamic` and `longrope` choose frequencies by the largest position id of a call."""
-    takes = signature(type(module).forward).parameters
-    table = "position_ids" in takes and not any(True for _ in module.parameters())
+    parameters = signature(type(module).forward).parameters
+    table = "position_ids" in parameters and not any(True for _ in module.parameters())
     return table and not hasattr(module, "_encodes")
 
 
@@ -413,27 +413,27 @@ def _append_last(rotary: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Appends a row with the largest position of the microbatch to this rank's rows, for a rotary embedding."""
     if rotary._last is None:
         return None
-    found = signature(rotary.forward).bind(*args, **kwargs)
-    ids = found.arguments["position_ids"]
-    found.arguments["position_ids"] = torch.cat((ids, rotary._last.expand(*ids.shape[:-1], 1)), -1)
-    return found.args, found.kwargs
+    bound = signature(rotary.forward).bind(*args, **kwargs)
+    ids = bound.arguments["position_ids"]
+    bound.arguments["position_ids"] = torch.cat((ids, rotary._last.expand(*ids.shape[:-1], 1)), -1)
+    return bound.args, bound.kwargs
 
 
 def _drop_last(rotary: Any, args: Any, output: Any) -> Any:
     """Drops the appended row of cos and sin [..., rows + 1, width], or of one tensor of complex numbers."""
     if rotary._last is None:
         return output
-    return output[..., :-1, :] if isinstance(output, Tensor) else tuple(one[..., :-1, :] for one in output)
+    return output[..., :-1, :] if isinstance(output, Tensor) else tuple(part[..., :-1, :] for part in output)
 
 
 def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Replaces the router's auxiliary loss, which is not a sum over rows, by this rank's share of the whole
     microbatch's loss. Raises as `check_share`."""
-    handle, own, loss = kwargs.get(NAME), getattr(output, "aux_loss", None), getattr(output, "loss", None)
-    if handle is not None and own is not None:
+    handle, own_loss, loss = kwargs.get(NAME), getattr(output, "aux_loss", None), getattr(output, "loss", None)
+    if handle is not None and own_loss is not None:
         output.aux_loss = _balance_loss(output.router_logits, model.num_experts_per_tok, handle)
         if loss is not None:
-            output.loss = loss = loss + model.router_aux_loss_coef * (output.aux_loss - own)
+            output.loss = loss = loss + model.router_aux_loss_coef * (output.aux_loss - own_loss)
     if isinstance(handle, PlanHandle) and loss is not None:
         check_share(loss, wiring.watch.under(handle))
 
@@ -444,9 +444,9 @@ def _balance_loss(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> T
     probabilities = torch.stack([layer[: handle.rows] for layer in logits]).softmax(-1)
     probabilities = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
     experts = probabilities.shape[-1]
-    sent = one_hot(probabilities.topk(top_k).indices, experts).sum((0, 1, 2))
-    here = [*sent.tolist(), probabilities[..., 0].numel()]
-    *everywhere, rows = torch.tensor(handle.communicator.all_gather(here, "routed tokens")).sum(0).tolist()
-    weights = probabilities.new_tensor(everywhere) / rows
+    counts = one_hot(probabilities.topk(top_k).indices, experts).sum((0, 1, 2))
+    local = [*counts.tolist(), probabilities[..., 0].numel()]
+    *total, rows = torch.tensor(handle.communicator.all_gather(local, "routed tokens")).sum(0).tolist()
+    weights = probabilities.new_tensor(total) / rows
     share: Tensor = experts * (weights * probabilities.sum((0, 1)) / rows).sum()
     return share

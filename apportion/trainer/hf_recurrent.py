@@ -39,15 +39,15 @@ class Mixing:
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [1, rows, channels] -> the same shape."""
         if isinstance(self.handle, PlanHandle):
-            planned: Tensor = planned_conv(x, weight, self.handle, bias=bias)
-            return planned
+            result: Tensor = planned_conv(x, weight, self.handle, bias=bias)
+            return result
         lengths = self.handle.lengths
 
         def run() -> Tensor:
-            parts = [one.T[None] for one in torch.split(x[0], lengths)]
-            before = weight.shape[1] - 1
-            outs = [conv1d(one, weight[:, None], bias, padding=before, groups=len(weight)) for one in parts]
-            return torch.cat([out[..., : out.shape[-1] - before] for out in outs], -1).mT
+            parts = [part.T[None] for part in torch.split(x[0], lengths)]
+            overlap = weight.shape[1] - 1
+            outs = [conv1d(part, weight[:, None], bias, padding=overlap, groups=len(weight)) for part in parts]
+            return torch.cat([out[..., : out.shape[-1] - overlap] for out in outs], -1).mT
 
         return self.handle.replay(f"the input rows of the convolution of {self.name}", [x], run)
 
@@ -57,20 +57,20 @@ class Mixing:
         """As `planned_scan`, [1, rows, ...] each."""
         q, k = q.to(v.dtype), k.to(v.dtype)
         if isinstance(self.handle, PlanHandle):
-            planned: Tensor = planned_scan(None, q, k, v, g, beta, self.handle, scale=scale)
-            return planned
+            result: Tensor = planned_scan(None, q, k, v, g, beta, self.handle, scale=scale)
+            return result
         ends = torch.tensor([0, *self.handle.lengths]).cumsum(0)
 
         def run() -> Tensor:
             return chunk_recurrence(q, k, v, g, beta, scale, cu_seqlens=ends)[0]
 
-        given = [x for x in (q, k, v, g, beta) if x is not None]
-        return self.handle.replay(f"the input rows of the recurrence of {self.name}", given, run)
+        inputs = [x for x in (q, k, v, g, beta) if x is not None]
+        return self.handle.replay(f"the input rows of the recurrence of {self.name}", inputs, run)
 
 
 def mixers_of(model: Any) -> list[Any]:
     """The recurrent layers of a model, with or without an adapter."""
-    return [one for one in model.modules() if hasattr(one, "layer_idx") and _recurs(one)]
+    return [module for module in model.modules() if hasattr(module, "layer_idx") and _recurs(module)]
 
 
 def _recurs(module: Any) -> bool:
@@ -102,66 +102,66 @@ def adapt(mixer: Any, served: set[Any], key: Any) -> None:
 
 
 def _replace(home: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    own = getattr(home, name, None)
-    if own is not None and not hasattr(own, "unplanned"):
-        planned: Any = wraps(own)(wrap(own))
-        planned.unplanned = own
-        setattr(home, name, planned)
+    original = getattr(home, name, None)
+    if original is not None and not hasattr(original, "unplanned"):
+        replacement: Any = wraps(original)(wrap(original))
+        replacement.unplanned = original
+        setattr(home, name, replacement)
 
 
 # ---- the functions
 
 
-def _conv(own: Any) -> Any:
-    def planned(
+def _conv(original: Any) -> Any:
+    def replacement(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
     ) -> Any:
         mixing = kwargs.get(NAME)
         if not isinstance(mixing, Mixing):
-            return own(x, weight, bias, activation=activation, **kwargs)
+            return original(x, weight, bias, activation=activation, **kwargs)
         out = mixing.conv(x.mT.to(weight.dtype), weight, bias).mT
         return (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
 
-    return planned
+    return replacement
 
 
-def _delta(own: Any) -> Any:
-    def planned(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+def _delta(original: Any) -> Any:
+    def replacement(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
         mixing = kwargs.get(NAME)
         if not isinstance(mixing, Mixing):
-            return own(q, k, v, **kwargs)
+            return original(q, k, v, **kwargs)
         if kwargs["use_qk_l2norm_in_kernel"]:
             q, k = normalised(q), normalised(k)
         return mixing.scan(q, k, v, kwargs["g"], kwargs["beta"]), None
 
-    return planned
+    return replacement
 
 
-def _mamba2(own: Any) -> Any:
-    def planned(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
+def _mamba2(original: Any) -> Any:
+    def replacement(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
         mixing = kwargs.get(NAME)
         if not isinstance(mixing, Mixing):
-            return own(x, dt, A, B, C, **kwargs)
+            return original(x, dt, A, B, C, **kwargs)
         dt = dt.to(accumulator_dtype(x.dtype))
         dt = softplus(dt + kwargs["dt_bias"]).clamp(*kwargs["dt_limit"])
         out = mixing.scan(C, B, (x * dt[..., None]).to(x.dtype), A * dt, None, 1.0)
         return out + kwargs["D"][:, None] * x
 
-    return planned
+    return replacement
 
 
-def _unfused(own: Any) -> Any:
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        return None if isinstance(kwargs.get(NAME), Mixing) else own(*args, **kwargs)
+def _unfused(original: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return None if isinstance(kwargs.get(NAME), Mixing) else original(*args, **kwargs)
 
-    return planned
+    return replacement
 
 
-def _lightning(own: Any) -> Any:
+def _lightning(original: Any) -> Any:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         mixing = kwargs.get(NAME)
         if not isinstance(mixing, Mixing):
-            return own(self, hidden_states, *args, **kwargs)
+            return original(self, hidden_states, *args, **kwargs)
         shape = *hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim
         q, k, v = self.act_fn(self.qkv_proj(hidden_states)).view(shape).split(self.head_dim, -1)
         decay = -self.slope_rate.flatten().expand(*shape[:3])

@@ -58,7 +58,7 @@ def inputs(batch: PlannedBatch, model: Any) -> dict[str, Any]:
     ExecutionError if a layer did not read gathered rows."""
     base = getattr(model, "module", model).base_model  # under DDP
     _check(base.config)
-    if any(getattr(one, "gradient_checkpointing", False) for one in base.modules()):
+    if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
         rule = "disables the cache, through which layers read gathered rows"
         raise ConfigError("gradient_checkpointing", True, rule, "leave it out")
     batch.check_unweighted("the model's own loss")
@@ -67,8 +67,8 @@ def inputs(batch: PlannedBatch, model: Any) -> dict[str, Any]:
         base._reads_gathered = base.register_forward_hook(_check_layers, with_kwargs=True)
     mask = gather_visible(batch.tokens, batch.handle).mask()
     # finite in float32, the dtype of the layers' softmax, since padding sees no row
-    least = max(torch.finfo(dtype).min for dtype in (base.dtype, torch.float32))
-    hidden = torch.zeros(mask.shape, dtype=base.dtype, device=mask.device).masked_fill(~mask, least)
+    floor = max(torch.finfo(dtype).min for dtype in (base.dtype, torch.float32))
+    hidden = torch.zeros(mask.shape, dtype=base.dtype, device=mask.device).masked_fill(~mask, floor)
     rows = {"input_ids": batch.tokens, "position_ids": batch.position_ids}
     rows |= {"labels": batch.labels, "shift_labels": batch.labels}
     return {
@@ -89,19 +89,19 @@ class _RowCache:
     def update(self, latents: Tensor, rotated: Tensor, layer_idx: int) -> tuple[Tensor, ...]:
         """Gathers both: [1, 1, rows, width] -> [1, 1, visible, width]."""
         self.layers.add(layer_idx)
-        found = gather_visible([part[0, 0] for part in (latents, rotated)], self._handle)
-        return tuple(part[None, None] for part in found.rows)
+        gathered = gather_visible([part[0, 0] for part in (latents, rotated)], self._handle)
+        return tuple(part[None, None] for part in gathered.rows)
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
         """Gathers keys: [1, rows, width] -> [1, visible, width]."""
-        found: Tensor = gather_visible(keys[0], self._handle).rows
-        return found[None]
+        rows: Tensor = gather_visible(keys[0], self._handle).rows
+        return rows[None]
 
 
 def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Raises ExecutionError if a layer did not read gathered rows."""
-    gathered = kwargs.get("past_key_values")
-    if isinstance(gathered, _RowCache) and (
-        without := {*range(base.config.num_hidden_layers)} - gathered.layers
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, _RowCache) and (
+        missing := {*range(base.config.num_hidden_layers)} - cache.layers
     ):
-        raise ExecutionError(f"layers {sorted(without)} of {type(base).__name__} did not read gathered rows")
+        raise ExecutionError(f"layers {sorted(missing)} of {type(base).__name__} did not read gathered rows")

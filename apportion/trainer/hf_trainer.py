@@ -66,20 +66,20 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, planned: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._options, self._loaders = planned, dict[int, tuple[Any, PlannedLoader]]()
-        given = [*args, *kwargs.values()]
-        if planned is not None or any(isinstance(one, PlannedLoader) for one in given):
+        arguments = [*args, *kwargs.values()]
+        if planned is not None or any(isinstance(value, PlannedLoader) for value in arguments):
             self._check_loss(has_loader=planned is None)
         super().__init__(*args, **kwargs)
 
     def _check_loss(self, has_loader: bool) -> None:
         """Raises ConfigError for a loss that is not token-wise, and for a loader if the Trainer prepares its data."""
         mixed = type(self).__mro__
-        owner = next(one for one in mixed if one is not PlannedTrainer and "compute_loss" in vars(one))
+        owner = next(base for base in mixed if base is not PlannedTrainer and "compute_loss" in vars(base))
         if _name(owner) not in _SUMS and not self.sums_tokens:
             rule = f"the loss of {owner.__name__} is not known to be a sum over tokens, as ranks share"
             remedy = "train preferences and rollouts with ap.trees in a loop of your own, or set sums_tokens = True"
             raise ConfigError("compute_loss", owner.__qualname__, rule, remedy)
-        if has_loader and any(hasattr(one, "_prepare_dataset") for one in mixed):
+        if has_loader and any(hasattr(base, "_prepare_dataset") for base in mixed):
             rule = "this Trainer tokenizes, masks and cuts the samples itself, before they are planned"
             raise ConfigError("train_dataset", "a loader", rule, "give the dataset, and planned={...}")
 
@@ -94,8 +94,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         self._check(predicts=not is_training and self.compute_metrics is not None)
         if is_training:
             self._planned = dataset
-        held = _Numbered(Epochs(dataset, self.args.gradient_accumulation_steps if is_training else None))
-        numbered: Any = held  # map-style, though not declared so
+        batches = _Numbered(Epochs(dataset, self.args.gradient_accumulation_steps if is_training else None))
+        numbered: Any = batches  # map-style, though not declared so
         return DataLoader(numbered, batch_sampler=numbered, collate_fn=itemgetter(0))
 
     def _loader(self, dataset: Any, is_training: bool) -> PlannedLoader:
@@ -106,18 +106,18 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             mask = masks_of(self.model.config.get_text_config().to_dict())
             samples = Samples(dataset, columns={*self._signature_columns, "labels"}, mask=mask)
             accumulated = {"microbatches": self.args.gradient_accumulation_steps}
-            own = accumulated if is_training else {"shuffle": False, "drop_last": False}
-            made = loader(samples, self.model, **{**(self._options or {}), **own})
-            self._loaders[id(dataset)] = dataset, made
+            defaults = accumulated if is_training else {"shuffle": False, "drop_last": False}
+            planned_loader = loader(samples, self.model, **{**(self._options or {}), **defaults})
+            self._loaders[id(dataset)] = dataset, planned_loader
         return self._loaders[id(dataset)][1]
 
     def _check_columns(self, dataset: Any) -> None:
         """Raises ConfigError for loss masks and weights that this Trainer ignores."""
         if hasattr(self, "_prepare_dataset"):  # it has turned them into labels
             return
-        own = getattr(dataset, "column_names", None) or ()
+        columns = getattr(dataset, "column_names", None) or ()
         for name in (*LOSS_MASKS, WEIGHTS):
-            if name in own and name not in self._signature_columns:
+            if name in columns and name not in self._signature_columns:
                 rule = "is a column that this Trainer ignores"
                 remedy = "give a loader as train_dataset, or drop it"
                 raise ConfigError(name, "a column of the dataset", rule, remedy)
@@ -139,13 +139,13 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         rows = "the noise depends on a rank's rows"
         shifted = "it would receive shifted labels"
         routed = getattr(self, "router_aux_loss_coef", 0), getattr(self, "aux_loss_enabled", False)
-        own = self.data_collator
-        collator = getattr(own, "__name__", type(own).__name__)
-        pads = own is default_data_collator or _name(type(own)) in _PADS
+        given_collator = self.data_collator
+        collator = getattr(given_collator, "__name__", type(given_collator).__name__)
+        pads = given_collator is default_data_collator or _name(type(given_collator)) in _PADS
         sampler, draws = type(self)._get_train_sampler, "the loader draws the samples"
         orders = sampler is not Trainer._get_train_sampler
         model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
-        for name, value, refused, rule, remedy in (
+        for name, value, is_refused, rule, remedy in (
             ("label_smoothing_factor", smoothing, smoothing, "it would shift labels again", "leave it 0"),
             ("average_tokens_across_devices", scaled, not scaled, averages, "leave it True"),
             ("neftune_noise_alpha", noise, noise, rows, "leave it out"),
@@ -157,7 +157,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             ("router_aux_loss_coef", *routed, "trl adds the router's loss of a rank's rows", "set it to 0"),
             ("model", model, uncounted, "its loss does not take num_items_in_batch", "train it in a loop"),
         ):
-            if refused:
+            if is_refused:
                 raise ConfigError(name, value, rule, remedy)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -172,10 +172,10 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         self._evaluated = torch.zeros((), device=self.args.device, dtype=torch.float64)
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        held = dataloader.dataset
-        if isinstance(held, _Numbered):
+        dataset = dataloader.dataset
+        if isinstance(dataset, _Numbered):
             total = self.accelerator.reduce(self._evaluated, "mean")  # Trainer's losses are times the ranks
-            output.metrics[f"{metric_key_prefix}_loss"] = (total / max(held.epochs.valid_tokens, 1)).item()
+            output.metrics[f"{metric_key_prefix}_loss"] = (total / max(dataset.epochs.valid_tokens, 1)).item()
         return output
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,9 +217,9 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         super()._issue_warnings_after_load(load_result)
 
 
-def _name(of: type) -> tuple[str, str]:
+def _name(cls: type) -> tuple[str, str]:
     """The top package and the name of a class."""
-    return of.__module__.partition(".")[0], of.__name__
+    return cls.__module__.partition(".")[0], cls.__name__
 
 
 class _Numbered:

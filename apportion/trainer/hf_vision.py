@@ -51,26 +51,26 @@ def media(
     processor gives them. grids: integers [images, 3], their `image_grid_thw`. places: sample and first placeholder
     token of each. dtype: as in `hf.loader`. options: further ones of `Media`. Raises ConfigError for other models."""
     config = _config(model).vision_config
-    found = integers("grids", np.asarray(grids).ravel()).reshape(-1, 3)
-    own = next(name for name, value in DTYPES.items() if value == model.dtype)
+    grid_rows = integers("grids", np.asarray(grids).ravel()).reshape(-1, 3)
+    own_dtype = next(name for name, value in DTYPES.items() if value == model.dtype)
     width = getattr(config, "embed_dim", config.hidden_size)
     heads, layers = config.num_heads, config.depth
-    whole = getattr(config, "fullatt_block_indexes", None)
-    given: dict[str, Any] = {
-        "dataset": _Patches(images, found, config),
-        "lengths": found.prod(1),
-        "masks": [full() if t == 1 else documents([h * w] * t, full()) for t, h, w in found.tolist()],
+    full_layers = getattr(config, "fullatt_block_indexes", None)
+    fields: dict[str, Any] = {
+        "dataset": _Patches(images, grid_rows, config),
+        "lengths": grid_rows.prod(1),
+        "masks": [full() if t == 1 else documents([h * w] * t, full()) for t, h, w in grid_rows.tolist()],
     }
-    if whole is not None:
-        layers = {FULL: len({*whole}), WINDOWS: config.depth - len({*whole})}
-        windows = [_windows(grid, config) for grid in found]
-        kinds = zip(given["masks"], windows, strict=True)
-        given["masks"] = [{FULL: mask, WINDOWS: _block_diagonal_mask(ends)} for mask, (_, ends) in kinds]
-        given["orders"] = [order for order, _ in windows]
+    if full_layers is not None:
+        layers = {FULL: len({*full_layers}), WINDOWS: config.depth - len({*full_layers})}
+        windows = [_windows(grid, config) for grid in grid_rows]
+        kinds = zip(fields["masks"], windows, strict=True)
+        fields["masks"] = [{FULL: mask, WINDOWS: _block_diagonal_mask(ends)} for mask, (_, ends) in kinds]
+        fields["orders"] = [order for order, _ in windows]
     ffn = int(getattr(config, "intermediate_size", 0) or width * config.mlp_ratio)
     sizes = {"q_heads": heads, "kv_heads": heads, "head_dim": width // heads, "hidden": width, "ffn": ffn}
-    planned = Model(**sizes, dtype=dtype or own, layers=layers)
-    return Media(**{**given, **options}, model=planned, places=places, merge=config.spatial_merge_size**2)
+    encoder = Model(**sizes, dtype=dtype or own_dtype, layers=layers)
+    return Media(**{**fields, **options}, model=encoder, places=places, merge=config.spatial_merge_size**2)
 
 
 def mrope(model: Any, tokens: ArrayLike, grids: ArrayLike = ()) -> Tensor:
@@ -126,8 +126,8 @@ class _Patches:
         if hasattr(config, "fullatt_block_indexes"):
             order = torch.as_tensor(_windows(self.grids[index], config)[0])
             merge = config.spatial_merge_size**2
-            turned = {name: one.reshape(-1, merge, *one.shape[1:])[order] for name, one in fields.items()}
-            fields = {name: one.flatten(0, 1) for name, one in turned.items()}
+            reordered = {name: field.reshape(-1, merge, *field.shape[1:])[order] for name, field in fields.items()}
+            fields = {name: field.flatten(0, 1) for name, field in reordered.items()}
         return fields
 
 
@@ -139,13 +139,13 @@ def adapt(model: Any) -> Iterator[Any]:
     base = model.base_model
     if model.config.model_type not in TYPES or hasattr(base.visual, "_encodes"):
         return
-    for one in base.visual.modules():
-        one._encodes = True
+    for module in base.visual.modules():
+        module._encodes = True
     base.get_image_features = MethodType(_features, base)
     base.register_forward_pre_hook(_check_places, with_kwargs=True)
-    whole = getattr(base.visual, "fullatt_block_indexes", None)
+    full_layers = getattr(base.visual, "fullatt_block_indexes", None)
     for number, block in enumerate(base.visual.blocks):
-        layer, kind = block.attn, None if whole is None else FULL if number in whole else WINDOWS
+        layer, kind = block.attn, None if full_layers is None else FULL if number in full_layers else WINDOWS
         layer.layer_idx, layer._kind, layer._window, layer._served = f"visual {number}", kind, -1, set()
         yield layer
 
@@ -155,23 +155,23 @@ def arguments(batch: PlannedBatch) -> dict[str, Any]:
     if batch.feed is not None and MROPE not in batch.fields:
         remedy = "give each sample the one from hf_vision.mrope(model, tokens, grids)"
         raise ConfigError(MROPE, None, "positions of images have rows and columns", remedy)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if MROPE in batch.fields:
-        found["position_ids"] = batch.fields[MROPE].T[:, None]
+        result["position_ids"] = batch.fields[MROPE].T[:, None]
     if batch.feed is not None and batch.media is not None:
-        found |= {"pixel_values": batch.media.fields["patches"], MEDIA: (batch.feed, batch.media.fields)}
-    return found
+        result |= {"pixel_values": batch.media.fields["patches"], MEDIA: (batch.feed, batch.media.fields)}
+    return result
 
 
 def _check_places(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Raises ConfigError unless the placeholder tokens are exactly the fed rows."""
-    tokens, given, handle = (kwargs.get(name) for name in ("input_ids", MEDIA, NAME))
+    tokens, passed, handle = (kwargs.get(name) for name in ("input_ids", MEDIA, NAME))
     if tokens is None or not isinstance(handle, PlanHandle) or is_compiling():
         return
-    wanted = (tokens[0] == base.config.image_token_id) | (tokens[0] == base.config.video_token_id)
-    rows = tokens.new_zeros(0) if given is None else given[0].rows.to(tokens.device)
-    if not torch.equal(torch.nonzero(wanted)[:, 0], rows):
-        rule = f"has {int(wanted.sum())} placeholder tokens on this rank, but media are at {len(rows)} rows"
+    is_placeholder = (tokens[0] == base.config.image_token_id) | (tokens[0] == base.config.video_token_id)
+    rows = tokens.new_zeros(0) if passed is None else passed[0].rows.to(tokens.device)
+    if not torch.equal(torch.nonzero(is_placeholder)[:, 0], rows):
+        rule = f"has {int(is_placeholder.sum())} placeholder tokens on this rank, but media are at {len(rows)} rows"
         remedy = "give the loader media whose places are the placeholder tokens of images"
         raise ConfigError("input_ids", "placeholder tokens", rule, remedy)
 
@@ -185,15 +185,15 @@ def _features(base: Any, pixel_values: Tensor, image_grid_thw: Any = None, **kwa
     if "taps" in fields:
         taps = visual.pos_embed(fields["taps"]) * fields["tap_weights"][:, :, None]
         rows = rows + taps.sum(1).to(rows.dtype)
-    given = {"cu_seqlens": torch.tensor([0, len(rows)]), "max_seqlen": len(rows), NAME: feed.encoder}
-    given["position_embeddings"] = visual.rotary_pos_emb(rows, fields["grid"])
+    options = {"cu_seqlens": torch.tensor([0, len(rows)]), "max_seqlen": len(rows), NAME: feed.encoder}
+    options["position_embeddings"] = visual.rotary_pos_emb(rows, fields["grid"])
     calls, deep = feed.encoder.calls, [*getattr(visual, "deepstack_visual_indexes", ())]
-    found: dict[int, Any] = {}
+    outputs: dict[int, Any] = {}
     for number, block in enumerate(visual.blocks):
-        rows = block(rows, **given)
+        rows = block(rows, **options)
         if number in deep:
             merger = visual.deepstack_merger_list[deep.index(number)]
-            found[number] = (merger(move_rows(rows, feed)),)
+            outputs[number] = (merger(move_rows(rows, feed)),)
     require_calls(feed.encoder, calls, len(visual.blocks), "the encoder's attention was replaced")
     merged = visual.merger(move_rows(rows, feed))
-    return SimpleNamespace(pooler_output=(merged,), deepstack_features=[found[number] for number in deep])
+    return SimpleNamespace(pooler_output=(merged,), deepstack_features=[outputs[number] for number in deep])

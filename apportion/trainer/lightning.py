@@ -66,10 +66,10 @@ class PlannedBatches:
         self.epochs.loader.load_state_dict(state)
 
 
-def _no_loader(given: Any) -> ConfigError:
+def _no_loader(value: Any) -> ConfigError:
     rule = "must be a PlannedLoader, or a function without arguments that returns one"
     remedy = "give PlannedBatches(lambda: ap.PlannedLoader(...))"
-    return ConfigError("loader", type(given).__name__, rule, remedy)
+    return ConfigError("loader", type(value).__name__, rule, remedy)
 
 
 class Arriving:
@@ -118,15 +118,15 @@ class Planned:
             remedy = "set it to the loader's microbatches"
             raise ConfigError("accumulate_grad_batches", given, rule, remedy)
         self._log(batch, share.detach(), name or f"{stage}_loss")
-        averaged = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
-        loss: Tensor = share * averaged * trainer.accumulate_grad_batches
+        replicas = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
+        loss: Tensor = share * replicas * trainer.accumulate_grad_batches
         mark(loss, MULTIPLIED)
         return loss
 
     def _log(self, batch: PlannedBatch, share: Tensor, name: str) -> None:
-        held = self.__dict__.setdefault("_shares", {})
-        held[name] = share if batch.microbatch == 0 else held[name] + share
+        shares = self.__dict__.setdefault("_shares", {})
+        shares[name] = share if batch.microbatch == 0 else shares[name] + share
         if batch.is_last:
-            mean = self.trainer.strategy.reduce(held[name].clone(), reduce_op="sum")
+            mean = self.trainer.strategy.reduce(shares[name].clone(), reduce_op="sum")
             evaluating = not self.trainer.training  # Lightning requires it; the mean of equal values
             self.log(name, mean, batch_size=batch.valid_tokens, sync_dist=evaluating)

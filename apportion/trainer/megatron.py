@@ -85,9 +85,9 @@ def planned_loader(
     hosts = parallel_state.get_data_parallel_group_gloo()
     ranks = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    given: LoaderOptions = {"masks": kinds(config)[1], "communicator": ranks, "rows_multiple": rows}
-    given = {**given, "drop_last": True, **options}
-    loader = PlannedLoader(dataset, cluster, model_of(config), tokens_per_rank, **given)
+    settings: LoaderOptions = {"masks": kinds(config)[1], "communicator": ranks, "rows_multiple": rows}
+    settings = {**settings, "drop_last": True, **options}
+    loader = PlannedLoader(dataset, cluster, model_of(config), tokens_per_rank, **settings)
     wiring.watch.trusted.add(loader)
     return loader
 
@@ -103,26 +103,26 @@ def forward_step(
     _check(module)
     if _is_rotary(module) and not isinstance(module.rotary_pos_emb, PlannedRotary):
         module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
-    here = next(data_iterator)
+    item = next(data_iterator)
     device = next(model.parameters()).device
-    batches = [one.to(device) for one in (here if isinstance(here, tuple) else (here,))]
+    batches = [batch.to(device) for batch in (item if isinstance(item, tuple) else (item,))]
     if len(batches) > 1:
         for layer in _dense(module):
             layer.forward = partial(paired_layer, layer, layer.forward)
-    longest, most = max(int(max(one.batch.lengths)) for one in batches), module.max_sequence_length
-    if module.position_embedding_type == "learned_absolute" and longest > most:
-        rule = f"the model has positions for {most} tokens"
+    longest, limit = max(int(max(batch.batch.lengths)) for batch in batches), module.max_sequence_length
+    if module.position_embedding_type == "learned_absolute" and longest > limit:
+        rule = f"the model has positions for {limit} tokens"
         remedy = "leave out longer documents, or build it with more positions"
         raise ConfigError("sequence length", longest, rule, remedy)
     rows = joined(batches)
     labels = rows.labels.clamp(min=0)  # Megatron's cross entropy does not support -100
-    given = (rows.tokens[None], rows.position_ids[None], None)
-    handles = tuple(one.handle for one in batches)
+    arguments = (rows.tokens[None], rows.position_ids[None], None)
+    handles = tuple(batch.handle for batch in batches)
     params = PlannedSeqParams(batch=rows, positions=_positions(batches), handles=handles)
-    before = rows.handle.calls
+    calls = rows.handle.calls
     padding = (rows.sample_ids < 0)[None] if module.config.num_moe_experts else None
-    output = model(*given, labels=labels[None], packed_seq_params=params, padding_mask=padding)
-    require_calls(rows.handle, before, module.planned_layers, "each layer must call its core attention")
+    output = model(*arguments, labels=labels[None], packed_seq_params=params, padding_mask=padding)
+    require_calls(rows.handle, calls, module.planned_layers, "each layer must call its core attention")
     return output, partial(loss_of, rows)
 
 
@@ -171,50 +171,50 @@ def _check(module: Any) -> None:
     experts = bool(config.num_moe_experts)
     types, weights = map(np.atleast_1d, (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff))
     local = [kind for kind, weight in zip(types, weights, strict=True) if weight and kind in _LOCAL_LOSSES]
-    of_rows, leave = "it depends on the rows that a rank holds", "leave it out"
+    of_rows, omit = "it depends on the rows that a rank holds", "leave it out"
     divides, undivided = "Megatron divides gradients by the tokens of all ranks there", module.training
     undivided = undivided and config.finalize_model_grads_func is None
-    ahead = config.window_size is not None and config.window_size[1] != 0
+    looks_ahead = config.window_size is not None and config.window_size[1] != 0
     balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
-    for name, refused, rule, remedy in (
+    for name, is_refused, rule, remedy in (
         ("finalize_model_grads_func", undivided, divides, _FINALIZE),
         ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
-        ("multi_latent_attention", config.multi_latent_attention, "it is not planned by this adapter", leave),
-        ("window_size", ahead, "its plans allow no later token", "write (tokens before, 0)"),
-        ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", leave),
-        ("moe_expert_capacity_factor", capacity, of_rows, leave),
+        ("multi_latent_attention", config.multi_latent_attention, "it is not planned by this adapter", omit),
+        ("window_size", looks_ahead, "its plans allow no later token", "write (tokens before, 0)"),
+        ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", omit),
+        ("moe_expert_capacity_factor", capacity, of_rows, omit),
         (balancing, experts and "sinkhorn" in types, of_rows, "take another one"),
         (balancing, experts and local, of_rows, "take global_aux_loss, or a weight of 0"),
     ):
-        if refused:
+        if is_refused:
             raise ConfigError(name, getattr(config, name, positions), rule, remedy)
     if not hasattr(module, "planned_layers"):
         remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
-        known = "core_attention", PlannedCoreAttention, remedy, (PlannedGatedDeltaNet,)
-        module.planned_layers = count_planned([module], *known)
+        arguments = "core_attention", PlannedCoreAttention, remedy, (PlannedGatedDeltaNet,)
+        module.planned_layers = count_planned([module], *arguments)
 
 
 def _positions(batches: Sequence[PlannedBatch]) -> int:
     """A table length above the largest position id, rounded to few sizes, since Megatron caches tables."""
-    return 1 << max(int(one.position_ids.max()) for one in batches if len(one.tokens)).bit_length()
+    return 1 << max(int(batch.position_ids.max()) for batch in batches if len(batch.tokens)).bit_length()
 
 
 def _dense(module: Any) -> list[Any]:
     """The layers around whose core attention halves and ticks may run, if not yet prepared for it. Raises ConfigError
     if they cannot."""
-    config, alone = module.config, "layers run in their own autograd function"
-    for name, wanted, rule in (
+    config, reason = module.config, "layers run in their own autograd function"
+    for name, expected, rule in (
         ("sequence_parallel", False, "its ranks would split the rows of halves"),
         ("num_moe_experts", None, "it is not supported around attention"),
         ("experimental_attention_variant", None, "recurrent layers do not take turns"),
-        ("gradient_accumulation_fusion", False, alone),
-        ("fine_grained_activation_offloading", False, alone),
-        ("fp8", None, alone),
+        ("gradient_accumulation_fusion", False, reason),
+        ("fine_grained_activation_offloading", False, reason),
+        ("fp8", None, reason),
         ("attention_output_gate", False, "it is not supported"),
     ):
-        require(name, getattr(config, name), wanted, rule)
+        require(name, getattr(config, name), expected, rule)
     if config.recompute_granularity == "selective":
-        raise ConfigError("recompute_granularity", "selective", alone, "recompute whole layers, or none")
+        raise ConfigError("recompute_granularity", "selective", reason, "recompute whole layers, or none")
     return [layer for layer in module.decoder.layers if "forward" not in vars(layer)]
 
 
@@ -227,8 +227,8 @@ def split(layer: Any, table: Any, handle: PlanHandle) -> PingPongLayer:
     def pre(hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = attention.get_query_key_value_tensors(layer.input_layernorm(hidden))
         if table is not None:
-            turn = partial(apply_rotary_pos_emb, freqs=table[positions], config=layer.config)
-            q, k = turn(q), turn(k)
+            rotate = partial(apply_rotary_pos_emb, freqs=table[positions], config=layer.config)
+            q, k = rotate(q), rotate(k)
         return q.squeeze(1), k.squeeze(1), v.squeeze(1)
 
     def post(hidden: Tensor, out: Tensor) -> Tensor:
@@ -236,28 +236,28 @@ def split(layer: Any, table: Any, handle: PlanHandle) -> PingPongLayer:
         add = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)
         with layer.bias_dropout_add_exec_handler():
             hidden = add(projected, hidden, layer.hidden_dropout)
-        found: Tensor = layer._forward_mlp(hidden)
-        return found
+        result: Tensor = layer._forward_mlp(hidden)
+        return result
 
     kind, sinks = core.kind_under(handle), core.softmax_offset
     return PingPongLayer(pre, post, layer.parameters(), kind, core.scale, sinks=sinks)
 
 
-def paired_layer(layer: Any, own: Any, hidden_states: Tensor, *given: Any, **others: Any) -> Any:
+def paired_layer(layer: Any, layer_forward: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The forward of a TransformerLayer that separates the rows of two halves. own: the layer's forward."""
-    params = others["packed_seq_params"]
+    params = kwargs["packed_seq_params"]
     if len(params.handles) == 1:
-        return own(hidden_states, *given, **others)
+        return layer_forward(hidden_states, *args, **kwargs)
     pair = split(layer, params.table, params.handles[0])
     return both(pair, hidden_states, params.handles, layer.self_attention.core_attention.says), None
 
 
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(sum, tokens, report) of a batch; Megatron divides the sum by the tokens of all ranks and microbatches."""
-    seen = batch.labels >= 0
+    has_label = batch.labels >= 0
     weights = batch.fields.get("loss_weights", torch.ones_like(losses[0]))
-    total = (losses[0] * seen * weights).sum() * (batch.valid_tokens / (batch.total_weight or 1.0))
-    return total, seen.sum().int(), {"lm loss": torch.stack((total.detach(), seen.sum()))}
+    total = (losses[0] * has_label * weights).sum() * (batch.valid_tokens / (batch.total_weight or 1.0))
+    return total, has_label.sum().int(), {"lm loss": torch.stack((total.detach(), has_label.sum()))}
 
 
 # ---- replacements of Megatron's core attention and rotary embedding
@@ -283,11 +283,11 @@ class PlannedCoreAttention(DotProductAttention):
         scaled = config.apply_query_key_layer_scaling
         self.scale = self.softmax_scale * (layer_number if scaled else 1)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any) -> Tensor:
-        handle = _handle_of("planned core attention", given)
-        kind, says = self.kind_under(handle), {**self.says, "sinks": self.softmax_offset}
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+        handle = _handle_of("planned core attention", kwargs)
+        kind, settings = self.kind_under(handle), {**self.says, "sinks": self.softmax_offset}
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        out: Tensor = planned_attention(q, k, v, handle, kind, self.scale, **says)
+        out: Tensor = planned_attention(q, k, v, handle, kind, self.scale, **settings)
         return out.flatten(1).unsqueeze(1)
 
     @property
@@ -304,19 +304,19 @@ class PlannedGatedDeltaNet(GatedDeltaNet):
     """[rows, 1, E] -> the same, and a bias. Its parameters are those of Megatron's own, which leaves gradients of the
     output's norm to the heads of each tensor-parallel rank: here they are summed."""
 
-    def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
-        for one in self.out_norm.parameters():
-            if self.tp_size > 1 and not getattr(one, "sequence_parallel", False):  # then Megatron sums them
-                one.register_hook(self._summed)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for param in self.out_norm.parameters():
+            if self.tp_size > 1 and not getattr(param, "sequence_parallel", False):  # then Megatron sums them
+                param.register_hook(self._summed)
 
     def _summed(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()
         dist.all_reduce(total, group=self.pg_collection.tp)
         return total
 
-    def forward(self, hidden_states: Tensor, *_: Any, **given: Any) -> Any:
-        handle, tp = _handle_of("a planned Gated DeltaNet", given), self.tp_size
+    def forward(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
+        handle, tp = _handle_of("a planned Gated DeltaNet", kwargs), self.tp_size
         mixed = self.in_proj(hidden_states)[0].squeeze(1)
         heads = self.num_value_heads
         widths = [2 * self.qk_dim + self.v_dim, self.v_dim, heads, heads]
@@ -333,9 +333,9 @@ class PlannedGatedDeltaNet(GatedDeltaNet):
         return self.out_proj(normed.view(len(out), 1, -1))
 
 
-def _handle_of(layer: str, given: dict[str, Any]) -> PlanHandle:
+def _handle_of(layer: str, kwargs: dict[str, Any]) -> PlanHandle:
     """The handle among a layer's arguments. Raises ExecutionError if there is none."""
-    params = given.get("packed_seq_params")
+    params = kwargs.get("packed_seq_params")
     if not isinstance(params, PlannedSeqParams) or params.batch is None:
         raise ExecutionError(f"{layer} got no plan: call the model by `forward_step`")
     handle: PlanHandle = params.batch.handle
@@ -349,17 +349,17 @@ class PlannedRotary(torch.nn.Module):
         super().__init__()
         self.own = own
 
-    def get_rotary_seq_len(self, *given: Any, **others: Any) -> Any:
-        params = given[4] if len(given) > 4 else None
-        planned = isinstance(params, PlannedSeqParams)
-        return params if planned else self.own.get_rotary_seq_len(*given, **others)
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
+        params = args[4] if len(args) > 4 else None
+        is_planned = isinstance(params, PlannedSeqParams)
+        return params if is_planned else self.own.get_rotary_seq_len(*args, **kwargs)
 
-    def forward(self, rows: Any, *given: Any, **others: Any) -> Any:
+    def forward(self, rows: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(rows, PlannedSeqParams):
-            return self.own(rows, *given, **others)
-        table, at = self.own(rows.positions), rows.batch.position_ids
+            return self.own(rows, *args, **kwargs)
+        table, ids = self.own(rows.positions), rows.batch.position_ids
         rows.table = table[0] if isinstance(table, tuple) else table
-        return (rows.table[at], table[1]) if isinstance(table, tuple) else rows.table[at]
+        return (rows.table[ids], table[1]) if isinstance(table, tuple) else rows.table[ids]
 
 
 def model_of(config: Any) -> Model:

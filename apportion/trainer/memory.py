@@ -32,14 +32,14 @@ def tile(model: nn.Module, name: str, tokens: int = 4096) -> int:
     only the input, and backward recomputes. Returns the number of submodules. Each must map one tensor to one with the
     same rows. Raises ConfigError if there is none."""
     tokens, name = integer("tokens", tokens), name_of("name", name)
-    found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
-    if not found:
-        there = sorted({path.rpartition(".")[2] for path, _ in model.named_modules() if path})
-        remedy = f"name one of {', '.join(there)}"
+    modules = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
+    if not modules:
+        names = sorted({path.rpartition(".")[2] for path, _ in model.named_modules() if path})
+        remedy = f"name one of {', '.join(names)}"
         raise ConfigError("name", name, "is not a submodule of the model", remedy)
-    for module in found:
+    for module in modules:
         module.forward = _Tiled(module.forward, tokens)
-    return len(found)
+    return len(modules)
 
 
 class _Tiled:
@@ -52,20 +52,20 @@ class _Tiled:
         return torch.cat([self._tile_part(rows) for rows in torch.split(x, self._tokens, -2)], -2)
 
     def _tile_part(self, rows: Tensor) -> Tensor:
-        kept = torch.is_grad_enabled()
-        out = checkpoint(self._forward, rows, use_reentrant=False) if kept else self._forward(rows)
+        needs_grad = torch.is_grad_enabled()
+        out = checkpoint(self._forward, rows, use_reentrant=False) if needs_grad else self._forward(rows)
         if not isinstance(out, Tensor) or out.shape[:-1] != rows.shape[:-1]:
-            given = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             rule = f"must be a tensor with the rows of its input, {tuple(rows.shape)}"
-            raise ConfigError("a tiled module's output", given, rule, "tile a module inside it")
+            raise ConfigError("a tiled module's output", shape, rule, "tile a module inside it")
         return out
 
 
-def offloaded(layer: Callable[..., Any], *given: Any) -> Any:
+def offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
     """Runs `layer(*given)`, and again in backward; its input tensors are kept in host memory, pinned if there is a GPU.
     At least one of them must require a gradient; the layer's activations are not kept."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return checkpoint(layer, *given, use_reentrant=True)
+        return checkpoint(layer, *inputs, use_reentrant=True)
 
 
 def tiled_loss(
@@ -102,15 +102,15 @@ class _TiledLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor | None, tokens: int
     ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        of_hidden, of_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=wide)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        of_hidden, of_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=dtype)
         for first in range(0, len(hidden), tokens):
             rows = slice(first, first + tokens)
             with torch.enable_grad():
                 logits = (hidden[rows].detach() @ head.detach().T).requires_grad_()
-                losses = cross_entropy(logits.to(wide), labels[rows], ignore_index=IGNORED, reduction="none")
-                part = losses.sum() if weights is None else (losses * weights[rows].to(wide)).sum()
+                losses = cross_entropy(logits.to(dtype), labels[rows], ignore_index=IGNORED, reduction="none")
+                part = losses.sum() if weights is None else (losses * weights[rows].to(dtype)).sum()
             (grad,) = torch.autograd.grad(part, logits)
             total += part.detach()
             of_hidden[rows] = grad @ head

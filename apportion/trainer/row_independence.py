@@ -53,10 +53,10 @@ def check_rows(model: Any, arguments: Arguments) -> bool:
     configs = model.config, model.config.get_text_config()
     with undisturbed(model, device, *configs) as reset:
 
-        def run(held: Rehearsal, *given: Any, **changed: Any) -> float:
+        def run(rehearsal: Rehearsal, *args: Any, **changes: Any) -> float:
             reset()
             model.train()
-            return _forward(model, {**arguments(*given, held), **changed}, held)
+            return _forward(model, {**arguments(*args, rehearsal), **changes}, rehearsal)
 
         _check_first(model, run, device)
         for positions, documents, parts in _microbatches(model):
@@ -75,16 +75,16 @@ def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: 
     labels[::5] = IGNORED
     valid, last = int((labels != IGNORED).sum()), int(positions.max())
 
-    def share(taken: Tensor, decoy: int, whole: Rehearsal | None = None) -> tuple[Rehearsal, float]:
-        held = Rehearsal(taken, documents[taken], whole)
-        decoys = torch.full((1, len(taken)), decoy, device=device)  # a causal loss reads shift_labels
-        return held, run(held, tokens[taken], positions[taken], labels[taken], valid, last, labels=decoys)
+    def share(rows: Tensor, decoy: int, full: Rehearsal | None = None) -> tuple[Rehearsal, float]:
+        rehearsal = Rehearsal(rows, documents[rows], full)
+        decoys = torch.full((1, len(rows)), decoy, device=device)  # a causal loss reads shift_labels
+        return rehearsal, run(rehearsal, tokens[rows], positions[rows], labels[rows], valid, last, labels=decoys)
 
-    whole, loss = share(torch.arange(count, device=device), 0)
+    full, loss = share(torch.arange(count, device=device), 0)
     shares = 0.0
-    for taken in parts:
-        part, own = share(taken.to(device), IGNORED, whole)
-        shares += own
+    for rows in parts:
+        part, part_loss = share(rows.to(device), IGNORED, full)
+        shares += part_loss
         if (name := part.differing()) is not None:
             rule = f"{name} computes a row from other rows of the call, which a rank may not hold"
             raise ConfigError("model", type(model).__name__, rule, _REMEDY)
@@ -100,40 +100,40 @@ def _check_first(model: Any, run: Run, device: torch.device) -> None:
     padding = getattr(config, "pad_token_id", None)  # RoBERTa starts after it, and skips it
     tokens = torch.full((count,), next(i for i in (1, 0) if i != padding), device=device)
     rows = torch.arange(count, device=device)
-    found = list[Rehearsal]()
-    for changed in ({}, {"position_ids": None}):
-        held = Rehearsal(rows, torch.zeros_like(rows))
+    rehearsals = list[Rehearsal]()
+    for changes in ({}, {"position_ids": None}):
+        rehearsal = Rehearsal(rows, torch.zeros_like(rows))
         try:
-            run(held, tokens, rows, tokens, count, count - 1, **changed)
+            run(rehearsal, tokens, rows, tokens, count, count - 1, **changes)
         except ConfigError:
             return  # nothing to compare with; `_compare` reports errors of the model
-        found.append(held)
-    given, own = found
-    pairs = ((own.seen[key].reshape(1, -1), given.seen[key].reshape(1, -1)) for key in given.decisive)
+        rehearsals.append(rehearsal)
+    with_ids, without_ids = rehearsals
+    pairs = ((without_ids.seen[key].reshape(1, -1), with_ids.seen[key].reshape(1, -1)) for key in with_ids.decisive)
     if not all(close(*pair) for pair in pairs):
         rule = "does not count the positions of a text from 0, as plans do"
         raise ConfigError("model", type(model).__name__, rule, _REMEDY)
 
 
-def _forward(model: Any, kwargs: dict[str, Any], held: Rehearsal) -> float:
+def _forward(model: Any, kwargs: dict[str, Any], rehearsal: Rehearsal) -> float:
     """The loss. Raises ConfigError for a model without a loss, or without one row of logits per row."""
-    with recorded(model, held), ExactMode(), catch_warnings():
+    with recorded(model, rehearsal), ExactMode(), catch_warnings():
         simplefilter("ignore")
         try:
             output = model(**kwargs)
         except ConfigError:
             raise
         except Exception as error:
-            what = f"{held.rows} packed rows with position_ids, shift_labels and num_items_in_batch"
-            rule = f"cannot run on {what} ({type(error).__name__}: {error})"
+            description = f"{rehearsal.rows} packed rows with position_ids, shift_labels and num_items_in_batch"
+            rule = f"cannot run on {description} ({type(error).__name__}: {error})"
             raise ConfigError("model", type(model).__name__, rule, _HEAD) from error
     logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
-    if isinstance(logits, Tensor) and logits.shape[:-1] != (1, held.rows):
-        rule = f"its logits are {[*logits.shape]} for {held.rows} rows, not one row for each token"
+    if isinstance(logits, Tensor) and logits.shape[:-1] != (1, rehearsal.rows):
+        rule = f"its logits are {[*logits.shape]} for {rehearsal.rows} rows, not one row for each token"
         raise ConfigError("model", type(model).__name__, rule, _HEAD)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ConfigError("model", type(model).__name__, "gives no loss for shift_labels", _HEAD)
-    held.record("the head", logits, decides=True)
+    rehearsal.record("the head", logits, decides=True)
     return float(loss)
 
 
@@ -146,20 +146,20 @@ def _microbatches(model: Any) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
     documents = torch.arange(len(_SHORT)).repeat_interleave(torch.tensor(_SHORT))
     positions = torch.cat([torch.arange(length) for length in _SHORT])
     order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(1))
-    cuts = [*torch.tensor(_PARTS).cumsum(0).tolist(), len(order)]
-    yield positions, documents, [order[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
-    far = [place for n in _thresholds(model) for place in (n - 1, n, n + 3, 2 * n + 5)]
+    ends = [*torch.tensor(_PARTS).cumsum(0).tolist(), len(order)]
+    yield positions, documents, [order[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    far_positions = [position for n in _thresholds(model) for position in (n - 1, n, n + 3, 2 * n + 5)]
     limit = _positions_known(model)
-    if far := sorted({place for place in far if place < limit}):
-        count, alone = len(positions), torch.arange(len(far)) + len(_SHORT)
-        parts = [order, torch.arange(len(far)).flip(0) + count]
-        yield torch.cat((positions, torch.tensor(far))), torch.cat((documents, alone)), parts
+    if far_positions := sorted({position for position in far_positions if position < limit}):
+        count, ids = len(positions), torch.arange(len(far_positions)) + len(_SHORT)
+        parts = [order, torch.arange(len(far_positions)).flip(0) + count]
+        yield torch.cat((positions, torch.tensor(far_positions))), torch.cat((documents, ids)), parts
 
 
 def _thresholds(model: Any) -> list[int]:
     """All lengths in the config, at any depth."""
-    found = set(_lengths(model.config.get_text_config().to_dict()))
-    return sorted(length for length in found if 1 < length < _LONGEST // 4)
+    lengths = set(_lengths(model.config.get_text_config().to_dict()))
+    return sorted(length for length in lengths if 1 < length < _LONGEST // 4)
 
 
 def _lengths(data: Any, name: str = "") -> Iterator[int]:
@@ -174,8 +174,8 @@ def _positions_known(model: Any) -> int:
     """The length of the model's position table: of embeddings and buffers with a length of the config, or slightly more
     (OPT reserves 2 rows)."""
     vocabulary = model.config.get_text_config().vocab_size
-    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
-    tables = {one.num_embeddings for one in embeddings} - {vocabulary}
-    tables |= {size for held in model.buffers() if held.dim() > 1 for size in held.shape}
+    embeddings = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    tables = {module.num_embeddings for module in embeddings} - {vocabulary}
+    tables |= {size for buffer in model.buffers() if buffer.dim() > 1 for size in buffer.shape}
     lengths = _thresholds(model)
     return min((n for n in lengths for rows in tables if n <= rows <= n + 4), default=_LONGEST)

@@ -39,7 +39,7 @@ def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
     if window not in names:
         return len(names), None
     kinds = zip(names, windows, strict=True)
-    return dict(Counter(names)), {name: sliding_window(own) if own > 0 else causal() for name, own in kinds}
+    return dict(Counter(names)), {name: sliding_window(width) if width > 0 else causal() for name, width in kinds}
 
 
 def count_planned(
@@ -48,21 +48,21 @@ def count_planned(
     """The number of layers on this stage with planned attention as `attribute`. recurrent: classes of other layers that
     support plans. Raises ConfigError if a layer has another attention, or none: a recurrent layer would see only a
     rank's rows."""
-    found, parts = 0, [*parts]
+    count, parts = 0, [*parts]
     for name, layer in (named for part in parts for named in _layers(part).named_children()):
-        if not any(hasattr(one, attribute) or isinstance(one, recurrent) for one in layer.modules()):
+        if not any(hasattr(child, attribute) or isinstance(child, recurrent) for child in layer.modules()):
             rule = f"has no {attribute}, and may look at rows that other ranks hold"
             raise ConfigError(
                 f"layers.{name}", type(layer).__name__, rule, "plan models with attention layers only"
             )
     for name, module in (named for part in parts for named in part.named_modules()):
-        if (own := getattr(module, attribute, None)) is None:
+        if (instance := getattr(module, attribute, None)) is None:
             continue
-        if not isinstance(own, planned):
-            given = type(own).__name__
-            raise ConfigError(f"{name}.{attribute}", given, "does not support plans", remedy)
-        found += 1
-    return found
+        if not isinstance(instance, planned):
+            type_name = type(instance).__name__
+            raise ConfigError(f"{name}.{attribute}", type_name, "does not support plans", remedy)
+        count += 1
+    return count
 
 
 def endless(
@@ -71,12 +71,12 @@ def endless(
     """Iterates over passes endlessly, from the loader's place. passes: function that returns one, such as
     `PlannedLoader.pairs`. Raises ConfigError for a pass without a batch, which would never end."""
     while True:
-        begun = loader.state_dict()
+        start = loader.state_dict()
         yield from passes(loader)
-        over = loader.state_dict()
-        if (begun["iteration"], over["iteration"]) == (0, 0):
+        end = loader.state_dict()
+        if (start["iteration"], end["iteration"]) == (0, 0):
             raise ConfigError("sampler", "an empty pass", "a pass must have batches", "give more samples")
-        loader.set_epoch(over["epoch"] + 1)
+        loader.set_epoch(end["epoch"] + 1)
 
 
 def _layers(part: Any) -> Any:
@@ -84,10 +84,10 @@ def _layers(part: Any) -> Any:
     return getattr(getattr(part, "decoder", part), "layers", Module())
 
 
-def require(field: str, value: Any, wanted: Any, rule: str) -> None:
+def require(field: str, value: Any, expected: Any, rule: str) -> None:
     """Raises ConfigError if a trainer's field has another value."""
-    if value != wanted:
-        raise ConfigError(field, value, rule, f"set it to {wanted}")
+    if value != expected:
+        raise ConfigError(field, value, rule, f"set it to {expected}")
 
 
 def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
@@ -96,8 +96,8 @@ def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
     if len(groups) == 1:
         return Communicator.shared()
     shares: Any = partial(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
-    own, hosts = shares()[0], shares(backend="gloo")[0]
-    return Communicator(own, hosts=hosts)
+    group, hosts = shares()[0], shares(backend="gloo")[0]
+    return Communicator(group, hosts=hosts)
 
 
 def joined(batches: Sequence[PlannedBatch]) -> PlannedBatch:
@@ -105,19 +105,19 @@ def joined(batches: Sequence[PlannedBatch]) -> PlannedBatch:
     if len(batches) == 1:
         return batches[0]
     names = ("tokens", "labels", "position_ids")
-    columns: Any = {name: torch.cat([getattr(one, name) for one in batches]) for name in names}
-    fields = {name: torch.cat([one.fields[name] for one in batches]) for name in batches[0].fields}
+    columns: Any = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    fields = {name: torch.cat([batch.fields[name] for batch in batches]) for name in batches[0].fields}
     return replace(batches[0], **columns, fields=fields)
 
 
 def both(
-    layer: PingPongLayer, hidden: Tensor, handles: tuple[PlanHandle, ...], says: Mapping[str, Any]
+    layer: PingPongLayer, hidden: Tensor, handles: tuple[PlanHandle, ...], settings: Mapping[str, Any]
 ) -> Tensor:
     """Runs hidden [rows, ...] of two halves through a layer. says: window, causal and layer, as in
     `planned_attention`. Raises as `ping_pong`, and ConfigError for a mask that differs from the plans'."""
     ping, pong = handles
     for handle in handles:
-        handle.check(handle.kind(layer.kind), **says)
+        handle.check(handle.kind(layer.kind), **settings)
     first, second = torch.split(hidden, [handle.padded_rows for handle in handles])
     return torch.cat(ping_pong((layer,), first, second, ping, pong))
 
@@ -154,9 +154,9 @@ class Epochs:
                 self.valid_tokens += batch.valid_tokens if batch.is_last else 0
                 yield batch
         finally:
-            place = self.loader.state_dict()
+            state = self.loader.state_dict()
             batches.close()
-            self.loader.load_state_dict(place)
+            self.loader.load_state_dict(state)
 
     def _pass(self) -> Generator[PlannedBatch, None, None]:
         if self.accumulated is not None:
@@ -166,8 +166,8 @@ class Epochs:
 
     def _check(self, batch: PlannedBatch) -> None:
         if self.accumulated is not None and batch.is_last != (batch.microbatch + 1 == self.accumulated):
-            what = (
+            message = (
                 f"iteration {batch.iteration} lacks the {self.accumulated} microbatches of an optimizer step"
             )
             remedy = "accumulate the microbatches of the loader's iterations, and give it drop_last=True"
-            raise ExecutionError(f"{what}: {remedy}")
+            raise ExecutionError(f"{message}: {remedy}")

@@ -63,8 +63,8 @@ class TickPipeline:
         sizes = sorted({len(chunk) for chunk in self.chunks})
         if len(self.chunks) != self.table.virtual or len(sizes) != 1:
             rule = f"must be {self.table.virtual} lists of equal length, one per chunk of a stage"
-            held = [len(chunk) for chunk in self.chunks]
-            raise ConfigError("chunks", held, rule, "distribute the layers so")
+            layer_counts = [len(chunk) for chunk in self.chunks]
+            raise ConfigError("chunks", layer_counts, rule, "distribute the layers so")
 
     def step(self, ticks: Sequence[PlannedBatch], train: bool = True) -> Tensor:
         """Runs one iteration of a loader with the same table; every rank calls it. Gradients of the parameters of
@@ -100,14 +100,14 @@ class _Iteration:
 
     def _microbatches(self) -> dict[int, PlannedBatch]:
         """This rank's rows of each microbatch. Raises ExecutionError if they differ between ticks."""
-        found = dict[int, PlannedBatch]()
+        result = dict[int, PlannedBatch]()
         for tick, batch in enumerate(self.ticks):
-            if (place := self._place(tick, self.stage)) is not None:
-                known = found.setdefault(place[0], batch)
-                if not all(torch.equal(a, b) for a, b in zip(_origin(known), _origin(batch), strict=True)):
-                    rule = f"microbatch {place[0]} has different rows on rank {self.transport.rank} in tick {tick}"
+            if (position := self._place(tick, self.stage)) is not None:
+                first = result.setdefault(position[0], batch)
+                if not all(torch.equal(a, b) for a, b in zip(_origin(first), _origin(batch), strict=True)):
+                    rule = f"microbatch {position[0]} has different rows on rank {self.transport.rank} in tick {tick}"
                     raise ExecutionError(f"{rule}: take a recipe whose homes do not depend on other stages")
-        return found
+        return result
 
     def _place(self, tick: int, stage: int, step: int = 0) -> tuple[int, int] | None:
         """(microbatch, virtual stage) of a stage in a tick; with a step, of the stage it exchanges with, if any."""
@@ -120,35 +120,35 @@ class _Iteration:
             phase = PHASES[self.own.table.phase[tick]]
             if phase == "backward" and not self.train:
                 continue
-            rows, place = self._empty(), self._place(tick, self.stage)
-            if place is None:
+            rows, position = self._empty(), self._place(tick, self.stage)
+            if position is None:
                 backend.serve(batch.handle, phase, self.pieces[0], self.device)
             else:
-                rows = (self._forward if phase == "forward" else self._backward)(batch.handle, place)
+                rows = (self._forward if phase == "forward" else self._backward)(batch.handle, position)
             self._pass_on(tick, 1 if phase == "forward" else -1, rows.detach())
         return self.total
 
-    def _forward(self, handle: PlanHandle, place: tuple[int, int]) -> Tensor:
-        number, virtual = place
-        x = self.here.pop(place) if virtual else _require("embed", self.own.embed)(self.batches[number])
-        kept: list[backend.Tape] | None = [] if self.train else None
-        y = backend.forward_alone(handle, self.pieces[virtual // self.own.table.stages], x, kept)
-        if kept is not None:
-            self.left[place] = _SavedTick(x, kept, y)
+    def _forward(self, handle: PlanHandle, position: tuple[int, int]) -> Tensor:
+        number, virtual = position
+        x = self.here.pop(position) if virtual else _require("embed", self.own.embed)(self.batches[number])
+        tapes: list[backend.Tape] | None = [] if self.train else None
+        y = backend.forward_alone(handle, self.pieces[virtual // self.own.table.stages], x, tapes)
+        if tapes is not None:
+            self.left[position] = _SavedTick(x, tapes, y)
         elif virtual == self.last:
             self.total += self._loss(number, y)
         return y
 
-    def _backward(self, handle: PlanHandle, place: tuple[int, int]) -> Tensor:
-        (x, kept, y), (number, virtual) = self.left.pop(place), place
+    def _backward(self, handle: PlanHandle, position: tuple[int, int]) -> Tensor:
+        (x, tapes, y), (number, virtual) = self.left.pop(position), position
         if virtual == self.last:
             loss = self._loss(number, y.requires_grad_())
             torch.autograd.backward(loss)
             self.total += loss.detach()
             dy = or_zeros(y.grad, y)
         else:
-            dy = self.here.pop(place)
-        dx, grads = backend.backward_alone(handle, self.pieces[virtual // self.own.table.stages], kept, dy)
+            dy = self.here.pop(position)
+        dx, grads = backend.backward_alone(handle, self.pieces[virtual // self.own.table.stages], tapes, dy)
         if x.requires_grad and not virtual:
             grads[x] = dx
         if grads:  # accumulates, with the hooks of data-parallel wrappers
@@ -161,22 +161,22 @@ class _Iteration:
         is_last = number == self.own.table.microbatches - 1
         batch = replace(self.batches[number], microbatch=number, is_last=is_last)
         wiring.watch.batches.add(batch)
-        found: Tensor = _require("loss", self.own.loss)(y, batch)
-        return found
+        loss: Tensor = _require("loss", self.own.loss)(y, batch)
+        return loss
 
     def _pass_on(self, tick: int, step: int, rows: Tensor) -> None:
         """Sends this stage's result to the stage that needs it, and receives another stage's for this one."""
         stages, sent, received = self.own.table.stages, *([0] * self.transport.ranks for _ in range(2))
         source, target = (self.stage - step) % stages, (self.stage + step) % stages
-        coming = self._place(tick, source, step)
+        incoming = self._place(tick, source, step)
         rows = rows if self._place(tick, self.stage, step) is not None else self._empty()
-        count = 0 if coming is None else len(self.batches[coming[0]].tokens)
+        count = 0 if incoming is None else len(self.batches[incoming[0]].tokens)
         sent[target * self.replicas + self.replica] = len(rows)
         received[source * self.replicas + self.replica] = count
-        take, into = torch.arange(len(rows)), torch.arange(count)
-        found = Exchange(self.transport, f"tick {tick}", take, sent, into, received, count)(rows)
-        if coming is not None:
-            self.here[coming] = found
+        sources, targets = torch.arange(len(rows)), torch.arange(count)
+        result = Exchange(self.transport, f"tick {tick}", sources, sent, targets, received, count)(rows)
+        if incoming is not None:
+            self.here[incoming] = result
 
     def _empty(self) -> Tensor:
         dtype = self.own.dtype or self.ticks[0].handle.dtype
@@ -189,6 +189,6 @@ def _origin(batch: PlannedBatch) -> tuple[Tensor, Tensor]:
 
 def _require(name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
     if function is None:
-        where = "first" if name == "embed" else "last"
-        raise ConfigError(name, None, f"the {where} stage needs it", "give it there")
+        stage = "first" if name == "embed" else "last"
+        raise ConfigError(name, None, f"the {stage} stage needs it", "give it there")
     return function

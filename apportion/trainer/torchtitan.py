@@ -84,8 +84,8 @@ class PlannedAttention(Module):
         transform, _ = kw.pop("out_transform", None), kw.pop("enable_gqa", None)
         handle, kind = self.mask_of(attention_masks) if isinstance(attention_masks, dict) else attention_masks
         lse = transform is not None
-        found = planned_attention(q_BLNH, k_BLNH, v_BLNH, handle, kind, return_lse=lse, **self.says, **kw)
-        return found if transform is None else transform(*found)
+        result = planned_attention(q_BLNH, k_BLNH, v_BLNH, handle, kind, return_lse=lse, **self.says, **kw)
+        return result if transform is None else transform(*result)
 
     def mask_of(self, masks: dict[str, tuple[PlanHandle, str]]) -> tuple[PlanHandle, str]:
         """This layer's mask, unless the model has selected one already."""
@@ -123,12 +123,12 @@ def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
 
 def take_turns(block: Any) -> None:
     """Makes a dense block run two halves in ping-pong when it gets two."""
-    own, says = block.forward, block.attention.inner_attention.says
+    original, settings = block.forward, block.attention.inner_attention.says
 
     def forward(x: Tensor, attention_masks: PlannedMasks, positions: Any = None) -> Any:
         if not attention_masks.handles:
-            return own(x, attention_masks, positions)
-        return both(split(block, attention_masks), x[0], attention_masks.handles, says)[None]
+            return original(x, attention_masks, positions)
+        return both(split(block, attention_masks), x[0], attention_masks.handles, settings)[None]
 
     block.forward = forward
 
@@ -225,8 +225,8 @@ class PlannedDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         passes: Any = PlannedLoader.iterations if self.table else PlannedLoader.pairs if self.pairs else iter
-        for found in endless(self.loader, passes) if self.infinite else passes(self.loader):
-            batches = found if isinstance(found, tuple) else (found,)
+        for item in endless(self.loader, passes) if self.infinite else passes(self.loader):
+            batches = item if isinstance(item, tuple) else (item,)
             for b in batches:
                 b.check_unweighted("Titan's loss")
             handles = tuple(b.handle for b in batches) if self.pairs else ()
@@ -234,15 +234,15 @@ class PlannedDataLoader(BaseDataLoader):
             for rows in [joined(batches)] if self.table is None else self._microbatches(batches):
                 masks = PlannedMasks({kind: (rows.handle, kind) for kind in rows.handle.kinds})
                 masks.handles, masks.ticks = handles, ticks
-                given = {"input": rows.tokens[None], "positions": rows.position_ids[None]}
-                yield {**given, "attention_masks": masks}, rows.labels[None]
+                inputs = {"input": rows.tokens[None], "positions": rows.position_ids[None]}
+                yield {**inputs, "attention_masks": masks}, rows.labels[None]
 
     def _microbatches(self, ticks: tuple[PlannedBatch, ...]) -> list[PlannedBatch]:
         """The microbatches of this rank's stage, each once."""
         table, ranks = cast("TickTable", self.table), ticks[0].handle.communicator
         stage = ranks.rank * table.stages // ranks.ranks
-        held = dict(zip(table.microbatch[:, stage].tolist(), ticks, strict=True))
-        return [held[number] for number in range(table.microbatches)]
+        by_number = dict(zip(table.microbatch[:, stage].tolist(), ticks, strict=True))
+        return [by_number[number] for number in range(table.microbatches)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
@@ -262,9 +262,9 @@ class PlannedTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         job, pairs, table = self.dataloader.loader.job, self.dataloader.pairs, self.dataloader.table
-        taken = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches * (1 + pairs)
-        wanted = job.microbatches if table is None else table.microbatches
-        require("microbatches of global_batch_size", taken, wanted, "a step is an iteration")
+        count = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches * (1 + pairs)
+        expected = job.microbatches if table is None else table.microbatches
+        require("microbatches of global_batch_size", count, expected, "a step is an iteration")
         remedy = 'build the layers with attn_backend="flex" or "varlen"'
         self.planned_layers = count_planned(self.model_parts, "inner_attention", PlannedAttention, remedy)
         if pairs or table:
@@ -288,14 +288,14 @@ class PlannedTrainer(Trainer):
             require_dense(block)
         if table is None:
             return
-        remade = config.activation_checkpoint
-        require("activation_checkpoint", remade, None, "ticks keep the layers' activations")
+        checkpointing = config.activation_checkpoint
+        require("activation_checkpoint", checkpointing, None, "ticks keep the layers' activations")
         require("validator.enable", config.validator.enable, False, "ticks exist only in training")
         layers, stages = len(config.model_spec.model.layers), table.stages * table.virtual
-        held, rule = [len(part.layers) for part in self.model_parts], "chunks must have equal layer counts"
+        layer_counts, rule = [len(part.layers) for part in self.model_parts], "chunks must have equal layer counts"
         if layers % stages:
             raise ConfigError("layers", layers, rule, f"take a multiple of {stages}, or fewer stages")
-        require("layers of this stage's chunks", held, [layers // stages] * table.virtual, rule)
+        require("layers of this stage's chunks", layer_counts, [layers // stages] * table.virtual, rule)
 
     def init_distributed(self) -> Any:
         config, dims = self.config, super().init_distributed()
@@ -315,14 +315,14 @@ class PlannedTrainer(Trainer):
                 owner.dataloader = replace(owner.dataloader, _seat=seat)
         return dims
 
-    def forward_backward_step(self, *, input_dict: Any, **given: Any) -> Tensor:
+    def forward_backward_step(self, *, input_dict: Any, **kwargs: Any) -> Tensor:
         batches = input_dict if isinstance(input_dict, list) else [input_dict]
         if batches[0]["attention_masks"].ticks:
-            return self._run_ticks(batches[0]["attention_masks"], **given)
-        handles = [one["attention_masks"].handle for one in batches]
-        before = [handle.calls for handle in handles]
-        loss: Tensor = super().forward_backward_step(input_dict=input_dict, **given)
-        for handle, calls in zip(handles, before, strict=True):
+            return self._run_ticks(batches[0]["attention_masks"], **kwargs)
+        handles = [entry["attention_masks"].handle for entry in batches]
+        call_counts = [handle.calls for handle in handles]
+        loss: Tensor = super().forward_backward_step(input_dict=input_dict, **kwargs)
+        for handle, calls in zip(handles, call_counts, strict=True):
             remedy = "the model must pass attention_masks to every layer"
             require_calls(handle, calls, self.planned_layers, remedy)
         return loss
@@ -346,8 +346,8 @@ class PlannedTrainer(Trainer):
 
         def loss(hidden: Tensor, batch: PlannedBatch) -> Tensor:
             hidden = last.norm.forward(hidden[None])
-            found = hidden if last._skip_lm_head else last.lm_head.forward(hidden)
-            total: Tensor = self.loss_fn(found, batch.labels[None], global_valid_tokens)[0]
+            logits = hidden if last._skip_lm_head else last.lm_head.forward(hidden)
+            total: Tensor = self.loss_fn(logits, batch.labels[None], global_valid_tokens)[0]
             _gather(last)  # a chunked loss has resharded the head
             return total
 

@@ -66,16 +66,16 @@ class Predictions:
         forest: Forest, rows: int, samples: tuple[int, ...], batch: PlannedBatch | None, columns: Columns
     ) -> Predictions:
         """Builds predictions. columns: row, target, sample, token, place."""
-        used = np.bincount(columns[0], minlength=1) > 0
-        found = (*columns, np.flatnonzero(used), (np.cumsum(used) - 1)[columns[0]])
-        return Predictions(forest, rows, samples, batch, *map(torch.from_numpy, found))
+        is_used = np.bincount(columns[0], minlength=1) > 0
+        arrays = (*columns, np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[columns[0]])
+        return Predictions(forest, rows, samples, batch, *map(torch.from_numpy, arrays))
 
     def __len__(self) -> int:
         return len(self.row)
 
     def to(self, device: torch.device | str) -> Predictions:
         """The predictions with tensors on a device."""
-        moved = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)  # type: ignore[arg-type]
 
     def log_probs(self, logits: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ class Predictions:
         shapes."""
         logits = logits[0] if logits.dim() == 3 and len(logits) == 1 else logits
         if logits.dim() != 2 or len(logits) != self.rows:
-            wanted = f"logits of this rank's {self.rows} rows, [rows, vocabulary]"
-            raise ExecutionError(f"log_probs takes {wanted}, got {list(logits.shape)}")
+            expected = f"logits of this rank's {self.rows} rows, [rows, vocabulary]"
+            raise ExecutionError(f"log_probs takes {expected}, got {list(logits.shape)}")
         if self.batch is not None:
             check_share(logits, self.batch, None)
             wiring.watch.shared, wiring.watch.own_loss = self.batch.handle, False
@@ -110,24 +110,24 @@ class Predictions:
                 raise ConfigError("values", f"shape {tuple(values.shape)}", rule, remedy)
             index = (self.sample,) if values.dim() == 1 else (self.sample, self.token)
             return values.to(self.row.device)[index]
-        held = [_per_token(values[i], self.forest, i) for i in self.samples]
-        return torch.cat(held).to(self.row.device)[self.place] if held else self.row.new_zeros(0)
+        parts = [_per_token(values[i], self.forest, i) for i in self.samples]
+        return torch.cat(parts).to(self.row.device)[self.place] if parts else self.row.new_zeros(0)
 
     def gather(self, values: Tensor) -> tuple[Tensor, ...]:
         """Gathers the values [n] of all ranks to [length] for each sample, 0 for tokens without a prediction and for
         samples of other microbatches. For losses on whole samples, such as sequence ratios: every rank computes the
         same loss, and passes it to `share`. A collective, differentiable: gradients are summed over all losses."""
         starts, lengths = torch.from_numpy(self.forest.starts), np.diff(self.forest.starts).tolist()
-        place = starts.to(self.sample.device)[self.sample] + self.token
+        position = starts.to(self.sample.device)[self.sample] + self.token
         if self.batch is not None:
             ranks = self.batch.handle.communicator
             counts = [row[0] for row in ranks.all_gather([len(self)], "predictions")]
             everywhere = to_all(ranks, "gather of predictions", counts)
-            place, values = everywhere(place), everywhere(values)
-        whole = values.new_zeros(sum(lengths)).index_copy(0, place, values)
-        if self.batch is not None and ranks.ranks > 1 and whole.requires_grad and not wiring.watch.settled:
-            whole.register_hook(partial(_check_alike, self.batch))  # type: ignore[no-untyped-call]
-        return torch.split(whole, lengths)
+            position, values = everywhere(position), everywhere(values)
+        full = values.new_zeros(sum(lengths)).index_copy(0, position, values)
+        if self.batch is not None and ranks.ranks > 1 and full.requires_grad and not wiring.watch.settled:
+            full.register_hook(partial(_check_alike, self.batch))  # type: ignore[no-untyped-call]
+        return torch.split(full, lengths)
 
     def share(self, loss: Tensor, averaged_over: int = 1) -> Tensor:
         """This rank's share of a loss on gathered values, which every rank computes identically: gradients of all ranks
@@ -142,22 +142,22 @@ class Predictions:
     def sums(self, values: Tensor) -> Tensor:
         """[samples]: sums the values [n] of all ranks for each sample, such as the log-probability of an answer; 0 for
         samples of other microbatches. A collective, differentiable, as `gather`."""
-        return torch.stack([one.sum() for one in self.gather(values)])
+        return torch.stack([sample.sum() for sample in self.gather(values)])
 
     def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """[pairs], [pairs]: splits `values` [samples], such as log-ratios of answers, into samples 0, 2, … and 1, 3, …
         of this microbatch. Raises ExecutionError for a pair with only one sample in it: give both the same group in
         `fold`."""
         trees = np.arange(len(self.forest)) if self.batch is None else self.batch.samples
-        here = np.isin(self.forest.tree_of, trees)
+        is_present = np.isin(self.forest.tree_of, trees)
         if len(values) != self.forest.samples or self.forest.samples % 2:
-            wanted = f"an even number of samples, {self.forest.samples}"
-            raise ExecutionError(f"pairs takes {wanted}, got {len(values)}")
-        apart = np.flatnonzero(here[0::2] != here[1::2])
-        if len(apart):
+            expected = f"an even number of samples, {self.forest.samples}"
+            raise ExecutionError(f"pairs takes {expected}, got {len(values)}")
+        split = np.flatnonzero(is_present[0::2] != is_present[1::2])
+        if len(split):
             remedy = "the two must share a prefix, and have the same group in `fold`"
-            raise ExecutionError(f"of pair {apart[0]} only one sample is in this microbatch: {remedy}")
-        first = torch.from_numpy(np.flatnonzero(here[0::2]) * 2).to(values.device)
+            raise ExecutionError(f"of pair {split[0]} only one sample is in this microbatch: {remedy}")
+        first = torch.from_numpy(np.flatnonzero(is_present[0::2]) * 2).to(values.device)
         return values[first], values[first + 1]
 
 
@@ -166,7 +166,7 @@ def _check_alike(batch: PlannedBatch, grad: Tensor) -> None:
     if wiring.watch.divided is batch:
         return
     gathered = batch.handle.communicator.gather_floats([float(grad.norm())], "gradients of samples")
-    norms = [own for (own,) in gathered]
+    norms = [norm for (norm,) in gathered]
     if 0 < max(norms) <= min(norms) * (1 + 1e-5):
         rule = "is computed identically on every rank, and gradients of all ranks are summed"
         remedy = "pass the whole loss to found.share(loss), and run backward on the result"
@@ -186,12 +186,12 @@ def unfold(
     trees = np.searchsorted(forest.trees, flat[flat >= 0], side="right") - 1
     samples = tuple(np.flatnonzero(np.isin(forest.tree_of, trees)).tolist())
     columns = _columns(forest, samples, flat)
-    found = Predictions.of(forest, len(flat), samples, batch, columns)
+    predictions = Predictions.of(forest, len(flat), samples, batch, columns)
     if loss_mask is not None:
-        counts = found.take(loss_mask).bool().numpy()
-        kept = tuple(column[counts] for column in columns)
-        found = Predictions.of(forest, len(flat), samples, batch, kept)
-    return found if batch is None else found.to(batch.sample_ids.device)
+        counts = predictions.take(loss_mask).bool().numpy()
+        selected = tuple(column[counts] for column in columns)
+        predictions = Predictions.of(forest, len(flat), samples, batch, selected)
+    return predictions if batch is None else predictions.to(batch.sample_ids.device)
 
 
 def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
@@ -199,13 +199,13 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
     if batch is None:
         return np.arange(len(forest.tokens))
     columns = batch.sample_ids, batch.local_to_sample, batch.tokens
-    tree, place, tokens = (x.cpu().numpy() for x in columns)
-    among = np.clip(tree, 0, len(forest) - 1)
-    flat = np.where((tree == among) & (place < forest.lengths[among]), forest.trees[among] + place, -1)
-    known = (tree < 0) | ((flat >= 0) & (forest.tokens[flat] == tokens))
-    if not known.all():
-        first = int(np.flatnonzero(~known)[0])
-        row = f"row {first} is token {place[first]} of item {tree[first]}"
+    tree, position, tokens = (x.cpu().numpy() for x in columns)
+    index = np.clip(tree, 0, len(forest) - 1)
+    flat = np.where((tree == index) & (position < forest.lengths[index]), forest.trees[index] + position, -1)
+    is_known = (tree < 0) | ((flat >= 0) & (forest.tokens[flat] == tokens))
+    if not is_known.all():
+        first = int(np.flatnonzero(~is_known)[0])
+        row = f"row {first} is token {position[first]} of item {tree[first]}"
         rule = f"the forest of {len(forest)} trees has no such token: pass the loader's forest to unfold"
         raise ExecutionError(f"{row}, and {rule}")
     return flat
@@ -214,15 +214,15 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
 def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:
     """(row, target, sample, token, place) of the predictions of this rank's rows."""
     order = np.argsort(flat, kind="stable")
-    known = np.append(flat[order], -1)
-    columns, before = list[Columns]([(np.zeros(0, np.int64),) * 5]), 0
+    sorted_rows = np.append(flat[order], -1)
+    columns, offset = list[Columns]([(np.zeros(0, np.int64),) * 5]), 0
     for sample in samples:
         rows = forest.rows[forest.starts[sample] : forest.starts[sample + 1]]
-        at = np.searchsorted(known[:-1], rows[:-1])
-        token = np.flatnonzero(known[at] == rows[:-1]) + 1
+        index = np.searchsorted(sorted_rows[:-1], rows[:-1])
+        token = np.flatnonzero(sorted_rows[index] == rows[:-1]) + 1
         target, whose = forest.tokens[rows[token]], np.full(len(token), sample)
-        columns.append((order[at[token - 1]], target, whose, token, before + token))
-        before += len(rows)
+        columns.append((order[index[token - 1]], target, whose, token, offset + token))
+        offset += len(rows)
     return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
 
 

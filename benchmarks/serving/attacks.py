@@ -34,13 +34,13 @@ def flood(
     first: bytes, chunk: bytes, url: str, seconds: float, most: int = 100 * MIB, pause_s: float = 0.0
 ) -> None:
     """Sends `first`, then `chunk` repeatedly, and reads nothing."""
-    until, sent = time.monotonic() + seconds, 0
+    deadline, sent_bytes = time.monotonic() + seconds, 0
     with suppress(OSError), connect(url) as line:
         line.settimeout(2.0)
         line.sendall(first)
-        while time.monotonic() < until and sent < most:
+        while time.monotonic() < deadline and sent_bytes < most:
             line.sendall(chunk)
-            sent += len(chunk)
+            sent_bytes += len(chunk)
             time.sleep(pause_s)
 
 
@@ -67,8 +67,8 @@ def post(body: bytes, url: str, seconds: float) -> None:
     head = (
         b"POST /v1/plan HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     )
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         with suppress(OSError), connect(url) as line:
             line.sendall(head % len(body) + body)
             assert line.recv(4096)
@@ -78,8 +78,8 @@ def streams(url: str, seconds: float) -> None:
     """Opens streams of keys that are never submitted; this would need a token."""
     query = "&".join(f"key={Request(job(), number).key.hex()}" for number in range(8))
     ask = f"GET /v1/ranks/0/stream?wait_s=1&{query} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         with suppress(OSError):
             lines = [connect(url) for _ in range(64)]
             for line in lines:
@@ -144,10 +144,10 @@ def run(name: str) -> dict[str, Any]:
         with watch.running():
             together(lambda: attack.run(server.url, attack.seconds), attack.count)
             time.sleep(0.5)
-        found = {"memory_mb": round(watch.memory_mb, 1), "health_s": round(watch.health_s, 3)}
-        assert watch.memory_mb < MOST_MB, found
-        assert watch.health_s < MOST_S, found
-        return found
+        figures = {"memory_mb": round(watch.memory_mb, 1), "health_s": round(watch.health_s, 3)}
+        assert watch.memory_mb < MOST_MB, figures
+        assert watch.health_s < MOST_S, figures
+        return figures
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

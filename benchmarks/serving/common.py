@@ -79,13 +79,13 @@ def connect(url: str) -> socket.socket:
 
 def health_s(url: str) -> float:
     """The seconds of `GET /healthz` on a new connection."""
-    parts, began = urlsplit(url), time.monotonic()
+    parts, start = urlsplit(url), time.monotonic()
     with suppress(OSError, http.client.HTTPException):
         line = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10.0)
         line.request("GET", "/healthz")
         assert line.getresponse().read()
         line.close()
-        return time.monotonic() - began
+        return time.monotonic() - start
     return float("inf")
 
 

@@ -67,30 +67,30 @@ class Outcome:
         return max(1.0, self.start_s / PAUSE_S)
 
 
-def read(urls: Sequence[str], seed: int, found: Outcome, over: threading.Event, fresh: Iterator[int]) -> None:
+def read(urls: Sequence[str], seed: int, outcome: Outcome, stop: threading.Event, numbers: Iterator[int]) -> None:
     """Acts as a rank: submits and fetches old and new requests, as a loader does."""
     rng = random.Random(seed)
     with closing(Client(urls, TOKEN, timeout_s=5.0)) as client:
-        while not over.is_set():
-            number = rng.randrange(KEYS) if rng.random() < 0.5 else next(fresh)
+        while not stop.is_set():
+            number = rng.randrange(KEYS) if rng.random() < 0.5 else next(numbers)
             time.sleep(0.05)
-            began = time.monotonic()
-            patience_s = PATIENCE_S * found.slowness
+            start = time.monotonic()
+            patience_s = PATIENCE_S * outcome.slowness
             body = _fetch(client, Request(JOB, number), rank := rng.randrange(JOB.ranks), patience_s)
-            waited_s = time.monotonic() - began
+            waited_s = time.monotonic() - start
             if body is None:
-                found.failures.append(f"request {number}: nothing within {patience_s:.0f} s")
-            began = time.monotonic()
+                outcome.failures.append(f"request {number}: nothing within {patience_s:.0f} s")
+            start = time.monotonic()
             if body not in (None, expected(number)[rank]):
-                found.failures.append(f"request {number}, rank {rank}: other bytes")
-            found.planning_s = max(found.planning_s, time.monotonic() - began)
-            found.slices += 1
-            found.longest_s = max(found.longest_s, waited_s)
+                outcome.failures.append(f"request {number}, rank {rank}: other bytes")
+            outcome.planning_s = max(outcome.planning_s, time.monotonic() - start)
+            outcome.slices += 1
+            outcome.longest_s = max(outcome.longest_s, waited_s)
 
 
 def _fetch(client: Client, request: Request, rank: int, patience_s: float) -> bytes | None:
-    until = time.monotonic() + patience_s
-    while time.monotonic() < until:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
         try:
             return client.fetch(request.key, rank, 2.0).encode()
         except UnknownPlanError:
@@ -114,17 +114,17 @@ def children(pid: int) -> list[int]:
 class Server:
     """A server on a fixed port, restarted whenever it was killed."""
 
-    def __init__(self, folder: str, stack: ExitStack, found: Outcome) -> None:
+    def __init__(self, folder: str, stack: ExitStack, outcome: Outcome) -> None:
         self.port = free_port()
-        self.url, self._folder, self._found = f"http://127.0.0.1:{self.port}", folder, found
+        self.url, self._folder, self._outcome = f"http://127.0.0.1:{self.port}", folder, outcome
         self._stack, self.lock = stack.enter_context(ExitStack()), threading.Lock()
         self.start()
 
     def start(self) -> None:
         self._stack.close()
-        options, began = ["--port", str(self.port), "--workers", "1"], time.monotonic()
+        options, begin = ["--port", str(self.port), "--workers", "1"], time.monotonic()
         self.running = self._stack.enter_context(serving(self._folder, options=options, token=TOKEN))
-        self._found.start_s = max(self._found.start_s, time.monotonic() - began)
+        self._outcome.start_s = max(self._outcome.start_s, time.monotonic() - begin)
 
     def kill(self, rng: random.Random) -> str:
         """Kills the server or a process below it."""
@@ -139,46 +139,46 @@ class Server:
 
 
 def _run(
-    urls: Sequence[str], seconds: float, kill: Callable[[random.Random], str], found: Outcome
+    urls: Sequence[str], seconds: float, kill: Callable[[random.Random], str], outcome: Outcome
 ) -> dict[str, Any]:
     """Runs a case; returns its figures."""
-    over, rng = threading.Event(), random.Random(17)
+    stop, rng = threading.Event(), random.Random(17)
     expected(0)  # warms up before the first kill
-    fresh = iter(range(KEYS, 1 << 30))
+    numbers = iter(range(KEYS, 1 << 30))
     readers = [
-        threading.Thread(target=read, args=(urls, seed, found, over, fresh)) for seed in range(READERS)
+        threading.Thread(target=read, args=(urls, seed, outcome, stop, numbers)) for seed in range(READERS)
     ]
     for reader in readers:
         reader.start()
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and not found.failures:
-        time.sleep(rng.expovariate(1 / (PAUSE_S * found.slowness)))
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not outcome.failures:
+        time.sleep(rng.expovariate(1 / (PAUSE_S * outcome.slowness)))
         name = kill(rng)
-        found.kills[name] = found.kills.get(name, 0) + 1
-    over.set()
+        outcome.kills[name] = outcome.kills.get(name, 0) + 1
+    stop.set()
     for reader in readers:
-        reader.join(2 * PATIENCE_S * found.slowness)
+        reader.join(2 * PATIENCE_S * outcome.slowness)
         assert not reader.is_alive(), "a reader hangs"
-    return found.figures()
+    return outcome.figures()
 
 
 def kills(seconds: float) -> dict[str, Any]:
     """A server with a folder."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        server = Server(folder, stack, found := Outcome())
-        return _run([server.url], seconds, server.kill, found)
+        server = Server(folder, stack, outcome := Outcome())
+        return _run([server.url], seconds, server.kill, outcome)
 
 
 def redis_kills(seconds: float) -> dict[str, Any]:
     """A server with Redis, which is also killed, and restarts empty."""
     with ExitStack() as stack:
         redis = Redis(stack)
-        server = Server(redis.url, stack, found := Outcome())
+        server = Server(redis.url, stack, outcome := Outcome())
 
         def kill(rng: random.Random) -> str:
             return redis.kill() if rng.random() < 0.3 else server.kill(rng)
 
-        return _run([server.url], seconds, kill, found)
+        return _run([server.url], seconds, kill, outcome)
 
 
 class Redis:
@@ -209,8 +209,8 @@ class Redis:
 def failover(seconds: float) -> dict[str, Any]:
     """Two servers that share a folder behind nginx; one is killed, and restarted after a while."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        found = Outcome()
-        servers = [Server(folder, stack, found) for _ in range(2)]
+        outcome = Outcome()
+        servers = [Server(folder, stack, outcome) for _ in range(2)]
         url = stack.enter_context(nginx([server.url for server in servers], Path(folder)))
 
         def kill(rng: random.Random) -> str:
@@ -221,8 +221,8 @@ def failover(seconds: float) -> dict[str, Any]:
             server.start()
             return "server"
 
-        figures = _run([url], seconds, kill, found)
-        assert found.longest_s < 3.0 + found.planning_s, f"a rank waited too long: {figures}"
+        figures = _run([url], seconds, kill, outcome)
+        assert outcome.longest_s < 3.0 + outcome.planning_s, f"a rank waited too long: {figures}"
         return figures
 
 

@@ -44,9 +44,9 @@ async def _gets(url: str, path: str, count: int) -> None:
 
 
 async def _crowd(url: str, path: str, count: int) -> float:
-    began = time.monotonic()
+    start_s = time.monotonic()
     await asyncio.gather(*(_gets(url, path, count // CONNECTIONS) for _ in range(CONNECTIONS)))
-    return time.monotonic() - began
+    return time.monotonic() - start_s
 
 
 def hot() -> dict[str, Any]:
@@ -57,16 +57,16 @@ def hot() -> dict[str, Any]:
         with closing(Client(server.url, TOKEN)) as client:
             client.submit(request.key, request.data)
             client.fetch(request.key, 3, 10.0)
-        before = cpu_s(server.pid)
+        cpu_before = cpu_s(server.pid)
         seconds = asyncio.run(_crowd(server.url, path, HOT))
-        spent = cpu_s(server.pid) - before
-        with nginx([server.url], Path(folder), cache_mb=64) as front:
-            asyncio.run(_crowd(front, path, CONNECTIONS * 4))
-            before = cpu_s(server.pid)
-            cached = asyncio.run(_crowd(front, path, HOT))
-            assert cpu_s(server.pid) - before < 0.1, "hits reach the server"
+        cpu_time = cpu_s(server.pid) - cpu_before
+        with nginx([server.url], Path(folder), cache_mb=64) as proxy:
+            asyncio.run(_crowd(proxy, path, CONNECTIONS * 4))
+            cpu_before = cpu_s(server.pid)
+            cached = asyncio.run(_crowd(proxy, path, HOT))
+            assert cpu_s(server.pid) - cpu_before < 0.1, "hits reach the server"
     return {
-        "per_core_s": round(HOT / spent),
+        "per_core_s": round(HOT / cpu_time),
         "per_s": round(HOT / seconds),
         "nginx_per_s": round(HOT / cached),
     }
@@ -101,7 +101,7 @@ async def _streamed(url: str) -> dict[str, Any]:
         for step, request in enumerate(requests):  # as a loader looks ahead
             await asyncio.to_thread(client.submit, request.key, request.data, step)
         await asyncio.gather(*(_rank(url, rank, requests, arrived) for rank in range(RANKS)))
-    lags = [at - min(times) for times in arrived.values() for at in times]
+    lags = [arrival - min(times) for times in arrived.values() for arrival in times]
     return {
         "p50_ms": round(1e3 * quantile(lags, 0.5), 1),
         "p99_ms": round(1e3 * quantile(lags, 0.99), 1),
@@ -128,14 +128,14 @@ def _planted(folder: Path, count: int) -> None:
 def _pack() -> Pack:
     from apportion.service.workers import Completion, plan_pack
 
-    done = plan_pack(Request(JOB, 0).data)
-    assert isinstance(done, Completion)
-    return Pack.decode(done.data)
+    completion = plan_pack(Request(JOB, 0).data)
+    assert isinstance(completion, Completion)
+    return Pack.decode(completion.data)
 
 
 def start() -> dict[str, Any]:
     """Processor time until a server is ready, with an empty folder and with 20,000 plans."""
-    spent = {}
+    cpu_times = {}
     for name, count in (("empty_s", 0), ("full_s", STORED)):
         with tempfile.TemporaryDirectory() as folder:
             _planted(Path(folder), count)
@@ -144,14 +144,14 @@ def start() -> dict[str, Any]:
                     client.submit(Request(JOB, 0).key, Request(JOB, 0).data)
                     client.fetch(Request(JOB, 0).key, 0, 30.0)
                 time.sleep(1.0)
-                spent[name] = round(cpu_s(server.pid), 2)
-    assert spent["full_s"] - spent["empty_s"] <= 1.0, spent
-    return spent
+                cpu_times[name] = round(cpu_s(server.pid), 2)
+    assert cpu_times["full_s"] - cpu_times["empty_s"] <= 1.0, cpu_times
+    return cpu_times
 
 
 def memory() -> dict[str, Any]:
     """Memory of a server while 100,000 requests are planned, read and forgotten."""
-    found = []
+    sizes = []
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(folder, options=["--store-gb", "0.2"], token=TOKEN) as server,
@@ -162,9 +162,9 @@ def memory() -> dict[str, Any]:
             client.submit(request.key, request.data)
             client.fetch(request.key, number % JOB.ranks, 30.0)
             if number % (MANY // 10) == MANY // 10 - 1:
-                found.append(round(memory_mb(server.pid), 1))
-    assert found[-1] < found[4] * 1.1, found  # the limits of remembered requests are reached by then
-    return {"memory_mb": found}
+                sizes.append(round(memory_mb(server.pid), 1))
+    assert sizes[-1] < sizes[4] * 1.1, sizes  # the limits of remembered requests are reached by then
+    return {"memory_mb": sizes}
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

@@ -46,17 +46,17 @@ class SparseAttention(nn.Module):
         q = self.maps["q"](x).view(len(x), HEADS, NOPE + ROPE)
         latent, rotated = self.maps["kv"](x).split([LATENT, ROPE], -1)
         (latent, rotated), mask = gather(rms_norm(latent, (LATENT,)), rope(rotated, positions))
-        scores, best = self.choose(x.detach(), gather)
-        seen = mask.gather(1, best)
-        latent, rotated = latent[best], rotated[best]  # [rows, TOP, ...]
+        scores, indexes = self.choose(x.detach(), gather)
+        is_visible = mask.gather(1, indexes)
+        latent, rotated = latent[indexes], rotated[indexes]  # [rows, TOP, ...]
         nope = torch.einsum("rhn,hnl->rhl", q[..., :NOPE], self.key_up)
-        turned = rope(q[..., NOPE:], positions[:, None])
-        logits = torch.einsum("rhl,rkl->rhk", nope, latent) + torch.einsum("rhd,rkd->rhk", turned, rotated)
-        weights = (logits / (NOPE + ROPE) ** 0.5).masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+        q_rotated = rope(q[..., NOPE:], positions[:, None])
+        logits = torch.einsum("rhl,rkl->rhk", nope, latent) + torch.einsum("rhd,rkd->rhk", q_rotated, rotated)
+        weights = (logits / (NOPE + ROPE) ** 0.5).masked_fill(~is_visible[:, None], -torch.inf).softmax(-1)
         out = torch.einsum("rhk,rkl,hlv->rhv", weights, latent, self.value_up)
-        wanted = weights.detach().mean(1)
-        found = scores.gather(1, best).masked_fill(~seen, torch.finfo(scores.dtype).min).log_softmax(-1)
-        return self.maps["out"](out.flatten(1)), kl_div(found, wanted, reduction="sum")
+        target = weights.detach().mean(1)
+        log_probs = scores.gather(1, indexes).masked_fill(~is_visible, torch.finfo(scores.dtype).min).log_softmax(-1)
+        return self.maps["out"](out.flatten(1)), kl_div(log_probs, target, reduction="sum")
 
     def choose(self, x, gather):
         """The indexer's scores [rows, visible], and the TOP rows of each query. Visible rows are in token order for
@@ -64,8 +64,8 @@ class SparseAttention(nn.Module):
         (key,), mask = gather(self.maps["index_k"](x))
         q = self.maps["index_q"](x).view(len(x), INDEX_HEADS, INDEX)
         scores = torch.einsum("rh,rhv->rv", self.maps["index_weight"](x), (q @ key.T).relu())
-        ordered = scores.masked_fill(~mask, -torch.inf).sort(dim=1, descending=True, stable=True)
-        return scores, ordered.indices[:, :TOP]
+        ranking = scores.masked_fill(~mask, -torch.inf).sort(dim=1, descending=True, stable=True)
+        return scores, ranking.indices[:, :TOP]
 
 
 def rope(x, positions):
@@ -88,12 +88,12 @@ class Model(nn.Module):
         )
 
     def forward(self, tokens, positions, gather):
-        x, away = self.embed(tokens), 0.0
+        x, index_loss = self.embed(tokens), 0.0
         for layer, mlp in zip(self.layers, self.mlps, strict=True):
-            out, own = layer(rms_norm(x, (WIDTH,)), positions, gather)
-            x, away = x + out, away + own
+            out, layer_loss = layer(rms_norm(x, (WIDTH,)), positions, gather)
+            x, index_loss = x + out, index_loss + layer_loss
             x = x + mlp(rms_norm(x, (WIDTH,)))
-        return self.head(x), away
+        return self.head(x), index_loss
 
 
 class Documents:
@@ -113,8 +113,8 @@ def planned(batch):
     """The gather of a batch: rows of all ranks, and the ranges that each query may see."""
 
     def gather(*tensors):
-        found = ap.gather_visible(tensors, batch.handle)
-        return found.rows, found.mask()
+        visible = ap.gather_visible(tensors, batch.handle)
+        return visible.rows, visible.mask()
 
     return gather
 
@@ -126,12 +126,12 @@ def alone(documents):
     return lambda *tensors: (tensors, mask)
 
 
-def step(model, loss, away, summed):
+def step(model, loss, index_loss, summed):
     """Runs one step of SGD on the model's loss and on the indexer's, whose gradients are separate. summed: whether they
     are shares of ranks. Returns both, over all ranks."""
     loss.backward()
-    away.backward()
-    losses = torch.stack([loss.detach(), away.detach()])
+    index_loss.backward()
+    losses = torch.stack([loss.detach(), index_loss.detach()])
     if summed:
         ap.sum_gradients(model)
         dist.all_reduce(losses)
@@ -145,36 +145,36 @@ def step(model, loss, away, summed):
 def train():
     """The losses of each step, on all ranks and in one process."""
     torch.manual_seed(0)
-    model, whole = (Model().double() for _ in range(2))
-    whole.load_state_dict(model.state_dict())
-    dataset, told = Documents(), []
+    model, reference = (Model().double() for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    dataset, results = Documents(), []
     cluster = ap.Cluster(nodes=NODES, ranks_per_node=PER_NODE)
     loader = ap.PlannedLoader(dataset, cluster, MODEL, tokens_per_rank=128, recipe="mixed")
     for batch in loader:
-        logits, away = model(batch.tokens, batch.position_ids, planned(batch))
+        logits, index_loss = model(batch.tokens, batch.position_ids, planned(batch))
         loss = ap.normalised_loss(logits, batch.labels, batch.valid_tokens)
-        found = step(model, loss, away / batch.valid_tokens, summed=True)
+        losses = step(model, loss, index_loss / batch.valid_tokens, summed=True)
 
         documents = [dataset[i] for i in batch.samples.tolist()]
         tokens = torch.cat(documents)
-        positions = torch.cat([torch.arange(len(one)) for one in documents])
-        labels = torch.cat([torch.cat([one[1:], one.new_tensor([-100])]) for one in documents])
-        logits, away = whole(tokens, positions, alone(documents))
+        positions = torch.cat([torch.arange(len(document)) for document in documents])
+        labels = torch.cat([torch.cat([document[1:], document.new_tensor([-100])]) for document in documents])
+        logits, index_loss = reference(tokens, positions, alone(documents))
         loss = cross_entropy(logits, labels, reduction="sum") / batch.valid_tokens
-        told.append((found, step(whole, loss, away / batch.valid_tokens, summed=False)))
-    return told
+        results.append((losses, step(reference, loss, index_loss / batch.valid_tokens, summed=False)))
+    return results
 
 
 def work(rank, folder):
     torch.set_num_threads(1)
     ranks = NODES * PER_NODE
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
-    told = train()
-    for number, (found, expected) in enumerate(told if rank == 0 else []):
-        apart = (found - expected).abs().max().item()
-        loss, indexer = found.tolist()
-        print(f"step {number}: loss {loss:.6f}, indexer {indexer:.6f}; one process is {apart:.0e} apart")
-        if apart > TOLERANCE:
+    results = train()
+    for number, (losses, expected) in enumerate(results if rank == 0 else []):
+        gap = (losses - expected).abs().max().item()
+        loss, indexer = losses.tolist()
+        print(f"step {number}: loss {loss:.6f}, indexer {indexer:.6f}; one process is {gap:.0e} apart")
+        if gap > TOLERANCE:
             raise SystemExit("ranks and one process must agree")
     dist.destroy_process_group()
 

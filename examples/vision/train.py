@@ -70,7 +70,7 @@ class Samples:
 
     def of(self, sample):
         """The sample's images."""
-        return [image for image, (one, _) in enumerate(self.places) if one == sample]
+        return [image for image, (owner, _) in enumerate(self.places) if owner == sample]
 
     def __getitem__(self, sample):
         tokens = self.parts[sample]
@@ -96,9 +96,9 @@ def new_model():
 
 def planned(model, batch):
     """This rank's share of the mean loss."""
-    given = hf.inputs(batch)
-    del given["labels"]  # transformers' own loss is in float32
-    return ap.normalised_loss(model(**given).logits[0], batch.labels, batch.valid_tokens)
+    arguments = hf.inputs(batch)
+    del arguments["labels"]  # transformers' own loss is in float32
+    return ap.normalised_loss(model(**arguments).logits[0], batch.labels, batch.valid_tokens)
 
 
 def alone(model, data, samples):
@@ -106,13 +106,13 @@ def alone(model, data, samples):
     total, valid = 0.0, 0
     for sample in samples:
         tokens, images = data[sample]["input_ids"][None], data.of(sample)
-        given = {"input_ids": tokens, "use_cache": False}
+        arguments = {"input_ids": tokens, "use_cache": False}
         if images:
-            given["pixel_values"] = torch.cat([data.images[image]["pixel_values"] for image in images])
-            given["image_grid_thw"] = torch.tensor([data.images.grids[image] for image in images])
-            given["mm_token_type_ids"] = (tokens == IMAGE).int()
+            arguments["pixel_values"] = torch.cat([data.images[image]["pixel_values"] for image in images])
+            arguments["image_grid_thw"] = torch.tensor([data.images.grids[image] for image in images])
+            arguments["mm_token_type_ids"] = (tokens == IMAGE).int()
         labels = tokens[0, 1:].masked_fill(tokens[0, 1:] == IMAGE, -100)
-        total += cross_entropy(model(**given).logits[0, :-1], labels, reduction="sum")
+        total += cross_entropy(model(**arguments).logits[0, :-1], labels, reduction="sum")
         valid += int((labels >= 0).sum())
     return total / valid
 
@@ -120,14 +120,14 @@ def alone(model, data, samples):
 def train(compared):
     """For each step: the loss of all ranks, its difference from one process, and this rank's rows: patches, tokens.
     compared: whether this rank also trains the single-process model."""
-    model, whole = hf.enable(new_model()), new_model()
+    model, reference = hf.enable(new_model()), new_model()
     counts = [sample % 4 for sample in range(SAMPLES)]
     images = Images(sum(counts))
-    data, told = Samples(model, images, counts), []
+    data, results = Samples(model, images, counts), []
     media = hf_vision.media(images, model, images.grids, data.places, recipe="blend")
     cluster = ap.Cluster(nodes=1, ranks_per_node=RANKS)
     loader = hf.loader(data, model, cluster=cluster, tokens_per_rank=256, recipe="blend", media=media)
-    optimizer, own = (torch.optim.Adam(one.parameters(), RATE) for one in (model, whole))
+    optimizer, ref_optimizer = (torch.optim.Adam(net.parameters(), RATE) for net in (model, reference))
     for batch in loader:
         loss = planned(model, batch)
         loss.backward()
@@ -135,28 +135,28 @@ def train(compared):
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss := loss.detach())
-        apart = 0.0
+        gap = 0.0
         if compared:
-            expected = alone(whole, data, batch.samples.tolist())
+            expected = alone(reference, data, batch.samples.tolist())
             expected.backward()
-            own.step()
-            own.zero_grad()
-            apart = abs(expected.item() - loss.item())
-        told.append((loss.item(), apart, torch.tensor([batch.media.handle.rows, batch.handle.rows])))
-    return told
+            ref_optimizer.step()
+            ref_optimizer.zero_grad()
+            gap = abs(expected.item() - loss.item())
+        results.append((loss.item(), gap, torch.tensor([batch.media.handle.rows, batch.handle.rows])))
+    return results
 
 
 def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=RANKS)
-    for number, (loss, apart, rows) in enumerate(train(compared=rank == 0)):
-        every = [torch.empty_like(rows) for _ in range(RANKS)]
-        dist.all_gather(every, rows)
-        patches, tokens = torch.stack(every, 1).tolist()
+    for number, (loss, gap, rows) in enumerate(train(compared=rank == 0)):
+        gathered = [torch.empty_like(rows) for _ in range(RANKS)]
+        dist.all_gather(gathered, rows)
+        patches, tokens = torch.stack(gathered, 1).tolist()
         if rank == 0:
-            print(f"step {number}: loss {loss:.6f}; one process is {apart:.0e} apart", end="")
+            print(f"step {number}: loss {loss:.6f}; one process is {gap:.0e} apart", end="")
             print(f"; patches of ranks {patches}, tokens {tokens}")
-        if apart > TOLERANCE:
+        if gap > TOLERANCE:
             raise SystemExit("ranks and one process must agree")
     dist.destroy_process_group()
 

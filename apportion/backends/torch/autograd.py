@@ -54,8 +54,8 @@ def attention_call(plan: str, kind: str, phase: str, score: Score, sinks: bool, 
     """Names an attention call by the facts that all ranks must agree on. plan: prefix of its id; lse: whether LSE may
     have a gradient."""
     softcap = "" if score.softcap is None else f", softcap {score.softcap:g}"
-    more = ", sinks" * sinks + ", return_lse" * lse
-    return f"{phase} of kind {kind}, plan {plan}, scale {score.scale!r}{softcap}{more}"
+    suffix = ", sinks" * sinks + ", return_lse" * lse
+    return f"{phase} of kind {kind}, plan {plan}, scale {score.scale!r}{softcap}{suffix}"
 
 
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
@@ -69,12 +69,12 @@ def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer)
     device = next(iter(home.values()))[0].device
     hidden = home[Name.X][0].shape[-1] if Name.X in home else 0
     _require_current(device)
-    loaded = handle.loaded(kind, phase, device, hidden)
-    given = {name: tuple(_in_rows(part) for part in parts) for name, parts in home.items()}
+    executable = handle.loaded(kind, phase, device, hidden)
+    inputs = {name: tuple(_in_rows(part) for part in parts) for name, parts in home.items()}
     layer = replace(layer, sinks=_checked_sinks(handle, layer.sinks, device))
-    buffer = handle.communicator.pool.take(loaded.arenas.size, device)
-    memory = Memory(loaded.arenas, handle.rows, given, buffer, handle.padding, loaded.arrived)
-    return handle.engine_on(device).machine(loaded, memory, layer, handle.communicator)
+    buffer = handle.communicator.pool.take(executable.arenas.size, device)
+    memory = Memory(executable.arenas, handle.rows, inputs, buffer, handle.padding, executable.arrived)
+    return handle.engine_on(device).machine(executable, memory, layer, handle.communicator)
 
 
 def _require_current(device: torch.device) -> None:
@@ -107,12 +107,12 @@ def qkv_home(
     header = handle.slice.header
     keys, values = ("rotated", "compressed") if latent else ("k", "v")
     k_part, v_part = components(Name.KV, header)
-    wants = {
+    expected = {
         "q": (q, (handle.padded_rows, header.q_heads, header.head_dim)),
         keys: (k, (handle.padded_rows, header.kv_heads, k_part.width)),
         values: (v, (handle.padded_rows, header.kv_heads, v_part.width)),
     }
-    for name, (tensor, shape) in wants.items():
+    for name, (tensor, shape) in expected.items():
         _check_rows_first(name, tensor, shape)
         if name != "q" and tensor.shape[0] != q.shape[0]:
             raise ExecutionError(
@@ -184,12 +184,12 @@ def sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
 
 def param_gradients(params: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
     """The summed gradients of the parameters that need them, in the parameters' dtypes; None for the others."""
-    found = iter(gradients.params)
-    return [next(found).to(param.dtype) if param.requires_grad else None for param in params]
+    values = iter(gradients.params)
+    return [next(values).to(param.dtype) if param.requires_grad else None for param in params]
 
 
 def _versions(params: Sequence[Tensor]) -> list[int]:
-    return [one._version for one in params if one.requires_grad]
+    return [param._version for param in params if param.requires_grad]
 
 
 def _require_unchanged(ctx: Any) -> None:
@@ -213,22 +213,22 @@ class PlannedLayer(torch.autograd.Function):
         sinks: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        given, params = tensors[: len(names)], tensors[len(names) :]
-        home = _by_name(names, given)
+        inputs, params = tensors[: len(names)], tensors[len(names) :]
+        home = _by_name(names, inputs)
         with attending(handle, kind, "forward", layer.score, sinks):
             if Name.X in home:
                 _check_hidden(handle, *home[Name.X])
             else:
-                qkv_home(handle, *given, latent=True)
+                qkv_home(handle, *inputs, latent=True)
             machine = run(handle, kind, "forward", home, replace(layer, sinks=sinks))
-        found, (out, lse) = machine.memory.home, machine.output(given[0].dtype)
+        arrays, (out, lse) = machine.memory.home, machine.output(inputs[0].dtype)
         # present only if the plan keeps projected rows at home
-        more = [
-            (name, part) for name in (Name.Q, Name.KV) if name not in home for part in found.get(name, ())
+        extra = [
+            (name, part) for name in (Name.Q, Name.KV) if name not in home for part in arrays.get(name, ())
         ]
-        ctx.save_for_backward(sinks, out, lse, *given, *(part for _, part in more))
+        ctx.save_for_backward(sinks, out, lse, *inputs, *(part for _, part in extra))
         ctx.handle, ctx.kind, ctx.layer = handle, kind, layer
-        ctx.names = [*names, *(name for name, _ in more)]
+        ctx.names = [*names, *(name for name, _ in extra)]
         ctx.params, ctx.versions = params, _versions(params)
         return out
 
@@ -238,8 +238,8 @@ class PlannedLayer(torch.autograd.Function):
         _require_unchanged(ctx)
         sinks, out, lse, *rows = ctx.saved_tensors
         projects, dtype = ctx.names[0] == Name.X, rows[0].dtype
-        wanted = tuple(param for param in ctx.params if param.requires_grad)
-        layer = replace(ctx.layer, sinks=sinks, params=wanted)
+        trainable = tuple(param for param in ctx.params if param.requires_grad)
+        layer = replace(ctx.layer, sinks=sinks, params=trainable)
         home = backward_home(_by_name(ctx.names, rows), out, lse, do)
         del out, lse, rows
         with attending(ctx.handle, ctx.kind, "backward", layer.score, sinks):
@@ -254,10 +254,10 @@ class PlannedLayer(torch.autograd.Function):
 
 def _by_name(names: Sequence[Name], parts: Sequence[Tensor]) -> dict[Name, Parts]:
     """The parts of each home tensor. names: of each part."""
-    found: dict[Name, Parts] = {}
+    result: dict[Name, Parts] = {}
     for name, part in zip(names, parts, strict=True):
-        found[name] = (*found.get(name, ()), part)
-    return found
+        result[name] = (*result.get(name, ()), part)
+    return result
 
 
 # --- the op
@@ -362,13 +362,13 @@ attend_grad_op = torch.ops.apportion.attend_grad.default
 
 
 def attend(
-    handle: PlanHandle, kind: str, qkv: Sequence[Tensor], layer: Layer, return_lse: bool, said: Said
+    handle: PlanHandle, kind: str, qkv: Sequence[Tensor], layer: Layer, return_lse: bool, declared: Said
 ) -> tuple[Tensor, Tensor]:
     """Planned attention and its LSE [rows, Hq] in float64, differentiable in q, k, v and sinks; eager or compiled.
 
     LSE is differentiable with return_lse, the same on all ranks."""
     rule = handle.number, kind, layer.score.scale, layer.score.softcap, return_lse
-    out, lse = attend_op(*qkv, layer.sinks, *rule, *said)
+    out, lse = attend_op(*qkv, layer.sinks, *rule, *declared)
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
     return out, lse
@@ -376,12 +376,12 @@ def attend(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_layer(
-    handle: PlanHandle, kind: str, home: Home, layer: Layer, said: Said = (None, None, None)
+    handle: PlanHandle, kind: str, home: Home, layer: Layer, declared: Said = (None, None, None)
 ) -> Tensor:
     """Planned attention of hidden states, or of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank],
     differentiable in these, and in the layer's sinks and params."""
-    handle.check(kind, *said)
-    names, given = zip(*((own, part) for own, parts in home.items() for part in parts), strict=True)
+    handle.check(kind, *declared)
+    names, tensors = zip(*((name, part) for name, parts in home.items() for part in parts), strict=True)
     bare = replace(layer, sinks=None, params=())
-    inputs = (handle, kind, bare, names, layer.sinks, *given, *layer.params)
+    inputs = (handle, kind, bare, names, layer.sinks, *tensors, *layer.params)
     return PlannedLayer.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]

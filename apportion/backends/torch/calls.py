@@ -68,7 +68,7 @@ class Calls:
         """Opens one call; `what` names it, equal on all ranks. If it raises, the other ranks raise with its error.
         Raises ExecutionError if another thread is in a call."""
         nested = self._enter(what)
-        before = self.tag
+        previous = self.tag
         self._begin(what)
         try:
             yield
@@ -78,12 +78,12 @@ class Calls:
                 self._notices.fail(self.number, what, error)
             raise
         finally:
-            self.tag = before
+            self.tag = previous
             if not nested:
                 self._owner = 0
                 self._lock.release()
 
-    def _enter(self, what: str) -> bool:
+    def _enter(self, call: str) -> bool:
         """Enters a call; returns True if this thread is already in one."""
         if self._lock.acquire(blocking=False):
             self._owner = get_ident()
@@ -91,17 +91,17 @@ class Calls:
         if self._owner == get_ident():
             return True
         raise ExecutionError(
-            f"rank {self.rank}: two threads call at once: {what}, while another one is in call {self._current()}. All "
+            f"rank {self.rank}: two threads call at once: {call}, while another one is in call {self._current()}. All "
             "ranks make the calls of a communicator in one order: call from one thread at a time, or give each a "
             "communicator of its own groups"
         )
 
-    def _begin(self, what: str) -> None:
+    def _begin(self, call: str) -> None:
         if self._notices.failed_at:
             self._notices.resume()
         self.number += 1
-        self._recent.append((self.number, what))
-        name = what.encode()
+        self._recent.append((self.number, call))
+        name = call.encode()
         self.tag = crc32(name, self.number) % (_ENDS - 1) + 1
         self.history = crc32(name, self.history)
 
@@ -119,13 +119,13 @@ class Calls:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self._explained(error, peers) from error
+            raise self._explain(error, peers) from error
         finally:
             self._wait = None
 
-    def _explained(self, error: RuntimeError, peers: Collection[int]) -> ExecutionError:
-        if self._fault is None and (told := self._notices.failure()):
-            self._fault = ExecutionError(f"{told}. Rank {self.rank} waited in call {self._current()}")
+    def _explain(self, error: RuntimeError, peers: Collection[int]) -> ExecutionError:
+        if self._fault is None and (failure := self._notices.failure()):
+            self._fault = ExecutionError(f"{failure}. Rank {self.rank} waited in call {self._current()}")
         if self._fault is None:
             ranks = ", ".join(map(str, sorted(peers)))
             self._fault = ExecutionError(
@@ -133,13 +133,13 @@ class Calls:
             )
         return self._fault
 
-    def look(self, turn: int) -> bool:
+    def look(self, attempt: int) -> bool:
         """Checks the current wait, on the watchdog thread; `turn` counts the checks. Returns True for a long wait."""
         wait = self._wait
         if wait is None or time.monotonic() - wait.since < LOOK_S:
             return False
         fault = self._notices.failure()
-        if not fault and turn & (turn - 1) == 0:  # ever less often: other ranks may just be late
+        if not fault and attempt & (attempt - 1) == 0:  # ever less often: other ranks may just be late
             fault = self._mismatch(wait.peers)
         if fault and self._wait is wait:
             self._fault = ExecutionError(f"{fault}. Rank {self.rank} waited in call {self._current()}")
@@ -148,11 +148,11 @@ class Calls:
 
     def _mismatch(self, peers: Collection[int]) -> str:
         """The difference if a peer is in another call than this rank; this rank publishes its calls first."""
-        own = dict(tuple(self._recent))
-        self._notices.show(own)
+        recent = dict(tuple(self._recent))
+        self._notices.show(recent)
         for peer in sorted(peers):
-            if fault := _difference({self.rank: own, peer: self._notices.shown(peer)}):
-                self._notices.fail(self.number, own[self.number], ExecutionError(fault))
+            if fault := _difference({self.rank: recent, peer: self._notices.shown(peer)}):
+                self._notices.fail(self.number, recent[self.number], ExecutionError(fault))
                 return fault
         return ""
 
@@ -160,18 +160,18 @@ class Calls:
         """This rank's latest calls as text, for other ranks."""
         return json.dumps(dict(self._recent))
 
-    def mismatch_error(self, told: Sequence[str]) -> ExecutionError:
+    def mismatch_error(self, texts: Sequence[str]) -> ExecutionError:
         """The error that ends this call on all ranks, which resume together. told: latest calls by rank."""
         ranks = {
-            rank: {int(n): what for n, what in json.loads(text).items()} for rank, text in enumerate(told)
+            rank: {int(n): call for n, call in json.loads(text).items()} for rank, text in enumerate(texts)
         }
         self.number, self.history = max(map(max, ranks.values())), 0
         self._recent.clear()
         return ExecutionError(_difference(ranks) or f"ranks made different calls, more than {KEPT} calls ago")
 
     def _current(self) -> str:
-        number, what = self._recent[-1] if self._recent else (0, "none")
-        return f"{number} ({what})"
+        number, call = self._recent[-1] if self._recent else (0, "none")
+        return f"{number} ({call})"
 
 
 class Notices:
@@ -184,8 +184,8 @@ class Notices:
 
     def fail(self, number: int, what: str, error: BaseException) -> None:
         self.failed_at = number
-        says = f"rank {self._rank} failed in call {number} ({what}): {shown(error)}"
-        self._write([self._rank, number, says])
+        message = f"rank {self._rank} failed in call {number} ({what}): {shown(error)}"
+        self._write([self._rank, number, message])
 
     def resume(self) -> None:
         """Records that this rank resumes after a failure."""
@@ -196,14 +196,14 @@ class Notices:
         """The first failure of another rank that has not resumed since; "" if there is none or this rank failed too."""
         try:
             for index in range(self._read, self._store.add("failures", 0)):
-                rank, number, says = json.loads(self._store.get(f"failure/{index}"))
+                rank, number, message = json.loads(self._store.get(f"failure/{index}"))
                 self._failed.pop(rank, None)
                 if number and rank != self._rank:
-                    self._failed[rank] = number, says
+                    self._failed[rank] = number, message
                 self._read = index + 1
         except RuntimeError as error:  # the store's rank is gone: the group reports that too
             _log.debug("no look at other ranks' calls: %s", error)
-        return next((says for number, says in self._failed.values() if number != self.failed_at), "")
+        return next((message for number, message in self._failed.values() if number != self.failed_at), "")
 
     def show(self, calls: dict[int, str]) -> None:
         latest = max(calls, default=0)
@@ -213,8 +213,8 @@ class Notices:
 
     def shown(self, rank: int) -> dict[int, str]:
         key = f"calls/{rank}"
-        found = json.loads(self._store.get(key)) if self._store.check([key]) else {}
-        return {int(number): says for number, says in found.items()}
+        calls = json.loads(self._store.get(key)) if self._store.check([key]) else {}
+        return {int(number): call for number, call in calls.items()}
 
     def _write(self, record: list[Any]) -> None:
         try:
@@ -227,18 +227,18 @@ class Notices:
 
 def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:
     """Describes the first call in which ranks differ; "" for none. ranks: for each rank, number -> call."""
-    known = set.intersection(*({*calls} for calls in ranks.values()))
-    for number in sorted(known):
-        here = {rank: f"call {number} is {calls[number]}" for rank, calls in ranks.items()}
-        if len(set(here.values())) > 1:
-            return f"ranks make different calls: {by_value(here)}. All ranks make the same calls in one order"
+    common = set.intersection(*({*calls} for calls in ranks.values()))
+    for number in sorted(common):
+        texts = {rank: f"call {number} is {calls[number]}" for rank, calls in ranks.items()}
+        if len(set(texts.values())) > 1:
+            return f"ranks make different calls: {by_value(texts)}. All ranks make the same calls in one order"
     return ""
 
 
 def by_value(values: Mapping[int, str], of: str = "rank") -> str:
     """Says which ranks have each value: "x on ranks 0, 2; y on rank 1". values: of each rank."""
     rows = sorted((value, rank) for rank, value in values.items())
-    grouped = [(value, [rank for _, rank in found]) for value, found in groupby(rows, key=lambda row: row[0])]
+    grouped = [(value, [rank for _, rank in members]) for value, members in groupby(rows, key=lambda row: row[0])]
     return "; ".join(
         f"{value} on {of}{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in grouped
     )
@@ -255,14 +255,14 @@ def _leave(thread: Thread) -> None:
     thread.join(LEAVING_S)
 
 
-def _watch(found: Callable[[], Calls | None]) -> None:
-    turn = 1
+def _watch(current: Callable[[], Calls | None]) -> None:
+    attempt = 1
     while not _leaving.wait(LOOK_S):
-        calls = found()
+        calls = current()
         if calls is None:
             return
         try:
-            turn = turn + 1 if calls.look(turn) else 1
+            attempt = attempt + 1 if calls.look(attempt) else 1
         except RuntimeError as error:  # the store is gone: the wait ends by itself
             _log.debug("no look at other ranks' calls: %s", error)
         del calls

@@ -24,28 +24,28 @@ class Envelope:
     table_numbers: int = 0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            object.__setattr__(self, each.name, integer(f"envelope.{each.name}", getattr(self, each.name), 0))
+        for item in fields(self):
+            object.__setattr__(self, item.name, integer(f"envelope.{item.name}", getattr(self, item.name), 0))
 
     @staticmethod
     def around(sizes: Iterable[tuple[int, int, int]], margin: float = 1.1) -> Envelope:
         """The maximum of the handles' `sizes()` times `margin`; pass the sizes of all ranks, since the largest rank
         differs by plan. Raises ConfigError without sizes."""
-        margin, found = number("margin", margin, 1.0), list(sizes)
-        if not found:
+        margin, rows = number("margin", margin, 1.0), list(sizes)
+        if not rows:
             raise ConfigError(
                 "sizes", [], "must be the sizes of at least one plan", "give those of a few dozen batches"
             )
-        most = (max(sizes) for sizes in zip(*found, strict=True))
-        return Envelope(*(int(size * margin) for size in most))
+        maxima = (max(sizes) for sizes in zip(*rows, strict=True))
+        return Envelope(*(int(size * margin) for size in maxima))
 
     def size(self, name: str, need: int) -> int:
         """The padded size for a plan that needs `need`. Raises ConfigError if that exceeds the envelope."""
-        most: int = getattr(self, name)
-        if need > most > 0:
+        limit: int = getattr(self, name)
+        if need > limit > 0:
             remedy = "make it larger (Envelope.around of more batches, or a larger margin)"
-            raise ConfigError(f"envelope.{name}", most, f"a plan needs {need} on this rank", remedy)
-        return most or need
+            raise ConfigError(f"envelope.{name}", limit, f"a plan needs {need} on this rank", remedy)
+        return limit or need
 
 
 UNPADDED = Envelope()

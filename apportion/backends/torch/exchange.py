@@ -38,18 +38,18 @@ class Exchange:
 
     def forward(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """`__call__` without autograd."""
-        take, into = self.take.to(x.device), self.into.to(x.device)
+        sources, targets = self.take.to(x.device), self.into.to(x.device)
         out = x.new_full((self.rows, *x.shape[1:]), fill)
-        out[into] = _exchange_rows(self, "", x[take], self.sent, self.received)
+        out[targets] = _exchange_rows(self, "", x[sources], self.sent, self.received)
         return out
 
     def backward(self, grad: Tensor, rows: int) -> Tensor:
         """grad [rows of the result, ...] -> gradient of x [rows, ...]. A collective."""
-        take, into = self.take.to(grad.device), self.into.to(grad.device)
-        back = _exchange_rows(self, "gradient of ", grad[into], self.received, self.sent)
+        sources, targets = self.take.to(grad.device), self.into.to(grad.device)
+        gradients = _exchange_rows(self, "gradient of ", grad[targets], self.received, self.sent)
         total = grad.new_zeros(rows, *grad.shape[1:], dtype=accumulator_dtype(grad.dtype))
         # accumulates in order of the index, also on a GPU
-        total.index_put_((take,), back.to(total.dtype), accumulate=True)
+        total.index_put_((sources,), gradients.to(total.dtype), accumulate=True)
         return total.to(grad.dtype)
 
 
@@ -65,7 +65,7 @@ class _ExchangeFunction(torch.autograd.Function):
         return ctx.exchange.backward(grad, ctx.rows), None, None
 
 
-def _exchange_rows(exchange: Exchange, of: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+def _exchange_rows(exchange: Exchange, prefix: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
     """[sum of received, ...]: the rows received from rank 0, 1, …"""
     transport, form = exchange.transport, f"{rows.dtype} {list(rows.shape[1:])}"
     if transport.ranks == 1:
@@ -73,7 +73,7 @@ def _exchange_rows(exchange: Exchange, of: str, rows: Tensor, sent: list[int], r
     out = rows.new_empty(sum(received), *rows.shape[1:])
     row_bytes = rows.element_size() * math.prod(rows.shape[1:])
     sizes = [count * row_bytes for count in sent], [count * row_bytes for count in received]
-    with transport.call(f"{of}{exchange.name}, rows of {form}"):
+    with transport.call(f"{prefix}{exchange.name}, rows of {form}"):
         transport.all_to_all(0, _bytes(rows), _bytes(out), sizes).wait()
     return out
 

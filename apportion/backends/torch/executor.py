@@ -115,12 +115,12 @@ class TorchMachine(Machine[View]):
     An engine is a subclass with the other ops.
     """
 
-    def __init__(self, loaded: Executable, memory: Memory, layer: Layer, transport: Transport) -> None:
-        super().__init__(loaded.program)
-        self.memory, self._layer, self._transport, self._rounds = memory, layer, transport, loaded.rounds
+    def __init__(self, executable: Executable, memory: Memory, layer: Layer, transport: Transport) -> None:
+        super().__init__(executable.program)
+        self.memory, self._layer, self._transport, self._rounds = memory, layer, transport, executable.rounds
         self._flights: dict[int, Flight] = {}
-        wanted = [torch.zeros_like(param, dtype=accumulator_dtype(param.dtype)) for param in layer.params]
-        self.gradients = Gradients(params=wanted)
+        sums = [torch.zeros_like(param, dtype=accumulator_dtype(param.dtype)) for param in layer.params]
+        self.gradients = Gradients(params=sums)
         self.bind()
 
     def view(self, operand: Operand) -> View:
@@ -150,36 +150,36 @@ class TorchMachine(Machine[View]):
     # --- rounds
 
     def launch(self, step: Step) -> None:
-        found = self._rounds.of_step[step.index]
-        self._pack(step, found)
-        if found.is_dense:
-            staging, sizes = self.memory.staging, dense_sizes(found, self._transport.ranks)
-            flight = self._transport.all_to_all(found.channel, staging[found.out], staging[found.into], sizes)
+        round_ = self._rounds.of_step[step.index]
+        self._pack(step, round_)
+        if round_.is_dense:
+            staging, sizes = self.memory.staging, dense_sizes(round_, self._transport.ranks)
+            flight = self._transport.all_to_all(round_.channel, staging[round_.out], staging[round_.into], sizes)
         else:
-            posts = self.memory.posts(step, found, self.program.operands)
-            flight = self._transport.batch(found.channel, posts)
+            posts = self.memory.posts(step, round_, self.program.operands)
+            flight = self._transport.batch(round_.channel, posts)
         self._flights[step.round] = flight
 
     def wait(self, step: Step) -> None:
         self._flights.pop(step.round).wait()
         self._unpack(step, self._rounds.of_step[step.index])
 
-    def _pack(self, step: Step, found: Round) -> None:
+    def _pack(self, step: Step, round_: Round) -> None:
         """Packs staged tiles into their messages."""
-        for view, parts in self._tiles(found.sends):
+        for view, parts in self._tiles(round_.sends):
             _copy(view.read(), parts)
 
-    def _unpack(self, step: Step, found: Round) -> None:
+    def _unpack(self, step: Step, round_: Round) -> None:
         """Unpacks staged tiles from their messages."""
-        for view, parts in self._tiles(found.receives):
+        for view, parts in self._tiles(round_.receives):
             view.fill(parts)
 
     def _tiles(self, messages: tuple[Message, ...]) -> Iterator[tuple[View, Parts]]:
         """The staged tiles, each with its view in memory and its parts in the message."""
         for message in messages:
             if message.is_staged:
-                places = self.memory.in_message(message, self.program.operands)
-                for (operand, _), parts in zip(message.tiles, places, strict=True):
+                tile_parts = self.memory.in_message(message, self.program.operands)
+                for (operand, _), parts in zip(message.tiles, tile_parts, strict=True):
                     yield self.views[operand], parts
 
     # --- projection
@@ -221,20 +221,20 @@ class TorchMachine(Machine[View]):
         leaf = hidden.detach().requires_grad_()
         q, k, v = self._projected(leaf, positions, row)
         outputs = [*((q,) if row.b else ()), *((k, v) if row.c else ())]
-        (dx,) = self._pulled_back(outputs, grads, leaf)
+        (dx,) = self._pull_back(outputs, grads, leaf)
         return dx
 
-    def _pulled_back(
+    def _pull_back(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *leaves: Tensor
     ) -> list[Tensor]:
         """Backward of a function of the layer: returns the inputs' gradients and accumulates the parameters'."""
         cast = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
         with _without_hooks(self._layer.params):
-            found = torch.autograd.grad(outputs, (*leaves, *self._layer.params), cast, allow_unused=True)
-        for total, grad in zip(self.gradients.params, found[len(leaves) :], strict=True):
+            results = torch.autograd.grad(outputs, (*leaves, *self._layer.params), cast, allow_unused=True)
+        for total, grad in zip(self.gradients.params, results[len(leaves) :], strict=True):
             if grad is not None:
                 total += grad
-        pairs = zip(found, leaves, strict=False)
+        pairs = zip(results, leaves, strict=False)
         return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs]
 
     def _projected(self, hidden: Tensor, positions: Tensor, row: RowOp) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,11 +281,11 @@ class TaskMachine(TorchMachine):
     def _clear_first_rows(self, sums: Sequence[int]) -> None:
         """Writes the identity of accumulation to rows on which a task is the first."""
         for index in sums:
-            whole = self.views[index].read()
-            _clear(whole)
+            parts = self.views[index].read()
+            _clear(parts)
             if self.views[index].operand.tensor == Name.O:
-                _clear_output(*whole)
-            self.views[index].write(whole)
+                _clear_output(*parts)
+            self.views[index].write(parts)
 
     def _keys(self, tasks: Sequence[T]) -> Iterator[Keys[T]]:
         """Each task with its keys and values and their gradient accumulators."""
@@ -295,10 +295,10 @@ class TaskMachine(TorchMachine):
             return
         for task in tasks:
             sums = self.views[task.dkv if isinstance(task, GradTask) else task.kv]
-            whole = sums.read()
-            yield Keys(task, ALL_HEADS, task.kv_of, *self.views[task.kv].read(), *whole)
+            parts = sums.read()
+            yield Keys(task, ALL_HEADS, task.kv_of, *self.views[task.kv].read(), *parts)
             if isinstance(task, GradTask):
-                sums.write(whole)
+                sums.write(parts)
 
     def _expanded_keys(self, run: LatentRun[T], expand: Expansion) -> Iterator[Keys[T]]:
         """As `_keys`, for a run of latent rows, expanded here: a few heads at a time if there are many rows."""
@@ -309,16 +309,16 @@ class TaskMachine(TorchMachine):
             names = run.heads[heads]
             with torch.set_grad_enabled(run.dkv is not None):
                 leaves = tuple(part.requires_grad_(run.dkv is not None) for part in (compressed, rotated))
-                made = expand(leaves[0], leaves[1], names)
-            k, v = (part.detach() for part in made)
-            wide = accumulator_dtype(k.dtype)
-            dk, dv = (k, v) if run.dkv is None else (torch.zeros_like(part, dtype=wide) for part in (k, v))
+                expanded = expand(leaves[0], leaves[1], names)
+            k, v = (part.detach() for part in expanded)
+            dtype = accumulator_dtype(k.dtype)
+            dk, dv = (k, v) if run.dkv is None else (torch.zeros_like(part, dtype=dtype) for part in (k, v))
             for task in run.tasks:
-                at = run.rows_of(self.program.operands[task.kv])
-                yield Keys(task, heads, tuple(range(len(names))), k[at], v[at], dk[at], dv[at])
+                rows = run.rows_of(self.program.operands[task.kv])
+                yield Keys(task, heads, tuple(range(len(names))), k[rows], v[rows], dk[rows], dv[rows])
             if run.dkv is not None:
                 with torch.enable_grad():
-                    first, second = self._pulled_back(made, (dk, dv), *leaves)
+                    first, second = self._pull_back(expanded, (dk, dv), *leaves)
                 _accumulate(self.memory.view(run.dkv), (second[:, None], first[:, None]), False)
 
     # --- rows
@@ -326,8 +326,8 @@ class TaskMachine(TorchMachine):
     def delta(self, step: Step) -> None:
         for row in step.rowops:
             (do,), (o, lse) = self._read(row.a, row.b)
-            wide = accumulator_dtype(o.dtype)
-            delta = (do.to(wide) * o.to(wide)).sum(-1)
+            dtype = accumulator_dtype(o.dtype)
+            delta = (do.to(dtype) * o.to(dtype)).sum(-1)
             if self._layer.dlse is not None:
                 delta -= _lse_gradient(self._layer.dlse, self.views[row.b].operand, lse)
             self.views[row.c].fill((lse, delta))
@@ -345,12 +345,12 @@ class TaskMachine(TorchMachine):
 
     def merge(self, step: Step) -> None:
         for row in step.rowops:
-            part, whole = self._read(row.a, row.c)
+            part, total = self._read(row.a, row.c)
             if row.first:
-                _copy(part, whole)
+                _copy(part, total)
             else:
-                merge(*whole, *part)
-            self.views[row.c].write(whole)
+                merge(*total, *part)
+            self.views[row.c].write(total)
 
     def add(self, step: Step) -> None:
         for row in step.rowops:
@@ -387,20 +387,20 @@ def _without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
     """Disables the parameters' hooks (`register_hook`, which `sum_gradients` uses on DDP) while a call sums partial
     gradients: autograd runs them once, on the whole gradient."""
     hooks = [param._backward_hooks for param in params if param._backward_hooks]
-    held = [dict(own) for own in hooks]
-    for own in hooks:
-        own.clear()
+    copies = [dict(registry) for registry in hooks]
+    for registry in hooks:
+        registry.clear()
     try:
         yield
     finally:
-        for own, before in zip(hooks, held, strict=True):
-            own.update(before)
+        for registry, saved in zip(hooks, copies, strict=True):
+            registry.update(saved)
 
 
-def dense_sizes(found: Round, ranks: int) -> Sizes:
+def dense_sizes(round_: Round, ranks: int) -> Sizes:
     """Sizes in bytes of a dense round."""
     sizes: Sizes = ([0] * ranks, [0] * ranks)
-    for side, messages in zip(sizes, (found.sends, found.receives), strict=True):
+    for side, messages in zip(sizes, (round_.sends, round_.receives), strict=True):
         for message in messages:
             side[message.peer] = aligned(message.size)
     return sizes
@@ -428,10 +428,10 @@ def _clear_output(o: Tensor, lse: Tensor) -> None:
 
 
 def _accumulate(view: View, parts: Sequence[Tensor], first: bool) -> None:
-    whole = view.read()
-    for old, new in zip(whole, parts, strict=True):
+    sums = view.read()
+    for old, new in zip(sums, parts, strict=True):
         old.copy_(new) if first else old.add_(new)
-    view.write(whole)
+    view.write(sums)
 
 
 def _copy(source: Parts, target: Parts) -> None:

@@ -38,7 +38,7 @@ class EncoderFeed:
             instance(name, handle, PlanHandle, "pass the handle of its plan")
         self.encoder, self.decoder, self.merge = encoder, decoder, integer("merge", merge)
         encoder.feeds, self.device = True, torch.device("cpu")
-        ranks = [(one.communicator.ranks, one.communicator.rank) for one in (encoder, decoder)]
+        ranks = [(side.communicator.ranks, side.communicator.rank) for side in (encoder, decoder)]
         if ranks[0] != ranks[1]:
             rule = f"has {ranks[0][0]} ranks, the decoder's plan {ranks[1][0]}"
             raise ConfigError("encoder", encoder.name, rule, "plan both for the same cluster")
@@ -56,22 +56,22 @@ class EncoderFeed:
         for handle in (self.encoder, self.decoder):
             handle.agree()
         spans = [_spans(handle) for handle in (self.encoder, self.decoder)]
-        own = [crc32(self.places.tobytes()), self.merge, len(spans[0]), *spans[0], *spans[1]]
-        gathered = self.decoder.communicator.all_gather(own, f"spans of plans {self.name}")
-        if len({tuple(one[:2]) for one in gathered}) > 1:
+        numbers = [crc32(self.places.tobytes()), self.merge, len(spans[0]), *spans[0], *spans[1]]
+        gathered = self.decoder.communicator.all_gather(numbers, f"spans of plans {self.name}")
+        if len({tuple(row[:2]) for row in gathered}) > 1:
             raise ExecutionError(f"ranks feed plan {self.name} at different places: give all ranks the same")
-        encoder = _layout("encoder", [one[3 : 3 + one[2]] for one in gathered])
-        decoder = _layout("decoder", [one[3 + one[2] :] for one in gathered])
-        found = Feed.of(encoder, decoder, self.places, self.merge)
-        verify_feed(found, encoder, decoder)
-        return found
+        encoder = _layout("encoder", [row[3 : 3 + row[2]] for row in gathered])
+        decoder = _layout("decoder", [row[3 + row[2] :] for row in gathered])
+        feed = Feed.of(encoder, decoder, self.places, self.merge)
+        verify_feed(feed, encoder, decoder)
+        return feed
 
     def to(self, device: torch.device | str) -> EncoderFeed:
         """The feed with `rows` on a device."""
-        found = copy(self)
-        found.device = torch.device(device)
-        vars(found).pop("rows", None)
-        return found
+        result = copy(self)
+        result.device = torch.device(device)
+        vars(result).pop("rows", None)
+        return result
 
     @property
     def name(self) -> str:
@@ -91,9 +91,9 @@ class EncoderFeed:
         """The exchange of the encoder's rows to `rows`, `merge` for each."""
         transport = self.decoder.communicator
         table = self.plan.move.table.rank(transport.rank)
-        (take, sent), (into, received) = (moved_rows(table, transport.ranks, send) for send in (True, False))
-        wanted = len(self.rows) * self.merge
-        return Exchange(transport, f"rows fed to plan {self.name}", take, sent, into, received, wanted)
+        (sources, sent), (targets, received) = (moved_rows(table, transport.ranks, send) for send in (True, False))
+        count = len(self.rows) * self.merge
+        return Exchange(transport, f"rows fed to plan {self.name}", sources, sent, targets, received, count)
 
 
 def _spans(handle: PlanHandle) -> list[int]:
@@ -103,7 +103,7 @@ def _spans(handle: PlanHandle) -> list[int]:
 
 def _layout(name: str, ranks: list[list[int]]) -> Layout:
     """Layouts from (row, token, length) of each rank's spans, column after column, without sequences and positions."""
-    spans = [np.asarray(one, np.int64).reshape(3, -1) for one in ranks]
+    spans = [np.asarray(array, np.int64).reshape(3, -1) for array in ranks]
     columns = np.concatenate([*spans], axis=1)
-    ptr = np.cumsum([0, *(one.shape[1] for one in spans)])
+    ptr = np.cumsum([0, *(array.shape[1] for array in spans)])
     return Layout(name, Table(ptr, SPAN_COLUMNS, np.concatenate([columns, np.zeros_like(columns[:2])])))

@@ -8,15 +8,15 @@ from typing import Any
 _IDENTITIES = ("_DDPSinkBackward",)  # nodes that pass several tensors through, each by itself
 
 
-def nodes(begin: Iterable[Any], ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+def nodes(roots: Iterable[Any], ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
     """Yields each node that is reachable from `begin` once; does not go beyond nodes for which `ends` is true."""
-    pending, seen = [(node, 0) for node in begin], set[Any]()
+    pending, seen = [(node, 0) for node in roots], set[Any]()
     while pending:
         node, output = pending.pop()
         single = node is not None and node.name() in _IDENTITIES
-        if node is None or (place := (node, single and output)) in seen:
+        if node is None or (key := (node, single and output)) in seen:
             continue
-        seen.add(place)
+        seen.add(key)
         yield node
         if not ends(node):
             pending += node.next_functions[output : output + 1] if single else node.next_functions

@@ -74,7 +74,7 @@ class PlanHandle:
         self.gathered = self.feeds = self.fed = False
         # whose forward called attention last
         self.wrapper: DistributedDataParallel | FullyShardedDataParallel | None = None
-        self._held: set[tuple[str, int | None, bool | None]] = set()
+        self._checked: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")
         _HANDLES[int(self.number)] = self
 
@@ -160,21 +160,21 @@ class PlanHandle:
 
     def check(self, kind: str, window: int | None, causal: bool | None, layer: str | None = None) -> None:
         """Compares a layer's declared mask with the plan's, as `ir.masks.declared`, once. Raises ConfigError."""
-        said = kind, window, causal
-        if said not in self._held:
+        declared = kind, window, causal
+        if declared not in self._checked:
             Declared(window, causal).check(self.slice.header.diagonals, kind, layer)
-            self._held.add(said)
+            self._checked.add(declared)
 
     @property
     def declared(self) -> set[str]:
         """Kinds whose window a layer has declared."""
-        return {kind for kind, window, _ in self._held if window is not None}
+        return {kind for kind, window, _ in self._checked if window is not None}
 
     def program(self, kind: str, phase: str) -> Program:
         """This rank's program, compiled on first use."""
         if (kind, phase) not in self._programs:
-            found = self.slice.programs[kind, phase]
-            self._programs[kind, phase] = compile_program(found, self.slice.header)
+            tables = self.slice.programs[kind, phase]
+            self._programs[kind, phase] = compile_program(tables, self.slice.header)
         return self._programs[kind, phase]
 
     def engine_on(self, device: torch.device) -> Engine:
@@ -194,8 +194,8 @@ class PlanHandle:
 
     def sizes(self) -> tuple[int, int, int]:
         """Rows, and the largest buffer in bytes and largest tables in numbers of the loaded programs."""
-        found = [(one.arenas.size, one.table_numbers) for one in self._loaded.values()] or [(0, 0)]
-        buffers, tables = zip(*found, strict=True)
+        pairs = [(entry.arenas.size, entry.table_numbers) for entry in self._loaded.values()] or [(0, 0)]
+        buffers, tables = zip(*pairs, strict=True)
         return self.padded_rows, max(buffers), max(tables)
 
     def prepare(self, device: torch.device | str) -> PlanHandle:
@@ -208,11 +208,11 @@ class PlanHandle:
         """This rank's program in three segments, with boundaries common to all ranks. A collective the first time."""
         if not self._segments:
             keys = self._keys()
-            own = [cut for key in keys for cut in self.program(*key).cuts]
-            rows = self.communicator.all_gather(own, f"segments of plan {self.name}")
+            numbers = [cut for key in keys for cut in self.program(*key).cuts]
+            rows = self.communicator.all_gather(numbers, f"segments of plan {self.name}")
             cuts = zip(*(map(Cuts, row[::2], row[1::2]) for row in rows), strict=True)
-            agreed = {key: agreed_cuts(ranks) for key, ranks in zip(keys, cuts, strict=True)}
-            self._segments = {key: self.program(*key).segments(cut) for key, cut in agreed.items()}
+            common = {key: agreed_cuts(ranks) for key, ranks in zip(keys, cuts, strict=True)}
+            self._segments = {key: self.program(*key).segments(cut) for key, cut in common.items()}
         return self._segments[kind, phase]
 
     def projects(self, kind: str) -> bool:
@@ -249,11 +249,11 @@ def agree(
     transport = handles[0].communicator
     ids = [number for handle in handles for number in np.frombuffer(handle.id, "<i8").tolist()]
     checked_end = 2 + len(ids)
-    own = [max(handle.channels for handle in handles), len(ids), *ids, *facts]
-    rows = transport.all_gather(own, "plans")
-    if any(row[1:checked_end] != own[1:checked_end] for row in rows):
-        mine = holds() if holds else ", ".join(f"plan {handle.name}" for handle in handles)
-        raise different_plans(transport.gather_texts(mine, "what ranks hold"))
+    numbers = [max(handle.channels for handle in handles), len(ids), *ids, *facts]
+    rows = transport.all_gather(numbers, "plans")
+    if any(row[1:checked_end] != numbers[1:checked_end] for row in rows):
+        description = holds() if holds else ", ".join(f"plan {handle.name}" for handle in handles)
+        raise different_plans(transport.gather_texts(description, "what ranks hold"))
     transport.start(max(row[0] for row in rows))
     for handle in handles:
         handle._agreed = True

@@ -83,16 +83,16 @@ def paired(
     """Opens the call of both halves on all ranks, for one or more layers."""
     plans = " and ".join(handle.name for handle in handles)
     calls = (
-        attention_call(plans, one.kind, f"ping-pong {phase}", one.score, one.sinks is not None)
-        for one in pieces
+        attention_call(plans, piece.kind, f"ping-pong {phase}", piece.score, piece.sinks is not None)
+        for piece in pieces
     )
     return handles[0].call(", then ".join(calls))
 
 
 def _total(parts: Iterable[Tensor | None]) -> Tensor | None:
     """The sum of the tensors that are not None; None if all are."""
-    found = [part for part in parts if part is not None]
-    return reduce(torch.add, found) if found else None
+    present = [part for part in parts if part is not None]
+    return reduce(torch.add, present) if present else None
 
 
 # --- layers
@@ -146,8 +146,8 @@ class BothGradients:
     def add(self, params: Iterable[Tensor | None], grads: Iterable[Tensor | None]) -> None:
         for param, grad in zip(params, grads, strict=True):
             if grad is not None and id(param) in self._wanted:
-                old = self._sums.get(id(param))
-                self._sums[id(param)] = grad if old is None else old + grad
+                previous = self._sums.get(id(param))
+                self._sums[id(param)] = grad if previous is None else previous + grad
 
     def of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
         return [self._sums.get(id(param)) for param in params]
@@ -157,66 +157,66 @@ def forward_turns(
     handle: PlanHandle,
     pieces: Sequence[Piece],
     hidden: list[Tensor],
-    kept: list[Tape] | None,
+    tapes: list[Tape] | None,
     execute: Execute = _turns,
 ) -> Iterator[None]:
     """Runs one half's forward. hidden: one tensor, replaced layer by layer; kept: filled for backward, or None."""
     positions = pad(handle.position_ids, (0, handle.padding)).to(hidden[0].device)
-    keep = kept is not None
+    keep = tapes is not None
     for piece in pieces:
         x, projects = hidden[0].detach().requires_grad_(keep), handle.projects(piece.kind)
         qkv: tuple[Tensor, ...] = (
             () if projects else _run_traced(piece.pre, (x, positions), piece.params, keep)
         )
-        given: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, *qkv)
-        machine = yield from execute(handle, piece.kind, "forward", given, piece.layer(projects))
+        home: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, *qkv)
+        machine = yield from execute(handle, piece.kind, "forward", home, piece.layer(projects))
         out, lse = machine.output(x.dtype if projects else qkv[0].dtype)
         y = _run_traced(piece.post, (x, out.requires_grad_(keep)), piece.params, keep)
         hidden[0] = y.detach()
-        if kept is not None:
+        if tapes is not None:
             # a plan that projects may keep projected rows at home
             rows = dict(machine.memory.home)
             del rows[Name.O]
-            kept.append(Tape(x, qkv, {**rows, **given}, out, lse, y))
+            tapes.append(Tape(x, qkv, {**rows, **home}, out, lse, y))
 
 
 def _run_traced(
-    work: Callable[..., Any], given: Sequence[Tensor], params: Sequence[Tensor], keep: bool
+    work: Callable[..., Any], inputs: Sequence[Tensor], params: Sequence[Tensor], keep: bool
 ) -> Any:
     """Runs `pre` or `post` on its arguments, with a graph if `keep`."""
     with torch.set_grad_enabled(keep):
-        found = work(*given)
-    require_listed([found] if isinstance(found, Tensor) else found, (*given, *params))
-    return found
+        outputs = work(*inputs)
+    require_listed([outputs] if isinstance(outputs, Tensor) else outputs, (*inputs, *params))
+    return outputs
 
 
 def backward_turns(
     handle: PlanHandle,
     pieces: Sequence[Piece],
-    kept: list[Tape],
+    tapes: list[Tape],
     dhidden: list[Tensor],
     sums: BothGradients,
     execute: Execute = _turns,
 ) -> Iterator[None]:
     """Runs one half's backward. dhidden: one tensor, replaced layer by layer, last layer first; kept: emptied."""
     for piece in reversed(pieces):
-        half, wanted = kept.pop(), piece.wanted
-        dx, do, *grads = _pull((half.y,), (dhidden[0],), (half.x, half.out, *wanted))
-        sums.add(wanted, grads)
+        half, params = tapes.pop(), piece.wanted
+        dx, do, *grads = _pull((half.y,), (dhidden[0],), (half.x, half.out, *params))
+        sums.add(params, grads)
         home = backward_home(half.given, half.out, half.lse, or_zeros(do, half.out))
         layer = piece.layer(projects=not half.qkv)
         machine = yield from execute(handle, piece.kind, "backward", home, layer)
-        dx_before, *grads = _pull_before(machine, half, wanted)
-        sums.add(wanted, grads)
+        dx_before, *grads = _pull_before(machine, half, params)
+        sums.add(params, grads)
         sums.add((piece.sinks,), (sink_gradient(layer, machine.gradients),))
         dhidden[0] = or_zeros(_total((dx, dx_before)), half.x)
 
 
-def _pull_before(machine: TorchMachine, half: Tape, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _pull_before(machine: TorchMachine, half: Tape, params: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Gradients of x and of the params through the work before attention."""
     if half.qkv:
-        return _pull(half.qkv, machine.input_gradients(half.qkv[0].dtype), (half.x, *wanted))
-    grads = zip(machine.gradients.params, wanted, strict=True)
+        return _pull(half.qkv, machine.input_gradients(half.qkv[0].dtype), (half.x, *params))
+    grads = zip(machine.gradients.params, params, strict=True)
     return machine.hidden_gradient(half.x.dtype), *(grad.to(param.dtype) for grad, param in grads)
 
 
@@ -231,41 +231,41 @@ def _pull(
     return torch.autograd.grad(ys, inputs, dys, allow_unused=True)
 
 
-def require_listed(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
+def require_listed(outputs: Iterable[Tensor], allowed: Iterable[Tensor]) -> None:
     """Raises ConfigError if the graph of the outputs has a leaf that is not known: its gradient, or its source's, would
     be lost silently."""
-    listed = list(known)
-    leaves, seen = {id(tensor) for tensor in listed}, {tensor.grad_fn for tensor in listed}
+    tensors = list(allowed)
+    leaves, seen = {id(tensor) for tensor in tensors}, {tensor.grad_fn for tensor in tensors}
     for node in nodes((output.grad_fn for output in outputs), seen.__contains__):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in leaves:
             raise ConfigError(
                 "params",
-                f"{len(listed)} tensors",
+                f"{len(tensors)} tensors",
                 f"pre or post uses one of shape {tuple(leaf.shape)} that requires a gradient and is not among them",
                 "list the parameters of everything that pre and post call",
             )
 
 
-def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, kept: list[Tape] | None) -> Tensor:
+def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, tapes: list[Tape] | None) -> Tensor:
     """Runs one batch through the layers; kept: as in `forward_turns`. Backward may use another plan of the same rows,
     in `backward_alone`."""
     hidden = [x]
     with paired((handle,), "forward", pieces):
-        take_turns([forward_turns(handle, pieces, hidden, kept, _run_whole)])
+        take_turns([forward_turns(handle, pieces, hidden, tapes, _run_whole)])
     return hidden[0]
 
 
 def backward_alone(
-    handle: PlanHandle, pieces: Sequence[Piece], kept: list[Tape], dy: Tensor
+    handle: PlanHandle, pieces: Sequence[Piece], tapes: list[Tape], dy: Tensor
 ) -> tuple[Tensor, dict[Tensor, Tensor]]:
     """The gradients of the layers' input and of params. kept: the state that forward saved, emptied."""
     params = params_of(pieces)
     sums, dhidden = BothGradients(params), [dy]
     with paired((handle,), "backward", pieces):
-        take_turns([backward_turns(handle, pieces, kept, dhidden, sums, _run_whole)])
-    found = zip(params, sums.of(params), strict=True)
-    return dhidden[0], {param: grad for param, grad in found if grad is not None}
+        take_turns([backward_turns(handle, pieces, tapes, dhidden, sums, _run_whole)])
+    pairs = zip(params, sums.of(params), strict=True)
+    return dhidden[0], {param: grad for param, grad in pairs if grad is not None}
 
 
 def serve(handle: PlanHandle, phase: str, pieces: Sequence[Piece], device: torch.device) -> None:
@@ -301,11 +301,11 @@ class PairedLayers(torch.autograd.Function):
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
         hidden: list[list[Tensor]] = [[ping], [pong]]
-        kept: list[list[Tape] | None] = [[] if keep else None for _ in handles]
-        halves = zip(handles, pieces, hidden, kept, strict=True)
+        tapes: list[list[Tape] | None] = [[] if keep else None for _ in handles]
+        halves = zip(handles, pieces, hidden, tapes, strict=True)
         with paired(handles, "forward", pieces[0]):
             take_turns(forward_turns(*half) for half in halves)
-        ctx.handles, ctx.pieces, ctx.kept, ctx.params = handles, pieces, kept, params
+        ctx.handles, ctx.pieces, ctx.kept, ctx.params = handles, pieces, tapes, params
         return tuple(half[0] for half in hidden)
 
     @staticmethod
@@ -324,8 +324,8 @@ class PairedLayers(torch.autograd.Function):
 
 def params_of(pieces: Iterable[Piece]) -> tuple[Tensor, ...]:
     """Params and sinks, each once."""
-    listed = (tensor for piece in pieces for tensor in (*piece.params, piece.sinks))
-    return tuple({id(tensor): tensor for tensor in listed if tensor is not None}.values())
+    tensors = (tensor for piece in pieces for tensor in (*piece.params, piece.sinks))
+    return tuple({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
 def run_pair(

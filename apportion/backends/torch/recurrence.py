@@ -96,16 +96,16 @@ class RankRecurrence:
     kept: Tensor
 
 
-_HELD: WeakKeyDictionary[PlanHandle, dict[tuple[str, torch.device], RankRecurrence]] = WeakKeyDictionary()
+_CACHE: WeakKeyDictionary[PlanHandle, dict[tuple[str, torch.device], RankRecurrence]] = WeakKeyDictionary()
 
 
 def recurrence_of(handle: PlanHandle, kind: str, device: torch.device) -> RankRecurrence:
     """The rank's part of a kind on a device, built on first use."""
-    held = _HELD.setdefault(handle, {})
-    if (kind, device) not in held:
+    cache = _CACHE.setdefault(handle, {})
+    if (kind, device) not in cache:
         with torch.device(device):
-            held[kind, device] = _recurrence(handle, kind)
-    return held[kind, device]
+            cache[kind, device] = _recurrence(handle, kind)
+    return cache[kind, device]
 
 
 # ---- tables
@@ -117,12 +117,12 @@ def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
     runs, ranks, number = tables["runs"], handle.communicator.ranks, [*kinds].index(kind)
     past, leads = runs["past"] >= 0, runs["leads"] > 0
     whole, first, middle, last = (
-        _group(runs, np.flatnonzero((past == has) & (leads == led)))
-        for has, led in ((False, False), (False, True), (True, True), (True, False))
+        _group(runs, np.flatnonzero((past == with_past) & (leads == with_next)))
+        for with_past, with_next in ((False, False), (False, True), (True, True), (True, False))
     )
     rows = torch.cat([group.rows for group in (whole, first, middle, last)])
     slots = _Slots.of(tables, number, ranks, kinds[kind].heads)
-    followed = slots.past & slots.leads
+    is_followed = slots.past & slots.leads
     name, width = f"kind {kind}, plan {handle.name}", widest_halo(kinds)
     halo = Exchange(
         handle.communicator,
@@ -141,22 +141,22 @@ def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
         early=len(last.rows) > EARLY_SHARE * len(rows),
         place=rows.argsort(),
         u=slots.passage(first.runs + middle.runs, slots.leads),
-        m=slots.passage(middle.runs, followed),
+        m=slots.passage(middle.runs, is_followed),
         states=slots.passage(middle.runs + last.runs, slots.past),
-        levels=slots.levels(followed),
+        levels=slots.levels(is_followed),
         halo=halo,
         **_windows(runs, kinds[kind].halo, width),
     )
 
 
-def _windows(runs: Table, own: int, widest: int) -> dict[str, Tensor]:
+def _windows(runs: Table, reach: int, widest: int) -> dict[str, Tensor]:
     """`windows` and `kept` of a convolution that reads `own` rows before a run."""
     lengths, number = runs.wide("rows"), np.arange(len(runs))
-    inside = within(lengths + own)
-    run = np.repeat(number, lengths + own)
-    halo, row = (run + 1) * widest + inside - own, len(runs) * widest + runs.wide("row")[run] + inside - own
-    kept = np.repeat(number * own, lengths) + np.arange(int(lengths.sum()))  # runs are in row order
-    return {"windows": _ints(np.where(inside < own, halo, row)), "kept": _ints(kept)}
+    offset = within(lengths + reach)
+    run = np.repeat(number, lengths + reach)
+    halo, row = (run + 1) * widest + offset - reach, len(runs) * widest + runs.wide("row")[run] + offset - reach
+    positions = np.repeat(number * reach, lengths) + np.arange(int(lengths.sum()))  # runs are in row order
+    return {"windows": _ints(np.where(offset < reach, halo, row)), "kept": _ints(positions)}
 
 
 def _group(runs: Table, numbers: Ints) -> RunGroup:
@@ -190,49 +190,49 @@ class _Slots:
         run, peer = (np.repeat(states.wide(name), counts) for name in ("run", "peer"))
         counts, parent = folds.wide("heads"), folds.wide("parent")
         start = offsets(counts)
-        earlier = int(np.count_nonzero(tables["folds"]["kind"] < kind))  # slots are sorted by kind
-        before = np.maximum(parent - earlier, 0)
-        above = np.where(
-            np.repeat(parent >= 0, counts), np.repeat(start[before], counts) + within(counts), -1
+        first_slot = int(np.count_nonzero(tables["folds"]["kind"] < kind))  # slots are sorted by kind
+        parent_index = np.maximum(parent - first_slot, 0)
+        parent_slot = np.where(
+            np.repeat(parent >= 0, counts), np.repeat(start[parent_index], counts) + within(counts), -1
         )
-        leads = np.zeros(len(above), bool)
-        leads[above[above >= 0]] = True
+        leads = np.zeros(len(parent_slot), bool)
+        leads[parent_slot[parent_slot >= 0]] = True
         slot_peer = np.repeat(folds.wide("peer"), counts)
-        return _Slots(run, head, peer, slot_peer, above, above >= 0, leads, heads, ranks)
+        return _Slots(run, head, peer, slot_peer, parent_slot, parent_slot >= 0, leads, heads, ranks)
 
     def passage(self, runs: list[int], of_slots: Bools) -> HeadTransfer:
         """Builds the transfer of these runs' heads, in this order, to their slots."""
-        place = np.full(int(self.run.max(initial=-1)) + 1, -1)
-        place[runs] = np.arange(len(runs))
+        position = np.full(int(self.run.max(initial=-1)) + 1, -1)
+        position[runs] = np.arange(len(runs))
         order = np.argsort(self.peer, kind="stable")
-        order = order[place[self.run[order]] >= 0]
-        sent = place[self.run[order]] * self.heads + self.head[order]
+        order = order[position[self.run[order]] >= 0]
+        rows = position[self.run[order]] * self.heads + self.head[order]
         counts = (
             np.bincount(peers, minlength=self.ranks) for peers in (self.peer[order], self.slot_peer[of_slots])
         )
-        to_slots, to_runs = (found.tolist() for found in counts)
-        return HeadTransfer(_ints(sent), _ints(np.argsort(sent)), to_slots, to_runs)
+        to_slots, to_runs = (part.tolist() for part in counts)
+        return HeadTransfer(_ints(rows), _ints(np.argsort(rows)), to_slots, to_runs)
 
     def _arrival_positions(self, of_slots: Bools) -> Ints:
         """The position of each of these slots in order of arrival."""
         order = np.argsort(self.slot_peer, kind="stable")
-        place = np.zeros(len(order), np.int64)
-        place[order] = np.cumsum(of_slots[order]) - 1
-        return place
+        positions = np.zeros(len(order), np.int64)
+        positions[order] = np.cumsum(of_slots[order]) - 1
+        return positions
 
     def levels(self, followed: Bools) -> list[Level]:
         """The levels of the fold. followed: slots with an M."""
         depth = np.zeros(len(self.parent), np.int64)
-        for slot, above in enumerate(self.parent.tolist()):
-            depth[slot] = depth[above] + 1 if above >= 0 else 0
-        u, m, into = map(self._arrival_positions, (self.leads, followed, self.past))
-        place, levels = np.zeros(len(depth), np.int64), list[Level]()
+        for slot, parent in enumerate(self.parent.tolist()):
+            depth[slot] = depth[parent] + 1 if parent >= 0 else 0
+        u, m, state = map(self._arrival_positions, (self.leads, followed, self.past))
+        position, levels = np.zeros(len(depth), np.int64), list[Level]()
         for level in range(int(depth.max(initial=-1)) + 1):
             slots = np.flatnonzero(depth == level)
-            leads = np.flatnonzero(self.leads[slots])
-            leading = slots[leads]
-            columns = place[self.parent[slots]], into[slots], leads, u[leading], m[leading]
-            place[leading] = np.arange(len(leading))
+            lead_indexes = np.flatnonzero(self.leads[slots])
+            leaders = slots[lead_indexes]
+            columns = position[self.parent[slots]], state[slots], lead_indexes, u[leaders], m[leaders]
+            position[leaders] = np.arange(len(leaders))
             levels.append(Level(*map(_ints, columns)))
         return levels
 
@@ -254,41 +254,41 @@ def _fold(u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tens
     """u [first and middle runs, heads, K, V], m [middle runs, heads, ...] -> the incoming states [middle and last
     runs, heads, K, V], and the M that are folded here."""
     handle = PlanHandle.of_number(number)
-    own = recurrence_of(handle, kind, u.device)
+    local = recurrence_of(handle, kind, u.device)
     u_rows, m_rows = u.flatten(0, 1), m.flatten(0, 1)
-    what = f"states of {own.name}"
-    u_held, m_held = _to_slots(handle, what, (u_rows, own.u), (m_rows, own.m))
-    states = u.new_empty(sum(own.states.to_runs), *u.shape[2:])
+    label = f"states of {local.name}"
+    u_held, m_held = _to_slots(handle, label, (u_rows, local.u), (m_rows, local.m))
+    states = u.new_empty(sum(local.states.to_runs), *u.shape[2:])
     out = u_held[:0]
-    for depth, level in enumerate(own.levels):
+    for depth, level in enumerate(local.levels):
         state = out[level.parent] if depth else None
         out = u_held[level.u]
         if state is not None:
             states[level.into] = state
             out = out + _apply_transition(m_held[level.m], state[level.leads])
-    found = _to_runs(handle, what, states, own.states)
-    return found.view(len(own.middle.runs) + len(own.last.runs), *u.shape[1:]), m_held
+    rows = _to_runs(handle, label, states, local.states)
+    return rows.view(len(local.middle.runs) + len(local.last.runs), *u.shape[1:]), m_held
 
 
 @op
 def _fold_grad(dstates: Tensor, m_held: Tensor, number: Tensor, kind: str) -> Tensor:
     """d u [first and middle runs, heads, K, V]."""
     handle = PlanHandle.of_number(number)
-    own = recurrence_of(handle, kind, dstates.device)
-    what = f"gradient of states of {own.name}"
-    (din,) = _to_slots(handle, what, (dstates.flatten(0, 1), own.states))
-    douts = dstates.new_zeros(sum(own.u.to_runs), *dstates.shape[2:])
-    for depth in reversed(range(1, len(own.levels))):
-        level, above = own.levels[depth], own.levels[depth - 1]
+    local = recurrence_of(handle, kind, dstates.device)
+    label = f"gradient of states of {local.name}"
+    (din,) = _to_slots(handle, label, (dstates.flatten(0, 1), local.states))
+    douts = dstates.new_zeros(sum(local.u.to_runs), *dstates.shape[2:])
+    for depth in reversed(range(1, len(local.levels))):
+        level, previous = local.levels[depth], local.levels[depth - 1]
         dstate = din[level.into]
         dstate[level.leads] += _apply_transition(
             m_held[level.m].mT if m_held.dim() == 3 else m_held[level.m], douts[level.u]
         )
         douts.index_put_(
-            (above.u[level.parent],), dstate, accumulate=True
+            (previous.u[level.parent],), dstate, accumulate=True
         )  # accumulates in order of the index, also on a GPU
-    du = _to_runs(handle, what, douts, own.u)
-    return du.view(len(own.first.runs) + len(own.middle.runs), *dstates.shape[1:])
+    du = _to_runs(handle, label, douts, local.u)
+    return du.view(len(local.first.runs) + len(local.middle.runs), *dstates.shape[1:])
 
 
 class _Fold(torch.autograd.Function):
@@ -306,9 +306,9 @@ class _Fold(torch.autograd.Function):
     def backward(ctx: Any, dstates: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None]:
         states, m_held, number = ctx.saved_tensors
         du = fold_grad_op(dstates, m_held, number, ctx.kind)
-        own = recurrence_of(PlanHandle.of_number(number), ctx.kind, du.device)
-        first, middle = len(own.first.runs), len(own.middle.runs)
-        dm = _transition_gradient(own.layer, du[first:], states[:middle])
+        local = recurrence_of(PlanHandle.of_number(number), ctx.kind, du.device)
+        first, middle = len(local.first.runs), len(local.middle.runs)
+        dm = _transition_gradient(local.layer, du[first:], states[:middle])
         return du, dm, None, None
 
 
@@ -326,38 +326,38 @@ def _transition_gradient(layer: Recurrent, dout: Tensor, state: Tensor) -> Tenso
     return product if layer.gate == "diagonal" else product.sum(-1)
 
 
-def _to_slots(handle: PlanHandle, what: str, *parts: tuple[Tensor, HeadTransfer]) -> list[Tensor]:
+def _to_slots(handle: PlanHandle, label: str, *parts: tuple[Tensor, HeadTransfer]) -> list[Tensor]:
     """Sends the heads of runs to their slots, for each part."""
-    given = [(rows[way.sent], way.to_slots, way.to_runs) for rows, way in parts]
-    return _exchange_parts(handle, f"{what}, to slots", given)
+    transfers = [(rows[transfer.sent], transfer.to_slots, transfer.to_runs) for rows, transfer in parts]
+    return _exchange_parts(handle, f"{label}, to slots", transfers)
 
 
-def _to_runs(handle: PlanHandle, what: str, rows: Tensor, way: HeadTransfer) -> Tensor:
+def _to_runs(handle: PlanHandle, label: str, rows: Tensor, transfer: HeadTransfer) -> Tensor:
     """The inverse of `_to_slots`, for one part."""
-    (found,) = _exchange_parts(handle, f"{what}, to runs", [(rows, way.to_runs, way.to_slots)])
-    return found[way.arrived]
+    (received,) = _exchange_parts(handle, f"{label}, to runs", [(rows, transfer.to_runs, transfer.to_slots)])
+    return received[transfer.arrived]
 
 
 def _exchange_parts(
-    handle: PlanHandle, what: str, parts: Sequence[tuple[Tensor, list[int], list[int]]]
+    handle: PlanHandle, label: str, parts: Sequence[tuple[Tensor, list[int], list[int]]]
 ) -> list[Tensor]:
     """Exchanges parts: rows for rank 0, 1, …, counts to each and from each -> the rows from rank 0, 1, …. One round of
     the ranks that have any."""
-    transport, posts, found = handle.communicator, list[Post](), list[Tensor]()
+    transport, posts, outputs = handle.communicator, list[Post](), list[Tensor]()
     for rows, sent, received in parts:
         out = rows.new_empty(sum(received), *rows.shape[1:])
-        leaving, coming = torch.split(rows.contiguous(), sent), torch.split(out, received)
-        coming[transport.rank].copy_(leaving[transport.rank])
+        outgoing, incoming = torch.split(rows.contiguous(), sent), torch.split(out, received)
+        incoming[transport.rank].copy_(outgoing[transport.rank])
         posts += [
             Post(send, peer, part.view(-1).view(torch.uint8))
-            for send, side in ((True, leaving), (False, coming))
+            for send, side in ((True, outgoing), (False, incoming))
             for peer, part in enumerate(side)
             if peer != transport.rank and part.numel()
         ]
-        found.append(out)
-    with handle.call(what):
+        outputs.append(out)
+    with handle.call(label):
         transport.batch(0, posts).wait()
-    return found
+    return outputs
 
 
 # ---- rows before runs

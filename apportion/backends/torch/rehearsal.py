@@ -33,8 +33,8 @@ class Rehearsal:
     def __init__(self, taken: Tensor, documents: Tensor, whole: Rehearsal | None = None) -> None:
         self.taken, self.rows, self.whole, self.exact = taken, len(taken), whole, True
         self._documents = documents
-        behind = taken[:, None] >= taken
-        self._mask = behind & (documents[:, None] == documents)
+        is_earlier = taken[:, None] >= taken
+        self._mask = is_earlier & (documents[:, None] == documents)
         self.attended: list[Tensor] = []
         self.gathered: list[list[int]] = []
         self.seen = dict[_Place, Tensor]()  # as they come
@@ -45,8 +45,8 @@ class Rehearsal:
     @property
     def lengths(self) -> list[int]:
         """The number of rows of each document of the whole, in order."""
-        found: list[int] = torch.unique_consecutive(self._documents, return_counts=True)[1].tolist()
-        return found
+        counts: list[int] = torch.unique_consecutive(self._documents, return_counts=True)[1].tolist()
+        return counts
 
     def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query, key, value [1, heads, rows, width] -> [1, rows, heads, width]."""
@@ -57,9 +57,9 @@ class Rehearsal:
 
         return self.replay(f"the queries, keys and values of {layer}", (query, key, value), run)
 
-    def replay(self, given: str, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
+    def replay(self, label: str, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
         """The result of `run`, [1, rows, ...], on the whole; on a part, that part's rows of the whole's result."""
-        self.record(given, inputs, decides=True)
+        self.record(label, inputs, decides=True)
         out = run() if self.whole is None else self.whole.attended[len(self.attended)][:, self.taken]
         self.attended.append(out)
         return out
@@ -71,9 +71,9 @@ class Rehearsal:
 
     def record(self, name: str, output: Any, decides: bool = False) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        for number, found in enumerate(tree_leaves(output)):
-            if isinstance(found, Tensor) and found.is_floating_point():
-                self.seen[name, call, number] = found.detach().clone()
+        for number, tensor in enumerate(tree_leaves(output)):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self.seen[name, call, number] = tensor.detach().clone()
                 self.decisive |= {(name, call, number)} if decides else set()
 
     def differing(self) -> str | None:
@@ -86,22 +86,22 @@ class Rehearsal:
     def _agrees(self, key: _Place) -> bool:
         """True if rows agree to rounding, or there are no rows to compare."""
         assert self.whole is not None
-        whole, own = self.whole.seen.get(key), self.seen[key]
-        dim = None if whole is None else _rows_dim(whole.shape, own.shape, self.whole.rows, self.rows)
+        whole, actual = self.whole.seen.get(key), self.seen[key]
+        dim = None if whole is None else _rows_dim(whole.shape, actual.shape, self.whole.rows, self.rows)
         if whole is None or dim is None:
             return True
-        wanted = whole.index_select(dim, self.taken)
-        rows, wanted_rows = (one.movedim(dim, 0)[..., None].flatten(1) for one in (own, wanted))
-        return close(rows, wanted_rows, self.exact)
+        expected = whole.index_select(dim, self.taken)
+        rows, expected_rows = (tensor.movedim(dim, 0)[..., None].flatten(1) for tensor in (actual, expected))
+        return close(rows, expected_rows, self.exact)
 
 
 @contextmanager
-def recorded(model: Any, held: Rehearsal) -> Iterator[None]:
+def recorded(model: Any, rehearsal: Rehearsal) -> Iterator[None]:
     """Records every module's results in `held`, inner modules first."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
-                hook = module.register_forward_hook(lambda *given, name=name: held.record(name, given[-1]))
+                hook = module.register_forward_hook(lambda *args, name=name: rehearsal.record(name, args[-1]))
                 stack.callback(hook.remove)
         yield
 
@@ -110,23 +110,23 @@ def _rows_dim(whole: Sequence[int], part: Sequence[int], count: int, rows: int) 
     """The only dimension in which the shapes differ, if its sizes are the numbers of rows."""
     if len(whole) != len(part):
         return None
-    apart = [dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]]
-    return apart[0] if len(apart) == 1 and (whole[apart[0]], part[apart[0]]) == (count, rows) else None
+    dims = [dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]]
+    return dims[0] if len(dims) == 1 and (whole[dims[0]], part[dims[0]]) == (count, rows) else None
 
 
-def close(own: Tensor, wanted: Tensor, exact: bool = True) -> bool:
+def close(actual: Tensor, expected: Tensor, exact: bool = True) -> bool:
     """True if each row [rows, width] is close, relative to its norm and that of all rows; NaN in both is equal. Not
     exact: most rows, to 16-bit precision."""
-    own, wanted = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) for tensor in (own, wanted))
-    norms = wanted.norm(dim=1)
-    apart = (own - wanted).norm(dim=1) > (_TOLERANCE if exact else _ROUGH) * (norms + norms.mean())
-    return float(apart.double().mean()) <= (0 if exact else 0.25)
+    actual, expected = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) for tensor in (actual, expected))
+    norms = expected.norm(dim=1)
+    is_far = (actual - expected).norm(dim=1) > (_TOLERANCE if exact else _ROUGH) * (norms + norms.mean())
+    return float(is_far.double().mean()) <= (0 if exact else 0.25)
 
 
 def is_here(model: Any) -> bool:
     """True if all weights of the model are in this process, unsharded."""
-    held = [*model.parameters(), *model.buffers()]
-    elsewhere = any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in held)
+    tensors = [*model.parameters(), *model.buffers()]
+    elsewhere = any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in tensors)
     return not elsewhere and all(tensor.numel() for tensor in model.parameters())
 
 
@@ -134,7 +134,7 @@ def is_here(model: Any) -> bool:
 def undisturbed(model: Any, device: torch.device, *others: Any) -> Iterator[Callable[[], None]]:
     """Runs a block without noise and gradients, in float32 or wider. Yields a function that restores the state of
     modules and of `others` (configs), which is also restored at the end."""
-    precision, before = torch.get_float32_matmul_precision(), _snapshot(model, others)
+    precision, restore = torch.get_float32_matmul_precision(), _snapshot(model, others)
     cuda = [device] if device.type == "cuda" else []
     try:
         torch.set_float32_matmul_precision("highest")
@@ -142,7 +142,7 @@ def undisturbed(model: Any, device: torch.device, *others: Any) -> Iterator[Call
             yield _snapshot(model, others)
     finally:
         torch.set_float32_matmul_precision(precision)
-        before()
+        restore()
         for module in model.modules():
             if isinstance(
                 module, FSDPModule
@@ -160,9 +160,9 @@ def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
     attributes, values = [(one, dict(one)) for one in held], [(one, one.clone()) for one in model.buffers()]
 
     def put_back() -> None:
-        for own, before in attributes:
+        for own, saved in attributes:
             own.clear()
-            own.update(before)
+            own.update(saved)
         for buffer, value in values:
             buffer.copy_(value)
 
@@ -197,14 +197,14 @@ class ExactMode(TorchDispatchMode):
         kwargs = kwargs or {}
         writes = func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].dtype in LOW
         if self._wide and not writes:
-            args, kwargs = tree_map(_widened, (args, kwargs))
+            args, kwargs = tree_map(_in_float32, (args, kwargs))
         if func is aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         result = func(*args, **kwargs)
         return result.fill_(_MEANS[func](*args[1:])) if func in _MEANS else result
 
 
-def _widened(value: Any) -> Any:
+def _in_float32(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype in LOW:
         return value.float()
     return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value

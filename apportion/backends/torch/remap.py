@@ -15,14 +15,14 @@ def remapped(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor
     """x moved from the move's source layout to its target (`inverse`: back), differentiable; a collective."""
     handle.require_unpadded("layouts are moved")
     source, target = (move.target, move.source) if inverse else (move.source, move.target)
-    given, wanted = (int(handle.slice.layout(name).rows_per_rank[0]) for name in (source, target))
-    if len(x) != given:
-        raise ExecutionError(f"this rank holds {given} rows of layout {source}, got {len(x)}")
+    source_rows, target_rows = (int(handle.slice.layout(name).rows_per_rank[0]) for name in (source, target))
+    if len(x) != source_rows:
+        raise ExecutionError(f"this rank holds {source_rows} rows of layout {source}, got {len(x)}")
     name = f"rows from layout {source} to {target}, plan {handle.name}"
-    (take, sent), (into, received) = (
+    (sources, sent), (targets, received) = (
         moved_rows(move.table, handle.communicator.ranks, send != inverse) for send in (1, 0)
     )
-    return Exchange(handle.communicator, name, take, sent, into, received, wanted)(x)
+    return Exchange(handle.communicator, name, sources, sent, targets, received, target_rows)(x)
 
 
 def moved_rows(table: Table, ranks: int, send: bool) -> tuple[Tensor, list[int]]:
@@ -30,9 +30,9 @@ def moved_rows(table: Table, ranks: int, send: bool) -> tuple[Tensor, list[int]]
     `isa.MOVE_COLUMNS`."""
     columns = (table[name].tolist() for name in ("send", "peer", "row", "rows"))
     runs = [(peer, row, rows) for flag, peer, row, rows in zip(*columns, strict=True) if flag == send]
-    counts = [sum(rows for to, _, rows in runs if to == peer) for peer in range(ranks)]
-    listed = [torch.arange(row, row + rows) for _, row, rows in sorted(runs, key=lambda run: run[0])]
-    return torch.cat(listed) if listed else torch.zeros(0, dtype=torch.int64), counts
+    counts = [sum(rows for target, _, rows in runs if target == peer) for peer in range(ranks)]
+    ranges = [torch.arange(row, row + rows) for _, row, rows in sorted(runs, key=lambda run: run[0])]
+    return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64), counts
 
 
 def find_move(handle: PlanHandle, source: str, target: str) -> tuple[Move, bool]:
@@ -40,8 +40,8 @@ def find_move(handle: PlanHandle, source: str, target: str) -> tuple[Move, bool]
     for move in handle.slice.moves:
         if {move.source, move.target} == {source, target}:
             return move, move.source == target
-    known = ", ".join(f"{move.source} and {move.target}" for move in handle.slice.moves) or "none"
-    raise UnknownNameError("remap", f"{source} -> {target}", f"the plan moves between {known}", "name these")
+    pairs = ", ".join(f"{move.source} and {move.target}" for move in handle.slice.moves) or "none"
+    raise UnknownNameError("remap", f"{source} -> {target}", f"the plan moves between {pairs}", "name these")
 
 
 def to_linear(x: Tensor, handle: PlanHandle) -> Tensor:

@@ -50,90 +50,90 @@ def scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: f
 
 
 def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: float) -> Tensor:
-    own, v = recurrence_of(handle, kind, rows.v.device), rows.v
-    layer, wide = own.layer, accumulator_dtype(v.dtype)
+    local, v = recurrence_of(handle, kind, rows.v.device), rows.v
+    layer, sum_dtype = local.layer, accumulator_dtype(v.dtype)
     inputs = [x for x in rows if x is not None]
-    u = v.new_zeros(0, layer.heads, layer.key_dim, layer.value_dim, dtype=wide)
-    m = v.new_zeros(0, layer.heads, *(layer.key_dim,) * _transition_dims(own), dtype=wide)
-    if not own.first.runs + own.middle.runs:
-        u = _tied(u, *inputs)  # so that backward passes here on every rank
+    u = v.new_zeros(0, layer.heads, layer.key_dim, layer.value_dim, dtype=sum_dtype)
+    m = v.new_zeros(0, layer.heads, *(layer.key_dim,) * _transition_dims(local), dtype=sum_dtype)
+    if not local.first.runs + local.middle.runs:
+        u = _tie(u, *inputs)  # so that backward passes here on every rank
     outs, us = list[Tensor](), [u]
-    if own.first.runs:
-        first, state = _run(kernel, rows.of(own.first), own.first, scale)
+    if local.first.runs:
+        first, state = _run(kernel, rows.of(local.first), local.first, scale)
         us.append(state)
-    if own.middle.runs:
-        middle, more, state, m = _summary(own, kernel, rows.of(own.middle), own.middle, scale)
+    if local.middle.runs:
+        middle, more, state, m = _summary(local, kernel, rows.of(local.middle), local.middle, scale)
         us.append(state)
     u = torch.cat(us) if len(us) > 1 else u
-    with _on_side_stream(u, m) as joined:
+    with _on_side_stream(u, m) as join:
         states, _ = fold_op(u.contiguous(), m.contiguous(), handle.number, kind)
     if states.grad_fn is not None:
         states.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
-    if own.whole.runs:
-        outs.append(_run(kernel, rows.of(own.whole), own.whole, scale)[0])
-    if own.early:
-        last, more_last, *_ = _summary(own, kernel, rows.of(own.last), own.last, scale)
-    joined(states)
-    to_middle, to_last = states.split([len(own.middle.runs), len(own.last.runs)])
-    if own.first.runs:
+    if local.whole.runs:
+        outs.append(_run(kernel, rows.of(local.whole), local.whole, scale)[0])
+    if local.early:
+        last, more_last, *_ = _summary(local, kernel, rows.of(local.last), local.last, scale)
+    join(states)
+    to_middle, to_last = states.split([len(local.middle.runs), len(local.last.runs)])
+    if local.first.runs:
         outs.append(first)
-    if own.middle.runs:
-        outs.append(middle + _read(more, to_middle, own.middle))
-    if own.last.runs:
-        if own.early:
-            outs.append(last + _read(more_last, to_last, own.last))
+    if local.middle.runs:
+        outs.append(middle + _read(more, to_middle, local.middle))
+    if local.last.runs:
+        if local.early:
+            outs.append(last + _read(more_last, to_last, local.last))
         else:
-            outs.append(_run(kernel, rows.of(own.last), own.last, scale, to_last)[0])
+            outs.append(_run(kernel, rows.of(local.last), local.last, scale, to_last)[0])
     if len(outs) > 1:
-        outs = [torch.cat(outs)[own.place]]
+        outs = [torch.cat(outs)[local.place]]
     out = outs[0] if outs else v.new_zeros(0, *v.shape[1:])
     if len(out) < len(v):
         out = pad(out, (0, 0, 0, 0, 0, len(v) - len(out)))
-    missed = [] if own.last.runs or own.middle.runs else [states]
-    return _tied(out, *missed, *([] if outs else inputs))
+    missed = [] if local.last.runs or local.middle.runs else [states]
+    return _tie(out, *missed, *([] if outs else inputs))
 
 
-def _transition_dims(own: RankRecurrence) -> int:
-    return 2 if own.layer.delta else own.layer.gate == "diagonal"
+def _transition_dims(local: RankRecurrence) -> int:
+    return 2 if local.layer.delta else local.layer.gate == "diagonal"
 
 
 def _run(
     kernel: Kernel, rows: ScanRows, group: RunGroup, scale: float, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """o [rows, heads, V] of a group's rows, and the last state of each run."""
-    given = {name: x[None] for name, x in rows._asdict().items() if x is not None}
+    inputs = {name: x[None] for name, x in rows._asdict().items() if x is not None}
     options: dict[str, Any] = {"scale": scale, "initial_state": state, "output_final_state": True}
-    out, last = kernel(**given, **options, cu_seqlens=group.ends)
+    out, last = kernel(**inputs, **options, cu_seqlens=group.ends)
     return out[0], last
 
 
 def _summary(
-    own: RankRecurrence, kernel: Kernel, rows: ScanRows, group: RunGroup, scale: float
+    local: RankRecurrence, kernel: Kernel, rows: ScanRows, group: RunGroup, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For runs with a past: o' [rows, heads, V], Q' [rows, heads, K], U and M."""
-    layer, v = own.layer, rows.v
+    layer, v = local.layer, rows.v
     if not layer.delta:
         out, u = _run(kernel, rows, group, scale)
         decay = _decay(rows.g, group)
-        shared = layer.heads // rows.q.shape[1]
-        kept = decay[..., None] if decay.dim() == 2 else decay
-        more = scale * rows.q.repeat_interleave(shared, 1) * kept.to(v.dtype)
+        ratio = layer.heads // rows.q.shape[1]
+        factors = decay[..., None] if decay.dim() == 2 else decay
+        more = scale * rows.q.repeat_interleave(ratio, 1) * factors.to(v.dtype)
         return out, more, u, decay[group.ends[1:] - 1].to(u.dtype)
     widths = [layer.value_dim, layer.key_dim]
     identity = torch.eye(layer.key_dim, dtype=accumulator_dtype(v.dtype), device=v.device)
     state = pad(identity, (layer.value_dim, 0)).expand(len(group.runs), layer.heads, -1, -1)
-    wider = rows._replace(v=pad(v, (0, layer.key_dim)))
-    out, last = _run(kernel, wider, group, scale, state.contiguous())
-    (out, more), (u, m) = (torch.split(both, widths, -1) for both in (out, last))
+    padded = rows._replace(v=pad(v, (0, layer.key_dim)))
+    out, last = _run(kernel, padded, group, scale, state.contiguous())
+    (out, more), (u, m) = (torch.split(pair, widths, -1) for pair in (out, last))
     return out, more, u, m
 
 
 def _decay(g: Tensor, group: RunGroup) -> Tensor:
     """The decay from the start of its run to each row, in float64, since it is a difference of long sums."""
     total = g.double().cumsum(0)
-    before = pad(total, (0, 0) * (g.dim() - 1) + (1, 0))[group.ends[:-1]]
+    start = pad(total, (0, 0) * (g.dim() - 1) + (1, 0))[group.ends[:-1]]
     lengths = group.ends.diff()
-    return (total - before.repeat_interleave(lengths, 0, output_size=len(g))).exp()
+    return (total - start.repeat_interleave(lengths, 0, output_size=len(g))).exp()
 
 
 def _read(more: Tensor, states: Tensor, group: RunGroup) -> Tensor:
@@ -147,7 +147,7 @@ class _GraphTie(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = [(one.shape, one.dtype, one.device) for one in others]
+        ctx.others = [(tensor.shape, tensor.dtype, tensor.device) for tensor in others]
         return out.view_as(out)
 
     @staticmethod
@@ -156,28 +156,28 @@ class _GraphTie(torch.autograd.Function):
         return grad, *zeros
 
 
-def _tied(out: Tensor, *others: Tensor) -> Tensor:
-    found: Tensor = _GraphTie.apply(out, *others) if others else out  # type: ignore[no-untyped-call]
-    return found
+def _tie(out: Tensor, *others: Tensor) -> Tensor:
+    result: Tensor = _GraphTie.apply(out, *others) if others else out  # type: ignore[no-untyped-call]
+    return result
 
 
 @contextmanager
-def _on_side_stream(*given: Tensor) -> Iterator[Any]:
+def _on_side_stream(*tensors: Tensor) -> Iterator[Any]:
     """Runs a block on a side stream of a GPU, so that messages and the fold, and their backward, overlap kernels that
     are launched later. Yields a function that makes the current stream wait for a result."""
-    if given[0].device.type != "cuda":
+    if tensors[0].device.type != "cuda":
         yield lambda result: None
         return
-    current, side = torch.cuda.current_stream(), _side_stream(given[0].device)
+    current, side = torch.cuda.current_stream(), _side_stream(tensors[0].device)
     side.wait_stream(current)
 
-    def joined(result: Tensor) -> None:
+    def join(result: Tensor) -> None:
         current.wait_stream(side)
         result.record_stream(current)
 
     with torch.cuda.stream(side):
-        yield joined
-    for tensor in given:
+        yield join
+    for tensor in tensors:
         tensor.record_stream(side)
 
 
@@ -193,12 +193,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def conv(handle: PlanHandle, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Causal depthwise convolution along documents: x [rows, channels], weight [channels, width] -> like x, 0 for
     padding; differentiable. A collective."""
-    own = recurrence_of(handle, kind, x.device)
-    before = halo_op(x, handle.number, kind)
-    if before.grad_fn is not None:
-        before.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
-    if not len(own.kept):
-        return _tied(torch.zeros_like(x), before, weight, *([] if bias is None else [bias]))
-    held = torch.cat([before, x])[own.windows]
-    out = conv1d(held.T[None], weight[:, None], bias, groups=len(weight))[0].T[own.kept]
+    local = recurrence_of(handle, kind, x.device)
+    halo = halo_op(x, handle.number, kind)
+    if halo.grad_fn is not None:
+        halo.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
+    if not len(local.kept):
+        return _tie(torch.zeros_like(x), halo, weight, *([] if bias is None else [bias]))
+    padded = torch.cat([halo, x])[local.windows]
+    out = conv1d(padded.T[None], weight[:, None], bias, groups=len(weight))[0].T[local.kept]
     return pad(out, (0, 0, 0, len(x) - len(out)))

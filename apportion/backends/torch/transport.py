@@ -108,9 +108,9 @@ class DistributedFlight(Flight):
     """A round of torch.distributed works, with messages between this rank and `peers`."""
 
     def __init__(
-        self, works: Sequence[Any], kept: Sequence[Tensor], calls: Calls, group: Any, peers: Collection[int]
+        self, works: Sequence[Any], buffers: Sequence[Tensor], calls: Calls, group: Any, peers: Collection[int]
     ) -> None:
-        self._works, self._kept, self._calls, self._group, self._peers = works, kept, calls, group, peers
+        self._works, self._buffers, self._calls, self._group, self._peers = works, buffers, calls, group, peers
 
     def wait(self) -> None:
         self._calls.wait(self._works, self._group, self._peers)
@@ -174,23 +174,23 @@ class Communicator(Transport):
             dist.P2POp(dist.isend if send else dist.irecv, data, self._global[peer], group, tag)
             for send, peer, data in posts
         ]
-        works, kept = dist.batch_isend_irecv(ops), [post.data for post in posts]
-        return DistributedFlight(works, kept, self._calls, group, {post.peer for post in posts})
+        works, buffers = dist.batch_isend_irecv(ops), [post.data for post in posts]
+        return DistributedFlight(works, buffers, self._calls, group, {post.peer for post in posts})
 
     def all_to_all(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
         if self._calls is None:
             return Flight()
         if sent.device.type == "cpu":  # messages of gloo's own exchange have no tags
-            return self._exchanged(channel, sent, received, sizes)
+            return self._exchange_parts(channel, sent, received, sizes)
         group = self._group(channel)
         work = dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=group, async_op=True)
         return DistributedFlight([work], [sent, received], self._calls, group, range(self.ranks))
 
-    def _exchanged(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
+    def _exchange_parts(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
         """Starts an exchange message by message."""
-        into, out = torch.split(received, sizes[1]), torch.split(sent, sizes[0])
-        into[self.rank].copy_(out[self.rank])
-        sides = ((False, into), (True, out))
+        incoming, outgoing = torch.split(received, sizes[1]), torch.split(sent, sizes[0])
+        incoming[self.rank].copy_(outgoing[self.rank])
+        sides = ((False, incoming), (True, outgoing))
         posts = [Post(send, peer, part) for send, parts in sides for peer, part in enumerate(parts)]
         return self.batch(channel, [post for post in posts if post.peer != self.rank and len(post.data)])
 
@@ -210,16 +210,16 @@ class Communicator(Transport):
         longest = max(row[0] for row in rows) - _FIRST
         if longest > 0:
             rest = self._gathered(calls, numbers[_FIRST:], longest)
-            rows = [row + more for row, more in zip(rows, rest, strict=True)]
+            rows = [row + tail for row, tail in zip(rows, rest, strict=True)]
         return [row[1 : 1 + row[0]] for row in rows]
 
     def _gathered(self, calls: Calls, numbers: Sequence[int], count: int) -> list[list[int]]:
         """`count` numbers of every rank, padded with zeros."""
-        mine = torch.tensor([*numbers, *[0] * (count - len(numbers))], dtype=torch.int64, device="cpu")
-        everyone, group = [torch.empty_like(mine) for _ in range(self.ranks)], self._host_group()
-        work = dist.all_gather(everyone, mine, group=group, async_op=True)
-        DistributedFlight([work], [mine, *everyone], calls, group, range(self.ranks)).wait()
-        return [row.tolist() for row in everyone]
+        values = torch.tensor([*numbers, *[0] * (count - len(numbers))], dtype=torch.int64, device="cpu")
+        outputs, group = [torch.empty_like(values) for _ in range(self.ranks)], self._host_group()
+        work = dist.all_gather(outputs, values, group=group, async_op=True)
+        DistributedFlight([work], [values, *outputs], calls, group, range(self.ranks)).wait()
+        return [row.tolist() for row in outputs]
 
     def _group(self, channel: int) -> Any:
         return self._groups[channel % len(self._groups)]
@@ -248,9 +248,9 @@ def _serves(group: Any, backend: str) -> bool:
     return backend in str(dist.distributed_c10d.get_backend_config(group))
 
 
-def different_plans(held: Sequence[str]) -> ExecutionError:
+def different_plans(texts: Sequence[str]) -> ExecutionError:
     """The error for ranks with different plans. held: description of each rank's plans."""
-    call_lists = by_value(dict(enumerate(held)))
+    call_lists = by_value(dict(enumerate(texts)))
     return ExecutionError(
         f"ranks hold different plans: {call_lists}. Give every rank its slice of the same plan"
     )

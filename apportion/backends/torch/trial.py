@@ -60,17 +60,17 @@ class ModelTrial:
         self.calls.clear()
 
     def keep(
-        self, handle: PlanHandle, results: Results, held: Callable[[], list[Tensor]], enabled: Collection[Any]
+        self, handle: PlanHandle, results: Results, batch_tensors: Callable[[], list[Tensor]], enabled: Collection[Any]
     ) -> nn.Module | None:
         """Records attention's results, [rows, ...] each, for the outermost module that is being called, if it is new.
         held: tensors of the handle's batch; enabled: models that were checked elsewhere."""
         first = next((one.handle for one in self.calls.values()), handle)
         past = self.over or handle is not first or handle.communicator.ranks == 1
-        if past or (found := _outermost()) is None:
+        if past or (outermost := _outermost()) is None:
             return None
-        (module, given), last = found, self._last
-        self._last = id(given[1])
-        new = module not in self._seen
+        (module, arguments), last = outermost, self._last
+        self._last = id(arguments[1])
+        is_new = module not in self._seen
         self._seen.add(module)
         self.met = True
         inner = {*module.modules()}
@@ -81,62 +81,62 @@ class ModelTrial:
         elif module not in self.calls and module not in self._tried:
             count = max(min(_ROWS, handle.rows, handle.padded_rows - 1), 0)
             rows = torch.randperm(handle.rows, generator=torch.Generator().manual_seed(1))[:count]
-            own = held()
-            _check_places(module, given, handle, {*map(id, own)})
-            kept = tree_map(partial(kept_rows, handle.padded_rows, rows, {*map(id, own)}), given)
+            tensors = batch_tensors()
+            _check_places(module, arguments, handle, {*map(id, tensors)})
+            saved = tree_map(partial(kept_rows, handle.padded_rows, rows, {*map(id, tensors)}), arguments)
             sums = _sums(handle.position_ids, 0)
-            floats = (x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point())
+            floats = (x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.is_floating_point())
             for one in floats:
                 if handle.padded_rows in one.shape and not one.requires_grad:
                     sums += _sums(one.movedim(one.shape.index(handle.padded_rows), 0), 1)
-            self.calls[module] = ModuleCall(module, kept, handle, rows, own, sums)
+            self.calls[module] = ModuleCall(module, saved, handle, rows, tensors, sums)
             last = self._last
         if last == self._last and (call := self.calls.get(module)) is not None:
             call.results.append(tuple(one.detach()[call.rows.to(one.device)] for one in results))
-        return module if new else None
+        return module if is_new else None
 
     def run(self, params: Iterable[Tensor], transports: Iterable[Transport]) -> bool:
         """Tries the recorded modules before an optimizer's step; a collective of transports if there are any. Returns
         True if they were tried. Raises ConfigError."""
-        held = {*map(id, params)}
-        calls = [one for one in self.calls.values() if held & {*map(id, one.module.parameters())}]
+        ids = {*map(id, params)}
+        calls = [one for one in self.calls.values() if ids & {*map(id, one.module.parameters())}]
         if not calls:
             self.over |= self.met and not self.calls
             return False
-        least = min(len(one.rows) for one in calls)
+        smallest = min(len(one.rows) for one in calls)
         for transport in transports:
-            least = min(map(min, transport.all_gather([least], "rows to try a model on")))
+            smallest = min(map(min, transport.all_gather([smallest], "rows to try a model on")))
             for call in calls:
                 _check_tables(call.module, transport.all_gather(call.sums, "arguments of a model"))
         for call in calls:
             del self.calls[call.module]
-        if least < _LEAST:  # a small microbatch
+        if smallest < _LEAST:  # a small microbatch
             return False
         self._tried.update(one.module for one in calls)
-        inside = {id(param) for one in calls for param in one.module.parameters()}
-        if held - inside:
+        covered = {id(param) for one in calls for param in one.module.parameters()}
+        if ids - covered:
             names = ", ".join(dict.fromkeys(type(one.module).__name__ for one in calls))
-            what = (
-                f"{len(held - inside)} of {len(held)} parameters are outside {names}, which calls attention"
+            text = (
+                f"{len(ids - covered)} of {len(ids)} parameters are outside {names}, which calls attention"
             )
-            getLogger(__name__).warning("%s: their modules are not checked", what)
+            getLogger(__name__).warning("%s: their modules are not checked", text)
         for call in calls:
             if not getattr(call.module, "mixes_rows", False):
                 call.check(partial(setattr, self, "part"))
         return True
 
 
-def _check_places(module: nn.Module, given: Any, handle: PlanHandle, known: Collection[int]) -> None:
+def _check_places(module: nn.Module, arguments: Any, handle: PlanHandle, known: Collection[int]) -> None:
     """Raises ConfigError for an argument that numbers this rank's rows consecutively, unlike their position ids."""
     line = torch.arange(handle.rows)
-    for one in tree_leaves(given) if handle.rows > 1 and not getattr(module, "mixes_rows", False) else ():
-        if not isinstance(one, Tensor) or one.is_floating_point() or id(one) in known:
+    for tensor in tree_leaves(arguments) if handle.rows > 1 and not getattr(module, "mixes_rows", False) else ():
+        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or id(tensor) in known:
             continue
-        found = one.detach().flatten().cpu()[: handle.rows]
-        if one.numel() != handle.padded_rows or not torch.equal(found - found[0], line):
+        values = tensor.detach().flatten().cpu()[: handle.rows]
+        if tensor.numel() != handle.padded_rows or not torch.equal(values - values[0], line):
             continue
-        if not torch.equal(found, handle.position_ids):
-            rule = f"is given {found[0]}, {found[1]}, ... for this rank's rows, which have other position ids"
+        if not torch.equal(values, handle.position_ids):
+            rule = f"is given {values[0]}, {values[1]}, ... for this rank's rows, which have other position ids"
             remedy = "give batch.position_ids; if these are intended, set its attribute mixes_rows = True"
             raise ConfigError("model", type(module).__name__, rule, remedy)
 
@@ -144,15 +144,15 @@ def _check_places(module: nn.Module, given: Any, handle: PlanHandle, known: Coll
 def _sums(table: Tensor, distinct: int) -> list[int]:
     """Checksums of the first 4, 8, 16, … rows of a table, `_SUMS` of them; 0 for more rows than it has. distinct: 1 for
     a table that ends before the first row that it has twice."""
-    found, seen, total = [0] * _SUMS, set[bytes](), 0
+    result, seen, total = [0] * _SUMS, set[bytes](), 0
     for number, row in enumerate(table.detach()[: 2 << _SUMS].double().cpu().numpy(), 1):
         seen.add(row.tobytes())
         if len(seen) < number * distinct:
             break
         total = crc32(row.tobytes(), total)
         if number >= 4 and number & (number - 1) == 0:
-            found[number.bit_length() - 3] = total
-    return found
+            result[number.bit_length() - 3] = total
+    return result
 
 
 def _check_tables(module: nn.Module, ranks: list[list[int]]) -> None:
@@ -160,8 +160,8 @@ def _check_tables(module: nn.Module, ranks: list[list[int]]) -> None:
     if getattr(module, "mixes_rows", False) or len({*map(len, ranks)}) > 1:
         return
     sums = np.array(ranks).reshape(len(ranks), -1, _SUMS)
-    places, tables = sums[:, :1], sums[:, 1:]
-    if ((tables[:, None] == tables) & (tables != 0) & (places[:, None] != places) & (places != 0)).any():
+    positions, tables = sums[:, :1], sums[:, 1:]
+    if ((tables[:, None] == tables) & (tables != 0) & (positions[:, None] != positions) & (positions != 0)).any():
         rule = "is given an argument with equal rows on ranks whose rows have different position ids"
         remedy = "index tables by batch.position_ids; if it is intended, set its attribute mixes_rows = True"
         raise ConfigError("model", type(module).__name__, rule, remedy)
@@ -173,13 +173,13 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 def _outermost() -> tuple[nn.Module, Any] | None:
     """The outermost module that is being called, with (args, kwargs), except wrappers and Lightning's steps, which it
     calls in place of forward. None in backward, which recomputes."""
-    found, frame = None, sys._getframe() if torch._C._current_graph_task_id() == -1 else None
+    result, frame = None, sys._getframe() if torch._C._current_graph_task_id() == -1 else None
     while (frame := frame and frame.f_back) is not None:
         if frame.f_code is _CALL:
             module = frame.f_locals["self"]
             if not isinstance(module, DistributedDataParallel) and not hasattr(module, "training_step"):
-                found = module, (frame.f_locals["args"], frame.f_locals["kwargs"])
-    return found
+                result = module, (frame.f_locals["args"], frame.f_locals["kwargs"])
+    return result
 
 
 # ---- reruns of a module's call on fewer of its rows, with attention's results replayed from the first run
@@ -197,7 +197,7 @@ class Part(Rehearsal):
         number = len(self.attended)
         self.record(f"the input of attention, call {number}", inputs, decides=True)
         self.attended.append(inputs[0])
-        return tuple(one[self.taken.to(one.device)] for one in self._results[number])
+        return tuple(tensor[self.taken.to(tensor.device)] for tensor in self._results[number])
 
 
 @dataclass
@@ -218,47 +218,47 @@ class ModuleCall:
         name, count = type(self.module).__name__, len(self.rows)
         draw = torch.Generator().manual_seed(0)
         fewer = torch.randperm(count, generator=draw)[: max(2, int(_PART * count))]
-        whole, here = None, is_here(self.module)
+        full, is_local = None, is_here(self.module)
         with undisturbed(self.module, next(self.module.parameters()).device) as reset:
-            for taken in (torch.arange(count), torch.arange(count), fewer):
-                part = Part(taken, self.results, whole)
-                part.exact = here or self.results[0][0].dtype not in LOW
+            for indexes in (torch.arange(count), torch.arange(count), fewer):
+                part = Part(indexes, self.results, full)
+                part.exact = is_local or self.results[0][0].dtype not in LOW
                 reset()
                 try:
                     run(part)
-                    with self._cut_batch(self.rows[taken]), recorded(self.module, part), ExactMode(here):
-                        args, kwargs = tree_map(lambda one, at=taken: _take_rows(one, at), self.given)
+                    with self._cut_batch(self.rows[indexes]), recorded(self.module, part), ExactMode(is_local):
+                        args, kwargs = tree_map(lambda value, at=indexes: _take_rows(value, at), self.given)
                         part.record("its result", self.module(*args, **kwargs), decides=True)
                 except Exception as error:
-                    why = f"cannot run on {len(taken)} of its rows ({type(error).__name__}: {error})"
-                    return getLogger(__name__).warning("%s %s: its layers are not checked", name, why)
+                    reason = f"cannot run on {len(indexes)} of its rows ({type(error).__name__}: {error})"
+                    return getLogger(__name__).warning("%s %s: its layers are not checked", name, reason)
                 finally:
                     run(None)
-                if whole is not None and (differs := part.differing()) is not None:
-                    if taken is not fewer:
-                        why = "gives different results each time"
-                        return getLogger(__name__).warning("%s %s: its layers are not checked", name, why)
+                if full is not None and (differs := part.differing()) is not None:
+                    if indexes is not fewer:
+                        reason = "gives different results each time"
+                        return getLogger(__name__).warning("%s %s: its layers are not checked", name, reason)
                     rule = f"{differs} computes or receives rows that depend on other rows, their number or order"
                     raise ConfigError("model", name, rule, _REMEDY)
-                whole = whole or part
+                full = full or part
         return None
 
     @contextmanager
     def _cut_batch(self, rows: Tensor) -> Iterator[None]:
         """Cuts the batch and its handle, which models may read, to these rows."""
         tensors = *self.held, self.handle.tokens, self.handle.position_ids
-        held = [*{id(one): one for one in tensors}.values()]
-        before, handle = [one.data for one in held], vars(self.handle)
-        kept = {name: handle[name] for name in ("padding", "rows")}
+        distinct = [*{id(tensor): tensor for tensor in tensors}.values()]
+        saved, handle = [tensor.data for tensor in distinct], vars(self.handle)
+        settings = {name: handle[name] for name in ("padding", "rows")}
         try:
-            for one in held:
-                one.data = one.data[rows.to(one.device)]
+            for tensor in distinct:
+                tensor.data = tensor.data[rows.to(tensor.device)]
             handle.update(padding=0, rows=len(rows))
             yield
         finally:
-            handle.update(kept)
-            for one, data in zip(held, before, strict=True):
-                one.data = data
+            handle.update(settings)
+            for tensor, data in zip(distinct, saved, strict=True):
+                tensor.data = data
 
 
 @dataclass(frozen=True)
@@ -277,11 +277,11 @@ def kept_rows(rows: int, taken: Tensor, known: Collection[int], value: Any) -> A
     return _Argument(_indexed(value, dims, taken), dims) if dims else value
 
 
-def _take_rows(value: Any, at: Tensor) -> Any:
-    return _indexed(value.tensor, value.dims, at) if isinstance(value, _Argument) else value
+def _take_rows(value: Any, rows: Tensor) -> Any:
+    return _indexed(value.tensor, value.dims, rows) if isinstance(value, _Argument) else value
 
 
-def _indexed(tensor: Tensor, dims: Sequence[int], at: Tensor) -> Tensor:
+def _indexed(tensor: Tensor, dims: Sequence[int], rows: Tensor) -> Tensor:
     for dim in dims:
-        tensor = tensor.index_select(dim, at.to(tensor.device))
+        tensor = tensor.index_select(dim, rows.to(tensor.device))
     return tensor

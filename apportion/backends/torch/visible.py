@@ -68,20 +68,20 @@ def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
     """Implements `trainer.step.visible.gather_visible`, for several tensors."""
     handle.agree()
     with _call(handle, kind, "rows", x):
-        known = _KNOWN.setdefault(handle, {})
-        if kind not in known:
-            known[kind] = Gathering.of(handle, kind)
+        cache = _KNOWN.setdefault(handle, {})
+        if kind not in cache:
+            cache[kind] = Gathering.of(handle, kind)
         for tensor in x:
             if len(tensor) != handle.padded_rows:
                 raise ExecutionError(f"this rank holds {handle.padded_rows} rows, got {len(tensor)}")
-        found: tuple[Tensor, ...] = _Gather.apply(known[kind], handle, kind, *x)  # type: ignore[no-untyped-call]
-    nodes: set[Any] = {part.grad_fn for part in found} - {None}
+        rows: tuple[Tensor, ...] = _Gather.apply(cache[kind], handle, kind, *x)  # type: ignore[no-untyped-call]
+    nodes: set[Any] = {part.grad_fn for part in rows} - {None}
     for node in nodes:
         node.metadata["handle"] = handle
     handle.calls += 1
     handle.called.setdefault(kind, 0)  # marks the kind as used; the number of calls is unknown
     handle.wrapper, handle.gathered = DistributedDataParallel._active_ddp_module, True
-    return Visible(found, *known[kind].told_on(x[0].device, len(x[0])))
+    return Visible(rows, *cache[kind].told_on(x[0].device, len(x[0])))
 
 
 #: for each plan in use: kind -> its gathering
@@ -109,16 +109,16 @@ class Gathering:
     def of(handle: PlanHandle, kind: str) -> Gathering:
         """Builds the gather; a collective that exchanges the rows' tokens the same way. Raises ConfigError."""
         program = handle.slice.programs[kind, "forward"]
-        if why := obstacle(program):
+        if reason := obstacle(program):
             remedy = f"plan with balance={{{kind!r}: …}} in the model, or use a recipe such as fcp or blend"
-            raise ConfigError("kind", kind, f"has a plan that does not gather rows: {why}", remedy)
+            raise ConfigError("kind", kind, f"has a plan that does not gather rows: {reason}", remedy)
         fetch, layout = Fetch.of(program, handle.rows), handle.slice.layout(handle.slice.header.home_layout)
-        own = torch.from_numpy(np.stack([layout.tokens(0), layout.position_ids(0), layout.sequences(0)], 1))
-        (told,) = Gathering(fetch, fetch.in_arrival_order, own).brought(handle, (own,))
-        arranged = fetch.arranged(told[:, 0].numpy())
-        ordered = torch.empty_like(told)
-        ordered[torch.from_numpy(arranged.place)] = told
-        return Gathering(replace(fetch, seen=()), arranged, ordered[: arranged.visible])
+        local = torch.from_numpy(np.stack([layout.tokens(0), layout.position_ids(0), layout.sequences(0)], 1))
+        (gathered,) = Gathering(fetch, fetch.in_arrival_order, local).brought(handle, (local,))
+        arrangement = fetch.arranged(gathered[:, 0].numpy())
+        table = torch.empty_like(gathered)
+        table[torch.from_numpy(arrangement.place)] = gathered
+        return Gathering(replace(fetch, seen=()), arrangement, table[: arrangement.visible])
 
     def __init__(self, fetch: Fetch, arranged: Arrangement, told: Tensor) -> None:
         self._fetch, self.arranged, self.told = fetch, arranged, told
@@ -136,26 +136,26 @@ class Gathering:
 
     def brought(self, handle: PlanHandle, x: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Visible rows [visible, ...] of each x [rows, ...]."""
-        found = [part.new_empty(self._fetch.rows, *part.shape[1:]) for part in x]
-        for memory, part in zip(found, x, strict=True):
+        buffers = [part.new_empty(self._fetch.rows, *part.shape[1:]) for part in x]
+        for memory, part in zip(buffers, x, strict=True):
             memory[self._home(part.device)] = part[: self._fetch.home]
         legs, wire = self.legs(x[0].device, back=False), [part.dtype for part in x]
-        _travel(handle.communicator, legs, found, wire)
-        return tuple(memory[: self.arranged.visible] for memory in found)
+        _travel(handle.communicator, legs, buffers, wire)
+        return tuple(memory[: self.arranged.visible] for memory in buffers)
 
     def returned(self, handle: PlanHandle, kind: str, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of home rows, [home, ...] each, from those of visible rows, [visible, ...], in their dtypes."""
-        found, wire = [], []
+        buffers, wire = [], []
         for grad in grads:
-            wide = accumulator_dtype(grad.dtype)
-            sums = grad.new_zeros(self._fetch.rows, *grad.shape[1:], dtype=wide)
+            dtype = accumulator_dtype(grad.dtype)
+            sums = grad.new_zeros(self._fetch.rows, *grad.shape[1:], dtype=dtype)
             sums[: self.arranged.visible] = grad
-            found.append(sums)
-            wire.append(grad.dtype if handle.slice.header.narrows(Name.DKV) else wide)
+            buffers.append(sums)
+            wire.append(grad.dtype if handle.slice.header.narrows(Name.DKV) else dtype)
         with _call(handle, kind, "gradients of rows", grads):
-            _travel(handle.communicator, self.legs(grads[0].device, back=True), found, wire, add=True)
+            _travel(handle.communicator, self.legs(grads[0].device, back=True), buffers, wire, add=True)
         home = self._home(grads[0].device)
-        return [sums[home].to(grad.dtype) for sums, grad in zip(found, grads, strict=True)]
+        return [sums[home].to(grad.dtype) for sums, grad in zip(buffers, grads, strict=True)]
 
     def _home(self, device: torch.device) -> Tensor:
         return torch.from_numpy(self.arranged.place[: self._fetch.home]).to(device)
@@ -167,24 +167,24 @@ class Gathering:
 
             def side(rows: Mapping[int, Ints]) -> list[tuple[int, Index, int]]:
                 return [
-                    (peer, _index(self.arranged.place[one], device), len(one)) for peer, one in rows.items()
+                    (peer, _index(self.arranged.place[indexes], device), len(indexes)) for peer, indexes in rows.items()
                 ]
 
             legs = [Leg(hop.channel, hop.behind, side(hop.sends), side(hop.receives)) for hop in hops]
             if back:
                 last = len(legs) - 1
-                ahead = [
+                following = [
                     tuple(last - j for j in range(last, i, -1) if i in hops[j].behind)
                     for i in range(len(hops))
                 ]
-                legs = [Leg(leg.channel, ahead[i], leg.into, leg.out) for i, leg in enumerate(legs)][::-1]
+                legs = [Leg(leg.channel, following[i], leg.into, leg.out) for i, leg in enumerate(legs)][::-1]
             self._legs[device, back] = legs
         return self._legs[device, back]
 
 
-def _call(handle: PlanHandle, kind: str, what: str, x: Sequence[Tensor]) -> AbstractContextManager[None]:
+def _call(handle: PlanHandle, kind: str, action: str, x: Sequence[Tensor]) -> AbstractContextManager[None]:
     forms = ", ".join(f"{part.dtype} {list(part.shape[1:])}" for part in x)
-    return handle.call(f"gather_visible of kind {kind}, plan {handle.name}: {what} of {forms}")
+    return handle.call(f"gather_visible of kind {kind}, plan {handle.name}: {action} of {forms}")
 
 
 def _index(rows: Ints, device: torch.device) -> Index:
@@ -205,41 +205,41 @@ def _travel(
     flights: dict[int, tuple[Flight, list[tuple[Index, list[Tensor]]]]] = {}
 
     def finish(leg: int) -> None:
-        flight, came = flights.pop(leg)
+        flight, incoming = flights.pop(leg)
         flight.wait()
-        for index, parts in came:
-            for own, part in zip(memory, parts, strict=True):
+        for index, parts in incoming:
+            for buffer, part in zip(memory, parts, strict=True):
                 if add:
-                    _add(own, index, part)
+                    _add(buffer, index, part)
                 elif not isinstance(index, slice):
-                    own[index] = part
+                    buffer[index] = part
 
     for i, leg in enumerate(legs):
         for j in leg.behind:
             if j in flights:
                 finish(j)
-        posts, came = [], []
+        posts, incoming = [], []
         for peer, index, rows in leg.into:
-            direct = isinstance(index, slice) and not add
+            is_direct = isinstance(index, slice) and not add
             parts = [
-                own[index] if direct else own.new_empty(rows, *own.shape[1:], dtype=dtype)
-                for own, dtype in zip(memory, wire, strict=True)
+                buffer[index] if is_direct else buffer.new_empty(rows, *buffer.shape[1:], dtype=dtype)
+                for buffer, dtype in zip(memory, wire, strict=True)
             ]
             posts += [Post(False, peer, _bytes(part)) for part in parts]
-            came.append((index, parts))
+            incoming.append((index, parts))
         for peer, index, _ in leg.out:
-            parts = [own[index].to(dtype) for own, dtype in zip(memory, wire, strict=True)]
+            parts = [buffer[index].to(dtype) for buffer, dtype in zip(memory, wire, strict=True)]
             posts += [Post(True, peer, _bytes(part)) for part in parts]
-        flights[i] = transport.batch(leg.channel, posts), came
+        flights[i] = transport.batch(leg.channel, posts), incoming
     for i in [*flights]:
         finish(i)
 
 
-def _add(own: Tensor, index: Index, part: Tensor) -> None:
+def _add(buffer: Tensor, index: Index, part: Tensor) -> None:
     if isinstance(index, slice):
-        own[index] += part
+        buffer[index] += part
     else:
-        own.index_put_((index,), part.to(own.dtype), accumulate=True)  # in order, also on a GPU
+        buffer.index_put_((index,), part.to(buffer.dtype), accumulate=True)  # in order, also on a GPU
 
 
 def _bytes(rows: Tensor) -> Tensor:
@@ -249,19 +249,19 @@ def _bytes(rows: Tensor) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, found: Gathering, handle: PlanHandle, kind: str, *x: Tensor) -> tuple[Tensor, ...]:
-        ctx.found, ctx.handle, ctx.kind, ctx.rows = found, handle, kind, len(x[0])
-        rows = found.brought(handle, x)
+    def forward(ctx: Any, gathering: Gathering, handle: PlanHandle, kind: str, *x: Tensor) -> tuple[Tensor, ...]:
+        ctx.found, ctx.handle, ctx.kind, ctx.rows = gathering, handle, kind, len(x[0])
+        rows = gathering.brought(handle, x)
         ctx.mark_non_differentiable(*(part for part in rows if not part.is_floating_point()))
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
-        home = ctx.found.returned(ctx.handle, ctx.kind, [grads[i] for i in wanted])
-        found: list[Tensor | None] = [None] * len(grads)
-        for i, part in zip(wanted, home, strict=True):
+        indexes = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        home = ctx.found.returned(ctx.handle, ctx.kind, [grads[i] for i in indexes])
+        result: list[Tensor | None] = [None] * len(grads)
+        for i, part in zip(indexes, home, strict=True):
             padding = part.new_zeros(ctx.rows - len(part), *part.shape[1:])
-            found[i] = torch.cat([part, padding])
-        return None, None, None, *found
+            result[i] = torch.cat([part, padding])
+        return None, None, None, *result

@@ -119,11 +119,11 @@ def bench_attention(
         inputs.hardware_of(hardware),
         inputs.model_of(model),
     )
-    chosen, counts = inputs.recipes_of(recipes), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
+    recipe_list, counts = inputs.recipes_of(recipes), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     skipped: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
     with job(_engines(engine), repeats, skipped.setdefault) as bench:
-        for number, one in product(counts, chosen):
+        for number, one in product(counts, recipe_list):
             batch, _ = request.draw(number * tokens_per_rank, seed)
             rows += _rows(BenchJob(batch, cluster_of(number, hardware=used), shape, one, seed, used), bench)
         is_first = bench.communicator.rank == 0

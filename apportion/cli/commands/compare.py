@@ -55,15 +55,15 @@ def compare(
 
     files.check_output("--html", html)
     cluster, model, hardware = request.setting()
-    chosen, reference = inputs.recipes_of(recipes), inputs.recipe_of(baseline)
-    drawn, skipped = request.batches(cluster.ranks * request.rank_tokens, batches, BATCHES)
+    recipe_list, reference = inputs.recipes_of(recipes), inputs.recipe_of(baseline)
+    drawn_batches, skipped = request.batches(cluster.ranks * request.rank_tokens, batches, BATCHES)
     setting = engine.Setting(cluster, model, hardware, request.seed, verify, keep=html is not None)
-    with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
-        found = engine.compare_all(drawn, chosen, reference, setting, report)
-    record = found.record() | {"skipped_samples": skipped, "workload": request.name}
+    with progress("comparing", len(drawn_batches) * len({*recipe_list, reference})) as report:
+        result = engine.compare_all(drawn_batches, recipe_list, reference, setting, report)
+    record = result.record() | {"skipped_samples": skipped, "workload": request.name}
     if html is not None:
         from apportion.report import compare_html
 
-        files.write(html, compare_html(record, found.simulations).encode())
+        files.write(html, compare_html(record, result.simulations).encode())
     emit(record, as_json, *comparison.comparison(record, wide), width=WIDE if wide else WIDTH)
-    raise typer.Exit(FAILED if found.broken or not any(row.trials for row in found.rows) else OK)
+    raise typer.Exit(FAILED if result.broken or not any(row.trials for row in result.rows) else OK)

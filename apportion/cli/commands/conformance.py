@@ -55,15 +55,15 @@ def conformance(
     if level not in LEVELS:
         raise ConfigError("--level", level, f"must be one of {', '.join(LEVELS)}", "name one of these")
     suite = Suite.open(path)
-    asked = questions(suite, level, only) if command else []
-    if command and not asked:
+    selection = questions(suite, level, only) if command else []
+    if command and not selection:
         raise ConfigError(
             "--only", only, "no entry of the suite has a name with this text", "see its suite.json"
         )
     answers: list[Answer] = []
     reader = Reader(command or (), timeout_s, tolerance)
-    with progress("asking", len(asked), not as_json) as step:
-        for question in asked:
+    with progress("asking", len(selection), not as_json) as step:
+        for question in selection:
             answers.append(reader.ask(question))
             step(question.name)
     record = _record(suite, command, level, answers)
@@ -72,24 +72,24 @@ def conformance(
 
 
 def _record(suite: Suite, command: list[str] | None, level: str, answers: list[Answer]) -> dict[str, Any]:
-    failed = [answer.to_data() for answer in answers if answer.why]
-    held = {"suite": str(suite.folder), "version": suite.index["version"], "counts": suite.counts}
-    held |= {"command": command, "level": level if command else None, "asked": len(answers)}
-    return {**held, "ok": not failed, "failed": failed}
+    failures = [answer.to_data() for answer in answers if answer.why]
+    summary = {"suite": str(suite.folder), "version": suite.index["version"], "counts": suite.counts}
+    summary |= {"command": command, "level": level if command else None, "asked": len(answers)}
+    return {**summary, "ok": not failures, "failed": failures}
 
 
 def _headline(record: dict[str, Any]) -> str:
-    held = ", ".join(f"{number} {name}" for name, number in record["counts"].items())
+    contents = ", ".join(f"{number} {name}" for name, number in record["counts"].items())
     if not record["command"]:
-        return f"{record['suite']}: the suite of format {'.'.join(map(str, record['version']))}: {held}"
-    asked = count(record["asked"], "answer")
+        return f"{record['suite']}: the suite of format {'.'.join(map(str, record['version']))}: {contents}"
+    answers = count(record["asked"], "answer")
     verdict = "all right" if record["ok"] else f"{len(record['failed'])} wrong"
-    return f"{' '.join(record['command'])}: level {record['level']}, {asked}, {verdict}"
+    return f"{' '.join(record['command'])}: level {record['level']}, {answers}, {verdict}"
 
 
 def _failures(answers: list[Answer]) -> list[str]:
-    wrong = [
+    failures = [
         f"  {answer.question.verb} {answer.question.name}: {answer.why}" for answer in answers if answer.why
     ]
-    rest = len(wrong) - _MOST
-    return [*wrong[:_MOST], *([f"  and {rest} more"] if rest > 0 else [])]
+    rest = len(failures) - _MOST
+    return [*failures[:_MOST], *([f"  and {rest} more"] if rest > 0 else [])]

@@ -62,27 +62,27 @@ def doctor(
 
       apportion doctor --server http://127.0.0.1:8321 --redis redis://127.0.0.1:6379/0 --json
     """
-    found = [check for look in (_python, _torch, _parts, _ray) for check in look()]
-    found.append(_disk(folder))
-    found += [_asked("redis", redis, _ping)] if redis is not None else []
-    found += [_asked("server", server, _ready)] if server is not None else []
-    failed = [check.name for check in found if check.state == "failed"]
-    record = {"checks": [check._asdict() for check in found], "failed": failed}
-    emit(record, as_json, lambda: _table(found), width=0)
-    raise typer.Exit(FAILED if failed else OK)
+    checks = [check for look in (_python, _torch, _parts, _ray) for check in look()]
+    checks.append(_disk(folder))
+    checks += [_check_service("redis", redis, _ping)] if redis is not None else []
+    checks += [_check_service("server", server, _ready)] if server is not None else []
+    failures = [check.name for check in checks if check.state == "failed"]
+    record = {"checks": [check._asdict() for check in checks], "failed": failures}
+    emit(record, as_json, lambda: _table(checks), width=0)
+    raise typer.Exit(FAILED if failures else OK)
 
 
-def _table(found: list[Check]) -> Table:
+def _table(checks: list[Check]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     styles = {"ok": "green", "absent": "dim", "warning": "yellow", "failed": "red"}
-    for check in found:
-        said = Text(check.said)
+    for check in checks:
+        message = Text(check.said)
         if check.remedy:
-            said.append(f"\n{check.remedy}", "bold")
-        table.add_row(Text(MARKS[check.state], styles[check.state]), check.name, said)
+            message.append(f"\n{check.remedy}", "bold")
+        table.add_row(Text(MARKS[check.state], styles[check.state]), check.name, message)
     return table
 
 
@@ -105,8 +105,8 @@ def _python() -> Iterator[Check]:
     from apportion.ir import isa
     from apportion.ir.version import __version__
 
-    here = machine()
-    yield Check("machine", "ok", f"{here['processor']}, {here['cores']} cores, {here['system']}")
+    host = machine()
+    yield Check("machine", "ok", f"{host['processor']}, {host['cores']} cores, {host['system']}")
     supported = (3, 11) <= sys.version_info < (3, 14)
     remedy = "" if supported else "use Python 3.11 to 3.13"
     yield Check("python", "ok" if supported else "warning", platform.python_version(), remedy)
@@ -114,21 +114,21 @@ def _python() -> Iterator[Check]:
 
 
 def _torch() -> Iterator[Check]:
-    held = _version("torch")
-    if held is None:
+    version = _version("torch")
+    if version is None:
         remedy = "pip install '.[torch]'"
         yield Check("torch", "absent", "plans are not executed on this machine", remedy)
         return
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Check("torch", "failed", f"{held} cannot be imported: {error}", "reinstall it")
+        yield Check("torch", "failed", f"{version} cannot be imported: {error}", "reinstall it")
         return
-    yield Check("torch", "ok", held)
+    yield Check("torch", "ok", version)
     if not torch.cuda.is_available():
         yield Check("GPUs", "absent", "none found; plans run on CPUs, over gloo")
         return
-    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield Check("GPUs", "ok", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -147,14 +147,14 @@ def _torch() -> Iterator[Check]:
 
 def _parts() -> Iterator[Check]:
     for packages, extra, purpose in PARTS:
-        held = {package: _version(package) for package in packages}
-        missing = [package for package, version in held.items() if version is None]
+        versions = {package: _version(package) for package in packages}
+        missing = [package for package, version in versions.items() if version is None]
         if missing:
-            said = f"for {purpose}: without {', '.join(missing)}"
-            yield Check(extra, "absent", said, f"pip install '.[{extra}]'")
+            message = f"for {purpose}: without {', '.join(missing)}"
+            yield Check(extra, "absent", message, f"pip install '.[{extra}]'")
         else:
-            said = ", ".join(f"{package} {version}" for package, version in held.items())
-            yield Check(extra, "ok", f"{said}, for {purpose}")
+            message = ", ".join(f"{package} {version}" for package, version in versions.items())
+            yield Check(extra, "ok", f"{message}, for {purpose}")
 
 
 def _ray() -> Iterator[Check]:
@@ -162,31 +162,31 @@ def _ray() -> Iterator[Check]:
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        yield _asked("Ray cluster", address, lambda _: _connect(host, int(port)))
+        yield _check_service("Ray cluster", address, lambda _: _connect(host, int(port)))
 
 
 def _disk(folder: Path) -> Check:
     import shutil
 
-    there = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.exists()), Path("/"))
-    free = shutil.disk_usage(there).free
-    said = f"{free / 1e9:,.1f} GB are free for {folder}"
-    if not os.access(there, os.W_OK):
-        return Check("disk", "failed", f"{there} cannot be written", "name another folder with --dir")
+    base = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.exists()), Path("/"))
+    free = shutil.disk_usage(base).free
+    message = f"{free / 1e9:,.1f} GB are free for {folder}"
+    if not os.access(base, os.W_OK):
+        return Check("disk", "failed", f"{base} cannot be written", "name another folder with --dir")
     if free < _LITTLE_DISK:
-        return Check("disk", "warning", said, "make room, or name another folder with --dir")
-    return Check("disk", "ok", said)
+        return Check("disk", "warning", message, "make room, or name another folder with --dir")
+    return Check("disk", "ok", message)
 
 
-def _asked(name: str, address: str, ask: Callable[[str], str]) -> Check:
+def _check_service(name: str, address: str, ask: Callable[[str], str]) -> Check:
     """Answer of a peer that may be absent."""
     from apportion.ir.errors import ApportionError
 
-    shown = address.rpartition("@")[2]
+    host = address.rpartition("@")[2]
     try:
-        return Check(name, "ok", f"{shown}: {ask(address)}")
+        return Check(name, "ok", f"{host}: {ask(address)}")
     except (ApportionError, OSError, ValueError) as error:
-        return Check(name, "failed", f"{shown}: {error}", "is it running, and is this its address?")
+        return Check(name, "failed", f"{host}: {error}", "is it running, and is this its address?")
 
 
 def _connect(host: str, port: int) -> str:
@@ -213,5 +213,5 @@ def _ready(url: str) -> str:
         raise OSError(f"no answer ({type(error).__name__})") from None
     if answer.status_code != 200:
         raise OSError(f"status {answer.status_code}, {answer.text[:200]}")
-    found: str = answer.json()["status"]
-    return found
+    status: str = answer.json()["status"]
+    return status

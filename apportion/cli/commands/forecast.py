@@ -123,28 +123,28 @@ def forecast(
 
     cluster, model, hardware = request.setting()
     trained = _training(training, inputs.config_of(request.model))
-    held = cluster.ranks * request.rank_tokens  # of the microbatches of all stages
-    drawn, skipped = request.batches(held * microbatches, batches, BATCHES, max(1, held // pipeline))
+    tokens = cluster.ranks * request.rank_tokens  # of the microbatches of all stages
+    draws, skipped = request.batches(tokens * microbatches, batches, BATCHES, max(1, tokens // pipeline))
     degrees = Degrees(tensor, pipeline, virtual, microbatches, expert)
-    planned = [] if recipes == "none" else inputs.recipes_of(recipes)
-    forms = _planned(planned, search, degrees, cluster, model, trained.experts, drawn[0].kinds)
-    chosen = [*(replace(form, ping_pong=ping_pong) for form in forms), *_grids(grids, degrees, cluster)]
-    with progress("forecasting", len(chosen)) as report:
-        more: dict[str, Any] = {"hardware": hardware, "baseline": baseline, "seed": request.seed}
-        more["grid_hardware"] = inputs.hardware_of(grid_hardware)
-        found = engine(drawn, cluster, model, chosen, trained, progress=report, **more)
-    record = found.record() | {
-        "batches": len(drawn),
-        "tokens": round(sum(one.tokens for one in drawn) / len(drawn)),
+    recipe_list = [] if recipes == "none" else inputs.recipes_of(recipes)
+    forms = _planned_forms(recipe_list, search, degrees, cluster, model, trained.experts, draws[0].kinds)
+    candidates = [*(replace(form, ping_pong=ping_pong) for form in forms), *_grids(grids, degrees, cluster)]
+    with progress("forecasting", len(candidates)) as report:
+        settings: dict[str, Any] = {"hardware": hardware, "baseline": baseline, "seed": request.seed}
+        settings["grid_hardware"] = inputs.hardware_of(grid_hardware)
+        result = engine(draws, cluster, model, candidates, trained, progress=report, **settings)
+    record = result.record() | {
+        "batches": len(draws),
+        "tokens": round(sum(batch.tokens for batch in draws) / len(draws)),
         "skipped_samples": skipped,
         "seed": request.seed,
         "workload": request.name,
     }
     emit(record, as_json, *printed.views(record, wide), width=WIDTH)
-    raise typer.Exit(OK if found.best is not None else FAILED)
+    raise typer.Exit(OK if result.best is not None else FAILED)
 
 
-def _planned(
+def _planned_forms(
     recipes: list[Recipe],
     search: bool,
     degrees: Degrees,
@@ -160,9 +160,9 @@ def _planned(
         return []
     if not search:
         return recipe_parallelisms(recipes, degrees)
-    given = {f"--{name}": getattr(degrees, name) for name in ("tensor", "pipeline", "virtual", "expert")}
-    given = {name: degree if degree > 1 else None for name, degree in given.items()}
-    inputs.refuse(given, "is what --search tries", "drop --search or")
+    flags = {f"--{name}": getattr(degrees, name) for name in ("tensor", "pipeline", "virtual", "expert")}
+    flags = {name: degree if degree > 1 else None for name, degree in flags.items()}
+    inputs.refuse(flags, "is what --search tries", "drop --search or")
     return search_space(cluster, model, all_layers(model, kinds), recipes, degrees.microbatches, experts)
 
 

@@ -72,7 +72,7 @@ def plan(
     job = BenchJob(batch, cluster, model, the_recipe, request.seed, hardware, threads)
     if server is not None:
         with status(f"planning on {server}"):
-            row = _planned_by(server, inputs.token_of(token_file), ca, job)
+            row = _plan_by_server(server, inputs.token_of(token_file), ca, job)
     else:
         with status("planning"):
             warm_up(the_recipe)
@@ -86,13 +86,13 @@ def plan(
         "file": None if output is None else str(output),
         **{key: row.plan.report[key] for key in ("departures", "search") if key in row.plan.report},
     }
-    record["faster"] = None if inputs.is_search(the_recipe) else _faster(job, row.plan)
+    record["faster"] = None if inputs.is_search(the_recipe) else _faster_recipe(job, row.plan)
     title = f"plan {record['id'][:16]} of {the_recipe.name}, verified"
     rows = [("model", printed.model_line(request.model, model)), *plan_rows(record)]
     emit(record, as_json, lambda: printed.summary(title, rows + printed.faster_rows(record["faster"])))
 
 
-def _faster(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
+def _faster_recipe(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
     """The recipe that a search finds for this batch if its plan is forecast to beat `plan`, and the times of
     both, forward and backward, one call of each kind; of up to `SEARCHED` ranks."""
     from apportion.bench import planned
@@ -102,16 +102,16 @@ def _faster(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
     if job.cluster.ranks > SEARCHED:
         return None
     try:
-        best = planned(replace(job, recipe="auto"))
-        runs = [simulate(each, job.hardware) for each in (best, plan)]
+        auto_plan = planned(replace(job, recipe="auto"))
+        runs = [simulate(candidate, job.hardware) for candidate in (auto_plan, plan)]
     except ApportionError:  # no recipe that the search tries can serve the batch
         return None
     ms, own_ms = (run.forward_ms + run.backward_ms for run in runs)
-    name = best.report["search"]["recipe"]["name"]
+    name = auto_plan.report["search"]["recipe"]["name"]
     return {"recipe": name, "ms": ms, "own_ms": own_ms} if ms < (1 - LEAST_GAIN) * own_ms else None
 
 
-def _planned_by(url: str, token: str | None, ca: Path | None, job: BenchJob) -> Row:
+def _plan_by_server(url: str, token: str | None, ca: Path | None, job: BenchJob) -> Row:
     """Plans a request on a server and verifies the answer here. Raises ConfigError, ServiceError, UnreachableError."""
     from time import perf_counter
 
@@ -125,13 +125,13 @@ def _planned_by(url: str, token: str | None, ca: Path | None, job: BenchJob) -> 
     policy = Policy(find_recipe(job.recipe), seed=job.seed)
     tokens_per_rank = -(-job.batch.tokens // job.cluster.ranks)
     request = Job(job.cluster, job.model, policy, tokens_per_rank, hardware=job.hardware)
-    client, began = Client(url, token, ca=ca), perf_counter()
+    client, start = Client(url, token, ca=ca), perf_counter()
     try:
-        found = decode(client.plan(request, [job.batch], PLAN))
+        received = decode(client.plan(request, [job.batch], PLAN))
     finally:
         client.close()
-    times = Times(((perf_counter() - began) * 1e3,))
-    return Row(found, times, Times((timed_verify(found, job.threads),)))
+    times = Times(((perf_counter() - start) * 1e3,))
+    return Row(received, times, Times((timed_verify(received, job.threads),)))
 
 
 def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: options.AsJson = False) -> None:
@@ -183,8 +183,8 @@ def show(
       apportion show first.plan --svg first.svg --phase backward
     """
     if svg is None:
-        drawn = {"--kind": kind, "--phase": phase, "--hardware": hardware}
-        inputs.refuse(drawn, "selects what is drawn, and nothing is drawn", "add --svg or drop")
+        flags = {"--kind": kind, "--phase": phase, "--hardware": hardware}
+        inputs.refuse(flags, "selects what is drawn, and nothing is drawn", "add --svg or drop")
     files.check_output("--svg", svg)
     the_plan = files.read_plan(plan)
     if rank is not None and rank >= the_plan.header.ranks:
@@ -255,10 +255,10 @@ def diff(
         inputs.refuse({"--hardware": hardware}, rule, "add --html or drop")
     files.check_output("--html", html)
     plans = [(str(path), files.read_plan(path)) for path in (left, right)]
-    found = compare(*(plan for _, plan in plans))
+    difference = compare(*(plan for _, plan in plans))
     if html is not None:
         from apportion.report import diff_html
 
-        files.write(html, diff_html(found, plans, inputs.hardware_of(hardware)).encode())
-    emit(found.to_data(), as_json, lambda: "\n".join(found.lines()))
-    raise typer.Exit(OK if found.equal else FAILED)
+        files.write(html, diff_html(difference, plans, inputs.hardware_of(hardware)).encode())
+    emit(difference.to_data(), as_json, lambda: "\n".join(difference.lines()))
+    raise typer.Exit(OK if difference.equal else FAILED)

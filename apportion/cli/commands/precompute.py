@@ -78,8 +78,8 @@ def precompute(
 
     cluster, model, hardware = request.setting()
     table = tick_table(pipeline, microbatches, virtual) if pipeline > 1 else None
-    taken = inputs.recipe_of(recipe, block, pods) if table is None or recipe != "auto" else TICKS
-    policy = Policy(taken, seed=request.seed)
+    recipe_or_ticks = inputs.recipe_of(recipe, block, pods) if table is None or recipe != "auto" else TICKS
+    policy = Policy(recipe_or_ticks, seed=request.seed)
     job = Job(cluster, model, policy, request.rank_tokens, microbatches, hardware)
     work = _work(job, request, (iterations, shuffle, table))
     try:
@@ -109,20 +109,20 @@ def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
     from apportion.service.workers import executor_of
 
     executor, workers = executor_of(workers, PLAN_S, ray=ray)
-    began = said = time.monotonic()
+    start = said = time.monotonic()
     try:
         with progress("planning", work.iterations) as step:
 
-            def report(there: int, planned: int) -> None:
+            def report(done: int, fresh: int) -> None:
                 nonlocal said
                 now = time.monotonic()
-                rate = planned / (now - began)
-                left = timedelta(seconds=round((work.iterations - there) / rate)) if rate else "?"
-                progress_text = f"{rate:,.1f} /s, {left} left"
-                step(at=there, detail=progress_text)
-                if planned and not sys.stderr.isatty() and now - said >= LINE_S:
+                rate = fresh / (now - start)
+                remaining = timedelta(seconds=round((work.iterations - done) / rate)) if rate else "?"
+                progress_text = f"{rate:,.1f} /s, {remaining} left"
+                step(at=done, detail=progress_text)
+                if fresh and not sys.stderr.isatty() and now - said >= LINE_S:
                     said = now
-                    note(f"planned {there:,} of {work.iterations:,} iterations, {progress_text}")
+                    note(f"planned {done:,} of {work.iterations:,} iterations, {progress_text}")
 
             return run(work, out, executor, workers, report)
     finally:

@@ -48,13 +48,13 @@ def profile(
     files.check_output("--output", output)
     with progress("measuring") as report:
         shapes = None if model is None else inputs.model_of(model)
-        measured = profile.run(
+        hardware = profile.run(
             quick, name or output.stem, lambda done, total: report("", total), engine, shapes, tokens
         )
-    if measured is None:  # another rank writes
+    if hardware is None:  # another rank writes
         return
-    files.write(output, json.dumps(measured.to_data(), indent=1).encode() + b"\n")
-    record = _record(measured, output)
+    files.write(output, json.dumps(hardware.to_data(), indent=1).encode() + b"\n")
+    record = _record(hardware, output)
     emit(record, as_json, lambda: _text(record))
 
 

@@ -52,13 +52,13 @@ def recipes(
     if schema:
         print(json.dumps(recipes.schema(), indent=None if as_json else 2))
         return
-    known = entries()
+    by_name = entries()
     if name is None:
-        rows = [_recipe(entry) for entry in known.values()]
+        rows = [_recipe(entry) for entry in by_name.values()]
         emit({"recipes": rows}, as_json, lambda: printed.recipes_table(rows))
         return
     find_recipe(name)  # for an unknown name, raises an error that lists all recipes
-    record = _recipe(known[name])
+    record = _recipe(by_name[name])
     emit(record, as_json, lambda: printed.recipe_file(record))
 
 
@@ -75,10 +75,10 @@ def _parameters(recipe: Recipe) -> dict[str, dict[str, Any]]:
     passes = {step.step: step.name for step in recipe if step.name not in ("on", "off")}
     return {
         step: {
-            one.name: {"default": one.default, "takes": one.takes}
-            for one in parameters(find_pass(step, held))
+            parameter.name: {"default": parameter.default, "takes": parameter.takes}
+            for parameter in parameters(find_pass(step, setting))
         }
-        for step, held in passes.items()
+        for step, setting in passes.items()
     }
 
 
@@ -139,11 +139,11 @@ def compare(
 
     if problem is not None:
         choice("--problem", problem, KINDS)
-    wanted = [entry for entry in list_solvers() if problem in (None, entry.kind)]
-    there = [entry for entry in wanted if entry.installed]
-    with progress("solving", count * len(there)) as tell:
-        rows = compared(there, count, tell)
-    missing = [f"{entry.kind} {entry.name}" for entry in wanted if not entry.installed]
+    selected = [entry for entry in list_solvers() if problem in (None, entry.kind)]
+    installed = [entry for entry in selected if entry.installed]
+    with progress("solving", count * len(installed)) as tell:
+        rows = compared(installed, count, tell)
+    missing = [f"{entry.kind} {entry.name}" for entry in selected if not entry.installed]
     if missing:
         note(f"not installed: {', '.join(missing)}: pip install '.[solvers]'")
     emit({"solvers": rows, "not_installed": missing}, as_json, lambda: printed.compared_table(rows))

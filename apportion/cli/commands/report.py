@@ -51,15 +51,15 @@ def report(
     if plan.startswith(("http://", "https://")):
         rule = "applies to plans simulated here; a server uses the job's hardware"
         inputs.refuse({"--hardware": hardware}, rule, "drop")
-        page, ids = _asked(plan, inputs.token_of(token_file), ca), list[str]()
+        page, ids = _server_page(plan, inputs.token_of(token_file), ca), list[str]()
     else:
-        page, ids = _made(Path(plan), hardware)
+        page, ids = _file_page(Path(plan), hardware)
     files.write(output, page)
     record = {"ids": ids, "file": str(output), "bytes": len(page)}
     emit(record, as_json, lambda: f"{output}: {len(page) / 1e6:.2f} MB, open it in a browser")
 
 
-def _asked(url: str, token: str | None, ca: Path | None) -> bytes:
+def _server_page(url: str, token: str | None, ca: Path | None) -> bytes:
     """The page that a server makes. Raises ConfigError, ServiceError, UnreachableError."""
     from apportion.service.client import Client
 
@@ -79,10 +79,10 @@ def _asked(url: str, token: str | None, ca: Path | None) -> bytes:
         client.close()
 
 
-def _made(path: Path, hardware: str | None) -> tuple[bytes, list[str]]:
+def _file_page(path: Path, hardware: str | None) -> tuple[bytes, list[str]]:
     """The page of plans on this machine, and their ids."""
     from apportion.report import report_html
 
     plans = files.read_plans(path)
     page = report_html(plans, inputs.hardware_for(hardware, plans[0][1]))
-    return page.encode(), [each.id.hex() for _, each in plans]
+    return page.encode(), [plan.id.hex() for _, plan in plans]

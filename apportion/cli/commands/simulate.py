@@ -42,13 +42,13 @@ def simulate(
 
     files.check_output("--trace", trace)
     the_plan = files.read_plan(plan)
-    found = run(the_plan, inputs.hardware_for(hardware, the_plan))
+    simulation = run(the_plan, inputs.hardware_for(hardware, the_plan))
     if trace is not None:
-        files.write(trace, json.dumps(found.trace(), separators=(",", ":")).encode())
+        files.write(trace, json.dumps(simulation.trace(), separators=(",", ":")).encode())
     record = {
         "id": the_plan.id.hex(),
         "trace": None if trace is None else str(trace),
-        **(found.to_data(spans) if as_json else {}),
+        **(simulation.to_data(spans) if as_json else {}),
     }
-    views = [lambda each=each: printed.run_view(each, timelines, path) for each in found.runs.values()]
-    emit(record, as_json, lambda: printed.headline(found), *views)
+    views = [lambda single=single: printed.run_view(single, timelines, path) for single in simulation.runs.values()]
+    emit(record, as_json, lambda: printed.headline(simulation), *views)

@@ -54,15 +54,15 @@ def check(
     planner, workers = executor_of(workers, None) if verify else (None, 1)
     try:
         with ThreadPoolExecutor(workers) as threads, progress("checking", len(files), not as_json) as step:
-            for file, why in zip(files, threads.map(lambda file: _fault(file, planner), files), strict=True):
-                bad += [{"path": file.path, "why": why}] if why else []
+            for file, fault in zip(files, threads.map(lambda file: _fault(file, planner), files), strict=True):
+                bad += [{"path": file.path, "why": fault}] if fault else []
                 step("")
     finally:
         if planner is not None:
             planner.shutdown(cancel_futures=True)
     size = sum(file.size for file in files)
     record = {"folder": str(folder), "ok": not bad, "verified": verify, "plans": len(files), "bytes": size}
-    emit(record | {"bad": bad}, as_json, lambda: _checked(record, bad))
+    emit(record | {"bad": bad}, as_json, lambda: _check_summary(record, bad))
     raise typer.Exit(FAILED if bad else OK)
 
 
@@ -91,15 +91,15 @@ def prune(
     if gb is None and days is None:
         raise ConfigError("--gb, --days", "nothing", "state what to evict", "give one of them, or both")
     store = _open_store(folder)
-    most, oldest_s = None if gb is None else int(gb * 1e9), None if days is None else days * 86400.0
-    evicted, freed = store.prune(most, oldest_s)
+    max_bytes, oldest_s = None if gb is None else int(gb * 1e9), None if days is None else days * 86400.0
+    evicted, freed = store.prune(max_bytes, oldest_s)
     sizes = [file.size for file in store.files()]
     record = {"folder": str(folder), "evicted": evicted, "evicted_bytes": freed}
     record |= {"kept": len(sizes), "kept_bytes": sum(sizes)}
-    told = (
+    message = (
         f"{folder}: {_count_and_size(evicted, freed)} evicted; {_count_and_size(len(sizes), sum(sizes))} kept"
     )
-    emit(record, as_json, lambda: told)
+    emit(record, as_json, lambda: message)
 
 
 def _open_store(folder: Path) -> Folder:
@@ -125,27 +125,27 @@ def _fault(file: File, planner: Executor | None) -> str:
         for rank in range(pack.ranks):
             if IterationSlice.decode(expanded(pack.slice(rank))).id != pack.head.id:
                 return f"the slice of rank {rank} belongs to another plan"
-        return "" if planner is None else _replanned(pack, planner)
+        return "" if planner is None else _replan_fault(pack, planner)
     except FileNotFoundError:  # evicted meanwhile
         return ""
     except (OSError, DecodeError, ValueError) as error:
         return str(error)
 
 
-def _replanned(held: Pack, planner: Executor) -> str:
+def _replan_fault(pack: Pack, planner: Executor) -> str:
     from apportion.service.pack import Pack
     from apportion.service.workers import Refusal, plan_pack
 
-    made = planner.submit(plan_pack, held.request).result()
-    if isinstance(made, Refusal):
-        return f"its request cannot be planned: {made.detail}"
-    found = Pack.decode(made.data)
-    if (found.key, found.head.id) == (held.key, held.head.id):
+    outcome = planner.submit(plan_pack, pack.request).result()
+    if isinstance(outcome, Refusal):
+        return f"its request cannot be planned: {outcome.detail}"
+    new_pack = Pack.decode(outcome.data)
+    if (new_pack.key, new_pack.head.id) == (pack.key, pack.head.id):
         return ""
-    return f"it is the plan {held.head.id.hex()[:16]}, planned again it is {found.head.id.hex()[:16]}"
+    return f"it is the plan {pack.head.id.hex()[:16]}, planned again it is {new_pack.head.id.hex()[:16]}"
 
 
-def _checked(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
+def _check_summary(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
     size = _count_and_size(record["plans"], record["bytes"])
     verdict = f"{count(len(bad), 'damaged plan')}" if bad else "all intact"
     lines = [

@@ -88,35 +88,35 @@ def draw(
     VerifyError for a plan that cannot run."""
     kind = plan.header.kinds[0] if kind is None else kind
     _check(plan, kind, phase)
-    found = simulate(plan, hardware)
-    scene = _Scene(plan, found.runs[kind, phase], found.hardware)
-    drawn = _svg_document(scene)
-    while len(drawn) > MOST_BYTES and scene.steps > COARSEST:
+    simulation = simulate(plan, hardware)
+    scene = _Scene(plan, simulation.runs[kind, phase], simulation.hardware)
+    picture = _svg_document(scene)
+    while len(picture) > MOST_BYTES and scene.steps > COARSEST:
         scene = replace(scene, coarse=2 * scene.coarse)
-        drawn = _svg_document(scene)
-    return drawn
+        picture = _svg_document(scene)
+    return picture
 
 
 def _svg_document(scene: _Scene) -> str:
     plan, run = scene.plan, scene.run
     below = TOP + max(MASK + 74, _legend_height(scene.colours) + 40)
     title = f"{_recipe(plan)}: {run.phase} of kind {run.kind} on {count(plan.header.ranks, 'rank')}"
-    held = _held(plan, scene.axis)
+    caption = _caption(plan, scene.axis)
     parts = [
         svg.text(LEFT, 28, title, 18, rest='font-weight="600"'),
-        svg.text(LEFT, 48, held, 12, rest=f'fill="{svg.PALE}"'),
+        svg.text(LEFT, 48, caption, 12, rest=f'fill="{svg.PALE}"'),
         *_mask(scene),
         *_legend(scene.colours, plan),
         *_timelines(scene, below),
     ]
     height = below + _bar(run) * len(_ranks_to_draw(run)) + 70
-    return svg.document(WIDTH, height, title, f"{held}. {_run_summary(run, scene.hardware)}.", parts)
+    return svg.document(WIDTH, height, title, f"{caption}. {_run_summary(run, scene.hardware)}.", parts)
 
 
 def _check(plan: Plan, kind: str, phase: str) -> None:
-    for option, value, known in (("--kind", kind, plan.header.kinds), ("--phase", phase, PHASES)):
-        if value not in known:
-            raise ConfigError(option, value, f"the plan has {', '.join(known)}", "name one of these")
+    for option, value, allowed in (("--kind", kind, plan.header.kinds), ("--phase", phase, PHASES)):
+        if value not in allowed:
+            raise ConfigError(option, value, f"the plan has {', '.join(allowed)}", "name one of these")
 
 
 def _recipe(plan: Plan) -> str:
@@ -125,10 +125,10 @@ def _recipe(plan: Plan) -> str:
     return plan.header.recipe if search is None else f"{plan.header.recipe} ({search['recipe']['name']})"
 
 
-def _held(plan: Plan, axis: Axis) -> str:
+def _caption(plan: Plan, axis: Axis) -> str:
     batch = plan.request.batch
-    held = f"{count(len(batch.lengths), 'sequence')}, {batch.tokens:,} tokens"
-    return held if len(axis.lengths) == len(batch.lengths) else f"the {len(axis.lengths)} longest of {held}"
+    text = f"{count(len(batch.lengths), 'sequence')}, {batch.tokens:,} tokens"
+    return text if len(axis.lengths) == len(batch.lengths) else f"the {len(axis.lengths)} longest of {text}"
 
 
 def _run_summary(run: Run, hardware: str) -> str:
@@ -143,11 +143,11 @@ def _run_summary(run: Run, hardware: str) -> str:
 
 def _mask(scene: _Scene) -> Iterator[str]:
     axis = scene.axis
-    found = owners(scene.plan, scene.run.kind, scene.run.phase, axis)
-    fills = {rank: scene.colours.of(rank) for rank in np.unique(found[found != svg.NOBODY]).tolist()}
+    cells = owners(scene.plan, scene.run.kind, scene.run.phase, axis)
+    fills = {rank: scene.colours.of(rank) for rank in np.unique(cells[cells != svg.NOBODY]).tolist()}
     yield svg.rect(LEFT, TOP, MASK, MASK, "#f6f8fa")
-    at = 10 * MASK * axis.edges // axis.tokens
-    yield svg.raster(found, fills, 10 * LEFT + at, 10 * TOP + at)
+    offsets = 10 * MASK * axis.edges // axis.tokens
+    yield svg.raster(cells, fills, 10 * LEFT + offsets, 10 * TOP + offsets)
     yield from _sequences(axis)
     middle = TOP + MASK / 2
     yield svg.text(LEFT + MASK / 2, TOP + MASK + 40, "keys (tokens)", 12, "middle")
@@ -160,18 +160,18 @@ def _sequences(axis: Axis) -> Iterator[str]:
     last = -100.0
     boxes = []
     for offset, length in zip(axis.offsets.tolist(), axis.lengths.tolist(), strict=True):
-        at, side = round(offset * scale, 1), round(length * scale, 1)
-        boxes.append(f"M{LEFT + at:g} {TOP + at:g}h{side:g}v{side:g}h-{side:g}z")
-        if at - last >= 44 and at <= MASK - 44:
-            yield from _tick(at, f"{offset:,}")
-            last = at
+        position, side = round(offset * scale, 1), round(length * scale, 1)
+        boxes.append(f"M{LEFT + position:g} {TOP + position:g}h{side:g}v{side:g}h-{side:g}z")
+        if position - last >= 44 and position <= MASK - 44:
+            yield from _tick(position, f"{offset:,}")
+            last = position
     yield from _tick(MASK, f"{axis.tokens:,}")
     yield f'<path d="{"".join(boxes)}" fill="none" stroke="{svg.PALE}" stroke-width="0.7"/>'
 
 
-def _tick(at: float, said: str) -> Iterator[str]:
-    yield svg.text(LEFT + at, TOP + MASK + 20, said, 10, "middle", f'fill="{svg.PALE}"')
-    yield svg.text(LEFT - 8, TOP + at + 4, said, 10, "end", f'fill="{svg.PALE}"')
+def _tick(at: float, label: str) -> Iterator[str]:
+    yield svg.text(LEFT + at, TOP + MASK + 20, label, 10, "middle", f'fill="{svg.PALE}"')
+    yield svg.text(LEFT - 8, TOP + at + 4, label, 10, "end", f'fill="{svg.PALE}"')
     yield svg.lines(
         [(LEFT + at, TOP + MASK, LEFT + at, TOP + MASK + 6), (LEFT - 5, TOP + at, LEFT, TOP + at)]
     )
@@ -200,8 +200,8 @@ def _legend(colours: Colours, plan: Plan) -> Iterator[str]:
         yield svg.text(x + 18, y + 11, name, 11)
     if plan.header.head_sets:
         y = TOP + 44 + _ROW * rows
-        for i, said in enumerate(("rows in turn: each shows", "one share of the heads")):
-            yield svg.text(LEGEND, y + 14 * i, said, 11, rest=f'fill="{svg.PALE}"')
+        for i, label in enumerate(("rows in turn: each shows", "one share of the heads")):
+            yield svg.text(LEGEND, y + 14 * i, label, 11, rest=f'fill="{svg.PALE}"')
 
 
 # --- the timeline
@@ -218,16 +218,16 @@ def _bar(run: Run) -> int:
 
 def _timelines(scene: _Scene, top: int) -> Iterator[str]:
     run = scene.run
-    shown, bar = _ranks_to_draw(run), _bar(run)
+    ranks, bar = _ranks_to_draw(run), _bar(run)
     yield svg.text(LEFT, top, f"simulated: {run.makespan_us / 1e3:.3f} ms", 14, rest='font-weight="600"')
     yield svg.text(LEFT + 186, top, _remark(run), 11, rest=f'fill="{svg.PALE}"')
     yield from _key(top)
-    for i, rank in enumerate(shown):
+    for i, rank in enumerate(ranks):
         yield from _timeline(scene, rank, top + 14 + i * bar, bar - 2)
         if bar >= 11 or i % 4 == 0:
             y = top + 14 + i * bar + min(bar, 14) - 3
             yield svg.text(LEFT - 8, y, rank, min(bar, 11), "end", f'fill="{svg.PALE}"')
-    yield from _times(run, top + 16 + bar * len(shown))
+    yield from _times(run, top + 16 + bar * len(ranks))
 
 
 def _times(run: Run, bottom: int) -> Iterator[str]:
@@ -247,38 +247,38 @@ def _remark(run: Run) -> str:
 def _key(top: int) -> Iterator[str]:
     """Legend of a timeline's fills, at the right end of its title."""
     x = LEFT + TRACK - 400
-    said = (
+    entries = (
         ("attention: the rank's colour", None),
         ("other work", OTHER),
         ("waits", WAITING),
         ("rounds", EVEN),
     )
-    for name, fill in said:
+    for name, fill in entries:
         if fill is not None:
-            high = 4 if fill == EVEN else 11
-            yield svg.rect(x, top - (6 if fill == EVEN else 10), 11, high, _FILLS[fill])
+            height = 4 if fill == EVEN else 11
+            yield svg.rect(x, top - (6 if fill == EVEN else 10), 11, height, _FILLS[fill])
         yield svg.text(x + (0 if fill is None else 15), top, name, 11)
         x += 174 if fill is None else 92
 
 
-def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
+def _timeline(scene: _Scene, rank: int, top: int, height: int) -> Iterator[str]:
     """Work and waits of a rank, and under them, thin, its rounds in flight, alternately dark and light."""
     run, spans = scene.run, scene.run.spans
-    mine = spans.rank == rank
-    work, rounds = mine & (spans.stream == 0), mine & (spans.stream > 0)
+    is_rank = spans.rank == rank
+    work, rounds = is_rank & (spans.stream == 0), is_rank & (spans.stream > 0)
     attends, waits = np.isin(spans.op, ATTENTION), spans.op == Op.WAIT
-    doing = _dominant_spans(run, [work & attends, work & ~attends & ~waits, work & waits], scene.steps)
-    moving = _dominant_spans(run, [rounds & (spans.round % 2 == parity) for parity in (0, 1)], scene.steps)
+    activity = _dominant_spans(run, [work & attends, work & ~attends & ~waits, work & waits], scene.steps)
+    parities = _dominant_spans(run, [rounds & (spans.round % 2 == parity) for parity in (0, 1)], scene.steps)
     fills = {0: scene.colours.of(rank), 1: _FILLS[OTHER], 2: _FILLS[WAITING]}
     x = 10 * LEFT + np.arange(scene.steps + 1) * 10 * TRACK // scene.steps
-    y = [round(10 * (top + part * high)) for part in (0, 0.72, 0.77, 1)]
-    yield svg.raster(doing[None, :], fills, x, np.array(y[:2]))
-    yield svg.raster(moving[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, x, np.array(y[2:]))
+    y = [round(10 * (top + part * height)) for part in (0, 0.72, 0.77, 1)]
+    yield svg.raster(activity[None, :], fills, x, np.array(y[:2]))
+    yield svg.raster(parities[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, x, np.array(y[2:]))
 
 
-def _dominant_spans(run: Run, chosen: Sequence[Bools], steps: int) -> Ints:
+def _dominant_spans(run: Run, groups: Sequence[Bools], steps: int) -> Ints:
     """int64 [steps]: which of the chosen spans fills most of each step; NOBODY if together they fill little of it."""
     edges = np.linspace(0.0, run.makespan_us, steps + 1)
-    shares = np.array([share(run, spans, edges) for spans in chosen])
-    most = np.argmax(shares, axis=0)
-    return np.where(shares.sum(axis=0) >= LITTLE, most, svg.NOBODY).astype(np.int64)
+    shares = np.array([share(run, spans, edges) for spans in groups])
+    dominant = np.argmax(shares, axis=0)
+    return np.where(shares.sum(axis=0) >= LITTLE, dominant, svg.NOBODY).astype(np.int64)

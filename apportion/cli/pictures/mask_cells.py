@@ -61,35 +61,35 @@ def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
 
     If ranks share the heads, rows of cells show the ranks in turn. Raises VerifyError, CapacityError.
     """
-    found = dict(pieces(plan))[kind, phase]
-    bands, piece = _on_axis(np.ascontiguousarray(found.bands.T), axis)
-    sets = found.heads[piece]
+    all_pieces = dict(pieces(plan))[kind, phase]
+    bands, piece = _on_axis(np.ascontiguousarray(all_pieces.bands.T), axis)
+    sets = all_pieces.heads[piece]
     rows, part = _rows(bands, axis.edges)
     program = next(one for one in Subject(plan).programs if (one.kind, one.phase) == (kind, phase))
-    mine = _unlike_heads(program.q_sets, sets)[:, sets[part]]
-    shown = mine[rows % len(mine), np.arange(len(rows))]
-    return _busiest(bands[part[shown]], rows[shown], found.rank[piece][part[shown]], axis.edges)
+    head_sets = _unlike_heads(program.q_sets, sets)[:, sets[part]]
+    source = head_sets[rows % len(head_sets), np.arange(len(rows))]
+    return _busiest(bands[part[source]], rows[source], all_pieces.rank[piece][part[source]], axis.edges)
 
 
 def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
     """The drawn parts of bands, on the axis, and the band of each part."""
-    parts, of = [], []
+    parts, origins = [], []
     for start, length, offset in zip(axis.starts, axis.lengths, axis.offsets, strict=True):
-        at = np.flatnonzero((bands[:, 0] < start + length) & (bands[:, 1] > start))
-        cut = algebra.intersect(
-            bands[at], np.array([start, start + length, start, start + length]), tight=True
+        indexes = np.flatnonzero((bands[:, 0] < start + length) & (bands[:, 1] > start))
+        clipped = algebra.intersect(
+            bands[indexes], np.array([start, start + length, start, start + length]), tight=True
         )
-        seen = cut[:, 0] < cut[:, 1]
-        parts.append(algebra.shift(cut[seen], offset - start, offset - start))
-        of.append(at[seen])
-    return np.concatenate(parts), np.concatenate(of)
+        is_nonempty = clipped[:, 0] < clipped[:, 1]
+        parts.append(algebra.shift(clipped[is_nonempty], offset - start, offset - start))
+        origins.append(indexes[is_nonempty])
+    return np.concatenate(parts), np.concatenate(origins)
 
 
-def _unlike_heads(held: HeadSets, used: Ints) -> Bools:
+def _unlike_heads(sets: HeadSets, set_numbers: Ints) -> Bools:
     """bool [heads, sets]: the head sets of each head, for one head of every distinct combination of sets."""
-    member = np.zeros((held.heads, len(held.members)), bool)
-    for number in np.unique(used).tolist():
-        member[held.members[number], number] = True
+    member = np.zeros((sets.heads, len(sets.members)), bool)
+    for number in np.unique(set_numbers).tolist():
+        member[sets.members[number], number] = True
     _, first = np.unique(member, axis=0, return_index=True)
     return member[np.sort(first)]
 
@@ -103,16 +103,16 @@ def _rows(bands: Ints, edges: Ints) -> tuple[Ints, Ints]:
 def _ranges(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """(number, i) of every number from first[i] to last[i]."""
     count = last - first + 1
-    of = group_of(count)
-    return first[of] + within(count), of
+    group = group_of(count)
+    return first[group] + within(count), group
 
 
 def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:
     """int64 [cells, cells]: the rank with the most pairs in each cell, for bands cut to single rows of cells."""
     cells = len(edges) - 1
-    everything = np.full_like(row, edges[-1])
+    key_end = np.full_like(row, edges[-1])
     strips = algebra.intersect(
-        bands, np.stack([edges[row], edges[row + 1], 0 * row, everything], axis=1), tight=True
+        bands, np.stack([edges[row], edges[row + 1], 0 * row, key_end], axis=1), tight=True
     )
     first, last = (
         np.searchsorted(edges, ends, side="right") - 1 for ends in (strips[:, 2], strips[:, 3] - 1)
@@ -130,7 +130,7 @@ def _largest(cell: Ints, rank: Ints, pairs: Ints, cells: int) -> Ints:
     total = np.zeros(len(keys), np.int64)
     np.add.at(total, inverse.ravel(), pairs)
     order = np.lexsort((-(keys % span), total, keys // span))  # the last of a cell is the one to keep
-    found = np.full(cells * cells, NOBODY, np.int64)
-    kept = order[total[order] > 0]
-    found[keys[kept] // span] = keys[kept] % span
-    return found.reshape(cells, cells)
+    busiest = np.full(cells * cells, NOBODY, np.int64)
+    nonempty = order[total[order] > 0]
+    busiest[keys[nonempty] // span] = keys[nonempty] % span
+    return busiest.reshape(cells, cells)

@@ -21,9 +21,9 @@ _TURN = 0.381966  # of a circle, the golden angle: no two of the first hues come
 _TONES = ((62, 52), (48, 36), (70, 72))  # saturation and lightness in percent, in turn
 
 
-def safe(said: object) -> str:
+def safe(value: object) -> str:
     """The text, escaped for XML."""
-    return escape(_NOT_XML.sub("\ufffd", str(said)))
+    return escape(_NOT_XML.sub("\ufffd", str(value)))
 
 
 def colour(index: int, count: int) -> str:
@@ -34,10 +34,10 @@ def colour(index: int, count: int) -> str:
     return f"hsl({round(360 * (index * _TURN % 1))},{saturation}%,{lightness}%)"
 
 
-def text(x: float, y: float, said: object, size: int = 12, anchor: str = "start", rest: str = "") -> str:
+def text(x: float, y: float, value: object, size: int = 12, anchor: str = "start", rest: str = "") -> str:
     """A line of text whose baseline is at y. rest: further attributes."""
-    place = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
-    return f"<text {place}{' ' * bool(rest)}{rest}>{safe(said)}</text>"
+    attributes = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text {attributes}{' ' * bool(rest)}{rest}>{safe(value)}</text>"
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, rest: str = "") -> str:
@@ -60,25 +60,25 @@ def raster(owners: Ints, fills: dict[int, str], across: Ints, down: Ints) -> str
     """
     x, y = across.tolist(), down.tolist()
     paths: dict[int, list[str]] = {owner: [] for owner in fills}
-    for owner, row, high, start, wide in _boxes(owners):
+    for owner, row, rows, start, columns in _boxes(owners):
         if owner in paths:
-            width, height = x[start + wide] - x[start], y[row + high] - y[row]
+            width, height = x[start + columns] - x[start], y[row + rows] - y[row]
             paths[owner].append(f"M{x[start]} {y[row]}h{width}v{height}h-{width}z")
-    drawn = (f'<path fill="{fills[owner]}" d="{"".join(path)}"/>' for owner, path in paths.items() if path)
-    return f'<g transform="scale(.1)" shape-rendering="crispEdges">{"".join(drawn)}</g>'
+    elements = (f'<path fill="{fills[owner]}" d="{"".join(path)}"/>' for owner, path in paths.items() if path)
+    return f'<g transform="scale(.1)" shape-rendering="crispEdges">{"".join(elements)}</g>'
 
 
 def _boxes(owners: Ints) -> list[tuple[int, int, int, int, int]]:
     """(owner, first row, rows, first column, columns) of rectangles that cover all cells but NOBODY's."""
-    found: list[tuple[int, int, int, int, int]] = []
+    boxes: list[tuple[int, int, int, int, int]] = []
     growing: dict[tuple[int, int, int], int] = {}  # (owner, column, columns) -> first row
     for row in range(len(owners) + 1):
         runs = _runs(owners[row]) if row < len(owners) else []
-        kept = {run: growing.get(run, row) for run in runs}
-        ended = ((run, first) for run, first in growing.items() if run not in kept)
-        found += [(owner, first, row - first, column, wide) for (owner, column, wide), first in ended]
-        growing = kept
-    return found
+        open_runs = {run: growing.get(run, row) for run in runs}
+        closed_runs = ((run, first) for run, first in growing.items() if run not in open_runs)
+        boxes += [(owner, first, row - first, column, width) for (owner, column, width), first in closed_runs]
+        growing = open_runs
+    return boxes
 
 
 def _runs(row: Ints) -> list[tuple[int, int, int]]:
@@ -94,5 +94,5 @@ def document(width: float, height: float, title: str, description: str, parts: S
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-labelledby="title desc" font-family="{FONT}" fill="{INK}">'
     )
-    told = f'<title id="title">{safe(title)}</title>\n<desc id="desc">{safe(description)}</desc>'
-    return "\n".join([head, told, rect(0, 0, width, height, "#ffffff"), *parts, "</svg>", ""])
+    metadata = f'<title id="title">{safe(title)}</title>\n<desc id="desc">{safe(description)}</desc>'
+    return "\n".join([head, metadata, rect(0, 0, width, height, "#ffffff"), *parts, "</svg>", ""])

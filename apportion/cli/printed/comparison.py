@@ -118,8 +118,8 @@ def comparison_cells(row: Record, columns: Sequence[Column] = COLUMNS) -> list[s
 def remarks(rows: Sequence[Record]) -> list[str]:
     """A line for each row that was refused, wholly or in part, or not verified."""
     return [
-        f"{row['recipe']}: {said}"
+        f"{row['recipe']}: {text}"
         for row in rows
-        for said in (row["reason"], row["unverified"] and f"its plans are not verified: {row['unverified']}")
-        if said
+        for text in (row["reason"], row["unverified"] and f"its plans are not verified: {row['unverified']}")
+        if text
     ]

@@ -36,11 +36,11 @@ LETTERS = {
 
 def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
     """A headline, the table, bars, the saving, and why other rows were refused."""
-    shown = _visible_rows(record, wide)
+    rows = _visible_rows(record, wide)
     return (
         lambda: _headline(record),
-        lambda: _table(shown, record["baseline"]),
-        lambda: _bars(shown),
+        lambda: _table(rows, record["baseline"]),
+        lambda: _bars(rows),
         lambda: _saving(record),
         lambda: _experts(record),
         lambda: "\n".join(_remarks(record["rows"], record["refused_baseline"])),
@@ -49,21 +49,21 @@ def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...
 
 def _visible_rows(record: Record, wide: bool) -> list[Record]:
     """The served rows, fastest first; for static grids of a recipe only the fastest that fits, unless `wide`."""
-    served = sorted(
+    ordered = sorted(
         (row for row in record["rows"] if row["status"] != "refused"),
         key=lambda row: float(row["step_s"]["value"]),
     )
     if wide:
-        return served
-    shown, seen = [], set()
-    for row in served:
+        return ordered
+    visible, keys = [], set()
+    for row in ordered:
         form = row["parallelism"]
         key = (form["recipe"], form["context"] is None, form["context"] is None and row["name"])
         named = row["name"] == record["baseline"]
-        if named or (key not in seen and (form["context"] is None or row["status"] == "ok")):
-            seen.add(key)
-            shown.append(row)
-    return shown
+        if named or (key not in keys and (form["context"] is None or row["status"] == "ok")):
+            keys.add(key)
+            visible.append(row)
+    return visible
 
 
 def _headline(record: Record) -> str:
@@ -111,18 +111,18 @@ def _bars(rows: Sequence[Record]) -> str:
     """Each step as long as it takes, a letter for each part."""
     if not rows:
         return ""
-    most = max(row["step_s"]["value"] for row in rows)
+    longest = max(row["step_s"]["value"] for row in rows)
     width = max(len(row["name"]) for row in rows)
     lines = ["", "where the time of a step goes:"]
     for row in rows:
         bar, total = "", 0.0
         for name, letter in LETTERS.items():
             total += row["parts_s"][name]
-            bar += letter * (round(BAR * total / most) - len(bar))
+            bar += letter * (round(BAR * total / longest) - len(bar))
         lines.append(f"{row['name']:<{width}} {bar}")
-    used = [name for name in LETTERS if any(row["parts_s"][name] > 0 for row in rows)]
-    told = ", ".join(f"{LETTERS[name]} {name.replace('_', ' ')}" for name in used)
-    return "\n".join([*lines, *wrap(told, WIDTH)])
+    names = [name for name in LETTERS if any(row["parts_s"][name] > 0 for row in rows)]
+    legend = ", ".join(f"{LETTERS[name]} {name.replace('_', ' ')}" for name in names)
+    return "\n".join([*lines, *wrap(legend, WIDTH)])
 
 
 def _saving(record: Record) -> str:
@@ -138,53 +138,53 @@ def _saving(record: Record) -> str:
         return f"\nfastest that fits: {best['name']}, {best['step_s']['value']:.2f} s a step"
     gain, hours = best["gain"], best["saved_gpu_hours_a_week"]
     changes = {name: base["parts_s"][name] - best["parts_s"][name] for name in best["parts_s"]}
-    told = sorted(
+    largest = sorted(
         (name for name in changes if abs(changes[name]) >= 0.005), key=lambda name: -abs(changes[name])
     )
-    why = (
-        ", ".join(f"{name.replace('_', ' ')} {-changes[name]:+.2f} s" for name in told[:3])
+    explanation = (
+        ", ".join(f"{name.replace('_', ' ')} {-changes[name]:+.2f} s" for name in largest[:3])
         or "nothing in particular"
     )
-    steps = ", ".join(f"{one:.2f}" for one in gain["steps"])
+    steps = ", ".join(f"{ratio:.2f}" for ratio in gain["steps"])
     return (
         f"\nfastest that fits: {best['name']}, {gain['value']:.2f} times as fast as {base['name']} (range "
         f"{gain['low']:.2f} to {gain['high']:.2f}; of each step: {steps});\n"
-        f"{hours:,.0f} GPU-hours saved a week: {why}"
+        f"{hours:,.0f} GPU-hours saved a week: {explanation}"
     )
 
 
 def _experts(record: Record) -> str:
     """Parameters, and rows of experts in the proposed row, or the first that was served."""
-    experts, held = record["training"]["experts"], record["parameters"]
+    experts, params = record["training"]["experts"], record["parameters"]
     row = next((row for row in record["rows"] if row["name"] == record["best"]), None)
     row = row or next((row for row in record["rows"] if row["status"] != "refused"), None)
     if not experts["count"] or row is None:
         return ""
     rows = row["experts"]
-    assumed = f"imbalance {experts['imbalance']:g} assumed, "
+    assumption = f"imbalance {experts['imbalance']:g} assumed, "
     capacity = (
         f"padded to {experts['capacity']:g} of an even share of the fullest rank's, so that uneven tokens are padding"
         if experts["capacity"]
-        else f"{assumed}dropless: uneven tokens are rows that a rank sends, not that experts compute"
+        else f"{assumption}dropless: uneven tokens are rows that a rank sends, not that experts compute"
     )
-    said = (
-        f"{held['total'] / 1e9:.1f}B parameters, {held['active'] / 1e9:.1f}B of them a token's; {row['name']}: an "
+    text = (
+        f"{params['total'] / 1e9:.1f}B parameters, {params['active'] / 1e9:.1f}B of them a token's; {row['name']}: an "
         f"expert gets {rows['mean']:,.0f} rows a microbatch on average, the fullest rank of experts "
         f"{rows['received']:,.0f}; the rank with most tokens has {100 * (rows['uneven'] - 1):.1f} % more than the mean "
         f"({capacity})"
     )
-    return "\n".join(["", *wrap(said, WIDTH)])
+    return "\n".join(["", *wrap(text, WIDTH)])
 
 
 def _remarks(rows: Sequence[Record], named: str | None) -> list[str]:
     """A line for each refusal of a recipe and of the named baseline; those of other static grids are counted."""
     refused = [row for row in rows if row["status"] == "refused"]
-    planned = [row for row in refused if row["parallelism"]["context"] is None or row["name"] == named]
-    told = [f"{row['name']}: {row['reason']}" for row in planned]
-    if len(refused) > len(planned):
-        told.append(
-            f"{count(len(refused) - len(planned), 'static grid')} refused; see --json for the reasons"
+    refused_plans = [row for row in refused if row["parallelism"]["context"] is None or row["name"] == named]
+    remarks = [f"{row['name']}: {row['reason']}" for row in refused_plans]
+    if len(refused) > len(refused_plans):
+        remarks.append(
+            f"{count(len(refused) - len(refused_plans), 'static grid')} refused; see --json for the reasons"
         )
     if any(row["status"] == "too large" for row in rows):
-        told.append("! exceeds the memory of a rank")
-    return ["", *told] if told else []
+        remarks.append("! exceeds the memory of a rank")
+    return ["", *remarks] if remarks else []

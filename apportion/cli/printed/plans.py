@@ -23,12 +23,12 @@ SHOWN = 64  # ranks drawn one by one; larger plans get one row per node
 
 def summary(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """A two-column table of names and values."""
-    made = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    made.add_column(style="bold")
-    made.add_column()
+    grid = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    grid.add_column(style="bold")
+    grid.add_column()
     for name, value in rows:
-        made.add_row(name, value)
-    return made
+        grid.add_row(name, value)
+    return grid
 
 
 def model_line(file: Path | None, model: Model) -> str:
@@ -70,12 +70,12 @@ def _bench_cells(record: Record) -> list[str]:
 def attention_table(records: Sequence[Record]) -> Table:
     """One line per row of the benchmark of attention that was timed; columns without a figure are left out."""
     timed = [record for record in records if record["host_ms"] is not None]
-    shown = {
+    columns = {
         name: cells
-        for name, read in _ATTENTION_COLUMNS.items()
-        if any(cells := [read(record) for record in timed])
+        for name, cell_of in _ATTENTION_COLUMNS.items()
+        if any(cells := [cell_of(record) for record in timed])
     }
-    return table([*shown], zip(*shown.values(), strict=True), ("recipe", "phase", "engine"))
+    return table([*columns], zip(*columns.values(), strict=True), ("recipe", "phase", "engine"))
 
 
 def _number(name: str, digits: int = 0) -> Callable[[Record], str]:
@@ -100,13 +100,13 @@ _ATTENTION_COLUMNS: Mapping[str, Callable[[Record], str]] = {
 
 def picture(plan: Plan) -> RenderableType:
     """Two bars per rank (per node where there are many ranks): attention work and tokens over their means."""
-    work, held, per_node = loads(plan), tokens(plan), plan.request.cluster.ranks_per_node
+    work, token_counts, per_node = loads(plan), tokens(plan), plan.request.cluster.ranks_per_node
     group = per_node if len(work) > SHOWN else 1
-    each = f"node: the busiest of its {per_node} ranks" if group > 1 else "rank"
-    bars = zip(_bars(work, group, "cyan"), _bars(held, group, "green"), strict=True)
-    titles = (each[:4], "attention work / mean", "tokens / mean")
+    unit = f"node: the busiest of its {per_node} ranks" if group > 1 else "rank"
+    bars = zip(_bars(work, group, "cyan"), _bars(token_counts, group, "green"), strict=True)
+    titles = (unit[:4], "attention work / mean", "tokens / mean")
     rows = ((str(index), *cells) for index, cells in enumerate(bars))
-    return Group(table(titles, rows, titles[1:]), Text(f"one line per {each}", "dim"))
+    return Group(table(titles, rows, titles[1:]), Text(f"one line per {unit}", "dim"))
 
 
 def _bars(values: NDArray[Any], group: int, style: str) -> list[Text]:
@@ -119,8 +119,8 @@ def _bars(values: NDArray[Any], group: int, style: str) -> list[Text]:
 
 
 def _bar(share: float, longest: float, style: str) -> Text:
-    filled = round(BAR * share / longest)
-    return Text.assemble(("█" * filled, style), " " * (BAR - filled), f" {share:.3f}")
+    length = round(BAR * share / longest)
+    return Text.assemble(("█" * length, style), " " * (BAR - length), f" {share:.3f}")
 
 
 def search_table(search: Record) -> Table:
@@ -150,25 +150,25 @@ def _steps(trial: Record) -> str:
 def _step(step: str, named: Any) -> str:
     if named is True:  # a switch
         return step
-    ((name, held),) = named.items()
-    return f"{step} {name}{_params(held)}"
+    ((name, params),) = named.items()
+    return f"{step} {name}{_params(params)}"
 
 
-def _params(held: Mapping[str, Any]) -> str:
-    return f" ({', '.join(f'{name}: {value}' for name, value in held.items())})" if held else ""
+def _params(params: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{name}: {value}' for name, value in params.items())})" if params else ""
 
 
 def program_sizes(plan: Plan, rank: int | None = None) -> list[dict[str, Any]]:
     """Per kind and phase, how many rows each table has (of one rank, or of all)."""
-    found = []
+    records = []
     for (kind, phase), programs in plan.programs.items():
-        own = programs if rank is None else programs.rank(rank)
-        sizes = {name: len(rows) for name, rows in own.tables.items()}
-        found.append({"kind": kind, "phase": phase, **sizes})
-    return found
+        selected = programs if rank is None else programs.rank(rank)
+        sizes = {name: len(rows) for name, rows in selected.tables.items()}
+        records.append({"kind": kind, "phase": phase, **sizes})
+    return records
 
 
 def programs_table(sizes: Sequence[Record]) -> Table:
     """The rows of `program_sizes` as a table."""
-    rows = [[f"{one:,}" if isinstance(one, int) else one for one in record.values()] for record in sizes]
+    rows = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in record.values()] for record in sizes]
     return table([*sizes[0]], rows, ("kind", "phase"))

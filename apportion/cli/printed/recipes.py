@@ -26,11 +26,11 @@ def recipe_file(row: Record) -> str:
     import yaml
 
     facts = [row["summary"], f"from: {_source(row)}", f"needs: {row['needs'] or 'nothing'}"]
-    for step, held in row["parameters"].items():
+    for step, params in row["parameters"].items():
         (name,) = row["steps"][step]
-        facts.append(f"{step} {name} has {'these parameters:' if held else 'no parameters'}")
+        facts.append(f"{step} {name} has {'these parameters:' if params else 'no parameters'}")
         facts += [
-            f"  {parameter}: {_yaml(one['default'])}  # {one['takes']}" for parameter, one in held.items()
+            f"  {parameter}: {_yaml(spec['default'])}  # {spec['takes']}" for parameter, spec in params.items()
         ]
     steps = {"name": row["name"], "steps": row["steps"]}
     body = yaml.safe_dump(steps, sort_keys=False, default_flow_style=None)
@@ -45,8 +45,8 @@ def _yaml(value: Any) -> str:
 
 def _source(row: Record) -> str:
     section = str(row["section"])
-    rest = f", section {section}" if section[:1].isdigit() else f", {section}" if section else ""
-    return f"{row['paper']}{rest}"
+    suffix = f", section {section}" if section[:1].isdigit() else f", {section}" if section else ""
+    return f"{row['paper']}{suffix}"
 
 
 def solvers_table(rows: Sequence[Record]) -> Table:
@@ -74,8 +74,8 @@ def compared_table(rows: Sequence[Record]) -> Table:
 def _needs(row: Record) -> str:
     if row["package"] is None:
         return ""
-    there = "installed" if row["installed"] else f"pip install '.[{row['extra']}]'"
-    return f"{row['package']} ({there})"
+    hint = "installed" if row["installed"] else f"pip install '.[{row['extra']}]'"
+    return f"{row['package']} ({hint})"
 
 
 def _catalogue(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -17,10 +17,10 @@ def table(
 ) -> Table:
     """left: titles of left-aligned columns; gap: blanks between columns; folds: titles of columns
     whose cells take several lines where they are long."""
-    made = Table(box=None, padding=(0, gap, 0, 0))
+    grid = Table(box=None, padding=(0, gap, 0, 0))
     for title in titles:
         justify: JustifyMethod = "left" if title in left else "right"
-        made.add_column(title, justify=justify, no_wrap=title not in folds, overflow="fold")
+        grid.add_column(title, justify=justify, no_wrap=title not in folds, overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        grid.add_row(*row)
+    return grid

@@ -21,17 +21,17 @@ MIXED = 0.15, 0.85  # shares of work in a cell, between which it is drawn as par
 
 def headline(found: Simulation) -> str:
     """The whole simulation in a few lines."""
-    busiest, lost = found.busiest, found.lost
-    goes = ", ".join(
-        f"{name.replace('rows', 'row work')} {100 * us / sum(lost):.1f}"
-        for name, us in lost._asdict().items()
+    busiest, losses = found.busiest, found.lost
+    breakdown = ", ".join(
+        f"{name.replace('rows', 'row work')} {100 * us / sum(losses):.1f}"
+        for name, us in losses._asdict().items()
         if us
     )
     return (
         f"recipe {found.plan.header.recipe} on {found.plan.header.ranks} ranks, hardware {found.hardware}: forward "
         f"{found.forward_ms:.3f} ms, backward {found.backward_ms:.3f} ms\n{100 * found.efficiency:.1f} % of the time "
         f"is what balanced work without communication needs: {100 * found.of_attainable:.1f} % of what is attainable\n"
-        f"of the time, in %: {goes or 'nothing'}\nthe longest wait of a rank is {found.exposed_ms:.3f} ms\n"
+        f"of the time, in %: {breakdown or 'nothing'}\nthe longest wait of a rank is {found.exposed_ms:.3f} ms\n"
         f"the busiest rank, {busiest['rank']}, starts {count(busiest['launches'], 'kernel')} for "
         f"{count(busiest['instructions'], 'instruction')} and posts {count(busiest['messages'], 'message')} in "
         f"{count(busiest['rounds'], 'round')}"
@@ -57,24 +57,24 @@ def run_view(run: Run, ranks: int, steps: int) -> RenderableType:
     )
 
 
-def _timelines(run: Run, most: int) -> RenderableType:
+def _timelines(run: Run, limit: int) -> RenderableType:
     """A bar for each of the ranks that wait longest, with its milliseconds."""
-    shown = np.sort(np.argsort(-run.exposed_us, kind="stable")[:most])
+    ranks = np.sort(np.argsort(-run.exposed_us, kind="stable")[:limit])
     titles = ("rank", f"0 to {run.makespan_us / 1e3:.3f} ms", "work", "waiting", "ends")
     rows = list[tuple[str | Text, ...]]()
-    for rank in shown.tolist():
+    for rank in ranks.tolist():
         times = (column[rank] / 1e3 for column in (run.compute_us, run.exposed_us, run.finish_us))
         rows.append((str(rank), _bar(run, rank), *(f"{time:.3f}" for time in times)))
-    drawn = table(titles, rows, titles[1:2])
-    hidden = len(run.exposed_us) - len(shown)
-    return Group(drawn, Text(f"and {count(hidden, 'rank')} that wait less", "dim")) if hidden else drawn
+    chart = table(titles, rows, titles[1:2])
+    hidden = len(run.exposed_us) - len(ranks)
+    return Group(chart, Text(f"and {count(hidden, 'rank')} that wait less", "dim")) if hidden else chart
 
 
 def _bar(run: Run, rank: int) -> Text:
     edges = np.linspace(0.0, run.makespan_us, CELLS + 1)
-    mine = (run.spans.rank == rank) & (run.spans.stream == 0)
+    is_compute = (run.spans.rank == rank) & (run.spans.stream == 0)
     work, waiting = (
-        share(run, mine & ((run.spans.op == Op.WAIT) == waits), edges) for waits in (False, True)
+        share(run, is_compute & ((run.spans.op == Op.WAIT) == waits), edges) for waits in (False, True)
     )
     low, high = MIXED
     cells = [
@@ -84,26 +84,26 @@ def _bar(run: Run, rank: int) -> Text:
     return Text("".join(cells), "cyan")
 
 
-def share(run: Run, chosen: Bools, edges: Floats) -> Floats:
+def share(run: Run, mask: Bools, edges: Floats) -> Floats:
     """float64 [cells]: the fraction of the time between two edges inside spans of a run, overlapping spans counted
     once."""
-    start, end = run.spans.start_us[chosen], run.spans.end_us[chosen]
+    start, end = run.spans.start_us[mask], run.spans.end_us[mask]
     if not len(start):
         return np.zeros(len(edges) - 1)
     order = np.argsort(start, kind="stable")
     start, end = start[order], np.maximum.accumulate(end[order])
     start = np.maximum(start, np.append(0.0, end[:-1]))
-    done = np.cumsum(end - start)
-    points, sums = (np.stack(pair, axis=1).ravel() for pair in ((start, end), (done - (end - start), done)))
+    cumulative = np.cumsum(end - start)
+    points, sums = (np.stack(pair, axis=1).ravel() for pair in ((start, end), (cumulative - (end - start), cumulative)))
     return np.asarray(np.diff(np.interp(edges, points, sums)) / np.maximum(np.diff(edges), 1e-12))
 
 
-def _path(path: Sequence[PathStep], most: int) -> Iterator[str]:
+def _path(path: Sequence[PathStep], limit: int) -> Iterator[str]:
     """The longest steps of a critical path, in order, under a line that sums all of them."""
     sums = {
         kind: sum(step.us for step in path if step.kind == kind) / 1e3 for kind in ("compute", "transfer")
     }
-    longest = sorted(sorted(path, key=lambda step: -step.us)[:most], key=lambda step: step.start_us)
+    longest = sorted(sorted(path, key=lambda step: -step.us)[:limit], key=lambda step: step.start_us)
     which = "" if len(longest) == len(path) else f", the longest {len(longest)}"
     yield (
         f"critical path: {count(len(path), 'step')}, {sums['compute']:.3f} ms of work, {sums['transfer']:.3f} ms of "

@@ -48,9 +48,9 @@ class Plan(PlanTables):
 
     def sealed(self) -> Sections:
         """The encoded sections, computed once."""
-        sealed = encode_sections(self) if self.sections is None else self.sections
-        object.__setattr__(self, "sections", sealed)
-        return sealed
+        sections = encode_sections(self) if self.sections is None else self.sections
+        object.__setattr__(self, "sections", sections)
+        return sections
 
     def __repr__(self) -> str:
         return f"<Plan: {self.header.recipe} on {self.header.ranks} ranks, {self.id.hex()[:12]}>"
@@ -81,9 +81,9 @@ class Plan(PlanTables):
 
     def text(self, rank: int | None = None) -> str:
         """Formats the plan, or one rank of it, as text (`ir.text`)."""
-        sealed = self.sealed()
-        request, report = map(msgspec.msgpack.decode, (sealed.request, sealed.report))
-        return format_plan(self, sealed.id, request, report, rank)
+        sections = self.sealed()
+        request, report = map(msgspec.msgpack.decode, (sections.request, sections.report))
+        return format_plan(self, sections.id, request, report, rank)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.id == other.id
@@ -139,20 +139,20 @@ def _check_sizes(sections: Sections) -> None:
             )
 
 
-def _check_order(field: str, held: tuple[str, ...], named: tuple[str, ...]) -> None:
-    if held != named:
-        rule = f"must match the header, in its order: {', '.join(named)}"
-        raise ConfigError(field, held, rule, "make the header match the plan")
+def _check_order(field: str, names: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    if names != expected:
+        rule = f"must match the header, in its order: {', '.join(expected)}"
+        raise ConfigError(field, names, rule, "make the header match the plan")
 
 
 def _encode_request(plan: Plan) -> bytes:
     """Encodes the request; keeps the original bytes as long as they mean the same."""
-    now, held = plain.request_data(plan.request), plan.sections
-    fresh: bytes = wire.encode_section(now)
-    if held is None or held.request == fresh:
-        return fresh
-    same = plain.request_data(read_request(held.request, plan.header.version)) == now
-    return held.request if same else fresh
+    data, sections = plain.request_data(plan.request), plan.sections
+    encoded: bytes = wire.encode_section(data)
+    if sections is None or sections.request == encoded:
+        return encoded
+    is_equal = plain.request_data(read_request(sections.request, plan.header.version)) == data
+    return sections.request if is_equal else encoded
 
 
 def _encode_report(plan: Plan) -> bytes:
@@ -197,15 +197,13 @@ def decode(data: bytes, check_id: bool = True) -> Plan:
 
     Raises DecodeError; VersionError for an unknown major version. Allocates at most 240 times `len(data)`.
     """
-    found = wire.read_envelope(data, wire.PlanWire, "plan", FORMAT, wire.check_canonical_plan)
-    if not 1 <= len(found.parts) <= MAX_RANKS:
-        raise DecodeError(f"plan: {len(found.parts)} parts, must be 1 to {MAX_RANKS}")
-    sections = Sections(
-        found.header, found.request, found.layouts, found.moves, found.report, found.parts, found.id
-    )
+    body = wire.read_envelope(data, wire.PlanWire, "plan", FORMAT, wire.check_canonical_plan)
+    if not 1 <= len(body.parts) <= MAX_RANKS:
+        raise DecodeError(f"plan: {len(body.parts)} parts, must be 1 to {MAX_RANKS}")
+    sections = Sections(body.header, body.request, body.layouts, body.moves, body.report, body.parts, body.id)
     if check_id:
-        check_stored_id(found.id, section_id(sections), "plan")
-    return _decode_sections(sections, found.version)
+        check_stored_id(body.id, section_id(sections), "plan")
+    return _decode_sections(sections, body.version)
 
 
 def _decode_sections(sections: Sections, version: tuple[int, int]) -> Plan:

@@ -62,14 +62,14 @@ class IterationPlan:
         object.__setattr__(self, "plans", tuple(self.plans))
         _check_plans(self.plans, len(self.indexes))
         object.__setattr__(
-            self, "indexes", tuple(_column(f"indexes[{i}]", own) for i, own in enumerate(self.indexes))
+            self, "indexes", tuple(_column(f"indexes[{i}]", column) for i, column in enumerate(self.indexes))
         )
         object.__setattr__(self, "deferred", _column("deferred", self.deferred))
         _check_sequences(self)
 
     def __repr__(self) -> str:
-        held = f"{len(self.plans)} microbatch{'es' * (len(self.plans) > 1)} on {self.ranks} ranks"
-        return f"<IterationPlan: {held}, {self.id.hex()[:12]}>"
+        summary = f"{len(self.plans)} microbatch{'es' * (len(self.plans) > 1)} on {self.ranks} ranks"
+        return f"<IterationPlan: {summary}, {self.id.hex()[:12]}>"
 
     @property
     def ranks(self) -> int:
@@ -99,7 +99,7 @@ class IterationPlan:
         rank has more over the iteration.
         """
         reports = [plan.report for plan in self.plans]
-        found: dict[str, Any] = {
+        merged_report: dict[str, Any] = {
             "microbatches": len(self.plans),
             "ranks": self.ranks,
             "sequences": int(sum(map(len, self.indexes))),
@@ -109,10 +109,10 @@ class IterationPlan:
         }
         for names, merge in ((SUMS, sum), (MAXIMA, max)):
             for name in names:
-                merged = _merged([report.get(name) for report in reports], merge)
-                if merged is not None:
-                    found[name] = merged
-        return found | {"bounds": _merged_bounds([report.get("bounds") for report in reports])}
+                value = _merged([report.get(name) for report in reports], merge)
+                if value is not None:
+                    merged_report[name] = value
+        return merged_report | {"bounds": _merged_bounds([report.get("bounds") for report in reports])}
 
     def encode(self) -> bytes:
         """Encodes the iteration plan: the bytes depend on its plans and indexes alone."""
@@ -121,7 +121,7 @@ class IterationPlan:
                 FORMAT,
                 max(plan.header.version for plan in self.plans),
                 [plan.encode() for plan in self.plans],
-                [packed(own) for own in self.indexes],
+                [packed(column) for column in self.indexes],
                 packed(self.deferred),
                 self.id,
             )
@@ -130,15 +130,15 @@ class IterationPlan:
     @staticmethod
     def decode(data: bytes) -> IterationPlan:
         """Decodes an iteration plan. Raises DecodeError (VersionError for an unknown major version)."""
-        found = wire.read_envelope(data, IterationWire, "iteration", FORMAT)
-        if len(found.plans) != len(found.indexes):
+        envelope = wire.read_envelope(data, IterationWire, "iteration", FORMAT)
+        if len(envelope.plans) != len(envelope.indexes):
             raise DecodeError(
-                f"iteration: {len(found.plans)} plans, but {len(found.indexes)} columns of indexes"
+                f"iteration: {len(envelope.plans)} plans, but {len(envelope.indexes)} columns of indexes"
             )
-        columns = [unpacked(column) for column in (*found.indexes, found.deferred)]
-        plans = tuple(decode(plan) for plan in found.plans)
-        real = iteration_id([plan.id for plan in plans], columns[:-1], columns[-1])
-        check_stored_id(found.id, real, "iteration")
+        columns = [unpacked(column) for column in (*envelope.indexes, envelope.deferred)]
+        plans = tuple(decode(plan) for plan in envelope.plans)
+        actual_id = iteration_id([plan.id for plan in plans], columns[:-1], columns[-1])
+        check_stored_id(envelope.id, actual_id, "iteration")
         try:
             return IterationPlan(plans, tuple(columns[:-1]), columns[-1])
         except ConfigError as error:
@@ -153,8 +153,8 @@ class IterationPlan:
 
 def encode_slices(plan: IterationPlan) -> tuple[bytes, ...]:
     """Every rank's encoded slice, `plan.slice_for(rank).encode()`, without decoding any."""
-    columns = zip(*(slices.encode_slices(one, one.sealed()) for one in plan.plans), strict=True)
-    return tuple(encode_slice(list(own), plan.indexes, plan.deferred, plan.id) for own in columns)
+    columns = zip(*(slices.encode_slices(member, member.sealed()) for member in plan.plans), strict=True)
+    return tuple(encode_slice(list(parts), plan.indexes, plan.deferred, plan.id) for parts in columns)
 
 
 # ---------------------------------------------------------------------------------------------- columns
@@ -202,12 +202,12 @@ def _shared_request(request: Request) -> dict[str, Any]:
 
 def _check_sequences(iteration: IterationPlan) -> None:
     """Checks that each microbatch has as many sequences as its plan, and that each sequence occurs exactly once."""
-    for i, (plan, own) in enumerate(zip(iteration.plans, iteration.indexes, strict=True)):
-        if len(own) != len(plan.request.batch.lengths):
+    for i, (plan, indexes) in enumerate(zip(iteration.plans, iteration.indexes, strict=True)):
+        if len(indexes) != len(plan.request.batch.lengths):
             rule = (
                 f"must have an index for each of the {len(plan.request.batch.lengths)} sequences of its plan"
             )
-            raise ConfigError(f"iteration.indexes[{i}]", len(own), rule, "give the index of each")
+            raise ConfigError(f"iteration.indexes[{i}]", len(indexes), rule, "give the index of each")
     sorted_indexes = np.sort(np.concatenate([*iteration.indexes, iteration.deferred]))
     if not np.array_equal(sorted_indexes, np.arange(len(sorted_indexes))):
         missing = int(np.flatnonzero(sorted_indexes != np.arange(len(sorted_indexes)))[0])

@@ -58,14 +58,14 @@ class IterationSlice:
             rule = f"must be 1 to {MAX_MICROBATCHES}, with as many arrays of indexes ({len(self.indexes)})"
             raise ConfigError("iteration.slices", len(self.slices), rule, "give one per microbatch")
         if len({(piece.rank, piece.ranks) for piece in self.slices}) > 1:
-            held = [piece.rank for piece in self.slices]
-            raise ConfigError("iteration.slices", held, "must be of one rank", "give one rank's slices")
+            ranks = [piece.rank for piece in self.slices]
+            raise ConfigError("iteration.slices", ranks, "must be of one rank", "give one rank's slices")
 
     def __repr__(self) -> str:
-        held = (
+        summary = (
             f"rank {self.rank} of {self.ranks}, {len(self.slices)} microbatch{'es' * (len(self.slices) > 1)}"
         )
-        return f"<IterationSlice: {held}, plan {self.id.hex()[:12]}>"
+        return f"<IterationSlice: {summary}, plan {self.id.hex()[:12]}>"
 
     @property
     def rank(self) -> int:
@@ -83,13 +83,13 @@ class IterationSlice:
     def decode(data: bytes) -> IterationSlice:
         """Decodes a slice; its id is computed from its bytes. Raises DecodeError (VersionError for an unknown major
         version). Allocates a small multiple of `len(data)`, and 8 bytes for each sequence of the iteration."""
-        found = wire.read_envelope(data, _IterationSliceWire, "iteration slice", FORMAT)
-        slices = tuple(Slice.decode(piece) for piece in found.slices)
-        indexes, deferred = _read_indexes(found), unpacked(found.deferred)
-        real = iteration_id([piece.id for piece in slices], indexes, deferred)
-        check_stored_id(found.id, real, "iteration slice")
+        envelope = wire.read_envelope(data, _IterationSliceWire, "iteration slice", FORMAT)
+        slices = tuple(Slice.decode(piece) for piece in envelope.slices)
+        indexes, deferred = _read_indexes(envelope), unpacked(envelope.deferred)
+        actual_id = iteration_id([piece.id for piece in slices], indexes, deferred)
+        check_stored_id(envelope.id, actual_id, "iteration slice")
         try:
-            return IterationSlice(found.id, slices, indexes, deferred)
+            return IterationSlice(envelope.id, slices, indexes, deferred)
         except ConfigError as error:
             raise DecodeError(f"iteration slice: {error}") from None
 
@@ -102,37 +102,37 @@ class IterationSlice:
 
 def encode_slice(slices: list[bytes], indexes: tuple[Ints, ...], deferred: Ints, id_: bytes) -> bytes:
     """Encodes a rank's share from its encoded slices."""
-    columns = [] if _follow(indexes, deferred) else [packed(own) for own in indexes]
-    counts = [len(own) for own in indexes]
-    found = _IterationSliceWire(FORMAT, VERSION, slices, counts, columns, packed(deferred), id_)
-    return wire.encode_struct(found)
+    columns = [] if _follow(indexes, deferred) else [packed(array) for array in indexes]
+    counts = [len(array) for array in indexes]
+    envelope = _IterationSliceWire(FORMAT, VERSION, slices, counts, columns, packed(deferred), id_)
+    return wire.encode_struct(envelope)
 
 
-def _read_indexes(found: _IterationSliceWire) -> tuple[Ints, ...]:
-    if len(found.counts) != len(found.slices) or len(found.indexes) not in (0, len(found.slices)):
+def _read_indexes(envelope: _IterationSliceWire) -> tuple[Ints, ...]:
+    if len(envelope.counts) != len(envelope.slices) or len(envelope.indexes) not in (0, len(envelope.slices)):
         raise DecodeError(
-            f"iteration slice: {len(found.slices)} slices, but {len(found.counts)} counts and "
-            f"{len(found.indexes)} columns of indexes"
+            f"iteration slice: {len(envelope.slices)} slices, but {len(envelope.counts)} counts and "
+            f"{len(envelope.indexes)} columns of indexes"
         )
-    if not found.indexes:
-        return _consecutive(found)
-    indexes = tuple(unpacked(column) for column in found.indexes)
-    if [len(own) for own in indexes] != found.counts:
+    if not envelope.indexes:
+        return _consecutive(envelope)
+    indexes = tuple(unpacked(column) for column in envelope.indexes)
+    if [len(array) for array in indexes] != envelope.counts:
         raise DecodeError("iteration slice: its counts do not match the lengths of its columns")
-    if not wire.newer(found.version) and _follow(indexes, unpacked(found.deferred)):
+    if not wire.newer(envelope.version) and _follow(indexes, unpacked(envelope.deferred)):
         raise DecodeError("iteration slice: consecutive indexes are written out")
     return indexes
 
 
-def _consecutive(found: _IterationSliceWire) -> tuple[Ints, ...]:
-    sequences = sum(found.counts)
-    if found.deferred or sequences > MOST_IMPLIED:
+def _consecutive(envelope: _IterationSliceWire) -> tuple[Ints, ...]:
+    sequences = sum(envelope.counts)
+    if envelope.deferred or sequences > MOST_IMPLIED:
         raise DecodeError(f"iteration slice: {sequences} sequences without indexes, at most {MOST_IMPLIED}")
-    return consecutive(found.counts)
+    return consecutive(envelope.counts)
 
 
 def _follow(indexes: tuple[Ints, ...], deferred: Ints) -> bool:
     """True if sequences are consecutive and none is deferred, so that counts are enough."""
-    together = np.concatenate(indexes)
-    few = len(together) <= MOST_IMPLIED and not len(deferred)
-    return few and np.array_equal(together, np.arange(len(together)))
+    all_indexes = np.concatenate(indexes)
+    is_small = len(all_indexes) <= MOST_IMPLIED and not len(deferred)
+    return is_small and np.array_equal(all_indexes, np.arange(len(all_indexes)))

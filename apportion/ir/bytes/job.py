@@ -68,9 +68,9 @@ class Job:
     @staticmethod
     def from_data(data: Any) -> Job:
         """Builds a job from plain data: a mapping of the fields above, the first four required. Raises ConfigError."""
-        found = dict(mapping_of(Job, "job", data))
-        hardware = found.pop("hardware", None)
-        return Job(**values(Job, "job", found), hardware=None if hardware is None else _hardware(hardware))
+        fields = dict(mapping_of(Job, "job", data))
+        hardware = fields.pop("hardware", None)
+        return Job(**values(Job, "job", fields), hardware=None if hardware is None else _hardware(hardware))
 
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field."""
@@ -119,19 +119,19 @@ class Job:
 
     def check(self, batches: Sequence[Batch]) -> None:
         """Raises ConfigError for a wrong number of batches, CapacityError if one is too large."""
-        most = 1 if self.packs else self.microbatches
-        if not 1 <= len(batches) <= most:
-            rule = f"must be 1 to {most}: " + (
+        limit = 1 if self.packs else self.microbatches
+        if not 1 <= len(batches) <= limit:
+            rule = f"must be 1 to {limit}: " + (
                 "the recipe packs all sequences of the iteration itself"
                 if self.packs
                 else "one per microbatch"
             )
             raise ConfigError("batches", f"{len(batches)} batches", rule, "regroup the sequences")
-        room = self.tokens * (self.microbatches if self.packs else 1)
+        capacity = self.tokens * (self.microbatches if self.packs else 1)
         for i, batch in enumerate(batches):
-            if batch.tokens > room:
+            if batch.tokens > capacity:
                 raise CapacityError(
-                    f"batches[{i}] has {batch.tokens} tokens, the job's {self.ranks} ranks take {room} "
+                    f"batches[{i}] has {batch.tokens} tokens, the job's {self.ranks} ranks take {capacity} "
                     f"({self.tokens_per_rank} each): raise tokens_per_rank or send fewer sequences"
                 )
 
@@ -163,10 +163,10 @@ def encode_request(job: Job, batches: Sequence[Batch]) -> bytes:
 
 def decode_request(data: bytes) -> tuple[Job, tuple[Batch, ...]]:
     """Decodes the job and the batches. Raises DecodeError, VersionError."""
-    found = wire.read_envelope(data, _RequestWire, "iteration request", FORMAT)
+    envelope = wire.read_envelope(data, _RequestWire, "iteration request", FORMAT)
     try:
-        job = Job.from_data(_section(found.job, found.version))
-        batches = tuple(Batch.from_data(_section(batch, found.version)) for batch in found.batches)
+        job = Job.from_data(_section(envelope.job, envelope.version))
+        batches = tuple(Batch.from_data(_section(batch, envelope.version)) for batch in envelope.batches)
         job.check(batches)
     except (ConfigError, CapacityError) as error:
         raise DecodeError(f"iteration request: {error}") from None

@@ -21,23 +21,23 @@ from apportion.ir.request.sequences import DEFAULT_KIND
 def origin(job: Job, lengths: ArrayLike, masks: Masks, sampling: Sampling | None) -> dict[str, Any]:
     """The job, with the seed; digests of the samples' lengths and masks, in hex; and the shuffling, None if a trainer
     sets its own order. lengths: integers [n]; masks: as `batches_of` takes them."""
-    held = np.ascontiguousarray(lengths, "<i8")
+    array = np.ascontiguousarray(lengths, "<i8")
     return {
         "job": json.loads(json.dumps(job.to_data())),
-        "lengths": digest(held.tobytes()).hex(),
+        "lengths": digest(array.tobytes()).hex(),
         "masks": digest(wire.encode_section(_masks_data(masks))).hex(),
         "shuffle": None if sampling is None else sampling.shuffle,
     }
 
 
-def difference(held: Any, asked: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """(field name, held value, requested value) of the first difference between two values of plain data."""
-    if not (isinstance(held, Mapping) and isinstance(asked, Mapping)):
-        return None if held == asked else (name, held, asked)
-    for key in [*held, *(key for key in asked if key not in held)]:
-        found = difference(held.get(key), asked.get(key), f"{name}.{key}".lstrip("."))
-        if found is not None:
-            return found
+def difference(stored: Any, requested: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """(field name, stored value, requested value) of the first difference between two values of plain data."""
+    if not (isinstance(stored, Mapping) and isinstance(requested, Mapping)):
+        return None if stored == requested else (name, stored, requested)
+    for key in [*stored, *(key for key in requested if key not in stored)]:
+        mismatch = difference(stored.get(key), requested.get(key), f"{name}.{key}".lstrip("."))
+        if mismatch is not None:
+            return mismatch
     return None
 
 
@@ -45,8 +45,8 @@ def _masks_data(masks: Masks) -> list[Any]:
     """Plain data of masks, equal for masks that make equal batches."""
     if masks is None or isinstance(masks, Mask | Mapping):
         return [_mask_data(masks)]
-    every = [_mask_data(spec) for spec in masks]
-    return every[:1] if all(data == every[0] for data in every) else every
+    entries = [_mask_data(spec) for spec in masks]
+    return entries[:1] if all(data == entries[0] for data in entries) else entries
 
 
 def _mask_data(spec: MaskSpec | None) -> dict[str, Any]:

@@ -41,21 +41,21 @@ class Sections:
 
     def with_id(self, id: bytes) -> Sections:
         """Returns the same sections under another stored id."""
-        named = replace(self, id=id)
-        named.__dict__["tree"] = self.tree  # hashing dominates: reuse the tree
-        return named
+        result = replace(self, id=id)
+        result.__dict__["tree"] = self.tree  # hashing dominates: reuse the tree
+        return result
 
 
 def section_id(sections: Sections) -> bytes:
     """Computes the id of the sections' bytes; a damaged plan stores another."""
-    fixed = (sections.header, sections.request, sections.layouts, sections.moves, sections.report)
-    return plan_id(map(digest, fixed), sections.tree[-1][0])
+    shared = (sections.header, sections.request, sections.layouts, sections.moves, sections.report)
+    return plan_id(map(digest, shared), sections.tree[-1][0])
 
 
-def check_stored_id(stored: bytes, real: bytes, what: str) -> None:
-    if stored != real:
+def check_stored_id(stored: bytes, expected: bytes, label: str) -> None:
+    if stored != expected:
         raise DecodeError(
-            f"{what}: stored id {stored[:SIZE].hex()} differs from {real.hex()}, the id of its bytes: "
+            f"{label}: stored id {stored[:SIZE].hex()} differs from {expected.hex()}, the id of its bytes: "
             "it was changed or damaged after planning"
         )
 
@@ -81,21 +81,21 @@ def read_header(data: bytes, version: tuple[int, int]) -> Header:
 
 def read_request(data: bytes, version: tuple[int, int]) -> Request:
     """Decodes the request section. Raises DecodeError."""
-    found = wire.read_section(_decode_map, data, "request", version)
-    return request_from_data(found, strict=not wire.newer(version))
+    section = wire.read_section(_decode_map, data, "request", version)
+    return request_from_data(section, strict=not wire.newer(version))
 
 
 def read_tokens(
     data: bytes, header: Header, tokens: int | None, version: tuple[int, int]
 ) -> Mapping[str, int]:
     """Decodes the layouts section: name -> tokens, in the header's order. `tokens`: of the batch, if known."""
-    found: dict[str, _Layout] = wire.read_section(_decode_layouts, data, "layouts", version)
-    if sorted(found) != sorted(header.layouts):
+    layouts: dict[str, _Layout] = wire.read_section(_decode_layouts, data, "layouts", version)
+    if sorted(layouts) != sorted(header.layouts):
         raise DecodeError("layouts: the section and the header name different layouts")
-    for name, layout in found.items():
+    for name, layout in layouts.items():
         if not 0 <= layout.tokens <= LIMIT or (tokens is not None and layout.tokens != tokens):
             raise DecodeError(f"layouts: {name} has {layout.tokens} tokens, the batch {tokens}")
-    return {name: found[name].tokens for name in header.layouts}
+    return {name: layouts[name].tokens for name in header.layouts}
 
 
 def read_moves(data: bytes, header: Header, version: tuple[int, int]) -> list[tuple[str, str]]:

@@ -28,8 +28,8 @@ def iteration_id(plans: Iterable[bytes], indexes: Iterable[Ints], deferred: Ints
 
 def consecutive(counts: Iterable[int]) -> tuple[Ints, ...]:
     """Sequence indexes of microbatches with `counts` consecutive sequences each."""
-    stops = np.cumsum([0, *counts]).tolist()
-    return tuple(np.arange(*pair) for pair in pairwise(stops))
+    bounds = np.cumsum([0, *counts]).tolist()
+    return tuple(np.arange(*pair) for pair in pairwise(bounds))
 
 
 def packed(column: Ints) -> bytes:

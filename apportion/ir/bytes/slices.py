@@ -65,13 +65,13 @@ class Slice:
     @staticmethod
     def decode(data: bytes) -> Slice:
         """Decodes a slice; its id is computed from its bytes. Raises DecodeError, VersionError."""
-        found = wire.read_envelope(data, wire.SliceWire, "slice", SLICE_FORMAT)
-        check_stored_id(found.id, _slice_id(found), f"slice of rank {found.rank}")
-        if found.token_cap != _sealed_cap(int.from_bytes(found.token_cap[:_CAP]), found.id):
+        envelope = wire.read_envelope(data, wire.SliceWire, "slice", SLICE_FORMAT)
+        check_stored_id(envelope.id, _slice_id(envelope), f"slice of rank {envelope.rank}")
+        if envelope.token_cap != _sealed_cap(int.from_bytes(envelope.token_cap[:_CAP]), envelope.id):
             raise DecodeError(
-                f"slice of rank {found.rank}: its token cap was changed or damaged after planning"
+                f"slice of rank {envelope.rank}: its token cap was changed or damaged after planning"
             )
-        return _open_slice(found)
+        return _open_slice(envelope)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Slice) and (self.id, self.rank) == (other.id, other.rank)
@@ -86,41 +86,41 @@ def _sealed_cap(cap: int | None, id: bytes) -> bytes:
     return number + digest(id + number)[:_CAP]
 
 
-def _slice_id(found: wire.SliceWire) -> bytes:
-    if not 0 <= found.rank < found.ranks <= MAX_RANKS:
-        raise DecodeError(f"slice: rank {found.rank} of {found.ranks}")
-    if len(found.digests) != 2:
-        raise DecodeError(f"slice: {len(found.digests)} digests, expected those of request and report")
-    if any(len(node) != SIZE for node in [*found.digests, *found.path]):
+def _slice_id(envelope: wire.SliceWire) -> bytes:
+    if not 0 <= envelope.rank < envelope.ranks <= MAX_RANKS:
+        raise DecodeError(f"slice: rank {envelope.rank} of {envelope.ranks}")
+    if len(envelope.digests) != 2:
+        raise DecodeError(f"slice: {len(envelope.digests)} digests, expected those of request and report")
+    if any(len(node) != SIZE for node in [*envelope.digests, *envelope.path]):
         raise DecodeError(f"slice: a digest does not have {SIZE} bytes")
-    request, report = found.digests
-    digests = (digest(found.header), request, digest(found.layouts), digest(found.moves), report)
-    return plan_id(digests, climb(leaf(found.part), found.rank, found.ranks, found.path))
+    request, report = envelope.digests
+    digests = (digest(envelope.header), request, digest(envelope.layouts), digest(envelope.moves), report)
+    return plan_id(digests, climb(leaf(envelope.part), envelope.rank, envelope.ranks, envelope.path))
 
 
-def _open_slice(found: wire.SliceWire) -> Slice:
-    header = read_header(found.header, found.version)
-    if header.ranks != found.ranks:
-        raise DecodeError(f"slice: of {found.ranks} ranks, but its plan has {header.ranks}")
-    tables = read_tables(header, found.layouts, found.moves, [found.part], found.rank)
-    return Slice(found.id, found.rank, header, *tables, found)
+def _open_slice(envelope: wire.SliceWire) -> Slice:
+    header = read_header(envelope.header, envelope.version)
+    if header.ranks != envelope.ranks:
+        raise DecodeError(f"slice: of {envelope.ranks} ranks, but its plan has {header.ranks}")
+    tables = read_tables(header, envelope.layouts, envelope.moves, [envelope.part], envelope.rank)
+    return Slice(envelope.id, envelope.rank, header, *tables, envelope)
 
 
-def slice_plan(plan: PlanTables, sealed: Sections, rank: int) -> Slice:
-    """The slice of one rank. sealed: the encoded plan. Raises ConfigError if the plan has no such rank."""
+def slice_plan(plan: PlanTables, sections: Sections, rank: int) -> Slice:
+    """The slice of one rank. sections: the encoded plan. Raises ConfigError if the plan has no such rank."""
     if not 0 <= rank < plan.header.ranks:
         raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "use one from 0 on")
-    (found,) = _slice_wires(plan, sealed, [rank])
+    (envelope,) = _slice_wires(plan, sections, [rank])
     layouts = {name: Layout(name, layout.spans.rank(rank)) for name, layout in plan.layouts.items()}
     programs = {key: program.rank(rank) for key, program in plan.programs.items()}
     moves = tuple(Move(move.source, move.target, move.table.rank(rank)) for move in plan.moves)
     recurrence = plan.recurrence and plan.recurrence.rank(rank)
-    return Slice(found.id, rank, plan.header, layouts, programs, moves, recurrence, found)
+    return Slice(envelope.id, rank, plan.header, layouts, programs, moves, recurrence, envelope)
 
 
-def encode_slices(plan: PlanTables, sealed: Sections) -> list[bytes]:
-    """Encodes every rank's slice without decoding any. sealed: the encoded plan."""
-    return [wire.encode_struct(found) for found in _slice_wires(plan, sealed, range(plan.header.ranks))]
+def encode_slices(plan: PlanTables, sections: Sections) -> list[bytes]:
+    """Encodes every rank's slice without decoding any. sections: the encoded plan."""
+    return [wire.encode_struct(piece) for piece in _slice_wires(plan, sections, range(plan.header.ranks))]
 
 
 def _slice_wires(plan: PlanTables, s: Sections, ranks: Iterable[int]) -> Iterator[wire.SliceWire]:

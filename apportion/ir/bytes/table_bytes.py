@@ -40,13 +40,13 @@ class Parts(list[bytes]):
     def are_of(self, tables: Sequence[Table]) -> bool:
         """True if `encode_parts` of these tables would give the same bytes, decided without encoding: the arrays are
         the same objects, and nothing else can have written to them. False may mean unknown."""
-        same = tuple(self) == self._made and len(self._tables) == len(tables)
-        return same and all(
-            ours.names == known.names
-            and ours.ptr is known.ptr
-            and ours.values is known.values
-            and all(_is_owner(array) and not array.flags.writeable for array in (ours.ptr, ours.values))
-            for ours, known in zip(tables, self._tables, strict=True)
+        is_same = tuple(self) == self._made and len(self._tables) == len(tables)
+        return is_same and all(
+            table.names == original.names
+            and table.ptr is original.ptr
+            and table.values is original.values
+            and all(_is_owner(array) and not array.flags.writeable for array in (table.ptr, table.values))
+            for table, original in zip(tables, self._tables, strict=True)
         )
 
 
@@ -62,12 +62,12 @@ def tables_of(
     recurrence: Recurrence | None = None,
 ) -> list[Table]:
     """All tables in the order of a part: kinds in their given order, forward before backward."""
-    found = [layout.spans for layout in layouts.values()]
+    tables = [layout.spans for layout in layouts.values()]
     kinds = dict.fromkeys(kind for kind, _ in programs)
     ordered = [programs[key] for key in product(kinds, PHASES) if key in programs]
-    found += [program[name] for program in ordered for name in TABLES]
-    found += [move.table for move in moves]
-    return found + ([] if recurrence is None else [recurrence[name] for name in RECURRENCE_TABLES])
+    tables += [program[name] for program in ordered for name in TABLES]
+    tables += [move.table for move in moves]
+    return tables + ([] if recurrence is None else [recurrence[name] for name in RECURRENCE_TABLES])
 
 
 def encode_parts(tables: Sequence[Table], ranks: int, threads: int = 1) -> Parts:
@@ -85,7 +85,7 @@ def encode_tables(tables: Sequence[Table], ranks: int, threads: int = 1) -> Iter
         _check_numbers(table)
     arrays = [(table.ptr, table.values) for table in tables]
     ends = np.linspace(0, ranks, min(threads, ranks) + 1).astype(np.int64).tolist()
-    return chain.from_iterable(spread(lambda own: core.encode(arrays, *own), pairwise(ends), threads))
+    return chain.from_iterable(spread(lambda bounds: core.encode(arrays, *bounds), pairwise(ends), threads))
 
 
 def _check_numbers(table: Table) -> None:
@@ -116,7 +116,7 @@ def read_tables(
 ) -> Tables:
     """Decodes the tables of the ranks from `first` on. layouts, moves: these sections; parts: of the ranks; tokens: of
     the batch, if known. Raises DecodeError."""
-    of_layouts = read_tokens(layouts, header, tokens, header.version)
+    layout_tokens = read_tokens(layouts, header, tokens, header.version)
     pairs = read_moves(moves, header, header.version)
     for part in parts:
         wire.check_size(part, "part")
@@ -130,7 +130,7 @@ def read_tables(
     programs = {key: {name: next(tables) for name in TABLES} for key in keys}
     remaps = dict(zip(pairs, tables, strict=False))
     recurrence = Recurrence({name: next(tables) for name in RECURRENCE_TABLES}) if header.recurrent else None
-    wellformed.check(header, of_layouts, spans, programs, remaps, recurrence, first)
+    wellformed.check(header, layout_tokens, spans, programs, remaps, recurrence, first)
     return (
         {name: Layout(name, table) for name, table in spans.items()},
         {key: ProgramSet(tables) for key, tables in programs.items()},
@@ -146,10 +146,10 @@ def read_parts(
     two of their numbers fits, all others int64. forms: (place for messages, columns) of each table."""
     columns = [names for _, names in forms]
     try:
-        found = core.decode(parts, [*map(len, columns)], [names in _NARROW for names in columns])
+        tables = core.decode(parts, [*map(len, columns)], [names in _NARROW for names in columns])
     except core.Malformed as fault:
         rank, table, column, rule = fault.args
-        where, names = forms[table]
-        named = f"column {names[column]!r} " if column >= 0 else ""
-        raise DecodeError(f"rank {first + rank}, {where}: {named}{rule}") from None
-    return (Table(ptr, names, values) for (ptr, values), names in zip(found, columns, strict=True))
+        table_name, names = forms[table]
+        prefix = f"column {names[column]!r} " if column >= 0 else ""
+        raise DecodeError(f"rank {first + rank}, {table_name}: {prefix}{rule}") from None
+    return (Table(ptr, names, values) for (ptr, values), names in zip(tables, columns, strict=True))

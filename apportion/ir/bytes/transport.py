@@ -15,19 +15,19 @@ def compressed(data: bytes) -> bytes:
     return zstd.compress(data, 3)
 
 
-def expanded(data: bytes, most: int = MAX_EXPANDED) -> bytes:
-    """Decompresses a zstd frame that states its size, `most` bytes at most; returns other bytes unchanged. Raises
+def expanded(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
+    """Decompresses a zstd frame that states its size, `limit` bytes at most; returns other bytes unchanged. Raises
     DecodeError, also for trailing bytes."""
     if not data.startswith(_MAGIC):
         return data
     try:
         size = zstd.get_frame_info(data).decompressed_size
-        if size is None or size > most:
-            raise DecodeError(f"a compressed body of {size} bytes, at most {most} are read")
+        if size is None or size > limit:
+            raise DecodeError(f"a compressed body of {size} bytes, at most {limit} are read")
         reader = zstd.ZstdDecompressor()
-        found = reader.decompress(data, size + 1)
+        body = reader.decompress(data, size + 1)
     except zstd.ZstdError as error:
         raise DecodeError(f"a compressed body: {error}") from None
     if not reader.eof or reader.unused_data:
         raise DecodeError("a compressed body: truncated, or followed by other bytes")
-    return found
+    return body

@@ -99,19 +99,19 @@ def newer(version: tuple[int, int]) -> bool:
     return version[1] > VERSION[1]
 
 
-def unpack(decoder: Any, data: bytes, what: str) -> Any:
+def unpack(decoder: Any, data: bytes, label: str) -> Any:
     """Decodes `data` with `decoder`. Raises DecodeError."""
     try:
         return decoder(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
-        raise DecodeError(f"{what}: {error}") from None
+        raise DecodeError(f"{label}: {error}") from None
 
 
-def check_canonical(size: int, value: msgspec.Struct, what: str) -> None:
+def check_canonical(size: int, value: msgspec.Struct, label: str) -> None:
     """Refuses bytes that are not in canonical form: `value` encodes to `size` bytes."""
     _encoder.encode_into(value, buffer := bytearray(size))
     if len(buffer) != size:
-        raise DecodeError(f"{what}: repeated or unknown keys, or values not in their shortest form")
+        raise DecodeError(f"{label}: repeated or unknown keys, or values not in their shortest form")
 
 
 def read_envelope(
@@ -134,16 +134,16 @@ def read_envelope(
         )
     if minor < 0:
         raise DecodeError(f"{name}: version {major}.{minor}")
-    found: V = unpack(_decoder(kind), data, name)
-    if not newer(found.version):
-        check(len(data), found, name)
-    return found
+    envelope: V = unpack(_decoder(kind), data, name)
+    if not newer(envelope.version):
+        check(len(data), envelope, name)
+    return envelope
 
 
 def read_section(
     decoder: Any,
     data: bytes,
-    what: str,
+    label: str,
     version: tuple[int, int],
     plain: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
@@ -151,29 +151,29 @@ def read_section(
 
     plain: converts the decoder's result to plain data.
     """
-    check_size(data, what)
-    value = unpack(decoder, data, what)
-    if not newer(version) and unpack(lambda _: encode_section(plain(value)), data, what) != data:
+    check_size(data, label)
+    value = unpack(decoder, data, label)
+    if not newer(version) and unpack(lambda _: encode_section(plain(value)), data, label) != data:
         raise DecodeError(
-            f"{what}: unknown, missing, repeated or unsorted keys, or values not in their shortest form"
+            f"{label}: unknown, missing, repeated or unsorted keys, or values not in their shortest form"
         )
     return value
 
 
-def check_size(data: bytes, what: str) -> None:
-    if len(data) > MAX_BYTES[what]:
-        raise DecodeError(f"{what}: {len(data)} bytes, at most {MAX_BYTES[what]} are read")
+def check_size(data: bytes, label: str) -> None:
+    if len(data) > MAX_BYTES[label]:
+        raise DecodeError(f"{label}: {len(data)} bytes, at most {MAX_BYTES[label]} are read")
 
 
-def check_canonical_plan(size: int, plan: PlanWire, what: str) -> None:
+def check_canonical_plan(size: int, plan: PlanWire, label: str) -> None:
     """As `check_canonical`, without re-encoding the parts, which are most of the plan."""
     sizes = [len(part) for part in plan.parts]
     heads = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in sizes)
     array = 0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4  # beyond the byte of an empty one
-    check_canonical(size - sum(sizes) - heads - array, msgspec.structs.replace(plan, parts=[]), what)
+    check_canonical(size - sum(sizes) - heads - array, msgspec.structs.replace(plan, parts=[]), label)
 
 
-def check_plain(value: Any, what: str) -> None:
+def check_plain(value: Any, label: str) -> None:
     """Refuses NaN, infinities and values that JSON cannot hold, at any depth. Raises DecodeError."""
     stack = [value]
     while stack:
@@ -181,11 +181,11 @@ def check_plain(value: Any, what: str) -> None:
         if isinstance(item, dict):
             for key in item:
                 if not isinstance(key, str):
-                    raise DecodeError(f"{what}: keys must be strings")
+                    raise DecodeError(f"{label}: keys must be strings")
             stack.extend(item.values())
         elif isinstance(item, list | tuple):
             stack.extend(item)
         elif isinstance(item, float) and not math.isfinite(item):
-            raise DecodeError(f"{what}: {item} is not a finite number")
+            raise DecodeError(f"{label}: {item} is not a finite number")
         elif not (item is None or isinstance(item, bool | int | float | str)):
-            raise DecodeError(f"{what}: holds a {type(item).__name__}")
+            raise DecodeError(f"{label}: holds a {type(item).__name__}")

@@ -44,9 +44,9 @@ def columns(bands: ArrayLike) -> Ints:
 def describe(band: ArrayLike) -> str:
     """Describes one band in words."""
     q0, q1, k0, k1, dmin, dmax = (int(x) for x in np.asarray(band))
-    low = "" if dmin <= -INF else f"{dmin} <= "
-    high = "" if dmax >= INF else f" <= {dmax}"
-    diagonals = f", {low}q - k{high}" if low or high else ""
+    lower = "" if dmin <= -INF else f"{dmin} <= "
+    upper = "" if dmax >= INF else f" <= {dmax}"
+    diagonals = f", {lower}q - k{upper}" if lower or upper else ""
     return f"queries [{q0}, {q1}) x keys [{k0}, {k1}){diagonals}"
 
 
@@ -60,8 +60,8 @@ def area(bands: ArrayLike) -> Ints:
     q, k = np.maximum(b[:, 1] - b[:, 0], 0), np.maximum(b[:, 3] - b[:, 2], 0)
     offset = b[:, 3] - b[:, 0]
     upto = _pairs_below(q, k, b[:, 5] + offset)
-    found: Ints = np.maximum(upto - _pairs_below(q, k, b[:, 4] - 1 + offset), 0)
-    return found
+    areas: Ints = np.maximum(upto - _pairs_below(q, k, b[:, 4] - 1 + offset), 0)
+    return areas
 
 
 def _pairs_below(q: Ints, k: Ints, m: Ints) -> Ints:
@@ -91,7 +91,7 @@ def tighten(bands: ArrayLike) -> Ints:
     """[n, 6]: each band shrunk to the bounding rectangle of its pairs, diagonals unchanged; zeros if empty."""
     b = columns(bands)
     q0, q1, k0, k1, dmin, dmax = b.T
-    tight = np.stack(
+    result = np.stack(
         [
             np.maximum(q0, k0 + dmin),
             np.minimum(q1, k1 + dmax),
@@ -102,8 +102,8 @@ def tighten(bands: ArrayLike) -> Ints:
         ],
         axis=1,
     )
-    tight[(q0 >= q1) | (k0 >= k1) | (tight[:, 0] >= tight[:, 1]) | (dmin > dmax)] = 0
-    return tight
+    result[(q0 >= q1) | (k0 >= k1) | (result[:, 0] >= result[:, 1]) | (dmin > dmax)] = 0
+    return result
 
 
 def clip(bands: ArrayLike) -> Ints:
@@ -117,20 +117,20 @@ def clip(bands: ArrayLike) -> Ints:
 def shift(bands: ArrayLike, q: ArrayLike, k: ArrayLike) -> Ints:
     """[n, 6]: bands translated by `q` query and `k` key tokens (scalars or [n]), finite diagonals included."""
     b, q, k = columns(bands), np.asarray(q, np.int64), np.asarray(k, np.int64)
-    moved = np.empty((np.broadcast_shapes(b.shape[:1], q.shape, k.shape)[0], 6), np.int64)
-    moved[:, 0:2] = b[:, 0:2] + q[..., None]
-    moved[:, 2:4] = b[:, 2:4] + k[..., None]
+    result = np.empty((np.broadcast_shapes(b.shape[:1], q.shape, k.shape)[0], 6), np.int64)
+    result[:, 0:2] = b[:, 0:2] + q[..., None]
+    result[:, 2:4] = b[:, 2:4] + k[..., None]
     diagonals = b[:, 4:6]
-    moved[:, 4:6] = np.where(np.abs(diagonals) >= INF, diagonals, diagonals + (q - k)[..., None])
-    return moved
+    result[:, 4:6] = np.where(np.abs(diagonals) >= INF, diagonals, diagonals + (q - k)[..., None])
+    return result
 
 
 def diagonals(bands: ArrayLike) -> tuple[tuple[int, int], ...]:
     """The distinct (dmin, dmax), sorted; for bands whose keys all precede the queries, dmin counts as at least 0."""
     b = columns(bands)
     dmin = np.where(b[:, 3] <= b[:, 0], np.maximum(b[:, 4], 0), b[:, 4])
-    found = np.unique(np.stack([dmin, b[:, 5]], axis=1), axis=0)
-    return tuple((low, high) for low, high in found.tolist())
+    pairs = np.unique(np.stack([dmin, b[:, 5]], axis=1), axis=0)
+    return tuple((low, high) for low, high in pairs.tolist())
 
 
 def from_slices(slices: ArrayLike) -> Ints:
@@ -171,8 +171,8 @@ def check_types(field: str, slices: Ints) -> None:
 
 
 def _unknown_type_error(field: str, i: int, value: object) -> UnknownNameError:
-    listed = ", ".join(f"{name} ({number})" for number, name in enumerate(SLICE_TYPES))
-    return UnknownNameError(f"{field}[{i}] type", value, "unknown slice type", f"write one of {listed}")
+    known_types = ", ".join(f"{name} ({number})" for number, name in enumerate(SLICE_TYPES))
+    return UnknownNameError(f"{field}[{i}] type", value, "unknown slice type", f"write one of {known_types}")
 
 
 def to_slices(bands: ArrayLike) -> Ints:
@@ -214,15 +214,15 @@ def overlaps(bands: ArrayLike) -> Ints:
     Raises CapacityError for more than 2**26 + 512 n comparisons of two bands.
     """
     tight = tighten(bands)
-    filled = np.flatnonzero(tight[:, 0] < tight[:, 1])
-    tight = tight[filled]
+    nonempty = np.flatnonzero(tight[:, 0] < tight[:, 1])
+    tight = tight[nonempty]
     order = np.lexsort((tight[:, 2], tight[:, 0]))
-    found = core.sweep(
+    pairs = core.sweep(
         np.ascontiguousarray(tight.T), order, _FREE_STEPS + _STEPS_PER_BAND * len(tight), _MOST
     )
-    if found is None:
+    if pairs is None:
         raise CapacityError(f"{len(tight)} bands have too many overlapping rectangles to decide")
-    return np.unique(filled[found[:2].T], axis=0)
+    return np.unique(nonempty[pairs[:2].T], axis=0)
 
 
 def check_disjoint(field: str, bands: ArrayLike) -> None:
@@ -245,21 +245,21 @@ def joined(bands: Ints) -> Ints:
     if not len(bands):
         return bands
     q0, q1, k0, k1, dmin, dmax = bands.T
-    full = (dmin <= q0 - k1 + 1) & (dmax >= q1 - 1 - k0)
-    order = np.lexsort((q0, k1, k0, full))
+    is_full = (dmin <= q0 - k1 + 1) & (dmax >= q1 - 1 - k0)
+    order = np.lexsort((q0, k1, k0, is_full))
     sorted_ = bands[order]
     joins = np.zeros(len(bands), bool)
     joins[1:] = (
-        full[order][1:]
-        & full[order][:-1]
+        is_full[order][1:]
+        & is_full[order][:-1]
         & (sorted_[1:, 2:4] == sorted_[:-1, 2:4]).all(axis=1)
         & (sorted_[1:, 0] == sorted_[:-1, 1])
     )
     first = np.flatnonzero(~joins)
     last = np.append(first[1:], len(bands)) - 1
-    merged = sorted_[first]
-    merged[:, 1] = sorted_[last, 1]
-    many = last > first
-    merged[many, 4] = merged[many, 0] - merged[many, 3] + 1
-    merged[many, 5] = merged[many, 1] - 1 - merged[many, 2]
-    return merged
+    result = sorted_[first]
+    result[:, 1] = sorted_[last, 1]
+    is_merged = last > first
+    result[is_merged, 4] = result[is_merged, 0] - result[is_merged, 3] + 1
+    result[is_merged, 5] = result[is_merged, 1] - 1 - result[is_merged, 2]
+    return result

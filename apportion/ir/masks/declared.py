@@ -38,9 +38,9 @@ class Declared:
         for field, value in (("window", self.window), ("causal", self.causal)):
             if value is None:
                 continue
-            who = f"attention kind {kind!r}" + ("" if layer is None else f" in layer {layer}")
+            subject = f"attention kind {kind!r}" + ("" if layer is None else f" in layer {layer}")
             if not self._holds(field, kinds[kind]):
-                rule = f"differs from the plan's mask of {who}: {in_words(kinds[kind])}"
+                rule = f"differs from the plan's mask of {subject}: {in_words(kinds[kind])}"
                 raise ConfigError(field, value, rule, self._remedy(kinds, kind))
 
     def _holds(self, field: str, diagonals: Diagonals) -> bool:
@@ -51,16 +51,16 @@ class Declared:
         if self.window == NO_WINDOW:
             return all(dmax >= INF for _, dmax in diagonals)
         # images inside text are bidirectional for any window
-        far = {dmax for dmin, dmax in diagonals if (dmin, dmax) != (-INF, INF)}
-        return far == {(self.window or 0) - 1}
+        upper = {dmax for dmin, dmax in diagonals if (dmin, dmax) != (-INF, INF)}
+        return upper == {(self.window or 0) - 1}
 
     def _remedy(self, kinds: Mapping[str, Diagonals], kind: str) -> str:
-        fits = (
-            of
-            for of in kinds
-            if kinds[of] and all(self._holds(field, kinds[of]) for field in self._declared_fields())
+        options = (
+            option
+            for option in kinds
+            if kinds[option] and all(self._holds(field, kinds[option]) for field in self._declared_fields())
         )
-        other = next(fits, None)
+        other = next(options, None)
         if other is not None:
             return f"call it with kind={other!r}, which is {in_words(kinds[other])}"
         mask = "causal()" if self.causal is not False else "full()"
@@ -82,5 +82,5 @@ def _in_words(dmin: int, dmax: int) -> str:
         return "full"
     if dmin > 0 or dmax < 0:
         return f"{dmin} <= q - k" + ("" if dmax >= INF else f" <= {dmax}")
-    back = "causal" if dmax >= INF else f"sliding window of {dmax + 1}"
-    return back if dmin == 0 else f"{back} and {'all' if dmin <= -INF else -dmin} ahead"
+    text = "causal" if dmax >= INF else f"sliding window of {dmax + 1}"
+    return text if dmin == 0 else f"{text} and {'all' if dmin <= -INF else -dmin} ahead"

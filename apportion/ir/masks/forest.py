@@ -63,8 +63,8 @@ class Forest:
         return len(self.masks)
 
     def __getitem__(self, tree: int) -> Ints:
-        begin = range(len(self))[tree]
-        return self.tokens[self.trees[begin] : self.trees[begin + 1]]
+        index = range(len(self))[tree]
+        return self.tokens[self.trees[index] : self.trees[index + 1]]
 
     @property
     def samples(self) -> int:
@@ -90,8 +90,8 @@ class Forest:
     @cached_property
     def saving(self) -> Saving:
         """Savings in tokens and in pairs: a token attends to itself and its path up to it."""
-        alone = np.diff(self.starts)
-        pairs = int((alone * (alone + 1) // 2).sum())
+        lengths = np.diff(self.starts)
+        pairs = int((lengths * (lengths + 1) // 2).sum())
         return Saving(len(self.rows), len(self.tokens), pairs, int((self.position_ids + 1).sum()))
 
 
@@ -106,10 +106,10 @@ def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_leng
     Trees, and branches of a node, are in the order of their first samples; nodes are stored depth first, so a node's
     first branch follows it. Equal samples end in one node. Raises ConfigError.
     """
-    least, keys = integer("min_length", min_length), _keys(samples)
+    minimum, keys = integer("min_length", min_length), _keys(samples)
     order, shared = _neighbours(keys, _groups(groups, len(keys)))
     lengths = [len(key) // _ID_BYTES for key in keys]
-    return _forest(_merge_small_nodes(_trie(order, shared, lengths), lengths, least), keys, lengths)
+    return _forest(_merge_small_nodes(_trie(order, shared, lengths), lengths, minimum), keys, lengths)
 
 
 class _Nodes(NamedTuple):
@@ -131,11 +131,11 @@ class _Nodes(NamedTuple):
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root down to `node`."""
-        found = []
+        nodes = []
         while node != ROOT:
-            found.append(node)
+            nodes.append(node)
             node = self.parent[node]
-        return found[::-1]
+        return nodes[::-1]
 
 
 def _keys(samples: Sequence[ArrayLike]) -> list[bytes]:
@@ -148,38 +148,38 @@ def _keys(samples: Sequence[ArrayLike]) -> list[bytes]:
 
 
 def _key(field: str, ids: Any) -> bytes:
-    found = integers(field, ids if isinstance(ids, list | tuple) else np.asarray(ids), 0, MAX_COUNT)
-    if not len(found):
+    array = integers(field, ids if isinstance(ids, list | tuple) else np.asarray(ids), 0, MAX_COUNT)
+    if not len(array):
         raise ConfigError(field, [], "a sample must hold a token", "leave it out")
-    return found.astype(_ID).tobytes()
+    return array.astype(_ID).tobytes()
 
 
 def _groups(groups: ArrayLike | None, samples: int) -> list[int]:
     if groups is None:
         return [0] * samples
-    found = integers("groups", groups if isinstance(groups, list | tuple) else np.asarray(groups), -MAX_COUNT)
-    if len(found) != samples:
+    array = integers("groups", groups if isinstance(groups, list | tuple) else np.asarray(groups), -MAX_COUNT)
+    if len(array) != samples:
         rule = f"there must be one for each of the {samples} samples"
-        raise ConfigError("groups", f"{len(found)} groups", rule, "give the group of each sample")
-    return list(found.tolist())
+        raise ConfigError("groups", f"{len(array)} groups", rule, "give the group of each sample")
+    return list(array.tolist())
 
 
 def _neighbours(keys: list[bytes], groups: list[int]) -> tuple[list[int], list[int]]:
     """(samples in lexicographic order, group by group; length of the prefix that each shares with the previous one)."""
     order = sorted(range(len(keys)), key=lambda i: (groups[i], keys[i]))
     shared = [0]
-    for before, after in pairwise(order):
-        same_group = groups[before] == groups[after]
-        shared.append(_common_prefix_length(keys[before], keys[after]) if same_group else 0)
+    for previous, after in pairwise(order):
+        same_group = groups[previous] == groups[after]
+        shared.append(_common_prefix_length(keys[previous], keys[after]) if same_group else 0)
     return order, shared
 
 
 def _common_prefix_length(a: bytes, b: bytes) -> int:
     """The length of the common prefix, in tokens."""
-    short = min(len(a), len(b)) // _ID_BYTES
-    differs = np.frombuffer(a, np.uint32, short) != np.frombuffer(b, np.uint32, short)
-    first = int(differs.argmax())
-    return first if differs[first] else short
+    limit = min(len(a), len(b)) // _ID_BYTES
+    mismatch = np.frombuffer(a, np.uint32, limit) != np.frombuffer(b, np.uint32, limit)
+    first = int(mismatch.argmax())
+    return first if mismatch[first] else limit
 
 
 def _trie(order: list[int], shared: list[int], lengths: list[int]) -> _Nodes:
@@ -188,42 +188,42 @@ def _trie(order: list[int], shared: list[int], lengths: list[int]) -> _Nodes:
     nodes = _Nodes([], [], [0] * len(order))
     path: list[int] = []
     for sample, common in zip(order, shared, strict=True):
-        below = ROOT
+        child = ROOT
         while path and nodes.depth[path[-1]] > common:
-            below = path.pop()
+            child = path.pop()
         if common > (
             nodes.depth[path[-1]] if path else 0
-        ):  # the paths diverge inside `below`, which is split there
-            path.append(nodes.add(nodes.parent[below], common))
-            nodes.parent[below] = path[-1]
+        ):  # the paths diverge inside `child`, which is split there
+            path.append(nodes.add(nodes.parent[child], common))
+            nodes.parent[child] = path[-1]
         if not path or nodes.depth[path[-1]] < lengths[sample]:
             path.append(nodes.add(path[-1] if path else ROOT, lengths[sample]))
         nodes.end[sample] = path[-1]
     return nodes
 
 
-def _merge_small_nodes(nodes: _Nodes, lengths: list[int], least: int) -> _Nodes:
-    """Merges, in place, nodes that several samples share but that have fewer than `least` tokens into their
+def _merge_small_nodes(nodes: _Nodes, lengths: list[int], minimum: int) -> _Nodes:
+    """Merges, in place, nodes that several samples share but that have fewer than `minimum` tokens into their
     branches."""
-    downwards = sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__)
-    held = _holders(nodes, downwards)
-    stands = {ROOT: ROOT}  # for each node: itself, or its nearest ancestor that is kept
-    for node in downwards:
-        nodes.parent[node] = stands[nodes.parent[node]]
-        dropped = held[node] > 1 and nodes.depth[node] - nodes.start(node) < least
-        stands[node] = nodes.parent[node] if dropped else node
+    node_order = sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__)
+    counts = _holders(nodes, node_order)
+    anchor = {ROOT: ROOT}  # for each node: itself, or its nearest ancestor that is kept
+    for node in node_order:
+        nodes.parent[node] = anchor[nodes.parent[node]]
+        is_dropped = counts[node] > 1 and nodes.depth[node] - nodes.start(node) < minimum
+        anchor[node] = nodes.parent[node] if is_dropped else node
     for sample, node in enumerate(nodes.end):
-        if stands[node] != node:
-            nodes.end[sample] = nodes.add(stands[node], lengths[sample])
+        if anchor[node] != node:
+            nodes.end[sample] = nodes.add(anchor[node], lengths[sample])
     return nodes
 
 
-def _holders(nodes: _Nodes, downwards: list[int]) -> Counter[int]:
+def _holders(nodes: _Nodes, node_order: list[int]) -> Counter[int]:
     """The number of samples that pass through each node."""
-    held = Counter(nodes.end)
-    for node in reversed(downwards):
-        held[nodes.parent[node]] += held[node]
-    return held
+    counts = Counter(nodes.end)
+    for node in reversed(node_order):
+        counts[nodes.parent[node]] += counts[node]
+    return counts
 
 
 def _forest(nodes: _Nodes, keys: list[bytes], lengths: list[int]) -> Forest:
@@ -239,24 +239,24 @@ def _forest(nodes: _Nodes, keys: list[bytes], lengths: list[int]) -> Forest:
     parents = _parents(nodes, order)
     trees = np.append(np.array(edges[:-1])[parents == ROOT], edges[-1])
     starts = offsets(lengths)
-    held = (holder[node][span] for node, span in zip(order, spans, strict=True))
-    tokens = np.concatenate(list(held), dtype=np.int64)
+    parts = (holder[node][span] for node, span in zip(order, spans, strict=True))
+    tokens = np.concatenate(list(parts), dtype=np.int64)
     tree_of = np.searchsorted(trees, rows[starts[:-1]], side="right") - 1
     return Forest(tokens, rows, starts, trees, tree_of, _masks(parents, sizes))
 
 
 def _parents(nodes: _Nodes, order: list[int]) -> Ints:
     """The position in `order` of each node's parent, or ROOT."""
-    place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
-    return np.array([place[nodes.parent[node]] for node in order], np.int64)
+    index = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
+    return np.array([index[nodes.parent[node]] for node in order], np.int64)
 
 
 def _depth_first(paths: list[list[int]]) -> list[int]:
     """The nodes of all paths, depth first: siblings, and roots, in the order of the first path through them."""
     branches: dict[int, dict[int, None]] = {}
     for path in paths:
-        for above, node in pairwise([ROOT, *path]):
-            branches.setdefault(above, {})[node] = None
+        for parent, node in pairwise([ROOT, *path]):
+            branches.setdefault(parent, {})[node] = None
     order, waiting = [], list(branches[ROOT])[::-1]
     while waiting:
         order.append(waiting.pop())
@@ -265,8 +265,8 @@ def _depth_first(paths: list[list[int]]) -> list[int]:
 
 
 def _masks(parents: Ints, sizes: Ints) -> tuple[Tree, ...]:
-    found = []
+    trees = []
     for first, stop in pairwise([*np.flatnonzero(parents == ROOT).tolist(), len(parents)]):
-        above = np.maximum(parents[first:stop] - first, ROOT)
-        found.append(Tree(tuple(zip(above.tolist(), sizes[first:stop].tolist(), strict=True))))
-    return tuple(found)
+        local_parents = np.maximum(parents[first:stop] - first, ROOT)
+        trees.append(Tree(tuple(zip(local_parents.tolist(), sizes[first:stop].tolist(), strict=True))))
+    return tuple(trees)

@@ -41,8 +41,8 @@ class Branches(NamedTuple):
     def roots(self) -> Ints:
         """int64 [n]: the root of each branch, the start of its document or tree."""
         root = np.where(self.parent < 0, np.arange(len(self.parent)), self.parent)
-        while not np.array_equal(above := root[root], root):
-            root = above
+        while not np.array_equal(parents := root[root], root):
+            root = parents
         return root
 
 
@@ -71,28 +71,28 @@ def _links(mask: Mask, length: int) -> Columns:
         lengths = np.array(mask.lengths, np.int64)
         return lower_links(mask.mask, lengths, np.cumsum(lengths) - lengths)
     if isinstance(mask, SharedQuestion):
-        stop = np.cumsum([mask.prompt, *mask.answers])
+        end = np.cumsum([mask.prompt, *mask.answers])
         parent = np.append(NONE, np.zeros(len(mask.answers), np.int64))
     elif isinstance(mask, Tree):
         parent, size = np.array(mask.nodes, np.int64).T
-        stop = np.cumsum(size)
+        end = np.cumsum(size)
     else:
         return ZERO, ZERO + NONE
-    start, before = np.append(0, stop[:-1]), np.where(parent < 0, NONE, stop[parent] - 1)
-    apart = (before != start - 1) | (start == 0)
-    return start[apart], before[apart]
+    start, previous = np.append(0, end[:-1]), np.where(parent < 0, NONE, end[parent] - 1)
+    is_break = (previous != start - 1) | (start == 0)
+    return start[is_break], previous[is_break]
 
 
 def branches_of(tokens: Ints, predecessors: Ints, total: int) -> Branches:
     """The branches for links, as `lower_links` returns them, on an axis of `total` tokens."""
-    followed = predecessors[predecessors >= 0] + 1
-    starts = np.union1d(tokens, followed)
-    before = starts - 1
-    before[np.searchsorted(starts, tokens)] = predecessors
-    parent = np.where(before < 0, NONE, np.searchsorted(starts, before, "right") - 1)
+    successors = predecessors[predecessors >= 0] + 1
+    starts = np.union1d(tokens, successors)
+    previous = starts - 1
+    previous[np.searchsorted(starts, tokens)] = predecessors
+    parent = np.where(previous < 0, NONE, np.searchsorted(starts, previous, "right") - 1)
     length = np.diff(starts, append=total)
-    above, position = parent, np.where(parent < 0, 0, length[parent])
-    while (above >= 0).any():  # pointer doubling up the tree
-        position = position + np.where(above < 0, 0, position[above])
-        above = np.where(above < 0, NONE, above[above])
+    ancestor, position = parent, np.where(parent < 0, 0, length[parent])
+    while (ancestor >= 0).any():  # pointer doubling up the tree
+        position = position + np.where(ancestor < 0, 0, position[ancestor])
+        ancestor = np.where(ancestor < 0, NONE, ancestor[ancestor])
     return Branches(starts, parent, position)

@@ -46,10 +46,10 @@ class Profile:
     def capped(self, keys: int) -> Profile:
         """The profile with at most `keys` pairs per row."""
         sloped = np.flatnonzero(self.slope[:-1])
-        at, over, slope = self.at[sloped], self.value[sloped] - keys, self.slope[sloped]
+        at, excess, slope = self.at[sloped], self.value[sloped] - keys, self.slope[sloped]
         # the first row above the cap, or, in falling segments, the first that is not
-        bends = at + np.where(slope > 0, -over // slope + 1, -(-over // -slope))
-        rows = np.union1d(self.at, bends[(at < bends) & (bends < self.at[sloped + 1])])
+        crossings = at + np.where(slope > 0, -excess // slope + 1, -(-excess // -slope))
+        rows = np.union1d(self.at, crossings[(at < crossings) & (crossings < self.at[sloped + 1])])
         value, slope = self._lines(rows)
         return _profile(rows, np.minimum(value, keys), np.where(value > keys, 0, slope))
 
@@ -68,7 +68,7 @@ class Profile:
 def profile(bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
     """The profile of bands, int64 [n, 6] of each kind, whose pairs count `factor` times: one factor, or int64 [n], one
     per band."""
-    events = [_events(held, factor[kind]) for kind, held in bands.items()]
+    events = [_events(kind_bands, factor[kind]) for kind, kind_bands in bands.items()]
     events.append(np.zeros((1, 3), np.int64))
     flat = np.concatenate(events)
     order = np.argsort(flat[:, 0], kind="stable")
@@ -93,10 +93,10 @@ def _events(bands: Ints, factor: int | Ints) -> Ints:
     """
     q0, q1, k0, k1, dmin, dmax = band_algebra.clip(band_algebra.tighten(bands)).T
     bend, drop = np.clip(k1 + dmin - 1, q0, q1), np.clip(k0 + dmax, q0, q1)
-    one = np.ones_like(q0)
-    begin = np.stack([q0, one, 1 - dmin - k0])
-    bent = np.stack([bend, -one, k1 + dmin - 1])
-    dropped = np.stack([drop, -one, k0 + dmax])
+    ones = np.ones_like(q0)
+    begin = np.stack([q0, ones, 1 - dmin - k0])
+    bent = np.stack([bend, -ones, k1 + dmin - 1])
+    dropped = np.stack([drop, -ones, k0 + dmax])
     end = np.stack([q1, *-(begin + bent + dropped)[1:]])  # cancels the other events
     events = np.stack([begin, bent, dropped, end])
     events[:, 1:] *= factor

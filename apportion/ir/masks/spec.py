@@ -70,11 +70,11 @@ class Mask(ABC):
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
         """[m, 6]: bands of sequences of `lengths` that begin at `starts`, in no particular order."""
         parts: list[Ints] = [np.zeros((0, 6), np.int64)]
-        for length, where in _by_length(lengths, starts):
+        for length, firsts in _by_length(lengths, starts):
             local = self.bands(length)
-            check_count("mask", len(local) * len(where))
-            offset = np.repeat(where, len(local))
-            parts.append(algebra.shift(np.tile(local, (len(where), 1)), offset, offset))
+            check_count("mask", len(local) * len(firsts))
+            offset = np.repeat(firsts, len(local))
+            parts.append(algebra.shift(np.tile(local, (len(firsts), 1)), offset, offset))
         return np.concatenate(parts)
 
     def runs(self, length: int) -> Columns:
@@ -208,16 +208,16 @@ def lower_unlabelled(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
 
 
 def lower_columns(
-    columns: Callable[[int], Columns], lengths: Ints, starts: Ints, moved: Callable[[Ints, Ints], Ints]
+    columns: Callable[[int], Columns], lengths: Ints, starts: Ints, move: Callable[[Ints, Ints], Ints]
 ) -> Columns:
-    """(tokens, values) of such sequences, sorted. columns: per length; moved: its values shifted to a sequence's
+    """(tokens, values) of such sequences, sorted. columns: per length; move: its values shifted to a sequence's
     start."""
     tokens, values = list[Ints]([ZERO[:0]]), list[Ints]([ZERO[:0]])
-    for length, where in _by_length(lengths, starts):
+    for length, firsts in _by_length(lengths, starts):
         token, value = columns(length)
-        offset = np.repeat(where, len(token))
-        tokens.append(np.tile(token, len(where)) + offset)
-        values.append(moved(np.tile(value, len(where)), offset))
+        offset = np.repeat(firsts, len(token))
+        tokens.append(np.tile(token, len(firsts)) + offset)
+        values.append(move(np.tile(value, len(firsts)), offset))
     token, value = np.concatenate(tokens), np.concatenate(values)
     order = np.argsort(token, kind="stable")
     return token[order], value[order]
@@ -276,9 +276,9 @@ def check_inner(field: str, mask: Any) -> None:
     check_nesting(field, mask.nesting)
 
 
-def check_nesting(field: str, inside: int) -> None:
-    """Checks the nesting depth of the mask at `field`, which lies in another and itself nests `inside` masks."""
-    if inside >= MAX_NESTING:
+def check_nesting(field: str, levels: int) -> None:
+    """Checks the nesting depth of the mask at `field`, which lies in another and itself nests `levels` masks."""
+    if levels >= MAX_NESTING:
         raise ConfigError(field, "...", f"masks may nest at most {MAX_NESTING} deep", "flatten the packs")
 
 
@@ -302,19 +302,19 @@ def check_parts(field: str, count: int) -> None:
 def read_rows(field: str, values: Any, width: int, names: str) -> list[list[int]]:
     values = sequence(field, values)
     check_parts(field, len(values))
-    listed = rows(field, values, width, names)
-    flat = [x for row in listed for x in row]
-    if not all(kind is int for kind in map(type, flat)) or (
-        flat and not -INF <= min(flat) <= max(flat) <= INF
+    table = rows(field, values, width, names)
+    numbers = [x for row in table for x in row]
+    if not all(kind is int for kind in map(type, numbers)) or (
+        numbers and not -INF <= min(numbers) <= max(numbers) <= INF
     ):
-        return [[integer(f"{field}[{i}]", x, -INF, INF) for x in row] for i, row in enumerate(listed)]
-    return listed
+        return [[integer(f"{field}[{i}]", x, -INF, INF) for x in row] for i, row in enumerate(table)]
+    return table
 
 
 def read_table(field: str, values: Any, width: int, names: str, low: int) -> tuple[tuple[int, ...], ...]:
-    listed = read_rows(field, values, width, names)
-    integers(field, [x for row in listed for x in row], low, MAX_TOKENS)
-    return tuple(tuple(row) for row in listed)
+    table = read_rows(field, values, width, names)
+    integers(field, [x for row in table for x in row], low, MAX_TOKENS)
+    return tuple(tuple(row) for row in table)
 
 
 def check_rects(field: str, table: Ints) -> None:

@@ -59,20 +59,20 @@ class SharedQuestion(Mask):
         edges, prompt = self._starts(), self.prompt
         start, stop = edges[1:-1], edges[2:]
         head = min(int(edges[min(1, len(self.answers))]), length)  # the prompt and the first answer, merged
-        own = (start, stop, start, stop, 0, INF)
-        return as_bands((0, head, 0, head, 0, INF), (start, stop, 0, prompt, -INF, INF), own)
+        answer_bands = (start, stop, start, stop, 0, INF)
+        return as_bands((0, head, 0, head, 0, INF), (start, stop, 0, prompt, -INF, INF), answer_bands)
 
     def diagonals(self) -> Diagonals:
         return (CAUSAL,)
 
     def runs(self, length: int) -> Columns:
-        later = self._starts()[1:-1]
-        return np.append(0, later), np.append(0, np.full(len(later), self.prompt))
+        answer_starts = self._starts()[1:-1]
+        return np.append(0, answer_starts), np.append(0, np.full(len(answer_starts), self.prompt))
 
     def unlabelled(self, length: int) -> Columns:
         edges = self._starts()
-        ends = (edges if len(self.answers) != 1 else edges[1:]) - 1
-        return ends, np.full(len(ends), -1)
+        tokens = (edges if len(self.answers) != 1 else edges[1:]) - 1
+        return tokens, np.full(len(tokens), -1)
 
     def check(self, length: int, field: str) -> None:
         check_sum(field, "prompt and answers", self.prompt + sum(self.answers), length)
@@ -86,12 +86,12 @@ class ImageSpans(Mask):
     mask: Mask = field(default_factory=Causal)
 
     def __post_init__(self) -> None:
-        where = "image_spans.spans"
-        table = read_table(where, self.spans, 2, "start, end", 0)
+        path = "image_spans.spans"
+        table = read_table(path, self.spans, 2, "start, end", 0)
         for i, (start, end) in enumerate(table):
             if start >= end or (i and start < table[i - 1][1]):
                 raise ConfigError(
-                    f"{where}[{i}]", [start, end], "must be ascending and not overlap", "sort the spans"
+                    f"{path}[{i}]", [start, end], "must be ascending and not overlap", "sort the spans"
                 )
         object.__setattr__(self, "spans", table)
         check_inner("image_spans.mask", self.mask)
@@ -164,16 +164,16 @@ class Tree(Mask):
         """Bands of the nodes: a node's own band extends over the ancestors stored just before it; others are
         rectangles."""
         _, starts, stops = self._columns()
-        found: list[tuple[int, int, int, int, int, int]] = []
+        bands: list[tuple[int, int, int, int, int, int]] = []
         paths: list[tuple[tuple[int, int], ...]] = []
         for (parent, _), start, stop in zip(self.nodes, starts.tolist(), stops.tolist(), strict=True):
-            above = paths[parent] if parent >= 0 else ()
-            paths.append(appended(above, start, stop))
+            parent_path = paths[parent] if parent >= 0 else ()
+            paths.append(appended(parent_path, start, stop))
             *ranges, (first, _) = paths[-1]
-            found.append((start, stop, first, stop, 0, INF))
-            found += [(start, stop, low, high, -INF, INF) for low, high in ranges]
-            check_count("tree.nodes", len(found))
-        return np.array(found)
+            bands.append((start, stop, first, stop, 0, INF))
+            bands += [(start, stop, low, high, -INF, INF) for low, high in ranges]
+            check_count("tree.nodes", len(bands))
+        return np.array(bands)
 
     def diagonals(self) -> Diagonals:
         return (CAUSAL,)
@@ -246,8 +246,8 @@ class Bands(Mask):
     rows: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        listed = read_rows("bands.bands", self.rows, 6, "q0, q1, k0, k1, dmin, dmax")
-        table = np.array(listed, np.int64).reshape(-1, 6)
+        rows = read_rows("bands.bands", self.rows, 6, "q0, q1, k0, k1, dmin, dmax")
+        table = np.array(rows, np.int64).reshape(-1, 6)
         check_rects("bands.bands", table)
         algebra.check_disjoint("bands.bands", table)
         object.__setattr__(self, "rows", tuple(map(tuple, table.tolist())))

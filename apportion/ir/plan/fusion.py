@@ -74,8 +74,8 @@ class Complete(NamedTuple):
 
     def all_arrive(self, rows: int) -> bool:
         """True if all `rows` home rows of a one-rank program arrive as results."""
-        arrived = zip(self.arrived.row0.tolist(), self.arrived.row1.tolist(), strict=True)
-        return not gaps(arrived, 0, rows)
+        ranges = zip(self.arrived.row0.tolist(), self.arrived.row1.tolist(), strict=True)
+        return not gaps(ranges, 0, rows)
 
 
 class Statistics(NamedTuple):
@@ -88,10 +88,10 @@ class Statistics(NamedTuple):
 
 def find_complete(programs: ProgramSet, phase: str | None = None) -> Mapping[str, Complete]:
     """Column of the task list -> complete rows, for programs of any number of ranks. phase: None for both."""
-    columns = [column for each in PHASES for column in ADDED[each]]
+    columns = [column for phase_name in PHASES for column in ADDED[phase_name]]
     sums = dict(zip(columns, core.fuse(programs.arrays)[0], strict=True))
-    wanted = columns if phase is None else ADDED[phase]
-    return {column: Complete(*(RowRanges(*ranges) for ranges in sums[column])) for column in wanted}
+    selection = columns if phase is None else ADDED[phase]
+    return {column: Complete(*(RowRanges(*ranges) for ranges in sums[column])) for column in selection}
 
 
 def find_statistics(programs: ProgramSet) -> Statistics:
@@ -101,20 +101,20 @@ def find_statistics(programs: ProgramSet) -> Statistics:
 
 def gaps(ranges: Iterable[tuple[int, int]], row: int, stop: int) -> list[tuple[int, int]]:
     """The parts of [row, stop) outside the ranges, ascending."""
-    found = []
+    missing = []
     for row0, row1 in ranges:
         if row < min(row0, stop):
-            found.append((row, min(row0, stop)))
+            missing.append((row, min(row0, stop)))
         row = max(row, row1)
-    return [*found, (row, stop)] if row < stop else found
+    return [*missing, (row, stop)] if row < stop else missing
 
 
 def apart(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merges ranges that touch or overlap, ascending."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged

@@ -69,31 +69,31 @@ class RowSizes(NamedTuple):
 
 def find_messages(programs: ProgramSet, header: Header) -> Messages:
     """Groups the transfers of programs, of one or more ranks, into messages."""
-    of, first, staged = core.group(programs.arrays, row_sizes(header))
+    group, first, staged = core.group(programs.arrays, row_sizes(header))
     table, instructions = programs["transfers"], programs["instructions"]
-    at = instruction_of(instructions["op"], instructions["count"], "transfers")[first]
+    launch = instruction_of(instructions["op"], instructions["count"], "transfers")[first]
     send, peer = (table[name][first].astype(np.int64) for name in ("send", "peer"))
-    order = stable_order((at * 2 + send) * header.ranks + peer)
+    order = stable_order((launch * 2 + send) * header.ranks + peer)
     number = np.empty_like(order)
     number[order] = np.arange(len(order))
-    return Messages(number[of], at[order], peer[order], send[order] == 1, staged[order] == 1)
+    return Messages(number[group], launch[order], peer[order], send[order] == 1, staged[order] == 1)
 
 
 def row_sizes(header: Header) -> RowSizes:
     """Row sizes for plans with this header."""
     heads = head_counts(header.q_heads, header.kv_heads, header.head_sets)
-    ordered = [True, *([*members] == [*range(len(members))] for members in header.head_sets)]
-    as_held = np.array([not header.narrows(tensor) for tensor in Tensor])
+    is_range = [True, *([*members] == [*range(len(members))] for members in header.head_sets)]
+    keeps_dtype = np.array([not header.narrows(tensor) for tensor in Tensor])
     number_bytes = _number_bytes(header.head_dim, header.v_head_dim, header.dtype, header.latent)
-    return RowSizes(heads, np.array(ordered), number_bytes, (_IS_ONE & as_held[:, None]).reshape(-1))
+    return RowSizes(heads, np.array(is_range), number_bytes, (_IS_ONE & keeps_dtype[:, None]).reshape(-1))
 
 
 @lru_cache(64)
 def _number_bytes(head_dim: int, v_head_dim: int, dtype: str, latent: Latent | None) -> Ints:
     """int64 [tensors]: bytes of a row of one head; 1 for headless tensors, whose width a plan does not contain."""
     model, wide = ELEMENT_BYTES[dtype], max(4, ELEMENT_BYTES[dtype])
-    found = np.ones(len(Tensor), np.int64)
+    sizes = np.ones(len(Tensor), np.int64)
     for tensor in set(Tensor) - HEADLESS:
         widths = tensor.contents.widths(head_dim, v_head_dim, 0, latent)
-        found[tensor] = sum(max(width, 1) for width in widths) * (wide if tensor.contents.wide else model)
-    return found
+        sizes[tensor] = sum(max(width, 1) for width in widths) * (wide if tensor.contents.wide else model)
+    return sizes

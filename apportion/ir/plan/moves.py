@@ -22,8 +22,8 @@ TARGET_COLUMNS = ("row", "rows")
 def move_table(pieces: Ints, ranks: int) -> Table:
     """Sends, then receives of every rank, each in the order of peers. pieces: int64 [5, pieces]: source rank and row,
     target rank and row, rows."""
-    src, sent, dst, received, rows = pieces
-    rank, peer, row = (np.concatenate(pair) for pair in ((src, dst), (dst, src), (sent, received)))
+    src, src_row, dst, dst_row, rows = pieces
+    rank, peer, row = (np.concatenate(pair) for pair in ((src, dst), (dst, src), (src_row, dst_row)))
     send, rows = np.repeat([1, 0], len(src)), np.concatenate([rows, rows])
     order = np.lexsort((peer, -send, rank))
     ptr = np.searchsorted(rank[order], np.arange(ranks + 1))
@@ -36,8 +36,8 @@ def move_between(source: Layout, target: Layout) -> Move:
     cuts = np.union1d(source.spans["token"], target.spans["token"])
     sides, rows = [], np.diff(np.append(cuts, source.rows_per_rank.sum()))
     for token, rank, row in map(_by_token, (source, target)):
-        at = np.searchsorted(token, cuts, "right") - 1
-        sides += [rank[at], row[at] + cuts - token[at]]
+        index = np.searchsorted(token, cuts, "right") - 1
+        sides += [rank[index], row[index] + cuts - token[index]]
     return Move(source.name, target.name, move_table(np.stack([*sides, rows]), source.spans.ranks))
 
 
@@ -61,11 +61,11 @@ class Feed:
         overlap, or do not name each of the encoder's rows once."""
         token, first, count = places.T
         ends, tokens = token + count, int(decoder.rows_per_rank.sum())
-        inside = (count >= 1) & (token >= 0) & (ends <= np.append(token, tokens)[1:])
-        if not inside.all():
+        is_valid = (count >= 1) & (token >= 0) & (ends <= np.append(token, tokens)[1:])
+        if not is_valid.all():
             rule = f"must be runs of the decoder's {tokens} tokens, without overlap"
             raise ConfigError(
-                "places", places[~inside][0].tolist(), rule, "give each token to at most one image"
+                "places", places[~is_valid][0].tolist(), rule, "give each token to at most one image"
             )
         order, rows = np.argsort(first), int(encoder.rows_per_rank.sum())
         if not np.array_equal(np.append(first[order], rows), offsets(count[order] * merge)):
@@ -77,18 +77,18 @@ class Feed:
 
 def _fed(decoder: Layout, places: Ints, merge: int) -> tuple[Layout, Table]:
     (token, first, count), (start, rank, row) = places.T, _by_token(decoder)
-    low = np.searchsorted(start, token, "right") - 1
-    parts = np.searchsorted(start, token + count) - low
-    of, at = group_of(parts), np.repeat(low, parts) + within(parts)
-    begin = np.maximum(start[at], token[of])
-    rows = np.minimum(np.append(start, token[-1:] + count[-1:])[at + 1], (token + count)[of]) - begin
-    order = np.lexsort((row[at], rank[at]))
-    begin, rows, of, at = begin[order], rows[order], of[order], at[order]
-    ptr = np.searchsorted(rank[at], np.arange(decoder.spans.ranks + 1))
-    before, position = offsets(rows), (begin - token[of]) * merge
-    own = (before[:-1] - before[ptr[:-1]][rank[at]]) * merge
-    spans = np.stack([own, first[of] + position, rows * merge, of, position])
-    targets = np.stack([row[at] + begin - start[at], rows])
+    first_span = np.searchsorted(start, token, "right") - 1
+    parts = np.searchsorted(start, token + count) - first_span
+    image, index = group_of(parts), np.repeat(first_span, parts) + within(parts)
+    begin = np.maximum(start[index], token[image])
+    rows = np.minimum(np.append(start, token[-1:] + count[-1:])[index + 1], (token + count)[image]) - begin
+    order = np.lexsort((row[index], rank[index]))
+    begin, rows, image, index = begin[order], rows[order], image[order], index[order]
+    ptr = np.searchsorted(rank[index], np.arange(decoder.spans.ranks + 1))
+    row_offsets, position = offsets(rows), (begin - token[image]) * merge
+    own_row = (row_offsets[:-1] - row_offsets[ptr[:-1]][rank[index]]) * merge
+    spans = np.stack([own_row, first[image] + position, rows * merge, image, position])
+    targets = np.stack([row[index] + begin - start[index], rows])
     return Layout("fed", Table(ptr, SPAN_COLUMNS, spans)), Table(ptr, TARGET_COLUMNS, targets)
 
 

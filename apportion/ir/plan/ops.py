@@ -34,13 +34,13 @@ def starts_of(op: Ints, count: Ints) -> Ints:
     op, count: columns of the instructions."""
     lists, starts = LIST_OF_OP[op], np.zeros(len(op), np.int64)
     for number in range(NO_LIST):
-        at = np.flatnonzero(lists == number)
-        starts[at] = np.cumsum(count[at]) - count[at]
+        index = np.flatnonzero(lists == number)
+        starts[index] = np.cumsum(count[index]) - count[index]
     return starts
 
 
 def instruction_of(op: Ints, count: Ints, name: str) -> Ints:
     """int64 [rows]: the instruction, over all ranks, that consumes each row of a list.
     op, count: columns of the instructions."""
-    at = np.flatnonzero(LIST_OF_OP[op] == LISTS.index(name))
-    return np.repeat(at, count[at])
+    index = np.flatnonzero(LIST_OF_OP[op] == LISTS.index(name))
+    return np.repeat(index, count[index])

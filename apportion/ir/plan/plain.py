@@ -35,7 +35,7 @@ def header_data(header: Header) -> dict[str, Any]:
         del values["sent_gradients"]
     del values["recurrent"]
     if header.recurrent:
-        values["recurrent"] = {kind: held.to_data() for kind, held in header.recurrent.items()}
+        values["recurrent"] = {kind: recurrence.to_data() for kind, recurrence in header.recurrent.items()}
     del values["latent"]
     if header.latent is not None:
         values["latent"] = to_data(header.latent)
@@ -97,9 +97,9 @@ def facts_of(header: Header, request: Request) -> list[tuple[str, Any, Any, str]
 
 def check_facts(header: Header, request: Request) -> None:
     """Checks that the header matches the request. Raises DecodeError."""
-    for name, ours, asked, words in facts_of(header, request):
-        if ours != asked:
-            raise DecodeError(f"header: {name} = {ours!r}, {words} {asked!r}")
+    for name, value, expected, phrase in facts_of(header, request):
+        if value != expected:
+            raise DecodeError(f"header: {name} = {value!r}, {phrase} {expected!r}")
 
 
 def check_pairs(pairs: Sequence[tuple[str, str]], header: Header) -> None:

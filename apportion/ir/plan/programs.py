@@ -71,21 +71,21 @@ class ProgramView:
         number = self.instructions.wide("round")[self.launches]
         order = stable_order(number)
         sorted_number = number[order]
-        begins = np.flatnonzero(changes(sorted_number))
-        return Turns(self.launches[order], np.append(begins, len(number)), sorted_number[begins])
+        starts = np.flatnonzero(changes(sorted_number))
+        return Turns(self.launches[order], np.append(starts, len(number)), sorted_number[starts])
 
     @cached_property
     def partner(self) -> Ints:
         """int64 [instructions]: for a wait the launch that it completes, for a launch its first wait; otherwise -1."""
-        round_, at = self.instructions.wide("round"), self.launches
+        round_, launches = self.instructions.wide("round"), self.launches
         key = self.rank_of * (int(round_.max(initial=0)) + 1) + round_
         partner = np.full(len(key), -1, np.int64)
-        if len(at) == 0:
+        if len(launches) == 0:
             return partner
-        order = at[np.argsort(key[at], kind="stable")]
+        order = launches[np.argsort(key[launches], kind="stable")]
         waits = np.flatnonzero(self.instructions["op"] == Op.WAIT)
-        found = np.minimum(np.searchsorted(key[order], key[waits]), len(order) - 1)
-        launch = order[found]
+        index = np.minimum(np.searchsorted(key[order], key[waits]), len(order) - 1)
+        launch = order[index]
         paired = key[launch] == key[waits]
         partner[waits[paired]] = launch[paired]
         partner[launch[paired][::-1]] = waits[paired][::-1]  # writes the first one last

@@ -38,7 +38,7 @@ def own_cuts(op: Ints, round_: Ints) -> Cuts:
     launches, number = op == Op.LAUNCH, np.arange(len(op))
     late = launches & (number >= _first(op, _LATE, 0))
     sent = launches & (number < _first(op, _WAITS, _end(np.isin(op, ATTENTION))))
-    compute, collect = (round_[chosen].tolist() for chosen in (late, sent))
+    compute, collect = (round_[mask].tolist() for mask in (late, sent))
     return Cuts(min(compute, default=NO_ROUND), max(collect, default=-1) + 1)
 
 
@@ -57,11 +57,11 @@ def segment_ends(op: Ints, round_: Ints, cuts: Cuts) -> tuple[int, int]:
 
 def _first(op: Ints, ops: tuple[Op, ...], start: int) -> int:
     """The first instruction from `start` on with one of these ops, or the program's length."""
-    found = np.flatnonzero(np.isin(op[start:], ops))
-    return start + int(found[0]) if len(found) else len(op)
+    matches = np.flatnonzero(np.isin(op[start:], ops))
+    return start + int(matches[0]) if len(matches) else len(op)
 
 
-def _end(chosen: Bools) -> int:
+def _end(mask: Bools) -> int:
     """The end of the last chosen instruction; 0 if none is."""
-    found = np.flatnonzero(chosen)
-    return int(found[-1]) + 1 if len(found) else 0
+    matches = np.flatnonzero(mask)
+    return int(matches[-1]) + 1 if len(matches) else 0

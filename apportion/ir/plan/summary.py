@@ -29,13 +29,13 @@ def percent(share: float) -> str:
 
 def plan_rows(record: Record) -> list[tuple[str, str]]:
     """Rows of a plan's summary, from its record (fields of `bench.Row.record`)."""
-    moved, sizes, spread = record["bytes"], record["plan_bytes"], record["imbalance"]
+    volume, sizes, imbalance = record["bytes"], record["plan_bytes"], record["imbalance"]
     rows = [
         ("ranks, tokens", f"{record['ranks']} ranks, {record['tokens']:,} tokens"),
         ("block", f"{record['block_tokens']:,} tokens, {_heaviest(record)}"),
         (
             "imbalance",
-            f"compute {percent(spread['compute'])}, tokens {percent(spread['tokens'])} (max/mean - 1)",
+            f"compute {percent(imbalance['compute'])}, tokens {percent(imbalance['tokens'])} (max/mean - 1)",
         ),
         (
             "imbalance bound",
@@ -43,9 +43,9 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ),
         (
             "bytes moved",
-            f"{human_bytes(moved['total'])} per layer of each kind, {human_bytes(moved['inter_node'])} between nodes",
+            f"{human_bytes(volume['total'])} per layer of each kind, {human_bytes(volume['inter_node'])} between nodes",
         ),
-        ("busiest rank", f"{human_bytes(moved['max_rank'])}"),
+        ("busiest rank", f"{human_bytes(volume['max_rank'])}"),
         ("bytes bound", _bytes_bound(record)),
         (
             "slots",
@@ -57,10 +57,10 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
 
 
 def _bytes_bound(record: Record) -> str:
-    held = record["bounds"]["kv_bytes"]
-    if held["gap"] is None:
-        return f"none for this batch: {held['void']}" if held.get("void") else "none for this batch"
-    return f"{human_bytes(held['bound'])} of KV with queries at home; {human_bytes(held['value'])} moved"
+    limit = record["bounds"]["kv_bytes"]
+    if limit["gap"] is None:
+        return f"none for this batch: {limit['void']}" if limit.get("void") else "none for this batch"
+    return f"{human_bytes(limit['bound'])} of KV with queries at home; {human_bytes(limit['value'])} moved"
 
 
 def _heaviest(record: Record) -> str:
@@ -69,7 +69,7 @@ def _heaviest(record: Record) -> str:
 
 def _departure_rows(record: Record) -> list[tuple[str, str]]:
     """Rows for departures of passes from the request."""
-    return [("instead", departure(one)) for one in record.get("departures", ())]
+    return [("instead", departure(entry)) for entry in record.get("departures", ())]
 
 
 def departure(entry: Record) -> str:
@@ -80,23 +80,23 @@ def departure(entry: Record) -> str:
 def _search_rows(record: Record) -> list[tuple[str, str]]:
     if "search" not in record:
         return []
-    held = record["search"]
-    ended = "step budget used up" if held["stopped"] else "search space exhausted"
-    over = f"{percent(held['gap'])} above the lower bound of {held['ideal_ms']:.3f} ms"
+    search = record["search"]
+    outcome = "step budget used up" if search["stopped"] else "search space exhausted"
+    gap_text = f"{percent(search['gap'])} above the lower bound of {search['ideal_ms']:.3f} ms"
     return [
-        ("search", f"{held['recipe']['name']} is the best of {held['steps']} tried ({ended})"),
-        ("gap", f"{held['ms']:.3f} ms per layer, {over}"),
+        ("search", f"{search['recipe']['name']} is the best of {search['steps']} tried ({outcome})"),
+        ("gap", f"{search['ms']:.3f} ms per layer, {gap_text}"),
     ]
 
 
 def _time_rows(record: Record) -> list[tuple[str, str]]:
     if "planning_ms" not in record:
         return []
-    planned, verified = record["planning_ms"]["p50"], record["verify_ms"]["p50"]
+    planning_ms, verify_ms = record["planning_ms"]["p50"], record["verify_ms"]["p50"]
     return [
         (
             "time",
-            f"planned in {planned:.1f} ms, verified in {verified:.1f} ms",
+            f"planned in {planning_ms:.1f} ms, verified in {verify_ms:.1f} ms",
         )
     ]
 

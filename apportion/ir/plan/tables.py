@@ -51,8 +51,8 @@ class Table:
         if self.values.ndim != 2 or shape[0] != len(self.names):
             rule = f"must be [columns, rows] with {len(self.names)} columns"
             raise ConfigError("values", shape, rule, "give one row of the matrix for each name")
-        fits = ptr.ndim == 1 and ptr.size and ptr[0] == 0 and ptr[-1] == shape[1]
-        if not fits or np.count_nonzero(ptr[1:] < ptr[:-1]):
+        is_valid = ptr.ndim == 1 and ptr.size and ptr[0] == 0 and ptr[-1] == shape[1]
+        if not is_valid or np.count_nonzero(ptr[1:] < ptr[:-1]):
             rule = f"must rise from 0 to the {shape[1]} rows"
             raise ConfigError("ptr", ptr[:8].tolist(), rule, "give the first row of each rank, and the end")
         if ptr.dtype != np.int64 or not ptr.flags.c_contiguous:
@@ -341,5 +341,5 @@ class PlanTables:
         Raises ConfigError if the plan has no such rank, UnknownNameError for an unknown kind or phase.
         """
         choice("kind", kind, dict.fromkeys(kind for kind, _ in self.programs))
-        choice("phase", phase, [held for of, held in self.programs if of == kind])
+        choice("phase", phase, [key_phase for key_kind, key_phase in self.programs if key_kind == kind])
         return self.programs[kind, phase].rank(checked_rank(rank, self.header.ranks))

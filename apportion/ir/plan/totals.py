@@ -35,39 +35,39 @@ def picked(batch: Batch, model: Model, kind: str, layout: Layout) -> Floats | No
         return None
     weights = profile({kind: batch.bands(kind)}, {kind: 1}).capped(keys)
     token = spans.wide("token")
-    held = weights.between(token, token + spans.wide("length"))
-    return np.bincount(spans.rank_of_row(), held, spans.ranks).astype(np.float64)
+    sums = weights.between(token, token + spans.wide("length"))
+    return np.bincount(spans.rank_of_row(), sums, spans.ranks).astype(np.float64)
 
 
 def work(plan: PlanTables, kind: str, phase: str = "forward") -> Floats:
     """float64 [ranks]: pairs that each rank's program computes, over heads, or keys that its queries choose."""
     layout = plan.layouts.get("attention") or plan.layout(plan.header.home_layout)
-    chosen = picked(plan.request.batch, plan.request.model, kind, layout)
+    chosen_pairs = picked(plan.request.batch, plan.request.model, kind, layout)
     return (
         pairs(plan.programs[kind, phase], plan.header, phase)
-        if chosen is None
-        else chosen * plan.header.q_heads
+        if chosen_pairs is None
+        else chosen_pairs * plan.header.q_heads
     )
 
 
 def loads(plan: PlanTables, phase: str) -> Floats:
     """float64 [ranks]: `work` times the layers of all kinds in a phase, divided by the number of heads."""
-    found = np.zeros(plan.header.ranks)
-    for kind, own in plan.programs:
-        if own == phase:
+    result = np.zeros(plan.header.ranks)
+    for kind, program_phase in plan.programs:
+        if program_phase == phase:
             layers = plan.request.model.layers_of(kind)
-            found += layers * (work(plan, kind, phase) / plan.header.q_heads)
-    return found
+            result += layers * (work(plan, kind, phase) / plan.header.q_heads)
+    return result
 
 
 def rounds(programs: Mapping[Key, ProgramSet]) -> int:
     """The number of rounds launched by any rank, over all programs."""
-    found = 0
+    total = 0
     for program in programs.values():
         instructions = program["instructions"]
         launched = instructions.wide("round")[instructions["op"] == Op.LAUNCH]
-        found += int(np.count_nonzero(np.bincount(launched)))
-    return found
+        total += int(np.count_nonzero(np.bincount(launched)))
+    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,9 +86,9 @@ class CommunicationVolume:
 
 def sum_volumes(parts: Iterable[CommunicationVolume]) -> CommunicationVolume:
     """Sums over several programs."""
-    every = list(parts)
-    sent, received = (np.sum([getattr(one, way) for one in every], axis=0) for way in ("sent", "received"))
-    return CommunicationVolume(sent, received, sum(one.between for one in every))
+    items = list(parts)
+    sent, received = (np.sum([getattr(item, way) for item in items], axis=0) for way in ("sent", "received"))
+    return CommunicationVolume(sent, received, sum(item.between for item in items))
 
 
 def communication_volumes(

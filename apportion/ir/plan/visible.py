@@ -26,12 +26,12 @@ def obstacle(program: ProgramSet) -> str | None:
     """The reason why a forward program, of one rank or of all, does not fetch every visible row for home queries, or
     None."""
     operands = program["operands"]
-    tensor, at_work = operands["tensor"], operands["space"] == Space.WORK
+    tensor, in_work = operands["tensor"], operands["space"] == Space.WORK
     if (tensor == Tensor.X).any():
         return "it projects heads itself"
     if (operands["heads"] > 0).any():
         return "it splits heads among ranks"
-    if (at_work & np.isin(tensor, (Tensor.Q, Tensor.O))).any():
+    if (in_work & np.isin(tensor, (Tensor.Q, Tensor.O))).any():
         return "its queries travel"
     return None
 
@@ -99,17 +99,17 @@ class Fetch:
 
     def arranged(self, tokens: Ints) -> Arrangement:
         """tokens: int64 [rows], the global token of each row."""
-        seen = np.zeros(self.rows, np.bool_)
+        is_visible = np.zeros(self.rows, np.bool_)
         for task in self.seen:
-            seen[task.some] = True
-        those = np.flatnonzero(seen)
-        _, first, at = np.unique(tokens[those], return_index=True, return_inverse=True)
-        place, where = np.full(self.rows, -1), np.full(self.rows, -1)
-        where[those] = at  # both copies of duplicates
-        place[those[first]] = np.arange(len(first))
-        others = np.flatnonzero(place < 0)
-        place[others] = len(first) + np.arange(len(others))
-        return Arrangement(place, len(first), _spans(self.home, _ranges(self.seen, where)))
+            is_visible[task.some] = True
+        visible = np.flatnonzero(is_visible)
+        _, first, inverse = np.unique(tokens[visible], return_index=True, return_inverse=True)
+        position, copy_position = np.full(self.rows, -1), np.full(self.rows, -1)
+        copy_position[visible] = inverse  # both copies of duplicates
+        position[visible[first]] = np.arange(len(first))
+        others = np.flatnonzero(position < 0)
+        position[others] = len(first) + np.arange(len(others))
+        return Arrangement(position, len(first), _spans(self.home, _ranges(self.seen, copy_position)))
 
 
 class _Walk:
@@ -123,15 +123,15 @@ class _Walk:
         self._begins = list[int]()
         self.rows, self.hops, self.seen = home, list[Hop](), list[TaskKeys]()
 
-    def step(self, op: Op, channel: int, listed: slice) -> None:
+    def step(self, op: Op, channel: int, part: slice) -> None:
         if op == Op.LAUNCH:
-            self._launch(channel, self._tables["transfers"][listed])
+            self._launch(channel, self._tables["transfers"][part])
         elif op == Op.ATTEND:
-            for q, kv, _, dmin, dmax, _ in self._tables["tasks"][listed]:
+            for q, kv, _, dmin, dmax, _ in self._tables["tasks"][part]:
                 _, _, row, rows, _, _ = self._tables["operands"][q]
                 self.seen.append(TaskKeys(row, rows, self._rows_of(kv).copy(), dmin, dmax))
         elif op == Op.COPY:
-            for a, _, c, _, _ in self._tables["rowops"][listed]:
+            for a, _, c, _, _ in self._tables["rowops"][part]:
                 if self._tables["operands"][a][0] in KV_SIDE:
                     self._rows_of(c)[:] = self._rows_of(a)
 
@@ -144,19 +144,19 @@ class _Walk:
         # in table order: the k-th tile sent to a peer matches the k-th received from it
         sends: dict[int, list[Ints]] = {}
         receives: dict[int, list[Ints]] = {}
-        behind: set[int] = set()
+        parents: set[int] = set()
         for send, peer, operand in transfers:
             if send:
                 sends.setdefault(peer, []).append(rows := self._rows_of(operand).copy())
-                behind |= {*(np.searchsorted(self._begins, rows, "right") - 1).tolist()} - {-1}
+                parents |= {*(np.searchsorted(self._begins, rows, "right") - 1).tolist()} - {-1}
         self._begins.append(self.rows)
         for send, peer, operand in transfers:
             if not send:
-                held = self._rows_of(operand)
-                held[:] = np.arange(self.rows, self.rows + len(held))
-                receives.setdefault(peer, []).append(held.copy())
-                self.rows += len(held)
-        self.hops.append(Hop(channel, tuple(sorted(behind)), _joined(sends), _joined(receives)))
+                received_rows = self._rows_of(operand)
+                received_rows[:] = np.arange(self.rows, self.rows + len(received_rows))
+                receives.setdefault(peer, []).append(received_rows.copy())
+                self.rows += len(received_rows)
+        self.hops.append(Hop(channel, tuple(sorted(parents)), _joined(sends), _joined(receives)))
 
 
 _LISTS = ("operands", "transfers", "tasks", "rowops")
@@ -166,30 +166,30 @@ def _joined(tiles: Mapping[int, list[Ints]]) -> dict[int, Ints]:
     return {peer: np.concatenate(tiles[peer]) for peer in sorted(tiles)}
 
 
-def _ranges(seen: Iterable[TaskKeys], where: Ints) -> Ints:
-    """int64 [n, 3]: (query, first, end) of non-empty ranges of visible rows that it sees, sorted. where: int64 [rows],
+def _ranges(tasks: Iterable[TaskKeys], index: Ints) -> Ints:
+    """int64 [n, 3]: (query, first, end) of non-empty ranges of visible rows that it sees, sorted. index: int64 [rows],
     the visible row of each row."""
-    found = [np.zeros((0, 3), np.int64)]
-    for task in seen:
-        at, i = where[task.keys], np.arange(task.queries)[:, None]
-        begin = np.flatnonzero(np.append(True, np.diff(at) != 1))  # runs of visible rows
-        end = np.append(begin[1:], len(at))
-        low, high = np.maximum(begin, i - task.dmax), np.minimum(end, i - task.dmin + 1)
+    parts = [np.zeros((0, 3), np.int64)]
+    for task in tasks:
+        key_rows, i = index[task.keys], np.arange(task.queries)[:, None]
+        starts = np.flatnonzero(np.append(True, np.diff(key_rows) != 1))  # runs of visible rows
+        end = np.append(starts[1:], len(key_rows))
+        low, high = np.maximum(starts, i - task.dmax), np.minimum(end, i - task.dmin + 1)
         query, run = np.nonzero(high > low)
-        shift = (at[begin] - begin)[run]
-        found.append(np.stack([task.query + query, low[query, run] + shift, high[query, run] + shift], 1))
-    every = np.concatenate(found)
-    return every[np.lexsort(every.T[1::-1])]
+        shift = (key_rows[starts] - starts)[run]
+        parts.append(np.stack([task.query + query, low[query, run] + shift, high[query, run] + shift], 1))
+    ranges = np.concatenate(parts)
+    return ranges[np.lexsort(ranges.T[1::-1])]
 
 
 def _spans(home: int, ranges: Ints) -> Ints:
     """int64 [home, most, 2] from sorted ranges, int64 [n, 3]; adjacent ranges are merged."""
     query, first, end = ranges.T
-    fresh = changes(query)
-    fresh[1:] |= first[1:] != end[:-1]
-    at = np.flatnonzero(fresh)
-    counts = np.bincount(query[at], minlength=home)
+    is_first = changes(query)
+    is_first[1:] |= first[1:] != end[:-1]
+    starts = np.flatnonzero(is_first)
+    counts = np.bincount(query[starts], minlength=home)
     spans = np.zeros((home, max(1, int(counts.max(initial=0))), 2), np.int64)
-    last = np.append(at, len(ranges))[1:] - 1
-    spans[group_of(counts), within(counts)] = np.stack([first[at], end[last]], 1)
+    last = np.append(starts, len(ranges))[1:] - 1
+    spans[group_of(counts), within(counts)] = np.stack([first[starts], end[last]], 1)
     return spans

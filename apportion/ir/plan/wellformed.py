@@ -80,10 +80,10 @@ def check_header(header: Header) -> None:
         raise DecodeError(
             f"header: q_heads = {header.q_heads} is not a multiple of kv_heads = {header.kv_heads}"
         )
-    for name, known in (("dtype", DTYPE_NAMES), ("sent_gradients", SENT_GRADIENTS)):
-        if getattr(header, name) not in known:
+    for name, allowed in (("dtype", DTYPE_NAMES), ("sent_gradients", SENT_GRADIENTS)):
+        if getattr(header, name) not in allowed:
             raise DecodeError(
-                f"header: {name} = {getattr(header, name)[:40]!r}, known are {', '.join(known)}"
+                f"header: {name} = {getattr(header, name)[:40]!r}, known are {', '.join(allowed)}"
             )
     if header.sent_gradients == "model" and header.dtype not in HALF_NAMES:
         halves = " and ".join(HALF_NAMES)
@@ -151,17 +151,17 @@ def check(
     for name, spans in layouts.items():
         _check_spans(_TablePlace(f"layout {name}", "spans", spans, first_rank), tokens[name])
     for (source, target), table in moves.items():
-        place = _TablePlace(f"move {source} -> {target}", "moves", table, first_rank)
-        place.check_ranges(_ranges("moves", {"peer": (0, header.ranks - 1)}))
+        location = _TablePlace(f"move {source} -> {target}", "moves", table, first_rank)
+        location.check_ranges(_ranges("moves", {"peer": (0, header.ranks - 1)}))
     if recurrence is not None:
         _check_recurrence(header, recurrence, first_rank)
     ranges = _ranges_of_programs(header.ranks, len(header.head_sets))
-    foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
+    is_query_only = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     for (kind, phase), program in programs.items():
         tables = [program[name] for name in TABLES]
-        found = core.refusal([(table.ptr, table.values) for table in tables], ranges, foreign)
-        if found is not None:
-            _refuse_program(header, f"{kind} {phase}", tables, first_rank, found)
+        refusal = core.refusal([(table.ptr, table.values) for table in tables], ranges, is_query_only)
+        if refusal is not None:
+            _refuse_program(header, f"{kind} {phase}", tables, first_rank, refusal)
 
 
 class _TablePlace:
@@ -177,54 +177,54 @@ class _TablePlace:
         raise DecodeError(f"{where}: {message} ({values})")
 
     def check_ranges(self, ranges: Ints) -> None:
-        found = core.out_of_range((self.table.ptr, self.table.values), ranges)
-        if found is not None:
-            self.refuse_number(ranges, *found[2:4])
+        fault = core.out_of_range((self.table.ptr, self.table.values), ranges)
+        if fault is not None:
+            self.refuse_number(ranges, *fault[2:4])
 
     def refuse_number(self, ranges: Ints, row: int, column: int) -> NoReturn:
         low, high = ranges[column].tolist()
         self.refuse(row, f"{self.table.names[column]} is outside [{low}, {high}]")
 
 
-def _check_spans(place: _TablePlace, tokens: int) -> None:
-    place.check_ranges(_ranges("spans"))
-    spans = place.table
-    beyond = np.flatnonzero(spans.wide("token") + spans["length"] > tokens)
-    if len(beyond):
-        place.refuse(int(beyond[0]), f"ends after the last of {tokens} tokens")
+def _check_spans(location: _TablePlace, tokens: int) -> None:
+    location.check_ranges(_ranges("spans"))
+    spans = location.table
+    bad_rows = np.flatnonzero(spans.wide("token") + spans["length"] > tokens)
+    if len(bad_rows):
+        location.refuse(int(bad_rows[0]), f"ends after the last of {tokens} tokens")
     if float(spans["length"].sum(dtype=np.float64)) > LIMIT:
-        raise DecodeError(f"{place.where}: its spans hold more than {LIMIT} rows")
+        raise DecodeError(f"{location.where}: its spans hold more than {LIMIT} rows")
 
 
-def _check_recurrence(header: Header, held: Recurrence, first_rank: int) -> None:
+def _check_recurrence(header: Header, tables: Recurrence, first_rank: int) -> None:
     """Checks codes and ranges; runs are contiguous rows, parents precede their slots, and references are valid: runs of
     the rank itself, heads of the kind, rows of the halo."""
     ranges = _ranges_of_recurrence(header.ranks, len(header.recurrent))
-    places = {name: _TablePlace("recurrence", name, held[name], first_rank) for name in RECURRENCE_TABLES}
-    for name, place in places.items():
-        place.check_ranges(ranges[name])
-    for name, wrong, message in _recurrence_faults(header, held):
-        for row in np.flatnonzero(wrong)[:1].tolist():
-            places[name].refuse(row, message)
+    by_name = {name: _TablePlace("recurrence", name, tables[name], first_rank) for name in RECURRENCE_TABLES}
+    for name, location in by_name.items():
+        location.check_ranges(ranges[name])
+    for name, is_wrong, message in _recurrence_faults(header, tables):
+        for row in np.flatnonzero(is_wrong)[:1].tolist():
+            by_name[name].refuse(row, message)
 
 
-def _recurrence_faults(header: Header, held: Recurrence) -> Iterator[tuple[str, Bools, str]]:
+def _recurrence_faults(header: Header, tables: Recurrence) -> Iterator[tuple[str, Bools, str]]:
     """For each rule its table, the rows that violate it, and the message."""
-    runs, folds, states, halo = (held[name] for name in RECURRENCE_TABLES)
-    number, before = within(np.diff(runs.ptr)), np.roll(runs.wide("row") + runs["rows"], 1)
-    due = np.where(number == 0, 0, before)
-    yield "runs", runs["row"] != due, "it does not begin at the end of the previous run"
+    runs, folds, states, halo = (tables[name] for name in RECURRENCE_TABLES)
+    number, previous_end = within(np.diff(runs.ptr)), np.roll(runs.wide("row") + runs["rows"], 1)
+    expected_row = np.where(number == 0, 0, previous_end)
+    yield "runs", runs["row"] != expected_row, "it does not begin at the end of the previous run"
     yield "runs", (runs["past"] < 0) & (runs["peer"] > 0), "it has a peer without a past"
     yield "folds", folds["parent"] >= within(np.diff(folds.ptr)), "its parent is not an earlier slot"
     heads = np.array([kind.heads for kind in header.recurrent.values()])
     for name, table in (("folds", folds), ("states", states)):
-        beyond = table["head"] + table["heads"] > heads[table["kind"]]
-        yield name, beyond, "its heads exceed the heads of its kind"
+        exceeds = table["head"] + table["heads"] > heads[table["kind"]]
+        yield name, exceeds, "its heads exceed the heads of its kind"
     count = np.diff(runs.ptr)
     yield "states", states["run"] >= count[states.rank_of_row()], "its run is not among the rank's"
     rows = (count * widest_halo(header.recurrent))[halo.rank_of_row()]
-    beyond = (halo["send"] == 0) & (halo["row"] + halo["rows"] > rows)
-    yield "halo", beyond, "its rows are not before a run of the rank"
+    exceeds = (halo["send"] == 0) & (halo["row"] + halo["rows"] > rows)
+    yield "halo", exceeds, "its rows are not before a run of the rank"
 
 
 def _ranges(table: str, more: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> Ints:
@@ -253,21 +253,21 @@ def _refuse_program(
     where: str,
     tables: Sequence[Table],
     first_rank: int,
-    found: tuple[str, int, int, int, int],
+    refusal: tuple[str, int, int, int, int],
 ) -> NoReturn:
     """Raises the DecodeError for a refusal of the core."""
-    flaw, number, row, column, consumed = found
+    flaw, number, row, column, consumed = refusal
     name, table = tuple(TABLES)[number], tables[number]
-    place = _TablePlace(where, name, table, first_rank)
+    location = _TablePlace(where, name, table, first_rank)
     if flaw == "range":
         ranges = _ranges_of_programs(header.ranks, len(header.head_sets))
-        place.refuse_number(ranges[sum(len(one.names) for one in tables[:number]) :], row, column)
+        location.refuse_number(ranges[sum(len(other.names) for other in tables[:number]) :], row, column)
     if flaw == "sum":
-        own = int(table.ptr[row + 1] - table.ptr[row])
+        count = int(table.ptr[row + 1] - table.ptr[row])
         raise DecodeError(
-            f"rank {row + first_rank}, {where}: its instructions consume {consumed} rows of {name}, which has {own}"
+            f"rank {row + first_rank}, {where}: its instructions consume {consumed} rows of {name}, which has {count}"
         )
-    words = {
+    messages = {
         "second arena": "a second arena of one tensor",
         "operand zero": "operand 0 must be none",
         "empty operand": "only operand 0 may be none or have no rows",
@@ -277,4 +277,4 @@ def _refuse_program(
         "wait with rows": f"{OP_NAMES[Op.WAIT]} takes no list",
         "count": "count exceeds its list",
     }
-    place.refuse(row, words[flaw])
+    location.refuse(row, messages[flaw])

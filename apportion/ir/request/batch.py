@@ -58,8 +58,8 @@ class Batch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "masks", dict(sorted(self.masks.items())))
         check_lengths(self.lengths)
-        for kind, held in self.masks.items():
-            check_fit(kind, held, self.lengths)
+        for kind, kind_masks in self.masks.items():
+            check_fit(kind, kind_masks, self.lengths)
         _check_structure(self)
         self.lengths.setflags(write=False)
 
@@ -84,15 +84,15 @@ class Batch:
     @staticmethod
     def from_sequences(sequences: Iterable[Sequence]) -> Batch:
         """Builds a batch of sequences with their own masks; all name the same attention kinds."""
-        held = list(instances("sequences", sequences, Sequence))
-        lengths = integers("lengths", [item.length for item in held], 1, MAX_TOKENS)
-        by_kind = [masks_by_kind(f"sequences[{i}].mask", item.mask) for i, item in enumerate(held)]
+        items = list(instances("sequences", sequences, Sequence))
+        lengths = integers("lengths", [item.length for item in items], 1, MAX_TOKENS)
+        by_kind = [masks_by_kind(f"sequences[{i}].mask", item.mask) for i, item in enumerate(items)]
         return Batch(
             lengths,
             kinds_of(by_kind),
-            read_homes([item.home_ranks for item in held], len(held)),
-            own_columns("positions", [item.positions for item in held], lengths, 0),
-            own_columns("labels", [item.labels for item in held], lengths, -1),
+            read_homes([item.home_ranks for item in items], len(items)),
+            own_columns("positions", [item.positions for item in items], lengths, 0),
+            own_columns("labels", [item.labels for item in items], lengths, -1),
         )
 
     @staticmethod
@@ -145,13 +145,13 @@ class Batch:
 
     def take(self, indexes: ArrayLike) -> Batch:
         """Selects sequences, in the order of `indexes` (distinct integers [m]), with all their fields."""
-        taken = checked_places(indexes, len(self.lengths))
+        selection = checked_places(indexes, len(self.lengths))
         return Batch(
-            self.lengths[taken],
-            {kind: masks_taken(held, taken) for kind, held in self.masks.items()},
-            carried(self.home_ranks, taken),
-            carried(self.own_positions, taken),
-            carried(self.own_labels, taken),
+            self.lengths[selection],
+            {kind: masks_taken(kind_masks, selection) for kind, kind_masks in self.masks.items()},
+            carried(self.home_ranks, selection),
+            carried(self.own_positions, selection),
+            carried(self.own_labels, selection),
         )
 
     def to_data(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Batch:
         return {"sequences": [self._sequence_data(i) for i in range(len(self.lengths))]}
 
     def _compact_data(self) -> dict[str, Any]:
-        mask = {kind: masks.to_data(held.specs[0]) for kind, held in self.masks.items()}
+        mask = {kind: masks.to_data(kind_masks.specs[0]) for kind, kind_masks in self.masks.items()}
         data: dict[str, Any] = {"lengths": self.lengths.tolist(), "mask": without_default(mask)}
         if self.home_ranks:
             homes = (self.home_ranks.get(i) for i in range(len(self.lengths)))
@@ -174,13 +174,13 @@ class Batch:
         return data
 
     def _sequence_data(self, i: int) -> dict[str, Any]:
-        mask = {kind: masks.to_data(held.specs[held.index[i]]) for kind, held in self.masks.items()}
+        mask = {kind: masks.to_data(item.specs[item.index[i]]) for kind, item in self.masks.items()}
         data: dict[str, Any] = {"length": int(self.lengths[i]), "mask": without_default(mask)}
         if i in self.home_ranks:
             data["home_ranks"] = list(self.home_ranks[i])
-        for key, own in (("positions", self.own_positions), ("labels", self.own_labels)):
-            if i in own:
-                data[key] = own[i].tolist()
+        for key, columns in (("positions", self.own_positions), ("labels", self.own_labels)):
+            if i in columns:
+                data[key] = columns[i].tolist()
         return data
 
     def __repr__(self) -> str:
@@ -198,8 +198,8 @@ class Batch:
                 f"{int(self.lengths.min()):,} to {longest:,}, median {float(np.median(self.lengths)):,.0f}",
             ),
         ]
-        for kind, held in self.masks.items():
-            names = sorted({type(spec).__name__ for spec in held.specs})
+        for kind, kind_masks in self.masks.items():
+            names = sorted({type(spec).__name__ for spec in kind_masks.specs})
             rows.append((f"mask of {kind}", ", ".join(names)))
         return cards.card("Batch", rows, cards.bars("tokens of each sequence, and the mean", self.lengths))
 
@@ -235,8 +235,8 @@ class Batch:
         key = "diagonals", self._kind(kind)
         if key not in self._cache:
             specs = self.masks[kind].specs
-            found = sorted({diagonal for spec in specs for diagonal in spec.diagonals()})
-            self._cache[key] = tuple(found) if len(found) <= MAX_DIAGONALS else ()
+            result = sorted({diagonal for spec in specs for diagonal in spec.diagonals()})
+            self._cache[key] = tuple(result) if len(result) <= MAX_DIAGONALS else ()
         return self._cache[key]  # type: ignore[no-any-return]
 
     def to_slices(self, kind: str) -> list[tuple[int, ...]]:
@@ -274,8 +274,8 @@ class Batch:
         tokens = integers("tokens", tokens.ravel(), 0, self.tokens - 1).reshape(tokens.shape)
         starts, positions = self._runs()
         run = np.searchsorted(starts, tokens, side="right") - 1
-        found: Ints = positions[run] + tokens - starts[run]
-        return found
+        result: Ints = positions[run] + tokens - starts[run]
+        return result
 
     def labels(self, first: int = 0, stop: int | None = None) -> Ints:
         """[stop - first] int64: the label of each token in [first, stop), a global token or -1; by default of all
@@ -283,21 +283,21 @@ class Batch:
         first = integer("first", first, 0, self.tokens)
         stop = self.tokens if stop is None else integer("stop", stop, first, self.tokens)
         labels = np.arange(first + 1, stop + 1)
-        tokens, ends = self._ends()
+        tokens, end_labels = self._ends()
         low, high = np.searchsorted(tokens, (first, stop))
-        labels[tokens[low:high] - first] = ends[low:high]
-        for i, own in self.own_labels.items():
+        labels[tokens[low:high] - first] = end_labels[low:high]
+        for i, sequence_labels in self.own_labels.items():
             start = int(self.starts[i])
-            here = slice(max(start, first) - first, max(min(start + len(own), stop) - first, 0))
-            part = own[max(first - start, 0) : max(stop - start, 0)]
-            labels[here] = np.where(part < 0, -1, part + start)
+            target = slice(max(start, first) - first, max(min(start + len(sequence_labels), stop) - first, 0))
+            part = sequence_labels[max(first - start, 0) : max(stop - start, 0)]
+            labels[target] = np.where(part < 0, -1, part + start)
         return labels
 
     def largest_excess(self, rows: Ints, shares: Floats) -> float:
         """Largest relative excess of a rank's rows over its share. rows: int64 [ranks]; shares: float64 [ranks], of all
         tokens. Ranks in no sequence's `home_ranks`, if all have them, are dedicated attention servers with share 0."""
         if len(self.home_ranks) == len(self.lengths):
-            homes = sorted({rank for own in self.home_ranks.values() for rank in own})
+            homes = sorted({rank for ranks in self.home_ranks.values() for rank in ranks})
             rows, shares = rows[homes], shares[homes] * (self.tokens / shares[homes].sum())
         return float((rows / shares).max()) - 1
 
@@ -307,7 +307,7 @@ class Batch:
         tokens, ends = self._ends()
         sequence = np.searchsorted(self.starts, tokens, side="right") - 1
         missing = int(((ends < 0) & ~np.isin(sequence, list(self.own_labels))).sum())
-        return self.tokens - missing - sum(int((own < 0).sum()) for own in self.own_labels.values())
+        return self.tokens - missing - sum(int((labels < 0).sum()) for labels in self.own_labels.values())
 
     def _ends(self) -> tuple[Ints, Ints]:
         """(tokens, labels) whose label is not the next token, according to the masks; tokens ascending."""
@@ -315,11 +315,11 @@ class Batch:
         return tokens, ends
 
     def _make_ends(self) -> Ints:
-        found = [
+        parts = [
             lower_unlabelled(spec, self.lengths[members], self.starts[members])
             for spec, members in self._layout()
         ]
-        tokens, ends = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        tokens, ends = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return np.stack([tokens, ends])[:, np.argsort(tokens)]
 
     # ---- lowering
@@ -356,12 +356,12 @@ class Batch:
             return next(iter(self.masks.values())).groups()
         by_kind = [kind.groups() for kind in self.masks.values()]
         assigned = np.zeros(len(self.lengths), np.bool_)
-        found: list[tuple[Mask, Ints]] = []
+        pairs: list[tuple[Mask, Ints]] = []
         for spec, members in (group for groups in by_kind for group in groups):
             if spec.structured:
-                found.append((spec, members[~assigned[members]]))
+                pairs.append((spec, members[~assigned[members]]))
                 assigned[members] = True
-        return [*found, (masks.causal(), np.flatnonzero(~assigned))]
+        return [*pairs, (masks.causal(), np.flatnonzero(~assigned))]
 
     def _runs(self) -> tuple[Ints, Ints]:
         starts, positions = self._cached("runs", lambda: np.stack(self._make_runs()))
@@ -379,61 +379,61 @@ class Batch:
 
     def _links(self) -> tuple[Ints, Ints]:
         """(tokens, predecessors) of tokens that do not follow the previous one. Raises ConfigError."""
-        of_kinds = [(kind, *group) for kind, held in self.masks.items() for group in held.groups()]
-        for kind, spec, _ in of_kinds:
+        groups = [(kind, *group) for kind, kind_masks in self.masks.items() for group in kind_masks.groups()]
+        for kind, spec, _ in groups:
             if not is_ordered(spec):
                 rule = "defines no token order for the model's recurrent layers"
                 remedy = "use causal masks, windows, documents or trees, or a model without recurrent layers"
                 raise ConfigError(f"mask of {kind}", type(spec).__name__, rule, remedy)
-        found = self._lower_links(self._layout())
-        structured = [(kind, spec, members) for kind, spec, members in of_kinds if spec.structured]
+        links = self._lower_links(self._layout())
+        structured = [(kind, spec, members) for kind, spec, members in groups if spec.structured]
         for kind, spec, members in structured if len(self.masks) > 1 else ():
-            own = np.isin(np.searchsorted(self.starts, found[0], side="right") - 1, members)
-            if not np.array_equal(found[:, own], self._lower_links([(spec, members)])):
+            is_member = np.isin(np.searchsorted(self.starts, links[0], side="right") - 1, members)
+            if not np.array_equal(links[:, is_member], self._lower_links([(spec, members)])):
                 rule, remedy = (
                     "attention kinds disagree on the token order",
                     "use the same tree in all kinds",
                 )
                 raise ConfigError(f"mask of {kind}", type(spec).__name__, rule, remedy)
-        return found[0], found[1]
+        return links[0], links[1]
 
     def _lower_links(self, groups: Iterable[tuple[Mask, Ints]]) -> Ints:
         """int64 [2, links], by token."""
         parts = [lower_links(spec, self.lengths[members], self.starts[members]) for spec, members in groups]
-        found = np.concatenate([np.stack(part) for part in parts], axis=1)
-        return found[:, np.argsort(found[0], kind="stable")]
+        links = np.concatenate([np.stack(part) for part in parts], axis=1)
+        return links[:, np.argsort(links[0], kind="stable")]
 
     def _with_own(self, starts: Ints, positions: Ints) -> tuple[Ints, Ints]:
-        own = np.array(sorted(self.own_positions))
-        keep = ~np.isin(np.searchsorted(self.starts, starts, side="right") - 1, own)
-        breaks = {i: np.append(0, np.flatnonzero(np.diff(self.own_positions[i]) != 1) + 1) for i in own}
+        sequences = np.array(sorted(self.own_positions))
+        is_kept = ~np.isin(np.searchsorted(self.starts, starts, side="right") - 1, sequences)
+        breaks = {i: np.append(0, np.flatnonzero(np.diff(self.own_positions[i]) != 1) + 1) for i in sequences}
         return (
-            np.concatenate([starts[keep], *(self.starts[i] + breaks[i] for i in own)]),
-            np.concatenate([positions[keep], *(self.own_positions[i][breaks[i]] for i in own)]),
+            np.concatenate([starts[is_kept], *(self.starts[i] + breaks[i] for i in sequences)]),
+            np.concatenate([positions[is_kept], *(self.own_positions[i][breaks[i]] for i in sequences)]),
         )
 
 
 def _check_structure(batch: Batch) -> None:
     """Checks that structured masks of one sequence agree on positions and labels that it does not provide itself."""
-    held = list(batch.masks.values())
-    if len(held) < 2 or sum(any(spec.structured for spec in kind.specs) for kind in held) < 2:
+    kinds = list(batch.masks.values())
+    if len(kinds) < 2 or sum(any(spec.structured for spec in kind.specs) for kind in kinds) < 2:
         return
-    owns = np.zeros((2, len(batch.lengths)), np.int64)
-    owns[0, list(batch.own_positions)] = owns[1, list(batch.own_labels)] = 1
-    alike = np.column_stack([batch.lengths, *owns, *(kind.index for kind in held)])
+    has_own = np.zeros((2, len(batch.lengths)), np.int64)
+    has_own[0, list(batch.own_positions)] = has_own[1, list(batch.own_labels)] = 1
+    signatures = np.column_stack([batch.lengths, *has_own, *(kind.index for kind in kinds)])
     for i in sorted(
-        np.unique(alike, axis=0, return_index=True)[1].tolist()
+        np.unique(signatures, axis=0, return_index=True)[1].tolist()
     ):  # one sequence per combination of specs
-        specs, length = [kind.specs[kind.index[i]] for kind in held], int(batch.lengths[i])
+        specs, length = [kind.specs[kind.index[i]] for kind in kinds], int(batch.lengths[i])
         structured = [spec for spec in specs if spec.structured]
-        for what, own, of in (
+        for label, columns, describe in (
             ("positions", batch.own_positions, _positions),
             ("labels", batch.own_labels, _labels),
         ):
-            if i not in own and len({of(spec, length) for spec in structured}) > 1:
-                remedy = f"use the same documents or tree in all kinds, or give the sequence its own {what}"
+            if i not in columns and len({describe(spec, length) for spec in structured}) > 1:
+                remedy = f"use the same documents or tree in all kinds, or give the sequence its own {label}"
                 raise ConfigError(
-                    f"sequences[{i}].mask", batch.kinds, f"attention kinds disagree on {what}", remedy
+                    f"sequences[{i}].mask", batch.kinds, f"attention kinds disagree on {label}", remedy
                 )
 
 
@@ -443,5 +443,5 @@ def _positions(spec: Mask, length: int) -> tuple[bytes, ...]:
 
 def _labels(spec: Mask, length: int) -> tuple[bytes, ...]:
     tokens, labels = spec.unlabelled(length)
-    differs = labels != tokens + 1
-    return tokens[differs].tobytes(), labels[differs].tobytes()
+    mismatch = labels != tokens + 1
+    return tokens[mismatch].tobytes(), labels[mismatch].tobytes()

@@ -63,10 +63,10 @@ class Cluster:
         speeds = cards.bars("speed of each rank, and the mean", np.array(self.speeds)) if self.speeds else ""
         return cards.card("Cluster", rows, speeds)
 
-    def check_ranks(self, most: int = MAX_RANKS) -> None:
-        """Raises ConfigError for more ranks than a plan may have, or than `most`."""
-        if self.ranks > integer("most", most):
-            field, rule = "cluster.nodes x cluster.ranks_per_node", f"must be at most {most}"
+    def check_ranks(self, limit: int = MAX_RANKS) -> None:
+        """Raises ConfigError for more ranks than a plan may have, or than `limit`."""
+        if self.ranks > integer("most", limit):
+            field, rule = "cluster.nodes x cluster.ranks_per_node", f"must be at most {limit}"
             raise ConfigError(field, self.ranks, rule, "use fewer ranks, or several plans")
 
     @property

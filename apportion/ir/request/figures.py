@@ -74,12 +74,12 @@ class MessageRates:
         for name in ("share", "low", "high"):
             if len(getattr(self, name)) != len(self.bytes):
                 rule = f"must have {len(self.bytes)} numbers, like bytes"
-                where = f"hardware.message_rates.{name}"
-                raise ConfigError(where, len(getattr(self, name)), rule, "add or drop numbers")
-        for at, (low, share, high) in enumerate(zip(self.low, self.share, self.high, strict=True)):
+                field = f"hardware.message_rates.{name}"
+                raise ConfigError(field, len(getattr(self, name)), rule, "add or drop numbers")
+        for i, (low, share, high) in enumerate(zip(self.low, self.share, self.high, strict=True)):
             if not low <= share <= high:
                 rule = f"must be between low, {low:g}, and high, {high:g}"
-                raise ConfigError(f"hardware.message_rates.share[{at}]", share, rule, "widen the interval")
+                raise ConfigError(f"hardware.message_rates.share[{i}]", share, rule, "widen the interval")
 
     def of(self, message_bytes: Ints) -> Floats:
         """float64, shaped like `message_bytes`: the share of each message."""
@@ -121,9 +121,9 @@ class Grid:
         for kind in ("full", "causal"):
             _check_rising(f"{field}.{kind}", getattr(self, kind), points)
         full, causal = np.array(self.full), np.array(self.causal)
-        above = np.argwhere(causal > MOST_CAUSAL * full * (1 + 1e-9))
-        if len(above):
-            i, j = above[0].tolist()
+        violations = np.argwhere(causal > MOST_CAUSAL * full * (1 + 1e-9))
+        if len(violations):
+            i, j = violations[0].tolist()
             raise ConfigError(
                 f"{field}.causal[{i}][{j}]",
                 float(causal[i, j]),

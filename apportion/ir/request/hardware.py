@@ -120,8 +120,8 @@ class Hardware:
 
     def figures(self) -> dict[str, Figure]:
         """The single numbers by name, including the optional ones that are set."""
-        found = {name: getattr(self, name) for name in (*_FIGURES, *_OPTIONAL)}
-        return {name: figure for name, figure in found.items() if figure is not None}
+        figures = {name: getattr(self, name) for name in (*_FIGURES, *_OPTIONAL)}
+        return {name: figure for name, figure in figures.items() if figure is not None}
 
     def rate_gbs(self, name: str) -> float:
         """1e9 bytes/s of `rows_gbs`, `loss_gbs` or `optimizer_gbs`; memory bandwidth if not measured."""
@@ -144,9 +144,9 @@ class Hardware:
         """
         pairs = ((field, getattr(cluster, field), getattr(self, field).value) for field in _SHARED)
         return [
-            f"cluster.{field} is {ours:g} where hardware {self.name} has {known_:g}: times use the cluster's"
-            for field, ours, known_ in pairs
-            if abs(ours - known_) > _CLOSE * max(ours, known_)
+            f"cluster.{field} is {value:g} where hardware {self.name} has {figure:g}: times use the cluster's"
+            for field, value, figure in pairs
+            if abs(value - figure) > _CLOSE * max(value, figure)
         ]
 
     def digest(self) -> str:
@@ -178,17 +178,17 @@ class Hardware:
         if not 2 <= len(sequence("hardware.axis", data["axis"])) <= MAX_AXIS:  # before the points are checked
             rule = f"must have 2 to {MAX_AXIS} points"
             raise ConfigError("hardware.axis", len(data["axis"]), rule, "use fewer or more")
-        held = values(Hardware, "hardware", data) | {
+        arguments = values(Hardware, "hardware", data) | {
             key: _figure(key, value) for key, value in figures.items()
         }
-        found = Hardware(**held)
-        integer("hardware.kv_heads", found.kv_heads, 1, found.q_heads)
-        if any(low >= high for low, high in pairwise(found.axis)):
+        hardware = Hardware(**arguments)
+        integer("hardware.kv_heads", hardware.kv_heads, 1, hardware.q_heads)
+        if any(low >= high for low, high in pairwise(hardware.axis)):
             rule, remedy = "must rise", "sort the points and name each once"
-            raise ConfigError("hardware.axis", list(found.axis), rule, remedy)
+            raise ConfigError("hardware.axis", list(hardware.axis), rule, remedy)
         for phase in ("forward", "backward"):
-            found.grid(phase).check(f"hardware.{phase}", len(found.axis))
-        return found
+            hardware.grid(phase).check(f"hardware.{phase}", len(hardware.axis))
+        return hardware
 
     @staticmethod
     def builtin() -> tuple[str, ...]:
@@ -247,8 +247,8 @@ def _loaded(path: Path) -> Any:
 
 def _figure(key: str, data: Any) -> Figure:
     figure = read(Figure, f"hardware.figures.{key}", data)
-    least, most = 0.0 if key in _MAY_BE_0 else LEAST, _MOST.get(key, MOST)
-    amount(f"hardware.figures.{key}.value", figure.value, least, most)
+    low, high = 0.0 if key in _MAY_BE_0 else LEAST, _MOST.get(key, MOST)
+    amount(f"hardware.figures.{key}.value", figure.value, low, high)
     if key == "nics_per_node":
         value = int(figure.value) if figure.value.is_integer() else figure.value
         integer("hardware.figures.nics_per_node.value", value, 1, 2**16)

@@ -44,17 +44,17 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
     everywhere. These are the checkpoint's own masks: a trainer must add documents or trees itself. Raises
     ConfigError."""
     text = text_config(config)
-    ahead = {
+    flags = {
         "use_bidirectional_attention": bool(text.get("use_bidirectional_attention")),
         "is_causal": text.get("is_causal") is False,
     }
-    for field in filter(ahead.__getitem__, ahead):
+    for field in filter(flags.__getitem__, flags):
         rule = "tokens see later ones, by a rule specific to the model"
         raise ConfigError(field, text[field], rule, "give masks= to the loader, --mask to a command")
-    found = {kind: _mask(text, kind) for kind in sorted(set(attention_types(text)))}
-    if len(found) > 1:
-        return found
-    (only,) = found.values()
+    masks = {kind: _mask(text, kind) for kind in sorted(set(attention_types(text)))}
+    if len(masks) > 1:
+        return masks
+    (only,) = masks.values()
     return None if isinstance(only, Causal) else only
 
 
@@ -70,7 +70,7 @@ def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[
     """Training fields `vocab` and `tied`, except those in `given`. Raises ConfigError."""
     text = text_config(config)
     tie_settings = (part.get("tie_word_embeddings") for part in (text, config))
-    tied = next((bool(found) for found in tie_settings if found is not None), _ties(text["model_type"]))
+    tied = next((bool(setting) for setting in tie_settings if setting is not None), _ties(text["model_type"]))
     if "vocab" not in given and text.get("vocab_size") is None:
         rule = f"a config of type {text['model_type']} must have it"
         raise ConfigError("vocab_size", None, rule, "add it, or set `vocab` of the training")
@@ -83,12 +83,12 @@ def _ties(kind: str) -> bool:
 
 
 def _mask(text: Mapping[str, Any], kind: str) -> Mask:
-    ahead = text["model_type"] in words("encoders") and not text.get("is_decoder")
+    is_encoder = text["model_type"] in words("encoders") and not text.get("is_decoder")
     if kind == FULL:
-        return Full() if ahead else Causal()
+        return Full() if is_encoder else Causal()
     size = count(
         text, WINDOW_OF[kind]
     )  # tokens up to the query itself; of a chunk; of an encoder on each side
     if kind == CHUNKED:
         return Chunked(size)
-    return SlidingWindow(size + 1, size) if ahead else SlidingWindow(size)
+    return SlidingWindow(size + 1, size) if is_encoder else SlidingWindow(size)

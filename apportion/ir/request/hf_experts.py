@@ -32,18 +32,18 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if text["model_type"] in words("unpriced"):
         rule = "its layers are planned, but their parts other than attention are not priced"
         raise ConfigError("model_type", text["model_type"], rule, "forecast another model of its size")
-    held: dict[str, Any] = {
+    fields: dict[str, Any] = {
         name: _natural(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")
     }
     types = layer_types(text)
     if text["model_type"] == "falcon_h1":  # both mixers of a layer before its FFN
-        held["ffns"] = len(types)
+        fields["ffns"] = len(types)
     if text["model_type"] == "nemotron_h":  # a layer is a mixer, or an FFN
-        held |= {"ffns": sum(kind in ("mlp", "moe") for kind in types), "gated": False}
+        fields |= {"ffns": sum(kind in ("mlp", "moe") for kind in types), "gated": False}
         if "moe" not in types:
-            return {"experts": {}, **held}
+            return {"experts": {}, **fields}
     field = next((name for name in _COUNTS if text.get(name) not in (None, 0, 1)), None)
-    return {"experts": {} if field is None else _experts(text, field), **held}
+    return {"experts": {} if field is None else _experts(text, field), **fields}
 
 
 def _experts(text: Mapping[str, Any], field: str) -> dict[str, int]:
@@ -64,7 +64,7 @@ def _experts(text: Mapping[str, Any], field: str) -> dict[str, int]:
         "active": count(text, "num_experts_per_tok"),
         "width": width,
         "shared": shared,
-        "dense": sum(not has for has in _sparse(text)),
+        "dense": sum(not is_sparse for is_sparse in _sparse(text)),
         "nodes": nodes,
     }
 
@@ -74,23 +74,23 @@ def _sparse(text: Mapping[str, Any]) -> list[bool]:
     if text["model_type"] == "nemotron_h":
         return [kind == "moe" for kind in layer_types(text) if kind in ("mlp", "moe")]
     layers = count(text, "num_hidden_layers")
-    listed = text.get("mlp_layer_types")
-    if listed is not None:
-        kinds = sequence("mlp_layer_types", listed)
+    types = text.get("mlp_layer_types")
+    if types is not None:
+        kinds = sequence("mlp_layer_types", types)
         if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
             rule = f"must be dense or sparse for each of the {layers} layers"
             raise ConfigError("mlp_layer_types", kinds, rule, "correct the config")
         return [kind == "sparse" for kind in kinds]
     if text["model_type"] in words("leading_dense"):
-        first, every = (
+        first, interval = (
             integer("first_k_dense_replace", text.get("first_k_dense_replace"), 0),
             text.get("moe_layer_freq", 1),
         )
-        step = integer("moe_layer_freq", every)
+        step = integer("moe_layer_freq", interval)
         return [number >= first and number % step == 0 for number in range(layers)]
-    alone = {*sequence("mlp_only_layers", text.get("mlp_only_layers") or [])}
+    dense_layers = {*sequence("mlp_only_layers", text.get("mlp_only_layers") or [])}
     step = integer("decoder_sparse_step", text.get("decoder_sparse_step", 1))
-    return [number not in alone and (number + 1) % step == 0 for number in range(layers)]
+    return [number not in dense_layers and (number + 1) % step == 0 for number in range(layers)]
 
 
 def _natural(text: Mapping[str, Any], field: str) -> int:

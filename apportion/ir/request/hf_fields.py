@@ -76,20 +76,20 @@ def model_fields(config: Mapping[str, Any]) -> ModelFields:
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the language model, with the defaults of its class. Raises ConfigError for unsupported layers."""
     nested = config.get("text_config")
-    own = config if nested is None else mapping("text_config", nested)
-    kind = str(own.get("model_type") or f"{config.get('model_type')}{'' if own is config else '_text'}")
-    parts = (mapping(field, own.get(field) or {}) for field in ("ffn_config", "attn_config"))  # of MPT, DBRX
+    text = config if nested is None else mapping("text_config", nested)
+    kind = str(text.get("model_type") or f"{config.get('model_type')}{'' if text is config else '_text'}")
+    parts = (mapping(field, text.get(field) or {}) for field in ("ffn_config", "attn_config"))  # of MPT, DBRX
     defaults = table("defaults").get(kind, {})
-    found = {
+    merged = {
         **defaults,
         **{key: value for part in parts for key, value in part.items()},
-        **own,
+        **text,
         "model_type": kind,
     }
-    check_layers(found, defaults if field_value(found, "layer_types")[1] is None else words("patterns"))
-    if found.get("local_attention") is not None:  # keys on both sides
-        found[SLIDING_WINDOW] = count(found, "local_attention") // 2
-    return found
+    check_layers(merged, defaults if field_value(merged, "layer_types")[1] is None else words("patterns"))
+    if merged.get("local_attention") is not None:  # keys on both sides
+        merged[SLIDING_WINDOW] = count(merged, "local_attention") // 2
+    return merged
 
 
 def field_value(text: Mapping[str, Any], field: str) -> tuple[str, Any]:
@@ -118,8 +118,8 @@ def _ffn(text: Mapping[str, Any], hidden: int) -> int:
 def _widths(text: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int, int | None, Latent | None]:
     """(KV heads, head dim, head dim of V or None if equal, latent rows or None)."""
     if text.get("qk_nope_head_dim") is not None or text["model_type"] in words("mla"):
-        own, rope, width = map(partial(count, text), ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        return 1, own + rope, width, Latent(count(text, "kv_lora_rank"), rope)
+        nope, rope, width = map(partial(count, text), ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        return 1, nope + rope, width, Latent(count(text, "kv_lora_rank"), rope)
     dim = hidden // heads if field_value(text, "head_dim")[1] is None else count(text, "head_dim")
     return _kv_heads(text, heads), dim, None, None
 
@@ -128,16 +128,16 @@ def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         return 1
     name, value = field_value(text, "num_key_value_heads")
-    found = heads if value is None else count(text, "num_key_value_heads")
-    if heads % found:
+    kv_heads = heads if value is None else count(text, "num_key_value_heads")
+    if heads % kv_heads:
         rule = f"must divide {field_value(text, 'num_attention_heads')[0]} ({heads})"
-        raise ConfigError(name, found, rule, "give each KV head the same number of query heads")
-    return found
+        raise ConfigError(name, kv_heads, rule, "give each KV head the same number of query heads")
+    return kv_heads
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    held = (part.get(field) for part in (text, config) for field in ("dtype", "torch_dtype"))
-    name = str(next((found for found in held if found is not None), "bfloat16")).removeprefix("torch.")
+    names = (part.get(field) for part in (text, config) for field in ("dtype", "torch_dtype"))
+    name = str(next((value for value in names if value is not None), "bfloat16")).removeprefix("torch.")
     if name not in _DTYPES:
         raise ConfigError("dtype", name, "attention does not support it", suggestion(name, _DTYPES))
     return _DTYPES[name]
@@ -147,67 +147,67 @@ def attention_types(text: Mapping[str, Any]) -> list[str]:
     """The type of each layer with attention. Raises ConfigError for an unsupported or unknown type, and if there is
     none."""
     types = layer_types(text)
-    found = [FULL if kind == BOTH else kind for kind in types if kind not in (LINEAR, *_NEITHER)]
-    if not found:
+    result = [FULL if kind == BOTH else kind for kind in types if kind not in (LINEAR, *_NEITHER)]
+    if not result:
         rule = "no layer has softmax attention"
         raise ConfigError("layer_types", f"{len(types)} layers", rule, "train it without context parallelism")
-    return found
+    return result
 
 
 def layer_types(text: Mapping[str, Any]) -> list[str]:
     """The type of each layer. Raises ConfigError for an unsupported or unknown type."""
-    name, listed = _listed(text)
-    has_layer_count = field_value(text, "num_hidden_layers")[1] is not None or not isinstance(listed, list)
+    name, value = _listed(text)
+    has_layer_count = field_value(text, "num_hidden_layers")[1] is not None or not isinstance(value, list)
     layers = (
-        count(text, "num_hidden_layers") if has_layer_count else len(listed)
+        count(text, "num_hidden_layers") if has_layer_count else len(value)
     )  # Nemotron-H, whose types alone give the number
-    found = (
+    types = (
         _inferred_types(text, layers)
-        if listed is None
-        else [_LEGACY.get(str(kind), kind) for kind in sequence(name, listed)]
+        if value is None
+        else [_LEGACY.get(str(kind), kind) for kind in sequence(name, value)]
     )
-    if len(found) != layers:
+    if len(types) != layers:
         rule = f"there must be one for each of the {layers} layers"
-        raise ConfigError(name, f"{len(found)} types", rule, "correct the config")
-    planned: tuple[str, ...] = (FULL, SLIDING, CHUNKED)
+        raise ConfigError(name, f"{len(types)} types", rule, "correct the config")
+    supported: tuple[str, ...] = (FULL, SLIDING, CHUNKED)
     if recurrence_of(text["model_type"]) is not None:
-        planned += (LINEAR, BOTH, *_NEITHER)
-    for kind in found:
-        if kind not in planned:
-            remedy = f"use {', '.join(planned)}, or write a model file for the supported layers"
+        supported += (LINEAR, BOTH, *_NEITHER)
+    for kind in types:
+        if kind not in supported:
+            remedy = f"use {', '.join(supported)}, or write a model file for the supported layers"
             raise ConfigError(name, kind, "layers of this type are not supported", remedy)
-    return found
+    return types
 
 
 def _listed(text: Mapping[str, Any]) -> tuple[str, Any]:
     """(field, types) of the field that lists the type of each layer; types None if there is none."""
-    name, listed = field_value(text, "layer_types")
-    if listed is not None or recurrence_of(text["model_type"]) is None:
-        return name, listed
+    name, value = field_value(text, "layer_types")
+    if value is not None or recurrence_of(text["model_type"]) is None:
+        return name, value
     for name in ("layers_block_type", "hybrid_override_pattern", "attn_type_list", "attn_layer_indices"):
-        if (found := text.get(name)) is not None:
+        if (entry := text.get(name)) is not None:
             break
     else:
         return _kimi(text)
     if name == "hybrid_override_pattern":
-        return name, [_PATTERN.get(kind, kind) for kind in str(found)]
+        return name, [_PATTERN.get(kind, kind) for kind in str(entry)]
     if name == "attn_type_list":  # of MiniMax
-        return name, [FULL if kind else LINEAR for kind in sequence(name, found)]
+        return name, [FULL if kind else LINEAR for kind in sequence(name, entry)]
     if name == "attn_layer_indices":  # of Bamba
-        attends = {*sequence(name, found)}
+        attention_layers = {*sequence(name, entry)}
         layers = count(text, "num_hidden_layers")
-        return name, [FULL if number in attends else LINEAR for number in range(layers)]
-    return name, found
+        return name, [FULL if number in attention_layers else LINEAR for number in range(layers)]
+    return name, entry
 
 
 def _kimi(text: Mapping[str, Any]) -> tuple[str, Any]:
     """As `_listed`, for Kimi Linear's own files, which number layers from 1."""
-    held = mapping("linear_attn_config", text.get("linear_attn_config") or {})
-    if "full_attn_layers" not in held:
+    config = mapping("linear_attn_config", text.get("linear_attn_config") or {})
+    if "full_attn_layers" not in config:
         return "layer_types", None
-    full = {*sequence("full_attn_layers", held["full_attn_layers"])}
+    attention = {*sequence("full_attn_layers", config["full_attn_layers"])}
     layers = count(text, "num_hidden_layers")
-    return "linear_attn_config", [FULL if number + 1 in full else LINEAR for number in range(layers)]
+    return "linear_attn_config", [FULL if number + 1 in attention else LINEAR for number in range(layers)]
 
 
 def _hybrid(text: Mapping[str, Any], layers: int) -> list[str]:
@@ -219,17 +219,17 @@ def _hybrid(text: Mapping[str, Any], layers: int) -> list[str]:
         return [LINEAR if number % 2 else FULL for number in numbers]
     if kind == "kimi_linear":
         return [LINEAR if number % 4 or not number else FULL for number in numbers]
-    every = next(
+    interval_field = next(
         (field for field in ("full_attention_interval", "layer_group_size") if text.get(field)), None
     )
-    if every is None:
+    if interval_field is None:
         rule = f"the file does not name the attention layers of a {kind}"
         raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")
-    interval = count(text, every)
-    found = [LINEAR if (number + 1) % interval else FULL for number in numbers]
-    if kind == "olmo_hybrid" and FULL not in found:
-        found[-1] = FULL
-    return found
+    interval = count(text, interval_field)
+    types = [LINEAR if (number + 1) % interval else FULL for number in numbers]
+    if kind == "olmo_hybrid" and FULL not in types:
+        types[-1] = FULL
+    return types
 
 
 def _inferred_types(text: Mapping[str, Any], layers: int) -> list[str]:
@@ -241,28 +241,28 @@ def _inferred_types(text: Mapping[str, Any], layers: int) -> list[str]:
         rule = f"the file does not name the layers of a {kind} with a window"
         raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")
     if kind == "llama4_text":
-        every = count(text, "no_rope_layer_interval")
-        roped = text.get("no_rope_layers") or [(number + 1) % every for number in range(layers)]
+        interval = count(text, "no_rope_layer_interval")
+        roped = text.get("no_rope_layers") or [(number + 1) % interval for number in range(layers)]
         return [CHUNKED if has_rope else FULL for has_rope in sequence("no_rope_layers", roped)]
     if window is None or (
         (kind in words("switched") or "use_sliding_window" in text) and not text.get("use_sliding_window")
     ):
         return [FULL] * layers
     if kind in words("switched"):
-        below = min(count(text, "max_window_layers"), layers)
-        return [FULL] * below + [SLIDING] * (layers - below)
+        full_count = min(count(text, "max_window_layers"), layers)
+        return [FULL] * full_count + [SLIDING] * (layers - full_count)
     return [SLIDING] * layers if kind in words("all_slide") else _every_nth_full(text, layers, field, window)
 
 
 def _every_nth_full(text: Mapping[str, Any], layers: int, field: str, window: Any) -> list[str]:
     """Full attention in one of every few layers: the last of each group, or the first as in ModernBERT."""
     kind = text["model_type"]
-    own = table("defaults").get(kind, {})
-    if "global_attn_every_n_layers" in own:
-        every = count(text, "global_attn_every_n_layers")
-        return [SLIDING if number % every else FULL for number in range(layers)]
-    if "sliding_window_pattern" not in own:
+    defaults = table("defaults").get(kind, {})
+    if "global_attn_every_n_layers" in defaults:
+        interval = count(text, "global_attn_every_n_layers")
+        return [SLIDING if number % interval else FULL for number in range(layers)]
+    if "sliding_window_pattern" not in defaults:
         rule = f"the file does not name the layers of a {kind} with this window"
         raise ConfigError(field, window, rule, "write layer_types, as transformers 5 saves them")
-    every = count(text, "sliding_window_pattern")
-    return [SLIDING if (number + 1) % every else FULL for number in range(layers)]
+    interval = count(text, "sliding_window_pattern")
+    return [SLIDING if (number + 1) % interval else FULL for number in range(layers)]

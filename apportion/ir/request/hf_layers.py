@@ -48,36 +48,36 @@ def check_layers(text: Mapping[str, Any], idle: Collection[str]) -> None:
     """Refuses a config with unsupported layers, or with an unknown field about them. idle: pattern fields that are read
     or irrelevant. Raises ConfigError."""
     kind = text["model_type"]
-    for reason, listed in table("reasons").items():
-        for field in listed.split():
+    for reason, names in table("reasons").items():
+        for field in names.split():
             if _is_on(field, text.get(field)) and not _of_recurrence(kind, field):
                 raise ConfigError(field, text[field], f"a model of type {kind} {reason}", _REMEDY)
-    for reason, listed in table("types").items():
-        if not {kind, f"{kind}_text"}.isdisjoint(listed.split()):
+    for reason, names in table("types").items():
+        if not {kind, f"{kind}_text"}.isdisjoint(names.split()):
             raise ConfigError("model_type", kind, f"a model of this type {reason}", _REMEDY)
     for field, value in text.items():
-        understood = field in words("understood") or field in idle or _of_recurrence(kind, field)
-        if _SPEAKS.search(field.lower()) and not understood and _is_on(field, value):
+        is_known = field in words("understood") or field in idle or _of_recurrence(kind, field)
+        if _SPEAKS.search(field.lower()) and not is_known and _is_on(field, value):
             rule = f"unknown field of a model of type {kind}: it may change its attention"
             raise ConfigError(field, value, rule, _REMEDY)
 
 
 def recurrence_of(kind: str) -> str | None:
     """The recurrence of a model type, by the table `recurrent` of `hf_types.toml`; None if it has none."""
-    named = {kind, f"{kind}_text"}
+    names = {kind, f"{kind}_text"}
     families = ("gated_delta_net", "kimi_delta", "mamba2", "lightning")
-    return next((name for name in families if not named.isdisjoint(table("recurrent")[name].split())), None)
+    return next((name for name in families if not names.isdisjoint(table("recurrent")[name].split())), None)
 
 
 def _of_recurrence(kind: str, field: str) -> bool:
     """True if a type has supported recurrent layers and the field describes them."""
-    known = table("recurrent")
-    own = field in known["fields"].split() or field.startswith(tuple(known["prefixes"].split()))
-    return own and recurrence_of(kind) is not None
+    recurrent = table("recurrent")
+    is_field = field in recurrent["fields"].split() or field.startswith(tuple(recurrent["prefixes"].split()))
+    return is_field and recurrence_of(kind) is not None
 
 
 def _is_on(field: str, value: Any) -> bool:
-    off = table("neutral").get(field, ())
+    neutral_values = table("neutral").get(field, ())
     if isinstance(value, list | tuple):
-        return any(item not in off for item in value)
-    return bool(value) and value not in off
+        return any(item not in neutral_values for item in value)
+    return bool(value) and value not in neutral_values

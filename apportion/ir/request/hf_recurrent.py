@@ -39,11 +39,11 @@ def _gated_delta_net(text: Text, layers: int) -> Recurrent:
 
 
 def _kimi_delta(text: Text, layers: int) -> Recurrent:
-    own = mapping("linear_attn_config", text.get("linear_attn_config") or {})  # Kimi's own files
-    held = {field: own[name] for name, field in _KIMI.items() if name in own}
-    heads = _count({**text, **held}, "linear_num_heads", text["num_attention_heads"])
-    width = _count({**text, **held}, "linear_head_dim", text.get("head_dim"))
-    conv = _count({**text, **held}, "linear_conv_kernel_dim", text.get("short_conv_kernel_size"))
+    config = mapping("linear_attn_config", text.get("linear_attn_config") or {})  # Kimi's own files
+    fields = {field: config[name] for name, field in _KIMI.items() if name in config}
+    heads = _count({**text, **fields}, "linear_num_heads", text["num_attention_heads"])
+    width = _count({**text, **fields}, "linear_head_dim", text.get("head_dim"))
+    conv = _count({**text, **fields}, "linear_conv_kernel_dim", text.get("short_conv_kernel_size"))
     return Recurrent(heads, width, width, gate="diagonal", conv=conv, layers=layers)
 
 
@@ -54,7 +54,7 @@ def _mamba2(text: Text, layers: int) -> Recurrent:
         inner = text.get("mamba_d_ssm") or count(text, "mamba_expand") * count(text, "hidden_size")
         text = {**text, "mamba_d_head": inner // heads}
     key, value, groups, conv = (
-        count(text, f"mamba_{of}") for of in ("d_state", "d_head", "n_groups", "d_conv")
+        count(text, f"mamba_{suffix}") for suffix in ("d_state", "d_head", "n_groups", "d_conv")
     )
     return Recurrent(heads, key, value, groups, delta=False, conv=conv, layers=layers)
 

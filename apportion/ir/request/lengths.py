@@ -32,14 +32,14 @@ def length_values(path: Path, column: str | None = None) -> list[int]:
     if path.suffix == ".csv":
         rows = enumerate(csv.DictReader(read_text(path).splitlines()), 2)
         return [
-            _length(f"{path}:{at}", {name: _read(cell) for name, cell in row.items()}, column)
-            for at, row in rows
+            _length(f"{path}:{i}", {name: _read(cell) for name, cell in row.items()}, column)
+            for i, row in rows
         ]
     if path.suffix == ".json":
-        listed = enumerate(sequence(str(path), load(path)))
-        return [_length(f"{path}[{at}]", value, column) for at, value in listed]
+        entries = enumerate(sequence(str(path), load(path)))
+        return [_length(f"{path}[{i}]", value, column) for i, value in entries]
     lines = enumerate(read_text(path).splitlines(), 1)
-    return [_length(f"{path}:{at}", _read(line), column) for at, line in lines if line.strip()]
+    return [_length(f"{path}:{i}", _read(line), column) for i, line in lines if line.strip()]
 
 
 def _read(text: str) -> Any:
@@ -59,12 +59,12 @@ def _length(field: str, value: Any, column: str | None) -> int:
 
 
 def _name(field: str, names: Iterable[str], column: str | None) -> str:
-    held = list(names)
-    wanted = COLUMNS if column is None else (column,)
-    for name in wanted:
-        if name in held:
+    available = list(names)
+    candidates = COLUMNS if column is None else (column,)
+    for name in candidates:
+        if name in available:
             return name
-    rule = f"{field} has no {' or '.join(wanted)}, it has {', '.join(map(str, held[:16]))}"
+    rule = f"{field} has no {' or '.join(candidates)}, it has {', '.join(map(str, available[:16]))}"
     raise ConfigError("column", column, rule, "name the column of lengths or of token ids")
 
 
@@ -79,8 +79,8 @@ def _tables(path: Path) -> Iterator[Any]:
         if state.get("_indices_files"):
             rule = "has rows in another order than its files"
             raise ConfigError("lengths", str(path), rule, "call flatten_indices() before save_to_disk")
-        for held in state["_data_files"]:
-            with ipc.open_stream(str(path / held["filename"])) as stream:
+        for data_file in state["_data_files"]:
+            with ipc.open_stream(str(path / data_file["filename"])) as stream:
                 yield stream.read_all()
         return
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
@@ -94,8 +94,8 @@ def _tables(path: Path) -> Iterator[Any]:
 def _column(path: Path, table: Any, column: str | None) -> list[int]:
     from pyarrow import compute, types
 
-    found = table[_name(str(path), table.column_names, column)]
-    if types.is_list(found.type) or types.is_large_list(found.type):
-        found = compute.list_value_length(found)
-    values: list[int] = integers(f"{path}: {column or 'length'}", found.to_numpy(), 1, MAX_TOKENS).tolist()
+    lengths = table[_name(str(path), table.column_names, column)]
+    if types.is_list(lengths.type) or types.is_large_list(lengths.type):
+        lengths = compute.list_value_length(lengths)
+    values: list[int] = integers(f"{path}: {column or 'length'}", lengths.to_numpy(), 1, MAX_TOKENS).tolist()
     return values

@@ -95,7 +95,7 @@ class Model:
             f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim} (v {self.value_dim})"
         )
         layers = {"attention": self.layers} if isinstance(self.layers, int) else self.layers
-        counts = {**layers, **{kind: held.layers for kind, held in self.recurrent.items()}}
+        counts = {**layers, **{kind: recurrence.layers for kind, recurrence in self.recurrent.items()}}
         latent = (
             []
             if self.latent is None
@@ -181,8 +181,8 @@ class Model:
     def row_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
         """Bytes of one row of a tensor with `heads` of its heads (KV heads for KV and dKV; None: all); X without its
         position id."""
-        of_head, count = self._head_bytes[tensor]
-        return of_head * (count if heads is None or tensor in HEADLESS else heads)
+        head_bytes, count = self._head_bytes[tensor]
+        return head_bytes * (count if heads is None or tensor in HEADLESS else heads)
 
     def narrows(self, tensor: Tensor) -> bool:
         """True if tiles of a tensor, complete or not, are rounded to the model's dtype for transfer."""
@@ -190,21 +190,21 @@ class Model:
 
     def sent_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
         """As `row_bytes`, for a row in transfer that is not a result."""
-        held = self.row_bytes(tensor, heads)
-        return held // self.accumulator_bytes * self.element_bytes if self.narrows(tensor) else held
+        size = self.row_bytes(tensor, heads)
+        return size // self.accumulator_bytes * self.element_bytes if self.narrows(tensor) else size
 
     @cached_property
     def _head_bytes(self) -> Mapping[Tensor, tuple[int, int]]:
         """For each tensor the bytes of a row of one head, without position id, and the number of heads."""
-        count, found = {"query": self.q_heads, "key": self.kv_heads, None: 1}, {}
+        count, sizes = {"query": self.q_heads, "key": self.kv_heads, None: 1}, {}
         for tensor in Tensor:
             contents = tensor.contents
             widths = contents.widths(self.head_dim, self.value_dim, self.hidden, self.latent)
             pairs = zip(widths, contents.parts, strict=True)
             numbers = sum(max(width, 1) for width, part in pairs if not part.integer)
             size = self.accumulator_bytes if contents.wide else self.element_bytes
-            found[tensor] = numbers * size, count[contents.side]
-        return found
+            sizes[tensor] = numbers * size, count[contents.side]
+        return sizes
 
     def result_bytes(self, tensor: Tensor) -> int:
         """Bytes of one row of one head of a sum as a result in the model's dtype; without its LSE."""
@@ -235,7 +235,7 @@ class Model:
         if self.sent_gradients == "wide":
             del data["sent_gradients"]
         if self.recurrent:
-            data["recurrent"] = {kind: held.to_data() for kind, held in self.recurrent.items()}
+            data["recurrent"] = {kind: recurrence.to_data() for kind, recurrence in self.recurrent.items()}
         else:
             del data["recurrent"]
         if self.latent is None:
@@ -253,12 +253,12 @@ class Model:
 
 
 def _balance(balance: Any) -> dict[str, dict[str, int]]:
-    found = {}
-    for kind, held in sorted(mapping("model.balance", balance).items()):
-        where = f"model.balance.{name('model.balance', kind)}"
-        keys = known(where, held, ("keys",), ("keys",))["keys"]
-        found[kind] = {"keys": integer(f"{where}.keys", keys, 1, MAX_INT)}
-    return found
+    result = {}
+    for kind, parameters in sorted(mapping("model.balance", balance).items()):
+        path = f"model.balance.{name('model.balance', kind)}"
+        keys = known(path, parameters, ("keys",), ("keys",))["keys"]
+        result[kind] = {"keys": integer(f"{path}.keys", keys, 1, MAX_INT)}
+    return result
 
 
 def _layers(layers: Any) -> int | dict[str, int]:

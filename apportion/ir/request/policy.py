@@ -27,9 +27,9 @@ class Step:
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        where = f"recipe.{name('recipe.steps', self.step)}"
-        where = f"{where}.{name(where, self.name)}"
-        object.__setattr__(self, "params", dict(mapping(where, plain(where, self.params))))
+        path = f"recipe.{name('recipe.steps', self.step)}"
+        path = f"{path}.{name(path, self.name)}"
+        object.__setattr__(self, "params", dict(mapping(path, plain(path, self.params))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,21 +118,21 @@ class Policy:
 
 def _steps(steps: Any) -> tuple[Step, ...]:
     if isinstance(steps, tuple) and all(isinstance(item, Step) for item in steps):
-        named = [item.step for item in steps]
-        for twice in (name for name in named if named.count(name) > 1):
-            raise ConfigError("recipe.steps", twice, "occurs twice", "give each step one pass")
+        names = [item.step for item in steps]
+        for duplicate in (name for name in names if names.count(name) > 1):
+            raise ConfigError("recipe.steps", duplicate, "occurs twice", "give each step one pass")
         return steps
     return tuple(_step(step, value) for step, value in mapping("recipe.steps", steps).items())
 
 
 def _step(step: str, value: Any) -> Step:
-    where = f"recipe.{name('recipe.steps', step)}"
+    path = f"recipe.{name('recipe.steps', step)}"
     if isinstance(value, bool):
         return Step(step, _SWITCH[value])
-    if len(mapping(where, value)) != 1:
-        raise ConfigError(where, value, "must name one pass", "write {pass: {parameter: value}}")
-    ((chosen, params),) = value.items()
-    return Step(step, chosen, {} if params is None else params)
+    if len(mapping(path, value)) != 1:
+        raise ConfigError(path, value, "must name one pass", "write {pass: {parameter: value}}")
+    ((pass_name, params),) = value.items()
+    return Step(step, pass_name, {} if params is None else params)
 
 
 def _step_data(item: Step) -> Any:

@@ -33,12 +33,12 @@ _REMEDY = (
 def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
     """bool [n]: samples of more than `limit` tokens. overlong: "drop" leaves them out, "cut" keeps their first tokens.
     Raises CapacityError if there are any to "refuse"."""
-    over: Bools = lengths > limit
-    if choice("overlong", overlong, OVERLONG) == "refuse" and over.any():
-        first = int(over.argmax())
-        held = f"sample {first} has {lengths[first]} tokens, the limit is {limit}"
-        raise CapacityError(f"{held}: {_REMEDY.format(limit)}")
-    return over
+    is_overlong: Bools = lengths > limit
+    if choice("overlong", overlong, OVERLONG) == "refuse" and is_overlong.any():
+        first = int(is_overlong.argmax())
+        message = f"sample {first} has {lengths[first]} tokens, the limit is {limit}"
+        raise CapacityError(f"{message}: {_REMEDY.format(limit)}")
+    return is_overlong
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,8 @@ class Sampling:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        listed = self.lengths if isinstance(self.lengths, list | tuple | range) else np.asarray(self.lengths)
-        lengths = integers("lengths", listed, 1, MAX_TOKENS)
+        values = self.lengths if isinstance(self.lengths, list | tuple | range) else np.asarray(self.lengths)
+        lengths = integers("lengths", values, 1, MAX_TOKENS)
         object.__setattr__(self, "lengths", lengths)
         keep(self, "microbatches", integer)
         keep(self, "seed", integer, 0)
@@ -82,13 +82,13 @@ class Sampling:
 
 def _fill_microbatches(order: Ints, lengths: Ints, tokens: int) -> list[Ints]:
     """Fills microbatches of `tokens` tokens with consecutive samples, as many as fit."""
-    stops = np.cumsum(lengths)
-    batches, begin = [], 0
-    while begin < len(order):
-        before = int(stops[begin - 1]) if begin else 0
-        end = int(np.searchsorted(stops, before + tokens, side="right"))
-        batches.append(order[begin:end])
-        begin = end
+    ends = np.cumsum(lengths)
+    batches, first = [], 0
+    while first < len(order):
+        offset = int(ends[first - 1]) if first else 0
+        end = int(np.searchsorted(ends, offset + tokens, side="right"))
+        batches.append(order[first:end])
+        first = end
     return batches
 
 

@@ -75,16 +75,16 @@ def check_lengths(lengths: Ints) -> None:
         )
 
 
-def check_fit(kind: str, held: Kind, lengths: Ints) -> None:
+def check_fit(kind: str, kind_masks: Kind, lengths: Ints) -> None:
     """Checks that every spec fits its sequences and that all together make at most `MAX_PARTS` parts, once for each
     spec and length, before anything is built."""
     parts = 0
-    for spec, members in held.groups():
+    for spec, members in kind_masks.groups():
         parts += spec.parts() * len(members) if spec.parts() > 1 else 0
         if parts > MAX_PARTS:
-            where = "mask" if kind == DEFAULT_KIND else f"mask.{kind}"
+            path = "mask" if kind == DEFAULT_KIND else f"mask.{kind}"
             rule = f"must make at most {MAX_PARTS} documents, nodes, answers and spans in all"
-            raise ConfigError(where, parts, rule, "split the batch, or use coarser parts")
+            raise ConfigError(path, parts, rule, "split the batch, or use coarser parts")
         if type(spec).check is Mask.check:
             continue
         distinct, first = np.unique(lengths[members], return_index=True)
@@ -94,17 +94,17 @@ def check_fit(kind: str, held: Kind, lengths: Ints) -> None:
             spec.check(length, f"sequences[{i}].mask" + ("" if kind == DEFAULT_KIND else f".{kind}"))
 
 
-def masks_by_kind(where: str, mask: Any) -> dict[str, Mask]:
+def masks_by_kind(path: str, mask: Any) -> dict[str, Mask]:
     if mask is None:
         return {DEFAULT_KIND: masks.causal()}
     if isinstance(mask, Mask):
         return {DEFAULT_KIND: mask}
     if not isinstance(mask, Mapping) or not 1 <= len(mask) <= MAX_KINDS:
-        raise ConfigError(where, mask, "must be a mask or {kind: mask}", "write masks.causal()")
+        raise ConfigError(path, mask, "must be a mask or {kind: mask}", "write masks.causal()")
     for kind, spec in mask.items():
         if not isinstance(spec, Mask):
-            raise ConfigError(f"{where}.{kind}", spec, "must be a mask", "write masks.causal()")
-    return {name(where, kind): spec for kind, spec in mask.items()}
+            raise ConfigError(f"{path}.{kind}", spec, "must be a mask", "write masks.causal()")
+    return {name(path, kind): spec for kind, spec in mask.items()}
 
 
 def kinds_of(by_kind: list[dict[str, Mask]]) -> dict[str, Kind]:
@@ -127,19 +127,19 @@ def _distinct(specs: list[Mask]) -> Kind:
 def read_homes(home_ranks: Any, count: int) -> dict[int, tuple[int, ...]]:
     if home_ranks is None:
         return {}
-    listed = sequence("home_ranks", home_ranks)
-    if len(listed) != count:
+    entries = sequence("home_ranks", home_ranks)
+    if len(entries) != count:
         raise ConfigError(
-            "home_ranks", len(listed), f"must have one entry per sequence ({count})", "write null for any"
+            "home_ranks", len(entries), f"must have one entry per sequence ({count})", "write null for any"
         )
-    return {i: _home(f"home_ranks[{i}]", ranks) for i, ranks in enumerate(listed) if ranks is not None}
+    return {i: _home(f"home_ranks[{i}]", ranks) for i, ranks in enumerate(entries) if ranks is not None}
 
 
-def _home(where: str, ranks: Any) -> tuple[int, ...]:
-    home = tuple(integers(where, ranks, 0, MAX_RANKS - 1).tolist())
+def _home(path: str, ranks: Any) -> tuple[int, ...]:
+    home = tuple(integers(path, ranks, 0, MAX_RANKS - 1).tolist())
     if not home or len(set(home)) != len(home):
         raise ConfigError(
-            where,
+            path,
             home,
             "must name at least one rank, without duplicates",
             "write null where any rank will do",
@@ -149,57 +149,57 @@ def _home(where: str, ranks: Any) -> tuple[int, ...]:
 
 def checked_places(indexes: ArrayLike, count: int) -> Ints:
     """Validates indexes of some of `count` sequences."""
-    places = integers("indexes", indexes, 0, count - 1)
-    if len(np.unique(places)) < len(places):
-        values, times = np.unique(places, return_counts=True)
+    result = integers("indexes", indexes, 0, count - 1)
+    if len(np.unique(result)) < len(result):
+        values, times = np.unique(result, return_counts=True)
         raise ConfigError(
             "indexes", int(values[times.argmax()]), "occurs more than once", "name each sequence once"
         )
-    return places
+    return result
 
 
-def masks_taken(held: Kind, taken: Ints) -> Kind:
+def masks_taken(kind_masks: Kind, indexes: Ints) -> Kind:
     """Masks of selected sequences, without unused specs."""
-    used, index = np.unique(held.index[taken], return_inverse=True)
-    return Kind(tuple(held.specs[spec] for spec in used), index)
+    specs, index = np.unique(kind_masks.index[indexes], return_inverse=True)
+    return Kind(tuple(kind_masks.specs[spec] for spec in specs), index)
 
 
-def carried(held: Mapping[int, T], taken: Ints) -> dict[int, T]:
+def carried(values: Mapping[int, T], indexes: Ints) -> dict[int, T]:
     """Fields of single sequences, renumbered for the selected ones."""
-    if not held:
+    if not values:
         return {}
-    return {place: held[i] for place, i in enumerate(taken.tolist()) if i in held}
+    return {position: values[i] for position, i in enumerate(indexes.tolist()) if i in values}
 
 
-def own_columns(what: str, columns: list[Any], lengths: Ints, low: int) -> dict[int, Ints]:
+def own_columns(label: str, columns: list[Any], lengths: Ints, low: int) -> dict[int, Ints]:
     """Positions or labels of the sequences that provide them, by index."""
-    held = {}
+    result = {}
     for i, column in enumerate(columns):
         if column is not None:
-            where, length = f"sequences[{i}].{what}", int(lengths[i])
-            held[i] = integers(where, column, low, length - 1 if what == "labels" else MAX_TOKENS)
-            if len(held[i]) != length:
+            path, length = f"sequences[{i}].{label}", int(lengths[i])
+            result[i] = integers(path, column, low, length - 1 if label == "labels" else MAX_TOKENS)
+            if len(result[i]) != length:
                 raise ConfigError(
-                    where, len(held[i]), f"must have one per token ({length})", "correct the list"
+                    path, len(result[i]), f"must have one per token ({length})", "correct the list"
                 )
-    return held
+    return result
 
 
 def read_sequences(items: Iterable[Any]) -> Iterable[Sequence]:
     for i, item in enumerate(items):
-        where = f"sequences[{i}]"
-        data = dict(known(where, item, _SEQUENCE_FIELDS, ("length",)))
-        length = integer(f"{where}.length", data.pop("length"), 1, MAX_TOKENS)
-        mask = read_mask(data.pop("mask", None), f"{where}.mask")
+        path = f"sequences[{i}]"
+        data = dict(known(path, item, _SEQUENCE_FIELDS, ("length",)))
+        length = integer(f"{path}.length", data.pop("length"), 1, MAX_TOKENS)
+        mask = read_mask(data.pop("mask", None), f"{path}.mask")
         yield Sequence(length, mask, **data)
 
 
-def read_mask(data: Any, where: str) -> Mask | dict[str, Mask]:
+def read_mask(data: Any, path: str) -> Mask | dict[str, Mask]:
     if data is None:
         return masks.causal()
     if isinstance(data, Mapping) and data and all(map(masks.is_data, data.values())):
-        return {kind: masks.from_data(mask, f"{where}.{kind}") for kind, mask in data.items()}
-    return masks.from_data(data, where)
+        return {kind: masks.from_data(mask, f"{path}.{kind}") for kind, mask in data.items()}
+    return masks.from_data(data, path)
 
 
 def without_default(mask: dict[str, Any]) -> dict[str, Any]:

@@ -57,18 +57,18 @@ class Workload:
     def limited(self, limit: int, overlong: str) -> Workload:
         """The samples, with `overlong` applied to those longer than `limit` tokens; samples to drop stay. Raises
         CapacityError for refused samples, ConfigError for cutting a sample with its own mask."""
-        over = find_overlong(self.lengths, limit, overlong)
-        if overlong != "cut" or not over.any():
+        is_overlong = find_overlong(self.lengths, limit, overlong)
+        if overlong != "cut" or not is_overlong.any():
             return self
-        if any(self.masks[i] is not None for i in np.flatnonzero(over)):
+        if any(self.masks[i] is not None for i in np.flatnonzero(is_overlong)):
             rule = "a sample with its own mask cannot be cut"
             raise ConfigError("overlong", overlong, rule, "drop or refuse them")
         return Workload(np.minimum(self.lengths, limit), self.masks)
 
     def kept(self, limit: int, overlong: str) -> Workload:
         """As `limited`, without those to drop. Raises as that."""
-        held = self.limited(limit, overlong)
-        return Workload(held.lengths[kept := held.lengths <= limit], tuple(compress(held.masks, kept)))
+        result = self.limited(limit, overlong)
+        return Workload(result.lengths[fits := result.lengths <= limit], tuple(compress(result.masks, fits)))
 
 
 def read_workload(path: str | Path) -> Workload:
@@ -87,14 +87,14 @@ def workload_from_data(data: Any) -> Workload:
     keys = [key for key in ("lengths", "rows", *_READERS) if key in data]
     if len(keys) != 1:
         rule = "must have one key that holds samples"
-        known = ", ".join(("lengths", "rows", *_READERS))
-        raise ConfigError("workload", sorted(data)[:16], rule, f"write one of {known}")
+        names = ", ".join(("lengths", "rows", *_READERS))
+        raise ConfigError("workload", sorted(data)[:16], rule, f"write one of {names}")
     (key,) = keys
-    where = f"workload.{key}"
-    samples = _filled(where, sequence(where, data[key]))
+    field = f"workload.{key}"
+    samples = _filled(field, sequence(field, data[key]))
     if key in _READERS:
-        return _structured_workload(where, samples, _READERS[key])
-    return _plain(samples, where) if key == "lengths" else _workload_of_rows(data, samples)
+        return _structured_workload(field, samples, _READERS[key])
+    return _plain(samples, field) if key == "lengths" else _workload_of_rows(data, samples)
 
 
 def sample(
@@ -116,11 +116,11 @@ def sample(
             f"the shortest sample has {workload.lengths.min()} tokens, {max_sample} fit: use more ranks, more tokens a "
             "rank, or cut the samples"
         )
-    drawn, skipped = _draw(workload.lengths, tokens, max_sample, seed)
-    lengths, chosen = _cut_last_sample(workload, drawn, tokens)
+    indexes, skipped = _draw(workload.lengths, tokens, max_sample, seed)
+    lengths, kept_indexes = _cut_last_sample(workload, indexes, tokens)
     if not len(lengths):
         raise CapacityError(f"the sample drawn first does not fit {tokens} tokens and cannot be cut")
-    return _batch(lengths, [workload.masks[i] for i in chosen]), skipped
+    return _batch(lengths, [workload.masks[i] for i in kept_indexes]), skipped
 
 
 def lognormal_lengths(
@@ -132,44 +132,44 @@ def lognormal_lengths(
     `numpy.random.Generator(PCG64(seed)).standard_normal` in chunks of 1024.
     """
     rng = np.random.Generator(np.random.PCG64(integer("seed", seed, 0)))
-    chunks, filled = [], 0
-    while filled < integer("tokens", tokens, 1, MAX_TOKENS):
-        drawn = np.rint(median * np.exp(sigma * rng.standard_normal(_DRAWS)))
-        chunks.append(np.clip(drawn, 1, longest).astype(np.int64))
-        filled += int(chunks[-1].sum())
+    chunks, total = [], 0
+    while total < integer("tokens", tokens, 1, MAX_TOKENS):
+        lengths = np.rint(median * np.exp(sigma * rng.standard_normal(_DRAWS)))
+        chunks.append(np.clip(lengths, 1, longest).astype(np.int64))
+        total += int(chunks[-1].sum())
     return _fill(np.concatenate(chunks), tokens)
 
 
 def _fill(lengths: Ints, tokens: int) -> Ints:
     """The first of `lengths` that add up to `tokens`, the last one cut."""
-    stops = np.cumsum(lengths)
-    last = int(np.searchsorted(stops, tokens))
-    kept = lengths[: last + 1].copy()
-    kept[last] -= stops[last] - tokens
-    return kept
+    ends = np.cumsum(lengths)
+    last = int(np.searchsorted(ends, tokens))
+    result = lengths[: last + 1].copy()
+    result[last] -= ends[last] - tokens
+    return result
 
 
 def _draw(lengths: Ints, tokens: int, max_sample: int, seed: int) -> tuple[Ints, int]:
     """(indexes drawn, of which the last one reaches `tokens`; number of samples skipped)."""
     rng = np.random.Generator(np.random.PCG64(seed))
-    kept, filled, skipped = [np.zeros(0, np.int64)], 0, 0
-    while filled < tokens:
-        drawn = rng.integers(0, len(lengths), _DRAWS)
-        fits = lengths[drawn] <= max_sample
-        sums = filled + np.cumsum(np.where(fits, lengths[drawn], 0))
-        stop = min(int(np.searchsorted(sums, tokens)) + 1, _DRAWS)
-        kept.append(drawn[:stop][fits[:stop]])
-        skipped += stop - int(fits[:stop].sum())
-        filled = int(sums[stop - 1])
-    return np.concatenate(kept), skipped
+    parts, total, skipped = [np.zeros(0, np.int64)], 0, 0
+    while total < tokens:
+        indexes = rng.integers(0, len(lengths), _DRAWS)
+        is_short = lengths[indexes] <= max_sample
+        sums = total + np.cumsum(np.where(is_short, lengths[indexes], 0))
+        count = min(int(np.searchsorted(sums, tokens)) + 1, _DRAWS)
+        parts.append(indexes[:count][is_short[:count]])
+        skipped += count - int(is_short[:count].sum())
+        total = int(sums[count - 1])
+    return np.concatenate(parts), skipped
 
 
-def _cut_last_sample(workload: Workload, drawn: Ints, tokens: int) -> tuple[Ints, list[int]]:
+def _cut_last_sample(workload: Workload, indexes: Ints, tokens: int) -> tuple[Ints, list[int]]:
     """(lengths, indexes) of the drawn samples, the last one cut or dropped if it exceeds `tokens`."""
-    lengths, chosen = workload.lengths[drawn], drawn.tolist()
-    if lengths.sum() > tokens and workload.masks[chosen[-1]] is not None:
-        return lengths[:-1], chosen[:-1]
-    return _fill(lengths, tokens), chosen
+    lengths, samples = workload.lengths[indexes], indexes.tolist()
+    if lengths.sum() > tokens and workload.masks[samples[-1]] is not None:
+        return lengths[:-1], samples[:-1]
+    return _fill(lengths, tokens), samples
 
 
 def _batch(lengths: Ints, specs: list[Mask | None]) -> Batch:
@@ -184,13 +184,13 @@ def _batch(lengths: Ints, specs: list[Mask | None]) -> Batch:
 
 
 def _plain(lengths: Any, field: str = "lengths") -> Workload:
-    held = integers(field, lengths, 1, MAX_TOKENS)
-    return Workload(held, (None,) * len(held))
+    array = integers(field, lengths, 1, MAX_TOKENS)
+    return Workload(array, (None,) * len(array))
 
 
 def _structured_workload(field: str, samples: Any, read: Reader) -> Workload:
-    found = [read(f"{field}[{i}]", row) for i, row in enumerate(samples)]
-    return Workload(np.array([length for length, _ in found], np.int64), tuple(spec for _, spec in found))
+    entries = [read(f"{field}[{i}]", row) for i, row in enumerate(samples)]
+    return Workload(np.array([length for length, _ in entries], np.int64), tuple(spec for _, spec in entries))
 
 
 def _workload_of_rows(data: Mapping[str, Any], samples: Any) -> Workload:
@@ -249,15 +249,15 @@ def _tree(field: str, row: Any) -> tuple[int, Mask | None]:
 
 def _filled_nodes(field: str, nodes: list[list[Any]]) -> list[list[int]]:
     """Nodes with tokens; children of empty nodes move to the parent."""
-    kept: list[list[int]] = []
+    result: list[list[int]] = []
     number: list[int] = []  # of each node, or of its nearest ancestor that is kept
     for i, (parent, length) in enumerate(nodes):
         above = integer(f"{field}[{i}] parent", parent, -1, i - 1)
         number.append(number[above] if above >= 0 else -1)
         if integer(f"{field}[{i}] length", length, 0, MAX_TOKENS):
-            kept.append([number[-1], length])
-            number[-1] = len(kept) - 1
-    return kept
+            result.append([number[-1], length])
+            number[-1] = len(result) - 1
+    return result
 
 
 def _total(field: str, tokens: int) -> int:

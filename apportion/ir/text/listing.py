@@ -53,8 +53,8 @@ def instruction_lines(program: ProgramSet) -> list[str]:
 def excerpt(program: ProgramSet, index: int, context: int = 2) -> str:
     """Numbered lines around an instruction of a one-rank program, marked with `>`."""
     lines = instruction_lines(program)
-    shown = range(max(0, index - context), min(len(lines), index + context + 1))
-    return "\n".join(f"{'>' if at == index else ' '} {at:4d}  {lines[at]}" for at in shown)
+    indexes = range(max(0, index - context), min(len(lines), index + context + 1))
+    return "\n".join(f"{'>' if number == index else ' '} {number:4d}  {lines[number]}" for number in indexes)
 
 
 def _head_lines(plan: PlanTables, id: bytes, request: Any, report: Any) -> list[str]:
@@ -168,10 +168,10 @@ class _Writer:
         name = op.rule.list
         rows = self.lists[name][start : start + count] if name else []
         if op is Op.LAUNCH:
-            words = f"launch {round}" + (f" channel {channel}" if channel else "")
-            words += " all_to_all" if mode & ALL_TO_ALL else ""
-            words += " results" if mode & RESULTS else ""
-            return f"{words}: {', '.join(map(self.transfer, rows))}" if rows else words
+            text = f"launch {round}" + (f" channel {channel}" if channel else "")
+            text += " all_to_all" if mode & ALL_TO_ALL else ""
+            text += " results" if mode & RESULTS else ""
+            return f"{text}: {', '.join(map(self.transfer, rows))}" if rows else text
         if op is Op.WAIT:
             return f"wait {round}"
         return f"{OP_NAMES[op]} {', '.join(self.row(op, row) for row in rows)}".rstrip()
@@ -183,15 +183,15 @@ class _Writer:
     def row(self, op: Op, row: Row) -> str:
         form = FORMS[op]
         value = dict(zip(TABLES[op.rule.list or ""], row, strict=True))
-        words = [self.name(value[slot]) for slot in form.reads]
-        words += ["->"] if form.reads else []
-        words += [self.name(value[slot]) for slot in form.writes]
+        parts = [self.name(value[slot]) for slot in form.reads]
+        parts += ["->"] if form.reads else []
+        parts += [self.name(value[slot]) for slot in form.writes]
         if "dmin" in value:
             q, kv = self.operands[value["q"]], self.operands[value["kv"]]
-            words.append(_bounds(value["dmin"], value["dmax"], q[3], kv[3]))
-        words += [word for word, bit in form.flags.items() if value["first"] & bit]
-        stray = [slot for slot in op.rule.columns if value[slot] and slot not in form.reads + form.writes]
-        return " ".join(words + [f"{slot}={self.name(value[slot])}" for slot in stray])
+            parts.append(_bounds(value["dmin"], value["dmax"], q[3], kv[3]))
+        parts += [flag for flag, bit in form.flags.items() if value["first"] & bit]
+        extra = [slot for slot in op.rule.columns if value[slot] and slot not in form.reads + form.writes]
+        return " ".join(parts + [f"{slot}={self.name(value[slot])}" for slot in extra])
 
     def name(self, index: int) -> str:
         operand = self.operands[index]

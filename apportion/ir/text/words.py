@@ -30,8 +30,8 @@ def form_of(rule: Rule) -> Form:
     reads = tuple(argument.column for argument in rule.arguments if argument.use.reads)
     writes = tuple(argument.column for argument in rule.arguments if not argument.use.reads)
     sums = [argument for argument in rule.arguments if argument.use is Use.ADD]
-    several = {f"first_{argument.column}": argument.flag for argument in sums}
-    return Form(reads, writes, several if len(sums) > 1 else {"first": 1})
+    flags = {f"first_{argument.column}": argument.flag for argument in sums}
+    return Form(reads, writes, flags if len(sums) > 1 else {"first": 1})
 
 
 #: ops written as rows; launch and wait have forms of their own

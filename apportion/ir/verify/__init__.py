@@ -51,7 +51,7 @@ class VerifierRule:
 
 def _walk(rule: str) -> Callable[[Subject], Iterator[Violation]]:
     """Returns a check that yields the walk's violations of a rule."""
-    return lambda subject: (one for one in words.violations(subject) if one.rule == rule)
+    return lambda subject: (violation for violation in words.violations(subject) if violation.rule == rule)
 
 
 _WALKED = ("structure", "layouts")
@@ -104,12 +104,12 @@ def check(plan: Plan, threads: int = 1) -> tuple[Violation, ...]:
     for rule in RULES:
         if not any(found.get(name, True) for name in rule.needs):
             found[rule.name] = _apply(rule, subject)
-    every = [violation for violations in found.values() for violation in violations]
-    if not every and not subject.holds:
-        every = [
+    items = [violation for violations in found.values() for violation in violations]
+    if not items and not subject.holds:
+        items = [
             Violation("coverage", None, None, None, None, "the walk cannot trace the attention of its tasks")
         ]
-    return tuple(_with_excerpt(plan, violation) for violation in sorted(every, key=lambda v: _rank(v, found)))
+    return tuple(_with_excerpt(plan, violation) for violation in sorted(items, key=lambda v: _rank(v, found)))
 
 
 def _apply(rule: VerifierRule, subject: Subject) -> tuple[Violation, ...]:

@@ -39,18 +39,18 @@ def most_pieces(tasks: int) -> int:
     return _FREE_PIECES + _PIECES_PER_TASK * tasks
 
 
-def too_many_pieces(most: int) -> CapacityError:
+def too_many_pieces(limit: int) -> CapacityError:
     """The error for tasks with more pieces than the limit."""
-    return CapacityError(f"the tasks fall into more than {most} runs of tokens: too many to verify")
+    return CapacityError(f"the tasks fall into more than {limit} runs of tokens: too many to verify")
 
 
 def areas_inside(bands: Ints, mask: Ints) -> tuple[Ints, Ints]:
     """int64 [tasks] twice: the pairs of each task, and those allowed by the mask."""
     budget = _FREE_STEPS + _STEPS_PER_BAND * (bands.shape[1] + mask.shape[1])
-    found = core.measure(bands, mask, budget)
-    if found is None:
+    areas = core.measure(bands, mask, budget)
+    if areas is None:
         raise CapacityError(f"tasks and mask meet in more than {budget} pairs of bands: too many to verify")
-    return found
+    return areas
 
 
 def by_corner(bands: Ints) -> Ints:
@@ -61,13 +61,13 @@ def by_corner(bands: Ints) -> Ints:
 def overlaps(bands: Ints) -> Ints:
     """int64 [found, 3]: (piece, later piece, shared pairs) of pieces that share a pair; at most `MOST`."""
     budget = _FREE_STEPS + _STEPS_PER_BAND * bands.shape[1]
-    found = core.sweep(bands, by_corner(bands), budget, MOST)
-    if found is None:
+    pairs = core.sweep(bands, by_corner(bands), budget, MOST)
+    if pairs is None:
         raise CapacityError(f"the tasks meet in more than {budget} pairs of bands: too many to verify")
-    return found.T
+    return pairs.T
 
 
 def is_exact(bands: Ints, mask: Ints, area: int) -> bool:
     """True if bands, int64 [6, pieces], cover a mask, int64 [6, bands] of that area, exactly. Raises CapacityError."""
-    areas, inside = areas_inside(bands, mask)
-    return bool(np.array_equal(areas, inside)) and int(areas.sum()) == area and not len(overlaps(bands))
+    areas, inner_areas = areas_inside(bands, mask)
+    return bool(np.array_equal(areas, inner_areas)) and int(areas.sum()) == area and not len(overlaps(bands))

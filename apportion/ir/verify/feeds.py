@@ -16,8 +16,8 @@ from apportion.ir.verify.rules.layouts import RULE, check_move, violation
 
 def verify_feed(feed: Feed, encoder: Layout, decoder: Layout) -> None:
     """Raises VerifyError. encoder, decoder: home layouts of their plans."""
-    if found := first_few(_violations(feed, encoder, decoder)):
-        raise VerifyError("\n  ".join(["the feed breaks the rule layouts", *map(str, found)]), found)
+    if faults := first_few(_violations(feed, encoder, decoder)):
+        raise VerifyError("\n  ".join(["the feed breaks the rule layouts", *map(str, faults)]), faults)
 
 
 def _violations(feed: Feed, encoder: Layout, decoder: Layout) -> Iterator[Violation]:
@@ -30,17 +30,17 @@ def _violations(feed: Feed, encoder: Layout, decoder: Layout) -> Iterator[Violat
     row, rows = (feed.targets.wide(name) for name in feed.targets.names)
     home = decoder.spans
     base = offsets(decoder.rows_per_rank)  # rows of all ranks on one axis
-    begin = base[home.rank_of_row()] + home.wide("row")
-    order = np.argsort(begin, kind="stable")
-    at = order[np.searchsorted(begin[order], base[rank] + row, "right") - 1]
-    ahead = base[rank] + row - begin[at]
-    token = home.wide("token")[at] + ahead
-    place = np.searchsorted(feed.places[:, 0], token, "right") - 1
-    first, source, count = feed.places[place].T
-    wanted = source + (token - first) * feed.merge
-    inside = (place >= 0) & (ahead + rows <= home.wide("length")[at]) & (token + rows <= first + count)
-    right = inside & (spans["token"] == wanted) & (spans["length"] == rows * feed.merge)
+    starts = base[home.rank_of_row()] + home.wide("row")
+    order = np.argsort(starts, kind="stable")
+    index = order[np.searchsorted(starts[order], base[rank] + row, "right") - 1]
+    offset = base[rank] + row - starts[index]
+    token = home.wide("token")[index] + offset
+    image = np.searchsorted(feed.places[:, 0], token, "right") - 1
+    first, source, count = feed.places[image].T
+    expected = source + (token - first) * feed.merge
+    is_inside = (image >= 0) & (offset + rows <= home.wide("length")[index]) & (token + rows <= first + count)
+    is_right = is_inside & (spans["token"] == expected) & (spans["length"] == rows * feed.merge)
     # rows of a rank ascend, so that fed rows lie in their order
-    right[1:] &= (rank[1:] != rank[:-1]) | (row[1:] >= (row + rows)[:-1])
-    for i in np.flatnonzero(~right).tolist():
+    is_right[1:] &= (rank[1:] != rank[:-1]) | (row[1:] >= (row + rows)[:-1])
+    for i in np.flatnonzero(~is_right).tolist():
         yield violation(feed.layout, i, f"is at row {row[i]} of the decoder, which does not expect it there")

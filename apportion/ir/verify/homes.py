@@ -35,18 +35,18 @@ class Homes:
     def spans(self, address: int, rows: int) -> list[tuple[int, int]]:
         """(first token, end) of the token runs in an address range; addresses beyond the axis have none."""
         first, last = np.searchsorted(self.starts, (address, address + rows - 1), side="right") - 1
-        found = []
+        result = []
         for run in range(max(int(first), 0), min(int(last) + 1, len(self.tokens))):
             start, end = self.starts[run : run + 2].tolist()
             shift = int(self.tokens[run]) - start
-            found.append((max(start, address) + shift, min(end, address + rows) + shift))
-        return found
+            result.append((max(start, address) + shift, min(end, address + rows) + shift))
+        return result
 
     def describe(self, address: int, rows: int) -> str:
         """Describes the tokens of an address range in words."""
         spans = [f"[{begin}, {end})" for begin, end in self.spans(address, rows)]
-        shown = ", ".join(spans[:_SHOWN]) + ", …" * (len(spans) > _SHOWN)
-        return f"tokens {shown}" if spans else "no tokens"
+        text = ", ".join(spans[:_SHOWN]) + ", …" * (len(spans) > _SHOWN)
+        return f"tokens {text}" if spans else "no tokens"
 
 
 def find_homes(layout: Layout) -> Homes:
@@ -57,5 +57,5 @@ def find_homes(layout: Layout) -> Homes:
     order = np.lexsort((row, rank))
     first = np.cumsum(rows) - rows
     start, token, length = (first[rank] + row)[order], token[order], length[order]
-    begins = np.append(True, token[1:] != (token + length)[:-1])[: len(token)]
-    return Homes(rows, first, np.append(start[begins], rows.sum()), token[begins])
+    is_start = np.append(True, token[1:] != (token + length)[:-1])[: len(token)]
+    return Homes(rows, first, np.append(start[is_start], rows.sum()), token[is_start])

@@ -39,8 +39,8 @@ class Violation:
     def place(self) -> str:
         """The place, such as `rank 3, causal forward, instruction 14`."""
         program = " ".join(part for part in (self.kind, self.phase) if part is not None)
-        named = (("rank ", self.rank), ("", program or None), ("instruction ", self.instruction))
-        return ", ".join(f"{name}{value}" for name, value in named if value is not None)
+        parts = (("rank ", self.rank), ("", program or None), ("instruction ", self.instruction))
+        return ", ".join(f"{name}{value}" for name, value in parts if value is not None)
 
     def __str__(self) -> str:
         head = f"{self.place}: {self.message}" if self.place else self.message
@@ -48,13 +48,13 @@ class Violation:
         return f"[{self.rule}] {head}{lines}"
 
 
-def first_few(violations: Iterator[Violation], most: int = MOST_PER_RULE) -> tuple[Violation, ...]:
-    """At most `most` violations; the last one states that there are more. Rules yield them one by one."""
-    found = list(islice(violations, most + 1))
-    if len(found) > most:
-        found = found[:most]
-        found[-1] = replace(found[-1], message=f"{found[-1].message} (and more of this rule)")
-    return tuple(found)
+def first_few(violations: Iterator[Violation], limit: int = MOST_PER_RULE) -> tuple[Violation, ...]:
+    """At most `limit` violations; the last one states that there are more. Rules yield them one by one."""
+    result = list(islice(violations, limit + 1))
+    if len(result) > limit:
+        result = result[:limit]
+        result[-1] = replace(result[-1], message=f"{result[-1].message} (and more of this rule)")
+    return tuple(result)
 
 
 def at_instruction(rule: str, program: Program, instruction: int, message: str) -> Violation:
@@ -72,6 +72,6 @@ def span(start: int, rows: int) -> str:
 def describe_operand(operand: dict[str, int]) -> str:
     """Formats an operand: `KV work rows [4096, 8192)`, with head columns and set if it does not have all heads."""
     tensor = Tensor(operand["tensor"])
-    where = "work" if operand["space"] else "home"
+    space = "work" if operand["space"] else "home"
     heads = "" if tensor in HEADLESS or not operand["heads"] else f" of head set {operand['heads']}"
-    return f"{TENSOR_NAMES[tensor]} {where} rows {span(operand['row'], operand['rows'])}{heads}"
+    return f"{TENSOR_NAMES[tensor]} {space} rows {span(operand['row'], operand['rows'])}{heads}"

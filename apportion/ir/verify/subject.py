@@ -103,21 +103,21 @@ class Subject:
             return False
 
     def _are_right(self, together: bool) -> bool:
-        every: dict[str, Lists] = {}
-        return all(self._is_right(program, every, together) for program in self.programs)
+        lists: dict[str, Lists] = {}
+        return all(self._is_right(program, lists, together) for program in self.programs)
 
-    def _is_right(self, program: Program, every: dict[str, Lists], together: bool) -> bool:
-        """True if a program is correct. every: the lists of each kind so far. Raises CapacityError, ZerosError."""
+    def _is_right(self, program: Program, lists_by_kind: dict[str, Lists], together: bool) -> bool:
+        """True if a program is correct. lists_by_kind: the lists so far. Raises CapacityError, ZerosError."""
         kind = program.kind
-        lists = every.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
-        before, count = lists.following, len(program.source[program.task_list])
+        lists = lists_by_kind.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
+        previous, count = lists.following, len(program.source[program.task_list])
         lists.begin(count)
-        given = self.taken(program)
-        if not judge.judge(program, self.homes, self._sets, given, lists, self.threads, together):
+        tensors = self.taken(program)
+        if not judge.judge(program, self.homes, self._sets, tensors, lists, self.threads, together):
             return False
         lists.end(count)
         tasks = self._tasks.get((kind, "forward"))
-        if tasks is None or not np.array_equal(before, lists.following):
+        if tasks is None or not np.array_equal(previous, lists.following):
             if not lists.are_exact():
                 return False
             tasks = lists.tasks()
@@ -148,21 +148,21 @@ class Subject:
         return self.once("tasks", program, self._cut)
 
     def _cut(self, program: Program) -> Tasks:
-        found, most = self.trace(program), most_pieces(len(program.source[program.task_list]))
-        if found is None:
+        trace, limit = self.trace(program), most_pieces(len(program.source[program.task_list]))
+        if trace is None:
             return Tasks(np.zeros((6, 0), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), False)
-        pieces = core.cut(found, self.homes.starts, self.homes.tokens, most)
+        pieces = core.cut(trace, self.homes.starts, self.homes.tokens, limit)
         if pieces is None:
-            raise too_many_pieces(most)
-        return Tasks(pieces[:6], pieces[6], pieces[7], found.is_complete)
+            raise too_many_pieces(limit)
+        return Tasks(pieces[:6], pieces[6], pieces[7], trace.is_complete)
 
     def trace(self, program: Program) -> core.Trace | None:
         """The trace of the walk, rank by rank; None if it cannot start. Raises CapacityError."""
         return self.once("trace", program, lambda p: judge.trace(p, self.homes, self._sets, self.taken(p)))
 
-    def once(self, what: str, program: Program, make: Callable[[Program], T]) -> T:
-        """Returns `make(program)`, cached under `what` and the program."""
-        key = (what, program.kind, program.phase)
+    def once(self, name: str, program: Program, make: Callable[[Program], T]) -> T:
+        """Returns `make(program)`, cached under `name` and the program."""
+        key = (name, program.kind, program.phase)
         if key not in self._cache:
             self._cache[key] = make(program)
         return self._cache[key]  # type: ignore[no-any-return]
@@ -170,7 +170,7 @@ class Subject:
     def home_of(self, token: int) -> tuple[int, int]:
         """(rank, row): the home of a global token."""
         spans = self.home.spans
-        inside = np.flatnonzero((spans["token"] <= token) & (token < spans["token"] + spans["length"]))
-        span = int(inside[0])
+        holders = np.flatnonzero((spans["token"] <= token) & (token < spans["token"] + spans["length"]))
+        span = int(holders[0])
         rank = int(np.searchsorted(spans.ptr, span, side="right")) - 1
         return rank, int(spans["row"][span] + token - spans["token"][span])

@@ -31,11 +31,11 @@ class HeadSets:
 
 
 def head_sets(heads: int, sets: tuple[tuple[int, ...], ...]) -> HeadSets:
-    every = (tuple(range(heads)), *sets)
+    all_sets = (tuple(range(heads)), *sets)
     first: dict[tuple[int, ...], int] = {}
-    canonical = [first.setdefault(tuple(members), i) for i, members in enumerate(every)]
-    members = tuple(np.array(item, np.int64) for item in every)
-    return HeadSets(heads, members, np.array([len(item) for item in every]), np.array(canonical))
+    canonical = [first.setdefault(tuple(members), i) for i, members in enumerate(all_sets)]
+    members = tuple(np.array(item, np.int64) for item in all_sets)
+    return HeadSets(heads, members, np.array([len(item) for item in all_sets]), np.array(canonical))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +85,8 @@ class Program(ProgramView):
     def same_heads(self) -> Ints:
         """int64 [operands]: equal numbers for operands with the same heads in the same order."""
         heads = self["operands"]["heads"]
-        found: Ints = np.where(self.kv_side, self.kv_sets.canonical[heads], self.q_sets.canonical[heads])
-        return found
+        result: Ints = np.where(self.kv_side, self.kv_sets.canonical[heads], self.q_sets.canonical[heads])
+        return result
 
     def list_name(self, instruction: int) -> str | None:
         """The list that an instruction consumes, or None; also None for -1."""
@@ -96,9 +96,9 @@ class Program(ProgramView):
     def clock(self) -> Ints:
         """int64 [instructions]: the progress of its rank in rounds, a clock comparable between ranks."""
         table = self["instructions"]
-        day = int(table["round"].max(initial=0)) + 2
+        stride = int(table["round"].max(initial=0)) + 2
         launched = np.where(table["op"] == Op.LAUNCH, table["round"] + 1, 0)
-        return np.maximum.accumulate(self.rank_of * day + launched) - self.rank_of * day
+        return np.maximum.accumulate(self.rank_of * stride + launched) - self.rank_of * stride
 
     @property
     def task_list(self) -> str:

@@ -85,14 +85,14 @@ def plan_attention(
     count, packing = parallelism.groups(cluster), parallelism.packing or "order"
     microbatches = [groups_of(part, count, packing) for part in _microbatches(parallelism.steps(), step)]
     groups = list(zip(*microbatches, strict=True))
-    pairs = [sum(_pairs(rank_model, own) for own in held) for held in groups]
-    planned: list[list[PlannedMicrobatch]] = []
-    for held in (groups[number] for number in _slowest(groups, pairs)):
-        planned.append([])
-        for own in held:
-            parts = _halves(replace(step, batch=own)) if parallelism.ping_pong else [own]
-            planned[-1].append(_planned(*(sketch(replace(step, batch=one)) for one in parts)))
-    return planned, sum(pairs)
+    pairs = [sum(_pairs(rank_model, microbatch) for microbatch in batches) for batches in groups]
+    result: list[list[PlannedMicrobatch]] = []
+    for batches in (groups[number] for number in _slowest(groups, pairs)):
+        result.append([])
+        for microbatch in batches:
+            parts = _halves(replace(step, batch=microbatch)) if parallelism.ping_pong else [microbatch]
+            result[-1].append(_planned(*(sketch(replace(step, batch=half)) for half in parts)))
+    return result, sum(pairs)
 
 
 def _pairs(model: Model, batch: Batch) -> int:
@@ -103,9 +103,9 @@ def _pairs(model: Model, batch: Batch) -> int:
 def _slowest(groups: Sequence[Sequence[Batch]], pairs: Sequence[int]) -> list[int]:
     """Chooses groups to plan: the one with the most tokens, and those with the most pairs. Groups have at most their
     even share of tokens, so they differ in attention only, and the step ends with the slowest."""
-    most = max(range(len(groups)), key=lambda number: sum(own.tokens for own in groups[number]))
+    longest = max(range(len(groups)), key=lambda number: sum(batch.tokens for batch in groups[number]))
     heaviest = sorted(range(len(groups)), key=lambda number: -pairs[number])
-    return list(dict.fromkeys((most, *heaviest[:HEAVIEST])))
+    return list(dict.fromkeys((longest, *heaviest[:HEAVIEST])))
 
 
 def _halves(problem: Problem) -> list[Batch]:
@@ -124,27 +124,27 @@ def _microbatches(count: int, problem: Problem) -> list[Batch]:
     return [problem.batch.take(indexes) for indexes in packing.microbatches]
 
 
-def _planned(made: Plan, pong: Plan | None = None) -> PlannedMicrobatch:
-    plans = [made] if pong is None else [made, pong]
-    home = np.sum([one.layouts[one.header.home_layout].rows_per_rank for one in plans], 0)
-    speeds = np.asarray(made.request.cluster.speeds or np.ones(len(home)))
-    even = np.sum([one.layouts[_even_layout(one)].rows_per_rank for one in plans], 0)
-    programs = [program for one in plans for program in one.programs.values()]
+def _planned(ping: Plan, pong: Plan | None = None) -> PlannedMicrobatch:
+    plans = [ping] if pong is None else [ping, pong]
+    home = np.sum([plan.layouts[plan.header.home_layout].rows_per_rank for plan in plans], 0)
+    speeds = np.asarray(ping.request.cluster.speeds or np.ones(len(home)))
+    even = np.sum([plan.layouts[_even_layout(plan)].rows_per_rank for plan in plans], 0)
+    programs = [program for plan in plans for program in plan.programs.values()]
     return PlannedMicrobatch(
-        made,
+        ping,
         int(home.max()),
         float((home / speeds).max()),
         float((even / speeds).max()),
         even,
-        sum(attention_bytes(one) for one in plans),
+        sum(attention_bytes(plan) for plan in plans),
         max(_stages(program["instructions"]) for program in programs),
-        sum(float(one.report["remap"]["moves_us"]) for one in plans if LINEAR in one.layouts),
+        sum(float(plan.report["remap"]["moves_us"]) for plan in plans if LINEAR in plan.layouts),
         pong,
     )
 
 
-def _even_layout(made: Plan) -> str:
-    return LINEAR if LINEAR in made.layouts else made.header.home_layout
+def _even_layout(plan: Plan) -> str:
+    return LINEAR if LINEAR in plan.layouts else plan.header.home_layout
 
 
 def _stages(instructions: Table) -> int:
@@ -164,25 +164,25 @@ def attend(
     else:
         layers = [
             {
-                key: max(us - sum(beside[key[1]]) * planned.busy, 0.0)
-                for key, us in turns_us(planned.plan, planned.pong, costs, beside, cluster).items()
+                key: max(us - sum(extra[key[1]]) * planned.busy, 0.0)
+                for key, us in turns_us(planned.plan, planned.pong, costs, extra, cluster).items()
             }
-            for (costs, cluster), beside in zip(under, around, strict=True)
+            for (costs, cluster), extra in zip(under, around, strict=True)
         ]
-    model, found = planned.plan.request.model, list[AttentionTimes]()
+    model, times = planned.plan.request.model, list[AttentionTimes]()
     for layer, (costs, cluster) in zip(layers, under, strict=True):
         forward, backward = (
-            sum(model.layers_of(kind) * us for (kind, of), us in layer.items() if of == phase)
+            sum(model.layers_of(kind) * us for (kind, name), us in layer.items() if name == phase)
             for phase in PHASES
         )
-        found.append(AttentionTimes(forward, backward, _recurrent_us(planned.plan, costs, cluster)))
-    return found
+        times.append(AttentionTimes(forward, backward, _recurrent_us(planned.plan, costs, cluster)))
+    return times
 
 
-def _recurrent_us(made: Plan, costs: CostModel, cluster: Cluster) -> tuple[float, float]:
-    kinds, runs = made.request.model.recurrent, recurrent_runs(made, costs, cluster)
+def _recurrent_us(plan: Plan, costs: CostModel, cluster: Cluster) -> tuple[float, float]:
+    kinds, runs = plan.request.model.recurrent, recurrent_runs(plan, costs, cluster)
     forward, backward = (
-        sum(kinds[kind].layers * run.makespan_us for (kind, of), run in runs.items() if of == phase)
+        sum(kinds[kind].layers * run.makespan_us for (kind, name), run in runs.items() if name == phase)
         for phase in PHASES
     )
     return forward, backward
@@ -190,5 +190,5 @@ def _recurrent_us(made: Plan, costs: CostModel, cluster: Cluster) -> tuple[float
 
 def largest(planned: list[list[PlannedMicrobatch]]) -> PlannedMicrobatch:
     """The microbatch with the most tokens on a rank, with the largest bytes of all."""
-    every = [one for group in planned for one in group]
-    return replace(max(every, key=lambda one: one.tokens), bytes=int(np.max([one.bytes for one in every])))
+    items = [one for group in planned for one in group]
+    return replace(max(items, key=lambda one: one.tokens), bytes=int(np.max([one.bytes for one in items])))

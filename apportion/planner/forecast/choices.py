@@ -23,8 +23,8 @@ def recipe_parallelisms(
 ) -> list[Parallelism]:
     """One plan over all data × context ranks, for each recipe (None: all known ones). Raises ConfigError."""
     chosen = find_recipes("recipes", list(entries()) if recipes is None else recipes)
-    held = Degrees() if degrees is None else degrees
-    return [Parallelism(recipe, held) for recipe in chosen]
+    base = Degrees() if degrees is None else degrees
+    return [Parallelism(recipe, base) for recipe in chosen]
 
 
 def static_grids(
@@ -33,17 +33,17 @@ def static_grids(
     """Static grids of every context degree that divides the data × context ranks of a stage, for each recipe and both
     packings. recipes: by default ring, all-gather, Ulysses and USP, merged at degree 1. Raises ConfigError."""
     instance("cluster", cluster, Cluster)
-    chosen, held = find_recipes("recipes", recipes), Degrees() if degrees is None else degrees
-    stage = Parallelism(chosen[0], held).stage(cluster)
-    found: list[Parallelism] = []
+    chosen, base = find_recipes("recipes", recipes), Degrees() if degrees is None else degrees
+    stage = Parallelism(chosen[0], base).stage(cluster)
+    result: list[Parallelism] = []
     for context in _degrees(stage):
         packings = PACKINGS if context < stage.ranks else PACKINGS[:1]
-        found += [
-            Parallelism(recipe, held, context, packing)
+        result += [
+            Parallelism(recipe, base, context, packing)
             for recipe in (chosen if context > 1 else chosen[:1])
             for packing in packings
         ]
-    return found
+    return result
 
 
 def _degrees(stage: Cluster) -> list[int]:
@@ -52,8 +52,8 @@ def _degrees(stage: Cluster) -> list[int]:
     return [degree for degree in _divisors(stage.ranks) if degree % on_node == 0 or on_node % degree == 0]
 
 
-def _divisors(whole: int) -> list[int]:
-    return [degree for degree in range(1, whole + 1) if whole % degree == 0]
+def _divisors(number: int) -> list[int]:
+    return [degree for degree in range(1, number + 1) if number % degree == 0]
 
 
 def search_space(
@@ -66,15 +66,15 @@ def search_space(
 ) -> list[Parallelism]:
     """Each recipe over all ranks under every tensor, pipeline and expert degree that fits the model and the cluster;
     also interleaved with two chunks if the layers allow it."""
-    tried = [
+    combinations = [
         Degrees(tensor, pipeline, virtual, microbatches, expert)
         for tensor in _divisors(cluster.ranks_per_node)
         for pipeline in _divisors(cluster.ranks // tensor)
         for virtual in ((1, 2) if pipeline > 1 else (1,))
         for expert in _divisors(gcd(experts.count or 1, cluster.ranks // pipeline))
     ]
-    found = [form for degrees in tried for form in recipe_parallelisms(recipes, degrees)]
-    return [form for form in found if _possible(form, cluster, model, layers, experts)]
+    candidates = [form for degrees in combinations for form in recipe_parallelisms(recipes, degrees)]
+    return [form for form in candidates if _possible(form, cluster, model, layers, experts)]
 
 
 def _possible(form: Parallelism, cluster: Cluster, model: Model, layers: int, experts: Experts) -> bool:

@@ -91,13 +91,13 @@ class ExpertRows(NamedTuple):
     def of(experts: Experts, tokens: Ints, degree: int, tensor: int, spread: float) -> ExpertRows:
         """Computes the rows. tokens: int64 [ranks], of the tensor-parallel groups of a plan; degree: ranks that share
         experts; spread: see `Experts`."""
-        together = min(max(1, degree // tensor), len(tokens))
-        means = tokens.reshape(-1, together).mean(1)
-        most, mean = float(tokens.max()), float(means.max())
+        group_size = min(max(1, degree // tensor), len(tokens))
+        means = tokens.reshape(-1, group_size).mean(1)
+        maximum, mean = float(tokens.max()), float(means.max())
         shared = experts.active / tensor
-        received = shared * spread * (mean if experts.capacity is None else most)
-        sent = shared * most if experts.capacity is None else received
-        return ExpertRows(sent, received, shared * mean * degree / experts.count, most / mean)
+        received = shared * spread * (mean if experts.capacity is None else maximum)
+        sent = shared * maximum if experts.capacity is None else received
+        return ExpertRows(sent, received, shared * mean * degree / experts.count, maximum / mean)
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,15 @@ class ExpertRanks:
         if self.degree == 1:
             return 0.0
         on_node = min(self.degree, self.cluster.ranks_per_node)
-        nodes, most = self.degree // on_node, max(rows.sent, rows.received) * row_bytes
+        nodes, size = self.degree // on_node, max(rows.sent, rows.received) * row_bytes
         far = (nodes - 1) / nodes
         if experts.dispatch == "node":
-            reached = nodes * (
+            node_count = nodes * (
                 1 - (1 - 1 / nodes) ** experts.active
             )  # expected number of nodes of a token's experts
-            far *= min(reached, experts.nodes or reached) / experts.active
+            far *= min(node_count, experts.nodes or node_count) / experts.active
         near = (on_node - 1) / on_node * (1.0 if experts.dispatch == "node" else 1 / nodes)
         slower = max(
-            most * far / (self.cluster.inter_gbs_per_rank * 1e3), most * near / (self.cluster.intra_gbs * 1e3)
+            size * far / (self.cluster.inter_gbs_per_rank * 1e3), size * near / (self.cluster.intra_gbs * 1e3)
         )
         return slower + (self.cluster.inter_latency_us if nodes > 1 else self.cluster.intra_latency_us)

@@ -22,8 +22,8 @@ def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
     """
     if groups == 1:
         return [batch]
-    room = -(-batch.tokens // groups)
-    parts = _in_order(batch, groups, room) if packing == "order" else _balance(batch, groups, room)
+    capacity = -(-batch.tokens // groups)
+    parts = _in_order(batch, groups, capacity) if packing == "order" else _balance(batch, groups, capacity)
     if any(not part for part in parts):
         raise CapacityError(
             f"{len(batch.lengths)} sequences leave some of {groups} groups empty: use fewer groups"
@@ -34,32 +34,32 @@ def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
 Part = tuple[int, int, int]  # sequence, first token of it, and one past the last
 
 
-def _in_order(batch: Batch, groups: int, room: int) -> list[list[Part]]:
+def _in_order(batch: Batch, groups: int, capacity: int) -> list[list[Part]]:
     ends = batch.starts[1:]
-    cuts = np.union1d(np.minimum(np.arange(1, groups) * room, batch.tokens), np.append(0, ends))
+    cuts = np.union1d(np.minimum(np.arange(1, groups) * capacity, batch.tokens), np.append(0, ends))
     parts: list[list[Part]] = [[] for _ in range(groups)]
     for low, high in pairwise(cuts.tolist()):
         sequence = int(np.searchsorted(ends, low, "right"))
         start = int(batch.starts[sequence])
-        parts[low // room].append((sequence, low - start, high - start))
+        parts[low // capacity].append((sequence, low - start, high - start))
     return parts
 
 
-def _balance(batch: Batch, groups: int, room: int) -> list[list[Part]]:
+def _balance(batch: Batch, groups: int, capacity: int) -> list[list[Part]]:
     lengths, work = batch.lengths, batch.lengths.astype(np.float64) ** 2
-    left, done = np.full(groups, room, np.int64), np.zeros(groups)
+    free, load = np.full(groups, capacity, np.int64), np.zeros(groups)
     parts: list[list[Part]] = [[] for _ in range(groups)]
     order = np.argsort(-lengths, kind="stable").tolist()
     for sequence in order:
-        begin, length = 0, int(lengths[sequence])
-        while begin < length:
-            fits = np.flatnonzero(left >= length - begin)
-            group = int(fits[np.argmin(done[fits])]) if len(fits) else int(np.argmax(left))
-            end = min(length, begin + int(left[group]))
-            parts[group].append((sequence, begin, end))
-            left[group] -= end - begin
-            done[group] += work[sequence] * ((end - begin) / length) ** 2
-            begin = end
+        start, length = 0, int(lengths[sequence])
+        while start < length:
+            candidates = np.flatnonzero(free >= length - start)
+            group = int(candidates[np.argmin(load[candidates])]) if len(candidates) else int(np.argmax(free))
+            end = min(length, start + int(free[group]))
+            parts[group].append((sequence, start, end))
+            free[group] -= end - start
+            load[group] += work[sequence] * ((end - start) / length) ** 2
+            start = end
     return parts
 
 
@@ -68,12 +68,12 @@ def _batch(batch: Batch, parts: list[Part]) -> Batch:
     index = np.array([sequence for sequence, _, _ in parts], np.int64)
     lengths = np.array([end - begin for _, begin, end in parts], np.int64)
     cut = np.flatnonzero(lengths < batch.lengths[index])
-    for kind, held in batch.masks.items():
-        for spec in {held.specs[number] for number in held.index[index[cut]].tolist()}:
+    for kind, entry in batch.masks.items():
+        for spec in {entry.specs[number] for number in entry.index[index[cut]].tolist()}:
             if not isinstance(spec, Causal | SlidingWindow):
                 raise CapacityError(
                     f"sequence {index[cut[0]]} has {batch.lengths[index[cut[0]]]} tokens, more than a group has room "
                     f"for, and its mask of kind {kind} cannot be cut: use larger groups, or plan over all ranks"
                 )
-    kinds = {kind: Kind(held.specs, held.index[index]) for kind, held in batch.masks.items()}
+    kinds = {kind: Kind(entry.specs, entry.index[index]) for kind, entry in batch.masks.items()}
     return Batch(lengths, kinds)

@@ -29,11 +29,11 @@ def copies(layers: Layers, tokens: int, phase: str, stages: int = 0) -> Copies:
         return Copies()
     if training.chunks > 1:
         return _chunked_copies(layers, tokens, phase, max(stages - 1, 0))
-    kept = kept_bytes(layers, training.recompute) * tokens
-    return Copies(to_host=kept) if phase == "forward" else Copies(to_device=kept)
+    size = kept_bytes(layers, training.recompute) * tokens
+    return Copies(to_host=size) if phase == "forward" else Copies(to_device=size)
 
 
-def _chunked_copies(layers: Layers, tokens: int, phase: str, again: int) -> Copies:
+def _chunked_copies(layers: Layers, tokens: int, phase: str, repeats: int) -> Copies:
     """FPDT's copies for causal attention of one sequence: a rank has its share of the heads and all tokens of a chunk,
     the same amount as its share of the tokens with all heads unless ranks share KV heads.
 
@@ -44,7 +44,7 @@ def _chunked_copies(layers: Layers, tokens: int, phase: str, again: int) -> Copi
     dO (on the device for the first chunk) and dQ in float32, which is sent back after each. Chunks that happen to be on
     the device are not deducted.
 
-    again: head stages after the first (UPipe), each over all chunks. Each fetches the norm again, for its own
+    repeats: head stages after the first (UPipe), each over all chunks. Each fetches the norm again, for its own
     projections, and in backward its gradient in float32, as sent by the previous stage.
     """
     m, chunks, row = layers.model, layers.training.chunks, hidden_row(layers)
@@ -55,9 +55,9 @@ def _chunked_copies(layers: Layers, tokens: int, phase: str, again: int) -> Copi
     pairs = before + chunks
     out, back = (row + queries + keys + saved) * tokens, before * part * keys
     if phase == "forward":
-        return Copies(row * tokens + out, back + again * row * tokens)
+        return Copies(row * tokens + out, back + repeats * row * tokens)
     brought = (row + row + keys) * tokens + (pairs * (queries + saved + sums) + before * output) * part
     gradient = row / m.element_bytes * _FLOAT32
-    out += again * gradient * tokens
-    back += again * (2 * row + gradient) * tokens
+    out += repeats * gradient * tokens
+    back += repeats * (2 * row + gradient) * tokens
     return Copies(out + output * tokens + pairs * sums * part, back + brought)

@@ -66,15 +66,15 @@ class Layers:
         m, experts = self.model, self.training.experts
         gates -= not self.training.gated
         rows = experts.active * self.spread
-        routed = (gates * (experts.shared + rows * experts.width) + 2 * rows * m.hidden) / self.tensor
-        return dense * gates * m.ffn + sparse * routed
+        expert_numbers = (gates * (experts.shared + rows * experts.width) + 2 * rows * m.hidden) / self.tensor
+        return dense * gates * m.ffn + sparse * expert_numbers
 
     @property
     def projection_parameters(self) -> float:
         """Parameters of the Q, K and V projections, which programs with `project` compute themselves."""
         m = self.model
-        own = attention_parameters(m, self.training) - m.hidden * m.q_heads * m.value_dim
-        return recurrent.attention_share(m) * own
+        count = attention_parameters(m, self.training) - m.hidden * m.q_heads * m.value_dim
+        return recurrent.attention_share(m) * count
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -100,13 +100,13 @@ class Layers:
         ffn = self.dense * m.ffn + self.sparse * training.experts.shared / self.tensor
         numbers = row_numbers(m, self.tensor) + training.matrices * ffn - GATED * m.ffn
         numbers += (self.dense + self.sparse - 1) * NORMS / 2 * m.hidden / self.tensor
-        low = 2 * (training.q_rank + training.kv_rank)
-        heads = low + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of layers with attention alone
-        numbers += low + sum(
+        low_rank = 2 * (training.q_rank + training.kv_rank)
+        heads = low_rank + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of layers with attention alone
+        numbers += low_rank + sum(
             share * (recurrent.row_numbers_of(kind) - heads) for share, kind in recurrent.shares(m)
         )
-        moved = tokens * m.element_bytes * numbers
-        return moved / self._bytes_per_us("rows_gbs")
+        size = tokens * m.element_bytes * numbers
+        return size / self._bytes_per_us("rows_gbs")
 
     def _bytes_per_us(self, rate: str) -> float:
         return self.hardware.rate_gbs(rate) * 1e3
@@ -120,15 +120,15 @@ class Layers:
     def optimizer_us(self, parameters: float) -> float:
         """Time of an Adam step over `parameters` parameters, memory-bound; each byte of the optimizer's state is read
         and written."""
-        moved = adam_bytes(self.gradient_bytes, self.model.element_bytes)
-        moved += 2 * (self.optimizer_bytes - adam_state_bytes(self.model.element_bytes))
-        return parameters * moved / self._bytes_per_us("optimizer_gbs")
+        size = adam_bytes(self.gradient_bytes, self.model.element_bytes)
+        size += 2 * (self.optimizer_bytes - adam_state_bytes(self.model.element_bytes))
+        return parameters * size / self._bytes_per_us("optimizer_gbs")
 
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of optimizer state per parameter."""
-        given = self.training.optimizer_bytes
-        return adam_state_bytes(self.model.element_bytes) if given is None else given
+        size = self.training.optimizer_bytes
+        return adam_state_bytes(self.model.element_bytes) if size is None else size
 
     @property
     def gradient_bytes(self) -> int:
@@ -140,9 +140,9 @@ class Layers:
         reduce-scatters of its input rows; routed experts are not split and need none."""
         if self.tensor == 1:
             return 0.0
-        moved = tokens * self.model.hidden * self.model.element_bytes * (self.tensor - 1) / self.tensor
-        ways = 2 + 2 * self.dense + 2 * self.sparse * (self.training.experts.shared > 0)
-        return ways * (moved / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us)
+        size = tokens * self.model.hidden * self.model.element_bytes * (self.tensor - 1) / self.tensor
+        reductions = 2 + 2 * self.dense + 2 * self.sparse * (self.training.experts.shared > 0)
+        return reductions * (size / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us)
 
 
 def attention_parameters(model: Model, training: Training) -> int:
@@ -153,29 +153,29 @@ def attention_parameters(model: Model, training: Training) -> int:
         return output + m.hidden * (m.q_heads * m.head_dim + m.kv_heads * (m.head_dim + m.value_dim))
     q, heads = training.q_rank, m.q_heads * m.head_dim
     queries = q * (m.hidden + heads) if q else m.hidden * heads
-    low = m.hidden * (training.kv_rank + rope)
-    return output + queries + low + training.kv_rank * m.q_heads * (m.head_dim - rope + m.value_dim)
+    low_rank = m.hidden * (training.kv_rank + rope)
+    return output + queries + low_rank + training.kv_rank * m.q_heads * (m.head_dim - rope + m.value_dim)
 
 
 def linear_parameters(model: Model, training: Training, sparse: float, tensor: int = 1) -> float:
     """Parameters of one layer's products on one rank, without routed experts, averaged over layers with experts (share
     `sparse`) and without."""
     experts, ffn = training.experts, training.matrices * model.hidden * model.ffn
-    always = model.hidden * (experts.count + training.matrices * experts.shared / tensor)
+    shared = model.hidden * (experts.count + training.matrices * experts.shared / tensor)
     dense = training.ffn_share(recurrent.layer_count(model)) - sparse
     mixers = recurrent.attention_share(model) * attention_parameters(model, training)
     mixers += sum(
         share * recurrent.product_parameters(kind, model.hidden) for share, kind in recurrent.shares(model)
     )
-    return mixers + dense * ffn + sparse * always
+    return mixers + dense * ffn + sparse * shared
 
 
 def whole_parameters(model: Model, training: Training, layers: int, routed: int) -> float:
     """Parameters of all layers' products, with `routed` routed experts per sparse layer: `count` for all, `active` for
     those of a token."""
     sparse = training.sparse_share(layers)
-    each = training.matrices * model.hidden * training.experts.width * routed
-    return layers * (linear_parameters(model, training, sparse) + sparse * each)
+    expert_size = training.matrices * model.hidden * training.experts.width * routed
+    return layers * (linear_parameters(model, training, sparse) + sparse * expert_size)
 
 
 def model_flops(model: Model, training: Training, layers: int, tokens: int, pairs: int) -> float:

@@ -77,9 +77,9 @@ class Memory:
         """GiB by part, the total, the cap, and whether it fits; GiB of each moment, and on the host."""
         gib = {name: size / 2**30 for name, size in self.parts.items()}
         moments = {name: size / 2**30 for name, size in self.activations.moments.items()}
-        total, held = self.total / 2**30, self.activations.host / 2**30
+        total, host = self.total / 2**30, self.activations.host / 2**30
         return {
-            **gib, "total": total, "cap": cap_gib, "fits": total <= cap_gib, "moments": moments, "host": held,
+            **gib, "total": total, "cap": cap_gib, "fits": total <= cap_gib, "moments": moments, "host": host,
         }  # fmt: skip
 
 
@@ -110,9 +110,9 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
     row, output, m = hidden_row(layers), output_row(layers), layers.model
     if recompute == "full":
         return row
-    attends = recurrent.attention_share(m)
+    attention_share = recurrent.attention_share(m)
     if recompute == "selective":
-        return row + attends * output
+        return row + attention_share * output
     states = (
         sum(share * recurrent.kept_numbers(kind) for share, kind in recurrent.shares(m)) * m.element_bytes
     )
@@ -123,7 +123,7 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
     )
     return (
         2 * row * (1 + layers.dense + layers.sparse)
-        + attends * (attention_row(layers) + output)
+        + attention_share * (attention_row(layers) + output)
         + states
         + gated
     )
@@ -157,21 +157,21 @@ def activations(
     chunks, kept = training.chunks, kept_bytes(layers, training.recompute) * tokens
     waiting = max(count - 1, 0.0)
     tile = min(tokens, training.mlp_tile or tokens, -(-tokens // chunks))
-    made, kinds = output_row(layers) + attention_row(layers) * (not projects), m.recurrent.values()
-    made = max([made, *(recurrent.kept_numbers(kind) * m.element_bytes for kind in kinds)])
+    outputs, kinds = output_row(layers) + attention_row(layers) * (not projects), m.recurrent.values()
+    outputs = max([outputs, *(recurrent.kept_numbers(kind) * m.element_bytes for kind in kinds)])
     states = max((3 * row + recurrent.working_numbers(kind) * m.element_bytes for kind in kinds), default=0.0)
     stays = output_row(layers) * tokens * (projects and training.recompute != "full")
-    whole = 3 * row if chunks > 1 else 5 * row + made
+    row_bytes = 3 * row if chunks > 1 else 5 * row + outputs
     logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden
     fullest = max(layers.ffn_numbers(4, not kind, kind) for kind in {layers.sparse > 0, not layers.dense})
-    gathered = 2 * m.hidden * m.element_bytes * (layers.tensor > 1)
+    gathered_row = 2 * m.hidden * m.element_bytes * (layers.tensor > 1)
     return Activations(
         kept=kept * min(waiting, 1) / chunks if training.offload else kept * waiting,
         attention=max(((3 - projects) * row * tokens + attention_bytes + stays) / chunks, states * tokens),
-        feed_forward=whole * tokens + (fullest * m.element_bytes + gathered) * tile,
+        feed_forward=row_bytes * tokens + (fullest * m.element_bytes + gathered_row) * tile,
         cross_entropy=(
             2 * row * tokens
-            + gathered * min(tokens, training.loss_tokens)
+            + gathered_row * min(tokens, training.loss_tokens)
             + logits * (2 * m.element_bytes + FLOAT32)
         )
         * head,
@@ -199,18 +199,18 @@ def memory(
     parameters = layers.parameters * stage_layers + layers.vocabulary_parameters * ends
     experts = layers.expert_parameters * stage_layers
 
-    def shares(what: Held) -> bool:
-        return ranks > 1 and training.shards(what)
+    def shares(state: Held) -> bool:
+        return ranks > 1 and training.shards(state)
 
-    def share(what: Held) -> float:
-        return parameters / ranks + experts / copies if shares(what) else parameters + experts
+    def share(state: Held) -> float:
+        return parameters / ranks + experts / copies if shares(state) else parameters + experts
 
     vocabulary = layers.vocabulary_parameters
     layer = layers.parameters + layers.expert_parameters * (copies > 1)
-    whole = (2 * layer + vocabulary * ends) * shares("weights")  # this layer's and the next one's
+    gathered = (2 * layer + vocabulary * ends) * shares("weights")  # this layer's and the next one's
     loss = vocabulary * layers.gradient_bytes * (head and shares("gradients"))
     return Memory(
-        weights=(share("weights") + whole) * number,
+        weights=(share("weights") + gathered) * number,
         gradients=(share("gradients") + layer * shares("gradients")) * layers.gradient_bytes,
         optimizer=share("optimizer") * layers.optimizer_bytes,
         activations=replace(held, cross_entropy=held.cross_entropy + loss),
@@ -220,6 +220,6 @@ def memory(
 def vocabularies(training: Training, stages: int) -> tuple[float, float]:
     """Number of vocabulary-sized matrices on the first and on the last stage."""
     if stages == 1:
-        both = 1.0 if training.tied else 2.0
-        return both, both
+        count = 1.0 if training.tied else 2.0
+        return count, count
     return 1.0, 1.0

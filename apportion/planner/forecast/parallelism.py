@@ -107,17 +107,17 @@ class Parallelism:
         ranks = self.ranks(cluster)
         _divides("parallelism.tensor", self.tensor, cluster.ranks_per_node, "the ranks of a node")
         on_node = cluster.ranks_per_node // self.tensor
-        of_node = min(on_node, ranks)
-        if ranks % of_node:
+        per_node = min(on_node, ranks)
+        if ranks % per_node:
             rule = f"leaves stages of {ranks * self.tensor} ranks, which must be whole nodes or a part of one"
             raise ConfigError("parallelism.pipeline", self.pipeline, rule, "use another degree")
         on_nic = min(self.tensor, max(1, cluster.ranks_per_node // cluster.nics_per_node))  # of one group
-        nics = max(1, cluster.nics_per_node * on_nic * of_node // cluster.ranks_per_node)
-        share = min(1.0, cluster.nics_per_node / cluster.ranks_per_node) / min(1.0, nics / of_node)
+        nics = max(1, cluster.nics_per_node * on_nic * per_node // cluster.ranks_per_node)
+        share = min(1.0, cluster.nics_per_node / cluster.ranks_per_node) / min(1.0, nics / per_node)
         return replace(
             cluster,
-            nodes=ranks // of_node,
-            ranks_per_node=of_node,
+            nodes=ranks // per_node,
+            ranks_per_node=per_node,
             nics_per_node=nics,
             inter_gbs=cluster.inter_gbs * share,
             speeds=self._speeds(cluster),
@@ -134,12 +134,12 @@ class Parallelism:
             raise ConfigError(
                 "cluster.speeds", stage.speeds[:4], rule, "leave them out, or plan over all ranks"
             )
-        of_node = min(stage.ranks_per_node, self.context)
-        if self.context % of_node:
-            rule = f"must be whole nodes of {of_node} ranks, or part of one"
+        per_node = min(stage.ranks_per_node, self.context)
+        if self.context % per_node:
+            rule = f"must be whole nodes of {per_node} ranks, or part of one"
             raise ConfigError("parallelism.context", self.context, rule, "use another degree")
-        share = max(1, stage.nics_per_node * of_node // stage.ranks_per_node)
-        return replace(stage, nodes=self.context // of_node, ranks_per_node=of_node, nics_per_node=share)
+        share = max(1, stage.nics_per_node * per_node // stage.ranks_per_node)
+        return replace(stage, nodes=self.context // per_node, ranks_per_node=per_node, nics_per_node=share)
 
     def groups(self, cluster: Cluster) -> int:
         """Number of groups of a stage; 1 for a plan over all ranks. Raises ConfigError."""
@@ -206,8 +206,8 @@ class Parallelism:
             rule = f"must divide the tensor-parallel degree ({self.tensor}), or be a multiple of it"
             raise ConfigError("parallelism.expert", self.expert, rule, "use another degree")
         ExpertRanks(cluster, self.expert, ranks)
-        together, group = self.expert // self.tensor, self.group(cluster).ranks
-        if together > 1 and max(together, group) % min(together, group):
+        expert_ranks, group = self.expert // self.tensor, self.group(cluster).ranks
+        if expert_ranks > 1 and max(expert_ranks, group) % min(expert_ranks, group):
             rule = f"must divide the {group * self.tensor} ranks of a group, or be a multiple of them"
             raise ConfigError("parallelism.expert", self.expert, rule, "use another degree")
         if experts.shared % self.tensor:
@@ -261,6 +261,6 @@ class Parallelism:
         return cluster.speeds
 
 
-def _divides(field: str, degree: int, whole: int, what: str) -> None:
-    if whole % degree or whole < degree:
-        raise ConfigError(field, degree, f"must divide {what} ({whole})", "use a divisor")
+def _divides(field: str, degree: int, total: int, label: str) -> None:
+    if total % degree or total < degree:
+        raise ConfigError(field, degree, f"must divide {label} ({total})", "use a divisor")

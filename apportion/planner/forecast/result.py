@@ -44,7 +44,7 @@ class ForecastRow:
     @property
     def seconds(self) -> list[float]:
         """Mean seconds over batches, for each scenario."""
-        return [float(np.mean([one.seconds for one in held])) for held in self.steps]
+        return [float(np.mean([step.seconds for step in steps])) for steps in self.steps]
 
     @property
     def nominal(self) -> tuple[StepForecast, ...]:
@@ -54,21 +54,21 @@ class ForecastRow:
     def kept(self) -> float:
         """Fraction of the pairs of whole sequences that is computed: below 1 if a static grid cuts sequences. Masks
         without pairs lose none."""
-        whole = sum(one.whole_pairs for one in self.nominal)
-        return sum(one.pairs for one in self.nominal) / whole if whole else 1.0
+        total = sum(step.whole_pairs for step in self.nominal)
+        return sum(step.pairs for step in self.nominal) / total if total else 1.0
 
     def parts(self) -> dict[str, float]:
         """Mean seconds by part over batches."""
-        return {name: float(np.mean([one.parts[name] for one in self.nominal])) for name in PARTS}
+        return {name: float(np.mean([step.parts[name] for step in self.nominal])) for name in PARTS}
 
     def experts(self) -> dict[str, float] | None:
         """Rows of experts and unevenness of tokens, for the microbatch that sends most; None without experts."""
-        found = [one.experts for one in self.nominal if one.experts is not None]
-        return max(found)._asdict() if found else None
+        rows = [step.experts for step in self.nominal if step.experts is not None]
+        return max(rows)._asdict() if rows else None
 
     def memory(self) -> Memory:
         """Memory of the batch with the largest need."""
-        return max((one.memory for one in self.nominal), key=lambda memory: memory.total)
+        return max((step.memory for step in self.nominal), key=lambda memory: memory.total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +110,9 @@ class Forecast:
         and the nominal one of each step."""
         if self.baseline is None or not row.steps:
             return None
-        ratios = [base / mine for base, mine in zip(self.baseline.seconds, row.seconds, strict=True)]
+        ratios = [base / step for base, step in zip(self.baseline.seconds, row.seconds, strict=True)]
         steps = [
-            base.seconds / mine.seconds for base, mine in zip(self.baseline.nominal, row.nominal, strict=True)
+            base.seconds / step.seconds for base, step in zip(self.baseline.nominal, row.nominal, strict=True)
         ]
         return {"value": ratios[0], "low": min(ratios), "high": max(ratios), "steps": steps}
 
@@ -142,17 +142,17 @@ class Forecast:
         return {"total": total, "active": whole_parameters(model, training, layers, experts.active) + head}
 
     def _record(self, row: ForecastRow) -> dict[str, Any]:
-        held = {"name": str(row.parallelism), "parallelism": row.parallelism.to_data() | {"data": row.groups}}
+        data = {"name": str(row.parallelism), "parallelism": row.parallelism.to_data() | {"data": row.groups}}
         if not row.steps:
-            return {**held, "status": "refused", "reason": row.reason}
+            return {**data, "status": "refused", "reason": row.reason}
         seconds, parts = row.seconds, row.parts()
         step_s = seconds[0]
-        tokens = float(np.mean([one.tokens for one in row.nominal]))
-        flops = float(np.mean([one.flops for one in row.nominal]))
+        tokens = float(np.mean([item.tokens for item in row.nominal]))
+        flops = float(np.mean([item.flops for item in row.nominal]))
         ranks, gain = self.cluster.ranks, self.gain(row)
         peak = ranks * self.hardware.peak_tflops.value * 1e12
         return {
-            **held,
+            **data,
             "status": "ok" if self.fits(row) else "too large",
             "reason": None,
             "step_s": {"value": step_s, "low": min(seconds), "high": max(seconds)},
@@ -165,7 +165,7 @@ class Forecast:
             "shares": {name: part / step_s for name, part in parts.items()},
             "gain": gain,
             "saved_gpu_hours_a_week": gain and ranks * HOURS_A_WEEK * (1 - 1 / gain["value"]),
-            "scenarios_s": dict(zip((one.name for one in self.scenarios), seconds, strict=True)),
+            "scenarios_s": dict(zip((item.name for item in self.scenarios), seconds, strict=True)),
         }
 
 

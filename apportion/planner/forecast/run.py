@@ -49,13 +49,13 @@ def forecast(
     instance("cluster", cluster, Cluster)
     instance("model", model, Model)
     seed = integer("seed", seed, 0)
-    drawn = _checked_list("batches", batches, Batch, "give Batch.from_lengths(...), or several")
-    usual = (*recipe_parallelisms(), *static_grids(cluster)) if parallelisms is None else parallelisms
-    chosen = _checked_list(
-        "parallelisms", usual, Parallelism, "use recipe_parallelisms([...]) and static_grids(...)"
+    batch_list = _checked_list("batches", batches, Batch, "give Batch.from_lengths(...), or several")
+    defaults = (*recipe_parallelisms(), *static_grids(cluster)) if parallelisms is None else parallelisms
+    forms = _checked_list(
+        "parallelisms", defaults, Parallelism, "use recipe_parallelisms([...]) and static_grids(...)"
     )
     trained = _training_of(training, model)
-    names = [str(form) for form in chosen]
+    names = [str(form) for form in forms]
     if baseline is not None and (not isinstance(baseline, str) or baseline not in names):
         raise ConfigError(
             "baseline", baseline, "is not one of the parallelisms", f"use one of {'; '.join(names)}"
@@ -63,45 +63,45 @@ def forecast(
     used = Hardware.named(hardware) or Hardware.load("h100")
     grids = Hardware.named(grid_hardware) or used
     scenarios = INTERVAL + UNEVEN * bool(trained.experts.count)
-    varied = [
-        [(one.experts, *applied(one, kernels, cluster)) for one in scenarios] for kernels in (used, grids)
+    variants = [
+        [(case.experts, *applied(case, kernels, cluster)) for case in scenarios] for kernels in (used, grids)
     ]
-    alike: dict[tuple[Parallelism, bool], list[int]] = {}
-    for number, form in enumerate(chosen):
+    groups: dict[tuple[Parallelism, bool], list[int]] = {}
+    for number, form in enumerate(forms):
         static = grids is not used and form.context is not None
-        alike.setdefault((form.planned_as(cluster), static), []).append(number)
+        groups.setdefault((form.planned_as(cluster), static), []).append(number)
     rows: dict[int, ForecastRow] = {}
-    for (_, static), numbers in alike.items():
+    for (_, static), numbers in groups.items():
         shared: list[_Attention] = []
         for number in numbers:
-            form = chosen[number]
+            form = forms[number]
             settings = [
                 Setting(form, links, model, trained, kernels, excess)
-                for excess, kernels, links in varied[static]
+                for excess, kernels, links in variants[static]
             ]
-            rows[number] = _row(settings, drawn, seed, shared)
+            rows[number] = _row(settings, batch_list, seed, shared)
             progress(str(form))
-    found = tuple(rows[number] for number in range(len(chosen)))
-    return Forecast(found, cluster, model, trained, used, grids, scenarios, named=baseline)
+    result = tuple(rows[number] for number in range(len(forms)))
+    return Forecast(result, cluster, model, trained, used, grids, scenarios, named=baseline)
 
 
 def _training_of(training: Training | None, model: Model) -> Training:
     """The training, by default `Training()`. Raises ConfigError if it does not match the model."""
-    trained = Training() if training is None else training
-    _checked_list("training", [trained], Training, "use Training(...), or Training.from_data of a mapping")
-    if (own := model.latent) is not None and (own.rank, own.rope) != (trained.kv_rank, trained.rope_dim):
-        said = f"kv_rank {trained.kv_rank}, rope_dim {trained.rope_dim}"
-        remedy = f"write kv_rank: {own.rank}, rope_dim: {own.rope}"
-        raise ConfigError("training", said, "must match the model's latent rows", remedy)
-    return trained
+    result = Training() if training is None else training
+    _checked_list("training", [result], Training, "use Training(...), or Training.from_data of a mapping")
+    if (rows := model.latent) is not None and (rows.rank, rows.rope) != (result.kv_rank, result.rope_dim):
+        values = f"kv_rank {result.kv_rank}, rope_dim {result.rope_dim}"
+        remedy = f"write kv_rank: {rows.rank}, rope_dim: {rows.rope}"
+        raise ConfigError("training", values, "must match the model's latent rows", remedy)
+    return result
 
 
-def _checked_list(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
+def _checked_list(field: str, value: Any, kind: type[T], remedy: str) -> list[T]:
     """The value or values as a list, each checked to be of the class. Raises ConfigError."""
-    held = [given] if isinstance(given, kind) else list(instances(field, given, kind))
-    if not held:
+    items = [value] if isinstance(value, kind) else list(instances(field, value, kind))
+    if not items:
         raise ConfigError(field, [], "there is nothing to forecast", remedy)
-    return held
+    return items
 
 
 class _Attention(NamedTuple):
@@ -140,8 +140,8 @@ def steps_of(
     planned, pairs, attended = shared.pop() if nominal.parallelism.ping_pong else shared[0]
     return tuple(
         tuple(
-            step(setting, groups, [[took[number] for took in held] for held in taken], kept, batch)
-            for groups, kept, taken, batch in zip(planned, pairs, attended, batches, strict=True)
+            step(setting, groups, [[times[number] for times in group] for group in group_times], total, batch)
+            for groups, total, group_times, batch in zip(planned, pairs, attended, batches, strict=True)
         )
         for number, setting in enumerate(settings)
     )
@@ -150,16 +150,16 @@ def steps_of(
 def _attention(settings: Sequence[Setting], batches: Sequence[Batch], seed: int) -> _Attention:
     nominal, *_ = settings
     form, model = nominal.parallelism, nominal.layers.model
-    made = [
+    parts = [
         plan_attention(form, batch, nominal.cluster, nominal.model, nominal.hardware, seed)
         for batch in batches
     ]
-    planned, pairs = (list(part) for part in zip(*made, strict=True))
+    planned, pairs = (list(part) for part in zip(*parts, strict=True))
     projects = planned[0][0][0].projects
     if projects and nominal.training.kv_rank:
         rule = f"{form.recipe.name} computes Q, K and V of some heads at a time from hidden states, not low-rank rows"
         raise ConfigError("training.kv_rank", nominal.training.kv_rank, rule, "use another recipe")
-    under = [(CostModel(one.hardware, model), form.group(one.cluster)) for one in settings]
-    around = [around_us(one, projects) for one in settings]
-    attended = [[[attend(one, under, around) for one in held] for held in groups] for groups in planned]
-    return _Attention(planned, pairs, attended)
+    models = [(CostModel(item.hardware, model), form.group(item.cluster)) for item in settings]
+    around = [around_us(item, projects) for item in settings]
+    times = [[[attend(item, models, around) for item in group] for group in groups] for groups in planned]
+    return _Attention(planned, pairs, times)

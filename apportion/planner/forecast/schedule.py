@@ -34,11 +34,11 @@ def orders(stages: int, microbatches: int, virtual: int = 1) -> list[list[Item]]
 def _order(stage: int, stages: int, microbatches: int, virtual: int) -> list[Item]:
     forwards = _ordered_items(stages, microbatches, virtual, backward=False)
     backwards = _ordered_items(stages, microbatches, virtual, backward=True)
-    behind = stages - 1 - stage
-    ahead = behind if virtual == 1 else 2 * behind + (virtual - 1) * stages
-    ahead = min(ahead, len(forwards))
-    steady = [item for pair in zip(forwards[ahead:], backwards, strict=False) for item in pair]
-    return forwards[:ahead] + steady + backwards[len(forwards) - ahead :]
+    later_stages = stages - 1 - stage
+    lead = later_stages if virtual == 1 else 2 * later_stages + (virtual - 1) * stages
+    lead = min(lead, len(forwards))
+    steady = [item for pair in zip(forwards[lead:], backwards, strict=False) for item in pair]
+    return forwards[:lead] + steady + backwards[len(forwards) - lead :]
 
 
 def _ordered_items(stages: int, microbatches: int, virtual: int, backward: bool) -> list[Item]:
@@ -56,34 +56,34 @@ def makespan_us(forward_us: Floats, backward_us: Floats, virtual: int = 1, hop_u
     """End time of the last stage. forward_us, backward_us: float64 [stages, microbatches], of all chunks of a stage
     together; hop_us: from a stage to the next."""
     stages, microbatches = forward_us.shape
-    lists = orders(stages, microbatches, virtual)
-    done = np.full((2, stages * virtual, microbatches), -1.0)
-    at, clock = [0] * stages, [0.0] * stages
-    while any(at[stage] < len(lists[stage]) for stage in range(stages)):
-        moved = False
+    stage_orders = orders(stages, microbatches, virtual)
+    ends = np.full((2, stages * virtual, microbatches), -1.0)
+    position, clock = [0] * stages, [0.0] * stages
+    while any(position[stage] < len(stage_orders[stage]) for stage in range(stages)):
+        has_moved = False
         for stage in range(stages):
-            while at[stage] < len(lists[stage]):
-                item = lists[stage][at[stage]]
-                place = item.chunk * stages + stage
-                ready = _ready(done, item, place, hop_us)
+            while position[stage] < len(stage_orders[stage]):
+                item = stage_orders[stage][position[stage]]
+                index = item.chunk * stages + stage
+                ready = _ready(ends, item, index, hop_us)
                 if ready < 0:
                     break
-                took = (backward_us if item.backward else forward_us)[stage, item.microbatch] / virtual
-                clock[stage] = max(clock[stage], ready) + took
-                done[int(item.backward), place, item.microbatch] = clock[stage]
-                at[stage], moved = at[stage] + 1, True
-        if not moved:
+                duration = (backward_us if item.backward else forward_us)[stage, item.microbatch] / virtual
+                clock[stage] = max(clock[stage], ready) + duration
+                ends[int(item.backward), index, item.microbatch] = clock[stage]
+                position[stage], has_moved = position[stage] + 1, True
+        if not has_moved:
             raise AssertionError("the stages wait for each other")  # cannot happen for orders of `orders`
     return max(clock)
 
 
-def _ready(done: Floats, item: Item, place: int, hop_us: float) -> float:
+def _ready(ends: Floats, item: Item, index: int, hop_us: float) -> float:
     """Time at which an item's input has arrived; negative if not yet known."""
     if not item.backward:
-        return 0.0 if place == 0 else _later(done[0, place - 1, item.microbatch], hop_us)
-    if place == done.shape[1] - 1:
-        return float(done[0, place, item.microbatch])
-    return _later(done[1, place + 1, item.microbatch], hop_us)
+        return 0.0 if index == 0 else _later(ends[0, index - 1, item.microbatch], hop_us)
+    if index == ends.shape[1] - 1:
+        return float(ends[0, index, item.microbatch])
+    return _later(ends[1, index + 1, item.microbatch], hop_us)
 
 
 def _later(time: float, hop_us: float) -> float:

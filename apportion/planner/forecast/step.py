@@ -96,8 +96,8 @@ class Setting:
         microbatches = form.steps() * form.groups(self.cluster)
         causal = all(isinstance(spec, Causal) for kind in batch.masks.values() for spec in kind.specs)
         if len(batch.lengths) > microbatches or not causal:
-            found = f"here are {len(batch.lengths)} in {microbatches}" if causal else "a mask is not causal"
-            rule = f"need one causal sequence per microbatch, but {found}"
+            reason = f"here are {len(batch.lengths)} in {microbatches}" if causal else "a mask is not causal"
+            rule = f"need one causal sequence per microbatch, but {reason}"
             raise ConfigError("training.chunks", chunks, rule, "give such a batch, or write 1")
         tokens = batch.tokens // (form.stage(self.cluster).ranks * form.steps())
         if chunks > max(tokens, 1):
@@ -147,9 +147,9 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
             rule = f"is one number, and the sequences have masks of {len(kinds)} kinds ({', '.join(kinds)})"
             raise ConfigError("model.layers", model.layers, rule, "give the layers of each kind by its name")
         return layer_count(model)
-    strange = [kind for kind in kinds if kind not in model.layers]
-    if strange:
-        rule = f"lacks kind {strange[0]}, which the sequences have masks for"
+    unknown = [kind for kind in kinds if kind not in model.layers]
+    if unknown:
+        rule = f"lacks kind {unknown[0]}, which the sequences have masks for"
         remedy = "give each kind a mask in the batch, or by --mask '{kind: mask}'"
         raise ConfigError("model.layers", dict(model.layers), rule, remedy)
     missing = [kind for kind in model.layers if kind not in kinds]
@@ -171,28 +171,28 @@ def step(
     """The step of one batch. planned, attended: microbatches of the planned groups; pairs: of all groups. Raises
     ConfigError."""
     if setting.parallelism.expert > setting.parallelism.tensor * len(planned[0][0].rows):
-        attended = [[_last(took) for took in zip(*attended, strict=True)]] * len(planned)
-    timed = [_group(setting, held, took) for held, took in zip(planned, attended, strict=True)]
-    slowest = max(timed, key=lambda parts: sum(parts.values()))
+        attended = [[_last(times) for times in zip(*attended, strict=True)]] * len(planned)
+    group_parts = [_group(setting, group, times) for group, times in zip(planned, attended, strict=True)]
+    slowest = max(group_parts, key=lambda parts: sum(parts.values()))
     after = _after_step_us(setting, planned[0][0], _least_behind(setting, planned))
     parts = {name: (slowest.get(name, 0.0) + after.get(name, 0.0)) / 1e6 for name in PARTS}
     count = all_layers(setting.model, batch.kinds)
     flops = model_flops(setting.model, setting.training, count, batch.tokens, pairs)
-    whole = sum(setting.model.layers_of(kind) * batch.area(kind) for kind in batch.kinds)
-    every = [one for held in planned for one in held] if setting.training.experts.count else []
-    rows = max((setting.expert_rows(one) for one in every), default=None)
-    return StepForecast(parts, batch.tokens, flops, pairs, whole, _memory(setting, planned), rows)
+    whole_pairs = sum(setting.model.layers_of(kind) * batch.area(kind) for kind in batch.kinds)
+    microbatches = [item for group in planned for item in group] if setting.training.experts.count else []
+    rows = max((setting.expert_rows(item) for item in microbatches), default=None)
+    return StepForecast(parts, batch.tokens, flops, pairs, whole_pairs, _memory(setting, planned), rows)
 
 
 def _last(attended: Sequence[AttentionTimes]) -> AttentionTimes:
     """The slowest times of groups that share experts, which wait for each other in each layer."""
-    forward, backward, *beside = (
+    forward, backward, *recurrent_us = (
         max(times)
         for times in zip(
-            *((one.forward_us, one.backward_us, *one.recurrent) for one in attended), strict=True
+            *((item.forward_us, item.backward_us, *item.recurrent) for item in attended), strict=True
         )
     )
-    return AttentionTimes(forward, backward, (beside[0], beside[1]))
+    return AttentionTimes(forward, backward, (recurrent_us[0], recurrent_us[1]))
 
 
 def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]]:
@@ -212,22 +212,22 @@ def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]
 
 
 def _group(
-    setting: Setting, held: Sequence[PlannedMicrobatch], attended: Sequence[AttentionTimes]
+    setting: Setting, group: Sequence[PlannedMicrobatch], attended: Sequence[AttentionTimes]
 ) -> dict[str, float]:
     """Microseconds by part of the busiest stage of a group, including its idle time."""
     stages = setting.parallelism.pipeline
-    works = [
-        [_StageWork.of(setting, one, took, stage) for one, took in zip(held, attended, strict=True)]
+    rows = [
+        [_StageWork.of(setting, item, times, stage) for item, times in zip(group, attended, strict=True)]
         for stage in range(stages)
     ]
     forward, backward = (
-        np.array([[getattr(work, phase) for work in row] for row in works])
+        np.array([[getattr(work, phase) for work in row] for row in rows])
         for phase in ("forward_us", "backward_us")
     )
-    total = makespan_us(forward, backward, setting.parallelism.virtual, _hop_us(setting, held))
+    total = makespan_us(forward, backward, setting.parallelism.virtual, _hop_us(setting, group))
     busy = (forward + backward).sum(1)
     stage = int(np.argmax(busy))
-    parts = {name: float(sum(work.parts[name] for work in works[stage])) for name in works[stage][0].parts}
+    parts = {name: float(sum(work.parts[name] for work in rows[stage])) for name in rows[stage][0].parts}
     return parts | {"bubble": total - float(busy[stage])}
 
 
@@ -250,28 +250,28 @@ class _StageWork:
         attention = attended.forward_us / form.pipeline
         ahead_us, behind_us = (us / form.pipeline for us in attended.recurrent)
         layer = ahead_us + linear + rows + tensor + experts + sent
-        again = {"none": 0.0, "selective": layer}.get(recompute, layer + attention)
-        moved = planned.moves_us * count / 2
+        recomputed = {"none": 0.0, "selective": layer}.get(recompute, layer + attention)
+        remap_us = planned.moves_us * count / 2
         ahead, behind = _exposed(setting, planned, stage)
-        forward = {"attention": attention, "linear": linear, "rows": rows, "remap": moved, "head": head}
+        forward = {"attention": attention, "linear": linear, "rows": rows, "remap": remap_us, "head": head}
         forward |= {"tensor_parallel": tensor, "data_parallel": ahead, "recomputation": 0.0}
         forward |= {"experts": experts, "all_to_all": sent, "recurrent": ahead_us}
-        again += layers.mlp_us(planned.even) * count * setting.training.tiles_mlp
+        recomputed += layers.mlp_us(planned.even) * count * setting.training.tiles_mlp
         backward = {
             "attention": attended.backward_us / form.pipeline,
             "linear": BACKWARD * linear,
             "rows": BACKWARD * rows,
-            "remap": moved,
+            "remap": remap_us,
             "head": BACKWARD * head,
             "tensor_parallel": tensor,
             "data_parallel": behind,
-            "recomputation": again,
+            "recomputation": recomputed,
             "recurrent": behind_us,
             "experts": BACKWARD * experts,
             "all_to_all": sent,
         }
-        for phase, did in (("forward", forward), ("backward", backward)):
-            did["host"] = _copied_us(setting, planned, phase, sum(did.values()) - did["head"])
+        for phase, entry in (("forward", forward), ("backward", backward)):
+            entry["host"] = _copied_us(setting, planned, phase, sum(entry.values()) - entry["head"])
         parts = {name: forward[name] + backward[name] for name in forward}
         return _StageWork(sum(forward.values()), sum(backward.values()), parts)
 
@@ -314,11 +314,11 @@ def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[
     if not setting.training.overlap and stage in (0, setting.parallelism.pipeline - 1):
         matrices = vocabularies(setting.training, setting.parallelism.pipeline)[stage > 0]
     first, last = (gather_us(layers.vocabulary_parameters * size, ranks) * matrices for size in sizes)
-    again = behind * (setting.training.recompute != "none")
+    recomputed = behind * (setting.training.recompute != "none")
     if not setting.training.shards("weights"):
-        return 0.0, exposed_us(scattered, BACKWARD * behind + again, count) + last
+        return 0.0, exposed_us(scattered, BACKWARD * behind + recomputed, count) + last
     forward = exposed_us(gathered, behind, count) + first
-    return forward, exposed_us(gathered + scattered, BACKWARD * behind + again, count) + last
+    return forward, exposed_us(gathered + scattered, BACKWARD * behind + recomputed, count) + last
 
 
 def _layer_us(setting: Setting, collective: Callable[[float, Cluster], float], size: int) -> float:
@@ -332,7 +332,7 @@ def _layer_us(setting: Setting, collective: Callable[[float, Cluster], float], s
 
 def _least_behind(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> float:
     """The least work that hides traffic, among the last microbatches of the groups."""
-    return min(_behind_us(setting, held[-1]) for held in planned)
+    return min(_behind_us(setting, group[-1]) for group in planned)
 
 
 def _after_step_us(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[str, float]:
@@ -344,12 +344,12 @@ def _after_step_us(setting: Setting, planned: PlannedMicrobatch, behind: float) 
     first, last = vocabularies(training, setting.parallelism.pipeline)
     parameters = layers.parameters * count + layers.vocabulary_parameters * max(first, last)
     experts = layers.expert_parameters * count
-    owned = parameters + experts
+    share = parameters + experts
     if training.shards("optimizer"):
-        owned = parameters / stage.ranks + experts * setting.parallelism.expert / setting.expert_ranks.ranks
-    found = {"optimizer": layers.optimizer_us(owned)}
+        share = parameters / stage.ranks + experts * setting.parallelism.expert / setting.expert_ranks.ranks
+    result = {"optimizer": layers.optimizer_us(share)}
     if training.shards("weights"):
-        return found
+        return result
     waits, vocabulary = 0.0, layers.vocabulary_parameters * max(first, last)
     if not training.shards("gradients"):
         reduce = gather_us if training.shards("optimizer") else reduce_us
@@ -360,34 +360,34 @@ def _after_step_us(setting: Setting, planned: PlannedMicrobatch, behind: float) 
         number = layers.model.element_bytes
         waits += exposed_us(_layer_us(setting, gather_us, number), behind, count)
         waits += gather_us(vocabulary * number, stage)
-    return found | {"data_parallel": waits}
+    return result | {"data_parallel": waits}
 
 
-def _hop_us(setting: Setting, held: Sequence[PlannedMicrobatch]) -> float:
+def _hop_us(setting: Setting, group: Sequence[PlannedMicrobatch]) -> float:
     """Time to send hidden states of the largest microbatch to the next stage."""
     form, cluster, model = setting.parallelism, setting.cluster, setting.model
     if form.pipeline == 1:
         return 0.0
-    moved = max(one.tokens for one in held) * model.hidden * model.element_bytes / form.tensor
+    size = max(microbatch.tokens for microbatch in group) * model.hidden * model.element_bytes / form.tensor
     stage = setting.stage
-    inside = stage.ranks * form.tensor * form.pipeline <= cluster.ranks_per_node
-    if inside:
-        return moved / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us
-    known = Congestion.of(setting.hardware) or Congestion()  # each stage sends to a single peer
-    return moved / (cluster.inter_gbs_per_rank * known.one_peer * 1e3) + cluster.inter_latency_us
+    is_inside = stage.ranks * form.tensor * form.pipeline <= cluster.ranks_per_node
+    if is_inside:
+        return size / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us
+    congestion = Congestion.of(setting.hardware) or Congestion()  # each stage sends to a single peer
+    return size / (cluster.inter_gbs_per_rank * congestion.one_peer * 1e3) + cluster.inter_latency_us
 
 
 def _memory(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> Memory:
     """Memory of the first or the last stage, whichever needs more."""
-    form, most, layers = setting.parallelism, largest(planned), setting.layers
-    ranks, count = setting.stage.ranks, setting.stage_layers(most)
-    found = []
+    form, fullest, layers = setting.parallelism, largest(planned), setting.layers
+    ranks, count = setting.stage.ranks, setting.stage_layers(fullest)
+    memories = []
     for stage, ends in zip(
         (0, form.pipeline - 1), vocabularies(setting.training, form.pipeline), strict=True
     ):
         flight = in_flight(form.pipeline, form.steps(), form.virtual, last=stage > 0)
         has_head = stage == form.pipeline - 1
-        held = activations(layers, count * flight, most.tokens, most.bytes, most.projects, has_head)
+        sizes = activations(layers, count * flight, fullest.tokens, fullest.bytes, fullest.projects, has_head)
         copies = ranks * form.tensor // form.expert
-        found.append(memory(layers, count, ranks, ends, held, has_head, copies))
-    return max(found, key=lambda one: one.total)
+        memories.append(memory(layers, count, ranks, ends, sizes, has_head, copies))
+    return max(memories, key=lambda item: item.total)

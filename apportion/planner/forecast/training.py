@@ -94,10 +94,10 @@ class Training:
         """Builds a training from plain data, all fields optional. config: data of a Hugging Face `config.json`, the
         default for `vocab`, `tied`, experts and MLA's ranks. Raises ConfigError, also for unsupported experts."""
         if config is not None:
-            found = head_fields(mapping("config", config), data) | layer_fields(config)
+            config_fields = head_fields(mapping("config", config), data) | layer_fields(config)
             data = mapping("training", data)
-            named = mapping("training.experts", data.get("experts", {}))
-            data = {**found, **data, "experts": {**found["experts"], **named}}
+            expert_fields = mapping("training.experts", data.get("experts", {}))
+            data = {**config_fields, **data, "experts": {**config_fields["experts"], **expert_fields}}
         return options.read(Training, "training", data)
 
     def to_data(self) -> dict[str, Any]:
@@ -106,5 +106,5 @@ class Training:
 
     def shards(self, what: Held) -> bool:
         """True if each rank holds only a share of it."""
-        held = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}[self.sharding]
-        return held > ("optimizer", "gradients", "weights").index(what)
+        level = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}[self.sharding]
+        return level > ("optimizer", "gradients", "weights").index(what)

@@ -83,21 +83,21 @@ class Groups:
         """The home rows of every rank: the rows of each group are cut among its ranks, in order, in proportion to their
         shares, int64 [ranks] > 0. A group with no more rows than the sum of its shares gives no rank more than its
         share."""
-        held, first_row = rows.per_rank, np.cumsum(rows.per_rank) - rows.per_rank
-        of, edges = self.of_rank, offsets(shares)
-        whole, before = edges[self.first[1:]] - edges[self.first[:-1]], edges[:-1] - edges[self.first[of]]
-        inside = held[of] * before // whole[of]
-        cut = first_row[of] + inside  # in rows of all groups, concatenated
-        cut = cut[(before > 0) & (inside < held[of])]
+        counts, first_row = rows.per_rank, np.cumsum(rows.per_rank) - rows.per_rank
+        owner, edges = self.of_rank, offsets(shares)
+        total, offset = edges[self.first[1:]] - edges[self.first[:-1]], edges[:-1] - edges[self.first[owner]]
+        cut_rows = counts[owner] * offset // total[owner]
+        cut = first_row[owner] + cut_rows  # in rows of all groups, concatenated
+        cut = cut[(offset > 0) & (cut_rows < counts[owner])]
         ends = np.cumsum(rows.lengths[rows.order])
         block = rows.order[np.searchsorted(ends, cut, "right")]
         token = rows.starts[block] + cut - first_row[rows.home[block]] - rows.row[block]
         starts = np.union1d(rows.starts, token)
         block = rows.block_of(starts[:-1])
         group, row = rows.home[block], rows.row[block] + starts[:-1] - rows.starts[block]
-        # the last rank whose first row, held * before // whole, is not after `row`
-        most = edges[self.first[group]] + ((row + 1) * whole[group] - 1) // held[group]
-        return Rows(starts, np.searchsorted(edges[:-1], most, "right") - 1, self.ranks)
+        # the last rank whose first row, counts * offset // total, is not after `row`
+        last_share = edges[self.first[group]] + ((row + 1) * total[group] - 1) // counts[group]
+        return Rows(starts, np.searchsorted(edges[:-1], last_share, "right") - 1, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class HeadSets:
         """int64 [ranks]: KV heads of a tile, over all stages."""
         if self.stages is None or self.stages.hold:
             return self.key_heads
-        held = self.stages.key_heads[self.stages.window].sum(0)
-        return np.tile(held, len(self.key_heads) // len(held))
+        counts = self.stages.key_heads[self.stages.window].sum(0)
+        return np.tile(counts, len(self.key_heads) // len(counts))
 
     @staticmethod
     def of(model: Model, groups: Groups) -> HeadSets:
@@ -147,11 +147,11 @@ class HeadSets:
         columns[2], columns[3] = model.q_heads, model.kv_heads
         shared = np.zeros(len(groups), bool)
         for size in sorted(set(groups.sizes.tolist()) - {1}):
-            members = [_heads_of_rank(model, size, place) for place in range(size)]
+            members = [_heads_of_rank(model, size, index) for index in range(size)]
             ids = [[numbers.setdefault(heads, len(numbers) + 1) for heads in pair] for pair in members]
             table = np.array([[*pair, len(q), len(kv)] for pair, (q, kv) in zip(ids, members, strict=True)])
-            inside = np.flatnonzero(groups.sizes[groups.of_rank] == size)
-            columns[:, inside] = table[groups.member[inside]].T
+            ranks = np.flatnonzero(groups.sizes[groups.of_rank] == size)
+            columns[:, ranks] = table[groups.member[ranks]].T
             shared[groups.sizes == size] = sum(len(kv) for _, kv in members) > model.kv_heads
         query, key, query_heads, key_heads = columns
         return HeadSets(tuple(numbers), query, key, query_heads, key_heads, shared)
@@ -196,8 +196,8 @@ class HeadStages:
             for rows in (shares, keys)
         )
         key_heads = np.array([[len(heads) for heads in row] for row in keys])
-        held = [head for row in keys for heads in row for head in heads]
-        shared = len(set(held)) < len(held)
+        all_keys = [head for row in keys for heads in row for head in heads]
+        shared = len(set(all_keys)) < len(all_keys)
         return HeadStages(
             tuple(numbers), query, window, key, len(shares[0][0]), key_heads, shared, project, ahead, hold
         )
@@ -216,19 +216,19 @@ class HeadStages:
 
     def totals(self, groups: Groups) -> HeadSets:
         """The head sets of the plan, with the heads of every rank over all stages, and KV heads over all windows."""
-        every, none = np.ones(groups.ranks, np.int64), np.zeros(groups.ranks, np.int64)
+        ones, none = np.ones(groups.ranks, np.int64), np.zeros(groups.ranks, np.int64)
         keys = self.key_heads.sum(0)[groups.member]
-        queries = every * self.query_heads * len(self)
+        queries = ones * self.query_heads * len(self)
         return HeadSets(self.sets, none, none, queries, keys, np.full(len(groups), self.shared), self)
 
 
-def _heads_of_rank(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _heads_of_rank(model: Model, size: int, member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Query heads of one of `size` ranks, and the KV heads that they use."""
     if model.q_heads % size:
         rule = f"must divide the {model.q_heads} query heads among the ranks of a group"
         raise ConfigError("recipe.inner.ulysses.degree", size, rule, f"use {gcd(size, model.q_heads)}")
     count, queries_per_key = model.q_heads // size, model.q_heads // model.kv_heads
-    heads = tuple(range(place * count, (place + 1) * count))
+    heads = tuple(range(member * count, (member + 1) * count))
     return heads, tuple(sorted({head // queries_per_key for head in heads}))
 
 
@@ -275,16 +275,16 @@ class Ulysses(InnerPass):
     def splits(self, problem: Problem) -> frozenset[str]:
         """The kinds whose heads are split, without those that choose keys at run time. Raises ConfigError for such a
         kind in `kinds`, and for kinds missing from the batch."""
-        known = tuple(kind for kind in problem.batch.kinds if kind not in problem.picked)
-        if self.kinds == "all" or not known:
-            return frozenset(known)
+        names = tuple(kind for kind in problem.batch.kinds if kind not in problem.picked)
+        if self.kinds == "all" or not names:
+            return frozenset(names)
         if self.kinds == "auto":
             reach = problem.reach
-            farthest = max(known, key=lambda kind: reach[kind])
-            return frozenset(kind for kind in known if kind == farthest or reach[kind] >= NEAR)
+            farthest = max(names, key=lambda kind: reach[kind])
+            return frozenset(kind for kind in names if kind == farthest or reach[kind] >= NEAR)
         for kind in self.kinds:
-            if kind not in known:
-                raise ConfigError(self._field("kinds"), kind, f"must be of {', '.join(known)}", "correct it")
+            if kind not in names:
+                raise ConfigError(self._field("kinds"), kind, f"must be of {', '.join(names)}", "correct it")
         return frozenset(self.kinds)
 
     def _field(self, name: str) -> str:
@@ -304,17 +304,17 @@ class Ulysses(InnerPass):
     def groups(self, problem: Problem) -> Groups:
         """The groups of the cluster's ranks. Raises ConfigError if the degree does not divide them."""
         ranks, heads = problem.ranks, problem.model.q_heads
-        most = self._max_group_size(problem)
-        degree = most if isinstance(self.degree, int) else gcd(most, heads)
-        for what, whole in (("ranks", ranks), ("query heads", heads)):
-            if whole % degree:
-                rule = f"must divide the {whole} {what}"
+        limit = self._max_group_size(problem)
+        degree = limit if isinstance(self.degree, int) else gcd(limit, heads)
+        for label, total in (("ranks", ranks), ("query heads", heads)):
+            if total % degree:
+                rule = f"must divide the {total} {label}"
                 raise ConfigError(
                     self._field("degree"), degree, rule, f"use {gcd(gcd(degree, ranks), heads)}"
                 )
-        why = f"no larger number divides {most} ranks and {heads} query heads"
-        less = Departure(self._field("degree"), min(most, heads), degree, why)
-        return Groups(np.arange(0, ranks + 1, degree), (less,) if degree < less.asked else ())
+        reason = f"no larger number divides {limit} ranks and {heads} query heads"
+        departure = Departure(self._field("degree"), min(limit, heads), degree, reason)
+        return Groups(np.arange(0, ranks + 1, degree), (departure,) if degree < departure.asked else ())
 
     def _max_group_size(self, problem: Problem) -> int:
         """Largest number of ranks of a group, before the heads' limit."""
@@ -340,28 +340,28 @@ def virtual_problem(problem: Problem, groups: Groups, lone: LoneSequences | None
             "drop `inner` or the home_ranks",
         )  # fmt: skip
     size = int(groups.sizes[0])
-    given, cluster = problem.policy.token_cap, _virtual_cluster(problem.cluster, size)
-    rates, batch, held = problem.token_rates.reshape(-1, size).sum(1), problem.batch, np.zeros(1, np.int64)
+    cap, cluster = problem.policy.token_cap, _virtual_cluster(problem.cluster, size)
+    rates, batch, rows = problem.token_rates.reshape(-1, size).sum(1), problem.batch, np.zeros(1, np.int64)
     if lone is not None:
-        batch, held = lone.shared, lone.rows.per_rank.reshape(-1, size).sum(1)
-        rates = problem.token_shares.reshape(-1, size).sum(1) - held
+        batch, rows = lone.shared, lone.rows.per_rank.reshape(-1, size).sum(1)
+        rates = problem.token_shares.reshape(-1, size).sum(1) - rows
         cluster = replace(cluster, speeds=tuple(lone.left.tolist()))
     policy, caps = problem.policy, None
-    if given is not None:
-        policy = replace(policy, token_cap=given * size - int(held.max()))
-        caps = None if lone is None else tuple((given * size - held).tolist())
+    if cap is not None:
+        policy = replace(policy, token_cap=cap * size - int(rows.max()))
+        caps = None if lone is None else tuple((cap * size - rows).tolist())
     return replace(
         problem, batch=batch, cluster=cluster, policy=policy, rates=tuple(rates.tolist()), caps=caps
     )
 
 
 def _virtual_cluster(cluster: Cluster, size: int) -> Cluster:
-    inside = cluster.ranks_per_node // size if cluster.ranks_per_node % size == 0 else 1
+    per_node = cluster.ranks_per_node // size if cluster.ranks_per_node % size == 0 else 1
     speeds = None if cluster.speeds is None else np.reshape(cluster.speeds, (-1, size)).min(axis=1)
     return replace(
         cluster,
-        nodes=cluster.ranks // size // inside,
-        ranks_per_node=inside,
+        nodes=cluster.ranks // size // per_node,
+        ranks_per_node=per_node,
         intra_gbs=cluster.intra_gbs * size,
         memory_gib=cluster.memory_gib * size,
         speeds=None if speeds is None else tuple(speeds.tolist()),

@@ -88,24 +88,24 @@ class LoneSequences:
         the lone ones."""
         starts = np.union1d(others.starts, self.shared.starts)[:-1]
         sequence = np.searchsorted(self.shared.starts, starts, "right") - 1
-        moved = self.batch.starts[self.others[sequence]] + starts - self.shared.starts[sequence]
-        first = np.concatenate([self.batch.starts[self.index], moved])
+        shared_starts = self.batch.starts[self.others[sequence]] + starts - self.shared.starts[sequence]
+        first = np.concatenate([self.batch.starts[self.index], shared_starts])
         home = np.concatenate([self.home, others.home[others.block_of(starts)]])
-        later = np.arange(len(first)) >= len(self.index)
+        is_shared = np.arange(len(first)) >= len(self.index)
         order = np.argsort(first, kind="stable")
-        return Rows(np.append(first[order], self.batch.tokens), home[order], self.ranks, later[order])
+        return Rows(np.append(first[order], self.batch.tokens), home[order], self.ranks, is_shared[order])
 
     @cached_property
     def early(self) -> Bools:
         """bool [lone]: True for those computed while rows arrive, up to that time; the rest run while results leave.
         The longest fitting ones are first, so that all ranks of a group start on the others at about the same time."""
-        early, room = np.zeros(len(self.index), bool), np.full(self.ranks, self.come)
-        for one in np.argsort(-self.time, kind="stable").tolist():
-            rank, time = self.home[one], self.time[one]
-            if time <= room[rank]:
-                early[one] = True
-                room[rank] -= time
-        return early
+        is_early, free_time = np.zeros(len(self.index), bool), np.full(self.ranks, self.come)
+        for sequence in np.argsort(-self.time, kind="stable").tolist():
+            rank, time = self.home[sequence], self.time[sequence]
+            if time <= free_time[rank]:
+                is_early[sequence] = True
+                free_time[rank] -= time
+        return is_early
 
     def placement(self, problem: Problem) -> tuple[Shards, Placement]:
         """The placement of a batch with only lone sequences."""
@@ -124,10 +124,10 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
     sizes = problem.batch.lengths
     times = np.maximum(row_times(problem, problem.batch.starts) - _spared_ns(problem, sizes), 1)
     best, lowest_unevenness = None, np.inf
-    for most in SHARES if share == "auto" else (share,):
-        found, uneven = _find(problem, first, times, sizes, most)
-        if found is not None and uneven < lowest_unevenness:
-            best, lowest_unevenness = found, uneven
+    for limit in SHARES if share == "auto" else (share,):
+        candidate, unevenness = _find(problem, first, times, sizes, limit)
+        if candidate is not None and unevenness < lowest_unevenness:
+            best, lowest_unevenness = candidate, unevenness
         if lowest_unevenness <= 1:
             break
     return best if share != "auto" or lowest_unevenness <= MOST_UNEVEN else None
@@ -136,13 +136,13 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
 def _spared_ns(problem: Problem, rows: Ints) -> Ints:
     """int64, like `rows`: nanoseconds over all layers to pack a rank's own exchanged rows and unpack their results. The
     more lone rows it has, the fewer rows it exchanges."""
-    model, moved = problem.model, 0
+    model, row_bytes = problem.model, 0
     for phase in PHASES:
         for side, heads in zip(SIDES, (model.q_heads, model.kv_heads), strict=True):
-            moved += 2 * sum(map(model.row_bytes, FETCHED[side, phase]))
-            moved += 2 * heads * sum(map(model.sent_result_bytes, RETURNED[side, phase]))
-    spent = sum(problem.layers.values()) * 1e3 * problem.cost.moved_us(moved * rows)
-    return np.rint(spent).astype(np.int64)
+            row_bytes += 2 * sum(map(model.row_bytes, FETCHED[side, phase]))
+            row_bytes += 2 * heads * sum(map(model.sent_result_bytes, RETURNED[side, phase]))
+    time_us = sum(problem.layers.values()) * 1e3 * problem.cost.moved_us(row_bytes * rows)
+    return np.rint(time_us).astype(np.int64)
 
 
 def _find(
@@ -151,42 +151,42 @@ def _find(
     """The lone sequences, and the unevenness that they leave: at most 1 is even enough."""
     speeds, members = problem.speeds, np.diff(first)
     whole = float(times.sum()) / float(speeds.sum())
-    fits = sizes <= TOKENS * float(problem.token_shares.max())
-    short = np.flatnonzero((times <= share * whole * float(speeds.max())) & fits)
-    order = short[np.argsort(-times[short], kind="stable")]
+    is_small = sizes <= TOKENS * float(problem.token_shares.max())
+    candidates = np.flatnonzero((times <= share * whole * float(speeds.max())) & is_small)
+    order = candidates[np.argsort(-times[candidates], kind="stable")]
     slowest = np.minimum.reduceat(speeds, first[:-1])
-    rest = float(times.sum() - times[short].sum()) / float((slowest * members).sum())
-    base = np.repeat(slowest * rest, members)
-    room = np.floor(FILLED * np.minimum(problem.token_shares, problem.token_caps)).astype(np.int64)
-    every = len(short) == len(sizes)
+    rest_time = float(times.sum() - times[candidates].sum()) / float((slowest * members).sum())
+    base = np.repeat(slowest * rest_time, members)
+    row_limit = np.floor(FILLED * np.minimum(problem.token_shares, problem.token_caps)).astype(np.int64)
+    is_all = len(candidates) == len(sizes)
     sequences = times[order], sizes[order]
-    home, load = core.deal(sequences, first, speeds, base, problem.token_caps if every else room)
-    if every and (home < 0).any():
-        home, load = core.deal(sequences, first, speeds, base, room)
+    home, load = core.deal(sequences, first, speeds, base, problem.token_caps if is_all else row_limit)
+    if is_all and (home < 0).any():
+        home, load = core.deal(sequences, first, speeds, base, row_limit)
     order, home = order[home >= 0], home[home >= 0]
     if not len(order):
         return None, np.inf
-    back = np.argsort(order)
-    index, home = order[back], home[back]
+    rank_order = np.argsort(order)
+    index, home = order[rank_order], home[rank_order]
     others = np.setdiff1d(np.arange(len(sizes)), index)
     busiest = np.maximum.reduceat(load / speeds, first[:-1])
     mean = np.add.reduceat(load, first[:-1]) / np.add.reduceat(speeds, first[:-1])
-    uneven = float(((busiest - mean) * members).sum()) / (whole * problem.ranks)
-    left = np.minimum.reduceat(speeds * whole - (load - base), first[:-1])
-    left = np.maximum(left, LEAST_LEFT * whole) / whole
+    unevenness = float(((busiest - mean) * members).sum()) / (whole * problem.ranks)
+    free = np.minimum.reduceat(speeds * whole - (load - base), first[:-1])
+    free = np.maximum(free, LEAST_LEFT * whole) / whole
     tokens = problem.token_shares - np.bincount(home, sizes[index], problem.ranks)
-    wanted, there = left * members, np.add.reduceat(tokens, first[:-1])
-    lacking = np.maximum(wanted / wanted.sum() - there / max(tokens.sum(), 1.0), 0)
-    apart = float(lacking.sum() * times[others].sum() / times.sum())
-    come = _come(problem, int(sizes[others].sum()) / problem.ranks, int(members.max()))
-    lone = LoneSequences(problem.batch, problem.ranks, index, others, home, times[index], left, come)
-    return lone, max(uneven / UNEVEN, apart / APART)
+    time_share, token_counts = free * members, np.add.reduceat(tokens, first[:-1])
+    shortage = np.maximum(time_share / time_share.sum() - token_counts / max(tokens.sum(), 1.0), 0)
+    mismatch = float(shortage.sum() * times[others].sum() / times.sum())
+    arrival_us = _arrival_time(problem, int(sizes[others].sum()) / problem.ranks, int(members.max()))
+    lone = LoneSequences(problem.batch, problem.ranks, index, others, home, times[index], free, arrival_us)
+    return lone, max(unevenness / UNEVEN, mismatch / APART)
 
 
-def _come(problem: Problem, rows: float, members: int) -> float:
+def _arrival_time(problem: Problem, rows: float, members: int) -> float:
     """Nanoseconds over all layers and both phases to receive a rank's share of rows from the members of its group."""
-    moved = sum(
+    row_bytes = sum(
         problem.model.row_bytes(t) for phase in PHASES for side in SIDES for t in FETCHED[side, phase]
     )
-    sent = moved * rows * (members - 1) / members
+    sent = row_bytes * rows * (members - 1) / members
     return UNPACK_FACTOR * sum(problem.layers.values()) * sent / problem.cluster.intra_gbs

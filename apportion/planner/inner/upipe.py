@@ -63,23 +63,23 @@ class UPipe(Ulysses):
 
     def splits(self, problem: Problem) -> frozenset[str]:
         """All kinds, or none. Raises ConfigError."""
-        found = super().splits(problem)
-        if found and problem.picked:
+        kinds = super().splits(problem)
+        if kinds and problem.picked:
             rule = "takes turns by heads, and kinds that choose keys at run time keep them together"
             raise ConfigError("recipe.inner", self.name, rule, "use inner ulysses")
-        return found
+        return kinds
 
     def head_sets(self, model: Model, groups: Groups) -> HeadSets:
         """The heads of each rank by stage; as in Ulysses if a single stage has all heads and nothing is projected.
         Raises ConfigError."""
         stages = self.stages(model, int(groups.sizes[0]))
-        at_once = len(stages) == 1 and not self.project
-        return super().head_sets(model, groups) if at_once else stages.totals(groups)
+        is_single = len(stages) == 1 and not self.project
+        return super().head_sets(model, groups) if is_single else stages.totals(groups)
 
     def stages(self, model: Model, degree: int) -> HeadStages:
         """The heads of the ranks of a group in each stage. Raises ConfigError."""
-        lists = stage_lists(model, self._heads(model, degree), self.order)
-        shares = [shares_of(heads, degree) for heads in lists]
+        stage_heads = stage_lists(model, self._heads(model, degree), self.order)
+        shares = [shares_of(heads, degree) for heads in stage_heads]
         queries_per_key = model.q_heads // model.kv_heads
         keys = [[keys_of(heads, queries_per_key) for heads in stage] for stage in shares]
         return HeadStages.of(shares, *_windows(keys, self.keep), self.project, self.ahead, self.hold)
@@ -87,9 +87,9 @@ class UPipe(Ulysses):
     def _heads(self, model: Model, degree: int) -> int:
         heads = degree if self.heads == "auto" else self.heads
         if heads % degree or model.q_heads % heads:
-            good = [n for n in range(degree, model.q_heads + 1, degree) if model.q_heads % n == 0]
+            divisors = [n for n in range(degree, model.q_heads + 1, degree) if model.q_heads % n == 0]
             rule = f"must be a multiple of the {degree} ranks of a group that divides the {model.q_heads} query heads"
-            raise ConfigError(self._field("heads"), heads, rule, f"use {', '.join(map(str, good))}")
+            raise ConfigError(self._field("heads"), heads, rule, f"use {', '.join(map(str, divisors))}")
         return heads
 
 
@@ -99,14 +99,14 @@ def stage_lists(model: Model, heads: int, order: str) -> list[Heads]:
     gqa (section 4.1; Figure 4 has heads = ranks): a stage has gcd(heads, KV heads) KV heads, the most for equal stages,
     with equally many query heads of each; stages with the same KV heads are consecutive.
     """
-    ratio, every = model.q_heads // model.kv_heads, range(0, model.q_heads, heads)
+    ratio, firsts = model.q_heads // model.kv_heads, range(0, model.q_heads, heads)
     if order == "natural":
-        return [tuple(range(first, first + heads)) for first in every]
-    together = gcd(heads, model.kv_heads)
-    queries = heads // together
+        return [tuple(range(first, first + heads)) for first in firsts]
+    key_count = gcd(heads, model.kv_heads)
+    queries = heads // key_count
     return [
-        tuple(key * ratio + first + i for key in range(start, start + together) for i in range(queries))
-        for start in range(0, model.kv_heads, together)
+        tuple(key * ratio + first + i for key in range(start, start + key_count) for i in range(queries))
+        for start in range(0, model.kv_heads, key_count)
         for first in range(0, ratio, queries)
     ]
 
@@ -114,7 +114,7 @@ def stage_lists(model: Model, heads: int, order: str) -> list[Heads]:
 def shares_of(heads: Heads, degree: int) -> list[Heads]:
     """Splits a stage's heads into equal parts, in order: one for each rank of a group."""
     size = len(heads) // degree
-    return [heads[place * size : (place + 1) * size] for place in range(degree)]
+    return [heads[index * size : (index + 1) * size] for index in range(degree)]
 
 
 def keys_of(heads: Heads, queries_per_key: int) -> Heads:
@@ -128,16 +128,16 @@ def _windows(keys: list[list[Heads]], keep: int | Literal["auto"]) -> tuple[Ints
     keys: for each stage, the KV heads that each rank needs.
     """
     if keep == "auto":
-        fresh = [before != now for before, now in pairwise(keys)]
-        window = offsets(fresh)
+        is_change = [previous != current for previous, current in pairwise(keys)]
+        window = offsets(is_change)
     else:
         window = np.arange(len(keys)) // keep
-    held = [
-        [tuple(sorted(set().union(*needed))) for needed in zip(*_stages_of(keys, window, at), strict=True)]
-        for at in range(int(window[-1]) + 1)
+    window_heads = [
+        [tuple(sorted(set().union(*heads))) for heads in zip(*_stages_of(keys, window, index), strict=True)]
+        for index in range(int(window[-1]) + 1)
     ]
-    return window, held
+    return window, window_heads
 
 
-def _stages_of(keys: list[list[Heads]], window: Ints, at: int) -> list[list[Heads]]:
-    return [keys[stage] for stage in np.flatnonzero(window == at).tolist()]
+def _stages_of(keys: list[list[Heads]], window: Ints, index: int) -> list[list[Heads]]:
+    return [keys[stage] for stage in np.flatnonzero(window == index).tolist()]

@@ -35,8 +35,8 @@ def plan_job(job: Job, batches: Sequence[Batch], *, verify: bool = True) -> Iter
     packing = _packing(job, batches, policy)
     plans = [make(problem, SILENT).plan for problem in _problems(job, batches, policy, packing)]
     if verify:
-        for each in plans:
-            verify_plan(each)
+        for microbatch in plans:
+            verify_plan(microbatch)
     return IterationPlan(tuple(plans), packing.microbatches)
 
 

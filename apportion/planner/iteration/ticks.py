@@ -79,10 +79,10 @@ class TickTable:
     def peak(self) -> Ints:
         """int64 [stages]: the most chunks of microbatches in flight on each stage: forward begun, backward not done.
         With `virtual` 1 these are microbatches; otherwise each has the activations of 1 / virtual of a stage."""
-        begun = (self.microbatch != IDLE) & (self.phase == FORWARD)[:, None]
-        ended = (self.microbatch != IDLE) & (self.phase == BACKWARD)[:, None]
-        held: Ints = (np.cumsum(begun, 0) - np.cumsum(ended, 0)).max(0)
-        return held
+        starts = (self.microbatch != IDLE) & (self.phase == FORWARD)[:, None]
+        ends = (self.microbatch != IDLE) & (self.phase == BACKWARD)[:, None]
+        counts: Ints = (np.cumsum(starts, 0) - np.cumsum(ends, 0)).max(0)
+        return counts
 
     @property
     def idle(self) -> float:
@@ -113,16 +113,16 @@ def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None
     """
     stages = integer("ticks.stages", stages)
     microbatches, virtual = integer("ticks.microbatches", microbatches), integer("ticks.virtual", virtual)
-    most = virtual * microbatches
-    integer("ticks.stages x ticks.microbatches x ticks.virtual", stages * most, 1, MOST_PLACES)
-    room = _chunks_in_1f1b(stages, virtual) if cap is None else [integer("ticks.cap", cap)] * stages
-    if min(room) < virtual:
+    total = virtual * microbatches
+    integer("ticks.stages x ticks.microbatches x ticks.virtual", stages * total, 1, MOST_PLACES)
+    caps = _chunks_in_1f1b(stages, virtual) if cap is None else [integer("ticks.cap", cap)] * stages
+    if min(caps) < virtual:
         raise CapacityError(
             f"a microbatch has {virtual} chunks on every stage, all in flight before its backward; the cap is {cap}: "
             f"raise it to {virtual} or use fewer virtual stages"
         )
-    runs = range(1, min(most, 2 * stages * virtual) + 1)
-    tables = [_Pipeline(stages, microbatches, virtual, room).run(longest) for longest in runs]
+    runs = range(1, min(total, 2 * stages * virtual) + 1)
+    tables = [_Pipeline(stages, microbatches, virtual, caps).run(longest) for longest in runs]
     return min(tables, key=lambda table: (table.ticks, int(table.peak.max()), int(table.peak.sum())))
 
 
@@ -155,8 +155,8 @@ class _Pipeline:
         phase, row = FORWARD, 0
         while self.done[BACKWARD][0] < self.microbatches:
             ready = [[self._ready(p, stage) for stage in range(self.stages)] for p in (FORWARD, BACKWARD)]
-            can = [any(v != IDLE for v in chosen) for chosen in ready]
-            if not can[phase] or (row >= longest and can[1 - phase]):
+            is_ready = [any(v != IDLE for v in stages) for stages in ready]
+            if not is_ready[phase] or (row >= longest and is_ready[1 - phase]):
                 phase, row = 1 - phase, 0
             row += 1
             rows.append([self._advance(phase, v) for v in ready[phase]])
@@ -166,9 +166,9 @@ class _Pipeline:
 
     def _ready(self, phase: int, stage: int) -> int:
         """The virtual stage that `stage` runs in a tick of this phase, or IDLE."""
-        able = self._can_forward if phase == FORWARD else self._can_backward
-        own = [v for v in range(stage, len(self.done[phase]), self.stages) if able(v)]
-        return min(own, key=lambda v: self._turn(phase, v), default=IDLE)
+        is_ready = self._can_forward if phase == FORWARD else self._can_backward
+        chunks = [v for v in range(stage, len(self.done[phase]), self.stages) if is_ready(v)]
+        return min(chunks, key=lambda v: self._turn(phase, v), default=IDLE)
 
     def _turn(self, phase: int, v: int) -> tuple[int, int]:
         chunk = v // self.stages
@@ -177,14 +177,14 @@ class _Pipeline:
     def _can_forward(self, v: int) -> bool:
         """True if room remains for the later chunks of the same microbatch, without which no backward could ever
         start."""
-        begun, later = self.done[FORWARD][v], self.virtual - 1 - v // self.stages
-        arrived = self.microbatches if v == 0 else self.done[FORWARD][v - 1]
-        return begun < arrived and self.held[v % self.stages] + 1 + later <= self.room[v % self.stages]
+        count, later = self.done[FORWARD][v], self.virtual - 1 - v // self.stages
+        available = self.microbatches if v == 0 else self.done[FORWARD][v - 1]
+        return count < available and self.held[v % self.stages] + 1 + later <= self.room[v % self.stages]
 
     def _can_backward(self, v: int) -> bool:
-        ended, last = self.done[BACKWARD], len(self.done[BACKWARD]) - 1
-        arrived = self.done[FORWARD][v] if v == last else ended[v + 1]
-        return ended[v] < arrived
+        counts, last = self.done[BACKWARD], len(self.done[BACKWARD]) - 1
+        available = self.done[FORWARD][v] if v == last else counts[v + 1]
+        return counts[v] < available
 
     def _advance(self, phase: int, v: int) -> tuple[int, int]:
         """Starts a virtual stage: its (microbatch, chunk)."""
@@ -249,13 +249,13 @@ def tick_batch(
         index, chunk = int(table.microbatch[tick, stage]), int(table.chunk[tick, stage])
         if index == IDLE:
             continue
-        held = microbatches[index]
-        count = len(held.lengths)
-        parts.append(TickPart(stage, chunk, index, sequences, sequences + count, tokens, held.tokens))
+        batch = microbatches[index]
+        count = len(batch.lengths)
+        parts.append(TickPart(stage, chunk, index, sequences, sequences + count, tokens, batch.tokens))
         pieces.append(
-            _Piece(held, kinds[chunk * table.stages + stage], sequences, stage_ranks(stage, replicas))
+            _Piece(batch, kinds[chunk * table.stages + stage], sequences, stage_ranks(stage, replicas))
         )
-        sequences, tokens = sequences + count, tokens + held.tokens
+        sequences, tokens = sequences + count, tokens + batch.tokens
     return TickBatch(_concatenate(pieces), PHASES[table.phase[tick]], tuple(parts))
 
 
@@ -283,9 +283,9 @@ def ticks_of(
     """(sample of each sequence, batch) of each tick, from those of each microbatch. ranks: of all stages. Raises
     ConfigError."""
     replicas = ranks // table.stages
-    made = [tick_batch(table, tick, microbatches, replicas, kinds) for tick in range(table.ticks)]
-    held = (np.concatenate([samples[part.microbatch] for part in tick.parts]) for tick in made)
-    return tuple(held), tuple(tick.batch for tick in made)
+    tick_batches = [tick_batch(table, tick, microbatches, replicas, kinds) for tick in range(table.ticks)]
+    sample_ids = (np.concatenate([samples[part.microbatch] for part in tick.parts]) for tick in tick_batches)
+    return tuple(sample_ids), tuple(tick.batch for tick in tick_batches)
 
 
 def _kinds(table: TickTable, microbatches: Sequence[Batch], kinds: Sequence[str] | None) -> Sequence[str]:
@@ -294,7 +294,7 @@ def _kinds(table: TickTable, microbatches: Sequence[Batch], kinds: Sequence[str]
         raise ConfigError("microbatches", len(microbatches), rule, "give one batch for each")
     count = table.stages * table.virtual
     if kinds is None:
-        names = {kind for held in microbatches for kind in held.kinds}
+        names = {kind for batch in microbatches for kind in batch.kinds}
         if len(names) > 1:
             rule = "must name the attention kind of each stage if there are several"
             raise ConfigError("kinds", None, rule, f"list one of {', '.join(sorted(names))} for each stage")
@@ -321,18 +321,18 @@ class _Piece:
         if self.kind not in self.batch.masks:
             rule = f"the microbatch has the kinds {', '.join(self.batch.kinds)}"
             raise ConfigError("kinds", self.kind, rule, "use one of them")
-        held = self.batch.masks[self.kind]
-        return [held.specs[index] for index in held.index.tolist()]
+        kind_masks = self.batch.masks[self.kind]
+        return [kind_masks.specs[index] for index in kind_masks.index.tolist()]
 
     def homes(self) -> dict[int, tuple[int, ...]]:
-        own = self.batch.home_ranks
+        homes = self.batch.home_ranks
         return {
-            self.first + i: tuple(self.ranks[rank] for rank in own[i]) if i in own else self.ranks
+            self.first + i: tuple(self.ranks[rank] for rank in homes[i]) if i in homes else self.ranks
             for i in range(len(self.batch.lengths))
         }
 
-    def moved(self, carried: Mapping[int, Any]) -> dict[int, Any]:
-        return {self.first + i: value for i, value in carried.items()}
+    def moved(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        return {self.first + i: value for i, value in values.items()}
 
 
 def _concatenate(pieces: list[_Piece]) -> Batch:
@@ -374,7 +374,7 @@ def plan_tick(
     if cluster.ranks % table.stages:
         rule = f"must be a multiple of the {table.stages} stages"
         raise ConfigError("cluster.ranks", cluster.ranks, rule, "give every stage the same number of ranks")
-    made = tick_batch(table, tick, microbatches, cluster.ranks // table.stages, kinds)
-    once = replace(model, layers=1)
+    result = tick_batch(table, tick, microbatches, cluster.ranks // table.stages, kinds)
+    layer_model = replace(model, layers=1)
     chosen = RECIPE if recipe is None else recipe
-    return plan(made.batch, cluster, once, chosen, hardware=hardware, verify=verify), made
+    return plan(result.batch, cluster, layer_model, chosen, hardware=hardware, verify=verify), result

@@ -94,8 +94,8 @@ class Exchange:
 
     def are_results(self, phase: str, side: Side) -> bool:
         """True if the rows sent home of a side are results; in head stages, sums at home have rounds of their own."""
-        alone = side == "query" and self.sets.stages is not None
-        return alone or self.results(phase) == RESULTS
+        is_staged = side == "query" and self.sets.stages is not None
+        return is_staged or self.results(phase) == RESULTS
 
     @property
     def mode(self) -> int:
@@ -106,12 +106,12 @@ class Exchange:
     def direct(self) -> bool:
         """True if each incoming tensor has its own rounds. Rows from another rank then arrive in their final layout,
         without unpacking; pays off for many rows."""
-        moved = self.moved
+        index = self.moved
         if not self.groups.split or self.turns is not None or self.sets.stages is not None:
             return False
-        pairs = self.src[moved] * self.groups.ranks + self.dst[moved]
-        many = self.pieces.rows.sum() >= DIRECT_ROWS * self.groups.ranks
-        return bool(many) and len(np.unique(pairs)) == len(pairs)
+        pairs = self.src[index] * self.groups.ranks + self.dst[index]
+        is_large = self.pieces.rows.sum() >= DIRECT_ROWS * self.groups.ranks
+        return bool(is_large) and len(np.unique(pairs)) == len(pairs)
 
 
 def _copies(pieces: Pieces, groups: Groups) -> tuple[Ints, Ints]:
@@ -145,38 +145,38 @@ def plan_exchange(
     pieces = _pieces(home, attention)
     piece, dst = _copies(pieces, groups)
     src, rows = pieces.src[piece], pieces.rows[piece]
-    away = np.flatnonzero(src != dst)
+    remote = np.flatnonzero(src != dst)
     first = np.zeros(groups.ranks, np.int64) if first is None else first
-    exchange = Exchange(home, first, groups, sets, pieces, Slots(away, 0, 0, 1))
+    exchange = Exchange(home, first, groups, sets, pieces, Slots(remote, 0, 0, 1))
     if groups.split:
         return replace(exchange, slots=at_once(exchange))
-    return replace(exchange, slots=matchings.slots(src[away], dst[away], rows[away], groups.ranks))
+    return replace(exchange, slots=matchings.slots(src[remote], dst[remote], rows[remote], groups.ranks))
 
 
 def at_once(exchange: Exchange) -> Slots:
     """All moving copies in one round, with as many slots as the busiest rank has copies."""
-    moved = exchange.moved
-    degree = max_degree(exchange.src[moved], exchange.dst[moved], exchange.groups.ranks)
-    return Slots(np.zeros(len(moved), np.int32), degree, degree, max(1, degree))
+    index = exchange.moved
+    degree = max_degree(exchange.src[index], exchange.dst[index], exchange.groups.ranks)
+    return Slots(np.zeros(len(index), np.int32), degree, degree, max(1, degree))
 
 
 def _pieces(home: Rows, attention: Rows) -> Pieces:
     """Maximal runs of rows that are consecutive on both sides, by group and row."""
     token = np.union1d(home.starts, attention.starts)
     rows, token = np.diff(token), token[:-1]
-    at_home, at_attention = home.block_of(token), attention.block_of(token)
-    src, group = home.home[at_home], attention.home[at_attention]
+    home_block, attention_block = home.block_of(token), attention.block_of(token)
+    src, group = home.home[home_block], attention.home[attention_block]
     src_row, row = home.row_of(token), attention.row_of(token)
     order = np.lexsort((row, group))
     src, src_row, group, row, rows = (column[order] for column in (src, src_row, group, row, rows))
-    fresh = np.ones(len(order), bool)
-    fresh[1:] = (group[1:] != group[:-1]) | (src[1:] != src[:-1]) | (src_row[1:] != src_row[:-1] + rows[:-1])
-    first = np.flatnonzero(fresh)
+    starts = np.ones(len(order), bool)
+    starts[1:] = (group[1:] != group[:-1]) | (src[1:] != src[:-1]) | (src_row[1:] != src_row[:-1] + rows[:-1])
+    first = np.flatnonzero(starts)
     return Pieces(src[first], src_row[first], group[first], row[first], np.add.reduceat(rows, first))
 
 
 def contiguous_rows(tokens: int, ranks: int) -> Rows:
     """The loader's layout: contiguous shares of the token axis, as even as possible."""
     starts = np.arange(ranks + 1) * tokens // ranks
-    full = np.flatnonzero(np.diff(starts))
-    return Rows(np.append(starts[full], tokens), full, ranks)
+    holders = np.flatnonzero(np.diff(starts))
+    return Rows(np.append(starts[holders], tokens), holders, ranks)

@@ -79,10 +79,10 @@ class Lowering:
         """The edges of query rows, and of key rows."""
         if not self.tasks.queries_move:
             return {"query": Edges(*[np.zeros(0, np.int32)] * len(fields(Edges))), "key": self.edges}
-        of_queries = self.edges.lane & 1 == 1
+        is_query = self.edges.lane & 1 == 1
         return {
-            "query": self.edges.take(np.flatnonzero(of_queries)),
-            "key": self.edges.take(np.flatnonzero(~of_queries)),
+            "query": self.edges.take(np.flatnonzero(is_query)),
+            "key": self.edges.take(np.flatnonzero(~is_query)),
         }
 
     @cached_property
@@ -93,10 +93,10 @@ class Lowering:
         if not tasks.queries_move:
             return np.zeros(0, bool)
         edges = self.edges_of["query"]
-        passed_on = np.zeros(len(edges) + 1, bool)
-        passed_on[edges.parent] = True  # parent -1 sets the last
-        may = (edges.parent < 0) & ~passed_on[:-1]
-        if self.exchange is not None or len(self.heads) > 1 or not may.any():
+        has_child = np.zeros(len(edges) + 1, bool)
+        has_child[edges.parent] = True  # parent -1 sets the last
+        is_candidate = (edges.parent < 0) & ~has_child[:-1]
+        if self.exchange is not None or len(self.heads) > 1 or not is_candidate.any():
             return np.zeros(len(edges), bool)
         local = np.flatnonzero(tasks.query_edge < 0)
         offset = np.cumsum(self.rows.per_rank) - self.rows.per_rank
@@ -107,9 +107,9 @@ class Lowering:
             np.bincount(first, minlength=len(points)) - np.bincount(last, minlength=len(points))
         )
         shared = offsets(users > 1)
-        mine = slice(len(edges))
-        found: Bools = may & (shared[last[mine]] == shared[first[mine]])
-        return found
+        edge_part = slice(len(edges))
+        result: Bools = is_candidate & (shared[last[edge_part]] == shared[first[edge_part]])
+        return result
 
 
 #: (kind, phase) -> tasks and rounds of their tiles; the phases of a kind share one if queries stay home
@@ -118,7 +118,7 @@ Lowered = dict[tuple[str, str], Lowering]
 
 def leading(lowered: Lowered) -> Lowering:
     """The lowering whose groups are the plan's: of a kind with split heads, if there is one."""
-    return max(lowered.values(), key=lambda low: low.groups.split)
+    return max(lowered.values(), key=lambda item: item.groups.split)
 
 
 def held_tokens(lowered: Sequence[Lowered]) -> Ints:

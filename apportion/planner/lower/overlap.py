@@ -30,13 +30,13 @@ def overlapped(low: Lowering) -> Lowering:
     sent, sent_keys = _of_edges(low, "query"), _of_edges(low, "key")
     ends = (end for pair in (*queries, sent, keys, sent_keys) for end in pair)
     cuts = np.unique(np.concatenate([first, *ends]))
-    late, early = (~(covered(cuts, own) | covered(cuts, sent)) for own in queries)
+    late, early = (~(covered(cuts, query_range) | covered(cuts, sent)) for query_range in queries)
     early_keys = ~(covered(cuts, keys) | covered(cuts, sent_keys))
-    fresh = np.append(True, np.diff(4 * late + 2 * early + early_keys) != 0) | np.isin(cuts, first)
-    fresh &= cuts < first[-1] + pieces.rows[-1]
+    is_new = np.append(True, np.diff(4 * late + 2 * early + early_keys) != 0) | np.isin(cuts, first)
+    is_new &= cuts < first[-1] + pieces.rows[-1]
     end = int(first[-1] + pieces.rows[-1])
-    turns = Turns(*(marks[fresh] for marks in (late, early, early_keys)))
-    exchange = replace(low.exchange, pieces=_split_pieces(pieces, first, cuts[fresh], end), turns=turns)
+    turns = Turns(*(marks[is_new] for marks in (late, early, early_keys)))
+    exchange = replace(low.exchange, pieces=_split_pieces(pieces, first, cuts[is_new], end), turns=turns)
     return replace(low, exchange=replace(exchange, slots=at_once(exchange)))
 
 
@@ -49,14 +49,14 @@ def _base(low: Lowering) -> Ints:
     return np.cumsum(low.rows.per_rank) - low.rows.per_rank
 
 
-def _of_queries(low: Lowering, some: Bools) -> Range:
-    tasks, index = low.tasks, np.flatnonzero(some & (low.tasks.query_edge < 0))
+def _of_queries(low: Lowering, mask: Bools) -> Range:
+    tasks, index = low.tasks, np.flatnonzero(mask & (low.tasks.query_edge < 0))
     first = _base(low)[tasks.exec[index]] + tasks.row[index]
     return first, first + tasks.rows[index]
 
 
-def _of_keys(low: Lowering, some: Bools) -> Range:
-    tasks, rows, index = low.tasks, low.rows, np.flatnonzero(some & (low.tasks.edge < 0))
+def _of_keys(low: Lowering, mask: Bools) -> Range:
+    tasks, rows, index = low.tasks, low.rows, np.flatnonzero(mask & (low.tasks.edge < 0))
     block, k0 = tasks.k[index], tasks.k0[index]
     first = _base(low)[tasks.exec[index]] + rows.row[block] + k0 - rows.starts[block]
     return first, first + tasks.k1[index] - k0

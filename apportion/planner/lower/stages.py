@@ -54,24 +54,24 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
     """int32 [tasks]: 1 + round of their tile. Tasks without tiles run in the first stage, in the last, or so that every
     rank's work is even over stages and no rank delays others' rounds."""
     first = np.int32(schedule.leads - 1 + schedule.rounds if schedule.local == "last" else 0)
-    of_edge = np.append(schedule.leads + schedule.round, first)  # edge -1 picks the last
-    stage, edge = of_edge[tasks.edge].astype(np.int32), tasks.edge
+    edge_stage = np.append(schedule.leads + schedule.round, first)  # edge -1 picks the last
+    stage, edge = edge_stage[tasks.edge].astype(np.int32), tasks.edge
     if tasks.queries_move:
-        of_edge[-1] = -1
+        edge_stage[-1] = -1
         edge = np.maximum(edge, tasks.query_edge)
-        stage = np.maximum(of_edge[tasks.edge], of_edge[tasks.query_edge]).astype(np.int32)
+        stage = np.maximum(edge_stage[tasks.edge], edge_stage[tasks.query_edge]).astype(np.int32)
         stage[edge < 0] = first
     if schedule.own is not None:
         stage[edge < 0] = schedule.own[tasks.k[edge < 0]]
     elif schedule.local == "even":
         order: Ints = np.arange(len(tasks))
-        visit, apart = np.arange(schedule.stages), 0
+        visit, border = np.arange(schedule.stages), 0
         if schedule.beside_exchange:  # little work in the first and the last stage, for which others wait
             order = _alternate_members(tasks, rows, schedule.beside_exchange)
-            visit, apart = np.append(0, np.roll(visit[1:], 1)), 2
+            visit, border = np.append(0, np.roll(visit[1:], 1)), 2
         # assigns the first stage of `visit` up to which a rank has less than the stages' share of its work; each of
-        # the first `apart` stages is counted separately
-        core.fill(stage, tasks.exec, edge, tasks.work, rows.ranks, (_shares(schedule), visit, apart), order)
+        # the first `border` stages is counted separately
+        core.fill(stage, tasks.exec, edge, tasks.work, rows.ranks, (_shares(schedule), visit, border), order)
     return stage
 
 
@@ -82,9 +82,9 @@ def _alternate_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
     share += members * tasks.exec
     by_share = np.lexsort((-tasks.work / tasks.rows, share))
     fresh = changes(share[by_share])
-    turn = np.empty(len(tasks), np.int64)
-    turn[by_share] = np.arange(len(tasks)) - np.maximum.accumulate(np.where(fresh, np.arange(len(tasks)), 0))
-    return np.lexsort((share, turn))
+    index = np.empty(len(tasks), np.int64)
+    index[by_share] = np.arange(len(tasks)) - np.maximum.accumulate(np.where(fresh, np.arange(len(tasks)), 0))
+    return np.lexsort((share, index))
 
 
 def _shares(schedule: Schedule) -> Floats:
@@ -108,8 +108,8 @@ STRIP_ROWS = 2048
 LEAST_ROWS = 512
 
 
-def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
-    """Cuts large tasks without tiles into strips of query rows, to distribute them over the stages. held: int64
+def strips(tasks: Tasks, schedule: Schedule, rows: Ints) -> Tasks:
+    """Cuts large tasks without tiles into strips of query rows, to distribute them over the stages. rows: int64
     [ranks], the rows of each."""
     if schedule.local != "even" or schedule.stages == 1 or schedule.own is not None:
         return tasks
@@ -117,18 +117,18 @@ def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
     if not len(local):
         return tasks
     work = tasks.work
-    parts, short = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
-    total = np.maximum(exact_sums(tasks.exec, work, len(held))[tasks.exec[local]], 1)
+    parts, border = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
+    total = np.maximum(exact_sums(tasks.exec, work, len(rows))[tasks.exec[local]], 1)
     if schedule.beside_exchange:
         # in addition to large strips, two small ones sized for a member's first and last stage
-        keys, of_member = (tasks.k1 - tasks.k0)[local], held[tasks.exec[local]] // schedule.beside_exchange
-        need = (EXCHANGE_SHARE / schedule.beside_exchange * total / keys).astype(np.int64)
-        need = np.minimum(need, (EXCHANGE_SHARE * of_member).astype(np.int64))
-        short[local] = np.where(3 * need < tasks.rows[local], np.maximum(need, LEAST_ROWS), 0)
-    left = tasks.rows[local] - 2 * short[local]
-    parts[local] = np.clip(2 * schedule.stages * work[local] // total, 1, np.maximum(left // STRIP_ROWS, 1))
-    cut = (parts > 1).any() or short.any()
-    return Tasks(*core.cut(tasks.columns, parts, short)) if cut else tasks
+        keys, member_rows = (tasks.k1 - tasks.k0)[local], rows[tasks.exec[local]] // schedule.beside_exchange
+        minimum = (EXCHANGE_SHARE / schedule.beside_exchange * total / keys).astype(np.int64)
+        minimum = np.minimum(minimum, (EXCHANGE_SHARE * member_rows).astype(np.int64))
+        border[local] = np.where(3 * minimum < tasks.rows[local], np.maximum(minimum, LEAST_ROWS), 0)
+    middle = tasks.rows[local] - 2 * border[local]
+    parts[local] = np.clip(2 * schedule.stages * work[local] // total, 1, np.maximum(middle // STRIP_ROWS, 1))
+    cut = (parts > 1).any() or border.any()
+    return Tasks(*core.cut(tasks.columns, parts, border)) if cut else tasks
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,10 @@ class Checks:
             must.all("tokens, of each rank", placed.rank_sums(placed.lengths, homes) <= problem.token_caps)
         for (kind, phase), execution in (placed.execution or {}).items():
             cells = len(cut_cells(problem.bands[kind], placed.starts))
-            where = f"execution of {kind} {phase}"
-            must.that(f"{where}, shape", execution.rank.shape == (placed.head_groups, cells))
+            label = f"execution of {kind} {phase}"
+            must.that(f"{label}, shape", execution.rank.shape == (placed.head_groups, cells))
             must.all(
-                f"{where}, rank", (execution.rank.reshape(-1) >= 0) & (execution.rank.reshape(-1) < homes)
+                f"{label}, rank", (execution.rank.reshape(-1) >= 0) & (execution.rank.reshape(-1) < homes)
             )
 
     @_if_enabled
@@ -96,8 +96,8 @@ class Checks:
         must.all("tasks, keys", tasks.k1 > tasks.k0)
         for edge in (tasks.edge, tasks.query_edge):
             must.all("tasks, edge", (edge >= -1) & (edge < len(edges)))
-            some = np.flatnonzero(edge >= 0)
-            must.all("tasks, edge to where they run", edges.dst[edge[some]] == tasks.exec[some])
+            remote = np.flatnonzero(edge >= 0)
+            must.all("tasks, edge to where they run", edges.dst[edge[remote]] == tasks.exec[remote])
         must.all("edges, from home", edges.src == edges.home)
 
     @_if_enabled
@@ -114,29 +114,29 @@ class Checks:
             column[routed.arrives] for column in (edges.home, edges.row, edges.rows, edges.dst)
         )
         must.all("arrives, where it is needed", dst == star.dst)
-        inside = (row <= star.row) & (row + rows >= star.row + star.rows)
-        must.all("arrives, with all its rows", inside & (home == star.home))
+        is_covered = (row <= star.row) & (row + rows >= star.row + star.rows)
+        must.all("arrives, with all its rows", is_covered & (home == star.home))
 
     @_if_enabled
-    def schedule(self, routed: Routes, made: Schedule) -> None:
+    def schedule(self, routed: Routes, schedule: Schedule) -> None:
         """Every edge has a round, relays later than their parents."""
-        must, edges = _Requirement("schedule", self._passes.schedule), made.edges
-        must.that("edges", len(edges) == len(routed.edges) == len(made.round))
-        must.all("round", (made.round >= 0) & (made.round < max(made.rounds, 1)))
+        must, edges = _Requirement("schedule", self._passes.schedule), schedule.edges
+        must.that("edges", len(edges) == len(routed.edges) == len(schedule.round))
+        must.all("round", (schedule.round >= 0) & (schedule.round < max(schedule.rounds, 1)))
         relays = np.flatnonzero(edges.parent >= 0)
-        must.all("round, after its parent's", made.round[relays] > made.round[edges.parent[relays]])
-        must.all("when, non-decreasing", np.diff(made.when) >= 0)
-        must.that("channel", len(made.channel) == made.rounds)
+        must.all("round, after its parent's", schedule.round[relays] > schedule.round[edges.parent[relays]])
+        must.all("when, non-decreasing", np.diff(schedule.when) >= 0)
+        must.that("channel", len(schedule.channel) == schedule.rounds)
 
     @_if_enabled
     def lowering(self, low: Lowering) -> None:
         """Tasks run after the rounds of their tiles."""
-        must, made = _Requirement("schedule", self._passes.schedule), low.schedule
-        must.all("stage", (low.stage >= 0) & (low.stage < made.stages))
+        must, schedule = _Requirement("schedule", self._passes.schedule), low.schedule
+        must.all("stage", (low.stage >= 0) & (low.stage < schedule.stages))
         for edge in (low.tasks.edge, low.tasks.query_edge):
-            some = np.flatnonzero(edge >= 0)
-            comes = made.leads + made.round[edge[some]]
-            must.all("stage, after its tiles'", low.stage[some] >= comes)
+            remote = np.flatnonzero(edge >= 0)
+            arrival = schedule.leads + schedule.round[edge[remote]]
+            must.all("stage, after its tiles'", low.stage[remote] >= arrival)
         must.all("tasks, in program order", np.diff(low.stage)[np.diff(low.tasks.exec) == 0] >= 0)
 
 
@@ -146,14 +146,14 @@ class _Requirement:
     def __init__(self, step: str, made_by: object) -> None:
         self._where = f"{step} ({made_by!r})"
 
-    def that(self, rule: str, holds: bool) -> None:
-        if not holds:
+    def that(self, rule: str, is_met: bool) -> None:
+        if not is_met:
             raise VerifyError(f"{self._where}: {rule} is wrong")
 
-    def all(self, rule: str, holds: Bools | Any) -> None:
-        wrong = np.flatnonzero(~np.asarray(holds, bool))
-        if len(wrong):
-            raise VerifyError(f"{self._where}: {rule} is wrong in {len(wrong)} rows, first row {wrong[0]}")
+    def all(self, rule: str, flags: Bools | Any) -> None:
+        rows = np.flatnonzero(~np.asarray(flags, bool))
+        if len(rows):
+            raise VerifyError(f"{self._where}: {rule} is wrong in {len(rows)} rows, first row {rows[0]}")
 
     def span(self, rule: str, starts: Ints, end: int) -> None:
         """Checks that `starts` ascends from 0 to `end`."""

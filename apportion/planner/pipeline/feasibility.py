@@ -54,10 +54,10 @@ def _check_memory(problem: Problem) -> None:
     mean."""
     rows = min(problem.token_cap, -(-problem.batch.tokens // problem.ranks))
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
-    need = rows * _home_row_bytes(problem.model, "backward", _projects(problem))
-    if need > cap * 2**30:
+    home_bytes = rows * _home_row_bytes(problem.model, "backward", _projects(problem))
+    if home_bytes > cap * 2**30:
         raise CapacityError(
-            f"{rows} tokens, a lower bound for the fullest rank, need {gib(need)} of home rows for "
+            f"{rows} tokens, a lower bound for the fullest rank, need {gib(home_bytes)} of home rows for "
             f"one attention call, the cap is {cap} GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
         )
 
@@ -74,10 +74,10 @@ def check_promises(
     layouts: Mapping[str, Layout],
 ) -> None:
     """Raises CapacityError, with the numbers, for a plan that breaks a limit of its policy."""
-    tolerance, found = problem.policy.tolerance, report["imbalance"]["compute"]
-    if tolerance is not None and found > tolerance:
+    tolerance, imbalance = problem.policy.tolerance, report["imbalance"]["compute"]
+    if tolerance is not None and imbalance > tolerance:
         raise CapacityError(
-            f"compute imbalance {found:.4f} is above the tolerance {tolerance}: the heaviest piece is "
+            f"compute imbalance {imbalance:.4f} is above the tolerance {tolerance}: the heaviest piece is "
             f"{report['heaviest_piece_over_mean']:.2f} of the mean load and no plan of these pieces is below "
             f"{report['imbalance_bound'] - 1:.4f}; use smaller blocks where the recipe "
             f"has any, another recipe, or a higher policy.tolerance"
@@ -92,9 +92,9 @@ def check_call_memory(
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     rows = layouts[home_layout(layouts)].rows_per_rank
     for (kind, phase), program in programs.items():
-        held = problem.model, rows, phase, program
-        peak = int(_most_bytes(*held).max())
-        if peak > cap * 2**30 and (peak := int(_call_bytes(*held).max())) > cap * 2**30:
+        arguments = problem.model, rows, phase, program
+        peak = int(_most_bytes(*arguments).max())
+        if peak > cap * 2**30 and (peak := int(_call_bytes(*arguments).max())) > cap * 2**30:
             raise CapacityError(
                 f"the {phase} of kind {kind} needs {gib(peak)} of home and work rows on its fullest rank, "
                 f"the cap is {cap} GiB: use more ranks, smaller blocks, fewer buffers or a higher memory_cap_gib"
@@ -106,12 +106,12 @@ def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
     the memory of O if O is released."""
     outputs, queries, keys = _numbers(model)
     size, hidden = model.element_bytes, projects * model.hidden
-    given = (hidden or queries + keys) * size
+    inputs = (hidden or queries + keys) * size
     output = outputs * size + model.q_heads * LSE_BYTES
     if phase == "forward":
-        return given + output
-    beside = outputs * size + 2 * model.q_heads * model.accumulator_bytes  # dO and row statistics
-    return given + beside + (queries + keys) * size + max(output, hidden * size)
+        return inputs + output
+    statistics = outputs * size + 2 * model.q_heads * model.accumulator_bytes  # dO and row statistics
+    return inputs + statistics + (queries + keys) * size + max(output, hidden * size)
 
 
 def _numbers(model: Model) -> tuple[int, int, int]:
@@ -132,20 +132,20 @@ def attention_bytes(plan: Plan) -> int:
 def _call_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
     """int64 [ranks]: bytes of home rows, `rows` on each rank, and of all work arenas. A sum also has accumulators on
     ranks where not all of its home rows arrive as results."""
-    found = _most_bytes(model, rows, phase, program)
+    result = _most_bytes(model, rows, phase, program)
     numbers = dict(zip(("o", "dq", "dkv"), _numbers(model), strict=True))
-    for column, one in find_complete(program, phase).items():
-        arrived = exact_sums(one.arrived.of, one.arrived.row1 - one.arrived.row0, len(rows))
-        found -= rows * numbers[column] * model.accumulator_bytes * (arrived == rows)
-    return found
+    for column, complete in find_complete(program, phase).items():
+        counts = exact_sums(complete.arrived.of, complete.arrived.row1 - complete.arrived.row0, len(rows))
+        result -= rows * numbers[column] * model.accumulator_bytes * (counts == rows)
+    return result
 
 
 def _most_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
     """As `_call_bytes`, with accumulators for all sums."""
     projects = bool((program["instructions"]["op"] == Op.PROJECT).any())
     arenas = program["arenas"]
-    of_head = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
-    size = arenas["rows"].astype(np.int64) * arenas["heads"] * of_head[arenas["tensor"]]
+    head_bytes = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
+    size = arenas["rows"].astype(np.int64) * arenas["heads"] * head_bytes[arenas["tensor"]]
     outputs, queries, keys = _numbers(model)
     wide = (outputs if phase == "forward" else queries + keys) * model.accumulator_bytes
     home = rows * (_home_row_bytes(model, phase, projects) + wide)

@@ -21,11 +21,11 @@ def lower_parts(
 ) -> dict[tuple[str, str], ProgramSet]:
     """Lowers all kinds and phases. first: the first rank of each part. network: for splitting rounds if fewer
     concurrent senders are faster on it; None: no splitting."""
-    keys, each = list(parts[0]), len(parts)
-    behind = [network and network._replace(first=rank) for rank in first]
-    items = [(part[key], key[1], own) for key in keys for part, own in zip(parts, behind, strict=True)]
-    made = spread(lambda item: _lower_phase(*item), items, threads)
-    return {key: _side_by_side(first, made[at * each : (at + 1) * each]) for at, key in enumerate(keys)}
+    keys, count = list(parts[0]), len(parts)
+    networks = [network and network._replace(first=rank) for rank in first]
+    items = [(part[key], key[1], net) for key in keys for part, net in zip(parts, networks, strict=True)]
+    programs = spread(lambda item: _lower_phase(*item), items, threads)
+    return {key: _side_by_side(first, programs[i * count : (i + 1) * count]) for i, key in enumerate(keys)}
 
 
 def _lower_phase(low: Lowering, phase: str, network: Network | None) -> ProgramSet:
@@ -36,7 +36,7 @@ def _lower_phase(low: Lowering, phase: str, network: Network | None) -> ProgramS
     if steps:
         raise CapacityError(f"{steps} steps of all ranks: use larger blocks or a larger coalesce")
     return ProgramSet(
-        {name: Table(ptr, TABLES[name], made) for name, (ptr, made) in zip(TABLES, tables, strict=True)}
+        {name: Table(ptr, TABLES[name], values) for name, (ptr, values) in zip(TABLES, tables, strict=True)}
     )
 
 
@@ -52,16 +52,16 @@ def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramS
 
 def _same_rounds(parts: Sequence[Table]) -> Ints:
     """int64 [instructions]: rounds renumbered, in order, so that launches of one round share channel and mode."""
-    ways = [part.wide("channel") << 8 | part.wide("mode") for part in parts]
-    stride, found = max(int(way.max(initial=0)) for way in ways) + 1, []
-    for part, way in zip(parts, ways, strict=True):
+    modes = [part.wide("channel") << 8 | part.wide("mode") for part in parts]
+    stride, keys = max(int(mode.max(initial=0)) for mode in modes) + 1, []
+    for part, mode in zip(parts, modes, strict=True):
         round_, launch = part.wide("round"), np.flatnonzero(part["op"] == Op.LAUNCH)
-        of_round = np.zeros(int(round_.max(initial=0)) + 1, np.int64)
-        of_round[round_[launch]] = way[launch]
-        found.append(round_ * stride + of_round[round_])
-    number, op = np.concatenate(found), np.concatenate([part["op"] for part in parts])
-    some = np.flatnonzero((op == Op.LAUNCH) | (op == Op.WAIT))
-    rounds, used = np.zeros(len(op), np.int64), np.zeros(int(number.max(initial=0)) + 1, bool)
-    used[number[some]] = True
-    rounds[some] = (np.cumsum(used) - 1)[number[some]]
+        round_mode = np.zeros(int(round_.max(initial=0)) + 1, np.int64)
+        round_mode[round_[launch]] = mode[launch]
+        keys.append(round_ * stride + round_mode[round_])
+    number, op = np.concatenate(keys), np.concatenate([part["op"] for part in parts])
+    index = np.flatnonzero((op == Op.LAUNCH) | (op == Op.WAIT))
+    rounds, is_used = np.zeros(len(op), np.int64), np.zeros(int(number.max(initial=0)) + 1, bool)
+    is_used[number[index]] = True
+    rounds[index] = (np.cumsum(is_used) - 1)[number[index]]
     return rounds

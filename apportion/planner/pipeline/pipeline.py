@@ -92,19 +92,19 @@ def draft(
     """Runs the passes after placement, or after `schedule`. Raises ConfigError, CapacityError."""
     with watch("schedule"):
         parts = [(0, placed)] if lowered is not None else placed.apart()
-        every = [lowered] if lowered is not None else spread(schedule, [part for _, part in parts], threads)
-        for key in every[0]:
-            check_tasks(sum(len(part[key].tasks) for part in every))
-    problem = _with_kept_cap(placed.problem, placed.passes, every)
+        items = [lowered] if lowered is not None else spread(schedule, [part for _, part in parts], threads)
+        for key in items[0]:
+            check_tasks(sum(len(part[key].tasks) for part in items))
+    problem = _with_kept_cap(placed.problem, placed.passes, items)
     with watch("lower"):
         network = problem.cost.network(problem.cluster)
-        programs = lower_parts([first for first, _ in parts], every, threads, network)
-        layouts = build_layouts(problem, placed, every)
+        programs = lower_parts([first for first, _ in parts], items, threads, network)
+        layouts = build_layouts(problem, placed, items)
     if placed.passes.remap is None:
-        return UnsealedPlan(problem, placed, tuple(every), programs, layouts)
+        return UnsealedPlan(problem, placed, tuple(items), programs, layouts)
     with watch("remap"):
         remapping = placed.passes.remap(problem, layouts[home_layout(layouts)])
-    return UnsealedPlan(problem, placed, tuple(every), programs, {**layouts, **remapping.layouts}, remapping)
+    return UnsealedPlan(problem, placed, tuple(items), programs, {**layouts, **remapping.layouts}, remapping)
 
 
 def seal(
@@ -130,7 +130,7 @@ def seal(
         if placed.passes.pods is not None:
             report |= {"pods": len(draft.lowered)}
         if found_departures := departures(placed, draft.lowered):
-            report |= {"departures": [dict(vars(one)) for one in found_departures]}
+            report |= {"departures": [dict(vars(departure)) for departure in found_departures]}
         if draft.remapping is not None:
             report |= {"remap": draft.remapping.said}
         if search is not None:
@@ -145,21 +145,21 @@ def _with_kept_cap(problem: Problem, passes: Passes, lowered: Sequence[Lowered])
     token cap report their resulting maximum; different default caps of ranks, if each is kept, stay as they are. Plans
     with a fuller rank, for instance in the loader's layout, which is even at any speeds, report that maximum as
     well. Raises CapacityError if a rank exceeds the policy's own cap."""
-    held, caps, given = held_tokens(lowered), problem.token_caps, problem.policy.token_cap
-    if given is not None:
-        _check_cap(held, given)
+    tokens, caps, token_cap = held_tokens(lowered), problem.token_caps, problem.policy.token_cap
+    if token_cap is not None:
+        _check_cap(tokens, token_cap)
         return problem
     own = passes.place.own_cap
-    if (held <= (caps if own else problem.member_room)).all() and (not own or caps.min() < caps.max()):
+    if (tokens <= (caps if own else problem.member_room)).all() and (not own or caps.min() < caps.max()):
         return problem
-    cap = max(int(held.max()), problem.token_cap)
+    cap = max(int(tokens.max()), problem.token_cap)
     return replace(problem, policy=replace(problem.policy, token_cap=cap))
 
 
-def _check_cap(held: Ints, cap: int) -> None:
-    fullest = int(held.argmax())
-    if held[fullest] > cap:
+def _check_cap(tokens: Ints, cap: int) -> None:
+    fullest = int(tokens.argmax())
+    if tokens[fullest] > cap:
         raise CapacityError(
-            f"rank {fullest} would hold {held[fullest]} tokens, policy.token_cap is {cap}: raise token_cap to "
-            f"{held[fullest]}, leave it out, or use a recipe that plans under it, such as fcp"
+            f"rank {fullest} would hold {tokens[fullest]} tokens, policy.token_cap is {cap}: raise token_cap to "
+            f"{tokens[fullest]}, leave it out, or use a recipe that plans under it, such as fcp"
         )

@@ -36,11 +36,11 @@ class PlacedProblem:
         passes = self.passes
         if passes.pods is None or passes.inner is not None or passes.reshuffle:
             return [(0, self)]
-        found = []
+        parts = []
         for pod in passes.pods.apart(self.problem, self.placement):
-            own, single = pod.problem, Groups.single(pod.problem.ranks)
-            found.append((pod.first, PlacedProblem(own, passes, single, own, self.shards, pod.placement)))
-        return found or [(0, self)]
+            part, single = pod.problem, Groups.single(pod.problem.ranks)
+            parts.append((pod.first, PlacedProblem(part, passes, single, part, self.shards, pod.placement)))
+        return parts or [(0, self)]
 
 
 def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> PlacedProblem:
@@ -90,8 +90,8 @@ def _without_lone(passes: Passes, groups: Groups, lone: LoneSequences | None) ->
     inner = passes.inner
     if lone is not None or not groups.split or not isinstance(inner, Ulysses) or inner.lone is None:
         return []
-    why = "ranks would be uneven, or all sequences are too long"
-    return [Departure("recipe.inner.ulysses.lone", inner.lone, None, why)]
+    reason = "ranks would be uneven, or all sequences are too long"
+    return [Departure("recipe.inner.ulysses.lone", inner.lone, None, reason)]
 
 
 def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, LoneSequences | None]:

@@ -81,7 +81,7 @@ def build_report(
             "compute": _over_mean(load, problem.speeds),
             "tokens": problem.batch.largest_excess(held_tokens(lowered), problem.token_shares),
         },
-        "area": {kind: int(held.sum()) for kind, held in pairs.items()},
+        "area": {kind: int(kind_pairs.sum()) for kind, kind_pairs in pairs.items()},
         "bytes": sum_volumes(
             communication_volumes(programs, low.sets.sets, problem.model, problem.cluster).values()
         ).summary(),
@@ -104,8 +104,8 @@ def build_report(
 
 def departures(placed: PlacedProblem, lowered: Sequence[Lowered]) -> tuple[Departure, ...]:
     """Departures of all passes from the request, without duplicates."""
-    routed = (low.schedule.routed for part in lowered for low in part.values())
-    return tuple(dict.fromkeys([*placed.departures, *(one for each in routed for one in each.departures)]))
+    routes = (low.schedule.routed for part in lowered for low in part.values())
+    return tuple(dict.fromkeys([*placed.departures, *(one for item in routes for one in item.departures)]))
 
 
 def compute_imbalance(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> float:
@@ -120,8 +120,8 @@ def _over_mean(load: Floats, speeds: Floats) -> float:
 
 def _pairs_per_rank(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> Floats:
     """float64 [ranks]: pairs, or keys chosen by queries, times layers; of the less even phase, if phases differ."""
-    alike = all(low is part[kind, PHASES[0]] for part in lowered for (kind, _), low in part.items())
-    loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if alike else PHASES)}
+    equal = all(low is part[kind, PHASES[0]] for part in lowered for (kind, _), low in part.items())
+    loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if equal else PHASES)}
     for kind, phase in lowered[0]:
         if phase in loads:
             pairs = picked(problem.batch, problem.model, kind, layouts[home_layout(layouts)])
@@ -134,13 +134,13 @@ def _pairs_per_rank(problem: Problem, lowered: Sequence[Lowered], layouts: Mappi
 def _termination(placement: Placement, makespan: bounds.Bound) -> dict[str, Any]:
     """The limit at which planning stopped, and the proven bound of the makespan; `solver`: the same for the solver that
     chose the homes, in its own units."""
-    found = placement.termination
-    said = {"status": str(Status.FEASIBLE), "limit": None, "bound": makespan.bound, "value": makespan.value}
-    if found is None:
-        return said
-    limit = None if found.limit is None else str(found.limit)
-    solver = {"status": str(found.status), "bound": found.bound, "value": found.value, "gap": found.gap}
-    return said | {"limit": limit, "solver": solver}
+    result = placement.termination
+    record = {"status": str(Status.FEASIBLE), "limit": None, "bound": makespan.bound, "value": makespan.value}
+    if result is None:
+        return record
+    limit = None if result.limit is None else str(result.limit)
+    solver = {"status": str(result.status), "bound": result.bound, "value": result.value, "gap": result.gap}
+    return record | {"limit": limit, "solver": solver}
 
 
 def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
@@ -177,63 +177,63 @@ class _DeliveredRows:
 
 def _delivered_rows(low: Lowering) -> _DeliveredRows:
     groups, edges = low.groups, low.edges
-    all_, whole = [], []
+    totals, result_totals = [], []
     queries, keys = low.edges_of["query"], low.edges_of["key"]
     for tiles, heads, results in (
         (queries, low.sets.query_heads, low.whole_results),
         (keys, low.sets.tile_heads, np.zeros(len(keys), bool)),
     ):
-        held = exact_sums(groups.of_rank, heads, len(groups))
-        moved_rows = tiles.rows * held[tiles.dst] if len(tiles) else np.zeros(0, np.int64)
-        all_.append(int(moved_rows.sum()))
-        whole.append(int(moved_rows[results].sum()))
+        head_counts = exact_sums(groups.of_rank, heads, len(groups))
+        moved_rows = tiles.rows * head_counts[tiles.dst] if len(tiles) else np.zeros(0, np.int64)
+        totals.append(int(moved_rows.sum()))
+        result_totals.append(int(moved_rows[results].sum()))
     query_degree = max_degree(queries.src, queries.dst, len(groups))
     degree = max_degree(edges.src, edges.dst, len(groups))
-    return _DeliveredRows((all_[0], all_[1]), (whole[0], whole[1]), degree, query_degree)
+    return _DeliveredRows((totals[0], totals[1]), (result_totals[0], result_totals[1]), degree, query_degree)
 
 
 def _all_traffic(problem: Problem, lowered: Lowered) -> list[PurposeTraffic]:
-    carried = {id(low): _delivered_rows(low) for low in lowered.values()}
+    delivered = {id(low): _delivered_rows(low) for low in lowered.values()}
     return [
         item
         for (kind, phase), low in lowered.items()
-        for item in _traffic(problem, kind, phase, low, carried[id(low)])
+        for item in _traffic(problem, kind, phase, low, delivered[id(low)])
     ]
 
 
 def _merged_traffic(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
     """Merges traffic for the same purpose, which moves at the same time."""
-    found: dict[tuple[str, str, str], PurposeTraffic] = {}
+    merged: dict[tuple[str, str, str], PurposeTraffic] = {}
     for item in traffic:
         key = item.kind, item.phase, item.name
-        found[key] = found[key].beside(item) if key in found else item
-    return list(found.values())
+        merged[key] = merged[key].beside(item) if key in merged else item
+    return list(merged.values())
 
 
 def _traffic(
-    problem: Problem, kind: str, phase: str, low: Lowering, carried: _DeliveredRows
+    problem: Problem, kind: str, phase: str, low: Lowering, delivered: _DeliveredRows
 ) -> list[PurposeTraffic]:
-    found = _exchange_bytes(problem, kind, low, phase, "in")
-    found.append(_tiles(problem, kind, phase, low, carried, "fetch"))
+    items = _exchange_bytes(problem, kind, low, phase, "in")
+    items.append(_tiles(problem, kind, phase, low, delivered, "fetch"))
     if phase == "backward" or low.tasks.queries_move:
-        found.append(_tiles(problem, kind, phase, low, carried, "return"))
-    return found + _exchange_bytes(problem, kind, low, phase, "out")
+        items.append(_tiles(problem, kind, phase, low, delivered, "return"))
+    return items + _exchange_bytes(problem, kind, low, phase, "out")
 
 
 def _tiles(
-    problem: Problem, kind: str, phase: str, low: Lowering, carried: _DeliveredRows, name: str
+    problem: Problem, kind: str, phase: str, low: Lowering, delivered: _DeliveredRows, name: str
 ) -> PurposeTraffic:
     """Traffic of tiles on their way out, or of sums on their way back."""
     schedule, model, size = low.schedule, problem.model, 0
-    moving, results = (FETCHED, False) if name == "fetch" else (RETURNED, True)
-    for side, all_, whole in zip(SIDES, carried.all, carried.whole, strict=True):
-        partly = sum(model.sent_bytes(tensor, 1) for tensor in moving[side, phase])
-        size += partly * all_
-        if results and whole:
-            size += (sum(map(model.sent_result_bytes, moving[side, phase])) - partly) * whole
-    degree = carried.query_degree if results and phase == "forward" else carried.degree
-    once = PurposeTraffic(kind, phase, name, schedule.slots, degree, schedule.rounds, size)
-    return once.repeated(low.sets.tile_turns)
+    tensors, results = (FETCHED, False) if name == "fetch" else (RETURNED, True)
+    for side, rows, result_rows in zip(SIDES, delivered.all, delivered.whole, strict=True):
+        row_bytes = sum(model.sent_bytes(tensor, 1) for tensor in tensors[side, phase])
+        size += row_bytes * rows
+        if results and result_rows:
+            size += (sum(map(model.sent_result_bytes, tensors[side, phase])) - row_bytes) * result_rows
+    degree = delivered.query_degree if results and phase == "forward" else delivered.degree
+    item = PurposeTraffic(kind, phase, name, schedule.slots, degree, schedule.rounds, size)
+    return item.repeated(low.sets.tile_turns)
 
 
 def _exchange_bytes(problem: Problem, kind: str, low: Lowering, phase: str, way: str) -> list[PurposeTraffic]:
@@ -251,8 +251,8 @@ def _exchange_bytes(problem: Problem, kind: str, low: Lowering, phase: str, way:
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
     size = int((exchange.pieces.rows[exchange.piece[exchange.moved]] * heads).sum())
     slots, name = exchange.slots, f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"
-    once = PurposeTraffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, size)
-    return [once.repeated(low.sets.turns)]
+    item = PurposeTraffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, size)
+    return [item.repeated(low.sets.turns)]
 
 
 def _pairs_per_group(
@@ -280,8 +280,8 @@ def _kv_bound(
     ranks."""
     low = leading(lowered[0])
     value = sum(item.bytes for item in traffic if item.name in ("fetch", "return"))
-    moving = any(low.tasks.queries_move for part in lowered for low in part.values())
-    caps = {kind: int(held.max()) for kind, held in pairs.items()}
+    queries_move = any(low.tasks.queries_move for part in lowered for low in part.values())
+    caps = {kind: int(kind_pairs.max()) for kind, kind_pairs in pairs.items()}
     # groups of a recipe without its own cap may exceed their ranks' caps
     cap = max(problem.token_cap * int(low.groups.sizes.max()), fullest)
-    return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value), moving)
+    return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value), queries_move)

@@ -43,21 +43,21 @@ def schedule(placed: PlacedProblem) -> Lowered:
     home = None if exchange is None else exchange.home
     if home is not None and placed.lone is not None:
         home = placed.lone.beside(home)
-    split = problem.bands if passes.inner is None else passes.inner.splits(placed.problem)
+    split_kinds = problem.bands if passes.inner is None else passes.inner.splits(placed.problem)
     lowered: Lowered = {}
     for kind, bands in problem.bands.items():
-        if home is not None and kind not in split:
+        if home is not None and kind not in split_kinds:
             low = _single_rank_tasks(placed, home, placed.problem.batch, kind)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
-        beside = None if home is None or placed.lone is None else _lone_tasks(placed, placed.lone, home, kind)
+        lone = None if home is None or placed.lone is None else _lone_tasks(placed, placed.lone, home, kind)
         if placement.execution is None:
-            found = find_tasks(bands, rows)
-            Checks(passes).tasks(bands, rows.starts, *found, len(heads))
+            tasks_and_edges = find_tasks(bands, rows)
+            Checks(passes).tasks(bands, rows.starts, *tasks_and_edges, len(heads))
             if placement.groups is not None:
-                check_groups(groups, len(found[1]))
-            own = _passes_of(passes, problem, kind)
-            low = _scheduled(own, site, found, None, groups, (sets, heads), exchange, beside)
+                check_groups(groups, len(tasks_and_edges[1]))
+            kind_passes = _passes_of(passes, problem, kind)
+            low = _scheduled(kind_passes, site, tasks_and_edges, None, groups, (sets, heads), exchange, lone)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
         cells = cut_cells(bands, rows.starts)
@@ -66,18 +66,18 @@ def schedule(placed: PlacedProblem) -> Lowered:
             if phase == PHASES[1] and execution is placement.execution[kind, PHASES[0]]:
                 lowered[kind, phase] = lowered[kind, PHASES[0]]
                 continue
-            found = placed_tasks(cells, execution, rows, heads)
-            Checks(passes).tasks(bands, rows.starts, *found, len(heads))
+            tasks_and_edges = placed_tasks(cells, execution, rows, heads)
+            Checks(passes).tasks(bands, rows.starts, *tasks_and_edges, len(heads))
             division = None if execution.division is None else execution.division.reshape(-1)
-            low = _scheduled(passes, site, found, division, groups, (sets, heads), exchange, beside)
+            low = _scheduled(passes, site, tasks_and_edges, division, groups, (sets, heads), exchange, lone)
             lowered[kind, phase] = low
     return lowered
 
 
 def _passes_of(passes: Passes, problem: Problem, kind: str) -> Passes:
     """The passes of a kind: if it chooses keys at run time, rows cross to each node once."""
-    once = kind in problem.picked and isinstance(passes.route, Star) and problem.cluster.nodes > 1
-    return replace(passes, route=Node()) if once else passes
+    needs_node = kind in problem.picked and isinstance(passes.route, Star) and problem.cluster.nodes > 1
+    return replace(passes, route=Node()) if needs_node else passes
 
 
 def _exchange(placed: PlacedProblem, rows: Rows, sets: HeadSets) -> Exchange | None:
@@ -92,15 +92,15 @@ def _exchange(placed: PlacedProblem, rows: Rows, sets: HeadSets) -> Exchange | N
     )
 
 
-def _room_beside(problem: Problem, groups: Groups, first: Ints, held: Ints) -> Ints:
+def _room_beside(problem: Problem, groups: Groups, first: Ints, counts: Ints) -> Ints:
     """int64 [ranks] > 0: proportions in which members share the rows of their group, int64 [groups], besides `first`
     rows of their own: what their default caps leave, or an explicit cap if a group exceeds those."""
     shares: Ints = np.maximum(problem.member_room - first, 1)
     if problem.policy.token_cap is None:
         return shares
-    short = held > np.add.reduceat(shares, groups.first[:-1])
-    room: Ints = np.where(short[groups.of_rank], np.maximum(problem.policy.token_cap - first, 1), shares)
-    return room
+    is_full = counts > np.add.reduceat(shares, groups.first[:-1])
+    result: Ints = np.where(is_full[groups.of_rank], np.maximum(problem.policy.token_cap - first, 1), shares)
+    return result
 
 
 def _lone_tasks(placed: PlacedProblem, lone: LoneSequences, home: Rows, kind: str) -> LoneTasks:
@@ -112,52 +112,52 @@ def _lone_tasks(placed: PlacedProblem, lone: LoneSequences, home: Rows, kind: st
 def _single_rank_tasks(placed: PlacedProblem, rows: Rows, batch: Batch, kind: str) -> Lowering:
     """Tasks of one kind on single ranks, with all heads, for the sequences of a batch on their rows."""
     cluster, model, bands = placed.problem.cluster, placed.problem.model, batch.bands(kind)
-    found, single = find_tasks(bands, rows), Groups.single(cluster.ranks)
+    tasks_and_edges, single = find_tasks(bands, rows), Groups.single(cluster.ranks)
     sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
     passes = replace(_passes_of(placed.passes, placed.problem, kind), inner=None)
-    Checks(passes).tasks(bands, rows.starts, *found, 1)
-    return _scheduled(passes, Site(rows, batch, cluster), found, None, single, (sets, heads))
+    Checks(passes).tasks(bands, rows.starts, *tasks_and_edges, 1)
+    return _scheduled(passes, Site(rows, batch, cluster), tasks_and_edges, None, single, (sets, heads))
 
 
 def _scheduled(
     passes: Passes,
     site: Site,
-    found: tuple[Tasks, Edges],
+    tasks_and_edges: tuple[Tasks, Edges],
     division: Ints | None,
     groups: Groups,
     heads: tuple[HeadSets, HeadGroups],
     exchange: Exchange | None = None,
-    beside: LoneTasks | None = None,
+    lone: LoneTasks | None = None,
 ) -> Lowering:
     """Schedules tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
-    tasks, edges = found
+    tasks, edges = tasks_and_edges
     if groups.split:  # every rank of a group needs them
         check_tasks(int(groups.sizes[tasks.exec].sum()))
-    routed, checks = _routed(passes, edges, site), Checks(passes)
-    checks.routed(edges, routed, len(groups))
+    routes, checks = _routed(passes, edges, site), Checks(passes)
+    checks.routed(edges, routes, len(groups))
     if division is not None:
-        routed = replace(routed, division=_first_needed(tasks, routed, division))
+        routes = replace(routes, division=_first_needed(tasks, routes, division))
     schedule, overlap = (
-        passes.schedule(routed, len(groups)),
+        passes.schedule(routes, len(groups)),
         passes.inner is not None and passes.inner.overlap,
     )
-    checks.schedule(routed, schedule)
+    checks.schedule(routes, schedule)
     if overlap:
         schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))
     tasks = tasks.arriving(schedule.routed.arrives)
     tasks, parts, stage = program_order(tasks, schedule, site.rows, division)
-    low = Lowering(site.rows, tasks, parts, stage, schedule, exchange, groups, *heads, beside)
+    low = Lowering(site.rows, tasks, parts, stage, schedule, exchange, groups, *heads, lone)
     checks.lowering(low)
     return overlapped(low) if overlap else low
 
 
-def _first_needed(tasks: Tasks, routed: Routes, division: Ints) -> Ints:
+def _first_needed(tasks: Tasks, routes: Routes, division: Ints) -> Ints:
     """int32 [edges]: the first division with a task that needs the edge's rows."""
-    first = np.full(len(routed.edges), np.iinfo(np.int32).max, np.int32)
+    first = np.full(len(routes.edges), np.iinfo(np.int32).max, np.int32)
     for edge in (tasks.edge, tasks.query_edge):
-        some = np.flatnonzero(edge >= 0)
-        np.minimum.at(first, routed.arrives[edge[some]], division[some])
-    depth, parent = depths(routed.edges.parent), routed.edges.parent
+        remote = np.flatnonzero(edge >= 0)
+        np.minimum.at(first, routes.arrives[edge[remote]], division[remote])
+    depth, parent = depths(routes.edges.parent), routes.edges.parent
     for level in range(int(depth.max(initial=0)), 0, -1):  # relayed rows must have arrived before
         relays = np.flatnonzero(depth == level)
         np.minimum.at(first, parent[relays], first[relays])
@@ -166,8 +166,8 @@ def _first_needed(tasks: Tasks, routed: Routes, division: Ints) -> Ints:
 
 def _head_sets(problem: Problem, passes: Passes, groups: Groups) -> HeadSets:
     """The heads of every rank, all at once or in stages."""
-    of = HeadSets.of if passes.inner is None else passes.inner.head_sets
-    return of(problem.model, groups)
+    make = HeadSets.of if passes.inner is None else passes.inner.head_sets
+    return make(problem.model, groups)
 
 
 def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
@@ -187,5 +187,5 @@ def _routed(passes: Passes, edges: Edges, site: Site) -> Routes:
     star = None if passes.route.by_block else passes.schedule.tiles(edges, passes.route.relays)
     if star is None:
         return route(edges, site)
-    routed = route(star.edges, site)
-    return replace(routed, arrives=routed.arrives[star.arrives])
+    routes = route(star.edges, site)
+    return replace(routes, arrives=routes.arrives[star.arrives])

@@ -50,12 +50,12 @@ class FlexSp(PlacePass):
         refuse_home_ranks(problem, "flexsp")
         axis = problem.batch.starts
         case = grouping_problem(problem, self.capacity, linear=self.linear)
-        found = self.solver(case)
-        if not found.termination.solved:
-            raise _no_mix(case, found)
-        group, first = _lay_out(problem, found)
+        mix = self.solver(case)
+        if not mix.termination.solved:
+            raise _no_mix(case, mix)
+        group, first = _lay_out(problem, mix)
         weight = row_weights(problem, axis)
-        return Placement(axis, group, weight, _bound(problem, weight, case.degrees), first, found.termination)
+        return Placement(axis, group, weight, _bound(problem, weight, case.degrees), first, mix.termination)
 
 
 def grouping_problem(
@@ -110,9 +110,9 @@ def _us_a_row(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads:
         problem.model.sent_bytes(tensor, heads[side]) for side in SIDES for tensor in TRAVELLING[side, phase]
     )
     cluster = problem.cluster
-    near = min(degree, cluster.ranks_per_node)
+    local = min(degree, cluster.ranks_per_node)
     return max(
-        (near - 1) * row / (cluster.intra_gbs * 1e3), (degree - near) * row / _inter_bytes_a_us(cluster)
+        (local - 1) * row / (cluster.intra_gbs * 1e3), (degree - local) * row / _inter_bytes_a_us(cluster)
     )
 
 
@@ -121,19 +121,19 @@ def _inter_bytes_a_us(cluster: Cluster) -> float:
     return cluster.inter_gbs * 1e3 * cluster.nics_per_node / cluster.ranks_per_node
 
 
-def _lay_out(problem: Problem, found: Grouping) -> tuple[Ints, Ints]:
+def _lay_out(problem: Problem, mix: Grouping) -> tuple[Ints, Ints]:
     """(group of each sequence, first rank of each group and the end), with idle ranks in groups of one at the end."""
-    idle = problem.ranks - int(found.degree.sum())
-    sizes = np.append(found.degree, np.ones(idle, np.int64))
+    idle = problem.ranks - int(mix.degree.sum())
+    sizes = np.append(mix.degree, np.ones(idle, np.int64))
     first = offsets(sizes)
     if problem.cluster.speeds is None:
-        return found.group, first
+        return mix.group, first
     slowest = np.minimum.reduceat(problem.speeds, first[:-1])
-    time = np.append(found.time, np.zeros(idle))
-    places, wants = np.lexsort((-slowest, -sizes)), np.lexsort((-time, -sizes))
-    place = np.empty(len(sizes), np.int64)
-    place[wants] = places
-    return place[found.group], first
+    time = np.append(mix.time, np.zeros(idle))
+    slots, order = np.lexsort((-slowest, -sizes)), np.lexsort((-time, -sizes))
+    slot = np.empty(len(sizes), np.int64)
+    slot[order] = slots
+    return slot[mix.group], first
 
 
 def _bound(problem: Problem, weight: Ints, degrees: Ints) -> float:
@@ -142,9 +142,9 @@ def _bound(problem: Problem, weight: Ints, degrees: Ints) -> float:
     return max(mean, float(weight.max(initial=0)) / (int(degrees[-1]) * float(problem.speeds.max())))
 
 
-def _no_mix(case: GroupingProblem, found: Grouping) -> CapacityError:
+def _no_mix(case: GroupingProblem, mix: Grouping) -> CapacityError:
     return CapacityError(
         f"no groups found for {len(case.sizes)} sequences of {int(case.sizes.sum())} tokens on {case.ranks} ranks of "
-        f"at most {case.cap} tokens each, with degrees {case.degrees.tolist()} ({found.termination}): raise "
+        f"at most {case.cap} tokens each, with degrees {case.degrees.tolist()} ({mix.termination}): raise "
         f"token_cap or capacity, give more nodes, or use a recipe that cuts sequences, such as fcp"
     )

@@ -42,10 +42,10 @@ class HybridDp(PlacePass):
         axis, lengths = problem.batch.starts, problem.batch.lengths
         size = _ranks_needed(problem, self.capacity, problem.ranks)
         weight = row_weights(problem, axis)
-        first, load, used = _windows(problem, size, weight)
-        short = size == 1
-        first[short] = spread(problem, weight[short], lengths[short], load, used, self.solver)
-        return placed(problem, *deal(axis, first, size), "hybrid_dp", weight[short])
+        first, load, tokens = _windows(problem, size, weight)
+        is_single = size == 1
+        first[is_single] = spread(problem, weight[is_single], lengths[is_single], load, tokens, self.solver)
+        return placed(problem, *deal(axis, first, size), "hybrid_dp", weight[is_single])
 
 
 @dataclass(frozen=True)
@@ -66,25 +66,25 @@ class MegatronHybrid(PlacePass):
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "megatron_hybrid")
-        needed = _ranks_needed(problem, self.capacity, 1 << problem.ranks.bit_length() - 1)
-        wanted = np.int64(1) << np.frexp(needed - 1)[1].astype(np.int64)
-        first, size = _turn_groups(problem.batch.lengths, wanted, problem.ranks, self.solver)
+        counts = _ranks_needed(problem, self.capacity, 1 << problem.ranks.bit_length() - 1)
+        sizes = np.int64(1) << np.frexp(counts - 1)[1].astype(np.int64)
+        first, size = _turn_groups(problem.batch.lengths, sizes, problem.ranks, self.solver)
         return placed(problem, *deal(problem.batch.starts, first, size), "megatron_hybrid")
 
 
-def _ranks_needed(problem: Problem, capacity: int | None, most: int) -> Ints:
-    """int64 [sequences]: number of ranks with `capacity` tokens each, at most `most`. Raises CapacityError if an
+def _ranks_needed(problem: Problem, capacity: int | None, limit: int) -> Ints:
+    """int64 [sequences]: number of ranks with `capacity` tokens each, at most `limit`. Raises CapacityError if an
     explicit capacity needs more."""
     lengths = problem.batch.lengths
-    needed = -(-lengths // (capacity or -(-problem.batch.tokens // problem.ranks)))
+    counts = -(-lengths // (capacity or -(-problem.batch.tokens // problem.ranks)))
     longest = int(lengths.argmax())
-    if capacity is not None and needed[longest] > most:
+    if capacity is not None and counts[longest] > limit:
         raise CapacityError(
-            f"sequence {longest} has {lengths[longest]} tokens and needs {needed[longest]} ranks of {capacity} tokens, "
-            f"the largest group has {most} of {problem.ranks} ranks: raise capacity to at least "
-            f"{-(-lengths[longest] // most)} or leave it out, or use more ranks"
+            f"sequence {longest} has {lengths[longest]} tokens and needs {counts[longest]} ranks of {capacity} tokens, "
+            f"the largest group has {limit} of {problem.ranks} ranks: raise capacity to at least "
+            f"{-(-lengths[longest] // limit)} or leave it out, or use more ranks"
         )
-    return np.minimum(needed, most)
+    return np.minimum(counts, limit)
 
 
 def _windows(problem: Problem, size: Ints, weight: Ints) -> tuple[Ints, Ints, Ints]:
@@ -92,27 +92,27 @@ def _windows(problem: Problem, size: Ints, weight: Ints) -> tuple[Ints, Ints, In
     rank."""
     lengths, ranks = problem.batch.lengths, problem.ranks
     first = np.zeros(len(size), np.int64)
-    load, used = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
-    long = np.flatnonzero(size > 1)
-    for sequence in long[np.lexsort((long, -lengths[long]))].tolist():
+    load, tokens = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    split = np.flatnonzero(size > 1)
+    for sequence in split[np.lexsort((split, -lengths[split]))].tolist():
         group = int(size[sequence])
         time = np.concatenate([[0.0], np.cumsum(load / problem.speeds)])
-        begin = int(np.argmin(time[group:] - time[:-group]))
-        first[sequence] = begin
-        load[begin : begin + group] += weight[sequence] // group
-        used[begin : begin + group] += -(-lengths[sequence] // group)
-    return first, load, used
+        rank = int(np.argmin(time[group:] - time[:-group]))
+        first[sequence] = rank
+        load[rank : rank + group] += weight[sequence] // group
+        tokens[rank : rank + group] += -(-lengths[sequence] // group)
+    return first, load, tokens
 
 
-def _turn_groups(lengths: Ints, wanted: Ints, ranks: int, solver: PartitionSolver) -> tuple[Ints, Ints]:
+def _turn_groups(lengths: Ints, requested: Ints, ranks: int, solver: PartitionSolver) -> tuple[Ints, Ints]:
     """First rank and number of ranks of each sequence's group. Each turn serves at least one size, so turns are few."""
     first, size = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    waiting = np.unique(wanted)[::-1].tolist()
+    waiting = np.unique(requested)[::-1].tolist()
     while waiting:
         free, group = ranks, np.full(len(lengths), -1, np.int64)
         groups: list[int] = []
         for degree in waiting:
-            members = np.flatnonzero(wanted == degree)
+            members = np.flatnonzero(requested == degree)
             count = min(len(members), free // degree)
             if count:
                 group[members] = len(groups) + _cheapest(lengths[members], count, solver)
@@ -121,8 +121,8 @@ def _turn_groups(lengths: Ints, wanted: Ints, ranks: int, solver: PartitionSolve
         served = set(groups)
         waiting = [degree for degree in waiting if degree not in served]
         widths = _widen_groups(groups, ranks)
-        now = group >= 0
-        size[now], first[now] = widths[group[now]], _aligned_first_ranks(widths)[group[now]]
+        is_set = group >= 0
+        size[is_set], first[is_set] = widths[group[is_set]], _aligned_first_ranks(widths)[group[is_set]]
     return first, size
 
 

@@ -41,15 +41,15 @@ class Lpt(PlacePass):
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         if self.weigh == "time":
             return _place(problem, shards, row_times(problem, shards.starts), self.solver)
-        found = lightest(
+        result = lightest(
             problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), self.solver)
         )
         if self.solver.entry.heuristic:
-            return found
+            return result
         # an exact solver keeps pieces whole, LPT may leave some to be cut
         lpt = PartitionSolver("lpt")
-        usual = lightest(problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), lpt))
-        return min([found, usual], key=lambda placement: busiest(problem, placement))
+        other = lightest(problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), lpt))
+        return min([result, other], key=lambda placement: busiest(problem, placement))
 
 
 def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) -> Placement:
@@ -59,8 +59,8 @@ def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) 
     first = place(layers)
     if len(layers) == 1:
         return first
-    alone = [place({**layers, kind: ALONE * count}) for kind, count in layers.items()]
-    return min([first, *alone], key=lambda placement: busiest(problem, placement))
+    variants = [place({**layers, kind: ALONE * count}) for kind, count in layers.items()]
+    return min([first, *variants], key=lambda placement: busiest(problem, placement))
 
 
 def busiest(problem: Problem, placement: Placement) -> float:
@@ -75,8 +75,8 @@ def busiest(problem: Problem, placement: Placement) -> float:
 def _place(problem: Problem, shards: Shards, balanced_weight: Ints, solver: PartitionSolver) -> Placement:
     """Places blocks. balanced_weight: int64 [blocks], the balanced quantity."""
     weights, case = shards.piece_weights, pieces_to_ranks(problem, shards, balanced_weight)
-    found = None if shards.solved is None or balanced_weight is not shards.weight else shards.solved
-    result = found[1] if found is not None and found[0] == solver else solver(case)
+    solution = None if shards.solved is None or balanced_weight is not shards.weight else shards.solved
+    result = solution[1] if solution is not None and solution[0] == solver else solver(case)
     end = None if solver.entry.heuristic else result.termination
     home = result.bin[shards.piece]
     starts, weight, items = shards.starts, shards.weight, weights
@@ -114,41 +114,41 @@ def _rows(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Ints:
 
 def _cut_into_room(problem: Problem, shards: Shards, case: PartitionProblem, bins: Ints) -> tuple[Ints, Ints]:
     """Cuts the blocks without a home to fill the remaining room; returns starts and homes of the finer blocks."""
-    home, allowed, there = bins[shards.piece], case.allowed, bins >= 0
-    room = (case.caps - exact_sums(bins[there], case.sizes[there], problem.ranks)).tolist()
-    load = exact_sums(bins[there], case.weights[there], problem.ranks)
+    home, allowed, is_placed = bins[shards.piece], case.allowed, bins >= 0
+    room = (case.caps - exact_sums(bins[is_placed], case.sizes[is_placed], problem.ranks)).tolist()
+    load = exact_sums(bins[is_placed], case.weights[is_placed], problem.ranks)
     order = np.lexsort((np.arange(problem.ranks), load / problem.speeds)).tolist()
     cuts: dict[int, list[tuple[int, int]]] = {}
     for block in np.flatnonzero(home < 0).tolist():
         order = [rank for rank in order if room[rank]]
-        only = allowed[int(shards.piece[block])] if allowed else None
-        at, end = int(shards.starts[block]), int(shards.starts[block + 1])
+        home_ranks = allowed[int(shards.piece[block])] if allowed else None
+        token, end = int(shards.starts[block]), int(shards.starts[block + 1])
         parts = cuts.setdefault(block, [])
         for rank in order:
-            if at == end:
+            if token == end:
                 break
-            if only is None or rank in only:
-                step = min(room[rank], end - at)
-                parts.append((at, rank))
-                at, room[rank] = at + step, room[rank] - step
-        if at < end:
-            raise _no_room_error(problem, shards, only, allowed)
+            if home_ranks is None or rank in home_ranks:
+                step = min(room[rank], end - token)
+                parts.append((token, rank))
+                token, room[rank] = token + step, room[rank] - step
+        if token < end:
+            raise _no_room_error(problem, shards, home_ranks, allowed)
     return _with_cuts(shards, home, cuts)
 
 
 def _no_room_error(
     problem: Problem,
     shards: Shards,
-    only: tuple[int, ...] | None,
+    home_ranks: tuple[int, ...] | None,
     allowed: Sequence[tuple[int, ...] | None] | None,
 ) -> CapacityError:
     sizes, caps = shards.per_piece(shards.lengths).tolist(), problem.token_caps
-    most = caps.max() if only is None else caps[list(only)].max()
+    room = caps.max() if home_ranks is None else caps[list(home_ranks)].max()
     if allowed is None:
         return CapacityError(f"{sum(sizes)} tokens do not fit on ranks that hold {caps.sum()} together")
-    need = sum(size for size, ranks in zip(sizes, allowed, strict=True) if ranks == only)
+    need = sum(size for size, ranks in zip(sizes, allowed, strict=True) if ranks == home_ranks)
     return CapacityError(
-        f"{need} tokens have home_ranks {only}, which hold at most {most} each, other pieces included: "
+        f"{need} tokens have home_ranks {home_ranks}, which hold at most {room} each, other pieces included: "
         f"raise token_cap or widen home_ranks"
     )
 
@@ -159,5 +159,5 @@ def _with_cuts(shards: Shards, home: Ints, cuts: dict[int, list[tuple[int, int]]
         for block, rank in enumerate(home.tolist())
         for part in cuts.get(block, [(int(shards.starts[block]), rank)])
     ]
-    starts = np.array([at for at, _ in parts] + [int(shards.starts[-1])], np.int64)
+    starts = np.array([token for token, _ in parts] + [int(shards.starts[-1])], np.int64)
     return starts, np.array([rank for _, rank in parts], np.int64)

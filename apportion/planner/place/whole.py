@@ -64,15 +64,15 @@ def spread(
     cap = problem.policy.token_cap
     if cap is None:
         return _least_slack(problem, weights, sizes, load, used, solver)
-    for by in (weights, sizes):
+    for key in (weights, sizes):
         home = _solve_under_caps(
-            problem, by, sizes, load if by is weights else used, used, problem.token_caps, solver
+            problem, key, sizes, load if key is weights else used, used, problem.token_caps, solver
         )
         if (home >= 0).all():
             return home
-    left = home < 0
+    rest = home < 0
     raise CapacityError(
-        f"{left.sum()} of {len(sizes)} whole sequences ({sizes[left].sum()} tokens) found no room on {problem.ranks} "
+        f"{rest.sum()} of {len(sizes)} whole sequences ({sizes[rest].sum()} tokens) found no room on {problem.ranks} "
         f"ranks of at most {cap} tokens: raise token_cap (the mean is {problem.batch.tokens / problem.ranks:.0f}) or "
         f"use a recipe that cuts sequences, such as fcp"
     )
@@ -81,10 +81,10 @@ def spread(
 def _least_slack(
     problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, solver: PartitionSolver
 ) -> Ints:
-    most = int(max(used.max(), sizes.max(initial=0)))
-    shares = [np.maximum((slack * problem.token_shares).astype(np.int64), most) for slack in SLACKS]
-    shares.append(np.full(problem.ranks, problem.batch.tokens + most))
-    for caps in {some.tobytes(): some for some in shares}.values():
+    minimum = int(max(used.max(), sizes.max(initial=0)))
+    shares = [np.maximum((slack * problem.token_shares).astype(np.int64), minimum) for slack in SLACKS]
+    shares.append(np.full(problem.ranks, problem.batch.tokens + minimum))
+    for caps in {option.tobytes(): option for option in shares}.values():
         home = _solve_under_caps(problem, weights, sizes, load, used, caps, solver)
         if (home >= 0).all():
             break
@@ -98,6 +98,6 @@ def _solve_under_caps(
     allowed rank."""
     if not used.any():
         return solver(PartitionProblem(weights, sizes, caps, problem.speeds)).bin
-    both = np.concatenate([load, weights]), np.concatenate([used, sizes])
+    columns = np.concatenate([load, weights]), np.concatenate([used, sizes])
     allowed = [*((rank,) for rank in range(problem.ranks)), *[None] * len(weights)]
-    return solver(PartitionProblem(*both, caps, problem.speeds, allowed)).bin[problem.ranks :]
+    return solver(PartitionProblem(*columns, caps, problem.speeds, allowed)).bin[problem.ranks :]

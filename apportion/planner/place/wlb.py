@@ -53,8 +53,8 @@ def busiest_us(problem: Problem, placement: Placement) -> float:
 
 
 def _rank_us(problem: Problem, bands: Ints, placement: Placement) -> Floats:
-    every = -(-(len(placement.home) + len(bands)) // PRICED_PIECES)
-    pieces, block = query_pieces(bands, placement.starts, placement.home % every == 0)
+    step = -(-(len(placement.home) + len(bands)) // PRICED_PIECES)
+    pieces, block = query_pieces(bands, placement.starts, placement.home % step == 0)
     home = placement.home[block]
     rows, keys = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
     pairs, model = band_algebra.area(pieces), problem.model
@@ -65,20 +65,20 @@ def _rank_us(problem: Problem, bands: Ints, placement: Placement) -> Floats:
     return time
 
 
-def query_pieces(bands: Ints, starts: Ints, wanted: Bools) -> tuple[Ints, Ints]:
-    """Bands cut by the `wanted` query blocks, int64 [pieces, 6], without empty ones, and the block of each, int64
+def query_pieces(bands: Ints, starts: Ints, is_priced: Bools) -> tuple[Ints, Ints]:
+    """Bands cut by the `is_priced` query blocks, int64 [pieces, 6], without empty ones, and the block of each, int64
     [pieces].
 
-    bands: int64 [bands, 6], global tokens; starts: int64 [blocks + 1]; wanted: bool [blocks].
+    bands: int64 [bands, 6], global tokens; starts: int64 [blocks + 1]; is_priced: bool [blocks].
     """
-    low = np.searchsorted(starts, bands[:, 0], "right") - 1
-    count = np.maximum(np.searchsorted(starts, bands[:, 1], "left") - low, 0)
+    first_block = np.searchsorted(starts, bands[:, 0], "right") - 1
+    count = np.maximum(np.searchsorted(starts, bands[:, 1], "left") - first_block, 0)
     band = group_of(count)
-    block = np.arange(len(band)) - np.repeat(np.cumsum(count) - count - low, count)
-    band, block = band[wanted[block]], block[wanted[block]]
+    block = np.arange(len(band)) - np.repeat(np.cumsum(count) - count - first_block, count)
+    band, block = band[is_priced[block]], block[is_priced[block]]
     pieces = bands[band]
     pieces[:, 0] = np.maximum(pieces[:, 0], starts[block])
     pieces[:, 1] = np.minimum(pieces[:, 1], starts[block + 1])
     pieces = band_algebra.tighten(pieces)
-    some = pieces[:, 0] < pieces[:, 1]
-    return pieces[some], block[some]
+    nonempty = pieces[:, 0] < pieces[:, 1]
+    return pieces[nonempty], block[nonempty]

@@ -71,14 +71,14 @@ class Zeppelin(PlacePass):
         """int64 [3, shares]: sequence, rank and tokens, by sequence, then by its ranks in order."""
         caps = self._capacities(problem)
         by_node = caps.reshape(problem.cluster.nodes, problem.cluster.ranks_per_node)
-        of_nodes = by_node.sum(1)
-        inter, intra = int(of_nodes.max()), int(caps.max())
+        node_caps = by_node.sum(1)
+        inter, intra = int(node_caps.max()), int(caps.max())
         if self.zones == "cost":
             cluster = problem.cluster
             inter = min(inter, hidden_from(problem, cluster.inter_gbs_per_rank, cluster.inter_latency_us))
             intra = min(intra, hidden_from(problem, cluster.intra_gbs, cluster.intra_latency_us))
         enforce = self.cap == "enforce" or (self.cap == "auto" and problem.policy.token_cap is not None)
-        most = np.minimum(of_nodes, MOST_TOKENS)
+        most = np.minimum(node_caps, MOST_TOKENS)
         inter, intra = self.inter_tokens or inter, self.intra_tokens or intra
         return core.shares(problem.batch.lengths, most, by_node, inter, intra, enforce)
 
@@ -102,9 +102,9 @@ def hidden_from(problem: Problem, gbs: float, latency_us: float) -> int:
     a_token_us = model.sent_bytes(Tensor.KV) / (gbs * 1e3)
 
     def is_hidden(tokens: int) -> bool:
-        one = np.array([tokens])
-        pairs = one * (one + 1) // 2
-        attends = cost.attention_us("forward", one, one, pairs, model.q_heads, model.kv_heads)
-        return float(attends[0]) >= latency_us + tokens * a_token_us
+        length = np.array([tokens])
+        pairs = length * (length + 1) // 2
+        attention_us = cost.attention_us("forward", length, length, pairs, model.q_heads, model.kv_heads)
+        return float(attention_us[0]) >= latency_us + tokens * a_token_us
 
     return 1 + bisect_left(range(1, LONGEST), True, key=is_hidden)

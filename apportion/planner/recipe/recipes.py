@@ -48,16 +48,16 @@ def entries() -> dict[str, RecipeEntry]:
 
 @cache
 def _plugged_recipes() -> Mapping[str, RecipeEntry]:
-    added = {}
+    recipes = {}
     for name, point in plugins.found("apportion.recipes").items():
-        held = plugins.load(point, (RecipeEntry, Recipe))
-        entry = held if isinstance(held, RecipeEntry) else RecipeEntry(held, "", plugins.distribution(point))
+        item = plugins.load(point, (RecipeEntry, Recipe))
+        entry = item if isinstance(item, RecipeEntry) else RecipeEntry(item, "", plugins.distribution(point))
         if entry.name in BUILT_IN or entry.name != name:
             raise plugins.entry_point_error(
                 point, f"brings a recipe {entry.name!r}", "give it an unused name, and the same here"
             )
-        added[name] = entry
-    return added
+        recipes[name] = entry
+    return recipes
 
 
 def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
@@ -66,26 +66,26 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, Mapping):
-        given = Recipe.from_data(recipe)
-        check(given)
-        return given
+        result = Recipe.from_data(recipe)
+        check(result)
+        return result
     if not isinstance(recipe, str):
         rule = "must be a name, a Recipe or its data"
         raise ConfigError("recipe", recipe, rule, f"use {DEFAULT_RECIPE}")
-    known = BUILT_IN if recipe in BUILT_IN else entries()
-    if recipe not in known:
-        raise UnknownNameError("recipe", recipe, "no recipe of that name", suggestion(recipe, known))
-    found = known[recipe].recipe
+    names = BUILT_IN if recipe in BUILT_IN else entries()
+    if recipe not in names:
+        raise UnknownNameError("recipe", recipe, "no recipe of that name", suggestion(recipe, names))
+    built_in = names[recipe].recipe
     # a copy of each step, so that changed parameters affect no other plan
-    return Recipe(found.name, tuple(replace(step) for step in found))
+    return Recipe(built_in.name, tuple(replace(step) for step in built_in))
 
 
 def find_recipes(field: str, recipes: Any) -> list[Recipe]:
     """Resolves a non-empty list of names, Recipes and data. Raises ConfigError."""
-    found = [find_recipe(recipe) for recipe in sequence(field, recipes)]
-    if not found:
+    result = [find_recipe(recipe) for recipe in sequence(field, recipes)]
+    if not result:
         raise ConfigError(field, [], "must not be empty", "name at least one")
-    return found
+    return result
 
 
 def check(recipe: Recipe) -> None:
@@ -104,16 +104,16 @@ def schema() -> dict[str, Any]:
     base = json.loads(files("apportion.schemas").joinpath("recipe.schema.json").read_text("utf-8"))
     searches = {"required": ["search"], "propertyNames": {"enum": ["pack", "search"]}}
     plans = {"required": list(_REQUIRED), "not": {"required": ["search"]}}
-    held = {"type": "object", "additionalProperties": False, "properties": steps, "oneOf": [plans, searches]}
-    return {**base, "properties": {**base["properties"], "steps": held}}
+    body = {"type": "object", "additionalProperties": False, "properties": steps, "oneOf": [plans, searches]}
+    return {**base, "properties": {**base["properties"], "steps": body}}
 
 
 def _step_schema(step: str) -> dict[str, Any]:
     """Schema of one pass, with its parameters or null."""
-    held = {name: options.schema(registry.find_pass(step, name)) for name in registry.names(step)}
-    passes = {name: {"anyOf": [one, {"type": "null"}]} for name, one in held.items()}
-    one = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
-    return {**one, "properties": passes}
+    schemas = {name: options.schema(registry.find_pass(step, name)) for name in registry.names(step)}
+    passes = {name: {"anyOf": [entry, {"type": "null"}]} for name, entry in schemas.items()}
+    entry = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
+    return {**entry, "properties": passes}
 
 
 def with_block(recipe: Recipe, block: int | str) -> Recipe:
@@ -145,22 +145,22 @@ def passes_of(recipe: Recipe) -> Passes:
 def _passes(data: bytes) -> Passes:
     """The passes of a recipe, encoded: as plain data, 1 and true would be equal cache keys."""
     recipe = Recipe.from_data(_decode(data))
-    built = _built(recipe)
+    passes = _built(recipe)
     for step in _REQUIRED:
-        if step not in built:
+        if step not in passes:
             rule = f"has no step {step}"
             remedy = f"add one of {', '.join(registry.names(step))}"
             raise ConfigError("recipe.steps", recipe.name, rule, remedy)
-    schedule = cast(SchedulePass, built["schedule"])
+    schedule = cast(SchedulePass, passes["schedule"])
     return Passes(
-        inner=cast(InnerPass | None, built.get("inner")),
-        pods=cast(PodsPass | None, built.get("pods")),
-        shard=cast(ShardPass, built["shard"]),
-        place=cast(PlacePass, built["place"]),
-        route=_route(cast(RoutePass | None, built.get("route")), schedule.route),
+        inner=cast(InnerPass | None, passes.get("inner")),
+        pods=cast(PodsPass | None, passes.get("pods")),
+        shard=cast(ShardPass, passes["shard"]),
+        place=cast(PlacePass, passes["place"]),
+        route=_route(cast(RoutePass | None, passes.get("route")), schedule.route),
         schedule=schedule,
         reshuffle=_is_on(recipe, "reshuffle"),
-        remap=cast(RemapPass | None, built.get("remap")),
+        remap=cast(RemapPass | None, passes.get("remap")),
     )
 
 
@@ -176,23 +176,23 @@ def pack_of(recipe: Recipe) -> PackPass | None:
 
 def _built(recipe: Recipe) -> dict[str, Pass]:
     """Step -> pass; `registry` has checked the contracts."""
-    known, searches = (*STEPS, *_SWITCHES), recipe.step("search") is not None
+    names, searches = (*STEPS, *_SWITCHES), recipe.step("search") is not None
     for step in recipe:
-        where = f"recipe.{step.step}"
-        if step.step not in known:
-            raise UnknownNameError("recipe.steps", step.step, "unknown step", suggestion(step.step, known))
+        field = f"recipe.{step.step}"
+        if step.step not in names:
+            raise UnknownNameError("recipe.steps", step.step, "unknown step", suggestion(step.step, names))
         if searches and step.step not in ("pack", "search"):
             rule = "cannot be combined with a search, which chooses it"
-            raise ConfigError(where, step.name, rule, "put it into a recipe among the candidates")
+            raise ConfigError(field, step.name, rule, "put it into a recipe among the candidates")
     return {step.step: registry.build(step) for step in recipe if step.step not in _SWITCHES}
 
 
-def _route(given: RoutePass | None, own: RoutePass | None) -> RoutePass:
+def _route(route: RoutePass | None, default: RoutePass | None) -> RoutePass:
     """The route pass: some schedules bring their own; otherwise tiles go straight to their destinations."""
-    if own is not None and given is not None:
+    if default is not None and route is not None:
         rule = "the schedule has its own route"
-        raise ConfigError("recipe.route", type(given).__name__.lower(), rule, "leave the route out")
-    return own or given or Star()
+        raise ConfigError("recipe.route", type(route).__name__.lower(), rule, "leave the route out")
+    return default or route or Star()
 
 
 def _is_on(recipe: Recipe, step_name: str) -> bool:

@@ -92,72 +92,72 @@ def find_pass(step: str, name: str) -> type[Any]:
     plugged = _plugged_passes()[step]
     if name not in plugged:
         raise UnknownNameError(f"recipe.{step}", name, "no pass of that name", suggestion(name, names(step)))
-    added: type[Any] = plugins.load(plugged[name], type)
-    if wrong := contract_fault(step, added):
+    pass_type: type[Any] = plugins.load(plugged[name], type)
+    if fault := contract_fault(step, pass_type):
         raise plugins.entry_point_error(
-            plugged[name], f"brings {added.__name__}, {wrong}", "see docs/how-to/own-recipe.md"
+            plugged[name], f"brings {pass_type.__name__}, {fault}", "see docs/how-to/own-recipe.md"
         )
-    return added
+    return pass_type
 
 
-def contract_fault(step: str, found: type[Any]) -> str | None:
+def contract_fault(step: str, pass_type: type[Any]) -> str | None:
     """Describes how a class violates the contract of the step's passes, or None."""
     contract = _imported(_CONTRACTS[step])
-    if not is_dataclass(found):
+    if not is_dataclass(pass_type):
         return "which is not a dataclass"
-    for field in fields(found):
+    for field in fields(pass_type):
         if field.default is MISSING or not field.init:
             return f"whose parameter {field.name} has no default"
     members = _members(contract)
-    abstract: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
-    held = {name for one in found.__mro__ for name in vars(one)} - abstract
-    for member in sorted(members - held):
+    abstract: frozenset[str] = getattr(pass_type, "__abstractmethods__", frozenset())
+    defined = {name for base in pass_type.__mro__ for name in vars(base)} - abstract
+    for member in sorted(members - defined):
         return f"which has no {member}: see {contract.__name__}"
-    own = {name for one in found.__mro__[:-1] if one not in contract.__mro__ for name in vars(one)}
-    for name in sorted(own - members - {field.name for field in fields(found)}):
-        near = get_close_matches(name, members, 1, 0.8)
-        if near and not name.startswith("_"):
-            return f"which has {name}: {near[0]} is meant, or another name is needed"
+    public = {name for base in pass_type.__mro__[:-1] if base not in contract.__mro__ for name in vars(base)}
+    for name in sorted(public - members - {field.name for field in fields(pass_type)}):
+        matches = get_close_matches(name, members, 1, 0.8)
+        if matches and not name.startswith("_"):
+            return f"which has {name}: {matches[0]} is meant, or another name is needed"
     return None
 
 
 def _members(contract: type[Any]) -> set[str]:
-    protocol_names = {name for one in contract.__mro__ if issubclass(one, Protocol) for name in vars(one)}
+    protocol_names = {name for base in contract.__mro__ if issubclass(base, Protocol) for name in vars(base)}
     return {name for name in protocol_names if not name.startswith("_") or name == "__call__"}
 
 
-def _imported(where: str) -> type[Any]:
-    module, _, held = where.partition(":")
-    found: type[Any] = getattr(import_module(f"apportion.planner.{module}"), held)
-    return found
+def _imported(path: str) -> type[Any]:
+    module, _, attribute = path.partition(":")
+    pass_type: type[Any] = getattr(import_module(f"apportion.planner.{module}"), attribute)
+    return pass_type
 
 
 def users_of(kind: str) -> list[str]:
     """Names, "step pass", of the passes with a solver of that kind."""
-    held = [(step, name, find_pass(step, name)) for step in STEPS for name in names(step)]
+    passes = [(step, name, find_pass(step, name)) for step in STEPS for name in names(step)]
     return [
         f"{step} {name}"
-        for step, name, found in held
+        for step, name, cls in passes
         if any(
-            isinstance(field.default, SolverOption) and field.default.kind == kind for field in fields(found)
+            isinstance(field.default, SolverOption) and field.default.kind == kind for field in fields(cls)
         )
     ]
 
 
 def build(step: Step) -> Pass:
     """Builds the pass of a recipe's step. Raises UnknownNameError, ConfigError."""
-    made: Pass = read(find_pass(step.step, step.name), f"recipe.{step.step}.{step.name}", step.params)
-    return made
+    result: Pass = read(find_pass(step.step, step.name), f"recipe.{step.step}.{step.name}", step.params)
+    return result
 
 
 @cache
 def _plugged_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
-    added: dict[str, dict[str, EntryPoint]] = {step: {} for step in _BUILT_IN}
+    passes: dict[str, dict[str, EntryPoint]] = {step: {} for step in _BUILT_IN}
     for name, point in plugins.found("apportion.passes").items():
-        step, _, short = name.partition(".")
-        if step not in _BUILT_IN or not short or short in _BUILT_IN[step]:
+        step, _, pass_name = name.partition(".")
+        if step not in _BUILT_IN or not pass_name or pass_name in _BUILT_IN[step]:
             raise plugins.entry_point_error(
                 point, f"brings {name!r}, which is not step.pass or is taken", "rename it"
             )
-        added[step][short] = point
-    return added
+        passes[step][pass_name] = point
+    return passes

@@ -52,10 +52,10 @@ class QueueRings(RoutePass):
         rings, per_node = find_rings(site), site.cluster.ranks_per_node
         parts = per_node if self.proxies == "auto" else min(self.proxies, per_node)
         queues = _queues(rings, site)
-        held = queues[rings.of].astype(np.int32)
+        local = queues[rings.of].astype(np.int32)
         if not len(edges):
             none = np.zeros(0, np.int32)
-            return QueueRoutes(edges, none, True, none, queue=none, depth=none, held=held)
+            return QueueRoutes(edges, none, True, none, queue=none, depth=none, held=local)
         tiles = _tiles(site.rows, rings, queues, parts)
         departures = self._departures(tiles[queues[rings.of] == INTER], parts)
         tile, ring = tiles[edges.tile], rings.of[edges.tile]
@@ -64,24 +64,24 @@ class QueueRings(RoutePass):
         )
         size, queue = (values.astype(np.int32)[ring] for values in (rings.sizes, queues))
         return QueueRoutes(
-            Edges(*columns), arrives, True, size, queue=queue, depth=depth, held=held, departures=departures
+            Edges(*columns), arrives, True, size, queue=queue, depth=depth, held=local, departures=departures
         )
 
     def _departures(self, tiles: Ints, parts: int) -> tuple[Departure, ...]:
         """Departures from the requested number of proxies. tiles: int64 [blocks], of blocks that cross nodes."""
         if self.proxies == "auto" or not len(tiles):
             return ()
-        used = len(np.unique(tiles % parts))
-        why = "nodes have no more ranks, or blocks are too coarse"
-        less = Departure("recipe.schedule.queues.proxies", self.proxies, used, why)
-        return (less,) if used < self.proxies else ()
+        count = len(np.unique(tiles % parts))
+        reason = "nodes have no more ranks, or blocks are too coarse"
+        departure = Departure("recipe.schedule.queues.proxies", self.proxies, count, reason)
+        return (departure,) if count < self.proxies else ()
 
 
 def _queues(rings: Rings, site: Site) -> Ints:
     """int64 [rings]: the queue of each ring."""
     node = site.cluster.node_of(rings.flat)
-    crosses = node[rings.first[:-1]] != node[rings.first[1:] - 1]
-    return np.where(crosses, INTER, np.where(rings.sizes > 1, INTRA, LOCAL))
+    is_inter = node[rings.first[:-1]] != node[rings.first[1:] - 1]
+    return np.where(is_inter, INTER, np.where(rings.sizes > 1, INTRA, LOCAL))
 
 
 def _tiles(rows: Rows, rings: Rings, queues: Ints, parts: int) -> Ints:
@@ -89,12 +89,12 @@ def _tiles(rows: Rows, rings: Rings, queues: Ints, parts: int) -> Ints:
     nodes are divided into up to `parts` of similar size, tile t being part t % parts."""
     order = rows.order
     home, ring, lengths = rows.home[order], rings.of[order], rows.lengths[order]
-    fresh = changes(home, ring)
-    first, run = np.flatnonzero(fresh), np.cumsum(fresh) - 1
+    is_first = changes(home, ring)
+    first, run = np.flatnonzero(is_first), np.cumsum(is_first) - 1
     middle = np.cumsum(lengths) - (lengths + 1) // 2
-    begin = np.cumsum(lengths)[first] - lengths[first]
+    tile_row = np.cumsum(lengths)[first] - lengths[first]
     total = np.add.reduceat(lengths, first)
-    part = np.where(queues[ring] == INTER, (middle - begin[run]) * parts // total[run], 0)
+    part = np.where(queues[ring] == INTER, (middle - tile_row[run]) * parts // total[run], 0)
     tile = np.empty(len(order), np.int64)
     tile[order] = run * parts + part
     return tile

@@ -34,8 +34,8 @@ class Rings(NamedTuple):
 def on_rings(edges: Edges, site: Site, over: Over) -> tuple[Ints, Rings]:
     """The tile of each edge of a star, int64 [edges], and its ring."""
     if over == "ranks":
-        every = np.arange(site.cluster.ranks)
-        return edges.home, Rings(every, np.array([0, len(every)]), np.zeros(len(edges), np.int64))
+        ranks = np.arange(site.cluster.ranks)
+        return edges.home, Rings(ranks, np.array([0, len(ranks)]), np.zeros(len(edges), np.int64))
     rings, order = find_rings(site), site.rows.order
     tile = np.empty(len(order), np.int64)
     tile[order] = np.cumsum(changes(site.rows.home[order], rings.of[order])) - 1
@@ -49,18 +49,18 @@ def find_rings(site: Site) -> Rings:
     first = np.searchsorted(sequences, starts[:-1], "right") - 1
     last = np.searchsorted(sequences, starts[1:], "left") - 1
     members, ends = _members(first, last, home, len(sequences), site.rows.ranks)
-    lone = np.diff(ends) == 1
-    shared = np.flatnonzero(~(lone[first] & lone[last]))
-    spans, place = np.unique(first[shared] * len(sequences) + last[shared], return_inverse=True)
+    is_single = np.diff(ends) == 1
+    shared = np.flatnonzero(~(is_single[first] & is_single[last]))
+    spans, index = np.unique(first[shared] * len(sequences) + last[shared], return_inverse=True)
     names: dict[tuple[int, ...], int] = {(rank,): rank for rank in range(site.rows.ranks)}
-    of_span = [
-        names.setdefault(held, len(names))
-        for held in _unions(spans, len(sequences), members.tolist(), ends.tolist())
+    ring_numbers = [
+        names.setdefault(ranks, len(names))
+        for ranks in _unions(spans, len(sequences), members.tolist(), ends.tolist())
     ]
     ring = home.astype(np.int64)
-    ring[shared] = np.array(of_span, np.int64)[place]
-    flat = np.fromiter(chain.from_iterable(names), np.int64)
-    return Rings(flat, np.cumsum([0, *map(len, names)]), ring)
+    ring[shared] = np.array(ring_numbers, np.int64)[index]
+    ring_ranks = np.fromiter(chain.from_iterable(names), np.int64)
+    return Rings(ring_ranks, np.cumsum([0, *map(len, names)]), ring)
 
 
 def _members(first: Ints, last: Ints, home: Ints, sequences: int, ranks: int) -> tuple[Ints, Ints]:
@@ -73,5 +73,5 @@ def _unions(spans: Ints, sequences: int, members: list[int], ends: list[int]) ->
     """The ascending ranks of the two sequences of each span, which is encoded as first * sequences + last."""
     for span in spans.tolist():
         a, b = divmod(span, sequences)
-        held = members[ends[a] : ends[a + 1]]
-        yield tuple(held if a == b else sorted({*held, *members[ends[b] : ends[b + 1]]}))
+        ranks = members[ends[a] : ends[a + 1]]
+        yield tuple(ranks if a == b else sorted({*ranks, *members[ends[b] : ends[b + 1]]}))

@@ -50,19 +50,19 @@ class Routes:
             return self.edges.parent
         if self.onward is not None:
             return self.onward
-        following, relays = np.full(len(self.edges), -1, np.int32), np.flatnonzero(self.edges.parent >= 0)
-        following[self.edges.parent[relays]] = relays
-        return following
+        child, relays = np.full(len(self.edges), -1, np.int32), np.flatnonzero(self.edges.parent >= 0)
+        child[self.edges.parent[relays]] = relays
+        return child
 
     def take(self, order: Ints) -> Routes:
         """The same routes with edges in another order, parents before children."""
-        place = np.empty(len(order), np.int32)
-        place[order] = np.arange(len(order), dtype=np.int32)
-        ring, division = (None if held is None else held[order] for held in (self.ring, self.division))
+        position = np.empty(len(order), np.int32)
+        position[order] = np.arange(len(order), dtype=np.int32)
+        ring, division = (None if column is None else column[order] for column in (self.ring, self.division))
         onward = self.onward
         if onward is not None:
-            onward = np.append(place, np.int32(-1))[onward[order]]  # index -1 is the last
-        edges, arrives = self.edges.take(order), place[self.arrives]
+            onward = np.append(position, np.int32(-1))[onward[order]]  # index -1 is the last
+        edges, arrives = self.edges.take(order), position[self.arrives]
         return Routes(edges, arrives, self.carry, ring, division, onward, self.departures)
 
 
@@ -76,14 +76,14 @@ def join(edges: Edges, whole: bool) -> Routes:
         tiles = as_tiles(replace(edges, tile=leaving), _numbers_of(leaving))
         return Routes(tiles.take(first), group.astype(np.int32))
     order = np.lexsort((edges.row, edges.lane, edges.dst, edges.home))
-    by = edges.take(order)
-    before = by.row - np.cumsum(by.rows) + by.rows  # changes where rows are not adjacent
-    fresh = changes(by.home, by.dst, by.lane, before)
-    first = np.flatnonzero(fresh)
-    rows = np.add.reduceat(by.rows, first) if len(first) else by.rows
-    joined = replace(by.take(first), tile=np.arange(len(first), dtype=np.int32), rows=rows)
+    ordered = edges.take(order)
+    gap = ordered.row - np.cumsum(ordered.rows) + ordered.rows  # changes where rows are not adjacent
+    is_first = changes(ordered.home, ordered.dst, ordered.lane, gap)
+    first = np.flatnonzero(is_first)
+    rows = np.add.reduceat(ordered.rows, first) if len(first) else ordered.rows
+    joined = replace(ordered.take(first), tile=np.arange(len(first), dtype=np.int32), rows=rows)
     arrives = np.empty(len(order), np.int32)
-    arrives[order] = np.cumsum(fresh) - 1
+    arrives[order] = np.cumsum(is_first) - 1
     return Routes(joined, arrives)
 
 
@@ -117,12 +117,12 @@ def depths(parent: Ints) -> Ints:
 
 def as_tiles(edges: Edges, group: Ints) -> Edges:
     """Edges that each carry the hull of their group's rows."""
-    low, high = hulls(group, edges.row, edges.row + edges.rows, int(group.max()) + 1)
+    first, last = hulls(group, edges.row, edges.row + edges.rows, int(group.max()) + 1)
     columns = (
         edges.tile,
         edges.home,
-        low[group],
-        (high - low)[group],
+        first[group],
+        (last - first)[group],
         edges.src,
         edges.dst,
         edges.parent,

@@ -40,12 +40,12 @@ class KeyRoutes(RoutePass):
 
     def __call__(self, edges: Edges, site: Site) -> Routes:
         queries = edges.lane & 1 == 1
-        keys, straight = np.flatnonzero(~queries), np.flatnonzero(queries)
-        routed = self.route(edges.take(keys), site)
+        keys, query_index = np.flatnonzero(~queries), np.flatnonzero(queries)
+        routes = self.route(edges.take(keys), site)
         arrives = np.empty(len(edges), np.int32)
-        arrives[keys] = routed.arrives
-        arrives[straight] = len(routed.edges) + np.arange(len(straight))
-        return Routes(joined(routed.edges, edges.take(straight)), arrives)
+        arrives[keys] = routes.arrives
+        arrives[query_index] = len(routes.edges) + np.arange(len(query_index))
+        return Routes(joined(routes.edges, edges.take(query_index)), arrives)
 
 
 def _add_relays(edges: Edges, order: Ints) -> Routes:
@@ -67,12 +67,12 @@ class Tree(RoutePass):
     def __call__(self, edges: Edges, site: Site) -> Routes:
         if not len(edges):
             return Routes(edges, np.zeros(0, np.int32))
-        ahead = (edges.dst - edges.home) % site.cluster.ranks
-        order = np.lexsort((ahead, edges.tile))
-        spread = edges.take(order)
-        new = changes(spread.tile)
-        first = np.flatnonzero(new)[np.cumsum(new) - 1]
-        place = np.arange(len(order)) - first  # 0, 1, .. after the home
-        parent = np.where(place < self.fanout, -1, first + (place - self.fanout) // self.fanout)
-        tiles = as_tiles(spread, np.cumsum(new) - 1)
+        distance = (edges.dst - edges.home) % site.cluster.ranks
+        order = np.lexsort((distance, edges.tile))
+        sorted_edges = edges.take(order)
+        is_first = changes(sorted_edges.tile)
+        first = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+        position = np.arange(len(order)) - first  # 0, 1, .. after the home
+        parent = np.where(position < self.fanout, -1, first + (position - self.fanout) // self.fanout)
+        tiles = as_tiles(sorted_edges, np.cumsum(is_first) - 1)
         return _add_relays(replace(tiles, parent=parent.astype(np.int32)), order)

@@ -61,13 +61,13 @@ class DoubleRing(RoutePass):
             return WindowRoutes(
                 edges, none, True, none, onward=none, hop=none, between=none > 0, back=none > 0
             )
-        routed, narrow = _spread(edges, tile, rings, windows), windows[sizes > windows].min(initial=per_node)
+        routes, narrow = _spread(edges, tile, rings, windows), windows[sizes > windows].min(initial=per_node)
         if self.window != "node" or narrow == per_node:
-            return routed
-        less = Departure(
+            return routes
+        departure = Departure(
             "recipe.schedule.ring.window", per_node, int(narrow), "no larger number divides all rings"
         )
-        return replace(routed, departures=(less,))
+        return replace(routes, departures=(departure,))
 
     def _window(self, size: int, ranks_per_node: int) -> int:
         """Number of ranks of an inner ring for a ring of `size` ranks; all of them for a single ring."""
@@ -91,46 +91,46 @@ def _spread(edges: Edges, tile: Ints, rings: Rings, windows: Ints) -> WindowRout
     ranks = int(flat.max()) + 1
     members = group_of(rings.sizes) * ranks + flat  # ascending
     start = np.searchsorted(members, ring * ranks + home) - base
-    place = np.searchsorted(members, ring[group] * ranks + edges.dst) - base[group]
+    position = np.searchsorted(members, ring[group] * ranks + edges.dst) - base[group]
     # windows, and places in a window, relative to home
-    apart = (place // window[group] - start[group] // window[group]) % (size // window)[group]
-    inside = (place - start[group]) % window[group]
-    most = int((size // window).max())
-    last, deep = np.zeros(len(ids), np.int64), np.zeros((len(ids), most), np.int64)
-    np.maximum.at(last, group, apart)
-    np.maximum.at(deep, (group, apart), inside)
+    window_number = (position // window[group] - start[group] // window[group]) % (size // window)[group]
+    offset = (position - start[group]) % window[group]
+    window_count = int((size // window).max())
+    last, deep = np.zeros(len(ids), np.int64), np.zeros((len(ids), window_count), np.int64)
+    np.maximum.at(last, group, window_number)
+    np.maximum.at(deep, (group, window_number), offset)
 
-    count = np.where(np.arange(most) <= last[:, None], deep + (np.arange(most) > 0), 0)
+    count = np.where(np.arange(window_count) <= last[:, None], deep + (np.arange(window_count) > 0), 0)
     begin = (np.cumsum(count) - count.ravel()).reshape(count.shape)
-    of, window_of = (np.repeat(index.ravel(), count.ravel()) for index in np.indices(count.shape))
-    at = np.arange(len(of))
+    item, window_of = (np.repeat(index.ravel(), count.ravel()) for index in np.indices(count.shape))
+    number = np.arange(len(item))
     # places after the tile's entry into the window, which is home in the home window
-    step = at - begin[of, window_of] + (window_of == 0)
-    between = step == 0
-    entered = begin[of, window_of - 1]  # from the previous window, which the tile enters by its first edge
-    parent = np.where(between, np.where(window_of == 1, -1, entered), at - 1)
+    step = number - begin[item, window_of] + (window_of == 0)
+    is_between = step == 0
+    entry = begin[item, window_of - 1]  # from the previous window, which the tile enters by its first edge
+    parent = np.where(is_between, np.where(window_of == 1, -1, entry), number - 1)
     parent[(window_of == 0) & (step == 1)] = -1
 
-    size_of, width = size[of], window[of]
-    begins = (start // window * window)[of]  # of the home window
-    to = (begins + window_of * width) % size_of + (start[of] + step) % width
-    dst = flat[base[of] + to]
-    src = np.where(parent < 0, home[of], dst[parent])
-    columns = (ids[of], home[of], low[of], (high - low)[of], src, dst, parent, np.zeros_like(of))
-    made = Edges(*(column.astype(np.int32) for column in columns))
+    size_of, width = size[item], window[item]
+    window_start = (start // window * window)[item]  # of the home window
+    target = (window_start + window_of * width) % size_of + (start[item] + step) % width
+    dst = flat[base[item] + target]
+    src = np.where(parent < 0, home[item], dst[parent])
+    columns = (ids[item], home[item], low[item], (high - low)[item], src, dst, parent, np.zeros_like(item))
+    tile_edges = Edges(*(column.astype(np.int32) for column in columns))
 
-    ends = begin + count - 1
-    beyond = np.append(ends, np.zeros((len(ids), 1), np.int64), axis=1)[of, window_of + 1]
-    back = (at == ends[of, window_of]) & (window_of < last[of])
-    onward = np.where(back, beyond, np.where(at < ends[of, window_of], at + 1, -1))
-    arrives = begin[group, apart] + inside - (apart == 0)
+    last_edge = begin + count - 1
+    next_last = np.append(last_edge, np.zeros((len(ids), 1), np.int64), axis=1)[item, window_of + 1]
+    is_back = (number == last_edge[item, window_of]) & (window_of < last[item])
+    onward = np.where(is_back, next_last, np.where(number < last_edge[item, window_of], number + 1, -1))
+    arrives = begin[group, window_number] + offset - (window_number == 0)
     return WindowRoutes(
-        made,
+        tile_edges,
         arrives.astype(np.int32),
         carry=True,
         ring=size_of.astype(np.int32),
         onward=onward.astype(np.int32),
         hop=(window_of * width + step).astype(np.int32),
-        between=between,
-        back=back,
+        between=is_between,
+        back=is_back,
     )

@@ -41,5 +41,5 @@ class Queues(SchedulePass):
         span = 1 + int(routed.depth.max(initial=0))
         turn = routed.queue * span + routed.depth
         first = np.searchsorted(np.unique(turn), [0, span, 2 * span])
-        own = first[routed.held] if self.local == "last" else None
-        return in_turn(routed, turn, ranks, 2, self.local, own=own)
+        home_rounds = first[routed.held] if self.local == "last" else None
+        return in_turn(routed, turn, ranks, 2, self.local, own=home_rounds)

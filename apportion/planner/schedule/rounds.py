@@ -81,8 +81,8 @@ class Schedule:
     @cached_property
     def levels(self) -> int:
         """Waves of rounds after the last one, in which returns reach their homes."""
-        relayed = not self.routed.carry and bool((self.edges.parent >= 0).any())
-        return (2 if relayed else 1) if self.rounds else 0
+        has_relays = not self.routed.carry and bool((self.edges.parent >= 0).any())
+        return (2 if has_relays else 1) if self.rounds else 0
 
     @property
     def tails(self) -> int:
@@ -181,13 +181,13 @@ class Matchings(SchedulePass):
         by_length = np.argsort(-rows, kind="stable")
         slot = np.empty(len(rows), np.int32)
         slot[by_length] = self._colour(src[by_length], dst[by_length], ranks)
-        longest = np.zeros(int(slot.max()) + 1, np.int64)
-        np.maximum.at(longest, slot, rows)
-        place = np.empty(len(longest), np.int32)
-        place[np.argsort(-longest if self.order == "longest" else longest, kind="stable")] = np.arange(
-            len(longest)
+        sizes = np.zeros(int(slot.max()) + 1, np.int64)
+        np.maximum.at(sizes, slot, rows)
+        position = np.empty(len(sizes), np.int32)
+        position[np.argsort(-sizes if self.order == "longest" else sizes, kind="stable")] = np.arange(
+            len(sizes)
         )
-        return place[slot]
+        return position[slot]
 
     def _colour(self, src: Ints, dst: Ints, ranks: int) -> Ints:
         return self.solver(ColouringProblem(src, dst, ranks)).colour
@@ -212,9 +212,9 @@ def in_turn(
     """One round for each distinct number in `turn`, int64 [edges], in their order, on one channel. more: as in
     `Schedule`."""
     turns, round_ = np.unique(turn, return_inverse=True)
-    every, channel = np.arange(len(turns)), np.zeros(len(turns), np.int64)
-    slots = degrees(routed.edges, round_, every, ranks)
-    return Schedule(routed, round_.astype(np.int32), every, channel, slots, buffers, local, **more)
+    rounds, channel = np.arange(len(turns)), np.zeros(len(turns), np.int64)
+    slots = degrees(routed.edges, round_, rounds, ranks)
+    return Schedule(routed, round_.astype(np.int32), rounds, channel, slots, buffers, local, **more)
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,9 @@ def _in_windows(routed: WindowRoutes, ranks: int) -> Schedule:
     """One round per hop; hops between windows are separate, on their own channel, started as soon as the tile has
     arrived."""
     turn = 2 * routed.hop + routed.between
-    made = in_turn(routed, turn, ranks, 2, back=routed.back.astype(np.int64))
+    schedule = in_turn(routed, turn, ranks, 2, back=routed.back.astype(np.int64))
     # only dependencies of tiles delay a round: no rank has more than one of either kind in flight
-    return replace(made, when=np.zeros_like(made.when), channel=np.unique(turn) & 1)
+    return replace(schedule, when=np.zeros_like(schedule.when), channel=np.unique(turn) & 1)
 
 
 def _hops(parent: Ints) -> Ints:
@@ -269,8 +269,8 @@ def _hops(parent: Ints) -> Ints:
 def _earlier_rounds(ring: Ints) -> Ints:
     """int64 [edges]: number of rounds of larger rings, which come before."""
     sizes = np.unique(ring)[::-1]
-    before = np.cumsum(sizes - 1) - (sizes - 1)
-    return np.asarray(before[np.searchsorted(-sizes, -ring)], np.int64)
+    row_offsets = np.cumsum(sizes - 1) - (sizes - 1)
+    return np.asarray(row_offsets[np.searchsorted(-sizes, -ring)], np.int64)
 
 
 @dataclass(frozen=True)

@@ -71,24 +71,24 @@ class Candidate:
 
     def with_parameter(self, step: str, parameter: str, value: Any) -> Candidate:
         """The candidate with another value of a parameter of a step that it has."""
-        held = self.recipe.step(step)
-        assert held is not None
+        current = self.recipe.step(step)
+        assert current is not None
         return self.with_step(
-            step, {held.name: {**held.params, parameter: value}}, self.recipe.name, self.rounds
+            step, {current.name: {**current.params, parameter: value}}, self.recipe.name, self.rounds
         )
 
     def with_step(
         self, step: str, value: Mapping[str, Any] | None, name: str, rounds: int | None
     ) -> Candidate:
         """The candidate with another step, {pass: parameters}, or without it for None."""
-        steps = {one.step: one for one in self.recipe if value or one.step != step}
-        for chosen, params in (value or {}).items():
-            steps[step] = Step(step, chosen, params)
+        steps = {item.step: item for item in self.recipe if value or item.step != step}
+        for pass_name, params in (value or {}).items():
+            steps[step] = Step(step, pass_name, params)
         return Candidate(Recipe(name, tuple(steps.values())), rounds)
 
 
 def _text(steps: Iterable[Step]) -> str:
-    return json.dumps({one.step: [one.name, one.params] for one in steps}, sort_keys=True)
+    return json.dumps({item.step: [item.name, item.params] for item in steps}, sort_keys=True)
 
 
 def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candidate]]:
@@ -114,8 +114,8 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
             _named("dcp"),
         ], others
     is_expensive = _is_communication_heavy(problem)
-    third = partial(_lone, rounds=FEW_ROUNDS) if is_expensive else partial(_mixed, "blend", "star")
-    makers = _lone, partial(_lone, lone=LONE[0], rounds=MORE_ROUNDS[0]), third
+    last_maker = partial(_lone, rounds=FEW_ROUNDS) if is_expensive else partial(_mixed, "blend", "star")
+    makers = _lone, partial(_lone, lone=LONE[0], rounds=MORE_ROUNDS[0]), last_maker
     first = [make(degree) for degree in degrees[:1] for make in makers]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
     first += _zones(problem) if is_expensive else []
@@ -142,8 +142,8 @@ def _named(name: str) -> Candidate:
 
 def _degrees(problem: Problem) -> list[int]:
     """Numbers of ranks of a node over which heads can be split, largest first."""
-    most = gcd(problem.cluster.ranks_per_node, problem.model.q_heads)
-    return [degree for degree in range(most, 1, -1) if most % degree == 0]
+    limit = gcd(problem.cluster.ranks_per_node, problem.model.q_heads)
+    return [degree for degree in range(limit, 1, -1) if limit % degree == 0]
 
 
 def _mixed(place: str, route: str, degree: int) -> Candidate:
@@ -192,8 +192,8 @@ def _busy_us(problem: Problem) -> float:
     pairs = {kind: int(area(bands).sum()) for kind, bands in problem.bands.items()}
     heads, cost = problem.model.q_heads, problem.cost
     busy = sum(
-        problem.layers[kind] * float(cost.ideal_us(phase, held, heads))
-        for kind, held in pairs.items()
+        problem.layers[kind] * float(cost.ideal_us(phase, kind_pairs, heads))
+        for kind, kind_pairs in pairs.items()
         for phase in PHASES
     )
     return busy / float(problem.speeds.sum())
@@ -230,15 +230,15 @@ def _recipe(
     route: str = "star",
     blocks: int | str | None = None,
 ) -> Recipe:
-    near = {"solver": "lpt_near"}
-    shard = {"sequences": {}} if blocks is None else {"blocks": {"block": blocks, "zigzag": True, **near}}
-    how = {"buffers": BUFFERS} if schedule == "matchings" else {}
-    placed: Mapping[str, Mapping[str, Any]] = {
+    solver = {"solver": "lpt_near"}
+    shard = {"sequences": {}} if blocks is None else {"blocks": {"block": blocks, "zigzag": True, **solver}}
+    schedule_params = {"buffers": BUFFERS} if schedule == "matchings" else {}
+    place_params: Mapping[str, Mapping[str, Any]] = {
         "blend": {"align": ALIGN},
         "zeppelin": {"cap": "enforce", "parts": 1},
     }
-    params = near if blocks is not None else placed.get(place, {})
-    data: dict[str, Any] = {"shard": shard, "place": {place: params}, "schedule": {schedule: how}}
+    params = solver if blocks is not None else place_params.get(place, {})
+    data: dict[str, Any] = {"shard": shard, "place": {place: params}, "schedule": {schedule: schedule_params}}
     if degree > 1:
         data["inner"] = {"ulysses": {"degree": degree, "overlap": True}}
     if route != "star":
@@ -254,9 +254,9 @@ def in_more_rounds(best: Candidate) -> Candidate:
 def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[Candidate]]:
     """Variations of one parameter each, the most often successful ones first; some equal the best itself."""
     step = best.recipe.step("inner")
-    whole = LONE if step is not None and step.params.get("lone") is not None else ()
+    lone_shares = LONE if step is not None and step.params.get("lone") is not None else ()
     moves = [
-        _variants(best, "inner", ("ulysses",), "lone", whole),
+        _variants(best, "inner", ("ulysses",), "lone", lone_shares),
         _variants(best, "place", ("blend", "lpt"), "weigh", ("time", "pairs")),
         _variants(best, "inner", ("ulysses",), "overlap", (True, False)),
         _variants(best, "place", ("blend",), "head", HEADS),
@@ -264,8 +264,8 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
     if best.rounds is not None:
         moves.insert(0, _in_rounds(best, MORE_ROUNDS[:3]))
         moves.append(_variants(best, "schedule", ("matchings",), "order", ORDERS))
-    near = max(problem.reach.values()) < SPARSE
-    if inner == "auto" and not near:
+    is_sparse = max(problem.reach.values()) < SPARSE
+    if inner == "auto" and not is_sparse:
         moves.append(_split(best, problem))
     if best.rounds is not None:
         moves.append(_in_rounds(best, MORE_ROUNDS[3:]))
@@ -275,7 +275,7 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
             moves.append(_rerouted(best))
         moves.append(_variants(best, "schedule", ("matchings",), "buffers", MORE_BUFFERS))
     moves.append(_variants(best, "shard", ("blocks",), "block", (8192, 4096, 2048, "auto")))
-    if inner == "auto" and near:
+    if inner == "auto" and is_sparse:
         moves.append(_split(best, problem))
     return moves
 
@@ -291,9 +291,9 @@ def _variants(
     best: Candidate, step: str, passes: Sequence[str], parameter: str, values: Sequence[Any]
 ) -> Iterator[Candidate]:
     """Variants with other values of a parameter, if the step is one of these passes."""
-    held = best.recipe.step(step)
-    fits = held is not None and held.name in passes
-    return (best.with_parameter(step, parameter, value) for value in (values if fits else ()))
+    current = best.recipe.step(step)
+    applies = current is not None and current.name in passes
+    return (best.with_parameter(step, parameter, value) for value in (values if applies else ()))
 
 
 def _in_rounds(best: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:
@@ -310,10 +310,10 @@ def _rerouted(best: Candidate) -> Iterator[Candidate]:
 
 def _split(best: Candidate, problem: Problem) -> Iterator[Candidate]:
     step = best.recipe.step("inner")
-    held = 1 if step is None else int(step.params["degree"])
+    current = 1 if step is None else int(step.params["degree"])
     shared = {"overlap": True} if step is None or step.name != "ulysses" else step.params
     base = best.recipe.name.rpartition("-u")[0] or best.recipe.name
-    for degree in sorted({*_degrees(problem), 1}, key=lambda degree: abs(degree - held)):
-        if degree != held:
+    for degree in sorted({*_degrees(problem), 1}, key=lambda degree: abs(degree - current)):
+        if degree != current:
             value = None if degree == 1 else {"ulysses": {**shared, "degree": degree}}
             yield best.with_step("inner", value, f"{base}-u{degree}", best.rounds)

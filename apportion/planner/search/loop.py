@@ -67,10 +67,10 @@ class Portfolio(SearchPass):
     solvers: bool = False
 
     def __post_init__(self) -> None:
-        where = "recipe.search.portfolio.candidates"
+        path = "recipe.search.portfolio.candidates"
         for recipe in self.named():
             if recipe.step("search") is not None:
-                raise ConfigError(where, recipe.name, "cannot search itself", "name recipes that plan")
+                raise ConfigError(path, recipe.name, "cannot search itself", "name recipes that plan")
             passes_of(recipe)
 
     def named(self) -> tuple[Recipe, ...]:
@@ -114,11 +114,11 @@ class Trial:
 
     def record(self, layers: int) -> dict[str, Any]:
         """The trial's report entry: milliseconds per layer, averaged over layers."""
-        price, least = self.price, self.least_us / layers / 1e3
+        price, bound_us = self.price, self.least_us / layers / 1e3
         return {
             "recipe": self.candidate.recipe.to_data(),
             "ms": None if price is None else price.layers_us / layers / 1e3,
-            "least_ms": least or None,
+            "least_ms": bound_us or None,
             "refused": self.refusal,
         }
 
@@ -149,46 +149,46 @@ class _Search:
     def run(self) -> None:
         """Tries the first of the portfolio, then, while that helps, the neighbours of the best, then the others, and
         their neighbours if better; finally, beyond the budget, exact solvers if requested."""
-        for some in self.settings.start(self.problem):
-            if self._try_all(some) and self.settings.improve:
+        for candidates in self.settings.start(self.problem):
+            if self._try_all(candidates) and self.settings.improve:
                 self._improve()
         if self.settings.solvers and self.best is not None:
-            ended, self.steps = self.stopped, self.steps + len(EXACT)
+            limit, self.steps = self.stopped, self.steps + len(EXACT)
             self._try_all(with_solvers(self.best.candidate))
-            self.stopped = ended
+            self.stopped = limit
 
     def _improve(self) -> None:
         """Varies one parameter after another, repeatedly, until none helps."""
         self._try_all(self._rivals())
-        turn, without = 0, 0
+        index, failures = 0, 0
         while self.best is not None and self.stopped is None:
             moves = neighbours(self.best.candidate, self.problem, self.settings.inner)
-            if without == len(moves):
+            if failures == len(moves):
                 break
-            without = 0 if self._try_all(moves[turn % len(moves)], first=True) else without + 1
-            turn += 1
+            failures = 0 if self._try_all(moves[index % len(moves)], first=True) else failures + 1
+            index += 1
 
     def _rivals(self) -> list[Candidate]:
         """Candidates hardly slower than the best, and the best, in more rounds, which may change their order."""
         if self.best is None:
             return []
         near = [trial.candidate for trial in self.trials if _value(trial) <= _value(self.best) * (1 + RIVAL)]
-        return [in_more_rounds(one) for one in near if one.rounds is not None] if len(near) > 1 else []
+        return [in_more_rounds(item) for item in near if item.rounds is not None] if len(near) > 1 else []
 
     def _try_all(self, candidates: Sequence[Candidate] | Iterator[Candidate], first: bool = False) -> bool:
         """Tries candidates; first: up to the first better one. Returns True if there was one."""
-        found = False
+        has_improved = False
         for candidate in candidates:
             if candidate.key in self._seen:
                 continue
             self.stopped = self._limit()
             if self.stopped is not None:
-                return found
-            better = self._try(candidate)
-            found = found or better
-            if better and first:
+                return has_improved
+            is_better = self._try(candidate)
+            has_improved = has_improved or is_better
+            if is_better and first:
                 return True
-        return found
+        return has_improved
 
     def _limit(self) -> Limit | None:
         """The limit that ends the search; None as long as there is no plan."""
@@ -215,37 +215,37 @@ class _Search:
 
     def _attempt(self, candidate: Candidate) -> tuple[Trial | None, UnsealedPlan | None]:
         """The trial, or None for a repeated one, and its unsealed plan if it is the best so far."""
-        most = self.fastest_us * (1 + SAME_TIME)
+        limit = self.fastest_us * (1 + SAME_TIME)
         placed = self._place(candidate)
-        least = least_placed_us(placed)
-        if least >= most:
-            return Trial(candidate, least), None
+        bound = least_placed_us(placed)
+        if bound >= limit:
+            return Trial(candidate, bound), None
         placed = replace(placed, passes=placing.together(self.problem, passes_of(candidate.recipe)))
         candidate, placed, lowered = _with_rounds(candidate, placed)
-        if (same := _plan_cache_key(placed)) in self._planned:
+        if (cache_key := _plan_cache_key(placed)) in self._planned:
             return None, None
-        self._planned.add(same)
+        self._planned.add(cache_key)
         lowered = lowered or scheduling.schedule(placed)
-        least = least_scheduled_us(placed, lowered)
-        if least >= most:
-            return Trial(candidate, least), None
+        bound = least_scheduled_us(placed, lowered)
+        if bound >= limit:
+            return Trial(candidate, bound), None
         draft = pipeline.draft(placed, SILENT, lowered)
         _check_cap(self.problem, draft)
-        least, found = price(draft.plan(), self.problem, self._whole_us, most)
-        if found is None:
-            return Trial(candidate, least), None
+        bound, result = price(draft.plan(), self.problem, self._whole_us, limit)
+        if result is None:
+            return Trial(candidate, bound), None
         imbalance = compute_imbalance(self.problem, draft.lowered, draft.layouts)
-        trial = Trial(candidate, least, found, imbalance=imbalance)
-        self.fastest_us = min(self.fastest_us, found.layers_us)
+        trial = Trial(candidate, bound, result, imbalance=imbalance)
+        self.fastest_us = min(self.fastest_us, result.layers_us)
         return trial, draft if self._is_better(trial) else None
 
     def _is_better(self, trial: Trial) -> bool:
         """True if it is the most even among those within the tolerance of the shortest time; the faster among those
         about as even."""
-        most = self.fastest_us * (1 + SAME_TIME)
-        if self.best is None or _value(self.best) > most:
+        limit = self.fastest_us * (1 + SAME_TIME)
+        if self.best is None or _value(self.best) > limit:
             return True
-        if _value(trial) > most:
+        if _value(trial) > limit:
             return False
         more_even = self.best.imbalance - trial.imbalance
         return more_even >= MORE_EVEN or (more_even > -MORE_EVEN and _value(trial) < _value(self.best))
@@ -286,15 +286,15 @@ class _Search:
     def _record(self, best: Trial) -> dict[str, Any]:
         """The report entry of the search; milliseconds per layer, averaged over layers."""
         assert best.price is not None
-        layers, found = self.problem.layer_count, best.price
+        layers, result = self.problem.layer_count, best.price
         return {
             "recipe": best.candidate.recipe.to_data(),
-            "forward_ms": found.forward_ms,
-            "backward_ms": found.backward_ms,
-            "ms": found.layers_us / layers / 1e3,
-            "ideal_ms": found.ideal_us / layers / 1e3,
-            "attainable_ms": found.attainable_us / layers / 1e3,
-            "gap": found.layers_us / found.ideal_us - 1 if found.ideal_us else 0.0,
+            "forward_ms": result.forward_ms,
+            "backward_ms": result.backward_ms,
+            "ms": result.layers_us / layers / 1e3,
+            "ideal_ms": result.ideal_us / layers / 1e3,
+            "attainable_ms": result.attainable_us / layers / 1e3,
+            "gap": result.layers_us / result.ideal_us - 1 if result.ideal_us else 0.0,
             "stopped": None if self.stopped is None else str(self.stopped),
             "steps": len(self.trials),
             "most_steps": self.steps,
@@ -305,7 +305,7 @@ class _Search:
     def _untried_candidates(self) -> list[str]:
         """Candidates not reached by the search."""
         first, others = self.settings.start(self.problem)
-        return [one.recipe.name for one in (*first, *others) if one.key not in self._seen]
+        return [candidate.recipe.name for candidate in (*first, *others) if candidate.key not in self._seen]
 
 
 def _plan_cache_key(placed: PlacedProblem) -> str:
@@ -314,12 +314,12 @@ def _plan_cache_key(placed: PlacedProblem) -> str:
     placement, passes, lone = placed.placement, placed.passes, placed.lone
     if placement.execution is not None:
         return repr(passes)
-    alone = b"" if lone is None else lone.index.tobytes() + lone.home.tobytes()
-    homes = digest(placement.starts.tobytes() + placement.home.tobytes() + alone)
+    lone_bytes = b"" if lone is None else lone.index.tobytes() + lone.home.tobytes()
+    homes = digest(placement.starts.tobytes() + placement.home.tobytes() + lone_bytes)
     heads = replace(passes.inner, lone=None) if isinstance(passes.inner, Ulysses) else passes.inner
-    several = len(placed.groups) > 1 or not placing.splits_all(passes, placed.problem)
-    moving = (passes.route, passes.schedule) if several else ()
-    return f"{homes.hex()} {(heads, *moving, passes.reshuffle, passes.remap)!r}"
+    is_split = len(placed.groups) > 1 or not placing.splits_all(passes, placed.problem)
+    transfer_passes = (passes.route, passes.schedule) if is_split else ()
+    return f"{homes.hex()} {(heads, *transfer_passes, passes.reshuffle, passes.remap)!r}"
 
 
 def _value(trial: Trial) -> float:
@@ -336,18 +336,18 @@ def _with_rounds(
         return candidate, placed, None
     single = replace(placed, passes=replace(placed.passes, schedule=replace(schedule, coalesce=1)))
     lowered = scheduling.schedule(single)
-    slots = max(low.schedule.slots for low in lowered.values())
+    slots = max(item.schedule.slots for item in lowered.values())
     coalesce = max(1, -(-slots // candidate.rounds))
-    named = candidate.with_parameter("schedule", "coalesce", coalesce)
-    chosen = replace(placed.passes, schedule=replace(schedule, coalesce=coalesce))
-    return named, replace(placed, passes=chosen), lowered if coalesce == 1 else None
+    renamed = candidate.with_parameter("schedule", "coalesce", coalesce)
+    chosen_passes = replace(placed.passes, schedule=replace(schedule, coalesce=coalesce))
+    return renamed, replace(placed, passes=chosen_passes), lowered if coalesce == 1 else None
 
 
 def _check_cap(problem: Problem, draft: UnsealedPlan) -> None:
     """Raises CapacityError if a recipe without its own token cap exceeds the default caps."""
     if not draft.placed.passes.place.own_cap:
         return
-    held, caps = held_tokens(draft.lowered), problem.token_caps
-    rank = int((held / caps).argmax())
-    if held[rank] > caps[rank]:
-        raise CapacityError(f"the fullest rank would hold {held[rank]} tokens, the cap is {caps[rank]}")
+    tokens, caps = held_tokens(draft.lowered), problem.token_caps
+    rank = int((tokens / caps).argmax())
+    if tokens[rank] > caps[rank]:
+        raise CapacityError(f"the fullest rank would hold {tokens[rank]} tokens, the cap is {caps[rank]}")

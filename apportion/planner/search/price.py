@@ -40,22 +40,22 @@ def price(
     prepared = prepare(plan, problem.cost)
     recurrent = recurrent_runs(plan, problem.cost, problem.cluster)
     counts = [problem.model.recurrent[kind].layers for kind, _ in recurrent]
-    beside = sum(count * run.makespan_us for count, run in zip(counts, recurrent.values(), strict=True))
-    least = beside + sum(problem.layers[item.kind] * item.least_us for item in prepared)
-    if least >= most_us:
-        return least, None
-    found = run_all(plan, prepared, problem.cost)
-    layers = [problem.layers[kind] for kind, _ in found.runs]
-    value = sum(count * run.makespan_us for count, run in zip(layers, found.runs.values(), strict=True))
-    ideal = sum(count * run.ideal_us for count, run in zip(layers, found.runs.values(), strict=True))
+    extra_us = sum(count * run.makespan_us for count, run in zip(counts, recurrent.values(), strict=True))
+    bound = extra_us + sum(problem.layers[item.kind] * item.least_us for item in prepared)
+    if bound >= most_us:
+        return bound, None
+    simulation = run_all(plan, prepared, problem.cost)
+    layers = [problem.layers[kind] for kind, _ in simulation.runs]
+    value = sum(count * run.makespan_us for count, run in zip(layers, simulation.runs.values(), strict=True))
+    ideal = sum(count * run.ideal_us for count, run in zip(layers, simulation.runs.values(), strict=True))
     attainable = sum(
         problem.layers[item.kind] * attainable_us(whole[item.kind, item.phase], item.work)
         for item in prepared
     )
     even = sum(count * run.ideal_us for count, run in zip(counts, recurrent.values(), strict=True))
-    value, ideal, attainable = value + beside, ideal + even, attainable / float(problem.speeds.sum()) + even
+    value, ideal, attainable = value + extra_us, ideal + even, attainable / float(problem.speeds.sum()) + even
     attainable = max(attainable, ideal)
-    return least, Price(found.forward_ms, found.backward_ms, value, ideal, attainable)
+    return bound, Price(simulation.forward_ms, simulation.backward_ms, value, ideal, attainable)
 
 
 def least_placed_us(placed: PlacedProblem) -> float:
@@ -85,11 +85,11 @@ def least_scheduled_us(placed: PlacedProblem, lowered: Lowered) -> float:
         if kind in problem.picked:  # its tasks have more pairs than are computed
             continue
         first = low.groups.first[:-1]
-        slow = np.minimum.reduceat(problem.speeds, first)
+        slowest = np.minimum.reduceat(problem.speeds, first)
         tasks, heads, kv_heads = low.tasks, low.sets.query_heads[first], low.sets.key_heads[first]
         times = problem.cost.attention_us(
             phase, tasks.rows, tasks.k1 - tasks.k0, tasks.work, heads[tasks.exec], kv_heads[tasks.exec]
         )
-        busy = np.bincount(tasks.exec, times, len(first)) / slow
+        busy = np.bincount(tasks.exec, times, len(first)) / slowest
         total += problem.layers[kind] * float(busy.max())
     return total

@@ -56,9 +56,9 @@ class Blocks(ShardPass):
         block = LARGEST_AUTO_BLOCK
         while True:
             shards = cut(problem, block, self.zigzag)
-            factor, found = _too_coarse(problem, shards, self.solver)
+            factor, partition = _too_coarse(problem, shards, self.solver)
             if factor == 1 or block == 1:
-                return shards if found is None else replace(shards, solved=(self.solver, found))
+                return shards if partition is None else replace(shards, solved=(self.solver, partition))
             block = _smaller(block, factor)
             if not _affordable(problem, block):
                 return self._affordable(problem, shards)
@@ -66,17 +66,17 @@ class Blocks(ShardPass):
     def _affordable(self, problem: Problem, last: Shards) -> Shards:
         """The best blocks within the task limit: among the steps, the largest that balance after cutting leftover
         pieces; else the least uneven, with the limit recorded."""
-        best, least = last, _imbalance(problem, last, self.solver)
+        best, lowest = last, _imbalance(problem, last, self.solver)
         for block in range(LARGEST_AUTO_BLOCK, 0, -AUTO_STEP):
             if not _affordable(problem, block):
                 break
             shards = cut(problem, block, self.zigzag)
-            found = _imbalance(problem, shards, self.solver)
-            if found <= AUTO_IMBALANCE:
+            imbalance = _imbalance(problem, shards, self.solver)
+            if imbalance <= AUTO_IMBALANCE:
                 return shards
-            if found < least:
-                best, least = shards, found
-        return best if least <= AUTO_IMBALANCE else replace(best, limit=Limit.TASKS)
+            if imbalance < lowest:
+                best, lowest = shards, imbalance
+        return best if lowest <= AUTO_IMBALANCE else replace(best, limit=Limit.TASKS)
 
 
 def pieces_to_ranks(problem: Problem, shards: Shards, balanced_weight: Ints) -> PartitionProblem:
@@ -97,13 +97,13 @@ def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> flo
     lightest ranks; here they count by the mean weight per token of each block."""
     case = pieces_to_ranks(problem, shards, shards.weight)
     weights, sizes, bins = case.weights, case.sizes, solver(case).bin
-    there = bins >= 0
-    load = exact_sums(bins[there], weights[there], problem.ranks).astype(np.float64)
-    room = problem.token_caps - exact_sums(bins[there], sizes[there], problem.ranks)
-    left = np.flatnonzero(~there[shards.piece])
+    is_placed = bins >= 0
+    load = exact_sums(bins[is_placed], weights[is_placed], problem.ranks).astype(np.float64)
+    free = problem.token_caps - exact_sums(bins[is_placed], sizes[is_placed], problem.ranks)
+    missing = np.flatnonzero(~is_placed[shards.piece])
     order = np.argsort(load / problem.speeds, kind="stable")
-    until, edges = np.cumsum(shards.lengths[left]), offsets(room[order])
-    for block, end in zip(left.tolist(), until.tolist(), strict=True):
+    ends, edges = np.cumsum(shards.lengths[missing]), offsets(free[order])
+    for block, end in zip(missing.tolist(), ends.tolist(), strict=True):
         begin, size = end - int(shards.lengths[block]), int(shards.lengths[block])
         part = np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin)
         load[order] += np.maximum(part, 0) * (float(shards.weight[block]) / size)
@@ -119,19 +119,19 @@ def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> tu
         return AUTO_SHARE * mean / heaviest, None
     if shards.block_tokens <= min(AUTO_STEP, problem.batch.tokens // (AUTO_BLOCKS * problem.ranks)):
         return 1.0, None
-    found = solver(case)
-    bins, there = found.bin, found.bin >= 0
-    load = exact_sums(bins[there], weights[there], problem.ranks)
-    busiest, left_over = float((load / problem.speeds).max()), float(weights[~there].sum())
-    even = busiest <= (1 + AUTO_IMBALANCE) * mean and left_over <= AUTO_IMBALANCE * mean
-    return 1.0 if even else AUTO_SHRINK, found
+    solution = solver(case)
+    bins, is_placed = solution.bin, solution.bin >= 0
+    load = exact_sums(bins[is_placed], weights[is_placed], problem.ranks)
+    busiest, missing_weight = float((load / problem.speeds).max()), float(weights[~is_placed].sum())
+    even = busiest <= (1 + AUTO_IMBALANCE) * mean and missing_weight <= AUTO_IMBALANCE * mean
+    return 1.0 if even else AUTO_SHRINK, solution
 
 
 def _smaller(block: int, factor: float) -> int:
     """The block times `factor` (a piece's weight is roughly proportional to its block), in whole steps, and smaller."""
-    wanted = int(block * factor)
-    step = next(step for step in (AUTO_STEP, 16, 1) if wanted >= step or step == 1)
-    return max(1, min(wanted // step * step, block - 1))
+    target = int(block * factor)
+    step = next(step for step in (AUTO_STEP, 16, 1) if target >= step or step == 1)
+    return max(1, min(target // step * step, block - 1))
 
 
 def _affordable(problem: Problem, block: int) -> bool:
@@ -192,8 +192,8 @@ def row_times(problem: Problem, starts: Ints) -> Ints:
         if kind in problem.picked:
             share = kind_weights(problem, kind, starts) / np.maximum(row_areas(bands, starts), 1)
         for phase in PHASES:
-            spent = bands_us(cost, model, phase, part)
-            time = time + problem.layers[kind] * np.bincount(block, spent, len(lengths)) * share
+            durations = bands_us(cost, model, phase, part)
+            time = time + problem.layers[kind] * np.bincount(block, durations, len(lengths)) * share
     return np.rint(1e3 * time).astype(np.int64)
 
 

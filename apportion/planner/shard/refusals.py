@@ -28,11 +28,11 @@ def obey_token_cap(problem: Problem, starts: Ints, home: Ints, name: str) -> Non
     """
     if problem.policy.token_cap is None:
         return
-    used, caps = exact_sums(home, np.diff(starts), problem.ranks), problem.token_caps
-    fullest = int((used - caps).argmax())
-    if used[fullest] > caps[fullest]:
-        beside = " in addition to its lone sequences" if problem.caps is not None else ""
+    tokens, caps = exact_sums(home, np.diff(starts), problem.ranks), problem.token_caps
+    fullest = int((tokens - caps).argmax())
+    if tokens[fullest] > caps[fullest]:
+        suffix = " in addition to its lone sequences" if problem.caps is not None else ""
         raise CapacityError(
-            f"place pass {name} puts {used[fullest]} tokens on rank {fullest}{beside}, token_cap is {caps[fullest]}: "
-            f"raise token_cap to {used[fullest]}, leave it out, or use a recipe that plans under it, such as fcp"
+            f"place pass {name} puts {tokens[fullest]} tokens on rank {fullest}{suffix}, token_cap is {caps[fullest]}: "
+            f"raise token_cap to {tokens[fullest]}, leave it out, or use a recipe that plans under it, such as fcp"
         )

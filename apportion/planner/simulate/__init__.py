@@ -75,8 +75,8 @@ def simulate(
     ConfigError for a cluster with other ranks.
     """
     instance("plan", plan, Plan, "make one with plan(...)")
-    used = Hardware.named(hardware) or Hardware.load("h100")
-    return simulate_with(plan, CostModel(used, plan.request.model), used.name, cluster)
+    machine = Hardware.named(hardware) or Hardware.load("h100")
+    return simulate_with(plan, CostModel(machine, plan.request.model), machine.name, cluster)
 
 
 def simulate_with(plan: Plan, costs: Costs, hardware: str = "", cluster: Cluster | None = None) -> Simulation:
@@ -135,8 +135,8 @@ def _chosen_pairs(plan: Plan, kind: str, view: View) -> tuple[int | None, Floats
     tasks' pairs. (None, None) for other kinds."""
     if plan.request.model.keys_of(kind) is None:
         return None, None
-    chosen, held = totals.work(plan, kind, view.phase), totals.pairs(view.source, plan.header, view.phase)
-    return int(chosen.sum()), chosen / np.maximum(held, 1)
+    chosen, pairs = totals.work(plan, kind, view.phase), totals.pairs(view.source, plan.header, view.phase)
+    return int(chosen.sum()), chosen / np.maximum(pairs, 1)
 
 
 def _timed_script(
@@ -154,24 +154,24 @@ def makespans_us(
     kernels and congestion. Builds tables once, prices work once for equal kernels, and runs the event loop once for
     equal transfer times. Raises as `simulate`."""
     kernels = [costs.kernels for costs, _ in under]
-    first = [kernels.index(own) for own in kernels]
-    found: list[dict[tuple[str, str], float]] = [{} for _ in under]
+    first = [kernels.index(item) for item in kernels]
+    result: list[dict[tuple[str, str], float]] = [{} for _ in under]
     for kind, phase in plan.programs:
         view = View(plan, phase, plan.programs[kind, phase], _checked_cluster(plan, under[0][1]))
         script, traffic, tasks, row_work = prepare_tables(view, under[0][0].post_us)
         _, share = _chosen_pairs(plan, kind, view)
         timed = {n: _timed_script(view, under[n][0], script, tasks, row_work, share)[0] for n in set(first)}
-        ran: dict[tuple[object, ...], float] = {}
+        makespans: dict[tuple[object, ...], float] = {}
         for n, (costs, cluster) in enumerate(under):
             linked = congested(relinked(traffic, view, cluster), script, costs.congestion, view.ranks)
             contention = costs.contention if len(linked.bytes) else 0.0
             key = (first[n], contention, linked.wire_us.tobytes(), linked.latency_us.tobytes())
-            if key not in ran:
+            if key not in makespans:
                 times, finish, blocked = engine.run(timed[first[n]], linked, port_count(cluster), contention)
                 _check_finished(kind, phase, script, blocked)
-                ran[key] = _makespan_us(times, finish)
-            found[n][kind, phase] = ran[key]
-    return found
+                makespans[key] = _makespan_us(times, finish)
+            result[n][kind, phase] = makespans[key]
+    return result
 
 
 def _makespan_us(times: engine.Times, finish: Floats) -> float:
@@ -180,16 +180,16 @@ def _makespan_us(times: engine.Times, finish: Floats) -> float:
 
 def _checked_cluster(plan: Plan, cluster: Cluster | None) -> Cluster:
     """`cluster`, by default the plan's, checked to have the plan's ranks."""
-    own = plan.request.cluster
+    default = plan.request.cluster
     if cluster is None:
-        return own
+        return default
     instance("cluster", cluster, Cluster)
-    shape, given = (own.nodes, own.ranks_per_node), (cluster.nodes, cluster.ranks_per_node)
-    if given != shape:
+    shape, actual = (default.nodes, default.ranks_per_node), (cluster.nodes, cluster.ranks_per_node)
+    if actual != shape:
         rule = f"must have the {shape[0]} x {shape[1]} ranks of the plan"
         raise ConfigError(
             "cluster.nodes x cluster.ranks_per_node",
-            f"{given[0]} x {given[1]}",
+            f"{actual[0]} x {actual[1]}",
             rule,
             "change only links or speeds",
         )
@@ -211,8 +211,8 @@ def run_all(
 ) -> Simulation:
     """Runs prepared programs of the plan, on the same cluster. Raises VerifyError for a program that cannot run."""
     runs = {(item.kind, item.phase): _run(item) for item in prepared}
-    used = _checked_cluster(plan, cluster)
-    return Simulation(plan, costs, hardware, runs, recurrent_runs(plan, costs, used), used)
+    run_cluster = _checked_cluster(plan, cluster)
+    return Simulation(plan, costs, hardware, runs, recurrent_runs(plan, costs, run_cluster), run_cluster)
 
 
 def recurrent_runs(plan: Plan, costs: Costs, cluster: Cluster) -> dict[tuple[str, str], RecurrentRun]:
@@ -253,11 +253,11 @@ def _run(prepared: PreparedProgram) -> Run:
 
 
 def _check_finished(kind: str, phase: str, script: Script, blocked: Ints) -> None:
-    stuck = np.flatnonzero(blocked >= 0)
-    if len(stuck):
-        rank = int(stuck[0])
+    ranks = np.flatnonzero(blocked >= 0)
+    if len(ranks):
+        rank = int(ranks[0])
         raise VerifyError(
-            f"{kind} {phase}: {len(stuck)} ranks wait for rounds that never complete, rank {rank} for round "
+            f"{kind} {phase}: {len(ranks)} ranks wait for rounds that never complete, rank {rank} for round "
             f"{script.round[blocked[rank]]}: the ranks launch in different orders; verify the plan"
         )
 
@@ -270,6 +270,6 @@ def _exposed_us(view: View, script: Script, times: engine.Times) -> Floats:
 
 def _traffic_bytes(script: Script, traffic: Traffic, ranks: int) -> tuple[Ints, Ints]:
     """int64 [ranks] twice: bytes that each rank sends, and receives."""
-    ends = (script.rank[side] for side in (traffic.sender, traffic.receiver))
-    sent, received = (np.bincount(end, traffic.bytes, ranks).astype(np.int64) for end in ends)
+    sides = (script.rank[side] for side in (traffic.sender, traffic.receiver))
+    sent, received = (np.bincount(end, traffic.bytes, ranks).astype(np.int64) for end in sides)
     return sent, received

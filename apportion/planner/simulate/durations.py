@@ -76,33 +76,33 @@ def work_us(
     takes 1/s of the time of one of speed 1. share: float64 [ranks], computed fraction of each rank's task pairs; None:
     all."""
     kernels, launches, accumulated, moved = np.zeros((4, len(row_work.moved)))
-    in_all = 0.0
+    total = 0.0
     if len(tasks.at):
-        together = np.add.reduceat(costs.attention_us(view.phase, *tasks[:5]), tasks.first)
+        task_us = np.add.reduceat(costs.attention_us(view.phase, *tasks[:5]), tasks.first)
         chains = np.maximum.reduceat(
             costs.chain_us(view.phase, tasks.rows, tasks.keys, tasks.diagonals), tasks.first
         )
         if share is not None:
-            together, chains = (times * share[view.rank_of[tasks.at]] for times in (together, chains))
+            task_us, chains = (times * share[view.rank_of[tasks.at]] for times in (task_us, chains))
         # the tasks of an instruction are one call, which takes the sum of their times, but at least the longest alone
-        kernels[tasks.at] = np.maximum(together, chains)
+        kernels[tasks.at] = np.maximum(task_us, chains)
         launches[tasks.at] = KERNELS[view.instructions["op"][tasks.at]] * costs.launch_us(view.phase)
         accumulated[tasks.at] = costs.moved_us(tasks.accumulated)
-        in_all = float(together.sum())
+        total = float(task_us.sum())
     # the rows of an instruction are one kernel, as are the tiles it packs or unpacks
-    at = np.flatnonzero(row_work.moved)
-    moved[at] = costs.rowop_us(row_work.moved[at])
+    index = np.flatnonzero(row_work.moved)
+    moved[index] = costs.rowop_us(row_work.moved[index])
     if view.model.latent is not None:
         expanded = expanded_rows(view)
-        at = np.flatnonzero(expanded.rows)
-        expansions = costs.expansion_us(view.phase, expanded.rows[at], expanded.heads[at])
-        kernels[at] += expansions
-        in_all += float(expansions.sum())
+        index = np.flatnonzero(expanded.rows)
+        expansions = costs.expansion_us(view.phase, expanded.rows[index], expanded.heads[index])
+        kernels[index] += expansions
+        total += float(expansions.sum())
     busy = kernels + launches + accumulated + moved
     if len(row_work.projection):
         busy += _projection_us(view.model, costs, row_work)
     parts = float(kernels.sum()), float(launches.sum())
-    work = Work(in_all, *parts, float(busy.sum()) - parts[0] - parts[1])
+    work = Work(total, *parts, float(busy.sum()) - parts[0] - parts[1])
     return busy / view.speeds[view.rank_of], work
 
 

@@ -34,12 +34,12 @@ class Times(NamedTuple):
 def run(script: Script, traffic: Traffic, ports: int, contention: float = 0.0) -> tuple[Times, Floats, Ints]:
     """The times of a program, the end of each rank's compute stream [ranks], and the launch that blocks it [ranks],
     NONE if it ran to its end. contention: relative slowdown of work during transfers."""
-    found = core.run(script, traffic, ports, contention)
-    return Times(*found[:8]), *found[8:]
+    columns = core.run(script, traffic, ports, contention)
+    return Times(*columns[:8]), *columns[8:]
 
 
 def idle_until(script: Script, times: Times) -> Floats:
     """float64 [instructions]: end of idle time of a wait; begin of other instructions."""
-    until, waits = times.begin.copy(), np.flatnonzero(script.role == WAIT)
-    until[waits] = np.maximum(until[waits], times.done[script.launch[waits]])
-    return until
+    idle_end, waits = times.begin.copy(), np.flatnonzero(script.role == WAIT)
+    idle_end[waits] = np.maximum(idle_end[waits], times.done[script.launch[waits]])
+    return idle_end

@@ -24,18 +24,18 @@ def expanded_rows(view: View) -> Expansion:
     name = TASK_LIST[view.phase]
     tasks, operands, header = view.source[name], view.source["operands"], view.plan.header
     base = operands.ptr[tasks.rank_of_row()]
-    kv, at = base + tasks.wide("kv"), view.instruction_of(name)
+    kv, index = base + tasks.wide("kv"), view.instruction_of(name)
     sets, space = operands.wide("heads")[base + tasks.wide("q")], operands.wide("space")[kv]
     start = operands.wide("row")[kv]
-    order = np.lexsort((start, sets, space, at))
-    at, sets, space, start = at[order], sets[order], space[order], start[order]
-    stop = start + operands.wide("rows")[kv[order]]
-    first = changes(at, space, sets)
-    apart = (np.cumsum(first) - 1) * (int(stop.max(initial=0)) + 1)  # offsets that separate the groups
-    reached = np.maximum.accumulate(stop + apart)
-    before = np.append(0, reached[:-1])
-    fresh = np.maximum(stop + apart - np.maximum(start + apart, before), 0)
+    order = np.lexsort((start, sets, space, index))
+    index, sets, space, start = index[order], sets[order], space[order], start[order]
+    end = start + operands.wide("rows")[kv[order]]
+    first = changes(index, space, sets)
+    group_offset = (np.cumsum(first) - 1) * (int(end.max(initial=0)) + 1)  # offsets that separate the groups
+    covered_end = np.maximum.accumulate(end + group_offset)
+    previous_end = np.append(0, covered_end[:-1])
+    new_rows = np.maximum(end + group_offset - np.maximum(start + group_offset, previous_end), 0)
     heads = head_counts(header.q_heads, header.kv_heads, header.head_sets)[0][sets]
     count = len(view.instructions["op"])
-    rows, used = (np.bincount(at, weights, count) for weights in (fresh * heads, first * heads))
-    return Expansion(rows.astype(np.int64), used.astype(np.int64))
+    rows, counts = (np.bincount(index, weights, count) for weights in (new_rows * heads, first * heads))
+    return Expansion(rows.astype(np.int64), counts.astype(np.int64))

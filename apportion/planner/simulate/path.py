@@ -72,12 +72,12 @@ class _Walk:
         self._steps: list[PathStep] = []
 
     def steps(self, finish_us: Floats) -> list[PathStep]:
-        done = self._times.done
+        ends = self._times.done
         rank = int(np.argmax(finish_us))
         at: tuple[int, int, float] | None
-        if done.max(initial=0.0) > finish_us[rank]:
-            last = int(np.argmax(done))
-            at = self._complete(last, f"rank {self._script.rank[last]} is busy with round", float(done[last]))
+        if ends.max(initial=0.0) > finish_us[rank]:
+            last = int(np.argmax(ends))
+            at = self._complete(last, f"rank {self._script.rank[last]} is busy with round", float(ends[last]))
         else:
             at = self._work(rank, int(self._script.ptr[rank + 1]), float(finish_us[rank]), True)
         while at is not None:
@@ -91,9 +91,9 @@ class _Walk:
         wait = int(self._idle[before - 1]) if before > first else NONE
         begin = float(self._until[wait]) if wait >= first else 0.0
         if end > begin:
-            words = self._words(max(wait, first), before)
-            words += [WORK_NAMES[CAST]] if casts and self._script.end_us[rank] > 0 else []
-            text = f"rank {rank} computes {milliseconds(end - begin)} ({', '.join(words)})"
+            names = self._words(max(wait, first), before)
+            names += [WORK_NAMES[CAST]] if casts and self._script.end_us[rank] > 0 else []
+            text = f"rank {rank} computes {milliseconds(end - begin)} ({', '.join(names)})"
             self._steps.append(PathStep("compute", rank, begin, end, NONE, NONE, text))
         if wait < first:
             return None
@@ -106,39 +106,39 @@ class _Walk:
         codes = np.select([role == LAUNCH, role == WAIT], [PACK, UNPACK], self._op[first:end])
         return [WORK_NAMES[code] for code in dict.fromkeys(codes[(role == WORK) | (work > 0)].tolist())]
 
-    def _complete(self, launch: int, why: str, end: float) -> tuple[int, int, float]:
+    def _complete(self, launch: int, reason: str, end: float) -> tuple[int, int, float]:
         """Traces a launch's completion back to work on some rank: (rank, instruction, time)."""
         while True:
             transfer = int(self._times.last[launch])
             if transfer >= 0:
-                launch, end = self._transfers(transfer, launch, why, end)
-            script, reached = self._script, float(self._times.reached[launch])
-            at, rank = int(self._launch_at[launch]), int(script.rank[launch])
-            if reached <= self._times.end[at]:
-                return rank, at + 1, reached
-            why = f"channel {script.channel[launch]} of rank {rank} is busy with round"
-            launch, end = int(script.before[launch]), reached
+                launch, end = self._transfers(transfer, launch, reason, end)
+            script, arrival = self._script, float(self._times.reached[launch])
+            index, rank = int(self._launch_at[launch]), int(script.rank[launch])
+            if arrival <= self._times.end[index]:
+                return rank, index + 1, arrival
+            reason = f"channel {script.channel[launch]} of rank {rank} is busy with round"
+            launch, end = int(script.before[launch]), arrival
 
-    def _transfers(self, transfer: int, launch: int, why: str, end: float) -> tuple[int, float]:
+    def _transfers(self, transfer: int, launch: int, reason: str, end: float) -> tuple[int, float]:
         """Adds a transfer and those that occupied its ports before; returns the launch that the first one waited
         for."""
         times, traffic = self._times, self._traffic
-        words = f"{why} {self._script.round[launch]} {self._purpose(transfer, launch)}"
+        text = f"{reason} {self._script.round[launch]} {self._purpose(transfer, launch)}"
         while True:
             start = float(times.start[transfer])
-            self._steps.append(self._transfer_step(transfer, start, end, words))
+            self._steps.append(self._transfer_step(transfer, start, end, text))
             if start <= times.ready[transfer]:
                 break
-            kept, transfer, end = transfer, int(times.cause[transfer]), start
-            words = (
-                f"{self._tile(transfer)} goes before {self._tile(kept)} on the {self._port(transfer, kept)}"
+            last, transfer, end = transfer, int(times.cause[transfer]), start
+            text = (
+                f"{self._tile(transfer)} goes before {self._tile(last)} on the {self._port(transfer, last)}"
             )
         sides = int(traffic.sender[transfer]), int(traffic.receiver[transfer])
         return max(sides, key=lambda side: times.reached[side]), float(times.ready[transfer])
 
-    def _transfer_step(self, transfer: int, start: float, end: float, words: str) -> PathStep:
+    def _transfer_step(self, transfer: int, start: float, end: float, label: str) -> PathStep:
         source, target, round_ = self._endpoints(transfer)
-        text = f"{words} ({self._traffic.bytes[transfer] / 1e6:.3g} MB, {milliseconds(end - start)})"
+        text = f"{label} ({self._traffic.bytes[transfer] / 1e6:.3g} MB, {milliseconds(end - start)})"
         return PathStep("transfer", target, start, end, round_, source, text)
 
     def _endpoints(self, transfer: int) -> tuple[int, int, int]:
@@ -162,6 +162,6 @@ class _Walk:
     def _port(self, first: int, second: int) -> str:
         """The port that both transfers use."""
         source, target, _ = self._endpoints(second)
-        out = self._traffic.out_port
-        kind = "link" if out[second] < len(self._script.ptr) - 1 else "NIC"
-        return f"{kind} out of rank {source}" if out[first] == out[second] else f"{kind} into rank {target}"
+        port = self._traffic.out_port
+        kind = "link" if port[second] < len(self._script.ptr) - 1 else "NIC"
+        return f"{kind} out of rank {source}" if port[first] == port[second] else f"{kind} into rank {target}"

@@ -185,9 +185,9 @@ def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedT
             f"rank {rank} waits for round {round_} and never launches it: such a plan cannot run; verify it"
         )
     role, *launches = script
-    nothing = np.zeros(len(role)), np.zeros(view.ranks)
-    made = Script(view.instructions.ptr, role, *nothing, *launches)
-    return made, Traffic(*traffic), PricedTasks(*tasks), RowWork(*row_work)
+    zeros = np.zeros(len(role)), np.zeros(view.ranks)
+    full_script = Script(view.instructions.ptr, role, *zeros, *launches)
+    return full_script, Traffic(*traffic), PricedTasks(*tasks), RowWork(*row_work)
 
 
 @lru_cache(64)
@@ -205,24 +205,24 @@ def _sizes(model: Model) -> Ints:
 
 def congested(traffic: Traffic, script: Script, congestion: Congestion | None, ranks: int) -> Traffic:
     """The traffic with congestion delays between nodes."""
-    far = np.flatnonzero(traffic.in_port >= 2 * ranks)
-    if congestion is None or not len(far):
+    inter = np.flatnonzero(traffic.in_port >= 2 * ranks)
+    if congestion is None or not len(inter):
         return traffic
-    sender, receiver = traffic.sender[far], traffic.receiver[far]
+    sender, receiver = traffic.sender[inter], traffic.receiver[inter]
     message = np.unique(sender * len(script.rank) + receiver, return_inverse=True)[1]
-    ports = traffic.out_port[far], traffic.in_port[far]
+    ports = traffic.out_port[inter], traffic.in_port[inter]
     wire = traffic.wire_us.copy()
-    wire[far] *= congestion.factors(script.round[receiver], *ports, message, traffic.bytes[far])
+    wire[inter] *= congestion.factors(script.round[receiver], *ports, message, traffic.bytes[inter])
     return traffic._replace(wire_us=wire)
 
 
 def relinked(traffic: Traffic, view: View, cluster: Cluster) -> Traffic:
     """The traffic of a view, without congestion, over the links of another cluster with its ranks."""
-    far = (traffic.in_port >= 2 * view.ranks).astype(np.int64)
+    inter = (traffic.in_port >= 2 * view.ranks).astype(np.int64)
     rates = np.array([cluster.intra_gbs, cluster.inter_gbs]) * BYTES_PER_US
-    ways = ("intra_latency_us", "inter_latency_us")
-    more = np.array([getattr(cluster, way) - getattr(view.cluster, way) for way in ways])
-    return traffic._replace(wire_us=traffic.bytes / rates[far], latency_us=traffic.latency_us + more[far])
+    names = ("intra_latency_us", "inter_latency_us")
+    more = np.array([getattr(cluster, name) - getattr(view.cluster, name) for name in names])
+    return traffic._replace(wire_us=traffic.bytes / rates[inter], latency_us=traffic.latency_us + more[inter])
 
 
 def launch_instructions(script: Script) -> Ints:

@@ -84,10 +84,10 @@ def output_flops(kind: Recurrent) -> float:
 def _flops(kind: Recurrent, columns: int) -> float:
     """FLOPs per token with `columns` columns in a head's state."""
     key = kind.key_dim
-    inside, state = 2 * CHUNK * (key + columns), 4 * key * columns
+    chunk_flops, state = 2 * CHUNK * (key + columns), 4 * key * columns
     if kind.delta:
-        inside, state = inside + 2 * CHUNK * (2 * key + columns), state + 2 * key * columns
-    return float(kind.heads * (inside + state))
+        chunk_flops, state = chunk_flops + 2 * CHUNK * (2 * key + columns), state + 2 * key * columns
+    return float(kind.heads * (chunk_flops + state))
 
 
 def run_recurrent(
@@ -121,25 +121,25 @@ class _Tables(NamedTuple):
     def of(recurrence: Recurrence, cluster: Cluster) -> _Tables:
         runs, folds = recurrence["runs"], recurrence["folds"]
         part = 2 * (runs["past"] >= 0) + runs["leads"]
-        at = part * cluster.ranks + runs.rank_of_row()
-        tokens = np.bincount(at, runs["rows"], 4 * cluster.ranks).reshape(4, cluster.ranks)
+        index = part * cluster.ranks + runs.rank_of_row()
+        tokens = np.bincount(index, runs["rows"], 4 * cluster.ranks).reshape(4, cluster.ranks)
         rank = folds.rank_of_row()
         past = folds["parent"] >= 0
-        before = folds.ptr[rank] + folds["parent"]
+        parent = folds.ptr[rank] + folds["parent"]
         leads = np.zeros(len(folds), bool)
-        leads[before[past]] = True
+        leads[parent[past]] = True
         speeds = np.asarray(cluster.speeds or np.ones(cluster.ranks), np.float64)
-        depth = _depths(np.where(past, before, -1))
+        depth = _depths(np.where(past, parent, -1))
         return _Tables(recurrence, cluster, speeds, tokens.astype(np.int64), rank, leads, past, depth)
 
 
 def _depths(parent: Ints) -> Ints:
     """int64: the number of ancestors of each. parent: -1 for none."""
     depth, parent = (parent >= 0).astype(np.int64), parent.copy()
-    while (some := np.flatnonzero(parent >= 0)).size:
-        above = parent[some]
-        depth[some] += depth[above]
-        parent[some] = parent[above]
+    while (index := np.flatnonzero(parent >= 0)).size:
+        ancestor = parent[index]
+        depth[index] += depth[ancestor]
+        parent[index] = parent[ancestor]
     return depth
 
 
@@ -154,32 +154,32 @@ def _run(
     costs: Costs,
 ) -> RecurrentRun:
     cluster, speeds = tables.cluster, tables.speeds
-    us = flop_us * (1.0 if phase == "forward" else BACKWARD)
-    whole, first, last, middle = (tokens * token_flops(kind) * us / speeds for tokens in tables.tokens)
+    column_us = flop_us * (1.0 if phase == "forward" else BACKWARD)
+    whole, first, last, middle = (tokens * token_flops(kind) * column_us / speeds for tokens in tables.tokens)
     early = last * (tables.tokens[2] > EARLY_SHARE * tables.tokens.sum(0))
     kernel, late, past = whole + first + last + middle, last - early, middle + early
     transition, output = (flops(kind) / token_flops(kind) for flops in (transition_flops, output_flops))
     halo = _halo(tables.recurrence["halo"], kind, element_bytes, costs, cluster)
-    there, back, fold = _states(tables, number, kind, phase, costs)
+    send, reply, fold = _states(tables, number, kind, phase, costs)
     summarised, read, rows = first + middle * (1 + transition), past * output, halo.us * (kernel > whole)
     beside = whole + early * (1 + transition)
     if phase == "forward":
         before, waits, behind = rows + summarised, last + middle, read + late
     else:
         before, waits, behind = read + late, first + middle, summarised + rows
-    arrival = float(before.max()) + there.us + fold + back.us
-    done = np.maximum(before + beside, arrival * (waits > 0)) + behind
-    even = float(tables.tokens.sum()) * token_flops(kind) * us / float(speeds.sum())
-    sent = halo.bytes + there.bytes + back.bytes
+    arrival = float(before.max()) + send.us + fold + reply.us
+    ends = np.maximum(before + beside, arrival * (waits > 0)) + behind
+    even = float(tables.tokens.sum()) * token_flops(kind) * column_us / float(speeds.sum())
+    sent = halo.bytes + send.bytes + reply.bytes
     return RecurrentRun(
         name,
         phase,
-        float(done.max(initial=0.0)),
+        float(ends.max(initial=0.0)),
         even,
         kernel,
         past * (transition + output),
         halo.us,
-        (there.us, back.us),
+        (send.us, reply.us),
         fold,
         int(sent[0].sum()),
         int(sent.max(initial=0)),
@@ -199,22 +199,22 @@ def _states(
 ) -> tuple[_Wire, _Wire, float]:
     """The exchange to the folding ranks, the one back, and the time of the fold between them."""
     folds, cluster = tables.recurrence["folds"], tables.cluster
-    own = np.flatnonzero(folds["kind"] == number)
-    holder, folder, heads = folds["peer"][own], tables.rank[own], folds["heads"][own]
-    past, leads = tables.past[own], tables.leads[own]
+    index = np.flatnonzero(folds["kind"] == number)
+    holder, folder, heads = folds["peer"][index], tables.rank[index], folds["heads"][index]
+    past, leads = tables.past[index], tables.leads[index]
     state, transition = _STATE_BYTES * kind.state_numbers, _STATE_BYTES * kind.transition_numbers
     if phase == "forward":
-        out, in_ = state * leads + transition * (leads & past), state * past
+        outgoing, incoming = state * leads + transition * (leads & past), state * past
     else:
-        out, in_ = state * past, state * leads
-    there = _exchange(holder, folder, out * heads, costs, cluster)
-    back = _exchange(folder, holder, in_ * heads, costs, cluster)
-    if not len(own):
-        return there, back, 0.0
-    moved = np.bincount(folder, (2 * state + transition) * past * heads, cluster.ranks)
+        outgoing, incoming = state * past, state * leads
+    send = _exchange(holder, folder, outgoing * heads, costs, cluster)
+    reply = _exchange(folder, holder, incoming * heads, costs, cluster)
+    if not len(index):
+        return send, reply, 0.0
+    state_bytes = np.bincount(folder, (2 * state + transition) * past * heads, cluster.ranks)
     steps = np.zeros(cluster.ranks)
-    np.maximum.at(steps, folder, tables.depth[own])
-    return there, back, float((costs.moved_us(moved.astype(np.int64)) + STEP_US * steps).max())
+    np.maximum.at(steps, folder, tables.depth[index])
+    return send, reply, float((costs.moved_us(state_bytes.astype(np.int64)) + STEP_US * steps).max())
 
 
 def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluster: Cluster) -> _Wire:
@@ -229,18 +229,18 @@ def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluste
 def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cluster) -> _Wire:
     """Simulates an exchange, int64 [n] each: from rank, to rank, bytes."""
     ranks = cluster.ranks
-    away = (source != target) & (sizes > 0)
-    source, target, sizes = source[away], target[away], sizes[away]
+    remote = (source != target) & (sizes > 0)
+    source, target, sizes = source[remote], target[remote], sizes[remote]
     sent = np.stack([np.bincount(end, sizes, ranks) for end in (source, target)]).astype(np.int64)
     if not len(sizes):
         return _Wire(0.0, sent)
-    between = cluster.node_of(source) != cluster.node_of(target)
+    is_inter = cluster.node_of(source) != cluster.node_of(target)
     wires, latency = [0.0], cluster.intra_latency_us
     for end in (source, target):
-        wires.append(np.bincount(end[~between], sizes[~between], ranks).max() / (cluster.intra_gbs * 1e3))
-        if between.any():
+        wires.append(np.bincount(end[~is_inter], sizes[~is_inter], ranks).max() / (cluster.intra_gbs * 1e3))
+        if is_inter.any():
             nics = cluster.nodes * cluster.nics_per_node
-            load = np.bincount(_nic(end[between], cluster), sizes[between], nics)
+            load = np.bincount(_nic(end[is_inter], cluster), sizes[is_inter], nics)
             wires.append(load.max() / (cluster.inter_gbs * 1e3))
             latency = max(latency, cluster.inter_latency_us)
     packed = 2 * float(costs.rowop_us(np.array(2 * sent.max())))

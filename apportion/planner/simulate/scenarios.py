@@ -97,8 +97,8 @@ def _hardware(scenario: Scenario, hardware: Hardware, factors: Mapping[str, floa
         return hardware
     forward, backward = (_slower(grid, scenario) for grid in (hardware.forward, hardware.backward))
     name = f"{hardware.name}-{scenario.name}"[:64]
-    found = replace(hardware, name=name, forward=forward, backward=backward, **changed)
-    return Hardware.from_data(found.to_data())
+    result = replace(hardware, name=name, forward=forward, backward=backward, **changed)
+    return Hardware.from_data(result.to_data())
 
 
 def _value(figure: Figure | None, default: float) -> float:

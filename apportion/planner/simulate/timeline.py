@@ -90,8 +90,8 @@ class Run:
         """The timelines of all ranks."""
         parts = (*_compute_spans(self), *(_transfer_spans(self, sends) for sends in (True, False)))
         columns = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
-        found = Spans(*columns)
-        order = np.lexsort((found.peer, found.start_us, found.stream, found.rank))
+        result = Spans(*columns)
+        order = np.lexsort((result.peer, result.start_us, result.stream, result.rank))
         return Spans(*(column[order] for column in columns))
 
     def critical_path(self) -> list[PathStep]:
@@ -143,10 +143,10 @@ def bytes_of(runs: Sequence[Run]) -> dict[str, int]:
 def _compute_spans(run: Run) -> Iterator[Spans]:
     """Spans of waiting, then working, of every instruction; then casts."""
     script, times = run.script, run.times
-    until, op = idle_until(script, times), run.op.astype(np.int64)
-    yield _instruction_spans(run, op, times.begin, until)
+    idle_end, op = idle_until(script, times), run.op.astype(np.int64)
+    yield _instruction_spans(run, op, times.begin, idle_end)
     work = np.select([script.role == LAUNCH, script.role == WAIT], [PACK, UNPACK], op)
-    yield _instruction_spans(run, work, until, times.end)
+    yield _instruction_spans(run, work, idle_end, times.end)
     ranks = np.flatnonzero(script.end_us > 0)
     nobody, end = np.full(len(ranks), NOBODY), run.finish_us[ranks]
     casts, stream, number = np.full(len(ranks), CAST), np.full(len(ranks), COMPUTE), run.instructions[ranks]
@@ -155,30 +155,30 @@ def _compute_spans(run: Run) -> Iterator[Spans]:
 
 def _instruction_spans(run: Run, op: Ints, start: Floats, end: Floats) -> Spans:
     """Spans between `start` and `end` of instructions with a duration."""
-    at = np.flatnonzero(end > start)
-    rank, instruction = _rank_and_number(run.script, at)
-    round_ = np.append(run.script.round, NOBODY)[run.script.launch[at]]
-    compute, nobody = np.full(len(at), COMPUTE), np.full(len(at), NOBODY)
-    return Spans(rank, compute, op[at], start[at], end[at], instruction, round_, nobody)
+    index = np.flatnonzero(end > start)
+    rank, instruction = _rank_and_number(run.script, index)
+    round_ = np.append(run.script.round, NOBODY)[run.script.launch[index]]
+    compute, nobody = np.full(len(index), COMPUTE), np.full(len(index), NOBODY)
+    return Spans(rank, compute, op[index], start[index], end[index], instruction, round_, nobody)
 
 
 def _transfer_spans(run: Run, sends: bool) -> Spans:
     script, traffic, times = run.script, run.traffic, run.times
-    mine, other = (traffic.sender, traffic.receiver) if sends else (traffic.receiver, traffic.sender)
-    rank, instruction = _rank_and_number(script, launch_instructions(script)[mine])
+    side, other = (traffic.sender, traffic.receiver) if sends else (traffic.receiver, traffic.sender)
+    rank, instruction = _rank_and_number(script, launch_instructions(script)[side])
     return Spans(
         rank,
-        1 + script.channel[mine],
-        np.full(len(mine), int(Op.LAUNCH)),
+        1 + script.channel[side],
+        np.full(len(side), int(Op.LAUNCH)),
         times.start,
         times.start + traffic.wire_us + traffic.latency_us,
         instruction,
-        script.round[mine],
+        script.round[side],
         script.rank[other],
     )
 
 
-def _rank_and_number(script: Script, at: Ints) -> tuple[Ints, Ints]:
+def _rank_and_number(script: Script, index: Ints) -> tuple[Ints, Ints]:
     """(rank, number on it) of each instruction."""
-    rank = np.searchsorted(script.ptr, at, side="right") - 1
-    return rank, at - script.ptr[rank]
+    rank = np.searchsorted(script.ptr, index, side="right") - 1
+    return rank, index - script.ptr[rank]

@@ -85,22 +85,22 @@ def _meta(what: str, rank: int, thread: int, **args: Any) -> Event:
 
 def _slices(run: Run, rank: int, start: float) -> Iterator[Event]:
     script, spans = run.script, run.spans
-    for at in np.flatnonzero((spans.rank == rank) & (spans.stream == 0)).tolist():
-        name, round_ = WORK_NAMES[int(spans.op[at])], int(spans.round[at])
+    for row in np.flatnonzero((spans.rank == rank) & (spans.stream == 0)).tolist():
+        name, round_ = WORK_NAMES[int(spans.op[row])], int(spans.round[row])
         if round_ >= 0:
             name += f" {round_}"
-        number = int(spans.instruction[at])
-        yield _slice(run, rank, 0, name, start, spans.start_us[at], spans.end_us[at], instruction=number)
+        number = int(spans.instruction[row])
+        yield _slice(run, rank, 0, name, start, spans.start_us[row], spans.end_us[row], instruction=number)
     for launch in np.flatnonzero(script.rank == rank).tolist():
         yield _round(run, rank, launch, start)
 
 
 def _round(run: Run, rank: int, launch: int, start: float) -> Event:
     script, traffic, times = run.script, run.traffic, run.times
-    mine: Ints = script.ends[script.end_ptr[launch] : script.end_ptr[launch + 1]]
+    transfers: Ints = script.ends[script.end_ptr[launch] : script.end_ptr[launch + 1]]
     args = {
-        way: int(traffic.bytes[mine[side[mine] == launch]].sum())
-        for way, side in (("sent_bytes", traffic.sender), ("received_bytes", traffic.receiver))
+        key: int(traffic.bytes[transfers[side[transfers] == launch]].sum())
+        for key, side in (("sent_bytes", traffic.sender), ("received_bytes", traffic.receiver))
     }
     name, thread = f"round {script.round[launch]}", 1 + int(script.channel[launch])
     return _slice(run, rank, thread, name, start, times.reached[launch], times.done[launch], **args)
@@ -124,13 +124,13 @@ def _slice(
 def _arrows(run: Run, shown: Ints, start: float, number: int) -> Iterator[Event]:
     """Two events for each transfer between shown ranks."""
     script, traffic, times = run.script, run.traffic, run.times
-    ends = [(script.rank[side], 1 + script.channel[side]) for side in (traffic.sender, traffic.receiver)]
+    sides = [(script.rank[side], 1 + script.channel[side]) for side in (traffic.sender, traffic.receiver)]
     begin = start + times.start
     halfway = begin + (traffic.wire_us + traffic.latency_us) / 2
-    for transfer in np.flatnonzero(np.isin(ends[0][0], shown) & np.isin(ends[1][0], shown)).tolist():
+    for transfer in np.flatnonzero(np.isin(sides[0][0], shown) & np.isin(sides[1][0], shown)).tolist():
         name = TENSOR_NAMES[Tensor(int(traffic.tensor[transfer]))]
-        for (rank, thread), when, ph in zip(
-            ends, (begin, halfway), ({"ph": "s"}, {"ph": "f", "bp": "e"}), strict=True
+        for (rank, thread), times_us, ph in zip(
+            sides, (begin, halfway), ({"ph": "s"}, {"ph": "f", "bp": "e"}), strict=True
         ):
             yield {
                 **ph,
@@ -139,6 +139,6 @@ def _arrows(run: Run, shown: Ints, start: float, number: int) -> Iterator[Event]
                 "cat": "transfer",
                 "pid": int(rank[transfer]),
                 "tid": int(thread[transfer]),
-                "ts": round(float(when[transfer]), 3),
+                "ts": round(float(times_us[transfer]), 3),
             }
         number += 1

@@ -138,8 +138,8 @@ class TransportProblem:
 
     def prices(self, src: Ints, dst: Ints) -> Floats:
         """float64 [flows]: cost of one row of each flow."""
-        near = src // self.cost.ranks_per_node == dst // self.cost.ranks_per_node
-        return np.where(near, self.cost.intra, self.cost.inter)
+        same_node = src // self.cost.ranks_per_node == dst // self.cost.ranks_per_node
+        return np.where(same_node, self.cost.intra, self.cost.inter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,11 +268,11 @@ class HypergraphProblem:
 def caps_of(total: int, slack: tuple[float, float], shares: Floats, nodes: int) -> tuple[Ints, Ints]:
     """int64 [nodes], int64 [ranks]: limits of each share of `total`; shares: float64 [ranks], see HypergraphProblem."""
     mean = total * shares / shares.sum()
-    most = (1 + slack[0]) * (1 + slack[1])
-    ranks = np.maximum(np.floor(mean * most + _ROUNDING), np.ceil(mean - _ROUNDING)).astype(np.int64)
-    of_node = mean.reshape(nodes, -1).sum(1)
-    of_nodes = np.maximum(np.floor(of_node * (1 + slack[0]) + _ROUNDING), np.ceil(of_node - _ROUNDING))
-    return np.minimum(of_nodes.astype(np.int64), ranks.reshape(nodes, -1).sum(1)), ranks
+    factor = (1 + slack[0]) * (1 + slack[1])
+    ranks = np.maximum(np.floor(mean * factor + _ROUNDING), np.ceil(mean - _ROUNDING)).astype(np.int64)
+    node_share = mean.reshape(nodes, -1).sum(1)
+    node_caps = np.maximum(np.floor(node_share * (1 + slack[0]) + _ROUNDING), np.ceil(node_share - _ROUNDING))
+    return np.minimum(node_caps.astype(np.int64), ranks.reshape(nodes, -1).sum(1)), ranks
 
 
 @dataclass(frozen=True, eq=False)

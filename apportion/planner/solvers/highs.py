@@ -51,22 +51,22 @@ class _HighsEngine(pulp.HiGHS):  # type: ignore[misc]
 
     def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
         info = lp.solverModel.getInfo()
-        found = info.primal_solution_status == highspy.kSolutionStatusFeasible
-        self.run = _run(lp.solverModel.getModelStatus(), found, info.mip_dual_bound)
-        if found:
+        is_feasible = info.primal_solution_status == highspy.kSolutionStatusFeasible
+        self.run = _run(lp.solverModel.getModelStatus(), is_feasible, info.mip_dual_bound)
+        if is_feasible:
             values = lp.solverModel.getSolution().col_value
             for variable, value in zip(lp.variables(), values, strict=True):
                 variable.varValue = value
         if self.run.status is Status.OPTIMAL:
             return pulp.LpStatusOptimal, pulp.LpSolutionOptimal
-        if found:
+        if is_feasible:
             return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
         return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
 
 
-def _run(end: highspy.HighsModelStatus, found: bool, bound: float) -> SolverRun:
+def _run(end: highspy.HighsModelStatus, is_feasible: bool, bound: float) -> SolverRun:
     status, limit = _ENDS.get(end, (Status.FEASIBLE, Limit.ENGINE))
-    if status is Status.FEASIBLE and not found:
+    if status is Status.FEASIBLE and not is_feasible:
         status = Status.NO_SOLUTION
     return SolverRun(status, limit, bound)
 

@@ -166,8 +166,8 @@ SOLVERS: Mapping[tuple[str, str], Entry] = MappingProxyType({(one.kind, one.name
 
 def list_solvers() -> tuple[Entry, ...]:
     """All solvers, built-in ones first. Raises ConfigError for a plug-in that cannot be loaded."""
-    added = [_load(name) for name in plugins.found(GROUP)]
-    return (*SOLVERS.values(), *added)
+    plugged = [_load(name) for name in plugins.found(GROUP)]
+    return (*SOLVERS.values(), *plugged)
 
 
 def find_solver(kind: str, name: str) -> Entry:
@@ -179,9 +179,9 @@ def find_solver(kind: str, name: str) -> Entry:
         raise UnknownNameError("solver kind", kind, "unknown kind", fields.suggestion(kind, KINDS))
     if f"{kind}.{name}" in plugins.found(GROUP):
         return _load(f"{kind}.{name}")
-    known = [entry.name for entry in list_solvers() if entry.kind == kind]
+    names = [entry.name for entry in list_solvers() if entry.kind == kind]
     raise UnknownNameError(
-        f"solver of kind {kind}", name, "no solver of that name", fields.suggestion(name, known)
+        f"solver of kind {kind}", name, "no solver of that name", fields.suggestion(name, names)
     )
 
 

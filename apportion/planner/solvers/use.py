@@ -37,8 +37,8 @@ class SolverOption(options.Option, Generic[P, R]):
 
     def __call__(self, problem: P) -> R:
         """Solves the problem. Raises MissingDependencyError, and the solver's errors."""
-        found: R = self._solver(problem, self.spends)
-        return found
+        result: R = self._solver(problem, self.spends)
+        return result
 
     @cached_property
     def _solver(self) -> contracts.Solver[P, R]:
@@ -52,18 +52,18 @@ class SolverOption(options.Option, Generic[P, R]):
     def spends(self) -> Budget:
         return self.entry.budget if self.budget is None else self.budget
 
-    def parse(self, where: str, value: Any) -> Self:
+    def parse(self, path: str, value: Any) -> Self:
         if isinstance(value, str):
             return type(self)(value)
         if not isinstance(value, Mapping) or len(value) != 1:
             raise ConfigError(
-                where, value, f"must be {self.describe()}", f"write {self.name}, or {{{self.name}: {{}}}}"
+                path, value, f"must be {self.describe()}", f"write {self.name}, or {{{self.name}: {{}}}}"
             )
         ((name, given_limits),) = value.items()
         entry = find_solver(self.kind, name)
         if given_limits is not None and not isinstance(given_limits, Mapping):
             raise ConfigError(
-                f"{where}.{name}", given_limits, "must be a mapping of its limits", "write {gap: 0.01}"
+                f"{path}.{name}", given_limits, "must be a mapping of its limits", "write {gap: 0.01}"
             )
         for limit in given_limits or {}:
             if limit not in entry.limits:
@@ -72,12 +72,12 @@ class SolverOption(options.Option, Generic[P, R]):
                     if entry.limits
                     else "ends by itself, without limits"
                 )
-                raise ConfigError(f"{where}.{name}", limit, rule, "leave it out or correct it")
-        return type(self)(name, options.read(Budget, f"{where}.{name}", given_limits or {}, entry.budget))
+                raise ConfigError(f"{path}.{name}", limit, rule, "leave it out or correct it")
+        return type(self)(name, options.read(Budget, f"{path}.{name}", given_limits or {}, entry.budget))
 
     def describe(self) -> str:
-        known = ", ".join(self.known())
-        return f"a {self.kind} solver ({known}), alone or as {{name: {{limit: value}}}}"
+        names = ", ".join(self.known())
+        return f"a {self.kind} solver ({names}), alone or as {{name: {{limit: value}}}}"
 
     def data(self) -> Any:
         if self.budget is None:
@@ -94,8 +94,8 @@ class SolverOption(options.Option, Generic[P, R]):
             }
             for name in self.known()
         }
-        one = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
-        return {"anyOf": [{"enum": self.known()}, {**one, "properties": given_limits}]}
+        entry = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
+        return {"anyOf": [{"enum": self.known()}, {**entry, "properties": given_limits}]}
 
     @classmethod
     def known(cls) -> list[str]:

@@ -76,8 +76,8 @@ class HeadGroups:
     @property
     def keys_overlap(self) -> bool:
         """True if groups use some of each other's KV heads, but not the same sets."""
-        held = [head for number in self.key_sets if number for head in self.sets[number - 1]]
-        return len(held) > len(set(held))
+        heads = [head for number in self.key_sets if number for head in self.sets[number - 1]]
+        return len(heads) > len(set(heads))
 
     @staticmethod
     def of(model: Model, count: int) -> HeadGroups:
@@ -91,8 +91,8 @@ class HeadGroups:
         share, ratio = model.q_heads // count, model.q_heads // model.kv_heads
         queries = [tuple(range(g * share, (g + 1) * share)) for g in range(count)]
         keys = [tuple(sorted({head // ratio for head in heads})) for heads in queries]
-        numbers = {heads: place for place, heads in enumerate(dict.fromkeys([*queries, *keys]), 1)}
-        distinct = {heads: place for place, heads in enumerate(dict.fromkeys(keys))}
+        numbers = {heads: number for number, heads in enumerate(dict.fromkeys([*queries, *keys]), 1)}
+        distinct = {heads: number for number, heads in enumerate(dict.fromkeys(keys))}
         return HeadGroups(
             tuple(numbers),
             np.array([numbers[heads] for heads in queries]),
@@ -119,7 +119,7 @@ def cut_columns(bands: Ints, starts: Ints) -> Ints:
 
 def checked(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
     """Bands and starts as contiguous arrays. Raises CapacityError for too many cells."""
-    bands, starts = (np.ascontiguousarray(given, np.int64) for given in (bands, starts))
+    bands, starts = (np.ascontiguousarray(array, np.int64) for array in (bands, starts))
     check_tasks(core.count_cells((bands, starts)))
     return bands, starts
 

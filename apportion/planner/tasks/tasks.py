@@ -100,12 +100,12 @@ class Edges:
 
     def take(self, order: Ints) -> Edges:
         """Selects edges in this order, in which parents must precede their children and be included."""
-        taken = Edges(*[np.take(getattr(self, column.name), order) for column in fields(self)])
-        if (taken.parent < 0).all():
-            return taken
-        place = np.full(len(self) + 1, -1, np.int32)  # parent -1 is the last
-        place[order] = np.arange(len(order), dtype=np.int32)
-        return replace(taken, parent=place[taken.parent])
+        edges = Edges(*[np.take(getattr(self, column.name), order) for column in fields(self)])
+        if (edges.parent < 0).all():
+            return edges
+        position = np.full(len(self) + 1, -1, np.int32)  # parent -1 is the last
+        position[order] = np.arange(len(order), dtype=np.int32)
+        return replace(edges, parent=position[edges.parent])
 
 
 def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Edges]:
@@ -121,32 +121,32 @@ def placed_tasks(cells: Cells, execution: Execution, rows: Rows, heads: HeadGrou
     cell = np.tile(np.arange(count), groups)
     group = np.repeat(np.arange(groups), count)
     q, k, q0, q1, k0, k1, dmin, dmax = cells.columns[:, cell]
-    away = rows.home[q] != rank
-    query_edge, queries = _edges(rows, q, rank, 2 * group + 1, q0, q1, away)
+    is_remote = rows.home[q] != rank
+    query_edge, queries = _edges(rows, q, rank, 2 * group + 1, q0, q1, is_remote)
     edge, keys = _edges(rows, k, rank, 2 * heads.shared[group], k0, k1, rows.home[k] != rank)
-    query_edge[away] += len(keys)
+    query_edge[is_remote] += len(keys)
     row = rows.row[q] + q0 - rows.starts[q]
     columns = (rank, row, q1 - q0, k, k0, k1, dmin, dmax, edge, query_edge, group)
     return Tasks(*_narrow(*columns)), joined(keys, queries)
 
 
 def _edges(
-    rows: Rows, block: Ints, rank: Ints, lane: Ints, low: Ints, high: Ints, away: Bools
+    rows: Rows, block: Ints, rank: Ints, lane: Ints, low: Ints, high: Ints, is_remote: Bools
 ) -> tuple[Ints, Edges]:
-    """int32 [n]: the edge of each task, -1 unless `away`; and the edges: one for each block, rank and lane, the hull of
+    """int32 [n]: the edge of each task, -1 unless `is_remote`; and the edges: one per block, rank and lane, the hull of
     the tokens [low, high)."""
-    index = np.flatnonzero(away)
+    index = np.flatnonzero(is_remote)
     blocks = len(rows.home)
     key = (lane[index] * rows.ranks + rank[index]) * blocks + block[index]
-    found, number = ranked(key)
-    first, last = hulls(number, low[index], high[index], len(found))
-    rest, of = np.divmod(found, blocks)
-    lanes, dst = np.divmod(rest, rows.ranks)
-    home, none = rows.home[of], np.full(len(found), -1)
-    row = rows.row[of] + first - rows.starts[of]
-    edge = np.full(len(away), -1, np.int32)
+    tiles, number = ranked(key)
+    first, last = hulls(number, low[index], high[index], len(tiles))
+    group_rank, tile_block = np.divmod(tiles, blocks)
+    lanes, dst = np.divmod(group_rank, rows.ranks)
+    home, none = rows.home[tile_block], np.full(len(tiles), -1)
+    row = rows.row[tile_block] + first - rows.starts[tile_block]
+    edge = np.full(len(is_remote), -1, np.int32)
     edge[index] = number
-    return edge, Edges(*_narrow(lanes * blocks + of, home, row, last - first, home, dst, none, lanes))
+    return edge, Edges(*_narrow(lanes * blocks + tile_block, home, row, last - first, home, dst, none, lanes))
 
 
 def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:

@@ -68,15 +68,15 @@ class Engine:
 
     # ---- interface of the handlers
 
-    async def submit(self, asked: PlanRequest, tenant: str, ahead: int = 0) -> Entry:
+    async def submit(self, request: PlanRequest, tenant: str, ahead: int = 0) -> Entry:
         """Plans a request once, however often it is submitted. Raises ServiceError if it is or was refused, or
         the queue is full."""
-        key, due = asked.key, self._schedule.due(asked.job, ahead)
-        entry = self._entries.get(key) or self._restore_entry(await self._load_pack(key), asked.job, tenant)
+        key, due = request.key, self._schedule.due(request.job, ahead)
+        entry = self._entries.get(key) or self._restore_entry(await self._load_pack(key), request.job, tenant)
         entry = self._entries.get(key) or entry  # another call may have added it
         if entry is None:
-            entry = self._queue(plan_pack, asked, tenant, due)
-            self._know(entry)
+            entry = self._queue(plan_pack, request, tenant, due)
+            self._remember_entry(entry)
         entry.due = min(entry.due, due)
         if entry.problem is not None:
             raise entry.problem
@@ -108,9 +108,9 @@ class Engine:
             raise entry.problem
         return self.hot(key) or (await self._load_pack(key) if entry.state is State.READY else None)
 
-    async def make(self, work: Work, asked: PlanRequest, tenant: str) -> bytes:
+    async def make(self, work: Work, request: PlanRequest, tenant: str) -> bytes:
         """A worker's result for a request, not cached. Raises ServiceError."""
-        entry = self._queue(work, asked, tenant, self._schedule.due(asked.job, 0))
+        entry = self._queue(work, request, tenant, self._schedule.due(request.job, 0))
         await entry.done.wait()
         if entry.problem is not None:
             raise entry.problem
@@ -128,8 +128,8 @@ class Engine:
 
     async def hour(self) -> tuple[list[Minute], list[Usage]]:
         """The last hour, by minute and by tenant; counted in a thread, since many requests take a while."""
-        held, now = list(self._entries.values()), asyncio.get_running_loop().time()
-        return await asyncio.to_thread(lambda: (minutes(held, now), usage(held, now)))
+        entries, now = list(self._entries.values()), asyncio.get_running_loop().time()
+        return await asyncio.to_thread(lambda: (minutes(entries, now), usage(entries, now)))
 
     def latest(self, count: int) -> Iterator[Entry]:
         """The latest requests, newest first."""
@@ -145,22 +145,22 @@ class Engine:
 
     # ---- queue and workers
 
-    def _queue(self, work: Work, asked: PlanRequest, tenant: str, due: float) -> Entry:
-        self._admit(tenant, len(asked.data))
+    def _queue(self, work: Work, request: PlanRequest, tenant: str, due: float) -> Entry:
+        self._admit(tenant, len(request.data))
         now = asyncio.get_running_loop().time()
-        entry = Entry(asked.key, work, asked.data, asked.job, asked.ranks, tenant, due, now)
-        self._queued_bytes += len(asked.data)
+        entry = Entry(request.key, work, request.data, request.job, request.ranks, tenant, due, now)
+        self._queued_bytes += len(request.data)
         self._schedule.add(entry)
         self._dispatch()
         return entry
 
     def _admit(self, tenant: str, size: int) -> None:
         """Raises ServiceError if the queue is full and the tenant has its even share of it."""
-        waiting, most, most_bytes = len(self._schedule), self._limits.queued, self._limits.queued_bytes
-        if waiting >= most or self._queued_bytes + size > most_bytes:
-            count, held, share = self._schedule.share(tenant)
-            if count >= most * share or held + size > most_bytes * share:
-                raise ServiceError("queue-full", f"{waiting} requests wait for a worker", retry_after=1.0)
+        queued, max_queued, most_bytes = len(self._schedule), self._limits.queued, self._limits.queued_bytes
+        if queued >= max_queued or self._queued_bytes + size > most_bytes:
+            count, held_bytes, share = self._schedule.share(tenant)
+            if count >= max_queued * share or held_bytes + size > most_bytes * share:
+                raise ServiceError("queue-full", f"{queued} requests wait for a worker", retry_after=1.0)
 
     def _dispatch(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -174,10 +174,10 @@ class Engine:
         self.metrics.running.set(len(self._running))
 
     def _on_planning_end(
-        self, entry: Entry, began: float, planning: asyncio.Future[Completion | Refusal]
+        self, entry: Entry, start: float, planning: asyncio.Future[Completion | Refusal]
     ) -> None:
         self._running.discard(entry)
-        self._schedule.ended(entry, asyncio.get_running_loop().time() - began)  # however it ended
+        self._schedule.ended(entry, asyncio.get_running_loop().time() - start)  # however it ended
         try:
             self._take(entry, planning.result())
         except WorkerDiedError as error:
@@ -235,7 +235,7 @@ class Engine:
 
     # ---- memory and store
 
-    def _know(self, entry: Entry) -> None:
+    def _remember_entry(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
         self._wake_waiters(entry.key)
         while len(self._entries) > self._limits.known and next(iter(self._entries.values())).done.is_set():
@@ -245,9 +245,9 @@ class Engine:
         """The pack of a key in the store, which other servers may share; None once the request is submitted here.
         Raises UnknownPlanError if neither happens in time."""
         loop = asyncio.get_running_loop()
-        until, pause_s = loop.time() + wait_s, LOOK_S
+        deadline, pause_s = loop.time() + wait_s, LOOK_S
         while (pack := self.hot(key) or await self._load_pack(key)) is None and key not in self._entries:
-            left_s = until - loop.time()
+            left_s = deadline - loop.time()
             if left_s <= 0 or len(self._arriving) >= WAITING:
                 self._arriving.pop(key, None)
                 raise UnknownPlanError(key)
@@ -308,10 +308,10 @@ class Engine:
         now = asyncio.get_running_loop().time()
         entry = Entry(pack.key, plan_pack, b"", job, pack.ranks, tenant, now, now, plan=pack.head.id)
         entry.finish(State.READY)
-        self._know(entry)
+        self._remember_entry(entry)
         return entry
 
     def _start(self, task: object) -> None:
-        started = asyncio.ensure_future(task)  # type: ignore[call-overload]
-        self._tasks.add(started)
-        started.add_done_callback(self._tasks.discard)
+        future = asyncio.ensure_future(task)  # type: ignore[call-overload]
+        self._tasks.add(future)
+        future.add_done_callback(self._tasks.discard)

@@ -40,25 +40,25 @@ class Usage:
 
 def minutes(entries: Iterable[Entry], now: float) -> list[Minute]:
     """The `MINUTES` before `now`, the oldest first."""
-    held = defaultdict[int, list[Entry]](list)
-    ahead = [0] * (MINUTES + 1)  # changes of the number of plans ahead, by minute
+    by_minute = defaultdict[int, list[Entry]](list)
+    changes = [0] * (MINUTES + 1)  # changes of the number of plans ahead, by minute
     for entry in entries:
         if entry.state is not State.READY:
             continue
-        held[_minute(entry.ended, now)].append(entry)
-        ahead[max(_minute(entry.ended, now), 0)] += 1
+        by_minute[_minute(entry.ended, now)].append(entry)
+        changes[max(_minute(entry.ended, now), 0)] += 1
         if entry.asked is not None:
-            ahead[max(_minute(max(entry.asked, entry.ended), now), 0)] -= 1
-    found, sum_ = [], 0
+            changes[max(_minute(max(entry.asked, entry.ended), now), 0)] -= 1
+    result, sum_ = [], 0
     for minute in range(MINUTES):
-        sum_ += ahead[minute]
-        made = [entry.seconds for entry in held[minute] if entry.seconds]
-        found.append(
+        sum_ += changes[minute]
+        times = [entry.seconds for entry in by_minute[minute] if entry.seconds]
+        result.append(
             Minute(
-                len(made), len(held[minute]) - len(made), sum_, _median(made), _median(_waits(held[minute]))
+                len(times), len(by_minute[minute]) - len(times), sum_, _median(times), _median(_waits(by_minute[minute]))
             )
         )
-    return found
+    return result
 
 
 def usage(entries: Iterable[Entry], now: float) -> list[Usage]:
@@ -71,22 +71,22 @@ def usage(entries: Iterable[Entry], now: float) -> list[Usage]:
     return [_usage(tenant, by_tenant[tenant]) for tenant in sorted(by_tenant)]
 
 
-def _usage(tenant: str, held: list[Entry]) -> Usage:
-    made = [entry.seconds for entry in held if entry.seconds]
-    ready, refused = (sum(entry.state is state for entry in held) for state in (State.READY, State.REFUSED))
-    tail = quantiles(made, n=100, method="inclusive")[-1] if len(made) > 1 else _median(made)
+def _usage(tenant: str, entries: list[Entry]) -> Usage:
+    times = [entry.seconds for entry in entries if entry.seconds]
+    ready, refused = (sum(entry.state is state for entry in entries) for state in (State.READY, State.REFUSED))
+    slowest = quantiles(times, n=100, method="inclusive")[-1] if len(times) > 1 else _median(times)
     return Usage(
-        tenant, len(held) - ready - refused, ready, refused, _median(made), tail, _median(_waits(held))
+        tenant, len(entries) - ready - refused, ready, refused, _median(times), slowest, _median(_waits(entries))
     )
 
 
-def _minute(at: float, now: float) -> int:
+def _minute(moment: float, now: float) -> int:
     """Its index among the `MINUTES` before now; negative if it was earlier."""
-    return MINUTES - 1 - int((now - at) // 60)
+    return MINUTES - 1 - int((now - moment) // 60)
 
 
-def _waits(held: Iterable[Entry]) -> list[float]:
-    return [max(entry.ended - entry.asked, 0.0) for entry in held if entry.asked is not None]
+def _waits(entries: Iterable[Entry]) -> list[float]:
+    return [max(entry.ended - entry.asked, 0.0) for entry in entries if entry.asked is not None]
 
 
 def _median(values: list[float]) -> float | None:

@@ -48,26 +48,26 @@ class Schedule:
     def share(self, tenant: str) -> tuple[int, int, float]:
         """A tenant's waiting requests, their bytes, and its even share of the queue."""
         queued = self._queued.get(tenant, {})
-        return len(queued), sum(len(each.request) for each in queued), 1 / len({tenant, *self._queued})
+        return len(queued), sum(len(entry.request) for entry in queued), 1 / len({tenant, *self._queued})
 
     def next(self, running: Collection[Entry]) -> Entry | None:
         """Removes and returns the next request to plan, None if none may run."""
         if len(running) > self._workers:
             return None
         only_light = len(running) == self._workers
-        for tenant in sorted(self._queued, key=self._had):
+        for tenant in sorted(self._queued, key=self._time_used):
             queued = self._queued[tenant]
             fitting = [each for each in queued if not only_light or self._is_light(each, running)]
             if fitting:
-                found = min(fitting, key=lambda entry: entry.due)
-                self._take(found)
-                return found
+                earliest = min(fitting, key=lambda entry: entry.due)
+                self._take(earliest)
+                return earliest
         return None
 
     def ended(self, entry: Entry, seconds: float) -> None:
         """Records the worker time of a request."""
         _remember(self._seconds, entry.job, seconds)
-        self._spent[entry.tenant] = self._had(entry.tenant) + seconds, self._clock()
+        self._spent[entry.tenant] = self._time_used(entry.tenant) + seconds, self._clock()
 
     def _take(self, entry: Entry) -> None:
         queued = self._queued[entry.tenant]
@@ -75,14 +75,14 @@ class Schedule:
         if not queued:
             del self._queued[entry.tenant]
 
-    def _had(self, tenant: str) -> float:
-        spent, since = self._spent.get(tenant, (0.0, 0.0))
-        return float(spent * 0.5 ** ((self._clock() - since) / HALF_LIFE_S))
+    def _time_used(self, tenant: str) -> float:
+        spent, updated_at = self._spent.get(tenant, (0.0, 0.0))
+        return float(spent * 0.5 ** ((self._clock() - updated_at) / HALF_LIFE_S))
 
     def _is_light(self, entry: Entry, running: Collection[Entry]) -> bool:
         """True for a light request; of a job without history, one request at a time counts as light."""
         seconds = self._seconds.get(entry.job)
-        return seconds < LIGHT_S if seconds is not None else all(entry.job != each.job for each in running)
+        return seconds < LIGHT_S if seconds is not None else all(entry.job != other.job for other in running)
 
 
 def _remember(values: OrderedDict[bytes, T], key: bytes, value: T) -> None:

@@ -59,7 +59,7 @@ def create_app(start: Start, tokens: Tokens, metrics: Any) -> FastAPI:
     )
     app.add_middleware(Guard, tokens=tokens, metrics=metrics)
     for kind in (ServiceError, HTTPException, RequestValidationError, Exception):
-        app.exception_handler(kind)(partial(_refused, metrics))
+        app.exception_handler(kind)(partial(_problem_response, metrics))
     for add in (_plan_routes, _other_routes):
         add(app)
     app.openapi()["paths"] |= DELIVERY  # of the schema that FastAPI keeps
@@ -72,10 +72,10 @@ def _plan_routes(app: FastAPI) -> None:
         key: Key, request: Request, response: Response, ahead: Annotated[int, Query(ge=0, le=65536)] = 0
     ) -> Submission:
         """Submits a request, to be planned once. 200 if its plan is ready. ahead: the trainer's steps until then."""
-        asked, named = await _asked(request), key_of(key)
-        if asked.key != named:
-            raise ServiceError("wrong-key", f"the request has the key {asked.key.hex()}", field="key")
-        entry = await _engine(request).submit(asked, request.state.tenant, ahead)
+        body, named = await _plan_request(request), key_of(key)
+        if body.key != named:
+            raise ServiceError("wrong-key", f"the request has the key {body.key.hex()}", field="key")
+        entry = await _engine(request).submit(body, request.state.tenant, ahead)
         if entry.state is State.READY:
             response.status_code = 200
         return Submission(key=key, state=entry.state)
@@ -86,7 +86,7 @@ def _plan_routes(app: FastAPI) -> None:
         engine, named = _engine(request), key_of(key)
         pack = await engine.pack(named, 0.0) if (entry := engine.known(named)) is None or entry.plan else None
         if _prefers(accept, "text/html") and pack is not None:
-            page = await _made(request, plan_page, await parse("application/msgpack", pack.request))
+            page = await _make(request, plan_page, await parse("application/msgpack", pack.request))
             return HTMLResponse(page)  # type: ignore[return-value]
         if entry is None and pack is None:
             raise UnknownPlanError(named)
@@ -106,18 +106,18 @@ def _plan_routes(app: FastAPI) -> None:
     @app.post("/v1/plan", openapi_extra=BODY, responses={200: {"content": {PLAN_FILE: {}, "text/html": {}}}})
     async def plan(request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanResponse:
         """Plans a request at once: a report; as application/vnd.apportion.plan, the plan; as text/html, a page."""
-        asked = await _asked(request)
+        body = await _plan_request(request)
         if _prefers(accept, PLAN_FILE):
-            data = await _made(request, plan_file, asked)
+            data = await _make(request, plan_file, body)
             return Response(data, media_type=PLAN_FILE)  # type: ignore[return-value]
         if _prefers(accept, "text/html"):
-            return HTMLResponse(await _made(request, plan_page, asked))  # type: ignore[return-value]
+            return HTMLResponse(await _make(request, plan_page, body))  # type: ignore[return-value]
         engine = _engine(request)
-        await engine.submit(asked, request.state.tenant)
-        pack = await engine.pack(asked.key, 3600.0)
+        await engine.submit(body, request.state.tenant)
+        pack = await engine.pack(body.key, 3600.0)
         if pack is None:
             raise ServiceError("too-long", "the plan is not ready yet: get it by its key", field="key")
-        return PlanResponse(key=asked.key.hex(), id=pack.head.id.hex(), report=pack.report)
+        return PlanResponse(key=body.key.hex(), id=pack.head.id.hex(), report=pack.report)
 
 
 def _other_routes(app: FastAPI) -> None:
@@ -145,16 +145,16 @@ def _other_routes(app: FastAPI) -> None:
 
 
 def _engine(request: Request) -> Engine:
-    found: Engine = request.app.state.engine
-    return found
+    engine: Engine = request.app.state.engine
+    return engine
 
 
-async def _asked(request: Request) -> PlanRequest:
+async def _plan_request(request: Request) -> PlanRequest:
     return await parse(request.headers.get("content-type", ""), await body_of(request.receive))
 
 
-async def _made(request: Request, work: Any, asked: PlanRequest) -> bytes:
-    return await _engine(request).make(work, asked, request.state.tenant)
+async def _make(request: Request, work: Any, body: PlanRequest) -> bytes:
+    return await _engine(request).make(work, body, request.state.tenant)
 
 
 def _prefers(accept: str, media: str) -> bool:
@@ -184,7 +184,7 @@ def _state(entry: Entry | None, pack: Pack | None) -> PlanState:
 # ---- problems
 
 
-async def _refused(metrics: Any, request: Request, error: Exception) -> Response:
+async def _problem_response(metrics: Any, request: Request, error: Exception) -> Response:
     problem = _problem(request, error)
     metrics.problems.labels(problem.type).inc()
     status, media, body = rendered(problem)

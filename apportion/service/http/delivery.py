@@ -59,25 +59,25 @@ class Delivery:
         body, headers, status = _slice(pack, rank), dict(scope["headers"]), 200
         coding = headers.get(b"accept-encoding", b"")
         etag = b'"' + pack.digest(rank).hex().encode() + (b'-z"' if b"zstd" in coding else b'"')
-        more: tuple[tuple[bytes, bytes], ...] = (*_FIXED, (b"etag", etag))
+        extra: tuple[tuple[bytes, bytes], ...] = (*_FIXED, (b"etag", etag))
         if b"zstd" in coding:
-            more = (*more, (b"content-encoding", b"zstd"))
+            extra = (*extra, (b"content-encoding", b"zstd"))
         if headers.get(b"if-none-match") == etag:
             body, status = b"", 304
         elif b"zstd" not in coding:
             body = expanded(body, MAX_BODY)
         self._count(body)
-        await answer(send, status, MEDIA, body, more)
+        await answer(send, status, MEDIA, body, extra)
 
     async def _stream_slices(self, send: Send, keys: list[bytes], rank: int, wait_s: float) -> None:
         """Streams slices; starts the response at once, so that clients see a live server."""
         with self._metrics.streams.track_inprogress():
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", STREAM)]})
             for key in keys:
-                found = await self._frame_of(send, key, rank, wait_s)
-                if not found:
+                data = await self._frame_of(send, key, rank, wait_s)
+                if not data:
                     break
-                await send({"type": "http.response.body", "body": found, "more_body": True})
+                await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
     async def _frame_of(self, send: Send, key: bytes, rank: int, wait_s: float) -> bytes:
@@ -86,9 +86,9 @@ class Delivery:
         try:
             pack = self._engine.hot(key)
             loop = asyncio.get_running_loop()
-            until = loop.time() + wait_s
+            deadline = loop.time() + wait_s
             while pack is None:
-                left_s = until - loop.time()
+                left_s = deadline - loop.time()
                 pack = await self._engine.pack(key, max(0.0, min(ALIVE_S, left_s)))
                 if pack is None:
                     if left_s <= ALIVE_S:

@@ -52,10 +52,10 @@ class Guard:
 
 
 async def answer(
-    send: Send, status: int, kind: bytes, body: bytes, more: tuple[tuple[bytes, bytes], ...] = ()
+    send: Send, status: int, kind: bytes, body: bytes, extra: tuple[tuple[bytes, bytes], ...] = ()
 ) -> None:
     """Sends a complete response."""
-    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *extra]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

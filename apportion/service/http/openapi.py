@@ -41,8 +41,8 @@ BODY: dict[str, Any] = {
 }
 
 
-def _parameter(name: str, where: str, schema: dict[str, Any], required: bool = True) -> dict[str, Any]:
-    return {"name": name, "in": where, "required": required, "schema": schema}
+def _parameter(name: str, location: str, schema: dict[str, Any], required: bool = True) -> dict[str, Any]:
+    return {"name": name, "in": location, "required": required, "schema": schema}
 
 
 _KEY = {"type": "string", "pattern": "^[0-9a-f]{64}$"}

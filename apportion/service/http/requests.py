@@ -36,11 +36,11 @@ async def parse(content_type: str, body: bytes) -> PlanRequest:
     named = content_type.partition(";")[0].strip().lower()
     if named not in (JSON, MSGPACK):
         raise ServiceError("media-type", f"Content-Type is {named or 'missing'}")
-    read = _from_json if named == JSON else _from_msgpack
-    large = len(body) > _LARGE
-    async with _parsing if large else nullcontext():
+    decode = _from_json if named == JSON else _from_msgpack
+    is_large = len(body) > _LARGE
+    async with _parsing if is_large else nullcontext():
         try:
-            return await asyncio.to_thread(_without_gc(read) if large else read, body)
+            return await asyncio.to_thread(_without_gc(decode) if is_large else decode, body)
         except ConfigError as error:
             raise ServiceError("invalid", str(error), field=error.field) from None
         except CapacityError as error:
@@ -49,13 +49,13 @@ async def parse(content_type: str, body: bytes) -> PlanRequest:
             raise ServiceError("invalid", str(error), field="body") from None
 
 
-def _without_gc(read: Callable[[bytes], PlanRequest]) -> Callable[[bytes], PlanRequest]:
+def _without_gc(decode: Callable[[bytes], PlanRequest]) -> Callable[[bytes], PlanRequest]:
     """Disables garbage collection while parsing, since it would rescan a million new lists again and again."""
 
     def reading(body: bytes) -> PlanRequest:
         gc.disable()
         try:
-            return read(body)
+            return decode(body)
         finally:
             gc.enable()
 
@@ -76,8 +76,8 @@ def _from_json(body: bytes) -> PlanRequest:
     try:
         data = _decode(body)
     except msgspec.ValidationError as error:
-        rule, _, place = str(error).partition(" - at `$")
-        field = place.strip(".`") or "body"
+        rule, _, position = str(error).partition(" - at `$")
+        field = position.strip(".`") or "body"
         raise ConfigError(
             field, "...", rule, 'send {"job": {...}, "batches": [{"lengths": [...]}]}'
         ) from None

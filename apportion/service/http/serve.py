@@ -64,7 +64,7 @@ def run(settings: Settings) -> None:
     if settings.store is not None:
         store = open_store(settings.store, settings.store_bytes, settings.store_age_s)
     _allow_connections()
-    listening = _bound(settings.host, settings.port)
+    listening = _bind(settings.host, settings.port)
 
     @asynccontextmanager
     async def start() -> AsyncIterator[Engine]:
@@ -101,7 +101,7 @@ def run(settings: Settings) -> None:
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     if not host:
         raise ConfigError("--host", host, "is not an address", "write 127.0.0.1, or 0.0.0.0 for all")
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -163,10 +163,10 @@ def serving(
         line = process.stdout.readline()
         if not line:
             raise ExecutionError(f"the server ended with status {process.wait()}: see its log")
-        said = json.loads(line)
-        if "url" not in said:
+        reply = json.loads(line)
+        if "url" not in reply:
             raise ExecutionError(f"the server did not start: {line.decode()}")
-        yield Server(said["url"], process)
+        yield Server(reply["url"], process)
     finally:
         process.terminate()
         try:

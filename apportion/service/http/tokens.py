@@ -48,15 +48,15 @@ class Tokens:
     @staticmethod
     def read(token: str | None, tenants: Path | None) -> Tokens:
         """Reads the tokens. token: one for all; tenants: a file of lines `name: token`. Raises ConfigError."""
-        found = {} if token is None else {ANYONE: token}
+        by_tenant = {} if token is None else {ANYONE: token}
         lines = [] if tenants is None else read_text(tenants).splitlines()
         for number, line in enumerate(lines, 1):
             name, colon, value = line.partition(":")
             if line.strip() and not line.startswith("#"):
-                if not colon or not name.strip() or name.strip() in found:
+                if not colon or not name.strip() or name.strip() in by_tenant:
                     rule = "must be `name: token`, each name once"
                     raise ConfigError(f"{tenants}, line {number}", "...", rule, "write one line per tenant")
-                found[name.strip()] = value.strip()
-        if tenants is not None and not found:
+                by_tenant[name.strip()] = value.strip()
+        if tenants is not None and not by_tenant:
             raise ConfigError(str(tenants), "...", "names no tenant", "write a line `name: token` for each")
-        return Tokens(found)
+        return Tokens(by_tenant)

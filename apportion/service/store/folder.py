@@ -52,7 +52,7 @@ class Folder:
     root: Path
     max_bytes: int | None = None
     max_age_s: float | None = None
-    _held: int | None = field(default=None, init=False)  # bytes; None: not counted yet
+    _total_bytes: int | None = field(default=None, init=False)  # bytes; None: not counted yet
     _counted: float = field(default=0.0, init=False)
     _failed: str | None = field(default=None, init=False)
     _lock: Lock = field(default_factory=Lock, init=False)
@@ -97,24 +97,24 @@ class Folder:
         for shelf in _entries(self._release):
             for entry in _entries(shelf.path):
                 with suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    if entry.name.endswith(SUFFIX) and stat.S_ISREG(found.st_mode):
-                        yield File(entry.path, found.st_size, found.st_mtime)
-                    elif entry.name.endswith(PART) and time.time() - found.st_mtime > STALE_S:
+                    status = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith(SUFFIX) and stat.S_ISREG(status.st_mode):
+                        yield File(entry.path, status.st_size, status.st_mtime)
+                    elif entry.name.endswith(PART) and time.time() - status.st_mtime > STALE_S:
                         os.unlink(entry.path)
 
     def prune(self, max_bytes: int | None = None, max_age_s: float | None = None) -> tuple[int, int]:
         """Evicts packs beyond an age, then the least recently used beyond a size; returns (packs, bytes) evicted."""
         files = sorted(self.files(), key=lambda file: file.used)
-        held, evicted, freed = sum(file.size for file in files), 0, 0
+        total, evicted, freed = sum(file.size for file in files), 0, 0
         oldest = -1.0 if max_age_s is None else time.time() - max_age_s
         for file in files:
-            if file.used >= oldest and (max_bytes is None or held - freed <= max_bytes):
+            if file.used >= oldest and (max_bytes is None or total - freed <= max_bytes):
                 break
             with suppress(FileNotFoundError):
                 os.unlink(file.path)
             evicted, freed = evicted + 1, freed + file.size
-        self._held, self._counted = held - freed, time.monotonic()
+        self._total_bytes, self._counted = total - freed, time.monotonic()
         return evicted, freed
 
     def _evict(self, added: int) -> None:
@@ -122,14 +122,14 @@ class Folder:
         if self.max_bytes is None and self.max_age_s is None:
             return
         with self._lock:
-            if self._held is not None:
-                self._held += added
-            stale = self._held is None or time.monotonic() - self._counted > STALE_S
-            if stale or (self.max_bytes is not None and (self._held or 0) > self.max_bytes):
-                most = None if self.max_bytes is None else int(self.max_bytes * FULL)
-                self.prune(None if stale and not self._over() else most, self.max_age_s)
+            if self._total_bytes is not None:
+                self._total_bytes += added
+            stale = self._total_bytes is None or time.monotonic() - self._counted > STALE_S
+            if stale or (self.max_bytes is not None and (self._total_bytes or 0) > self.max_bytes):
+                limit = None if self.max_bytes is None else int(self.max_bytes * FULL)
+                self.prune(None if stale and not self._is_full() else limit, self.max_age_s)
 
-    def _over(self) -> bool:
+    def _is_full(self) -> bool:
         return self.max_bytes is not None and sum(file.size for file in self.files()) > self.max_bytes
 
     def _read(self, key: bytes, use: Callable[[Read], T]) -> T | None:
@@ -166,18 +166,18 @@ def _pread(file: int, offset: int, size: int) -> bytes:
 
 def _refresh(file: int) -> None:
     """Updates a file's time of use. Raises DecodeError if it is not a regular file."""
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
         raise DecodeError("pack: not a regular file")
-    if time.time() - found.st_mtime > YOUNG_S:
+    if time.time() - status.st_mtime > YOUNG_S:
         with suppress(OSError):  # owned by another user, or read-only
             os.utime(file)
 
 
 def _entries(folder: Path | str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -200,8 +200,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def _free_space_text(path: Path) -> str:
     with suppress(OSError):
-        place = next(folder for folder in (path, *path.parents) if folder.exists())
-        return f"{shutil.disk_usage(place).free >> 20} MiB are free"
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        return f"{shutil.disk_usage(existing).free >> 20} MiB are free"
     return "free space unknown"
 
 

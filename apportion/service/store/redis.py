@@ -51,33 +51,33 @@ class RedisStore:
 
     def slice(self, key: bytes, rank: int) -> IterationSlice | None:
         def read(offset: int, size: int) -> bytes:
-            found: bytes = self._call("GETRANGE", _name(key), offset, offset + size - 1)
-            return found
+            data: bytes = self._call("GETRANGE", _name(key), offset, offset + size - 1)
+            return data
 
-        there = self._call("EXISTS", _name(key))
-        return self._intact(key, lambda: read_slice(read, key, rank)) if there else None
+        exists = self._call("EXISTS", _name(key))
+        return self._intact(key, lambda: read_slice(read, key, rank)) if exists else None
 
     def put(self, pack: Pack) -> None:
         self._call("SET", _name(pack.key), pack.data, "EX", self._age_s)
 
     def problem(self) -> str | None:
-        failed = self._failed
-        return None if failed is None else failed[1]
+        failure = self._failed
+        return None if failure is None else failure[1]
 
     def close(self) -> None:
         self._redis.close()
 
-    def _call(self, name: str, *more: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         self._admit(name)
         try:
-            answer: Any = self._redis.execute_command(name, *more)  # type: ignore[no-untyped-call]
+            answer: Any = self._redis.execute_command(name, *arguments)  # type: ignore[no-untyped-call]
         except redis.RedisError as error:
             if isinstance(error, redis.ConnectionError | redis.TimeoutError):
                 self._again = time.monotonic() + GONE_S
             self._failed = name, f"Redis: {error}"
             raise StoreError(f"cannot {name}: {self.problem()}") from error
-        self._again, failed = 0.0, self._failed
-        if failed is not None and name in ("SET", failed[0]):  # a read does not prove that SET works
+        self._again, failure = 0.0, self._failed
+        if failure is not None and name in ("SET", failure[0]):  # a read does not prove that SET works
             self._failed = None
         return answer
 

@@ -56,10 +56,10 @@ def read_outcome(fields: Any) -> Completion | Refusal:
 
 def _outcome(module: str, name: str, request: bytes) -> tuple[Any, ...]:
     try:
-        found = getattr(import_module(module), name)(request)
+        result = getattr(import_module(module), name)(request)
     except Exception as error:
         return "failed", f"{type(error).__name__}: {error}"
-    return ("done" if isinstance(found, Completion) else "refused"), *found
+    return ("done" if isinstance(result, Completion) else "refused"), *result
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
 def _watch(parent: int) -> None:
     """Ends this process, whatever it does, when its parent has ended."""
     with suppress(OSError):
-        gone = select.poll()
-        gone.register(os.pidfd_open(parent), select.POLLIN)
-        gone.poll()
+        poller = select.poll()
+        poller.register(os.pidfd_open(parent), select.POLLIN)
+        poller.poll()
     os._exit(1)

@@ -39,34 +39,34 @@ class RayExecutor(Executor):
 
     def __init__(self, workers: int, task_s: float | None = None, address: str | None = None) -> None:
         self._task_s = task_s
-        where = address or os.environ.get("RAY_ADDRESS", "local")
+        target = address or os.environ.get("RAY_ADDRESS", "local")
         local: dict[str, Any] = {
             "num_cpus": workers,
             "include_dashboard": False,
             "object_store_memory": 256 << 20,
         }
-        ray.init(address=where, log_to_driver=False, **(local if where == "local" else {}))
+        ray.init(address=target, log_to_driver=False, **(local if target == "local" else {}))
         resources: Any = ray.cluster_resources
-        self.workers = int(resources().get("CPU", workers)) if where != "local" else workers
+        self.workers = int(resources().get("CPU", workers)) if target != "local" else workers
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """As `Executor.submit`; the future raises `TimeoutError`, and `WorkerDiedError`."""
-        found: Future[T] = Future()
+        future: Future[T] = Future()
         reference = ray.remote(num_cpus=1, max_retries=0)(fn).remote(*args, **kwargs)
-        threading.Thread(target=self._wait, args=[reference, found], daemon=True).start()
-        return found
+        threading.Thread(target=self._wait, args=[reference, future], daemon=True).start()
+        return future
 
-    def _wait(self, reference: Any, found: Future[Any]) -> None:
-        found.set_running_or_notify_cancel()
+    def _wait(self, reference: Any, future: Future[Any]) -> None:
+        future.set_running_or_notify_cancel()
         try:
-            found.set_result(ray.get(reference, timeout=self._task_s))
+            future.set_result(ray.get(reference, timeout=self._task_s))
         except exceptions.GetTimeoutError:
             ray.cancel(reference, force=True)
-            found.set_exception(TimeoutError(f"planning took longer than {self._task_s} s"))
+            future.set_exception(TimeoutError(f"planning took longer than {self._task_s} s"))
         except _DIED as error:
-            found.set_exception(WorkerDiedError(str(error).splitlines()[0]))
+            future.set_exception(WorkerDiedError(str(error).splitlines()[0]))
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Disconnects from the cluster."""

@@ -42,9 +42,9 @@ Work = Callable[[bytes], Completion | Refusal]
 def _refusing(make: Callable[[bytes], bytes]) -> Work:
     @wraps(make)
     def work(request: bytes) -> Completion | Refusal:
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
-            return Completion(make(request), time.perf_counter() - began)
+            return Completion(make(request), time.perf_counter() - start)
         except MemoryError:
             return Refusal("memory", "planning this request takes more memory than a worker has")
         except ApportionError as error:
@@ -73,11 +73,11 @@ def plan_page(request: bytes) -> bytes:
     """The report page of a request's plan, HTML; rendered in a process that imports only what it needs."""
     plan = plan_job(*decode_request(request), verify=False)
     command = [sys.executable, "-P", "-m", "apportion.report", plan.id.hex()]
-    ended = subprocess.run(command, input=request, capture_output=True, check=False)
-    if ended.returncode:
-        said = ended.stderr.decode(errors="replace").strip().splitlines() or ["the process printed no error"]
-        raise CapacityError(f"no report: {said[-1]}")
-    return ended.stdout
+    process = subprocess.run(command, input=request, capture_output=True, check=False)
+    if process.returncode:
+        lines = process.stderr.decode(errors="replace").strip().splitlines() or ["the process printed no error"]
+        raise CapacityError(f"no report: {lines[-1]}")
+    return process.stdout
 
 
 def load(request: bytes = b"") -> Completion | Refusal:

@@ -35,42 +35,42 @@ class Agreement:
     def take(self, number: int, fetch: Callable[[], Fetched], plan: Callable[[], Fetched]) -> Fetched:
         """The plan of iteration `number`: from `fetch`, or from `plan` on ranks where `fetch` raises TimeoutError; a
         collective. Raises their errors, and ExecutionError if another rank failed or the ids differ."""
-        held = _attempt(fetch)
-        if self.plans and MISSING in self._states(number, held):
+        result = _attempt(fetch)
+        if self.plans and MISSING in self._states(number, result):
             self.fallbacks += 1
-            if isinstance(held, TimeoutError):
-                _log.warning("iteration %d: no plan in time (%s): this rank plans it itself", number, held)
-                held = _attempt(plan)
-            self._states(number, held)
-        if isinstance(held, Fetched):
-            return held
+            if isinstance(result, TimeoutError):
+                _log.warning("iteration %d: no plan in time (%s): this rank plans it itself", number, result)
+                result = _attempt(plan)
+            self._states(number, result)
+        if isinstance(result, Fetched):
+            return result
         if not self.plans:
             self.communicator.all_gather([0, 0], "plans")
-            self.communicator.gather_texts(shown(held), "what ranks hold")
-        raise held
+            self.communicator.gather_texts(shown(result), "what ranks hold")
+        raise result
 
-    def _states(self, number: int, held: Fetched | Exception) -> list[int]:
+    def _states(self, number: int, result: Fetched | Exception) -> list[int]:
         """The state of every rank; a collective. Raises on all ranks if one failed or two hold different plans."""
-        own = [_state(held), *(held.piece.id if isinstance(held, Fetched) else bytes(SIZE))]
-        rows = self.communicator.all_gather(own, "states of plans")
+        numbers = [_state(result), *(result.piece.id if isinstance(result, Fetched) else bytes(SIZE))]
+        rows = self.communicator.all_gather(numbers, "states of plans")
         states = [row[0] for row in rows]
         if FAILED in states:
-            error = None if isinstance(held, Fetched) else held
-            told = self.communicator.gather_texts(shown(error), "errors of plans")
-            if error is not None and own[0] == FAILED:
+            error = None if isinstance(result, Fetched) else result
+            texts = self.communicator.gather_texts(shown(error), "errors of plans")
+            if error is not None and numbers[0] == FAILED:
                 raise error
-            failed = {rank: told[rank] for rank, state in enumerate(states) if state == FAILED}
-            raise ExecutionError(f"iteration {number}: ranks {[*failed]} have no plan: {by_value(failed)}")
+            failures = {rank: texts[rank] for rank, state in enumerate(states) if state == FAILED}
+            raise ExecutionError(f"iteration {number}: ranks {[*failures]} have no plan: {by_value(failures)}")
         ids = [bytes(row[1:]).hex() for row in rows]
         if MISSING not in states and len(set(ids)) > 1:
             raise different_plans([f"plan {plan_id[:12]}" for plan_id in ids])
         return states
 
 
-def _state(held: Fetched | Exception) -> int:
-    if isinstance(held, Fetched):
+def _state(result: Fetched | Exception) -> int:
+    if isinstance(result, Fetched):
         return HELD
-    return MISSING if isinstance(held, TimeoutError) else FAILED
+    return MISSING if isinstance(result, TimeoutError) else FAILED
 
 
 def _attempt(make: Callable[[], Fetched]) -> Fetched | Exception:
@@ -90,19 +90,19 @@ def totals(
     """Labels and their weight over all groups of ranks (data parallel over context parallel); a collective of the
     groups. replicas: the ranks at this rank's place in each group, None for one group; place: epoch, iteration,
     microbatches. Raises `error`, which ends the other groups too, ExecutionError if the groups are out of step."""
-    given = [*place, valid, weight, error is not None]
-    groups = [given] if replicas is None else replicas.gather_floats(given, "totals of groups")
+    numbers = [*place, valid, weight, error is not None]
+    groups = [numbers] if replicas is None else replicas.gather_floats(numbers, "totals of groups")
     failed = [group for group, row in enumerate(groups) if row[-1]]
     if failed and replicas is not None:
         errors = replicas.gather_texts(shown(error), "errors of groups")
     if error is not None:
         raise error
     if failed:
-        says = by_value({group: errors[group] for group in failed}, "group")
-        raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: {says}")
+        details = by_value({group: errors[group] for group in failed}, "group")
+        raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: {details}")
     if any(row[:3] != [*place] for row in groups):
-        told = "; ".join(f"group {group}: {[*map(int, row[:3])]}" for group, row in enumerate(groups))
-        what = "groups are not in step (epoch, iteration or -1 at the end, microbatches)"
+        positions = "; ".join(f"group {group}: {[*map(int, row[:3])]}" for group, row in enumerate(groups))
+        message = "groups are not in step (epoch, iteration or -1 at the end, microbatches)"
         remedy = "Give their samplers the same number of iterations, and start them at the same place"
-        raise ExecutionError(f"{what}: {told}. {remedy}")
+        raise ExecutionError(f"{message}: {positions}. {remedy}")
     return int(sum(row[3] for row in groups)), sum(row[4] for row in groups)

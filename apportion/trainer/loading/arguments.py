@@ -24,26 +24,26 @@ from apportion.trainer.loading.rows import Dataset
 
 def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
     """int64 [n]: tokens of each sample, from the argument or the dataset. Raises ConfigError."""
-    found = getattr(dataset, "lengths", None) if lengths is None else lengths
-    if found is None:
+    values = getattr(dataset, "lengths", None) if lengths is None else lengths
+    if values is None:
         rule = "planning needs the length of each sample before it is read"
         raise ConfigError("lengths", None, rule, "give lengths, or a dataset that has them as `lengths`")
-    listed = found if isinstance(found, list | tuple | range) else np.asarray(found)
-    checked = integers("lengths", listed, 1, MAX_TOKENS)
-    held = len(dataset) if isinstance(dataset, Sized) else "an unknown number of"
-    if held != len(checked):
-        rule = f"there must be one for each sample, and the dataset has {held} samples"
+    array = values if isinstance(values, list | tuple | range) else np.asarray(values)
+    checked = integers("lengths", array, 1, MAX_TOKENS)
+    count = len(dataset) if isinstance(dataset, Sized) else "an unknown number of"
+    if count != len(checked):
+        rule = f"there must be one for each sample, and the dataset has {count} samples"
         raise ConfigError("lengths", f"{len(checked)} lengths", rule, "give the length of each sample")
     return checked
 
 
 def masks_here(dataset: Dataset, masks: Masks) -> Masks:
     """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks."""
-    found: Masks = getattr(dataset, "masks", None) if masks is None else masks
-    if isinstance(found, str) or not isinstance(found, Mask | Sized | None):
+    value: Masks = getattr(dataset, "masks", None) if masks is None else masks
+    if isinstance(value, str) or not isinstance(value, Mask | Sized | None):
         rule = "must be a mask, {kind: mask}, or a list of these, one per sample"
-        raise ConfigError("masks", found, rule, "write ap.masks.causal()")
-    return found
+        raise ConfigError("masks", value, rule, "write ap.masks.causal()")
+    return value
 
 
 def check_kinds(job: Job, masks: Masks) -> None:
@@ -75,42 +75,42 @@ def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[
 
 def shifted_of(shifted: Collection[str]) -> frozenset[str]:
     """The names of fields. Raises ConfigError, also for a single string, whose letters would become names."""
-    listed = isinstance(shifted, Iterable) and not isinstance(shifted, str)
-    if not listed or not all(isinstance(one, str) for one in shifted):
+    is_list = isinstance(shifted, Iterable) and not isinstance(shifted, str)
+    if not is_list or not all(isinstance(name, str) for name in shifted):
         raise ConfigError("shifted", shifted, "must be a list of field names", 'write ["labels"]')
     return frozenset(shifted)
 
 
 def communicator_of(job: Job, given: Communicator | None) -> Communicator:
     """The communicator of the ranks that train together. Raises ConfigError if they are not the job's."""
-    found = Communicator.shared() if given is None else given
-    if not isinstance(found, Transport):
-        raise ConfigError("communicator", found, "must be a Communicator", "make one from the process group")
-    if found.ranks != job.ranks:
-        rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
+    communicator = Communicator.shared() if given is None else given
+    if not isinstance(communicator, Transport):
+        raise ConfigError("communicator", communicator, "must be a Communicator", "make one from the process group")
+    if communicator.ranks != job.ranks:
+        rule = f"the job plans for {job.ranks} ranks, and this process is one of {communicator.ranks}"
         remedy = "initialise torch.distributed before creating the loader, or give another cluster"
         raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
-    return found
+    return communicator
 
 
-def replicas_of(given: Transport | Any) -> Transport | None:
+def replicas_of(value: Transport | Any) -> Transport | None:
     """The transport of the ranks at this rank's place in each group, None for one group. Raises ConfigError."""
-    if given is None or isinstance(given, Transport):
-        return given
-    if not isinstance(given, ProcessGroup):
+    if value is None or isinstance(value, Transport):
+        return value
+    if not isinstance(value, ProcessGroup):
         rule = "must be a process group of the ranks at this rank's place"
-        raise ConfigError("replicas", given, rule, "give one from torch.distributed.new_group")
-    return Communicator(given)
+        raise ConfigError("replicas", value, rule, "give one from torch.distributed.new_group")
+    return Communicator(value)
 
 
-def device_of(given: torch.device | str | None) -> torch.device:
+def device_of(value: torch.device | str | None) -> torch.device:
     """The device of attention, by default this process' GPU, else the CPU. With its index, since each thread has its
     own current device. Raises ConfigError."""
     try:
-        device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(value or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, TypeError) as error:
         rule = f"is not a torch device ({str(error).splitlines()[0]})"
-        raise ConfigError("device", given, rule, 'write "cpu", "cuda" or "cuda:0"') from error
+        raise ConfigError("device", value, rule, 'write "cpu", "cuda" or "cuda:0"') from error
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

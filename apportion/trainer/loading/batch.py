@@ -41,8 +41,8 @@ class PlannedBatch(Microbatch):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PlannedBatch:
         """The batch with its tensors on a device."""
         tensors = (name for name, value in vars(self).items() if isinstance(value, Tensor))
-        held = {name: getattr(self, name) for name in (*tensors, "fields")}
-        moved = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), held)
+        values = {name: getattr(self, name) for name in (*tensors, "fields")}
+        moved = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), values)
         media, feed = self.media and self.media.to(device, non_blocking), self.feed and self.feed.to(device)
         return replace(self, **moved, media=media, feed=feed)
 
@@ -52,8 +52,8 @@ class PlannedBatch(Microbatch):
         """full [tokens, ...], an entry for each token of the concatenated `samples` -> this rank's [rows, ...], with
         `fill` for padding. Raises ExecutionError for another number of tokens."""
         if len(full) != self.batch.tokens:
-            wanted = f"an entry for each of the {self.batch.tokens} tokens of the microbatch"
-            raise ExecutionError(f"shard_tokens takes {wanted}, got {len(full)}")
+            expected = f"an entry for each of the {self.batch.tokens} tokens of the microbatch"
+            raise ExecutionError(f"shard_tokens takes {expected}, got {len(full)}")
         out = full.new_full((len(self.tokens), *full.shape[1:]), fill)
         out[: self.handle.rows] = full[self.handle.tokens.to(full.device)]
         return out
@@ -62,9 +62,9 @@ class PlannedBatch(Microbatch):
         """The inverse of `shard_tokens`: local [rows, ...] -> [tokens, ...] on every rank; padding is dropped. A
         collective, differentiable: the gradient is the sum over all ranks' losses. Raises ExecutionError."""
         self._check_rows("gather_tokens", local)
-        found, handle = self._all_places(), self.handle
-        name, into = f"gather_tokens under plan {handle.name}", torch.from_numpy(found.tokens)
-        return to_all(handle.communicator, name, found.counts.tolist(), into)(local)
+        places, handle = self._all_places(), self.handle
+        name, targets = f"gather_tokens under plan {handle.name}", torch.from_numpy(places.tokens)
+        return to_all(handle.communicator, name, places.counts.tolist(), targets)(local)
 
     def roll(self, x: Tensor, shift: int = 1, fill: float = 0.0) -> Tensor:
         """x [rows, ...] -> [rows, ...]: for each row the row of the token `shift` steps ahead, along the predictions
@@ -98,10 +98,10 @@ class Places:
     def of(handle: PlanHandle) -> Places:
         """Gathers the places; a collective among hosts."""
         handle.agree()
-        own, transport = handle.tokens.tolist(), handle.communicator
-        held = transport.all_gather(own, f"places of tokens of plan {handle.name}")
-        tokens = np.concatenate([np.asarray(row, np.int64) for row in held])
-        return Places(tokens, np.array([len(row) for row in held]))
+        numbers, transport = handle.tokens.tolist(), handle.communicator
+        gathered = transport.all_gather(numbers, f"places of tokens of plan {handle.name}")
+        tokens = np.concatenate([np.asarray(row, np.int64) for row in gathered])
+        return Places(tokens, np.array([len(row) for row in gathered]))
 
     def rolling(self, batch: PlannedBatch, shift: int) -> Exchange:
         """The exchange that gives each row the row that its token leads to in `shift` steps."""
@@ -112,16 +112,16 @@ class Places:
     def _roll(self, batch: PlannedBatch, shift: int) -> Exchange:
         transport, rank_of, row_of = batch.handle.communicator, *self._homes()
         target, ranks = _tokens_ahead(batch.batch.labels(), shift)[self.tokens], len(self.counts)
-        wanted = np.flatnonzero(target >= 0)  # rows of all ranks that get one
-        source, token = rank_of[target[wanted]], self.tokens[wanted]
-        to, here = rank_of[token], row_of[token]
-        sent, received = source == transport.rank, to == transport.rank
+        indexes = np.flatnonzero(target >= 0)  # rows of all ranks that get one
+        source, token = rank_of[target[indexes]], self.tokens[indexes]
+        token_rank, token_row = rank_of[token], row_of[token]
+        sent, received = source == transport.rank, token_rank == transport.rank
         order = np.argsort(source[received], kind="stable")
-        take = torch.from_numpy(row_of[target[wanted]][sent])
-        into = torch.from_numpy(here[received][order])
-        counts = (np.bincount(which, minlength=ranks).tolist() for which in (to[sent], source[received]))
+        sources = torch.from_numpy(row_of[target[indexes]][sent])
+        targets = torch.from_numpy(token_row[received][order])
+        counts = (np.bincount(which, minlength=ranks).tolist() for which in (token_rank[sent], source[received]))
         name = f"roll by {shift} under plan {batch.handle.name}"
-        return Exchange(transport, name, take, next(counts), into, next(counts), len(batch.tokens))
+        return Exchange(transport, name, sources, next(counts), targets, next(counts), len(batch.tokens))
 
     def _homes(self) -> tuple[Ints, Ints]:
         """(rank, row) of each token."""
@@ -133,10 +133,10 @@ class Places:
 
 def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | None = None) -> Exchange:
     """An all-gather of rows. counts: of each rank; into: target rows for rank 0, 1, …, by default concatenated."""
-    own = counts[transport.rank]
-    take = torch.arange(own).repeat(transport.ranks)
+    count = counts[transport.rank]
+    sources = torch.arange(count).repeat(transport.ranks)
     into = torch.arange(sum(counts)) if into is None else into
-    return Exchange(transport, name, take, [own] * transport.ranks, into, counts, len(into))
+    return Exchange(transport, name, sources, [count] * transport.ranks, into, counts, len(into))
 
 
 def _tokens_ahead(labels: Ints, steps: int) -> Ints:

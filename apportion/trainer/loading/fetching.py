@@ -134,16 +134,16 @@ def fetch(
     wanted: Wanted,
     rank: int,
     timeout_s: float,
-    goes_on: Callable[[], bool],
+    is_needed: Callable[[], bool],
     late: deque[str],
-    then: Callable[[], Sequence[bytes]] = tuple,
+    next_keys: Callable[[], Sequence[bytes]] = tuple,
 ) -> IterationSlice | None:
     """Fetches the rank's plan of an iteration, and submits it if unknown; None if it is not ready when `goes_on`
     returns False, with the reason in `late`. timeout_s: of the trainer; a single fetch takes at most a tenth of it."""
-    while goes_on():
+    while is_needed():
         try:
             try:
-                return source.fetch(wanted.key, rank, min(POLL_S, timeout_s / 10), then())
+                return source.fetch(wanted.key, rank, min(POLL_S, timeout_s / 10), next_keys())
             except UnknownPlanError:
                 source.submit(wanted.key, wanted.request, 0)
         except TimeoutError as error:
@@ -176,13 +176,13 @@ class Fetching:
             if self._is_away:
                 patience_s = min(AGAIN_S, patience_s / 4)
             ahead.changed.wait_for(lambda: self._is_there(number), patience_s)
-            error, found = ahead.failed(number), self._fetched.pop(number, None)
-            self._is_away |= found is None
+            error, fetched = ahead.failed(number), self._fetched.pop(number, None)
+            self._is_away |= fetched is None
         if error is not None:
             raise error
-        if found is None:
+        if fetched is None:
             raise TimeoutError(ahead.late[-1])
-        return found
+        return fetched
 
     def _is_there(self, number: int) -> bool:
         return number in self._fetched or self._ahead.failed(number) is not None
@@ -190,15 +190,15 @@ class Fetching:
     def _fetch(self, wanted: Wanted) -> None:
         """Fetches an iteration, in a thread."""
         ahead, number = self._ahead, wanted.number
-        goes_on, then = partial(ahead.awaits, number), partial(self._iterations.keys_after, number)
-        piece = fetch(ahead.source, wanted, self._rank, self._timeout_s, goes_on, ahead.late, then)
-        found = None if piece is None else self._ready(piece)
+        is_needed, next_keys = partial(ahead.awaits, number), partial(self._iterations.keys_after, number)
+        piece = fetch(ahead.source, wanted, self._rank, self._timeout_s, is_needed, ahead.late, next_keys)
+        fetched = None if piece is None else self._ready(piece)
         with ahead.changed:
-            self._is_away &= found is None
-            for held in [held for held in self._fetched if held < ahead.own]:
-                del self._fetched[held]
-            if found is not None and number >= ahead.own:
-                self._fetched[number] = found
+            self._is_away &= fetched is None
+            for old in [old for old in self._fetched if old < ahead.own]:
+                del self._fetched[old]
+            if fetched is not None and number >= ahead.own:
+                self._fetched[number] = fetched
             ahead.changed.notify_all()
 
 
@@ -238,16 +238,16 @@ class Share(IterableDataset[Parcel]):
             while (wanted := iterations.at(number)) is not None:
                 iterations.forget(number)
                 late, until_s = deque(LATE, 1), time.monotonic() + self.timeout_s
-                goes_on = partial(_is_before, until_s)
-                found = fetch(source, wanted, self.rank, self.timeout_s, goes_on, late)
-                yield self._parcel(wanted, found, late[-1])
+                is_needed = partial(_is_before, until_s)
+                piece = fetch(source, wanted, self.rank, self.timeout_s, is_needed, late)
+                yield self._parcel(wanted, piece, late[-1])
                 number += step
 
-    def _parcel(self, wanted: Wanted, found: IterationSlice | None, why: str) -> Parcel:
-        if found is None:
-            return Parcel(torch.empty(0, dtype=torch.uint8), (), why)
-        data = torch.frombuffer(bytearray(found.encode()), dtype=torch.uint8)
-        return Parcel(data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
+    def _parcel(self, wanted: Wanted, piece: IterationSlice | None, reason: str) -> Parcel:
+        if piece is None:
+            return Parcel(torch.empty(0, dtype=torch.uint8), (), reason)
+        data = torch.frombuffer(bytearray(piece.encode()), dtype=torch.uint8)
+        return Parcel(data, tuple(rows_of(self.dataset, wanted, piece, self.form)), "")
 
 
 class WorkerPrefetcher:

@@ -54,18 +54,18 @@ class Wanted:
         """(batch, sample of each sequence) of each microbatch of a plan with these indexes."""
         samples = np.concatenate(self.samples)
         if len(self.batches) == len(indexes) > 1:
-            yield from zip(self.batches, (samples[own] for own in indexes), strict=True)
+            yield from zip(self.batches, (samples[indices] for indices in indexes), strict=True)
             return
-        for own in indexes:
-            yield self.batches[0].take(own), samples[own]
+        for indices in indexes:
+            yield self.batches[0].take(indices), samples[indices]
 
     def describe(self) -> str:
         """Samples and their lengths by microbatch, for the error of ranks that hold different ones."""
         lengths = np.concatenate([batch.lengths for batch in self.batches])
         ends = np.cumsum([len(samples) for samples in self.samples])
         groups = zip(self.samples, np.split(lengths, ends[:-1]), strict=True)
-        listed = (map(_SHORT.repr, (own.tolist(), tokens.tolist())) for own, tokens in groups)
-        parts = (f"{own} of {tokens} tokens" for own, tokens in listed)
+        texts = (map(_SHORT.repr, (numbers.tolist(), tokens.tolist())) for numbers, tokens in groups)
+        parts = (f"{numbers} of {tokens} tokens" for numbers, tokens in texts)
         return f"{len(self.samples)} microbatches, samples {', '.join(parts)}"
 
     def check(self, piece: IterationSlice) -> None:
@@ -75,16 +75,16 @@ class Wanted:
         named = np.sort(np.concatenate(piece.indexes))
         if not np.array_equal(named, np.arange(sequences)):
             raise self._foreign(f"it has {len(named)} sequences, {sequences} were requested")
-        for place, (own, (batch, _)) in enumerate(zip(piece.slices, self.parts(piece.indexes), strict=True)):
-            wanted = self.job.request_digest(batch, sequences, own.token_cap)
-            if own.header.version <= VERSION and own.request_digest != wanted:
-                what = "(lengths, masks, positions, labels or homes), cluster, model or policy"
-                raise self._foreign(f"microbatch {place} belongs to another batch {what}")
+        for number, (slice_, (batch, _)) in enumerate(zip(piece.slices, self.parts(piece.indexes), strict=True)):
+            expected = self.job.request_digest(batch, sequences, slice_.token_cap)
+            if slice_.header.version <= VERSION and slice_.request_digest != expected:
+                fields = "(lengths, masks, positions, labels or homes), cluster, model or policy"
+                raise self._foreign(f"microbatch {number} belongs to another batch {fields}")
 
-    def _foreign(self, how: str) -> ExecutionError:
-        what = f"iteration {self.number}: the plan is not the one that this rank requested: {how}"
+    def _foreign(self, reason: str) -> ExecutionError:
+        message = f"iteration {self.number}: the plan is not the one that this rank requested: {reason}"
         remedy = f"delete the source's plan of the key {self.key.hex()[:16]}, and plan again"
-        return ExecutionError(f"{what}; {remedy}")
+        return ExecutionError(f"{message}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ class Asked:
             raise ConfigError(name, drawn, "must have samples", "omit empty iterations")
         flat = np.ndim(drawn[0]) == 0
         groups = {name: drawn} if flat else {f"{name}[{i}]": group for i, group in enumerate(drawn)}
-        return tuple(self._checked(where, group) for where, group in groups.items())
+        return tuple(self._checked(label, group) for label, group in groups.items())
 
     def _checked(self, name: str, group: Any) -> Ints:
-        listed = group if isinstance(group, list | tuple | range) else np.asarray(group)
-        if not len(listed):
+        array = group if isinstance(group, list | tuple | range) else np.asarray(group)
+        if not len(array):
             raise ConfigError(name, group, "must have samples", "omit empty microbatches")
-        return integers(name, listed, 0, len(self.lengths) - 1)
+        return integers(name, array, 0, len(self.lengths) - 1)
 
 
 @dataclass(frozen=True)
@@ -160,16 +160,16 @@ class Draw:
 
     def share(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
         """The group's iterations."""
-        turns = zip(*(epoch[group :: self.groups] for group in range(self.groups)), strict=False)
-        return [turn[self.group] for turn in turns if len({len(iteration) for iteration in turn}) == 1]
+        rounds = zip(*(epoch[group :: self.groups] for group in range(self.groups)), strict=False)
+        return [round_[self.group] for round_ in rounds if len({len(iteration) for iteration in round_}) == 1]
 
     def _dealt(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
-        own = [iteration for iteration in self.share(epoch) if len(iteration) >= self.least]
-        if epoch and not own:
+        iterations = [iteration for iteration in self.share(epoch) if len(iteration) >= self.least]
+        if epoch and not iterations:
             rule = f"leaves no iteration of the epoch's {len(epoch)} for {self.groups} groups of ranks"
             remedy = "give more samples, or fewer microbatches per iteration"
             raise ConfigError("drop_last" if self.least else "replicas", self.least > 0, rule, remedy)
-        return own
+        return iterations
 
 
 def _microbatches(drawn: Any) -> int:
@@ -202,9 +202,9 @@ class Iterations:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._found(number) or not self._drawing)
-                found = self._found(number)
-                if found is not None or self._over:
-                    return found
+                iteration = self._found(number)
+                if iteration is not None or self._over:
+                    return iteration
                 if self._failed is not None:
                     raise self._failed
                 self._drawing = True
@@ -213,8 +213,8 @@ class Iterations:
     def keys_after(self, number: int) -> list[bytes]:
         """The keys of the later iterations that were drawn already."""
         with self._changed:
-            coming = [wanted for held, wanted in sorted(self._held.items()) if held > number]
-        return [wanted.key for wanted in coming]
+            later = [wanted for index, wanted in sorted(self._held.items()) if index > number]
+        return [wanted.key for wanted in later]
 
     def _found(self, number: int) -> Wanted | None:
         return self._held.get(max(number, self._first))
@@ -223,7 +223,7 @@ class Iterations:
         """Draws the next iteration, or records the end or the error."""
         wanted: Wanted | None = None
         try:
-            wanted = next((self.asked.of(*numbered) for numbered in self._rest), None)
+            wanted = next((self.asked.of(*item) for item in self._rest), None)
         except Exception as error:
             self._failed = error
         finally:
@@ -238,7 +238,7 @@ class Iterations:
         """Drops the iterations before this one."""
         with self._changed:
             self._first = max(self._first, before)
-            for number in [held for held in self._held if held < before]:
+            for number in [index for index in self._held if index < before]:
                 del self._held[number]
 
 
@@ -261,10 +261,10 @@ class Place(NamedTuple):
         if version != STATE or not all(name in state for name in Place._fields):
             rule = "is not the state of a loader of this release"
             raise ConfigError("state", version, rule, "give what `state_dict()` returned")
-        found = difference({name: state.get(name) for name in facts}, facts)
-        if found is not None:
-            name, saved, own = found
-            rule = f"the state was saved with another {name.removeprefix('job.')}: this loader has {own!r}"
+        mismatch = difference({name: state.get(name) for name in facts}, facts)
+        if mismatch is not None:
+            name, saved, current = mismatch
+            rule = f"the state was saved with another {name.removeprefix('job.')}: this loader has {current!r}"
             remedy = "give the loader the same value, or start a new pass without the state"
             raise ConfigError(f"state.{name}", saved, rule, remedy)
         return Place(*(integer(f"state.{name}", state[name], 0) for name in Place._fields))

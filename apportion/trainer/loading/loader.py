@@ -194,13 +194,13 @@ class PlannedLoader:
             order = self.job.policy.seed, shuffle is None or flag("shuffle", shuffle)
             self._sampling = Sampling(lengths, self.job.tokens // stages, filled, *order)
         self._timeout_s = number("timeout_s", timeout_s, above=True)
-        made = origin(self.job, lengths, masks, self._sampling)
-        self._source = open_source(source, token, ca, self._timeout_s, made, self.job.digest)
+        facts = origin(self.job, lengths, masks, self._sampling)
+        self._source = open_source(source, token, ca, self._timeout_s, facts, self.job.digest)
         self._communicator = arguments.communicator_of(self.job, communicator)
         self._rank = self._communicator.rank
         self._replicas = arguments.replicas_of(replicas)
         self._dealt = (0, 1) if self._replicas is None else (self._replicas.rank, self._replicas.ranks)
-        self._facts = {**made, "groups": self._dealt[1]}  # for the state
+        self._facts = {**facts, "groups": self._dealt[1]}  # for the state
         self._facts |= {} if ticks is None else {"ticks": [stages, filled, ticks.virtual]}
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = filled if (flag("drop_last", drop_last) and not packs) or ticks is not None else 0
@@ -274,25 +274,25 @@ class PlannedLoader:
         if self._passes and isinstance(self._sampler, Iterator):
             rule = "is an iterator, and an earlier pass has read ahead in it"
             raise ConfigError("sampler", type(self._sampler).__name__, rule, "give one that can restart")
-        begin = self._place = self._begin
+        start = self._place = self._begin
         self._meters.begin()
         self._check_place()
         if self._leads:
             wiring.watch.begin(self)
-        iterations = Iterations(self._asked, self._draw(), begin.iteration)
+        iterations = Iterations(self._asked, self._draw(), start.iteration)
         with closing(fetching.Ahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
             encoded: Iterator[PlannedBatch] = iter(())
             if self._encoder is not None:
-                self._media.draw, self._media.start = self._draw(), begin.iteration
+                self._media.draw, self._media.start = self._draw(), start.iteration
                 encoded = stack.enter_context(closing(iter(self._encoder)))
-            self._begin = Place(begin.epoch)
-            while (found := self._next(iterations, ahead.own, supply)) is not None:
-                wanted, fetched = found
+            self._begin = Place(start.epoch)
+            while (result := self._next(iterations, ahead.own, supply)) is not None:
+                wanted, fetched = result
                 for batch in self._batches(wanted, fetched, encoded):
-                    if (batch.iteration, batch.microbatch) >= begin[1:]:
+                    if (batch.iteration, batch.microbatch) >= start[1:]:
                         next_one = wanted.number + batch.is_last, 0 if batch.is_last else batch.microbatch + 1
-                        self._place = Place(begin.epoch, *next_one)
+                        self._place = Place(start.epoch, *next_one)
                         yield batch
                         self._meters.end(batch.batch.tokens)
                 iterations.forget(wanted.number + 1)
@@ -315,19 +315,19 @@ class PlannedLoader:
         with closing(iter(self)) as batches:
             for ping in batches:
                 if ping.microbatch % 2 or ping.is_last:
-                    where, remedy = f"iteration {ping.iteration}", "start between pairs, at an even number"
-                    raise ConfigError(where, f"a half alone, microbatch {ping.microbatch}", rule, remedy)
+                    label, remedy = f"iteration {ping.iteration}", "start between pairs, at an even number"
+                    raise ConfigError(label, f"a half alone, microbatch {ping.microbatch}", rule, remedy)
                 yield ping, next(batches)
 
     def iterations(self) -> Generator[tuple[PlannedBatch, ...], None, None]:
         """Iterates over a pass by iteration: all its microbatches, or ticks. A state resumes after the last one."""
-        held: tuple[PlannedBatch, ...] = ()
+        group: tuple[PlannedBatch, ...] = ()
         with closing(iter(self)) as batches:
             for batch in batches:
-                held = (*held, batch)
+                group = (*group, batch)
                 if batch.is_last:
-                    yield held
-                    held = ()
+                    yield group
+                    group = ()
 
     def _draw(self) -> Draw:
         return Draw(self._sampling, self._sampler, self._begin.epoch, *self._dealt, self._least)
@@ -350,12 +350,12 @@ class PlannedLoader:
     def _check_place(self) -> None:
         """Raises ExecutionError if ranks begin different passes. A collective."""
         self._passes += 1
-        place = [self._passes, *self._begin]
-        rows = self._communicator.all_gather(place, "passes")
-        if any(row != place for row in rows):
-            told = by_value({rank: str(row) for rank, row in enumerate(rows)})
-            what = "passes (pass, epoch, first iteration, microbatch)"
-            raise ExecutionError(f"ranks begin different {what}: {told}")
+        position = [self._passes, *self._begin]
+        rows = self._communicator.all_gather(position, "passes")
+        if any(row != position for row in rows):
+            texts = by_value({rank: str(row) for rank, row in enumerate(rows)})
+            message = "passes (pass, epoch, first iteration, microbatch)"
+            raise ExecutionError(f"ranks begin different {message}: {texts}")
 
     def _next(
         self, iterations: Iterations, number: int, supply: fetching.Supply
@@ -379,11 +379,11 @@ class PlannedLoader:
             fetched = self._agreement.take(number, take, partial(self._planned_here, wanted))
         except Exception as error:
             if isinstance(error, TimeoutError):
-                what = (
+                message = (
                     f"iteration {number}, rank {self._rank}: no plan within {self._timeout_s:g} s ({error})"
                 )
                 remedy = "give it more time, or the service more workers or look-ahead"
-                error = fetching.PlanTimeoutError(f"{what}; {remedy}")
+                error = fetching.PlanTimeoutError(f"{message}; {remedy}")
             totals(self._replicas, (self._place.epoch, number, 0), 0, 0.0, error)  # raises it
         finally:
             self._meters.waited_s += time.monotonic() - begun_s
@@ -399,10 +399,10 @@ class PlannedLoader:
     def _ready(self, piece: IterationSlice) -> fetching.Fetched:
         """Adds handles: loads programs on the device, in the fetching thread, ahead of the trainer."""
         handles = []
-        for one in piece.slices:
-            rows = int(one.layout(one.header.home_layout).rows_per_rank[0])
+        for part in piece.slices:
+            rows = int(part.layout(part.header.home_layout).rows_per_rank[0])
             padding = self._form.padded(rows) - rows
-            handle = PlanHandle(one, self._communicator, self._engine, padding, self._form.envelope)
+            handle = PlanHandle(part, self._communicator, self._engine, padding, self._form.envelope)
             handles.append(handle.prepare(self._device))
         return fetching.Fetched(piece, None, tuple(handles))
 
@@ -412,19 +412,19 @@ class PlannedLoader:
         handles = fetched.handles or self._ready(fetched.piece).handles or ()
         rows, valid, weight = self._agree_rows(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
-        shared: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._replicas}
-        shared |= {"valid_tokens": valid, "total_weight": weight, "_shifted": self._form.shifted}
-        shared |= {"_staged": self._asked.table is not None}
+        common: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._replicas}
+        common |= {"valid_tokens": valid, "total_weight": weight, "_shifted": self._form.shifted}
+        common |= {"_staged": self._asked.table is not None}
         layers = self.job.model.layers
-        shared["_layers"] = layers if isinstance(layers, Mapping) else {}
-        for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
+        common["_layers"] = layers if isinstance(layers, Mapping) else {}
+        for index, (handle, row, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
             yield PlannedBatch(
-                **{name: value for name, value in own._asdict().items() if name != "shared"},
-                **shared,
+                **{name: value for name, value in row._asdict().items() if name != "shared"},
+                **common,
                 position_ids=pad(handle.position_ids, (0, handle.padding)),
                 handle=handle,
-                microbatch=place,
-                is_last=place == len(handles) - 1,
+                microbatch=index,
+                is_last=index == len(handles) - 1,
                 samples=samples,
                 batch=batch,
                 **self._encoder_share(handle, batch, samples, encoded),
@@ -437,11 +437,11 @@ class PlannedLoader:
         if self._encoder is None or not len(wanted := self._media.of(samples)[0]):
             return {}
         if (media := next(encoded, None)) is None or not np.array_equal(media.samples, wanted):
-            told = None if media is None else media.samples.tolist()
-            what = f"the encoder's next microbatch has media {told}, the decoder's {wanted.tolist()}"
-            raise ExecutionError(f"{what}: give a sampler that draws the same however often it is iterated")
-        places = self._media.places(batch, samples)
-        return {"media": media, "feed": EncoderFeed(media.handle, handle, places, self._media.media.merge)}
+            received = None if media is None else media.samples.tolist()
+            message = f"the encoder's next microbatch has media {received}, the decoder's {wanted.tolist()}"
+            raise ExecutionError(f"{message}: give a sampler that draws the same however often it is iterated")
+        positions = self._media.places(batch, samples)
+        return {"media": media, "feed": EncoderFeed(media.handle, handle, positions, self._media.media.merge)}
 
     def _read(self, wanted: Wanted, fetched: fetching.Fetched) -> tuple[Rows, ...] | Exception:
         """The rows, or the error, which is reported to the other ranks before it is raised."""
@@ -456,53 +456,53 @@ class PlannedLoader:
         """The rows, and the iteration's labels and their weight over all ranks and groups; a collective, also if it
         raises this rank's error for having no rows, or ExecutionError if ranks hold different plans, another rank has
         no rows or other fields, samples or tokens, or groups are out of step."""
-        own = NOTHING
+        facts = NOTHING
         if not isinstance(rows, Exception):
-            own = Facts.of(rows, wanted.samples)
+            facts = Facts.of(rows, wanted.samples)
         try:
-            told = agree(handles, own.numbers(), partial(_describe_microbatches, wanted, handles))
-            ranks = [Facts.read(numbers) for numbers in told]
+            gathered = agree(handles, facts.numbers(), partial(_describe_microbatches, wanted, handles))
+            ranks = [Facts.read(numbers) for numbers in gathered]
             error = self._any_rank_error(wanted, rows, ranks)
         except ExecutionError as unequal:
             ranks, error = [], unequal
-        valid = sum(one.valid for one in ranks) // self._times
-        weight = sum(one.weight for one in ranks) / self._times
-        place = self._place.epoch, wanted.number, len(handles)
-        found = totals(self._replicas, place, valid, weight, error)
+        valid = sum(rank_facts.valid for rank_facts in ranks) // self._times
+        weight = sum(rank_facts.weight for rank_facts in ranks) / self._times
+        position = self._place.epoch, wanted.number, len(handles)
+        sums = totals(self._replicas, position, valid, weight, error)
         assert not isinstance(rows, Exception)
         self._meters.iterations += 1
-        return rows, *found
+        return rows, *sums
 
     def _any_rank_error(
         self, wanted: Wanted, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
     ) -> Exception | None:
         """The error of this or another rank, or None; a collective if there is an error."""
         number = wanted.number
-        failed = [rank for rank, one in enumerate(ranks) if one == NOTHING]
-        if not failed and len({one.form for one in ranks}) == 1:
+        failures = [rank for rank, facts in enumerate(ranks) if facts == NOTHING]
+        if not failures and len({facts.form for facts in ranks}) == 1:
             return self._other_samples(wanted, ranks)
         description = shown(rows) if isinstance(rows, Exception) else _fields(rows)
-        told = self._communicator.gather_texts(description, "what is wrong with samples")
+        texts = self._communicator.gather_texts(description, "what is wrong with samples")
         if isinstance(rows, Exception):
             return rows
-        if failed:
-            errors = by_value({rank: told[rank] for rank in failed})
-            return ExecutionError(f"iteration {number}: ranks {failed} have no rows: {errors}")
-        what, remedy = by_value(dict(enumerate(told))), "Give all samples equal fields, dtypes and widths"
-        return ExecutionError(f"iteration {number}: samples have different fields: {what}. {remedy}")
+        if failures:
+            errors = by_value({rank: texts[rank] for rank in failures})
+            return ExecutionError(f"iteration {number}: ranks {failures} have no rows: {errors}")
+        details, remedy = by_value(dict(enumerate(texts))), "Give all samples equal fields, dtypes and widths"
+        return ExecutionError(f"iteration {number}: samples have different fields: {details}. {remedy}")
 
     def _other_samples(self, wanted: Wanted, ranks: Sequence[Facts]) -> ExecutionError | None:
         """The error if ranks have different samples; their plans may be equal, since plans depend only on lengths."""
-        if len({one.drawn for one in ranks}) > 1:
-            told = by_value(dict(enumerate(self._communicator.gather_texts(wanted.describe(), "samples"))))
+        if len({facts.drawn for facts in ranks}) > 1:
+            texts = by_value(dict(enumerate(self._communicator.gather_texts(wanted.describe(), "samples"))))
             remedy = "Give all ranks the same seed, or samplers of the same order"
             return ExecutionError(
-                f"iteration {wanted.number}: ranks draw different samples: {told}. {remedy}"
+                f"iteration {wanted.number}: ranks draw different samples: {texts}. {remedy}"
             )
-        if (found := apart(ranks)) is not None:
-            what = f"ranks read different tokens, labels or fields of sample {found[0]}: {by_value(found[1])}"
+        if (mismatch := apart(ranks)) is not None:
+            message = f"ranks read different tokens, labels or fields of sample {mismatch[0]}: {by_value(mismatch[1])}"
             remedy = "Give all ranks the same dataset, and seed random changes by the number of the sample"
-            return ExecutionError(f"iteration {wanted.number}: {what}. {remedy}")
+            return ExecutionError(f"iteration {wanted.number}: {message}. {remedy}")
         return None
 
 
@@ -516,7 +516,7 @@ def _recipe_of(ticks: TickTable | None) -> str | Recipe:
 
 
 def _fields(rows: Sequence[Rows]) -> str:
-    return " and ".join(dict.fromkeys(one.form for one in rows))
+    return " and ".join(dict.fromkeys(row.form for row in rows))
 
 
 def _describe_microbatches(wanted: Wanted, handles: Sequence[PlanHandle]) -> str:

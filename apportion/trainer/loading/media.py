@@ -92,8 +92,8 @@ class MediaOrder:
         integers("media.places", sample, 0, len(lengths) - 1)
         limit = np.append(token[1:], 0)
         limit = np.where(np.append(sample[1:], -1) == sample, limit, lengths[sample])
-        if (over := np.flatnonzero(token + count > limit)).size:
-            first = int(over[0])
+        if (overflow := np.flatnonzero(token + count > limit)).size:
+            first = int(overflow[0])
             rule = f"stands for tokens up to {token[first] + count[first]}, and there is room up to {limit[first]}"
             remedy = "give each medium as many tokens of its sample as it has rows, over `merge`"
             raise ConfigError(
@@ -107,26 +107,26 @@ class MediaOrder:
     def __iter__(self) -> Iterator[list[int]]:
         for number, drawn in enumerate(islice(self.draw or (), self.start, None), self.start):
             for group in self.asked.samples(number, drawn):
-                if len(found := self.of(group)[0]):
-                    yield found.tolist()
+                if len(selected := self.of(group)[0]):
+                    yield selected.tolist()
 
     def of(self, samples: Ints) -> tuple[Ints, Ints]:
         """Media of these samples, in order, and the index of each one's sample: int64 [n] each."""
         counts = np.diff(self._first)[samples]
-        of = group_of(counts)
-        return self._order[self._first[samples][of] + within(counts)], of
+        group = group_of(counts)
+        return self._order[self._first[samples][group] + within(counts)], group
 
     def places(self, batch: Batch, samples: Ints) -> Ints:
         """int64 [n, 3], as `EncoderFeed` takes them. batch: of these samples, without padding."""
-        found, of = self.of(samples)
-        tokens = self._tokens[found]
-        first = batch.starts[of] + np.asarray(self.media.places)[found, 1]
+        selected, group = self.of(samples)
+        tokens = self._tokens[selected]
+        first = batch.starts[group] + np.asarray(self.media.places)[selected, 1]
         if self.media.orders is None:
             return np.stack([first, offsets(tokens * self.media.merge)[:-1], tokens], 1)
-        orders = [self._reordered(medium) for medium in found.tolist()]
+        orders = [self._reordered(medium) for medium in selected.tolist()]
         token = np.concatenate(orders) + np.repeat(first, tokens)
-        begin = np.flatnonzero(np.append(True, np.diff(token) != 1))
-        return np.stack([token[begin], begin * self.media.merge, np.diff(np.append(begin, len(token)))], 1)
+        starts = np.flatnonzero(np.append(True, np.diff(token) != 1))
+        return np.stack([token[starts], starts * self.media.merge, np.diff(np.append(starts, len(token)))], 1)
 
     def _reordered(self, medium: int) -> Ints:
         order, tokens = np.asarray((self.media.orders or ())[medium]), int(self._tokens[medium])

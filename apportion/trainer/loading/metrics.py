@@ -26,10 +26,10 @@ class Facts(NamedTuple):
     @staticmethod
     def of(rows: Sequence[Rows], samples: Sequence[Ints]) -> Facts:
         """The facts of this rank. samples: of each microbatch, as drawn."""
-        valid, weight = sum(one.valid for one in rows), sum(one.weight for one in rows)
-        form = crc32("; ".join(one.form for one in rows).encode())
-        drawn = crc32(str([own.tolist() for own in samples]).encode())
-        return Facts(valid, weight, form, drawn, tuple(pair for one in rows for pair in one.shared))
+        valid, weight = sum(row.valid for row in rows), sum(row.weight for row in rows)
+        form = crc32("; ".join(row.form for row in rows).encode())
+        drawn = crc32(str([indexes.tolist() for indexes in samples]).encode())
+        return Facts(valid, weight, form, drawn, tuple(pair for row in rows for pair in row.shared))
 
     def numbers(self) -> list[int]:
         """The facts as int64 for the exchange: bits of float64, which holds integers below 2^53 exactly."""
@@ -49,11 +49,11 @@ NOTHING = Facts(-1, 0.0, 0)
 
 def apart(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
     """A sample that differs between ranks, and the checksum on each rank that has it."""
-    found = dict[int, dict[int, str]]()
-    for rank, one in enumerate(ranks):
-        for sample, checksum in one.shared:
-            found.setdefault(sample, {})[rank] = f"checksum {checksum:08x}"
-    return next((item for item in found.items() if len({*item[1].values()}) > 1), None)
+    checksums = dict[int, dict[int, str]]()
+    for rank, facts in enumerate(ranks):
+        for sample, checksum in facts.shared:
+            checksums.setdefault(sample, {})[rank] = f"checksum {checksum:08x}"
+    return next((item for item in checksums.items() if len({*item[1].values()}) > 1), None)
 
 
 @dataclass

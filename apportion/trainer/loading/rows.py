@@ -131,7 +131,7 @@ def local_rows(
     ExecutionError if a sample has another length or other fields, or the plan is for another batch."""
     spans = piece.layout(piece.header.home_layout).spans
     _check_batch(spans, batch)
-    held = _ReadSequences(read, batch)
+    sequences = _ReadSequences(read, batch)
     numbers = np.arange(len(batch.lengths)) if samples is None else np.asarray(samples)
     parts = list[Rows]()
     columns = (spans[name].tolist() for name in ("row", "token", "length", "sequence"))
@@ -140,18 +140,18 @@ def local_rows(
         targets = batch.labels(token, token + length)
         targets = np.where(targets >= 0, targets - start, NOWHERE)
         parts.append(
-            _sample_rows(held.of(sequence), int(numbers[sequence]), token - start, targets, form.shifted)
+            _sample_rows(sequences.of(sequence), int(numbers[sequence]), token - start, targets, form.shifted)
         )
-    none = _sample_rows(held.any(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
-    return _concatenated([none, *parts], form)._replace(shared=_shared(spans, batch, held, numbers, begins))
+    empty = _sample_rows(sequences.any(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
+    return _concatenated([empty, *parts], form)._replace(shared=_shared(spans, batch, sequences, numbers, begins))
 
 
 def _sample_rows(sample: _Sample, number: int, first: int, targets: Ints, shifted: Collection[str]) -> Rows:
     """Rows of the sample's tokens from `first` on, which predict its tokens `targets` (-1: none)."""
     count, target = len(targets), torch.from_numpy(targets)
     fields = {
-        name: _take_or_missing(own, target, 0) if name in shifted else own[first : first + count]
-        for name, own in sample.fields.items()
+        name: _take_or_missing(values, target, 0) if name in shifted else values[first : first + count]
+        for name, values in sample.fields.items()
     }
     labels, ids = _take_or_missing(sample.labels, target, IGNORED), torch.full((count,), number)
     return Rows(sample.tokens[first : first + count], labels, ids, torch.arange(first, first + count), fields)
@@ -162,14 +162,14 @@ def _concatenated(parts: Sequence[Rows], form: Form) -> Rows:
     rows = sum(len(part.tokens) for part in parts)
     padding = form.padded(rows) - rows
 
-    def column(own: Iterable[Tensor], fill: int) -> Tensor:
-        held = torch.cat([*own])
-        return torch.cat((held, held.new_full((padding, *held.shape[1:]), fill)))
+    def column(tensors: Iterable[Tensor], fill: int) -> Tensor:
+        joined = torch.cat([*tensors])
+        return torch.cat((joined, joined.new_full((padding, *joined.shape[1:]), fill)))
 
     columns = zip(*(part[:4] for part in parts), strict=True)
-    tokens, labels, ids, places = map(column, columns, (0, IGNORED, NOWHERE, NOWHERE))
+    tokens, labels, ids, positions = map(column, columns, (0, IGNORED, NOWHERE, NOWHERE))
     fields = {name: column((part.fields[name] for part in parts), 0) for name in parts[0].fields}
-    return Rows(tokens, labels, ids, places, fields)
+    return Rows(tokens, labels, ids, positions, fields)
 
 
 def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form) -> Iterator[Rows]:
@@ -177,22 +177,22 @@ def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form)
     the plan is for other batches."""
     wanted.check(piece)
     parts = zip(piece.slices, wanted.parts(piece.indexes), strict=True)
-    for number, (own, (batch, samples)) in enumerate(parts):
+    for number, (part, (batch, samples)) in enumerate(parts):
 
         def read(sequence: int, samples: Ints = samples) -> Sample:
             return dataset[int(samples[sequence])]
 
-        yield local_rows(own, batch, read, samples, form, begins=wanted.number == number == 0)
+        yield local_rows(part, batch, read, samples, form, begins=wanted.number == number == 0)
 
 
 def _shared(
-    spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints, begins: bool
+    spans: Any, batch: Batch, sequences: _ReadSequences, numbers: Ints, begins: bool
 ) -> tuple[tuple[int, int], ...]:
-    here = np.bincount(spans["sequence"], spans["length"], len(batch.lengths))
-    parts = np.flatnonzero((here > 0) & (here < batch.lengths))
+    counts = np.bincount(spans["sequence"], spans["length"], len(batch.lengths))
+    parts = np.flatnonzero((counts > 0) & (counts < batch.lengths))
     longest = parts[np.argsort(-batch.lengths[parts], kind="stable")][:_COMPARED].tolist()
-    first = [(int(numbers[0]), held.alone(0).checksum)] if begins else []
-    return (*first, *((int(numbers[i]), held.of(i).checksum) for i in longest))
+    first = [(int(numbers[0]), sequences.alone(0).checksum)] if begins else []
+    return (*first, *((int(numbers[i]), sequences.of(i).checksum) for i in longest))
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,11 @@ class _Sample:
     @property
     def checksum(self) -> int:
         """Checksum of the values of all tokens; of wide fields, of some tokens only."""
-        found = 0
-        for _, own in sorted({**self.fields, TOKENS: self.tokens, LABELS: self.labels}.items()):
-            kept = own.flatten()[:: 1 + own[:1].numel() // _WIDE].contiguous()
-            found = crc32(kept.view(torch.uint8).numpy().tobytes(), found)
-        return found
+        result = 0
+        for _, tensor in sorted({**self.fields, TOKENS: self.tokens, LABELS: self.labels}.items()):
+            sampled = tensor.flatten()[:: 1 + tensor[:1].numel() // _WIDE].contiguous()
+            result = crc32(sampled.view(torch.uint8).numpy().tobytes(), result)
+        return result
 
 
 @dataclass
@@ -221,16 +221,16 @@ class _ReadSequences:
 
     def alone(self, sequence: int) -> _Sample:
         """The sample, without comparing its fields with those of the rank's other samples."""
-        found = self._samples.get(sequence)
-        return found or _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
+        sample = self._samples.get(sequence)
+        return sample or _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
 
     def of(self, sequence: int) -> _Sample:
         if sequence not in self._samples:
             sample = _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
             first = next(iter(self._samples.values()), sample)
-            if (form := _form(sample.fields)) != (other := _form(first.fields)):
+            if (form := _form(sample.fields)) != (first_form := _form(first.fields)):
                 raise ExecutionError(
-                    f"sequence {sequence} has the fields {form}, another one of its microbatch {other}: "
+                    f"sequence {sequence} has the fields {form}, another one of its microbatch {first_form}: "
                     "give all samples the same fields, of the same dtype and width"
                 )
             self._samples[sequence] = sample
@@ -242,104 +242,104 @@ class _ReadSequences:
 
 
 def _form(fields: Mapping[str, Tensor]) -> str:
-    told = (f"{name} {own.dtype} {list(own.shape[1:])}" for name, own in sorted(fields.items()))
-    return ", ".join(told).replace("torch.", "") or "none"
+    texts = (f"{name} {values.dtype} {list(values.shape[1:])}" for name, values in sorted(fields.items()))
+    return ", ".join(texts).replace("torch.", "") or "none"
 
 
 def _take_or_missing(values: Tensor, index: Tensor, missing: int) -> Tensor:
     """values[index], with `missing` for an index of -1."""
-    found = values[index.clamp(min=0)]
-    found[index < 0] = missing
-    return found
+    result = values[index.clamp(min=0)]
+    result[index < 0] = missing
+    return result
 
 
 def _check_batch(spans: Any, batch: Batch) -> None:
     """Raises ExecutionError if a span exceeds its sequence."""
     sequence, token = spans["sequence"], spans["token"].astype(np.int64)
-    known = sequence < len(batch.lengths)
-    own = np.where(known, sequence, 0)
+    is_known = sequence < len(batch.lengths)
+    index = np.where(is_known, sequence, 0)
     ends = token + spans["length"]
-    if not (known & (token >= batch.starts[own]) & (ends <= batch.starts[own + 1])).all():
-        of = f"the plan is not for this batch of {len(batch.lengths)} sequences"
-        raise ExecutionError(f"{of}: the run was started with other samples")
+    if not (is_known & (token >= batch.starts[index]) & (ends <= batch.starts[index + 1])).all():
+        message = f"the plan is not for this batch of {len(batch.lengths)} sequences"
+        raise ExecutionError(f"{message}: the run was started with other samples")
 
 
-def _sample(given: Sample, length: int, sequence: int) -> _Sample:
+def _sample(sample: Sample, length: int, sequence: int) -> _Sample:
     """The sample's tokens, labels and fields. Raises ConfigError, ExecutionError."""
-    given = given if isinstance(given, Mapping) else {TOKENS: given}
-    where = f"sequence {sequence}"
-    if TOKENS not in given:
+    sample = sample if isinstance(sample, Mapping) else {TOKENS: sample}
+    label = f"sequence {sequence}"
+    if TOKENS not in sample:
         rule, remedy = f"must have {TOKENS}, the token ids", "name them so"
-        raise ConfigError(where, sorted(map(str, given)), rule, remedy)
-    tokens = _to_int64(f"{where}: {TOKENS}", given[TOKENS])
+        raise ConfigError(label, sorted(map(str, sample)), rule, remedy)
+    tokens = _to_int64(f"{label}: {TOKENS}", sample[TOKENS])
     if tokens.shape != (length,):
-        raise ExecutionError(f"{where} has shape {tuple(tokens.shape)}, it was planned with length {length}")
-    _check_known(where, given, length)
+        raise ExecutionError(f"{label} has shape {tuple(tokens.shape)}, it was planned with length {length}")
+    _check_known(label, sample, length)
     dropped = (TOKENS, LABELS, *_NEUTRAL_VALUES, *LOSS_MASKS)
-    fields = {name: _field(f"{where}: {name}", given[name], length) for name in given if name not in dropped}
-    labels = _field(f"{where}: {LABELS}", _to_int64(f"{where}: {LABELS}", given.get(LABELS, tokens)), length)
+    fields = {name: _field(f"{label}: {name}", sample[name], length) for name in sample if name not in dropped}
+    labels = _field(f"{label}: {LABELS}", _to_int64(f"{label}: {LABELS}", sample.get(LABELS, tokens)), length)
     for name, ids in ((TOKENS, tokens), (LABELS, labels.where(labels != IGNORED, 0))):
         if length and int(ids.min()) < 0:
             rule, remedy = "must not be negative", f"use the label {IGNORED} for tokens not to learn"
-            raise ConfigError(f"{where}: {name}", int(ids.min()), rule, remedy)
-    _check_place(where, tokens, labels)
-    for name in filter(given.__contains__, LOSS_MASKS):
-        labels = labels.where(_read_mask(f"{where}: {name}", given[name], length), IGNORED)
+            raise ConfigError(f"{label}: {name}", int(ids.min()), rule, remedy)
+    _check_place(label, tokens, labels)
+    for name in filter(sample.__contains__, LOSS_MASKS):
+        labels = labels.where(_read_mask(f"{label}: {name}", sample[name], length), IGNORED)
     return _Sample(tokens, labels, fields)
 
 
-def _check_place(where: str, tokens: Tensor, labels: Tensor) -> None:
+def _check_place(label: str, tokens: Tensor, labels: Tensor) -> None:
     """Raises ConfigError for labels that are shifted already: each equals the next token instead of its own."""
-    own, ahead = (labels[:-1] == tokens[:-1], labels[:-1] == tokens[1:])
-    there = labels[:-1] != IGNORED
-    if int(there.sum()) > 3 and ahead[there].all() and not own[there].all():
+    is_own, is_next = (labels[:-1] == tokens[:-1], labels[:-1] == tokens[1:])
+    is_label = labels[:-1] != IGNORED
+    if int(is_label.sum()) > 3 and is_next[is_label].all() and not is_own[is_label].all():
         rule = "belong to the next token already, and would be shifted again"
         remedy = "align each label with its own token"
-        raise ConfigError(f"{where}: {LABELS}", "shifted", rule, remedy)
+        raise ConfigError(f"{label}: {LABELS}", "shifted", rule, remedy)
 
 
-def _check_known(where: str, given: Mapping[str, Any], length: int) -> None:
+def _check_known(label: str, sample: Mapping[str, Any], length: int) -> None:
     """Raises ConfigError for a field that should change the result, but would not be applied."""
-    for name in filter(given.__contains__, _REFUSED):
-        told = f"{where}: {name}"
-        if name in _NEUTRAL_VALUES and (_field(told, given[name], length) == _NEUTRAL_VALUES[name]).all():
+    for name in filter(sample.__contains__, _REFUSED):
+        path = f"{label}: {name}"
+        if name in _NEUTRAL_VALUES and (_field(path, sample[name], length) == _NEUTRAL_VALUES[name]).all():
             continue
-        raise ConfigError(told, "a field", *_REFUSED[name])
+        raise ConfigError(path, "a field", *_REFUSED[name])
 
 
-def _read_mask(name: str, given: Any, length: int) -> Tensor:
+def _read_mask(name: str, value: Any, length: int) -> Tensor:
     """Converts a mask of ones and zeros to bool [length]. Raises ConfigError."""
-    found = _field(name, given, length)
-    if found.dim() != 1 or not bool(((found == 0) | (found == 1)).all()):
+    mask = _field(name, value, length)
+    if mask.dim() != 1 or not bool(((mask == 0) | (mask == 1)).all()):
         rule = "must be 1 for tokens to learn, else 0"
         raise ConfigError(name, "other entries", rule, "give other weights as loss_weights")
-    return found == 1
+    return mask == 1
 
 
-def _to_int64(name: str, given: Any) -> Tensor:
+def _to_int64(name: str, value: Any) -> Tensor:
     """Converts to int64. Raises ConfigError for anything but integers."""
-    found = _tensor(given)
-    if found is None or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        kind = type(given).__name__ if found is None else found.dtype
+    tensor = _tensor(value)
+    if tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        kind = type(value).__name__ if tensor is None else tensor.dtype
         raise ConfigError(name, kind, "must be integers", "give token ids")
-    return found.long()
+    return tensor.long()
 
 
-def _tensor(given: Any) -> Tensor | None:
+def _tensor(value: Any) -> Tensor | None:
     """Converts to a CPU tensor; None for values that are not arrays of numbers."""
-    if isinstance(given, Tensor):
-        return given.detach().cpu()
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
     try:
-        array = np.array(given)
+        array = np.array(value)
         return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" else array)
     except (TypeError, ValueError):
         return None
 
 
-def _field(name: str, given: Any, length: int) -> Tensor:
-    found = _tensor(given)
-    if found is None or found.dim() == 0 or len(found) != length:
-        shape = type(given).__name__ if found is None else f"shape {tuple(found.shape)}"
+def _field(name: str, value: Any, length: int) -> Tensor:
+    tensor = _tensor(value)
+    if tensor is None or tensor.dim() == 0 or len(tensor) != length:
+        shape = type(value).__name__ if tensor is None else f"shape {tuple(tensor.shape)}"
         rule = f"must have an entry for each of the {length} tokens"
         raise ConfigError(name, shape, rule, "leave out fields of the whole sample, or repeat them per token")
-    return found
+    return tensor

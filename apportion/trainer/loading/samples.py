@@ -62,13 +62,13 @@ class Samples(Dataset):
         packs = list(_packs(dataset))
         longest = np.array([sum(pack) for pack in packs], np.int64)
         limit = None if limit is None else integer("limit", limit)
-        over = find_overlong(longest, MAX_TOKENS if limit is None else limit, overlong)
-        self.dropped, self.cut = (int(over.sum()) * (overlong == one) for one in ("drop", "cut"))
-        self.kept: Ints = np.flatnonzero(~over) if overlong == "drop" else np.arange(len(packs))
+        is_overlong = find_overlong(longest, MAX_TOKENS if limit is None else limit, overlong)
+        self.dropped, self.cut = (int(is_overlong.sum()) * (overlong == option) for option in ("drop", "cut"))
+        self.kept: Ints = np.flatnonzero(~is_overlong) if overlong == "drop" else np.arange(len(packs))
         packs = [_truncated(packs[i], limit) for i in self.kept.tolist()]
         self.lengths: Ints = np.array([sum(pack) for pack in packs], np.int64)
-        several = any(len(pack) > 1 for pack in packs)
-        self.masks = [_over(pack, mask) for pack in packs] if several else mask
+        has_packs = any(len(pack) > 1 for pack in packs)
+        self.masks = [_over(pack, mask) for pack in packs] if has_packs else mask
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -79,10 +79,10 @@ class Samples(Dataset):
         if not isinstance(sample, Mapping):
             return sample[:length]
         names = set(sample if self._columns is None else self._columns) - {LENGTHS, POSITIONS}
-        found = {name: sample[name] for name in sample if name in names}
-        if sample.keys() & {LENGTHS, POSITIONS} and np.asarray(found.get(ATTENTION, 1)).all():
-            found.pop(ATTENTION, None)  # some packers number the documents in it
-        return {name: value[:length] if np.ndim(value) else value for name, value in found.items()}
+        fields = {name: sample[name] for name in sample if name in names}
+        if sample.keys() & {LENGTHS, POSITIONS} and np.asarray(fields.get(ATTENTION, 1)).all():
+            fields.pop(ATTENTION, None)  # some packers number the documents in it
+        return {name: value[:length] if np.ndim(value) else value for name, value in fields.items()}
 
 
 def _packs(dataset: Dataset) -> Iterator[list[int]]:
@@ -93,17 +93,17 @@ def _packs(dataset: Dataset) -> Iterator[list[int]]:
             sample = dataset[i]
             yield _pack(i, sample if isinstance(sample, Mapping) else {TOKENS: sample})
         return
-    used = [name for name in (TOKENS, LENGTHS, POSITIONS) if name in names]
-    if TOKENS not in used:
+    present = [name for name in (TOKENS, LENGTHS, POSITIONS) if name in names]
+    if TOKENS not in present:
         rule = f"must have a column {TOKENS}, the token ids"
         raise ConfigError("dataset", names, rule, "tokenize it first")
     number = 0
-    for table in dataset.select_columns(used).with_format("arrow").iter(_READ):  # type: ignore[attr-defined]
-        columns = {name: table[name].combine_chunks() for name in used}
+    for table in dataset.select_columns(present).with_format("arrow").iter(_READ):  # type: ignore[attr-defined]
+        columns = {name: table[name].combine_chunks() for name in present}
         sizes = columns[TOKENS].value_lengths().to_pylist()
-        for place, size in enumerate(sizes):
-            rest = {name: columns[name][place].values.to_numpy() for name in used if name != TOKENS}
-            yield _pack(number, {TOKENS: range(size), **rest})
+        for row, size in enumerate(sizes):
+            others = {name: columns[name][row].values.to_numpy() for name in present if name != TOKENS}
+            yield _pack(number, {TOKENS: range(size), **others})
             number += 1
 
 
@@ -121,8 +121,8 @@ def _pack(number: int, sample: Mapping[str, Any]) -> list[int]:
     positions = np.asarray(sample[POSITIONS])
     starts = np.flatnonzero(positions == 0) if positions.shape == (tokens,) else np.zeros(0, np.int64)
     lengths = np.diff(starts, append=tokens)
-    counted = np.arange(tokens) - np.repeat(starts, lengths) if len(starts) and not starts[0] else None
-    if counted is None or not np.array_equal(counted, positions):
+    expected = np.arange(tokens) - np.repeat(starts, lengths) if len(starts) and not starts[0] else None
+    if expected is None or not np.array_equal(expected, positions):
         rule = f"must count from 0 in each document of its {tokens} tokens"
         raise ConfigError(f"sample {number}: {POSITIONS}", "other positions", rule, "give ap.masks instead")
     return list(lengths.tolist())
@@ -141,7 +141,7 @@ def _over(pack: Sequence[int], mask: MaskSpec | None) -> MaskSpec | None:
     if len(pack) == 1:
         return mask
     if isinstance(mask, Mapping):
-        return {kind: documents(pack, one) for kind, one in mask.items()}
+        return {kind: documents(pack, spec) for kind, spec in mask.items()}
     return documents(pack, mask if isinstance(mask, Mask) else causal())
 
 
@@ -204,8 +204,8 @@ class StreamedLoader:
             self._stream.set_epoch(self._epoch)
         (self._number, self._inner), self._begin = self._begin, (0, None)
         self._loader, samples = None, self._rest()
-        while read := list(islice(samples, self._size)):
-            self._loader = self._planned(Samples(read, **self._samples))
+        while chunk := list(islice(samples, self._size)):
+            self._loader = self._planned(Samples(chunk, **self._samples))
             if self._loader is not None:
                 yield from self._loader
             self._number, self._inner = self._number + 1, None
@@ -213,10 +213,10 @@ class StreamedLoader:
 
     def _rest(self) -> Iterator[Any]:
         """The samples from the next buffer on."""
-        behind = self._number * self._size
+        skipped = self._number * self._size
         if hasattr(self._stream, "skip"):
-            return iter(self._stream.skip(behind))
-        return islice(iter(self._stream), behind, None)
+            return iter(self._stream.skip(skipped))
+        return islice(iter(self._stream), skipped, None)
 
     def _planned(self, samples: Samples) -> PlannedLoader | None:
         """The loader of a buffer; None if all of its samples were dropped."""

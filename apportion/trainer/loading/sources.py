@@ -50,7 +50,7 @@ class Source(ABC):
         """Ends waiting calls and frees resources; idempotent."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, one.name) for one in fields(self) if one.init)
+        return type(self), tuple(getattr(self, entry.name) for entry in fields(self) if entry.init)
 
 
 @dataclass(eq=False)
@@ -78,11 +78,11 @@ class LocalSource(Source):
             raise UnknownPlanError(key)
         if not wait([future], wait_s).done:
             raise TimeoutError("it is still being planned")
-        found = future.result()
-        if isinstance(found, Refusal):
-            raise ServiceError(found.type, found.detail, field=found.field)
+        result = future.result()
+        if isinstance(result, Refusal):
+            raise ServiceError(result.type, result.detail, field=result.field)
         del self._asked[key]
-        return IterationSlice.decode(expanded(Pack.decode(found.data, key).slice(rank)))
+        return IterationSlice.decode(expanded(Pack.decode(result.data, key).slice(rank)))
 
     def close(self) -> None:
         with self._lock:
@@ -110,29 +110,29 @@ class FolderSource(Source):
 
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
         """Fetches as `Source`. Raises ConfigError for a missing plan, naming the field that differs; StoreError."""
-        found = self._store.slice(key, rank)
-        if found is None:
+        piece = self._store.slice(key, rank)
+        if piece is None:
             raise self._missing_plan_error(key)
-        return found
+        return piece
 
     def close(self) -> None:
         self._store.close()
 
     def _missing_plan_error(self, key: bytes) -> ConfigError:
         made_with = made_for(Path(self.folder))
-        own = {name: value for name, value in self.made.items() if value is not None and name in made_with}
+        facts = {name: value for name, value in self.made.items() if value is not None and name in made_with}
         releases = [entry.name for entry in Path(self.folder).iterdir() if entry.is_dir()]
         if releases and __version__ not in releases:
-            name, held, asked = "release", ", ".join(releases), __version__
-        elif found := difference({name: made_with[name] for name in own}, own):
-            name, held, asked = found
+            name, existing, current = "release", ", ".join(releases), __version__
+        elif mismatch := difference({name: made_with[name] for name in facts}, facts):
+            name, existing, current = mismatch
         else:
-            most = f", which are the first {made_with['iterations']} of their samples" if made_with else ""
-            rule = f"it is not among the plans in {self.folder}{most}"
+            limit = f", which are the first {made_with['iterations']} of their samples" if made_with else ""
+            rule = f"it is not among the plans in {self.folder}{limit}"
             remedy = "precompute more iterations, or give the same samples"
             return ConfigError("source", f"the plan {key.hex()[:16]}", rule, remedy)
-        rule = f"the plans in {self.folder} were made with {held!r}"
-        return ConfigError(name, asked, rule, "give the same, or precompute into another folder")
+        rule = f"the plans in {self.folder} were made with {existing!r}"
+        return ConfigError(name, current, rule, "give the same, or precompute into another folder")
 
 
 @dataclass(eq=False)
@@ -171,12 +171,12 @@ class ServiceSource(Source):
     def _next(self) -> IterationSlice:
         assert self._stream is not None
         try:
-            found = next(self._stream)
+            piece = next(self._stream)
         except BaseException:
             self._stream = None
             raise
         self._coming.popleft()
-        return found
+        return piece
 
     def close(self) -> None:
         self._stream = None
@@ -207,7 +207,7 @@ def open_source(
     """Opens a source by name: "local", a URL or several, or a folder. token, ca, timeout_s, job: as in `ServiceSource`;
     made: as in `FolderSource`. Raises ConfigError."""
     urls = (source,) if isinstance(source, str) else source
-    if isinstance(urls, list | tuple) and urls and all(_is_url(one) for one in urls):
+    if isinstance(urls, list | tuple) and urls and all(_is_url(url) for url in urls):
         return ServiceSource(tuple(urls), token, None if ca is None else str(ca), timeout_s, job)
     for name, value in (("token", token), ("ca", ca)):
         if value is not None:

@@ -65,19 +65,19 @@ def on_host(work: Callable[[], Any]) -> tuple[Any, CallTimes]:
     """Times work for which the host is also the device."""
     start = time.perf_counter()
     result = work()
-    took = (time.perf_counter() - start) * 1e3
-    return result, CallTimes(took, took)
+    elapsed = (time.perf_counter() - start) * 1e3
+    return result, CallTimes(elapsed, elapsed)
 
 
 def on_gpu(work: Callable[[], Any]) -> tuple[Any, CallTimes]:
     """Times work on the current GPU and stream, which are idle before and after."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    begin.record()
-    result, took = on_host(work)
+    start.record()
+    result, times = on_host(work)
     end.record()
     torch.cuda.synchronize()
-    return result, CallTimes(took.host, begin.elapsed_time(end))
+    return result, CallTimes(times.host, start.elapsed_time(end))
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def prepared(
     (kind,) = piece.header.kinds
     for _ in range(2):
         handle = PlanHandle(piece, transport, engine)
-        took = {phase: on_host(partial(handle.loaded, kind, phase, device))[1].host for phase in PHASES}
-    return handle, took
+        times = {phase: on_host(partial(handle.loaded, kind, phase, device))[1].host for phase in PHASES}
+    return handle, times
 
 
 def counted(piece: Slice, device: torch.device) -> dict[str, Counts]:
@@ -198,12 +198,12 @@ class Bench:
         if Op.PROJECT in plan.programs[kind, "forward"]["instructions"]["op"]:
             self.skip(f"{recipe}: its plans project hidden states themselves; bench measures q, k and v")
             return []
-        found = facts(plan, hardware, self.device)
-        timed = {name: self._time_device(plan, found["forward"].rank, name) for name in self.engines}
+        rows = facts(plan, hardware, self.device)
+        timed = {name: self._time_device(plan, rows["forward"].rank, name) for name in self.engines}
         return [
             rated(replace(row, engine=name, **timed[name].get(phase, {})), plan)
             for name in self.engines
-            for phase, row in found.items()
+            for phase, row in rows.items()
         ]
 
     @property
@@ -212,11 +212,11 @@ class Bench:
         return self.device.type == "cuda" or device_obstacle(self.device) is None
 
     def _time_device(self, plan: Plan, rank: int, engine: str) -> Times:
-        why = None if engine == "stage" else "it computes on the CPU: its calls have no separate host time"
+        reason = None if engine == "stage" else "it computes on the CPU: its calls have no separate host time"
         if self._computes:
-            why = ENGINES[engine].obstacle(plan.header, self.device)
-        if why is not None:
-            self.skip(f"{engine}: {why}")
+            reason = ENGINES[engine].obstacle(plan.header, self.device)
+        if reason is not None:
+            self.skip(f"{engine}: {reason}")
             return {}
         if self._computes and plan.header.ranks == self.communicator.ranks:
             return self._real(plan, rank, engine)
@@ -225,16 +225,16 @@ class Bench:
     # --- recorded
 
     def _time_on_recorder(self, piece: Slice, name: str) -> Times:
-        why = "ms, tflops, exposed_ms: there is no GPU, so only a rank's host is measured"
+        message = "ms, tflops, exposed_ms: there is no GPU, so only a rank's host is measured"
         if self._computes:
-            here = f"{piece.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages"
-            why = f"{here} are not: this gives a host time but no device time"
-        self.skip(why)
+            scope = f"{piece.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages"
+            message = f"{scope} are not: this gives a host time but no device time"
+        self.skip(message)
         recorder = RecordingDevice(piece.rank, piece.ranks)
         engine = name if self._computes else recorder.engine
         handle, prepare_ms = prepared(piece, recorder, engine, self.device)
-        took = self._best(handle, self.clock)
-        return {phase: {"host_ms": took[phase].host, "prepare_ms": prepare_ms[phase]} for phase in PHASES}
+        times = self._best(handle, self.clock)
+        return {phase: {"host_ms": times[phase].host, "prepare_ms": prepare_ms[phase]} for phase in PHASES}
 
     def _best(self, handle: PlanHandle, clock: Meter) -> dict[str, CallTimes]:
         header = handle.slice.header
@@ -248,19 +248,19 @@ class Bench:
         rank, ranks = self.communicator.rank, plan.header.ranks
         piece = plan.for_rank(rank)
         handle, prepare_ms = prepared(piece, self.communicator, engine, self.device)
-        whole = self._best(handle, self._run_together)
-        alone = whole
+        total = self._best(handle, self._run_together)
+        lone = total
         if ranks > 1:
-            alone = self._best(PlanHandle(piece, RecordingDevice(rank, ranks), engine), self.clock)
-        mine = [[*whole[phase], prepare_ms[phase], alone[phase].device] for phase in PHASES]
-        nanoseconds = np.rint(np.array(mine) * 1e6).astype(np.int64)
+            lone = self._best(PlanHandle(piece, RecordingDevice(rank, ranks), engine), self.clock)
+        numbers = [[*total[phase], prepare_ms[phase], lone[phase].device] for phase in PHASES]
+        nanoseconds = np.rint(np.array(numbers) * 1e6).astype(np.int64)
         gathered = self.communicator.all_gather(nanoseconds.ravel().tolist(), "durations")
         times = np.array(gathered).reshape(-1, *nanoseconds.shape) / 1e6
-        found = {}
-        for phase, own, most in zip(PHASES, times[busiest].tolist(), times.max(axis=0).tolist(), strict=True):
-            exposed = most[1] - most[3] if ranks > 1 else None
-            found[phase] = {"host_ms": own[0], "prepare_ms": own[2], "ms": most[1], "exposed_ms": exposed}
-        return found
+        result = {}
+        for phase, values, slowest in zip(PHASES, times[busiest].tolist(), times.max(axis=0).tolist(), strict=True):
+            exposed = slowest[1] - slowest[3] if ranks > 1 else None
+            result[phase] = {"host_ms": values[0], "prepare_ms": values[2], "ms": slowest[1], "exposed_ms": exposed}
+        return result
 
     def _run_together(self, work: Callable[[], Any]) -> tuple[Any, CallTimes]:
         """Runs work on all ranks of the job, started together."""

@@ -27,7 +27,7 @@ def run(
         links = profile_links() if ranks.ranks > 1 else None
         effort = ProfileScope.of(device, quick, model, tokens)
         report_progress = progress if ranks.rank == 0 else None
-        measured = profile(quick, report_progress, name=name, device=device, effort=effort, engine=engine)
+        hardware = profile(quick, report_progress, name=name, device=device, effort=effort, engine=engine)
         if ranks.rank:
             return None
-        return measured if links is None else with_links(measured, links)
+        return hardware if links is None else with_links(hardware, links)

@@ -68,11 +68,11 @@ def _rows(
     dq, dk and dv; milliseconds. skipped: collects the engines that do not run, and the reasons."""
     batch = Batch.from_lengths(LENGTHS, {"causal": masks.causal(), "window": masks.sliding_window(WINDOW)})
     piece = _piece(batch, dtype, ranks)
-    mine = torch.from_numpy(piece.layout(piece.header.home_layout).tokens(0)).to(device)
+    indexes = torch.from_numpy(piece.layout(piece.header.home_layout).tokens(0)).to(device)
     inputs = [tensor.to(device, DTYPES[dtype]) for tensor in _random_inputs(batch.tokens)]
     plain = partial(plain_attention, batch=batch, kind=kind)
-    exact = [tensor[mine] for tensor in _run(plain, [tensor.double() for tensor in inputs])[0]]
-    plain_error = _error([tensor[mine] for tensor in _run(plain, inputs)[0]], exact, device)
+    exact = [tensor[indexes] for tensor in _run(plain, [tensor.double() for tensor in inputs])[0]]
+    plain_error = _error([tensor[indexes] for tensor in _run(plain, inputs)[0]], exact, device)
     bound = FACTOR * max(plain_error, torch.finfo(DTYPES[dtype]).eps)
     for name in ENGINES:
         why_not = ENGINES[name].obstacle(piece.header, device)
@@ -82,7 +82,7 @@ def _rows(
             skipped[f"{name}: {why_not}"] = None
             continue
         planned = partial(planned_attention, handle=PlanHandle(piece, ranks, name), kind=kind)
-        rows = [tensor[mine] for tensor in inputs]
+        rows = [tensor[indexes] for tensor in inputs]
         _run(planned, rows)  # warm-up: compares ids, builds tables, compiles, connects the ranks
         got, forward_ms, backward_ms = _run(planned, rows)
         error = _error(got, exact, device)
@@ -132,8 +132,8 @@ def _show(record: Mapping[str, Any]) -> None:
     for row in record["rows"]:
         errors = f"{row['error']:.1e}", f"{row['plain_error']:.1e}"
         times = f"{row['forward_ms']:.1f} ms", f"{row['backward_ms']:.1f} ms"
-        says = "[green]ok[/green]" if row["ok"] else "[red]too large[/red]"
-        table.add_row(row["engine"], row["kind"], row["dtype"], *errors, *times, says)
+        status = "[green]ok[/green]" if row["ok"] else "[red]too large[/red]"
+        table.add_row(row["engine"], row["kind"], row["dtype"], *errors, *times, status)
     console = Console()
     console.width = max(console.width, WIDTH)
     console.print(table)

@@ -103,10 +103,10 @@ def planned_attention(
     if batched:
         q, k, v = (without_batch(name, x, 3) for name, x in zip("qkv", (q, k, v), strict=True))
     called = Layer(score_of(q.shape[-1], scale, softcap), sinks)
-    said = window, causal, _layer_name(layer)
+    declared = window, causal, _layer_name(layer)
 
     def run() -> tuple[Tensor, ...]:
-        return attend(handle, handle.kind(kind), (q, k, v), called, return_lse, said)
+        return attend(handle, handle.kind(kind), (q, k, v), called, return_lse, declared)
 
     out, lse = run() if is_compiling() else tried(handle, run, q, k, v)
     out = out.unsqueeze(0) if batched else out
@@ -145,20 +145,20 @@ def planned_latent_attention(
     """
     _refuse(refused)
     _check_arguments(handle, window)
-    name, score, held = handle.kind(kind), score_of(q.shape[-1], scale, softcap), tuple(params)
+    name, score, weights = handle.kind(kind), score_of(q.shape[-1], scale, softcap), tuple(params)
     rows = q, rotated.unsqueeze(1), compressed.unsqueeze(1)
     home = {Name.Q: rows[:1], Name.KV: rows[1:]}
-    said = window, causal, _layer_name(layer)
-    made = _with_current_autocast(expand, q)
+    declared = window, causal, _layer_name(layer)
+    expand_now = _with_current_autocast(expand, q)
 
     def run() -> tuple[Tensor, ...]:
-        return (attend_layer(handle, name, home, Layer(score, sinks, expand=made, params=held), said),)
+        return (attend_layer(handle, name, home, Layer(score, sinks, expand=expand_now, params=weights), declared),)
 
-    found = (run() if is_compiling() else tried(handle, run, *rows))[0]
+    result = (run() if is_compiling() else tried(handle, run, *rows))[0]
     if not (wiring.watch.settled or is_compiling()):
         heads = tuple(range(handle.slice.header.q_heads))
-        check_projection(lambda c, r: made(c, r, heads), held, compressed, rotated)
-    return found
+        check_projection(lambda c, r: expand_now(c, r, heads), weights, compressed, rotated)
+    return result
 
 
 def planned_attention_block(
@@ -187,19 +187,19 @@ def planned_attention_block(
         q, k, v = project(hidden, position_ids, *heads)
         attended: Tensor = planned_attention(q, k, v, handle, name, scale, softcap, sinks)
         return attended
-    score, held = score_of(header.head_dim, scale, softcap), tuple(params)
+    score, weights = score_of(header.head_dim, scale, softcap), tuple(params)
 
     def run() -> tuple[Tensor, ...]:
         home = {Name.X: (hidden, position_ids)}
-        return (attend_layer(handle, name, home, Layer(score, sinks, project, params=held)),)
+        return (attend_layer(handle, name, home, Layer(score, sinks, project, params=weights)),)
 
-    (found,) = tried(handle, run, hidden)
+    (result,) = tried(handle, run, hidden)
     if not (wiring.watch.settled or is_compiling()):
-        check_projection(lambda x, at: project(x, at, *heads), held, hidden, position_ids)
-    return found
+        check_projection(lambda x, at: project(x, at, *heads), weights, hidden, position_ids)
+    return result
 
 
-def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
+def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
     """The result of `run`, recorded in the first forward for the trial of the calling model, which may rerun it."""
     watch, trial = wiring.watch, wiring.watch.trial
     watch.attend(handle)
@@ -207,7 +207,7 @@ def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Ten
         watch.require_all_rows("an encoder")
         return run()
     if trial.part is not None:
-        return trial.part.answer(*given)
+        return trial.part.answer(*inputs)
     results, trial.handle = run(), ref(handle)
     module = trial.keep(handle, results, partial(_tensors, handle), watch.models)
     if module is not None:
@@ -236,7 +236,7 @@ def _with_current_autocast(expand: Expansion, q: Tensor) -> Expansion:
 
 
 def _tensors(handle: PlanHandle) -> list[Tensor]:
-    return [one for batch in wiring.watch.batches if batch.handle is handle for one in batch.tensors]
+    return [value for batch in wiring.watch.batches if batch.handle is handle for value in batch.tensors]
 
 
 def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Tensor:
@@ -276,8 +276,8 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         if name not in _ELSEWHERE:
             unknown = f"planned_attention() got an unexpected keyword argument {name!r}"
             raise TypeError(f"{unknown}; options are {_THERE_ARE}")
-        nothing = value is None or value is False or (name in ("dropout_p", "dropout") and not value)
-        if not nothing:
+        is_default = value is None or value is False or (name in ("dropout_p", "dropout") and not value)
+        if not is_default:
             raise ConfigError(name, value, "is not an argument here", _ELSEWHERE[name])
 
 

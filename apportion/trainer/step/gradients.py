@@ -64,16 +64,16 @@ def _sum_shards(modules: list[FSDPModule]) -> None:
 
 def _add_up(model: nn.Module, group: Any) -> None:
     """Sums gradients over the ranks; a parameter without a gradient on any rank keeps none."""
-    trained = (one for one in model.parameters() if one.requires_grad)
-    params = [one for one in trained if not getattr(one, "rank_local", False)]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    params = [parameter for parameter in trained if not getattr(parameter, "rank_local", False)]
     if not params:
         return
     _refuse_sums(model, params, group)
     _refuse_changed(model, params)
     wiring.watch.modules[model] = None
-    held = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
-    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
-    works = [dist.all_reduce(grad, group=group, async_op=True) for grad in _grads(params, held.tolist())]
+    has_grad = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
+    dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=group)
+    works = [dist.all_reduce(grad, group=group, async_op=True) for grad in _grads(params, has_grad.tolist())]
     for work in works:
         work.wait()
     for param in params:
@@ -85,17 +85,17 @@ def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> No
     """Raises ConfigError if all gradients are still the last call's sums, with or without one further backward
     (zero_grad replaces them, or changes versions once more), or if the loss was multiplied by the ranks."""
     grads = [param.grad for param in params if param.grad is not None]
-    once = "call sum_gradients once, after the last backward of a step, and zero_grad after the step"
+    remedy = "call sum_gradients once, after the last backward of a step, and zero_grad after the step"
     if grads and all(grad._version - getattr(grad, "_summed_at", -2) <= 1 for grad in grads):
-        raise ConfigError("model", type(model).__name__, "has gradients that are sums already", once)
-    own = Reduction(type(model).__name__, dist.get_world_size(group), True)
-    wiring.watch.check_scaled(partial(check_reduction, own, counted=wiring.watch.ranks))
+        raise ConfigError("model", type(model).__name__, "has gradients that are sums already", remedy)
+    reduction = Reduction(type(model).__name__, dist.get_world_size(group), True)
+    wiring.watch.check_scaled(partial(check_reduction, reduction, counted=wiring.watch.ranks))
 
 
 def _refuse_changed(model: nn.Module, params: list[nn.Parameter]) -> None:
     """Raises ConfigError if all gradients were changed since their backward, from the second call on."""
-    held = [param.grad for param in params if hasattr(param.grad, "_left_at")]
-    if held and all(grad._version != grad._left_at for grad in held if grad is not None):
+    grads = [param.grad for param in params if hasattr(param.grad, "_left_at")]
+    if grads and all(grad._version != grad._left_at for grad in grads if grad is not None):
         rule = "has gradients that were clipped or scaled by this rank's own values"
         remedy = "call sum_gradients after the last backward, and clip or unscale after it"
         raise ConfigError("model", type(model).__name__, rule, remedy)
@@ -109,9 +109,9 @@ def _tell_version(param: Tensor) -> None:
         param.grad._left_at = param.grad._version  # type: ignore[attr-defined]
 
 
-def _grads(params: list[nn.Parameter], held: list[int]) -> Iterator[Tensor]:
-    for param, has in zip(params, held, strict=True):
-        if has:
+def _grads(params: list[nn.Parameter], flags: list[int]) -> Iterator[Tensor]:
+    for param, has_grad in zip(params, flags, strict=True):
+        if has_grad:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             yield param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad

@@ -39,11 +39,11 @@ def normalised_loss(
     """
     logits = _rows("logits", logits)
     batch, labels, weights = checked_labels(logits, labels, valid_tokens, weights)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if weights is None:
-        total = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
+        total = cross_entropy(values, labels, ignore_index=IGNORED, reduction="sum")
     else:
-        losses = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
+        losses = cross_entropy(values, labels, ignore_index=IGNORED, reduction="none")
         total = (losses * weights.to(losses.dtype)).sum()
     return share_of(total, batch, valid_tokens, averaged_over)
 
@@ -61,8 +61,8 @@ def checked_labels(
         batch.check_loss(float(valid_tokens), weighted=weights is not None)
     if not watch.settled and not is_compiling():
         watch.divisor = float(valid_tokens)
-        for other in watch.batches if batch is None else ():
-            other.check_others(labels, watch.divisor)
+        for microbatch in watch.batches if batch is None else ():
+            microbatch.check_others(labels, watch.divisor)
         if batch is not None and weights is not None and weights.numel() == len(batch.labels):
             watch.multiple = batch.check_weights(weights)
     return batch, _rows("labels", labels, rows), None if weights is None else _rows("weights", weights, rows)
@@ -78,14 +78,14 @@ def share_of(total: Tensor, batch: Microbatch | None, valid_tokens: float, avera
 def _rows(name: str, tensor: Tensor, logits: Tensor | None = None) -> Tensor:
     """The tensor without its batch dimension of 1, if it has one: logits, or a tensor with an entry for each row."""
     dims, shape = (2, "[rows, vocabulary]") if logits is None else (1, "[rows]")
-    found = tensor[0] if tensor.dim() == dims + 1 and len(tensor) == 1 else tensor
-    if found.dim() != dims:
+    rows = tensor[0] if tensor.dim() == dims + 1 and len(tensor) == 1 else tensor
+    if rows.dim() != dims:
         rule = f"must be {shape}, optionally in a batch of 1"
         raise ConfigError(f"{name}.shape", tuple(tensor.shape), rule, "give this rank's rows, concatenated")
-    if logits is not None and len(found) != len(logits):
+    if logits is not None and len(rows) != len(logits):
         remedy = "give both for the rows that this rank holds, unshifted"
         raise ConfigError(f"{name}.shape", tuple(tensor.shape), f"logits have {len(logits)} rows", remedy)
-    return found
+    return rows
 
 
 def batch_of(labels: Tensor) -> Microbatch | None:
@@ -99,18 +99,18 @@ def batch_of(labels: Tensor) -> Microbatch | None:
         if (viewed := _within(labels, batch.labels)) or (
             copied and torch.equal(labels.flatten().cpu(), batch.labels.cpu())
         ):
-            behind = batch.labels[1:]
-            if viewed and 1 < labels.numel() == behind.numel() and labels.data_ptr() == behind.data_ptr():
+            shifted = batch.labels[1:]
+            if viewed and 1 < labels.numel() == shifted.numel() and labels.data_ptr() == shifted.data_ptr():
                 rule = "belong to the next token already, and would be shifted again"
                 raise ConfigError("labels", "batch.labels[1:]", rule, "give batch.labels, and all logits")
-            found: Microbatch = batch
-            return found
+            result: Microbatch = batch
+            return result
     return None
 
 
-def _within(one: Tensor, whole: Tensor) -> bool:
+def _within(part: Tensor, whole: Tensor) -> bool:
     """True if a tensor is the other one, or a part of it."""
-    return one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1.0) -> None:
@@ -123,14 +123,14 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
     watch = wiring.watch
     if batch is not None:
         watch.leave(batch, loss)
-    known = len(watch.scanned)
+    scanned = len(watch.scanned)
     for node in watch.graph(loss):
         if batch is not None and batch.handle.communicator.ranks > 1 and not batch.handle.gathered:
             _check_attention(node, batch.handle.padded_rows)
     if factor is None:
         return
     mark(loss)
-    if len(watch.scanned) > known or not watch.settled:
+    if len(watch.scanned) > scanned or not watch.settled:
         wrapper, params = None if batch is None else batch.handle.wrapper, {*map(id, watch.owners)}
         count = batch.microbatch + 1 if batch is not None and batch.is_last else 1
         loss.register_hook(partial(check_scale, reduction_of(wrapper, params), factor, count))  # type: ignore[no-untyped-call]
@@ -142,9 +142,9 @@ def _check_attention(node: Any, rows: int) -> None:
         return
     shape = tuple(node._input_metadata[0].shape)
     if len(shape) > 2 and (shape[-2:] == (rows, rows) if "Softmax" in node.name() else rows in shape[1:-1]):
-        what = f"attention ({node.name()}) looked only at the {rows} rows of this rank, without the plan"
+        message = f"attention ({node.name()}) looked only at the {rows} rows of this rank, without the plan"
         remedy = "pass batch.handle to every layer, and call ap.planned_attention there"
-        raise ExecutionError(f"{what}: {remedy}")
+        raise ExecutionError(f"{message}: {remedy}")
 
 
 def check_scale(

@@ -46,14 +46,14 @@ class Microbatch:
     _layers: Mapping[str, int] = field(default_factory=dict)  # of each kind that the plans are for
 
     def __repr__(self) -> str:
-        place = f"microbatch {self.microbatch} of iteration {self.iteration}{', the last' * self.is_last}"
-        return f"<{type(self).__name__}: {place}, {len(self.tokens)} rows, {self.handle!r}>"
+        position = f"microbatch {self.microbatch} of iteration {self.iteration}{', the last' * self.is_last}"
+        return f"<{type(self).__name__}: {position}, {len(self.tokens)} rows, {self.handle!r}>"
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors with an entry for each row, or for each fed row."""
-        held = [*vars(self).values(), *self.fields.values(), *(vars(self.feed).values() if self.feed else ())]
-        return [one for one in held if isinstance(one, Tensor)]
+        values = [*vars(self).values(), *self.fields.values(), *(vars(self.feed).values() if self.feed else ())]
+        return [value for value in values if isinstance(value, Tensor)]
 
     def check_unweighted(self, loss: str) -> None:
         """Raises ConfigError if the samples have loss weights, which `loss` would ignore, and for changed labels."""
@@ -72,9 +72,9 @@ class Microbatch:
             raise ConfigError("weights", None, f"samples have {WEIGHTS}", remedy)
         if unused := sorted({*self.handle.kinds} - self.handle.called.keys()):
             warn(f"no layer has called attention of the kinds {unused}: give each its kind=", stacklevel=3)
-        own = {float(max(self.valid_tokens, 1)), float(self.valid_tokens), self.total_weight}
-        here = float((self.labels != IGNORED).sum()) if weighted and divisor not in own else divisor
-        if divisor not in own and divisor == here:
+        allowed = {float(max(self.valid_tokens, 1)), float(self.valid_tokens), self.total_weight}
+        local = float((self.labels != IGNORED).sum()) if weighted and divisor not in allowed else divisor
+        if divisor not in allowed and divisor == local:
             rule = f"labels of all ranks and microbatches of the step are {self.valid_tokens}"
             remedy = "give batch.valid_tokens; with weights, batch.total_weight or the sum over all ranks"
             raise ConfigError("valid_tokens", divisor, rule, remedy)
@@ -90,13 +90,13 @@ class Microbatch:
         if len(self.labels) - labels.numel() not in (0, 1):
             return
         columns = self.labels, self.tokens, self.sample_ids, self.local_to_sample
-        own, tokens, samples, places = (one.cpu() for one in columns)
-        given = labels.flatten().cpu()[: len(own) - 1]
-        kept, ends = given != IGNORED, (samples[1:] != samples[:-1]) | (places[1:] != places[:-1] + 1)
-        if torch.equal(given[kept], own[:-1][kept]):
-            if divisor in (self.valid_tokens, self.total_weight) and kept.sum() < (own[:-1] != IGNORED).sum():
+        targets, tokens, samples, positions = (column.cpu() for column in columns)
+        values = labels.flatten().cpu()[: len(targets) - 1]
+        is_label, ends = values != IGNORED, (samples[1:] != samples[:-1]) | (positions[1:] != positions[:-1] + 1)
+        if torch.equal(values[is_label], targets[:-1][is_label]):
+            if divisor in (self.valid_tokens, self.total_weight) and is_label.sum() < (targets[:-1] != IGNORED).sum():
                 raise ConfigError("labels", "fewer than the batch's", *_COUNTED)
-        elif (kept & ends).any() and any(torch.equal(given[kept], one[1:][kept]) for one in (own, tokens)):
+        elif (is_label & ends).any() and any(torch.equal(values[is_label], column[1:][is_label]) for column in (targets, tokens)):
             rule = "are the labels of the next rows, which may belong to other texts and ranks"
             raise ConfigError("labels", "shifted by a row", rule, "give batch.labels, or batch.roll of them")
 
@@ -104,16 +104,16 @@ class Microbatch:
         """Checks the numbers of attention calls per kind against the planned model. Raises ConfigError if kinds are
         swapped; warns if that could not be detected."""
         kinds = self.handle.kinds
-        planned, called = ([own.get(kind, 0) for kind in kinds] for own in (self._layers, self.handle.called))
+        planned, called = ([counts.get(kind, 0) for kind in kinds] for counts in (self._layers, self.handle.called))
         wanted, found = (
-            [number * sum(other) for number in own] for own, other in ((planned, called), (called, planned))
+            [number * sum(other) for number in counts] for counts, other in ((planned, called), (called, planned))
         )
         if found != wanted and sorted(found) == sorted(wanted):
-            given = dict(zip(kinds, called, strict=True))
+            by_kind = dict(zip(kinds, called, strict=True))
             rule = (
                 f"the layers call other kinds than those of the planned model's layers, {dict(self._layers)}"
             )
-            raise ConfigError("kind", given, rule, "give each layer its own kind=")
+            raise ConfigError("kind", by_kind, rule, "give each layer its own kind=")
         if len({*planned}) < len(kinds) and {*kinds} - self.handle.declared:
             warning = "could be swapped unnoticed: give planned_attention each layer's window= (-1: no limit)"
             warn(f"the attention kinds {[*kinds]} {warning}", stacklevel=1)
@@ -123,21 +123,21 @@ class Microbatch:
         a sample. rows: the rows of the weights, by default all. Returns the factor by which the weights are a multiple
         of a shifted field, 0.0 if they are not, or for few samples, which may have their own factors."""
         rows = torch.arange(len(self.labels)) if rows is None else rows.cpu()
-        given, samples = weights.detach().double().flatten().cpu(), self.sample_ids.cpu()[rows]
+        actual, samples = weights.detach().double().flatten().cpu(), self.sample_ids.cpu()[rows]
         for name, values in self.fields.items():
             if values.dim() != 1:
                 continue
-            own = values.double().cpu()[rows]
+            expected = values.double().cpu()[rows]
             if name in self._shifted:
                 if len({*samples.tolist()}) >= _VALUES and torch.allclose(
-                    own * given.norm(), given * own.norm(), 1e-6
+                    expected * actual.norm(), actual * expected.norm(), 1e-6
                 ):
-                    return float(given.norm() / own.norm())
+                    return float(actual.norm() / expected.norm())
                 continue
-            kinds = len({*zip(samples.tolist(), own.tolist(), strict=True)}) - len({*samples.tolist()})
+            kinds = len({*zip(samples.tolist(), expected.tolist(), strict=True)}) - len({*samples.tolist()})
             itself = weights.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
             if kinds >= (1 if itself else _VALUES) and torch.allclose(
-                own * given.norm(), given * own.norm(), 1e-2
+                expected * actual.norm(), actual * expected.norm(), 1e-2
             ):
                 rule = "weights a row by its own token, but its loss belongs to the token that it predicts"
                 remedy = f"give the loader shifted=(..., {name!r}), or name the field {WEIGHTS}"

@@ -48,21 +48,21 @@ def _look(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -
     batch.check_unchanged()
     hook.pop().remove()
     labels = batch.labels.to(logits.device)[rows]
-    wanted = logits.detach().view(shape)[rows].float().softmax(-1)
-    wanted.scatter_add_(1, labels[:, None], -torch.ones_like(wanted[:, :1]))
+    expected = logits.detach().view(shape)[rows].float().softmax(-1)
+    expected.scatter_add_(1, labels[:, None], -torch.ones_like(expected[:, :1]))
     mark(logits, LOGITS)
-    logits.register_hook(partial(_check, batch, rows, wanted, module, tries))  # type: ignore[no-untyped-call]
+    logits.register_hook(partial(_check, batch, rows, expected, module, tries))  # type: ignore[no-untyped-call]
 
 
 def _check(
-    batch: Microbatch, rows: Tensor, wanted: Tensor, module: nn.Module, tries: int, grad: Tensor | None
+    batch: Microbatch, rows: Tensor, expected: Tensor, module: nn.Module, tries: int, grad: Tensor | None
 ) -> None:
     """Raises ConfigError for a mean over a rank's own rows, for unshifted weights, and as `check_scale`."""
     if grad is None:  # copies for accelerate's mixed precision
         return
-    own = grad.view(-1, grad.shape[-1])[rows].float()
-    scales = (own * wanted).sum(1) / wanted.square().sum(1)
-    if ((own - scales[:, None] * wanted).norm(dim=1) > _FITS * own.norm(dim=1)).any():
+    actual = grad.view(-1, grad.shape[-1])[rows].float()
+    scales = (actual * expected).sum(1) / expected.square().sum(1)
+    if ((actual - scales[:, None] * expected).norm(dim=1) > _FITS * actual.norm(dim=1)).any():
         return  # not a cross entropy
     scale = float(scales.mean())
     if not (scales / scale - 1).abs().max() < _CLOSE:
@@ -77,17 +77,17 @@ def _check(
 def _knows_divisor(batch: Microbatch, scale: float, exact: float, reduction: Reduction | None) -> bool:
     """True if the divisor is known not to be this rank's number of labels. exact: relative precision of the scale."""
     ranks = batch.handle.communicator.ranks if reduction is None else reduction.ranks
-    here, share = int((batch.labels != IGNORED).sum()), scale * batch.valid_tokens
+    total, share = int((batch.labels != IGNORED).sum()), scale * batch.valid_tokens
     scaled = _SCALED if share > _SCALED / 2 else 1
     share, scale = share / scaled, scale / scaled
-    factor = min((1, ranks), key=lambda one: abs(share / one - 1))
-    apart = abs(share / factor - 1)
+    factor = min((1, ranks), key=lambda value: abs(share / value - 1))
+    shared_error = abs(share / factor - 1)
     factors = product((1, batch.microbatch + 1), (1, ranks))
-    alone = min(abs(scale * here * count / times - 1) for count, times in factors)
-    if alone < _CLOSE and 4 * alone + exact < apart:
-        rule = f"is a mean over the {here} labels of this rank, so tokens of different ranks have different weights"
+    local_error = min(abs(scale * total * count / times - 1) for count, times in factors)
+    if local_error < _CLOSE and 4 * local_error + exact < shared_error:
+        rule = f"is a mean over the {total} labels of this rank, so tokens of different ranks have different weights"
         remedy = "give ap.normalised_loss(logits, batch.labels, batch.valid_tokens), or its sum over batch.valid_tokens"
         raise ConfigError("loss", "cross entropy", rule, remedy)
-    if apart < _CLOSE:
+    if shared_error < _CLOSE:
         check_scale(reduction, float(factor), 1, torch.tensor(float(scaled)), LOGITS)
-    return 4 * apart + exact < alone
+    return 4 * shared_error + exact < local_error

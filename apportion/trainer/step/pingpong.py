@@ -117,8 +117,8 @@ def ping_pong_attention(
     handles = _same_ranks(handle_a, handle_b)
     name, score = _kind(handles, kind), score_of(a[0].shape[-1], scale, softcap)
 
-    def piece(given: QKV) -> backend.Piece:
-        return backend.Piece(lambda x, positions: given, lambda x, out: out, given, name, score, sinks)
+    def piece(qkv: QKV) -> backend.Piece:
+        return backend.Piece(lambda x, positions: qkv, lambda x, out: out, qkv, name, score, sinks)
 
     ping, pong = (q.new_empty(len(q), 0) for q, _, _ in (a, b))
     return backend.run_pair(handles, ([piece(a)], [piece(b)]), ping, pong)
@@ -152,9 +152,9 @@ def _kind(handles: Sequence[PlanHandle], name: str | None) -> str:
 
 
 def _same_ranks(a: PlanHandle, b: PlanHandle) -> tuple[PlanHandle, PlanHandle]:
-    places = [(handle.communicator.rank, handle.communicator.ranks) for handle in (a, b)]
-    if places[0] != places[1]:
-        one, other = (f"rank {rank} of {ranks}" for rank, ranks in places)
+    positions = [(handle.communicator.rank, handle.communicator.ranks) for handle in (a, b)]
+    if positions[0] != positions[1]:
+        first, second = (f"rank {rank} of {ranks}" for rank, ranks in positions)
         rule = "both halves run on the same ranks"
-        raise ExecutionError(f"one half's handle is of {one}, the other's of {other}: {rule}")
+        raise ExecutionError(f"one half's handle is of {first}, the other's of {second}: {rule}")
     return a, b

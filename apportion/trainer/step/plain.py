@@ -17,10 +17,10 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: str) ->
 
     Builds the dense mask of one sequence at a time: for demonstrations and self-tests."""
     bands, parts = batch.bands(kind), []
-    for begin, end in pairwise(batch.starts.tolist()):
-        own = algebra.shift(bands[(bands[:, 0] >= begin) & (bands[:, 1] <= end)], -begin, -begin)
-        allowed = torch.from_numpy(algebra.dense(own, end - begin, end - begin)).to(q.device)
-        parts.append(_attend(q[begin:end], k[begin:end], v[begin:end], allowed))
+    for start, end in pairwise(batch.starts.tolist()):
+        local_bands = algebra.shift(bands[(bands[:, 0] >= start) & (bands[:, 1] <= end)], -start, -start)
+        allowed = torch.from_numpy(algebra.dense(local_bands, end - start, end - start)).to(q.device)
+        parts.append(_attend(q[start:end], k[start:end], v[start:end], allowed))
     return torch.cat(parts)
 
 

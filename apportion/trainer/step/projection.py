@@ -84,12 +84,12 @@ class LatentExpansion:
         """k [n, heads, own + rope] and v [n, heads, width] of compressed [n, rank] and rotated [n, rope]."""
         size = self.own + self.width
         if type(self.linear) is nn.Linear and len(heads) * size < self.linear.out_features:
-            made = heads_of(self.linear, compressed, heads, size)
+            values = heads_of(self.linear, compressed, heads, size)
         else:
-            made = self.linear(compressed).view(len(compressed), -1, size)
-            made = made if heads == tuple(range(made.shape[1])) else made[:, list(heads)]
-        own, v = split(made, [self.own, self.width], -1)
-        return cat((own, rotated.unsqueeze(1).expand(-1, len(heads), -1)), -1), v
+            values = self.linear(compressed).view(len(compressed), -1, size)
+            values = values if heads == tuple(range(values.shape[1])) else values[:, list(heads)]
+        keys, v = split(values, [self.own, self.width], -1)
+        return cat((keys, rotated.unsqueeze(1).expand(-1, len(heads), -1)), -1), v
 
 
 _ROWS = 64  # rows of a trial
@@ -103,18 +103,18 @@ def check_projection(
     count = min(len(rows[0]), _ROWS)
     fewer = arange(count, device=rows[0].device)[1:].flip(0)
     with enable_grad():
-        whole, part = ([*project(*(one.detach()[at] for one in rows))] for at in (slice(count), fewer))
-    known, ends = {*map(id, params)}, {one.grad_fn for one in params}
+        full, part = ([*project(*(tensor.detach()[selection] for tensor in rows))] for selection in (slice(count), fewer))
+    param_ids, ends = {*map(id, params)}, {tensor.grad_fn for tensor in params}
     leaves = (
-        getattr(node, "variable", None) for node in nodes((one.grad_fn for one in whole), ends.__contains__)
+        getattr(node, "variable", None) for node in nodes((tensor.grad_fn for tensor in full), ends.__contains__)
     )
-    if missed := [tuple(one.shape) for one in leaves if one is not None and id(one) not in known]:
+    if missed := [tuple(tensor.shape) for tensor in leaves if tensor is not None and id(tensor) not in param_ids]:
         rule = "would get no gradient: the projection uses them, and they are not among its params"
         raise ConfigError(
             "params", f"without tensors of shapes {missed}", rule, "give all that need gradients"
         )
-    for one, other in zip(whole, part, strict=True):
-        if len(other) and not close(one[fewer].flatten(1), other.flatten(1), one.dtype not in LOW):
+    for tensor, expected in zip(full, part, strict=True):
+        if len(expected) and not close(tensor[fewer].flatten(1), expected.flatten(1), tensor.dtype not in LOW):
             rule = "gives different results on other ranks and in backward, which run it again"
             raise ConfigError(
                 "projection",
@@ -126,7 +126,7 @@ def check_projection(
 
 def heads_of(linear: nn.Linear, hidden: Tensor, heads: tuple[int, ...], width: int) -> Tensor:
     """[n, len(heads), width]: the layer's outputs for some of its heads, computed without the others."""
-    chosen = list(heads)
-    weight = linear.weight.view(-1, width, linear.in_features)[chosen].flatten(0, 1)
-    bias = None if linear.bias is None else linear.bias.view(-1, width)[chosen].flatten()
-    return functional.linear(hidden, weight, bias).view(len(hidden), len(chosen), width)
+    indexes = list(heads)
+    weight = linear.weight.view(-1, width, linear.in_features)[indexes].flatten(0, 1)
+    bias = None if linear.bias is None else linear.bias.view(-1, width)[indexes].flatten()
+    return functional.linear(hidden, weight, bias).view(len(hidden), len(indexes), width)

@@ -61,13 +61,13 @@ def planned_scan(
     batched = v.dim() == 4
     rows = ScanRows(q, k, v, g, beta)
     if batched:
-        named = {each: x for each, x in rows._asdict().items() if x is not None}
-        rows = rows._replace(**{each: without_batch(each, x, x.dim() - 1) for each, x in named.items()})
+        named = {field: x for field, x in rows._asdict().items() if x is not None}
+        rows = rows._replace(**{field: without_batch(field, x, x.dim() - 1) for field, x in named.items()})
     _check_rows(handle, layer, rows)
-    found = kernel or choose_kernel(layer.gate, layer.delta, v.device)
-    given = [x for x in rows if x is not None]
+    chosen = kernel or choose_kernel(layer.gate, layer.delta, v.device)
+    inputs = [x for x in rows if x is not None]
     width = layer.key_dim**-0.5 if scale is None else scale
-    out = _planned(handle, lambda: scan(handle, name, found, rows, width), *given)
+    out = _planned(handle, lambda: scan(handle, name, chosen, rows, width), *inputs)
     return out[None] if batched else out
 
 
@@ -88,20 +88,20 @@ def planned_conv(
     batched = x.dim() == 3
     rows = without_batch("x", x, 2) if batched else x
     if layer.conv < 2 or weight.dim() != 2 or weight.shape[1] != layer.conv:
-        wanted = f"of width {layer.conv}" if layer.conv > 1 else "none"
-        rule = f"the plan's convolutions of kind {name} are {wanted}"
+        expected = f"of width {layer.conv}" if layer.conv > 1 else "none"
+        rule = f"the plan's convolutions of kind {name} are {expected}"
         raise ExecutionError(f"weight has shape {tuple(weight.shape)}, [channels, width]; {rule}")
     check_shape("x", rows, (handle.padded_rows, len(weight)))
     out = _planned(handle, lambda: conv(handle, name, rows, weight, bias), rows)
     return out[None] if batched else out
 
 
-def _planned(handle: PlanHandle, run: Callable[[], Tensor], *given: Tensor) -> Tensor:
-    def once() -> tuple[Tensor]:
+def _planned(handle: PlanHandle, run: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
+    def attempt() -> tuple[Tensor]:
         handle.agree()
         return (run(),)
 
-    return tried(handle, once, *given)[0]
+    return tried(handle, attempt, *inputs)[0]
 
 
 def _kind(handle: Any, kind: str | None) -> tuple[str, Recurrent]:
@@ -121,7 +121,7 @@ def _kind(handle: Any, kind: str | None) -> tuple[str, Recurrent]:
 
 def _check_rows(handle: PlanHandle, layer: Recurrent, rows: ScanRows) -> None:
     count, channels = handle.padded_rows, (layer.key_dim,) if layer.gate == "diagonal" else ()
-    wanted = {
+    expected = {
         "q": (count, layer.shared_heads, layer.key_dim),
         "k": (count, layer.shared_heads, layer.key_dim),
         "v": (count, layer.heads, layer.value_dim),
@@ -129,10 +129,10 @@ def _check_rows(handle: PlanHandle, layer: Recurrent, rows: ScanRows) -> None:
         "beta": (count, layer.heads),
     }
     if (rows.beta is not None) != layer.delta:
-        has = "has the delta rule" if layer.delta else "has no delta rule"
-        given = "None" if rows.beta is None else "a tensor"
-        raise ExecutionError(f"beta is {given}, and this kind of the plan's model {has}")
-    for name, shape in wanted.items():
+        rule = "has the delta rule" if layer.delta else "has no delta rule"
+        actual = "None" if rows.beta is None else "a tensor"
+        raise ExecutionError(f"beta is {actual}, and this kind of the plan's model {rule}")
+    for name, shape in expected.items():
         x = getattr(rows, name)
         if x is not None:
             check_shape(name, x, shape)

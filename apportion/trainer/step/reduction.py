@@ -32,16 +32,16 @@ def reduction_of(
     if isinstance(wrapper, FullyShardedDataParallel):
         return Reduction("FSDP1", dist.get_world_size(wrapper.process_group), False)
     if wrapper is not None:
-        own = all(hook.__module__.startswith("torch.") for hook, _ in wrapper._comm_hooks)
+        is_default = all(hook.__module__.startswith("torch.") for hook, _ in wrapper._comm_hooks)
         ranks = dist.get_world_size(wrapper.process_group)
-        return Reduction(type(wrapper).__name__, ranks, hasattr(wrapper, "_summed")) if own else None
-    found = None
+        return Reduction(type(wrapper).__name__, ranks, hasattr(wrapper, "_summed")) if is_default else None
+    result = None
     for group, forms in _sharded() if params else ():
         if params & {id(one) for form in forms for one in form} and group.gradient_divide_factor in (None, 1):
-            found = Reduction("FSDP2", group.mesh_info.mesh.size(), group.gradient_divide_factor == 1)
-            if not found.sums:
-                return found
-    return found
+            result = Reduction("FSDP2", group.mesh_info.mesh.size(), group.gradient_divide_factor == 1)
+            if not result.sums:
+                return result
+    return result
 
 
 def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
@@ -49,13 +49,13 @@ def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
     the shard."""
     states: Any = (state() for state in [*_module_state_mapping.values()])
     for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
-        yield group, [(vars(one).get("_unsharded_param"), one.sharded_param) for one in group.fsdp_params]
+        yield group, [(vars(param).get("_unsharded_param"), param.sharded_param) for param in group.fsdp_params]
 
 
 def shards_of(whole: Container[Any]) -> Iterator[Any]:
     """FSDP2's shards of parameters that are unsharded in forward and backward."""
     forms = (form for _, forms in _sharded() for form in forms)
-    return (shard for one, shard in forms if one is not None and one in whole)
+    return (shard for param, shard in forms if param is not None and param in whole)
 
 
 def averaged(reduction: Reduction) -> ConfigError:

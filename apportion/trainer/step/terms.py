@@ -28,7 +28,7 @@ def mark(known: Tensor, kind: str = SHARE) -> None:
 def holds(loss: Tensor, kind: str) -> bool:
     """True if a loss has a marked term, or is compiled, so that its terms are unknown."""
     return any(
-        kind in one.metadata or one.name() == "CompiledFunctionBackward" for one in nodes([loss.grad_fn])
+        kind in node.metadata or node.name() == "CompiledFunctionBackward" for node in nodes([loss.grad_fn])
     )
 
 
@@ -42,20 +42,20 @@ def scaled_by() -> float:
 
 def passes_by(kind: str) -> bool:
     """True if the loss of the running backward reaches parameters on a path without a marked term."""
-    found = [*nodes(_roots(), lambda node: kind in node.metadata)]
-    return any(kind in node.metadata for node in found) and any(hasattr(node, "variable") for node in found)
+    graph = [*nodes(_roots(), lambda node: kind in node.metadata)]
+    return any(kind in node.metadata for node in graph) and any(hasattr(node, "variable") for node in graph)
 
 
 def _roots() -> Iterator[Any]:
     """The roots of this thread's innermost backward, or of other threads' backwards: hooks on other devices run in
     separate threads."""
     frames = sys._current_frames()
-    here = [*_nodes(frames.pop(get_ident()))]
-    yield from here or (node for frame in frames.values() for node in _nodes(frame))
+    roots = [*_nodes(frames.pop(get_ident()))]
+    yield from roots or (node for frame in frames.values() for node in _nodes(frame))
 
 
 def _nodes(frame: Any) -> Iterator[Any]:
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:
         frame = frame.f_back
-    for one in frame.f_locals["t_outputs"] if frame is not None else ():
-        yield one.grad_fn if isinstance(one, Tensor) else one.node
+    for output in frame.f_locals["t_outputs"] if frame is not None else ():
+        yield output.grad_fn if isinstance(output, Tensor) else output.node

@@ -32,5 +32,5 @@ def gather_visible(x: Tensor | Sequence[Tensor], handle: PlanHandle, kind: str |
     if not tensors:
         raise ExecutionError("there is nothing to gather: give one or more tensors")
     wiring.watch.attend(handle)
-    found: Visible = gather(handle, handle.kind(kind), tensors)
-    return replace(found, rows=found.rows[0]) if isinstance(x, Tensor) else found
+    result: Visible = gather(handle, handle.kind(kind), tensors)
+    return replace(result, rows=result.rows[0]) if isinstance(x, Tensor) else result

@@ -84,7 +84,7 @@ class Watch:
         of_plan, groups = batch.handle.communicator, batch._replicas
         self.ranks = of_plan.ranks * (1 if groups is None else groups.ranks)
         transports = None if batch._staged else of_plan, groups
-        self._transports = [one for one in transports if one is not None and one.ranks > 1]
+        self._transports = [transport for transport in transports if transport is not None and transport.ranks > 1]
 
     def attend(self, handle: PlanHandle) -> None:
         """Records that a layer is called under the plan, except for recomputation in backward."""
@@ -97,12 +97,12 @@ class Watch:
             self._lost.clear()
         self.behind = batch
         self._lost.add(batch.microbatch)
-        own = {batch.handle, batch.feed.encoder} if batch.feed else {batch.handle}
-        late, self._used = {*self._used} & {*self._past} - own, WeakSet()
+        handles = {batch.handle, batch.feed.encoder} if batch.feed else {batch.handle}
+        late, self._used = {*self._used} & {*self._past} - handles, WeakSet()
         if late and any(node.metadata.get("handle") in late for node in nodes([loss.grad_fn])):
             rule = "attention of some layers used the plan of an earlier batch than the loss is of"
             raise ExecutionError(f"{rule}: hand batch.handle on to every layer, which must not keep it")
-        self._past |= own
+        self._past |= handles
 
     def expect(self, handle: PlanHandle) -> None:
         """Records that the handle is about to be passed to a model."""
@@ -128,9 +128,9 @@ class Watch:
 
     def meet(self, parameters: Iterable[Tensor]) -> None:
         """Marks the new parameters of a model whose loss is not known yet."""
-        if new := [one for one in parameters if one not in self.owners]:
+        if unknown := [parameter for parameter in parameters if parameter not in self.owners]:
             self.accounted = False
-            self.own(new)
+            self.own(unknown)
 
     def require_all_rows(self, verb: str) -> None:
         """Raises ExecutionError during a trial on some of a rank's rows, since ranks would exchange others."""
@@ -145,13 +145,13 @@ class Watch:
 
     def under(self, handle: PlanHandle | None) -> Microbatch | None:
         """The batch of a handle."""
-        return next((one for one in self.batches if one.handle is handle), None)
+        return next((batch for batch in self.batches if batch.handle is handle), None)
 
     def own(self, parameters: Iterable[Tensor]) -> None:
         """Marks parameters of a planned model."""
-        for one in parameters:
-            if one not in self.owners:
-                self.owners[one], self.settled = None, False
+        for parameter in parameters:
+            if parameter not in self.owners:
+                self.owners[parameter], self.settled = None, False
 
     def graph(self, loss: Tensor) -> Iterator[Any]:
         """Yields the nodes of a loss' graph, up to the first parameter known from another loss; marks parameters."""
@@ -176,23 +176,23 @@ class Watch:
         if self is not watch:  # left over from an earlier loop in this process
             return
         if not self._seen() and self._given:
-            what = "a batch was passed to a model, but no attention has used its plan: pass its handle to every layer"
+            text = "a batch was passed to a model, but no attention has used its plan: pass its handle to every layer"
             hf = "for transformers models it is the argument 'apportion' of hf.inputs(batch)"
-            raise ExecutionError(f"{what}; {hf}")
+            raise ExecutionError(f"{text}; {hf}")
         for batch in self.batches:
             fed = batch.feed is None or (batch.handle.fed and batch.feed.encoder.calls)
             if batch.handle.calls and not fed:
-                what = "a batch has media, but the model that ran under its plan was not given them"
+                text = "a batch has media, but the model that ran under its plan was not given them"
                 remedy = "run the encoder on batch.media, under its handle, and ap.move_rows(x, batch.feed)"
-                raise ExecutionError(f"{what}: {remedy}")
+                raise ExecutionError(f"{text}: {remedy}")
         checks, self._scaled = self._scaled, []
         if checks and (scaled := scaled_by()) != 1:
             for check in checks:
                 check(self.scale / scaled)
         self._check_models(_parameters(optimizer))
         if self.trial is not None:
-            tried = self.trial.run(_parameters(optimizer), self._transports)
-            if tried and (batch := self.under(self.trial.handle())) is not None:
+            has_run = self.trial.run(_parameters(optimizer), self._transports)
+            if has_run and (batch := self.under(self.trial.handle())) is not None:
                 batch.check_kinds()
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -205,19 +205,19 @@ class Watch:
             reduction = reduction_of(self.shared.wrapper, {*map(id, params)})
             if reduction is not None and reduction.ranks > 1 and not reduction.sums:
                 raise averaged(reduction)
-        if any(isinstance(one, DTensor) and one not in self.owners for one in params):
+        if any(isinstance(param, DTensor) and param not in self.owners for param in params):
             self.own([*shards_of(self.owners)])
-        known = [one for one in params if one in self.owners]
-        owner = self.owners[known[0]] if known else None
-        if not known or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's inner optimizers
+        owned = [param for param in params if param in self.owners]
+        owner = self.owners[owned[0]] if owned else None
+        if not owned or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's inner optimizers
             return
         self._check_place()
         if self._transports:
-            self.owners.update(dict.fromkeys(known, ref(optimizer)))
+            self.owners.update(dict.fromkeys(owned, ref(optimizer)))
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps & (steps - 1) == 0:  # at exponentially growing intervals
                 self._compare(params)
-            hooks = (hook for one in known for hook in (one._backward_hooks or {}).values())
+            hooks = (hook for param in owned for hook in (param._backward_hooks or {}).values())
             if steps == 1 and any(str(hook.__module__).partition(".")[0] not in _LINEAR for hook in hooks):
                 warn(f"parameters have hooks: {_HOOKED}", stacklevel=1)
             self.settled = True
@@ -231,36 +231,36 @@ class Watch:
         if self.behind is None:
             return
         if skipped := sorted({*range(self.behind.microbatch)} - self._lost):
-            what = f"microbatches {skipped} of iteration {self.behind.iteration} had no loss before the step"
+            message = f"microbatches {skipped} of iteration {self.behind.iteration} had no loss before the step"
             rule = "losses are shares of the mean over all: run every one, and save and resume where is_last"
-            warn(f"{what}: {rule}", stacklevel=1)
+            warn(f"{message}: {rule}", stacklevel=1)
         if not self.behind.is_last:
-            place = f"microbatch {self.behind.microbatch} of iteration {self.behind.iteration}"
+            position = f"microbatch {self.behind.microbatch} of iteration {self.behind.iteration}"
             rule = "which has more, and losses are shares of the mean over all: step if batch.is_last"
-            raise ExecutionError(f"an optimizer stepped after {place}, {rule}")
+            raise ExecutionError(f"an optimizer stepped after {position}, {rule}")
 
     def _check_models(self, params: list[Tensor]) -> None:
         """Raises ExecutionError for an enabled model that trains without plans while batches are yielded."""
-        held = {*map(id, params)}
+        param_ids = {*map(id, params)}
         for model in self.models:
             ran = model.base_model._ran
-            if ran and held & {*map(id, model.parameters())}:
+            if ran and param_ids & {*map(id, model.parameters())}:
                 if ran == {False} and self._unused:
-                    what = f"{type(model).__name__} ran without a plan while the loader yielded batches"
+                    message = f"{type(model).__name__} ran without a plan while the loader yielded batches"
                     remedy = "its wrapper must pass on the argument 'apportion' of hf.inputs(batch)"
-                    raise ExecutionError(f"{what}: {remedy}, with the others")
+                    raise ExecutionError(f"{message}: {remedy}, with the others")
                 ran.clear()
         self._unused = False
 
     def _compare(self, params: list[Tensor]) -> None:
         """Raises ExecutionError if values of parameters or gradients differ between ranks. A collective."""
-        held = {id(one): one for one in params}
+        by_id = {id(tensor): tensor for tensor in params}
         buffers = dict[int, Tensor]()
         for model in dict.fromkeys((*self.modules, *self.models)):
-            own = {id(one): one for one in model.parameters()}
-            if own.keys() & held.keys():
-                held |= own  # frozen ones too
-                buffers |= {id(one): one for one in _buffers(model)}
+            model_params = {id(tensor): tensor for tensor in model.parameters()}
+            if model_params.keys() & by_id.keys():
+                by_id |= model_params  # frozen ones too
+                buffers |= {id(tensor): tensor for tensor in _buffers(model)}
         remedies = {"gradients": SUMS, "parameters": "give all ranks the same, before the first step"}
         remedies["buffers"] = "what a rank takes from its own rows must be summed over ranks"
         for transport in self._transports:
@@ -274,19 +274,19 @@ class Watch:
                 else:
                     raise ExecutionError(f"factors of losses differ between ranks, {[*factors]}: {_FACTORS}")
         for transport, (what, remedy) in product(self._transports, remedies.items()):
-            among = buffers if what == "buffers" else held
-            compared = [one for one in among.values() if _is_replicated(one, transport)]
-            values = [one.grad if what == "gradients" else one for one in compared]
+            group = buffers if what == "buffers" else by_id
+            tensors = [tensor for tensor in group.values() if _is_replicated(tensor, transport)]
+            values = [tensor.grad if what == "gradients" else tensor for tensor in tensors]
             rows = transport.gather_floats(_norms(values), f"norms of {what}")
             if len({*(counts := [*map(len, rows)])}) > 1:
                 raise ExecutionError(f"optimizers step on different numbers of parameters: {counts}")
             norms = torch.tensor(rows, dtype=torch.float64)
-            apart = ~torch.isclose(norms[0], norms, rtol=_CLOSE, atol=0, equal_nan=True).all(0)
-            if apart.any():
-                first = int(apart.nonzero()[0])
+            differs = ~torch.isclose(norms[0], norms, rtol=_CLOSE, atol=0, equal_nan=True).all(0)
+            if differs.any():
+                first = int(differs.nonzero()[0])
                 raise ExecutionError(
-                    f"{what} differ between ranks, {int(apart.sum())} of {len(apart)}, first of shape "
-                    f"{tuple(compared[first].shape)}: norms {norms[:, first].tolist()}. Remedy: {remedy}; "
+                    f"{what} differ between ranks, {int(differs.sum())} of {len(differs)}, first of shape "
+                    f"{tuple(tensors[first].shape)}: norms {norms[:, first].tolist()}. Remedy: {remedy}; "
                     "if a parameter differs between ranks on purpose, like an expert's, set its attribute `rank_local`"
                 )
 
@@ -295,15 +295,15 @@ watch = Watch()
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _buffers(model: nn.Module) -> Iterator[Tensor]:
     """The buffers that checkpoints contain."""
     for module in model.modules():
-        for name, one in module.named_buffers(recurse=False):
+        for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield one
+                yield buffer
 
 
 def _is_replicated(param: Tensor, transport: Any) -> bool:
@@ -319,5 +319,5 @@ def _is_replicated(param: Tensor, transport: Any) -> bool:
 def _norms(values: list[Tensor | None]) -> list[float]:
     """The norm of each value; -1.0 for None."""
     with torch.no_grad():
-        held = [one.to_local() if isinstance(one, DTensor) else one for one in values]
-        return [-1.0 if one is None else float(one.float().norm()) for one in held]
+        local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+        return [-1.0 if value is None else float(value.float().norm()) for value in local]

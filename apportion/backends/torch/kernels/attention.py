@@ -103,14 +103,14 @@ def attend(
 ) -> None:
     """Merges the task's attention into the accumulators o and lse, in place. kernel: the best one by default."""
     kernel = choose_kernel(q_THD, v_SKE, score) if kernel is None else kernel
-    q_THD, k_SKD, v_SKE = _computed_in(kernel, q_THD, k_SKD, v_SKE)
+    q_THD, k_SKD, v_SKE = _in_kernel_dtype(kernel, q_THD, k_SKD, v_SKE)
     calls = band.calls(kernel, q_THD, k_SKD)
     for group in head_groups(band.kv_of):
-        q, k, v = _grouped(q_THD, k_SKD, v_SKE, group)
+        q, k, v = _group_heads(q_THD, k_SKD, v_SKE, group)
         o, lse = pick(o_THE, group.q), pick(lse_TH, group.q)
         for call in calls:
             part = kernel.forward(call, _rows(q, call), _keys(k, call), _keys(v, call), score)
-            part_o, part_lse = map(_ungrouped, part)
+            part_o, part_lse = map(_ungroup_heads, part)
             if is_checking():
                 require_finite(_describe(kernel.forward, call), part_o, part_lse)
             merge(o[call.q0 : call.q1], lse[call.q0 : call.q1], part_o, part_lse)
@@ -134,18 +134,18 @@ def attend_grad(
 ) -> None:
     """Adds the task's gradients into the accumulators dq, dk and dv, in place. kernel: as in `attend`."""
     kernel = choose_kernel(q_THD, v_SKE, score) if kernel is None else kernel
-    q_THD, k_SKD, v_SKE, do_THE = _computed_in(kernel, q_THD, k_SKD, v_SKE, do_THE)
+    q_THD, k_SKD, v_SKE, do_THE = _in_kernel_dtype(kernel, q_THD, k_SKD, v_SKE, do_THE)
     calls = band.calls(kernel, q_THD, k_SKD)
     for group in head_groups(band.kv_of):
-        q, k, v = _grouped(q_THD, k_SKD, v_SKE, group)
+        q, k, v = _group_heads(q_THD, k_SKD, v_SKE, group)
         do, lse, delta = (_split_heads(pick(t, group.q), group.kv_heads) for t in (do_THE, lse_TH, delta_TH))
         dq, dk, dv = pick(dq_THD, group.q), pick(dk_SKD, group.kv), pick(dv_SKE, group.kv)
         for call in calls:
             inputs = (_rows(q, call), _keys(k, call), _keys(v, call))
-            above = (_rows(do, call), _rows(lse, call), _rows(delta, call))
-            parts = kernel.backward(call, *inputs, *above, score)
+            upstream = (_rows(do, call), _rows(lse, call), _rows(delta, call))
+            parts = kernel.backward(call, *inputs, *upstream, score)
             part_q, part_k, part_v = (
-                _ungrouped(parts[0]),
+                _ungroup_heads(parts[0]),
                 _sum_query_heads(parts[1]),
                 _sum_query_heads(parts[2]),
             )
@@ -177,13 +177,13 @@ def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def _computed_in(kernel: Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _in_kernel_dtype(kernel: Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, widened to the accumulator dtype if half precision on CPUs would be no faster than float32, only
     coarser."""
     return tensors if kernel.halves else tuple(t.to(accumulator_dtype(t.dtype)) for t in tensors)
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor, group: HeadGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _group_heads(q: Tensor, k: Tensor, v: Tensor, group: HeadGroup) -> tuple[Tensor, Tensor, Tensor]:
     q_KGTD = _split_heads(pick(q, group.q), group.kv_heads)
     ratio = q_KGTD.shape[1]
     k_KGSD, v_KGSE = (
@@ -198,7 +198,7 @@ def _split_heads(tensor: Tensor, kv_heads: int) -> Tensor:
     return tensor.view(rows, kv_heads, heads // kv_heads, *rest).movedim(0, 2)
 
 
-def _ungrouped(tensor: Tensor) -> Tensor:
+def _ungroup_heads(tensor: Tensor) -> Tensor:
     """[K, G, T, ...] -> [T, H, ...]."""
     return tensor.movedim(2, 0).flatten(1, 2)
 
@@ -270,9 +270,9 @@ def out_with_delta(do: Tensor, delta: Tensor) -> Tensor:
 
     dO * delta / rowsum(dO^2), with rows scaled by their largest entry first so that tiny gradients do not
     underflow; its norm never exceeds the true output's (Cauchy-Schwarz), so it fits the same dtype."""
-    wide = do.to(delta.dtype)
-    largest = wide.abs().amax(-1, keepdim=True)
-    unit = wide / largest.masked_fill(largest == 0, 1.0)
+    values = do.to(delta.dtype)
+    largest = values.abs().amax(-1, keepdim=True)
+    unit = values / largest.masked_fill(largest == 0, 1.0)
     square = unit.square().sum(-1, keepdim=True)
     factor = delta.unsqueeze(-1) / (largest * square)
     return (unit * factor.masked_fill(square == 0, 0.0)).to(do.dtype)
@@ -307,7 +307,7 @@ def _varlen(call: Call, device: torch.device) -> tuple[Tensor, Tensor, int, int]
 
 def _flash_cuda(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
     kv_heads, width = q.shape[0], v.shape[-1]
-    q, k, v = _equal_widths(_ungrouped(q), _kv_tokens_first(k), _kv_tokens_first(v), multiple=CUDA_MULTIPLE)
+    q, k, v = _equal_widths(_ungroup_heads(q), _kv_tokens_first(k), _kv_tokens_first(v), multiple=CUDA_MULTIPLE)
     left, right = call.window
     o, lse, *_ = _cuda(
         q, k, v, *_varlen(call, q.device), 0.0, False, False,
@@ -320,9 +320,9 @@ def _flash_cuda_backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, score: Score
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads, qk_width, v_width = q.shape[0], q.shape[-1], v.shape[-1]
-    do, out = map(_ungrouped, _do_and_out(do, delta, score))
+    do, out = map(_ungroup_heads, _do_and_out(do, delta, score))
     q, k, v, do, out = _equal_widths(
-        _ungrouped(q), _kv_tokens_first(k), _kv_tokens_first(v), do, out, multiple=CUDA_MULTIPLE
+        _ungroup_heads(q), _kv_tokens_first(k), _kv_tokens_first(v), do, out, multiple=CUDA_MULTIPLE
     )
     left, right = call.window
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -352,12 +352,12 @@ def _scores(call: Call, q: Tensor, k: Tensor, score: Score) -> Tensor:
     return s if score.softcap is None else score.softcap * torch.tanh(s / score.softcap)
 
 
-def _masked(call: Call, s: Tensor) -> Tensor:
+def _mask_scores(call: Call, s: Tensor) -> Tensor:
     return s if call.is_plain else s.masked_fill(~_band_mask(call, s.device), NEG_INF)
 
 
 def _plain(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
-    s = _masked(call, _scores(call, q, k, score))
+    s = _mask_scores(call, _scores(call, q, k, score))
     lse = s.logsumexp(-1)
     return (s - lse.unsqueeze(-1)).exp_() @ v, lse
 
@@ -366,7 +366,7 @@ def _plain_backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, score: Score
 ) -> tuple[Tensor, Tensor, Tensor]:
     s = _scores(call, q, k, score)
-    p = (_masked(call, s) - lse.unsqueeze(-1)).exp_()
+    p = (_mask_scores(call, s) - lse.unsqueeze(-1)).exp_()
     ds = p * (do @ v.mT - delta.unsqueeze(-1)) * score.scale
     if score.softcap is not None:
         ds = ds * (1 - (s / score.softcap).square())

@@ -22,10 +22,10 @@ _SWITCH = SimpleNamespace(on=False)
 
 def check_kernels(enabled: bool) -> ExitStack:
     """Switches the check on or off; returns a context manager that restores the previous state."""
-    before = ExitStack()
-    before.callback(setattr, _SWITCH, "on", _SWITCH.on)
+    restore = ExitStack()
+    restore.callback(setattr, _SWITCH, "on", _SWITCH.on)
     _SWITCH.on = enabled
-    return before
+    return restore
 
 
 def is_checking() -> bool:
@@ -48,11 +48,11 @@ def require_numbers(where: str, **tensors: Tensor) -> None:
         _require_none(where, f"NaN in {name}", tensor.isnan().any(-1))
 
 
-def _require_none(where: str, what: str, bad: Tensor) -> None:
+def _require_none(where: str, problem: str, bad: Tensor) -> None:
     """Raises ExecutionError if any of bad, bool [rows, heads], is set."""
     if bad.any():
         row, head = bad.nonzero()[0].tolist()
         raise ExecutionError(
-            f"{where}: {what}, first in row {row}, head {head}, in {int(bad.sum())} of {bad.numel()}. Look for NaN "
+            f"{where}: {problem}, first in row {row}, head {head}, in {int(bad.sum())} of {bad.numel()}. Look for NaN "
             "and inf in the layer's inputs; if there are none, the kernel is wrong: report it with the plan"
         )

@@ -98,12 +98,12 @@ def cut_squares(band: Call) -> Iterator[Call]:
     if band.cut_below:
         yield from cut_strips(band)
         return
-    turn = min(band.q1, max(band.q0, band.k1 + band.dmin))  # rows from here on see all keys
+    split = min(band.q1, max(band.q0, band.k1 + band.dmin))  # rows from here on see all keys
     diagonal = band.q0 - band.dmin  # keys before this one are seen by all rows
     parts = (
-        band._replace(q1=turn, k1=diagonal),
-        band._replace(q1=turn, k0=diagonal),
-        band._replace(q0=turn),
+        band._replace(q1=split, k1=diagonal),
+        band._replace(q1=split, k0=diagonal),
+        band._replace(q0=split),
     )
     yield from (call for call in map(tight, parts) if not call.is_empty)
 
@@ -123,10 +123,10 @@ def cut_windows(band: Call) -> Iterator[Call]:
           ppppp
     """
     band = tight(band)
-    turn = min(band.q1, max(band.q0, band.k1 + band.dmin))
-    rest = tight(band._replace(q0=turn))
-    corner = _first_cut_row(rest) if rest.q1 - rest.q0 > rest.k1 - rest.k0 + 1 else rest.q0
-    parts = band._replace(q1=turn), rest._replace(q1=corner), rest._replace(q0=corner)
+    split = min(band.q1, max(band.q0, band.k1 + band.dmin))
+    tail = tight(band._replace(q0=split))
+    corner = _first_cut_row(tail) if tail.q1 - tail.q0 > tail.k1 - tail.k0 + 1 else tail.q0
+    parts = band._replace(q1=split), tail._replace(q1=corner), tail._replace(q0=corner)
     yield from (call for call in map(tight, parts) if not call.is_empty)
 
 

@@ -51,23 +51,23 @@ def choose_kernel(gate: str, delta: bool, device: torch.device) -> Kernel:
 
 
 def _of_equal_heads(
-    kernel: Kernel, *, q: Tensor, k: Tensor, v: Tensor, **given: Any
+    kernel: Kernel, *, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Calls a kernel that may require as many heads of q and k as of v."""
-    q, k = _spread(q, v), _spread(k, v)
-    return kernel(q=q, k=k, v=v, **given)
+    q, k = _repeat_heads(q, v), _repeat_heads(k, v)
+    return kernel(q=q, k=k, v=v, **options)
 
 
-def _spread(x: Tensor, v: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, v: Tensor) -> Tensor:
     """Repeats the heads of q or k to the heads of v, each for consecutive heads."""
-    shared = v.shape[2] // x.shape[2]
-    return x.repeat_interleave(shared, 2) if shared > 1 else x
+    ratio = v.shape[2] // x.shape[2]
+    return x.repeat_interleave(ratio, 2) if ratio > 1 else x
 
 
 def normalised(x: Tensor) -> Tensor:
     """Normalises x [..., width] to length 1, in float32 or wider, as delta-rule kernels expect q and k."""
-    wide = x.to(accumulator_dtype(x.dtype))
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    values = x.to(accumulator_dtype(x.dtype))
+    return (values * torch.rsqrt((values * values).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def chunk_recurrence(
@@ -83,32 +83,32 @@ def chunk_recurrence(
 ) -> tuple[Tensor, Tensor]:
     """Implements `Kernel` for any floating dtype and device, differentiable; computes in float32 or wider. beta: None
     without the delta rule. scale: K^-1/2 by default. The k-th chunks of all sequences are computed together."""
-    rows, heads, dtype, wide = v.shape[1], v.shape[2], v.dtype, accumulator_dtype(v.dtype)
+    rows, heads, dtype, sum_dtype = v.shape[1], v.shape[2], v.dtype, accumulator_dtype(v.dtype)
     lengths = [rows] if cu_seqlens is None else cu_seqlens.diff().tolist()
     size = _CHUNK if g.dim() == 3 else _CHANNEL_CHUNK
     chunks = _Chunks.of(lengths, size, v.device)
-    q, k = _spread(q, v), _spread(k, v)
+    q, k = _repeat_heads(q, v), _repeat_heads(k, v)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    g = (g if g.dim() == 4 else g[..., None]).to(wide)
-    Q, K, V, G = (chunks.cut(x[0].to(wide)) for x in (q, k, v, g))  # [chunks, heads, size, width]
-    B = None if beta is None else chunks.cut(beta[0].to(wide)[..., None])
+    g = (g if g.dim() == 4 else g[..., None]).to(sum_dtype)
+    Q, K, V, G = (chunks.cut(x[0].to(sum_dtype)) for x in (q, k, v, g))  # [chunks, heads, size, width]
+    B = None if beta is None else chunks.cut(beta[0].to(sum_dtype)[..., None])
     G = G.cumsum(2)
     weights, system = _products(Q * scale, K, B, G)
-    from_state, into_state, kept = Q * scale * G.exp(), K * (G[:, :, -1:] - G).exp(), G[:, :, -1].exp()
+    from_state, into_state, decay = Q * scale * G.exp(), K * (G[:, :, -1:] - G).exp(), G[:, :, -1].exp()
     if B is not None:
-        solved = torch.linalg.solve_triangular(
+        solution = torch.linalg.solve_triangular(
             system, torch.cat([B * V, B * G.exp() * K], -1), upper=False, unitriangular=True
         )
-        V, read = solved.split([V.shape[-1], K.shape[-1]], -1)
-    state = v.new_zeros(len(lengths), heads, k.shape[-1], v.shape[-1], dtype=wide)
+        V, read = solution.split([V.shape[-1], K.shape[-1]], -1)
+    state = v.new_zeros(len(lengths), heads, k.shape[-1], v.shape[-1], dtype=sum_dtype)
     if initial_state is not None:
-        state = initial_state.to(wide)
+        state = initial_state.to(sum_dtype)
     state, outs = state[chunks.order], []
     for first, last in chunks.steps:
-        now, h = slice(first, last), state[: last - first]
-        new = V[now] if B is None else V[now] - read[now] @ h
-        outs.append(from_state[now] @ h + weights[now] @ new)
-        h = kept[now][..., None] * h + into_state[now].mT @ new
+        span, h = slice(first, last), state[: last - first]
+        update = V[span] if B is None else V[span] - read[span] @ h
+        outs.append(from_state[span] @ h + weights[span] @ update)
+        h = decay[span][..., None] * h + into_state[span].mT @ update
         state = torch.cat([h, state[last - first :]])
     out = chunks.joined(outs, V)
     return out.to(dtype)[None], state[chunks.order.argsort()]
@@ -118,15 +118,15 @@ def _products(Q: Tensor, K: Tensor, B: Tensor | None, G: Tensor) -> tuple[Tensor
     """Decayed products of each row of a chunk with its earlier rows: with queries (for o), and with keys (for the rows'
     updates of the state). Exponents are never positive."""
     size = Q.shape[2]
-    later = torch.ones(size, size, dtype=torch.bool, device=Q.device).triu(1)
-    apart = (G[:, :, :, None] - G[:, :, None]).masked_fill(later[..., None], float("-inf")).exp()
+    is_later = torch.ones(size, size, dtype=torch.bool, device=Q.device).triu(1)
+    ratios = (G[:, :, :, None] - G[:, :, None]).masked_fill(is_later[..., None], float("-inf")).exp()
     if G.shape[-1] == 1:
-        decay = apart[..., 0]
+        decay = ratios[..., 0]
         weights, writes = (Q @ K.mT) * decay, None if B is None else (B * K @ K.mT) * decay
     else:
-        decayed = K[:, :, None] * apart  # [chunks, heads, size, size, K]
-        weights = (Q[:, :, :, None] * decayed).sum(-1)
-        writes = None if B is None else (B * K)[:, :, :, None].mul(decayed).sum(-1)
+        decayed_keys = K[:, :, None] * ratios  # [chunks, heads, size, size, K]
+        weights = (Q[:, :, :, None] * decayed_keys).sum(-1)
+        writes = None if B is None else (B * K)[:, :, :, None].mul(decayed_keys).sum(-1)
     return weights, weights if writes is None else writes
 
 
@@ -151,25 +151,25 @@ class _Chunks:
         order = length.argsort(descending=True, stable=True)
         counts = (length[order] + size - 1) // size
         chunk = torch.arange(int(counts.max()) if len(counts) else 0)
-        held = chunk[:, None] < counts  # [steps, sequences]
-        ends = held.sum(1).cumsum(0).tolist()
-        step, sequence = held.nonzero(as_tuple=True)
-        inside = step[:, None] * size + torch.arange(size)
+        is_active = chunk[:, None] < counts  # [steps, sequences]
+        ends = is_active.sum(1).cumsum(0).tolist()
+        step, sequence = is_active.nonzero(as_tuple=True)
+        offsets = step[:, None] * size + torch.arange(size)
         source = torch.where(
-            inside < length[order][sequence][:, None], start[order][sequence][:, None] + inside, rows
+            offsets < length[order][sequence][:, None], start[order][sequence][:, None] + offsets, rows
         )
         source = source.flatten()
-        place = torch.empty(rows + 1, dtype=torch.int64)
-        place[source] = torch.arange(len(source))
+        position = torch.empty(rows + 1, dtype=torch.int64)
+        position[source] = torch.arange(len(source))
         steps = list(zip([0, *ends], ends, strict=False))
-        return _Chunks(size, order.to(device), steps, source.to(device), place[:rows].to(device))
+        return _Chunks(size, order.to(device), steps, source.to(device), position[:rows].to(device))
 
     def cut(self, x: Tensor) -> Tensor:
         """x [rows, heads, width] -> [chunks, heads, size, width]."""
-        held = pad(x, (0, 0, 0, 0, 0, 1))[self.source]
-        return held.view(len(held) // self.size, self.size, *x.shape[1:]).transpose(1, 2)
+        padded = pad(x, (0, 0, 0, 0, 0, 1))[self.source]
+        return padded.view(len(padded) // self.size, self.size, *x.shape[1:]).transpose(1, 2)
 
     def joined(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """Joins the chunks of each step into rows, the inverse of `cut`."""
-        whole = torch.cat(tuple(parts)) if parts else like.new_zeros(like.shape)
-        return whole.transpose(1, 2).flatten(0, 1)[self.place]
+        rows = torch.cat(tuple(parts)) if parts else like.new_zeros(like.shape)
+        return rows.transpose(1, 2).flatten(0, 1)[self.place]

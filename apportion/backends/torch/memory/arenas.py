@@ -84,8 +84,8 @@ class View:
         self.operand = operand
         self._rows = tuple(part.narrow(0, operand.row, operand.rows) for part in parts)
         self._columns: Columns | None = None if operand.tensor in HEADLESS else operand.columns
-        scattered = isinstance(self._columns, tuple)
-        self._parts = None if scattered else self._gather()
+        is_scattered = isinstance(self._columns, tuple)
+        self._parts = None if is_scattered else self._gather()
 
     def _gather(self) -> Parts:
         columns = self._columns
@@ -102,10 +102,10 @@ class View:
 
     def fill(self, parts: Sequence[Tensor]) -> None:
         """Stores any parts."""
-        mine = self.read()
-        for own, part in zip(mine, parts, strict=True):
-            own.copy_(part)
-        self.write(mine)
+        targets = self.read()
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(part)
+        self.write(targets)
 
 
 class Arenas:
@@ -125,9 +125,9 @@ class Arenas:
             self._specs[Name.DX, Space.HOME] = [dx._replace(dtype=DTYPES[self.header.dtype])]
         self.size = aligned(staging_bytes, PAGE)
         for arena in program.arenas:
-            found = self.placed[arena.tensor] = []
+            arrays = self.placed[arena.tensor] = []
             for array in self.arrays(arena.tensor, Space.WORK):
-                found.append((self.size, array, arena.rows))
+                arrays.append((self.size, array, arena.rows))
                 self.size += aligned(arena.rows * array.row_bytes, PAGE)
         self.size = envelope.size("buffer_bytes", self.size)
 
@@ -151,15 +151,15 @@ class BoundArenas:
 
     def __init__(self, arenas: Arenas, buffer: Buffer) -> None:
         self.work: dict[Name, Parts] = {
-            tensor: tuple(_array(buffer.data, at, array, rows) for at, array, rows in placed)
+            tensor: tuple(_array(buffer.data, offset, array, rows) for offset, array, rows in placed)
             for tensor, placed in arenas.placed.items()
         }
         self.staging = buffer.data[: arenas.staging_bytes]
         self.posts: dict[int, tuple[Post, ...]] = {}
 
 
-def _array(buffer: Tensor, at: int, array: Array, rows: int) -> Tensor:
-    return buffer[at : at + rows * array.row_bytes].view(array.dtype).view(array.shape(rows))
+def _array(buffer: Tensor, offset: int, array: Array, rows: int) -> Tensor:
+    return buffer[offset : offset + rows * array.row_bytes].view(array.dtype).view(array.shape(rows))
 
 
 class Memory:
@@ -171,7 +171,7 @@ class Memory:
         self,
         arenas: Arenas,
         rows: int,
-        given: Mapping[Name, Parts],
+        inputs: Mapping[Name, Parts],
         buffer: Buffer,
         padding: int = 0,
         arrived: frozenset[Name] = frozenset(),
@@ -179,7 +179,7 @@ class Memory:
         self._arenas, self._rows, self._padding, self.buffer = arenas, rows, padding, buffer
         self._arrived = arrived
         self.device = buffer.data.device
-        self.home: dict[Name, Parts] = dict(given)
+        self.home: dict[Name, Parts] = dict(inputs)
         self._bound = arenas.bind(buffer)
         self.work, self.staging = self._bound.work, self._bound.staging
 
@@ -210,10 +210,10 @@ class Memory:
     def fresh(self, width: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocates a result [rows, *width]: uninitialised, since a verified plan reads no row before it is written,
         with zeros in padding."""
-        found = torch.empty(self._rows + self._padding, *width, dtype=dtype, device=self.device)
+        out = torch.empty(self._rows + self._padding, *width, dtype=dtype, device=self.device)
         if self._padding:
-            found[self._rows :] = 0
-        return found
+            out[self._rows :] = 0
+        return out
 
     def home_rows(self, tensor: Name) -> Parts:
         """The parts of a home tensor, [rows, …] each."""
@@ -222,19 +222,19 @@ class Memory:
     def in_message(self, message: Message, operands: Sequence[Operand]) -> list[Parts]:
         """The parts of each tile of a staged message."""
         return [
-            self._in_message(message.at + at, operands[index], message.results) for index, at in message.tiles
+            self._in_message(message.at + offset, operands[index], message.results) for index, offset in message.tiles
         ]
 
     def _in_message(self, start: int, operand: Operand, results: bool) -> Parts:
-        found = list(tile_arrays(operand, self._arenas.header, self._arenas.hidden, results))
-        arrays = [_array(self.staging, start + at, array, operand.rows) for at, array in found]
-        return part_views(arrays, [array for _, array in found])
+        layout = list(tile_arrays(operand, self._arenas.header, self._arenas.hidden, results))
+        arrays = [_array(self.staging, start + offset, array, operand.rows) for offset, array in layout]
+        return part_views(arrays, [array for _, array in layout])
 
-    def posts(self, step: Step, found: Round, operands: Sequence[Operand]) -> tuple[Post, ...]:
+    def posts(self, step: Step, round_: Round, operands: Sequence[Operand]) -> tuple[Post, ...]:
         """The messages of a launch, receives first."""
         posts = self._bound.posts.get(step.index)
         if posts is None:
-            sides = ((False, found.receives), (True, found.sends))
+            sides = ((False, round_.receives), (True, round_.sends))
             posts = tuple(
                 Post(send, message.peer, self._message_bytes(message, operands))
                 for send, messages in sides

@@ -49,12 +49,12 @@ class HeadGroup:
 def head_groups(kv_of: tuple[int, ...]) -> tuple[HeadGroup, ...]:
     """Groups of equal ratio: `kv_of[i]` is the KV column of query column i. One group in all usual cases."""
     by_kv = sorted(range(len(kv_of)), key=lambda i: kv_of[i])
-    served = [(kv, tuple(members)) for kv, members in groupby(by_kv, key=lambda i: kv_of[i])]
-    ratios = sorted({len(members) for _, members in served})
-    return tuple(_group([row for row in served if len(row[1]) == ratio]) for ratio in ratios)
+    by_head = [(kv, tuple(members)) for kv, members in groupby(by_kv, key=lambda i: kv_of[i])]
+    ratios = sorted({len(members) for _, members in by_head})
+    return tuple(_group([row for row in by_head if len(row[1]) == ratio]) for ratio in ratios)
 
 
-def _group(served: list[tuple[int, tuple[int, ...]]]) -> HeadGroup:
-    q = tuple(i for _, members in served for i in members)
-    kv = tuple(column for column, _ in served)
+def _group(by_head: list[tuple[int, tuple[int, ...]]]) -> HeadGroup:
+    q = tuple(i for _, members in by_head for i in members)
+    kv = tuple(column for column, _ in by_head)
     return HeadGroup(columns_of(q), columns_of(kv), len(kv))

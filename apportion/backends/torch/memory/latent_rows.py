@@ -32,7 +32,7 @@ class LatentRun(Generic[T]):
     def slices(self, numbers: int) -> Iterator[slice]:
         """Slices of the heads that are expanded at a time. numbers: elements of one expanded row and head."""
         step = max(1, MOST_NUMBERS // (numbers * self.kv.rows))
-        return (slice(at, min(at + step, len(self.heads))) for at in range(0, len(self.heads), step))
+        return (slice(first, min(first + step, len(self.heads))) for first in range(0, len(self.heads), step))
 
     def rows_of(self, operand: Operand) -> slice:
         """The rows of a task's operand within the run."""
@@ -41,16 +41,16 @@ class LatentRun(Generic[T]):
 
 def latent_runs(operands: Sequence[Operand], tasks: Sequence[T]) -> list[LatentRun[T]]:
     """The runs that tasks read. Rows whose gradients are accumulated elsewhere form a run of their own."""
-    found: dict[tuple[object, ...], list[LatentRun[T]]] = {}
+    groups: dict[tuple[object, ...], list[LatentRun[T]]] = {}
     for task in sorted(tasks, key=lambda task: operands[task.kv].row):
         kv, heads = operands[task.kv], operands[task.q].heads
         dkv = operands[task.dkv] if isinstance(task, GradTask) else None
-        apart = (kv.space, heads) if dkv is None else (kv.space, heads, dkv.space, dkv.row - kv.row)
-        runs = found.setdefault(apart, [])
+        key = (kv.space, heads) if dkv is None else (kv.space, heads, dkv.space, dkv.row - kv.row)
+        runs = groups.setdefault(key, [])
         if not runs or kv.row > runs[-1].kv.row_slice.stop:
             runs.append(LatentRun(kv, dkv, heads, []))
         run = runs[-1]
         rows = max(run.kv.rows, kv.row_slice.stop - run.kv.row)
         run.kv, run.dkv = replace(run.kv, rows=rows), run.dkv and replace(run.dkv, rows=rows)
         run.tasks.append(task)
-    return [run for runs in found.values() for run in runs]
+    return [run for runs in groups.values() for run in runs]

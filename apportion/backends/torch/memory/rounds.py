@@ -70,11 +70,11 @@ def tile_arrays(
     """Layout of a tile in its message: each array with its byte offset. The arrays match a work arena, except that
     accumulated LSE travels in the accumulators' dtype, and results and narrow gradients in the model's."""
     arrays = arrays_of(operand.tensor, Space.WORK, header, len(operand.heads), hidden)
-    at, narrow = 0, results or header.narrows(operand.tensor)
+    offset, narrow = 0, results or header.narrows(operand.tensor)
     for array, part in zip(arrays, components(operand.tensor, header, hidden), strict=False):
-        travels = array._replace(dtype=wire_dtype(operand.tensor, part, DTYPES[header.dtype], narrow))
-        yield at, travels
-        at += aligned(operand.rows * travels.row_bytes)
+        sent_array = array._replace(dtype=wire_dtype(operand.tensor, part, DTYPES[header.dtype], narrow))
+        yield offset, sent_array
+        offset += aligned(operand.rows * sent_array.row_bytes)
 
 
 def aligned(size: int, multiple: int = ALIGNMENT) -> int:
@@ -83,16 +83,16 @@ def aligned(size: int, multiple: int = ALIGNMENT) -> int:
 
 def tile_bytes(operand: Operand, header: Header, hidden: int, results: bool) -> int:
     """The size of a tile in a message, in bytes."""
-    at, array = list(tile_arrays(operand, header, hidden, results))[-1]
-    return at + operand.rows * array.row_bytes
+    offset, array = list(tile_arrays(operand, header, hidden, results))[-1]
+    return offset + operand.rows * array.row_bytes
 
 
 def find_rounds(programs: ProgramSet, program: Program, hidden: int, early: Mapping[int, int]) -> Rounds:
     """The rounds of one rank's program. hidden: width of X and dX, where they travel; early: launch step -> the step
     from which its messages occupy staging, if earlier than the launch."""
     messages = find_messages(programs, program.header)
-    of, staged = iter(messages.of.tolist()), messages.staged.tolist()
-    due = defaultdict(list)
+    message_numbers, staged = iter(messages.of.tolist()), messages.staged.tolist()
+    launches = defaultdict(list)
 
     @cache
     def size(index: int, results: bool) -> int:
@@ -100,18 +100,18 @@ def find_rounds(programs: ProgramSet, program: Program, hidden: int, early: Mapp
 
     for step in program.steps:
         if step.op == Op.LAUNCH:
-            listed = [next(of) for _ in step.transfers]
-            due[early.get(step.index, step.index)].append((step, _drafts(step, listed, size)))
-    arena, under_way, found = _StagingArena(), {}, {}
+            numbers = [next(message_numbers) for _ in step.transfers]
+            launches[early.get(step.index, step.index)].append((step, _drafts(step, numbers, size)))
+    arena, under_way, rounds = _StagingArena(), {}, {}
     for step in program.steps:
-        for launch, drafts in due[step.index]:
-            found[launch.index] = under_way[launch.round] = arena.place(
-                launch, drafts, [staged[one] for one in drafts]
+        for launch, drafts in launches[step.index]:
+            rounds[launch.index] = under_way[launch.round] = arena.place(
+                launch, drafts, [staged[number] for number in drafts]
             )
         if step.op == Op.WAIT:
-            found[step.index] = under_way.pop(step.round)
-            arena.release(found[step.index])
-    return Rounds(found, arena.size)
+            rounds[step.index] = under_way.pop(step.round)
+            arena.release(rounds[step.index])
+    return Rounds(rounds, arena.size)
 
 
 class _MessageDraft:
@@ -126,13 +126,13 @@ class _MessageDraft:
         self.size = aligned(self.size) + size
 
 
-def _drafts(step: Step, listed: list[int], size: Callable[[int, bool], int]) -> dict[int, _MessageDraft]:
+def _drafts(step: Step, numbers: list[int], size: Callable[[int, bool], int]) -> dict[int, _MessageDraft]:
     """The messages of a launch by number: receives first, then sends, each by peer."""
-    found: dict[int, _MessageDraft] = {}
-    for transfer, number in zip(step.transfers, listed, strict=True):
-        draft = found.setdefault(number, _MessageDraft(transfer.send, transfer.peer))
+    drafts: dict[int, _MessageDraft] = {}
+    for transfer, number in zip(step.transfers, numbers, strict=True):
+        draft = drafts.setdefault(number, _MessageDraft(transfer.send, transfer.peer))
         draft.add(transfer.operand, size(transfer.operand, bool(step.mode & RESULTS)))
-    return dict(sorted(found.items()))
+    return dict(sorted(drafts.items()))
 
 
 class _StagingArena:
@@ -140,38 +140,38 @@ class _StagingArena:
 
     def __init__(self) -> None:
         self.size = 0
-        self._taken: list[slice] = []
+        self._spaces: list[slice] = []
 
     def place(self, step: Step, drafts: Mapping[int, _MessageDraft], staged: list[bool]) -> Round:
         sides: list[tuple[tuple[Message, ...], slice]] = []
         for send in (True, False):
-            mine = [
+            side_drafts = [
                 (draft, flag)
                 for draft, flag in zip(drafts.values(), staged, strict=True)
                 if draft.send == send
             ]
-            space = self._take(sum(aligned(draft.size) for draft, flag in mine if flag))
-            sides.append((tuple(_messages(mine, space.start, bool(step.mode & RESULTS))), space))
-        (sends, out), (receives, into) = sides
-        return Round(step.channel, step.mode, sends, receives, out, into)
+            space = self._take(sum(aligned(draft.size) for draft, flag in side_drafts if flag))
+            sides.append((tuple(_messages(side_drafts, space.start, bool(step.mode & RESULTS))), space))
+        (sends, out), (receives, receive_space) = sides
+        return Round(step.channel, step.mode, sends, receives, out, receive_space)
 
-    def release(self, done: Round) -> None:
-        self._taken = [space for space in self._taken if space not in (done.out, done.into)]
+    def release(self, round_: Round) -> None:
+        self._spaces = [space for space in self._spaces if space not in (round_.out, round_.into)]
 
     def _take(self, size: int) -> slice:
         """Takes the first free gap of `size` bytes; grows the arena if there is none."""
         start = 0
-        for space in sorted(self._taken, key=lambda space: space.start):
+        for space in sorted(self._spaces, key=lambda space: space.start):
             if start + size <= space.start:
                 break
             start = aligned(space.stop, PAGE)
-        taken = slice(start, start + size)
-        self._taken += [taken] if size else []
-        self.size = max(self.size, taken.stop)
-        return taken
+        block = slice(start, start + size)
+        self._spaces += [block] if size else []
+        self.size = max(self.size, block.stop)
+        return block
 
 
-def _messages(drafts: list[tuple[_MessageDraft, bool]], at: int, results: bool) -> Iterator[Message]:
+def _messages(drafts: list[tuple[_MessageDraft, bool]], offset: int, results: bool) -> Iterator[Message]:
     for draft, is_staged in drafts:
-        yield Message(draft.peer, tuple(draft.tiles), draft.size, at if is_staged else -1, results)
-        at += aligned(draft.size) * is_staged
+        yield Message(draft.peer, tuple(draft.tiles), draft.size, offset if is_staged else -1, results)
+        offset += aligned(draft.size) * is_staged

@@ -32,8 +32,8 @@ def best_us(work: Work, device: torch.device, runs: Runs) -> float:
     for run in range(runs.most):
         if run >= runs.least and spent > runs.budget_us:
             break
-        took = once_us(work, device)
-        best, spent = min(best, took), spent + took
+        elapsed = once_us(work, device)
+        best, spent = min(best, elapsed), spent + elapsed
     return max(best, 1e-3)
 
 
@@ -41,10 +41,10 @@ def once_us(work: Work, device: torch.device) -> float:
     """The time of one run in microseconds."""
     if device.type == "cuda":
         return beside_us(Flight, work, device)
-    now = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
-    start = now()
+    clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+    start = clock()
     work()
-    return (now() - start) / 1e3
+    return (clock() - start) / 1e3
 
 
 def wall_us(work: Work, device: torch.device) -> float:
@@ -62,9 +62,9 @@ def beside_us(start: Callable[[], Flight], work: Work, device: torch.device) -> 
     """The microseconds of work on the current stream while the flight from `start` is under way; waits for both."""
     if device.type != "cuda":
         flight = start()
-        took = wall_us(work, device)
+        elapsed = wall_us(work, device)
         flight.wait()
-        return took
+        return elapsed
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     flight = start()

@@ -118,27 +118,27 @@ def profile(
     ranks are assumed until `with_links`. Raises ConfigError for an implausible measurement, UnknownNameError for an
     unknown engine.
     """
-    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    effort = effort or ProfileScope.of(on, quick)
-    why_not = device_obstacle(on) if choice("engine", engine, TASKS) == "stage" else None
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    effort = effort or ProfileScope.of(target, quick)
+    why_not = device_obstacle(target) if choice("engine", engine, TASKS) == "stage" else None
     if why_not is not None:
         raise ConfigError("engine", engine, why_not, "take flash")
     model, steps = effort.model, Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + LAYER_FIGURES)
-    forward, backward = _grids(_Arena.of(on, effort), engine, steps)
-    layer = TimedLayer(model, effort.tokens, effort.vocab, on, effort.runs)
-    memory, linear = steps.after(_memory_gbs(on, effort)), steps.after(layer.linear_tflops())
-    assumed = Hardware.load("h100")
-    measured = Hardware(
-        name, device_name(on), engine, model.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
-        model.q_heads, model.kv_heads, model.head_dim, forward, backward, _memory_gib(on),
-        memory, _peak_tflops(device_name(on), model.dtype, linear), linear,
-        steps.after(_rowop_us(on, effort)), assumed.post_us, assumed.contention, **_assumed_links(),
-        measured=Measured(device_name(on), _versions(), datetime.date.today().isoformat()),
+    forward, backward = _grids(_Arena.of(target, effort), engine, steps)
+    layer = TimedLayer(model, effort.tokens, effort.vocab, target, effort.runs)
+    memory, linear = steps.after(_memory_gbs(target, effort)), steps.after(layer.linear_tflops())
+    defaults = Hardware.load("h100")
+    hardware = Hardware(
+        name, device_name(target), engine, model.dtype, effort.axis, FLASH_TILE if target.type == "cuda" else 1,
+        model.q_heads, model.kv_heads, model.head_dim, forward, backward, _memory_gib(target),
+        memory, _peak_tflops(device_name(target), model.dtype, linear), linear,
+        steps.after(_rowop_us(target, effort)), defaults.post_us, defaults.contention, **_assumed_links(),
+        measured=Measured(device_name(target), _versions(), datetime.date.today().isoformat()),
         rows_gbs=steps.after(layer.rows_gbs()), loss_gbs=steps.after(layer.loss_gbs()),
         optimizer_gbs=steps.after(layer.optimizer_gbs()),
     )  # fmt: skip
     steps.finish()
-    return Hardware.from_data(measured.to_data())
+    return Hardware.from_data(hardware.to_data())
 
 
 # --- grids
@@ -172,7 +172,7 @@ class _Arena:
         length = max(effort.axis[-1], ARENA_BYTES // a_row)
         generator = torch.Generator(device).manual_seed(0)
 
-        def drawn(heads: int, wide: bool = False) -> Tensor:
+        def random_rows(heads: int, wide: bool = False) -> Tensor:
             shape = (length, heads, model.head_dim)
             numbers = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
             return numbers.to(accumulator_dtype(dtype) if wide else dtype)
@@ -180,9 +180,9 @@ class _Arena:
         statistics = torch.zeros(2, length, h, device=device, dtype=accumulator_dtype(dtype))
         return _Arena(
             effort,
-            (drawn(h), drawn(h), drawn(h, wide=True)),
-            (drawn(kv), drawn(kv), drawn(kv, wide=True), drawn(kv, wide=True)),
-            (drawn(h, wide=True), statistics[0], statistics[1]),
+            (random_rows(h), random_rows(h), random_rows(h, wide=True)),
+            (random_rows(kv), random_rows(kv), random_rows(kv, wide=True), random_rows(kv, wide=True)),
+            (random_rows(h, wide=True), statistics[0], statistics[1]),
             [0],
         )
 
@@ -198,15 +198,15 @@ class _Arena:
         return [[self._next(longest) for _ in range(together)] for _ in range(runs)]
 
     def _next(self, longest: int) -> int:
-        at = self.walk[0] if self.walk[0] + longest <= len(self.queries[0]) else 0
-        self.walk[0] = at + longest
-        return at
+        start = self.walk[0] if self.walk[0] + longest <= len(self.queries[0]) else 0
+        self.walk[0] = start + longest
+        return start
 
-    def flash_task(self, task: TimedTask, at: int) -> tuple[Work, Work]:
+    def flash_task(self, task: TimedTask, start: int) -> tuple[Work, Work]:
         """A task's forward and backward on engine flash; backward reads the statistics of earlier tasks."""
-        q, do, dq = (tensor[at : at + task.rows] for tensor in self.queries)
-        k, v, dk, dv = (tensor[at : at + task.keys] for tensor in self.keys)
-        o, lse, delta = (tensor[at : at + task.rows] for tensor in self.rows)
+        q, do, dq = (tensor[start : start + task.rows] for tensor in self.queries)
+        k, v, dk, dv = (tensor[start : start + task.keys] for tensor in self.keys)
+        o, lse, delta = (tensor[start : start + task.rows] for tensor in self.rows)
         lse.zero_()
         band, score = self._band(task), Score(self.effort.model.head_dim**-0.5)
         return (
@@ -214,13 +214,13 @@ class _Arena:
             lambda: attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, score),
         )
 
-    def stage_task(self, task: TimedTask, at: int) -> tuple[Work, Work]:
+    def stage_task(self, task: TimedTask, start: int) -> tuple[Work, Work]:
         """A task's forward (one launch) and backward (two launches) on engine stage."""
         from apportion.backends.torch.profile.lone_task import lone_task
 
         band = self._band(task)
-        q, do = (tensor[at : at + task.rows] for tensor in self.queries[:2])
-        k, v = (tensor[at : at + task.keys] for tensor in self.keys[:2])
+        q, do = (tensor[start : start + task.rows] for tensor in self.queries[:2])
+        k, v = (tensor[start : start + task.keys] for tensor in self.keys[:2])
         return lone_task(q, k, v, do, band.dmin, band.dmax)
 
     def _band(self, task: TimedTask) -> Band:
@@ -243,13 +243,13 @@ def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
     """The best of several sweeps over all tasks, since a disturbance seldom hits the same task in two sweeps."""
     axis = arena.effort.axis
     times = np.full((2, 2, len(axis), len(axis)), np.inf)  # phase, causal, rows, keys
-    begun = time.monotonic()
+    start = time.monotonic()
     for sweep in range(arena.effort.sweeps):
-        if sweep and time.monotonic() - begun > arena.effort.seconds:
+        if sweep and time.monotonic() - start > arena.effort.seconds:
             break
         for causal, (i, rows), (j, keys) in itertools.product((0, 1), enumerate(axis), enumerate(axis)):
-            took = steps.after(_task_us(arena, engine, TimedTask(rows, keys, bool(causal))))
-            times[:, causal, i, j] = np.minimum(times[:, causal, i, j], took)
+            elapsed = steps.after(_task_us(arena, engine, TimedTask(rows, keys, bool(causal))))
+            times[:, causal, i, j] = np.minimum(times[:, causal, i, j], elapsed)
     grids = _grid(engine, *times[0]), _grid(engine, *times[1])
     return _with_windows(arena, engine, *grids)
 
@@ -260,31 +260,31 @@ def _task_us(arena: _Arena, engine: str, task: TimedTask) -> list[float]:
 
 
 def _phase_us(arena: _Arena, engine: str, task: TimedTask, phase: int) -> float:
-    held = [[TASKS[engine](arena, task, at)[phase] for at in places] for places in arena.places(task)]
-    turns = itertools.cycle(held)
-    return best_us(lambda: [work() for work in next(turns)], arena.device, arena.effort.runs) / len(held[0])
+    tasks = [[TASKS[engine](arena, task, start)[phase] for start in starts] for starts in arena.places(task)]
+    cycle = itertools.cycle(tasks)
+    return best_us(lambda: [work() for work in next(cycle)], arena.device, arena.effort.runs) / len(tasks[0])
 
 
 def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:
     """The grids with the extra time per row of a window, beyond interpolation between a band of one tile and the causal
     one: the median over `WINDOWS` and the longer half of the axis. The longest tasks take up to twice that per row."""
-    axis, longer = arena.effort.axis, []
-    for at, part in itertools.product(range(len(axis) // 2, len(axis)), WINDOWS):
-        rows, window = axis[at], max(axis[at] // part, 2)
-        took = _task_us(arena, engine, TimedTask(rows, rows, True, window))
-        alone = [_between(grid, at, rows, window) for grid in (forward, backward)]
-        longer.append(np.subtract(took, alone) / rows)
-    first, second = np.median(longer, axis=0).clip(min=0.0).round(5).tolist()
+    axis, extra = arena.effort.axis, []
+    for index, part in itertools.product(range(len(axis) // 2, len(axis)), WINDOWS):
+        rows, window = axis[index], max(axis[index] // part, 2)
+        measured_us = _task_us(arena, engine, TimedTask(rows, rows, True, window))
+        interpolated = [_between(grid, index, rows, window) for grid in (forward, backward)]
+        extra.append(np.subtract(measured_us, interpolated) / rows)
+    first, second = np.median(extra, axis=0).clip(min=0.0).round(5).tolist()
     return replace(forward, window_us=first), replace(backward, window_us=second)
 
 
-def _between(grid: Grid, at: int, rows: int, window: int) -> float:
+def _between(grid: Grid, index: int, rows: int, window: int) -> float:
     """The microseconds of a window by the grid alone, for `rows` rows at the axis' point `at`: by its share of the
     causal square's pairs, above the cost per row and key."""
-    causal = grid.causal[at][at]
-    least = min(max(grid.full[at][0], grid.full[0][at]), causal)
+    causal = grid.causal[index][index]
+    lower = min(max(grid.full[index][0], grid.full[0][index]), causal)
     pairs, corner = window * rows - window * (window - 1) / 2, rows * (rows + 1) / 2
-    return least + (causal - least) * (pairs - rows) / (corner - rows)
+    return lower + (causal - lower) * (pairs - rows) / (corner - rows)
 
 
 def _grid(engine: str, full: Times, causal: Times) -> Grid:
@@ -322,15 +322,15 @@ def _memory_gbs(device: torch.device, effort: ProfileScope) -> Figure:
     size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    took = best_us(lambda: target.copy_(source), device, effort.runs)
-    return Figure(round(2 * size / took / 1e3, 3), f"measured: copy of {size >> 20} MiB, read and written")
+    us = best_us(lambda: target.copy_(source), device, effort.runs)
+    return Figure(round(2 * size / us / 1e3, 3), f"measured: copy of {size >> 20} MiB, read and written")
 
 
 def _rowop_us(device: torch.device, effort: ProfileScope) -> Figure:
     row = torch.zeros(effort.model.q_heads, effort.model.head_dim, device=device)
     target = torch.empty_like(row)
-    took = best_us(lambda: target.copy_(row), device, effort.runs)
-    return Figure(round(took, 3), "measured: copy of one row")
+    us = best_us(lambda: target.copy_(row), device, effort.runs)
+    return Figure(round(us, 3), "measured: copy of one row")
 
 
 def _peak_tflops(device: str, dtype: str, linear: Figure) -> Figure:

@@ -42,31 +42,31 @@ class TimedLayer:
 
     def linear_tflops(self) -> Figure:
         """1e12 FLOP/s of the products of one layer."""
-        took = best_us(self._products(), self.device, self.runs)
+        us = best_us(self._products(), self.device, self.runs)
         flops = 2 * BOTH * linear_parameters(self.model) * self.tokens
-        return Figure(round(flops / took / 1e6, 6), f"measured: linear layers, {self._shape()}")
+        return Figure(round(flops / us / 1e6, 6), f"measured: linear layers, {self._shape()}")
 
     def rows_gbs(self) -> Figure:
         """1e9 bytes/s of norms, residual sums, rotary embeddings and the gate."""
-        took = best_us(self._row_work(), self.device, self.runs)
-        moved = BOTH * self.tokens * self.model.element_bytes * row_numbers(self.model)
+        us = best_us(self._row_work(), self.device, self.runs)
+        moved_bytes = BOTH * self.tokens * self.model.element_bytes * row_numbers(self.model)
         source = f"measured: norms, residual sums, rotary embeddings and gate, {self._shape()}"
-        return Figure(round(moved / took / 1e3, 4), source)
+        return Figure(round(moved_bytes / us / 1e3, 4), source)
 
     def loss_gbs(self) -> Figure:
         """1e9 bytes/s of the cross-entropy of logits."""
-        took = best_us(self._loss(), self.device, self.runs)
-        moved = BOTH * LOSS * self.tokens * self.vocab * self.model.element_bytes
+        us = best_us(self._loss(), self.device, self.runs)
+        moved_bytes = BOTH * LOSS * self.tokens * self.vocab * self.model.element_bytes
         source = f"measured: cross-entropy of {self.tokens} x {self.vocab} logits, forward and backward"
-        return Figure(round(moved / took / 1e3, 4), source)
+        return Figure(round(moved_bytes / us / 1e3, 4), source)
 
     def optimizer_gbs(self) -> Figure:
         """1e9 bytes/s of a step of AdamW over one layer's float32 weights; the figure's source lists torch's other
         implementations."""
         shapes = [*self._weights(), (self.model.hidden,), (self.model.hidden,)]
         count = sum(torch.Size(shape).numel() for shape in shapes)
-        moved = count * adam_bytes(4, self.model.element_bytes)
-        rates = {name: moved / self._adam_us(shapes, ways) / 1e3 for name, ways in ADAM.items()}
+        moved_bytes = count * adam_bytes(4, self.model.element_bytes)
+        rates = {name: moved_bytes / self._adam_us(shapes, options) / 1e3 for name, options in ADAM.items()}
         others = ", ".join(f"{name} {rate:.4g}" for name, rate in rates.items() if ADAM[name])
         source = f"measured: AdamW as torch does it by default, {count} float32 parameters; {others}"
         return Figure(round(rates["by default"], 4), source)
@@ -132,11 +132,11 @@ class TimedLayer:
             lambda: [cross_entropy(logits_TV.float(), labels, reduction="sum")], [logits_TV]
         )
 
-    def _adam_us(self, shapes: Sequence[tuple[int, ...]], ways: dict[str, bool]) -> float:
+    def _adam_us(self, shapes: Sequence[tuple[int, ...]], options: dict[str, bool]) -> float:
         weights = [torch.nn.Parameter(torch.randn(shape, device=self.device)) for shape in shapes]
         for weight in weights:
             weight.grad = torch.ones_like(weight)
-        optimizer = torch.optim.AdamW(weights, **ways)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(weights, **options)  # type: ignore[arg-type]
         return best_us(optimizer.step, self.device, self.runs)
 
 

@@ -76,30 +76,30 @@ def profile_links(
         )
     group = dist.group.WORLD if group is None else group
     comm.start(1)
-    mine = torch.tensor([_host() if node is None else node], dtype=torch.int64)
-    nodes = [int(number) for (number,) in _gathered(comm, group, mine)]
+    node_number = torch.tensor([_host() if node is None else node], dtype=torch.int64)
+    nodes = [int(number) for (number,) in _gathered(comm, group, node_number)]
     job = _LinkJob(comm, group, nodes, messages, runs)
     intra, pair = job.line(same=True), job.line(same=False)
-    inside, between = job.crowd_gbs(same=True), job.crowd_gbs(same=False)
+    intra_gbs, inter_gbs = job.crowd_gbs(same=True), job.crowd_gbs(same=False)
     on_node = max(map(job.nodes.count, job.nodes))
     nics, inter = 1, None
-    if pair is not None and between is not None:
-        of_node = on_node * between  # bandwidth beyond a single pair's comes from several NICs
+    if pair is not None and inter_gbs is not None:
+        of_node = on_node * inter_gbs  # bandwidth beyond a single pair's comes from several NICs
         nics = min(max(round(of_node / pair.gbs), 1), on_node)
         inter = Line(pair.latency_us, round(of_node / nics, 4))
-    if intra is not None and inside is not None:
-        intra = replace(intra, gbs=inside)
+    if intra is not None and intra_gbs is not None:
+        intra = replace(intra, gbs=intra_gbs)
     backend = str(dist.get_backend(group))
-    sweep = () if inter is None or between is None else job.sweep(between, inter.gbs)
-    crowd = len(set(nodes)) - 1
-    return Links(intra, inter, backend, nics, job.post_us(), job.contention(), sweep, crowd)
+    sweep = () if inter is None or inter_gbs is None else job.sweep(inter_gbs, inter.gbs)
+    peers = len(set(nodes)) - 1
+    return Links(intra, inter, backend, nics, job.post_us(), job.contention(), sweep, peers)
 
 
 def with_links(hardware: Hardware, links: Links) -> Hardware:
     """The hardware with measured links; figures that were not measured are unchanged."""
     pair = f"measured: ping-pong of two ranks over {links.backend}, a line fitted"
-    crowd = f"measured: all ranks to all peers at once over {links.backend}"
-    changed: dict[str, Any] = {
+    source = f"measured: all ranks to all peers at once over {links.backend}"
+    changes: dict[str, Any] = {
         "post_us": Figure(
             links.post_us, f"measured: rounds of 1 to {POSTS[-1]} messages over {links.backend}"
         ),
@@ -109,24 +109,24 @@ def with_links(hardware: Hardware, links: Links) -> Hardware:
     }
     for scope, line in (("intra", links.intra), ("inter", links.inter)):
         if line is not None:
-            changed[f"{scope}_gbs"] = Figure(line.gbs, crowd)
-            changed[f"{scope}_latency_us"] = Figure(line.latency_us, pair)
+            changes[f"{scope}_gbs"] = Figure(line.gbs, source)
+            changes[f"{scope}_latency_us"] = Figure(line.latency_us, pair)
     if links.inter is not None:
-        changed["nics_per_node"] = Figure(links.nics, f"{crowd}, over the rate of a single pair")
-        changed |= congestion(links.sweep, links.crowd, links.backend)
-        if "incast" in changed:  # the rate of a single sender, so that crowds keep their measured time
-            slow = 1 + changed["incast"].value * min(links.crowd - 1, changed["incast_peers"].value)
-            changed["inter_gbs"] = Figure(round(slow * links.inter.gbs, 4), f"{crowd}, without incast")
-    return replace(hardware, **changed)
+        changes["nics_per_node"] = Figure(links.nics, f"{source}, over the rate of a single pair")
+        changes |= congestion(links.sweep, links.crowd, links.backend)
+        if "incast" in changes:  # the rate of a single sender, so that crowds keep their measured time
+            slowdown = 1 + changes["incast"].value * min(links.crowd - 1, changes["incast_peers"].value)
+            changes["inter_gbs"] = Figure(round(slowdown * links.inter.gbs, 4), f"{source}, without incast")
+    return replace(hardware, **changes)
 
 
 def fit(message_bytes: Sequence[int], times_us: Sequence[float]) -> Line:
     """Fits a line to one-way times by least relative squares; latency at least 0."""
-    size, took = np.asarray(message_bytes, np.float64), np.asarray(times_us, np.float64)
-    design = np.stack([1 / took, size / took], axis=1)
-    (latency, a_byte), *_ = np.linalg.lstsq(design, np.ones(len(took)), rcond=None)
+    size, times = np.asarray(message_bytes, np.float64), np.asarray(times_us, np.float64)
+    design = np.stack([1 / times, size / times], axis=1)
+    (latency, a_byte), *_ = np.linalg.lstsq(design, np.ones(len(times)), rcond=None)
     if latency < 0 or a_byte <= 0:
-        latency, a_byte = max(latency, 0.0), took[-1] / size[-1]
+        latency, a_byte = max(latency, 0.0), times[-1] / size[-1]
     return Line(round(float(latency), 3), round(1 / float(a_byte) / 1e3, 4))
 
 
@@ -148,21 +148,21 @@ class _LinkJob:
         pair = next((pair for pair in pairs if (self.nodes[pair[0]] == self.nodes[pair[1]]) is same), None)
         if pair is None:
             return None
-        mine = [0.0] * len(self.messages)
+        times = [0.0] * len(self.messages)
         if self.comm.rank in pair:
             first = self.comm.rank == pair[0]
             peer = dist.get_global_rank(self.group, pair[1] if first else pair[0])
-            mine = [self._ping_pong_us(peer, first, size) for size in self.messages]
-        return fit(self.messages, self._slowest(mine))
+            times = [self._ping_pong_us(peer, first, size) for size in self.messages]
+        return fit(self.messages, self._slowest(times))
 
     def _ping_pong_us(self, peer: int, first: bool, size: int) -> float:
         """One-way microseconds, the best of `runs` after a warm-up."""
         buffer = self._bytes(size)
-        turns = (dist.send, dist.recv) if first else (dist.recv, dist.send)
+        calls = (dist.send, dist.recv) if first else (dist.recv, dist.send)
 
         def there_and_back() -> None:
-            for turn in turns:
-                turn(buffer, peer, group=self.group)
+            for call in calls:
+                call(buffer, peer, group=self.group)
 
         return min(self._each(there_and_back)) / 2
 
@@ -173,30 +173,30 @@ class _LinkJob:
         counterparts on the other nodes. Ranks without peers wait; None if no rank has any."""
         peers = self._peers(same)
         posts, size = self._posts(peers, peers), self._message_bytes(peers)
-        took = self._round_us(posts)
-        rates = [len(peers) * size / took / 1e3 if posts else 0.0]
-        found = self._gathered(rates)
-        rates = [rate for (rate,) in found if rate > 0]
+        elapsed = self._round_us(posts)
+        rates = [len(peers) * size / elapsed / 1e3 if posts else 0.0]
+        gathered = self._gathered(rates)
+        rates = [rate for (rate,) in gathered if rate > 0]
         return round(min(rates), 4) if rates else None
 
     def _peers(self, same: bool) -> list[int]:
         rank, nodes = self.comm.rank, self.nodes
-        place = [sum(nodes[other] == nodes[of] for other in range(of)) for of in range(self.comm.ranks)]
+        position = [sum(nodes[other] == nodes[owner] for other in range(owner)) for owner in range(self.comm.ranks)]
         return [
             other
             for other in range(self.comm.ranks)
-            if (nodes[other] == nodes[rank], place[other] == place[rank]) == (same, not same)
+            if (nodes[other] == nodes[rank], position[other] == position[rank]) == (same, not same)
         ]
 
     def _message_bytes(self, peers: Sequence[int]) -> int:
         """The bytes of a message, for a total of the largest to all peers."""
         return max(max(self.messages) // max(len(peers), 1), 1)
 
-    def _posts(self, to: Sequence[int], of: Sequence[int], size: int | None = None) -> list[Post]:
+    def _posts(self, targets: Sequence[int], sources: Sequence[int], size: int | None = None) -> list[Post]:
         """A message to and from each of these ranks, with its own memory, in an order common to all ranks. size: of
         each, by default its share."""
-        size = self._message_bytes(to) if size is None else size
-        sides = ((True, to), (False, of))
+        size = self._message_bytes(targets) if size is None else size
+        sides = ((True, targets), (False, sources))
         return [Post(sends, peer, self._bytes(size)) for sends, peers in sides for peer in peers]
 
     def _round_us(self, posts: Sequence[Post]) -> float:
@@ -209,16 +209,16 @@ class _LinkJob:
         """Rates by number of peers, as shares of the crowd's. between, nic: 1e9 bytes/s of the crowd per rank, and per
         NIC, all of which a single receiver can use."""
         nodes = [
-            [other for other, of in enumerate(self.nodes) if of == node] for node in sorted(set(self.nodes))
+            [rank for rank, owner in enumerate(self.nodes) if owner == node] for node in sorted(set(self.nodes))
         ]
-        found = []
+        shares = []
         for pattern in patterns(nodes):
             part = max(self.messages) // pattern.peers
             posts = self._posts(*pattern.ends(nodes, self.comm.rank), part)
-            took = self._slowest(self._each(lambda posts=posts: self.comm.batch(0, posts).wait()))  # type: ignore[misc]
-            best = between if pattern.balanced else nic
-            found.append(PatternShares(pattern, tuple(part * pattern.peers / us / 1e3 / best for us in took)))
-        return tuple(found)
+            times = self._slowest(self._each(lambda posts=posts: self.comm.batch(0, posts).wait()))  # type: ignore[misc]
+            rate = between if pattern.balanced else nic
+            shares.append(PatternShares(pattern, tuple(part * pattern.peers / us / 1e3 / rate for us in times)))
+        return tuple(shares)
 
     # --- posting
 
@@ -227,8 +227,8 @@ class _LinkJob:
         rounds of short sends and receives between neighbours in a ring."""
         times = []
         for count in POSTS:
-            right, left = ((self.comm.rank + step) % self.comm.ranks for step in (1, -1))
-            times.append(self._round_us(self._posts([right] * count, [left] * count, SHORT)))
+            right, previous = ((self.comm.rank + step) % self.comm.ranks for step in (1, -1))
+            times.append(self._round_us(self._posts([right] * count, [previous] * count, SHORT)))
         slope = np.polyfit(2 * np.array(POSTS), self._slowest(times), 1)[0]
         return round(max(float(slope), 0.0), 3)
 
@@ -238,14 +238,14 @@ class _LinkJob:
         """The relative slowdown of kernels during transfers to and from all peers."""
         peers = [rank for rank in range(self.comm.ranks) if rank != self.comm.rank]
         posts = self._posts(peers, peers)
-        side = CUDA_SIDE if self.comm.device.type == "cuda" else CPU_SIDE
-        square = torch.ones(side, side, device=self.comm.device)
-        alone = min(self._each(lambda: torch.mm(square, square)))
+        size = CUDA_SIDE if self.comm.device.type == "cuda" else CPU_SIDE
+        square = torch.ones(size, size, device=self.comm.device)
+        base = min(self._each(lambda: torch.mm(square, square)))
         # products for half the duration of the transfer, so that all of them overlap it
-        count = max(int(self._round_us(posts) / 2 / alone), 1)
-        alone, beside = (self._products_us(square, count, some) for some in ([], posts))
-        found = max(beside / alone - 1.0 for alone, beside in self._gathered([alone, beside]))
-        return round(min(max(found, 0.0), MOST_CONTENTION), 3)
+        count = max(int(self._round_us(posts) / 2 / base), 1)
+        base, loaded = (self._products_us(square, count, messages) for messages in ([], posts))
+        ratio = max(loaded / base - 1.0 for base, loaded in self._gathered([base, loaded]))
+        return round(min(max(ratio, 0.0), MOST_CONTENTION), 3)
 
     def _products_us(self, square: Tensor, count: int, posts: Sequence[Post]) -> float:
         """The best time of `count` products while the messages are in flight."""
@@ -277,12 +277,12 @@ class _LinkJob:
         return np.max(self._gathered(times), axis=0).tolist()  # type: ignore[no-any-return]
 
 
-def _gathered(comm: Communicator, group: Any, mine: Tensor) -> list[list[Any]]:
+def _gathered(comm: Communicator, group: Any, values: Tensor) -> list[list[Any]]:
     """The numbers of every rank, gathered by a collective that the group supports."""
-    mine = mine.to(comm.device)
-    everyone = [torch.empty_like(mine) for _ in range(comm.ranks)]
-    dist.all_gather(everyone, mine, group=group)
-    return [row.tolist() for row in everyone]
+    values = values.to(comm.device)
+    outputs = [torch.empty_like(values) for _ in range(comm.ranks)]
+    dist.all_gather(outputs, values, group=group)
+    return [row.tolist() for row in outputs]
 
 
 def _host() -> int:

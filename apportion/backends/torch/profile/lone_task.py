@@ -28,24 +28,24 @@ def lone_task(
     q [rows, Hq, D], k [keys, Hk, D], v [keys, Hk, Dv], do [rows, Hq, Dv]. A pair is allowed if row - key is
     in [dmin, dmax].
     """
-    given = {Name.Q: (q,), Name.KV: (k, v)}
-    dtype = next(name for name, held in DTYPES.items() if held == q.dtype)
+    home = {Name.Q: (q,), Name.KV: (k, v)}
+    dtype = next(name for name, value in DTYPES.items() if value == q.dtype)
     widths = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
     header = Header(1, ("default",), "", 0, "attention", ("attention",), (), *widths, dtype)
-    forward = _machine(header, Op.ATTEND, given, (dmin, dmax))
-    backward = _machine(header, Op.ATTEND_GRAD, {**given, Name.DO: (do,)}, (dmin, dmax))
+    forward = _machine(header, Op.ATTEND, home, (dmin, dmax))
+    backward = _machine(header, Op.ATTEND_GRAD, {**home, Name.DO: (do,)}, (dmin, dmax))
     return forward.run, backward.run
 
 
 def _machine(
-    header: Header, op: Op, given: dict[Name, tuple[Tensor, ...]], diagonals: tuple[int, int]
+    header: Header, op: Op, home: dict[Name, tuple[Tensor, ...]], diagonals: tuple[int, int]
 ) -> StageMachine:
-    rows, keys = (len(given[name][0]) for name in (Name.Q, Name.KV))
-    columns, device = _columns(op, rows, keys, diagonals), given[Name.Q][0].device
+    rows, keys = (len(home[name][0]) for name in (Name.Q, Name.KV))
+    columns, device = _columns(op, rows, keys, diagonals), home[Name.Q][0].device
     rows = max(rows, keys)
-    loaded = load(LoadRequest(columns, compile_program(columns, header), device, rows))
-    memory = Memory(loaded.arenas, rows, given, Buffer(loaded.arenas.size, device))
-    return StageMachine(loaded, memory, Layer(Score(header.head_dim**-0.5)), RecordingDevice(0, 1))
+    executable = load(LoadRequest(columns, compile_program(columns, header), device, rows))
+    memory = Memory(executable.arenas, rows, home, Buffer(executable.arenas.size, device))
+    return StageMachine(executable, memory, Layer(Score(header.head_dim**-0.5)), RecordingDevice(0, 1))
 
 
 def _columns(op: Op, rows: int, keys: int, diagonals: tuple[int, int]) -> ProgramSet:

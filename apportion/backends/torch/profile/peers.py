@@ -28,12 +28,12 @@ class Pattern:
 
     def ends(self, nodes: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[int]]:
         """(to, from): the ranks that a rank sends to and receives from. nodes: the ranks of each node, equally many."""
-        at = next(number for number, ranks in enumerate(nodes) if rank in ranks)
-        place, count, steps = nodes[at].index(rank), len(nodes), range(1, self.peers + 1)
+        node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+        index, count, steps = nodes[node].index(rank), len(nodes), range(1, self.peers + 1)
         if self.balanced:
-            ahead, behind = ([nodes[(at + sign * by) % count][place] for by in steps] for sign in (1, -1))
-            return ahead, behind
-        senders = [nodes[by][0] for by in steps]
+            targets, sources = ([nodes[(node + sign * step) % count][index] for step in steps] for sign in (1, -1))
+            return targets, sources
+        senders = [nodes[step][0] for step in steps]
         receiver = nodes[0][0]
         return [receiver] if rank in senders else [], senders if rank == receiver else []
 
@@ -50,36 +50,36 @@ def patterns(nodes: Sequence[Sequence[int]]) -> list[Pattern]:
     """All patterns that the ranks allow; none if nodes differ in size."""
     if len(nodes) < 2 or len({len(ranks) for ranks in nodes}) > 1:
         return []
-    few = [peers for peers in PEERS if peers < len(nodes)]
-    return [Pattern(peers, balanced) for balanced in (True, False) for peers in few]
+    counts = [peers for peers in PEERS if peers < len(nodes)]
+    return [Pattern(peers, balanced) for balanced in (True, False) for peers in counts]
 
 
 def congestion(sweep: Sequence[PatternShares], crowd: int, backend: str) -> dict[str, Figure]:
     """The figures `incast`, `incast_peers`, `one_peer` of a hardware that follow from the sweep, with the range over
     runs. crowd: the number of senders per receiver in the crowds."""
-    many = _by_peers(sweep, balanced=False)
-    found: dict[str, Figure] = {}
-    if len([peers for peers in many if peers > 1]) > 1:
-        runs = zip(*many.values(), strict=False)
-        each = [_slope(dict(zip(many, shares, strict=True))) for shares in runs]
-        words = ", ".join(map(str, many))
+    unbalanced = _by_peers(sweep, balanced=False)
+    figures: dict[str, Figure] = {}
+    if len([peers for peers in unbalanced if peers > 1]) > 1:
+        runs = zip(*unbalanced.values(), strict=False)
+        slopes = [_slope(dict(zip(unbalanced, shares, strict=True))) for shares in runs]
+        words = ", ".join(map(str, unbalanced))
         source = f"measured: one rank receives from {words} over {backend}, a line fitted"
-        found["incast"] = _figure(each, source, 0.0, 10.0)
-        found["incast_peers"] = Figure(max(many) - 1, source)
+        figures["incast"] = _figure(slopes, source, 0.0, 10.0)
+        figures["incast_peers"] = Figure(max(unbalanced) - 1, source)
     single = _by_peers(sweep, balanced=True).get(1)
     if single is not None and crowd > 1:
-        incast = found["incast"].value if found else 0.0
-        most = found["incast_peers"].value if found else 0.0
+        incast = figures["incast"].value if figures else 0.0
+        limit = figures["incast_peers"].value if figures else 0.0
         # relative to one sender in a crowd without congestion
-        base = 1 + incast * min(crowd - 1, most)
+        base = 1 + incast * min(crowd - 1, limit)
         source = f"measured: pairs of ranks over {backend}, over all ranks to all peers"
-        found["one_peer"] = _figure([share / base for share in single], source, LEAST, 1.0)
-    return found
+        figures["one_peer"] = _figure([share / base for share in single], source, LEAST, 1.0)
+    return figures
 
 
 def _by_peers(sweep: Sequence[PatternShares], balanced: bool) -> dict[int, tuple[float, ...]]:
     """Peers -> shares."""
-    return {one.pattern.peers: one.shares for one in sweep if one.pattern.balanced == balanced}
+    return {entry.pattern.peers: entry.shares for entry in sweep if entry.pattern.balanced == balanced}
 
 
 def _slope(shares: dict[int, float]) -> float:
@@ -89,8 +89,8 @@ def _slope(shares: dict[int, float]) -> float:
     return float(slope / base) if base > 0 else 0.0
 
 
-def _figure(runs: Sequence[float], source: str, least: float, most: float) -> Figure:
+def _figure(runs: Sequence[float], source: str, lower: float, upper: float) -> Figure:
     """The median of the runs."""
-    inside = np.clip(runs, least, most).round(3)
-    low, value, high = inside.min(), np.median(inside), inside.max()
+    clipped = np.clip(runs, lower, upper).round(3)
+    low, value, high = clipped.min(), np.median(clipped), clipped.max()
     return Figure(float(value), source, interval=(float(low), float(high)))

@@ -33,11 +33,11 @@ def device_obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the stage kernels need Triton: pip install '.[triton]'"
     if device.type == "cuda":
-        found = torch.cuda.get_device_capability(device)
+        capability = torch.cuda.get_device_capability(device)
         return (
             None
-            if found >= LEAST
-            else f"the stage kernels need a GPU of capability 8.0, and this has {found}"
+            if capability >= LEAST
+            else f"the stage kernels need a GPU of capability 8.0, and this has {capability}"
         )
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None

@@ -38,23 +38,23 @@ SIZES = (
 
 
 @triton.jit
-def _part(at, rows, width, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr):
+def _part(ptr, rows, width, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr):
     """[rows, SIZE] of columns FIRST + [0, SIZE); zero beyond WIDTH, and for masked `rows`."""
     columns = FIRST + tl.arange(0, SIZE)[None, :]
     if FIRST + SIZE > WIDTH:
-        part = tl.load(at + columns, mask=rows & (columns < WIDTH), other=0.0)
+        part = tl.load(ptr + columns, mask=rows & (columns < WIDTH), other=0.0)
     elif MASK:
-        part = tl.load(at + columns, mask=rows, other=0.0)
+        part = tl.load(ptr + columns, mask=rows, other=0.0)
     else:
-        part = tl.load(at + columns)
+        part = tl.load(ptr + columns)
     return part
 
 
 @triton.jit
-def _load(at, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASK: tl.constexpr):
+def _load(ptr, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASK: tl.constexpr):
     """The parts of rows at the addresses `at` [n, 1]."""
-    first = _part(at, rows, WIDTH, 0, A, WIDTH, MASK)
-    return (first, _part(at, rows, WIDTH, A, B, WIDTH, MASK)) if B else (first,)
+    first = _part(ptr, rows, WIDTH, 0, A, WIDTH, MASK)
+    return (first, _part(ptr, rows, WIDTH, A, B, WIDTH, MASK)) if B else (first,)
 
 
 @triton.jit
@@ -80,28 +80,28 @@ def _add_dot(sums, p, rows, B: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _scaled(sums, factor, B: tl.constexpr):
+def _scale_sums(sums, factor, B: tl.constexpr):
     """Multiplies each row by its factor [n]."""
     return (sums[0] * factor[:, None], sums[1] * factor[:, None]) if B else (sums[0] * factor[:, None],)
 
 
 @triton.jit
 def _merge_part(
-    at, to, live, old, new, fresh, part, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
+    source, target, valid, old, new, fresh, part, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
     columns = FIRST + tl.arange(0, SIZE)[None, :]
-    inside = live & (columns < WIDTH)
-    rows = tl.load(at + columns, mask=inside & (fresh == 0), other=0.0)
+    mask = valid & (columns < WIDTH)
+    rows = tl.load(source + columns, mask=mask & (fresh == 0), other=0.0)
     tl.debug_barrier()  # all threads have read before any overwrites
-    tl.store(to + columns, (rows * old + part * new).to(to.dtype.element_ty), mask=inside)
+    tl.store(target + columns, (rows * old + part * new).to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _merge(at, to, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+def _merge(source, target, valid, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """Stores rows * old + sums * new at `to` in its dtype; rows: float32 at `at` [n, 1]; fresh rows are not read."""
-    _merge_part(at, to, live, old, new, fresh, sums[0], 0, A, WIDTH)
+    _merge_part(source, target, valid, old, new, fresh, sums[0], 0, A, WIDTH)
     if B:
-        _merge_part(at, to, live, old, new, fresh, sums[1], A, B, WIDTH)
+        _merge_part(source, target, valid, old, new, fresh, sums[1], A, B, WIDTH)
 
 
 @triton.jit
@@ -111,8 +111,8 @@ def _beside(
     """[M]: addresses of the rows of operand NUMBER that accompany a tile's rows, for a head."""
     is_work = (tl.load(tile + 4) & (2 << NUMBER)) != 0
     row = tl.where(is_work, work_columns, home_columns) * WIDTH
-    at = tl.where(is_work, work, home) + tl.load(columns + NUMBER) * WIDTH
-    return at + (tl.load(tile) + tl.load(tile + 6 + NUMBER)).to(tl.int64) * row + tl.arange(0, M) * row
+    ptr = tl.where(is_work, work, home) + tl.load(columns + NUMBER) * WIDTH
+    return ptr + (tl.load(tile) + tl.load(tile + 6 + NUMBER)).to(tl.int64) * row + tl.arange(0, M) * row
 
 
 @triton.jit
@@ -127,11 +127,11 @@ def _keys(column, work, k_home, v_home, kv_work, kv_heads, kv_columns, D: tl.con
 
 
 @triton.jit
-def _entry(at):
+def _entry(ptr):
     """The ends of an entry's three ranges of walked rows, the middle one without masked pairs, and the band
     (dmin, dmax, from, to) of its pairs."""
-    ends = tl.load(at), tl.load(at + 2), tl.load(at + 3), tl.load(at + 1)
-    return ends, (tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7))
+    ends = tl.load(ptr), tl.load(ptr + 2), tl.load(ptr + 3), tl.load(ptr + 1)
+    return ends, (tl.load(ptr + 4), tl.load(ptr + 5), tl.load(ptr + 6), tl.load(ptr + 7))
 
 
 @triton.jit
@@ -143,9 +143,9 @@ def _target(tile, heads, lane, M: tl.constexpr):
 
 
 @triton.jit
-def _after(at, unit):
+def _after(ptr, unit):
     """`at` advanced by `unit` units of 16 bytes."""
-    return at + tl.load(unit).to(tl.int64) * (128 // at.dtype.element_ty.primitive_bitwidth)
+    return ptr + tl.load(unit).to(tl.int64) * (128 // ptr.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _logits(products, scale, cap, CAP: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _seen(owner, walked, band, stop):
+def _is_visible(owner, walked, band, stop):
     """[M, N]: the entry's pairs, of owner rows [M, 1] and walked rows [1, N]."""
     dmin, dmax, from_, to = band
     offset = owner - walked
@@ -198,18 +198,18 @@ def _attend_rows(
     v_at += start.to(tl.int64) * v_row
     for j in tl.range(start, stop, N):
         walked = j + step
-        inside = (walked < stop)[:, None]
-        k = _load(k_at + (step * k_row)[:, None], inside, D, DA, DB, MASK)
+        key_mask = (walked < stop)[:, None]
+        k = _load(k_at + (step * k_row)[:, None], key_mask, D, DA, DB, MASK)
         logits, _ = _logits(_dot_t(q, k, DB, PRECISION), scale, cap, CAP, LOG2E)
         if MASK:
-            logits = tl.where(_seen(rows[:, None], walked[None, :], band, stop), logits, NEG_INF)
+            logits = tl.where(_is_visible(rows[:, None], walked[None, :], band, stop), logits, NEG_INF)
         higher = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(higher == NEG_INF, 0.0, higher) if MASK else higher
         p = tl.exp2(logits - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        v = _load(v_at + (step * v_row)[:, None], inside, E, EA, EB, MASK)
-        sums = _add_dot(_scaled(sums, shrink, EB), p.to(v[0].dtype), v, EB, PRECISION)
+        v = _load(v_at + (step * v_row)[:, None], key_mask, E, EA, EB, MASK)
+        sums = _add_dot(_scale_sums(sums, shrink, EB), p.to(v[0].dtype), v, EB, PRECISION)
         top = higher
         k_at += N * k_row
         v_at += N * v_row
@@ -239,10 +239,10 @@ def attend(
     row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
     columns = heads + tl.load(tile + 6) + lane * LANE
     rows = row0 + tl.arange(0, M)
-    live = rows < row1
+    valid = rows < row1
     fresh = flags & 1
     q_at = _beside(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
-    q = _load(q_at[:, None], live[:, None], D, DA, DB, True)
+    q = _load(q_at[:, None], valid[:, None], D, DA, DB, True)
     sums = _zeros(M, EA, EB)
     top, total = tl.full([M], NEG_INF, tl.float32), tl.zeros([M], tl.float32)
     for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
@@ -258,28 +258,28 @@ def attend(
     work = (flags & 2) != 0
     offset = rows.to(tl.int64) * tl.where(work, o_columns, q_heads) + tl.load(columns)
     lse_at = tl.where(work, lse_work, lse_home) + offset
-    old = tl.load(lse_at, mask=live & (rows * 0 + fresh == 0), other=NEG_INF)
-    none = total == 0.0
+    old = tl.load(lse_at, mask=valid & (rows * 0 + fresh == 0), other=NEG_INF)
+    is_empty = total == 0.0
     part = tl.where(
-        none, NEG_INF, top.to(tl.float64) * LN2 + tl.log(tl.where(none, 1.0, total).to(tl.float64))
+        is_empty, NEG_INF, top.to(tl.float64) * LN2 + tl.log(tl.where(is_empty, 1.0, total).to(tl.float64))
     )
-    new, keep, take = merge_weights(old, part)
-    take = take / tl.where(none, 1.0, total)
+    new, old_weight, new_weight = merge_weights(old, part)
+    new_weight = new_weight / tl.where(is_empty, 1.0, total)
     o_at = tl.where(work, o_work, o_home) + (offset * E)[:, None]
     if flags & COMPLETE:
         joins = (has_sinks != 0) & (flags & 2 == 0)  # sinks are added to home rows only
         sink = tl.load(sinks + tl.load(columns), mask=joins, other=0).to(tl.float64)
         sink = tl.where(joins, sink, NEG_INF) + tl.zeros([M], tl.float64)
         new, share, _ = merge_weights(new, sink)
-        old_share, new_share = (keep * share)[:, None], (take * share)[:, None]
-        staged, place = _target(tile, heads, lane, M)
-        to = tl.where(staged, _after(wire, tile + 10), out) + (place * E)[:, None]
-        _merge(o_at, to, live[:, None], old_share, new_share, fresh, sums, E, EA, EB)
-        tl.store(_after(lse_wire, tile + 14) + place, new.to(tl.float32), mask=live & staged)
-        tl.store(lse_home + place, new, mask=live & (staged == 0))
+        old_share, new_share = (old_weight * share)[:, None], (new_weight * share)[:, None]
+        staged, position = _target(tile, heads, lane, M)
+        target = tl.where(staged, _after(wire, tile + 10), out) + (position * E)[:, None]
+        _merge(o_at, target, valid[:, None], old_share, new_share, fresh, sums, E, EA, EB)
+        tl.store(_after(lse_wire, tile + 14) + position, new.to(tl.float32), mask=valid & staged)
+        tl.store(lse_home + position, new, mask=valid & (staged == 0))
     else:
-        _merge(o_at, o_at, live[:, None], keep[:, None], take[:, None], fresh, sums, E, EA, EB)
-        tl.store(lse_at, new, mask=live)
+        _merge(o_at, o_at, valid[:, None], old_weight[:, None], new_weight[:, None], fresh, sums, E, EA, EB)
+        tl.store(lse_at, new, mask=valid)
 
 
 @triton.jit
@@ -287,31 +287,31 @@ def merge_weights(old, part):
     """(merged LSE float64, weight of the old rows, of the new ones, float32) of two LSE, float64; -inf: no keys."""
     top = tl.maximum(old, part)
     base = tl.where(top == NEG_INF, 0.0, top)
-    keep, take = tl.exp(old - base), tl.exp(part - base)
-    total = keep + take
-    none = total == 0.0
-    safe = tl.where(none, 1.0, total)
-    lse = tl.where(none, NEG_INF, base + tl.log(safe))
-    return lse, (keep / safe).to(tl.float32), (take / safe).to(tl.float32)
+    old_weight, new_weight = tl.exp(old - base), tl.exp(part - base)
+    total = old_weight + new_weight
+    is_empty = total == 0.0
+    safe = tl.where(is_empty, 1.0, total)
+    lse = tl.where(is_empty, NEG_INF, base + tl.log(safe))
+    return lse, (old_weight / safe).to(tl.float32), (new_weight / safe).to(tl.float32)
 
 
 # --- backward
 
 
 @triton.jit
-def _statistics(do, out, lse, live, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr):
+def _statistics(do, out, lse, valid, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr):
     """(LSE, rowsum(dO * O)) of rows, float64 and float32 [n]. do: parts of dO; out, lse: addresses of each row's output
     and LSE."""
-    o = _load(out, live[:, None], E, EA, EB, True)
+    o = _load(out, valid[:, None], E, EA, EB, True)
     total = tl.sum(do[0].to(tl.float32) * o[0].to(tl.float32), 1)
     if EB:
         total += tl.sum(do[1].to(tl.float32) * o[1].to(tl.float32), 1)
-    return tl.load(lse, mask=live, other=NEG_INF), total
+    return tl.load(lse, mask=valid, other=NEG_INF), total
 
 
 @triton.jit
 def _p_ds(
-    products, dp, lse, delta, seen, scale, cap, MASK: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr
+    products, dp, lse, delta, visible, scale, cap, MASK: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Probabilities and gradients of the products; lse and delta broadcast along keys.
 
@@ -321,7 +321,7 @@ def _p_ds(
     UNIT: tl.constexpr = 1.0 if PRECISION == "ieee" else LOG2E
     logits, tanh = _logits(products, scale, cap, CAP, UNIT)
     if MASK:
-        logits = tl.where(seen, logits, NEG_INF)
+        logits = tl.where(visible, logits, NEG_INF)
     p = tl.exp2((logits - lse) * LOG2E) if PRECISION == "ieee" else tl.exp2(logits - lse * LOG2E)
     ds = p * (dp - delta) * scale
     if CAP:
@@ -341,12 +341,12 @@ def _dq_rows(
     v_at += start.to(tl.int64) * v_row
     for j in tl.range(start, stop, N):
         walked = j + step
-        inside = (walked < stop)[:, None]
-        k = _load(k_at + (step * k_row)[:, None], inside, D, DA, DB, MASK)
-        v = _load(v_at + (step * v_row)[:, None], inside, E, EA, EB, MASK)
-        seen = _seen(rows[:, None], walked[None, :], band, stop)
+        key_mask = (walked < stop)[:, None]
+        k = _load(k_at + (step * k_row)[:, None], key_mask, D, DA, DB, MASK)
+        v = _load(v_at + (step * v_row)[:, None], key_mask, E, EA, EB, MASK)
+        visible = _is_visible(rows[:, None], walked[None, :], band, stop)
         products, dp = _dot_t(q, k, DB, PRECISION), _dot_t(do, v, EB, PRECISION)
-        _, ds = _p_ds(products, dp, lse[:, None], delta[:, None], seen, scale, cap, MASK, CAP, PRECISION)
+        _, ds = _p_ds(products, dp, lse[:, None], delta[:, None], visible, scale, cap, MASK, CAP, PRECISION)
         dq = _add_dot(dq, ds.to(k[0].dtype), k, DB, PRECISION)
         k_at += N * k_row
         v_at += N * v_row
@@ -373,22 +373,22 @@ def dq(
     row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
     columns = heads + tl.load(tile + 6) + lane * LANE
     rows = row0 + tl.arange(0, M)
-    live = rows < row1
+    valid = rows < row1
     q_at = _beside(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
-    q = _load(q_at[:, None], live[:, None], D, DA, DB, True)
+    q = _load(q_at[:, None], valid[:, None], D, DA, DB, True)
     do_at = _beside(tile, columns, 2, do_home, do_work, q_heads, do_columns, M, E)
-    do = _load(do_at[:, None], live[:, None], E, EA, EB, True)
+    do = _load(do_at[:, None], valid[:, None], E, EA, EB, True)
     delta_at = _beside(tile, columns, 3, delta_home, delta_work, q_heads, delta_columns, M, 2)
     if (flags & STATED != 0) & (states != 0):
         home = rows.to(tl.int64) * q_heads + tl.load(columns)
-        merged, delta = _statistics(do, out + (home * E)[:, None], lse + home, live, E, EA, EB)
-        merged = merged.to(tl.float32)
-        tl.store(delta_at, merged, mask=live)
-        tl.store(delta_at + 1, delta, mask=live)
+        row_lse, delta = _statistics(do, out + (home * E)[:, None], lse + home, valid, E, EA, EB)
+        row_lse = row_lse.to(tl.float32)
+        tl.store(delta_at, row_lse, mask=valid)
+        tl.store(delta_at + 1, delta, mask=valid)
     else:
-        merged = tl.load(delta_at, mask=live, other=0.0)
-        delta = tl.load(delta_at + 1, mask=live, other=0.0)
-    base = tl.where(merged == NEG_INF, 0.0, merged)
+        row_lse = tl.load(delta_at, mask=valid, other=0.0)
+        delta = tl.load(delta_at + 1, mask=valid, other=0.0)
+    base = tl.where(row_lse == NEG_INF, 0.0, row_lse)
     sums = _zeros(M, DA, DB)
     for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
         entry = entries + x * ENTRY
@@ -404,22 +404,22 @@ def dq(
     offset = (rows.to(tl.int64) * tl.where(work, dq_columns, q_heads) + tl.load(columns))[:, None] * D
     dq_at = tl.where(work, dq_work, dq_home) + offset
     if flags & COMPLETE:
-        staged, place = _target(tile, heads, lane, M)
-        to = tl.where(staged, _after(wire, tile + 10), dq_out) + (place * D)[:, None]
-        _merge(dq_at, to, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
+        staged, position = _target(tile, heads, lane, M)
+        target = tl.where(staged, _after(wire, tile + 10), dq_out) + (position * D)[:, None]
+        _merge(dq_at, target, valid[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
     else:
-        _merge(dq_at, dq_at, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
+        _merge(dq_at, dq_at, valid[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
 
 
 @triton.jit
 def _dkdv_rows(
-    dk, dv, k, v, at, row, start, stop, rows, band, scale, cap,
+    dk, dv, k, v, ptrs, row, start, stop, rows, band, scale, cap,
     MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulates over walked queries for owned keys: all products are transposed, [keys, queries]. at, row: addresses
     and row strides of q, dO and delta."""
-    q_at, do_at, delta_at = at
+    q_at, do_at, delta_at = ptrs
     q_row, do_row, delta_row = row
     step = tl.arange(0, N)
     q_at += start.to(tl.int64) * q_row
@@ -427,18 +427,18 @@ def _dkdv_rows(
     delta_at += start.to(tl.int64) * delta_row
     for j in tl.range(start, stop, N):
         queries = j + step
-        inside = queries < stop
-        q = _load(q_at + (step * q_row)[:, None], inside[:, None], D, DA, DB, MASK)
-        do = _load(do_at + (step * do_row)[:, None], inside[:, None], E, EA, EB, MASK)
+        query_mask = queries < stop
+        q = _load(q_at + (step * q_row)[:, None], query_mask[:, None], D, DA, DB, MASK)
+        do = _load(do_at + (step * do_row)[:, None], query_mask[:, None], E, EA, EB, MASK)
         lse_at = delta_at + step * delta_row
         if MASK:
-            lse, delta = tl.load(lse_at, mask=inside, other=0.0), tl.load(lse_at + 1, mask=inside, other=0.0)
+            lse, delta = tl.load(lse_at, mask=query_mask, other=0.0), tl.load(lse_at + 1, mask=query_mask, other=0.0)
         else:
             lse, delta = tl.load(lse_at), tl.load(lse_at + 1)
         lse = tl.where(lse == NEG_INF, 0.0, lse)
-        seen = _seen(rows[:, None], queries[None, :], band, stop)
+        visible = _is_visible(rows[:, None], queries[None, :], band, stop)
         products, dp = _dot_t(k, q, DB, PRECISION), _dot_t(v, do, EB, PRECISION)
-        p, ds = _p_ds(products, dp, lse[None, :], delta[None, :], seen, scale, cap, MASK, CAP, PRECISION)
+        p, ds = _p_ds(products, dp, lse[None, :], delta[None, :], visible, scale, cap, MASK, CAP, PRECISION)
         dv = _add_dot(dv, p.to(do[0].dtype), do, EB, PRECISION)
         dk = _add_dot(dk, ds.to(q[0].dtype), q, DB, PRECISION)
         q_at += N * q_row
@@ -467,13 +467,13 @@ def dkdv(
     columns = heads + tl.load(tile + 6) + lane * LANE
     step = tl.arange(0, M)
     rows = row0 + step
-    live = rows < row1
+    valid = rows < row1
     column, first = tl.load(columns + 1), (row0 + tl.load(tile + 7)).to(tl.int64)
     k_at, v_at, k_row, v_row = _keys(
         column, (flags & 4) != 0, k_home, v_home, kv_work, kv_heads, kv_columns, D, E
     )
-    k = _load(k_at + first * k_row + (step * k_row)[:, None], live[:, None], D, DA, DB, True)
-    v = _load(v_at + first * v_row + (step * v_row)[:, None], live[:, None], E, EA, EB, True)
+    k = _load(k_at + first * k_row + (step * k_row)[:, None], valid[:, None], D, DA, DB, True)
+    v = _load(v_at + first * v_row + (step * v_row)[:, None], valid[:, None], E, EA, EB, True)
     dk, dv = _zeros(M, DA, DB), _zeros(M, EA, EB)
     for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
         entry = entries + x * ENTRY
@@ -487,30 +487,30 @@ def dkdv(
         delta_rows = (
             tl.where((spaces & 4) != 0, delta_work, delta_home) + tl.load(entry + 11).to(tl.int64) * delta_row
         )
-        listed = heads + tl.load(entry + 9) + lane
-        for y in tl.range(tl.load(listed), tl.load(listed + 1), 3, num_stages=1):
-            at = (
+        lane_heads = heads + tl.load(entry + 9) + lane
+        for y in tl.range(tl.load(lane_heads), tl.load(lane_heads + 1), 3, num_stages=1):
+            ptrs = (
                 q_rows + tl.load(heads + y) * D,
                 do_rows + tl.load(heads + y + 1) * E,
                 delta_rows + tl.load(heads + y + 2) * 2,
             )
             for part in tl.static_range(3):
                 dk, dv = _dkdv_rows(
-                    dk, dv, k, v, at, (q_row, do_row, delta_row), ends[part], ends[part + 1], rows, band, scale, cap,
+                    dk, dv, k, v, ptrs, (q_row, do_row, delta_row), ends[part], ends[part + 1], rows, band, scale, cap,
                     part != 1, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
                 )  # fmt: skip
     work = (flags & 2) != 0
     offset = (rows.to(tl.int64) * tl.where(work, dkv_columns, kv_heads) + tl.load(columns))[:, None]
     dkv_at = tl.where(work, dkv_work, dkv_home) + offset * (D + E)
     if flags & COMPLETE:
-        staged, place = _target(tile, heads, lane, M)
-        beside = _after(
+        staged, position = _target(tile, heads, lane, M)
+        staging = _after(
             wire, tile + 10
         )  # selects scalars: AMD's compiler cannot select between tensors of pointers
-        dk_to = tl.where(staged, beside, dk_out) + (place * tl.where(staged, D + E, D))[:, None]
-        dv_to = tl.where(staged, beside + D, dv_out) + (place * tl.where(staged, D + E, E))[:, None]
-        _merge(dkv_at, dk_to, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
-        _merge(dkv_at + D, dv_to, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
+        dk_to = tl.where(staged, staging, dk_out) + (position * tl.where(staged, D + E, D))[:, None]
+        dv_to = tl.where(staged, staging + D, dv_out) + (position * tl.where(staged, D + E, E))[:, None]
+        _merge(dkv_at, dk_to, valid[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
+        _merge(dkv_at + D, dv_to, valid[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
     else:
-        _merge(dkv_at, dkv_at, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
-        _merge(dkv_at + D, dkv_at + D, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
+        _merge(dkv_at, dkv_at, valid[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
+        _merge(dkv_at + D, dkv_at + D, valid[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)

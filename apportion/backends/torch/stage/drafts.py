@@ -66,7 +66,7 @@ class Draft:
     constants: Mapping[str, Any]
 
     def launch(self, buffer: Tensor, drafts: Drafts) -> Launch:
-        views = [buffer[place] for place in self.tables]
+        views = [buffer[section] for section in self.tables]
         if self.kernel == "move":
             views[0] = views[0].view(torch.int64)
         arrays = itemgetter(*(drafts.number(slot) for slot in self.slots))  # at least two
@@ -82,11 +82,11 @@ class Drafts:
         program: Program,
         arenas: Arenas,
         rounds: Rounds,
-        chosen: Variant,
+        variant: Variant,
         complete: Mapping[str, Complete],
     ) -> None:
         self._program, self._header, self._arenas, self._rounds = program, program.header, arenas, rounds
-        self._variant = chosen
+        self._variant = variant
         self.tables: list[Ints] = []
         self.slots: list[Slot] = []
         self.shares = 0
@@ -105,21 +105,21 @@ class Drafts:
 
     def complete(self) -> dict[tuple[int, Name, bool], list[tuple[int, int]]]:
         """(step, tensor, whether at home) -> disjoint ranges of the rows that it leaves as results."""
-        found: dict[tuple[int, Name, bool], set[tuple[int, int]]] = {}
+        result: dict[tuple[int, Name, bool], set[tuple[int, int]]] = {}
         instructions = self._programs["instructions"]
         for roles in ROLES.values():
             step = instruction_of(instructions["op"], instructions.wide("count"), roles.table)
-            for task, *rows in zip(*(one.tolist() for one in self._complete[roles.owner].tasks), strict=True):
+            for task, *rows in zip(*(column.tolist() for column in self._complete[roles.owner].tasks), strict=True):
                 operand = self._program.operands[int(self._programs[roles.table][roles.owner][task])]
                 key = int(step[task]), operand.tensor, operand.is_home
-                found.setdefault(key, set()).add((rows[0], rows[1]))
-        return {key: apart(ranges) for key, ranges in found.items()}
+                result.setdefault(key, set()).add((rows[0], rows[1]))
+        return {key: apart(ranges) for key, ranges in result.items()}
 
     def step(self, step: Step) -> Iterator[Draft]:
         """The launches of a step; a row op without rows has none."""
-        made = STEPS.get(step.op)
-        if made is not None and (step.rowops or step.op.rule.list != "rowops"):
-            yield from made(self, step)
+        handler = STEPS.get(step.op)
+        if handler is not None and (step.rowops or step.op.rule.list != "rowops"):
+            yield from handler(self, step)
 
     # --- attention
 
@@ -129,15 +129,15 @@ class Drafts:
         yield from self._attention("attend", step, slots, (Name.Q, Name.KV, Name.O))
 
     def attend_grad(self, step: Step) -> Iterator[Draft]:
-        above = [*self._ends(Name.DO), *self._ends(Name.DELTA)]
-        for kernel, own, results in (("dq", Name.DQ, (0,)), ("dkdv", Name.DKV, (1, 2))):
-            slots = [*self._ends(Name.Q), *self._kv(), *above, *self._ends(own)]
+        gradients = [*self._ends(Name.DO), *self._ends(Name.DELTA)]
+        for kernel, output, results in (("dq", Name.DQ, (0,)), ("dkdv", Name.DKV, (1, 2))):
+            slots = [*self._ends(Name.Q), *self._kv(), *gradients, *self._ends(output)]
             # without gradients of home rows nothing is complete, so any array may stand in
-            slots += [(Name.NONE, True, i) if own in self._home else slots[0] for i in results]
+            slots += [(Name.NONE, True, i) if output in self._home else slots[0] for i in results]
             slots += _WIRE[:1]
             if kernel == "dq":
                 slots += [(Name.O, True, 0), (Name.O, True, 1)]
-            yield from self._attention(kernel, step, slots, (Name.Q, Name.KV, Name.DO, Name.DELTA, own))
+            yield from self._attention(kernel, step, slots, (Name.Q, Name.KV, Name.DO, Name.DELTA, output))
 
     def _attention(self, kernel: str, step: Step, slots: list[Slot], work: Sequence[Name]) -> Iterator[Draft]:
         if kernel not in self._lists:
@@ -145,14 +145,14 @@ class Drafts:
             owner = ROLES[kernel].owner
             complete, targets = self._complete[owner].tasks, self.in_place.targets(owner)
             stated = self._statistics.tasks if kernel == "dq" else RowRanges.none()
-            made = work_list(
+            items = work_list(
                 self._programs, self._columns, kernel, shape.owner, shape.walked, complete, targets, stated
             )
-            self._lists[kernel] = made, self._table_ranges(made.tiles, made.entries, made.heads)
-        made, tables = self._lists[kernel]
+            self._lists[kernel] = items, self._table_ranges(items.tiles, items.entries, items.heads)
+        items, tables = self._lists[kernel]
         heads = (self._header.q_heads, self._header.kv_heads)
         columns = tuple(self._arenas.columns.get(name, 1) for name in work)
-        for launch in made.launches.get(step.index, ()):
+        for launch in items.launches.get(step.index, ()):
             sizes = (launch.tile, launch.lanes, *heads, *columns)
             yield Draft(kernel, launch.tiles * launch.lanes, tables, slots, sizes, {})
 
@@ -166,54 +166,54 @@ class Drafts:
         home, work = (tensor, True, number), (tensor, False, number)
         if tensor not in self._arenas.columns:
             return [home, home]
-        given = tensor in _GIVEN and not self._program.uses_project
-        return [home if given or tensor in self._home else work, work]
+        is_input = tensor in _GIVEN and not self._program.uses_project
+        return [home if is_input or tensor in self._home else work, work]
 
     # --- rows
 
-    def _places(self, operand: Operand) -> list[Part]:
+    def _operand_parts(self, operand: Operand) -> list[Part]:
         """The place of each part, and its bytes per column."""
-        found = []
+        parts = []
         for number, array in enumerate(self._arenas.arrays(operand.tensor, operand.space)):
             slot = (operand.tensor, operand.is_home, number)
-            found += parts_of(slot, operand.row * array.row_bytes, operand.listed, array)
-        return found
+            parts += parts_of(slot, operand.row * array.row_bytes, operand.listed, array)
+        return parts
 
     def copy(self, step: Step) -> Iterator[Draft]:
         """One launch, unless a row of the step reads or writes what another one writes."""
         operands = self._program.operands
         pairs = [(operands[row.a], operands[row.c]) for row in step.rowops]
-        found = [list(moved(self._places(a), self._places(c), c.rows)) for a, c in pairs]
-        for panels in found if _overlap(pairs) else [[panel for one in found for panel in one]]:
+        groups = [list(moved(self._operand_parts(a), self._operand_parts(c), c.rows)) for a, c in pairs]
+        for panels in groups if _overlap(pairs) else [[panel for group in groups for panel in group]]:
             yield from self._move(panels)
 
     def clear(self, step: Step) -> Iterator[Draft]:
         operands = [self._program.operands[row.c] for row in step.rowops]
         yield from self._move(
-            [p for one in operands for p in cleared(self._places(one), one.rows, one.tensor)]
+            [p for operand in operands for p in cleared(self._operand_parts(operand), operand.rows, operand.tensor)]
         )
 
     def launch(self, step: Step) -> Iterator[Draft]:
         """Packs staged tiles into their messages."""
-        tiles = self._staged(self._rounds.of_step[step.index].sends)
-        yield from self._move([p for there, here, rows in tiles for p in moved(here, there, rows)])
+        tiles = self._staged_tiles(self._rounds.of_step[step.index].sends)
+        yield from self._move([p for remote, local, rows in tiles for p in moved(local, remote, rows)])
 
     def wait(self, step: Step) -> Iterator[Draft]:
         """Unpacks staged tiles from their messages."""
-        tiles = self._staged(self._rounds.of_step[step.index].receives)
-        yield from self._move([p for there, here, rows in tiles for p in moved(there, here, rows)])
+        tiles = self._staged_tiles(self._rounds.of_step[step.index].receives)
+        yield from self._move([p for remote, local, rows in tiles for p in moved(remote, local, rows)])
 
-    def _staged(self, messages: Sequence[Message]) -> Iterator[tuple[list[Part], list[Part], int]]:
+    def _staged_tiles(self, messages: Sequence[Message]) -> Iterator[tuple[list[Part], list[Part], int]]:
         """The parts of each staged tile in its message and in memory, and its rows, without those written in place."""
         for message in messages:
             for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
                 operand = self._program.operands[index]
                 arrays = list(tile_arrays(operand, self._header, self._arenas.hidden, message.results))
                 for row, stop in self.in_place.rest(index, operand):
-                    some = replace(operand, row=row, rows=stop - row)
-                    there = message_parts(message, tile, operand, arrays, row - operand.row)
-                    given = message.results and operand.is_home
-                    yield there, self._result(some) if given else self._places(some), some.rows
+                    piece = replace(operand, row=row, rows=stop - row)
+                    staging = message_parts(message, tile, operand, arrays, row - operand.row)
+                    is_result = message.results and operand.is_home
+                    yield staging, self._result(piece) if is_result else self._operand_parts(piece), piece.rows
 
     def deliver(self, step: Step) -> Iterator[Draft]:
         operands = self._program.operands
@@ -221,34 +221,34 @@ class Drafts:
         for rowop in step.rowops:
             source, target = operands[rowop.a], operands[rowop.c]
             for row, stop in self.in_place.rest(rowop.a, source):
-                some = replace(source, row=row, rows=stop - row)
-                there = replace(target, row=target.row + row - source.row, rows=stop - row)
-                panels += moved(self._places(some), self._result(there), some.rows)
+                piece = replace(source, row=row, rows=stop - row)
+                destination = replace(target, row=target.row + row - source.row, rows=stop - row)
+                panels += moved(self._operand_parts(piece), self._result(destination), piece.rows)
         yield from self._move(panels)
 
     def _result(self, operand: Operand) -> list[Part]:
         """The parts of a sum's home rows in the caller's results."""
-        like, first = _RESULT[operand.tensor]
-        given = self._places(replace(operand, tensor=like))
-        found = [
-            (place._replace(slot=(Name.NONE, True, first + i)), width)
-            for i, (place, width) in enumerate(given)
+        sum_tensor, first = _RESULT[operand.tensor]
+        parts = self._operand_parts(replace(operand, tensor=sum_tensor))
+        result = [
+            (part._replace(slot=(Name.NONE, True, first + i)), width)
+            for i, (part, width) in enumerate(parts)
         ]
-        return found + self._places(operand)[1:] if operand.tensor == Name.O else found
+        return result + self._operand_parts(operand)[1:] if operand.tensor == Name.O else result
 
-    def _move(self, found: list[Panel]) -> Iterator[Draft]:
-        if not found:
+    def _move(self, panels: list[Panel]) -> Iterator[Draft]:
+        if not panels:
             return
-        made = move(found)
-        if len(made.slots) > SLOTS:
-            half = len(found) // 2
-            yield from self._move(found[:half])
-            yield from self._move(found[half:])
+        moves = move(panels)
+        if len(moves.slots) > SLOTS:
+            half = len(panels) // 2
+            yield from self._move(panels[:half])
+            yield from self._move(panels[half:])
             return
-        tables = self._table_ranges(made.panels.view(np.int32), made.chunks)
-        slots = [*made.slots, *[made.slots[0]] * (SLOTS - len(made.slots))]
-        constants = made.constants(self._header.dtype)
-        yield Draft("move", len(made.chunks), tables, slots, (), constants)
+        tables = self._table_ranges(moves.panels.view(np.int32), moves.chunks)
+        slots = [*moves.slots, *[moves.slots[0]] * (SLOTS - len(moves.slots))]
+        constants = moves.constants(self._header.dtype)
+        yield Draft("move", len(moves.chunks), tables, slots, (), constants)
 
     def add(self, step: Step) -> Iterator[Draft]:
         for fold in folds(step, self._program.operands, ROWS):
@@ -282,19 +282,19 @@ class Drafts:
             raise ExecutionError("delta of work rows of O: a plan computes it where the output lives")
         slots = [*self._ends(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._ends(Name.DELTA)]
         columns = [self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA)]
-        every, others = (
+        all_rows, remaining = (
             spots(step, operands, ROWS),
             spots(step, operands, ROWS, self._rows_without_statistics),
         )
-        for made in (every, others) if self._statistics.rowops else (every,):
-            tables = self._table_ranges(made.tiles, made.heads)
-            sizes = (self.shares, made.lanes, self._header.q_heads, *columns)
-            yield Draft("delta", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
-        self.shares += len(every.tiles)
+        for items in (all_rows, remaining) if self._statistics.rowops else (all_rows,):
+            tables = self._table_ranges(items.tiles, items.heads)
+            sizes = (self.shares, items.lanes, self._header.q_heads, *columns)
+            yield Draft("delta", len(items.tiles) * items.lanes, tables, slots, sizes, self._widths())
+        self.shares += len(all_rows.tiles)
 
-    def _rows_without_statistics(self, own: Operand) -> list[tuple[int, int]]:
+    def _rows_without_statistics(self, operand: Operand) -> list[tuple[int, int]]:
         """Ranges of rows whose statistics no task computes."""
-        return gaps(self._stated if own.is_home else (), own.row, own.row + own.rows)
+        return gaps(self._stated if operand.is_home else (), operand.row, operand.row + operand.rows)
 
     @cached_property
     def _stated(self) -> list[tuple[int, int]]:
@@ -305,37 +305,37 @@ class Drafts:
         """Finishes rows of sums; then, for layers with learned sinks, rows that arrived as results."""
         lse, result = (Name.O, True, 1), (Name.NONE, True, 0)
         sums, results = self._complete["o"].gaps, self._complete["o"].arrived.within
-        for o, left in (((Name.O, True, 0), sums), (result, results)):
-            made = spots(step, self._program.operands, ROWS, partial(_rows_of, left))
-            tables, sizes = self._table_ranges(made.tiles, made.heads), (made.lanes, self._header.q_heads)
-            programs = len(made.tiles) * made.lanes
+        for o, ranges in (((Name.O, True, 0), sums), (result, results)):
+            items = spots(step, self._program.operands, ROWS, partial(_rows_of, ranges))
+            tables, sizes = self._table_ranges(items.tiles, items.heads), (items.lanes, self._header.q_heads)
+            programs = len(items.tiles) * items.lanes
             yield Draft("finish", programs, tables, [o, lse, result], sizes, self._widths())
 
     def results(self, rows: int) -> Iterator[Draft]:
         """Copies gradients of home rows to the caller's results: dq, dk and dv, separate arrays."""
-        found: list[Panel] = []
+        panels: list[Panel] = []
         for tensor, column in ((Name.DQ, "dq"), (Name.DKV, "dkv")):
             for row, stop in self._complete[column].gaps(0, rows) if tensor in self._home else ():
                 heads = self._header.heads_of(tensor)
                 columns = tuple(range(heads)), slice(0, heads, 1)
-                whole = Operand(0, tensor, Space.HOME, row, stop - row, *columns)
-                found += moved(self._places(whole), self._result(whole), stop - row)
-        yield from self._move(found)
+                operand = Operand(0, tensor, Space.HOME, row, stop - row, *columns)
+                panels += moved(self._operand_parts(operand), self._result(operand), stop - row)
+        yield from self._move(panels)
 
     def _widths(self) -> Mapping[str, int]:
         return row_constants(self._variant.v)
 
     def _table_ranges(self, *tables: Ints) -> list[slice]:
         """The range of each table in the buffer, in int32; each begins at a multiple of 16 bytes."""
-        places = []
+        sections = []
         for table in tables:
             flat = np.ascontiguousarray(table).reshape(-1)
             padded = np.zeros(-(-len(flat) // 4) * 4, np.int32)
             padded[: len(flat)] = flat
             self.tables.append(padded)
-            places.append(slice(self._end, self._end + len(padded)))
+            sections.append(slice(self._end, self._end + len(padded)))
             self._end += len(padded)
-        return places
+        return sections
 
 
 #: staging as numbers of the model's dtype, and as float32
@@ -346,14 +346,14 @@ _RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
 _GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
 
 
-def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], own: Operand) -> list[tuple[int, int]]:
-    return ranges(own.row, own.row + own.rows)
+def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], operand: Operand) -> list[tuple[int, int]]:
+    return ranges(operand.row, operand.row + operand.rows)
 
 
 def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:
     """True if a row of a copy may overlap rows that another one writes; conservative, since that is rare."""
-    read, written = ({(one.tensor, one.is_home) for one in side} for side in zip(*pairs, strict=True))
-    return bool(read & written) or owners_meet([one for _, one in pairs], np.arange(len(pairs)))
+    read, written = ({(operand.tensor, operand.is_home) for operand in side} for side in zip(*pairs, strict=True))
+    return bool(read & written) or owners_meet([operand for _, operand in pairs], np.arange(len(pairs)))
 
 
 #: op -> the function that drafts its launches; the machine executes other ops itself, on views

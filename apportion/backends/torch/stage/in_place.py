@@ -64,58 +64,58 @@ class DirectWrites:
             programs[table][name]
             for table, name in (("transfers", "operand"), ("rowops", "a"), ("rowops", "c"))
         )
-        found: dict[str, list[DirectRows]] = {}
-        for column, one in complete.items():
-            found[column] = listed = []
-            for at, row, stop in zip(*(part.tolist() for part in one.sent), strict=True):
-                number = int(sent[at])
+        result: dict[str, list[DirectRows]] = {}
+        for column, completion in complete.items():
+            result[column] = entries = []
+            for position, row, stop in zip(*(part.tolist() for part in completion.sent), strict=True):
+                number = int(sent[position])
                 operand, (message, tile) = program.operands[number], tiles[number]
-                listed.append(DirectRows(row, stop, row - operand.row, number, operand, message, tile))
-            for at, row, stop in zip(*(part.tolist() for part in one.delivered), strict=True):
-                number, home = int(source[at]), program.operands[int(target[at])]
+                entries.append(DirectRows(row, stop, row - operand.row, number, operand, message, tile))
+            for position, row, stop in zip(*(part.tolist() for part in completion.delivered), strict=True):
+                number, home = int(source[position]), program.operands[int(target[position])]
                 operand = program.operands[number]
-                listed.append(DirectRows(row, stop, home.row + row - operand.row, number, operand))
-        return DirectWrites(found, arenas)
+                entries.append(DirectRows(row, stop, home.row + row - operand.row, number, operand))
+        return DirectWrites(result, arenas)
 
     def targets(self, column: str) -> Targets:
         """The destinations of the rows of one sum."""
-        return Targets.of([self._target(one) for one in self.rows.get(column, ())])
+        return Targets.of([self._target(entry) for entry in self.rows.get(column, ())])
 
-    def _target(self, placed: DirectRows) -> tuple[int, int, int, int, int, int, int]:
-        header, message = self.arenas.header, placed.message
+    def _target(self, entry: DirectRows) -> tuple[int, int, int, int, int, int, int]:
+        header, message = self.arenas.header, entry.message
         if message is None:
-            return placed.row, placed.stop, 0, placed.first, header.heads_of(placed.operand.tensor), 0, 0
-        at, *beside = (at for at, _ in tile_arrays(placed.operand, header, self.arenas.hidden, True))
-        start = message.at + message.tiles[placed.tile][1]
-        lse = start + beside[0] if beside else 0
-        columns = len(placed.operand.heads)
-        return placed.row, placed.stop, 1, placed.first, columns, (start + at) // ALIGNMENT, lse // ALIGNMENT
+            return entry.row, entry.stop, 0, entry.first, header.heads_of(entry.operand.tensor), 0, 0
+        offset, *lse_offsets = (offset for offset, _ in tile_arrays(entry.operand, header, self.arenas.hidden, True))
+        start = message.at + message.tiles[entry.tile][1]
+        lse = start + lse_offsets[0] if lse_offsets else 0
+        columns = len(entry.operand.heads)
+        return entry.row, entry.stop, 1, entry.first, columns, (start + offset) // ALIGNMENT, lse // ALIGNMENT
 
     def rest(self, number: int, operand: Operand) -> list[tuple[int, int]]:
         """The rows of the operand of this number that are not written in place."""
-        return gaps(self._done.get(number, ()), operand.row, operand.row + operand.rows)
+        return gaps(self._ranges_by_operand.get(number, ()), operand.row, operand.row + operand.rows)
 
     @cached_property
-    def _done(self) -> dict[int, list[tuple[int, int]]]:
+    def _ranges_by_operand(self) -> dict[int, list[tuple[int, int]]]:
         """Number of an operand -> the ranges written in place, ascending."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for one in sorted((one for rows in self.rows.values() for one in rows), key=lambda one: one.row):
-            found.setdefault(one.number, []).append((one.row, one.stop))
-        return found
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for entry in sorted((entry for rows in self.rows.values() for entry in rows), key=lambda entry: entry.row):
+            ranges.setdefault(entry.number, []).append((entry.row, entry.stop))
+        return ranges
 
 
 def written_from(programs: ProgramSet, complete: Mapping[str, Complete]) -> dict[int, int]:
     """Launch -> the first instruction that may write rows into its messages."""
     instructions = programs["instructions"]
-    found: dict[int, int] = {}
+    earliest: dict[int, int] = {}
     launch_of = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
     for roles in ROLES.values():
         if roles.owner not in complete:
             continue
-        one, table = complete[roles.owner], programs[roles.table]
-        at = instruction_of(instructions["op"], instructions.wide("count"), roles.table)
-        work = programs["operands"]["space"][table[roles.owner][one.tasks.of]] == Space.WORK
-        first = int(at[one.tasks.of[work]].min(initial=len(instructions)))
-        for launch in np.unique(launch_of[one.sent.of]).tolist():
-            found[launch] = min(first, found.get(launch, launch))
-    return found
+        completion, table = complete[roles.owner], programs[roles.table]
+        instruction = instruction_of(instructions["op"], instructions.wide("count"), roles.table)
+        work = programs["operands"]["space"][table[roles.owner][completion.tasks.of]] == Space.WORK
+        first = int(instruction[completion.tasks.of[work]].min(initial=len(instructions)))
+        for launch in np.unique(launch_of[completion.sent.of]).tolist():
+            earliest[launch] = min(first, earliest.get(launch, launch))
+    return earliest

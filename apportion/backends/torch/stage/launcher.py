@@ -38,8 +38,8 @@ class DeviceLauncher:
         key = (kernel, driver.active.get_current_device(), *dtypes, *constants.values())
         if key not in self._compiled:
             self._compiled[key] = _compile(kernel, args, constants)
-        compiled, rest = self._compiled[key]
-        compiled[programs, 1, 1](*args, *rest)
+        compiled, extra = self._compiled[key]
+        compiled[programs, 1, 1](*args, *extra)
 
 
 def _compile(kernel: str, args: Sequence[Any], constants: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:

@@ -29,18 +29,18 @@ class StageMachine(TorchMachine):
 
     def __init__(
         self,
-        loaded: StageExecutable,
+        executable: StageExecutable,
         memory: Memory,
         layer: Layer,
         transport: Transport,
         launcher: Launcher | None = None,
     ) -> None:
-        self._loaded, self.launcher = loaded, launcher or default_launcher()
-        loaded.table.join()
-        super().__init__(loaded, memory, layer, transport)
+        self._loaded, self.launcher = executable, launcher or default_launcher()
+        executable.table.join()
+        super().__init__(executable, memory, layer, transport)
         self._score = layer.score.scale, layer.score.softcap or 1.0
-        self._constants = loaded.constants[layer.score.softcap is not None]
-        self._arrays = [self._array(slot) for slot in loaded.slots]
+        self._constants = executable.constants[layer.score.softcap is not None]
+        self._arrays = [self._array(slot) for slot in executable.slots]
         self._addresses = [array.data_ptr() for array in self._arrays]
 
     @cached_property
@@ -93,13 +93,13 @@ class StageMachine(TorchMachine):
         return int(self._layer.sinks is None and self._layer.dlse is None)
 
     def _attention(
-        self, step: Step, layer: tuple[Tensor | None, ...], more: Mapping[str, tuple[int, ...]]
+        self, step: Step, layer: tuple[Tensor | None, ...], extra: Mapping[str, tuple[int, ...]]
     ) -> None:
         """Starts an instruction's launches. layer: arrays after the launch's; more: sizes after a kernel's own."""
         for launch in self._loaded.launches[step.index]:
-            given = (launch.tables[0] if one is None else one for one in layer)
-            sizes = *launch.sizes, *more.get(launch.kernel, ())
-            args = *launch.tables, *launch.arrays(self._arrays), *given, *sizes, *self._score
+            tensors = (launch.tables[0] if tensor is None else tensor for tensor in layer)
+            sizes = *launch.sizes, *extra.get(launch.kernel, ())
+            args = *launch.tables, *launch.arrays(self._arrays), *tensors, *sizes, *self._score
             self.launcher(launch.kernel, launch.programs, args, self._constants[launch.kernel])
         if is_checking():
             self._check(step)
@@ -109,22 +109,22 @@ class StageMachine(TorchMachine):
         sums = {task.o for task in step.tasks} | {i for task in step.grads for i in (task.dq, task.dkv)}
         for index in sorted(sums):
             operand = self.program.operands[index]
-            where = f"instruction {step.index}, {operand}"
-            for part in self._left_by(step, operand):
+            label = f"instruction {step.index}, {operand}"
+            for part in self._remaining_parts(step, operand):
                 if operand.tensor == Name.O:
-                    require_finite(where, *part)
+                    require_finite(label, *part)
                 else:
                     for rows in part:
                         require_numbers(f"instruction {step.index}", **{str(operand): rows})
 
-    def _left_by(self, step: Step, operand: Operand) -> Iterator[tuple[Tensor, ...]]:
+    def _remaining_parts(self, step: Step, operand: Operand) -> Iterator[tuple[Tensor, ...]]:
         """Rows of a sum, complete ones among the results."""
-        held = self.memory.view(operand).read()
+        parts = self.memory.view(operand).read()
         row, stop = operand.row, operand.row + operand.rows
-        done = self._loaded.complete.get((step.index, operand.tensor, operand.is_home), [])
-        for low, high in gaps(done, row, stop):
-            yield tuple(part[low - row : high - row] for part in held)
-        for start, end in done:
+        complete = self._loaded.complete.get((step.index, operand.tensor, operand.is_home), [])
+        for low, high in gaps(complete, row, stop):
+            yield tuple(part[low - row : high - row] for part in parts)
+        for start, end in complete:
             if row < end and start < stop:
                 yield from self._complete_views(operand, max(start, row), min(end, stop))
 
@@ -133,13 +133,13 @@ class StageMachine(TorchMachine):
         if operand.is_home:
             yield tuple(part[row:stop] for part in self._result_parts(operand.tensor))
             return
-        for placed in self._loaded.in_place[operand.tensor]:
-            low, high = max(placed.row, row), min(placed.stop, stop)
+        for entry in self._loaded.in_place[operand.tensor]:
+            low, high = max(entry.row, row), min(entry.stop, stop)
             if low < high:
-                first = placed.first + low - placed.row
-                parts = tuple(part[:, placed.operand.heads] for part in self._result_parts(operand.tensor))
-                if placed.message is not None:
-                    parts = self.memory.in_message(placed.message, self.program.operands)[placed.tile]
+                first = entry.first + low - entry.row
+                parts = tuple(part[:, entry.operand.heads] for part in self._result_parts(operand.tensor))
+                if entry.message is not None:
+                    parts = self.memory.in_message(entry.message, self.program.operands)[entry.tile]
                 yield tuple(part[first : first + high - low] for part in parts)
 
     def _result_parts(self, tensor: Name) -> tuple[Tensor, ...]:
@@ -166,7 +166,7 @@ class StageMachine(TorchMachine):
             args = *launch.tables, *launch.arrays(self._arrays), *layer, *launch.sizes
             self.launcher(launch.kernel, launch.programs, args, {**launch.constants, **constants})
 
-    def _pack(self, step: Step, found: Round) -> None:
+    def _pack(self, step: Step, round_: Round) -> None:
         self._by_address(step)
 
     _unpack = _pack
@@ -179,12 +179,12 @@ class StageMachine(TorchMachine):
         launches = self._loaded.launches[step.index]
         for launch in launches[-1:] if self._states else launches[:1]:
             unused = launch.tables[0]
-            given = (
+            tensors = (
                 unused if sinks is None else sinks,
                 unused if sinks is None else self._sink_gradient_shares,
                 unused if dlse is None else dlse,
             )
-            self._start(launch, *given, SINKS=sinks is not None, DLSE=dlse is not None)
+            self._start(launch, *tensors, SINKS=sinks is not None, DLSE=dlse is not None)
 
     def finish(self, step: Step) -> None:
         sinks = self._layer.sinks

@@ -77,8 +77,8 @@ class StageExecutable(Executable):
     @cached_property
     def constants(self) -> Mapping[bool, Mapping[str, Mapping[str, Any]]]:
         """The compile-time arguments of the attention kernels, without and with a softcap."""
-        shapes, made = self.variant.shapes, self.variant.constants
-        return {capped: {kernel: made(kernel, capped) for kernel in shapes} for capped in (False, True)}
+        shapes, constants_of = self.variant.shapes, self.variant.constants
+        return {capped: {kernel: constants_of(kernel, capped) for kernel in shapes} for capped in (False, True)}
 
 
 def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable:
@@ -88,19 +88,19 @@ def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable
     rounds = find_rounds(columns, program, hidden, written_from(columns, complete))
     arenas = Arenas(program, rounds.staging_bytes, hidden, envelope)
     header = program.header
-    chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
-    drafts = Drafts(columns, program, arenas, rounds, chosen, complete)
-    made = {step.index: tuple(drafts.step(step)) for step in program.steps}
+    kernel_shapes = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
+    drafts = Drafts(columns, program, arenas, rounds, kernel_shapes, complete)
+    drafts_of = {step.index: tuple(drafts.step(step)) for step in program.steps}
     results = tuple(drafts.results(rows))
     numbers = np.concatenate([*drafts.tables, np.zeros(4, np.int32)])
     spare = envelope.size("table_numbers", len(numbers)) - len(numbers)
     table = Table(np.pad(numbers, (0, spare)), device)
     launches = {
-        index: tuple(draft.launch(table.data, drafts) for draft in listed) for index, listed in made.items()
+        index: tuple(draft.launch(table.data, drafts) for draft in group) for index, group in drafts_of.items()
     }
     last = tuple(draft.launch(table.data, drafts) for draft in results)
-    slots, done, shares = tuple(drafts.slots), drafts.complete(), drafts.shares
-    placed = {Name[column.upper()]: found for column, found in drafts.in_place.rows.items()}
-    arrived = frozenset(Name[column.upper()] for column, one in complete.items() if one.all_arrive(rows))
-    shared = program, rounds, arenas, arrived
-    return StageExecutable(*shared, table, launches, last, slots, chosen, shares, done, placed)
+    slots, finished, shares = tuple(drafts.slots), drafts.complete(), drafts.shares
+    in_place = {Name[column.upper()]: entries for column, entries in drafts.in_place.rows.items()}
+    arrived = frozenset(Name[column.upper()] for column, completion in complete.items() if completion.all_arrive(rows))
+    common = program, rounds, arenas, arrived
+    return StageExecutable(*common, table, launches, last, slots, kernel_shapes, shares, finished, in_place)

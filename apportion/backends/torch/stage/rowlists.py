@@ -73,27 +73,27 @@ class Panel(NamedTuple):
     how: int
 
 
-def panels(source: Place, target: Place, rows: int, width: int, how: int = COPY) -> Iterator[Panel]:
+def panels(source: Place, target: Place, rows: int, width: int, action: int = COPY) -> Iterator[Panel]:
     """Panels that move rows of `width` bytes (of the target) per column."""
     a, b = source, target
     if a.is_whole and b.is_whole:  # (row, column) pairs count as rows, or as one row if contiguous
         dense = b.pitch == width and a.pitch * b.size == width * a.size
         step, count = (a.of, rows) if dense else (1, rows * a.of)
-        yield Panel(a.slot, a.at, a.pitch * step, b.slot, b.at, b.pitch * step, count, width * step, how)
+        yield Panel(a.slot, a.at, a.pitch * step, b.slot, b.at, b.pitch * step, count, width * step, action)
         return
     for i, j in zip(a.columns, b.columns, strict=True):
         ends = (a.slot, a.at + i * a.pitch, a.of * a.pitch, b.slot, b.at + j * b.pitch, b.of * b.pitch)
-        yield Panel(*ends, rows, width, how)
+        yield Panel(*ends, rows, width, action)
 
 
-def parts_of(slot: Slot, at: int, columns: tuple[int, ...], array: Array) -> list[Part]:
+def parts_of(slot: Slot, offset: int, columns: tuple[int, ...], array: Array) -> list[Part]:
     """The parts of an array's rows that start at byte `at`."""
     size, pitch = array.dtype.itemsize, max(array.width, 1) * array.dtype.itemsize
-    found = []
+    parts = []
     for width in array.parts:
-        found.append((Place(slot, at, columns, max(array.columns, 1), pitch, size), max(width, 1) * size))
-        at += max(width, 1) * size
-    return found
+        parts.append((Place(slot, offset, columns, max(array.columns, 1), pitch, size), max(width, 1) * size))
+        offset += max(width, 1) * size
+    return parts
 
 
 def message_parts(
@@ -104,39 +104,39 @@ def message_parts(
     start = message.at + message.tiles[tile][1]
     return [
         part
-        for at, array in arrays
-        for part in parts_of(None, start + at + row * array.row_bytes, columns, array)
+        for offset, array in arrays
+        for part in parts_of(None, start + offset + row * array.row_bytes, columns, array)
     ]
 
 
 def moved(source: list[Part], target: list[Part], rows: int) -> Iterator[Panel]:
     """Panels of all parts; numbers are converted if the dtypes differ."""
-    for (a, _), (b, width) in _joined(zip(source, target, strict=True)):
-        how = COPY if a.size == b.size else _CONVERTED[a.size, b.size]
-        yield from panels(a, b, rows, width, how)
+    for (a, _), (b, width) in _join_pairs(zip(source, target, strict=True)):
+        action = COPY if a.size == b.size else _CONVERTED[a.size, b.size]
+        yield from panels(a, b, rows, width, action)
 
 
-def _joined(pairs: Iterable[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
+def _join_pairs(pairs: Iterable[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
     """Joins parts that are contiguous on both sides."""
-    found: list[tuple[Part, Part]] = []
+    result: list[tuple[Part, Part]] = []
     for pair in pairs:
-        if found and all(_follows(*sides) for sides in zip(found[-1], pair, strict=True)):
-            (a, width), (b, other) = found[-1]
-            found[-1] = (a, width + pair[0][1]), (b, other + pair[1][1])
+        if result and all(_follows(*sides) for sides in zip(result[-1], pair, strict=True)):
+            (a, width), (b, other) = result[-1]
+            result[-1] = (a, width + pair[0][1]), (b, other + pair[1][1])
         else:
-            found.append(pair)
-    return found
+            result.append(pair)
+    return result
 
 
-def _follows(before: Part, part: Part) -> bool:
-    (a, width), (b, _) = before, part
+def _follows(previous: Part, part: Part) -> bool:
+    (a, width), (b, _) = previous, part
     return b == a._replace(at=a.at + width)
 
 
 def cleared(target: list[Part], rows: int, tensor: Name) -> Iterator[Panel]:
     """Panels that write the identity of accumulation."""
-    for number, (place, width) in enumerate(target):
-        yield from panels(place, place, rows, width, NEVER if tensor == Name.O and number == 1 else CLEAR)
+    for number, (part, width) in enumerate(target):
+        yield from panels(part, part, rows, width, NEVER if tensor == Name.O and number == 1 else CLEAR)
 
 
 #: conversions, bytes per number before and after: LSE between memory and messages, gradients in results or messages
@@ -158,15 +158,15 @@ class Move(NamedTuple):
         return {"GRAIN": self.grain, "BF16": dtype == "bf16", "R": self.rows, "C": self.columns}
 
 
-def move(found: Sequence[Panel]) -> Move:
-    slots = tuple(dict.fromkeys(slot for panel in found for slot in (panel.source, panel.target)))
+def move(items: Sequence[Panel]) -> Move:
+    slots = tuple(dict.fromkeys(slot for panel in items for slot in (panel.source, panel.target)))
     number = {slot: i for i, slot in enumerate(slots)}
     table = np.array(
-        [(number[p.source], *p[1:3], number[p.target], *p[4:6], *p[6:]) for p in found], np.int64
+        [(number[p.source], *p[1:3], number[p.target], *p[4:6], *p[6:]) for p in items], np.int64
     ).reshape(-1, PANEL)
     table = table[(table[:, 6] > 0) & (table[:, 7] > 0)]
-    spaced = table[:, [1, 2, 4, 5, 7]]
-    grain = math.gcd(16, *np.unique(spaced).tolist())
+    strides = table[:, [1, 2, 4, 5, 7]]
+    grain = math.gcd(16, *np.unique(strides).tolist())
     table[:, [1, 2, 4, 5, 7]] //= grain
     widest = int(table[:, 7].max(initial=1)) * grain // 4
     columns = min(1024, max(16, 1 << max(widest - 1, 1).bit_length()))
@@ -203,17 +203,17 @@ class _Term(NamedTuple):
         """A term for each head column."""
         for number, columns in enumerate(zip(self.part.listed, self.whole.listed, strict=True)):
             heads = self.part.heads[number : number + 1]
-            part, whole = (
-                replace(one, heads=heads, columns=(column,))
-                for one, column in zip(self[:2], columns, strict=True)
+            part, total = (
+                replace(operand, heads=heads, columns=(column,))
+                for operand, column in zip(self[:2], columns, strict=True)
             )
-            yield _Term(part, whole, self.first)
+            yield _Term(part, total, self.first)
 
 
 def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold]:
     """The launches of an add or merge: one, unless it reads what it accumulates."""
     terms = [_Term(operands[row.a], operands[row.c], row.first) for row in step.rowops]
-    if owners_meet([term.whole for term in terms], _numbered([term.owner for term in terms])):
+    if owners_meet([term.whole for term in terms], _number_keys([term.owner for term in terms])):
         terms = [lane for term in terms for lane in term.lanes()]
     for together in _split_dependent(terms):
         yield _fold(together, height)
@@ -221,31 +221,31 @@ def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold
 
 def owners_meet(written: Sequence[Operand], owner: Ints) -> bool:
     """True if two owners, int64 [operands], write the same row and column."""
-    columns = list(dict.fromkeys(one.listed for one in written))
-    shelf = shelves(np.zeros_like(owner), np.array([columns.index(one.listed) for one in written]), columns)
-    slot = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in written])
-    start = np.array([one.row for one in written])
-    stop = start + np.array([one.rows for one in written])
+    columns = list(dict.fromkeys(operand.listed for operand in written))
+    shelf = shelves(np.zeros_like(owner), np.array([columns.index(operand.listed) for operand in written]), columns)
+    slot = 32 * shelf + np.array([2 * operand.tensor + operand.is_home for operand in written])
+    start = np.array([operand.row for operand in written])
+    stop = start + np.array([operand.rows for operand in written])
     return bool(waves(np.zeros_like(owner), slot, start, stop, owner).any())
 
 
-def _numbered(keys: Sequence[object]) -> Ints:
-    known = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return np.array([known[key] for key in keys])
+def _number_keys(keys: Sequence[object]) -> Ints:
+    number_of = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([number_of[key] for key in keys])
 
 
 def _split_dependent(terms: list[_Term]) -> Iterator[list[_Term]]:
     """Splits terms into runs in which no term reads rows that another one writes."""
     reads, writes = (
-        np.array([(2 * one.tensor + one.is_home, one.row, one.row + one.rows) for one in side])
+        np.array([(2 * operand.tensor + operand.is_home, operand.row, operand.row + operand.rows) for operand in side])
         for side in zip(*((term.part, term.whole) for term in terms), strict=True)
     )
     a, b = reads[:, None], writes[None, :]
-    meet = (a[..., 0] == b[..., 0]) & (a[..., 1] < b[..., 2]) & (b[..., 1] < a[..., 2])
-    meet = (meet | meet.T) & ~np.eye(len(terms), dtype=bool)
+    overlaps = (a[..., 0] == b[..., 0]) & (a[..., 1] < b[..., 2]) & (b[..., 1] < a[..., 2])
+    overlaps = (overlaps | overlaps.T) & ~np.eye(len(terms), dtype=bool)
     start = 0
     for number in range(len(terms)):
-        if meet[number, start:number].any():
+        if overlaps[number, start:number].any():
             yield terms[start:number]
             start = number
     yield terms[start:]
@@ -253,23 +253,23 @@ def _split_dependent(terms: list[_Term]) -> Iterator[list[_Term]]:
 
 def _fold(terms: list[_Term], height: int) -> Fold:
     parts, wholes = [term.part for term in terms], [term.whole for term in terms]
-    owner, start = _numbered([term.owner for term in terms]), np.array([one.row for one in wholes])
-    stop = start + np.array([one.rows for one in wholes])
-    cut = cut_tiles(owner, start, stop, np.array([term.first for term in terms]), height)
-    slots = tuple(dict.fromkeys((one.tensor, one.is_home, 0) for one in (*wholes, *parts)))
+    owner, start = _number_keys([term.owner for term in terms]), np.array([operand.row for operand in wholes])
+    stop = start + np.array([operand.rows for operand in wholes])
+    cuts = cut_tiles(owner, start, stop, np.array([term.first for term in terms]), height)
+    slots = tuple(dict.fromkeys((operand.tensor, operand.is_home, 0) for operand in (*wholes, *parts)))
     of_whole, of_part = (
-        np.array([slots.index((one.tensor, one.is_home, 0)) for one in side]) for side in (wholes, parts)
+        np.array([slots.index((operand.tensor, operand.is_home, 0)) for operand in side]) for side in (wholes, parts)
     )
     heads = HeadColumns()
-    at_whole, at_part = (np.array([heads.at(one.listed) for one in side]) for side in (wholes, parts))
-    task, tile = cut.task, cut.of_entry
-    shift = np.array([one.row for one in parts]) - start
-    from_, to = np.maximum(cut.row0[tile], start[task]), np.minimum(cut.row1[tile], stop[task])
+    at_whole, at_part = (np.array([heads.at(operand.listed) for operand in side]) for side in (wholes, parts))
+    task, tile = cuts.task, cuts.of_entry
+    shift = np.array([operand.row for operand in parts]) - start
+    from_, to = np.maximum(cuts.row0[tile], start[task]), np.minimum(cuts.row1[tile], stop[task])
     entries = np.zeros((len(task), ENTRY), np.int32)
     entries[:, :5] = np.stack([from_, to, shift[task], of_part[task], at_part[task]], axis=1)
-    sample = task[cut.ptr[:-1]]
-    lanes = np.array([len(one.listed) for one in wholes])
-    fields = (cut.row0, cut.row1, cut.ptr[:-1], cut.ptr[1:], cut.fresh, lanes[sample], at_whole[sample])
+    sample = task[cuts.ptr[:-1]]
+    lanes = np.array([len(operand.listed) for operand in wholes])
+    fields = (cuts.row0, cuts.row1, cuts.ptr[:-1], cuts.ptr[1:], cuts.fresh, lanes[sample], at_whole[sample])
     tiles = np.zeros((len(sample), TILE), np.int32)
     tiles[:, :8] = np.stack([*fields, of_whole[sample]], axis=1)
     return Fold(tiles, entries, np.array(heads.numbers, np.int32), slots, int(lanes.max()))
@@ -301,7 +301,7 @@ def spots(
     step: Step,
     operands: Sequence[Operand],
     height: int,
-    left: Callable[[Operand], list[tuple[int, int]]] = lambda own: [(own.row, own.row + own.rows)],
+    rows_of: Callable[[Operand], list[tuple[int, int]]] = lambda first: [(first.row, first.row + first.rows)],
 ) -> RowTiles:
     """Tiles of the rows that a delta or finish writes; left: the rows still to do. Flags: whether its rows, and for
     delta the rows of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or of
@@ -309,15 +309,15 @@ def spots(
     heads, tiles = HeadColumns(), []
     for row in step.rowops:
         sides = [operands[i] for i in ((row.c, row.a, row.b) if step.op == Op.DELTA else (row.c,))]
-        own = sides[0]
-        flags = sum(2 << i for i, one in enumerate(sides) if not one.is_home)
-        shifts = [one.row - own.row for one in sides[1:]] or [0, 0]
-        columns = [list(one.listed) for one in sides]
-        at = heads.at(tuple(x for lane in zip(*columns, strict=True) for x in (*lane, 0, 0, 0)[:4]))
-        for begin, end in left(own):
+        first = sides[0]
+        flags = sum(2 << i for i, operand in enumerate(sides) if not operand.is_home)
+        shifts = [operand.row - first.row for operand in sides[1:]] or [0, 0]
+        columns = [list(operand.listed) for operand in sides]
+        index = heads.at(tuple(x for lane in zip(*columns, strict=True) for x in (*lane, 0, 0, 0)[:4]))
+        for begin, end in rows_of(first):
             for start in range(begin, end, height):
                 stop = min(start + height, end)
-                tiles.append((start, stop, 0, 0, flags, len(columns[0]), at, *shifts))
+                tiles.append((start, stop, 0, 0, flags, len(columns[0]), index, *shifts))
     table = np.zeros((len(tiles), TILE), np.int32)
     table[:, :9] = np.array(tiles, np.int32).reshape(-1, 9)
     return RowTiles(table, np.array(heads.numbers, np.int32), int(table[:, 5].max(initial=0)))

@@ -41,17 +41,17 @@ def _base(slot, bases):
 
 
 @triton.jit
-def _converted(
-    source, target, live, width, FROM: tl.constexpr, TO: tl.constexpr, GRAIN: tl.constexpr, C: tl.constexpr
+def _convert_rows(
+    source, target, valid, width, FROM: tl.constexpr, TO: tl.constexpr, GRAIN: tl.constexpr, C: tl.constexpr
 ):
     """Converts rows of numbers from one dtype to another, `width` bytes per row."""
     source_at = tl.multiple_of(source.to(tl.pointer_type(FROM)), (GRAIN, GRAIN))
     target_at = tl.multiple_of(target.to(tl.pointer_type(TO)), (GRAIN, GRAIN))
     step, count = tl.arange(0, C)[None, :], width // (TO.primitive_bitwidth // 8)
     for j in range(0, count, C):
-        inside = live & (j + step < count)
-        number = tl.load(source_at + j + step, mask=inside)
-        tl.store(target_at + j + step, number.to(TO), mask=inside)
+        mask = valid & (j + step < count)
+        number = tl.load(source_at + j + step, mask=mask)
+        tl.store(target_at + j + step, number.to(TO), mask=mask)
 
 
 @triton.jit
@@ -64,23 +64,23 @@ def move(
     """Moves R rows of a panel. Offsets, strides and widths count grains of GRAIN bytes: 16, or a number's 2, 4 or 8."""
     chunk = chunks + tl.program_id(0) * 2
     panel = panels + tl.load(chunk) * PANEL
-    how, count, width = tl.load(panel + 8), tl.load(panel + 6), tl.load(panel + 7) * GRAIN
+    action, count, width = tl.load(panel + 8), tl.load(panel + 6), tl.load(panel + 7) * GRAIN
     row = tl.load(chunk + 1) + tl.arange(0, R)
-    live = (row < count)[:, None]
+    valid = (row < count)[:, None]
     bases = b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11
     source = _base(tl.load(panel), bases)
     source = (source + tl.load(panel + 1) * GRAIN) + row[:, None] * (tl.load(panel + 2) * GRAIN)
     target = _base(tl.load(panel + 3), bases)
     target = (target + tl.load(panel + 4) * GRAIN) + row[:, None] * (tl.load(panel + 5) * GRAIN)
     HALF: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    if how == NARROW:
-        _converted(source, target, live, width, tl.float64, tl.float32, GRAIN, C)
-    elif how == WIDEN:
-        _converted(source, target, live, width, tl.float32, tl.float64, GRAIN, C)
-    elif how == ROUND:
-        _converted(source, target, live, width, tl.float32, HALF, GRAIN, C)
-    elif how == EXTEND:
-        _converted(source, target, live, width, HALF, tl.float32, GRAIN, C)
+    if action == NARROW:
+        _convert_rows(source, target, valid, width, tl.float64, tl.float32, GRAIN, C)
+    elif action == WIDEN:
+        _convert_rows(source, target, valid, width, tl.float32, tl.float64, GRAIN, C)
+    elif action == ROUND:
+        _convert_rows(source, target, valid, width, tl.float32, HALF, GRAIN, C)
+    elif action == EXTEND:
+        _convert_rows(source, target, valid, width, HALF, tl.float32, GRAIN, C)
     else:
         UNIT: tl.constexpr = tl.int16 if GRAIN == 2 else tl.int32
         BYTES: tl.constexpr = 2 if GRAIN == 2 else 4
@@ -89,11 +89,11 @@ def move(
         target_at = tl.multiple_of(target.to(tl.pointer_type(UNIT)), (GRAIN, GRAIN))
         step = tl.arange(0, C)[None, :]
         for j in range(0, width // BYTES, C):
-            inside = live & (j + step < width // BYTES)
-            unit = tl.load(source_at + j + step, mask=inside & (how == COPY), other=0)
+            mask = valid & (j + step < width // BYTES)
+            unit = tl.load(source_at + j + step, mask=mask & (action == COPY), other=0)
             if BYTES == 4:
-                unit = tl.where((how == NEVER) & ((step & 1) == 1), LOW_INF, unit)
-            tl.store(target_at + j + step, unit, mask=inside)
+                unit = tl.where((action == NEVER) & ((step & 1) == 1), LOW_INF, unit)
+            tl.store(target_at + j + step, unit, mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -114,23 +114,23 @@ def add(
     bases = b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11
     base = _base(slot, bases).to(tl.pointer_type(tl.float32))
     row = tl.load(tile) + tl.arange(0, R)
-    live = (row < tl.load(tile + 1))[:, None]
+    valid = (row < tl.load(tile + 1))[:, None]
     fresh = tl.load(tile + 4) & 1
-    at = base + ((row.to(tl.int64) * columns + tl.load(heads + tl.load(tile + 6) + lane)) * width)[:, None]
+    ptr = base + ((row.to(tl.int64) * columns + tl.load(heads + tl.load(tile + 6) + lane)) * width)[:, None]
     for j in range(0, width, C):
         column = j + tl.arange(0, C)[None, :]
-        inside = live & (column < width)
-        total = tl.load(at + column, mask=inside & (fresh == 0), other=0.0)
+        mask = valid & (column < width)
+        total = tl.load(ptr + column, mask=mask & (fresh == 0), other=0.0)
         for x in range(tl.load(tile + 2), tl.load(tile + 3)):
             entry = entries + x * ENTRY
-            other = tl.load(entry + 3)
-            held = tl.load(arrays + 2 * other)
-            part = _base(other, bases).to(tl.pointer_type(tl.float32))
-            of = (row + tl.load(entry + 2)).to(tl.int64) * held + tl.load(heads + tl.load(entry + 4) + lane)
+            array = tl.load(entry + 3)
+            pitch = tl.load(arrays + 2 * array)
+            part = _base(array, bases).to(tl.pointer_type(tl.float32))
+            index = (row + tl.load(entry + 2)).to(tl.int64) * pitch + tl.load(heads + tl.load(entry + 4) + lane)
             meant = ((row >= tl.load(entry)) & (row < tl.load(entry + 1)))[:, None]
-            total += tl.load(part + (of * width)[:, None] + column, mask=inside & meant, other=0.0)
+            total += tl.load(part + (index * width)[:, None] + column, mask=mask & meant, other=0.0)
         tl.debug_barrier()
-        tl.store(at + column, total, mask=inside)
+        tl.store(ptr + column, total, mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -145,30 +145,30 @@ def merge(
     if lane >= tl.load(tile + 5):
         return
     row = tl.load(tile) + tl.arange(0, R)
-    live = row < tl.load(tile + 1)
+    valid = row < tl.load(tile + 1)
     work = tl.load(tile + 7) != 0
-    of = row.to(tl.int64) * tl.where(work, o_columns, q_heads) + tl.load(heads + tl.load(tile + 6) + lane)
-    o_at, lse_at = tl.where(work, o_work, o_home) + (of * E)[:, None], tl.where(work, lse_work, lse_home) + of
-    old = live & (row * 0 + tl.load(tile + 4) & 1 == 0)
-    lse = tl.load(lse_at, mask=old, other=NEG_INF)
-    whole = _load(o_at, old[:, None], E, EA, EB, True)
+    index = row.to(tl.int64) * tl.where(work, o_columns, q_heads) + tl.load(heads + tl.load(tile + 6) + lane)
+    o_at, lse_at = tl.where(work, o_work, o_home) + (index * E)[:, None], tl.where(work, lse_work, lse_home) + index
+    has_old = valid & (row * 0 + tl.load(tile + 4) & 1 == 0)
+    lse = tl.load(lse_at, mask=has_old, other=NEG_INF)
+    total = _load(o_at, has_old[:, None], E, EA, EB, True)
     for x in range(tl.load(tile + 2), tl.load(tile + 3)):
         entry = entries + x * ENTRY
-        meant = live & (row >= tl.load(entry)) & (row < tl.load(entry + 1))
-        other = tl.load(entry + 3) != 0
-        part = (row + tl.load(entry + 2)).to(tl.int64) * tl.where(other, o_columns, q_heads)
+        meant = valid & (row >= tl.load(entry)) & (row < tl.load(entry + 1))
+        is_work = tl.load(entry + 3) != 0
+        part = (row + tl.load(entry + 2)).to(tl.int64) * tl.where(is_work, o_columns, q_heads)
         part += tl.load(heads + tl.load(entry + 4) + lane)
-        found = tl.load(tl.where(other, lse_work, lse_home) + part, mask=meant, other=NEG_INF)
-        lse, keep, take = merge_weights(lse, found)
-        rows = _load(tl.where(other, o_work, o_home) + (part * E)[:, None], meant[:, None], E, EA, EB, True)
-        whole = _mixed(whole, keep[:, None], rows, take[:, None], EB)
+        part_lse = tl.load(tl.where(is_work, lse_work, lse_home) + part, mask=meant, other=NEG_INF)
+        lse, keep, take = merge_weights(lse, part_lse)
+        rows = _load(tl.where(is_work, o_work, o_home) + (part * E)[:, None], meant[:, None], E, EA, EB, True)
+        total = _mix(total, keep[:, None], rows, take[:, None], EB)
     tl.debug_barrier()  # every thread has read what one of them overwrites
-    tl.store(lse_at, lse, mask=live)
-    _merge(o_at, o_at, live[:, None], 0.0, 1.0, 1, whole, E, EA, EB)
+    tl.store(lse_at, lse, mask=valid)
+    _merge(o_at, o_at, valid[:, None], 0.0, 1.0, 1, total, E, EA, EB)
 
 
 @triton.jit
-def _mixed(a, of_a, b, of_b, B: tl.constexpr):
+def _mix(a, of_a, b, of_b, B: tl.constexpr):
     """The weighted sum of a and b, part by part."""
     return (a[0] * of_a + b[0] * of_b, a[1] * of_a + b[1] * of_b) if B else (a[0] * of_a + b[0] * of_b,)
 
@@ -187,26 +187,26 @@ def delta(
         return
     columns = heads + tl.load(tile + 6) + lane * LANE
     row, flags = tl.load(tile) + tl.arange(0, R), tl.load(tile + 4)
-    live = row < tl.load(tile + 1)
+    valid = row < tl.load(tile + 1)
     do_at = _beside(tile, columns, 1, do_home, do_work, q_heads, do_columns, R, E)
-    do = _load(do_at[:, None], live[:, None], E, EA, EB, True)
+    do = _load(do_at[:, None], valid[:, None], E, EA, EB, True)
     head = tl.load(columns + 2)
     home = (row + tl.load(tile + 8)).to(tl.int64) * q_heads + head
-    merged, total = _statistics(do, out + (home * E)[:, None], lse + home, live, E, EA, EB)
+    row_lse, total = _statistics(do, out + (home * E)[:, None], lse + home, valid, E, EA, EB)
     if DLSE:
-        total -= tl.load(dlse + home, mask=live, other=0.0)
+        total -= tl.load(dlse + home, mask=valid, other=0.0)
     work = (flags & 2) != 0
-    at = row.to(tl.int64) * tl.where(work, delta_columns, q_heads) + tl.load(columns)
-    at = tl.where(work, delta_work, delta_home) + at * 2
-    tl.store(at, merged.to(tl.float32), mask=live)
-    tl.store(at + 1, total, mask=live)
+    ptr = row.to(tl.int64) * tl.where(work, delta_columns, q_heads) + tl.load(columns)
+    ptr = tl.where(work, delta_work, delta_home) + ptr * 2
+    tl.store(ptr, row_lse.to(tl.float32), mask=valid)
+    tl.store(ptr + 1, total, mask=valid)
     if SINKS:
-        nothing = merged == NEG_INF
+        is_empty = row_lse == NEG_INF
         p = tl.where(
-            nothing, 0.0, tl.exp(tl.load(sinks + head).to(tl.float32) - tl.where(nothing, 0.0, merged))
+            is_empty, 0.0, tl.exp(tl.load(sinks + head).to(tl.float32) - tl.where(is_empty, 0.0, row_lse))
         )
         share = shares + (first_share + tl.program_id(0) // lanes) * q_heads + head
-        tl.store(share, -tl.sum(tl.where(live & (merged != NEG_INF), p * total, 0.0), 0))
+        tl.store(share, -tl.sum(tl.where(valid & (row_lse != NEG_INF), p * total, 0.0), 0))
 
 
 @triton.jit(do_not_specialize=(*SIZES, *OF_LAYER))
@@ -220,15 +220,15 @@ def finish(
     if lane >= tl.load(tile + 5):
         return
     row = tl.load(tile) + tl.arange(0, R)
-    live = row < tl.load(tile + 1)
+    valid = row < tl.load(tile + 1)
     head = tl.load(heads + tl.load(tile + 6) + lane * LANE)
-    at = row.to(tl.int64) * q_heads + head
-    rows = _load(o + (at * E)[:, None], live[:, None], E, EA, EB, True)
+    index = row.to(tl.int64) * q_heads + head
+    rows = _load(o + (index * E)[:, None], valid[:, None], E, EA, EB, True)
     keep = tl.full([R], 1.0, tl.float32)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float64) + row * 0
-        merged, keep, _ = merge_weights(tl.load(lse + at, mask=live, other=NEG_INF), sink)
+        row_lse, keep, _ = merge_weights(tl.load(lse + index, mask=valid, other=NEG_INF), sink)
         tl.debug_barrier()  # every thread has read what one of them overwrites
-        tl.store(lse + at, merged, mask=live)
-    to = out + (at * E)[:, None]
-    _merge(to, to, live[:, None], 0.0, keep[:, None], 1, rows, E, EA, EB)
+        tl.store(lse + index, row_lse, mask=valid)
+    target = out + (index * E)[:, None]
+    _merge(target, target, valid[:, None], 0.0, keep[:, None], 1, rows, E, EA, EB)

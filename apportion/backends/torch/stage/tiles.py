@@ -79,8 +79,8 @@ def cut_tiles(
     row1 = np.minimum(row0 + height, hi[run])
     ptr, task = _entries(begin, end, row0, row1)
     mask = (1 << _ROW_BITS) - 1
-    row, until = row0 & mask, ((row1 - 1) & mask) + 1
-    return Tiles(row0 >> _ROW_BITS, row, until, fresh[run], done[run], early[run], ptr, task)
+    row, row_end = row0 & mask, ((row1 - 1) & mask) + 1
+    return Tiles(row0 >> _ROW_BITS, row, row_end, fresh[run], done[run], early[run], ptr, task)
 
 
 def _uniform_ranges(
@@ -93,11 +93,11 @@ def _uniform_ranges(
     marked = depth[1:, :-1] > 0
     keep = np.flatnonzero(depth[0, :-1] > 0)
     lo, hi, marked = points[keep], points[keep + 1], marked[:, keep]
-    new = np.ones(len(keep), bool)
-    new[1:] = (lo[1:] != hi[:-1]) | (marked[:, 1:] != marked[:, :-1]).any(axis=0)
-    new |= np.isin(lo, cuts)
-    at = np.flatnonzero(new)
-    return lo[at], hi[np.append(at[1:], len(keep)) - 1] if len(at) else hi, marked[:, at]
+    is_start = np.ones(len(keep), bool)
+    is_start[1:] = (lo[1:] != hi[:-1]) | (marked[:, 1:] != marked[:, :-1]).any(axis=0)
+    is_start |= np.isin(lo, cuts)
+    firsts = np.flatnonzero(is_start)
+    return lo[firsts], hi[np.append(firsts[1:], len(keep)) - 1] if len(firsts) else hi, marked[:, firsts]
 
 
 def _depth(points: Ints, begin: Ints, end: Ints) -> Ints:
@@ -123,11 +123,11 @@ def shelves(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...
     int64 [tasks], index into `columns` of the columns each writes."""
     pairs, which = np.unique(np.stack([instruction, signature], axis=1), axis=0, return_inverse=True)
     shelf = np.arange(len(pairs))
-    for i, (at, own) in enumerate(pairs.tolist()):
+    for i, (group, signature_) in enumerate(pairs.tolist()):
         for j in range(i - 1, -1, -1):
-            if pairs[j, 0] != at:
+            if pairs[j, 0] != group:
                 break
-            if not set(columns[own]).isdisjoint(columns[pairs[j, 1]]):
+            if not set(columns[signature_]).isdisjoint(columns[pairs[j, 1]]):
                 shelf[shelf == shelf[i]] = shelf[j]
     return shelf[which]
 
@@ -139,10 +139,10 @@ def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -
     ranges of two owners overlap, the later task in the program is launched later. Different slots never conflict.
     """
     wave = np.zeros(len(instruction), np.int64)
-    found = _clashes(instruction, slot, start, stop, owner)
-    for clash, of in set(zip(instruction[found].tolist(), slot[found].tolist(), strict=True)):
-        mine = np.flatnonzero((instruction == clash) & (slot == of))
-        wave[mine] = _serial_waves(slot[mine], start[mine], stop[mine], owner[mine])
+    clashes = _clashes(instruction, slot, start, stop, owner)
+    for number, slot_number in set(zip(instruction[clashes].tolist(), slot[clashes].tolist(), strict=True)):
+        members = np.flatnonzero((instruction == number) & (slot == slot_number))
+        wave[members] = _serial_waves(slot[members], start[members], stop[members], owner[members])
     return wave
 
 
@@ -150,22 +150,22 @@ def _clashes(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints
     """Tasks that may overlap another owner's rows: a range begins before an earlier one, in sorted order, ends."""
     order: Ints = np.lexsort((start, slot, instruction))
     group = offsets(np.diff(instruction[order]) | np.diff(slot[order]) != 0)
-    reach = np.maximum.accumulate((group << _ROW_BITS) + stop[order])
-    meets = np.zeros(len(order), bool)
-    meets[1:] = (group[1:] << _ROW_BITS) + start[order][1:] < reach[:-1]
+    ends = np.maximum.accumulate((group << _ROW_BITS) + stop[order])
+    overlaps = np.zeros(len(order), bool)
+    overlaps[1:] = (group[1:] << _ROW_BITS) + start[order][1:] < ends[:-1]
     mixed = np.zeros(int(group[-1]) + 1 if len(group) else 0, bool)
     np.logical_or.at(mixed, group[1:], (np.diff(owner[order]) != 0) & (np.diff(group) == 0))
-    found: Ints = order[meets & mixed[group]]
-    return found
+    result: Ints = order[overlaps & mixed[group]]
+    return result
 
 
 def _serial_waves(slot: Ints, start: Ints, stop: Ints, owner: Ints) -> list[int]:
     """The wave of each task in order; a task that overlaps rows of another owner in the wave starts a new one."""
-    wave, now = [], 0
-    held: list[tuple[int, ...]] = []
+    wave, current = [], 0
+    active: list[tuple[int, ...]] = []
     for at, low, high, own in zip(*(part.tolist() for part in (slot, start, stop, owner)), strict=True):
-        if any(at == on and own != of and low < end and begin < high for on, begin, end, of in held):
-            now, held = now + 1, []
-        held.append((at, low, high, own))
-        wave.append(now)
+        if any(at == on and own != of and low < end and begin < high for on, begin, end, of in active):
+            current, active = current + 1, []
+        active.append((at, low, high, own))
+        wave.append(current)
     return wave

@@ -48,8 +48,8 @@ class Variant:
 def parts(width: int) -> tuple[int, int]:
     """Two powers of two that cover a width; the second is 0 if one suffices."""
     first = max(LEAST, 1 << (width.bit_length() - 1))
-    rest = width - first
-    return first, 0 if rest <= 0 else max(LEAST, 1 << (rest - 1).bit_length())
+    remaining = width - first
+    return first, 0 if remaining <= 0 else max(LEAST, 1 << (remaining - 1).bit_length())
 
 
 def row_constants(width: int) -> dict[str, int]:

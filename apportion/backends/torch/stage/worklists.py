@@ -53,8 +53,8 @@ class Columns:
     for each list of heads and their columns; names, columns: signature -> these lists."""
 
     def __init__(self, program: Program) -> None:
-        listed = [(one.space, one.row, one.rows, one.heads, one.listed) for one in program.operands]
-        space, row, rows, names, columns = zip(*listed, strict=True)
+        fields = [(operand.space, operand.row, operand.rows, operand.heads, operand.listed) for operand in program.operands]
+        space, row, rows, names, columns = zip(*fields, strict=True)
         self.space, self.row, self.rows = (np.array(column, np.int64) for column in (space, row, rows))
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(zip(names, columns, strict=True)))}
         self.signature = np.array([kinds[kind] for kind in zip(names, columns, strict=True)], np.int64)
@@ -137,10 +137,10 @@ def work_list(
     rows that tasks leave as results; targets: destinations of the work rows among them; stated: home rows, by task,
     whose statistics the kernel computes."""
     tasks = _ListedTasks(programs, columns, ROLES[kernel])
-    done = KeyedRows(tasks.key[complete.of], complete.row0, complete.row1)
-    within = _targets_of(done, tasks.spaces[complete.of] & 1, targets)
+    finished = KeyedRows(tasks.key[complete.of], complete.row0, complete.row1)
+    cuts = _targets_of(finished, tasks.spaces[complete.of] & 1, targets)
     early = KeyedRows(tasks.key[stated.of], stated.row0, stated.row1)
-    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, done, within, early)
+    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, finished, cuts, early)
     entries, of_tile = _entries(tasks, tiles, block)
     heads = _Heads(columns, tasks)
     numbers = np.arange(len(tiles.key))
@@ -167,12 +167,12 @@ def _targets_of(done: KeyedRows, is_work: Ints, targets: Targets) -> KeyedRows:
     low = np.searchsorted(targets.row1, done.row0, "right")
     high = np.searchsorted(targets.row0, done.row1, "left")
     count = np.where(is_work == 1, high - low, 0)
-    of = group_of(count)
-    at = within(count) + low[of]
+    source = group_of(count)
+    target = within(count) + low[source]
     return KeyedRows(
-        done.key[of],
-        np.maximum(targets.row0[at], done.row0[of]),
-        np.minimum(targets.row1[at], done.row1[of]),
+        done.key[source],
+        np.maximum(targets.row0[target], done.row0[source]),
+        np.minimum(targets.row1[target], done.row1[source]),
     )
 
 
@@ -183,14 +183,14 @@ def _aim(rows: Ints, heads: _Heads, tasks: _ListedTasks, sample: Ints, targets: 
     work = rows[:, 4] & 2 > 0
     home = np.flatnonzero(complete & ~work)
     rows[home, FIRST], rows[home, COLUMNS], rows[home, HEADS] = rows[home, 0], rows[home, 5], heads.in_order
-    aimed = np.flatnonzero(complete & work)
-    at = np.searchsorted(targets.row0, rows[aimed, 0], "right") - 1
-    staged = targets.staged[at]
-    rows[aimed, 4] += (STAGED * staged).astype(np.int32)
-    rows[aimed, AT], rows[aimed, LSE] = targets.at[at], targets.lse[at]
-    rows[aimed, FIRST] = targets.first[at] + rows[aimed, 0] - targets.row0[at]
-    rows[aimed, COLUMNS] = targets.columns[at]
-    rows[aimed, HEADS] = np.where(staged == 1, heads.in_order, heads.at_home[sample[aimed]])
+    written = np.flatnonzero(complete & work)
+    target = np.searchsorted(targets.row0, rows[written, 0], "right") - 1
+    staged = targets.staged[target]
+    rows[written, 4] += (STAGED * staged).astype(np.int32)
+    rows[written, AT], rows[written, LSE] = targets.at[target], targets.lse[target]
+    rows[written, FIRST] = targets.first[target] + rows[written, 0] - targets.row0[target]
+    rows[written, COLUMNS] = targets.columns[target]
+    rows[written, HEADS] = np.where(staged == 1, heads.in_order, heads.at_home[sample[written]])
 
 
 class _ListedTasks:
@@ -202,25 +202,25 @@ class _ListedTasks:
 
     def __init__(self, programs: ProgramSet, columns: Columns, roles: Roles) -> None:
         table, row = programs[roles.table], columns.row
-        of = {
+        operand_of = {
             name: table[name].astype(np.int64)
             for name in (roles.owner, *roles.beside, roles.walked, *roles.along)
         }
-        self.roles, self.of = roles, of
-        owner, walked = of[roles.owner], of[roles.walked]
+        self.roles, self.of = roles, operand_of
+        owner, walked = operand_of[roles.owner], operand_of[roles.walked]
         self.start, self.stop = row[owner], row[owner] + columns.rows[owner]
         self.low, self.high = row[walked], row[walked] + columns.rows[walked]
         sign = -1 if roles.walked == "q" else 1
         bounds = [table[name].astype(np.int64) * sign for name in ("dmin", "dmax")[::sign]]
         self.dmin, self.dmax = (bound + row[owner] - row[walked] for bound in bounds)
         self.first = table["first"].astype(np.int64) & roles.first > 0
-        self.beside = [row[of[name]] - row[owner] for name in roles.beside]
-        self.along = [row[of[name]] - row[walked] for name in roles.along]
-        self.spaces = _bits(columns.space[of[name]] for name in (roles.owner, *roles.beside))
-        self.walked_spaces = _bits(columns.space[of[name]] for name in (roles.walked, *roles.along))
+        self.beside = [row[operand_of[name]] - row[owner] for name in roles.beside]
+        self.along = [row[operand_of[name]] - row[walked] for name in roles.along]
+        self.spaces = _bits(columns.space[operand_of[name]] for name in (roles.owner, *roles.beside))
+        self.walked_spaces = _bits(columns.space[operand_of[name]] for name in (roles.walked, *roles.along))
         op, count = (programs["instructions"].wide(name) for name in ("op", "count"))
         self.instruction = instruction_of(op, count, roles.table)
-        signatures = [columns.signature[of[name]] for name in (roles.owner, *roles.beside)]
+        signatures = [columns.signature[operand_of[name]] for name in (roles.owner, *roles.beside)]
         key = group(self.instruction, self.spaces, *signatures, *self.beside)
         slot = 2 * shelves(self.instruction, signatures[0], columns.columns) + columns.space[owner]
         wave = waves(self.instruction, slot, self.start, self.stop, key)
@@ -234,8 +234,8 @@ def group(*columns: Ints) -> Ints:
     """int64 [n]: the rank of each row of the columns among the distinct rows, in ascending order from 0."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
-        found, number = np.unique(column, return_inverse=True)
-        key = np.unique(key * len(found) + number, return_inverse=True)[1]
+        distinct, number = np.unique(column, return_inverse=True)
+        key = np.unique(key * len(distinct) + number, return_inverse=True)[1]
     return key
 
 
@@ -258,13 +258,13 @@ def _entries(tasks: _ListedTasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]
     all1 = np.where((from_ == row0) & (to == row1), all1, all0)
     full0 = np.minimum(start + -(-(np.maximum(all0, start) - start) // block) * block, stop)
     full1 = full0 + np.maximum(np.minimum(all1, stop) - full0, 0) // block * block
-    cut = [np.clip(bound, -_FAR, _FAR) for bound in (dmin, dmax)]
-    along = [shift[task] for shift in tasks.along]
-    fields = [start, stop, full0, full1, *cut, from_, to, tasks.walked_spaces[task], task, *along]
+    clipped = [np.clip(bound, -_FAR, _FAR) for bound in (dmin, dmax)]
+    walked_rows = [shift[task] for shift in tasks.along]
+    fields = [start, stop, full0, full1, *clipped, from_, to, tasks.walked_spaces[task], task, *walked_rows]
     rows = np.zeros((len(task), ENTRY), np.int64)
     rows[:, : len(fields)] = np.stack(fields, axis=1)
-    seen = np.flatnonzero(stop > start)
-    return rows[seen], tile[seen]
+    nonempty = np.flatnonzero(stop > start)
+    return rows[nonempty], tile[nonempty]
 
 
 class _Heads:
@@ -283,7 +283,7 @@ class _Heads:
         self.tile = self._signature_offsets(owners, self._lanes)
         by_key = roles.walked == "q"
         self.entry = self._signature_offsets([owners[0], *walked], self._queries if by_key else self._keys)
-        self.lanes = np.array([len(own) for own in columns.columns])[owners[0]]
+        self.lanes = np.array([len(heads) for heads in columns.columns])[owners[0]]
         self.at_home = self._signature_offsets(owners[:1], lambda owner: list(columns.names[owner]))
         self.in_order = len(self._numbers)
         self._numbers += range(int(self.lanes.max(initial=0)))
@@ -291,15 +291,15 @@ class _Heads:
 
     def _signature_offsets(self, signatures: Sequence[Ints], write: Callable[..., list[int]]) -> Ints:
         """int64 [tasks]: the offset of the numbers of each combination of signatures."""
-        found, which = np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)
-        at = np.zeros(len(found), np.int64)
-        for i, row in enumerate(found.tolist()):
-            at[i] = len(self._numbers)
+        distinct, which = np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)
+        starts = np.zeros(len(distinct), np.int64)
+        for i, row in enumerate(distinct.tolist()):
+            starts[i] = len(self._numbers)
             self._numbers += write(*row)
-        return at[which]
+        return starts[which]
 
     def _lanes(self, *signatures: int) -> list[int]:
-        rows = zip(*(self._columns.columns[one] for one in signatures), strict=True)
+        rows = zip(*(self._columns.columns[signature] for signature in signatures), strict=True)
         return [number for row in rows for number in (*row, 0, 0, 0)[:4]]
 
     def _keys(self, owner: int, kv: int) -> list[int]:
@@ -308,22 +308,22 @@ class _Heads:
     def _queries(self, owner: int, *queries: int) -> list[int]:
         lanes = len(self._columns.columns[owner])
         kv_of = self._columns.kv_of(queries[0], owner)
-        rows = list(zip(*(self._columns.columns[one] for one in queries), strict=True))
+        rows = list(zip(*(self._columns.columns[query] for query in queries), strict=True))
         ends: list[int] = []
-        listed: list[int] = []
+        heads: list[int] = []
         for lane in range(lanes):
-            ends.append(len(self._numbers) + lanes + 1 + len(listed))
-            listed += [number for i, row in enumerate(rows) if kv_of[i] == lane for number in row]
-        return [*ends, len(self._numbers) + lanes + 1 + len(listed), *listed]
+            ends.append(len(self._numbers) + lanes + 1 + len(heads))
+            heads += [number for i, row in enumerate(rows) if kv_of[i] == lane for number in row]
+        return [*ends, len(self._numbers) + lanes + 1 + len(heads), *heads]
 
 
 def _launches(tasks: _ListedTasks, launch: Ints, lanes: Ints) -> Mapping[int, tuple[Launch, ...]]:
     """The launches of each instruction, of int64 [tiles] launch numbers in order."""
-    found: dict[int, tuple[Launch, ...]] = {}
+    result: dict[int, tuple[Launch, ...]] = {}
     numbers, first, count = np.unique(launch, return_index=True, return_counts=True)
-    at = np.zeros(int(tasks.launch.max(initial=-1)) + 1, np.int64)
-    at[tasks.launch] = tasks.instruction
+    instruction = np.zeros(int(tasks.launch.max(initial=-1)) + 1, np.int64)
+    instruction[tasks.launch] = tasks.instruction
     for number, start, tiles in zip(numbers.tolist(), first.tolist(), count.tolist(), strict=True):
-        one = Launch(start, tiles, int(lanes[start : start + tiles].max()))
-        found[int(at[number])] = (*found.get(int(at[number]), ()), one)
-    return found
+        entry = Launch(start, tiles, int(lanes[start : start + tiles].max()))
+        result[int(instruction[number])] = (*result.get(int(instruction[number]), ()), entry)
+    return result

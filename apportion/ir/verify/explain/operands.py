@@ -28,17 +28,17 @@ def _misplaced_operands(program: Program) -> Iterator[Violation]:
     """Operands outside their home rows or arena."""
     table = program["operands"]
     tensor, space, row, rows, column, heads = table.values
-    rank, work, headless = table.rank_of_row(), space != HOME, IS_HEADLESS[tensor]
-    limit = np.where(work, program.arena_rows[rank, tensor], program.home_rows[rank])
+    rank, is_work, headless = table.rank_of_row(), space != HOME, IS_HEADLESS[tensor]
+    limit = np.where(is_work, program.arena_rows[rank, tensor], program.home_rows[rank])
     room = program.arena_heads[rank, tensor]
     checks = [
         (row + rows > limit, "ends after the last of {} rows", limit),
         (headless & (heads != 0), "has no heads: its head set must be 0", limit),
         (column != 0, "begins at head column {}: it must be 0", column),
-        (work & ~headless & (program.head_count > room), "has more heads than the {} of its arena", room),
+        (is_work & ~headless & (program.head_count > room), "has more heads than the {} of its arena", room),
     ]
-    for wrong, message, number in checks:
-        for operand in np.flatnonzero(wrong & (tensor != Tensor.NONE)).tolist():
+    for is_wrong, message, number in checks:
+        for operand in np.flatnonzero(is_wrong & (tensor != Tensor.NONE)).tolist():
             yield _operand_violation(program, operand, message.format(number[operand]))
 
 
@@ -52,64 +52,64 @@ def _operand_violation(program: Program, operand: int, message: str) -> Violatio
 def _of_another_phase(program: Program) -> Iterator[Violation]:
     instructions = program["instructions"]
     for op in (op for op in Op if program.phase not in op.rule.phases):
-        for at in np.flatnonzero(instructions["op"] == op).tolist():
+        for instruction in np.flatnonzero(instructions["op"] == op).tolist():
             message = f"{OP_NAMES[op]} does not belong to a {program.phase} program"
-            yield at_instruction(RULE, program, at, message)
-    foreign = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
-    for operand in np.flatnonzero(np.isin(program["operands"]["tensor"], foreign)).tolist():
+            yield at_instruction(RULE, program, instruction, message)
+    tensors = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
+    for operand in np.flatnonzero(np.isin(program["operands"]["tensor"], tensors)).tolist():
         yield _operand_violation(program, operand, "names a tensor of the backward phase")
 
 
 def _list_violations(program: Program, name: str) -> Iterator[Violation]:
     """List rows that their op does not accept: for each the first reason, in column order."""
     rows, instruction = program[name], program.instruction_of(name)
-    ops, found = program["instructions"]["op"][instruction], dict[int, str]()
-    named = {
+    ops, by_row = program["instructions"]["op"][instruction], dict[int, str]()
+    columns = {
         column: program["operands"].ptr[rows.rank_of_row()] + rows[column] for column in OPERAND_COLUMNS[name]
     }
     for op in map(Op, np.unique(ops).tolist()):
         reasons = [
-            *_reasons(program, op.rule, named),
-            *(_bands(program, name, named) if op.rule.is_attention else ()),
+            *_reasons(program, op.rule, columns),
+            *(_bands(program, name, columns) if op.rule.is_attention else ()),
         ]
-        for wrong, reason in reasons:
-            for row in np.flatnonzero(wrong & (ops == op)).tolist():
-                found.setdefault(row, f"{OP_NAMES[op]}, row {rows.rank_and_row(row)[1]} of {name}: {reason}")
-    for row, reason in sorted(found.items()):
-        message = f"{reason} ({_describe_operands(program, named, row)})"
+        for is_wrong, reason in reasons:
+            for row in np.flatnonzero(is_wrong & (ops == op)).tolist():
+                by_row.setdefault(row, f"{OP_NAMES[op]}, row {rows.rank_and_row(row)[1]} of {name}: {reason}")
+    for row, reason in sorted(by_row.items()):
+        message = f"{reason} ({_describe_operands(program, columns, row)})"
         yield at_instruction(RULE, program, int(instruction[row]), message)
 
 
-def _describe_operands(program: Program, named: Mapping[str, Ints], row: int) -> str:
+def _describe_operands(program: Program, columns: Mapping[str, Ints], row: int) -> str:
     table = program["operands"]
     return "; ".join(
-        f"{column} = {describe_operand(table.at(int(at[row])))}"
-        for column, at in named.items()
-        if table["tensor"][at[row]] != Tensor.NONE
+        f"{column} = {describe_operand(table.at(int(index[row])))}"
+        for column, index in columns.items()
+        if table["tensor"][index[row]] != Tensor.NONE
     )
 
 
-def _reasons(program: Program, rule: Rule, named: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
+def _reasons(program: Program, rule: Rule, columns: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
     """(bool [rows], message) for each check, assuming all rows are of one op."""
     tensor, space, row, rows = program["operands"].values[:4]
     for column in rule.columns:
-        x, argument = named[column], rule.argument(column)
+        x, argument = columns[column], rule.argument(column)
         allowed = tensors_of(argument)
-        words = f"operand {column} must be {' or '.join(TENSOR_NAMES[one] for one in allowed)}"
+        text = f"operand {column} must be {' or '.join(TENSOR_NAMES[number] for number in allowed)}"
         moves = argument is not None and rule.source(argument) is not None
-        yield ~np.isin(tensor[x], allowed), words + (", the tensor of a" if moves else "")
+        yield ~np.isin(tensor[x], allowed), text + (", the tensor of a" if moves else "")
         other = rule.argument(argument.like or "") if argument else None
         if argument and other:
-            y = named[other.column]
-            both = (tensor[x] != Tensor.NONE) & (tensor[y] != Tensor.NONE)
-            yield both & (rows[x] != rows[y]), f"operand {column} has another number of rows"
+            y = columns[other.column]
+            present = (tensor[x] != Tensor.NONE) & (tensor[y] != Tensor.NONE)
+            yield present & (rows[x] != rows[y]), f"operand {column} has another number of rows"
             if not HEADLESS.issuperset(other.tensors):
-                unlike = both & (program.same_heads[x] != program.same_heads[y])
-                yield unlike, f"operand {column} has other heads"
+                differ = present & (program.same_heads[x] != program.same_heads[y])
+                yield differ, f"operand {column} has other heads"
             if moves:
-                yield both & (tensor[x] != tensor[y]), f"{words}, the tensor of a"
-                meet = (row[x] < row[y] + rows[y]) & (row[y] < row[x] + rows[x])
-                yield both & (space[x] == space[y]) & meet, "operands a and c overlap"
+                yield present & (tensor[x] != tensor[y]), f"{text}, the tensor of a"
+                overlap = (row[x] < row[y] + rows[y]) & (row[y] < row[x] + rows[x])
+                yield present & (space[x] == space[y]) & overlap, "operands a and c overlap"
         if argument and argument.at_home:
             yield (space[x] != HOME), f"operand {column} must be at home"
 
@@ -121,9 +121,9 @@ def tensors_of(argument: Argument | None) -> tuple[Tensor, ...]:
     return (Tensor.NONE, *argument.tensors) if argument.optional else argument.tensors
 
 
-def _bands(program: Program, name: str, named: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
+def _bands(program: Program, name: str, columns: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
     """(bool [rows], message) for the bands of tasks."""
-    count, low, high = program["operands"]["rows"], program[name]["dmin"], program[name]["dmax"]
-    wide = (low < 1 - count[named["kv"]]) | (high > count[named["q"]] - 1)
+    count, dmin, dmax = program["operands"]["rows"], program[name]["dmin"], program[name]["dmax"]
+    wide = (dmin < 1 - count[columns["kv"]]) | (dmax > count[columns["q"]] - 1)
     yield wide, "the band goes beyond the rows: dmin >= 1 - key rows, dmax <= query rows - 1"
-    yield low > high, "the band is empty"
+    yield dmin > dmax, "the band is empty"

@@ -26,14 +26,14 @@ def mismatches(program: Program) -> Iterator[Violation]:
 def _order(program: Program) -> Iterator[Violation]:
     """Checks that rounds ascend in launch order on every rank, over all channels."""
     instructions = program["instructions"]
-    at = np.flatnonzero(instructions["op"] == Op.LAUNCH)
-    rank, number = program.rank_of[at], instructions["round"][at]
+    launches = np.flatnonzero(instructions["op"] == Op.LAUNCH)
+    rank, number = program.rank_of[launches], instructions["round"][launches]
     for i in np.flatnonzero((rank[1:] == rank[:-1]) & (number[1:] <= number[:-1])).tolist():
         message = (
             f"launches round {number[i + 1]} after round {number[i]} of instruction "
-            f"{instructions.rank_and_row(int(at[i]))[1]}: rounds must ascend"
+            f"{instructions.rank_and_row(int(launches[i]))[1]}: rounds must ascend"
         )
-        yield at_instruction(RULE, program, int(at[i + 1]), message)
+        yield at_instruction(RULE, program, int(launches[i + 1]), message)
 
 
 def _waits(program: Program) -> Iterator[Violation]:
@@ -48,9 +48,9 @@ def _waits(program: Program) -> Iterator[Violation]:
         message = f"waits for round {instructions['round'][wait]} a second time"
         yield at_instruction(RULE, program, wait, message)
     launches = np.flatnonzero(instructions["op"] == Op.LAUNCH)
-    for at in launches[partner[launches] < 0].tolist():
-        message = f"launches round {instructions['round'][at]}, which the rank never waits for"
-        yield at_instruction(RULE, program, at, message)
+    for index in launches[partner[launches] < 0].tolist():
+        message = f"launches round {instructions['round'][index]}, which the rank never waits for"
+        yield at_instruction(RULE, program, index, message)
 
 
 def _rounds(program: Program) -> Iterator[Violation]:
@@ -68,9 +68,9 @@ def _rounds(program: Program) -> Iterator[Violation]:
             )
             yield at_instruction(RULE, program, int(order[i]), message)
     idle = (instructions["mode"][order] & ALL_TO_ALL == 0) & (instructions["count"][order] == 0)
-    for at in order[idle].tolist():
-        message = f"launches round {instructions['round'][at]} without a transfer, and it is no all-to-all"
-        yield at_instruction(RULE, program, at, message)
+    for index in order[idle].tolist():
+        message = f"launches round {instructions['round'][index]} without a transfer, and it is no all-to-all"
+        yield at_instruction(RULE, program, index, message)
     yield from _absent(program)
 
 
@@ -91,11 +91,11 @@ def _pairs(program: Program) -> Iterator[Violation]:
     """Checks that both sides of a transfer agree; an unmatched one is reported at each side."""
     transfers, mate = program["transfers"], program.matches.mate
     receives = np.flatnonzero((transfers["send"] == 0) & (mate >= 0))
-    differ = ~program.matches.agreed[receives]
-    own = transfers["peer"] == transfers.rank_of_row()
-    wrong = np.concatenate([np.flatnonzero(own), receives[differ], np.flatnonzero((mate < 0) & ~own)])
-    instruction = program.instruction_of("transfers") if len(wrong) else mate
-    for t in wrong.tolist():
+    mismatch = ~program.matches.agreed[receives]
+    is_own = transfers["peer"] == transfers.rank_of_row()
+    rows = np.concatenate([np.flatnonzero(is_own), receives[mismatch], np.flatnonzero((mate < 0) & ~is_own)])
+    instruction = program.instruction_of("transfers") if len(rows) else mate
+    for t in rows.tolist():
         yield at_instruction(RULE, program, int(instruction[t]), _mismatch(program, t, instruction))
 
 
@@ -104,12 +104,12 @@ def _mismatch(program: Program, t: int, instruction: Ints) -> str:
     peer, mate = int(transfers["peer"][t]), int(program.matches.mate[t])
     number = program["instructions"]["round"][instruction[t]]
     verb, other = ("sends", "receives") if transfers["send"][t] else ("receives", "sends")
-    mine = f"{verb} {_tile(program, t)} in round {number}"
+    prefix = f"{verb} {_tile(program, t)} in round {number}"
     if peer == transfers.rank_and_row(t)[0]:
-        return f"{mine} to or from itself: use copy"
+        return f"{prefix} to or from itself: use copy"
     if mate >= 0:
-        return f"{mine}, but rank {peer} {other} {_tile(program, mate)}"
-    return f"{mine}, but rank {peer} {other} no matching tile"
+        return f"{prefix}, but rank {peer} {other} {_tile(program, mate)}"
+    return f"{prefix}, but rank {peer} {other} no matching tile"
 
 
 def _tile(program: Program, t: int) -> str:

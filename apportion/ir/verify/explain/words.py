@@ -62,17 +62,17 @@ def violations(subject: Subject) -> tuple[Violation, ...]:
     if subject.holds:
         return ()
     return tuple(
-        one
+        violation
         for program in subject.programs
-        for one in subject.once("words", program, partial(_program_violations, subject))
+        for violation in subject.once("words", program, partial(_program_violations, subject))
     )
 
 
 def _program_violations(subject: Subject, program: Program) -> tuple[Violation, ...]:
     """Operand errors, else transfer mismatches, else the faults at which ranks stopped."""
-    found = list(misfits(program)) or list(mismatches(program))
-    if found:
-        return tuple(found)
+    result = list(misfits(program)) or list(mismatches(program))
+    if result:
+        return tuple(result)
     try:
         trace = subject.trace(program)
     except CapacityError as error:
@@ -86,24 +86,24 @@ def _program_violations(subject: Subject, program: Program) -> tuple[Violation, 
 
 def _violation(program: Program, homes: Homes, fault: Fault) -> Violation:
     tensor, space = Tensor(fault.tensor), Space(fault.space)
-    rule, words = _MESSAGES.get(fault.code, ("operands", "has a form that the verifier does not support"))
+    rule, template = _MESSAGES.get(fault.code, ("operands", "has a form that the verifier does not support"))
     if fault.code == Code.WRONG_HOME and tensor not in PARTIALS:
         rule = _DATAFLOW
     if fault.code == Code.WRITTEN_TWICE and tensor not in PARTIALS:
-        words = "computes {rows} a second time"
+        template = "computes {rows} a second time"
     rows = f"{TENSOR_NAMES[tensor]} {space.name.lower()} rows {span(fault.low, fault.high - fault.low)}"
     rows += _heads(program, fault)
-    held, other = (_tokens(homes, address, fault) for address in (fault.holds, fault.wanted))
-    holds, wanted = _numbers(program, fault)
-    message = words.format(rows=rows, held=held, other=other, holds=holds, wanted=wanted)
+    held_tokens, other = (_tokens(homes, address, fault) for address in (fault.holds, fault.wanted))
+    number, expected = _numbers(program, fault)
+    message = template.format(rows=rows, held=held_tokens, other=other, holds=number, wanted=expected)
     if fault.instruction < 0:
         cause = "coverage" if fault.code in (Code.NOT_PRODUCED, Code.NOT_FINISHED) else ""
-        place = rule, fault.rank, program.kind, program.phase, None
-        return Violation(*place, message, order=_END, cause=cause)
-    unfed = fault.code in (Code.ADD_TO_UNWRITTEN, Code.READ_UNWRITTEN) and tensor in PARTIALS
-    found = at_instruction(rule, program, fault.instruction, f"{_item(program, fault)}{message}")
+        location = rule, fault.rank, program.kind, program.phase, None
+        return Violation(*location, message, order=_END, cause=cause)
+    is_unfed = fault.code in (Code.ADD_TO_UNWRITTEN, Code.READ_UNWRITTEN) and tensor in PARTIALS
+    violation = at_instruction(rule, program, fault.instruction, f"{_item(program, fault)}{message}")
     order = int(program.clock[fault.instruction])
-    return replace(found, order=order, cause="coverage" if unfed else "")
+    return replace(violation, order=order, cause="coverage" if is_unfed else "")
 
 
 def _heads(program: Program, fault: Fault) -> str:
@@ -131,9 +131,9 @@ def _numbers(program: Program, fault: Fault) -> tuple[int, int]:
     if fault.code != Code.OTHER_KEYS:
         return fault.holds, fault.wanted
     queries, keys = program.q_sets.members[fault.wanted], program.kv_sets.members[fault.holds]
-    own = queries // (program.q_sets.heads // program.kv_sets.heads)
-    lacking = int(np.flatnonzero(~np.isin(own, keys))[0])
-    return int(own[lacking]), int(queries[lacking])
+    key_heads = queries // (program.q_sets.heads // program.kv_sets.heads)
+    index = int(np.flatnonzero(~np.isin(key_heads, keys))[0])
+    return int(key_heads[index]), int(queries[index])
 
 
 def _item(program: Program, fault: Fault) -> str:

@@ -34,9 +34,9 @@ def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `coverage`."""
     for kind in subject.plan.request.model.balance:
         tables = subject.plan.programs.get((kind, "forward"))
-        if tables is not None and (why := obstacle(tables)):
+        if tables is not None and (text := obstacle(tables)):
             message = (
-                f"does not gather all visible rows of its queries, as `balance` of the model requires: {why}"
+                f"does not gather all visible rows of its queries, as `balance` of the model requires: {text}"
             )
             yield Violation(RULE, None, kind, "forward", None, message)
     if not subject.holds:
@@ -49,15 +49,15 @@ def _find(subject: Subject, program: Program) -> Iterator[Violation]:
     columns, tasks = np.ascontiguousarray(subject.mask(program.kind).T), subject.tasks(program)
     if tasks.complete and len(subject.mask(program.kind)):
         yield from _absent(program, tasks)
-    for heads, chosen in _lists_by_head(program, tasks):
-        bands = tasks.bands if chosen is None else np.ascontiguousarray(tasks.bands[:, chosen])
-        of_task = tasks.task if chosen is None else tasks.task[chosen]
+    for heads, index in _lists_by_head(program, tasks):
+        bands = tasks.bands if index is None else np.ascontiguousarray(tasks.bands[:, index])
+        numbers = tasks.task if index is None else tasks.task[index]
         try:
-            found = list(_check_list(subject, program, bands, of_task, columns, tasks.complete, heads))
+            violations = list(_check_list(subject, program, bands, numbers, columns, tasks.complete, heads))
         except CapacityError as error:
-            found = [Violation(RULE, None, program.kind, program.phase, None, str(error))]
-        yield from found
-        if found:
+            violations = [Violation(RULE, None, program.kind, program.phase, None, str(error))]
+        yield from violations
+        if violations:
             return  # lists of other heads have the same errors
 
 
@@ -79,26 +79,26 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
         yield "", None
         return
     sets = tasks.heads
-    used = np.flatnonzero(np.bincount(sets)).tolist()
-    member = np.zeros((len(used), program.q_sets.heads), bool)
-    for i, number in enumerate(used):
+    numbers = np.flatnonzero(np.bincount(sets)).tolist()
+    member = np.zeros((len(numbers), program.q_sets.heads), bool)
+    for i, number in enumerate(numbers):
         member[i, program.q_sets.members[number]] = True
-    if used and (member.sum(axis=0) == 1).all() and _are_copies(tasks, len(used)):
-        yield f" of query heads {_abbreviated(np.flatnonzero(member[0]))}", np.flatnonzero(sets == used[0])
+    if numbers and (member.sum(axis=0) == 1).all() and _are_copies(tasks, len(numbers)):
+        yield f" of query heads {_abbreviated(np.flatnonzero(member[0]))}", np.flatnonzero(sets == numbers[0])
         return
     groups, first, inverse = np.unique(member, axis=1, return_index=True, return_inverse=True)
-    seen: list[Ints] = []
+    earlier: list[Ints] = []
     for group in np.argsort(first).tolist():
-        having = np.zeros(len(program.q_sets.members), bool)
-        having[np.array(used, np.int64)[groups[:, group]]] = True
-        chosen = np.flatnonzero(having[sets])
-        bands = tasks.bands[:, chosen]
-        ordered = bands[
+        has_group = np.zeros(len(program.q_sets.members), bool)
+        has_group[np.array(numbers, np.int64)[groups[:, group]]] = True
+        index = np.flatnonzero(has_group[sets])
+        bands = tasks.bands[:, index]
+        sorted_bands = bands[
             :, by_corner(bands)
         ]  # two bands with the same corner may come in either order; then both lists are checked
-        if not any(np.array_equal(ordered, other) for other in seen):
-            seen.append(ordered)
-            yield f" of query heads {_abbreviated(np.flatnonzero(inverse.ravel() == group))}", chosen
+        if not any(np.array_equal(sorted_bands, other) for other in earlier):
+            earlier.append(sorted_bands)
+            yield f" of query heads {_abbreviated(np.flatnonzero(inverse.ravel() == group))}", index
 
 
 def _are_copies(tasks: Tasks, sets: int) -> bool:
@@ -111,17 +111,17 @@ def _are_copies(tasks: Tasks, sets: int) -> bool:
 
 
 def _abbreviated(heads: Ints) -> str:
-    shown = ", ".join(map(str, heads[:4]))
-    return shown if len(heads) <= 4 else f"{shown}, … ({len(heads)})"
+    text = ", ".join(map(str, heads[:4]))
+    return text if len(heads) <= 4 else f"{text}, … ({len(heads)})"
 
 
 def _check_list(
     subject: Subject, program: Program, bands: Ints, task: Ints, mask: Ints, complete: bool, heads: str
 ) -> Iterator[Violation]:
-    areas, inside = areas_inside(bands, mask)
-    forbidden = np.flatnonzero(areas != inside)
-    for i in forbidden[:_MOST].tolist():
-        extra = int(areas[i] - inside[i])
+    areas, inner_areas = areas_inside(bands, mask)
+    wrong_tasks = np.flatnonzero(areas != inner_areas)
+    for i in wrong_tasks[:_MOST].tolist():
+        extra = int(areas[i] - inner_areas[i])
         message = f"{_task(program, task, i)}{heads} computes {extra} forbidden pairs: {_band(bands[:, i])}"
         yield at_instruction(RULE, program, _instruction(program, task, i), message)
     pairs = overlaps(bands)
@@ -132,8 +132,8 @@ def _check_list(
             f"{instruction} computes: {_band(bands[:, j])} and {_band(bands[:, i])}"
         )
         yield at_instruction(RULE, program, _instruction(program, task, j), message)
-    if complete and not len(pairs) and not len(forbidden):
-        yield from _missing(subject, program, bands, inside, mask, heads)
+    if complete and not len(pairs) and not len(wrong_tasks):
+        yield from _missing(subject, program, bands, inner_areas, mask, heads)
 
 
 def _instruction(program: Program, task: Ints, i: int) -> int:
@@ -156,21 +156,21 @@ def _band(band: Ints) -> str:
 
 
 def _missing(
-    subject: Subject, program: Program, bands: Ints, inside: Ints, mask: Ints, heads: str
+    subject: Subject, program: Program, bands: Ints, inner_areas: Ints, mask: Ints, heads: str
 ) -> Iterator[Violation]:
     """Violations for pairs that the mask allows and no task computes, searched band by band, then query by query."""
     areas = algebra.area(mask.T)
-    missing = int(areas.sum()) - int(inside.sum())
+    missing = int(areas.sum()) - int(inner_areas.sum())
     if missing == 0:
         return
     order = np.lexsort((bands[2], bands[0]))
     tasks = np.ascontiguousarray(bands[:, order])
-    at = np.flatnonzero(areas_inside(mask, tasks)[1] != areas)
-    query, key = _first_missing(mask[:, at[:1]], tasks)
+    gaps = np.flatnonzero(areas_inside(mask, tasks)[1] != areas)
+    query, key = _first_missing(mask[:, gaps[:1]], tasks)
     rank, row = subject.home_of(query)
     message = (
-        f"the tasks{heads} leave out {missing} of {int(areas.sum())} allowed pairs, in {len(at)} bands of the mask; "
-        f"the first is query {query} (home row {row} of rank {rank}), key {key}, in {_band(mask[:, at[0]])}"
+        f"the tasks{heads} leave out {missing} of {int(areas.sum())} allowed pairs, in {len(gaps)} bands of the mask; "
+        f"the first is query {query} (home row {row} of rank {rank}), key {key}, in {_band(mask[:, gaps[0]])}"
     )
     yield Violation(RULE, rank, program.kind, program.phase, None, message)
 
@@ -184,7 +184,7 @@ def _first_missing(band: Ints, tasks: Ints) -> tuple[int, int]:
         while high - low > 1:  # invariant: the pair is in [low, high) and nothing is missing before low
             middle = (low + high) // 2
             cut[side, 0] = middle
-            area, done = areas_inside(cut, tasks)
-            low, high = (low, middle) if area[0] != done[0] else (middle, high)
+            area, covered = areas_inside(cut, tasks)
+            low, high = (low, middle) if area[0] != covered[0] else (middle, high)
         cut[side - 1, 0], cut[side, 0] = low, low + 1
     return int(cut[0, 0]), int(cut[2, 0])

@@ -22,9 +22,9 @@ def check(subject: Subject) -> Iterator[Violation]:
     if plan.sections is None:
         return
     stored: Sections = plan.sections
-    real = section_id(stored)
-    if stored.id != real:
-        message = f"the plan stores id {stored.id.hex()}, its bytes have {real.hex()}: they were changed"
+    actual_id = section_id(stored)
+    if stored.id != actual_id:
+        message = f"the plan stores id {stored.id.hex()}, its bytes have {actual_id.hex()}: they were changed"
         yield _violation(None, message)
         return
     try:
@@ -39,17 +39,17 @@ def _violation(rank: int | None, message: str) -> Violation:
 
 def _same_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
     """Checks that tables in memory, if they may have changed, match the bytes of the id."""
-    fresh = codec.encode_sections(plan, [b""])  # without parts, which need not be hashed again
+    encoded = codec.encode_sections(plan, [b""])  # without parts, which need not be hashed again
     for name in ("header", "request", "layouts", "moves", "report"):
-        if getattr(fresh, name) != getattr(stored, name) and not (
-            name == "request" and _same_request(fresh, stored)
+        if getattr(encoded, name) != getattr(stored, name) and not (
+            name == "request" and _same_request(encoded, stored)
         ):
             yield _violation(None, f"the plan's {name} differs from its bytes: seal it after a change")
-    known, tables = (
+    parts, tables = (
         stored.parts,
         table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence),
     )
-    if isinstance(known, table_bytes.Parts) and len(known) == plan.header.ranks and known.are_of(tables):
+    if isinstance(parts, table_bytes.Parts) and len(parts) == plan.header.ranks and parts.are_of(tables):
         return
     if len(stored.parts) != plan.header.ranks:
         yield _violation(None, f"the plan has {plan.header.ranks} ranks, its bytes have {len(stored.parts)}")
@@ -59,9 +59,9 @@ def _same_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
             yield _violation(rank, "the rank's part differs from its bytes: seal the plan after a change")
 
 
-def _same_request(fresh: Sections, stored: Sections) -> bool:
+def _same_request(encoded: Sections, stored: Sections) -> bool:
     """Compares requests by meaning: a request has several forms, and a plan keeps its original one."""
-    ours, theirs = (
-        plain.request_data(sections.read_request(found.request, VERSION)) for found in (fresh, stored)
+    new_data, old_data = (
+        plain.request_data(sections.read_request(item.request, VERSION)) for item in (encoded, stored)
     )
-    return bool(ours == theirs)
+    return bool(new_data == old_data)

@@ -53,10 +53,10 @@ def _rows(layout: Layout) -> Iterator[Violation]:
     row, length, rank = _column(spans, "row"), _column(spans, "length"), spans.rank_of_row()
     order = np.lexsort((row, rank)) if _unsorted(rank, row) else np.arange(len(row))
     ends = np.cumsum(length[order])
-    before = np.append(0, ends)[spans.ptr[:-1]]
-    due = ends - length[order] - before[rank[order]]
-    for i in np.flatnonzero(row[order] != due).tolist():
-        message = f"begins at row {row[order[i]]}, but the rows before it end at {due[i]}"
+    rank_offset = np.append(0, ends)[spans.ptr[:-1]]
+    expected = ends - length[order] - rank_offset[rank[order]]
+    for i in np.flatnonzero(row[order] != expected).tolist():
+        message = f"begins at row {row[order[i]]}, but the rows before it end at {expected[i]}"
         yield violation(layout, int(order[i]), message)
 
 
@@ -69,9 +69,9 @@ def _tokens(layout: Layout, tokens: int) -> Iterator[Violation]:
     token, length = _column(layout.spans, "token"), _column(layout.spans, "length")
     order = stable_order(token)
     ends = (token + length)[order]
-    due = np.append(0, ends)[:-1]
-    for i in np.flatnonzero(token[order] != due).tolist():
-        message = _seam(int(due[i]), int(token[order[i]]), int(length[order[i]]))
+    expected = np.append(0, ends)[:-1]
+    for i in np.flatnonzero(token[order] != expected).tolist():
+        message = _seam(int(expected[i]), int(token[order[i]]), int(length[order[i]]))
         yield violation(layout, int(order[i]), message)
     last = int(ends[-1]) if len(ends) else 0
     if last != tokens:
@@ -79,10 +79,10 @@ def _tokens(layout: Layout, tokens: int) -> Iterator[Violation]:
         yield Violation(RULE, None, None, None, None, message)
 
 
-def _seam(due: int, token: int, length: int) -> str:
-    if token > due:
-        return f"holds tokens {span(token, length)}, but tokens [{due}, {token}) are in no span"
-    shared = min(due, token + length)
+def _seam(expected: int, token: int, length: int) -> str:
+    if token > expected:
+        return f"holds tokens {span(token, length)}, but tokens [{expected}, {token}) are in no span"
+    shared = min(expected, token + length)
     return f"holds tokens {span(token, length)}, but tokens [{token}, {shared}) are on another row too"
 
 
@@ -90,12 +90,12 @@ def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
     """Checks sequence and position of each span against the batch."""
     spans = layout.spans
     token, length = _column(spans, "token"), _column(spans, "length")
-    inside = np.minimum(token, batch.tokens - 1)
+    clipped = np.minimum(token, batch.tokens - 1)
     last = np.minimum(token + length, batch.tokens) - 1
-    sequence = np.searchsorted(batch.starts, inside, side="right") - 1
+    sequence = np.searchsorted(batch.starts, clipped, side="right") - 1
     breaks = batch.position_breaks()
-    crosses = np.searchsorted(breaks, inside, side="right") != np.searchsorted(breaks, last, side="right")
-    position = batch.position_at(inside)
+    is_cut = np.searchsorted(breaks, clipped, side="right") != np.searchsorted(breaks, last, side="right")
+    position = batch.position_at(clipped)
     checks = [
         (
             spans["sequence"] != sequence,
@@ -110,14 +110,14 @@ def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
             position,
         ),
         (
-            crosses,
+            is_cut,
             "continues past token {1}, at which the position jumps",
             "token",
-            _next(breaks, inside),
+            _next(breaks, clipped),
         ),
     ]
-    for wrong, message, name, value in checks:
-        for row in np.flatnonzero(wrong).tolist():
+    for is_wrong, message, name, value in checks:
+        for row in np.flatnonzero(is_wrong).tolist():
             yield violation(layout, row, message.format(spans[name][row], value[row]))
 
 
@@ -130,15 +130,15 @@ def _next(breaks: Ints, token: Ints) -> Ints:
 
 def _move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
     """Checks that the moves turn the source layout into the target layout."""
-    where, made = f"move {move.source} -> {move.target}: ", carried(move.table, source)
-    if isinstance(made, str):
-        yield Violation(RULE, None, None, None, None, where + made)
+    prefix, pieces = f"move {move.source} -> {move.target}: ", carried(move.table, source)
+    if isinstance(pieces, str):
+        yield Violation(RULE, None, None, None, None, prefix + pieces)
         return
-    wanted = merged_pieces(
+    expected = merged_pieces(
         target.spans.rank_of_row(), *(_column(target.spans, n) for n in ("row", "token", "length"))
     )
-    if not np.array_equal(made, wanted):
-        yield _first_difference(made, wanted, where)
+    if not np.array_equal(pieces, expected):
+        yield _first_difference(pieces, expected, prefix)
 
 
 def carried(table: Table, source: Layout) -> Ints | str:
@@ -173,15 +173,15 @@ def _moved_layout(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: In
     token, length = _column(spans, "token")[order], _column(spans, "length")[order]
     start = np.cumsum(length) - length  # rows of all ranks on one axis
     base = np.append(start, start[-1:] + length[-1:])[spans.ptr[:-1]] if len(start) else spans.ptr[:-1]
-    begin = base[rank] + row
-    low = np.searchsorted(start, begin, side="right") - 1
-    count = np.searchsorted(start, begin + rows, side="left") - low
+    source_row = base[rank] + row
+    first_span = np.searchsorted(start, source_row, side="right") - 1
+    count = np.searchsorted(start, source_row + rows, side="left") - first_span
     piece = group_of(count)
-    at = np.repeat(low, count) + within(count)
-    first = np.maximum(start[at], begin[piece])
-    last = np.minimum(start[at] + length[at], (begin + rows)[piece])
+    at = np.repeat(first_span, count) + within(count)
+    first = np.maximum(start[at], source_row[piece])
+    last = np.minimum(start[at] + length[at], (source_row + rows)[piece])
     return merged_pieces(
-        to_rank[piece], to_row[piece] + first - begin[piece], token[at] + first - start[at], last - first
+        to_rank[piece], to_row[piece] + first - source_row[piece], token[at] + first - start[at], last - first
     )
 
 
@@ -189,24 +189,24 @@ def merged_pieces(rank: Ints, row: Ints, token: Ints, rows: Ints) -> Ints:
     """[pieces, 4]: sorted by (rank, row), contiguous neighbours merged."""
     order = np.lexsort((row, rank))
     rank, row, token, rows = (np.asarray(x, np.int64)[order] for x in (rank, row, token, rows))
-    joined = (rank[1:] == rank[:-1]) & (row[1:] == (row + rows)[:-1]) & (token[1:] == (token + rows)[:-1])
-    begins = np.flatnonzero(np.append(True, ~joined)[: len(rank)])
-    total = np.add.reduceat(rows, begins) if len(begins) else rows
-    return np.column_stack([rank[begins], row[begins], token[begins], total])
+    continues = (rank[1:] == rank[:-1]) & (row[1:] == (row + rows)[:-1]) & (token[1:] == (token + rows)[:-1])
+    starts = np.flatnonzero(np.append(True, ~continues)[: len(rank)])
+    total = np.add.reduceat(rows, starts) if len(starts) else rows
+    return np.column_stack([rank[starts], row[starts], token[starts], total])
 
 
-def _first_difference(made: Ints, wanted: Ints, where: str) -> Violation:
-    shared = min(len(made), len(wanted))
-    differ = np.flatnonzero((made[:shared] != wanted[:shared]).any(axis=1))
-    at = int(differ[0]) if len(differ) else shared
-    shown = [
+def _first_difference(pieces: Ints, expected: Ints, prefix: str) -> Violation:
+    shared = min(len(pieces), len(expected))
+    mismatches = np.flatnonzero((pieces[:shared] != expected[:shared]).any(axis=1))
+    index = int(mismatches[0]) if len(mismatches) else shared
+    texts = [
         "nothing more"
-        if at >= len(runs)
-        else f"rows {span(int(runs[at, 1]), int(runs[at, 3]))} of rank "
-        f"{runs[at, 0]} with tokens from {runs[at, 2]}"
-        for runs in (made, wanted)
+        if index >= len(runs)
+        else f"rows {span(int(runs[index, 1]), int(runs[index, 3]))} of rank "
+        f"{runs[index, 0]} with tokens from {runs[index, 2]}"
+        for runs in (pieces, expected)
     ]
-    rank = int((wanted if at < len(wanted) else made)[at, 0])
+    rank = int((expected if index < len(expected) else pieces)[index, 0])
     return Violation(
-        RULE, rank, None, None, None, f"{where}makes {shown[0]}, the target layout has {shown[1]}"
+        RULE, rank, None, None, None, f"{prefix}makes {texts[0]}, the target layout has {texts[1]}"
     )

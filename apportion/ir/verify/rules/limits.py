@@ -42,15 +42,15 @@ def _home_ranks(subject: Subject) -> Iterator[Violation]:
     order = np.argsort(sequence, kind="stable")
     for number, allowed in homes.items():
         first, last = np.searchsorted(sequence[order], (number, number + 1))
-        for stray in sorted(set(rank[order[first:last]].tolist()) - set(allowed)):
+        for other_rank in sorted(set(rank[order[first:last]].tolist()) - set(allowed)):
             message = f"holds tokens of sequence {number}, whose home_ranks are {tuple(allowed)}"
-            yield Violation(RULE, stray, None, None, None, message)
+            yield Violation(RULE, other_rank, None, None, None, message)
 
 
 def _token_caps(subject: Subject) -> Iterator[Violation]:
     """Checks token caps in the attention layout: the loader's own layout may be as uneven as its batches."""
-    rows, given = subject.attention.rows_per_rank, subject.plan.request.policy.token_cap
-    caps = np.ceil(_DEFAULT_CAP * subject.token_shares) if given is None else np.full(len(rows), given)
+    rows, limit = subject.attention.rows_per_rank, subject.plan.request.policy.token_cap
+    caps = np.ceil(_DEFAULT_CAP * subject.token_shares) if limit is None else np.full(len(rows), limit)
     for rank in np.flatnonzero(rows > caps).tolist():
         cap = int(caps[rank])
         message = f"holds {rows[rank]} tokens in layout {subject.attention.name}, the token cap is {cap}"
@@ -85,7 +85,7 @@ def _tolerance(subject: Subject) -> Iterator[Violation]:
 
 def _imbalance(tolerance: float, phase: str, time: Floats, mean: float) -> Iterator[Violation]:
     rank = int(time.argmax())
-    found = float(time[rank] / mean - 1)
-    if found > tolerance + 1e-9:
-        message = f"computes {found:.4f} more than the mean rank, the tolerance is {tolerance}"
+    excess = float(time[rank] / mean - 1)
+    if excess > tolerance + 1e-9:
+        message = f"computes {excess:.4f} more than the mean rank, the tolerance is {tolerance}"
         yield Violation(RULE, rank, None, phase, None, message)

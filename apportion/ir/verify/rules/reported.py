@@ -93,10 +93,10 @@ def check(subject: Subject) -> Iterator[Violation]:
     except msgspec.ValidationError as error:
         yield Violation(RULE, None, None, None, None, f"the report is malformed: {str(error)[:200]}")
         return
-    for path, wanted in (*_request(subject), *_bytes(subject), *_balance(subject), *_sums(report)):
-        said = _value_at(report, path)
-        if said is not None and not _agrees(said, wanted):
-            message = f"the report says {'.'.join(path)} = {str(said)[:80]}, the plan has {wanted}"
+    for path, actual in (*_request(subject), *_bytes(subject), *_balance(subject), *_sums(report)):
+        value = _value_at(report, path)
+        if value is not None and not _agrees(value, actual):
+            message = f"the report says {'.'.join(path)} = {str(value)[:80]}, the plan has {actual}"
             yield Violation(RULE, None, None, None, None, message)
     yield from _check_exchange_bytes(subject)
     yield from _bounds(report)
@@ -109,11 +109,11 @@ def _value_at(report: Any, path: tuple[str, ...]) -> Any:
     return report
 
 
-def _agrees(said: Any, wanted: Any) -> bool:
-    if isinstance(wanted, float):
-        close = isinstance(said, int | float) and abs(said - wanted) <= _ROUNDING * max(1.0, abs(wanted))
-        return close and not isinstance(said, bool)
-    return type(said) is type(wanted) and bool(said == wanted)
+def _agrees(value: Any, actual: Any) -> bool:
+    if isinstance(actual, float):
+        is_close = isinstance(value, int | float) and abs(value - actual) <= _ROUNDING * max(1.0, abs(actual))
+        return is_close and not isinstance(value, bool)
+    return type(value) is type(actual) and bool(value == actual)
 
 
 def _request(subject: Subject) -> Iterator[Fact]:
@@ -143,22 +143,22 @@ def _bytes(subject: Subject) -> Iterator[Fact]:
 
 def _check_exchange_bytes(subject: Subject) -> Iterator[Violation]:
     """Checks that the exchanges of a program move all its bytes."""
-    said: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
     for item in _exchanges(subject.plan.report):
-        said[item["kind"], item["phase"]] += item["bytes"]
-    found = {key: int(one.sent.sum()) for key, one in subject.volumes.items()}
-    for key in sorted(said.keys() | found.keys()) if "exchanges" in subject.plan.report else ():
-        real = found.get(key, 0)
-        if said[key] != real:
+        sizes[item["kind"], item["phase"]] += item["bytes"]
+    moved_bytes = {key: int(volume.sent.sum()) for key, volume in subject.volumes.items()}
+    for key in sorted(sizes.keys() | moved_bytes.keys()) if "exchanges" in subject.plan.report else ():
+        actual = moved_bytes.get(key, 0)
+        if sizes[key] != actual:
             message = (
-                f"according to the report, its exchanges move {said[key]} bytes, the program moves {real}"
+                f"according to the report, its exchanges move {sizes[key]} bytes, the program moves {actual}"
             )
             yield Violation(RULE, None, *key, None, message)
 
 
 def _exchanges(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    listed: list[Mapping[str, Any]] = report.get("exchanges", [])
-    return listed
+    exchanges: list[Mapping[str, Any]] = report.get("exchanges", [])
+    return exchanges
 
 
 def _balance(subject: Subject) -> Iterator[Fact]:
@@ -168,8 +168,8 @@ def _balance(subject: Subject) -> Iterator[Fact]:
     rows = subject.attention.rows_per_rank
     yield ("imbalance", "tokens"), request.batch.largest_excess(rows, subject.token_shares)
     speeds = np.asarray(request.cluster.speeds or np.ones(plan.header.ranks), np.float64)
-    found = [totals.loads(plan, phase) for phase in PHASES]
-    time: Floats = max((load / speeds for load in found), key=lambda times: float(times.max()))
+    loads = [totals.loads(plan, phase) for phase in PHASES]
+    time: Floats = max((load / speeds for load in loads), key=lambda times: float(times.max()))
     mean = float((time * speeds).sum()) / float(speeds.sum())
     yield ("imbalance", "compute"), float(time.max()) / mean - 1 if mean else 0.0
     yield ("bounds", "makespan", "value"), float(time.max())
@@ -188,14 +188,14 @@ def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
 def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
     """Checks that no value is below its bound, that gaps match, and that planning ended with the makespan's value."""
     for name, bound in report.get("bounds", {}).items():
-        least, value, gap = bound["bound"], bound["value"], bound["gap"]
-        if least is None or value is None:
+        limit, value, gap = bound["bound"], bound["value"], bound["gap"]
+        if limit is None or value is None:
             continue
-        if value < least * (1 - _ROUNDING):
-            message = f"the report says that {name} is {value}, below its own bound {least}"
+        if value < limit * (1 - _ROUNDING):
+            message = f"the report says that {name} is {value}, below its own bound {limit}"
             yield Violation(RULE, None, None, None, None, message)
-        elif gap is not None and (not least or abs(gap - value / least) > _SAME * gap):
-            message = f"according to the report, the gap of {name} is {gap}, of {value} over {least}"
+        elif gap is not None and (not limit or abs(gap - value / limit) > _SAME * gap):
+            message = f"according to the report, the gap of {name} is {gap}, of {value} over {limit}"
             yield Violation(RULE, None, None, None, None, message)
     ended, makespan = (
         _value_at(report, ("termination", "value")),

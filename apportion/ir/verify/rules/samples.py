@@ -24,11 +24,11 @@ _BANDS = 3  # bands of the mask tried per query
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `samples`. The points are drawn by the plan's id."""
     seed = int.from_bytes(subject.plan.id[:8], "little")
-    seen: list[Tasks] = []
+    earlier: list[Tasks] = []
     for program in subject.programs:
         tasks = subject.tasks(program)
-        if not any(tasks is other for other in seen):  # skips tasks already sampled for forward
-            seen.append(tasks)
+        if not any(tasks is other for other in earlier):  # skips tasks already sampled for forward
+            earlier.append(tasks)
             draw = np.random.Generator(np.random.PCG64(seed))
             yield from _sample(program, subject.mask(program.kind), tasks, draw)
 
@@ -37,31 +37,31 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
     tokens, sets = int(program.home_rows.sum()), program.q_sets
     count = int(np.clip(_COMPARISONS // (tasks.bands.shape[1] + len(mask) + 1), *_QUERIES))
     queries, heads = draw.integers(0, tokens, count), draw.integers(0, sets.heads, count)
-    between = draw.random((count, _BANDS + 1)).tolist()
-    at, allowed = _bands_by_query(mask[:, 0], mask[:, 1], queries)
-    of, computed = _bands_by_query(tasks.bands[0], tasks.bands[1], queries)
+    chances = draw.random((count, _BANDS + 1)).tolist()
+    index, allowed = _bands_by_query(mask[:, 0], mask[:, 1], queries)
+    task_query, computed = _bands_by_query(tasks.bands[0], tasks.bands[1], queries)
     if tasks.times is not None:
-        often = tasks.times[tasks.heads[computed], heads[of]]
-        of, computed = np.repeat(of, often), np.repeat(computed, often)
-    first = np.searchsorted(at, np.arange(count))
+        repeats = tasks.times[tasks.heads[computed], heads[task_query]]
+        task_query, computed = np.repeat(task_query, repeats), np.repeat(computed, repeats)
+    first = np.searchsorted(index, np.arange(count))
     keys = np.full((count, 5 * _BANDS + 1), -1)  # -1: none
     for i, query in enumerate(queries.tolist()):
-        seen = _keys(query, mask[allowed[first[i] :][at[first[i] :] == i][:_BANDS]], tokens, between[i])
-        keys[i, : len(seen)] = seen
-    wanted = _times(mask[allowed].T, at, queries, keys)
-    found = _times(tasks.bands[:, computed], of, queries, keys)
-    for i, j in np.argwhere(wanted != found).tolist():
+        points = _keys(query, mask[allowed[first[i] :][index[first[i] :] == i][:_BANDS]], tokens, chances[i])
+        keys[i, : len(points)] = points
+    expected = _times(mask[allowed].T, index, queries, keys)
+    actual = _times(tasks.bands[:, computed], task_query, queries, keys)
+    for i, j in np.argwhere(expected != actual).tolist():
         message = (
-            f"query {queries[i]}, key {keys[i, j]}, head {heads[i]}: allowed {wanted[i, j]} times, "
-            f"computed {found[i, j]} times"
+            f"query {queries[i]}, key {keys[i, j]}, head {heads[i]}: allowed {expected[i, j]} times, "
+            f"computed {actual[i, j]} times"
         )
         yield Violation(RULE, None, program.kind, program.phase, None, message)
 
 
 def _bands_by_query(begin: Ints, end: Ints, queries: Ints) -> tuple[Ints, Ints]:
     """(query number, band) of every query in a band, by query."""
-    of, band = np.nonzero((begin <= queries[:, None]) & (queries[:, None] < end))
-    return of, band
+    query, band = np.nonzero((begin <= queries[:, None]) & (queries[:, None] < end))
+    return query, band
 
 
 def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> list[int]:
@@ -75,11 +75,11 @@ def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> list[int
     return sorted(key for key in keys if 0 <= key < tokens)
 
 
-def _times(bands: Ints, of: Ints, queries: Ints, keys: Ints) -> Ints:
-    """int64 [queries, keys]: number of bands that contain the pair (query, key), by the definition of a band. of: int64
+def _times(bands: Ints, number: Ints, queries: Ints, keys: Ints) -> Ints:
+    """int64 [queries, keys]: number of bands that contain the pair (query, key), by definition. number: int64
     [bands], the query number of each band."""
-    (_, _, k0, k1, dmin, dmax), key = bands[:, :, None], keys[of]
-    apart = queries[of, None] - key
+    (_, _, k0, k1, dmin, dmax), key = bands[:, :, None], keys[number]
+    distance = queries[number, None] - key
     times = np.zeros(keys.shape, np.int64)
-    np.add.at(times, of, (k0 <= key) & (key < k1) & (dmin <= apart) & (apart <= dmax))
+    np.add.at(times, number, (k0 <= key) & (key < k1) & (dmin <= distance) & (distance <= dmax))
     return times

@@ -37,13 +37,13 @@ def check(subject: Subject) -> Iterator[Violation]:
 def _header(subject: Subject) -> Iterator[Violation]:
     """Checks the header against the request, since ranks read the header alone."""
     header, request = subject.plan.header, subject.plan.request
-    wanted = {(kind, phase) for kind in header.kinds for phase in PHASES}
+    expected = {(kind, phase) for kind in header.kinds for phase in PHASES}
     facts = [
         ("kinds", tuple(header.kinds), tuple(request.batch.kinds)),
         *[fact[:3] for fact in facts_of(header, request)],
-        ("programs", sorted(subject.plan.programs), sorted(wanted)),
+        ("programs", sorted(subject.plan.programs), sorted(expected)),
     ]
-    for name, ours, asked in facts:
-        if ours != asked:
-            message = f"the plan has {name} = {ours}, the request asks for {asked}"
+    for name, value, requested in facts:
+        if value != requested:
+            message = f"the plan has {name} = {value}, the request asks for {requested}"
             yield Violation(RULE, None, None, None, None, message)

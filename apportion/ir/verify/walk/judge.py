@@ -55,9 +55,9 @@ class Sets(NamedTuple):
 def sets_of(q: HeadSets, kv: HeadSets) -> Sets:
     """Builds the sets; with many heads, those that only occur together share a bit."""
     queries, keys = _members(q), _members(kv)
-    together = [one if one.shape[1] <= _MOST_HEADS else _distinct(one) for one in (queries, keys)]
-    words = -(-max(one.shape[1] for one in together) // _MOST_HEADS)
-    bits = np.stack([_bits(one, words) for one in together], axis=1).reshape(2 * words, -1)
+    members = [member if member.shape[1] <= _MOST_HEADS else _distinct(member) for member in (queries, keys)]
+    word_count = -(-max(member.shape[1] for member in members) // _MOST_HEADS)
+    bits = np.stack([_bits(member, word_count) for member in members], axis=1).reshape(2 * word_count, -1)
     own: Bools = np.any(queries.reshape(len(queries), kv.heads, -1), axis=2)
     serves = own.astype(np.float32) @ ~keys.T == 0  # heads missing from the other set, counted exactly
     return Sets(bits, np.array([q.canonical, kv.canonical]), np.array([q.size, kv.size]), serves)
@@ -66,8 +66,8 @@ def sets_of(q: HeadSets, kv: HeadSets) -> Sets:
 def _members(sets: HeadSets) -> Bools:
     """bool [sets, heads]: membership of heads; numbers beyond the heads are ignored."""
     member = np.zeros((len(sets.members), sets.heads), bool)
-    for number, one in enumerate(sets.members):
-        member[number, one[one < sets.heads]] = True
+    for number, heads in enumerate(sets.members):
+        member[number, heads[heads < sets.heads]] = True
     return member
 
 
@@ -77,12 +77,12 @@ def _distinct(member: Bools) -> Bools:
     return member[:, list(last.values())]
 
 
-def _bits(member: Bools, words: int) -> Ints:
+def _bits(member: Bools, word_count: int) -> Ints:
     """int64 [words, sets]: a bit for each group of heads, `_MOST_HEADS` to a word."""
-    found = np.zeros((words, len(member)), np.int64)
+    result = np.zeros((word_count, len(member)), np.int64)
     for group in range(member.shape[1]):
-        found[group // _MOST_HEADS] |= member[:, group].astype(np.int64) << (group % _MOST_HEADS)
-    return found
+        result[group // _MOST_HEADS] |= member[:, group].astype(np.int64) << (group % _MOST_HEADS)
+    return result
 
 
 #: phase -> bool [codes of ops]: True for ops allowed in it
@@ -105,17 +105,17 @@ def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tenso
     rounds = int(tables[1]["round"].max(initial=0)) + 1
     if rounds > 8 * len(tables[1]) + 1024:
         raise CapacityError(f"its rounds are numbered up to {rounds - 1}, with gaps too wide to verify")
-    foreign = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
+    others = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
     memory = homes.rows, homes.first, program.arena_rows, program.arena_heads
     heads = sets.bits, sets.number, sets.size, sets.serves
-    bits = _bits_of(given), _bits_of(program.owed), _bits_of(foreign)
+    bits = _bits_of(given), _bits_of(program.owed), _bits_of(others)
     return program.source.arrays, memory, heads, *bits, program.phase == "backward", rounds
 
 
 def _check_numbers(name: str, table: Table) -> None:
     values, names = table.values, TABLES[name]
-    signed = [names.index(column) for column in _DIAGONALS if column in names]
-    if values.size and (values.max() > _LIMIT or any(values[i].min() < -_LIMIT for i in signed)):
+    diagonals = [names.index(column) for column in _DIAGONALS if column in names]
+    if values.size and (values.max() > _LIMIT or any(values[i].min() < -_LIMIT for i in diagonals)):
         raise CapacityError(_TOO_LARGE.format(name))
 
 
@@ -138,15 +138,15 @@ def judge(
     homes: of the home rows. given: tensors whose home rows hold values at the start. threads: number of ranges of ranks
     walked in parallel.
     """
-    prepared = _prepared(program, homes, sets, given)
-    if prepared is None:
+    arguments = _prepared(program, homes, sets, given)
+    if arguments is None:
         return False
-    most = most_pieces(len(program.source[program.task_list]))
-    verdict, _ = core.judge(prepared, lists.core, together, (threads, _LONGEST, most))
+    limit = most_pieces(len(program.source[program.task_list]))
+    verdict, _ = core.judge(arguments, lists.core, together, (threads, _LONGEST, limit))
     if verdict == core.Verdict.ZEROS:
         raise ZerosError
     if verdict == core.Verdict.TOO_MANY:
-        raise too_many_pieces(most)
+        raise too_many_pieces(limit)
     return verdict == core.Verdict.RIGHT
 
 
@@ -156,11 +156,11 @@ def trace(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) 
 
     given: tensors whose home rows hold values at the start.
     """
-    prepared = _prepared(program, homes, sets, given)
-    if prepared is None:
+    arguments = _prepared(program, homes, sets, given)
+    if arguments is None:
         return None
-    most = most_pieces(len(program.source[program.task_list]))
-    found = core.trace(prepared, most)
-    if found is None:
-        raise too_many_pieces(most)
-    return found
+    limit = most_pieces(len(program.source[program.task_list]))
+    result = core.trace(arguments, limit)
+    if result is None:
+        raise too_many_pieces(limit)
+    return result

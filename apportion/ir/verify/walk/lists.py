@@ -50,10 +50,10 @@ class Lists:
     def end(self, tasks: int) -> None:
         """Ends a program of `tasks` tasks and closes the list of each set. Raises CapacityError if lists have too many
         pieces."""
-        most = most_pieces(tasks)
-        cut = verify.end(self.core, self.homes.starts, self.homes.tokens, most)
+        limit = most_pieces(tasks)
+        cut = verify.end(self.core, self.homes.starts, self.homes.tokens, limit)
         if cut is None:
-            raise too_many_pieces(most)
+            raise too_many_pieces(limit)
         if cut.shape[1]:
             self._cut = np.concatenate([self._cut, cut], axis=1) if self._cut.shape[1] else cut
 
@@ -61,8 +61,8 @@ class Lists:
     def times(self) -> Ints:
         """int64 [lists, heads]: the multiplicity of each list in each head."""
         times, following = np.zeros((self.core.count, self.sets.heads), np.int64), self.following
-        for one in np.flatnonzero(following >= 0).tolist():
-            times[following[one], self.sets.members[one]] += 1
+        for number in np.flatnonzero(following >= 0).tolist():
+            times[following[number], self.sets.members[number]] += 1
         return times
 
     @cached_property
@@ -76,7 +76,7 @@ class Lists:
         if not len(times):
             return area == 0
         for column in {tuple(column) for column in times.T.tolist()}:
-            numbers = tuple(number for number, often in enumerate(column) for _ in range(often))
+            numbers = tuple(number for number, count in enumerate(column) for _ in range(count))
             if numbers not in self._exact:
                 if not is_exact(self.bands(numbers), mask, area):
                     return False
@@ -87,8 +87,8 @@ class Lists:
         """int64 [6, pieces]: the bands of some lists, by token."""
         if numbers == (0,) and self.core.count == 1:
             return self._cut[:_BAND]
-        chosen = [self._cut[:_BAND, self._cut[_OF_LIST] == number] for number in numbers]
-        return np.concatenate([self._cut[:_BAND, :0], *chosen], axis=1)
+        parts = [self._cut[:_BAND, self._cut[_OF_LIST] == number] for number in numbers]
+        return np.concatenate([self._cut[:_BAND, :0], *parts], axis=1)
 
     def tasks(self) -> Tasks:
         """The pieces of all lists, numbered by list."""

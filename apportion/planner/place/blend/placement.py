@@ -82,35 +82,35 @@ class Blend(PlacePass):
         pieces = core.mix(documents, rows.columns, tokens, speeds, wanted, widest, self.head, UNEVEN)
         starts, home = _join_pieces(documents, pieces)
         starts, home, grid = _align_cuts(documents, starts, home, self.align, problem.token_caps)
-        less = Departure("recipe.place.blend.align", self.align, grid, "coarser cuts break token caps")
+        departure = Departure("recipe.place.blend.align", self.align, grid, "coarser cuts break token caps")
         starts, home = _split_to_grain(starts, home, self.grain)
         weight = np.diff(rows.upto(starts))
         bound = float(weight.sum() / speeds.sum())
-        return Placement(starts, home, weight, bound, departures=(less,) if grid < self.align else ())
+        return Placement(starts, home, weight, bound, departures=(departure,) if grid < self.align else ())
 
 
 def _rows(problem: Problem, bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
     """The work of rows: pairs of each kind times its factor, a number or one per band; for kinds that choose keys, the
     keys."""
-    rows = profile({kind: held for kind, held in bands.items() if kind not in problem.picked}, factor)
-    for kind, chosen in problem.picked.items():
-        rows = rows.plus(chosen, int(np.max(factor[kind], initial=1)))
+    rows = profile({kind: band_set for kind, band_set in bands.items() if kind not in problem.picked}, factor)
+    for kind, picked in problem.picked.items():
+        rows = rows.plus(picked, int(np.max(factor[kind], initial=1)))
     return rows
 
 
 def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
     """kind -> int64 [joined bands]: time of one pair of each band as one task with all heads, both phases, times the
     kind's `factor`. Kinds that choose keys at run time have one time for all. In units that keep all sums exact."""
-    model, cost, times, most = problem.model, problem.cost, {}, 1.0
+    model, cost, times, total = problem.model, problem.cost, {}, 1.0
     for kind, bands in problem.joined_bands.items():
         pairs = np.maximum(area(bands), 1)
-        spent = sum((bands_us(cost, model, phase, bands) for phase in PHASES), np.zeros(len(bands)))
+        durations = sum((bands_us(cost, model, phase, bands) for phase in PHASES), np.zeros(len(bands)))
         if kind in problem.picked:
-            spent = pairs * (spent.sum() / pairs.sum())
-        times[kind] = factor[kind] * spent / pairs
-        most += float((times[kind] * pairs).sum())
-    least = min((float(time.min()) for time in times.values() if len(time)), default=1.0)
-    unit = min(2**61 / most, FINE / max(least, 1e-12))
+            durations = pairs * (durations.sum() / pairs.sum())
+        times[kind] = factor[kind] * durations / pairs
+        total += float((times[kind] * pairs).sum())
+    smallest = min((float(time.min()) for time in times.values() if len(time)), default=1.0)
+    unit = min(2**61 / total, FINE / max(smallest, 1e-12))
     return {kind: np.maximum(np.rint(unit * time), 1).astype(np.int64) for kind, time in times.items()}
 
 
@@ -121,10 +121,10 @@ def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> I
     caps = np.broadcast_to(np.asarray(tokens if cap is None else cap), rates.shape)
     while cap is not None and free.any():
         share[free] = rates[free] * ((tokens - share[~free].sum()) / rates[free].sum())
-        over = free & (share > caps)
-        if not over.any():
+        exceeds = free & (share > caps)
+        if not exceeds.any():
             break
-        share[over], free = caps[over], free & ~over
+        share[exceeds], free = caps[exceeds], free & ~exceeds
     ends = np.floor(np.round(np.cumsum(share), 6) + 0.5).astype(np.int64)
     ends[-1] = tokens
     return np.diff(ends, prepend=0)
@@ -134,21 +134,21 @@ def _join_pieces(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
     """Starts int64 [blocks + 1] and homes int64 [blocks]: adjacent pieces of one document on one rank are one block.
     pieces: int64 [3, n], first row, end and rank."""
     low, high, rank = pieces.take(np.argsort(pieces[0]), 1)
-    fresh = changes(rank)
-    fresh |= documents[np.searchsorted(documents, low)] == low
-    return np.append(low[fresh], high[-1]), rank[fresh]
+    is_first = changes(rank)
+    is_first |= documents[np.searchsorted(documents, low)] == low
+    return np.append(low[is_first], high[-1]), rank[is_first]
 
 
 def _align_cuts(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints, int]:
     """The blocks with every cut moved to the nearest multiple of `rows` within its document, or of half as many and so
     on if ranks lack room; and the multiple used."""
-    of = np.searchsorted(documents, starts, "right") - 1
-    inside, end = starts - documents[of], np.append(documents, documents[-1])[of + 1]
+    document = np.searchsorted(documents, starts, "right") - 1
+    offset, end = starts - documents[document], np.append(documents, documents[-1])[document + 1]
     while rows > 1:
-        moved = np.minimum(starts + (inside + rows // 2) // rows * rows - inside, end)
-        lengths = np.diff(moved)
+        aligned = np.minimum(starts + (offset + rows // 2) // rows * rows - offset, end)
+        lengths = np.diff(aligned)
         if (np.bincount(home, lengths, len(caps)) <= caps).all():
-            return np.append(moved[:-1][lengths > 0], moved[-1]), home[lengths > 0], rows
+            return np.append(aligned[:-1][lengths > 0], aligned[-1]), home[lengths > 0], rows
         rows //= 2
     return starts, home, 1
 
@@ -159,6 +159,6 @@ def _split_to_grain(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
         return starts, home
     lengths = np.diff(starts)
     parts = -(-lengths // grain)
-    of = group_of(parts)
-    nth = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
-    return np.append(starts[of] + lengths[of] * nth // parts[of], starts[-1]), home[of]
+    block = group_of(parts)
+    nth = np.arange(len(block)) - (np.cumsum(parts) - parts)[block]
+    return np.append(starts[block] + lengths[block] * nth // parts[block], starts[-1]), home[block]

@@ -69,11 +69,11 @@ class Pairs:
         """Merges cells over `blocks` blocks: many short documents share a block."""
         key = cells.q.astype(np.int64) * blocks + cells.k
         if (key[1:] < key[:-1]).any():
-            key, of_cell = np.unique(key, return_inverse=True)
+            key, cell_pair = np.unique(key, return_inverse=True)
         else:
-            fresh = changes(key)
-            key, of_cell = key[fresh], np.cumsum(fresh) - 1
-        return Pairs(key // blocks, key % blocks, exact_sums(of_cell, cells.work, len(key)), of_cell)
+            is_first = changes(key)
+            key, cell_pair = key[is_first], np.cumsum(is_first) - 1
+        return Pairs(key // blocks, key % blocks, exact_sums(cell_pair, cells.work, len(key)), cell_pair)
 
 
 @dataclass(frozen=True)
@@ -116,5 +116,5 @@ def divide(
     if count == 1:
         return np.zeros(rank.shape, np.int32)
     tiles = heads.groups, heads.key_sets, *row_bytes
-    found = core.divide(cells.q, cells.k, rank.ravel(), home, lengths, tiles, count)
-    return found.reshape(rank.shape)
+    divisions = core.divide(cells.q, cells.k, rank.ravel(), home, lengths, tiles, count)
+    return divisions.reshape(rank.shape)

@@ -51,16 +51,16 @@ class Blocks:
     def finer(self, pairs: Sequence[Pairs]) -> Blocks:
         """Halves the blocks of pairs with more than half the heaviest pair's work, the longer of the two; returns the
         same blocks if none can be cut."""
-        heaviest = max((int(each.work.max()) for each in pairs if len(each)), default=0)
+        heaviest = max((int(kind_pairs.work.max()) for kind_pairs in pairs if len(kind_pairs)), default=0)
         if heaviest <= 1:
             return self
-        wanted = np.zeros(len(self.home), bool)
-        for each in pairs:
-            heavy = np.flatnonzero(2 * each.work > heaviest)
-            q, k = each.q[heavy], each.k[heavy]
-            wanted[q[2 * self.lengths[q] > self.lengths[k]]] = True
-            wanted[k[2 * self.lengths[k] > self.lengths[q]]] = True
-        return self.cut(_middles(self.starts, self.lengths, np.flatnonzero(wanted & (self.lengths > 1))))
+        is_cut = np.zeros(len(self.home), bool)
+        for kind_pairs in pairs:
+            index = np.flatnonzero(2 * kind_pairs.work > heaviest)
+            q, k = kind_pairs.q[index], kind_pairs.k[index]
+            is_cut[q[2 * self.lengths[q] > self.lengths[k]]] = True
+            is_cut[k[2 * self.lengths[k] > self.lengths[q]]] = True
+        return self.cut(_middles(self.starts, self.lengths, np.flatnonzero(is_cut & (self.lengths > 1))))
 
     def pairs(self, bands: Ints) -> Pairs:
         """The block pairs of one kind's mask."""
@@ -111,19 +111,19 @@ def homes(
     if problem.batch.home_ranks:
         blocks = _bound(problem, blocks, room)
 
-    def case(of: Blocks) -> HypergraphProblem:
-        pairs = of.pairs(problem.bands[kind])
+    def case(trial: Blocks) -> HypergraphProblem:
+        pairs = trial.pairs(problem.bands[kind])
         free = np.full(len(pairs), -1, np.int64)
-        found = of.case(problem, pairs, Heads(1, 1), "backward", compute, tokens)
-        return replace(found, fixed=np.concatenate([of.home, free]))
+        found = trial.case(problem, pairs, Heads(1, 1), "backward", compute, tokens)
+        return replace(found, fixed=np.concatenate([trial.home, free]))
 
     start, count = case(blocks), len(blocks.home)
-    placed = [place_tokens(start, spread)[:count] for spread in SPREADS[:tries]]
-    placed.append(_dealt(problem, blocks, room))
+    assignments = [place_tokens(start, spread)[:count] for spread in SPREADS[:tries]]
+    assignments.append(_dealt(problem, blocks, room))
     if solver.name != "greedy":
-        placed.append(solver(start).rank[:count])
-    found = [_fill_ranks(Blocks(blocks.starts, home), room, None) for home in placed]
-    return min((_refine(problem, each, case(each)) for each in found), key=itemgetter(0))[1]
+        assignments.append(solver(start).rank[:count])
+    found = [_fill_ranks(Blocks(blocks.starts, home), room, None) for home in assignments]
+    return min((_refine(problem, option, case(option)) for option in found), key=itemgetter(0))[1]
 
 
 def _dealt(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
@@ -161,14 +161,14 @@ def movable(problem: Problem, starts: Ints) -> Bools:
 def joined(problem: Problem, starts: Ints, groups: int) -> Ints:
     """The remaining starts, int64 [n], after joining neighbouring blocks of a sequence, so that block pairs over all
     head groups stay within PAIRS and FEW_PAIRS, as far as possible."""
-    most = max(FEW_PAIRS, PAIRS * problem.ranks) // groups
+    limit = max(FEW_PAIRS, PAIRS * problem.ranks) // groups
     area = max(int(problem.batch.area(kind)) for kind in problem.bands)
-    size = max(1, int((area / max(1, most)) ** 0.5) // int(np.diff(starts).max()))
+    size = max(1, int((area / max(1, limit)) ** 0.5) // int(np.diff(starts).max()))
     while True:
-        found = _join_blocks(problem, starts, size)
-        blocks = Blocks(found, np.full(len(found) - 1, -1, np.int64))
-        if max(len(blocks.pairs(bands)) for bands in problem.bands.values()) <= most or size >= len(starts):
-            return found
+        merged = _join_blocks(problem, starts, size)
+        blocks = Blocks(merged, np.full(len(merged) - 1, -1, np.int64))
+        if max(len(blocks.pairs(bands)) for bands in problem.bands.values()) <= limit or size >= len(starts):
+            return merged
         size += max(1, size // 4)
 
 
@@ -178,24 +178,24 @@ def _join_blocks(problem: Problem, starts: Ints, size: int) -> Ints:
         return starts
     edges, blocks = problem.batch.starts, len(starts) - 1
     first = np.searchsorted(edges, starts[:-1], "right") - 1
-    alone = starts[1:] > edges[first + 1]  # blocks with several sequences
-    fresh = alone | np.append(True, (first[1:] != first[:-1]) | alone[:-1])
-    begin = np.flatnonzero(fresh)
-    run = np.cumsum(fresh) - 1
+    is_whole = starts[1:] > edges[first + 1]  # blocks with several sequences
+    is_first = is_whole | np.append(True, (first[1:] != first[:-1]) | is_whole[:-1])
+    begin = np.flatnonzero(is_first)
+    run = np.cumsum(is_first) - 1
     count = np.diff(np.append(begin, blocks))
     parts = -(-count // size)[run]
     index, count = np.arange(blocks) - begin[run], count[run]
-    kept = fresh | (index * parts // count != (index - 1) * parts // count)
-    return np.append(starts[:-1][kept], starts[-1])
+    is_start = is_first | (index * parts // count != (index - 1) * parts // count)
+    return np.append(starts[:-1][is_start], starts[-1])
 
 
 def _within_cap(problem: Problem, slack: tuple[float, float]) -> tuple[float, float]:
     """The tolerances of tokens, limited by the policy's cap."""
     if problem.policy.token_cap is None:
         return slack
-    most = max(0.0, problem.token_cap * problem.ranks / problem.batch.tokens - 1)
-    node = min(slack[0], most)
-    return node, min(slack[1], (1 + most) / (1 + node) - 1)
+    limit = max(0.0, problem.token_cap * problem.ranks / problem.batch.tokens - 1)
+    node = min(slack[0], limit)
+    return node, min(slack[1], (1 + limit) / (1 + node) - 1)
 
 
 class _Room:
@@ -208,14 +208,14 @@ class _Room:
 
     def left(self, blocks: Blocks) -> Ints:
         """int64 [ranks]: remaining tokens of each rank, without the node's limit."""
-        placed = blocks.home >= 0
-        return self.ranks - exact_sums(blocks.home[placed], blocks.lengths[placed], len(self.ranks))
+        is_placed = blocks.home >= 0
+        return self.ranks - exact_sums(blocks.home[is_placed], blocks.lengths[is_placed], len(self.ranks))
 
-    def most(self, left: Ints) -> Ints:
-        """int64 [ranks]: remaining tokens of each rank, `left`, limited by its node's."""
-        used = (self.ranks - left).reshape(-1, self.per_node).sum(1)
-        most: Ints = np.minimum(left, np.repeat(self.nodes - used, self.per_node))
-        return most
+    def most(self, free: Ints) -> Ints:
+        """int64 [ranks]: remaining tokens of each rank, `free`, limited by its node's."""
+        node_tokens = (self.ranks - free).reshape(-1, self.per_node).sum(1)
+        result: Ints = np.minimum(free, np.repeat(self.nodes - node_tokens, self.per_node))
+        return result
 
 
 def _bound(problem: Problem, blocks: Blocks, room: _Room) -> Blocks:
@@ -223,41 +223,41 @@ def _bound(problem: Problem, blocks: Blocks, room: _Room) -> Blocks:
     sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
     allowed = sorted(set(problem.batch.home_ranks.values()), key=lambda ranks: (len(ranks), ranks))
     for ranks in allowed:
-        of_these = np.isin(sequence, [s for s, held in problem.batch.home_ranks.items() if held == ranks])
-        blocks = _fill_ranks(blocks, room, ranks, blocks.starts[:-1][of_these])
+        is_bound = np.isin(sequence, [s for s, home in problem.batch.home_ranks.items() if home == ranks])
+        blocks = _fill_ranks(blocks, room, ranks, blocks.starts[:-1][is_bound])
         sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
     return blocks
 
 
 def _fill_ranks(
-    blocks: Blocks, room: _Room, only: tuple[int, ...] | None, wanted: Ints | None = None
+    blocks: Blocks, room: _Room, allowed: tuple[int, ...] | None, starts: Ints | None = None
 ) -> Blocks:
     """Assigns blocks without a home to the emptiest ranks first, cutting blocks that exceed the room.
 
-    only: allowed ranks; wanted: int64, starts of the blocks to assign, None: all.
+    allowed: ranks; starts: int64, of the blocks to assign, None: all.
     """
-    left = room.left(blocks)
-    ranks = np.arange(len(left)) if only is None else np.array(only)
-    todo = np.flatnonzero(blocks.home < 0) if wanted is None else np.searchsorted(blocks.starts, wanted)
+    free = room.left(blocks)
+    ranks = np.arange(len(free)) if allowed is None else np.array(allowed)
+    rest = np.flatnonzero(blocks.home < 0) if starts is None else np.searchsorted(blocks.starts, starts)
     cuts: list[tuple[int, int]] = []
-    for block in todo.tolist():
-        at, end = int(blocks.starts[block]), int(blocks.starts[block + 1])
-        while at < end:
-            most = room.most(left)[ranks]
-            best = int(np.argmax(most))
-            if most[best] <= 0:
+    for block in rest.tolist():
+        token, end = int(blocks.starts[block]), int(blocks.starts[block + 1])
+        while token < end:
+            limits = room.most(free)[ranks]
+            best = int(np.argmax(limits))
+            if limits[best] <= 0:
                 raise CapacityError(
-                    f"{end - at} tokens found no room on ranks {ranks.tolist()[:8]}, which take "
+                    f"{end - token} tokens found no room on ranks {ranks.tolist()[:8]}, which take "
                     f"{room.ranks[ranks].tolist()[:8]}: raise token_cap or epsilon_tokens, or widen home_ranks"
                 )
-            step = min(end - at, int(most[best]))
-            cuts.append((at, int(ranks[best])))
-            at, left[ranks[best]] = at + step, left[ranks[best]] - step
+            step = min(end - token, int(limits[best]))
+            cuts.append((token, int(ranks[best])))
+            token, free[ranks[best]] = token + step, free[ranks[best]] - step
     if not cuts:
         return blocks
-    cut = blocks.cut(np.array([at for at, _ in cuts], np.int64))
+    cut = blocks.cut(np.array([token for token, _ in cuts], np.int64))
     home = cut.home.copy()
-    home[np.searchsorted(cut.starts, [at for at, _ in cuts])] = [rank for _, rank in cuts]
+    home[np.searchsorted(cut.starts, [token for token, _ in cuts])] = [rank for _, rank in cuts]
     return Blocks(cut.starts, home)
 
 

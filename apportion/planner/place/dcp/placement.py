@@ -62,7 +62,7 @@ class Dcp(PlacePass):
         blocks, sides = self._exchange_homes(problem, blocks, pairs, heads, sides)
         weight, termination = (
             row_weights(problem, blocks.starts),
-            _merge_terminations([one.termination for one in sides.values()]),
+            _merge_terminations([side.termination for side in sides.values()]),
         )
         return Placement(
             blocks.starts,
@@ -75,12 +75,12 @@ class Dcp(PlacePass):
             head_groups=groups,
         )
 
-    def _departures(self, shards: Shards, blocks: Blocks, ended: Termination) -> Iterator[Departure]:
+    def _departures(self, shards: Shards, blocks: Blocks, termination: Termination) -> Iterator[Departure]:
         largest = int(blocks.lengths.max())
         if shards.block_tokens and largest > shards.block_tokens:
-            why = f"solving takes too long for more than about {PAIRS} pairs of blocks per rank, {FEW_PAIRS} in all"
-            yield Departure("recipe.shard.blocks.block", shards.block_tokens, largest, why)
-        if ended.limit is Limit.ENGINE:
+            reason = f"solving takes too long for more than about {PAIRS} pairs of blocks per rank, {FEW_PAIRS} in all"
+            yield Departure("recipe.shard.blocks.block", shards.block_tokens, largest, reason)
+        if termination.limit is Limit.ENGINE:
             yield Departure(
                 "recipe.place.dcp.solver",
                 self.solver.name,
@@ -97,11 +97,11 @@ class Dcp(PlacePass):
             sides = self._solve(problem, blocks, pairs, heads)
             if len(sides) == len(PHASES) * len(pairs):
                 return blocks, pairs, sides
-            finer = blocks.finer(list(pairs.values()))
-            small = len(finer.home) == len(blocks.home) or cut == MOST_CUTS
+            cut_blocks = blocks.finer(list(pairs.values()))
+            small = len(cut_blocks.home) == len(blocks.home) or cut == MOST_CUTS
             if small or heads.groups * max(map(len, pairs.values())) > MOST_CELLS:
                 break
-            blocks = finer
+            blocks = cut_blocks
         raise self._uneven(problem, list(pairs.values()))
 
     def _exchange_homes(
@@ -109,17 +109,17 @@ class Dcp(PlacePass):
     ) -> tuple[Blocks, Answers]:
         """Exchanges homes to shorten the busiest links, for the same compute; returns them with the updated answers."""
         cases = {key: self._case(problem, blocks, pairs[key[0]], heads, key[1]) for key in sides}
-        placed = [(cases[key], sides[key].rank, heads.groups * len(blocks.home)) for key in sides]
-        home, _ = exchanged(placed, movable(problem, blocks.starts), link_gbs(problem))
-        found = {}
-        for key, (case, rank, _) in zip(sides, placed, strict=True):
-            fixed, now = case.bound_to.copy(), rank.copy()
-            fixed[: len(home)] = now[: len(home)] = home
-            found[key] = polished(replace(case, fixed=fixed), now, sides[key].termination.limit)
-        return Blocks(blocks.starts, home), found
+        inputs = [(cases[key], sides[key].rank, heads.groups * len(blocks.home)) for key in sides]
+        home, _ = exchanged(inputs, movable(problem, blocks.starts), link_gbs(problem))
+        result = {}
+        for key, (case, rank, _) in zip(sides, inputs, strict=True):
+            fixed, current = case.bound_to.copy(), rank.copy()
+            fixed[: len(home)] = current[: len(home)] = home
+            result[key] = polished(replace(case, fixed=fixed), current, sides[key].termination.limit)
+        return Blocks(blocks.starts, home), result
 
     def _uneven(self, problem: Problem, cells: list[Pairs]) -> CapacityError:
-        heaviest, count = max((int(each.work.max(initial=0)), len(each)) for each in cells)
+        heaviest, count = max((int(pairs.work.max(initial=0)), len(pairs)) for pairs in cells)
         mean = max(problem.batch.area(kind) for kind in problem.bands) / problem.ranks
         return CapacityError(
             f"place pass dcp found no ranks for {count} cells of at most {heaviest} pairs that keep nodes, and ranks "
@@ -134,10 +134,10 @@ class Dcp(PlacePass):
         for kind in pairs:
             for phase in PHASES:
                 case = self._case(problem, blocks, pairs[kind], heads, phase)
-                found = self.solver(case)
-                if not found.termination.solved:
+                solution = self.solver(case)
+                if not solution.termination.solved:
                     return sides
-                sides[kind, phase] = found
+                sides[kind, phase] = solution
         return sides
 
     def _case(
@@ -157,8 +157,8 @@ class Dcp(PlacePass):
         sides: VertexRanks,
     ) -> Execution:
         kind, phase = key
-        of_pair = sides.rank[len(blocks.home) :].reshape(heads.groups, -1)
-        rank = of_pair[:, pairs[kind].of_cell].astype(np.int32)
+        pair_rank = sides.rank[len(blocks.home) :].reshape(heads.groups, -1)
+        rank = pair_rank[:, pairs[kind].of_cell].astype(np.int32)
         cells = cut_cells(problem.bands[kind], blocks.starts)
         row_bytes = heads.bytes_of(problem.model, phase)
         division = divide(cells, rank, blocks.home, blocks.lengths, heads, row_bytes, self.divisions)

@@ -39,14 +39,14 @@ def causal_sequences(problem: Problem, kind: str) -> Bools:
     bands, starts = problem.bands[kind], problem.batch.starts
     begin, end = starts[:-1], starts[1:]
     seq = np.searchsorted(starts, bands[:, 0], "right") - 1
-    alone = np.bincount(seq, minlength=len(begin)) == 1
+    is_single = np.bincount(seq, minlength=len(begin)) == 1
     rows = (bands[:, 0] == begin[seq]) & (bands[:, 1] == end[seq])
     keys = (bands[:, 2] == begin[seq]) & (bands[:, 3] == end[seq])
     diagonal = (bands[:, 4] == 0) & (bands[:, 5] >= end[seq] - begin[seq] - 1)
     plain = np.zeros(len(begin), np.bool_)
     plain[seq[rows & keys & diagonal]] = True
-    found: Bools = plain & alone
-    return found
+    result: Bools = plain & is_single
+    return result
 
 
 def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Ranges:
@@ -57,17 +57,17 @@ def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Range
     rows, if the caps leave room. Sequences with `home_ranks` are placed first, those with the fewest ranks before
     others; the ratio of tokens to caps is as even as that order allows.
     """
-    used, parts = np.zeros(problem.ranks, np.int64), []
+    counts, parts = np.zeros(problem.ranks, np.int64), []
     for members, ranks in _groups(problem):
         lengths = problem.batch.lengths[members]
-        share = _water_filled(used[ranks], int(lengths.sum()), problem.token_caps[ranks])
-        slack = _slack(problem, used[ranks] + share, problem.token_caps[ranks])
+        share = _water_filled(counts[ranks], int(lengths.sum()), problem.token_caps[ranks])
+        slack = _slack(problem, counts[ranks] + share, problem.token_caps[ranks])
         cuts = _move_cuts(
             np.cumsum(share)[:-1], lengths, slack, granularity * np.where(folded[members], 2, 1)
         )
         part = _parts(lengths, cuts)
         parts.append(Ranges(members[part.seq], part.a, part.b, ranks[part.rank]))
-        np.add.at(used, parts[-1].rank, part.b - part.a)
+        np.add.at(counts, parts[-1].rank, part.b - part.a)
     seq, a, b, rank = (
         np.concatenate([getattr(p, name) for p in parts]) for name in ("seq", "a", "b", "rank")
     )
@@ -77,37 +77,37 @@ def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Range
 
 def _groups(problem: Problem) -> Iterator[tuple[Ints, Ints]]:
     """(sequences, their allowed ranks), fewest ranks first."""
-    everywhere, homes = tuple(range(problem.ranks)), problem.batch.home_ranks
+    all_ranks, homes = tuple(range(problem.ranks)), problem.batch.home_ranks
     if not homes:
         yield np.arange(len(problem.batch.lengths)), np.arange(problem.ranks)
         return
     members: dict[tuple[int, ...], list[int]] = {}
     for sequence in range(len(problem.batch.lengths)):
-        members.setdefault(tuple(sorted(homes.get(sequence, everywhere))), []).append(sequence)
+        members.setdefault(tuple(sorted(homes.get(sequence, all_ranks))), []).append(sequence)
     for ranks in sorted(members, key=lambda ranks: (len(ranks), ranks)):
         yield np.array(members[ranks]), np.array(ranks)
 
 
 def _water_filled(used: Ints, tokens: int, caps: Ints) -> Ints:
     """int64 [ranks]: shares of `tokens` that level the ratio of tokens to caps (water-filling)."""
-    full = used / caps
-    order = np.argsort(full, kind="stable")
-    sums, room = np.cumsum(used[order]), np.cumsum(caps[order])
-    level = (tokens + sums) / room  # the level if only the first ranks received any
-    filled = int(np.flatnonzero(level >= full[order])[-1]) + 1
-    chosen = np.sort(order[:filled])
-    total = tokens + int(sums[filled - 1])
+    fill = used / caps
+    order = np.argsort(fill, kind="stable")
+    sums, capacity = np.cumsum(used[order]), np.cumsum(caps[order])
+    level = (tokens + sums) / capacity  # the level if only the first ranks received any
+    count = int(np.flatnonzero(level >= fill[order])[-1]) + 1
+    ranks = np.sort(order[:count])
+    total = tokens + int(sums[count - 1])
     share = np.zeros(len(used), np.int64)
-    share[chosen] = np.maximum(total * caps[chosen] // int(room[filled - 1]) - used[chosen], 0)
-    share[chosen[: tokens - int(share.sum())]] += 1
+    share[ranks] = np.maximum(total * caps[ranks] // int(capacity[count - 1]) - used[ranks], 0)
+    share[ranks[: tokens - int(share.sum())]] += 1
     return share
 
 
-def _slack(problem: Problem, held: Ints, caps: Ints) -> int:
+def _slack(problem: Problem, tokens: Ints, caps: Ints) -> int:
     """Largest shift of a share's end either way; depends only on given homes, if there are any."""
     if problem.policy.token_cap is None and problem.batch.home_ranks:
-        return int(held.max()) // SLACK
-    return max(0, int((caps - held).min()) // 2)
+        return int(tokens.max()) // SLACK
+    return max(0, int((caps - tokens).min()) // 2)
 
 
 def _move_cuts(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:
@@ -115,10 +115,10 @@ def _move_cuts(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:
     edges = offsets(lengths)
     seq = np.minimum(np.searchsorted(edges, cuts, "right") - 1, len(lengths) - 1)
     edge = np.where(cuts - edges[seq] <= edges[seq + 1] - cuts, edges[seq], edges[seq + 1])
-    whole = edges[seq] + np.rint((cuts - edges[seq]) / grain[seq]).astype(np.int64) * grain[seq]
-    moved = np.where(np.abs(whole - cuts) <= slack, np.minimum(whole, edges[seq + 1]), cuts)
-    moved = np.where(np.abs(edge - cuts) <= slack, edge, moved)
-    return np.maximum.accumulate(moved)
+    rounded = edges[seq] + np.rint((cuts - edges[seq]) / grain[seq]).astype(np.int64) * grain[seq]
+    result = np.where(np.abs(rounded - cuts) <= slack, np.minimum(rounded, edges[seq + 1]), cuts)
+    result = np.where(np.abs(edge - cuts) <= slack, edge, result)
+    return np.maximum.accumulate(result)
 
 
 def _parts(lengths: Ints, cuts: Ints) -> Ranges:
@@ -146,6 +146,6 @@ def token_ranges(starts: Ints, folded: Bools, ranges: Ranges) -> tuple[Ints, Int
     tail_low, tail_high = (end - ranges.b // 2)[fold], (end - ranges.a // 2)[fold]
     lows, highs = np.concatenate([low, tail_low]), np.concatenate([high, tail_high])
     ranks = np.concatenate([ranges.rank, ranges.rank[fold]])
-    some = np.flatnonzero(lows < highs)
-    order = some[np.argsort(lows[some], kind="stable")]
+    nonempty = np.flatnonzero(lows < highs)
+    order = nonempty[np.argsort(lows[nonempty], kind="stable")]
     return lows[order], highs[order], ranks[order]

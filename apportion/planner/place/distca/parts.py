@@ -121,8 +121,8 @@ class Site:
     @property
     def sequence(self) -> Ints:
         """int64 [blocks]: the sequence of each block."""
-        found: Ints = np.searchsorted(self.begin, self.starts[:-1], "right") - 1
-        return found
+        result: Ints = np.searchsorted(self.begin, self.starts[:-1], "right") - 1
+        return result
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,13 @@ class Balance:
         blocks, tokens = len(starts) - 1, int(starts[-1])
         share = self.pairs.q[self.shares.pair] * blocks + self.pairs.k[self.shares.pair]
         q, k = (np.searchsorted(starts, tokens, "right") - 1 for tokens in (cells.q0, cells.k0))
-        names, whole = ranked(share)
-        key = whole * (tokens + 1) + self.cuts
+        names, share_number = ranked(share)
+        key = share_number * (tokens + 1) + self.cuts
         order = stable_order(key)
         sorted_names = key[order]
-        wanted = np.searchsorted(names, q * blocks + k) * (tokens + 1) + cells.q0
-        found: Ints = self.shares.at[order[np.searchsorted(sorted_names, wanted, "right") - 1]]
-        return found.astype(np.int32)
+        cell_keys = np.searchsorted(names, q * blocks + k) * (tokens + 1) + cells.q0
+        result: Ints = self.shares.at[order[np.searchsorted(sorted_names, cell_keys, "right") - 1]]
+        return result.astype(np.int32)
 
 
 def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
@@ -167,8 +167,8 @@ def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
     shares that are certainly not the best."""
     pairs, origin = _find_pairs(site), site.begin[site.sequence]
     speed = float(site.speeds.sum())
-    shares, servers, ended = core.migrate(pairs, site.home, origin, site.speeds, speed, limits, exhaustive)
-    return Balance(site, pairs, Shares(*shares), Servers(*servers), MigrationSummary(*ended))
+    shares, servers, summary = core.migrate(pairs, site.home, origin, site.speeds, speed, limits, exhaustive)
+    return Balance(site, pairs, Shares(*shares), Servers(*servers), MigrationSummary(*summary))
 
 
 def _find_pairs(site: Site) -> Pairs:
@@ -180,8 +180,8 @@ def _find_pairs(site: Site) -> Pairs:
     by_key = np.zeros_like(k) if site.whole else k
     order = stable_order(columns[0] * len(site.starts) + by_key)
     (q, q0, q1, k0, k1, dmin, dmax, length), by_key = columns.take(order, 1), by_key[order]
-    new = changes(q, by_key)
-    first = np.flatnonzero(new)
+    is_first = changes(q, by_key)
+    first = np.flatnonzero(is_first)
     hull = np.minimum.reduceat(k[order], first), np.maximum.reduceat(k_last[order], first) + 1
     return Pairs(
         q[first], *hull, length[first], site.starts, np.append(first, len(q)), q0, q1, k0, k1, dmin, dmax
@@ -196,8 +196,8 @@ def _cells(site: Site) -> Ints:
     block, part = rows_of_blocks(site.bands, site.starts)
     q0, q1, k0, k1, dmin, dmax = part.T
     k0, k1 = np.maximum(k0, q0 - dmax), np.minimum(k1, q1 - dmin)
-    some = np.flatnonzero((q0 < q1) & (k0 < k1))
-    return np.stack([block, q0, q1, k0, k1, dmin, dmax])[:, some]
+    nonempty = np.flatnonzero((q0 < q1) & (k0 < k1))
+    return np.stack([block, q0, q1, k0, k1, dmin, dmax])[:, nonempty]
 
 
 def _walks(site: Site) -> Ints:

@@ -100,30 +100,30 @@ class Distca(PlacePass):
         """Chooses whole rows or parts of keys by the parameter; "auto" compares sending times, within the caps."""
         if self.kv_ranges != "auto":
             return self._placed(problem, self._by_keys if self.kv_ranges else self._by_rows)
-        found: list[Placement] = []
-        refused: list[CapacityError] = []
+        placements: list[Placement] = []
+        errors: list[CapacityError] = []
         for solve in (self._by_rows, self._by_keys):
             try:
                 placement = self._placed(problem, solve)
                 self._check_caps(problem, placement)
-                found.append(placement)
+                placements.append(placement)
             except CapacityError as error:
-                refused.append(error)
-        if not found:
-            raise refused[0]
-        crowded = [sending_seconds(problem, placement) for placement in found]
-        return found[1] if len(found) == 2 and crowded[0] > CROWDED * crowded[1] else found[0]
+                errors.append(error)
+        if not placements:
+            raise errors[0]
+        seconds = [sending_seconds(problem, placement) for placement in placements]
+        return placements[1] if len(placements) == 2 and seconds[0] > CROWDED * seconds[1] else placements[0]
 
     def _placed(self, problem: Problem, solve: Callable[[Problem], Solved]) -> Placement:
         starts, home, computed, execution = solve(problem)
         load, weight = _load(problem, computed), row_weights(problem, starts)
         bound = float(weight.sum() / problem.speeds.sum())
-        ended = Termination(Status.FEASIBLE, bound, float((load / problem.speeds).max()))
-        rows = min(found.ended.granularity for found in computed.values())
-        less = Departure(f"{WHERE}.granularity", self.granularity, rows, "coarser cuts leave ranks uneven")
-        departures = (less,) if rows < self.granularity else ()
+        termination = Termination(Status.FEASIBLE, bound, float((load / problem.speeds).max()))
+        rows = min(result.ended.granularity for result in computed.values())
+        entry = Departure(f"{WHERE}.granularity", self.granularity, rows, "coarser cuts leave ranks uneven")
+        departures = (entry,) if rows < self.granularity else ()
         return Placement(
-            starts, home, weight, bound, termination=ended, execution=execution, departures=departures
+            starts, home, weight, bound, termination=termination, execution=execution, departures=departures
         )
 
     def solve(self, problem: Problem, whole: bool) -> tuple[Map, dict[str, Balance]]:
@@ -132,13 +132,13 @@ class Distca(PlacePass):
         home_folded, causal = self._head_tail_sequences(problem)
         homes = sequential_homes(problem, home_folded, self.granularity)
         home = token_ranges(problem.batch.starts, home_folded, homes)
-        starts, limits, found = np.append(home[0], problem.batch.tokens), self._limits(problem, whole), {}
+        starts, limits, result = np.append(home[0], problem.batch.tokens), self._limits(problem, whole), {}
         for kind, bands in problem.bands.items():
             folded = causal[kind] & (whole and self.form == "paper")
             begin, speeds = problem.batch.starts, problem.speeds
-            found[kind] = balance(Site(bands, begin, homes, starts, home[2], whole, folded, speeds), limits)
-            self._check(kind, found[kind].ended, limits)
-        return home, found
+            result[kind] = balance(Site(bands, begin, homes, starts, home[2], whole, folded, speeds), limits)
+            self._check(kind, result[kind].ended, limits)
+        return home, result
 
     def _head_tail_sequences(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
         """bool [sequences]: True for homes as heads and tails; and, for each kind, True for causal sequences."""
@@ -148,22 +148,22 @@ class Distca(PlacePass):
 
     def _by_rows(self, problem: Problem) -> Solved:
         home, computed = self.solve(problem, whole=True)
-        starts, owner, servers = _common_blocks(home, [found.tokens() for found in computed.values()])
-        moved = any((server != owner).any() for server in servers)
+        starts, owner, servers = _common_blocks(home, [item.tokens() for item in computed.values()])
+        has_moves = any((server != owner).any() for server in servers)
         execution: dict[tuple[str, str], Execution] = {}
-        for kind, server in zip(computed, servers, strict=True) if moved else ():
+        for kind, server in zip(computed, servers, strict=True) if has_moves else ():
             block = cut_columns(problem.bands[kind], starts)[0]
             execution |= _both_phases(kind, server.astype(np.int32)[block])
         return starts, owner, computed, execution or None
 
     def _by_keys(self, problem: Problem) -> Solved:
         home, computed = self.solve(problem, whole=False)
-        starts = ranked(*(found.cuts for found in computed.values()), home[0])[0]
+        starts = ranked(*(item.cuts for item in computed.values()), home[0])[0]
         starts, owner = np.append(starts, problem.batch.tokens), home[2][_range_of(home[0], starts)]
-        moved = any(found.ended.moves for found in computed.values())
+        has_moves = any(item.ended.moves for item in computed.values())
         execution: dict[tuple[str, str], Execution] = {}
-        for kind, found in computed.items() if moved else ():
-            execution |= _both_phases(kind, found.ranks(cut_cells(problem.bands[kind], starts)))
+        for kind, item in computed.items() if has_moves else ():
+            execution |= _both_phases(kind, item.ranks(cut_cells(problem.bands[kind], starts)))
         return starts, owner, computed, execution or None
 
     def _limits(self, problem: Problem, whole: bool) -> Limits:
@@ -188,17 +188,17 @@ class Distca(PlacePass):
         )
 
     def _tolerance(self, problem: Problem) -> float:
-        asked = problem.policy.tolerance
-        wanted = self.tolerance if asked is None else min(self.tolerance, asked)
-        return max(wanted, LEAST_TOLERANCE)
+        policy_tolerance = problem.policy.tolerance
+        tolerance = self.tolerance if policy_tolerance is None else min(self.tolerance, policy_tolerance)
+        return max(tolerance, LEAST_TOLERANCE)
 
-    def _check(self, kind: str, ended: MigrationSummary, limits: Limits) -> None:
-        if not (self.two_sided and ended.forbidden and ended.imbalance > limits.tolerance):
+    def _check(self, kind: str, summary: MigrationSummary, limits: Limits) -> None:
+        if not (self.two_sided and summary.forbidden and summary.imbalance > limits.tolerance):
             return
-        given = ", ".join(f"{name} {getattr(self, name)}" for name in _CAPS if getattr(self, name))
+        caps = ", ".join(f"{name} {getattr(self, name)}" for name in _CAPS if getattr(self, name))
         raise CapacityError(
-            f"kind {kind} is {ended.imbalance:.4f} above the mean on its busiest rank, the tolerance is "
-            f"{limits.tolerance}, and {ended.forbidden} moves that would help break {given}: raise the caps or the "
+            f"kind {kind} is {summary.imbalance:.4f} above the mean on its busiest rank, the tolerance is "
+            f"{limits.tolerance}, and {summary.forbidden} moves that would help break {caps}: raise the caps or the "
             f"tolerance of {WHERE}"
         )
 
@@ -206,11 +206,11 @@ class Distca(PlacePass):
         """Checks caps exactly, row by row, where the greedy migration uses upper bounds: homes alone may exceed a
         cap."""
         for kind in problem.batch.kinds if any(getattr(self, name) for name in _CAPS) else ():
-            for name, used in zip(_CAPS, forward_bytes(problem, placement, kind), strict=True):
-                cap, worst = getattr(self, name), int(used.argmax())
-                if cap is not None and used[worst] > cap:
+            for name, sizes in zip(_CAPS, forward_bytes(problem, placement, kind), strict=True):
+                cap, rank = getattr(self, name), int(sizes.argmax())
+                if cap is not None and sizes[rank] > cap:
                     raise CapacityError(
-                        f"{WHERE}.{name} is {cap}, but rank {worst} needs {used[worst]} in a forward call of kind "
+                        f"{WHERE}.{name} is {cap}, but rank {rank} needs {sizes[rank]} in a forward call of kind "
                         f"{kind}, even for queries at home alone: raise it to at least that"
                     )
 
@@ -220,28 +220,28 @@ def sending_seconds(problem: Problem, placement: Placement) -> float:
     there."""
     cluster, seconds = problem.cluster, 0.0
     for kind in problem.batch.kinds:
-        found = _Flows.of(problem, placement, kind)
-        of, to = (rank // cluster.ranks_per_node for rank in (found.src, found.dst))
-        place = np.where(of == to, cluster.nodes + found.dst, to)
-        key = found.tile * (cluster.nodes + cluster.ranks) + place
-        rate = 1e9 * np.where(of == to, cluster.intra_gbs, cluster.inter_gbs_per_rank)
+        flows = _Flows.of(problem, placement, kind)
+        src_node, dst_node = (rank // cluster.ranks_per_node for rank in (flows.src, flows.dst))
+        port = np.where(src_node == dst_node, cluster.nodes + flows.dst, dst_node)
+        key = flows.tile * (cluster.nodes + cluster.ranks) + port
+        rate = 1e9 * np.where(src_node == dst_node, cluster.intra_gbs, cluster.inter_gbs_per_rank)
         order = stable_order(key)
         first = np.flatnonzero(changes(key[order]))
         if len(first):
-            once = np.maximum.reduceat((found.bytes / rate)[order], first)
-            seconds += float(np.bincount(found.src[order[first]], once, problem.ranks).max())
+            tile_seconds = np.maximum.reduceat((flows.bytes / rate)[order], first)
+            seconds += float(np.bincount(flows.src[order[first]], tile_seconds, problem.ranks).max())
     return seconds
 
 
 def forward_bytes(problem: Problem, placement: Placement, kind: str) -> tuple[Ints, Ints, Ints]:
     """(sent, received, held): bytes of each rank in one forward call, int64 [ranks], as limited by the caps of
     `Distca`."""
-    found, ranks = _Flows.of(problem, placement, kind), problem.ranks
-    held = found.bytes * found.fetched
+    flows, ranks = _Flows.of(problem, placement, kind), problem.ranks
+    fetched_bytes = flows.bytes * flows.fetched
     return (
-        exact_sums(found.src, found.bytes, ranks),
-        exact_sums(found.dst, found.bytes, ranks),
-        exact_sums(found.dst, held, ranks),
+        exact_sums(flows.src, flows.bytes, ranks),
+        exact_sums(flows.dst, flows.bytes, ranks),
+        exact_sums(flows.dst, fetched_bytes, ranks),
     )
 
 
@@ -263,20 +263,20 @@ class _Flows:
         executed = home[cells[0]]
         if placement.execution is not None:
             executed = placement.execution[kind, "forward"].rank[0]
-        block, to, rows = _tiles(cells[0], cells[2], cells[3], executed, home)
-        of_key, key_to, keys = _tiles(cells[1], cells[4], cells[5], executed, home)
+        block, rank, rows = _tiles(cells[0], cells[2], cells[3], executed, home)
+        key_block, key_rank, keys = _tiles(cells[1], cells[4], cells[5], executed, home)
         computing = ranked(cells[0].astype(np.int64) * problem.ranks + executed)[0] // problem.ranks
-        whole = bool(np.bincount(computing).max(initial=0) <= 1)
-        back = _returned_bytes(problem, whole)
-        sizes = rows * model.row_bytes(Tensor.Q), keys * model.row_bytes(Tensor.KV), rows * back
+        is_single = bool(np.bincount(computing).max(initial=0) <= 1)
+        returned = _returned_bytes(problem, is_single)
+        sizes = rows * model.row_bytes(Tensor.Q), keys * model.row_bytes(Tensor.KV), rows * returned
         return _Flows(
-            np.concatenate([home[block], home[of_key], to]),
-            np.concatenate([to, key_to, home[block]]),
+            np.concatenate([home[block], home[key_block], rank]),
+            np.concatenate([rank, key_rank, home[block]]),
             np.concatenate([rows, keys, rows]),
             np.concatenate(sizes),
             # O of a row has partial results from several ranks
-            np.concatenate([block, len(home) + of_key, 2 * len(home) + np.arange(len(block))]),
-            np.repeat([True, True, False], [len(block), len(of_key), len(block)]),
+            np.concatenate([block, len(home) + key_block, 2 * len(home) + np.arange(len(block))]),
+            np.repeat([True, True, False], [len(block), len(key_block), len(block)]),
         )
 
 
@@ -289,23 +289,23 @@ def _returned_bytes(problem: Problem, whole: bool) -> int:
     return problem.model.row_bytes(Tensor.O)
 
 
-def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
+def _tiles(block: Ints, low: Ints, high: Ints, rank: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
     """(block, rank, rows) of tiles, int64 each: a rank receives once the hull of the rows of a block that it needs."""
-    away = np.flatnonzero(home[block] != to)
-    ranks = int(to.max(initial=0)) + 1
-    tile, index = ranked(block[away].astype(np.int64) * ranks + to[away])
-    first, last = hulls(index, low[away], high[away], len(tile))
+    remote = np.flatnonzero(home[block] != rank)
+    ranks = int(rank.max(initial=0)) + 1
+    tile, index = ranked(block[remote].astype(np.int64) * ranks + rank[remote])
+    first, last = hulls(index, low[remote], high[remote], len(tile))
     return tile // ranks, tile % ranks, last - first
 
 
 def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Ints]]:
     """(starts, homes, servers for each kind) of the fewest blocks with uniform home and servers."""
     # a kind without pairs computes nothing
-    maps = [(low, rank) for low, _, rank in (home, *(found if len(found[0]) else home for found in computed))]
+    maps = [(low, rank) for low, _, rank in (home, *(item if len(item[0]) else home for item in computed))]
     starts = ranked(*(low for low, _ in maps))[0]
     ranks = np.stack([rank[_range_of(low, starts)] for low, rank in maps])
-    new = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
-    starts, ranks = np.append(starts[new], home[1][-1]), ranks[:, new]
+    is_first = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
+    starts, ranks = np.append(starts[is_first], home[1][-1]), ranks[:, is_first]
     return starts, ranks[0], list(ranks[1:])
 
 
@@ -316,7 +316,7 @@ def _range_of(low: Ints, tokens: Ints) -> Ints:
 
 def _load(problem: Problem, computed: Mapping[str, Balance]) -> Ints:
     """int64 [ranks]: pairs, summed over kinds times layers."""
-    load: Ints = np.sum([problem.layers[k] * found.servers.load for k, found in computed.items()], axis=0)
+    load: Ints = np.sum([problem.layers[k] * item.servers.load for k, item in computed.items()], axis=0)
     return load
 
 

@@ -38,8 +38,8 @@ class PairRun:
     @property
     def ways(self) -> dict[str, Way]:
         """The simulated modes by name."""
-        found = dict(zip(WAYS, (self.turns, self.serial, self.single, self.signal), strict=True))
-        return found if self.whole is None else found | {WHOLE: self.whole}
+        result = dict(zip(WAYS, (self.turns, self.serial, self.single, self.signal), strict=True))
+        return result if self.whole is None else result | {WHOLE: self.whole}
 
     @property
     def gain(self) -> float:
@@ -59,8 +59,8 @@ class PairRun:
     @property
     def hidden(self) -> float:
         """Fraction of the single stream's exposed communication that alternation hides; 1.0 if there is none."""
-        added = self.single.makespan_us - self.signal.makespan_us
-        return (self.single.makespan_us - self.turns.makespan_us) / added if added > 0 else 1.0
+        signal_cost = self.single.makespan_us - self.signal.makespan_us
+        return (self.single.makespan_us - self.turns.makespan_us) / signal_cost if signal_cost > 0 else 1.0
 
 
 @dataclass(frozen=True, eq=False)

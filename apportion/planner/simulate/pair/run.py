@@ -62,9 +62,9 @@ def simulate_pair(
     """
     for name, plan in (("ping", ping), ("pong", pong), *([] if whole is None else [(WHOLE, whole)])):
         instance(name, plan, Plan, "make one with plan(...)")
-    used = Hardware.named(hardware) or Hardware.load("h100")
-    costs = CostModel(used, ping.request.model)
-    return simulate_pair_with(ping, pong, costs, used.name, layers, groups, whole)
+    machine = Hardware.named(hardware) or Hardware.load("h100")
+    costs = CostModel(machine, ping.request.model)
+    return simulate_pair_with(ping, pong, costs, machine.name, layers, groups, whole)
 
 
 def simulate_pair_with(
@@ -101,29 +101,29 @@ def turns_us(
     rank ends. around: microseconds per token before and after attention, for each phase. cluster: as in `simulate`.
     Raises as `simulate_pair`."""
     _check_plans([ping, pong])
-    found = {}
+    result = {}
     for kind, phase in ((kind, phase) for kind in ping.header.kinds for phase in PHASES):
         halves = []
         for plan in (ping, pong):
             half = _half(plan, kind, phase, costs, cluster)
             speeds = (plan.request.cluster if cluster is None else cluster).speeds
             rows = plan.layout(plan.header.home_layout).rows_per_rank / np.asarray(speeds or 1.0)
-            before, after = (rows * each for each in around[phase])
+            before, after = (rows * factor for factor in around[phase])
             halves.append(half._replace(before=before, after=after))
-        way = _simulated(_on_groups(halves, None), layers, "turns", f"{kind} {phase}")
-        found[kind, phase] = way.makespan_us / layers
-    return found
+        run = _simulated(_on_groups(halves, None), layers, "turns", f"{kind} {phase}")
+        result[kind, phase] = run.makespan_us / layers
+    return result
 
 
 def _check_plans(plans: list[Plan]) -> None:
     ping = plans[0]
     for name, plan in zip(("pong", WHOLE), plans[1:], strict=False):
-        same = {
+        checks = {
             "ranks": plan.request.cluster == ping.request.cluster,
             "programs": set(plan.programs) == set(ping.programs),
         }
-        for what in (what for what, equal in same.items() if not equal):
-            rule = f"has other {what} than ping"
+        for label in (label for label, equal in checks.items() if not equal):
+            rule = f"has other {label} than ping"
             raise ConfigError(name, plan.id.hex()[:12], rule, "make all plans for the same ranks and kinds")
 
 
@@ -146,23 +146,23 @@ class Half(NamedTuple):
 
 
 def _half(plan: Plan, kind: str, phase: str, costs: Costs, cluster: Cluster | None = None) -> Half:
-    made = prepare_program(plan, kind, phase, costs, cluster)
-    view, script = made.view, made.script
+    program = prepare_program(plan, kind, phase, costs, cluster)
+    view, script = program.view, program.script
     busy, (before, after) = busy_us(view, script), _linear_us(view, costs)
     ports = port_count(view.cluster)
     return Half(
-        script, made.traffic, view.rank_of, _segments(view), busy, before, after, ports, made.contention
+        script, program.traffic, view.rank_of, _segments(view), busy, before, after, ports, program.contention
     )
 
 
 def _on_groups(halves: list[Half], groups: int | None) -> list[Half]:
     """The halves on separate channels, or on shared groups."""
-    found: list[Half] = []
+    result: list[Half] = []
     for half in halves:
-        used = sum(int(other.script.channel.max(initial=-1)) + 1 for other in found)
-        channel = half.script.channel + used if groups is None else half.script.channel % groups
-        found.append(half._replace(script=half.script._replace(channel=channel)))
-    return found
+        channel_count = sum(int(other.script.channel.max(initial=-1)) + 1 for other in result)
+        channel = half.script.channel + channel_count if groups is None else half.script.channel % groups
+        result.append(half._replace(script=half.script._replace(channel=channel)))
+    return result
 
 
 def _segments(view: View) -> Ints:
@@ -170,11 +170,11 @@ def _segments(view: View) -> Ints:
     op, round_ = view.instructions["op"], view.instructions["round"]
     ranks = [slice(a, b) for a, b in zip(view.instructions.ptr[:-1], view.instructions.ptr[1:], strict=True)]
     cuts = agreed_cuts(own_cuts(op[rank], round_[rank]) for rank in ranks)
-    found = np.zeros(len(op), np.int64)
+    segments = np.zeros(len(op), np.int64)
     for rank in ranks:
         number = np.arange(len(op[rank]))
-        found[rank] = sum(number >= end for end in segment_ends(op[rank], round_[rank], cuts))
-    return found
+        segments[rank] = sum(number >= end for end in segment_ends(op[rank], round_[rank], cuts))
+    return segments
 
 
 def _linear_us(view: View, costs: Costs) -> tuple[Floats, Floats]:
@@ -208,21 +208,21 @@ class PairInstructions(NamedTuple):
 
 def _run_pair(plans: list[Half], kind: str, phase: str, layers: int, groups: int | None) -> PairRun:
     """Runs all modes. plans: both halves, and the whole if given."""
-    halves, where = _on_groups(plans[:2], groups), f"{kind} {phase}"
-    ways = [_simulated(halves, layers, way, f"{where}, {way}") for way in WAYS]
-    ways += [_simulated(_on_groups([whole], groups), layers, WHOLE, where) for whole in plans[2:]]
+    halves, label = _on_groups(plans[:2], groups), f"{kind} {phase}"
+    runs = [_simulated(halves, layers, way, f"{label}, {way}") for way in WAYS]
+    runs += [_simulated(_on_groups([whole], groups), layers, WHOLE, label) for whole in plans[2:]]
     busy = sum(layers * (half.before + half.busy + half.after) for half in halves)
-    return PairRun(kind, phase, layers, np.asarray(busy), *ways)
+    return PairRun(kind, phase, layers, np.asarray(busy), *runs)
 
 
-def _simulated(halves: list[Half], layers: int, way: str, where: str) -> Way:
+def _simulated(halves: list[Half], layers: int, way: str, label: str) -> Way:
     script, traffic = _interleaved(halves, layers, way)
     if way == "signal":
         traffic = traffic._replace(wire_us=np.zeros_like(traffic.wire_us))
     times, finish, blocked = engine.run(script, traffic, halves[0].ports, halves[0].contention)
     if (blocked >= 0).any():
         rank = int(np.argmax(blocked >= 0))
-        raise VerifyError(f"{where}: rank {rank} waits for a round that never completes; verify both plans")
+        raise VerifyError(f"{label}: rank {rank} waits for a round that never completes; verify both plans")
     waits = script.role == WAIT
     rank_of = group_of(np.diff(script.ptr))
     idle = engine.idle_until(script, times) - times.begin
@@ -250,7 +250,7 @@ def _rows(which: int, half: Half, layer: int, way: str, first: int) -> PairInstr
     script, ranks = half.script, np.arange(len(half.before))
     launch = np.where(script.launch >= 0, script.launch + first, -1)
     slot = _slot(way, which, 2 * layer + half.segment, np.where(half.segment == 0, DISPATCH, COLLECT))
-    own = PairInstructions(
+    instructions = PairInstructions(
         half.rank_of, slot, 2 * np.arange(len(slot)), script.role.astype(np.int64), script.work_us, launch
     )
     more = [
@@ -258,7 +258,7 @@ def _rows(which: int, half: Half, layer: int, way: str, first: int) -> PairInstr
         _work(ranks, _slot(way, which, 2 * layer + 2, COLLECT), 2 * len(slot), script.end_us),
         _work(ranks, _slot(way, which, 2 * layer + 2, AFTER), 0, half.after),
     ]
-    return _join_scripts([own, *more, *([_waited_for(own)] if way == "single" else [])])
+    return _join_scripts([instructions, *more, *([_waited_for(instructions)] if way == "single" else [])])
 
 
 def _slot(way: str, which: int, turn: Any, piece: Any) -> Any:
@@ -281,9 +281,9 @@ def _work(ranks: Ints, slot: int, number: int, work: Floats) -> PairInstructions
 def _waited_for(rows: PairInstructions) -> PairInstructions:
     """Inserts a wait right after every launch; unpacking stays at the program's own wait."""
     launches = PairInstructions._make(column[rows.role == LAUNCH] for column in rows)
-    nothing = np.zeros_like(launches.work_us)
+    zeros = np.zeros_like(launches.work_us)
     return launches._replace(
-        number=launches.number + 1, role=np.full_like(launches.role, WAIT), work_us=nothing
+        number=launches.number + 1, role=np.full_like(launches.role, WAIT), work_us=zeros
     )
 
 
@@ -302,15 +302,15 @@ def _traffic(copies: list[Half], first: Ints, number: Ints) -> Traffic:
     return Traffic._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
 
-def _script(rows: PairInstructions, launch: Ints, copies: list[Half], old: Ints, traffic: Traffic) -> Script:
-    """The script of sorted rows. launch: int64 [rows], their launches; old: int64 [launches], previous numbers."""
+def _script(rows: PairInstructions, launch: Ints, copies: list[Half], src: Ints, traffic: Traffic) -> Script:
+    """The script of sorted rows. launch: int64 [rows], their launches; src: int64 [launches], previous numbers."""
     ranks = len(copies[0].before)
     rank, round_, channel = (
-        np.concatenate([getattr(half.script, name) for half in copies])[old]
+        np.concatenate([getattr(half.script, name) for half in copies])[src]
         for name in ("rank", "round", "channel")
     )
     ptr = np.searchsorted(rows.rank, np.arange(ranks + 1))
     streams = (rank, round_, channel, *core.link_channels(rank, channel))
     ends = core.list_ends(traffic.sender, traffic.receiver, len(rank))
-    role, nothing = rows.role.astype(np.uint8), np.zeros(ranks)
-    return Script(ptr, role, rows.work_us, nothing, launch, *streams, *ends)
+    role, zeros = rows.role.astype(np.uint8), np.zeros(ranks)
+    return Script(ptr, role, rows.work_us, zeros, launch, *streams, *ends)

@@ -24,22 +24,22 @@ def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
     limit is named."""
     src, dst, ranks = problem.src, problem.dst, problem.ranks
     degree = max_degree(src, dst, ranks)
-    left, padding = _counts(src, dst, ranks), _padding(src, dst, ranks, degree)
+    remaining, padding = _counts(src, dst, ranks), _padding(src, dst, ranks, degree)
     edges = np.argsort(src.astype(np.int64) * ranks + dst, kind="stable")
-    first = offsets(left.reshape(-1))[:-1].reshape(ranks, ranks)  # next edge in `edges` for each pair
+    first = offsets(remaining.reshape(-1))[:-1].reshape(ranks, ranks)  # next edge in `edges` for each pair
     colour = np.full(len(src), -1, np.int32)
     for number in range(degree):
         if number == budget.steps:
-            rest = np.flatnonzero(colour < 0)
-            colour[rest] = number + matchings(src[rest], dst[rest], ranks)
+            uncoloured = np.flatnonzero(colour < 0)
+            colour[uncoloured] = number + matchings(src[uncoloured], dst[uncoloured], ranks)
             return Colouring(colour, Termination(Status.OPTIMAL, float(degree), float(degree), Limit.STEPS))
-        cost = np.where(left > 0, 0.0, np.where(padding > 0, 1.0, _NEVER))
+        cost = np.where(remaining > 0, 0.0, np.where(padding > 0, 1.0, _NEVER))
         rows, columns = linear_sum_assignment(cost)
-        real = left[rows, columns] > 0
-        colour[edges[first[rows, columns][real]]] = number
-        first[rows[real], columns[real]] += 1
-        left[rows[real], columns[real]] -= 1
-        padding[rows[~real], columns[~real]] -= 1
+        is_tile = remaining[rows, columns] > 0
+        colour[edges[first[rows, columns][is_tile]]] = number
+        first[rows[is_tile], columns[is_tile]] += 1
+        remaining[rows[is_tile], columns[is_tile]] -= 1
+        padding[rows[~is_tile], columns[~is_tile]] -= 1
     return Colouring(colour, Termination(Status.OPTIMAL, float(degree), float(degree)))
 
 
@@ -50,6 +50,6 @@ def _counts(src: Ints, dst: Ints, ranks: int) -> Ints:
 
 def _padding(src: Ints, dst: Ints, ranks: int, degree: int) -> Ints:
     """int64 [ranks, ranks]: padding edges that raise all ranks to the degree, from first senders to first receivers."""
-    lacks = [degree - np.bincount(ends, minlength=ranks) for ends in (src, dst)]
-    ends = [np.repeat(np.arange(ranks), lack) for lack in lacks]
+    deficits = [degree - np.bincount(ends, minlength=ranks) for ends in (src, dst)]
+    ends = [np.repeat(np.arange(ranks), deficit) for deficit in deficits]
     return _counts(ends[0], ends[1], ranks)

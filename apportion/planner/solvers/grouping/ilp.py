@@ -60,13 +60,13 @@ class _SearchState:
     probes: int = 0
 
     def with_mix(self, mix: Mix | None) -> _SearchState:
-        better = mix is not None and (self.best is None or mix.value < self.best.value)
-        return replace(self, best=mix) if better else self
+        is_better = mix is not None and (self.best is None or mix.value < self.best.value)
+        return replace(self, best=mix) if is_better else self
 
     def seeds(self, columns: int) -> list[tuple[int, ...]]:
         """Initial counts of groups for the search."""
-        known = [] if self.best is None else [self.best.counts(columns)]
-        return known if self.counts is None else [*known, self.counts]
+        result = [] if self.best is None else [self.best.counts(columns)]
+        return result if self.counts is None else [*result, self.counts]
 
     def done(self, budget: Budget) -> bool:
         return self.best is not None and budget.reached(self.best.value, self.bound)
@@ -168,8 +168,8 @@ def _by_local_search(
     share = effort * min(1.0, _USUAL_SIZE / (len(case.sizes) * case.ranks))
     mixes = improve(case, state.seeds(len(case.degrees)), max(20, int(_STEPS * share)), goal)
     steps = max(1000, int(_ANNEALS * share))
-    tried = [anneal(case, mix, steps, goal, state.probes) for mix in mixes[: max(4, int(_ANNEALED * share))]]
-    for mix in sorted(tried, key=lambda mix: mix.value)[: max(2, int(_POLISHED * share))]:
+    trials = [anneal(case, mix, steps, goal, state.probes) for mix in mixes[: max(4, int(_ANNEALED * share))]]
+    for mix in sorted(trials, key=lambda mix: mix.value)[: max(2, int(_POLISHED * share))]:
         state = state.with_mix(polish(case, mix, max(20, int(_KICKS * share)), goal, state.probes))
         if state.done(budget):
             break
@@ -181,8 +181,8 @@ def _by_bisection(case: GroupingProblem, state: _SearchState, budget: Budget, no
     from apportion.planner.solvers.grouping.programs import mix_for
 
     # without any answer yet, a time that none can exceed
-    most = 4 * float(case.times[np.isfinite(case.times)].sum())
-    high = most if state.best is None else state.best.value
+    ceiling = 4 * float(case.times[np.isfinite(case.times)].sum())
+    high = ceiling if state.best is None else state.best.value
     # slightly more, so that a value within the budget's gap of a refuted limit is accepted
     limit = high / (1 + max(budget.gap, _FINE - 1)) * (1 + _TOLERANCE)
     undecided = 0
@@ -190,7 +190,7 @@ def _by_bisection(case: GroupingProblem, state: _SearchState, budget: Budget, no
         answer = mix_for(case, limit, nodes)
         undecided += not answer.refuted and answer.counts is None
         if answer.refuted:
-            state = replace(state, bound=_refuted(state, limit, most), probes=probe + 1)
+            state = replace(state, bound=_refuted(state, limit, ceiling), probes=probe + 1)
         else:
             high = limit
             state = replace(state, counts=answer.counts or state.counts, probes=probe + 1)
@@ -202,15 +202,15 @@ def _by_bisection(case: GroupingProblem, state: _SearchState, budget: Budget, no
     return state
 
 
-def _refuted(state: _SearchState, limit: float, most: float) -> float:
+def _refuted(state: _SearchState, limit: float, ceiling: float) -> float:
     """The bound after a refutation: infinity if it holds for even half the maximum possible time."""
-    return np.inf if limit >= most / 2 else max(state.bound, limit)
+    return np.inf if limit >= ceiling / 2 else max(state.bound, limit)
 
 
 def _most_counts(case: GroupingProblem) -> Ints:
     """int64 [degrees]: largest useful number of groups of each degree."""
-    most: Ints = np.minimum(case.ranks // case.degrees, np.isfinite(case.times).sum(0))
-    return most
+    limits: Ints = np.minimum(case.ranks // case.degrees, np.isfinite(case.times).sum(0))
+    return limits
 
 
 def _is_complete(case: GroupingProblem) -> bool:
@@ -244,11 +244,11 @@ def _by_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nodes:
         items = np.flatnonzero(np.isin(state.best.group, part))
         column = state.best.column[part]
         start = Mix(column, np.searchsorted(part, state.best.group[items]), state.best.time[part])
-        few = replace(
+        part_case = replace(
             case, times=case.times[items], sizes=case.sizes[items], ranks=int(case.degrees[column].sum())
         )
         counts = np.bincount(column, minlength=len(case.degrees))
-        mix, _ = slots(few, counts, start, 0.0, nodes, _FINE - 1)
+        mix, _ = slots(part_case, counts, start, 0.0, nodes, _FINE - 1)
         if mix is not None and mix.value < start.value:
             state = state.with_mix(_merge_part(case, state.best, part, items, mix))
     return state
@@ -259,17 +259,17 @@ def _slowest_part(mix: Mix, draw: np.random.Generator) -> Ints:
     slowest = int(mix.time.argmax())
     others = draw.permutation(len(mix.time))
     order = np.append(slowest, others[others != slowest])
-    held = np.cumsum(np.bincount(mix.group, minlength=len(mix.time))[order])
-    count = max(2, int((held * np.arange(1, len(order) + 1) <= _PART).sum()))
+    item_counts = np.cumsum(np.bincount(mix.group, minlength=len(mix.time))[order])
+    count = max(2, int((item_counts * np.arange(1, len(order) + 1) <= _PART).sum()))
     part: Ints = np.sort(order[:count])
     return part
 
 
-def _merge_part(case: GroupingProblem, mix: Mix, part: Ints, items: Ints, dealt: Mix) -> Mix:
+def _merge_part(case: GroupingProblem, mix: Mix, part: Ints, items: Ints, part_mix: Mix) -> Mix:
     """The mix with the groups of a part redistributed; these have the same degrees, in order."""
     column, group = mix.column.copy(), mix.group.copy()
-    column[part] = dealt.column
-    group[items] = part[dealt.group]
+    column[part] = part_mix.column
+    group[items] = part[part_mix.group]
     return mix_of(case, column, group)
 
 
@@ -288,13 +288,13 @@ def _no_groups(problem: GroupingProblem, termination: Termination) -> Grouping:
 
 def _answer(problem: GroupingProblem, order: Ints, mix: Mix, bound: float, limit: Limit | None) -> Grouping:
     """The mix in the caller's order of sequences, without empty groups, sorted by falling size, then falling time."""
-    used = np.unique(mix.group)
-    ranked = used[np.lexsort((used, -mix.time[used], -mix.column[used]))]
-    place = np.full(len(mix.column), -1)
-    place[ranked] = np.arange(len(ranked))
+    groups = np.unique(mix.group)
+    group_order = groups[np.lexsort((groups, -mix.time[groups], -mix.column[groups]))]
+    number = np.full(len(mix.column), -1)
+    number[group_order] = np.arange(len(group_order))
     group = np.empty(len(order), np.int64)
-    group[order] = place[mix.group]
-    degree, time = problem.degrees[mix.column[ranked]], mix.time[ranked]
+    group[order] = number[mix.group]
+    degree, time = problem.degrees[mix.column[group_order]], mix.time[group_order]
     return Grouping(degree, group, time, _termination(mix.value, bound, limit))
 
 

@@ -55,20 +55,20 @@ def greedy_mix(problem: GroupingProblem, bound: float) -> Mix | None:
         if best.value <= low * (1 + 1e-6):
             break
         middle = (max(low, 1e-9 * best.value) * best.value) ** 0.5
-        tried = _first_fit_mix(problem, middle)
-        low, best = (middle, best) if tried is None else (low, tried)
+        candidate = _first_fit_mix(problem, middle)
+        low, best = (middle, best) if candidate is None else (low, candidate)
     return best
 
 
 def _first_fit_mix(problem: GroupingProblem, limit: float) -> Mix | None:
-    fits = problem.times <= limit
-    if not fits.any(1).all():
+    is_allowed = problem.times <= limit
+    if not is_allowed.any(1).all():
         return None
-    need = fits.argmax(1)
-    order = np.lexsort((-problem.times[np.arange(len(need)), need], -need))
+    smallest = is_allowed.argmax(1)
+    order = np.lexsort((-problem.times[np.arange(len(smallest)), smallest], -smallest))
     rooms = problem.cap * problem.degrees
     sequences = problem.times, problem.sizes
-    column, group = core.first_fit(sequences, order, need, problem.degrees, rooms, problem.ranks, limit)
+    column, group = core.first_fit(sequences, order, smallest, problem.degrees, rooms, problem.ranks, limit)
     return mix_of(problem, column, group) if len(column) else None
 
 
@@ -78,8 +78,8 @@ def mix_of(problem: GroupingProblem, column: Ints, group: Ints) -> Mix:
 
 
 def _times(problem: GroupingProblem, column: Ints, group: Ints) -> Floats:
-    own = problem.times[np.arange(len(group)), column[group]]
-    return np.bincount(group, own, len(column)).astype(np.float64, copy=False)
+    item_times = problem.times[np.arange(len(group)), column[group]]
+    return np.bincount(group, item_times, len(column)).astype(np.float64, copy=False)
 
 
 # ---- search over counts of groups
@@ -87,18 +87,18 @@ def _times(problem: GroupingProblem, column: Ints, group: Ints) -> Floats:
 
 def improve(problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, goal: float) -> list[Mix]:
     """Mixes of `steps` counts, best first: those of the seeds and then of neighbours of the best. Ends at `goal`."""
-    seen: set[tuple[int, ...]] = set()
+    visited: set[tuple[int, ...]] = set()
     queue: list[tuple[float, tuple[int, ...]]] = []
     mixes: list[Mix] = []
     waiting = [_fill_idle_ranks(problem, seed) for seed in seeds]
-    while len(seen) < steps and (waiting or queue):
+    while len(visited) < steps and (waiting or queue):
         if not waiting:
             waiting = _neighbours(problem, heapq.heappop(queue)[1])
             continue
         counts = waiting.pop()
-        if counts in seen:
+        if counts in visited:
             continue
-        seen.add(counts)
+        visited.add(counts)
         mix = spread(problem, counts)
         heapq.heappush(queue, (np.inf if mix is None else mix.value, counts))
         if mix is not None:
@@ -117,15 +117,15 @@ def polish(problem: GroupingProblem, mix: Mix, kicks: int, goal: float, seed: in
         group = mix.group.copy()
         group[draw.integers(len(group), size=_KICK)] = draw.integers(len(mix.column), size=_KICK)
         if _fits(problem, mix.column, group):
-            tried = descend(problem, mix_of(problem, mix.column, group))
-            mix = tried if tried.value <= mix.value else mix
+            candidate = descend(problem, mix_of(problem, mix.column, group))
+            mix = candidate if candidate.value <= mix.value else mix
     return mix
 
 
 def _fits(problem: GroupingProblem, column: Ints, group: Ints) -> bool:
-    used = _tokens(problem, column, group)
+    tokens = _tokens(problem, column, group)
     allowed = np.isfinite(problem.times[np.arange(len(group)), column[group]]).all()
-    return bool(allowed and (used <= problem.cap * problem.degrees[column]).all())
+    return bool(allowed and (tokens <= problem.cap * problem.degrees[column]).all())
 
 
 def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: int) -> Mix:
@@ -135,12 +135,12 @@ def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: in
     moved, to = draw.integers(items, size=steps), draw.integers(groups + items, size=steps)
     # threshold for accepting a worse step: Metropolis' rule, drawn in advance
     bar = draw.standard_exponential(steps) * goal * np.geomspace(_HOT, _COLD, steps)
-    left = problem.cap * problem.degrees[mix.column] - _tokens(problem, mix.column, mix.group)
+    free = problem.cap * problem.degrees[mix.column] - _tokens(problem, mix.column, mix.group)
     group = mix.group.copy()
     times, above = problem.times.take(mix.column, 1), float(np.maximum(mix.time - goal, 0.0).sum())
-    core.anneal((times, problem.sizes), (moved, to, bar), goal, above, mix.time.copy(), left, group)
-    tried = descend(problem, mix_of(problem, mix.column, group))
-    return tried if tried.value < mix.value else mix
+    core.anneal((times, problem.sizes), (moved, to, bar), goal, above, mix.time.copy(), free, group)
+    result = descend(problem, mix_of(problem, mix.column, group))
+    return result if result.value < mix.value else mix
 
 
 def _tokens(problem: GroupingProblem, column: Ints, group: Ints) -> Ints:
@@ -150,24 +150,24 @@ def _tokens(problem: GroupingProblem, column: Ints, group: Ints) -> Ints:
 
 def _fill_idle_ranks(problem: GroupingProblem, counts: tuple[int, ...]) -> tuple[int, ...]:
     """The counts with idle ranks in groups as large as possible."""
-    filled, idle = list(counts), problem.ranks - int(np.dot(counts, problem.degrees))
-    for c in reversed(range(len(filled))):
+    result, idle = list(counts), problem.ranks - int(np.dot(counts, problem.degrees))
+    for c in reversed(range(len(result))):
         more = idle // int(problem.degrees[c])
-        filled[c] += more
+        result[c] += more
         idle -= more * int(problem.degrees[c])
-    return tuple(filled)
+    return tuple(result)
 
 
 def _neighbours(problem: GroupingProblem, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Counts with one group split to the next smaller degree, or some merged to the next larger."""
-    found, degrees = [], problem.degrees.tolist()
+    result, degrees = [], problem.degrees.tolist()
     for small in range(len(degrees) - 1):
         parts = -(-degrees[small + 1] // degrees[small])
         if counts[small] >= parts:
-            found.append(_changed(counts, small, -parts, 1))
+            result.append(_changed(counts, small, -parts, 1))
         if counts[small + 1]:
-            found.append(_changed(counts, small, degrees[small + 1] // degrees[small], -1))
-    return [_fill_idle_ranks(problem, changed) for changed in found]
+            result.append(_changed(counts, small, degrees[small + 1] // degrees[small], -1))
+    return [_fill_idle_ranks(problem, changed) for changed in result]
 
 
 def _changed(counts: tuple[int, ...], small: int, more: int, more_large: int) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ def spread(problem: GroupingProblem, counts: tuple[int, ...]) -> Mix | None:
 def descend(problem: GroupingProblem, mix: Mix) -> Mix:
     """Descends by moves and swaps out of the slowest group, best first, while the larger of the two times falls; ends
     after a fixed number of evaluations."""
-    found = Mix(mix.column, mix.group.copy(), mix.time.copy())
+    result = Mix(mix.column, mix.group.copy(), mix.time.copy())
     rooms = problem.cap * problem.degrees[mix.column]
-    core.descend((problem.times, problem.sizes), (mix.column, rooms), found.group, found.time)
-    return found
+    core.descend((problem.times, problem.sizes), (mix.column, rooms), result.group, result.time)
+    return result

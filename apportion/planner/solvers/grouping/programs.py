@@ -60,32 +60,32 @@ class _Kinds:
     def room(self, fits: Bools) -> Floats:
         """float64 [kinds, degrees]: largest fraction of each kind at a degree."""
         rows = [np.bincount(self.label, self.part * column, len(self.whole)) for column in fits.T]
-        most: Floats = np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
-        return most
+        limits: Floats = np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
+        return limits
 
     def least(self, items: Ints, row: Floats) -> Floats:
         """float64 [kinds]: minimum for a whole kind, from the cheapest of its `items`."""
-        taken = np.full(len(self.whole), np.inf)
-        np.minimum.at(taken, self.label[items], row / self.part[items])
-        return np.where(np.isfinite(taken), taken, 0.0)
+        result = np.full(len(self.whole), np.inf)
+        np.minimum.at(result, self.label[items], row / self.part[items])
+        return np.where(np.isfinite(result), result, 0.0)
 
 
 def mix_for(problem: GroupingProblem, limit: float, nodes: int) -> ProgramAnswer:
     """Decides whether some mix may meet a time limit."""
-    fits = problem.times <= limit
-    if not fits.any(1).all():
+    is_allowed = problem.times <= limit
+    if not is_allowed.any(1).all():
         return ProgramAnswer(True, None)
-    kinds = _kinds(problem, fits, limit)
+    kinds = _kinds(problem, is_allowed, limit)
     model = pulp.LpProblem("mix", pulp.LpMinimize)
-    chosen, count = _mix_variables(model, problem, kinds, kinds.room(fits))
+    variables, count = _mix_variables(model, problem, kinds, kinds.room(is_allowed))
     model += pulp.LpAffineExpression([(n, float(d)) for n, d in zip(count, problem.degrees, strict=True)])
     model += model.objective <= problem.ranks
     for k in range(len(kinds.whole)):
-        model += _places(chosen, k, len(count)) == 1
+        model += _places(variables, k, len(count)) == 1
     for c, variable in enumerate(count):
-        for shares in _shares(problem, kinds, np.flatnonzero(fits[:, c]), c, limit):
-            held = [(chosen[int(k), c], float(shares[k])) for k in np.flatnonzero(shares)]
-            model += pulp.LpAffineExpression([*held, (variable, -1.0)]) <= 0
+        for shares in _shares(problem, kinds, np.flatnonzero(is_allowed[:, c]), c, limit):
+            terms = [(variables[int(k), c], float(shares[k])) for k in np.flatnonzero(shares)]
+            model += pulp.LpAffineExpression([*terms, (variable, -1.0)]) <= 0
     # any answer is enough: a gap of 100 % stops at the first
     run = solve_model(model, nodes, gap=1.0)
     if run.status in (Status.OPTIMAL, Status.FEASIBLE):
@@ -93,56 +93,56 @@ def mix_for(problem: GroupingProblem, limit: float, nodes: int) -> ProgramAnswer
     return ProgramAnswer(run.status is Status.INFEASIBLE, None)
 
 
-def _kinds(problem: GroupingProblem, fits: Bools, limit: float) -> _Kinds:
+def _kinds(problem: GroupingProblem, is_allowed: Bools, limit: float) -> _Kinds:
     """One kind per sequence; with many sequences, those of similar size and little work are merged."""
-    work = np.where(fits, problem.times * problem.degrees, np.inf).min(1)
-    heavy = np.zeros(len(work), bool)
-    heavy[np.argsort(-work, kind="stable")[:_MOST_HEAVY]] = True
-    heavy &= work > _HEAVY_SHARE * limit
+    work = np.where(is_allowed, problem.times * problem.degrees, np.inf).min(1)
+    is_heavy = np.zeros(len(work), bool)
+    is_heavy[np.argsort(-work, kind="stable")[:_MOST_HEAVY]] = True
+    is_heavy &= work > _HEAVY_SHARE * limit
     if len(work) <= _MOST_KINDS:
-        return _Kinds(np.arange(len(work)), np.ones(len(work)), heavy)
+        return _Kinds(np.arange(len(work)), np.ones(len(work)), is_heavy)
     # non-zero weights: any weights give a bound, those by work the best
     weight = np.maximum(work, 1e-9 * work.max() or 1.0)
-    done = np.cumsum(np.where(heavy, 0.0, weight))
-    band = done * _MOST_KINDS // done[-1]
-    new = heavy | np.roll(heavy, 1) | (band != np.roll(band, 1))
-    new[0] = True
-    label = np.cumsum(new) - 1
-    whole = np.zeros(int(label.max()) + 1, bool)
-    whole[label[heavy]] = True
-    return _Kinds(label, weight / np.bincount(label, weight)[label], whole)
+    sums = np.cumsum(np.where(is_heavy, 0.0, weight))
+    band = sums * _MOST_KINDS // sums[-1]
+    is_first = is_heavy | np.roll(is_heavy, 1) | (band != np.roll(band, 1))
+    is_first[0] = True
+    label = np.cumsum(is_first) - 1
+    is_whole = np.zeros(int(label.max()) + 1, bool)
+    is_whole[label[is_heavy]] = True
+    return _Kinds(label, weight / np.bincount(label, weight)[label], is_whole)
 
 
 def _mix_variables(
     model: pulp.LpProblem, problem: GroupingProblem, kinds: _Kinds, room: Floats
 ) -> tuple[dict[tuple[int, int], pulp.LpVariable], list[pulp.LpVariable]]:
-    chosen = {
+    variables = {
         (int(k), int(c)): model.add_variable(
             f"x_{k}_{c}", 0, float(room[k, c]), "Integer" if kinds.whole[k] else "Continuous"
         )
         for k, c in zip(*np.nonzero(room), strict=True)
     }
-    most = problem.ranks // problem.degrees
-    return chosen, [model.add_variable(f"n_{c}", 0, int(most[c]), "Integer") for c in range(len(most))]
+    limits = problem.ranks // problem.degrees
+    return variables, [model.add_variable(f"n_{c}", 0, int(limits[c]), "Integer") for c in range(len(limits))]
 
 
 def _shares(
     problem: GroupingProblem, kinds: _Kinds, items: Ints, column: int, limit: float
 ) -> Iterator[Floats]:
     """Different rows of shares of the kinds, each with a sum of at most 1 in one group."""
-    seen: set[bytes] = set()
-    room = float(problem.cap * problem.degrees[column]) * (1 + _SLACK)
-    for share in (problem.times[items, column] / (limit * (1 + _SLACK)), problem.sizes[items] / room):
+    earlier: set[bytes] = set()
+    capacity = float(problem.cap * problem.degrees[column]) * (1 + _SLACK)
+    for share in (problem.times[items, column] / (limit * (1 + _SLACK)), problem.sizes[items] / capacity):
         for row in (kinds.least(items, row) for row in _dual_feasible(share)):
-            if row.any() and row.tobytes() not in seen:
-                seen.add(row.tobytes())
+            if row.any() and row.tobytes() not in earlier:
+                earlier.add(row.tobytes())
                 yield row
 
 
 def _dual_feasible(share: Floats) -> Iterator[Floats]:
     yield share
-    for least in _DROPPED:
-        yield np.where(share > 1 - least, 1.0, np.where(share < least, 0.0, share))
+    for threshold in _DROPPED:
+        yield np.where(share > 1 - threshold, 1.0, np.where(share < threshold, 0.0, share))
     for multiple in _MULTIPLES:
         yield np.floor((multiple + 1) * share) / multiple
 
@@ -169,10 +169,10 @@ def slots(
         model += _places(x, k, len(column)) == 1
     for g, c in enumerate(column):
         items = [k for k in range(len(problem.times)) if (k, g) in x]
-        spent = [(x[k, g], float(problem.times[k, c] / unit)) for k in items]
-        held = [(x[k, g], float(problem.sizes[k] / (problem.cap * problem.degrees[c]))) for k in items]
-        model += pulp.LpAffineExpression([*spent, (time, -1.0)]) <= 0
-        model += pulp.LpAffineExpression([*held, (y[g], -1.0)]) <= 0
+        time_terms = [(x[k, g], float(problem.times[k, c] / unit)) for k in items]
+        size_terms = [(x[k, g], float(problem.sizes[k] / (problem.cap * problem.degrees[c]))) for k in items]
+        model += pulp.LpAffineExpression([*time_terms, (time, -1.0)]) <= 0
+        model += pulp.LpAffineExpression([*size_terms, (y[g], -1.0)]) <= 0
         if g and column[g - 1] == c:
             model += y[g] <= y[g - 1]
     ranks = [(y[g], float(problem.degrees[c])) for g, c in enumerate(column)]
@@ -180,8 +180,8 @@ def slots(
     if start is not None:
         _start_from(start, column, x, y, time, unit)
     run = solve_model(model, nodes, gap)
-    found = _read(problem, column, x) if run.status in (Status.OPTIMAL, Status.FEASIBLE) else None
-    return found, SolverRun(run.status, run.limit, run.bound * unit)
+    mix = _read(problem, column, x) if run.status in (Status.OPTIMAL, Status.FEASIBLE) else None
+    return mix, SolverRun(run.status, run.limit, run.bound * unit)
 
 
 def _slot_variables(
@@ -208,8 +208,8 @@ def _start_from(
 ) -> None:
     """Sets variables from the start: groups of a degree take that degree's slots in the order of their first
     sequences."""
-    used, first = np.unique(start.group, return_index=True)
-    order = used[np.lexsort((first, start.column[used]))]
+    groups, first = np.unique(start.group, return_index=True)
+    order = groups[np.lexsort((first, start.column[groups]))]
     kinds = start.column[order]
     slot = np.full(len(start.column), -1)
     slot[order] = np.searchsorted(column, kinds) + np.arange(len(order)) - np.searchsorted(kinds, kinds)

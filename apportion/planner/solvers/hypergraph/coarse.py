@@ -12,36 +12,36 @@ from apportion.ir.arrays import Ints, group_of, offsets
 from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 
 
-def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, most: int) -> Ints:
+def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, limit: int) -> Ints:
     """int64 [V]: the merged vertex of each, numbered from 0; those with a part (not -1) stay alone.
 
     Free vertices of one base are merged, by hyperedge, if their most and least expensive hyperedges have homes on the
-    same parts, up to 1/most of all flops.
+    same parts, up to 1/limit of all flops.
     """
     free = part < 0
     edge_of = group_of(np.diff(graph.ptr))
     owner = np.full(len(graph.price) + 1, -1, np.int64)  # plus one for vertices without hyperedges
-    held = ~free[graph.pins]
-    owner[edge_of[held]] = part[graph.pins[held]]
+    is_fixed = ~free[graph.pins]
+    owner[edge_of[is_fixed]] = part[graph.pins[is_fixed]]
     order = np.argsort(graph.price[edge_of], kind="stable")
-    dear, cheap = (np.full(len(part), len(graph.price), np.int64) for _ in range(2))
-    dear[graph.pins[order]] = edge_of[order]  # the last assignment wins
-    cheap[graph.pins[order[::-1]]] = edge_of[order[::-1]]
-    around = (base, owner[dear], owner[cheap])
-    order = np.lexsort((cheap, dear, *around[::-1], free))
-    chunk = np.cumsum(np.where(free, flops, 0)[order]) // max(1, int(flops[free].sum()) // most)
-    fresh = ~free[order]
-    fresh[:1] = True
-    for column in (chunk, *(key[order] for key in around), free[order]):
-        fresh[1:] |= column[1:] != column[:-1]
-    merged = np.empty(len(part), np.int64)
-    merged[order] = np.cumsum(fresh) - 1
-    return merged
+    dearest, cheapest = (np.full(len(part), len(graph.price), np.int64) for _ in range(2))
+    dearest[graph.pins[order]] = edge_of[order]  # the last assignment wins
+    cheapest[graph.pins[order[::-1]]] = edge_of[order[::-1]]
+    group_keys = (base, owner[dearest], owner[cheapest])
+    order = np.lexsort((cheapest, dearest, *group_keys[::-1], free))
+    chunk = np.cumsum(np.where(free, flops, 0)[order]) // max(1, int(flops[free].sum()) // limit)
+    is_first = ~free[order]
+    is_first[:1] = True
+    for column in (chunk, *(key[order] for key in group_keys), free[order]):
+        is_first[1:] |= column[1:] != column[:-1]
+    cluster = np.empty(len(part), np.int64)
+    cluster[order] = np.cumsum(is_first) - 1
+    return cluster
 
 
-def contract(graph: Graph, merged: Ints, count: int) -> Graph:
+def contract(graph: Graph, cluster: Ints, count: int) -> Graph:
     """The hypergraph of `count` merged vertices, int64 [V]; hyperedges are kept, with each vertex once."""
     edge_of = group_of(np.diff(graph.ptr))
-    pairs = np.unique(edge_of * count + merged[graph.pins])
+    pairs = np.unique(edge_of * count + cluster[graph.pins])
     ptr = offsets(np.bincount(pairs // count, minlength=len(graph.price)))
     return graph_of(ptr, pairs % count, graph.price, count)

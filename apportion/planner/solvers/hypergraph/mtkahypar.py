@@ -45,30 +45,30 @@ def solve(problem: HypergraphProblem, budget: Budget) -> VertexRanks:
 
 def _homes(problem: HypergraphProblem) -> Ints:
     """int64 [V]: ranks of vertices with tokens, -1 for others and for those without room on any rank."""
-    fixed, held = problem.bound_to, problem.tokens > 0
-    if not (held & (fixed < 0)).any():
+    fixed, has_tokens = problem.bound_to, problem.tokens > 0
+    if not (has_tokens & (fixed < 0)).any():
         return place_tokens(problem)
-    both = _single_weight_problem(problem)
-    part, limit = _parts(both, fixed)
+    combined = _single_weight_problem(problem)
+    part, limit = _parts(combined, fixed)
     if limit is not None:
         return place_tokens(problem)
-    requested = np.where(held, part, -1)
-    used = np.zeros(problem.ranks, np.int64)
-    np.add.at(used, fixed[fixed >= 0], problem.tokens[fixed >= 0])
-    for v in np.flatnonzero(held & (fixed < 0)).tolist():
-        used[requested[v]] += problem.tokens[v]
-        if used[requested[v]] > problem.tokens_caps[1][requested[v]]:
-            used[requested[v]] -= problem.tokens[v]
+    requested = np.where(has_tokens, part, -1)
+    token_sums = np.zeros(problem.ranks, np.int64)
+    np.add.at(token_sums, fixed[fixed >= 0], problem.tokens[fixed >= 0])
+    for v in np.flatnonzero(has_tokens & (fixed < 0)).tolist():
+        token_sums[requested[v]] += problem.tokens[v]
+        if token_sums[requested[v]] > problem.tokens_caps[1][requested[v]]:
+            token_sums[requested[v]] -= problem.tokens[v]
             requested[v] = -1
-    return place_tokens(replace(problem, fixed=np.where(held, requested, fixed)))
+    return place_tokens(replace(problem, fixed=np.where(has_tokens, requested, fixed)))
 
 
 def _single_weight_problem(problem: HypergraphProblem) -> HypergraphProblem:
     """The problem with one weight per vertex: its shares of all compute and of all tokens, in millionths of a
     rank's."""
     weights = np.zeros(len(problem.flops))
-    for own in (problem.flops, problem.tokens):
-        weights += own * (_UNITS * problem.ranks / max(1, int(own.sum())))
+    for column in (problem.flops, problem.tokens):
+        weights += column * (_UNITS * problem.ranks / max(1, int(column.sum())))
     slack = (
         max(problem.flops_slack[0], problem.tokens_slack[0]),
         max(problem.flops_slack[1], problem.tokens_slack[1]),
@@ -83,8 +83,8 @@ def _parts(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]
     per_node, none = problem.ranks_per_node, np.zeros(len(homes), np.int64)
     node, limit = np.where(homes < 0, -1, homes // per_node), None
     if problem.nodes > 1:
-        everything = [(np.arange(len(homes)), 0)]
-        limit = _assign(graph, problem, everything, node, none, problem.flops_caps[0], problem.nodes)
+        groups = [(np.arange(len(homes)), 0)]
+        limit = _assign(graph, problem, groups, node, none, problem.flops_caps[0], problem.nodes)
         if limit is not None:
             return homes, limit
     else:
@@ -102,11 +102,11 @@ def _spread(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None
     limit = None
     if problem.nodes > 1:
         part = np.where(homes < 0, -1, homes // per_node)
-        everything = [(np.arange(count), 0)]
-        node, limit = _level(problem, everything, part, node, problem.flops_caps[0], problem.nodes)
+        groups = [(np.arange(count), 0)]
+        node, limit = _level(problem, groups, part, node, problem.flops_caps[0], problem.nodes)
     members = [(np.flatnonzero(node == n), n * per_node) for n in range(problem.nodes)]
-    rank, late = _level(problem, members, homes, node * per_node, problem.flops_caps[1], per_node)
-    return rank, limit or late
+    rank, rank_limit = _level(problem, members, homes, node * per_node, problem.flops_caps[1], per_node)
+    return rank, limit or rank_limit
 
 
 def _level(
@@ -121,10 +121,10 @@ def _level(
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(part))
     requested = part.copy()
     limit = _assign(graph, problem, members, requested, base, caps, span)
-    found = level(graph, problem, part, base, span, caps)
+    result = level(graph, problem, part, base, span, caps)
     if limit is not None:
-        return found, limit
-    return better(problem, level(graph, problem, requested, base, span, caps), found, caps), None
+        return result, limit
+    return better(problem, level(graph, problem, requested, base, span, caps), result, caps), None
 
 
 def _assign(
@@ -141,46 +141,46 @@ def _assign(
     members: (vertices, base) of each job. Returns the limit if the engine fails; `part` is then unchanged.
     """
     free = part < 0
-    wanted = [(vertices, low) for vertices, low in members if free[vertices].any() and span > 1]
-    merged: Ints = np.arange(len(part))
-    if wanted and free.sum() > MOST_VERTICES * len(wanted):
-        merged = merge(graph, part, base, problem.flops, MOST_VERTICES * len(wanted))
-    coarse = [np.unique(merged[vertices], return_inverse=True)[1] for vertices, _ in wanted]
+    targets = [(vertices, low) for vertices, low in members if free[vertices].any() and span > 1]
+    cluster: Ints = np.arange(len(part))
+    if targets and free.sum() > MOST_VERTICES * len(targets):
+        cluster = merge(graph, part, base, problem.flops, MOST_VERTICES * len(targets))
+    coarse = [np.unique(cluster[vertices], return_inverse=True)[1] for vertices, _ in targets]
     jobs = [
         _job(problem, vertices, pieces, part, low, caps[low : low + span])
-        for (vertices, low), pieces in zip(wanted, coarse, strict=True)
+        for (vertices, low), pieces in zip(targets, coarse, strict=True)
     ]
-    found = _run(jobs)
-    if isinstance(found, Limit):
-        return found
-    for (vertices, low), pieces, answer in zip(wanted, coarse, found, strict=True):
-        mine = free[vertices]
-        part[vertices[mine]] = low + answer[pieces][mine]
+    answers = _run(jobs)
+    if isinstance(answers, Limit):
+        return answers
+    for (vertices, low), pieces, answer in zip(targets, coarse, answers, strict=True):
+        is_free = free[vertices]
+        part[vertices[is_free]] = low + answer[pieces][is_free]
     return None
 
 
-def _job(problem: HypergraphProblem, vertices: Ints, merged: Ints, part: Ints, base: int, caps: Ints) -> Job:
+def _job(problem: HypergraphProblem, vertices: Ints, cluster: Ints, part: Ints, base: int, caps: Ints) -> Job:
     """The subhypergraph of these vertices, in the engine's numbers."""
-    count = int(merged.max()) + 1
-    place = np.full(len(problem.flops), -1, np.int64)
-    place[vertices] = merged
+    count = int(cluster.max()) + 1
+    cluster_of = np.full(len(problem.flops), -1, np.int64)
+    cluster_of[vertices] = cluster
     edge_of = group_of(np.diff(problem.ptr))
-    held = place[problem.pins] >= 0
-    pairs = np.unique(edge_of[held] * count + place[problem.pins[held]])
+    in_job = cluster_of[problem.pins] >= 0
+    pairs = np.unique(edge_of[in_job] * count + cluster_of[problem.pins[in_job]])
     sizes = np.bincount(pairs // count, minlength=len(problem.price))
     wide = sizes > 1
     pins = (pairs % count)[wide[pairs // count]]
     flops, fixed = np.zeros(count, np.int64), np.full(count, -1, np.int64)
-    np.add.at(flops, merged, problem.flops[vertices])
+    np.add.at(flops, cluster, problem.flops[vertices])
     bound = part[vertices] >= 0
-    fixed[merged[bound]] = part[vertices[bound]] - base
+    fixed[cluster[bound]] = part[vertices[bound]] - base
     scale = min(1.0, _LARGEST / max(1, int(caps.sum())))
     weights = np.maximum(1, np.rint(flops * scale)).astype(np.int64)
-    own = np.bincount(fixed[fixed >= 0], minlength=len(caps))
-    limits = np.floor(caps * scale).astype(np.int64) + own
+    fixed_counts = np.bincount(fixed[fixed >= 0], minlength=len(caps))
+    limits = np.floor(caps * scale).astype(np.int64) + fixed_counts
     price = problem.price[wide]
-    spread = _LARGEST / max(1.0, float(price.sum()) * len(caps))
-    prices = np.maximum(1, np.rint(price * min(1.0, spread))).astype(np.int64)
+    factor = _LARGEST / max(1.0, float(price.sum()) * len(caps))
+    prices = np.maximum(1, np.rint(price * min(1.0, factor))).astype(np.int64)
     return weights, fixed, offsets(sizes[wide]), pins, prices, limits
 
 
@@ -191,12 +191,12 @@ def _run(jobs: list[Job]) -> list[Ints] | Limit:
     stream = BytesIO()
     write(stream, [np.array([len(jobs)]), *(column for job in jobs for column in job)])
     try:
-        done = subprocess.run(_COMMAND, input=stream.getvalue(), capture_output=True)
-        found = read(BytesIO(done.stdout), len(jobs))
+        process = subprocess.run(_COMMAND, input=stream.getvalue(), capture_output=True)
+        answers = read(BytesIO(process.stdout), len(jobs))
     except (OSError, ValueError, EOFError):
         return Limit.ENGINE
-    right = all(_is_answer(job, answer) for job, answer in zip(jobs, found, strict=True))
-    return found if right else Limit.ENGINE
+    is_valid = all(_is_answer(job, answer) for job, answer in zip(jobs, answers, strict=True))
+    return answers if is_valid else Limit.ENGINE
 
 
 def _is_answer(job: Job, answer: Ints) -> bool:

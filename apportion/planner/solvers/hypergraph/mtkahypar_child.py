@@ -35,12 +35,12 @@ def read(stream: Any, count: int) -> list[Ints]:
 
 def main() -> None:
     """Partitions all jobs."""
-    held = BytesIO(sys.stdin.buffer.read())
-    (jobs,) = read(held, 1)
+    stream = BytesIO(sys.stdin.buffer.read())
+    (jobs,) = read(stream, 1)
     engine = import_module("mtkahypar")
     start = engine.initialize(1, False)  # one thread; the deterministic presets give the same result with two
     for _ in range(int(jobs[0])):
-        weights, fixed, ptr, pins, price, caps = read(held, COLUMNS)
+        weights, fixed, ptr, pins, price, caps = read(stream, COLUMNS)
         write(sys.stdout.buffer, [_partition(engine, start, (weights, fixed, ptr, pins, price, caps))])
 
 

@@ -62,11 +62,11 @@ def partition(
     homes = place_homes(case)
     if (homes[case.tokens > 0] < 0).any():
         return _without(problem, Termination(Status.NO_SOLUTION, bound))
-    found, limit = engine(case, homes)
-    if not holds(case, found):
+    result, limit = engine(case, homes)
+    if not holds(case, result):
         return _without(problem, Termination(Status.NO_SOLUTION, bound, limit=limit))
     rank = np.empty(len(order), np.int64)
-    rank[order] = together(case, found)
+    rank[order] = together(case, result)
     return answer(problem, rank, bound, limit)
 
 
@@ -97,21 +97,21 @@ def level(
     """int64 [V]: parts in [base, base + span) for vertices without one, and for others without tokens that repair
     moves. thorough: move groups of vertices too, and on the level of ranks also start from pieces."""
     movable, flops = (problem.tokens == 0) & (problem.bound_to < 0), problem.flops
-    given = base, movable, flops, cap, span
-    found = core.spread(graph, part, given, thorough)
-    few = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
-    if few or not thorough:
-        return found
+    arguments = base, movable, flops, cap, span
+    result = core.spread(graph, part, arguments, thorough)
+    is_small = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
+    if is_small or not thorough:
+        return result
     coarse = _coarsely(graph, flops, part, base, span, cap)
-    return better(problem, found, core.spread(graph, coarse, given, True), cap)
+    return better(problem, result, core.spread(graph, coarse, arguments, True), cap)
 
 
 def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Ints:
     """The parts, int64 [V], with the smaller excess over the caps, then the smaller value; `one` among equals."""
 
     def merit(part: Ints) -> tuple[float, float]:
-        over = np.bincount(part, problem.flops, len(cap)) - cap
-        return max(0.0, float(over.max())), connectivity(problem, part, len(cap))
+        excess = np.bincount(part, problem.flops, len(cap)) - cap
+        return max(0.0, float(excess.max())), connectivity(problem, part, len(cap))
 
     return min(one, other, key=merit)
 
@@ -119,14 +119,14 @@ def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Int
 def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints) -> Ints:
     """The parts after moving free vertices in pieces: better for long sequences over many ranks, worse for others."""
     free = part < 0
-    merged = merge(graph, part, base, flops, PIECES * len(cap))
-    count = int(merged.max()) + 1
-    held, of_base, weight = (np.zeros(count, np.int64) for _ in range(3))
+    cluster = merge(graph, part, base, flops, PIECES * len(cap))
+    count = int(cluster.max()) + 1
+    cluster_part, cluster_base, weight = (np.zeros(count, np.int64) for _ in range(3))
     movable = np.zeros(count, bool)
-    held[merged], of_base[merged], movable[merged] = part, base, free
-    np.add.at(weight, merged, flops)
-    coarse = contract(graph, merged, count)
-    return core.spread(coarse, held, (of_base, movable, weight, cap, span), True)[merged]
+    cluster_part[cluster], cluster_base[cluster], movable[cluster] = part, base, free
+    np.add.at(weight, cluster, flops)
+    coarse = contract(graph, cluster, count)
+    return core.spread(coarse, cluster_part, (cluster_base, movable, weight, cap, span), True)[cluster]
 
 
 def together(problem: HypergraphProblem, rank: Ints) -> Ints:
@@ -134,17 +134,17 @@ def together(problem: HypergraphProblem, rank: Ints) -> Ints:
     costing as much as FAR more ranks."""
     graph, movable = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.bound_to < 0
     caps = (problem.flops_caps[1], problem.tokens_caps[1], problem.flops_caps[0], problem.tokens_caps[0])
-    both = movable, problem.flops, problem.tokens, *caps, problem.ranks_per_node, FAR
-    return core.refine_together(graph, rank, both)
+    arguments = movable, problem.flops, problem.tokens, *caps, problem.ranks_per_node, FAR
+    return core.refine_together(graph, rank, arguments)
 
 
 def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> VertexRanks:
     """The answer for these ranks, int64 [V], which meet both constraints, after improving moves."""
     graph, span = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.ranks_per_node
     movable = (problem.tokens == 0) & (problem.bound_to < 0)
-    given = rank // span * span, movable, problem.flops, problem.flops_caps[1], span
-    moved = core.polish(graph, rank, given)
-    return answer(problem, moved, lower_bound(problem), limit)
+    arguments = rank // span * span, movable, problem.flops, problem.flops_caps[1], span
+    result = core.polish(graph, rank, arguments)
+    return answer(problem, result, lower_bound(problem), limit)
 
 
 def holds(problem: HypergraphProblem, rank: Ints) -> bool:
@@ -153,9 +153,9 @@ def holds(problem: HypergraphProblem, rank: Ints) -> bool:
     if (rank < 0).any() or (rank >= problem.ranks).any() or (rank != fixed)[fixed >= 0].any():
         return False
     for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
-        used = np.zeros(problem.ranks, np.int64)
-        np.add.at(used, rank, weights)
-        if (used > caps[1]).any() or (used.reshape(problem.nodes, -1).sum(1) > caps[0]).any():
+        sums = np.zeros(problem.ranks, np.int64)
+        np.add.at(sums, rank, weights)
+        if (sums > caps[1]).any() or (sums.reshape(problem.nodes, -1).sum(1) > caps[0]).any():
             return False
     return True
 
@@ -163,18 +163,18 @@ def holds(problem: HypergraphProblem, rank: Ints) -> bool:
 def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | None) -> VertexRanks:
     """An answer with its values."""
     value = connectivity(problem, rank, problem.ranks)
-    between = connectivity(problem, rank // problem.ranks_per_node, problem.nodes)
+    inter_bytes = connectivity(problem, rank // problem.ranks_per_node, problem.nodes)
     status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
     end = Termination(status, min(bound, value), value, None if status is Status.OPTIMAL else limit)
     flops = imbalance(rank, problem.flops, problem.flops_shares)
-    return VertexRanks(rank, between, flops, imbalance(rank, problem.tokens, problem.tokens_shares), end)
+    return VertexRanks(rank, inter_bytes, flops, imbalance(rank, problem.tokens, problem.tokens_shares), end)
 
 
 def imbalance(rank: Ints, weights: Ints, shares: Floats) -> float:
     """The fullest rank over its share, less 1; 0 without weight."""
-    used = np.bincount(rank, weights, len(shares))
-    total = float(used.sum())
-    return float((used / shares).max() * shares.sum() / total - 1) if total else 0.0
+    sums = np.bincount(rank, weights, len(shares))
+    total = float(sums.sum())
+    return float((sums / shares).max() * shares.sum() / total - 1) if total else 0.0
 
 
 def connectivity(problem: HypergraphProblem, part: Ints, parts: int) -> float:
@@ -187,20 +187,20 @@ def lower_bound(problem: HypergraphProblem) -> float:
     """Lower bound: a hyperedge spans at least the ranks of its fixed vertices, and a connected component that needs n
     ranks has n - 1 crossings of hyperedges, each at least as expensive as its cheapest."""
     fixed = problem.bound_to
-    by_edge = connectivity(problem, fixed, problem.ranks)
+    edge_bound = connectivity(problem, fixed, problem.ranks)
     count = len(fixed)
     root = core.components((problem.ptr, problem.pins, problem.price), np.zeros(count, np.int64))
-    need = np.ones(count, np.int64)
+    part_counts = np.ones(count, np.int64)
     for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
         total = np.zeros(count, np.int64)
         np.add.at(total, root, weights)
-        need = np.maximum(need, -(-total // max(1, int(caps[1].max()))))
-    some = np.diff(problem.ptr) > 0
+        part_counts = np.maximum(part_counts, -(-total // max(1, int(caps[1].max()))))
+    nonempty = np.diff(problem.ptr) > 0
     cheapest = np.full(count, np.iinfo(np.int64).max)
-    np.minimum.at(cheapest, root[problem.pins[problem.ptr[:-1][some]]], problem.price[some])
-    split = np.flatnonzero(need > 1)
+    np.minimum.at(cheapest, root[problem.pins[problem.ptr[:-1][nonempty]]], problem.price[nonempty])
+    split = np.flatnonzero(part_counts > 1)
     split = split[cheapest[split] < np.iinfo(np.int64).max]
-    return max(by_edge, float(((need[split] - 1) * cheapest[split]).sum()))
+    return max(edge_bound, float(((part_counts[split] - 1) * cheapest[split]).sum()))
 
 
 def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
@@ -208,12 +208,12 @@ def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
     their original order. Returns the order of the vertices and the problem in it."""
     mark, edge_mark = _marks(problem)
     order, edges = np.argsort(mark, kind="stable"), np.argsort(edge_mark, kind="stable")
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
+    number = np.empty(len(order), np.int64)
+    number[order] = np.arange(len(order))
     sizes = np.diff(problem.ptr)
     ptr = offsets(sizes[edges])
-    at = np.arange(len(problem.pins)) + np.repeat(problem.ptr[:-1][edges] - ptr[:-1], sizes[edges])
-    pins = place[problem.pins[at]]
+    pin_index = np.arange(len(problem.pins)) + np.repeat(problem.ptr[:-1][edges] - ptr[:-1], sizes[edges])
+    pins = number[problem.pins[pin_index]]
     pins = pins[np.lexsort((pins, np.repeat(np.arange(len(sizes)), sizes[edges])))]
     return order, replace(
         problem,
@@ -228,17 +228,17 @@ def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
 
 def _marks(problem: HypergraphProblem) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     edge_of = group_of(np.diff(problem.ptr))
-    own = _mixed(problem.flops, problem.tokens, problem.bound_to)
+    vertex_mark = _mixed(problem.flops, problem.tokens, problem.bound_to)
     price = _mixed(problem.price)
     edge_mark = price
     for _ in range(_ROUNDS):
         sums = np.zeros(len(price), np.uint64)
-        np.add.at(sums, edge_of, own[problem.pins])
+        np.add.at(sums, edge_of, vertex_mark[problem.pins])
         edge_mark = _mixed(price, sums)
-        around = np.zeros(len(own), np.uint64)
-        np.add.at(around, problem.pins, edge_mark[edge_of])
-        own = _mixed(own, around)
-    return own, edge_mark
+        edge_sums = np.zeros(len(vertex_mark), np.uint64)
+        np.add.at(edge_sums, problem.pins, edge_mark[edge_of])
+        vertex_mark = _mixed(vertex_mark, edge_sums)
+    return vertex_mark, edge_mark
 
 
 def _mixed(*columns: NDArray[Any]) -> NDArray[np.uint64]:
@@ -256,10 +256,10 @@ def _hopeless(problem: HypergraphProblem) -> bool:
     """True if one vertex, or all fixed to one rank, exceed a rank's limit."""
     fixed = problem.bound_to
     for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
-        used = np.zeros(problem.ranks, np.int64)
-        np.add.at(used, fixed[fixed >= 0], weights[fixed >= 0])
-        nodes = used.reshape(problem.nodes, -1).sum(1)
-        if weights.max(initial=0) > caps[1].max() or (used > caps[1]).any() or (nodes > caps[0]).any():
+        sums = np.zeros(problem.ranks, np.int64)
+        np.add.at(sums, fixed[fixed >= 0], weights[fixed >= 0])
+        nodes = sums.reshape(problem.nodes, -1).sum(1)
+        if weights.max(initial=0) > caps[1].max() or (sums > caps[1]).any() or (nodes > caps[0]).any():
             return True
     return False
 

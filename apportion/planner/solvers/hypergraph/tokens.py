@@ -74,5 +74,5 @@ def _level(
     part, low = np.where(base < 0, -2, fixed), np.maximum(base, 0)
     graph = graph_of(clusters.ptr, clusters.pins, clusters.price, len(part))
     rate = spread * float(clusters.price.sum()) / max(1.0, float(clusters.flops.sum()))
-    homeless = clusters.flops, clusters.tokens, low, *caps, span
-    return np.maximum(core.place(graph, part, homeless, rate), -1)
+    arguments = clusters.flops, clusters.tokens, low, *caps, span
+    return np.maximum(core.place(graph, part, arguments, rate), -1)

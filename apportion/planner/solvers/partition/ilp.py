@@ -48,32 +48,32 @@ def _by_program(problem: PartitionProblem, start: Partition, budget: Budget) -> 
     order = np.lexsort((_restriction(problem), -problem.sizes, -problem.weights))
     end = start.termination
     scale = max(1.0, end.bound)  # T is about 1
-    model, chosen, most = _model(problem, order, scale)
+    model, variables, makespan = _model(problem, order, scale)
     if end.solved:
-        for place, item in enumerate(order.tolist()):
-            for bin_, one in chosen[place].items():
-                one.varValue = float(start.bin[item] == bin_)
-        most.varValue = (end.value or 0.0) / scale
-    nodes = EFFORT // sum(map(len, chosen)) if budget.steps is None else int(budget.steps)
+        for index, item in enumerate(order.tolist()):
+            for bin_, var in variables[index].items():
+                var.varValue = float(start.bin[item] == bin_)
+        makespan.varValue = (end.value or 0.0) / scale
+    nodes = EFFORT // sum(map(len, variables)) if budget.steps is None else int(budget.steps)
     run = solve_model(model, nodes, budget.gap)
     bound = max(end.bound, run.bound * scale * (1 - _TOLERANCE))
     if run.status is Status.INFEASIBLE:
         return Partition(start.bin, Termination(Status.INFEASIBLE, end.bound))
     if run.status is Status.NO_SOLUTION:
         return Partition(start.bin, replace(end, bound=_below(bound, end.value), limit=run.limit))
-    found: Ints = np.empty(len(order), np.int64)
-    for place, item in enumerate(order.tolist()):
-        found[item] = max(chosen[place], key=lambda bin_: chosen[place][bin_].varValue)
-    value = _value(problem, found)
+    bins: Ints = np.empty(len(order), np.int64)
+    for index, item in enumerate(order.tolist()):
+        bins[item] = max(variables[index], key=lambda bin_: variables[index][bin_].varValue)
+    value = _value(problem, bins)
     if value is None:  # HiGHS's answer is not integral
         return Partition(start.bin, replace(end, limit=Limit.ENGINE))
     if end.value is not None and value > end.value:
-        found, value = start.bin, end.value
-    proven = run.status is Status.OPTIMAL and budget.gap == 0
-    status = Status.OPTIMAL if proven or value <= bound * (1 + _TOLERANCE) else Status.FEASIBLE
+        bins, value = start.bin, end.value
+    is_optimal = run.status is Status.OPTIMAL and budget.gap == 0
+    status = Status.OPTIMAL if is_optimal or value <= bound * (1 + _TOLERANCE) else Status.FEASIBLE
     limit = None if status is Status.OPTIMAL else run.limit or Limit.GAP
     return Partition(
-        found, Termination(status, value if status is Status.OPTIMAL else _below(bound, value), value, limit)
+        bins, Termination(status, value if status is Status.OPTIMAL else _below(bound, value), value, limit)
     )
 
 
@@ -82,23 +82,23 @@ def _model(problem: PartitionProblem, order: Ints, scale: float) -> tuple[Any, l
     import pulp
 
     model = pulp.LpProblem("partition", pulp.LpMinimize)
-    most = model.add_variable("T", 0)
-    model += most
+    makespan = model.add_variable("T", 0)
+    model += makespan
     rates, caps = problem.rates, np.maximum(problem.caps, 1).tolist()
-    alike = problem.speeds is None and problem.allowed is None and len(set(caps)) == 1
-    chosen: list[dict[int, Any]] = []
-    for place, item in enumerate(order.tolist()):
-        only = None if problem.allowed is None else problem.allowed[item]
-        bins = range(min(place + 1, problem.bins) if alike else problem.bins) if only is None else only
-        chosen.append({bin_: model.add_variable(f"x_{place}_{bin_}", cat="Binary") for bin_ in bins})
-        model += pulp.lpSum(chosen[place].values()) == 1
+    equal = problem.speeds is None and problem.allowed is None and len(set(caps)) == 1
+    variables: list[dict[int, Any]] = []
+    for index, item in enumerate(order.tolist()):
+        allowed = None if problem.allowed is None else problem.allowed[item]
+        bins = range(min(index + 1, problem.bins) if equal else problem.bins) if allowed is None else allowed
+        variables.append({bin_: model.add_variable(f"x_{index}_{bin_}", cat="Binary") for bin_ in bins})
+        model += pulp.lpSum(variables[index].values()) == 1
     # numbers about 1: HiGHS keeps rows within 1e-6
     weights, sizes = (problem.weights[order] / scale).tolist(), problem.sizes[order].tolist()
     for bin_ in range(problem.bins):
-        here = [(place, held[bin_]) for place, held in enumerate(chosen) if bin_ in held]
-        model += pulp.lpSum(weights[place] * one for place, one in here) <= float(rates[bin_]) * most
-        model += pulp.lpSum(sizes[place] / caps[bin_] * one for place, one in here) <= 1
-    return model, chosen, most
+        terms = [(index, options[bin_]) for index, options in enumerate(variables) if bin_ in options]
+        model += pulp.lpSum(weights[index] * var for index, var in terms) <= float(rates[bin_]) * makespan
+        model += pulp.lpSum(sizes[index] / caps[bin_] * var for index, var in terms) <= 1
+    return model, variables, makespan
 
 
 def _restriction(problem: PartitionProblem) -> Ints:
@@ -106,16 +106,16 @@ def _restriction(problem: PartitionProblem) -> Ints:
     if problem.allowed is None:
         return np.zeros(len(problem.weights), np.int64)
     sets = [tuple(bins or ()) for bins in problem.allowed]
-    number = {bins: place for place, bins in enumerate(sorted(set(sets)))}
+    number = {bins: index for index, bins in enumerate(sorted(set(sets)))}
     return np.array([number[bins] for bins in sets], np.int64)
 
 
-def _value(problem: PartitionProblem, found: Ints) -> float | None:
+def _value(problem: PartitionProblem, bins: Ints) -> float | None:
     """The heaviest bin's weight over speed; None if a bin exceeds its cap."""
-    load, used = np.zeros(problem.bins, np.int64), np.zeros(problem.bins, np.int64)
-    np.add.at(load, found, problem.weights)
-    np.add.at(used, found, problem.sizes)
-    return None if (used > problem.caps).any() else float((load / problem.rates).max())
+    load, bin_sizes = np.zeros(problem.bins, np.int64), np.zeros(problem.bins, np.int64)
+    np.add.at(load, bins, problem.weights)
+    np.add.at(bin_sizes, bins, problem.sizes)
+    return None if (bin_sizes > problem.caps).any() else float((load / problem.rates).max())
 
 
 def _below(bound: float, value: float | None) -> float:

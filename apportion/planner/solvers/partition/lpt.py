@@ -42,22 +42,22 @@ def _solve(problem: PartitionProblem) -> Partition:
     choice[0] = problem.bins  # the most restricted first, or others take their room
     rates, columns = problem.rates, (problem.weights, problem.sizes, problem.caps)
     weights, sizes, caps = (np.ascontiguousarray(column, np.int64) for column in columns)
-    near = _near_affinity(problem)
+    affinity = _near_affinity(problem)
     keys: list[Ints] = [-sizes, -weights]
-    if len(near.family):
-        keys.insert(0, near.family)
+    if len(affinity.family):
+        keys.insert(0, affinity.family)
     if len(choice) > 1:
         keys.append(choice[group])
     order = np.lexsort(keys)
     with np.errstate(over="ignore"):  # at near-zero speed
         items = order, weights, sizes, group, group_ptr, group_bins
-        assigned, load = core.assign(items, near, rates, caps)
+        assigned, load = core.assign(items, affinity, rates, caps)
         bound, value = makespan_bound(weights, rates), float((load / rates).max())
     if (assigned >= 0).all():
         status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
         return Partition(assigned, Termination(status, min(bound, value), value))
-    hopeless = int(sizes.max()) > int(caps.max()) or int(sizes.sum()) > int(caps.sum())
-    return Partition(assigned, Termination(Status.INFEASIBLE if hopeless else Status.NO_SOLUTION, bound))
+    is_infeasible = int(sizes.max()) > int(caps.max()) or int(sizes.sum()) > int(caps.sum())
+    return Partition(assigned, Termination(Status.INFEASIBLE if is_infeasible else Status.NO_SOLUTION, bound))
 
 
 def makespan_bound(weights: Ints, speeds: Floats) -> float:
@@ -66,10 +66,10 @@ def makespan_bound(weights: Ints, speeds: Floats) -> float:
     if not len(weights) or not weights.any():
         return 0.0
     bins, fastest = len(speeds), float(speeds.max())
-    falling = np.sort(weights)[::-1].astype(np.float64)
-    bounds = [falling.sum() / speeds.sum(), falling[0] / fastest]
-    sums = np.concatenate([[0.0], np.cumsum(falling)])
-    ends = np.arange(bins + 1, len(falling) + 1, bins)
+    descending = np.sort(weights)[::-1].astype(np.float64)
+    bounds = [descending.sum() / speeds.sum(), descending[0] / fastest]
+    sums = np.concatenate([[0.0], np.cumsum(descending)])
+    ends = np.arange(bins + 1, len(descending) + 1, bins)
     shares = 2 + np.arange(len(ends))
     bounds.extend((sums[ends] - sums[ends - shares]) / fastest)
     return float(max(bounds))
@@ -111,9 +111,9 @@ def _near_affinity(problem: PartitionProblem) -> _Affinity:
     _, zone, bins = np.unique(problem.zones, return_inverse=True, return_counts=True)
     if len(bins) == 1 or not (count > 1).any():
         return _NO_AFFINITY
-    alone = count[family] == 1
+    is_single = count[family] == 1
     return _Affinity(
-        np.where(alone, -1, family),
+        np.where(is_single, -1, family),
         zone,
         offsets(bins),
         np.argsort(zone, kind="stable"),

@@ -35,31 +35,31 @@ def solve(problem: PartitionProblem, budget: Budget) -> Partition:
     order = _canonical(problem)
     allowed = None if problem.allowed is None else [problem.allowed[item] for item in order.tolist()]
     weights, sizes = problem.weights[order], problem.sizes[order]
-    found = _solve(replace(problem, weights=weights, sizes=sizes, allowed=allowed), budget)
-    bins = np.empty_like(found.bin)
-    bins[order] = found.bin
-    return Partition(bins, found.termination)
+    partition = _solve(replace(problem, weights=weights, sizes=sizes, allowed=allowed), budget)
+    bins = np.empty_like(partition.bin)
+    bins[order] = partition.bin
+    return Partition(bins, partition.termination)
 
 
 def _canonical(problem: PartitionProblem) -> Ints:
     """A canonical order of the items, in which only equal ones keep their given order."""
     restrictions = [()] * len(problem.weights) if problem.allowed is None else problem.allowed
-    bins = [tuple(some or ()) for some in restrictions]
-    number = {some: place for place, some in enumerate(sorted(set(bins)))}
-    return np.lexsort((problem.sizes, problem.weights, np.array([number[some] for some in bins])))
+    bins = [tuple(allowed or ()) for allowed in restrictions]
+    number = {allowed: index for index, allowed in enumerate(sorted(set(bins)))}
+    return np.lexsort((problem.sizes, problem.weights, np.array([number[allowed] for allowed in bins])))
 
 
 def _solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    found = lpt.solve(problem, budget)
-    if found.termination.status is Status.NO_SOLUTION:
-        found = _balance_sizes(problem, budget) or found
-    status, rates = found.termination.status, problem.rates
+    result = lpt.solve(problem, budget)
+    if result.termination.status is Status.NO_SOLUTION:
+        result = _balance_sizes(problem, budget) or result
+    status, rates = result.termination.status, problem.rates
     if status in (Status.OPTIMAL, Status.INFEASIBLE) or problem.bins < 2:
-        return found
-    bins, bound = found.bin.copy(), lpt.makespan_bound(problem.weights, rates)
+        return result
+    bins, bound = result.bin.copy(), lpt.makespan_bound(problem.weights, rates)
     _improve(bins, problem, rates, (1 + ENOUGH) * bound)
     if status is Status.NO_SOLUTION:
-        return Partition(bins, found.termination)
+        return Partition(bins, result.termination)
     value = float((np.bincount(bins, problem.weights, problem.bins) / rates).max())
     status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
     return Partition(bins, Termination(status, min(bound, value), value))
@@ -72,9 +72,9 @@ def _balance_sizes(problem: PartitionProblem, budget: Budget) -> Partition | Non
     if float(sizes.astype(np.float64).sum()) > EXACT:
         return None
     rates = np.maximum(caps, TINY).astype(np.float64)
-    whole = replace(problem, weights=sizes, caps=np.full(problem.bins, sizes.sum()), speeds=rates)
-    bins = lpt.solve(whole, budget).bin
-    _improve(bins, whole, rates, 1.0)
+    size_problem = replace(problem, weights=sizes, caps=np.full(problem.bins, sizes.sum()), speeds=rates)
+    bins = lpt.solve(size_problem, budget).bin
+    _improve(bins, size_problem, rates, 1.0)
     if (np.bincount(bins, sizes, problem.bins) > caps).any():
         return None
     value = float((np.bincount(bins, problem.weights, problem.bins) / problem.rates).max())
