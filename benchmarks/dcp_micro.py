@@ -73,7 +73,9 @@ def measure(seeds: int) -> Iterator[dict[str, Any]]:
                     "backward_ms": backward,
                     "bytes": total,
                     "between_nodes": inter_node,
-                    "most_of_ring": max(value / reference for value, reference in zip(times, ring, strict=True)),
+                    "most_of_ring": max(
+                        value / reference for value, reference in zip(times, ring, strict=True)
+                    ),
                 }
 
 

@@ -177,7 +177,9 @@ def growths() -> Iterator[Growth]:
                 / (largest - 1)
                 for of_plans in (False, True)
             )
-            yield Growth(run, method, largest, (memory[largest] - memory[1]) / (largest - 1), forecast, planned)
+            yield Growth(
+                run, method, largest, (memory[largest] - memory[1]) / (largest - 1), forecast, planned
+            )
 
 
 def growth() -> Iterator[str]:

@@ -222,7 +222,9 @@ def distca(
             attention = [_ticks_seconds(run, table, one, ping_pong) for one in draws]
         except ApportionError:
             continue
-        in_flight = min(count, 2 * stages - 1) / min(count, stages)  # microbatches in flight, relative to 1F1B
+        in_flight = min(count, 2 * stages - 1) / min(
+            count, stages
+        )  # microbatches in flight, relative to 1F1B
         memory = max(one.memory.total + (in_flight - 1) * one.memory.activations.kept for one in steps)
         if memory <= run.memory_gib * 2**30:
             work = ("head",) if ping_pong else ("linear", "rows", "head", "tensor_parallel")

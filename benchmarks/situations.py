@@ -302,7 +302,11 @@ def main() -> None:
     options = parser.parse_args()
     recipes = [name for name in entries() if name != "auto" and name not in PROJECTING]
     singles = (
-        recipes if options.singles == "all" else [] if options.singles == "none" else options.singles.split(",")
+        recipes
+        if options.singles == "all"
+        else []
+        if options.singles == "none"
+        else options.singles.split(",")
     )
     is_nominal = options.scenario == "nominal"
     saved_rows = json.loads(RESULTS.read_text())["rows"] if is_nominal and RESULTS.exists() else []

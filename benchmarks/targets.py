@@ -273,7 +273,9 @@ def _quality_table(rows: Rows) -> str:
             lines = head(["recipe", "ranks", *figures])
         lines.append(line([name, str(ranks), *map(str, figures.values())]))
     refused = {(row["name"], row["ranks"]): row["refused"] for row in rows if "refused" in row}
-    return "\n".join([*lines, *(f"\n{name}, {ranks} ranks: {reason}" for (name, ranks), reason in refused.items())])
+    return "\n".join(
+        [*lines, *(f"\n{name}, {ranks} ranks: {reason}" for (name, ranks), reason in refused.items())]
+    )
 
 
 # --- the command

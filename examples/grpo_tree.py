@@ -69,7 +69,9 @@ def rollouts(policy):
     is_answer = (tokens[:, PROMPT:-1] == STOP).cumsum(1) == 0
     lengths = (PROMPT + 1 + is_answer.sum(1)).tolist()
     samples = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-    old = [torch.cat([row.new_zeros(1), row])[: len(ids)] for row, ids in zip(token_probs, samples, strict=True)]
+    old = [
+        torch.cat([row.new_zeros(1), row])[: len(ids)] for row, ids in zip(token_probs, samples, strict=True)
+    ]
     rewards = torch.stack([(ids[PROMPT:] % 2).float().mean() for ids in samples]).view(PROMPTS, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     return samples, old, advantages.flatten()

@@ -128,7 +128,12 @@ def read_part(data, rank, header, moves):
 
 def slice_id(envelope):
     """The id of the plan that a slice belongs to, computed up the tree from its part and the other sections."""
-    node, i, n, path = digest(b"\0" + envelope["part"]), envelope["rank"], envelope["ranks"], list(envelope["path"])
+    node, i, n, path = (
+        digest(b"\0" + envelope["part"]),
+        envelope["rank"],
+        envelope["ranks"],
+        list(envelope["path"]),
+    )
     require(
         0 <= i < n <= 65535 and len(envelope["digests"]) == 2, "parts: a slice of no rank, or without digests"
     )
@@ -141,7 +146,14 @@ def slice_id(envelope):
         i, n = i // 2, (n + 1) // 2
     require(not path, "id: the path is too long")
     request, report = envelope["digests"]
-    sections = [digest(envelope["header"]), request, digest(envelope["layouts"]), digest(envelope["moves"]), report, node]
+    sections = [
+        digest(envelope["header"]),
+        request,
+        digest(envelope["layouts"]),
+        digest(envelope["moves"]),
+        report,
+        node,
+    ]
     cap = envelope["token_cap"]
     require(
         cap[8:] == digest(envelope["id"] + cap[:8])[:8] and len(cap) == 16, "id: a token cap without its hash"
@@ -154,7 +166,10 @@ def read_plan(data):
     envelope = msgpack.unpackb(data)
     is_known = isinstance(envelope, dict) and envelope["format"] in ("apportion.plan", "apportion.slice")
     require(is_known, "envelope: neither a plan nor a slice")
-    require(envelope["version"][0] == 3 and envelope["version"][1] >= 0, f"version: {envelope['version']}, 3.x is read")
+    require(
+        envelope["version"][0] == 3 and envelope["version"][1] >= 0,
+        f"version: {envelope['version']}, 3.x is read",
+    )
     is_plan = envelope["format"] == "apportion.plan"
     parts = envelope["parts"] if is_plan else [envelope["part"]]
     bins = [*(envelope[name] for name in (SECTIONS if is_plan else SLICED)), *parts, envelope["id"]]
@@ -162,7 +177,8 @@ def read_plan(data):
     require(all(isinstance(item, bytes) for item in bins), "envelope: sections, parts and digests are bin")
     real = plan_id(envelope) if is_plan else slice_id(envelope)
     require(
-        envelope["id"] == real, f"id: stored is {envelope['id'].hex()}, which is not that of the bytes, {real.hex()}"
+        envelope["id"] == real,
+        f"id: stored is {envelope['id'].hex()}, which is not that of the bytes, {real.hex()}",
     )
     plan = {"id": envelope["id"].hex(), **{name: msgpack.unpackb(envelope[name]) for name in SLICED}}
     check_sections(plan, envelope["version"])
@@ -294,7 +310,9 @@ def check_program(program, header):
             counts[LISTS.get(step["op"], "rowops")] += step["count"]
         else:
             require(step["count"] == 0, "values: wait takes no list")
-    require(all(counts[name] == len(program[name]) for name in counts), "counts: they do not add up to the lists")
+    require(
+        all(counts[name] == len(program[name]) for name in counts), "counts: they do not add up to the lists"
+    )
 
 
 def plain(plan):

@@ -115,8 +115,8 @@ def forward(
 ) -> tuple[Floats, Floats, Context]:
     """Runs planned attention of one kind, in token order.
 
-    given: q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv]; or hidden states x [T, E] alone, for a layer that projects. Any
-    real dtype; numbers become float64. Returns o [T, Hq, Dv], lse [T, Hq] (natural logarithm) and state for `backward`.
+    inputs: q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv]; or hidden states x [T, E] alone, for a layer that projects.
+    Any real dtype; numbers become float64. Returns o [T, Hq, Dv], lse [T, Hq] (natural logarithm) and state for `backward`.
     A row that sees no key has o = 0 and lse = -inf (its sink logit, with sinks). Raises UnknownNameError for a kind
     that the plan does not have, ExecutionError for wrong shapes, for NaN, and for a plan that cannot be executed.
     """
@@ -208,7 +208,9 @@ def _execute(plan: Plan, key: tuple[str, str], layer: LocalLayer, homes: Sequenc
         raise UnknownNameError("kind", key[0], f"the plan has {', '.join(head.kinds)}", "name one of these")
     programs = [compile_program(plan.programs[key].rank(rank), head) for rank in range(head.ranks)]
     rows = plan.layout(plan.header.home_layout).rows_per_rank.tolist()
-    ranks = [Rank(rank, program, layer, network, rows[rank], homes[rank]) for rank, program in enumerate(programs)]
+    ranks = [
+        Rank(rank, program, layer, network, rows[rank], homes[rank]) for rank, program in enumerate(programs)
+    ]
     _take_turns(ranks, " ".join(key))
     for (round_, source, target), queue in network.mail.items():
         for tile, _ in queue:
@@ -312,7 +314,9 @@ class Network:
         """The next tile of the pair. Raises ExecutionError if the two sides list the pair's transfers differently."""
         queue = self.mail[round_, source, target]
         if not queue:
-            raise ExecutionError(f"receives {operand} from rank {source}, which sends no more in round {round_}")
+            raise ExecutionError(
+                f"receives {operand} from rank {source}, which sends no more in round {round_}"
+            )
         tile, values = queue.popleft()
         if (tile.tensor, tile.rows, tile.heads) != (operand.tensor, operand.rows, operand.heads):
             raise ExecutionError(f"receives {operand} from rank {source}, which sends {tile}")

@@ -101,7 +101,11 @@ class Answer:
 
 def questions(suite: Suite, level: str, only: str = "") -> list[Question]:
     """All questions of a level; only: text that the names of their entries must contain."""
-    candidates = [*_case_questions(suite), *_byte_questions(suite, "malformed"), *_byte_questions(suite, "broken")]
+    candidates = [
+        *_case_questions(suite),
+        *_byte_questions(suite, "malformed"),
+        *_byte_questions(suite, "broken"),
+    ]
     return [question for question in candidates if question.verb in LEVELS[level] and only in question.name]
 
 

@@ -308,7 +308,7 @@ class _Feed:
 
 
 async def _body(response: httpx.Response, limit: int) -> bytes:
-    """The raw body, at most `most` bytes."""
+    """The raw body, at most `limit` bytes."""
     parts, size = [], 0
     async for part in response.aiter_raw():
         parts.append(part)

@@ -223,7 +223,7 @@ class _Run:
         self._pending[self.executor.submit(plan_pack, pending.request)] = pending
 
     def _settle(self, limit: int) -> None:
-        """Waits until at most `most` requests are outstanding, and takes the results."""
+        """Waits until at most `limit` requests are outstanding, and takes the results."""
         while len(self._pending) > limit:
             for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
                 self._take(future)

@@ -48,7 +48,9 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
     for seed in (*range(_SMALL_PROBLEMS), _LARGE_SEED):
         problem = kind.drawn(np.random.default_rng(seed), large=seed == _LARGE_SEED)
         permutation = kind.permuted(problem, np.random.default_rng(seed + 1))
-        result, repeated, reordered = (solver(instance, budget) for instance in (problem, problem, permutation))
+        result, repeated, reordered = (
+            solver(instance, budget) for instance in (problem, problem, permutation)
+        )
         bounds = _bound_faults(result.termination, kind.optimum(problem)) if seed < _SMALL_PROBLEMS else ()
         for fault in chain(
             _answer_faults(kind, problem, result), bounds, _repeat_faults(result, repeated, reordered)
@@ -94,7 +96,9 @@ def _repeat_faults(result: Any, repeated: Any, reordered: Any) -> Iterator[str]:
         yield from _broken_rules((not is_same, f"{name} differs from run to run: {a} and {b}"))
     first, second = result.termination, reordered.termination
     is_same = first.status is second.status and _near(first.value, second.value)
-    yield from _broken_rules((not is_same, f"{first} at {first.value}, in another order {second} at {second.value}"))
+    yield from _broken_rules(
+        (not is_same, f"{first} at {first.value}, in another order {second} at {second.value}")
+    )
 
 
 def _broken_rules(*rules: tuple[bool, str]) -> Iterator[str]:

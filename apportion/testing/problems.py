@@ -241,7 +241,9 @@ class Hypergraphs(Problems):
 
     def value(self, problem: Any, result: Any) -> float:
         edge_ranks = np.split(result.rank[problem.pins], problem.ptr[1:-1])
-        return float(sum(p * (len(set(r.tolist())) - 1) for p, r in zip(problem.price, edge_ranks, strict=True)))
+        return float(
+            sum(p * (len(set(r.tolist())) - 1) for p, r in zip(problem.price, edge_ranks, strict=True))
+        )
 
     def answers(self, problem: Any) -> Iterator[Any]:
         for ranks in product(range(problem.ranks), repeat=len(problem.flops)):

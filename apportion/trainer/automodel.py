@@ -78,7 +78,13 @@ def _shard(
         labels = labels.masked_fill(~pad(mask, (0, padding)), IGNORED)
     tokens = pad(planned.tokens, (0, padding), value=padding_token_id)
     positions = pad(planned.position_ids, (0, padding))
-    fields: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "labels": labels[None]}
+    fields: dict[str, Any] = {
+        "input_ids": tokens[None],
+        "position_ids": positions[None],
+        "labels": labels[None],
+    }
     fields |= {NAME: planned.handle, LAST: positions.new_tensor([planned.batch.last_position])}
-    others = {name: value for name, value in batch.items() if name not in (*fields, "planned", "attention_mask")}
+    others = {
+        name: value for name, value in batch.items() if name not in (*fields, "planned", "attention_mask")
+    }
     return nullcontext, {**others, **fields}, layout

@@ -99,7 +99,10 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
 def _parts(model: Any) -> list[Any]:
     """The loss, and classes and hooks of modules: if these changed since its last check, a model is checked again."""
     modules = model.named_modules()
-    hooks = ((len(module._forward_pre_hooks), len(module._forward_hooks), type(module), name) for name, module in modules)
+    hooks = (
+        (len(module._forward_pre_hooks), len(module._forward_hooks), type(module), name)
+        for name, module in modules
+    )
     return [model.loss_function, *hooks]
 
 
@@ -143,7 +146,9 @@ def _choose(module: Any) -> None:
 
 def _layers(model: Any) -> list[Any]:
     """Its attention layers, without those of an encoder."""
-    candidates = (module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal"))
+    candidates = (
+        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+    )
     return [module for module in candidates if not hasattr(module, "_encodes")]
 
 
@@ -366,7 +371,9 @@ def _check_positions(base: Any, handle: PlanHandle, positions: Tensor | None) ->
     if positions.shape[-1] != handle.padded_rows:
         rule = f"this rank has {handle.padded_rows} rows"
         raise ConfigError("position_ids.shape", tuple(positions.shape), rule, remedy)
-    if positions.numel() != handle.padded_rows or (positions.device.type != "cpu" and hasattr(base, "_compared")):
+    if positions.numel() != handle.padded_rows or (
+        positions.device.type != "cpu" and hasattr(base, "_compared")
+    ):
         return
     base._compared = True
     if not torch.equal(positions.flatten()[: handle.rows].cpu(), handle.position_ids):
@@ -429,7 +436,11 @@ def _drop_last(rotary: Any, args: Any, output: Any) -> Any:
 def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Replaces the router's auxiliary loss, which is not a sum over rows, by this rank's share of the whole
     microbatch's loss. Raises as `check_share`."""
-    handle, own_loss, loss = kwargs.get(NAME), getattr(output, "aux_loss", None), getattr(output, "loss", None)
+    handle, own_loss, loss = (
+        kwargs.get(NAME),
+        getattr(output, "aux_loss", None),
+        getattr(output, "loss", None),
+    )
     if handle is not None and own_loss is not None:
         output.aux_loss = _balance_loss(output.router_logits, model.num_experts_per_tok, handle)
         if loss is not None:

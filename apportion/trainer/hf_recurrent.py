@@ -46,7 +46,9 @@ class Mixing:
         def run() -> Tensor:
             parts = [part.T[None] for part in torch.split(x[0], lengths)]
             overlap = weight.shape[1] - 1
-            outs = [conv1d(part, weight[:, None], bias, padding=overlap, groups=len(weight)) for part in parts]
+            outs = [
+                conv1d(part, weight[:, None], bias, padding=overlap, groups=len(weight)) for part in parts
+            ]
             return torch.cat([out[..., : out.shape[-1] - overlap] for out in outs], -1).mT
 
         return self.handle.replay(f"the input rows of the convolution of {self.name}", [x], run)

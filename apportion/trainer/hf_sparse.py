@@ -101,7 +101,5 @@ class _RowCache:
 def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Raises ExecutionError if a layer did not read gathered rows."""
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, _RowCache) and (
-        missing := {*range(base.config.num_hidden_layers)} - cache.layers
-    ):
+    if isinstance(cache, _RowCache) and (missing := {*range(base.config.num_hidden_layers)} - cache.layers):
         raise ExecutionError(f"layers {sorted(missing)} of {type(base).__name__} did not read gathered rows")

@@ -126,7 +126,9 @@ class _Patches:
         if hasattr(config, "fullatt_block_indexes"):
             order = torch.as_tensor(_windows(self.grids[index], config)[0])
             merge = config.spatial_merge_size**2
-            reordered = {name: field.reshape(-1, merge, *field.shape[1:])[order] for name, field in fields.items()}
+            reordered = {
+                name: field.reshape(-1, merge, *field.shape[1:])[order] for name, field in fields.items()
+            }
             fields = {name: field.flatten(0, 1) for name, field in reordered.items()}
         return fields
 

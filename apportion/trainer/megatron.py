@@ -244,7 +244,7 @@ def split(layer: Any, table: Any, handle: PlanHandle) -> PingPongLayer:
 
 
 def paired_layer(layer: Any, layer_forward: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a TransformerLayer that separates the rows of two halves. own: the layer's forward."""
+    """The forward of a TransformerLayer that separates the rows of two halves. layer_forward: the layer's forward."""
     params = kwargs["packed_seq_params"]
     if len(params.handles) == 1:
         return layer_forward(hidden_states, *args, **kwargs)

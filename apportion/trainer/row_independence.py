@@ -78,7 +78,9 @@ def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: 
     def share(rows: Tensor, decoy: int, full: Rehearsal | None = None) -> tuple[Rehearsal, float]:
         rehearsal = Rehearsal(rows, documents[rows], full)
         decoys = torch.full((1, len(rows)), decoy, device=device)  # a causal loss reads shift_labels
-        return rehearsal, run(rehearsal, tokens[rows], positions[rows], labels[rows], valid, last, labels=decoys)
+        return rehearsal, run(
+            rehearsal, tokens[rows], positions[rows], labels[rows], valid, last, labels=decoys
+        )
 
     full, loss = share(torch.arange(count, device=device), 0)
     shares = 0.0
@@ -109,7 +111,9 @@ def _check_first(model: Any, run: Run, device: torch.device) -> None:
             return  # nothing to compare with; `_compare` reports errors of the model
         rehearsals.append(rehearsal)
     with_ids, without_ids = rehearsals
-    pairs = ((without_ids.seen[key].reshape(1, -1), with_ids.seen[key].reshape(1, -1)) for key in with_ids.decisive)
+    pairs = (
+        (without_ids.seen[key].reshape(1, -1), with_ids.seen[key].reshape(1, -1)) for key in with_ids.decisive
+    )
     if not all(close(*pair) for pair in pairs):
         rule = "does not count the positions of a text from 0, as plans do"
         raise ConfigError("model", type(model).__name__, rule, _REMEDY)
@@ -124,7 +128,9 @@ def _forward(model: Any, kwargs: dict[str, Any], rehearsal: Rehearsal) -> float:
         except ConfigError:
             raise
         except Exception as error:
-            description = f"{rehearsal.rows} packed rows with position_ids, shift_labels and num_items_in_batch"
+            description = (
+                f"{rehearsal.rows} packed rows with position_ids, shift_labels and num_items_in_batch"
+            )
             rule = f"cannot run on {description} ({type(error).__name__}: {error})"
             raise ConfigError("model", type(model).__name__, rule, _HEAD) from error
     logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)

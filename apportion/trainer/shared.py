@@ -39,7 +39,9 @@ def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
     if window not in names:
         return len(names), None
     kinds = zip(names, windows, strict=True)
-    return dict(Counter(names)), {name: sliding_window(width) if width > 0 else causal() for name, width in kinds}
+    return dict(Counter(names)), {
+        name: sliding_window(width) if width > 0 else causal() for name, width in kinds
+    }
 
 
 def count_planned(
@@ -113,7 +115,7 @@ def joined(batches: Sequence[PlannedBatch]) -> PlannedBatch:
 def both(
     layer: PingPongLayer, hidden: Tensor, handles: tuple[PlanHandle, ...], settings: Mapping[str, Any]
 ) -> Tensor:
-    """Runs hidden [rows, ...] of two halves through a layer. says: window, causal and layer, as in
+    """Runs hidden [rows, ...] of two halves through a layer. settings: window, causal and layer, as in
     `planned_attention`. Raises as `ping_pong`, and ConfigError for a mask that differs from the plans'."""
     ping, pong = handles
     for handle in handles:

@@ -67,7 +67,9 @@ class Outcome:
         return max(1.0, self.start_s / PAUSE_S)
 
 
-def read(urls: Sequence[str], seed: int, outcome: Outcome, stop: threading.Event, numbers: Iterator[int]) -> None:
+def read(
+    urls: Sequence[str], seed: int, outcome: Outcome, stop: threading.Event, numbers: Iterator[int]
+) -> None:
     """Acts as a rank: submits and fetches old and new requests, as a loader does."""
     rng = random.Random(seed)
     with closing(Client(urls, TOKEN, timeout_s=5.0)) as client:

@@ -55,7 +55,9 @@ class SparseAttention(nn.Module):
         weights = (logits / (NOPE + ROPE) ** 0.5).masked_fill(~is_visible[:, None], -torch.inf).softmax(-1)
         out = torch.einsum("rhk,rkl,hlv->rhv", weights, latent, self.value_up)
         target = weights.detach().mean(1)
-        log_probs = scores.gather(1, indexes).masked_fill(~is_visible, torch.finfo(scores.dtype).min).log_softmax(-1)
+        log_probs = (
+            scores.gather(1, indexes).masked_fill(~is_visible, torch.finfo(scores.dtype).min).log_softmax(-1)
+        )
         return self.maps["out"](out.flatten(1)), kl_div(log_probs, target, reduction="sum")
 
     def choose(self, x, gather):

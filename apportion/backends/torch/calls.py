@@ -134,7 +134,7 @@ class Calls:
         return self._fault
 
     def look(self, attempt: int) -> bool:
-        """Checks the current wait, on the watchdog thread; `turn` counts the checks. Returns True for a long wait."""
+        """Checks the current wait, on the watchdog thread; `attempt` counts checks. Returns True for a long wait."""
         wait = self._wait
         if wait is None or time.monotonic() - wait.since < LOOK_S:
             return False
@@ -161,7 +161,7 @@ class Calls:
         return json.dumps(dict(self._recent))
 
     def mismatch_error(self, texts: Sequence[str]) -> ExecutionError:
-        """The error that ends this call on all ranks, which resume together. told: latest calls by rank."""
+        """The error that ends this call on all ranks, which resume together. texts: latest calls by rank."""
         ranks = {
             rank: {int(n): call for n, call in json.loads(text).items()} for rank, text in enumerate(texts)
         }
@@ -231,14 +231,18 @@ def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:
     for number in sorted(common):
         texts = {rank: f"call {number} is {calls[number]}" for rank, calls in ranks.items()}
         if len(set(texts.values())) > 1:
-            return f"ranks make different calls: {by_value(texts)}. All ranks make the same calls in one order"
+            return (
+                f"ranks make different calls: {by_value(texts)}. All ranks make the same calls in one order"
+            )
     return ""
 
 
 def by_value(values: Mapping[int, str], of: str = "rank") -> str:
     """Says which ranks have each value: "x on ranks 0, 2; y on rank 1". values: of each rank."""
     rows = sorted((value, rank) for rank, value in values.items())
-    grouped = [(value, [rank for _, rank in members]) for value, members in groupby(rows, key=lambda row: row[0])]
+    grouped = [
+        (value, [rank for _, rank in members]) for value, members in groupby(rows, key=lambda row: row[0])
+    ]
     return "; ".join(
         f"{value} on {of}{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in grouped
     )

@@ -65,7 +65,9 @@ class _ExchangeFunction(torch.autograd.Function):
         return ctx.exchange.backward(grad, ctx.rows), None, None
 
 
-def _exchange_rows(exchange: Exchange, prefix: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+def _exchange_rows(
+    exchange: Exchange, prefix: str, rows: Tensor, sent: list[int], received: list[int]
+) -> Tensor:
     """[sum of received, ...]: the rows received from rank 0, 1, …"""
     transport, form = exchange.transport, f"{rows.dtype} {list(rows.shape[1:])}"
     if transport.ranks == 1:

@@ -154,7 +154,9 @@ class TorchMachine(Machine[View]):
         self._pack(step, round_)
         if round_.is_dense:
             staging, sizes = self.memory.staging, dense_sizes(round_, self._transport.ranks)
-            flight = self._transport.all_to_all(round_.channel, staging[round_.out], staging[round_.into], sizes)
+            flight = self._transport.all_to_all(
+                round_.channel, staging[round_.out], staging[round_.into], sizes
+            )
         else:
             posts = self.memory.posts(step, round_, self.program.operands)
             flight = self._transport.batch(round_.channel, posts)
@@ -224,9 +226,7 @@ class TorchMachine(Machine[View]):
         (dx,) = self._pull_back(outputs, grads, leaf)
         return dx
 
-    def _pull_back(
-        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *leaves: Tensor
-    ) -> list[Tensor]:
+    def _pull_back(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *leaves: Tensor) -> list[Tensor]:
         """Backward of a function of the layer: returns the inputs' gradients and accumulates the parameters'."""
         cast = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
         with _without_hooks(self._layer.params):

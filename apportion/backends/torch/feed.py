@@ -91,7 +91,9 @@ class EncoderFeed:
         """The exchange of the encoder's rows to `rows`, `merge` for each."""
         transport = self.decoder.communicator
         table = self.plan.move.table.rank(transport.rank)
-        (sources, sent), (targets, received) = (moved_rows(table, transport.ranks, send) for send in (True, False))
+        (sources, sent), (targets, received) = (
+            moved_rows(table, transport.ranks, send) for send in (True, False)
+        )
         count = len(self.rows) * self.merge
         return Exchange(transport, f"rows fed to plan {self.name}", sources, sent, targets, received, count)
 

@@ -9,7 +9,7 @@ _IDENTITIES = ("_DDPSinkBackward",)  # nodes that pass several tensors through, 
 
 
 def nodes(roots: Iterable[Any], ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
-    """Yields each node that is reachable from `begin` once; does not go beyond nodes for which `ends` is true."""
+    """Yields each node that is reachable from `roots` once; does not go beyond nodes for which `ends` is true."""
     pending, seen = [(node, 0) for node in roots], set[Any]()
     while pending:
         node, output = pending.pop()

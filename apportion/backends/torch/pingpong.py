@@ -160,7 +160,7 @@ def forward_turns(
     tapes: list[Tape] | None,
     execute: Execute = _turns,
 ) -> Iterator[None]:
-    """Runs one half's forward. hidden: one tensor, replaced layer by layer; kept: filled for backward, or None."""
+    """Runs one half's forward. hidden: one tensor, replaced layer by layer; tapes: filled for backward, or None."""
     positions = pad(handle.position_ids, (0, handle.padding)).to(hidden[0].device)
     keep = tapes is not None
     for piece in pieces:
@@ -198,7 +198,7 @@ def backward_turns(
     sums: BothGradients,
     execute: Execute = _turns,
 ) -> Iterator[None]:
-    """Runs one half's backward. dhidden: one tensor, replaced layer by layer, last layer first; kept: emptied."""
+    """Runs one half's backward. dhidden: one tensor, replaced layer by layer, last layer first; tapes: emptied."""
     for piece in reversed(pieces):
         half, params = tapes.pop(), piece.wanted
         dx, do, *grads = _pull((half.y,), (dhidden[0],), (half.x, half.out, *params))
@@ -232,8 +232,8 @@ def _pull(
 
 
 def require_listed(outputs: Iterable[Tensor], allowed: Iterable[Tensor]) -> None:
-    """Raises ConfigError if the graph of the outputs has a leaf that is not known: its gradient, or its source's, would
-    be lost silently."""
+    """Raises ConfigError if the graph of the outputs has a leaf that is not allowed: its gradient, or its source's,
+    would be lost silently."""
     tensors = list(allowed)
     leaves, seen = {id(tensor) for tensor in tensors}, {tensor.grad_fn for tensor in tensors}
     for node in nodes((output.grad_fn for output in outputs), seen.__contains__):
@@ -248,7 +248,7 @@ def require_listed(outputs: Iterable[Tensor], allowed: Iterable[Tensor]) -> None
 
 
 def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, tapes: list[Tape] | None) -> Tensor:
-    """Runs one batch through the layers; kept: as in `forward_turns`. Backward may use another plan of the same rows,
+    """Runs one batch through the layers; tapes: as in `forward_turns`. Backward may use another plan of the same rows,
     in `backward_alone`."""
     hidden = [x]
     with paired((handle,), "forward", pieces):
@@ -259,7 +259,7 @@ def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, tapes:
 def backward_alone(
     handle: PlanHandle, pieces: Sequence[Piece], tapes: list[Tape], dy: Tensor
 ) -> tuple[Tensor, dict[Tensor, Tensor]]:
-    """The gradients of the layers' input and of params. kept: the state that forward saved, emptied."""
+    """The gradients of the layers' input and of params. tapes: the state that forward saved, emptied."""
     params = params_of(pieces)
     sums, dhidden = BothGradients(params), [dy]
     with paired((handle,), "backward", pieces):

@@ -150,11 +150,14 @@ def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
 
 
 def _windows(runs: Table, reach: int, widest: int) -> dict[str, Tensor]:
-    """`windows` and `kept` of a convolution that reads `own` rows before a run."""
+    """`windows` and `kept` of a convolution that reads `reach` rows before a run."""
     lengths, number = runs.wide("rows"), np.arange(len(runs))
     offset = within(lengths + reach)
     run = np.repeat(number, lengths + reach)
-    halo, row = (run + 1) * widest + offset - reach, len(runs) * widest + runs.wide("row")[run] + offset - reach
+    halo, row = (
+        (run + 1) * widest + offset - reach,
+        len(runs) * widest + runs.wide("row")[run] + offset - reach,
+    )
     positions = np.repeat(number * reach, lengths) + np.arange(int(lengths.sum()))  # runs are in row order
     return {"windows": _ints(np.where(offset < reach, halo, row)), "kept": _ints(positions)}
 

@@ -97,7 +97,7 @@ class Rehearsal:
 
 @contextmanager
 def recorded(model: Any, rehearsal: Rehearsal) -> Iterator[None]:
-    """Records every module's results in `held`, inner modules first."""
+    """Records every module's results in `rehearsal`, inner modules first."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:

@@ -108,9 +108,20 @@ class DistributedFlight(Flight):
     """A round of torch.distributed works, with messages between this rank and `peers`."""
 
     def __init__(
-        self, works: Sequence[Any], buffers: Sequence[Tensor], calls: Calls, group: Any, peers: Collection[int]
+        self,
+        works: Sequence[Any],
+        buffers: Sequence[Tensor],
+        calls: Calls,
+        group: Any,
+        peers: Collection[int],
     ) -> None:
-        self._works, self._buffers, self._calls, self._group, self._peers = works, buffers, calls, group, peers
+        self._works, self._buffers, self._calls, self._group, self._peers = (
+            works,
+            buffers,
+            calls,
+            group,
+            peers,
+        )
 
     def wait(self) -> None:
         self._calls.wait(self._works, self._group, self._peers)
@@ -249,7 +260,7 @@ def _serves(group: Any, backend: str) -> bool:
 
 
 def different_plans(texts: Sequence[str]) -> ExecutionError:
-    """The error for ranks with different plans. held: description of each rank's plans."""
+    """The error for ranks with different plans. texts: description of each rank's plans."""
     call_lists = by_value(dict(enumerate(texts)))
     return ExecutionError(
         f"ranks hold different plans: {call_lists}. Give every rank its slice of the same plan"

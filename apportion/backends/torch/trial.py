@@ -60,10 +60,14 @@ class ModelTrial:
         self.calls.clear()
 
     def keep(
-        self, handle: PlanHandle, results: Results, batch_tensors: Callable[[], list[Tensor]], enabled: Collection[Any]
+        self,
+        handle: PlanHandle,
+        results: Results,
+        batch_tensors: Callable[[], list[Tensor]],
+        enabled: Collection[Any],
     ) -> nn.Module | None:
         """Records attention's results, [rows, ...] each, for the outermost module that is being called, if it is new.
-        held: tensors of the handle's batch; enabled: models that were checked elsewhere."""
+        batch_tensors: tensors of the handle's batch; enabled: models that were checked elsewhere."""
         first = next((one.handle for one in self.calls.values()), handle)
         past = self.over or handle is not first or handle.communicator.ranks == 1
         if past or (outermost := _outermost()) is None:
@@ -116,9 +120,7 @@ class ModelTrial:
         covered = {id(param) for one in calls for param in one.module.parameters()}
         if ids - covered:
             names = ", ".join(dict.fromkeys(type(one.module).__name__ for one in calls))
-            text = (
-                f"{len(ids - covered)} of {len(ids)} parameters are outside {names}, which calls attention"
-            )
+            text = f"{len(ids - covered)} of {len(ids)} parameters are outside {names}, which calls attention"
             getLogger(__name__).warning("%s: their modules are not checked", text)
         for call in calls:
             if not getattr(call.module, "mixes_rows", False):
@@ -129,14 +131,18 @@ class ModelTrial:
 def _check_places(module: nn.Module, arguments: Any, handle: PlanHandle, known: Collection[int]) -> None:
     """Raises ConfigError for an argument that numbers this rank's rows consecutively, unlike their position ids."""
     line = torch.arange(handle.rows)
-    for tensor in tree_leaves(arguments) if handle.rows > 1 and not getattr(module, "mixes_rows", False) else ():
+    for tensor in (
+        tree_leaves(arguments) if handle.rows > 1 and not getattr(module, "mixes_rows", False) else ()
+    ):
         if not isinstance(tensor, Tensor) or tensor.is_floating_point() or id(tensor) in known:
             continue
         values = tensor.detach().flatten().cpu()[: handle.rows]
         if tensor.numel() != handle.padded_rows or not torch.equal(values - values[0], line):
             continue
         if not torch.equal(values, handle.position_ids):
-            rule = f"is given {values[0]}, {values[1]}, ... for this rank's rows, which have other position ids"
+            rule = (
+                f"is given {values[0]}, {values[1]}, ... for this rank's rows, which have other position ids"
+            )
             remedy = "give batch.position_ids; if these are intended, set its attribute mixes_rows = True"
             raise ConfigError("model", type(module).__name__, rule, remedy)
 
@@ -161,7 +167,9 @@ def _check_tables(module: nn.Module, ranks: list[list[int]]) -> None:
         return
     sums = np.array(ranks).reshape(len(ranks), -1, _SUMS)
     positions, tables = sums[:, :1], sums[:, 1:]
-    if ((tables[:, None] == tables) & (tables != 0) & (positions[:, None] != positions) & (positions != 0)).any():
+    if (
+        (tables[:, None] == tables) & (tables != 0) & (positions[:, None] != positions) & (positions != 0)
+    ).any():
         rule = "is given an argument with equal rows on ranks whose rows have different position ids"
         remedy = "index tables by batch.position_ids; if it is intended, set its attribute mixes_rows = True"
         raise ConfigError("model", type(module).__name__, rule, remedy)
@@ -226,7 +234,11 @@ class ModuleCall:
                 reset()
                 try:
                     run(part)
-                    with self._cut_batch(self.rows[indexes]), recorded(self.module, part), ExactMode(is_local):
+                    with (
+                        self._cut_batch(self.rows[indexes]),
+                        recorded(self.module, part),
+                        ExactMode(is_local),
+                    ):
                         args, kwargs = tree_map(lambda value, at=indexes: _take_rows(value, at), self.given)
                         part.record("its result", self.module(*args, **kwargs), decides=True)
                 except Exception as error:

@@ -167,7 +167,8 @@ class Gathering:
 
             def side(rows: Mapping[int, Ints]) -> list[tuple[int, Index, int]]:
                 return [
-                    (peer, _index(self.arranged.place[indexes], device), len(indexes)) for peer, indexes in rows.items()
+                    (peer, _index(self.arranged.place[indexes], device), len(indexes))
+                    for peer, indexes in rows.items()
                 ]
 
             legs = [Leg(hop.channel, hop.behind, side(hop.sends), side(hop.receives)) for hop in hops]
@@ -249,7 +250,9 @@ def _bytes(rows: Tensor) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gathering: Gathering, handle: PlanHandle, kind: str, *x: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, gathering: Gathering, handle: PlanHandle, kind: str, *x: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.found, ctx.handle, ctx.kind, ctx.rows = gathering, handle, kind, len(x[0])
         rows = gathering.brought(handle, x)
         ctx.mark_non_differentiable(*(part for part in rows if not part.is_floating_point()))

@@ -30,7 +30,8 @@ def recipe_file(row: Record) -> str:
         (name,) = row["steps"][step]
         facts.append(f"{step} {name} has {'these parameters:' if params else 'no parameters'}")
         facts += [
-            f"  {parameter}: {_yaml(spec['default'])}  # {spec['takes']}" for parameter, spec in params.items()
+            f"  {parameter}: {_yaml(spec['default'])}  # {spec['takes']}"
+            for parameter, spec in params.items()
         ]
     steps = {"name": row["name"], "steps": row["steps"]}
     body = yaml.safe_dump(steps, sort_keys=False, default_flow_style=None)

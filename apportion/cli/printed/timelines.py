@@ -94,7 +94,9 @@ def share(run: Run, mask: Bools, edges: Floats) -> Floats:
     start, end = start[order], np.maximum.accumulate(end[order])
     start = np.maximum(start, np.append(0.0, end[:-1]))
     cumulative = np.cumsum(end - start)
-    points, sums = (np.stack(pair, axis=1).ravel() for pair in ((start, end), (cumulative - (end - start), cumulative)))
+    points, sums = (
+        np.stack(pair, axis=1).ravel() for pair in ((start, end), (cumulative - (end - start), cumulative))
+    )
     return np.asarray(np.diff(np.interp(edges, points, sums)) / np.maximum(np.diff(edges), 1e-12))
 
 

@@ -55,7 +55,11 @@ def minutes(entries: Iterable[Entry], now: float) -> list[Minute]:
         times = [entry.seconds for entry in by_minute[minute] if entry.seconds]
         result.append(
             Minute(
-                len(times), len(by_minute[minute]) - len(times), sum_, _median(times), _median(_waits(by_minute[minute]))
+                len(times),
+                len(by_minute[minute]) - len(times),
+                sum_,
+                _median(times),
+                _median(_waits(by_minute[minute])),
             )
         )
     return result
@@ -73,10 +77,18 @@ def usage(entries: Iterable[Entry], now: float) -> list[Usage]:
 
 def _usage(tenant: str, entries: list[Entry]) -> Usage:
     times = [entry.seconds for entry in entries if entry.seconds]
-    ready, refused = (sum(entry.state is state for entry in entries) for state in (State.READY, State.REFUSED))
+    ready, refused = (
+        sum(entry.state is state for entry in entries) for state in (State.READY, State.REFUSED)
+    )
     slowest = quantiles(times, n=100, method="inclusive")[-1] if len(times) > 1 else _median(times)
     return Usage(
-        tenant, len(entries) - ready - refused, ready, refused, _median(times), slowest, _median(_waits(entries))
+        tenant,
+        len(entries) - ready - refused,
+        ready,
+        refused,
+        _median(times),
+        slowest,
+        _median(_waits(entries)),
     )
 
 

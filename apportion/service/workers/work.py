@@ -75,7 +75,9 @@ def plan_page(request: bytes) -> bytes:
     command = [sys.executable, "-P", "-m", "apportion.report", plan.id.hex()]
     process = subprocess.run(command, input=request, capture_output=True, check=False)
     if process.returncode:
-        lines = process.stderr.decode(errors="replace").strip().splitlines() or ["the process printed no error"]
+        lines = process.stderr.decode(errors="replace").strip().splitlines() or [
+            "the process printed no error"
+        ]
         raise CapacityError(f"no report: {lines[-1]}")
     return process.stdout
 

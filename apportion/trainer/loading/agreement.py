@@ -60,7 +60,9 @@ class Agreement:
             if error is not None and numbers[0] == FAILED:
                 raise error
             failures = {rank: texts[rank] for rank, state in enumerate(states) if state == FAILED}
-            raise ExecutionError(f"iteration {number}: ranks {[*failures]} have no plan: {by_value(failures)}")
+            raise ExecutionError(
+                f"iteration {number}: ranks {[*failures]} have no plan: {by_value(failures)}"
+            )
         ids = [bytes(row[1:]).hex() for row in rows]
         if MISSING not in states and len(set(ids)) > 1:
             raise different_plans([f"plan {plan_id[:12]}" for plan_id in ids])

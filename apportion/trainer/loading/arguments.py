@@ -85,7 +85,9 @@ def communicator_of(job: Job, given: Communicator | None) -> Communicator:
     """The communicator of the ranks that train together. Raises ConfigError if they are not the job's."""
     communicator = Communicator.shared() if given is None else given
     if not isinstance(communicator, Transport):
-        raise ConfigError("communicator", communicator, "must be a Communicator", "make one from the process group")
+        raise ConfigError(
+            "communicator", communicator, "must be a Communicator", "make one from the process group"
+        )
     if communicator.ranks != job.ranks:
         rule = f"the job plans for {job.ranks} ranks, and this process is one of {communicator.ranks}"
         remedy = "initialise torch.distributed before creating the loader, or give another cluster"

@@ -119,7 +119,9 @@ class Places:
         order = np.argsort(source[received], kind="stable")
         sources = torch.from_numpy(row_of[target[indexes]][sent])
         targets = torch.from_numpy(token_row[received][order])
-        counts = (np.bincount(which, minlength=ranks).tolist() for which in (token_rank[sent], source[received]))
+        counts = (
+            np.bincount(which, minlength=ranks).tolist() for which in (token_rank[sent], source[received])
+        )
         name = f"roll by {shift} under plan {batch.handle.name}"
         return Exchange(transport, name, sources, next(counts), targets, next(counts), len(batch.tokens))
 

@@ -138,7 +138,7 @@ def fetch(
     late: deque[str],
     next_keys: Callable[[], Sequence[bytes]] = tuple,
 ) -> IterationSlice | None:
-    """Fetches the rank's plan of an iteration, and submits it if unknown; None if it is not ready when `goes_on`
+    """Fetches the rank's plan of an iteration, and submits it if unknown; None if it is not ready when `is_needed`
     returns False, with the reason in `late`. timeout_s: of the trainer; a single fetch takes at most a tenth of it."""
     while is_needed():
         try:

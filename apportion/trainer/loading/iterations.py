@@ -75,7 +75,9 @@ class Wanted:
         named = np.sort(np.concatenate(piece.indexes))
         if not np.array_equal(named, np.arange(sequences)):
             raise self._foreign(f"it has {len(named)} sequences, {sequences} were requested")
-        for number, (slice_, (batch, _)) in enumerate(zip(piece.slices, self.parts(piece.indexes), strict=True)):
+        for number, (slice_, (batch, _)) in enumerate(
+            zip(piece.slices, self.parts(piece.indexes), strict=True)
+        ):
             expected = self.job.request_digest(batch, sequences, slice_.token_cap)
             if slice_.header.version <= VERSION and slice_.request_digest != expected:
                 fields = "(lengths, masks, positions, labels or homes), cluster, model or policy"
@@ -264,7 +266,9 @@ class Place(NamedTuple):
         mismatch = difference({name: state.get(name) for name in facts}, facts)
         if mismatch is not None:
             name, saved, current = mismatch
-            rule = f"the state was saved with another {name.removeprefix('job.')}: this loader has {current!r}"
+            rule = (
+                f"the state was saved with another {name.removeprefix('job.')}: this loader has {current!r}"
+            )
             remedy = "give the loader the same value, or start a new pass without the state"
             raise ConfigError(f"state.{name}", saved, rule, remedy)
         return Place(*(integer(f"state.{name}", state[name], 0) for name in Place._fields))

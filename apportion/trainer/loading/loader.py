@@ -439,7 +439,9 @@ class PlannedLoader:
         if (media := next(encoded, None)) is None or not np.array_equal(media.samples, wanted):
             received = None if media is None else media.samples.tolist()
             message = f"the encoder's next microbatch has media {received}, the decoder's {wanted.tolist()}"
-            raise ExecutionError(f"{message}: give a sampler that draws the same however often it is iterated")
+            raise ExecutionError(
+                f"{message}: give a sampler that draws the same however often it is iterated"
+            )
         positions = self._media.places(batch, samples)
         return {"media": media, "feed": EncoderFeed(media.handle, handle, positions, self._media.media.merge)}
 

@@ -143,7 +143,9 @@ def local_rows(
             _sample_rows(sequences.of(sequence), int(numbers[sequence]), token - start, targets, form.shifted)
         )
     empty = _sample_rows(sequences.any(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
-    return _concatenated([empty, *parts], form)._replace(shared=_shared(spans, batch, sequences, numbers, begins))
+    return _concatenated([empty, *parts], form)._replace(
+        shared=_shared(spans, batch, sequences, numbers, begins)
+    )
 
 
 def _sample_rows(sample: _Sample, number: int, first: int, targets: Ints, shifted: Collection[str]) -> Rows:
@@ -276,7 +278,9 @@ def _sample(sample: Sample, length: int, sequence: int) -> _Sample:
         raise ExecutionError(f"{label} has shape {tuple(tokens.shape)}, it was planned with length {length}")
     _check_known(label, sample, length)
     dropped = (TOKENS, LABELS, *_NEUTRAL_VALUES, *LOSS_MASKS)
-    fields = {name: _field(f"{label}: {name}", sample[name], length) for name in sample if name not in dropped}
+    fields = {
+        name: _field(f"{label}: {name}", sample[name], length) for name in sample if name not in dropped
+    }
     labels = _field(f"{label}: {LABELS}", _to_int64(f"{label}: {LABELS}", sample.get(LABELS, tokens)), length)
     for name, ids in ((TOKENS, tokens), (LABELS, labels.where(labels != IGNORED, 0))):
         if length and int(ids.min()) < 0:

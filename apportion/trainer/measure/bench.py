@@ -257,9 +257,16 @@ class Bench:
         gathered = self.communicator.all_gather(nanoseconds.ravel().tolist(), "durations")
         times = np.array(gathered).reshape(-1, *nanoseconds.shape) / 1e6
         result = {}
-        for phase, values, slowest in zip(PHASES, times[busiest].tolist(), times.max(axis=0).tolist(), strict=True):
+        for phase, values, slowest in zip(
+            PHASES, times[busiest].tolist(), times.max(axis=0).tolist(), strict=True
+        ):
             exposed = slowest[1] - slowest[3] if ranks > 1 else None
-            result[phase] = {"host_ms": values[0], "prepare_ms": values[2], "ms": slowest[1], "exposed_ms": exposed}
+            result[phase] = {
+                "host_ms": values[0],
+                "prepare_ms": values[2],
+                "ms": slowest[1],
+                "exposed_ms": exposed,
+            }
         return result
 
     def _run_together(self, work: Callable[[], Any]) -> tuple[Any, CallTimes]:

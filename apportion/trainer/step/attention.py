@@ -152,7 +152,11 @@ def planned_latent_attention(
     expand_now = _with_current_autocast(expand, q)
 
     def run() -> tuple[Tensor, ...]:
-        return (attend_layer(handle, name, home, Layer(score, sinks, expand=expand_now, params=weights), declared),)
+        return (
+            attend_layer(
+                handle, name, home, Layer(score, sinks, expand=expand_now, params=weights), declared
+            ),
+        )
 
     result = (run() if is_compiling() else tried(handle, run, *rows))[0]
     if not (wiring.watch.settled or is_compiling()):

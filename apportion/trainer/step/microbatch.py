@@ -52,7 +52,11 @@ class Microbatch:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors with an entry for each row, or for each fed row."""
-        values = [*vars(self).values(), *self.fields.values(), *(vars(self.feed).values() if self.feed else ())]
+        values = [
+            *vars(self).values(),
+            *self.fields.values(),
+            *(vars(self.feed).values() if self.feed else ()),
+        ]
         return [value for value in values if isinstance(value, Tensor)]
 
     def check_unweighted(self, loss: str) -> None:
@@ -92,11 +96,19 @@ class Microbatch:
         columns = self.labels, self.tokens, self.sample_ids, self.local_to_sample
         targets, tokens, samples, positions = (column.cpu() for column in columns)
         values = labels.flatten().cpu()[: len(targets) - 1]
-        is_label, ends = values != IGNORED, (samples[1:] != samples[:-1]) | (positions[1:] != positions[:-1] + 1)
+        is_label, ends = (
+            values != IGNORED,
+            (samples[1:] != samples[:-1]) | (positions[1:] != positions[:-1] + 1),
+        )
         if torch.equal(values[is_label], targets[:-1][is_label]):
-            if divisor in (self.valid_tokens, self.total_weight) and is_label.sum() < (targets[:-1] != IGNORED).sum():
+            if (
+                divisor in (self.valid_tokens, self.total_weight)
+                and is_label.sum() < (targets[:-1] != IGNORED).sum()
+            ):
                 raise ConfigError("labels", "fewer than the batch's", *_COUNTED)
-        elif (is_label & ends).any() and any(torch.equal(values[is_label], column[1:][is_label]) for column in (targets, tokens)):
+        elif (is_label & ends).any() and any(
+            torch.equal(values[is_label], column[1:][is_label]) for column in (targets, tokens)
+        ):
             rule = "are the labels of the next rows, which may belong to other texts and ranks"
             raise ConfigError("labels", "shifted by a row", rule, "give batch.labels, or batch.roll of them")
 
@@ -104,9 +116,12 @@ class Microbatch:
         """Checks the numbers of attention calls per kind against the planned model. Raises ConfigError if kinds are
         swapped; warns if that could not be detected."""
         kinds = self.handle.kinds
-        planned, called = ([counts.get(kind, 0) for kind in kinds] for counts in (self._layers, self.handle.called))
+        planned, called = (
+            [counts.get(kind, 0) for kind in kinds] for counts in (self._layers, self.handle.called)
+        )
         wanted, found = (
-            [number * sum(other) for number in counts] for counts, other in ((planned, called), (called, planned))
+            [number * sum(other) for number in counts]
+            for counts, other in ((planned, called), (called, planned))
         )
         if found != wanted and sorted(found) == sorted(wanted):
             by_kind = dict(zip(kinds, called, strict=True))

@@ -103,18 +103,26 @@ def check_projection(
     count = min(len(rows[0]), _ROWS)
     fewer = arange(count, device=rows[0].device)[1:].flip(0)
     with enable_grad():
-        full, part = ([*project(*(tensor.detach()[selection] for tensor in rows))] for selection in (slice(count), fewer))
+        full, part = (
+            [*project(*(tensor.detach()[selection] for tensor in rows))]
+            for selection in (slice(count), fewer)
+        )
     param_ids, ends = {*map(id, params)}, {tensor.grad_fn for tensor in params}
     leaves = (
-        getattr(node, "variable", None) for node in nodes((tensor.grad_fn for tensor in full), ends.__contains__)
+        getattr(node, "variable", None)
+        for node in nodes((tensor.grad_fn for tensor in full), ends.__contains__)
     )
-    if missed := [tuple(tensor.shape) for tensor in leaves if tensor is not None and id(tensor) not in param_ids]:
+    if missed := [
+        tuple(tensor.shape) for tensor in leaves if tensor is not None and id(tensor) not in param_ids
+    ]:
         rule = "would get no gradient: the projection uses them, and they are not among its params"
         raise ConfigError(
             "params", f"without tensors of shapes {missed}", rule, "give all that need gradients"
         )
     for tensor, expected in zip(full, part, strict=True):
-        if len(expected) and not close(tensor[fewer].flatten(1), expected.flatten(1), tensor.dtype not in LOW):
+        if len(expected) and not close(
+            tensor[fewer].flatten(1), expected.flatten(1), tensor.dtype not in LOW
+        ):
             rule = "gives different results on other ranks and in backward, which run it again"
             raise ConfigError(
                 "projection",

@@ -49,7 +49,10 @@ def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
     the shard."""
     states: Any = (state() for state in [*_module_state_mapping.values()])
     for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
-        yield group, [(vars(param).get("_unsharded_param"), param.sharded_param) for param in group.fsdp_params]
+        yield (
+            group,
+            [(vars(param).get("_unsharded_param"), param.sharded_param) for param in group.fsdp_params],
+        )
 
 
 def shards_of(whole: Container[Any]) -> Iterator[Any]:

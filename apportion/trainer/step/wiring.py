@@ -84,7 +84,9 @@ class Watch:
         of_plan, groups = batch.handle.communicator, batch._replicas
         self.ranks = of_plan.ranks * (1 if groups is None else groups.ranks)
         transports = None if batch._staged else of_plan, groups
-        self._transports = [transport for transport in transports if transport is not None and transport.ranks > 1]
+        self._transports = [
+            transport for transport in transports if transport is not None and transport.ranks > 1
+        ]
 
     def attend(self, handle: PlanHandle) -> None:
         """Records that a layer is called under the plan, except for recomputation in backward."""
@@ -231,7 +233,9 @@ class Watch:
         if self.behind is None:
             return
         if skipped := sorted({*range(self.behind.microbatch)} - self._lost):
-            message = f"microbatches {skipped} of iteration {self.behind.iteration} had no loss before the step"
+            message = (
+                f"microbatches {skipped} of iteration {self.behind.iteration} had no loss before the step"
+            )
             rule = "losses are shares of the mean over all: run every one, and save and resume where is_last"
             warn(f"{message}: {rule}", stacklevel=1)
         if not self.behind.is_last:

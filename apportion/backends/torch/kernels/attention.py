@@ -307,7 +307,9 @@ def _varlen(call: Call, device: torch.device) -> tuple[Tensor, Tensor, int, int]
 
 def _flash_cuda(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
     kv_heads, width = q.shape[0], v.shape[-1]
-    q, k, v = _equal_widths(_ungroup_heads(q), _kv_tokens_first(k), _kv_tokens_first(v), multiple=CUDA_MULTIPLE)
+    q, k, v = _equal_widths(
+        _ungroup_heads(q), _kv_tokens_first(k), _kv_tokens_first(v), multiple=CUDA_MULTIPLE
+    )
     left, right = call.window
     o, lse, *_ = _cuda(
         q, k, v, *_varlen(call, q.device), 0.0, False, False,

@@ -222,7 +222,8 @@ class Memory:
     def in_message(self, message: Message, operands: Sequence[Operand]) -> list[Parts]:
         """The parts of each tile of a staged message."""
         return [
-            self._in_message(message.at + offset, operands[index], message.results) for index, offset in message.tiles
+            self._in_message(message.at + offset, operands[index], message.results)
+            for index, offset in message.tiles
         ]
 
     def _in_message(self, start: int, operand: Operand, results: bool) -> Parts:

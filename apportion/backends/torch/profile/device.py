@@ -279,7 +279,7 @@ def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> 
 
 
 def _between(grid: Grid, index: int, rows: int, window: int) -> float:
-    """The microseconds of a window by the grid alone, for `rows` rows at the axis' point `at`: by its share of the
+    """The microseconds of a window by the grid alone, for `rows` rows at the axis' point `index`: by its share of the
     causal square's pairs, above the cost per row and key."""
     causal = grid.causal[index][index]
     lower = min(max(grid.full[index][0], grid.full[0][index]), causal)

@@ -181,7 +181,9 @@ class _LinkJob:
 
     def _peers(self, same: bool) -> list[int]:
         rank, nodes = self.comm.rank, self.nodes
-        position = [sum(nodes[other] == nodes[owner] for other in range(owner)) for owner in range(self.comm.ranks)]
+        position = [
+            sum(nodes[other] == nodes[owner] for other in range(owner)) for owner in range(self.comm.ranks)
+        ]
         return [
             other
             for other in range(self.comm.ranks)
@@ -209,7 +211,8 @@ class _LinkJob:
         """Rates by number of peers, as shares of the crowd's. between, nic: 1e9 bytes/s of the crowd per rank, and per
         NIC, all of which a single receiver can use."""
         nodes = [
-            [rank for rank, owner in enumerate(self.nodes) if owner == node] for node in sorted(set(self.nodes))
+            [rank for rank, owner in enumerate(self.nodes) if owner == node]
+            for node in sorted(set(self.nodes))
         ]
         shares = []
         for pattern in patterns(nodes):
@@ -217,7 +220,9 @@ class _LinkJob:
             posts = self._posts(*pattern.ends(nodes, self.comm.rank), part)
             times = self._slowest(self._each(lambda posts=posts: self.comm.batch(0, posts).wait()))  # type: ignore[misc]
             rate = between if pattern.balanced else nic
-            shares.append(PatternShares(pattern, tuple(part * pattern.peers / us / 1e3 / rate for us in times)))
+            shares.append(
+                PatternShares(pattern, tuple(part * pattern.peers / us / 1e3 / rate for us in times))
+            )
         return tuple(shares)
 
     # --- posting

@@ -31,7 +31,9 @@ class Pattern:
         node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
         index, count, steps = nodes[node].index(rank), len(nodes), range(1, self.peers + 1)
         if self.balanced:
-            targets, sources = ([nodes[(node + sign * step) % count][index] for step in steps] for sign in (1, -1))
+            targets, sources = (
+                [nodes[(node + sign * step) % count][index] for step in steps] for sign in (1, -1)
+            )
             return targets, sources
         senders = [nodes[step][0] for step in steps]
         receiver = nodes[0][0]

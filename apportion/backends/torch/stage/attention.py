@@ -52,7 +52,7 @@ def _part(ptr, rows, width, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def _load(ptr, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASK: tl.constexpr):
-    """The parts of rows at the addresses `at` [n, 1]."""
+    """The parts of rows at the addresses `ptr` [n, 1]."""
     first = _part(ptr, rows, WIDTH, 0, A, WIDTH, MASK)
     return (first, _part(ptr, rows, WIDTH, A, B, WIDTH, MASK)) if B else (first,)
 
@@ -97,8 +97,10 @@ def _merge_part(
 
 
 @triton.jit
-def _merge(source, target, valid, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Stores rows * old + sums * new at `to` in its dtype; rows: float32 at `at` [n, 1]; fresh rows are not read."""
+def _merge(
+    source, target, valid, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr
+):
+    """Stores rows * old + sums * new at `target` in its dtype; rows: float32 at `source` [n, 1]; skips fresh rows."""
     _merge_part(source, target, valid, old, new, fresh, sums[0], 0, A, WIDTH)
     if B:
         _merge_part(source, target, valid, old, new, fresh, sums[1], A, B, WIDTH)
@@ -144,7 +146,7 @@ def _target(tile, heads, lane, M: tl.constexpr):
 
 @triton.jit
 def _after(ptr, unit):
-    """`at` advanced by `unit` units of 16 bytes."""
+    """`ptr` advanced by `unit` units of 16 bytes."""
     return ptr + tl.load(unit).to(tl.int64) * (128 // ptr.dtype.element_ty.primitive_bitwidth)
 
 
@@ -432,7 +434,10 @@ def _dkdv_rows(
         do = _load(do_at + (step * do_row)[:, None], query_mask[:, None], E, EA, EB, MASK)
         lse_at = delta_at + step * delta_row
         if MASK:
-            lse, delta = tl.load(lse_at, mask=query_mask, other=0.0), tl.load(lse_at + 1, mask=query_mask, other=0.0)
+            lse, delta = (
+                tl.load(lse_at, mask=query_mask, other=0.0),
+                tl.load(lse_at + 1, mask=query_mask, other=0.0),
+            )
         else:
             lse, delta = tl.load(lse_at), tl.load(lse_at + 1)
         lse = tl.where(lse == NEG_INF, 0.0, lse)

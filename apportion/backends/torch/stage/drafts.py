@@ -109,7 +109,9 @@ class Drafts:
         instructions = self._programs["instructions"]
         for roles in ROLES.values():
             step = instruction_of(instructions["op"], instructions.wide("count"), roles.table)
-            for task, *rows in zip(*(column.tolist() for column in self._complete[roles.owner].tasks), strict=True):
+            for task, *rows in zip(
+                *(column.tolist() for column in self._complete[roles.owner].tasks), strict=True
+            ):
                 operand = self._program.operands[int(self._programs[roles.table][roles.owner][task])]
                 key = int(step[task]), operand.tensor, operand.is_home
                 result.setdefault(key, set()).add((rows[0], rows[1]))
@@ -190,7 +192,11 @@ class Drafts:
     def clear(self, step: Step) -> Iterator[Draft]:
         operands = [self._program.operands[row.c] for row in step.rowops]
         yield from self._move(
-            [p for operand in operands for p in cleared(self._operand_parts(operand), operand.rows, operand.tensor)]
+            [
+                p
+                for operand in operands
+                for p in cleared(self._operand_parts(operand), operand.rows, operand.tensor)
+            ]
         )
 
     def launch(self, step: Step) -> Iterator[Draft]:
@@ -213,7 +219,11 @@ class Drafts:
                     piece = replace(operand, row=row, rows=stop - row)
                     staging = message_parts(message, tile, operand, arrays, row - operand.row)
                     is_result = message.results and operand.is_home
-                    yield staging, self._result(piece) if is_result else self._operand_parts(piece), piece.rows
+                    yield (
+                        staging,
+                        self._result(piece) if is_result else self._operand_parts(piece),
+                        piece.rows,
+                    )
 
     def deliver(self, step: Step) -> Iterator[Draft]:
         operands = self._program.operands
@@ -231,8 +241,7 @@ class Drafts:
         sum_tensor, first = _RESULT[operand.tensor]
         parts = self._operand_parts(replace(operand, tensor=sum_tensor))
         result = [
-            (part._replace(slot=(Name.NONE, True, first + i)), width)
-            for i, (part, width) in enumerate(parts)
+            (part._replace(slot=(Name.NONE, True, first + i)), width) for i, (part, width) in enumerate(parts)
         ]
         return result + self._operand_parts(operand)[1:] if operand.tensor == Name.O else result
 
@@ -352,7 +361,9 @@ def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], operand: Opera
 
 def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:
     """True if a row of a copy may overlap rows that another one writes; conservative, since that is rare."""
-    read, written = ({(operand.tensor, operand.is_home) for operand in side} for side in zip(*pairs, strict=True))
+    read, written = (
+        {(operand.tensor, operand.is_home) for operand in side} for side in zip(*pairs, strict=True)
+    )
     return bool(read & written) or owners_meet([operand for _, operand in pairs], np.arange(len(pairs)))
 
 

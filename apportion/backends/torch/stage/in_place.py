@@ -85,7 +85,9 @@ class DirectWrites:
         header, message = self.arenas.header, entry.message
         if message is None:
             return entry.row, entry.stop, 0, entry.first, header.heads_of(entry.operand.tensor), 0, 0
-        offset, *lse_offsets = (offset for offset, _ in tile_arrays(entry.operand, header, self.arenas.hidden, True))
+        offset, *lse_offsets = (
+            offset for offset, _ in tile_arrays(entry.operand, header, self.arenas.hidden, True)
+        )
         start = message.at + message.tiles[entry.tile][1]
         lse = start + lse_offsets[0] if lse_offsets else 0
         columns = len(entry.operand.heads)
@@ -99,7 +101,9 @@ class DirectWrites:
     def _ranges_by_operand(self) -> dict[int, list[tuple[int, int]]]:
         """Number of an operand -> the ranges written in place, ascending."""
         ranges: dict[int, list[tuple[int, int]]] = {}
-        for entry in sorted((entry for rows in self.rows.values() for entry in rows), key=lambda entry: entry.row):
+        for entry in sorted(
+            (entry for rows in self.rows.values() for entry in rows), key=lambda entry: entry.row
+        ):
             ranges.setdefault(entry.number, []).append((entry.row, entry.stop))
         return ranges
 

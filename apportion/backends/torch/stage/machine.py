@@ -95,7 +95,7 @@ class StageMachine(TorchMachine):
     def _attention(
         self, step: Step, layer: tuple[Tensor | None, ...], extra: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Starts an instruction's launches. layer: arrays after the launch's; more: sizes after a kernel's own."""
+        """Starts an instruction's launches. layer: arrays after the launch's; extra: sizes after a kernel's own."""
         for launch in self._loaded.launches[step.index]:
             tensors = (launch.tables[0] if tensor is None else tensor for tensor in layer)
             sizes = *launch.sizes, *extra.get(launch.kernel, ())

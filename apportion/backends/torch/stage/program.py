@@ -78,7 +78,9 @@ class StageExecutable(Executable):
     def constants(self) -> Mapping[bool, Mapping[str, Mapping[str, Any]]]:
         """The compile-time arguments of the attention kernels, without and with a softcap."""
         shapes, constants_of = self.variant.shapes, self.variant.constants
-        return {capped: {kernel: constants_of(kernel, capped) for kernel in shapes} for capped in (False, True)}
+        return {
+            capped: {kernel: constants_of(kernel, capped) for kernel in shapes} for capped in (False, True)
+        }
 
 
 def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable:
@@ -96,11 +98,14 @@ def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable
     spare = envelope.size("table_numbers", len(numbers)) - len(numbers)
     table = Table(np.pad(numbers, (0, spare)), device)
     launches = {
-        index: tuple(draft.launch(table.data, drafts) for draft in group) for index, group in drafts_of.items()
+        index: tuple(draft.launch(table.data, drafts) for draft in group)
+        for index, group in drafts_of.items()
     }
     last = tuple(draft.launch(table.data, drafts) for draft in results)
     slots, finished, shares = tuple(drafts.slots), drafts.complete(), drafts.shares
     in_place = {Name[column.upper()]: entries for column, entries in drafts.in_place.rows.items()}
-    arrived = frozenset(Name[column.upper()] for column, completion in complete.items() if completion.all_arrive(rows))
+    arrived = frozenset(
+        Name[column.upper()] for column, completion in complete.items() if completion.all_arrive(rows)
+    )
     common = program, rounds, arenas, arrived
     return StageExecutable(*common, table, launches, last, slots, kernel_shapes, shares, finished, in_place)

@@ -87,7 +87,7 @@ def panels(source: Place, target: Place, rows: int, width: int, action: int = CO
 
 
 def parts_of(slot: Slot, offset: int, columns: tuple[int, ...], array: Array) -> list[Part]:
-    """The parts of an array's rows that start at byte `at`."""
+    """The parts of an array's rows that start at byte `offset`."""
     size, pitch = array.dtype.itemsize, max(array.width, 1) * array.dtype.itemsize
     parts = []
     for width in array.parts:
@@ -222,7 +222,9 @@ def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold
 def owners_meet(written: Sequence[Operand], owner: Ints) -> bool:
     """True if two owners, int64 [operands], write the same row and column."""
     columns = list(dict.fromkeys(operand.listed for operand in written))
-    shelf = shelves(np.zeros_like(owner), np.array([columns.index(operand.listed) for operand in written]), columns)
+    shelf = shelves(
+        np.zeros_like(owner), np.array([columns.index(operand.listed) for operand in written]), columns
+    )
     slot = 32 * shelf + np.array([2 * operand.tensor + operand.is_home for operand in written])
     start = np.array([operand.row for operand in written])
     stop = start + np.array([operand.rows for operand in written])
@@ -237,7 +239,12 @@ def _number_keys(keys: Sequence[object]) -> Ints:
 def _split_dependent(terms: list[_Term]) -> Iterator[list[_Term]]:
     """Splits terms into runs in which no term reads rows that another one writes."""
     reads, writes = (
-        np.array([(2 * operand.tensor + operand.is_home, operand.row, operand.row + operand.rows) for operand in side])
+        np.array(
+            [
+                (2 * operand.tensor + operand.is_home, operand.row, operand.row + operand.rows)
+                for operand in side
+            ]
+        )
         for side in zip(*((term.part, term.whole) for term in terms), strict=True)
     )
     a, b = reads[:, None], writes[None, :]
@@ -258,7 +265,8 @@ def _fold(terms: list[_Term], height: int) -> Fold:
     cuts = cut_tiles(owner, start, stop, np.array([term.first for term in terms]), height)
     slots = tuple(dict.fromkeys((operand.tensor, operand.is_home, 0) for operand in (*wholes, *parts)))
     of_whole, of_part = (
-        np.array([slots.index((operand.tensor, operand.is_home, 0)) for operand in side]) for side in (wholes, parts)
+        np.array([slots.index((operand.tensor, operand.is_home, 0)) for operand in side])
+        for side in (wholes, parts)
     )
     heads = HeadColumns()
     at_whole, at_part = (np.array([heads.at(operand.listed) for operand in side]) for side in (wholes, parts))
@@ -303,7 +311,7 @@ def spots(
     height: int,
     rows_of: Callable[[Operand], list[tuple[int, int]]] = lambda first: [(first.row, first.row + first.rows)],
 ) -> RowTiles:
-    """Tiles of the rows that a delta or finish writes; left: the rows still to do. Flags: whether its rows, and for
+    """Tiles of the rows that a delta or finish writes; rows_of: the rows still to do. Flags: whether its rows, and for
     delta the rows of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or of
     O alone."""
     heads, tiles = HeadColumns(), []

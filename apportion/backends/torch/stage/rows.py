@@ -126,7 +126,9 @@ def add(
             array = tl.load(entry + 3)
             pitch = tl.load(arrays + 2 * array)
             part = _base(array, bases).to(tl.pointer_type(tl.float32))
-            index = (row + tl.load(entry + 2)).to(tl.int64) * pitch + tl.load(heads + tl.load(entry + 4) + lane)
+            index = (row + tl.load(entry + 2)).to(tl.int64) * pitch + tl.load(
+                heads + tl.load(entry + 4) + lane
+            )
             meant = ((row >= tl.load(entry)) & (row < tl.load(entry + 1)))[:, None]
             total += tl.load(part + (index * width)[:, None] + column, mask=mask & meant, other=0.0)
         tl.debug_barrier()
@@ -148,7 +150,10 @@ def merge(
     valid = row < tl.load(tile + 1)
     work = tl.load(tile + 7) != 0
     index = row.to(tl.int64) * tl.where(work, o_columns, q_heads) + tl.load(heads + tl.load(tile + 6) + lane)
-    o_at, lse_at = tl.where(work, o_work, o_home) + (index * E)[:, None], tl.where(work, lse_work, lse_home) + index
+    o_at, lse_at = (
+        tl.where(work, o_work, o_home) + (index * E)[:, None],
+        tl.where(work, lse_work, lse_home) + index,
+    )
     has_old = valid & (row * 0 + tl.load(tile + 4) & 1 == 0)
     lse = tl.load(lse_at, mask=has_old, other=NEG_INF)
     total = _load(o_at, has_old[:, None], E, EA, EB, True)

@@ -53,7 +53,10 @@ class Columns:
     for each list of heads and their columns; names, columns: signature -> these lists."""
 
     def __init__(self, program: Program) -> None:
-        fields = [(operand.space, operand.row, operand.rows, operand.heads, operand.listed) for operand in program.operands]
+        fields = [
+            (operand.space, operand.row, operand.rows, operand.heads, operand.listed)
+            for operand in program.operands
+        ]
         space, row, rows, names, columns = zip(*fields, strict=True)
         self.space, self.row, self.rows = (np.array(column, np.int64) for column in (space, row, rows))
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(zip(names, columns, strict=True)))}
