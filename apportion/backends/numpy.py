@@ -116,7 +116,8 @@ def forward(
     """Runs planned attention of one kind, in token order.
 
     inputs: q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv]; or hidden states x [T, E] alone, for a layer that projects.
-    Any real dtype; numbers become float64. Returns o [T, Hq, Dv], lse [T, Hq] (natural logarithm) and state for `backward`.
+    Any real dtype; numbers become float64. Returns o [T, Hq, Dv], lse [T, Hq] (natural logarithm) and state for
+    `backward`.
     A row that sees no key has o = 0 and lse = -inf (its sink logit, with sinks). Raises UnknownNameError for a kind
     that the plan does not have, ExecutionError for wrong shapes, for NaN, and for a plan that cannot be executed.
     """
