@@ -156,9 +156,17 @@ class PlannedSelectiveAC(SelectiveAC):
 
 
 def job_of(config: Trainer.Config) -> dict[str, Any]:
-    """Job arguments. model: heads of one tensor-parallel rank, dtype and kinds; masks: per kind, or None (causal)."""
+    """Job arguments. model: heads of one tensor-parallel rank, dtype and kinds; masks: per kind, or None (causal).
+    Raises ConfigError for other attention than grouped-query attention, and for multi-token prediction."""
     model, tp = config.model_spec.model, config.parallelism.tensor_parallel_degree
     attention = model.first_attention
+    if not hasattr(attention, "n_kv_heads"):
+        given = None if attention is None else type(attention).__module__
+        rule = "must be grouped-query attention, which plans of this adapter are for"
+        raise ConfigError("attention", given, rule, "train another model")
+    if depths := len(getattr(model, "mtp_layers", ())):
+        rule, remedy = "a rank's next rows are not the next tokens", "leave them out"
+        raise ConfigError("mtp_layers", depths, rule, remedy)
     heads, kv_heads = attention.n_heads, attention.n_kv_heads or attention.n_heads
     windows = [getattr(layer.attention, "sliding_window_size", None) or 0 for layer in model.layers]
     layers, masks = kinds_of(windows, FULL, WINDOW)

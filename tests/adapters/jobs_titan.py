@@ -6,7 +6,7 @@ import os
 import signal
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models import gpt_oss, llama3
+from torchtitan.models import deepseek_v3, gpt_oss, llama3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
@@ -136,7 +136,20 @@ def _around(module: Any, layers: int) -> Any:
     }
 
 
-MODELS = {"llama": llama, "gpt_oss": gptoss}
+def deepseek(backend: Any, count: int) -> Any:
+    """Multi-head latent attention."""
+    return deepseek_v3.model_registry("debugmodel", attn_backend=backend)
+
+
+def ahead(backend: Any, count: int) -> Any:
+    """A model that predicts the token after the next too, with the layers of another."""
+    spec = llama(backend, count)
+    parts = {one.name: getattr(spec.model, one.name) for one in fields(llama3.Llama3Model.Config)}
+    model = deepseek_v3.MTPDecoder.Config(**parts, mtp_layers=spec.model.layers[:1])
+    return replace(spec, model=model)
+
+
+MODELS = {"llama": llama, "gpt_oss": gptoss, "deepseek": deepseek, "ahead": ahead}
 CHECKPOINTS = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
 
 

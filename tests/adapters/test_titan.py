@@ -146,6 +146,18 @@ def test_what_cannot_be_is_refused_before_training(two: Any, changes: Any, says:
 
 
 @pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("deepseek", "attention = 'torchtitan.models.deepseek_v3.model': must be grouped-query attention"),
+        ("ahead", "mtp_layers = 1: a rank's next rows are not the next tokens"),
+    ],
+)
+def test_models_that_plans_are_not_for_are_refused(two: Any, model: Any, says: Any) -> None:
+    for told in two.run(jobs_titan.refused, 2, Case(model=model)):
+        assert says in told
+
+
+@pytest.mark.parametrize(
     ("case", "says"),
     [
         (Case(checkpoint="full"), "activation_checkpoint = "),
