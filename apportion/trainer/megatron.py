@@ -120,7 +120,7 @@ def forward_step(
     handles = tuple(batch.handle for batch in batches)
     params = PlannedSeqParams(batch=rows, positions=_positions(batches), handles=handles)
     calls = rows.handle.calls
-    padding = (rows.sample_ids < 0)[None] if module.config.num_moe_experts else None
+    padding = _padding(rows, module.config)
     output = model(*arguments, labels=labels[None], packed_seq_params=params, padding_mask=padding)
     require_calls(rows.handle, calls, module.planned_layers, "each layer must call its core attention")
     return output, partial(loss_of, rows)
@@ -175,6 +175,8 @@ def _check(module: Any) -> None:
     divides, undivided = "Megatron divides gradients by the tokens of all ranks there", module.training
     undivided = undivided and config.finalize_model_grads_func is None
     looks_ahead = config.window_size is not None and config.window_size[1] != 0
+    bias, unmasked = "moe_router_enable_expert_bias", "Megatron cannot mask rows for it, as other balancing needs"
+    biased = experts and config.moe_router_enable_expert_bias and weights.any()
     balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
     for name, is_refused, rule, remedy in (
         ("finalize_model_grads_func", undivided, divides, _FINALIZE),
@@ -185,6 +187,7 @@ def _check(module: Any) -> None:
         ("moe_expert_capacity_factor", capacity, of_rows, omit),
         (balancing, experts and "sinkhorn" in types, of_rows, "take another one"),
         (balancing, experts and local, of_rows, "take global_aux_loss, or a weight of 0"),
+        (bias, biased, unmasked, "leave one of them out"),
     ):
         if is_refused:
             raise ConfigError(name, getattr(config, name, positions), rule, remedy)
@@ -192,6 +195,18 @@ def _check(module: Any) -> None:
         remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
         arguments = "core_attention", PlannedCoreAttention, remedy, (PlannedGatedDeltaNet,)
         module.planned_layers = count_planned([module], *arguments)
+
+
+def _padding(rows: PlannedBatch, config: Any) -> Tensor | None:
+    """The padding mask for routers, [1, rows]; None without experts, and for an expert bias, whose counts of tokens fail
+    under Megatron's mask: then no row may be padded."""
+    padding = (rows.sample_ids < 0)[None] if config.num_moe_experts else None
+    if padding is None or not config.moe_router_enable_expert_bias:
+        return padding
+    if padding.any():
+        rule, remedy = "Megatron cannot leave padding out of its counts", "pad no rows (rows_multiple=1)"
+        raise ConfigError("moe_router_enable_expert_bias", True, rule, remedy)
+    return None
 
 
 def _positions(batches: Sequence[PlannedBatch]) -> int:

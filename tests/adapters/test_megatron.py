@@ -76,6 +76,12 @@ def test_losses_and_gradients_are_megatron_s_own(ranks: Any, size: Any, case: An
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 64}
+BIASED = {
+    "moe_router_load_balancing_type": "none",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.05,
+}
 BALANCED = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 2.0}
 
 
@@ -89,6 +95,15 @@ def test_losses_of_a_router_are_those_of_one_rank(ranks: Any, router: Any) -> No
     assert losses == pytest.approx(wanted, abs=1e-6)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(found[name], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
+
+
+def test_a_router_s_bias_is_that_of_one_rank(ranks: Any) -> None:
+    case = Case(microbatches=2, spec="block", options={**EXPERTS, **BIASED})
+    ((wanted, gradients),) = ranks[1].run(jobs_megatron.train, 1, False, case)
+    losses, found = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
+    assert losses == pytest.approx(wanted, abs=1e-6)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(found[name], gradient, atol=2e-6, err_msg=name)
 
 
 def test_bf16(ranks: Any) -> None:
@@ -137,6 +152,8 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path
         ),
         (Case(options={"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}), "'sinkhorn'"),
         (Case(options={"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}), "global_aux_loss"),
+        (Case(options={**EXPERTS, **BIASED, **BALANCED}), "moe_router_enable_expert_bias = True"),
+        (Case(spec="block", options={**EXPERTS, **BIASED}, rows=64), "cannot leave padding out of its counts"),
     ],
 )
 def test_what_cannot_be_is_refused(ranks: Any, case: Any, says: Any) -> None:
