@@ -153,7 +153,10 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path
         (Case(options={"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}), "'sinkhorn'"),
         (Case(options={"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}), "global_aux_loss"),
         (Case(options={**EXPERTS, **BIASED, **BALANCED}), "moe_router_enable_expert_bias = True"),
-        (Case(spec="block", options={**EXPERTS, **BIASED}, rows=64), "cannot leave padding out of its counts"),
+        (
+            Case(spec="block", options={**EXPERTS, **BIASED}, rows=64),
+            "cannot leave padding out of its counts",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(ranks: Any, case: Any, says: Any) -> None:
