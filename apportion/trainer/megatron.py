@@ -175,7 +175,10 @@ def _check(module: Any) -> None:
     divides, undivided = "Megatron divides gradients by the tokens of all ranks there", module.training
     undivided = undivided and config.finalize_model_grads_func is None
     looks_ahead = config.window_size is not None and config.window_size[1] != 0
-    bias, unmasked = "moe_router_enable_expert_bias", "Megatron cannot mask rows for it, as other balancing needs"
+    bias, unmasked = (
+        "moe_router_enable_expert_bias",
+        "Megatron cannot mask rows for it, as other balancing needs",
+    )
     biased = experts and config.moe_router_enable_expert_bias and weights.any()
     balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
     for name, is_refused, rule, remedy in (
@@ -198,8 +201,8 @@ def _check(module: Any) -> None:
 
 
 def _padding(rows: PlannedBatch, config: Any) -> Tensor | None:
-    """The padding mask for routers, [1, rows]; None without experts, and for an expert bias, whose counts of tokens fail
-    under Megatron's mask: then no row may be padded."""
+    """The padding mask for routers, [1, rows]; None without experts, or with an expert bias: its count of tokens fails
+    under Megatron's mask, so no row may be padded."""
     padding = (rows.sample_ids < 0)[None] if config.num_moe_experts else None
     if padding is None or not config.moe_router_enable_expert_bias:
         return padding
