@@ -65,14 +65,13 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
     AttentionInterface.register(NAME, attention)
     for layer in hf_vision.adapt(model):
         _choose(layer)
-    base, layers, mixers = model.base_model, _layers(model), mixers_of(model)
+    base, layers, mixers = _body(model), _layers(model), mixers_of(model)
     _require_known(model, layers, mixers)
     if not hasattr(base, "_served"):
-        base._planned, base._served = (
-            {*map(_key, (*layers, *mixers))},
-            set(),
-        )  # layers that must use a handle, and that have used it
-        base._ran = set()  # whether forwards with gradients had a plan since the last step
+        # layers that must use a handle, and that have used it
+        base._planned, base._served = {*map(_key, (*layers, *mixers))}, set()
+        # whether forwards with gradients had a plan since the last step
+        base._ran = model.base_model._ran = set()
         model.register_forward_pre_hook(_check_labels, with_kwargs=True)
         model.register_forward_hook(_share_loss, with_kwargs=True)
         base.register_forward_pre_hook(_check_inputs, with_kwargs=True)
@@ -89,7 +88,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
         if not hasattr(layer, "_served"):  # added after the model was enabled
             layer._served = base._served
             _choose(layer)
-    wiring.watch.models.add(model)
+    wiring.watch.models[model], model._wrong = _note_changed, None
     model._checked = None  # what `_parts` gave when it was checked; False: it could not be checked yet
     if check:
         model._checked = check_rows(model, _arguments) and _parts(model)
@@ -97,13 +96,41 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
 
 
 def _parts(model: Any) -> list[Any]:
-    """The loss, and classes and hooks of modules: if these changed since its last check, a model is checked again."""
+    """The loss, and classes, forwards and hooks of modules; a model is checked again if these have changed."""
     modules = model.named_modules()
     hooks = (
-        (len(module._forward_pre_hooks), len(module._forward_hooks), type(module), name)
+        (len(module._forward_pre_hooks), len(module._forward_hooks), type(module), _forward_of(module), name)
         for name, module in modules
     )
     return [model.loss_function, *hooks]
+
+
+def _forward_of(module: Any) -> Any:
+    """What replaces the forward of the module's class; None for nothing, and for accelerate's, which only casts."""
+    own = vars(module).get("_original_forward", vars(module).get("forward"))
+    return None if getattr(own, "__func__", None) is type(module).forward else own
+
+
+def _check_changed(model: Any) -> None:
+    """Checks a model again that was checked, is in this process, and has other parts since. Raises as `enable`."""
+    if not getattr(model, "_checked", None) or model._checked == _parts(model) or not is_here(model):
+        return
+    casts = vars(model).pop("forward") if "_original_forward" in vars(model) else None  # runs under autocast
+    try:
+        model._checked = check_rows(model, _arguments) and _parts(model)
+    finally:
+        if casts is not None:
+            model.forward = casts
+
+
+def _note_changed(model: Any) -> None:
+    """As `_check_changed`, but leaves the error to the model's next forward under a plan: it may not be in use."""
+    model._wrong = None
+    try:
+        _check_adapters(model)
+        _check_changed(model)
+    except ConfigError as error:
+        model._wrong = error
 
 
 def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> None:
@@ -124,6 +151,11 @@ def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> 
         rule = f"{len(attend)} of its {count} layers are attention that can be replaced{suffix}"
         remedy = "plan models of attention layers, and of recurrent ones that are known"
         raise ConfigError("model", name, rule, remedy)
+
+
+def _body(model: Any) -> Any:
+    """The module that runs the layers: OPT's head calls the decoder of its base model, whose own forward is not run."""
+    return getattr(model.base_model, "decoder", model.base_model)
 
 
 def _key(layer: Any) -> str:
@@ -171,6 +203,11 @@ def require_enabled(model: Any) -> None:
         rule = f"is not enabled: attention of {named} would ignore the plan"
         remedy = "call hf.enable(model) first, also for a copy that was loaded from a checkpoint"
         raise ConfigError("model", type(model).__name__, rule, remedy)
+    _check_adapters(model)
+
+
+def _check_adapters(model: Any) -> None:
+    """Raises ConfigError for PEFT's adapters that look at other rows."""
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "alora_invocation_tokens", None):
             rule = "begins at these tokens of a text, which may be on another rank"
@@ -249,13 +286,12 @@ def loader(
     model = model.module if isinstance(model, DistributedDataParallel) else model
     require_enabled(model)
     inner = next((one for one in model.modules() if "_checked" in vars(one)), model)  # of PEFT's
-    checked = getattr(inner, "_checked", None)
-    is_changed = checked and checked != _parts(inner) and is_here(inner)
-    if checked is False or (is_changed and "forward" not in vars(inner)):  # accelerate's runs under autocast
+    if getattr(inner, "_checked", None) is False:
         inner._checked = check_rows(inner, _arguments) and _parts(inner)
+    _check_changed(inner)
     wiring.watch.meet(model.parameters())
     config = model.config.get_text_config().to_dict()
-    own_dtype = next(name for name, value in DTYPES.items() if value == model.dtype)
+    own_dtype = next(name for name, value in DTYPES.items() if value == inner.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
         options["masks"] = masks_of(config)
     planned_model = replace(model_of(config), dtype=dtype or own_dtype, sent_gradients=sent_gradients)
@@ -271,6 +307,9 @@ def inputs(batch: PlannedBatch) -> dict[str, Any]:
     batch.check_unweighted("the model's own loss")
     rows = batch.tokens, batch.position_ids, batch.labels
     arguments = _arguments(*rows, max(batch.valid_tokens, 1), batch.batch.last_position, batch.handle)
+    arguments[
+        LAST
+    ]._batch = batch  # checked in forward: trainers fetch a step's kwargs first, and keep only these
     return arguments | hf_vision.arguments(batch)
 
 
@@ -305,6 +344,8 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     handle = kwargs.get(NAME)
     if handle is None:
         return None
+    if not is_compiling() and model._wrong is not None:
+        raise model._wrong
     if kwargs.get("logits_to_keep"):
         rule = "would omit rows from the loss"
         remedy = "leave it out, and set the labels of rows to -100"
@@ -313,10 +354,10 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         rule = "was replaced after hf.enable, which checks that it is a sum over rows"
         raise ConfigError("loss_function", str(model.loss_function), rule, "call hf.enable(model) again")
     expected = {} if is_compiling() else _label_kwargs(model, handle)
-    for name in ("shift_labels", "num_items_in_batch"):
+    for name in ("shift_labels", "num_items_in_batch", "labels"):
         actual = kwargs.get(name)
         if actual is None:
-            if kwargs.get("labels") is not None:
+            if name != "labels" and kwargs.get("labels") is not None:
                 rule = "must accompany labels: a plan's labels are shifted, and the mean is over all ranks"
                 raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
         elif name in expected and not torch.equal(torch.as_tensor(actual).double().cpu(), expected[name]):
@@ -333,8 +374,8 @@ def _label_kwargs(model: Any, handle: Any) -> dict[str, Tensor]:
     if batch is None or (model.device.type != "cpu" and hasattr(model, "_held")):
         return {}
     model._held = True
-    labels, valid = batch.labels[None].cpu(), max(batch.valid_tokens, 1)
-    return {"shift_labels": labels.double(), "num_items_in_batch": torch.tensor(valid).double()}
+    labels, valid = batch.labels[None].cpu().double(), max(batch.valid_tokens, 1)
+    return {"shift_labels": labels, "labels": labels, "num_items_in_batch": torch.tensor(valid).double()}
 
 
 def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:

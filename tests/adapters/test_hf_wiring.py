@@ -133,6 +133,7 @@ def test_batches_may_be_fetched_ahead_of_optimizer_steps(model: Any, batch: Any)
             {"shift_labels": torch.zeros(1, 397, dtype=torch.int64)},
             "shift_labels.*differs from the batch's",
         ),
+        ({"labels": torch.full((1, 397), -100)}, "labels.*differs from the batch's"),  # would be ignored
         ({"logits_to_keep": 1}, "logits_to_keep.*omit rows from the loss"),
     ],
 )
@@ -145,6 +146,17 @@ def test_arguments_that_do_not_fit_a_plan_are_refused(
         model(**{**given, **changed})
     wanted = model(**given).loss
     assert torch.equal(model(**{**given, "use_cache": True}).loss, wanted)
+
+
+def test_arguments_of_a_model_whose_head_calls_the_decoder_alone_are_checked() -> None:
+    sizes = {**jobs.SIZES, "num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64}
+    model = hf.enable(transformers.OPTForCausalLM(transformers.OPTConfig(**sizes)))
+    given = hf.inputs(next(iter(jobs.loader(model, 1))))
+    with pytest.raises(ConfigError, match=r"position_ids.*counts a rank's rows from 0"):
+        model(**{**given, "position_ids": None})
+    model.model.decoder.layerdrop = 1.0
+    with pytest.raises(ExecutionError, match=r"layers \[0, 1\] of OPTDecoder did not use the plan"):
+        model(**given)
 
 
 def test_layers_that_did_not_use_the_plan_are_named(model: Any, batch: Any) -> None:
@@ -188,11 +200,46 @@ def test_a_model_that_was_changed_is_checked_by_its_loader(model: Any) -> None:
         jobs.loader(model, 1)
 
 
+def test_a_model_that_was_changed_is_checked_before_each_pass(model: Any) -> None:
+    batches = jobs.loader(model, 1)
+    model.lm_head = nn.Sequential(Centred(), model.lm_head)
+    given = hf.inputs(next(iter(batches)))
+    with pytest.raises(ConfigError, match=r"lm_head\.0 computes a row from other rows"):
+        model(**given)
+    model.lm_head = model.lm_head[1]
+    model(**hf.inputs(next(iter(batches)))).loss.backward()
+    own = model.forward
+
+    def penalised(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        output.loss = output.loss + output.logits.logsumexp(-1).square().mean()
+        return output
+
+    model.forward = penalised
+    given = hf.inputs(next(iter(batches)))
+    with pytest.raises(ConfigError, match="its loss is not the sum of the rows' losses"):
+        model(**given)
+
+
+def test_batches_are_kept_as_long_as_their_arguments(model: Any) -> None:
+    """Trainer fetches the microbatches of a step first."""
+    given = [hf.inputs(one) for one in jobs.loader(model, 1, microbatches=2, tokens=200)]
+    assert len(given) > 1
+    with pytest.raises(ConfigError, match=r"num_items_in_batch.*differs from the batch's"):
+        model(**{**given[0], "num_items_in_batch": 1})
+
+
 class Centred(nn.Module):
     """Subtracts the mean over rows."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return rows - rows.mean(1, keepdim=True)
+
+
+def test_a_loader_has_no_samples_by_number(model: Any) -> None:
+    """A Trainer that does not know loaders takes them for datasets."""
+    with pytest.raises(ConfigError, match=r"planned batches, not samples.*PlannedTrainer.*PlannedBatches"):
+        jobs.loader(model, 1)[0]
 
 
 def test_enabled_models_are_enabled_once_and_their_copies_too(model: Any, batch: Any) -> None:

@@ -242,6 +242,11 @@ class PlannedLoader:
         for name in filter(refused.__getitem__, refused):
             raise ConfigError(name, "with media", rule, remedy)
 
+    def __getitem__(self, index: Any) -> Any:
+        """Raises ConfigError: trainers that take a loader for samples would collate and shard them again."""
+        remedy = "give it to PlannedTrainer, or to PlannedBatches in Lightning"
+        raise ConfigError("dataset", type(self).__name__, "yields planned batches, not samples", remedy)
+
     def metrics(self) -> dict[str, Any]:
         """Metrics since the loader was created: iterations, tokens of all ranks and per second (within passes),
         waited_s: seconds spent waiting for plans, and fallbacks: iterations that some rank planned itself."""

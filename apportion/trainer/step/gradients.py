@@ -35,6 +35,9 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     if any(isinstance(module, FullyShardedDataParallel) for module in inner.modules()):
         remedy = "use fully_shard, or normalised_loss(…, averaged_over=ranks)"
         raise ConfigError("model", "FullyShardedDataParallel", "averages gradients", remedy)
+    for module in inner.modules():  # Fabric wraps DDP
+        if isinstance(module, DistributedDataParallel) and {*module.parameters()} == {*inner.parameters()}:
+            inner = module
     if isinstance(inner, DistributedDataParallel):
         _multiply(inner, dist.get_world_size(inner.process_group))
     elif sharded:

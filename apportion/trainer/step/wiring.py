@@ -43,14 +43,15 @@ UNKNOWN = (
 class Watch:
     """Tracks the batches, models and losses of this process.
 
-    batches: in use. models: changed by `hf.enable`. modules: that call attention, or whose gradients were summed; of
-    both, frozen parameters and buffers are compared too. Watches optimizers that step on parameters of a planned loss,
-    which are found once from its graph. Passed checks are repeated in each pass over a loader, and for each model.
-    trusted: loaders of trainers' adapters."""
+    batches: in use. models: changed by `hf.enable`, with a function that checks them again before each pass. modules:
+    that call attention, or whose gradients were summed; of both, frozen parameters and buffers are compared too.
+    Watches optimizers that step on parameters of a planned loss, which are found once from its graph. Passed checks are
+    repeated in each pass over a loader, and for each model. trusted: loaders of trainers' adapters."""
 
     def __init__(self) -> None:
         self.batches = WeakSet[Any]()
-        self.models, self.trusted = WeakSet[Any](), WeakSet[Any]()
+        self.models = WeakKeyDictionary[Any, Callable[[Any], None]]()
+        self.trusted = WeakSet[Any]()
         self.modules = WeakKeyDictionary[nn.Module, None]()  # in the order of their calls, as on other ranks
         self.trial: ModelTrial | None = ModelTrial()  # None if a trainer's adapter checks its models
         self.shared: PlanHandle | None = None  # a handle whose losses are shares of a sum
@@ -119,6 +120,8 @@ class Watch:
     def begin(self, loader: Any) -> None:
         """Starts a pass over a loader, possibly with another model or loss."""
         self.settled, self._reached, self.behind = False, False, None
+        for model, check in [*self.models.items()]:
+            check(model)
         self.scale = self.divisor = self.multiple = 0.0
         self.owners.update(dict.fromkeys([*self.owners]))
         if loader in self.trusted:
