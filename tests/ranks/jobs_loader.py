@@ -137,9 +137,10 @@ def summed_again(comm: Communicator) -> tuple[float, str]:
     return grad, ""
 
 
-def summed_twice(comm: Communicator) -> str:
-    """The error of summing DDP's gradients twice."""
-    model = sum_gradients(DistributedDataParallel(nn.Linear(2, 2), process_group=comm._base))
+def summed_twice(comm: Communicator, inside: bool) -> str:
+    """The error of summing DDP's gradients twice, also if DDP is inside of another wrapper, as in Fabric."""
+    wrapped: nn.Module = DistributedDataParallel(nn.Linear(2, 2), process_group=comm._base)
+    model = sum_gradients(nn.Sequential(wrapped) if inside else wrapped)
     try:
         sum_gradients(model)
     except ApportionError as error:

@@ -506,8 +506,9 @@ def test_gradients_of_a_plain_module_are_summed_once_a_step(pool: Pool) -> None:
         assert "has gradients that are sums already; call sum_gradients once" in error
 
 
-def test_gradients_of_ddp_are_made_sums_once(pool: Pool) -> None:
-    for error in pool.run(jobs_loader.summed_twice, 2):
+@pytest.mark.parametrize("inside", [False, True])
+def test_gradients_of_ddp_are_made_sums_once(pool: Pool, inside: bool) -> None:
+    for error in pool.run(jobs_loader.summed_twice, 2, inside):
         assert "sums its gradients already" in error
 
 
