@@ -1,1 +1,1 @@
-"""Tests, by the folder of the package that they are about; helpers are imported from here: `tests.ranks.loading`."""
+"""Tests, arranged by the package folder that they test; helpers are imported from here: `tests.ranks.loading`."""

@@ -1,4 +1,4 @@
-"""Packed documents for tests with trainers: as a loader deals them to ranks, and in one process."""
+"""Packed documents for tests with trainers: as a loader distributes them to ranks, and in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An example of docs/how-to in one process, by its trainer's own attention on the documents that plans would give:
+"""An example of docs/how-to in one process, with its trainer's own attention, on the documents that plans would give:
 
 torchrun --nproc-per-node 1 tests/adapters/example_alone.py hf|titan|megatron
 """

@@ -121,7 +121,7 @@ def made(name: str, **changes: Any) -> Any:
     config._attn_implementation = own
     found = getattr(transformers, model)(config).train()
     with torch.no_grad():
-        for key, value in found.named_parameters():  # some are uninitialised
+        for key, value in found.named_parameters():  # some buffers are uninitialised
             value.normal_(std=1.0 if key.endswith("sinks") else 0.05)
     return found
 
@@ -272,7 +272,7 @@ WRAPS = {"plain": lambda model, comm: model, "ddp": in_ddp, "ddp_every": in_ddp,
 
 
 def synced(model: Any, is_last: Any) -> Any:
-    """Has gradients reduced only with the last microbatch of an iteration."""
+    """Reduces gradients only with the last microbatch of an iteration."""
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     if isinstance(model, FSDPModule):
@@ -281,7 +281,7 @@ def synced(model: Any, is_last: Any) -> Any:
 
 
 def trained(comm: Communicator, what: str) -> str:
-    """The error that ends a loop with this mistake; "" for none."""
+    """The error that a loop with this mistake ends with; "" for none."""
     wiring.watch = wiring.Watch()
     model = hf.enable(made("llama"))
     if what == "frozen":
@@ -308,7 +308,7 @@ def trained(comm: Communicator, what: str) -> str:
 
 
 class Around(torch.nn.Module):
-    """Layers of one's own behind a model of transformers."""
+    """Custom layers after a transformers model."""
 
     def __init__(self, model: Any, mixes: bool) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class Around(torch.nn.Module):
 
 
 def around(comm: Communicator, what: str) -> str:
-    """Why a step of such a model ends; "" where it does not."""
+    """The error of a step of such a model; "" for none."""
     wiring.watch = wiring.Watch()
     torch.manual_seed(0)
     model = Around(hf.enable(made("llama")), what == "mixed")

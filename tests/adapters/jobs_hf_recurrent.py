@@ -104,7 +104,7 @@ def made(name: str, **changes: Any) -> Any:
 
 
 class Wide:
-    """torch with float64 as float32, since models compute some values in float32."""
+    """torch whose float32 is float64, since models compute some values in float32."""
 
     float32 = torch.float64
 
@@ -196,14 +196,14 @@ def step(comm: Any, name: str, under_plan: bool) -> tuple[float, list[float]]:
 
 
 def loader(comm: Any, model: Any, documents: list[Any], tokens: int, **options: Any) -> Any:
-    """Of microbatches of about so many tokens on all ranks."""
+    """A loader of microbatches of about so many tokens on all ranks."""
     shape, policy = model_of(model.config.to_dict()), Policy(find_recipe("fcp"))
     given = Job(ap.Cluster(1, comm.ranks), shape, policy, tokens // comm.ranks + 1, 1)
     return hf.loader(Held(documents), model, **planning_of(given), communicator=comm, **options)
 
 
 class TrainingLoop:
-    """A loop as in the documents: a model in float32, Adam, a loader. saved: what it goes on from."""
+    """A loop as in the documents: a float32 model, Adam, a loader. saved: the state to resume from."""
 
     def __init__(self, comm: Any, name: str, saved: bytes | None = None) -> None:
         self.comm, self.model = comm, hf.enable(made(name).float())
@@ -220,7 +220,7 @@ class TrainingLoop:
         return [self.model, self.optimizer, self.loader]
 
     def run(self, steps: int) -> tuple[list[float], bytes]:
-        """Losses, and what is to be saved."""
+        """Losses, and the state to save."""
         losses = []
         for batch in self.loader:
             loss = self.model(**hf.inputs(batch)).loss
@@ -239,7 +239,7 @@ class TrainingLoop:
 
 
 def resumed(comm: Any, name: str) -> tuple[list[float], list[float], list[str]]:
-    """Losses of a pass in one go, and of one that was saved and went on; and which weights differ then."""
+    """Losses of an uninterrupted pass and of a resumed one, and the weights that differ afterwards."""
     whole = TrainingLoop(comm, name)
     begun, saved = TrainingLoop(comm, name).run(2)
     again = TrainingLoop(comm, name, saved)

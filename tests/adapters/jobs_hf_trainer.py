@@ -80,7 +80,7 @@ def train(
 
 
 class Drawing(PlannedTrainer):
-    """A Trainer with an order of its own."""
+    """A Trainer with its own sample order."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return WeightedRandomSampler([1.0, 2.0], 2)

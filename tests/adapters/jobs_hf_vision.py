@@ -43,7 +43,7 @@ VISION: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0, 1],
     },
 }
-#: tokens of samples, and of their images the first token and the grid (t, h, w) of patches
+#: tokens of each sample, and the first token and patch grid (t, h, w) of each of its images
 LENGTHS = [40, 9, 60, 25, 33, 20]
 IMAGES = [(0, 3, (1, 6, 8)), (0, 20, (1, 10, 4)), (2, 0, (1, 12, 12)), (2, 40, (1, 4, 4)), (4, 30, (1, 2, 4))]
 GRIDS = [grid for *_, grid in IMAGES]
@@ -140,7 +140,7 @@ def loader(comm: Communicator, model: Any, **changed: Any) -> Any:
 
 
 def planned(comm: Communicator, name: str, checkpointing: bool) -> tuple[float, dict[str, Any]]:
-    """The same of this rank, under plans."""
+    """Loss and gradients of this rank, under plans."""
     model = hf.enable(new_model(name))
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -156,7 +156,7 @@ def gradients(model: Any) -> dict[str, Any]:
 
 
 def text_alone(comm: Communicator) -> tuple[float, dict[str, Any]]:
-    """Of samples without images."""
+    """Loss and gradients of samples without images."""
     model = hf.enable(new_model("Qwen2VL"))
     (batch,) = loader(comm, model, sampler=[[1, 3, 5]])
     assert batch.media is None
@@ -166,7 +166,7 @@ def text_alone(comm: Communicator) -> tuple[float, dict[str, Any]]:
 
 
 def refused(comm: Communicator) -> list[str]:
-    """Errors of what would compute something else, on every rank."""
+    """Errors of inputs and models that would change the result, on every rank."""
     model = hf.enable(new_model("Qwen2VL"))
     told = []
 

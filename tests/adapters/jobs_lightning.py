@@ -77,14 +77,14 @@ class Mean(Net):
 
 
 class Twice(Net):
-    """Net that multiplies by the ranks twice."""
+    """Net that multiplies its loss by the number of ranks twice."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.shared_loss(batch, super().training_step(batch, index))
 
 
 class Half(Net):
-    """Net with additional attention over the rank's rows, besides the planned model."""
+    """Net with additional attention over the rank's rows, outside the planned model."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         rows = self.net.model.embed_tokens(batch.tokens)[None, None]

@@ -54,7 +54,7 @@ from tests.ranks.loading import HereSource, planning_of
 
 moe_utils.te_general_gemm = None  # Megatron looks it up even without Transformer Engine
 TOKENS, SEED = 128, 3
-# requires flash-linear-attention, of which its own torch path calls only this function
+# requires flash-linear-attention; its torch path calls only this function of it
 gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, normalised
 MODELS = {
     "llama": {},
@@ -95,7 +95,7 @@ class Case:
     )
     deaf: bool = False  # whether a layer bypasses its core attention
     folder: str = ""  # for saving and resuming a run
-    rows: int = 1  # a multiple to which ranks pad theirs
+    rows: int = 1  # ranks pad their rows to a multiple of this
     ping_pong: bool = False
     ticks: bool = False  # whether all stages compute the attention of each tick
 

@@ -42,7 +42,7 @@ ROPE = {"dim": 8, "max_seq_len": 1024, "theta": 10000.0}
 
 
 class NoTokenizer(BaseTokenizer):
-    """Tokenizer of documents that are tokens already."""
+    """Tokenizer of documents that are already tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -107,7 +107,7 @@ def gptoss(backend: Any, count: int) -> Any:
         hidden_dim=32,
         num_experts=4,
         top_k=2,
-        load_balance_coeff=None,  # padding is routed too, and would count
+        load_balance_coeff=None,  # padding is routed too, and would be counted
         attn_backend=backend,
         moe_comm_backend="standard",
         rope=CosSinRoPE.Config(**{**ROPE, "dim": 64}),
@@ -168,7 +168,7 @@ class Case:
     spmd: str = "partial_dtensor"  # spmd_types needs a torch after 2.13
     validate: bool = False
     folder: str = ""
-    killed_at: int = -1  # after this step and its checkpoint
+    killed_at: int = -1  # ends the process after this step and its checkpoint
     broken: str = ""  # "own": a layer's attention is not planned; "deaf": a layer bypasses it
     changes: dict = field(default_factory=dict)  # of fields of the config, by section
     ping_pong: bool = False

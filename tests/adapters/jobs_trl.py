@@ -40,7 +40,7 @@ TEMPLATE = (
 
 
 class PlannedSFT(PlannedTrainer, SFTTrainer):
-    """As docs/how-to/transformers.md has it."""
+    """The trainer of docs/how-to/transformers.md."""
 
 
 class PlannedDPO(PlannedTrainer, DPOTrainer):
@@ -183,7 +183,7 @@ def refused(comm: Communicator, folder: Path, which: str) -> Any:
         if which == "dpo":
             args = config(folder, DPOConfig)
             PlannedDPO(args=args, train_dataset=dataset("prompt"), planned={}, **common)
-        elif which == "collator":  # takes out the labels of all but the last message
+        elif which == "collator":  # removes the labels of all messages except the last
             common |= {"planned": planned(comm, model), "data_collator": DataCollatorForChatML(tokenizer())}
             PlannedSFT(args=config(folder), train_dataset=dataset("chat"), **common).get_train_dataloader()
         else:

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from tests.adapters.jobs_hf import made
 
 
-def test_the_verbs_of_a_sharder_are_those_of_the_plan(pool: Any) -> None:
+def test_sharder_operations_match_the_plan(pool: Any) -> None:
     found = pool.run(jobs_automodel.verbs, 4)
     fullest = max(one["rows"][0] for one in found)
     for one in found:

@@ -21,7 +21,7 @@ LOSS, GRADIENT = 5e-7, 2e-6  # a rounding of the loss; of the largest gradient
 SEVERAL = (("tokens", 60), ("microbatches", 2), ("drop_last", False))  # microbatches an iteration, of 4 ranks
 
 
-def agrees(pool: Any, ranks: int, *args: Any) -> None:
+def assert_agreement(pool: Any, ranks: int, *args: Any) -> None:
     for loss, gradient, _ in pool.run(jobs.agreement, ranks, *args):
         assert loss <= LOSS
         assert gradient <= GRADIENT
@@ -30,9 +30,9 @@ def agrees(pool: Any, ranks: int, *args: Any) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "name", sorted(jobs.MODELS.keys() - {"phimoe"})
-)  # which draws its experts in training
-def test_losses_and_gradients_are_those_of_one_process(pool: Any, name: str, ranks: int) -> None:
-    agrees(pool, ranks, name)
+)  # draws its experts at random in training
+def test_losses_and_gradients_equal_one_process(pool: Any, name: str, ranks: int) -> None:
+    assert_agreement(pool, ranks, name)
 
 
 @pytest.mark.parametrize("wrap", ["plain", "ddp", "ddp_every", "fsdp"])
@@ -40,12 +40,12 @@ def test_losses_and_gradients_are_those_of_one_process(pool: Any, name: str, ran
 def test_sums_of_gradients_are_exact_with_checkpointing_and_accumulation(
     pool: Any, name: str, wrap: Any
 ) -> None:
-    agrees(pool, 4, name, wrap, True, False, SEVERAL)
+    assert_agreement(pool, 4, name, wrap, True, False, SEVERAL)
 
 
 @pytest.mark.parametrize("recipe", ["ulysses", "usp"])
 def test_latent_rows_are_expanded_for_some_heads(pool: Any, recipe: str) -> None:
-    agrees(pool, 4, "deepseek_v3", "fsdp", True, False, (("recipe", recipe),))
+    assert_agreement(pool, 4, "deepseek_v3", "fsdp", True, False, (("recipe", recipe),))
 
 
 def test_a_copy_expands_latent_rows_with_its_own_weights() -> None:
@@ -61,7 +61,7 @@ def test_a_copy_expands_latent_rows_with_its_own_weights() -> None:
 
 
 def test_tied_weights(pool: Any) -> None:
-    agrees(pool, 4, "llama", "ddp", False, False, SEVERAL, {"tie_word_embeddings": True})
+    assert_agreement(pool, 4, "llama", "ddp", False, False, SEVERAL, {"tie_word_embeddings": True})
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
@@ -74,10 +74,10 @@ def test_bfloat16_by_autocast(pool: Any, name: str) -> None:
         assert gradient <= 3e-2
 
 
-# --- what an enabled model still is, and what is refused
+# --- behaviour of enabled models without a plan, and refusals
 
 
-def test_without_a_plan_an_enabled_model_is_as_it_was() -> None:
+def test_an_enabled_model_without_a_plan_is_unchanged() -> None:
     plain, enabled = jobs.made("gemma3"), hf.enable(jobs.made("gemma3"))
     ids = torch.arange(24).view(2, 12) % jobs.VOCABULARY
     mask = torch.ones_like(ids)
@@ -122,7 +122,7 @@ def test_layers_that_look_ahead_are_refused_on_a_causal_plan() -> None:
         model(**hf.inputs(batch))
 
 
-def test_a_model_of_both_directions_is_refused() -> None:
+def test_a_bidirectional_model_is_refused() -> None:
     model = hf.enable(jobs.made("llama"))
     model.config.is_causal = False
     with pytest.raises(ConfigError, match=r"is_causal = False.*give masks= to the loader"):
@@ -132,7 +132,7 @@ def test_a_model_of_both_directions_is_refused() -> None:
         model(**hf.inputs(batch))
 
 
-def test_dropout_and_another_dtype_than_the_plan_s_are_refused() -> None:
+def test_dropout_and_a_dtype_that_differs_from_the_plan_are_refused() -> None:
     model = hf.enable(jobs.made("llama", attention_dropout=0.1))
     batch = next(iter(jobs.loader(model, 1)))
     with pytest.raises(ConfigError, match="dropout is not supported"):
@@ -143,7 +143,7 @@ def test_dropout_and_another_dtype_than_the_plan_s_are_refused() -> None:
         model(**hf.inputs(batch))
 
 
-def test_loss_weights_are_refused_where_the_loss_has_none() -> None:
+def test_loss_weights_are_refused_if_the_loss_ignores_them() -> None:
     class Weighted(jobs.Documents):
         def __getitem__(self, index: int) -> Any:
             return {"input_ids": super().__getitem__(index), "loss_weights": np.ones(self.lengths[index])}
@@ -170,8 +170,8 @@ def test_a_compiled_model_is_one_graph_for_all_plans() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata calls it
-def test_torchdata_s_stateful_loader_goes_on_where_it_was() -> None:
-    """Its conventions: a state taken in the middle of a pass, loaded into another one before it is iterated."""
+def test_torchdata_stateful_loader_resumes_where_it_stopped() -> None:
+    """As torchdata does: a state saved within a pass is loaded into a new loader before iterating."""
     model = hf.enable(jobs.made("llama"))
     whole = [batch.tokens.tolist() for batch in jobs.loader(model, 1, tokens=140)]
     first = StatefulDataLoader(_Passes(jobs.loader(model, 1, tokens=140)), batch_size=None)
@@ -206,7 +206,7 @@ class _Passes(IterableDataset):
     ("what", "says"),
     [("", None), ("own", "loss is not one that is checked"), ("beside", "has a term beside")],
 )
-def test_losses_of_ones_own_are_warned_of(pool: Any, what: str, says: str | None) -> None:
+def test_custom_losses_cause_a_warning(pool: Any, what: str, says: str | None) -> None:
     for found in pool.run(jobs.warned, 2, what):
         assert len(found) == (says is not None)
         assert says is None or says in found[0]

@@ -1,8 +1,8 @@
-"""Configs of all causal language models of transformers, read as data, against the models that are made of them.
+"""Configs of all causal language models of transformers, read as data, against the models built from them.
 
 Each is tried as transformers saves it, with the defaults of its class, and bare: model type and sizes alone. A model is
 made on the meta device and run once; what its attention is called with is what `model_of` and `masks_of` must say, or
-the config is refused by a field.
+the config is refused by the name of a field.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-#: What classes need beside their defaults before a model can be made and run.
+#: Arguments that classes need in addition to their defaults before a model can be built and run.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 1408},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
@@ -48,7 +48,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},
 }
-#: Their classes cannot be made with their own defaults, by faults of their own.
+#: Classes that fail with their own defaults, because of bugs of their own.
 BROKEN = {"cohere_compass_text", "dbrx"}
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 OLD = ("falcon", "git", "gpt_neo", "gptj")  # with tables of their own in place of attention functions
@@ -71,7 +71,7 @@ def calls() -> Iterator[list[tuple[Any, ...]]]:
 
     def mask(*args: Any, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> Any:
         found = torch.empty(1, 1, 8, 8, device="meta")
-        found.rule = rule_of(mask_function, local_size)  # type: ignore[attr-defined]
+        found.rule = mask_of_function(mask_function, local_size)  # type: ignore[attr-defined]
         return found
 
     ALL_ATTENTION_FUNCTIONS.register("seen", attend)
@@ -84,17 +84,17 @@ def calls() -> Iterator[list[tuple[Any, ...]]]:
     torch.set_default_dtype(before)
 
 
-def rule_of(function: Any, size: int | None) -> Mask:
-    """The mask of a function of positions; the one of chunks needs tensors that hold no values here."""
+def mask_of_function(function: Any, size: int | None) -> Mask:
+    """The mask that a function of positions describes; a chunked one needs values, which meta tensors lack."""
 
-    def sees(query: int, key: int) -> bool:
+    def is_visible(query: int, key: int) -> bool:
         return bool(function(0, 0, torch.tensor(query), torch.tensor(key)))
 
     try:
-        ahead = sees(1, 2)
+        ahead = is_visible(1, 2)
         if size is None:
             return Full() if ahead else Causal()
-        first = next(back for back in (size - 1, size, size + 1) if not sees(FAR, FAR - back - 1))
+        first = next(back for back in (size - 1, size, size + 1) if not is_visible(FAR, FAR - back - 1))
         return SlidingWindow(first + 1, size if ahead else 0)
     except NotImplementedError:
         assert size is not None
@@ -114,7 +114,7 @@ def seen(config: Any, name: str, calls: list[tuple[Any, ...]]) -> Seen | int:
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
-    except (NotImplementedError, RuntimeError, ValueError):  # values are wanted, which meta tensors lack
+    except (NotImplementedError, RuntimeError, ValueError):  # needs values, which meta tensors lack
         calls.clear()
     return Counter(calls) if calls else sum(map(is_attention, model.modules()))
 
@@ -135,7 +135,7 @@ def layers_read(model: Model, data: dict[str, Any]) -> Seen:
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
-    """The sizes that a class has fields for, under the names it has for them."""
+    """The sizes that a class has fields for, by its own field names."""
     held = config.to_dict()
     pairs = (
         (field, next((n for n in (field, *table("aliases").get(field, ())) if n in held), None))
@@ -144,8 +144,8 @@ def sizes_of(config: Any) -> dict[str, Any]:
     return {name: SIZES[field] for field, name in pairs if name is not None}
 
 
-def of_type(kind: str, how: str) -> tuple[Any, dict[str, Any]]:
-    """The config of a type's class, None where that does not take them, and the file."""
+def config_and_file_of(kind: str, how: str) -> tuple[Any, dict[str, Any]]:
+    """The config of a type's class, or None if the class refuses the sizes; and its file."""
     try:
         own = CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))
     except StrictDataclassClassValidationError:
@@ -159,9 +159,9 @@ def of_type(kind: str, how: str) -> tuple[Any, dict[str, Any]]:
     return None, {"model_type": text.model_type, **sizes}
 
 
-def outcome(kind: str, how: str, calls: list[tuple[Any, ...]]) -> str:
-    """`right`, or the field by which the config is refused. Fails where the model does something else."""
-    config, data = of_type(kind, how)
+def check_config(kind: str, how: str, calls: list[tuple[Any, ...]]) -> str:
+    """`right`, or the field by which the config is refused. Fails if the model behaves differently."""
+    config, data = config_and_file_of(kind, how)
     try:
         tied = head_fields(data, {"vocab"})["tied"]
         read = layers_read(model_of(data), data)
@@ -178,17 +178,17 @@ def outcome(kind: str, how: str, calls: list[tuple[Any, ...]]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["saved", "bare"])
-def test_configs_of_all_causal_models_are_read_rightly_or_refused_by_name(
+def test_every_causal_config_is_read_correctly_or_refused_by_field(
     how: str, calls: list[tuple[Any, ...]]
 ) -> None:
-    """Prints which: `pytest -s`."""
+    """Prints the check_config of each: `pytest -s`."""
     table, wrong = {}, {}
     for kind in TYPES:
         try:
-            table[kind] = outcome(kind, how, calls)
+            table[kind] = check_config(kind, how, calls)
         except Exception as error:
             wrong[kind] = f"{type(error).__name__}: {str(error)[:700]}"
-        gc.collect()  # models are cycles of references, and hold gigabytes together
+        gc.collect()  # models contain reference cycles, and together occupy gigabytes
     for result, count in Counter(table.values()).most_common():
         print(
             f"{how} {count:4} {result}: {' '.join(kind for kind, found in table.items() if found == result)}"

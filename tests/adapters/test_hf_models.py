@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md: which models of transformers the guard of `hf.enable` takes."""
+"""The table of docs/compatibility.md: which models of transformers the guard of `hf.enable` accepts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apportion.trainer import hf
 
 PAGE = Path(__file__).parents[2] / "docs/compatibility.md"
 WIDTHS = ("hidden_size", "n_embd", "word_embed_proj_dim")
-#: a small value of each field, where a config has it
+#: a small value for each field that a config has
 SMALL = {
     **dict.fromkeys(WIDTHS, 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim"), 96),
@@ -38,7 +38,7 @@ SMALL = {
     "pad_token_id": 0,
     "eos_token_id": 2,
 }
-#: of all families that differ in what a layer does; the whole table takes minutes
+#: one of each family whose layers differ; the whole table takes minutes
 TRIED = [
     "bamba",
     "bart",
@@ -81,7 +81,7 @@ def table() -> dict[str, str]:
 
 
 def tiny(kind: str) -> Any:
-    """A model of two layers, of different types where the kind has several."""
+    """A model of two layers, of different types if the architecture has several."""
     form = transformers.CONFIG_MAPPING[kind]
     text = form().get_text_config()
     small = {name: value for name, value in SMALL.items() if hasattr(text, name)}
@@ -100,7 +100,7 @@ def tiny(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", TRIED)
-def test_the_table_says_what_the_guard_says(kind: str) -> None:
+def test_the_compatibility_table_matches_the_guard(kind: str) -> None:
     model, verdict = tiny(kind), "right"
     try:
         hf.enable(model)
@@ -109,6 +109,6 @@ def test_the_table_says_what_the_guard_says(kind: str) -> None:
     assert table()[kind] == verdict
 
 
-def test_the_table_has_at_least_forty_models() -> None:
+def test_the_compatibility_table_has_at_least_forty_models() -> None:
     assert len(table()) >= 40
     assert set(table().values()) == {"right", "refused"}

@@ -47,7 +47,7 @@ TREES = [
         ("MiniMax", 2, "ring", TREES, False),
     ],
 )
-def test_logits_and_gradients_are_those_of_each_document_alone(
+def test_logits_and_gradients_equal_each_document_alone(
     pool: Pool, name: str, ranks: int, recipe: str, sequences: list[Sequence], checkpointing: bool
 ) -> None:
     batch = Batch.from_sequences(sequences)
@@ -69,7 +69,7 @@ def test_logits_and_gradients_are_those_of_each_document_alone(
             np.testing.assert_allclose(grads[key], want, atol=1e-10 * max(np.abs(want).max(), 1e-3), rtol=0)
 
 
-def test_a_step_of_a_loader_is_that_of_the_documents(pool: Pool) -> None:
+def test_a_loader_step_equals_a_step_on_separate_documents(pool: Pool) -> None:
     """The loss and its gradients, in float32, with rows for padding."""
     found = pool.run(jobs_hf_recurrent.step, 4, "Qwen3Next", True)
     ((wanted, norms),) = pool.run(jobs_hf_recurrent.step, 1, "Qwen3Next", False)
@@ -79,7 +79,7 @@ def test_a_step_of_a_loader_is_that_of_the_documents(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "KimiLinear", "GraniteMoeHybrid", "MiniMax"])
-def test_a_training_that_was_saved_goes_on_as_if_it_had_not_ended(pool: Pool, name: str) -> None:
+def test_resumed_training_equals_uninterrupted_training(pool: Pool, name: str) -> None:
     """A model of each family of recurrences, to the bit."""
     for losses, parts, different in pool.run(jobs_hf_recurrent.resumed, 2, name):
         assert len(losses) > 3
@@ -87,7 +87,7 @@ def test_a_training_that_was_saved_goes_on_as_if_it_had_not_ended(pool: Pool, na
         assert not different
 
 
-def test_without_a_handle_a_model_is_as_it_was() -> None:
+def test_an_enabled_model_without_a_handle_is_unchanged() -> None:
     tokens = torch.arange(20)[None] % VOCABULARY
     for name in ("KimiLinear", "MiniMax", "Bamba"):
         model = made(name)
@@ -109,7 +109,7 @@ def test_without_a_handle_a_model_is_as_it_was() -> None:
         ("Mamba2", {"num_heads": 8, "head_dim": 8}, "0 of its 2 layers are attention that can be replaced"),
     ],
 )
-def test_other_recurrences_are_refused_by_name(name: str, fields: dict[str, Any], says: str) -> None:
+def test_unsupported_recurrences_are_refused_by_name(name: str, fields: dict[str, Any], says: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = getattr(transformers, f"{name}Config")(**{**sizes, "num_attention_heads": 4, **fields})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -117,14 +117,14 @@ def test_other_recurrences_are_refused_by_name(name: str, fields: dict[str, Any]
         hf.enable(model)
 
 
-def test_a_recurrent_layer_that_was_put_in_later_is_found() -> None:
+def test_a_recurrent_layer_added_later_is_detected() -> None:
     model = hf.enable(made("Bamba"))
     model.model.layers[0].mamba = made("Bamba").model.layers[0].mamba
     with pytest.raises(ConfigError, match=r"attention of layers \[0 \(recurrent\)\] would ignore the plan"):
         hf.require_enabled(model)
 
 
-def test_a_convolution_that_does_not_know_the_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convolution_that_ignores_the_plan_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hf.enable(made("OlmoHybrid"), check=False)
     home = sys.modules[type(model).__module__]
     monkeypatch.setattr(home, "causal_conv1d_fn", vars(home)["causal_conv1d_fn"].unplanned)

@@ -1,4 +1,4 @@
-"""Models of transformers that choose keys as they run: loss and gradients of ranks are those of one process, as far as
+"""Models of transformers that choose keys at run time: loss and gradients of ranks are those of one process, as far as
 the models' float32 softmax, router and logits go."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_loss_and_gradients_equal_one_process(
         np.testing.assert_allclose(sum(own[place] for _, own in found), wanted, rtol=0, atol=1e-6)
 
 
-def test_what_would_compute_something_else_is_refused(pool: Pool) -> None:
+def test_settings_that_change_the_result_are_refused(pool: Pool) -> None:
     found = pool.run(jobs_hf_sparse.refused, 2)
     assert found is not None
     for skipped, checkpointed in found:

@@ -16,7 +16,7 @@ from tests.ranks.rank_pool import RankError
 LOSS = 5e-7
 
 
-def test_losses_are_those_of_trainer_in_one_process(pool: Any, alone: Any, tmp_path: Path) -> None:
+def test_losses_equal_trainer_in_one_process(pool: Any, alone: Any, tmp_path: Path) -> None:
     (logged, samples), *others = pool.run(jobs.train, 4, tmp_path / "planned")
     (wanted,) = alone.run(jobs.train_alone, 1, tmp_path / "alone", samples[: len(samples) // 2])
     np.testing.assert_allclose(logged["loss"], wanted["loss"], rtol=0, atol=LOSS)
@@ -26,7 +26,7 @@ def test_losses_are_those_of_trainer_in_one_process(pool: Any, alone: Any, tmp_p
 
 
 def test_mixed_precision(pool: Any, alone: Any, tmp_path: Path) -> None:
-    """accelerate hands out copies of the logits in float32, behind the loss."""
+    """accelerate converts the logits to float32 after the loss."""
     options = {"bf16": True}
     (logged, samples), *_ = pool.run(jobs.train, 4, tmp_path / "planned", options)
     (wanted,) = alone.run(jobs.train_alone, 1, tmp_path / "alone", samples[: len(samples) // 2], options)
@@ -43,7 +43,7 @@ def test_evaluation_is_the_mean_over_tokens(pool: Any, alone: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])  # the second is saved under other names
-def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool: Any, tmp_path: Path, name: str) -> None:
+def test_a_killed_run_resumes_within_an_epoch(pool: Any, tmp_path: Path, name: str) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     (whole, _), *_ = pool.run(jobs.train, 4, tmp_path / "whole", saving, True, None, None, True, name)
     with pytest.raises(RankError, match="died"):
@@ -52,10 +52,10 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool: Any, tmp_path: Pat
     assert json.loads((folder / "planned.json").read_text())["iteration"] == 1  # of epoch 1
     (rest, _), *_ = pool.run(jobs.train, 4, tmp_path / "killed", saving, True, folder, None, True, name)
     for name in ("loss", "eval_loss", "epoch"):
-        assert rest[name] == whole[name]  # what was logged before is in the checkpoint
+        assert rest[name] == whole[name]  # earlier logs are in the checkpoint
 
 
-def test_what_would_change_the_loss_is_refused(pool: Any, tmp_path: Path) -> None:
+def test_options_that_change_the_loss_are_refused(pool: Any, tmp_path: Path) -> None:
     for options, words in (
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor.*shift"),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
@@ -71,6 +71,6 @@ def test_what_would_change_the_loss_is_refused(pool: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("column", ["loss_mask", "completion_mask", "loss_weights"])
-def test_columns_that_trainer_would_leave_out_are_refused(pool: Any, tmp_path: Path, column: str) -> None:
+def test_columns_that_trainer_would_drop_are_refused(pool: Any, tmp_path: Path, column: str) -> None:
     (why,) = pool.run(jobs.with_column, 1, tmp_path, column)
     assert re.search(f"{column}.*ignores", why)

@@ -34,7 +34,7 @@ def test_loss_and_gradients_equal_one_process(pool: Pool, name: str, ranks: int,
         np.testing.assert_allclose(summed, wanted, rtol=0, atol=1e-12, err_msg=parameter)
 
 
-def test_a_microbatch_without_images_runs_the_text_alone(pool: Pool) -> None:
+def test_a_microbatch_without_images_runs_only_the_text_model(pool: Pool) -> None:
     found = pool.run(jobs_hf_vision.text_alone, 2)
     assert found is not None
     loss, gradients = jobs_hf_vision.alone("Qwen2VL", [1, 3, 5])
@@ -45,7 +45,7 @@ def test_a_microbatch_without_images_runs_the_text_alone(pool: Pool) -> None:
         np.testing.assert_allclose(summed, wanted, rtol=0, atol=1e-12, err_msg=parameter)
 
 
-def test_what_would_compute_something_else_is_refused(pool: Pool) -> None:
+def test_inputs_and_models_that_change_the_result_are_refused(pool: Pool) -> None:
     found = pool.run(jobs_hf_vision.refused, 2)
     assert found is not None
     for without_positions, without_media, elsewhere, replaced in found:
@@ -59,7 +59,7 @@ def test_what_would_compute_something_else_is_refused(pool: Pool) -> None:
         hf_vision.mrope(transformers.LlamaForCausalLM(transformers.LlamaConfig(**jobs_hf_vision.TEXT)), [1])
 
 
-def test_the_example_trains_as_one_process_with_both_layouts_even() -> None:
+def test_the_example_trains_like_one_process_with_even_layouts() -> None:
     root = Path(__file__).parents[2]
     command, env = [sys.executable, root / "examples/vision/train.py"], {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=900)

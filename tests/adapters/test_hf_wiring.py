@@ -24,7 +24,7 @@ from tests.adapters import jobs_hf as jobs
 
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process of its own."""
+    """Gives each test a fresh watch, as in its own process."""
     monkeypatch.setattr(wiring, "watch", wiring.Watch())
     for when in ("pre", "post"):
         hooks = f"_global_optimizer_{when}_hooks"
@@ -58,14 +58,14 @@ def test_attention_of_a_model_that_is_not_enabled_refuses_a_plan(name: str, head
         (plain if head else plain.model)(**given)
 
 
-def test_a_handle_that_a_wrapper_drops_is_an_error_of_the_enabled_model(model: Any, batch: Any) -> None:
+def test_an_enabled_model_refuses_inputs_without_the_handle(model: Any, batch: Any) -> None:
     given = {name: value for name, value in hf.inputs(batch).items() if name != hf.NAME}
     with pytest.raises(ConfigError, match="pass on 'apportion'"):
         model(**given)
 
 
-class Narrow(nn.Module):
-    """A wrapper that knows some arguments."""
+class ArgumentDroppingWrapper(nn.Module):
+    """A wrapper that passes on only some arguments."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -75,23 +75,23 @@ class Narrow(nn.Module):
         return self.model(input_ids=input_ids, position_ids=position_ids, labels=labels)
 
 
-def test_no_optimizer_steps_before_attention_has_used_a_plan(model: Any, batch: Any) -> None:
+def test_optimizer_steps_fail_until_attention_has_used_the_plan(model: Any, batch: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = [value.clone() for value in model.parameters()]
     optimizer.step()  # no batch was given yet
-    Narrow(model)(**hf.inputs(batch)).loss.backward()
+    ArgumentDroppingWrapper(model)(**hf.inputs(batch)).loss.backward()
     with pytest.raises(ExecutionError, match=r"no attention has used its plan.*'apportion' of hf.inputs"):
         optimizer.step()
     for value, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(value, old)
 
 
-def test_a_model_that_trains_without_plans_beside_one_that_has_them_is_named(model: Any, batch: Any) -> None:
+def test_a_student_that_trains_without_plans_is_named(model: Any, batch: Any) -> None:
     student = hf.enable(jobs.made("llama"))
     optimizer = torch.optim.SGD(student.parameters(), lr=1.0)
     plain = {"input_ids": batch.tokens[None], "labels": batch.tokens[None]}
     student(**plain).loss.backward()
-    optimizer.step()  # no batch was given out yet
+    optimizer.step()  # no batch was yielded yet
     given = hf.inputs(batch)
     with torch.no_grad():
         model(**given)  # a teacher
@@ -107,7 +107,7 @@ def test_a_model_that_trains_without_plans_beside_one_that_has_them_is_named(mod
     optimizer.step()
 
 
-def test_batches_may_be_fetched_ahead_of_optimizer_steps(model: Any, batch: Any) -> None:
+def test_batches_may_be_fetched_before_optimizer_steps(model: Any, batch: Any) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
     later = [hf.inputs(one) for one in list(jobs.loader(model, 1)) * 2]
     model(**hf.inputs(batch)).loss.backward()
@@ -176,7 +176,7 @@ def test_layers_that_did_not_use_the_plan_are_named(model: Any, batch: Any) -> N
         model(**given)
 
 
-def test_a_loss_that_was_replaced_is_checked_by_another_enable(model: Any, batch: Any) -> None:
+def test_a_replaced_loss_is_checked_when_the_model_is_enabled_again(model: Any, batch: Any) -> None:
     given, own = hf.inputs(batch), model.loss_function
     model.loss_function = lambda logits, **kwargs: logits.square().mean()
     with pytest.raises(ConfigError, match=r"loss_function.*replaced.*hf\.enable\(model\) again"):
@@ -189,7 +189,7 @@ def test_a_loss_that_was_replaced_is_checked_by_another_enable(model: Any, batch
     assert torch.equal(doubled, 2 * hf.enable(model)(**given).loss)
 
 
-def test_a_model_that_was_changed_is_checked_by_its_loader(model: Any) -> None:
+def test_the_loader_checks_a_model_changed_after_enable(model: Any) -> None:
     hook = model.get_input_embeddings().register_forward_hook(lambda *given: given[-1] * given[-1].shape[1])
     with pytest.raises(ConfigError, match=r"model\.embed_tokens computes a row from other rows"):
         jobs.loader(model, 1)
@@ -242,20 +242,20 @@ def test_a_loader_has_no_samples_by_number(model: Any) -> None:
         jobs.loader(model, 1)[0]
 
 
-def test_enabled_models_are_enabled_once_and_their_copies_too(model: Any, batch: Any) -> None:
+def test_enabling_is_idempotent_and_survives_copies(model: Any, batch: Any) -> None:
     given = hf.inputs(batch)
     wanted = model(**given).loss
     hooks = len(model.model._forward_pre_hooks)
     hf.enable(model)
     assert len(model.model._forward_pre_hooks) == hooks
-    model.set_attn_implementation("eager")  # what it runs without a plan
+    model.set_attn_implementation("eager")  # used without a plan
     copied = copy.deepcopy(model)
     assert jobs.loader(copied, 1).job == jobs.loader(torch.compile(copied, backend="eager"), 1).job
     assert torch.equal(copied(**given).loss, wanted)
 
 
-def test_calls_are_counted_where_attention_runs(model: Any) -> None:
-    """With layers that are recomputed in backward, too."""
+def test_attention_calls_are_counted_including_recomputation(model: Any) -> None:
+    """Also for layers that are recomputed in backward."""
     batch = next(iter(jobs.loader(model, 1)))
     assert batch.handle.calls == 0
     loss = checkpoint(lambda: model(**hf.inputs(batch)).loss, use_reentrant=False)
@@ -279,18 +279,18 @@ def test_calls_are_counted_where_attention_runs(model: Any) -> None:
         ("frozen", r"parameters differ between ranks, 1 of \d+, first of shape \(128, 64\)"),
     ],
 )
-def test_loops_that_forget_something_end(pool: Any, what: str, says: str) -> None:
+def test_loops_that_omit_a_required_call_are_stopped(pool: Any, what: str, says: str) -> None:
     for found in pool.run(jobs.trained, 2, what):
         assert re.search(says, found), found
 
 
-def test_a_module_around_an_enabled_model_is_tried_too(pool: Any) -> None:
+def test_a_module_around_an_enabled_model_is_checked_too(pool: Any) -> None:
     assert pool.run(jobs.around, 2, "rows") == ["", ""]
     for found in pool.run(jobs.around, 2, "mixed"):
         assert re.search("'Around': .* computes or receives rows that depend on other rows", found), found
 
 
-def test_adapters_that_begin_at_tokens_of_a_text_are_refused(model: Any) -> None:
-    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[5])}  # as PEFT leaves it there
+def test_adapters_activated_by_tokens_are_refused(model: Any) -> None:
+    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[5])}  # as PEFT sets it
     with pytest.raises(ConfigError, match=r"alora_invocation_tokens = \[5\]: .* may be on another rank"):
         jobs.loader(model, 1)

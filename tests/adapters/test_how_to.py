@@ -1,4 +1,4 @@
-"""Python of README and pages on trainers, in one process: what the pages leave out is defined here."""
+"""Python of README and pages on trainers, in one process; names that the pages omit are defined here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ranks, tokens_per_rank = 1, 256
 rows = [{"input_ids": tokens.tolist(), "text": "left out"} for tokens in dataset]
 datasets.Dataset.from_list(rows).save_to_disk("tokenized")
 """
-#: page, number of its block, what comes before and behind it
+#: page, index of its block, code before and after it
 CASES = {
     "trainer of the README": ("README.md", 1, LLAMA, ""),
     "own loop with transformers": ("docs/how-to/transformers.md", 1, LLAMA, "loss.backward()"),

@@ -32,7 +32,7 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Any]:
-    """Of a pool each: Megatron takes the whole world."""
+    """One pool for each number of ranks, since Megatron uses the whole world."""
     pools = {size: Pool(timeout_s=600, size=size) for size in (1, 2, 4)}
     yield pools
     for pool in pools.values():
@@ -44,7 +44,7 @@ def own(ranks: Any, case: Any) -> Any:
     return ranks[1].run(jobs_megatron.train, 1, True, case)[0]
 
 
-def test_the_version_is_the_one_tried() -> None:
+def test_the_installed_megatron_version_is_the_tested_one() -> None:
     assert version("megatron-core") == "0.16.1"
 
 
@@ -64,7 +64,7 @@ def test_the_version_is_the_one_tried() -> None:
         (4, Case(pp=2, microbatches=3, ticks=True)),
     ],
 )
-def test_losses_and_gradients_are_megatron_s_own(ranks: Any, size: Any, case: Any) -> None:
+def test_losses_and_gradients_equal_megatrons(ranks: Any, size: Any, case: Any) -> None:
     wanted, gradients = own(ranks, case)
     found = ranks[size].run(jobs_megatron.train, size, False, case)
     for losses, _ in found:
@@ -86,12 +86,12 @@ BALANCED = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_c
 
 
 @pytest.mark.parametrize("router", [BALANCED, {"moe_z_loss_coeff": 1.0}], ids=["balanced", "z"])
-def test_losses_of_a_router_are_those_of_one_rank(ranks: Any, router: Any) -> None:
+def test_router_losses_equal_one_rank(ranks: Any, router: Any) -> None:
     case = Case(microbatches=2, spec="block", options={**EXPERTS, **router})
     ((wanted, gradients),) = ranks[1].run(jobs_megatron.train, 1, False, case)
     losses, found = ranks[2].run(jobs_megatron.train, 2, False, replace(case, rows=64))[
         0
-    ]  # padding is no token
+    ]  # padding does not count as tokens
     assert losses == pytest.approx(wanted, abs=1e-6)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(found[name], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
@@ -114,12 +114,12 @@ def test_bf16(ranks: Any) -> None:
     assert losses == pytest.approx(own(ranks, case)[0], abs=1e-2)
 
 
-def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
     case = Case(microbatches=2, steps=5)
     whole, _ = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
     saved = replace(case, folder=str(tmp_path))
     first, _ = ranks[2].run(jobs_megatron.train, 2, False, replace(saved, steps=2))[0]
-    ranks[2].close()  # its processes are killed; others go on
+    ranks[2].close()  # its processes are killed; other pools continue
     rest, _ = ranks[2].run(jobs_megatron.train, 2, False, saved)[0]
     assert first + rest == whole
 
@@ -159,7 +159,7 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path
         ),
     ],
 )
-def test_what_cannot_be_is_refused(ranks: Any, case: Any, says: Any) -> None:
+def test_unsupported_configs_are_refused(ranks: Any, case: Any, says: Any) -> None:
     for told in ranks[2].run(jobs_megatron.refused, 2, case):
         assert says in told
 

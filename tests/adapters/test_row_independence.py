@@ -1,4 +1,4 @@
-"""Models whose layers look at other rows of a call than their own: refused by name, or given what all ranks have."""
+"""Models whose layers read other rows of a call: refused by name, or given the value of all ranks."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ ONE_LONG, SEVERAL = (100,), (100, 20, 90, 30, 70, 10)
 @pytest.mark.parametrize("recipe", ["contiguous", "fcp"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("rope", jobs.ROPES)
-def test_rotary_embeddings_look_at_the_longest_position_of_all_ranks(
+def test_rotary_embeddings_use_the_longest_position_of_all_ranks(
     pool: Any, rope: str, ranks: int, recipe: str
 ) -> None:
     options = (("lengths", ONE_LONG), ("recipe", recipe), ("drop_last", False))
-    _agree(pool, ranks, options, jobs.ROPES[rope])
+    _assert_agreement(pool, ranks, options, jobs.ROPES[rope])
 
 
 @pytest.mark.parametrize("rope", jobs.ROPES)
-def test_what_rotary_embeddings_keep_over_calls_is_the_same_on_all_ranks(pool: Any, rope: str) -> None:
+def test_rotary_state_kept_between_calls_is_equal_on_all_ranks(pool: Any, rope: str) -> None:
     """Microbatches of 100, 90 and 70 positions, and recomputation."""
     options = (("lengths", SEVERAL), ("tokens", 60), ("recipe", "contiguous"), ("drop_last", False))
-    _agree(pool, 2, options, jobs.ROPES[rope], checkpointed=True)
+    _assert_agreement(pool, 2, options, jobs.ROPES[rope], checkpointed=True)
 
 
 @pytest.mark.parametrize("name", jobs.FURTHER)
-def test_models_that_the_guard_takes_train_as_in_one_process(pool: Any, name: str) -> None:
-    _agree(pool, 2, (), None, name=name)
+def test_models_accepted_by_the_guard_train_like_one_process(pool: Any, name: str) -> None:
+    _assert_agreement(pool, 2, (), None, name=name)
 
 
-def _agree(
+def _assert_agreement(
     pool: Any, ranks: int, options: Any, changes: Any, checkpointed: Any = False, name: Any = "llama"
 ) -> None:
     args = name, "plain", checkpointed, False, options, changes
@@ -50,19 +50,19 @@ def _agree(
 
 
 @pytest.mark.parametrize("rope", jobs.ROPES)
-def test_a_rotary_embedding_that_sees_a_rank_s_rows_alone_is_refused(rope: str) -> None:
-    """The fault as it was: the guard finds it without knowing the name of the rope."""
+def test_a_rotary_embedding_of_only_local_rows_is_refused(rope: str) -> None:
+    """A former bug: the guard detects it without knowing the kind of rotary embedding."""
     model = jobs.made("llama", **jobs.ROPES[rope])
-    model.model.rotary_emb.register_forward_pre_hook(_own_rows_alone, prepend=True)
+    model.model.rotary_emb.register_forward_pre_hook(_with_local_rows_only, prepend=True)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*model\.rotary_emb computes a row from other"):
         hf.enable(model)
 
 
-def _own_rows_alone(rotary: Any, args: Any) -> None:
+def _with_local_rows_only(rotary: Any, args: Any) -> None:
     rotary._last = None
 
 
-# --- layers that look at other rows
+# --- layers that read other rows
 
 
 class Mean(nn.Module):
@@ -70,7 +70,7 @@ class Mean(nn.Module):
         return x + 0.1 * x.mean(1, keepdim=True)
 
 
-class Places(nn.Module):
+class RowCounter(nn.Module):
     """Counts rows instead of reading position ids."""
 
     def forward(self, x: Any) -> Any:
@@ -92,7 +92,7 @@ class Convolution(nn.Module):
 
 
 class Normalised(nn.Module):
-    """Statistics of a batch, which are kept."""
+    """Batch normalisation with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Normalised(nn.Module):
         return self.norm(x.mT).mT
 
 
-class Full(nn.Module):
+class LimitedExperts(nn.Module):
     """Experts of limited capacity leave out the rows that come last."""
 
     def forward(self, x: Any) -> Any:
@@ -113,16 +113,16 @@ class Full(nn.Module):
 
 LAYERS = {
     Mean: "extra",
-    Places: "extra",
+    RowCounter: "extra",
     Shift: "extra",
     Convolution: "extra",
     Normalised: "extra.norm",
-    Full: "extra",
+    LimitedExperts: "extra",
 }
 
 
-def _with(layer: Any, **changes: Any) -> Any:
-    """A model that has such a layer behind the first feed-forward."""
+def _model_with(layer: Any, **changes: Any) -> Any:
+    """A model with such a layer after the first feed-forward network."""
     model = jobs.made("llama", **changes)
     block = model.model.layers[0]
     block.extra = layer()
@@ -131,25 +131,25 @@ def _with(layer: Any, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_that_looks_at_other_rows_is_refused_by_name(layer: Any) -> None:
+def test_a_layer_that_reads_other_rows_is_refused_by_name(layer: Any) -> None:
     named = rf"model\.layers\.0\.{LAYERS[layer]} computes a row from other rows"
     with pytest.raises(ConfigError, match=named):
-        hf.enable(_with(layer))
+        hf.enable(_model_with(layer))
 
 
 def test_the_guard_can_be_switched_off() -> None:
-    model = hf.enable(_with(Mean), check=False)
+    model = hf.enable(_model_with(Mean), check=False)
     assert jobs.loader(model, 1) is not None
 
 
 class Threshold(nn.Module):
-    """Behaves up to a length that the config names."""
+    """Row-wise up to a length named in the config."""
 
     def forward(self, x: Any, positions: Any) -> Any:
         return x * (1.5 if positions.max() >= 4096 else 1.0)
 
 
-def test_positions_beyond_a_length_that_the_config_names_are_tried() -> None:
+def test_positions_beyond_lengths_in_the_config_are_tested() -> None:
     model = jobs.made("llama", max_position_embeddings=1024)
     extra = Threshold()
 
@@ -163,17 +163,17 @@ def test_positions_beyond_a_length_that_the_config_names_are_tried() -> None:
         hf.enable(model)
 
 
-def test_noise_is_no_look_at_other_rows() -> None:
-    hf.enable(_with(lambda: nn.Dropout(0.5)))
+def test_dropout_does_not_count_as_reading_other_rows() -> None:
+    hf.enable(_model_with(lambda: nn.Dropout(0.5)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_a_model_of_16_bits_is_no_other_model(name: str) -> None:
+def test_rounding_in_bfloat16_does_not_count_as_reading_other_rows(name: str) -> None:
     hf.enable(jobs.made(name).bfloat16())
 
 
-def test_the_guard_leaves_a_model_as_it_was() -> None:
-    model = _with(Normalised, **jobs.ROPES["dynamic"]).eval()
+def test_the_guard_does_not_change_the_model() -> None:
+    model = _model_with(Normalised, **jobs.ROPES["dynamic"]).eval()
     drawn, state = torch.get_rng_state(), {name: one.clone() for name, one in model.named_buffers()}
     with pytest.raises(ConfigError):
         hf.enable(model)
@@ -191,7 +191,7 @@ def test_a_model_without_weights_is_checked_when_its_loader_is_made(caplog: Any)
     with caplog.at_level(logging.WARNING):
         hf.enable(model)
     assert "its layers are not checked" in caplog.text
-    whole = _with(Mean)
+    whole = _model_with(Mean)
     model.to_empty(device="cpu")
     model.load_state_dict(whole.state_dict(), strict=False)
     model.model.rotary_emb = whole.model.rotary_emb
@@ -220,7 +220,7 @@ def test_a_handle_without_the_last_position_is_refused() -> None:
         ("QuestionAnswering", r"gives no loss for shift_labels"),
     ],
 )
-def test_heads_that_predict_no_next_token_are_refused(head: str, rule: str) -> None:
+def test_heads_that_do_not_predict_the_next_token_are_refused(head: str, rule: str) -> None:
     own = getattr(transformers, f"LlamaFor{head}")
     labels = 1 if head == "SequenceClassification" else 2
     config = transformers.LlamaConfig(**jobs.SIZES, pad_token_id=0, num_labels=labels)
@@ -243,6 +243,6 @@ class OwnShift(transformers.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("kind", [OwnMean, OwnShift])
-def test_a_loss_that_is_no_sum_over_shifted_labels_is_refused(kind: Any) -> None:
+def test_a_loss_that_is_not_a_sum_over_shifted_labels_is_refused(kind: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{kind.__name__}.*its loss is not the sum"):
         hf.enable(kind(transformers.LlamaConfig(**jobs.SIZES)))

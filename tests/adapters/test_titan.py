@@ -48,7 +48,7 @@ def planned(pool: Any, ranks: int, case: Any) -> Any:
     return found[0][0], [rounds for _, rounds in found]
 
 
-def test_the_version_is_the_one_tried() -> None:
+def test_the_installed_titan_version_is_the_tested_one() -> None:
     assert version("torchtitan") == "0.3.0"
 
 
@@ -63,7 +63,7 @@ def test_the_version_is_the_one_tried() -> None:
         (2, Case(microbatches=4, ping_pong=True, checkpoint="full")),
     ],
 )
-def test_losses_are_titan_s_own(one: Any, two: Any, pool: Any, ranks: int, case: Any) -> None:
+def test_losses_equal_titans(one: Any, two: Any, pool: Any, ranks: int, case: Any) -> None:
     steps, _ = planned(two if ranks == 2 else pool, ranks, case)
     for found, wanted in zip(steps, own(one, case), strict=True):
         assert found == pytest.approx(wanted, abs=CLOSE, rel=2e-6 if found[0] == "validation" else 1e-6)
@@ -77,8 +77,8 @@ def test_losses_are_titan_s_own(one: Any, two: Any, pool: Any, ranks: int, case:
         Case(pp=2, microbatches=2, ticks=2, layers=4, chunked=False, steps=2),
     ],
 )
-def test_a_pipeline_of_ticks_trains_as_titan_s_own(one: Any, pool: Any, case: Any) -> None:
-    """Two stages of two replicas each. The norm of gradients is that of all stages; losses are the last one's."""
+def test_a_pipeline_of_ticks_trains_like_titans_pipeline(one: Any, pool: Any, case: Any) -> None:
+    """Two stages of two replicas each. The gradient norm covers all stages; losses are those of the last stage."""
     found = pool.run(jobs_titan.train, 4, False, case)
     wanted = own(one, case)
     for rank, (told, _) in enumerate(found):
@@ -87,7 +87,7 @@ def test_a_pipeline_of_ticks_trains_as_titan_s_own(one: Any, pool: Any, case: An
             assert [loss for loss, _ in told] == pytest.approx([loss for loss, _ in wanted], abs=CLOSE)
 
 
-def test_kinds_of_layers_whose_own_kernels_need_a_gpu(one: Any, two: Any) -> None:
+def test_the_varlen_backend_without_a_gpu_equals_flex(one: Any, two: Any) -> None:
     """Titan's varlen attention says its window itself; flex computes the same."""
     case = Case(model="gpt_oss", chunked=False)
     steps, _ = planned(two, 2, replace(case, backend="varlen"))
@@ -117,7 +117,7 @@ def test_validation_between_steps(one: Any, two: Any) -> None:
         assert found[-1] == pytest.approx(known[-1], abs=3e-6)
 
 
-def test_a_killed_run_goes_on_in_the_middle_of_a_pass(two: Any, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_within_a_pass(two: Any, tmp_path: Path) -> None:
     case = Case(microbatches=2, steps=5)
     whole, _ = planned(two, 2, case)
     saved = replace(case, folder=str(tmp_path))
@@ -140,7 +140,7 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(two: Any, tmp_path: Path) 
         ({"dataloader": {"dataset": "documents.missing"}}, "must name a function"),
     ],
 )
-def test_what_cannot_be_is_refused_before_training(two: Any, changes: Any, says: Any) -> None:
+def test_unsupported_configs_are_refused_before_training(two: Any, changes: Any, says: Any) -> None:
     for told in two.run(jobs_titan.refused, 2, Case(changes=changes)):
         assert says in told
 
@@ -165,7 +165,7 @@ def test_models_that_plans_are_not_for_are_refused(two: Any, model: Any, says: A
         (Case(model="gpt_oss"), "has no dense feed-forward network"),
     ],
 )
-def test_what_ticks_cannot_run_is_refused(two: Any, case: Any, says: Any) -> None:
+def test_configs_that_ticks_cannot_run_are_refused(two: Any, case: Any, says: Any) -> None:
     for told in two.run(jobs_titan.refused, 2, replace(case, pp=2, microbatches=2, ticks=1)):
         assert says in told
 

@@ -1,4 +1,4 @@
-"""The examples of docs/how-to run as their page says, and lose what their trainers lose."""
+"""The examples of docs/how-to run as their pages say, with the losses of their trainers."""
 
 from __future__ import annotations
 
@@ -24,36 +24,38 @@ PRINTED = 1.1e-5  # the last digit
 
 def test_titan_learns(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
-    losses = steps_of(launched(tmp_path, *TITAN))
+    losses = steps_of(launch_example(tmp_path, *TITAN))
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_losses_are_those_of_titan_s_own_attention(tmp_path: Path) -> None:
+def test_losses_equal_titans_attention(tmp_path: Path) -> None:
     """In one process: Titan initialises shards, so that weights differ with the number of ranks."""
     pytest.importorskip("torchtitan")
-    losses = steps_of(launched(tmp_path / "planned", *TITAN, *WHOLE, ranks=1))
+    losses = steps_of(launch_example(tmp_path / "planned", *TITAN, *WHOLE, ranks=1))
     assert losses == pytest.approx(steps_of(alone(tmp_path / "own", "titan", *FEW)), abs=PRINTED)
     assert len(losses) == 2
 
 
-def test_megatron_learns_as_with_its_own_attention(tmp_path: Path) -> None:
+def test_megatron_learns_like_its_own_attention(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    losses = steps_of(launched(tmp_path / "planned", "examples/megatron_train.py"))
+    losses = steps_of(launch_example(tmp_path / "planned", "examples/megatron_train.py"))
     assert losses == pytest.approx(steps_of(alone(tmp_path / "own", "megatron")), abs=PRINTED)
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_hugging_face_s_trainer_learns_as_with_its_own_attention_and_goes_on(tmp_path: Path) -> None:
+def test_hugging_face_trainer_learns_like_its_own_attention_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    whole = losses_of(launched(tmp_path / "whole", "examples/hf_train.py"))
+    whole = losses_of(launch_example(tmp_path / "whole", "examples/hf_train.py"))
     assert whole[-1] < whole[0] - 1.0
     alone(tmp_path / "own", "hf")
     first, own = (logged(tmp_path / name)[:2] for name in ("whole", "own"))
-    assert first == pytest.approx(own, abs=1e-6)  # means of 5 steps with Adam, in the pass that both have
+    assert first == pytest.approx(
+        own, abs=1e-6
+    )  # means of 5 steps with Adam, in the pass that both runs share
     shutil.rmtree(newest(tmp_path / "whole"))  # as if the run had been killed before
-    rest = losses_of(launched(tmp_path / "whole", "examples/hf_train.py", "--resume"))
+    rest = losses_of(launch_example(tmp_path / "whole", "examples/hf_train.py", "--resume"))
     assert 0 < len(rest) < len(whole)
     assert rest == whole[-len(rest) :]
 
@@ -88,10 +90,10 @@ def losses_of(told: str) -> Any:
 
 def alone(folder: Path, trainer: Any, *options: Any) -> Any:
     """The output of the example in one process without plans."""
-    return launched(folder, "tests/adapters/example_alone.py", trainer, *options, ranks=1)
+    return launch_example(folder, "tests/adapters/example_alone.py", trainer, *options, ranks=1)
 
 
-def launched(folder: Path, script: Any, *options: Any, ranks: int = 2) -> Any:
+def launch_example(folder: Path, script: Any, *options: Any, ranks: int = 2) -> Any:
     """The output of the script on its processes, started in a folder."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return run_in(folder, *launch, REPOSITORY / script, *options)

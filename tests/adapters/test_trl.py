@@ -28,14 +28,14 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Any]:
-    """Two ranks that are the whole world: trl waits for all of it."""
+    """Two ranks that are the whole world, since trl waits for all ranks."""
     ranks = Pool(timeout_s=120, size=2)
     yield ranks
     ranks.close()
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_sft_is_that_of_one_process(pair: Any, alone: Any, tmp_path: Path, name: str) -> None:
+def test_sft_equals_one_process(pair: Any, alone: Any, tmp_path: Path, name: str) -> None:
     form, options = FORMS[name]
     (found, samples), *others = pair.run(jobs.sft, 2, tmp_path / "planned", form, options)
     (wanted,) = alone.run(jobs.sft_alone, 1, tmp_path / "alone", form, options, samples)
@@ -46,13 +46,13 @@ def test_sft_is_that_of_one_process(pair: Any, alone: Any, tmp_path: Path, name:
     assert all(other[0]["loss"] == found["loss"] for other in others)
 
 
-def test_evaluation_of_sft_is_the_mean_over_tokens(pair: Any, tmp_path: Path) -> None:
+def test_sft_evaluation_is_the_mean_over_tokens(pair: Any, tmp_path: Path) -> None:
     ((first, again), wanted), *_ = pair.run(jobs.evaluation, 2, tmp_path)
     assert first == again
     assert abs(first - wanted) <= LOSS
 
 
-def test_what_would_change_the_loss_is_refused(alone: Any, tmp_path: Path) -> None:
+def test_trainers_and_options_that_change_the_loss_are_refused(alone: Any, tmp_path: Path) -> None:
     for which, words in (
         ("dpo", "compute_loss.*DPOTrainer"),
         ("loader", "train_dataset.*planned="),
@@ -62,7 +62,7 @@ def test_what_would_change_the_loss_is_refused(alone: Any, tmp_path: Path) -> No
         assert re.search(words, why)
 
 
-def test_preference_pairs_on_trees_have_the_loss_and_gradients_of_trl(
+def test_preference_pairs_on_trees_equal_the_loss_and_gradients_of_trl(
     pair: Any, alone: Any, tmp_path: Path
 ) -> None:
     ((wanted, gradients, samples),) = alone.run(jobs.dpo_alone, 1, tmp_path)

@@ -94,14 +94,14 @@ every_instance = pytest.mark.parametrize("instance", MARKED, ids=[item.name for 
 
 
 def plan_of(instance: Instance) -> Plan:
-    """By `fcp` as it is; a million tokens in blocks of 16K, for 2K tasks instead of 131K."""
+    """A plan of `fcp`; a million tokens in blocks of 16K, which gives 2K tasks instead of 131K."""
     fcp = find_recipe("fcp")
     recipe = with_block(fcp, 16_384) if instance.tokens > 2**19 else fcp
     return make_plan(instance.batch, CLUSTER, MODEL, recipe=recipe)
 
 
 @every_instance
-def test_instance_is_planned_and_computes_what_plain_attention_does(
+def test_the_plan_of_an_instance_equals_plain_attention(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "attend", attend)
@@ -130,7 +130,7 @@ def check(plan: Plan, kind: str, instance: Instance) -> None:
     np.testing.assert_allclose(found.dv, dv, rtol=EXACT, atol=EXACT)
 
 
-# --- kernels that pass over the query rows that are not compared: their q is 0, and so is their dO
+# --- kernels that skip query rows that are not compared, whose q and dO are 0
 
 
 def _runs(q: np.ndarray) -> list[tuple[int, int]]:
@@ -142,7 +142,7 @@ def _runs(q: np.ndarray) -> list[tuple[int, int]]:
 def attend(q: Array, k: Array, v: Array, task: Task, layer: Any) -> Partial:
     out = Partial(np.zeros((*q.shape[:2], v.shape[2])), np.zeros(q.shape[:2]))
     for a, b in _runs(q):
-        out.o[a:b], out.lse[a:b] = ATTEND(q[a:b], k, v, moved(task, a), layer)
+        out.o[a:b], out.lse[a:b] = ATTEND(q[a:b], k, v, without_first_rows(task, a), layer)
     return out
 
 
@@ -152,12 +152,12 @@ def attend_grad(
     dq, dk, dv = (np.zeros_like(array) for array in (q, *kv))
     for a, b in _runs(q):
         shown = tuple(row[a:b] for row in sums)
-        dq[a:b], *more = ATTEND_GRAD(q[a:b], kv, do[a:b], shown, moved(task, a), layer)
+        dq[a:b], *more = ATTEND_GRAD(q[a:b], kv, do[a:b], shown, without_first_rows(task, a), layer)
         dk += more[0]
         dv += more[1]
     return dq, dk, dv
 
 
-def moved(task: Any, rows: int) -> Any:
+def without_first_rows(task: Any, rows: int) -> Any:
     """The task without its first query rows."""
     return task._replace(dmin=task.dmin - rows, dmax=task.dmax - rows)

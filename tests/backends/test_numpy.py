@@ -138,7 +138,7 @@ class Weights:
         return dx * (1 + position_ids / 8)[:, None]
 
 
-def test_heads_are_projected_exchanged_and_pushed_back() -> None:
+def test_projected_heads_and_their_gradients_equal_dense_attention() -> None:
     plan = load("heads")
     rng, batch = np.random.default_rng(5), plan.request.batch
     x, sinks = rng.standard_normal((batch.tokens, 6)), rng.standard_normal(plan.header.q_heads)
@@ -192,7 +192,7 @@ def test_remap_moves_rows_between_layouts_and_back() -> None:
     np.testing.assert_array_equal(executor.gather(source, back), x)
 
 
-def test_moves_that_do_not_meet_are_an_error() -> None:
+def test_unmatched_moves_are_an_error() -> None:
     plan = load("reshuffle")
     parts = executor.scatter(plan.layout("attention"), np.zeros((16, 1)))
     crossed = broken("reshuffle", "send 1 row=4 rows=4; receive 1", "send 1 row=4 rows=3; receive 1")
@@ -200,7 +200,7 @@ def test_moves_that_do_not_meet_are_an_error() -> None:
         remap(crossed, 0, parts)
 
 
-# --- plans that cannot run: the error says who, where and why
+# --- plans that cannot run: the error names rank, place and reason
 
 
 def broken(name: str, old: str, new: str, count: int = 1) -> Plan:
@@ -210,42 +210,46 @@ def broken(name: str, old: str, new: str, count: int = 1) -> Plan:
     return parse(source.replace(old, new, count))
 
 
-def fails(plan: Plan, pattern: str) -> None:
+def assert_error(plan: Plan, pattern: str) -> None:
     with pytest.raises(ExecutionError, match=pattern):
         run(plan, plan.header.kinds[0], problem(plan))
 
 
-def test_deadlock_shows_where_each_rank_stands() -> None:
+def test_a_deadlock_error_shows_where_each_rank_waits() -> None:
     # rank 2 leaves out round 0, which the others wait for
     attend = "  attend Q.home[0:8) KV.home[0:8) -> O.home[0:8) causal first\n"
     launch = "  launch 0: send Q.home[0:8) to 0, send Q.home[0:8) to 1\n"
     plan = broken("q_moves", f"{launch}{attend}  wait 0\n", attend)
-    fails(plan, r"deadlock(.|\n)*rank 0, instruction 2 of 7: waits for ranks \[2\](.|\n)*→ 2: wait round 0")
-    fails(plan, r"rank 2, instruction 2 of 5: waits for ranks \[0, 1\]")
+    assert_error(
+        plan, r"deadlock(.|\n)*rank 0, instruction 2 of 7: waits for ranks \[2\](.|\n)*→ 2: wait round 0"
+    )
+    assert_error(plan, r"rank 2, instruction 2 of 5: waits for ranks \[0, 1\]")
 
 
 def test_reading_rows_in_flight_is_an_error() -> None:
     early = "attend Q.work[0:8) KV.home[0:8) -> O.work[0:8) full first\n  wait 0\n"
     late = "wait 0\n  attend Q.work[0:8) KV.home[0:8) -> O.work[0:8) full first\n"
-    fails(broken("q_moves", late, early), r"rank 1, instruction 2 of 8: reads Q.work\[0:8\).*in flight")
+    assert_error(
+        broken("q_moves", late, early), r"rank 1, instruction 2 of 8: reads Q.work\[0:8\).*in flight"
+    )
 
 
 def test_using_a_partial_twice_is_an_error() -> None:
     once = "merge O.work[8:16) -> O.home[0:8)\n"
-    fails(broken("q_moves", once, f"{once}  {once}"), r"rank 1, instruction 7 .*consumed")
+    assert_error(broken("q_moves", once, f"{once}  {once}"), r"rank 1, instruction 7 .*consumed")
 
 
 def test_overwriting_rows_in_flight_is_an_error() -> None:
     launch = "launch 0: send Q.home[0:8) to 0, send Q.home[0:8) to 1\n"
     plan = broken("q_moves", launch, launch + "  clear Q.home[0:8)\n")
-    fails(plan, r"rank 2, instruction 3 .*Q.home\[0:8\).* was overwritten while round 0 was in flight")
+    assert_error(plan, r"rank 2, instruction 3 .*Q.home\[0:8\).* was overwritten while round 0 was in flight")
 
 
 def test_a_send_that_nobody_receives_is_an_error() -> None:
     plan = broken(
         "q_moves", "send Q.home[0:8) to 0, receive", "send Q.home[0:8) to 0, send KV.home[0:8) to 0, receive"
     )
-    fails(plan, r"round 0: rank 0 does not receive KV.home\[0:8\).* of rank 1")
+    assert_error(plan, r"round 0: rank 0 does not receive KV.home\[0:8\).* of rank 1")
 
 
 def test_a_receive_that_nobody_sends_is_an_error() -> None:
@@ -254,28 +258,28 @@ def test_a_receive_that_nobody_sends_is_an_error() -> None:
         "launch 1: receive O.work[8:16) from 0, send",
         "launch 1: receive O.work[8:16) from 2, send",
     )
-    fails(
+    assert_error(
         plan, r"rank 1, instruction 5 .*receives O.work\[8:16\).* from rank 2, which sends no more in round 1"
     )
 
 
-def test_results_that_nobody_wrote_are_an_error() -> None:
+def test_gradients_that_are_never_written_are_an_error() -> None:
     plan = broken("clear", "clear dQ.home[4:8), dKV.home[0:8)", "clear dKV.home[0:8)")
-    fails(plan, "rank 0: home rows of dQ were never written")
+    assert_error(plan, "rank 0: home rows of dQ were never written")
 
 
 def test_a_receive_of_other_rows_is_an_error() -> None:
     plan = broken("q_moves", "launch 1: send O.work[0:8) to 1", "launch 1: send O.work[0:7) to 1")
-    fails(plan, r"receives O.work\[8:16\).* from rank 0, which sends O.work\[0:7\)")
+    assert_error(plan, r"receives O.work\[8:16\).* from rank 0, which sends O.work\[0:7\)")
 
 
-def test_unwritten_results_are_an_error() -> None:
+def test_reading_an_unwritten_output_row_is_an_error() -> None:
     plan = broken("clear", "  clear O.home[0:8)\n", "  clear O.home[0:4)\n")
-    fails(plan, r"O.home\[0:8\).*row 4 is unwritten")
+    assert_error(plan, r"O.home\[0:8\).*row 4 is unwritten")
 
 
 def test_a_round_without_wait_is_an_error() -> None:
-    fails(broken("relay", "  wait 0\n  finish", "  finish"), r"without a wait for rounds \[0\]")
+    assert_error(broken("relay", "  wait 0\n  finish", "  finish"), r"without a wait for rounds \[0\]")
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

@@ -36,7 +36,7 @@ def plan_of(recipe: str, model: ap.Model = MODEL, batch: ap.Batch = BATCH) -> ap
 
 
 @pytest.mark.parametrize("recipe", ["fcp", "blend", "ulysses", "usp", "zeppelin"])
-def test_what_one_process_computes(recipe: str) -> None:
+def test_planned_recurrence_equals_one_process(recipe: str) -> None:
     plan, before = plan_of(recipe), predecessors(BATCH)
     for seed, (name, kind) in enumerate(KINDS.items()):
         given, do = random_inputs(kind, BATCH.tokens, seed)
@@ -47,7 +47,7 @@ def test_what_one_process_computes(recipe: str) -> None:
             assert found is None or np.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
-def test_gradients_are_those_of_the_output() -> None:
+def test_gradients_match_finite_differences() -> None:
     """Along a random direction, against a difference of two outputs."""
     plan = plan_of("blend")
     for name, kind in KINDS.items():
@@ -78,7 +78,7 @@ def test_gradients_are_those_of_the_output() -> None:
         assert np.isclose(((ends[0] - ends[1]) * do).sum() / (2 * step), slope, rtol=1e-6)
 
 
-def test_a_kind_that_the_plan_does_not_have() -> None:
+def test_a_kind_missing_from_the_plan_is_an_error() -> None:
     given, _ = random_inputs(KINDS["mamba"], BATCH.tokens)
     with pytest.raises(UnknownNameError, match="no recurrent layers"):
         recurrent_executor.run(plan_of("blend", replace(MODEL, recurrent={})), "mamba", given)
@@ -93,7 +93,7 @@ def test_a_kind_that_the_plan_does_not_have() -> None:
         ("runs", lambda c: c["leads"].fill(0), "never computed or received"),
     ],
 )
-def test_ranks_that_do_not_meet(name: str, edit: Edit, words: str) -> None:
+def test_unmatched_sends_and_receives_are_an_error(name: str, edit: Edit, words: str) -> None:
     given, _ = random_inputs(KINDS["gated_delta"], BATCH.tokens)
     with pytest.raises(ExecutionError, match=words):
         recurrent_executor.run(changed(plan_of("blend"), name, edit), "gated_delta", given)
@@ -126,6 +126,6 @@ def test_kinds_that_disagree_on_the_order_are_refused() -> None:
         plan_of("blend", batch=ap.Batch.from_lengths([19], masks))
 
 
-def test_names_of_recurrent_and_attention_kinds_differ() -> None:
+def test_a_recurrent_kind_named_like_an_attention_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.recurrent = 'default': is also an attention kind"):
         plan_of("blend", replace(MODEL, recurrent={"default": KINDS["mamba"]}))

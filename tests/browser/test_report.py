@@ -40,7 +40,7 @@ def said(page: Page, section: str) -> str:
 
 
 @pytest.mark.parametrize("recipe", ["fcp", "ring", "ulysses", "zeppelin", "distca", "dcp", "auto"])
-def test_the_report_of_64_ranks_is_small_and_soon_there(recipe: str, reported: Make, visit: Visit) -> None:
+def test_the_report_of_64_ranks_is_small_and_loads_quickly(recipe: str, reported: Make, visit: Visit) -> None:
     path = reported(recipe)
     page = visit(path)
     assert path.stat().st_size <= MOST_BYTES
@@ -64,7 +64,7 @@ def test_pages_fit_their_window(size: tuple[int, int], scheme: str, reported: Ma
     keep(page, f"report-{size[0]}-{scheme}")
 
 
-def test_the_timeline_zooms_moves_and_says_what_is_there(reported: Make, visit: Visit) -> None:
+def test_the_timeline_zooms_pans_and_describes_what_is_shown(reported: Make, visit: Visit) -> None:
     page = visit(reported())
     timeline, before = page.locator("canvas.time"), drawn(page, "time")
     page.get_by_role("button", name="Zoom in").first.click()
@@ -86,7 +86,7 @@ def test_the_timeline_zooms_moves_and_says_what_is_there(reported: Make, visit: 
     assert said(page, "timeline") == "rank 1"
 
 
-def test_hovering_tells_of_all_three_pictures(reported: Make, visit: Visit) -> None:
+def test_hovering_shows_a_tooltip_on_all_three_pictures(reported: Make, visit: Visit) -> None:
     page = visit(reported())
     for name, expected in (("time", r"rank 2"), ("cells", "query"), ("matrix", r"rank \d+ → rank \d+")):
         canvas = page.locator(f"canvas.{name}")
@@ -99,9 +99,11 @@ def test_hovering_tells_of_all_three_pictures(reported: Make, visit: Visit) -> N
         assert re.search(expected, page.locator("#tip").inner_text()), name
 
 
-def test_the_mask_goes_from_the_batch_to_a_block(reported: Make, visit: Visit) -> None:
+def test_the_mask_zooms_from_the_batch_to_a_block(reported: Make, visit: Visit) -> None:
     page = visit(reported())
-    assert page.locator("select.document").input_value() != "-1"  # all documents would be a thin diagonal
+    assert (
+        page.locator("select.document").input_value() != "-1"
+    )  # a mask of all documents would be a thin diagonal
     one, strip = drawn(page, "cells"), page.locator("canvas.documents")
     page.locator("select.document").select_option(index=0)
     before = drawn(page, "cells")
@@ -120,7 +122,7 @@ def test_the_mask_goes_from_the_batch_to_a_block(reported: Make, visit: Visit) -
     assert len({before, one, block, drawn(page, "cells")}) == 4
 
 
-def test_the_mask_shows_who_computes_what(planned: Make, folder: Path, visit: Visit) -> None:
+def test_the_mask_shows_which_rank_computes_a_pair(planned: Make, folder: Path, visit: Visit) -> None:
     """The tooltip agrees with the plan's tasks and the batch's mask, token by token."""
     plan = Plan.decode(planned("fcp", 8).read_bytes())
     path = folder / "mask.html"
@@ -179,7 +181,7 @@ def test_many_ranks_are_folded_by_node(planned: Make, visit: Visit) -> None:
     assert unfolded["height"] > 2 * height["height"]
 
 
-def test_light_and_dark(reported: Make, visit: Visit) -> None:
+def test_the_page_has_a_light_and_a_dark_theme(reported: Make, visit: Visit) -> None:
     page = visit(reported(), color_scheme="dark")
     paper = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(paper)
@@ -189,7 +191,7 @@ def test_light_and_dark(reported: Make, visit: Visit) -> None:
     assert drawn(page, "time") != before
 
 
-def test_all_of_it_prints(reported: Make, visit: Visit) -> None:
+def test_the_whole_report_can_be_printed(reported: Make, visit: Visit) -> None:
     page = visit(reported())
     page.emulate_media(media="print")
     assert not page.locator(".tools").first.is_visible()
@@ -198,13 +200,13 @@ def test_all_of_it_prints(reported: Make, visit: Visit) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_accessibility(scheme: str, reported: Make, visit: Visit) -> None:
+def test_the_report_is_accessible(scheme: str, reported: Make, visit: Visit) -> None:
     page = visit(reported("auto"), color_scheme=scheme)
     assert violations(page) == []
 
 
-def test_names_cannot_leave_their_place(planned: Make, folder: Path, visit: Visit) -> None:
-    """Names from outside are texts, whatever they hold; the page's policy would stop what they start, too."""
+def test_names_with_markup_are_shown_as_text(planned: Make, folder: Path, visit: Visit) -> None:
+    """Names from outside are shown as text; the page's policy would also block any script in them."""
     evil = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u2028@@script@@"
     plan = Plan.decode(planned("fcp", 8).read_bytes())
     header = replace(plan.header, recipe=evil)
@@ -224,7 +226,7 @@ def check_narrow(page: Page, name: str) -> None:
     assert violations(page) == []
 
 
-def test_recipes_side_by_side(folder: Path, visit: Visit) -> None:
+def test_a_comparison_page_shows_recipes_side_by_side(folder: Path, visit: Visit) -> None:
     path = folder / "compare.html"
     words = [
         "compare",
@@ -258,7 +260,7 @@ def test_recipes_side_by_side(folder: Path, visit: Visit) -> None:
     check_narrow(visit(path, NARROW), "compare-390")
 
 
-def test_two_plans_that_differ(planned: Make, folder: Path, visit: Visit) -> None:
+def test_a_diff_page_lists_the_differences_of_two_plans(planned: Make, folder: Path, visit: Visit) -> None:
     path = folder / "diff.html"
     words = ["diff", str(planned("fcp", 8)), str(planned("ring", 8)), "--html", str(path), "--json"]
     assert cli.main(words) == cli.FAILED

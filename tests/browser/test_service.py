@@ -23,12 +23,12 @@ from tests.browser.screens import NARROW, WIDE, keep, violations
 JOB = Job(Cluster(1, 4), Model(8, 2, 64), Policy(find_recipe("fcp")), 8192)
 TOKEN = "token-of-this-test-0123456789"
 SHOWN = ".shown:not([hidden])"
-UNANSWERED = "Failed to load resource"  # what a browser says of a 401, and of a server that is gone
+UNANSWERED = "Failed to load resource"  # a browser's messages on a 401, and on an unreachable server
 Watch = Callable[..., Page]
 
 
 def plan(server: Server, length: int, token: str | None = None) -> bytes:
-    """The key of a request that is planned by then."""
+    """Submits a request, waits for its plan and returns its key."""
     batch = [Batch.from_lengths([length, 900, 12000])]
     with closing(Client(server.url, token, timeout_s=60)) as client:
         key = JOB.request_key(batch)
@@ -39,7 +39,7 @@ def plan(server: Server, length: int, token: str | None = None) -> bytes:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """One without a token, which has planned a request."""
+    """A server without a token that has planned one request."""
     with serving(None) as found:
         plan(found, 3000)
         yield found
@@ -70,7 +70,7 @@ def watch(browser: Browser) -> Iterator[Watch]:
     assert wrong == []
 
 
-def test_it_follows_what_is_planned(server: Server, watch: Watch) -> None:
+def test_the_page_updates_as_plans_are_made(server: Server, watch: Watch) -> None:
     page = watch(server.url)
     expect(page.locator(".lamp")).to_have_text(re.compile("^ready"))
     before = int(page.locator(".card b").first.inner_text())
@@ -79,7 +79,7 @@ def test_it_follows_what_is_planned(server: Server, watch: Watch) -> None:
     expect(page.locator(".plans tbody tr").first).to_contain_text(key.hex()[:12])
     for title in ("planning, median", "planning, 99 of 100"):
         expect(page.locator(".card", has_text=title)).to_contain_text(re.compile(r"^[\d.]+ m?s"))
-    expect(page.locator(".tenants tbody tr")).to_have_count(2)  # all, and the one that there is
+    expect(page.locator(".tenants tbody tr")).to_have_count(2)  # the row of all tenants, and the only tenant
     planned = page.locator(".chart", has_text="plans made").get_by_role("img")
     expect(planned).to_have_attribute(
         "aria-label", re.compile(r"over the last hour: \d+ now, [1-9]\d* at most")
@@ -88,7 +88,7 @@ def test_it_follows_what_is_planned(server: Server, watch: Watch) -> None:
     expect(page.locator(".store")).to_contain_text(re.compile(r"Memory of the server\s*[\d.]+ MB"))
 
 
-def test_a_click_opens_the_report_and_the_keyboard_does(server: Server, watch: Watch) -> None:
+def test_a_click_or_a_key_opens_the_report(server: Server, watch: Watch) -> None:
     page = watch(server.url)
     button = page.locator(".plans button").last
     button.focus()
@@ -102,7 +102,7 @@ def test_a_click_opens_the_report_and_the_keyboard_does(server: Server, watch: W
         report.close()
 
 
-def test_a_token_is_asked_for_and_kept_in_the_tab(watch: Watch) -> None:
+def test_the_page_asks_for_a_token_and_keeps_it_in_the_tab(watch: Watch) -> None:
     with serving(None, token=TOKEN) as server:
         plan(server, 3000, TOKEN)
         page = watch(server.url)
@@ -128,7 +128,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(watch: Watch) -> None:
         page.wait_for_selector(".ask:not([hidden])")
 
 
-def test_a_refusal_says_why_and_a_server_that_ends_is_seen(watch: Watch) -> None:
+def test_the_page_shows_why_a_request_was_refused_and_that_the_server_ended(watch: Watch) -> None:
     with serving(None) as server, closing(Client(server.url, timeout_s=60)) as client:
         job = Job(Cluster(1, 4), Model(8, 2, 64), Policy(find_recipe("fcp"), token_cap=1), 8192)
         batch = [Batch.from_lengths([100])]
@@ -138,13 +138,13 @@ def test_a_refusal_says_why_and_a_server_that_ends_is_seen(watch: Watch) -> None
         expect(page.locator(".plans td.wide")).to_contain_text("token_cap")
         server.process.terminate()
         expect(page.locator(".lamp")).to_have_text(re.compile("no answer"))
-        page.goto("about:blank")  # before it asks again
+        page.goto("about:blank")  # before the page polls again
 
 
 @pytest.mark.parametrize(
     ("size", "scheme"), [(WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")]
 )
-def test_it_fits_its_window_and_is_accessible(
+def test_the_page_fits_its_window_and_is_accessible(
     size: tuple[int, int], scheme: str, server: Server, watch: Watch
 ) -> None:
     page = watch(server.url, size, color_scheme=scheme)

@@ -346,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import apportion  # noqa: F401, of the tree that was asked for; the tests are always those of this one
+    import apportion  # noqa: F401, of the requested tree; the tests are always those of this one
 
     sys.path.insert(0, str(ROOT))
     sys.exit(main())

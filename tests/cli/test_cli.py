@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, one JSON object on stdout, errors that say what to do."""
+"""The command line as a user meets it: exit codes, one JSON object on stdout, errors with a remedy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Cli = Callable[..., Result]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs a command and gives back its exit code and what it printed."""
+    """Runs a command; returns its exit code and output."""
 
     def call(*args: object) -> Result:
         code = cli.main([str(arg) for arg in args])
@@ -109,7 +109,7 @@ def test_help_explains_and_shows_an_example(run: Cli, command: tuple[str, ...]) 
     assert f"apportion {' '.join(command)}" in result.out.split("Options")[0].split("Example")[1]
 
 
-def test_without_a_command_the_help_is_printed(run: Cli) -> None:
+def test_help_is_printed_if_there_is_no_command(run: Cli) -> None:
     assert re.findall("─ ([A-Z][a-z ]+) ─", run().out)[1:] == [
         *("Plan", "Look at plans", "Measure", "Serve", "Extend"),
     ]
@@ -127,7 +127,7 @@ def test_plan_prints_a_summary_and_writes_a_plan(run: Cli, batch_file: Path, tmp
     assert Plan.decode(path.read_bytes()).request.batch.lengths.tolist() == [3000, 700, 300, 1]
 
 
-def test_plan_json_has_the_names_of_a_benchmark_row(run: Cli, batch_file: Path) -> None:
+def test_plan_json_has_the_fields_of_a_benchmark_row(run: Cli, batch_file: Path) -> None:
     result = run("plan", "--batch", batch_file, *SMALL, "--json")
     record = result.json
     assert set(record) == ROW | {"seed", "id", "skipped_samples", "file", "faster"}
@@ -173,7 +173,7 @@ def test_overlong_documents_are_dropped_cut_or_refused(
         assert int(lengths.max()) == longest
 
 
-def test_a_plan_names_its_model_and_a_faster_recipe(run: Cli, batch_file: Path) -> None:
+def test_plan_output_names_the_model_and_a_faster_recipe(run: Cli, batch_file: Path) -> None:
     batch = ("--batch", batch_file, "--ranks", 4)
     record = run("plan", *batch, "--recipe", "contiguous", "--json").json
     assert record["faster"]["ms"] < 0.98 * record["faster"]["own_ms"]
@@ -184,14 +184,14 @@ def test_a_plan_names_its_model_and_a_faster_recipe(run: Cli, batch_file: Path) 
 
 
 @pytest.mark.parametrize("name", ["code_lengths", "doc_lengths"])
-def test_the_workloads_of_the_examples_are_read(run: Cli, name: str) -> None:
+def test_example_workloads_can_be_planned(run: Cli, name: str) -> None:
     record = run(
         "plan", "--workload", EXAMPLES / f"{name}.json", "--tokens-per-rank", 2048, *SMALL, "--json"
     ).json
     assert record["tokens"] == 4 * 2048
 
 
-def test_a_recipe_file_is_a_recipe(run: Cli, batch_file: Path, tmp_path: Path) -> None:
+def test_plan_accepts_a_recipe_file(run: Cli, batch_file: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         "name: mine\nsteps: {shard: {blocks: {block: 512}}, place: {lpt: {}}, schedule: {matchings: {}}}"
@@ -206,7 +206,7 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
     assert bench.cluster_of(ranks).ranks == ranks
 
 
-# --- what is wrong is said
+# --- errors
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,13 @@ def test_bad_input_is_refused_in_one_paragraph(
     assert says in as_json.json["error"]["message"]
 
 
-def test_a_config_error_is_json_with_its_parts(run: Cli, batch_file: Path) -> None:
+def test_json_of_a_config_error_has_its_parts(run: Cli, batch_file: Path) -> None:
     error = run("plan", "--batch", batch_file, "--recipe", "nonesuch", "--json").json["error"]
     assert error["type"] == "UnknownNameError"
     assert {"field", "value", "rule", "remedy"} <= set(error)
 
 
-def test_a_file_that_does_not_parse_is_named_with_the_place(run: Cli, tmp_path: Path) -> None:
+def test_a_parse_error_names_the_file_and_the_line(run: Cli, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{\n"lengths": [1,,2]}')
     (tmp_path / "bad.yaml").write_text("lengths: [1, 2\nmask: x")
     said = run("plan", "--batch", tmp_path / "bad.json").err
@@ -287,8 +287,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_planning(
     assert (result.code, "cannot be written" in result.err) == (2, True)
 
 
-def test_a_plan_is_written_whole_or_not_at_all(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def torn(path: Path, data: bytes) -> None:
+def test_a_failed_write_leaves_no_partial_plan(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_partially(path: Path, data: bytes) -> None:
         with path.open("wb") as file:
             file.write(data[:3])
         raise OSError(28, "No space left on device", str(path))
@@ -296,7 +296,7 @@ def test_a_plan_is_written_whole_or_not_at_all(plan_file: Path, monkeypatch: pyt
     before = plan_file.read_bytes()
     beside = set(plan_file.parent.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", torn)
+        patch.setattr(Path, "write_bytes", write_partially)
         with pytest.raises(OSError, match="No space"):
             files.write(plan_file, b"other bytes")
     assert plan_file.read_bytes() == before
@@ -309,7 +309,7 @@ def test_a_plan_is_written_whole_or_not_at_all(plan_file: Path, monkeypatch: pyt
     assert not Path(os.devnull).is_file()
 
 
-def test_an_error_of_the_system_without_a_file_is_said(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_os_error_without_a_file_is_printed(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise OSError("the disk is gone")
 
@@ -319,7 +319,7 @@ def test_an_error_of_the_system_without_a_file_is_said(run: Cli, monkeypatch: py
 
 
 @pytest.mark.parametrize("args", [["verify", "nowhere.plan", "--json"], ["verify", "nowhere.plan"]])
-def test_an_error_to_a_broken_stdout_keeps_its_exit_code(args: list[str]) -> None:
+def test_a_broken_stdout_does_not_change_the_exit_code(args: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -332,7 +332,7 @@ def test_an_error_to_a_broken_stdout_keeps_its_exit_code(args: list[str]) -> Non
 
 
 @pytest.mark.parametrize("command", ["demo", "selftest", "bench attention"])
-def test_a_missing_part_is_named_with_its_extra(
+def test_a_missing_package_is_reported_with_the_extra_to_install(
     run: Cli, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -349,7 +349,9 @@ def test_a_good_plan_verifies(run: Cli, plan_file: Path) -> None:
     assert run("verify", plan_file, "--json").json["violations"] == []
 
 
-def test_a_broken_plan_is_told_rule_by_rule(run: Cli, plan_file: Path, tmp_path: Path) -> None:
+def test_verify_lists_the_violations_of_a_broken_plan_by_rule(
+    run: Cli, plan_file: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "broken.plan"
     path.write_bytes(broken(Plan.decode(plan_file.read_bytes())).encode())
     result = run("verify", path)
@@ -360,7 +362,7 @@ def test_a_broken_plan_is_told_rule_by_rule(run: Cli, plan_file: Path, tmp_path:
     assert {"rule", "rank", "message", "excerpt"} <= set(record["violations"][0])
 
 
-def test_a_plan_with_another_id_than_its_bytes_breaks_the_rule_of_digests(
+def test_an_id_that_differs_from_the_bytes_violates_the_digests_rule(
     run: Cli, plan_file: Path, tmp_path: Path
 ) -> None:
     plan = Plan.decode(plan_file.read_bytes())
@@ -386,7 +388,7 @@ def test_show_draws_every_rank(run: Cli, plan_file: Path) -> None:
     assert sum(record["tokens"]) == 4001
 
 
-def test_the_load_of_the_picture_is_the_area_of_the_mask(plan_file: Path) -> None:
+def test_loads_drawn_by_show_add_up_to_the_area_of_the_mask(plan_file: Path) -> None:
     plan = Plan.decode(plan_file.read_bytes())
     model = plan.request.model
     assert summary.loads(plan).sum() == plan.request.batch.area("default") * model.q_heads * model.layers_of(
@@ -408,7 +410,9 @@ def test_show_of_a_rank_prints_its_program(run: Cli, plan_file: Path) -> None:
     assert {item["phase"] for item in record["programs"]} == {"forward", "backward"}
 
 
-def test_diff(run: Cli, batch_file: Path, plan_file: Path, tmp_path: Path) -> None:
+def test_diff_lists_the_fields_that_differ(
+    run: Cli, batch_file: Path, plan_file: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other.plan"
     run("plan", "--batch", batch_file, *SMALL[:2], "--ranks", 4, "--block", 512, "-o", other)
     assert run("diff", plan_file, plan_file).code == 0
@@ -436,7 +440,7 @@ def test_bench_prints_a_table(run: Cli) -> None:
     assert "largest rank" in result.out
 
 
-def test_version(run: Cli) -> None:
+def test_version_prints_the_package_version(run: Cli) -> None:
     said = run("--version")
     assert (said.code, said.out.splitlines()[1]) == (0, "format    apportion.plan 3.0")
     assert "numpy" in said.out

@@ -44,7 +44,7 @@ Cli = Callable[..., Result]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs a command and gives back its exit code and what it printed."""
+    """Runs a command; returns its exit code and output."""
 
     def call(*args: object) -> Result:
         code = cli.main([str(arg) for arg in args])
@@ -82,7 +82,7 @@ def test_help_explains_and_shows_an_example(run: Cli, command: str) -> None:
 # --- compare
 
 
-def test_compare_has_a_row_a_recipe(run: Cli, mine: Path) -> None:
+def test_compare_has_one_row_per_recipe(run: Cli, mine: Path) -> None:
     assert len(MINE.splitlines()) <= 10
     args = ("compare", "--workload", EXAMPLES / "doc_lengths.json", "--recipes", f"ring,fcp,{mine}", *SMALL)
     result = run(*args, "--json")
@@ -100,7 +100,7 @@ def test_compare_has_a_row_a_recipe(run: Cli, mine: Path) -> None:
         assert {"forward_ms", "backward_ms", "efficiency", "exposed_ms", "peak_rows", "rounds"} <= set(row)
 
 
-def test_compare_names_a_row_as_plan_names_a_plan(run: Cli) -> None:
+def test_compare_rows_have_the_fields_and_values_of_plan(run: Cli) -> None:
     batch = ("--batch", EXAMPLES / "batch.json", "--ranks", 4)
     row = run("compare", *batch, "--recipes", "ring", "--json").json["rows"][0]
     planned = run("plan", *batch, "--recipe", "ring", "--json").json
@@ -117,7 +117,7 @@ def test_compare_prints_a_table(run: Cli, mine: Path) -> None:
     assert "slots" in run("compare", "--recipes", "ring", *SMALL, "--wide").out
 
 
-def test_compare_fails_where_no_recipe_serves_the_batch(run: Cli, tmp_path: Path) -> None:
+def test_compare_fails_if_every_recipe_is_refused(run: Cli, tmp_path: Path) -> None:
     batch = tmp_path / "homes.json"
     batch.write_text(json.dumps({"lengths": [100, 50], "home_ranks": [[0], None]}))
     args = ("compare", "--batch", batch, "--ranks", 2, "--recipes", "blend", "--baseline", "blend", "--json")
@@ -125,7 +125,7 @@ def test_compare_fails_where_no_recipe_serves_the_batch(run: Cli, tmp_path: Path
     assert (result.code, result.json["rows"][0]["status"]) == (1, "refused")
 
 
-def test_compare_says_why_a_recipe_is_refused(run: Cli, tmp_path: Path) -> None:
+def test_compare_gives_the_reason_why_a_recipe_is_refused(run: Cli, tmp_path: Path) -> None:
     batch = tmp_path / "homes.json"
     homes = [{"length": 1000, "mask": {"causal": {}}} for _ in range(4)]
     batch.write_text(json.dumps({"sequences": [{**homes[0], "home_ranks": [1]}, *homes[1:]]}))
@@ -143,7 +143,7 @@ def test_compare_all_has_every_recipe(run: Cli) -> None:
     assert [row["recipe"] for row in rows] == list(entries())
 
 
-def test_compare_under_a_window_and_on_other_hardware(run: Cli) -> None:
+def test_compare_accepts_a_window_and_other_hardware(run: Cli) -> None:
     args = ("compare", "--recipes", "ring", *SMALL, "--json")
     plain = run(*args).json["rows"][0]
     windowed = run(*args, "--mask", "{sliding_window: {window: 64}}").json["rows"][0]
@@ -153,7 +153,7 @@ def test_compare_under_a_window_and_on_other_hardware(run: Cli) -> None:
     assert other["cluster"]["intra_gbs"] == Hardware.load("a100").intra_gbs.value
 
 
-def test_a_cluster_that_the_hardware_does_not_know_is_a_warning(run: Cli) -> None:
+def test_a_cluster_that_does_not_match_the_hardware_is_a_warning(run: Cli) -> None:
     args = ("--batch", EXAMPLES / "batch.json", "--cluster", EXAMPLES / "cluster.yaml", "--hardware", "a800")
     for command in (("compare", "--recipes", "ring"), ("plan", "--recipe", "ring")):
         result = run(*command, *args, "--json")
@@ -199,7 +199,7 @@ def test_bad_input_is_refused_in_one_paragraph(
 # --- simulate
 
 
-def test_simulate_draws_ranks_and_tells_the_critical_path(run: Cli, plan_file: Path) -> None:
+def test_simulate_prints_ranks_and_the_critical_path(run: Cli, plan_file: Path) -> None:
     result = run("simulate", plan_file)
     assert result.code == 0
     assert all(f"default {phase}:" in result.out for phase in ("forward", "backward"))
@@ -240,7 +240,7 @@ def test_simulate_refuses_a_trace_that_cannot_be_written(run: Cli, plan_file: Pa
 # --- recipes, solvers, profile
 
 
-def test_recipes_lists_what_there_is(run: Cli) -> None:
+def test_recipes_lists_all_recipes(run: Cli) -> None:
     record = run("recipes", "--json").json
     assert [row["name"] for row in record["recipes"]] == list(entries())
     assert all(row["summary"] for row in record["recipes"])
@@ -249,7 +249,7 @@ def test_recipes_lists_what_there_is(run: Cli) -> None:
 
 
 @pytest.mark.parametrize("name", sparse(list(entries()), 4))
-def test_a_recipe_prints_as_a_recipe_file(run: Cli, tmp_path: Path, name: str) -> None:
+def test_a_printed_recipe_is_a_valid_recipe_file(run: Cli, tmp_path: Path, name: str) -> None:
     path = tmp_path / "copy.yaml"
     path.write_text(run("recipes", name).out)
     assert Recipe.load(path) == find_recipe(name)
@@ -261,7 +261,7 @@ def test_a_recipe_prints_as_a_recipe_file(run: Cli, tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     "command", [["recipes", "rign"], ["plan", "--recipe", "rign"], ["compare", "--recipes", "rign"]]
 )
-def test_an_unknown_recipe_is_refused_with_the_names(run: Cli, command: list[str]) -> None:
+def test_an_unknown_recipe_is_refused_with_the_known_names(run: Cli, command: list[str]) -> None:
     batch = [] if command[0] == "recipes" else ["--batch", str(EXAMPLES / "batch.json")]
     result = run(*command, *batch)
     assert result.code == 2
@@ -270,7 +270,7 @@ def test_an_unknown_recipe_is_refused_with_the_names(run: Cli, command: list[str
     assert all(len(re.findall(rf"\b{name}\b", listed)) == 1 for name in entries())
 
 
-def test_a_recipe_tells_its_parameters_and_their_defaults(run: Cli) -> None:
+def test_recipes_prints_parameters_and_their_defaults(run: Cli) -> None:
     said = run("recipes", "zeppelin").out
     assert "# schedule queues has these parameters:\n#   proxies: auto  # " in said
     record = run("recipes", "zeppelin", "--json").json
@@ -280,7 +280,7 @@ def test_a_recipe_tells_its_parameters_and_their_defaults(run: Cli) -> None:
     assert remap["solver"]["default"] == "flow"
 
 
-def test_the_schema_of_recipes_takes_what_the_planner_takes(run: Cli) -> None:
+def test_the_recipe_schema_accepts_what_the_planner_accepts(run: Cli) -> None:
     schema = json.loads(run("recipes", "--schema").out)
     check = jsonschema.Draft202012Validator(schema)
     for entry in entries().values():
@@ -323,14 +323,14 @@ def test_solvers_are_compared_with_the_optimum(run: Cli) -> None:
     assert held["partition", "lpt"]["worst"] > 1
 
 
-def test_solvers_of_one_problem_are_compared(run: Cli) -> None:
+def test_solvers_of_one_kind_can_be_compared(run: Cli) -> None:
     assert "partition" in run("solvers", "compare", "--count", "2", "--problem", "partition").out
     refused = run("solvers", "compare", "--problem", "nope")
     assert refused.code == 2
     assert "colouring" in refused.err
 
 
-def test_solvers_say_what_they_need(run: Cli) -> None:
+def test_solvers_lists_extras_sources_and_steps(run: Cli) -> None:
     rows = {row["name"]: row for row in run("solvers", "--json").json["solvers"]}
     assert {"lpt", "matching", "flow", "ilp"} <= set(rows)
     assert rows["ilp"]["extra"] == "solvers"
@@ -339,14 +339,14 @@ def test_solvers_say_what_they_need(run: Cli) -> None:
     assert "lpt" in run("solvers").out
 
 
-def test_a_profile_needs_torch_and_a_place_to_write(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_needs_torch_and_an_output_file(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--output" in run("profile").err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run("profile", "-o", "x.json")
     assert (result.code, "'.[torch]'" in result.err) == (2, True)
 
 
-def test_a_profile_is_shown_with_its_sources(tmp_path: Path) -> None:
+def test_profile_shows_the_source_of_each_figure(tmp_path: Path) -> None:
     record = profiling._record(Hardware.load("h100"), tmp_path / "mine.json")
     text = profiling._text(record)
     assert "engine flash" in text

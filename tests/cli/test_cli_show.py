@@ -54,7 +54,7 @@ def allowed(plan: Plan, axis: Axis) -> np.ndarray:
     return np.asarray(sums > 0)
 
 
-# --- who computes what
+# --- the rank of each cell
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -80,7 +80,7 @@ def test_queries_that_stay_home_are_computed_there() -> None:
     assert all(set(found[row][found[row] >= 0].tolist()) == {home} for row, home in whole)
 
 
-def test_ranks_that_share_heads_are_all_there() -> None:
+def test_ranks_that_share_heads_are_all_drawn() -> None:
     plan = planned("ulysses")
     found = owners(plan, "default", "forward", axis_of(plan, CELLS))
     assert set(np.unique(found)) == {-1, 0, 1, 2, 3}
@@ -111,7 +111,7 @@ def test_only_the_longest_of_many_sequences_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_it_is_xml_with_a_title_and_the_colours_of_all_ranks(phase: str) -> None:
+def test_the_picture_is_xml_with_a_title_and_the_colours_of_all_ranks(phase: str) -> None:
     text = draw(planned(), phase=phase)
     root = ElementTree.fromstring(text)
     assert root.tag == f"{SVG}svg"
@@ -151,7 +151,7 @@ def test_the_picture_of_many_ranks_is_small() -> None:
     assert "rank 63" in text
 
 
-def test_what_would_be_large_is_drawn_coarser(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_above_the_size_limit_is_drawn_coarser(monkeypatch: pytest.MonkeyPatch) -> None:
     fine = draw(planned())
     monkeypatch.setattr(pictures, "MOST_BYTES", len(fine) - 1)
     coarse = draw(planned())
@@ -159,7 +159,7 @@ def test_what_would_be_large_is_drawn_coarser(monkeypatch: pytest.MonkeyPatch) -
     assert fills(coarse) >= fills(fine) - {"#57606a"}
 
 
-def test_nodes_have_the_colours_where_ranks_are_too_many() -> None:
+def test_colours_stand_for_nodes_if_there_are_too_many_ranks() -> None:
     batch = Batch.from_lengths([4000] * 40)
     text = draw(make_plan(batch, Cluster(10, 8), MODEL, recipe="contiguous", seed=0))
     assert "node 9" in text
@@ -167,7 +167,7 @@ def test_nodes_have_the_colours_where_ranks_are_too_many() -> None:
     assert "the 64 longest-waiting ranks" in text
 
 
-def test_colours_are_told_apart() -> None:
+def test_colours_of_ranks_are_distinct() -> None:
     for count in (2, 8, 9, 16, 64):
         assert len({svg.colour(rank, count) for rank in range(count)}) == count
 
@@ -192,7 +192,9 @@ def plan_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_show_draws_beside_what_it_prints(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_writes_the_picture_and_prints_its_path(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = plan_file.with_suffix(".svg")
     assert cli.main(["show", str(plan_file), "--svg", str(target), "--phase", "backward", "--json"]) == 0
     assert f'"svg": "{target}"' in capsys.readouterr().out
@@ -210,7 +212,7 @@ def test_show_draws_beside_what_it_prints(plan_file: Path, capsys: pytest.Captur
         (["--svg", "p.svg", "--rank", "4"], "the plan has ranks 0 to 3"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(
+def test_plans_that_cannot_be_drawn_are_refused(
     plan_file: Path,
     options: list[str],
     said: str,
@@ -223,15 +225,17 @@ def test_what_cannot_be_drawn_is_refused(
     assert not Path("p.svg").exists()
 
 
-def test_a_kind_that_is_not_there_is_an_error() -> None:
+def test_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(ConfigError, match="the plan has default"):
         draw(planned(), kind="global")
 
 
-# --- what a search tried
+# --- the trials of a search
 
 
-def test_show_tells_what_a_search_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_lists_the_recipes_that_a_search_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         "{name: mine, steps: {search: {portfolio: {candidates: [fcp, ring, contiguous], improve: false}}}}"
@@ -254,7 +258,7 @@ def test_show_tells_what_a_search_tried(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_a_trial_is_told_with_its_time_or_why_it_has_none() -> None:
+def test_the_search_table_has_times_lower_bounds_and_refusals() -> None:
     steps = {"place": {"lpt": {}}, "reshuffle": True}
     trials = [
         {"recipe": {"name": name, "steps": steps}, "ms": ms, "least_ms": 2.0, "refused": refused}

@@ -30,12 +30,12 @@ RING, FCP = find_recipe("ring"), with_block(find_recipe("fcp"), 256)
 TIMED = ("planning_ms", "verify_ms")
 
 
-def drawn(count: int = 3) -> list[Batch]:
+def draw_batches(count: int = 3) -> list[Batch]:
     return [Source().batch(4096, seed)[0] for seed in range(count)]
 
 
 def records(found: Comparison) -> list[dict[str, Any]]:
-    """Rows without what was measured."""
+    """Rows without measured times."""
     return [{k: v for k, v in row.record().items() if k not in TIMED} for row in found.rows]
 
 
@@ -45,8 +45,8 @@ def trial(total_ms: float) -> Trial:
     )
 
 
-def test_a_row_holds_what_plan_and_simulation_say() -> None:
-    (batch,) = drawn(1)
+def test_a_row_equals_the_plans_report_and_its_simulation() -> None:
+    (batch,) = draw_batches(1)
     row = compare_all([batch], [FCP], FCP, SETTING).rows[0].record()
     made = plan(batch, SETTING.cluster, MODEL, recipe=FCP)
     found = simulate(made)
@@ -63,26 +63,26 @@ def test_a_row_holds_what_plan_and_simulation_say() -> None:
     assert row["verified"]
 
 
-def test_everything_but_measured_times_repeats() -> None:
-    first, second = (records(compare_all(drawn(), [RING, FCP], RING, SETTING)) for _ in range(2))
+def test_repeated_comparisons_differ_only_in_measured_times() -> None:
+    first, second = (records(compare_all(draw_batches(), [RING, FCP], RING, SETTING)) for _ in range(2))
     assert first == second
     assert [row["recipe"] for row in first] == ["ring", "fcp"]
 
 
 def test_the_baseline_gets_a_row_and_a_speed_up_of_one() -> None:
-    found = compare_all(drawn(), [FCP], RING, SETTING)
+    found = compare_all(draw_batches(), [FCP], RING, SETTING)
     assert [row.recipe for row in found.rows] == ["ring", "fcp"]
     assert found.rows[0].record()["speedup"] == {"min": 1.0, "median": 1.0, "max": 1.0}
 
 
-def test_speed_ups_are_of_forward_and_backward_together_batch_by_batch() -> None:
+def test_speed_ups_compare_forward_plus_backward_batch_by_batch() -> None:
     base = (trial(8.0), trial(6.0), Refusal("no"))
     row = Row("mine", (trial(4.0), trial(6.0), trial(1.0)), base)
     assert row.speedups == [2.0, 1.0]
     assert Row("mine", (Refusal("no"),) * 3, base).speedups == []
 
 
-def test_a_recipe_that_serves_no_batch_keeps_its_row_with_the_reason() -> None:
+def test_a_recipe_refused_for_every_batch_keeps_its_row_and_reason() -> None:
     homes = Batch.from_lengths([1000] * 4, home_ranks=[[1], None, None, None])
     rows = {row.recipe: row.record() for row in compare_all([homes], [RING, FCP], FCP, SETTING).rows}
     assert (rows["fcp"]["status"], rows["fcp"]["reason"]) == ("ok", None)
@@ -93,17 +93,17 @@ def test_a_recipe_that_serves_no_batch_keeps_its_row_with_the_reason() -> None:
     assert set(refused) == set(rows["fcp"])
 
 
-def test_a_recipe_that_serves_some_batches_says_how_many_it_does_not() -> None:
-    batches = [*drawn(2), Batch.from_lengths([1000] * 4, home_ranks=[[1], None, None, None])]
+def test_a_row_counts_the_batches_that_its_recipe_refuses() -> None:
+    batches = [*draw_batches(2), Batch.from_lengths([1000] * 4, home_ranks=[[1], None, None, None])]
     row = compare_all(batches, [RING], RING, SETTING).rows[0].record()
     assert (row["status"], row["batches"], row["refused"]) == ("ok", 2, 1)
     assert row["reason"].startswith("1 of 3 batches: ")
 
 
-def test_figures_are_those_of_the_batch_of_median_time() -> None:
-    rows = [compare_all([batch], [FCP], FCP, SETTING).rows[0].record() for batch in drawn()]
+def test_a_row_shows_the_batch_of_median_time() -> None:
+    rows = [compare_all([batch], [FCP], FCP, SETTING).rows[0].record() for batch in draw_batches()]
     middle = sorted(rows, key=lambda row: row["forward_ms"] + row["backward_ms"])[1]
-    row = compare_all(drawn(), [FCP], FCP, SETTING).rows[0].record()
+    row = compare_all(draw_batches(), [FCP], FCP, SETTING).rows[0].record()
     for name in (
         "forward_ms",
         "efficiency",
@@ -119,23 +119,23 @@ def test_figures_are_those_of_the_batch_of_median_time() -> None:
         assert bound["gap"] is None or bound["gap"] == pytest.approx(bound["value"] / bound["bound"])
 
 
-def test_hardware_changes_times_and_nothing_else() -> None:
+def test_other_hardware_changes_only_times() -> None:
     slow = replace(SETTING, hardware=Hardware.load("h20"))
     fast, slowed = (
-        compare_all(drawn(1), [RING], RING, setting).rows[0].record() for setting in (SETTING, slow)
+        compare_all(draw_batches(1), [RING], RING, setting).rows[0].record() for setting in (SETTING, slow)
     )
     assert slowed["forward_ms"] > fast["forward_ms"]
     assert slowed["bytes"] == fast["bytes"]
 
 
-def test_without_a_batch_there_is_nothing_to_compare() -> None:
+def test_a_comparison_needs_at_least_one_batch() -> None:
     with pytest.raises(ConfigError, match="at least one batch"):
         compare_all([], [RING], RING, SETTING)
 
 
-def test_progress_is_told_of_every_plan() -> None:
+def test_progress_is_reported_for_every_plan() -> None:
     done: list[str] = []
-    compare_all(drawn(2), [FCP], RING, SETTING, done.append)
+    compare_all(draw_batches(2), [FCP], RING, SETTING, done.append)
     assert done == ["ring", "fcp", "ring", "fcp"]
 
 
@@ -150,23 +150,23 @@ def raising(message: str) -> Callable[[object], float]:
     return fail
 
 
-def test_a_plan_that_breaks_a_rule_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_violates_a_rule_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "timed_verify", raising("rows are read before they arrive"))
-    found = compare_all(drawn(1), [RING], RING, SETTING)
+    found = compare_all(draw_batches(1), [RING], RING, SETTING)
     assert found.broken == ["ring"]
     assert "breaks a rule" in str(found.rows[0].record()["reason"])
-    assert compare_all(drawn(1), [RING], RING, replace(SETTING, verify=False)).broken == []
+    assert compare_all(draw_batches(1), [RING], RING, replace(SETTING, verify=False)).broken == []
 
 
 def test_a_plan_too_large_to_verify_keeps_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "timed_verify", raising("cannot be verified: too many pieces"))
-    found = compare_all(drawn(1), [RING], RING, SETTING)
+    found = compare_all(draw_batches(1), [RING], RING, SETTING)
     row = found.rows[0].record()
     assert (found.broken, row["status"], row["verified"], row["verify_ms"]) == ([], "ok", False, None)
     assert "too many pieces" in row["unverified"]
 
 
-def test_ten_lines_of_yaml_are_a_recipe_among_the_others() -> None:
+def test_a_recipe_of_ten_yaml_lines_can_be_compared() -> None:
     mine = Recipe.from_data(
         {
             "name": "mine",
@@ -177,11 +177,11 @@ def test_ten_lines_of_yaml_are_a_recipe_among_the_others() -> None:
             },
         }
     )
-    row = compare_all(drawn(), [RING, mine], RING, SETTING).rows[1].record()
+    row = compare_all(draw_batches(), [RING, mine], RING, SETTING).rows[1].record()
     assert (row["recipe"], row["status"], row["verified"]) == ("mine", "ok", True)
 
 
-def test_a_mask_is_for_plain_documents() -> None:
+def test_a_mask_applies_only_to_plain_documents() -> None:
     batch, _ = Source(mask=masks.sliding_window(64)).batch(4096, 0)
     assert batch.area("default") < Source().batch(4096, 0)[0].area("default")
     groups = workload_from_data({"groups": [[100, [50, 60]]]})
@@ -200,7 +200,7 @@ def test_batches_of_the_benchmark_fill_the_ranks(case: comparison.Case) -> None:
     assert first.tokens == tokens
 
 
-def test_documents_of_magi_are_those_of_its_histogram() -> None:
+def test_documents_of_magi_match_its_published_histogram() -> None:
     """Counts of documents, and none longer than a quarter of a pack; pieces of long ones are counted as documents."""
     tokens = 2**22
     lengths = published.magi_documents(tokens, 1).lengths[:-1]
@@ -212,7 +212,7 @@ def test_documents_of_magi_are_those_of_its_histogram() -> None:
     assert published.magi_documents(65536, 1).lengths.max() == 16384
 
 
-def test_a_setting_with_published_figures() -> None:
+def test_a_published_setting_is_compared_with_its_figures() -> None:
     systems = (
         published.System("theirs", RING, {4: (100.0, 50.0)}),
         published.System("", FCP, {}),
@@ -236,7 +236,7 @@ def test_a_setting_with_published_figures() -> None:
     assert "| - | fcp | 8 | - |" in text
 
 
-def test_the_order_under_other_figures() -> None:
+def test_sensitivity_ranks_recipes_under_every_scenario() -> None:
     case = sensitivity.Sensitivity(
         "tiny", "tiny", comparison.lognormal, Model(), 4, 1024, 1, recipes=("auto", "ring")
     )

@@ -1,4 +1,4 @@
-"""The conformance suite: it follows from its plans, and the package, the example in Python and that in C pass it."""
+"""The conformance suite: its files follow from its plans; the package and the Python and C examples pass it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wrong(answers: list[Answer]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- the files
 
 
-def test_the_files_follow_from_the_plans() -> None:
+def test_the_suite_files_can_be_regenerated_from_the_plans() -> None:
     made = conformance_suite.suite(conformance_suite.plans_of(FOLDER, replan=False))
     there = {str(p.relative_to(FOLDER)): p.read_bytes() for p in FOLDER.rglob("*") if p.is_file()}
     assert sorted(there) == sorted([*made, "README.md"])
@@ -52,7 +52,7 @@ def test_the_files_follow_from_the_plans() -> None:
     assert sum(map(len, there.values())) < 1_500_000
 
 
-def test_cases_show_what_the_format_has() -> None:
+def test_the_cases_cover_the_format() -> None:
     plans = [Plan.decode(path.read_bytes()) for path in FOLDER.glob("cases/*/case.plan")]
     used = Counter(
         int(op) for p in plans for program in p.programs.values() for op in program["instructions"]["op"]
@@ -75,7 +75,9 @@ def test_cases_show_what_the_format_has() -> None:
 
 def test_every_rule_is_broken_by_some_plan() -> None:
     broken = {entry["breaks"] for entry in SUITE.index["broken"]}
-    assert broken == {rule.name for rule in verify.RULES} - {"samples"}  # which breaks with coverage only
+    assert broken == {rule.name for rule in verify.RULES} - {
+        "samples"
+    }  # which violates only the coverage rule
 
 
 @pytest.mark.parametrize("entry", SUITE.index["malformed"], ids=lambda entry: entry["name"])
@@ -84,10 +86,10 @@ def test_malformed_bytes_are_refused(entry: dict[str, str]) -> None:
         conformance_reader.opened((FOLDER / f"malformed/{entry['name']}.plan").read_bytes())
 
 
-# ---------------------------------------------------------------------------------------------- who passes
+# ---------------------------------------------------------------------------------------------- readers that pass
 
 
-class InProcess(Reader):
+class InProcessReader(Reader):
     """The package as a reader, without a process for each question."""
 
     def _start(self, words: list[str]) -> subprocess.CompletedProcess[bytes]:
@@ -97,20 +99,20 @@ class InProcess(Reader):
         return subprocess.CompletedProcess(words, code, said.out.encode(), said.err.encode())
 
 
-def test_the_package_passes_on_every_level(capsys: pytest.CaptureFixture[str]) -> None:
-    InProcess.capture = capsys  # type: ignore[attr-defined]
+def test_the_package_passes_every_level(capsys: pytest.CaptureFixture[str]) -> None:
+    InProcessReader.capture = capsys  # type: ignore[attr-defined]
     asked = questions(SUITE, "verify")
     assert Counter(q.verb for q in asked).keys() == set(readers.LEVELS["verify"])
-    assert wrong([InProcess(["apportion"]).ask(question) for question in asked]) == []
+    assert wrong([InProcessReader(["apportion"]).ask(question) for question in asked]) == []
 
 
 @pytest.mark.slow
-def test_the_example_in_python_passes_read() -> None:
+def test_the_python_example_passes_level_read() -> None:
     assert wrong([Reader(READ_PLAN).ask(question) for question in questions(SUITE, "read")]) == []
 
 
 def compiled(folder: Path, *options: str) -> str:
-    """The executor in C; the test is skipped where there is no compiler, or none with these options."""
+    """The executor in C; the test is skipped without a compiler that has these options."""
     program, compiler = folder / "execute_plan", shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -130,7 +132,7 @@ def compiled(folder: Path, *options: str) -> str:
     return str(program)
 
 
-def test_the_example_in_c_passes_run(tmp_path: Path) -> None:
+def test_the_c_example_passes_level_run(tmp_path: Path) -> None:
     program = compiled(tmp_path)
     assert wrong([Reader([program]).ask(question) for question in questions(SUITE, "run")]) == []
 
@@ -139,8 +141,8 @@ SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 @pytest.mark.slow
-def test_the_example_in_c_touches_no_memory_of_others(tmp_path: Path) -> None:
-    """Whatever bytes say: broken plans are run, and damaged ones read, under sanitizers."""
+def test_the_c_example_has_no_memory_errors(tmp_path: Path) -> None:
+    """Broken plans are run and damaged ones read under sanitizers."""
     program = compiled(tmp_path, *SANITIZERS)
     folder = tmp_path / "case"
     folder.mkdir()
@@ -162,7 +164,7 @@ def test_the_example_in_c_touches_no_memory_of_others(tmp_path: Path) -> None:
 
 
 def damaged(count: int) -> list[bytes]:
-    """Plans with some bytes of a part changed, and the id of that."""
+    """Plans with some changed bytes in a part, and the matching id."""
     rng, found = random.Random(7), []
     plans = [Plan.decode(path.read_bytes()).sealed() for path in sorted(FOLDER.glob("cases/*/case.plan"))]
     for _ in range(count):
@@ -181,7 +183,7 @@ def damaged(count: int) -> list[bytes]:
 
 
 def reader_of(tmp_path: Path, body: str) -> list[str]:
-    """A command with this body; `verb`, `path` and `words` are there."""
+    """A reader command with this body, which may use `verb`, `path` and `words`."""
     script = tmp_path / "reader.py"
     script.write_text(f"import sys, os, json\nverb, path, *words = sys.argv[1:]\n{body}\n")
     return [sys.executable, str(script)]
@@ -212,14 +214,14 @@ def asked(name: str, verb: str) -> Question:
         ("check", "cases/fcp", "import time; time.sleep(60)", "no answer in 2 s"),
     ],
 )
-def test_wrong_answers_are_named(tmp_path: Path, verb: str, name: str, body: str, why: str) -> None:
+def test_wrong_answers_are_described(tmp_path: Path, verb: str, name: str, body: str, why: str) -> None:
     timeout_s = 2.0 if "2 s" in why else 300.0
     answer = Reader(reader_of(tmp_path, body), timeout_s=timeout_s).ask(asked(name, verb))
     assert why in answer.why
     assert answer.to_data() == {"ask": verb, "of": name, "ok": False, "why": answer.why}
 
 
-def test_a_wrong_number_is_named_with_its_place(tmp_path: Path) -> None:
+def test_a_wrong_number_is_reported_with_its_position(tmp_path: Path) -> None:
     body = (
         "data = bytearray(open(path + '/outputs.f64', 'rb').read())\n"
         "listed = json.load(open(path + '/arrays.json'))['outputs']\n"
@@ -245,11 +247,13 @@ def test_a_wrong_number_is_named_with_its_place(tmp_path: Path) -> None:
         ({"c": 1}, "the map: expected the keys ['a'], got ['c']"),
     ],
 )
-def test_differences_of_plain_data(found: object, why: str) -> None:
+def test_differences_of_plain_data_are_described(found: object, why: str) -> None:
     assert difference({"a": [1, {"b": 2}]}, found) == why
 
 
-def test_the_command_writes_the_suite_and_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_suite_and_runs_a_reader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "suite"
     assert cli.main(["conformance", str(folder)]) == 0
     assert "the suite of format 3.0: 31 cases, 5 reading, 7 slices" in capsys.readouterr().out
@@ -270,12 +274,14 @@ def test_the_command_writes_the_suite_and_asks(tmp_path: Path, capsys: pytest.Ca
         (["--", "/no/such/reader"], "cannot be started: No such file or directory"),
     ],
 )
-def test_what_the_command_refuses(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_of_the_command_are_refused(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["conformance", str(FOLDER), *words]) == 2
     assert why in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_suite_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_suite_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must hold a suite, which has a suite\.json"):
         Suite.open(tmp_path)
     for index in ("{", "[]", json.dumps({**SUITE.index, "version": [9, 0]})):

@@ -1,4 +1,4 @@
-"""`apportion doctor`, and what holds for every command: completion, quiet, colours, exit codes, 80 columns."""
+"""`apportion doctor`, and behaviour common to all commands: completion, quiet, colours, exit codes, 80 columns."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
 
-def test_it_tells_what_is_here(tmp_path: Path) -> None:
+def test_doctor_reports_what_is_installed(tmp_path: Path) -> None:
     done = run("doctor", "--dir", str(tmp_path / "plans"), "--json")
     found = checks(done)
     assert done.returncode == cli.OK
     assert {"machine", "python", "apportion", "torch", "solvers", "service", "disk"} <= set(found)
     assert found["python"]["state"] == found["disk"]["state"] == "ok"
     assert all(check["remedy"] for check in found.values() if check["state"] in ("warning", "failed"))
-    assert not (tmp_path / "plans").exists()  # it only looks
+    assert not (tmp_path / "plans").exists()  # doctor creates nothing
 
 
-def test_it_asks_a_server(tmp_path: Path) -> None:
+def test_doctor_checks_a_server(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         assert checks(run("doctor", "--server", server.url, "--json"))["server"]["state"] == "ok"
     done = run("doctor", "--server", server.url, "--json")
@@ -53,7 +53,7 @@ def test_it_asks_a_server(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["failed"] == ["server"]
 
 
-def test_it_asks_redis_and_hides_its_password(tmp_path: Path) -> None:
+def test_doctor_checks_redis_and_hides_its_password(tmp_path: Path) -> None:
     with redis_server(tmp_path) as url:
         assert "answers" in checks(run("doctor", "--redis", url, "--json"))["redis"]["said"]
     done = run("doctor", "--redis", "redis://me:secret@127.0.0.1:1/0")
@@ -61,7 +61,7 @@ def test_it_asks_redis_and_hides_its_password(tmp_path: Path) -> None:
     assert "secret" not in done.stdout + done.stderr
 
 
-def test_a_ray_cluster_that_is_named_and_gone_is_told() -> None:
+def test_doctor_reports_an_unreachable_ray_cluster() -> None:
     done = run("doctor", "--json", RAY_ADDRESS="ray://127.0.0.1:1")
     assert json.loads(done.stdout)["failed"] == ["Ray cluster"]
 
@@ -100,7 +100,7 @@ def test_tables_fit_80_columns_and_files_have_no_colours(words: tuple[str, ...])
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_exit_codes_and_completion_are_told() -> None:
+def test_help_lists_exit_codes_and_completion() -> None:
     shown = run("--help").stdout
     assert "Exit codes: 0 done" in shown
     assert "--install-completion" in shown
@@ -108,10 +108,10 @@ def test_exit_codes_and_completion_are_told() -> None:
     assert "doctor" in script
 
 
-def test_quiet_says_nothing_but_errors(tmp_path: Path) -> None:
+def test_quiet_prints_only_errors(tmp_path: Path) -> None:
     words = ("plan", "--workload", WORKLOAD, "--ranks", "8", "--tokens-per-rank", "1024", "--json")
     loud, quiet = run(*words), run("--quiet", *words)
-    assert loud.stderr  # it skips samples that are too long
+    assert loud.stderr  # it would warn of skipped samples
     assert quiet.stderr == ""
     wrong = run("--quiet", "plan", "--workload", WORKLOAD, "--recipe", "nobody", "--ranks", "8")
     assert (wrong.returncode, "nobody" in wrong.stderr) == (cli.BAD_INPUT, True)
@@ -135,14 +135,14 @@ def test_errors_have_no_traceback(words: tuple[str, ...], tmp_path: Path) -> Non
     assert done.stderr.strip()
 
 
-def test_a_full_disk_is_told() -> None:
+def test_a_full_disk_is_reported() -> None:
     done = run("plan", "--workload", WORKLOAD, "--ranks", "8", "-o", "/dev/full")
     assert done.returncode == cli.BAD_INPUT
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("words", [("recipes", "--json"), ("recipes",)])
-def test_a_reader_that_has_seen_enough_is_no_error(words: tuple[str, ...]) -> None:
+def test_a_closed_stdout_is_not_an_error(words: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "apportion", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

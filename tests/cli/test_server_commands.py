@@ -32,7 +32,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def run_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setenv("APPORTION_TOKEN", TOKEN)
 
     def run(*args: str, ends: int = cli.OK) -> Any:
@@ -42,66 +42,72 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-def test_a_server_makes_the_same_plan(server: Server, said: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_server_makes_the_same_plan_as_the_command(
+    server: Server, run_json: Callable[..., Any], tmp_path: Path
+) -> None:
     there, here = tmp_path / "there.plan", tmp_path / "here.plan"
-    far = said(*PLAN, "--server", server.url, "-o", str(there))
-    near = said(*PLAN, "-o", str(here))
+    far = run_json(*PLAN, "--server", server.url, "-o", str(there))
+    near = run_json(*PLAN, "-o", str(here))
     assert there.read_bytes() == here.read_bytes()
     assert far.keys() == near.keys()
     assert far["id"] == near["id"]
-    assert said("verify", str(there))["ok"]
+    assert run_json("verify", str(there))["ok"]
 
 
-def test_a_wrong_token_and_no_server_are_said(
-    server: Server, said: Callable[..., Any], tmp_path: Path
+def test_a_wrong_token_and_an_invalid_server_url_are_reported(
+    server: Server, run_json: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text("another-token-0123456\n")
-    wrong = said(*PLAN, "--server", server.url, "--token-file", str(tmp_path / "token"), ends=cli.BAD_INPUT)
+    wrong = run_json(
+        *PLAN, "--server", server.url, "--token-file", str(tmp_path / "token"), ends=cli.BAD_INPUT
+    )
     assert "unauthorized" in wrong["error"]["message"]
-    assert "https" in said(*PLAN, "--server", "planner:8321", ends=cli.BAD_INPUT)["error"]["message"]
+    assert "https" in run_json(*PLAN, "--server", "planner:8321", ends=cli.BAD_INPUT)["error"]["message"]
 
 
-def test_reports_of_a_server_and_of_its_folder(
-    server: Server, folder: Path, said: Callable[..., Any], tmp_path: Path
+def test_report_reads_plans_of_a_server_and_of_its_folder(
+    server: Server, folder: Path, run_json: Callable[..., Any], tmp_path: Path
 ) -> None:
     request, page = Request(1), tmp_path / "r.html"
     with client_of(server.url) as client:
         request.put(client)
         assert client.get(f"/v1/plans/{request.hex}/ranks/0?wait_s=60").status_code == 200
     for plan in (f"{server.url}/v1/plans/{request.hex}", str(Folder(folder).path(request.key))):
-        said("report", plan, "-o", str(page))
+        run_json("report", plan, "-o", str(page))
         assert "fcp on 4 ranks" in page.read_text(encoding="utf-8")
         page.unlink()
     for wrong in (f"{server.url}/v1/plans/{'0' * 64}", f"{server.url}/v1/plans/x"):
-        said("report", wrong, "-o", str(page), ends=cli.BAD_INPUT)
+        run_json("report", wrong, "-o", str(page), ends=cli.BAD_INPUT)
     assert not page.exists()
-    taken = said("report", f"{server.url}/v1/plans/{request.hex}", "--hardware", "h100", ends=cli.BAD_INPUT)
+    taken = run_json(
+        "report", f"{server.url}/v1/plans/{request.hex}", "--hardware", "h100", ends=cli.BAD_INPUT
+    )
     assert taken["error"]["field"] == "--hardware"
 
 
-def test_a_store_is_checked_and_pruned(said: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_store_is_checked_and_pruned(run_json: Callable[..., Any], tmp_path: Path) -> None:
     store = Folder(tmp_path)
     for number in range(3):
         store.put(Request(number).pack())
-    found = said("store", "check", str(tmp_path), "--verify", "--workers", "1")
+    found = run_json("store", "check", str(tmp_path), "--verify", "--workers", "1")
     assert (found["ok"], found["plans"], found["bad"]) == (True, 3, [])
     path = store.path(Request(1).key)
     path.write_bytes(path.read_bytes()[:-1])
-    found = said("store", "check", str(tmp_path), ends=cli.FAILED)
+    found = run_json("store", "check", str(tmp_path), ends=cli.FAILED)
     assert [item["path"] for item in found["bad"]] == [str(path)]
-    assert said("store", "prune", str(tmp_path), "--gb", "0")["evicted"] == 3
-    assert said("store", "prune", str(tmp_path), "--days", "1")["kept"] == 0
-    said("store", "prune", str(tmp_path), ends=cli.BAD_INPUT)
+    assert run_json("store", "prune", str(tmp_path), "--gb", "0")["evicted"] == 3
+    assert run_json("store", "prune", str(tmp_path), "--days", "1")["kept"] == 0
+    run_json("store", "prune", str(tmp_path), ends=cli.BAD_INPUT)
     for nothing in (tmp_path, tmp_path / "none"):
-        assert said("store", "check", str(nothing), ends=cli.BAD_INPUT)["error"]["field"] == "FOLDER"
+        assert run_json("store", "check", str(nothing), ends=cli.BAD_INPUT)["error"]["field"] == "FOLDER"
 
 
-def test_serve_says_what_is_wrong(said: Callable[..., Any], tmp_path: Path) -> None:
+def test_serve_names_the_invalid_option(run_json: Callable[..., Any], tmp_path: Path) -> None:
     for option in ("--plan-s", "--worker-gb", "--store-gb", "--store-days"):
-        assert option in said("serve", option, "inf", ends=cli.BAD_INPUT)["error"]["message"]
-    assert "--workers" in said("serve", "--workers", "99999", ends=cli.BAD_INPUT)["error"]["message"]
-    assert said("serve", "--host", "", ends=cli.BAD_INPUT)["error"]["field"] == "--host"
+        assert option in run_json("serve", option, "inf", ends=cli.BAD_INPUT)["error"]["message"]
+    assert "--workers" in run_json("serve", "--workers", "99999", ends=cli.BAD_INPUT)["error"]["message"]
+    assert run_json("serve", "--host", "", ends=cli.BAD_INPUT)["error"]["field"] == "--host"
     short = tmp_path / "token"
     short.write_text("short")
     for words in (("--token-file", str(short)), ("--host", "256.1.1.1"), ("--store", "redis://:x:y/z")):
-        assert "error" in said("serve", *words, ends=cli.BAD_INPUT)
+        assert "error" in run_json("serve", *words, ends=cli.BAD_INPUT)

@@ -141,7 +141,7 @@ def test_remap_moves_rows_and_their_gradients_back(pool: Pool) -> None:
         np.testing.assert_array_equal(grad, 2 * x[source.tokens(rank)])
 
 
-def with_dlse(problem: Problem, seed: int = 9) -> Problem:
+def run_with_dlse(problem: Problem, seed: int = 9) -> Problem:
     return replace(problem, dlse=np.random.default_rng(seed).standard_normal(problem.q.shape[:2]))
 
 
@@ -155,11 +155,13 @@ def with_dlse(problem: Problem, seed: int = 9) -> Problem:
         ("tree", 5, True, ""),
     ],
 )
-def test_lse_and_its_gradient(pool: Pool, name: str, ranks: int, reshuffle: bool, extra: str) -> None:
+def test_lse_and_its_gradient_equal_dense_attention(
+    pool: Pool, name: str, ranks: int, reshuffle: bool, extra: str
+) -> None:
     plan = make_plan(
         batch_of(name), Cluster(1, ranks), cases.model(2, kv_heads=2), cases.recipe(reshuffle=reshuffle)
     )
-    problem = with_dlse(cases.problem_of(plan, 6, extra == "sinks", 2.0 if extra == "softcap" else None))
+    problem = run_with_dlse(cases.problem_of(plan, 6, extra == "sinks", 2.0 if extra == "softcap" else None))
     mask = cases.allowed(batch_of(name))
     got, lse = cases.run_with_lse(pool, plan, problem)
     cases.assert_good(got, problem, mask)
@@ -171,14 +173,14 @@ def test_lse_and_its_gradient(pool: Pool, name: str, ranks: int, reshuffle: bool
 @pytest.mark.parametrize("name", ["clear", "q_moves"])
 def test_lse_of_plans_written_by_hand(pool: Pool, name: str) -> None:
     plan = parse(BY_HAND[name].read_text())
-    problem = with_dlse(cases.problem_of(plan, 8, sinks=True))
+    problem = run_with_dlse(cases.problem_of(plan, 8, sinks=True))
     mask = cases.allowed(plan.request.batch)
     got, lse = cases.run_with_lse(pool, plan, problem)
     cases.assert_good(got, problem, mask)
     np.testing.assert_allclose(lse, oracle.dense(problem, mask).lse, rtol=1e-12, atol=1e-12)
 
 
-def test_the_gradient_of_lse_is_taken_at_home_head_by_head() -> None:
+def test_the_gradient_of_lse_is_read_at_home_head_by_head() -> None:
     dlse, lse = torch.arange(12.0).view(4, 3), torch.zeros(2, 2)
     operand = Operand(1, Name.O, Space.HOME, 1, 2, (2, 0), (2, 0))
     assert executor._lse_gradient(dlse, operand, lse).tolist() == [[5, 3], [8, 6]]
@@ -188,9 +190,9 @@ def test_the_gradient_of_lse_is_taken_at_home_head_by_head() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("uses_out", [True, False], ids=["both", "lse"])
-def test_a_loss_of_lse_alone_and_compiled(pool: Pool, uses_out: bool, compiled: bool) -> None:
+def test_a_loss_of_only_lse_works_eager_and_compiled(pool: Pool, uses_out: bool, compiled: bool) -> None:
     plan = make_plan(batch_of("bands"), Cluster(1, 2), cases.model(2), cases.recipe())
-    problem = with_dlse(cases.problem_of(plan, 7, sinks=True))
+    problem = run_with_dlse(cases.problem_of(plan, 7, sinks=True))
     got, _ = cases.run_with_lse(pool, plan, problem, uses_out, compiled)
     seen = problem if uses_out else replace(problem, do=np.zeros_like(problem.do))
     cases.assert_good(got, seen, cases.allowed(batch_of("bands")))
@@ -237,7 +239,7 @@ def test_the_same_plan_gives_the_same_bits(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recompute(pool: Pool, reentrant: bool) -> None:
+def test_recomputed_attention_gives_the_same_gradients(pool: Pool, reentrant: bool) -> None:
     for plan in [
         *small_plans(),
         make_plan(Batch.from_lengths([2]), Cluster(1, 4), cases.model(2), cases.recipe(1)),
@@ -251,7 +253,7 @@ def test_recompute(pool: Pool, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
-def test_attention_that_is_kept_does_not_communicate_again(
+def test_saved_attention_is_not_recomputed_or_communicated_again(
     pool: Pool, checkpointing: str | None, compiled: bool
 ) -> None:
     plan = small_plans(ranks=2)[0]
@@ -335,7 +337,7 @@ def alone() -> tuple[PlanHandle, list[torch.Tensor]]:
 @pytest.mark.parametrize(
     ("softcap", "sinks", "return_lse"), [(None, False, False), (None, False, True), (3.0, True, True)]
 )
-def test_the_ops_are_good_citizens(softcap: float | None, sinks: bool, return_lse: bool) -> None:
+def test_the_ops_pass_torch_opcheck(softcap: float | None, sinks: bool, return_lse: bool) -> None:
     handle, qkv = alone()
     logits = torch.zeros(2, dtype=torch.float64, requires_grad=True) if sinks else None
     rule = handle.number, "default", 0.5, softcap, return_lse
@@ -345,7 +347,7 @@ def test_the_ops_are_good_citizens(softcap: float | None, sinks: bool, return_ls
     torch.library.opcheck(autograd.attend_grad_op, (do, dlse, *saved, *rule))
 
 
-def test_a_plan_that_is_gone_is_an_error() -> None:
+def test_a_freed_plan_is_an_error() -> None:
     handle, _ = alone()
     number = handle.number
     del handle
@@ -353,7 +355,7 @@ def test_a_plan_that_is_gone_is_an_error() -> None:
         PlanHandle.of_number(number)
 
 
-def test_in_eager_mode_the_graph_keeps_the_plan_until_it_is_gone_itself() -> None:
+def test_the_eager_graph_keeps_its_plan_alive() -> None:
     handle, qkv = alone()
     watch = weakref.ref(handle)
     out = planned_attention(*qkv, handle)
@@ -365,7 +367,7 @@ def test_in_eager_mode_the_graph_keeps_the_plan_until_it_is_gone_itself() -> Non
     assert watch() is None
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     handle, qkv = alone()
     sinks = torch.zeros(2, dtype=torch.float64, requires_grad=True)
 
@@ -378,7 +380,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_lse_is_float32_for_lower_dtypes_and_finite_gradients_stay_finite() -> None:
-    """A row without keys has a constant LSE: what a loss makes of -inf does not spread."""
+    """A row without keys has a constant LSE: a NaN gradient of -inf does not spread."""
     batch = Batch.from_sequences([Sequence(9, masks.bands([[3, 9, 0, 4, 0, 8]]))])
     plan = make_plan(batch, Cluster(1, 1), cases.model(2, "bf16"), cases.recipe())
     problem = cases.problem_of(plan)
@@ -399,15 +401,15 @@ def test_attention_is_differentiable_once() -> None:
         dq.sum().backward()
 
 
-def test_arenas_are_gone_when_the_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arenas_are_freed_when_the_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    class Watched(Memory):
+    class WatchedMemory(Memory):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             seen.append(weakref.ref(self))
 
-    monkeypatch.setattr(autograd, "Memory", Watched)
+    monkeypatch.setattr(autograd, "Memory", WatchedMemory)
     handle, qkv = alone()
     gc.disable()
     try:

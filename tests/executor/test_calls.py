@@ -24,8 +24,8 @@ KINDS = {"a": masks.causal(), "b": masks.sliding_window(8)}
 
 
 @pytest.fixture
-def own() -> Iterator[Pool]:
-    """Ranks of one test: their groups end with the first fault."""
+def own_pool() -> Iterator[Pool]:
+    """Ranks for one test, since their groups do not survive a fault."""
     ranks = Pool(size=2)
     yield ranks
     ranks.close()
@@ -65,10 +65,10 @@ def shards(recipe: str, ranks: int = 2) -> list[tuple[Shard, ...]]:
         6,
     ),
 )
-def test_another_call_ends_both_ranks_and_names_both(
-    own: Pool, case: str, recipe: str, mine: str, other: str
+def test_ranks_that_make_different_calls_both_fail_and_name_both_calls(
+    own_pool: Pool, case: str, recipe: str, mine: str, other: str
 ) -> None:
-    for error, seconds in own.run(jobs_calls.apart, 2, case, 1, each=shards(recipe)):
+    for error, seconds in own_pool.run(jobs_calls.apart, 2, case, 1, each=shards(recipe)):
         assert error.startswith("ExecutionError: ")
         assert "ranks make different calls" in error
         first, second = sorted(
@@ -86,8 +86,8 @@ def test_another_call_ends_both_ranks_and_names_both(
         [("shape", "ExecutionError: q has shape"), ("late_failure", "MemoryError: out of memory")], 2
     ),
 )
-def test_a_rank_that_fails_ends_the_others_with_its_error(own: Pool, case: str, says: str) -> None:
-    (first, seconds), (second, _) = own.run(jobs_calls.apart, 2, case, 1, each=shards("ring"))
+def test_a_rank_that_fails_ends_the_others_with_its_error(own_pool: Pool, case: str, says: str) -> None:
+    (first, seconds), (second, _) = own_pool.run(jobs_calls.apart, 2, case, 1, each=shards("ring"))
     assert second.startswith(says)
     assert "rank 1 failed in call" in first
     assert says in first
@@ -106,7 +106,7 @@ def test_the_end_of_a_recomputation_is_not_a_failure(pool: Pool) -> None:
     assert pool.run(jobs_calls.stopped, 2) == [[[0], [1]]] * 2
 
 
-def test_a_call_says_all_that_ranks_must_agree_on() -> None:
+def test_the_description_of_a_call_has_everything_ranks_must_agree_on() -> None:
     call = attention_call("0123456789ab", "local", "forward", Score(0.125, 30.0), sinks=True)
     assert call == "forward of kind local, plan 0123456789ab, scale 0.125, softcap 30, sinks"
 
@@ -125,7 +125,7 @@ time.sleep(0.2)
 """
 
 
-def test_a_process_ends_while_its_thread_reads_the_store() -> None:
-    """A thread that comes back to an interpreter that has ended aborts the process."""
+def test_a_process_can_exit_while_a_thread_reads_the_store() -> None:
+    """A thread that returns to a finalised interpreter would abort the process."""
     done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -70,7 +70,7 @@ def test_causal_bands_of_any_size_take_at_most_three_calls() -> None:
     assert len(list(cut_squares(Call(0, 10**6, 0, 2 * 10**6, -50, INF)))) <= 3
 
 
-def test_windows_are_what_flash_attention_takes() -> None:
+def test_windows_follow_the_rule_of_flash_attention() -> None:
     for band in random_bands(400, 24, seed=3):
         calls = list(cut_windows(band))
         assert len(calls) <= 3
@@ -81,7 +81,7 @@ def test_windows_are_what_flash_attention_takes() -> None:
 
 
 def all_bands(largest: int) -> Iterator[Call]:
-    """Every band of up to so many rows and keys, also those that reach beyond them."""
+    """Every band of up to so many rows and keys, including bands whose diagonals lie outside."""
     for rows, keys in product(range(1, largest + 1), repeat=2):
         for dmin, dmax in product(range(-keys, rows + 2), repeat=2):
             yield Call(0, rows, 0, keys, dmin, dmax)
@@ -102,6 +102,6 @@ def test_windows_are_cut_once_more_only_where_one_call_would_hide_keys() -> None
     assert len(list(cut_windows(Call(0, 501, 0, 499, -INF, 9)))) == 2
 
 
-def test_nothing_allowed_gives_no_calls() -> None:
+def test_an_empty_band_gives_no_calls() -> None:
     for cut in (cut_strips, cut_squares, cut_windows):
         assert list(cut(Call(0, 4, 0, 4, 9, INF))) == []

@@ -60,7 +60,7 @@ def test_another_step_compiles_nothing() -> None:
 
 
 @pytest.mark.parametrize("field", ["rows", "buffer_bytes", "table_numbers"])
-def test_a_plan_beyond_the_envelope_is_refused_by_field(field: str) -> None:
+def test_a_plan_that_exceeds_the_envelope_is_refused_by_field(field: str) -> None:
     piece = next(slices(rank=0))
     need = dict(zip(("rows", "buffer_bytes", "table_numbers"), handle_of(piece).sizes(), strict=True))[field]
     handle_of(piece, Envelope(**{field: need}))

@@ -1,4 +1,4 @@
-"""An encoder and a decoder under two plans, rows of one fed to the other, on several ranks, beside one process."""
+"""An encoder and a decoder under two plans, rows of one fed to the other, on several ranks, against one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks.rank_pool import Pool
 from tests.support.sparse import sparse_product
 
 MODEL = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=1)
-#: of each sample its tokens, and (first token, tokens) of its images
+#: for each sample its tokens, and (first token, tokens) of each image
 SAMPLES = {
     "several images, and a sample without": ([60, 21, 33], [[(3, 12), (20, 30)], [], [(0, 1), (30, 3)]]),
     "one image": ([30, 40], [[], [(7, 5)]]),
@@ -47,7 +47,7 @@ def two(
     return first, second, places
 
 
-def of_one(batch: ap.Batch) -> NDArray[Any]:
+def dense_mask(batch: ap.Batch) -> NDArray[Any]:
     """bool [tokens, tokens]"""
     mask = np.zeros((batch.tokens, batch.tokens), np.bool_)
     i, j = np.arange(batch.tokens)[:, None], np.arange(batch.tokens)
@@ -66,8 +66,8 @@ def check(pool: Pool, encoder: Plan, decoder: Plan, places: NDArray[Any]) -> Non
     )
     given = [torch.from_numpy(one.copy()).requires_grad_() for one in (patches, tokens)]
     rows = np.concatenate([np.arange(first, first + count) for first, _, count in places])
-    seen = jobs_feed.encode(given[0], own, jobs_feed.dense(of_one(encoder.request.batch)))
-    attend = jobs_feed.dense(of_one(decoder.request.batch))
+    seen = jobs_feed.encode(given[0], own, jobs_feed.dense(dense_mask(encoder.request.batch)))
+    attend = jobs_feed.dense(dense_mask(decoder.request.batch))
     out = jobs_feed.decode(given[1], torch.from_numpy(rows), seen, own, attend)
     out.backward(torch.from_numpy(grad))
     held = [[plan.layout("attention").tokens(rank) for rank in range(ranks)] for plan in (encoder, decoder)]
@@ -116,9 +116,7 @@ def test_ranks_without_images_and_without_patches_take_part(pool: Pool) -> None:
         ([[[31, 0, 5]]], 0, "ConfigError: merge = 0"),
     ],
 )
-def test_places_that_do_not_fit_are_refused_on_every_rank(
-    pool: Pool, places: Any, merge: int, error: str
-) -> None:
+def test_invalid_places_are_refused_on_every_rank(pool: Pool, places: Any, merge: int, error: str) -> None:
     encoder, decoder, _ = two("one image", 2, "blend", "blend")
     pieces = [(encoder.for_rank(i).encode(), decoder.for_rank(i).encode()) for i in range(2)]
     found = pool.run(jobs_feed.refused, 2, places, merge, each=pieces)
@@ -127,7 +125,7 @@ def test_places_that_do_not_fit_are_refused_on_every_rank(
         assert re.match(error, one, re.DOTALL)
 
 
-def test_another_number_of_rows_is_refused(pool: Pool) -> None:
+def test_a_wrong_number_of_rows_is_refused(pool: Pool) -> None:
     encoder, decoder, places = two("one image", 2, "blend", "blend")
     pieces = [(encoder.for_rank(i).encode(), decoder.for_rank(i).encode()) for i in range(2)]
     found = pool.run(jobs_feed.other_rows, 2, places, each=pieces)

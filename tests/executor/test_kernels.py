@@ -211,14 +211,14 @@ def test_a_gradient_of_lse_needs_no_gradient_of_the_output(
     close(run_task(*args, dlse), oracle(*args, dlse), 1e-11)
 
 
-def test_columns_for_delta_hold_it_to_twice_the_bits_of_a_half() -> None:
+def test_columns_for_delta_store_it_with_twice_the_bits_of_a_half() -> None:
     do, delta = torch.zeros(4, 8, dtype=torch.bfloat16), torch.tensor([1.2345678, -300.7, 1e-6, 0.0])
     do, out = attention.with_delta_columns(do, delta)
     assert (do.dtype, out.dtype) == (torch.bfloat16, torch.bfloat16)
     torch.testing.assert_close((do.float() * out.float()).sum(-1), delta, rtol=2**-16, atol=0)
 
 
-def test_merge_of_nothing_is_the_identity() -> None:
+def test_merging_an_empty_partial_changes_nothing() -> None:
     o, lse = torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf"))
     merge(o, lse, torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf")))
     assert o.eq(0).all()
@@ -230,7 +230,9 @@ def test_merge_of_nothing_is_the_identity() -> None:
 BAD = {"an LSE of +inf": (1, float("inf")), "NaN in LSE": (1, float("nan")), "NaN in o": (0, float("nan"))}
 
 
-def spoiled(function: Callable[..., Any], part: int, value: float, row: int, head: int) -> Callable[..., Any]:
+def with_wrong_entry(
+    function: Callable[..., Any], part: int, value: float, row: int, head: int
+) -> Callable[..., Any]:
     """The kernel's function with one entry of one of its results replaced."""
 
     def wrapped(*args: Call | Score | torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -243,10 +245,12 @@ def spoiled(function: Callable[..., Any], part: int, value: float, row: int, hea
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_the_check_names_what_a_forward_kernel_got_wrong(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_the_check_names_the_wrong_result_of_a_forward_kernel(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     bad = attention.Kernel(
         cut_strips,
-        spoiled(attention._plain, *BAD[what], 3, 1),
+        with_wrong_entry(attention._plain, *BAD[what], 3, 1),
         attention._plain_backward,
     )
     monkeypatch.setattr(attention, "FLASH_CPU", bad)
@@ -261,10 +265,10 @@ def test_the_check_names_what_a_forward_kernel_got_wrong(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("part", "name", "row"), [(0, "dq", 7), (1, "dk", 2), (2, "dv", 8)])
-def test_the_check_names_what_a_backward_kernel_got_wrong(
+def test_the_check_names_the_wrong_result_of_a_backward_kernel(
     monkeypatch: pytest.MonkeyPatch, part: int, name: str, row: int
 ) -> None:
-    spoil = spoiled(attention._plain_backward, part, float("nan"), row, 1)
+    spoil = with_wrong_entry(attention._plain_backward, part, float("nan"), row, 1)
     monkeypatch.setattr(
         attention,
         "FLASH_CPU",
@@ -278,7 +282,7 @@ def test_the_check_names_what_a_backward_kernel_got_wrong(
         run_task(*args, [(-INF, INF)], (0, 1), Score(0.4))
 
 
-def test_the_check_lets_good_results_pass_and_is_off_outside_its_block() -> None:
+def test_the_check_accepts_correct_results_and_is_off_outside_its_block() -> None:
     args = inputs(30, 30, 2, 1, (8, 8), torch.float64, 13)
     with check_kernels(True):
         assert is_checking()
@@ -290,7 +294,7 @@ def test_the_check_lets_good_results_pass_and_is_off_outside_its_block() -> None
     assert not is_checking()
 
 
-# --- the CUDA kernel's side of things, with its two ops written out in plain torch
+# --- the CUDA code path, with the kernel's two ops emulated in plain torch
 
 
 def _visible(q: torch.Tensor, k: torch.Tensor, options: dict[str, float]) -> torch.Tensor:

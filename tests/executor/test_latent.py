@@ -55,7 +55,7 @@ def program_of(plan: ap.Plan, rank: int, phase: str) -> Program:
         4,
     ),
 )
-def test_outputs_and_gradients_are_those_of_one_process(
+def test_outputs_and_gradients_equal_one_process(
     pool: Any, recipe: str, ranks: int, wrap: str, checkpointed: bool, most: int | None
 ) -> None:
     for found in pool.run(jobs.difference, ranks, planned(recipe, ranks).encode(), wrap, checkpointed, most):
@@ -63,7 +63,7 @@ def test_outputs_and_gradients_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (2, 4)])
-def test_latent_rows_are_a_seventieth_of_what_they_expand_to(nodes: int, ranks: int) -> None:
+def test_latent_rows_have_a_seventieth_of_the_size_of_expanded_ones(nodes: int, ranks: int) -> None:
     batch = ap.Batch.from_lengths([40_000, 14_000, 8_000, 3_536])
     cluster = ap.Cluster(nodes, ranks)
     narrow, wide = (ap.plan(batch, cluster, model, recipe="fcp") for model in (DEEPSEEK, EXPANDED))
@@ -83,7 +83,7 @@ def test_auto_s_plan_moves_less_and_is_faster_than_expanded() -> None:
     assert times[0] < times[1]
 
 
-def test_runs_hold_each_row_once() -> None:
+def test_each_latent_row_is_in_one_run() -> None:
     program = program_of(planned("fcp", 2), 0, "backward")
     for step in program.steps:
         runs = latent_runs(program.operands, step.grads)
@@ -104,7 +104,7 @@ def test_runs_hold_each_row_once() -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("recipe", ["fcp", "usp", "mixed"])
-def test_the_price_is_of_the_rows_that_are_expanded(recipe: str, phase: str) -> None:
+def test_the_cost_model_prices_exactly_the_expanded_rows(recipe: str, phase: str) -> None:
     plan = planned(recipe, 4)
     view = View(plan, phase, plan.programs["default", phase], plan.request.cluster)
     wanted = []
@@ -117,7 +117,7 @@ def test_the_price_is_of_the_rows_that_are_expanded(recipe: str, phase: str) -> 
     np.testing.assert_array_equal(expanded_rows(view).rows, wanted)
 
 
-def test_an_expansion_takes_its_products_its_passes_and_its_kernels() -> None:
+def test_an_expansion_is_priced_by_products_memory_passes_and_launches() -> None:
     hardware = Hardware.load("h100")
     cost, products = CostModel(hardware, DEEPSEEK), 512 * (128 + 128)
     rate, memory = hardware.linear_tflops.value * 1e6, hardware.memory_gbs.value * 1e3
@@ -133,7 +133,7 @@ def test_an_expansion_takes_its_products_its_passes_and_its_kernels() -> None:
     assert own == CostModel(hardware, EXPANDED).attention_us("forward", *tasks, 128, 128)
 
 
-def test_a_plan_s_work_holds_its_expansions() -> None:
+def test_the_work_of_a_plan_includes_expansions() -> None:
     plan, cost = planned("fcp", 2), CostModel(Hardware.load("h100"), jobs.MODEL)
     found = prepare_program(plan, "default", "forward", cost)
     rows = expanded_rows(found.view)
@@ -143,7 +143,7 @@ def test_a_plan_s_work_holds_its_expansions() -> None:
     assert found.work.tasks > expansions > 0
 
 
-def test_heads_are_expanded_alone_whatever_makes_them() -> None:
+def test_single_heads_can_be_expanded_by_any_projection() -> None:
     layer = jobs.LatentLayer().double()
     rows = torch.randn(5, 7, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
     k, v = layer.expand(*rows, (0, 1, 2, 3))
@@ -157,7 +157,7 @@ def test_heads_are_expanded_alone_whatever_makes_them() -> None:
 # --- plans and models
 
 
-def test_header_and_model_say_latent_and_others_do_not() -> None:
+def test_only_latent_models_write_the_latent_field() -> None:
     plan = planned("fcp", 2)
     again = ap.Plan.decode(plan.encode())
     assert again.header.latent == again.request.model.latent == Latent(7, 2)
@@ -181,13 +181,13 @@ def test_header_and_model_say_latent_and_others_do_not() -> None:
         ({"latent": {"rank": 7}}, "model.latent"),
     ],
 )
-def test_models_that_make_no_sense_are_refused(changes: dict[str, Any], field: str) -> None:
+def test_inconsistent_latent_models_are_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=f"^{field}"):
         ap.Model.from_data(jobs.MODEL.to_data() | changes)
 
 
 class Expanding(torch.nn.Module):
-    """An expansion that does something else to what a layer's makes; params: what it says to use."""
+    """An expansion that changes the result of a layer's expansion; params: the parameters that it declares."""
 
     def __init__(self, also: Any) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Expanding(torch.nn.Module):
         return k, self.also(v)
 
 
-def attended(expand: Expanding) -> torch.Tensor:
+def attention_with(expand: Expanding) -> torch.Tensor:
     handle, rows = ap.PlanHandle(planned("fcp", 1).for_rank(0)), torch.randn(sum(jobs.LENGTHS), 24).double()
     q, compressed, rotated = rows.view(-1, 4, 6), rows[:, :7], rows[:, :2]
     return ap.planned_latent_attention(q, compressed, rotated, handle, expand, expand.params)
@@ -217,24 +217,24 @@ def attended(expand: Expanding) -> torch.Tensor:
         (torch.nn.Linear(5, 5).double(), r"shapes \[\(5,\), \(5, 5\)\].*would get no gradient"),
     ],
 )
-def test_an_expansion_that_would_not_be_the_same_again_is_refused(
+def test_an_expansion_that_cannot_be_repeated_is_refused(
     monkeypatch: pytest.MonkeyPatch, also: Any, says: str
 ) -> None:
     monkeypatch.setattr(wiring, "watch", wiring.Watch())
     with pytest.raises(ConfigError, match=says):
-        attended(Expanding(also))
+        attention_with(Expanding(also))
 
 
-def test_weights_that_are_written_to_before_backward_end_it() -> None:
+def test_backward_fails_if_weights_were_modified() -> None:
     expand = Expanding(torch.nn.Identity())
-    out = attended(expand)
+    out = attention_with(expand)
     with torch.no_grad():
         expand.layer.up.weight.mul_(2)
     with pytest.raises(ExecutionError, match="changed in place between its forward and backward"):
         out.sum().backward()
 
 
-def test_what_does_not_serve_latent_rows_says_so() -> None:
+def test_functions_that_do_not_support_latent_rows_refuse_them() -> None:
     plan = planned("fcp", 1)
     handle = ap.PlanHandle(plan.for_rank(0))
     rows = sum(jobs.LENGTHS)

@@ -29,7 +29,7 @@ from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster,
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 MASKS = tuple(cases.BATCHES)
 NAMES = list(STRATEGIES)
-#: recipes of the halves; the second is another one on purpose: they need nothing in common but the ranks
+#: recipes of the halves; the second differs on purpose: halves need to share only the ranks
 TURNS = [(name, NAMES[(turn + 7) % len(NAMES)], turn) for turn, name in enumerate(NAMES)]
 
 
@@ -45,8 +45,10 @@ def sequences(*names: str) -> Batch:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("pair", sparse(TURNS, 12), ids=NAMES)
-def test_every_pair_of_recipes(pool: Pool, pair: tuple[str, str, int], ranks: int) -> None:
-    """Bits of the halves alone, and the oracle's numbers."""
+def test_every_pair_of_recipes_equals_the_halves_alone_and_the_oracle(
+    pool: Pool, pair: tuple[str, str, int], ranks: int
+) -> None:
+    """Bitwise equal to each half alone, and close to the oracle."""
     first, second, turn = pair
     dtype, extra = ("fp64", "fp32", "bf16")[turn % 3], ("", "sinks", "softcap")[(turn + ranks) % 3]
     model = cases.model(2, dtype, (8, 12), kv_heads=1 + turn % 2)
@@ -150,7 +152,7 @@ def test_ranks_without_tokens(pool: Pool) -> None:
 
 
 def occurrences(launches: list[tuple[str, int, int]]) -> Iterator[tuple[str, int, int, int]]:
-    """Launches with how often each was there before: a layer launches the same rounds as the one before it."""
+    """Launches numbered by occurrence, since each layer launches the same rounds."""
     seen = Counter()
     for row in launches:
         seen[row] += 1
@@ -166,7 +168,7 @@ def test_all_ranks_launch_the_rounds_of_both_halves_in_one_order(pool: Pool, nam
     for rank in found:
         for earlier, later in pairwise(rank):
             after.setdefault(earlier, set()).add(later)
-    assert list(TopologicalSorter(after).static_order())  # raises CycleError where two ranks disagree
+    assert list(TopologicalSorter(after).static_order())  # raises CycleError if two ranks disagree
     longest = max(found, key=len)
     assert longest[0] == ("forward", 0, 0, 1)
     assert longest.index(("forward", 1, 0, 1)) < longest.index(
@@ -179,12 +181,12 @@ def small_pair(ranks: int = 2, name: str = "contiguous") -> tuple[Model, list[Pl
     return model, pair_of_plans(Batch.from_lengths([30, 20, 9, 5]), name, ranks, model)
 
 
-def test_no_gradients_no_graphs(pool: Pool) -> None:
+def test_nothing_is_saved_without_gradients(pool: Pool) -> None:
     model, plans = small_pair()
     assert all(pool.run(jobs.without_gradients, 2, model, each=halves_of(plans)))
 
 
-def test_frozen_weights_and_a_half_that_nobody_uses(pool: Pool) -> None:
+def test_gradients_with_frozen_weights_and_an_unused_half(pool: Pool) -> None:
     model, plans = small_pair()
     for there, alone, difference in pool.run(jobs.frozen, 2, model, each=halves_of(plans)):
         assert there == alone
@@ -210,7 +212,7 @@ def test_halves_may_share_process_groups(pool: Pool, name: str) -> None:
         ("shape", "hidden_a has shape"),
     ],
 )
-def test_errors_say_what_is_wrong(pool: Pool, case: str, words: str) -> None:
+def test_wrong_calls_are_described(pool: Pool, case: str, words: str) -> None:
     model, plans = small_pair()
     for kind, message in pool.run(jobs.pair_error, 2, case, model, each=halves_of(plans)):
         assert kind in ("ConfigError", "ExecutionError")

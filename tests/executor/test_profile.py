@@ -1,4 +1,4 @@
-"""Measuring the backend's own kernels and links: small, and what comes out serves the cost model."""
+"""Measuring the backend's own kernels and links: a small profile that the cost model can use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def measured() -> tuple[Hardware, list[tuple[Any, Any]]]:
     return hardware, told
 
 
-def test_profile_says_where_and_when_it_was_taken(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
+def test_a_profile_records_where_and_when_it_was_measured(
+    measured: tuple[Hardware, list[tuple[Any, Any]]],
+) -> None:
     hardware, _ = measured
     assert hardware.measured.device == hardware.device
     assert "torch" in hardware.measured.versions
@@ -90,7 +92,7 @@ def test_links_are_assumed_until_they_are_measured(measured: tuple[Hardware, lis
         ("CPU x86_64, 2 threads", "fp32", 1.5),
     ],
 )
-def test_the_peak_is_that_of_a_known_device_or_assumed(device: str, dtype: str, tflops: float) -> None:
+def test_the_peak_comes_from_a_known_device_or_is_assumed(device: str, dtype: str, tflops: float) -> None:
     figure = _peak_tflops(device, dtype, Figure(1.5, "measured"))
     assert figure.value == tflops
     assert figure.assumed == (tflops == 1.5)
@@ -103,7 +105,7 @@ def test_progress_rises_to_its_total(measured: tuple[Hardware, list[tuple[Any, A
     assert told[-1] == (total, total)
 
 
-def test_a_sweep_after_the_time_is_not_begun() -> None:
+def test_no_sweep_begins_after_the_time_limit() -> None:
     told = []
     effort = ProfileScope((16, 32), SMALL, sweeps=5, seconds=0.0, runs=Runs(1, 1), tokens=128, vocab=64)
     profile(progress=lambda *step: told.append(step), device="cpu", effort=effort)
@@ -146,12 +148,12 @@ def test_more_work_takes_no_less_time() -> None:
         assert (causal <= 3 * full * (1 + 1e-9)).all()
         assert full[-1, -1] > full[0, 0]
         pairs = np.outer(TINY.axis, TINY.axis)
-        assert (full >= 1e3 + pairs - 1e-3).all()  # a task's own time: its places are divided out
+        assert (full >= 1e3 + pairs - 1e-3).all()  # time per task: divided by the number of positions
         assert (full <= 3 * (1e3 + pairs)).all()
 
 
-def test_tasks_are_timed_where_no_other_was() -> None:
-    """Every run in other places, each after the last, through an arena that is larger than a last-level cache."""
+def test_each_task_is_timed_in_rows_outside_the_cache() -> None:
+    """Each run uses the next rows of an arena that is larger than a last-level cache."""
     effort = ProfileScope((64, 512), Model(4, 2, 64, dtype="fp32"))
     arena = _Arena.of(torch.device("cpu"), effort)
     tensors = (*arena.queries, *arena.keys, *arena.rows[:1])
@@ -168,17 +170,17 @@ def test_tasks_are_timed_where_no_other_was() -> None:
 
 
 def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median of what a row takes longer over the longer half of the axis, not of the longest tasks alone."""
+    """The median additional time per row over the longer half of the axis, not only over the longest tasks."""
     times = np.add.outer(np.array(TINY.axis, float), np.zeros(3))
     grids = [_grid("flash", times, times)] * 2
     arena = _Arena.of(torch.device("cpu"), TINY)
     extra = {64: 2.0, 256: 5.0}  # microseconds a row
 
-    def took(arena: Any, engine: str, task: TimedTask) -> list[float]:
+    def known_time(arena: Any, engine: str, task: TimedTask) -> list[float]:
         at = TINY.axis.index(task.rows)
         return [_between(grids[0], at, task.rows, task.window) + extra[task.rows] * task.rows] * 2
 
-    monkeypatch.setattr(profile_module, "_task_us", took)
+    monkeypatch.setattr(profile_module, "_task_us", known_time)
     assert _with_windows(arena, "flash", *grids)[0].window_us == pytest.approx(3.5)
 
 
@@ -229,7 +231,9 @@ def test_layers_are_timed_in_the_model_s_sizes(measured: tuple[Hardware, list[tu
     assert effort.tokens == 77
 
 
-def test_windows_are_timed_beside_causal_tasks(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
+def test_windows_are_timed_in_addition_to_causal_tasks(
+    measured: tuple[Hardware, list[tuple[Any, Any]]],
+) -> None:
     for grid in (measured[0].forward, measured[0].backward):
         assert grid.window_us >= 0
     assert measured[0].forward.window_us > 0  # CPU kernels have no windows: they are computed under a mask
@@ -255,14 +259,14 @@ def test_links_of_two_processes(pool: Pool) -> None:
     assert 0 <= links["contention"] <= MOST_CONTENTION
 
 
-def test_links_between_nodes_are_told_from_those_inside(pool: Pool) -> None:
+def test_links_between_nodes_are_distinguished_from_those_inside(pool: Pool) -> None:
     of_ranks = pool.run(jobs_profile.links, 3, SIZES, each=[7, 7, 9])
     assert of_ranks[0] == of_ranks[1] == of_ranks[2]
     assert of_ranks[0]["intra"] is not None
     assert of_ranks[0]["inter"] is not None
 
 
-def test_all_ranks_of_two_nodes_are_at_work_at_once(pool: Pool) -> None:
+def test_all_ranks_of_two_nodes_are_measured_at_once(pool: Pool) -> None:
     links, *others = pool.run(jobs_profile.links, 4, SIZES, each=[7, 7, 9, 9])
     assert all(other == links for other in others)
     assert 1 <= links["nics"] <= 2  # as many as two pairs fill
@@ -275,7 +279,7 @@ def test_all_ranks_of_two_nodes_are_at_work_at_once(pool: Pool) -> None:
     assert Hardware.from_data(hardware.to_data()) == hardware
 
 
-def test_peers_are_swept_where_there_are_several_nodes(pool: Pool) -> None:
+def test_numbers_of_peers_are_swept_if_there_are_several_nodes(pool: Pool) -> None:
     """Four nodes of a rank: one or two peers; a line through several numbers of senders needs more."""
     links, *others = pool.run(jobs_profile.links, 4, SIZES, each=[3, 1, 2, 5])
     assert all(other == links for other in others)
@@ -286,8 +290,8 @@ def test_peers_are_swept_where_there_are_several_nodes(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (4, 2), (9, 3)])
-def test_patterns_meet(shape: tuple[int, int]) -> None:
-    """Whoever sends is received from, over other nodes alone."""
+def test_sends_and_receives_of_patterns_match(shape: tuple[int, int]) -> None:
+    """Every send has a matching receive, and only between nodes."""
     nodes = np.arange(shape[0] * shape[1]).reshape(shape).tolist()
     found = patterns(nodes)
     assert {one.peers for one in found} == {peers for peers in (1, 2, 4, 8) if peers < shape[0]}
@@ -301,8 +305,8 @@ def test_patterns_meet(shape: tuple[int, int]) -> None:
     assert patterns([[0, 1], [2]]) == patterns([[0, 1]]) == []
 
 
-def test_figures_of_peers_are_those_that_rates_were_made_of() -> None:
-    """Shares are of what a crowd of eight senders reaches, which incast slows down itself."""
+def test_congestion_figures_are_recovered_from_synthetic_rates() -> None:
+    """Shares are relative to the rate of eight senders, which incast itself slows down."""
     incast, one_peer, crowd = 0.2, 0.6, 8
     base = 1 + incast * 7
     sweep = [

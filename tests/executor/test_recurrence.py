@@ -88,7 +88,7 @@ def predecessors(batch: Batch) -> NDArray[Any]:
     return before
 
 
-def in_one_process(layer: Layer, batch: Batch, given: list[Any]) -> list[NDArray[Any] | None]:
+def run_one_process(layer: Layer, batch: Batch, given: list[Any]) -> list[NDArray[Any] | None]:
     before = torch.from_numpy(predecessors(batch))
     starts, parents = batch.branches()[:2]
     ends = torch.tensor([*starts.tolist(), batch.tokens])
@@ -112,10 +112,10 @@ def in_one_process(layer: Layer, batch: Batch, given: list[Any]) -> list[NDArray
     return [one if one is None else one.detach().numpy() for one in grads]
 
 
-def on_ranks(
+def run_on_ranks(
     pool: Pool, plan: Plan, layer: Layer, given: list[Any], checkpointing: str = "", **options: Any
 ) -> tuple[list[NDArray[Any] | None], list[int]]:
-    """Of all tokens; calls of each rank in backward."""
+    """Results of all tokens, and the calls of each rank in backward."""
     home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
     options = {"padding": 0, "dtype": "float64", "kind": None, **options}
     rows = [home.tokens(rank) for rank in range(ranks)]
@@ -146,7 +146,7 @@ def layer_of(gate: str, delta: bool, heads: int, key_heads: int) -> tuple[Layer,
 @pytest.mark.parametrize(
     ("recipe", "batch", "ranks", "sizes", "padding", "checkpointing"), sparse_rows(CASES, 3)
 )
-def test_a_layer_is_that_of_one_process(
+def test_a_layer_equals_one_process(
     pool: Pool,
     recipe: str,
     batch: str,
@@ -158,8 +158,8 @@ def test_a_layer_is_that_of_one_process(
     layer, recurrent = layer_of(*sizes)
     plan = plan_of(recipe, batch, ranks, **recurrent)
     given = problem(layer, plan.request.batch.tokens)
-    wanted = in_one_process(layer, plan.request.batch, given)
-    found, calls = on_ranks(pool, plan, layer, given, checkpointing, padding=padding)
+    wanted = run_one_process(layer, plan.request.batch, given)
+    found, calls = run_on_ranks(pool, plan, layer, given, checkpointing, padding=padding)
     for own, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(own, want, rtol=1e-12, atol=1e-12) if want is not None else None
     again = {"": 0, "full": 3, "selective": 0}[checkpointing]  # halo, to slots, to runs
@@ -179,7 +179,7 @@ def test_cases_have_last_runs_that_wait_for_states_and_others() -> None:
 
 
 @pytest.mark.parametrize("kind", ["delta", "gated", "wide"])
-def test_kinds_of_one_plan_have_their_own_heads_and_widths(pool: Pool, kind: str) -> None:
+def test_kinds_of_one_plan_may_differ_in_heads_and_widths(pool: Pool, kind: str) -> None:
     layers = {
         "delta": ("diagonal", True, 3, 3),
         "gated": ("scalar", False, 4, 2),
@@ -197,8 +197,8 @@ def test_kinds_of_one_plan_have_their_own_heads_and_widths(pool: Pool, kind: str
     )
     layer = layer_of(*layers[kind])[0]
     given = problem(layer, batch.tokens, conv[kind])
-    found, _ = on_ranks(pool, plan, layer, given, kind=kind)
-    for own, want in zip(found, in_one_process(layer, batch, given), strict=True):
+    found, _ = run_on_ranks(pool, plan, layer, given, kind=kind)
+    for own, want in zip(found, run_one_process(layer, batch, given), strict=True):
         np.testing.assert_allclose(own, want, rtol=1e-12, atol=1e-12) if want is not None else None
 
 
@@ -206,8 +206,8 @@ def test_low_dtypes_keep_states_in_float32(pool: Pool) -> None:
     layer, recurrent = layer_of("scalar", True, 2, 2)
     plan = plan_of("ring", "one", 4, **recurrent)
     given = problem(layer, plan.request.batch.tokens)
-    wanted = in_one_process(layer, plan.request.batch, given)
-    found, _ = on_ranks(pool, plan, layer, given, dtype="bfloat16")
+    wanted = run_one_process(layer, plan.request.batch, given)
+    found, _ = run_on_ranks(pool, plan, layer, given, dtype="bfloat16")
     for own, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(own, want, atol=0.05 * np.abs(want).max())
 
@@ -229,7 +229,7 @@ def rows_of(**shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.zeros(shape) for shape in own.values()]
 
 
-def test_wrong_rows_are_refused_by_name() -> None:
+def test_wrong_shapes_of_rows_are_refused_by_name() -> None:
     handle = handle_of()
     for name, shape in (
         ("q", (6, 3, 3)),
@@ -267,7 +267,7 @@ def test_plans_without_the_kind_are_refused() -> None:
         ap.planned_conv(torch.zeros(6, 7), torch.zeros(7, 4), ap.PlanHandle(plan.for_rank(0)))
 
 
-def test_autocast_leaves_states_wide() -> None:
+def test_autocast_keeps_states_in_float32() -> None:
     handle, rows = handle_of(), [torch.randn_like(x) for x in rows_of()]
     rows[3] = -rows[3].abs()
     wanted = ap.planned_scan(None, *rows, handle)
@@ -276,7 +276,7 @@ def test_autocast_leaves_states_wide() -> None:
     assert torch.equal(found, wanted)
 
 
-def test_a_kernel_of_ones_own_and_a_batch_of_one() -> None:
+def test_a_custom_kernel_and_a_batch_dimension_of_one_are_accepted() -> None:
     handle, rows = handle_of(), [torch.randn(1, *x.shape, dtype=torch.float64) for x in rows_of()]
     rows[3] = -rows[3].abs()
     found = ap.planned_scan(token_by_token, *rows, handle, scale=0.7)
@@ -284,7 +284,7 @@ def test_a_kernel_of_ones_own_and_a_batch_of_one() -> None:
     torch.testing.assert_close(ap.planned_scan(None, *rows, handle, scale=0.7), found)
 
 
-def test_the_layer_of_the_documents_is_that_of_one_process() -> None:
+def test_the_documented_layer_equals_one_process() -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/hybrid-models.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}

@@ -17,7 +17,7 @@ LENGTHS = [130, 1, 64, 0, 17]
 
 
 @pytest.mark.parametrize(("gate", "delta"), [*product(("scalar", "diagonal"), (True, False))])
-def test_chunks_are_the_formula_forward_and_backward(gate: str, delta: bool) -> None:
+def test_the_chunked_kernel_equals_the_formula_forward_and_backward(gate: str, delta: bool) -> None:
     inputs = rows_of(sum(LENGTHS), 4, 2, 5, 7, gate, delta)
     torch.manual_seed(1)
     start = torch.randn(len(LENGTHS), 4, 5, 7, dtype=torch.float64)
@@ -55,11 +55,11 @@ def test_low_dtypes_are_computed_in_float32_and_strong_decays_do_not_overflow(ga
     torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=1e-5)
 
 
-def test_cpus_get_the_kernel_of_torch() -> None:
+def test_the_torch_kernel_is_chosen_on_cpus() -> None:
     assert choose_kernel("diagonal", True, torch.device("cpu")) is chunk_recurrence
 
 
-def test_rows_of_no_sequence_are_none() -> None:
+def test_zero_rows_give_empty_results() -> None:
     given: dict[str, Tensor] = {
         name: x[None, :0] for name, x in rows_of(1, 2, 2, 4, 3, "scalar", True).items()
     }
@@ -67,8 +67,8 @@ def test_rows_of_no_sequence_are_none() -> None:
     assert (o.shape, state.shape) == ((1, 0, 2, 3), (0, 2, 4, 3))
 
 
-def test_kernels_of_equal_heads_are_given_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-linear-attention's, where it is installed and rows are on a GPU."""
+def test_key_heads_are_repeated_for_kernels_that_need_equal_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of flash-linear-attention, used if it is installed and rows are on a GPU."""
     module = SimpleNamespace(chunk_simple_gla=chunk_recurrence)
     monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=SimpleNamespace(simple_gla=module)))
     for name in ("fla.ops", "fla.ops.simple_gla"):

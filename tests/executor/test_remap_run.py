@@ -18,7 +18,7 @@ MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=6, ffn=
 LENGTHS = [50, 21, 9, 4, 1]
 
 
-#: whole sequences on ranks, so that tokens are uneven; and rings over all nodes, with hops through proxies
+#: whole sequences per rank, so that tokens are uneven; and rings over all nodes, with proxy hops
 WHOLE = {"place": {"zeppelin": {"capacity": 100}}, "schedule": {"queues": {}}}
 RINGS = {
     "place": {"zeppelin": {"cap": "paper", "inter_tokens": 30, "intra_tokens": 6, "parts": 2}},
@@ -76,7 +76,7 @@ def test_ranks_that_hold_no_sequence_get_rows(pool: Pool) -> None:
     check(pool, plan, 4)
 
 
-def test_a_plan_that_found_no_gain_leaves_rows_where_they_are(pool: Pool) -> None:
+def test_a_plan_without_a_remap_gain_moves_no_rows(pool: Pool) -> None:
     plan = planned(1, 2, when="pays")
     assert plan.moves == ()
     assert not plan.report["remap"]["used"]
@@ -105,7 +105,7 @@ def check(pool: Pool, plan: Plan, ranks: int) -> None:
         np.testing.assert_allclose(summed, one, rtol=1e-9, atol=1e-11)
 
 
-def test_the_inverse_brings_every_bit_back(pool: Pool) -> None:
+def test_the_inverse_move_restores_every_bit(pool: Pool) -> None:
     plan = planned(2, 2)
     draw = np.random.default_rng(1)
     for dtype in (np.float32, np.float64):

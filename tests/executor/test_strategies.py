@@ -109,8 +109,8 @@ def test_ranks_that_hold_no_tokens_serve_attention(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("turn", sparse(range(len(MATRIX)), 13), ids=tuple(MATRIX))
-def test_every_strategy_with_gradients_that_are_rounded_on_their_way(pool: Pool, turn: int) -> None:
-    """Four ranks, bfloat16; equal to a run in which they are not, but for those gradients."""
+def test_every_strategy_with_gradients_rounded_in_transit(pool: Pool, turn: int) -> None:
+    """Four ranks, bfloat16; equal to a run without rounding, except for those gradients."""
     name = AXES.name[turn]
     batch = cases.batch_of(MASKS[turn % len(MASKS)])
     model = cases.model(2, "bf16", (8, 12), kv_heads=2 if turn % 2 and name not in WIDE else 4)

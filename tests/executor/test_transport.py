@@ -37,18 +37,18 @@ def test_messages_between_two_ranks_meet_in_their_order(pool: Ranks, ranks: int)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_an_exchange_that_every_rank_enters(pool: Ranks, ranks: int) -> None:
+def test_an_all_to_all_delivers_every_message(pool: Ranks, ranks: int) -> None:
     assert all(pool.run(jobs_transport.exchange, ranks))
 
 
-def test_channels_that_plans_need_are_groups_of_their_own(pool: Ranks) -> None:
+def test_each_channel_has_its_own_process_group(pool: Ranks) -> None:
     for groups, same, agreed in pool.run(jobs_transport.channels, 8):
         assert groups >= 3
         assert same
         assert agreed
 
 
-def test_a_buffer_is_used_again_by_the_next_layer() -> None:
+def test_a_buffer_is_reused_by_the_next_layer() -> None:
     pool = Pool()
     first = pool.take(100, CPU)
     pool.give(first)
@@ -56,7 +56,7 @@ def test_a_buffer_is_used_again_by_the_next_layer() -> None:
     second = pool.take(80, CPU)
     assert second is not first
     pool.give(second)
-    larger = pool.take(1000, CPU)  # instead of what is too small
+    larger = pool.take(1000, CPU)  # replaces a buffer that is too small
     assert larger.data.numel() == 1000
     pool.give(larger)
     assert pool.take(80, CPU) is larger
@@ -85,7 +85,7 @@ def test_layers_share_memory_and_results_do_not(monkeypatch: pytest.MonkeyPatch)
     assert len({out.data_ptr() for out in outs}) == 3
 
 
-def test_a_recording_device_counts_what_an_instruction_starts() -> None:
+def test_a_recording_device_counts_the_launches_of_an_instruction() -> None:
     plan, device = small(), RecordingDevice(1, 2)
     handle = PlanHandle(plan.for_rank(1), device, engine=device.engine)
     q, k, v = inputs(handle)
@@ -101,8 +101,8 @@ def test_a_recording_device_counts_what_an_instruction_starts() -> None:
     assert sum(device.launches.values()) <= 1.5 * len(steps)
 
 
-class Waits(TorchDispatchMode):
-    """Ops that make a host wait for its device: to read a number of it, or to make a tensor of the host's numbers."""
+class HostWaits(TorchDispatchMode):
+    """Counts ops that make the host wait for the device: reading a number, or making a tensor of host numbers."""
 
     OPS = frozenset(
         getattr(torch.ops.aten, name).default
@@ -140,12 +140,12 @@ def test_no_layer_waits_for_its_device(engine: str, sinks: bool) -> None:
         return *machine.input_gradients(q.dtype), sink_gradient(layer, machine.gradients)
 
     run_both()
-    with Waits() as waits:
+    with HostWaits() as waits:
         run_both()
     assert not waits.found
 
 
-def test_sinks_are_one_number_a_head_and_may_lie_anywhere() -> None:
+def test_sinks_are_one_number_per_head_and_need_not_be_contiguous() -> None:
     handle = PlanHandle(small("fp32", 1).for_rank(0))
     rows, table = inputs(handle), torch.tensor([0.0, 100.0] * 4)
     torch.testing.assert_close(
@@ -166,7 +166,7 @@ def test_a_handle_stays_in_its_process() -> None:
         handle.__reduce__()
 
 
-def test_engines_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_engine_is_refused_with_its_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = PlanHandle(small(ranks=1).for_rank(0))
     assert handle.engine_on(CPU) is engines.ENGINES["flash"]
     with pytest.raises(ConfigError, match="run on GPUs"):
@@ -194,7 +194,7 @@ def test_plain_and_flash_agree() -> None:
 
 
 @pytest.mark.parametrize(("capability", "chosen"), [((9, 0), ["FA3"]), ((10, 0), []), ((8, 0), [])])
-def test_the_newest_flash_attention_is_taken_where_it_is_there(
+def test_the_newest_available_flash_attention_is_activated(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: list[str]
 ) -> None:
     from torch.nn import attention
@@ -208,7 +208,7 @@ def test_the_newest_flash_attention_is_taken_where_it_is_there(
     assert taken == chosen
 
 
-def test_ranks_of_gpus_alone_want_a_group_for_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_only_gpus_needs_a_group_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     from apportion.backends.torch import transport
 
     monkeypatch.setattr(transport, "_serves", lambda group, backend: backend == "nccl")

@@ -49,7 +49,7 @@ def planned(
 
 
 def inputs(plan: Plan, sizes: Sizes) -> NDArray[Any]:
-    """Hidden states and weights of the loss [T, E], numbers that bfloat16 has."""
+    """Hidden states and loss weights [T, E], exact in bfloat16."""
     rng = np.random.default_rng(1)
     drawn = torch.from_numpy(rng.standard_normal((2, plan.request.batch.tokens, sizes.hidden)))
     return drawn.to(torch.bfloat16).double().numpy()
@@ -66,7 +66,7 @@ def plain(plan: Plan, sizes: Sizes) -> dict[str, NDArray[Any]]:
 def planned_results(
     pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = None
 ) -> dict[str, NDArray[Any]]:
-    """The same of all ranks together."""
+    """The results of all ranks together."""
     home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
     rows = [[x[home.tokens(rank)] for x in inputs(plan, sizes)] for rank in range(ranks)]
     each = [(plan.for_rank(rank).encode(), *rows[rank]) for rank in range(ranks)]
@@ -130,7 +130,7 @@ def test_ranks_without_rows(pool: Pool) -> None:
     assert_equal(pool, plan, sizes)
 
 
-def test_heads_that_are_not_evenly_spaced_arrive(pool: Pool) -> None:
+def test_unevenly_spaced_heads_are_exchanged_correctly(pool: Pool) -> None:
     """Two query heads of two KV heads each: 0, 1, 4, 5 on one rank."""
     sizes = jobs_upipe.Sizes(16, 4)
     plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=8, project=False)
@@ -157,7 +157,7 @@ def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool: Pool) -> None:
 
 @pytest.mark.parametrize("at_a_time", [2, 4, 8])
 @pytest.mark.parametrize("order", ["gqa", "natural"])
-def test_memory_is_what_the_model_says(pool: Pool, order: str, at_a_time: int) -> None:
+def test_arenas_match_the_memory_model(pool: Pool, order: str, at_a_time: int) -> None:
     sizes, ranks = jobs_upipe.Sizes(16, 4), 2
     plan = planned(
         Batch.from_lengths([25]), sizes, 1, ranks, WHOLE, heads=at_a_time, order=order, project=True

@@ -1,4 +1,4 @@
-"""Attention that chooses keys at run time over gathered rows, on several ranks, beside one process."""
+"""Attention that chooses keys at run time over gathered rows, on several ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_run_time_attention_equals_one_process(
     check(pool, gathered(mask, shape, recipe))
 
 
-def test_other_routes_bring_the_same_and_padding_sees_nothing(pool: Pool) -> None:
+def test_other_routes_give_equal_results_and_padding_sees_nothing(pool: Pool) -> None:
     batch, steps = ap.Batch.from_lengths([90]), {"shard": {"blocks": {"block": 8}}, "place": {"lpt": {}}}
     ring = ap.Recipe("ring", {**steps, "schedule": {"ring": {}}})
     tree = ap.Recipe("tree", {**steps, "route": {"tree": {"fanout": 1}}, "schedule": {"matchings": {}}})
@@ -111,7 +111,7 @@ def test_a_rank_without_rows_takes_part(pool: Pool) -> None:
 @pytest.mark.parametrize("recipe", ["mixed", "blend", "fcp"])
 def test_a_row_crosses_to_a_node_once(recipe: str, mask: str) -> None:
     plan = gathered(mask, (2, 2), recipe)
-    crossed, seen = brought(plan)
+    crossed, seen = crossings_and_visible(plan)
     token, node = np.array(crossed).reshape(-1, 2).T
     assert len(token)
     assert len(np.unique(token * 2 + node)) == len(token)
@@ -121,7 +121,9 @@ def test_a_row_crosses_to_a_node_once(recipe: str, mask: str) -> None:
         np.testing.assert_array_equal(np.unique(tokens), np.flatnonzero(allowed[own].any(0)))
 
 
-def brought(plan: Plan, kind: str = "default") -> tuple[list[tuple[int, int]], list[NDArray[Any]]]:
+def crossings_and_visible(
+    plan: Plan, kind: str = "default"
+) -> tuple[list[tuple[int, int]], list[NDArray[Any]]]:
     """(token, node) of all rows that come from another node, and the tokens that queries of each rank see."""
     ranks, program, home = plan.header.ranks, plan.programs[kind, "forward"], plan.layout("attention")
     every = [Fetch.of(program.rank(rank), int(home.rows_per_rank[rank])) for rank in range(ranks)]
@@ -164,7 +166,7 @@ def test_only_the_other_kind_splits_heads(pool: Pool) -> None:
     assert pool.run(jobs_visible.refused, 4, "sparse", each=pieces) == [""] * 4
 
 
-def test_a_plan_that_brings_too_little_is_refused() -> None:
+def test_a_plan_that_omits_visible_rows_is_refused() -> None:
     """Gathered rows are the rows that tasks read: with a task or a row less, the verifier refuses the plan."""
     plan = gathered("causal", (2, 2), "fcp")
     program = plan.programs["default", "forward"]
@@ -178,7 +180,7 @@ def test_a_plan_that_brings_too_little_is_refused() -> None:
             ap.verify(mutant)
 
 
-def test_a_plan_whose_queries_travel_is_no_plan_of_a_kind_that_chooses_keys() -> None:
+def test_kinds_that_choose_keys_refuse_plans_whose_queries_travel() -> None:
     batch, cluster = MASKS["causal"], ap.Cluster(1, 4)
     balance = {"default": {"keys": 5}}
     for recipe in ("dcp", "distca"):
@@ -201,8 +203,8 @@ def test_a_plan_whose_queries_travel_is_no_plan_of_a_kind_that_chooses_keys() ->
         ap.plan(batch, cluster, replace(MODEL, balance=balance), shuffled)
 
 
-def test_gradients_are_added_up_in_float32(pool: Pool) -> None:
-    """A row that many queries' ranks see: in bfloat16 sums of ones would stop at 256."""
+def test_gradients_are_summed_in_float32(pool: Pool) -> None:
+    """A row that queries of many ranks see: in bfloat16 a sum of ones would stop at 256."""
     batch = ap.Batch.from_lengths([40])
     for sent in ("wide", "model"):
         model = replace(MODEL, dtype="bf16", sent_gradients=sent)
@@ -221,8 +223,8 @@ def test_gradients_are_added_up_in_float32(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_agrees_with_one_process() -> None:
-    """It ends with an error where losses of ranks are not those of one process."""
+def test_the_example_equals_one_process() -> None:
+    """The example exits with an error if losses of ranks differ from one process."""
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", root / "examples/sparse/train.py"]

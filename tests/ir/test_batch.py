@@ -70,7 +70,7 @@ def test_sequences_with_their_own_masks() -> None:
     assert batch.position_breaks().tolist() == [0, 4, 5, 8, 12, 13, 14]
 
 
-def test_the_structured_kind_tells_positions() -> None:
+def test_positions_come_from_the_kind_with_structure() -> None:
     pack = masks.documents([2, 3])
     batch = Batch.from_lengths([5], {"local": masks.sliding_window(2), "global": pack})
     assert batch.positions().tolist() == [0, 1, 0, 1, 2]
@@ -81,7 +81,7 @@ def test_the_structured_kind_tells_positions() -> None:
         Batch.from_lengths([5], {"local": masks.documents([3, 2]), "global": pack})
 
 
-def test_kinds_may_differ_where_a_sequence_brings_its_own() -> None:
+def test_kinds_may_disagree_if_a_sequence_has_its_own_positions_and_labels() -> None:
     both = {"local": masks.documents([3, 2]), "global": masks.shared_question(2, [1, 2])}
     own = {"positions": [0, 1, 2, 3, 4], "labels": [1, 2, 3, 4, -1]}
     batch = Batch.from_sequences([Sequence(5, both, **own), Sequence(3, dict.fromkeys(both, masks.causal()))])
@@ -175,7 +175,7 @@ def test_labels_of_a_range_are_those_of_all(pairs: list[tuple[Any, bool]], one: 
 
 @property_test
 @given(st.lists(specs, min_size=1, max_size=5), st.booleans())
-def test_position_breaks_are_where_positions_do_not_count_on(held: list[Any], own: bool) -> None:
+def test_position_breaks_are_where_positions_do_not_continue(held: list[Any], own: bool) -> None:
     positions = [5, 6, 7, 1, 2, 2] if own else None
     batch = Batch.from_sequences([Sequence(6, spec, positions=positions) for spec in held])
     dense, breaks = batch.positions(), batch.position_breaks()
@@ -186,7 +186,7 @@ def test_position_breaks_are_where_positions_do_not_count_on(held: list[Any], ow
 
 @property_test
 @given(st.lists(st.tuples(specs, specs), min_size=1, max_size=4), st.booleans(), st.booleans())
-def test_data_in_and_out(pairs: list[tuple[Any, Any]], several: bool, own: bool) -> None:
+def test_batches_round_trip_through_data(pairs: list[tuple[Any, Any]], several: bool, own: bool) -> None:
     sequences = [
         Sequence(
             6,
@@ -205,7 +205,7 @@ def test_data_in_and_out(pairs: list[tuple[Any, Any]], several: bool, own: bool)
     assert hash(again) == hash(batch)
 
 
-def test_the_two_forms_of_data() -> None:
+def test_data_may_list_lengths_or_sequences() -> None:
     listed = {"sequences": [{"length": 8, "mask": {"causal": {}}}, {"length": 4}]}
     assert Batch.from_data(listed) == Batch.from_lengths([8, 4])
     assert Batch.from_data(listed).to_data() == {"lengths": [8, 4], "mask": {"causal": {}}}
@@ -215,7 +215,7 @@ def test_the_two_forms_of_data() -> None:
     assert Batch.from_data(homes).to_data() == homes
 
 
-def test_files(tmp_path: Path) -> None:
+def test_batches_are_read_from_files(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"lengths": [8, 4]}')
     (tmp_path / "b.yaml").write_text("sequences:\n- {length: 8, mask: {causal: }}\n- length: 4\n")
     assert Batch.load(tmp_path / "b.json") == Batch.load(tmp_path / "b.yaml") == Batch.from_lengths([8, 4])
@@ -314,7 +314,7 @@ def test_specs_of_real_batches_have_the_pairs_of_their_slices(instance: dict) ->
         ),
     ],
 )
-def test_wrong_batches_are_named(make: Callable[..., Any], field: str, hint: str) -> None:
+def test_errors_of_batches_name_the_field(make: Callable[..., Any], field: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
     assert caught.value.field == field
@@ -322,7 +322,7 @@ def test_wrong_batches_are_named(make: Callable[..., Any], field: str, hint: str
 
 
 @pytest.mark.parametrize("text", ["{", "[1, 2", '{"lengths": [NaN]}', "[" * 5000])
-def test_broken_files_are_named(tmp_path: Path, text: str) -> None:
+def test_errors_of_broken_files_name_the_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "b.json").write_text(text)
     with pytest.raises(ConfigError):
         Batch.load(tmp_path / "b.json")
@@ -337,7 +337,7 @@ def test_yaml_bombs_and_binary_files_are_refused(tmp_path: Path) -> None:
         Batch.load(tmp_path / "b.json")
 
 
-def test_unknown_kinds_of_file_are_named(tmp_path: Path) -> None:
+def test_unknown_file_types_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.toml").write_text("")
     with pytest.raises(ConfigError, match=r"\.json, \.yaml or \.yml"):
         Batch.load(tmp_path / "b.toml")
@@ -366,7 +366,7 @@ def test_hostile_data_raises_typed_errors_only(data: list[Any] | dict[str, Any] 
         Batch.from_data(data).labels()
 
 
-def test_diagonals_are_what_the_masks_declare() -> None:
+def test_diagonals_come_from_the_masks_not_from_their_bands() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(512)}
     batch = Batch.from_lengths([3, 1], kinds)  # shorter than the window
     assert (batch.diagonals("global"), batch.diagonals("local")) == (((0, INF),), ((0, 511),))
@@ -377,20 +377,20 @@ def test_diagonals_are_what_the_masks_declare() -> None:
         mixed.diagonals("local")
 
 
-def test_too_many_diagonals_are_none() -> None:
+def test_more_than_eight_diagonals_are_left_out() -> None:
     windows = [Sequence(4, masks.sliding_window(n)) for n in range(1, 10)]
     assert len(Batch.from_sequences(windows[:8]).diagonals("default")) == 8
     assert Batch.from_sequences(windows).diagonals("default") == ()
 
 
-def test_many_sequences_of_one_spec_are_checked_once_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_with_one_mask_are_checked_once_per_length(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     monkeypatch.setattr(Tree, "check", lambda spec, length, field: checked.append((length, field)))
     Batch.from_lengths([4, 4, 5, 4, 5] * 1000, masks.tree([[-1, 1], [0, 3]]))
     assert checked == [(4, "sequences[0].mask"), (5, "sequences[2].mask")]
 
 
-def test_parts_are_counted_before_anything_is_built() -> None:
+def test_the_number_of_parts_is_limited_before_bands_are_built() -> None:
     deep: masks.Mask = masks.causal()
     for level in range(8):
         deep = masks.documents([8**level] * 8, deep)
@@ -401,7 +401,7 @@ def test_parts_are_counted_before_anything_is_built() -> None:
         Batch.from_lengths([3] * 2**21, masks.tree([[-1, 1], [0, 1], [1, 1]]))
 
 
-def test_kinds_are_compared_for_each_length_and_what_a_sequence_brings() -> None:
+def test_kinds_are_compared_for_each_length_and_own_positions() -> None:
     two = masks.documents([2, 2])
     kinds = {"one": two, "two": masks.documents([1, 3])}
     own = Sequence(4, kinds, positions=[0, 1, 2, 3], labels=[1, 2, 3, -1])

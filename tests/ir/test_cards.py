@@ -31,7 +31,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
-def test_every_mask_has_a_picture_of_its_bands(spec: masks.Mask) -> None:
+def test_every_mask_has_a_card_that_shows_its_bands(spec: masks.Mask) -> None:
     shown = spec._repr_html_()
     assert type(spec).__name__ in shown
     length = spec.shown_length()
@@ -48,14 +48,14 @@ def test_a_short_mask_is_drawn_token_by_token() -> None:
     ]  # fmt: skip
 
 
-def test_bars_of_many_are_the_largest_of_each_few() -> None:
+def test_bars_of_many_ranks_show_the_largest_of_each_group() -> None:
     shown = cards.bars("many", np.arange(1000))
     assert shown.count("<rect") <= cards.BARS
     assert "height='80.00'" in shown
     assert cards.bars("none", np.zeros(0)).count("<rect") == 0
 
 
-def test_texts_are_escaped() -> None:
+def test_text_in_cards_is_escaped() -> None:
     shown = cards.card("<b>", [("<i>", "<script>")]) + cards.table("&", ["<th>"], [["<td>"]])
     assert not re.search(r"<script>|<i>|<b><b>", shown)
 
@@ -82,7 +82,7 @@ def test_batches_plans_simulations_and_comparisons_have_cards() -> None:
     assert ap.Plan.decode(plan.encode())._repr_html_() == plan._repr_html_()
 
 
-def test_a_comparison_is_what_the_command_prints() -> None:
+def test_the_card_of_a_comparison_equals_the_printed_table() -> None:
     pytest.importorskip("pandas")
     batch = ap.Batch.from_lengths([700, 300, 24])
     found = ap.compare(batch, ap.Cluster(1, 2), ap.Model(2, 1, 16), ["fcp"], baseline="ulysses")

@@ -37,7 +37,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def same_tables(a: Plan, b: Plan) -> bool:
-    """Equal by value, whatever the dtypes."""
+    """True if tables are equal by value, regardless of dtypes."""
     return (
         a.header == b.header
         and all(a.layouts[name].spans.equal(b.layouts[name].spans) for name in a.header.layouts)
@@ -62,7 +62,7 @@ def plan() -> Plan:
 
 
 def _has_rows(plan: Plan) -> bool:
-    """Of the rank that tests change, in the program that they change."""
+    """True if the rank and program that tests change have rows."""
     program = plan.programs["default", "forward"].rank(1)
     return len(program["operands"]) > 0 and len(program["instructions"]) > 0
 
@@ -72,7 +72,7 @@ def _has_rows(plan: Plan) -> bool:
 
 @settings(max_examples=60)
 @given(SEEDS)
-def test_decode_gives_what_was_encoded(seed: int) -> None:
+def test_decoded_plans_equal_encoded_ones(seed: int) -> None:
     plan = random_plan(seed)
     data = plan.encode()
     again = Plan.decode(data)
@@ -121,7 +121,7 @@ def test_decoded_columns_are_safe_to_add(plan: Plan) -> None:
 
 @settings(max_examples=30)
 @given(SEEDS)
-def test_the_reader_of_the_prose_reads_the_same(seed: int) -> None:
+def test_the_reader_written_from_format_md_reads_the_same_tables(seed: int) -> None:
     plan = codec.seal(random_plan(seed))
     header = msgpack.unpackb(plan.sections.header)
     for rank, part in enumerate(plan.sections.parts):
@@ -185,20 +185,20 @@ def test_order_of_report_and_engines_does_not_matter(plan: Plan) -> None:
         2**70,
     ],
 )
-def test_reports_that_no_plan_can_hold(plan: Plan, value: object) -> None:
+def test_reports_that_cannot_be_encoded_are_refused(plan: Plan, value: object) -> None:
     with pytest.raises(ConfigError, match="report"):
         codec.seal(replace(plan, report={"value": value}))
     with pytest.raises(ConfigError, match="report"):
         assert replace(plan, report={"value": value}, sections=None).id
 
 
-def test_parts_made_before_are_taken_over(plan: Plan) -> None:
+def test_parts_encoded_earlier_are_reused(plan: Plan) -> None:
     tables = table_bytes.tables_of(plan.layouts, plan.programs, plan.moves)
     parts = table_bytes.encode_parts(tables, plan.header.ranks)
     assert codec.seal(plan, parts) == plan
 
 
-def test_parts_name_neither_layouts_nor_kinds_so_their_order_is_checked(plan: Plan) -> None:
+def test_the_order_of_layouts_and_kinds_is_checked(plan: Plan) -> None:
     turned = dict(reversed(plan.layouts.items()))
     with pytest.raises(ConfigError, match=r"layouts = .*in its order: attention, linear -> 2"):
         codec.seal(replace(plan, layouts=turned))
@@ -220,7 +220,7 @@ def test_every_section_enters_the_id(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 5, "a", True, 1.0, None])
-def test_a_rank_that_is_not_there_is_named(plan: Plan, rank: object) -> None:
+def test_an_unknown_rank_is_named(plan: Plan, rank: object) -> None:
     layout, (kind, phase) = plan.layout("attention"), next(iter(plan.programs))
     asks = (layout.to_cu_seqlens, layout.tokens, layout.position_ids, plan.for_rank)
     for ask in (*asks, lambda rank: plan.program(rank, kind, phase)):
@@ -229,7 +229,7 @@ def test_a_rank_that_is_not_there_is_named(plan: Plan, rank: object) -> None:
         assert caught.value.value is rank
 
 
-def test_a_program_that_is_not_there_is_named(plan: Plan) -> None:
+def test_an_unknown_program_is_named(plan: Plan) -> None:
     kind, phase = next(iter(plan.programs))
     with pytest.raises(UnknownNameError, match="kind = 'nonesuch'"):
         plan.program(0, "nonesuch", phase)
@@ -246,7 +246,7 @@ def test_cu_seqlens_follow_the_rows() -> None:
     assert layout.tokens(0).tolist() == [9, 10, 11, 12, 13, 0, 1]
 
 
-def test_slices_of_no_rank(plan: Plan) -> None:
+def test_a_slice_of_an_unknown_rank_or_layout_is_an_error(plan: Plan) -> None:
     with pytest.raises(ConfigError, match="rank = 5"):
         plan.for_rank(5)
     with pytest.raises(UnknownNameError, match="loader"):
@@ -257,33 +257,33 @@ def test_slices_of_no_rank(plan: Plan) -> None:
 
 
 def rebuilt(plan: Plan, version: tuple[int, int] = VERSION, **sections: object) -> bytes:
-    """The plan with other sections and the id of these."""
+    """The plan with other sections and their id."""
     changed = replace(plan.sections, id=b"", **sections)
     return codec.encode_wire(replace(changed, id=section_id(changed)), version)
 
 
 def with_part(plan: Plan, part: bytes, rank: int = 1) -> bytes:
-    """The plan with another part and the id of that."""
+    """The plan with another part and the matching id."""
     parts = list(plan.sections.parts)
     parts[rank] = part
     return rebuilt(plan, parts=parts)
 
 
-def refused(data: bytes, match: str) -> None:
+def assert_refused(data: bytes, match: str) -> None:
     with pytest.raises(DecodeError, match=match):
         Plan.decode(data)
 
 
-def test_a_changed_byte_is_noticed(plan: Plan) -> None:
+def test_a_changed_byte_is_detected(plan: Plan) -> None:
     data = bytearray(plan.encode())
     data[data.index(plan.sections.parts[2]) + 20] ^= 1
     with pytest.raises(DecodeError, match=f"{plan.id.hex()}.* differs from"):
         Plan.decode(bytes(data))
 
 
-def test_a_wrong_id_can_be_looked_at(plan: Plan) -> None:
+def test_a_plan_with_a_wrong_id_can_be_decoded_on_request(plan: Plan) -> None:
     data = codec.encode_wire(replace(plan.sections, id=bytes(32)))
-    refused(data, "stored id 0000")
+    assert_refused(data, "stored id 0000")
     opened = codec.decode(data, check_id=False)
     assert opened.id == bytes(32)
     assert section_id(opened.sections) == plan.id
@@ -292,31 +292,31 @@ def test_a_wrong_id_can_be_looked_at(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\x00", b"hello", b"\xc1", b"\x80", b"\xdf\xff\xff\xff\xff", b"\x91" * 10**6]
 )
-def test_what_is_no_plan(data: bytes) -> None:
-    refused(data, "not an Apportion plan")
+def test_bytes_that_are_not_a_plan_are_refused(data: bytes) -> None:
+    assert_refused(data, "not an Apportion plan")
     with pytest.raises(DecodeError):
         Slice.decode(data)
 
 
-def test_every_truncation(plan: Plan) -> None:
+def test_every_truncated_plan_is_refused(plan: Plan) -> None:
     data = plan.encode()
     for end in range(0, len(data), 7):
         with pytest.raises(DecodeError):
             Plan.decode(data[:end])
 
 
-def test_other_formats_and_versions(plan: Plan) -> None:
+def test_other_formats_and_versions_are_refused(plan: Plan) -> None:
     with pytest.raises(DecodeError, match=r"format is 'apportion\.slice'"):
         Plan.decode(plan.for_rank(0).encode())
     with pytest.raises(DecodeError, match=r"format is 'apportion\.plan'"):
         Slice.decode(plan.encode())
     with pytest.raises(VersionError, match=r"2\.0.*reads 3\.x"):
         Plan.decode(msgpack.packb({"format": "apportion.plan", "version": [2, 0], "body": b""}))
-    refused(msgpack.packb({"format": "apportion.plan", "version": [3, -1]}), "version 3.-1")
-    refused(rebuilt(plan, (3, 3)), "differs from")
+    assert_refused(msgpack.packb({"format": "apportion.plan", "version": [3, -1]}), "version 3.-1")
+    assert_refused(rebuilt(plan, (3, 3)), "differs from")
 
 
-def test_a_newer_header_may_know_more(plan: Plan) -> None:
+def test_unknown_header_fields_are_accepted_only_in_a_newer_version(plan: Plan) -> None:
     header = msgpack.unpackb(plan.sections.header) | {"version": [3, 9], "novel": 1}
     data = rebuilt(plan, (3, 9), header=msgspec.msgpack.encode(header, order="deterministic"))
     wider = msgpack.unpackb(data) | {"novel": b"more"}
@@ -324,15 +324,19 @@ def test_a_newer_header_may_know_more(plan: Plan) -> None:
     again = Slice.decode(Plan.decode(data).for_rank(1).encode())
     assert again.header == replace(plan.header, version=(3, 9))
     header |= {"version": VERSION}
-    refused(rebuilt(plan, header=msgspec.msgpack.encode(header, order="deterministic")), "header: unknown")
+    assert_refused(
+        rebuilt(plan, header=msgspec.msgpack.encode(header, order="deterministic")), "header: unknown"
+    )
 
 
-def test_repeated_keys_and_long_forms(plan: Plan) -> None:
-    refused(with_part(plan, plan.sections.parts[1] + b"\0"), "rank 1, .* is followed by further bytes")
+def test_repeated_keys_and_non_minimal_forms_are_refused(plan: Plan) -> None:
+    assert_refused(with_part(plan, plan.sections.parts[1] + b"\0"), "rank 1, .* is followed by further bytes")
     header = plan.sections.header
-    refused(rebuilt(plan, header=b"\xde\x00\x11" + header[3:] + b"\xa5ranks\x05"), "repeated or unsorted")
+    assert_refused(
+        rebuilt(plan, header=b"\xde\x00\x11" + header[3:] + b"\xa5ranks\x05"), "repeated or unsorted"
+    )
     data = plan.encode()
-    refused(bytes([data[0] + 1]) + data[1:] + b"\xa6report\xc4\x01\x80", "plan: repeated")
+    assert_refused(bytes([data[0] + 1]) + data[1:] + b"\xa6report\xc4\x01\x80", "plan: repeated")
 
 
 @pytest.mark.parametrize(
@@ -376,9 +380,9 @@ def test_repeated_keys_and_long_forms(plan: Plan) -> None:
         ("diagonals", None, "Expected `object`"),
     ],
 )
-def test_malformed_headers(plan: Plan, field: str, value: object, match: str) -> None:
+def test_malformed_headers_are_refused(plan: Plan, field: str, value: object, match: str) -> None:
     header = msgpack.unpackb(plan.sections.header) | {field: value}
-    refused(rebuilt(plan, header=msgspec.msgpack.encode(header, order="deterministic")), match)
+    assert_refused(rebuilt(plan, header=msgspec.msgpack.encode(header, order="deterministic")), match)
 
 
 @pytest.mark.parametrize(
@@ -398,8 +402,8 @@ def test_malformed_headers(plan: Plan, field: str, value: object, match: str) ->
         ("moves", [["attention"]], "moves"),
     ],
 )
-def test_malformed_sections(plan: Plan, section: str, value: object, match: str) -> None:
-    refused(rebuilt(plan, **{section: msgspec.msgpack.encode(value, order="deterministic")}), match)
+def test_malformed_sections_are_refused(plan: Plan, section: str, value: object, match: str) -> None:
+    assert_refused(rebuilt(plan, **{section: msgspec.msgpack.encode(value, order="deterministic")}), match)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +422,7 @@ def test_malformed_sections(plan: Plan, section: str, value: object, match: str)
         (("more",), 3),
     ],
 )
-def test_malformed_requests(plan: Plan, path: tuple[str, ...], value: object) -> None:
+def test_malformed_requests_are_refused(plan: Plan, path: tuple[str, ...], value: object) -> None:
     request = msgpack.unpackb(plan.sections.request)
     inner = request
     for key in path[:-1]:
@@ -428,22 +432,22 @@ def test_malformed_requests(plan: Plan, path: tuple[str, ...], value: object) ->
         Plan.decode(rebuilt(plan, request=msgspec.msgpack.encode(request, order="deterministic")))
 
 
-def test_keys_that_are_no_texts(plan: Plan) -> None:
-    refused(rebuilt(plan, report=msgpack.packb({"a": {1: 2}})), "report")
-    refused(rebuilt(plan, report=msgpack.packb({1: 2})), "report")
+def test_keys_that_are_not_strings_are_refused(plan: Plan) -> None:
+    assert_refused(rebuilt(plan, report=msgpack.packb({"a": {1: 2}})), "report")
+    assert_refused(rebuilt(plan, report=msgpack.packb({1: 2})), "report")
     request = msgpack.unpackb(plan.sections.request) | {"cluster": {None: 1}}
-    refused(rebuilt(plan, request=msgpack.packb(request)), "request")
+    assert_refused(rebuilt(plan, request=msgpack.packb(request)), "request")
 
 
-def test_deep_nesting_and_size_caps(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(rebuilt(plan, report=b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"), "recursion")
+def test_deep_nesting_and_oversized_sections_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(rebuilt(plan, report=b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"), "recursion")
     monkeypatch.setattr(wire, "MAX_BYTES", dict(wire.MAX_BYTES) | {"part": 40, "report": 1 << 20})
-    refused(plan.encode(), "at most 40 are read")
-    refused(rebuilt(plan, report=bytes(1 << 21)), "at most 1048576 are read")
+    assert_refused(plan.encode(), "at most 40 are read")
+    assert_refused(rebuilt(plan, report=bytes(1 << 21)), "at most 1048576 are read")
 
 
 @pytest.mark.parametrize("section", sorted({*wire.MAX_BYTES} - {"report"}))
-def test_no_plan_is_made_that_readers_refuse(
+def test_plans_above_the_size_limits_of_readers_are_not_made(
     plan: Plan, section: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MAX_BYTES", dict(wire.MAX_BYTES) | {section: 0})
@@ -451,15 +455,15 @@ def test_no_plan_is_made_that_readers_refuse(
         codec.seal(plan)
 
 
-def test_too_many_parts(plan: Plan) -> None:
-    refused(rebuilt(plan, parts=[b""] * 65_536), "65536 parts")
-    refused(codec.encode_wire(replace(plan.sections, parts=[])), "0 parts")
+def test_too_many_parts_are_refused(plan: Plan) -> None:
+    assert_refused(rebuilt(plan, parts=[b""] * 65_536), "65536 parts")
+    assert_refused(codec.encode_wire(replace(plan.sections, parts=[])), "0 parts")
 
 
 # ---------------------------------------------------------------------------------------------- structure
 
 
-def edited(plan: Plan, table: str, column: str, rank: int, row: int, value: int) -> bytes:
+def encode_with_value(plan: Plan, table: str, column: str, rank: int, row: int, value: int) -> bytes:
     """The plan with one number of the forward program changed."""
     program = plan.programs["default", "forward"]
     old = program[table]
@@ -470,7 +474,7 @@ def edited(plan: Plan, table: str, column: str, rank: int, row: int, value: int)
 
 
 @pytest.fixture(scope="module")
-def rich() -> Plan:
+def full_plan() -> Plan:
     """A plan whose rank 0 has rows in every forward table."""
     plan = random_plan(2274, ranks=2)
     assert plan.header.kinds == ("default",)
@@ -508,44 +512,52 @@ def rich() -> Plan:
         ("rowops", "d", 0, -1, "d is outside"),
     ],
 )
-def test_numbers_out_of_range(rich: Plan, table: str, column: str, row: int, value: int, match: str) -> None:
-    refused(
-        edited(rich, table, column, 0, row, value), f"rank 0, default forward, {table} row {row}: .*{match}"
+def test_numbers_out_of_range_are_refused(
+    full_plan: Plan, table: str, column: str, row: int, value: int, match: str
+) -> None:
+    assert_refused(
+        encode_with_value(full_plan, table, column, 0, row, value),
+        f"rank 0, default forward, {table} row {row}: .*{match}",
     )
 
 
-def test_counts_must_add_up(rich: Plan) -> None:
-    table = rich.programs["default", "forward"]["instructions"].rank(0)
+def test_counts_must_add_up(full_plan: Plan) -> None:
+    table = full_plan.programs["default", "forward"]["instructions"].rank(0)
     row = int(np.flatnonzero(table["count"] > 0)[0])
-    refused(
-        edited(rich, "instructions", "count", 0, row, 0), "rank 0, default forward: its instructions consume"
+    assert_refused(
+        encode_with_value(full_plan, "instructions", "count", 0, row, 0),
+        "rank 0, default forward: its instructions consume",
     )
 
 
-def test_waits_take_no_list_and_no_stray_rounds(rich: Plan) -> None:
-    table = rich.programs["default", "forward"]["instructions"].rank(0)
+def test_waits_without_rows_and_rounds_on_other_ops_are_checked(full_plan: Plan) -> None:
+    table = full_plan.programs["default", "forward"]["instructions"].rank(0)
     other = int(np.flatnonzero(table["op"] > 2)[0])
-    refused(edited(rich, "instructions", "round", 0, other, 1), "round, channel and mode belong")
-    refused(edited(rich, "instructions", "channel", 0, other, 1), "round, channel and mode belong")
-    refused(
-        edited(rich, "instructions", "op", 0, int(np.argmax(table["count"] > 0)), 2),
+    assert_refused(
+        encode_with_value(full_plan, "instructions", "round", 0, other, 1), "round, channel and mode belong"
+    )
+    assert_refused(
+        encode_with_value(full_plan, "instructions", "channel", 0, other, 1), "round, channel and mode belong"
+    )
+    assert_refused(
+        encode_with_value(full_plan, "instructions", "op", 0, int(np.argmax(table["count"] > 0)), 2),
         "wait takes no list|belong",
     )
 
 
-def test_one_arena_a_tensor(rich: Plan) -> None:
-    first = int(rich.programs["default", "forward"]["arenas"]["tensor"][0])
-    refused(edited(rich, "arenas", "tensor", 0, 1, first), "a second arena")
+def test_a_tensor_has_at_most_one_arena(full_plan: Plan) -> None:
+    first = int(full_plan.programs["default", "forward"]["arenas"]["tensor"][0])
+    assert_refused(encode_with_value(full_plan, "arenas", "tensor", 0, 1, first), "a second arena")
 
 
-def test_head_sets_of_keys_hold_key_heads(rich: Plan) -> None:
-    plan = codec.decode(edited(rich, "operands", "heads", 0, 1, 2))
-    plan = codec.decode(edited(plan, "operands", "tensor", 0, 1, 3))
-    refused(edited(plan, "operands", "heads", 0, 1, 3), "beyond 2 KV heads")
+def test_head_sets_of_kv_contain_only_kv_heads(full_plan: Plan) -> None:
+    plan = codec.decode(encode_with_value(full_plan, "operands", "heads", 0, 1, 2))
+    plan = codec.decode(encode_with_value(plan, "operands", "tensor", 0, 1, 3))
+    assert_refused(encode_with_value(plan, "operands", "heads", 0, 1, 3), "beyond 2 KV heads")
 
 
 def peak_of(data: bytes) -> int:
-    """Bytes that decoding takes at most, whether it succeeds or not."""
+    """The peak memory of decoding in bytes, whether it succeeds or fails."""
     tracemalloc.start()
     try:
         codec.decode(data)
@@ -557,14 +569,14 @@ def peak_of(data: bytes) -> int:
     return peak
 
 
-def test_spans_of_many_tokens_cost_nothing() -> None:
+def test_decoding_spans_of_many_tokens_takes_little_memory() -> None:
     plan = next(p for p in map(random_plan, range(100)) if p.request.batch.tokens > 2**27)
     data = plan.encode()
     codec.decode(data)
     assert peak_of(data) < 64 * len(data) + 200_000
 
 
-def test_small_bytes_do_not_become_large_in_memory(plan: Plan) -> None:
+def test_small_inputs_never_decode_to_large_memory(plan: Plan) -> None:
     blank = msgpack.packb([{}] * 100_000)
     for data in (
         rebuilt(plan, request=b"\x81\xa5batch" + blank),
@@ -581,7 +593,7 @@ def test_small_bytes_do_not_become_large_in_memory(plan: Plan) -> None:
 # ---------------------------------------------------------------------------------------------- hostile slices
 
 
-def test_slices_are_proven(plan: Plan) -> None:
+def test_slices_with_a_wrong_proof_are_refused(plan: Plan) -> None:
     def changed(**fields: object) -> bytes:
         return msgpack.packb(msgpack.unpackb(plan.for_rank(1).encode()) | fields)
 

@@ -37,7 +37,7 @@ FCP = {
 NAN, INFINITE = float("nan"), float("inf")
 
 
-def valid(name: str, data: object) -> bool:
+def schema_accepts(name: str, data: object) -> bool:
     """True if the JSON Schema of that name accepts `data`."""
     schema = json.loads((SCHEMAS / f"{name}.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -68,8 +68,8 @@ def test_cluster_data_and_files(tmp_path: Path) -> None:
     assert Cluster.from_data(json.loads(json.dumps(cluster.to_data()))) == cluster
     (tmp_path / "c.yaml").write_text("{nodes: 1, ranks_per_node: 2, speeds: [1, 0.5]}")
     assert Cluster.load(tmp_path / "c.yaml") == cluster
-    assert valid("cluster", cluster.to_data())
-    assert valid("cluster", {})
+    assert schema_accepts("cluster", cluster.to_data())
+    assert schema_accepts("cluster", {})
 
 
 WRONG_CLUSTERS = [
@@ -99,14 +99,14 @@ WRONG_CLUSTERS = [
 
 
 @pytest.mark.parametrize(("data", "field"), WRONG_CLUSTERS)
-def test_wrong_clusters_are_named(data: dict, field: str) -> None:
+def test_errors_of_clusters_name_the_field(data: dict, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Cluster.from_data(data)
     assert caught.value.field == field
 
 
-def test_the_largest_cluster() -> None:
-    """Of a plan; a forecast divides larger ones."""
+def test_a_cluster_above_the_size_limit_is_refused() -> None:
+    """The limit applies to plans; a forecast may divide larger clusters."""
     Cluster(nodes=65_535, ranks_per_node=1).check_ranks()
     with pytest.raises(
         ConfigError, match=r"cluster\.nodes x cluster\.ranks_per_node = 65536: must be at most 65535"
@@ -184,7 +184,7 @@ def test_from_env_with_a_group(launcher: Callable[..., Any], group: Any, shape: 
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, [], "group"),
     ],
 )
-def test_wrong_environments_are_named(
+def test_errors_of_launcher_variables_name_the_variable(
     launcher: Callable[..., Any],
     variables: dict[str, str],
     group: list[int] | SimpleNamespace | None,
@@ -227,8 +227,8 @@ def test_model_layers_and_data(tmp_path: Path) -> None:
     assert Model.from_data(json.loads(json.dumps(model.to_data()))) == model
     (tmp_path / "m.json").write_text(json.dumps(model.to_data()))
     assert Model.load(tmp_path / "m.json") == model
-    assert valid("model", model.to_data())
-    assert valid("model", {"layers": 3})
+    assert schema_accepts("model", model.to_data())
+    assert schema_accepts("model", {"layers": 3})
 
 
 WRONG_MODELS = [
@@ -253,7 +253,7 @@ WRONG_MODELS = [
 
 
 @pytest.mark.parametrize(("data", "field"), WRONG_MODELS)
-def test_wrong_models_are_named(data: dict, field: str) -> None:
+def test_errors_of_models_name_the_field(data: dict, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Model.from_data(data)
     assert caught.value.field == field
@@ -278,8 +278,8 @@ def test_recipe_keeps_its_steps_in_order(tmp_path: Path) -> None:
 def test_policy_data() -> None:
     policy = Policy(Recipe("fcp", FCP), token_cap=4096, tolerance=0.05, seed=7)
     assert Policy.from_data(json.loads(json.dumps(policy.to_data()))) == policy
-    assert valid("policy", policy.to_data())
-    assert valid("recipe", policy.recipe.to_data())
+    assert schema_accepts("policy", policy.to_data())
+    assert schema_accepts("recipe", policy.recipe.to_data())
 
 
 WRONG_RECIPES = [
@@ -300,7 +300,7 @@ WRONG_RECIPES = [
 
 
 @pytest.mark.parametrize(("data", "field"), WRONG_RECIPES)
-def test_wrong_recipes_are_named(data: dict, field: str) -> None:
+def test_errors_of_recipes_name_the_field(data: dict, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Recipe.from_data(data)
     assert caught.value.field == field
@@ -323,7 +323,7 @@ WRONG_POLICIES = [
 
 
 @pytest.mark.parametrize(("data", "field"), WRONG_POLICIES)
-def test_wrong_policies_are_named(data: dict, field: str) -> None:
+def test_errors_of_policies_name_the_field(data: dict, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Policy.from_data({"recipe": {"name": "fcp", "steps": {}}, **data})
     assert caught.value.field == field
@@ -381,16 +381,16 @@ WRONG_BATCHES = [
 
 
 @pytest.mark.parametrize("data", BATCHES)
-def test_the_batch_schema_accepts_what_is_read(data: dict) -> None:
+def test_the_batch_schema_accepts_valid_batches(data: dict) -> None:
     Batch.from_data(data)
-    assert valid("batch", data)
+    assert schema_accepts("batch", data)
 
 
 @pytest.mark.parametrize("data", WRONG_BATCHES)
-def test_the_batch_schema_refuses_what_is_refused(data: dict) -> None:
+def test_the_batch_schema_refuses_invalid_batches(data: dict) -> None:
     with pytest.raises(ConfigError):
         Batch.from_data(data)
-    assert not valid("batch", data)
+    assert not schema_accepts("batch", data)
 
 
 @pytest.mark.parametrize(
@@ -402,11 +402,11 @@ def test_the_batch_schema_refuses_what_is_refused(data: dict) -> None:
         *(("policy", {"recipe": {"name": "fcp", "steps": {}}, **data}) for data, _ in WRONG_POLICIES),  # type: ignore[dict-item]
     ],
 )
-def test_the_schemas_refuse_what_is_refused(schema: str, data: dict) -> None:
+def test_the_schemas_refuse_data_that_the_code_refuses(schema: str, data: dict) -> None:
     """Only the code checks NaN, integral floats and sums over several fields, which a JSON Schema cannot express."""
     numbers = [value for value in data.values() if isinstance(value, float)]
     if all(value == value and abs(value) < INFINITE and value % 1 for value in numbers):
-        assert not valid(schema, data)
+        assert not schema_accepts(schema, data)
 
 
 def test_every_mask_has_a_schema() -> None:
@@ -414,10 +414,10 @@ def test_every_mask_has_a_schema() -> None:
     assert set(schema["$defs"]["mask"]["properties"]) == set(masks.SPECS)
 
 
-# ---- all of them
+# ---- all config objects
 
 
-def test_they_hash_compare_and_copy() -> None:
+def test_config_objects_hash_compare_and_copy() -> None:
     for item in (Cluster(), Model(layers={"a": 1}), Policy(Recipe("fcp", FCP))):
         assert copy.deepcopy(item) == item
         assert hash(item) == hash(type(item).from_data(item.to_data()))

@@ -40,7 +40,7 @@ def test_every_function_has_a_stub_and_every_stub_a_function() -> None:
         (np.zeros(3, ">i8"), "int64, not ndarray of >i8"),
     ],
 )
-def test_arrays_are_taken_as_they_are_or_not_at_all(keys: object, rule: str) -> None:
+def test_arrays_are_never_converted_silently(keys: object, rule: str) -> None:
     with pytest.raises(TypeError, match=rf"^keys: .*{rule}"):
         sorting.stable_order(keys)
 
@@ -62,7 +62,7 @@ numbers = st.one_of(st.integers(0, 3), st.integers(-(2**40), 2**40), st.integers
 
 
 @given(st.lists(numbers, max_size=30), st.sampled_from([1, 40, 300]))
-def test_orders_are_numpys(some: list[int], times: int) -> None:
+def test_sort_orders_equal_numpys(some: list[int], times: int) -> None:
     keys = np.array(some * times, np.int64)
     wanted = np.argsort(keys, kind="stable")
     assert np.array_equal(sorting.stable_order(keys), wanted)
@@ -74,7 +74,7 @@ def test_orders_are_numpys(some: list[int], times: int) -> None:
         assert np.array_equal(sorting.counting_order(small, 5), np.argsort(small, kind="stable"))
 
 
-def test_codes_are_those_of_the_instruction_set() -> None:
+def test_codes_in_the_core_equal_the_instruction_set() -> None:
     text = (Path(core.__file__).parents[1] / "core/ir/isa.hpp").read_text(encoding="utf-8")
     for enum in (Op, Tensor, Space):
         names = (
@@ -89,7 +89,7 @@ def test_codes_are_those_of_the_instruction_set() -> None:
     assert f"FIRST_DQ = {FIRST_DQ}, FIRST_DKV = {FIRST_DKV};" in text
 
 
-def test_lists_and_operand_columns_are_those_of_the_instruction_set() -> None:
+def test_lists_and_operand_columns_equal_the_instruction_set() -> None:
     text = (Path(core.__file__).parents[1] / "core/ir/programs.hpp").read_text(encoding="utf-8")
     cases = dict(re.findall(r"case Op::(\w+):\s+return (\w+);", text))
     names = {None: "NO_LIST", **{name: name.upper() for name in OPERAND_COLUMNS}}

@@ -46,7 +46,7 @@ def diagonals(name: str) -> dict[str, tuple[tuple[int, int], ...]]:
         (Declared(NO_WINDOW, True), {"causal", "tree"}),
     ],
 )
-def test_what_a_layer_says_fits_the_masks_that_do_that(declared: Declared, fits: set[str]) -> None:
+def test_a_declaration_fits_exactly_the_matching_masks(declared: Declared, fits: set[str]) -> None:
     for name in MASKS:
         if name in fits:
             declared.check(diagonals(name), "default")
@@ -85,7 +85,7 @@ def test_errors_name_layer_kind_mask_and_remedy(declared: Declared, name: str, m
         declared.check(diagonals(name), "default", layer=3)
 
 
-def test_the_kind_that_fits_is_named() -> None:
+def test_the_error_names_the_kind_that_fits() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(4)}
     batch = Batch.from_lengths([2], kinds)
     held = {kind: batch.diagonals(kind) for kind in kinds}
@@ -94,7 +94,7 @@ def test_the_kind_that_fits_is_named() -> None:
     Declared(4, True).check(held, "local")
 
 
-def test_too_many_masks_pass() -> None:
+def test_declarations_are_not_checked_against_too_many_masks() -> None:
     many = Batch.from_sequences([Sequence(4, masks.sliding_window(n)) for n in range(1, 10)])
     Declared(99, False).check({"default": many.diagonals("default")}, "default")
     assert in_words(()) == "too many different masks"
@@ -102,6 +102,6 @@ def test_too_many_masks_pass() -> None:
 
 
 @pytest.mark.parametrize("window", [0, -2])
-def test_windows_have_a_token(window: int) -> None:
+def test_a_window_has_at_least_one_token(window: int) -> None:
     with pytest.raises(ConfigError, match=r"window = .*at least 1, or -1 for no window; .*left \+ 1"):
         Declared(window)

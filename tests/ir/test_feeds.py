@@ -50,7 +50,7 @@ def drawn(seed: int) -> tuple[Feed, Layout, Layout]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_each_row_stands_where_its_token_is(seed: int) -> None:
+def test_each_row_is_fed_to_the_rank_of_its_token(seed: int) -> None:
     feed, encoder, decoder = drawn(seed)
     verify_feed(feed, encoder, decoder)
     source = {  # token -> its rows
@@ -98,7 +98,7 @@ FAULTS: dict[str, tuple[Callable[[Feed], Feed], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_feed_with_a_fault_is_refused(fault: str) -> None:
+def test_an_invalid_feed_is_refused(fault: str) -> None:
     change, message = FAULTS[fault]
     feed, encoder, decoder = drawn(2)
     with pytest.raises(VerifyError, match=message):

@@ -26,7 +26,7 @@ def rows_of(forest: Forest, sample: int) -> list[int]:
     return forest.rows[forest.starts[sample] : forest.starts[sample + 1]].tolist()
 
 
-def seen_by(forest: Forest) -> list[list[int]]:
+def visible_rows(forest: Forest) -> list[list[int]]:
     """The flat rows that each flat row sees, from the masks of the trees."""
     found = []
     for tree, (mask, length) in enumerate(zip(forest.masks, forest.lengths.tolist(), strict=True)):
@@ -37,7 +37,7 @@ def seen_by(forest: Forest) -> list[list[int]]:
 
 def check(forest: Forest, held: list[list[int]]) -> None:
     """Every sample is there, sees itself causally and nothing else, at its own positions."""
-    seen, weights = seen_by(forest), Counter[int]()
+    seen, weights = visible_rows(forest), Counter[int]()
     for sample, ids in enumerate(held):
         rows = rows_of(forest, sample)
         assert forest.tokens[rows].tolist() == ids
@@ -77,7 +77,7 @@ def test_nodes_are_cut_only_where_samples_part_or_end(held: list[list[int]]) -> 
 
 @property_test
 @given(samples, st.integers(1, 5))
-def test_what_is_shared_has_the_least_length(held: list[list[int]], least: int) -> None:
+def test_shared_nodes_have_at_least_the_minimum_length(held: list[list[int]], least: int) -> None:
     forest = fold(held, min_length=least)
     check(forest, held)
     for tree, mask in enumerate(forest.masks):
@@ -89,7 +89,7 @@ def test_what_is_shared_has_the_least_length(held: list[list[int]], least: int) 
 
 @property_test
 @given(samples, st.lists(st.integers(-1, 1), min_size=9, max_size=9))
-def test_groups_are_trees_of_their_own(held: list[list[int]], groups: list[int]) -> None:
+def test_samples_of_different_groups_share_no_rows(held: list[list[int]], groups: list[int]) -> None:
     forest = fold(held, groups[: len(held)])
     check(forest, held)
     for a, b in permutations(range(len(held)), 2):
@@ -104,7 +104,7 @@ def test_groups_are_trees_of_their_own(held: list[list[int]], groups: list[int])
 
 @property_test
 @given(samples)
-def test_the_order_is_that_of_the_samples(held: list[list[int]]) -> None:
+def test_nodes_follow_the_order_of_the_samples(held: list[list[int]]) -> None:
     forest = fold(held)
     first_seen = list(dict.fromkeys(forest.tree_of.tolist()))
     assert first_seen == sorted(first_seen)
@@ -120,7 +120,7 @@ def test_the_order_is_that_of_the_samples(held: list[list[int]]) -> None:
 # ---- worked examples
 
 
-def test_the_picture_of_the_module() -> None:
+def test_the_example_in_the_module_docstring() -> None:
     forest = fold([[5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4]])
     assert forest.tokens.tolist() == [5, 6, 7, 8, 9, 3, 4]
     assert forest.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 2]
@@ -139,15 +139,13 @@ def test_the_picture_of_the_module() -> None:
         ([[4], [4, 1], [4, 1, 2]], [(-1, 1), (0, 1), (1, 1)]),
     ],
 )
-def test_samples_that_are_equal_or_begin_each_other(
-    held: list[list[int]], nodes: list[tuple[int, int]]
-) -> None:
+def test_equal_samples_and_prefixes_share_rows(held: list[list[int]], nodes: list[tuple[int, int]]) -> None:
     forest = fold(held)
     check(forest, held)
     assert forest.masks == (masks.tree(nodes),)
 
 
-def test_short_ends_are_repeated_as_short_beginnings_are() -> None:
+def test_shared_nodes_below_the_minimum_length_are_repeated() -> None:
     assert fold([[1, 2], [1, 2]], min_length=3).lengths.tolist() == [2, 2]
     assert fold([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6]], min_length=2).lengths.tolist() == [5, 2]
     assert fold([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]], min_length=3).lengths.tolist() == [6, 3]
@@ -181,7 +179,7 @@ def test_a_forest_is_a_dataset() -> None:
         (([[1]], None, 0), "min_length"),
     ],
 )
-def test_what_cannot_be_folded_is_named(arguments: tuple[object, ...], field: str) -> None:
+def test_samples_that_cannot_be_folded_are_named(arguments: tuple[object, ...], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         fold(*arguments)
     assert caught.value.field == field
@@ -193,7 +191,7 @@ def test_what_cannot_be_folded_is_named(arguments: tuple[object, ...], field: st
 @pytest.mark.parametrize(
     ("name", "groups"), [("rollout_math_g8", 50), ("rollout_gsm8k_g4", 659), ("grpo_r1_g8", 60)]
 )
-def test_rollouts_save_what_counting_says(name: str, groups: int) -> None:
+def test_savings_of_real_rollouts_equal_a_count_of_lengths(name: str, groups: int) -> None:
     """Only lengths are published: prompts are shared, and responses differ from their first token on."""
     counted = json.loads((ROLLOUTS / f"{name}.json").read_text())["groups"][:groups]
     held, prompts, apart = [], [], [0, 0]

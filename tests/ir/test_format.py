@@ -50,7 +50,7 @@ def golden(name: str) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_plans_are_their_texts(name: str) -> None:
+def test_golden_plans_equal_their_texts(name: str) -> None:
     data, text = golden(name)
     assert parse(text).encode() == data
     assert Plan.decode(data).text() == text
@@ -91,14 +91,14 @@ def test_each_version_has_golden_plans_and_is_written_down() -> None:
     assert re.findall(r"^\| (\d\.\d+) \|", evolution, re.MULTILINE) == ["{}.{}".format(*v) for v in known]
 
 
-def test_golden_plans_say_their_diagonals() -> None:
+def test_golden_plans_contain_their_diagonals() -> None:
     held = Plan.decode(golden("kinds")[0])
     diagonals = {"full": ((-INF, INF),), "global": ((-INF, INF), (0, INF)), "local": ((0, 127),)}
     assert held.header.diagonals == held.for_rank(1).header.diagonals == diagonals
     assert max(held.layout("attention").rows_per_rank) > 128
 
 
-def test_the_prose_says_the_diagonals_of_every_mask() -> None:
+def test_the_prose_states_the_diagonals_of_every_mask() -> None:
     table = FORMAT.split("| mask | diagonals |")[1].split("\n\n")[0]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(masks.SPECS)
@@ -242,7 +242,7 @@ def rows_of(title: str, head: str) -> list[list[str]]:
 _PHASES = {PHASES: "both", ("forward",): "forward", ("backward",): "backward"}
 
 
-def test_the_prose_says_what_tensors_hold() -> None:
+def test_the_prose_states_the_contents_of_tensors() -> None:
     names = {"head_dim": "D", "v_head_dim": "Dv", "hidden": "E"}
     sides = {"query": "query", "key": "KV", None: "none"}
     for tensor, row in zip(list(Tensor)[1:], rows_of("Memory", "| code |"), strict=True):
@@ -265,7 +265,7 @@ _USES = {
 }
 
 
-def in_words(argument: Argument) -> str:
+def described(argument: Argument) -> str:
     names = " or ".join(TENSOR_NAMES[tensor] for tensor in argument.tensors)
     tensors = "any tensor" if len(argument.tensors) == len(Tensor) - 1 else names
     place = " at home" if argument.at_home else ""
@@ -274,19 +274,19 @@ def in_words(argument: Argument) -> str:
     return f"`{argument.column}` {_USES[argument.use]} {tensors}{place}{like}{absent}"
 
 
-def test_the_prose_says_what_ops_do_with_their_operands() -> None:
+def test_the_prose_states_how_ops_use_their_operands() -> None:
     for op, row in zip(Op, rows_of("Instructions", "| op | name |"), strict=True):
-        operands = ", ".join(map(in_words, op.rule.arguments)) or "-"
+        operands = ", ".join(map(described, op.rule.arguments)) or "-"
         assert row == [str(int(op)), OP_NAMES[op], op.rule.list or "-", _PHASES[op.rule.phases], operands]
 
 
-def test_the_prose_says_which_sums_first_overwrites() -> None:
+def test_the_prose_states_which_sums_first_overwrites() -> None:
     sums = [(op, a) for op in Op for a in op.rule.arguments if a.use is Use.ADD]
     flags = [[f"`{OP_NAMES[op]}`", f"`{a.column}`", str(a.flag)] for op, a in sums]
     assert rows_of("Instructions", "| op | target |") == flags
 
 
-def test_the_prose_says_the_range_of_every_column() -> None:
+def test_the_prose_states_the_range_of_every_column() -> None:
     tables = {"layouts": SPAN_COLUMNS, "moves": MOVE_COLUMNS, **TABLES, **RECURRENCE_TABLES}
     rows = rows_of("The tables", "| table |")
     assert [(table.strip("`"), column.strip("`")) for table, column, *_ in rows] == [
@@ -308,7 +308,7 @@ def test_the_prose_lists_every_rule_of_the_verifier() -> None:
     assert [name.strip("`") for name, _ in rows] == [rule.name for rule in verify.RULES]
 
 
-def test_the_prose_lists_what_readers_refuse() -> None:
+def test_the_prose_lists_the_checks_of_readers() -> None:
     rows = rows_of("What a reader refuses", "| check |")
     suite = json.loads((SCHEMAS / "conformance/suite.json").read_text())
     assert [name.strip("`") for name, _ in rows] == list(dict.fromkeys(e["breaks"] for e in _by_check(suite)))
@@ -325,7 +325,7 @@ def test_the_prose_says_which_masks_have_positions_of_their_own() -> None:
     assert named - {"every other"} == {name for name, spec in masks.SPECS.items() if spec.structured}
 
 
-def test_the_prose_names_sections_that_are_there() -> None:
+def test_sections_named_in_the_prose_exist() -> None:
     there = [int(number) for number in re.findall(r"^## (\d+)\. ", FORMAT, re.MULTILINE)]
     assert there == list(range(1, len(there) + 1))
     named = re.findall(r"[Ss]ections? (\d+)(?: (?:to|and) (\d+))?(?: and (\d+))?", FORMAT)
@@ -364,7 +364,7 @@ def changed(old: str, new: str) -> Plan:
         ("arenas Q 3x2, O 3x2", "arenas Q 3x2, O 4x2", "  operands or arenas differ, the instructions agree"),
     ],
 )
-def test_differences_are_named(old: str, new: str, line: str) -> None:
+def test_differing_fields_are_named(old: str, new: str, line: str) -> None:
     found = diff(changed("rank 0", "rank 0"), changed(old, new))
     assert line in found.lines()
     data = json.loads(json.dumps(found.to_data()))
@@ -372,7 +372,7 @@ def test_differences_are_named(old: str, new: str, line: str) -> None:
     assert data["ids"][0] != data["ids"][1]
 
 
-def test_plans_of_other_sizes_differ() -> None:
+def test_plans_of_different_sizes_differ() -> None:
     tiny, other = Plan.decode(golden("tiny")[0]), codec.seal(random_plan(3, ranks=5))
     lines = diff(tiny, other).lines(programs=2)
     assert "header.ranks: 2 | 5" in lines

@@ -29,7 +29,7 @@ def plan_of(recipe: str, mask: str) -> Plan:
     ["fcp", "blend", "ring", "usp", "dcp", "distca", "zeppelin", "contiguous", "upipe", "ulysses", "mixed"],
 )
 @pytest.mark.parametrize("mask", ["causal", "window", "full"])
-def test_complete_rows_are_those_that_nothing_touches_later(recipe: str, mask: str) -> None:
+def test_complete_rows_are_not_touched_later(recipe: str, mask: str) -> None:
     plan = plan_of(recipe, mask)
     for phase in PHASES:
         programs = plan.programs["default", phase]

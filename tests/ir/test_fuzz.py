@@ -17,15 +17,15 @@ from tests.support.sparse import sparse
 
 
 @pytest.mark.parametrize("seed", sparse(range(4), 4))
-def test_only_typed_errors_come_out(seed: int) -> None:
+def test_mutated_plans_raise_only_typed_errors(seed: int) -> None:
     result = fuzz_plans.fuzz(fuzz_plans.golden_plans(), 500, seed)
     assert result.escaped == {}
     assert result.count == 500
     assert result.slowest_ms < 20_000  # nothing runs away
 
 
-def test_small_plans_of_many_kinds_and_recipes_too() -> None:
-    """Kinds without a pair, ranks without a token: programs, layouts and requests exchanged."""
+def test_mutated_small_plans_raise_only_typed_errors() -> None:
+    """Kinds without pairs and ranks without tokens, with exchanged programs, layouts and requests."""
     names = ("ring", "usp", "upipe")
     result = fuzz_plans.fuzz(list(fuzz_plans.planned(names)), 500, 11)
     assert result.escaped == {}
@@ -39,7 +39,7 @@ def test_mutations_reach_the_deep_checks() -> None:
     assert len(result.rules) >= 3
 
 
-def test_escapes_are_seen() -> None:
+def test_untyped_errors_are_counted_as_escapes() -> None:
     result = fuzz_plans.Result()
 
     def broken(plan: object) -> list[object]:
@@ -54,13 +54,13 @@ def test_golden_plans_are_valid() -> None:
     assert [check(plan) for plan in fuzz_plans.golden_plans()] == [()] * len(fuzz_plans.golden_plans())
 
 
-def test_plans_that_make_no_sense_are_only_reported() -> None:
-    """Structurally valid plans of random numbers: the verifier answers and does not fail."""
+def test_random_plans_are_reported_as_invalid_without_an_exception() -> None:
+    """Structurally valid plans of random numbers: the verifier reports violations and does not raise."""
     for seed in range(20):
         assert check(codec.decode(random_plan(seed).encode()))
 
 
-def test_mutated_slices() -> None:
+def test_mutated_slices_raise_only_typed_errors() -> None:
     rng = random.Random(5)
     data = fuzz_plans.golden_plans()[-1].for_rank(1).encode()
     for _ in range(500):
@@ -70,7 +70,7 @@ def test_mutated_slices() -> None:
                 Slice.decode(changed)
 
 
-def test_mutated_texts() -> None:
+def test_mutated_texts_raise_only_typed_errors() -> None:
     rng = random.Random(6)
     text = fuzz_plans.golden_plans()[-1].text()
     lines = text.split("\n")

@@ -68,7 +68,7 @@ MINIMAX_M2 = """{"model_type": "minimax_m2", "hidden_size": 3072, "intermediate_
 TWO = ("full_attention", "sliding_attention")
 
 
-def slide(window: int) -> dict[str, Mask]:
+def causal_and_window(window: int) -> dict[str, Mask]:
     return dict(zip(TWO, (Causal(), SlidingWindow(window)), strict=True))
 
 
@@ -79,17 +79,17 @@ CASES: dict[str, tuple[str, Model, Any]] = {
     "gemma2": (
         GEMMA2,
         Model(8, 4, 256, None, "fp32", 2304, 9216, dict(zip(TWO, (13, 13), strict=True))),
-        slide(4096),
+        causal_and_window(4096),
     ),
     "gemma3": (
         GEMMA3,
         Model(8, 4, 256, None, "bf16", 2560, 10240, dict(zip(TWO, (5, 29), strict=True))),
-        slide(1024),
+        causal_and_window(1024),
     ),
     "gpt-oss": (
         GPT_OSS,
         Model(64, 8, 64, None, "bf16", 2880, 2880, dict(zip(TWO, (2, 2), strict=True))),
-        slide(128),
+        causal_and_window(128),
     ),
     "mistral": (MISTRAL, Model(32, 8, 128, None, "bf16", 4096, 14336, 32), SlidingWindow(4096)),
     "gpt2": (GPT2, Model(12, 12, 64, None, "bf16", 768, 3072, 12), None),
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[str, Model, Any]] = {
     "gpt-neo": (
         GPT_NEO,
         Model(16, 16, 128, None, "bf16", 2048, 8192, dict(zip(TWO, (2, 2), strict=True))),
-        slide(256),
+        causal_and_window(256),
     ),
     "modernbert": (
         MODERNBERT,
@@ -128,7 +128,7 @@ CASES: dict[str, tuple[str, Model, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_configs_are_read(name: str, tmp_path: Path) -> None:
+def test_models_and_masks_are_read_from_configs(name: str, tmp_path: Path) -> None:
     text, model, masks = CASES[name]
     (tmp_path / "config.json").write_text(text)
     found = Model.load(tmp_path / "config.json")
@@ -143,16 +143,16 @@ def changed(text: str, **fields: Any) -> dict[str, Any]:
     return {**json.loads(text), **fields}
 
 
-def test_a_window_that_is_null_or_switched_off_is_none() -> None:
+def test_a_null_or_disabled_window_is_no_window() -> None:
     assert masks_of(changed(MISTRAL, sliding_window=None)) is None
     without = {key: value for key, value in json.loads(MISTRAL).items() if key != "sliding_window"}
-    assert masks_of(without) == SlidingWindow(4096)  # as the class of the model has it
+    assert masks_of(without) == SlidingWindow(4096)  # the default of the model's class
     switched = changed(QWEN2, use_sliding_window=True)
-    assert masks_of(switched) == slide(32768)
+    assert masks_of(switched) == causal_and_window(32768)
     assert model_of(switched).layers == {"full_attention": 21, "sliding_attention": 3}
 
 
-def test_heads_and_dtypes_that_are_not_said_have_their_usual_values() -> None:
+def test_missing_heads_and_dtypes_have_their_defaults() -> None:
     bare = changed(LLAMA, num_key_value_heads=None, torch_dtype=None, head_dim=None)
     assert (model_of(bare).kv_heads, model_of(bare).head_dim, model_of(bare).dtype) == (32, 128, "bf16")
     assert model_of(changed(LLAMA, dtype="torch.float32")).dtype == "fp32"  # wins over torch_dtype
@@ -186,7 +186,7 @@ def test_heads_and_dtypes_that_are_not_said_have_their_usual_values() -> None:
         (changed(LLAMA, model_type="deepseek_v3"), "^qk_nope_head_dim = None"),
     ],
 )
-def test_what_cannot_be_planned_is_named(config: dict[str, Any], named: str) -> None:
+def test_unsupported_configs_are_refused_by_field(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         model_of(config)
 
@@ -201,7 +201,7 @@ GATED, MAMBA = (
     (32, 128, 128, 16),
     {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8},
 )
-#: fields beside those of a Llama -> layers of attention, the recurrence
+#: fields in addition to those of a Llama -> attention layers, the recurrence
 HYBRIDS: dict[str, tuple[dict[str, Any], int, Recurrent]] = {
     "qwen3_next": ({**LINEAR, "full_attention_interval": 4}, 8, Recurrent(*GATED, conv=4, layers=24)),
     "qwen3_5_text": (
@@ -262,7 +262,7 @@ def test_recurrent_layers_are_read(kind: str) -> None:
     assert (len(windows), windows.count(-1)) == (data["num_hidden_layers"], layers)
 
 
-def test_hybrids_say_where_attention_is() -> None:
+def test_attention_layers_of_hybrid_models_are_found() -> None:
     with pytest.raises(
         ConfigError, match=r"^layer_types = None: the file does not name the attention layers of a nemotron_h"
     ):
@@ -297,11 +297,11 @@ def test_hybrids_say_where_attention_is() -> None:
         ("mllama_text_model", "cross_attention_layers", [3, 8]),
         ("mpt", "attn_config.prefix_lm", True),
         ("diffllama", "lambda_std_dev", 0.1),
-        ("made_up", "yarn_mixer_stride", 3),  # of no type that is known, and of no field that is
+        ("made_up", "yarn_mixer_stride", 3),  # neither of a known type nor with a known field
         ("made_up", "multi_query_attention", True),
     ],
 )
-def test_layers_that_are_no_plain_softmax_attention_are_refused(
+def test_layers_other_than_softmax_attention_are_refused(
     kind: str, field: str, value: Any, tmp_path: Path
 ) -> None:
     name = field.rpartition(".")[2]
@@ -316,12 +316,12 @@ def test_layers_that_are_no_plain_softmax_attention_are_refused(
 @pytest.mark.parametrize(
     "kind", ["qwen4_exp", "jamba", "mamba2", "mimo_v2_flash", "longcat_flash", "jetmoe", "xlstm"]
 )
-def test_types_of_such_layers_are_refused_where_no_field_tells(kind: str) -> None:
+def test_model_types_with_unsupported_layers_are_refused_by_type(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"^model_type = '{kind}'"):
         model_of(changed(LLAMA, model_type=kind))
 
 
-def test_fields_that_are_off_or_without_a_say_are_left_aside() -> None:
+def test_disabled_and_irrelevant_fields_are_ignored() -> None:
     off = {
         "sparse_config": None,
         "cross_attention_hidden_size": None,
@@ -337,7 +337,7 @@ def test_fields_that_are_off_or_without_a_say_are_left_aside() -> None:
     assert model_of(changed(LLAMA, **off, **aside)) == CASES["llama"][1]
 
 
-def test_a_pattern_counts_where_there_are_no_layer_types() -> None:
+def test_a_pattern_is_read_only_without_layer_types() -> None:
     pattern = changed(LLAMA, model_type="exaone4", sliding_window_pattern="LLLG")
     with pytest.raises(ConfigError, match=r"^sliding_window_pattern = 'LLLG'"):
         model_of(pattern)
@@ -349,13 +349,13 @@ def test_models_that_look_ahead_need_masks_of_their_own() -> None:
         masks_of(changed(GEMMA2, use_bidirectional_attention=True))
 
 
-def test_vocabulary_and_ties_are_the_config_s() -> None:
+def test_vocabulary_and_tied_weights_are_read_from_the_config() -> None:
     assert head_fields(changed(LLAMA, vocab_size=128256)) == {"vocab": 128256, "tied": False}
     assert head_fields(changed(LLAMA, vocab_size=32000, tie_word_embeddings=True))["tied"]
     assert head_fields(changed(GEMMA2, vocab_size=256000)) == {
         "vocab": 256000,
         "tied": True,
-    }  # as its class has it
+    }  # the default of its class
     assert head_fields(json.loads(GPT2)) == {"vocab": 50257, "tied": True}
     nested = changed(GEMMA3, tie_word_embeddings=False)
     assert head_fields(nested, {"vocab"}) == {"tied": False}
@@ -380,7 +380,7 @@ def test_vocabulary_and_ties_are_the_config_s() -> None:
         ),
     ],
 )
-def test_experts_are_the_config_s(
+def test_experts_are_read_from_the_config(
     config: dict[str, Any], count: int, active: int, width: int, shared: int, dense: int
 ) -> None:
     found = layer_fields(config)["experts"]
@@ -395,7 +395,7 @@ def test_experts_are_the_config_s(
     assert found == expected
 
 
-def test_projections_of_low_rank_are_the_config_s() -> None:
+def test_low_rank_projections_are_read_from_the_config() -> None:
     found = layer_fields(changed(DEEPSEEK, q_lora_rank=1536))
     assert found == {"experts": {}, "q_rank": 1536, "kv_rank": 512, "rope_dim": 64}
     assert layer_fields(changed(LLAMA, num_local_experts=1, q_lora_rank=None)) == {"experts": {}}
@@ -424,6 +424,6 @@ def test_projections_of_low_rank_are_the_config_s() -> None:
         ),
     ],
 )
-def test_layers_that_a_forecast_does_not_know_are_named(config: dict[str, Any], said: str) -> None:
+def test_layers_that_a_forecast_does_not_support_are_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         layer_fields(config)

@@ -1,4 +1,4 @@
-"""Jobs, requests and what one rank receives of an iteration."""
+"""Jobs, requests, and the slices that a rank receives for an iteration."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_all_slices_are_encoded_together(iteration: IterationPlan) -> None:
     assert encode_slices(iteration) == tuple(iteration.slice_for(rank).encode() for rank in range(4))
 
 
-def test_a_changed_byte_is_noticed(iteration: IterationPlan) -> None:
+def test_a_changed_byte_is_detected(iteration: IterationPlan) -> None:
     data, rng = iteration.slice_for(1).encode(), random.Random(0)
     for _ in range(400):
         at, value = rng.randrange(len(data)), rng.randrange(256)
@@ -84,7 +84,7 @@ def test_a_changed_byte_is_noticed(iteration: IterationPlan) -> None:
             IterationSlice.decode(data[:size])
 
 
-def test_few_bytes_do_not_name_many_sequences() -> None:
+def test_implied_indexes_of_a_slice_are_limited() -> None:
     data = msgspec.msgpack.decode(consecutive().slice_for(0).encode())
     data["counts"] = [4, MOST_IMPLIED]
     with pytest.raises(DecodeError, match="without indexes"):
@@ -94,14 +94,14 @@ def test_few_bytes_do_not_name_many_sequences() -> None:
         IterationSlice.decode(msgspec.msgpack.encode(data))
 
 
-def test_slices_are_of_one_rank() -> None:
+def test_an_iteration_slice_has_slices_of_one_rank() -> None:
     held = consecutive()
     mixed = (held.plans[0].for_rank(0), held.plans[1].for_rank(1))
     with pytest.raises(ConfigError, match="one rank"):
         IterationSlice(held.id, mixed, held.indexes)
 
 
-def test_requests_come_back() -> None:
+def test_requests_round_trip() -> None:
     asked = job(microbatches=2, hardware="a100")
     back, found = decode_request(encode_request(asked, batches()))
     assert back.to_data() == asked.to_data()
@@ -109,14 +109,16 @@ def test_requests_come_back() -> None:
     assert back.request_key(found) == asked.request_key(batches())
 
 
-def test_keys_tell_apart_what_plans_depend_on() -> None:
+def test_everything_that_a_plan_depends_on_changes_the_key() -> None:
     one, two = batches()
     base = job(microbatches=2)
     keys = {base.request_key(given) for given in ([one], [two], [one, two], [two, one])}
     keys |= {other.request_key([one]) for other in (job("zeppelin"), job(hardware="a100"))}
     assert len(keys) == 6
     more = Job(CLUSTER, MODEL, base.policy, 512)
-    assert more.request_key([one]) == base.request_key([one])  # only the batch says how much is planned
+    assert more.request_key([one]) == base.request_key(
+        [one]
+    )  # the number of tokens comes only from the batch
     assert job("wlb").request_key([one]) != job("wlb", microbatches=2).request_key([one])
 
 
@@ -129,10 +131,10 @@ def test_damaged_requests_are_refused() -> None:
             decode_request(data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :])
         except DecodeError:
             refused += 1
-    assert refused > 200  # the others are requests, too: other numbers
+    assert refused > 200  # other changed bytes give another valid request
 
 
-def test_a_request_fits_its_job() -> None:
+def test_a_request_that_does_not_fit_its_job_is_refused() -> None:
     one, two = batches()
     with pytest.raises(ConfigError, match="1 to 1"):
         job().check([one, two])
@@ -142,7 +144,7 @@ def test_a_request_fits_its_job() -> None:
         job().check([Batch.from_lengths([1100])])
 
 
-def test_outsiders_do_not_name_files() -> None:
+def test_jobs_from_data_cannot_name_hardware_files() -> None:
     data = job().to_data() | {"hardware": "/etc/passwd"}
     with pytest.raises(ConfigError, match="built-in"):
         Job.from_data(data)
@@ -183,7 +185,7 @@ def registry() -> referencing.Registry[Any]:
     )
 
 
-def test_the_schema_says_the_same() -> None:
+def test_the_job_schema_matches_the_code() -> None:
     data = json.loads((SCHEMAS / "job.schema.json").read_text())
     validator = jsonschema.Draft202012Validator(data, registry=registry())
     validator.validate(json.loads(json.dumps(job(hardware="a100").to_data())))

@@ -1,4 +1,4 @@
-"""The walk of the verifier: it follows what recipes make, accepts no mutant that computes something else, and is alike
+"""The walk of the verifier: it follows recipes, accepts no mutant that computes something else, and gives equal results
 in ranges and with threads. `python -m tests.checks.fuzz_judge` tries many more mutants."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_plans_of_recipes_are_followed(number: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 99])
-def test_threads_find_the_same(threads: int) -> None:
+def test_threads_give_the_same_tasks(threads: int) -> None:
     """Ranges of ranks, walked at once, lead to the same tasks in the same order."""
     for name, plan in PLANS:
         one, several = Subject(plan), Subject(plan, threads)
@@ -96,23 +96,23 @@ def test_threads_find_the_same_faults() -> None:
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ranges of a rank or two, settled in turn as those of long plans; how many of a program were walked again."""
+def rewalked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Short ranges, settled in turn like those of long plans; records the ranges of each program walked again."""
     found: list[int] = []
 
-    def noting(*args: Any) -> tuple[core.Verdict, int]:
+    def record_rewalk(*args: Any) -> tuple[core.Verdict, int]:
         verdict, again = core.judge(*args)
         found.append(again)
         return verdict, again
 
     monkeypatch.setattr(judge, "_LONGEST", 300)
-    monkeypatch.setattr(judge, "core", SimpleNamespace(**{**vars(core), "judge": noting}))
+    monkeypatch.setattr(judge, "core", SimpleNamespace(**{**vars(core), "judge": record_rewalk}))
     return found
 
 
 @pytest.mark.parametrize("threads", sparse([1, 2], 2))
-def test_ranges_that_are_settled_in_turn_find_the_same(threads: int, hanging: list[int]) -> None:
-    """Some hang on later ranks, and list their bands after those: each band as often for each head."""
+def test_ranges_settled_in_turn_give_the_same_tasks(threads: int, rewalked: list[int]) -> None:
+    """Some ranges depend on later ranks and list their bands after them: each head has the same bands."""
     for name, plan in PLANS:
         subject = Subject(plan, threads)
         assert subject.holds, name
@@ -122,12 +122,12 @@ def test_ranges_that_are_settled_in_turn_find_the_same(threads: int, hanging: li
             whole = Subject(plan)
             assert whole.holds, name
         for program, other in zip(subject.programs, whole.programs, strict=True):
-            assert of_heads(subject.tasks(program)) == of_heads(whole.tasks(other)), name
-    assert any(hanging)
-    assert not all(hanging)
+            assert bands_by_head(subject.tasks(program)) == bands_by_head(whole.tasks(other)), name
+    assert any(rewalked)
+    assert not all(rewalked)
 
 
-def of_heads(tasks: Tasks) -> list[tuple[int, ...]]:
+def bands_by_head(tasks: Tasks) -> list[tuple[int, ...]]:
     """(head, band) of all bands of all heads, sorted."""
     assert tasks.times is not None
     return sorted(
@@ -139,9 +139,7 @@ def of_heads(tasks: Tasks) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("threads", sparse([1, 2], 2))
-def test_mutants_in_ranges_that_are_settled_in_turn_are_refused_alike(
-    threads: int, hanging: list[int]
-) -> None:
+def test_mutants_are_refused_equally_if_ranges_are_settled_in_turn(threads: int, rewalked: list[int]) -> None:
     rng, accepted = random.Random(11), 0
     for plan in dict(PLANS).values():  # the largest of each recipe
         for _ in range(20):
@@ -152,8 +150,8 @@ def test_mutants_in_ranges_that_are_settled_in_turn_are_refused_alike(
                 assert check(mutant) == found
             accepted += not found
     assert accepted
-    assert any(hanging)
-    assert not all(hanging)
+    assert any(rewalked)
+    assert not all(rewalked)
 
 
 @pytest.mark.parametrize("name", ["mixed", "upipe_ring"])
@@ -174,7 +172,7 @@ def test_tiles_of_several_runs_are_sent_on(name: str) -> None:
 def test_zeros_behind_a_tile_of_several_runs_are_sent_on(
     recipe: str, tokens: int, band: tuple[int, ...]
 ) -> None:
-    """The judge takes them for rows of that tile, and must find its end."""
+    """The judge must find the end of the tile to distinguish them from its rows."""
     steps = {**find_recipe(recipe).to_data()["steps"], "reshuffle": True}
     batch, model = ap.Batch.from_lengths([tokens], ap.masks.bands([band])), ap.Model(1, 1, 1, dtype="fp64")
     policy = ap.Policy(ap.Recipe("reshuffled", steps))
@@ -224,7 +222,7 @@ def test_an_instruction_of_another_phase_is_refused_though_it_has_no_rows() -> N
 
 
 def test_more_heads_than_a_word_has_bits_are_followed() -> None:
-    """Each of 64 ranks computes a head; one that leaves out its own is found among the last."""
+    """Each of 64 ranks computes one head; a late rank that omits its head is found."""
     batch, model = ap.Batch.from_lengths([200, 57]), ap.Model(64, 64, 2, layers=1)
     plan = ap.plan(batch, ap.Cluster(8, 8), model, "ulysses")
     assert len(plan.header.head_sets) >= 64
@@ -238,8 +236,8 @@ def test_more_heads_than_a_word_has_bits_are_followed() -> None:
     assert {one.rank for one in check(replace(plan, programs=changed, sections=None))} - {None}
 
 
-def test_a_program_without_tasks_beside_one_with_tasks_is_judged() -> None:
-    """No head has a list of tasks in backward, though forward made some."""
+def test_a_program_without_tasks_is_judged_next_to_one_with_tasks() -> None:
+    """In backward no head has a list of tasks, although forward made some."""
     kinds = {"a": ap.masks.causal(), "b": ap.masks.bands([])}
     plan = ap.plan(
         ap.Batch.from_lengths([64, 40], kinds), ap.Cluster(1, 2), ap.Model(4, 2, 8, layers=1), "ring"
@@ -260,7 +258,7 @@ def test_an_accepted_mutant_computes_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", sparse(range(3), 3))
-def test_a_fault_is_told_with_what_was_seen(seed: int) -> None:
+def test_a_fault_is_described_by_operand_and_rank(seed: int) -> None:
     """A fault that stops the walk is described by an operand, a row, a rule."""
     rng = random.Random(seed)
     for _, plan in PLANS:
@@ -271,11 +269,11 @@ def test_a_fault_is_told_with_what_was_seen(seed: int) -> None:
                 assert one.rule not in ("operands", "dataflow", "delivery") or one.rank is not None, one
 
 
-def test_mutants_are_the_same_again() -> None:
+def test_mutants_are_reproducible() -> None:
     first, again = (fuzz_judge.fuzz(PLANS[:2], 30, 7).to_data() for _ in range(2))
     assert first == again
 
 
-def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert fuzz_judge.main(["--count", "10", "--ranks", "4", "--recipes", "fcp_paper"]) == 0
     assert "missed: []" in capsys.readouterr().out

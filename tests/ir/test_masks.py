@@ -26,7 +26,7 @@ lengths = st.integers(1, 26)
 
 
 def segments(parts: list[int]) -> np.ndarray:
-    """The part that each token belongs to."""
+    """The index of the part of each token."""
     return np.repeat(np.arange(len(parts)), parts)
 
 
@@ -111,11 +111,11 @@ def tree_cases(draw: st.DrawFn) -> Case:
     nodes = [[draw(st.integers(-1, i - 1)), draw(st.integers(1, 4))] for i in range(count)]
     node = segments([length for _, length in nodes])
 
-    def above(i: int) -> set[int]:
-        return {i} | (above(nodes[i][0]) if nodes[i][0] >= 0 else set())
+    def path_to_root(i: int) -> set[int]:
+        return {i} | (path_to_root(nodes[i][0]) if nodes[i][0] >= 0 else set())
 
     def rule(i: int, j: int) -> bool:
-        return node[j] in above(node[i]) and (node[i] != node[j] or j <= i)
+        return node[j] in path_to_root(node[i]) and (node[i] != node[j] or j <= i)
 
     return masks.tree(nodes), len(node), rule
 
@@ -168,7 +168,7 @@ def test_every_spec_has_a_rule_here() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bands_are_the_rule_and_disjoint(family: str) -> None:
+def test_bands_match_the_rule_and_are_disjoint(family: str) -> None:
     @property_test
     @given(FAMILIES[family])
     def check(case: Case) -> None:
@@ -184,7 +184,7 @@ def test_bands_are_the_rule_and_disjoint(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_data_in_and_out(family: str) -> None:
+def test_masks_round_trip_through_data(family: str) -> None:
     @property_test
     @given(FAMILIES[family])
     def check(case: Case) -> None:
@@ -195,7 +195,7 @@ def test_data_in_and_out(family: str) -> None:
     check()
 
 
-# ---- worked examples of masks that are in use
+# ---- worked examples of masks in common use
 
 RULES = {
     item["name"]: item["example"] for item in json.loads((DATA / "mask_rules.json").read_text())["masks"]
@@ -310,10 +310,10 @@ def test_the_largest_parameters_do_not_overflow() -> None:
         (lambda stop: masks.slices([[0, stop, 0, stop, 1]]), (100,)),
     ],
 )
-def test_numpy_numbers_are_numbers(
+def test_numpy_parameters_do_not_overflow(
     make: Callable[..., Mask], numbers: tuple[int, ...], kind: type[np.integer]
 ) -> None:
-    """In arithmetic of their own width 100 + 100 would be another number."""
+    """In 8-bit arithmetic 100 + 100 would overflow."""
     plain, spec = make(*numbers), make(*map(kind, numbers))
     assert np.array_equal(spec.bands(400), plain.bands(400))
     assert spec == plain
@@ -361,7 +361,7 @@ def test_numpy_numbers_are_numbers(
         ([], "mask", "must name one mask"),
     ],
 )
-def test_wrong_masks_are_named(
+def test_errors_of_masks_name_the_parameter(
     data: dict[str | int, dict[str, list[Any] | float | dict[Any, Any]]] | str | list[Any],
     field: str,
     hint: str,
@@ -384,19 +384,19 @@ def test_wrong_masks_are_named(
         (masks.slices([[0, 1, 0, 10, 0]]), "must lie within the sequence (9 tokens)"),
     ],
 )
-def test_specs_that_do_not_fit_the_sequence(spec: Mask, hint: str) -> None:
+def test_specs_that_do_not_fit_the_sequence_are_refused(spec: Mask, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         spec.check(9, "sequences[3].mask")
     assert hint in str(caught.value)
     assert caught.value.field.startswith("sequences[3].mask")
 
 
-def test_an_unknown_mask_lists_what_there_is() -> None:
+def test_an_unknown_mask_is_refused_with_the_known_names() -> None:
     with pytest.raises(UnknownNameError, match="causal, full, sliding_window"):
         masks.from_data({"zzz": {}})
 
 
-def test_masks_nest_as_deep_where_they_are_made_as_where_they_are_read() -> None:
+def test_the_nesting_limit_is_the_same_in_code_and_in_data() -> None:
     mask: Mask = masks.causal()
     for _ in range(MAX_NESTING):
         mask = masks.documents([8], mask)
@@ -448,8 +448,8 @@ def test_hostile_data_raises_typed_errors_only(name: str, data: st.DataObject) -
 
 @given(st.sampled_from(sorted(masks.SPECS)), st.data())
 @property_test
-def test_diagonals_are_those_of_the_bands(name: str, data: st.DataObject) -> None:
-    """Of all but rectangles whose keys come before their queries, which may look back without end."""
+def test_declared_diagonals_equal_those_of_the_bands(name: str, data: st.DataObject) -> None:
+    """Except rectangles whose keys all precede their queries: these have no lower diagonal."""
     spec, n, _ = data.draw(FAMILIES[name])
     declared = spec.diagonals()
     assert len(set(declared)) == len(declared) > 0 or name in ("bands", "slices")
@@ -487,5 +487,5 @@ FULL, CAUSAL = (-INF, INF), (0, INF)
         (masks.slices([[0, 4, 0, 4, "CAUSAL"], [4, 8, 0, 4, "FULL"]]), [CAUSAL]),
     ],
 )
-def test_diagonals(spec: Mask, diagonals: list[tuple[int, int]]) -> None:
+def test_diagonals_by_hand(spec: Mask, diagonals: list[tuple[int, int]]) -> None:
     assert sorted(spec.diagonals()) == diagonals

@@ -1,4 +1,4 @@
-"""Messages of rounds: which tiles travel together, and which lie ready."""
+"""Messages of rounds: which tiles travel together, and which need no copy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def planned(name: str, lengths: tuple[int, ...] = (40, 25, 3, 12), ranks: int = 
 @pytest.mark.parametrize(
     "name", ["fcp", "ring", "ulysses", "distca", "node", "zeppelin", "flexsp_reshuffled"]
 )
-def test_a_message_is_what_goes_from_one_rank_to_another_in_a_round(name: str) -> None:
+def test_tiles_between_two_ranks_in_a_round_are_one_message(name: str) -> None:
     plan = planned(name)
     for phase in PHASES:
         programs = plan.programs["default", phase]
@@ -50,7 +50,7 @@ def test_a_message_is_what_goes_from_one_rank_to_another_in_a_round(name: str) -
         assert [(at, bool(send), peer) for at, send, peer in sorted(set(ends))] == list(rows)
 
 
-def test_the_messages_of_one_rank_are_those_of_all() -> None:
+def test_messages_of_one_rank_equal_its_part_of_all_messages() -> None:
     plan = planned("fcp")
     programs = plan.programs["default", "backward"]
     everyone = find_messages(programs, plan.header)
@@ -78,7 +78,7 @@ def test_keys_and_values_at_home_are_staged_and_relayed_ones_are_not() -> None:
     assert not found.staged[found.send & ~first].any()
 
 
-def test_tiles_that_do_not_lie_side_by_side_are_staged() -> None:
+def test_tiles_that_are_not_adjacent_are_staged() -> None:
     plan = planned("fcp")
     found, programs = staged(plan, "forward")
     operands = programs["operands"]
@@ -88,7 +88,7 @@ def test_tiles_that_do_not_lie_side_by_side_are_staged() -> None:
         assert found.staged[number] == (row[1:] != row[:-1] + rows[:-1]).any()
 
 
-def test_what_every_rank_exchanges_is_staged() -> None:
+def test_all_to_all_exchanges_are_staged() -> None:
     plan = planned("ulysses")
     found, programs = staged(plan, "forward")
     assert (programs["instructions"]["mode"] == ALL_TO_ALL).any()
@@ -96,9 +96,7 @@ def test_what_every_rank_exchanges_is_staged() -> None:
 
 
 @pytest.mark.parametrize(("heads", "is_staged"), [((0, 1), False), ((1, 0), True), ((0,), True)])
-def test_home_rows_whose_heads_travel_in_another_order_are_staged(
-    heads: tuple[int, ...], is_staged: bool
-) -> None:
+def test_home_rows_sent_in_another_order_of_heads_are_staged(heads: tuple[int, ...], is_staged: bool) -> None:
     plan = parse((ROOT / "plans" / "q_moves.txt").read_text())
     programs = plan.programs["default", "forward"].rank(2)  # sends its queries, to both others
     table = programs["operands"]

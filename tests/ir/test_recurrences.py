@@ -1,4 +1,4 @@
-"""Tables of recurrent layers: what they say of small batches, what the verifier finds wrong with others, and that
+"""Tables of recurrent layers: their rows for small batches, the faults that the verifier finds, and that
 nothing wrong is accepted. `python -m tests.checks.fuzz_judge` tries more mutants."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_tables_of_two_documents_on_two_ranks() -> None:
     assert rows_of(found, "halo") == [[[1, 1, 0, 3], [0, 1, 3, 3]], [[1, 0, 0, 3], [0, 0, 0, 3]]]
 
 
-def test_a_branch_goes_on_from_its_trunk() -> None:
+def test_a_branch_continues_from_its_trunk() -> None:
     tree = ap.Batch.from_lengths([9], ap.masks.tree([[-1, 3], [0, 2], [0, 2], [2, 1], [2, 1]]))
     branches = tree.branches()
     assert branches.starts.tolist() == [0, 3, 5, 7, 8]
@@ -75,7 +75,7 @@ def test_a_branch_goes_on_from_its_trunk() -> None:
 
 @given(st.data())
 @settings(max_examples=50, deadline=None)
-def test_predecessors_have_the_positions_of_the_mask(data: st.DataObject) -> None:
+def test_predecessors_agree_with_the_positions_of_the_mask(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=7))
     nodes = [[data.draw(st.integers(-1, n - 1)), size] for n, size in enumerate(sizes)]
     spec = data.draw(
@@ -96,7 +96,7 @@ def test_predecessors_have_the_positions_of_the_mask(data: st.DataObject) -> Non
     assert branches.position.tolist() == [seen[token] for token in branches.starts]
 
 
-# ---- what the verifier finds
+# ---- faults that the verifier finds
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def good() -> ap.Plan:
     return plan
 
 
-def swapping(column: str, at: int, other: int) -> Edit:
+def swap_edit(column: str, at: int, other: int) -> Edit:
     def edit(columns: Columns) -> None:
         columns[column][[at, other]] = columns[column][[other, at]]
 
@@ -146,7 +146,7 @@ CASES = {
         "go beyond those of its kind",
     ),
     "a state for others": ("states", lambda c: c["peer"].fill(0), "recurrences", "not those of the slots"),
-    "states in another order": ("states", swapping("run", 0, 1), "recurrences", "not those of the slots"),
+    "states in another order": ("states", swap_edit("run", 0, 1), "recurrences", "not those of the slots"),
     "a state of no run": ("states", setting("run", 0, 99), "structure", "not among the rank's"),
     "halo of other tokens": (
         "halo",
@@ -176,7 +176,7 @@ def test_an_accepted_mutant_computes_the_same(seed: int) -> None:
     assert result.refused["recurrences"] > 40
 
 
-def test_what_differs_is_named(good: ap.Plan) -> None:
+def test_the_diff_names_differing_tables(good: ap.Plan) -> None:
     other = codec.seal(changed(good, "halo", setting("row", 0, 0)))
     assert diff(good, other).lines()[-1] == "recurrent halo differ"
     assert diff(good, codec.seal(replace(good, report={}))).recurrent == ()
@@ -185,7 +185,7 @@ def test_what_differs_is_named(good: ap.Plan) -> None:
 # ---- bytes, text, header
 
 
-def test_bytes_and_text_say_the_same(good: ap.Plan) -> None:
+def test_recurrences_round_trip_through_bytes_and_text(good: ap.Plan) -> None:
     again = ap.Plan.decode(good.encode())
     assert again == good == parse(good.text())
     held = ap.Slice.decode(good.for_rank(1).encode())
@@ -196,7 +196,7 @@ def test_bytes_and_text_say_the_same(good: ap.Plan) -> None:
         assert all(own[name].equal(table) for name, table in good.recurrence.rank(1).tables.items())
 
 
-def test_models_without_recurrent_layers_say_nothing_of_them() -> None:
+def test_models_without_recurrent_layers_do_not_encode_them() -> None:
     model = replace(MODEL, recurrent={})
     assert "recurrent" not in model.to_data()
     plan = ap.plan(ap.Batch.from_lengths([48]), CLUSTER, model, recipe="blend")
@@ -205,7 +205,7 @@ def test_models_without_recurrent_layers_say_nothing_of_them() -> None:
     assert "recurrent" not in plan.text()
 
 
-def test_tables_and_header_belong_together(good: ap.Plan) -> None:
+def test_tables_must_match_the_header(good: ap.Plan) -> None:
     with pytest.raises(ConfigError, match="must be set if the header has recurrent kinds"):
         codec.seal(replace(good, recurrence=None))
     other = replace(good.header, recurrent={"delta": replace(KINDS["delta"], heads=6)})
@@ -226,7 +226,7 @@ def test_tables_and_header_belong_together(good: ap.Plan) -> None:
         ("delta", 2, "must be"),
     ],
 )
-def test_kinds_that_cannot_be(field: str, value: object, words: str) -> None:
+def test_invalid_recurrent_kinds_are_refused(field: str, value: object, words: str) -> None:
     data = {"heads": 4, "key_heads": 2, "key_dim": 2, "value_dim": 2, field: value}
     with pytest.raises(ConfigError, match=words):
         ap.Model.from_data({"recurrent": {"delta": data}})

@@ -1,4 +1,4 @@
-"""Rows that arrive as results: how they travel, what they cost, and what must not touch them."""
+"""Rows that arrive as results: their transfer, their cost, and instructions that must not touch them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_results_travel_in_the_models_dtype(dtype: str) -> None:
     assert moved["default", "backward"].sent.sum() == rows * 4 * (4 * 16 * size + 2 * lse + 3 * 16 * size)
 
 
-def test_shared_kv_heads_are_summed_up_at_home() -> None:
+def test_gradients_of_shared_kv_heads_are_summed_at_home() -> None:
     plan = planned(kv_heads=2)
     modes = {phase: set(plan.programs["default", phase]["instructions"]["mode"].tolist()) for phase in PHASES}
     assert {mode & RESULTS for mode in modes["forward"]} == {0, RESULTS}
@@ -78,7 +78,7 @@ MASKS = {
 
 @pytest.mark.parametrize("recipe", ["distca", "distca_paper"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_rows_of_a_tile_return_as_results_where_nothing_else_touches_them(mask: str, recipe: str) -> None:
+def test_rows_of_a_tile_return_as_results_if_nothing_else_touches_them(mask: str, recipe: str) -> None:
     sequences = [Sequence(2000, masks.causal()), *[Sequence(200, MASKS[mask])] * 6]
     plan = ap.plan(ap.Batch.from_sequences(sequences), ap.Cluster(1, 4), ap.Model(4, 2, 16), recipe=recipe)
     returned = 0
@@ -108,7 +108,7 @@ def test_rows_of_a_tile_return_as_results_where_nothing_else_touches_them(mask: 
     assert returned
 
 
-def test_result_ranges_are_cut_to_what_is_asked() -> None:
+def test_result_ranges_are_cut_to_the_requested_rows() -> None:
     program = parse(PLAN).programs["default", "forward"].rank(1)
     within = find_complete(program, "forward")["o"].arrived.within
     assert within(0, 8) == [(0, 8)]
@@ -125,14 +125,14 @@ def test_results_are_staged() -> None:
         assert found.staged[mode & RESULTS > 0].all()
 
 
-def test_text_says_results() -> None:
+def test_the_text_form_contains_results() -> None:
     plan = parse(PLAN)
     assert "launch 1 all_to_all results: send O.work" in plan.text()
     assert parse(plan.text()) == plan
     assert {int(op) for op in plan.programs["default", "forward"]["instructions"]["op"]} >= {Op.DELIVER}
 
 
-def test_the_same_plan_without_results_is_right_too() -> None:
+def test_the_same_plan_without_results_verifies_too() -> None:
     assert not broken((" results", ""), ("  deliver ", "  copy "))
 
 
@@ -151,14 +151,14 @@ def test_nothing_is_added_to_results() -> None:
     assert "uses O home rows [0, 8) of head set 1, which arrive as results" in found
 
 
-def test_a_row_gets_results_in_all_heads_or_in_none() -> None:
+def test_a_row_receives_results_in_all_heads_or_none() -> None:
     found = broken(
         ("deliver O.work[0:8).h1 -> O.home[0:8).h1 first", "copy O.work[0:8).h1 -> O.home[0:8).h1 first")
     )
     assert "uses O home rows [0, 8) of head set 1, which arrive as results" in found
 
 
-def test_results_go_from_work_rows_home() -> None:
+def test_results_travel_only_from_work_rows_to_home_rows() -> None:
     found = broken(
         (
             "launch 0 all_to_all: send Q.home[0:8).h3 to 1",
@@ -172,7 +172,7 @@ def test_results_go_from_work_rows_home() -> None:
     assert "Q home rows [0, 8) of head set 3 cannot be a result: sums go from work rows to home rows" in found
 
 
-def test_ranks_agree_on_results() -> None:
+def test_ranks_must_agree_on_results() -> None:
     first = PLAN.index("launch 1 all_to_all results")
     written = PLAN[:first] + PLAN[first:].replace(" results", "", 1)
     found = " ".join(map(str, verify.check(parse(written))))
@@ -180,7 +180,7 @@ def test_ranks_agree_on_results() -> None:
     assert "with mode 3, but rank 0 with mode 1" in found
 
 
-def test_what_is_no_sum_cannot_be_delivered() -> None:
+def test_only_sums_can_be_delivered() -> None:
     found = broken(
         ("copy Q.home[0:8).h1 -> Q.work[0:8).h1 first,", "deliver Q.home[0:8).h1 -> Q.work[0:8).h1 first,")
     )
@@ -188,7 +188,7 @@ def test_what_is_no_sum_cannot_be_delivered() -> None:
 
 
 def test_random_rows_keep_their_sums() -> None:
-    """Numbers through a plan by hand, against one task for each document."""
+    """Numeric results of a hand-written plan, against one task per document."""
     plan = parse(PLAN)
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.normal(size=(16, h, w)) for h, w in ((4, 4), (2, 4), (2, 6), (4, 6)))

@@ -39,7 +39,7 @@ def planned(recipe: str, model: ap.Model = NARROW) -> Plan:
 # ---- how it is said
 
 
-def test_the_default_is_not_written() -> None:
+def test_the_default_is_not_encoded() -> None:
     assert "sent_gradients" not in MODEL.to_data()
     assert NARROW.to_data() == MODEL.to_data() | {"sent_gradients": "model"}
     assert ap.Model.from_data(NARROW.to_data()) == NARROW
@@ -50,7 +50,7 @@ def test_the_default_is_not_written() -> None:
     assert planned("fcp").id != plan.id
 
 
-def test_a_header_that_writes_the_default_is_refused() -> None:
+def test_a_header_that_encodes_the_default_is_refused() -> None:
     plan = planned("fcp", MODEL)
     data = dict(sorted((plain.header_data(plan.header) | {"sent_gradients": "wide"}).items()))
     with pytest.raises(DecodeError, match="header"):
@@ -65,7 +65,7 @@ def test_unknown_values_in_a_header_are_refused() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_plans_say_it_and_keep_it(recipe: str) -> None:
+def test_sent_gradients_survives_bytes_text_and_slices(recipe: str) -> None:
     plan = planned(recipe)
     assert plan.header.sent_gradients == "model"
     assert codec.decode(plan.encode()) == plan == parse(plan.text())
@@ -74,7 +74,7 @@ def test_plans_say_it_and_keep_it(recipe: str) -> None:
     assert check(plan) == ()
 
 
-def test_a_text_without_a_header_field_takes_the_models() -> None:
+def test_a_text_without_the_header_field_uses_the_models_value() -> None:
     written = planned("fcp").text()
     assert '"sent_gradients": "model", "v_head_dim"' in written
     found = parse("\n".join(_without_header_field(written)))
@@ -98,12 +98,12 @@ def test_wide_models_have_nothing_to_round(dtype: str) -> None:
     assert ap.Model(dtype=dtype, sent_gradients="wide") == ap.Model(dtype=dtype)
 
 
-def test_unknown_ways_are_refused() -> None:
+def test_an_unknown_value_of_sent_gradients_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.sent_gradients"):
         ap.Model(sent_gradients="bf16")
 
 
-def test_model_files_may_say_it(tmp_path: Path) -> None:
+def test_model_files_may_set_sent_gradients(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text("q_heads: 4\nkv_heads: 2\nhead_dim: 8\nsent_gradients: model\n")
     assert ap.Model.load(tmp_path / "model.yaml").narrows(Tensor.DQ)
 
@@ -111,7 +111,7 @@ def test_model_files_may_say_it(tmp_path: Path) -> None:
 # ---- what travels
 
 
-def test_partial_gradients_and_nothing_else_are_rounded() -> None:
+def test_only_partial_gradients_are_rounded() -> None:
     assert {Tensor.DX, Tensor.DQ, Tensor.DKV} == GRADIENTS
     for tensor in Tensor:
         assert NARROW.row_bytes(tensor) == MODEL.row_bytes(tensor) == MODEL.sent_bytes(tensor)
@@ -133,7 +133,7 @@ def test_reports_programs_and_the_simulator_count_the_same_bytes(recipe: str) ->
 
 
 def _tile_bytes(plan: Plan, key: tuple[str, str]) -> list[int]:
-    """Of each sent tile, from the tables, in words."""
+    """The bytes of each sent tile, computed from the tables."""
     rows, sets = plan.programs[key], plan.header.head_sets
     widths = {Tensor.Q: 16, Tensor.KV: 40, Tensor.O: 12 * 4 + 4, Tensor.DQ: 16, Tensor.DKV: 40, Tensor.DO: 24}
     found = []
@@ -155,7 +155,7 @@ def _tile_bytes(plan: Plan, key: tuple[str, str]) -> list[int]:
     return found
 
 
-def test_bounds_are_of_what_travels() -> None:
+def test_bounds_count_rounded_bytes() -> None:
     wide, narrow = (planned("fcp", model).report["bounds"]["kv_bytes"] for model in (MODEL, NARROW))
     per_token = [2 * one.row_bytes(Tensor.KV) + one.sent_bytes(Tensor.DKV) for one in (MODEL, NARROW)]
     assert wide["bound"] / per_token[0] == narrow["bound"] / per_token[1] > 0
@@ -174,7 +174,7 @@ def test_messages_with_rounded_tiles_are_staged(recipe: str) -> None:
         assert found.staged[found.of[narrow]].all()
         assert narrow.any() == (phase == "backward")
     before, after = (find_messages(one.programs["default", "forward"], one.header) for one in (wide, plan))
-    if recipe != "dcp":  # which weighs bytes
+    if recipe != "dcp":  # whose schedule depends on bytes
         np.testing.assert_array_equal(before.staged, after.staged)
 
 
@@ -190,7 +190,7 @@ def test_a_header_that_contradicts_the_request_is_refused() -> None:
         codec.decode(wrong.encode())
 
 
-def test_a_report_of_wide_bytes_is_refused() -> None:
+def test_a_report_that_counts_wide_bytes_is_refused() -> None:
     plan, wide = planned("fcp"), planned("fcp", MODEL)
     found = check(codec.seal(replace(plan, report=wide.report)))
     assert any(violation.message.startswith("the report says bytes.total") for violation in found)
@@ -214,7 +214,7 @@ def test_rounding_is_to_the_nearest_and_ties_go_to_even() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fcp", "ring"])
-def test_the_executor_rounds_what_travels_back(recipe: str) -> None:
+def test_the_executor_rounds_gradients_in_transit(recipe: str) -> None:
     problem = oracle.Problem.random(3, BATCH.tokens, 4, 2, 8, 12)
     allowed = bands.dense(BATCH.bands("default"), BATCH.tokens, BATCH.tokens)
     want = oracle.dense(problem, allowed)

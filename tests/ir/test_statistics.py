@@ -28,7 +28,7 @@ def plan_of(recipe: str, mask: str) -> Plan:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mask", ["causal", "window", "full"])
-def test_statistics_are_those_that_only_tasks_of_their_rank_want(recipe: str, mask: str) -> None:
+def test_statistics_are_computed_where_only_local_tasks_need_them(recipe: str, mask: str) -> None:
     plan = plan_of(recipe, mask)
     programs = plan.programs["default", "backward"]
     together = find_statistics(programs)
@@ -47,20 +47,20 @@ def test_statistics_are_those_that_only_tasks_of_their_rank_want(recipe: str, ma
     assert (together.rowops.row1 - together.rowops.row0).sum() == count
 
 
-def test_rows_whose_keys_come_to_them_are_computed_by_tasks() -> None:
+def test_statistics_of_home_queries_are_computed_by_tasks() -> None:
     for recipe in ("fcp", "blend", "ring", "zeppelin"):
         rows = find_statistics(plan_of(recipe, "causal").programs["default", "backward"]).rowops
         assert (rows.row1 - rows.row0).sum() == 1918, recipe
 
 
-def test_statistics_that_travel_are_not() -> None:
-    """Ulysses sends all of them; of distca those of rows that others compute."""
+def test_statistics_that_travel_are_not_computed_by_tasks() -> None:
+    """Ulysses sends all statistics; distca those of rows that other ranks compute."""
     assert not find_statistics(plan_of("ulysses", "causal").programs["default", "backward"]).tasks
     distca = find_statistics(plan_of("distca", "full").programs["default", "backward"]).rowops
     assert 0 < (distca.row1 - distca.row0).sum() < 1918
 
 
-def test_a_program_without_delta_computes_none() -> None:
+def test_a_program_without_delta_computes_no_statistics() -> None:
     """Statistics written elsewhere, as for a lone task, are read."""
     programs = plan_of("fcp", "causal").programs["default", "backward"].rank(0)
     instructions = programs["instructions"]

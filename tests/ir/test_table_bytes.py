@@ -28,7 +28,7 @@ def opened(parts: list[bytes], *names: tuple[str, ...]) -> list[Table]:
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    """A table whose numbers are small, alike, or anything, but for rows of zeros alone, of which a rank has one."""
+    """A table of small, equal or arbitrary numbers; rows of only zeros occur at most once per rank."""
     names = draw(st.sampled_from([NAMES, SPAN_COLUMNS, TABLES["transfers"]]))
     sizes = draw(st.lists(st.sampled_from([0, 0, 1, 2, 7, 40]), min_size=1, max_size=5))
     number = draw(st.sampled_from([st.integers(-3, 9), st.integers(0, 1), st.integers(-LIMIT, LIMIT)]))
@@ -42,7 +42,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 @settings(max_examples=300)
 @given(st.lists(tables(), min_size=1, max_size=3))
-def test_tables_come_back_from_their_bytes(given: list[Table]) -> None:
+def test_tables_round_trip_through_bytes(given: list[Table]) -> None:
     ranks = min(table.ranks for table in given)
     some = [table.ranks_between(0, ranks) for table in given]
     parts = parts_of(*some)
@@ -50,7 +50,7 @@ def test_tables_come_back_from_their_bytes(given: list[Table]) -> None:
     for table, again in zip(some, opened(parts, *names), strict=True):
         assert again.equal(table)
     for rank, part in enumerate(parts):
-        own = opened([part], *names)  # and needs no other's
+        own = opened([part], *names)  # without the parts of other ranks
         assert all(one.equal(table.rank(rank)) for one, table in zip(own, some, strict=True))
 
 
@@ -91,19 +91,19 @@ def test_parts_are_the_same_for_all_dtypes(dtype: type) -> None:
 @pytest.mark.parametrize(
     "column", [np.array([1.9, 2.0]), np.array([1, "a"], object), np.array([True, False])]
 )
-def test_columns_that_are_no_integers_are_refused(column: np.ndarray) -> None:
+def test_columns_that_are_not_integers_are_refused(column: np.ndarray) -> None:
     with pytest.raises(ConfigError, match=r"x = .* no dtype of integers"):
         Table.of(np.array([0, 2]), {"x": column})
 
 
 @pytest.mark.parametrize("value", [LIMIT + 1, -LIMIT - 1, 2**63 - 1, -(2**63)])
-def test_numbers_that_no_plan_can_hold_are_not_written(value: int) -> None:
+def test_numbers_beyond_the_format_are_not_encoded(value: int) -> None:
     table = Table.of(np.array([0, 1, 2]), {"a": np.array([1, 2]), "b": np.array([1, value])})
     with pytest.raises(ConfigError, match=rf"b = {value}.*in row 1"):
         parts_of(table)
 
 
-def test_too_many_rows_are_not_written() -> None:
+def test_too_many_rows_are_not_encoded() -> None:
     table = Table(np.array([0, MAX_ROWS + 1]), ("a",), np.ones((1, MAX_ROWS + 1), np.int32))
     with pytest.raises(ConfigError, match=f"rows = {MAX_ROWS + 1}"):
         parts_of(table)
@@ -134,7 +134,7 @@ GOOD = table_of(b"\1\1\1\1", b"\1\0\xff\0")
         (table_of(b"\1", b"\1", rows=2**32 - 1), "ends before"),
     ],
 )
-def test_malformed_tables(part: bytes, match: str) -> None:
+def test_malformed_tables_are_refused(part: bytes, match: str) -> None:
     with pytest.raises(DecodeError, match=match):
         opened([GOOD, part])
 
@@ -151,8 +151,8 @@ def test_parts_are_the_same_on_threads() -> None:
         assert encode_parts(tables, 9, threads=3) == encode_parts(tables, 9)
 
 
-def test_columns_have_one_order() -> None:
-    """They are written and verified by their places: another order would be other numbers."""
+def test_columns_in_another_order_are_refused() -> None:
+    """Columns are encoded and verified by position, so another order would change the numbers."""
     plan = random_plan(0)
     spans = plan.layouts["attention"].spans
     turned = Table.of(spans.ptr, dict(reversed(spans.columns.items())))

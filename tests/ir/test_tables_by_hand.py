@@ -13,18 +13,18 @@ from apportion.ir.plan.tables import ProgramSet, Table, empty_programs, empty_ta
 @pytest.mark.parametrize(
     "ptr", [[], [0], [1, 2], [0, 3], [0, 1], [0, 3, 2], [-1, 2], [[0, 2]], [0, 2**62, 2]]
 )
-def test_offsets_rise_from_none_to_all_rows(ptr: list[int]) -> None:
+def test_offsets_must_rise_from_zero_to_the_number_of_rows(ptr: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"^ptr = .*must rise from 0 to the 2 rows"):
         Table(np.array(ptr, np.int64), ("a",), np.zeros((1, 2), np.int64))
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2,), (0, 0)])
-def test_each_name_has_a_column(shape: tuple[int, ...]) -> None:
+def test_each_name_must_have_a_column(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"^values = .*with 2 columns"):
         Table(np.array([0, 2]), ("a", "b"), np.zeros(shape, np.int64))
 
 
-def test_tables_of_a_program_have_the_same_ranks() -> None:
+def test_tables_of_a_program_must_have_the_same_ranks() -> None:
     tables = {**empty_programs(2).tables, "tasks": empty_table(tuple(TABLES["tasks"]), 1)}
     with pytest.raises(ConfigError, match=r"^tasks = 1: must have 2 ranks"):
         ProgramSet(tables)

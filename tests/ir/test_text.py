@@ -49,7 +49,7 @@ program default forward
 """
 
 
-def test_a_text_may_leave_the_diagonals_to_its_masks() -> None:
+def test_diagonals_missing_from_a_text_come_from_its_masks() -> None:
     plan = parse(BY_HAND)
     assert (plan.header.version, plan.header.diagonals) == ((3, 0), {"default": ((0, 2**62),)})
     said = BY_HAND.replace('"head_sets"', '"diagonals": {"default": [[0, 4611686018427387904]]}, "head_sets"')
@@ -89,7 +89,7 @@ def test_by_hand() -> None:
     assert Plan.decode(plan.encode()) == plan
 
 
-def test_lines_read_well() -> None:
+def test_instructions_have_readable_lines() -> None:
     text = parse(BY_HAND).text(rank=0)
     assert text.splitlines() == [
         "rank 0",
@@ -132,7 +132,7 @@ def test_an_unknown_rank() -> None:
         parse(BY_HAND).text(2)
 
 
-def test_operands_that_are_equal_unused_or_out_of_order_keep_their_place() -> None:
+def test_equal_unused_and_unordered_operands_keep_their_index() -> None:
     line = "program default forward\n  operands none, O.home[0:8), KV.home[0:8), KV.home[0:8), X.home[0:1)\n"
     steps = "  clear O.home[0:8)\n  copy KV.home[0:8)~3 -> KV.work[0:8)\n"
     text = f"apportion.plan 3.0\n{REQUEST}\nrank 0\nlayout attention:\n{line}{steps}"
@@ -143,26 +143,26 @@ def test_operands_that_are_equal_unused_or_out_of_order_keep_their_place() -> No
     assert codec.seal(plan) == plan
 
 
-def test_text_without_id_gains_the_defaults_of_the_request() -> None:
+def test_a_text_without_an_id_gets_the_defaults_of_the_request() -> None:
     plan = parse(BY_HAND)
     request = json.loads(next(line for line in plan.text().splitlines() if line.startswith("request"))[8:])
     assert request["cluster"]["nics_per_node"] == 8
     assert codec.seal(plan) == plan
 
 
-def test_the_id_is_compared() -> None:
+def test_a_text_with_a_wrong_id_is_refused() -> None:
     plan = parse(BY_HAND)
     with pytest.raises(DecodeError, match=f"id: the text says {plan.id.hex()}, what it describes has"):
         parse(plan.text().replace("wait 0", "wait 1"))
 
 
-def test_what_ops_have_no_place_for_is_kept() -> None:
+def test_operands_in_unused_columns_are_kept() -> None:
     plan = parse(BY_HAND.replace("-> O.home[2:4).h2 first", "-> O.home[2:4).h2 d=Q.home[0:8)"))
     assert plan.text(rank=0).count("d=Q.home[0:8)") == 1
     assert parse(plan.text()) == plan
 
 
-def test_names_may_hold_anything() -> None:
+def test_names_may_contain_any_character() -> None:
     name = 'my: layout -> x; "y" # \n'
     quoted = json.dumps(name).replace("#", "\\u0023")
     text = BY_HAND.replace("layout attention", f"layout {quoted}")
@@ -263,7 +263,7 @@ def test_moves_by_hand() -> None:
         parse(text.replace("send 1 row", "send row"))
 
 
-def test_versions_and_nothing() -> None:
+def test_unknown_versions_and_empty_texts_are_refused() -> None:
     with pytest.raises(VersionError, match=r"4\.0"):
         parse("apportion.plan 4.0\n")
     with pytest.raises(DecodeError, match="found nothing"):
@@ -272,14 +272,14 @@ def test_versions_and_nothing() -> None:
         parse("apportion.plan 3.0\n")
 
 
-def test_every_prefix_of_a_text_is_refused_or_a_plan() -> None:
+def test_every_prefix_of_a_text_is_refused_or_parses() -> None:
     text = (GOLDEN / "tiny.txt").read_text()
     for end in range(0, len(text) - 60, 11):
         with pytest.raises(DecodeError):
             parse(text[:end])
 
 
-def test_narrow_columns_print_alike() -> None:
+def test_narrow_columns_print_like_wide_ones() -> None:
     plan = parse(BY_HAND)
     narrow = {
         name: replace(table, values=table.values.astype(np.int32))

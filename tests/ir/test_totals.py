@@ -26,7 +26,7 @@ def test_pairs_of_a_task_are_the_area_of_its_band() -> None:
 
 
 @pytest.mark.parametrize("recipe", [*STRATEGIES][::4])
-def test_programs_compute_all_pairs_and_move_what_the_report_says(recipe: str) -> None:
+def test_programs_compute_all_pairs_and_move_the_reported_bytes(recipe: str) -> None:
     batch = ap.Batch.from_lengths([900, 500, 300, 100], mask=ap.masks.causal())
     model = ap.Model(8, 4, 16, dtype="fp64", layers=3)
     policy = Policy(Recipe(recipe, STRATEGIES[recipe]), token_cap=batch.tokens)

@@ -11,7 +11,7 @@ DATA = b"plan" * 1000
 FRAME = compressed(DATA)
 
 
-def test_what_was_compressed_comes_back_and_other_bytes_stay() -> None:
+def test_frames_round_trip_and_other_bytes_are_unchanged() -> None:
     for data in (b"", b"x", DATA):
         assert expanded(compressed(data)) == data
     assert expanded(DATA) == DATA
@@ -23,6 +23,6 @@ def test_a_damaged_frame_is_refused(frame: bytes) -> None:
         expanded(frame)
 
 
-def test_a_frame_of_more_than_is_read_is_refused_before_it_is_expanded() -> None:
+def test_a_frame_above_the_size_limit_is_refused_before_expansion() -> None:
     with pytest.raises(DecodeError, match="4000 bytes, at most 3999 are read"):
         expanded(FRAME, 3999)

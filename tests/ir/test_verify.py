@@ -40,7 +40,7 @@ def test_hand_written_plans_of_all_ops_verify(name: str) -> None:
     assert check(codec.decode(plan.encode())) == ()
 
 
-def test_rules_are_a_table_of_the_ten() -> None:
+def test_the_table_of_rules_has_all_ten() -> None:
     assert {rule.number for rule in RULES} == {None, *range(1, 11)}
 
 
@@ -95,13 +95,13 @@ def with_spans(plan: Plan, column: str, span: int, value: int) -> Plan:
         ("length", 7, "no span holds tokens [15, 16)"),
     ],
 )
-def test_layouts(column: str, value: int, words: str) -> None:
+def test_wrong_spans_of_a_layout_are_named(column: str, value: int, words: str) -> None:
     found = check(with_spans(parse(GOOD), column, 1, value))
     assert found[0].rule == "layouts"
     assert any(words in violation.message for violation in found)
 
 
-def test_a_span_across_a_restart_of_positions() -> None:
+def test_a_span_across_a_restart_of_positions_is_refused() -> None:
     plan = parse((PLANS / "heads.txt").read_text())
     spans = plan.layouts["attention"].spans
     rows = {"row": [0, 0], "token": [0, 8], "length": [8, 8], "sequence": [0, 0], "position": [0, 8]}
@@ -113,7 +113,7 @@ def test_a_span_across_a_restart_of_positions() -> None:
     assert "continues past token 11, at which the position jumps" in found.message
 
 
-def test_moves_make_the_target_layout() -> None:
+def test_moves_must_produce_the_target_layout() -> None:
     plan = parse((PLANS / "reshuffle.txt").read_text())
     (move,) = plan.moves
     columns = {name: np.array(values) for name, values in move.table.columns.items()}
@@ -138,18 +138,18 @@ def with_policy(plan: Plan, **fields: object) -> Plan:
         ({"tolerance": 0.2}, 1, "more than the mean rank, the tolerance is 0.2"),
     ],
 )
-def test_limits(fields: dict[str, object], rank: int, words: str) -> None:
+def test_plans_that_exceed_a_limit_are_refused(fields: dict[str, object], rank: int, words: str) -> None:
     found = first(with_policy(parse(GOOD), **fields))
     assert found.rule == "limits"
     assert words in found.message
     assert found.rank is not None
 
 
-def test_limits_that_hold() -> None:
+def test_plans_within_every_limit_verify() -> None:
     assert check(with_policy(parse(GOOD), token_cap=8, memory_cap_gib=1.0, tolerance=1.0)) == ()
 
 
-def test_digests() -> None:
+def test_wrong_digests_are_refused() -> None:
     plan = parse(GOOD)
     forged = replace(plan, sections=replace(plan.sections, id=bytes(32)))
     assert first(forged).rule == "digests"
@@ -160,7 +160,7 @@ def test_digests() -> None:
     assert "seal the plan after a change" in first(edited).message
 
 
-def test_a_head_that_nobody_computes() -> None:
+def test_a_head_that_no_rank_computes_is_named() -> None:
     lines = [line for line in GOOD.splitlines() if ".h3" not in line or "launch" in line or "merge" in line]
     whole = (
         "\n".join(lines)
@@ -185,7 +185,7 @@ def with_table(plan: Plan, name: str, table: Table) -> Plan:
     return codec.seal(replace(plan, programs=programs))
 
 
-def test_an_overwritten_tile_is_named_where_a_task_then_reads_something_else() -> None:
+def test_an_overwritten_tile_is_named_where_a_task_reads_it() -> None:
     """The keys of rank 1 come too early: they overwrite those of rank 0 before anybody has read them."""
     plan = (PLANS / "reshuffle.txt").read_text()
     assert plan.count("receive KV.work[8:16) from 1\n") >= 1
@@ -237,7 +237,7 @@ def test_a_report_that_the_programs_contradict_is_refused(place: str, reported: 
     assert any(violation.message.startswith(REPORTED[place]) for violation in found)
 
 
-def test_a_report_may_say_less_or_more(reported: Plan) -> None:
+def test_a_report_may_lack_fields_or_have_unknown_ones(reported: Plan) -> None:
     assert check(reported) == ()
     assert check(codec.seal(replace(reported, report={}))) == ()
     assert check(codec.seal(replace(reported, report={**reported.report, "weather": "fine"}))) == ()

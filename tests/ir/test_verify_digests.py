@@ -1,4 +1,4 @@
-"""Rule 8 encodes a plan's tables anew unless they are the very columns that its parts were made from."""
+"""Rule 8 encodes a plan's tables again unless they are the same columns that its parts were made from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan() -> Plan:
     return make(Batch.from_lengths([700, 300, 24]), Cluster(nodes=1, ranks_per_node=4), MODEL)
 
 
-def known(plan: Plan) -> bool:
+def has_known_parts(plan: Plan) -> bool:
     parts = plan.sections.parts
     return isinstance(parts, table_bytes.Parts) and parts.are_of(
         table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence)
@@ -43,52 +43,52 @@ def with_column(plan: Plan, change: Callable[[np.ndarray], np.ndarray]) -> Plan:
     return replace(plan, layouts={"attention": Layout("attention", Table.of(spans.ptr, columns))})
 
 
-def test_a_sealed_plan_is_known_and_cannot_be_written_to(plan: Plan) -> None:
-    assert known(plan)
+def test_a_sealed_plan_has_known_parts_and_is_read_only(plan: Plan) -> None:
+    assert has_known_parts(plan)
     assert rules(plan) == set()
     with pytest.raises(ValueError, match="read-only"):
         plan.layouts["attention"].spans["position"][0] = 5
 
 
-def test_equal_columns_are_encoded_anew(plan: Plan) -> None:
+def test_equal_columns_in_other_memory_are_encoded_again(plan: Plan) -> None:
     copied = with_column(plan, np.copy)
-    assert not known(copied)
+    assert not has_known_parts(copied)
     assert rules(copied) == set()
 
 
-def test_other_columns_are_found(plan: Plan) -> None:
+def test_changed_columns_are_detected(plan: Plan) -> None:
     changed = with_column(plan, lambda column: column + 1)
-    assert not known(changed)
+    assert not has_known_parts(changed)
     assert "digests" in rules(changed)
 
 
-def test_columns_made_writable_again_are_found(plan: Plan) -> None:
+def test_columns_made_writable_again_are_detected(plan: Plan) -> None:
     spans = plan.layouts["attention"].spans
     spans.values.setflags(write=True)
     spans["position"][0] += 1
-    assert not known(plan)
+    assert not has_known_parts(plan)
     assert "digests" in rules(plan)
 
 
-def test_parts_exchanged_in_place_are_found(plan: Plan) -> None:
+def test_parts_replaced_in_place_are_detected(plan: Plan) -> None:
     plan.sections.parts[0] = plan.sections.parts[1]
-    assert not known(plan)
+    assert not has_known_parts(plan)
     assert "digests" in rules(plan)
 
 
-def test_tables_in_memory_of_others_are_never_known(plan: Plan) -> None:
+def test_tables_in_foreign_memory_never_have_known_parts(plan: Plan) -> None:
     spans = plan.layouts["attention"].spans
     memory = bytearray(spans.values.tobytes())
     values = np.frombuffer(memory, spans.values.dtype).reshape(spans.values.shape)
     layout = Layout("attention", replace(spans, values=values))
     viewed = codec.seal(replace(plan, layouts={"attention": layout}))
-    assert not known(viewed)
+    assert not has_known_parts(viewed)
     assert rules(viewed) == set()
     memory[0] ^= 1
     assert "digests" in rules(viewed)
 
 
-def test_a_decoded_plan_is_encoded_anew(plan: Plan) -> None:
+def test_a_decoded_plan_is_encoded_again(plan: Plan) -> None:
     again = Plan.decode(plan.encode())
     assert not isinstance(again.sections.parts, table_bytes.Parts)
     assert rules(again) == set()
@@ -99,14 +99,14 @@ def without_backward(plan: Plan) -> Plan:
     return codec.seal(replace(plan, header=replace(plan.header, phases=("forward",)), programs=programs))
 
 
-def test_programs_that_the_bytes_do_not_have_are_found_and_so_are_those_that_only_they_have(
+def test_programs_missing_from_the_bytes_or_the_plan_are_detected(
     plan: Plan,
 ) -> None:
     less = without_backward(plan)
     assert "digests" in rules(replace(plan, sections=less.sections))
-    assert rules(replace(less, sections=plan.sections)) == {"structure"}  # which wants both phases
+    assert rules(replace(less, sections=plan.sections)) == {"structure"}  # whose rules need both phases
 
 
-def test_moves_that_the_bytes_do_not_have_are_found(plan: Plan) -> None:
+def test_moves_missing_from_the_bytes_are_detected(plan: Plan) -> None:
     moved = replace(plan, moves=(Move("attention", "attention", empty_table(MOVE_COLUMNS, 4)),))
     assert "digests" in rules(moved)

@@ -146,7 +146,7 @@ def test_pairs_of_a_band_by_counting() -> None:
     assert areas.tolist() == inside.tolist() == counted
 
 
-def test_sweep_finds_what_the_band_algebra_finds() -> None:
+def test_the_sweep_finds_the_overlaps_of_the_band_algebra() -> None:
     draw = np.random.default_rng(1)
     for _ in range(60):
         corners = draw.integers(0, 30, (6, 2))
@@ -161,7 +161,7 @@ def test_sweep_finds_what_the_band_algebra_finds() -> None:
             assert shared == (dense(bands[i], 40, 40) & dense(bands[j], 40, 40)).sum()
 
 
-def test_stable_order_is_that_of_numpy() -> None:
+def test_the_stable_order_equals_numpys() -> None:
     for top in (3, 2**20, 2**60):
         keys = np.random.default_rng(2).integers(0, top, 10_000)
         np.testing.assert_array_equal(stable_order(keys), np.argsort(keys, kind="stable"))

@@ -1,4 +1,4 @@
-"""Verification of a request's promises that a plan must keep: home ranks."""
+"""Verification of constraints in a request that a plan must keep: home ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn
 LENGTHS = [96, 40, 40, 40]
 
 
-def made() -> ap.Plan:
+def plan_batch() -> ap.Plan:
     return ap.plan(ap.Batch.from_lengths(LENGTHS), ap.Cluster(nodes=1, ranks_per_node=4), MODEL)
 
 
-def test_home_ranks_are_kept_or_named() -> None:
-    plan = made()
+def test_ranks_that_violate_home_ranks_are_named() -> None:
+    plan = plan_batch()
     strict = replace(plan.request, batch=ap.Batch.from_lengths(LENGTHS, home_ranks=[[0], None, None, None]))
     strays = [v for v in check(seal(replace(plan, request=strict))) if "home_ranks" in v.message]
     holders = {rank for rank in range(4) if (plan.layout("attention").tokens(rank) < 96).any()}

@@ -19,7 +19,7 @@ SIZES = {"ring": (8, [40, 24]), "node": (8, [40, 24, 17]), "ulysses": (4, [40, 2
 
 @cache
 def good(name: str) -> str:
-    """A plan as text without its id, so that what it becomes is sealed anew."""
+    """A plan as text without its id, so that an edited text is sealed again."""
     ranks, lengths = SIZES[name]
     recipe = ap.Recipe(name, STRATEGIES[name])
     plan = ap.plan(ap.Batch.from_lengths(lengths), cluster(ranks), MODEL, recipe, verify=False)
@@ -27,7 +27,7 @@ def good(name: str) -> str:
 
 
 def broken(name: str, phase: str, old: str, new: str) -> str:
-    """The plan with a text of rank 2's program replaced where it comes first."""
+    """The plan with the first occurrence of a text in rank 2's program replaced."""
     before, section = good(name).split("\nrank 2\n")
     section, after = section.split("\nrank 3\n")
     head, forward, backward = section.split("\nprogram default ")
@@ -39,12 +39,12 @@ def broken(name: str, phase: str, old: str, new: str) -> str:
 
 
 def later(wait: str, what: str) -> tuple[str, str]:
-    """The edit that moves a wait behind what needs it."""
+    """The edit that moves a wait after the lines that need it."""
     return f"  {wait}\n  {what}\n", f"  {what}\n  {wait}\n"
 
 
 def earlier(what: str, *lines: str) -> tuple[str, str]:
-    """The edit that moves something before the lines that come before it."""
+    """The edit that moves a line before its preceding lines."""
     return "".join(f"  {line}\n" for line in (*lines, what)), "".join(
         f"  {line}\n" for line in (what, *lines)
     )
@@ -211,14 +211,14 @@ def test_every_strategy_verifies(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_broken_is_named(name: str) -> None:
+def test_a_broken_plan_is_refused_by_the_right_rule(name: str) -> None:
     *_, rule, words = CASES[name]
     violation = first(parse(case(name)))
     assert violation.rule == rule, str(violation)
     assert any(word in violation.message for word in words.split("|")), str(violation)
 
 
-def test_no_task_with_known_tokens_is_an_answer_too() -> None:
+def test_coverage_is_judged_even_if_no_task_has_known_tokens() -> None:
     """If every read of a program fails, coverage has nothing to list by head."""
     plan = good("ulysses").replace("Q.home", "O.home").replace("KV.home", "O.home")
     assert check(parse(plan))

@@ -40,7 +40,7 @@ DATA = Path(__file__).parent.parent / "data"
         ({"groups": [[5, [0, 0]]]}, [5]),
     ],
 )
-def test_plain_documents(data: dict, lengths: list[int]) -> None:
+def test_plain_documents_are_drawn_from_lengths(data: dict, lengths: list[int]) -> None:
     workload = workload_from_data(data)
     assert workload.lengths.tolist() == lengths
     assert set(workload.masks) == {None}
@@ -60,7 +60,7 @@ def test_plain_documents(data: dict, lengths: list[int]) -> None:
         ({"rows": [[4, [3, 2], 1]]}, 10, masks.image_spans([[2, 5], [5, 7]])),
     ],
 )
-def test_structured_samples(data: dict, length: int, spec: masks.Mask) -> None:
+def test_structured_samples_have_their_masks(data: dict, length: int, spec: masks.Mask) -> None:
     workload = workload_from_data(data)
     assert (workload.lengths.tolist(), workload.masks) == ([length], (spec,))
 
@@ -97,7 +97,7 @@ def test_image_rows_have_the_pairs_of_the_real_instance() -> None:
         ({"trees": [{}]}, "workload.trees[0].nodes", "list"),
     ],
 )
-def test_wrong_workloads_are_named(
+def test_errors_of_workloads_name_the_field(
     data: dict[str, list[int | list[Any] | dict[Any, Any]] | int | str] | list[int], field: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -106,7 +106,7 @@ def test_wrong_workloads_are_named(
     assert hint in str(caught.value)
 
 
-def test_files(tmp_path: Path) -> None:
+def test_workloads_are_read_from_files(tmp_path: Path) -> None:
     (tmp_path / "w.json").write_text('{"name": "x", "pairs": [[1, 2]]}')
     assert read_workload(tmp_path / "w.json").lengths.tolist() == [3]
     (tmp_path / "l.jsonl").write_text("8\n\n 12 \n")
@@ -128,7 +128,7 @@ def test_files(tmp_path: Path) -> None:
         ("l.csv", 'id,length\n1," 3 "\n2,5\n', None),
     ],
 )
-def test_lengths_are_read_from_what_people_have(
+def test_lengths_are_read_from_common_file_formats(
     tmp_path: Path, name: str, text: str, column: str | None
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -152,14 +152,16 @@ def test_lengths_are_read_from_what_people_have(
         ("l.json", "[]", None, "must not be empty"),
     ],
 )
-def test_wrong_lengths_are_named(tmp_path: Path, name: str, text: str, column: str | None, says: str) -> None:
+def test_errors_of_length_files_name_the_line(
+    tmp_path: Path, name: str, text: str, column: str | None, says: str
+) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_lengths(tmp_path / name, column)
 
 
-def test_arrow_columns_are_lengths(tmp_path: Path) -> None:
-    """Parquet, and a folder as `Dataset.save_to_disk` of Hugging Face writes it."""
+def test_lengths_are_read_from_arrow_columns(tmp_path: Path) -> None:
+    """Parquet files, and folders written by Hugging Face's `Dataset.save_to_disk`."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"input_ids": [[1, 2, 3], [1, 2, 3, 4, 5]], "text": ["a", "b"]})
     (tmp_path / "split").mkdir()
@@ -221,12 +223,12 @@ def test_samples_larger_than_the_cluster_are_skipped_and_counted() -> None:
     assert skipped == np.sum(drawn[: last + 1] == 0)
 
 
-def test_a_long_batch_draws_more_than_once() -> None:
+def test_a_batch_may_need_several_draws() -> None:
     batch, _ = sample(workload_from_data({"lengths": [1, 3]}), 5000, 5000, seed=0)
     assert batch.tokens == 5000
 
 
-def test_nothing_fits() -> None:
+def test_a_batch_that_no_sample_fits_is_refused() -> None:
     with pytest.raises(CapacityError, match="shortest sample has 50 tokens"):
         sample(workload_from_data({"lengths": [50, 60]}), 40, 40, seed=0)
     with pytest.raises(CapacityError, match="cannot be cut"):

@@ -40,7 +40,7 @@ def test_equal_requests_give_equal_bytes() -> None:
     assert plan().encode() == plan().encode()
 
 
-def test_the_plan_keeps_the_recipe_that_was_asked_for_and_reports_the_one_that_was_found() -> None:
+def test_the_plan_keeps_the_requested_recipe_and_reports_the_one_found() -> None:
     found = plan()
     assert found.header.recipe == "auto"
     assert found.request.policy.recipe.step("search") is not None
@@ -49,7 +49,7 @@ def test_the_plan_keeps_the_recipe_that_was_asked_for_and_reports_the_one_that_w
     assert milliseconds(again) == milliseconds(found)
 
 
-def test_its_number_is_the_simulators() -> None:
+def test_the_reported_time_is_the_simulators() -> None:
     found, run = plan(), simulate(plan())
     search = found.report["search"]
     assert (search["forward_ms"], search["backward_ms"]) == (run.forward_ms, run.backward_ms)
@@ -58,7 +58,7 @@ def test_its_number_is_the_simulators() -> None:
 
 
 @pytest.mark.parametrize("name", ["fcp", "ring", "usp", "hybrid_dp", "contiguous", "zeppelin"])
-def test_it_is_never_worse_than_a_recipe_of_its_own_list(name: str) -> None:
+def test_auto_is_never_worse_than_its_candidates(name: str) -> None:
     names = ["ring", name, "fcp"]
     found = plan(candidates=names, improve=False, steps=8)
     tried = {trial["recipe"]["name"]: trial for trial in found.report["search"]["tried"]}
@@ -67,10 +67,8 @@ def test_it_is_never_worse_than_a_recipe_of_its_own_list(name: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "median", "sigma"), [(64, 150, 1.0), (128, 60, 1.3)])
-def test_few_cuts_where_keys_travel_for_longer_than_ranks_compute(
-    ranks: int, median: int, sigma: float
-) -> None:
-    """Some 2,000 tokens a rank, most samples short, a few longer than a rank holds: as calls of tools are."""
+def test_auto_cuts_little_if_communication_dominates(ranks: int, median: int, sigma: float) -> None:
+    """Some 2,000 tokens a rank, most samples short, a few longer than a rank holds, as in tool-calling data."""
     lengths = lognormal_lengths(0, ranks * 2048, median=median, sigma=sigma)
     batch, cluster = ap.Batch.from_lengths(lengths), ap.Cluster(ranks // 8, 8)
     model = ap.Model(q_heads=32, kv_heads=8, head_dim=128, layers=2)
@@ -89,14 +87,14 @@ def trial(us: float, imbalance: float) -> Trial:
 @pytest.mark.parametrize(
     ("best", "other", "taken"),
     [
-        ((1000.0, 0.026), (1000.1, 0.002), True),  # a ten thousandth slower, and much more even
+        ((1000.0, 0.026), (1000.1, 0.002), True),  # slower by 1/10,000, and much more even
         ((1000.0, 0.002), (999.9, 0.026), False),
         ((1000.0, 0.002), (998.0, 0.026), True),  # a real gain
         ((1000.0, 0.002), (999.9, 0.004), True),  # about as even
         ((1000.0, 0.004), (1000.1, 0.002), False),
     ],
 )
-def test_balance_decides_where_times_are_the_same(best: Any, other: Any, taken: bool) -> None:
+def test_balance_decides_between_equal_times(best: Any, other: Any, taken: bool) -> None:
     problem = Problem(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, ap.Policy(auto()))
     search = _Search(problem, Portfolio(), 8)
     search.best, search.fastest_us = trial(*best), min(best[0], other[0])
@@ -104,14 +102,14 @@ def test_balance_decides_where_times_are_the_same(best: Any, other: Any, taken: 
 
 
 def test_the_best_stays_near_the_fastest() -> None:
-    """A slower one that is more even may be taken, and then a slower one than that, but never far from the fastest."""
+    """A slower but more even plan may be taken repeatedly, but never one far from the fastest."""
     problem = Problem(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, ap.Policy(auto()))
     search = _Search(problem, Portfolio(), 8)
     search.best, search.fastest_us = trial(1000.9, 0.01), 999.0
     assert search._is_better(trial(999.0, 0.05))
 
 
-def test_what_cannot_be_the_best_is_dropped_by_a_bound_that_holds() -> None:
+def test_candidates_are_dropped_only_by_a_valid_bound() -> None:
     tried = plan(steps=40).report["search"]["tried"]
     dropped = [trial for trial in tried if trial["ms"] is None and trial["refused"] is None]
     assert dropped
@@ -128,7 +126,7 @@ def test_the_budget_is_obeyed(steps: int) -> None:
     assert search["stopped"] == "steps"
 
 
-def test_exact_solvers_are_tried_in_the_end_where_a_recipe_asks_for_them() -> None:
+def test_exact_solvers_are_tried_last_on_request() -> None:
     batch, cluster = ap.Batch.from_lengths(lognormal_lengths(1, 16 * 2048, longest=16_384)), ap.Cluster(2, 8)
     usual, exact = (ap.plan(batch, cluster, ap.Model(), auto(solvers=wanted)) for wanted in (False, True))
     tried = exact.report["search"]["tried"]
@@ -137,13 +135,13 @@ def test_exact_solvers_are_tried_in_the_end_where_a_recipe_asks_for_them() -> No
     assert exact.report["search"]["ms"] <= usual.report["search"]["ms"]
 
 
-def test_the_budget_of_the_policy_comes_first() -> None:
+def test_the_budget_of_the_policy_has_priority() -> None:
     policy = Policy(auto(steps=9), budget=2)
     found = ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, policy=policy)
     assert found.report["search"]["most_steps"] == 2
 
 
-def test_it_ends_by_itself_where_nothing_is_left() -> None:
+def test_the_search_ends_when_no_candidate_is_left() -> None:
     search = plan(candidates=["fcp", "ring"], improve=False, steps=9).report["search"]
     assert search["stopped"] is None
     assert search["steps"] == 2
@@ -156,19 +154,19 @@ def test_refusals_are_reported_with_their_reasons() -> None:
     assert tried[1]["refused"] is None
 
 
-def test_it_holds_every_candidate_to_the_token_cap() -> None:
+def test_every_candidate_is_held_to_the_token_cap() -> None:
     found = plan(candidates=["hybrid_dp", "fcp"], improve=False)
     reason = found.report["search"]["tried"][0]["refused"]
     assert reason is None or "the cap is" in reason
     assert found.report["imbalance"]["tokens"] <= 0.02 + 1e-9
 
 
-def test_inner_none_leaves_out_what_splits_heads() -> None:
+def test_inner_none_excludes_candidates_that_split_heads() -> None:
     tried = plan(inner="none", steps=30).report["search"]["tried"]
     assert not any("inner" in trial["recipe"]["steps"] for trial in tried)
 
 
-def test_a_promise_that_the_best_breaks_goes_to_the_next() -> None:
+def test_the_next_candidate_is_taken_if_the_best_exceeds_the_tolerance() -> None:
     recipes = ["contiguous", "fcp"]
     batch = ap.Batch.from_lengths([4096] * 8)
     first = plan(batch, candidates=recipes, improve=False)
@@ -176,7 +174,7 @@ def test_a_promise_that_the_best_breaks_goes_to_the_next() -> None:
     assert ap.plan(batch, CLUSTER, MODEL, policy=policy).report["imbalance"]["compute"] <= policy.tolerance
 
 
-def test_what_nothing_can_keep_is_an_error_with_numbers() -> None:
+def test_a_tolerance_that_no_candidate_keeps_is_an_error_with_numbers() -> None:
     policy = Policy(auto(), tolerance=0.0)
     with pytest.raises(CapacityError, match="tolerance"):
         ap.plan(ap.Batch.from_lengths([4001, 7]), CLUSTER, MODEL, policy=policy)
@@ -192,19 +190,19 @@ MASKS = {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", MASKS)
-def test_it_serves_every_mask_and_rank_count(name: str, ranks: int) -> None:
+def test_auto_plans_every_mask_and_rank_count(name: str, ranks: int) -> None:
     batch = ap.Batch.from_sequences([ap.Sequence(700, MASKS[name]), ap.Sequence(401), ap.Sequence(60)])
     found = plan(batch, ap.Cluster(nodes=1, ranks_per_node=ranks))
     assert found.header.ranks == ranks
 
 
-def test_it_serves_homes_that_are_given() -> None:
+def test_auto_plans_given_home_ranks() -> None:
     sequences = [ap.Sequence(400, home_ranks=(0, 1)), ap.Sequence(400, home_ranks=(2, 3))]
     found = plan(ap.Batch.from_sequences(sequences), ap.Cluster(nodes=1, ranks_per_node=4))
     assert found.report["search"]["recipe"]["name"].startswith("fcp")
 
 
-def test_kinds_count_by_their_layers() -> None:
+def test_auto_weighs_kinds_by_their_layers() -> None:
     model = ap.Model(q_heads=4, kv_heads=2, head_dim=64, layers={"window": 5, "full": 1})
     kinds = {"window": masks.sliding_window(256), "full": masks.causal()}
     batch = ap.Batch.from_sequences([ap.Sequence(4000, kinds), ap.Sequence(1500, kinds)])
@@ -231,7 +229,7 @@ def test_wrong_parameters_are_refused(parameters: dict[str, Any], field: str) ->
         plan(**parameters)
 
 
-def test_a_search_stands_alone() -> None:
+def test_a_search_step_excludes_other_steps() -> None:
     steps = {"search": {"portfolio": {}}, "shard": {"sequences": {}}}
     with pytest.raises(ConfigError, match="combined with a search"):
         ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, Recipe("both", steps))

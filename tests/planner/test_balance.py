@@ -1,4 +1,4 @@
-"""Kinds whose queries choose keys at run time count what they look at: in placement, report, verifier and simulator."""
+"""Kinds whose queries choose keys at run time count the chosen keys: in placement, report, verifier and simulator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apportion.ir.masks.spec import Mask
 from apportion.ir.plan.totals import picked
 
 MODEL = ap.Model(q_heads=4, kv_heads=1, head_dim=16, layers=1)
-#: one long document whose late queries see much, and many short ones
+#: one long document whose late queries see many keys, and many short ones
 LENGTHS = [6000, *[300] * 20]
 MASKS = (
     ap.masks.causal(),
@@ -47,7 +47,7 @@ def test_a_capped_profile_counts_every_row(mask: Mask, lengths: list[int], keys:
 
 
 @pytest.mark.parametrize("recipe", ["mixed", "blend", "fcp"])
-def test_ranks_are_even_in_the_keys_that_they_choose(recipe: str) -> None:
+def test_ranks_are_balanced_by_chosen_keys(recipe: str) -> None:
     batch, cluster = ap.Batch.from_lengths(LENGTHS), ap.Cluster(2, 2)
     plan, plain = (ap.plan(batch, cluster, model, recipe) for model in (weighed(), MODEL))
     layout = plan.layout("attention")
@@ -61,7 +61,7 @@ def test_ranks_are_even_in_the_keys_that_they_choose(recipe: str) -> None:
     assert "balance" not in plain.request.model.to_data()
 
 
-def test_times_are_of_the_keys_that_are_chosen() -> None:
+def test_simulated_times_count_chosen_keys() -> None:
     """As many keys as there are change nothing; a 16th of the pairs takes about a 16th of the kernels' time."""
     batch, cluster = ap.Batch.from_lengths([8192] * 2), ap.Cluster(1, 2)
     plain, all_, few = (
@@ -101,7 +101,7 @@ def test_a_wrong_balance_is_named(balance: Any, rule: str) -> None:
         replace(MODEL, layers={"dense": 1}, balance={"sparse": {"keys": 5}})
 
 
-def test_a_kind_that_the_batch_does_not_have_is_named() -> None:
+def test_a_balance_for_an_unknown_kind_is_refused_by_name() -> None:
     model = replace(MODEL, balance={"sparse": {"keys": 5}})
     with pytest.raises(ap.UnknownNameError, match="sparse"):
         ap.plan(ap.Batch.from_lengths([20]), ap.Cluster(1, 2), model, "blend")

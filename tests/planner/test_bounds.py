@@ -1,4 +1,4 @@
-"""Bounds against exhaustive search: never above what the best of all placements of a small instance needs."""
+"""Bounds against exhaustive search: never above the best of all placements of a small instance."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def placements(tokens: int, ranks: int) -> np.ndarray:
     return np.arange(ranks**tokens)[:, None] // ranks ** np.arange(tokens) % ranks
 
 
-class Searched:
-    """Of every placement with queries at home: tokens and pairs of each rank, and the foreign keys that it needs."""
+class ExhaustiveSearch:
+    """All placements with queries at home: tokens, pairs and needed foreign keys of each rank."""
 
     def __init__(self, bands: np.ndarray, tokens: int, ranks: int) -> None:
         sees, homes = dense(bands, tokens, tokens), placements(tokens, ranks)
@@ -70,16 +70,16 @@ class Searched:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_foreign_kv_of_every_mask(mask: str, ranks: int) -> None:
+def test_foreign_kv_bound_holds_for_every_mask(mask: str, ranks: int) -> None:
     bands = ap.Batch.from_lengths([9], MASKS[mask]).bands("default")
-    assert Searched(bands, 9, ranks).check(bands, {5, 6, 9} if ranks == 2 else {3, 4, 9}) > 0
+    assert ExhaustiveSearch(bands, 9, ranks).check(bands, {5, 6, 9} if ranks == 2 else {3, 4, 9}) > 0
 
 
 @pytest.mark.parametrize("lengths", [(6, 3), (1, 8), (5, 2, 2)])
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
-def test_foreign_kv_of_several_sequences(lengths: tuple[int, ...], mask: str) -> None:
+def test_foreign_kv_bound_holds_for_several_sequences(lengths: tuple[int, ...], mask: str) -> None:
     bands = ap.Batch.from_lengths(lengths, MASKS[mask]).bands("default")
-    Searched(bands, sum(lengths), 3).check(bands, {3, 4, 6})
+    ExhaustiveSearch(bands, sum(lengths), 3).check(bands, {3, 4, 6})
 
 
 @st.composite
@@ -95,24 +95,24 @@ def band_sets(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(band_sets(), st.integers(2, 3))
-def test_foreign_kv_of_any_bands(bands: np.ndarray, ranks: int) -> None:
-    Searched(bands, 7, ranks).check(bands, {3, 4, 7} if ranks == 3 else {4, 7})
+def test_foreign_kv_bound_holds_for_random_bands(bands: np.ndarray, ranks: int) -> None:
+    ExhaustiveSearch(bands, 7, ranks).check(bands, {3, 4, 7} if ranks == 3 else {4, 7})
 
 
-def test_foreign_kv_of_a_long_window_is_nearly_met_by_consecutive_shares() -> None:
+def test_consecutive_shares_nearly_meet_the_foreign_kv_bound_of_a_window() -> None:
     batch = ap.Batch.from_lengths([8192], ap.masks.sliding_window(513))
     load = max(int(ap.Batch.from_lengths([2048], ap.masks.sliding_window(513)).area("default")), 2048 * 513)
     assert foreign_kv_tokens(batch, "default", 2048, load) == 3 * 512
 
 
-def test_foreign_kv_is_exact_for_equal_shares_in_order() -> None:
+def test_foreign_kv_bound_is_exact_for_equal_shares_in_order() -> None:
     batch = ap.Batch.from_lengths([4096])
     assert foreign_kv_tokens(batch, "default", 1024, batch.area("default")) == 1024 + 2048 + 3072
     full = ap.Batch.from_lengths([4096], ap.masks.full())
     assert foreign_kv_tokens(full, "default", 1024, full.area("default")) == 3 * 4096
 
 
-def test_foreign_kv_of_the_longest_sequences_keeps_to_whole_numbers() -> None:
+def test_foreign_kv_bound_of_the_longest_sequences_is_exact() -> None:
     longest = 2**31 - 1
     for mask in (
         ap.masks.causal(),
@@ -125,7 +125,7 @@ def test_foreign_kv_of_the_longest_sequences_keeps_to_whole_numbers() -> None:
         assert 0 < foreign_kv_tokens(batch, "default", share, -(-batch.area("default") // 8)) <= 63 * longest
 
 
-def test_kv_bytes_counts_both_phases_and_says_why_it_is_void() -> None:
+def test_the_kv_bytes_bound_counts_both_phases_or_gives_a_reason() -> None:
     batch = ap.Batch.from_lengths([4096, 10], {"a": ap.masks.causal(), "b": ap.masks.sliding_window(1)})
     caps = {kind: batch.area(kind) for kind in batch.kinds}
     per_token = 2 * MODEL.row_bytes(Tensor.KV) + MODEL.row_bytes(Tensor.DKV)
@@ -139,10 +139,10 @@ def test_kv_bytes_counts_both_phases_and_says_why_it_is_void() -> None:
     assert (held.bound, held.gap, held.void) == (0, None, "the bound is below 1% of the tokens")
 
 
-def test_kinds_that_share_a_layout_add_up() -> None:
+def test_bounds_of_kinds_that_share_a_layout_add_up() -> None:
     """Every placement of 8 tokens on 2 ranks: the keys that two calls fetch, against the sum of their bounds."""
     batch = ap.Batch.from_lengths([8], {"global": ap.masks.causal(), "local": ap.masks.sliding_window(3)})
-    searched = [Searched(batch.bands(kind), 8, 2) for kind in batch.kinds]
+    searched = [ExhaustiveSearch(batch.bands(kind), 8, 2) for kind in batch.kinds]
     for token_cap in (4, 5):
         fits = searched[0].tokens.max(1) <= token_cap
         for place in np.flatnonzero(fits).tolist():
@@ -160,7 +160,7 @@ def test_kinds_that_share_a_layout_add_up() -> None:
     st.lists(st.integers(0, 12), min_size=1, max_size=6),
     st.lists(st.sampled_from([0.25, 0.5, 1.0, 3.0]), min_size=1, max_size=3),
 )
-def test_makespan_is_never_above_the_best_assignment(weights: list[int], speeds: list[float]) -> None:
+def test_the_makespan_bound_is_at_most_the_best_assignment(weights: list[int], speeds: list[float]) -> None:
     items, speed = np.array(weights), np.array(speeds)
     homes = placements(len(items), len(speed))
     loads = np.stack([((homes == rank) * items).sum(1) for rank in range(len(speed))], axis=1)
@@ -181,19 +181,19 @@ def fewest_slots(edges: list[tuple[int, int]], ranks: int) -> int:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=5))
-def test_slots_are_never_above_the_best_colouring(edges: list[tuple[int, int]]) -> None:
+def test_the_slots_bound_is_at_most_the_best_colouring(edges: list[tuple[int, int]]) -> None:
     src, dst = (np.array([edge[side] for edge in edges], np.int64) for side in (0, 1))
     found = slots([max_degree(src, dst, 3)], [fewest_slots(edges, 3)])
     assert found.bound <= found.value
     assert (found.gap is None) == (not edges)
 
 
-def test_slots_add_up_over_exchanges() -> None:
+def test_slot_bounds_add_up_over_exchanges() -> None:
     assert slots([3, 0, 2], [4, 0, 2]) == Bound("slots", 5.0, 6.0)
     assert slots([3, 0, 2], [4, 0, 2]).gap == 1.2
 
 
-def test_a_gap_within_rounding_is_none() -> None:
+def test_a_gap_within_rounding_is_one() -> None:
     assert Bound("makespan", 3.0000000001, 3.0).gap == 1.0
     assert Bound("makespan", 0.0, 3.0).to_data()["void"] == "the bound is 0"
     assert Bound("makespan", 2.0, None).gap is None
@@ -203,8 +203,8 @@ def test_a_gap_within_rounding_is_none() -> None:
 
 
 @pytest.mark.parametrize("recipe", entries())
-def test_no_plan_reports_less_than_a_bound(recipe: str) -> None:
-    """Recipes over masks: each either serves the batch, and keeps to every bound, or refuses it."""
+def test_no_reported_figure_is_below_its_bound(recipe: str) -> None:
+    """All recipes and masks: each recipe either respects every bound or refuses the batch."""
     grouped = recipe in ("ulysses", "usp", "flexsp")
     cluster, served = ap.Cluster(2, 2, speeds=None if grouped else (1.0, 0.5, 1.0, 2.0)), 0
     for mask in ("causal", "full", "window", "sink", "shared"):

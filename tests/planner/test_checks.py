@@ -1,4 +1,4 @@
-"""Between steps: a fault is found in the step that made it, and the plans are the same."""
+"""Checks between steps: a fault is found in its own step, and plans do not change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def placed(**passes: object) -> PlacedProblem:
 
 
 @dataclass(frozen=True)
-class Shortened(ShardPass):
+class LosingToken(ShardPass):
     """Loses the last token."""
 
     def __call__(self, problem: Problem) -> Shards:
@@ -53,8 +53,8 @@ class Shortened(ShardPass):
 
 
 @dataclass(frozen=True)
-class Outside(PlacePass):
-    """Gives a block to a rank that is not there."""
+class UnknownRank(PlacePass):
+    """Assigns a block to a rank that does not exist."""
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         made = Lpt()(problem, shards)
@@ -62,16 +62,16 @@ class Outside(PlacePass):
 
 
 @dataclass(frozen=True)
-class Idle(PlacePass):
-    """Forgets work."""
+class ForgettingWork(PlacePass):
+    """Loses the work of a block."""
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         made = Lpt()(problem, shards)
         return replace(made, weight=made.weight - (np.arange(len(made.home)) == 2))
 
 
-class Loose(Node):
-    """Passes tiles on from ranks that have not got them."""
+class RelayingUnreceived(Node):
+    """Relays tiles from ranks that never receive them."""
 
     def __call__(self, edges: Edges, site: Site) -> Routes:
         made = super().__call__(edges, site)
@@ -80,8 +80,8 @@ class Loose(Node):
         return replace(made, edges=replace(made.edges, src=np.where(relays, made.edges.home, made.edges.src)))
 
 
-class AtOnce(Matchings):
-    """Passes tiles on before they come."""
+class RelayingTooEarly(Matchings):
+    """Relays tiles before they arrive."""
 
     def __call__(self, routed: Routes, ranks: int) -> Schedule:
         made = super().__call__(routed, ranks)
@@ -91,12 +91,12 @@ class AtOnce(Matchings):
 @pytest.mark.parametrize(
     ("passes", "fault"),
     [
-        ({"shard": Shortened()}, r"shard \(Shortened\(\)\): starts, from 0 to 1270 is wrong"),
-        ({"place": Outside()}, r"place \(Outside\(\)\): home is wrong in 1 rows, first row 3"),
-        ({"place": Idle()}, r"place \(Idle\(\)\): weight, of all blocks is wrong"),
+        ({"shard": LosingToken()}, r"shard \(LosingToken\(\)\): starts, from 0 to 1270 is wrong"),
+        ({"place": UnknownRank()}, r"place \(UnknownRank\(\)\): home is wrong in 1 rows, first row 3"),
+        ({"place": ForgettingWork()}, r"place \(ForgettingWork\(\)\): weight, of all blocks is wrong"),
     ],
 )
-def test_a_fault_is_found_where_it_is_made(passes: dict, fault: str) -> None:
+def test_a_fault_is_found_in_the_step_that_made_it(passes: dict, fault: str) -> None:
     with pytest.raises(VerifyError, match=fault):
         placed(**passes)
 
@@ -104,17 +104,23 @@ def test_a_fault_is_found_where_it_is_made(passes: dict, fault: str) -> None:
 @pytest.mark.parametrize(
     ("passes", "fault"),
     [
-        ({"route": Loose()}, r"route \(Loose\(.*: parent, to where its children begin is wrong"),
-        ({"schedule": AtOnce(1)}, r"schedule \(AtOnce\(.*: round, after its parent's is wrong"),
+        (
+            {"route": RelayingUnreceived()},
+            r"route \(RelayingUnreceived\(.*: parent, to where its children begin is wrong",
+        ),
+        (
+            {"schedule": RelayingTooEarly(1)},
+            r"schedule \(RelayingTooEarly\(.*: round, after its parent's is wrong",
+        ),
     ],
 )
-def test_a_fault_of_a_schedule_too(passes: dict, fault: str) -> None:
+def test_a_fault_of_a_schedule_is_found(passes: dict, fault: str) -> None:
     held = placed(**passes)
     with checked_steps(), pytest.raises(VerifyError, match=fault):
         scheduling.schedule(held)
 
 
-def test_tasks_and_their_stages() -> None:
+def test_faults_of_tasks_and_stages_are_found() -> None:
     held = placed()
     low = scheduling.schedule(held)["default", "forward"]
     checks, bands = Checks(held.passes), held.problem.bands["default"]
@@ -129,7 +135,7 @@ def test_tasks_and_their_stages() -> None:
             checks.tasks(bands, low.rows.starts, Tasks(*[column[1:] for column in star.columns]), none, 1)
 
 
-def test_the_plans_are_the_same() -> None:
+def test_checks_do_not_change_plans() -> None:
     given = problem()
     whole = [given.batch, given.cluster, given.model]
     with checked_steps():
@@ -138,7 +144,7 @@ def test_the_plans_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_more_tasks_than_can_be_planned_are_refused_before_they_are_made(block: int) -> None:
+def test_too_many_tasks_are_refused_before_they_are_made(block: int) -> None:
     """Two million tokens in blocks of a few: 10^11 tasks and more, counted without going through them."""
     recipe = with_block(find_recipe("fcp"), block)
     with pytest.raises(CapacityError, match=r"\d{11,} tasks.*use larger blocks"):

@@ -90,7 +90,7 @@ def test_grid_points_are_exact(cost: CostModel, phase: str) -> None:
     np.testing.assert_allclose(causal_us(cost, phase, rows, keys), np.ravel(grid.causal), rtol=1e-12)
 
 
-def test_between_points_straight_lines() -> None:
+def test_times_are_linear_between_grid_points() -> None:
     assert full_us(SMALL_COST, "forward", 24, 160)[0] == pytest.approx(3 + 24 * 160 / 8)
     corners = [2 + causal_pairs(n, n) / 8 for n in (32, 64)]
     assert causal_us(SMALL_COST, "forward", 48, 48)[0] == pytest.approx(sum(corners) / 2)
@@ -148,7 +148,7 @@ def test_no_time_falls_with_more_pairs_nor_below_the_ideal(
     ).all()
 
 
-def test_columns_equal_one_at_a_time() -> None:
+def test_pricing_columns_equals_pricing_each_task() -> None:
     rng = np.random.default_rng(0)
     rows, keys = rng.integers(1, 40_000, (2, 20_000))
     pairs = (rows * keys * rng.random(20_000)).astype(np.int64) + 1
@@ -162,12 +162,12 @@ def test_no_tasks_take_no_time() -> None:
     assert SMALL_COST.attention_us("forward", none, none, none, 4, 2).shape == (0,)
 
 
-def test_there_are_two_phases() -> None:
+def test_an_unknown_phase_is_an_error() -> None:
     with pytest.raises(UnknownNameError, match="did you mean forward"):
         SMALL_COST.attention_us("foreward", 1, 1, 1, 4, 2)
 
 
-def test_beyond_the_grid_throughput_stays() -> None:
+def test_throughput_is_constant_beyond_the_grid() -> None:
     last = H100.axis[-1]
     cost = LLAMA_COST["h100"]
     assert full_us(cost, "forward", last, 4 * last)[0] == pytest.approx(
@@ -177,7 +177,7 @@ def test_beyond_the_grid_throughput_stays() -> None:
     assert causal_us(cost, "forward", 8 * last, 8 * last)[0] == pytest.approx(
         ratio * causal_us(cost, "forward", last, last)[0]
     )
-    # one row of queries pays for its tile, however many keys
+    # one row of queries costs its whole tile, for any number of keys
     assert full_us(cost, "forward", 1, 8 * last)[0] == pytest.approx(
         full_us(cost, "forward", 128, 8 * last)[0]
     )
@@ -187,10 +187,10 @@ def test_a_million_tasks_are_priced_at_once() -> None:
     tasks = np.full(1_000_000, 2048)
     start = time.thread_time()
     full_us(LLAMA_COST["h100"], "forward", tasks, tasks)
-    assert time.thread_time() - start < 2  # 0.03 s where it was written
+    assert time.thread_time() - start < 2  # took 0.03 s on the author's machine
 
 
-# ---- what papers measured
+# ---- measurements of papers
 
 
 def test_short_documents_are_slow_as_in_fcp() -> None:
@@ -202,7 +202,7 @@ def test_short_documents_are_slow_as_in_fcp() -> None:
     assert reached[3] > 0.8 * reached[-1]
 
 
-def test_long_documents_reach_what_upipe_measured() -> None:
+def test_long_documents_reach_the_times_measured_by_upipe() -> None:
     """UPipe, Table 5, 512K on 8 ranks: 4 heads each, 32 layers, forward twice in 25.71 s, backward in 36.74 s."""
     cost = CostModel(H100, Model(q_heads=4, kv_heads=1, head_dim=128))
     forward, backward = (32e-6 * causal_us(cost, phase, 2**19, 2**19)[0] for phase in PHASES)
@@ -221,7 +221,7 @@ def test_shards_of_a_tile_saturate_as_in_distca() -> None:
     assert rate[16] == pytest.approx(rate[128] / 8, rel=0.01)
 
 
-def test_links_move_what_zeppelin_measured() -> None:
+def test_links_reach_the_rate_measured_by_zeppelin() -> None:
     """Zeppelin, section 5.4.1, Cluster A: a round of ring attention sends 4K tokens of KV of a 3B model (3200 wide, not
     grouped) in 2.18 ms over one NIC."""
     a800 = Hardware.load("a800")
@@ -229,7 +229,7 @@ def test_links_move_what_zeppelin_measured() -> None:
     assert took == pytest.approx(2180, rel=0.05)
 
 
-def test_fixed_length_kernels_bound_the_start() -> None:
+def test_the_start_cost_matches_a_published_fixed_length_kernel() -> None:
     """Without the latency of varlen kernels, the start's bytes alone give a fixed-length kernel's published curve."""
     step, moved = 1.5552, 4 * 128 * 128 * 132 / 3350e3
     for tiles, measured in ((4, 430), (8, 517), (16, 566), (32, 590), (64, 614)):
@@ -238,7 +238,7 @@ def test_fixed_length_kernels_bound_the_start() -> None:
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_causal_is_cheaper_and_backward_dearer(name: str) -> None:
+def test_causal_tasks_are_cheaper_and_backward_more_expensive(name: str) -> None:
     rows, keys = (side.ravel() for side in np.meshgrid([64, 500, 3000, 40_000], [64, 500, 3000, 40_000]))
     cost = LLAMA_COST[name]
     for phase in PHASES:
@@ -248,7 +248,7 @@ def test_causal_is_cheaper_and_backward_dearer(name: str) -> None:
         ratio = kind(cost, "backward", rows, keys) / kind(cost, "forward", rows, keys)
         assert (
             ratio > (1.1 if name == "b200" else 1.5)
-        ).all()  # where a B200 starts for as long as it computes
+        ).all()  # where a B200 takes as long to start as to compute
         assert len(set(np.round(ratio, 2).tolist())) > 3  # no fixed multiple
 
 
@@ -262,7 +262,7 @@ def test_time_is_proportional_to_query_heads() -> None:
     assert eight == pytest.approx(8 * one)
 
 
-def test_heads_may_be_columns() -> None:
+def test_heads_may_differ_by_task() -> None:
     heads = np.array([8, 64])
     times = LLAMA_COST["h100"].attention_us("forward", 4096, 4096, 4096**2, heads, np.array([1, 8]))
     assert times[1] == pytest.approx(8 * times[0])
@@ -287,7 +287,7 @@ def test_head_dims_scale_by_their_products() -> None:
         assert wide.ideal_us(phase, 1000, 64) == pytest.approx(ratio * base.ideal_us(phase, 1000, 64))
 
 
-def test_ideal_is_the_best_of_the_grid() -> None:
+def test_the_ideal_time_uses_the_best_rate_of_the_grid() -> None:
     assert float(SMALL_COST.ideal_us("forward", 256**2, 4)) == pytest.approx(3 + 256**2 / 8, rel=1e-2)
     for phase, flops in (("forward", 512), ("backward", 1280)):
         tflops = flops * 64 / float(LLAMA_COST["h100"].ideal_us(phase, 1_000_000, 64))
@@ -330,7 +330,7 @@ def test_blackwell_kernels_are_as_published(kernel: str, forward: float, backwar
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_built_in_hardware_is_sourced(name: str) -> None:
+def test_built_in_figures_have_sources(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
     figures = hardware.figures()
@@ -358,12 +358,12 @@ def test_built_in_names_and_links() -> None:
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_files_of_chips_are_what_the_kernel_model_makes(name: str) -> None:
+def test_built_in_files_equal_the_output_of_the_kernel_model(name: str) -> None:
     assert Hardware.load(name) == chips.hardware_of(chips.CHIPS[name])
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "h20", "a100", "a800", "b200"])
-def test_stage_kernels_reach_a_part_of_flash_kernels_and_all_else_is_equal(name: str) -> None:
+def test_stage_files_differ_from_flash_files_only_in_slower_kernels(name: str) -> None:
     flash, stage = Hardware.load(name), Hardware.load(f"{name}-stage")
     assert (flash.engine, stage.engine) == ("flash", "stage")
     assert stage.figures() == flash.figures()
@@ -376,7 +376,7 @@ def test_stage_kernels_reach_a_part_of_flash_kernels_and_all_else_is_equal(name:
     assert stage.digest() != flash.digest()
 
 
-def test_digest_is_of_the_figures_alone() -> None:
+def test_the_digest_covers_only_figures() -> None:
     taken = replace(H100, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
     assert taken.digest() == H100.digest() == Hardware.from_data(H100.to_data()).digest()
     assert len({Hardware.load(name).digest() for name in BUILTIN}) == len(BUILTIN)
@@ -408,12 +408,12 @@ def test_measured_hardware_round_trips(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["h1000", "", "H100", "a" * 1000])
-def test_unknown_names_are_answered_with_the_known(name: str) -> None:
+def test_unknown_names_are_refused_with_the_known_names(name: str) -> None:
     with pytest.raises(UnknownNameError, match="h100"):
         Hardware.load(name)
 
 
-def test_a_large_file_is_refused_unread(tmp_path: Path) -> None:
+def test_a_large_file_is_refused_without_reading_it(tmp_path: Path) -> None:
     path = tmp_path / "large.json"
     path.write_bytes(b" " * (MAX_FILE_BYTES + 1))
     with pytest.raises(ConfigError, match="must be at most"):
@@ -513,19 +513,19 @@ REFUSED = [
 ]
 
 
-def test_rates_that_were_not_measured_are_memory_s() -> None:
+def test_rates_that_were_not_measured_default_to_memory_bandwidth() -> None:
     h100 = Hardware.load("h100")
     measured = replace(h100, rows_gbs=Figure(50.0, "measured"))
     assert h100.rate_gbs("rows_gbs") == h100.memory_gbs.value
     assert (measured.rate_gbs("rows_gbs"), measured.rate_gbs("loss_gbs")) == (50.0, h100.memory_gbs.value)
     assert Hardware.from_data(json.loads(json.dumps(measured.to_data()))) == measured
     assert schema_accepts(measured.to_data())
-    assert "rows_gbs" not in h100.to_data()["figures"]  # files that were there before keep their digests
+    assert "rows_gbs" not in h100.to_data()["figures"]  # earlier files keep their digests
     with pytest.raises(UnknownNameError, match="did you mean loss_gbs"):
         h100.rate_gbs("los_gbs")
 
 
-def test_windows_take_what_was_measured_of_them() -> None:
+def test_windows_are_priced_by_their_measured_cost() -> None:
     slow = replace(SMALL, forward=replace(SMALL.forward, window_us=0.5))
     assert schema_accepts(slow.to_data())
     assert Hardware.from_data(slow.to_data()) == slow
@@ -587,5 +587,5 @@ def test_the_schema_accepts_what_is_read() -> None:
     + [without_figure("peak_tflops"), without_figure("contention")],
 )
 def test_the_schema_refuses_what_is_refused(data: Any) -> None:
-    if data != changed(kv_heads=5):  # a relation of two fields, which the schema does not say
+    if data != changed(kv_heads=5):  # a relation of two fields, which the schema cannot express
         assert not schema_accepts(data)

@@ -13,7 +13,7 @@ from apportion.ir.plan.summary import plan_rows
 LONG = [4096, 300, 200, 100]
 
 
-def told(
+def reported_departures(
     recipe: Any, cluster: ap.Cluster, heads: int = 8, lengths: list[int] = LONG
 ) -> list[tuple[str, Any, Any]]:
     model = ap.Model(q_heads=heads, kv_heads=heads, head_dim=8)
@@ -44,9 +44,11 @@ def proxies(count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", ["ulysses", "upipe"])
 @pytest.mark.parametrize(("heads", "ranks", "used"), [(7, 4, 1), (6, 4, 2), (12, 8, 4)])
-def test_heads_that_ranks_do_not_divide(recipe: str, heads: int, ranks: int, used: int) -> None:
+def test_degrees_that_do_not_divide_the_heads_are_departures(
+    recipe: str, heads: int, ranks: int, used: int
+) -> None:
     with pytest.warns(UserWarning, match=f"degree: {used} instead of {min(heads, ranks)}"):
-        found = told(recipe, ap.Cluster(1, ranks), heads)
+        found = reported_departures(recipe, ap.Cluster(1, ranks), heads)
     assert found == [(f"inner.{recipe}.degree", min(heads, ranks), used)]
 
 
@@ -60,18 +62,18 @@ def test_heads_that_ranks_do_not_divide(recipe: str, heads: int, ranks: int, use
         (proxies(4), ap.Cluster(2, 2), [4096], ("schedule.queues.proxies", 4, 2)),
     ],
 )
-def test_what_a_pass_did_instead(
+def test_each_pass_records_its_departure(
     recipe: Any, cluster: ap.Cluster, lengths: list[int], departure: tuple[str, Any, Any]
 ) -> None:
-    assert departure in told(recipe, cluster, lengths=lengths)
+    assert departure in reported_departures(recipe, cluster, lengths=lengths)
 
 
 @pytest.mark.parametrize(
     ("recipe", "warned"),
     [(blend(1024), True), (blend(1), False), ("distca", False), ("mixed", False), ("auto", False)],
 )
-def test_only_what_users_asked_for_is_a_warning(recipe: Any, warned: bool) -> None:
+def test_only_departures_from_explicit_parameters_are_warnings(recipe: Any, warned: bool) -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        told(recipe, ap.Cluster(1, 4))
+        reported_departures(recipe, ap.Cluster(1, 4))
     assert bool(found) == warned

@@ -1,4 +1,4 @@
-"""An encoder's images and a decoder's text under two plans: both even, and what the way between them costs."""
+"""An encoder's images and a decoder's text under two plans: both even, and the cost of moving rows between them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_both_layouts_are_even_within_two_percent(nodes: int, recipe: str) -> No
     assert 0 < feed_us(feed, cluster, row_bytes) < most + cluster.inter_latency_us
 
 
-def test_what_a_feed_takes() -> None:
+def test_the_time_of_a_feed_by_hand() -> None:
     """Rank 0 has both rows; tokens of ranks 1, on its node, and 2, on the other, want one each."""
     here = Table(np.array([0, 1, 1, 1, 1]), SPAN_COLUMNS, np.array([[0, 0, 2, 0, 0]]).T)
     there = Table(np.array([0, 0, 1, 2, 2]), SPAN_COLUMNS, np.array([[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]).T)

@@ -117,7 +117,7 @@ def test_any_execution_equals_dense_attention(seed: int) -> None:
     assert simulate(plan).forward_ms > 0
 
 
-def test_queries_do_not_go_around_rings() -> None:
+def test_queries_that_travel_on_rings_are_refused() -> None:
     draw = random.Random(5)
     steps_ = {
         "shard": {"blocks": {"block": 5}},

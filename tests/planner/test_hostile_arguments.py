@@ -137,7 +137,7 @@ LISTS: list[Any] = [
 ]
 OTHERS: list[Any] = [object(), int, len]
 VALUES = [*TEXTS, *RAW, *NUMBERS, *LISTS, *OTHERS]
-SKIPPED = {"progress", "timings", "field", "depth"}  # what is called, filled, or only named in errors
+SKIPPED = {"progress", "timings", "field", "depth"}  # callables, outputs, and arguments used only in errors
 #: words of annotations, and the plain types that they let through
 ALLOWED = {
     "int": (int,),
@@ -160,7 +160,7 @@ ALLOWED = {
 
 
 def plain(value: Any) -> Any:
-    """The Python value that a value stands for."""
+    """The plain Python value equal to an argument."""
     if value is ITERATOR:
         return [2, 2]
     if isinstance(value, np.ndarray):
@@ -176,12 +176,12 @@ def outcome(function: Callable[..., Any], given: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            return said(function(**fresh))
+            return comparable_form(function(**fresh))
         except ApportionError as error:
             return error
 
 
-def said(found: Any) -> Any:
+def comparable_form(found: Any) -> Any:
     for form in ("encode", "to_data"):
         if hasattr(found, form) and not isinstance(found, str):
             return getattr(found, form)()
@@ -199,8 +199,8 @@ def taken(annotation: str, value: Any) -> bool:
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
-def bare(annotation: str, function: Any) -> str:
-    """Without what it says besides the type."""
+def without_annotated(annotation: str, function: Any) -> str:
+    """The annotation reduced to its type."""
     names = vars(sys.modules[function.__module__])
     text = re.sub(r"Annotated\[(\w+),[^]]*\]", r"\1", annotation)
 
@@ -223,6 +223,6 @@ def test_arguments_mean_what_plain_values_mean(name: str) -> None:
                 assert len(str(found)) < 2000, where
                 assert str(found), where
                 continue
-            assert taken(bare(str(its.annotation), function), plain(value)), where
+            assert taken(without_annotated(str(its.annotation), function), plain(value)), where
             same = outcome(function, {**given, parameter: plain(value)})
             assert repr(same) == repr(found), where

@@ -18,7 +18,7 @@ MODEL = Model(q_heads=4, kv_heads=2, head_dim=64, layers=1)
     [masks.causal(), masks.shared_question(40, [30, 50, 20]), masks.full(), masks.prefix_lm(20)],
     ids=["causal", "shared question", "full", "prefix"],
 )
-def test_nothing_is_cleared_where_whole_sequences_stay_at_home(mask: masks.Mask) -> None:
+def test_whole_sequences_at_home_need_no_clear(mask: masks.Mask) -> None:
     batch = Batch.from_sequences([Sequence(140, mask)] * 4)
     steps = {"shard": {"sequences": {}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}}
     made = ap.plan(batch, Cluster(1, 2), MODEL, recipe={"name": "whole", "steps": steps})
@@ -27,7 +27,7 @@ def test_nothing_is_cleared_where_whole_sequences_stay_at_home(mask: masks.Mask)
         assert not count[program["instructions"]["op"] == Op.CLEAR].any()
 
 
-def test_answers_to_one_question_are_one_task_beside_their_own() -> None:
+def test_answers_share_one_task_on_their_question() -> None:
     batch = Batch.from_sequences([Sequence(140, masks.shared_question(40, [30, 50, 20]))])
     made = ap.plan(batch, Cluster(1, 1), MODEL, recipe="contiguous")
     program = made.programs["default", "forward"]

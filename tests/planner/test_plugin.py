@@ -19,12 +19,12 @@ from apportion.planner.route.routes import RoutePass
 from apportion.planner.solvers.registry import GROUP, SOLVERS, find_solver, list_solvers
 
 
-def test_its_solver_is_listed_and_keeps_the_contract() -> None:
+def test_the_solver_of_a_plugin_is_listed_and_keeps_the_contract() -> None:
     assert [entry.name for entry in list_solvers()] == [*(name for _, name in SOLVERS), "emptiest"]
     testing.check(find_solver("partition", "emptiest"))
 
 
-def test_its_solver_runs_from_a_recipe_file(tmp_path: Path) -> None:
+def test_the_solver_of_a_plugin_runs_from_a_recipe_file(tmp_path: Path) -> None:
     """By name, in a placement and in a packing; the plan is another than LPT's."""
     file = tmp_path / "mine.yaml"
     file.write_text(
@@ -40,7 +40,7 @@ def test_its_solver_runs_from_a_recipe_file(tmp_path: Path) -> None:
     assert rows[0] != rows[1]
 
 
-def test_its_recipe_uses_its_pass() -> None:
+def test_the_recipe_of_a_plugin_uses_its_pass() -> None:
     assert "round_robin" in names("place")
     assert entries()["round_robin"].summary == "blocks to ranks in turn"
     batch, cluster = ap.Batch.from_lengths([1000, 300, 700]), ap.Cluster(nodes=1, ranks_per_node=4)
@@ -49,7 +49,7 @@ def test_its_recipe_uses_its_pass() -> None:
     assert layout.rows_per_rank.tolist() == [700, 300, 512, 488]
 
 
-def test_its_pass_takes_parameters_and_refuses_others() -> None:
+def test_the_pass_of_a_plugin_accepts_its_parameters_and_refuses_others() -> None:
     steps = {
         "shard": {"blocks": {"block": 256}},
         "place": {"round_robin": {"first": -1}},
@@ -73,7 +73,7 @@ def test_all_passes_keep_the_contract_of_their_step(step: str, name: str) -> Non
         ("route", {"by_block": None}, "has no by_block: see RoutePass"),
     ],
 )
-def test_a_pass_that_lacks_or_misspells_something_is_told(
+def test_missing_and_misspelt_attributes_of_a_pass_are_named(
     step: str, members: dict[str, Any], fault: str
 ) -> None:
     contract = {"place": PlacePass, "route": RoutePass}[step]
@@ -93,7 +93,7 @@ MEMBERS = {
 }
 
 
-def test_a_pass_needs_no_base_where_it_says_everything() -> None:
+def test_a_pass_that_declares_everything_needs_no_base_class() -> None:
     kept = {"__call__": lambda self, *given: None, "own_cap": False, "others": 3}
     assert contract_fault("place", dataclass(frozen=True)(type("Mine", (), kept))) is None
     assert contract_fault("place", type("Mine", (), kept)) == "which is not a dataclass"

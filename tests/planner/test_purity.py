@@ -41,16 +41,16 @@ def all_planned() -> dict[str, str]:
 
 
 @contextmanager
-def load(threads: int) -> Iterator[None]:
-    """A machine on which so many threads plan other requests."""
+def other_planning_threads(threads: int) -> Iterator[None]:
+    """Runs the block while so many threads plan other requests."""
     over = Event()
 
-    def plan_on(seed: int) -> None:
+    def plan_repeatedly(seed: int) -> None:
         while not over.is_set():
             for recipe in ("fcp", "dcp", "blend", "distca"):
                 ap.plan(ap.Batch.from_lengths([50 + seed, 40, 30]), CLUSTER, MODEL, recipe=recipe)
 
-    busy = [Thread(target=plan_on, args=(seed,)) for seed in range(threads)]
+    busy = [Thread(target=plan_repeatedly, args=(seed,)) for seed in range(threads)]
     for thread in busy:
         thread.start()
     try:
@@ -62,17 +62,19 @@ def load(threads: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, str]:
+def plans_without_load() -> dict[str, str]:
     return all_planned()
 
 
-def test_other_threads_change_no_plan(alone: dict[str, str]) -> None:
-    with load(3), ThreadPoolExecutor(4) as pool:
-        found = dict(zip(alone, pool.map(planned, alone), strict=True))
-    assert found == alone
+def test_other_threads_do_not_change_plans(plans_without_load: dict[str, str]) -> None:
+    with other_planning_threads(3), ThreadPoolExecutor(4) as pool:
+        found = dict(zip(plans_without_load, pool.map(planned, plans_without_load), strict=True))
+    assert found == plans_without_load
 
 
-def test_another_process_with_another_hash_seed_has_the_same_plans(alone: dict[str, str]) -> None:
+def test_another_process_with_another_hash_seed_has_the_same_plans(
+    plans_without_load: dict[str, str],
+) -> None:
     code = "import json; from tests.planner.test_purity import all_planned; print(json.dumps(all_planned()))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -81,10 +83,10 @@ def test_another_process_with_another_hash_seed_has_the_same_plans(alone: dict[s
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == alone
+    assert json.loads(done.stdout.splitlines()[-1]) == plans_without_load
 
 
-def test_nothing_can_be_told_to_end_on_a_clock() -> None:
+def test_no_parameter_limits_time_by_a_clock() -> None:
     told = {
         field
         for step in registry.STEPS

@@ -1,4 +1,4 @@
-"""Even tokens for linear layers: who keeps, sends and gets which rows, when it pays, and that a wrong move is found."""
+"""Even tokens for linear layers: rows kept, sent and received, when it pays off, and detection of wrong moves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def remapped(
 
 
 def letters(layout: Layout) -> list[str]:
-    """Of each rank, the token of every row: token 0 is a."""
+    """The token of every row of each rank: token 0 is a."""
     ranks = range(layout.spans.ranks)
     return ["".join(chr(ord("a") + token) for token in layout.tokens(rank).tolist()) for rank in ranks]
 
@@ -72,7 +72,7 @@ def planned(
 # --- rows
 
 
-def test_the_last_rows_of_a_rank_go_where_rows_are_missing() -> None:
+def test_the_last_rows_of_full_ranks_move_to_emptier_ranks() -> None:
     problem, layout = laid_out([8, 2, 3, 3])
     made = ALWAYS(problem, layout)
     assert letters(layout) == ["abcdefgh", "ij", "klm", "nop"]
@@ -91,7 +91,7 @@ def test_positions_and_sequences_follow_their_tokens() -> None:
     assert linear.to_cu_seqlens(1).tolist() == [0, 2, 4]
 
 
-def test_even_tokens_leave_the_rest_where_most_tokens_are() -> None:
+def test_remainder_tokens_stay_on_the_fullest_ranks() -> None:
     assert even_tokens(np.array([7, 0, 4])).tolist() == [4, 3, 4]
     assert even_tokens(np.array([5, 0, 0, 1])).tolist() == [2, 1, 1, 2]
 
@@ -141,23 +141,23 @@ def test_plans_carry_moves_that_verify_and_run(objective: str, nodes: int, ranks
     np.testing.assert_array_equal(executor.gather(home, back), x)
 
 
-def test_groups_that_split_heads_have_rows_of_their_own() -> None:
+def test_a_remap_works_under_groups_that_split_heads() -> None:
     inner = {"inner": {"ulysses": {"degree": 2}}}
     plan = planned([61, 30, 9, 7, 1], 2, 4, **inner)
     assert sorted(plan.layout(LINEAR).rows_per_rank.tolist()) == [13] * 4 + [14] * 4
 
 
-def test_rows_that_the_program_reshuffles_are_even_already() -> None:
+def test_reshuffled_rows_need_no_remap() -> None:
     plan = planned([61, 30, 9, 7, 1], 2, 4, reshuffle=True)
     assert plan.report["remap"]["rows"] == 0
     assert not plan.report["remap"]["used"]
     assert plan.moves == ()
 
 
-# --- what it costs
+# --- cost
 
 
-def test_formula_2_prices_senders_and_its_repair_receivers_too() -> None:
+def test_formula_2_prices_senders_and_the_repair_prices_receivers_too() -> None:
     """Rank 0 sends 10 to its node, which lacks 20; all to one receiver leaves 10 from afar to the other."""
     rows, held = {}, [30, 10, 10, 25, 25, 20]
     for objective in ("paper", "two_sided"):
@@ -178,7 +178,7 @@ def test_formula_2_prices_senders_and_its_repair_receivers_too() -> None:
     assert times[0] > times[1]
 
 
-def test_it_is_used_where_linear_layers_gain_more_than_moves_take() -> None:
+def test_a_remap_is_used_if_linear_layers_gain_more_than_moves_cost() -> None:
     large = ap.Model(hidden=4096, ffn=14336)
     held = [9000, 1000, 1000, 1000]
     assert remapped(held, Flow(), model=large).said["used"]
@@ -203,7 +203,7 @@ def test_the_report_has_the_numbers_of_the_decision() -> None:
     assert said["moves_us"] == pytest.approx(4 * (8192 * (2000 / 450e3 + 4000 / 50e3) + 10))
 
 
-def test_rows_that_stay_are_copied_meanwhile() -> None:
+def test_local_rows_are_copied_during_transfers() -> None:
     large = ap.Model(hidden=4096, ffn=14336)
     problem, layout = laid_out([100_001, 99_999], model=large)
     said = Flow()(problem, layout).said
@@ -216,7 +216,7 @@ def test_ranks_that_share_a_nic_pay_more() -> None:
     assert half == 2 * one
 
 
-def test_parameters() -> None:
+def test_wrong_parameters_are_refused() -> None:
     for wrong in ({"objective": "none"}, {"when": "never"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             build(Step("remap", "flow", wrong))
@@ -236,7 +236,7 @@ def test_parameters() -> None:
         ("send", "sends and receives do not match"),
     ],
 )
-def test_a_wrong_move_is_found(column: str, words: str) -> None:
+def test_a_wrong_move_is_refused(column: str, words: str) -> None:
     plan = planned([61, 30, 9, 7, 1], 2, 2)
     (move,) = plan.moves
     kept = np.flatnonzero((move.table["peer"] != move.table.rank_of_row()) & (move.table["send"] == 1))
@@ -251,7 +251,7 @@ def test_a_wrong_move_is_found(column: str, words: str) -> None:
         )
 
 
-def test_a_move_that_leaves_rows_behind_is_found() -> None:
+def test_a_move_that_omits_rows_is_refused() -> None:
     plan = planned([61, 30, 9, 7, 1], 2, 2)
     (move,) = plan.moves
     table, rank = move.table, move.table.rank_of_row()

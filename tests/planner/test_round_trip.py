@@ -1,4 +1,4 @@
-"""Plans verify again behind bytes and text, whatever the kinds are called and in which order they are given."""
+"""Plans verify after a round trip through bytes and text, for any names and order of kinds."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_plans_of_any_kinds_verify_again(masks: dict[str, str], data: st.DataObj
     check_trip(planned({kind: MASKS[mask] for kind, mask in masks.items()}, recipe))
 
 
-def test_sequences_with_kinds_in_another_order_are_of_the_same_kinds() -> None:
+def test_the_order_of_kinds_in_a_sequence_does_not_matter() -> None:
     first: dict[str, Any] = {"b": MASKS["causal"], "a": MASKS["window"]}
     batch = ap.Batch.from_sequences([ap.Sequence(8, first), ap.Sequence(9, dict(reversed(first.items())))])
     assert batch.kinds == ("a", "b")

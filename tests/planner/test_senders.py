@@ -25,7 +25,7 @@ from tests.support.sparse import sparse_product
 
 H100 = Hardware.load("h100")
 MODEL = Model(q_heads=8, kv_heads=4, head_dim=8, dtype="fp64")
-#: where several senders at a time cost so much, and a round so little, that no two ever meet
+#: several senders at a time are so expensive, and rounds so cheap, that every round has one sender
 ALONE = replace(H100, incast=Figure(10, "made up"), rowop_us=Figure(0, "made up"))
 RECIPES = ("fcp_paper", "fcp", "distca", "dcp", "blend", "ulysses", "usp", "zeppelin", "allgather", "mixed")
 UPIPE = {
@@ -59,7 +59,7 @@ def most_senders(plan: Plan) -> int:
 @pytest.mark.parametrize(
     ("recipe", "shape"), sparse_product(8, [*RECIPES, UPIPE], ((4, 2, 2), (4, 2, 1), (8, 1, 1)))
 )
-def test_the_same_numbers_from_one_sender_at_a_time(recipe: Any, shape: tuple[int, int, int]) -> None:
+def test_splitting_rounds_by_sender_does_not_change_results(recipe: Any, shape: tuple[int, int, int]) -> None:
     cluster = Cluster(shape[0], shape[1], nics_per_node=shape[2])
     before, after = (planned(recipe, hardware, cluster) for hardware in (H100, ALONE))
     assert most_senders(after) <= 1
@@ -70,7 +70,7 @@ def test_the_same_numbers_from_one_sender_at_a_time(recipe: Any, shape: tuple[in
         *(executor.run(plan, "default", q, k, v, do)[:5] for plan in (before, after)), strict=True
     ):
         np.testing.assert_array_equal(one, other)
-    for phase in PHASES:  # whatever else they do
+    for phase in PHASES:  # regardless of their other departures
         tables = [plan.programs["default", phase] for plan in (before, after)]
         for name in ("operands", "transfers", "tasks", "grads", "rowops"):
             assert len(tables[0][name]) == len(tables[1][name])
@@ -80,8 +80,8 @@ def test_the_same_numbers_from_one_sender_at_a_time(recipe: Any, shape: tuple[in
 
 
 @pytest.mark.parametrize("recipe", ["fcp_paper", "distca", "ulysses", "blend"])
-def test_robust_to_incast(recipe: str) -> None:
-    """A plan that knows of it is faster under it than one that does not."""
+def test_plans_that_know_of_incast_are_faster_under_it(recipe: str) -> None:
+    """A plan made for incast is faster under it than one that is not."""
     batch, cluster = (
         Batch.from_lengths([40_000, 9000, 20_000, 3000, 30_000, 8000, 11_000] * 4),
         Cluster(16, 2),
@@ -95,7 +95,7 @@ def test_robust_to_incast(recipe: str) -> None:
     assert aware.forward_ms + aware.backward_ms < blind.forward_ms + blind.backward_ms
 
 
-def test_rounds_stay_whole_where_splitting_gains_nothing() -> None:
+def test_rounds_are_not_split_without_a_gain() -> None:
     for cluster, figures in (
         (Cluster(4, 2), {"incast": Figure(1e-6, "made up")}),
         (Cluster(4, 2), {"one_peer": Figure(0.65, "made up")}),

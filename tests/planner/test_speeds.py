@@ -45,7 +45,7 @@ def over_share(plan: Plan, speeds: tuple[float, ...]) -> float:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(tokens=st.integers(1, 10**8), ranks=st.integers(1, 300), speed=st.sampled_from([1.0, 0.7, 0.1, 3.0]))
-def test_alike_ranks_have_one_cap(tokens: int, ranks: int, speed: float) -> None:
+def test_ranks_of_equal_speed_have_one_cap(tokens: int, ranks: int, speed: float) -> None:
     cap = max(102 * tokens // (100 * ranks), -(-tokens // ranks))
     assert problem(tokens, (speed,) * ranks, ranks).token_caps.tolist() == [cap] * ranks
     assert problem(tokens, None, ranks).token_cap == cap
@@ -53,7 +53,7 @@ def test_alike_ranks_have_one_cap(tokens: int, ranks: int, speed: float) -> None
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(tokens=st.integers(1, 10**6), speeds=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=16))
-def test_a_cap_is_of_the_share_by_speed(tokens: int, speeds: list[float]) -> None:
+def test_the_default_cap_is_proportional_to_speed(tokens: int, speeds: list[float]) -> None:
     made = problem(tokens, tuple(speeds), len(speeds))
     shares = tokens * np.array(speeds) / sum(speeds)
     assert made.token_caps.sum() >= tokens
@@ -71,7 +71,7 @@ def test_an_explicit_cap_is_one_number() -> None:
 # ---- groups of ranks
 
 
-def test_the_cap_of_a_group_is_that_of_its_members_together() -> None:
+def test_the_cap_of_a_group_is_the_sum_of_its_members_caps() -> None:
     made = problem(64_000, MIXED)
     found = virtual_problem(made, Groups(np.array([0, 2, 4, 6, 8])))
     assert found.speeds.tolist() == [0.6] * 4
@@ -86,7 +86,9 @@ def test_the_cap_of_a_group_is_that_of_its_members_together() -> None:
     shares=st.lists(st.integers(1, 9), min_size=4, max_size=4),
     seed=st.integers(0, 9),
 )
-def test_members_have_rows_as_their_shares(lengths: list[int], shares: list[int], seed: int) -> None:
+def test_members_of_a_group_hold_rows_by_their_shares(
+    lengths: list[int], shares: list[int], seed: int
+) -> None:
     groups, starts = Groups(np.array([0, 3, 4])), np.append(0, np.cumsum(lengths))
     rows = Rows(starts, np.random.default_rng(seed).integers(0, 2, len(lengths)), 2)
     found = groups.member_rows(rows, np.array(shares))
@@ -134,7 +136,7 @@ def test_the_verifier_holds_each_rank_to_its_own_share() -> None:
     made = plan("fcp", HALVES)
     shares = BATCH.tokens * np.array(HALVES) / sum(HALVES)
     assert check(made) == ()
-    speeds = (*HALVES[:-1], 0.5)  # the last rank was to get less
+    speeds = (*HALVES[:-1], 0.5)  # the last rank should have had fewer
     slower = replace(made.request, cluster=replace(made.request.cluster, speeds=speeds))
     found = [one for one in check(codec.seal(replace(made, request=slower))) if one.rule == "limits"]
     assert [one.rank for one in found] == [7]
@@ -142,7 +144,7 @@ def test_the_verifier_holds_each_rank_to_its_own_share() -> None:
     assert made.layout("attention").rows_per_rank[7] < shares.mean()
 
 
-def test_what_is_held_where_attention_runs_is_reported() -> None:
+def test_token_imbalance_is_reported_for_the_attention_layout() -> None:
     recipe = ap.Recipe("mine", {**{step.step: {step.name: step.params} for step in FCP}, "reshuffle": True})
     for speeds in (None, HALVES):
         made = plan(recipe, speeds)
@@ -153,7 +155,7 @@ def test_what_is_held_where_attention_runs_is_reported() -> None:
 
 
 @pytest.mark.parametrize("inner", ["ulysses", "upipe"])
-def test_a_reshuffle_of_split_heads_promises_what_the_loader_s_rows_come_to(inner: str) -> None:
+def test_a_reshuffle_with_split_heads_records_the_cap_of_the_loaders_rows(inner: str) -> None:
     """Home rows are even whatever the speeds: 180 on the slow rank, whose share by speed has a cap of 104."""
     steps = {step.step: {step.name: step.params} for step in FCP}
     recipe = ap.Recipe("mine", {"inner": {inner: {"degree": 2}}, **steps, "reshuffle": True})

@@ -1,4 +1,4 @@
-"""On several cores plans are the same, byte for byte; and what is too large for any is refused beforehand."""
+"""On several cores plans are the same, byte for byte; and plans that are too large are refused in advance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_threads_give_the_same_bytes(name: str, pods: int | None) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, "2", None, 10**9])
-def test_threads_are_a_number_above_none(threads: Any) -> None:
+def test_the_number_of_threads_must_be_positive(threads: Any) -> None:
     batch = ap.Batch.from_lengths([64])
     with pytest.raises(ConfigError, match="threads"):
         ap.plan(batch, ap.Cluster(1, 2), ap.Model(), threads=threads)
@@ -36,13 +36,13 @@ def test_threads_are_a_number_above_none(threads: Any) -> None:
         ap.verify(ap.plan(batch, ap.Cluster(1, 2), ap.Model()), threads)
 
 
-def test_threads_have_the_context_of_who_asked() -> None:
+def test_threads_run_in_the_context_of_the_caller() -> None:
     said: ContextVar[int] = ContextVar("said", default=0)
     said.set(3)
     assert spread(lambda _: said.get(), range(4), 2) == [3] * 4
 
 
-def test_the_command_takes_threads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_accepts_threads(capsys: pytest.CaptureFixture[str]) -> None:
     ids = []
     for threads in ("1", "2"):
         given = ["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "examples/code_lengths.json"]
@@ -52,7 +52,7 @@ def test_the_command_takes_threads(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["ring", "usp"])
-def test_plans_beyond_memory_are_refused_before_they_are_made(
+def test_plans_larger_than_memory_are_refused_before_they_are_made(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, cluster = ap.Batch.from_lengths([512] * 16), ap.Cluster(2, 8)

@@ -35,7 +35,7 @@ def short_documents(ranks: int = 8, tokens: int = 8192) -> Batch:
     return Batch.from_lengths(lognormal_lengths(0, ranks * tokens, median=300, sigma=1.0))
 
 
-def test_short_documents_are_dearer_a_pair() -> None:
+def test_short_documents_cost_more_per_pair() -> None:
     problem = problem_of(Batch.from_lengths([64, 512, 4096]))
     a_pair = row_times(problem, problem.batch.starts) / row_weights(problem, problem.batch.starts)
     assert (np.diff(a_pair) < 0).all()
@@ -44,7 +44,7 @@ def test_short_documents_are_dearer_a_pair() -> None:
     assert times.min() >= 1
 
 
-def test_times_of_blocks_are_at_least_that_of_the_whole() -> None:
+def test_block_times_add_up_to_at_least_the_time_of_the_whole() -> None:
     problem = problem_of(Batch.from_lengths([4096, 1000], mask=masks.sliding_window(500)))
     whole = row_times(problem, problem.batch.starts)
     cut = row_times(problem, np.array([0, 1024, 2048, 3072, 4096, 4600, 5096]))
@@ -66,8 +66,8 @@ def test_time_is_more_even_than_with_pairs(place: dict[str, dict[str, str]], mas
     assert found["time"] <= found["pairs"]
 
 
-def test_auto_makes_time_even_where_answers_are_short_and_pairs_are_not() -> None:
-    """Answers to one question, as of chats and math rollouts: what is simulated is even, and faster than even pairs."""
+def test_auto_balances_time_instead_of_pairs_for_short_answers() -> None:
+    """Answers to one question, as in chats: the simulated time is even, and shorter than with even pairs."""
     sizes = lognormal_lengths(0, 8 * 16384, median=250, sigma=0.7)
     groups = [sizes[at : at + 16].tolist() for at in range(0, len(sizes) - 16, 16)]
     batch = Batch.from_sequences(
@@ -75,7 +75,7 @@ def test_auto_makes_time_even_where_answers_are_short_and_pairs_are_not() -> Non
     )
     found = api.plan(batch, Cluster(1, 8), MODEL, recipe="auto")
     run, search = simulate(found), found.report["search"]
-    pairs = api.plan(batch, Cluster(1, 8), MODEL, recipe=pairs_even(search["recipe"]))
+    pairs = api.plan(batch, Cluster(1, 8), MODEL, recipe=weighing_pairs(search["recipe"]))
     assert found.report["imbalance"]["compute"] > 0.1
     assert run.time_imbalance < 0.03 < simulate(pairs).time_imbalance
     assert search["ms"] <= min(trial["ms"] for trial in search["tried"] if trial["ms"]) * 1.001
@@ -84,7 +84,7 @@ def test_auto_makes_time_even_where_answers_are_short_and_pairs_are_not() -> Non
     assert (name, value.split()[0]) == ("time imbalance", f"{100 * run.time_imbalance:.2f}")
 
 
-def pairs_even(recipe: dict[str, Any]) -> dict[str, Any]:
+def weighing_pairs(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe with pairs weighed instead of time."""
     ((name, held),) = recipe["steps"]["place"].items()
     return recipe | {"steps": recipe["steps"] | {"place": {name: {**held, "weigh": "pairs"}}}}
@@ -100,7 +100,7 @@ def test_two_kinds_are_weighed_by_their_layers() -> None:
     assert simulate(plan).time_imbalance < 0.1
 
 
-def test_reach_is_that_of_the_farthest_kind() -> None:
+def test_reach_is_that_of_the_kind_with_the_longest_reach() -> None:
     window = problem_of(Batch.from_lengths([65536], mask=masks.sliding_window(512)))
     both = problem_of(Batch.from_lengths([65536], mask={"a": masks.causal(), "b": masks.sliding_window(512)}))
     assert max(window.reach.values()) == pytest.approx(512 / 8192, rel=0.01)
@@ -108,7 +108,7 @@ def test_reach_is_that_of_the_farthest_kind() -> None:
     assert max(window.reach.values()) < SPARSE < SHORT < max(both.reach.values())
 
 
-def test_a_search_starts_from_what_suits_the_mask() -> None:
+def test_a_search_starts_from_candidates_that_suit_the_mask() -> None:
     far, near = (
         [one.recipe.name for one in portfolio(problem_of(batch), "auto")[0]]
         for batch in (Batch.from_lengths([65536]), short_documents())
@@ -117,7 +117,7 @@ def test_a_search_starts_from_what_suits_the_mask() -> None:
     assert near == ["blend-u1", "whole", "mixed-u8", "zones", "dcp"]
 
 
-def test_what_was_not_tried_is_said() -> None:
+def test_a_search_reports_untried_candidates() -> None:
     batch = short_documents(4, 2048)
     policy = Policy(find_recipe("auto"), budget=2, seed=0)
     found = api.plan(batch, Cluster(1, 4), MODEL, policy=policy).report["search"]
@@ -127,7 +127,7 @@ def test_what_was_not_tried_is_said() -> None:
 
 
 def test_equal_plans_are_tried_once() -> None:
-    """Shares of heads change nothing where no document is cut in two ways."""
+    """Sharing heads changes nothing if no document is cut in two ways."""
     found = api.plan(Batch.from_lengths([512] * 8), Cluster(1, 8), MODEL, recipe="auto").report["search"]
     steps = [str(one["recipe"]["steps"]["place"]) for one in found["tried"]]
     assert sum("head" in place for place in steps) == 0
@@ -144,7 +144,7 @@ def test_masks_without_pairs_are_planned_and_priced(recipe: str) -> None:
     assert 0 < simulate(api.plan(one, Cluster(1, 2), model, recipe=recipe)).of_attainable <= 1
 
 
-def test_time_of_a_kind_without_pairs() -> None:
+def test_a_kind_without_pairs_takes_no_time() -> None:
     problem = problem_of(Batch.from_sequences([Sequence(64, masks.bands([]))]))
     assert [times.tolist() for times in pair_times(problem, problem.layers).values()] == [[]]
     assert row_times(problem, problem.batch.starts)[0] > 0

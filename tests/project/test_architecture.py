@@ -40,13 +40,13 @@ def planned() -> dict[str, object]:
     return run(PLAN)
 
 
-def test_import_contract() -> None:
+def test_packages_keep_the_import_contract() -> None:
     linter = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_map_of_the_design_has_every_folder() -> None:
+def test_the_map_in_the_design_has_every_folder() -> None:
     text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     block = text.split("## Layout of the code")[1].split("\n    apportion/\n")[1].split("\n\n")[0]
     told, above = set[str](), list[str]()
@@ -64,7 +64,7 @@ def test_the_map_of_the_design_has_every_folder() -> None:
     assert told == parts | inside
 
 
-def test_the_walk_of_the_design_names_what_is_there() -> None:
+def test_the_walk_in_the_design_names_existing_functions() -> None:
     text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     rows = re.findall(
         r"^\| [^|]+ \| `([\w/.]+)` \| ([^|]+) \|$", text.split("### One batch")[1], re.MULTILINE
@@ -85,13 +85,13 @@ def test_bytes_are_the_same_under_another_hash_seed(planned: dict[str, object]) 
     assert (again["id"], again["bytes"]) == (planned["id"], planned["bytes"])
 
 
-def test_executing_needs_no_planner_and_no_solver() -> None:
+def test_execution_imports_no_planner_and_no_solver() -> None:
     code = "import json, sys, apportion.backends.numpy; print(json.dumps({'loaded': sorted(sys.modules)}))"
     loaded = run(code)["loaded"]
     assert not {"apportion.planner.api", "scipy", "torch"} & set(loaded)
 
 
-def test_help_is_quick_to_load() -> None:
+def test_help_imports_few_modules() -> None:
     loaded = run("import json, sys, apportion.cli; print(json.dumps({'loaded': sorted(sys.modules)}))")[
         "loaded"
     ]

@@ -23,7 +23,7 @@ def test_planning_costs_no_more_than_its_ceilings() -> None:
     assert {(row["recipe"], row["ranks"]) for row in rows} == wanted
 
 
-def test_what_is_above_is_named() -> None:
+def test_values_above_a_ceiling_are_named() -> None:
     ceiling = {"rows": 100, "bytes": 1000, "calls": {"lower": 1000}}
     row = {"rows": 101, "bytes": 1000, "calls": {"lower": 1031, "place": 11, "shard": 10}}
     assert list(ceilings.above(row, ceiling, same_versions=True)) == [
@@ -34,7 +34,7 @@ def test_what_is_above_is_named() -> None:
     assert list(ceilings.above(row, ceiling, same_versions=False)) == ["rows 101, at most 100"]
 
 
-def test_calls_are_counted_by_step_and_alike_in_every_run() -> None:
+def test_calls_are_counted_by_step_and_reproducibly() -> None:
     job = BenchJob(Source().batch(4 * 4096, 0)[0], cluster_of(4), Model(4, 2, 64), "fcp")
     counted(job)
     first, before = counted(job), sys.getprofile()

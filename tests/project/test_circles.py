@@ -1,4 +1,4 @@
-"""No circle of imports among modules; those within functions and those for annotations count too."""
+"""No import cycles among modules; imports in functions and for annotations count too."""
 
 from __future__ import annotations
 

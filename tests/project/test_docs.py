@@ -45,7 +45,7 @@ RUN = (
     "docs/how-to/precompute.md",
     "docs/reference/recipes.md",
 )
-#: whose Python is run as it stands
+#: documents whose Python runs unchanged
 WHOLE = (
     "docs/design.md",
     "docs/papers.md",
@@ -91,18 +91,18 @@ def test_the_first_step_is_the_same_on_four_processes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("document", [name for name in WHOLE if name != "docs/start.md"])
 def test_python_of_a_document_runs(document: str) -> None:
-    """But for the changes of `test_newcomers.py`, which stand below a diff."""
+    """Except the changes of `test_newcomers.py`, which follow a diff."""
     text = re.sub(r"```diff\n.*?```\n\n```python\n.*?```", "", TEXTS[document], flags=re.DOTALL)
     run("-c", "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)))
 
 
-def test_the_batch_of_the_documents_is_a_batch() -> None:
+def test_the_batch_in_the_documents_is_valid() -> None:
     (batch,) = blocks("docs/how-to/own-mask.md", "json")
     assert Batch.from_data(json.loads(batch)).tokens == 24576 + 9000 + 2700
 
 
 @pytest.mark.slow
-def test_the_recipe_of_the_documents_plans_and_runs() -> None:
+def test_the_recipe_in_the_documents_plans_and_runs() -> None:
     (text,) = blocks("docs/how-to/own-recipe.md", "yaml")
     recipe = Recipe.from_data(yaml.safe_load(text))
     assert recipe == Recipe.load(ROOT / "examples/recipe.yaml")
@@ -139,7 +139,7 @@ def command_line() -> Any:
 
 @pytest.mark.parametrize("document", TEXTS)
 def test_commands_of_every_document_have_the_options_that_they_use(document: str) -> None:
-    """Those of `RUN` are run; the others need clusters or hours."""
+    """Commands of `RUN` are run; the others need clusters or hours."""
     for line in commands(document):
         found = command_line()
         for word in line.replace("[", " ").replace("]", " ").split()[1:]:
@@ -153,7 +153,7 @@ def test_commands_of_every_document_have_the_options_that_they_use(document: str
 
 
 @pytest.mark.parametrize("document", TEXTS)
-def test_python_of_every_document_compiles_and_names_members(document: str) -> None:
+def test_python_of_every_document_compiles_and_uses_existing_members(document: str) -> None:
     import apportion as ap
 
     for block in blocks(document, "python"):
@@ -194,7 +194,7 @@ def test_make_has_the_targets_that_the_documents_name() -> None:
     assert named <= targets
 
 
-def test_generated_pages_are_those_of_the_code() -> None:
+def test_generated_pages_are_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
     assert spec is not None
     assert spec.loader is not None

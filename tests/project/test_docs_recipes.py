@@ -24,13 +24,13 @@ ROWS = re.findall(r"^\| (\w+ \w+) \| `(\w+)` \| `([^|]+)` \| \S", PAGE, re.MULTI
 BUILT_IN = [name for name, entry in built_in.BUILT_IN.items() if entry is recipes.entries()[name]]
 
 
-def told(value: Any) -> str:
+def default_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def test_every_parameter_is_there_once_with_its_default() -> None:
+def test_every_parameter_is_listed_once_with_its_default() -> None:
     known = Counter(
-        (f"{step} {name}", one.name, told(one.default))
+        (f"{step} {name}", one.name, default_text(one.default))
         for step, held in registry._BUILT_IN.items()
         for name in held
         for one in options.parameters(registry.find_pass(step, name))
@@ -53,25 +53,25 @@ def test_the_design_lists_every_pass_and_solver() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_recipe_has_a_section_that_says_what_it_is(name: str) -> None:
+def test_every_recipe_has_a_section_with_its_summary(name: str) -> None:
     section = SECTIONS[name]
     assert pictures.facts(name) in section, "run python benchmarks/pictures.py"
     assert f"[{name}](#{name})" in PAGE
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_picture_is_small_and_of_its_recipe(name: str) -> None:
+def test_every_picture_is_small_and_shows_its_recipe(name: str) -> None:
     data = (ROOT / f"docs/pictures/{name}.svg").read_bytes()
     assert len(data) <= pictures.MOST_BYTES
     title = ElementTree.fromstring(data).findtext("{http://www.w3.org/2000/svg}title")
     assert re.fullmatch(rf"{name}( \(\S+\))?: forward of kind default on 8 ranks", str(title))
 
 
-def test_no_picture_is_left_over() -> None:
+def test_no_picture_is_unused() -> None:
     assert {path.stem for path in (ROOT / "docs/pictures").iterdir()} == set(BUILT_IN)
 
 
-def test_a_picture_is_drawn_again_as_it_is() -> None:
+def test_drawing_a_picture_again_changes_nothing() -> None:
     assert pictures.picture("contiguous") == (ROOT / "docs/pictures/contiguous.svg").read_text(
         encoding="utf-8"
     )

@@ -29,14 +29,14 @@ def commands_of(target: str) -> list[str]:
     return [line.strip().replace("$(BIN)", ".venv/bin") for line in found[1].splitlines()]
 
 
-def test_hooks_before_a_commit_run_what_make_lint_runs() -> None:
+def test_the_pre_commit_hooks_run_the_checks_of_make_lint() -> None:
     (local,) = read(".pre-commit-config.yaml")["repos"]
     assert local["repo"] == "local"
     assert [hook["entry"] for hook in local["hooks"]] == commands_of("lint")
-    assert not any(hook["pass_filenames"] for hook in local["hooks"])  # the tools know what to look at
+    assert not any(hook["pass_filenames"] for hook in local["hooks"])  # the tools select their own files
 
 
-def test_hosted_ci_runs_what_runs_here_and_every_python() -> None:
+def test_hosted_ci_runs_the_local_ci_and_every_python_version() -> None:
     jobs = read(".github/workflows/ci.yml")["jobs"]
     lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert "bash .ci/run" in lines
@@ -75,7 +75,7 @@ def options_of(*command: str) -> set[str]:
     return {option for parameter in found.params for option in parameter.opts if option.startswith("--")}
 
 
-def test_the_image_installs_what_is_there_and_serves_as_a_user_with_few_rights() -> None:
+def test_the_image_installs_existing_files_and_serves_unprivileged() -> None:
     steps = instructions()
     last = dict(steps)
     for name, rest in steps:
@@ -111,12 +111,12 @@ def test_compose_runs_the_service_with_a_token_and_redis_as_its_cache() -> None:
     assert service["depends_on"]["redis"]["condition"] == "service_healthy"
 
 
-def test_the_release_is_the_same_wherever_it_is_said() -> None:
+def test_all_files_state_the_same_release() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["version"] == __version__
 
 
-def test_every_result_of_a_benchmark_is_in_its_table_with_a_command_that_is_there() -> None:
+def test_every_benchmark_result_is_in_its_table_with_an_existing_command() -> None:
     text = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+\.json)` \| `(.+?)` \|", text, re.MULTILINE)
     assert [name for name, _ in rows] == sorted(

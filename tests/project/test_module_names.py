@@ -41,7 +41,7 @@ def _texts() -> Iterator[tuple[Path, str]]:
                 yield path, text
 
 
-def named(pattern: re.Pattern[str]) -> set[tuple[str, str]]:
+def names_matching(pattern: re.Pattern[str]) -> set[tuple[str, str]]:
     """(where, name) of all names of a form."""
     return {
         (path.relative_to(ROOT).as_posix(), name)
@@ -51,7 +51,7 @@ def named(pattern: re.Pattern[str]) -> set[tuple[str, str]]:
     }
 
 
-def is_there(name: str) -> bool:
+def module_exists(name: str) -> bool:
     """True if a module has this name, or one with its prefix documents the rest."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
@@ -64,12 +64,18 @@ def is_there(name: str) -> bool:
     return False
 
 
-def test_files_are_there() -> None:
+def test_named_files_exist() -> None:
     places = [f"/{place}" for place in SOURCES]
-    gone = {(at, name) for at, name in named(FILE) if not any(place.endswith(f"/{name}") for place in places)}
+    gone = {
+        (at, name)
+        for at, name in names_matching(FILE)
+        if not any(place.endswith(f"/{name}") for place in places)
+    }
     assert gone == set()
 
 
-def test_modules_are_there() -> None:
-    dotted = {(at, name) for at, name in named(DOTTED) if name.split(".")[0] in FIRST}
-    assert {(at, name) for at, name in dotted if not name.endswith(".py") and not is_there(name)} == set()
+def test_named_modules_exist() -> None:
+    dotted = {(at, name) for at, name in names_matching(DOTTED) if name.split(".")[0] in FIRST}
+    assert {
+        (at, name) for at, name in dotted if not name.endswith(".py") and not module_exists(name)
+    } == set()

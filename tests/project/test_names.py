@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "apportion"
 THEIRS = {"Config"}  # TorchTitan looks for a class of that name within others
 
 
-def test_no_class_name_stands_for_three_things() -> None:
+def test_no_class_name_has_three_meanings() -> None:
     found = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

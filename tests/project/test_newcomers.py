@@ -1,4 +1,4 @@
-"""The changes in the documents are whole: each is applied to a copy of the package, where its code and the tests that
+"""Changes in the documents are complete: each is applied to a copy of the package, where its code and the tests that
 its page names run."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The notebook of the examples runs as it is, and what it shows is in it."""
+"""The notebook of the examples runs unchanged, and its outputs are stored in it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ def test_the_quickstart_runs_and_shows_cards_and_tables() -> None:
     NotebookClient(fresh, timeout=300, kernel_name="python3", resources=where).execute()
     for before, after in zip(held.cells, fresh.cells, strict=True):
         if before.cell_type == "code":
-            assert [kind(output) for output in before.outputs] == [kind(output) for output in after.outputs]
+            assert [output_kind(output) for output in before.outputs] == [
+                output_kind(output) for output in after.outputs
+            ]
     assert NOTEBOOK.stat().st_size < 100_000
 
 
-def kind(output: nbformat.NotebookNode) -> tuple[str, ...]:
+def output_kind(output: nbformat.NotebookNode) -> tuple[str, ...]:
     return (output.output_type, *sorted(output.get("data", ())))

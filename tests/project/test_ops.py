@@ -1,4 +1,4 @@
-"""An op is a row of `ir.isa.Op` and its handlers: tables follow, and what has no handler says so."""
+"""An op is a row of `ir.isa.Op` and its handlers: tables follow from it, and a missing handler is reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_tables_follow_from_one_more_row() -> None:
 
 
 @pytest.mark.parametrize("table", [list_table, kernel_table, pass_table], ids=lambda f: f.__name__)
-def test_another_row_changes_no_other(table: Callable[..., Any]) -> None:
+def test_adding_an_op_changes_no_other_op(table: Callable[..., Any]) -> None:
     ours, theirs = (
         np.moveaxis(table(rules), 1, 0) if table is pass_table else table(rules) for rules in (RULES, MORE)
     )
@@ -62,8 +62,8 @@ def test_rows_of_the_table_fit_their_list() -> None:
             assert argument.like is None or op.rule.argument(argument.like).like is None, op
 
 
-def test_a_machine_names_the_op_that_it_does_not_know() -> None:
-    class Poor(Machine[None]):
+def test_a_machine_names_the_op_that_it_does_not_implement() -> None:
+    class IncompleteMachine(Machine[None]):
         def view(self, operand: Operand) -> None: ...
 
         def launch(self, step: Step) -> None: ...
@@ -72,8 +72,10 @@ def test_a_machine_names_the_op_that_it_does_not_know() -> None:
 
     plan = parse(PLAN.read_text())
     program = compile_program(plan.programs["default", "forward"].rank(0), plan.header)
-    with pytest.raises(ExecutionError, match="Poor has no handler for the op clear, which the program uses"):
-        Poor(program)
+    with pytest.raises(
+        ExecutionError, match="IncompleteMachine has no handler for the op clear, which the program uses"
+    ):
+        IncompleteMachine(program)
     Rank.require(program)
 
 
@@ -114,7 +116,7 @@ assert "operand c has another number of rows" in broken("give O.work[0:8) -> O.h
 """
 
 
-@pytest.mark.slow  # the core is built anew
+@pytest.mark.slow  # the core is rebuilt
 def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
     """The op of docs/how-to/own-op.md, in a copy: text, bytes, verification, price and execution."""
     environment = change(CHANGES["op"][0], tmp_path)
@@ -123,7 +125,7 @@ def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_what_the_diff_replaces_runs_as_it_is() -> None:
+def test_the_code_that_the_diff_replaces_runs_unchanged() -> None:
     assert "merge O.work[0:8) -> O.home[0:8) first" in PLAN.read_text()
     plan = parse(PLAN.read_text())
     q, k, v = (np.ones((16, heads, width)) for heads, width in ((8, 4), (1, 4), (1, 2)))

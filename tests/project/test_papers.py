@@ -18,7 +18,7 @@ def test_sequences_are_packed_full_and_cut_documents(seed: int) -> None:
     assert all(length > 0 for one in sequences for length in one)
 
 
-def test_groups_get_as_many_sequences_and_the_heaviest_apart() -> None:
+def test_groups_get_equally_many_sequences_and_separate_the_heaviest() -> None:
     sequences = [[8], [4, 4], [7, 1], [2] * 4]
     first, second, third, fourth = dealt(sequences, 2)
     groups = [first, third], [second, fourth]

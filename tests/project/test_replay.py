@@ -14,7 +14,7 @@ from tests.checks import replay
 
 
 @pytest.mark.slow
-def test_no_plan_has_moved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_plan_has_changed(capsys: pytest.CaptureFixture[str]) -> None:
     assert replay.main([]) == 0, capsys.readouterr().out
     assert len(replay.committed()) > 300
 
@@ -47,7 +47,9 @@ def test_the_first_step_that_differs_is_named(plan: Plan) -> None:
         assert replay.differing({"case": replay.digests(changed(plan, table, column, 1))}, known) == {
             "case": step
         }
-    span = replace(plan.layouts["attention"], spans=Table.of(*_moved(plan.layouts["attention"].spans)))
+    span = replace(
+        plan.layouts["attention"], spans=Table.of(*_shifted_tokens(plan.layouts["attention"].spans))
+    )
     other = replay.digests(replace(plan, layouts={"attention": span}))
     assert replay.differing({"case": other}, known) == {"case": "layouts"}
     told = replay.digests(replace(plan, report={**plan.report, "slots": -1}))
@@ -58,11 +60,11 @@ def test_the_first_step_that_differs_is_named(plan: Plan) -> None:
     assert replay.differing({"other": known["case"]}, known) == {"other": "missing", "case": "missing"}
 
 
-def _moved(spans: Table) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _shifted_tokens(spans: Table) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     return spans.ptr, {**spans.columns, "token": spans["token"] + 1}
 
 
-def test_rows_that_differ_are_said(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differing_rows_are_printed(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     name = next(case.name for case in replay.cases())
     rows = replay.lines(name, "tasks")
     assert all("q.tensor=2" in row for row in rows if "dq.tensor" not in row)

@@ -1,4 +1,4 @@
-"""The table of promises: what is measured, what is met, and how it is written down."""
+"""The table of promises: measurements, met targets, and the written table."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def rows() -> list[dict[str, Any]]:
     return list(targets.measure(SMALL, SMALL.recipe(), EFFORT))
 
 
-def test_promises_hold_from_some_number_of_ranks_on() -> None:
+def test_targets_apply_from_a_number_of_ranks() -> None:
     by_ranks = {8: 0.02, 64: 0.01}
     assert [promised(by_ranks, ranks) for ranks in (4, 8, 63, 64, 1024)] == [None, 0.02, 0.02, 0.01, 0.01]
 
 
-def test_figures_say_whether_they_are_as_promised() -> None:
+def test_figures_that_miss_their_target_are_bold() -> None:
     assert str(Figure(1.5, 1.5)) == "1.50"
     assert str(Figure(1.51, 1.5, 1)) == "**1.5**"
     assert str(Figure(4.9, 5.0, 1, least=True)) == "**4.9**"
@@ -34,7 +34,7 @@ def test_figures_say_whether_they_are_as_promised() -> None:
     assert str(Figure(None, 1.0)) == "-"
 
 
-def test_a_row_for_each_rank_count_and_seed(rows: list[dict[str, Any]]) -> None:
+def test_there_is_one_row_per_rank_count_and_seed(rows: list[dict[str, Any]]) -> None:
     found = [(row["name"], row["ranks"], row["seed"]) for row in rows]
     assert found == [("fcp_paper 2K", 2, 0), ("fcp_paper 2K", 4, 0)]
     for row in rows:
@@ -43,13 +43,13 @@ def test_a_row_for_each_rank_count_and_seed(rows: list[dict[str, Any]]) -> None:
         assert row["planning_ms"]["p50"] > 0
 
 
-def test_sizes_beyond_patience_are_not_tried(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_that_would_take_too_long_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     hasty = replace(EFFORT, patience=0.0)
     assert [row["ranks"] for row in targets.measure(SMALL, SMALL.recipe(), hasty)] == [2]
     assert "no more than 2 ranks" in capsys.readouterr().err
 
 
-def test_recipes_that_are_not_there_are_passed_over(
+def test_unavailable_recipes_are_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     absent = targets.Promise("absent", lambda: find_recipe("absent"), {})
@@ -68,7 +68,7 @@ def test_refusals_are_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets.tables(found)["targets-quality"] == "\nfcp_paper 2K, 2 ranks: too small"
 
 
-def test_tables(rows: list[dict[str, Any]]) -> None:
+def test_rows_are_written_as_tables(rows: list[dict[str, Any]]) -> None:
     written = targets.tables(rows)
     times = written["targets-times"].splitlines()
     assert times[0] == "| ms | 2 | 4 |"

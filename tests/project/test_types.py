@@ -1,4 +1,4 @@
-"""What type checkers know of the public names. Wrong ones below are errors: `make lint` refuses idle ignores."""
+"""Public names as type checkers see them. Wrong ones below are errors: `make lint` refuses idle ignores."""
 # mypy: enable-error-code="call-arg, arg-type"
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_a_misspelt_name_is_an_error() -> None:
     assert {"plan", "masks", "__version__"} <= set(dir(ap))
 
 
-def test_options_of_loaders_are_those_of_the_planned_loader() -> None:
+def test_loaders_of_trainers_have_the_options_of_the_planned_loader() -> None:
     own = signature(ap.PlannedLoader).parameters.values()
     stated = {one.name: one.annotation for one in own if one.kind == one.KEYWORD_ONLY}
     assert {name: hint.__forward_arg__ for name, hint in LoaderOptions.__annotations__.items()} == stated

@@ -36,7 +36,7 @@ from tests.service.small_server import Talk, answer, small_server
 from tests.support.sparse import sparse_product
 
 TIMEOUT_S = 1.0
-BUSY_S = 8.0  # that a loaded machine may add; 0.3 where nothing else runs
+BUSY_S = 8.0  # added by a loaded machine; 0.3 on an idle one
 KEY, REQUEST = bytes(range(32)), Request(1)
 
 
@@ -61,17 +61,17 @@ def client_of() -> Iterator[Callable[..., Client]]:
 # ---- time
 
 
-def drips(*parts: bytes, pause_s: float = 0.02) -> Talk:
-    """Says the parts, then the last one again and again."""
+def send_slowly(*parts: bytes, pause_s: float = 0.02) -> Talk:
+    """Sends the parts, then repeats the last one."""
 
-    def talk(connection: socket.socket, _: bytes) -> None:
+    def respond(connection: socket.socket, _: bytes) -> None:
         for part in parts[:-1]:
             connection.sendall(part)
         for part in repeat(parts[-1]):
             connection.sendall(part)
             time.sleep(pause_s)
 
-    return talk
+    return respond
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -79,16 +79,16 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 FAULTS: dict[str, Talk] = {
     "silence": lambda connection, _: time.sleep(30),
     "closed": lambda connection, _: None,
-    "no http": drips(b"SSH-2.0-OpenSSH_9.2\r\n"),
-    "dripped status": drips(b"H", b"T"),
-    "dripped head": drips(HEAD, b"A"),
-    "endless heads": drips(HEAD, b"A: b\r\n"),
-    "endless continue": drips(b"HTTP/1.1 100 Continue\r\n\r\n", pause_s=0),
-    "dripped body": drips(HEAD + b"Content-Length: 100000\r\n\r\n", b"x"),
-    "endless body": drips(HEAD + b"\r\n", b"x" * 65536, pause_s=0),
-    "dripped chunk size": drips(CHUNKED, b"0"),
-    "endless trailers": drips(CHUNKED + b"2\r\n{}\r\n0\r\n", b"A: b\r\n", pause_s=0),
-    "large answer": drips(HEAD + b"Content-Length: 9999999999999\r\n\r\n", b"x" * 65536, pause_s=0),
+    "no http": send_slowly(b"SSH-2.0-OpenSSH_9.2\r\n"),
+    "dripped status": send_slowly(b"H", b"T"),
+    "dripped head": send_slowly(HEAD, b"A"),
+    "endless heads": send_slowly(HEAD, b"A: b\r\n"),
+    "endless continue": send_slowly(b"HTTP/1.1 100 Continue\r\n\r\n", pause_s=0),
+    "dripped body": send_slowly(HEAD + b"Content-Length: 100000\r\n\r\n", b"x"),
+    "endless body": send_slowly(HEAD + b"\r\n", b"x" * 65536, pause_s=0),
+    "dripped chunk size": send_slowly(CHUNKED, b"0"),
+    "endless trailers": send_slowly(CHUNKED + b"2\r\n{}\r\n0\r\n", b"A: b\r\n", pause_s=0),
+    "large answer": send_slowly(HEAD + b"Content-Length: 9999999999999\r\n\r\n", b"x" * 65536, pause_s=0),
     "zstd bomb": lambda connection, _: connection.sendall(
         answer(b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little"), "200 OK", "Content-Encoding: zstd")
     ),
@@ -124,7 +124,7 @@ def test_a_port_without_a_server_and_one_that_never_accepts(
         waiting[0].close()
 
 
-def test_names_that_hang_hold_up_neither_a_call_nor_the_end_of_the_process(tmp_path: Path) -> None:
+def test_slow_name_resolution_delays_neither_a_call_nor_the_exit(tmp_path: Path) -> None:
     script = """
 import socket, time
 socket.getaddrinfo = lambda *_, **__: time.sleep(60)
@@ -138,7 +138,7 @@ except UnreachableError:
     assert ended.stdout == b"unreachable\n"
 
 
-def test_close_ends_what_another_thread_waits_for(client_of: Callable[..., Client]) -> None:
+def test_close_ends_a_call_of_another_thread(client_of: Callable[..., Client]) -> None:
     with small_server(FAULTS["silence"]) as server:
         client = client_of(server.url, timeout_s=20.0)
         threading.Timer(0.3, client.close).start()
@@ -153,23 +153,23 @@ def test_close_ends_what_another_thread_waits_for(client_of: Callable[..., Clien
 # ---- answers
 
 
-def says(*answers: bytes) -> Talk:
-    """One answer after another, the last one for ever."""
+def respond_in_turn(*answers: bytes) -> Talk:
+    """Sends one answer per request; the last one repeatedly."""
     left = list(answers)
     return lambda connection, _: connection.sendall(left.pop(0) if len(left) > 1 else left[0])
 
 
-def test_a_slice_is_asked_for_until_it_is_there(
+def test_a_slice_is_requested_until_it_is_ready(
     slices: Sequence[bytes], client_of: Callable[..., Client]
 ) -> None:
-    with small_server(says(answer(b"", "202 Accepted"), answer(slices[1]))) as server:
+    with small_server(respond_in_turn(answer(b"", "202 Accepted"), answer(slices[1]))) as server:
         found = client_of(server.url).fetch(KEY, 1, 5.0, ranks=RANKS)
     assert (found.rank, found.ranks, found.encode()) == (1, RANKS, slices[1])
     assert len(server.requests) == 2
 
 
-def test_a_plan_that_is_not_there_in_time(client_of: Callable[..., Client]) -> None:
-    with small_server(says(answer(b"", "202 Accepted"))) as server, pytest.raises(NotReadyError):
+def test_a_plan_that_is_not_ready_in_time_is_none(client_of: Callable[..., Client]) -> None:
+    with small_server(respond_in_turn(answer(b"", "202 Accepted"))) as server, pytest.raises(NotReadyError):
         client_of(server.url).fetch(KEY, 0, 0.3)
 
 
@@ -184,13 +184,13 @@ def test_a_wrong_answer_is_refused(
     slices: Sequence[bytes],
     client_of: Callable[..., Client],
 ) -> None:
-    with small_server(says(answer(body or slices[1]))) as server, pytest.raises(BadAnswerError):
+    with small_server(respond_in_turn(answer(body or slices[1]))) as server, pytest.raises(BadAnswerError):
         client_of(server.url).fetch(KEY, rank, 0.0, ranks=ranks)
 
 
 def test_problems_are_raised_as_the_server_raised_them(client_of: Callable[..., Client]) -> None:
     body = b'{"type": "invalid", "detail": "cluster.nodes = 0", "field": "cluster.nodes", "status": 422}'
-    with small_server(says(answer(body, "422 Unprocessable"))) as server:
+    with small_server(respond_in_turn(answer(body, "422 Unprocessable"))) as server:
         with pytest.raises(ServiceError, match="nodes = 0") as caught:
             client_of(server.url).submit(KEY, b"")
         assert (caught.value.type, caught.value.field, caught.value.status) == (
@@ -198,7 +198,7 @@ def test_problems_are_raised_as_the_server_raised_them(client_of: Callable[..., 
             "cluster.nodes",
             422,
         )
-    with small_server(says(answer(b'{"type": "unknown-plan"}', "404 Not Found"))) as server:
+    with small_server(respond_in_turn(answer(b'{"type": "unknown-plan"}', "404 Not Found"))) as server:
         with pytest.raises(UnknownPlanError) as unknown:
             client_of(server.url).fetch(KEY, 0, 0.0)
         assert unknown.value.key == KEY
@@ -210,27 +210,27 @@ def test_problems_are_raised_as_the_server_raised_them(client_of: Callable[..., 
 def test_redirects_are_not_followed_and_refusals_not_repeated(
     status: str, client_of: Callable[..., Client]
 ) -> None:
-    with small_server(says(answer(b"<html>", status, "Location: http://127.0.0.1:1/"))) as server:
+    with small_server(respond_in_turn(answer(b"<html>", status, "Location: http://127.0.0.1:1/"))) as server:
         with pytest.raises(ServiceError, match=status[:3]):
             client_of(server.url).fetch(KEY, 0, 0.0)
         assert len(server.requests) == 1
 
 
-def test_failures_that_pass_are_tried_again_when_the_server_says(client_of: Callable[..., Client]) -> None:
+def test_temporary_failures_are_retried_after_the_servers_delay(client_of: Callable[..., Client]) -> None:
     busy = answer(b"", "503 Service Unavailable", "Retry-After: 1")
-    with small_server(says(busy, answer())) as server:
+    with small_server(respond_in_turn(busy, answer())) as server:
         began = time.monotonic()
         client_of(server.url, timeout_s=5.0).submit(KEY, b"")
         assert 1 < time.monotonic() - began < 5
-    with small_server(says(answer(b"", "429 Too Many", "Retry-After: 60"))) as server:
+    with small_server(respond_in_turn(answer(b"", "429 Too Many", "Retry-After: 60"))) as server:
         began = time.monotonic()
         with pytest.raises(ServiceError, match="429"):
             client_of(server.url, timeout_s=5.0).submit(KEY, b"")
         assert time.monotonic() - began < 4.5, "there is no time to wait for so long"
 
 
-def test_another_server_is_asked_and_stays_first(client_of: Callable[..., Client]) -> None:
-    with small_server(FAULTS["closed"]) as dead, small_server(says(answer())) as alive:
+def test_the_next_server_is_used_and_stays_first(client_of: Callable[..., Client]) -> None:
+    with small_server(FAULTS["closed"]) as dead, small_server(respond_in_turn(answer())) as alive:
         client = client_of(dead.url, alive.url)
         for _ in range(3):
             client.submit(KEY, b"")
@@ -244,12 +244,12 @@ def chunked(*parts: bytes) -> bytes:
     return CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
-def test_a_stream_brings_slices_and_problems_in_order(
+def test_a_stream_yields_slices_and_problems_in_order(
     slices: Sequence[bytes], client_of: Callable[..., Client]
 ) -> None:
     packed = Pack.encode(KEY, KEY, {}, b"", slices).slice(1)
     frames = frame(ALIVE, b"") + frame(SLICE, packed) + frame(PROBLEM_FRAME, b'{"type": "unknown-plan"}')
-    with small_server(says(chunked(frames[:3], frames[3:]))) as server:
+    with small_server(respond_in_turn(chunked(frames[:3], frames[3:]))) as server:
         found = client_of(server.url).stream([KEY, bytes(32)], 1, 1.0)
         assert next(found).encode() == slices[1]
         with pytest.raises(UnknownPlanError) as unknown:
@@ -257,16 +257,16 @@ def test_a_stream_brings_slices_and_problems_in_order(
         assert unknown.value.key == bytes(32)
 
 
-def test_what_a_stream_does_not_bring_is_fetched(
+def test_slices_missing_from_a_stream_are_fetched(
     slices: Sequence[bytes], client_of: Callable[..., Client]
 ) -> None:
     packed = Pack.encode(KEY, KEY, {}, b"", slices).slice(1)
     cut = chunked(frame(SLICE, packed) + frame(SLICE, packed)[:-1])
 
-    def talk(connection: socket.socket, head: bytes) -> None:
+    def respond(connection: socket.socket, head: bytes) -> None:
         connection.sendall(cut if b"/stream?" in head else answer(slices[1]))
 
-    with small_server(talk) as server:
+    with small_server(respond) as server:
         found = list(client_of(server.url).stream([KEY] * 3, 1, 1.0))
     assert [each.encode() for each in found] == [slices[1]] * 3
 
@@ -301,13 +301,13 @@ def test_a_token_is_in_a_header_and_in_no_error(client_of: Callable[..., Client]
         "http://a?b",
     ],
 )
-def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
+def test_invalid_server_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Client(url)
     assert "user" not in str(refused.value)
 
 
-def test_certificates_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_certificates_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", Path(__file__)):
         with pytest.raises(ConfigError, match="ca"):
             Client("https://planner", ca=path)
@@ -316,7 +316,7 @@ def test_certificates_that_cannot_be_read(tmp_path: Path) -> None:
 # ---- the real server
 
 
-def test_every_call_of_a_server(
+def test_every_client_call_works_on_a_real_server(
     server: Server, client_of: Callable[..., Client], slices: Sequence[bytes]
 ) -> None:
     client, key, unknown = client_of(server.url, timeout_s=10.0), REQUEST.key, bytes(32)
@@ -338,9 +338,7 @@ def test_every_call_of_a_server(
         Client(server.url, "another-token-of-16").state(key)
 
 
-def test_a_forked_process_has_connections_of_its_own(
-    server: Server, client_of: Callable[..., Client]
-) -> None:
+def test_a_forked_process_opens_its_own_connections(server: Server, client_of: Callable[..., Client]) -> None:
     client, key = client_of(server.url, timeout_s=10.0), REQUEST.key
     client.submit(key, REQUEST.data)
     open_stream = client.stream([key] * 3, 0, 60.0)
@@ -359,7 +357,7 @@ def test_a_forked_process_has_connections_of_its_own(
     assert client.fetch(key, 1, 60.0).rank == 1
 
 
-def test_a_fork_waits_until_the_event_loop_holds_nothing() -> None:
+def test_a_fork_waits_until_the_event_loop_holds_no_lock() -> None:
     """A lock of its thread, such as an import lock, would stay locked in the child forever."""
     lock, held = threading.Lock(), threading.Event()
 

@@ -78,7 +78,7 @@ def test_clients_go_through_nginx(front: tuple[str, Path]) -> None:
         stranger.fetch(REQUEST.key, 0, 0.0)
 
 
-def test_hits_do_not_reach_the_server(front: tuple[str, Path], server: Server) -> None:
+def test_cache_hits_do_not_reach_the_server(front: tuple[str, Path], server: Server) -> None:
     url, ca = front
 
     def deliveries() -> float:

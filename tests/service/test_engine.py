@@ -42,12 +42,12 @@ def run(
     return asyncio.run(main())
 
 
-def asked(request: Request) -> PlanRequest:
+def plan_request(request: Request) -> PlanRequest:
     return PlanRequest(request.key, request.data, request.job.digest, RANKS)
 
 
 async def submit(engine: Engine, request: Request, ahead: int = 0) -> State:
-    entry = await engine.submit(asked(request), "anyone", ahead)
+    entry = await engine.submit(plan_request(request), "anyone", ahead)
     return entry.state
 
 
@@ -55,9 +55,9 @@ def value(counter: Any) -> float:
     return float(counter._value.get())
 
 
-def test_a_request_is_planned_once_for_all_who_ask(workers: ProcessExecutor) -> None:
+def test_a_request_is_planned_once_for_all_clients(workers: ProcessExecutor) -> None:
     async def test(engine: Engine) -> list[Pack | None]:
-        early = asyncio.create_task(engine.pack(Request(0).key, 20.0))  # before anybody submits it
+        early = asyncio.create_task(engine.pack(Request(0).key, 20.0))  # before it is submitted
         await asyncio.sleep(0)
         states = [await submit(engine, Request(0)) for _ in range(3)]
         assert set(states) <= {State.QUEUED, State.PLANNING}
@@ -71,7 +71,7 @@ def test_a_request_is_planned_once_for_all_who_ask(workers: ProcessExecutor) -> 
         assert [expanded(pack.slice(rank)) for rank in range(RANKS)] == Request(0).slices()
 
 
-def test_what_nobody_submitted_is_unknown_and_what_is_not_ready_is_none(workers: ProcessExecutor) -> None:
+def test_an_unsubmitted_plan_is_unknown_and_an_unfinished_one_is_none(workers: ProcessExecutor) -> None:
     async def test(engine: Engine) -> None:
         with pytest.raises(UnknownPlanError):
             await engine.pack(Request(1).key, 0.0)
@@ -86,7 +86,7 @@ def test_what_nobody_submitted_is_unknown_and_what_is_not_ready_is_none(workers:
     run(workers, test)
 
 
-def test_a_refused_request_says_why_to_everybody(workers: ProcessExecutor) -> None:
+def test_all_clients_get_the_reason_of_a_refusal(workers: ProcessExecutor) -> None:
     job = Job(Cluster(1, RANKS), Model(4, 2, 16), Policy(find_recipe("fcp"), token_cap=10), 512)
     request = Request(2, job)
 
@@ -102,7 +102,7 @@ def test_a_refused_request_says_why_to_everybody(workers: ProcessExecutor) -> No
     run(workers, test)
 
 
-def test_a_worker_that_is_killed_costs_nothing(workers: ProcessExecutor) -> None:
+def test_the_task_of_a_killed_worker_is_repeated(workers: ProcessExecutor) -> None:
     killed = []
 
     async def test(engine: Engine) -> None:
@@ -130,7 +130,7 @@ def test_a_worker_that_is_killed_costs_nothing(workers: ProcessExecutor) -> None
     [(die, "quarantined"), (hang, "too-long"), (hog, "failed")],
     ids=["dies", "hangs", "memory"],
 )
-def test_a_request_that_harms_workers_is_set_aside(work: Any, type: str) -> None:
+def test_a_request_that_kills_workers_is_refused(work: Any, type: str) -> None:
     workers = ProcessExecutor(2, task_s=8.0, memory_bytes=4 << 30)
     try:
 
@@ -148,7 +148,7 @@ def test_a_request_that_harms_workers_is_set_aside(work: Any, type: str) -> None
         workers.shutdown(cancel_futures=True)
 
 
-def test_the_queue_has_an_end(workers: ProcessExecutor) -> None:
+def test_the_length_of_the_queue_is_limited(workers: ProcessExecutor) -> None:
     async def test(engine: Engine) -> None:
         for number in range(10, 13):  # one is planned, two in the queue
             await submit(engine, Request(number))
@@ -164,7 +164,7 @@ def test_the_queue_has_an_end(workers: ProcessExecutor) -> None:
 def test_a_tenant_that_fills_the_queue_leaves_others_their_share(workers: ProcessExecutor) -> None:
     async def ask(engine: Engine, number: int, tenant: str) -> None:
         request = Request(number)
-        await engine.submit(asked(request), tenant)
+        await engine.submit(plan_request(request), tenant)
 
     async def test(engine: Engine) -> None:
         for number in range(60, 63):  # one is planned
@@ -177,7 +177,7 @@ def test_a_tenant_that_fills_the_queue_leaves_others_their_share(workers: Proces
     run(workers, test, limits=Limits(queued=2))
 
 
-def test_memory_is_bounded_and_what_is_dropped_is_read_again(
+def test_memory_is_bounded_and_dropped_plans_are_read_from_the_store(
     workers: ProcessExecutor, tmp_path: Path
 ) -> None:
     requests = [Request(number) for number in range(20, 30)]
@@ -196,7 +196,7 @@ def test_memory_is_bounded_and_what_is_dropped_is_read_again(
     run(workers, test, Folder(tmp_path), Limits(cached_bytes=20_000, known=4))
 
 
-def test_without_a_store_what_is_dropped_is_unknown_and_submitted_again(workers: ProcessExecutor) -> None:
+def test_without_a_store_dropped_plans_are_unknown_until_resubmitted(workers: ProcessExecutor) -> None:
     async def test(engine: Engine) -> None:
         for number in range(30, 33):
             await submit(engine, Request(number))
@@ -209,7 +209,7 @@ def test_without_a_store_what_is_dropped_is_unknown_and_submitted_again(workers:
     run(workers, test, limits=Limits(cached_bytes=1))
 
 
-def test_a_restart_finds_what_was_planned(workers: ProcessExecutor, tmp_path: Path) -> None:
+def test_a_restarted_engine_finds_earlier_plans(workers: ProcessExecutor, tmp_path: Path) -> None:
     async def first(engine: Engine) -> None:
         await submit(engine, Request(40))
         assert await engine.pack(Request(40).key, 30.0)
@@ -225,7 +225,7 @@ def test_a_restart_finds_what_was_planned(workers: ProcessExecutor, tmp_path: Pa
     run(workers, second, Folder(tmp_path))
 
 
-def test_what_another_server_put_into_the_store_is_given_to_all_who_wait(
+def test_a_plan_stored_by_another_server_is_given_to_all_waiting_clients(
     workers: ProcessExecutor, tmp_path: Path
 ) -> None:
     async def test(engine: Engine) -> None:
@@ -247,7 +247,7 @@ class Full(Folder):
         raise StoreError("cannot keep a plan")
 
 
-def test_planning_goes_on_where_the_store_fails(workers: ProcessExecutor, tmp_path: Path) -> None:
+def test_planning_continues_if_the_store_fails(workers: ProcessExecutor, tmp_path: Path) -> None:
     async def test(engine: Engine) -> None:
         await submit(engine, Request(50))
         assert await engine.pack(Request(50).key, 30.0)
@@ -257,14 +257,14 @@ def test_planning_goes_on_where_the_store_fails(workers: ProcessExecutor, tmp_pa
     run(workers, test, Full(tmp_path))
 
 
-def test_a_page_is_made_of_a_request(workers: ProcessExecutor) -> None:
+def test_the_engine_makes_the_page_of_a_request(workers: ProcessExecutor) -> None:
     page = run(
         workers, lambda engine: engine.make(plan_page, PlanRequest(b"1", Request(60).data, b"j", RANKS), "a")
     )
     assert page.startswith(b"<!doctype html>")
 
 
-def test_a_program_without_a_guard_of_its_main_module_is_run_once(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     lines = [
         "print('begun')",
         "from apportion.service.workers import ProcessExecutor, plan_pack",

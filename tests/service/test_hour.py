@@ -20,7 +20,7 @@ def entry(
 
 
 ENTRIES = [
-    entry(NOW - 30 * 60 - 1, NOW - 1, 2.0),  # ready half an hour ago, wanted in the last minute
+    entry(NOW - 30 * 60 - 1, NOW - 1, 2.0),  # ready half an hour ago, first requested in the last minute
     entry(NOW - 50, NOW - 53, 4.0),  # a rank waited for it, three seconds
     entry(NOW - 40, None, 0.0, tenant="b"),  # from the store, not wanted yet
     entry(NOW - 3700, None, 1.0),  # before the hour, still ahead
@@ -29,7 +29,7 @@ ENTRIES = [
 ]
 
 
-def test_minutes_have_medians_and_what_is_ahead() -> None:
+def test_minutes_have_medians_and_the_number_of_plans_ahead() -> None:
     found = minutes(ENTRIES, NOW)
     assert len(found) == 60
     assert [minute.ahead for minute in (found[0], found[28], found[29], found[58], found[59])] == [

@@ -57,7 +57,7 @@ def frames(data: bytes) -> list[tuple[int, bytes]]:
 # ---- plans by key
 
 
-def test_a_request_is_submitted_and_its_slices_are_for_ever(client: httpx.Client) -> None:
+def test_slices_of_a_submitted_request_are_immutable(client: httpx.Client) -> None:
     request = Request(0)
     first = request.put(client, ahead=3)
     assert first.status_code == 202
@@ -84,7 +84,7 @@ def test_json_and_msgpack_are_the_same_request(client: httpx.Client) -> None:
     assert request.put(client).status_code == 200
 
 
-def test_a_plan_in_the_making_is_said_to_be(client: httpx.Client) -> None:
+def test_an_unfinished_plan_is_answered_with_202(client: httpx.Client) -> None:
     slow = [Request(number) for number in range(200, 220)]
     for request in slow:
         request.put(client)
@@ -94,7 +94,7 @@ def test_a_plan_in_the_making_is_said_to_be(client: httpx.Client) -> None:
     assert client.get(f"/v1/plans/{slow[-1].hex}").json()["state"] in ("queued", "planning")
 
 
-def test_state_report_and_list(client: httpx.Client) -> None:
+def test_state_report_and_list_of_plans(client: httpx.Client) -> None:
     request = ready(client, Request(2))
     state = client.get(f"/v1/plans/{request.hex}").json()
     assert (state["state"], state["ranks"], state["tenant"]) == ("ready", RANKS, ANYONE)
@@ -109,7 +109,7 @@ def test_state_report_and_list(client: httpx.Client) -> None:
     assert hour["tenants"][0]["planning_s"] > 0
 
 
-def test_a_plan_for_people(client: httpx.Client) -> None:
+def test_a_plan_can_be_requested_in_plain_json(client: httpx.Client) -> None:
     answer = client.post("/v1/plan", json=EXAMPLE)
     assert answer.status_code == 200
     assert answer.json()["report"]["ranks"] == 4
@@ -162,7 +162,7 @@ def test_a_stream_ends_where_a_slice_is_not_ready_in_time(client: httpx.Client) 
         ("POST", "/v1/plan", "media-type", None),
     ],
 )
-def test_a_wrong_request_is_a_problem(
+def test_a_wrong_request_gets_a_problem_document(
     client: httpx.Client, method: str, path: str, type: str, field: str
 ) -> None:
     answer = client.request(method, path)
@@ -189,7 +189,7 @@ def test_a_wrong_field_is_named(client: httpx.Client, change: dict, field: str |
     assert field is None or found["field"].startswith(field)
 
 
-def test_a_key_of_another_request_and_a_rank_that_is_not_there(client: httpx.Client) -> None:
+def test_a_wrong_key_and_an_unknown_rank_are_refused(client: httpx.Client) -> None:
     wrong = client.put(f"/v1/plans/{'00' * 32}", content=Request(3).data, headers=MSGPACK)
     assert (wrong.status_code, wrong.json()["type"]) == (409, "wrong-key")
     assert Request(3).hex in wrong.json()["detail"]
@@ -207,7 +207,7 @@ def test_too_many_tokens_are_refused(client: httpx.Client) -> None:
 # ---- tokens
 
 
-def test_without_the_token_nothing_is_said_but_health(server: Server) -> None:
+def test_without_the_token_only_health_is_answered(server: Server) -> None:
     with client_of(server.url, None) as client:
         for path in ("/v1/plans", "/metrics", f"/v1/plans/{'00' * 32}/ranks/0", "/v1/ranks/0/stream"):
             assert client.get(path).status_code == 401
@@ -236,13 +236,13 @@ def test_tokens_are_read_from_lines(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rule):
             Tokens.read(None, file)
     with pytest.raises(ConfigError, match="16"):
-        Tokens.read("", None)  # of an empty file: no server without a token that was meant to have one
+        Tokens.read("", None)  # an empty file must not start a server without a token
 
 
 # ---- connections
 
 
-def spoken(server: Server, data: bytes, most_s: float = 5.0) -> bytes:
+def send_raw(server: Server, data: bytes, most_s: float = 5.0) -> bytes:
     """The server's output until it closes the connection."""
     parts = urlsplit(server.url)
     said, until = b"", time.monotonic() + most_s
@@ -272,17 +272,17 @@ def spoken(server: Server, data: bytes, most_s: float = 5.0) -> bytes:
     ],
     ids=["trailers", "no-token", "large", "url", "header"],
 )
-def test_what_has_no_end_is_not_read(server: Server, data: bytes, status: bytes) -> None:
-    said = spoken(server, data)
+def test_oversized_and_endless_requests_are_not_read(server: Server, data: bytes, status: bytes) -> None:
+    said = send_raw(server, data)
     assert said.startswith(b"HTTP/1.1 " + status) or not said  # a reset may overtake the answer
     assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
-def test_a_token_in_a_trailer_is_none(server: Server) -> None:
+def test_a_token_in_a_trailer_is_not_accepted(server: Server) -> None:
     head = (
         b"POST /v1/plan HTTP/1.1\r\nHost: a\r\nTrailer: authorization\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
-    said = spoken(server, head + f"0\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+    said = send_raw(server, head + f"0\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
     assert b" 401 " in said.split(b"\r\n")[0]
 
 
@@ -298,7 +298,7 @@ def test_openapi_has_every_route_and_metrics_count(client: httpx.Client) -> None
     assert "apportion_planning_seconds_bucket" in text
 
 
-def test_a_server_that_ends_ends_its_workers(tmp_path: Path) -> None:
+def test_a_server_ends_its_workers_when_it_stops(tmp_path: Path) -> None:
     with serving(tmp_path, options=["--workers", "1"]) as server:
         with client_of(server.url, None) as client:
             ready(client, Request(5))
@@ -307,7 +307,7 @@ def test_a_server_that_ends_ends_its_workers(tmp_path: Path) -> None:
     assert not running(children, 10.0)
 
 
-def test_a_killed_server_leaves_no_worker_and_its_plans(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_its_plans_and_no_workers(tmp_path: Path) -> None:
     with serving(tmp_path, options=["--workers", "1"]) as server, client_of(server.url, None) as client:
         ready(client, Request(6))
         time.sleep(0.3)
@@ -323,11 +323,11 @@ def test_a_killed_server_leaves_no_worker_and_its_plans(tmp_path: Path) -> None:
         )
 
 
-def test_a_port_that_is_taken_is_named(server: Server) -> None:
+def test_a_port_in_use_is_named(server: Server) -> None:
     port = urlsplit(server.url).port
     with pytest.raises(ExecutionError, match="--host, --port"), serving(None, options=["--port", str(port)]):
         pass
 
 
-def test_the_example_is_json() -> None:
+def test_the_example_request_is_json() -> None:
     assert json.loads(json.dumps(EXAMPLE)) == EXAMPLE

@@ -20,7 +20,7 @@ def pack() -> Pack:
     return REQUEST.pack()
 
 
-def reading(data: bytes, seen: list[int] | None = None) -> Read:
+def reader_of(data: bytes, seen: list[int] | None = None) -> Read:
     def read(offset: int, size: int) -> bytes:
         found = data[offset : offset + size]
         if seen is not None:
@@ -30,7 +30,7 @@ def reading(data: bytes, seen: list[int] | None = None) -> Read:
     return read
 
 
-def test_a_pack_has_what_ranks_get_and_what_was_asked(pack: Pack) -> None:
+def test_a_pack_has_the_slices_of_all_ranks_and_the_request(pack: Pack) -> None:
     assert [expanded(pack.slice(rank)) for rank in range(RANKS)] == REQUEST.slices()
     assert (pack.request, pack.key, pack.ranks) == (REQUEST.data, REQUEST.key, RANKS)
     assert pack.report["ranks"] == RANKS
@@ -38,20 +38,20 @@ def test_a_pack_has_what_ranks_get_and_what_was_asked(pack: Pack) -> None:
     assert REQUEST.pack().data == pack.data  # equal requests, equal bytes
 
 
-def test_one_slice_is_read_without_the_others(pack: Pack) -> None:
+def test_a_slice_is_read_without_the_others(pack: Pack) -> None:
     seen: list[int] = []
     big = pack.data + bytes(1 << 20)  # what follows is not read, either
-    found = read_slice(reading(big, seen), REQUEST.key, 2)
+    found = read_slice(reader_of(big, seen), REQUEST.key, 2)
     assert found.encode() == REQUEST.slices()[2]
     assert sum(seen) <= (64 << 10) + len(pack.slice(2))
 
 
-def test_a_rank_that_is_not_there_is_refused(pack: Pack) -> None:
+def test_an_unknown_rank_is_refused(pack: Pack) -> None:
     with pytest.raises(ConfigError, match=r"rank = 4: must be in \[0, 3\]"):
-        read_slice(reading(pack.data), REQUEST.key, RANKS)
+        read_slice(reader_of(pack.data), REQUEST.key, RANKS)
 
 
-def test_no_changed_byte_is_taken_for_a_plan(pack: Pack) -> None:
+def test_a_pack_with_any_changed_byte_is_refused(pack: Pack) -> None:
     rng, slices = random.Random(5), REQUEST.slices()
     for _ in range(300):
         data = bytearray(pack.data)
@@ -61,7 +61,7 @@ def test_no_changed_byte_is_taken_for_a_plan(pack: Pack) -> None:
             Pack.decode(bytes(data), REQUEST.key)
         for rank in range(RANKS):  # one slice may be whole where another is not
             try:
-                found = read_slice(reading(bytes(data)), REQUEST.key, rank)
+                found = read_slice(reader_of(bytes(data)), REQUEST.key, rank)
             except DecodeError:
                 continue
             assert isinstance(found, IterationSlice)
@@ -74,5 +74,5 @@ def test_no_changed_byte_is_taken_for_a_plan(pack: Pack) -> None:
         Pack.decode(pack.data + b"a")
 
 
-def test_the_key_is_of_the_request_alone() -> None:
+def test_the_key_depends_only_on_the_request() -> None:
     assert Request(1).key == JOB.request_key(Request(1).batches) != Request(2).key

@@ -33,7 +33,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_runs_go_on_where_they_stopped(tmp_path: Path, workers: ProcessExecutor) -> None:
+def test_a_stopped_run_is_continued_by_the_next(tmp_path: Path, workers: ProcessExecutor) -> None:
     seen: list[tuple[int, int]] = []
     first = precompute(work(3), tmp_path / "a", workers, 2)
     rest = precompute(work(8), tmp_path / "a", workers, 2, lambda *at: seen.append(at))
@@ -45,7 +45,7 @@ def test_runs_go_on_where_they_stopped(tmp_path: Path, workers: ProcessExecutor)
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
-def test_every_iteration_of_every_epoch_is_there(tmp_path: Path, workers: ProcessExecutor) -> None:
+def test_every_iteration_of_every_epoch_is_planned(tmp_path: Path, workers: ProcessExecutor) -> None:
     asked, store = work(8), Folder(tmp_path)
     summary = precompute(asked, tmp_path, workers, 2)
     epochs = [asked.sampling.epoch(epoch) for epoch in range(8)]
@@ -58,7 +58,7 @@ def test_every_iteration_of_every_epoch_is_there(tmp_path: Path, workers: Proces
 
 
 @pytest.mark.parametrize(("other", "field"), [({"seed_of": 1}, "lengths"), ({"shuffle": False}, "shuffle")])
-def test_a_folder_for_something_else_is_refused(
+def test_a_folder_of_another_job_is_refused(
     other: dict[str, object], field: str, tmp_path: Path, workers: ProcessExecutor
 ) -> None:
     precompute(work(1), tmp_path, workers, 2)
@@ -72,7 +72,7 @@ def test_a_folder_for_something_else_is_refused(
 @pytest.mark.parametrize(
     "record", [b"", b"[1]", b"{}", b'{"iterations": "x"}', b'{"iterations": 5}', b"\xff"]
 )
-def test_a_record_that_is_damaged_is_named(record: bytes, tmp_path: Path, workers: ProcessExecutor) -> None:
+def test_a_damaged_record_is_named(record: bytes, tmp_path: Path, workers: ProcessExecutor) -> None:
     (tmp_path / "precompute.json").write_bytes(record)
     with pytest.raises(ConfigError):
         precompute(work(1), tmp_path, workers, 2)
@@ -88,7 +88,7 @@ def test_a_batch_that_cannot_be_planned_is_named(tmp_path: Path, workers: Proces
 
 
 @pytest.mark.slow
-def test_killed_anywhere_the_command_goes_on(tmp_path: Path) -> None:
+def test_the_command_continues_after_being_killed_anywhere(tmp_path: Path) -> None:
     lengths, out = tmp_path / "lengths.jsonl", tmp_path / "plans"
     lengths.write_text("\n".join(map(str, LENGTHS.tolist())))
     words = [

@@ -48,7 +48,7 @@ def test_the_nearest_deadline_comes_first(clock: Clock) -> None:
 
 def test_a_deadline_follows_the_steps_of_the_job(clock: Clock) -> None:
     schedule = Schedule(1, clock)
-    assert schedule.due(b"slow", 2) == schedule.due(b"fast", 2) == 102.0  # nobody knows yet
+    assert schedule.due(b"slow", 2) == schedule.due(b"fast", 2) == 102.0  # not known yet
     for _ in range(40):
         clock.now += 0.2
         schedule.due(b"fast", 0)
@@ -59,7 +59,7 @@ def test_a_deadline_follows_the_steps_of_the_job(clock: Clock) -> None:
     assert schedule.due(b"fast", 2) - clock.now == pytest.approx(0.4, rel=0.3)  # after a long pause, too
 
 
-def test_tenants_share_the_time_of_workers_however_much_one_submits(clock: Clock) -> None:
+def test_tenants_share_worker_time_regardless_of_their_number_of_requests(clock: Clock) -> None:
     schedule = Schedule(1, clock)
     for number in range(50):
         schedule.add(entry("m", number, "many"))
@@ -68,7 +68,7 @@ def test_tenants_share_the_time_of_workers_however_much_one_submits(clock: Clock
     assert order(schedule, 1.0)[:10].count("f") == 5
 
 
-def test_time_that_a_tenant_has_had_is_forgotten(clock: Clock) -> None:
+def test_past_worker_time_of_a_tenant_is_forgotten(clock: Clock) -> None:
     schedule = Schedule(1, clock)
     schedule.ended(entry("x", tenant="a"), 100.0)
     clock.now += 3600.0
@@ -78,7 +78,7 @@ def test_time_that_a_tenant_has_had_is_forgotten(clock: Clock) -> None:
     assert order(schedule) == "ab"
 
 
-def test_a_lane_is_left_to_light_requests(clock: Clock) -> None:
+def test_one_lane_is_reserved_for_light_requests(clock: Clock) -> None:
     schedule = Schedule(1, clock)
     heavy, light = entry("h", 0.0, job="heavy"), entry("l", 9.0, job="light")
     schedule.ended(heavy, 30.0)
@@ -92,7 +92,7 @@ def test_a_lane_is_left_to_light_requests(clock: Clock) -> None:
     assert schedule.next([]).key == b"H"
 
 
-def test_a_job_that_is_new_takes_no_second_lane(clock: Clock) -> None:
+def test_a_new_job_gets_only_one_lane(clock: Clock) -> None:
     schedule = Schedule(1, clock)
     first, second, other = (
         entry("n", 0.0, job="new"),

@@ -22,7 +22,7 @@ checks.positive_data_acceptance.expected-statuses = ["2xx", "409", "422", "429"]
 """
 
 
-def test_the_server_keeps_to_its_document(server: Server, tmp_path: Path) -> None:
+def test_the_server_conforms_to_its_openapi_document(server: Server, tmp_path: Path) -> None:
     (tmp_path / "schemathesis.toml").write_text(CONFIG)
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", "schemathesis.toml", "--no-color"]
     command += ["run", f"{server.url}/openapi.json", "--checks", "all", "--continue-on-failure"]

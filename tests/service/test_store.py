@@ -40,7 +40,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path) if request.param == "folder" else request.getfixturevalue("redis_url")
 
 
-def test_what_was_put_is_read_back(target: str, packs: list[Pack]) -> None:
+def test_a_stored_pack_is_read_back(target: str, packs: list[Pack]) -> None:
     with closing(open_store(target)) as store:
         assert store.get(bytes(32)) is None
         assert store.slice(bytes(32), 0) is None
@@ -54,8 +54,8 @@ def test_what_was_put_is_read_back(target: str, packs: list[Pack]) -> None:
         assert store.problem() is None
 
 
-def spoil(target: str, key: bytes, data: bytes) -> None:
-    """Puts other bytes where the store has a pack."""
+def overwrite_pack(target: str, key: bytes, data: bytes) -> None:
+    """Overwrites a pack of the store with other bytes."""
     if target.startswith("redis"):
         import redis
 
@@ -66,7 +66,7 @@ def spoil(target: str, key: bytes, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["cut", "changed", "renamed", "empty"])
-def test_what_is_damaged_is_as_if_it_were_not_there(target: str, wrong: str, packs: list[Pack]) -> None:
+def test_a_damaged_pack_counts_as_missing(target: str, wrong: str, packs: list[Pack]) -> None:
     pack = packs[1]
     changed = bytearray(pack.data)
     changed[-1] ^= 1  # of the last rank's slice
@@ -74,13 +74,13 @@ def test_what_is_damaged_is_as_if_it_were_not_there(target: str, wrong: str, pac
     with closing(open_store(target)) as store:
         for read in (lambda: store.get(pack.key), lambda: store.slice(pack.key, RANKS - 1)):
             store.put(pack)
-            spoil(target, pack.key, data)
+            overwrite_pack(target, pack.key, data)
             assert read() is None
             store.put(pack)
             assert store.get(pack.key).data == pack.data
 
 
-def test_a_server_plans_what_its_folder_lost(tmp_path: Path) -> None:
+def test_a_server_replans_what_its_folder_lost(tmp_path: Path) -> None:
     for _ in range(2):
         with (
             serving(tmp_path, options=["--workers", "1"], token=TOKEN) as server,
@@ -114,7 +114,7 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path, packs: list[Pack]) -> 
     assert store.get(REQUEST.key).data == outside.read_bytes()
 
 
-def test_a_full_disk_is_said_and_leaves_nothing_half(tmp_path: Path, packs: list[Pack]) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_file(tmp_path: Path, packs: list[Pack]) -> None:
     store, limit = Folder(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -130,30 +130,30 @@ def test_a_full_disk_is_said_and_leaves_nothing_half(tmp_path: Path, packs: list
     assert store.problem() is None
 
 
-def aged(store: Folder, packs: list[Pack]) -> None:
-    """The packs, the first one unused for the longest time: a day for each pack behind it."""
+def put_aged(store: Folder, packs: list[Pack]) -> None:
+    """Stores the packs, the first the longest unused: a day older per later pack."""
     for days, pack in enumerate(reversed(packs)):
         store.put(pack)
         os.utime(store.path(pack.key), (time.time() - days * 86400,) * 2)
 
 
-def kept(store: Folder, packs: list[Pack]) -> list[int]:
+def stored_numbers(store: Folder, packs: list[Pack]) -> list[int]:
     return [number for number, pack in enumerate(packs) if store.path(pack.key).is_file()]
 
 
-def test_the_longest_unused_are_evicted_by_size_and_by_age(tmp_path: Path, packs: list[Pack]) -> None:
+def test_the_least_recently_used_packs_are_evicted_by_size_and_age(tmp_path: Path, packs: list[Pack]) -> None:
     store = Folder(tmp_path)
-    aged(store, packs)
+    put_aged(store, packs)
     assert store.prune(max_age_s=2.5 * 86400) == (1, len(packs[0].data))
-    assert kept(store, packs) == [1, 2, 3]
-    assert store.get(packs[1].key) is not None  # which makes it young
+    assert stored_numbers(store, packs) == [1, 2, 3]
+    assert store.get(packs[1].key) is not None  # reading renews its age
     assert store.prune(max_bytes=len(packs[1].data) + len(packs[3].data))[0] == 1
-    assert kept(store, packs) == [1, 3]
+    assert stored_numbers(store, packs) == [1, 3]
     full = Folder(tmp_path, max_bytes=2 * len(packs[0].data))
     for pack in packs:
         full.put(pack)
-    assert len(kept(full, packs)) <= 2
-    assert 3 in kept(full, packs)
+    assert len(stored_numbers(full, packs)) <= 2
+    assert 3 in stored_numbers(full, packs)
 
 
 def _put_often(root: Path, packs: list[bytes]) -> None:
@@ -188,33 +188,33 @@ def test_many_plans_are_counted_quickly(tmp_path: Path) -> None:
     assert time.process_time() - began < 5.0
 
 
-def test_a_folder_that_cannot_be_counted_is_said(tmp_path: Path, packs: list[Pack]) -> None:
+def test_an_unreadable_folder_is_reported(tmp_path: Path, packs: list[Pack]) -> None:
     store = Folder(tmp_path, max_bytes=1 << 20)
     store.put(packs[0])
     shelf = tmp_path / __version__ / "zz"
-    shelf.symlink_to(shelf)  # as one that another user closed
+    shelf.symlink_to(shelf)  # like a folder closed by another user
     with pytest.raises(StoreError, match="zz"):
         Folder(tmp_path, max_bytes=1 << 20).put(packs[1])
     shelf.unlink()
 
 
-# ---- what is no store
+# ---- invalid stores
 
 
 @pytest.mark.parametrize("target", ["", "redis://127.0.0.1:port/0"])
-def test_what_names_no_store_is_refused(target: str) -> None:
+def test_invalid_store_names_are_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="store"):
         open_store(target)
 
 
-def test_a_redis_that_is_gone_is_said(redis_url: str, packs: list[Pack]) -> None:
+def test_an_unreachable_redis_is_reported(redis_url: str, packs: list[Pack]) -> None:
     with pytest.raises(StoreError):
         open_store("redis://user:word@127.0.0.1:1/0")
     store: Store = open_store(redis_url)
     store.close()
 
 
-def test_a_redis_that_hangs_is_waited_for_once(tmp_path: Path, packs: list[Pack]) -> None:
+def test_a_hanging_redis_is_waited_for_only_once(tmp_path: Path, packs: list[Pack]) -> None:
     import redis
 
     with redis_server(tmp_path) as url, closing(open_store(url)) as store:
@@ -235,7 +235,7 @@ def test_a_redis_that_hangs_is_waited_for_once(tmp_path: Path, packs: list[Pack]
         assert store.problem() is None
 
 
-def test_a_redis_that_is_full_is_said_though_it_can_be_read(tmp_path: Path, packs: list[Pack]) -> None:
+def test_a_full_redis_is_reported_although_it_can_be_read(tmp_path: Path, packs: list[Pack]) -> None:
     import redis
 
     with redis_server(tmp_path) as url, closing(open_store(url)) as store:

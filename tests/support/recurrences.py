@@ -31,7 +31,7 @@ def changed(plan: Plan, name: str, edit: Edit) -> Plan:
 
 
 def setting(column: str, row: int, value: int) -> Edit:
-    """An edit of one number."""
+    """An edit that sets one number."""
 
     def edit(columns: dict[str, Ints]) -> None:
         columns[column][row] = value

@@ -17,7 +17,7 @@ from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks.cases import model, recipe
 
 
-def piece_of(batch: Batch) -> Slice:
+def slice_of(batch: Batch) -> Slice:
     return api.plan(batch, Cluster(1, 1), model(2), recipe(), verify=False).for_rank(0)
 
 
@@ -27,8 +27,8 @@ def inputs_of(handle: PlanHandle) -> list[torch.Tensor]:
     return [torch.zeros(handle.rows, count, header.head_dim, dtype=handle.dtype) for count in heads]
 
 
-def test_names_that_people_know_are_answered_with_the_name_here() -> None:
-    handle = PlanHandle(piece_of(Batch.from_lengths([6])))
+def test_arguments_named_as_in_other_libraries_are_answered_with_ours() -> None:
+    handle = PlanHandle(slice_of(Batch.from_lengths([6])))
     q, k, v = inputs_of(handle)
     for name, value, remedy in (
         ("window_size", (7, 0), r"window=left \+ 1"),
@@ -47,8 +47,8 @@ def test_names_that_people_know_are_answered_with_the_name_here() -> None:
         planned_attention(q, k, v, handle, dropout_prob=0.1)
 
 
-def test_without_a_handle_attention_says_where_it_is() -> None:
-    q, k, v = inputs_of(PlanHandle(piece_of(Batch.from_lengths([6]))))
+def test_a_missing_handle_is_an_error_that_says_where_to_find_it() -> None:
+    q, k, v = inputs_of(PlanHandle(slice_of(Batch.from_lengths([6]))))
     for wrong in (None, "batch"):
         with pytest.raises(
             ConfigError, match=r"handle = .*: planned attention runs under a plan; pass batch\.handle"
@@ -56,8 +56,8 @@ def test_without_a_handle_attention_says_where_it_is() -> None:
             planned_attention(q, k, v, wrong)
 
 
-def test_heads_first_is_told_from_cross_attention() -> None:
-    handle = PlanHandle(piece_of(Batch.from_lengths([6])))
+def test_heads_first_is_distinguished_from_cross_attention() -> None:
+    handle = PlanHandle(slice_of(Batch.from_lengths([6])))
     given = inputs_of(handle)
     for rows in (given, [x[None] for x in given]):
         q, k, v = (x.transpose(-3, -2) for x in rows)
@@ -71,7 +71,7 @@ def test_heads_first_is_told_from_cross_attention() -> None:
 
 
 def test_a_window_on_a_causal_plan_is_an_error_that_names_layer_kind_and_remedy() -> None:
-    handle = PlanHandle(piece_of(Batch.from_lengths([6])))
+    handle = PlanHandle(slice_of(Batch.from_lengths([6])))
     qkv = inputs_of(handle)
     for _ in range(2):
         planned_attention(*qkv, handle, window=-1, causal=True, layer=0)
@@ -87,9 +87,9 @@ def test_a_window_on_a_causal_plan_is_an_error_that_names_layer_kind_and_remedy(
             planned_attention(*qkv, handle, window=wrong)
 
 
-def test_what_a_layer_says_is_told_by_kind() -> None:
+def test_a_mask_declared_by_a_layer_is_checked_against_its_kind() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(512)}
-    handle = PlanHandle(piece_of(Batch.from_lengths([6], kinds)))  # shorter than the window
+    handle = PlanHandle(slice_of(Batch.from_lengths([6], kinds)))  # shorter than the window
     qkv = [x.requires_grad_() for x in inputs_of(handle)]
     planned_attention(*qkv, handle, "local", window=512, causal=True, layer="layers.1").sum().backward()
     with pytest.raises(ConfigError, match="call it with kind='local', which is sliding window of 512"):
@@ -98,7 +98,7 @@ def test_what_a_layer_says_is_told_by_kind() -> None:
         planned_attention(*qkv, handle, "local", window=-1)
 
 
-def test_compiled_layers_hold_what_they_say_against_every_plan() -> None:
+def test_compiled_layers_check_their_declared_mask_against_every_plan() -> None:
     """One graph for plans of any mask, and the error of eager mode."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -117,7 +117,7 @@ def test_compiled_layers_hold_what_they_say_against_every_plan() -> None:
         masks.sliding_window(8, 1),
     ]
     for number, mask in enumerate([*plans, masks.causal()]):
-        handle = PlanHandle(piece_of(Batch.from_lengths([6], mask)))
+        handle = PlanHandle(slice_of(Batch.from_lengths([6], mask)))
         qkv = [x.requires_grad_() for x in inputs_of(handle)]
         if number < 3:
             fast(*qkv, handle, "1").sum().backward()

@@ -49,7 +49,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 @pytest.fixture
 def computing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU takes the GPU's place."""
+    """Lets the CPU stand in for a GPU."""
     monkeypatch.setattr(bench, "device_obstacle", lambda *_: None)
 
 
@@ -59,7 +59,7 @@ def plan_of(ranks: int, recipe: str = "fcp", mask: SlidingWindow | None = None, 
 
 
 def measure(plan: Plan, engines: tuple[str, ...] = ("flash",)) -> tuple[list[AttentionRow], list[str]] | None:
-    """(rows, what was skipped) in one process, of a clock that stands still."""
+    """(rows, skipped recipes) in one process with a constant clock."""
     skipped = []
     return jobs_bench.bench_of(Communicator(), engines, skipped.append).measure(plan), skipped
 
@@ -96,7 +96,7 @@ def test_without_a_gpu_only_the_host_of_the_stage_engine_is_timed(run: Callable[
     assert "there is no GPU" in record["skipped"][0]
 
 
-def test_the_table_has_the_rows_and_columns_that_were_measured(run: Callable[..., Any]) -> None:
+def test_the_table_has_all_measured_rows_and_columns(run: Callable[..., Any]) -> None:
     code, out, _ = run(*SMALL)
     lines = out.splitlines()
     assert code == 0
@@ -106,7 +106,7 @@ def test_the_table_has_the_rows_and_columns_that_were_measured(run: Callable[...
     assert any(line.startswith("plain: it computes") for line in lines)
 
 
-def test_recipes_that_do_not_plan_or_project_are_told(
+def test_recipes_that_are_refused_or_project_are_reported_as_skipped(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = json.loads(run(*SMALL, "--recipes", "upipe", "--json")[1])
@@ -131,13 +131,13 @@ def test_recipes_that_do_not_plan_or_project_are_told(
         (("--repeats", "0"), "--repeats"),
     ],
 )
-def test_errors_name_what_is_wrong(run: Callable[..., Any], args: tuple[str, str], said: str) -> None:
+def test_errors_name_the_wrong_argument(run: Callable[..., Any], args: tuple[str, str], said: str) -> None:
     code, _, err = run(*SMALL, *args)
     assert code == 2
     assert said in err
 
 
-def test_numbers_that_no_kernel_takes_are_refused() -> None:
+def test_a_dtype_without_kernels_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.dtype = 'fp64'.*write bf16"):
         measure(plan_of(2, model=Model(4, 2, 16, dtype="fp64")))
 
@@ -164,7 +164,7 @@ def test_the_busiest_rank_is_recorded() -> None:
 
 
 @pytest.mark.usefixtures("computing")
-def test_a_plan_of_one_rank_runs_and_one_of_others_is_recorded() -> None:
+def test_plans_of_one_rank_are_run_and_others_recorded() -> None:
     plan = plan_of(1)
     (forward, backward), skipped = measure(plan)
     pairs = int(bands.dense(plan.request.batch.bands("default"), 256, 256).sum()) * 4
@@ -193,7 +193,7 @@ def test_ranks_of_a_job_run_their_plan_and_agree_on_its_rows(pool: Pool) -> None
 # --- meters and bare kernels
 
 
-def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_times_come_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
 
     class Event:
@@ -214,7 +214,7 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == ["synchronize", "record", "work", "record", "synchronize"]
 
 
-def test_the_best_call_counts_and_the_first_does_not() -> None:
+def test_the_best_call_after_the_warm_up_counts() -> None:
     times = iter([9.0, 9.0, 5.0, 6.0, 4.0, 8.0])
     rows = bench.RankTensors.of(plan_of(1).header, 3, torch.device("cpu"), drawn=True)
     found = bench.best(

@@ -13,13 +13,13 @@ import pytest
 from benchmarks.chain import verdict
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-#: beside what the command promises: tests run on machines that do other things
+#: in addition to the command's tolerance, since test machines are busy
 MARGIN = 2.0
 
 pytestmark = pytest.mark.slow
 
 
-def test_forecasts_on_a_profile_are_near_what_training_takes() -> None:
+def test_forecasts_from_a_profile_are_near_measured_training_times() -> None:
     command = [sys.executable, "-m", "benchmarks.chain", "--recipes", "ring,hybrid_dp", "--batches", "1"]
     ran = subprocess.run(
         [*command, "--rounds", "3", "--json"], cwd=REPOSITORY, capture_output=True, text=True, timeout=400
@@ -45,7 +45,7 @@ def test_forecasts_on_a_profile_are_near_what_training_takes() -> None:
         ([(0.5, 1.3), (0.9, 0.9)], "missed", (1, 1)),
     ],
 )
-def test_the_verdict_is_what_was_counted(ratios: Any, said: Any, counts: Any) -> None:
+def test_the_verdict_follows_from_the_counts(ratios: Any, said: Any, counts: Any) -> None:
     found = verdict([{"ratio": measured, "ratio_cpu": computed} for measured, computed in ratios])
     assert found == {
         "verdict": said,

@@ -1,4 +1,4 @@
-"""`apportion demo`: planned and plain training agree, what does not is a failure, and no process is left."""
+"""`apportion demo`: planned and plain training agree, differences are failures, and no process is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.processes import below, running
 
 
 @pytest.mark.slow
-def test_two_steps_agree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planned_and_plain_training_agree_for_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(None, 2, as_json=True) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["ok"]
@@ -28,7 +28,7 @@ def test_two_steps_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["tokens_per_s"] > 0
 
 
-def test_other_losses_and_other_plans_are_failures(
+def test_differing_losses_and_plans_are_failures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = {"loss": 1.0, "plan": "00" * 32, "tokens_per_s": 1.0, "waited_s": 0.0}
@@ -47,7 +47,7 @@ def test_documents_are_as_long_as_samples_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_demo_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
+def test_an_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
     command, started = [sys.executable, "-m", "apportion", "demo", "--steps", "1000"], set[int]()
     with open(tmp_path / "out", "wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as run:
         until = time.monotonic() + 120.0

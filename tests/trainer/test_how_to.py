@@ -1,4 +1,4 @@
-"""Python of pages on training runs, in one process: what the pages leave out is defined here."""
+"""Python of pages on training runs, in one process; names that the pages omit are defined here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader over a source that plans in its own thread: what a pass yields, in which order, and how it ends."""
+"""The loader over a source that plans in its own thread: the batches of a pass, their order, and its end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_token_is_on_one_rank_with_its_label_and_position(pool: Pool) -> N
     assert sum(len(batch[5]) for rank in results for batch in rank) == sum(LENGTHS)
 
 
-def test_a_rank_reads_only_samples_that_it_holds(pool: Pool) -> None:
+def test_a_rank_reads_only_its_own_samples(pool: Pool) -> None:
     data = Recorded([8] * 6)
     for passes, read in pool.run(jobs_loader.passes, 3, planning(job(3, 24)), 1, data):
         held = {token // 100 for batch in passes[0] for token in batch[5]}
@@ -82,7 +82,7 @@ def test_iterations_end_with_their_last_microbatch_and_count_all_labels() -> Non
     assert sorted(dataset.read) == list(range(len(LENGTHS)))
 
 
-def test_a_pack_step_spreads_the_samples_of_an_iteration_anew() -> None:
+def test_a_pack_step_redistributes_the_samples_of_an_iteration() -> None:
     lengths = [40, 8, 8, 8, 30, 10, 16, 4]
     loader = loader_of(planning(job(microbatches=2, recipe="wlb")), Recorded(lengths), shuffle=False)
     batches = list(loader)
@@ -100,7 +100,7 @@ def test_a_pack_step_spreads_the_samples_of_an_iteration_anew() -> None:
         list(loader_of(given, Recorded(lengths)))
 
 
-def test_masks_come_from_the_dataset_or_the_caller_one_or_one_a_sample() -> None:
+def test_masks_come_from_the_dataset_or_the_caller_shared_or_per_sample() -> None:
     data = Recorded([8, 5])
     data.masks = [masks.shared_question(2, [3, 3]), masks.causal()]  # type: ignore[attr-defined]
     (batch,) = loader_of(dataset=data, shuffle=False)
@@ -112,7 +112,7 @@ def test_masks_come_from_the_dataset_or_the_caller_one_or_one_a_sample() -> None
         list(loader_of(dataset=data, masks=[None]))
 
 
-def test_lengths_given_win_over_those_of_the_dataset() -> None:
+def test_explicit_lengths_override_those_of_the_dataset() -> None:
     assert len(loader_of(lengths=torch.tensor(LENGTHS))) == len(loader_of())
     with pytest.raises(ConfigError, match="the dataset has 7 samples"):
         loader_of(lengths=[5, 4])
@@ -158,7 +158,7 @@ def test_a_sampler_gives_the_samples_of_each_iteration() -> None:
     assert [(b.iteration, b.microbatch) for b in loader] == [(0, 0), (0, 1)]
 
 
-def test_a_sampler_may_go_on_for_ever_and_is_told_the_epoch() -> None:
+def test_a_sampler_may_be_endless_and_receives_the_epoch() -> None:
     class Endless:
         epoch = None
 
@@ -188,14 +188,14 @@ def test_a_sampler_may_go_on_for_ever_and_is_told_the_epoch() -> None:
         ([0, 1], ConfigError, r"sampler\[0\] = 0: must be a list"),
     ],
 )
-def test_a_sampler_s_mistakes_are_named(
+def test_errors_of_samplers_are_named(
     drawn: list[list[list[Any] | float] | int], error: type[Any], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         list(loader_of(sampler=drawn))
 
 
-def test_an_iterator_gives_one_pass_and_no_length() -> None:
+def test_an_iterator_as_sampler_gives_one_pass_without_a_length() -> None:
     loader = loader_of(sampler=([i] for i in range(3)))
     with pytest.raises(TypeError, match="generator has no length"):
         len(loader)
@@ -205,7 +205,7 @@ def test_an_iterator_gives_one_pass_and_no_length() -> None:
 
 
 def test_a_sampler_may_wait_for_the_trainer() -> None:
-    """Each iteration is drawn when the one before was used: threads that ask for more must not hold the trainer."""
+    """Each iteration is drawn after the previous one was used: prefetching threads must not block the trainer."""
     used = threading.Semaphore(1)
 
     class Waiting:
@@ -224,7 +224,7 @@ def test_a_sampler_may_wait_for_the_trainer() -> None:
 # --- errors, time-outs, ends
 
 
-def test_what_is_planned_for_are_the_caller_s_cluster_model_and_policy() -> None:
+def test_the_job_of_a_loader_has_the_callers_cluster_model_and_policy() -> None:
     whole = replace(job(), policy=replace(job().policy, seed=3, token_cap=70), hardware="h100")
     assert loader_of(planning(whole)).job == whole
     assert loader_of(planning(whole), seed=4).job.policy == replace(whole.policy, seed=4)
@@ -292,7 +292,7 @@ def test_a_sampler_is_not_shuffled() -> None:
     loader_of(sampler=[[0]], shuffle=False, seed=7)
 
 
-def test_a_plan_that_does_not_come_is_an_error_that_names_the_iteration() -> None:
+def test_a_missing_plan_is_an_error_that_names_the_iteration() -> None:
     loader = loader_of(planning(job(), HereSource(frozenset([1]))), timeout_s=0.2)
     batches = iter(loader)
     assert next(batches).iteration == 0
@@ -304,7 +304,7 @@ def test_a_plan_that_does_not_come_is_an_error_that_names_the_iteration() -> Non
     assert loader.metrics()["waited_s"] >= 0.2
 
 
-def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(
+def test_a_late_iteration_is_planned_locally_counted_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     want = [seen(batch) for batch in loader_of()]
@@ -317,7 +317,7 @@ def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(
     assert all(f"no plan in time (iteration {number} is late)" in text for number, text in enumerate(told, 1))
 
 
-def test_an_error_of_a_source_waits_for_the_iteration_that_it_is_about() -> None:
+def test_an_error_of_a_source_is_raised_at_its_iteration() -> None:
     batches = iter(loader_of(planning(job(), HereSource(broken=frozenset([2])))))
     assert [next(batches).iteration, next(batches).iteration] == [0, 1]
     with pytest.raises(ConfigError, match="are refused"):
@@ -340,10 +340,10 @@ def no_threads() -> bool:
     return not [thread for thread in threading.enumerate() if thread.name == "apportion-plans"]
 
 
-# --- plans that are not of what was asked for
+# --- plans of another request
 
 
-def last_left_out(job: Job, batches: tuple[Batch, ...]) -> tuple[Job, tuple[Batch, ...]] | None:
+def without_last_sequence(job: Job, batches: tuple[Batch, ...]) -> tuple[Job, tuple[Batch, ...]] | None:
     return job, (*batches[:-1], batches[-1].take(range(len(batches[-1].lengths) - 1)))
 
 
@@ -356,7 +356,7 @@ OTHERS = {
         job,
         [Batch.from_lengths([*one.lengths[:-1], one.lengths[-1] + 1]) for one in batches],
     ),
-    "without the last sequence": last_left_out,
+    "without the last sequence": without_last_sequence,
     "a microbatch less": lambda job, batches: (job, batches[:1]),
     "another model": lambda job, batches: (replace(job, model=replace(job.model, kv_heads=2)), batches),
     "another seed": lambda job, batches: (replace(job, policy=replace(job.policy, seed=7)), batches),
@@ -364,7 +364,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_a_plan_of_something_else_is_refused(what: str) -> None:
+def test_a_plan_of_another_request_is_refused(what: str) -> None:
     given = job(microbatches=2, tokens=100)
     sampler = [[[0, 1, 2], [3, 4]], [[5], [6]]]
     assert list(loader_of(planning(given), sampler=sampler))
@@ -377,12 +377,12 @@ def test_a_packed_plan_of_other_sequences_is_refused(workers: int) -> None:
     asked = job(recipe="wlb", microbatches=2, tokens=200)
     assert list(loader_of(planning(asked), workers=workers))
     with pytest.raises(ExecutionError, match=r"it has \d+ sequences, \d+ were requested"):
-        list(loader_of(planning(asked, HereSource(other=last_left_out)), workers=workers))
+        list(loader_of(planning(asked, HereSource(other=without_last_sequence)), workers=workers))
 
 
 @pytest.mark.parametrize("recipe", recipes.entries())
-def test_plans_of_every_recipe_are_known_by_what_was_asked_for(recipe: str) -> None:
-    """With and without a cap and hardware of the job's own."""
+def test_plans_of_every_recipe_match_their_request(recipe: str) -> None:
+    """With and without the job's own cap and hardware."""
     asked = job(2, 128, recipe=recipe, microbatches=2 if find_recipe(recipe).step("pack") else 1)
     capped = replace(asked, policy=replace(asked.policy, token_cap=108), hardware="h100")
     for one in (asked, capped):
@@ -409,7 +409,7 @@ def test_iterations_are_submitted_ahead_of_the_trainer() -> None:
 # --- agreement of ranks
 
 
-def test_ranks_agree_on_a_plan_that_some_have_not(pool: Pool) -> None:
+def test_ranks_agree_on_a_plan_that_some_ranks_lack(pool: Pool) -> None:
     whole = job(3, 66)
     want = [ids for ids, _, _ in pool.run(jobs_loader.agreeing, 3, [planning(whole)] * 3)]
     late = [planning(whole, HereSource(frozenset(own))) for own in ([], [1], [1, 3])]
@@ -419,7 +419,7 @@ def test_ranks_agree_on_a_plan_that_some_have_not(pool: Pool) -> None:
     assert {error for _, _, error in results} == {""}
 
 
-def test_a_rank_whose_plan_is_refused_ends_all(pool: Pool) -> None:
+def test_a_refused_plan_on_one_rank_ends_all_ranks(pool: Pool) -> None:
     given = [planning(job(2)), planning(job(2), HereSource(broken=frozenset([1])))]
     (ids, _, first), (_, _, second) = pool.run(jobs_loader.agreeing, 2, given)
     assert len(ids) == 1
@@ -427,13 +427,13 @@ def test_a_rank_whose_plan_is_refused_ends_all(pool: Pool) -> None:
     assert second.startswith("ConfigError: batches = 1: are refused")
 
 
-def test_ranks_that_hold_different_plans_all_say_so(pool: Pool) -> None:
+def test_ranks_that_hold_different_plans_all_fail(pool: Pool) -> None:
     given = [planning(job(2, seed=seed), shuffle=False) for seed in (0, 1)]
     results = pool.run(jobs_loader.agreeing, 2, given)
     assert all(error.startswith("ExecutionError: ranks hold different plans") for _, _, error in results)
 
 
-def test_ranks_begin_the_same_pass(pool: Pool) -> None:
+def test_ranks_that_begin_different_passes_fail(pool: Pool) -> None:
     results = pool.run(jobs_loader.apart, 2, planning(job(2)))
     assert all("ranks begin different passes" in error for error in results)
 
@@ -465,8 +465,8 @@ def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
 
 
 @pytest.mark.parametrize("on_timeout", ["raise", "local"])
-def test_a_rank_whose_sampler_is_wrong_ends_all_with_its_error(pool: Pool, on_timeout: str) -> None:
-    """Also where only its number of microbatches is too large."""
+def test_a_wrong_sampler_on_one_rank_ends_all_ranks_with_its_error(pool: Pool, on_timeout: str) -> None:
+    """Also if only its number of microbatches is too large."""
     for other, says in (
         ([[[0]], [[1], [3]]], "must be 1 to 1: one per microbatch"),
         ([[[0]], [[9]]], r"= 9"),
@@ -494,25 +494,25 @@ def test_a_rank_whose_sampler_is_wrong_ends_all_with_its_error(pool: Pool, on_ti
         ("field", "iteration 0: ranks read different tokens, labels or fields of sample 0: "),
     ],
 )
-def test_samples_of_equal_lengths_are_the_same_on_all_ranks(pool: Pool, how: str, says: str) -> None:
+def test_ranks_that_read_different_samples_of_equal_lengths_fail(pool: Pool, how: str, says: str) -> None:
     errors = pool.run(jobs_loader.equally_long, 2, planning(job(2, 128)), how)
     assert errors[0] == errors[1]
     assert errors[0].startswith(says)
 
 
-def test_gradients_of_a_plain_module_are_summed_once_a_step(pool: Pool) -> None:
+def test_gradients_of_a_plain_module_are_summed_once_per_step(pool: Pool) -> None:
     for grad, error in pool.run(jobs_loader.summed_again, 2):
         assert grad == 5.0
         assert "has gradients that are sums already; call sum_gradients once" in error
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_gradients_of_ddp_are_made_sums_once(pool: Pool, inside: bool) -> None:
+def test_averaged_gradients_of_ddp_are_turned_into_sums_once(pool: Pool, inside: bool) -> None:
     for error in pool.run(jobs_loader.summed_twice, 2, inside):
         assert "sums its gradients already" in error
 
 
-def test_a_rank_whose_pass_ends_first_is_told_apart(pool: Pool) -> None:
+def test_ranks_with_passes_of_different_lengths_fail_and_are_named(pool: Pool) -> None:
     samplers = [[[[0]], [[1]]], [[[0]]], [[[0]], [[1]]]]
     results = pool.run(jobs_loader.drawn, 3, planning(job(3, 66)), samplers)
     assert [found for found, _ in results] == [1, 1, 1]

@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of two epochs of a job, by name."""
+    """Folders with the plans of two epochs of a job, by name."""
     made = {}
     with ProcessExecutor(1) as executor:
         for name, own in {**JOBS, "single": job()}.items():
@@ -75,7 +75,7 @@ def without_a_server() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sparse(list(JOBS), 2))
-def test_batches_and_plans_are_the_same_whoever_plans(
+def test_every_source_gives_the_same_batches_and_plans(
     pool: Pool, server: Server, folders: dict[str, Path], name: str
 ) -> None:
     sources = server.url, folders[name], "local"
@@ -89,7 +89,7 @@ def test_batches_and_plans_are_the_same_whoever_plans(
     assert sum(len(batch[5]) for passes, _ in service for batch in passes[0]) == sum(LENGTHS)
 
 
-def test_data_loader_processes_read_what_threads_read(single: str | Path) -> None:
+def test_data_loader_processes_read_the_same_batches_as_threads(single: str | Path) -> None:
     want = without_a_server()
     dataset = Recorded()
     for workers in (0, 1, 2):
@@ -107,11 +107,11 @@ def test_an_error_in_a_data_loader_process_leaves_none_behind(folders: dict[str,
     before = multiprocessing.active_children()
     with pytest.raises(OSError, match="the disk is gone") as caught:
         list(loader_of(folders["single"], Broken(), workers=2))
-    assert caught.tb is not None  # it holds what torch would wait for
+    assert caught.tb is not None  # the error holds objects that torch would wait for
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-def test_leaving_early_ends_threads_and_processes(single: str | Path) -> None:
+def test_leaving_a_pass_early_ends_threads_and_processes(single: str | Path) -> None:
     for options in ({}, {"workers": 2}):
         with closing(iter(loader_of(single, **options))) as batches:
             next(batches)
@@ -124,7 +124,7 @@ def test_leaving_early_ends_threads_and_processes(single: str | Path) -> None:
 # --- the service
 
 
-def test_any_rank_submits_what_nobody_has(pool: Pool, server: Server) -> None:
+def test_any_rank_submits_iterations_that_rank_0_did_not(pool: Pool, server: Server) -> None:
     first, second = pool.run(
         jobs_loader.without_rank_0, 2, planning(job(2, 68), server.url, timeout_s=WAIT_S)
     )
@@ -132,8 +132,8 @@ def test_any_rank_submits_what_nobody_has(pool: Pool, server: Server) -> None:
     assert len(first) > 1
 
 
-def test_what_a_server_lost_is_submitted_again() -> None:
-    """It comes back at its address without its plans, and the loader goes on."""
+def test_plans_that_a_server_lost_are_submitted_again() -> None:
+    """The server returns at its address without its plans, and the loader continues."""
     with serving(None) as server:
         port = server.url.rsplit(":", 1)[1]
         loader = loader_of(server.url, lookahead=1)
@@ -147,7 +147,7 @@ def test_what_a_server_lost_is_submitted_again() -> None:
     assert [seen(batch) for batch in came] == without_a_server()
 
 
-def test_slices_of_iterations_in_a_row_come_over_a_stream(server: Server) -> None:
+def test_slices_of_consecutive_iterations_arrive_over_a_stream(server: Server) -> None:
     requests = [[Batch.from_lengths([40, 20 + i])] for i in range(4)]
     keys = [job().request_key(batches) for batches in requests]
     source = ServiceSource((server.url,))
@@ -164,7 +164,7 @@ def test_slices_of_iterations_in_a_row_come_over_a_stream(server: Server) -> Non
         assert source.fetch(keys[3], 0, WAIT_S).id
 
 
-def test_one_of_several_servers_does(server: Server) -> None:
+def test_one_reachable_server_of_several_suffices(server: Server) -> None:
     urls = ["http://127.0.0.1:9", server.url]
     assert [seen(batch) for batch in loader_of(urls)] == without_a_server()
 
@@ -177,10 +177,10 @@ def test_without_its_server_a_loader_ends_within_its_time_out() -> None:
     began = time.monotonic()
     with pytest.raises(PlanTimeoutError, match=r"within 3 s .*All connection attempts failed"):
         list(batches)
-    assert time.monotonic() - began < 8.0  # 3.2 where nothing else runs
+    assert time.monotonic() - began < 8.0  # 3.2 s on an idle machine
 
 
-def test_without_its_server_a_run_plans_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_its_server_a_run_plans_locally_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     with serving(None) as server:
         loader = loader_of(server.url, on_timeout="local", timeout_s=2.0, lookahead=1)
         batches = iter(loader)
@@ -211,8 +211,8 @@ def test_a_token_reaches_the_server_and_is_not_shown() -> None:
     assert "a-token-of-the-tests" not in repr(ServiceSource(("http://127.0.0.1:9",), "a-token-of-the-tests"))
 
 
-def test_evaluation_in_the_middle_of_a_pass_disturbs_nobody(server: Server) -> None:
-    """Also on one source, of which each pass has a copy."""
+def test_evaluation_in_the_middle_of_a_pass_does_not_disturb_it(server: Server) -> None:
+    """Also on a shared source, of which each pass has a copy."""
     source = ServiceSource((server.url,), timeout_s=WAIT_S)
     training = loader_of(source, shuffle=False, lookahead=2)
     evaluating = loader_of(source, Recorded([50, 7]), shuffle=False)
@@ -245,7 +245,7 @@ def test_groups_of_ranks_share_a_server(pool: Pool, server: Server) -> None:
         ({"sampler": [[4, 6]]}, "it is not among the plans in .*, which are the first 8 of their samples"),
     ],
 )
-def test_a_plan_that_a_folder_has_not_says_what_differs(
+def test_a_plan_missing_from_a_folder_is_an_error_that_names_the_difference(
     folders: dict[str, Path], changes: dict[str, Any], says: str
 ) -> None:
     dataset = Recorded(changes.pop("lengths")) if "lengths" in changes else None
@@ -253,13 +253,15 @@ def test_a_plan_that_a_folder_has_not_says_what_differs(
         list(loader_of(folders["single"], dataset, **changes))
 
 
-def test_a_folder_of_another_release_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_of_another_release_is_an_error_that_names_it(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     (tmp_path / "0.0.1").mkdir()
     with pytest.raises(ConfigError, match=rf"release = .*{__version__}.*made with '0\.0\.1'"):
         list(loader_of(tmp_path))
 
 
-def test_a_sampler_may_draw_in_any_order_what_a_folder_has(folders: dict[str, Path]) -> None:
+def test_a_sampler_may_draw_the_iterations_of_a_folder_in_any_order(folders: dict[str, Path]) -> None:
     own = Sampling(LENGTHS, 64).epoch(0)
     backwards = loader_of(folders["single"], sampler=own[::-1])
     assert [batch.handle.id for batch in backwards] == [
@@ -267,7 +269,7 @@ def test_a_sampler_may_draw_in_any_order_what_a_folder_has(folders: dict[str, Pa
     ][::-1]
 
 
-# --- a process beside this one
+# --- a local planning process
 
 
 def test_a_planner_that_dies_is_an_error() -> None:
@@ -288,7 +290,7 @@ def test_a_request_that_cannot_be_planned_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     """Its planner does not import it, whatever `workers`; a pass that is still held does not keep the process."""
     script = tmp_path / "train.py"
     script.write_text(

@@ -15,7 +15,7 @@ def logits_of() -> torch.Tensor:
     return torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_batch_of_one_is_the_rows() -> None:
+def test_a_batch_dimension_of_one_is_ignored() -> None:
     logits, weights = logits_of(), torch.rand(5)
     for given in (None, weights):
         want = normalised_loss(logits, LABELS, 4, weights=given)
@@ -80,7 +80,7 @@ def test_a_negative_number_of_tokens_is_refused() -> None:
         normalised_loss(logits_of(), LABELS, -4)
 
 
-def test_float64_logits_keep_their_digits() -> None:
+def test_float64_logits_keep_their_precision() -> None:
     logits, weights = logits_of().double().requires_grad_(), torch.rand(5, dtype=torch.float64)
     logs, kept = logits.log_softmax(-1), [0, 2, 3, 4]
     losses = -logs[kept, LABELS[kept]]

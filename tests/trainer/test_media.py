@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_media_that_do_not_fit_are_refused(case: str) -> None:
+def test_inconsistent_media_are_refused(case: str) -> None:
     of_media, options, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         jobs_media.loader(Communicator.shared(), jobs_media.media(**of_media), **options)
@@ -88,13 +88,13 @@ def test_a_model_that_ignores_its_images_or_their_plan_does_not_step(pool: Pool,
     assert all(MISLED[how] in one for one in found), found
 
 
-def test_a_sampler_that_draws_otherwise_is_refused(pool: Pool) -> None:
+def test_resuming_with_a_changed_sampler_order_is_refused(pool: Pool) -> None:
     found = pool.run(jobs_media.drawing_otherwise, 2)
     assert found is not None
     assert all("draws the same however often it is iterated" in one for one in found)
 
 
-def test_a_pass_goes_on_in_the_middle_of_an_iteration(pool: Pool) -> None:
+def test_a_pass_resumes_in_the_middle_of_an_iteration(pool: Pool) -> None:
     for whole, rest in pool.run(jobs_media.resumed, 2) or [([], [])]:
         assert len(whole) > 3
         assert rest == whole[3:]

@@ -1,4 +1,4 @@
-"""Tiles and checkpoints on the host change what is held, and no number."""
+"""Tiles and checkpoints on the host change memory, but no result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_ranks_train_the_same_model_by_tiles_and_with_checkpoints_on_the_host(
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 50])
-def test_a_tiled_loss_is_the_loss_of_its_logits(rows: int, weighted: bool) -> None:
+def test_a_tiled_loss_equals_the_loss_of_all_logits(rows: int, weighted: bool) -> None:
     torch.manual_seed(1)
     hidden, head = torch.randn(rows, 12), torch.randn(90, 12)
     labels = torch.randint(0, 90, (rows,)).where(torch.arange(rows) % 3 > 0, -100)
@@ -47,7 +47,7 @@ def test_a_tiled_loss_is_the_loss_of_its_logits(rows: int, weighted: bool) -> No
         torch.testing.assert_close(own.grad, reference.grad)
 
 
-def test_a_head_in_bfloat16_has_its_gradient_summed_in_float32() -> None:
+def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32() -> None:
     """256 tiles of one row, each with the same gradient: in bfloat16 their sum would stop growing."""
     hidden, head = torch.ones(512, 4, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.bfloat16)
     head.requires_grad_()
@@ -56,14 +56,14 @@ def test_a_head_in_bfloat16_has_its_gradient_summed_in_float32() -> None:
     assert head.grad[:, 0].tolist() == [-256.0, 256.0]
 
 
-class Keeping:
+class SavedBytes:
     """Counts the bytes that autograd saves and that are not the parameters'."""
 
     def __init__(self, model: nn.Module) -> None:
         self.known = {param.data_ptr() for param in model.parameters()}
         self.bytes = 0
 
-    def __enter__(self) -> Keeping:
+    def __enter__(self) -> SavedBytes:
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda x: x)
         self.hooks.__enter__()
         return self
@@ -76,13 +76,13 @@ class Keeping:
         return x
 
 
-def test_a_tiled_module_keeps_its_input_alone() -> None:
+def test_a_tiled_module_saves_only_its_input() -> None:
     model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))})
     x, kept = torch.randn(1, 40, 8, requires_grad=True), []
     for tokens in (None, 16):
         if tokens is not None:
             ap.memory.tile(model, "mlp", tokens)
-        with Keeping(model) as keeping:
+        with SavedBytes(model) as keeping:
             out = model["mlp"](x)
         out.sum().backward()
         kept.append(keeping.bytes)
@@ -90,7 +90,7 @@ def test_a_tiled_module_keeps_its_input_alone() -> None:
     assert kept[1] <= 40 * 8 * 4
 
 
-def test_what_cannot_be_tiled_is_refused_by_name() -> None:
+def test_modules_that_cannot_be_tiled_are_refused_by_name() -> None:
     model = nn.ModuleDict({"mlp": nn.Flatten(0), "gate": nn.Identity()})
     with pytest.raises(ConfigError, match=r"name = 'mlpp'.*name one of gate, mlp"):
         ap.memory.tile(model, "mlpp")

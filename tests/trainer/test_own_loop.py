@@ -1,4 +1,4 @@
-"""Losses and models of one's own that would train another model in silence end in their first steps; right ones do
+"""Custom losses and models that would silently train another model fail in their first steps; correct ones do
 not, and are not disturbed."""
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
     ),
     ids=str,
 )
-def test_right_loops_train(pool: Pool, loop: dict[str, Any]) -> None:
+def test_correct_loops_train(pool: Pool, loop: dict[str, Any]) -> None:
     assert pool.run(jobs_own_loop.trained, 2, loop) == ["", ""]
 
 
 @pytest.mark.parametrize("net", sparse(["fsdp", "dropout", "kept statistics"], 3))
-def test_trying_a_model_changes_nothing(pool: Pool, net: str) -> None:
+def test_checking_a_model_does_not_change_it(pool: Pool, net: str) -> None:
     found, wanted = (
         pool.run(jobs_own_loop.weights, 2, net, True),
         pool.run(jobs_own_loop.weights, 2, net, False),
@@ -177,6 +177,6 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
     ],
     ids=str,
 )
-def test_wrong_loops_end_in_their_first_steps(pool: Pool, loop: dict[str, Any], says: str) -> None:
+def test_wrong_loops_fail_in_their_first_steps(pool: Pool, loop: dict[str, Any], says: str) -> None:
     for found in pool.run(jobs_own_loop.trained, 2, loop):
         assert re.match(says, found), found

@@ -1,4 +1,4 @@
-"""Halves of a loader's iterations that take turns train the model that the same microbatches train one by one."""
+"""Halves that take turns train the same model as the same microbatches one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.sparse import sparse_rows
 MODEL = Model(2, 1, 8, dtype="fp64", hidden=16, ffn=24, layers=2)
 
 
-def given(source: Any = None, recipe: str = "distca", microbatches: int = 2) -> dict[str, Any]:
+def loader_arguments(source: Any = None, recipe: str = "distca", microbatches: int = 2) -> dict[str, Any]:
     return planning(replace(job(2, 66, microbatches, recipe), model=MODEL), source)
 
 
@@ -29,11 +29,11 @@ def given(source: Any = None, recipe: str = "distca", microbatches: int = 2) -> 
     sparse_rows([("local", "distca", None), ("service", "wlb", 4)], 2),
     ids=["local", "a server, packed and padded"],
 )
-def test_halves_train_as_one_microbatch_after_the_other(
+def test_halves_train_like_consecutive_microbatches(
     pool: Pool, tmp_path: Path, source: str, recipe: str, multiple: int | None
 ) -> None:
     with serving(tmp_path) as server:
-        asked = given(server.url if source == "service" else source, recipe)
+        asked = loader_arguments(server.url if source == "service" else source, recipe)
         asked["rows_multiple"] = multiple
         turns, plain = (pool.run(jobs_pairs.trained, 2, asked, pairs) for pairs in (True, False))
     for (losses, gradients, states), (wanted, others, same) in zip(turns, plain, strict=True):
@@ -44,13 +44,33 @@ def test_halves_train_as_one_microbatch_after_the_other(
             torch.testing.assert_close(gradient, others[name], rtol=1e-10, atol=1e-13)
 
 
-def test_a_half_alone_is_refused(pool: Pool) -> None:
+def test_a_pass_that_ends_with_a_single_half_is_refused(pool: Pool) -> None:
     samples = [[[0], [1, 2]], [[3], [4], [5]]]
     for asked, options, begin, says in (
-        (given(microbatches=3), {"drop_last": True}, 0, r"microbatches = 3: halves are two microbatches of"),
-        (given(), {}, 0, "drop_last = False: halves are .*also in the last iteration; give drop_last=True"),
-        (given(), {"drop_last": True}, 1, "iteration 0 = 'a half alone, microbatch 1'.*start between pairs"),
-        (given(microbatches=4), {"sampler": samples}, 0, "iteration 1 = 'a half alone, microbatch 2'"),
+        (
+            loader_arguments(microbatches=3),
+            {"drop_last": True},
+            0,
+            r"microbatches = 3: halves are two microbatches of",
+        ),
+        (
+            loader_arguments(),
+            {},
+            0,
+            "drop_last = False: halves are .*also in the last iteration; give drop_last=True",
+        ),
+        (
+            loader_arguments(),
+            {"drop_last": True},
+            1,
+            "iteration 0 = 'a half alone, microbatch 1'.*start between pairs",
+        ),
+        (
+            loader_arguments(microbatches=4),
+            {"sampler": samples},
+            0,
+            "iteration 1 = 'a half alone, microbatch 2'",
+        ),
     ):
         for told in pool.run(jobs_pairs.refused, 2, asked, options, begin):
             assert re.match(says, told), told

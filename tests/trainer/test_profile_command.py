@@ -35,7 +35,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     return hardware
 
 
-def test_a_profile_is_a_hardware_file(
+def test_a_profile_can_be_read_as_a_hardware_file(
     measured: Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.json"
@@ -67,7 +67,7 @@ def test_links_are_measured_where_there_are_several_ranks(
     assert profiling.run(True, "pair") is None
 
 
-def test_a_model_s_sizes_are_those_that_are_measured(measured: Hardware, tmp_path: Path) -> None:
+def test_a_profile_is_measured_in_the_sizes_of_the_model(measured: Hardware, tmp_path: Path) -> None:
     model = tmp_path / "model.yaml"
     model.write_text(
         "{q_heads: 12, kv_heads: 4, head_dim: 32, dtype: fp32, hidden: 384, ffn: 1000, layers: 2}"
@@ -80,7 +80,7 @@ def test_a_model_s_sizes_are_those_that_are_measured(measured: Hardware, tmp_pat
     assert effort.tokens == 333
 
 
-def test_a_profile_that_cannot_be_written_is_refused_before_it_is_taken(
+def test_an_unwritable_output_is_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(profiling, "run", lambda *args: pytest.fail("measured"))

@@ -22,14 +22,14 @@ def batch_of(*samples: Any, **options: Any) -> ap.PlannedBatch:
 
 
 @pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
-def test_a_mask_of_what_is_learnt_leaves_labels_out_at_the_token_that_is_predicted(name: str) -> None:
+def test_a_loss_mask_removes_the_label_of_the_predicted_token(name: str) -> None:
     batch = batch_of({"input_ids": TOKENS, name: [0, 0, 0, 1, 1, 0, 1, 0]})
     assert batch.labels.tolist() == [IGNORED, IGNORED, 13, 14, IGNORED, 16, IGNORED, IGNORED]
     assert batch.valid_tokens == 3
     assert not batch.fields
 
 
-def test_masks_and_labels_of_a_sample_all_apply() -> None:
+def test_loss_masks_and_labels_of_a_sample_are_combined() -> None:
     masks = {"completion_mask": [False] * 4 + [True] * 4, "assistant_masks": [1] * 6 + [0] * 2}
     batch = batch_of({"input_ids": TOKENS, "labels": [*TOKENS[:4], -100, *TOKENS[5:]], **masks})
     assert batch.labels[batch.labels != IGNORED].tolist() == [15]
@@ -77,7 +77,7 @@ PACKED = [
 
 
 @pytest.mark.parametrize("packed", PACKED)
-def test_a_packed_row_is_documents(packed: Any) -> None:
+def test_a_packed_row_is_split_into_documents(packed: Any) -> None:
     samples = [{"input_ids": TOKENS, **packed}]
     found = ap.Samples(samples)
     assert found.masks == [ap.masks.documents([3, 4, 1])]
@@ -103,12 +103,12 @@ def test_documents_have_the_masks_of_the_kinds_of_a_model() -> None:
         ("position_ids", [0, 1, 2]),
     ],
 )
-def test_documents_that_do_not_make_up_their_row_are_refused(name: str, value: Any) -> None:
+def test_documents_that_do_not_fill_their_row_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"sample 0: {name}"):
         ap.Samples([{"input_ids": TOKENS, name: value}])
 
 
-def test_masks_of_the_dataset_are_not_left_out() -> None:
+def test_masks_of_the_wrapped_dataset_are_kept() -> None:
     dataset = Plain([TOKENS], [len(TOKENS)])
     dataset.masks = ap.masks.sliding_window(2)
     with pytest.raises(ConfigError, match=r"masks.*would be ignored"):
@@ -148,46 +148,46 @@ class Stream:
         return (np.full(3 + i % 5, 1000 * self.epoch + i) for i in range(self.count))
 
 
-def streamed(**options: Any) -> ap.StreamedLoader:
+def stream_loader(**options: Any) -> ap.StreamedLoader:
     return ap.StreamedLoader(Stream(40), **planning(job(tokens=30)), buffer=16, **options)
 
 
-def contents(batches: Any) -> list[list[int]]:
+def samples_of(batches: Any) -> list[list[int]]:
     return [sorted(set(batch.tokens.tolist())) for batch in batches]
 
 
-def test_a_stream_gives_every_sample_once_an_epoch_a_buffer_at_a_time() -> None:
-    loader = streamed()
+def test_a_stream_yields_every_sample_once_per_epoch_in_buffers() -> None:
+    loader = stream_loader()
     for epoch in (0, 2):
         loader.set_epoch(epoch)
-        seen = [sample - 1000 * epoch for batch in contents(loader) for sample in batch]
+        seen = [sample - 1000 * epoch for batch in samples_of(loader) for sample in batch]
         assert sorted(seen) == list(range(40))
         assert sorted(seen[:16]) == list(range(16)) != seen[:16]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 7])
-def test_a_stream_goes_on_behind_the_last_batch(stop: int) -> None:
-    first, whole = streamed(), contents(streamed())
+def test_a_stream_resumes_after_the_last_batch(stop: int) -> None:
+    first, whole = stream_loader(), samples_of(stream_loader())
     passing = iter(first)
     for _ in range(stop):
         next(passing)
-    state, second = json.loads(json.dumps(first.state_dict())), streamed()
+    state, second = json.loads(json.dumps(first.state_dict())), stream_loader()
     second.load_state_dict(state)
-    assert contents(second) == whole[stop:]
-    assert contents(first) == whole  # a pass that was left begins anew
+    assert samples_of(second) == whole[stop:]
+    assert samples_of(first) == whole  # an abandoned pass starts over
 
 
-def test_a_stream_drops_what_is_overlong_and_counts_it() -> None:
-    loader = streamed(limit=5, overlong="drop")
-    kept = [sample for batch in contents(loader) for sample in batch]
+def test_a_stream_drops_and_counts_overlong_samples() -> None:
+    loader = stream_loader(limit=5, overlong="drop")
+    kept = [sample for batch in samples_of(loader) for sample in batch]
     assert sorted(kept) == [i for i in range(40) if i % 5 < 3]
     assert loader.dropped == 16
 
 
-def test_what_a_stream_does_not_know_is_refused() -> None:
+def test_unsupported_options_of_streams_are_refused() -> None:
     with pytest.raises(ConfigError, match="lengths"):
-        streamed(lengths=[1])
+        stream_loader(lengths=[1])
     with pytest.raises(ConfigError, match="cannot restart"):
         ap.StreamedLoader(iter([]), **planning(job()), buffer=2)
     with pytest.raises(ConfigError, match="size"):
-        streamed().load_state_dict({**streamed().state_dict(), "size": 3})
+        stream_loader().load_state_dict({**stream_loader().state_dict(), "size": 3})

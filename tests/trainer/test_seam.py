@@ -51,7 +51,7 @@ class Samples:
 # --- samples with fields
 
 
-def test_fields_are_cut_like_tokens_and_labels_and_weights_are_those_of_the_predicted_token(
+def test_fields_are_cut_like_tokens_and_labels_like_predicted_tokens(
     pool: Pool,
 ) -> None:
     given, ranks = planning(job(3, 66, microbatches=2)), 3
@@ -118,15 +118,13 @@ def test_a_rank_without_samples_has_the_fields_of_the_others(pool: Pool) -> None
         ({"input_ids": [1, 2, 3], "document_ids": [0, 0, 1]}, r"document_ids.*documents\(\[lengths\]\)"),
     ],
 )
-def test_samples_that_are_no_samples_are_told_by_field(
-    sample: dict[str, list[str | float] | float], told: str
-) -> None:
+def test_errors_of_samples_name_the_field(sample: dict[str, list[str | float] | float], told: str) -> None:
     loader = loader_of(Samples([sample], [len(sample.get("input_ids", [1, 2, 3]))]))
     with pytest.raises(ConfigError, match=told):
         list(loader)
 
 
-def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none() -> None:
+def test_samples_of_a_microbatch_must_have_equal_fields() -> None:
     dense = {"input_ids": torch.arange(3), "attention_mask": torch.ones(3)}
     (batch,) = loader_of(Samples([dense, dense], [3, 3]))
     assert batch.fields == {}
@@ -138,7 +136,7 @@ def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none
             list(loader_of(Samples(samples, [3, 3])))
 
 
-def test_a_batch_goes_to_a_device() -> None:
+def test_a_batch_can_be_moved_to_a_device() -> None:
     (batch,) = loader_of(Samples([{"input_ids": [5, 6], "rewards": [0.5, 1.0]}], [2]))
     moved = batch.to("meta")
     assert {moved.tokens.device.type, moved.labels.device.type, moved.fields["rewards"].device.type} == {
@@ -152,7 +150,7 @@ def test_a_batch_goes_to_a_device() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"rows_multiple": 8}])
 @pytest.mark.parametrize("mask", [None, masks.tree([(-1, 20), (0, 7), (1, 5), (0, 8)])])
-def test_token_verbs_go_both_ways_and_their_gradients_are_exact(
+def test_token_functions_are_inverses_with_exact_gradients(
     pool: Pool, options: dict[str, int], mask: Tree | None
 ) -> None:
     more = {} if mask is None else {"masks": mask, "sampler": [[0]]}
@@ -161,7 +159,7 @@ def test_token_verbs_go_both_ways_and_their_gradients_are_exact(
         assert pool.run(jobs_seam.verbs, ranks, given, 5) == [(True, True, True)] * ranks
 
 
-def test_token_verbs_refuse_other_rows() -> None:
+def test_token_functions_refuse_a_wrong_number_of_rows() -> None:
     batch = next(iter(loader_of(rows_multiple=8)))
     for verb, rows in ((batch.shard_tokens, 3), (batch.gather_tokens, 3), (batch.roll, 3)):
         with pytest.raises(ExecutionError, match="got 3"):
@@ -186,14 +184,14 @@ def test_padding_changes_neither_loss_nor_gradients(pool: Pool) -> None:
         np.testing.assert_allclose(found[0][2], plain[0][2], rtol=0, atol=1e-6)
 
 
-def test_a_rank_whose_plan_is_beyond_the_envelope_ends_all(pool: Pool) -> None:
+def test_a_plan_outside_the_envelope_on_one_rank_ends_all_ranks(pool: Pool) -> None:
     given = planning(job(4, 64))
     with pytest.raises(RankError, match=r"envelope\.rows = 8: a plan needs"):
         pool.run(jobs_seam.padded, 4, given, {"envelope": ap.Envelope(rows=8)})
 
 
 @pytest.mark.parametrize("sinks", sparse([True, False], 2))
-def test_padding_under_plans_that_project(pool: Pool, sinks: bool) -> None:
+def test_padding_works_under_plans_that_project(pool: Pool, sinks: bool) -> None:
     plain, padded = (pool.run(jobs_seam.padded_block, 2, multiple, sinks) for multiple in (None, 16))
     for (found, behind), (wanted, _) in zip(padded, plain, strict=True):
         assert behind == [0.0, 0.0]
@@ -201,7 +199,7 @@ def test_padding_under_plans_that_project(pool: Pool, sinks: bool) -> None:
             np.testing.assert_array_equal(own, other)
 
 
-def test_what_knows_no_padding_says_so() -> None:
+def test_code_that_does_not_support_padding_refuses_it() -> None:
     (batch,) = loader_of(Recorded([5]), rows_multiple=8)
     with pytest.raises(ExecutionError, match="3 rows of it: make the loader without rows_multiple"):
         batch.handle.require_unpadded("layouts are moved")
@@ -216,14 +214,14 @@ def test_padding_is_at_least_one_row(pool: Pool) -> None:
 # --- the order
 
 
-def test_drop_last_leaves_out_what_is_smaller() -> None:
+def test_drop_last_drops_an_incomplete_iteration() -> None:
     lengths = [64] * 7
     whole = loader_of(Recorded(lengths), planning(job(microbatches=3)))
     cut = loader_of(Recorded(lengths), planning(job(microbatches=3)), drop_last=True)
     assert [len(list(loader)) for loader in (whole, cut)] == [len(whole), len(cut)] == [7, 6]
 
 
-def test_drop_last_counts_a_sampler_s_iterations_too_and_must_leave_something() -> None:
+def test_drop_last_applies_to_samplers_and_must_leave_an_iteration() -> None:
     sampler = [[[0], [1]], [[2]], [[3], [4]]]
     given = planning(job(microbatches=2))
     loader = PlannedLoader(Recorded(), **given, sampler=sampler, drop_last=True)
@@ -233,21 +231,21 @@ def test_drop_last_counts_a_sampler_s_iterations_too_and_must_leave_something() 
         list(loader_of(Recorded([3, 4]), planning(job(microbatches=3)), drop_last=True))
 
 
-def test_a_rank_that_cannot_read_its_samples_ends_all(pool: Pool) -> None:
+def test_an_unreadable_sample_on_one_rank_ends_all_ranks(pool: Pool) -> None:
     dataset = jobs_seam.Broken([20, 20, 1])
     told = pool.run(jobs_seam.ends, 3, dataset, planning(job(3, 66)), [[0, 1], [0, 2]])
     assert sorted(message[:8] for message in told) == ["a sample", "iteratio", "iteratio"]
     assert sum("have no rows: OSError: a sample is lost on rank" in message for message in told) == 2
 
 
-def test_what_a_data_loader_process_cannot_read_ends_the_pass_there() -> None:
+def test_an_unreadable_sample_in_a_data_loader_process_ends_the_pass() -> None:
     batches = iter(loader_of(jobs_seam.Broken([20, 20, 1]), sampler=[[0, 1], [0, 2]], workers=1))
     assert next(batches).iteration == 0
     with pytest.raises(OSError, match="a sample is lost"):
         next(batches)
 
 
-def test_ranks_whose_samples_have_other_fields_are_told(pool: Pool) -> None:
+def test_ranks_whose_samples_have_different_fields_fail(pool: Pool) -> None:
     given = planning(job(2, 40, recipe="contiguous"))
     told = pool.run(jobs_seam.ends, 2, jobs_seam.Mixed([20, 20]), given, [[0, 1]])
     assert told[0] == told[1]
@@ -295,12 +293,12 @@ def test_groups_get_iterations_in_turn_and_equally_many_microbatches(
         assert [int(dealt[0][0]) for dealt in Draw(None, None, 0, group, groups).share(epoch)] == own[group]
 
 
-def test_groups_that_are_not_in_step_are_told(pool: Pool) -> None:
+def test_groups_that_are_out_of_step_fail(pool: Pool) -> None:
     told = pool.run(jobs_seam.out_of_step, 8)
     assert all("groups are not in step" in message and "group 0: [0, " in message for message in told)
 
 
-def test_groups_with_orders_of_their_own_take_equal_steps(pool: Pool) -> None:
+def test_groups_with_their_own_samplers_stay_in_step(pool: Pool) -> None:
     results = pool.run(jobs_seam.groups, 8, {"sampler": [[[0], [1]], [[2]]]})
     assert (
         [b[:3] for b in results[0]]
@@ -309,22 +307,22 @@ def test_groups_with_orders_of_their_own_take_equal_steps(pool: Pool) -> None:
     )
 
 
-# --- where a pass goes on
+# --- resuming a pass
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_another_loader_goes_on_behind_the_last_batch(pool: Pool, stop: int) -> None:
+def test_another_loader_resumes_after_the_last_batch(pool: Pool, stop: int) -> None:
     given = planning(job(2, 64, microbatches=2))
     for whole, gone_on in pool.run(jobs_seam.resumed, 2, given, stop, {}):
         assert gone_on == whole
 
 
-def test_the_number_of_data_loader_workers_is_no_part_of_a_state() -> None:
+def test_a_state_does_not_depend_on_the_number_of_data_loader_workers() -> None:
     whole, gone_on = jobs_seam.resumed(ap.Communicator.shared(), planning(job(1, 64)), 2, {"workers": 2})
     assert gone_on == whole
 
 
-def test_a_state_is_plain_and_a_pass_that_was_left_begins_anew() -> None:
+def test_a_state_is_plain_data_and_an_abandoned_pass_starts_over() -> None:
     loader = loader_of()
     first = next(iter(loader))
     state = loader.state_dict()
@@ -336,14 +334,14 @@ def test_a_state_is_plain_and_a_pass_that_was_left_begins_anew() -> None:
     over = loader.state_dict()
     assert (over["epoch"], over["iteration"]) == (0, len(whole))
     assert len(list(loader)) == len(whole)
-    loader.load_state_dict(over)  # saved behind the pass: nothing is left of it
+    loader.load_state_dict(over)  # saved after the pass: nothing of it remains
     assert list(loader) == []
     loader.load_state_dict(over)
     loader.set_epoch(1)
     assert len(list(loader)) == len(whole)
 
 
-def test_another_epoch_forgets_where_the_state_was() -> None:
+def test_setting_another_epoch_discards_the_position_of_the_state() -> None:
     loader = loader_of()
     state = {**loader.state_dict(), "iteration": 2}
     loader.load_state_dict(state)
@@ -365,19 +363,19 @@ def test_another_epoch_forgets_where_the_state_was() -> None:
         ("job.policy.seed", lambda: loader_of(seed=4)),
     ],
 )
-def test_a_state_of_something_else_is_refused_by_name(field: str, other: Callable[..., Any]) -> None:
+def test_a_state_of_another_loader_is_refused_by_field(field: str, other: Callable[..., Any]) -> None:
     state = loader_of().state_dict()
     with pytest.raises(ConfigError, match=rf"state\.{field}\b.*was saved with another"):
         other().load_state_dict(state)
 
 
 @pytest.mark.parametrize("state", [{}, {"version": 9}, {"version": 1, "epoch": 0}, None])
-def test_what_is_no_state_is_refused(state: dict[str, int] | None) -> None:
+def test_malformed_states_are_refused(state: dict[str, int] | None) -> None:
     with pytest.raises(ConfigError, match="state"):
         loader_of().load_state_dict(state)
 
 
-def test_metrics_count_what_was_given_out() -> None:
+def test_metrics_count_yielded_batches() -> None:
     loader = loader_of()
     assert loader.metrics()["iterations"] == 0
     batches = list(loader)
@@ -389,7 +387,7 @@ def test_metrics_count_what_was_given_out() -> None:
     assert told["fallbacks"] == 0
 
 
-def test_tokens_a_second_are_those_of_microbatches_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_per_second_count_only_finished_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     loader = loader_of()
@@ -400,16 +398,16 @@ def test_tokens_a_second_are_those_of_microbatches_that_ended(monkeypatch: pytes
         next(clock)  # between passes
     passing = iter(loader)
     next(passing), next(passing)
-    passing.close()  # of the second one nobody knows whether it ended
+    passing.close()  # the end of the second one is unknown
     assert loader.metrics()["tokens_per_s"] == (sum(sizes) + sizes[0]) / (len(sizes) + 1)
 
 
-def test_the_names_of_the_seam_are_at_the_top() -> None:
+def test_the_names_of_the_seam_are_exported_at_the_top_level() -> None:
     assert ap.Communicator.__name__ == "Communicator"
     assert "Communicator" in ap.__all__
 
 
-def test_masks_of_other_kinds_than_the_job_s_model_are_refused_when_the_loader_is_made() -> None:
+def test_masks_of_kinds_unknown_to_the_model_are_refused_at_construction() -> None:
     two = ap.Model(2, 1, 8, dtype="fp32", layers={"full": 1, "sliding": 1})
     with pytest.raises(ConfigError, match=r"masks.*default.*full.*sliding"):
         PlannedLoader(Recorded(), ap.Cluster(1, 1), two, 64, source="local")

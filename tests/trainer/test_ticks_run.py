@@ -24,7 +24,9 @@ MODEL = Model(2, 1, 8, dtype="fp64", hidden=16, ffn=24, layers=4)
 KINDS = {"full": masks.causal(), "near": masks.sliding_window(6), "sink": masks.sink_window(2, 4)}
 
 
-def given(tokens: int, ranks: int, recipe: str | None, layers: Any = 4, **options: Any) -> dict[str, Any]:
+def tick_arguments(
+    tokens: int, ranks: int, recipe: str | None, layers: Any = 4, **options: Any
+) -> dict[str, Any]:
     """tokens: of all ranks in a microbatch."""
     asked = planning(replace(job(ranks, tokens), model=replace(MODEL, layers=layers)))
     return {**asked, "recipe": recipe, **options}
@@ -42,7 +44,7 @@ def given(tokens: int, ranks: int, recipe: str | None, layers: Any = 4, **option
         4,
     ),
 )
-def test_ticks_train_as_no_pipeline(
+def test_ticks_train_like_a_run_without_a_pipeline(
     pool: Pool,
     stages: int,
     replicas: int,
@@ -57,8 +59,8 @@ def test_ticks_train_as_no_pipeline(
         layers = {kind: 4 // len(kinds) * kinds.count(kind) for kind in kinds}
         options |= {"masks": {kind: KINDS[kind] for kind in kinds}}
     pipeline = stages, microbatches, virtual
-    plain = given(64, ranks, "fcp", layers, microbatches=microbatches, **options)
-    ticks = given(64 * stages, ranks, None, layers, **options)
+    plain = tick_arguments(64, ranks, "fcp", layers, microbatches=microbatches, **options)
+    ticks = tick_arguments(64 * stages, ranks, None, layers, **options)
     wanted = pool.run(jobs_ticks.trained, ranks, plain, None, None)
     found = pool.run(jobs_ticks.trained, ranks, ticks, pipeline, kinds)
     for (losses, gradients), (others, same) in zip(found, wanted, strict=True):
@@ -67,8 +69,8 @@ def test_ticks_train_as_no_pipeline(
             torch.testing.assert_close(gradient, same[name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_server_and_a_folder_have_ticks(pool: Pool, tmp_path: Path) -> None:
-    asked = given(128, 4, None)
+def test_ticks_can_be_planned_by_a_server_or_in_advance(pool: Pool, tmp_path: Path) -> None:
+    asked = tick_arguments(128, 4, None)
     lengths, model = tmp_path / "lengths.txt", tmp_path / "model.json"
     lengths.write_text("\n".join(map(str, LENGTHS)))
     model.write_text(json.dumps(MODEL.to_data()))
@@ -96,8 +98,8 @@ def test_a_server_and_a_folder_have_ticks(pool: Pool, tmp_path: Path) -> None:
         (2, None, 2, r"chunks = \[0, 0\]: must be 1 lists of equal length, one per chunk of a stage"),
     ],
 )
-def test_what_cannot_run_is_refused(
+def test_unsupported_pipelines_are_refused(
     pool: Pool, ranks: int, recipe: str | None, chunks: int, says: str
 ) -> None:
-    told = pool.run(jobs_ticks.refused, ranks, given(64 * ranks, ranks, recipe), (2, 2), chunks)
+    told = pool.run(jobs_ticks.refused, ranks, tick_arguments(64 * ranks, ranks, recipe), (2, 2), chunks)
     assert re.match(says, told[0]), told

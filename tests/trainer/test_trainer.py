@@ -39,7 +39,7 @@ def piece_of(
 # --- rows
 
 
-def test_a_rank_reads_only_what_it_holds() -> None:
+def test_a_rank_reads_only_its_own_tokens() -> None:
     batch = Batch.from_lengths([8, 8, 8, 8])
     for rank in range(4):
         piece, data = piece_of(batch, 4, rank), Recorded([8] * 4)
@@ -48,7 +48,7 @@ def test_a_rank_reads_only_what_it_holds() -> None:
         assert len(data.read) < 4
 
 
-def test_labels_follow_the_mask_s_own_rule_and_small_dtypes_do_not_wrap() -> None:
+def test_labels_follow_the_mask_and_small_dtypes_do_not_overflow() -> None:
     batch = Batch.from_sequences([Sequence(9, masks.shared_question(3, [4, 2]))])
     ids = np.arange(250, 259).astype(np.uint16)
     tokens, labels, *_ = local_rows(piece_of(batch), batch, lambda _: ids)
@@ -92,7 +92,7 @@ def inputs_of(handle: PlanHandle) -> list[torch.Tensor]:
     return [torch.zeros(handle.rows, *shape, dtype=handle.dtype) for shape in shapes]
 
 
-def test_what_planned_attention_does_not_do_is_refused_by_name() -> None:
+def test_unsupported_arguments_of_planned_attention_are_refused_by_name() -> None:
     handle = PlanHandle(piece_of(Batch.from_lengths([6])))
     q, k, v = inputs_of(handle)
     for name, value in {
@@ -167,7 +167,7 @@ def test_selftest_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert [why.split(":")[0] for why in record["skipped"]] == ["stage"]
 
 
-def test_selftest_fails_where_one_engine_errs(
+def test_selftest_fails_if_one_engine_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(selftest, "LENGTHS", (40, 9))
@@ -188,10 +188,10 @@ def test_selftest_fails_where_one_engine_errs(
     assert "stage: the stage kernels run on GPUs" in " ".join(printed.split())
 
 
-def test_selftest_runs_the_stage_engine_where_it_serves(
+def test_selftest_runs_the_stage_engine_if_it_is_available(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its place is taken here: the interpreter has tests of its own."""
+    """The engine is replaced here; the interpreter has its own tests."""
     monkeypatch.setattr(selftest, "LENGTHS", (40, 9))
     monkeypatch.setattr(selftest, "ENGINES", {"stage": ENGINES["plain"]})
     monkeypatch.setattr(selftest, "PlanHandle", lambda piece, comm, engine: PlanHandle(piece, comm, "plain"))

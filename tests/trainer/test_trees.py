@@ -46,21 +46,23 @@ def agree(found: tuple[float, NDArray[Any]], expected: tuple[float, NDArray[Any]
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_folded_grpo_is_independent_grpo(dtype: str, options: dict[str, list[int] | int]) -> None:
+def test_folded_grpo_equals_grpo_on_independent_samples(
+    dtype: str, options: dict[str, list[int] | int]
+) -> None:
     agree(jobs_trees.folded(dtype, **options), jobs_trees.independent(dtype), dtype)
 
 
 @pytest.mark.parametrize(
     ("ranks", "dtype"), sparse_rows([(4, "fp64"), (1, "fp64"), (2, "fp32"), (4, "fp32")], 4)
 )
-def test_ranks_shares_add_up(pool: Pool, ranks: int, dtype: str) -> None:
+def test_shares_of_ranks_add_up_to_the_whole(pool: Pool, ranks: int, dtype: str) -> None:
     found = pool.run(jobs_trees.on_ranks, ranks, dtype, OPTIONS[1])
     assert {microbatches for *_, microbatches in found} == {1}
     together = sum(loss for loss, *_ in found), sum(gradients for _, gradients, _ in found)
     agree(together, jobs_trees.independent(dtype), dtype)
 
 
-def test_trees_in_several_microbatches_and_padded_rows(pool: Pool) -> None:
+def test_trees_train_in_several_microbatches_and_with_padding(pool: Pool) -> None:
     found = pool.run(jobs_trees.on_ranks, 3, "fp64", OPTIONS[1], 75, 8)
     assert {microbatches for *_, microbatches in found} == {2}
     together = sum(loss for loss, *_ in found), sum(gradients for _, gradients, _ in found)
@@ -68,7 +70,7 @@ def test_trees_in_several_microbatches_and_padded_rows(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_needs_whole_samples_is_gathered(pool: Pool, ranks: int) -> None:
+def test_objectives_on_whole_samples_gather_their_tokens(pool: Pool, ranks: int) -> None:
     found = pool.run(jobs_trees.sequence_ratios, ranks, "fp64")
     together = sum(loss for loss, _ in found), sum(gradients for _, gradients in found)
     agree(together, jobs_trees.independent_sequences("fp64"), "fp64")
@@ -89,7 +91,7 @@ def test_a_loss_of_trees_under_averages_is_refused(pool: Pool, shares: bool) -> 
 
 
 def batch_of(forest: ap.trees.Forest, samples: list[int], places: list[int]) -> SimpleNamespace:
-    """A batch of the forest as far as its rows go, of which some may be none of its."""
+    """A batch of rows of the forest, some of which may be padding."""
     alone = SimpleNamespace(communicator=Communicator())
     sample_ids, local_to_sample = torch.tensor([samples, places], dtype=torch.int64).view(2, -1)
     rows = forest.trees[sample_ids.clamp(0, len(forest) - 1).numpy()] + local_to_sample.numpy()
@@ -115,7 +117,7 @@ def test_a_row_where_samples_part_predicts_each_of_their_tokens() -> None:
     assert found.log_probs(logits.bfloat16()).dtype == torch.float32
 
 
-def test_values_are_taken_by_sample_and_by_token_and_go_back() -> None:
+def test_values_are_taken_by_sample_or_token_and_returned() -> None:
     found = trees.unfold(trees.fold(PICTURE))
     assert found.take(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1] * 4 + [2] * 3 + [3] * 2
     padded = torch.tensor([[0, 1, 2, 3, 4], [10, 11, 12, 13, 0], [20, 21, 22, 0, 0]])
@@ -125,7 +127,7 @@ def test_values_are_taken_by_sample_and_by_token_and_go_back() -> None:
     assert [x.tolist() for x in back] == [[0, *x.tolist()[1:]] for x in ragged]
 
 
-def test_a_loss_mask_leaves_predictions_out() -> None:
+def test_a_loss_mask_excludes_predictions() -> None:
     forest = trees.fold(PICTURE)
     found = trees.unfold(forest, loss_mask=[torch.arange(len(ids)) >= 3 for ids in PICTURE])
     assert (found.token.tolist(), found.row.tolist(), found.predicting.tolist()) == (
@@ -173,7 +175,7 @@ def test_every_token_of_every_sample_is_predicted_once(samples: list[list[int]],
 
 @pytest.mark.slow
 def test_the_example_counts_and_agrees() -> None:
-    """Its table is what counting lengths says; it ends with an error where gradients do not agree."""
+    """Its table equals a count of lengths; it exits with an error if gradients differ."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, ROOT / "examples/grpo_tree.py"], capture_output=True, text=True, env=env, check=False
@@ -194,7 +196,7 @@ def test_the_example_counts_and_agrees() -> None:
 # ---- mistakes
 
 
-def test_pairs_of_a_microbatch_are_whole() -> None:
+def test_a_microbatch_must_contain_both_samples_of_a_pair() -> None:
     samples = [[1, 2], [1, 3], [4, 5], [6, 7]]  # the second pair begins with two tokens
     forest = trees.fold(samples, groups=[0, 0, 1, 1])
     values = torch.arange(4.0)
@@ -208,7 +210,7 @@ def test_pairs_of_a_microbatch_are_whole() -> None:
         trees.unfold(forest).pairs(values[:3])
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_values_of_wrong_shapes_are_named() -> None:
     found = trees.unfold(trees.fold(PICTURE))
     for values in (torch.zeros(2), [torch.zeros(5)] * 2):
         with pytest.raises(ConfigError, match="each of the 3 samples"):

@@ -1,4 +1,4 @@
-"""Loops of one's own that would train a wrong model are ended, by the first steps' checks; right ones are not."""
+"""Custom loops that would train a wrong model are stopped by checks of the first steps; correct ones are not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.sparse import sparse
         3,
     ),
 )
-def test_right_loops_train(pool: Pool, what: str) -> None:
+def test_correct_loops_train(pool: Pool, what: str) -> None:
     assert pool.run(jobs_wiring.trained, 2, what) == ["", ""]
 
 
@@ -80,7 +80,7 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ),
     ],
 )
-def test_wrong_loops_end_at_once(pool: Pool, what: str, says: str) -> None:
+def test_wrong_loops_fail_at_once(pool: Pool, what: str, says: str) -> None:
     for found in pool.run(jobs_wiring.trained, 2, what):
         assert re.match(says, found), found
 
@@ -94,6 +94,6 @@ def test_wrong_loops_end_at_once(pool: Pool, what: str, says: str) -> None:
         ("seeds", "parameters differ"),
     ],
 )
-def test_groups_train_one_model(pool: Pool, what: str, says: str) -> None:
+def test_groups_that_train_different_models_fail(pool: Pool, what: str, says: str) -> None:
     for found in pool.run(jobs_wiring.replicated, 2, what):
         assert re.match(f"ExecutionError: {says} between ranks" if says else "$", found), found

@@ -25,8 +25,8 @@ from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
 MATRIX = STRATEGIES | WIDE
 
 
-def executed(plan: Plan, rank: int) -> tuple[list[tuple[Any, ...]], int]:
-    """(kernels, messages, rounds) of a rank, forward and backward, of a device that records; and the bytes sent."""
+def recorded_run(plan: Plan, rank: int) -> tuple[list[tuple[Any, ...]], int]:
+    """(kernels, messages, rounds) of a rank, forward and backward, on a recording device; and the bytes sent."""
     device, header = RecordingDevice(rank, plan.header.ranks), plan.header
     handle, found = PlanHandle(plan.for_rank(rank), device, engine=device.engine), []
     heads = (
@@ -51,7 +51,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize("cell", sparse(CELLS, 4), ids="-".join)
-def test_launches_messages_and_rounds_are_those_of_the_simulator(cell: tuple[str, ...]) -> None:
+def test_launches_messages_and_rounds_equal_the_simulators(cell: tuple[str, ...]) -> None:
     name, mask, sent = cell
     batch = Batch.from_sequences([Sequence(*each) for each in cases.BATCHES[mask]])
     recipe = Recipe(name, MATRIX[name])
@@ -61,7 +61,7 @@ def test_launches_messages_and_rounds_are_those_of_the_simulator(cell: tuple[str
     plan = api.plan(batch, cluster(4), model, policy=Policy(recipe, token_cap=cap))
     simulated = simulate(plan).runs
     for rank in range(4):
-        found, sent = executed(plan, rank)
+        found, sent = recorded_run(plan, rank)
         tiles = [plan.programs["default", phase].rank(rank)["transfers"]["send"].sum() for phase in PHASES]
         told = sum(simulated["default", phase].sent_bytes[rank] for phase in PHASES)
         assert 0 <= sent - told <= 2 * ALIGNMENT * sum(tiles)  # parts of a message are aligned

@@ -23,10 +23,8 @@ SMALL = Sizes(8, 2, 16, 16, hidden=32)
 @pytest.mark.parametrize(
     ("steps", "nodes", "kv_heads"), sparse_rows([(WHOLE, 1, 2), (WHOLE, 1, 1), (RING, 2, 2)], 3)
 )
-def test_gradients_are_those_of_plain_attention(
-    interpreted: Pool, steps: Any, nodes: int, kv_heads: int
-) -> None:
-    """KV heads of one rank each, one that both ranks use, and tiles from the other node."""
+def test_gradients_equal_plain_attention(interpreted: Pool, steps: Any, nodes: int, kv_heads: int) -> None:
+    """KV heads used by one rank, KV heads shared by both ranks, and tiles from the other node."""
     exact = replace(SMALL, kv_heads=kv_heads)
     plan = planned(
         cases.batch_of("causal"), replace(exact, dtype=torch.float32), nodes, 2, steps, heads=4, project=True
@@ -38,7 +36,7 @@ def test_gradients_are_those_of_plain_attention(
 
 
 @pytest.mark.parametrize(("kv_heads", "hidden"), [(2, 32), (1, 32), (2, 256)])
-def test_a_call_holds_what_is_counted(interpreted: Pool, kv_heads: int, hidden: int) -> None:
+def test_the_bytes_that_a_call_holds_match_the_count(interpreted: Pool, kv_heads: int, hidden: int) -> None:
     """Results in the model's dtype alone, but for sums of heads that both ranks use; dX where the output was, whichever
     is larger."""
     sizes = replace(SMALL, kv_heads=kv_heads, hidden=hidden, dtype=torch.bfloat16)

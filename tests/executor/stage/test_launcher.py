@@ -22,7 +22,7 @@ from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 
 class NoGpu:
-    """As Triton's CUDA driver, but that nothing is loaded or started: `started` has what would be."""
+    """Like Triton's CUDA driver, but nothing is loaded or launched: `started` records the launches."""
 
     utils = SimpleNamespace(
         load_binary=lambda *binary: (1, 1, 1, 0, 1024),
@@ -63,7 +63,7 @@ def launches() -> list[tuple[str, int, tuple[Any, ...], dict[Any, Any]]]:
     return found
 
 
-def test_kernels_get_what_triton_itself_would_give_them_and_compile_once(gpu: NoGpu) -> None:
+def test_kernels_get_the_arguments_triton_would_pass_and_compile_once(gpu: NoGpu) -> None:
     found = [launch for launch in launches() if launch[0] in ("move", "add", "finish", "delta")]
     assert {kernel for kernel, *_ in found} == {"move", "add", "finish", "delta"}
     launcher = DeviceLauncher()

@@ -6,7 +6,7 @@ from tests.ranks import jobs_profile
 from tests.ranks.rank_pool import Pool
 
 
-def test_a_lone_task_is_attention(interpreted: Pool) -> None:
+def test_a_lone_task_equals_attention(interpreted: Pool) -> None:
     (errors,) = interpreted.run(jobs_profile.lone_task, 1)
     assert max(errors) < 1e-5
 

@@ -106,7 +106,7 @@ def test_every_strategy(interpreted: Pool, case: Cell) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("columns", [(0, 1, 2), (2, 0), (1,)])
-def test_numbers_are_rounded_into_messages_and_come_out_as_they_travelled(
+def test_messages_hold_rounded_numbers_that_unpack_exactly(
     interpreted: Pool, pytestconfig: pytest.Config, dtype: str, columns: tuple[int, ...]
 ) -> None:
     rows = np.random.default_rng(0).standard_normal((37, 3, 20)).astype(np.float32)
@@ -116,7 +116,7 @@ def test_numbers_are_rounded_into_messages_and_come_out_as_they_travelled(
         np.testing.assert_array_equal(message, held.astype(np.float16))
     elif pytestconfig.getoption("--gpu"):
         np.testing.assert_array_equal(message, torch.from_numpy(held).bfloat16().float().numpy())
-    else:  # the interpreter cuts off what a device rounds
+    else:  # the interpreter truncates where a device rounds
         np.testing.assert_array_equal(message.view(np.uint32), held.view(np.uint32) & 0xFFFF0000)
     np.testing.assert_array_equal(found[:, list(columns)], message)
     others = [column for column in range(3) if column not in columns]
@@ -138,7 +138,7 @@ def test_plans_written_by_hand(interpreted: Pool, path: Path, extra: str) -> Non
         cases.assert_good(got, problem, cases.allowed(plan.request.batch, kind), "fp16")
 
 
-def unwritten(recipe: str, *lengths: int, ranks: int = 2) -> Plan:
+def fp16_plan(recipe: str, *lengths: int, ranks: int = 2) -> Plan:
     model = cases.model(2, "fp16", (16, 16), kv_heads=2)
     return api.plan(Batch.from_lengths(lengths), cluster(ranks), model, recipe=recipe)
 
@@ -155,13 +155,13 @@ UNWRITTEN = {
 
 @pytest.mark.parametrize("check", sparse([False, True], 2))
 @pytest.mark.parametrize("name", sparse(list(UNWRITTEN), 3))
-def test_nothing_is_read_that_was_not_written(interpreted: Pool, name: str, check: bool) -> None:
-    """Rows that a task completes never are in accumulators; nor do those who look behind kernels read them there."""
+def test_no_unwritten_memory_is_read(interpreted: Pool, name: str, check: bool) -> None:
+    """Rows that a task completes are never in accumulators, and the kernel check does not read them there either."""
     if (made := UNWRITTEN[name]) is None:
         path = next(path for path in BY_HAND if path.stem == name)
         plan = parse(path.read_text().replace('"dtype": "fp64"', '"dtype": "fp16"'))
     else:
-        plan = unwritten(*made)
+        plan = fp16_plan(*made)
     problem = cases.problem_of(plan, 3, sinks=not check)
     shards, ranks = cases.shards(plan, problem), plan.header.ranks
     results = interpreted.run(jobs.attention_on_nan, ranks, problem.sinks, check, each=shards)
@@ -180,8 +180,8 @@ def test_the_same_plan_gives_the_same_bits(interpreted: Pool) -> None:
 
 
 @pytest.mark.parametrize("extra", ["", "sinks"])
-def test_the_gradient_of_lse(interpreted: Pool, extra: str) -> None:
-    """It goes through delta; rows without keys have none."""
+def test_the_gradient_of_lse_passes_through_delta(interpreted: Pool, extra: str) -> None:
+    """The gradient passes through delta; rows without keys have none."""
     batch = cases.batch_of("bands")
     plan = cases.make_plan(batch, Cluster(1, 2), cases.model(2, "fp32", (16, 16)), cases.recipe())
     problem = cases.problem_of(plan, 6, extra == "sinks")
@@ -195,7 +195,7 @@ def test_the_gradient_of_lse(interpreted: Pool, extra: str) -> None:
     np.testing.assert_allclose(lse, exact, rtol=1e-6, atol=1e-6)
 
 
-def test_a_kernel_that_gives_nan_is_caught(interpreted: Pool) -> None:
+def test_a_kernel_that_returns_nan_is_caught(interpreted: Pool) -> None:
     plan = small_plan()
     shards = cases.shards(plan, cases.problem_of(plan))
     shards[1].v[0] = np.nan

@@ -68,7 +68,7 @@ def test_random_tiles_have_every_written_row_once_and_all_its_tasks() -> None:
         assert len(rows) == len(set(rows))
 
 
-def test_what_two_owners_write_is_launched_in_program_order() -> None:
+def test_tiles_of_two_owners_are_launched_in_program_order() -> None:
     one = np.zeros(4, np.int64)
     start, stop = np.array([0, 4, 2, 0]), np.array([4, 8, 6, 2])
     assert waves(one, one, start, stop, np.array([0, 0, 1, 0])).tolist() == [0, 0, 1, 1]
@@ -114,7 +114,7 @@ def _consumed(programs: ProgramSet, kernel: str) -> NDArray[Any]:
 
 
 def pairs_of_list(made: WorkList) -> list[tuple[int, ...]]:
-    """The same of a work list: every pair of every entry; its mask-free middle must need no mask."""
+    """The pairs of a work list, entry by entry; the mask-free middle of an entry must need no mask."""
     found = []
     for instruction, launches in made.launches.items():
         for launch in launches:
@@ -131,13 +131,13 @@ def pairs_of_list(made: WorkList) -> list[tuple[int, ...]]:
     return sorted(found)
 
 
-def anywhere(found: Complete) -> Targets:
+def some_targets(found: Complete) -> Targets:
     """Some target of each range of complete work rows."""
     both = (zip(*(part.tolist() for part in rows), strict=True) for rows in (found.sent, found.delivered))
     return Targets.of([(row0, row1, 1, 0, 1, 0, 0) for rows in both for _, row0, row1 in rows])
 
 
-def stated(programs: ProgramSet, kernel: str) -> RowRanges:
+def computed_statistics(programs: ProgramSet, kernel: str) -> RowRanges:
     return find_statistics(programs).tasks if kernel == "dq" else RowRanges.none()
 
 
@@ -152,7 +152,14 @@ def test_work_lists_hold_every_pair_of_an_instruction_once(name: str, mask: str)
             for kernel in ("attend",) if phase == "forward" else ("dq", "dkdv"):
                 found = find_complete(programs, phase)[ROLES[kernel].owner]
                 made = work_list(
-                    programs, columns, kernel, 16, 8, found.tasks, anywhere(found), stated(programs, kernel)
+                    programs,
+                    columns,
+                    kernel,
+                    16,
+                    8,
+                    found.tasks,
+                    some_targets(found),
+                    computed_statistics(programs, kernel),
                 )
                 assert pairs_of_list(made) == pairs_of_tasks(programs, columns, kernel)
 
@@ -166,7 +173,14 @@ def test_every_instruction_is_one_launch_and_long_tiles_come_first() -> None:
             kernel = "attend" if phase == "forward" else "dkdv"
             found = find_complete(programs, phase)[ROLES[kernel].owner]
             made = work_list(
-                programs, columns, kernel, 16, 16, found.tasks, anywhere(found), stated(programs, kernel)
+                programs,
+                columns,
+                kernel,
+                16,
+                16,
+                found.tasks,
+                some_targets(found),
+                computed_statistics(programs, kernel),
             )
             assert all(len(launches) == 1 for launches in made.launches.values()), name
             for (launch,) in made.launches.values():
@@ -176,7 +190,7 @@ def test_every_instruction_is_one_launch_and_long_tiles_come_first() -> None:
 
 
 def moved_bytes(found: list[Panel], source: NDArray[Any], target: NDArray[Any]) -> None:
-    """Panels carried out on two byte arrays."""
+    """Executes panels on two byte arrays."""
     for panel in found:
         for row in range(panel.rows):
             a, b = panel.source_at + row * panel.source_row, panel.target_at + row * panel.target_row
@@ -202,7 +216,7 @@ def test_panels_move_the_bytes_of_their_columns(columns: tuple[int, ...]) -> Non
     assert len(covered) == len(set(covered)) == made.panels[:, 6].sum()
 
 
-def test_rows_that_lie_densely_on_both_sides_are_one_panel() -> None:
+def test_rows_contiguous_on_both_sides_are_one_panel() -> None:
     a, b = Place(None, 0, (0, 1), 2, 8, 2), Place(None, 64, (0, 1), 2, 8, 2)
     (panel,) = panels(a, b, 5, 8)
     assert (panel.rows, panel.width) == (5, 16)

@@ -35,7 +35,7 @@ EXPERTS = Experts(count=16, active=2, width=256, shared=128, dense=1, imbalance=
 SHARED = {"vocab": 1000, "sharding": "ddp", "recompute": "none"}
 
 
-def trained(**given: Any) -> Training:
+def training_with(**given: Any) -> Training:
     return Training(**{**SHARED, "experts": EXPERTS, **given})
 
 
@@ -91,7 +91,7 @@ GLM: dict[str, Any] = (
         (GLM, 355, 32),
     ],
 )
-def test_parameters_are_those_of_the_publishers(config: dict[str, Any], total: float, active: float) -> None:
+def test_parameter_counts_match_published_ones(config: dict[str, Any], total: float, active: float) -> None:
     """Billions. Some count the embedding among active ones, and GLM a layer that predicts one token more."""
     model, training = model_of(config), Training.from_data({}, config)
     layers = model.layers if isinstance(model.layers, int) else sum(model.layers.values())
@@ -104,7 +104,7 @@ def test_parameters_are_those_of_the_publishers(config: dict[str, Any], total: f
     assert 0.97 * (of_token + matrix) <= active <= 1.01 * (of_token + 2 * matrix)
 
 
-def test_projections_of_low_rank_are_products_of_their_own() -> None:
+def test_low_rank_projections_are_counted_as_separate_products() -> None:
     """DeepSeek-V3's: W_DQ, W_UQ, W_DKV with the rotary part, W_UK, W_UV, W_O."""
     model, training = model_of(DEEPSEEK), Training.from_data({}, DEEPSEEK)
     queries = 7168 * 1536 + 1536 * 128 * 192
@@ -112,7 +112,7 @@ def test_projections_of_low_rank_are_products_of_their_own() -> None:
     assert attention_parameters(model, training) == queries + keys + 128 * 128 * 7168
     direct = replace(training, q_rank=0)
     assert attention_parameters(model, direct) == 7168 * 128 * 192 + keys + 128 * 128 * 7168
-    ranks = replace(model, q_heads=16)  # those to the low ranks are whole on every rank
+    ranks = replace(model, q_heads=16)  # the down projections are replicated on every rank
     whole = 7168 * (1536 + 512 + 64)
     assert (
         attention_parameters(ranks, training) - whole == (attention_parameters(model, training) - whole) / 8
@@ -122,8 +122,8 @@ def test_projections_of_low_rank_are_products_of_their_own() -> None:
 # ------------------------------------------------------------------------------------------------- closed forms
 
 
-def test_a_layer_is_the_mean_of_those_with_experts_and_without() -> None:
-    layers = Layers(H100, SMALL, trained(), sparse=0.75, degree=4)
+def test_a_layer_is_the_mean_of_layers_with_and_without_experts() -> None:
+    layers = Layers(H100, SMALL, training_with(), sparse=0.75, degree=4)
     attention, router, expert = 512 * 10 * 128, 512 * 16, 3 * 512
     linear = attention + 0.25 * expert * 1024 + 0.75 * (router + expert * 128)
     assert layers.linear_parameters == linear
@@ -134,14 +134,14 @@ def test_a_layer_is_the_mean_of_those_with_experts_and_without() -> None:
     assert layers.experts_us(100) == pytest.approx(0.75 * 100 * (products + moved))
 
 
-def test_rows_of_experts_follow_tokens_of_the_ranks_that_share_them() -> None:
+def test_expert_rows_follow_the_tokens_of_the_ranks_that_share_them() -> None:
     tokens = np.array([100, 300, 200, 200])
     rows = ExpertRows.of(EXPERTS, tokens, 2, 1, spread=1.5)
     assert rows == (2 * 300, 2 * 1.5 * 200, 2 * 200 * 2 / 16, 300 / 200)
     assert ExpertRows.of(EXPERTS, tokens, 8, 1, 1.0) == (600, 400, 2 * 200 * 8 / 16, 1.5)  # of two groups
     assert ExpertRows.of(EXPERTS, tokens, 8, 4, 1.0) == (150, 100, 2 * 200 / 4 * 8 / 16, 1.5)
     padded = ExpertRows.of(replace(EXPERTS, capacity=1.25), tokens, 2, 1, 1.25)
-    assert padded[:2] == (2 * 300 * 1.25,) * 2  # all as the fullest rank
+    assert padded[:2] == (2 * 300 * 1.25,) * 2  # all ranks wait for the fullest
     assert [EXPERTS.spread(degree, excess) for degree, excess in ((1, 2.0), (8, 0.0), (8, 2.0))] == [1, 1, 2]
 
 
@@ -163,7 +163,7 @@ def test_an_all_to_all_takes_the_slower_of_both_links() -> None:
     assert ExpertRanks(cluster, 1, 32).dispatch_us(EXPERTS, rows, 1024) == 0
 
 
-def test_ranks_with_the_same_experts_stand_apart() -> None:
+def test_ranks_with_the_same_experts_are_spread_over_nodes() -> None:
     cluster = Cluster(4, 8, nics_per_node=4)
     for degree, nodes, on_node in ((1, 4, 8), (4, 4, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)):
         copies = ExpertRanks(cluster, degree, 32).copies
@@ -171,22 +171,22 @@ def test_ranks_with_the_same_experts_stand_apart() -> None:
         assert copies.inter_gbs_per_rank == cluster.inter_gbs_per_rank
 
 
-def test_memory_of_experts_goes_by_the_expert_degree() -> None:
-    layers, none = Layers(H100, SMALL, trained(), sparse=1.0, degree=4), Activations(0, 0, 0, 0, 0)
+def test_memory_of_experts_depends_on_the_expert_degree() -> None:
+    layers, none = Layers(H100, SMALL, training_with(), sparse=1.0, degree=4), Activations(0, 0, 0, 0, 0)
     expert = 4 * 3 * 512 * 256
     whole = memory(layers, 4, 8, 2.0, none, copies=2)
     parameters = 4 * (layers.parameters + expert) + 2 * 512 * 1000
     assert whole.weights == 2 * parameters
     assert (whole.gradients, whole.optimizer) == (4 * parameters, 12 * parameters)
-    sharded = memory(replace(layers, training=trained(sharding="zero1")), 4, 8, 2.0, none, copies=2)
+    sharded = memory(replace(layers, training=training_with(sharding="zero1")), 4, 8, 2.0, none, copies=2)
     assert sharded.optimizer == 12 * ((4 * layers.parameters + 2 * 512 * 1000) / 8 + 4 * expert / 2)
-    full = replace(layers, training=trained(sharding="fsdp"))
+    full = replace(layers, training=training_with(sharding="fsdp"))
     alone = memory(full, 4, 8, 0.0, none, copies=1)  # one rank has them: nothing is gathered
     assert alone.weights == 2 * (4 * layers.parameters / 8 + 4 * expert + 2 * layers.parameters)
 
 
-def test_activations_of_experts_are_rows_that_come_and_go() -> None:
-    layers = Layers(H100, SMALL, trained(), sparse=0.75, degree=4, spread=1.5)
+def test_activations_of_experts_count_received_and_returned_rows() -> None:
+    layers = Layers(H100, SMALL, training_with(), sparse=0.75, degree=4, spread=1.5)
     dense = Layers(H100, SMALL, Training(**SHARED))
     routed = 2 * 1.5
     numbers = 0.75 * (3 * (128 + routed * 256) + 2 * routed * 512) + 0.25 * 3 * 1024
@@ -199,8 +199,8 @@ def test_activations_of_experts_are_rows_that_come_and_go() -> None:
 # ------------------------------------------------------------------------------------------------- whole steps
 
 
-def test_parts_of_a_step_with_experts() -> None:
-    training, taken = trained(), form("ulysses", expert=4)
+def test_the_parts_of_a_step_with_experts_equal_their_closed_form() -> None:
+    training, taken = training_with(), form("ulysses", expert=4)
     parts, dense = row(taken, training).parts(), row(form("ulysses"), Training(**SHARED)).parts()
     layers = Layers(H100, SMALL, training, sparse=0.75, degree=4, spread=1.5)
     received = 2048 * 2 * 1.5
@@ -210,13 +210,13 @@ def test_parts_of_a_step_with_experts() -> None:
     assert parts["linear"] == pytest.approx(3 * 4 * layers.linear_us(2048) / 1e6)
     assert parts["attention"] == dense["attention"]
     assert dense["experts"] == dense["all_to_all"] == 0
-    again = row(taken, trained(recompute="selective")).parts()["recomputation"]
+    again = row(taken, training_with(recompute="selective")).parts()["recomputation"]
     forward = parts["linear"] / 3 + parts["rows"] / 3 + parts["experts"] / 3 + parts["all_to_all"] / 2
     assert again == pytest.approx(forward)
 
 
 def test_gradients_of_experts_are_reduced_among_their_copies() -> None:
-    training, taken = trained(overlap=False), form("ulysses", expert=4)
+    training, taken = training_with(overlap=False), form("ulysses", expert=4)
     layers = Layers(H100, SMALL, training, sparse=0.75, degree=4)
     each = gather_us(layers.parameters * 4, CLUSTER)
     each += gather_us(layers.expert_parameters * 4, ExpertRanks(CLUSTER, 4, 8).copies)
@@ -229,7 +229,10 @@ def test_gradients_of_experts_are_reduced_among_their_copies() -> None:
 
 def test_tensor_parallel_ranks_gather_nothing_for_routed_experts() -> None:
     with_shared, without = (
-        row(form("ulysses", tensor=2, expert=4), trained(experts=replace(EXPERTS, shared=shared, dense=0)))
+        row(
+            form("ulysses", tensor=2, expert=4),
+            training_with(experts=replace(EXPERTS, shared=shared, dense=0)),
+        )
         for shared in (128, 0)
     )
     assert without.parts()["tensor_parallel"] == pytest.approx(with_shared.parts()["tensor_parallel"] / 2)
@@ -238,28 +241,28 @@ def test_tensor_parallel_ranks_gather_nothing_for_routed_experts() -> None:
 def test_groups_that_share_experts_wait_for_each_other_in_each_layer() -> None:
     """Two groups, one with a long sequence in the first microbatch, the other in the second."""
     lengths = [4096, 2048, 2048, 2048, 2048, 4096]
-    batch, training = Batch.from_lengths(lengths), trained()
+    batch, training = Batch.from_lengths(lengths), training_with()
     apart, together = (
         row(form("ulysses", 4, microbatches=2, expert=expert), training, batch=batch) for expert in (4, 8)
     )
     assert together.parts()["attention"] > 1.05 * apart.parts()["attention"]
 
 
-def test_imbalance_is_a_range_of_its_own() -> None:
-    found = row(form("ulysses", expert=4), trained())
+def test_expert_imbalance_adds_its_own_range() -> None:
+    found = row(form("ulysses", expert=4), training_with())
     nominal, even, uneven = found.seconds[0], *found.seconds[-2:]
     assert even < nominal < uneven
     assert uneven - nominal == pytest.approx(nominal - even, rel=0.2)
     assert len(row(form("ulysses"), Training(**SHARED)).seconds) == len(found.seconds) - 2
 
 
-def test_capacity_makes_uneven_tokens_padding() -> None:
+def test_a_capacity_turns_uneven_tokens_into_padding() -> None:
     lengths = [9000, 3000, 2000, 1000, 1384]
     batch = Batch.from_lengths(lengths)
     free, padded = (
         row(
             form("fcp", expert=8),
-            trained(experts=replace(EXPERTS, imbalance=1, capacity=capacity)),
+            training_with(experts=replace(EXPERTS, imbalance=1, capacity=capacity)),
             batch=batch,
         )
         for capacity in (None, 1.0)
@@ -280,12 +283,12 @@ def test_a_search_tries_expert_degrees_and_plans_once_for_all() -> None:
     assert {one.expert for one in search_space(CLUSTER, SMALL, 4, ["ulysses"])} == {1}
 
 
-def test_the_command_says_rows_and_what_uneven_tokens_do() -> None:
+def test_the_command_prints_expert_rows_and_the_effect_of_imbalance() -> None:
     for capacity, said in (
         (None, "imbalance 1.5 assumed, dropless"),
         (1.25, "padded to 1.25 of an even share"),
     ):
-        training = trained(experts=replace(EXPERTS, capacity=capacity))
+        training = training_with(experts=replace(EXPERTS, capacity=capacity))
         record = ap.forecast(BATCH, CLUSTER, SMALL, [form("ulysses", expert=4)], training).record()
         told = {"batches": 1, "tokens": BATCH.tokens, "workload": "lengths"}
         text = " ".join(" ".join(str(view()).split()) for view in printed.views(record | told, False))
@@ -321,11 +324,11 @@ def test_steps_of_published_models_are_forecast(config: dict[str, Any]) -> None:
         ({"tensor": 2}, {"experts": replace(EXPERTS, shared=3)}, "^parallelism.tensor = 2: .*experts.shared"),
     ],
 )
-def test_degrees_that_do_not_fit_are_named(
+def test_degrees_that_do_not_fit_are_refused_by_name(
     degrees: dict[str, int], training: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        form("ulysses", **degrees).check(CLUSTER, SMALL, 4, trained(**training).experts)
+        form("ulysses", **degrees).check(CLUSTER, SMALL, 4, training_with(**training).experts)
 
 
 @pytest.mark.parametrize(
@@ -338,26 +341,26 @@ def test_degrees_that_do_not_fit_are_named(
         ({"many": 1}, "^training.experts = 'many'"),
     ],
 )
-def test_experts_that_make_no_sense_are_named(given: dict[str, Any], said: str) -> None:
+def test_inconsistent_experts_are_refused_by_name(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Training.from_data({"experts": given})
 
 
-def test_what_is_not_priced_with_experts_is_refused() -> None:
+def test_options_without_a_price_for_experts_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^training.experts.count = 16: FFNs in tiles"):
-        trained(mlp_tile=64)
+        training_with(mlp_tile=64)
     with pytest.raises(ConfigError, match=r"^parallelism.ping_pong = True"):
         replace(form(), ping_pong=True).check(CLUSTER, SMALL, 4, EXPERTS)
     with pytest.raises(ConfigError, match=r"^cluster.speeds"):
         form().check(replace(CLUSTER, speeds=(1.0,) * 7 + (0.5,)), SMALL, 4, EXPERTS)
-    ranks = trained(experts=Experts(), kv_rank=64, rope_dim=16)
+    ranks = training_with(experts=Experts(), kv_rank=64, rope_dim=16)
     model = replace(SMALL, kv_heads=8)
     found = ap.forecast(BATCH, CLUSTER, model, [form("upipe")], ranks).rows[0]
     assert found.reason is not None
     assert found.reason.startswith("training.kv_rank = 64: upipe computes Q, K and V")
 
 
-def test_what_expands_latent_rows_is_of_attention() -> None:
+def test_latent_expansion_is_counted_as_attention() -> None:
     """W_UK and W_UV run where attention is computed; a token keeps its latent row, of 512 + 64 numbers."""
     model, training = model_of(DEEPSEEK), Training.from_data({}, DEEPSEEK)
     moved, expanded = (Layers(H100, one, training) for one in (model, model.expanded))

@@ -1,4 +1,4 @@
-"""Forecasts: every part against a closed form on small cases, parts that add up, and what a user meets."""
+"""Forecasts: every part against a closed form on small cases, parts that add up, and the command line."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def form(recipe: str = "fcp", **degrees: int) -> Parallelism:
 # ---------------------------------------------------------------------------------------------------- closed forms
 
 
-def test_a_tensor_parallel_group_has_no_more_of_the_nics_than_it_shares() -> None:
+def test_a_tensor_parallel_group_has_only_its_share_of_the_nics() -> None:
     """Two ranks for each of four NICs: a group of two has one NIC, of which each rank has half."""
     cluster = Cluster(2, 8, nics_per_node=4, inter_gbs=24.0)
     for tensor, nics, gbs in ((1, 4, 24.0), (2, 4, 12.0), (4, 2, 12.0), (8, 1, 12.0)):
@@ -96,7 +96,7 @@ def test_a_rank_has_its_share_of_the_nics_under_any_degrees(nics: int) -> None:
     assert form().stage(cluster) == cluster
 
 
-def test_halves_that_take_turns_add_what_the_work_around_attention_does_not_hide() -> None:
+def test_halves_that_take_turns_add_only_the_time_that_nothing_hides() -> None:
     taken = replace(form("distca", tensor=2), ping_pong=True)
     training, group = Training(vocab=1000, recompute="none", sharding="ddp"), taken.stage(CLUSTER)
     model = taken.rank_model(SMALL)
@@ -123,8 +123,8 @@ def test_halves_that_take_turns_add_what_the_work_around_attention_does_not_hide
     assert next(both) < next(both)
 
 
-def test_each_part_of_a_step_is_its_closed_form() -> None:
-    """All written out for one small case, in the units of its figures."""
+def test_each_part_of_a_step_equals_its_closed_form() -> None:
+    """All parts written out for one small case."""
     plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp", hardware=H100)
     tokens = int(plan.layouts[plan.header.home_layout].rows_per_rank.max())
     simulated = simulate(plan, H100)
@@ -147,7 +147,7 @@ def test_each_part_of_a_step_is_its_closed_form() -> None:
     assert found["tensor_parallel"] == found["remap"] == 0
 
 
-def test_measured_rates_price_what_they_are_of() -> None:
+def test_each_measured_rate_prices_only_its_own_work() -> None:
     training = Training(vocab=1000)
     half = Figure(H100.memory_gbs.value / 2, "measured")
     before = Layers(H100, SMALL, training)
@@ -166,7 +166,7 @@ def test_measured_rates_price_what_they_are_of() -> None:
         assert [work for work, slow in slower.items() if slow] == [priced]
 
 
-def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabulary() -> None:
+def test_backward_hides_all_gradients_except_one_layer_and_the_vocabulary() -> None:
     def shared(parameters: int) -> float:
         inter = 4 * parameters * 1 / 2 / (4 * 50e3)  # four of eight NICs: one a rank
         intra = 4 * parameters * 3 / 4 / 450e3
@@ -186,7 +186,7 @@ def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabu
     assert {**alone, "data_parallel": 0} == {**found, "data_parallel": 0}
 
 
-def test_without_overlap_nothing_hides_the_head_either() -> None:
+def test_without_overlap_the_head_is_exposed_too() -> None:
     """Embedding and head of one stage, one of a tied matrix, and one of each end of a pipeline."""
     layers = Layers(H100, SMALL, Training(vocab=1000))
     for tied, matrices in ((False, 2), (True, 1)):
@@ -205,7 +205,7 @@ def test_without_overlap_nothing_hides_the_head_either() -> None:
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero2"])
-def test_sharded_gradients_are_scattered_for_each_microbatch_and_new_weights_gathered_once(
+def test_zero2_scatters_gradients_per_microbatch_and_gathers_weights_once(
     sharding: str,
 ) -> None:
     """ZeRO-2 keeps no whole gradients, so that it cannot add up microbatches before it scatters them; of the
@@ -219,7 +219,7 @@ def test_sharded_gradients_are_scattered_for_each_microbatch_and_new_weights_gat
     scattered, gathered = (gather_us(layers.parameters * size, CLUSTER) for size in (4, 2))
     behind = layers.linear_us(2048) + layers.rows_us(2048)
     once = exposed_us(gathered, behind, 4) + gather_us(2 * 1000 * 512 * 2, CLUSTER)
-    matrices = 2 if sharding == "zero1" else 1  # the head's are made first, and hidden
+    matrices = 2 if sharding == "zero1" else 1  # gradients of the head come first, and are hidden
     each = exposed_us(scattered, 2 * behind, 4) + gather_us(matrices * 1000 * 512 * 4, CLUSTER)
     assert one_step["data_parallel"] == pytest.approx((once + each) / 1e6)
     assert two["data_parallel"] == pytest.approx((once + each * (1 if sharding == "zero1" else 2)) / 1e6)
@@ -230,8 +230,8 @@ def test_a_smaller_state_of_the_optimizer_takes_less_time() -> None:
     assert eight_bit.optimizer_us(1e6) == pytest.approx(adam.optimizer_us(1e6) * (12 + 6) / (24 + 6))
 
 
-def test_layers_are_those_of_the_kinds_of_the_sequences() -> None:
-    """One number for two kinds would count each layer twice; a kind without masks would be left out."""
+def test_layers_of_the_model_must_match_the_kinds_of_the_batch() -> None:
+    """One number of layers for two kinds would count each layer twice; a kind without masks would be ignored."""
     kinds = {"full": masks.causal(), "local": masks.sliding_window(100)}
     lengths = [6000, 3000, 2000, 1000, 4384]
     for layers, mask, said in (
@@ -247,7 +247,7 @@ def test_layers_are_those_of_the_kinds_of_the_sequences() -> None:
     assert told.reason is None, told.reason
 
 
-def test_sharded_weights_are_gathered_twice_and_their_gradients_scattered_for_each_microbatch() -> None:
+def test_fsdp_gathers_weights_twice_and_scatters_gradients_per_microbatch() -> None:
     found = parts_of(form(), Training(vocab=1000, sharding="fsdp", recompute="none"))
     layers, tokens = Layers(H100, SMALL, Training(vocab=1000)), parts_tokens(1)
     behind = layers.linear_us(tokens) + layers.rows_us(tokens)
@@ -272,7 +272,7 @@ def test_slow_ranks_take_longer_for_their_tokens() -> None:
     assert found.parts()["head"] == pytest.approx(3 * layers.head_us(slowest) / 1e6)
 
 
-def test_collectives_are_bytes_over_the_slower_way() -> None:
+def test_collectives_take_their_bytes_over_the_slower_link() -> None:
     two = Cluster(2, 8)
     assert gather_us(8e9, Cluster(1, 8)) == pytest.approx(8e9 * 7 / 8 / 450e3 + 3 * 5)
     assert gather_us(8e9, two) == pytest.approx(max(8e9 / 2 / (8 * 50e3), 8e9 * 7 / 8 / 450e3) + 10 + 3 * 5)
@@ -284,7 +284,7 @@ def test_collectives_are_bytes_over_the_slower_way() -> None:
     assert exposed_us(0, 5, 10) == 0
 
 
-def test_flops_are_six_a_parameter_and_token_and_those_of_the_pairs() -> None:
+def test_flops_are_six_per_parameter_and_token_plus_those_of_pairs() -> None:
     products = 512 * ((8 + 2) * 128 + 3 * 1024) * 4
     expected = 6 * 100 * (products + 512 * 1000) + 6 * 5050 * 4 * 8 * 128
     assert model_flops(SMALL, Training(vocab=1000), 4, 100, 4 * 5050) == expected
@@ -305,7 +305,7 @@ def parts_tokens(tensor: int) -> int:
     return int(plan.layouts["attention"].rows_per_rank.max())
 
 
-def test_memory_is_its_closed_form() -> None:
+def test_memory_equals_its_closed_form() -> None:
     found = one(form(), Training(vocab=1000, sharding="zero1", recompute="none")).rows[0].memory()
     products = 512 * ((8 + 2) * 128 + 3 * 1024)
     parameters = 4 * (products + 2 * 512) + 2 * 1000 * 512
@@ -332,7 +332,7 @@ def test_memory_is_its_closed_form() -> None:
 
 
 def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
-    """Of two stages the first has an embedding, the last a head; one tied matrix is gathered once."""
+    """Of two stages the first has the embedding and the last the head; a tied matrix is gathered once."""
     layers, none = Layers(H100, SMALL, Training(vocab=1000, tied=True)), Activations(0, 0, 0, 0, 0)
     first, last = (memory(layers, 2, 4, 1.0, none, head) for head in (False, True))
     shared = (2 * layers.parameters + 1000 * 512) / 4
@@ -344,7 +344,7 @@ def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero2", "fsdp"])
-def test_one_rank_holds_nothing_twice(sharding: str) -> None:
+def test_sharding_over_one_rank_changes_no_memory(sharding: str) -> None:
     none = Activations(0, 0, 0, 0, 0)
     alone, shared = (
         memory(Layers(H100, SMALL, Training(vocab=1000, sharding=held)), 4, 1, 2.0, none)
@@ -354,7 +354,7 @@ def test_one_rank_holds_nothing_twice(sharding: str) -> None:
 
 
 def test_tensor_parallel_ranks_gather_the_rows_of_ffn_and_head() -> None:
-    """Their input and its gradient, of all tokens or of a tile; what else they have of rows is a share."""
+    """They hold their input and its gradient for all tokens or for a tile; other rows are shared among ranks."""
     ffn, vocabulary = 1024, 1000
     model = replace(SMALL, q_heads=4, kv_heads=1, ffn=ffn // 2)
     for tile, loss in ((None, 4096), (100, 50)):
@@ -381,7 +381,7 @@ def test_float32_weights_have_no_second_copy(dtype: str, state: int, moved: int)
     )
 
 
-def test_tiles_bound_what_the_ffn_holds_and_cost_its_forward_once_more() -> None:
+def test_tiles_bound_the_memory_of_the_ffn_and_cost_another_forward() -> None:
     """ALST's tiled MLP."""
     plain, tiled = (
         one(form(), Training(vocab=1000, recompute="none", mlp_tile=tile)).rows[0] for tile in (None, 100)
@@ -403,7 +403,7 @@ LONG = Batch.from_lengths([BATCH.tokens])
 
 
 def offloaded(host_gbs: float, **given: Any) -> ForecastRow:
-    """Of BATCH, or of one sequence as long, which chunks are of."""
+    """The forecast of BATCH, or of a single sequence of equal length, since chunks need one."""
     hardware = replace(H100, host_gbs=Figure(host_gbs, "test"))
     training = Training(vocab=1000, recompute="full", offload=True, **given)
     batch = LONG if training.chunks > 1 else BATCH
@@ -412,8 +412,8 @@ def offloaded(host_gbs: float, **given: Any) -> ForecastRow:
     return row
 
 
-def test_offloaded_inputs_are_on_the_host_and_cost_what_the_layers_do_not_hide() -> None:
-    """ALST and UPipe: the input of every layer to the host and back; one is on the device, the next layer's."""
+def test_offloaded_inputs_cost_only_the_time_that_layers_do_not_hide() -> None:
+    """ALST and UPipe: the input of every layer moves to the host and back; one, of the next layer, is on the device."""
     on_device = one(form("ulysses"), Training(vocab=1000, recompute="full")).rows[0]
     row, slow = offloaded(50.0), offloaded(0.1)
     plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="ulysses", hardware=H100)
@@ -430,7 +430,7 @@ def test_offloaded_inputs_are_on_the_host_and_cost_what_the_layers_do_not_hide()
 
 
 def test_chunks_leave_one_chunk_of_a_layer_on_the_device() -> None:
-    """FPDT: of attention's moment a chunk, of the FFN's what stands beside its own tensors whole."""
+    """FPDT: in attention one chunk is on the device; in the FFN everything else is whole."""
     whole, chunked = (offloaded(50.0, chunks=chunks).memory().activations for chunks in (1, 4))
     tokens = int(whole.host / (4 * 512 * 2))
     assert chunked.attention == whole.attention / 4
@@ -453,7 +453,7 @@ def test_chunks_of_head_stages_leave_a_chunk_of_a_stage_on_the_device() -> None:
     assert both == staged / 4
 
 
-def test_chunks_are_refused_where_nobody_says_what_they_would_be() -> None:
+def test_chunks_are_refused_without_a_published_method() -> None:
     with pytest.raises(ConfigError, match=r"training\.chunks = 2: .* write offload: true, recompute: full"):
         Training(chunks=2)
     refused = one(form("ring"), Training(recompute="full", offload=True, chunks=2)).rows[0].reason
@@ -475,7 +475,7 @@ def test_chunks_are_refused_where_nobody_says_what_they_would_be() -> None:
     assert two.reason is None, two.reason
 
 
-def test_selective_recomputation_keeps_what_attention_gives() -> None:
+def test_selective_recomputation_keeps_attention_outputs() -> None:
     layers = Layers(H100, SMALL, Training())
     assert kept_bytes(layers, "full") == 512 * 2
     assert kept_bytes(layers, "selective") == 512 * 2 + 8 * (64 * 2 + 4)
@@ -493,14 +493,16 @@ def test_selective_recomputation_keeps_what_attention_gives() -> None:
 @pytest.mark.parametrize(
     ("stages", "microbatches", "virtual"), [(1, 3, 1), (2, 2, 1), (4, 8, 1), (4, 8, 2), (2, 6, 3)]
 )
-def test_equal_microbatches_take_what_the_formula_says(stages: int, microbatches: int, virtual: int) -> None:
+def test_equal_microbatches_take_the_time_of_the_formula(
+    stages: int, microbatches: int, virtual: int
+) -> None:
     """m (f + b) of a stage, and (p - 1) / v of the same (Narayanan et al., 2021, section 2.2)."""
     forward, backward = np.full((stages, microbatches), 3.0), np.full((stages, microbatches), 6.0)
     found = makespan_us(forward, backward, virtual)
     assert found == pytest.approx(9 * (microbatches + (stages - 1) / virtual))
 
 
-def test_every_stage_does_all_of_its_work_once_and_never_waits_in_a_circle() -> None:
+def test_every_stage_does_its_work_once_and_never_deadlocks() -> None:
     for stages, microbatches, virtual in ((3, 5, 1), (4, 4, 1), (4, 8, 3), (2, 2, 2)):
         for order in orders(stages, microbatches, virtual):
             assert len(order) == len(set(order)) == 2 * microbatches * virtual
@@ -510,7 +512,7 @@ def test_every_stage_does_all_of_its_work_once_and_never_waits_in_a_circle() -> 
         assert found >= (forward + backward).sum(1).max()
 
 
-def test_a_pipeline_is_bubbles_where_there_is_one_microbatch_for_each_stage() -> None:
+def test_bubbles_of_a_pipeline_with_one_microbatch_per_stage() -> None:
     even = Batch.from_lengths([1024] * 16)
     alone, two = (one(form(pipeline=count), batch=even).rows[0].parts() for count in (1, 2))
     assert alone["bubble"] == pytest.approx(0, abs=1e-12)
@@ -525,7 +527,7 @@ def test_a_pipeline_is_bubbles_where_there_is_one_microbatch_for_each_stage() ->
     [(1, 3, 1), (2, 8, 1), (4, 8, 2), (4, 16, 8), (2, 2, 4), (8, 32, 4)],
 )
 def test_stages_hold_the_microbatches_of_the_schedule(stages: int, microbatches: int, virtual: int) -> None:
-    """Counted along what the first and the last stage do: interleaved, the last holds more than one, too."""
+    """Counted along the work of the first and the last stage: if interleaved, the last also holds several."""
     for stage, order in enumerate(orders(stages, microbatches, virtual)):
         if stage in (0, stages - 1):
             held = np.cumsum([-1 if item.backward else 1 for item in order]).max() / virtual
@@ -536,7 +538,7 @@ def test_the_last_stage_of_an_interleaved_pipeline_holds_its_chunks() -> None:
     even = Batch.from_lengths([2048] * 16)
     training = Training(vocab=100_000, recompute="none", sharding="ddp")
     held = one(form(pipeline=2, virtual=2, microbatches=2), training, batch=even).rows[0].memory()
-    assert held.activations.cross_entropy > 0  # it is the last that needs more
+    assert held.activations.cross_entropy > 0  # the last stage needs more
     tokens, row = 4096 * 2 // 4, 4 * 512 * 2 + (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4) + 3 * 1024 * 2
     assert held.activations.kept == tokens * row * (2 * 1.5 - 1)
 
@@ -557,19 +559,19 @@ def test_groups_hold_all_tokens_evenly(packing: str) -> None:
         assert sum(part.area("default") for part in found) <= batch.area("default")
 
 
-def test_groups_keep_whole_what_fits() -> None:
+def test_sequences_that_fit_a_group_stay_whole() -> None:
     batch = Batch.from_lengths([400, 300, 200, 100, 300, 200, 300, 200])
     found = groups_of(batch, 2, "balanced")
     assert sorted(np.concatenate([part.lengths for part in found]).tolist()) == sorted(batch.lengths.tolist())
 
 
-def test_masks_that_cannot_be_cut_refuse() -> None:
+def test_masks_that_cannot_be_cut_are_refused() -> None:
     batch = Batch.from_lengths([3000, 100, 100, 100], masks.prefix_lm(50))
     with pytest.raises(CapacityError, match="cannot be cut: use larger groups"):
         groups_of(batch, 3, "balanced")
 
 
-def test_a_static_grid_waits_for_its_slowest_group_and_says_what_it_cut() -> None:
+def test_a_static_grid_waits_for_its_slowest_group_and_reports_its_cuts() -> None:
     grid = Parallelism(find_recipe("ring"), Degrees(), 4, "order")
     row = one(grid).rows[0]
     assert row.kept < 1  # 16,384 tokens are cut in the middle of a sequence
@@ -583,7 +585,7 @@ def test_a_static_grid_waits_for_its_slowest_group_and_says_what_it_cut() -> Non
 # ------------------------------------------------------------------------------------------------------------ results
 
 
-def test_rows_that_attention_cannot_tell_apart_share_plans() -> None:
+def test_configurations_with_equal_attention_share_plans() -> None:
     static = Parallelism(find_recipe("ring"), Degrees(), 8, "order")
     assert static.planned_as(CLUSTER) == form("ring").planned_as(CLUSTER) == form("ring")
     whole, grid = ap.forecast(BATCH, CLUSTER, SMALL, [form("ring"), static], Training(vocab=1000)).rows
@@ -591,8 +593,8 @@ def test_rows_that_attention_cannot_tell_apart_share_plans() -> None:
     assert replace(static, context=4).planned_as(CLUSTER) == replace(static, context=4)
 
 
-def test_of_many_groups_the_slowest_are_planned() -> None:
-    """Those with a long sequence, and one with all of its tokens; all pairs count."""
+def test_only_the_slowest_of_many_groups_are_planned() -> None:
+    """Groups with a long sequence, and one with the most tokens; pairs of all groups are counted."""
     lengths = [512] * 14 + [1024] * 3 + [2048 - 64]
     batch = Batch.from_lengths(lengths)
     static = Parallelism(find_recipe("ring"), Degrees(), 1, "balanced")
@@ -652,7 +654,7 @@ def test_static_grids_have_their_own_kernels() -> None:
     assert fast[True] < slow[True]
 
 
-def test_what_does_not_fit_is_told_and_is_no_baseline() -> None:
+def test_a_row_that_does_not_fit_is_reported_and_is_not_the_baseline() -> None:
     tight = replace(CLUSTER, memory_gib=0.05)
     grids = static_grids(CLUSTER, ["ring"])
     found = ap.forecast([BATCH], tight, SMALL, grids, Training(vocab=1000, sharding="ddp"))
@@ -712,13 +714,13 @@ def test_one_batch_is_a_list_of_it_and_other_types_are_refused() -> None:
             ap.forecast(*given)
 
 
-def test_masks_that_allow_nothing_drop_nothing() -> None:
+def test_masks_without_pairs_drop_no_pairs() -> None:
     row = one(form(), batch=Batch.from_lengths([64, 64], masks.bands([]))).rows[0]
     assert row.reason is None, row.reason
     assert row.kept == 1
 
 
-def test_rows_that_fit_and_drop_pairs_are_not_said_to_be_too_large() -> None:
+def test_rows_that_drop_pairs_are_not_reported_as_too_large() -> None:
     """A group holds half of the sequence."""
     grids = [Parallelism(find_recipe("ring"), Degrees(), 4, "order")]
     record = ap.forecast(LONG, CLUSTER, SMALL, grids, Training(vocab=1000)).record()
@@ -729,7 +731,7 @@ def test_rows_that_fit_and_drop_pairs_are_not_said_to_be_too_large() -> None:
     assert "nothing fits" not in said
 
 
-def test_sequences_that_would_wait_are_refused() -> None:
+def test_recipes_that_defer_sequences_are_refused() -> None:
     steps = {
         **find_recipe("wlb").to_data()["steps"],
         "pack": {"wlb": {"defer": True, "outlier_tokens": 4000}},
@@ -740,7 +742,7 @@ def test_sequences_that_would_wait_are_refused() -> None:
     assert "2 sequences would be deferred to a later step" in refused
 
 
-def test_the_search_tries_what_the_model_and_the_cluster_allow() -> None:
+def test_the_search_tries_all_degrees_that_model_and_cluster_allow() -> None:
     found = search_space(CLUSTER, SMALL, 4, ["fcp"], microbatches=2)
     degrees = {(held.tensor, held.pipeline, held.virtual) for held in found}
     assert (1, 1, 1) in degrees
@@ -769,7 +771,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Call:
 SIZE = ("--ranks", 8, "--tokens-per-rank", 2048, "--batches", 1)
 
 
-def test_the_command_prints_a_table_bars_and_what_is_saved(run: Call) -> None:
+def test_the_command_prints_a_table_bars_and_the_saving(run: Call) -> None:
     code, said = run(*SIZE, "--recipes", "blend,ring", "--grids", "ring,usp")
     assert code == 0
     assert "speed-up" in said

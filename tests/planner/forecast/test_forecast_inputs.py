@@ -35,7 +35,7 @@ SIZE = (
 )
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     code: int
     out: str
     err: str
@@ -50,15 +50,15 @@ class Said(NamedTuple):
         return dict(row)
 
 
-Run = Callable[..., Said]
+Run = Callable[..., CommandResult]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*args: object) -> Said:
+    def call(*args: object) -> CommandResult:
         code = cli.main([str(arg) for arg in args])
         printed = capsys.readouterr()
-        return Said(code, printed.out, printed.err)
+        return CommandResult(code, printed.out, printed.err)
 
     return call
 
@@ -132,7 +132,7 @@ def test_plans_of_lengths_have_the_windows_of_the_config(
     assert run("plan", *size, "--model", kinds).code == 0
 
 
-def test_kinds_of_a_model_file_take_a_mask_each(run: Run, tmp_path: Path) -> None:
+def test_each_kind_of_a_model_file_may_have_its_own_mask(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_text(
         "{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: {full: 2, local: 2}}", encoding="utf-8"
@@ -144,7 +144,7 @@ def test_kinds_of_a_model_file_take_a_mask_each(run: Run, tmp_path: Path) -> Non
     assert run("forecast", *SIZE, "--model", path, "--mask", masks).row["status"] == "ok"
 
 
-def test_tokens_are_those_of_the_batch(run: Run, tmp_path: Path) -> None:
+def test_tokens_come_from_the_batch(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "batch.json"
     path.write_text('{"lengths": [3000, 1096]}', encoding="utf-8")
     size = ("--batch", path, "--ranks", 4, "--recipes", "fcp", "--grids", "none")
@@ -171,7 +171,7 @@ def test_no_sample_is_longer_than_a_microbatch(run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_rates_of_numbers_of_another_width_are_told(run: Run, tmp_path: Path, dtype: str) -> None:
+def test_a_dtype_that_differs_from_the_hardware_is_a_warning(run: Run, tmp_path: Path, dtype: str) -> None:
     path, plan = tmp_path / "model.yaml", tmp_path / "made.plan"
     path.write_text(
         f"{{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: 4, dtype: {dtype}}}", encoding="utf-8"
@@ -189,7 +189,7 @@ def test_rates_of_numbers_of_another_width_are_told(run: Run, tmp_path: Path, dt
         assert (said in run(*command).err) == (dtype == "fp32")
 
 
-def test_a_refused_baseline_and_its_reason_are_told(run: Run) -> None:
+def test_a_refused_baseline_is_printed_with_its_reason(run: Run) -> None:
     name = "ulysses, CP 4, order"
     size = (*SIZE[:6], "--recipes", "fcp", "--grids", "ulysses")
     heads = (

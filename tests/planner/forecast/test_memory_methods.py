@@ -28,8 +28,8 @@ SQUARE = [
 
 
 @pytest.mark.parametrize("model", SQUARE, ids=str)
-def test_attention_is_what_upipe_prints(model: Model) -> None:
-    """Table 6's largest moment, which is larger than any of Table 2; beside it, we count the output of the layer's norm
+def test_attention_memory_equals_the_tables_of_upipe(model: Model) -> None:
+    """The peak of Table 6, which is above all of Table 2; in addition we count the output of the layer's norm
     (in UPipe's stages it is there in place of the input) and, of offloaded inputs, the next layer's."""
     ratio, tokens, row = model.q_heads // model.kv_heads, M, model.hidden * model.element_bytes
     run = replace(LLAMA, model=model, gpus=1)
@@ -41,7 +41,7 @@ def test_attention_is_what_upipe_prints(model: Model) -> None:
         assert found.kept + found.attention == (float(max(map(max, tables))) + beside) * row * tokens
 
 
-def test_phases_without_tiles_have_what_table_1_has() -> None:
+def test_phases_without_tiles_match_table_1() -> None:
     """240 S d of logits in Table 1, with 30 words a hidden column, beside which we count the head's input and its
     gradient; of the FFN four tensors, beside which the layer's norms and attention stand."""
     run = Run("", Model(10, 10, 10, hidden=100, ffn=267, layers=1), 30 * 100, 1, 1, {}, {})
@@ -50,7 +50,7 @@ def test_phases_without_tiles_have_what_table_1_has() -> None:
     assert found.feed_forward == (8 * 2.67 + 5 * 2 + 3 * 2 + 2) * M * 100 + 10 * 4 * M
 
 
-def test_logits_are_as_large_as_alst_says() -> None:
+def test_logits_have_the_size_stated_by_alst() -> None:
     """Its usage guide: 16,000 tokens of Llama-3.1-8B have 7.64 GiB of logits in float32; its paper: tiles of the loss
     save over 14 GiB of them."""
     whole, tiled = (
@@ -63,7 +63,7 @@ def test_logits_are_as_large_as_alst_says() -> None:
     assert tiled.cross_entropy - row <= GIB
 
 
-def test_methods_stand_in_the_order_that_was_measured() -> None:
+def test_methods_rank_in_the_measured_order() -> None:
     """UPipe, Table 4: FPDT holds least, then UPipe, then Ulysses with tiles and offload; plain Ulysses most."""
     for run in memory_methods.RUNS:
         for tokens, plans in ((4 * M, (False, True)), (8 * M, (False,))):
@@ -86,7 +86,7 @@ def test_formulas_count_most_of_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("tokens", LLAMA.memory["upipe"])
-def test_upipe_takes_what_was_measured(tokens: int) -> None:
+def test_upipe_memory_matches_the_measurement(tokens: int) -> None:
     """UPipe, Table 4, all of a rank."""
     batch, parallelisms = ap.Batch.from_lengths([tokens * M]), ap.recipe_parallelisms(["upipe"])
     found = ap.forecast(
@@ -107,8 +107,8 @@ def test_steps_are_within_a_tenth_of_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("chunks", "stages"), [(2, 0), (3, 1), (3, 4), (7, 2)])
-def test_what_fpdt_moves_is_what_its_loops_move(chunks: int, stages: int) -> None:
-    """Walked through, chunk by chunk."""
+def test_bytes_moved_by_fpdt_equal_a_walk_through_its_loops(chunks: int, stages: int) -> None:
+    """Against a walk chunk by chunk."""
     model, part = Model(4, 2, 8, v_head_dim=4, hidden=24, ffn=8, layers=1), 5
     training = Training(recompute="full", offload=True, chunks=chunks)
     layers = Layers(Hardware.load("h100"), model, training)
@@ -130,6 +130,6 @@ def test_what_fpdt_moves_is_what_its_loops_move(chunks: int, stages: int) -> Non
     assert copies(layers, chunks * part, "backward", stages) == (out, back)
 
 
-def test_the_page_has_the_tables_as_they_come_out() -> None:
+def test_the_page_has_the_current_tables() -> None:
     page = (Path(__file__).parents[3] / "docs/papers.md").read_text(encoding="utf-8")
     assert f"<!-- table: memory-of-methods -->\n{memory_methods.tables()}\n<!-- end -->" in page

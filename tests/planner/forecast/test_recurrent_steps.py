@@ -148,7 +148,7 @@ FIVE = qwen3_next(
         (FALCON, 72, 33.6, 33.6),
     ],
 )
-def test_parameters_are_those_of_the_publishers(
+def test_parameter_counts_match_published_ones(
     config: dict[str, Any], layers: int, total: float, active: float
 ) -> None:
     """Billions: Qwen3-Next-80B-A3B, Qwen3.5-35B-A3B, Kimi-Linear-48B-A3B, Granite-4.0-H-Small, MiniMax-Text-01,
@@ -165,7 +165,7 @@ def test_parameters_are_those_of_the_publishers(
     assert 0.95 * of_token <= active <= of_token + 2 * head
 
 
-def test_a_step_of_one_rank_is_its_closed_form() -> None:
+def test_a_step_of_one_rank_equals_its_closed_form() -> None:
     """Three recurrent layers and one of attention, each with an FFN, of two whole documents."""
     tokens, batch = 4096, Batch.from_lengths([3000, 1096])
     found = row(batch, Cluster(1, 1)).parts()
@@ -194,7 +194,7 @@ def test_recurrences_of_cut_documents_are_simulated() -> None:
     assert 0 < halves["recurrent"] < found["recurrent"]
 
 
-def test_flops_and_memory_are_the_mean_layer_s() -> None:
+def test_flops_and_memory_are_those_of_the_mean_layer() -> None:
     layers = Layers(H100, SMALL, TRAINING)
     assert linear_parameters(SMALL, TRAINING, 0.0) == (3 * RECURRENT + ATTENTION) / 4 + FFN
     products = 6 * (3 * RECURRENT + ATTENTION + 4 * FFN + 512 * 1000)
@@ -220,7 +220,7 @@ def test_ffns_of_some_layers_without_a_gate_are_counted() -> None:
         whole_parameters(SMALL, replace(TRAINING, ffns=5), 4, 0)
 
 
-def test_decays_of_channels_go_through_a_low_rank() -> None:
+def test_per_channel_decays_are_low_rank_projections() -> None:
     kind = Recurrent(heads=4, key_dim=32, value_dim=32, gate="diagonal", conv=4)
     gate = 512 * 32 + 32 * 4 * 32
     assert product_parameters(kind, 512) == 512 * (4 * 4 * 32 + 4) + 2 * gate
@@ -234,7 +234,7 @@ def test_decays_of_channels_go_through_a_low_rank() -> None:
         (form(tensor=8), {}, r"must divide heads of model.recurrent.linear \(4\)"),
     ],
 )
-def test_what_is_not_priced_with_recurrent_layers_is_refused(
+def test_options_without_a_price_for_recurrent_layers_are_refused(
     form: Parallelism, training: dict[str, Any], said: str
 ) -> None:
     found = row(Batch.from_lengths([8192]), Cluster(1, 8), replace(TRAINING, **training), form)

@@ -57,7 +57,7 @@ def iteration() -> IterationPlan:
 # ---------------------------------------------------------------------------------------------- planning
 
 
-def test_the_pack_step_says_how(iteration: IterationPlan) -> None:
+def test_the_pack_step_decides_the_microbatches(iteration: IterationPlan) -> None:
     assert [own.tolist() for own in iterate(cap=25).indexes] == [[0], [1, 2, 3], [4, 5, 6, 7]]
     assert len(iterate().plans) == 1
     assert len(iteration.plans) == 3
@@ -97,7 +97,7 @@ def test_equal_arguments_give_equal_bytes(iteration: IterationPlan) -> None:
     assert other.id != iteration.id
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told: list[tuple[int, int]] = []
     iterate(cap=25, progress=lambda done, total: told.append((done, total)))
     assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
@@ -118,7 +118,7 @@ def test_deferred_sequences_are_returned() -> None:
     assert found.report["deferred"] == 1
 
 
-def test_a_name_serves_as_recipe_and_a_policy_brings_its_own() -> None:
+def test_a_recipe_may_be_a_name_but_not_given_with_a_policy() -> None:
     batch = ap.Batch.from_lengths(LENGTHS)
     assert plan_iteration(batch, CLUSTER, MODEL, "wlb", 7).plans[0].header.seed == 7
     with pytest.raises(ap.ConfigError, match="conflicts with the policy's own value"):
@@ -131,8 +131,8 @@ def test_a_name_serves_as_recipe_and_a_policy_brings_its_own() -> None:
         plan_iteration([80, 20], CLUSTER, MODEL)
 
 
-def test_strategies_without_a_cap_of_their_own_make_an_iteration() -> None:
-    """Each plan records the cap that it came to; these differ."""
+def test_strategies_without_their_own_cap_can_plan_an_iteration() -> None:
+    """Each plan records its own cap, and these differ."""
     recipe = ap.Recipe("rings", {"pack": {"sequential": {"microbatches": 2}}, "shard": {"sequences": {}},
                                  "place": {"zigzag": {}}, "schedule": {"ring": {}}})  # fmt: skip
     found = plan_iteration(ap.Batch.from_lengths([800, 33, 7]), CLUSTER, MODEL, recipe)
@@ -155,7 +155,7 @@ def test_the_report_adds_up(iteration: IterationPlan) -> None:
     assert json.dumps(found)
 
 
-def test_reports_that_say_little_or_nonsense_do_not_fail() -> None:
+def test_incomplete_or_malformed_reports_do_not_raise() -> None:
     plan = Plan.decode((SCHEMAS / "golden/tiny.plan").read_bytes())
     count = len(plan.request.batch.lengths)
     odd = {
@@ -174,7 +174,7 @@ def test_reports_that_say_little_or_nonsense_do_not_fail() -> None:
 # ---------------------------------------------------------------------------------------------- Batch.take
 
 
-def test_taken_sequences_keep_all_that_they_carry() -> None:
+def test_taken_sequences_keep_all_their_attributes() -> None:
     masks = [ap.masks.causal(), ap.masks.full(), ap.masks.causal(), ap.masks.shared_question(2, [1, 1])]
     sequences = [
         Sequence(5, {"a": masks[0], "b": masks[0]}, home_ranks=(2, 0)),
@@ -203,7 +203,7 @@ def test_taken_parts_have_the_areas_of_the_whole(lengths: list[int], rng: random
 
 
 @pytest.mark.parametrize("indexes", [[], [0, 0], [2], [-1], [0.5], "01", None])
-def test_what_cannot_be_taken_is_refused(indexes: Any) -> None:
+def test_invalid_indexes_of_take_are_refused(indexes: Any) -> None:
     with pytest.raises(ap.ConfigError):
         ap.Batch.from_lengths([4, 5]).take(indexes)
 
@@ -230,14 +230,14 @@ def tiny() -> Plan:
         ([[0], [1.5]], [], "must be an integer"),
     ],
 )
-def test_indexes_name_every_sequence_once(
+def test_indexes_must_name_every_sequence_once(
     tiny: Plan, indexes: Any, deferred: list[int], message: str
 ) -> None:
     with pytest.raises(ap.ConfigError, match=message):
         IterationPlan((tiny, tiny), tuple(indexes), np.array(deferred, np.int64))
 
 
-def test_microbatches_are_asked_for_alike(tiny: Plan) -> None:
+def test_plans_of_an_iteration_must_share_their_request(tiny: Plan) -> None:
     request = tiny.request
     for field, value in (
         ("cluster", ap.Cluster(2, 1)),
@@ -251,7 +251,7 @@ def test_microbatches_are_asked_for_alike(tiny: Plan) -> None:
         IterationPlan((), ())
 
 
-def test_no_rank_beyond_the_last(iteration: IterationPlan) -> None:
+def test_a_rank_beyond_the_last_is_refused(iteration: IterationPlan) -> None:
     assert iteration.ranks == 4
     with pytest.raises(ap.ConfigError, match="rank"):
         iteration.for_rank(4)
@@ -279,8 +279,8 @@ def test_the_golden_iteration_stays_readable() -> None:
     assert ([own.tolist() for own in found.indexes], found.deferred.tolist()) == ([[0], [1]], [2])
 
 
-def hashed(wire: dict[str, Any]) -> bytes:
-    """The id, computed as FORMAT.md says and with none of the package's code."""
+def id_from_prose(wire: dict[str, Any]) -> bytes:
+    """The id, computed as FORMAT.md states without any code of the package."""
 
     def h(data: bytes) -> bytes:
         return blake2b(data, digest_size=32).digest()
@@ -290,10 +290,10 @@ def hashed(wire: dict[str, Any]) -> bytes:
     return h(b"".join([b"apportion.iteration\0", *leaves, h(wire["deferred"])]))
 
 
-def test_the_id_is_what_the_prose_says(iteration: IterationPlan) -> None:
+def test_the_id_is_computed_as_the_prose_states(iteration: IterationPlan) -> None:
     wire = msgpack.unpackb(iteration.encode())
     assert list(wire) == ["format", "version", "plans", "indexes", "deferred", "id"]
-    assert wire["id"] == iteration.id == hashed(wire)
+    assert wire["id"] == iteration.id == id_from_prose(wire)
     text = (SCHEMAS / "FORMAT.md").read_text()
     assert all(f"| `{name}` |" in text for name in wire)
     assert f"1 to {MAX_MICROBATCHES} plans" in text
@@ -341,22 +341,22 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_iterations_are_refused_behind_a_right_id(change: str) -> None:
+def test_changed_iterations_with_a_correct_id_are_refused(change: str) -> None:
     wire = msgpack.unpackb(GOLDEN.read_bytes())
     CHANGES[change](wire)
     if change in ("a plan short", "a column short", "half an index", "twice", "beyond", "falling"):
-        wire["id"] = hashed(wire)
+        wire["id"] = id_from_prose(wire)
     with pytest.raises(VersionError if change == "version" else DecodeError):
         IterationPlan.decode(msgpack.packb(wire))
 
 
-def test_a_newer_minor_version_may_say_more() -> None:
+def test_a_newer_minor_version_may_have_unknown_fields() -> None:
     wire = msgpack.unpackb(GOLDEN.read_bytes())
     data = msgpack.packb({**wire, "version": [3, 9], "more": [1, {}]})
     assert IterationPlan.decode(data).id == wire["id"]
 
 
-def test_long_forms_are_refused() -> None:
+def test_non_minimal_encodings_are_refused() -> None:
     data = GOLDEN.read_bytes()
     assert data[0] == 0x86
     with pytest.raises(DecodeError):
@@ -372,7 +372,7 @@ def test_lengths_beyond_the_input_are_refused_before_anything_is_allocated(old: 
         IterationPlan.decode(data.replace(old, new))
 
 
-def test_mutated_bytes() -> None:
+def test_mutated_bytes_raise_only_typed_errors() -> None:
     rng = random.Random(11)
     data, other = GOLDEN.read_bytes(), (SCHEMAS / "golden/fcp.plan").read_bytes()
     for _ in range(1500):
@@ -382,17 +382,17 @@ def test_mutated_bytes() -> None:
                 IterationPlan.decode(changed)
 
 
-def test_mutated_meaning() -> None:
-    """Changes somewhere inside, under the id of the changed bytes: what decodes has that id and encodes again."""
+def test_mutated_values_raise_only_typed_errors() -> None:
+    """Changes somewhere inside, under the id of the changed bytes: if decoded, it has that id and encodes again."""
     rng, data = random.Random(12), GOLDEN.read_bytes()
     refused = 0
     for _ in range(1500):
         wire = fuzz_plans.change_inside(rng, msgpack.unpackb(data))
         try:
-            wire["id"] = hashed(wire)
+            wire["id"] = id_from_prose(wire)
             packed = msgpack.packb(wire)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
-            continue  # not the maps and bytes that have an id
+            continue  # not maps and bytes with an id of their own
         try:
             assert IterationPlan.decode(packed).id == wire["id"]
         except DecodeError:

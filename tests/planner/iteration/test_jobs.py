@@ -45,13 +45,13 @@ def test_a_request_that_is_read_back_gives_the_same_bytes(name: str, ranks: int)
     assert plan_job(*decode_request(data)).encode() == plan_job(asked, batches(asked.packs)).encode()
 
 
-def test_a_batch_is_a_microbatch_and_planned_as_by_itself() -> None:
+def test_a_batch_is_planned_as_one_microbatch_like_a_single_plan() -> None:
     planned = plan_job(job("fcp"), batches())
     assert planned.plans == tuple(api.plan(each, cluster(4), MODEL, "fcp") for each in batches())
     assert [own.tolist() for own in planned.indexes] == [[0, 1, 2, 3], [4, 5, 6]]
 
 
-def test_a_packing_recipe_gets_the_figures_of_the_job() -> None:
+def test_a_packing_recipe_uses_the_parameters_of_the_job() -> None:
     asked = job("wlb")
     (batch,) = batches(packs=True)
     planned = plan_job(asked, (batch,))

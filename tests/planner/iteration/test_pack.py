@@ -1,4 +1,4 @@
-"""Packing: every sequence once, no microbatch above the cap, the same answer every time; and what each pass is for."""
+"""Packing: every sequence once, no microbatch above the cap, reproducible results; and the purpose of each pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pack(
     return packer(Problem(batch, ap.Cluster(1, ranks), MODEL, ap.Policy(RECIPE, token_cap=cap)))
 
 
-def listed(packing: Packing) -> list[list[int]]:
+def microbatch_lists(packing: Packing) -> list[list[int]]:
     return [own.tolist() for own in packing.microbatches]
 
 
@@ -55,7 +55,7 @@ def test_auto_packs_every_sequence_once_under_the_cap(name: str, given_: tuple[l
     lengths, cap = given_
     first, second = (pack(PASSES[name](), lengths, cap=cap) for _ in range(2))
     check(first, lengths, 2 * cap)
-    assert listed(first) == listed(second)
+    assert microbatch_lists(first) == microbatch_lists(second)
     assert len(first.microbatches) >= -(-sum(lengths) // (2 * cap))
     assert len(first.deferred) == 0
 
@@ -69,18 +69,22 @@ def test_a_number_of_microbatches_is_obeyed(name: str, lengths: list[int], count
 
 
 def test_sequential_keeps_the_order_and_fills_up() -> None:
-    assert listed(pack(Sequential(), [8, 3, 3, 2, 6, 1, 1], cap=5)) == [[0], [1, 2, 3], [4, 5, 6]]
-    assert listed(pack(Sequential(tokens_per_rank=6), [8, 3, 3, 2, 6, 1, 1])) == [[0, 1], [2, 3, 4, 5], [6]]
-    assert listed(pack(Sequential(tokens_per_rank=6), [8, 3, 3, 2, 6, 1, 1], cap=5)) == [
+    assert microbatch_lists(pack(Sequential(), [8, 3, 3, 2, 6, 1, 1], cap=5)) == [[0], [1, 2, 3], [4, 5, 6]]
+    assert microbatch_lists(pack(Sequential(tokens_per_rank=6), [8, 3, 3, 2, 6, 1, 1])) == [
+        [0, 1],
+        [2, 3, 4, 5],
+        [6],
+    ]
+    assert microbatch_lists(pack(Sequential(tokens_per_rank=6), [8, 3, 3, 2, 6, 1, 1], cap=5)) == [
         [0],
         [1, 2, 3],
         [4, 5, 6],
     ]
-    assert listed(pack(Sequential(), [8, 3, 3])) == [[0, 1, 2]]
+    assert microbatch_lists(pack(Sequential(), [8, 3, 3])) == [[0, 1, 2]]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4))
-def test_sequential_runs_are_as_short_as_can_be(lengths: list[int], count: int) -> None:
+def test_sequential_packing_minimises_the_largest_microbatch(lengths: list[int], count: int) -> None:
     count = min(count, len(lengths))
     cuts = combinations(range(1, len(lengths)), count - 1)
     parts = ([lengths[a:b] for a, b in zip((0, *cut), (*cut, None), strict=True)] for cut in cuts)
@@ -90,7 +94,7 @@ def test_sequential_runs_are_as_short_as_can_be(lengths: list[int], count: int) 
     assert np.concatenate(packing.microbatches).tolist() == list(range(len(lengths)))
 
 
-def test_balanced_evens_out_attention() -> None:
+def test_balanced_packs_have_even_attention() -> None:
     lengths = [60, 10, 10, 10, 50, 30]
     batch = ap.Batch.from_lengths(lengths)
     pairs = row_weights(Problem(batch, ap.Cluster(1, 2), MODEL, ap.Policy(RECIPE)), batch.starts)
@@ -138,14 +142,14 @@ def test_work_counts_linear_layers_and_rises_with_length() -> None:
 
 
 def test_sequences_without_pairs_are_spread() -> None:
-    """Masks that see nothing weigh nothing, and still no microbatch is empty."""
+    """Sequences without pairs have no weight, but no microbatch is empty."""
     empty = ap.masks.slices([(0, 1, 0, 1, "FULL")])
     packing = pack(Balanced(microbatches=3), [4, 4, 4, 4], mask=empty)
     assert sorted(map(len, packing.microbatches)) == [1, 1, 2]
 
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=7), st.integers(3, 6), st.integers(2, 3))
-def test_what_no_search_can_fit_is_refused(lengths: list[int], cap: int, count: int) -> None:
+def test_packs_are_refused_exactly_if_no_assignment_fits(lengths: list[int], cap: int, count: int) -> None:
     """Against all assignments: what does not fit is refused, and nothing exceeds the cap."""
     fits = any(
         max(np.bincount(homes, lengths, count)) <= 2 * cap and len(set(homes)) == count
@@ -158,7 +162,7 @@ def test_what_no_search_can_fit_is_refused(lengths: list[int], cap: int, count: 
     try:
         packing = pack(Balanced(microbatches=count), lengths, cap=cap)
     except ap.CapacityError:
-        return  # it is a heuristic, and says so
+        return  # a heuristic may fail, and the error says so
     check(packing, lengths, 2 * cap)
 
 
@@ -202,7 +206,7 @@ def test_deferred_sequences_come_first_in_the_next_iteration() -> None:
     assert sorted(trained) == sorted([60, 61, 62, 63] + [7, 8, 9] * 4)
 
 
-def test_nothing_is_deferred_unless_asked() -> None:
+def test_nothing_is_deferred_unless_requested() -> None:
     assert len(pack(Wlb(microbatches=2), [600, 5, 5]).deferred) == 0
 
 
@@ -243,7 +247,7 @@ def test_too_few_microbatches_are_refused_with_numbers(name: str) -> None:
         ({"tokens_per_rank": 1.5}, "tokens_per_rank"),
     ],
 )
-def test_parameters_are_checked(name: str, parameters: dict[str, Any], field: str) -> None:
+def test_wrong_parameters_are_refused(name: str, parameters: dict[str, Any], field: str) -> None:
     with pytest.raises(ap.ConfigError, match=rf"recipe\.pack\.{name}\.{field}"):
         build(Step("pack", name, parameters))
 
@@ -270,7 +274,7 @@ def test_deferring_needs_a_number_of_microbatches() -> None:
         pack(Wlb(defer=True, outlier_tokens=50), [60, 5, 5])
 
 
-def test_the_cap_of_a_microbatch() -> None:
+def test_the_cap_of_a_microbatch_comes_from_the_policy() -> None:
     batch, cluster = ap.Batch.from_lengths([5]), ap.Cluster(2, 4)
     assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE, token_cap=100)), None) == 800
     assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE, token_cap=100)), 90) == 720

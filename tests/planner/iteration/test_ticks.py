@@ -120,13 +120,13 @@ def fewest_ticks(stages: int, microbatches: int, cap: int) -> int:
     none, full = (0,) * stages, (microbatches,) * stages
     seen, level, ticks = {(none, none)}, {(none, none)}, 0
     while (full, full) not in level:
-        level = {after for state in level for after in following(*state, microbatches, cap)} - seen
+        level = {after for state in level for after in next_states(*state, microbatches, cap)} - seen
         seen |= level
         ticks += 1
     return ticks
 
 
-def following(
+def next_states(
     f: Any, b: Any, microbatches: int, cap: Any
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     stages = range(len(f))
@@ -141,7 +141,7 @@ def following(
 
 @pytest.mark.parametrize("cap", [1, 2, 3, 4])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (2, 5), (3, 4)])
-def test_with_little_room_tables_are_within_a_tick_of_the_best(
+def test_tables_under_a_tight_cap_are_within_a_tick_of_the_best(
     stages: int, microbatches: int, cap: int
 ) -> None:
     assert tick_table(stages, microbatches, cap=cap).ticks <= fewest_ticks(stages, microbatches, cap) + 1
@@ -156,7 +156,7 @@ def test_without_a_cap_no_stage_holds_more_than_in_1f1b(stages: int, microbatche
     assert (interleaved <= 2 * (stages - 1 - np.arange(stages)) + stages + 1).all()
 
 
-def test_a_table_as_text() -> None:
+def test_a_table_prints_as_text() -> None:
     assert str(tick_table(2, 3, cap=3)).splitlines() == [
         "stage 0  F0 F1 .  F2 B0 .  B1 B2",
         "stage 1  .  F0 B0 F1 B1 F2 B2 .",
@@ -164,7 +164,7 @@ def test_a_table_as_text() -> None:
     assert str(tick_table(1, 1, virtual=2)) == "stage 0  F0a F0b B0b B0a"
 
 
-def test_idle_places_are_those_of_the_pipeline_bubble() -> None:
+def test_the_idle_share_equals_the_pipeline_bubble() -> None:
     table = tick_table(4, 8)
     assert table.idle == pytest.approx(1 - 2 * 8 / table.ticks)
     assert tick_table(1, 8).idle == 0
@@ -203,7 +203,7 @@ def test_a_tick_is_one_batch_homed_on_its_stages() -> None:
     ]
 
 
-def test_what_sequences_carry_goes_along() -> None:
+def test_batches_of_ticks_keep_positions_labels_and_home_ranks() -> None:
     table = tick_table(1, 1)
     held = Batch.from_sequences(
         [
@@ -226,7 +226,9 @@ def test_what_sequences_carry_goes_along() -> None:
         (None, 2, "3 micro"),
     ],
 )
-def test_what_does_not_fit_the_table_is_refused(kinds: list[str] | None, count: int, message: str) -> None:
+def test_kinds_and_microbatches_that_do_not_fit_the_table_are_refused(
+    kinds: list[str] | None, count: int, message: str
+) -> None:
     table = tick_table(2, 3)
     with pytest.raises(ConfigError, match=message):
         tick_batch(table, 1 if count == 2 else 3, microbatches()[:count], 2, kinds)
@@ -314,7 +316,7 @@ class Pipeline:
             self.layer = saved.layer
 
     def backward(self, plan: Plan, made: TickBatch) -> None:
-        """On what forward ticks left, under other plans."""
+        """Uses what forward ticks saved, under other plans."""
         nothing = empty_home()
         homes = [nothing] * self.cluster.ranks
         for part in made.parts:
@@ -324,7 +326,7 @@ class Pipeline:
         dq, dk, dv, _ = executor.backward(plan, DEFAULT_KIND, Context(self.layer, tuple(homes)), do)
         for part in made.parts:
             rows = slice(part.start, part.start + part.tokens)
-            self.dx[self.key(part)] = self.incoming(part) + pulled(dq[rows], dk[rows], dv[rows])
+            self.dx[self.key(part)] = self.incoming(part) + gradients_of(dq[rows], dk[rows], dv[rows])
 
     def incoming(self, part: TickPart) -> NDArray[Any]:
         index, layer = self.key(part)
@@ -341,7 +343,7 @@ def qkv(x: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     return x, 0.7 * x[:, :1], 0.5 * x[:, :1]
 
 
-def pulled(dq: NDArray[Any], dk: NDArray[Any], dv: NDArray[Any]) -> NDArray[Any]:
+def gradients_of(dq: NDArray[Any], dk: NDArray[Any], dv: NDArray[Any]) -> NDArray[Any]:
     dx = dq.copy()
     dx[:, :1] += 0.7 * dk + 0.5 * dv
     return dx
@@ -368,7 +370,7 @@ def oracle_pipeline(
         x = x + oracle.dense(problem, allowed).o
     for problem, allowed in reversed(answers):
         back = oracle.dense(oracle.Problem(problem.q, problem.k, problem.v, dy), allowed)
-        dy = dy + pulled(back.dq, back.dk, back.dv)
+        dy = dy + gradients_of(back.dq, back.dk, back.dv)
     return x, dy
 
 

@@ -79,7 +79,7 @@ def time(made: Problem, placement: Placement) -> tuple[NDArray[Any], float]:
     return load / made.speeds, load.sum() / made.speeds.sum()
 
 
-def heaviest_row(made: Problem) -> int:
+def most_pairs_of_a_row(made: Problem) -> int:
     rows = np.arange(made.batch.tokens + 1)
     return max(int(row_areas(bands, rows).max()) for bands in made.bands.values())
 
@@ -96,7 +96,7 @@ def heaviest_row(made: Problem) -> int:
     head=st.sampled_from([0, 0.3, 0.5, 1]),
     grain=st.sampled_from([0, 1, 50]),
 )
-def test_tokens_are_exact_and_work_is_even_to_a_row(
+def test_tokens_are_exact_and_work_is_even_within_one_row(
     lengths: list[int], mask: str, ranks: int, slow: list[float] | None, head: float, grain: int
 ) -> None:
     speeds = None if slow is None else tuple(slow[:ranks])
@@ -109,7 +109,7 @@ def test_tokens_are_exact_and_work_is_even_to_a_row(
     assert (placement.weight == row_weights(made, placement.starts)).all()
     assert (abs(tokens(placement, ranks) - sum(lengths) * made.speeds / made.speeds.sum()) < 1 + 1e-9).all()
     busy, mean = time(made, placement)
-    assert busy.max() <= (1 + UNEVEN) * mean + 2 * heaviest_row(made) / made.speeds.min()
+    assert busy.max() <= (1 + UNEVEN) * mean + 2 * most_pairs_of_a_row(made) / made.speeds.min()
     assert placement.bound <= busy.max() * (1 + 1e-12)
     again = place(problem(lengths, ranks, MASKS[mask], speeds=speeds), head=head, grain=grain)
     assert (again.starts == placement.starts).all()
@@ -125,13 +125,13 @@ def test_tokens_differ_by_at_most_one(lengths: list[int], ranks: int) -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=60), ranks=st.integers(1, 9))
-def test_few_cuts(lengths: list[int], ranks: int) -> None:
-    """A rank begins and ends few documents that others share."""
+def test_ranks_share_few_documents(lengths: list[int], ranks: int) -> None:
+    """Each rank shares few documents with other ranks."""
     blocks = len(place(problem(lengths, ranks)).home)
     assert blocks <= len(lengths) + 6 * ranks
 
 
-def test_one_rank_has_all_and_short_documents_stay_whole() -> None:
+def test_one_rank_gets_everything_and_short_documents_stay_whole() -> None:
     made = problem([5, 7, 1], 1)
     assert place(made).starts.tolist() == [0, 5, 12, 13]
     made = problem([16] * 8, 4)
@@ -143,7 +143,7 @@ def test_one_rank_has_all_and_short_documents_stay_whole() -> None:
     [[1] * 20_000, [20_000], [10_000, 10_000], [10_000] + [1] * 10_000, [1000] * 20, [1500] * 13],
     ids=["ones", "one", "two", "one and ones", "equal", "one and a half ranks each"],
 )
-def test_extremes(lengths: list[int]) -> None:
+def test_extreme_lengths_are_balanced(lengths: list[int]) -> None:
     made = problem(lengths, 16)
     placement = place(made)
     busy, mean = time(made, placement)
@@ -152,8 +152,8 @@ def test_extremes(lengths: list[int]) -> None:
     assert len(placement.home) <= len(lengths) + 6 * 16
 
 
-def test_a_dense_document_goes_with_sparse_ones() -> None:
-    """Six ranks for the long document, and each of them fills up with short ones."""
+def test_ranks_of_a_dense_document_are_filled_with_sparse_ones() -> None:
+    """Six ranks share the long document, and each is filled with short ones."""
     made = problem([600] + [4] * 750, 6)
     placement = place(made, head=0)
     busy, mean = time(made, placement)
@@ -165,8 +165,8 @@ def test_a_dense_document_goes_with_sparse_ones() -> None:
 
 
 @pytest.mark.parametrize("head", [0, 0.5])
-def test_heads_spread_over_ranks_send_less(head: float) -> None:
-    """Keys that each rank sends for one long document: with tails only, whoever has its head sends most."""
+def test_spreading_heads_of_a_document_over_ranks_sends_less(head: float) -> None:
+    """Keys that each rank sends for one long document: with tails only, the rank of its head sends most."""
     ranks = 32
     made = problem([32_768, *[64] * 2048], ranks)
     placement = place(made, head=head)
@@ -193,7 +193,7 @@ def test_shares_of_tokens_follow_speeds_up_to_the_cap() -> None:
     speeds=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=12),
     spare=st.integers(0, 50),
 )
-def test_shares_never_pass_the_cap(total: int, speeds: list[float], spare: int) -> None:
+def test_shares_never_exceed_the_cap(total: int, speeds: list[float], spare: int) -> None:
     cap = -(-total // len(speeds)) + spare
     shares = token_shares(total, np.array(speeds), cap)
     assert shares.sum() == total
@@ -231,7 +231,7 @@ def test_home_ranks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("parameter", "value"), [("head", 1.5), ("head", True), ("head", "all"), ("grain", -1), ("grain", 2.5)]
 )
-def test_parameters_are_checked(parameter: str, value: str | float) -> None:
+def test_wrong_parameters_are_refused(parameter: str, value: str | float) -> None:
     with pytest.raises(ConfigError) as caught:
         build(Step("place", "blend", {parameter: value}))
     assert caught.value.field == f"recipe.place.blend.{parameter}"
@@ -241,7 +241,7 @@ def test_parameters_are_checked(parameter: str, value: str | float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kinds_share_a_layout_that_none_of_them_waits_for_long(seed: int) -> None:
+def test_a_layout_shared_by_kinds_is_nearly_even_for_each(seed: int) -> None:
     model = ap.Model(q_heads=4, kv_heads=2, head_dim=8, hidden=32, ffn=64, layers={"full": 1, "window": 5})
     made = problem(lognormal_lengths(seed, 16 * 32_768).tolist(), 16, GEMMA, model=model)
     placement = place(made)
@@ -268,7 +268,7 @@ def test_kinds_share_a_layout_that_none_of_them_waits_for_long(seed: int) -> Non
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
     masks=st.lists(st.sampled_from(sorted(MASKS)), min_size=1, max_size=2, unique=True),
 )
-def test_a_profile_knows_the_pairs_of_any_rows(lengths: list[int], masks: list[str]) -> None:
+def test_a_profile_counts_the_pairs_of_any_rows(lengths: list[int], masks: list[str]) -> None:
     factor = {mask: 3 + 4 * nth for nth, mask in enumerate(masks)}
     bands = {mask: ap.Batch.from_lengths(lengths, mask=MASKS[mask]).bands("default") for mask in masks}
     rows = np.arange(sum(lengths) + 1)
@@ -276,7 +276,7 @@ def test_a_profile_knows_the_pairs_of_any_rows(lengths: list[int], masks: list[s
     assert (np.diff(profile(bands, factor).upto(rows)) == expected).all()
 
 
-def test_exchanges_of_rows_make_even_what_the_walk_leaves_uneven() -> None:
+def test_exchanging_rows_evens_out_what_the_walk_leaves_uneven() -> None:
     batch, speeds = ap.Batch.from_lengths(lognormal_lengths(4, 12_000)), np.linspace(0.5, 1.0, 6)
     rows = profile({"default": batch.bands("default")}, {"default": 1})
     wanted, tokens = rows.below[-1] * speeds / speeds.sum(), np.full(6, 2000)
@@ -324,7 +324,7 @@ def test_several_kinds_and_groups_equal_the_oracle(ranks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "gap"), [(8, 3.0), (64, 2.0), (256, 1.6)])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_promises_on_a_workload(ranks: int, gap: float, seed: int) -> None:
+def test_plans_of_a_realistic_workload_keep_their_targets(ranks: int, gap: float, seed: int) -> None:
     """Imbalance, tokens, slots, bytes and size; log-normal documents, 32K tokens a rank."""
     batch = ap.Batch.from_lengths(lognormal_lengths(seed, ranks * 32_768))
     plan = ap.plan(batch, ap.Cluster(ranks // 8, 8), ap.Model(), recipe(), verify=ranks <= 64)
@@ -360,7 +360,7 @@ def test_aligned_documents_are_cut_between_tiles(seed: int) -> None:
     assert abs(tokens(placement, 16) - tokens(exact, 16)).max() <= 0.01 * 32768
 
 
-def test_caps_come_before_alignment() -> None:
+def test_caps_have_priority_over_alignment() -> None:
     for tokens_of_rank in (32768, 1024):
         batch = lognormal_lengths(0, 16 * tokens_of_rank)
         tight = place(problem(batch, 16, token_cap=tokens_of_rank), align=128)
@@ -371,7 +371,7 @@ def test_caps_come_before_alignment() -> None:
         assert loose.starts[-1] == sum(batch)
 
 
-def test_aligned_plans_verify_and_say_their_cap() -> None:
+def test_aligned_plans_verify_and_record_their_cap() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(0, 8 * 4096))
     plan = ap.plan(batch, ap.Cluster(1, 8), MODEL, recipe=recipe(place={"blend": {"align": 128}}))
     assert plan.report["imbalance"]["tokens"] <= 0.02

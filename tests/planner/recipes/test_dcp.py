@@ -106,14 +106,14 @@ def test_nodes_have_tolerances_of_their_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, "kv"])
-def test_head_groups_are_placed_apart(groups: int | str) -> None:
+def test_head_groups_are_placed_independently(groups: int | str) -> None:
     problem = problem_of(Batch.from_lengths([9000, 3000]), 8, 4)
     placement = placed(problem, head_groups=groups)
     check(problem, placement)
     assert placement.head_groups == (2 if groups == "kv" else groups)
 
 
-def test_kinds_share_homes_and_are_balanced_apart() -> None:
+def test_kinds_share_homes_and_are_balanced_separately() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(512)}
     model = Model(8, 2, 16, layers={"global": 1, "local": 5})
     problem = problem_of(Batch.from_lengths([9000, 3000, 500], kinds), 8, 4, model)
@@ -126,7 +126,7 @@ def test_phases_may_compute_on_different_ranks() -> None:
     assert (execution["default", "forward"].rank != execution["default", "backward"].rank).any()
 
 
-def test_the_paper_s_tolerances_move_less() -> None:
+def test_the_papers_tolerances_move_fewer_bytes() -> None:
     problem = problem_of(Batch.from_lengths([20000, 9000, 4000, 3000, 500]), 16, 4)
     loose = placed(problem, epsilon_compute=[0.4, 0.1])
     check(problem, loose, 1.4 * 1.1)
@@ -143,7 +143,7 @@ def link_times(
     edges: Hyperedges | HypergraphProblem, rank: Ints, ranks: int, per_node: int, gbs: tuple[float, float]
 ) -> Floats:
     """float64 [ranks]: time on links, where a hyperedge goes from the rank of its first vertex to all others that it
-    spans; of keys, the second half, once to each other node, whose ranks share what comes."""
+    spans; keys (the second half) go once to each other node, whose ranks share them."""
     sent, received = np.zeros((2, 2, ranks), np.int64)
     for edge, (begin, end, price) in enumerate(zip(edges.ptr[:-1], edges.ptr[1:], edges.price, strict=True)):
         home, *others = rank[edges.pins[begin:end]].tolist()
@@ -159,7 +159,7 @@ def link_times(
     return within / gbs[0] + between / gbs[1]
 
 
-def test_more_tries_never_keep_links_busy_for_longer() -> None:
+def test_more_tries_never_increase_the_time_on_links() -> None:
     problem = problem_of(Batch.from_lengths([20000, 9000, 4000, 3000, 500]), 16, 4)
     times = []
     for tries in (1, 2, 3):
@@ -183,7 +183,7 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("groups", [1, 8])
-def test_pairs_are_as_few_as_can_be_solved_in_time(name: str, groups: int) -> None:
+def test_blocks_are_joined_until_pairs_are_few_enough(name: str, groups: int) -> None:
     """Blocks of one sequence are joined; a pair of blocks counts once, however many documents it has."""
     problem = problem_of(Batch.from_lengths(LARGE[name]), 64, 8)
     starts = Blocks(1024, False)(problem).starts
@@ -198,7 +198,7 @@ def test_pairs_are_as_few_as_can_be_solved_in_time(name: str, groups: int) -> No
     assert pairs * groups <= max(FEW_PAIRS, PAIRS * 64, fewest * groups)
 
 
-def test_few_pairs_stay_as_the_blocks_are() -> None:
+def test_blocks_with_few_pairs_are_not_joined() -> None:
     problem = problem_of(Batch.from_lengths([LONG, 700]), 8)
     starts = Blocks(1024, False)(problem).starts
     assert joined(problem, starts, 1) is starts
@@ -254,7 +254,7 @@ def test_slow_ranks_get_less_compute_and_fewer_tokens() -> None:
     check(problem, placed(problem))
 
 
-def test_sequences_live_where_they_must() -> None:
+def test_sequences_stay_on_their_home_ranks() -> None:
     lengths, homes = [5000, 5000, 3000, 7000], [(0,), (1, 2), None, (3,)]
     batch = Batch.from_sequences(
         [Sequence(n, masks.causal(), home_ranks=h) for n, h in zip(lengths, homes, strict=True)]
@@ -280,7 +280,7 @@ def test_a_token_cap_is_obeyed_or_refused() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_the_value_is_what_travels(groups: int) -> None:
+def test_the_value_counts_the_bytes_that_travel(groups: int) -> None:
     """Counted tile by tile, from what every rank computes."""
     problem = problem_of(Batch.from_lengths([9000, 3000, 40]), 8, 4)
     placement = placed(problem, head_groups=groups)
@@ -301,9 +301,9 @@ def test_the_value_is_what_travels(groups: int) -> None:
     assert placement.termination.value == total
 
 
-def test_a_plan_moves_what_the_hypergraph_says() -> None:
+def test_a_plan_moves_the_bytes_that_the_hypergraph_prices() -> None:
     plan = planned(Batch.from_lengths([4096, 2048, 512], masks.full()), MODEL, 4, block=256)
-    saved = 0  # the hypergraph prices what comes back as partial results
+    saved = 0  # the hypergraph prices returned rows as partial results
     for phase, tensor in zip(PHASES, (Tensor.O, Tensor.DQ), strict=True):
         programs = plan.programs["default", phase]
         instructions, transfers, operands = (
@@ -329,7 +329,7 @@ def listing_3(
     row_bytes: tuple[int, int],
     count: int,
 ) -> np.ndarray:
-    """Listing 3 as it is printed, on one head group, with what it leaves open: budgets in bytes, cells in order, a tile
+    """Listing 3 as printed, on one head group; for what it leaves open: budgets in bytes, cells in order, a tile
     that is there is free."""
     division = np.full(len(cells), -1)
     tiles = [
@@ -360,7 +360,7 @@ def listing_3(
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["tails", "one and tiny", "shared question"])
-def test_divisions_are_those_of_listing_3(name: str, count: int) -> None:
+def test_divisions_equal_listing_3(name: str, count: int) -> None:
     problem = problem_of(BATCHES[name], 8, 4)
     placement = placed(problem, divisions=count)
     for phase, row_bytes in zip(PHASES, (FORWARD, BACKWARD), strict=True):
@@ -370,7 +370,7 @@ def test_divisions_are_those_of_listing_3(name: str, count: int) -> None:
         np.testing.assert_array_equal(execution.division[0], expected)
 
 
-def test_one_division_has_everything() -> None:
+def test_a_single_division_contains_all_cells() -> None:
     problem = problem_of(BATCHES["tails"], 8, 4)
     execution = placed(problem, divisions=1).execution
     assert not any(each.division.any() for each in execution.values())
@@ -393,7 +393,7 @@ def test_rounds_are_divisions() -> None:
     assert 1 <= fetches[0]["rounds"] <= 3
 
 
-def test_divisions_without_a_placement_of_them_split_every_pair_evenly() -> None:
+def test_divisions_without_a_dcp_placement_split_every_pair_evenly() -> None:
     steps = {
         "shard": {"blocks": {"block": 16}},
         "place": {"lpt": {}},
@@ -435,7 +435,7 @@ def test_ranks_without_tokens(lengths: list[int]) -> None:
     compare(planned(Batch.from_lengths(lengths), model, 6), "default", LAYERS[1], 1)
 
 
-def test_the_engine_s_plan_equals_dense_attention() -> None:
+def test_the_plan_of_the_engine_equals_dense_attention() -> None:
     model = Model(*LAYERS[1][:4], dtype="fp64", layers=1)
     solver = "mtkahypar"
     plan = planned(batch_of("causal", "tree"), model, 4, solver=solver, head_groups=2)
@@ -464,6 +464,6 @@ def test_wrong_parameters_name_their_field(params: dict, field: str) -> None:
     assert caught.value.field == field
 
 
-def test_a_division_is_a_positive_number() -> None:
+def test_a_division_must_be_positive() -> None:
     with pytest.raises(ap.ConfigError, match=r"divisions\.buffers"):
         build(Step("schedule", "divisions", {"buffers": 0}))

@@ -154,7 +154,9 @@ def test_every_token_has_one_home_and_every_cell_one_rank(
     ],
     ids=str,
 )
-def test_both_sides_are_within_the_tolerance(mask: str, params: dict[str, bool | str]) -> None:
+def test_least_and_most_loaded_servers_are_within_the_tolerance(
+    mask: str, params: dict[str, bool | str]
+) -> None:
     made = problem(LONG, 7, MASKS[mask])
     placement = place(Distca(**params), made)
     assert imbalance(made, placement) <= 0.05
@@ -184,7 +186,7 @@ def test_tokens_are_within_two_percent(lengths: list[int], ranks: int) -> None:
     assert placement.rank_sums(placement.lengths, ranks).max() <= made.token_cap
 
 
-def test_one_side_alone_leaves_a_busy_server() -> None:
+def test_balancing_one_side_leaves_a_busy_server() -> None:
     made = workload(0, 64)
     paper = Distca(tolerance=0.2, two_sided=False, kv_free=False, form="paper")
     cells, rank = computed(made, place(paper, made))
@@ -195,14 +197,14 @@ def test_one_side_alone_leaves_a_busy_server() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(8, 1.09), (32, 1.23), (64, 1.21)])
-def test_the_paper_is_as_even_as_its_authors_code(ranks: int, most: float) -> None:
+def test_the_papers_form_is_as_even_as_the_authors_code(ranks: int, most: float) -> None:
     # their means over such batches at tolerance 0.1: 1.07, 1.21, 1.19
     paper = Distca(tolerance=0.1, two_sided=False, o_bytes=False, kv_free=False, form="paper")
     made = [workload(seed, ranks) for seed in range(3)]
     assert 1 + np.mean([imbalance(this, place(paper, this)) for this in made]) <= most
 
 
-def test_slow_servers_get_less() -> None:
+def test_slow_servers_get_less_work() -> None:
     made = problem(LONG, 4, speeds=(1.0, 0.5, 1.0, 0.25))
     placement = place(Distca(tolerance=0.02), made)
     cells, rank = computed(made, placement)
@@ -211,7 +213,7 @@ def test_slow_servers_get_less() -> None:
     assert imbalance(made, placement) <= 0.02
 
 
-def test_each_kind_is_balanced_by_itself_in_one_layout() -> None:
+def test_each_kind_is_balanced_separately_in_one_layout() -> None:
     mask = {"full": ap.masks.causal(), "local": ap.masks.sliding_window(500)}
     made = problem(LONG, 5, mask)
     placement = place(Distca(), made)
@@ -221,7 +223,7 @@ def test_each_kind_is_balanced_by_itself_in_one_layout() -> None:
 
 @pytest.mark.parametrize("recipe", ["distca", "distca_paper"])
 @pytest.mark.parametrize("empty", [ap.masks.bands([]), ap.masks.slices([])])
-def test_a_kind_without_any_pair_lies_where_the_others_do(recipe: str, empty: Any) -> None:
+def test_a_kind_without_pairs_shares_the_layout_of_the_others(recipe: str, empty: Any) -> None:
     def planned(mask: Any) -> ap.Plan:
         return ap.plan(ap.Batch.from_lengths([65, 7], mask), ap.Cluster(1, 2), MODEL, recipe=recipe)
 
@@ -231,14 +233,14 @@ def test_a_kind_without_any_pair_lies_where_the_others_do(recipe: str, empty: An
 
 
 @pytest.mark.parametrize("kv_ranges", [False, True])
-def test_a_policy_that_asks_for_less_is_obeyed(kv_ranges: bool) -> None:
+def test_a_stricter_tolerance_of_the_policy_is_kept(kv_ranges: bool) -> None:
     made = problem(LONG, 5)
     asked = Problem(made.batch, made.cluster, MODEL, ap.Policy(RECIPE, tolerance=0.002))
     placement = place(Distca(kv_ranges=kv_ranges), asked)
     assert imbalance(made, placement) <= 0.002
 
 
-def test_cuts_are_multiples_of_the_granularity_where_that_is_fine_enough() -> None:
+def test_cuts_are_multiples_of_a_fine_enough_granularity() -> None:
     made = problem([100_001], 8)
     placement = place(Distca(tolerance=0.1, granularity=64), made)
     inner = placement.starts[1:-1]
@@ -246,7 +248,7 @@ def test_cuts_are_multiples_of_the_granularity_where_that_is_fine_enough() -> No
     assert imbalance(made, placement) <= 0.1
 
 
-def test_granularity_is_refined_where_it_is_too_coarse() -> None:
+def test_a_granularity_that_is_too_coarse_is_refined() -> None:
     made = problem([513, 5, 7, 200], 6)
     assert imbalance(made, place(Distca(granularity=1024), made)) <= 0.05
 
@@ -263,18 +265,18 @@ def test_home_ranks_are_kept_and_idle_ranks_serve() -> None:
     assert set(computed(made, placement)[1]) == set(range(6))
 
 
-def test_home_ranks_that_overlap_share_their_ranks_evenly() -> None:
+def test_sequences_with_overlapping_home_ranks_are_spread_evenly() -> None:
     made = problem([100, 100, 400], 3, home_ranks=[(0,), (0, 1), None])
     placement = place(Distca(), made)
     assert placement.rank_sums(placement.lengths, 3).tolist() == [200, 200, 200]
 
 
-def test_a_token_cap_that_homes_cannot_keep_is_refused() -> None:
+def test_a_token_cap_that_home_ranks_exceed_is_refused() -> None:
     with pytest.raises(CapacityError, match="token_cap is 120"):
         place(Distca(), problem([100, 100], 4, home_ranks=[(0,), (0,)], token_cap=120))
 
 
-def test_kv_at_the_destination_is_free() -> None:
+def test_kv_at_the_destination_is_not_charged() -> None:
     # rank 2 lives with the end of the second sequence, so that one is the cheaper to help with
     homes = [(0,), (1, 2), *[(2,)] * 40, (3,)]
     made = problem([6400, 6000, *[100] * 40, 2900], 4, home_ranks=homes)
@@ -282,7 +284,7 @@ def test_kv_at_the_destination_is_free() -> None:
     assert free[2].sum() < 0.85 * charged[2].sum()
 
 
-def test_parts_of_the_keys_travel_less() -> None:
+def test_tasks_on_parts_of_the_keys_move_fewer_bytes() -> None:
     made = workload(0, 64)
     whole, parts = (
         forward_bytes(made, place(Distca(kv_ranges=kv_ranges), made), "default")[0]
@@ -291,7 +293,7 @@ def test_parts_of_the_keys_travel_less() -> None:
     assert parts.sum() < 0.9 * whole.sum()  # O of parts is counted as partial
 
 
-def test_a_threshold_stops_moves_that_do_not_pay() -> None:
+def test_a_threshold_prevents_moves_that_do_not_pay_off() -> None:
     made = problem(LONG, 6)
     all_moves = place(Distca(), made)
     some = place(Distca(threshold=60.0), made)
@@ -302,7 +304,7 @@ def test_a_threshold_stops_moves_that_do_not_pay() -> None:
 
 @pytest.mark.parametrize("kv_ranges", [False, True])
 @pytest.mark.parametrize("mask", sorted(MASKS))
-def test_bytes_are_those_of_the_rows_that_travel(mask: str, kv_ranges: bool) -> None:
+def test_bytes_equal_the_rows_that_travel(mask: str, kv_ranges: bool) -> None:
     made = problem([900, 300, 40, 200, 160], 4, MASKS[mask])
     placement = place(Distca(kv_ranges=kv_ranges), made)
     for counted, exact in zip(
@@ -314,7 +316,7 @@ def test_bytes_are_those_of_the_rows_that_travel(mask: str, kv_ranges: bool) -> 
 
 @pytest.mark.parametrize("reshuffle", [False, True])
 @pytest.mark.parametrize("kv_ranges", [False, True])
-def test_bytes_are_at_least_those_that_the_plan_moves(kv_ranges: bool, reshuffle: bool) -> None:
+def test_counted_bytes_are_at_least_the_bytes_of_the_plan(kv_ranges: bool, reshuffle: bool) -> None:
     steps = {"shard": {"sequences": {}}, "place": {"distca": {"kv_ranges": kv_ranges, "granularity": 8}}}
     recipe = ap.Recipe("mine", {**steps, "schedule": {"gather": {}}, "reshuffle": reshuffle})
     batch, cluster, policy = (
@@ -343,7 +345,7 @@ def test_bytes_are_at_least_those_that_the_plan_moves(kv_ranges: bool, reshuffle
         ("buffer_bytes", 2, 0.95, True),
     ],
 )
-def test_caps_lower_the_hottest_rank(cap: str, index: int, share: float, kv_ranges: bool) -> None:
+def test_byte_caps_relieve_the_busiest_rank(cap: str, index: int, share: float, kv_ranges: bool) -> None:
     made = workload(0, 64)
     free = place(Distca(kv_ranges=kv_ranges), made)
     most = int(share * forward_bytes(made, free, "default")[index].max())
@@ -353,7 +355,7 @@ def test_caps_lower_the_hottest_rank(cap: str, index: int, share: float, kv_rang
 
 
 @pytest.mark.parametrize("kv_ranges", [False, True])
-def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges: bool) -> None:
+def test_bytes_counted_during_migration_are_exact(kv_ranges: bool) -> None:
     made = problem(LONG, 6)
     this = Distca(kv_ranges=kv_ranges, send_bytes=10**12)
     placement = place(this, made)
@@ -367,7 +369,7 @@ def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges: bool) -> Non
 
 @pytest.mark.parametrize("params", [{}, {"kv_ranges": True}, {"form": "paper", "kv_free": False}], ids=repr)
 @pytest.mark.parametrize("mask", ["causal", "window", "sink"])
-def test_shares_that_are_passed_over_would_not_be_better(
+def test_the_pruned_search_finds_the_same_moves_as_an_exhaustive_one(
     mask: str, params: dict[str, bool | str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, this = workload(0, 32, MASKS[mask]), Distca(**params)
@@ -379,13 +381,13 @@ def test_shares_that_are_passed_over_would_not_be_better(
         np.testing.assert_array_equal(execution.rank, (best.execution or {})[key].rank)
 
 
-def test_caps_that_keep_the_balance_away_are_refused() -> None:
+def test_byte_caps_that_prevent_balance_are_refused() -> None:
     made = problem([5000, 100, 100, 100], 4, home_ranks=[(0,), (1,), (2,), (3,)])
     with pytest.raises(CapacityError, match="receive_bytes 1000"):
         place(Distca(receive_bytes=1000), made)
 
 
-def test_caps_that_homes_alone_break_are_refused() -> None:
+def test_byte_caps_that_homes_already_exceed_are_refused() -> None:
     with pytest.raises(CapacityError, match="even for queries at home alone"):
         place(Distca(buffer_bytes=100), problem([5000], 4))
 
@@ -402,7 +404,7 @@ def test_caps_that_homes_alone_break_are_refused() -> None:
         ("send_bytes", 1.5, ConfigError),
     ],
 )
-def test_parameters_are_checked(field: str, value: str | float, error: type[Any]) -> None:
+def test_wrong_parameters_are_refused(field: str, value: str | float, error: type[Any]) -> None:
     with pytest.raises(error, match=f"recipe.place.distca.{field}"):
         build(Step("place", "distca", {field: value}))
 
@@ -454,7 +456,7 @@ def test_idle_homes_and_several_kinds_equal_the_oracle(ranks: int) -> None:
         compare(plan, kind, LAYERS[1], ranks)
 
 
-def test_the_recipe_by_its_name_at_64_ranks() -> None:
+def test_the_named_recipe_plans_64_ranks() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(3, 64 * 32_768))
     plan = ap.plan(batch, ap.Cluster(8, 8), ap.Model(), "distca")
     assert plan.report["imbalance"]["compute"] <= 0.05
@@ -476,7 +478,7 @@ def test_byte_caps_choose_between_rows_and_parts_of_keys() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "by_keys"), [(8, False), (256, True)])
-def test_whole_rows_are_taken_unless_one_rank_sends_for_longer(ranks: int, by_keys: bool) -> None:
+def test_whole_rows_move_unless_one_rank_would_send_for_longer(ranks: int, by_keys: bool) -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(0, ranks * 8192))
     this = Problem(batch, ap.Cluster(ranks // 8, 8), ap.Model(8, 2, 64), ap.Policy(find_recipe("distca")))
     rows, keys, auto = (place(Distca(kv_ranges=kv_ranges), this) for kv_ranges in (False, True, "auto"))
@@ -485,6 +487,6 @@ def test_whole_rows_are_taken_unless_one_rank_sends_for_longer(ranks: int, by_ke
     assert np.array_equal(auto.starts, (keys if by_keys else rows).starts)
 
 
-def test_the_papers_form_needs_heads_and_tails() -> None:
+def test_the_papers_form_requires_head_and_tail_shares() -> None:
     with pytest.raises(ConfigError, match=r"distca\.form"):
         Distca(form="paper", head_tail="none")

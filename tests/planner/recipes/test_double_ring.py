@@ -1,4 +1,4 @@
-"""Rings of rings: what travels where and when, and that numbers are those of dense attention."""
+"""Rings of rings: transfers and their order, and results equal to dense attention."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def planned(batch: Batch, nodes: int, per_node: int, recipe: Recipe, layer: tupl
     ),
 )
 @pytest.mark.parametrize("masks_", [("causal", "window", "full"), tuple(SEQUENCES)[-4:]], ids=str)
-def test_numbers_are_those_of_dense_attention(
+def test_double_rings_equal_dense_attention(
     nodes: int, per_node: int, window: str | int, masks_: tuple[str, ...]
 ) -> None:
     for layer in LAYERS:
@@ -60,7 +60,7 @@ def test_numbers_are_those_of_dense_attention(
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_tiles_that_few_need_go_part_of_the_way(seed: int) -> None:
+def test_tiles_that_few_ranks_need_travel_part_of_the_ring(seed: int) -> None:
     """Windows, chunks and documents, blocks anywhere, also under groups that split heads, on one node or more."""
     draw = random.Random(seed)
     nodes, per_node = draw.choice([(2, 4), (3, 4), (4, 2), (2, 6), (1, 8), (6, 2)])
@@ -94,14 +94,14 @@ def test_the_stages_of_upipe_go_around_both_rings() -> None:
         compare(planned(LONG, 2, 4, double_ring("node", **inner), layer), "default", layer, 1)
 
 
-def test_kinds_go_around_at_once() -> None:
+def test_kinds_travel_around_the_ring_at_the_same_time() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(5)}
     plan = planned(Batch.from_lengths([40, 9, 1], kinds), 3, 2, double_ring("node"))
     for kind in kinds:
         compare(plan, kind, LAYERS[1], 3)
 
 
-def test_inner_hops_stay_in_a_window_and_outer_ones_keep_their_place_in_it() -> None:
+def test_inner_hops_stay_in_a_window_and_outer_hops_keep_the_index() -> None:
     plan = planned(LONG, 3, 4, double_ring("node"))
     inside = {(4 * node + at, 4 * node + (at + 1) % 4) for node in range(3) for at in range(4)}
     across = {(rank, (rank + 4) % 12) for rank in range(12)}
@@ -121,7 +121,7 @@ def crossings(plan: Plan, phase: str, tensor: Tensor) -> int:
 
 
 def test_a_tile_enters_every_node_once_and_so_do_its_gradients() -> None:
-    """A mask that lets all see all. On a single ring tiles of all ranks but the last of a node enter a node twice."""
+    """A full mask. On a single ring tiles of all ranks but the last of a node enter a node twice."""
     batch = Batch.from_lengths([96], masks.full())
     double, single = (planned(batch, 3, 4, double_ring(window)) for window in ("node", None))
     assert crossings(double, "forward", Tensor.KV) == 12 * 2
@@ -133,7 +133,7 @@ def test_a_tile_enters_every_node_once_and_so_do_its_gradients() -> None:
     assert double.report["bytes"]["inter_node"] < single.report["bytes"]["inter_node"]
 
 
-def test_the_outer_hop_is_under_way_while_the_inner_ring_goes_around() -> None:
+def test_the_outer_hop_overlaps_the_inner_ring() -> None:
     plan = planned(LONG, 2, 4, double_ring("node"))
     for phase in PHASES:
         instructions = plan.programs["default", phase].rank(0)["instructions"]
@@ -205,7 +205,7 @@ def test_half_a_node_splits_heads_and_the_node_has_a_ring() -> None:
         )
 
 
-def test_where_nics_are_the_bottleneck_two_rings_are_faster_and_move_less_between_nodes() -> None:
+def test_double_rings_are_faster_if_nics_are_the_bottleneck() -> None:
     batch = Batch.from_lengths([3000] * 20 + [20000])
     model, machine = Model(8, 8, 64, layers=1), Cluster(4, 4)
     single, double = (
@@ -221,7 +221,7 @@ def _double(held: dict) -> dict:
     return {**held, "schedule": {"ring": {"over": "ranks", "window": "node"}}}
 
 
-def test_odd_nodes_have_a_window_each_and_a_single_rank_nothing_to_send() -> None:
+def test_odd_nodes_are_windows_and_a_single_rank_sends_nothing() -> None:
     for ranks in (1, 3, 6):
         plan = ap.plan(LONG, cluster(ranks), model_of(LAYERS[1]), double_ring("node"))
         compare(plan, "default", LAYERS[1], ranks)

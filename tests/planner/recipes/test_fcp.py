@@ -52,7 +52,7 @@ def cluster(ranks: int, **fields: object) -> ap.Cluster:
     return ap.Cluster(nodes=1, ranks_per_node=ranks, **fields)
 
 
-def held(plan: ap.Plan, rank: int) -> set[int]:
+def tokens_on(plan: ap.Plan, rank: int) -> set[int]:
     return set(plan.layout("attention").tokens(rank).tolist())
 
 
@@ -66,7 +66,7 @@ def held(plan: ap.Plan, rank: int) -> set[int]:
     buffers=st.integers(1, 3),
     reshuffle=st.booleans(),
 )
-def test_every_plan_verifies_and_keeps_its_promises(
+def test_every_plan_verifies_and_is_balanced(
     lengths: list[int], mask: str, ranks: int, block: str | int, coalesce: int, buffers: int, reshuffle: bool
 ) -> None:
     batch = ap.Batch.from_lengths(lengths, mask=MASKS[mask])
@@ -104,7 +104,7 @@ def test_awkward_lengths(lengths: list[int], block: str | int, reshuffle: bool) 
     assert sorted(tokens.tolist()) == list(range(sum(lengths)))
 
 
-def test_reshuffling_is_what_it_adds_to_the_bytes_and_nothing_else() -> None:
+def test_reshuffling_only_adds_its_own_bytes() -> None:
     batch = ap.Batch.from_lengths([200, 90])
     home, moved = (ap.plan(batch, cluster(4), MODEL, recipe(16, reshuffle=given)) for given in (False, True))
     assert home.header.home_layout == "attention"
@@ -115,7 +115,7 @@ def test_reshuffling_is_what_it_adds_to_the_bytes_and_nothing_else() -> None:
     assert [size for size in fetched[1] if size in fetched[0]] == fetched[0]
 
 
-def test_auto_halves_the_heaviest_piece_at_least() -> None:
+def test_auto_at_least_halves_the_heaviest_piece() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(1, 64 * 4096))
     plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, recipe=recipe("auto"))
     assert plan.report["heaviest_piece_over_mean"] <= 0.5
@@ -123,7 +123,7 @@ def test_auto_halves_the_heaviest_piece_at_least() -> None:
     assert plan.report["imbalance"]["tokens"] <= 0.02
 
 
-def test_fixed_blocks_come_close_to_their_bound() -> None:
+def test_fixed_blocks_are_nearly_as_even_as_their_bound() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(2, 64 * 32768))
     plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, recipe=recipe(2048))
     assert 1 + plan.report["imbalance"]["compute"] <= 1.03 * plan.report["imbalance_bound"]
@@ -137,12 +137,12 @@ def test_a_slow_rank_computes_less() -> None:
     assert rows[3] * 1.8 <= rows[0]
 
 
-def test_sequences_live_on_their_home_ranks() -> None:
+def test_sequences_stay_on_their_home_ranks() -> None:
     batch = ap.Batch.from_lengths([40, 8, 8, 60], home_ranks=[[1], None, [0, 2], [2]])
     plan = ap.plan(batch, cluster(3), MODEL, policy=ap.Policy(recipe(8), token_cap=100))
-    assert set(range(40)) <= held(plan, 1)
-    assert set(range(56, 116)) <= held(plan, 2)
-    assert set(range(48, 56)) <= held(plan, 0) | held(plan, 2)
+    assert set(range(40)) <= tokens_on(plan, 1)
+    assert set(range(56, 116)) <= tokens_on(plan, 2)
+    assert set(range(48, 56)) <= tokens_on(plan, 0) | tokens_on(plan, 2)
 
 
 def test_home_ranks_that_are_full_are_an_error_with_numbers() -> None:
@@ -162,7 +162,7 @@ def test_a_tolerance_that_cannot_be_met_is_an_error_with_numbers() -> None:
         ap.plan(batch, cluster(4), MODEL, policy=ap.Policy(recipe(256), tolerance=0.01))
 
 
-def test_work_rows_beyond_the_memory_cap_are_an_error_with_numbers() -> None:
+def test_work_rows_above_the_memory_cap_are_an_error_with_numbers() -> None:
     with pytest.raises(ap.CapacityError, match="work rows"):
         ap.plan(
             ap.Batch.from_lengths([4096]),
@@ -240,14 +240,14 @@ def test_bytes_do_not_depend_on_hash_seeds() -> None:
     ("lengths", "ranks", "smallest"),
     [([1201, 640, 150, 56, 1], 3, 16), ([6144], 4, 128), ([100_000] * 3, 8, 256)],
 )
-def test_auto_goes_no_further_than_balance_needs(lengths: list[int], ranks: int, smallest: int) -> None:
+def test_auto_cuts_no_finer_than_balance_needs(lengths: list[int], ranks: int, smallest: int) -> None:
     plan = ap.plan(ap.Batch.from_lengths(lengths), cluster(ranks), MODEL, recipe="fcp")
     assert plan.report["block_tokens"] >= smallest
     assert plan.report["heaviest_piece_over_mean"] <= 0.5
     assert plan.report["imbalance"]["compute"] <= 0.05
 
 
-def test_the_placement_that_auto_found_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_reuses_the_placement_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, solve = [], PartitionSolver.__call__
     monkeypatch.setattr(
         PartitionSolver, "__call__", lambda self, case: asked.append(case) or solve(self, case)
@@ -262,7 +262,7 @@ TOTAL = 64 * 32768
 @pytest.mark.parametrize(
     ("shares", "limit"), [((1 / 3, 1 / 3), None), ((0.2,) * 4, None), ((0.4, 0.33), None), ((0.9,), "tasks")]
 )
-def test_auto_is_even_for_a_few_giants_or_says_why_not(shares: tuple[float, ...], limit: str | None) -> None:
+def test_auto_balances_a_few_giants_or_explains_why_not(shares: tuple[float, ...], limit: str | None) -> None:
     """If smaller blocks would give too many tasks, skipped steps are tried too."""
     lengths = [int(share * TOTAL) for share in shares]
     batch = ap.Batch.from_lengths([*lengths, TOTAL - sum(lengths)])
@@ -281,7 +281,7 @@ def plan_problem(batch: Batch) -> Problem:
     ("lengths", "homes", "ranks"),
     [([32768] * 7 + [8192, 24576], [None] * 8 + [[0]], 8), ([100_000] + [200] * 20, [None] + [[1]] * 20, 4)],
 )
-def test_pieces_with_few_ranks_to_go_to_find_room(
+def test_pieces_restricted_to_few_ranks_find_room(
     lengths: list[int], homes: list[list[int] | None], ranks: int
 ) -> None:
     batch = ap.Batch.from_lengths(lengths, home_ranks=homes)
@@ -289,10 +289,10 @@ def test_pieces_with_few_ranks_to_go_to_find_room(
     for sequence, allowed in enumerate(homes):
         if allowed:
             start = int(batch.starts[sequence])
-            assert set(range(start, start + lengths[sequence])) <= held(plan, allowed[0])
+            assert set(range(start, start + lengths[sequence])) <= tokens_on(plan, allowed[0])
 
 
-def test_a_sequence_beyond_the_memory_is_refused_before_planning() -> None:
+def test_a_sequence_larger_than_memory_is_refused_before_planning() -> None:
     with pytest.raises(ap.CapacityError, match=r"250000000 tokens, .* need .* GiB of home rows"):
         ap.plan(ap.Batch.from_lengths([2_000_000_000]), cluster(8), ap.Model(), recipe="fcp")
 
@@ -321,7 +321,7 @@ def test_a_policy_brings_its_own_recipe_and_seed(given: dict[str, int | str]) ->
 
 
 def test_every_operand_is_used() -> None:
-    """But for the one that names all rows of a rank, which one of several tensors has no use for."""
+    """Except the operand of all rows of a rank, which one of several tensors does not use."""
     plan = ap.plan(ap.Batch.from_lengths([4096, 700, 33]), cluster(4), MODEL, recipe="fcp")
     for programs in plan.programs.values():
         for rank in range(4):

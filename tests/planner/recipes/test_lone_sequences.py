@@ -1,4 +1,4 @@
-"""Sequences that one rank computes alone beside groups that split heads."""
+"""Sequences that one rank computes alone while groups split the heads of the others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_long_sequences_are_never_lone() -> None:
     assert sorted([*lone.index, *lone.others]) == list(range(len(pairs)))
 
 
-def test_the_ranks_of_a_group_have_equally_much_of_them() -> None:
+def test_ranks_of_a_group_have_equal_shares_of_lone_sequences() -> None:
     problem = problem_of(lognormal(), Cluster(2, 4))
     lone = lone_of(problem)
     time = np.bincount(lone.home, lone.time, 8).reshape(2, 4)
@@ -88,13 +88,13 @@ def test_the_ranks_of_a_group_have_equally_much_of_them() -> None:
     assert (time.max(1) - time.mean(1)).max() < 0.1 * max(total, time.mean())
 
 
-def test_a_rank_is_not_filled_up() -> None:
+def test_lone_sequences_never_fill_a_rank() -> None:
     problem = problem_of(lognormal())
     held = lone_of(problem, 0.5).rows.per_rank
     assert held.max() <= 0.98 * problem.batch.tokens / 8
 
 
-def test_what_groups_have_left_is_what_lone_sequences_do_not_take() -> None:
+def test_groups_share_the_tokens_that_are_not_lone() -> None:
     lone = lone_of(problem_of(lognormal()), 0.1)
     assert ((lone.left > 0) & (lone.left <= 1)).all()
     time = np.bincount(lone.home, lone.time, 8).reshape(2, 4).max(1)
@@ -109,18 +109,18 @@ def test_short_sequences_are_all_lone() -> None:
     assert made.report["imbalance"]["compute"] == pytest.approx(0)
 
 
-def test_one_long_sequence_leaves_none() -> None:
+def test_one_long_sequence_leaves_no_lone_ones() -> None:
     batch = Batch.from_lengths([8192])
     assert find_lone(problem_of(batch), FIRST, "auto") is None
     assert same_programs(plan(batch, recipe()), plan(batch, recipe(None)))
 
 
-def test_without_groups_there_are_none() -> None:
+def test_without_groups_no_sequence_is_lone() -> None:
     one, other = (plan(lognormal(2), recipe(lone, degree=1), Cluster(1, 2)) for lone in ("auto", None))
     assert same_programs(one, other)
 
 
-def test_the_fastest_ranks_of_a_group_get_more() -> None:
+def test_faster_ranks_of_a_group_get_more_lone_sequences() -> None:
     speeds = (1.0, 1.0, 1.0, 0.5) * 2
     problem = problem_of(lognormal(), Cluster(2, 4, speeds=speeds))
     lone = lone_of(problem, 0.1)
@@ -131,7 +131,7 @@ def test_the_fastest_ranks_of_a_group_get_more() -> None:
 # ---- rows
 
 
-def test_home_rows_are_the_lone_ones_first() -> None:
+def test_lone_sequences_are_the_first_home_rows() -> None:
     batch = Batch.from_lengths([4, 10, 3, 9, 2])
     lone = LoneSequences(
         batch, 2, np.array([0, 2, 4]), np.array([1, 3]), np.array([1, 0, 1]), np.ones(3, int), np.ones(1), 0.0
@@ -149,7 +149,7 @@ def test_home_rows_are_the_lone_ones_first() -> None:
     assert at[17:26].tolist() == list(range(9, 18))
 
 
-def test_lone_rows_are_neither_sent_nor_finished_apart() -> None:
+def test_lone_rows_are_not_exchanged() -> None:
     made = plan(lognormal(), recipe())
     lone = lone_of(problem_of(lognormal()))
     moved = sum(item["bytes"] for item in made.report["exchanges"] if item["name"] == "ulysses_in")
@@ -187,7 +187,7 @@ def test_every_mask_equals_dense_attention(name: str, layer: tuple) -> None:
     compare(made, "default", layer, 1)
 
 
-def test_kinds_share_one_choice() -> None:
+def test_kinds_share_the_choice_of_lone_sequences() -> None:
     mask = {"global": masks.causal(), "local": masks.sliding_window(512)}
     batch = Batch.from_lengths(lognormal_lengths(0, 8 * 8192), mask=mask)
     model = Model(8, 2, 64, layers={"global": 1, "local": 3})
@@ -204,7 +204,7 @@ def with_kinds(kinds: object, **steps: object) -> Recipe:
 
 
 @pytest.mark.parametrize("kinds", ["auto", ("global",)])
-def test_windows_are_computed_where_rows_live(kinds: object) -> None:
+def test_windows_are_computed_at_home(kinds: object) -> None:
     batch = Batch.from_lengths(lognormal_lengths(0, 8 * 8192), mask=WINDOWED)
     made = ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(kinds))
     names = {(item["kind"], item["name"]) for item in made.report["exchanges"]}
@@ -251,7 +251,7 @@ def test_kinds_on_ranks_of_unequal_speed(name: str, seed: int) -> None:
     assert made.report["bounds"]["makespan"]["gap"] >= 1
 
 
-def test_no_candidate_is_dropped_for_more_than_it_takes() -> None:
+def test_the_lower_bound_of_a_candidate_is_at_most_its_time() -> None:
     mask = {"global": masks.causal(), "local": masks.sliding_window(8000)}
     batch = Batch.from_lengths([60000, 3000], mask=mask)
     model = Model(8, 2, 64, layers={"global": 1, "local": 40})
@@ -264,7 +264,7 @@ def test_no_candidate_is_dropped_for_more_than_it_takes() -> None:
     assert least_placed_us(placed) <= taken
 
 
-def test_kinds_are_refused_where_they_cannot_be() -> None:
+def test_invalid_kinds_of_a_group_are_refused() -> None:
     batch = Batch.from_lengths([3000, 200, 3000, 700], mask=WINDOWED)
     with pytest.raises(ConfigError, match=r"recipe\.inner\.ulysses\.kinds.*must be of global, local"):
         ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(("loc",)))
@@ -289,7 +289,7 @@ def test_equal_requests_give_equal_plans() -> None:
 # ---- what is refused
 
 
-def test_rows_of_the_loader_are_refused() -> None:
+def test_reshuffled_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"reshuffle.*lone sequences"):
         plan(lognormal(), recipe(reshuffle=True))
 
@@ -323,14 +323,14 @@ def test_a_cap_is_kept_on_ranks_of_unequal_speed(seed: int) -> None:
     assert made.layout("attention").rows_per_rank.max() <= cap
 
 
-def test_a_cap_of_each_group_counts_what_is_lone() -> None:
+def test_the_cap_of_a_group_counts_lone_sequences() -> None:
     batch, model = Batch.from_lengths([25, 50, 900, 25, 50, 327]), Model(12, 12, 8)
     mine = recipe(place={"contiguous": {}})
     made = ap.plan(batch, Cluster(2, 4), model, policy=Policy(mine, token_cap=176))
     assert made.layout("attention").rows_per_rank.max() <= 176
 
 
-def test_a_choice_that_leaves_ranks_uneven_is_not_made() -> None:
+def test_lone_sequences_that_would_unbalance_ranks_are_not_chosen() -> None:
     batch = Batch.from_lengths([4000] * 9)
     made = ap.plan(batch, Cluster(1, 4), MODEL, policy=Policy(recipe(), token_cap=16000))
     assert made.report["imbalance"]["compute"] < 0.01
@@ -343,12 +343,12 @@ def test_a_slow_rank_leaves_lone_sequences_to_others() -> None:
     assert 3 not in lone.home
 
 
-def test_stages_of_heads_leave_none_alone() -> None:
+def test_head_stages_have_no_lone_sequences() -> None:
     with pytest.raises(ConfigError, match="lone"):
         passes_of(recipe(inner={"upipe": {"degree": 4, "lone": "auto"}}))
 
 
-def test_groups_are_looked_at_one_by_one() -> None:
+def test_lone_sequences_are_chosen_per_group() -> None:
     problem = problem_of(lognormal(12), Cluster(3, 4))
     lone = lone_of(problem, 0.25, Groups(np.array([0, 4, 8, 12])).first)
     assert len(lone.left) == 3

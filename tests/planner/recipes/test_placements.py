@@ -94,7 +94,7 @@ def work(placement: Placement, ranks: int) -> NDArray[Any]:
     return placement.rank_sums(placement.weight, ranks)
 
 
-def held_by(made: Problem, placement: Placement, sequence: int) -> set[int]:
+def ranks_of(made: Problem, placement: Placement, sequence: int) -> set[int]:
     begin, end = made.batch.starts[sequence : sequence + 2]
     return set(owners(placement)[begin:end].tolist())
 
@@ -169,7 +169,7 @@ def test_one_block_per_sequence() -> None:
         ([8, 8], "abcddcbaabcddcba"),
         # 4 of 12 tokens are left over when every chunk has one: each rank gets one, first or second chunk by turns
         ([12], "aabcc" + "dddcbba"),
-        # three tokens for the ranks a, b, c; the next sequence goes on with d
+        # three tokens for the ranks a, b, c; the next sequence continues with d
         ([3, 1], "acb" + "d"),
         ([1, 1, 1, 1, 1], "abcda"),
     ],
@@ -207,7 +207,7 @@ def test_zigzag_balances_causal_work(ranks: int) -> None:
 @pytest.mark.parametrize(
     "lengths", [[100] * 20_000, [5] * 20_000, np.random.default_rng(1).integers(1, 24, 20_000)]
 )
-def test_many_short_sequences_wear_no_rank_out(lengths: NDArray[Any] | list[int]) -> None:
+def test_many_short_sequences_overload_no_rank(lengths: NDArray[Any] | list[int]) -> None:
     load = work(place(ZigZag(chunk=1), problem(lengths, 16)), 16)
     assert load.max() <= 1.02 * load.mean()
 
@@ -248,12 +248,12 @@ def test_whole_names_the_sequence_that_no_rank_can_hold() -> None:
         place(Whole(), problem([10, 50, 10], 4, token_cap=40))
 
 
-def test_whole_says_what_found_no_room() -> None:
+def test_whole_reports_the_sequences_that_found_no_room() -> None:
     with pytest.raises(CapacityError, match=r"1 of 3 whole sequences \(6 tokens\).*at most 10 tokens"):
         place(Whole(), problem([6, 6, 6], 2, token_cap=10))
 
 
-def test_whole_and_short_sequences_look_at_speeds() -> None:
+def test_only_whole_and_hybrid_dp_consider_speeds() -> None:
     speeds = (1.0, 1.0, 1.0, 0.25)
     for this in (Whole(), HybridDp()):
         load = work(place(this, problem([16] * 400, 4, speeds=speeds)), 4)
@@ -283,35 +283,35 @@ def test_hybrid_dp_gives_long_sequences_consecutive_ranks_by_length() -> None:
     made = problem([64, 33, 17, 9, 5, 30, 40, 58], 8, ap.masks.causal())
     placement = place(HybridDp(), made)  # 256 tokens: 32 a rank
     for sequence, length in enumerate(made.batch.lengths.tolist()):
-        held = held_by(made, placement, sequence)
+        held = ranks_of(made, placement, sequence)
         assert len(held) == -(-length // 32)
         assert max(held) - min(held) == len(held) - 1
 
 
 def test_hybrid_dp_smaller_capacity_spreads_more() -> None:
     made = problem([32, 32, 32, 32], 4)
-    assert all(len(held_by(made, place(HybridDp(), made), s)) == 1 for s in range(4))
-    assert all(len(held_by(made, place(HybridDp(capacity=8), made), s)) == 4 for s in range(4))
+    assert all(len(ranks_of(made, place(HybridDp(), made), s)) == 1 for s in range(4))
+    assert all(len(ranks_of(made, place(HybridDp(capacity=8), made), s)) == 4 for s in range(4))
 
 
 def test_megatron_hybrid_by_hand() -> None:
     # 64 tokens on 4 ranks: 16 a rank; 33 asks for 3, that is 4 ranks; 20 for 2; the short ones wait for the next turn
     made = problem([33, 20, 6, 5], 4)
     placement = place(MegatronHybrid(), made)
-    assert held_by(made, placement, 0) == {0, 1, 2, 3}
-    assert held_by(made, placement, 1) == {0, 1}
-    assert held_by(made, placement, 2) == {2}
-    assert held_by(made, placement, 3) == {3}
+    assert ranks_of(made, placement, 0) == {0, 1, 2, 3}
+    assert ranks_of(made, placement, 1) == {0, 1}
+    assert ranks_of(made, placement, 2) == {2}
+    assert ranks_of(made, placement, 3) == {3}
 
 
 def test_megatron_hybrid_widens_groups_until_no_rank_is_idle() -> None:
     made = problem([8, 8], 8)  # 2 tokens a rank: four ranks each
-    assert [held_by(made, place(MegatronHybrid(), made), s) for s in (0, 1)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert [ranks_of(made, place(MegatronHybrid(), made), s) for s in (0, 1)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     made = problem([10, 10], 8)  # three, that is four
-    assert [held_by(made, place(MegatronHybrid(), made), s) for s in (0, 1)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert [ranks_of(made, place(MegatronHybrid(), made), s) for s in (0, 1)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     alone = problem([10], 8)
     wide = place(MegatronHybrid(capacity=10), alone)
-    assert held_by(alone, wide, 0) == set(range(8))
+    assert ranks_of(alone, wide, 0) == set(range(8))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -322,7 +322,7 @@ def test_megatron_groups_are_aligned_powers_of_two(lengths: list[int], power: in
     size = -(-sum(lengths) // ranks)
     placement = place(MegatronHybrid(), made)
     for sequence, length in enumerate(lengths):
-        held = held_by(made, placement, sequence)
+        held = ranks_of(made, placement, sequence)
         if length < 2 * ranks:
             continue  # fewer tokens than chunks need not reach all ranks of the group
         assert len(held) & (len(held) - 1) == 0
@@ -332,7 +332,7 @@ def test_megatron_groups_are_aligned_powers_of_two(lengths: list[int], power: in
 
 
 @pytest.mark.parametrize("this", [HybridDp(capacity=10), MegatronHybrid(capacity=10)], ids=str)
-def test_a_document_beyond_all_ranks_is_refused_where_somebody_asked(this: HybridDp | MegatronHybrid) -> None:
+def test_a_document_longer_than_all_ranks_is_refused_under_a_cap(this: HybridDp | MegatronHybrid) -> None:
     with pytest.raises(CapacityError, match=r"sequence 1 has 90 tokens and needs 9 ranks of 10.*at least 12"):
         place(this, problem([5, 90, 5], 8))
     everywhere = place(type(this)(), problem([90], 8))
@@ -366,7 +366,7 @@ def test_an_explicit_cap_is_obeyed_or_refused_with_numbers(this: Any) -> None:
         ("megatron_hybrid", "capacity", 1.5),
     ],
 )
-def test_parameters_are_checked(name: str, parameter: str, value: str | float) -> None:
+def test_wrong_parameters_are_refused(name: str, parameter: str, value: str | float) -> None:
     with pytest.raises(ConfigError) as caught:
         build(Step("place", name, {parameter: value}))
     assert caught.value.field == f"recipe.place.{name}.{parameter}"
@@ -381,7 +381,7 @@ def test_passes_are_frozen(this: Any) -> None:
 
 
 class Tiles:
-    """A price list: a kernel that pays for whole tiles of query rows."""
+    """A cost model whose kernel computes whole tiles of query rows."""
 
     def __init__(self, tile: int) -> None:
         self.tile = tile
@@ -399,7 +399,7 @@ class Tiles:
 
 
 class Priced(Problem):
-    """A problem with a price list of the test's own."""
+    """A problem with the test's own cost model."""
 
     cost = Tiles(128)
 
@@ -409,14 +409,14 @@ def priced(lengths: list[int], ranks: int) -> Priced:
     return Priced(made.batch, made.cluster, made.model, made.policy)
 
 
-def test_wlb_cuts_documents_where_balance_pays_and_the_pack_where_pieces_are_short() -> None:
+def test_wlb_cuts_documents_or_the_pack_depending_on_their_lengths() -> None:
     skewed = priced([8192, 512, 512], 4)
     assert (owners(place(Wlb(chunk=1), skewed)) == owners(place(Wlb("document", chunk=1), skewed))).all()
     short = priced([100] * 64, 8)
     assert (owners(place(Wlb(chunk=1), short)) == owners(place(Wlb("sequence", chunk=1), short))).all()
 
 
-def test_wlb_takes_the_cheaper_of_both() -> None:
+def test_wlb_takes_the_cheaper_sharding() -> None:
     for lengths in ([8192, 512, 512], [100] * 64, [3000, 200, 200, 100, 100], [4096]):
         made = priced(lengths, 8)
         choices = [busiest_us(made, place(Wlb(shard, chunk=1), made)) for shard in ("sequence", "document")]
@@ -450,7 +450,7 @@ def test_priced_pieces_cover_the_mask(lengths: list[int], mask: str, ranks: int)
     assert (np.bincount(block, areas, len(placement.home)) == placement.weight).all()
 
 
-def test_wlb_prices_some_ranks_for_all_where_pieces_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wlb_prices_a_sample_of_ranks_if_pieces_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     made = priced([2048] * 8, 8)
     placement = place(Wlb("document", chunk=1), made)
     exact = busiest_us(made, placement)
@@ -459,8 +459,8 @@ def test_wlb_prices_some_ranks_for_all_where_pieces_are_many(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("this", PLACES, ids=str)
-def test_a_workload_of_a_cluster(this: Any) -> None:
-    """The promises at 64 ranks: who balances tokens does, and who balances causal work does."""
+def test_placements_balance_a_workload_of_64_ranks(this: Any) -> None:
+    """Targets at 64 ranks: placements that balance tokens or causal work do so."""
     made = problem(lognormal_lengths(1, 64 * 4096).tolist(), 64)
     placement = place(this, made)
     load, held = work(placement, 64), tokens(placement, 64)

@@ -1,4 +1,4 @@
-"""Documents go to pods first, and each pod is planned by itself: every strategy, and what pods promise."""
+"""Documents go to pods first, and each pod is planned separately: every strategy, and the properties of pods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apportion.planner.recipe.recipes import find_recipe, with_pods
 from tests.support.strategies import STRATEGIES
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=4, dtype="fp64")
-# each twice, so that pods can be even; shuffled, so that sequences of one pod do not lie side by side
+# each twice, so that pods can be even; shuffled, so that sequences of one pod are not adjacent
 LENGTHS = [23, 64, 5, 17, 31, 8, 64, 40, 17, 31, 23, 8, 40, 5]
 MASKS = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(7)}
 
@@ -45,7 +45,7 @@ def test_every_strategy_plans_pods(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fcp", "distca", "dcp_heads", "inner"])
-def test_numbers_are_those_of_attention(name: str) -> None:
+def test_plans_of_pods_equal_dense_attention(name: str) -> None:
     batch = ap.Batch.from_lengths(LENGTHS)
     cluster = ap.Cluster(4, 2)
     q, k, v = (np.random.default_rng(0).normal(size=(sum(LENGTHS), heads, 4)) for heads in (4, 2, 2))
@@ -54,7 +54,7 @@ def test_numbers_are_those_of_attention(name: str) -> None:
     assert np.abs(apart.o - whole.o).max() < 1e-12
 
 
-def test_a_sequence_beyond_a_pod_has_pods_joined_for_it() -> None:
+def test_pods_are_joined_for_a_sequence_larger_than_one() -> None:
     batch = ap.Batch.from_lengths([40] * 16 + [400] + [40] * 16)
     plan = ap.plan(batch, ap.Cluster(8, 2), MODEL, with_pods(find_recipe("blend"), 2))
     ranks = _homes(plan)[16]
@@ -67,7 +67,7 @@ def test_a_sequence_beyond_a_pod_has_pods_joined_for_it() -> None:
     )
 
 
-def test_too_few_sequences_for_pods_are_planned_as_without() -> None:
+def test_too_few_sequences_are_planned_without_pods() -> None:
     batch, cluster = ap.Batch.from_lengths([500]), ap.Cluster(8, 2)
     apart, whole = (
         ap.plan(batch, cluster, MODEL, recipe) for recipe in (with_pods(find_recipe("blend"), 2), "blend")
@@ -75,7 +75,7 @@ def test_too_few_sequences_for_pods_are_planned_as_without() -> None:
     assert _homes(apart) == _homes(whole)
 
 
-def test_pods_lose_little() -> None:
+def test_pods_cost_little_time() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(0, 128 * 8192))
     cluster, model = ap.Cluster(16, 8), ap.Model()
     for name in ("fcp", "blend"):
@@ -85,7 +85,7 @@ def test_pods_lose_little() -> None:
 
 
 @pytest.mark.parametrize("name", ["fcp", "blend", "dcp", "magi"])
-def test_caps_hold_where_a_fast_pod_may_hold_less_than_its_share(name: str) -> None:
+def test_caps_hold_on_pods_of_unequal_speed(name: str) -> None:
     batch = ap.Batch.from_lengths([58, 75, 42, 2, 1, 42, 36, 16, 2, 60, 3, 2, 27, 13])
     cluster = ap.Cluster(2, 3, speeds=(1.0, 0.5, 0.5, 1.0, 1.0, 2.0))
     plan = ap.plan(batch, cluster, MODEL, policy=ap.Policy(_recipe(name, 2), token_cap=71))
@@ -95,7 +95,7 @@ def test_caps_hold_where_a_fast_pod_may_hold_less_than_its_share(name: str) -> N
 @pytest.mark.parametrize(
     ("nodes", "ranks", "sizes"), [(5, 5, {2, 4}), (3, 4, {2, 4}), (255, 1024, {1016, 1024})]
 )
-def test_no_pod_is_larger_than_asked_for(nodes: int, ranks: int, sizes: set[int]) -> None:
+def test_no_pod_is_larger_than_requested(nodes: int, ranks: int, sizes: set[int]) -> None:
     cluster = ap.Cluster(nodes, 2 if nodes < 9 else 8)
     problem = Problem(
         ap.Batch.from_lengths([8] * cluster.ranks), cluster, MODEL, ap.Policy(_recipe("fcp", ranks))
@@ -103,7 +103,7 @@ def test_no_pod_is_larger_than_asked_for(nodes: int, ranks: int, sizes: set[int]
     assert set(np.diff(next(Documents(ranks)._pods(problem, 1))).tolist()) <= sizes
 
 
-def test_what_pods_cannot_do_is_refused() -> None:
+def test_options_that_conflict_with_pods_are_refused() -> None:
     batch = ap.Batch.from_data({"sequences": [{"length": 64, "home_ranks": [1]}, {"length": 64}]})
     with pytest.raises(ConfigError, match="drop `pods` or the home_ranks"):
         ap.plan(batch, ap.Cluster(4, 2), MODEL, with_pods(find_recipe("fcp"), 2))

@@ -1,7 +1,7 @@
 """Recipes: each equals dense attention on every mask, and moves what its strategy says.
 
 Every strategy x mask x number of ranks from 1 to 8 is planned and run forward and backward, with four masks in a batch;
-and every strategy x mask alone in its batch, on numbers of ranks that take turns.
+and every strategy x mask alone in its batch, on alternating numbers of ranks.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ def refuses(name: str, ranks: int) -> bool:
     return ranks % 2 == 1 and "inner" in name
 
 
-def mixed(ranks: int) -> list[list[str]]:
-    """All masks in batches of four; for each number of ranks others are together."""
+def mask_batches(ranks: int) -> list[list[str]]:
+    """All masks in batches of four, combined differently for each number of ranks."""
     turned = [MASKS[(2 * ranks + 1) * at % len(MASKS)] for at in range(len(MASKS))]
     return [turned[at : at + 4] for at in range(0, len(turned), 4)]
 
 
-def test_masks_are_mixed_anew_for_every_number_of_ranks() -> None:
+def test_each_number_of_ranks_has_another_mixture_of_masks() -> None:
     for ranks in range(1, 9):
-        assert sorted(mask for together in mixed(ranks) for mask in together) == sorted(MASKS)
-    assert len({frozenset(masks) for ranks in range(1, 9) for masks in mixed(ranks)}) > 16
+        assert sorted(mask for together in mask_batches(ranks) for mask in together) == sorted(MASKS)
+    assert len({frozenset(masks) for ranks in range(1, 9) for masks in mask_batches(ranks)}) > 16
 
 
 @pytest.mark.parametrize("ranks", marked(range(1, 9), (3,)))
@@ -79,14 +79,14 @@ def test_every_strategy_with_every_mask_equals_dense_attention(name: str, ranks:
         with pytest.raises(ap.ConfigError, match=r"recipe\.inner\.ulysses\.degree"):
             planned(name, batch_of("causal"), LAYERS[0], ranks)
         return
-    for turn, masks_ in enumerate(mixed(ranks)):
+    for turn, masks_ in enumerate(mask_batches(ranks)):
         layer = layer_of(name, turn + ranks + TURNS[name])
         compare(planned(name, batch_of(*masks_), layer, ranks), "default", layer, ranks)
 
 
 @pytest.mark.parametrize("mask", sparse(MASKS, 8))
 def test_one_sequence_of_every_mask_in_every_strategy(mask: str) -> None:
-    """Each pair on one number of ranks, all of 1 to 8 for each strategy and for each mask."""
+    """Each pair on one number of ranks; each strategy and each mask meets all numbers from 1 to 8."""
     for name, turn in TURNS.items():
         ranks = 1 + (MASKS.index(mask) + 3 * turn) % 8
         layer = layer_of(name, turn + MASKS.index(mask) // 4)
@@ -95,12 +95,12 @@ def test_one_sequence_of_every_mask_in_every_strategy(mask: str) -> None:
 
 @pytest.mark.parametrize("ranks", marked(range(1, 9), (5,)))
 @pytest.mark.parametrize("name", ["upipe", "upipe_ring"])
-def test_upipe_as_it_is_shipped_takes_hidden_states(name: str, ranks: int) -> None:
+def test_the_built_in_upipe_recipe_projects_hidden_states(name: str, ranks: int) -> None:
     """`project` is on; every mask, and the gradients of the weights."""
     changed = {} if name == "upipe" else SHORT
     recipe = Recipe(name, steps(name, **changed))
     model = Model(2 * ranks, 2 if ranks % 2 == 0 else ranks, 4, 6, dtype="fp64", hidden=5, layers=1)
-    for masks_ in mixed(ranks):
+    for masks_ in mask_batches(ranks):
         compare_block(ap.plan(batch_of(*masks_), cluster(ranks), model, recipe))
 
 
@@ -125,7 +125,7 @@ def test_kinds_share_a_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_reported_bytes_are_those_of_the_programs(name: str) -> None:
+def test_reported_bytes_equal_the_bytes_of_the_programs(name: str) -> None:
     plan = planned(name, batch_of("causal", "window", "full"), LAYERS[1], 4)
     sent, between = 0, 0
     for programs in plan.programs.values():
@@ -156,14 +156,14 @@ def transfers(plan: Plan, programs: ProgramSet) -> tuple[np.ndarray, np.ndarray]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_no_gap_is_below_one(name: str) -> None:
+def test_no_gap_to_a_bound_is_below_one(name: str) -> None:
     plan = planned(name, batch_of("causal", "window", "full"), LAYERS[1], 6)
     gaps = [bound["gap"] for bound in plan.report["bounds"].values() if bound["gap"] is not None]
     assert gaps
     assert min(gaps) >= 1
 
 
-# ---------------------------------------------------------------------------------------------- what moves
+# ---------------------------------------------------------------------------------------------- transfers
 
 
 def pairs(plan: Plan, phase: str) -> set[tuple[int, int]]:
@@ -173,7 +173,7 @@ def pairs(plan: Plan, phase: str) -> set[tuple[int, int]]:
     return set(zip(table.rank_of_row()[sends].tolist(), table["peer"][sends].tolist(), strict=True))
 
 
-def test_a_ring_talks_to_its_neighbours_only() -> None:
+def test_a_ring_sends_only_to_its_neighbours() -> None:
     plan = planned("ring", Batch.from_lengths([64]), LAYERS[0], 4)
     assert pairs(plan, "forward") == {(rank, (rank + 1) % 4) for rank in range(4)}
     assert pairs(plan, "backward") == {(rank, (rank + 1) % 4) for rank in range(4)}
@@ -252,7 +252,7 @@ def test_home_ranks_cannot_be_kept_where_groups_share_tokens() -> None:
         ap.plan(batch, cluster(4), model_of(LAYERS[1]), Recipe("mine", STRATEGIES["inner"]))
 
 
-def test_a_strategy_without_a_cap_records_what_it_came_to_and_obeys_an_explicit_one() -> None:
+def test_a_strategy_without_a_cap_records_its_own_and_obeys_an_explicit_one() -> None:
     batch, model = Batch.from_lengths([60, 4]), model_of(LAYERS[0])
     plan = ap.plan(batch, cluster(4), model, "ulysses")
     assert plan.request.policy.token_cap == plan.layout("attention").rows_per_rank.max()
@@ -260,7 +260,7 @@ def test_a_strategy_without_a_cap_records_what_it_came_to_and_obeys_an_explicit_
         ap.plan(batch, cluster(4), model, policy=Policy(find_recipe("ulysses"), token_cap=20))
 
 
-def test_every_recipe_says_where_it_comes_from() -> None:
+def test_every_recipe_has_a_summary_and_a_paper() -> None:
     for name, entry in entries().items():
         assert entry.recipe.name == name
         assert entry.summary
@@ -280,7 +280,7 @@ def test_usp_splits_as_many_heads_as_divide_a_node() -> None:
     assert plan.header.head_sets == ((0, 1, 2), (0,), (3, 4, 5), (1,))
 
 
-def test_a_refusal_inside_groups_says_whose_tokens_it_means() -> None:
+def test_a_refusal_under_groups_explains_that_ranks_are_groups() -> None:
     model, policy = model_of(LAYERS[0]), Policy(find_recipe("ulysses"), token_cap=20)
     with pytest.raises(ap.CapacityError, match="each rank here is a group of 2"):
         ap.plan(Batch.from_lengths([60, 4]), cluster(4), model, policy=policy)
@@ -295,8 +295,8 @@ def test_hardware_by_name_is_in_the_request() -> None:
         ap.plan(batch, cluster(2), model, hardware=5)
 
 
-def test_equal_numbers_of_other_types_are_not_one_recipe() -> None:
-    """Passes are built once a recipe; 1, 1.0 and true are equal, and only one of them is a count."""
+def test_recipes_with_equal_numbers_of_other_types_are_distinct() -> None:
+    """Passes are cached by recipe; 1, 1.0 and true are equal keys, but only 1 is a count."""
     steps = BLOCKS | {"place": {"lpt": {}}}
     passes_of(Recipe("mine", steps | {"schedule": {"matchings": {"buffers": 1}}}))
     for wrong in (True, 1.0):
@@ -315,19 +315,19 @@ def test_equal_numbers_of_other_types_are_not_one_recipe() -> None:
         ({"lpt": {"solver": []}}, "must be a partition solver"),
     ],
 )
-def test_a_wrong_solver_is_told(
+def test_a_wrong_solver_is_refused_by_name(
     place: dict[str, dict[str, list[Any] | str | dict[Any, Any]]], fault: str
 ) -> None:
     with pytest.raises(ap.ConfigError, match=fault):
         find_recipe({"name": "mine", "steps": BLOCKS | MATCHINGS | {"place": place}})
 
 
-def test_names_may_be_of_a_subclass_of_text() -> None:
+def test_names_may_be_of_a_subclass_of_str() -> None:
     recipe = {"name": "mine", "steps": BLOCKS | MATCHINGS | {"place": {"lpt": {"solver": np.str_("lpt")}}}}
     assert passes_of(find_recipe(recipe)).place.solver.name == "lpt"  # type: ignore[attr-defined]
 
 
-def test_a_step_or_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_repeated_step_or_key_is_refused(tmp_path: Path) -> None:
     twice = tuple(Step("place", name, {}) for name in ("lpt", "contiguous"))
     with pytest.raises(ap.ConfigError, match="occurs twice"):
         Recipe("mine", twice)
@@ -337,7 +337,7 @@ def test_a_step_or_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
             Recipe.load(tmp_path / name)
 
 
-def test_parameters_of_a_built_in_recipe_are_the_caller_s_own() -> None:
+def test_editing_the_data_of_a_built_in_recipe_does_not_change_it() -> None:
     find_recipe("fcp").step("shard").params["block"] = 128  # type: ignore[index]
     assert find_recipe("fcp").step("shard").params["block"] == "auto"
 

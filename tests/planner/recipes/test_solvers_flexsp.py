@@ -56,7 +56,7 @@ def test_every_group_holds_its_share_of_the_cap() -> None:
     assert (used <= 4500 * np.diff(found.groups)).all()
 
 
-def test_the_policys_cap_is_obeyed_or_refused_with_numbers() -> None:
+def test_the_cap_of_the_policy_is_obeyed_or_refused_with_numbers() -> None:
     longest = max(LENGTHS)
     cap = max(-(-longest // 8), int(1.3 * sum(LENGTHS) / 16))
     found = place(problem(token_cap=cap))
@@ -81,7 +81,7 @@ def test_more_ranks_for_a_sequence_cost_less_time_but_more_rank_time() -> None:
     assert (np.diff(case.times * case.degrees, axis=1) > 0).all()
 
 
-def test_linear_layers_count_where_asked_for() -> None:
+def test_linear_layers_are_counted_on_request() -> None:
     """A sequence's linear layers take three forwards, shared by the ranks of its group."""
     case = problem()
     attention, whole = grouping_problem(case), grouping_problem(case, linear=True)
@@ -104,7 +104,7 @@ def test_degrees_divide_the_heads_and_the_node() -> None:
     assert feasible_degrees(problem(nodes=3, per_node=6)).tolist() == [1, 2, 8]
 
 
-def test_slower_than_no_greedy_mix() -> None:
+def test_groups_are_never_slower_than_the_greedy_mix() -> None:
     case = grouping_problem(problem())
     found = place(problem())
     column = np.log2(np.diff(found.groups)).astype(int)[found.home]

@@ -191,14 +191,16 @@ ORDERS = ("gqa", "natural")
     sparse_product(23, SHAPES, ORDERS, ("auto", 1, 2, 9), (0, 1)),
     ids=str,
 )
-def test_every_shape_and_order(shape: tuple, order: str, keep: int | str, ahead: int) -> None:
+def test_every_shape_and_order_equals_dense_attention(
+    shape: tuple, order: str, keep: int | str, ahead: int
+) -> None:
     batch = Batch.from_lengths(LENGTHS, masks.causal())
     compare(planned(batch, shape, order=order, keep=keep, ahead=ahead))
     compare_block(planned(batch, shape, order=order, keep=keep, ahead=ahead, project=True))
 
 
 @pytest.mark.parametrize(("name", "steps"), sparse_product(13, MASKS, ("whole", "ring", "blocks")))
-def test_every_mask_inside_nodes_and_across(name: str, steps: str) -> None:
+def test_every_mask_within_and_across_nodes_equals_dense_attention(name: str, steps: str) -> None:
     length, mask = MASKS[name]
     between = {"whole": WHOLE, "ring": RING, "blocks": BLOCKS}[steps]
     batch = Batch.from_sequences([Sequence(length, mask), Sequence(5, masks.causal())])
@@ -209,7 +211,7 @@ def test_every_mask_inside_nodes_and_across(name: str, steps: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "project"), sparse_product(5, range(1, 9), (False, True)))
-def test_loader_order_and_few_tokens(ranks: int, project: bool) -> None:
+def test_loader_order_and_few_tokens_equal_dense_attention(ranks: int, project: bool) -> None:
     run = compare_block if project else compare
     for lengths in ([1], [1, 1, 1], [40, 2, 1]):
         batch = Batch.from_lengths(lengths, masks.causal())
@@ -219,7 +221,7 @@ def test_loader_order_and_few_tokens(ranks: int, project: bool) -> None:
         run(planned(batch, (ranks, 4, 2, 2), 1, BLOCKS | {"reshuffle": True}, **single))
 
 
-def test_kinds_take_their_own_turns() -> None:
+def test_each_kind_has_its_own_stages() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(5)}
     batch = Batch.from_lengths([40, 9], kinds)
     plan = planned(batch, (4, 8, 2, 4))
@@ -233,7 +235,7 @@ def test_kinds_take_their_own_turns() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 4, 16), (2, 8, 2, 8), (3, 12, 1, 12)], ids=str)
-def test_all_heads_at_once_are_ulysses(shape: tuple) -> None:
+def test_a_single_stage_equals_ulysses(shape: tuple) -> None:
     batch = Batch.from_lengths(LENGTHS, masks.causal())
     upipe, ulysses = planned(batch, shape), planned(batch, shape, inner="ulysses", degree=shape[0])
     assert upipe.header.head_sets == ulysses.header.head_sets
@@ -248,17 +250,17 @@ def test_the_same_request_gives_the_same_bytes() -> None:
     assert plans[0] == plans[1]
 
 
-# ------------------------------------------------------------------------------------------------ who has what when
+# ------------------------------------------------------------------------------------------------ heads of each stage
 
 
-def test_figure_4() -> None:
+def test_stages_equal_figure_4() -> None:
     """Four devices, sixteen query heads of four KV heads: Q0 Q4 Q8 Q12 first, then the next of each group."""
     stages = stage_lists(Model(16, 4), 4, "gqa")
     assert stages == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
     assert stage_lists(Model(16, 4), 4, "natural")[1] == (4, 5, 6, 7)
 
 
-def test_every_multiple_of_the_ranks_that_divides_the_heads() -> None:
+def test_stages_may_have_any_multiple_of_the_ranks_that_divides_the_heads() -> None:
     for q_heads, kv_heads in [(32, 8), (64, 8), (32, 32), (48, 6), (24, 1), (40, 10)]:
         model = Model(q_heads, kv_heads)
         for heads in [n for n in range(1, q_heads + 1) if q_heads % n == 0]:
@@ -288,14 +290,16 @@ def heads_sent(plan: Plan, rank: int) -> tuple[Fraction, Fraction]:
 
 @pytest.mark.parametrize("project", [False, True])
 @pytest.mark.parametrize(("ranks", "q_heads", "kv_heads"), [(4, 16, 4), (2, 8, 2), (4, 32, 8), (8, 32, 8)])
-def test_gqa_order_sends_what_the_paper_says(ranks: int, q_heads: int, kv_heads: int, project: bool) -> None:
+def test_gqa_order_sends_the_heads_stated_in_the_paper(
+    ranks: int, q_heads: int, kv_heads: int, project: bool
+) -> None:
     shape, batch = (ranks, q_heads, kv_heads, ranks), Batch.from_lengths([16 * ranks])
     for order, keep, ratio in (("gqa", "auto", q_heads // kv_heads), ("natural", 1, None)):
         plan = planned(batch, shape, order=order, keep=keep, project=project)
         assert sum(heads_sent(plan, 0)) == memory.communicated_heads(q_heads, ranks, ratio)
 
 
-def test_reported_bytes_are_those_of_the_transfers() -> None:
+def test_reported_bytes_equal_the_bytes_of_transfers() -> None:
     batch = Batch.from_lengths([24, 40])
     for params in ({}, {"order": "natural"}, {"project": True}, {"keep": 1}, {"ahead": 1}):
         plan = planned(batch, (8, 16, 4, 4), 2, RING, degree=4, **params)
@@ -314,7 +318,7 @@ def sent_bytes(plan: Plan, phase: str) -> int:
 
 
 @pytest.mark.parametrize(("route", "keep"), sparse_product(4, ("star", "node", "tree"), ("auto", 2, 9)))
-def test_held_tiles_on_any_route(route: str, keep: str | int) -> None:
+def test_held_tiles_equal_dense_attention_on_any_route(route: str, keep: str | int) -> None:
     batch, steps = Batch.from_lengths([29, 13], masks.causal()), BLOCKS | {"route": {route: {}}}
     for order, ahead in (("gqa", 0), ("natural", 1)):
         params = {"degree": 2, "keep": keep, "order": order, "ahead": ahead, "hold": True}
@@ -338,7 +342,7 @@ def tile_bytes(plan: Plan, name: str) -> int:
     return sum(item["bytes"] for item in plan.report["exchanges"] if item["name"] == name)
 
 
-def test_a_head_is_made_once_at_a_time() -> None:
+def test_a_head_is_projected_once_per_window() -> None:
     """KV heads that ranks share are projected once a window, those of queries once in all."""
     batch = Batch.from_lengths([32])
     plan = planned(batch, (4, 16, 2, 4), project=True)
@@ -354,7 +358,7 @@ def test_a_head_is_made_once_at_a_time() -> None:
     assert made == {Tensor.Q: 16, Tensor.KV: 2}
 
 
-def test_ahead_launches_a_stage_before_the_one_before_is_computed() -> None:
+def test_ahead_launches_a_stage_before_the_previous_one_is_computed() -> None:
     batch = Batch.from_lengths([32])
     ops = [
         planned(batch, (2, 8, 2, 2), ahead=ahead).programs["default", "forward"].rank(0)["instructions"]["op"]
@@ -373,12 +377,14 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
     rank_of: dict[int, Rank] = {}
     view, write, phase = Rank.view, LocalView.write, []
 
-    def noted_view(self: Rank, operand: Operand) -> LocalView:
+    def record_view(self: Rank, operand: Operand) -> LocalView:
         seen = view(self, operand)
         rank_of[id(seen)] = self
         return seen
 
-    def noted_write(self: LocalView, values: tuple[NDArray[Any], ...] | list[NDArray[Any]] | Partial) -> None:
+    def record_write(
+        self: LocalView, values: tuple[NDArray[Any], ...] | list[NDArray[Any]] | Partial
+    ) -> None:
         operand = self.operand
         if operand.space == Space.WORK:
             key = (rank_of[id(self)].rank, operand.tensor, phase[-1])
@@ -387,8 +393,8 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
             found[key] = memory.Arena(max(rows, operand.row + operand.rows), max(heads, stop))
         write(self, values)
 
-    monkeypatch.setattr(Rank, "view", noted_view)
-    monkeypatch.setattr(LocalView, "write", noted_write)
+    monkeypatch.setattr(Rank, "view", record_view)
+    monkeypatch.setattr(LocalView, "write", record_write)
     m, tokens = plan.request.model, plan.request.batch.tokens
     p = oracle.Problem.random(1, tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim)
     phase.append("forward")
@@ -410,7 +416,7 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
     sparse_product(11, SHAPES, (False, True), ORDERS, ("auto", 2), (0, 1)),
     ids=str,
 )
-def test_the_model_equals_what_the_executor_touches(
+def test_the_memory_model_equals_the_rows_the_executor_touches(
     shape: tuple, project: bool, order: str, keep: int | str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, _, _, heads = shape
@@ -458,7 +464,7 @@ def test_stages_hold_the_tiles_of_a_ring_once() -> None:
         assert allotted(plan, phase, 0) == wanted
 
 
-def test_peak_bytes_are_those_that_the_memory_cap_is_compared_with() -> None:
+def test_peak_bytes_are_compared_with_the_memory_cap() -> None:
     model = Model(16, 4, 8, dtype="bf16", hidden=64)
     arenas = memory.peak_rows(model, 4, UPipe(heads=4, project=True), memory.Member(100, 25), "backward")
     assert arenas[Tensor.Q] == arenas[Tensor.KV] == (175, 1)
@@ -466,7 +472,7 @@ def test_peak_bytes_are_those_that_the_memory_cap_is_compared_with() -> None:
     assert memory.peak_bytes(model, arenas) == 175 * (16 + 32) + 100 * (16 + 8 + 32 + 64)
 
 
-def test_stages_of_as_many_heads_as_ranks_need_the_same_memory_for_any_number_of_heads() -> None:
+def test_stages_need_the_same_memory_for_any_number_of_heads() -> None:
     """Section 3.4: at U = C the intermediate memory does not depend on the heads."""
     upipe = UPipe(heads=8, project=True)
     sizes = set()
@@ -566,7 +572,7 @@ def test_refusals_name_the_parameter(params: dict, field: str) -> None:
     assert field in str(refused.value)
 
 
-def test_what_to_write_instead_works() -> None:
+def test_refusals_name_valid_values() -> None:
     with pytest.raises(ConfigError, match="use 4, 8, 16"):
         UPipe(heads=6).stages(Model(16, 4), 4)
     with pytest.raises(ConfigError, match="at least 1"):
@@ -576,7 +582,7 @@ def test_what_to_write_instead_works() -> None:
 
 
 @pytest.mark.parametrize("change", ["keys", "twice", "missing"])
-def test_the_verifier_sees_what_is_wrong_with_projected_rows(change: str) -> None:
+def test_the_verifier_refuses_wrong_projections(change: str) -> None:
     plan = planned(Batch.from_lengths([32]), (2, 8, 2, 2), project=True)
     assert verify.check(plan) == ()
     key = ("default", "forward" if change == "keys" else "backward")
@@ -584,11 +590,11 @@ def test_the_verifier_sees_what_is_wrong_with_projected_rows(change: str) -> Non
     rows = tables["rowops"]
     columns = {name: np.array(column) for name, column in rows.columns.items()}
     operands = tables["operands"]
-    if change == "keys":  # the KV heads of a later window are made instead
+    if change == "keys":  # KV heads of a later window are projected instead
         sets, tensor = np.array(operands["heads"]), np.asarray(operands["tensor"])
         sets[tensor == Tensor.KV] = sets[tensor == Tensor.KV][::-1].copy()
         tables["operands"] = Table.of(operands.ptr, {**operands.columns, "heads": sets})
-    elif change == "missing":  # gradients of queries are never pushed back
+    elif change == "missing":  # gradients of queries are never projected back
         columns["b"][columns["d"] > 0] = 0
         tables["rowops"] = Table.of(rows.ptr, columns)
     else:  # those of a rank are, twice

@@ -1,4 +1,4 @@
-"""Zeppelin: who gets which tokens as the paper prints it, and under the cap; queues in order; hops through proxies."""
+"""Zeppelin: the tokens of each rank as printed and under the cap; queues in order; hops through proxies."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def test_the_printed_algorithm_overloads_a_rank_with_fragments() -> None:
     assert max(per_rank(Zeppelin(cap="paper", capacity=1000), made)) == 1715
 
 
-def test_enforce_sends_what_does_not_fit_to_emptier_ranks() -> None:
+def test_enforce_moves_overflowing_fragments_to_emptier_ranks() -> None:
     held = per_rank(Zeppelin(cap="enforce", capacity=1000), problem([5000, 2000], 1, 8))
     assert sum(held) == 7000
     assert max(held) <= 1000
 
 
 @pytest.mark.parametrize("cap", ["paper", "enforce"])
-def test_zones(cap: str) -> None:
+def test_zones_by_hand(cap: str) -> None:
     """Of 2 nodes of 4 ranks of 100 tokens: longer than a node, longer than a rank, and the rest."""
     made = problem([420, 150, 30, 20, 10], 2, 4)
     found = shares(Zeppelin(cap=cap, capacity=100), made)
@@ -120,14 +120,14 @@ def test_zones(cap: str) -> None:
     assert all(len(found[sequence]) == 1 for sequence in (2, 3, 4))
 
 
-def test_a_sequence_spans_as_many_nodes_as_its_length_asks_for() -> None:
+def test_the_nodes_of_a_sequence_follow_from_its_length() -> None:
     """The mean of 4 nodes is 100: 150 tokens go to two, not to all."""
     found = shares(Zeppelin(cap="paper", capacity=60), problem([150, 50, 50, 50, 50, 50], 4, 2))
     assert {rank // 2 for rank in found[0]} == {0, 1}
 
 
 def test_whole_sequences_that_do_not_fit_lower_the_threshold() -> None:
-    """Three of 60 on two ranks of 100: the third fits on none, so all of that length are cut."""
+    """Three sequences of 60 on two ranks of 100: the third fits on neither, so all of that length are cut."""
     made = problem([60, 60, 60], 1, 2)
     # each is two thirds of the square budget of a rank: one fragment, and the printed round-robin overloads the first
     assert per_rank(Zeppelin(cap="paper", capacity=100), made) == [120, 60]
@@ -140,7 +140,7 @@ def test_caps_are_as_printed_unless_the_policy_has_one() -> None:
         assert per_rank(Zeppelin(), made) == per_rank(Zeppelin(cap=cap), made)
 
 
-def test_zones_begin_where_attention_hides_what_is_sent() -> None:
+def test_zones_begin_at_lengths_whose_attention_hides_communication() -> None:
     """Slower links raise thresholds, but never above the capacities, with which the algorithms begin."""
     made = problem([100_000, 40_000, 3000, 200], 2, 2)
     near, far = (hidden_from(made, gbs, latency) for gbs, latency in ((450.0, 5.0), (25.0, 10.0)))
@@ -190,7 +190,7 @@ def test_a_ring_is_cut_zig_zag() -> None:
     assert letters(Zeppelin(capacity=7), problem([26], 1, 4))[:4] == "aaaa"
 
 
-def test_parts_cut_only_what_crosses_nodes() -> None:
+def test_parts_cut_only_sequences_that_cross_nodes() -> None:
     made = problem([64, 15], 2, 2)
     plain, fine = (place(Zeppelin(capacity=32, parts=parts), made) for parts in (1, 4))
     assert np.bincount(np.searchsorted([64, 79], plain.starts[:-1], "right")).tolist() == [7, 1]
@@ -198,7 +198,7 @@ def test_parts_cut_only_what_crosses_nodes() -> None:
     assert np.array_equal(np.repeat(plain.home, plain.lengths), np.repeat(fine.home, fine.lengths))
 
 
-def test_refusals() -> None:
+def test_conflicting_options_are_refused() -> None:
     with pytest.raises(CapacityError, match=r"raise recipe\.place\.zeppelin\.capacity to at least 50"):
         place(Zeppelin(capacity=49), problem([100], 1, 2))
     with pytest.raises(CapacityError, match="token_cap is 60"):
@@ -232,7 +232,7 @@ def scheduled(
     return edges, Queues(proxies)(QueueRings(proxies)(edges, site), made.ranks)
 
 
-def test_queues_run_in_their_order() -> None:
+def test_queues_run_from_inter_node_to_local() -> None:
     _, schedule = scheduled([420, 150, 150, 30, 20, 10], 2, 4, Zeppelin(capacity=104))
     routed = schedule.routed
     inter, intra = (schedule.round[routed.queue == queue] for queue in (INTER, INTRA))  # type: ignore[attr-defined]
@@ -243,7 +243,7 @@ def test_queues_run_in_their_order() -> None:
     assert stages == {INTER: {0}, INTRA: {7}, LOCAL: {schedule.rounds}}
 
 
-def test_a_hop_between_nodes_goes_over_all_ranks_of_both() -> None:
+def test_a_hop_between_nodes_uses_all_ranks_of_both() -> None:
     """Of hops 3 -> 4 and 7 -> 0, for each tile that crosses there: four parts, by all four ranks of either node."""
     _, schedule = scheduled([400], 2, 4, Zeppelin(parts=4), 4, ap.masks.full())
     edges = schedule.edges
@@ -262,7 +262,7 @@ def test_a_hop_between_nodes_goes_over_all_ranks_of_both() -> None:
 
 
 @pytest.mark.parametrize("proxies", [1, 2, 4])
-def test_relays_carry_what_their_children_need(proxies: int) -> None:
+def test_relays_carry_the_rows_of_their_children(proxies: int) -> None:
     star, schedule = scheduled(
         [420, 150, 150, 30, 20, 10], 2, 4, Zeppelin(capacity=104, parts=proxies), proxies
     )
@@ -319,7 +319,7 @@ def test_whole_sequences_may_run_earlier(local: str) -> None:
     compare(planned([61, 30, 9, 7, 1], 2, 4, {"parts": 2}, {"proxies": 2, "local": local}))
 
 
-def test_kinds_have_rings_of_their_own() -> None:
+def test_each_kind_has_its_own_rings() -> None:
     kinds = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(6)}
     model = replace(MODEL, layers={"global": 1, "local": 5})
     plan = planned([61, 30, 9, 7, 1], 2, 4, {"parts": 2}, {"proxies": 2}, kinds, model)
@@ -327,7 +327,7 @@ def test_kinds_have_rings_of_their_own() -> None:
         compare(plan, kind)
 
 
-def test_groups_of_ranks_that_split_heads_are_its_ranks() -> None:
+def test_zeppelin_can_place_on_groups_that_split_heads() -> None:
     steps = recipe({"intra_tokens": 8}).to_data()["steps"] | {"inner": {"ulysses": {"degree": 2}}}
     batch = ap.Batch.from_lengths([61, 30, 9, 7, 1])
     compare(ap.plan(batch, ap.Cluster(2, 4), MODEL, ap.Recipe("split", steps)))

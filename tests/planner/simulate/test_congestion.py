@@ -41,7 +41,7 @@ def test_each_further_sender_makes_all_of_them_slower(senders: int) -> None:
         run_invariants(run)
 
 
-def test_nics_that_are_shared_are_one_sender() -> None:
+def test_ranks_that_share_a_nic_are_one_sender() -> None:
     """Ranks 1 and 2 are on one node; with a NIC each they meet at rank 0."""
     program = [*to_rank_0(2), ""]
     program = [program[0].replace("from 2", "from 3").replace("from 1", "from 2"), "", *program[1:3]]
@@ -61,7 +61,7 @@ def test_a_single_peer_has_a_share_of_the_rate() -> None:
     assert inside.makespan_us == 8 + 3  # a matter of the network between nodes
 
 
-def test_short_messages_have_their_share() -> None:
+def test_short_messages_reach_a_share_of_the_rate() -> None:
     """A row is 64 bytes: a quarter of the rate; 8 rows 7/8 of it, on a line over the logarithm."""
     nodes = {"nodes": 2, "ranks_per_node": 1}
     for rows, share in ((1, 0.25), (8, 0.25 + 0.75 * 3 / 4), (16, 1.0), (32, 1.0)):
@@ -81,7 +81,7 @@ def test_short_messages_have_their_share() -> None:
     incast=st.floats(0, 1),
     one_peer=st.floats(0.3, 1),
 )
-def test_no_transfer_is_faster_and_bounds_stay_below(
+def test_congestion_speeds_up_no_transfer_and_bounds_still_hold(
     lengths: list[int], recipe: str, incast: float, one_peer: float
 ) -> None:
     plan = api.plan(Batch.from_lengths(lengths), Cluster(2, 2), Model(4, 2, 16), recipe=recipe, verify=False)
@@ -98,7 +98,7 @@ def test_no_transfer_is_faster_and_bounds_stay_below(
             assert transfers(run) == transfers(next(iter(run_all(plan, [own], plain).runs.values())))
 
 
-def test_figures_of_a_file() -> None:
+def test_congestion_figures_come_from_the_hardware_file() -> None:
     known = replace(
         H100,
         incast=Figure(0.17, "x", interval=(0.0, 0.34)),

@@ -38,14 +38,14 @@ def test_a_task_list_is_one_kernel_and_its_gradient_two() -> None:
     tasks = "attend Q.home[0:4) KV.home[0:4) -> O.home[0:4) full first, Q.home[0:2) KV.home[4:8) -> O.home[0:2) full"
     assert started(f"{tasks}\n{tasks}\nfinish O.home[0:4)").launches.tolist() == [
         2
-    ]  # the second leaves results
+    ]  # the second also writes results
     assert started(f"{tasks}\n{tasks}\nfinish O.home[0:5)").launches.tolist() == [3]
     grad = "Q.home[0:4) KV.home[0:4) dO.home[0:4) delta.home[0:4) -> dQ.home[0:4) dKV.home[0:4) full"
     cast = 1
     assert started(f"attend_grad {grad}, {grad}", phase="backward").launches.tolist() == [2 + cast]
 
 
-def test_row_operations_are_one_kernel_an_instruction() -> None:
+def test_row_operations_are_one_kernel_per_instruction() -> None:
     lines = [
         "delta dO.home[0:2) O.home[0:2) -> delta.home[0:2), dO.home[2:4) O.home[2:4) -> delta.home[2:4)",
         "add dQ.work[0:2) -> dQ.home[0:2) first, dKV.work[0:2) -> dKV.home[0:2) first",
@@ -55,10 +55,12 @@ def test_row_operations_are_one_kernel_an_instruction() -> None:
     assert started("\n".join(lines), phase="backward").launches.tolist() == [len(lines) + 1]
 
 
-def test_a_projection_counts_for_what_puts_its_rows_in_place() -> None:
+def test_a_projection_counts_the_kernel_that_stores_its_rows() -> None:
     assert started("project X.home[0:4) -> Q.work[0:4) KV.work[0:4)").launches.tolist() == [1]
     grad = "project_grad X.home[0:4) dQ.work[0:4) dKV.work[0:4) -> dX.home[0:4)"
-    assert started(grad, phase="backward").launches.tolist() == [1 + 1]  # what is added to is cast in the end
+    assert started(grad, phase="backward").launches.tolist() == [
+        1 + 1
+    ]  # accumulated gradients are cast at the end
     assert started(f"{grad} first", phase="backward").launches.tolist() == [1]
 
 
@@ -71,7 +73,7 @@ def test_staged_messages_are_packed_and_unpacked() -> None:
     assert run.rounds.tolist() == [1, 1, 1]
 
 
-def test_what_lies_as_it_travels_is_not_copied() -> None:
+def test_contiguous_tiles_are_not_copied() -> None:
     run = started(
         "launch 0: send Q.home[0:8) to 1, receive KV.work[0:4) from 1, receive KV.work[4:6) from 1\nwait 0",
         "launch 0: receive Q.work[0:8) from 0, send KV.work[0:4) to 0, send KV.work[4:6) to 0\nwait 0",
@@ -85,7 +87,7 @@ def test_what_lies_as_it_travels_is_not_copied() -> None:
     assert gap.launches.tolist() == [1, 0]
 
 
-def test_an_all_to_all_is_copied_whatever_it_carries() -> None:
+def test_an_all_to_all_is_always_copied() -> None:
     programs = [
         f"launch 0 all_to_all: send Q.home[0:8) to {peer}, receive Q.work[0:8) from {peer}\nwait 0"
         for peer in (1, 0)
@@ -93,7 +95,7 @@ def test_an_all_to_all_is_copied_whatever_it_carries() -> None:
     assert started(*programs, "launch 0 all_to_all\nwait 0").launches.tolist() == [2, 2, 0]
 
 
-def test_ranks_without_home_rows_have_nothing_to_cast() -> None:
+def test_ranks_without_home_rows_launch_no_cast() -> None:
     model = Model(q_heads=2, kv_heads=1, head_dim=8)
     plan = api.plan(Batch.from_lengths([2]), Cluster(1, 3), model, recipe="contiguous")
     empty = plan.layouts["attention"].rows_per_rank == 0
@@ -103,18 +105,18 @@ def test_ranks_without_home_rows_have_nothing_to_cast() -> None:
     assert (launches[~empty] > 1).all()
 
 
-def test_the_busiest_rank_of_all_runs() -> None:
+def test_the_busiest_rank_is_found_over_all_runs() -> None:
     found = simulate_with(plan_of(*FETCH), Unit())
     assert found.busiest == {"rank": 0, "instructions": 2, "launches": 1, "messages": 2, "rounds": 1}
     assert found.to_data()["busiest"] == found.busiest
     assert found.to_data()["runs"][0]["ranks"]["messages"] == [2, 1, 1]
 
 
-# --- the slow way
+# --- the naive count
 
 
-class Slow:
-    """One rank's program in words: rows of tables as dictionaries."""
+class NaiveLaunches:
+    """One rank's program with rows of tables as dictionaries, counted naively."""
 
     def __init__(self, plan: Plan, key: tuple[str, str], rank: int) -> None:
         self.header, self.key = plan.header, key
@@ -140,9 +142,9 @@ class Slow:
         for row in rows:
             tiles[row["send"], row["peer"]].append(self.rows["operands"][row["operand"]])
         swapped = instruction["mode"] != 0  # an all-to-all is one buffer; results are rounded
-        return {ends: swapped or not self.lie_ready(held) for ends, held in sorted(tiles.items())}
+        return {ends: swapped or not self.are_contiguous(held) for ends, held in sorted(tiles.items())}
 
-    def lie_ready(self, tiles: list[dict[str, int]]) -> bool:
+    def are_contiguous(self, tiles: list[dict[str, int]]) -> bool:
         return all(map(self.is_whole, tiles)) and all(self.follows(*two) for two in pairwise(tiles))
 
     def is_whole(self, tile: dict[str, int]) -> bool:
@@ -189,13 +191,13 @@ class Slow:
                 found = self.messages(instruction, rows)
                 messages += [(number, *ends, staged) for ends, staged in found.items()]
                 packed = [row for row in rows if row["send"] and found[1, row["peer"]]]
-                kernels += any(map(self.left, (row["operand"] for row in packed)))
+                kernels += any(map(self.unplaced_rows, (row["operand"] for row in packed)))
                 if any(staged for (send, _), staged in found.items() if not send):
                     unpacked.add(instruction["round"])
             elif op == Op.WAIT:
                 kernels += instruction["round"] in unpacked
             elif op == Op.DELIVER:
-                kernels += any(self.left(row["a"]) for row in rows)
+                kernels += any(self.unplaced_rows(row["a"]) for row in rows)
             elif op == Op.DELTA:
                 first = place[name] - len(rows)
                 every = {(first + i, one) for i, row in enumerate(rows) for one in self.has(row["c"])}
@@ -206,8 +208,8 @@ class Slow:
                 kernels += 2 if op == Op.ATTEND_GRAD else 1
         return messages, kernels + self.casts()
 
-    def left(self, operand: int) -> set[int]:
-        """Rows that no task has put where they belong."""
+    def unplaced_rows(self, operand: int) -> set[int]:
+        """Rows that no task has written in place."""
         return {row for row in self.has(operand) if (operand, row) not in self.placed}
 
     def has(self, operand: int) -> set[int]:
@@ -224,7 +226,7 @@ class Slow:
 
 def check(plan: Plan) -> None:
     for key, run in simulate(plan).runs.items():
-        slow = [Slow(plan, key, rank) for rank in range(plan.header.ranks)]
+        slow = [NaiveLaunches(plan, key, rank) for rank in range(plan.header.ranks)]
         found = [program.walk() for program in slow]
         assert run.launches.tolist() == [kernels for _, kernels in found]
         assert run.messages.tolist() == [len(messages) for messages, _ in found]
@@ -235,7 +237,7 @@ def check(plan: Plan) -> None:
 
 
 def check_messages(plan: Plan, key: tuple[str, str], wanted: list[Any]) -> None:
-    """Of all ranks at once, and of each alone."""
+    """Checks messages of all ranks at once, and of each rank alone."""
     programs, every = plan.programs[key], []
     for rank, mine in enumerate(wanted):
         alone = find_messages(programs.rank(rank), plan.header)
@@ -251,13 +253,13 @@ def check_messages(plan: Plan, key: tuple[str, str], wanted: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
-def test_plans_by_hand_are_counted_as_they_run(path: Any) -> None:
+def test_counts_of_hand_written_plans_equal_a_naive_count(path: Any) -> None:
     check(parse(path.read_text()))
 
 
 @pytest.mark.parametrize("sent", ["wide", "model"])
 @pytest.mark.parametrize("recipe", [*STRATEGIES, "distca", "blend", "upipe"])
-def test_plans_of_recipes_are_counted_as_they_run(recipe: str, sent: str) -> None:
+def test_counts_of_recipes_equal_a_naive_count(recipe: str, sent: str) -> None:
     batch = Batch.from_lengths([700, 500, 292, 300, 200, 80])
     model = Model(q_heads=8, kv_heads=4, head_dim=64, sent_gradients=sent)
     check(api.plan(batch, Cluster(2, 4, nics_per_node=2), model, recipe=recipe, verify=False))

@@ -1,4 +1,4 @@
-"""Two halves that take turns, simulated: timelines by hand, segments, orders that cannot deadlock, what is gained."""
+"""Two halves that take turns, simulated: timelines by hand, segments, orders that cannot deadlock, and the gain."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_one_layer_by_hand() -> None:
     assert run.hidden == pytest.approx(21 / 22)
 
 
-def test_between_layers_nobody_waits_for_the_other_half() -> None:
+def test_between_layers_no_rank_waits_for_the_other_half() -> None:
     plan = plan_of(*FETCH)
     run = simulate_pair_with(plan, plan, COSTS, layers=2).runs["default", "forward"]
     assert run.turns.makespan_us == pytest.approx(226.0)
@@ -85,7 +85,7 @@ def test_between_layers_nobody_waits_for_the_other_half() -> None:
 
 
 def test_rounds_of_one_group_wait_for_each_other() -> None:
-    """Keys of both halves in one group: pong's are taken up when ping's are there."""
+    """Keys of both halves in one group: pong's start when ping's have arrived."""
     plan = plan_of(*FETCH)
     quick = replace(COSTS, a_token=0.0)
     own, shared = (
@@ -98,14 +98,14 @@ def test_rounds_of_one_group_wait_for_each_other() -> None:
     assert shared.turns.makespan_us == pytest.approx(32.0)  # at 11 + 8 + 3
 
 
-def test_backward_changes_the_sides_of_linear_layers() -> None:
+def test_backward_swaps_the_linear_layers_before_and_after_attention() -> None:
     plan = plan_of("delta dO.home[0:64) O.home[0:64) -> delta.work[0:64)", phase="backward")
     half = pair._half(plan, "default", "backward", COSTS)
     assert half.before.tolist() == pytest.approx([2 * 34])
     assert half.after.tolist() == pytest.approx([2 * 12])
 
 
-def test_packing_goes_before_a_round_of_either_half() -> None:
+def test_packing_precedes_a_round_of_either_half() -> None:
     """Rank 0 packs for 1 us. Serial, pong's round starts when rank 1 is there, at 68 + 12; on a single stream rank 0,
     which waited for ping's, comes later by its packing."""
     plan = plan_of(*FETCH)
@@ -115,7 +115,7 @@ def test_packing_goes_before_a_round_of_either_half() -> None:
     assert run.single.makespan_us == pytest.approx(68 + 12 + 1 + 11 + 10 + 34)
 
 
-def test_casts_end_a_half_before_its_linear_layers() -> None:
+def test_casts_of_a_half_precede_its_linear_layers() -> None:
     plan = plan_of("delta dO.home[0:64) O.home[0:64) -> delta.work[0:64)", phase="backward")
     run = simulate_pair_with(plan, plan, replace(COSTS, a_row=5.0), layers=1).runs["default", "backward"]
     half = 2 * 46 + 2 * 5  # delta; dQ, dK and dV
@@ -185,7 +185,7 @@ def test_a_rank_without_instructions() -> None:
 
 @pytest.mark.parametrize("ranks", marked([2, 4, 6], (1,)))
 @pytest.mark.parametrize("name", sparse(list(STRATEGIES), 4))
-def test_turns_never_deadlock_and_rarely_cost(name: str, ranks: int) -> None:
+def test_taking_turns_never_deadlocks_and_rarely_costs_time(name: str, ranks: int) -> None:
     """On one group a rank's rounds are served strictly in the order of its launches: only one order on all ranks ends.
     The halves use different recipes, so that their rounds have nothing in common. On plans of half a millisecond an
     order may be unlucky by some per cent; over all pairs it gains."""
@@ -228,7 +228,7 @@ def test_cuts_that_differ_between_ranks_deadlock(monkeypatch: pytest.MonkeyPatch
         simulate_pair_with(plan, plan, COSTS, groups=1)
 
 
-# --- what is gained
+# --- the gain
 
 LLAMA = Model(32, 8, 128, dtype="bf16", hidden=4096, ffn=14336)
 
@@ -243,8 +243,8 @@ def long_halves(name: str, ranks: int = 16) -> list[Plan]:
 @pytest.mark.parametrize(
     ("name", "least"), [("contiguous", 0.01), ("distca", 0.1), ("allgather", 0.05), ("ulysses", 0.1)]
 )
-def test_gathers_gain_where_communication_matters(name: str, least: float) -> None:
-    """Recipes that gather at once have nothing of their own to hide behind: one after the other is a single stream."""
+def test_recipes_that_gather_at_once_gain_from_turns(name: str, least: float) -> None:
+    """Recipes that gather everything at once cannot hide it: halves run serially act like a single stream."""
     found = simulate_pair(*long_halves(name))
     assert found.gain > least
     assert found.serial_gain > least
@@ -257,8 +257,8 @@ def test_programs_of_many_rounds_lose_nothing(name: str) -> None:
     assert found.serial_gain > -0.002
 
 
-def test_the_undivided_microbatch_is_the_one_to_beat() -> None:
-    """Alone it takes as long as its own simulation and its linear layers, which nothing hides."""
+def test_the_gain_is_relative_to_the_undivided_microbatch() -> None:
+    """Alone it takes the time of its own simulation plus its linear layers, which nothing hides."""
     ping, pong = halves_of("contiguous")
     both = [*ping.request.batch.lengths.tolist(), *pong.request.batch.lengths.tolist()]
     recipe = Recipe("contiguous", STRATEGIES["contiguous"])
@@ -286,7 +286,7 @@ def test_no_gain_without_communication() -> None:
     assert abs(simulate_pair(*halves, unposted).serial_gain) < 1e-3
 
 
-def test_contention_slows_all_ways_but_that_without_transfers() -> None:
+def test_contention_slows_every_schedule_with_transfers() -> None:
     halves, h100 = long_halves("ring"), Hardware.load("h100")
     none, some = (
         simulate_pair(*halves, replace(h100, contention=Figure(contention, "made up")), layers=2)
@@ -309,7 +309,7 @@ def test_equal_arguments_give_equal_times() -> None:
     assert [one.ms(way) for way in pair_result.WAYS] == [other.ms(way) for way in pair_result.WAYS]
 
 
-def test_halves_of_other_ranks_are_refused() -> None:
+def test_halves_on_different_numbers_of_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="has other ranks than ping"):
         simulate_pair(halves_of("ring", 2)[0], halves_of("ring", 4)[1])
 

@@ -34,7 +34,7 @@ def flop_us(kind: Recurrent = KIND) -> float:
     return float(costs.linear_us(1)) / (2 * costs.linear_parameters * prices.SHARE)
 
 
-def test_whole_documents_take_the_kernel_alone() -> None:
+def test_whole_documents_take_only_the_time_of_the_kernel() -> None:
     found = run([128, 128], 2)
     chunk, key, value = prices.CHUNK, 32, 64
     flops = 4 * (
@@ -65,7 +65,7 @@ def test_a_document_on_two_ranks_sends_its_state_and_waits_for_one() -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_few_last_rows_wait_for_their_state(phase: str) -> None:
+def test_a_short_last_run_waits_for_its_state(phase: str) -> None:
     found = run([140, 116], 2, phase=phase)
     row = prices.token_flops(KIND) * flop_us() * (1 if phase == "forward" else prices.BACKWARD)
     exchanged = sum(found.states_us) + found.fold_us
@@ -78,7 +78,7 @@ def test_few_last_rows_wait_for_their_state(phase: str) -> None:
     assert found.makespan_us == pytest.approx(wanted)
 
 
-def test_a_middle_run_carries_its_transition() -> None:
+def test_a_middle_run_sends_its_transition_matrix() -> None:
     found = run([384], 3)
     more = 128 * (prices.transition_flops(KIND) + prices.output_flops(KIND)) * flop_us()
     assert found.summary_us.tolist() == pytest.approx([0.0, more, more])  # the last run is early
@@ -96,7 +96,7 @@ def test_a_plain_decay_sends_no_matrices() -> None:
     assert prices.transition_flops(plain) == 0 < prices.transition_flops(matrices)
 
 
-def test_the_search_counts_recurrent_layers() -> None:
+def test_the_search_includes_the_time_of_recurrent_layers() -> None:
     cluster, batch = ap.Cluster(ranks_per_node=4), ap.Batch.from_lengths([900, 300, 200, 100])
     plan = ap.plan(batch, cluster, model(), recipe="auto", hardware=HARDWARE)
     found, search = simulate(plan, HARDWARE), plan.report["search"]

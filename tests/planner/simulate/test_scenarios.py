@@ -29,8 +29,8 @@ PROGRAMS = (
 )
 
 
-def finish(scenario: Scenario, contention: float = 0.0) -> list[float]:
-    """The times at which the two ranks are done, on the links of the scenario."""
+def finish_times(scenario: Scenario, contention: float = 0.0) -> list[float]:
+    """The times at which the two ranks finish_times, on the links of the scenario."""
     _, cluster = applied(scenario, H100, LINKS)
     costs = Unit(contention=contention)
     return (
@@ -40,24 +40,24 @@ def finish(scenario: Scenario, contention: float = 0.0) -> list[float]:
     )
 
 
-def test_links_by_hand() -> None:
+def test_slower_links_by_hand() -> None:
     """8 us on the wire and 3 of latency, then work of 5."""
-    assert finish(BY_NAME["nominal"]) == [20.0, 16.0]
-    assert finish(BY_NAME["half-bandwidth"]) == [20.0, 2 * 8 + 3 + 5]
-    assert finish(BY_NAME["latency-x4"]) == [20.0, 8 + 4 * 3 + 5]
-    assert finish(BY_NAME["slow-kernels"]) == [20.0, 16.0]  # a matter of the hardware
-    assert finish(BY_NAME["contention"]) == [20.0, 16.0]
-    assert finish(BY_NAME["all"]) == [28.0, 2 * 8 + 4 * 3 + 5]
+    assert finish_times(BY_NAME["nominal"]) == [20.0, 16.0]
+    assert finish_times(BY_NAME["half-bandwidth"]) == [20.0, 2 * 8 + 3 + 5]
+    assert finish_times(BY_NAME["latency-x4"]) == [20.0, 8 + 4 * 3 + 5]
+    assert finish_times(BY_NAME["slow-kernels"]) == [20.0, 16.0]  # set by the hardware, not by the links
+    assert finish_times(BY_NAME["contention"]) == [20.0, 16.0]
+    assert finish_times(BY_NAME["all"]) == [28.0, 2 * 8 + 4 * 3 + 5]
 
 
 def test_contention_by_hand() -> None:
     """In 16 us on the wire rank 0 does 10 us of work and has 10 left; it waits for the last 2 us of latency."""
-    assert finish(BY_NAME["all"], contention=0.6) == pytest.approx([16 + 4 * 3, 16 + 4 * 3 + 5])
+    assert finish_times(BY_NAME["all"], contention=0.6) == pytest.approx([16 + 4 * 3, 16 + 4 * 3 + 5])
     added = 8 - 8 / 1.25
-    assert finish(BY_NAME["nominal"], contention=0.25) == pytest.approx([20 + added, 16.0])
+    assert finish_times(BY_NAME["nominal"], contention=0.25) == pytest.approx([20 + added, 16.0])
 
 
-def test_nothing_changes_where_nothing_is_said() -> None:
+def test_scenarios_keep_what_they_do_not_change() -> None:
     cluster = Cluster(2, 4, speeds=(1.0,) * 8)
     assert BY_NAME["nominal"] is SCENARIOS[0]
     hardware, links = applied(SCENARIOS[0], H100, cluster)
@@ -71,7 +71,7 @@ def test_nothing_changes_where_nothing_is_said() -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_figures_and_grids_follow(scenario: Scenario) -> None:
+def test_scenarios_scale_figures_and_grids(scenario: Scenario) -> None:
     hardware, cluster = applied(scenario, H100, H100.cluster(2))
     assert hardware.mismatch(cluster) == []
     assert cluster.inter_gbs == 50 * scenario.bandwidth
@@ -96,7 +96,7 @@ def test_figures_and_grids_follow(scenario: Scenario) -> None:
     assert float(mine.rowop_us(10**6)) == float(own.rowop_us(10**6))
 
 
-def test_another_cluster_is_as_if_the_plan_were_made_for_it() -> None:
+def test_simulating_on_another_cluster_equals_a_plan_made_for_it() -> None:
     other = {"intra_gbs": 0.016, "intra_latency_us": 7.0, "speeds": [1.0, 0.5]}
     own = simulate_with(plan_of(*PROGRAMS, **other), Unit())
     given = simulate_with(
@@ -109,14 +109,14 @@ def test_another_cluster_is_as_if_the_plan_were_made_for_it() -> None:
     assert given.cluster != given.plan.request.cluster
 
 
-def test_a_cluster_of_other_ranks_is_refused() -> None:
+def test_a_cluster_with_another_number_of_ranks_is_refused() -> None:
     for shape in ((1, 4), (2, 1)):
         with pytest.raises(ConfigError, match=r"cluster.nodes x cluster.ranks_per_node = .*1 x 2 ranks"):
             simulate(plan_of(*PROGRAMS), cluster=Cluster(*shape))
 
 
 @pytest.mark.parametrize("recipe", ["fcp", "ring", "zeppelin", "ulysses"])
-def test_plans_of_recipes_are_no_faster_under_any(recipe: str) -> None:
+def test_no_plan_is_faster_under_a_scenario(recipe: str) -> None:
     batch = Batch.from_lengths([20_000, 9000, 900, 500, 292, 3000, 2000, 800])
     cluster = Cluster(2, 4)
     plan = api.plan(batch, cluster, Model(8, 4, 64), recipe=recipe, verify=False)

@@ -1,4 +1,4 @@
-"""The simulator: timelines computed by hand, what must hold for any program, words, traces and data."""
+"""The simulator: timelines computed by hand, invariants of any program, descriptions, traces and data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_communication_hides_behind_work() -> None:
     assert run.efficiency == 18.5 / 20
 
 
-def test_what_does_not_hide_is_exposed() -> None:
+def test_communication_that_work_does_not_hide_is_exposed() -> None:
     run = forward(
         f"{work(6)}\nlaunch 0: send KV.home[0:8) to 1\nwait 0",
         f"launch 0: receive KV.work[0:8) from 0\n{work(4)}\nwait 0\n{work(5)}",
@@ -128,7 +128,7 @@ def test_all_to_all_across_nodes_keeps_the_nics_busy(nics: int) -> None:
     assert busiest + 5 <= run.makespan_us <= 1.05 * busiest + 5
 
 
-def test_a_round_without_transfers_is_complete_where_the_channel_takes_it_up() -> None:
+def test_a_round_without_transfers_completes_when_its_channel_reaches_it() -> None:
     run = forward(
         f"launch 0: send KV.home[0:8) to 1\nlaunch 1 all_to_all\nwait 1\n{work(2)}",
         "launch 0: receive KV.work[0:8) from 0\nlaunch 1 all_to_all\nwait 1",
@@ -187,7 +187,7 @@ def test_a_relay_forwards_what_has_arrived() -> None:
 COPIES = Unit(a_row=3.0, a_byte=1 / 256)
 
 
-def test_what_is_staged_is_packed_before_its_transfers() -> None:
+def test_staged_messages_are_packed_before_their_transfers() -> None:
     """KV home rows are two arrays, KV work rows one: 512 bytes are read and written on rank 0 alone."""
     run = forward(
         "launch 0: send KV.home[0:8) to 1\nclear O.home[0:8)\nwait 0",
@@ -221,7 +221,7 @@ def test_gradients_are_rounded_as_they_are_packed_and_widened_as_they_are_unpack
     assert narrow.launches.tolist() == [count + 1 for count in wide.launches.tolist()]
 
 
-def test_what_is_staged_is_unpacked_after_the_wait() -> None:
+def test_staged_messages_are_unpacked_after_the_wait() -> None:
     """O is two arrays wherever it lies: 320 bytes, 5 us on the wire."""
     run = forward(
         "launch 0: send O.work[0:8) to 1\nwait 0",
@@ -349,7 +349,7 @@ NARROW = MODEL | {"dtype": "bf16"}
         (f"{GRAD} first_dq first_dkv", NARROW, 4 * (16 - 8) + 4 * (32 - 16)),
     ],
 )
-def test_accumulators_are_read_and_written_once_an_instruction(
+def test_accumulators_are_read_and_written_once_per_instruction(
     line: str, model: dict[str, Any], moved: int
 ) -> None:
     phase = "backward" if line.startswith("attend_grad") else "forward"
@@ -382,7 +382,7 @@ def test_rows_that_a_task_completes_are_not_written_wide(
 
 
 @pytest.mark.parametrize(("rows", "left"), [(4, 4), (6, 2), (64, 60)])
-def test_what_is_complete_is_not_finished_again(rows: int, left: int) -> None:
+def test_finish_skips_complete_rows(rows: int, left: int) -> None:
     line = f"{ATTEND.format('home')} first\nfinish O.home[{4 if rows == 4 else 0}:{rows + 4 * (rows == 4)})"
     finish = left * (20 + 8 + 4)  # the wide row, the output and its log-sum-exp
     pairs = busy(line, Unit(), "forward", NARROW)
@@ -412,7 +412,7 @@ def test_projections_take_their_share_of_the_linear_layers() -> None:
 
 
 def test_transfers_slow_kernels_down() -> None:
-    """8 us on the wire, in which work of 8 / 1.5 us is done; what a wait is followed by comes after them."""
+    """8 us on the wire, in which 8 / 1.5 us of work is done; instructions after a wait run afterwards."""
     run = forward(
         f"launch 0: send KV.home[0:8) to 1\n{work(20)}\nwait 0",
         f"launch 0: receive KV.work[0:8) from 0\n{work(12)}\nwait 0\n{work(5)}",
@@ -428,7 +428,7 @@ def test_transfers_slow_kernels_down() -> None:
 
 
 def test_transfers_at_one_time_slow_kernels_down_once() -> None:
-    """Rank 0 sends for 8 us and receives for 4 of them, then works beside nothing."""
+    """Rank 0 sends for 8 us and receives during 4 of them, then works without transfers."""
     run = forward(
         f"launch 0: send KV.home[0:8) to 1, receive KV.work[0:4) from 2\n{work(20)}\nwait 0",
         "launch 0: receive KV.work[0:8) from 0\nwait 0",
@@ -439,7 +439,7 @@ def test_transfers_at_one_time_slow_kernels_down_once() -> None:
 
 
 def test_transfers_begin_and_end_within_a_kernel() -> None:
-    """Rank 1 comes at 3 us: rank 0 is 3 us at full speed, 8 at half, and goes on. Packing is slowed down as well."""
+    """Rank 1 joins at 3 us: rank 0 runs 3 us at full speed, 8 at half, then at full again. Packing slows down too."""
     run = forward(
         f"launch 0: send KV.home[0:8) to 1\n{work(20)}\nwait 0",
         f"{work(3)}\nlaunch 0: receive KV.work[0:8) from 0\nwait 0",
@@ -457,7 +457,7 @@ def test_transfers_begin_and_end_within_a_kernel() -> None:
     assert (found.contention, found.stalls) == pytest.approx((4.0, 0.0))
 
 
-# --- what holds for any program
+# --- invariants of any program
 
 
 @pytest.fixture(params=PLANS, ids=lambda path: path.stem)
@@ -465,7 +465,7 @@ def by_hand(request: pytest.FixtureRequest) -> Plan:
     return parse(request.param.read_text())
 
 
-def test_plans_by_hand(by_hand: Plan) -> None:
+def test_timelines_of_hand_written_plans_keep_the_invariants(by_hand: Plan) -> None:
     found = simulate(by_hand)
     assert list(found.runs) == [(kind, phase) for kind in by_hand.header.kinds for phase in PHASES]
     for run in found.runs.values():
@@ -511,7 +511,7 @@ def scrambled(seed: int) -> Plan:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_programs(seed: int) -> None:
+def test_timelines_of_random_programs_keep_the_invariants(seed: int) -> None:
     run = simulate_with(scrambled(seed), Unit()).runs["default", "forward"]
     run_invariants(run)
     path_invariants(run)
@@ -525,7 +525,7 @@ def test_random_programs_with_contention(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_hardly_any_contention_is_hardly_felt(seed: int) -> None:
+def test_negligible_contention_changes_almost_nothing(seed: int) -> None:
     none, some = (
         simulate_with(scrambled(seed), Unit(contention=contention)).runs["default", "forward"]
         for contention in (0.0, 1e-12)
@@ -535,7 +535,7 @@ def test_hardly_any_contention_is_hardly_felt(seed: int) -> None:
     np.testing.assert_allclose(none.finish_us, some.finish_us, atol=1e-6)
 
 
-def served(out: list[int], into: list[int], wire: list[float]) -> list[float]:
+def start_times(out: list[int], into: list[int], wire: list[float]) -> list[float]:
     """The start times of transfers that are all ready at 0, found naively: in this order, and whenever ports are freed,
     each takes the first one that it can."""
     start, busy = [-1.0] * len(out), {}
@@ -571,12 +571,12 @@ def test_long_queues_are_served_in_order(ranks: int) -> None:
     run = forward(*(f"launch 0: {', '.join(mine)}\nwait 0" for mine in tiles))
     traffic = run.traffic
     columns = traffic.out_port.tolist(), traffic.in_port.tolist(), traffic.wire_us.tolist()
-    assert run.times.start.tolist() == served(*columns)
+    assert run.times.start.tolist() == start_times(*columns)
     path_invariants(run)
 
 
 @pytest.mark.parametrize("recipe", STRATEGIES)
-def test_plans_of_recipes(recipe: str) -> None:
+def test_timelines_of_recipes_keep_the_invariants(recipe: str) -> None:
     batch = Batch.from_lengths([5000, 1500, 900, 500, 292, 3000, 2000, 800], mask=masks.causal())
     model = Model(q_heads=8, kv_heads=4, head_dim=64)
     plan = api.plan(batch, Cluster(2, 4, nics_per_node=2), model, recipe=recipe, verify=False)
@@ -595,7 +595,7 @@ def test_plans_of_recipes(recipe: str) -> None:
         assert (run.slowed_us <= 0.1 * (run.compute_us - run.slowed_us) + 1e-6).all()
 
 
-def test_a_wait_without_end_is_refused() -> None:
+def test_a_program_that_deadlocks_is_refused() -> None:
     crossed = plan_of(
         "launch 0: send KV.home[0:8) to 1\nwait 0\nlaunch 1: receive KV.work[0:8) from 1\nwait 1",
         "launch 1: send KV.home[0:8) to 0\nwait 1\nlaunch 0: receive KV.work[0:8) from 0\nwait 0",
@@ -604,7 +604,7 @@ def test_a_wait_without_end_is_refused() -> None:
         simulate_with(crossed, Unit())
 
 
-def test_what_only_one_side_lists_is_refused() -> None:
+def test_unmatched_transfers_and_waits_are_refused() -> None:
     programs = ["launch 3: send KV.home[0:8) to 1\nwait 3", "launch 3\nwait 3"]
     with pytest.raises(VerifyError, match="round 3: rank 0 sends 1 tiles to rank 1, which receives 0"):
         simulate_with(plan_of(*programs), Unit())
@@ -630,7 +630,7 @@ def losses_of(recipe: str, batch: Batch, ranks: int = 4, **cluster: Any) -> Simu
 
 @pytest.mark.parametrize("recipe", ["fcp", "blend", "ring", "ulysses", "dcp"])
 @pytest.mark.parametrize("speeds", [None, (1.0, 0.5, 1.0, 0.8)])
-def test_losses_are_all_of_the_time(recipe: str, speeds: tuple[float, ...] | None) -> None:
+def test_losses_add_up_to_the_whole_time(recipe: str, speeds: tuple[float, ...] | None) -> None:
     found = losses_of(recipe, Batch.from_lengths([9000, 700, 650, 40, 1]), speeds=speeds)
     for key, run in found.runs.items():
         lost = found.losses[key]
@@ -641,7 +641,7 @@ def test_losses_are_all_of_the_time(recipe: str, speeds: tuple[float, ...] | Non
     assert found.of_attainable == pytest.approx(found.efficiency / found.attainable)
 
 
-def test_a_document_for_each_rank_is_attained_but_for_launches_and_row_work() -> None:
+def test_one_document_per_rank_loses_only_launches_and_row_work() -> None:
     found = losses_of("contiguous", Batch.from_lengths([4096] * 4))
     lost = found.lost
     assert lost.cutting == pytest.approx(0, abs=1e-6)
@@ -653,14 +653,14 @@ def test_a_document_for_each_rank_is_attained_but_for_launches_and_row_work() ->
 def test_answers_to_one_question_are_attainable_together() -> None:
     batch = Batch.from_lengths([1000], mask=masks.shared_question(100, [300, 300, 300]))
     costs = CostModel(Hardware.load("h100"), Model())
-    # the question goes on in its first answer; the two others see it, and themselves
+    # the question continues in its first answer; the two others see the question and themselves
     rows, keys = np.array([400, 300, 300, 600]), np.array([400, 300, 300, 100])
     pairs = np.array([80_200, 45_150, 45_150, 60_000])
     apart = costs.attention_us("forward", rows, keys, pairs, 32, 8).sum()
     assert whole_us(batch, Model(), "default", "forward", costs) == pytest.approx(apart)
 
 
-# --- what is told
+# --- descriptions
 
 
 @pytest.fixture(scope="module")
@@ -669,7 +669,7 @@ def relayed() -> Simulation:
     return simulate(parse(path.read_text()), Hardware.load("a100"))
 
 
-def test_figures_of_a_simulation(relayed: Simulation) -> None:
+def test_figures_of_a_simulation_follow_from_its_runs(relayed: Simulation) -> None:
     forward, backward = relayed.runs.values()
     assert relayed.hardware == "a100"
     assert relayed.forward_ms == forward.makespan_us / 1e3
@@ -687,7 +687,7 @@ def test_figures_of_a_simulation(relayed: Simulation) -> None:
     assert relayed.bytes["total"] == int(forward.sent_bytes.sum() + backward.sent_bytes.sum())
 
 
-def test_spans_tell_what_every_stream_does() -> None:
+def test_spans_list_the_work_of_every_stream() -> None:
     run = forward(
         f"{work(6)}\nlaunch 0 channel 2: send KV.home[0:8) to 1\nwait 0",
         f"launch 0 channel 2: receive KV.work[0:8) from 0\n{work(4)}\nwait 0\n{work(5)}",
@@ -704,7 +704,7 @@ def test_spans_tell_what_every_stream_does() -> None:
     ]
 
 
-def test_the_critical_path_says_who_waits_for_what() -> None:
+def test_the_critical_path_names_ranks_and_what_they_wait_for() -> None:
     run = forward(
         f"{work(6)}\nlaunch 0: send KV.home[0:8) to 1, send KV.home[0:8) to 2\nwait 0\n"
         "launch 1: send KV.home[0:8) to 2\nwait 1",
@@ -765,7 +765,7 @@ def test_every_arrow_begins_and_ends_in_a_round(relayed: Simulation) -> None:
         assert any(e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"] for e in around)
 
 
-def test_a_trace_of_some_ranks_says_so(relayed: Simulation) -> None:
+def test_a_trace_of_some_ranks_states_which(relayed: Simulation) -> None:
     trace = relayed.trace(ranks=[2, 0])
     assert trace["otherData"]["ranks_shown"] == [0, 2]
     assert trace["otherData"]["complete"] is False

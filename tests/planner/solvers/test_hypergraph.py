@@ -1,4 +1,4 @@
-"""The hypergraph solvers: both balances, and what happens where the engine has no answer (contract: test_solvers)."""
+"""The hypergraph solvers: both balances, and the fallback if the engine has no answer (contract: test_solvers)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINES = ["greedy", "mtkahypar"]
 def long_sequence(
     blocks: int = 24, nodes: int = 1, per_node: int = 4, slack: float = 0.05
 ) -> HypergraphProblem:
-    """One causal sequence: block b, and cell (q, k) for k <= q, with queries six times as dear as keys."""
+    """One causal sequence: block b, and cell (q, k) for k <= q, with queries six times as expensive as keys."""
     cells = [(q, k) for q in range(blocks) for k in range(q + 1)]
     edges = [[b] for b in range(2 * blocks)]
     edges[blocks:] = [[b] for b in range(blocks)]
@@ -69,7 +69,7 @@ def test_slow_ranks_get_less_compute_and_as_many_tokens(name: str) -> None:
     assert np.bincount(found.rank, problem.tokens).tolist() == [96] * 4
 
 
-def test_tokens_follow_the_room_of_ranks() -> None:
+def test_token_caps_follow_the_room_of_ranks() -> None:
     problem = replace(long_sequence(), room=np.array([1.0, 1.0, 0.5, 0.5]))
     found = hypergraph.solve(problem, Budget())
     assert (np.bincount(found.rank, problem.tokens) <= problem.tokens_caps[1]).all()
@@ -87,13 +87,13 @@ def test_fixed_vertices_stay(name: str) -> None:
     assert (found.rank[-5:] == 2).all()
 
 
-def test_what_is_fixed_to_one_rank_beyond_its_cap_is_infeasible() -> None:
+def test_vertices_fixed_to_a_rank_above_its_cap_are_infeasible() -> None:
     problem = long_sequence()
     fixed = np.where(problem.tokens > 0, 0, -1)
     assert hypergraph.solve(replace(problem, fixed=fixed), Budget()).termination.status is Status.INFEASIBLE
 
 
-def test_small_sequences_are_not_torn_apart() -> None:
+def test_small_sequences_stay_on_one_rank() -> None:
     """Eight sequences of two blocks on four ranks: nothing needs to move."""
     edges = [[s, s + 1, 16 + s // 2] for s in range(0, 16, 2)]
     problem = HypergraphProblem(
@@ -111,7 +111,7 @@ def test_small_sequences_are_not_torn_apart() -> None:
     assert (found.termination.status, found.termination.value) == (Status.OPTIMAL, 0.0)
 
 
-def test_polishing_moves_nothing_that_is_fixed_and_never_adds_bytes() -> None:
+def test_polishing_moves_no_fixed_vertex_and_adds_no_bytes() -> None:
     problem = long_sequence(nodes=2, per_node=4, slack=0.3)
     homes = np.where(problem.tokens > 0, np.arange(len(problem.flops)) % 8, -1)
     fixed = replace(problem, fixed=homes)
@@ -122,7 +122,7 @@ def test_polishing_moves_nothing_that_is_fixed_and_never_adds_bytes() -> None:
     assert found.termination.value <= hypergraph.connectivity(fixed, rank, 8)
 
 
-def test_what_a_hyperedge_has_on_a_part_moves_at_once() -> None:
+def test_vertices_of_a_hyperedge_move_together() -> None:
     """Two rows on part 0 whose columns are on part 1: no single vertex gains by leaving, all of them do."""
     ptr, pins = np.array([0, 3, 5, 7]), np.array([0, 2, 3, 1, 2, 1, 3])
     price = np.array([5, 4, 4])
@@ -168,7 +168,7 @@ def child(code: str) -> tuple[str, ...]:
         ("import sys, numpy; numpy.save(sys.stdout.buffer, numpy.array([99] * 9))", Limit.ENGINE),
     ],
 )
-def test_without_an_answer_the_greedy_decides_and_it_is_said(
+def test_the_greedy_solver_replaces_a_failed_engine_and_says_so(
     monkeypatch: pytest.MonkeyPatch, code: str, limit: Limit
 ) -> None:
     monkeypatch.setattr(mtkahypar, "_COMMAND", child(code))
@@ -203,7 +203,7 @@ def test_many_vertices_are_merged_for_the_engine(monkeypatch: pytest.MonkeyPatch
     assert max(len(job[0]) for job in sizes) < 1500 < len(problem.flops)
 
 
-def test_the_engine_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"\.\[solvers\]"):
         registry.find_solver("hypergraph", "mtkahypar").load()

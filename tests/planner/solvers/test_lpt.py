@@ -28,7 +28,7 @@ def lpt(*problem: NDArray[Any] | list[tuple[int, ...] | None] | None) -> Partiti
 
 
 def sums(result: Partition, values: NDArray[Any], bins: int) -> NDArray[Any]:
-    """Of the items in each bin."""
+    """The sum of values in each bin."""
     there = result.bin >= 0
     return np.bincount(result.bin[there], values[there], bins)
 
@@ -98,12 +98,12 @@ def test_a_slow_bin_gets_less() -> None:
     assert sums(result, weights, 3).tolist() == [1200, 1200, 600]
 
 
-def test_a_full_bin_leaves_the_others_their_own_room() -> None:
+def test_a_full_bin_does_not_limit_other_bins() -> None:
     result = lpt(array([1] * 9), array([1] * 9), array([1, 3, 5]), np.array([2.0, 1.0, 1.0]))
     assert sums(result, array([1] * 9), 3).tolist() == [1, 3, 5]
 
 
-def test_items_stay_in_the_bins_that_they_are_allowed() -> None:
+def test_items_go_only_to_allowed_bins() -> None:
     allowed = [(2,), (2, 3), None, None]
     result = lpt(array([9, 9, 1, 1]), array([1, 1, 1, 1]), np.full(4, 2), None, allowed)
     assert result.bin[0] == 2
@@ -144,7 +144,7 @@ def family_problem(
     )
 
 
-def test_a_family_gathers_in_few_zones_and_bins_stay_as_even() -> None:
+def test_families_stay_in_few_zones_and_bins_stay_as_even() -> None:
     # four equal items of each of eight families, mixed, onto two zones of four bins
     families = [0, 1, 2, 3, 4, 5, 6, 7] * 4
     problem = family_problem(families, [0, 0, 0, 0, 1, 1, 1, 1])
@@ -155,7 +155,7 @@ def test_a_family_gathers_in_few_zones_and_bins_stay_as_even() -> None:
     assert near.termination.status is Status.OPTIMAL
 
 
-def test_a_bin_that_would_end_above_where_the_lightest_does_is_not_near() -> None:
+def test_a_near_bin_must_not_end_heavier_than_the_lightest() -> None:
     def solved(weights: list[int]) -> tuple[list[int], list[int]]:
         problem = PartitionProblem(
             array(weights),
@@ -171,7 +171,7 @@ def test_a_bin_that_would_end_above_where_the_lightest_does_is_not_near() -> Non
     assert solved([30, 9, 8, 1]) == ([0, 1, 1, 1], [0, 1, 1, 1])
 
 
-def test_caps_and_restrictions_hold_for_what_is_near() -> None:
+def test_near_bins_respect_caps_and_restrictions() -> None:
     problem = PartitionProblem(
         array([9, 8, 7, 6]),
         array([3, 3, 3, 3]),
@@ -188,8 +188,8 @@ def test_caps_and_restrictions_hold_for_what_is_near() -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
-def test_what_is_near_differs_no_more_than_the_lightest_item_that_was_put_there(data: st.DataObject) -> None:
-    """Without caps a bin never holds more than the lightest bin then held, and the item."""
+def test_near_bins_exceed_the_lightest_by_at_most_one_item(data: st.DataObject) -> None:
+    """Without caps a bin never gets heavier than the lightest bin at that time plus the item."""
     items, bins = data.draw(st.integers(2, 40)), data.draw(st.integers(2, 9))
     weights = array(data.draw(st.lists(st.integers(1, 50), min_size=items, max_size=items)))
     families = array(data.draw(st.lists(st.integers(0, 5), min_size=items, max_size=items)))
@@ -209,7 +209,7 @@ def test_what_is_near_differs_no_more_than_the_lightest_item_that_was_put_there(
         load[to] += weights[item]
 
 
-def test_families_and_zones_of_other_lengths_are_refused() -> None:
+def test_families_and_zones_of_wrong_lengths_are_refused() -> None:
     with pytest.raises(ConfigError, match="families"):
         PartitionProblem(array([1, 2]), array([1, 1]), array([9, 9]), families=array([1]))
     with pytest.raises(ConfigError, match="zones"):
@@ -227,7 +227,7 @@ def test_fcp_keeps_documents_on_few_nodes() -> None:
     assert all(found.report["imbalance"]["compute"] <= 0.01 for found in plans)
 
 
-def test_a_load_beyond_all_numbers_still_has_room() -> None:
+def test_an_infinite_load_does_not_block_a_bin() -> None:
     speeds = np.array([1e-300, 1.0])
     found = lpt(array([2**61, 2**60, 2**40, 7]), np.ones(4, np.int64), array([4, 1]), speeds)
     assert found.bin.tolist() == [0, 1, 0, 0]

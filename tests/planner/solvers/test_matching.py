@@ -21,13 +21,13 @@ def check(src: np.ndarray, dst: np.ndarray, ranks: int) -> None:
         lambda n: st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=60)
     )
 )
-def test_any_multigraph(edges: list[tuple[int, int]]) -> None:
+def test_any_multigraph_is_coloured_with_its_largest_degree(edges: list[tuple[int, int]]) -> None:
     src = np.array([a for a, _ in edges], np.int64)
     dst = np.array([b for _, b in edges], np.int64)
     check(src, dst, 6)
 
 
-def test_regular_graph_without_slack() -> None:
+def test_a_regular_graph_is_coloured_without_slack() -> None:
     """Every vertex has the largest degree, so colours run out and paths must be swapped."""
     rng = np.random.default_rng(1)
     ranks, degree = 40, 30
@@ -37,7 +37,7 @@ def test_regular_graph_without_slack() -> None:
     check(src[order], dst[order], ranks)
 
 
-def test_no_edges() -> None:
+def test_a_graph_without_edges_has_no_matchings() -> None:
     none = np.zeros(0, np.int64)
     assert len(matchings(none, none, 4)) == 0
     assert max_degree(none, none, 4) == 0

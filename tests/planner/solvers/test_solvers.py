@@ -1,4 +1,4 @@
-"""The registry, the words for results, and what every built-in solver must keep."""
+"""The registry, descriptions of results, and the contract of every built-in solver."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from apportion.planner.solvers.registry import SOLVERS, Entry, find_solver
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 from tests.support.sparse import marked
 
-#: whose contract takes longest: engines of other packages
+#: the slowest contract tests: engines of other packages
 LONG = [("partition", "ilp"), ("hypergraph", "mtkahypar")]
 
 
 @pytest.mark.parametrize(
     "key", marked(list(SOLVERS), [at for at, key in enumerate(SOLVERS) if key not in LONG]), ids="-".join
 )
-def test_keeps_the_contract(key: tuple[str, str]) -> None:
+def test_every_solver_keeps_its_contract(key: tuple[str, str]) -> None:
     testing.check(SOLVERS[key])
 
 
@@ -79,7 +79,7 @@ def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatc
         (Status.INFEASIBLE, float("inf"), None, None, "INFEASIBLE", None),
     ],
 )
-def test_terminations_in_words(
+def test_terminations_have_a_description(
     status: Status, bound: float, value: float | None, limit: Limit | None, words: str, gap: float | None
 ) -> None:
     end = Termination(status, bound, value, limit)
@@ -109,27 +109,27 @@ def test_a_budget_is_not_negative(field: str) -> None:
         (lambda: Entry("mine", "partition", "a.b", "", ""), "must be module:function"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(make: Callable[..., Any], fault: str) -> None:
+def test_inconsistent_problems_are_refused(make: Callable[..., Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         make()
 
 
-# ---- the check itself finds what is wrong
+# ---- the contract check detects faulty solvers
 
 
-def overfull(problem: PartitionProblem, budget: Budget) -> Partition:
+def ignoring_caps(problem: PartitionProblem, budget: Budget) -> Partition:
     found = lpt_solve(problem, budget)
     return Partition(np.zeros_like(found.bin), found.termination)
 
 
-def boastful(problem: PartitionProblem, budget: Budget) -> Partition:
+def claiming_optimality(problem: PartitionProblem, budget: Budget) -> Partition:
     found = lpt_solve(problem, budget)
     end = found.termination
     return Partition(found.bin, replace(end, status=Status.OPTIMAL, bound=end.value) if end.solved else end)
 
 
-def ordered(problem: PartitionProblem, budget: Budget) -> Partition:
-    """Each item to the bin after the last one's, or the first that it may use."""
+def depending_on_order(problem: PartitionProblem, budget: Budget) -> Partition:
+    """Assigns each item to the next bin in turn, or to the first that it may use."""
     bins = np.arange(len(problem.sizes)) % problem.bins
     for item, only in enumerate(problem.allowed or []):
         bins[item] = bins[item] if only is None or bins[item] in only else only[0]
@@ -140,7 +140,7 @@ def ordered(problem: PartitionProblem, budget: Budget) -> Partition:
     return Partition(bins, Termination(Status.FEASIBLE, 0.0, value))
 
 
-def hopeful(problem: PartitionProblem, budget: Budget) -> Partition:
+def claiming_feasibility(problem: PartitionProblem, budget: Budget) -> Partition:
     found = lpt_solve(problem, budget)
     return found if found.termination.solved else Partition(found.bin, Termination(Status.FEASIBLE, 0.0, 1.0))
 
@@ -148,13 +148,13 @@ def hopeful(problem: PartitionProblem, budget: Budget) -> Partition:
 @pytest.mark.parametrize(
     ("solver", "fault"),
     [
-        (overfull, "the cap is|claims the value"),
-        (boastful, "bound .* above the optimum"),
-        (ordered, "in another order"),
-        (hopeful, "there is no answer|must be one per item"),
+        (ignoring_caps, "the cap is|claims the value"),
+        (claiming_optimality, "bound .* above the optimum"),
+        (depending_on_order, "in another order"),
+        (claiming_feasibility, "there is no answer|must be one per item"),
     ],
 )
-def test_the_check_finds_a_solver_that_does_not_keep_it(solver: Callable[..., Any], fault: str) -> None:
+def test_the_check_detects_solvers_that_break_the_contract(solver: Callable[..., Any], fault: str) -> None:
     entry = Entry("bad", "partition", f"{__name__}:{solver.__name__}", "", "")
     with pytest.raises(testing.ConformanceError, match=fault):
         testing.check(entry)

@@ -1,4 +1,4 @@
-"""Flow: sums of rows are exact, and neither side is forgotten. What is best, `apportion.testing` knows."""
+"""Flow: sums of rows are exact, and both sides are priced. `apportion.testing` checks optimality."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apportion.planner.solvers.status import Budget, Status
 from apportion.planner.solvers.transport import flow_value, solve
 
 
-def net(problem: TransportProblem, flows: Transport) -> list[int]:
+def net_rows(problem: TransportProblem, flows: Transport) -> list[int]:
     moved = np.zeros(len(problem.surplus), np.int64)
     np.add.at(moved, flows.src, flows.rows)
     np.subtract.at(moved, flows.dst, flows.rows)
@@ -38,14 +38,14 @@ def test_rows_stay_in_their_node_and_the_cheap_part_levels_the_senders() -> None
 
 
 def test_both_sides_are_priced() -> None:
-    """The receivers are the ones who pay most here; a price for senders alone would call it 10."""
+    """The receivers pay the most here; pricing only senders would give 10."""
     problem = TransportProblem(np.array([10, 10, 10, -30]), TwoLevelCost(1, 1.0, 1.0), "minmax")
     assert solve(problem, Budget()).termination.value == 30.0
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_best_for_both_sides_is_also_the_best_for_senders(seed: int) -> None:
-    """So formula (2), which prices senders only, gives up nothing where it prices receivers too."""
+    """So formula (2), which prices only senders, loses nothing against pricing receivers too."""
     problem = drawn(seed, "senders")
     both = solve(replace(problem, objective="minmax"), Budget())
     printed = solve(problem, Budget())
@@ -57,10 +57,10 @@ def test_the_best_for_both_sides_is_also_the_best_for_senders(seed: int) -> None
 def test_huge_rows_stay_exact() -> None:
     surplus = np.array([2**40 + 1, -(2**39), -(2**39) - 1, 0])
     problem = TransportProblem(surplus, TwoLevelCost(2, 1.0, 3.0), "minmax")
-    assert net(problem, solve(problem, Budget())) == surplus.tolist()
+    assert net_rows(problem, solve(problem, Budget())) == surplus.tolist()
 
 
-def test_nothing_to_move() -> None:
+def test_even_rows_need_no_moves() -> None:
     flows = solve(TransportProblem(np.zeros(4, np.int64), TwoLevelCost(2, 1.0, 3.0)), Budget())
     assert len(flows.rows) == 0
     assert flows.termination.value == flows.termination.bound == 0.0

@@ -30,7 +30,7 @@ def drawn(seed: int, sequences: int, ranks: int, room: float = 2.0) -> GroupingP
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_small_problems_are_proven_and_right(seed: int) -> None:
+def test_small_problems_are_solved_to_proven_optimality(seed: int) -> None:
     problem = PROBLEMS["grouping"].drawn(np.random.default_rng(100 + seed))
     found = ilp.solve(problem, Budget())
     best = PROBLEMS["grouping"].optimum(problem)
@@ -39,7 +39,7 @@ def test_small_problems_are_proven_and_right(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_never_above_the_greedy_mix_and_never_below_its_bound(seed: int) -> None:
+def test_the_value_is_between_its_bound_and_the_greedy_mix(seed: int) -> None:
     problem = drawn(seed, 24, 16)
     start, found = ilp.greedy(problem), ilp.solve(problem, Budget(gap=0.01, steps=20))
     assert found.termination.bound <= found.termination.value <= start.termination.value
@@ -50,7 +50,7 @@ def test_never_above_the_greedy_mix_and_never_below_its_bound(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_oracle_for_lpt(seed: int) -> None:
+def test_lpt_keeps_its_guarantee_against_the_optimum(seed: int) -> None:
     """With groups of one rank the problem is LPT's, whose guarantee and bound are held against the optimum."""
     draw = np.random.default_rng(seed)
     weights, ones = draw.integers(1, 100, 10), np.ones(10, np.int64)
@@ -98,7 +98,7 @@ def test_what_the_cluster_cannot_hold_is_refused_at_once(sizes: list[int], fault
             solve()
 
 
-def test_a_sequence_that_may_go_nowhere_is_infeasible() -> None:
+def test_a_sequence_without_an_allowed_group_is_infeasible() -> None:
     problem = GroupingProblem(
         np.array([[np.inf, np.inf], [1.0, 1.0]]), np.array([1, 1]), np.array([1, 2]), 4, 9
     )
@@ -106,19 +106,19 @@ def test_a_sequence_that_may_go_nowhere_is_infeasible() -> None:
 
 
 def test_sequences_that_no_packing_holds_are_infeasible() -> None:
-    """Three of 6 tokens on two ranks of 10: enough in all, but no two share a rank or both ranks."""
+    """Three sequences of 6 tokens on two ranks of 10: enough in total, but no two fit together."""
     problem = GroupingProblem(np.ones((3, 1)), np.array([6, 6, 6]), np.array([1]), 2, 10)
     assert ilp.solve(problem, Budget()).termination.status is Status.INFEASIBLE
 
 
-def test_steps_cut_and_repeat() -> None:
+def test_a_limited_number_of_steps_is_reproducible() -> None:
     one, other = (ilp.solve(drawn(1, 30, 16), Budget(steps=1)) for _ in range(2))
     assert one.termination == other.termination
     assert np.array_equal(one.group, other.group)
 
 
-def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs do not grow with the sequences, and there are few of them and of spreadings."""
+def test_thousands_of_sequences_are_solved_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of programs does not grow with the sequences, and few programs are solved."""
     from apportion.planner.solvers.grouping import programs as mixed_programs
 
     programs, spreads = [], []
@@ -141,7 +141,9 @@ def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_kinds_of_sequences_never_refute_what_can_be_done(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouping_sequences_into_kinds_never_refutes_a_feasible_time(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from apportion.planner.solvers.grouping import programs as mixed_programs
 
     problem = drawn(seed, 60, 16)
@@ -153,12 +155,12 @@ def test_kinds_of_sequences_never_refute_what_can_be_done(seed: int, monkeypatch
     assert mixed_programs.mix_for(problem, 0.9 * start.bound, 20).refuted
 
 
-def test_bound_grows_with_what_is_refuted() -> None:
+def test_refuted_times_raise_the_bound() -> None:
     problem = drawn(2, 24, 16)
     assert ilp.solve(problem, Budget(steps=20)).termination.bound > ilp.greedy(problem).termination.bound
 
 
-def test_without_pulp_it_names_the_extra() -> None:
+def test_without_pulp_the_error_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['pulp'] = None\n"
         "from apportion.planner.solvers.grouping import ilp\n"

@@ -13,7 +13,7 @@ def array(values: list[int]) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def held(problem: PartitionProblem, found: Partition, values: np.ndarray) -> np.ndarray:
+def bin_sums(problem: PartitionProblem, found: Partition, values: np.ndarray) -> np.ndarray:
     there = found.bin >= 0
     return np.bincount(found.bin[there], values[there], problem.bins)
 
@@ -32,7 +32,9 @@ def documents() -> PartitionProblem:
     rooms=st.lists(st.integers(0, 12), min_size=1, max_size=5),
     seed=st.integers(0, 2**16),
 )
-def test_never_worse_and_within_the_caps(items: list[tuple[int, int]], rooms: list[int], seed: int) -> None:
+def test_swap_is_never_worse_than_lpt_and_keeps_the_caps(
+    items: list[tuple[int, int]], rooms: list[int], seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     weights, sizes = (array(list(column)) for column in zip(*items, strict=True))
     bins = len(rooms)
@@ -46,38 +48,38 @@ def test_never_worse_and_within_the_caps(items: list[tuple[int, int]], rooms: li
         ]
     problem = PartitionProblem(weights, sizes, caps, speeds, allowed)
     usual, found = lpt.solve(problem, Budget()), swap.solve(problem, Budget())
-    assert (held(problem, found, sizes) <= caps).all()
+    assert (bin_sums(problem, found, sizes) <= caps).all()
     for item, bin_ in enumerate(found.bin.tolist()):
         assert bin_ < 0 or allowed is None or allowed[item] is None or bin_ in allowed[item]
     if usual.termination.solved:
         assert found.termination.solved
         assert found.termination.value <= usual.termination.value
-        assert found.termination.value == pytest.approx((held(problem, found, weights) / speeds).max())
+        assert found.termination.value == pytest.approx((bin_sums(problem, found, weights) / speeds).max())
     if not found.termination.solved:
         assert np.array_equal(found.bin >= 0, usual.bin >= 0)
 
 
-def test_documents_under_a_tight_cap() -> None:
-    """Work grows with the square of the size: one item goes for two."""
+def test_documents_are_balanced_under_a_tight_cap() -> None:
+    """Work grows with the square of the size: one item is swapped for two."""
     problem = documents()
     weights, sizes, caps = problem.weights, problem.sizes, problem.caps
     usual, found = lpt.solve(problem, Budget()), swap.solve(problem, Budget())
     mean = weights.sum() / 64
     assert found.termination.value <= 1.001 * mean
     assert usual.termination.value > 1.01 * mean
-    assert (held(problem, found, sizes) <= caps).all()
+    assert (bin_sums(problem, found, sizes) <= caps).all()
 
 
-def test_what_lpt_finds_no_room_for() -> None:
-    """LPT fills bins by weight, and the large light items are left."""
+def test_items_that_lpt_cannot_place_are_placed() -> None:
+    """LPT fills bins by weight and leaves over the large light items."""
     tight = PartitionProblem(array([9, 8, 1, 1]), array([3, 3, 4, 2]), array([6, 6]))
     assert lpt.solve(tight, Budget()).termination.status is Status.NO_SOLUTION
     found = swap.solve(tight, Budget())
     assert found.termination.solved
-    assert (held(tight, found, tight.sizes) <= 6).all()
+    assert (bin_sums(tight, found, tight.sizes) <= 6).all()
 
 
-def test_what_fits_nowhere_stays_out() -> None:
+def test_items_that_fit_nowhere_stay_unassigned() -> None:
     problem = PartitionProblem(array([5, 5, 5]), array([2, 2, 2]), array([2, 2]))
     found = swap.solve(problem, Budget())
     assert found.termination.status is Status.INFEASIBLE
@@ -96,8 +98,8 @@ def test_the_value_does_not_depend_on_the_order_of_the_items(seed: int) -> None:
     assert one == other
 
 
-def test_bins_without_room() -> None:
+def test_bins_without_room_get_nothing() -> None:
     problem = PartitionProblem(array([9, 8, 1, 1]), array([3, 3, 4, 2]), array([6, 6, 0]))
     found = swap.solve(problem, Budget())
     assert found.termination.solved
-    assert (held(problem, found, problem.sizes) <= problem.caps).all()
+    assert (bin_sums(problem, found, problem.sizes) <= problem.caps).all()
