@@ -10,7 +10,7 @@ and `variable_seq_lengths` with pipeline stages. Kinds of attention are called "
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -33,7 +33,7 @@ from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
 from apportion.trainer.shared import both, count_planned, endless as endless, joined, kinds_of, require
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
-from apportion.trainer.step.microbatch import require_calls
+from apportion.trainer.step.microbatch import WEIGHTS, require_calls
 from apportion.trainer.step.pingpong import PingPongLayer
 from apportion.trainer.step.recurrence import planned_conv, planned_scan
 from apportion.trainer.ticks import TickPipeline
@@ -114,6 +114,8 @@ def forward_step(
         rule = f"the model has positions for {limit} tokens"
         remedy = "leave out longer documents, or build it with more positions"
         raise ConfigError("sequence length", longest, rule, remedy)
+    if module.training and torch.is_grad_enabled() and WEIGHTS in batches[0].fields:
+        _require_whole_steps(module.config, batches)
     rows = joined(batches)
     labels = rows.labels.clamp(min=0)  # Megatron's cross entropy does not support -100
     arguments = (rows.tokens[None], rows.position_ids[None], None)
@@ -212,6 +214,32 @@ def _padding(rows: PlannedBatch, config: Any) -> Tensor | None:
     return None
 
 
+class WholeSteps:
+    """Megatron's `finalize_model_grads_func`, for samples with loss weights: their losses are scaled by the weights of
+    their iteration, so a step must be one whole iteration. Raises ConfigError before gradients are divided."""
+
+    def __init__(self, finalize: Callable[..., Any]) -> None:
+        self._finalize = finalize
+        self.batches: list[PlannedBatch] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batches, self.batches = self.batches, []
+        numbers = {batch.microbatch for batch in batches}
+        is_last = any(batch.is_last for batch in batches)
+        if batches and (len({batch.iteration for batch in batches}) > 1 or not is_last or 0 not in numbers):
+            rule = "must be one iteration of the loader, as loss_weights are scaled by those of the iteration"
+            remedy = "give planned_loader microbatches=, as many as the schedule's num_microbatches"
+            raise ConfigError("microbatches of a step", len(batches), rule, remedy)
+        return self._finalize(*args, **kwargs)
+
+
+def _require_whole_steps(config: Any, batches: Sequence[PlannedBatch]) -> None:
+    """Notes weighted batches of the current step for `WholeSteps`."""
+    if not isinstance(config.finalize_model_grads_func, WholeSteps):
+        config.finalize_model_grads_func = WholeSteps(config.finalize_model_grads_func)
+    config.finalize_model_grads_func.batches += batches
+
+
 def _positions(batches: Sequence[PlannedBatch]) -> int:
     """A table length above the largest position id, rounded to few sizes, since Megatron caches tables."""
     return 1 << max(int(batch.position_ids.max()) for batch in batches if len(batch.tokens)).bit_length()
@@ -273,7 +301,7 @@ def paired_layer(layer: Any, layer_forward: Any, hidden_states: Tensor, *args: A
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(sum, tokens, report) of a batch; Megatron divides the sum by the tokens of all ranks and microbatches."""
     has_label = batch.labels >= 0
-    weights = batch.fields.get("loss_weights", torch.ones_like(losses[0]))
+    weights = batch.fields.get(WEIGHTS, torch.ones_like(losses[0]))
     total = (losses[0] * has_label * weights).sum() * (batch.valid_tokens / (batch.total_weight or 1.0))
     return total, has_label.sum().int(), {"lm loss": torch.stack((total.detach(), has_label.sum()))}
 

@@ -15,6 +15,7 @@ from apportion.backends.torch.transport import Communicator
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import megatron_cpu  # noqa: F401
+import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
@@ -49,7 +50,7 @@ from apportion.trainer.megatron import (
     planned_spec,
     tick_step,
 )
-from tests.adapters.documents import VOCABULARY, documents, packed
+from tests.adapters.documents import VOCABULARY, Documents, documents, packed
 from tests.ranks.loading import HereSource, planning_of
 
 moe_utils.te_general_gemm = None  # Megatron looks it up even without Transformer Engine
@@ -96,6 +97,7 @@ class Case:
     deaf: bool = False  # whether a layer bypasses its core attention
     folder: str = ""  # for saving and resuming a run
     rows: int = 1  # ranks pad their rows to a multiple of this
+    weighted: bool = False  # whether samples have loss weights
     ping_pong: bool = False
     ticks: bool = False  # whether all stages compute the attention of each tick
 
@@ -212,6 +214,12 @@ def own_data(case: Any) -> Any:
     return packed(documents(), TOKENS, case.microbatches, SEED, multiple=1)
 
 
+class WeightedDocuments(Documents):
+    def __getitem__(self, index: int) -> Any:
+        tokens = super().__getitem__(index)
+        return {"input_ids": tokens, "loss_weights": 0.25 + np.arange(len(tokens)) % 4}
+
+
 def planned_data(case: Any, config: Any, ranks: int) -> Any:
     cluster = Cluster(1, ranks // case.tp // case.pp)
     if case.ticks:
@@ -220,7 +228,8 @@ def planned_data(case: Any, config: Any, ranks: int) -> Any:
         return planned_loader(documents(), config, **told, ticks=tick_table(case.pp, case.microbatches))
     policy = Policy(find_recipe("fcp"), seed=SEED)
     job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
-    return planned_loader(documents(), config, **planning_of(job), rows_multiple=case.rows)
+    dataset = WeightedDocuments() if case.weighted else documents()
+    return planned_loader(dataset, config, **planning_of(job), rows_multiple=case.rows)
 
 
 def train(comm: Communicator, own: Any, case: Any) -> Any:
@@ -295,6 +304,21 @@ def refused(comm: Communicator, case: Any) -> Any:
         except ApportionError as error:
             return str(error)
         return ""
+
+
+def weighted_steps(comm: Communicator, case: Any, num_microbatches: int) -> Any:
+    """Losses of two steps of this many microbatches, or the error."""
+    with _parallel(case):
+        config = config_of(case)
+        model, data = model_from(case, config, own=False), endless(planned_data(case, config, comm.ranks))
+        run = partial(
+            get_forward_backward_func(), forward_step_func=forward_step, data_iterator=data, model=model
+        )
+        sizes = {"num_microbatches": num_microbatches, "seq_length": TOKENS, "micro_batch_size": 1}
+        try:
+            return [_mean(run(**sizes, forward_only=False)) for _ in range(2)]
+        except ApportionError as error:
+            return str(error)
 
 
 def _mean(reports: Any) -> Any:

@@ -164,6 +164,17 @@ def test_unsupported_configs_are_refused(ranks: Any, case: Any, says: Any) -> No
         assert says in told
 
 
+def test_a_step_of_weighted_samples_must_be_one_iteration(ranks: Any) -> None:
+    """Half an iteration would divide by the weights of both halves."""
+    case = Case(microbatches=2, weighted=True)
+    (whole, *_), (half, *_), (two, *_) = (
+        ranks[2].run(jobs_megatron.weighted_steps, 2, case, number) for number in (2, 1, 4)
+    )
+    assert len(whole) == 2
+    assert half.startswith("microbatches of a step = 1: must be one iteration of the loader")
+    assert two.startswith("microbatches of a step = 4: must be one iteration of the loader")
+
+
 def test_stacks_of_mamba_layers_are_refused() -> None:
     spec = ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules())
     with pytest.raises(ConfigError, match=r"^spec = 'MambaStack': has no self_attention; Mamba mixers"):
