@@ -117,6 +117,10 @@ class Planned:
             rule, given = "a step must be an iteration", trainer.accumulate_grad_batches
             remedy = "set it to the loader's microbatches"
             raise ConfigError("accumulate_grad_batches", given, rule, remedy)
+        if trainer.training and trainer.overfit_batches:
+            rule = "would train on new batches: an epoch continues where the last one ended"
+            remedy = "give the loader a dataset of the samples to overfit"
+            raise ConfigError("overfit_batches", trainer.overfit_batches, rule, remedy)
         self._log(batch, share.detach(), name or f"{stage}_loss")
         replicas = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
         loss: Tensor = share * replicas * trainer.accumulate_grad_batches

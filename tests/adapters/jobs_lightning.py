@@ -132,7 +132,9 @@ class Noting(Callback):
             self.validated.append(float(trainer.callback_metrics["val_loss"]))
 
 
-def trainer_of(folder: Path, noting: Any, accumulated: Any = 2, devices: Any = 1) -> Any:
+def trainer_of(
+    folder: Path, noting: Any, accumulated: Any = 2, devices: Any = 1, overfit_batches: int = 0
+) -> Any:
     saving = ModelCheckpoint(
         folder, "step-{step}", every_n_train_steps=2, save_top_k=-1, auto_insert_metric_name=False
     )
@@ -142,6 +144,7 @@ def trainer_of(folder: Path, noting: Any, accumulated: Any = 2, devices: Any = 1
         devices=devices,
         max_epochs=2,
         accumulate_grad_batches=accumulated,
+        overfit_batches=overfit_batches,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -157,6 +160,7 @@ def fit(
     dies: Any = None,
     accumulated: Any = 2,
     kind: Any = Net,
+    overfit_batches: int = 0,
 ) -> Any:
     """(losses, validation losses, gradient norms), samples of the microbatches, or the error."""
     os.environ.update(LOCAL_RANK=str(comm.rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -165,7 +169,7 @@ def fit(
     common = {"shuffle": shuffle, "tokens": 60}
     loader = hf_jobs.loader(net.net, comm.ranks, lengths=TRAINED, microbatches=2, **common)
     tested = hf_jobs.loader(net.net, comm.ranks, lengths=EVALUATED, drop_last=False, **common)
-    trainer = trainer_of(folder, noting, accumulated, comm.ranks)
+    trainer = trainer_of(folder, noting, accumulated, comm.ranks, overfit_batches)
     try:
         batches = PlannedBatches(loader), PlannedBatches(tested, training=False)
         trainer.fit(net, *batches, ckpt_path=resumed)

@@ -47,6 +47,11 @@ def test_steps_that_are_not_whole_iterations_are_refused(pool: Any, tmp_path: Pa
         assert "accumulate_grad_batches" in why
 
 
+def test_overfitting_batches_is_refused(pool: Any, tmp_path: Path) -> None:
+    for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.Net, 2):
+        assert "overfit_batches = 2: would train on new batches" in why
+
+
 def test_a_step_that_does_not_pass_the_plan_to_its_model_is_refused(pool: Any, tmp_path: Path) -> None:
     for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.Deaf):
         assert "attention used the plan 0 times" in why
