@@ -92,6 +92,13 @@ def test_caps_hold_on_pods_of_unequal_speed(name: str) -> None:
     assert plan.layout("attention").rows_per_rank.max() <= 71
 
 
+def test_each_pod_is_planned_by_the_speeds_of_its_own_ranks() -> None:
+    cluster = ap.Cluster(2, 2, speeds=(1.0, 0.5, 0.5, 1.0))
+    plan = ap.plan(ap.Batch.from_lengths([64] * 8), cluster, MODEL, _recipe("blend", 2))
+    rows = plan.layout("attention").rows_per_rank
+    assert rows[[0, 3]].min() > 1.8 * rows[[1, 2]].max()
+
+
 @pytest.mark.parametrize(
     ("nodes", "ranks", "sizes"), [(5, 5, {2, 4}), (3, 4, {2, 4}), (255, 1024, {1016, 1024})]
 )

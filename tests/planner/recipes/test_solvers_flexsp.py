@@ -100,6 +100,11 @@ def test_with_linear_layers_the_fullest_rank_has_fewer_tokens() -> None:
     assert fullest[1] < fullest[0]
 
 
+def test_the_steps_capacity_is_at_most_the_policys_cap() -> None:
+    case = problem(token_cap=4500)
+    assert [grouping_problem(case, capacity).cap for capacity in (None, 4000, 9000)] == [4500, 4000, 4500]
+
+
 def test_degrees_divide_the_heads_and_the_node() -> None:
     assert feasible_degrees(problem(nodes=3, per_node=6)).tolist() == [1, 2, 8]
 
