@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from apportion import cli
-from apportion.service.http.serve import Server, serving
+from apportion.service.http.serve import Server, Settings, serving
 from apportion.service.store import Folder
 from tests.service.requests import TOKEN, Request, client_of
 
@@ -100,6 +100,15 @@ def test_a_store_is_checked_and_pruned(run_json: Callable[..., Any], tmp_path: P
     run_json("store", "prune", str(tmp_path), ends=cli.BAD_INPUT)
     for nothing in (tmp_path, tmp_path / "none"):
         assert run_json("store", "check", str(nothing), ends=cli.BAD_INPUT)["error"]["field"] == "FOLDER"
+
+
+def test_serve_takes_its_limits_in_gb_and_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[Settings]()
+    monkeypatch.setattr("apportion.service.http.serve.run", given.append)
+    assert cli.main(["serve", "--store-gb", "1.5", "--store-days", "2", "--worker-gb", "0.5"]) == cli.OK
+    settings = given[0]
+    assert (settings.store_bytes, settings.store_age_s) == (1_500_000_000, 2 * 24 * 3600.0)
+    assert settings.worker_bytes == 500_000_000
 
 
 def test_serve_names_the_invalid_option(run_json: Callable[..., Any], tmp_path: Path) -> None:

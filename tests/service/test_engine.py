@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from apportion.service.engine import Engine, Limits, Metrics, PlanRequest, State
 from apportion.service.pack import Pack
 from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.store import Folder, Store, StoreError
-from apportion.service.workers import ProcessExecutor
+from apportion.service.workers import ProcessExecutor, WorkerDiedError
 from apportion.service.workers.work import plan_file, plan_page
 from tests.service.faults import die, hang, hog
 from tests.service.requests import RANKS, Request
@@ -159,6 +159,33 @@ def test_the_length_of_the_queue_is_limited(workers: ProcessExecutor) -> None:
         assert await submit(engine, Request(19)) is not State.REFUSED
 
     run(workers, test, limits=Limits(queued=2))
+
+
+class Held(Executor):
+    """Begins what it is given, and ends nothing."""
+
+    def __init__(self) -> None:
+        self.begun = list[Future[Any]]()
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.begun.append(Future())
+        return self.begun[-1]
+
+
+def test_the_queue_is_bounded_in_bytes_also_after_a_worker_died() -> None:
+    held, waiting = Held(), [Request(2), Request(3)]
+
+    async def test(engine: Engine) -> None:
+        await submit(engine, Request(0))
+        held.begun[0].set_exception(WorkerDiedError("killed"))
+        while len(held.begun) < 2:  # it is planned again
+            await asyncio.sleep(0)
+        for request in (Request(1), *waiting):  # one is in the lane of light ones
+            await submit(engine, request)
+        with pytest.raises(ServiceError, match="429 queue-full"):
+            await submit(engine, Request(4))
+
+    run(held, test, limits=Limits(queued_bytes=sum(len(request.data) for request in waiting)))
 
 
 def test_a_tenant_that_fills_the_queue_leaves_others_their_share(workers: ProcessExecutor) -> None:

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from apportion.ir.bytes.origin import origin
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.service.precompute import IterationError, Work, precompute
 from apportion.service.store import Folder
-from apportion.service.workers import ProcessExecutor
+from apportion.service.workers import ProcessExecutor, WorkerDiedError
 from tests.service.requests import JOB, RANKS
 
 LENGTHS = np.random.default_rng(0).integers(100, 900, 12)
@@ -55,6 +57,28 @@ def test_every_iteration_of_every_epoch_is_planned(tmp_path: Path, workers: Proc
     assert summary.packs == len(list(store.files()))
     held = json.loads((tmp_path / "precompute.json").read_bytes())
     assert held == origin(JOB, LENGTHS, None, asked.sampling) | {"iterations": 8}
+
+
+class Dying(Executor):
+    """Plans here, after `deaths` deaths of a worker."""
+
+    def __init__(self, deaths: int) -> None:
+        self.left = deaths
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        found = Future[Any]()
+        self.left -= 1
+        if self.left >= 0:
+            found.set_exception(WorkerDiedError("killed"))
+        else:
+            found.set_result(fn(*args, **kwargs))
+        return found
+
+
+def test_a_request_is_planned_again_until_three_workers_have_died_on_it(tmp_path: Path) -> None:
+    with pytest.raises(IterationError, match="iteration 0 of epoch 0: killed"):
+        precompute(work(1), tmp_path, Dying(3), 1)
+    assert precompute(work(1), tmp_path, Dying(2), 1).planned == 1
 
 
 @pytest.mark.parametrize(("other", "field"), [({"seed_of": 1}, "lengths"), ({"shuffle": False}, "shuffle")])
