@@ -50,6 +50,14 @@ def test_a_rank_without_rows_has_a_gradient_path() -> None:
         assert share.item() == 0
 
 
+def test_a_step_without_labels_has_no_loss_and_no_gradient() -> None:
+    logits = logits_of().requires_grad_()
+    for weights in (None, torch.ones(5)):
+        share = normalised_loss(logits, torch.full((5,), IGNORED), 0, weights=weights)
+        assert share.item() == 0
+        assert not torch.autograd.grad(share, logits)[0].any()
+
+
 @pytest.mark.parametrize(
     ("logits", "labels", "weights", "message"),
     [
