@@ -102,7 +102,13 @@ def test_a_second_thread_is_refused_while_a_call_runs(pool: Pool) -> None:
         assert after == ""
 
 
-def test_the_end_of_a_recomputation_is_not_a_failure(pool: Pool) -> None:
+def test_a_gather_tells_of_calls_before_it_that_differ(pool: Pool) -> None:
+    for error, gathered in pool.run(jobs_calls.resumed, 2):
+        assert "ranks make different calls" in error
+        assert gathered == [[0], [1]]
+
+
+def test_neither_the_end_of_a_recomputation_nor_a_failure_before_ends_others(pool: Pool) -> None:
     assert pool.run(jobs_calls.stopped, 2) == [[[0], [1]]] * 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apportion.backends.torch import engines
 from apportion.backends.torch.autograd import backward_home, run, sink_gradient
+from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.executor import Layer
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Pool
@@ -46,6 +48,24 @@ def test_each_channel_has_its_own_process_group(pool: Ranks) -> None:
         assert groups >= 3
         assert same
         assert agreed
+
+
+def test_ranks_gather_any_number_of_numbers(pool: Ranks) -> None:
+    """Around 63, of which one is the transport's own, a second exchange begins."""
+    sizes = [0, 60, 61, 62, 63, 64, 200]
+    wanted = [[[*range(size)], [*range(size + 1)]] for size in sizes]
+    assert pool.run(jobs_transport.gathers, 2, sizes) == [wanted] * 2
+
+
+def test_gradients_of_a_row_for_many_are_added_up_in_float32() -> None:
+    """In bfloat16 sums of ones would stop at 256."""
+    alone: Any = SimpleNamespace(rank=0, ranks=1)
+    spread = Exchange(
+        alone, "rows", torch.zeros(1000, dtype=torch.int64), [1000], torch.arange(1000), [1000], 1000
+    )
+    row = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    spread(row).sum().backward()
+    assert row.grad.tolist() == [[1000.0, 1000.0]]
 
 
 def test_a_buffer_is_reused_by_the_next_layer() -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.recording import RecordingDevice
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -143,6 +145,20 @@ def test_two_layers_under_fsdp2(pool: Pool, project: bool, reshard: bool) -> Non
     sizes = jobs_upipe.Sizes(8, 2, depth=2)
     plan = planned(cases.batch_of("causal"), sizes, 2, 2, RING, heads=2, project=project)
     assert_equal(pool, plan, sizes, reshard)
+
+
+def test_layers_under_one_plan_may_have_other_widths() -> None:
+    sizes = Sizes(8, 2, hidden=64, dtype=torch.float32)
+    plan, device = (
+        planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=4, project=True),
+        RecordingDevice(0, 2),
+    )
+    handle = PlanHandle(plan.for_rank(0), device, device.engine)
+    for hidden in (64, 128):
+        rows = torch.zeros(handle.rows, hidden, requires_grad=True)
+        layer = jobs_upipe.Layer(replace(sizes, hidden=hidden))
+        layer(rows, handle.position_ids, handle, None).sum().backward()
+        assert rows.grad.shape == rows.shape
 
 
 def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool: Pool) -> None:

@@ -204,21 +204,21 @@ def test_kinds_that_choose_keys_refuse_plans_whose_queries_travel() -> None:
 
 
 def test_gradients_are_summed_in_float32(pool: Pool) -> None:
-    """A row that queries of many ranks see: in bfloat16 a sum of ones would stop at 256."""
+    """Sums between ranks as well: bfloat16 rounds 1 + 1/256 to 1, and again with another rank's 1/256."""
     batch = ap.Batch.from_lengths([40])
-    for sent in ("wide", "model"):
+    for sent, weights in (("wide", [1.0, 1 / 256, 1 / 256, 0.0]), ("model", [1.0] * 4)):
         model = replace(MODEL, dtype="bf16", sent_gradients=sent)
         plan = ap.plan(batch, ap.Cluster(2, 2), model, "fcp")
         rows = np.random.default_rng(0).normal(size=(40, 2, 3))
         home = [plan.layout("attention").tokens(rank) for rank in range(4)]
-        each = [(plan.for_rank(rank).encode(), rows[one]) for rank, one in enumerate(home)]
+        each = [(plan.for_rank(rank).encode(), rows[one], weights[rank]) for rank, one in enumerate(home)]
         found = pool.run(jobs_visible.narrow, 4, each=each)
         assert found is not None
         allowed = dense(batch)
         seen = [allowed[one].any(0) for one in home]
         for rank, (came, grad) in enumerate(found):
             np.testing.assert_array_equal(came, torch.from_numpy(rows[seen[rank]]).bfloat16().float().numpy())
-            wanted = np.sum(seen, axis=0)[home[rank]]
+            wanted = torch.from_numpy(np.dot(weights, seen)[home[rank]]).bfloat16().float().numpy()
             np.testing.assert_array_equal(grad, np.broadcast_to(wanted[:, None, None], grad.shape))
 
 

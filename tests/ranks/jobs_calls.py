@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -148,8 +149,25 @@ def threads(comm: Communicator, shards: tuple[Shard, Shard]) -> list[str]:
     return errors
 
 
+def resumed(comm: Communicator) -> tuple[str, list[list[int]]]:
+    """The error of a gather before which rank 1 made a call of its own, and what ranks gather after it."""
+    if comm.rank:
+        with comm.call("a step"):
+            pass
+    message = ""
+    try:
+        comm.all_gather([1], "metrics")
+    except ApportionError as error:
+        message = str(error)
+    return message, comm.all_gather([comm.rank], "ranks")
+
+
 def stopped(comm: Communicator) -> list[list[int]]:
-    """The values that ranks gather after a recomputation that checkpointing ends within a call; rank 0 is late."""
+    """The values that ranks gather after a failure that rank 0 caught, and a recomputation that checkpointing ends within
+    a call; rank 0 is late."""
+    with suppress(MemoryError), comm.call("a step"):
+        if comm.rank == 0:
+            raise MemoryError("out of memory")
 
     def block(x: torch.Tensor) -> torch.Tensor:
         with comm.call("a block"):

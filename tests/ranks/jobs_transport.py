@@ -40,3 +40,8 @@ def channels(comm: Communicator) -> tuple[int, bool, bool]:
     shared.start(3)
     rows = shared.all_gather([shared.rank, 7], "numbers")
     return len(shared._groups), Communicator.shared() is shared, rows == [[rank, 7] for rank in range(8)]
+
+
+def gathers(comm: Communicator, sizes: list[int]) -> list[list[list[int]]]:
+    """What each gather of so many numbers on rank 0, one more on rank 1 and so on gives."""
+    return [comm.all_gather(range(size + comm.rank), f"{size} numbers") for size in sizes]

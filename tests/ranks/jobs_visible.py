@@ -75,10 +75,11 @@ def refused(comm: Communicator, kind: str, piece: bytes) -> str:
     return ""
 
 
-def narrow(comm: Communicator, shard: tuple[bytes, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Received rows in bfloat16, and their gradients if every visible row's is 1."""
-    piece, rows = shard
+def narrow(comm: Communicator, shard: tuple[bytes, NDArray[Any], float]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Received rows in bfloat16, and their gradients if those of this rank's visible rows are its weight. shard: slice,
+    rows, weight."""
+    piece, rows, weight = shard
     x = torch.from_numpy(rows).bfloat16().requires_grad_()
     found = ap.gather_visible(x, handle_of(comm, piece))
-    found.rows.sum().backward()
+    found.rows.sum().backward(torch.tensor(weight).bfloat16())
     return found.rows.detach().float().numpy(), x.grad.float().numpy()
