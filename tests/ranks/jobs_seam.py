@@ -118,8 +118,8 @@ def groups(
     comm: Communicator,
     options: dict[str, Any],
     dataset: Recorded | Broken | None = None,
-) -> list[tuple[int | list[Any], ...]] | None:
-    """Two groups of four ranks on one job: the content of each batch, with the labels counted over all."""
+) -> list[tuple[float | list[Any], ...]] | None:
+    """Two groups of four ranks on one job: the content of each batch, with labels and weights counted over all."""
     group, place = divmod(comm.rank, 4)
     mine = [dist.new_group(range(first, first + 4)) for first in (0, 4)][group]
     others = [dist.new_group([first, first + 4]) for first in range(4)][place]
@@ -127,7 +127,10 @@ def groups(
     group = ap.Communicator(mine)
     loader = PlannedLoader(dataset or Recorded(), communicator=group, replicas=others, **options)
     assert loader.state_dict()["groups"] == 2
-    return [(b.iteration, b.microbatch, b.is_last, b.valid_tokens, b.samples.tolist()) for b in loader]
+    return [
+        (b.iteration, b.microbatch, b.is_last, b.valid_tokens, b.samples.tolist(), b.total_weight)
+        for b in loader
+    ]
 
 
 def resumed(

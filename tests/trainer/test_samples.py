@@ -157,12 +157,14 @@ def samples_of(batches: Any) -> list[list[int]]:
 
 
 def test_a_stream_yields_every_sample_once_per_epoch_in_buffers() -> None:
-    loader = stream_loader()
+    loader, orders = stream_loader(), list[list[int]]()
     for epoch in (0, 2):
         loader.set_epoch(epoch)
         seen = [sample - 1000 * epoch for batch in samples_of(loader) for sample in batch]
         assert sorted(seen) == list(range(40))
         assert sorted(seen[:16]) == list(range(16)) != seen[:16]
+        orders.append(seen)
+    assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 7])

@@ -262,7 +262,8 @@ def test_groups_share_an_order_and_count_all_labels(pool: Pool) -> None:
     for mine, other in zip(results[0], results[4], strict=True):
         assert mine[:4] == other[:4]
     by_iteration = {}
-    for number, _, _, valid, samples in results[0] + results[4]:
+    for number, _, _, valid, samples, weight in results[0] + results[4]:
+        assert weight == valid  # samples have no weights
         count = sum(LENGTHS[sample] - 1 for sample in samples)
         by_iteration[number] = (valid, by_iteration.get(number, (0, 0))[1] + count)
     assert all(valid == count for valid, count in by_iteration.values())
