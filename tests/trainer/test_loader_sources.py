@@ -169,6 +169,19 @@ def test_one_reachable_server_of_several_suffices(server: Server) -> None:
     assert [seen(batch) for batch in loader_of(urls)] == without_a_server()
 
 
+@pytest.mark.parametrize(("kind", "ends"), [("queue-full", TimeoutError), ("refused", ServiceError)])
+def test_only_what_a_service_may_do_later_is_asked_for_again(
+    kind: str, ends: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*_: Any) -> None:
+        raise ServiceError(kind, "not now")
+
+    with closing(ServiceSource(("http://127.0.0.1:9",))) as source:
+        monkeypatch.setattr(source._client, "submit", answer)
+        with pytest.raises(ends, match="not now"):
+            source.submit(b"", b"", 0)
+
+
 def test_without_its_server_a_loader_ends_within_its_time_out() -> None:
     with serving(None) as server:
         loader = loader_of(server.url, timeout_s=3.0, lookahead=1)
