@@ -147,18 +147,31 @@ def test_two_layers_under_fsdp2(pool: Pool, project: bool, reshard: bool) -> Non
     assert_equal(pool, plan, sizes, reshard)
 
 
-def test_layers_under_one_plan_may_have_other_widths() -> None:
+@pytest.fixture
+def handle() -> PlanHandle:
+    """Of a rank without peers, on a device that computes nothing."""
     sizes = Sizes(8, 2, hidden=64, dtype=torch.float32)
-    plan, device = (
-        planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=4, project=True),
-        RecordingDevice(0, 2),
-    )
-    handle = PlanHandle(plan.for_rank(0), device, device.engine)
+    plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=4, project=True)
+    device = RecordingDevice(0, 2)
+    return PlanHandle(plan.for_rank(0), device, device.engine)
+
+
+def test_layers_under_one_plan_may_have_other_widths(handle: PlanHandle) -> None:
     for hidden in (64, 128):
         rows = torch.zeros(handle.rows, hidden, requires_grad=True)
-        layer = jobs_upipe.Layer(replace(sizes, hidden=hidden))
+        layer = jobs_upipe.Layer(Sizes(8, 2, hidden=hidden, dtype=torch.float32))
         layer(rows, handle.position_ids, handle, None).sum().backward()
+        assert rows.grad is not None
         assert rows.grad.shape == rows.shape
+
+
+def test_hooks_of_a_parameter_run_once_on_the_gradient_of_all_stages(handle: PlanHandle) -> None:
+    layer, ran = jobs_upipe.Layer(Sizes(8, 2, hidden=64, dtype=torch.float32)), list[str]()
+    for name, param in layer.named_parameters():
+        param.register_hook(lambda _, name=name: ran.append(name))
+    rows = torch.zeros(handle.rows, 64, requires_grad=True)
+    layer(rows, handle.position_ids, handle, None).sum().backward()
+    assert sorted(ran) == sorted(name for name, _ in layer.named_parameters())
 
 
 def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool: Pool) -> None:

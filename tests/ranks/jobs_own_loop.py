@@ -270,3 +270,12 @@ def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:
         low = MixedPrecisionPolicy(torch.bfloat16) if net == "bf16" else MixedPrecisionPolicy()
         wrapped = fully_shard(model, mesh=DeviceMesh.from_group(comm._base, "cpu"), mp_policy=low)
     return ap.sum_gradients(wrapped) if reduces.endswith("summed") else wrapped
+
+
+def one_sided(comm: Communicator) -> list[list[list[float]] | None]:
+    """Sums of the gradients of a layer that rank 0 alone uses, and of one that no rank uses."""
+    layers = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(2))
+    if comm.rank == 0:
+        layers[0](torch.ones(3, 2)).sum().backward()
+    ap.sum_gradients(layers, comm._groups[0])
+    return [None if one.grad is None else one.grad.tolist() for one in layers.parameters()]

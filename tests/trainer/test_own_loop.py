@@ -180,3 +180,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
 def test_wrong_loops_fail_in_their_first_steps(pool: Pool, loop: dict[str, Any], says: str) -> None:
     for found in pool.run(jobs_own_loop.trained, 2, loop):
         assert re.match(says, found), found
+
+
+def test_what_some_ranks_do_not_use_is_summed_all_the_same(pool: Pool) -> None:
+    assert pool.run(jobs_own_loop.one_sided, 2) == [[[[3.0, 3.0]], None]] * 2
