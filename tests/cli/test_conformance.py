@@ -200,7 +200,7 @@ def asked(name: str, verb: str) -> Question:
         ("check", "malformed/empty", "", "exit code 0 of a plan that breaks envelope, expected exit code 1"),
         ("check", "malformed/empty", "os.abort()", "signal 6 of a plan that breaks envelope"),
         ("check", "broken/id_of_zeros", "", "exit code 0 of a plan that breaks digests"),
-        ("read", "cases/fcp", "print('{')", "stdout is no JSON"),
+        ("read", "cases/fcp", "print('{')", "stdout is not JSON"),
         ("read", "cases/fcp", "print('[]')", "expected {"),
         ("run", "cases/fcp", "", "it wrote no outputs"),
         ("run", "cases/fcp", "open(words[0], 'w').write('x')", "outputs have 1 bytes, expected 5776"),
@@ -263,7 +263,7 @@ def test_the_command_writes_the_suite_and_runs_a_reader(
     record = json.loads(capsys.readouterr().out)
     assert (record["ok"], record["asked"], record["failed"]) == (True, 2, [])
     assert cli.main(["conformance", str(folder), "--only", "cases/fcp", "--", *reader_of(tmp_path, "")]) == 1
-    assert "level run, 6 answers, 4 wrong\n  read cases/fcp: stdout is no JSON" in capsys.readouterr().out
+    assert "level run, 6 answers, 4 wrong\n  read cases/fcp: stdout is not JSON" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

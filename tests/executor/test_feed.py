@@ -103,13 +103,13 @@ def test_ranks_without_images_and_without_patches_take_part(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("places", "merge", "error"),
     [
-        ([[[31, 0, 5]], [[32, 0, 5]]], MERGE, "ExecutionError: ranks feed plan .* by different places"),
+        ([[[31, 0, 5]], [[32, 0, 5]]], MERGE, "ExecutionError: ranks feed plan .* at different places"),
         ([[[31, 0, 4]]], MERGE, "ConfigError: .*must name each of the encoder's 20 rows once, 4 per token"),
         ([[[31, 0, 5]]], 5, "ConfigError: .*must name each of the encoder's 20 rows once, 5 per token"),
         (
             [[[31, 0, 3], [33, 12, 2]]],
             MERGE,
-            "ConfigError: .*runs of the decoder's 70 tokens, one behind another",
+            "ConfigError: .*runs of the decoder's 70 tokens, without overlap",
         ),
         ([[[66, 0, 5]]], MERGE, "ConfigError: .*runs of the decoder's 70 tokens"),
         ([[[31, 0]]], MERGE, r"ConfigError: places.shape = \(1, 2\): must be \[n, 3\]"),

@@ -349,7 +349,7 @@ def test_repeated_keys_and_non_minimal_forms_are_refused(plan: Plan) -> None:
         ("q_heads", 3, "not a multiple"),
         ("q_heads", 2**63, "outside"),
         ("kv_heads", -1, "outside"),
-        ("head_dim", 16, "the model asked for"),
+        ("head_dim", 16, "the requested model"),
         ("head_dim", 8.5, "Expected `int`"),
         ("dtype", "object", "known are bf16"),
         ("kinds", [], "distinct names"),

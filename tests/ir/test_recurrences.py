@@ -120,7 +120,12 @@ def without_past(columns: Columns) -> None:
 
 CASES = {
     "a run that is short": ("runs", setting("rows", -1, 1), "recurrences", "its runs end at row"),
-    "runs with a gap": ("runs", setting("row", 1, 1), "structure", "does not begin where the run before it"),
+    "runs with a gap": (
+        "runs",
+        setting("row", 1, 1),
+        "structure",
+        "does not begin at the end of the previous run",
+    ),
     "another sequence": (
         "runs",
         setting("sequence", 0, 1),
@@ -143,7 +148,7 @@ CASES = {
         "folds",
         setting("heads", -1, 4),
         "structure",
-        "go beyond those of its kind",
+        "heads exceed the heads of its kind",
     ),
     "a state for others": ("states", lambda c: c["peer"].fill(0), "recurrences", "not those of the slots"),
     "states in another order": ("states", swap_edit("run", 0, 1), "recurrences", "not those of the slots"),

@@ -87,12 +87,12 @@ def with_spans(plan: Plan, column: str, span: int, value: int) -> Plan:
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
-        ("token", 9, "no span holds tokens [8, 9)"),
+        ("token", 9, "tokens [8, 9) are in no span"),
         ("token", 7, "tokens [7, 8) are on another row too"),
         ("row", 1, "begins at row 1, but the rows before it end at 0"),
-        ("position", 3, "says position 3, but its first token has 8"),
-        ("sequence", 1, "says sequence 1, but its tokens are of sequence 0"),
-        ("length", 7, "no span holds tokens [15, 16)"),
+        ("position", 3, "has position 3, but its first token has position 8"),
+        ("sequence", 1, "has sequence 1, but its tokens belong to sequence 0"),
+        ("length", 7, "tokens [15, 16) are in no span"),
     ],
 )
 def test_wrong_spans_of_a_layout_are_named(column: str, value: int, words: str) -> None:

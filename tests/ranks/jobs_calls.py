@@ -163,8 +163,8 @@ def resumed(comm: Communicator) -> tuple[str, list[list[int]]]:
 
 
 def stopped(comm: Communicator) -> list[list[int]]:
-    """The values that ranks gather after a failure that rank 0 caught, and a recomputation that checkpointing ends within
-    a call; rank 0 is late."""
+    """The values that ranks gather after a failure that rank 0 caught, and a recomputation that checkpointing ends
+    within a call; rank 0 is late."""
     with suppress(MemoryError), comm.call("a step"):
         if comm.rank == 0:
             raise MemoryError("out of memory")

@@ -75,8 +75,8 @@ def test_inconsistent_media_are_refused(case: str) -> None:
 
 
 MISLED = {
-    "ignored": "a batch has media, and the model",
-    "of the decoder": "a batch has media, and the model",
+    "ignored": "a batch has media, but the model",
+    "of the decoder": "a batch has media, but the model",
     "of the first batch": "used the plan of an earlier batch",
 }
 

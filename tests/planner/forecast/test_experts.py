@@ -336,7 +336,7 @@ def test_degrees_that_do_not_fit_are_refused_by_name(
     [
         ({"count": 8, "active": 9, "width": 4}, "^training.experts.active = 9: must be from 1 to count"),
         ({"count": 8, "active": 2}, "^training.experts.width = 0"),
-        ({"width": 4}, "^training.experts.width = 4: is for layers with experts"),
+        ({"width": 4}, "^training.experts.width = 4: requires layers with experts"),
         ({"imbalance": 0.5}, "^training.experts.imbalance = 0.5: must be a number from 1"),
         ({"many": 1}, "^training.experts = 'many'"),
     ],

@@ -221,7 +221,7 @@ def test_a_batch_of_outliers_alone_is_refused() -> None:
 @pytest.mark.parametrize("name", PASSES)
 def test_a_sequence_beyond_the_cap_is_refused_with_numbers(name: str) -> None:
     message = r"sequence 1 has 41 tokens, a microbatch holds at most 20 \(10 on each of 2 ranks\): use at least 21 " \
-        r"tokens a rank, 5 ranks, or cut the sequence"  # fmt: skip
+        r"tokens per rank, 5 ranks, or cut the sequence"  # fmt: skip
     with pytest.raises(ap.CapacityError, match=message):
         pack(PASSES[name](), [3, 41], cap=10)
 

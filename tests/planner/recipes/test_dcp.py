@@ -135,7 +135,7 @@ def test_the_papers_tolerances_move_fewer_bytes() -> None:
 
 def test_compute_that_cannot_be_even_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp, "MOST_CELLS", 100)
-    with pytest.raises(ap.CapacityError, match=r"\d+ cells of at most \d+ pairs .* pairs a rank"):
+    with pytest.raises(ap.CapacityError, match=r"\d+ cells of at most \d+ pairs .* pairs per rank"):
         placed(problem_of(Batch.from_lengths([LONG]), 7), epsilon_compute=[0.0, 0.0], epsilon_tokens=[0, 0])
 
 
