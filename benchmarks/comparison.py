@@ -180,12 +180,7 @@ FCP_4K = with_steps(
     schedule={"matchings": {"coalesce": 16, "buffers": 3}},
     inner={"ulysses": {"degree": 8}},
 )
-NODE = with_steps(
-    "fcp-2k-node",
-    "fcp",
-    shard={"blocks": {"block": 2048, "zigzag": True}},
-    route={"node": {}},
-)
+NODE = with_steps("fcp-2k-node", "fcp", shard={"blocks": {"block": 2048, "zigzag": True}}, route={"node": {}})
 STAR = with_steps("fcp-2k-star", "fcp", shard={"blocks": {"block": 2048, "zigzag": True}}, route={"star": {}})
 OF_FCP = (
     *(ulysses(name) for name in ("ring", "hybrid_dp", "wlb")),
@@ -200,11 +195,7 @@ OF_ZEPPELIN = (
 )
 
 #: rows whose plans are not verified: verification takes a minute and 10 GB for each
-HEAVY = {
-    "fcp-short-128": ("ring", "wlb"),
-    "fcp-short-256": ("ring", "wlb"),
-    "fcp-long-256": ("ring", "wlb"),
-}
+HEAVY = {"fcp-short-128": ("ring", "wlb"), "fcp-short-256": ("ring", "wlb"), "fcp-long-256": ("ring", "wlb")}
 
 
 def _shipped(name: str, title: str, draw: Draw, ranks: int, seeds: int) -> Case:

@@ -222,20 +222,18 @@ def measure(paper: Paper) -> dict[str, Any]:
     """Simulates every step under all candidate figures, and the mean error of each."""
     steps = paper.steps()
     published = {name: list(theirs) for name, (theirs, _) in steps.items()}
-    attempts = []
+    tried = []
     for figures in TRIED:
         results = {
-            name: [round(value, 4) for value in simulated(figures)] for name, (_, simulated) in steps.items()
+            name: [round(us, 4) for us in simulated(figures)] for name, (_, simulated) in steps.items()
         }
-        attempts.append({"figures": figures.__dict__, "ours": results, "error": _error(published, results)})
-    return {"name": paper.name, "columns": list(paper.figures), "published": published, "tried": attempts}
+        tried.append({"figures": figures.__dict__, "ours": results, "error": _error(published, results)})
+    return {"name": paper.name, "columns": list(paper.figures), "published": published, "tried": tried}
 
 
 def _error(published: Mapping[str, Sequence[float]], results: Mapping[str, Sequence[float]]) -> float:
     """The mean of |ours / theirs - 1|, with ratios above 1 replaced by their inverse."""
-    ratios = np.concatenate(
-        [np.log(np.array(results[name]) / np.array(published[name])) for name in published]
-    )
+    ratios = np.concatenate([np.log(np.divide(results[name], published[name])) for name in published])
     return round(float(np.exp(np.abs(ratios).mean()) - 1), 4)
 
 
@@ -245,21 +243,16 @@ def _error(published: Mapping[str, Sequence[float]], results: Mapping[str, Seque
 def table(paper: Mapping[str, Any]) -> str:
     """A row per step: theirs, and ours with its error under the current figures, under the best candidate, and under
     the best at the current rate."""
-    attempts = paper["tried"]
-    today = next(attempt for attempt in attempts if attempt["figures"] == TODAY.__dict__)
-    at_rate = min(
-        (attempt for attempt in attempts if attempt["figures"]["rate"] == 1.0),
-        key=lambda attempt: attempt["error"],
-    )
-    best = min(attempts, key=lambda attempt: attempt["error"])
+    tried = paper["tried"]
+    today = next(fit for fit in tried if fit["figures"] == TODAY.__dict__)
+    at_rate = min((fit for fit in tried if fit["figures"]["rate"] == 1.0), key=lambda fit: fit["error"])
+    best = min(tried, key=lambda fit: fit["error"])
     columns = {"today": today, "best at today's rate": at_rate, "best": best}
-    names = [f"{name}{_words(attempt['figures'])}" for name, attempt in columns.items()]
+    names = [f"{name}{_words(fit['figures'])}" for name, fit in columns.items()]
     lines = head(["step", "theirs", *names])
     for step, paper_row in paper["published"].items():
-        lines.append(
-            line([step, *_cells(paper_row, [attempt["ours"][step] for attempt in columns.values()])])
-        )
-    lines.append(line(["mean error", "", *(f"{attempt['error']:.0%}" for attempt in columns.values())]))
+        lines.append(line([step, *_cells(paper_row, [fit["ours"][step] for fit in columns.values()])]))
+    lines.append(line(["mean error", "", *(f"{fit['error']:.0%}" for fit in columns.values())]))
     return "\n".join([f"{' / '.join(paper['columns'])}; in brackets ours over theirs", "", *lines])
 
 

@@ -73,9 +73,7 @@ def measure(seeds: int) -> Iterator[dict[str, Any]]:
                     "backward_ms": backward,
                     "bytes": total,
                     "between_nodes": inter_node,
-                    "most_of_ring": max(
-                        value / reference for value, reference in zip(times, ring, strict=True)
-                    ),
+                    "most_of_ring": max(ours / theirs for ours, theirs in zip(times, ring, strict=True)),
                 }
 
 

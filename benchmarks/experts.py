@@ -86,12 +86,8 @@ def row(case: PublishedStep) -> dict[str, Any]:
     result = forecast(batch, cluster, model_of(case.config), [form], training, hardware="h100").record()[
         "rows"
     ][0]
-    published_row = {"name": case.name, "source": case.source, "published_s": case.seconds, "gpus": case.gpus}
-    return published_row | {
-        "step_s": result["step_s"],
-        "parts_s": result["parts_s"],
-        "parallelism": result["name"],
-    }
+    row = {"name": case.name, "source": case.source, "published_s": case.seconds, "gpus": case.gpus}
+    return row | {"step_s": result["step_s"], "parts_s": result["parts_s"], "parallelism": result["name"]}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

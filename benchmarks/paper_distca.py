@@ -53,11 +53,7 @@ PRETRAIN = {
 LLAMA_34B = Model(64, 16, 128, hidden=8192, ffn=22016, layers=48)
 #: its Table 4: model -> MaxDocLen in thousands -> GPUs -> sequences of a batch (of 34B, 256 GPUs left out)
 BATCHES = {
-    "8B": {
-        128: {64: 8, 128: 16, 256: 32},
-        256: {64: 4, 128: 8, 256: 16},
-        512: {64: 2, 128: 4, 256: 8},
-    },
+    "8B": {128: {64: 8, 128: 16, 256: 32}, 256: {64: 4, 128: 8, 256: 16}, 512: {64: 2, 128: 4, 256: 8}},
     "34B": {128: {64: 4, 128: 8}, 256: {64: 2, 128: 4}, 512: {64: 2, 128: 4}},
 }
 #: of its Table 5, with pipeline stages
@@ -69,10 +65,7 @@ TRAINING = Training(sharding="zero1", recompute="none")
 #: section 6.2, without pipeline: the largest gain over each baseline, of all models, data sets and sizes
 MOST = {"Megatron-LM": 1.92, "WLB-ideal": 1.20, "FlexSP+": 1.35}
 #: the same with pipeline, for each model
-MOST_4D = {
-    "8B": {"Megatron-LM": 1.83, "WLB-ideal": 1.35},
-    "34B": {"Megatron-LM": 1.72, "WLB-ideal": 1.25},
-}
+MOST_4D = {"8B": {"Megatron-LM": 1.83, "WLB-ideal": 1.35}, "34B": {"Megatron-LM": 1.72, "WLB-ideal": 1.25}}
 STAGES = (2, 4)
 #: per-sequence sharding: the whole sequence zig-zag, keys and values gathered
 PER_SEQUENCE = with_steps("per-sequence", "allgather", place={"zigzag": {"over": "batch"}})

@@ -172,10 +172,7 @@ LENGTHS = "lengths: one of every bin, or one of 112K and four of 4K"
 
 # --- DCP
 
-TE = Recipe(
-    "ring-heads-2",
-    {**find_recipe("ring").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}},
-)
+TE = Recipe("ring-heads-2", {**find_recipe("ring").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}})
 #: data set -> median and sigma of a log-normal: the paper shows its lengths only in a figure
 DCP_DATA = {"LongDataCollections": (2048, 1.5), "LongAlign": (10240, 0.8)}
 #: DCP's programs with all tiles received before any computation

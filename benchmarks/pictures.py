@@ -54,9 +54,7 @@ def facts(name: str) -> str:
 
 def steps(recipe: Recipe) -> str:
     """The steps of a recipe in one line."""
-    return ", ".join(
-        f"`{step.step} {step.name}{_caption(step.params)}`" for step in recipe if step.name != "off"
-    )
+    return ", ".join(f"`{one.step} {one.name}{_caption(one.params)}`" for one in recipe if one.name != "off")
 
 
 def _caption(params: Any) -> str:

@@ -171,9 +171,8 @@ def _row(case: PublishedSetting, system: System, ranks: int) -> dict[str, Any]:
         runs = [simulate(plan, *applied(scenario, hardware, cluster)) for scenario in SCENARIOS]
         pairs = int((batch.lengths * (batch.lengths + 1) // 2).sum())
         rates.append([[_tflops(case.model, pairs, ranks, run, phase) for phase in FLOPS] for run in runs])
-        losses.append(
-            [runs[0].lost_ms[name] / sum(runs[0].lost_ms.values()) for name in ("imbalance", "stalls")]
-        )
+        lost = runs[0].lost_ms
+        losses.append([lost[name] / sum(lost.values()) for name in ("imbalance", "stalls")])
     means, deviation = np.mean(rates, axis=0), np.std(rates, axis=0)[0]
     imbalance, stalls = np.mean(losses, axis=0).tolist()
     return {

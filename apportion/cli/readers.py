@@ -27,7 +27,7 @@ LEVELS = {
 }
 #: rules whose violation makes a reader refuse the bytes, since they are not a plan
 _REFUSAL_RULES = ("digests",)
-_MAX_QUOTED = 300  # characters quoted from a command's output
+_QUOTED = 300  # characters quoted from a command's output
 _INDEX = "suite.json"
 
 
@@ -101,12 +101,8 @@ class Answer:
 
 def questions(suite: Suite, level: str, only: str = "") -> list[Question]:
     """All questions of a level; only: text that the names of their entries must contain."""
-    candidates = [
-        *_case_questions(suite),
-        *_byte_questions(suite, "malformed"),
-        *_byte_questions(suite, "broken"),
-    ]
-    return [question for question in candidates if question.verb in LEVELS[level] and only in question.name]
+    items = [*_case_questions(suite), *_byte_questions(suite, "malformed"), *_byte_questions(suite, "broken")]
+    return [question for question in items if question.verb in LEVELS[level] and only in question.name]
 
 
 def _case_questions(suite: Suite) -> Iterator[Question]:
@@ -175,7 +171,7 @@ class Reader:
             return (
                 ""
                 if named == question.rule
-                else f"expected the rule {question.rule}, got {named[:_MAX_QUOTED]!r}"
+                else f"expected the rule {question.rule}, got {named[:_QUOTED]!r}"
             )
         return ""
 
@@ -184,7 +180,7 @@ def _exit_fault(question: Question, process: subprocess.CompletedProcess[bytes])
     """Describes an invalid exit: a signal, or a code other than 0 and 1, is a crash."""
     if process.returncode == question.expected:
         return ""
-    message = process.stderr.decode(errors="replace").strip()[-_MAX_QUOTED:]
+    message = process.stderr.decode(errors="replace").strip()[-_QUOTED:]
     breaks = f" of a plan that breaks {question.rule}" if question.rule else ""
     status = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
     return f"{status}{breaks}, expected exit code {question.expected}{': ' + message if message else ''}"
@@ -212,7 +208,7 @@ def difference(expected: Any, actual: Any, path: str = "") -> str:
         pairs = enumerate(zip(expected, actual, strict=True))
         return next(filter(None, (difference(a, b, f"{path}[{i}]") for i, (a, b) in pairs)), "")
     equal = type(expected) is type(actual) and expected == actual
-    return "" if equal else f"{path}: expected {str(expected)[:_MAX_QUOTED]}, got {str(actual)[:_MAX_QUOTED]}"
+    return "" if equal else f"{path}: expected {str(expected)[:_QUOTED]}, got {str(actual)[:_QUOTED]}"
 
 
 def _run_fault(question: Question, outputs: Path, tolerance: float) -> str:

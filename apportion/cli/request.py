@@ -130,7 +130,7 @@ class BatchOptions(RequestOptions):
             flags = {"--mask": self.mask, "--tokens-per-rank": self.tokens_per_rank, "--batches": batches}
             flags |= {"--overlong": self.overlong, "--column": self.column}
             inputs.refuse(
-                flags, f"the batch {self.batch} is taken as it is, nothing is drawn", "drop --batch or"
+                flags, f"the batch {self.batch} is used unchanged, nothing is drawn", "drop --batch or"
             )
             return [Batch.load(self.batch)], 0
         source, seeds = self.source(longest), range(self.seed, self.seed + (batches or usual))

@@ -32,11 +32,7 @@ class Congestion:
     @staticmethod
     def of(hardware: Hardware) -> Congestion | None:
         """The hardware's congestion, or None if transfers always take bytes over rate."""
-        by_name = {
-            "incast": hardware.incast,
-            "peers": hardware.incast_peers,
-            "one_peer": hardware.one_peer,
-        }
+        by_name = {"incast": hardware.incast, "peers": hardware.incast_peers, "one_peer": hardware.one_peer}
         figures = {name: figure.value for name, figure in by_name.items() if figure is not None}
         result = Congestion(**figures, rates=hardware.message_rates)
         return result if result.incast > 0 or result.one_peer < 1 or result.rates is not None else None

@@ -167,10 +167,7 @@ def _program_change(rank: int, kind: str, phase: str, a: ProgramSet, b: ProgramS
 
 def _count_changes(a: ProgramSet, b: ProgramSet) -> dict[str, tuple[int, int]]:
     counts = {
-        OP_NAMES[op]: (
-            int((a["instructions"]["op"] == op).sum()),
-            int((b["instructions"]["op"] == op).sum()),
-        )
+        OP_NAMES[op]: (int((a["instructions"]["op"] == op).sum()), int((b["instructions"]["op"] == op).sum()))
         for op in Op
     }
     return {name: pair for name, pair in counts.items() if pair[0] != pair[1]}

@@ -237,7 +237,7 @@ def _require_whole_steps(config: Any, batches: Sequence[PlannedBatch]) -> None:
     """Notes weighted batches of the current step for `WholeSteps`."""
     if not isinstance(config.finalize_model_grads_func, WholeSteps):
         config.finalize_model_grads_func = WholeSteps(config.finalize_model_grads_func)
-    config.finalize_model_grads_func.batches += batches
+    config.finalize_model_grads_func.batches.extend(batches)
 
 
 def _positions(batches: Sequence[PlannedBatch]) -> int:

@@ -80,10 +80,7 @@ def _read(name: str) -> str:
 REPORT = Page(
     "report.html",
     ("report",),
-    (
-        *("data", "colours", "viewport", "tables", "timeline", "mask", "traffic"),
-        *("plan", "compare", "main"),
-    ),
+    (*("data", "colours", "viewport", "tables", "timeline", "mask", "traffic"), *("plan", "compare", "main")),
 )
 #: the page of a server
 WATCH = Page("watch.html", ("report", "watch"), ("data", "colours", "watch"), asks=True, opens=(REPORT,))

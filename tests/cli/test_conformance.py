@@ -270,7 +270,7 @@ def test_the_command_writes_the_suite_and_runs_a_reader(
     ("words", "why"),
     [
         (["--level", "write"], "--level = 'write': must be one of read, run, verify"),
-        (["--only", "no such name", "--", "true"], "no entry of the suite has a name with this text"),
+        (["--only", "no such name", "--", "true"], "no entry of the suite has such a name"),
         (["--", "/no/such/reader"], "cannot be started: No such file or directory"),
     ],
 )

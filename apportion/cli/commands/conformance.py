@@ -57,9 +57,7 @@ def conformance(
     suite = Suite.open(path)
     selection = questions(suite, level, only) if command else []
     if command and not selection:
-        raise ConfigError(
-            "--only", only, "no entry of the suite has a name with this text", "see its suite.json"
-        )
+        raise ConfigError("--only", only, "no entry of the suite has such a name", "see its suite.json")
     answers: list[Answer] = []
     reader = Reader(command or (), timeout_s, tolerance)
     with progress("asking", len(selection), not as_json) as step:

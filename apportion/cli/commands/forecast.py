@@ -33,9 +33,7 @@ Recipes = Annotated[
 ]
 Grids = Annotated[
     str,
-    Option(
-        help="Recipes of static DP x CP grids, at every degree, or none; each group has its own sequences."
-    ),
+    Option(help="Recipes of static DP x CP grids, at every degree, or none; groups have own sequences."),
 ]
 Baseline = Annotated[
     str | None,

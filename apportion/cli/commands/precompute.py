@@ -85,9 +85,7 @@ def precompute(
     try:
         summary = _run(work, out, workers, ray)
     except KeyboardInterrupt:
-        note(
-            f"apportion: stopped; the files in {out} are complete, and the same command continues from there"
-        )
+        note(f"apportion: stopped; files in {out} are complete, and the same command continues from there")
         raise typer.Exit(INTERRUPTED) from None
     record = _record(work, summary, out)
     emit(record, as_json, lambda: _table(record))

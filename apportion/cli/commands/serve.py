@@ -33,9 +33,7 @@ def serve(
     ] = None,
     store_days: Annotated[
         float | None,
-        Option(
-            help="Delete plans unused for this many days. Default: no limit; Redis: 1.", min=0.001, max=1e5
-        ),
+        Option(help="Delete plans unused for this many days. Default: none; Redis: 1.", min=0.001, max=1e5),
     ] = None,
     workers: options.Workers = 0,
     worker_gb: Annotated[

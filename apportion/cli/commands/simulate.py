@@ -50,7 +50,5 @@ def simulate(
         "trace": None if trace is None else str(trace),
         **(simulation.to_data(spans) if as_json else {}),
     }
-    views = [
-        lambda single=single: printed.run_view(single, timelines, path) for single in simulation.runs.values()
-    ]
+    views = [lambda run=run: printed.run_view(run, timelines, path) for run in simulation.runs.values()]
     emit(record, as_json, lambda: printed.headline(simulation), *views)

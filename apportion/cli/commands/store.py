@@ -50,13 +50,11 @@ def check(
     files, bad = list(_open_store(folder).files()), list[dict[str, str]]()
     if not files:
         rule = f"holds no plans of release {__version__}"
-        raise ConfigError("FOLDER", str(folder), rule, "name the --store of a server, or an --out")
+        raise ConfigError("FOLDER", str(folder), rule, "name the --store of a server or an --out")
     planner, workers = executor_of(workers, None) if verify else (None, 1)
     try:
         with ThreadPoolExecutor(workers) as threads, progress("checking", len(files), not as_json) as step:
-            for file, fault in zip(
-                files, threads.map(lambda file: _fault(file, planner), files), strict=True
-            ):
+            for file, fault in zip(files, threads.map(lambda one: _fault(one, planner), files), strict=True):
                 bad += [{"path": file.path, "why": fault}] if fault else []
                 step("")
     finally:
@@ -98,9 +96,7 @@ def prune(
     sizes = [file.size for file in store.files()]
     record = {"folder": str(folder), "evicted": evicted, "evicted_bytes": freed}
     record |= {"kept": len(sizes), "kept_bytes": sum(sizes)}
-    message = (
-        f"{folder}: {_count_and_size(evicted, freed)} evicted; {_count_and_size(len(sizes), sum(sizes))} kept"
-    )
+    message = f"{folder}: {_amount(evicted, freed)} evicted; {_amount(len(sizes), sum(sizes))} kept"
     emit(record, as_json, lambda: message)
 
 
@@ -109,7 +105,7 @@ def _open_store(folder: Path) -> Folder:
 
     if not folder.is_dir():
         raise ConfigError(
-            "FOLDER", str(folder), "is not a folder", "name the --store of a server, or an --out"
+            "FOLDER", str(folder), "is not a folder", "name the --store of a server or an --out"
         )
     return Folder(folder)
 
@@ -148,7 +144,7 @@ def _replan_fault(pack: Pack, planner: Executor) -> str:
 
 
 def _check_summary(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
-    size = _count_and_size(record["plans"], record["bytes"])
+    size = _amount(record["plans"], record["bytes"])
     verdict = f"{count(len(bad), 'damaged plan')}" if bad else "all intact"
     lines = [
         f"{record['folder']}: {size}, {verdict}{' and verified' if record['verified'] and not bad else ''}"
@@ -156,7 +152,7 @@ def _check_summary(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
     return "\n".join([*lines, *(f"  {item['path']}: {item['why']}" for item in bad)])
 
 
-def _count_and_size(plans: int, size: int) -> str:
+def _amount(plans: int, size: int) -> str:
     from apportion.ir.plan.summary import human_bytes
 
     return f"{count(plans, 'plan')}, {human_bytes(size)}"

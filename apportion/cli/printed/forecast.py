@@ -84,12 +84,7 @@ def _table(rows: Sequence[Record], baseline: str | None) -> Table:
     """Shows the interval of the gain, not of the step (see the JSON); pairs kept only if some row drops pairs."""
     drops = any(row["pairs_kept"] < 0.995 for row in rows)
     figures = ("step s", "tokens/s\n/GPU", "MFU", "GiB", "atten-\ntion")
-    titles = (
-        "parallelism",
-        *figures,
-        *(["pairs\nkept"] if drops else []),
-        "speed-up\n(range)",
-    )
+    titles = ("parallelism", *figures, *(["pairs\nkept"] if drops else []), "speed-up\n(range)")
     return table(titles, (_cells(row, baseline, drops) for row in rows), ("parallelism",))
 
 

@@ -29,10 +29,7 @@ def recipe_file(row: Record) -> str:
     for step, params in row["parameters"].items():
         (name,) = row["steps"][step]
         facts.append(f"{step} {name} has {'these parameters:' if params else 'no parameters'}")
-        facts += [
-            f"  {parameter}: {_yaml(spec['default'])}  # {spec['takes']}"
-            for parameter, spec in params.items()
-        ]
+        facts += [f"  {param}: {_yaml(spec['default'])}  # {spec['takes']}" for param, spec in params.items()]
     steps = {"name": row["name"], "steps": row["steps"]}
     body = yaml.safe_dump(steps, sort_keys=False, default_flow_style=None)
     return "".join(f"# {fact}\n" for fact in facts) + body.rstrip("\n")

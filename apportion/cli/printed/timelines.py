@@ -73,9 +73,8 @@ def _timelines(run: Run, limit: int) -> RenderableType:
 def _bar(run: Run, rank: int) -> Text:
     edges = np.linspace(0.0, run.makespan_us, CELLS + 1)
     is_compute = (run.spans.rank == rank) & (run.spans.stream == 0)
-    work, waiting = (
-        share(run, is_compute & ((run.spans.op == Op.WAIT) == waits), edges) for waits in (False, True)
-    )
+    is_wait = run.spans.op == Op.WAIT
+    work, waiting = (share(run, is_compute & (is_wait == waits), edges) for waits in (False, True))
     low, high = MIXED
     cells = [
         "█" if busy >= high else "▒" if busy > low else "·" if idle > low else " "

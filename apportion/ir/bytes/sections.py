@@ -14,11 +14,7 @@ from apportion.ir.errors import DecodeError
 from apportion.ir.hashing import SIZE, digest, leaf, plan_id, tree
 from apportion.ir.isa import LIMIT
 from apportion.ir.plan import wellformed
-from apportion.ir.plan.plain import (
-    check_pairs,
-    header_data,
-    request_from_data,
-)
+from apportion.ir.plan.plain import check_pairs, header_data, request_from_data
 from apportion.ir.plan.tables import Header, Request
 
 

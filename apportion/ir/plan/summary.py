@@ -47,10 +47,7 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ),
         ("busiest rank", f"{human_bytes(volume['max_rank'])}"),
         ("bytes bound", _bytes_bound(record)),
-        (
-            "slots",
-            f"{record['slots']}, at least {record['max_degree']} needed; in {record['rounds']} rounds",
-        ),
+        ("slots", f"{record['slots']}, at least {record['max_degree']} needed; in {record['rounds']} rounds"),
         ("plan size", f"{human_bytes(sizes['total'])}, largest rank {human_bytes(sizes['largest_rank'])}"),
     ]
     return rows + _departure_rows(record) + _search_rows(record) + _time_rows(record)

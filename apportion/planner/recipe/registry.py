@@ -23,11 +23,7 @@ from apportion.planner.solvers.use import SolverOption
 
 #: step -> pass name -> location of its class, whose fields are the pass's parameters
 _BUILT_IN = {
-    "pack": {
-        "sequential": "pack:Sequential",
-        "balanced": "pack:Balanced",
-        "wlb": "pack:Wlb",
-    },
+    "pack": {"sequential": "pack:Sequential", "balanced": "pack:Balanced", "wlb": "pack:Wlb"},
     "inner": {"ulysses": "inner.groups:Ulysses", "upipe": "inner.upipe:UPipe"},
     "pods": {"documents": "pods:Documents"},
     "shard": {

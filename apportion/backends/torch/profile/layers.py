@@ -23,11 +23,7 @@ from apportion.ir.request.model import Model
 BOTH = 1 + BACKWARD  # forward and backward over forward
 ROTARY_BASE = 10_000.0
 #: how torch updates parameters, by the arguments of AdamW
-ADAM: dict[str, dict[str, bool]] = {
-    "by default": {},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
+ADAM: dict[str, dict[str, bool]] = {"by default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,7 @@ def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
             "position",
             position,
         ),
-        (
-            is_cut,
-            "continues past token {1}, at which the position jumps",
-            "token",
-            _next(breaks, clipped),
-        ),
+        (is_cut, "continues past token {1}, at which the position jumps", "token", _next(breaks, clipped)),
     ]
     for is_wrong, message, name, value in checks:
         for row in np.flatnonzero(is_wrong).tolist():

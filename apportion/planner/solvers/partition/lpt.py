@@ -112,9 +112,4 @@ def _near_affinity(problem: PartitionProblem) -> _Affinity:
     if len(bins) == 1 or not (count > 1).any():
         return _NO_AFFINITY
     is_single = count[family] == 1
-    return _Affinity(
-        np.where(is_single, -1, family),
-        zone,
-        offsets(bins),
-        np.argsort(zone, kind="stable"),
-    )
+    return _Affinity(np.where(is_single, -1, family), zone, offsets(bins), np.argsort(zone, kind="stable"))
