@@ -69,6 +69,7 @@ def test_ticks_train_like_a_run_without_a_pipeline(
             torch.testing.assert_close(gradient, same[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_ticks_can_be_planned_by_a_server_or_in_advance(pool: Pool, tmp_path: Path) -> None:
     asked = tick_arguments(128, 4, None)
     lengths, model = tmp_path / "lengths.txt", tmp_path / "model.json"
