@@ -113,7 +113,7 @@ def documents(median: float, sigma: float) -> Draw:
     return lambda tokens, seed: Batch.from_lengths(lognormal_lengths(seed, tokens, median, sigma))
 
 
-#: FCP publishes the family of its trace and its longest sequence, 512K, and neither median nor sigma. Two readings:
+#: FCP publishes the family of its trace and its longest sequence, 512K, but neither median nor sigma. Two readings:
 #: half of the tokens in documents below 4K (its section 3.1), with sigma 1.5 assumed; and a heavy tail, assumed
 FCP_TRACES = {
     "short": documents(median=4096 / float(np.exp(1.5**2)), sigma=1.5),

@@ -122,7 +122,7 @@ class IntRows {
     const std::int64_t bytes = row * stride_ * (narrow_ ? 4 : 8);
     return {static_cast<const char*>(data_) + bytes, narrow_, columns_};
   }
-  // As for a column.
+  // The same for a matrix.
   template <class Loop>
   auto visit(Loop&& loop) const {
     if (narrow_)

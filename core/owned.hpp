@@ -1,6 +1,6 @@
 // Memory that loops own, indexed like a view. As a result it becomes a numpy array without a copy (`bind.hpp`).
 //
-//   Array<T>     a Column of so many equal values       Array2<T>   a Matrix of them
+//   Array<T>     a Column of that many equal values       Array2<T>   a Matrix of them
 //   Growing<T>   a std::vector
 #pragma once
 
@@ -57,7 +57,7 @@ class Growing : public std::vector<T> {
   operator Column<const T>() const { return {this->data(), count()}; }
 };
 
-// These as a tuple, to be returned.
+// The arrays as a tuple, to be returned.
 template <class... T>
 std::tuple<T...> moved(T&... each) {
   return {std::move(each)...};

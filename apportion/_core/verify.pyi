@@ -6,7 +6,7 @@ from apportion.ir.arrays import Ints
 NOWHERE: int
 
 class Code(Enum):
-    """What is wrong; NO_FORM: an operand does not fit its op, or sends and receives do not meet."""
+    """What is wrong; NO_FORM: an operand does not fit its op, or sends and receives do not match."""
 
     NO_FORM = 0
     READ_UNWRITTEN = 1

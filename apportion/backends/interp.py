@@ -279,7 +279,7 @@ def _heads(header: Header, tensor: Tensor, heads: int) -> tuple[int, ...]:
 
 
 def columns_of(numbers: tuple[int, ...]) -> slice | tuple[int, ...]:
-    """The numbers as a slice if they are evenly spaced and rising."""
+    """The numbers as a slice if they are evenly spaced and ascending."""
     stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     if not numbers or stride <= 0 or numbers != tuple(range(numbers[0], numbers[-1] + 1, stride)):
         return numbers

@@ -1,4 +1,4 @@
-"""The reference executor: runs all ranks of a plan in one process, in float64 on numpy. Slow and simple; other
+"""The reference executor: runs all ranks of a plan in one process, in float64 on numpy. It is slow and simple; other
 executors are tested against it.
 
     from apportion.backends import numpy as executor
@@ -134,7 +134,7 @@ def forward(
 
 def backward(plan: Plan, kind: str, saved: Context, do: Array) -> tuple[Floats | None, ...]:
     """The gradients of `forward`'s inputs from its output's gradient do [T, Hq, Dv], followed by the gradient of the
-    sinks [Hq], None without sinks. Raises as `forward` does. `saved` may be used again."""
+    sinks [Hq], None without sinks. Raises the errors of `forward`. `saved` may be used again."""
     do_rows = _home_rows(plan, {Tensor.DO: (do,)})
     homes = [deepcopy(rows) | extra for rows, extra in zip(saved.homes, do_rows, strict=True)]
     homes = _execute(plan, (kind, "backward"), saved.layer, homes)
@@ -287,7 +287,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def rounded(values: Floats, dtype: str) -> Floats:
-    """The nearest numbers of bf16 or fp16, ties to even, as float64 (by way of float32 for bf16)."""
+    """The nearest numbers of bf16 or fp16, ties to even, as float64 (via float32 for bf16)."""
     if dtype == "fp16":
         with np.errstate(over="ignore"):  # values out of range become infinite, as on a device
             return values.astype(np.float16).astype(np.float64)
@@ -350,7 +350,7 @@ class LocalView:
         return values
 
     def take(self) -> Arrays:
-        """As `read`, and consumes a partial."""
+        """Like `read`, but consumes partials."""
         values = self.read()
         if self.operand.tensor in PARTIALS:
             self.poison()

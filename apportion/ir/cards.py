@@ -18,7 +18,7 @@ _BLUE, _GREY = "#4477aa", "#8b97a3"
 
 
 def card(title: str, rows: Iterable[tuple[str, str]], picture: str = "") -> str:
-    """HTML card with a title, rows of (name, value) and a picture beside them. picture: SVG of this module."""
+    """HTML card with a title, rows of (name, value) and a picture next to them. picture: SVG of this module."""
     cells = "".join(
         f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
         for name, value in rows

@@ -3,7 +3,7 @@
       root          A slice of rank 2 carries part 2, the hashes of part 3 and of (0, 1), and the digests
      /    \\         of the plan's other sections: enough to recompute the plan's id.
    ·        ·
-  / \\      / \\       leaf = H(00 · part), inner node = H(01 · left · right); an odd last node rises
+  / \\      / \\       leaf = H(00 · part), inner node = H(01 · left · right); an odd last node moves up
 p0   p1   p2   p3    as it is.
 """
 

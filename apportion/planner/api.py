@@ -77,7 +77,7 @@ def make(problem: Problem, watch: Watch, threads: int = 1) -> PlanResult:
 
 def sketch(problem: Problem) -> Plan:
     """Plans like `make`, without bytes and with only the second layout in the report: for the simulations of forecasts.
-    Raises as `make`."""
+    Raises the errors of `make`."""
     recipe, watch = problem.policy.recipe, Watch(None)
     if recipe.step("search") is not None or problem.policy.tolerance is not None:
         return make(problem, watch).plan

@@ -9,7 +9,7 @@ band's keys below `reach` that it holds, C the largest number of tokens of a ran
                                                    sees has W foreign ones before the rank's next row, which sees W - 1
     block   rows see all keys                      foreign = keys - n
 
-Sort ranks by falling reach: rows beyond the reach of the j-th (j = 0, 1, ...) are held by the j ranks before it, so
+Sort ranks by decreasing reach: rows beyond the reach of the j-th (j = 0, 1, ...) are held by the j ranks before it, so
 they are at most j * C tokens of at most j * w pairs. That bounds each reach from below; the bound sums over ranks, and
 over bands with disjoint keys. Speeds do not matter (w is the largest of all ranks), and home_ranks only forbid
 placements.
@@ -109,5 +109,5 @@ def foreign_kv_tokens(batch: Batch, kind: str, token_cap: int, load_cap: int) ->
 
 
 def foreign_tokens(bands: Ints, token_cap: int, load_cap: int) -> int:
-    """As `foreign_kv_tokens`, for bands int64 [n, 6] sorted by q0."""
+    """Like `foreign_kv_tokens`, for bands int64 [n, 6] sorted by q0."""
     return core.foreign_tokens(np.ascontiguousarray(bands), token_cap, load_cap, MAX_RANKS)

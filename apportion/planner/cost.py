@@ -134,7 +134,7 @@ class CostModel:
 
     def expansion_us(self, phase: str, rows: Count, heads: Count) -> Floats:
         """float64 [n]: time to expand the latent rows of an instruction. rows: of one head each; heads: heads whose
-        weights are used. Forward: a product, and a pass that copies the rotated numbers beside each head's own part of
+        weights are used. Forward: a product, and a pass that copies the rotated numbers next to each head's own part of
         k. Backward: both again, the products for the gradients of rows and weights, and the sum of the latter."""
         model, rate = self.model, self.hardware.linear_tflops.value * 1e6
         assert model.latent is not None
@@ -175,7 +175,7 @@ class CostModel:
 
     @property
     def kernels(self) -> tuple[object, ...]:
-        """Key of all inputs that price work on a rank: equal for hardware that differs in links, NICs and congestion
+        """Key of all inputs that price a rank's work: equal for hardware that differs in links, NICs and congestion
         alone."""
         hardware = self.hardware
         rates = (hardware.memory_gbs, hardware.rowop_us, hardware.linear_tflops)

@@ -75,7 +75,7 @@ def read(cls: type[T], path: str, params: Mapping[str, Any], base: T | None = No
 
 
 def keep(options: Any, path: str) -> None:
-    """Validates the fields of a dataclass of options by their annotations. Raises as `read`."""
+    """Validates the fields of a dataclass of options by their annotations. Raises the errors of `read`."""
     for name in _hints(type(options)):
         value = _value(type(options), f"{path}.{name}", name, getattr(options, name))
         object.__setattr__(options, name, value)

@@ -202,7 +202,7 @@ def _even_runs(starts: Ints, count: int) -> list[int]:
 def _assign_microbatches(
     weights: Ints, lengths: Ints, requested: int | Literal["auto"], room: int, solver: PartitionSolver
 ) -> Ints:
-    """int64 [sequences]: the microbatch of each; the wanted number of them, or the fewest found."""
+    """int64 [sequences]: the microbatch of each; the requested number of them, or the fewest found."""
     if requested != "auto":
         _check_count(len(lengths), requested)
         bins = _pack(weights, lengths, requested, room, solver)
@@ -255,7 +255,7 @@ def _no_sequences() -> Ints:
 
 
 def _levels(defer: bool, tokens: int | tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The lengths at which queues of outliers begin, or None without deferral."""
+    """The lengths at which queues of outliers begin, or None if nothing is deferred."""
     field = "recipe.pack.wlb"
     if not defer:
         if tokens is not None:

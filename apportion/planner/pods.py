@@ -130,7 +130,7 @@ class Documents(PodsPass):
         return POD_RANKS if self.ranks == "auto" else self.ranks
 
     def _pods(self, problem: Problem, members: int) -> Iterator[Ints]:
-        """int64 [pods + 1], the first rank of each and the end: ever fewer pods, more than one."""
+        """int64 [pods + 1], the first rank of each and the end: fewer and fewer pods, always more than one."""
         cluster = problem.cluster
         pods = -(-cluster.nodes // max(1, self._most // (cluster.ranks_per_node * members)))
         while pods > 1:

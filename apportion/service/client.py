@@ -112,8 +112,8 @@ class Client:
     def stream(
         self, keys: Sequence[bytes], rank: int, wait_s: float, *, ranks: int | None = None
     ) -> Generator[IterationSlice, None, None]:
-        """Yields a rank's slices of several plans, in the order of `keys`, from one response that sends them as they
-        get ready; raises `fetch`'s errors at the key concerned. Slices missing in the stream are fetched singly."""
+        """Yields a rank's slices of several plans, in the order of `keys`, from one response that sends them when they
+        are ready; raises `fetch`'s errors at the key concerned. Slices missing in the stream are fetched one by one."""
         feed = _Feed(self, keys, rank, wait_s)
         try:
             for index, key in enumerate(keys):
@@ -136,7 +136,7 @@ class Client:
         return state
 
     def page(self, key: bytes, wait_s: float = 60.0) -> bytes:
-        """The report page of a plan, HTML. Raises as `state` does."""
+        """The report page of a plan, HTML. Raises the errors of `state`."""
         return self._ask(_Request("GET", f"/v1/plans/{key.hex()}", key, PAGE, long=True), self._limit(wait_s))
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ class _Feed:
         self._left = 0  # slices outstanding in the open response
 
     async def slice(self, index: int) -> bytes:
-        """The slice of `keys[at]`, by its own request if the stream lacks it."""
+        """The slice of `keys[at]`, by a separate request if the stream does not have it."""
         start = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(max(self._wait_s, self._client.timeout_s / 2)):

@@ -37,7 +37,7 @@ class Problems(Protocol):
         return iter(())
 
     def optimum(self, problem: Any) -> float | None:
-        """The least value of all answers, or None without answers."""
+        """The lowest value of all answers, or None if there are none."""
         feasible = (answer for answer in self.answers(problem) if not any(self.faults(problem, answer)))
         return min((self.value(problem, answer) for answer in feasible), default=None)
 

@@ -89,7 +89,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
             layer._served = base._served
             _choose(layer)
     wiring.watch.models[model], model._wrong = _note_changed, None
-    model._checked = None  # what `_parts` gave when it was checked; False: it could not be checked yet
+    model._checked = None  # what `_parts` returned when it was checked; False: it could not be checked yet
     if check:
         model._checked = check_rows(model, _arguments) and _parts(model)
     return model
@@ -112,7 +112,7 @@ def _forward_of(module: Any) -> Any:
 
 
 def _check_changed(model: Any) -> None:
-    """Checks a model again that was checked, is in this process, and has other parts since. Raises as `enable`."""
+    """Rechecks a checked model in this process whose parts have changed since. Raises the errors of `enable`."""
     if not getattr(model, "_checked", None) or model._checked == _parts(model) or not is_here(model):
         return
     casts = vars(model).pop("forward") if "_original_forward" in vars(model) else None  # runs under autocast
@@ -124,7 +124,7 @@ def _check_changed(model: Any) -> None:
 
 
 def _note_changed(model: Any) -> None:
-    """As `_check_changed`, but leaves the error to the model's next forward under a plan: it may not be in use."""
+    """Like `_check_changed`, but leaves the error to the model's next forward under a plan: it may not be in use."""
     model._wrong = None
     try:
         _check_adapters(model)
@@ -177,7 +177,7 @@ def _choose(module: Any) -> None:
 
 
 def _layers(model: Any) -> list[Any]:
-    """Its attention layers, without those of an encoder."""
+    """The model's attention layers, without those of an encoder."""
     candidates = (
         module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
     )
@@ -476,7 +476,7 @@ def _drop_last(rotary: Any, args: Any, output: Any) -> Any:
 
 def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Replaces the router's auxiliary loss, which is not a sum over rows, by this rank's share of the whole
-    microbatch's loss. Raises as `check_share`."""
+    microbatch's loss. Raises the errors of `check_share`."""
     handle, own_loss, loss = (
         kwargs.get(NAME),
         getattr(output, "aux_loss", None),

@@ -56,7 +56,7 @@ class Mixing:
     def scan(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None = None
     ) -> Tensor:
-        """As `planned_scan`, [1, rows, ...] each."""
+        """Like `planned_scan`, on [1, rows, ...] each."""
         q, k = q.to(v.dtype), k.to(v.dtype)
         if isinstance(self.handle, PlanHandle):
             result: Tensor = planned_scan(None, q, k, v, g, beta, self.handle, scale=scale)
@@ -86,7 +86,7 @@ def is_known(mixer: Any) -> bool:
 
 
 def adapt(mixer: Any, served: set[Any], key: Any) -> None:
-    """Makes a layer that `is_known` run under a plan when it gets a handle, and then add its `key` to `served`."""
+    """Makes a layer that `is_known` run under a plan if it gets a handle, and add its `key` to `served`."""
     home = sys.modules[type(mixer).__module__]
     for name, wrap in {**_SCANS, **_OTHERS}.items():
         _replace(home, name, wrap)

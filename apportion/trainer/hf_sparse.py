@@ -3,7 +3,7 @@
     PlannedBatch ──inputs──► model(**kwargs): attention reads latents and the indexer's keys from a cache
                                               ◄── this cache: rows of all ranks that its queries may see
 
-Attention, indexer and selection stay the model's. Written for transformers 5.23.
+Attention, indexer and selection are still the model's own. Written for transformers 5.23.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def model_of(config: Any, dtype: str) -> Model:
 
 def _check(config: Any) -> None:
     if config.model_type not in TYPES:
-        raise ConfigError("model_type", config.model_type, f"is none of {', '.join(TYPES)}", "use trainer.hf")
+        raise ConfigError(
+            "model_type", config.model_type, f"is not one of {', '.join(TYPES)}", "use trainer.hf"
+        )
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope in _BY_LENGTH:
         raise ConfigError(

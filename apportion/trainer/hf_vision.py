@@ -3,7 +3,7 @@
     images ──media──► loader ──► batch.media ──inputs──► visual.patch_embed, blocks ──move_rows──► visual.merger
                                                                             rows of placeholder tokens ◄──┘
 
-Blocks and mergers stay the model's; mergers run where the placeholder tokens are. Written for transformers 5.23.
+Blocks and mergers remain the model's; mergers run where the placeholder tokens are. Written for transformers 5.23.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def mrope(model: Any, tokens: ArrayLike, grids: ArrayLike = ()) -> Tensor:
 
 def _config(model: Any) -> Any:
     if model.config.model_type not in TYPES:
-        rule, remedy = f"is none of {', '.join(TYPES)}", "make ap.Media, and run its encoder yourself"
+        rule, remedy = f"is not one of {', '.join(TYPES)}", "make ap.Media, and run its encoder yourself"
         raise ConfigError("model_type", model.config.model_type, rule, remedy)
     return model.config
 

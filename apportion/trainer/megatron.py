@@ -133,7 +133,7 @@ def tick_step(
 ) -> list[dict[str, Tensor]]:
     """Runs an iteration of `planned_loader(..., ticks=table, communicator=...)`, with the ranks of all stages, in place
     of Megatron's schedule; returns reports of the microbatches on the last stage. models: this stage's chunks, in
-    order. Raises as `forward_step` and `TickPipeline`."""
+    order. Raises the errors of `forward_step` and `TickPipeline`."""
     modules = [unwrap_model(one) for one in models]
     chunks, reports = [], list[dict[str, Tensor]]()
     tokens = torch.zeros((), dtype=torch.int, device=ticks[0].tokens.device)
@@ -234,7 +234,7 @@ class WholeSteps:
 
 
 def _require_whole_steps(config: Any, batches: Sequence[PlannedBatch]) -> None:
-    """Notes weighted batches of the current step for `WholeSteps`."""
+    """Records weighted batches of the current step for `WholeSteps`."""
     if not isinstance(config.finalize_model_grads_func, WholeSteps):
         config.finalize_model_grads_func = WholeSteps(config.finalize_model_grads_func)
     config.finalize_model_grads_func.batches.extend(batches)
@@ -436,7 +436,7 @@ def _recurrent_layers(config: Any) -> list[int]:
 
 
 def kinds(config: Any) -> tuple[Any, Any]:
-    """As `kinds_of`, for layers with attention."""
+    """Like `kinds_of`, for layers with attention."""
     attends = (number for number, recurs in enumerate(_recurrent_layers(config), 1) if not recurs)
     return kinds_of([kind_of(config, number)[1] for number in attends], "full", "window")
 

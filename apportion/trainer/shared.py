@@ -93,7 +93,7 @@ def require(field: str, value: Any, expected: Any, rule: str) -> None:
 
 
 def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
-    """The communicator of the group with this process; the groups partition the world, and each runs its own plans. A
+    """The communicator of this process' group; the groups partition the world, and each runs its own plans. A
     collective of the world."""
     if len(groups) == 1:
         return Communicator.shared()
@@ -116,7 +116,7 @@ def both(
     layer: PingPongLayer, hidden: Tensor, handles: tuple[PlanHandle, ...], settings: Mapping[str, Any]
 ) -> Tensor:
     """Runs hidden [rows, ...] of two halves through a layer. settings: window, causal and layer, as in
-    `planned_attention`. Raises as `ping_pong`, and ConfigError for a mask that differs from the plans'."""
+    `planned_attention`. Raises `ping_pong`'s errors, and ConfigError for a mask that differs from the plans'."""
     ping, pong = handles
     for handle in handles:
         handle.check(handle.kind(layer.kind), **settings)
@@ -169,7 +169,7 @@ class Epochs:
     def _check(self, batch: PlannedBatch) -> None:
         if self.accumulated is not None and batch.is_last != (batch.microbatch + 1 == self.accumulated):
             message = (
-                f"iteration {batch.iteration} lacks the {self.accumulated} microbatches of an optimizer step"
+                f"iteration {batch.iteration} does not have the {self.accumulated} microbatches of a step"
             )
             remedy = "accumulate the microbatches of the loader's iterations, and give it drop_last=True"
             raise ExecutionError(f"{message}: {remedy}")

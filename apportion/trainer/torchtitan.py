@@ -157,7 +157,7 @@ class PlannedSelectiveAC(SelectiveAC):
 
 def job_of(config: Trainer.Config) -> dict[str, Any]:
     """Job arguments. model: heads of one tensor-parallel rank, dtype and kinds; masks: per kind, or None (causal).
-    Raises ConfigError for other attention than grouped-query attention, and for multi-token prediction."""
+    Raises ConfigError for attention other than grouped-query attention, and for multi-token prediction."""
     model, tp = config.model_spec.model, config.parallelism.tensor_parallel_degree
     attention = model.first_attention
     if not hasattr(attention, "n_kv_heads"):

@@ -99,7 +99,7 @@ bool is_wellformed(const Input& input) {
   return true;
 }
 
-// As `_prepared` of apportion/ir/verify/walk/judge.py: excludes programs that are too large or of the other phase.
+// Like `_prepared` of apportion/ir/verify/walk/judge.py: excludes programs that are too large or of the other phase.
 bool is_followed(const Input& input, const std::vector<Table>& tables, int64_t rounds) {
   for (const std::size_t table : {1, 2, 3, input.is_backward() ? 5 : 4, 6}) {
     const IntRows& rows = tables[table].columns;

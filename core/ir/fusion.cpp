@@ -191,7 +191,7 @@ class RankFusion {
   void complete(const Step& step) {
     for (std::size_t i = 0; i < SUMS.size(); ++i) {
       if (SUMS[i].list != step.list) continue;
-      // where one has rows elsewhere beside the sum, or at home some of the heads, none of its space counts: rows may have
+      // if one has rows elsewhere than the sum, or only some of the heads at home, its space is excluded: rows may have
       // several owners, one launch after another
       bool counts[2] = {true, true};
       for (int64_t row = step.first; row < step.end; ++row) {

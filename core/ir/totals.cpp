@@ -26,7 +26,7 @@ static Array<double> pairs(const Programs& programs, bool is_backward, Column<co
   return found;
 }
 
-// Bytes that each rank sends, and receives, and bytes between nodes. row_bytes: [as they are, as results; tensors].
+// Bytes that each rank sends, and receives, and bytes between nodes. row_bytes: [otherwise, as results; tensors].
 static std::tuple<Array<int64_t>, Array<int64_t>, int64_t> move(const Programs& programs, const HeadCounts& heads,
                                                                 Matrix<const int64_t> row_bytes,
                                                                 int64_t ranks_per_node) {

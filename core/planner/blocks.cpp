@@ -49,7 +49,7 @@ Array<int64_t> row_areas(Matrix<const int64_t> bands, Column<const int64_t> star
   return found;
 }
 
-// Blocks i and m-1-i of a sequence with rising weight share a piece; any other block is its own.
+// Blocks i and m-1-i of a sequence with increasing weight share a piece; any other block is its own.
 Array<int64_t> tie(Column<const int64_t> owner, Column<const int64_t> weight, Column<const int64_t> lengths) {
   Array<int64_t> piece(owner.size());
   int64_t pieces = 0;

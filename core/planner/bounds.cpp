@@ -82,7 +82,7 @@ Foreign of_stair(const Band& band, const Caps& caps) {
   return {low, end, plain ? reached - std::min(size, caps.tokens * holders) : strip};
 }
 
-// For rows of a band that see all of its keys: each rank but one with some of these rows lacks, in sum, all keys.
+// For rows of a band that see all of its keys: summed over ranks with such rows, all but one miss all keys.
 int64_t of_block(const Band& band, const Caps& caps) {
   const int64_t keys = band.k1 - band.k0;
   const int64_t upto = std::min(band.q1, band.k0 + std::min(band.dmax, INF / 2) + 1);

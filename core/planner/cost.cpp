@@ -1,4 +1,4 @@
-// Times of attention tasks by the grids of a hardware: see apportion/planner/cost.py.
+// Times of attention tasks from the grids of the hardware: see apportion/planner/cost.py.
 //
 //   pairs   causal pairs or less         causal ── pairs ──► full
 //           one tile ──► causal grid     between the two grids           linear in between
@@ -12,7 +12,7 @@ using std::int64_t;
 
 namespace {
 
-// As numpy divides integers.
+// Divides integers like numpy.
 double ratio(int64_t one, int64_t other) { return static_cast<double>(one) / static_cast<double>(other); }
 
 int64_t causal_pairs(int64_t rows, int64_t keys) {

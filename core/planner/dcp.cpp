@@ -20,7 +20,7 @@ constexpr double GAIN = 0.01;  // an exchange shortens the longer of the two ran
 // Bytes added inside the node by an exchange weigh this much more than its time on one rank's links: of 0 to 16, higher
 // values save more bytes, and lose little time up to here.
 constexpr double DEAR = 8.0;
-constexpr int64_t TURNS = 2;  // exchanges a block, at most
+constexpr int64_t TURNS = 2;  // exchanges per block, at most
 
 // A case whose hyperedges begin with their source block, in the first vertices, and ranks of all vertices.
 struct Placed {
@@ -186,7 +186,7 @@ class Homes {
   int64_t per_node_;
   Links gbs_;
   std::vector<Block> blocks_;
-  Array2<int64_t> here_;  // [blocks, ranks a node]: bytes to each rank of the block's node
+  Array2<int64_t> here_;  // [blocks, ranks per node]: bytes to each rank of the block's node
   Array<Traffic> ranks_;
   Array<int64_t> used_;  // tokens of each rank
   Array<double> time_;

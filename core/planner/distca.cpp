@@ -160,7 +160,7 @@ class Migration {
 
   // ---- candidates
 
-  // Candidates sorted by falling `most_e`, which no part exceeds by much.
+  // Candidates sorted by decreasing `most_e`, which no part exceeds by much.
   void find_candidates() {
     candidates_.clear();
     place_.assign(shares.size(), -1);
@@ -285,7 +285,7 @@ class Migration {
     return found;
   }
 
-  // As `best`, without skipping candidates: for tests.
+  // Like `best`, without skipping candidates: for tests.
   Choice best_of_all(int64_t to) const {
     Choice found;
     consider_held(found, to, of_q_, holding_.queries());

@@ -21,7 +21,7 @@ namespace {
 // faster for a document of 256 blocks in 8 head groups, for a tenth more bytes.
 constexpr int64_t MANY = 20'000;
 constexpr double NEAR = 0.1;
-// Passes of `refine` and `regroup`: later ones gain next to nothing.
+// Passes of `refine` and `regroup`: later ones gain almost nothing.
 constexpr int PASSES = 3;
 // Rounds of `repair`: a constant, plus a number per vertex.
 constexpr int64_t REPAIRS = 256, REPAIRS_OF_VERTEX = 4;

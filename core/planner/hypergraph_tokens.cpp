@@ -97,7 +97,7 @@ class Parts {
 // Clusters that are placed as one item, and the order of placement.
 struct Items {
   Array<int64_t> item;   // of each cluster: the first cluster connected to it, or -1 - its own number
-  Array<int64_t> order;  // clusters, by falling density of the item
+  Array<int64_t> order;  // clusters, by decreasing density of the item
 };
 
 Items items_of(const Graph& graph, const Homeless& given, Column<const int64_t> part) {

@@ -11,7 +11,7 @@ namespace {
 
 struct Sequences {
   static constexpr std::size_t FIELDS = 2;
-  Column<const int64_t> time, size;  // falling times
+  Column<const int64_t> time, size;  // times descend
 };
 
 // load: current load; room: remaining tokens.
@@ -20,7 +20,7 @@ struct Ranks {
   Array<double> load;
   Array<int64_t> room;
 
-  // The rank in [low, high) with room and the earliest end, -1: none has room.
+  // The rank in [low, high) with room and the earliest end; -1 if none has room.
   int64_t soonest(int64_t low, int64_t high, int64_t time, int64_t size) const {
     int64_t best = -1;
     double least = 0;
@@ -42,7 +42,7 @@ struct Group {
 
 // Assigns batches of as many sequences as a group has ranks to the group with the least time or tokens, whichever
 // fraction is larger: they take similar time, so its ranks stay even; each goes to the rank with the earliest end,
-// among the group's or, without room, among all.
+// among the group's or, if none has room, among all.
 std::pair<Array<int64_t>, Array<double>> deal(const Sequences& sequences, Column<const int64_t> first,
                                               Column<const double> speeds, Column<const double> load, Ints room) {
   Array<int64_t> home(sequences.time.size());

@@ -7,12 +7,12 @@
 //   launch                     complete when its last transfer is: latency after the wire is free
 //
 // Events are launches, ports that become free, and completions. All that happens at one time is taken together: freed
-// ports first choose among those that wait for them, the longest waiting first, skipping those whose other port is busy
+// ports first choose among the transfers waiting for them, longest wait first, skipping those whose other port is busy
 // (list scheduling); then what became ready starts or queues, in the order of `Traffic`. So the order in which
 // simultaneous events are found never shows.
 //
 // With contention a compute stream works 1 / (1 + contention) as fast while a transfer of its rank is on the wire, sent
-// or received, one or several. Then the end of whatever takes time is an event too, and moves when the first transfer
+// or received, one or several. Then the end of any work is an event too, and moves when the first transfer
 // of the rank starts or the last one leaves the wire; the outdated event stays in the queue and is ignored when its
 // time comes.
 #include <queue>

@@ -33,7 +33,7 @@ class Ports {
   // Adds a transfer that cannot start to the queues, or removes one that has started.
   void enqueue(std::int64_t transfer);
   void dequeue(std::int64_t transfer);
-  // The first transfer in a free port's queue whose other port is free, or NONE. ready: when each was.
+  // The first transfer in a free port's queue whose other port is free, or NONE. ready: ready time of each.
   std::int64_t first_startable(Column<const double> ready, std::int64_t port) const;
 
  private:
@@ -61,7 +61,7 @@ class Ports {
 
   Column<const std::int64_t> out_, in_;
   Array<Port> ports_;
-  std::vector<std::int64_t> pair_keys_;  // out port * ports + in port, rising
+  std::vector<std::int64_t> pair_keys_;  // out port * ports + in port, ascending
   Array<std::int64_t> pair_;           // of each transfer: its index in `pair_keys_`
   Array<Queue> queues_;                // of ports, then of pairs
   Array<std::array<Neighbours, 3>> in_queue_;  // of each transfer, by side

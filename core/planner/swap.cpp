@@ -23,7 +23,7 @@ struct Item {
 using Places = std::vector<int64_t>;
 
 struct Bin {
-  Places held;  // rising
+  Places held;  // ascending
   int64_t load = 0, used = 0, cap = 0;
   double speed = 1;
 
@@ -139,7 +139,7 @@ class Swaps {
   Matrix<const bool> allowed_;
 };
 
-// order: of items, by rising size.
+// order: of items, by ascending size.
 void improve(Column<int64_t> assigned, Column<const int64_t> order, Column<const int64_t> weights,
              Column<const int64_t> sizes, Column<const int64_t> caps, Column<const double> speeds,
              Matrix<const bool> allowed, double goal) {

@@ -32,7 +32,7 @@ class PackedFiles(BaseDataLoader):
 
 
 def own_tiny() -> Any:
-    """2 microbatches a step on one rank."""
+    """2 microbatches per step on one rank."""
     config = planned_llama.tiny()
     training = replace(config.training, global_batch_size=2)
     training.disable_cuda_graphs = True

@@ -196,7 +196,7 @@ def step(comm: Any, name: str, under_plan: bool) -> tuple[float, list[float]]:
 
 
 def loader(comm: Any, model: Any, documents: list[Any], tokens: int, **options: Any) -> Any:
-    """A loader of microbatches of about so many tokens on all ranks."""
+    """A loader of microbatches of about that many tokens on all ranks."""
     shape, policy = model_of(model.config.to_dict()), Policy(find_recipe("fcp"))
     given = Job(ap.Cluster(1, comm.ranks), shape, policy, tokens // comm.ranks + 1, 1)
     return hf.loader(Held(documents), model, **planning_of(given), communicator=comm, **options)

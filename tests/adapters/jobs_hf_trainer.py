@@ -115,7 +115,7 @@ class Plain(Trainer):
 
 
 def train_alone(comm: Communicator, folder: Path, samples: Any, options: Any = ()) -> Any:
-    """As `train`, on these samples."""
+    """Like `train`, on these samples."""
     documents = hf_jobs.Documents(TRAINED)
     batches = [packed(documents, group, None) for group in samples]
     trainer = Plain(model=made("llama"), args=arguments(folder, **dict(options)), train_dataset=batches)

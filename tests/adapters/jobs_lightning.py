@@ -181,7 +181,7 @@ def fit(
 
 
 def fit_alone(comm: Communicator, folder: Path, samples: Any) -> Any:
-    """As `fit`, on these samples; validation a sample at a time."""
+    """Like `fit`, on these samples; validates one sample at a time."""
     documents, noting = hf_jobs.Documents(TRAINED), Noting()
     batches = [packed(documents, group, None) for group in samples]
     for pair in zip(batches[::2], batches[1::2], strict=True):

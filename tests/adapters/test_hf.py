@@ -18,7 +18,11 @@ from tests.adapters import jobs_hf as jobs
 from tests.ranks.loading import planning_of
 
 LOSS, GRADIENT = 5e-7, 2e-6  # a rounding of the loss; of the largest gradient
-SEVERAL = (("tokens", 60), ("microbatches", 2), ("drop_last", False))  # microbatches an iteration, of 4 ranks
+SEVERAL = (
+    ("tokens", 60),
+    ("microbatches", 2),
+    ("drop_last", False),
+)  # microbatches per iteration, on 4 ranks
 
 
 def assert_agreement(pool: Any, ranks: int, *args: Any) -> None:

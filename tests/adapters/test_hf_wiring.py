@@ -94,7 +94,7 @@ def test_a_student_that_trains_without_plans_is_named(model: Any, batch: Any) ->
     optimizer.step()  # no batch was yielded yet
     given = hf.inputs(batch)
     with torch.no_grad():
-        model(**given)  # a teacher
+        model(**given)  # a teacher model
     kept = {name: value for name, value in given.items() if name not in (hf.NAME, hf.LAST, "past_key_values")}
     student(**kept).loss.backward()
     with pytest.raises(
@@ -103,7 +103,7 @@ def test_a_student_that_trains_without_plans_is_named(model: Any, batch: Any) ->
         optimizer.step()
     given = hf.inputs(batch)
     student(**given).loss.backward()
-    student(**plain).loss.backward()  # beside it
+    student(**plain).loss.backward()  # next to it
     optimizer.step()
 
 

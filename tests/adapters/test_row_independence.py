@@ -157,7 +157,7 @@ def test_positions_beyond_lengths_in_the_config_are_tested() -> None:
         return (extra(args[0] if args else kwargs.pop("hidden_states"), kwargs["position_ids"]),), kwargs
 
     model.model.layers[0].register_forward_pre_hook(scaled, with_kwargs=True)
-    hf.enable(model)  # no length of the config is as long
+    hf.enable(model)  # longer than any length in the config
     model.config.original_context = 4096
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.post_attention_layernorm computes"):
         hf.enable(model)
@@ -229,14 +229,14 @@ def test_heads_that_do_not_predict_the_next_token_are_refused(head: str, rule: s
 
 
 class OwnMean(transformers.LlamaForCausalLM):
-    """Its loss ignores num_items_in_batch."""
+    """A head whose loss ignores num_items_in_batch."""
 
     def forward(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
 class OwnShift(transformers.LlamaForCausalLM):
-    """Its loss ignores shift_labels."""
+    """A head whose loss ignores shift_labels."""
 
     def forward(self, *args: Any, shift_labels: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)

@@ -88,7 +88,7 @@ def test_a_pipeline_of_ticks_trains_like_titans_pipeline(one: Any, pool: Any, ca
 
 
 def test_the_varlen_backend_without_a_gpu_equals_flex(one: Any, two: Any) -> None:
-    """Titan's varlen attention says its window itself; flex computes the same."""
+    """Titan's varlen attention declares its window itself; flex computes the same."""
     case = Case(model="gpt_oss", chunked=False)
     steps, _ = planned(two, 2, replace(case, backend="varlen"))
     assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in own(one, case)], abs=CLOSE)

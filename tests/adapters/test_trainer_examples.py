@@ -1,4 +1,4 @@
-"""The examples of docs/how-to run as their pages say, with the losses of their trainers."""
+"""The examples of docs/how-to run as their pages describe, with the losses of their trainers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def dense_flex(
 def causal_flex(
     q_BNLH: Any, k_BNLH: Any, v_BNLH: Any, *, block_mask: Any, scale: Any, enable_gqa: Any, **_: Any
 ) -> Any:
-    """As `dense_flex`, one causal document at a time, if there are too many rows for a dense mask."""
+    """Like `dense_flex`, one causal document at a time, if there are too many rows for a dense mask."""
     rows = torch.arange(1, q_BNLH.shape[2])
     joined = block_mask.mask_mod(torch.zeros_like(rows), torch.zeros_like(rows), rows, rows - 1)
     cuts = [0, *rows[~joined].tolist(), len(rows) + 1]

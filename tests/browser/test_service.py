@@ -47,7 +47,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def watch(browser: Browser) -> Iterator[Watch]:
-    """Opens the page. In the end nothing may have been said on its console, nor asked of anybody else."""
+    """Opens the page. At the end its console must be empty, and no other server may have been contacted."""
     wrong: list[str] = []
     contexts = []
 

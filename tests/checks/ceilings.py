@@ -2,11 +2,11 @@
 
 Run: python -m tests.checks.ceilings [--only NAME,...] [--json] [--update]
 
-Log-normal documents of seed 0 (docs/benchmarks.md), 32K tokens a rank, on 8 and 64 ranks. Each row is held against its
+Log-normal documents of seed 0 (docs/benchmarks.md), 32K tokens per rank on 8 and 64 ranks. Each row is held against its
 ceiling in tests/data/ceilings.json; exit code 1 if one is exceeded. Calls are counted where loops are compiled,
 and depend on Python and numpy: they are compared under the versions that the ceilings name, and may be 2 % and ten
 above.
-`--update` writes the measured values as new ceilings; the commit must say why.
+`--update` writes the measured values as new ceilings; the commit message must state why.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ RECIPES = (
     "loongtrain",
     "upipe_ring",
 )
-#: rules about a plan's own statements, which a mutant need not keep
+#: rules that check a plan's report and digests, which a mutant may violate
 _TOLD = ("report", "digests")
-_LONGEST = 30  # accepted mutants in a row, until the next plan
+_LONGEST = 30  # accepted mutants in a row before the next plan
 _WEIGHTS = {
     "operands": 6,
     "transfers": 4,

@@ -2,7 +2,7 @@
 
     make replay                 against tests/data/replays.json; exit status 1 if one differs
     make replay BASE=83469d6    against another commit, with the first differing row of the first differing step
-    make replay UPDATE=1        rewrites the file; the commit must say why plans changed
+    make replay UPDATE=1        rewrites the file; the commit message must state why plans changed
 
 All recipes and variants of the tests, at several mask families, kinds, numbers of ranks and of heads, and seeds; the
 recipes with their own parameters on log-normal documents; random mixtures of passes. A plan's steps, in order:

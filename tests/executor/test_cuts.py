@@ -81,7 +81,7 @@ def test_windows_follow_the_rule_of_flash_attention() -> None:
 
 
 def all_bands(largest: int) -> Iterator[Call]:
-    """Every band of up to so many rows and keys, including bands whose diagonals lie outside."""
+    """Every band of up to that many rows and keys, including bands whose diagonals lie outside."""
     for rows, keys in product(range(1, largest + 1), repeat=2):
         for dmin, dmax in product(range(-keys, rows + 2), repeat=2):
             yield Call(0, rows, 0, keys, dmin, dmax)

@@ -68,7 +68,7 @@ def test_engines_that_cannot_be_timed_are_refused() -> None:
 
 def test_links_are_assumed_until_they_are_measured(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     assert {name for name, figure in measured[0].figures().items() if figure.assumed} == {
-        "host_gbs",  # not measured at all
+        "host_gbs",  # never measured
         "intra_gbs",
         "inter_gbs",
         "nics_per_node",
@@ -116,7 +116,7 @@ def test_no_sweep_begins_after_the_time_limit() -> None:
 @pytest.fixture
 def work_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock of the calls' own work, disturbed by noise that only adds, as a busy machine does: the pairs of a call,
-    and what a call takes by itself. No test of times depends on what else runs."""
+    and what a call costs by itself. So no test of times depends on what else runs."""
     noise, done = np.random.default_rng(0), []
     grad, forward = profile_module.attend_grad, profile_module.attend  # type: ignore[attr-defined]
 
@@ -174,7 +174,7 @@ def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch: pytest.Monk
     times = np.add.outer(np.array(TINY.axis, float), np.zeros(3))
     grids = [_grid("flash", times, times)] * 2
     arena = _Arena.of(torch.device("cpu"), TINY)
-    extra = {64: 2.0, 256: 5.0}  # microseconds a row
+    extra = {64: 2.0, 256: 5.0}  # microseconds per row
 
     def known_time(arena: Any, engine: str, task: TimedTask) -> list[float]:
         at = TINY.axis.index(task.rows)
@@ -291,7 +291,7 @@ def test_numbers_of_peers_are_swept_if_there_are_several_nodes(pool: Pool) -> No
 
 @pytest.mark.parametrize("shape", [(2, 1), (4, 2), (9, 3)])
 def test_sends_and_receives_of_patterns_match(shape: tuple[int, int]) -> None:
-    """Every send has a matching receive, and only between nodes."""
+    """Every send has a matching receive, on another node."""
     nodes = np.arange(shape[0] * shape[1]).reshape(shape).tolist()
     found = patterns(nodes)
     assert {one.peers for one in found} == {peers for peers in (1, 2, 4, 8) if peers < shape[0]}

@@ -1,6 +1,6 @@
 """Every strategy on real ranks over gloo, forward and backward, against dense float64 attention.
 
-A pairwise cover: every strategy meets every mask, 1 to 8 ranks, MHA and GQA, every dtype, sinks and softcap; and so
+A pairwise cover: every strategy runs with every mask, 1 to 8 ranks, MHA and GQA, every dtype, sinks and softcap; and so
 does each of these the others. Masks share batches, three of them or two in each. `make test` runs a cell of every
 strategy, in which every value of every axis occurs; `make test-slow` the others.
 """
@@ -58,7 +58,7 @@ def serves(name: str, ranks: int) -> bool:
 
 
 def cell(turn: int, place: int) -> Cell:
-    """The cell of a strategy and a number of ranks; the other axes take turns at different speeds."""
+    """The cell of a strategy and a number of ranks; the other axes cycle at different rates."""
     name, at = AXES.name[turn], turn + place
     return Cell(
         name,

@@ -138,7 +138,7 @@ def test_overlaps_of_many_bands_need_few_comparisons() -> None:
 
 
 def test_too_many_comparisons_are_refused_with_the_number() -> None:
-    """Diagonal stripes of one square: every rectangle meets every other, no pair is shared."""
+    """Diagonal stripes of one square: every rectangle intersects every other, but no pair is shared."""
     n = 20_000
     stripes = np.stack([0 * np.arange(n), n + 0 * np.arange(n), 0 * np.arange(n), n + 0 * np.arange(n)], 1)
     diagonal = np.arange(n)[:, None]

@@ -1,4 +1,4 @@
-"""Feeds of an encoder's rows to a decoder: each row once, from its owner, where the decoder's rows want it."""
+"""Feeds of an encoder's rows to a decoder: each row once, from its owner, where the decoder's rows need it."""
 
 from __future__ import annotations
 

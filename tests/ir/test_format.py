@@ -1,4 +1,4 @@
-"""The written format: golden plans stay readable, and schema, prose, example and code say the same."""
+"""The written format: golden plans stay readable, and schema, prose, example and code agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutated plans meet decoder and verifier: typed errors only. `python -m tests.checks.fuzz_plans` tries many more."""
+"""Mutated plans in decoder and verifier: typed errors only. `python -m tests.checks.fuzz_plans` tries many more."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_tokens_are_added_to_rows_of_zeros_in_any_order() -> None:
 
 def test_tables_are_walked_where_lowering_wrote_them() -> None:
     """Nothing that lowering writes is copied or widened before the walk: it reads the same memory, and verification
-    keeps next to nothing."""
+    allocates almost nothing."""
     batch, model = ap.Batch.from_lengths([4096, 700, 30]), ap.Model(q_heads=8, kv_heads=8, head_dim=64)
     plan = ap.plan(batch, ap.Cluster(nodes=2, ranks_per_node=4), model, "fcp", verify=False)
     check(plan)

@@ -135,7 +135,7 @@ def document_cases(draw: st.DrawFn) -> Case:
 
 
 def raw(notation: str) -> st.SearchStrategy[Case]:
-    """The bands of another mask, given raw in one of the two notations."""
+    """Masks of raw bands or slices, taken from another mask."""
 
     def given_raw(case: Case) -> Case:
         table = case[0].bands(case[1])

@@ -36,7 +36,7 @@ def planned(recipe: str, model: ap.Model = NARROW) -> Plan:
     return ap.plan(BATCH, CLUSTER, model, recipe=recipe)
 
 
-# ---- how it is said
+# ---- how it is encoded
 
 
 def test_the_default_is_not_encoded() -> None:
@@ -185,7 +185,7 @@ def test_a_header_that_contradicts_the_request_is_refused() -> None:
     plan = planned("fcp")
     wrong = codec.seal(replace(plan, header=replace(plan.header, sent_gradients="wide")))
     found = [violation.message for violation in check(wrong)]
-    assert "the plan has sent_gradients = wide, the request asks for model" in found
+    assert "the plan has sent_gradients = wide, the request has model" in found
     with pytest.raises(DecodeError, match="sent_gradients = 'wide', the requested model has 'model'"):
         codec.decode(wrong.encode())
 
@@ -193,7 +193,7 @@ def test_a_header_that_contradicts_the_request_is_refused() -> None:
 def test_a_report_that_counts_wide_bytes_is_refused() -> None:
     plan, wide = planned("fcp"), planned("fcp", MODEL)
     found = check(codec.seal(replace(plan, report=wide.report)))
-    assert any(violation.message.startswith("the report says bytes.total") for violation in found)
+    assert any(violation.message.startswith("the report has bytes.total") for violation in found)
 
 
 # ---- numbers

@@ -1,4 +1,4 @@
-"""The text form: it parses back to an equal plan, reads well, and says where it is wrong."""
+"""The text form: it parses back to an equal plan, is readable, and errors name the wrong place."""
 
 from __future__ import annotations
 

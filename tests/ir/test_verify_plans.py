@@ -121,7 +121,7 @@ def test_a_mutation_is_refused_or_harmless(name: str) -> None:
 
 
 def test_bytes_that_decode_never_break_the_verifier() -> None:
-    """Columns of a projecting plan, with several heads a lane, changed many at a time."""
+    """Columns of a projecting plan, with several heads per lane, many changed at a time."""
     whole, draw = written("heads"), np.random.default_rng(3)
     for _ in range(100):
         plan = whole

@@ -64,7 +64,7 @@ CASES = {
         "forward",
         later("wait 2", "launch 3: send KV.work[0:8) to 3, receive KV.work[8:16) from 1"),
         "dataflow",
-        "in flight|not yet waited for",
+        "pending receive",
     ),
     "ring: no wait": ("ring", "forward", ("  wait 3\n", ""), "transfers", "wait"),
     "ring: gradient rows left out": (
@@ -114,7 +114,7 @@ CASES = {
             " -> dQ.home[5:10) dKV.work[5:10) full first_dkv",
         ),
         "dataflow",
-        "not yet waited for",
+        "pending",
     ),
     "node: no wait": ("node", "backward", ("  wait 4\n", ""), "transfers", "wait"),
     "node: a branch left out of the reduction": (
@@ -129,7 +129,7 @@ CASES = {
         "backward",
         later("wait 4", "add dKV.work[30:35) -> dKV.work[0:5)"),
         "dataflow",
-        "not yet waited for",
+        "pending",
     ),
     "node: a branch added twice": (
         "node",

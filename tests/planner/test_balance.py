@@ -62,7 +62,7 @@ def test_ranks_are_balanced_by_chosen_keys(recipe: str) -> None:
 
 
 def test_simulated_times_count_chosen_keys() -> None:
-    """As many keys as there are change nothing; a 16th of the pairs takes about a 16th of the kernels' time."""
+    """Choosing all keys changes nothing; a 16th of the pairs takes about a 16th of the kernels' time."""
     batch, cluster = ap.Batch.from_lengths([8192] * 2), ap.Cluster(1, 2)
     plain, all_, few = (
         ap.simulate(ap.plan(batch, cluster, model, "blend")) for model in (MODEL, weighed(8192), weighed(256))
@@ -77,7 +77,7 @@ def test_simulated_times_count_chosen_keys() -> None:
 def test_a_report_or_tolerance_that_counts_pairs_is_refused() -> None:
     plan = ap.plan(ap.Batch.from_lengths(LENGTHS), ap.Cluster(1, 4), weighed(), "blend")
     other = replace(plan.request, model=MODEL)
-    with pytest.raises(ap.VerifyError, match=r"the report says imbalance\.compute"):
+    with pytest.raises(ap.VerifyError, match=r"the report has imbalance\.compute"):
         ap.verify(replace(plan, request=other, sections=None))
     assert plan.report["imbalance"]["compute"] < 0.001
     policy = replace(plan.request.policy, tolerance=0.001)

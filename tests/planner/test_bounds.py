@@ -56,7 +56,7 @@ class ExhaustiveSearch:
         self.foreign = ((held.astype(np.int64) @ sees > 0) & ~held).sum((1, 2))
 
     def check(self, bands: np.ndarray, token_caps: set[int]) -> int:
-        """The largest bound, none of which is above the least foreign keys of the placements that hold the caps."""
+        """The largest bound, none of which is above the least foreign keys of the placements that respect the caps."""
         largest = 0
         for token_cap in token_caps:
             for load_cap in np.unique(self.pairs.max(1)).tolist():

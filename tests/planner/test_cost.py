@@ -35,7 +35,7 @@ rows_st = st.integers(1, MOST)
 
 
 def small(tile: int = 1) -> Hardware:
-    """Axis 16, 32, 64, 256; full: 3 + pairs / 8 us; causal: 2 + causal pairs / 8; backward: thrice that."""
+    """Axis 16, 32, 64, 256; full: 3 + pairs / 8 us; causal: 2 + causal pairs / 8; backward: three times that."""
     data = H100.to_data()
     axis = np.array([16, 32, 64, 256])
     full = 3 + axis[:, None] * axis / 8
@@ -249,7 +249,7 @@ def test_causal_tasks_are_cheaper_and_backward_more_expensive(name: str) -> None
         assert (
             ratio > (1.1 if name == "b200" else 1.5)
         ).all()  # where a B200 takes as long to start as to compute
-        assert len(set(np.round(ratio, 2).tolist())) > 3  # no fixed multiple
+        assert len(set(np.round(ratio, 2).tolist())) > 3  # not a fixed multiple
 
 
 # ---- heads and dims
@@ -540,7 +540,7 @@ def test_windows_are_priced_by_their_measured_cost() -> None:
 
 
 def test_causal_tasks_may_take_longer_than_full_ones() -> None:
-    """As on CPUs, whose kernel takes a rectangle in one call and one without its corner in two or three."""
+    """CPU kernels compute a rectangle in one call, and one without its corner in two or three."""
     causal = np.array(SMALL.forward.causal) * 2
     causal[0, 0] = SMALL.forward.full[0][0]
     dear = Hardware.from_data(in_grid(causal=causal.tolist()))

@@ -1,4 +1,4 @@
-"""Departures of passes from a recipe: in the report, and as warnings if users asked for the step."""
+"""Departures of passes from a recipe: in the report, and as warnings if users requested the step."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MERGE = 4
 
 def samples(tokens: int) -> tuple[ap.Batch, ap.Batch, np.ndarray]:
     """Batches of encoder and decoder and the places: none to four images a sample, of 64 to 5000 tokens, as production
-    traces of Qwen-VL have them, amid text."""
+    traces of Qwen-VL have them, between text."""
     draw, lengths, found = np.random.default_rng(0), list[int](), []
     while True:
         text = int(draw.lognormal(5.5, 1.0)) + 2
@@ -54,7 +54,7 @@ def test_both_layouts_are_even_within_two_percent(nodes: int, recipe: str) -> No
 
 
 def test_the_time_of_a_feed_by_hand() -> None:
-    """Rank 0 has both rows; tokens of ranks 1, on its node, and 2, on the other, want one each."""
+    """Rank 0 has both rows; tokens of rank 1, on its node, and rank 2, on the other, need one each."""
     here = Table(np.array([0, 1, 1, 1, 1]), SPAN_COLUMNS, np.array([[0, 0, 2, 0, 0]]).T)
     there = Table(np.array([0, 0, 1, 2, 2]), SPAN_COLUMNS, np.array([[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]).T)
     encoder, decoder = Layout("encoder", here), Layout("decoder", there)

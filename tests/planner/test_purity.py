@@ -1,4 +1,4 @@
-"""A plan is a function of its request: not of a clock, of other threads, of the process, nor of its hash seed."""
+"""A plan is a function of its request: not of a clock, other threads, the process or its hash seed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def all_planned() -> dict[str, str]:
 
 @contextmanager
 def other_planning_threads(threads: int) -> Iterator[None]:
-    """Runs the block while so many threads plan other requests."""
+    """Runs the block while that many threads plan other requests."""
     over = Event()
 
     def plan_repeatedly(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Passes in any combination: a plan that the verifier accepts, or an error that says what to change."""
+"""Passes in any combination: a plan that the verifier accepts, or an error that states what to change."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ALWAYS = Flow(when="always")
 def laid_out(
     held: list[int], per_node: int = 2, model: Model = MODEL, **cluster: float
 ) -> tuple[Problem, Layout]:
-    """A batch whose ranks hold one sequence of so many tokens each, and its layout."""
+    """A batch whose ranks hold one sequence of the given numbers of tokens each, and its layout."""
     batch = ap.Batch.from_lengths(held)
     problem = Problem(batch, ap.Cluster(len(held) // per_node, per_node, **cluster), model, ap.Policy(RECIPE))
     return problem, Rows(batch.starts, np.arange(len(held)), len(held)).layout("attention", batch)
@@ -158,7 +158,7 @@ def test_reshuffled_rows_need_no_remap() -> None:
 
 
 def test_formula_2_prices_senders_and_the_repair_prices_receivers_too() -> None:
-    """Rank 0 sends 10 to its node, which lacks 20; all to one receiver leaves 10 from afar to the other."""
+    """Rank 0 sends 10 to its node, which lacks 20; all to one receiver leaves 10 from the other node to the other."""
     rows, held = {}, [30, 10, 10, 25, 25, 20]
     for objective in ("paper", "two_sided"):
         (move,) = remapped(held, Flow(objective, "always"), per_node=3).moves

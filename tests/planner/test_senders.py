@@ -1,4 +1,4 @@
-"""Rounds in which NICs would meet at a receiver, as rounds with fewer senders: the same numbers, sooner."""
+"""Rounds in which several NICs would send to one, split into rounds with fewer senders: the same results, sooner."""
 
 from __future__ import annotations
 

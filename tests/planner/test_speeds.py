@@ -136,7 +136,7 @@ def test_the_verifier_holds_each_rank_to_its_own_share() -> None:
     made = plan("fcp", HALVES)
     shares = BATCH.tokens * np.array(HALVES) / sum(HALVES)
     assert check(made) == ()
-    speeds = (*HALVES[:-1], 0.5)  # the last rank should have had fewer
+    speeds = (*HALVES[:-1], 0.5)  # the last rank should have received fewer
     slower = replace(made.request, cluster=replace(made.request.cluster, speeds=speeds))
     found = [one for one in check(codec.seal(replace(made, request=slower))) if one.rule == "limits"]
     assert [one.rank for one in found] == [7]
@@ -156,7 +156,7 @@ def test_token_imbalance_is_reported_for_the_attention_layout() -> None:
 
 @pytest.mark.parametrize("inner", ["ulysses", "upipe"])
 def test_a_reshuffle_with_split_heads_records_the_cap_of_the_loaders_rows(inner: str) -> None:
-    """Home rows are even whatever the speeds: 180 on the slow rank, whose share by speed has a cap of 104."""
+    """Home rows are even at any speeds: 180 on the slow rank, whose share by speed has a cap of 104."""
     steps = {step.step: {step.name: step.params} for step in FCP}
     recipe = ap.Recipe("mine", {"inner": {inner: {"degree": 2}}, **steps, "reshuffle": True})
     request = ap.Batch.from_lengths([400, 300, 20]), ap.Cluster(1, 4, speeds=(1.0, 0.5, 1.0, 1.0)), MODEL

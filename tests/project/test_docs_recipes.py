@@ -1,4 +1,4 @@
-"""docs/reference/recipes.md: every recipe, every parameter with its default, every picture, as it is drawn."""
+"""docs/reference/recipes.md: every recipe, every parameter with its default, every picture as currently drawn."""
 
 from __future__ import annotations
 

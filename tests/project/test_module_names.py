@@ -1,4 +1,4 @@
-"""Modules that docstrings and documents name in backticks are there: files, and dotted names such as `ir.isa`."""
+"""Modules that docstrings and documents name in backticks exist: files, and dotted names such as `ir.isa`."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ assert "whose partial was merged, added or sent before" in broken(
     "give O.work[0:8) -> O.home[0:8), O.work[0:8) -> O.home[0:8)"
 )
 assert "operand a must be O or dX or dQ or dKV" in broken("give Q.home[0:8) -> O.home[0:8)")
-assert "operand c has another number of rows" in broken("give O.work[0:8) -> O.home[0:4)")
+assert "operand c has a different number of rows" in broken("give O.work[0:8) -> O.home[0:4)")
 """
 
 

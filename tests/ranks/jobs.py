@@ -129,7 +129,7 @@ def attention_with_lse(
 def attention_on_nan(
     comm: Communicator, sinks: NDArray[Any], check: bool, shard: Shard
 ) -> list[NDArray[Any]]:
-    """As `attention`, with unwritten memory set to NaN; check: enables `check_kernels`."""
+    """Like `attention`, with unwritten memory set to NaN; check: enables `check_kernels`."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:

@@ -43,5 +43,5 @@ def channels(comm: Communicator) -> tuple[int, bool, bool]:
 
 
 def gathers(comm: Communicator, sizes: list[int]) -> list[list[list[int]]]:
-    """What each gather of so many numbers on rank 0, one more on rank 1 and so on gives."""
+    """The results of gathers of these numbers of integers on rank 0, one more on each following rank."""
     return [comm.all_gather(range(size + comm.rank), f"{size} numbers") for size in sizes]

@@ -1,4 +1,4 @@
-"""The order of requests: deadlines, tenants, light ones beside heavy ones."""
+"""The order of requests: deadlines, tenants, light requests among heavy ones."""
 
 from __future__ import annotations
 

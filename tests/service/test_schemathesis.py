@@ -13,7 +13,7 @@ from apportion.service.http.serve import Server
 from tests.service.requests import TOKEN
 
 pytestmark = pytest.mark.slow
-# A schema cannot say that one field must fit another (a key its body, heads their groups): such requests are well
+# A schema cannot express that one field must fit another (a key its body, heads their groups): such requests are well
 # formed and answered with 422, or 409 where the key is another one's.
 CONFIG = """
 [[operations]]

@@ -145,7 +145,7 @@ CASES = {
         "dataflow", 2, "forward", 2,
         ("  wait 0\n  attend Q.home[0:8) KV.work[0:8) -> O.home[0:8) full\n",
          "  attend Q.home[0:8) KV.work[0:8) -> O.home[0:8) full\n  wait 0\n"),
-        "reads KV work rows [0, 8), which a receive not yet waited for is filling",
+        "reads KV work rows [0, 8), which a pending receive is still filling",
     ),
     "read what nobody wrote": (
         "dataflow", 2, "forward", 3, ("attend Q.home[0:8) KV.work[0:8)", "attend Q.home[0:8) KV.work[1:9)"),
@@ -157,12 +157,12 @@ CASES = {
     "overwrite what is being sent": (
         "dataflow", 1, "forward", 7,
         ("  wait 1\n", "  attend Q.home[0:8) KV.home[0:8) -> O.work[0:8) causal first\n  wait 1\n"),
-        "overwrites O work rows [0, 8), which a send not yet waited for is reading",
+        "overwrites O work rows [0, 8), which a pending send is still reading",
     ),
     "write what is being received": (
         "dataflow", 2, "forward", 1, ("  attend Q.home[0:8) KV.home[0:8)",
                                       "  copy KV.home[0:8) -> KV.work[0:8)\n  attend Q.home[0:8) KV.home[0:8)"),
-        "writes KV work rows [0, 8), which a receive not yet waited for is filling",
+        "writes KV work rows [0, 8), which a pending receive is still filling",
     ),
     "pair queries with other gradients": (
         "dataflow", 2, "backward", 2,
@@ -221,7 +221,7 @@ CASES = {
         "operands", 0, "forward", 1, ("attend Q.home[0:8) KV.home[0:8)", "attend Q.home[0:8) Q.home[0:8)"), "must be KV",
     ),
     "rows that differ": (
-        "operands", 0, "forward", 1, ("-> O.home[0:8) causal", "-> O.home[0:7) causal"), "another number of rows",
+        "operands", 0, "forward", 1, ("-> O.home[0:8) causal", "-> O.home[0:7) causal"), "a different number of rows",
     ),
     "heads that differ": (
         "operands", 1, "forward", 4, ("-> O.work[0:8).h1 full", "-> O.work[0:8).h3 full"), "other heads",

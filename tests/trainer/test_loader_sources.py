@@ -158,7 +158,7 @@ def test_slices_of_consecutive_iterations_arrive_over_a_stream(server: Server) -
         assert source.fetch(first, 0, WAIT_S, then).id
         assert list(source._coming) == then
         assert [source.fetch(key, 0, WAIT_S).id for key in keys[1:3]]
-        with pytest.raises(UnknownPlanError):  # also when asked again, by a request of its own
+        with pytest.raises(UnknownPlanError):  # also when requested again, by a separate request
             source.fetch(keys[3], 0, WAIT_S)
         source.submit(keys[3], encode_request(job(), requests[3]), 0)
         assert source.fetch(keys[3], 0, WAIT_S).id
@@ -200,7 +200,7 @@ def test_without_its_server_a_run_plans_locally_and_logs_it(caplog: pytest.LogCa
         came = [next(batches)]
     begin = time.monotonic()
     came.extend(batches)
-    assert time.monotonic() - begin < 2.0 * (len(came) - 1)  # one time-out, not one an iteration
+    assert time.monotonic() - begin < 2.0 * (len(came) - 1)  # one time-out, not one per iteration
     assert [seen(batch) for batch in came] == without_a_server()
     assert loader.metrics()["fallbacks"] >= 1
     assert "plans it itself" in caplog.text
@@ -304,7 +304,7 @@ def test_a_request_that_cannot_be_planned_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
-    """Its planner does not import it, whatever `workers`; a pass that is still held does not keep the process."""
+    """The planner does not import it, for any `workers`; a pass that is still held does not keep the process."""
     script = tmp_path / "train.py"
     script.write_text(
         "from tests.ranks.loading import Recorded, job, planning\n"

@@ -175,7 +175,7 @@ def test_every_token_of_every_sample_is_predicted_once(samples: list[list[int]],
 
 @pytest.mark.slow
 def test_the_example_counts_and_agrees() -> None:
-    """Its table equals a count of lengths; it exits with an error if gradients differ."""
+    """The example's table equals a count of lengths; the example exits with an error if gradients differ."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, ROOT / "examples/grpo_tree.py"], capture_output=True, text=True, env=env, check=False

@@ -73,7 +73,7 @@ class Calls:
         try:
             yield
         except BaseException as error:
-            # checkpointing ends a recomputation by an exception, which the caller's backward awaits
+            # checkpointing ends a recomputation with an exception that the caller's backward expects
             if error is not self._fault and not isinstance(error, _StopRecomputationError):
                 self._notices.fail(self.number, what, error)
             raise
@@ -139,7 +139,7 @@ class Calls:
         if wait is None or time.monotonic() - wait.since < LOOK_S:
             return False
         fault = self._notices.failure()
-        if not fault and attempt & (attempt - 1) == 0:  # ever less often: other ranks may just be late
+        if not fault and attempt & (attempt - 1) == 0:  # less and less often: other ranks may just be late
             fault = self._mismatch(wait.peers)
         if fault and self._wait is wait:
             self._fault = ExecutionError(f"{fault}. Rank {self.rank} waited in call {self._current()}")
@@ -147,7 +147,7 @@ class Calls:
         return True
 
     def _mismatch(self, peers: Collection[int]) -> str:
-        """The difference if a peer is in another call than this rank; this rank publishes its calls first."""
+        """The difference if a peer is in a different call; this rank publishes its calls first."""
         recent = dict(tuple(self._recent))
         self._notices.show(recent)
         for peer in sorted(peers):
@@ -238,7 +238,7 @@ def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:
 
 
 def by_value(values: Mapping[int, str], of: str = "rank") -> str:
-    """Says which ranks have each value: "x on ranks 0, 2; y on rank 1". values: of each rank."""
+    """Describes which ranks have each value: "x on ranks 0, 2; y on rank 1". values: of each rank."""
     rows = sorted((value, rank) for rank, value in values.items())
     grouped = [
         (value, [rank for _, rank in members]) for value, members in groupby(rows, key=lambda row: row[0])
@@ -254,7 +254,7 @@ def shown(error: BaseException | None) -> str:
 
 
 def _leave(thread: Thread) -> None:
-    """Ends a watch before the interpreter does: a thread that comes back from the store later aborts the process."""
+    """Ends a watch before the interpreter exits: a thread that comes back from the store later aborts the process."""
     _leaving.set()
     thread.join(LEAVING_S)
 

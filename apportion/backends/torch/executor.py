@@ -3,7 +3,7 @@
     home rows (q, k, v | hidden) ──forward──► O home rows  ──backward with dO──► dQ, dKV home rows | dX
 
 A machine is one call with its own arenas and rounds in flight, so any number of microbatches may be
-between forward and backward. Partials merge in program order, never in order of arrival: the same plan gives
+between their forward and backward. Partials merge in program order, never in order of arrival: the same plan gives
 the same bits.
 """
 
@@ -301,7 +301,7 @@ class TaskMachine(TorchMachine):
                 sums.write(parts)
 
     def _expanded_keys(self, run: LatentRun[T], expand: Expansion) -> Iterator[Keys[T]]:
-        """As `_keys`, for a run of latent rows, expanded here: a few heads at a time if there are many rows."""
+        """Like `_keys`, for a run of latent rows, expanded here: a few heads at a time if there are many rows."""
         # copies: rows of the same buffer are written before autograd reads these again
         rotated, compressed = (part.squeeze(1).clone() for part in self.memory.view(run.kv).read())
         header = self.program.header

@@ -1,4 +1,4 @@
-"""Rows of an encoder where a decoder reads them: one exchange between the layouts of two plans, differentiable.
+"""Moves an encoder's rows to where a decoder reads them: one exchange between the layouts of two plans, differentiable.
 
 Ranks exchange their spans of both plans, and derive and prove the same move of all ranks.
 """
@@ -80,7 +80,7 @@ class EncoderFeed:
 
     @cached_property
     def rows(self) -> Tensor:
-        """int64 [n]: rows of the decoder on this rank that read rows of the encoder, rising. A collective the first
+        """int64 [n]: rows of the decoder on this rank that read rows of the encoder, ascending. A collective the first
         time."""
         columns = self.plan.targets.rank(self.decoder.communicator.rank).values.T.tolist()
         runs = [torch.arange(row, row + rows) for row, rows in columns]

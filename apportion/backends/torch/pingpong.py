@@ -66,7 +66,7 @@ def _turns(
 def _run_whole(
     handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer
 ) -> Generator[None, None, TorchMachine]:
-    """As `_turns`, without yielding."""
+    """Like `_turns`, without yielding."""
     yield from ()
     return run(handle, kind, phase, home, layer)
 

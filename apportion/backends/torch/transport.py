@@ -4,7 +4,7 @@ A sparse round is one batch of sends and receives among the ranks that take part
 bytes that every rank enters. A transport moves bytes and does not interpret them.
 
 A channel is a process group, and on NCCL a stream: rounds of two channels overlap, as in the simulator. Every rank
-launches its rounds in rising order over all channels together, so one group is enough for correctness.
+launches its rounds in ascending order over all channels together, so one group is enough for correctness.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Transport(ABC):
 
     @abstractmethod
     def batch(self, channel: int, posts: Sequence[Post]) -> Flight:
-        """Starts sends and receives, matched in order between two ranks. Ranks without any take no part."""
+        """Starts sends and receives, matched in order between two ranks. Ranks without either do not take part."""
 
     @abstractmethod
     def all_to_all(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
@@ -60,7 +60,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, numbers: Sequence[int], about: str) -> list[list[int]]:
-        """The numbers of every rank, any number per rank, a collective among hosts. about: their description in errors.
+        """Gathers any number of integers from every rank, a collective among hosts. about: describes them in errors.
         Raises ExecutionError if ranks gather different things, or made different calls before."""
 
     def call(self, what: str) -> AbstractContextManager[None]:
@@ -100,7 +100,7 @@ def _text(numbers: Sequence[int]) -> str:
 
 #: calls of a single rank, which has no peers
 _UNWATCHED: AbstractContextManager[None] = nullcontext()
-#: most numbers per rank in one exchange among hosts, with the length
+#: maximum of numbers per rank in one exchange among hosts, including the length
 _FIRST = 63
 
 

@@ -137,7 +137,7 @@ def _torch() -> Iterator[Check]:
         yield Check(
             "NCCL",
             "failed",
-            "this torch lacks NCCL: GPUs cannot communicate",
+            "this build of torch has no NCCL: GPUs cannot communicate",
             "install a CUDA build of torch",
         )
     triton = _version("triton")

@@ -101,7 +101,7 @@ def forecast(
     Attention is simulated, all else follows closed forms. Ranges show the result
     if one assumption is wrong: kernels 10 % faster or slower, half the bandwidth,
     four times the latency, contention and others, on both sides; gains of single
-    steps stand beside them. Heads are those of the whole model. --tokens-per-rank
+    steps are shown next to them. Heads are those of the whole model. --tokens-per-rank
     is the mean per microbatch: sequences stay whole, and none is longer than a
     microbatch. Exit code 1 if no row fits.
 

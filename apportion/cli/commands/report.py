@@ -33,7 +33,7 @@ def report(
 ) -> None:
     """Write a page about a plan: one HTML file that opens offline in any browser.
 
-    It shows figures beside their bounds, the simulated timeline of every rank, the
+    It shows figures next to their bounds, the simulated timeline of every rank, the
     ranks that compute each part of the mask, the traffic between ranks, and the
     candidates of a search.
 

@@ -178,7 +178,7 @@ def _check_plans(plans: tuple[Plan, ...], indexes: int) -> None:
     for i, plan in enumerate(plans):
         for name, value in _shared_request(plan.request).items():
             if value != first[name]:
-                rule = f"has another {name} than the first microbatch"
+                rule = f"differs from the first microbatch in its {name}"
                 remedy = "plan all microbatches of an iteration in the same way"
                 raise ConfigError(f"iteration.plans[{i}].{name}", value, rule, remedy)
         if plan.header.kinds != plans[0].header.kinds:

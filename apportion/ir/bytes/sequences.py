@@ -33,7 +33,7 @@ def consecutive(counts: Iterable[int]) -> tuple[Ints, ...]:
 
 
 def packed(column: Ints) -> bytes:
-    """Encodes a column: 4 bytes a number, little endian."""
+    """Encodes a column: 4 bytes per number, little endian."""
     return column.astype(_INDEX).tobytes()
 
 

@@ -80,7 +80,7 @@ def encode_parts(tables: Sequence[Table], ranks: int, threads: int = 1) -> Parts
 
 
 def encode_tables(tables: Sequence[Table], ranks: int, threads: int = 1) -> Iterator[bytes]:
-    """As `encode_parts`, for tables in the order of `tables_of`, but leaves arrays writeable."""
+    """Like `encode_parts`, for tables in the order of `tables_of`, but leaves arrays writeable."""
     for table in tables:
         _check_numbers(table)
     arrays = [(table.ptr, table.values) for table in tables]

@@ -166,7 +166,7 @@ def check_size(data: bytes, label: str) -> None:
 
 
 def check_canonical_plan(size: int, plan: PlanWire, label: str) -> None:
-    """As `check_canonical`, without re-encoding the parts, which are most of the plan."""
+    """Like `check_canonical`, but without re-encoding the parts, which are most of the plan."""
     sizes = [len(part) for part in plan.parts]
     heads = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in sizes)
     array = 0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4  # beyond the byte of an empty one

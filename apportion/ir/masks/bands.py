@@ -54,7 +54,7 @@ def area(bands: ArrayLike) -> Ints:
     """[n] int64: the exact number of pairs of each band.
 
     With a = q - q0 and b = k1 - 1 - k the pairs with q - k <= d are those with a + b < m = d + k1 - q0: a
-    triangle of side m, less its parts beyond the rectangle, a >= Q and b >= K (they never meet: m <= Q + K).
+    triangle of side m, less its parts beyond the rectangle, a >= Q and b >= K (they never overlap: m <= Q + K).
     """
     b = columns(bands)
     q, k = np.maximum(b[:, 1] - b[:, 0], 0), np.maximum(b[:, 3] - b[:, 2], 0)

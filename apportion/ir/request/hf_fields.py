@@ -201,7 +201,7 @@ def _listed(text: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _kimi(text: Mapping[str, Any]) -> tuple[str, Any]:
-    """As `_listed`, for Kimi Linear's own files, which number layers from 1."""
+    """Like `_listed`, for Kimi Linear's own files, which number layers from 1."""
     config = mapping("linear_attn_config", text.get("linear_attn_config") or {})
     if "full_attn_layers" not in config:
         return "layer_types", None

@@ -77,7 +77,7 @@ def _tables(path: Path) -> Iterator[Any]:
     if (path / "state.json").is_file():
         state = load(path / "state.json")
         if state.get("_indices_files"):
-            rule = "has rows in another order than its files"
+            rule = "has its rows in a different order from its files"
             raise ConfigError("lengths", str(path), rule, "call flatten_indices() before save_to_disk")
         for data_file in state["_data_files"]:
             with ipc.open_stream(str(path / data_file["filename"])) as stream:

@@ -35,7 +35,7 @@ class Model:
 
     `layers`: the number of attention layers, or one number for each attention kind, sorted. `sent_gradients`: transfer
     dtype of partial gradients: `wide`, that of the accumulators, or `model`, rounded to bf16 or fp16, which halves
-    their bytes; sums are in float32 in any case. `recurrent`: kinds of linear recurrent layers, sorted. `balance`:
+    their bytes; sums are always in float32. `recurrent`: kinds of linear recurrent layers, sorted. `balance`:
     kinds whose layers choose keys at run time in their own kernel: rows are gathered, queries stay home with all heads,
     and a query counts as min(visible keys, n), {kind: {"keys": n}}. `latent`: KV rows are latent rows, of one KV head,
     which the layer's projection expands to k and v of each query head where attention is computed; head dims are those
@@ -128,7 +128,7 @@ class Model:
 
     @property
     def expansion(self) -> int:
-        """Multiplications that expand a latent row to k and v of one head, also the number of weights of that head; 0
+        """Multiplications to expand a latent row to k and v of one head, which is also its number of weights; 0
         without latents."""
         if self.latent is None:
             return 0
@@ -160,7 +160,7 @@ class Model:
         return self.layers[kind]
 
     def keys_of(self, kind: str) -> int | None:
-        """The most keys for which a query of an attention kind counts; None: all visible keys."""
+        """The maximum number of keys counted for a query of an attention kind; None: all visible keys."""
         return self.balance[kind]["keys"] if kind in self.balance else None
 
     @property
@@ -189,7 +189,7 @@ class Model:
         return self.sent_gradients == "model" and tensor in GRADIENTS
 
     def sent_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
-        """As `row_bytes`, for a row in transfer that is not a result."""
+        """Like `row_bytes`, for a row in transfer that is not a result."""
         size = self.row_bytes(tensor, heads)
         return size // self.accumulator_bytes * self.element_bytes if self.narrows(tensor) else size
 

@@ -44,7 +44,7 @@ class Sequence:
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """The masks of one attention kind: distinct specs, and the index of each sequence's own, int64 [n]."""
+    """The masks of one attention kind: distinct specs, and the index of each sequence's spec, int64 [n]."""
 
     specs: tuple[Mask, ...]
     index: Ints

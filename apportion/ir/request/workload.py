@@ -66,7 +66,7 @@ class Workload:
         return Workload(np.minimum(self.lengths, limit), self.masks)
 
     def kept(self, limit: int, overlong: str) -> Workload:
-        """As `limited`, without those to drop. Raises as that."""
+        """Like `limited`, without the samples to drop. Raises the same errors."""
         result = self.limited(limit, overlong)
         return Workload(result.lengths[fits := result.lengths <= limit], tuple(compress(result.masks, fits)))
 
@@ -77,7 +77,7 @@ def read_workload(path: str | Path) -> Workload:
 
 
 def read_lengths(path: str | Path, column: str | None = None) -> Workload:
-    """The plain documents of a file or folder that `length_values` reads. Raises as that, ConfigError."""
+    """The plain documents of a file or folder that `length_values` reads. Raises its errors, and ConfigError."""
     return _plain(_filled(str(path), length_values(Path(path), column)), str(path))
 
 

@@ -83,7 +83,7 @@ _STAGES = {rule.name: rule.stage for rule in RULES}
 def verify(plan: Plan, threads: int = 1) -> None:
     """Raises VerifyError with all violations if the plan breaks a rule. threads: number of threads.
 
-    Raises ConfigError for other objects than plans, and for an invalid number of threads.
+    Raises ConfigError for objects other than plans, and for an invalid number of threads.
     """
     violations = check(instance("plan", plan, Plan, "make one with plan(...)"), threads)
     if violations:

@@ -49,7 +49,9 @@ def areas_inside(bands: Ints, mask: Ints) -> tuple[Ints, Ints]:
     budget = _FREE_STEPS + _STEPS_PER_BAND * (bands.shape[1] + mask.shape[1])
     areas = core.measure(bands, mask, budget)
     if areas is None:
-        raise CapacityError(f"tasks and mask meet in more than {budget} pairs of bands: too many to verify")
+        raise CapacityError(
+            f"tasks and mask overlap in more than {budget} pairs of bands: too many to verify"
+        )
     return areas
 
 
@@ -63,7 +65,7 @@ def overlaps(bands: Ints) -> Ints:
     budget = _FREE_STEPS + _STEPS_PER_BAND * bands.shape[1]
     pairs = core.sweep(bands, by_corner(bands), budget, MOST)
     if pairs is None:
-        raise CapacityError(f"the tasks meet in more than {budget} pairs of bands: too many to verify")
+        raise CapacityError(f"the tasks overlap in more than {budget} pairs of bands: too many to verify")
     return pairs.T
 
 

@@ -20,8 +20,8 @@ from apportion.planner.simulate.recurrent import token_flops
 
 @dataclass(frozen=True)
 class Layers:
-    """One rank's share of the layers, the mean of those with experts and without, with attention and recurrent. model:
-    of a tensor-parallel rank; tensor: their number. sparse: share of the layers that has experts; degree: ranks that
+    """One rank's share of the layers, averaged over those with and without experts, attention and recurrent. model:
+    of a tensor-parallel rank; tensor: number of them. sparse: share of the layers that has experts; degree: ranks that
     share these; spread: rows of the fullest of them over the mean."""
 
     hardware: Hardware

@@ -98,7 +98,7 @@ class Forecast:
 
     @cached_property
     def best(self) -> ForecastRow | None:
-        """The fastest row that fits and cuts next to nothing, or None."""
+        """The fastest row that fits and cuts almost nothing, or None."""
         return _fastest(self._candidates)
 
     @property

@@ -149,7 +149,7 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
         return layer_count(model)
     unknown = [kind for kind in kinds if kind not in model.layers]
     if unknown:
-        rule = f"lacks kind {unknown[0]}, which the sequences have masks for"
+        rule = f"has no kind {unknown[0]}, for which the sequences have masks"
         remedy = "give each kind a mask in the batch, or by --mask '{kind: mask}'"
         raise ConfigError("model.layers", dict(model.layers), rule, remedy)
     missing = [kind for kind in model.layers if kind not in kinds]
@@ -331,7 +331,7 @@ def _layer_us(setting: Setting, collective: Callable[[float, Cluster], float], s
 
 
 def _least_behind(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> float:
-    """The least work that hides traffic, among the last microbatches of the groups."""
+    """The minimum work that hides traffic, over the last microbatches of the groups."""
     return min(_behind_us(setting, group[-1]) for group in planned)
 
 
@@ -364,7 +364,7 @@ def _after_step_us(setting: Setting, planned: PlannedMicrobatch, behind: float) 
 
 
 def _hop_us(setting: Setting, group: Sequence[PlannedMicrobatch]) -> float:
-    """Time to send hidden states of the largest microbatch to the next stage."""
+    """Time to send the hidden states of the largest microbatch to the next stage."""
     form, cluster, model = setting.parallelism, setting.cluster, setting.model
     if form.pipeline == 1:
         return 0.0

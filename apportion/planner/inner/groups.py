@@ -215,7 +215,7 @@ class HeadStages:
         return int(self.key_heads.max())
 
     def totals(self, groups: Groups) -> HeadSets:
-        """The head sets of the plan, with the heads of every rank over all stages, and KV heads over all windows."""
+        """The head sets of the plan, with each rank's query heads over all stages and KV heads over all windows."""
         ones, none = np.ones(groups.ranks, np.int64), np.zeros(groups.ranks, np.int64)
         keys = self.key_heads.sum(0)[groups.member]
         queries = ones * self.query_heads * len(self)

@@ -6,7 +6,7 @@ with tiles run in the stage of their round; tasks without tiles fill the stages.
 Tiles that arrive together at a rank are adjacent there, in the order of their numbers, so that a task may span several
 of them, like blocks at home: fewer and larger kernel calls although placement cut the keys.
 
-    keys     tile 3   tile 4   tile 5        home blocks may end amid a rank's rows
+    keys     tile 3   tile 4   tile 5        home blocks may end within a rank's rows
     queries  x x x x  x x x x  x . . .   \
              x x x x  x x x x  x x . .    } three tasks under one diagonal: one task
 """
@@ -30,7 +30,7 @@ def program_order(
     tasks: Tasks, schedule: Schedule, rows: Rows, division: Ints | None = None
 ) -> tuple[Tasks, KeyParts, Ints]:
     """The tasks sorted by rank and stage, merged if possible, and their stages, int32 [tasks]. Within a stage tasks
-    with a partial band come first, the longest of these first: few of them share rows, so they can initialize
+    with a partial band come first, longest first: few of them share rows, so they can initialize
     accumulators. The rest keep their original order. division: int32 [tasks], for schedules by division."""
     if division is None or schedule.division is None:
         tasks = strips(tasks, schedule, rows.per_rank)
@@ -77,7 +77,7 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
 
 def _alternate_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
     """int64 [tasks]: an order in which each rank's tasks alternate over its group members' shares of the rows, the
-    densest tasks of a share first, so that exchanged rows burden all members alike."""
+    densest tasks of a share first, so that exchanged rows burden all members equally."""
     share = tasks.row.astype(np.int64) * members // np.maximum(rows.per_rank[tasks.exec], 1)
     share += members * tasks.exec
     by_share = np.lexsort((-tasks.work / tasks.rows, share))

@@ -102,7 +102,7 @@ class Checks:
 
     @_if_enabled
     def routed(self, star: Edges, routed: Routes, ranks: int) -> None:
-        """All rows of the star still arrive, from home, by way of ranks that have them."""
+        """All rows of the star still arrive from home, relayed only by ranks that have them."""
         must, edges = _Requirement("route", self._passes.route), routed.edges
         must.all("ranks", (edges.src != edges.dst) & (edges.dst >= 0) & (edges.dst < ranks))
         must.all("parent, before its children", edges.parent < np.arange(len(edges)))

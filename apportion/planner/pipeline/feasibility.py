@@ -50,7 +50,7 @@ def check_request(problem: Problem) -> None:
 
 
 def _check_memory(problem: Problem) -> None:
-    """Refuses, before planning, batches that cannot fit: home rows of the fullest rank, which holds at least the
+    """Refuses batches that cannot fit, before planning: home rows of the fullest rank, which holds at least the
     mean."""
     rows = min(problem.token_cap, -(-problem.batch.tokens // problem.ranks))
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
@@ -141,7 +141,7 @@ def _call_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> In
 
 
 def _most_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
-    """As `_call_bytes`, with accumulators for all sums."""
+    """Like `_call_bytes`, but with accumulators for all sums."""
     projects = bool((program["instructions"]["op"] == Op.PROJECT).any())
     arenas = program["arenas"]
     head_bytes = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)

@@ -59,7 +59,7 @@ def spread(
     """int64 [items]: the rank of each whole item, on ranks with existing loads.
 
     weights, sizes: int64 [items], pairs and tokens; load, used: int64 [ranks], the pairs and tokens already there.
-    Raises CapacityError if the policy's token cap is met neither by work nor by tokens.
+    Raises CapacityError if neither balancing by work nor by tokens meets the policy's token cap.
     """
     cap = problem.policy.token_cap
     if cap is None:
@@ -94,7 +94,7 @@ def _least_slack(
 def _solve_under_caps(
     problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, caps: Ints, solver: PartitionSolver
 ) -> Ints:
-    """The solver's answer under the ranks' caps, -1 for items without room. Existing loads are items with a single
+    """The solver's answer under the ranks' caps, -1 for items that do not fit. Existing loads are items with a single
     allowed rank."""
     if not used.any():
         return solver(PartitionProblem(weights, sizes, caps, problem.speeds)).bin

@@ -165,12 +165,12 @@ def _passes(data: bytes) -> Passes:
 
 
 def search_of(recipe: Recipe) -> SearchPass:
-    """Builds the search pass of a recipe. Raises as `passes_of`."""
+    """Builds the search pass of a recipe. Raises the errors of `passes_of`."""
     return cast(SearchPass, _built(recipe)["search"])
 
 
 def pack_of(recipe: Recipe) -> PackPass | None:
-    """Builds the pack pass of a recipe, or None. Raises as `passes_of`."""
+    """Builds the pack pass of a recipe, or None. Raises the errors of `passes_of`."""
     return cast(PackPass | None, _built(recipe).get("pack"))
 
 

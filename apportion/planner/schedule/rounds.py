@@ -106,7 +106,7 @@ class Schedule:
 AUTO_ROUNDS = 4
 # Rounds have at most this many tokens per rank, to limit the rows held at a time.
 AUTO_ROUND_TOKENS = 131072
-# Rounds between a relayed tile's arrival and the wait for it at its destination: with one, little is computed meanwhile
+# Rounds between a relayed tile's arrival and the wait for it at its destination: with one, little is computed then
 # (simulated on 64 ranks: 10 % slower), three gain nothing.
 RELAY_LAG = 2
 
@@ -126,7 +126,7 @@ class SchedulePass(Pass, Protocol):
         return Matchings()
 
     def tiles(self, edges: Edges, shared: bool) -> Routes | None:
-        """Merges tiles before routing, or returns None for the star as it is; shared: True if the route shares tiles
+        """Merges tiles before routing, or returns None to keep the star; shared: True if the route shares tiles
         among ranks, which must then remain equal for all."""
         return None
 

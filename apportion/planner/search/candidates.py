@@ -130,7 +130,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
 
 
 def last_resort() -> Candidate:
-    """The fallback, which serves every feasible request: `fcp` as it is."""
+    """The fallback, which serves every feasible request: `fcp` unchanged."""
     return _named("fcp")
 
 
@@ -180,7 +180,7 @@ def _zones(problem: Problem) -> list[Candidate]:
 
 
 def _rounds_us(problem: Problem) -> float:
-    """Fixed cost, over all layers, of the rounds for a rank's keys: packing, sending and unpacking without their
+    """Fixed cost, over all layers, of the rounds for a rank's keys: packing, sending and unpacking, apart from their
     bytes."""
     cluster, layers = problem.cluster, sum(problem.layers.values())
     latency = cluster.inter_latency_us if cluster.nodes > 1 else cluster.intra_latency_us

@@ -80,7 +80,7 @@ def simulate(
 
 
 def simulate_with(plan: Plan, costs: Costs, hardware: str = "", cluster: Cluster | None = None) -> Simulation:
-    """As `simulate`, with any cost model; `hardware` is its name."""
+    """Like `simulate`, with any cost model; `hardware` is its name."""
     return run_all(plan, prepare(plan, costs, cluster), costs, hardware, cluster)
 
 
@@ -118,7 +118,7 @@ def prepare(plan: Plan, costs: Costs, cluster: Cluster | None = None) -> list[Pr
 def prepare_program(
     plan: Plan, kind: str, phase: str, costs: Costs, cluster: Cluster | None = None
 ) -> PreparedProgram:
-    """As `prepare`, for one program."""
+    """Like `prepare`, for one program."""
     view = View(plan, phase, plan.programs[kind, phase], _checked_cluster(plan, cluster))
     script, traffic, tasks, row_work = prepare_tables(view, float(costs.post_us))
     traffic = congested(traffic, script, costs.congestion, view.ranks)
@@ -152,7 +152,7 @@ def makespans_us(
 ) -> list[dict[tuple[str, str], float]]:
     """(kind, phase) -> makespan as in `simulate`, under each of several costs and clusters, which differ in links,
     kernels and congestion. Builds tables once, prices work once for equal kernels, and runs the event loop once for
-    equal transfer times. Raises as `simulate`."""
+    equal transfer times. Raises the errors of `simulate`."""
     kernels = [costs.kernels for costs, _ in under]
     first = [kernels.index(item) for item in kernels]
     result: list[dict[tuple[str, str], float]] = [{} for _ in under]

@@ -124,19 +124,19 @@ class Simulation:
 
     @property
     def attainable(self) -> float:
-        """Attainable efficiency (see `losses`); 1.0 without work."""
+        """Attainable efficiency (see `losses`); 1.0 if there is no work."""
         lost = self.lost
         return lost.ideal / lost.attainable if lost.attainable else 1.0
 
     @property
     def of_attainable(self) -> float:
-        """Efficiency relative to the attainable one; 1.0 without work."""
+        """Efficiency relative to the attainable one; 1.0 if there is no work."""
         lost = self.lost
         return lost.attainable / sum(lost) if sum(lost) else 1.0
 
     @property
     def time_imbalance(self) -> float:
-        """Work of the busiest rank over an even division by speed, less 1, over all runs; 0.0 without work."""
+        """Work of the busiest rank over an even division by speed, less 1, over all runs; 0.0 if there is no work."""
         lost = self.lost
         even = sum(lost) - lost.stalls - lost.contention - lost.imbalance
         return lost.imbalance / even if even else 0.0

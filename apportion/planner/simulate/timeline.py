@@ -29,7 +29,7 @@ class Spans(NamedTuple):
     packing, unpacking and casts; transfers, once at each end, on stream 1 + channel. Sorted by rank, then stream.
 
     rank, stream, op (a code of `WORK_NAMES`), instruction (its number on the rank; a transfer's launch; for casts the
-    number of instructions), round (-1 for work), peer (-1 but for transfers): int64. start_us, end_us: float64.
+    number of instructions), round (-1 for work), peer (-1 except for transfers): int64. start_us, end_us: float64.
     """
 
     rank: Ints
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def efficiency(self) -> float:
-        """Ideal over simulated time, 1.0 without work."""
+        """Ideal over simulated time, 1.0 if there is no work."""
         return self.ideal_us / self.makespan_us if self.makespan_us else 1.0
 
     @property

@@ -185,7 +185,7 @@ class GroupingProblem:
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """degree: int64 [groups], descending; group: int64 [K], -1 without an answer; time: float64 [groups].
+    """degree: int64 [groups], descending; group: int64 [K], -1 if there is no answer; time: float64 [groups].
 
     The value is the largest time.
     """
@@ -277,7 +277,7 @@ def caps_of(total: int, slack: tuple[float, float], shares: Floats, nodes: int) 
 
 @dataclass(frozen=True, eq=False)
 class VertexRanks:
-    """Ranks of vertices. rank: int64 [V], -1 without an answer. node_value: the sum of price times (nodes spanned - 1).
+    """Ranks of vertices. rank: int64 [V], -1 if unanswered. node_value: the sum of price times (nodes spanned - 1).
 
     flops_imbalance, tokens_imbalance: of the fullest rank, over its share, less 1. The value is in `termination`.
     """

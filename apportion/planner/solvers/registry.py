@@ -26,7 +26,7 @@ GROUP = "apportion.solvers"
 @dataclass(frozen=True)
 class Entry:
     """One solver. loader: "module:function"; needs: (package, extra of apportion) or None; budget: its default; limits:
-    the fields of a Budget that it respects; heuristic: True if it proves nothing except by chance. Raises
+    the fields of a Budget that it respects; heuristic: True if it proves optimality only by chance. Raises
     ConfigError."""
 
     name: str

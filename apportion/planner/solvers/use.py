@@ -107,30 +107,30 @@ _LIMITS = [field.name for field in fields(Budget)]
 
 
 class PartitionSolver(SolverOption[contracts.PartitionProblem, contracts.Partition]):
-    """Solver of items into bins."""
+    """Solver that packs items into bins."""
 
     kind = "partition"
 
 
 class ColouringSolver(SolverOption[contracts.ColouringProblem, contracts.Colouring]):
-    """Solver of edges into matchings."""
+    """Solver that splits edges into matchings."""
 
     kind = "colouring"
 
 
 class TransportSolver(SolverOption[contracts.TransportProblem, contracts.Transport]):
-    """Solver of row moves from ranks with a surplus to ranks with a deficit."""
+    """Solver that moves rows from ranks with a surplus to ranks with a deficit."""
 
     kind = "transport"
 
 
 class GroupingSolver(SolverOption[contracts.GroupingProblem, contracts.Grouping]):
-    """Solver of groups of ranks, and sequences to groups."""
+    """Solver that forms groups of ranks and assigns sequences to them."""
 
     kind = "grouping"
 
 
 class HypergraphSolver(SolverOption[contracts.HypergraphProblem, contracts.VertexRanks]):
-    """Solver of vertices with two weights to ranks."""
+    """Solver that assigns vertices with two weights to ranks."""
 
     kind = "hypergraph"

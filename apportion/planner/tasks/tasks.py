@@ -103,7 +103,7 @@ class Edges:
         edges = Edges(*[np.take(getattr(self, column.name), order) for column in fields(self)])
         if (edges.parent < 0).all():
             return edges
-        position = np.full(len(self) + 1, -1, np.int32)  # parent -1 is the last
+        position = np.full(len(self) + 1, -1, np.int32)  # index -1 (no parent) is the last
         position[order] = np.arange(len(order), dtype=np.int32)
         return replace(edges, parent=position[edges.parent])
 

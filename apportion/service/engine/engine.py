@@ -121,7 +121,7 @@ class Engine:
         return self._entries.get(key)
 
     def asked(self, key: bytes) -> None:
-        """Notes that a rank asks for a plan."""
+        """Records that a rank requests a plan."""
         entry = self._entries.get(key)
         if entry is not None and entry.asked is None:
             entry.asked = asyncio.get_running_loop().time()

@@ -19,7 +19,7 @@ class State(StrEnum):
 
 
 class PlanRequest(NamedTuple):
-    """A request in the engine's form. key: 32 bytes; data: canonical bytes; job: digest of the job; ranks: of it."""
+    """A request in the engine's form. key: 32 bytes; data: canonical bytes; job: its digest; ranks: the job's."""
 
     key: bytes
     data: bytes
@@ -32,7 +32,7 @@ class Entry:
     """work: the work for the encoded request; job: digest of the request's job; ranks: of its cluster; tenant: who
     submitted it first; due: when it is needed, on the loop's clock; deaths: workers that died of it; seconds: of the
     worker; data: the result; plan: 32 bytes, its id; problem: why there is no result; ended, asked: when it was
-    ready or refused, and when the first rank asked for it, on the loop's clock."""
+    ready or refused, and when the first rank requested it, on the loop's clock."""
 
     key: bytes
     work: Work

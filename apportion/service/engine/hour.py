@@ -15,7 +15,7 @@ MINUTES = 60
 @dataclass(frozen=True)
 class Minute:
     """planned, stored: plans made by workers, and found in the store; ahead: plans that were ready at its end and
-    that no rank had asked for; planning_s, waited_s: medians, of workers, and of the first rank that asked for a plan;
+    that no rank had requested; planning_s, waited_s: medians, of workers, and of the first rank that requested a plan;
     None if there was no plan."""
 
     planned: int
@@ -93,7 +93,7 @@ def _usage(tenant: str, entries: list[Entry]) -> Usage:
 
 
 def _minute(moment: float, now: float) -> int:
-    """Its index among the `MINUTES` before now; negative if it was earlier."""
+    """The time's index among the `MINUTES` before now; negative if it was earlier."""
     return MINUTES - 1 - int((now - moment) // 60)
 
 

@@ -50,7 +50,7 @@ class RayExecutor(Executor):
         self.workers = int(resources().get("CPU", workers)) if target != "local" else workers
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """As `Executor.submit`; the future raises `TimeoutError`, and `WorkerDiedError`."""
+        """Like `Executor.submit`; the future raises `TimeoutError`, and `WorkerDiedError`."""
         future: Future[T] = Future()
         reference = ray.remote(num_cpus=1, max_retries=0)(fn).remote(*args, **kwargs)
         threading.Thread(target=self._wait, args=[reference, future], daemon=True).start()

@@ -1,4 +1,4 @@
-"""Images, videos and sound of samples: an encoder's microbatches beside the decoder's.
+"""Images, videos and sound of samples: an encoder's microbatches next to the decoder's.
 
     dataset    sample 5: text, tokens for image 7, text, tokens for image 8        `places` (5, 12), (5, 90)
     media      image 7, image 8: patches, read by the ranks that the encoder's plan gives them to

@@ -126,7 +126,7 @@ def local_rows(
     begins: bool = False,
 ) -> Rows:
     """The rows of the slice's rank. `read(i)` returns sequence i of the batch; it is called once for each sequence that
-    the rank holds, or for one if it holds none; samples: the dataset number of each sequence, by default its own
+    the rank holds, or for one if it holds none; samples: the number of each sequence in the dataset, by default its
     number; begins: True to compare sequence 0 between all ranks, whose datasets may have another order. Raises
     ExecutionError if a sample has another length or other fields, or the plan is for another batch."""
     spans = piece.layout(piece.header.home_layout).spans
@@ -175,7 +175,7 @@ def _concatenated(parts: Sequence[Rows], form: Form) -> Rows:
 
 
 def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form) -> Iterator[Rows]:
-    """Yields the rows of each microbatch of an iteration, read lazily. Raises as `local_rows`, and ExecutionError if
+    """Yields the rows of each microbatch of an iteration, read lazily. Raises `local_rows`' errors; ExecutionError if
     the plan is for other batches."""
     wanted.check(piece)
     parts = zip(piece.slices, wanted.parts(piece.indexes), strict=True)
@@ -239,7 +239,7 @@ class _ReadSequences:
         return self._samples[sequence]
 
     def any(self) -> _Sample:
-        """Any sequence, for the fields."""
+        """Any sequence, to learn the fields."""
         return next(iter(self._samples.values())) if self._samples else self.of(0)
 
 

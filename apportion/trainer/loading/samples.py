@@ -180,7 +180,7 @@ class StreamedLoader:
         **options: Unpack[LoaderOptions],
     ) -> None:
         if unknown := sorted(_OWN & options.keys()):
-            rule = "is of all samples, and a stream does not know them"
+            rule = "describes all samples, which a stream does not know in advance"
             raise ConfigError(unknown[0], "given", rule, "leave it out")
         if isinstance(stream, Iterator):
             rule = "gives only one pass, and cannot restart"

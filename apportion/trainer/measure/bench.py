@@ -89,7 +89,7 @@ class RankTensors:
 
     @staticmethod
     def of(header: Header, rows: int, device: torch.device, drawn: bool) -> RankTensors:
-        """Allocates the tensors. drawn: normal numbers; otherwise uninitialised."""
+        """Allocates the tensors. drawn: True for normal numbers; otherwise they are uninitialised."""
         make = partial(torch.randn if drawn else torch.empty, device=device, dtype=DTYPES[header.dtype])
         q = make(rows, header.q_heads, header.head_dim, requires_grad=True)
         k = make(rows, header.kv_heads, header.head_dim, requires_grad=True)
@@ -105,7 +105,7 @@ def metered(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, 
 
 
 def best(attention: Attention, rows: RankTensors, clock: Meter, repeats: int) -> dict[str, CallTimes]:
-    """The least times of each phase, after a warm-up call."""
+    """The shortest times of each phase, after a warm-up call."""
     metered(attention, rows, clock)
     runs = [metered(attention, rows, clock) for _ in range(repeats)]
     return {phase: CallTimes(*map(min, zip(*(run[phase] for run in runs), strict=True))) for phase in PHASES}

@@ -182,7 +182,7 @@ def planned_attention_block(
     kv_heads) returns q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv] for the heads
     in the order given (bias, norm, RoPE, LoRA inside; either list may be empty); params: the tensors it uses
     that need gradients. If the plan does not project, all heads are projected at once. Returns out [rows,
-    Hq, Dv]. Raises as `planned_attention`.
+    Hq, Dv]. Raises the errors of `planned_attention`.
     """
     name = handle.kind(kind)
     header = handle.slice.header

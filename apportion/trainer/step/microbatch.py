@@ -125,9 +125,7 @@ class Microbatch:
         )
         if found != wanted and sorted(found) == sorted(wanted):
             by_kind = dict(zip(kinds, called, strict=True))
-            rule = (
-                f"the layers call other kinds than those of the planned model's layers, {dict(self._layers)}"
-            )
+            rule = f"the layers call kinds other than those of the planned model, {dict(self._layers)}"
             raise ConfigError("kind", by_kind, rule, "give each layer its own kind=")
         if len({*planned}) < len(kinds) and {*kinds} - self.handle.declared:
             warning = "could be swapped unnoticed: give planned_attention each layer's window= (-1: no limit)"

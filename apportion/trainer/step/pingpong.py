@@ -88,7 +88,7 @@ def ping_pong(
     if that is too much, or layers are checkpointed, call it for a few layers at a time. With data parallel wrappers
     (DDP, FSDP2) wrap the module that makes this call.
 
-    Raises ExecutionError for wrong shapes or dtypes and for halves of other ranks, ConfigError for a parameter that is
+    Raises ExecutionError for wrong shapes or dtypes and for halves on other ranks, ConfigError for a parameter that is
     not listed and for plans that project heads if a layer has no `project`, UnknownNameError for a kind that a plan
     does not have.
     """
@@ -112,7 +112,7 @@ def ping_pong_attention(
 ) -> tuple[Tensor, Tensor]:
     """`planned_attention` of both halves in one autograd function: each computes while the other communicates.
 
-    a, b: q, k and v of each half's rows. Returns their out [rows, Hq, Dv]. Raises as `ping_pong`.
+    a, b: q, k and v of each half's rows. Returns their out [rows, Hq, Dv]. Raises the errors of `ping_pong`.
     """
     handles = _same_ranks(handle_a, handle_b)
     name, score = _kind(handles, kind), score_of(a[0].shape[-1], scale, softcap)

@@ -82,7 +82,7 @@ def planned_conv(
     last of which is for the row itself, bias [channels]. kind: as in `planned_scan`. Returns a tensor like x; 0 for
     padding. Differentiable once. torch.compile breaks the graph there. `torch.ops.apportion.halo` communicates.
 
-    Raises as `planned_scan`; ExecutionError if the width differs from the plan's.
+    Raises the errors of `planned_scan`, and ExecutionError if the width differs from the plan's.
     """
     name, layer = _kind(handle, kind)
     batched = x.dim() == 3

@@ -138,7 +138,7 @@ class Watch:
             self.own(unknown)
 
     def require_all_rows(self, verb: str) -> None:
-        """Raises ExecutionError during a trial on some of a rank's rows, since ranks would exchange others."""
+        """Raises ExecutionError during a trial on some of a rank's rows, since ranks would exchange different ones."""
         if self.trial is not None and self.trial.part is not None:
             raise ExecutionError(f"{verb} needs all rows of a rank")
 

@@ -92,7 +92,7 @@ function figures(plan, section) {
     { name: "no plan has less than", value: (row) => row.bound, cell: (row) => said(row, "bound") },
     { name: "ratio", value: (row) => row.gap, cell: (row) => (row.gap === null ? "–" : row.gap.toFixed(3)) },
     { name: "remark", text: true, wide: true, value: (row) => row.void || "", cell: (row) => row.void || "" },
-  ], plan.figures, { caption: "Figures beside their bounds" }));
+  ], plan.figures, { caption: "Figures next to their bounds" }));
   lost(plan, section.querySelector(".lost"));
   section.querySelector(".summary").replaceChildren(...plan.summary.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
 }

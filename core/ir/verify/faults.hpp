@@ -8,7 +8,7 @@
 
 namespace apportion::verify {
 
-// NO_FORM: an operand does not fit its op, or sends and receives do not meet
+// NO_FORM: an operand does not fit its op, or sends and receives do not match
 #define APPORTION_CODES                                                                                          \
   NO_FORM, READ_UNWRITTEN, READ_IN_FLIGHT, READ_PARTIAL, READ_OTHER_HEADS, WRITE_SENDING, WRITE_IN_FLIGHT,        \
       WRITE_GIVEN, ADD_TO_UNWRITTEN, NOT_SAME_TOKENS, PARTIAL_SPENT, PARTIAL_LOST, PARTIAL_MIXED, PARTIAL_LEFT,   \

@@ -22,7 +22,7 @@ class Walk {
       : program_(program), sends_(sends), rank_(program), most_notes_(most_notes),
         next_send_(program.ranks()) {}
 
-  // Walks ranks [first, end); returns a fault. walked: the end of the ranks that were walked before any current walk.
+  // Walks ranks [first, end); returns a fault. walked: all ranks below this were walked before the current walks began.
   std::optional<Fault> walk(int64_t first, int64_t end, int64_t walked) {
     first_rank_ = first;
     walked_ = walked;

@@ -20,7 +20,7 @@ struct Held {
 
 // First work rows of tiles, so that tiles held at the same time on one rank do not overlap. order: in which tiles
 // that arrive together at a rank are adjacent. All such rows take a place as long as the longest of the rank, the
-// first one free when they arrive, so there are as many places as are ever held at once. base: of each rank, the
+// first one free when they arrive, so there are as many places as are held at once at most. base: of each rank, the
 // first row to use.
 Growing<int64_t> allot(const Growing<Held>& tiles, const Growing<int64_t>& order, const Growing<int64_t>& base) {
   int64_t span = 0;

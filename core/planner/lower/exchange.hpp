@@ -37,7 +37,7 @@ struct Ends {
   Operand out, into;
 };
 
-// All copies: transfers of moving ones, at launch(copy, round), and at step `copy` local ones, unless that is -1.
+// All copies: transfers for those between ranks, at launch(copy, round); local ones at step `copy`, unless it is -1.
 // ends(number, copy): source and destination of each.
 template <class Launch, class EndsOf>
 void move_copies(Program& program, const Exchange& exchange, int64_t copy, Launch&& launch, EndsOf&& ends) {
@@ -61,11 +61,11 @@ void move_copies(Program& program, const Exchange& exchange, int64_t copy, Launc
 void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Tensor tensor, Way way,
           Column<const bool> apart, int64_t part = 0);
 
-// The return of gradients of KV rows, if several ranks of a group may bring some of the same head. `program` has all
+// The return of gradients of KV rows, if several ranks of a group may have gradients of one head. `program` has all
 // rows of attention.
 void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart);
 
-// The work rows of a tensor named by rows, for each rank.
+// For each rank, the end of the work rows of a tensor that rows name.
 Growing<int64_t> reach_of(const Program& program, Tensor tensor, int64_t ranks);
 
 }  // namespace apportion::lower

@@ -38,7 +38,7 @@ struct Tasks {
   }
 };
 
-// Rows of the keys of tasks, by rising task: at home (edge -1) or in the tile of an edge.
+// Rows of the keys of tasks, by ascending task: at home (edge -1) or in the tile of an edge.
 struct KeyParts {
   Ints task, edge, row, keys;
 };
@@ -152,7 +152,7 @@ struct Lowering {
   std::unique_ptr<Exchange> exchange;
   std::unique_ptr<HeadStages> stages;
   std::unique_ptr<Lowering> beside;
-  Column<const bool> early;     // of tasks beside: those computed while rows come in
+  Column<const bool> early;     // of tasks in `beside`: those computed while rows come in
   std::deque<Buffer> buffers;  // keep the arrays open
 
   // True if tasks may run after the stage of their tile.

@@ -73,7 +73,7 @@ class Stages {
   void append_stages() {
     const int64_t count = stages_.count();
     for (const Step& step : core_.steps) channel_ = std::max(channel_, step.channel + 1);
-    if (!stages_.ahead) channel_ = CHANNEL;  // else beside tiles in flight at the same time
+    if (!stages_.ahead) channel_ = CHANNEL;  // else tiles are in flight at the same time
     steps_ = Growing<Stage>(count);
     bring(0);
     for (int64_t stage = 0; stage < count; ++stage) {
@@ -171,7 +171,7 @@ class Stages {
     }
   }
 
-  // Work rows at home for projected rows and for sums, for the copies that ever need some; -1 for
+  // Work rows at home for projected rows and for sums, for the copies that need some in any stage; -1 for
   // others.
   void make_rows() {
     Growing<Tensor> tensors;
@@ -226,7 +226,7 @@ class Stages {
     }
   }
 
-  // The core in one stage. Gradients of keys are added to those of the stages before it in its window. hold: so are
+  // The core in one stage. Gradients of keys are added to those of the earlier stages of its window. hold: so are
   // those of keys in tiles, which come with the first stage and whose gradients go back after the last.
   void attend(int64_t stage) {
     const bool opens = stages_.opens(stage) || (!backward_ && !stages_.hold);

@@ -1,4 +1,4 @@
-// A round that would take longer because NICs meet at a receiver becomes several rounds, launched and waited for where
+// A round that would take longer because several NICs send to one becomes several rounds, launched and waited for where
 // it was:
 //
 //   launch r: from a, b, c      pieces, the longest first, coloured: in a colour each NIC sends one and receives one
@@ -66,7 +66,7 @@ class Ways {
     double us = 0;
   };
 
-  // Coloured, rising by colour.
+  // Coloured, ascending by colour.
   Way in_pieces(const Growing<Tile>& tiles, bool pairs) const {
     Way way;
     for (int64_t at = 0; at < tiles.count(); ++at) {

@@ -2,7 +2,7 @@
 //
 //   sorted     rows of each list by rank and step, in the given order within a rank and step
 //   tables     rank after rank: the columns of its lists, the operands that these name, each once, numbered as they are
-//              met list after list, column after column (`OPERAND_COLUMNS` of apportion/ir/isa.py), which the format
+//              found list after list, column after column (`OPERAND_COLUMNS` of apportion/ir/isa.py), which the format
 //              writes in few bytes; arenas as large as the operands in work rows require
 //
 // A rank takes part in a step if it has rows, waits for what it launched, or all ranks do. All run the steps in the

@@ -37,7 +37,7 @@ def test_gradients_equal_plain_attention(interpreted: Pool, steps: Any, nodes: i
 
 @pytest.mark.parametrize(("kv_heads", "hidden"), [(2, 32), (1, 32), (2, 256)])
 def test_the_bytes_that_a_call_holds_match_the_count(interpreted: Pool, kv_heads: int, hidden: int) -> None:
-    """Results in the model's dtype alone, but for sums of heads that both ranks use; dX where the output was, whichever
+    """Results in the model's dtype only, except sums of heads that both ranks use; dX where the output was, whichever
     is larger."""
     sizes = replace(SMALL, kv_heads=kv_heads, hidden=hidden, dtype=torch.bfloat16)
     plan = planned(Batch.from_lengths([24]), sizes, 1, 2, WHOLE, heads=4, project=True)

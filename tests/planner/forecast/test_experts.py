@@ -30,7 +30,7 @@ from apportion.planner.recipe.recipes import find_recipe
 H100 = Hardware.load("h100")
 SMALL = Model(q_heads=8, kv_heads=2, head_dim=64, hidden=512, ffn=1024, layers=4)
 CLUSTER = Cluster(2, 4)
-BATCH = Batch.from_lengths([6000, 3000, 2000, 1000, 4384])  # 2,048 tokens a rank
+BATCH = Batch.from_lengths([6000, 3000, 2000, 1000, 4384])  # 2,048 tokens per rank
 EXPERTS = Experts(count=16, active=2, width=256, shared=128, dense=1, imbalance=1.5)
 SHARED = {"vocab": 1000, "sharding": "ddp", "recompute": "none"}
 
@@ -181,7 +181,7 @@ def test_memory_of_experts_depends_on_the_expert_degree() -> None:
     sharded = memory(replace(layers, training=training_with(sharding="zero1")), 4, 8, 2.0, none, copies=2)
     assert sharded.optimizer == 12 * ((4 * layers.parameters + 2 * 512 * 1000) / 8 + 4 * expert / 2)
     full = replace(layers, training=training_with(sharding="fsdp"))
-    alone = memory(full, 4, 8, 0.0, none, copies=1)  # one rank has them: nothing is gathered
+    alone = memory(full, 4, 8, 0.0, none, copies=1)  # one rank has them all: nothing is gathered
     assert alone.weights == 2 * (4 * layers.parameters / 8 + 4 * expert + 2 * layers.parameters)
 
 

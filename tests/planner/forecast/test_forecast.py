@@ -52,7 +52,7 @@ from apportion.planner.simulate.pair.run import turns_us
 H100 = Hardware.load("h100")
 SMALL = Model(q_heads=8, kv_heads=2, head_dim=64, hidden=512, ffn=1024, layers=4)
 CLUSTER = Cluster(2, 4)
-BATCH = Batch.from_lengths([6000, 3000, 2000, 1000, 4384])  # 2,048 tokens a rank
+BATCH = Batch.from_lengths([6000, 3000, 2000, 1000, 4384])  # 2,048 tokens per rank
 
 
 def one(form: Parallelism, training: Training | None = None, **given: Any) -> Forecast:
@@ -168,7 +168,7 @@ def test_each_measured_rate_prices_only_its_own_work() -> None:
 
 def test_backward_hides_all_gradients_except_one_layer_and_the_vocabulary() -> None:
     def shared(parameters: int) -> float:
-        inter = 4 * parameters * 1 / 2 / (4 * 50e3)  # four of eight NICs: one a rank
+        inter = 4 * parameters * 1 / 2 / (4 * 50e3)  # four of eight NICs: one per rank
         intra = 4 * parameters * 3 / 4 / 450e3
         return 2 * (max(inter, intra) + 10 + 2 * 5)
 
@@ -316,7 +316,7 @@ def test_memory_equals_its_closed_form() -> None:
     saved = (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4)  # Q, K, V, O and the LSE
     row = 4 * 512 * 2 + saved + 3 * 1024 * 2
     held = found.activations
-    assert held.kept == tokens * row * 3  # the fourth is at work
+    assert held.kept == tokens * row * 3  # the fourth is being computed
     assert held.feed_forward == tokens * (5 * 512 * 2 + saved + 4 * 1024 * 2)
     assert held.cross_entropy == tokens * 2 * 512 * 2 + min(tokens, 4096) * 1000 * (2 * 2 + 4)
     rows = attention_bytes(ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp", hardware=H100))
@@ -354,7 +354,7 @@ def test_sharding_over_one_rank_changes_no_memory(sharding: str) -> None:
 
 
 def test_tensor_parallel_ranks_gather_the_rows_of_ffn_and_head() -> None:
-    """They hold their input and its gradient for all tokens or for a tile; other rows are shared among ranks."""
+    """FFN and head hold their input and its gradient for all tokens or for a tile; ranks share other rows."""
     ffn, vocabulary = 1024, 1000
     model = replace(SMALL, q_heads=4, kv_heads=1, ffn=ffn // 2)
     for tile, loss in ((None, 4096), (100, 50)):
@@ -747,7 +747,7 @@ def test_the_search_tries_all_degrees_that_model_and_cluster_allow() -> None:
     degrees = {(held.tensor, held.pipeline, held.virtual) for held in found}
     assert (1, 1, 1) in degrees
     assert (4, 2, 2) in degrees
-    assert (1, 4, 2) not in degrees  # four layers are no eight chunks
+    assert (1, 4, 2) not in degrees  # four layers cannot be eight chunks
     assert all(pipeline <= 4 for _, pipeline, _ in degrees)
     model = replace(SMALL, q_heads=12, kv_heads=6, ffn=1536, layers=6)
     of_three = {(held.tensor, held.pipeline) for held in search_space(Cluster(1, 6), model, 6, ["fcp"])}

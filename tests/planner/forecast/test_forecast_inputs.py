@@ -105,7 +105,7 @@ def test_experts_of_other_types_are_refused_and_compared(run: Run, config: Calla
 
 
 def test_windows_come_from_the_config(run: Run, config: Callable[..., Path]) -> None:
-    """A quarter of what a causal mask takes, and two kinds of layers, that no other option says."""
+    """A quarter of what a causal mask takes, and two kinds of layers, which no other option can express."""
     window = {"model_type": "mistral", "sliding_window": 64}
     causal, windows = (
         run("forecast", *SIZE, "--model", config(**given)).row["parts_s"]["attention"]
@@ -138,7 +138,7 @@ def test_each_kind_of_a_model_file_may_have_its_own_mask(run: Run, tmp_path: Pat
         "{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: {full: 2, local: 2}}", encoding="utf-8"
     )
     refused = run("forecast", *SIZE, "--model", path).row["reason"]
-    assert "lacks kind default" in refused
+    assert "has no kind default" in refused
     assert "--mask '{kind: mask}'" in refused
     masks = "{full: {causal: {}}, local: {sliding_window: {window: 64}}}"
     assert run("forecast", *SIZE, "--model", path, "--mask", masks).row["status"] == "ok"

@@ -30,7 +30,7 @@ SQUARE = [
 @pytest.mark.parametrize("model", SQUARE, ids=str)
 def test_attention_memory_equals_the_tables_of_upipe(model: Model) -> None:
     """The peak of Table 6, which is above all of Table 2; in addition we count the output of the layer's norm
-    (in UPipe's stages it is there in place of the input) and, of offloaded inputs, the next layer's."""
+    (in UPipe's stages it replaces the input) and, of offloaded inputs, the next layer's."""
     ratio, tokens, row = model.q_heads // model.kv_heads, M, model.hidden * model.element_bytes
     run = replace(LLAMA, model=model, gpus=1)
     printed = {"plain": "ulysses", "alst": "ulysses_offload", "upipe": "upipe", "fpdt": "fpdt"}
@@ -42,8 +42,8 @@ def test_attention_memory_equals_the_tables_of_upipe(model: Model) -> None:
 
 
 def test_phases_without_tiles_match_table_1() -> None:
-    """240 S d of logits in Table 1, with 30 words a hidden column, beside which we count the head's input and its
-    gradient; of the FFN four tensors, beside which the layer's norms and attention stand."""
+    """240 S d of logits in Table 1, with 30 words per hidden column; in addition we count the head's input and its
+    gradient; of the FFN four tensors, in addition to the layer's norms and attention."""
     run = Run("", Model(10, 10, 10, hidden=100, ffn=267, layers=1), 30 * 100, 1, 1, {}, {})
     found = run.of("plain", M)
     assert found.cross_entropy == (240 + 2 * 2) * M * 100

@@ -152,7 +152,7 @@ def test_parameter_counts_match_published_ones(
     config: dict[str, Any], layers: int, total: float, active: float
 ) -> None:
     """Billions: Qwen3-Next-80B-A3B, Qwen3.5-35B-A3B, Kimi-Linear-48B-A3B, Granite-4.0-H-Small, MiniMax-Text-01,
-    Nemotron-3-Nano-30B-A3B, Falcon-H1-34B. The gate of Qwen's attention, 8 million a layer, is left out; some count
+    Nemotron-3-Nano-30B-A3B, Falcon-H1-34B. The gate of Qwen's attention, 8 million per layer, is left out; some count
     head and embedding among active ones."""
     model, training = model_of(config), Training.from_data({}, config)
     experts, head = training.experts, model.hidden * training.vocab / 1e9

@@ -72,7 +72,7 @@ def test_a_plan_of_one_microbatch_does_not_pack() -> None:
 
 
 def test_every_rank_has_every_microbatch() -> None:
-    """The last microbatch has one token: three of four ranks hold nothing of it and say so."""
+    """The last microbatch has one token: three of four ranks hold none of it, and their slices record that."""
     iteration = plan_iteration(ap.Batch.from_lengths([60, 40, 1]), CLUSTER, MODEL, policy=policy(cap=25))
     rows, instructions = np.zeros((4, 2), np.int64), np.zeros((4, 2), np.int64)
     for rank in range(4):

@@ -33,7 +33,7 @@ def microbatch_lists(packing: Packing) -> list[list[int]]:
 
 
 def check(packing: Packing, lengths: list[int], room: int) -> None:
-    """Every sequence once, none of the microbatches empty or above `room` tokens, indexes rising."""
+    """Every sequence once, none of the microbatches empty or above `room` tokens, indexes ascending."""
     sizes = np.array(lengths)
     told = np.concatenate([*packing.microbatches, packing.deferred])
     assert sorted(told.tolist()) == list(range(len(lengths)))
@@ -162,7 +162,7 @@ def test_packs_are_refused_exactly_if_no_assignment_fits(lengths: list[int], cap
     try:
         packing = pack(Balanced(microbatches=count), lengths, cap=cap)
     except ap.CapacityError:
-        return  # a heuristic may fail, and the error says so
+        return  # a heuristic may fail, which the error states
     check(packing, lengths, 2 * cap)
 
 

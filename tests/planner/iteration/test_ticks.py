@@ -57,7 +57,7 @@ def ticks_of_1f1b(stages: int, microbatches: int, virtual: int = 1) -> int:
 
 
 def finished(table: TickTable) -> dict[tuple[int, int, int], int]:
-    """{(phase, microbatch, virtual stage): its tick}, each there once."""
+    """{(phase, microbatch, virtual stage): its tick}, each exactly once."""
     found = {}
     for tick in range(table.ticks):
         for stage in range(table.stages):

@@ -325,7 +325,7 @@ def test_several_kinds_and_groups_equal_the_oracle(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "gap"), [(8, 3.0), (64, 2.0), (256, 1.6)])
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_of_a_realistic_workload_keep_their_targets(ranks: int, gap: float, seed: int) -> None:
-    """Imbalance, tokens, slots, bytes and size; log-normal documents, 32K tokens a rank."""
+    """Imbalance, tokens, slots, bytes and size; log-normal documents, 32K tokens per rank."""
     batch = ap.Batch.from_lengths(lognormal_lengths(seed, ranks * 32_768))
     plan = ap.plan(batch, ap.Cluster(ranks // 8, 8), ap.Model(), recipe(), verify=ranks <= 64)
     report = plan.report

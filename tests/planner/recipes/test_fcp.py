@@ -1,4 +1,4 @@
-"""The fcp recipe: promises of its plans on any batch."""
+"""The fcp recipe: guarantees of its plans on any batch."""
 
 from __future__ import annotations
 

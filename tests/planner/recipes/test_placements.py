@@ -143,7 +143,9 @@ def test_zigzag_chunks_differ_by_at_most_one_and_mirror(lengths: list[int], rank
     for begin, end in zip(made.batch.starts[:-1], made.batch.starts[1:], strict=True):
         chain = owner[begin:end]
         share = len(chain) // (2 * ranks)
-        turn = int(chain.argmax())  # the last rank's first token parts what rises from what falls
+        turn = int(
+            chain.argmax()
+        )  # the last rank's first token separates the ascending half from the descending one
         while turn < len(chain) and chain[turn] == chain.max():
             turn += 1
         assert (np.diff(chain[:turn]) >= 0).all()
@@ -167,7 +169,7 @@ def test_one_block_per_sequence() -> None:
     [
         ([16], "aabbccddddccbbaa"),
         ([8, 8], "abcddcbaabcddcba"),
-        # 4 of 12 tokens are left over when every chunk has one: each rank gets one, first or second chunk by turns
+        # 4 of 12 tokens are left over when every chunk has one: each rank gets one, alternately in chunk 1 and 2
         ([12], "aabcc" + "dddcbba"),
         # three tokens for the ranks a, b, c; the next sequence continues with d
         ([3, 1], "acb" + "d"),
@@ -305,7 +307,7 @@ def test_megatron_hybrid_by_hand() -> None:
 
 
 def test_megatron_hybrid_widens_groups_until_no_rank_is_idle() -> None:
-    made = problem([8, 8], 8)  # 2 tokens a rank: four ranks each
+    made = problem([8, 8], 8)  # 2 tokens per rank: four ranks each
     assert [ranks_of(made, place(MegatronHybrid(), made), s) for s in (0, 1)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     made = problem([10, 10], 8)  # three, that is four
     assert [ranks_of(made, place(MegatronHybrid(), made), s) for s in (0, 1)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]

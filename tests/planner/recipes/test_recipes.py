@@ -1,4 +1,4 @@
-"""Recipes: each equals dense attention on every mask, and moves what its strategy says.
+"""Recipes: each equals dense attention on every mask, and moves what its strategy prescribes.
 
 Every strategy x mask x number of ranks from 1 to 8 is planned and run forward and backward, with four masks in a batch;
 and every strategy x mask alone in its batch, on alternating numbers of ranks.
@@ -86,7 +86,7 @@ def test_every_strategy_with_every_mask_equals_dense_attention(name: str, ranks:
 
 @pytest.mark.parametrize("mask", sparse(MASKS, 8))
 def test_one_sequence_of_every_mask_in_every_strategy(mask: str) -> None:
-    """Each pair on one number of ranks; each strategy and each mask meets all numbers from 1 to 8."""
+    """Each pair on one number of ranks; each strategy and each mask is tried on all numbers from 1 to 8."""
     for name, turn in TURNS.items():
         ranks = 1 + (MASKS.index(mask) + 3 * turn) % 8
         layer = layer_of(name, turn + MASKS.index(mask) // 4)
@@ -96,7 +96,7 @@ def test_one_sequence_of_every_mask_in_every_strategy(mask: str) -> None:
 @pytest.mark.parametrize("ranks", marked(range(1, 9), (5,)))
 @pytest.mark.parametrize("name", ["upipe", "upipe_ring"])
 def test_the_built_in_upipe_recipe_projects_hidden_states(name: str, ranks: int) -> None:
-    """`project` is on; every mask, and the gradients of the weights."""
+    """With `project`, on every mask; also compares the gradients of the weights."""
     changed = {} if name == "upipe" else SHORT
     recipe = Recipe(name, steps(name, **changed))
     model = Model(2 * ranks, 2 if ranks % 2 == 0 else ranks, 4, 6, dtype="fp64", hidden=5, layers=1)

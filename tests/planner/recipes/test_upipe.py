@@ -145,7 +145,7 @@ def assert_exact(pairs: dict[str, tuple[Any, Any]]) -> None:
 
 
 def compare(plan: Plan) -> None:
-    """q, k and v given."""
+    """With given q, k and v."""
     m, batch = plan.request.model, plan.request.batch
     p = oracle.Problem.random(1, batch.tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim, sinks=True)
     found = executor.run(plan, "default", p.q, p.k, p.v, p.do, LocalLayer(p.sinks))
@@ -154,7 +154,7 @@ def compare(plan: Plan) -> None:
 
 
 def compare_block(plan: Plan) -> None:
-    """Hidden states given; weights' gradients too."""
+    """With given hidden states; compares gradients of weights too."""
     m, batch, weights = plan.request.model, plan.request.batch, Weights(plan.request.model)
     rng = np.random.default_rng(0)
     x, sinks = rng.standard_normal((batch.tokens, m.hidden)), rng.standard_normal(m.q_heads)
@@ -326,7 +326,7 @@ def test_held_tiles_equal_dense_attention_on_any_route(route: str, keep: str | i
 
 
 def test_held_tiles_travel_once_for_the_stages_of_a_window() -> None:
-    """Four query heads per KV head, two stages a window: half the tiles, and as many bytes as Ulysses brings."""
+    """Four query heads per KV head, two stages per window: half the tiles, and as many bytes as Ulysses brings."""
     batch = Batch.from_lengths([64, 32])
     ring = planned(batch, (8, 16, 4, 8), 2, RING, inner="ulysses", degree=4)
     once, always = (planned(batch, (8, 16, 4, 8), 2, RING, degree=4, hold=hold) for hold in (True, False))
@@ -343,7 +343,7 @@ def tile_bytes(plan: Plan, name: str) -> int:
 
 
 def test_a_head_is_projected_once_per_window() -> None:
-    """KV heads that ranks share are projected once a window, those of queries once in all."""
+    """KV heads that ranks share are projected once per window, query heads once in total."""
     batch = Batch.from_lengths([32])
     plan = planned(batch, (4, 16, 2, 4), project=True)
     program = plan.programs["default", "forward"].rank(0)
@@ -597,7 +597,7 @@ def test_the_verifier_refuses_wrong_projections(change: str) -> None:
     elif change == "missing":  # gradients of queries are never projected back
         columns["b"][columns["d"] > 0] = 0
         tables["rowops"] = Table.of(rows.ptr, columns)
-    else:  # those of a rank are, twice
+    else:  # the gradients of one rank's queries are projected twice
         first, steps = int(np.flatnonzero(columns["d"] > 0)[0]), tables["instructions"]
         twice = {name: np.insert(column, first, column[first]) for name, column in columns.items()}
         tables["rowops"] = Table.of(rows.ptr + (np.arange(len(rows.ptr)) > 0), twice)

@@ -42,7 +42,7 @@ def test_each_further_sender_makes_all_of_them_slower(senders: int) -> None:
 
 
 def test_ranks_that_share_a_nic_are_one_sender() -> None:
-    """Ranks 1 and 2 are on one node; with a NIC each they meet at rank 0."""
+    """Ranks 1 and 2 are on one node; with a NIC each they congest rank 0."""
     program = [*to_rank_0(2), ""]
     program = [program[0].replace("from 2", "from 3").replace("from 1", "from 2"), "", *program[1:3]]
     for nics, slow in ((1, 1.0), (2, 1.5)):

@@ -187,8 +187,8 @@ def test_a_rank_without_instructions() -> None:
 @pytest.mark.parametrize("name", sparse(list(STRATEGIES), 4))
 def test_taking_turns_never_deadlocks_and_rarely_costs_time(name: str, ranks: int) -> None:
     """On one group a rank's rounds are served strictly in the order of its launches: only one order on all ranks ends.
-    The halves use different recipes, so that their rounds have nothing in common. On plans of half a millisecond an
-    order may be unlucky by some per cent; over all pairs it gains."""
+    The halves use different recipes, so that their rounds have nothing in common. On half-millisecond plans an
+    order may lose a few percent by chance; over all pairs it gains."""
     for groups in (None, 1, 2):
         found = pair_of(name, ranks, groups)
         for run in found.runs.values():
@@ -297,7 +297,7 @@ def test_contention_slows_every_schedule_with_transfers() -> None:
         assert none.ms(way) < some.ms(way) < 1.2 * none.ms(way)
     assert some.ms("single") == pytest.approx(
         none.ms("single"), rel=0.05
-    )  # kernels beside other ranks' transfers
+    )  # kernels during other ranks' transfers
 
 
 # --- data and errors

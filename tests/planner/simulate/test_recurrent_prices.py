@@ -106,7 +106,7 @@ def test_the_search_includes_the_time_of_recurrent_layers() -> None:
 
 @pytest.mark.parametrize("recipe", ["fcp", "blend"])
 def test_cuts_are_at_multiples_of_the_kernels_chunk(recipe: str) -> None:
-    """As candidates of `auto` cut: a run that goes on elsewhere leaves no chunk part empty."""
+    """Cut as by candidates of `auto`: a run that continues on another rank leaves no chunk partly empty."""
     steps: dict[str, Any] = {
         "shard": {"sequences": {}},
         "place": {"blend": {"weigh": "time", "align": ALIGN}},

@@ -62,7 +62,7 @@ def test_communication_that_work_does_not_hide_is_exposed() -> None:
         f"{work(6)}\nlaunch 0: send KV.home[0:8) to 1\nwait 0",
         f"launch 0: receive KV.work[0:8) from 0\n{work(4)}\nwait 0\n{work(5)}",
     )
-    assert transfers(run) == {(0, 0, 1): (6.0, 17.0)}  # both sides must be there
+    assert transfers(run) == {(0, 0, 1): (6.0, 17.0)}  # both sides must have launched it
     assert run.compute_us.tolist() == [6.0, 9.0]
     assert run.exposed_us.tolist() == [11.0, 13.0]
     assert run.finish_us.tolist() == [17.0, 22.0]
@@ -72,7 +72,7 @@ def test_ranks_of_a_node_share_its_nic() -> None:
     programs = [f"launch 0: send KV.home[0:8) to {peer}\nwait 0" for peer in (2, 3)]
     programs += [f"launch 0: receive KV.work[0:8) from {peer}\nwait 0" for peer in (0, 1)]
     shared = forward(*programs, nodes=2, ranks_per_node=2, nics_per_node=1)
-    assert transfers(shared) == {(0, 0, 2): (0.0, 21.0), (0, 1, 3): (16.0, 37.0)}  # latency keeps no port
+    assert transfers(shared) == {(0, 0, 2): (0.0, 21.0), (0, 1, 3): (16.0, 37.0)}  # latency occupies no port
     alone = forward(*programs, nodes=2, ranks_per_node=2, nics_per_node=2)
     assert transfers(alone) == {(0, 0, 2): (0.0, 21.0), (0, 1, 3): (0.0, 21.0)}
 
@@ -222,7 +222,7 @@ def test_gradients_are_rounded_as_they_are_packed_and_widened_as_they_are_unpack
 
 
 def test_staged_messages_are_unpacked_after_the_wait() -> None:
-    """O is two arrays wherever it lies: 320 bytes, 5 us on the wire."""
+    """O is two arrays in either space: 320 bytes, 5 us on the wire."""
     run = forward(
         "launch 0: send O.work[0:8) to 1\nwait 0",
         "launch 0: receive O.work[0:8) from 0\nwait 0\nclear O.home[0:8)",
@@ -408,7 +408,7 @@ def test_projections_take_their_share_of_the_linear_layers() -> None:
     assert busy(grad, costs, "backward") == pytest.approx(3 * 3 * parameters["kv"] / whole)
 
 
-# --- kernels beside transfers
+# --- kernels during transfers
 
 
 def test_transfers_slow_kernels_down() -> None:

@@ -38,7 +38,7 @@ def array(values: list[int]) -> np.ndarray:
 
 
 def optimum(weights: list[int], sizes: list[int], caps: list[int], speeds: list[float]) -> float:
-    """The least makespan over all assignments that hold the caps."""
+    """The least makespan over all assignments that respect the caps."""
     best, bins = float("inf"), len(caps)
     for chosen in product(range(bins), repeat=len(weights)):
         load, used = [0] * bins, [0] * bins

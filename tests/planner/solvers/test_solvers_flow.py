@@ -28,13 +28,13 @@ def drawn(seed: int, objective: str) -> TransportProblem:
 
 
 def test_rows_stay_in_their_node_and_the_cheap_part_levels_the_senders() -> None:
-    # the first node's receiver takes 6 rows from inside: of senders with 9 and 5, most from the one that pays more
+    # the first node's receiver takes 6 rows from its node: of senders with 9 and 5, most from the one that pays more
     problem = TransportProblem(np.array([9, 5, -6, 0, -8, 0]), TwoLevelCost(3, 1.0, 3.0), "minmax")
     flows = solve(problem, Budget())
     sent = {(s, d): r for s, d, r in zip(flows.src, flows.dst, flows.rows, strict=True)}
     assert sent == {(0, 2): 6, (0, 4): 3, (1, 4): 5}
     assert flows.termination.status is Status.OPTIMAL
-    assert flows.termination.value == 24.0  # the receiver afar: 8 rows at 3
+    assert flows.termination.value == 24.0  # the receiver on another node: 8 rows at 3
 
 
 def test_both_sides_are_priced() -> None:
@@ -45,7 +45,7 @@ def test_both_sides_are_priced() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_best_for_both_sides_is_also_the_best_for_senders(seed: int) -> None:
-    """So formula (2), which prices only senders, loses nothing against pricing receivers too."""
+    """So formula (2), which prices only senders, loses nothing compared with pricing receivers too."""
     problem = drawn(seed, "senders")
     both = solve(replace(problem, objective="minmax"), Budget())
     printed = solve(problem, Budget())

@@ -3,7 +3,7 @@
 A call is itself a band (q0, q1, k0, k1, dmin, dmax) inside the task's; calls of a task are disjoint and cover
 it. In every call **each row sees a key and each key is seen**. So no kernel ever meets an empty operand, a
 row without keys (whose LSE is +inf in FlashAttention-2), or a merged LSE of -inf: the traps of flash kernels
-are cut away instead of patched up.
+are avoided by the cuts instead of patched.
 
     dmin only ("causal")                       both diagonals (a window), in strips of rows
         k0        k1                               k0            k1
@@ -63,7 +63,7 @@ class Call(NamedTuple):
     @property
     def window(self) -> tuple[int, int]:
         """(left, right) of a window aligned at the bottom right corner, as FlashAttention has it; -1: no bound,
-        which beside a `left` holds for calls of at most keys + 1 rows only."""
+        which, together with a `left`, is valid only for calls of at most keys + 1 rows."""
         corner = self.q1 - self.k1
         left = self.dmax - corner if self.cut_below else -1
         right = corner - self.dmin if self.cut_above else -1

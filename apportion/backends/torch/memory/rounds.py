@@ -4,7 +4,7 @@ staging arena.
     launch step ──► Round ── sends     Message(peer, tiles at byte offsets, staged at …)
                           └─ receives
 
-Waiting for a round frees its staging rows, so the arena is as large as the most that is ever in flight.
+Waiting for a round frees its staging rows, so the arena is as large as the maximum in flight.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Rounds:
 def tile_arrays(
     operand: Operand, header: Header, hidden: int, results: bool = False
 ) -> Iterator[tuple[int, Array]]:
-    """Layout of a tile in its message: each array with its byte offset. The arrays match a work arena, except that
+    """Layout of a tile in its message: each array and its byte offset. The arrays match a work arena, except that
     accumulated LSE travels in the accumulators' dtype, and results and narrow gradients in the model's."""
     arrays = arrays_of(operand.tensor, Space.WORK, header, len(operand.heads), hidden)
     offset, narrow = 0, results or header.narrows(operand.tensor)

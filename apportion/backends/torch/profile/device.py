@@ -1,4 +1,4 @@
-"""Measures the inputs of time predictions: this backend's own kernels, memory, and layers other than attention.
+"""Measures the inputs of time predictions: this backend's kernels, memory, and layers other than attention.
 
     profile()               one process, CPU or CUDA ──► Hardware (links, posting and contention assumed)
     links.profile_links()   one process per rank, gloo or NCCL ──► Links ──with_links──► Hardware
@@ -240,7 +240,7 @@ TASKS: Mapping[str, Callable[[_Arena, TimedTask, int], tuple[Work, Work]]] = Map
 
 
 def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
-    """The best of several sweeps over all tasks, since a disturbance seldom hits the same task in two sweeps."""
+    """The best of several sweeps over all tasks, since a disturbance rarely affects the same task in two sweeps."""
     axis = arena.effort.axis
     times = np.full((2, 2, len(axis), len(axis)), np.inf)  # phase, causal, rows, keys
     start = time.monotonic()

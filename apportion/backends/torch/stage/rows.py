@@ -3,7 +3,7 @@
 move      panels of bytes: copy, clear, packing and unpacking of messages
 add       partial gradients into their accumulators, in program order
 merge     partial (O, LSE) into their accumulators
-delta     rowsum(dO * O) beside the LSE, and each tile's share of the sinks' gradients
+delta     rowsum(dO * O) next to the LSE, and each tile's share of the sinks' gradients
 finish    the output in the model's dtype, with the learned sinks; also for output that arrived in that dtype
 """
 

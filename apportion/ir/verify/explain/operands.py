@@ -102,7 +102,7 @@ def _reasons(program: Program, rule: Rule, columns: Mapping[str, Ints]) -> Itera
         if argument and other:
             y = columns[other.column]
             present = (tensor[x] != Tensor.NONE) & (tensor[y] != Tensor.NONE)
-            yield present & (rows[x] != rows[y]), f"operand {column} has another number of rows"
+            yield present & (rows[x] != rows[y]), f"operand {column} has a different number of rows"
             if not HEADLESS.issuperset(other.tensors):
                 differ = present & (program.same_heads[x] != program.same_heads[y])
                 yield differ, f"operand {column} has other heads"

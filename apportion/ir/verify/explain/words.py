@@ -24,14 +24,14 @@ _DATAFLOW, _DELIVERY, _RESULTS, _HEADS = "dataflow", "delivery", "results", "hea
 
 _MESSAGES = {
     Code.READ_UNWRITTEN: (_DATAFLOW, "reads {rows}, which nothing has written"),
-    Code.READ_IN_FLIGHT: (_DATAFLOW, "reads {rows}, which a receive not yet waited for is filling"),
+    Code.READ_IN_FLIGHT: (_DATAFLOW, "reads {rows}, which a pending receive is still filling"),
     Code.READ_PARTIAL: (_DATAFLOW, "reads {rows}, which hold a partial instead of a finished value"),
     Code.READ_OTHER_HEADS: (
         _DATAFLOW,
         "takes {rows} as heads of set {wanted}, they hold heads of set {holds}",
     ),
-    Code.WRITE_SENDING: (_DATAFLOW, "overwrites {rows}, which a send not yet waited for is reading"),
-    Code.WRITE_IN_FLIGHT: (_DATAFLOW, "writes {rows}, which a receive not yet waited for is filling"),
+    Code.WRITE_SENDING: (_DATAFLOW, "overwrites {rows}, which a pending send is still reading"),
+    Code.WRITE_IN_FLIGHT: (_DATAFLOW, "writes {rows}, which a pending receive is still filling"),
     Code.WRITE_GIVEN: (_DATAFLOW, "writes {rows}, which are inputs of the program"),
     Code.ADD_TO_UNWRITTEN: (_DATAFLOW, "adds to {rows}, which nothing has written"),
     Code.NOT_SAME_TOKENS: (_DATAFLOW, "pairs {rows} of {held} with {other}"),

@@ -96,7 +96,7 @@ def check(subject: Subject) -> Iterator[Violation]:
     for path, actual in (*_request(subject), *_bytes(subject), *_balance(subject), *_sums(report)):
         value = _value_at(report, path)
         if value is not None and not _agrees(value, actual):
-            message = f"the report says {'.'.join(path)} = {str(value)[:80]}, the plan has {actual}"
+            message = f"the report has {'.'.join(path)} = {str(value)[:80]}, the plan {actual}"
             yield Violation(RULE, None, None, None, None, message)
     yield from _check_exchange_bytes(subject)
     yield from _bounds(report)
@@ -192,7 +192,7 @@ def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
         if limit is None or value is None:
             continue
         if value < limit * (1 - _ROUNDING):
-            message = f"the report says that {name} is {value}, below its own bound {limit}"
+            message = f"the report has {name} = {value}, below its own bound {limit}"
             yield Violation(RULE, None, None, None, None, message)
         elif gap is not None and (not limit or abs(gap - value / limit) > _SAME * gap):
             message = f"according to the report, the gap of {name} is {gap}, of {value} over {limit}"

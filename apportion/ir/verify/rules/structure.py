@@ -45,5 +45,5 @@ def _header(subject: Subject) -> Iterator[Violation]:
     ]
     for name, value, requested in facts:
         if value != requested:
-            message = f"the plan has {name} = {value}, the request asks for {requested}"
+            message = f"the plan has {name} = {value}, the request has {requested}"
             yield Violation(RULE, None, None, None, None, message)

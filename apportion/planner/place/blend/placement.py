@@ -141,7 +141,7 @@ def _join_pieces(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
 
 def _align_cuts(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints, int]:
     """The blocks with every cut moved to the nearest multiple of `rows` within its document, or of half as many and so
-    on if ranks lack room; and the multiple used."""
+    on if ranks have no room; and the multiple used."""
     document = np.searchsorted(documents, starts, "right") - 1
     offset, end = starts - documents[document], np.append(documents, documents[-1])[document + 1]
     while rows > 1:

@@ -122,7 +122,7 @@ class Dcp(PlacePass):
         heaviest, count = max((int(pairs.work.max(initial=0)), len(pairs)) for pairs in cells)
         mean = max(problem.batch.area(kind) for kind in problem.bands) / problem.ranks
         return CapacityError(
-            f"place pass dcp found no ranks for {count} cells of at most {heaviest} pairs that keep nodes, and ranks "
+            f"place pass dcp cannot place {count} cells of at most {heaviest} pairs and keep nodes, and ranks "
             f"in a node, within {self.epsilon_compute} of the mean ({mean:.1f} pairs per rank): raise epsilon_compute"
         )
 

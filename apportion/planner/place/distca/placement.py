@@ -67,7 +67,7 @@ class Distca(PlacePass):
     and KV rows. O with cut keys, and keys of non-causal masks, are counted by an upper bound.
 
     Ranks of unequal speed get targets in proportion; home_ranks are respected; each attention kind is balanced
-    separately, forward and backward alike. Raises ConfigError, and CapacityError if the caps, rather than the
+    separately, in the same way forward and backward. Raises ConfigError, and CapacityError if the caps, rather than the
     granularity, prevent the tolerance, or are exceeded before any move.
     """
 
@@ -321,6 +321,6 @@ def _load(problem: Problem, computed: Mapping[str, Balance]) -> Ints:
 
 
 def _both_phases(kind: str, rank: Ints) -> dict[tuple[str, str], Execution]:
-    """One execution for both phases, which are alike. rank: int32 [cells]."""
+    """The same execution for both phases. rank: int32 [cells]."""
     execution = Execution(rank[None])
     return {(kind, phase): execution for phase in PHASES}

@@ -76,7 +76,7 @@ def simulate_pair_with(
     groups: int | None = None,
     whole: Plan | None = None,
 ) -> Pair:
-    """As `simulate_pair`, with any cost model; `hardware` is its name."""
+    """Like `simulate_pair`, with any cost model; `hardware` is its name."""
     layers = integer("layers", layers, 1, MAX_LAYERS)
     if groups is not None:
         groups = integer("groups", groups, 1, MAX_LAYERS)
@@ -99,7 +99,7 @@ def turns_us(
 ) -> dict[tuple[str, str], float]:
     """(kind, phase) -> microseconds per layer, for `layers` consecutive layers of alternating halves, until the last
     rank ends. around: microseconds per token before and after attention, for each phase. cluster: as in `simulate`.
-    Raises as `simulate_pair`."""
+    Raises the errors of `simulate_pair`."""
     _check_plans([ping, pong])
     result = {}
     for kind, phase in ((kind, phase) for kind in ping.header.kinds for phase in PHASES):

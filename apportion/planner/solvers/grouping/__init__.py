@@ -1,1 +1,1 @@
-"""Grouping solvers: group sizes of ranks, and sequences to groups."""
+"""Grouping solvers: form groups of ranks and assign sequences to them."""

@@ -122,7 +122,7 @@ def check_capacity(problem: GroupingProblem) -> None:
 
 
 def _canonical(problem: GroupingProblem) -> tuple[Ints, GroupingProblem]:
-    """The sequences by falling size, so that their order does not matter, without degrees larger than the ranks or too
+    """The sequences, largest first, so that their order does not matter, without degrees larger than the ranks or too
     small for every sequence."""
     order = np.lexsort((*(-problem.times.T), -problem.sizes))
     degrees = problem.degrees[problem.degrees <= problem.ranks]
@@ -177,10 +177,10 @@ def _by_local_search(
 
 
 def _by_bisection(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int) -> _SearchState:
-    """Raises the bound by refutations of the small program; follows the counts of its answers."""
+    """Raises the bound when the small program is infeasible; else searches from the counts of its answer."""
     from apportion.planner.solvers.grouping.programs import mix_for
 
-    # without any answer yet, a time that none can exceed
+    # before the first answer, a time that no mix can exceed
     ceiling = 4 * float(case.times[np.isfinite(case.times)].sum())
     high = ceiling if state.best is None else state.best.value
     # slightly more, so that a value within the budget's gap of a refuted limit is accepted
@@ -287,7 +287,7 @@ def _no_groups(problem: GroupingProblem, termination: Termination) -> Grouping:
 
 
 def _answer(problem: GroupingProblem, order: Ints, mix: Mix, bound: float, limit: Limit | None) -> Grouping:
-    """The mix in the caller's order of sequences, without empty groups, sorted by falling size, then falling time."""
+    """The mix in the caller's order of sequences, without empty groups, sorted by size, then time, both descending."""
     groups = np.unique(mix.group)
     group_order = groups[np.lexsort((groups, -mix.time[groups], -mix.column[groups]))]
     number = np.full(len(mix.column), -1)

@@ -1,10 +1,10 @@
 """Mt-KaHyPar (Gottesbüren et al., 2022): homes and compute together, then compute again with fixed homes.
 
 It supports one weight per vertex and one bound. So first a vertex weighs the sum of both shares, and parts are about
-even in the sum; vertices with tokens that do not fit their part are placed by our greedy. Then these are fixed, with
+even in the sum; vertices whose tokens do not fit their part are placed by our greedy solver. Then these are fixed, with
 weight 1, since 0 makes it hang or crash, and the others weigh their compute. It partitions nodes first, then the ranks
 of all nodes, each time in a child process with one thread; results are checked and repaired, since they may be
-unbalanced. If it fails or crashes, the greedy's moves decide, and the result's limit is `engine`.
+unbalanced. If it fails or crashes, the greedy's moves are used, and the result's limit is `engine`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COMMAND = (sys.executable, "-P", mtkahypar_child.__file__)
 
 
 def solve(problem: HypergraphProblem, budget: Budget) -> VertexRanks:
-    """Solves by the engine."""
+    """Solves with the engine."""
     return partition(problem, _spread, _homes)
 
 
@@ -78,7 +78,7 @@ def _single_weight_problem(problem: HypergraphProblem) -> HypergraphProblem:
 
 
 def _parts(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]:
-    """Ranks by the engine alone, nodes first, and the limit if it fails."""
+    """The ranks that the engine alone chooses, nodes first; and the limit if it fails."""
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
     per_node, none = problem.ranks_per_node, np.zeros(len(homes), np.int64)
     node, limit = np.where(homes < 0, -1, homes // per_node), None
@@ -96,7 +96,7 @@ def _parts(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]
 
 
 def _spread(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]:
-    """As the greedy's `spread`: nodes, then ranks."""
+    """Like the greedy's `spread`: nodes, then ranks."""
     per_node, count = problem.ranks_per_node, len(homes)
     node: Ints = np.zeros(count, np.int64)
     limit = None

@@ -27,7 +27,7 @@ Engine = Callable[[HypergraphProblem, Ints], tuple[Ints, Limit | None]]
 
 # Free vertices are merged down to about this many per rank (4 to 128 were tried, for log-normal batches).
 PIECES = 16
-# Cost of one more node relative to one more rank: links between nodes are about this much slower.
+# Cost of spanning one more node relative to one more rank: links between nodes are about this much slower.
 FAR = 10
 # rounds of hashing that distinguish vertices by their neighbourhoods
 _ROUNDS = 3
@@ -50,7 +50,7 @@ def partition(
     engine: Engine,
     place_homes: Callable[[HypergraphProblem], Ints] = place_tokens,
 ) -> VertexRanks:
-    """Places vertices with tokens (-1 without room), the rest by an engine; refines both jointly and checks the result.
+    """Places vertices with tokens (-1 if none fits), the rest by an engine; refines both jointly and checks the result.
 
     FEASIBLE if both constraints hold at both levels, OPTIMAL if the value equals the bound, else NO_SOLUTION, or
     INFEASIBLE if fixed vertices or a single one exceed a limit.
@@ -171,7 +171,7 @@ def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | 
 
 
 def imbalance(rank: Ints, weights: Ints, shares: Floats) -> float:
-    """The fullest rank over its share, less 1; 0 without weight."""
+    """The fullest rank over its share, less 1; 0 if there is no weight."""
     sums = np.bincount(rank, weights, len(shares))
     total = float(sums.sum())
     return float((sums / shares).max() * shares.sum() / total - 1) if total else 0.0

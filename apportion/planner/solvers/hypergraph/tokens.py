@@ -2,7 +2,7 @@
 partitioner keeps both balances, so here tokens come first).
 
 Every vertex without tokens joins the one with the most expensive connection (compute joins its queries), which makes
-clusters with two weights. Clusters are placed by falling density, flops per token; small connected components are
+clusters with two weights. Clusters are placed by decreasing density, flops per token; small connected components are
 placed as one. A cluster goes to the rank of its hyperedges, unless that rank would have too many flops after filling
 its room with average remaining clusters: so dense clusters spread, and sparse ones fill up.
 """
@@ -38,7 +38,7 @@ class Clusters:
 
 
 def place_tokens(problem: HypergraphProblem, spread: float = SPREAD) -> Ints:
-    """int64 [V]: the rank of each vertex with tokens, nodes first; -1 for others, and without room.
+    """int64 [V]: the rank of each vertex with tokens, nodes first; -1 for others, and if no rank has room.
 
     spread: cost of flops above a cap relative to cut hyperedges, in mean prices per flop.
     """
@@ -70,7 +70,7 @@ def cluster(problem: HypergraphProblem) -> Clusters:
 def _level(
     clusters: Clusters, fixed: Ints, base: Ints, span: int, caps: tuple[Ints, Ints], spread: float
 ) -> Ints:
-    """int64 [C]: the part of each cluster among [base, base + span), -1 without room."""
+    """int64 [C]: the part of each cluster, in [base, base + span); -1 if no part has room."""
     part, low = np.where(base < 0, -2, fixed), np.maximum(base, 0)
     graph = graph_of(clusters.ptr, clusters.pins, clusters.price, len(part))
     rate = spread * float(clusters.price.sum()) / max(1.0, float(clusters.flops.sum()))

@@ -1,1 +1,1 @@
-"""Partition solvers: weighted items to bins."""
+"""Partition solvers: assign weighted items to bins."""

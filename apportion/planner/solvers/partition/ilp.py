@@ -19,7 +19,7 @@ from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition import swap
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
-# choices (items x bins) of a program: by default, and for an explicit node budget
+# limits of a program's choices (items x bins): by default, and for an explicit node budget
 USUAL, MOST = 256, 6_000
 # Default product of search-tree nodes and choices, for any size: about a second.
 EFFORT = 50_000
@@ -92,7 +92,7 @@ def _model(problem: PartitionProblem, order: Ints, scale: float) -> tuple[Any, l
         bins = range(min(index + 1, problem.bins) if equal else problem.bins) if allowed is None else allowed
         variables.append({bin_: model.add_variable(f"x_{index}_{bin_}", cat="Binary") for bin_ in bins})
         model += pulp.lpSum(variables[index].values()) == 1
-    # numbers about 1: HiGHS keeps rows within 1e-6
+    # coefficients of about 1: HiGHS satisfies rows within 1e-6
     weights, sizes = (problem.weights[order] / scale).tolist(), problem.sizes[order].tolist()
     for bin_ in range(problem.bins):
         terms = [(index, options[bin_]) for index, options in enumerate(variables) if bin_ in options]
@@ -102,7 +102,7 @@ def _model(problem: PartitionProblem, order: Ints, scale: float) -> tuple[Any, l
 
 
 def _restriction(problem: PartitionProblem) -> Ints:
-    """int64 [K]: equal numbers for equal `allowed`, sorted by it."""
+    """int64 [K]: a number for each distinct `allowed`, in sorted order."""
     if problem.allowed is None:
         return np.zeros(len(problem.weights), np.int64)
     sets = [tuple(bins or ()) for bins in problem.allowed]

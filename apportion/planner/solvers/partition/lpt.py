@@ -1,8 +1,8 @@
 """Longest processing time first, under a size cap.
 
 Assigns K weights and sizes to N bins of unequal speed, to minimize the heaviest bin (weight over speed). Items are
-taken by falling weight, restricted items before the others; each goes to the least loaded bin with room. Without the
-cap and on equal bins the result is at most 4/3 - 1/(3N) of the optimum (Graham, 1969); FCP (section 4.1 and its
+taken by decreasing weight, restricted items first; each goes to the least loaded bin with room. Without the
+cap and on equal bins the result is at most 4/3 - 1/(3N) times the optimum (Graham, 1969); FCP (section 4.1 and its
 appendix) places blocks in this way.
 
 `solve_near` is less strict: any bin that now has less than the least loaded one would have with the item is accepted,
@@ -32,7 +32,7 @@ def solve(problem: PartitionProblem, budget: Budget) -> Partition:
 
 
 def solve_near(problem: PartitionProblem, budget: Budget) -> Partition:
-    """As `solve`, but among about equally light bins prefers zones with items of the same family."""
+    """Like `solve`, but among about equally light bins it prefers zones with items of the same family."""
     return _solve(problem)
 
 
