@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from apportion.ir.errors import MissingDependencyError
+from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.hf import LAST, NAME, require_enabled
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step import wiring
@@ -36,29 +36,50 @@ def planned(model: Any) -> Any:
     model that is not enabled (`hf.enable`)."""
     require_enabled(model)
     model.prepare_model_inputs_for_cp = lambda batch, **_: {"cp_sharder": planned_sharder(batch["planned"])}
+    model.register_forward_pre_hook(_require_plan, with_kwargs=True)
     return model
+
+
+def _require_plan(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError for a forward in training without a plan: a recipe without context parallelism asks for no
+    sharder, and drops the planned batch."""
+    if model.training and torch.is_grad_enabled() and kwargs.get(NAME) is None:
+        rule = "the recipe asked for no sharder, so the plan would be ignored"
+        raise ConfigError(
+            "cp_size", "not the ranks of a plan", rule, "set it to the number of a plan's ranks"
+        )
 
 
 def planned_sharder(batch: PlannedBatch, device_mesh: Any = None) -> ContextParallelSharder:
     """The sharder of one microbatch. A collective among hosts. Automodel gathers equal shards, so all ranks pad to the
     rows of the fullest, and padding has its own places after the tokens."""
-    layout = _layout(batch)
-    shard = partial(_shard, batch, layout)
+    layout, labels = _layout(batch)
+    shard = partial(_shard, batch, layout, labels)
     return ContextParallelSharder(device_mesh=device_mesh, shard_batch=shard, shard_layout=layout)
 
 
-def _layout(batch: PlannedBatch) -> ShardLayout:
-    handle = batch.handle
-    gathered = handle.communicator.all_gather([len(batch.tokens), handle.rows], "rows")
-    rows, tokens = max(row[0] for row in gathered), sum(row[1] for row in gathered)
+def _layout(batch: PlannedBatch) -> tuple[ShardLayout, int]:
+    """The layout of a microbatch, and its number of labels on all ranks."""
+    handle, labels = batch.handle, int((batch.labels != IGNORED).sum())
+    gathered = handle.communicator.all_gather([len(batch.tokens), handle.rows, labels], "rows")
+    rows, tokens, labels = max(row[0] for row in gathered), *(sum(row[i] for row in gathered) for i in (1, 2))
     offset = sum(rows - row[1] for row in gathered[: handle.communicator.rank])
     padding = torch.arange(rows - handle.rows) + tokens + offset
-    return ShardLayout(torch.cat((handle.tokens, padding)), tokens, rows * len(gathered))
+    return ShardLayout(torch.cat((handle.tokens, padding)), tokens, rows * len(gathered)), labels
+
+
+def _check_labels(given: Tensor | None, labels: int) -> None:
+    """Raises ConfigError for labels of the recipe's batch in another number than the microbatch's, on all ranks."""
+    if given is not None and (count := int((given != IGNORED).sum())) != labels:
+        rule = f"recipes divide by their number, and the microbatch has {labels} on all ranks"
+        remedy = "give planned.gather_tokens(planned.labels)[None]"
+        raise ConfigError("labels", f"{count} labels", rule, remedy)
 
 
 def _shard(
     planned: PlannedBatch,
     layout: ShardLayout,
+    count: int,
     cp_mesh: Any,
     tp_mesh: Any,
     batch: dict[str, Any],
@@ -68,8 +89,12 @@ def _shard(
 ) -> tuple[Any, dict[str, Any], ShardLayout]:
     """Automodel's shard function: this rank's rows, including the label to predict for each, and the plan."""
     planned.check_unweighted("the recipe's loss")
+    _check_labels(batch.get("labels"), count)
     wiring.watch.expect(planned.handle)
     wiring.watch.trust()
+    planned.handle.padding = (
+        len(layout.local_token_global_indices) - planned.handle.rows
+    )  # as the fullest rank
     planned = planned if cp_mesh is None else planned.to(cp_mesh.device_type)
     padding = len(layout.local_token_global_indices) - len(planned.tokens)
     labels = pad(planned.labels, (0, padding), value=IGNORED)

@@ -9,18 +9,51 @@ from nemo_automodel.components.distributed.context_parallel import ContextParall
 from torch.distributed.device_mesh import init_device_mesh
 
 from apportion.backends.torch.transport import Communicator
+from apportion.ir.errors import ConfigError
 from apportion.trainer import hf
 from apportion.trainer.automodel import planned
 from apportion.trainer.loading.loader import PlannedLoader
 from tests.adapters.documents import documents
-from tests.adapters.jobs_hf import made
+from tests.adapters.jobs_hf import Documents, loader, made
 from tests.ranks.loading import job, planning
+
+
+def trained(comm: Communicator, cp: int, whole: bool) -> tuple[str, float]:
+    """The error of a recipe's step with a cp mesh of this size, and its loss on all ranks; whole: whether labels are
+    those of all ranks."""
+    mesh = init_device_mesh("cpu", (comm.ranks // cp, cp), mesh_dim_names=("dp", "cp"))
+    model = planned(hf.enable(made("llama")))
+    batch = next(batches := iter(loader(model, comm.ranks, comm, lengths=[61, 40, 9])))
+    batches.close()
+    columns = {"input_ids": batch.tokens, "labels": batch.labels}
+    given: Any = {name: batch.gather_tokens(x) if whole else x for name, x in columns.items()}
+    given = {name: x[None] for name, x in given.items()}
+    divisor = int((given["labels"] != -100).sum())
+    given |= {"planned": batch}
+    try:
+        _, local = ContextParallelSharder(model, mesh, given).shard(given)
+        labels = local.pop("labels")
+        logits = model(**{name: x for name, x in local.items() if name != "planned"}).logits
+    except ConfigError as error:
+        return str(error), 0.0
+    loss = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum") / divisor
+    loss.backward()
+    return "", sum(row[0] for row in comm.gather_floats([float(loss)], "losses"))
+
+
+def plain(lengths: tuple[int, ...]) -> float:
+    """The mean loss of these documents in one process."""
+    model, losses, labels = made("llama"), 0.0, 0
+    for number, length in enumerate(lengths):
+        tokens = torch.from_numpy(Documents(lengths)[number])[None]
+        losses += float(model(input_ids=tokens, labels=tokens).loss.detach()) * (length - 1)
+        labels += length - 1
+    return losses / labels
 
 
 def verbs(comm: Communicator) -> Any:
     """Runs Automodel's own dispatch on a model with the hook: its operations on one microbatch, as plain data."""
-    loader = PlannedLoader(documents(), **planning(job(comm.ranks, 128)), communicator=comm)
-    batches = iter(loader)
+    batches = iter(PlannedLoader(documents(), **planning(job(comm.ranks, 128)), communicator=comm))
     batch = next(batches)
     batches.close()
     mesh = init_device_mesh("cpu", (comm.ranks,), mesh_dim_names=("cp",))

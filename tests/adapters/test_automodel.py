@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -40,6 +41,30 @@ def test_sharder_operations_match_the_plan(pool: Any) -> None:
         assert one["rows"][1] == fullest
         assert one["padding"] == [[-1.0, -1.0]] * (fullest - one["rows"][0])
     assert {one["rows"][0] for one in found} != {fullest}
+
+
+def test_a_step_has_the_loss_of_one_process(pool: Any) -> None:
+    for error, loss in pool.run(jobs_automodel.trained, 4, 4, True):
+        assert not error
+        assert loss == pytest.approx(jobs_automodel.plain((61, 40, 9)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cp", "whole", "says"),
+    [
+        (
+            1,
+            True,
+            "asked for no sharder, so the plan would be ignored; set it to the number of a plan's ranks",
+        ),
+        (4, False, r"labels = .*the microbatch has 107 on all ranks; give planned\.gather_tokens"),
+    ],
+)
+def test_steps_without_a_plan_and_with_a_ranks_labels_are_refused(
+    pool: Any, cp: int, whole: bool, says: str
+) -> None:
+    for error, _ in pool.run(jobs_automodel.trained, 4, cp, whole):
+        assert re.search(says, error), error
 
 
 def test_a_model_that_is_not_enabled_is_refused() -> None:
