@@ -24,9 +24,22 @@ from torch.nn.parallel import DistributedDataParallel
 from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.rehearsal import Rehearsal, is_here
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
+from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.structures import Documents
+from apportion.ir.masks.windows import Causal, Chunked, SlidingWindow
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hf_config import masks_of, model_of, windows_of
-from apportion.ir.request.hf_fields import BOTH, CHUNKED, FULL, LINEAR, SLIDING, layer_types, text_config
+from apportion.ir.request.hf_fields import (
+    BOTH,
+    CHUNKED,
+    FULL,
+    LINEAR,
+    SLIDING,
+    WINDOW_OF,
+    layer_types,
+    text_config,
+)
 from apportion.ir.request.hf_layers import recurrence_of
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
@@ -77,6 +90,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
         base.register_forward_pre_hook(_check_inputs, with_kwargs=True)
         base.register_forward_hook(_check_layers, with_kwargs=True)
         _choose(base)
+    base._chunk = _chunk(model)
     for layer, window in zip(layers, _windows(model, layers), strict=True):
         layer._window = window
         if hasattr(layer, _EXPAND):  # a method binds a copy of the layer to itself, a closure would not
@@ -192,6 +206,13 @@ def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
     except ConfigError:
         return [None] * len(layers)
     return [windows[layer.layer_idx] for layer in layers]
+
+
+def _chunk(model: Any) -> int | None:
+    """The tokens of a chunk, for models with chunked layers."""
+    text = text_config(model.config.to_dict())
+    has_chunks = CHUNKED in (text.get("layer_types") or ())
+    return int(text[WINDOW_OF[CHUNKED]]) if has_chunks else None
 
 
 def require_enabled(model: Any) -> None:
@@ -385,6 +406,8 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         base._ran.add(handle is not None)
         wiring.watch.own_loss = True
     if handle is None:
+        if not is_compiling():
+            _refuse_rows(kwargs.get("input_ids", next(iter(args), None)))
         return None
     base._served.clear()
     kwargs = _without_guard(kwargs)
@@ -395,7 +418,45 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             raise ConfigError(name, type_name, rule, "leave it out; give masks= to the loader")
     if not isinstance(handle, Rehearsal):
         _check_positions(base, handle, kwargs.get("position_ids"))
+        if base._chunk is not None and not is_compiling():
+            _check_chunks(base, handle)
     return args, kwargs
+
+
+def _refuse_rows(tokens: Any) -> None:
+    """Raises ConfigError for a rank's rows in a forward without the plan: attention would see only these."""
+    for batch in wiring.watch.batches if isinstance(tokens, Tensor) else ():
+        rows = batch.tokens
+        if batch.handle.communicator.ranks == 1 or not tokens.numel() or tokens.numel() != rows.numel():
+            continue
+        is_view = tokens.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+        if is_view or (not wiring.watch.settled and torch.equal(tokens.flatten().cpu(), rows.cpu())):
+            rule = "are only this rank's rows of the texts, and the model ran without the plan"
+            raise ConfigError("input_ids", "batch.tokens", rule, "call model(**hf.inputs(batch))")
+
+
+def _check_chunks(base: Any, handle: PlanHandle) -> None:
+    """Raises ConfigError if the plan's mask of chunked layers lets a token see another chunk, or not all of its own. A
+    plan does not record this, the batch does; masks of other types are not compared."""
+    batch: Any = wiring.watch.under(handle)
+    if batch is None:
+        return
+    whole, kind = batch.batch, CHUNKED if len(handle.kinds) > 1 else handle.kinds[0]
+    specs = whole.masks[kind].specs
+    expected = tuple(_chunked(spec, base._chunk) for spec in specs)
+    if expected != specs:
+        masks = {kind: replace(whole.masks[kind], specs=expected)}
+        own = Batch(whole.lengths, masks)
+        if own.area(kind) != whole.area(kind):
+            rule = f"layers of {type(base).__name__} see chunks of {base._chunk} tokens"
+            remedy = f"give masks={{{kind!r}: ap.masks.chunked({base._chunk})}}, or mask= to ap.Samples"
+            raise ConfigError("masks", kind, rule, remedy)
+
+
+def _chunked(spec: Mask, size: int) -> Mask:
+    if isinstance(spec, Documents):
+        return replace(spec, mask=_chunked(spec.mask, size))
+    return Chunked(size) if isinstance(spec, Causal | Chunked | SlidingWindow) else spec
 
 
 def _without_guard(kwargs: dict[str, Any]) -> dict[str, Any]:

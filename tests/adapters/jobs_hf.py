@@ -298,7 +298,11 @@ def trained(comm: Communicator, what: str) -> str:
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     try:
         for batch in batches:
-            called(**hf.inputs(batch)).loss.backward()
+            given = hf.inputs(batch)
+            if kind in ("rows", "copies"):
+                tokens = batch.tokens.clone() if kind == "copies" else batch.tokens
+                given = {"input_ids": tokens[None], "labels": batch.labels[None]}
+            called(**given).loss.backward()
             if kind in ("summed", "frozen"):
                 ap.sum_gradients(model, comm._base)
             optimizer.step()

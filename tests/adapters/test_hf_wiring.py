@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer import hf
 from apportion.trainer.step import wiring
@@ -276,6 +277,8 @@ def test_attention_calls_are_counted_including_recomputation(model: Any) -> None
         ("fsdp", r"FSDP2.*averages gradients"),
         ("ddp_compiled", r"DistributedDataParallel.*averages gradients"),
         ("fsdp_compiled", r"FSDP2.*averages gradients"),
+        ("rows", r"input_ids.*only this rank's rows.*call model\(\*\*hf\.inputs\(batch\)\)"),
+        ("copies", r"input_ids.*only this rank's rows"),
         ("frozen", r"parameters differ between ranks, 1 of \d+, first of shape \(128, 64\)"),
     ],
 )
@@ -288,6 +291,24 @@ def test_a_module_around_an_enabled_model_is_checked_too(pool: Any) -> None:
     assert pool.run(jobs.around, 2, "rows") == ["", ""]
     for found in pool.run(jobs.around, 2, "mixed"):
         assert re.search("'Around': .* computes or receives rows that depend on other rows", found), found
+
+
+def test_masks_without_the_chunks_of_layers_are_refused() -> None:
+    sizes = {**jobs.SIZES, "attention_chunk_size": 16, "no_rope_layers": [1, 1], "moe_layers": []}
+    config = transformers.Llama4TextConfig(**sizes, intermediate_size_mlp=96, pad_token_id=None)
+    model = hf.enable(transformers.Llama4ForCausalLM(config))
+    for masks, lengths in ((None, [40]), (ap.masks.causal(), [16, 9]), (ap.masks.documents([16, 9]), [25])):
+        model(**hf.inputs(next(iter(jobs.loader(model, 1, lengths=lengths, masks=masks)))))
+    for mask, length in (
+        (ap.masks.causal(), 17),
+        (ap.masks.chunked(8), 9),
+        (ap.masks.documents([9, 31]), 40),
+    ):
+        given = hf.inputs(next(iter(jobs.loader(model, 1, lengths=[length], masks=mask))))
+        with pytest.raises(
+            ConfigError, match=r"see chunks of 16 tokens; give masks=.*ap\.masks\.chunked\(16\)"
+        ):
+            model(**given)
 
 
 def test_adapters_activated_by_tokens_are_refused(model: Any) -> None:
