@@ -153,9 +153,9 @@ def made_for(folder: Path) -> dict[str, Any]:
 
 
 def _claim(folder: Path, work: Work) -> None:
-    """Records the origin of the plans. Raises ConfigError if the folder's plans have another origin."""
+    """Records the origin of the plans. Raises ConfigError if the folder has plans of another origin."""
     path, given, iterations = folder / ORIGIN, work.origin, work.iterations
-    if existing := made_for(folder):
+    if (existing := made_for(folder)) and any(folder.rglob("*.plan")):
         iterations = max(iterations, existing.pop("iterations"))
         if (mismatch := difference(existing, given)) is not None:
             name, old_value, new_value = mismatch

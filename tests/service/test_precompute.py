@@ -109,6 +109,9 @@ def test_a_batch_that_cannot_be_planned_is_named(tmp_path: Path, workers: Proces
     tight = replace(JOB, policy=replace(JOB.policy, token_cap=1))
     with pytest.raises(IterationError, match="iteration 0 of epoch 0"):
         precompute(Work(tight, LENGTHS, None, 1), tmp_path, workers, 2)
+    assert (
+        precompute(work(1), tmp_path, workers, 2).planned == 1
+    )  # the refused job left no plans in the folder
 
 
 @pytest.mark.slow

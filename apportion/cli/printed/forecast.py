@@ -144,7 +144,7 @@ def _saving(record: Record) -> str:
     return (
         f"\nfastest that fits: {best['name']}, {gain['value']:.2f} times as fast as {base['name']} (range "
         f"{gain['low']:.2f} to {gain['high']:.2f}; of each step: {steps});\n"
-        f"{hours:,.0f} GPU-hours saved a week: {explanation}"
+        f"{hours:,.0f} GPU-hours saved per week of training: {explanation}"
     )
 
 
