@@ -155,9 +155,11 @@ def made_for(folder: Path) -> dict[str, Any]:
 def _claim(folder: Path, work: Work) -> None:
     """Records the origin of the plans. Raises ConfigError if the folder has plans of another origin."""
     path, given, iterations = folder / ORIGIN, work.origin, work.iterations
-    if (existing := made_for(folder)) and any(folder.rglob("*.plan")):
-        iterations = max(iterations, existing.pop("iterations"))
-        if (mismatch := difference(existing, given)) is not None:
+    if existing := made_for(folder):
+        recorded = existing.pop("iterations")
+        mismatch, has_plans = difference(existing, given), any(folder.rglob("*.plan"))
+        iterations = iterations if mismatch else max(iterations, recorded)
+        if mismatch is not None and (has_plans or existing.keys() != given.keys()):
             name, old_value, new_value = mismatch
             rule = f"the plans in {folder} were made with {old_value!r}"
             raise ConfigError(name, new_value, rule, "give the same, or name another folder")

@@ -61,8 +61,8 @@ def refuses(name: str, ranks: int) -> bool:
 
 def mask_batches(ranks: int) -> list[list[str]]:
     """All masks in batches of four, combined differently for each number of ranks."""
-    turned = [MASKS[(2 * ranks + 1) * at % len(MASKS)] for at in range(len(MASKS))]
-    return [turned[at : at + 4] for at in range(0, len(turned), 4)]
+    shuffled = [MASKS[i] for i in np.random.default_rng(ranks).permutation(len(MASKS))]
+    return [shuffled[at : at + 4] for at in range(0, len(shuffled), 4)]
 
 
 def test_each_number_of_ranks_has_another_mixture_of_masks() -> None:
