@@ -208,7 +208,7 @@ class _Passes(IterableDataset):
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [("", None), ("own", "loss is not one that is checked"), ("beside", "has a term beside")],
+    [("", None), ("own", "loss is not one that is checked"), ("beside", "has a term other than")],
 )
 def test_custom_losses_cause_a_warning(pool: Any, what: str, says: str | None) -> None:
     for found in pool.run(jobs.warned, 2, what):
