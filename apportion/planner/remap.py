@@ -190,10 +190,8 @@ def _spans(source: Layout, tokens: Ints, pieces: Ints) -> Table:
     order = np.argsort(span_rows, kind="stable")
     piece_rows = rank_base[pieces[0]] + pieces[1]
     cuts = np.union1d(span_rows, piece_rows)
-    span, piece = (
-        order[np.searchsorted(span_rows[order], cuts, "right") - 1],
-        np.searchsorted(piece_rows, cuts, "right") - 1,
-    )
+    span = order[np.searchsorted(span_rows[order], cuts, "right") - 1]
+    piece = np.searchsorted(piece_rows, cuts, "right") - 1
     span_offset, piece_offset = cuts - span_rows[span], cuts - piece_rows[piece]
     rank, row = pieces[2, piece], pieces[3, piece] + piece_offset
     length = np.diff(np.append(cuts, tokens.sum()))

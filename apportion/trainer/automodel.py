@@ -45,9 +45,8 @@ def _require_plan(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     sharder, and drops the planned batch."""
     if model.training and torch.is_grad_enabled() and kwargs.get(NAME) is None:
         rule = "the recipe asked for no sharder, so the plan would be ignored"
-        raise ConfigError(
-            "cp_size", "not the ranks of a plan", rule, "set it to the number of a plan's ranks"
-        )
+        remedy = "set it to the number of the plan's ranks"
+        raise ConfigError("cp_size", "another number than the plan's ranks", rule, remedy)
 
 
 def planned_sharder(batch: PlannedBatch, device_mesh: Any = None) -> ContextParallelSharder:
@@ -62,7 +61,8 @@ def _layout(batch: PlannedBatch) -> tuple[ShardLayout, int]:
     """The layout of a microbatch, and its number of labels on all ranks."""
     handle, labels = batch.handle, int((batch.labels != IGNORED).sum())
     gathered = handle.communicator.all_gather([len(batch.tokens), handle.rows, labels], "rows")
-    rows, tokens, labels = max(row[0] for row in gathered), *(sum(row[i] for row in gathered) for i in (1, 2))
+    rows = max(row[0] for row in gathered)
+    tokens, labels = (sum(row[column] for row in gathered) for column in (1, 2))
     offset = sum(rows - row[1] for row in gathered[: handle.communicator.rank])
     padding = torch.arange(rows - handle.rows) + tokens + offset
     return ShardLayout(torch.cat((handle.tokens, padding)), tokens, rows * len(gathered)), labels
@@ -92,11 +92,10 @@ def _shard(
     _check_labels(batch.get("labels"), count)
     wiring.watch.expect(planned.handle)
     wiring.watch.trust()
-    planned.handle.padding = (
-        len(layout.local_token_global_indices) - planned.handle.rows
-    )  # as the fullest rank
+    rows = len(layout.local_token_global_indices)  # of the fullest rank
+    planned.handle.padding = rows - planned.handle.rows
     planned = planned if cp_mesh is None else planned.to(cp_mesh.device_type)
-    padding = len(layout.local_token_global_indices) - len(planned.tokens)
+    padding = rows - len(planned.tokens)
     labels = pad(planned.labels, (0, padding), value=IGNORED)
     if loss_mask is not None:
         mask = planned.shard_tokens(loss_mask.flatten().bool(), fill=False)

@@ -392,9 +392,9 @@ def _label_kwargs(model: Any, handle: Any) -> dict[str, Tensor]:
     """The labels of a batch and their number; on devices other than CPUs only in the model's first forward, since it
     waits for the device."""
     batch = wiring.watch.under(handle)
-    if batch is None or (model.device.type != "cpu" and hasattr(model, "_held")):
+    if batch is None or (model.device.type != "cpu" and hasattr(model, "_labels_checked")):
         return {}
-    model._held = True
+    model._labels_checked = True
     labels, valid = batch.labels[None].cpu().double(), max(batch.valid_tokens, 1)
     return {"shift_labels": labels, "labels": labels, "num_items_in_batch": torch.tensor(valid).double()}
 
@@ -538,11 +538,9 @@ def _drop_last(rotary: Any, args: Any, output: Any) -> Any:
 def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Replaces the router's auxiliary loss, which is not a sum over rows, by this rank's share of the whole
     microbatch's loss. Raises the errors of `check_share`."""
-    handle, own_loss, loss = (
-        kwargs.get(NAME),
-        getattr(output, "aux_loss", None),
-        getattr(output, "loss", None),
-    )
+    handle = kwargs.get(NAME)
+    own_loss = getattr(output, "aux_loss", None)
+    loss = getattr(output, "loss", None)
     if handle is not None and own_loss is not None:
         output.aux_loss = _balance_loss(output.router_logits, model.num_experts_per_tok, handle)
         if loss is not None:

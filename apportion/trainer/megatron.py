@@ -115,7 +115,7 @@ def forward_step(
         remedy = "leave out longer documents, or build it with more positions"
         raise ConfigError("sequence length", longest, rule, remedy)
     if module.training and torch.is_grad_enabled() and WEIGHTS in batches[0].fields:
-        _require_whole_steps(module.config, batches)
+        _note_weighted(module.config, batches)
     rows = joined(batches)
     labels = rows.labels.clamp(min=0)  # Megatron's cross entropy does not support -100
     arguments = (rows.tokens[None], rows.position_ids[None], None)
@@ -177,10 +177,8 @@ def _check(module: Any) -> None:
     divides, undivided = "Megatron divides gradients by the tokens of all ranks there", module.training
     undivided = undivided and config.finalize_model_grads_func is None
     looks_ahead = config.window_size is not None and config.window_size[1] != 0
-    bias, unmasked = (
-        "moe_router_enable_expert_bias",
-        "Megatron cannot mask rows for it, as other balancing needs",
-    )
+    bias = "moe_router_enable_expert_bias"
+    unmasked = "Megatron cannot mask rows for it, as other balancing needs"
     biased = experts and config.moe_router_enable_expert_bias and weights.any()
     balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
     for name, is_refused, rule, remedy in (
@@ -224,16 +222,15 @@ class WholeSteps:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batches, self.batches = self.batches, []
-        numbers = {batch.microbatch for batch in batches}
-        is_last = any(batch.is_last for batch in batches)
-        if batches and (len({batch.iteration for batch in batches}) > 1 or not is_last or 0 not in numbers):
+        is_whole = any(batch.microbatch == 0 for batch in batches) and any(batch.is_last for batch in batches)
+        if batches and not (is_whole and len({batch.iteration for batch in batches}) == 1):
             rule = "must be one iteration of the loader, as loss_weights are scaled by those of the iteration"
             remedy = "give planned_loader microbatches=, as many as the schedule's num_microbatches"
             raise ConfigError("microbatches of a step", len(batches), rule, remedy)
         return self._finalize(*args, **kwargs)
 
 
-def _require_whole_steps(config: Any, batches: Sequence[PlannedBatch]) -> None:
+def _note_weighted(config: Any, batches: Sequence[PlannedBatch]) -> None:
     """Records weighted batches of the current step for `WholeSteps`."""
     if not isinstance(config.finalize_model_grads_func, WholeSteps):
         config.finalize_model_grads_func = WholeSteps(config.finalize_model_grads_func)

@@ -300,10 +300,8 @@ class PlannedTrainer(Trainer):
         require("activation_checkpoint", checkpointing, None, "ticks keep the layers' activations")
         require("validator.enable", config.validator.enable, False, "ticks exist only in training")
         layers, stages = len(config.model_spec.model.layers), table.stages * table.virtual
-        layer_counts, rule = (
-            [len(part.layers) for part in self.model_parts],
-            "chunks must have equal layer counts",
-        )
+        layer_counts = [len(part.layers) for part in self.model_parts]
+        rule = "chunks must have equal layer counts"
         if layers % stages:
             raise ConfigError("layers", layers, rule, f"take a multiple of {stages}, or fewer stages")
         require("layers of this stage's chunks", layer_counts, [layers // stages] * table.virtual, rule)

@@ -154,10 +154,8 @@ def _windows(runs: Table, reach: int, widest: int) -> dict[str, Tensor]:
     lengths, number = runs.wide("rows"), np.arange(len(runs))
     offset = within(lengths + reach)
     run = np.repeat(number, lengths + reach)
-    halo, row = (
-        (run + 1) * widest + offset - reach,
-        len(runs) * widest + runs.wide("row")[run] + offset - reach,
-    )
+    halo = (run + 1) * widest + offset - reach
+    row = len(runs) * widest + runs.wide("row")[run] + offset - reach
     positions = np.repeat(number * reach, lengths) + np.arange(int(lengths.sum()))  # runs are in row order
     return {"windows": _ints(np.where(offset < reach, halo, row)), "kept": _ints(positions)}
 

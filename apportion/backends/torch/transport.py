@@ -115,13 +115,11 @@ class DistributedFlight(Flight):
         group: Any,
         peers: Collection[int],
     ) -> None:
-        self._works, self._buffers, self._calls, self._group, self._peers = (
-            works,
-            buffers,
-            calls,
-            group,
-            peers,
-        )
+        self._works = works
+        self._buffers = buffers
+        self._calls = calls
+        self._group = group
+        self._peers = peers
 
     def wait(self) -> None:
         self._calls.wait(self._works, self._group, self._peers)

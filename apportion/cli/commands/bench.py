@@ -55,10 +55,8 @@ def bench_plan(
     from apportion.ir.fields import MAX_INT
     from apportion.ir.isa import MAX_RANKS
 
-    source, counts = (
-        RequestOptions(workload=workload).source(),
-        inputs.integers("--ranks", ranks, 1, MAX_RANKS),
-    )
+    source = RequestOptions(workload=workload).source()
+    counts = inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     grid = Grid(counts, inputs.integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats, threads)
     rows = []
     for row in grid.rows(source, inputs.model_of(model), inputs.recipe_of(recipe, block, pods)):
@@ -114,11 +112,9 @@ def bench_attention(
     from apportion.ir.isa import MAX_RANKS
     from apportion.trainer.measure.bench import job
 
-    request, used, shape = (
-        RequestOptions(workload=workload),
-        inputs.hardware_of(hardware),
-        inputs.model_of(model),
-    )
+    request = RequestOptions(workload=workload)
+    used = inputs.hardware_of(hardware)
+    shape = inputs.model_of(model)
     recipe_list, counts = inputs.recipes_of(recipes), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     skipped: dict[str, None] = {}
     rows: list[dict[str, Any]] = []

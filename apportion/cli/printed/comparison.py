@@ -89,10 +89,8 @@ def _headline(record: Record) -> str:
     cluster = record["cluster"]
     tokens = max((row["tokens"] for row in record["rows"] if row["tokens"]), default=0)
     hardware = record["hardware"]["name"] if record["hardware"] else "h100"
-    ranks, batches = (
-        cluster["nodes"] * cluster["ranks_per_node"],
-        count(record["batches"], "batch", "batches"),
-    )
+    ranks = cluster["nodes"] * cluster["ranks_per_node"]
+    batches = count(record["batches"], "batch", "batches")
     return (
         f"{ranks} ranks, {batches} of {tokens:,} tokens ({record['workload']}),\nhardware {hardware}, "
         f"baseline {record['baseline']}\n"

@@ -139,10 +139,8 @@ class Job:
 def _hardware(data: Any) -> Hardware:
     """Built-in hardware by name, other hardware from its data: a request from outside never names a file."""
     if isinstance(data, str) and data not in Hardware.builtin():
-        rule, remedy = (
-            "is not built-in hardware",
-            f"write one of {', '.join(Hardware.builtin())}, or the full hardware data",
-        )
+        rule = "is not built-in hardware"
+        remedy = f"write one of {', '.join(Hardware.builtin())}, or the full hardware data"
         raise ConfigError("job.hardware", data, rule, remedy)
     return Hardware.load(data) if isinstance(data, str) else Hardware.from_data(data)
 

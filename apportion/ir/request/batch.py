@@ -390,10 +390,8 @@ class Batch:
         for kind, spec, members in structured if len(self.masks) > 1 else ():
             is_member = np.isin(np.searchsorted(self.starts, links[0], side="right") - 1, members)
             if not np.array_equal(links[:, is_member], self._lower_links([(spec, members)])):
-                rule, remedy = (
-                    "attention kinds disagree on the token order",
-                    "use the same tree in all kinds",
-                )
+                rule = "attention kinds disagree on the token order"
+                remedy = "use the same tree in all kinds"
                 raise ConfigError(f"mask of {kind}", type(spec).__name__, rule, remedy)
         return links[0], links[1]
 

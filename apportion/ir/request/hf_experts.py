@@ -82,10 +82,8 @@ def _sparse(text: Mapping[str, Any]) -> list[bool]:
             raise ConfigError("mlp_layer_types", kinds, rule, "correct the config")
         return [kind == "sparse" for kind in kinds]
     if text["model_type"] in words("leading_dense"):
-        first, interval = (
-            integer("first_k_dense_replace", text.get("first_k_dense_replace"), 0),
-            text.get("moe_layer_freq", 1),
-        )
+        first = integer("first_k_dense_replace", text.get("first_k_dense_replace"), 0)
+        interval = text.get("moe_layer_freq", 1)
         step = integer("moe_layer_freq", interval)
         return [number >= first and number % step == 0 for number in range(layers)]
     dense_layers = {*sequence("mlp_only_layers", text.get("mlp_only_layers") or [])}

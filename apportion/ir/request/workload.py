@@ -219,10 +219,8 @@ def _image_row(field: str, row: Any) -> tuple[int, Mask | None]:
     """[text, [image tokens, …], output]: the images are adjacent in the middle of the text."""
     if not isinstance(row, list) or len(row) != 3:
         raise ConfigError(field, row, "must be [text, [image tokens, ...], output]", "write three columns")
-    text, output = (
-        integer(f"{field} text", row[0], 0, MAX_TOKENS),
-        integer(f"{field} output", row[2], 0, MAX_TOKENS),
-    )
+    text = integer(f"{field} text", row[0], 0, MAX_TOKENS)
+    output = integer(f"{field} output", row[2], 0, MAX_TOKENS)
     edges = text // 2 + offsets(integers(f"{field} images", row[1], 1, MAX_TOKENS))
     spec = masks.image_spans(list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)))
     return _total(field, int(edges[-1]) - text // 2 + text + output), spec if spec.spans else None

@@ -57,10 +57,8 @@ class Training:
         instance("training.experts", self.experts, Experts, "use Training.from_data for a mapping")
         options.keep(self, "training")
         if self.chunks > 1 and not (self.offload and self.recompute == "full"):
-            rule, remedy = (
-                "chunks are kept on the host and recomputed",
-                "write offload: true, recompute: full",
-            )
+            rule = "chunks are kept on the host and recomputed"
+            remedy = "write offload: true, recompute: full"
             raise ConfigError("training.chunks", self.chunks, rule, remedy)
 
         if self.experts.count and self.tiles_mlp:

@@ -137,10 +137,8 @@ def _scheduled(
     checks.routed(edges, routes, len(groups))
     if division is not None:
         routes = replace(routes, division=_first_needed(tasks, routes, division))
-    schedule, overlap = (
-        passes.schedule(routes, len(groups)),
-        passes.inner is not None and passes.inner.overlap,
-    )
+    schedule = passes.schedule(routes, len(groups))
+    overlap = passes.inner is not None and passes.inner.overlap
     checks.schedule(routes, schedule)
     if overlap:
         schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))

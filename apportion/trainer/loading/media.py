@@ -58,10 +58,8 @@ class Media:
         merge, lengths = integer("media.merge", self.merge), arguments.lengths_of(self.dataset, self.lengths)
         places = np.asarray(self.places)
         if places.shape != (len(lengths), 2):
-            rule, remedy = (
-                f"must be [{len(lengths)}, 2]",
-                "give the sample and the first token of each medium",
-            )
+            rule = f"must be [{len(lengths)}, 2]"
+            remedy = "give the sample and the first token of each medium"
             raise ConfigError("media.places.shape", places.shape, rule, remedy)
         if (odd := np.flatnonzero(lengths % merge)).size:
             rule = f"must be a multiple of merge = {merge}"

@@ -96,10 +96,8 @@ class Microbatch:
         columns = self.labels, self.tokens, self.sample_ids, self.local_to_sample
         targets, tokens, samples, positions = (column.cpu() for column in columns)
         values = labels.flatten().cpu()[: len(targets) - 1]
-        is_label, ends = (
-            values != IGNORED,
-            (samples[1:] != samples[:-1]) | (positions[1:] != positions[:-1] + 1),
-        )
+        is_label = values != IGNORED
+        ends = (samples[1:] != samples[:-1]) | (positions[1:] != positions[:-1] + 1)
         if torch.equal(values[is_label], targets[:-1][is_label]):
             if (
                 divisor in (self.valid_tokens, self.total_weight)

@@ -144,11 +144,9 @@ def attend_grad(
             inputs = (_rows(q, call), _keys(k, call), _keys(v, call))
             upstream = (_rows(do, call), _rows(lse, call), _rows(delta, call))
             parts = kernel.backward(call, *inputs, *upstream, score)
-            part_q, part_k, part_v = (
-                _ungroup_heads(parts[0]),
-                _sum_query_heads(parts[1]),
-                _sum_query_heads(parts[2]),
-            )
+            part_q = _ungroup_heads(parts[0])
+            part_k = _sum_query_heads(parts[1])
+            part_v = _sum_query_heads(parts[2])
             if is_checking():
                 require_numbers(_describe(kernel.backward, call), dq=part_q, dk=part_k, dv=part_v)
             dq[call.q0 : call.q1].add_(part_q)

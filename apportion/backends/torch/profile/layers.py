@@ -96,10 +96,8 @@ class TimedLayer:
         m, rows = self.model, self.tokens
         heads = [m.q_heads, m.kv_heads, m.kv_heads]
         hidden_TE, out_TE, down_TE = (self._random_tensor(rows, m.hidden) for _ in range(3))
-        qkv_THD, up_TF = (
-            self._random_tensor(rows, sum(heads), m.head_dim),
-            self._random_tensor(rows, 2 * m.ffn),
-        )
+        qkv_THD = self._random_tensor(rows, sum(heads), m.head_dim)
+        up_TF = self._random_tensor(rows, 2 * m.ffn)
         scales = [self._random_tensor(m.hidden) for _ in range(2)]
         positions = torch.arange(rows, device=self.device)
 

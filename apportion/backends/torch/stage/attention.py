@@ -434,10 +434,8 @@ def _dkdv_rows(
         do = _load(do_at + (step * do_row)[:, None], query_mask[:, None], E, EA, EB, MASK)
         lse_at = delta_at + step * delta_row
         if MASK:
-            lse, delta = (
-                tl.load(lse_at, mask=query_mask, other=0.0),
-                tl.load(lse_at + 1, mask=query_mask, other=0.0),
-            )
+            lse = tl.load(lse_at, mask=query_mask, other=0.0)
+            delta = tl.load(lse_at + 1, mask=query_mask, other=0.0)
         else:
             lse, delta = tl.load(lse_at), tl.load(lse_at + 1)
         lse = tl.where(lse == NEG_INF, 0.0, lse)

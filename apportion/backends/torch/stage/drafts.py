@@ -291,10 +291,8 @@ class Drafts:
             raise ExecutionError("delta of work rows of O: a plan computes it where the output lives")
         slots = [*self._ends(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._ends(Name.DELTA)]
         columns = [self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA)]
-        all_rows, remaining = (
-            spots(step, operands, ROWS),
-            spots(step, operands, ROWS, self._rows_without_statistics),
-        )
+        all_rows = spots(step, operands, ROWS)
+        remaining = spots(step, operands, ROWS, self._rows_without_statistics)
         for items in (all_rows, remaining) if self._statistics.rowops else (all_rows,):
             tables = self._table_ranges(items.tiles, items.heads)
             sizes = (self.shares, items.lanes, self._header.q_heads, *columns)

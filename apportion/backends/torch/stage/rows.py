@@ -150,10 +150,8 @@ def merge(
     valid = row < tl.load(tile + 1)
     work = tl.load(tile + 7) != 0
     index = row.to(tl.int64) * tl.where(work, o_columns, q_heads) + tl.load(heads + tl.load(tile + 6) + lane)
-    o_at, lse_at = (
-        tl.where(work, o_work, o_home) + (index * E)[:, None],
-        tl.where(work, lse_work, lse_home) + index,
-    )
+    o_at = tl.where(work, o_work, o_home) + (index * E)[:, None]
+    lse_at = tl.where(work, lse_work, lse_home) + index
     has_old = valid & (row * 0 + tl.load(tile + 4) & 1 == 0)
     lse = tl.load(lse_at, mask=has_old, other=NEG_INF)
     total = _load(o_at, has_old[:, None], E, EA, EB, True)

@@ -45,10 +45,8 @@ def _same_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
             name == "request" and _same_request(encoded, stored)
         ):
             yield _violation(None, f"the plan's {name} differs from its bytes: seal it after a change")
-    parts, tables = (
-        stored.parts,
-        table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence),
-    )
+    parts = stored.parts
+    tables = table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence)
     if isinstance(parts, table_bytes.Parts) and len(parts) == plan.header.ranks and parts.are_of(tables):
         return
     if len(stored.parts) != plan.header.ranks:

@@ -197,10 +197,8 @@ def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
         elif gap is not None and (not limit or abs(gap - value / limit) > _SAME * gap):
             message = f"according to the report, the gap of {name} is {gap}, of {value} over {limit}"
             yield Violation(RULE, None, None, None, None, message)
-    ended, makespan = (
-        _value_at(report, ("termination", "value")),
-        _value_at(report, ("bounds", "makespan", "value")),
-    )
+    ended = _value_at(report, ("termination", "value"))
+    makespan = _value_at(report, ("bounds", "makespan", "value"))
     if ended is not None and makespan is not None and not _agrees(ended, float(makespan)):
         message = f"according to the report, planning ended at {ended}, the makespan is {makespan}"
         yield Violation(RULE, None, None, None, None, message)

@@ -129,10 +129,8 @@ def homes(
 def _dealt(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
     """int64 [blocks]: homes by LPT, which balances ranks if no query travels; -1 if no rank has room."""
     sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
-    weights, zones = (
-        row_weights(problem, blocks.starts),
-        np.arange(problem.ranks) // problem.cluster.ranks_per_node,
-    )
+    weights = row_weights(problem, blocks.starts)
+    zones = np.arange(problem.ranks) // problem.cluster.ranks_per_node
     case = PartitionProblem(
         weights, blocks.lengths, room.ranks, problem.speeds, families=sequence, zones=zones
     )

@@ -60,10 +60,8 @@ class Dcp(PlacePass):
         blocks = homes(problem, shards, *slack, self.tries, groups, self.solver)
         blocks, pairs, sides = self._balance(problem, blocks, heads)
         blocks, sides = self._exchange_homes(problem, blocks, pairs, heads, sides)
-        weight, termination = (
-            row_weights(problem, blocks.starts),
-            _merge_terminations([side.termination for side in sides.values()]),
-        )
+        weight = row_weights(problem, blocks.starts)
+        termination = _merge_terminations([side.termination for side in sides.values()])
         return Placement(
             blocks.starts,
             blocks.home,
