@@ -45,7 +45,7 @@ def _require_plan(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     sharder, and drops the planned batch."""
     if model.training and torch.is_grad_enabled() and kwargs.get(NAME) is None:
         rule = "the recipe asked for no sharder, so the plan would be ignored"
-        remedy = "set it to the number of the plan's ranks"
+        remedy = "set it to the number of a plan's ranks"
         raise ConfigError("cp_size", "another number than the plan's ranks", rule, remedy)
 
 
