@@ -18,7 +18,7 @@ _BLUE, _GREY = "#4477aa", "#8b97a3"
 
 
 def card(title: str, rows: Iterable[tuple[str, str]], picture: str = "") -> str:
-    """HTML card with a title, rows of (name, value) and a picture next to them. picture: SVG of this module."""
+    """HTML card with a title, rows of (name, value) and a picture next to them. picture: an SVG from this module."""
     cells = "".join(
         f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
         for name, value in rows
@@ -66,7 +66,7 @@ def cells(title: str, mask: Bools) -> str:
 
 
 def _spans(line: Bools) -> list[tuple[int, int]]:
-    """(first, end) of each run of True."""
+    """(first, end) of each run of True values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], line, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 

@@ -49,14 +49,14 @@ def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
 
 def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> None:
     """Validates the field of a frozen dataclass named by the last part of `field`, and stores the result of `check`,
-    which makes numpy numbers Python ones."""
+    which converts numpy numbers to Python ones."""
     name = field.rpartition(".")[2]
     object.__setattr__(owner, name, check(field, getattr(owner, name), *limits))
 
 
 def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
-    """`value` as a float in [low, MOST]; above: greater than `low` and at least LEAST; with `low` minus infinity any
-    finite number. Booleans and strings are refused."""
+    """`value` as a float in [low, MOST]; with `above`, greater than `low` and at least LEAST; if `low` is minus
+    infinity, any finite number. Booleans and strings are refused."""
     result = value if type(value) is float else scalar(value)
     if isinstance(result, bool) or not isinstance(result, int | float):
         remedy = "write a number without quotes (YAML reads 4e2 as text, 4.0e+2 as a number)"
@@ -87,10 +87,10 @@ def amount(field: str, value: Any, least: float, most: float) -> float:
     return checked
 
 
-def described(field: str, value: Any, most: int) -> str:
-    """`value` if it is a text of 1 to `most` characters."""
+def short_text(field: str, value: Any, most: int) -> str:
+    """`value` if it is a string of 1 to `most` characters."""
     if not isinstance(value, str) or not 0 < len(value) <= most:
-        raise ConfigError(field, value, f"must be a text of 1 to {most} characters", "shorten it")
+        raise ConfigError(field, value, f"must be a string of 1 to {most} characters", "correct it")
     return value
 
 
@@ -276,15 +276,15 @@ def load(path: str | Path) -> Any:
     path = Path(path)
     parse: dict[str, Callable[[str], Any]] = {".json": _json, ".yaml": _yaml, ".yml": _yaml}
     if path.suffix not in parse:
-        raise ConfigError(str(path), path.suffix, "unknown kind of file", "name it .json, .yaml or .yml")
+        raise ConfigError(str(path), path.suffix, "unknown file type", "name it .json, .yaml or .yml")
     text = read_text(path)
     try:
         return parse[path.suffix](text)
     except (ValueError, RecursionError) as error:
-        raise _unparsed(path, text, error) from error
+        raise _syntax_error(path, text, error) from error
 
 
-def _unparsed(path: Path, text: str, error: Exception) -> ConfigError:
+def _syntax_error(path: Path, text: str, error: Exception) -> ConfigError:
     """A ConfigError that shows the line at which `text` fails to parse as JSON or YAML."""
     line, column, reason = _place(error)
     value = (text.split("\n")[line - 1] if line else text)[:_SHOWN].strip()
@@ -308,7 +308,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(str(path), error.reason, "is not UTF-8 text", "name a text file") from error
+        raise ConfigError(str(path), error.reason, "is not UTF-8 text", "use a text file") from error
 
 
 def _yaml(text: str) -> Any:

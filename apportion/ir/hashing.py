@@ -56,8 +56,8 @@ def climb(node: bytes, rank: int, ranks: int, siblings: Sequence[bytes]) -> byte
         if rank ^ 1 < ranks:
             if not rest:
                 raise DecodeError("slice: the hash path is too short")
-            other = rest.pop(0)
-            node = digest(b"\1" + other + node if rank & 1 else b"\1" + node + other)
+            sibling = rest.pop(0)
+            node = digest(b"\1" + sibling + node if rank & 1 else b"\1" + node + sibling)
         rank, ranks = rank >> 1, (ranks + 1) >> 1
     if rest:
         raise DecodeError("slice: the hash path is too long")

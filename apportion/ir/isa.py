@@ -1,9 +1,9 @@
-"""The instruction set: ops, and the columns of every table, spelled out, never derived. Tensors are in `ir.tensors`.
+"""The instruction set: all ops and the columns of every table, written out in full. Tensors are in `ir.tensors`.
 
 An op is one row of `Op`, from which text format, verification, cost model and engines derive its properties.
 
 A rank's memory is named, not addressed. Each tensor has *home* rows (what the caller passes in and gets back) and
-a *work* arena whose rows the planner allots. An operand is a range of rows of one of the two:
+a *work* arena whose rows the planner allocates. An operand is a range of rows of one of the two:
 
     operand = (tensor, space, row, rows, col, heads)
 
@@ -15,8 +15,8 @@ a *work* arena whose rows the planner allots. An operand is a range of rows of o
     heads   0: all heads of the tensor; i >= 1: `head_sets[i - 1]` of the plan header (query heads for X, Q, O, dQ,
             dO, delta; KV heads for KV, dKV). X and dX have no heads: always 0.
 
-Operand 0 of every program is (NONE, HOME, 0, 0, 0, 0); the others are distinct. Codes here are part of the format:
-they are never renumbered, columns are never reordered or retyped; new columns go last and have a default.
+Operand 0 of every program is (NONE, HOME, 0, 0, 0, 0); the others are distinct. Codes and columns are part of the
+format: codes are never renumbered, columns never reordered or retyped; new columns go last and have a default.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Use(Enum):
     TAKE = auto()  # consumes partials
     MOVE = auto()  # reads values, which remain, or consumes partials
     WRITE = auto()  # writes the tokens of the operand named by `like`
-    ONCE = auto()  # as WRITE, but rows may be written only once
+    ONCE = auto()  # like WRITE, but rows may be written only once
     ADD = auto()  # adds a partial of those tokens, or stores it if the row's `first` flag is set
     CLEAR = auto()  # sets the identity of accumulation: 0, and for O also LSE = -inf
     FINISH = auto()  # turns a partial into a value in place
-    TRAVEL = auto()  # sends (as MOVE) or receives, by the row's `send` flag
+    TRAVEL = auto()  # sends (like MOVE) or receives, by the row's `send` flag
 
     @property
     def reads(self) -> bool:
@@ -58,8 +58,8 @@ class Argument:
     """An operand of an op: its column in the op's list, and the tensors allowed there.
 
     like: the column of the operand with the same tokens row by row, hence as many rows, and the same heads unless that
-    operand is headless. flag: for ADD, the bit of `first`. passes: memory passes over the rows in a first row and in a
-    later one; None: one, and two for ADD in a later row.
+    operand is headless. flag: for ADD, the bit of `first`. passes: memory passes over the operand's rows if the bit is
+    set, and if it is not; None: one, but two for ADD without the bit.
     """
 
     column: str
@@ -99,8 +99,8 @@ class Rule:
 
     def source(self, argument: Argument) -> Argument | None:
         """The operand that this one accumulates and consumes: of the same tensor, in other rows."""
-        found = self.argument(argument.like or "")
-        return found if found and found.use in (Use.TAKE, Use.MOVE) and not argument.use.reads else None
+        like = self.argument(argument.like or "")
+        return like if like and like.use in (Use.TAKE, Use.MOVE) and not argument.use.reads else None
 
 
 #: list -> its operand columns
@@ -122,16 +122,16 @@ _NO_LIST = Rule(None, kernels=0)
 
 
 def _op(code: int, name: str, *arguments: Argument, **more: Any) -> tuple[int, Rule]:
-    """An op's code, and the rule of its list."""
+    """An op's code and rule. name: the list whose rows it consumes."""
     return code, Rule(name, arguments, **more)
 
 
 class Op(IntEnum):
-    """Operations, a code and a rule each. An instruction consumes `count` rows, in order, of its op's list."""
+    """Operations; each has a code and a rule. An instruction consumes `count` rows, in order, of its op's list."""
 
     rule: Rule
 
-    # defined without a rule, so that codes alone look up an op
+    # the rule is optional, so that `Op(code)` looks up an op
     def __new__(cls, code: int, rule: Rule = _NO_LIST) -> Op:
         op = int.__new__(cls, code)
         op._value_, op.rule = code, rule
@@ -212,7 +212,7 @@ class Op(IntEnum):
     )
     # add sink logits, write the output
     FINISH = _op(12, "rowops", Argument("c", Use.FINISH, (_T.O,), at_home=True), phases=("forward",))
-    # complete rows of a sum into home rows, as results: see RESULTS
+    # copy complete rows of a sum to home rows, as results: see RESULTS
     DELIVER = _op(
         13,
         "rowops",
@@ -240,8 +240,8 @@ OP_NAMES: Mapping[Op, str] = MappingProxyType({op: op.name.lower() for op in Op}
 P2P = 0  # only ranks with transfers in the round take part
 ALL_TO_ALL = 1  # every rank of the plan launches the round, with or without transfers
 # All tiles are complete rows of sums: they travel in the model's dtype (an LSE in the accumulators'), from work rows to
-# home rows to which nothing else is added. A row of a sum receives all its heads in this way, by such rounds and by
-# `deliver`.
+# home rows to which nothing else is added. A row of a sum receives all of its heads as results, from such rounds and
+# from `deliver`.
 RESULTS = 2
 
 #: table -> its columns, in encoding order. All values are integers.
@@ -275,17 +275,17 @@ MOVE_COLUMNS = ("send", "peer", "row", "rows")
 #: of consecutive tokens of one branch (`ir.masks.predecessors`) on consecutive home rows of a rank.
 RECURRENCE_TABLES = MappingProxyType(
     {
-        # by row. position: tokens before its first one; peer, past: rank and number of the previous run (0 and -1:
+        # sorted by row. position: tokens before its first one; peer, past: rank and number of the previous run (0, -1:
         # none); leads: 1 if this run is the past of another
         "runs": ("row", "rows", "sequence", "position", "peer", "past", "leads"),
-        # slots: heads from `head` on of run `run` of rank `peer` are folded here; parent: the slot of that run's past,
-        # an earlier one (-1: none). Kinds are numbered in the order of the header
+        # slots: `heads` heads, from `head`, of run `run` of rank `peer` are folded here; parent: the slot of that
+        # run's past, an earlier one (-1: none). Kinds are numbered in the order of the header
         "folds": ("kind", "head", "heads", "peer", "run", "parent"),
-        # destinations of the heads of own runs: the k-th row of a kind from i to j has the k-th slot of that kind on j
-        # whose run is of i
+        # destinations of the heads of this rank's runs: the k-th row of a kind from i to j matches the k-th slot of
+        # that kind on j whose run is on i
         "states": ("kind", "head", "heads", "peer", "run"),
-        # rows before runs, which convolutions read: as in a remap, from home rows to rows of the halo. For each run,
-        # the rows of the widest convolution before it, ending with the token just before the run
+        # rows before each run, which convolutions read: moves like those of a remap, from home rows to halo rows. Each
+        # run has as many as the widest convolution reads, ending with the token just before the run
         "halo": MOVE_COLUMNS,
     }
 )

@@ -5,14 +5,14 @@ rates.
     row work                 numbers read and written per token, forward, by kernels that each read and write once
     loss, optimizer          the same per logit and per parameter
 
-A rate in bytes/s counts these bytes, not those that the measured kernels really moved.
+Rates in bytes/s count these bytes, not the bytes that the measured kernels actually moved.
 """
 
 from __future__ import annotations
 
 from apportion.ir.request.model import Model
 
-#: backward over forward, of products and of row work
+#: backward work relative to forward, for products and row work
 BACKWARD = 2
 #: memory traffic of two norms and two residual sums (each row read and written), in units of the hidden size
 NORMS = 8

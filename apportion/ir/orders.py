@@ -1,4 +1,4 @@
-"""Linear-time sorting of integer keys, over a known range or any, and ranking of distinct keys."""
+"""Linear-time sorting of integer keys, with or without a known range, and ranking of distinct keys."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     dtype: Annotated[str, one_of(DTYPES)] = "bf16"
 
 `read` builds an instance from data, `check` validates the fields of an instance; both accept numpy scalars. Errors come
-from `ir.fields`, so a field has the same error from every source. Classes check rules between fields themselves.
+from `ir.fields`, so a field's error is the same from every source. Classes check rules between fields themselves.
 (`msgspec.convert` ignores unknown fields of dataclasses, refuses numpy scalars, and names neither keys of mappings nor
 close matches in its errors.)
 """
@@ -51,7 +51,7 @@ def read(cls: Callable[..., T], name: str, data: Any) -> T:
 
 
 def mapping_of(cls: Any, name: str, data: Any) -> Mapping[str, Any]:
-    """`data` if it is a mapping of fields of a dataclass, with all required ones. Raises ConfigError."""
+    """`data` if it is a mapping with fields of a dataclass, including all required ones. Raises ConfigError."""
     required = [item.name for item in fields(cls) if item.default is item.default_factory is MISSING]
     return checks.known(name, data, [item.name for item in fields(cls)], required)
 
@@ -99,7 +99,7 @@ def _rule(kind: inspect.Type, plain: bool) -> Rule:
         case inspect.StrType(pattern=str()):
             return checks.name
         case inspect.StrType(max_length=int(most)):
-            return partial(checks.described, most=most)
+            return partial(checks.short_text, most=most)
         case inspect.UnionType(types=types) if any(isinstance(member, inspect.NoneType) for member in types):
             (inner,) = (_rule(member, plain) for member in types if not isinstance(member, inspect.NoneType))
             return lambda field, value: None if value is None else inner(field, value)

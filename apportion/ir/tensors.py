@@ -14,14 +14,14 @@ from apportion.ir.latent import Latent
 PHASES = ("forward", "backward")
 
 
-#: the side whose heads a tensor has
+#: the heads of a tensor: query heads or KV heads
 Side = Literal["query", "key"]
 SIDES: tuple[Side, Side] = ("query", "key")
 Width = Literal["head_dim", "v_head_dim", "hidden"]
 
 
 class Part(NamedTuple):
-    """One array of a tensor: [rows, heads, width], or [rows, heads] if width is None; [rows, width] without heads."""
+    """One array of a tensor: [rows, heads, width]; [rows, heads] if width is None; [rows, width] if headless."""
 
     name: str
     width: Width | None = None
@@ -46,7 +46,7 @@ class Contents:
     returned: tuple[str, ...] = ()
 
     def widths(self, head_dim: int, v_head_dim: int, hidden: int, latent: Latent | None) -> tuple[int, ...]:
-        """Widths of each part in a row of one head; 0 for a part without that dimension. latent: of the model."""
+        """The width of each part in a row of one head; 0 for a part without one. latent: the model's, or None."""
         if latent is not None and self.side == "key":
             head_dim, v_head_dim = latent.widths
         sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim, "hidden": hidden}
@@ -63,11 +63,11 @@ def _tensor(code: int, name: str, side: Side | None, *parts: Part, **more: Any) 
 
 
 class Tensor(IntEnum):
-    """Tensors of a program, a code and contents each. Rows are tokens."""
+    """Tensors of a program; each has a code and contents. Rows are tokens."""
 
     contents: Contents
 
-    # defined without contents, so that codes alone look up a tensor
+    # contents are optional, so that `Tensor(code)` looks up a tensor
     def __new__(cls, code: int, contents: Contents = _NOTHING) -> Tensor:
         tensor = int.__new__(cls, code)
         tensor._value_, tensor.contents = code, contents
@@ -121,11 +121,13 @@ KV_SIDE = frozenset(tensor for tensor in Tensor if tensor.contents.side == "key"
 HEADLESS = frozenset(tensor for tensor in Tensor if tensor.contents.side is None)
 
 
-def _crossing_tensors(way: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
+def _crossing_tensors(direction: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
     return MappingProxyType(
         {
             (side, phase): tuple(
-                item for item in Tensor if item.contents.side == side and phase in getattr(item.contents, way)
+                item
+                for item in Tensor
+                if item.contents.side == side and phase in getattr(item.contents, direction)
             )
             for side in SIDES
             for phase in PHASES
@@ -133,7 +135,7 @@ def _crossing_tensors(way: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]
     )
 
 
-#: (side, phase) -> tensors fetched for tasks, in tiles and in exchanges; tensors returned; both
+#: (side, phase) -> tensors that tasks fetch, in tiles and in exchanges; tensors that return; both
 FETCHED, RETURNED = _crossing_tensors("fetched"), _crossing_tensors("returned")
 TRAVELLING: Mapping[tuple[Side, str], tuple[Tensor, ...]] = MappingProxyType(
     {key: (*tensors, *RETURNED[key]) for key, tensors in FETCHED.items()}

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def spread(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
-    """Maps the function over the items with `threads` threads, results in order; compiled loops release the GIL."""
+    """Maps the function over the items on `threads` threads; results are in order. Compiled loops release the GIL."""
     item_list = list(items)
     if threads == 1 or len(item_list) < 2:
         return [function(item) for item in item_list]

@@ -51,7 +51,7 @@ class Input {
     ranks_ = bytes.byte() % MOST_RANKS + 1;
     flags_ = bytes.byte();
     const auto u16 = [&] { return int64_t{bytes.byte()} | int64_t{bytes.byte()} << 8; };
-    std::vector<std::vector<Found>> found;
+    std::vector<std::vector<ScannedTable>> found;
     for (int64_t rank = 0; rank < ranks_; ++rank) {
       home_rows_.push_back(u16());
       first_address_.push_back(rank == 0 ? 0 : first_address_.back() + home_rows_[static_cast<std::size_t>(rank) - 1]);
@@ -149,7 +149,7 @@ void verify_program(const Input& input) {
   constexpr int64_t MOST_PIECES = 1 << 12;
   verify::Lists lists(3);
   lists.begin(program.task_list.size());
-  const verify::Judged judged = judge(program, lists, input.is_together(), {1, 64, MOST_PIECES});
+  const verify::Judgement judged = judge(program, lists, input.is_together(), {1, 64, MOST_PIECES});
   if (judged.verdict != verify::Verdict::RIGHT) return void(verify::trace(program, MOST_PIECES));
   lists.end();
   if (const auto trace = verify::trace(program, MOST_PIECES); trace && !trace->faults.empty()) std::abort();

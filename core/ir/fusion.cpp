@@ -23,8 +23,9 @@ namespace {
 
 constexpr int64_t NONE = -1;
 
-// last: the last instruction that uses it, except those that take it as results, `taken` many. first: for statistics,
-// the first instruction that reads them. spoiled: other instructions use them too.
+// last: the last instruction that uses the part, apart from those that take it as a result; taken: the last of these,
+// times: their number. first: for statistics, the first instruction that reads them. spoiled: other instructions use
+// them too.
 struct Part {
   Tensor tensor;
   bool is_home;
@@ -70,7 +71,7 @@ class RankFusion {
       most = std::max(most, programs_.row[at] + programs_.rows[at]);
     }
     const auto bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(most)));
-    keys_.clear();  // of both ends of each: the tensor, the space, and the row
+    keys_.clear();  // of both ends of each operand: tensor, space and row
     for (const int64_t at : named_) {
       const int64_t key = (2 * programs_.tensor[at] + programs_.space[at]) << bits | programs_.row[at];
       keys_.push_back(key);
@@ -90,7 +91,7 @@ class RankFusion {
     }
   }
 
-  // True if work rows of a tensor have all of the same heads in the same columns.
+  // Excludes a tensor from `alike_` unless all of its work rows have the same heads in the same columns.
   void compare_heads(Tensor tensor, int64_t at) {
     int64_t& first = work_[static_cast<int64_t>(tensor)];
     if (first == NONE) first = at;
@@ -156,12 +157,12 @@ class RankFusion {
     return step.op == Op::DELTA && column == 2 && are_at_one_place(step, row, {2, 0, 1});
   }
 
-  // True if operands of a row are the same home rows, with all heads.
+  // True if these operands of a row have the same home rows, with all heads.
   bool are_at_one_place(const Step& step, int64_t row, std::initializer_list<int64_t> columns) const {
-    const int64_t wanted = programs_.row[first_ + operand(step, *columns.begin(), row)];
+    const int64_t first_row = programs_.row[first_ + operand(step, *columns.begin(), row)];
     return std::all_of(columns.begin(), columns.end(), [&](int64_t column) {
       const int64_t at = first_ + operand(step, column, row);
-      return programs_.is_home(at) && programs_.is_whole(at) && programs_.row[at] == wanted;
+      return programs_.is_home(at) && programs_.is_whole(at) && programs_.row[at] == first_row;
     });
   }
 
@@ -177,7 +178,7 @@ class RankFusion {
     }
   }
 
-  // Adds runs of parts with a property.
+  // Adds the runs of parts for which `holds` is true.
   template <class Holds>
   void add_runs(RowRanges& ranges, int64_t of, Span span, Holds&& holds) {
     for (int64_t part = span.low; part < span.high; ++part) {
@@ -191,8 +192,8 @@ class RankFusion {
   void complete(const Step& step) {
     for (std::size_t i = 0; i < SUMS.size(); ++i) {
       if (SUMS[i].list != step.list) continue;
-      // if one has rows elsewhere than the sum, or only some of the heads at home, its space is excluded: rows may have
-      // several owners, one launch after another
+      // if a task has other rows than the sum, or only some of the heads at home, its space is excluded: rows may have
+      // several owners, in successive launches
       bool counts[2] = {true, true};
       for (int64_t row = step.first; row < step.end; ++row) {
         const int64_t owner = first_ + operand(step, SUMS[i].column, row);
@@ -219,14 +220,14 @@ class RankFusion {
     const int64_t owner = first_ + operand(step, sum.column, row);
     const bool is_work = !programs_.is_home(owner);
     return (is_work || programs_.is_whole(owner)) &&
-           std::all_of(sum.beside.begin(), sum.beside.end(), [&](int64_t column) {
+           std::all_of(sum.partners.begin(), sum.partners.end(), [&](int64_t column) {
              const int64_t at = first_ + operand(step, column, row);
              return programs_.space[at] == programs_.space[owner] && programs_.row[at] == programs_.row[owner] &&
                     (is_work || programs_.is_whole(at));
            });
   }
 
-  // Finds taken rows that are in place, and rows that `delta` may skip.
+  // Finds rows taken as results that tasks complete, and rows that `delta` may skip.
   void take(const Step& step) {
     if (step.op == Op::DELTA) {
       for (int64_t row = step.first; row < step.end; ++row)
@@ -265,7 +266,7 @@ class RankFusion {
   const Programs& programs_;
   Fusion& found_;
   int64_t first_ = 0;              // the first operand of the rank
-  int64_t work_[TENSORS] = {};     // the first operand of work rows of each tensor
+  int64_t work_[TENSORS] = {};     // for each tensor, the first operand of work rows
   Tensors alike_{0};
   Growing<int64_t> named_, keys_, order_;
   Growing<Span> spans_;              // of each operand of the rank

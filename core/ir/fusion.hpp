@@ -21,13 +21,13 @@ struct RowRanges {
   }
 };
 
-// A sum of attention tasks: its column in their list, its bit of `first`, columns of accompanying rows of the same
-// tokens, and the tensors of all these.
+// A sum of attention tasks: its column in their list, its bit of `first`, the columns of other operands with the same
+// tokens, and the tensors of all of them.
 struct Sum {
   List list;
   Tensor tensor;
   std::int64_t column, flag;
-  std::vector<std::int64_t> beside;
+  std::vector<std::int64_t> partners;
   Tensors tensors;
 };
 
@@ -37,15 +37,14 @@ inline const std::array<Sum, 3> SUMS{{
     {GRADS, Tensor::DKV, 5, FIRST_DKV, {1}, Tensors::of(Tensor::DKV, Tensor::KV)},
 }};
 
-// Complete rows of one sum, as `Complete` of fusion.py. home: by rank, as is arrived; the others by the row of their
-// list.
+// Complete rows of one sum, like `Complete` of fusion.py. home, arrived: by rank; the others by the row of their list.
 struct Complete {
   RowRanges tasks, home, arrived, sent, delivered;
 
   auto fields() { return moved(tasks, home, arrived, sent, delivered); }
 };
 
-// sums: in the order of SUMS. tasks, rowops: as `Statistics` of fusion.py.
+// sums: in the order of SUMS. tasks, rowops: like `Statistics` of fusion.py.
 struct Fusion {
   std::array<Complete, 3> sums;
   RowRanges tasks, rowops;

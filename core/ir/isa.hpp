@@ -1,4 +1,4 @@
-// Codes of ops, tensors and spaces, those of apportion/ir/isa.py and tensors.py: a test compares them.
+// Codes of ops, tensors and spaces, equal to those in apportion/ir/isa.py and tensors.py: a test compares them.
 #pragma once
 
 #include <cstdint>
@@ -27,12 +27,12 @@ enum class Space : std::uint8_t { HOME, WORK };
 
 // bits of the mode of a launch
 inline constexpr std::int64_t ALL_TO_ALL = 1, RESULTS = 2;
-// bits of `first` in grads: which accumulators a task overwrites; in tasks and rowops 1 alone
+// bits of `first` in grads: which accumulators a task overwrites; tasks and rowops have only bit 1
 inline constexpr std::int64_t FIRST_DQ = 1, FIRST_DKV = 2;
 
 inline constexpr std::int64_t TENSORS = 10;
 
-// A set of tensors: a bit for each.
+// A set of tensors, one bit each.
 class Tensors {
  public:
   using Given = std::uint32_t;

@@ -49,7 +49,7 @@ class Operands {
 MessageGroups group(const Programs& programs, const RowSizes& sizes) {
   Operands operands(programs, sizes);
   struct Newest {
-    int64_t message = -1, operand = -1;  // of a peer and a direction
+    int64_t message = -1, operand = -1;  // the newest of a peer and a direction
   };
   int64_t peers = 0;
   for (int64_t tile = 0; tile < programs.peer.size(); ++tile) peers = std::max(peers, programs.peer[tile] + 1);

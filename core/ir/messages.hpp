@@ -11,9 +11,9 @@ namespace apportion {
 struct RowSizes {
   static constexpr std::size_t FIELDS = 5;
   HeadCounts heads;
-  Column<const bool> ordered;               // of none and head sets: whether its heads are 0, 1, ..., as home rows have them
-  Column<const std::int64_t> number_bytes;  // of a row of one head of a tensor
-  Column<const bool> one_array;             // [tensors * 2], of a tensor in a space
+  Column<const bool> ordered;               // [1 + head sets]: true if the heads are 0, 1, ..., the order of home rows
+  Column<const std::int64_t> number_bytes;  // [tensors]: bytes of a row of one head
+  Column<const bool> one_array;             // [tensors * 2]: for a tensor in a space
   std::int64_t alignment;
 };
 

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t NONE = -1;
 
-// Rounds visit the ranks' rows at scattered places, each a cache line, so all data of a row is in one. Index: the
-// smaller of two types that holds it, since half the bytes take half the time.
+// Rounds visit the ranks' rows at scattered places, one cache line each, so all data of a row is in one struct. Index:
+// the smaller of two types if it suffices, since half the bytes take half the time.
 template <class Index>
 struct End {
   Index peer;   // twice the peer, plus 1 for a send

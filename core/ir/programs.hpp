@@ -27,7 +27,7 @@ inline List list_of(Op op) {
   }
 }
 
-// An instruction of a rank, counted over all ranks, and its rows [first, end) of its list.
+// An instruction of a rank, numbered over all ranks, and the rows [first, end) of its list.
 struct Step {
   std::int64_t rank, at;
   Op op;
@@ -62,7 +62,7 @@ struct Programs {
   bool is_home(std::int64_t operand_at) const { return space[operand_at] == static_cast<std::int64_t>(Space::HOME); }
   bool is_whole(std::int64_t operand_at) const { return heads[operand_at] == 0; }
 
-  // visit(step) for each instruction, or each of a rank.
+  // Calls visit(step) for each instruction of all ranks, or of one.
   template <class Visit>
   void each_step(Visit&& visit) const {
     for (std::int64_t rank = 0; rank < ranks(); ++rank) each_step(rank, visit);
@@ -86,7 +86,7 @@ inline constexpr struct {
   std::int64_t first, end;
 } OPERAND_COLUMNS[NO_LIST] = {{2, 3}, {0, 3}, {0, 6}, {0, 4}};
 
-// Head counts of operands. sizes: [2, all heads and head sets], on the query and on the KV side.
+// Head counts of operands. sizes: [2, 1 + head sets], on the query and the KV side, for all heads and each set.
 struct HeadCounts {
   using Given = Matrix<const std::int64_t>;
   explicit HeadCounts(const Given& of_sets) : sizes(of_sets) {}
@@ -97,8 +97,8 @@ struct HeadCounts {
   }
 };
 
-// Pairs the k-th send i -> j of each round with the k-th receive of j from i. tile: of each operand, or of none. mate:
-// the matching transfer of each, or -1; agreed: whether their operands have equal tiles.
+// Pairs the k-th send i -> j of each round with the k-th receive of j from i. tile: a number for each operand, or empty.
+// mate: the matching transfer of each, or -1; agreed: true if their operands have equal tiles.
 std::pair<Array<std::int64_t>, Array<bool>> match(const Programs& programs, Column<const std::int64_t> tile);
 
 }  // namespace apportion

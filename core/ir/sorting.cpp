@@ -9,12 +9,12 @@ namespace apportion {
 namespace {
 
 struct Item {
-  std::uint64_t key;  // above the smallest
+  std::uint64_t key;  // relative to the smallest
   std::int64_t index;
 };
 
-constexpr std::int64_t FEW = 256;  // keys up to which comparing beats counting
-constexpr int DIGIT = 11;          // bits of a pass at most: counters stay in the first-level cache
+constexpr std::int64_t FEW = 256;  // number of keys up to which comparing beats counting
+constexpr int DIGIT = 11;          // limit of bits per pass: counters stay in the first-level cache
 
 void sort_by_digits(std::vector<Item>& items, std::uint64_t most) {
   const int bits = static_cast<int>(std::bit_width(most));

@@ -11,7 +11,7 @@ using std::uint8_t;
 
 static_assert(std::endian::native == std::endian::little);
 
-// Zigzag code of a difference, sign last, so that the OR of all tells how many bytes the widest needs.
+// Zigzag code of a difference, sign last, so that the OR of all codes gives the width of the widest.
 static uint64_t zigzag(int64_t step) { return static_cast<uint64_t>(step) << 1 ^ static_cast<uint64_t>(step >> 63); }
 
 static int width_of(uint64_t bits) {
@@ -76,8 +76,8 @@ const uint8_t* encode_part(const std::vector<Table>& tables, int64_t rank, const
   return widths;
 }
 
-std::vector<Found> scan_part(Reader part, const std::vector<int64_t>& columns, int64_t rank) {
-  std::vector<Found> found;
+std::vector<ScannedTable> scan_part(Reader part, const std::vector<int64_t>& columns, int64_t rank) {
+  std::vector<ScannedTable> found;
   found.reserve(columns.size());
   int64_t table = 0;
   try {
@@ -124,7 +124,7 @@ static uint64_t sum_steps(const uint8_t* data, int64_t bound, Column<Number> own
 }
 
 template <class Number>
-bool read_rows(const Found& found, int64_t rank, int64_t table, int64_t bound, int64_t first, Matrix<Number> values) {
+bool read_rows(const ScannedTable& found, int64_t rank, int64_t table, int64_t bound, int64_t first, Matrix<Number> values) {
   Reader bytes(found.data, found.bytes);
   for (int64_t column = 0; found.rows > 0 && column < values.rows(); ++column) {
     const Column<Number> own = values[column].slice(first, first + found.rows);
@@ -144,7 +144,7 @@ bool read_rows(const Found& found, int64_t rank, int64_t table, int64_t bound, i
   return true;
 }
 
-template bool read_rows(const Found&, int64_t, int64_t, int64_t, int64_t, Matrix<std::int32_t>);
-template bool read_rows(const Found&, int64_t, int64_t, int64_t, int64_t, Matrix<int64_t>);
+template bool read_rows(const ScannedTable&, int64_t, int64_t, int64_t, int64_t, Matrix<std::int32_t>);
+template bool read_rows(const ScannedTable&, int64_t, int64_t, int64_t, int64_t, Matrix<int64_t>);
 
 }  // namespace apportion

@@ -2,8 +2,8 @@
 //
 //   rows u32 · column 0: width u8, rows differences · column 1 … · column n
 //
-// A difference is a number less the previous one, the first less 0: 0, 1, 2, 4 or 8 bytes for all rows of a rank, the
-// lowest byte first, negative ones as two's complement. Without rows the count is last.
+// A difference is a number minus the previous one, or minus 0 for the first, in two's complement and little endian. All
+// rows of a rank have equally wide differences: 0, 1, 2, 4 or 8 bytes. A table without rows ends after the count.
 #pragma once
 
 #include <string>
@@ -20,7 +20,7 @@ inline constexpr std::int64_t FAR = std::int64_t{1} << 62;       // bound of all
 // The size of a rank's part of these tables; appends the widths of its columns. Numbers are within [-2**48, 2**48].
 std::int64_t measure_part(const std::vector<Table>& tables, std::int64_t rank, std::vector<std::uint8_t>& widths);
 
-// Writes a rank's part; returns the widths that the next rank begins with.
+// Writes a rank's part; returns the first of the widths of the next rank.
 const std::uint8_t* encode_part(const std::vector<Table>& tables, std::int64_t rank, const std::uint8_t* widths,
                                 std::uint8_t* out);
 
@@ -32,19 +32,19 @@ struct Malformed : std::invalid_argument {
 };
 
 // A scanned table of one rank: rows, and the bytes of its columns.
-struct Found {
+struct ScannedTable {
   std::int64_t rows;
   const std::uint8_t* data;
   std::int64_t bytes;
 };
 
 // Scans the tables of a part, which must contain nothing else. columns: of each table. Throws Malformed.
-std::vector<Found> scan_part(Reader part, const std::vector<std::int64_t>& columns, std::int64_t rank);
+std::vector<ScannedTable> scan_part(Reader part, const std::vector<std::int64_t>& columns, std::int64_t rank);
 
 // Fills rows [first, first + found.rows) of a table with numbers in [-bound, bound). Returns true if all are in bounds;
 // throws Malformed for other errors.
 template <class Number>
-bool read_rows(const Found& found, std::int64_t rank, std::int64_t table, std::int64_t bound, std::int64_t first,
+bool read_rows(const ScannedTable& found, std::int64_t rank, std::int64_t table, std::int64_t bound, std::int64_t first,
                Matrix<Number> values);
 
 }  // namespace apportion

@@ -19,7 +19,7 @@ std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
     for (int64_t rank = first; rank < end; ++rank) sizes.push_back(measure_part(views, rank, widths));
   });
   std::vector<nb::bytes> parts;
-  std::vector<std::uint8_t*> outs;  // of bytes that nobody else has yet
+  std::vector<std::uint8_t*> outs;  // buffers of bytes objects not yet shared
   for (const int64_t size : sizes) {
     parts.push_back(nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, size)));
     if (!parts.back().is_valid()) throw nb::python_error();
@@ -34,11 +34,11 @@ std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
 }
 
 template <class Number>
-bool fill(const std::vector<std::vector<Found>>& found, std::size_t table, int64_t bound, Matrix<Number> values) {
+bool fill(const std::vector<std::vector<ScannedTable>>& found, std::size_t table, int64_t bound, Matrix<Number> values) {
   return unlocked([&] {
     int64_t first = 0;
     for (std::size_t rank = 0; rank < found.size(); ++rank) {
-      const Found& own = found[rank][table];
+      const ScannedTable& own = found[rank][table];
       const auto numbers = static_cast<int64_t>(rank), place = static_cast<int64_t>(table);
       if (!read_rows(own, numbers, place, bound, first, values)) return false;
       first += own.rows;
@@ -47,7 +47,7 @@ bool fill(const std::vector<std::vector<Found>>& found, std::size_t table, int64
   });
 }
 
-nb::object values_of(const std::vector<std::vector<Found>>& found, std::size_t table, int64_t columns, int64_t rows,
+nb::object values_of(const std::vector<std::vector<ScannedTable>>& found, std::size_t table, int64_t columns, int64_t rows,
                      bool narrow) {
   if (narrow) {
     New<Matrix<std::int32_t>> values(columns, rows);
@@ -62,7 +62,7 @@ nb::list decode(std::vector<nb::bytes> parts, std::vector<int64_t> columns, std:
   std::vector<Reader> readers;
   for (const nb::bytes& part : parts)
     readers.emplace_back(static_cast<const std::uint8_t*>(part.data()), static_cast<int64_t>(part.size()));
-  std::vector<std::vector<Found>> found(parts.size());
+  std::vector<std::vector<ScannedTable>> found(parts.size());
   unlocked([&] {
     for (std::size_t rank = 0; rank < readers.size(); ++rank)
       found[rank] = scan_part(readers[rank], columns, static_cast<int64_t>(rank));

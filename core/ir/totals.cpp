@@ -9,7 +9,7 @@ namespace apportion {
 
 using std::int64_t;
 
-// float64 [ranks]: pairs of tasks, times heads. sizes: of none and head sets.
+// float64 [ranks]: pairs of tasks, times heads. sizes: [1 + head sets], numbers of heads.
 static Array<double> pairs(const Programs& programs, bool is_backward, Column<const int64_t> sizes) {
   const Table& list = programs.lists[is_backward ? GRADS : TASKS];
   const IntRows& columns = list.columns;
@@ -26,7 +26,8 @@ static Array<double> pairs(const Programs& programs, bool is_backward, Column<co
   return found;
 }
 
-// Bytes that each rank sends, and receives, and bytes between nodes. row_bytes: [otherwise, as results; tensors].
+// Bytes that each rank sends and receives, and bytes between nodes. row_bytes: [2, tensors], not as results, and as
+// results.
 static std::tuple<Array<int64_t>, Array<int64_t>, int64_t> move(const Programs& programs, const HeadCounts& heads,
                                                                 Matrix<const int64_t> row_bytes,
                                                                 int64_t ranks_per_node) {

@@ -12,7 +12,7 @@ Refused out_of_range(const Table& table, int64_t number, Matrix<const int64_t> r
   for (int64_t column = 0; column < table.columns.rows(); ++column) {
     const int64_t low = ranges[first + column][0], high = ranges[first + column][1];
     const int64_t row = table.columns[column].visit([&](auto own) {
-      int64_t least = low, most = high;  // without a branch, so that the compiler takes several at a time
+      int64_t least = low, most = high;  // without a branch, so that the compiler vectorizes the loop
       for (const int64_t value : own) {
         least = std::min(least, value);
         most = std::max(most, value);
@@ -40,7 +40,7 @@ Refused second_arena(const Table& arenas) {
   return {};
 }
 
-// Operand 0 is none, the others name rows of a tensor; head sets of KV tensors hold KV heads.
+// Operand 0 is none; the others name rows of a tensor; head sets of KV tensors have KV heads.
 Refused bad_operand(const Table& operands, Column<const bool> foreign) {
   return operands.columns.visit([&](auto columns) -> Refused {
     Refused again, heads;
@@ -83,7 +83,7 @@ struct Instruction {
   int64_t round, channel, mode, count;
 };
 
-// The first instruction of which `wrong` holds.
+// The first instruction for which `wrong` is true.
 template <class Wrong>
 Refused instruction(const Table& table, const char* flaw, Wrong&& wrong) {
   return table.columns.visit([&](auto own) -> Refused {

@@ -14,8 +14,8 @@
 
 namespace apportion {
 
-// flaw: the rule that is broken. row: of the table, over all ranks; for "sum" a rank, and `consumed` rows of its list.
-// column: for "range" and "unknown operand".
+// flaw: the broken rule. row: of the table, over all ranks; for "sum", a rank, whose instructions consume `consumed`
+// rows. column: for "range" and "unknown operand".
 struct Refusal {
   const char* flaw;
   std::int64_t table, row, column = 0, consumed = 0;
@@ -27,11 +27,11 @@ using Refused = std::optional<Refusal>;
 
 inline constexpr std::int64_t ARENAS = 0, OPERANDS = 1, INSTRUCTIONS = 2, LISTS = 3, TABLES = 7;
 
-// number: of the table; first: the range of its first column.
+// number: the table's number; first: the index of its first column in `ranges`.
 Refused out_of_range(const Table& table, std::int64_t number, Matrix<const std::int64_t> ranges,
                      std::int64_t first);
 
-// foreign: for each head set, from 1 on, whether it exceeds the KV heads.
+// foreign: for all heads and each head set, true if it exceeds the KV heads.
 Refused refusal(const std::vector<Table>& tables, Matrix<const std::int64_t> ranges, Column<const bool> foreign);
 
 }  // namespace apportion

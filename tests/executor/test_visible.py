@@ -148,7 +148,7 @@ def crossings_and_visible(
                 left[rank].popleft()
                 launched[rank] = False
     return crossed, [
-        np.concatenate([held[task.some] for task in fetch.seen])
+        np.concatenate([held[task.visible] for task in fetch.tasks])
         for held, fetch in zip(tokens, every, strict=True)
     ]
 

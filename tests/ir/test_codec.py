@@ -451,7 +451,7 @@ def test_plans_above_the_size_limits_of_readers_are_not_made(
     plan: Plan, section: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MAX_BYTES", dict(wire.MAX_BYTES) | {section: 0})
-    with pytest.raises(CapacityError, match=rf"bytes of {section}, the limit is 0: use more ranks"):
+    with pytest.raises(CapacityError, match=rf"bytes of {section}; the limit is 0: use more ranks"):
         codec.seal(plan)
 
 

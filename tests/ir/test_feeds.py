@@ -92,7 +92,7 @@ FAULTS: dict[str, tuple[Callable[[Feed], Feed], str]] = {
     ),
     "no targets": (
         lambda feed: replace(feed, targets=feed.targets.take(np.zeros(0, int), feed.targets.ptr * 0)),
-        "there is not one target for each span",
+        "targets and spans of the fed rows differ",
     ),
 }
 

@@ -134,7 +134,7 @@ CASES = {
     ),
     "another position": ("runs", setting("position", 0, 1), "recurrences", "tokens before it"),
     "no past": ("runs", without_past, "recurrences", "a past other than"),
-    "leads nobody": ("runs", lambda c: c["leads"].fill(0), "recurrences", "a wrong flag for a run after it"),
+    "leads nobody": ("runs", lambda c: c["leads"].fill(0), "recurrences", "a wrong `leads` flag"),
     "a run that is not there": ("folds", setting("run", 0, 99), "recurrences", "a missing run"),
     "a slot behind another": (
         "folds",
@@ -150,8 +150,8 @@ CASES = {
         "structure",
         "heads exceed the heads of its kind",
     ),
-    "a state for others": ("states", lambda c: c["peer"].fill(0), "recurrences", "not those of the slots"),
-    "states in another order": ("states", swap_edit("run", 0, 1), "recurrences", "not those of the slots"),
+    "a state for others": ("states", lambda c: c["peer"].fill(0), "recurrences", "do not match the slots"),
+    "states in another order": ("states", swap_edit("run", 0, 1), "recurrences", "do not match the slots"),
     "a state of no run": ("states", setting("run", 0, 99), "structure", "not among the rank's"),
     "halo of other tokens": (
         "halo",

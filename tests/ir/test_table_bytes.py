@@ -92,7 +92,7 @@ def test_parts_are_the_same_for_all_dtypes(dtype: type) -> None:
     "column", [np.array([1.9, 2.0]), np.array([1, "a"], object), np.array([True, False])]
 )
 def test_columns_that_are_not_integers_are_refused(column: np.ndarray) -> None:
-    with pytest.raises(ConfigError, match=r"x = .* no dtype of integers"):
+    with pytest.raises(ConfigError, match=r"x = .* is not an integer dtype"):
         Table.of(np.array([0, 2]), {"x": column})
 
 

@@ -88,7 +88,7 @@ def with_spans(plan: Plan, column: str, span: int, value: int) -> Plan:
     ("column", "value", "words"),
     [
         ("token", 9, "tokens [8, 9) are in no span"),
-        ("token", 7, "tokens [7, 8) are on another row too"),
+        ("token", 7, "tokens [7, 8) are also on another row"),
         ("row", 1, "begins at row 1, but the rows before it end at 0"),
         ("position", 3, "has position 3, but its first token has position 8"),
         ("sequence", 1, "has sequence 1, but its tokens belong to sequence 0"),
@@ -133,9 +133,9 @@ def with_policy(plan: Plan, **fields: object) -> Plan:
 @pytest.mark.parametrize(
     ("fields", "rank", "words"),
     [
-        ({"token_cap": 7}, 0, "holds 8 tokens in layout attention, the token cap is 7"),
-        ({"memory_cap_gib": 1e-7}, 0, "GiB of work rows, the memory cap is 1e-07 GiB"),
-        ({"tolerance": 0.2}, 1, "more than the mean rank, the tolerance is 0.2"),
+        ({"token_cap": 7}, 0, "holds 8 tokens in layout attention; the token cap is 7"),
+        ({"memory_cap_gib": 1e-7}, 0, "GiB of work rows; the memory cap is 1e-07 GiB"),
+        ({"tolerance": 0.2}, 1, "more than the mean rank; the tolerance is 0.2"),
     ],
 )
 def test_plans_that_exceed_a_limit_are_refused(fields: dict[str, object], rank: int, words: str) -> None:

@@ -153,7 +153,7 @@ CASES = {
         "forward",
         ("copy Q.home[0:20).h3 -> Q.work[40:60).h3", "copy Q.home[0:20).h4 -> Q.work[40:60).h4"),
         "dataflow",
-        "they hold heads of set",
+        "but they hold heads of set",
     ),
     "ulysses: keys of another head": (
         "ulysses",
@@ -167,7 +167,7 @@ CASES = {
         "forward",
         ("  deliver O.work[40:60).h3 -> O.home[0:20).h3 first\n", ""),
         "results",
-        "get results in 3 heads of 4",
+        "receive results in 3 of 4 heads",
     ),
     "ulysses: no wait": ("ulysses", "backward", ("  wait 1\n", ""), "transfers", "wait"),
     "ulysses: own gradient left out": (

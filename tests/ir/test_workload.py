@@ -142,9 +142,9 @@ def test_lengths_are_read_from_common_file_formats(
             "l.jsonl",
             '{"text": "a"}',
             None,
-            "column = None: .*l.jsonl:1 has no length or input_ids, it has text",
+            "column = None: .*l.jsonl:1 has no length or input_ids, only text",
         ),
-        ("l.csv", "a,b\n1,2\n", "c", "column = 'c': .*l.csv:2 has no c, it has a, b"),
+        ("l.csv", "a,b\n1,2\n", "c", "column = 'c': .*l.csv:2 has no c, only a, b"),
         ("l.csv", "a\nx\n", "a", "l.csv:2 = 'x': must be an integer"),
         ("l.jsonl", "3", "n", "column = 'n': .*l.jsonl:1 is not a record; leave it out"),
         ("l.jsonl", "0", None, r"l.jsonl:1 = 0: must be in \[1, "),
@@ -173,7 +173,7 @@ def test_lengths_are_read_from_arrow_columns(tmp_path: Path) -> None:
         stream.write_table(table)
     for path in (tmp_path / "split" / "l.parquet", tmp_path / "split", saved):
         assert read_lengths(path).lengths.tolist() == [3, 5]
-    with pytest.raises(ConfigError, match="has no tokens, it has input_ids, text"):
+    with pytest.raises(ConfigError, match="has no tokens, only input_ids, text"):
         read_lengths(saved, "tokens")
     with pytest.raises(ConfigError, match="text"):
         read_lengths(saved, "text")
@@ -187,7 +187,7 @@ def test_overlong_samples_are_dropped_cut_or_refused() -> None:
     assert workload.kept(100, "drop").lengths.tolist() == [70, 5]
     assert workload.kept(100, "cut").lengths.tolist() == [100, 70, 5]
     assert workload.kept(300, "refuse").lengths.tolist() == [300, 70, 5]
-    with pytest.raises(CapacityError, match="sample 0 has 300 tokens, the limit is 299"):
+    with pytest.raises(CapacityError, match="sample 0 has 300 tokens; the limit is 299"):
         workload.kept(299, "refuse")
     batch, skipped = sample(workload, 1000, 100, 0, "cut")
     assert (batch.tokens, skipped, int(batch.lengths.max())) == (1000, 0, 100)

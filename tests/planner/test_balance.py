@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 import apportion as ap
 from apportion.ir.masks.profile import profile
 from apportion.ir.masks.spec import Mask
-from apportion.ir.plan.totals import picked
+from apportion.ir.plan.totals import chosen_keys
 
 MODEL = ap.Model(q_heads=4, kv_heads=1, head_dim=16, layers=1)
 #: one long document whose late queries see many keys, and many short ones
@@ -52,7 +52,7 @@ def test_ranks_are_balanced_by_chosen_keys(recipe: str) -> None:
     plan, plain = (ap.plan(batch, cluster, model, recipe) for model in (weighed(), MODEL))
     layout = plan.layout("attention")
     chosen = np.array([np.minimum(layout.position_ids(rank) + 1, 64).sum() for rank in range(4)])
-    found = picked(batch, weighed(), "default", layout)
+    found = chosen_keys(batch, weighed(), "default", layout)
     np.testing.assert_array_equal(found, chosen)
     assert plan.report["imbalance"]["compute"] == pytest.approx(chosen.max() / chosen.mean() - 1)
     assert plan.report["imbalance"]["compute"] < 0.02

@@ -224,7 +224,7 @@ CASES = {
         "operands", 0, "forward", 1, ("-> O.home[0:8) causal", "-> O.home[0:7) causal"), "a different number of rows",
     ),
     "heads that differ": (
-        "operands", 1, "forward", 4, ("-> O.work[0:8).h1 full", "-> O.work[0:8).h3 full"), "other heads",
+        "operands", 1, "forward", 4, ("-> O.work[0:8).h1 full", "-> O.work[0:8).h3 full"), "different heads",
     ),
     "a band beyond the rows": ("operands", 0, "forward", 1, ("causal", "[0,8]"), "goes beyond the rows"),
     "home rows that are not there": (

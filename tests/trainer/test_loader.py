@@ -253,7 +253,7 @@ def test_other_arguments_are_checked() -> None:
     for name, value in wrong:
         with pytest.raises(ConfigError, match=name):
             loader_of(**{name: value})
-    with pytest.raises(CapacityError, match="sample 5 has 60 tokens, a microbatch takes 59"):
+    with pytest.raises(CapacityError, match="sample 5 has 60 tokens; a microbatch holds 59"):
         loader_of(planning(job(tokens=59)))
     with pytest.raises(ConfigError, match="epoch"):
         loader_of().set_epoch(-1)

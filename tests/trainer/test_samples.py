@@ -121,7 +121,7 @@ def test_samples_that_are_overlong_are_refused_cut_or_dropped_and_counted() -> N
         [1, 2],
         {"input_ids": TOKENS, "loss_mask": [1] * 8},
     ]
-    with pytest.raises(CapacityError, match=r"sample 0 has 8 tokens, the limit is 5.*overlong"):
+    with pytest.raises(CapacityError, match=r"sample 0 has 8 tokens; the limit is 5.*overlong"):
         ap.Samples(samples, limit=5)
     cut = ap.Samples(samples, limit=5, overlong="cut")
     assert (cut.cut, cut.dropped, cut.lengths.tolist()) == (2, 0, [5, 2, 5])

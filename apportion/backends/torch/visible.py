@@ -115,10 +115,10 @@ class Gathering:
         fetch, layout = Fetch.of(program, handle.rows), handle.slice.layout(handle.slice.header.home_layout)
         local = torch.from_numpy(np.stack([layout.tokens(0), layout.position_ids(0), layout.sequences(0)], 1))
         (gathered,) = Gathering(fetch, fetch.in_arrival_order, local).brought(handle, (local,))
-        arrangement = fetch.arranged(gathered[:, 0].numpy())
+        arrangement = fetch.arrange(gathered[:, 0].numpy())
         table = torch.empty_like(gathered)
         table[torch.from_numpy(arrangement.place)] = gathered
-        return Gathering(replace(fetch, seen=()), arrangement, table[: arrangement.visible])
+        return Gathering(replace(fetch, tasks=()), arrangement, table[: arrangement.visible])
 
     def __init__(self, fetch: Fetch, arranged: Arrangement, told: Tensor) -> None:
         self._fetch, self.arranged, self.told = fetch, arranged, told

@@ -65,7 +65,7 @@ class Plan(PlanTables):
         return cards.card(title, rows, cards.bars("attention load of each rank, and the mean", loads(self)))
 
     def encode(self) -> bytes:
-        """Encodes the plan: the bytes depend on request, recipe, seed and version alone."""
+        """Encodes the plan: the bytes depend only on request, recipe, seed and version."""
         return encode(self)
 
     @staticmethod
@@ -134,7 +134,7 @@ def _check_sizes(sections: Sections) -> None:
     for name, size in {**sizes, "part": max(map(len, sections.parts), default=0)}.items():
         if size > wire.MAX_BYTES[name]:
             raise CapacityError(
-                f"the plan has {size} bytes of {name}, the limit is {wire.MAX_BYTES[name]}: use more ranks, larger "
+                f"the plan has {size} bytes of {name}; the limit is {wire.MAX_BYTES[name]}: use more ranks, larger "
                 "blocks, or several batches"
             )
 
@@ -199,7 +199,7 @@ def decode(data: bytes, check_id: bool = True) -> Plan:
     """
     body = wire.read_envelope(data, wire.PlanWire, "plan", FORMAT, wire.check_canonical_plan)
     if not 1 <= len(body.parts) <= MAX_RANKS:
-        raise DecodeError(f"plan: {len(body.parts)} parts, must be 1 to {MAX_RANKS}")
+        raise DecodeError(f"plan: {len(body.parts)} parts; must be 1 to {MAX_RANKS}")
     sections = Sections(body.header, body.request, body.layouts, body.moves, body.report, body.parts, body.id)
     if check_id:
         check_stored_id(body.id, section_id(sections), "plan")

@@ -24,7 +24,7 @@ from apportion.ir.bytes import slices, wire
 from apportion.ir.bytes.codec import Plan, decode
 from apportion.ir.bytes.iteration_slice import IterationSlice, encode_slice
 from apportion.ir.bytes.sections import check_stored_id
-from apportion.ir.bytes.sequences import FORMAT, MAX_MICROBATCHES, iteration_id, packed, unpacked
+from apportion.ir.bytes.sequences import FORMAT, MAX_MICROBATCHES, iteration_id, pack, unpack
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integers
@@ -32,12 +32,12 @@ from apportion.ir.plan.tables import Request
 
 #: figures that `report` sums over the microbatches
 SUMS = ("tokens", "area", "bytes", "slots", "max_degree", "rounds", "plan_bytes")
-#: figures of which it takes the maximum
+#: figures of which `report` takes the maximum
 MAXIMA = ("imbalance", "imbalance_bound", "heaviest_piece_over_mean")
 
 
 class IterationWire(wire.Version):
-    """Wire form of an iteration plan; each of `plans` is an encoded plan, the others are columns."""
+    """Wire form of an iteration plan; each of `plans` is an encoded plan; `indexes` and `deferred` are columns."""
 
     plans: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
     indexes: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
@@ -49,7 +49,7 @@ class IterationWire(wire.Version):
 class IterationPlan:
     """The plans of an iteration's microbatches, in execution order.
 
-    plans: 1 to 4096, whose requests differ in the batch alone. indexes: int64 arrays, the indexes of each microbatch's
+    plans: 1 to 4096, whose requests differ only in the batch. indexes: int64 arrays, the indexes of each microbatch's
     sequences in the iteration's batch. deferred: int64, ascending, sequences left to a later iteration. Each sequence
     of the batch is in one of these arrays. Equal iteration plans have equal ids. Raises ConfigError.
     """
@@ -92,8 +92,8 @@ class IterationPlan:
     @cached_property
     def report(self) -> dict[str, Any]:
         """Number of microbatches, sequences and deferred sequences; the sums and maxima over the microbatches of the
-        plans' reports (`SUMS`, `MAXIMA`); their tokens; the ids of the plans in hex; and the sums of their bounds,
-        which hold for this packing. A gap is None if a microbatch has none.
+        plans' reports (`SUMS`, `MAXIMA`); tokens per microbatch; the ids of the plans in hex; and the sums of their
+        bounds, which hold for this packing. A gap is None if a microbatch has none.
 
         Sums of `bytes.max_rank`, `plan_bytes.largest_rank` and the like add up the worst rank of each microbatch: no
         rank has more over the iteration.
@@ -109,20 +109,20 @@ class IterationPlan:
         }
         for names, merge in ((SUMS, sum), (MAXIMA, max)):
             for name in names:
-                value = _merged([report.get(name) for report in reports], merge)
+                value = _merge_figures([report.get(name) for report in reports], merge)
                 if value is not None:
                     merged_report[name] = value
-        return merged_report | {"bounds": _merged_bounds([report.get("bounds") for report in reports])}
+        return merged_report | {"bounds": _sum_bounds([report.get("bounds") for report in reports])}
 
     def encode(self) -> bytes:
-        """Encodes the iteration plan: the bytes depend on its plans and indexes alone."""
+        """Encodes the iteration plan: the bytes depend only on its plans and indexes."""
         return wire.encode_struct(
             IterationWire(
                 FORMAT,
                 max(plan.header.version for plan in self.plans),
                 [plan.encode() for plan in self.plans],
-                [packed(column) for column in self.indexes],
-                packed(self.deferred),
+                [pack(column) for column in self.indexes],
+                pack(self.deferred),
                 self.id,
             )
         )
@@ -135,7 +135,7 @@ class IterationPlan:
             raise DecodeError(
                 f"iteration: {len(envelope.plans)} plans, but {len(envelope.indexes)} columns of indexes"
             )
-        columns = [unpacked(column) for column in (*envelope.indexes, envelope.deferred)]
+        columns = [unpack(column) for column in (*envelope.indexes, envelope.deferred)]
         plans = tuple(decode(plan) for plan in envelope.plans)
         actual_id = iteration_id([plan.id for plan in plans], columns[:-1], columns[-1])
         check_stored_id(envelope.id, actual_id, "iteration")
@@ -182,7 +182,7 @@ def _check_plans(plans: tuple[Plan, ...], indexes: int) -> None:
                 remedy = "plan all microbatches of an iteration in the same way"
                 raise ConfigError(f"iteration.plans[{i}].{name}", value, rule, remedy)
         if plan.header.kinds != plans[0].header.kinds:
-            rule = "has other attention kinds than the first microbatch"
+            rule = "has different attention kinds from the first microbatch"
             raise ConfigError(
                 f"iteration.plans[{i}]", plan.header.kinds, rule, "give all masks the same kinds"
             )
@@ -216,27 +216,27 @@ def _check_sequences(iteration: IterationPlan) -> None:
             "iteration.indexes", sorted_indexes[:8].tolist(), rule, "number the sequences from 0"
         )
     if (np.diff(iteration.deferred) < 0).any():
-        raise ConfigError("iteration.deferred", iteration.deferred[:8].tolist(), "must rise", "sort it")
+        raise ConfigError("iteration.deferred", iteration.deferred[:8].tolist(), "must ascend", "sort it")
 
 
 # ---------------------------------------------------------------------------------------------- report
 
 
-def _merged(values: list[Any], merge: Any) -> Any:
-    """Merges one figure over the microbatches, maps key by key; None if they differ in form or one lacks it."""
+def _merge_figures(values: list[Any], merge: Any) -> Any:
+    """Merges one figure over the microbatches, maps key by key; None if the values differ in form or one is missing."""
     if all(isinstance(value, Mapping) for value in values):
         common = [key for key in values[0] if all(key in value for value in values)]
-        parts = {key: _merged([value[key] for value in values], merge) for key in common}
+        parts = {key: _merge_figures([value[key] for value in values], merge) for key in common}
         return {key: part for key, part in parts.items() if part is not None}
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return merge(values)
     return None
 
 
-def _merged_bounds(values: list[Any]) -> dict[str, dict[str, Any]]:
+def _sum_bounds(values: list[Any]) -> dict[str, dict[str, Any]]:
     """Bounds of the iteration, {name: {"bound", "value", "gap"}}, summed: microbatches run one after another."""
-    totals = _merged(values, sum) or {}
-    gaps = _merged(values, max) or {}
+    totals = _merge_figures(values, sum) or {}
+    gaps = _merge_figures(values, max) or {}
     return {
         name: total | {"gap": total["value"] / total["bound"] if "gap" in gaps[name] else None}
         for name, total in totals.items()

@@ -19,7 +19,13 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.sections import check_stored_id
-from apportion.ir.bytes.sequences import MAX_MICROBATCHES, consecutive, iteration_id, packed, unpacked
+from apportion.ir.bytes.sequences import (
+    MAX_MICROBATCHES,
+    consecutive,
+    iteration_id,
+    pack,
+    unpack,
+)
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import VERSION
@@ -28,16 +34,16 @@ FORMAT = "apportion.iteration.slice"
 # Limit of implicit indexes: a few bytes must not make decoding allocate more than a few megabytes.
 MOST_IMPLIED = 2**20
 
-_Some = msgspec.Meta(max_length=MAX_MICROBATCHES)
+_PerMicrobatch = msgspec.Meta(max_length=MAX_MICROBATCHES)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class _IterationSliceWire(wire.Version):
-    """Wire form: `slices` are encoded slices; `indexes` has a column each, or none if sequences are consecutive."""
+    """Wire form: `slices` are encoded slices; `indexes` has a column for each, or none if sequences are consecutive."""
 
-    slices: Annotated[list[bytes], _Some]
-    counts: Annotated[list[_Count], _Some]
-    indexes: Annotated[list[bytes], _Some]
+    slices: Annotated[list[bytes], _PerMicrobatch]
+    counts: Annotated[list[_Count], _PerMicrobatch]
+    indexes: Annotated[list[bytes], _PerMicrobatch]
     deferred: bytes
     id: bytes
 
@@ -76,7 +82,7 @@ class IterationSlice:
         return self.slices[0].ranks
 
     def encode(self) -> bytes:
-        """Encodes the slice: the bytes depend on its contents alone."""
+        """Encodes the slice: the bytes depend only on its contents."""
         return encode_slice([piece.encode() for piece in self.slices], self.indexes, self.deferred, self.id)
 
     @staticmethod
@@ -85,7 +91,7 @@ class IterationSlice:
         version). Allocates a small multiple of `len(data)`, and 8 bytes for each sequence of the iteration."""
         envelope = wire.read_envelope(data, _IterationSliceWire, "iteration slice", FORMAT)
         slices = tuple(Slice.decode(piece) for piece in envelope.slices)
-        indexes, deferred = _read_indexes(envelope), unpacked(envelope.deferred)
+        indexes, deferred = _read_indexes(envelope), unpack(envelope.deferred)
         actual_id = iteration_id([piece.id for piece in slices], indexes, deferred)
         check_stored_id(envelope.id, actual_id, "iteration slice")
         try:
@@ -102,9 +108,9 @@ class IterationSlice:
 
 def encode_slice(slices: list[bytes], indexes: tuple[Ints, ...], deferred: Ints, id_: bytes) -> bytes:
     """Encodes a rank's share from its encoded slices."""
-    columns = [] if _follow(indexes, deferred) else [packed(array) for array in indexes]
+    columns = [] if _are_consecutive(indexes, deferred) else [pack(array) for array in indexes]
     counts = [len(array) for array in indexes]
-    envelope = _IterationSliceWire(FORMAT, VERSION, slices, counts, columns, packed(deferred), id_)
+    envelope = _IterationSliceWire(FORMAT, VERSION, slices, counts, columns, pack(deferred), id_)
     return wire.encode_struct(envelope)
 
 
@@ -116,10 +122,10 @@ def _read_indexes(envelope: _IterationSliceWire) -> tuple[Ints, ...]:
         )
     if not envelope.indexes:
         return _consecutive(envelope)
-    indexes = tuple(unpacked(column) for column in envelope.indexes)
+    indexes = tuple(unpack(column) for column in envelope.indexes)
     if [len(array) for array in indexes] != envelope.counts:
         raise DecodeError("iteration slice: its counts do not match the lengths of its columns")
-    if not wire.newer(envelope.version) and _follow(indexes, unpacked(envelope.deferred)):
+    if not wire.newer(envelope.version) and _are_consecutive(indexes, unpack(envelope.deferred)):
         raise DecodeError("iteration slice: consecutive indexes are written out")
     return indexes
 
@@ -127,11 +133,11 @@ def _read_indexes(envelope: _IterationSliceWire) -> tuple[Ints, ...]:
 def _consecutive(envelope: _IterationSliceWire) -> tuple[Ints, ...]:
     sequences = sum(envelope.counts)
     if envelope.deferred or sequences > MOST_IMPLIED:
-        raise DecodeError(f"iteration slice: {sequences} sequences without indexes, at most {MOST_IMPLIED}")
+        raise DecodeError(f"iteration slice: {sequences} sequences without indexes; at most {MOST_IMPLIED}")
     return consecutive(envelope.counts)
 
 
-def _follow(indexes: tuple[Ints, ...], deferred: Ints) -> bool:
+def _are_consecutive(indexes: tuple[Ints, ...], deferred: Ints) -> bool:
     """True if sequences are consecutive and none is deferred, so that counts are enough."""
     all_indexes = np.concatenate(indexes)
     is_small = len(all_indexes) <= MOST_IMPLIED and not len(deferred)

@@ -34,7 +34,7 @@ class Job:
     """The planning request of a training run.
 
     tokens_per_rank: per microbatch; microbatches: per iteration; a recipe with a pack step distributes the samples of
-    an iteration over that many. hardware: for recipes that compare predicted times; None is the built-in H100. Raises
+    an iteration over that number. hardware: for recipes that compare predicted times; None is the built-in H100. Raises
     ConfigError.
     """
 
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """The most tokens in a microbatch, over all ranks."""
+        """The capacity of a microbatch in tokens, over all ranks."""
         return self.ranks * self.tokens_per_rank
 
     @property
@@ -79,11 +79,11 @@ class Job:
     @cached_property
     def digest(self) -> bytes:
         """32-byte digest of all fields that plans depend on."""
-        return digest(wire.encode_section([FORMAT, self._planned()]))
+        return digest(wire.encode_section([FORMAT, self._plan_inputs()]))
 
-    def _planned(self) -> dict[str, Any]:
+    def _plan_inputs(self) -> dict[str, Any]:
         data = self.to_data() | {"hardware": None if self.hardware is None else self.hardware.digest()}
-        if not self.packs:  # without a pack step the batches alone determine the work
+        if not self.packs:  # without a pack step, only the batches determine the work
             data |= {"tokens_per_rank": None, "microbatches": None}
         return data
 
@@ -131,7 +131,7 @@ class Job:
         for i, batch in enumerate(batches):
             if batch.tokens > capacity:
                 raise CapacityError(
-                    f"batches[{i}] has {batch.tokens} tokens, the job's {self.ranks} ranks take {capacity} "
+                    f"batches[{i}] has {batch.tokens} tokens; the job's {self.ranks} ranks hold {capacity} "
                     f"({self.tokens_per_rank} each): raise tokens_per_rank or send fewer sequences"
                 )
 

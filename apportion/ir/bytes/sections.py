@@ -43,7 +43,7 @@ class Sections:
 
 
 def section_id(sections: Sections) -> bytes:
-    """Computes the id of the sections' bytes; a damaged plan stores another."""
+    """Computes the id of the sections' bytes; the stored id of a damaged plan differs."""
     shared = (sections.header, sections.request, sections.layouts, sections.moves, sections.report)
     return plan_id(map(digest, shared), sections.tree[-1][0])
 
@@ -84,13 +84,13 @@ def read_request(data: bytes, version: tuple[int, int]) -> Request:
 def read_tokens(
     data: bytes, header: Header, tokens: int | None, version: tuple[int, int]
 ) -> Mapping[str, int]:
-    """Decodes the layouts section: name -> tokens, in the header's order. `tokens`: of the batch, if known."""
+    """Decodes the layouts section: name -> tokens, in the header's order. tokens: the batch's, if known."""
     layouts: dict[str, _Layout] = wire.read_section(_decode_layouts, data, "layouts", version)
     if sorted(layouts) != sorted(header.layouts):
         raise DecodeError("layouts: the section and the header name different layouts")
     for name, layout in layouts.items():
         if not 0 <= layout.tokens <= LIMIT or (tokens is not None and layout.tokens != tokens):
-            raise DecodeError(f"layouts: {name} has {layout.tokens} tokens, the batch {tokens}")
+            raise DecodeError(f"layouts: {name} has {layout.tokens} tokens, but the batch {tokens}")
     return {name: layouts[name].tokens for name in header.layouts}
 
 

@@ -22,8 +22,8 @@ _INDEX = np.dtype("<u4")
 
 def iteration_id(plans: Iterable[bytes], indexes: Iterable[Ints], deferred: Ints) -> bytes:
     """Computes the id of an iteration plan from its microbatches' ids and sequences and the deferred sequences."""
-    leaves = [part for plan, own in zip(plans, indexes, strict=True) for part in (plan, digest(packed(own)))]
-    return digest(b"".join([FORMAT.encode(), b"\0", *leaves, digest(packed(deferred))]))
+    leaves = [part for plan, own in zip(plans, indexes, strict=True) for part in (plan, digest(pack(own)))]
+    return digest(b"".join([FORMAT.encode(), b"\0", *leaves, digest(pack(deferred))]))
 
 
 def consecutive(counts: Iterable[int]) -> tuple[Ints, ...]:
@@ -32,13 +32,13 @@ def consecutive(counts: Iterable[int]) -> tuple[Ints, ...]:
     return tuple(np.arange(*pair) for pair in pairwise(bounds))
 
 
-def packed(column: Ints) -> bytes:
+def pack(column: Ints) -> bytes:
     """Encodes a column: 4 bytes per number, little endian."""
     return column.astype(_INDEX).tobytes()
 
 
-def unpacked(data: bytes) -> Ints:
-    """Decodes a column of `packed`, int64. Raises DecodeError."""
+def unpack(data: bytes) -> Ints:
+    """Decodes a column to int64. Raises DecodeError."""
     if len(data) % _INDEX.itemsize:
         raise DecodeError(
             f"iteration: a column of {len(data)} bytes, expected {_INDEX.itemsize} for each sequence"

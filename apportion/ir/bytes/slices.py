@@ -21,7 +21,7 @@ _CAP = 8  # bytes of a token cap, and of its checksum
 class Slice:
     """One rank's part of a plan, with the proof that it belongs to the plan's id.
 
-    Tables and layouts hold this rank alone: address them with rank 0.
+    Tables and layouts hold only this rank: address them with rank 0.
     """
 
     id: bytes
@@ -67,7 +67,7 @@ class Slice:
         """Decodes a slice; its id is computed from its bytes. Raises DecodeError, VersionError."""
         envelope = wire.read_envelope(data, wire.SliceWire, "slice", SLICE_FORMAT)
         check_stored_id(envelope.id, _slice_id(envelope), f"slice of rank {envelope.rank}")
-        if envelope.token_cap != _sealed_cap(int.from_bytes(envelope.token_cap[:_CAP]), envelope.id):
+        if envelope.token_cap != _encode_cap(int.from_bytes(envelope.token_cap[:_CAP]), envelope.id):
             raise DecodeError(
                 f"slice of rank {envelope.rank}: its token cap was changed or damaged after planning"
             )
@@ -80,7 +80,7 @@ class Slice:
         return hash((self.id, self.rank))
 
 
-def _sealed_cap(cap: int | None, id: bytes) -> bytes:
+def _encode_cap(cap: int | None, id: bytes) -> bytes:
     """Encodes a token cap, 0 for none, with a checksum bound to this plan's id."""
     number = (cap or 0).to_bytes(_CAP)
     return number + digest(id + number)[:_CAP]
@@ -90,7 +90,7 @@ def _slice_id(envelope: wire.SliceWire) -> bytes:
     if not 0 <= envelope.rank < envelope.ranks <= MAX_RANKS:
         raise DecodeError(f"slice: rank {envelope.rank} of {envelope.ranks}")
     if len(envelope.digests) != 2:
-        raise DecodeError(f"slice: {len(envelope.digests)} digests, expected those of request and report")
+        raise DecodeError(f"slice: {len(envelope.digests)} digests; expected two, of request and report")
     if any(len(node) != SIZE for node in [*envelope.digests, *envelope.path]):
         raise DecodeError(f"slice: a digest does not have {SIZE} bytes")
     request, report = envelope.digests
@@ -109,7 +109,7 @@ def _open_slice(envelope: wire.SliceWire) -> Slice:
 def slice_plan(plan: PlanTables, sections: Sections, rank: int) -> Slice:
     """The slice of one rank. sections: the encoded plan. Raises ConfigError if the plan has no such rank."""
     if not 0 <= rank < plan.header.ranks:
-        raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "use one from 0 on")
+        raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "number ranks from 0")
     (envelope,) = _slice_wires(plan, sections, [rank])
     layouts = {name: Layout(name, layout.spans.rank(rank)) for name, layout in plan.layouts.items()}
     programs = {key: program.rank(rank) for key, program in plan.programs.items()}
@@ -137,6 +137,6 @@ def _slice_wires(plan: PlanTables, s: Sections, ranks: Iterable[int]) -> Iterato
             s.parts[rank],
             digests,
             path(s.tree, rank),
-            _sealed_cap(plan.request.policy.token_cap, s.id),
+            _encode_cap(plan.request.policy.token_cap, s.id),
             s.id,
         )

@@ -31,7 +31,7 @@ class Parts(list[bytes]):
 
     def __init__(self, parts: Iterable[bytes], tables: Sequence[Table]) -> None:
         super().__init__(parts)
-        self._made, self._tables = tuple(self), tuple(tables)
+        self._original, self._tables = tuple(self), tuple(tables)
         arrays = [array for table in tables for array in (table.ptr, table.values)]
         if all(map(_is_owner, arrays)):
             for array in arrays:
@@ -40,7 +40,7 @@ class Parts(list[bytes]):
     def are_of(self, tables: Sequence[Table]) -> bool:
         """True if `encode_parts` of these tables would give the same bytes, decided without encoding: the arrays are
         the same objects, and nothing else can have written to them. False may mean unknown."""
-        is_same = tuple(self) == self._made and len(self._tables) == len(tables)
+        is_same = tuple(self) == self._original and len(self._tables) == len(tables)
         return is_same and all(
             table.names == original.names
             and table.ptr is original.ptr
@@ -61,7 +61,7 @@ def tables_of(
     moves: Sequence[Move],
     recurrence: Recurrence | None = None,
 ) -> list[Table]:
-    """All tables in the order of a part: kinds in their given order, forward before backward."""
+    """All tables in the order of a part: kinds in the order of `programs`, forward before backward."""
     tables = [layout.spans for layout in layouts.values()]
     kinds = dict.fromkeys(kind for kind, _ in programs)
     ordered = [programs[key] for key in product(kinds, PHASES) if key in programs]
@@ -114,8 +114,8 @@ def read_tables(
     first: int = 0,
     tokens: int | None = None,
 ) -> Tables:
-    """Decodes the tables of the ranks from `first` on. layouts, moves: these sections; parts: of the ranks; tokens: of
-    the batch, if known. Raises DecodeError."""
+    """Decodes the tables of the ranks from `first` on. layouts, moves: the encoded sections; parts: one per rank;
+    tokens: the batch's, if known. Raises DecodeError."""
     layout_tokens = read_tokens(layouts, header, tokens, header.version)
     pairs = read_moves(moves, header, header.version)
     for part in parts:

@@ -6,7 +6,7 @@ from backports import zstd
 
 from apportion.ir.errors import DecodeError
 
-MAX_EXPANDED = 1 << 30  # uncompressed bytes of a frame, at most
+MAX_EXPANDED = 1 << 30  # limit of a frame's uncompressed bytes
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -23,7 +23,7 @@ def expanded(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
     try:
         size = zstd.get_frame_info(data).decompressed_size
         if size is None or size > limit:
-            raise DecodeError(f"a compressed body of {size} bytes, at most {limit} are read")
+            raise DecodeError(f"a compressed body of {size} bytes; the limit is {limit}")
         reader = zstd.ZstdDecompressor()
         body = reader.decompress(data, size + 1)
     except zstd.ZstdError as error:

@@ -32,7 +32,7 @@ MAX_BYTES: Mapping[str, int] = MappingProxyType(
 
 _Few = msgspec.Meta(
     max_length=256
-)  # entries of a map: far above any plan, so that small inputs stay small in memory
+)  # limit of a list's entries, far above any plan's, so that small inputs stay small in memory
 
 
 class Version(msgspec.Struct):
@@ -58,7 +58,7 @@ class PlanWire(Version):
 
 
 class SliceWire(Version):
-    """Wire form of a slice: one rank's part with its proof. token_cap: of the request, for readers who compute its
+    """Wire form of a slice: one rank's part with its proof. token_cap: the request's, for readers who compute its
     digest from the batch; with a checksum, since the id does not cover it."""
 
     rank: int
@@ -129,7 +129,7 @@ def read_envelope(
     major, minor = head.version
     if major != VERSION[0]:
         raise VersionError(
-            f"{name} of format version {major}.{minor}, this release reads {VERSION[0]}.x: "
+            f"{name} of format version {major}.{minor}; this release reads {VERSION[0]}.x: "
             "use a release that reads it, or plan again"
         )
     if minor < 0:
@@ -162,7 +162,7 @@ def read_section(
 
 def check_size(data: bytes, label: str) -> None:
     if len(data) > MAX_BYTES[label]:
-        raise DecodeError(f"{label}: {len(data)} bytes, at most {MAX_BYTES[label]} are read")
+        raise DecodeError(f"{label}: {len(data)} bytes; the limit is {MAX_BYTES[label]}")
 
 
 def check_canonical_plan(size: int, plan: PlanWire, label: str) -> None:

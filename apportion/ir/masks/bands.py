@@ -32,8 +32,8 @@ FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
 SLICE_TYPES = ("FULL", "CAUSAL", "INVCAUSAL", "BICAUSAL")  # type names by number
 
 _DENSE_CELLS = 2**26
-_MOST = 2**16  # most overlaps to find
-_FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # most comparisons of two bands
+_MOST = 2**16  # limit of overlaps to find
+_FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # limit of comparisons of two bands
 
 
 def columns(bands: ArrayLike) -> Ints:
@@ -53,7 +53,7 @@ def describe(band: ArrayLike) -> str:
 def area(bands: ArrayLike) -> Ints:
     """[n] int64: the exact number of pairs of each band.
 
-    With a = q - q0 and b = k1 - 1 - k the pairs with q - k <= d are those with a + b < m = d + k1 - q0: a
+    With a = q - q0 and b = k1 - 1 - k, the pairs with q - k <= d are those with a + b < m = d + k1 - q0: a
     triangle of side m, less its parts beyond the rectangle, a >= Q and b >= K (they never overlap: m <= Q + K).
     """
     b = columns(bands)
@@ -138,7 +138,7 @@ def from_slices(slices: ArrayLike) -> Ints:
 
     Types: 0 FULL, 1 CAUSAL (aligned bottom-right: the last query sees up to the last key), 2 INVCAUSAL
     (top-left: the first query sees from the first key on), 3 BICAUSAL (both); by number, or by name in lists.
-    Raises UnknownNameError for another type.
+    Raises UnknownNameError for an unknown type.
     """
     s = np.asarray(number_types("slices", slices), np.int64).reshape(-1, 5)
     check_types("slices", s)
@@ -235,13 +235,13 @@ def check_disjoint(field: str, bands: ArrayLike) -> None:
             f"{field}[{j}]",
             second,
             f"shares (query, key) pairs with {field}[{i}], {first}",
-            "cut one of the two so that every pair is in one band only",
+            "cut one of the two so that every pair is in only one band",
         )
 
 
 def joined(bands: Ints) -> Ints:
-    """int64 [n, 6]: merges full bands of adjacent rows with the same keys (answers to one question); the order
-    changes."""
+    """int64 [n, 6]: the bands, with full ones of adjacent rows and the same keys (answers to one question) merged; the
+    order changes."""
     if not len(bands):
         return bands
     q0, q1, k0, k1, dmin, dmax = bands.T

@@ -89,7 +89,7 @@ class Forest:
 
     @cached_property
     def saving(self) -> Saving:
-        """Savings in tokens and in pairs: a token attends to itself and its path up to it."""
+        """Savings in tokens and in pairs: a token attends to itself and to its path before it."""
         lengths = np.diff(self.starts)
         pairs = int((lengths * (lengths + 1) // 2).sum())
         return Saving(len(self.rows), len(self.tokens), pairs, int((self.position_ids + 1).sum()))
@@ -113,8 +113,8 @@ def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_leng
 
 
 class _Nodes(NamedTuple):
-    """Trie nodes: of each node its parent, or ROOT, and the tokens from the root to its end; of each sample its last
-    node."""
+    """Trie nodes. For each node: parent, or ROOT, and depth, the number of tokens from the root to the node's end. For
+    each sample: end, its last node."""
 
     parent: list[int]
     depth: list[int]
@@ -150,7 +150,7 @@ def _keys(samples: Sequence[ArrayLike]) -> list[bytes]:
 def _key(field: str, ids: Any) -> bytes:
     array = integers(field, ids if isinstance(ids, list | tuple) else np.asarray(ids), 0, MAX_COUNT)
     if not len(array):
-        raise ConfigError(field, [], "a sample must hold a token", "leave it out")
+        raise ConfigError(field, [], "a sample must have at least one token", "leave it out")
     return array.astype(_ID).tobytes()
 
 
@@ -206,7 +206,7 @@ def _merge_small_nodes(nodes: _Nodes, lengths: list[int], minimum: int) -> _Node
     """Merges, in place, nodes that several samples share but that have fewer than `minimum` tokens into their
     branches."""
     node_order = sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__)
-    counts = _holders(nodes, node_order)
+    counts = _sample_counts(nodes, node_order)
     anchor = {ROOT: ROOT}  # for each node: itself, or its nearest ancestor that is kept
     for node in node_order:
         nodes.parent[node] = anchor[nodes.parent[node]]
@@ -218,7 +218,7 @@ def _merge_small_nodes(nodes: _Nodes, lengths: list[int], minimum: int) -> _Node
     return nodes
 
 
-def _holders(nodes: _Nodes, node_order: list[int]) -> Counter[int]:
+def _sample_counts(nodes: _Nodes, node_order: list[int]) -> Counter[int]:
     """The number of samples that pass through each node."""
     counts = Counter(nodes.end)
     for node in reversed(node_order):

@@ -1,6 +1,7 @@
 """Order of recurrent layers over a sequence: the predecessor of each token under the mask.
 
-A token follows the previous one; the first of a document follows none, the first of a branch the last of its parent:
+A token follows the previous one, but the first of a document follows none, and the first of a branch follows the last
+of its parent:
 
     tree           0 1 2 ┬ 3 4         branches   starts    0  3  5  7
                          └ 5 6 ┬ 7                parent   -1  0  0  2
@@ -26,8 +27,8 @@ NONE = -1
 class Branches(NamedTuple):
     """Ranges of the token axis in which each token follows the previous one and only the last has followers elsewhere.
 
-    starts: int64 [n], ascending. parent: int64 [n], the branch whose last token precedes this one's first, or -1; it
-    starts earlier. position: int64 [n], number of tokens before its first.
+    starts: int64 [n], ascending. parent: int64 [n], the branch whose last token precedes this one's first, or -1;
+    always an earlier branch. position: int64 [n], number of tokens before its first.
     """
 
     starts: Ints
@@ -47,7 +48,7 @@ class Branches(NamedTuple):
 
 
 def is_ordered(mask: Mask) -> bool:
-    """True if a mask orders tokens: none sees a later one, and it is neither a list of pairs nor of images."""
+    """True if a mask orders tokens: no token sees a later one, and the mask lists neither pairs nor images."""
     if isinstance(mask, Bands | ImageSpans | Slices):
         return False
     inner = getattr(mask, "mask", None)
@@ -55,14 +56,14 @@ def is_ordered(mask: Mask) -> bool:
 
 
 def lower_links(mask: Mask, lengths: Ints, starts: Ints) -> Columns:
-    """(tokens, predecessors) of such sequences under an ordered mask: the tokens that do not follow the previous one,
+    """(tokens, predecessors) of sequences under an ordered mask: the tokens that do not follow the previous one,
     ascending, and their predecessors or -1."""
     if not mask.structured:
         return np.sort(starts), np.full(len(starts), NONE)
-    return lower_columns(partial(_links, mask), lengths, starts, _moved)
+    return lower_columns(partial(_links, mask), lengths, starts, _shift)
 
 
-def _moved(predecessors: Ints, offset: Ints) -> Ints:
+def _shift(predecessors: Ints, offset: Ints) -> Ints:
     return np.where(predecessors < 0, NONE, predecessors + offset)
 
 

@@ -47,7 +47,7 @@ class Profile:
         """The profile with at most `keys` pairs per row."""
         sloped = np.flatnonzero(self.slope[:-1])
         at, excess, slope = self.at[sloped], self.value[sloped] - keys, self.slope[sloped]
-        # the first row above the cap, or, in falling segments, the first that is not
+        # the first row above the cap or, in descending segments, the first row not above it
         crossings = at + np.where(slope > 0, -excess // slope + 1, -(-excess // -slope))
         rows = np.union1d(self.at, crossings[(at < crossings) & (crossings < self.at[sloped + 1])])
         value, slope = self._lines(rows)
@@ -56,8 +56,8 @@ class Profile:
     def plus(self, other: Profile, times: int) -> Profile:
         """Adds another profile, its pairs counted `times` times."""
         at = np.union1d(self.at, other.at)
-        (value, slope), (more, steeper) = self._lines(at), other._lines(at)
-        return _profile(at, value + times * more, slope + times * steeper)
+        (value, slope), (other_value, other_slope) = self._lines(at), other._lines(at)
+        return _profile(at, value + times * other_value, slope + times * other_slope)
 
     def _lines(self, rows: Ints) -> tuple[Ints, Ints]:
         """Value and slope at each of the rows."""
@@ -95,9 +95,9 @@ def _events(bands: Ints, factor: int | Ints) -> Ints:
     bend, drop = np.clip(k1 + dmin - 1, q0, q1), np.clip(k0 + dmax, q0, q1)
     ones = np.ones_like(q0)
     begin = np.stack([q0, ones, 1 - dmin - k0])
-    bent = np.stack([bend, -ones, k1 + dmin - 1])
-    dropped = np.stack([drop, -ones, k0 + dmax])
-    end = np.stack([q1, *-(begin + bent + dropped)[1:]])  # cancels the other events
-    events = np.stack([begin, bent, dropped, end])
+    last_key = np.stack([bend, -ones, k1 + dmin - 1])
+    first_key = np.stack([drop, -ones, k0 + dmax])
+    end = np.stack([q1, *-(begin + last_key + first_key)[1:]])  # cancels the other events
+    events = np.stack([begin, last_key, first_key, end])
     events[:, 1:] *= factor
     return np.ascontiguousarray(events.transpose(2, 0, 1)).reshape(-1, 3)

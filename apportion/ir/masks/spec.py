@@ -53,8 +53,8 @@ class Mask(ABC):
 
     @abstractmethod
     def diagonals(self) -> Diagonals:
-        """The declared diagonals, even those that a short sequence does not show. A rectangle whose keys all precede
-        its queries looks back, and counts as dmin >= 0."""
+        """The declared diagonals, even those without effect in a short sequence. A rectangle whose keys all precede its
+        queries counts as dmin >= 0."""
 
     @property
     def nesting(self) -> int:
@@ -63,8 +63,8 @@ class Mask(ABC):
         return 0 if inner is None else 1 + inner.nesting
 
     def parts(self) -> int:
-        """The number of documents, nodes, answers and spans that it makes of one sequence, nested ones multiplied;
-        known from the spec alone, before anything is built."""
+        """The number of documents, nodes, answers and spans of one sequence, nested ones multiplied; known from the
+        spec, before anything is built."""
         return 1
 
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
@@ -134,9 +134,9 @@ def as_bands(*rows: Row) -> Ints:
     return bands[algebra.area(bands) > 0]
 
 
-def placed(starts: Ints, *rows: Row) -> Ints:
-    """Bands from rows of scalars or columns, one of each per sequence, moved to the starts of the sequences (diagonals
-    stay)."""
+def shifted_bands(starts: Ints, *rows: Row) -> Ints:
+    """Bands from rows of scalars or columns, one band per row and sequence, shifted to the starts of the sequences; the
+    diagonals are unchanged."""
     tables = np.empty((len(rows), len(starts), 6), np.int64)
     for table, row in zip(tables, rows, strict=True):
         for i, column in enumerate(row):
@@ -156,7 +156,7 @@ class Uniform(Mask):
         return self.lower(np.array([length]), ZERO)
 
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
-        return placed(starts, *self.rows(lengths))
+        return shifted_bands(starts, *self.rows(lengths))
 
 
 class Diagonal(Uniform):
@@ -185,7 +185,7 @@ class Gridded(Mask):
         check_count(f"{self.name}.chunk", int(counts.sum()))
         owner = group_of(counts)
         begin = within(counts) * self.chunk
-        return placed(starts[owner], self.row(begin, np.minimum(begin + self.chunk, lengths[owner])))
+        return shifted_bands(starts[owner], self.row(begin, np.minimum(begin + self.chunk, lengths[owner])))
 
 
 # ---- lowering of many sequences that share a spec
@@ -210,8 +210,8 @@ def lower_unlabelled(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
 def lower_columns(
     columns: Callable[[int], Columns], lengths: Ints, starts: Ints, move: Callable[[Ints, Ints], Ints]
 ) -> Columns:
-    """(tokens, values) of such sequences, sorted. columns: per length; move: its values shifted to a sequence's
-    start."""
+    """(tokens, values) of sequences with one spec, sorted by token. columns: their columns by length; move: shifts
+    values to a sequence's start."""
     tokens, values = list[Ints]([ZERO[:0]]), list[Ints]([ZERO[:0]])
     for length, firsts in _by_length(lengths, starts):
         token, value = columns(length)
@@ -244,14 +244,14 @@ def _by_length(lengths: Ints, starts: Ints) -> Iterable[tuple[int, Ints]]:
 # ---- helpers of the specs
 
 
-def appended(ranges: tuple[tuple[int, int], ...], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+def append_range(ranges: tuple[tuple[int, int], ...], start: int, stop: int) -> tuple[tuple[int, int], ...]:
     """Appends [start, stop) to `ranges`, merged with the last one if that ends at `start`."""
     if ranges and ranges[-1][1] == start:
         return (*ranges[:-1], (ranges[-1][0], stop))
     return (*ranges, (start, stop))
 
 
-def merged_runs(starts: Ints, positions: Ints) -> Columns:
+def merge_runs(starts: Ints, positions: Ints) -> Columns:
     """Drops runs that continue the positions of the previous run."""
     breaks = np.diff(positions - starts, prepend=-1) != 0
     breaks[0] = True
@@ -277,7 +277,7 @@ def check_inner(field: str, mask: Any) -> None:
 
 
 def check_nesting(field: str, levels: int) -> None:
-    """Checks the nesting depth of the mask at `field`, which lies in another and itself nests `levels` masks."""
+    """Checks the nesting depth of the mask at `field`, which is inside another and itself nests `levels` masks."""
     if levels >= MAX_NESTING:
         raise ConfigError(field, "...", f"masks may nest at most {MAX_NESTING} deep", "flatten the packs")
 

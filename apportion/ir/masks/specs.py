@@ -73,7 +73,7 @@ def chunked(chunk: int) -> Chunked:
 
 
 def image_spans(spans: Sequence[Sequence[int]], mask: Mask | None = None) -> ImageSpans:
-    """`mask` (causal), with the spans [start, end) bidirectional."""
+    """`mask` (default: causal), with the spans [start, end) bidirectional."""
     return ImageSpans(spans, causal() if mask is None else mask)  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ def tree(nodes: Sequence[Sequence[int]]) -> Tree:
 
 
 def documents(lengths: Sequence[int], mask: Mask | None = None) -> Documents:
-    """A pack of documents, each under `mask` (causal)."""
+    """A pack of documents, each under `mask` (default: causal)."""
     return Documents(lengths, causal() if mask is None else mask)  # type: ignore[arg-type]
 
 

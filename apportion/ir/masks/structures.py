@@ -19,7 +19,7 @@ from apportion.ir.masks.spec import (
     Columns,
     Diagonals,
     Mask,
-    appended,
+    append_range,
     as_bands,
     check_count,
     check_inner,
@@ -29,7 +29,7 @@ from apportion.ir.masks.spec import (
     lengths_of,
     lower_runs,
     lower_unlabelled,
-    merged_runs,
+    merge_runs,
     read_rows,
     read_table,
 )
@@ -80,7 +80,7 @@ class SharedQuestion(Mask):
 
 @dataclass(frozen=True)
 class ImageSpans(Mask):
-    """`mask` (causal), plus all pairs within each span [start, end): images inside text."""
+    """`mask` (default: causal), plus all pairs within each span [start, end): images inside text."""
 
     spans: tuple[tuple[int, int], ...]
     mask: Mask = field(default_factory=Causal)
@@ -168,7 +168,7 @@ class Tree(Mask):
         paths: list[tuple[tuple[int, int], ...]] = []
         for (parent, _), start, stop in zip(self.nodes, starts.tolist(), stops.tolist(), strict=True):
             parent_path = paths[parent] if parent >= 0 else ()
-            paths.append(appended(parent_path, start, stop))
+            paths.append(append_range(parent_path, start, stop))
             *ranges, (first, _) = paths[-1]
             bands.append((start, stop, first, stop, 0, INF))
             bands += [(start, stop, low, high, -INF, INF) for low, high in ranges]
@@ -186,7 +186,7 @@ class Tree(Mask):
         return np.array(depth)
 
     def runs(self, length: int) -> Columns:
-        return merged_runs(self._columns()[1], self._depths())
+        return merge_runs(self._columns()[1], self._depths())
 
     def unlabelled(self, length: int) -> Columns:
         """A node's last token predicts the first token of its child, if it has exactly one."""
@@ -203,7 +203,7 @@ class Tree(Mask):
 
 @dataclass(frozen=True)
 class Documents(Mask):
-    """A pack: each document sees itself under `mask`; positions restart, no label crosses documents."""
+    """A pack: each document sees itself under `mask`; positions restart, and no label crosses documents."""
 
     lengths: tuple[int, ...]
     mask: Mask = field(default_factory=Causal)

@@ -20,7 +20,7 @@ So `delta` skips home rows whose statistics only tasks of their own rank read:
     rows 100-127    ■         sent       read              read
 
 Learned sinks and gradients of LSE need `delta`: for layers with them, executors run every instruction in full. The
-rules depend on the program alone (`core/ir/fusion.cpp`); executors and the simulator apply them.
+rules depend only on the program (`core/ir/fusion.cpp`); executors and the simulator apply them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RowRanges(NamedTuple):
 
 class Complete(NamedTuple):
     """Complete rows of one sum. tasks: rows complete after a task that adds to them, by task. home: home rows that
-    tasks complete or that arrive as results, by rank; arrived: the latter alone. sent, delivered: work rows that tasks
-    complete, by the transfer, and the row of `rowops`, that consumes them."""
+    tasks complete or that arrive as results, by rank; arrived: only the latter. sent, delivered: work rows that tasks
+    complete, by the transfer or the row of `rowops` that consumes them."""
 
     tasks: RowRanges
     home: RowRanges
@@ -72,7 +72,7 @@ class Complete(NamedTuple):
         """Ranges of the home rows [row, stop) of a one-rank program that are not complete."""
         return gaps(zip(self.home.row0.tolist(), self.home.row1.tolist(), strict=True), row, stop)
 
-    def all_arrive(self, rows: int) -> bool:
+    def has_all_results(self, rows: int) -> bool:
         """True if all `rows` home rows of a one-rank program arrive as results."""
         ranges = zip(self.arrived.row0.tolist(), self.arrived.row1.tolist(), strict=True)
         return not gaps(ranges, 0, rows)
@@ -95,7 +95,7 @@ def find_complete(programs: ProgramSet, phase: str | None = None) -> Mapping[str
 
 
 def find_statistics(programs: ProgramSet) -> Statistics:
-    """The statistics of backward programs of any number of ranks; none for forward programs."""
+    """The statistics of backward programs of any number of ranks; empty for forward programs."""
     return Statistics(*(RowRanges(*ranges) for ranges in core.fuse(programs.arrays)[1:]))
 
 
@@ -109,7 +109,7 @@ def gaps(ranges: Iterable[tuple[int, int]], row: int, stop: int) -> list[tuple[i
     return [*missing, (row, stop)] if row < stop else missing
 
 
-def apart(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merges ranges that touch or overlap, ascending."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):

@@ -55,10 +55,10 @@ class Messages:
 
 
 class RowSizes(NamedTuple):
-    """Row sizes of operands. heads: int64 [2, none and head sets], head counts of the query and the KV side; ordered:
-    bool [none and head sets], True if a set is 0, 1, ..., the order of home rows. number_bytes: int64 [tensors], bytes
-    of a row of one head; one_array: bool [tensors * spaces], True if the tensor is one array, whose numbers travel
-    unchanged."""
+    """Row sizes of operands. heads: int64 [2, 1 + head sets], head counts of the query and the KV side, for all heads
+    and each set; ordered: bool [1 + head sets], True if a set is 0, 1, ..., the order of home rows. number_bytes: int64
+    [tensors], bytes of a row of one head; one_array: bool [tensors * spaces], True if the tensor is one array and its
+    numbers travel unchanged."""
 
     heads: Ints
     ordered: Bools

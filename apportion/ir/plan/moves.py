@@ -2,7 +2,7 @@
 
 encoder     rank 0 |aaaaaaaa|bbbb|     rank 1 |bbbb|cccc|      rows of images a, b, c
 decoder     rank 0 |..aa..b|           rank 1 |b..c...|        tokens; a letter stands for `merge` = 4 rows
-fed rows    rank 0 |aaaaaaaabbbb|      rank 1 |bbbbcccc|       the encoder's rows again, in a layout of their own
+fed rows    rank 0 |aaaaaaaabbbb|      rank 1 |bbbbcccc|       the encoder's rows, in the layout of the feed
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ TARGET_COLUMNS = ("row", "rows")
 
 
 def move_table(pieces: Ints, ranks: int) -> Table:
-    """Sends, then receives of every rank, each in the order of peers. pieces: int64 [5, pieces]: source rank and row,
-    target rank and row, rows."""
+    """The sends, then the receives of every rank, each sorted by peer. pieces: int64 [5, pieces]: source rank and row,
+    target rank and row, number of rows."""
     src, src_row, dst, dst_row, rows = pieces
     rank, peer, row = (np.concatenate(pair) for pair in ((src, dst), (dst, src), (src_row, dst_row)))
     send, rows = np.repeat([1, 0], len(src)), np.concatenate([rows, rows])
@@ -32,7 +32,7 @@ def move_table(pieces: Ints, ranks: int) -> Table:
 
 
 def move_between(source: Layout, target: Layout) -> Move:
-    """The move from one layout to another that has the same tokens, each once."""
+    """The move between two layouts of the same tokens, in each of which every token occurs once."""
     cuts = np.union1d(source.spans["token"], target.spans["token"])
     sides, rows = [], np.diff(np.append(cuts, source.rows_per_rank.sum()))
     for token, rank, row in map(_by_token, (source, target)):
@@ -43,11 +43,12 @@ def move_between(source: Layout, target: Layout) -> Move:
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """An encoder's rows where a decoder reads them.
+    """An encoder's rows, in a layout from which a decoder reads them.
 
-    places: int64 [n, 3], by token: first token of the decoder, first row of the encoder, tokens; each stands for
-    `merge` rows. layout: of the encoder's rows on the ranks of these tokens, in the order of the decoder's rows;
-    targets: for each of its spans the run of the decoder's rows; move: from the encoder's own layout to this one."""
+    places: int64 [n, 3], sorted by token: first token of the decoder, first row of the encoder, number of tokens, each
+    of which stands for `merge` rows. layout: the encoder's rows on the ranks of these tokens, in the order of the
+    decoder's rows; targets: the decoder's rows of each span of `layout`; move: from the encoder's own layout to
+    `layout`."""
 
     places: Ints
     merge: int
@@ -57,8 +58,8 @@ class Feed:
 
     @staticmethod
     def of(encoder: Layout, decoder: Layout, places: Ints, merge: int) -> Feed:
-        """The feed between two home layouts. Raises ConfigError if places are not runs of the decoder's tokens without
-        overlap, or do not name each of the encoder's rows once."""
+        """The feed between two home layouts. Raises ConfigError if places overlap, are not runs of the decoder's tokens
+        or do not name each of the encoder's rows exactly once."""
         token, first, count = places.T
         ends, tokens = token + count, int(decoder.rows_per_rank.sum())
         is_valid = (count >= 1) & (token >= 0) & (ends <= np.append(token, tokens)[1:])
@@ -71,11 +72,11 @@ class Feed:
         if not np.array_equal(np.append(first[order], rows), offsets(count[order] * merge)):
             rule = f"must name each of the encoder's {rows} rows once, {merge} per token"
             raise ConfigError("places", f"{int(count.sum())} tokens", rule, "give each image as many tokens")
-        layout, targets = _fed(decoder, places, merge)
+        layout, targets = _feed_layout(decoder, places, merge)
         return Feed(places, merge, layout, targets, move_between(encoder, layout))
 
 
-def _fed(decoder: Layout, places: Ints, merge: int) -> tuple[Layout, Table]:
+def _feed_layout(decoder: Layout, places: Ints, merge: int) -> tuple[Layout, Table]:
     (token, first, count), (start, rank, row) = places.T, _by_token(decoder)
     first_span = np.searchsorted(start, token, "right") - 1
     parts = np.searchsorted(start, token + count) - first_span
@@ -93,7 +94,7 @@ def _fed(decoder: Layout, places: Ints, merge: int) -> tuple[Layout, Table]:
 
 
 def _by_token(layout: Layout) -> tuple[Ints, Ints, Ints]:
-    """(token, rank, row) of the spans, in the order of tokens."""
+    """(token, rank, row) of the spans, sorted by token."""
     order = np.argsort(layout.spans["token"], kind="stable")
     token, row = (layout.spans.wide(name)[order] for name in ("token", "row"))
     return token, layout.spans.rank_of_row()[order], row

@@ -54,18 +54,18 @@ def request_data(request: Request) -> dict[str, Any]:
 
 
 def diagonals_of(batch: Batch, kinds: Sequence[str]) -> dict[str, tuple[tuple[int, int], ...]]:
-    """The diagonals that the header records of the masks; none for a kind missing from the batch."""
+    """The diagonals of the masks, as the header records them; none for a kind missing from the batch."""
     return {kind: batch.diagonals(kind) if kind in batch.masks else () for kind in kinds}
 
 
 def request_from_data(data: Any, strict: bool = True) -> Request:
     """Builds the request from plain data; `strict` refuses unknown fields. Raises DecodeError."""
     if not isinstance(data, dict) or not isinstance(data.get("hardware", ""), str):
-        raise DecodeError("request: expected a map whose hardware is a text")
+        raise DecodeError("request: expected a map whose hardware is a string")
     unknown = [name for name in data if name not in REQUEST_FIELDS]
     if unknown and strict:
         raise DecodeError(
-            f"request: unknown field {str(unknown[0])[:40]!r}, known are {', '.join(REQUEST_FIELDS)}"
+            f"request: unknown field {str(unknown[0])[:40]!r}; known are {', '.join(REQUEST_FIELDS)}"
         )
     missing = [name for name in REQUEST_FIELDS[:4] if name not in data]
     if missing:
@@ -83,7 +83,8 @@ def request_from_data(data: Any, strict: bool = True) -> Request:
 
 
 def facts_of(header: Header, request: Request) -> list[tuple[str, Any, Any, str]]:
-    """What ranks see in the header alone: (name, value in the header, value of the request, words for the latter)."""
+    """Header fields that repeat the request: (name, value in the header, value in the request, phrase for the
+    latter)."""
     model, diagonals = request.model, diagonals_of(request.batch, header.kinds)
     return [
         ("ranks", header.ranks, request.cluster.ranks, "the requested cluster has"),
@@ -99,7 +100,7 @@ def check_facts(header: Header, request: Request) -> None:
     """Checks that the header matches the request. Raises DecodeError."""
     for name, value, expected, phrase in facts_of(header, request):
         if value != expected:
-            raise DecodeError(f"header: {name} = {value!r}, {phrase} {expected!r}")
+            raise DecodeError(f"header: {name} = {value!r}, but {phrase} {expected!r}")
 
 
 def check_pairs(pairs: Sequence[tuple[str, str]], header: Header) -> None:

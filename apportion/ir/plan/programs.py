@@ -1,6 +1,7 @@
 """Quantities derived from program tables: owners of rows, matching transfers, head counts, arena sizes.
 
-Used by verifier, simulator, messages and executors. Indexes are not checked again: `ir.plan.wellformed` did.
+Used by verifier, simulator, messages and executors. Indexes are not checked again, since `ir.plan.wellformed` has done
+so.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class ProgramView:
 
     @cached_property
     def partner(self) -> Ints:
-        """int64 [instructions]: for a wait the launch that it completes, for a launch its first wait; otherwise -1."""
+        """int64 [instructions]: for a wait, the launch that it completes; for a launch, its first wait; else -1."""
         round_, launches = self.instructions.wide("round"), self.launches
         key = self.rank_of * (int(round_.max(initial=0)) + 1) + round_
         partner = np.full(len(key), -1, np.int64)
@@ -114,7 +115,7 @@ class ProgramView:
 
 
 def head_counts(q_heads: int, kv_heads: int, head_sets: Sequence[Sequence[int]]) -> Ints:
-    """int64 [2, none and head sets]: the head counts of operands, on the query and the KV side, for all heads and for
-    each head set."""
+    """int64 [2, 1 + head sets]: the head counts of operands, on the query and the KV side, for all heads and for each
+    head set."""
     sets = [len(members) for members in head_sets]
     return np.array([[q_heads, *sets], [kv_heads, *sets]], np.int64)

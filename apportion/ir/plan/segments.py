@@ -5,8 +5,8 @@
     collect    the rest: waits, sums, forwarding, finish
 
 All ranks cut at the same rounds. So if all alternate in the same way, they launch the rounds of both programs in one
-order, and as with a single program the lowest round in flight can always finish: a rank that has not yet launched it
-waits for lower rounds only.
+order and, as with a single program, the lowest round in flight can always finish: a rank that has not yet launched it
+waits only for lower rounds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _LATE = (*_WAITS, *ATTENTION)
 
 
 class Cuts(NamedTuple):
-    """First rounds of segments: dispatch launches rounds below `compute`, collect those from `collect` on."""
+    """First rounds of segments: dispatch launches rounds below `compute`, collect launches rounds from `collect` on."""
 
     compute: int
     collect: int
 
 
 def own_cuts(op: Ints, round_: Ints) -> Cuts:
-    """The cuts of one rank alone; op, round: its instructions, [n]."""
+    """The cuts of one rank on its own. op, round_: columns of its instructions, [n]."""
     launches, number = op == Op.LAUNCH, np.arange(len(op))
     late = launches & (number >= _first(op, _LATE, 0))
     sent = launches & (number < _first(op, _WAITS, _end(np.isin(op, ATTENTION))))
@@ -50,7 +50,7 @@ def agreed_cuts(ranks: Iterable[Cuts]) -> Cuts:
 
 
 def segment_ends(op: Ints, round_: Ints, cuts: Cuts) -> tuple[int, int]:
-    """Instruction numbers at which a rank's dispatch and compute segments end; cuts: agreed by all ranks."""
+    """Instruction numbers at which a rank's dispatch and compute segments end. cuts: common to all ranks."""
     dispatch, sent = (_end((op == Op.LAUNCH) & (round_ < cut)) for cut in cuts)
     return dispatch, max(dispatch, sent, _end(np.isin(op, ATTENTION)))
 
@@ -62,6 +62,6 @@ def _first(op: Ints, ops: tuple[Op, ...], start: int) -> int:
 
 
 def _end(mask: Bools) -> int:
-    """The end of the last chosen instruction; 0 if none is."""
+    """The end of the last instruction in the mask; 0 if there is none."""
     matches = np.flatnonzero(mask)
     return int(matches[-1]) + 1 if len(matches) else 0

@@ -5,7 +5,7 @@
          ├─ layouts    name -> spans of every rank
          ├─ programs   (kind, phase) -> tables of every rank
          ├─ moves      remaps between two layouts
-         ├─ recurrence tables of recurrent layers, if the model has some
+         ├─ recurrence tables of recurrent layers, if the model has any
          └─ report     areas, bytes, slots, rounds, bounds, sizes, imbalance, termination
 
 A rank's *slice* (`Plan.for_rank`) is the header, its own part and a hash path to the id, which proves that it belongs
@@ -39,7 +39,7 @@ class Table:
     """Rows of all ranks as a matrix: rank r has rows `ptr[r]:ptr[r + 1]`; `values[i]` is the column `names[i]`.
 
     ptr: int64 [ranks + 1], from 0 to the number of rows, non-decreasing; values: int32 or int64 [columns, rows], copied
-    if a column is not contiguous. Raises ConfigError: the core does not check its indexes.
+    if a column is not contiguous. Raises ConfigError, since the core does not check indexes.
     """
 
     ptr: Ints
@@ -53,7 +53,7 @@ class Table:
             raise ConfigError("values", shape, rule, "give one row of the matrix for each name")
         is_valid = ptr.ndim == 1 and ptr.size and ptr[0] == 0 and ptr[-1] == shape[1]
         if not is_valid or np.count_nonzero(ptr[1:] < ptr[:-1]):
-            rule = f"must rise from 0 to the {shape[1]} rows"
+            rule = f"must be ascending from 0 to the {shape[1]} rows"
             raise ConfigError("ptr", ptr[:8].tolist(), rule, "give the first row of each rank, and the end")
         if ptr.dtype != np.int64 or not ptr.flags.c_contiguous:
             object.__setattr__(self, "ptr", np.ascontiguousarray(ptr, np.int64))
@@ -65,7 +65,7 @@ class Table:
         """Builds a table from integer columns, which are copied. Raises ConfigError."""
         for name, column in columns.items():
             if column.dtype.kind not in "iu":
-                raise ConfigError(name, column.dtype, "is no dtype of integers", "convert the column")
+                raise ConfigError(name, column.dtype, "is not an integer dtype", "convert the column")
         return Table(ptr, tuple(columns), np.array([*columns.values()], np.int64))
 
     def __len__(self) -> int:
@@ -111,7 +111,7 @@ class Table:
         return rank, row - int(self.ptr[rank])
 
     def at(self, row: int) -> dict[str, int]:
-        """One row, by the names of the columns."""
+        """One row: column -> value."""
         return dict(zip(self.names, self.values[:, row].tolist(), strict=True))
 
     def equal(self, other: Table) -> bool:
@@ -270,7 +270,7 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Header:
-    """Metadata that every rank needs, with the facts of the model for backends."""
+    """Metadata that every rank needs, including the model facts for backends."""
 
     ranks: int
     kinds: tuple[str, ...]
@@ -312,7 +312,7 @@ class Request:
     cluster: Cluster
     model: Model
     policy: Policy
-    hardware: str = ""  # hex digest of the hardware file, "" for none
+    hardware: str = ""  # hex digest of the hardware file; "" if there is none
 
 
 @dataclass(frozen=True, eq=False)

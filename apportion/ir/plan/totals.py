@@ -22,14 +22,14 @@ Key = tuple[str, str]  # kind, phase
 
 
 def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> Floats:
-    """float64 [ranks]: (query, key) pairs that each rank's programs compute in a phase, over heads."""
+    """float64 [ranks]: (query, key) pairs that each rank's programs compute in a phase, summed over heads."""
     sizes = np.array([header.q_heads, *(len(heads) for heads in header.head_sets)], np.int64)
     return core.pairs(programs.arrays, phase == "backward", sizes)
 
 
-def picked(batch: Batch, model: Model, kind: str, layout: Layout) -> Floats | None:
-    """float64 [ranks]: keys that queries of a kind choose at run time, by `Model.balance`, in the layout; None for
-    kinds without such a choice."""
+def chosen_keys(batch: Batch, model: Model, kind: str, layout: Layout) -> Floats | None:
+    """float64 [ranks]: number of keys that a kind's queries on each rank of the layout choose at run time, from
+    `Model.balance`; None for kinds without such a choice."""
     keys, spans = model.keys_of(kind), layout.spans
     if keys is None:
         return None
@@ -40,9 +40,9 @@ def picked(batch: Batch, model: Model, kind: str, layout: Layout) -> Floats | No
 
 
 def work(plan: PlanTables, kind: str, phase: str = "forward") -> Floats:
-    """float64 [ranks]: pairs that each rank's program computes, over heads, or keys that its queries choose."""
+    """float64 [ranks]: pairs that each rank's program computes, or keys that its queries choose, summed over heads."""
     layout = plan.layouts.get("attention") or plan.layout(plan.header.home_layout)
-    chosen_pairs = picked(plan.request.batch, plan.request.model, kind, layout)
+    chosen_pairs = chosen_keys(plan.request.batch, plan.request.model, kind, layout)
     return (
         pairs(plan.programs[kind, phase], plan.header, phase)
         if chosen_pairs is None
@@ -87,7 +87,7 @@ class CommunicationVolume:
 def sum_volumes(parts: Iterable[CommunicationVolume]) -> CommunicationVolume:
     """Sums over several programs."""
     items = list(parts)
-    sent, received = (np.sum([getattr(item, way) for item in items], axis=0) for way in ("sent", "received"))
+    sent, received = (np.sum([getattr(item, key) for item in items], axis=0) for key in ("sent", "received"))
     return CommunicationVolume(sent, received, sum(item.between for item in items))
 
 

@@ -1,10 +1,10 @@
 """Fetched rows visible to a rank's queries: its forward program reduced to transfers, without attention.
 
-home rows | received rows, round by round  ──Fetch.of──► hops, and the rows that each task sees
-their tokens, which travel first           ──arranged──► visible rows in the order of tokens | forwarded rows
+    home rows | received rows, round by round  ──Fetch.of──► hops, and the rows that each task sees
+    their tokens, which travel first           ──arrange───► visible rows in the order of tokens | forwarded rows
 
-An attention program names work rows, which are reused. Here every received row has its own number, so all
-stay, and a gradient goes back on the hops that brought its row, the last hop first.
+An attention program names work rows, which are reused. Here every received row has its own number and remains in
+memory, and its gradient goes back along the hops that brought it, the last hop first.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class TaskKeys(NamedTuple):
     dmax: int
 
     @property
-    def some(self) -> Ints:
-        """The keys that some query sees."""
+    def visible(self) -> Ints:
+        """The keys that at least one query sees."""
         return self.keys[max(0, -self.dmax) : max(0, self.queries - self.dmin)]
 
 
@@ -64,8 +64,8 @@ class TaskKeys(NamedTuple):
 class Arrangement:
     """A permutation of rows: the visible ones, each token once in token order, then all others.
 
-    place: int64 [rows]; visible: number of visible rows; spans: int64 [home rows, most, 2], the visible rows of each
-    query as ranges [first, end), ascending, padded with (0, 0).
+    place: int64 [rows]; visible: number of visible rows; spans: int64 [home rows, ranges, 2], the visible rows of
+    each query as ranges [first, end), ascending, padded with (0, 0).
     """
 
     place: Ints
@@ -80,7 +80,7 @@ class Fetch:
     home: int
     rows: int
     hops: tuple[Hop, ...]
-    seen: tuple[TaskKeys, ...]
+    tasks: tuple[TaskKeys, ...]
 
     @staticmethod
     def of(program: ProgramSet, home: int) -> Fetch:
@@ -90,18 +90,18 @@ class Fetch:
         columns = (instructions[name].tolist() for name in ("op", "round", "channel", "count"))
         for op, _, channel, count, start in zip(*columns, starts.tolist(), strict=True):
             walk.step(Op(op), channel, slice(start, start + count))
-        return Fetch(home, walk.rows, tuple(walk.hops), tuple(walk.seen))
+        return Fetch(home, walk.rows, tuple(walk.hops), tuple(walk.tasks))
 
     @property
     def in_arrival_order(self) -> Arrangement:
         """All rows, in order of arrival."""
         return Arrangement(np.arange(self.rows), self.rows, np.zeros((self.home, 1, 2), np.int64))
 
-    def arranged(self, tokens: Ints) -> Arrangement:
-        """tokens: int64 [rows], the global token of each row."""
+    def arrange(self, tokens: Ints) -> Arrangement:
+        """Visible rows first, in token order. tokens: int64 [rows], the global token of each row."""
         is_visible = np.zeros(self.rows, np.bool_)
-        for task in self.seen:
-            is_visible[task.some] = True
+        for task in self.tasks:
+            is_visible[task.visible] = True
         visible = np.flatnonzero(is_visible)
         _, first, inverse = np.unique(tokens[visible], return_index=True, return_inverse=True)
         position, copy_position = np.full(self.rows, -1), np.full(self.rows, -1)
@@ -109,19 +109,19 @@ class Fetch:
         position[visible[first]] = np.arange(len(first))
         others = np.flatnonzero(position < 0)
         position[others] = len(first) + np.arange(len(others))
-        return Arrangement(position, len(first), _spans(self.home, _ranges(self.seen, copy_position)))
+        return Arrangement(position, len(first), _spans(self.home, _ranges(self.tasks, copy_position)))
 
 
 class _Walk:
-    """Steps through a forward program. held: the row stored in each work row of keys; begins: the first row of each
-    hop."""
+    """Steps through a forward program. _work_rows: the row stored in each work row of keys; _first_rows: the first row
+    of each hop."""
 
     def __init__(self, program: ProgramSet, home: int) -> None:
         self._tables = {name: list(zip(*program[name].values.tolist(), strict=True)) for name in _LISTS}
         arenas = program["arenas"]
-        self._held = np.full(int(arenas["rows"][arenas["tensor"] == Tensor.KV].sum()), -1)
-        self._begins = list[int]()
-        self.rows, self.hops, self.seen = home, list[Hop](), list[TaskKeys]()
+        self._work_rows = np.full(int(arenas["rows"][arenas["tensor"] == Tensor.KV].sum()), -1)
+        self._first_rows = list[int]()
+        self.rows, self.hops, self.tasks = home, list[Hop](), list[TaskKeys]()
 
     def step(self, op: Op, channel: int, part: slice) -> None:
         if op == Op.LAUNCH:
@@ -129,7 +129,7 @@ class _Walk:
         elif op == Op.ATTEND:
             for q, kv, _, dmin, dmax, _ in self._tables["tasks"][part]:
                 _, _, row, rows, _, _ = self._tables["operands"][q]
-                self.seen.append(TaskKeys(row, rows, self._rows_of(kv).copy(), dmin, dmax))
+                self.tasks.append(TaskKeys(row, rows, self._rows_of(kv).copy(), dmin, dmax))
         elif op == Op.COPY:
             for a, _, c, _, _ in self._tables["rowops"][part]:
                 if self._tables["operands"][a][0] in KV_SIDE:
@@ -138,7 +138,7 @@ class _Walk:
     def _rows_of(self, operand: int) -> Ints:
         """The rows of an operand; a view for work rows."""
         _, space, row, rows, _, _ = self._tables["operands"][operand]
-        return np.arange(row, row + rows) if space == Space.HOME else self._held[row : row + rows]
+        return np.arange(row, row + rows) if space == Space.HOME else self._work_rows[row : row + rows]
 
     def _launch(self, channel: int, transfers: Sequence[tuple[int, ...]]) -> None:
         # in table order: the k-th tile sent to a peer matches the k-th received from it
@@ -148,27 +148,27 @@ class _Walk:
         for send, peer, operand in transfers:
             if send:
                 sends.setdefault(peer, []).append(rows := self._rows_of(operand).copy())
-                parents |= {*(np.searchsorted(self._begins, rows, "right") - 1).tolist()} - {-1}
-        self._begins.append(self.rows)
+                parents |= {*(np.searchsorted(self._first_rows, rows, "right") - 1).tolist()} - {-1}
+        self._first_rows.append(self.rows)
         for send, peer, operand in transfers:
             if not send:
                 received_rows = self._rows_of(operand)
                 received_rows[:] = np.arange(self.rows, self.rows + len(received_rows))
                 receives.setdefault(peer, []).append(received_rows.copy())
                 self.rows += len(received_rows)
-        self.hops.append(Hop(channel, tuple(sorted(parents)), _joined(sends), _joined(receives)))
+        self.hops.append(Hop(channel, tuple(sorted(parents)), _concatenate(sends), _concatenate(receives)))
 
 
 _LISTS = ("operands", "transfers", "tasks", "rowops")
 
 
-def _joined(tiles: Mapping[int, list[Ints]]) -> dict[int, Ints]:
+def _concatenate(tiles: Mapping[int, list[Ints]]) -> dict[int, Ints]:
     return {peer: np.concatenate(tiles[peer]) for peer in sorted(tiles)}
 
 
 def _ranges(tasks: Iterable[TaskKeys], index: Ints) -> Ints:
-    """int64 [n, 3]: (query, first, end) of non-empty ranges of visible rows that it sees, sorted. index: int64 [rows],
-    the visible row of each row."""
+    """int64 [n, 3]: (query, first, end), sorted: the non-empty ranges of visible rows that each query sees. index:
+    int64 [rows], the visible row of each row."""
     parts = [np.zeros((0, 3), np.int64)]
     for task in tasks:
         key_rows, i = index[task.keys], np.arange(task.queries)[:, None]
@@ -183,7 +183,7 @@ def _ranges(tasks: Iterable[TaskKeys], index: Ints) -> Ints:
 
 
 def _spans(home: int, ranges: Ints) -> Ints:
-    """int64 [home, most, 2] from sorted ranges, int64 [n, 3]; adjacent ranges are merged."""
+    """int64 [home, ranges, 2] from sorted ranges, int64 [n, 3]; adjacent ranges are merged."""
     query, first, end = ranges.T
     is_first = changes(query)
     is_first[1:] |= first[1:] != end[:-1]

@@ -1,6 +1,6 @@
 """Well-formedness checks that precede all checks of meaning: codes, ranges, indexes and counts.
 
-They run on every plan decoded from bytes or text. After them consumers may index operands, walk lists by `count` and
+They run on every plan decoded from bytes or text. After them, consumers may index operands, walk lists by `count` and
 use int64 arithmetic without overflow: no value exceeds 2**48. `ir.verify` checks that the plan computes the right
 thing.
 """
@@ -73,9 +73,9 @@ _RANGES: Mapping[tuple[str, str], tuple[int, int]] = {
 
 def check_header(header: Header) -> None:
     """Checks names, counts, head sets and diagonals. Raises DecodeError."""
-    _between("ranks", header.ranks, 1, MAX_RANKS)
+    _check_between("ranks", header.ranks, 1, MAX_RANKS)
     for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim"):
-        _between(name, getattr(header, name), 1, MAX_HEADS)
+        _check_between(name, getattr(header, name), 1, MAX_HEADS)
     if header.q_heads % header.kv_heads:
         raise DecodeError(
             f"header: q_heads = {header.q_heads} is not a multiple of kv_heads = {header.kv_heads}"
@@ -83,16 +83,16 @@ def check_header(header: Header) -> None:
     for name, allowed in (("dtype", DTYPE_NAMES), ("sent_gradients", SENT_GRADIENTS)):
         if getattr(header, name) not in allowed:
             raise DecodeError(
-                f"header: {name} = {getattr(header, name)[:40]!r}, known are {', '.join(allowed)}"
+                f"header: {name} = {getattr(header, name)[:40]!r}; known are {', '.join(allowed)}"
             )
     if header.sent_gradients == "model" and header.dtype not in HALF_NAMES:
         halves = " and ".join(HALF_NAMES)
-        raise DecodeError(f"header: sent_gradients = 'model' is for {halves}, and dtype = {header.dtype!r}")
+        raise DecodeError(f"header: sent_gradients = 'model' is for {halves}, but dtype = {header.dtype!r}")
     if header.latent is not None and (header.kv_heads != 1 or header.latent.rope >= header.head_dim):
         raise DecodeError("header: latent rows need one KV head, and rope less than head_dim")
-    _names("kinds", header.kinds)
+    _check_names("kinds", header.kinds)
     _check_recurrent(header)
-    _names("layouts", header.layouts)
+    _check_names("layouts", header.layouts)
     if not header.phases or header.phases != tuple(phase for phase in PHASES if phase in header.phases):
         raise DecodeError(f"header: phases must be one or more of {', '.join(PHASES)}, in this order")
     if header.home_layout not in header.layouts:
@@ -102,12 +102,12 @@ def check_header(header: Header) -> None:
     _check_diagonals(header.kinds, header.diagonals)
 
 
-def _between(name: str, value: int, low: int, high: int) -> None:
+def _check_between(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise DecodeError(f"header: {name} = {value} is outside [{low}, {high}]")
 
 
-def _names(field: str, names: tuple[str, ...]) -> None:
+def _check_names(field: str, names: tuple[str, ...]) -> None:
     if not names or len(set(names)) < len(names) or not all(0 < len(name) <= 128 for name in names):
         raise DecodeError(f"header: {field} must be distinct names of 1 to 128 characters")
 
@@ -122,7 +122,7 @@ def _check_recurrent(header: Header) -> None:
     if kinds and (len(kinds) > MAX_KINDS or list(kinds) != sorted(kinds)):
         raise DecodeError(f"header: recurrent must have at most {MAX_KINDS} kinds, sorted")
     if kinds:
-        _names("recurrent", (*kinds, *header.kinds))
+        _check_names("recurrent", (*kinds, *header.kinds))
 
 
 def _check_diagonals(kinds: tuple[str, ...], diagonals: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
@@ -146,12 +146,12 @@ def check(
     recurrence: Recurrence | None = None,
     first_rank: int = 0,
 ) -> None:
-    """Refuses tables that cannot be walked. `first_rank`: number of the tables' first rank. Raises DecodeError naming
-    rank, table and row."""
+    """Refuses tables that cannot be walked. first_rank: the number of the tables' first rank. Raises DecodeError, which
+    names rank, table and row."""
     for name, spans in layouts.items():
-        _check_spans(_TablePlace(f"layout {name}", "spans", spans, first_rank), tokens[name])
+        _check_spans(_TableLocation(f"layout {name}", "spans", spans, first_rank), tokens[name])
     for (source, target), table in moves.items():
-        location = _TablePlace(f"move {source} -> {target}", "moves", table, first_rank)
+        location = _TableLocation(f"move {source} -> {target}", "moves", table, first_rank)
         location.check_ranges(_ranges("moves", {"peer": (0, header.ranks - 1)}))
     if recurrence is not None:
         _check_recurrence(header, recurrence, first_rank)
@@ -164,8 +164,8 @@ def check(
             _refuse_program(header, f"{kind} {phase}", tables, first_rank, refusal)
 
 
-class _TablePlace:
-    """A table and its place, for messages."""
+class _TableLocation:
+    """A table and its location, for messages."""
 
     def __init__(self, where: str, name: str, table: Table, first_rank: int) -> None:
         self.where, self.name, self.table, self.first_rank = where, name, table, first_rank
@@ -186,7 +186,7 @@ class _TablePlace:
         self.refuse(row, f"{self.table.names[column]} is outside [{low}, {high}]")
 
 
-def _check_spans(location: _TablePlace, tokens: int) -> None:
+def _check_spans(location: _TableLocation, tokens: int) -> None:
     location.check_ranges(_ranges("spans"))
     spans = location.table
     bad_rows = np.flatnonzero(spans.wide("token") + spans["length"] > tokens)
@@ -197,10 +197,12 @@ def _check_spans(location: _TablePlace, tokens: int) -> None:
 
 
 def _check_recurrence(header: Header, tables: Recurrence, first_rank: int) -> None:
-    """Checks codes and ranges; runs are contiguous rows, parents precede their slots, and references are valid: runs of
-    the rank itself, heads of the kind, rows of the halo."""
+    """Checks codes and ranges, and that runs are contiguous, parents precede their slots, and references are valid:
+    the rank's own runs, heads of the kind, rows of the halo."""
     ranges = _ranges_of_recurrence(header.ranks, len(header.recurrent))
-    by_name = {name: _TablePlace("recurrence", name, tables[name], first_rank) for name in RECURRENCE_TABLES}
+    by_name = {
+        name: _TableLocation("recurrence", name, tables[name], first_rank) for name in RECURRENCE_TABLES
+    }
     for name, location in by_name.items():
         location.check_ranges(ranges[name])
     for name, is_wrong, message in _recurrence_faults(header, tables):
@@ -209,7 +211,7 @@ def _check_recurrence(header: Header, tables: Recurrence, first_rank: int) -> No
 
 
 def _recurrence_faults(header: Header, tables: Recurrence) -> Iterator[tuple[str, Bools, str]]:
-    """For each rule its table, the rows that violate it, and the message."""
+    """Yields (table, rows that violate the rule, message) for each rule."""
     runs, folds, states, halo = (tables[name] for name in RECURRENCE_TABLES)
     number, previous_end = within(np.diff(runs.ptr)), np.roll(runs.wide("row") + runs["rows"], 1)
     expected_row = np.where(number == 0, 0, previous_end)
@@ -258,7 +260,7 @@ def _refuse_program(
     """Raises the DecodeError for a refusal of the core."""
     flaw, number, row, column, consumed = refusal
     name, table = tuple(TABLES)[number], tables[number]
-    location = _TablePlace(where, name, table, first_rank)
+    location = _TableLocation(where, name, table, first_rank)
     if flaw == "range":
         ranges = _ranges_of_programs(header.ranks, len(header.head_sets))
         location.refuse_number(ranges[sum(len(other.names) for other in tables[:number]) :], row, column)

@@ -20,18 +20,18 @@ from apportion.ir.masks.spec import Diagonal, Mask, expand_runs, lower_runs, low
 from apportion.ir.request.sequences import (
     Kind,
     Sequence,
-    carried,
     check_count,
     check_fit,
     check_lengths,
-    checked_places,
+    checked_indexes,
     kinds_of,
     masks_by_kind,
-    masks_taken,
     own_columns,
     read_homes,
     read_mask,
     read_sequences,
+    select_fields,
+    select_masks,
     without_default,
 )
 
@@ -71,10 +71,10 @@ class Batch:
         mask: Mask | Mapping[str, Mask] | None = None,
         home_ranks: Iterable[Iterable[int] | None] | None = None,
     ) -> Batch:
-        """Builds a batch of sequences of these lengths, all under `mask` (causal): one spec, or {kind: spec} for
-        several kinds.
+        """Builds a batch of sequences of these lengths, all under `mask`: one spec (default: causal), or {kind: spec}
+        for several kinds.
 
-        home_ranks: for each sequence its allowed home ranks, or None.
+        home_ranks: for each sequence, its allowed home ranks, or None for all.
         """
         array = integers("lengths", lengths, 1, MAX_TOKENS)
         index = np.zeros(len(array), np.int64)
@@ -83,7 +83,7 @@ class Batch:
 
     @staticmethod
     def from_sequences(sequences: Iterable[Sequence]) -> Batch:
-        """Builds a batch of sequences with their own masks; all name the same attention kinds."""
+        """Builds a batch of sequences with their own masks, which must all name the same attention kinds."""
         items = list(instances("sequences", sequences, Sequence))
         lengths = integers("lengths", [item.length for item in items], 1, MAX_TOKENS)
         by_kind = [masks_by_kind(f"sequences[{i}].mask", item.mask) for i, item in enumerate(items)]
@@ -97,11 +97,14 @@ class Batch:
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: ArrayLike, mask: Mask | Mapping[str, Mask] | None = None) -> Batch:
-        """Builds a batch from cumulative lengths [n + 1], as varlen attention kernels use them."""
+        """Builds a batch from cumulative lengths [n + 1], like those of varlen attention kernels."""
         cu = integers("cu_seqlens", cu_seqlens, 0, MAX_TOKENS)
         if len(cu) < 2 or cu[0] != 0:
             raise ConfigError(
-                "cu_seqlens", cu.tolist()[:8], "must begin with 0 and have two numbers", "write [0, n]"
+                "cu_seqlens",
+                cu.tolist()[:8],
+                "must start with 0 and have at least two numbers",
+                "write [0, n]",
             )
         for i in np.flatnonzero(np.diff(cu) <= 0):
             raise ConfigError(
@@ -145,13 +148,13 @@ class Batch:
 
     def take(self, indexes: ArrayLike) -> Batch:
         """Selects sequences, in the order of `indexes` (distinct integers [m]), with all their fields."""
-        selection = checked_places(indexes, len(self.lengths))
+        selection = checked_indexes(indexes, len(self.lengths))
         return Batch(
             self.lengths[selection],
-            {kind: masks_taken(kind_masks, selection) for kind, kind_masks in self.masks.items()},
-            carried(self.home_ranks, selection),
-            carried(self.own_positions, selection),
-            carried(self.own_labels, selection),
+            {kind: select_masks(kind_masks, selection) for kind, kind_masks in self.masks.items()},
+            select_fields(self.home_ranks, selection),
+            select_fields(self.own_positions, selection),
+            select_fields(self.own_labels, selection),
         )
 
     def to_data(self) -> dict[str, Any]:
@@ -230,8 +233,8 @@ class Batch:
         return self._cached(("bands", self._kind(kind)), lambda: self._lower(kind))
 
     def diagonals(self, kind: str) -> tuple[tuple[int, int], ...]:
-        """The distinct (dmin, dmax) declared by the masks of a kind, sorted, for any lengths; empty if more than
-        `MAX_DIAGONALS`."""
+        """The distinct (dmin, dmax) declared by the masks of a kind, sorted, whatever the lengths; empty if there are
+        more than `MAX_DIAGONALS`."""
         key = "diagonals", self._kind(kind)
         if key not in self._cache:
             specs = self.masks[kind].specs
@@ -256,7 +259,7 @@ class Batch:
         return self._runs()[0]
 
     def branches(self) -> Branches:
-        """The order of recurrent layers over the tokens. Raises ConfigError if a mask defines no order."""
+        """The token order for recurrent layers. Raises ConfigError if a mask defines no order."""
         if "branches" not in self._cache:
             self._cache["branches"] = branches_of(*self._links(), self.tokens)
         return self._cache["branches"]  # type: ignore[no-any-return]
@@ -295,7 +298,7 @@ class Batch:
 
     def largest_excess(self, rows: Ints, shares: Floats) -> float:
         """Largest relative excess of a rank's rows over its share. rows: int64 [ranks]; shares: float64 [ranks], of all
-        tokens. Ranks in no sequence's `home_ranks`, if all have them, are dedicated attention servers with share 0."""
+        tokens. If all sequences have `home_ranks`, the ranks in none are dedicated attention servers with share 0."""
         if len(self.home_ranks) == len(self.lengths):
             homes = sorted({rank for ranks in self.home_ranks.values() for rank in ranks})
             rows, shares = rows[homes], shares[homes] * (self.tokens / shares[homes].sum())
@@ -310,7 +313,7 @@ class Batch:
         return self.tokens - missing - sum(int((labels < 0).sum()) for labels in self.own_labels.values())
 
     def _ends(self) -> tuple[Ints, Ints]:
-        """(tokens, labels) whose label is not the next token, according to the masks; tokens ascending."""
+        """(tokens, labels) of the tokens whose label, according to the masks, is not the next token; ascending."""
         tokens, ends = self._cached("ends", self._make_ends)
         return tokens, ends
 
@@ -351,7 +354,7 @@ class Batch:
         return bands[np.lexsort((bands[:, 2], bands[:, 0]))]
 
     def _layout(self) -> Iterable[tuple[Mask, Ints]]:
-        """(spec, sequences): the source of each sequence's positions and labels, its structured spec if it has one."""
+        """(spec, sequences) pairs: the spec that defines a sequence's positions and labels, a structured one if any."""
         if len(self.masks) == 1:
             return next(iter(self.masks.values())).groups()
         by_kind = [kind.groups() for kind in self.masks.values()]
@@ -373,7 +376,7 @@ class Batch:
         ]
         starts, positions = (np.concatenate(column) for column in zip(*parts, strict=True))
         if self.own_positions:
-            starts, positions = self._with_own(starts, positions)
+            starts, positions = self._with_own_positions(starts, positions)
         order = np.argsort(starts, kind="stable")
         return starts[order], positions[order]
 
@@ -396,12 +399,12 @@ class Batch:
         return links[0], links[1]
 
     def _lower_links(self, groups: Iterable[tuple[Mask, Ints]]) -> Ints:
-        """int64 [2, links], by token."""
+        """int64 [2, links]: tokens and predecessors, sorted by token."""
         parts = [lower_links(spec, self.lengths[members], self.starts[members]) for spec, members in groups]
         links = np.concatenate([np.stack(part) for part in parts], axis=1)
         return links[:, np.argsort(links[0], kind="stable")]
 
-    def _with_own(self, starts: Ints, positions: Ints) -> tuple[Ints, Ints]:
+    def _with_own_positions(self, starts: Ints, positions: Ints) -> tuple[Ints, Ints]:
         sequences = np.array(sorted(self.own_positions))
         is_kept = ~np.isin(np.searchsorted(self.starts, starts, side="right") - 1, sequences)
         breaks = {i: np.append(0, np.flatnonzero(np.diff(self.own_positions[i]) != 1) + 1) for i in sequences}
@@ -412,7 +415,7 @@ class Batch:
 
 
 def _check_structure(batch: Batch) -> None:
-    """Checks that structured masks of one sequence agree on positions and labels that it does not provide itself."""
+    """Checks that the structured masks of a sequence agree on its positions and labels, unless it has its own."""
     kinds = list(batch.masks.values())
     if len(kinds) < 2 or sum(any(spec.structured for spec in kind.specs) for kind in kinds) < 2:
         return

@@ -16,7 +16,7 @@ from apportion.ir.fields import integer, integers, load
 from apportion.ir.isa import MAX_RANKS
 from apportion.ir.structs import Amount, Count, Positive, check, mapping_of, to_data
 
-#: of a cluster that a forecast divides into tensor-parallel groups and stages; plans have at most MAX_RANKS ranks
+#: limit of a cluster, which a forecast divides into tensor-parallel groups and stages; of a plan: MAX_RANKS
 MAX_GPUS = 2**20
 
 
@@ -26,7 +26,7 @@ class Cluster:
 
     Bandwidths are GB/s (1e9 bytes) in each direction, memory in GiB. The defaults are one DGX H100: NVLink 900 GB/s for
     both directions together and eight 400 Gb/s NICs (NVIDIA's data sheets); the latencies are assumed. `speeds`:
-    relative speed of each rank; None: all 1.0. At most 2**20 ranks, of which a plan can have 65,535. Raises
+    relative speed of each rank; None: all 1.0. A cluster has at most 2**20 ranks, a plan at most 65,535. Raises
     ConfigError.
     """
 
@@ -64,7 +64,7 @@ class Cluster:
         return cards.card("Cluster", rows, speeds)
 
     def check_ranks(self, limit: int = MAX_RANKS) -> None:
-        """Raises ConfigError for more ranks than a plan may have, or than `limit`."""
+        """Raises ConfigError if there are more than `limit` ranks, by default the limit of a plan."""
         if self.ranks > integer("most", limit):
             field, rule = "cluster.nodes x cluster.ranks_per_node", f"must be at most {limit}"
             raise ConfigError(field, self.ranks, rule, "use fewer ranks, or several plans")
@@ -75,7 +75,7 @@ class Cluster:
 
     @property
     def inter_gbs_per_rank(self) -> float:
-        """GB/s between nodes per rank while all ranks of a node send: several may share a NIC, and none uses two."""
+        """GB/s between nodes per rank while all ranks of a node send: ranks may share a NIC, but none uses two."""
         return self.inter_gbs * min(1.0, self.nics_per_node / self.ranks_per_node)
 
     @overload
@@ -91,10 +91,10 @@ class Cluster:
         """The cluster that torchrun (WORLD_SIZE, LOCAL_WORLD_SIZE) or SLURM (SLURM_NTASKS with
         SLURM_NTASKS_PER_NODE or SLURM_NNODES) describes in the environment, with default links.
 
-        group: the data x context group if it is not all ranks: the list of its global ranks, or an object with
-        `size()`, as torch process groups have. Its ranks are assumed to be spread evenly over all nodes; otherwise pass
-        the list (`torch.distributed.get_process_group_ranks`). Raises ConfigError if neither set of variables is set, a
-        rank is listed twice or ranks do not divide evenly.
+        group: the data x context group if it does not include all ranks: a list of global ranks, or an object with
+        `size()`, such as a torch process group, whose ranks are assumed to be spread evenly over all nodes; if they are
+        not, pass the list (`torch.distributed.get_process_group_ranks`). Raises ConfigError if neither set of variables
+        is set, a rank is listed twice or ranks do not divide evenly.
         """
         world, local = _world(os.environ)
         if group is None:
@@ -159,7 +159,7 @@ def _variable(env: Mapping[str, str], name: str) -> int:
 def _divided(field: str, ranks: int, parts: int) -> int:
     if ranks % parts:
         raise ConfigError(
-            field, ranks, f"must divide evenly by {parts}", "give every node the same number of ranks"
+            field, ranks, f"must be a multiple of {parts}", "give every node the same number of ranks"
         )
     return ranks // parts
 
@@ -179,5 +179,5 @@ def _check_even(nodes: Sequence[int] | Ints) -> None:
             "group",
             counts.tolist(),
             "must have the same number of ranks on each node",
-            "choose a group of whole node shares",
+            "choose equally many ranks on each of its nodes",
         )

@@ -14,7 +14,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.structs import Amount, Text, to_data
 
 LEAST, MOST = 1e-6, 1e12  # bounds of times and positive figures: sums of products stay finite
-#: largest ratio of a causal task's time to the full one's: kernels without masks split it into three calls
+#: largest ratio of a causal task's time to a full task's: kernels without masks split it into three calls
 MOST_CAUSAL = 3.0
 
 Share = Annotated[float, Meta(ge=LEAST, le=1)]
@@ -54,8 +54,8 @@ class Figure:
 class MessageRates:
     """Fraction of the inter-node bandwidth that messages reach, by size, without latency.
 
-    bytes: sizes, ascending. share: of each size, with low and high, its interval. Between sizes shares are linear in
-    the logarithm of the size; beyond the ends they are constant. Raises ConfigError.
+    bytes: sizes, ascending. share: the fraction at each size; low, high: its interval. Between sizes, shares are linear
+    in the logarithm of the size; beyond the ends they are constant. Raises ConfigError.
     """
 
     bytes: tuple[Annotated[int, Meta(ge=1, le=2**40)], ...]
@@ -97,11 +97,11 @@ HOST = Figure(
 
 @dataclass(frozen=True)
 class Grid:
-    """Microseconds of one attention task inside an instruction, of one phase.
+    """Microseconds of one attention task within an instruction, in one phase.
 
     full, causal: [axis][axis], rows of queries by rows of keys, each result written once in the dtype of the grids. Of
     rows x keys pairs, `causal` allows all but the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows -
-    keys)). Times never fall along an axis. `causal` times may exceed `full` ones up to `MOST_CAUSAL` times, since a
+    keys)). Times never decrease along an axis. `causal` times may exceed `full` ones up to `MOST_CAUSAL` times, since a
     kernel that splits a task into calls may take longer for fewer pairs. launch_us: per kernel. tile_us: one kernel
     tile on one multiprocessor, for an instruction's longest chain of tiles; 0 if the grids include it. window_us: extra
     time per query row if the band also hides early keys (dmax cuts it), beyond interpolation between the causal grid
@@ -117,9 +117,9 @@ class Grid:
     window_us: Time = 0.0
 
     def check(self, field: str, points: int) -> None:
-        """Raises ConfigError if times are not [points][points], fall along an axis, or exceed the limit in `causal`."""
+        """Raises ConfigError if times are not [points][points], decrease along an axis, or exceed `MOST_CAUSAL`."""
         for kind in ("full", "causal"):
-            _check_rising(f"{field}.{kind}", getattr(self, kind), points)
+            _check_times(f"{field}.{kind}", getattr(self, kind), points)
         full, causal = np.array(self.full), np.array(self.causal)
         violations = np.argwhere(causal > MOST_CAUSAL * full * (1 + 1e-9))
         if len(violations):
@@ -138,7 +138,7 @@ class Grid:
         return data
 
 
-def _check_rising(field: str, rows: Rows, points: int) -> None:
+def _check_times(field: str, rows: Rows, points: int) -> None:
     if len(rows) != points:
         raise ConfigError(field, len(rows), f"must have {points} rows, like the axis", "add or drop rows")
     for i, row in enumerate(rows):
@@ -147,9 +147,9 @@ def _check_rising(field: str, rows: Rows, points: int) -> None:
             raise ConfigError(f"{field}[{i}]", len(row), rule, "add or drop times")
     grid = np.array(rows)
     for axis in (0, 1):
-        falls = np.argwhere(np.diff(grid, axis=axis) < 0)
-        if len(falls):
-            i, j = (falls[0] + (axis == 0, axis == 1)).tolist()
+        decreases = np.argwhere(np.diff(grid, axis=axis) < 0)
+        if len(decreases):
+            i, j = (decreases[0] + (axis == 0, axis == 1)).tolist()
             raise ConfigError(
                 f"{field}[{i}][{j}]",
                 float(grid[i, j]),

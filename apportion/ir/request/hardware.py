@@ -6,8 +6,8 @@
              ├─ backward    the same
              └─ measured    origin of a profile: device, versions, date; not part of the digest
 
-A file is the JSON of `to_data` (schema: apportion:hardware). Profiles write it; the built-in ones, in the folder
-`chips`, are from data sheets and papers, with grids of a small model of a flash kernel (`benchmarks/chips.py`).
+A file is the JSON of `to_data` (schema: apportion:hardware). Profiling writes one; the built-in files, in the folder
+`chips`, are from data sheets and papers, with grids from a small model of a flash kernel (`benchmarks/chips.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from apportion.ir.request.model import ELEMENT_BYTES
 from apportion.ir.structs import Name, Text, one_of, read, to_data, values
 
 VERSION = 1
-#: names of built-in hardware: chips with library flash kernels, and with the Triton kernels of the engine that runs an
-#: instruction at once
+#: names of built-in hardware: chips with library flash kernels, and with the Triton kernels of the `stage` engine
 BUILTIN = tuple(
     f"{chip}{engine}" for engine in ("", "-stage") for chip in ("h100", "h200", "a100", "a800", "h20", "b200")
 )
@@ -77,8 +76,9 @@ class Hardware:
     rowop_us: fixed cost of a row kernel (copy, merge, add, pack, ...) besides its bytes. post_us: cost of posting a
     message, before any transfer of its round completes. host_gbs: between a rank and its host's memory, each way, 1e9
     bytes/s; optional in files. contention: relative slowdown of kernels during a transfer of their rank, whose kernels
-    occupy multiprocessors: 0.1 is a tenth, 0 none. rows_gbs, loss_gbs, optimizer_gbs: 1e9 bytes/s, in the bytes of
-    `apportion.ir.layer_work`, for row work of layers, the loss, and Adam; None: not measured, memory_gbs is used.
+    occupy multiprocessors (0.1: a tenth; 0: none). rows_gbs, loss_gbs, optimizer_gbs: 1e9 bytes/s, in bytes as
+    `apportion.ir.layer_work` counts them, for row work of layers, the loss, and Adam; None: not measured, memory_gbs
+    applies.
     incast: relative slowdown of an inter-node transfer for each further NIC, up to `incast_peers`, that sends to the
     same NIC in a round; one_peer: share of the rate that a NIC reaches with a single peer; message_rates: rate by
     message size. None: unknown, the rate is always `inter_gbs` (see `planner.congestion`). Create with `load`,
@@ -150,7 +150,7 @@ class Hardware:
         ]
 
     def digest(self) -> str:
-        """BLAKE2b, hex, of figures and grids: equal numbers and sources have equal digests, from any origin."""
+        """BLAKE2b, hex, of figures and grids: equal numbers and sources have equal digests, whatever their origin."""
         return self._digest
 
     @cached_property
@@ -184,7 +184,7 @@ class Hardware:
         hardware = Hardware(**arguments)
         integer("hardware.kv_heads", hardware.kv_heads, 1, hardware.q_heads)
         if any(low >= high for low, high in pairwise(hardware.axis)):
-            rule, remedy = "must rise", "sort the points and name each once"
+            rule, remedy = "must be ascending", "sort the points and list each once"
             raise ConfigError("hardware.axis", list(hardware.axis), rule, remedy)
         for phase in ("forward", "backward"):
             hardware.grid(phase).check(f"hardware.{phase}", len(hardware.axis))
@@ -240,7 +240,7 @@ def _builtin(name: str) -> Hardware:
 def _loaded(path: Path) -> Any:
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(
-            str(path), path.stat().st_size, f"must be at most {MAX_FILE_BYTES} bytes", "name a profile"
+            str(path), path.stat().st_size, f"must be at most {MAX_FILE_BYTES} bytes", "use a profile"
         )
     return load(path)
 

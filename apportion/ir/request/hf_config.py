@@ -40,8 +40,8 @@ def model_of(config: Mapping[str, Any]) -> Model:
 
 
 def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
-    """The mask of each attention kind of `model_of`; for a single kind its mask, or None if it is causal, the default
-    everywhere. These are the checkpoint's own masks: a trainer must add documents or trees itself. Raises
+    """The mask of each attention kind of `model_of`; if there is only one kind, its mask, or None for a causal mask,
+    the default everywhere. These are the checkpoint's own masks: a trainer must add documents or trees itself. Raises
     ConfigError."""
     text = text_config(config)
     flags = {
@@ -50,7 +50,7 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
     }
     for field in filter(flags.__getitem__, flags):
         rule = "tokens see later ones, by a rule specific to the model"
-        raise ConfigError(field, text[field], rule, "give masks= to the loader, --mask to a command")
+        raise ConfigError(field, text[field], rule, "give masks= to the loader, or --mask to a command")
     masks = {kind: _mask(text, kind) for kind in sorted(set(attention_types(text)))}
     if len(masks) > 1:
         return masks
@@ -66,16 +66,16 @@ def windows_of(config: Mapping[str, Any]) -> list[int | None]:
     return [count(text, SLIDING_WINDOW) if kind == SLIDING else fixed.get(kind) for kind in layer_types(text)]
 
 
-def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
-    """Training fields `vocab` and `tied`, except those in `given`. Raises ConfigError."""
+def head_fields(config: Mapping[str, Any], overrides: Collection[str] = ()) -> dict[str, Any]:
+    """Training fields `vocab` and `tied`, except those in `overrides`. Raises ConfigError."""
     text = text_config(config)
     tie_settings = (part.get("tie_word_embeddings") for part in (text, config))
     tied = next((bool(setting) for setting in tie_settings if setting is not None), _ties(text["model_type"]))
-    if "vocab" not in given and text.get("vocab_size") is None:
+    if "vocab" not in overrides and text.get("vocab_size") is None:
         rule = f"a config of type {text['model_type']} must have it"
         raise ConfigError("vocab_size", None, rule, "add it, or set `vocab` of the training")
-    vocab = {} if "vocab" in given else {"vocab": count(text, "vocab_size")}
-    return vocab if "tied" in given else {**vocab, "tied": tied}
+    vocab = {} if "vocab" in overrides else {"vocab": count(text, "vocab_size")}
+    return vocab if "tied" in overrides else {**vocab, "tied": tied}
 
 
 def _ties(kind: str) -> bool:
@@ -88,7 +88,7 @@ def _mask(text: Mapping[str, Any], kind: str) -> Mask:
         return Full() if is_encoder else Causal()
     size = count(
         text, WINDOW_OF[kind]
-    )  # tokens up to the query itself; of a chunk; of an encoder on each side
+    )  # tokens up to and including the query, in a chunk, or on each side in an encoder
     if kind == CHUNKED:
         return Chunked(size)
     return SlidingWindow(size + 1, size) if is_encoder else SlidingWindow(size)

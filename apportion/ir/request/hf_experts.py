@@ -26,8 +26,8 @@ _MLA = MappingProxyType({"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "ro
 
 
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`experts`, `q_rank`, `kv_rank` and `rope_dim` of a training. Raises ConfigError if the way that layers choose or
-    share experts is not known, and for types whose recurrent layers are not priced."""
+    """Training fields `experts`, `q_rank`, `kv_rank` and `rope_dim`, for some types also `ffns` and `gated`. Raises
+    ConfigError for types whose use of experts is unknown, or whose recurrent layers are not priced."""
     text = text_config(config)
     if text["model_type"] in words("unpriced"):
         rule = "its layers are planned, but their parts other than attention are not priced"
@@ -70,7 +70,7 @@ def _experts(text: Mapping[str, Any], field: str) -> dict[str, int]:
 
 
 def _sparse(text: Mapping[str, Any]) -> list[bool]:
-    """True for each layer with an FFN that has experts."""
+    """For each layer with an FFN, True if it has experts."""
     if text["model_type"] == "nemotron_h":
         return [kind == "moe" for kind in layer_types(text) if kind in ("mlp", "moe")]
     layers = count(text, "num_hidden_layers")

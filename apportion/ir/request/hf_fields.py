@@ -26,7 +26,7 @@ _MAX_SIZE = 2**24
 _DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"})
 # Layer types by their names before transformers 5, or in GPT-Neo.
 _LEGACY = MappingProxyType({"attention": FULL, "global": FULL, "local": SLIDING, "mamba": LINEAR})
-_NEITHER = ("mlp", "moe")  # layers of Nemotron-H without token mixing
+_NO_MIXING = ("mlp", "moe")  # layers of Nemotron-H without token mixing
 _PATTERN = MappingProxyType({"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"})  # of hybrid_override_pattern
 
 
@@ -100,7 +100,7 @@ def field_value(text: Mapping[str, Any], field: str) -> tuple[str, Any]:
 
 
 def count(text: Mapping[str, Any], field: str) -> int:
-    """Reads a positive integer under the field's own name or another. Raises ConfigError."""
+    """Reads a positive integer field under any of its names. Raises ConfigError."""
     name, value = field_value(text, field)
     if value is None:
         others = " or ".join(("it", *table("aliases").get(field, ())))
@@ -144,10 +144,10 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def attention_types(text: Mapping[str, Any]) -> list[str]:
-    """The type of each layer with attention. Raises ConfigError for an unsupported or unknown type, and if there is
-    none."""
+    """The type of each layer with attention. Raises ConfigError for an unsupported or unknown type, and if no layer has
+    attention."""
     types = layer_types(text)
-    result = [FULL if kind == BOTH else kind for kind in types if kind not in (LINEAR, *_NEITHER)]
+    result = [FULL if kind == BOTH else kind for kind in types if kind not in (LINEAR, *_NO_MIXING)]
     if not result:
         rule = "no layer has softmax attention"
         raise ConfigError("layer_types", f"{len(types)} layers", rule, "train it without context parallelism")
@@ -156,11 +156,11 @@ def attention_types(text: Mapping[str, Any]) -> list[str]:
 
 def layer_types(text: Mapping[str, Any]) -> list[str]:
     """The type of each layer. Raises ConfigError for an unsupported or unknown type."""
-    name, value = _listed(text)
+    name, value = _types_field(text)
     has_layer_count = field_value(text, "num_hidden_layers")[1] is not None or not isinstance(value, list)
     layers = (
         count(text, "num_hidden_layers") if has_layer_count else len(value)
-    )  # Nemotron-H, whose types alone give the number
+    )  # Nemotron-H, where only the types give the number
     types = (
         _inferred_types(text, layers)
         if value is None
@@ -171,7 +171,7 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
         raise ConfigError(name, f"{len(types)} types", rule, "correct the config")
     supported: tuple[str, ...] = (FULL, SLIDING, CHUNKED)
     if recurrence_of(text["model_type"]) is not None:
-        supported += (LINEAR, BOTH, *_NEITHER)
+        supported += (LINEAR, BOTH, *_NO_MIXING)
     for kind in types:
         if kind not in supported:
             remedy = f"use {', '.join(supported)}, or write a model file for the supported layers"
@@ -179,7 +179,7 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
     return types
 
 
-def _listed(text: Mapping[str, Any]) -> tuple[str, Any]:
+def _types_field(text: Mapping[str, Any]) -> tuple[str, Any]:
     """(field, types) of the field that lists the type of each layer; types None if there is none."""
     name, value = field_value(text, "layer_types")
     if value is not None or recurrence_of(text["model_type"]) is None:
@@ -188,7 +188,7 @@ def _listed(text: Mapping[str, Any]) -> tuple[str, Any]:
         if (entry := text.get(name)) is not None:
             break
     else:
-        return _kimi(text)
+        return _kimi_types(text)
     if name == "hybrid_override_pattern":
         return name, [_PATTERN.get(kind, kind) for kind in str(entry)]
     if name == "attn_type_list":  # of MiniMax
@@ -200,8 +200,8 @@ def _listed(text: Mapping[str, Any]) -> tuple[str, Any]:
     return name, entry
 
 
-def _kimi(text: Mapping[str, Any]) -> tuple[str, Any]:
-    """Like `_listed`, for Kimi Linear's own files, which number layers from 1."""
+def _kimi_types(text: Mapping[str, Any]) -> tuple[str, Any]:
+    """Like `_types_field`, for Kimi Linear's own files, which number layers from 1."""
     config = mapping("linear_attn_config", text.get("linear_attn_config") or {})
     if "full_attn_layers" not in config:
         return "layer_types", None
@@ -210,8 +210,8 @@ def _kimi(text: Mapping[str, Any]) -> tuple[str, Any]:
     return "linear_attn_config", [FULL if number + 1 in attention else LINEAR for number in range(layers)]
 
 
-def _hybrid(text: Mapping[str, Any], layers: int) -> list[str]:
-    """Layer types of a model with recurrent layers by its configuration class, if the file lists none."""
+def _hybrid_types(text: Mapping[str, Any], layers: int) -> list[str]:
+    """Layer types of a model with recurrent layers according to its configuration class, if the file lists none."""
     kind, numbers = text["model_type"], range(layers)
     if kind == "falcon_h1":
         return [BOTH] * layers
@@ -233,11 +233,11 @@ def _hybrid(text: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _inferred_types(text: Mapping[str, Any], layers: int) -> list[str]:
-    """Layer types by the configuration class, if the file has no `layer_types`."""
+    """Layer types according to the configuration class, if the file has no `layer_types`."""
     kind, (field, window) = text["model_type"], field_value(text, SLIDING_WINDOW)
     if recurrence_of(kind) is not None:
-        return _hybrid(text, layers)
-    if kind in words("must_say"):
+        return _hybrid_types(text, layers)
+    if kind in words("needs_layer_types"):
         rule = f"the file does not name the layers of a {kind} with a window"
         raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")
     if kind == "llama4_text":
@@ -251,7 +251,9 @@ def _inferred_types(text: Mapping[str, Any], layers: int) -> list[str]:
     if kind in words("switched"):
         full_count = min(count(text, "max_window_layers"), layers)
         return [FULL] * full_count + [SLIDING] * (layers - full_count)
-    return [SLIDING] * layers if kind in words("all_slide") else _every_nth_full(text, layers, field, window)
+    return (
+        [SLIDING] * layers if kind in words("all_sliding") else _every_nth_full(text, layers, field, window)
+    )
 
 
 def _every_nth_full(text: Mapping[str, Any], layers: int, field: str, window: Any) -> list[str]:

@@ -2,7 +2,7 @@
 by model type.
 
 A field whose name mentions attention, layer kinds or state is refused unless it is listed as read or irrelevant, or its
-value switches it off. Model types of transformers 5.23 that deviate without a field that shows it are listed by type
+value switches it off. Model types of transformers 5.23 that deviate without a field that reveals it are listed by type
 (`hf_types.toml`).
 """
 
@@ -18,7 +18,7 @@ from apportion.ir.errors import ConfigError
 
 
 def table(name: str) -> Any:
-    """A table of `hf_types.toml`, which documents each."""
+    """A table of `hf_types.toml`, described there."""
     return _tables()[name]
 
 
@@ -35,7 +35,7 @@ def _tables() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("hf_types.toml").read_text(encoding="utf-8"))
 
 
-_SPEAKS = re.compile(
+_ATTENTION_FIELD = re.compile(
     "attn|attention|layers?_type|mixer|ssm|mamba|conv|linear|recurr|lru|rwkv|retention|window|chunk|slid|swa_|local|global"
     "|hybrid|pattern|_period|interval|index_|indexer|sparse|state|share|sharing|cross|encoder|causal|prefix|compress"
     "|lightning|delta|kda|mask|alibi|head|per_layer|stride|memory|mem_|lsh|cycle|block|layer_group|sink|directional"
@@ -45,19 +45,19 @@ _REMEDY = "write a model file (q_heads, kv_heads, …) for the layers of softmax
 
 
 def check_layers(text: Mapping[str, Any], idle: Collection[str]) -> None:
-    """Refuses a config with unsupported layers, or with an unknown field about them. idle: pattern fields that are read
-    or irrelevant. Raises ConfigError."""
+    """Refuses a config with unsupported layers, or with an unknown field that may change them. idle: pattern fields
+    that are read or irrelevant. Raises ConfigError."""
     kind = text["model_type"]
     for reason, names in table("reasons").items():
         for field in names.split():
-            if _is_on(field, text.get(field)) and not _of_recurrence(kind, field):
+            if _is_on(field, text.get(field)) and not _is_recurrent_field(kind, field):
                 raise ConfigError(field, text[field], f"a model of type {kind} {reason}", _REMEDY)
     for reason, names in table("types").items():
         if not {kind, f"{kind}_text"}.isdisjoint(names.split()):
             raise ConfigError("model_type", kind, f"a model of this type {reason}", _REMEDY)
     for field, value in text.items():
-        is_known = field in words("understood") or field in idle or _of_recurrence(kind, field)
-        if _SPEAKS.search(field.lower()) and not is_known and _is_on(field, value):
+        is_known = field in words("known_fields") or field in idle or _is_recurrent_field(kind, field)
+        if _ATTENTION_FIELD.search(field.lower()) and not is_known and _is_on(field, value):
             rule = f"unknown field of a model of type {kind}: it may change its attention"
             raise ConfigError(field, value, rule, _REMEDY)
 
@@ -69,7 +69,7 @@ def recurrence_of(kind: str) -> str | None:
     return next((name for name in families if not names.isdisjoint(table("recurrent")[name].split())), None)
 
 
-def _of_recurrence(kind: str, field: str) -> bool:
+def _is_recurrent_field(kind: str, field: str) -> bool:
     """True if a type has supported recurrent layers and the field describes them."""
     recurrent = table("recurrent")
     is_field = field in recurrent["fields"].split() or field.startswith(tuple(recurrent["prefixes"].split()))

@@ -1,10 +1,11 @@
-"""Reader of document lengths: lines of integers or JSON, a JSON list, CSV, Parquet, a saved Hugging Face dataset.
+"""Reads document lengths from lines of integers or JSON, a JSON list, CSV, Parquet or a saved Hugging Face dataset.
 
-a record of           length                                a column of integers, or of lists whose lengths count
-.json                 a list of integers or records
-.csv                  the column under its heading
-.parquet, a folder    Arrow columns; a folder has Parquet files, or what `Dataset.save_to_disk` wrote
-any other ending      an integer or a record per line
+    .json                 a list of integers or records
+    .csv                  columns under their headings
+    .parquet, a folder    Arrow columns; a folder has Parquet files, or the files of `Dataset.save_to_disk`
+    any other file        an integer or a record per line
+
+A record or table has its length in one column: an integer, or a list with an item per token.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ COLUMNS = ("length", "input_ids")
 
 
 def length_values(path: Path, column: str | None = None) -> list[int]:
-    """The length of each document of a file or folder, at least 1. column: of records and tables; None: the first of
-    `COLUMNS` that exists. Raises ConfigError, and MissingDependencyError if pyarrow is needed but not
+    """The length of each document of a file or folder, at least 1. column: its name in records and tables; None: the
+    first of `COLUMNS` that exists. Raises ConfigError, and MissingDependencyError if pyarrow is needed but not
     installed."""
     if path.is_dir() or path.suffix == ".parquet":
         return [value for table in _tables(path) for value in _column(path, table, column)]
@@ -64,7 +65,7 @@ def _name(field: str, names: Iterable[str], column: str | None) -> str:
     for name in candidates:
         if name in available:
             return name
-    rule = f"{field} has no {' or '.join(candidates)}, it has {', '.join(map(str, available[:16]))}"
+    rule = f"{field} has no {' or '.join(candidates)}, only {', '.join(map(str, available[:16]))}"
     raise ConfigError("column", column, rule, "name the column of lengths or of token ids")
 
 

@@ -22,7 +22,7 @@ from apportion.ir.tensors import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 
-MAX_HEADS = 2**16  # limit of widths too, as in the header of a plan
+MAX_HEADS = 2**16  # also the limit of head dims, as in the header of a plan
 _MAX_SIZE = 2**24
 Heads = Annotated[int, Meta(ge=1, le=MAX_HEADS)]
 Width = Annotated[int, Meta(ge=1, le=_MAX_SIZE)]
@@ -34,12 +34,12 @@ class Model:
     equal).
 
     `layers`: the number of attention layers, or one number for each attention kind, sorted. `sent_gradients`: transfer
-    dtype of partial gradients: `wide`, that of the accumulators, or `model`, rounded to bf16 or fp16, which halves
+    dtype of partial gradients: `wide`, the accumulators' dtype, or `model`, rounded to bf16 or fp16, which halves
     their bytes; sums are always in float32. `recurrent`: kinds of linear recurrent layers, sorted. `balance`:
-    kinds whose layers choose keys at run time in their own kernel: rows are gathered, queries stay home with all heads,
-    and a query counts as min(visible keys, n), {kind: {"keys": n}}. `latent`: KV rows are latent rows, of one KV head,
-    which the layer's projection expands to k and v of each query head where attention is computed; head dims are those
-    of the expanded heads. Raises ConfigError.
+    {kind: {"keys": n}} for kinds whose layers choose keys at run time in their own kernel: rows are gathered, queries
+    stay home with all heads, and a query counts as min(visible keys, n) pairs. `latent`: KV rows are latent rows, of
+    one KV head, which the layer's projection expands to k and v of each query head where attention is computed; head
+    dims describe the expanded heads. Raises ConfigError.
     """
 
     q_heads: Heads = 32
@@ -90,7 +90,7 @@ class Model:
         return cards.card("Model", self.figures())
 
     def figures(self) -> list[tuple[str, str]]:
-        """Names and values, in words: heads, layers of each kind, sizes and dtype."""
+        """(name, value) pairs as text: heads, layers of each kind, sizes and dtype."""
         width = (
             f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim} (v {self.value_dim})"
         )
@@ -128,8 +128,8 @@ class Model:
 
     @property
     def expansion(self) -> int:
-        """Multiplications to expand a latent row to k and v of one head, which is also its number of weights; 0
-        without latents."""
+        """Multiplications to expand a latent row to k and v of one head, equal to the number of weights; 0 without
+        latent rows."""
         if self.latent is None:
             return 0
         return self.latent.rank * (self.head_dim - self.latent.rope + self.value_dim)
@@ -195,7 +195,7 @@ class Model:
 
     @cached_property
     def _head_bytes(self) -> Mapping[Tensor, tuple[int, int]]:
-        """For each tensor the bytes of a row of one head, without position id, and the number of heads."""
+        """For each tensor, the bytes of one head's row, without position id, and the number of heads."""
         count, sizes = {"query": self.q_heads, "key": self.kv_heads, None: 1}, {}
         for tensor in Tensor:
             contents = tensor.contents
@@ -207,13 +207,13 @@ class Model:
         return sizes
 
     def result_bytes(self, tensor: Tensor) -> int:
-        """Bytes of one row of one head of a sum as a result in the model's dtype; without its LSE."""
+        """Bytes per row and head of a sum's result, in the model's dtype, without its LSE."""
         widths = tensor.contents.widths(self.head_dim, self.value_dim, self.hidden, self.latent)
         return sum(widths) * self.element_bytes
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of a row of one head of the forward result: the output in the model's dtype, and its LSE."""
+        """Bytes per row and head of the forward result: the output in the model's dtype, and its LSE."""
         return self.result_bytes(Tensor.O) + self.accumulator_bytes
 
     def sent_result_bytes(self, tensor: Tensor) -> int:

@@ -11,15 +11,15 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice, keep, known, load, mapping, name, plain
 from apportion.ir.structs import Amount, Count, Natural, Positive, check, read, to_data
 
-#: obsolete field of older plans, jobs and files, with its only possible value; neither read nor written
-_GONE = "objective"
+#: obsolete field of older plans, jobs and files: accepted with its only value, then ignored; never written
+_OBSOLETE = "objective"
 
 _SWITCH = {True: "on", False: "off"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recipe: its pass and the parameters, plain data. A switch is a pass `on` or `off`. Raises
+    """One step of a recipe: its pass and the parameters, plain data. A switch has the pass `on` or `off`. Raises
     ConfigError."""
 
     step: str
@@ -35,7 +35,7 @@ class Step:
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """A planning strategy as data: the pass of each step. The order of steps has no meaning: a plan sorts them, and
-    recipes that differ in it alone are equal.
+    recipes that differ only in it are equal.
 
     steps: a mapping step -> {pass: parameters}, or true or false for a switch, as in
 
@@ -90,8 +90,8 @@ class Policy:
 
     token_cap: largest number of tokens of any rank; None: 1.02 x each rank's share by cluster speed, rounded up.
     memory_cap_gib: None: the cluster's memory. tolerance: largest compute imbalance, max/mean - 1; None: no limit.
-    budget: most search steps of recipes that search, such as `auto`; None: the recipe's default. seed: part of the
-    plan's identity, although `fcp` uses no random numbers. Raises ConfigError.
+    budget: maximum number of search steps, for recipes that search, such as `auto`; None: the recipe's default. seed:
+    part of the plan's identity, although `fcp` uses no random numbers. Raises ConfigError.
     """
 
     recipe: Recipe
@@ -108,7 +108,7 @@ class Policy:
     def from_data(data: Any) -> Policy:
         """Builds a policy from plain data: a mapping of the fields above, `recipe` required. Raises ConfigError."""
         data = dict(mapping("policy", data))
-        choice(f"policy.{_GONE}", data.pop(_GONE, "makespan"), ("makespan",))
+        choice(f"policy.{_OBSOLETE}", data.pop(_OBSOLETE, "makespan"), ("makespan",))
         return read(Policy, "policy", data)
 
     def to_data(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Linear recurrent layers of models with attention: facts for planning and execution.
 
 Each head passes a state of [key_dim, value_dim] from token to token. Over a run of tokens it is affine in the incoming
-state: out = M · in + U, where M and U depend on the run alone.
+state: out = M · in + U, where M and U depend only on the run.
 
     Gated DeltaNet       gate scalar,   delta         M [key_dim, key_dim]
     Kimi Delta Attention gate diagonal, delta         M [key_dim, key_dim]
@@ -21,8 +21,8 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.structs import check, one_of, read, to_data
 
 MAX_KINDS = 16
-#: share of a rank's rows in runs that end documents, above which these are computed before their states arrive, as
-#: middle runs are: more work, but none waits for the runs of another rank
+#: if runs that end documents have more than this share of a rank's rows, they are computed before their incoming
+#: states arrive, like middle runs: more work, but no wait for the runs of another rank
 EARLY_SHARE = 0.2
 MAX_CONV = 1024
 _Size = Annotated[int, Meta(ge=1, le=2**16)]
@@ -32,10 +32,10 @@ _Size = Annotated[int, Meta(ge=1, le=2**16)]
 class Recurrent:
     """A kind of recurrent layers; heads are counted per tensor-parallel rank.
 
-    heads: heads with a state, those of V; key_heads: heads of Q and K, each for equally many heads of V (None: as
-    heads). gate: one decay per head, or one for each of its key_dim. delta: True if a token first removes the state's
-    value for its key. conv: width of the causal depthwise convolution of Q, K and V before it, 0 for none. layers:
-    number of layers. Raises ConfigError.
+    heads: heads of V, each with a state. key_heads: heads of Q and K, each shared by equally many heads of V (None: as
+    many as heads). gate: `scalar`, one decay per head, or `diagonal`, one per key dimension of a head. delta: True if a
+    token first removes the state's value for its key. conv: width of the causal depthwise convolution of Q, K and V
+    before the recurrence (0: none). layers: number of layers. Raises ConfigError.
     """
 
     heads: _Size
@@ -66,7 +66,7 @@ class Recurrent:
 
     @property
     def state_numbers(self) -> int:
-        """Numbers in a head's state, also in its U."""
+        """Numbers in a head's state, and in its U."""
         return self.key_dim * self.value_dim
 
     @property

@@ -1,4 +1,4 @@
-"""Selects the samples of each iteration: the common order of loaders and offline planning."""
+"""Selects the samples of each iteration, in the order that loaders and offline planning share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from apportion.ir.request.sequences import Sequence as Sample
 
 #: one spec, or one per attention kind
 MaskSpec = Mask | Mapping[str, Mask]
-#: for all samples, or one per sample; None is causal
+#: one spec for all samples, or one per sample; None: causal
 Masks = MaskSpec | Sequence[MaskSpec | None] | None
 
 
@@ -36,7 +36,7 @@ def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
     is_overlong: Bools = lengths > limit
     if choice("overlong", overlong, OVERLONG) == "refuse" and is_overlong.any():
         first = int(is_overlong.argmax())
-        message = f"sample {first} has {lengths[first]} tokens, the limit is {limit}"
+        message = f"sample {first} has {lengths[first]} tokens; the limit is {limit}"
         raise CapacityError(f"{message}: {_REMEDY.format(limit)}")
     return is_overlong
 
@@ -45,9 +45,9 @@ def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
 class Sampling:
     """Fills microbatches with as many consecutive samples as fit, and iterations with consecutive microbatches.
 
-    lengths: tokens of each sample, integers [n]; tokens: the most in a microbatch, over all ranks. microbatches: per
-    iteration; the last one of an epoch may have fewer. shuffle: use a random order by seed and epoch number. Raises
-    ConfigError, and CapacityError for a sample longer than a microbatch.
+    lengths: tokens of each sample, integers [n]. tokens: capacity of a microbatch, over all ranks. microbatches: number
+    per iteration; the last iteration of an epoch may have fewer. shuffle: use a random order, from seed and epoch
+    number. Raises ConfigError, and CapacityError for a sample longer than a microbatch.
     """
 
     lengths: ArrayLike
@@ -66,7 +66,7 @@ class Sampling:
         if int(lengths.max(initial=0)) > self.tokens:
             longest = int(lengths.argmax())
             raise CapacityError(
-                f"sample {longest} has {lengths[longest]} tokens, a microbatch takes {self.tokens}: raise "
+                f"sample {longest} has {lengths[longest]} tokens; a microbatch holds {self.tokens}: raise "
                 f"tokens_per_rank, or {_REMEDY.format(self.tokens)}"
             )
 
@@ -104,10 +104,10 @@ def batches_of(samples: Sequence[Ints], lengths: ArrayLike, masks: Masks, packs:
         raise ConfigError(
             "masks", f"{len(masks)} masks", rule, "give one spec for all, or the mask of each sample"
         )
-    return tuple(_masked(group, lengths, masks) for group in groups)
+    return tuple(_masked_batch(group, lengths, masks) for group in groups)
 
 
-def _masked(group: Ints, lengths: Ints, masks: Sequence[MaskSpec | None]) -> Batch:
+def _masked_batch(group: Ints, lengths: Ints, masks: Sequence[MaskSpec | None]) -> Batch:
     specs = [masks[sample] for sample in group.tolist()]
     if all(spec is None for spec in specs):
         return Batch.from_lengths(lengths[group])

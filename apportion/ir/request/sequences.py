@@ -50,7 +50,7 @@ class Kind:
     index: Ints
 
     def groups(self) -> Iterable[tuple[Mask, Ints]]:
-        """(spec, indexes of the sequences with it) for each spec."""
+        """Yields (spec, indexes of its sequences) for each spec."""
         if len(self.specs) == 1:
             yield self.specs[0], np.arange(len(self.index))
             return
@@ -76,8 +76,8 @@ def check_lengths(lengths: Ints) -> None:
 
 
 def check_fit(kind: str, kind_masks: Kind, lengths: Ints) -> None:
-    """Checks that every spec fits its sequences and that all together make at most `MAX_PARTS` parts, once for each
-    spec and length, before anything is built."""
+    """Checks, before anything is built, that all specs together make at most `MAX_PARTS` parts, and that each fits its
+    sequences, once for each spec and length."""
     parts = 0
     for spec, members in kind_masks.groups():
         parts += spec.parts() * len(members) if spec.parts() > 1 else 0
@@ -130,7 +130,10 @@ def read_homes(home_ranks: Any, count: int) -> dict[int, tuple[int, ...]]:
     entries = sequence("home_ranks", home_ranks)
     if len(entries) != count:
         raise ConfigError(
-            "home_ranks", len(entries), f"must have one entry per sequence ({count})", "write null for any"
+            "home_ranks",
+            len(entries),
+            f"must have one entry per sequence ({count})",
+            "write null for any rank",
         )
     return {i: _home(f"home_ranks[{i}]", ranks) for i, ranks in enumerate(entries) if ranks is not None}
 
@@ -147,8 +150,8 @@ def _home(path: str, ranks: Any) -> tuple[int, ...]:
     return home
 
 
-def checked_places(indexes: ArrayLike, count: int) -> Ints:
-    """Validates indexes of some of `count` sequences."""
+def checked_indexes(indexes: ArrayLike, count: int) -> Ints:
+    """Validates distinct indexes of `count` sequences."""
     result = integers("indexes", indexes, 0, count - 1)
     if len(np.unique(result)) < len(result):
         values, times = np.unique(result, return_counts=True)
@@ -158,14 +161,14 @@ def checked_places(indexes: ArrayLike, count: int) -> Ints:
     return result
 
 
-def masks_taken(kind_masks: Kind, indexes: Ints) -> Kind:
+def select_masks(kind_masks: Kind, indexes: Ints) -> Kind:
     """Masks of selected sequences, without unused specs."""
     specs, index = np.unique(kind_masks.index[indexes], return_inverse=True)
     return Kind(tuple(kind_masks.specs[spec] for spec in specs), index)
 
 
-def carried(values: Mapping[int, T], indexes: Ints) -> dict[int, T]:
-    """Fields of single sequences, renumbered for the selected ones."""
+def select_fields(values: Mapping[int, T], indexes: Ints) -> dict[int, T]:
+    """A field of the selected sequences that have it, by their new indexes."""
     if not values:
         return {}
     return {position: values[i] for position, i in enumerate(indexes.tolist()) if i in values}

@@ -40,7 +40,7 @@ LONGEST = 524_288  # tokens of a log-normal document, at most
 _DRAWS = 1024  # random numbers per chunk
 
 
-#: reads a row of a field: its tokens, and the mask of a structured sample
+#: (field, row) -> the row's tokens, and its mask if the sample is structured
 Reader = Callable[[str, Any], tuple[int, Mask | None]]
 
 
@@ -55,8 +55,8 @@ class Workload:
         return len(self.lengths)
 
     def limited(self, limit: int, overlong: str) -> Workload:
-        """The samples, with `overlong` applied to those longer than `limit` tokens; samples to drop stay. Raises
-        CapacityError for refused samples, ConfigError for cutting a sample with its own mask."""
+        """Applies `overlong` to samples longer than `limit` tokens; samples to drop remain. Raises CapacityError for
+        refused samples, ConfigError for cutting a sample with its own mask."""
         is_overlong = find_overlong(self.lengths, limit, overlong)
         if overlong != "cut" or not is_overlong.any():
             return self
@@ -78,7 +78,7 @@ def read_workload(path: str | Path) -> Workload:
 
 def read_lengths(path: str | Path, column: str | None = None) -> Workload:
     """The plain documents of a file or folder that `length_values` reads. Raises its errors, and ConfigError."""
-    return _plain(_filled(str(path), length_values(Path(path), column)), str(path))
+    return _plain_workload(_non_empty(str(path), length_values(Path(path), column)), str(path))
 
 
 def workload_from_data(data: Any) -> Workload:
@@ -91,21 +91,21 @@ def workload_from_data(data: Any) -> Workload:
         raise ConfigError("workload", sorted(data)[:16], rule, f"write one of {names}")
     (key,) = keys
     field = f"workload.{key}"
-    samples = _filled(field, sequence(field, data[key]))
+    samples = _non_empty(field, sequence(field, data[key]))
     if key in _READERS:
         return _structured_workload(field, samples, _READERS[key])
-    return _plain(samples, field) if key == "lengths" else _workload_of_rows(data, samples)
+    return _plain_workload(samples, field) if key == "lengths" else _workload_of_rows(data, samples)
 
 
 def sample(
     workload: Workload, tokens: int, max_sample: int, seed: int, overlong: str = "drop"
 ) -> tuple[Batch, int]:
-    """A batch of at most `tokens` tokens, and how many samples were skipped.
+    """Draws a batch of at most `tokens` tokens; returns it with the number of skipped samples.
 
-    Samples are drawn with replacement by `numpy.random.Generator(PCG64(seed))` until the next would pass
-    `tokens`; that one is cut to fill the rest if it is a plain document, and dropped otherwise. A sample of more
-    than `max_sample` tokens is skipped and counted, or `overlong`, see `find_overlong`. Raises CapacityError if
-    nothing fits.
+    Samples are drawn with replacement by `numpy.random.Generator(PCG64(seed))` until they reach `tokens`. The
+    last one, if it exceeds them, is cut if it is a plain document, and dropped otherwise. Samples of more than
+    `max_sample` tokens are skipped and counted, or treated according to `overlong`, see `find_overlong`. Raises
+    CapacityError if nothing fits.
     """
     tokens = integer("tokens", tokens, 1, MAX_TOKENS)
     max_sample = integer("max_sample", max_sample, 1, MAX_TOKENS)
@@ -113,13 +113,13 @@ def sample(
     workload = workload.limited(max_sample, overlong)
     if workload.lengths.min() > max_sample:
         raise CapacityError(
-            f"the shortest sample has {workload.lengths.min()} tokens, {max_sample} fit: use more ranks, more tokens a "
-            "rank, or cut the samples"
+            f"the shortest sample has {workload.lengths.min()} tokens, but only {max_sample} fit: use more ranks, more "
+            "tokens per rank, or cut the samples"
         )
     indexes, skipped = _draw(workload.lengths, tokens, max_sample, seed)
     lengths, kept_indexes = _cut_last_sample(workload, indexes, tokens)
     if not len(lengths):
-        raise CapacityError(f"the sample drawn first does not fit {tokens} tokens and cannot be cut")
+        raise CapacityError(f"the first sample drawn does not fit in {tokens} tokens and cannot be cut")
     return _batch(lengths, [workload.masks[i] for i in kept_indexes]), skipped
 
 
@@ -141,7 +141,7 @@ def lognormal_lengths(
 
 
 def _fill(lengths: Ints, tokens: int) -> Ints:
-    """The first of `lengths` that add up to `tokens`, the last one cut."""
+    """The first of `lengths`, up to a sum of `tokens`, the last one cut."""
     ends = np.cumsum(lengths)
     last = int(np.searchsorted(ends, tokens))
     result = lengths[: last + 1].copy()
@@ -150,7 +150,7 @@ def _fill(lengths: Ints, tokens: int) -> Ints:
 
 
 def _draw(lengths: Ints, tokens: int, max_sample: int, seed: int) -> tuple[Ints, int]:
-    """(indexes drawn, of which the last one reaches `tokens`; number of samples skipped)."""
+    """(drawn indexes, up to the one that reaches `tokens`; number of skipped samples)."""
     rng = np.random.Generator(np.random.PCG64(seed))
     parts, total, skipped = [np.zeros(0, np.int64)], 0, 0
     while total < tokens:
@@ -183,7 +183,7 @@ def _batch(lengths: Ints, specs: list[Mask | None]) -> Batch:
 # ---- readers
 
 
-def _plain(lengths: Any, field: str = "lengths") -> Workload:
+def _plain_workload(lengths: Any, field: str = "lengths") -> Workload:
     array = integers(field, lengths, 1, MAX_TOKENS)
     return Workload(array, (None,) * len(array))
 
@@ -200,10 +200,10 @@ def _workload_of_rows(data: Mapping[str, Any], samples: Any) -> Workload:
     values = []
     for i, row in enumerate(samples):
         if not isinstance(row, list) or len(row) <= column:
-            rule = f"must have {column + 1} columns, by format"
+            rule = f"must have at least {column + 1} columns, according to format"
             raise ConfigError(f"workload.rows[{i}]", row, rule, "correct the row or format")
         values.append(row[column])
-    return _plain(values, "workload.rows tokens")
+    return _plain_workload(values, "workload.rows tokens")
 
 
 def _token_column(layout: Any) -> int:
@@ -241,11 +241,11 @@ def _group(field: str, row: Any) -> tuple[int, Mask | None]:
 
 def _tree(field: str, row: Any) -> tuple[int, Mask | None]:
     nodes = rows(f"{field}.nodes", mapping(field, row).get("nodes"), 2, "parent, length")
-    spec = masks.tree(_filled_nodes(f"{field}.nodes", nodes))
+    spec = masks.tree(_non_empty_nodes(f"{field}.nodes", nodes))
     return _total(field, sum(length for _, length in spec.nodes)), spec
 
 
-def _filled_nodes(field: str, nodes: list[list[Any]]) -> list[list[int]]:
+def _non_empty_nodes(field: str, nodes: list[list[Any]]) -> list[list[int]]:
     """Nodes with tokens; children of empty nodes move to the parent."""
     result: list[list[int]] = []
     number: list[int] = []  # of each node, or of its nearest ancestor that is kept
@@ -262,7 +262,7 @@ def _total(field: str, tokens: int) -> int:
     return integer(f"{field} tokens", tokens, 1, MAX_TOKENS)
 
 
-def _filled(field: str, samples: Any) -> Any:
+def _non_empty(field: str, samples: Any) -> Any:
     if not samples:
         raise ConfigError(field, samples, "must not be empty", "list at least one sample")
     return samples

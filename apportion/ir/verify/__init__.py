@@ -1,8 +1,8 @@
-"""The verifier: ten rules over a finished plan, from the plan alone.
+"""The verifier: checks ten rules on a finished plan, without other input.
 
     structure ─ digests ─ layouts ─ operands ─ transfers ─ heads ─ limits ─ dataflow · delivery · results ─ coverage
     (no rule,   8         1         (no rule)  4           7       6        3          5          5         2
-    all need it)                                        then samples, 2 again, recurrences, 10, and last report, 9
+    all need it)                                        then samples (2 again), recurrences (10) and last report (9)
 
 It shares only the codec and the band algebra with the planner. One walk over every rank (`walk/judge.py`) proves the
 rules of programs together, and coverage. If it refuses a plan, `explain/` reports the fault, its place and the violated
@@ -33,14 +33,14 @@ from apportion.ir.verify.rules import (
 )
 from apportion.ir.verify.subject import Subject
 
-__all__ = ["RULES", "Rule", "Violation", "check", "verify"]
+__all__ = ["RULES", "VerifierRule", "Violation", "check", "verify"]
 
 _SHOWN = 10
 
 
 @dataclass(frozen=True)
 class VerifierRule:
-    """A rule. `needs`: rules that must hold first. `stage`: violations are sorted by stage, within a stage by time."""
+    """A rule. needs: rules that must hold first. stage: violations are sorted by stage, and by time within a stage."""
 
     name: str
     number: int | None
@@ -54,29 +54,29 @@ def _walk(rule: str) -> Callable[[Subject], Iterator[Violation]]:
     return lambda subject: (violation for violation in words.violations(subject) if violation.rule == rule)
 
 
-_WALKED = ("structure", "layouts")
-_RUN = (*_WALKED, "operands")
-_STOPPED = (*_RUN, "transfers")
-_OF_PROGRAMS = (
+_WALKABLE = ("structure", "layouts")
+_RUNNABLE = (*_WALKABLE, "operands")
+_TRACEABLE = (*_RUNNABLE, "transfers")
+_PROGRAM_RULES = (
     VerifierRule("structure", None, structure.check, 0, ()),
     VerifierRule("digests", 8, digests.check, 1),
     VerifierRule("layouts", 1, layouts.check, 2),
-    VerifierRule("operands", None, _walk("operands"), 3, _WALKED),
-    VerifierRule("transfers", 4, _walk("transfers"), 4, _RUN),
-    VerifierRule("heads", 7, _walk("heads"), 5, _STOPPED),
-    VerifierRule("limits", 6, limits.check, 6, _RUN),
-    VerifierRule("dataflow", 3, _walk("dataflow"), 7, _STOPPED),
-    VerifierRule("delivery", 5, _walk("delivery"), 7, _STOPPED),
-    VerifierRule("results", 5, _walk("results"), 7, _STOPPED),
-    VerifierRule("coverage", 2, coverage.check, 8, _STOPPED),
+    VerifierRule("operands", None, _walk("operands"), 3, _WALKABLE),
+    VerifierRule("transfers", 4, _walk("transfers"), 4, _RUNNABLE),
+    VerifierRule("heads", 7, _walk("heads"), 5, _TRACEABLE),
+    VerifierRule("limits", 6, limits.check, 6, _RUNNABLE),
+    VerifierRule("dataflow", 3, _walk("dataflow"), 7, _TRACEABLE),
+    VerifierRule("delivery", 5, _walk("delivery"), 7, _TRACEABLE),
+    VerifierRule("results", 5, _walk("results"), 7, _TRACEABLE),
+    VerifierRule("coverage", 2, coverage.check, 8, _TRACEABLE),
     VerifierRule(
-        "samples", 2, samples.check, 9, (*_STOPPED, "heads", "dataflow", "delivery", "results", "coverage")
+        "samples", 2, samples.check, 9, (*_TRACEABLE, "heads", "dataflow", "delivery", "results", "coverage")
     ),
-    VerifierRule("recurrences", 10, recurrences.check, 10, _WALKED),
+    VerifierRule("recurrences", 10, recurrences.check, 10, _WALKABLE),
 )
 # skipped for plans that violate another rule
-_REPORT = VerifierRule("report", 9, reported.check, 11, tuple(rule.name for rule in _OF_PROGRAMS))
-RULES = (*_OF_PROGRAMS, _REPORT)
+_REPORT = VerifierRule("report", 9, reported.check, 11, tuple(rule.name for rule in _PROGRAM_RULES))
+RULES = (*_PROGRAM_RULES, _REPORT)
 _STAGES = {rule.name: rule.stage for rule in RULES}
 
 
@@ -100,16 +100,17 @@ def check(plan: Plan, threads: int = 1) -> tuple[Violation, ...]:
     Never raises for a broken plan.
     """
     subject = Subject(plan, checked_threads(threads))
-    found: dict[str, tuple[Violation, ...]] = {}
+    by_rule: dict[str, tuple[Violation, ...]] = {}
     for rule in RULES:
-        if not any(found.get(name, True) for name in rule.needs):
-            found[rule.name] = _apply(rule, subject)
-    items = [violation for violations in found.values() for violation in violations]
+        if not any(by_rule.get(name, True) for name in rule.needs):
+            by_rule[rule.name] = _apply(rule, subject)
+    items = [violation for violations in by_rule.values() for violation in violations]
     if not items and not subject.holds:
         items = [
             Violation("coverage", None, None, None, None, "the walk cannot trace the attention of its tasks")
         ]
-    return tuple(_with_excerpt(plan, violation) for violation in sorted(items, key=lambda v: _rank(v, found)))
+    items.sort(key=lambda violation: _sort_key(violation, by_rule))
+    return tuple(_with_excerpt(plan, violation) for violation in items)
 
 
 def _apply(rule: VerifierRule, subject: Subject) -> tuple[Violation, ...]:
@@ -119,9 +120,9 @@ def _apply(rule: VerifierRule, subject: Subject) -> tuple[Violation, ...]:
         return (Violation(rule.name, None, None, None, None, f"cannot be verified: {error}"),)
 
 
-def _rank(violation: Violation, found: dict[str, tuple[Violation, ...]]) -> tuple[int, int]:
-    """(stage, time); a violation explained by another rule's comes after that rule."""
-    explained = bool(violation.cause and found.get(violation.cause))
+def _sort_key(violation: Violation, by_rule: dict[str, tuple[Violation, ...]]) -> tuple[int, int]:
+    """(stage, time); a violation that another rule's violations explain comes after them."""
+    explained = bool(violation.cause and by_rule.get(violation.cause))
     stage = _STAGES[violation.cause] if explained else _STAGES[violation.rule]
     return 2 * stage + explained, violation.order
 

@@ -21,10 +21,10 @@ _FREE_PIECES, _PIECES_PER_TASK = 2**22, 64
 class Tasks:
     """The attention of a program in pieces of global tokens.
 
-    bands: int64 [6, pieces], clipped; task: int64 [pieces], the row of the task list of each; heads: int64 [pieces],
+    bands: int64 [6, pieces], clipped; task: int64 [pieces], each piece's row in the task list; heads: int64 [pieces],
     the head set of its queries. complete: False if a dataflow fault hides the tokens of some tasks. times: int64
     [lists, heads], if pieces belong to lists (`lists.py`) instead of tasks: how often each head has each list; `heads`
-    is then the list, and `task` is empty.
+    is then the list of each piece, and `task` is empty.
     """
 
     bands: Ints
@@ -45,7 +45,7 @@ def too_many_pieces(limit: int) -> CapacityError:
 
 
 def areas_inside(bands: Ints, mask: Ints) -> tuple[Ints, Ints]:
-    """int64 [tasks] twice: the pairs of each task, and those allowed by the mask."""
+    """Two int64 [tasks]: the number of pairs of each task, and of those that the mask allows."""
     budget = _FREE_STEPS + _STEPS_PER_BAND * (bands.shape[1] + mask.shape[1])
     areas = core.measure(bands, mask, budget)
     if areas is None:
@@ -61,7 +61,7 @@ def by_corner(bands: Ints) -> Ints:
 
 
 def overlaps(bands: Ints) -> Ints:
-    """int64 [found, 3]: (piece, later piece, shared pairs) of pieces that share a pair; at most `MOST`."""
+    """int64 [n, 3]: (piece, later piece, number of shared pairs) of pieces that share a pair; at most `MOST`."""
     budget = _FREE_STEPS + _STEPS_PER_BAND * bands.shape[1]
     pairs = core.sweep(bands, by_corner(bands), budget, MOST)
     if pairs is None:

@@ -1,4 +1,4 @@
-"""Proof of a feed: each row of an encoder arrives once, from its owner, where the decoder's rows need it."""
+"""Proves that a feed delivers each row of an encoder once, from its owner, to where the decoder's rows need it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def verify_feed(feed: Feed, encoder: Layout, decoder: Layout) -> None:
 
 
 def _violations(feed: Feed, encoder: Layout, decoder: Layout) -> Iterator[Violation]:
-    """The rule `layouts` for the move; then the decoder's token at which each span lies."""
+    """Violations of the rule `layouts` by the move, then spans at the wrong tokens of the decoder."""
     yield from check_move(feed.move, encoder, feed.layout, int(encoder.rows_per_rank.sum()))
     spans, rank = feed.layout.spans, feed.layout.spans.rank_of_row()
     if not np.array_equal(feed.targets.ptr, spans.ptr):
-        yield Violation(RULE, None, None, None, None, "there is not one target for each span of the fed rows")
+        yield Violation(RULE, None, None, None, None, "targets and spans of the fed rows differ in number")
         return
     row, rows = (feed.targets.wide(name) for name in feed.targets.names)
     home = decoder.spans

@@ -25,7 +25,7 @@ _SHOWN = 3
 @dataclass(frozen=True, eq=False)
 class Homes:
     """rows: int64 [ranks]. first: int64 [ranks], the address of each rank's row 0. starts: int64 [runs + 1], addresses
-    at which a run of consecutive tokens begins, and the end; tokens: int64 [runs], its first token."""
+    at which a run of consecutive tokens begins, and the end; tokens: int64 [runs], the first token of each run."""
 
     rows: Ints
     first: Ints

@@ -20,7 +20,7 @@ MOST_PER_RULE = 8
 class Violation:
     """One violation of a rule.
 
-    rule: its name in `verify.RULES`. rank, kind, phase, instruction: place; None if the violation is not specific.
+    rule: its name in `verify.RULES`. rank, kind, phase, instruction: its place; None where it is not specific.
     message: one sentence with the numbers. excerpt: lines of the rank's program around the instruction. order: time of
     the fault, for sorting among related rules. cause: a rule whose violation would explain it.
     """
@@ -70,7 +70,7 @@ def span(start: int, rows: int) -> str:
 
 
 def describe_operand(operand: dict[str, int]) -> str:
-    """Formats an operand: `KV work rows [4096, 8192)`, with head columns and set if it does not have all heads."""
+    """Formats an operand: `KV work rows [4096, 8192)`, with the head set if it does not have all heads."""
     tensor = Tensor(operand["tensor"])
     space = "work" if operand["space"] else "home"
     heads = "" if tensor in HEADLESS or not operand["heads"] else f" of head set {operand['heads']}"

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A plan as the rules see it. threads: number of threads of the walk."""
+    """A plan as the rules see it. threads: number of threads for the walk."""
 
     plan: Plan
     threads: int = 1
@@ -49,7 +49,7 @@ class Subject:
 
     @cached_property
     def token_shares(self) -> Floats:
-        """float64 [ranks]: the batch's tokens, in proportion to speed."""
+        """float64 [ranks]: each rank's share of the batch's tokens, in proportion to speed."""
         request = self.plan.request
         speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
         rates = speeds / speeds.max()
@@ -92,27 +92,27 @@ class Subject:
 
     @cached_property
     def holds(self) -> bool:
-        """True if all programs are correct and their tasks cover the masks; False also if they are too large to
+        """True if all programs are correct and their tasks cover the masks; also False if they are too large to
         decide."""
         try:
             try:
-                return self._are_right(together=False)
+                return self._all_correct(together=False)
             except ZerosError:
-                return self._are_right(together=True)
+                return self._all_correct(together=True)
         except CapacityError:
             return False
 
-    def _are_right(self, together: bool) -> bool:
+    def _all_correct(self, together: bool) -> bool:
         lists: dict[str, Lists] = {}
-        return all(self._is_right(program, lists, together) for program in self.programs)
+        return all(self._is_correct(program, lists, together) for program in self.programs)
 
-    def _is_right(self, program: Program, lists_by_kind: dict[str, Lists], together: bool) -> bool:
+    def _is_correct(self, program: Program, lists_by_kind: dict[str, Lists], together: bool) -> bool:
         """True if a program is correct. lists_by_kind: the lists so far. Raises CapacityError, ZerosError."""
         kind = program.kind
         lists = lists_by_kind.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
         previous, count = lists.following, len(program.source[program.task_list])
         lists.begin(count)
-        tensors = self.taken(program)
+        tensors = self.inputs(program)
         if not judge.judge(program, self.homes, self._sets, tensors, lists, self.threads, together):
             return False
         lists.end(count)
@@ -124,7 +124,7 @@ class Subject:
         self._tasks[kind, program.phase] = tasks
         return True
 
-    def taken(self, program: Program) -> frozenset[Tensor]:
+    def inputs(self, program: Program) -> frozenset[Tensor]:
         """Tensors whose home rows hold values at the start.
 
         Forward: X if the layer's projection computes Q and KV, else Q and KV. Backward: the inputs of forward, the
@@ -137,8 +137,8 @@ class Subject:
         return inputs if program is first else inputs | {Tensor.O, Tensor.DO}
 
     def tasks(self, program: Program) -> Tasks:
-        """The program's tasks in global tokens; for a plan that `holds` from its lists, without task numbers. Raises
-        CapacityError."""
+        """The program's tasks in global tokens; for a plan that `holds`, from its lists and without task numbers.
+        Raises CapacityError."""
         if self.holds:
             return self._tasks[program.kind, program.phase]
         return self.traced_tasks(program)
@@ -158,7 +158,7 @@ class Subject:
 
     def trace(self, program: Program) -> core.Trace | None:
         """The trace of the walk, rank by rank; None if it cannot start. Raises CapacityError."""
-        return self.once("trace", program, lambda p: judge.trace(p, self.homes, self._sets, self.taken(p)))
+        return self.once("trace", program, lambda p: judge.trace(p, self.homes, self._sets, self.inputs(p)))
 
     def once(self, name: str, program: Program, make: Callable[[Program], T]) -> T:
         """Returns `make(program)`, cached under `name` and the program."""

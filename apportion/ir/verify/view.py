@@ -54,7 +54,7 @@ class Program(ProgramView):
         return {}
 
     def __getitem__(self, name: str) -> Table:
-        """A table with int64 columns, so that sums and products of them do not overflow."""
+        """A table with int64 columns, whose sums and products do not overflow."""
         if name not in self._wide:
             table = self.source[name]
             self._wide[name] = replace(table, values=table.values.astype(np.int64, copy=False))
@@ -62,7 +62,7 @@ class Program(ProgramView):
 
     @cached_property
     def splits_heads(self) -> bool:
-        """True if some operand has only part of the heads."""
+        """True if some operand has only some of the heads."""
         return len(self.q_sets.members) > 1 and bool(self.source["operands"]["heads"].any())
 
     @property
@@ -109,8 +109,8 @@ class Program(ProgramView):
         return bool((self.source["instructions"]["op"] == op).any())
 
     @cached_property
-    def owed(self) -> frozenset[Tensor]:
-        """Tensors whose home rows the program must produce, all of them."""
+    def outputs(self) -> frozenset[Tensor]:
+        """Tensors whose home rows the program must all produce."""
         if self.phase == "forward":
             return frozenset({Tensor.O})
         gradients = {Tensor.DX} if self.uses(Op.PROJECT_GRAD) else {Tensor.DQ, Tensor.DKV}

@@ -11,7 +11,7 @@ import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.plan.tables import Layout, ProgramSet
-from apportion.ir.plan.totals import communication_volumes, picked, rounds, sum_volumes
+from apportion.ir.plan.totals import chosen_keys, communication_volumes, rounds, sum_volumes
 from apportion.ir.tensors import FETCHED, PHASES, RETURNED, SIDES, Side
 from apportion.planner import bounds
 from apportion.planner.inner.groups import Groups
@@ -124,7 +124,7 @@ def _pairs_per_rank(problem: Problem, lowered: Sequence[Lowered], layouts: Mappi
     loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if equal else PHASES)}
     for kind, phase in lowered[0]:
         if phase in loads:
-            pairs = picked(problem.batch, problem.model, kind, layouts[home_layout(layouts)])
+            pairs = chosen_keys(problem.batch, problem.model, kind, layouts[home_layout(layouts)])
             if pairs is None:
                 pairs = np.concatenate([part[kind, phase].pairs for part in lowered])
             loads[phase] += problem.layers[kind] * pairs

@@ -11,8 +11,8 @@
 
 namespace apportion::verify {
 
-// Runs of consecutive tokens on the axis of addresses (homes.py), found through an index: of every 2^shift addresses the
-// run of the first. starts: the address of each run, and the end; tokens: its first token.
+// Runs of consecutive tokens on the axis of addresses (homes.py), found through an index: for every 2^shift addresses,
+// the run of the first one. starts: the address of each run, and the end; tokens: the first token of each run.
 class Homes {
  public:
   Homes(Column<const int64_t> starts, Column<const int64_t> tokens) : starts_(starts), tokens_(tokens) {
@@ -27,7 +27,7 @@ class Homes {
 
   int64_t start(int64_t run) const { return starts_[run]; }
   int64_t end(int64_t run) const { return starts_[run + 1]; }
-  // From address to token.
+  // The token of an address of the run, minus the address.
   int64_t shift(int64_t run) const { return tokens_[run] - starts_[run]; }
   int64_t run_of(int64_t address) const {
     const int64_t at = address >> shift_;
@@ -47,8 +47,8 @@ struct WideBand {
   int64_t q0, q1, k0, k1, dmin, dmax;
 };
 
-// Calls keep(band of tokens, piece) for each run of queries and of their visible keys. Stops and returns false beyond
-// `most` of them.
+// Calls keep(band of tokens, piece) for each run of queries and each run of their visible keys. Stops after `most` calls
+// and returns false if there are more.
 template <class Keep>
 bool cut(Column<const Piece> pieces, const Homes& homes, int64_t most, Keep&& keep) {
   int64_t count = 0;
@@ -90,11 +90,12 @@ struct Overlap {
   int64_t first, second, pairs;
 };
 
-// The areas of bands, and of their parts inside a mask, sorted by q0. None if that takes more than `steps` comparisons.
+// The areas of bands, and of their parts inside a mask, which is sorted by q0. None if this takes more than `steps`
+// comparisons.
 std::optional<std::pair<Array<int64_t>, Array<int64_t>>> measure(const Bands& bands, const Bands& mask, int64_t steps);
 
-// The first pieces, `most` at most, that share a pair. order: of bands, by (q0, k0). None if that takes more than
-// `steps` comparisons.
+// The first overlaps, at most `most`. order: the order of bands by (q0, k0). None if this takes more than `steps`
+// comparisons.
 std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, int64_t most);
 
 }  // namespace apportion::verify

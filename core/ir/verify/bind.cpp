@@ -12,7 +12,7 @@ using namespace verify;
 
 namespace {
 
-// int64 [8, pieces]: bands of tokens, and marks; none for more than `most`.
+// int64 [8, pieces]: bands of tokens, and marks; none if there are more than `most`.
 std::optional<Array2<int64_t>> cut_into_runs(Column<const Piece> pieces, const Homes& homes, int64_t most) {
   int64_t count = 0, at = 0;
   if (!cut(pieces, homes, most, [&](const WideBand&, const Piece&) { ++count; })) return {};
@@ -26,7 +26,7 @@ std::optional<Array2<int64_t>> cut_into_runs(Column<const Piece> pieces, const H
   return found;
 }
 
-// names: of its values from 0 on, as in its definition.
+// names: the names of its values from 0 on, as in its definition.
 template <class Enum>
 void bind_enum(nb::module_& m, const char* names) {
   const Signature signature(names);

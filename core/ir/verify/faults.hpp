@@ -28,7 +28,7 @@ struct Place {
   int64_t rows() const { return high - low; }
 };
 
-// Which instruction of all ranks, -1 at the end of a program, and which row of its list.
+// instruction: numbered over all ranks, -1 at the end of a program; item: the row of its list.
 struct Position {
   int64_t instruction = -1, item = 0;
 };

@@ -1,4 +1,4 @@
-// Head sets of a plan as bits. With many heads, those that only occur together share a bit, and several words may be
+// Head sets of a plan as bits. With many heads, heads that only occur together share a bit, and several words may be
 // needed.
 #pragma once
 
@@ -11,7 +11,8 @@ using std::int64_t;
 using Bits = std::uint64_t;
 
 // Two rows each, of the query and the KV side. bits: a row of each side for every word; number: of each set, equal for
-// equal sets; size: its heads. serves: [sets, sets], true if the second has all KV heads of the first's query heads.
+// equal sets; size: its number of heads. serves: [sets, sets], true if the second has all KV heads that the first's
+// query heads need.
 struct HeadSets {
   static constexpr std::size_t FIELDS = 4;
   Matrix<const int64_t> bits, number, size;
@@ -19,7 +20,7 @@ struct HeadSets {
 
   static int64_t side(Tensor tensor) { return KV_SIDE.has(tensor); }
   int64_t words() const { return bits.rows() / 2; }
-  // The heads of a set in a word; for tensors without heads one bit, in the first word.
+  // The heads of a set in a word; for headless tensors, one bit in the first word.
   Bits bits_of(Tensor tensor, int64_t word, int64_t set) const {
     if (HEADLESS.has(tensor)) return word == 0;
     return static_cast<Bits>(bits[2 * word + side(tensor)][set]);

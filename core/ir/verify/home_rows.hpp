@@ -3,7 +3,7 @@
 //   HomeState   live      heads with contributions          flight    heads being received
 //               cleared   with zeros, to be added to        sent      heads already sent, now fixed
 //               values    finished or computed              results   heads received as results
-//               touched   true if anything but results, and `finish`, was applied to the rows
+//               touched   true if any action other than receiving results and `finish` was applied to the rows
 //
 // A tensor has a place for every word of heads (`heads.hpp`). Inputs of a program are not included.
 #pragma once
@@ -14,9 +14,9 @@
 
 namespace apportion::verify {
 
-// Actions on home rows: a partial is put or added, or zeros put; rows are received, have arrived; are finished; a
-// partial is taken, also as a result, by the projection; values are read, or sent, or set; a result is put, or
-// received.
+// Actions on home rows, in order: a partial is put; a partial is added; zeros are put; rows are received; have arrived;
+// are finished; a partial is taken; taken by the projection, even if it is a result; values are read; sent; set; a
+// result is put; received.
 enum class Action : std::uint8_t {
   PUT,
   ADD,
@@ -59,13 +59,13 @@ class HomeRows {
     }
   }
 
-  // Checks that all required rows are produced, and finished if necessary; and that rows with results got them in all
+  // Checks that all required rows are produced, and finished if necessary; and that rows with results have them in all
   // heads.
-  void end_rank(Tensor tensor, bool is_owed, bool is_finished) {
+  void end_rank(Tensor tensor, bool is_output, bool is_finished) {
     for (int64_t word = 0; word < heads_.words(); ++word) {
       const Bits bits = heads_.bits_of(tensor, word, 0);
       if (bits == 0) continue;
-      end_word(tensor, word, bits, is_owed && rows_ > 0, is_finished);
+      end_word(tensor, word, bits, is_output && rows_ > 0, is_finished);
       if (word != 0) compare_results(tensor, word, bits);
     }
   }
@@ -144,33 +144,32 @@ class HomeRows {
     fail(Code::RESULT_HEADS, found, static_cast<Token>(results), static_cast<Token>(wanted));
   }
 
-  void end_word(Tensor tensor, int64_t word, Bits bits, bool is_owed, bool is_finished) {
+  void end_word(Tensor tensor, int64_t word, Bits bits, bool is_output, bool is_finished) {
     Nodes<HomeState>& nodes = place(tensor, word);
-    if (is_owed && !nodes.is_open()) fail(Code::NOT_PRODUCED, rows_of(tensor, 0, rows_), token(0));
+    if (is_output && !nodes.is_open()) fail(Code::NOT_PRODUCED, rows_of(tensor, 0, rows_), token(0));
     nodes.each([&](auto& node) {
       const Place found = rows_of(tensor, node.low, node.high);
       if (node.results != 0 && node.results != bits) fail_heads(found, node.results, bits);
-      if (!is_owed && node.live != 0) fail(Code::PARTIAL_LEFT, found, token(node.low));
-      if (!is_owed) return;
+      if (!is_output && node.live != 0) fail(Code::PARTIAL_LEFT, found, token(node.low));
+      if (!is_output) return;
       if (is_finished && node.values != bits)
         fail(node.live != 0 ? Code::NOT_FINISHED : Code::NOT_PRODUCED, found, token(node.low));
       if (!is_finished && (node.live | node.cleared) != bits) fail(Code::NOT_PRODUCED, found, token(node.low));
     });
   }
 
-  // Checks that the same rows got results in the heads of a word as in those of the first.
+  // Checks that the same rows have results in the heads of a word as in the heads of the first word.
   void compare_results(Tensor tensor, int64_t word, Bits bits) {
-    Nodes<HomeState>&ours = place(tensor, 0), &theirs = place(tensor, word);
-    if (!ours.is_open() && !theirs.is_open()) return;
-    ours.open();
-    theirs.open();
-    for (NodeIndex i = ours.first(), j = theirs.first(); i != NO_NODE && j != NO_NODE;) {
-      const auto &mine = ours[i], &its = theirs[j];
-      const int64_t low = std::max(mine.low, its.low), high = std::min(mine.high, its.high);
-      if ((mine.results == 0) != (its.results == 0))
-        fail_heads(rows_of(tensor, low, high), mine.results | its.results, bits);
-      if (mine.high == high) i = mine.after;
-      if (its.high == high) j = its.after;
+    Nodes<HomeState>&first = place(tensor, 0), &other = place(tensor, word);
+    if (!first.is_open() && !other.is_open()) return;
+    first.open();
+    other.open();
+    for (NodeIndex i = first.first(), j = other.first(); i != NO_NODE && j != NO_NODE;) {
+      const auto &a = first[i], &b = other[j];
+      const int64_t low = std::max(a.low, b.low), high = std::min(a.high, b.high);
+      if ((a.results == 0) != (b.results == 0)) fail_heads(rows_of(tensor, low, high), a.results | b.results, bits);
+      if (a.high == high) i = a.after;
+      if (b.high == high) j = b.after;
     }
   }
 

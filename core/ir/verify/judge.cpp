@@ -9,7 +9,7 @@ namespace apportion::verify {
 
 namespace {
 
-// Runs whose notes have no counterpart make no piece.
+// limit of notes per piece: notes without a counterpart make no piece
 constexpr int64_t NOTES_OF_PIECE = 8;
 
 struct Range {
@@ -49,7 +49,7 @@ class Judge {
   int64_t hanging() const { return static_cast<int64_t>(hanging_.size()); }
 
  private:
-  // Takes ranges in order, as many at a time as there are threads. whole: all were walked before.
+  // Walks and settles ranges in order, as many at a time as there are threads. whole: all were walked before.
   Verdict take(const std::vector<Range>& ranges, bool whole) {
     for (std::size_t first = 0; first < ranges.size(); first += walks_.size()) {
       const std::size_t end = std::min(first + walks_.size(), ranges.size());
@@ -134,7 +134,7 @@ void find_addresses(Sends& sends, Fault& fault) {
 
 }  // namespace
 
-Judged judge(const Program& program, Lists& lists, bool together, const Limits& limits) {
+Judgement judge(const Program& program, Lists& lists, bool together, const Limits& limits) {
   Judge judge(program, lists, together, limits);
   try {
     const Verdict verdict = judge.judge();

@@ -15,8 +15,8 @@ namespace apportion::verify {
 // ZEROS: something was added to rows that another rank sent as zeros, so ranges cannot be settled one by one.
 enum class Verdict : std::uint8_t { WRONG, RIGHT, ZEROS, TOO_MANY };
 
-// hanging: ranges walked a second time.
-struct Judged {
+// hanging: number of ranges walked a second time.
+struct Judgement {
   Verdict verdict;
   int64_t hanging;
 
@@ -31,16 +31,17 @@ struct Limits {
 };
 
 // Proves a program; the attention of its tasks is then in `lists`.
-Judged judge(const Program& program, Lists& lists, bool together, const Limits& limits);
+Judgement judge(const Program& program, Lists& lists, bool together, const Limits& limits);
 
-// At most one fault per rank; bands of all tasks with known rows, with task and head set; and whether these are all.
+// At most one fault per rank; the bands of all tasks with known rows, with task and head set; is_complete: true if these
+// are all tasks.
 struct Trace {
   std::vector<Fault> faults;
   Growing<Piece> parts;
   bool is_complete = false;
 };
 
-// Walks each rank by itself: where it stopped, and the attention of its tasks; none if that falls into more pieces.
+// Walks each rank by itself: where it stopped, and the attention of its tasks; none if it has more pieces.
 std::optional<Trace> trace(const Program& program, int64_t most_pieces);
 
 }  // namespace apportion::verify

@@ -4,7 +4,7 @@
 //   set 1   A B C D ..    ──►   set 0 ── list 0, set 1 ── list 0, set 2 ── list 1
 //   set 2   A B X ..            list 1   A B X ..
 //
-// The members of a group that splits heads attend to the same bands, and backward to those of forward. So a set
+// The members of a group that splits heads attend to the same bands, and backward has the bands of forward. So a set
 // *follows* a list, band by band, as long as both agree, and its bands are not stored again: a plan with many tasks
 // needs the memory of one group member. A set that deviates gets its own list, from its first band on.
 #pragma once
@@ -19,7 +19,7 @@ class Lists {
  public:
   explicit Lists(int64_t sets) : followers_(static_cast<std::size_t>(sets)) {}
 
-  // Begins a program of `tasks` tasks: each set is expected to repeat its list of the previous program.
+  // Begins a program of `tasks` tasks, in which each set is expected to repeat its list of the previous one.
   void begin(int64_t tasks) {
     if (pieces_.empty()) pieces_.reserve(static_cast<std::size_t>(std::min(tasks, MOST_RESERVED)));
     at_begin_ = pieces().size();
@@ -30,7 +30,7 @@ class Lists {
     Follower& one = followers_[static_cast<std::size_t>(set)];
     if (const Index at = next_of(one); at != NONE && piece(at).band == band) {
       one.at = at;
-      ++one.met;
+      ++one.matched;
       return;
     }
     if (!one.owns && !leave(one, band)) return;
@@ -40,14 +40,14 @@ class Lists {
   // Ends a program and closes the list of each set.
   void end() {
     for (Follower& one : followers_) {
-      if (one.met == 0) one.list = NONE;
-      if (one.list != NONE && !one.owns && one.met < list(one.list).length) fork(one);
+      if (one.matched == 0) one.list = NONE;
+      if (one.list != NONE && !one.owns && one.matched < list(one.list).length) fork(one);
     }
   }
 
   int64_t count() const { return static_cast<int64_t>(lists_.size()); }
   int64_t sets() const { return static_cast<int64_t>(followers_.size()); }
-  // The list of a set, -1 for none.
+  // The list of a set; -1 if it has none.
   int64_t followed_by(int64_t set) const { return followers_[static_cast<std::size_t>(set)].list; }
   // Number of pieces of earlier programs.
   int64_t at_begin() const { return at_begin_; }
@@ -61,9 +61,9 @@ class Lists {
   struct List {
     Index first = NONE, last = NONE, length = 0;
   };
-  // at: the last matched piece of its list; owns: the set extends the list itself.
+  // at: the last matched piece of its list; matched: their number; owns: the set extends the list itself.
   struct Follower {
-    Index list = NONE, at = NONE, met = 0;
+    Index list = NONE, at = NONE, matched = 0;
     bool owns = false;
   };
 
@@ -75,9 +75,9 @@ class Lists {
     return one.list != NONE ? list(one.list).first : NONE;
   }
 
-  // A set leaves its list for one of its own; false if that begins with the band already.
+  // A set leaves its list for a new one; returns false if it can follow another list, which begins with the band.
   bool leave(Follower& one, const Band& band) {
-    if (one.met > 0) {
+    if (one.matched > 0) {
       fork(one);
       return true;
     }
@@ -94,7 +94,7 @@ class Lists {
   void fork(Follower& one) {
     Index at = list(one.list).first;
     Follower own{new_list(), NONE, 0, true};
-    for (; own.met < one.met; at = piece(at).first_mark) append(own, Band(piece(at).band));
+    for (; own.matched < one.matched; at = piece(at).first_mark) append(own, Band(piece(at).band));
     one = own;
   }
 
@@ -108,7 +108,7 @@ class Lists {
       piece(own.last).first_mark = at;
     own.last = at;
     one.at = at;
-    ++one.met;
+    ++one.matched;
   }
 
   Index new_list() {

@@ -30,7 +30,7 @@ struct Node : State {
 template <class State>
 class Nodes {
  public:
-  // Closes all; sets the number of rows. Operands end before 2^31 - 1.
+  // Closes the place and sets its number of rows. Operands end before 2^31 - 1.
   void reset(int64_t rows) {
     rows_ = std::min<int64_t>(rows, std::numeric_limits<std::int32_t>::max());
     nodes_.clear();
@@ -50,7 +50,7 @@ class Nodes {
     check_index(node, static_cast<int64_t>(nodes_.size()));
     return nodes_[static_cast<std::size_t>(node)];
   }
-  // The first node of an open place, NO_NODE if it is closed.
+  // The first node of an open place; NO_NODE if it is closed.
   NodeIndex first() { return is_open() ? find(0) : NO_NODE; }
 
   // The node that contains a row of an open place.
@@ -88,7 +88,7 @@ class Nodes {
     each(first(), rows_, visit);
   }
 
-  // Joins the following nodes, up to a row, to a node.
+  // Extends a node up to row `high`, over the nodes after it.
   Node<State>& absorb(NodeIndex node, int64_t high) {
     Node<State>& kept = (*this)[node];
     if (kept.high == high) return kept;

@@ -52,15 +52,15 @@ class Rank {
   WorkPlace arena(const Operand& x) const {
     return {x.tensor, static_cast<std::int32_t>(program_.heads.number_of(x.tensor, x.heads)), x.row, x.end()};
   }
-  bool is_given(const Operand& x) const { return program_.given.has(x.tensor); }
+  bool is_input(const Operand& x) const { return program_.inputs.has(x.tensor); }
 
   void apply(Action action, const Operand& x) { home_.apply(action, x.tensor, x.row, x.end(), x.heads); }
 
-  // The contents of an operand: values, which remain, or partials, which at home are taken, by that action.
+  // Gathers the contents of an operand: values, which remain, or partials. taken: the action on home rows of partials.
   void gather(const Operand& x, bool values, Runs& runs, Action taken = Action::TAKE) {
     if (!x.is_home()) return work_.read(arena(x), values, runs);
-    require(values || !is_given(x));
-    if (!is_given(x)) apply(values ? Action::READ : taken, x);
+    require(values || !is_input(x));
+    if (!is_input(x)) apply(values ? Action::READ : taken, x);
     runs.assign(1, {0, x.rows, home_.token(x.row), values ? State::VALUE : State::LIVE});
   }
 
@@ -92,15 +92,14 @@ class Rank {
         {run.token, home_.token(low), code, true, {x.tensor, Space::HOME, low, low + run.rows}});
   }
 
-  // True for as many rows and, if y's tensor has heads, the same heads.
+  // True if x and y have equally many rows and, if y's tensor has heads, the same heads.
   bool are_alike(const Operand& x, const Operand& y) const {
     if (x.rows != y.rows) return false;
     const HeadSets& heads = program_.heads;
     return HEADLESS.has(y.tensor) || heads.number_of(x.tensor, x.heads) == heads.number_of(y.tensor, y.heads);
   }
 
-  // Requires that x, with the runs `its`, holds the tokens of an operand with these runs row by row; cleared rows match
-  // all.
+  // Requires that x, with the runs `its`, holds the tokens of `runs` row by row; cleared rows match any tokens.
   void require_same_tokens(const Runs& runs, const Runs& its, const Operand& x) {
     int64_t row = 0;
     for (std::size_t i = 0, j = 0; i < runs.size() && j < its.size();) {
@@ -129,7 +128,7 @@ class Rank {
   }
 
   void write_home(const Operand& x, const Runs& runs, Action action) {
-    if (is_given(x)) fail(Code::WRITE_GIVEN, place(x));
+    if (is_input(x)) fail(Code::WRITE_GIVEN, place(x));
     for (const Run& run : runs)
       if (run.token != NOWHERE) require_home(x, run, action == Action::ADD ? Code::PARTIAL_MIXED : Code::WRONG_HOME);
     apply(action, x);

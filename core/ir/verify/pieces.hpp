@@ -17,7 +17,7 @@ struct Band {
   bool operator==(const Band&) const = default;
 };
 
-// In a list the next piece and the list; in a trace the task and the head set of its queries.
+// Marks: in a list, the next piece and the list; in a trace, the task and the head set of its queries.
 struct Piece {
   Band band;
   std::int32_t first_mark, second_mark;

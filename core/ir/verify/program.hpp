@@ -3,8 +3,8 @@
 // The rule `structure` was checked before (apportion/ir/plan/wellformed.py), and the walk relies on it: codes of ops,
 // tensors and spaces are known; an operand that a row names is among the rank's; a head set and a peer exist; counts of
 // a rank's instructions add up to the rows of its lists; only dmin and dmax may be negative. Sizes are bounded too:
-// judge.py refuses numbers beyond 2^30 - 1, rounds numbered with wide gaps, and tasks of another phase. Everything else
-// may be wrong here.
+// judge.py refuses numbers beyond 2^30 - 1, rounds numbered with wide gaps, and tasks of the wrong phase. Everything
+// else may be wrong here.
 #pragma once
 
 #include "ir/programs.hpp"
@@ -29,8 +29,8 @@ struct Memory {
   Matrix<const int64_t> arena_rows, arena_heads;     // [ranks, tensors]
 };
 
-// given: tensors whose home rows hold values at the start; owed: tensors whose home rows must all be produced; foreign:
-// of another phase.
+// inputs: tensors whose home rows hold values at the start; outputs: tensors whose home rows must all be produced;
+// foreign: tensors of the other phase.
 struct Program : Programs {
   static constexpr std::size_t FIELDS = 8;
   Program(Programs tables, Memory of_ranks, HeadSets sets, Tensors of_home, Tensors produced, Tensors other_phase,
@@ -38,8 +38,8 @@ struct Program : Programs {
       : Programs(std::move(tables)),
         memory(of_ranks),
         heads(sets),
-        given(of_home),
-        owed(produced),
+        inputs(of_home),
+        outputs(produced),
         foreign(other_phase),
         is_backward(backward),
         rounds(round_count),
@@ -51,9 +51,9 @@ struct Program : Programs {
 
   Memory memory;
   HeadSets heads;
-  Tensors given, owed, foreign;
+  Tensors inputs, outputs, foreign;
   bool is_backward;
-  int64_t rounds;  // they are numbered below
+  int64_t rounds;  // above every round number
   Table task_list;
   Tasks tasks;
 
@@ -63,7 +63,7 @@ struct Program : Programs {
   }
 };
 
-// Tensors of which home rows must end as values.
+// Tensors whose home rows must end as values.
 inline constexpr Tensors FINISHED = Tensors::of(Tensor::O, Tensor::DELTA);
 
 struct Operand {

@@ -52,7 +52,7 @@ class Rounds {
   void fill_home(RoundNumber number) { at(number).fills_home = true; }
   int64_t under_way() const { return under_way_; }
 
-  // True if the rank has waited for its round, or there is none.
+  // True if the rank has waited for the round, or if there is none.
   bool is_over(RoundNumber number) { return number == NO_ROUND || at(number).is_over; }
 
   // True if one of these rounds is in flight.
@@ -62,7 +62,7 @@ class Rounds {
     while (senders != left) senders = std::exchange(link(senders).next, left);
     return senders != NO_SENDERS;
   }
-  // The same rounds plus one.
+  // The same rounds, and one more.
   Senders with(Senders senders, RoundNumber number) {
     if (is_sending(senders) && link(senders).round == number) return senders;
     links_.push_back({number, senders});

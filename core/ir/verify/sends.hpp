@@ -38,7 +38,7 @@ class Parcel {
     return {further(parts_[i].token, row - parts_[i].row), end_of(i) - row};
   }
 
-  // Rows of one run of zeros get the tokens from one on; the rest of the run stays zeros.
+  // Gives rows of a run of zeros the tokens from `token` on; the rest of the run stays zeros.
   void claim(int64_t row, int64_t rows, Token token) {
     const std::size_t i = part_of(row);
     const Part zeros = parts_[i];
@@ -81,7 +81,7 @@ struct Send {
   }
 };
 
-// Rows from one on that are all of consecutive tokens, or all zeros, or all unsent.
+// Rows with consecutive tokens from `token` on, or all zeros, or all unsent.
 struct Stretch {
   Token token;
   int64_t rows;
@@ -94,7 +94,7 @@ class Sends {
       : slots_(program.send.size()), of_rank_(program.ranks() + 1) {
     meet_ = rounds_agree(program) && post(program);
   }
-  // False if ranks differ in a round, one sends to itself or missing home rows, or numbers of sends and receives
+  // False if ranks differ in a round, one sends to itself or sends missing home rows, or numbers of sends and receives
   // differ.
   bool meet() const { return meet_; }
 
@@ -152,22 +152,22 @@ class Sends {
   }
 
   static bool rounds_agree(const Program& program) {
-    struct Way {
+    struct Form {
       int64_t channel = -1, mode = 0, launches = 0;
     };
-    const Array<Way> ways(program.rounds);
+    const Array<Form> forms(program.rounds);
     for (int64_t i = 0; i < program.op.size(); ++i) {
       if (static_cast<Op>(program.op[i]) != Op::LAUNCH) continue;
-      Way& way = ways[program.round[i]];
-      if (way.launches++ == 0) {
-        way.channel = program.channel[i];
-        way.mode = program.mode[i];
+      Form& form = forms[program.round[i]];
+      if (form.launches++ == 0) {
+        form.channel = program.channel[i];
+        form.mode = program.mode[i];
       }
-      if (way.channel != program.channel[i] || way.mode != program.mode[i]) return false;
-      if (program.count[i] == 0 && (way.mode & ALL_TO_ALL) == 0) return false;
+      if (form.channel != program.channel[i] || form.mode != program.mode[i]) return false;
+      if (program.count[i] == 0 && (form.mode & ALL_TO_ALL) == 0) return false;
     }
-    return std::all_of(ways.begin(), ways.end(), [&](const Way& way) {
-      return way.launches == 0 || (way.mode & ALL_TO_ALL) == 0 || way.launches == program.ranks();
+    return std::all_of(forms.begin(), forms.end(), [&](const Form& form) {
+      return form.launches == 0 || (form.mode & ALL_TO_ALL) == 0 || form.launches == program.ranks();
     });
   }
 

@@ -1,8 +1,8 @@
 // Settles walked ranks: resolves tokens of received rows, checks conditions, lists attention pairs.
 //
 //   conditions   rows that must hold the same tokens            ─► hold, fail, or depend on others
-//   notes        of the queries of tasks a head set, and runs;  ─► bands of addresses: of each run of queries and each run
-//                of the keys of a task runs                        of keys that they see, one
+//   notes        queries of tasks: head set and runs;           ─► bands of addresses, one for each run of queries and
+//                keys of a task: runs                              each run of keys that they see
 //
 // Adding to zeros claims them, row by row: they get the added tokens. Since earlier conditions may involve these rows,
 // all are checked again.
@@ -18,7 +18,7 @@ namespace apportion::verify {
 
 // Runs of the queries of the following tasks, or of the keys of one.
 struct Note {
-  std::int32_t task, set;  // of queries -1, and their head set; of keys the row of the task list
+  std::int32_t task, set;  // queries: -1, and their head set; keys: the row of the task list, and -1
   std::int32_t row, rows;
   Token token;
 
@@ -26,7 +26,7 @@ struct Note {
   bool goes_with(const Note& other) const { return task == other.task && set == other.set; }
 };
 
-// More pieces than are verified.
+// Thrown for more pieces than the verifier accepts.
 struct TooMany {};
 
 enum class Outcome : std::uint8_t { HOLDS, FAILS, HANGS, ZEROS };
@@ -35,7 +35,7 @@ class Settlement {
  public:
   explicit Settlement(Sends& sends) : sends_(sends) {}
 
-  // Checks conditions. claims: zeros may be claimed, since all conditions are present; otherwise that is reported.
+  // Checks conditions. claims: zeros may be claimed, since all conditions are present; if false, returns ZEROS instead.
   // whole: no more ranks will be walked, and unknown tokens are ignored.
   Outcome settle(const std::vector<Condition>& conditions, bool whole, bool claims) {
     do {
@@ -90,21 +90,21 @@ class Settlement {
   Outcome settle(const Condition& condition, bool claims) {
     const int64_t rows = condition.place.rows();
     for (int64_t row = 0; row < rows;) {
-      const Stretch ours = sends_.find(condition.source + row, rows - row);
-      const Stretch its = sends_.find(condition.target + row, ours.rows);
-      if (ours.token == UNSENT || its.token == UNSENT) return Outcome::HANGS;
-      if (ours.token != its.token && ours.token != NOWHERE) {
-        if (its.token != NOWHERE) return Outcome::FAILS;
+      const Stretch source = sends_.find(condition.source + row, rows - row);
+      const Stretch target = sends_.find(condition.target + row, source.rows);
+      if (source.token == UNSENT || target.token == UNSENT) return Outcome::HANGS;
+      if (source.token != target.token && source.token != NOWHERE) {
+        if (target.token != NOWHERE) return Outcome::FAILS;
         if (!claims) return Outcome::ZEROS;
-        sends_.claim(condition.target + row, its.rows, ours.token);
+        sends_.claim(condition.target + row, target.rows, source.token);
         claimed_ = true;
       }
-      row += its.rows;
+      row += target.rows;
     }
     return Outcome::HOLDS;
   }
 
-  // The addresses of rows, consecutive ones joined. False if they are unknown, or zeros.
+  // Fills `runs` with the addresses of rows. Returns false if they are unknown, or zeros.
   bool find_runs(std::span<const Note> notes, Runs& runs) {
     runs.clear();
     for (const Note& note : notes)
@@ -120,7 +120,7 @@ class Settlement {
     return true;
   }
 
-  // Both have their runs in the order of rows, so the visible keys of a run of queries are adjacent.
+  // Runs of queries and of keys are in the order of rows, so the visible keys of a run of queries are adjacent.
   template <class Keep>
   void list_task(int64_t dmin, int64_t dmax, Keep&& keep) {
     std::size_t first = 0;

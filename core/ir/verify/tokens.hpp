@@ -1,9 +1,9 @@
 // Tokens: contents of rows, as a number that ascends by one from row to row.
 //
 //   [0, 2^40)             an address: a home row of a rank, which stands for its token
-//   (2 s + 2) 2^40 + row  the row of a tile of values that send s brings; (2 s + 3) 2^40 + row, of a partial
+//   (2 s + 2) 2^40 + row  a row of the tile of send s, if it has values; (2 s + 3) 2^40 + row, if it has partials
 //   NOWHERE               zeros, without tokens
-//   UNSENT                of a send: its rank has not been walked
+//   UNSENT                contents of a send whose rank has not been walked
 //
 // Numbers of tables are below 2^30 (FORMAT.md, section 15), so neither rows nor addresses reach 2^40.
 #pragma once
@@ -27,7 +27,7 @@ inline Token first_of_tile(int64_t send, bool partial) { return (2 * send + 2 + 
 inline int64_t send_of(Token token) { return (token >> (TILE_SHIFT + 1)) - 1; }
 inline int64_t row_of(Token token) { return token & ((Token{1} << TILE_SHIFT) - 1); }
 
-// The token `rows` rows further.
+// The token `rows` rows after another.
 inline Token further(Token token, int64_t rows) { return token == NOWHERE ? NOWHERE : token + rows; }
 
 // Degree of uncertainty: 0 for an address, 1 for a tile of values, 2 for a partial, which may be zeros.

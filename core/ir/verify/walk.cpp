@@ -44,7 +44,7 @@ void Walk::end_rank(int64_t received) {
   for (int64_t code = 1; code < TENSORS; ++code) {
     const auto tensor = static_cast<Tensor>(code);
     if (PARTIALS.has(tensor)) rank_.work().end_rank(tensor);
-    rank_.home().end_rank(tensor, program_.owed.has(tensor), FINISHED.has(tensor));
+    rank_.home().end_rank(tensor, program_.outputs.has(tensor), FINISHED.has(tensor));
   }
 }
 
@@ -64,7 +64,7 @@ void Walk::send(const Operand& tile, int64_t transfer, RoundNumber round, bool r
   const bool is_partial = PARTIALS.has(tile.tensor);
   if (tile.is_home()) {
     if (is_partial || results) fail(results ? Code::NO_RESULT : Code::PARTIAL_FROM_HOME, rank_.place(tile));
-    if (!rank_.is_given(tile)) rank_.apply(Action::SEND, tile);
+    if (!rank_.is_input(tile)) rank_.apply(Action::SEND, tile);
     return;
   }
   rank_.gather(tile, !is_partial, runs_);
@@ -88,7 +88,7 @@ void Walk::receive(const Operand& tile, int64_t peer, RoundNumber round, bool re
   const Token token = is_known && is_address(send.token) ? send.token : first_of_tile(next, is_partial);
   ++next;
   if (tile.is_home()) {
-    if (rank_.is_given(tile)) fail(Code::WRITE_GIVEN, rank_.place(tile));
+    if (rank_.is_input(tile)) fail(Code::WRITE_GIVEN, rank_.place(tile));
     rank_.require_home(tile, {0, tile.rows, token, State::LIVE}, Code::WRONG_HOME);
     rank_.apply(results ? Action::RECEIVE_RESULT : Action::RECEIVE, tile);
     rank_.rounds().fill_home(round);
@@ -186,7 +186,7 @@ void Walk::delta(const Rowop& own) {
   const Operand &gradient = rank_[own.a], &output = rank_[own.b], &statistics = rank_[own.c];
   require(program_.is_backward && own.d == 0 && statistics.is_home());
   require(gradient.tensor == Tensor::DO && output.tensor == Tensor::O && statistics.tensor == Tensor::DELTA);
-  require(rank_.is_given(gradient) && rank_.is_given(output) && gradient.is_home() && output.is_home());
+  require(rank_.is_input(gradient) && rank_.is_input(output) && gradient.is_home() && output.is_home());
   for (const Operand* one : {&gradient, &output})
     if (one->row != statistics.row)
       fail(Code::NOT_SAME_TOKENS, rank_.place(*one), rank_.home().token(one->row), rank_.home().token(statistics.row));
@@ -194,7 +194,7 @@ void Walk::delta(const Rowop& own) {
   rank_.apply(Action::SET, statistics);
 }
 
-// X into Q and KV.
+// Projects X into Q and KV.
 void Walk::project(const Rowop& own) {
   const Operand& hidden = rank_[own.a];
   rank_.gather(hidden, true, runs_);
@@ -206,7 +206,7 @@ void Walk::project(const Rowop& own) {
   }
 }
 
-// Partials dQ and dKV, and X, into a partial dX.
+// Pushes partials dQ and dKV back through the projection of X, into a partial dX.
 void Walk::project_grad(const Rowop& own) {
   const Operand &hidden = rank_[own.a], &sum = rank_[own.d];
   require(program_.is_backward);

@@ -70,7 +70,7 @@ class Walk {
   std::vector<Note> notes_;
   Runs runs_, keys_, others_;
   int64_t number_ = 0, first_rank_ = 0, walked_ = 0;
-  int64_t task_before_ = -1;  // of the same instruction
+  int64_t task_before_ = -1;  // the previous task of the same instruction
 };
 
 }  // namespace apportion::verify

@@ -1,11 +1,11 @@
 // Work rows of a rank: arenas, each cut into ranges of one state, one token per row and one set of heads.
 //
 //   WorkState   state   contents of the rows
-//               shift   from row to token: of row r it is r + shift
-//               heads   the number of their head set, equal for equal sets
-//               filled  the round that receives them; senders: the rounds that send them
+//               shift   token of a row minus the row
+//               heads   the number of the rows' head set, equal for equal sets
+//               filled  the round that receives the rows; senders: the rounds that send them
 //
-// Adding to rows with other tokens is a condition (`settle.hpp`), unless both are known to differ.
+// Adding tokens to different ones makes a condition (`settle.hpp`), unless both are known to differ.
 #pragma once
 
 #include <array>
@@ -75,7 +75,7 @@ class WorkRows {
     }
   }
 
-  // Fills `runs` with the contents of rows, values or else partials.
+  // Fills `runs` with the contents of rows: values, or partials if `values` is false.
   void read(const WorkPlace& place, bool values, Runs& runs) {
     auto& nodes = arena(place.tensor);
     if (!nodes.is_open()) fail(Code::READ_UNWRITTEN, whole(place));
@@ -96,7 +96,7 @@ class WorkRows {
     }
   }
 
-  // Consumes partials, by a round or not; no other round may be sending them.
+  // Consumes partials, which no other round may be sending. round: the round that sends them, if any.
   void spend(const WorkPlace& place, RoundNumber round = NO_ROUND) {
     auto& nodes = arena(place.tensor);
     const NodeIndex first = nodes.slice(place.low, place.high);
@@ -135,7 +135,7 @@ class WorkRows {
   // True if rows are neither being received nor being sent.
   bool is_still(WorkState& state) { return rounds_.is_over(state.filled) && !rounds_.is_sending(state.senders); }
 
-  // Adds a token to a node with another one; keeps the better known of the two.
+  // Adds a token to a node; of two different tokens, keeps the one with less doubt.
   void add_tokens(Place place, Node<WorkState>& node, Token added) {
     const Token held = place.low + node.shift;
     if (held == added) return;

@@ -225,7 +225,7 @@ def tiny() -> Plan:
         ([[0], [0]], [], "0 is missing|1 is missing"),
         ([[0], [2]], [], "1 is missing"),
         ([[0], [1]], [3], "2 is missing"),
-        ([[0], [1]], [3, 2], "must rise"),
+        ([[0], [1]], [3, 2], "must ascend"),
         ([[0], [-1]], [], "must be in"),
         ([[0], [1.5]], [], "must be an integer"),
     ],

@@ -36,7 +36,7 @@ from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, w
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import OP_NAMES, Op
-from apportion.ir.plan.fusion import Complete, RowRanges, apart, find_statistics, gaps
+from apportion.ir.plan.fusion import Complete, RowRanges, find_statistics, gaps, merge_ranges
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Space, Tensor as Name
@@ -115,7 +115,7 @@ class Drafts:
                 operand = self._program.operands[int(self._programs[roles.table][roles.owner][task])]
                 key = int(step[task]), operand.tensor, operand.is_home
                 result.setdefault(key, set()).add((rows[0], rows[1]))
-        return {key: apart(ranges) for key, ranges in result.items()}
+        return {key: merge_ranges(ranges) for key, ranges in result.items()}
 
     def step(self, step: Step) -> Iterator[Draft]:
         """The launches of a step; a row op without rows has none."""
@@ -306,7 +306,7 @@ class Drafts:
     @cached_property
     def _stated(self) -> list[tuple[int, int]]:
         _, row0, row1 = (column.tolist() for column in self._statistics.rowops)
-        return apart(zip(row0, row1, strict=True))
+        return merge_ranges(zip(row0, row1, strict=True))
 
     def finish(self, step: Step) -> Iterator[Draft]:
         """Finishes rows of sums; then, for layers with learned sinks, rows that arrived as results."""

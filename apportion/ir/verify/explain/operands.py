@@ -1,4 +1,4 @@
-"""Checks operands: outside their rows, of another phase, or incompatible with their op (`ir.isa`)."""
+"""Finds operands outside their rows, of the wrong phase, or incompatible with their op (`ir.isa`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULE = "operands"
 def misfits(program: Program) -> Iterator[Violation]:
     """Violations of the rule `operands`."""
     yield from _misplaced_operands(program)
-    yield from _of_another_phase(program)
+    yield from _wrong_phase(program)
     for name in OPERAND_COLUMNS:
         yield from _list_violations(program, name)
 
@@ -49,7 +49,7 @@ def _operand_violation(program: Program, operand: int, message: str) -> Violatio
     return Violation(RULE, rank, program.kind, program.phase, None, text)
 
 
-def _of_another_phase(program: Program) -> Iterator[Violation]:
+def _wrong_phase(program: Program) -> Iterator[Violation]:
     instructions = program["instructions"]
     for op in (op for op in Op if program.phase not in op.rule.phases):
         for instruction in np.flatnonzero(instructions["op"] == op).tolist():
@@ -61,7 +61,7 @@ def _of_another_phase(program: Program) -> Iterator[Violation]:
 
 
 def _list_violations(program: Program, name: str) -> Iterator[Violation]:
-    """List rows that their op does not accept: for each the first reason, in column order."""
+    """List rows that their op does not accept; for each, the first reason in column order."""
     rows, instruction = program[name], program.instruction_of(name)
     ops, by_row = program["instructions"]["op"][instruction], dict[int, str]()
     columns = {
@@ -90,7 +90,7 @@ def _describe_operands(program: Program, columns: Mapping[str, Ints], row: int) 
 
 
 def _reasons(program: Program, rule: Rule, columns: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
-    """(bool [rows], message) for each check, assuming all rows are of one op."""
+    """Yields (bool [rows], message) for each check, assuming that all rows belong to one op."""
     tensor, space, row, rows = program["operands"].values[:4]
     for column in rule.columns:
         x, argument = columns[column], rule.argument(column)
@@ -105,7 +105,7 @@ def _reasons(program: Program, rule: Rule, columns: Mapping[str, Ints]) -> Itera
             yield present & (rows[x] != rows[y]), f"operand {column} has a different number of rows"
             if not HEADLESS.issuperset(other.tensors):
                 differ = present & (program.same_heads[x] != program.same_heads[y])
-                yield differ, f"operand {column} has other heads"
+                yield differ, f"operand {column} has different heads"
             if moves:
                 yield present & (tensor[x] != tensor[y]), f"{text}, the tensor of a"
                 overlap = (row[x] < row[y] + rows[y]) & (row[y] < row[x] + rows[x])
@@ -122,7 +122,7 @@ def tensors_of(argument: Argument | None) -> tuple[Tensor, ...]:
 
 
 def _bands(program: Program, name: str, columns: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
-    """(bool [rows], message) for the bands of tasks."""
+    """Yields (bool [rows], message) for the bands of tasks."""
     count, dmin, dmax = program["operands"]["rows"], program[name]["dmin"], program[name]["dmax"]
     wide = (dmin < 1 - count[columns["kv"]]) | (dmax > count[columns["q"]] - 1)
     yield wide, "the band goes beyond the rows: dmin >= 1 - key rows, dmax <= query rows - 1"

@@ -1,4 +1,4 @@
-"""Checks transfers: unmatched sends and receives, rounds that do not ascend, launches and waits without a partner."""
+"""Finds unmatched sends and receives, rounds that do not ascend, and launches and waits without a partner."""
 
 from __future__ import annotations
 
@@ -69,26 +69,26 @@ def _rounds(program: Program) -> Iterator[Violation]:
             yield at_instruction(RULE, program, int(order[i]), message)
     idle = (instructions["mode"][order] & ALL_TO_ALL == 0) & (instructions["count"][order] == 0)
     for index in order[idle].tolist():
-        message = f"launches round {instructions['round'][index]} without a transfer, and it is no all-to-all"
+        message = f"launches round {instructions['round'][index]} without a transfer and not as an all-to-all"
         yield at_instruction(RULE, program, index, message)
-    yield from _absent(program)
+    yield from _absent_ranks(program)
 
 
-def _absent(program: Program) -> Iterator[Violation]:
+def _absent_ranks(program: Program) -> Iterator[Violation]:
     instructions, turns = program["instructions"], program.turns
     for i in np.flatnonzero(np.diff(turns.ptr) < program.ranks).tolist():
         group = turns.order[turns.ptr[i] : turns.ptr[i + 1]]
         if (instructions["mode"][group] & ALL_TO_ALL).any():
             missing = np.setdiff1d(np.arange(program.ranks), program.rank_of[group])
             message = (
-                f"round {turns.rounds[i]} is an all-to-all, but {len(missing)} ranks do not launch it, "
+                f"round {turns.rounds[i]} is an all-to-all, but {len(missing)} ranks do not launch it; "
                 f"the first is rank {missing[0]}"
             )
             yield Violation(RULE, int(missing[0]), program.kind, program.phase, None, message)
 
 
 def _pairs(program: Program) -> Iterator[Violation]:
-    """Checks that both sides of a transfer agree; an unmatched one is reported at each side."""
+    """Checks that both sides of a transfer agree; an unmatched transfer is reported where it is."""
     transfers, mate = program["transfers"], program.matches.mate
     receives = np.flatnonzero((transfers["send"] == 0) & (mate >= 0))
     mismatch = ~program.matches.agreed[receives]

@@ -28,7 +28,7 @@ _MESSAGES = {
     Code.READ_PARTIAL: (_DATAFLOW, "reads {rows}, which hold a partial instead of a finished value"),
     Code.READ_OTHER_HEADS: (
         _DATAFLOW,
-        "takes {rows} as heads of set {wanted}, they hold heads of set {holds}",
+        "takes {rows} as heads of set {wanted}, but they hold heads of set {holds}",
     ),
     Code.WRITE_SENDING: (_DATAFLOW, "overwrites {rows}, which a pending send is still reading"),
     Code.WRITE_IN_FLIGHT: (_DATAFLOW, "writes {rows}, which a pending receive is still filling"),
@@ -42,16 +42,16 @@ _MESSAGES = {
     ),
     Code.PARTIAL_MIXED: (_DELIVERY, "adds {other} to {rows}, which hold {held}"),
     Code.PARTIAL_LEFT: (_DELIVERY, "ends with a partial of {held} in {rows}, which never reaches its home"),
-    Code.PARTIAL_FROM_HOME: (_DELIVERY, "moves a partial out of {rows}: partials leave work rows only"),
+    Code.PARTIAL_FROM_HOME: (_DELIVERY, "moves a partial out of {rows}: partials leave only work rows"),
     Code.WRONG_HOME: (_DELIVERY, "writes {other} to {rows}, the home of {held}"),
     Code.WRITTEN_TWICE: (_DELIVERY, "changes {rows}, which are finished"),
-    Code.NOT_FINISHED: (_DELIVERY, "ends with a partial that was not finished in {rows} of {held}"),
+    Code.NOT_FINISHED: (_DELIVERY, "ends with an unfinished partial in {rows} of {held}"),
     Code.NOT_PRODUCED: (_DELIVERY, "ends with no result in {rows} of {held}"),
     Code.NO_RESULT: (_RESULTS, "{rows} cannot be a result: sums go from work rows to home rows"),
     Code.RESULT_TOUCHED: (_RESULTS, "uses {rows}, which arrive as results"),
     Code.RESULT_HEADS: (
         _RESULTS,
-        "{rows} get results in {holds} heads of {wanted}: in all of them or in none",
+        "{rows} receive results in {holds} of {wanted} heads: must be all or none",
     ),
     Code.OTHER_KEYS: (_HEADS, "query head {wanted} needs KV head {holds}, which its keys do not have"),
 }
@@ -100,14 +100,14 @@ def _violation(program: Program, homes: Homes, fault: Fault) -> Violation:
         cause = "coverage" if fault.code in (Code.NOT_PRODUCED, Code.NOT_FINISHED) else ""
         location = rule, fault.rank, program.kind, program.phase, None
         return Violation(*location, message, order=_END, cause=cause)
-    is_unfed = fault.code in (Code.ADD_TO_UNWRITTEN, Code.READ_UNWRITTEN) and tensor in PARTIALS
+    lacks_sum = fault.code in (Code.ADD_TO_UNWRITTEN, Code.READ_UNWRITTEN) and tensor in PARTIALS
     violation = at_instruction(rule, program, fault.instruction, f"{_item(program, fault)}{message}")
     order = int(program.clock[fault.instruction])
-    return replace(violation, order=order, cause="coverage" if is_unfed else "")
+    return replace(violation, order=order, cause="coverage" if lacks_sum else "")
 
 
 def _heads(program: Program, fault: Fault) -> str:
-    """The head set of the operand with the rows, if it does not have all heads."""
+    """The head set of the operand that has the rows, unless it has all heads."""
     name = program.list_name(fault.instruction)
     if name is None:
         return ""

@@ -1,1 +1,1 @@
-"""Verifier rules other than those proven by the walk over programs; coverage uses data prepared by the walk."""
+"""Verifier rules that the walk over programs does not prove; `coverage` uses data of the walk."""

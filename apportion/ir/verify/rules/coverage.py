@@ -48,7 +48,7 @@ def _find(subject: Subject, program: Program) -> Iterator[Violation]:
     """Violations of the first list of tasks that has any."""
     columns, tasks = np.ascontiguousarray(subject.mask(program.kind).T), subject.tasks(program)
     if tasks.complete and len(subject.mask(program.kind)):
-        yield from _absent(program, tasks)
+        yield from _missing_heads(program, tasks)
     for heads, index in _lists_by_head(program, tasks):
         bands = tasks.bands if index is None else np.ascontiguousarray(tasks.bands[:, index])
         numbers = tasks.task if index is None else tasks.task[index]
@@ -61,8 +61,8 @@ def _find(subject: Subject, program: Program) -> Iterator[Violation]:
             return  # lists of other heads have the same errors
 
 
-def _absent(program: Program, tasks: Tasks) -> Iterator[Violation]:
-    """Violation for query heads without tasks."""
+def _missing_heads(program: Program, tasks: Tasks) -> Iterator[Violation]:
+    """Checks that every query head has tasks."""
     computed = np.zeros(program.q_sets.heads, bool)
     for number in np.unique(tasks.heads).tolist():
         computed[program.q_sets.members[number]] = True
@@ -73,8 +73,8 @@ def _absent(program: Program, tasks: Tasks) -> Iterator[Violation]:
 
 
 def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints | None]]:
-    """(heads in words, the pieces of their tasks or None for all) of every distinct list of bands over the query
-    heads."""
+    """Yields (phrase for the heads, pieces of their tasks or None for all) for every distinct list of bands among the
+    query heads."""
     if not program.splits_heads:
         yield "", None
         return
@@ -158,7 +158,7 @@ def _band(band: Ints) -> str:
 def _missing(
     subject: Subject, program: Program, bands: Ints, inner_areas: Ints, mask: Ints, heads: str
 ) -> Iterator[Violation]:
-    """Violations for pairs that the mask allows and no task computes, searched band by band, then query by query."""
+    """Finds pairs that the mask allows but no task computes: the first band, then its first query and key."""
     areas = algebra.area(mask.T)
     missing = int(areas.sum()) - int(inner_areas.sum())
     if missing == 0:

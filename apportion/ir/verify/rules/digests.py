@@ -24,7 +24,7 @@ def check(subject: Subject) -> Iterator[Violation]:
     stored: Sections = plan.sections
     actual_id = section_id(stored)
     if stored.id != actual_id:
-        message = f"the plan stores id {stored.id.hex()}, its bytes have {actual_id.hex()}: they were changed"
+        message = f"the plan has id {stored.id.hex()}; its bytes have {actual_id.hex()}: they were changed"
         yield _violation(None, message)
         return
     try:
@@ -50,7 +50,7 @@ def _same_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
     if isinstance(parts, table_bytes.Parts) and len(parts) == plan.header.ranks and parts.are_of(tables):
         return
     if len(stored.parts) != plan.header.ranks:
-        yield _violation(None, f"the plan has {plan.header.ranks} ranks, its bytes have {len(stored.parts)}")
+        yield _violation(None, f"the plan has {plan.header.ranks} ranks; its bytes have {len(stored.parts)}")
         return
     for rank, part in enumerate(table_bytes.encode_tables(tables, plan.header.ranks)):
         if part != stored.parts[rank]:

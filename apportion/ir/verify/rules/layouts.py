@@ -28,7 +28,7 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def check_move(move: Move, source: Layout, target: Layout, tokens: int) -> Iterator[Violation]:
-    """Violations of two layouts of that many tokens, possibly of different plans, and of the move between them."""
+    """Violations by two layouts of `tokens` tokens, possibly of different plans, and by the move between them."""
     for layout in (source, target):
         yield from _rows(layout)
         yield from _tokens(layout, tokens)
@@ -71,19 +71,19 @@ def _tokens(layout: Layout, tokens: int) -> Iterator[Violation]:
     ends = (token + length)[order]
     expected = np.append(0, ends)[:-1]
     for i in np.flatnonzero(token[order] != expected).tolist():
-        message = _seam(int(expected[i]), int(token[order[i]]), int(length[order[i]]))
+        message = _gap_or_overlap(int(expected[i]), int(token[order[i]]), int(length[order[i]]))
         yield violation(layout, int(order[i]), message)
     last = int(ends[-1]) if len(ends) else 0
     if last != tokens:
-        message = f"layout {layout.name} holds tokens up to {last}, the batch has {tokens}"
+        message = f"layout {layout.name} holds tokens up to {last}, but the batch has {tokens}"
         yield Violation(RULE, None, None, None, None, message)
 
 
-def _seam(expected: int, token: int, length: int) -> str:
+def _gap_or_overlap(expected: int, token: int, length: int) -> str:
     if token > expected:
         return f"holds tokens {span(token, length)}, but tokens [{expected}, {token}) are in no span"
     shared = min(expected, token + length)
-    return f"holds tokens {span(token, length)}, but tokens [{token}, {shared}) are on another row too"
+    return f"holds tokens {span(token, length)}, but tokens [{token}, {shared}) are also on another row"
 
 
 def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
@@ -125,7 +125,7 @@ def _next(breaks: Ints, token: Ints) -> Ints:
 
 def _move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
     """Checks that the moves turn the source layout into the target layout."""
-    prefix, pieces = f"move {move.source} -> {move.target}: ", carried(move.table, source)
+    prefix, pieces = f"move {move.source} -> {move.target}: ", apply_moves(move.table, source)
     if isinstance(pieces, str):
         yield Violation(RULE, None, None, None, None, prefix + pieces)
         return
@@ -136,9 +136,9 @@ def _move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
         yield _first_difference(pieces, expected, prefix)
 
 
-def carried(table: Table, source: Layout) -> Ints | str:
-    """[pieces, 4]: (rank, row, token, rows) after the moves of a layout's rows, by rank and row; or an error message.
-    The k-th send i -> j goes to the rows of the k-th receive of j from i."""
+def apply_moves(table: Table, source: Layout) -> Ints | str:
+    """[pieces, 4]: (rank, row, token, rows) after the moves of a layout's rows, sorted by rank and row; or an error
+    message. The k-th send i -> j goes to the rows of the k-th receive of j from i."""
     rank, peer = table.rank_of_row(), _column(table, "peer")
     send = np.flatnonzero(_column(table, "send") == 1)
     receive = np.flatnonzero(_column(table, "send") == 0)
@@ -203,5 +203,5 @@ def _first_difference(pieces: Ints, expected: Ints, prefix: str) -> Violation:
     ]
     rank = int((expected if index < len(expected) else pieces)[index, 0])
     return Violation(
-        RULE, rank, None, None, None, f"{prefix}makes {texts[0]}, the target layout has {texts[1]}"
+        RULE, rank, None, None, None, f"{prefix}makes {texts[0]}, but the target layout has {texts[1]}"
     )

@@ -53,7 +53,7 @@ def _token_caps(subject: Subject) -> Iterator[Violation]:
     caps = np.ceil(_DEFAULT_CAP * subject.token_shares) if limit is None else np.full(len(rows), limit)
     for rank in np.flatnonzero(rows > caps).tolist():
         cap = int(caps[rank])
-        message = f"holds {rows[rank]} tokens in layout {subject.attention.name}, the token cap is {cap}"
+        message = f"holds {rows[rank]} tokens in layout {subject.attention.name}; the token cap is {cap}"
         yield Violation(RULE, rank, None, None, None, message)
 
 
@@ -67,12 +67,12 @@ def _memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Viol
     size = arenas["rows"].astype(np.float64) * heads * per_head[arenas["tensor"]]
     total = np.bincount(arenas.rank_of_row(), size, program.ranks)
     for rank in np.flatnonzero(total > cap * _GIB).tolist():
-        message = f"needs {gib(total[rank])} of work rows, the memory cap is {cap} GiB"
+        message = f"needs {gib(total[rank])} of work rows; the memory cap is {cap} GiB"
         yield Violation(RULE, rank, program.kind, program.phase, None, message)
 
 
 def _tolerance(subject: Subject) -> Iterator[Violation]:
-    """Checks the compute of the busiest rank over the mean, by speed: all kinds together, weighted by their layers."""
+    """Checks the busiest rank's compute against the mean, relative to speed: all kinds, weighted by their layers."""
     request = subject.plan.request
     if request.policy.tolerance is None:
         return
@@ -87,5 +87,5 @@ def _imbalance(tolerance: float, phase: str, time: Floats, mean: float) -> Itera
     rank = int(time.argmax())
     excess = float(time[rank] / mean - 1)
     if excess > tolerance + 1e-9:
-        message = f"computes {excess:.4f} more than the mean rank, the tolerance is {tolerance}"
+        message = f"computes {excess:.4f} more than the mean rank; the tolerance is {tolerance}"
         yield Violation(RULE, rank, None, phase, None, message)

@@ -1,6 +1,6 @@
 """Rule 10: recurrent layers process every document once, in order, regardless of which ranks hold its tokens.
 
-Runs are all home rows, cut at jumps of tokens and at starts of branches, each with its past; a fold has every head of
+Runs are all home rows, cut at jumps of tokens and at starts of branches, each with its past; folds have every head of
 every run of a cut document, after its past; states match their slots; and halos are the tokens before runs.
 """
 
@@ -19,7 +19,7 @@ from apportion.ir.request.model import MAX_HEADS
 from apportion.ir.request.recurrent import MAX_KINDS, widest_halo
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.report import Violation
-from apportion.ir.verify.rules.layouts import carried, merged_pieces
+from apportion.ir.verify.rules.layouts import apply_moves, merged_pieces
 from apportion.ir.verify.subject import Subject
 
 RULE = "recurrences"
@@ -59,7 +59,7 @@ def _violation(name: str, table: Table, row: int, message: str) -> Violation:
 
 
 def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | Violation:
-    """int64 [runs]: the first token of each; or a violation if runs do not partition the home rows at the required
+    """int64 [runs]: the first token of each run; or a violation if runs do not partition the home rows at the required
     cuts."""
     by_token = np.argsort(homes.tokens)
     tokens, starts = homes.tokens[by_token], homes.starts[:-1][by_token]
@@ -70,7 +70,7 @@ def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | Violation:
     ends = np.zeros_like(homes.rows)
     np.maximum.at(ends, runs.rank_of_row(), runs.wide("row") + runs["rows"])
     for rank in np.flatnonzero(ends != homes.rows).tolist():
-        message = f"its runs end at row {ends[rank]}, it has {homes.rows[rank]}"
+        message = f"its runs end at row {ends[rank]}, but it has {homes.rows[rank]}"
         return Violation(RULE, rank, None, None, None, message)
     if not np.array_equal(expected, actual):
         row = np.setxor1d(expected, actual)[0]
@@ -106,7 +106,7 @@ def _check_runs(subject: Subject, branches: Branches, runs: Table, token: Ints) 
         (runs["sequence"] != sequence, "does not belong to its stated sequence"),
         (runs["position"] != position, "has a position other than the number of tokens before it"),
         (ends != _before(branches, token, batch.tokens), "has a past other than the run before it"),
-        (runs["leads"] != leads, "has a wrong flag for a run after it"),
+        (runs["leads"] != leads, "has a wrong `leads` flag"),
     ]
     for is_wrong, message in checks:
         for row in np.flatnonzero(is_wrong).tolist():
@@ -117,7 +117,7 @@ def _check_runs(subject: Subject, branches: Branches, runs: Table, token: Ints) 
 
 
 def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
-    """Checks that each head of each kind of the runs of cut documents occurs once, after its past. heads: int64
+    """Checks that, for each kind, every head of every run of cut documents occurs once, after its past. heads: int64
     [kinds]."""
     exists = folds["run"] < np.diff(runs.ptr)[folds["peer"]]
     for row in np.flatnonzero(~exists).tolist():
@@ -132,7 +132,7 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
     for row in np.flatnonzero(np.where(first, -1, run[parent]) != past[run]).tolist():
         yield _violation("folds", folds, row, "does not come after the past of its run")
     for row in np.flatnonzero(~first & (share != share[parent])).tolist():
-        yield _violation("folds", folds, row, "has other heads than the slot of its past")
+        yield _violation("folds", folds, row, "has different heads from the slot of its past")
 
     cut = np.flatnonzero((past >= 0) | (runs["leads"] == 1))
     ends = folds["head"] + folds["heads"]
@@ -142,7 +142,7 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
     next_head = np.where(opens, 0, np.roll(ends, 1))
     for index in np.flatnonzero(head != next_head).tolist():
         yield _violation(
-            "folds", folds, int(order[index]), f"begins at another head than {next_head[index]}, which is due"
+            "folds", folds, int(order[index]), f"does not begin at the next head, {next_head[index]}"
         )
     is_full = np.roll(opens, -1) & (ends == heads[kind])
     actual = (kind * len(runs) + run)[is_full]
@@ -156,7 +156,7 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
 
 
 def _check_states(runs: Table, folds: Table, states: Table) -> Iterator[Violation]:
-    """Checks that the k-th row of a kind from i to j has the k-th slot of that kind on j whose run is of i."""
+    """Checks that the k-th row of a kind from i to j matches the k-th slot of that kind on j whose run is on i."""
     sent = states.rank_of_row() * runs.ranks + states["peer"]
     expected = folds["peer"] * runs.ranks + folds.rank_of_row()
     sides = []
@@ -170,7 +170,7 @@ def _check_states(runs: Table, folds: Table, states: Table) -> Iterator[Violatio
     mismatches = np.flatnonzero((sent[:, :shared] != expected[:, :shared]).any(axis=0))
     side = sent if sent.shape[1] > shared or len(mismatches) else expected
     source, target = divmod(int(side[0, int(mismatches[0]) if len(mismatches) else shared]), runs.ranks)
-    message = f"its states for rank {target} are not those of the slots there"
+    message = f"its states for rank {target} do not match the slots there"
     yield Violation(RULE, source, None, None, None, message)
 
 
@@ -186,7 +186,7 @@ def _share(table: Table) -> Ints:
 def _halo(subject: Subject, branches: Branches, halo: Table, token: Ints) -> Iterator[Violation]:
     """Checks that the halo has the tokens before each run, up to the width of the widest convolution."""
     plan = subject.plan
-    actual = carried(halo, subject.home)
+    actual = apply_moves(halo, subject.home)
     if isinstance(actual, str):
         yield Violation(RULE, None, None, None, None, f"halo: {actual}")
         return

@@ -1,5 +1,5 @@
-"""Rule 9: the report matches the programs. Figures that only planning knows are not checked: the names of exchanges and
-their slots and rounds, blocks, bounds, and why planning stopped."""
+"""Rule 9: the report matches the programs. Figures that only planning knows are not checked: the names of exchanges,
+their slots and rounds, blocks, bounds, and the reason why planning stopped."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Termination(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """Form of the checked fields of a report; unknown fields are ignored."""
+    """Schema of the checked fields of a report; unknown fields are ignored."""
 
     recipe: str = ""
     ranks: _Natural = 0
@@ -79,7 +79,7 @@ class _Report(msgspec.Struct):
 
 
 _ROUNDING = 1e-9  # relative error of floating-point sums
-_SAME = 1e-6  # a gap this small is written as none
+_GAP_ERROR = 1e-6  # relative error of gaps
 
 #: a place in the report, and the value required there
 Fact = tuple[tuple[str, ...], Any]
@@ -96,7 +96,7 @@ def check(subject: Subject) -> Iterator[Violation]:
     for path, actual in (*_request(subject), *_bytes(subject), *_balance(subject), *_sums(report)):
         value = _value_at(report, path)
         if value is not None and not _agrees(value, actual):
-            message = f"the report has {'.'.join(path)} = {str(value)[:80]}, the plan {actual}"
+            message = f"the report has {'.'.join(path)} = {str(value)[:80]}, but the plan has {actual}"
             yield Violation(RULE, None, None, None, None, message)
     yield from _check_exchange_bytes(subject)
     yield from _bounds(report)
@@ -131,7 +131,7 @@ def _request(subject: Subject) -> Iterator[Fact]:
 
 
 def _bytes(subject: Subject) -> Iterator[Fact]:
-    """Total bytes, those of attention tiles, and their rounds."""
+    """Rounds, total bytes, and bytes of attention tiles."""
     yield ("rounds",), totals.rounds(subject.plan.programs)
     for name, number in totals.sum_volumes(subject.volumes.values()).summary().items():
         yield ("bytes", name), number
@@ -151,7 +151,7 @@ def _check_exchange_bytes(subject: Subject) -> Iterator[Violation]:
         actual = moved_bytes.get(key, 0)
         if sizes[key] != actual:
             message = (
-                f"according to the report, its exchanges move {sizes[key]} bytes, the program moves {actual}"
+                f"according to the report, its exchanges move {sizes[key]} bytes; the program moves {actual}"
             )
             yield Violation(RULE, None, *key, None, message)
 
@@ -162,7 +162,7 @@ def _exchanges(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _balance(subject: Subject) -> Iterator[Fact]:
-    """Imbalance of tokens in the attention layout, and of compute in the less even phase, both by speed."""
+    """Imbalance of tokens in the attention layout, and of compute in the less even phase, both relative to speed."""
     plan = subject.plan
     request = plan.request
     rows = subject.attention.rows_per_rank
@@ -194,11 +194,11 @@ def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
         if value < limit * (1 - _ROUNDING):
             message = f"the report has {name} = {value}, below its own bound {limit}"
             yield Violation(RULE, None, None, None, None, message)
-        elif gap is not None and (not limit or abs(gap - value / limit) > _SAME * gap):
-            message = f"according to the report, the gap of {name} is {gap}, of {value} over {limit}"
+        elif gap is not None and (not limit or abs(gap - value / limit) > _GAP_ERROR * gap):
+            message = f"according to the report, the gap of {name} is {gap}, for {value} and bound {limit}"
             yield Violation(RULE, None, None, None, None, message)
     ended = _value_at(report, ("termination", "value"))
     makespan = _value_at(report, ("bounds", "makespan", "value"))
     if ended is not None and makespan is not None and not _agrees(ended, float(makespan)):
-        message = f"according to the report, planning ended at {ended}, the makespan is {makespan}"
+        message = f"according to the report, planning ended at {ended}; the makespan is {makespan}"
         yield Violation(RULE, None, None, None, None, message)

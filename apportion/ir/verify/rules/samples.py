@@ -22,7 +22,7 @@ _BANDS = 3  # bands of the mask tried per query
 
 
 def check(subject: Subject) -> Iterator[Violation]:
-    """Violations of the rule `samples`. The points are drawn by the plan's id."""
+    """Violations of the rule `samples`. The plan's id is the seed of the points."""
     seed = int.from_bytes(subject.plan.id[:8], "little")
     earlier: list[Tasks] = []
     for program in subject.programs:
@@ -59,13 +59,13 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
 
 
 def _bands_by_query(begin: Ints, end: Ints, queries: Ints) -> tuple[Ints, Ints]:
-    """(query number, band) of every query in a band, by query."""
+    """(query number, band) of every query in a band, sorted by query."""
     query, band = np.nonzero((begin <= queries[:, None]) & (queries[:, None] < end))
     return query, band
 
 
 def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> list[int]:
-    """Sample keys for a query: a random one, and for a few bands its first and last visible key, their neighbours, and
+    """Sample keys for a query: a random one and, for a few bands, its first and last visible key, their neighbours, and
     one in between."""
     keys = {int(chance[0] * tokens)}
     for (_, _, k0, k1, dmin, dmax), part in zip(bands.tolist(), chance[1:], strict=False):

@@ -35,7 +35,7 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def _header(subject: Subject) -> Iterator[Violation]:
-    """Checks the header against the request, since ranks read the header alone."""
+    """Checks the header against the request, since ranks read only the header."""
     header, request = subject.plan.header, subject.plan.request
     expected = {(kind, phase) for kind in header.kinds for phase in PHASES}
     facts = [
@@ -45,5 +45,5 @@ def _header(subject: Subject) -> Iterator[Violation]:
     ]
     for name, value, requested in facts:
         if value != requested:
-            message = f"the plan has {name} = {value}, the request has {requested}"
+            message = f"the plan has {name} = {value}, but the request has {requested}"
             yield Violation(RULE, None, None, None, None, message)

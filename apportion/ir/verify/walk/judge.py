@@ -43,7 +43,7 @@ class Sets(NamedTuple):
 
     bits: int64 [2 * words, sets], a bit for each group of heads, both sides of each word in turn; number: int64 [2,
     sets], equal for equal sets; size: int64 [2, sets], heads; serves: bool [sets, sets], True if the second has all KV
-    heads of the first's query heads.
+    heads that the first's query heads need.
     """
 
     bits: Ints
@@ -53,7 +53,7 @@ class Sets(NamedTuple):
 
 
 def sets_of(q: HeadSets, kv: HeadSets) -> Sets:
-    """Builds the sets; with many heads, those that only occur together share a bit."""
+    """Builds the sets; with many heads, heads that only occur together share a bit."""
     queries, keys = _members(q), _members(kv)
     members = [member if member.shape[1] <= _MOST_HEADS else _distinct(member) for member in (queries, keys)]
     word_count = -(-max(member.shape[1] for member in members) // _MOST_HEADS)
@@ -91,9 +91,9 @@ _IS_OF_PHASE = {
 }
 
 
-def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> tuple[Any, ...] | None:
-    """The core's program, as `Program` of core/ir/verify/program.hpp; None if it has tasks or instructions of another
-    phase. Raises CapacityError if it is too large."""
+def _fields(program: Program, homes: Homes, sets: Sets, inputs: frozenset[Tensor]) -> tuple[Any, ...] | None:
+    """The fields of the core's `Program` (core/ir/verify/program.hpp); None if it has tasks or instructions of the
+    wrong phase. Raises CapacityError if it is too large."""
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
     tables = [program.source[name] for name in names]
     for name, table in zip(names, tables, strict=True):
@@ -108,7 +108,7 @@ def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tenso
     others = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
     memory = homes.rows, homes.first, program.arena_rows, program.arena_heads
     heads = sets.bits, sets.number, sets.size, sets.serves
-    bits = _bits_of(given), _bits_of(program.owed), _bits_of(others)
+    bits = _bits_of(inputs), _bits_of(program.outputs), _bits_of(others)
     return program.source.arrays, memory, heads, *bits, program.phase == "backward", rounds
 
 
@@ -127,18 +127,18 @@ def judge(
     program: Program,
     homes: Homes,
     sets: Sets,
-    given: frozenset[Tensor],
+    inputs: frozenset[Tensor],
     lists: Lists,
     threads: int = 1,
     together: bool = False,
 ) -> bool:
-    """True if the program is correct; the attention of its tasks is then in `lists`, whose program must have begun and
-    must be ended. Raises CapacityError if it is too large, ZerosError unless ranks are walked `together`.
+    """True if the program is correct; the attention of its tasks is then in `lists`: call `lists.begin` before, and
+    `lists.end` after. Raises CapacityError if it is too large; if not `together`, ZerosError if ranks must be.
 
-    homes: of the home rows. given: tensors whose home rows hold values at the start. threads: number of ranges of ranks
-    walked in parallel.
+    inputs: tensors whose home rows hold values at the start. threads: number of ranges of ranks walked in parallel.
+    together: settle all ranks at once.
     """
-    arguments = _prepared(program, homes, sets, given)
+    arguments = _fields(program, homes, sets, inputs)
     if arguments is None:
         return False
     limit = most_pieces(len(program.source[program.task_list]))
@@ -150,13 +150,13 @@ def judge(
     return verdict == core.Verdict.RIGHT
 
 
-def trace(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> core.Trace | None:
+def trace(program: Program, homes: Homes, sets: Sets, inputs: frozenset[Tensor]) -> core.Trace | None:
     """Trace of the walk, each rank by itself: the place where it stopped, and the attention of tasks; None if it could
     not start. For incorrect programs, and for pictures. Raises CapacityError if the program is too large.
 
-    given: tensors whose home rows hold values at the start.
+    inputs: tensors whose home rows hold values at the start.
     """
-    arguments = _prepared(program, homes, sets, given)
+    arguments = _fields(program, homes, sets, inputs)
     if arguments is None:
         return None
     limit = most_pieces(len(program.source[program.task_list]))

@@ -1,4 +1,4 @@
-"""Attention of tasks as lists of bands, one per head set, equal lists stored once.
+"""Attention of tasks as lists of bands, one per head set; equal lists are stored once.
 
 The walk (`core/ir/verify/lists.hpp`) builds the lists from addresses (`homes.py`). At the end of a program its new
 lists are cut into runs of tokens.
@@ -18,14 +18,14 @@ from apportion.ir.verify.attended import Tasks, is_exact, most_pieces, too_many_
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HeadSets
 
-_BAND, _OF_LIST = 6, 7  # rows of pieces with their band, and with that of their list
+_BAND, _LIST = 6, 7  # of the rows of pieces, the first six are the band, row 7 is the list
 
 MOST_TOKENS = 2**30 - 1  # bands are stored as int32, and sums of two fit
 
 
 @dataclass(eq=False)
 class Lists:
-    """Lists of all programs of one kind. sets: of the query side; mask: int64 [bands, 6]."""
+    """Lists of all programs of one kind. sets: head sets of the query side; mask: int64 [bands, 6]."""
 
     sets: HeadSets
     homes: Homes
@@ -44,7 +44,7 @@ class Lists:
         return verify.following(self.core)
 
     def begin(self, tasks: int) -> None:
-        """Begins a program of `tasks` tasks: each set is expected to repeat its list of the previous program."""
+        """Begins a program of `tasks` tasks, in which each set is expected to repeat its list of the previous one."""
         self.core.begin(tasks)
 
     def end(self, tasks: int) -> None:
@@ -87,9 +87,9 @@ class Lists:
         """int64 [6, pieces]: the bands of some lists, by token."""
         if numbers == (0,) and self.core.count == 1:
             return self._cut[:_BAND]
-        parts = [self._cut[:_BAND, self._cut[_OF_LIST] == number] for number in numbers]
+        parts = [self._cut[:_BAND, self._cut[_LIST] == number] for number in numbers]
         return np.concatenate([self._cut[:_BAND, :0], *parts], axis=1)
 
     def tasks(self) -> Tasks:
         """The pieces of all lists, numbered by list."""
-        return Tasks(self._cut[:_BAND], np.zeros(0, np.int64), self._cut[_OF_LIST], True, self.times)
+        return Tasks(self._cut[:_BAND], np.zeros(0, np.int64), self._cut[_LIST], True, self.times)
