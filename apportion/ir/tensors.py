@@ -121,13 +121,11 @@ KV_SIDE = frozenset(tensor for tensor in Tensor if tensor.contents.side == "key"
 HEADLESS = frozenset(tensor for tensor in Tensor if tensor.contents.side is None)
 
 
-def _crossing_tensors(direction: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
+def _crossing_tensors(use: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
     return MappingProxyType(
         {
             (side, phase): tuple(
-                item
-                for item in Tensor
-                if item.contents.side == side and phase in getattr(item.contents, direction)
+                item for item in Tensor if item.contents.side == side and phase in getattr(item.contents, use)
             )
             for side in SIDES
             for phase in PHASES

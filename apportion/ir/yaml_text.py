@@ -28,9 +28,7 @@ class _UniqueKeyLoader(_LOADER):  # type: ignore[misc, valid-type]
 def parse(text: str) -> Any:
     """Parses a YAML text without aliases. Raises ValueError with the parser's message."""
     try:
-        if "*" in text and any(
-            isinstance(item, yaml.AliasEvent) for item in yaml.parse(text, Loader=_LOADER)
-        ):
+        if "*" in text and any(isinstance(one, yaml.AliasEvent) for one in yaml.parse(text, Loader=_LOADER)):
             raise ValueError("aliases are not supported")
         return yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:

@@ -1,4 +1,4 @@
-"""The band algebra against dense masks, and its numbers at full size."""
+"""The band algebra, compared with dense masks and at full size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: the token axis, kinds, positions and labels, data in and out, and the real mask instances."""
+"""Batches: the token axis, kinds, positions and labels, plain data, and real mask instances."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_from_cu_seqlens_and_slices() -> None:
 
 def test_slice_types_have_names() -> None:
     for number, name in enumerate(algebra.SLICE_TYPES):
-        named = Batch.from_slices(6, [(0, 4, 1, 6, name), [4, 6, 0, 4, 0]])
-        assert named == Batch.from_slices(6, [[0, 4, 1, 6, number], (4, 6, 0, 4, 0)])
-        assert Batch.from_data(named.to_data()) == named
+        batch = Batch.from_slices(6, [(0, 4, 1, 6, name), [4, 6, 0, 4, 0]])
+        assert batch == Batch.from_slices(6, [[0, 4, 1, 6, number], (4, 6, 0, 4, 0)])
+        assert Batch.from_data(batch.to_data()) == batch
     for wrong in ("causal", 4, -1):
         with pytest.raises(UnknownNameError, match=r"slices\[1\] type.*FULL \(0\), CAUSAL \(1\)") as caught:
             Batch.from_slices(6, [(0, 4, 0, 4, 1), (4, 6, 0, 4, wrong)])
@@ -146,22 +146,22 @@ specs = st.sampled_from(
 @property_test
 @given(st.lists(st.tuples(specs, specs), min_size=1, max_size=5))
 def test_a_batch_is_its_sequences_end_to_end(pairs: list[tuple[Any, Any]]) -> None:
-    one = Batch.from_sequences([Sequence(6, spec) for spec, _ in pairs])
+    batch = Batch.from_sequences([Sequence(6, spec) for spec, _ in pairs])
     spec_of = [spec for spec, _ in pairs]
-    table = one.bands("default")
+    table = batch.bands("default")
     expected = np.concatenate([algebra.shift(spec.bands(6), 6 * i, 6 * i) for i, spec in enumerate(spec_of)])
     assert sorted(map(tuple, table)) == sorted(map(tuple, expected))
     assert table[:, [0, 2]].tolist() == sorted(table[:, [0, 2]].tolist())
-    assert one.positions().tolist() == np.concatenate([spec.positions(6) for spec in spec_of]).tolist()
+    assert batch.positions().tolist() == np.concatenate([spec.positions(6) for spec in spec_of]).tolist()
     labels = [np.where((own := spec.labels(6)) < 0, -1, own + 6 * i) for i, spec in enumerate(spec_of)]
-    assert one.labels().tolist() == np.concatenate(labels).tolist()
+    assert batch.labels().tolist() == np.concatenate(labels).tolist()
 
 
 @property_test
 @given(
     st.lists(st.tuples(specs, st.booleans()), min_size=1, max_size=5), st.integers(0, 30), st.integers(0, 30)
 )
-def test_labels_of_a_range_are_those_of_all(pairs: list[tuple[Any, bool]], one: int, other: int) -> None:
+def test_labels_of_a_range_match_all_labels(pairs: list[tuple[Any, bool]], one: int, other: int) -> None:
     own = [2, -1, 0, -1, 5, -1]
     batch = Batch.from_sequences([Sequence(6, spec, labels=own if has else None) for spec, has in pairs])
     first, stop = sorted((min(one, batch.tokens), min(other, batch.tokens)))
@@ -175,9 +175,9 @@ def test_labels_of_a_range_are_those_of_all(pairs: list[tuple[Any, bool]], one: 
 
 @property_test
 @given(st.lists(specs, min_size=1, max_size=5), st.booleans())
-def test_position_breaks_are_where_positions_do_not_continue(held: list[Any], own: bool) -> None:
+def test_position_breaks_are_where_positions_do_not_continue(mask_specs: list[Any], own: bool) -> None:
     positions = [5, 6, 7, 1, 2, 2] if own else None
-    batch = Batch.from_sequences([Sequence(6, spec, positions=positions) for spec in held])
+    batch = Batch.from_sequences([Sequence(6, spec, positions=positions) for spec in mask_specs])
     dense, breaks = batch.positions(), batch.position_breaks()
     needed = {0, *(np.flatnonzero(np.diff(dense) != 1) + 1).tolist(), *range(0, batch.tokens, 6)}
     assert breaks.tolist() == sorted(needed)
@@ -206,9 +206,9 @@ def test_batches_round_trip_through_data(pairs: list[tuple[Any, Any]], several: 
 
 
 def test_data_may_list_lengths_or_sequences() -> None:
-    listed = {"sequences": [{"length": 8, "mask": {"causal": {}}}, {"length": 4}]}
-    assert Batch.from_data(listed) == Batch.from_lengths([8, 4])
-    assert Batch.from_data(listed).to_data() == {"lengths": [8, 4], "mask": {"causal": {}}}
+    data = {"sequences": [{"length": 8, "mask": {"causal": {}}}, {"length": 4}]}
+    assert Batch.from_data(data) == Batch.from_lengths([8, 4])
+    assert Batch.from_data(data).to_data() == {"lengths": [8, 4], "mask": {"causal": {}}}
     kinds = {"lengths": [8], "mask": {"full": {"causal": None}, "local": {"sliding_window": {"window": 2}}}}
     assert Batch.from_data(kinds).kinds == ("full", "local")
     homes = {"lengths": [8, 4], "mask": {"causal": {}}, "home_ranks": [[3], None]}
@@ -361,7 +361,7 @@ sequence_data = st.fixed_dictionaries(
     | st.fixed_dictionaries({"lengths": small}, optional={"mask": junk, "home_ranks": small})
     | junk
 )
-def test_hostile_data_raises_typed_errors_only(data: list[Any] | dict[str, Any] | float | None) -> None:
+def test_hostile_data_raises_only_typed_errors(data: list[Any] | dict[str, Any] | float | None) -> None:
     with contextlib.suppress(ApportionError):
         Batch.from_data(data).labels()
 

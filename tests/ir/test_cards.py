@@ -32,44 +32,44 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
 def test_every_mask_has_a_card_that_shows_its_bands(spec: masks.Mask) -> None:
-    shown = spec._repr_html_()
-    assert type(spec).__name__ in shown
+    html = spec._repr_html_()
+    assert type(spec).__name__ in html
     length = spec.shown_length()
-    seen = cards.sampled(spec.bands(length), length)
-    assert seen.any()
-    assert shown.count("M") >= len(np.flatnonzero(seen.any(1)))
-    assert len(shown) < 20_000
+    mask = cards.sampled(spec.bands(length), length)
+    assert mask.any()
+    assert html.count("M") >= len(np.flatnonzero(mask.any(1)))
+    assert len(html) < 20_000
 
 
 def test_a_short_mask_is_drawn_token_by_token() -> None:
-    seen = cards.sampled(masks.sliding_window(2).bands(5), 5)
-    assert seen.astype(int).tolist() == [
+    mask = cards.sampled(masks.sliding_window(2).bands(5), 5)
+    assert mask.astype(int).tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1],
     ]  # fmt: skip
 
 
 def test_bars_of_many_ranks_show_the_largest_of_each_group() -> None:
-    shown = cards.bars("many", np.arange(1000))
-    assert shown.count("<rect") <= cards.BARS
-    assert "height='80.00'" in shown
+    html = cards.bars("many", np.arange(1000))
+    assert html.count("<rect") <= cards.BARS
+    assert "height='80.00'" in html
     assert cards.bars("none", np.zeros(0)).count("<rect") == 0
 
 
 def test_text_in_cards_is_escaped() -> None:
-    shown = cards.card("<b>", [("<i>", "<script>")]) + cards.table("&", ["<th>"], [["<td>"]])
-    assert not re.search(r"<script>|<i>|<b><b>", shown)
+    html = cards.card("<b>", [("<i>", "<script>")]) + cards.table("&", ["<th>"], [["<td>"]])
+    assert not re.search(r"<script>|<i>|<b><b>", html)
 
 
 def test_batches_plans_simulations_and_comparisons_have_cards() -> None:
     batch = ap.Batch.from_lengths([700, 300, 24])
     cluster, model = ap.Cluster(1, 2), ap.Model(2, 1, 16)
     plan = ap.plan(batch, cluster, model)
-    found = ap.compare(batch, cluster, model, ["fcp", "ring", "ulysses"])
+    comparison = ap.compare(batch, cluster, model, ["fcp", "ring", "ulysses"])
     for value, text in (
         (batch, "1,024 in 3 sequences"),
         (plan, "auto on 2 ranks"),
         (ap.simulate(plan), "simulated on h100"),
-        (found, "speed-up over ring"),
+        (comparison, "speed-up over ring"),
         (cluster, "2: 1 nodes of 2"),
         (model, "2 query, 1 KV, of 16"),
     ):
@@ -85,10 +85,10 @@ def test_batches_plans_simulations_and_comparisons_have_cards() -> None:
 def test_the_card_of_a_comparison_equals_the_printed_table() -> None:
     pytest.importorskip("pandas")
     batch = ap.Batch.from_lengths([700, 300, 24])
-    found = ap.compare(batch, ap.Cluster(1, 2), ap.Model(2, 1, 16), ["fcp"], baseline="ulysses")
-    frame = found.to_pandas()
+    comparison = ap.compare(batch, ap.Cluster(1, 2), ap.Model(2, 1, 16), ["fcp"], baseline="ulysses")
+    frame = comparison.to_pandas()
     assert list(frame["recipe"]) == ["ulysses", "fcp"]
-    record = found.record()
+    record = comparison.record()
     assert frame["forward_ms"].tolist() == [row["forward_ms"] for row in record["rows"]]
     assert frame["speedup.median"].tolist() == [row["speedup"]["median"] for row in record["rows"]]
     assert (record["baseline"], record["batches"]) == ("ulysses", 1)
@@ -98,6 +98,6 @@ def test_without_pandas_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     import sys
 
     monkeypatch.setitem(sys.modules, "pandas", None)
-    found = ap.compare(ap.Batch.from_lengths([100]), ap.Cluster(1, 2), ap.Model(2, 1, 16), ["fcp"])
+    comparison = ap.compare(ap.Batch.from_lengths([100]), ap.Cluster(1, 2), ap.Model(2, 1, 16), ["fcp"])
     with pytest.raises(MissingDependencyError, match="notebook"):
-        found.to_pandas()
+        comparison.to_pandas()

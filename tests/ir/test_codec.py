@@ -1,4 +1,4 @@
-"""Bytes of plans and slices: round trips, equal bytes everywhere, and refusal of everything else."""
+"""Bytes of plans and slices: round trips, equal bytes everywhere, and refusal of all other bytes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plan() -> Plan:
 
 
 def _has_rows(plan: Plan) -> bool:
-    """True if the rank and program that tests change have rows."""
+    """True if the program that tests change has rows on rank 1."""
     program = plan.programs["default", "forward"].rank(1)
     return len(program["operands"]) > 0 and len(program["instructions"]) > 0
 
@@ -140,7 +140,7 @@ def rows_of(table: Table) -> list[dict[str, int]]:
     return [dict(zip(names, map(int, row), strict=True)) for row in zip(*table.columns.values(), strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------- one form
+# ---------------------------------------------------------------------------------------------- canonical form
 
 
 def test_bytes_do_not_depend_on_the_process() -> None:
@@ -163,8 +163,8 @@ def test_bytes_do_not_depend_on_the_process() -> None:
 
 
 def test_order_of_report_and_engines_does_not_matter(plan: Plan) -> None:
-    turned = replace(plan, report=dict(reversed(plan.report.items())))
-    assert codec.seal(turned) == plan
+    reordered = replace(plan, report=dict(reversed(plan.report.items())))
+    assert codec.seal(reordered) == plan
     assert (
         codec.seal(replace(plan, report={**plan.report, "more": np.int64(3), "half": np.float64(0.5)}))
         != plan
@@ -199,9 +199,9 @@ def test_parts_encoded_earlier_are_reused(plan: Plan) -> None:
 
 
 def test_the_order_of_layouts_and_kinds_is_checked(plan: Plan) -> None:
-    turned = dict(reversed(plan.layouts.items()))
+    reordered = dict(reversed(plan.layouts.items()))
     with pytest.raises(ConfigError, match=r"layouts = .*in its order: attention, linear -> 2"):
-        codec.seal(replace(plan, layouts=turned))
+        codec.seal(replace(plan, layouts=reordered))
     two = next(p for p in map(random_plan, range(100)) if len(p.header.kinds) == 2)
     with pytest.raises(ConfigError, match=r"kinds = .*must match the header"):
         codec.seal(replace(two, programs=dict(reversed(two.programs.items()))))
@@ -222,10 +222,10 @@ def test_every_section_enters_the_id(plan: Plan) -> None:
 @pytest.mark.parametrize("rank", [-1, 5, "a", True, 1.0, None])
 def test_an_unknown_rank_is_named(plan: Plan, rank: object) -> None:
     layout, (kind, phase) = plan.layout("attention"), next(iter(plan.programs))
-    asks = (layout.to_cu_seqlens, layout.tokens, layout.position_ids, plan.for_rank)
-    for ask in (*asks, lambda rank: plan.program(rank, kind, phase)):
+    methods = (layout.to_cu_seqlens, layout.tokens, layout.position_ids, plan.for_rank)
+    for method in (*methods, lambda rank: plan.program(rank, kind, phase)):
         with pytest.raises(ConfigError, match=r"rank = .*must be (in \[0, 4\]|an integer)") as caught:
-            ask(rank)
+            method(rank)
         assert caught.value.value is rank
 
 
@@ -257,13 +257,13 @@ def test_a_slice_of_an_unknown_rank_or_layout_is_an_error(plan: Plan) -> None:
 
 
 def rebuilt(plan: Plan, version: tuple[int, int] = VERSION, **sections: object) -> bytes:
-    """The plan with other sections and their id."""
+    """The encoded plan with some sections replaced, and the matching id."""
     changed = replace(plan.sections, id=b"", **sections)
     return codec.encode_wire(replace(changed, id=section_id(changed)), version)
 
 
 def with_part(plan: Plan, part: bytes, rank: int = 1) -> bytes:
-    """The plan with another part and the matching id."""
+    """The encoded plan with one part replaced, and the matching id."""
     parts = list(plan.sections.parts)
     parts[rank] = part
     return rebuilt(plan, parts=parts)
@@ -284,9 +284,9 @@ def test_a_changed_byte_is_detected(plan: Plan) -> None:
 def test_a_plan_with_a_wrong_id_can_be_decoded_on_request(plan: Plan) -> None:
     data = codec.encode_wire(replace(plan.sections, id=bytes(32)))
     assert_refused(data, "stored id 0000")
-    opened = codec.decode(data, check_id=False)
-    assert opened.id == bytes(32)
-    assert section_id(opened.sections) == plan.id
+    decoded = codec.decode(data, check_id=False)
+    assert decoded.id == bytes(32)
+    assert section_id(decoded.sections) == plan.id
 
 
 @pytest.mark.parametrize(
@@ -442,12 +442,12 @@ def test_keys_that_are_not_strings_are_refused(plan: Plan) -> None:
 def test_deep_nesting_and_oversized_sections_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(rebuilt(plan, report=b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"), "recursion")
     monkeypatch.setattr(wire, "MAX_BYTES", dict(wire.MAX_BYTES) | {"part": 40, "report": 1 << 20})
-    assert_refused(plan.encode(), "at most 40 are read")
-    assert_refused(rebuilt(plan, report=bytes(1 << 21)), "at most 1048576 are read")
+    assert_refused(plan.encode(), "the limit is 40")
+    assert_refused(rebuilt(plan, report=bytes(1 << 21)), "the limit is 1048576")
 
 
 @pytest.mark.parametrize("section", sorted({*wire.MAX_BYTES} - {"report"}))
-def test_plans_above_the_size_limits_of_readers_are_not_made(
+def test_plans_above_the_size_limits_of_readers_are_not_encoded(
     plan: Plan, section: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MAX_BYTES", dict(wire.MAX_BYTES) | {section: 0})
@@ -464,7 +464,7 @@ def test_too_many_parts_are_refused(plan: Plan) -> None:
 
 
 def encode_with_value(plan: Plan, table: str, column: str, rank: int, row: int, value: int) -> bytes:
-    """The plan with one number of the forward program changed."""
+    """The encoded plan with one number of the forward program changed."""
     program = plan.programs["default", "forward"]
     old = program[table]
     values = old[column].copy()

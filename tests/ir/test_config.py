@@ -132,7 +132,7 @@ VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NTASKS_PER
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Sets exactly these of the launchers' variables."""
+    """Sets the given variables of launchers and unsets all others."""
 
     def set_only(variables: dict[str, str]) -> None:
         for name in VARIABLES:
@@ -446,7 +446,7 @@ junk = st.recursive(
 
 
 @pytest.mark.parametrize("form", [Cluster, Model, Recipe, Policy])
-def test_hostile_data_raises_typed_errors_only(form: type[Any]) -> None:
+def test_hostile_data_raises_only_typed_errors(form: type[Any]) -> None:
     names = sorted(form.__dataclass_fields__)
 
     @settings(max_examples=80, derandomize=True, deadline=None, database=None)

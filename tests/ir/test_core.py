@@ -1,4 +1,4 @@
-"""The compiled core: array arguments of its functions, their names, and orders against numpy's."""
+"""The compiled core: array arguments and names of its functions, its codes, and its sorting compared with numpy's."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STUBS = Path(core.__file__).parent / "_core"
 
 
 def test_every_function_has_a_stub_and_every_stub_a_function() -> None:
-    areas = {name: one for name, one in vars(core).items() if isinstance(one, ModuleType)}
+    areas = {name: item for name, item in vars(core).items() if isinstance(item, ModuleType)}
     assert areas.keys() == {path.stem for path in STUBS.glob("*.pyi")} - {"__init__"}
     for name, area in areas.items():
         body = ast.parse((STUBS / f"{name}.pyi").read_text(encoding="utf-8")).body
-        told = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        told |= {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
-        assert told == {one for one in vars(area) if not one.startswith("__")}, name
+        stub_names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        stub_names |= {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
+        assert stub_names == {item for item in vars(area) if not item.startswith("__")}, name
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_arrays_are_never_converted_silently(keys: object, rule: str) -> None:
 
 
 def test_a_read_only_array_is_not_written() -> None:
-    stage, one = np.zeros(1, np.int32), np.zeros(1, np.int64)
+    stage, item = np.zeros(1, np.int32), np.zeros(1, np.int64)
     stage.setflags(write=False)
     with pytest.raises(TypeError, match=r"^stage: must be a numpy array, writable"):
-        stages.fill(stage, one, one, one, 1, (np.ones(1), one, 0), one)
+        stages.fill(stage, item, item, item, 1, (np.ones(1), item, 0), item)
 
 
-@pytest.mark.skipif(not core.checked, reason="indexes are checked in the sanitizer build alone")
+@pytest.mark.skipif(not core.checked, reason="only the sanitizer build checks indexes")
 def test_an_index_out_of_bounds_is_an_error() -> None:
     with pytest.raises(IndexError, match="index 8 of 4"):
         sorting.counting_order(np.array([7]), 3)
@@ -62,13 +62,13 @@ numbers = st.one_of(st.integers(0, 3), st.integers(-(2**40), 2**40), st.integers
 
 
 @given(st.lists(numbers, max_size=30), st.sampled_from([1, 40, 300]))
-def test_sort_orders_equal_numpys(some: list[int], times: int) -> None:
-    keys = np.array(some * times, np.int64)
-    wanted = np.argsort(keys, kind="stable")
-    assert np.array_equal(sorting.stable_order(keys), wanted)
-    found, number = sorting.ranked(keys)
-    assert found.tolist() == sorted(set(some))
-    assert np.array_equal(found[number], keys)
+def test_sort_orders_equal_numpys(values: list[int], times: int) -> None:
+    keys = np.array(values * times, np.int64)
+    expected = np.argsort(keys, kind="stable")
+    assert np.array_equal(sorting.stable_order(keys), expected)
+    unique, number = sorting.ranked(keys)
+    assert unique.tolist() == sorted(set(values))
+    assert np.array_equal(unique[number], keys)
     for kind in (np.int32, np.int64):
         small = (keys % 5).astype(kind)
         assert np.array_equal(sorting.counting_order(small, 5), np.argsort(small, kind="stable"))
@@ -80,11 +80,11 @@ def test_codes_in_the_core_equal_the_instruction_set() -> None:
         names = (
             re.search(rf"enum class {enum.__name__} [^{{]*{{([^}}]*)}}", text).group(1).replace(" = 1", "")
         )
-        assert [one.strip() for one in names.split(",") if one.strip()] == [one.name for one in enum]
+        assert [item.strip() for item in names.split(",") if item.strip()] == [item.name for item in enum]
         assert [*map(int, enum)] == [*range(min(enum), max(enum) + 1)]
     for name, tensors in (("PARTIALS", PARTIALS), ("KV_SIDE", KV_SIDE), ("HEADLESS", HEADLESS)):
         named = re.findall(r"Tensor::(\w+)", re.search(rf"Tensors {name} = ([^;]*);", text).group(1))
-        assert {Tensor[one] for one in named} == set(tensors)
+        assert {Tensor[item] for item in named} == set(tensors)
     assert f"ALL_TO_ALL = {ALL_TO_ALL}, RESULTS = {RESULTS};" in text
     assert f"FIRST_DQ = {FIRST_DQ}, FIRST_DKV = {FIRST_DKV};" in text
 

@@ -1,4 +1,4 @@
-"""Masks that layers declare, against the masks of plans."""
+"""Masks that layers declare, compared with the masks of plans."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_errors_name_layer_kind_mask_and_remedy(declared: Declared, name: str, m
 def test_the_error_names_the_kind_that_fits() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(4)}
     batch = Batch.from_lengths([2], kinds)
-    held = {kind: batch.diagonals(kind) for kind in kinds}
+    by_kind = {kind: batch.diagonals(kind) for kind in kinds}
     with pytest.raises(ConfigError, match=r"call it with kind='local', which is sliding window of 4$"):
-        Declared(4, True).check(held, "global")
-    Declared(4, True).check(held, "local")
+        Declared(4, True).check(by_kind, "global")
+    Declared(4, True).check(by_kind, "local")
 
 
 def test_declarations_are_not_checked_against_too_many_masks() -> None:

@@ -18,7 +18,7 @@ from apportion.ir.verify.feeds import verify_feed
 
 
 def layout(name: str, tokens: int, ranks: int, draw: Generator) -> Layout:
-    """Tokens cut at random, runs in any order on any rank."""
+    """A layout of tokens cut at random, with the runs in any order on any rank."""
     cuts = np.unique(np.append(0, draw.integers(0, max(tokens, 1), 9))) if tokens else np.zeros(0, int)
     rank = np.sort(draw.integers(0, ranks, len(cuts)))
     order, length = draw.permutation(len(cuts)), np.diff(np.append(cuts, tokens))
@@ -31,7 +31,7 @@ def layout(name: str, tokens: int, ranks: int, draw: Generator) -> Layout:
 
 
 def places(tokens: int, images: int, merge: int, draw: Generator) -> NDArray[np.int64]:
-    """Images side by side or apart, their rows in another order than their tokens."""
+    """Places of images, adjacent or not, with rows in a different order from the tokens."""
     edges = np.sort(draw.choice(tokens + 1, 2 * images, replace=False)).reshape(-1, 2)
     count = np.diff(edges, axis=1)[:, 0]
     order = draw.permutation(images)
@@ -40,18 +40,18 @@ def places(tokens: int, images: int, merge: int, draw: Generator) -> NDArray[np.
     return np.column_stack([edges[:, 0], first, count])
 
 
-def drawn(seed: int) -> tuple[Feed, Layout, Layout]:
+def random_feed(seed: int) -> tuple[Feed, Layout, Layout]:
     draw = np.random.default_rng(seed)
     ranks, merge, images = (int(draw.integers(1, most)) for most in (5, 5, 5))
-    found = places(40, images, merge, draw)
-    encoder = layout("encoder", merge * int(found[:, 2].sum()), ranks, draw)
+    image_places = places(40, images, merge, draw)
+    encoder = layout("encoder", merge * int(image_places[:, 2].sum()), ranks, draw)
     decoder = layout("decoder", 40, ranks, draw)
-    return Feed.of(encoder, decoder, found, merge), encoder, decoder
+    return Feed.of(encoder, decoder, image_places, merge), encoder, decoder
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_each_row_is_fed_to_the_rank_of_its_token(seed: int) -> None:
-    feed, encoder, decoder = drawn(seed)
+    feed, encoder, decoder = random_feed(seed)
     verify_feed(feed, encoder, decoder)
     source = {  # token -> its rows
         first + i: [row + i * feed.merge + j for j in range(feed.merge)]
@@ -100,6 +100,6 @@ FAULTS: dict[str, tuple[Callable[[Feed], Feed], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_invalid_feed_is_refused(fault: str) -> None:
     change, message = FAULTS[fault]
-    feed, encoder, decoder = drawn(2)
+    feed, encoder, decoder = random_feed(2)
     with pytest.raises(VerifyError, match=message):
         verify_feed(change(feed), encoder, decoder)

@@ -35,10 +35,10 @@ def visible_rows(forest: Forest) -> list[list[int]]:
     return found
 
 
-def check(forest: Forest, held: list[list[int]]) -> None:
-    """Every sample is there, sees itself causally and nothing else, at its own positions."""
+def check(forest: Forest, texts: list[list[int]]) -> None:
+    """Checks that every sample is present at its own positions, and sees itself causally and nothing else."""
     seen, weights = visible_rows(forest), Counter[int]()
-    for sample, ids in enumerate(held):
+    for sample, ids in enumerate(texts):
         rows = rows_of(forest, sample)
         assert forest.tokens[rows].tolist() == ids
         assert forest.position_ids[rows].tolist() == list(range(len(ids)))
@@ -50,25 +50,25 @@ def check(forest: Forest, held: list[list[int]]) -> None:
     assert forest.weights.min() >= 1
 
 
-# ---- what holds for all samples
+# ---- properties of all samples
 
 
 @property_test
 @given(samples)
-def test_a_row_is_a_distinct_prefix(held: list[list[int]]) -> None:
-    forest = fold(held)
-    check(forest, held)
-    prefixes = Counter(tuple(ids[: i + 1]) for ids in held for i in range(len(ids)))
+def test_a_row_is_a_distinct_prefix(texts: list[list[int]]) -> None:
+    forest = fold(texts)
+    check(forest, texts)
+    prefixes = Counter(tuple(ids[: i + 1]) for ids in texts for i in range(len(ids)))
     assert len(forest.tokens) == len(prefixes)
     assert sorted(forest.weights.tolist()) == sorted(prefixes.values())
-    assert len(forest) == len({ids[0] for ids in held})
+    assert len(forest) == len({ids[0] for ids in texts})
 
 
 @property_test
 @given(samples)
-def test_nodes_are_cut_only_where_samples_part_or_end(held: list[list[int]]) -> None:
-    forest = fold(held)
-    ends = {rows_of(forest, sample)[-1] for sample in range(len(held))}
+def test_nodes_are_cut_only_where_samples_diverge_or_end(texts: list[list[int]]) -> None:
+    forest = fold(texts)
+    ends = {rows_of(forest, sample)[-1] for sample in range(len(texts))}
     for tree, mask in enumerate(forest.masks):
         stops = forest.trees[tree] + np.cumsum([length for _, length in mask.nodes])
         children = Counter(parent for parent, _ in mask.nodes)
@@ -77,44 +77,44 @@ def test_nodes_are_cut_only_where_samples_part_or_end(held: list[list[int]]) -> 
 
 @property_test
 @given(samples, st.integers(1, 5))
-def test_shared_nodes_have_at_least_the_minimum_length(held: list[list[int]], least: int) -> None:
-    forest = fold(held, min_length=least)
-    check(forest, held)
+def test_shared_nodes_have_at_least_the_minimum_length(texts: list[list[int]], minimum: int) -> None:
+    forest = fold(texts, min_length=minimum)
+    check(forest, texts)
     for tree, mask in enumerate(forest.masks):
         starts = forest.trees[tree] + np.cumsum([0, *(length for _, length in mask.nodes)])
         for start, (_, length) in zip(starts[:-1], mask.nodes, strict=True):
-            assert forest.weights[start] == 1 or length >= least
-    assert fold(held).saving.folded_tokens <= len(forest.tokens) <= sum(map(len, held))
+            assert forest.weights[start] == 1 or length >= minimum
+    assert fold(texts).saving.folded_tokens <= len(forest.tokens) <= sum(map(len, texts))
 
 
 @property_test
 @given(samples, st.lists(st.integers(-1, 1), min_size=9, max_size=9))
-def test_samples_of_different_groups_share_no_rows(held: list[list[int]], groups: list[int]) -> None:
-    forest = fold(held, groups[: len(held)])
-    check(forest, held)
-    for a, b in permutations(range(len(held)), 2):
+def test_samples_of_different_groups_share_no_rows(texts: list[list[int]], groups: list[int]) -> None:
+    forest = fold(texts, groups[: len(texts)])
+    check(forest, texts)
+    for a, b in permutations(range(len(texts)), 2):
         if groups[a] != groups[b]:
             assert not set(rows_of(forest, a)) & set(rows_of(forest, b))
-    alone = [
-        fold([ids for ids, of in zip(held, groups, strict=False) if of == g])
-        for g in set(groups[: len(held)])
+    forests = [
+        fold([ids for ids, of in zip(texts, groups, strict=False) if of == g])
+        for g in set(groups[: len(texts)])
     ]
-    assert len(forest.tokens) == sum(len(one.tokens) for one in alone)
+    assert len(forest.tokens) == sum(len(forest.tokens) for forest in forests)
 
 
 @property_test
 @given(samples)
-def test_nodes_follow_the_order_of_the_samples(held: list[list[int]]) -> None:
-    forest = fold(held)
+def test_nodes_follow_the_order_of_the_samples(texts: list[list[int]]) -> None:
+    forest = fold(texts)
     first_seen = list(dict.fromkeys(forest.tree_of.tolist()))
     assert first_seen == sorted(first_seen)
     for tree, mask in enumerate(forest.masks):
         starts = forest.trees[tree] + np.cumsum([0, *(length for _, length in mask.nodes)])
-        holder = [next(s for s in range(len(held)) if start in rows_of(forest, s)) for start in starts[:-1]]
+        owners = [next(s for s in range(len(texts)) if start in rows_of(forest, s)) for start in starts[:-1]]
         for node, (parent, _) in enumerate(mask.nodes[1:], 1):
-            siblings = [holder[i] for i, (above, _) in enumerate(mask.nodes) if above == parent]
+            siblings = [owners[i] for i, (other, _) in enumerate(mask.nodes) if other == parent]
             assert siblings == sorted(siblings)
-            assert parent == node - 1 or any(above == parent for above, _ in mask.nodes[parent + 1 : node])
+            assert parent == node - 1 or any(other == parent for other, _ in mask.nodes[parent + 1 : node])
 
 
 # ---- worked examples
@@ -131,7 +131,7 @@ def test_the_example_in_the_module_docstring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "nodes"),
+    ("texts", "nodes"),
     [
         ([[4, 4, 1]], [(-1, 3)]),
         ([[4, 1], [4, 1], [4, 1]], [(-1, 2)]),
@@ -139,9 +139,9 @@ def test_the_example_in_the_module_docstring() -> None:
         ([[4], [4, 1], [4, 1, 2]], [(-1, 1), (0, 1), (1, 1)]),
     ],
 )
-def test_equal_samples_and_prefixes_share_rows(held: list[list[int]], nodes: list[tuple[int, int]]) -> None:
-    forest = fold(held)
-    check(forest, held)
+def test_equal_samples_and_prefixes_share_rows(texts: list[list[int]], nodes: list[tuple[int, int]]) -> None:
+    forest = fold(texts)
+    check(forest, texts)
     assert forest.masks == (masks.tree(nodes),)
 
 
@@ -152,8 +152,8 @@ def test_shared_nodes_below_the_minimum_length_are_repeated() -> None:
 
 
 def test_ids_are_compared_as_numbers_and_arrays_are_samples() -> None:
-    held = [np.array([300, 2**31 - 1]), np.array([300, 255], np.uint16), (300, 256)]
-    forest = fold(held)
+    texts = [np.array([300, 2**31 - 1]), np.array([300, 255], np.uint16), (300, 256)]
+    forest = fold(texts)
     assert forest.tokens.tolist() == [300, 2**31 - 1, 255, 256]
 
 
@@ -185,7 +185,7 @@ def test_samples_that_cannot_be_folded_are_named(arguments: tuple[object, ...], 
     assert caught.value.field == field
 
 
-# ---- what real rollouts save, counted by hand
+# ---- savings of real rollouts
 
 
 @pytest.mark.parametrize(
@@ -194,27 +194,27 @@ def test_samples_that_cannot_be_folded_are_named(arguments: tuple[object, ...], 
 def test_savings_of_real_rollouts_equal_a_count_of_lengths(name: str, groups: int) -> None:
     """Only lengths are published: prompts are shared, and responses differ from their first token on."""
     counted = json.loads((ROLLOUTS / f"{name}.json").read_text())["groups"][:groups]
-    held, prompts, apart = [], [], [0, 0]
-    together = [0, 0]
+    texts, prompts, separate = [], [], [0, 0]
+    folded = [0, 0]
     for number, (prompt, responses) in enumerate(counted):
-        together = [together[0] + prompt, together[1] + prompt * (prompt + 1) // 2]
+        folded = [folded[0] + prompt, folded[1] + prompt * (prompt + 1) // 2]
         for i, response in enumerate(responses):
-            held.append(np.append(np.full(prompt, 1000 + number), np.full(response, i)))
+            texts.append(np.append(np.full(prompt, 1000 + number), np.full(response, i)))
             prompts.append(number)
-            apart = [
-                apart[0] + prompt + response,
-                apart[1] + (prompt + response) * (prompt + response + 1) // 2,
+            separate = [
+                separate[0] + prompt + response,
+                separate[1] + (prompt + response) * (prompt + response + 1) // 2,
             ]
-            together = [
-                together[0] + response,
-                together[1] + prompt * response + response * (response + 1) // 2,
+            folded = [
+                folded[0] + response,
+                folded[1] + prompt * response + response * (response + 1) // 2,
             ]
-    forest = fold(held, prompts)
-    assert forest.saving == Saving(apart[0], together[0], apart[1], together[1])
+    forest = fold(texts, prompts)
+    assert forest.saving == Saving(separate[0], folded[0], separate[1], folded[1])
     assert len(forest) == groups
     assert forest.masks[0] == masks.tree(
         [(-1, counted[0][0]), *((0, response) for response in counted[0][1])]
     )
     if groups < 100:
         pieces = [Sequence(int(n), mask) for n, mask in zip(forest.lengths, forest.masks, strict=True)]
-        assert Batch.from_sequences(pieces).area("default") == together[1]
+        assert Batch.from_sequences(pieces).area("default") == folded[1]

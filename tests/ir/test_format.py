@@ -1,4 +1,4 @@
-"""The written format: golden plans stay readable, and schema, prose, example and code agree."""
+"""The documented format: golden plans stay readable, and schema, prose, example and code agree."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_golden_plans_cover_the_format() -> None:
     assert all(plan.header.diagonals for plan in plans)
 
 
-def test_each_version_has_golden_plans_and_is_written_down() -> None:
+def test_each_version_has_golden_plans_and_documentation() -> None:
     known = [(3, minor) for minor in range(VERSION[1] + 1)]
     assert sorted({Plan.decode(golden(name)[0]).header.version for name in GOLDEN}) == known
     assert FORMAT.startswith("# The plan format, version {}.{}\n".format(*VERSION))
@@ -92,16 +92,16 @@ def test_each_version_has_golden_plans_and_is_written_down() -> None:
 
 
 def test_golden_plans_contain_their_diagonals() -> None:
-    held = Plan.decode(golden("kinds")[0])
+    plan = Plan.decode(golden("kinds")[0])
     diagonals = {"full": ((-INF, INF),), "global": ((-INF, INF), (0, INF)), "local": ((0, 127),)}
-    assert held.header.diagonals == held.for_rank(1).header.diagonals == diagonals
-    assert max(held.layout("attention").rows_per_rank) > 128
+    assert plan.header.diagonals == plan.for_rank(1).header.diagonals == diagonals
+    assert max(plan.layout("attention").rows_per_rank) > 128
 
 
 def test_the_prose_states_the_diagonals_of_every_mask() -> None:
     table = FORMAT.split("| mask | diagonals |")[1].split("\n\n")[0]
-    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(named) == sorted(masks.SPECS)
+    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(names) == sorted(masks.SPECS)
 
 
 @pytest.mark.parametrize("name", ["tiny", "kinds"])
@@ -129,13 +129,13 @@ def test_a_reader_written_from_the_prose_agrees(name: str) -> None:
     path = SCHEMAS / f"golden/{name}.plan"
     plan = Plan.decode(path.read_bytes())
     rank = plan.header.ranks - 1
-    done = read_plan(str(path), str(rank))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"id {plan.id.hex()} matches"
-    steps = re.findall(r"^ +\d+ (\w+)", done.stdout, re.MULTILINE)
+    result = read_plan(str(path), str(rank))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == f"id {plan.id.hex()} matches"
+    steps = re.findall(r"^ +\d+ (\w+)", result.stdout, re.MULTILINE)
     ops = [op for program in plan.programs.values() for op in program.rank(rank)["instructions"]["op"]]
     assert steps == [OP_NAMES[Op(op)] for op in ops]
-    shown = set(re.findall(r"[a-z]+=(\w+\.(?:home|work)\[\d+:\d+\))", done.stdout))
+    shown = set(re.findall(r"[a-z]+=(\w+\.(?:home|work)\[\d+:\d+\))", result.stdout))
     ours = set(re.findall(r"(\w+\.(?:home|work)\[\d+:\d+\))", re.sub(" *operands.*", "", plan.text(rank))))
     assert shown == ours
 
@@ -151,9 +151,9 @@ def test_the_example_is_short_and_refuses_a_damaged_plan(tmp_path: Path) -> None
     ]
     data = golden("tiny")[0]
     (tmp_path / "x.plan").write_bytes(data.replace(b"FEASIBLE", b"OPTIMAL!"))
-    done = read_plan(str(tmp_path / "x.plan"))
-    assert done.returncode != 0
-    assert "is not that of the bytes" in done.stderr
+    result = read_plan(str(tmp_path / "x.plan"))
+    assert result.returncode != 0
+    assert "is not that of the bytes" in result.stderr
 
 
 # ---------------------------------------------------------------------------------------------- schema and prose
@@ -216,9 +216,9 @@ def test_the_schema_lists_the_columns() -> None:
     assert tables.keys() == TABLES.keys()
     recurrent = data["part"]["properties"]["recurrent"]["properties"]
     for name, names in {**TABLES, **RECURRENCE_TABLES}.items():
-        held = {**tables, **recurrent}[name]
-        assert held["description"].split(", ") == [*names]
-        assert data[held["$ref"].split("/")[-1]]["minItems"] == len(names)
+        table = {**tables, **recurrent}[name]
+        assert table["description"].split(", ") == [*names]
+        assert data[table["$ref"].split("/")[-1]]["minItems"] == len(names)
 
 
 def test_the_prose_lists_every_code() -> None:
@@ -234,7 +234,7 @@ def section(title: str) -> str:
 
 
 def rows_of(title: str, head: str) -> list[list[str]]:
-    """The cells of a table in a section, by the beginning of its first line."""
+    """The cells of the table in a section whose first line begins with `head`."""
     lines = section(title).split(f"\n{head}")[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -246,10 +246,10 @@ def test_the_prose_states_the_contents_of_tensors() -> None:
     names = {"head_dim": "D", "v_head_dim": "Dv", "hidden": "E"}
     sides = {"query": "query", "key": "KV", None: "none"}
     for tensor, row in zip(list(Tensor)[1:], rows_of("Memory", "| code |"), strict=True):
-        held = tensor.contents
-        parts = ", ".join(p.name + (f" [{names[p.width]}]" if p.width else "") for p in held.parts)
-        dtype = "sum" if held.wide else "model"
-        assert row == [str(int(tensor)), held.name, sides[held.side], parts, dtype, _PHASES[held.phases]]
+        c = tensor.contents
+        parts = ", ".join(p.name + (f" [{names[p.width]}]" if p.width else "") for p in c.parts)
+        dtype = "sum" if c.wide else "model"
+        assert row == [str(int(tensor)), c.name, sides[c.side], parts, dtype, _PHASES[c.phases]]
 
 
 _USES = {
@@ -265,7 +265,7 @@ _USES = {
 }
 
 
-def described(argument: Argument) -> str:
+def operand_text(argument: Argument) -> str:
     names = " or ".join(TENSOR_NAMES[tensor] for tensor in argument.tensors)
     tensors = "any tensor" if len(argument.tensors) == len(Tensor) - 1 else names
     place = " at home" if argument.at_home else ""
@@ -276,7 +276,7 @@ def described(argument: Argument) -> str:
 
 def test_the_prose_states_how_ops_use_their_operands() -> None:
     for op, row in zip(Op, rows_of("Instructions", "| op | name |"), strict=True):
-        operands = ", ".join(map(described, op.rule.arguments)) or "-"
+        operands = ", ".join(map(operand_text, op.rule.arguments)) or "-"
         assert row == [str(int(op)), OP_NAMES[op], op.rule.list or "-", _PHASES[op.rule.phases], operands]
 
 
@@ -320,16 +320,16 @@ def _by_check(suite: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(suite["malformed"], key=lambda entry: order.index(entry["breaks"]))
 
 
-def test_the_prose_says_which_masks_have_positions_of_their_own() -> None:
-    named = {name.strip("`") for name, _ in rows_of("Layouts, moves and positions", "| mask |")}
-    assert named - {"every other"} == {name for name, spec in masks.SPECS.items() if spec.structured}
+def test_the_prose_lists_the_masks_with_their_own_positions() -> None:
+    names = {name.strip("`") for name, _ in rows_of("Layouts, moves and positions", "| mask |")}
+    assert names - {"every other"} == {name for name, spec in masks.SPECS.items() if spec.structured}
 
 
 def test_sections_named_in_the_prose_exist() -> None:
-    there = [int(number) for number in re.findall(r"^## (\d+)\. ", FORMAT, re.MULTILINE)]
-    assert there == list(range(1, len(there) + 1))
-    named = re.findall(r"[Ss]ections? (\d+)(?: (?:to|and) (\d+))?(?: and (\d+))?", FORMAT)
-    assert {int(number) for numbers in named for number in numbers if number} <= set(there)
+    numbers = [int(number) for number in re.findall(r"^## (\d+)\. ", FORMAT, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    names = re.findall(r"[Ss]ections? (\d+)(?: (?:to|and) (\d+))?(?: and (\d+))?", FORMAT)
+    assert {int(number) for numbers in names for number in numbers if number} <= set(numbers)
 
 
 # ---------------------------------------------------------------------------------------------- diff

@@ -1,4 +1,4 @@
-"""Home rows that attention tasks complete, against a walk through the instructions."""
+"""Home rows that attention tasks complete, compared with a walk through the instructions."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ def test_complete_rows_are_not_touched_later(recipe: str, mask: str) -> None:
         programs = plan.programs["default", phase]
         together = find_complete(programs, phase)
         for rank in range(4):
-            alone = programs.rank(rank)
-            for column, found in find_complete(alone, phase).items():
-                tasks, rows, placed = complete_rows(alone, phase, column)
-                assert sorted(each_row(found.tasks)) == sorted(tasks)
+            program = programs.rank(rank)
+            for column, complete in find_complete(program, phase).items():
+                tasks, rows, in_place = complete_rows(program, phase, column)
+                assert sorted(each_row(complete.tasks)) == sorted(tasks)
                 by_operand = [
-                    (int(alone[table][name][at]), row)
-                    for table, name, one in (
-                        ("transfers", "operand", found.sent),
-                        ("rowops", "a", found.delivered),
+                    (int(program[table][name][at]), row)
+                    for table, name, ranges in (
+                        ("transfers", "operand", complete.sent),
+                        ("rowops", "a", complete.delivered),
                     )
-                    for at, row in each_row(one)
+                    for at, row in each_row(ranges)
                 ]
-                assert sorted(by_operand) == sorted(placed)
-                assert [row for _, row in each_row(found.home)] == sorted(rows)
-                home, all_home = found.home, together[column].home
-                mine = np.flatnonzero(all_home.of == rank)
-                assert all_home.row0[mine].tolist() == home.row0.tolist()
-                assert all_home.row1[mine].tolist() == home.row1.tolist()
+                assert sorted(by_operand) == sorted(in_place)
+                assert [row for _, row in each_row(complete.home)] == sorted(rows)
+                home, all_home = complete.home, together[column].home
+                is_own = np.flatnonzero(all_home.of == rank)
+                assert all_home.row0[is_own].tolist() == home.row0.tolist()
+                assert all_home.row1[is_own].tolist() == home.row1.tolist()
 
 
 def test_a_document_on_one_rank_is_complete_at_once() -> None:
     plan = api.plan(Batch.from_lengths([64] * 4), Cluster(1, 4), Model(4, 4, 16), recipe="contiguous")
     for phase in PHASES:
-        for found in find_complete(plan.programs["default", phase], phase).values():
-            assert (found.tasks.row1 - found.tasks.row0).tolist() == [64] * 4
-            assert (found.home.row1 - found.home.row0).tolist() == [64] * 4
+        for complete in find_complete(plan.programs["default", phase], phase).values():
+            assert (complete.tasks.row1 - complete.tasks.row0).tolist() == [64] * 4
+            assert (complete.home.row1 - complete.home.row0).tolist() == [64] * 4
 
 
 def test_rows_within_ranges_and_between_them() -> None:
@@ -71,16 +71,16 @@ def test_rows_within_ranges_and_between_them() -> None:
         [(7, 10), (20, 21)],
         [],
     ]
-    found = Complete(none, ranges, none, none, none)
-    assert found.gaps(0, 40) == [(0, 5), (10, 20), (30, 40)]
-    assert found.gaps(5, 10) == []
-    assert found.gaps(7, 22) == [(10, 20)]
-    assert found.gaps(12, 15) == [(12, 15)]
+    complete = Complete(none, ranges, none, none, none)
+    assert complete.gaps(0, 40) == [(0, 5), (10, 20), (30, 40)]
+    assert complete.gaps(5, 10) == []
+    assert complete.gaps(7, 22) == [(10, 20)]
+    assert complete.gaps(12, 15) == [(12, 15)]
     assert Complete(none, none, none, none, none).gaps(3, 9) == [(3, 9)]
 
 
 def test_work_rows_that_leave_as_results_are_in_place() -> None:
-    """All of them, where heads are split and one task computes each row."""
+    """With split heads and one task per row, this holds for all of them."""
     plan = api.plan(Batch.from_lengths([512, 256]), Cluster(1, 4), Model(4, 4, 16), recipe="ulysses")
     for phase in PHASES:
         programs = plan.programs["default", phase]
@@ -94,8 +94,8 @@ def test_work_rows_that_leave_as_results_are_in_place() -> None:
             programs["operands"].ptr[programs["transfers"].rank_of_row()] + programs["transfers"]["operand"]
         )
         rows = programs["operands"].wide("rows")[operands]
-        found = find_complete(programs, phase)
-        placed = np.zeros(len(sent), np.int64)
-        for one in found.values():
-            np.add.at(placed, one.sent.of, one.sent.row1 - one.sent.row0)
-        assert np.array_equal(placed, np.where(sent & (modes & 2 > 0), rows, 0))
+        complete = find_complete(programs, phase)
+        in_place = np.zeros(len(sent), np.int64)
+        for ranges in complete.values():
+            np.add.at(in_place, ranges.sent.of, ranges.sent.row1 - ranges.sent.row0)
+        assert np.array_equal(in_place, np.where(sent & (modes & 2 > 0), rows, 0))

@@ -21,11 +21,11 @@ def test_mutated_plans_raise_only_typed_errors(seed: int) -> None:
     result = fuzz_plans.fuzz(fuzz_plans.golden_plans(), 500, seed)
     assert result.escaped == {}
     assert result.count == 500
-    assert result.slowest_ms < 20_000  # nothing runs away
+    assert result.slowest_ms < 20_000  # no plan takes very long
 
 
 def test_mutated_small_plans_raise_only_typed_errors() -> None:
-    """Kinds without pairs and ranks without tokens, with exchanged programs, layouts and requests."""
+    """Plans of kinds without pairs and ranks without tokens; mutations exchange programs, layouts and requests."""
     names = ("ring", "usp", "upipe")
     result = fuzz_plans.fuzz(list(fuzz_plans.planned(names)), 500, 11)
     assert result.escaped == {}

@@ -1,4 +1,4 @@
-"""Models and masks of Hugging Face configs, as their files are."""
+"""Models and masks read from Hugging Face configs."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ CASES: dict[str, tuple[str, Model, Any]] = {
 def test_models_and_masks_are_read_from_configs(name: str, tmp_path: Path) -> None:
     text, model, masks = CASES[name]
     (tmp_path / "config.json").write_text(text)
-    found = Model.load(tmp_path / "config.json")
-    assert (found, found.layers) == (model, model.layers)
+    loaded = Model.load(tmp_path / "config.json")
+    assert (loaded, loaded.layers) == (model, model.layers)
     assert masks_of(json.loads(text)) == masks
     if isinstance(masks, dict):
-        assert isinstance(found.layers, dict)
-        assert list(found.layers) == list(masks) == sorted(masks)
+        assert isinstance(loaded.layers, dict)
+        assert list(loaded.layers) == list(masks) == sorted(masks)
 
 
 def changed(text: str, **fields: Any) -> dict[str, Any]:
@@ -147,9 +147,9 @@ def test_a_null_or_disabled_window_is_no_window() -> None:
     assert masks_of(changed(MISTRAL, sliding_window=None)) is None
     without = {key: value for key, value in json.loads(MISTRAL).items() if key != "sliding_window"}
     assert masks_of(without) == SlidingWindow(4096)  # the default of the model's class
-    switched = changed(QWEN2, use_sliding_window=True)
-    assert masks_of(switched) == causal_and_window(32768)
-    assert model_of(switched).layers == {"full_attention": 21, "sliding_attention": 3}
+    enabled = changed(QWEN2, use_sliding_window=True)
+    assert masks_of(enabled) == causal_and_window(32768)
+    assert model_of(enabled).layers == {"full_attention": 21, "sliding_attention": 3}
 
 
 def test_missing_heads_and_dtypes_have_their_defaults() -> None:
@@ -159,7 +159,7 @@ def test_missing_heads_and_dtypes_have_their_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "named"),
+    ("config", "match"),
     [
         (changed(LLAMA, layer_types=["linear_attention"] * 32), "linear_attention"),
         (changed(LLAMA, layer_types=["full_attention"] * 31), "31 types"),
@@ -186,8 +186,8 @@ def test_missing_heads_and_dtypes_have_their_defaults() -> None:
         (changed(LLAMA, model_type="deepseek_v3"), "^qk_nope_head_dim = None"),
     ],
 )
-def test_unsupported_configs_are_refused_by_field(config: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_unsupported_configs_are_refused_by_field(config: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
         model_of(config)
 
 
@@ -201,7 +201,7 @@ GATED, MAMBA = (
     (32, 128, 128, 16),
     {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8},
 )
-#: fields in addition to those of a Llama -> attention layers, the recurrence
+#: model type -> fields that differ from a Llama's, number of attention layers, the recurrence
 HYBRIDS: dict[str, tuple[dict[str, Any], int, Recurrent]] = {
     "qwen3_next": ({**LINEAR, "full_attention_interval": 4}, 8, Recurrent(*GATED, conv=4, layers=24)),
     "qwen3_5_text": (
@@ -255,8 +255,8 @@ HYBRIDS: dict[str, tuple[dict[str, Any], int, Recurrent]] = {
 def test_recurrent_layers_are_read(kind: str) -> None:
     fields, layers, recurrent = HYBRIDS[kind]
     data = changed(LLAMA, model_type=kind, **fields)
-    found = model_of(data)
-    assert (found.layers, found.recurrent) == (layers, {"linear_attention": recurrent})
+    loaded = model_of(data)
+    assert (loaded.layers, loaded.recurrent) == (layers, {"linear_attention": recurrent})
     assert masks_of(data) is None
     windows = windows_of(data)
     assert (len(windows), windows.count(-1)) == (data["num_hidden_layers"], layers)
@@ -322,19 +322,19 @@ def test_model_types_with_unsupported_layers_are_refused_by_type(kind: str) -> N
 
 
 def test_disabled_and_irrelevant_fields_are_ignored() -> None:
-    off = {
+    disabled = {
         "sparse_config": None,
         "cross_attention_hidden_size": None,
         "chunk_size_feed_forward": 0,
         "prefix_lm": False,
     }
-    aside = {
+    irrelevant = {
         "attention_bias": True,
         "attn_logit_softcapping": 50.0,
         "num_nextn_predict_layers": 1,
         "sep_token_id": 5,
     }
-    assert model_of(changed(LLAMA, **off, **aside)) == CASES["llama"][1]
+    assert model_of(changed(LLAMA, **disabled, **irrelevant)) == CASES["llama"][1]
 
 
 def test_a_pattern_is_read_only_without_layer_types() -> None:
@@ -344,7 +344,7 @@ def test_a_pattern_is_read_only_without_layer_types() -> None:
     assert model_of({**pattern, "layer_types": ["full_attention"] * 32}) == CASES["llama"][1]
 
 
-def test_models_that_look_ahead_need_masks_of_their_own() -> None:
+def test_models_that_look_ahead_need_their_own_masks() -> None:
     with pytest.raises(ConfigError, match="use_bidirectional_attention"):
         masks_of(changed(GEMMA2, use_bidirectional_attention=True))
 
@@ -402,7 +402,7 @@ def test_low_rank_projections_are_read_from_the_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "match"),
     [
         (
             changed(LLAMA, model_type="dbrx", num_local_experts=16),
@@ -424,6 +424,6 @@ def test_low_rank_projections_are_read_from_the_config() -> None:
         ),
     ],
 )
-def test_layers_that_a_forecast_does_not_support_are_named(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_layers_that_a_forecast_does_not_support_are_named(config: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
         layer_fields(config)

@@ -60,12 +60,12 @@ def iteration(request: pytest.FixtureRequest) -> IterationPlan:
 
 def test_every_rank_can_prove_what_it_received(iteration: IterationPlan) -> None:
     for rank in range(4):
-        held = iteration.slice_for(rank)
-        back = IterationSlice.decode(held.encode())
-        assert (back.id, back.rank, back.ranks) == (iteration.id, rank, 4)
-        assert back.slices == iteration.for_rank(rank)
-        assert all(np.array_equal(a, b) for a, b in zip(back.indexes, iteration.indexes, strict=True))
-        assert back.encode() == held.encode()
+        piece = iteration.slice_for(rank)
+        decoded = IterationSlice.decode(piece.encode())
+        assert (decoded.id, decoded.rank, decoded.ranks) == (iteration.id, rank, 4)
+        assert decoded.slices == iteration.for_rank(rank)
+        assert all(np.array_equal(a, b) for a, b in zip(decoded.indexes, iteration.indexes, strict=True))
+        assert decoded.encode() == piece.encode()
 
 
 def test_all_slices_are_encoded_together(iteration: IterationPlan) -> None:
@@ -95,24 +95,24 @@ def test_implied_indexes_of_a_slice_are_limited() -> None:
 
 
 def test_an_iteration_slice_has_slices_of_one_rank() -> None:
-    held = consecutive()
-    mixed = (held.plans[0].for_rank(0), held.plans[1].for_rank(1))
+    iteration = consecutive()
+    mixed = (iteration.plans[0].for_rank(0), iteration.plans[1].for_rank(1))
     with pytest.raises(ConfigError, match="one rank"):
-        IterationSlice(held.id, mixed, held.indexes)
+        IterationSlice(iteration.id, mixed, iteration.indexes)
 
 
 def test_requests_round_trip() -> None:
-    asked = job(microbatches=2, hardware="a100")
-    back, found = decode_request(encode_request(asked, batches()))
-    assert back.to_data() == asked.to_data()
-    assert encode_request(back, found) == encode_request(asked, batches())
-    assert back.request_key(found) == asked.request_key(batches())
+    original = job(microbatches=2, hardware="a100")
+    decoded, decoded_batches = decode_request(encode_request(original, batches()))
+    assert decoded.to_data() == original.to_data()
+    assert encode_request(decoded, decoded_batches) == encode_request(original, batches())
+    assert decoded.request_key(decoded_batches) == original.request_key(batches())
 
 
 def test_everything_that_a_plan_depends_on_changes_the_key() -> None:
     one, two = batches()
     base = job(microbatches=2)
-    keys = {base.request_key(given) for given in ([one], [two], [one, two], [two, one])}
+    keys = {base.request_key(group) for group in ([one], [two], [one, two], [two, one])}
     keys |= {other.request_key([one]) for other in (job("zeppelin"), job(hardware="a100"))}
     assert len(keys) == 6
     more = Job(CLUSTER, MODEL, base.policy, 512)
@@ -179,9 +179,9 @@ def test_samples_keep_their_masks() -> None:
 
 
 def registry() -> referencing.Registry[Any]:
-    found = (json.loads(path.read_text()) for path in SCHEMAS.glob("*.schema.json"))
+    schemas = (json.loads(path.read_text()) for path in SCHEMAS.glob("*.schema.json"))
     return referencing.Registry().with_resources(
-        (data["$id"], referencing.Resource.from_contents(data)) for data in found
+        (data["$id"], referencing.Resource.from_contents(data)) for data in schemas
     )
 
 

@@ -1,5 +1,5 @@
-"""The walk of the verifier: it follows recipes, accepts no mutant that computes something else, and gives equal results
-in ranges and with threads. `python -m tests.checks.fuzz_judge` tries many more mutants."""
+"""The walk of the verifier: it accepts plans of recipes and no mutant that computes something else, and gives equal
+results in ranges and with threads. `python -m tests.checks.fuzz_judge` tries many more mutants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.checks import fuzz_judge
 from tests.support.parse import parse
 from tests.support.sparse import sparse
 
-# rank 0 sends zeros; rank 1 adds to them, and to their halves the other way round
+# rank 0 sends zeros; rank 1 adds its tokens to them, with the two halves exchanged
 ZEROS = """apportion.plan 3.0
 request {
   "batch": {"sequences": [{"length": 8}, {"length": 8}]},
@@ -71,21 +71,21 @@ PLANS = list(fuzz_judge.plans())
     range(len(PLANS)),
     ids=[f"{name}-{plan.header.ranks}-{plan.request.cluster.nodes}" for name, plan in PLANS],
 )
-def test_plans_of_recipes_are_followed(number: int) -> None:
+def test_plans_of_recipes_are_accepted(number: int) -> None:
     assert check(PLANS[number][1]) == ()
 
 
 @pytest.mark.parametrize("threads", [2, 3, 99])
 def test_threads_give_the_same_tasks(threads: int) -> None:
-    """Ranges of ranks, walked at once, lead to the same tasks in the same order."""
+    """Ranges of ranks that are walked in parallel lead to the same tasks in the same order."""
     for name, plan in PLANS:
-        one, several = Subject(plan), Subject(plan, threads)
-        assert one.holds, name
+        single, several = Subject(plan), Subject(plan, threads)
+        assert single.holds, name
         assert several.holds, name
-        for program, other in zip(one.programs, several.programs, strict=True):
-            ours, its = one.tasks(program), several.tasks(other)
-            assert np.array_equal(ours.bands, its.bands), name
-            assert np.array_equal(ours.heads, its.heads), name
+        for program, other in zip(single.programs, several.programs, strict=True):
+            expected, actual = single.tasks(program), several.tasks(other)
+            assert np.array_equal(expected.bands, actual.bands), name
+            assert np.array_equal(expected.heads, actual.heads), name
 
 
 def test_threads_find_the_same_faults() -> None:
@@ -96,8 +96,8 @@ def test_threads_find_the_same_faults() -> None:
 
 
 @pytest.fixture
-def rewalked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Short ranges, settled in turn like those of long plans; records the ranges of each program walked again."""
+def rewalks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Shortens ranges, so that they are settled in turn as in long plans; records how many each judge walks again."""
     found: list[int] = []
 
     def record_rewalk(*args: Any) -> tuple[core.Verdict, int]:
@@ -111,8 +111,8 @@ def rewalked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("threads", sparse([1, 2], 2))
-def test_ranges_settled_in_turn_give_the_same_tasks(threads: int, rewalked: list[int]) -> None:
-    """Some ranges depend on later ranks and list their bands after them: each head has the same bands."""
+def test_ranges_settled_in_turn_give_the_same_tasks(threads: int, rewalks: list[int]) -> None:
+    """Ranges that depend on later ranks list their bands after them, so the bands of each head are compared sorted."""
     for name, plan in PLANS:
         subject = Subject(plan, threads)
         assert subject.holds, name
@@ -123,8 +123,8 @@ def test_ranges_settled_in_turn_give_the_same_tasks(threads: int, rewalked: list
             assert whole.holds, name
         for program, other in zip(subject.programs, whole.programs, strict=True):
             assert bands_by_head(subject.tasks(program)) == bands_by_head(whole.tasks(other)), name
-    assert any(rewalked)
-    assert not all(rewalked)
+    assert any(rewalks)
+    assert not all(rewalks)
 
 
 def bands_by_head(tasks: Tasks) -> list[tuple[int, ...]]:
@@ -133,13 +133,13 @@ def bands_by_head(tasks: Tasks) -> list[tuple[int, ...]]:
     return sorted(
         (head, *band)
         for band, number in zip(tasks.bands.T.tolist(), tasks.heads.tolist(), strict=True)
-        for head, often in enumerate(tasks.times[number].tolist())
-        for _ in range(often)
+        for head, times in enumerate(tasks.times[number].tolist())
+        for _ in range(times)
     )
 
 
 @pytest.mark.parametrize("threads", sparse([1, 2], 2))
-def test_mutants_are_refused_equally_if_ranges_are_settled_in_turn(threads: int, rewalked: list[int]) -> None:
+def test_mutants_are_refused_equally_if_ranges_are_settled_in_turn(threads: int, rewalks: list[int]) -> None:
     rng, accepted = random.Random(11), 0
     for plan in dict(PLANS).values():  # the largest of each recipe
         for _ in range(20):
@@ -150,8 +150,8 @@ def test_mutants_are_refused_equally_if_ranges_are_settled_in_turn(threads: int,
                 assert check(mutant) == found
             accepted += not found
     assert accepted
-    assert any(rewalked)
-    assert not all(rewalked)
+    assert any(rewalks)
+    assert not all(rewalks)
 
 
 @pytest.mark.parametrize("name", ["mixed", "upipe_ring"])
@@ -169,15 +169,15 @@ def test_tiles_of_several_runs_are_sent_on(name: str) -> None:
         ("megatron_hybrid", 17, (6, 13, 0, 14, -3, 34)),
     ],
 )
-def test_zeros_behind_a_tile_of_several_runs_are_sent_on(
+def test_zeros_after_a_tile_of_several_runs_are_sent_on(
     recipe: str, tokens: int, band: tuple[int, ...]
 ) -> None:
-    """The judge must find the end of the tile to distinguish them from its rows."""
+    """The judge must find the end of the tile to distinguish the zeros from the tile's rows."""
     steps = {**find_recipe(recipe).to_data()["steps"], "reshuffle": True}
     batch, model = ap.Batch.from_lengths([tokens], ap.masks.bands([band])), ap.Model(1, 1, 1, dtype="fp64")
     policy = ap.Policy(ap.Recipe("reshuffled", steps))
-    made = ap.plan(batch, ap.Cluster(1, 4), model, policy=policy, verify=False)
-    assert Subject(made).holds
+    plan = ap.plan(batch, ap.Cluster(1, 4), model, policy=policy, verify=False)
+    assert Subject(plan).holds
 
 
 def test_tokens_are_added_to_rows_of_zeros_in_any_order() -> None:
@@ -193,17 +193,17 @@ def test_tokens_are_added_to_rows_of_zeros_in_any_order() -> None:
 
 
 def test_tables_are_walked_where_lowering_wrote_them() -> None:
-    """Nothing that lowering writes is copied or widened before the walk: it reads the same memory, and verification
+    """Nothing that lowering writes is copied or widened before the walk, which reads the same memory; so verification
     allocates almost nothing."""
     batch, model = ap.Batch.from_lengths([4096, 700, 30]), ap.Model(q_heads=8, kv_heads=8, head_dim=64)
     plan = ap.plan(batch, ap.Cluster(nodes=2, ranks_per_node=4), model, "fcp", verify=False)
     check(plan)
     tracemalloc.start()
     assert not check(plan)
-    kept = tracemalloc.get_traced_memory()[0]
+    allocated = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     tables = {**plan.programs["default", "backward"].tables}
-    assert kept < sum(table.values.nbytes for table in tables.values()) / 10
+    assert allocated < sum(table.values.nbytes for table in tables.values()) / 10
     for name in ("operands", "instructions", "transfers", "grads", "rowops"):
         assert tables[name].values.dtype == np.int32
 
@@ -213,15 +213,15 @@ def test_an_instruction_of_another_phase_is_refused_though_it_has_no_rows() -> N
         ap.Batch.from_lengths([64]), ap.Cluster(1, 2), ap.Model(1, 1, 2, layers=1), "fcp", verify=False
     )
     tables = dict(plan.programs["default", "forward"].tables)
-    own = tables["instructions"]
-    added = np.insert(own.values, 0, [int(Op.PROJECT_GRAD), 0, 0, 0, 0], axis=1)
-    tables["instructions"] = Table(own.ptr + (np.arange(len(own.ptr)) > 0), own.names, added)
+    table = tables["instructions"]
+    added = np.insert(table.values, 0, [int(Op.PROJECT_GRAD), 0, 0, 0, 0], axis=1)
+    tables["instructions"] = Table(table.ptr + (np.arange(len(table.ptr)) > 0), table.names, added)
     programs = {**plan.programs, ("default", "forward"): ProgramSet(tables)}
     found = check(replace(plan, programs=programs, sections=None))
-    assert [(one.rule, one.rank) for one in found if one.rule != "digests"] == [("operands", 0)]
+    assert [(fault.rule, fault.rank) for fault in found if fault.rule != "digests"] == [("operands", 0)]
 
 
-def test_more_heads_than_a_word_has_bits_are_followed() -> None:
+def test_more_heads_than_a_word_has_bits_are_supported() -> None:
     """Each of 64 ranks computes one head; a late rank that omits its head is found."""
     batch, model = ap.Batch.from_lengths([200, 57]), ap.Model(64, 64, 2, layers=1)
     plan = ap.plan(batch, ap.Cluster(8, 8), model, "ulysses")
@@ -233,11 +233,11 @@ def test_more_heads_than_a_word_has_bits_are_followed() -> None:
     heads[last] += 1 if heads[last] == 1 else -1
     table = Table.of(operands.ptr, {**operands.columns, "heads": heads})
     changed = {**plan.programs, ("default", "forward"): ProgramSet({**program.tables, "operands": table})}
-    assert {one.rank for one in check(replace(plan, programs=changed, sections=None))} - {None}
+    assert {fault.rank for fault in check(replace(plan, programs=changed, sections=None))} - {None}
 
 
 def test_a_program_without_tasks_is_judged_next_to_one_with_tasks() -> None:
-    """In backward no head has a list of tasks, although forward made some."""
+    """In backward, no head has a list of tasks, although forward has lists."""
     kinds = {"a": ap.masks.causal(), "b": ap.masks.bands([])}
     plan = ap.plan(
         ap.Batch.from_lengths([64, 40], kinds), ap.Cluster(1, 2), ap.Model(4, 2, 8, layers=1), "ring"
@@ -245,7 +245,7 @@ def test_a_program_without_tasks_is_judged_next_to_one_with_tasks() -> None:
     programs = {**plan.programs, ("a", "backward"): plan.programs["b", "backward"]}
     broken = replace(plan, programs=programs, sections=None)
     assert not Subject(broken).holds
-    found = {(one.rule, one.kind, one.phase) for one in check(broken)}
+    found = {(fault.rule, fault.kind, fault.phase) for fault in check(broken)}
     assert found == {("coverage", "a", "backward"), ("heads", "a", "backward")}
 
 
@@ -259,14 +259,14 @@ def test_an_accepted_mutant_computes_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", sparse(range(3), 3))
 def test_a_fault_is_described_by_operand_and_rank(seed: int) -> None:
-    """A fault that stops the walk is described by an operand, a row, a rule."""
+    """Every fault that stops the walk has a specific message, and faults of rows name their rank."""
     rng = random.Random(seed)
     for _, plan in PLANS:
         for _ in range(8):
-            for one in check(fuzz_judge.repaired(fuzz_judge.mutate(rng, plan)[1])):
-                assert "a form that the verifier does not support" not in one.message, one
-                assert "cannot trace" not in one.message, one
-                assert one.rule not in ("operands", "dataflow", "delivery") or one.rank is not None, one
+            for fault in check(fuzz_judge.repaired(fuzz_judge.mutate(rng, plan)[1])):
+                assert "a form that the verifier does not support" not in fault.message, fault
+                assert "cannot trace" not in fault.message, fault
+                assert fault.rule not in ("operands", "dataflow", "delivery") or fault.rank is not None, fault
 
 
 def test_mutants_are_reproducible() -> None:

@@ -1,4 +1,4 @@
-"""Every mask spec against its rule, written out densely; worked examples; data in and out."""
+"""Every mask spec, compared with its rule pair by pair; worked examples; positions and labels; plain data."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ def document_cases(draw: st.DrawFn) -> Case:
 def raw(notation: str) -> st.SearchStrategy[Case]:
     """Masks of raw bands or slices, taken from another mask."""
 
-    def given_raw(case: Case) -> Case:
+    def as_raw(case: Case) -> Case:
         table = case[0].bands(case[1])
         spec = masks.bands(table) if notation == "bands" else masks.slices(algebra.to_slices(table))
         return spec, case[1], case[2]
 
-    return st.one_of(question_cases(), sink_cases(), window_cases()).map(given_raw)
+    return st.one_of(question_cases(), sink_cases(), window_cases()).map(as_raw)
 
 
 FAMILIES = {
@@ -270,8 +270,8 @@ def test_tree_positions_are_depths_and_labels_follow_only_children(case: Case) -
     labels = []
     for i in range(n):
         ends = i + 1 == n or node[i + 1] != node[i]
-        below = children[node[i]]
-        child = np.flatnonzero(node == below[0])[0] if len(below) == 1 else -1
+        node_children = children[node[i]]
+        child = np.flatnonzero(node == node_children[0])[0] if len(node_children) == 1 else -1
         labels.append(child if ends else i + 1)
     assert tree.positions(n).tolist() == depth
     assert tree.labels(n).tolist() == labels
@@ -287,9 +287,9 @@ def test_the_largest_parameters_do_not_overflow() -> None:
         masks.block_causal(big, big),
         masks.chunked(big),
     ):
-        seen = algebra.dense(spec.bands(5), 5, 5)
+        mask = algebra.dense(spec.bands(5), 5, 5)
         causal = isinstance(spec, masks.SinkWindow | masks.CausalBlockwise | masks.Chunked)  # type: ignore[attr-defined]
-        assert seen.sum() == (15 if causal else 25)
+        assert mask.sum() == (15 if causal else 25)
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint64])
@@ -425,7 +425,7 @@ junk = st.recursive(
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(st.sampled_from(sorted(masks.SPECS)), st.data())
-def test_hostile_data_raises_typed_errors_only(name: str, data: st.DataObject) -> None:
+def test_hostile_data_raises_only_typed_errors(name: str, data: st.DataObject) -> None:
     fields = [
         "window",
         "right",
@@ -448,7 +448,7 @@ def test_hostile_data_raises_typed_errors_only(name: str, data: st.DataObject) -
 
 @given(st.sampled_from(sorted(masks.SPECS)), st.data())
 @property_test
-def test_declared_diagonals_equal_those_of_the_bands(name: str, data: st.DataObject) -> None:
+def test_declared_diagonals_equal_the_diagonals_of_bands(name: str, data: st.DataObject) -> None:
     """Except rectangles whose keys all precede their queries: these have no lower diagonal."""
     spec, n, _ = data.draw(FAMILIES[name])
     declared = spec.diagonals()

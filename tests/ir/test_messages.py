@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = Model(4, 2, 8, dtype="fp32")
 
 
-def planned(name: str, lengths: tuple[int, ...] = (40, 25, 3, 12), ranks: int = 4) -> Plan:
+def plan_of(name: str, lengths: tuple[int, ...] = (40, 25, 3, 12), ranks: int = 4) -> Plan:
     batch, recipe = Batch.from_lengths(lengths), Recipe(name, STRATEGIES[name])
     cap = None if has_own_cap(recipe) else batch.tokens
     model = Model(8, 2, 8, dtype="fp32") if "upipe" in name else MODEL
@@ -36,7 +36,7 @@ def planned(name: str, lengths: tuple[int, ...] = (40, 25, 3, 12), ranks: int = 
     "name", ["fcp", "ring", "ulysses", "distca", "node", "zeppelin", "flexsp_reshuffled"]
 )
 def test_tiles_between_two_ranks_in_a_round_are_one_message(name: str) -> None:
-    plan = planned(name)
+    plan = plan_of(name)
     for phase in PHASES:
         programs = plan.programs["default", phase]
         found = find_messages(programs, plan.header)
@@ -51,27 +51,27 @@ def test_tiles_between_two_ranks_in_a_round_are_one_message(name: str) -> None:
 
 
 def test_messages_of_one_rank_equal_its_part_of_all_messages() -> None:
-    plan = planned("fcp")
+    plan = plan_of("fcp")
     programs = plan.programs["default", "backward"]
-    everyone = find_messages(programs, plan.header)
+    messages = find_messages(programs, plan.header)
     ptr = programs["instructions"].ptr
     for rank in range(4):
-        mine = (everyone.instruction >= ptr[rank]) & (everyone.instruction < ptr[rank + 1])
-        alone = find_messages(programs.rank(rank), plan.header)
+        is_own = (messages.instruction >= ptr[rank]) & (messages.instruction < ptr[rank + 1])
+        own = find_messages(programs.rank(rank), plan.header)
         for name in ("peer", "send", "staged"):
-            np.testing.assert_array_equal(getattr(alone, name), getattr(everyone, name)[mine])
+            np.testing.assert_array_equal(getattr(own, name), getattr(messages, name)[is_own])
 
 
-def staged(plan: Plan, phase: str) -> tuple[Messages, ProgramSet]:
-    """Of each message: (is sent, is staged), and the tensors and spaces of its operands."""
+def messages_of_rank_1(plan: Plan, phase: str) -> tuple[Messages, ProgramSet]:
+    """The messages of rank 1, and its program."""
     programs = plan.programs["default", phase].rank(1)
     found = find_messages(programs, plan.header)
     return found, programs
 
 
 def test_keys_and_values_at_home_are_staged_and_relayed_ones_are_not() -> None:
-    plan = planned("ring")
-    found, _ = staged(plan, "forward")
+    plan = plan_of("ring")
+    found, _ = messages_of_rank_1(plan, "forward")
     assert not found.staged[~found.send].any()  # rows of a work arena, side by side
     first = found.instruction == found.instruction.min()
     assert found.staged[found.send & first].all()  # k and v are two arrays
@@ -79,8 +79,8 @@ def test_keys_and_values_at_home_are_staged_and_relayed_ones_are_not() -> None:
 
 
 def test_tiles_that_are_not_adjacent_are_staged() -> None:
-    plan = planned("fcp")
-    found, programs = staged(plan, "forward")
+    plan = plan_of("fcp")
+    found, programs = messages_of_rank_1(plan, "forward")
     operands = programs["operands"]
     for number in np.flatnonzero(~found.send):
         tiles = programs["transfers"]["operand"][found.of == number]
@@ -89,8 +89,8 @@ def test_tiles_that_are_not_adjacent_are_staged() -> None:
 
 
 def test_all_to_all_exchanges_are_staged() -> None:
-    plan = planned("ulysses")
-    found, programs = staged(plan, "forward")
+    plan = plan_of("ulysses")
+    found, programs = messages_of_rank_1(plan, "forward")
     assert (programs["instructions"]["mode"] == ALL_TO_ALL).any()
     assert found.staged.all()
 
@@ -100,8 +100,8 @@ def test_home_rows_sent_in_another_order_of_heads_are_staged(heads: tuple[int, .
     plan = parse((ROOT / "plans" / "q_moves.txt").read_text())
     programs = plan.programs["default", "forward"].rank(2)  # sends its queries, to both others
     table = programs["operands"]
-    named = {**table.columns, "heads": (table["tensor"] == Tensor.Q).astype(np.int64)}
-    programs = ProgramSet({**programs.tables, "operands": Table.of(table.ptr, named)})
+    columns = {**table.columns, "heads": (table["tensor"] == Tensor.Q).astype(np.int64)}
+    programs = ProgramSet({**programs.tables, "operands": Table.of(table.ptr, columns)})
     found = find_messages(programs, replace(plan.header, head_sets=(heads,)))
     assert set(found.staged[found.send].tolist()) == {is_staged}
 

@@ -1,5 +1,5 @@
-"""Tables of recurrent layers: their rows for small batches, the faults that the verifier finds, and that
-nothing wrong is accepted. `python -m tests.checks.fuzz_judge` tries more mutants."""
+"""Tables of recurrent layers: their rows for small batches, the faults that the verifier finds, and mutants, of which
+it accepts only harmless ones. `python -m tests.checks.fuzz_judge` tries more mutants."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ def layout() -> Layout:
     )
 
 
-def rows_of(found: Recurrence, name: str) -> list[list[list[int]]]:
-    return [found[name].rank(rank).values.T.tolist() for rank in range(found[name].ranks)]
+def rows_of(tables: Recurrence, name: str) -> list[list[list[int]]]:
+    return [tables[name].rank(rank).values.T.tolist() for rank in range(tables[name].ranks)]
 
 
 def test_tables_of_two_documents_on_two_ranks() -> None:
-    found = recurrence(layout(), ap.Batch.from_lengths([8, 2]), KINDS)
-    assert rows_of(found, "runs") == [
+    tables = recurrence(layout(), ap.Batch.from_lengths([8, 2]), KINDS)
+    assert rows_of(tables, "runs") == [
         [[0, 3, 0, 0, 0, -1, 1], [3, 2, 0, 6, 1, 0, 0]],
         [[0, 3, 0, 3, 0, 0, 1], [3, 2, 1, 0, 0, -1, 0]],
     ]
     # rank 0 folds the first head, rank 1 the others
-    assert rows_of(found, "folds") == [
+    assert rows_of(tables, "folds") == [
         [[0, 0, 1, 0, 0, -1], [0, 0, 1, 1, 0, 0], [0, 0, 1, 0, 1, 1]],
         [[0, 1, 2, 0, 0, -1], [0, 1, 2, 1, 0, 0], [0, 1, 2, 0, 1, 1]],
     ]
-    assert rows_of(found, "states") == [
+    assert rows_of(tables, "states") == [
         [[0, 0, 1, 0, 0], [0, 0, 1, 0, 1], [0, 1, 2, 1, 0], [0, 1, 2, 1, 1]],
         [[0, 0, 1, 0, 0], [0, 1, 2, 1, 0]],
     ]
-    assert rows_of(found, "halo") == [[[1, 1, 0, 3], [0, 1, 3, 3]], [[1, 0, 0, 3], [0, 0, 0, 3]]]
+    assert rows_of(tables, "halo") == [[[1, 1, 0, 3], [0, 1, 3, 3]], [[1, 0, 0, 3], [0, 0, 0, 3]]]
 
 
 def test_a_branch_continues_from_its_trunk() -> None:
@@ -193,9 +193,9 @@ def test_the_diff_names_differing_tables(good: ap.Plan) -> None:
 def test_recurrences_round_trip_through_bytes_and_text(good: ap.Plan) -> None:
     again = ap.Plan.decode(good.encode())
     assert again == good == parse(good.text())
-    held = ap.Slice.decode(good.for_rank(1).encode())
-    assert held.header.recurrent == KINDS
-    for own in (held.recurrence, good.for_rank(1).recurrence):
+    piece = ap.Slice.decode(good.for_rank(1).encode())
+    assert piece.header.recurrent == KINDS
+    for own in (piece.recurrence, good.for_rank(1).recurrence):
         assert own is not None
         assert good.recurrence is not None
         assert all(own[name].equal(table) for name, table in good.recurrence.rank(1).tables.items())

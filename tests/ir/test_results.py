@@ -23,42 +23,42 @@ from tests.support.parse import parse
 PLAN = (Path(__file__).resolve().parents[1] / "plans/results.txt").read_text()
 
 
-def planned(dtype: str = "bf16", recipe: str = "ulysses", kv_heads: int = 4) -> Plan:
+def plan_of(dtype: str = "bf16", recipe: str = "ulysses", kv_heads: int = 4) -> Plan:
     model = ap.Model(4, kv_heads, 16, dtype=dtype)
     return ap.plan(ap.Batch.from_lengths([300, 200, 100, 80, 60]), ap.Cluster(1, 4), model, recipe=recipe)
 
 
-def broken(*changes: tuple[str, str]) -> str:
-    written = PLAN
+def messages_after(*changes: tuple[str, str]) -> str:
+    text = PLAN
     for old, new in changes:
-        assert old in written
-        written = written.replace(old, new)
-    return " ".join(map(str, verify.check(parse(written))))
+        assert old in text
+        text = text.replace(old, new)
+    return " ".join(map(str, verify.check(parse(text))))
 
 
-# ---- what travels
+# ---- transfers
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 def test_results_travel_in_the_models_dtype(dtype: str) -> None:
-    plan = planned(dtype)
+    plan = plan_of(dtype)
     model, size = plan.request.model, {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
     moved = totals.communication_volumes(plan.programs, plan.header.head_sets, model, plan.request.cluster)
-    rows = plan.request.batch.tokens * 3 / 4  # of all rows, three quarters of the heads are elsewhere
+    rows = plan.request.batch.tokens * 3 / 4  # three quarters of the heads of each row are computed elsewhere
     lse = max(size, 4)
     assert moved["default", "forward"].sent.sum() == rows * 4 * (3 * 16 * size + 16 * size + lse)
     assert moved["default", "backward"].sent.sum() == rows * 4 * (4 * 16 * size + 2 * lse + 3 * 16 * size)
 
 
 def test_gradients_of_shared_kv_heads_are_summed_at_home() -> None:
-    plan = planned(kv_heads=2)
+    plan = plan_of(kv_heads=2)
     modes = {phase: set(plan.programs["default", phase]["instructions"]["mode"].tolist()) for phase in PHASES}
     assert {mode & RESULTS for mode in modes["forward"]} == {0, RESULTS}
     assert {mode & RESULTS for mode in modes["backward"]} == {0}
 
 
 def test_rows_that_arrive_as_results_need_no_finish_and_no_cast() -> None:
-    plan = planned()
+    plan = plan_of()
     for phase, columns in (("forward", "o"), ("backward", "dq dkv")):
         programs = plan.programs["default", phase]
         for column in columns.split():
@@ -91,19 +91,21 @@ def test_rows_of_a_tile_return_as_results_if_nothing_else_touches_them(mask: str
             operands, transfers, rowops = (program[name] for name in ("operands", "transfers", "rowops"))
             instructions = program["instructions"]
             at = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
-            came = (transfers["send"] == 0) & (operands["tensor"][transfers["operand"]] == tensor)
-            results = transfers["operand"][came & (instructions["mode"][at] & RESULTS > 0)].tolist()
-            added = rowops["c"][np.isin(rowops["a"], transfers["operand"][came])].tolist()
+            is_received = (transfers["send"] == 0) & (operands["tensor"][transfers["operand"]] == tensor)
+            results = transfers["operand"][is_received & (instructions["mode"][at] & RESULTS > 0)].tolist()
+            added = rowops["c"][np.isin(rowops["a"], transfers["operand"][is_received])].tolist()
             own = [x for x in np.unique(program[table][column]) if operands["space"][x] == Space.HOME]
-            of = [slice(row, row + rows) for row, rows in zip(operands["row"], operands["rows"], strict=True)]
+            spans = [
+                slice(row, row + rows) for row, rows in zip(operands["row"], operands["rows"], strict=True)
+            ]
             computed = np.zeros(plan.layout("attention").rows_per_rank[rank], bool)
             for x in own:
-                computed[of[x]] = True
+                computed[spans[x]] = True
             users = computed.astype(int)
             for x in results + added:
-                users[of[x]] += 1
-            assert all((users[of[x]] == 1).all() for x in results)
-            assert all((users[of[x]] > 1).any() for x in added)
+                users[spans[x]] += 1
+            assert all((users[spans[x]] == 1).all() for x in results)
+            assert all((users[spans[x]] > 1).any() for x in added)
             returned += len(results)
     assert returned
 
@@ -118,7 +120,7 @@ def test_result_ranges_are_cut_to_the_requested_rows() -> None:
 
 
 def test_results_are_staged() -> None:
-    plan = planned("fp32")
+    plan = plan_of("fp32")
     for programs in plan.programs.values():
         found = find_messages(programs, plan.header)
         mode = programs["instructions"]["mode"][found.instruction]
@@ -133,10 +135,10 @@ def test_the_text_form_contains_results() -> None:
 
 
 def test_the_same_plan_without_results_verifies_too() -> None:
-    assert not broken((" results", ""), ("  deliver ", "  copy "))
+    assert not messages_after((" results", ""), ("  deliver ", "  copy "))
 
 
-# ---- what must not be
+# ---- violations
 
 
 def test_nothing_is_added_to_results() -> None:
@@ -145,21 +147,21 @@ def test_nothing_is_added_to_results() -> None:
         "  wait 1\n  clear O.work[0:8).h1\n  merge O.work[0:8).h1 -> O.home[0:8).h1\n  finish O.home[0:8)\n",
     )
     first = PLAN.index(merged[0])
-    written = PLAN[:first] + merged[1] + PLAN[first + len(merged[0]) :]
-    found = " ".join(map(str, verify.check(parse(written))))
+    text = PLAN[:first] + merged[1] + PLAN[first + len(merged[0]) :]
+    found = " ".join(map(str, verify.check(parse(text))))
     assert "[results] rank 0" in found
     assert "uses O home rows [0, 8) of head set 1, which arrive as results" in found
 
 
 def test_a_row_receives_results_in_all_heads_or_none() -> None:
-    found = broken(
+    found = messages_after(
         ("deliver O.work[0:8).h1 -> O.home[0:8).h1 first", "copy O.work[0:8).h1 -> O.home[0:8).h1 first")
     )
     assert "uses O home rows [0, 8) of head set 1, which arrive as results" in found
 
 
 def test_results_travel_only_from_work_rows_to_home_rows() -> None:
-    found = broken(
+    found = messages_after(
         (
             "launch 0 all_to_all: send Q.home[0:8).h3 to 1",
             "launch 0 all_to_all results: send Q.home[0:8).h3 to 1",
@@ -174,21 +176,21 @@ def test_results_travel_only_from_work_rows_to_home_rows() -> None:
 
 def test_ranks_must_agree_on_results() -> None:
     first = PLAN.index("launch 1 all_to_all results")
-    written = PLAN[:first] + PLAN[first:].replace(" results", "", 1)
-    found = " ".join(map(str, verify.check(parse(written))))
+    text = PLAN[:first] + PLAN[first:].replace(" results", "", 1)
+    found = " ".join(map(str, verify.check(parse(text))))
     assert "[transfers]" in found
     assert "with mode 3, but rank 0 with mode 1" in found
 
 
 def test_only_sums_can_be_delivered() -> None:
-    found = broken(
+    found = messages_after(
         ("copy Q.home[0:8).h1 -> Q.work[0:8).h1 first,", "deliver Q.home[0:8).h1 -> Q.work[0:8).h1 first,")
     )
     assert "operand a must be O or dQ or dKV" in found
 
 
-def test_random_rows_keep_their_sums() -> None:
-    """Numeric results of a hand-written plan, against one task per document."""
+def test_results_and_copies_give_equal_outputs() -> None:
+    """Runs a hand-written plan with results, and the same plan with copies instead."""
     plan = parse(PLAN)
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.normal(size=(16, h, w)) for h, w in ((4, 4), (2, 4), (2, 6), (4, 6)))

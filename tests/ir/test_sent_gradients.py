@@ -1,4 +1,4 @@
-"""Gradients that are rounded to the model's dtype in transit: their encoding in plans, and the effects."""
+"""Gradients that are rounded to the model's dtype in transit: the option's encoding in plans, and its effects."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ MODEL = ap.Model(4, 2, 8, 12, dtype="bf16", hidden=16, ffn=16, layers=1)
 NARROW = replace(MODEL, sent_gradients="model")
 BATCH = ap.Batch.from_lengths([700, 60, 30], mask=ap.masks.causal())
 CLUSTER = ap.Cluster(2, 2)
-#: recipes in which gradients of keys travel, are relayed through a node's gateway, and those of queries travel
+#: recipes in which gradients of keys travel, directly or relayed, and recipes in which gradients of queries travel
 RECIPES = ("fcp", "ring", "ulysses", "dcp")
 
 
-def planned(recipe: str, model: ap.Model = NARROW) -> Plan:
+def plan_of(recipe: str, model: ap.Model = NARROW) -> Plan:
     return ap.plan(BATCH, CLUSTER, model, recipe=recipe)
 
 
-# ---- how it is encoded
+# ---- encoding
 
 
 def test_the_default_is_not_encoded() -> None:
@@ -44,21 +44,21 @@ def test_the_default_is_not_encoded() -> None:
     assert NARROW.to_data() == MODEL.to_data() | {"sent_gradients": "model"}
     assert ap.Model.from_data(NARROW.to_data()) == NARROW
     assert ap.Model.from_data(MODEL.to_data() | {"sent_gradients": "wide"}) == MODEL
-    plan = planned("fcp", MODEL)
+    plan = plan_of("fcp", MODEL)
     assert "sent_gradients" not in plain.header_data(plan.header)
     assert b"sent_gradients" not in plan.encode()
-    assert planned("fcp").id != plan.id
+    assert plan_of("fcp").id != plan.id
 
 
 def test_a_header_that_encodes_the_default_is_refused() -> None:
-    plan = planned("fcp", MODEL)
+    plan = plan_of("fcp", MODEL)
     data = dict(sorted((plain.header_data(plan.header) | {"sent_gradients": "wide"}).items()))
     with pytest.raises(DecodeError, match="header"):
         sections.read_header(msgspec.msgpack.encode(data), plan.header.version)
 
 
 def test_unknown_values_in_a_header_are_refused() -> None:
-    plan = planned("fcp", MODEL)
+    plan = plan_of("fcp", MODEL)
     data = dict(sorted((plain.header_data(plan.header) | {"sent_gradients": "fp8"}).items()))
     with pytest.raises(DecodeError, match="sent_gradients = 'fp8'; known are wide, model"):
         sections.read_header(msgspec.msgpack.encode(data), plan.header.version)
@@ -66,7 +66,7 @@ def test_unknown_values_in_a_header_are_refused() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sent_gradients_survives_bytes_text_and_slices(recipe: str) -> None:
-    plan = planned(recipe)
+    plan = plan_of(recipe)
     assert plan.header.sent_gradients == "model"
     assert codec.decode(plan.encode()) == plan == parse(plan.text())
     assert '"sent_gradients": "model"' in plan.text()
@@ -75,17 +75,17 @@ def test_sent_gradients_survives_bytes_text_and_slices(recipe: str) -> None:
 
 
 def test_a_text_without_the_header_field_uses_the_models_value() -> None:
-    written = planned("fcp").text()
-    assert '"sent_gradients": "model", "v_head_dim"' in written
-    found = parse("\n".join(_without_header_field(written)))
-    assert found.header.sent_gradients == "model"
+    text = plan_of("fcp").text()
+    assert '"sent_gradients": "model", "v_head_dim"' in text
+    plan = parse("\n".join(_without_header_field(text)))
+    assert plan.header.sent_gradients == "model"
 
 
-def _without_header_field(written: str) -> list[str]:
+def _without_header_field(text: str) -> list[str]:
     return [
-        one.replace('"sent_gradients": "model", ', "") if one.startswith("header") else one
-        for one in written.splitlines()
-        if not one.startswith("id ")
+        item.replace('"sent_gradients": "model", ', "") if item.startswith("header") else item
+        for item in text.splitlines()
+        if not item.startswith("id ")
     ]
 
 
@@ -108,7 +108,7 @@ def test_model_files_may_set_sent_gradients(tmp_path: Path) -> None:
     assert ap.Model.load(tmp_path / "model.yaml").narrows(Tensor.DQ)
 
 
-# ---- what travels
+# ---- transfers
 
 
 def test_only_partial_gradients_are_rounded() -> None:
@@ -123,20 +123,20 @@ def test_only_partial_gradients_are_rounded() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_reports_programs_and_the_simulator_count_the_same_bytes(recipe: str) -> None:
-    plan = planned(recipe)
+    plan = plan_of(recipe)
     moved = totals.communication_volumes(plan.programs, plan.header.head_sets, NARROW, CLUSTER)
     runs = ap.simulate(plan).runs
-    for key, found in moved.items():
-        assert runs[key].sent_bytes.tolist() == found.sent.tolist()
-        assert found.sent.sum() == sum(_tile_bytes(plan, key))
-    assert plan.report["bytes"]["total"] == sum(int(found.sent.sum()) for found in moved.values())
+    for key, volume in moved.items():
+        assert runs[key].sent_bytes.tolist() == volume.sent.tolist()
+        assert volume.sent.sum() == sum(_tile_bytes(plan, key))
+    assert plan.report["bytes"]["total"] == sum(int(volume.sent.sum()) for volume in moved.values())
 
 
 def _tile_bytes(plan: Plan, key: tuple[str, str]) -> list[int]:
     """The bytes of each sent tile, computed from the tables."""
     rows, sets = plan.programs[key], plan.header.head_sets
     widths = {Tensor.Q: 16, Tensor.KV: 40, Tensor.O: 12 * 4 + 4, Tensor.DQ: 16, Tensor.DKV: 40, Tensor.DO: 24}
-    found = []
+    sizes = []
     for rank in range(plan.header.ranks):
         program = rows.rank(rank)
         operands, transfers = program["operands"], program["transfers"]
@@ -145,36 +145,36 @@ def _tile_bytes(plan: Plan, key: tuple[str, str]) -> list[int]:
             program["instructions"]["mode"][launches], program["instructions"]["count"][launches]
         )
         for at in np.flatnonzero(transfers["send"]).tolist():
-            one = int(transfers["operand"][at])
-            tensor, heads = Tensor(operands["tensor"][one]), int(operands["heads"][one])
+            item = int(transfers["operand"][at])
+            tensor, heads = Tensor(operands["tensor"][item]), int(operands["heads"][item])
             count = len(sets[heads - 1]) if heads else plan.header.heads_of(tensor)
             width = widths.get(tensor, 8)
             if tensor == Tensor.O and mode[at] & 2:
                 width = 12 * 2 + 4
-            found.append(int(operands["rows"][one]) * count * width)
-    return found
+            sizes.append(int(operands["rows"][item]) * count * width)
+    return sizes
 
 
 def test_bounds_count_rounded_bytes() -> None:
-    wide, narrow = (planned("fcp", model).report["bounds"]["kv_bytes"] for model in (MODEL, NARROW))
-    per_token = [2 * one.row_bytes(Tensor.KV) + one.sent_bytes(Tensor.DKV) for one in (MODEL, NARROW)]
+    wide, narrow = (plan_of("fcp", model).report["bounds"]["kv_bytes"] for model in (MODEL, NARROW))
+    per_token = [2 * item.row_bytes(Tensor.KV) + item.sent_bytes(Tensor.DKV) for item in (MODEL, NARROW)]
     assert wide["bound"] / per_token[0] == narrow["bound"] / per_token[1] > 0
     assert narrow["value"] >= narrow["bound"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_messages_with_rounded_tiles_are_staged(recipe: str) -> None:
-    plan, wide = planned(recipe), planned(recipe, MODEL)
+    plan, wide = plan_of(recipe), plan_of(recipe, MODEL)
     for phase in PHASES:
         programs = plan.programs["default", phase]
         found = find_messages(programs, plan.header)
         operands, transfers = programs["operands"], programs["transfers"]
         tensor = operands["tensor"][operands.ptr[transfers.rank_of_row()] + transfers["operand"]]
-        narrow = np.isin(tensor, [int(one) for one in GRADIENTS])
+        narrow = np.isin(tensor, [int(item) for item in GRADIENTS])
         assert found.staged[found.of[narrow]].all()
         assert narrow.any() == (phase == "backward")
-    before, after = (find_messages(one.programs["default", "forward"], one.header) for one in (wide, plan))
-    if recipe != "dcp":  # whose schedule depends on bytes
+    before, after = (find_messages(item.programs["default", "forward"], item.header) for item in (wide, plan))
+    if recipe != "dcp":  # its schedule depends on bytes
         np.testing.assert_array_equal(before.staged, after.staged)
 
 
@@ -182,7 +182,7 @@ def test_messages_with_rounded_tiles_are_staged(recipe: str) -> None:
 
 
 def test_a_header_that_contradicts_the_request_is_refused() -> None:
-    plan = planned("fcp")
+    plan = plan_of("fcp")
     wrong = codec.seal(replace(plan, header=replace(plan.header, sent_gradients="wide")))
     found = [violation.message for violation in check(wrong)]
     assert "the plan has sent_gradients = wide, but the request has model" in found
@@ -191,7 +191,7 @@ def test_a_header_that_contradicts_the_request_is_refused() -> None:
 
 
 def test_a_report_that_counts_wide_bytes_is_refused() -> None:
-    plan, wide = planned("fcp"), planned("fcp", MODEL)
+    plan, wide = plan_of("fcp"), plan_of("fcp", MODEL)
     found = check(codec.seal(replace(plan, report=wide.report)))
     assert any(violation.message.startswith("the report has bytes.total") for violation in found)
 
@@ -217,11 +217,11 @@ def test_rounding_is_to_the_nearest_and_ties_go_to_even() -> None:
 def test_the_executor_rounds_gradients_in_transit(recipe: str) -> None:
     problem = oracle.Problem.random(3, BATCH.tokens, 4, 2, 8, 12)
     allowed = bands.dense(BATCH.bands("default"), BATCH.tokens, BATCH.tokens)
-    want = oracle.dense(problem, allowed)
-    found = executor.run(planned(recipe), "default", problem.q, problem.k, problem.v, problem.do)
-    for name in ("o", "lse", "dq"):  # forward is exact; queries stay, so their gradients do
-        np.testing.assert_allclose(getattr(found, name), getattr(want, name), atol=1e-12)
+    expected = oracle.dense(problem, allowed)
+    found = executor.run(plan_of(recipe), "default", problem.q, problem.k, problem.v, problem.do)
+    for name in ("o", "lse", "dq"):  # forward is exact; gradients of queries do not travel
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-12)
     for name in ("dk", "dv"):
-        exact, got = getattr(want, name), getattr(found, name)
-        error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+        exact, actual = getattr(expected, name), getattr(found, name)
+        error = np.linalg.norm(actual - exact) / np.linalg.norm(exact)
         assert 1e-5 < error < 2**-8

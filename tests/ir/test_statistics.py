@@ -1,4 +1,4 @@
-"""Row statistics that attention computes, against a walk through the instructions."""
+"""Row statistics that attention computes, compared with a walk through the instructions."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_statistics_are_computed_where_only_local_tasks_need_them(recipe: str, m
     )
     count = 0
     for rank in range(4):
-        alone = programs.rank(rank)
-        tasks, rowops = computed_statistics(alone)
-        found = find_statistics(alone)
-        assert sorted(each_row(found.tasks)) == sorted(tasks)
-        assert sorted(each_row(found.rowops)) == sorted(rowops)
+        program = programs.rank(rank)
+        tasks, rowops = computed_statistics(program)
+        statistics = find_statistics(program)
+        assert sorted(each_row(statistics.tasks)) == sorted(tasks)
+        assert sorted(each_row(statistics.rowops)) == sorted(rowops)
         count += len(rowops)
     assert (together.rowops.row1 - together.rowops.row0).sum() == count
 
@@ -54,23 +54,23 @@ def test_statistics_of_home_queries_are_computed_by_tasks() -> None:
 
 
 def test_statistics_that_travel_are_not_computed_by_tasks() -> None:
-    """Ulysses sends all statistics; distca those of rows that other ranks compute."""
+    """`ulysses` sends all statistics; `distca` sends the statistics of rows that other ranks compute."""
     assert not find_statistics(plan_of("ulysses", "causal").programs["default", "backward"]).tasks
     distca = find_statistics(plan_of("distca", "full").programs["default", "backward"]).rowops
     assert 0 < (distca.row1 - distca.row0).sum() < 1918
 
 
 def test_a_program_without_delta_computes_no_statistics() -> None:
-    """Statistics written elsewhere, as for a lone task, are read."""
+    """Its tasks read statistics that are written elsewhere, as for a lone task."""
     programs = plan_of("fcp", "causal").programs["default", "backward"].rank(0)
     instructions = programs["instructions"]
-    keep = instructions["op"] != Op.DELTA
-    columns = {name: instructions[name][keep] for name in instructions.columns}
-    tables = {**programs.tables, "instructions": Table.of(np.array([0, keep.sum()]), columns)}
+    is_kept = instructions["op"] != Op.DELTA
+    columns = {name: instructions[name][is_kept] for name in instructions.columns}
+    tables = {**programs.tables, "instructions": Table.of(np.array([0, is_kept.sum()]), columns)}
     rows = instruction_of(instructions["op"], instructions.wide("count"), "rowops")
-    stay = keep[rows]
+    kept_rows = is_kept[rows]
     rowops = programs["rowops"]
     tables["rowops"] = Table.of(
-        np.array([0, stay.sum()]), {name: rowops[name][stay] for name in rowops.columns}
+        np.array([0, kept_rows.sum()]), {name: rowops[name][kept_rows] for name in rowops.columns}
     )
     assert not find_statistics(ProgramSet(tables)).tasks

@@ -1,4 +1,4 @@
-"""Tables as bytes: round trips in the narrowest width, and refusal of everything else."""
+"""Tables as bytes: round trips in the narrowest width, and refusal of all other bytes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def parts_of(*tables: Table) -> list[bytes]:
     return list(encode_tables(tables, tables[0].ranks))
 
 
-def opened(parts: list[bytes], *names: tuple[str, ...]) -> list[Table]:
+def decode_parts(parts: list[bytes], *names: tuple[str, ...]) -> list[Table]:
     return list(read_parts([(f"table {n}", one) for n, one in enumerate(names or (NAMES,))], parts, 3))
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    """A table of small, equal or arbitrary numbers; rows of only zeros occur at most once per rank."""
+    """A table of small, equal or arbitrary numbers; the first column is positive, since rows must take bytes."""
     names = draw(st.sampled_from([NAMES, SPAN_COLUMNS, TABLES["transfers"]]))
     sizes = draw(st.lists(st.sampled_from([0, 0, 1, 2, 7, 40]), min_size=1, max_size=5))
     number = draw(st.sampled_from([st.integers(-3, 9), st.integers(0, 1), st.integers(-LIMIT, LIMIT)]))
@@ -42,19 +42,19 @@ def tables(draw: st.DrawFn) -> Table:
 
 @settings(max_examples=300)
 @given(st.lists(tables(), min_size=1, max_size=3))
-def test_tables_round_trip_through_bytes(given: list[Table]) -> None:
-    ranks = min(table.ranks for table in given)
-    some = [table.ranks_between(0, ranks) for table in given]
-    parts = parts_of(*some)
-    names = [table.names for table in some]
-    for table, again in zip(some, opened(parts, *names), strict=True):
+def test_tables_round_trip_through_bytes(originals: list[Table]) -> None:
+    ranks = min(table.ranks for table in originals)
+    cut_tables = [table.ranks_between(0, ranks) for table in originals]
+    parts = parts_of(*cut_tables)
+    names = [table.names for table in cut_tables]
+    for table, again in zip(cut_tables, decode_parts(parts, *names), strict=True):
         assert again.equal(table)
     for rank, part in enumerate(parts):
-        own = opened([part], *names)  # without the parts of other ranks
-        assert all(one.equal(table.rank(rank)) for one, table in zip(own, some, strict=True))
+        own = decode_parts([part], *names)  # this rank's part only
+        assert all(one.equal(table.rank(rank)) for one, table in zip(own, cut_tables, strict=True))
 
 
-def test_a_table_by_hand() -> None:
+def test_the_bytes_of_a_handmade_table() -> None:
     table = Table.of(np.array([0, 3, 3]), {"a": np.array([1, 300, 2]), "b": np.array([0, 0, 0])})
     assert parts_of(table) == [struct.pack("<IBhhhB", 3, 2, 1, 299, -298, 0), bytes(4)]
 
@@ -75,7 +75,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize(("step", "width"), STEPS.items())
-def test_the_narrowest_width_is_taken(step: int, width: int) -> None:
+def test_the_narrowest_width_is_used(step: int, width: int) -> None:
     (part,) = parts_of(Table(np.array([0, 1]), ("a",), np.array([[step]])))
     assert part == struct.pack("<IB", 1, width) + step.to_bytes(width, "little", signed=True)
 
@@ -85,7 +85,7 @@ def test_parts_are_the_same_for_all_dtypes(dtype: type) -> None:
     table = Table.of(np.array([0, 3, 5]), {"a": np.array([0, 5, 5, 6, 90], dtype), "b": np.ones(5, np.int64)})
     narrow = Table(table.ptr, table.names, table.values.astype(np.int32))
     assert parts_of(table) == parts_of(narrow)
-    assert opened(parts_of(table))[0]["a"].tolist() == [0, 5, 5, 6, 90]
+    assert decode_parts(parts_of(table))[0]["a"].tolist() == [0, 5, 5, 6, 90]
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ GOOD = table_of(b"\1\1\1\1", b"\1\0\xff\0")
 )
 def test_malformed_tables_are_refused(part: bytes, match: str) -> None:
     with pytest.raises(DecodeError, match=match):
-        opened([GOOD, part])
+        decode_parts([GOOD, part])
 
 
 def test_one_row_of_zeros_takes_no_byte() -> None:
-    assert opened([table_of(b"\0", b"\0", rows=1)])[0].values.tolist() == [[0], [0]]
-    assert len(opened([bytes(4)])[0]) == 0
+    assert decode_parts([table_of(b"\0", b"\0", rows=1)])[0].values.tolist() == [[0], [0]]
+    assert len(decode_parts([bytes(4)])[0]) == 0
 
 
 def test_parts_are_the_same_on_threads() -> None:
@@ -155,9 +155,9 @@ def test_columns_in_another_order_are_refused() -> None:
     """Columns are encoded and verified by position, so another order would change the numbers."""
     plan = random_plan(0)
     spans = plan.layouts["attention"].spans
-    turned = Table.of(spans.ptr, dict(reversed(spans.columns.items())))
+    reordered = Table.of(spans.ptr, dict(reversed(spans.columns.items())))
     with pytest.raises(ConfigError, match=r"layout attention = .position, .*in this order"):
-        Layout("attention", turned)
+        Layout("attention", reordered)
     table = plan.programs[plan.header.kinds[0], "forward"]["tasks"]
     with pytest.raises(ConfigError, match=r"tasks = .first, .*must have the columns q, kv, o"):
         ProgramSet({"tasks": Table.of(table.ptr, dict(reversed(table.columns.items())))})
@@ -181,6 +181,6 @@ def test_tables_of_a_part_are_in_order() -> None:
         Recurrence(recurrent),
     )
     names = [SPAN_COLUMNS, *3 * [*TABLES.values()], MOVE_COLUMNS, *RECURRENCE_TABLES.values()]
-    firsts = [int(table.values[0, 0]) for table in opened(encode_parts(tables, 1), *names)]
+    firsts = [int(table.values[0, 0]) for table in decode_parts(encode_parts(tables, 1), *names)]
     assert firsts == [1, *7 * [10], *7 * [20], *7 * [30], 9, *4 * [40]]
     assert len(parts_of(empty_table(NAMES, 7))) == 7

@@ -1,4 +1,4 @@
-"""Tables by hand: offsets and columns that do not fit are refused before the core reads them."""
+"""Handmade tables: offsets and columns that do not fit are refused before the core reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from apportion.ir.plan.tables import ProgramSet, Table, empty_programs, empty_ta
 @pytest.mark.parametrize(
     "ptr", [[], [0], [1, 2], [0, 3], [0, 1], [0, 3, 2], [-1, 2], [[0, 2]], [0, 2**62, 2]]
 )
-def test_offsets_must_rise_from_zero_to_the_number_of_rows(ptr: list[int]) -> None:
+def test_offsets_must_ascend_from_zero_to_the_number_of_rows(ptr: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"^ptr = .*must be ascending from 0 to the 2 rows"):
         Table(np.array(ptr, np.int64), ("a",), np.zeros((1, 2), np.int64))
 

@@ -1,4 +1,4 @@
-"""The text form: it parses back to an equal plan, is readable, and errors name the wrong place."""
+"""The text form: it parses back to an equal plan, is readable, and its errors name the place."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ program default forward
 def test_diagonals_missing_from_a_text_come_from_its_masks() -> None:
     plan = parse(BY_HAND)
     assert (plan.header.version, plan.header.diagonals) == ((3, 0), {"default": ((0, 2**62),)})
-    said = BY_HAND.replace('"head_sets"', '"diagonals": {"default": [[0, 4611686018427387904]]}, "head_sets"')
-    assert parse(said) == plan == Plan.decode(plan.encode())
+    full = BY_HAND.replace('"head_sets"', '"diagonals": {"default": [[0, 4611686018427387904]]}, "head_sets"')
+    assert parse(full) == plan == Plan.decode(plan.encode())
 
 
 @settings(max_examples=60)
@@ -67,7 +67,7 @@ def test_text_parses_back(seed: int) -> None:
     assert again.text() == Plan.decode(plan.encode()).text() == plan.text()
 
 
-def test_by_hand() -> None:
+def test_a_plan_written_by_hand() -> None:
     plan = parse(BY_HAND)
     assert (plan.header.ranks, plan.header.kinds, plan.header.layouts) == (2, ("default",), ("attention",))
     assert (plan.header.q_heads, plan.header.v_head_dim, plan.header.dtype) == (2, 4, "bf16")
@@ -106,7 +106,7 @@ def test_instructions_have_readable_lines() -> None:
     ]
 
 
-def test_bounds_have_names_where_they_cut_one_side_or_none() -> None:
+def test_causal_and_full_bounds_have_names() -> None:
     plan = parse(
         BY_HAND.replace("causal first", "[0,7] first").replace("[-3, 0]", "[-5,1]").replace("[2:4)", "[2:4)")
     )
@@ -127,7 +127,7 @@ def test_excerpts_point_at_the_instruction() -> None:
         assert format_instruction(program, index).startswith(Op(op).name.lower())
 
 
-def test_an_unknown_rank() -> None:
+def test_an_unknown_rank_is_refused() -> None:
     with pytest.raises(ConfigError, match="rank = 2"):
         parse(BY_HAND).text(2)
 

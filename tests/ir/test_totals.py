@@ -1,4 +1,4 @@
-"""Totals of programs, against the sums of planning and of bands."""
+"""Totals of programs, compared with the figures of planning and the areas of bands."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_pairs_of_a_task_are_the_area_of_its_band() -> None:
         for _ in range(300):
             q, k = (int(RNG.integers(1, limit)) for _ in range(2))
             dmin, dmax = sorted(int(RNG.integers(1 - k, q)) for _ in range(2))
-            wanted = int(bands.area([[0, q, 0, k, dmin, dmax]])[0])
-            assert core.area_of(0, q, 0, k, dmin, dmax) == wanted
+            expected = int(bands.area([[0, q, 0, k, dmin, dmax]])[0])
+            assert core.area_of(0, q, 0, k, dmin, dmax) == expected
 
 
 @pytest.mark.parametrize("recipe", [*STRATEGIES][::4])
@@ -32,10 +32,10 @@ def test_programs_compute_all_pairs_and_move_the_reported_bytes(recipe: str) -> 
     policy = Policy(Recipe(recipe, STRATEGIES[recipe]), token_cap=batch.tokens)
     plan = ap.plan(batch, cluster(4), model, policy=policy, verify=False)
     for phase in ("forward", "backward"):
-        found = loads(plan, phase)
-        assert found.sum() == pytest.approx(3 * batch.area("default"))
-    one = sum_volumes(
+        pairs = loads(plan, phase)
+        assert pairs.sum() == pytest.approx(3 * batch.area("default"))
+    volume = sum_volumes(
         communication_volumes(plan.programs, plan.header.head_sets, model, plan.request.cluster).values()
     )
-    assert int(one.sent.sum()) == int(one.received.sum())
-    assert one.summary() == plan.report["bytes"]
+    assert int(volume.sent.sum()) == int(volume.received.sum())
+    assert volume.summary() == plan.report["bytes"]

@@ -24,5 +24,5 @@ def test_a_damaged_frame_is_refused(frame: bytes) -> None:
 
 
 def test_a_frame_above_the_size_limit_is_refused_before_expansion() -> None:
-    with pytest.raises(DecodeError, match="4000 bytes, at most 3999 are read"):
+    with pytest.raises(DecodeError, match="4000 bytes; the limit is 3999"):
         expanded(FRAME, 3999)

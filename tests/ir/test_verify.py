@@ -1,4 +1,4 @@
-"""Each rule of the verifier: a good plan, broken in one place, is refused by the rule that names the place first."""
+"""Each rule of the verifier: a good plan broken in one place is refused; the first violation names rule and place."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_error_shows_rank_instruction_numbers_and_lines() -> None:
     assert error.value.violations[0].rule == "transfers"
 
 
-# ---- what is not in programs
+# ---- layouts, limits, digests, report
 
 
 def with_spans(plan: Plan, column: str, span: int, value: int) -> Plan:
@@ -108,9 +108,9 @@ def test_a_span_across_a_restart_of_positions_is_refused() -> None:
     columns = {name: np.array(values) for name, values in rows.items()}
     assert set(columns) == set(spans.columns)
     table = Table.of(np.array([0, 1, 2]), columns)
-    found = first(codec.seal(replace(plan, layouts={"attention": Layout("attention", table)})))
-    assert (found.rule, found.rank) == ("layouts", 1)
-    assert "continues past token 11, at which the position jumps" in found.message
+    violation = first(codec.seal(replace(plan, layouts={"attention": Layout("attention", table)})))
+    assert (violation.rule, violation.rank) == ("layouts", 1)
+    assert "continues past token 11, at which the position jumps" in violation.message
 
 
 def test_moves_must_produce_the_target_layout() -> None:
@@ -186,11 +186,11 @@ def with_table(plan: Plan, name: str, table: Table) -> Plan:
 
 
 def test_an_overwritten_tile_is_named_where_a_task_reads_it() -> None:
-    """The keys of rank 1 come too early: they overwrite those of rank 0 before anybody has read them."""
+    """The keys of rank 1 arrive too early and overwrite the keys of rank 0 before any task has read them."""
     plan = (PLANS / "reshuffle.txt").read_text()
     assert plan.count("receive KV.work[8:16) from 1\n") >= 1
-    late = plan.replace("receive KV.work[8:16) from 1\n", "receive KV.work[4:12) from 1\n", 1)
-    found = first(parse(late))
+    edited = plan.replace("receive KV.work[8:16) from 1\n", "receive KV.work[4:12) from 1\n", 1)
+    found = first(parse(edited))
     assert found.rule in ("dataflow", "coverage")
     assert found.rank == 0
 
@@ -219,28 +219,28 @@ REPORTED = {
 
 
 @pytest.fixture(scope="module")
-def reported() -> Plan:
+def original() -> Plan:
     batch = ap.Batch.from_lengths([4096, 1000, 700, 300], mask=ap.masks.causal())
     return ap.plan(batch, ap.Cluster(2, 2), ap.Model(8, 4, 64), recipe="fcp", verify=False)
 
 
 @pytest.mark.parametrize("place", REPORTED)
-def test_a_report_that_the_programs_contradict_is_refused(place: str, reported: Plan) -> None:
-    report = copy.deepcopy(dict(reported.report))
+def test_a_report_that_the_programs_contradict_is_refused(place: str, original: Plan) -> None:
+    report = copy.deepcopy(dict(original.report))
     *path, last = place.split(".")
     inner = report
     for name in path:
         inner = inner[int(name)] if name.isdigit() else inner[name]  # type: ignore[index]
     inner[last] = inner[last] * 3 + (inner[last] if isinstance(inner[last], str) else 1) if inner[last] else 7
-    found = check(codec.seal(replace(reported, report=report)))
+    found = check(codec.seal(replace(original, report=report)))
     assert {violation.rule for violation in found} == {"report"}
     assert any(violation.message.startswith(REPORTED[place]) for violation in found)
 
 
-def test_a_report_may_lack_fields_or_have_unknown_ones(reported: Plan) -> None:
-    assert check(reported) == ()
-    assert check(codec.seal(replace(reported, report={}))) == ()
-    assert check(codec.seal(replace(reported, report={**reported.report, "weather": "fine"}))) == ()
+def test_a_report_may_lack_fields_or_have_unknown_ones(original: Plan) -> None:
+    assert check(original) == ()
+    assert check(codec.seal(replace(original, report={}))) == ()
+    assert check(codec.seal(replace(original, report={**original.report, "weather": "fine"}))) == ()
 
 
 @pytest.mark.parametrize(
@@ -262,6 +262,6 @@ def test_a_report_may_lack_fields_or_have_unknown_ones(reported: Plan) -> None:
     ],
     ids=str,
 )
-def test_a_report_that_is_malformed_or_contradicts_itself_is_refused(change: dict, reported: Plan) -> None:
-    found = check(codec.seal(replace(reported, report={**reported.report, **change})))
+def test_a_report_that_is_malformed_or_contradicts_itself_is_refused(change: dict, original: Plan) -> None:
+    found = check(codec.seal(replace(original, report={**original.report, **change})))
     assert {violation.rule for violation in found} == {"report"}

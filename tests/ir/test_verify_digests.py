@@ -1,4 +1,4 @@
-"""Rule 8 encodes a plan's tables again unless they are the same columns that its parts were made from."""
+"""Rule 8 encodes a plan's tables again unless they are the very columns from which its parts were encoded."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.verify import check
-from apportion.planner.api import plan as make
+from apportion.planner.api import plan as plan_batch
 
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=16)
 
 
 @pytest.fixture
 def plan() -> Plan:
-    return make(Batch.from_lengths([700, 300, 24]), Cluster(nodes=1, ranks_per_node=4), MODEL)
+    return plan_batch(Batch.from_lengths([700, 300, 24]), Cluster(nodes=1, ranks_per_node=4), MODEL)
 
 
 def has_known_parts(plan: Plan) -> bool:
@@ -81,11 +81,11 @@ def test_tables_in_foreign_memory_never_have_known_parts(plan: Plan) -> None:
     memory = bytearray(spans.values.tobytes())
     values = np.frombuffer(memory, spans.values.dtype).reshape(spans.values.shape)
     layout = Layout("attention", replace(spans, values=values))
-    viewed = codec.seal(replace(plan, layouts={"attention": layout}))
-    assert not has_known_parts(viewed)
-    assert rules(viewed) == set()
+    sealed = codec.seal(replace(plan, layouts={"attention": layout}))
+    assert not has_known_parts(sealed)
+    assert rules(sealed) == set()
     memory[0] ^= 1
-    assert "digests" in rules(viewed)
+    assert "digests" in rules(sealed)
 
 
 def test_a_decoded_plan_is_encoded_again(plan: Plan) -> None:
@@ -95,18 +95,18 @@ def test_a_decoded_plan_is_encoded_again(plan: Plan) -> None:
 
 
 def without_backward(plan: Plan) -> Plan:
-    programs = {key: of for key, of in plan.programs.items() if key[1] == "forward"}
+    programs = {key: program for key, program in plan.programs.items() if key[1] == "forward"}
     return codec.seal(replace(plan, header=replace(plan.header, phases=("forward",)), programs=programs))
 
 
 def test_programs_missing_from_the_bytes_or_the_plan_are_detected(
     plan: Plan,
 ) -> None:
-    less = without_backward(plan)
-    assert "digests" in rules(replace(plan, sections=less.sections))
-    assert rules(replace(less, sections=plan.sections)) == {"structure"}  # whose rules need both phases
+    forward_only = without_backward(plan)
+    assert "digests" in rules(replace(plan, sections=forward_only.sections))
+    assert rules(replace(forward_only, sections=plan.sections)) == {"structure"}  # needs both phases
 
 
 def test_moves_missing_from_the_bytes_are_detected(plan: Plan) -> None:
-    moved = replace(plan, moves=(Move("attention", "attention", empty_table(MOVE_COLUMNS, 4)),))
-    assert "digests" in rules(moved)
+    changed = replace(plan, moves=(Move("attention", "attention", empty_table(MOVE_COLUMNS, 4)),))
+    assert "digests" in rules(changed)

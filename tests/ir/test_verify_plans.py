@@ -1,4 +1,4 @@
-"""The verifier on whole families of plans: planned ones pass, mutated ones are refused or compute the same."""
+"""The verifier on whole families of plans: it accepts planned ones and refuses mutants that compute something else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MASKS = {
 }
 
 
-def written(name: str) -> Plan:
+def read_plan(name: str) -> Plan:
     return parse((PLANS / f"{name}.txt").read_text())
 
 
@@ -48,7 +48,7 @@ def recipe(block: int | str, reshuffle: bool) -> ap.Recipe:
     return ap.Recipe("fcp", steps)
 
 
-def planned(
+def plan_of(
     mask: ap.masks.Mask, lengths: list[int], ranks: int, block: int | str, reshuffle: bool = False
 ) -> Plan:
     batch = ap.Batch.from_lengths(lengths, mask=mask)
@@ -60,22 +60,22 @@ def planned(
     ("ranks", "block", "reshuffle"), [(1, 16, False), (3, 7, True), (5, "auto", False), (8, 4, True)]
 )
 def test_fcp_plans_verify(mask: str, ranks: int, block: int | str, reshuffle: bool) -> None:
-    plan = planned(MASKS[mask], [60, 60, 60], ranks, block, reshuffle)
+    plan = plan_of(MASKS[mask], [60, 60, 60], ranks, block, reshuffle)
     assert check(plan) == ()
     assert check(codec.decode(plan.encode())) == ()
 
 
 def test_a_batch_shorter_than_the_ranks_and_two_kinds() -> None:
-    assert check(planned(ap.masks.causal(), [1, 1, 2], 7, 4)) == ()
+    assert check(plan_of(ap.masks.causal(), [1, 1, 2], 7, 4)) == ()
     kinds = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(5)}
     batch = ap.Batch.from_lengths([50, 1, 30], mask=kinds)
     assert check(ap.plan(batch, ap.Cluster(1, 4), MODEL, recipe=recipe(8, False), verify=False)) == ()
 
 
-# ---- a mutated plan is refused, or it computes what the good one does
+# ---- a mutated plan is refused, or it computes the same as the original
 
 
-def mutated(plan: Plan, draw: np.random.Generator) -> Plan:
+def mutate(plan: Plan, draw: np.random.Generator) -> Plan:
     """The plan with one number of one table changed."""
     key = list(plan.programs)[draw.integers(len(plan.programs))]
     tables = plan.programs[key].tables
@@ -90,7 +90,7 @@ def mutated(plan: Plan, draw: np.random.Generator) -> Plan:
     return replace(plan, programs=programs, sections=None)
 
 
-def computed(plan: Plan) -> list[np.ndarray]:
+def outputs_of(plan: Plan) -> list[np.ndarray]:
     head, tokens, draw = plan.header, plan.request.batch.tokens, np.random.default_rng(0)
     q, do = (draw.normal(size=(tokens, head.q_heads, width)) for width in (head.head_dim, head.v_head_dim))
     k, v = (draw.normal(size=(tokens, head.kv_heads, width)) for width in (head.head_dim, head.v_head_dim))
@@ -102,31 +102,31 @@ def computed(plan: Plan) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", ["q_moves", "relay", "reshuffle", "clear", "fcp"])
 def test_a_mutation_is_refused_or_harmless(name: str) -> None:
     whole = (
-        planned(ap.masks.causal(), [40, 17], 3, 8)
+        plan_of(ap.masks.causal(), [40, 17], 3, 8)
         if name == "fcp"
         else parse((PLANS / f"{name}.txt").read_text())
     )
-    good, draw = computed(whole), np.random.default_rng(len(name))
+    good, draw = outputs_of(whole), np.random.default_rng(len(name))
     refused = 0
     for _ in range(150):
-        plan = mutated(whole, draw)
+        plan = mutate(whole, draw)
         if check(plan):
             refused += 1
         else:
             assert all(
-                np.allclose(ours, best, rtol=0, atol=1e-9)
-                for ours, best in zip(computed(plan), good, strict=True)
+                np.allclose(actual, expected, rtol=0, atol=1e-9)
+                for actual, expected in zip(outputs_of(plan), good, strict=True)
             )
     assert refused > 100
 
 
 def test_bytes_that_decode_never_break_the_verifier() -> None:
-    """Columns of a projecting plan, with several heads per lane, many changed at a time."""
-    whole, draw = written("heads"), np.random.default_rng(3)
+    """Changes several numbers at a time in a plan that projects and splits heads."""
+    whole, draw = read_plan("heads"), np.random.default_rng(3)
     for _ in range(100):
         plan = whole
         for _ in range(draw.integers(1, 6)):
-            plan = mutated(plan, draw)
+            plan = mutate(plan, draw)
         assert isinstance(check(plan), tuple)
 
 

@@ -1,4 +1,4 @@
-"""Verification of constraints in a request that a plan must keep: home ranks."""
+"""Verification of a plan against its request's constraints: home ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that send tiles on, reduce along a tree and split heads, each broken in one place: the rule that names it."""
+"""Plans that relay tiles, reduce along a tree and split heads, each broken in one place: the right rule refuses it."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def broken(name: str, phase: str, old: str, new: str) -> str:
     return f"{before}\nrank 2\n" + "\nprogram default ".join(parts) + f"\nrank 3\n{after}"
 
 
-def later(wait: str, what: str) -> tuple[str, str]:
+def later(wait: str, line: str) -> tuple[str, str]:
     """The edit that moves a wait after the lines that need it."""
-    return f"  {wait}\n  {what}\n", f"  {what}\n  {wait}\n"
+    return f"  {wait}\n  {line}\n", f"  {line}\n  {wait}\n"
 
 
-def earlier(what: str, *lines: str) -> tuple[str, str]:
+def earlier(moved_line: str, *lines: str) -> tuple[str, str]:
     """The edit that moves a line before its preceding lines."""
-    return "".join(f"  {line}\n" for line in (*lines, what)), "".join(
-        f"  {line}\n" for line in (what, *lines)
+    return "".join(f"  {line}\n" for line in (*lines, moved_line)), "".join(
+        f"  {line}\n" for line in (moved_line, *lines)
     )
 
 
-# what is broken -> strategy, phase, edit, the rule that names it, words of its message
+# broken part -> strategy, phase, edit, the violated rule, words of its message
 CASES = {
     "ring: own rows sent on": (
         "ring",
@@ -59,7 +59,7 @@ CASES = {
         "coverage",
         "forbidden pairs",
     ),
-    "ring: rows sent on before they came": (
+    "ring: rows sent on before they arrived": (
         "ring",
         "forward",
         later("wait 2", "launch 3: send KV.work[0:8) to 3, receive KV.work[8:16) from 1"),
@@ -102,7 +102,7 @@ CASES = {
         "coverage",
         "pairs",
     ),
-    "node: relayed before it came": (
+    "node: relayed before it arrived": (
         "node",
         "backward",
         earlier(
@@ -124,7 +124,7 @@ CASES = {
         "delivery",
         "has not reached its home",
     ),
-    "node: a branch added before it came": (
+    "node: a branch added before it arrived": (
         "node",
         "backward",
         later("wait 4", "add dKV.work[30:35) -> dKV.work[0:5)"),

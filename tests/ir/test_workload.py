@@ -136,7 +136,7 @@ def test_lengths_are_read_from_common_file_formats(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "column", "says"),
+    ("name", "text", "column", "message"),
     [
         (
             "l.jsonl",
@@ -153,10 +153,10 @@ def test_lengths_are_read_from_common_file_formats(
     ],
 )
 def test_errors_of_length_files_name_the_line(
-    tmp_path: Path, name: str, text: str, column: str | None, says: str
+    tmp_path: Path, name: str, text: str, column: str | None, message: str
 ) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         read_lengths(tmp_path / name, column)
 
 
@@ -198,9 +198,9 @@ def test_overlong_samples_are_dropped_cut_or_refused() -> None:
 def test_documents_fill_the_tokens_exactly_and_the_last_one_is_cut() -> None:
     workload = workload_from_data({"lengths": [300, 70, 5]})
     batch, skipped = sample(workload, 10_000, 10_000, seed=3)
-    drawn = np.random.Generator(np.random.PCG64(3)).integers(0, 3, 1024)
+    draws = np.random.Generator(np.random.PCG64(3)).integers(0, 3, 1024)
     assert (batch.tokens, skipped) == (10_000, 0)
-    lengths = workload.lengths[drawn[: len(batch.lengths)]]
+    lengths = workload.lengths[draws[: len(batch.lengths)]]
     assert batch.lengths[:-1].tolist() == lengths[:-1].tolist()
     assert 0 < batch.lengths[-1] <= lengths[-1]
     assert sample(workload, 10_000, 10_000, seed=3)[0] == batch
@@ -218,9 +218,9 @@ def test_samples_larger_than_the_cluster_are_skipped_and_counted() -> None:
     workload = workload_from_data({"lengths": [5000, 10]})
     batch, skipped = sample(workload, 200, 200, seed=0)
     assert batch.lengths.tolist() == [10] * 20
-    drawn = np.random.Generator(np.random.PCG64(0)).integers(0, 2, 1024)
-    last = np.flatnonzero(np.cumsum(drawn) == 20)[0]
-    assert skipped == np.sum(drawn[: last + 1] == 0)
+    draws = np.random.Generator(np.random.PCG64(0)).integers(0, 2, 1024)
+    last = np.flatnonzero(np.cumsum(draws) == 20)[0]
+    assert skipped == np.sum(draws[: last + 1] == 0)
 
 
 def test_a_batch_may_need_several_draws() -> None:
@@ -254,6 +254,6 @@ rows = st.lists(st.lists(st.integers(-1, 9) | junk, max_size=3), max_size=3) | j
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(st.sampled_from(["lengths", "rows", "pairs", "groups", "trees", "turns"]), rows, junk)
-def test_hostile_data_raises_typed_errors_only(key: str, samples: Any, layout: Any) -> None:
+def test_hostile_data_raises_only_typed_errors(key: str, samples: Any, layout: Any) -> None:
     with contextlib.suppress(ApportionError):
         workload_from_data({key: samples, "format": layout})

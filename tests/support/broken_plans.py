@@ -190,7 +190,7 @@ CASES = {
         "overwrites O home rows [0, 8), which hold a partial of tokens [16, 24)",
     ),
     "finish twice": ("delivery", 0, "forward", 4, ("  finish O.home[0:8)\n", "  finish O.home[0:8)\n" * 2), "finished"),
-    "forget to finish": ("delivery", 0, "forward", None, ("  finish O.home[0:8)\n", ""), "not finished"),
+    "forget to finish": ("delivery", 0, "forward", None, ("  finish O.home[0:8)\n", ""), "unfinished"),
     "compute delta twice": (
         "delivery", 2, "backward", 1, ("  delta dO.home[0:8) O.home[0:8) -> delta.home[0:8)\n",
                                        "  delta dO.home[0:8) O.home[0:8) -> delta.home[0:8)\n" * 2), "second time",

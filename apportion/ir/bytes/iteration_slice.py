@@ -19,13 +19,7 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.sections import check_stored_id
-from apportion.ir.bytes.sequences import (
-    MAX_MICROBATCHES,
-    consecutive,
-    iteration_id,
-    pack,
-    unpack,
-)
+from apportion.ir.bytes.sequences import MAX_MICROBATCHES, consecutive, iteration_id, pack, unpack
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import VERSION

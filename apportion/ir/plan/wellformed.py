@@ -149,9 +149,9 @@ def check(
     """Refuses tables that cannot be walked. first_rank: the number of the tables' first rank. Raises DecodeError, which
     names rank, table and row."""
     for name, spans in layouts.items():
-        _check_spans(_TableLocation(f"layout {name}", "spans", spans, first_rank), tokens[name])
+        _check_spans(_TablePlace(f"layout {name}", "spans", spans, first_rank), tokens[name])
     for (source, target), table in moves.items():
-        location = _TableLocation(f"move {source} -> {target}", "moves", table, first_rank)
+        location = _TablePlace(f"move {source} -> {target}", "moves", table, first_rank)
         location.check_ranges(_ranges("moves", {"peer": (0, header.ranks - 1)}))
     if recurrence is not None:
         _check_recurrence(header, recurrence, first_rank)
@@ -164,7 +164,7 @@ def check(
             _refuse_program(header, f"{kind} {phase}", tables, first_rank, refusal)
 
 
-class _TableLocation:
+class _TablePlace:
     """A table and its location, for messages."""
 
     def __init__(self, where: str, name: str, table: Table, first_rank: int) -> None:
@@ -186,7 +186,7 @@ class _TableLocation:
         self.refuse(row, f"{self.table.names[column]} is outside [{low}, {high}]")
 
 
-def _check_spans(location: _TableLocation, tokens: int) -> None:
+def _check_spans(location: _TablePlace, tokens: int) -> None:
     location.check_ranges(_ranges("spans"))
     spans = location.table
     bad_rows = np.flatnonzero(spans.wide("token") + spans["length"] > tokens)
@@ -200,9 +200,7 @@ def _check_recurrence(header: Header, tables: Recurrence, first_rank: int) -> No
     """Checks codes and ranges, and that runs are contiguous, parents precede their slots, and references are valid:
     the rank's own runs, heads of the kind, rows of the halo."""
     ranges = _ranges_of_recurrence(header.ranks, len(header.recurrent))
-    by_name = {
-        name: _TableLocation("recurrence", name, tables[name], first_rank) for name in RECURRENCE_TABLES
-    }
+    by_name = {name: _TablePlace("recurrence", name, tables[name], first_rank) for name in RECURRENCE_TABLES}
     for name, location in by_name.items():
         location.check_ranges(ranges[name])
     for name, is_wrong, message in _recurrence_faults(header, tables):
@@ -260,7 +258,7 @@ def _refuse_program(
     """Raises the DecodeError for a refusal of the core."""
     flaw, number, row, column, consumed = refusal
     name, table = tuple(TABLES)[number], tables[number]
-    location = _TableLocation(where, name, table, first_rank)
+    location = _TablePlace(where, name, table, first_rank)
     if flaw == "range":
         ranges = _ranges_of_programs(header.ranks, len(header.head_sets))
         location.refuse_number(ranges[sum(len(other.names) for other in tables[:number]) :], row, column)

@@ -101,10 +101,7 @@ class Batch:
         cu = integers("cu_seqlens", cu_seqlens, 0, MAX_TOKENS)
         if len(cu) < 2 or cu[0] != 0:
             raise ConfigError(
-                "cu_seqlens",
-                cu.tolist()[:8],
-                "must start with 0 and have at least two numbers",
-                "write [0, n]",
+                "cu_seqlens", cu.tolist()[:8], "must begin with 0 and have an end", "write [0, n]"
             )
         for i in np.flatnonzero(np.diff(cu) <= 0):
             raise ConfigError(

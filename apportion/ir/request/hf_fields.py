@@ -251,9 +251,7 @@ def _inferred_types(text: Mapping[str, Any], layers: int) -> list[str]:
     if kind in words("switched"):
         full_count = min(count(text, "max_window_layers"), layers)
         return [FULL] * full_count + [SLIDING] * (layers - full_count)
-    return (
-        [SLIDING] * layers if kind in words("all_sliding") else _every_nth_full(text, layers, field, window)
-    )
+    return [SLIDING] * layers if kind in words("sliding") else _every_nth_full(text, layers, field, window)
 
 
 def _every_nth_full(text: Mapping[str, Any], layers: int, field: str, window: Any) -> list[str]:

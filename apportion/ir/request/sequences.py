@@ -130,10 +130,7 @@ def read_homes(home_ranks: Any, count: int) -> dict[int, tuple[int, ...]]:
     entries = sequence("home_ranks", home_ranks)
     if len(entries) != count:
         raise ConfigError(
-            "home_ranks",
-            len(entries),
-            f"must have one entry per sequence ({count})",
-            "write null for any rank",
+            "home_ranks", len(entries), f"must have one entry per sequence ({count})", "use null for any rank"
         )
     return {i: _home(f"home_ranks[{i}]", ranks) for i, ranks in enumerate(entries) if ranks is not None}
 

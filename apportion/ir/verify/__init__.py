@@ -109,8 +109,8 @@ def check(plan: Plan, threads: int = 1) -> tuple[Violation, ...]:
         items = [
             Violation("coverage", None, None, None, None, "the walk cannot trace the attention of its tasks")
         ]
-    items.sort(key=lambda violation: _sort_key(violation, by_rule))
-    return tuple(_with_excerpt(plan, violation) for violation in items)
+    items.sort(key=lambda item: _sort_key(item, by_rule))
+    return tuple(_with_excerpt(plan, item) for item in items)
 
 
 def _apply(rule: VerifierRule, subject: Subject) -> tuple[Violation, ...]:
