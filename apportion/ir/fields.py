@@ -37,7 +37,7 @@ def scalar(value: Any) -> Any:
 
 
 def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
-    """`value` as an int in [low, high]. Booleans, floats and strings are refused, numpy integers accepted."""
+    """Returns `value` as an int in [low, high]. Booleans, floats and strings are refused, numpy integers accepted."""
     whole = value if type(value) is int else scalar(value)
     if isinstance(whole, bool) or not isinstance(whole, int):
         raise ConfigError(field, value, "must be an integer", f"write a whole number of at least {low}")
@@ -55,7 +55,7 @@ def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> Non
 
 
 def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
-    """`value` as a float in [low, MOST]; with `above`, greater than `low` and at least LEAST; if `low` is minus
+    """Returns `value` as a float in [low, MOST]; with `above`, greater than `low` and at least LEAST; if `low` is minus
     infinity, any finite number. Booleans and strings are refused."""
     result = value if type(value) is float else scalar(value)
     if isinstance(result, bool) or not isinstance(result, int | float):
@@ -80,7 +80,7 @@ def _broken_rule(value: float, low: float, above: bool) -> str | None:
 
 
 def amount(field: str, value: Any, least: float, most: float) -> float:
-    """`value` as a float in [least, most]."""
+    """Returns `value` as a float in [least, most]."""
     checked = number(field, value)
     if not least <= checked <= most:
         raise ConfigError(field, value, f"must be in [{least:g}, {most:g}]", "check its unit")
@@ -88,14 +88,14 @@ def amount(field: str, value: Any, least: float, most: float) -> float:
 
 
 def short_text(field: str, value: Any, most: int) -> str:
-    """`value` if it is a string of 1 to `most` characters."""
+    """Returns `value` if it is a string of 1 to `most` characters."""
     if not isinstance(value, str) or not 0 < len(value) <= most:
         raise ConfigError(field, value, f"must be a string of 1 to {most} characters", "correct it")
     return value
 
 
 def flag(field: str, value: Any) -> bool:
-    """`value` if it is true or false."""
+    """Returns `value` if it is true or false."""
     result = value if type(value) is bool else scalar(value)
     if not isinstance(result, bool):
         raise ConfigError(field, value, "must be true or false", "write true or false")
@@ -103,7 +103,7 @@ def flag(field: str, value: Any) -> bool:
 
 
 def instance(field: str, value: Any, kind: type[Checked], remedy: str | None = None) -> Checked:
-    """`value` if it is an instance of the class."""
+    """Returns `value` if it is an instance of the class."""
     if not isinstance(value, kind):
         hint = f"make one with {kind.__name__}(...)"
         raise ConfigError(field, value, f"must be a {kind.__name__}", remedy or hint)
@@ -121,8 +121,8 @@ def instances(field: str, values: Any, kind: type[Checked]) -> Iterator[Checked]
 
 
 def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints:
-    """`values` as a flat int64 array, each in [low, high]; accepts what `sequence` accepts, and arrays of an integer
-    dtype."""
+    """Returns `values` as a flat int64 array, each in [low, high]. Accepts the inputs of `sequence`, and arrays of an
+    integer dtype."""
     array = as_array(field, values)
     if array is not None:
         return _array(field, array, low, high)
@@ -133,7 +133,7 @@ def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints
 
 
 def as_array(field: str, values: Any) -> NDArray[Any] | None:
-    """`values` as an array, if they are one or convert to one (`__array__`), otherwise None."""
+    """Returns `values` as an array, if they are one or convert to one (`__array__`), otherwise None."""
     if isinstance(values, np.generic | type) or not hasattr(values, "__array__"):
         return None
     try:
@@ -170,7 +170,7 @@ def _in_range(field: str, values: NDArray[Any], low: int, high: int) -> Ints:
 
 
 def rows(field: str, values: Any, width: int, names: str) -> list[list[Any]]:
-    """`values` as a list of lists of `width` items."""
+    """Returns `values` as a list of lists of `width` items."""
     table = []
     for i, row in enumerate(sequence(field, values)):
         table.append(list(row if isinstance(row, list | tuple) else sequence(f"{field}[{i}]", row)))
@@ -180,7 +180,7 @@ def rows(field: str, values: Any, width: int, names: str) -> list[list[Any]]:
 
 
 def sequence(field: str, value: Any) -> Sequence[Any]:
-    """`value` as a list, if it is a list, tuple, range, array or iterator. Refuses sets, mappings, strings and
+    """Returns `value` as a list, if it is a list, tuple, range, array or iterator. Refuses sets, mappings, strings and
     bytes."""
     if isinstance(value, list | tuple | range):
         return value
@@ -193,14 +193,14 @@ def sequence(field: str, value: Any) -> Sequence[Any]:
 
 
 def mapping(field: str, value: Any) -> Mapping[str, Any]:
-    """`value` if it is a mapping with string keys."""
+    """Returns `value` if it is a mapping with string keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ConfigError(field, value, "must be a mapping with names as keys", "write {name: value}")
     return value
 
 
 def known(field: str, data: Any, allowed: Iterable[str], required: Iterable[str] = ()) -> Mapping[str, Any]:
-    """`data` if it is a mapping, all of its keys are `allowed` and none of `required` is missing."""
+    """Returns `data` if it is a mapping, all of its keys are `allowed` and none of `required` is missing."""
     checked, allowed = mapping(field, data), tuple(allowed)
     for key in checked:
         if key not in allowed:
@@ -214,7 +214,7 @@ def known(field: str, data: Any, allowed: Iterable[str], required: Iterable[str]
 
 
 def name(field: str, value: Any) -> str:
-    """`value` if it is a name: 1 to 64 letters, digits, `_`, `-` or `.`."""
+    """Returns `value` if it is a name: 1 to 64 letters, digits, `_`, `-` or `.`."""
     is_legal = isinstance(value, str) and 0 < len(value) <= 64 and value.isascii()
     if not is_legal or not all(c.isalnum() or c in "_-." for c in value):
         raise ConfigError(
@@ -224,7 +224,7 @@ def name(field: str, value: Any) -> str:
 
 
 def choice(field: str, value: Any, allowed: Iterable[str]) -> str:
-    """`value` if it is one of `allowed`. Raises UnknownNameError, which lists them."""
+    """Returns `value` if it is one of `allowed`. Raises UnknownNameError, which lists them."""
     allowed = tuple(allowed)
     if not isinstance(value, str) or value not in allowed:
         raise UnknownNameError(field, value, "unknown name", suggestion(str(value)[:64], allowed))
@@ -240,7 +240,7 @@ def suggestion(key: str, allowed: Iterable[str]) -> str:
 
 
 def text(field: str, value: str) -> str:
-    """`value` as a plain str, if it can be written as UTF-8."""
+    """Returns `value` as a plain str, if it can be written as UTF-8."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:

@@ -199,7 +199,7 @@ class Op(IntEnum):
         Argument("c", Use.WRITE, (_T.KV,), like="a", optional=True, passes=(2, 2)),
         products=1,
     )
-    # gradients pushed back through the projection, which is recomputed and multiplied by twice
+    # gradients pushed back through the projection: its recomputation, and two products with its weights
     PROJECT_GRAD = _op(
         11,
         "rowops",

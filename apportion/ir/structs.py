@@ -51,7 +51,7 @@ def read(cls: Callable[..., T], name: str, data: Any) -> T:
 
 
 def mapping_of(cls: Any, name: str, data: Any) -> Mapping[str, Any]:
-    """`data` if it is a mapping with fields of a dataclass, including all required ones. Raises ConfigError."""
+    """Returns `data` if it is a mapping with fields of a dataclass, including all required ones. Raises ConfigError."""
     required = [item.name for item in fields(cls) if item.default is item.default_factory is MISSING]
     return checks.known(name, data, [item.name for item in fields(cls)], required)
 

@@ -26,5 +26,5 @@ def spread(function: Callable[[Item], Result], items: Iterable[Item], threads: i
 
 
 def checked_threads(threads: int) -> int:
-    """`threads` if it is a valid number of threads. Raises ConfigError otherwise."""
+    """Returns `threads` if it is a valid number of threads. Raises ConfigError otherwise."""
     return integer("threads", threads, 1, MOST_THREADS)

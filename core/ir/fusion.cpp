@@ -59,20 +59,20 @@ class RankFusion {
     first_ = programs_.operands.ptr[rank];
     const int64_t count = programs_.operands.ptr[rank + 1] - first_;
     std::fill(std::begin(work_), std::end(work_), NONE);
-    alike_ = Tensors(~0U);
-    named_.clear();
+    uniform_ = Tensors(~0U);
+    sums_.clear();
     int64_t most = 0;
     for (int64_t at = first_; at < first_ + count; ++at) {
       const Tensor tensor = programs_.tensor_of(at);
       const bool is_home = programs_.is_home(at);
       if (!is_home) compare_heads(tensor, at);
       if (!sums.has(tensor) && !(tensor == Tensor::DELTA && is_home)) continue;
-      named_.push_back(at);
+      sums_.push_back(at);
       most = std::max(most, programs_.row[at] + programs_.rows[at]);
     }
     const auto bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(most)));
     keys_.clear();  // of both ends of each operand: tensor, space and row
-    for (const int64_t at : named_) {
+    for (const int64_t at : sums_) {
       const int64_t key = (2 * programs_.tensor[at] + programs_.space[at]) << bits | programs_.row[at];
       keys_.push_back(key);
       keys_.push_back(key + programs_.rows[at]);
@@ -83,7 +83,7 @@ class RankFusion {
     parts_.clear();
     int64_t last = NONE;
     for (const int64_t end : order_) {
-      const int64_t key = keys_[end], at = named_[end / 2];
+      const int64_t key = keys_[end], at = sums_[end / 2];
       if (key != last) parts_.push_back({programs_.tensor_of(at), programs_.is_home(at), key & ((int64_t{1} << bits) - 1)});
       last = key;
       Span& span = spans_[at - first_];
@@ -91,12 +91,12 @@ class RankFusion {
     }
   }
 
-  // Excludes a tensor from `alike_` unless all of its work rows have the same heads in the same columns.
+  // Excludes a tensor from `uniform_` unless all of its work rows have the same heads in the same columns.
   void compare_heads(Tensor tensor, int64_t at) {
     int64_t& first = work_[static_cast<int64_t>(tensor)];
     if (first == NONE) first = at;
     if (programs_.col[at] != programs_.col[first] || programs_.heads[at] != programs_.heads[first])
-      alike_ = Tensors(alike_.bits() & ~Tensors::of(tensor).bits());
+      uniform_ = Tensors(uniform_.bits() & ~Tensors::of(tensor).bits());
   }
 
   int64_t operand(const Step& step, int64_t column, int64_t row) const {
@@ -173,7 +173,7 @@ class RankFusion {
       if (!part.written || part.spoiled) part.first = NONE;
       if (part.is_home) continue;
       const auto sum = std::ranges::find(SUMS, part.tensor, &Sum::tensor);
-      const bool alike = (sum->tensors.bits() & ~alike_.bits()) == 0;
+      const bool alike = (sum->tensors.bits() & ~uniform_.bits()) == 0;
       if (part.times != 1 || part.taken <= part.last || !alike) part.last = NONE;
     }
   }
@@ -267,8 +267,8 @@ class RankFusion {
   Fusion& found_;
   int64_t first_ = 0;              // the first operand of the rank
   int64_t work_[TENSORS] = {};     // for each tensor, the first operand of work rows
-  Tensors alike_{0};
-  Growing<int64_t> named_, keys_, order_;
+  Tensors uniform_{0};
+  Growing<int64_t> sums_, keys_, order_;
   Growing<Span> spans_;              // of each operand of the rank
   Growing<Part> parts_;
 };

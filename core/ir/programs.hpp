@@ -97,7 +97,7 @@ struct HeadCounts {
   }
 };
 
-// Pairs the k-th send i -> j of each round with the k-th receive of j from i. tile: a number for each operand, or empty.
+// Pairs the k-th send i -> j of each round with the k-th receive of j from i. tile: a number per operand, or empty.
 // mate: the matching transfer of each, or -1; agreed: true if their operands have equal tiles.
 std::pair<Array<std::int64_t>, Array<bool>> match(const Programs& programs, Column<const std::int64_t> tile);
 

@@ -43,7 +43,7 @@ Refused second_arena(const Table& arenas) {
 // Operand 0 is none; the others name rows of a tensor; head sets of KV tensors have KV heads.
 Refused bad_operand(const Table& operands, Column<const bool> foreign) {
   return operands.columns.visit([&](auto columns) -> Refused {
-    Refused again, heads;
+    Refused empty, heads;
     for (int64_t rank = 0; rank + 1 < operands.ptr.size(); ++rank) {
       const int64_t first = operands.ptr[rank];
       for (int64_t row = first; row < operands.ptr[rank + 1]; ++row) {
@@ -51,14 +51,14 @@ Refused bad_operand(const Table& operands, Column<const bool> foreign) {
         if (row == first) {
           for (int64_t column = 0; column < columns.rows(); ++column)
             if (columns[column][row] != 0) return Refusal{"operand zero", OPERANDS, row};
-        } else if (blank && !again) {
-          again = Refusal{"empty operand", OPERANDS, row};
+        } else if (blank && !empty) {
+          empty = Refusal{"empty operand", OPERANDS, row};
         }
         if (!heads && KV_SIDE.has(static_cast<Tensor>(columns[0][row])) && foreign[columns[5][row]])
           heads = Refusal{"foreign heads", OPERANDS, row};
       }
     }
-    return again ? again : heads;
+    return empty ? empty : heads;
   });
 }
 

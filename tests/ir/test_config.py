@@ -1,4 +1,4 @@
-"""Cluster, model, recipe and policy: defaults, data in and out, and errors that name what is wrong."""
+"""Cluster, model, recipe and policy: defaults, plain data, schemas, and errors that name the field."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def test_codes_in_the_core_equal_the_instruction_set() -> None:
         assert [item.strip() for item in names.split(",") if item.strip()] == [item.name for item in enum]
         assert [*map(int, enum)] == [*range(min(enum), max(enum) + 1)]
     for name, tensors in (("PARTIALS", PARTIALS), ("KV_SIDE", KV_SIDE), ("HEADLESS", HEADLESS)):
-        named = re.findall(r"Tensor::(\w+)", re.search(rf"Tensors {name} = ([^;]*);", text).group(1))
-        assert {Tensor[item] for item in named} == set(tensors)
+        core_names = re.findall(r"Tensor::(\w+)", re.search(rf"Tensors {name} = ([^;]*);", text).group(1))
+        assert {Tensor[item] for item in core_names} == set(tensors)
     assert f"ALL_TO_ALL = {ALL_TO_ALL}, RESULTS = {RESULTS};" in text
     assert f"FIRST_DQ = {FIRST_DQ}, FIRST_DKV = {FIRST_DKV};" in text
 

@@ -101,7 +101,7 @@ def _slice_id(envelope: wire.SliceWire) -> bytes:
 def _open_slice(envelope: wire.SliceWire) -> Slice:
     header = read_header(envelope.header, envelope.version)
     if header.ranks != envelope.ranks:
-        raise DecodeError(f"slice: of {envelope.ranks} ranks, but its plan has {header.ranks}")
+        raise DecodeError(f"slice: ranks = {envelope.ranks}, but its plan has {header.ranks}")
     tables = read_tables(header, envelope.layouts, envelope.moves, [envelope.part], envelope.rank)
     return Slice(envelope.id, envelope.rank, header, *tables, envelope)
 

@@ -37,7 +37,7 @@ _FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # limit of comparisons of two bands
 
 
 def columns(bands: ArrayLike) -> Ints:
-    """`bands` as an int64 array [n, 6]."""
+    """Returns `bands` as an int64 array [n, 6]."""
     return np.asarray(bands, np.int64).reshape(-1, 6)
 
 

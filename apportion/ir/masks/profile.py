@@ -66,8 +66,8 @@ class Profile:
 
 
 def profile(bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
-    """The profile of bands, int64 [n, 6] of each kind, whose pairs count `factor` times: one factor, or int64 [n], one
-    per band."""
+    """The profile of bands. bands: kind -> int64 [n, 6]; factor: kind -> how many times a pair counts, one number or
+    int64 [n], one per band."""
     events = [_events(kind_bands, factor[kind]) for kind, kind_bands in bands.items()]
     events.append(np.zeros((1, 3), np.int64))
     flat = np.concatenate(events)

@@ -210,8 +210,8 @@ def lower_unlabelled(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
 def lower_columns(
     columns: Callable[[int], Columns], lengths: Ints, starts: Ints, move: Callable[[Ints, Ints], Ints]
 ) -> Columns:
-    """(tokens, values) of sequences with one spec, sorted by token. columns: their columns by length; move: shifts
-    values to a sequence's start."""
+    """(tokens, values) of sequences with one spec, sorted by token. columns: length -> (tokens, values) of one
+    sequence; move: shifts values to a sequence's start."""
     tokens, values = list[Ints]([ZERO[:0]]), list[Ints]([ZERO[:0]])
     for length, firsts in _by_length(lengths, starts):
         token, value = columns(length)

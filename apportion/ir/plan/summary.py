@@ -108,6 +108,6 @@ def loads(plan: PlanTables) -> Floats:
 
 
 def tokens(plan: PlanTables) -> Ints:
-    """int64 [ranks]: tokens per rank, in the attention layout if it has rows of its own."""
+    """int64 [ranks]: tokens per rank, in the attention layout if the plan has one."""
     name = "attention" if "attention" in plan.layouts else plan.header.home_layout
     return np.asarray(plan.layout(name).rows_per_rank, np.int64)

@@ -193,7 +193,7 @@ class Layout:
 
 
 def checked_rank(rank: int, ranks: int) -> int:
-    """`rank` if it is valid. Raises ConfigError otherwise."""
+    """Returns `rank` if it is valid. Raises ConfigError otherwise."""
     return integer("rank", rank, 0, ranks - 1)
 
 

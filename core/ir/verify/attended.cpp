@@ -50,14 +50,14 @@ std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> 
     const auto by_key = [](const Piece& a, const Piece& b) { return a.band.k0 < b.band.k0; };
     if (!std::is_sorted(group.begin(), group.end(), by_key)) std::stable_sort(group.begin(), group.end(), by_key);
     for (const Piece& piece : group) {
-      const WideBand& its = piece.band;
+      const WideBand& current = piece.band;
       steps -= static_cast<int64_t>(active.size());
       if (steps < 0) return {};
-      std::erase_if(active, [&](const Piece* one) { return one->band.k1 <= its.k0; });
+      std::erase_if(active, [&](const Piece* one) { return one->band.k1 <= current.k0; });
       for (const Piece* one : active) {
-        if (found.count() == most || one->band.q0 >= its.q1 || its.q0 >= one->band.q1) continue;
+        if (found.count() == most || one->band.q0 >= current.q1 || current.q0 >= one->band.q1) continue;
         const auto [low, high] = std::minmax(one->number, piece.number);
-        if (const int64_t pairs = shared(one->band, its); pairs > 0) found.push_back({low, high, pairs});
+        if (const int64_t pairs = shared(one->band, current); pairs > 0) found.push_back({low, high, pairs});
       }
       active.push_back(&piece);
     }

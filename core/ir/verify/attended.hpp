@@ -27,7 +27,7 @@ class Homes {
 
   int64_t start(int64_t run) const { return starts_[run]; }
   int64_t end(int64_t run) const { return starts_[run + 1]; }
-  // The token of an address of the run, minus the address.
+  // The difference between the tokens and the addresses of a run.
   int64_t shift(int64_t run) const { return tokens_[run] - starts_[run]; }
   int64_t run_of(int64_t address) const {
     const int64_t at = address >> shift_;

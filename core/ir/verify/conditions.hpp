@@ -7,8 +7,8 @@
 
 namespace apportion::verify {
 
-// The rows of a place hold the tokens from `source` on, to be stored with those from `target` on; reversed if
-// `holds_target` is false. code: the fault if they differ.
+// The tokens from `source` on must equal the tokens from `target` on, for each row of a place, which holds the target's
+// tokens if `holds_target` is true, else the source's. code: the fault if they differ.
 struct Condition {
   Token source, target;
   Code code;

@@ -99,20 +99,20 @@ class Rank {
     return HEADLESS.has(y.tensor) || heads.number_of(x.tensor, x.heads) == heads.number_of(y.tensor, y.heads);
   }
 
-  // Requires that x, with the runs `its`, holds the tokens of `runs` row by row; cleared rows match any tokens.
-  void require_same_tokens(const Runs& runs, const Runs& its, const Operand& x) {
+  // Requires that x, whose runs are `others`, holds the tokens of `runs` row by row; cleared rows match any tokens.
+  void require_same_tokens(const Runs& runs, const Runs& others, const Operand& x) {
     int64_t row = 0;
-    for (std::size_t i = 0, j = 0; i < runs.size() && j < its.size();) {
-      const int64_t stop = std::min(runs[i].end(), its[j].end());
-      if (runs[i].token != NOWHERE && its[j].token != NOWHERE)
+    for (std::size_t i = 0, j = 0; i < runs.size() && j < others.size();) {
+      const int64_t stop = std::min(runs[i].end(), others[j].end());
+      if (runs[i].token != NOWHERE && others[j].token != NOWHERE)
         conditions_.require_same({runs[i].token + row - runs[i].row,
-                                  its[j].token + row - its[j].row,
+                                  others[j].token + row - others[j].row,
                                   Code::NOT_SAME_TOKENS,
                                   true,
                                   {x.tensor, x.space, x.row + row, x.row + stop}});
       row = stop;
       i += runs[i].end() == stop;
-      j += its[j].end() == stop;
+      j += others[j].end() == stop;
     }
   }
 

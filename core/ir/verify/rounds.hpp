@@ -57,9 +57,9 @@ class Rounds {
 
   // True if one of these rounds is in flight.
   bool is_sending(Senders& senders) {
-    Senders left = senders;
-    while (left != NO_SENDERS && is_over(link(left).round)) left = link(left).next;
-    while (senders != left) senders = std::exchange(link(senders).next, left);
+    Senders pending = senders;
+    while (pending != NO_SENDERS && is_over(link(pending).round)) pending = link(pending).next;
+    while (senders != pending) senders = std::exchange(link(senders).next, pending);
     return senders != NO_SENDERS;
   }
   // The same rounds, and one more.

@@ -124,7 +124,7 @@ class Sends {
     return {token, rows};
   }
 
-  // Assigns tokens from an address on to rows sent as zeros, after tokens were added to them. Partials are used once,
+  // Gives tokens, from an address on, to rows sent as zeros to which tokens were added. Partials are used only once,
   // so no other rank has these zeros.
   void claim(Token token, int64_t rows, Token address) {
     while (true) {

@@ -1,7 +1,7 @@
 // Work rows of a rank: arenas, each cut into ranges of one state, one token per row and one set of heads.
 //
 //   WorkState   state   contents of the rows
-//               shift   token of a row minus the row
+//               shift   the token of a row minus its number
 //               heads   the number of the rows' head set, equal for equal sets
 //               filled  the round that receives the rows; senders: the rounds that send them
 //

@@ -137,7 +137,7 @@ def _numbers(program: Program, fault: Fault) -> tuple[int, int]:
 
 
 def _item(program: Program, fault: Fault) -> str:
-    """The row number within an instruction's list, if it has several rows."""
+    """Names the faulty row of an instruction, if it has several rows."""
     op, count = (program["instructions"][name] for name in ("op", "count"))
     if program.list_name(fault.instruction) is None or count[fault.instruction] < 2:
         return ""

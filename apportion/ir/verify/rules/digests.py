@@ -17,7 +17,7 @@ RULE = "digests"
 
 
 def check(subject: Subject) -> Iterator[Violation]:
-    """Violations of the rule `digests`. A plan without sections is sealed first, so it has no violations."""
+    """Violations of the rule `digests`; none for a plan that is not sealed yet."""
     plan = subject.plan
     if plan.sections is None:
         return

@@ -158,7 +158,7 @@ def apply_moves(table: Table, source: Layout) -> Ints | str:
 def _outside(layout: Layout, rank: Ints, row: Ints, rows: Ints, verb: str) -> Iterator[str]:
     limit = layout.rows_per_rank[rank]
     for i in np.flatnonzero(row + rows > limit)[:1].tolist():
-        yield f"rank {rank[i]} {verb} rows {span(int(row[i]), int(rows[i]))} of {limit[i]}"
+        yield f"rank {rank[i]} {verb} rows {span(int(row[i]), int(rows[i]))}, but has {limit[i]}"
 
 
 def _moved_layout(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, to_row: Ints) -> Ints:

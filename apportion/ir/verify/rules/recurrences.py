@@ -83,7 +83,7 @@ def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | Violation:
     return result
 
 
-def _before(branches: Branches, token: Ints, total: int) -> Ints:
+def _previous(branches: Branches, token: Ints, total: int) -> Ints:
     """int64, shaped like `token`: the token before each, or -1."""
     branch = branches.of(token)
     parent, last_tokens = branches.parent[branch], np.append(branches.starts[1:], total) - 1
@@ -105,7 +105,7 @@ def _check_runs(subject: Subject, branches: Branches, runs: Table, token: Ints) 
     checks: list[tuple[Bools, str]] = [
         (runs["sequence"] != sequence, "does not belong to its stated sequence"),
         (runs["position"] != position, "has a position other than the number of tokens before it"),
-        (ends != _before(branches, token, batch.tokens), "has a past other than the run before it"),
+        (ends != _previous(branches, token, batch.tokens), "has a past other than the run before it"),
         (runs["leads"] != leads, "has a wrong `leads` flag"),
     ]
     for is_wrong, message in checks:
@@ -194,13 +194,13 @@ def _halo(subject: Subject, branches: Branches, halo: Table, token: Ints) -> Ite
     runs, width = plan.recurrence["runs"], widest_halo(plan.header.recurrent)
     pieces = [np.zeros((4, 0), np.int64)]
     rank, end = runs.rank_of_row(), (np.arange(len(runs)) - runs.ptr[runs.rank_of_row()] + 1) * width
-    last, missing = _before(branches, token, plan.request.batch.tokens), np.full(len(runs), width)
+    last, missing = _previous(branches, token, plan.request.batch.tokens), np.full(len(runs), width)
     while (more := (last >= 0) & (missing > 0)).any():
         rank, end, last, missing = rank[more], end[more], last[more], missing[more]
         rows = np.minimum(last - branches.starts[branches.of(last)] + 1, missing)
         end, missing, first = end - rows, missing - rows, last - rows + 1
         pieces.append(np.stack([rank, end, first, rows]))
-        last = _before(branches, first, plan.request.batch.tokens)
+        last = _previous(branches, first, plan.request.batch.tokens)
     expected = merged_pieces(*np.concatenate(pieces, axis=1))
     if np.array_equal(actual, expected):
         return
