@@ -76,8 +76,8 @@ def make(problem: Problem, watch: Watch, threads: int = 1) -> PlanResult:
 
 
 def sketch(problem: Problem) -> Plan:
-    """Plans like `make`, without bytes and with only the second layout in the report: for the simulations of forecasts.
-    Raises the errors of `make`."""
+    """Plans like `make`, but without bytes and with only the second layout in the report, for the simulations of
+    forecasts. Raises the errors of `make`."""
     recipe, watch = problem.policy.recipe, Watch(None)
     if recipe.step("search") is not None or problem.policy.tolerance is not None:
         return make(problem, watch).plan
@@ -85,7 +85,7 @@ def sketch(problem: Problem) -> Plan:
     drafted = draft(place(problem, passes_of(recipe), watch, 1), watch)
     check_call_memory(drafted.problem, drafted.programs, drafted.layouts)
     _warn(recipe, [vars(item) for item in departures(drafted.placed, drafted.lowered)])
-    return drafted.plan({} if drafted.remapping is None else {"remap": drafted.remapping.said})
+    return drafted.plan({} if drafted.remapping is None else {"remap": drafted.remapping.entry})
 
 
 def _warn(recipe: Recipe, entries: Iterable[Mapping[str, Any]]) -> None:
@@ -95,7 +95,8 @@ def _warn(recipe: Recipe, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _is_requested(recipe: Recipe, entry: Mapping[str, Any]) -> bool:
-    """True if the recipe requests what the plan departs from: groups of ranks, or a value other than a built-in's."""
+    """True if the plan departs from a request of the recipe: groups of ranks, or a value that differs from the
+    built-in's."""
     step, name = str(entry["field"]).split(".")[1::2]
     recipe_step, built_in = recipe.step(step), BUILT_IN.get(recipe.name)
     if name == "degree" or recipe_step is None or entry["asked"] == "auto":

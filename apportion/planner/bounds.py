@@ -2,16 +2,16 @@
 
 Foreign KV, queries at home. A rank that holds rows of a band needs the keys that these rows see; those that it does not
 hold itself are foreign. Let `reach` be the end of its last row (counted from the band's first key), n the number of the
-band's keys below `reach` that it holds, C the largest number of tokens of a rank and w of the pairs that it computes.
+band's keys below `reach` that it holds, and C and w the largest numbers of tokens and of computed pairs of any rank.
 
     stair   rows see all keys up to their own      foreign = reach - n
-    window  … the last W of them                   foreign >= min(reach - n, W - 1): a key below `reach` that no row
-                                                   sees has W foreign ones before the rank's next row, which sees W - 1
+    window  … the last W of them                   foreign >= min(reach - n, W - 1): if no row sees some key below
+                                                   `reach`, W foreign keys precede the rank's next row, which sees W - 1
     block   rows see all keys                      foreign = keys - n
 
 Sort ranks by decreasing reach: rows beyond the reach of the j-th (j = 0, 1, ...) are held by the j ranks before it, so
-they are at most j * C tokens of at most j * w pairs. That bounds each reach from below; the bound sums over ranks, and
-over bands with disjoint keys. Speeds do not matter (w is the largest of all ranks), and home_ranks only forbid
+they are at most j * C tokens with at most j * w pairs. That bounds each reach from below; the bound sums over ranks,
+and over bands with disjoint keys. Speeds do not matter (w is the largest of all ranks), and home_ranks only forbids
 placements.
 """
 
@@ -65,15 +65,15 @@ class Bound:
 def makespan(placed: float, loads: Ints | Floats, speeds: Floats) -> Bound:
     """Bounds the busiest rank's load over its speed. placed: the placement's bound (for unsplittable pieces, by
     `solvers.partition.lpt.makespan_bound`); loads: [ranks] pairs; speeds: [ranks]. The mean by speed bounds any split,
-    so the result is at least that."""
+    so the result is at least this mean."""
     mean = float(loads.sum()) / float(speeds.sum())
     return Bound("makespan", max(placed, mean), float((loads / speeds).max()))
 
 
 def slots(degrees: Iterable[int], counts: Iterable[int]) -> Bound:
     """Bounds the slots of all exchanges, given their tiles and routes: a rank sends and receives at most one tile per
-    slot, so an exchange needs at least the degree of its busiest rank. degrees: these, per exchange. counts: slots per
-    exchange."""
+    slot, so an exchange needs at least the degree of its busiest rank. degrees: of the busiest rank, per exchange.
+    counts: slots per exchange."""
     minimum, total = sum(degrees), sum(counts)
     return Bound("slots", float(minimum), float(total), None if minimum else "nothing is exchanged")
 
@@ -89,9 +89,9 @@ def kv_bytes(
     """Bounds the bytes of KV sent forward and backward, and of returned KV gradients, for one call of each attention
     kind, in any plan with queries at home and no larger token or load caps.
 
-    token_cap: most tokens of a rank; load_caps: kind -> most pairs that a rank computes; if groups of ranks share
-    tokens (Ulysses), both per group. value: the same bytes of this plan. queries_move: True if some task runs away from
-    the home of its queries, which voids the bound.
+    token_cap: maximum tokens of a rank; load_caps: kind -> maximum pairs that a rank computes; if groups of ranks share
+    tokens (Ulysses), both per group. value: these bytes in this plan. queries_move: True if some task does not run on
+    the home rank of its queries, which voids the bound.
     """
     if queries_move:
         return Bound("kv_bytes", None, value, "queries move: nothing is proven")

@@ -1,6 +1,6 @@
-"""Congestion between nodes: slowdown factors of transfers, by the simultaneous messages of a round.
+"""Congestion between nodes: slowdown factors of transfers, which depend on the simultaneous messages of a round.
 
-    NICs that send to the receiver's in the round     k: 1 + incast * min(k - 1, incast_peers) times as long
+    k NICs send to the receiver's NIC in the round    1 + incast * min(k - 1, incast_peers) times as long
     one sender, whose NIC has no other receiver       1 / one_peer times as long
     a message of few bytes                            1 / its share of the rate, if `message_rates` are known
 
@@ -40,7 +40,8 @@ class Congestion:
     def factors(self, round_: Ints, out_port: Ints, in_port: Ints, message: Ints, sent_bytes: Ints) -> Floats:
         """float64 [transfers]: slowdown of each transfer relative to bytes over rate.
 
-        int64 [transfers] each, all between nodes: round, NICs of sender and receiver, message number from 0, bytes.
+        Arguments: int64 [transfers] each, only between nodes: round, NICs of sender and receiver, message number from
+        0, bytes.
         """
         senders = _opposite_ports(round_, in_port, out_port)
         receivers = _opposite_ports(round_, out_port, in_port)
@@ -61,7 +62,7 @@ def _opposite_ports(round_: Ints, port: Ints, other: Ints) -> Ints:
 
 
 class Network(NamedTuple):
-    """Inter-node network in the core's form. sent: int64 [tensors], bytes of a row and head; first: number of the first
+    """Inter-node network in the core's form. sent: int64 [tensors], bytes per row and head; first: number of the first
     rank; byte_us, round_us: microseconds per byte and per additional round; others as in `Congestion`."""
 
     sent: Ints

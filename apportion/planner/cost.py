@@ -7,10 +7,10 @@ of the rectangle that it computes:
             one tile per row ──►  the causal grid  ─────────►  the full grid        linear in between
 
 Grids are interpolated bilinearly in rows and keys (DistCA, section 4.2), not in their logarithms: time is a sum of
-terms in rows x keys, rows, keys and 1, which linear interpolation reproduces. A cell on the diagonal of the causal
-grid, where rows = keys bends, is split along it. Beyond the grid, the time per pair of the nearest edge holds:
-saturation. Both rules preserve monotonicity: no time falls when rows or keys are added, and the ratio of causal to full
-times never exceeds its maximum over the grids (above 1 for kernels that split causal tasks into several calls).
+terms in rows x keys, rows, keys and 1, which linear interpolation reproduces. The causal time bends at rows = keys, so
+a cell on the diagonal of the causal grid is split along it. Beyond the grid, the time per pair of the nearest edge is
+used (saturation). Both rules preserve monotonicity: no time falls when rows or keys are added, and the ratio of causal
+to full times never exceeds its maximum over the grids (above 1 for kernels that split causal tasks into several calls).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _PhaseCost(NamedTuple):
 
     points: int64 [points], the grid's axis. cell: int64 and offset: float64, for each number of tiles up to the axis'
     end: its cell between two points, and the row offset in that cell. full, causal: float64 [5, cells], of each cell,
-    row-major: time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from its corner. pair_us: the least time per
+    row-major: time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from its corner. pair_us: the lowest time per
     pair of any grid point (saturated throughput). most_causal: largest ratio of causal to full times, at least 1.
     window_us: extra time per query row cut by dmax.
     """
@@ -124,7 +124,7 @@ class CostModel:
 
         q_rows, kv_rows, pairs: int64 [n] or int, at least 1, the task's rectangle and the pairs allowed in it. q_heads,
         kv_heads: int, or int64 [n]: the heads of its operands; kernels read an expanded latent row once per query head
-        (`expansion_us` is the cost of expanding). phase: forward or backward. Raises UnknownNameError for another
+        (`expansion_us` is the cost of expanding). phase: forward or backward. Raises UnknownNameError for an unknown
         phase.
         """
         keys = kv_heads if self.model.latent is None else q_heads
@@ -149,8 +149,8 @@ class CostModel:
 
     def ideal_us(self, phase: str, pairs: Count, q_heads: Count) -> Floats:
         """float64: time of the pairs at saturated throughput, without launches."""
-        a_pair = self._phase(phase).pair_us * self._scale(phase)
-        return np.asarray(np.asarray(pairs, np.float64) * q_heads * a_pair)
+        pair_us = self._phase(phase).pair_us * self._scale(phase)
+        return np.asarray(np.asarray(pairs, np.float64) * q_heads * pair_us)
 
     def launch_us(self, phase: str) -> float:
         """Launch cost per kernel of an attend or attend_grad instruction, whose tasks share a launch, as in varlen
@@ -158,8 +158,9 @@ class CostModel:
         return self.hardware.grid(phase).launch_us
 
     def chain_us(self, phase: str, q_rows: Count, kv_rows: Count, diagonals: Count) -> Floats:
-        """float64 [n]: least time of an instruction with this task, with unlimited multiprocessors: one tile of queries
-        iterates over its visible keys (backward: a tile of keys over its queries). diagonals: of the task's band."""
+        """float64 [n]: minimum time of an instruction with this task on unlimited multiprocessors: one tile of queries
+        iterates over its visible keys (backward: a tile of keys over its queries). diagonals: number in the task's
+        band."""
         rows = np.minimum(kv_rows if phase == "forward" else q_rows, diagonals + (self.hardware.tile - 1))
         tiles = -(-rows // self.hardware.tile)
         return np.asarray(tiles * (self.hardware.grid(phase).tile_us * self._dims(phase)))
@@ -175,8 +176,8 @@ class CostModel:
 
     @property
     def kernels(self) -> tuple[object, ...]:
-        """Key of all inputs that price a rank's work: equal for hardware that differs in links, NICs and congestion
-        alone."""
+        """Key of all inputs that price a rank's work: equal for hardware that differs only in links, NICs and
+        congestion."""
         hardware = self.hardware
         rates = (hardware.memory_gbs, hardware.rowop_us, hardware.linear_tflops)
         return self.model, hardware.axis, hardware.forward, hardware.backward, *(rate.value for rate in rates)
@@ -193,11 +194,11 @@ class CostModel:
 
     @property
     def congestion(self) -> Congestion | None:
-        """Slowdown of transfers between nodes; None: none."""
+        """Slowdown of transfers between nodes, or None."""
         return Congestion.of(self.hardware)
 
     def network(self, cluster: Cluster) -> Network | None:
-        """The network with incast, by which rounds are split; None if splitting gains nothing."""
+        """The network figures by which rounds with incast are split; None if splitting gains nothing."""
         congestion = self.congestion
         if congestion is None or not congestion.incast or cluster.nodes == 1:
             return None
@@ -235,8 +236,8 @@ class CostModel:
         return self._dims(phase) / self.hardware.q_heads
 
     def _row_us(self, phase: str) -> tuple[float, float]:
-        """Time to read and write one row of one head once: of queries, and of keys."""
+        """Times to read and write one row of one head once: a query row, and a key row."""
         qk, v = self.model.head_dim, self.model.value_dim
         numbers = (qk + v, qk + v) if phase == "forward" else (2 * qk + v, 2 * (qk + v))
-        a_number = self.model.element_bytes / (self.hardware.memory_gbs.value * 1e3)
-        return numbers[0] * a_number, numbers[1] * a_number
+        number_us = self.model.element_bytes / (self.hardware.memory_gbs.value * 1e3)
+        return numbers[0] * number_us, numbers[1] * number_us

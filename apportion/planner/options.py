@@ -135,9 +135,9 @@ def _literal_words(info: inspect.Type) -> list[str]:
     return [str(value) for value in info.values] if isinstance(info, inspect.LiteralType) else []
 
 
-def _describe(known: inspect.Type) -> str:
+def _describe(info: inspect.Type) -> str:
     """Describes the values of a type, to follow `must be`."""
-    match known:
+    match info:
         case inspect.UnionType(types=types):
             return " or ".join(_describe(one) for one in types)
         case inspect.LiteralType(values=values):
@@ -147,7 +147,7 @@ def _describe(known: inspect.Type) -> str:
         case inspect.NoneType():
             return "null"
         case inspect.IntType() | inspect.FloatType():
-            return ("an integer" if isinstance(known, inspect.IntType) else "a number") + _range(known)
+            return ("an integer" if isinstance(info, inspect.IntType) else "a number") + _range(info)
         case inspect.TupleType(item_types=types):
             return f"a list of {len(types)}: " + ", ".join(_describe(one) for one in types)
         case inspect.VarTupleType(item_type=one):

@@ -47,7 +47,7 @@ class Sequential(PackPass):
     """Keeps the data order: a new microbatch starts when the next sequence does not fit, or (with a number of
     microbatches) consecutive runs minimize the longest one.
 
-    microbatches: a number, or as few as the cap allows (one without a cap). tokens_per_rank: most tokens of a
+    microbatches: a number, or as few as the cap allows (one without a cap). tokens_per_rank: maximum tokens of a
     microbatch over the number of ranks; `policy.token_cap` also applies.
     """
 
@@ -89,7 +89,7 @@ class Balanced(PackPass):
 
 @dataclass(frozen=True)
 class Wlb(PackPass):
-    """WLB-LLM's variable-length packing (Wang et al., OSDI 2025, as DistCA, sections 3.2 and 7, describes it): balances
+    """WLB-LLM's variable-length packing (Wang et al., OSDI 2025, as described by DistCA, sections 3.2 and 7): balances
     the predicted time of attention *and* linear layers, so microbatches have unequal numbers of tokens, up to the cap.
     Times are from the cost model.
 
@@ -116,29 +116,29 @@ class Wlb(PackPass):
             rule = "must be a number with defer: outliers wait until every microbatch has one"
             raise ConfigError("recipe.pack.wlb.microbatches", self.microbatches, rule, "give the number")
         room, lengths = capacity(problem, self.tokens_per_rank), problem.batch.lengths
-        waits = self._deferred(lengths)
-        kept = np.flatnonzero(~waits)
+        is_deferred = self._deferred(lengths)
+        kept = np.flatnonzero(~is_deferred)
         bins = _assign_microbatches(work(problem)[kept], lengths[kept], self.microbatches, room, self.solver)
-        return Packing(_members(bins, kept), np.flatnonzero(waits))
+        return Packing(_members(bins, kept), np.flatnonzero(is_deferred))
 
     def _deferred(self, lengths: Ints) -> Bools:
-        """bool [sequences]: deferred outliers. Of each queue, a multiple of the number of microbatches leaves, first
-        in, first out."""
-        waits = np.zeros(len(lengths), np.bool_)
+        """bool [sequences]: deferred outliers. A multiple of the number of microbatches leaves each queue, first in,
+        first out."""
+        is_deferred = np.zeros(len(lengths), np.bool_)
         if not isinstance(self.outlier_tokens, tuple) or self.microbatches == "auto":
-            return waits
+            return is_deferred
         queue = np.searchsorted(self.outlier_tokens, lengths, side="right")
         for number in range(1, len(self.outlier_tokens) + 1):
             members = np.flatnonzero(queue == number)
-            waits[members[len(members) // self.microbatches * self.microbatches :]] = True
-        return waits
+            is_deferred[members[len(members) // self.microbatches * self.microbatches :]] = True
+        return is_deferred
 
 
 # ---------------------------------------------------------------------------------------------- capacity and work
 
 
 def capacity(problem: Problem, tokens_per_rank: int | None) -> int:
-    """The most tokens of a microbatch. Raises CapacityError for a longer sequence."""
+    """The maximum tokens of a microbatch. Raises CapacityError for a longer sequence."""
     batch, ranks = problem.batch, problem.ranks
     per_rank = [cap for cap in (problem.policy.token_cap, tokens_per_rank) if cap is not None]
     limit = min([cap * ranks for cap in per_rank] + [MOST_TOKENS])
@@ -146,7 +146,7 @@ def capacity(problem: Problem, tokens_per_rank: int | None) -> int:
     size = int(batch.lengths[longest])
     if size > limit:
         raise CapacityError(
-            f"sequence {longest} has {size} tokens, a microbatch holds at most {limit} ({limit // ranks} on "
+            f"sequence {longest} has {size} tokens, but a microbatch holds at most {limit} ({limit // ranks} on "
             f"each of {ranks} ranks): use at least {-(-size // ranks)} tokens per rank, "
             f"{-(-size // max(1, limit // ranks))} ranks, or cut the sequence"
         )
@@ -230,10 +230,10 @@ def _best_fit(lengths: Ints, count: int, room: int) -> Ints | None:
         if free[best] < lengths[item]:
             return None
         bins[item], free[best] = best, free[best] - lengths[item]
-    return _none_empty(bins, lengths, count)
+    return _fill_empty(bins, lengths, count)
 
 
-def _none_empty(bins: Ints, lengths: Ints, count: int) -> Ints:
+def _fill_empty(bins: Ints, lengths: Ints, count: int) -> Ints:
     """Moves the shortest sequence of the microbatch with the most sequences to each empty one."""
     for empty in np.flatnonzero(np.bincount(bins, minlength=count) == 0).tolist():
         members = np.flatnonzero(bins == np.bincount(bins, minlength=count).argmax())
@@ -259,7 +259,7 @@ def _levels(defer: bool, tokens: int | tuple[int, ...] | None) -> tuple[int, ...
     field = "recipe.pack.wlb"
     if not defer:
         if tokens is not None:
-            raise ConfigError(f"{field}.outlier_tokens", tokens, "is for defer: true", "leave it out")
+            raise ConfigError(f"{field}.outlier_tokens", tokens, "requires defer: true", "leave it out")
         return None
     levels = (tokens,) if isinstance(tokens, int) else tokens or ()
     if not levels or list(levels) != sorted(set(levels)):
@@ -278,8 +278,8 @@ def _check_count(sequences: int, microbatches: int) -> None:
 def _check_room(longest: int, tokens: int, microbatches: int, room: int) -> None:
     if longest > room:
         raise CapacityError(
-            f"{tokens} tokens in order in {microbatches} microbatches make one of at least {longest} tokens, it holds "
-            f"{room}: give more microbatches, more tokens per rank, or pack: balanced, which may reorder"
+            f"{tokens} tokens in order in {microbatches} microbatches make one of at least {longest} tokens, above the "
+            f"limit of {room}: give more microbatches, more tokens per rank, or pack: balanced, which may reorder"
         )
 
 
@@ -287,5 +287,5 @@ def _no_packing(tokens: int, sequences: int, microbatches: int, room: int) -> Ca
     return CapacityError(
         f"{sequences} sequences of {tokens} tokens: no packing into {microbatches} microbatches of at most {room} "
         f"tokens ({microbatches * room} in all) was found, by work or by length: give more microbatches or more "
-        "tokens a rank"
+        "tokens per rank"
     )

@@ -8,7 +8,7 @@ from typing import Any
 from apportion.ir.errors import ConfigError
 
 
-def found(group: str) -> dict[str, EntryPoint]:
+def discover(group: str) -> dict[str, EntryPoint]:
     """name -> entry point of the group, sorted by name, without imports. Raises ConfigError if two share a name."""
     points: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
@@ -31,7 +31,7 @@ def load(point: EntryPoint, expected: type[Any] | tuple[type[Any], ...]) -> Any:
         names = " or ".join(
             kind.__name__ for kind in (expected if isinstance(expected, tuple) else (expected,))
         )
-        rule = f"{distribution(point)} has the type {type(value).__name__}, expected is {names}"
+        rule = f"{distribution(point)} has the type {type(value).__name__}, not {names}"
         raise ConfigError(_field(point), point.value, rule, "repair or uninstall it")
     return value
 

@@ -1,7 +1,7 @@
 """Pods: assigns documents to groups of ranks and plans each separately, for very many ranks in linear time.
 
     ranks   0 .. 1023 | 1024 .. 2047 | 2048 .. 4095        pods are whole, consecutive nodes
-    from    a  b  c   | d  e  f      | g (too long for a pod: two joined), h
+    docs    a  b  c   | d  e  f      | g (too long for a pod: two joined), h
 
 Every sequence stays inside one pod, so sharding, placement and, if no rows move before or after attention, scheduling
 and lowering treat the pod as a separate cluster. The price: balance between pods is limited by whole sequences.
@@ -42,8 +42,8 @@ POD_RANKS = 1024
 
 
 class PodsPass(Pass, Protocol):
-    """Shards and places parts of the cluster separately. members: number of ranks per rank of the problem, for groups
-    that split heads."""
+    """Shards and places parts of the cluster separately. members: number of ranks for each rank of the problem, if
+    groups split heads."""
 
     @abstractmethod
     def __call__(
@@ -53,8 +53,8 @@ class PodsPass(Pass, Protocol):
         ...
 
     @abstractmethod
-    def apart(self, problem: Problem, placement: Placement) -> list[IsolatedPart]:
-        """The parts of a placement, of this step or of another, without tiles between them."""
+    def isolated_parts(self, problem: Problem, placement: Placement) -> list[IsolatedPart]:
+        """The parts of a placement, made by this step or another, without tiles between them."""
         ...
 
 
@@ -73,7 +73,7 @@ class Documents(PodsPass):
     imbalance inside the pod. Pods are joined for a sequence larger than a pod's share. If sequences do not fit, or are
     too few, pods are doubled, up to all ranks.
 
-    ranks: of a pod, at most, but at least a node; "auto": 1024. solver: of kind partition.
+    ranks: maximum ranks of a pod, but at least a node; "auto": 1024. solver: of kind partition.
     """
 
     ranks: Count | Literal["auto"] = "auto"
@@ -103,14 +103,14 @@ class Documents(PodsPass):
         self, problem: Problem, placement: Placement, largest: int, members: int
     ) -> Placement:
         """Adds the departure from the requested pod size; largest: ranks of the largest pod."""
-        limit = max(self._most, problem.cluster.ranks_per_node * members)
+        limit = max(self._max_ranks, problem.cluster.ranks_per_node * members)
         if largest * members <= limit or next(self._pods(problem, members), None) is None:
             return placement
         reason = "whole sequences do not fit pods this small, or are too few"
         departure = Departure("recipe.pods.documents.ranks", limit, largest * members, reason)
         return replace(placement, departures=(*placement.departures, departure))
 
-    def apart(self, problem: Problem, placement: Placement) -> list[IsolatedPart]:
+    def isolated_parts(self, problem: Problem, placement: Placement) -> list[IsolatedPart]:
         """Splits the placement into the smallest pods such that no sequence spans two."""
         first = next(self._pods(problem, 1), None)
         if first is None or placement.groups is not None:
@@ -126,13 +126,13 @@ class Documents(PodsPass):
         return _split_parts(problem, placement, first, pod_of)
 
     @property
-    def _most(self) -> int:
+    def _max_ranks(self) -> int:
         return POD_RANKS if self.ranks == "auto" else self.ranks
 
     def _pods(self, problem: Problem, members: int) -> Iterator[Ints]:
         """int64 [pods + 1], the first rank of each and the end: fewer and fewer pods, always more than one."""
         cluster = problem.cluster
-        pods = -(-cluster.nodes // max(1, self._most // (cluster.ranks_per_node * members)))
+        pods = -(-cluster.nodes // max(1, self._max_ranks // (cluster.ranks_per_node * members)))
         while pods > 1:
             yield _join_pods(problem, np.arange(pods + 1) * cluster.nodes // pods * cluster.ranks_per_node)
             pods //= 2

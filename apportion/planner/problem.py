@@ -75,8 +75,8 @@ class Problem:
 
     @cached_property
     def token_caps(self) -> Ints:
-        """int64 [ranks]: the largest number of tokens on each rank. Default: 1.02 times its share, rounded down so that
-        the imbalance is at most 2 %, but no less than the share rounded up. Raises CapacityError."""
+        """int64 [ranks]: maximum tokens of each rank. Default: 1.02 times its share, rounded down so that the imbalance
+        is at most 2 %, but no less than the share rounded up. Raises CapacityError."""
         tokens, ranks, cap = self.batch.tokens, self.ranks, self.policy.token_cap
         if self.caps is not None:
             return np.asarray(self.caps, np.int64)
@@ -99,7 +99,7 @@ class Problem:
 
     @cached_property
     def member_room(self) -> Ints:
-        """int64 [ranks] > 0: default caps, rounded up, under an explicit cap."""
+        """int64 [ranks] > 0: default caps, rounded up, but at most an explicit cap."""
         limit = np.maximum(np.ceil(_CAP_PERCENT * self.token_shares / 100), 1).astype(np.int64)
         return limit if self.policy.token_cap is None else np.minimum(limit, self.policy.token_cap)
 

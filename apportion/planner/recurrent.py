@@ -40,8 +40,8 @@ def recurrence(layout: Layout, batch: Batch, kinds: Mapping[str, Recurrent]) -> 
 class Runs:
     """The runs of all ranks, by rank and row: int64 [runs] each, except ptr, [ranks + 1].
 
-    token: its first. past: the previous run, numbered over all ranks, or -1. document: an equal number for connected
-    runs.
+    token: its first token. past: the previous run, numbered over all ranks, or -1. document: the same number for
+    connected runs.
     """
 
     ptr: Ints

@@ -34,7 +34,7 @@ _OBJECTIVES: Mapping[str, Literal["senders", "minmax", "sum"]] = {
     "two_sided": "minmax",
     "sum": "sum",
 }
-#: a layer's forward, and its backward, with twice the work
+#: a layer's forward, and its backward with twice the work
 _PASSES_OF_LINEAR = 3
 
 
@@ -42,7 +42,7 @@ _PASSES_OF_LINEAR = 3
 class Remapping:
     """The report entry of a remap, and, if it is used, the layout of even tokens and the move to it."""
 
-    said: Mapping[str, Any]
+    entry: Mapping[str, Any]
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     moves: tuple[Move, ...] = ()
 
@@ -87,8 +87,8 @@ class Flow(RemapPass):
         """Predictions for one layer, forward and backward, in microseconds."""
         slowest = [float((rows / problem.speeds).max()) for rows in (tokens, even)]
         share = even_parameters(problem.model) / problem.cost.linear_parameters
-        a_token = _PASSES_OF_LINEAR * share * float(problem.cost.linear_us(1))
-        linear = [rows * a_token for rows in slowest]
+        token_us = _PASSES_OF_LINEAR * share * float(problem.cost.linear_us(1))
+        linear = [rows * token_us for rows in slowest]
         moves_us = 2 * sum(_move_us(problem, flows, np.minimum(tokens, even)))
         return {
             "objective": self.objective,
@@ -175,7 +175,7 @@ def _pieces(tokens: Ints, even: Ints, flows: Transport) -> Ints:
 
 
 def _running(rows: Ints, order: Ints, rank: Ints) -> Ints:
-    """int64 [pieces]: rows in earlier pieces of the same rank, in `order`, which is by rank."""
+    """int64 [pieces]: rows in earlier pieces of the same rank, in `order`, which is sorted by rank."""
     row_offsets = np.cumsum(rows[order]) - rows[order]
     first = np.searchsorted(rank[order], rank[order])
     running = np.empty_like(rows)

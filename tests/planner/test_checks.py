@@ -93,7 +93,7 @@ class RelayingTooEarly(Matchings):
     [
         ({"shard": LosingToken()}, r"shard \(LosingToken\(\)\): starts, from 0 to 1270 is wrong"),
         ({"place": UnknownRank()}, r"place \(UnknownRank\(\)\): home is wrong in 1 rows, first row 3"),
-        ({"place": ForgettingWork()}, r"place \(ForgettingWork\(\)\): weight, of all blocks is wrong"),
+        ({"place": ForgettingWork()}, r"place \(ForgettingWork\(\)\): weight, total of all blocks is wrong"),
     ],
 )
 def test_a_fault_is_found_in_the_step_that_made_it(passes: dict, fault: str) -> None:
@@ -131,7 +131,7 @@ def test_faults_of_tasks_and_stages_are_found() -> None:
         checks.tasks(bands, low.rows.starts, star, none, 1)
         with pytest.raises(VerifyError, match="stage, after its tiles' is wrong"):
             checks.lowering(replace(low, stage=np.zeros_like(low.stage)))
-        with pytest.raises(VerifyError, match="tasks, pairs of all is wrong"):
+        with pytest.raises(VerifyError, match="tasks, total pairs is wrong"):
             checks.tasks(bands, low.rows.starts, Tasks(*[column[1:] for column in star.columns]), none, 1)
 
 

@@ -116,7 +116,7 @@ def install(folder: Path, name: str, value: str, module: str = "") -> None:
             "partition.mine",
             "broken_plugin:ENTRY",
             "ENTRY = 3",
-            "broken 2.0 has the type int, expected is Entry",
+            "broken 2.0 has the type int, not Entry",
         ),
         ("partition.mine", "broken_plugin:ENTRY", "1 / 0", "broken 2.0 cannot be loaded: ZeroDivisionError"),
         (
@@ -137,4 +137,4 @@ def test_a_broken_package_is_named(
     with pytest.raises(ap.ConfigError, match=fault):
         list_solvers()
     assert find_solver("partition", "lpt").name == "lpt"
-    assert name in plugins.found(GROUP)
+    assert name in plugins.discover(GROUP)

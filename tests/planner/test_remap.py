@@ -114,15 +114,15 @@ def test_any_layout_becomes_even_and_comes_back(
     layout = Rows(batch.starts, np.array(data.draw(homes)), count).layout("attention", batch)
     made = Flow(objective, "always")(problem, layout)
     held = layout.rows_per_rank
-    assert made.said["rows"] == int(np.maximum(held - even_tokens(held), 0).sum())
-    if not made.said["used"]:
+    assert made.entry["rows"] == int(np.maximum(held - even_tokens(held), 0).sum())
+    if not made.entry["used"]:
         assert held.max() - held.min() <= 1
         return
     even = made.layouts[LINEAR].rows_per_rank
     assert even.max() - even.min() <= 1
     (move,) = made.moves
     sent = move.table["rows"][(move.table["send"] == 1) & (move.table["peer"] != move.table.rank_of_row())]
-    assert sent.sum() == made.said["rows"]
+    assert sent.sum() == made.entry["rows"]
 
 
 @pytest.mark.parametrize("objective", ["paper", "two_sided", "sum"])
@@ -174,41 +174,41 @@ def test_formula_2_prices_senders_and_the_repair_prices_receivers_too() -> None:
     assert rows["paper"] == [{1: 10}, {2: 5}, {2: 5}]
     assert rows["two_sided"] == [{1: 5, 2: 5}, {1: 5}, {2: 5}]
     many = [1000 * tokens for tokens in held]
-    times = [remapped(many, Flow(o, "always"), per_node=3).said["moves_us"] for o in ("paper", "two_sided")]
+    times = [remapped(many, Flow(o, "always"), per_node=3).entry["moves_us"] for o in ("paper", "two_sided")]
     assert times[0] > times[1]
 
 
 def test_a_remap_is_used_if_linear_layers_gain_more_than_moves_cost() -> None:
     large = ap.Model(hidden=4096, ffn=14336)
     held = [9000, 1000, 1000, 1000]
-    assert remapped(held, Flow(), model=large).said["used"]
+    assert remapped(held, Flow(), model=large).entry["used"]
     slow = remapped(held, Flow(), model=large, intra_gbs=0.5, inter_gbs=0.5)
-    assert not slow.said["used"]
+    assert not slow.entry["used"]
     assert slow.layouts == {}
     assert slow.moves == ()
-    assert remapped(held, Flow(when="always"), model=large, intra_gbs=0.5, inter_gbs=0.5).said["used"]
-    assert not remapped([1000] * 4, ALWAYS, model=large).said["used"]
+    assert remapped(held, Flow(when="always"), model=large, intra_gbs=0.5, inter_gbs=0.5).entry["used"]
+    assert not remapped([1000] * 4, ALWAYS, model=large).entry["used"]
 
 
 def test_the_report_has_the_numbers_of_the_decision() -> None:
     large = ap.Model(hidden=4096, ffn=14336)
     problem, layout = laid_out([9000, 1000, 1000, 1000], model=large)
-    said = Flow()(problem, layout).said
-    assert said["rows"] == 6000
-    assert said["most_tokens"] == {"attention": 9000, LINEAR: 3000}
+    entry = Flow()(problem, layout).entry
+    assert entry["rows"] == 6000
+    assert entry["most_tokens"] == {"attention": 9000, LINEAR: 3000}
     share = even_parameters(large) / problem.cost.linear_parameters
     assert share == pytest.approx(1 - 4096 * (32 * 128 + 2 * 8 * 128) / problem.cost.linear_parameters)
-    assert said["linear_us"]["attention"] == pytest.approx(3 * share * float(problem.cost.linear_us(9000)))
+    assert entry["linear_us"]["attention"] == pytest.approx(3 * share * float(problem.cost.linear_us(9000)))
     # 2,000 rows of 8 KB inside the node at 450 GB/s and 4,000 to the other at 50 GB/s, there and back, and twice
-    assert said["moves_us"] == pytest.approx(4 * (8192 * (2000 / 450e3 + 4000 / 50e3) + 10))
+    assert entry["moves_us"] == pytest.approx(4 * (8192 * (2000 / 450e3 + 4000 / 50e3) + 10))
 
 
 def test_local_rows_are_copied_during_transfers() -> None:
     large = ap.Model(hidden=4096, ffn=14336)
     problem, layout = laid_out([100_001, 99_999], model=large)
-    said = Flow()(problem, layout).said
-    assert said["moves_us"] == pytest.approx(4 * (float(problem.cost.rowop_us(2 * 8192 * 100_000)) + 5))
-    assert not said["used"]
+    entry = Flow()(problem, layout).entry
+    assert entry["moves_us"] == pytest.approx(4 * (float(problem.cost.rowop_us(2 * 8192 * 100_000)) + 5))
+    assert not entry["used"]
 
 
 def test_ranks_that_share_a_nic_pay_more() -> None:

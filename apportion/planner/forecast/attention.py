@@ -38,10 +38,10 @@ HEAVIEST = 3
 class PlannedMicrobatch:
     """Plan of one microbatch in one group, or of its two halves, ping and pong, which alternate.
 
-    tokens: of the fullest rank; busy: tokens over speed of the slowest rank, and even: the same in the layout of even
+    tokens: of the fullest rank; busy: largest tokens over speed of any rank; even: the same in the layout of even
     tokens, if there is one; rows: of each rank, in the layout of the FFN; bytes: home and work rows of a call on the
     rank with the most; stages: number of stages in which its programs compute Q, K and V of some heads, 0 if the layer
-    computes them; moves_us: of moves between the layouts, per layer, both phases.
+    computes them; moves_us: time of moves between the layouts, per layer, both phases.
     """
 
     plan: Plan
@@ -118,8 +118,8 @@ def _microbatches(count: int, problem: Problem) -> list[Batch]:
         return [problem.batch]
     packer = replace(pack_of(problem.policy.recipe) or Sequential(), microbatches=count)  # type: ignore[type-var]
     packing = packer(problem)
-    if waiting := len(packing.deferred):
-        rule = f"{waiting} sequences would be deferred to a later step, which a forecast does not have"
+    if deferred := len(packing.deferred):
+        rule = f"{deferred} sequences would be deferred to a later step, which a forecast does not have"
         raise ConfigError("recipe.pack.defer", True, rule, "use the recipe without defer")
     return [problem.batch.take(indexes) for indexes in packing.microbatches]
 
@@ -157,8 +157,8 @@ def attend(
     under: Sequence[tuple[CostModel, Cluster]],
     around: Sequence[Mapping[str, tuple[float, float]]],
 ) -> list[AttentionTimes]:
-    """Simulates the calls under several costs and clusters of one group; for halves, returns the time beyond the work
-    around attention (as for `turns_us`) of the rank with the most of it."""
+    """Simulates the calls under several costs and clusters of one group; for halves, returns the time in excess of the
+    work around attention (see `turns_us`) of the rank with the most such work."""
     if planned.pong is None:
         layers = makespans_us(planned.plan, under)
     else:
@@ -189,6 +189,6 @@ def _recurrent_us(plan: Plan, costs: CostModel, cluster: Cluster) -> tuple[float
 
 
 def largest(planned: list[list[PlannedMicrobatch]]) -> PlannedMicrobatch:
-    """The microbatch with the most tokens on a rank, with the largest bytes of all."""
+    """The microbatch with the most tokens on a rank, but with the largest `bytes` of any microbatch."""
     items = [one for group in planned for one in group]
     return replace(max(items, key=lambda one: one.tokens), bytes=int(np.max([one.bytes for one in items])))

@@ -74,10 +74,10 @@ def search_space(
         for expert in _divisors(gcd(experts.count or 1, cluster.ranks // pipeline))
     ]
     candidates = [form for degrees in combinations for form in recipe_parallelisms(recipes, degrees)]
-    return [form for form in candidates if _possible(form, cluster, model, layers, experts)]
+    return [form for form in candidates if _is_possible(form, cluster, model, layers, experts)]
 
 
-def _possible(form: Parallelism, cluster: Cluster, model: Model, layers: int, experts: Experts) -> bool:
+def _is_possible(form: Parallelism, cluster: Cluster, model: Model, layers: int, experts: Experts) -> bool:
     try:
         form.check(cluster, model, layers, experts)
     except ConfigError:

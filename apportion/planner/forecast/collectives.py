@@ -25,7 +25,7 @@ def reduce_us(reduced_bytes: float, cluster: Cluster) -> float:
     return 2 * gather_us(reduced_bytes, cluster)
 
 
-def exposed_us(each_us: float, behind_us: float, layers: float) -> float:
+def exposed_us(each_us: float, work_us: float, layers: float) -> float:
     """Exposed time of one transfer per layer, each hidden behind the work of the previous layer: the whole first
-    transfer, and the excess of the others over the work."""
-    return each_us + max(layers - 1, 0.0) * max(each_us - behind_us, 0.0) if each_us else 0.0
+    transfer, and the excess of the others over this work."""
+    return each_us + max(layers - 1, 0.0) * max(each_us - work_us, 0.0) if each_us else 0.0

@@ -3,8 +3,8 @@
     tokens of a rank ──router──► active rows each ──all-to-all──► experts' ranks ──all-to-all──► sums of rows
                                                    dispatch        FFN of `width`   combine
 
-Experts are spread over `expert` consecutive ranks of a stage, tensor-parallel ones among them, each whole (Megatron's
-folding, expert-tensor degree 1); ranks with the same experts hold or share them as data-parallel ranks do all weights.
+Whole experts are spread over `expert` consecutive ranks of a stage, including tensor-parallel ones (Megatron's folding,
+expert-tensor degree 1); ranks with the same experts replicate or shard them, as data-parallel ranks do all weights.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Experts:
     """count: routed experts of a layer, 0: none. active: experts per token. width: FFN size of one expert. shared:
     total FFN size of the shared experts. dense: layers with one FFN of the model's size instead.
 
-    imbalance: rows of the fullest rank of experts over the mean, assumed, as the router is unknown; scenarios scale the
-    part above 1 from 0 to 2. capacity: rows per expert, relative to an even share on the fullest rank, to which all are
-    padded; none: dropless. dispatch: transfers between nodes, one row per expert, or one per node, forwarded inside it
-    and summed there on return (DeepEP). nodes: most nodes of a token's experts, 0: any. Raises ConfigError.
+    imbalance: rows of the fullest rank of experts over the mean, an assumption, as the router is unknown; scenarios
+    scale the part above 1 from 0 to 2. capacity: rows per expert, relative to an even share on the fullest rank, to
+    which all are padded; None: dropless. dispatch: transfers between nodes, one row per expert, or one per node,
+    forwarded inside it and summed there on return (DeepEP). nodes: maximum nodes of a token's experts, 0: any. Raises
+    ConfigError.
     """
 
     count: Natural = 0
@@ -64,7 +65,7 @@ class Experts:
         """The fraction of `layers` layers that have experts. Raises ConfigError."""
         if self.dense > layers:
             rule = f"must be at most the {layers} layers"
-            raise ConfigError("training.experts.dense", self.dense, rule, "count those without experts")
+            raise ConfigError("training.experts.dense", self.dense, rule, "count the layers without experts")
         return (layers - self.dense) / layers if self.count else 0.0
 
     def spread(self, degree: int, excess: float = 1.0) -> float:
@@ -79,8 +80,8 @@ NO_EXPERTS = Experts()
 
 class ExpertRows(NamedTuple):
     """Rows of one layer with experts for one microbatch. sent: by the rank with the most tokens; received: by the
-    fullest rank of experts; both padded if experts have a capacity; mean: per expert, without padding; uneven: the most
-    tokens of a rank over the mean of ranks that share experts."""
+    fullest rank of experts; both padded if experts have a capacity; mean: per expert, without padding; uneven: tokens
+    of the fullest rank over the mean of ranks that share experts."""
 
     sent: float
     received: float
@@ -89,7 +90,7 @@ class ExpertRows(NamedTuple):
 
     @staticmethod
     def of(experts: Experts, tokens: Ints, degree: int, tensor: int, spread: float) -> ExpertRows:
-        """Computes the rows. tokens: int64 [ranks], of the tensor-parallel groups of a plan; degree: ranks that share
+        """Computes the rows. tokens: int64 [ranks], per tensor-parallel group of a plan; degree: ranks that share
         experts; spread: see `Experts`."""
         group_size = min(max(1, degree // tensor), len(tokens))
         means = tokens.reshape(-1, group_size).mean(1)

@@ -14,7 +14,7 @@ from apportion.ir.request.sequences import Kind
 
 
 def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
-    """The batch of each group, at most an even share of the tokens.
+    """The batch of each group, with at most an even share of the tokens.
 
     order: in the order of the data, cut where a group is full. balanced: longest first, to the group with the least
     work that has room; sequences that fit no group are cut to fill the remaining room. Only causal sequences and
@@ -31,7 +31,7 @@ def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
     return [_batch(batch, part) for part in parts]
 
 
-Part = tuple[int, int, int]  # sequence, first token of it, and one past the last
+Part = tuple[int, int, int]  # sequence, its first token, and one past its last
 
 
 def _in_order(batch: Batch, groups: int, capacity: int) -> list[list[Part]]:

@@ -35,7 +35,7 @@ def copies(layers: Layers, tokens: int, phase: str, stages: int = 0) -> Copies:
 
 def _chunked_copies(layers: Layers, tokens: int, phase: str, repeats: int) -> Copies:
     """FPDT's copies for causal attention of one sequence: a rank has its share of the heads and all tokens of a chunk,
-    the same amount as its share of the tokens with all heads unless ranks share KV heads.
+    the same amount as its share of the tokens with all heads, unless ranks share KV heads.
 
     Counted from the loops of its implementation in DeepSpeed, under full checkpointing. forward: the layer's input, its
     norm, Q, K, V, O and the LSE go to the host once, and every chunk of queries fetches K and V of the earlier chunks.
@@ -56,8 +56,8 @@ def _chunked_copies(layers: Layers, tokens: int, phase: str, repeats: int) -> Co
     out, back = (row + queries + keys + saved) * tokens, before * part * keys
     if phase == "forward":
         return Copies(row * tokens + out, back + repeats * row * tokens)
-    brought = (row + row + keys) * tokens + (pairs * (queries + saved + sums) + before * output) * part
+    fetched = (row + row + keys) * tokens + (pairs * (queries + saved + sums) + before * output) * part
     gradient = row / m.element_bytes * _FLOAT32
     out += repeats * gradient * tokens
     back += repeats * (2 * row + gradient) * tokens
-    return Copies(out + output * tokens + pairs * sums * part, back + brought)
+    return Copies(out + output * tokens + pairs * sums * part, back + fetched)

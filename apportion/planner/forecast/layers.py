@@ -20,9 +20,9 @@ from apportion.planner.simulate.recurrent import token_flops
 
 @dataclass(frozen=True)
 class Layers:
-    """One rank's share of the layers, averaged over those with and without experts, attention and recurrent. model:
-    of a tensor-parallel rank; tensor: number of them. sparse: share of the layers that has experts; degree: ranks that
-    share these; spread: rows of the fullest of them over the mean."""
+    """One rank's share of the layers, averaged over those with and without experts, attention and recurrent. model: of
+    a tensor-parallel rank; tensor: number of such ranks. sparse: share of the layers that have experts; degree: ranks
+    that share a layer's experts; spread: rows of the fullest of these ranks over the mean."""
 
     hardware: Hardware
     model: Model
@@ -61,8 +61,9 @@ class Layers:
         return self.sparse * rows * (products + moved)
 
     def ffn_numbers(self, gates: float, dense: float, sparse: float) -> float:
-        """Numbers per token in FFNs on one rank: `gates` of the FFN's size if gated, one less if not, averaged with the
-        fractions `dense` and `sparse` of layers with an FFN and experts; dispatched rows are counted separately."""
+        """Numbers per token in FFNs on one rank: `gates` vectors of the FFN's size if gated, one fewer if not, averaged
+        with the fractions `dense` and `sparse` of layers with an FFN and experts; dispatched rows are counted
+        separately."""
         m, experts = self.model, self.training.experts
         gates -= not self.training.gated
         rows = experts.active * self.spread
@@ -82,26 +83,27 @@ class Layers:
         return -(-self.training.vocab // self.tensor) * self.model.hidden
 
     def linear_us(self, tokens: float, projects: bool = False) -> float:
-        """One layer. projects: without the projections of Q, K and V. Expanding latent rows is part of attention."""
+        """Time of one layer's products. projects: True to leave out the projections of Q, K and V. Expanding latent
+        rows counts as attention."""
         expansion = recurrent.attention_share(self.model) * self.model.q_heads * self.model.expansion
         parameters = self.linear_parameters - projects * self.projection_parameters - expansion
         return tokens * 2 * parameters / (self.hardware.linear_tflops.value * 1e6)
 
     def mlp_us(self, tokens: float) -> float:
-        """Time of the FFN of one layer: its share of `linear_us`, and its gate's of `rows_us`."""
+        """Time of the FFN of one layer: its share of `linear_us`, and its gate's share of `rows_us`."""
         m, numbers = self.model, self.dense * self.training.matrices * self.model.ffn
         products = 2 * numbers * m.hidden / (self.hardware.linear_tflops.value * 1e6)
         return tokens * (products + m.element_bytes * numbers / self._bytes_per_us("rows_gbs"))
 
     def rows_us(self, tokens: float) -> float:
-        """One layer, memory-bound: norms, residual sums, rotary embeddings and the gate; of experts only the gates of
-        shared ones; convolutions, norms and gates of recurrent layers."""
+        """Time of one layer's memory-bound work: norms, residual sums, rotary embeddings and the gate (of experts only
+        shared ones); convolutions, norms and gates of recurrent layers."""
         m, training = self.model, self.training
         ffn = self.dense * m.ffn + self.sparse * training.experts.shared / self.tensor
         numbers = row_numbers(m, self.tensor) + training.matrices * ffn - GATED * m.ffn
         numbers += (self.dense + self.sparse - 1) * NORMS / 2 * m.hidden / self.tensor
         low_rank = 2 * (training.q_rank + training.kv_rank)
-        heads = low_rank + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of layers with attention alone
+        heads = low_rank + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of attention layers only
         numbers += low_rank + sum(
             share * (recurrent.row_numbers_of(kind) - heads) for share, kind in recurrent.shares(m)
         )

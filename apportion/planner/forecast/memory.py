@@ -1,20 +1,20 @@
 """Memory of a rank in closed form, with the home and work rows of a plan's programs: bytes by part.
 
 weights, gradients, optimizer    of the rank's layers and its share of embedding and head; if sharded, also gathered
-weights of two layers, of embedding and head, and a layer's gradient kept                             activations saved
-for backward working                          of the current layer and the head, at the largest of three moments of
-backward
+                                 weights of two layers, of embedding and head, and a layer's gradient
+kept                             activations saved for backward
+working                          of the current layer and the head, at the largest of three moments of backward
 
     moment         in addition to what is kept
     attention      the layer's input, its norm's output and the residual stream's gradient; rows of a call,
                    or, if that is more, what backward needs of a recurrent layer, and its gradients
     feed_forward   inputs and outputs of both norms and the output's gradient; Q, K, V, O and the LSE; and, of a tile of
                    tokens, four of the FFN's size: gate, up, their product and a gradient (UPipe, Table 1)
-    cross_entropy  the head's input and its gradient; and, of a tile of tokens, logits, in float32 too, and their
-                   gradient; and, whole, the gradient of a head whose gradients are sharded
+    cross_entropy  the head's input and its gradient; of a tile of tokens, logits, their float32 copy and gradient;
+                   and the full gradient of the head, if gradients are sharded
 
 Ranks of a tensor-parallel group keep a share of the rows (sequence parallelism: Korthikanti et al., 2022), but FFN and
-head have input and input gradient of all tokens, or of a tile.
+head have their input and its gradient for all tokens, or for a tile.
 
 Tiles are those of ALST (Bekman et al., 2025), chunks those of FPDT (Yao et al., 2024).
 """
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from apportion.ir.layer_work import FLOAT32
 from apportion.planner.forecast import recurrent
 from apportion.planner.forecast.layers import Layers
-from apportion.planner.forecast.training import Held, Training
+from apportion.planner.forecast.training import ShardedState, Training
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
 def in_flight(stages: int, microbatches: int, virtual: int, last: bool = False) -> float:
     """Microbatches whose activations the first stage holds at once, each with all layers of the stage: under 1F1B the
     number of stages; interleaved, 1 + (stages - 1) / (stages virtual) times that (Korthikanti et al., 2022). last: for
-    the last stage, which holds one, or, interleaved, all chunks but its last of `stages` microbatches."""
+    the last stage, which holds its last chunk of one microbatch, and its other chunks of `stages` microbatches."""
     chunks = (virtual - 1) * stages + 1 if last else virtual * stages + (stages - 1) * (virtual > 1)
     return min(float(microbatches), chunks / virtual)
 
@@ -151,7 +151,8 @@ def activations(
     output, which is kept unless the layer is recomputed; head: True if the logits are on this rank.
 
     With offloading all saved activations are on the host, except for the next layer. With chunks a layer has one chunk
-    of its input, norm, Q, K, V and O on the device; its FFN has full tensors besides its own, as FPDT in DeepSpeed.
+    of its input, norm, Q, K, V and O on the device; in the FFN only its own tensors are chunked, as in DeepSpeed's
+    FPDT.
     """
     training, m, row = layers.training, layers.model, hidden_row(layers)
     chunks, kept = training.chunks, kept_bytes(layers, training.recompute) * tokens
@@ -160,14 +161,14 @@ def activations(
     outputs, kinds = output_row(layers) + attention_row(layers) * (not projects), m.recurrent.values()
     outputs = max([outputs, *(recurrent.kept_numbers(kind) * m.element_bytes for kind in kinds)])
     states = max((3 * row + recurrent.working_numbers(kind) * m.element_bytes for kind in kinds), default=0.0)
-    stays = output_row(layers) * tokens * (projects and training.recompute != "full")
+    output = output_row(layers) * tokens * (projects and training.recompute != "full")
     row_bytes = 3 * row if chunks > 1 else 5 * row + outputs
     logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden
     fullest = max(layers.ffn_numbers(4, not kind, kind) for kind in {layers.sparse > 0, not layers.dense})
     gathered_row = 2 * m.hidden * m.element_bytes * (layers.tensor > 1)
     return Activations(
         kept=kept * min(waiting, 1) / chunks if training.offload else kept * waiting,
-        attention=max(((3 - projects) * row * tokens + attention_bytes + stays) / chunks, states * tokens),
+        attention=max(((3 - projects) * row * tokens + attention_bytes + output) / chunks, states * tokens),
         feed_forward=row_bytes * tokens + (fullest * m.element_bytes + gathered_row) * tile,
         cross_entropy=(
             2 * row * tokens
@@ -199,10 +200,10 @@ def memory(
     parameters = layers.parameters * stage_layers + layers.vocabulary_parameters * ends
     experts = layers.expert_parameters * stage_layers
 
-    def shares(state: Held) -> bool:
+    def shares(state: ShardedState) -> bool:
         return ranks > 1 and training.shards(state)
 
-    def share(state: Held) -> float:
+    def share(state: ShardedState) -> float:
         return parameters / ranks + experts / copies if shares(state) else parameters + experts
 
     vocabulary = layers.vocabulary_parameters

@@ -6,8 +6,8 @@
             └─── data ─────────┘         batches
     stage   └──── pipeline ────┘         layers
 
-Without `context`, one plan distributes all sequences of a microbatch over all data × context ranks, this planner's use.
-With `context` it is a static grid: groups of that many ranks with separate sequences, synchronized once per step.
+Without `context`, one plan distributes all sequences of a microbatch over all data × context ranks, as this planner
+does. With `context` it is a static grid: groups of that many ranks with separate sequences, synchronized once per step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PACKINGS: tuple[Literal["order", "balanced"], ...] = ("order", "balanced")
 @dataclass(frozen=True)
 class Degrees:
     """tensor: ranks that share heads and FFN; pipeline: stages; virtual: chunks of layers of a stage (interleaved
-    1F1B). microbatches: per step with one stage; times the number of stages with more, so that a rank holds
-    equally many tokens at a time. expert: ranks of a stage that share the experts of a layer. Raises ConfigError.
+    1F1B). microbatches: per step; with several stages multiplied by their number, so that a rank holds the same number
+    of tokens at a time. expert: ranks of a stage that share the experts of a layer. Raises ConfigError.
     """
 
     tensor: int = 1
@@ -44,7 +44,7 @@ class Degrees:
         for field in fields(self):
             keep(self, f"parallelism.{field.name}", integer)
         if self.virtual > 1 and self.pipeline == 1:
-            rule = "is for several pipeline stages"
+            rule = "requires several pipeline stages"
             raise ConfigError("parallelism.virtual", self.virtual, rule, "write 1, or more stages")
 
 
@@ -70,7 +70,7 @@ class Parallelism:
         if self.context is None:
             if self.packing is not None:
                 raise ConfigError(
-                    "parallelism.packing", self.packing, "is for static grids", "drop it, or set context"
+                    "parallelism.packing", self.packing, "requires a static grid", "drop it, or set context"
                 )
         else:
             keep(self, "parallelism.context", integer)
@@ -185,17 +185,18 @@ class Parallelism:
         return layers / self.pipeline
 
     def check(self, cluster: Cluster, model: Model, layers: int, experts: Experts = NO_EXPERTS) -> None:
-        """Raises ConfigError for degrees that do not divide evenly, and for ping-pong halves with experts."""
+        """Raises ConfigError for degrees that do not divide evenly, and for ping-pong halves with experts or recurrent
+        layers."""
         self.group(cluster)
         self.rank_model(model)
         self.stage_layers(layers)
         if experts.count:
             self._check_experts(cluster, experts, layers)
         if self.ping_pong and model.recurrent:
-            rule = "halves that take turns are not priced with recurrent layers"
+            rule = "ping-pong halves are not priced with recurrent layers"
             raise ConfigError("parallelism.ping_pong", True, rule, "leave it out")
         if self.expert > 1 and not experts.count:
-            rule, remedy = "is for models with experts", "write 1, or experts of the training"
+            rule, remedy = "requires a model with experts", "write 1, or set training.experts"
             raise ConfigError("parallelism.expert", self.expert, rule, remedy)
 
     def _check_experts(self, cluster: Cluster, experts: Experts, layers: int) -> None:
@@ -220,8 +221,8 @@ class Parallelism:
             raise ConfigError("parallelism.ping_pong", True, rule, "leave it out")
 
     def planned_as(self, cluster: Cluster) -> Parallelism:
-        """The parallelism with the same plans: degrees without effect on attention are 1, and a grid of one group is a
-        plan over all ranks."""
+        """The canonical parallelism with the same plans: degrees that do not affect attention are 1, and a grid of one
+        group is a plan over all ranks."""
         degrees = replace(self.degrees, virtual=1, expert=1)
         if self.context is None or self.context * self.tensor * self.pipeline < cluster.ranks:
             return replace(self, degrees=degrees)

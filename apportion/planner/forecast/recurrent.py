@@ -3,8 +3,8 @@
     hidden ──Q, K, V──► convolution ──► recurrence ──► norm, times the gate ──O──► hidden
            └─gate, decays, betas
 
-Decays and gates of a kind with `diagonal` decays go through key_dim and value_dim numbers (Kimi Delta Attention). The
-recurrence itself is simulated (`simulate.recurrent`).
+Kinds with `diagonal` decays compute decays and gates by products of rank key_dim and value_dim (Kimi Delta Attention).
+The recurrence itself is simulated (`simulate.recurrent`).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ HOURS_A_WEEK = 168
 
 @dataclass(frozen=True)
 class ForecastRow:
-    """Forecast of one parallelism over all batches. steps: by scenario, then batch; groups: of a static grid, its
-    data-parallel degree; reason: why it is refused, then without steps."""
+    """Forecast of one parallelism over all batches. steps: by scenario, then batch; groups: data-parallel degree of a
+    static grid; reason: why the parallelism is refused, in which case it has no steps."""
 
     parallelism: Parallelism
     steps: tuple[tuple[StepForecast, ...], ...] = ()
@@ -52,8 +52,8 @@ class ForecastRow:
 
     @property
     def kept(self) -> float:
-        """Fraction of the pairs of whole sequences that is computed: below 1 if a static grid cuts sequences. Masks
-        without pairs lose none."""
+        """Fraction of the pairs of whole sequences that is computed: below 1 if a static grid cuts sequences. 1 for
+        masks without pairs."""
         total = sum(step.whole_pairs for step in self.nominal)
         return sum(step.pairs for step in self.nominal) / total if total else 1.0
 
@@ -62,12 +62,13 @@ class ForecastRow:
         return {name: float(np.mean([step.parts[name] for step in self.nominal])) for name in PARTS}
 
     def experts(self) -> dict[str, float] | None:
-        """Rows of experts and unevenness of tokens, for the microbatch that sends most; None without experts."""
+        """Rows of experts and unevenness of tokens, for the microbatch that sends most; None if there are no
+        experts."""
         rows = [step.experts for step in self.nominal if step.experts is not None]
         return max(rows)._asdict() if rows else None
 
     def memory(self) -> Memory:
-        """Memory of the batch with the largest need."""
+        """Memory of the batch that needs the most."""
         return max((step.memory for step in self.nominal), key=lambda memory: memory.total)
 
 
@@ -106,8 +107,8 @@ class Forecast:
         return [row for row in self.rows if self.fits(row) and row.kept >= KEPT]
 
     def gain(self, row: ForecastRow) -> dict[str, Any] | None:
-        """Speed-up of the row over the baseline: nominal, the minimum and maximum over scenarios, each applied to both,
-        and the nominal one of each step."""
+        """Speed-up of the row over the baseline: nominal, minimum and maximum over scenarios, each applied to both
+        rows, and the nominal speed-up of each step."""
         if self.baseline is None or not row.steps:
             return None
         ratios = [base / step for base, step in zip(self.baseline.seconds, row.seconds, strict=True)]

@@ -1,4 +1,4 @@
-"""Runs a forecast: every parallelism plans the batches, is simulated under every scenario, and becomes a row."""
+"""Runs a forecast: for every parallelism, plans the batches, simulates them under every scenario, and builds a row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def forecast(
     parallelism. hardware: kernel times, default the built-in H100; links, NICs and memory are the cluster's.
     grid_hardware: kernel times of the static grids, default `hardware`: a current trainer may have faster kernels.
     baseline: name of the reference parallelism for speed-ups, by default the fastest static grid that fits. progress:
-    called with the name of each finished one. A parallelism that cannot serve a batch keeps its row, with the reason.
+    called with the name of each finished parallelism. A parallelism that cannot run a batch gets a row with the reason.
     Raises ConfigError.
     """
     instance("cluster", cluster, Cluster)
@@ -54,7 +54,7 @@ def forecast(
     forms = _checked_list(
         "parallelisms", defaults, Parallelism, "use recipe_parallelisms([...]) and static_grids(...)"
     )
-    trained = _training_of(training, model)
+    config = _training_of(training, model)
     names = [str(form) for form in forms]
     if baseline is not None and (not isinstance(baseline, str) or baseline not in names):
         raise ConfigError(
@@ -62,7 +62,7 @@ def forecast(
         )
     used = Hardware.named(hardware) or Hardware.load("h100")
     grids = Hardware.named(grid_hardware) or used
-    scenarios = INTERVAL + UNEVEN * bool(trained.experts.count)
+    scenarios = INTERVAL + UNEVEN * bool(config.experts.count)
     variants = [
         [(case.experts, *applied(case, kernels, cluster)) for case in scenarios] for kernels in (used, grids)
     ]
@@ -76,13 +76,13 @@ def forecast(
         for number in numbers:
             form = forms[number]
             settings = [
-                Setting(form, links, model, trained, kernels, excess)
+                Setting(form, links, model, config, kernels, excess)
                 for excess, kernels, links in variants[static]
             ]
             rows[number] = _row(settings, batch_list, seed, shared)
             progress(str(form))
     result = tuple(rows[number] for number in range(len(forms)))
-    return Forecast(result, cluster, model, trained, used, grids, scenarios, named=baseline)
+    return Forecast(result, cluster, model, config, used, grids, scenarios, named=baseline)
 
 
 def _training_of(training: Training | None, model: Model) -> Training:
@@ -105,7 +105,7 @@ def _checked_list(field: str, value: Any, kind: type[T], remedy: str) -> list[T]
 
 
 class _Attention(NamedTuple):
-    """Simulated attention by batch, planned group and microbatch. attended: under each scenario; pairs: of each
+    """Simulated attention by batch, planned group and microbatch. attended: times under each scenario; pairs: of each
     batch."""
 
     planned: list[list[list[PlannedMicrobatch]]]
@@ -116,8 +116,8 @@ class _Attention(NamedTuple):
 def _row(
     settings: Sequence[Setting], batches: Sequence[Batch], seed: int, shared: list[_Attention]
 ) -> ForecastRow:
-    """The row of one parallelism. settings: one per scenario. shared: attention of the first of several rows with the
-    same plans, filled on first use; alternating halves differ in the work around them."""
+    """The row of one parallelism. settings: one per scenario. shared: attention of rows with the same plans, filled on
+    first use; not kept for alternating halves, since the work around them differs between rows."""
     nominal, *_ = settings
     form = nominal.parallelism
     try:
@@ -130,7 +130,7 @@ def _row(
 def steps_of(
     settings: Sequence[Setting], batches: Sequence[Batch], seed: int, shared: list[_Attention]
 ) -> tuple[tuple[StepForecast, ...], ...]:
-    """Steps of all batches under each setting, planned for the first one. shared: as in `_row`. Raises ConfigError,
+    """Steps of all batches under each setting, planned for the first setting. shared: as in `_row`. Raises ConfigError,
     CapacityError."""
     nominal, *_ = settings
     for batch in batches:

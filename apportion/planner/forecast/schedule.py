@@ -27,7 +27,7 @@ class Item(NamedTuple):
 
 def orders(stages: int, microbatches: int, virtual: int = 1) -> list[list[Item]]:
     """The items of each stage in order. Interleaved stages process their chunks in groups of `stages` microbatches;
-    their warm-up has twice the number of stages behind them, and a group for each chunk but the last."""
+    their warm-up has two items for each later stage, and one group for each chunk but the last."""
     return [_order(stage, stages, microbatches, virtual) for stage in range(stages)]
 
 
@@ -54,7 +54,7 @@ def _ordered_items(stages: int, microbatches: int, virtual: int, backward: bool)
 
 def makespan_us(forward_us: Floats, backward_us: Floats, virtual: int = 1, hop_us: float = 0.0) -> float:
     """End time of the last stage. forward_us, backward_us: float64 [stages, microbatches], of all chunks of a stage
-    together; hop_us: from a stage to the next."""
+    together; hop_us: time from one stage to the next."""
     stages, microbatches = forward_us.shape
     stage_orders = orders(stages, microbatches, virtual)
     ends = np.full((2, stages * virtual, microbatches), -1.0)
@@ -73,18 +73,18 @@ def makespan_us(forward_us: Floats, backward_us: Floats, virtual: int = 1, hop_u
                 ends[int(item.backward), index, item.microbatch] = clock[stage]
                 position[stage], has_moved = position[stage] + 1, True
         if not has_moved:
-            raise AssertionError("the stages wait for each other")  # cannot happen for orders of `orders`
+            raise AssertionError("the stages wait for each other")  # cannot happen with the lists of `orders`
     return max(clock)
 
 
 def _ready(ends: Floats, item: Item, index: int, hop_us: float) -> float:
     """Time at which an item's input has arrived; negative if not yet known."""
     if not item.backward:
-        return 0.0 if index == 0 else _later(ends[0, index - 1, item.microbatch], hop_us)
+        return 0.0 if index == 0 else _arrival(ends[0, index - 1, item.microbatch], hop_us)
     if index == ends.shape[1] - 1:
         return float(ends[0, index, item.microbatch])
-    return _later(ends[1, index + 1, item.microbatch], hop_us)
+    return _arrival(ends[1, index + 1, item.microbatch], hop_us)
 
 
-def _later(time: float, hop_us: float) -> float:
+def _arrival(time: float, hop_us: float) -> float:
     return float(time + hop_us) if time >= 0 else -1.0

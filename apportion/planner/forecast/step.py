@@ -4,9 +4,9 @@
                  backward  attention │ linear │ rows │ head │ recomputation
     step         pipeline of the microbatches │ exposed data-parallel traffic │ optimizer
 
-Ranks of a plan synchronize in every layer, so a layer takes the time of attention's last rank plus that of the fullest
-rank for the rest. Groups of a static grid synchronize once per step. Traffic of weights and gradients overlaps products
-and row work, but not attention, which uses the links.
+Ranks of a plan synchronize in every layer, so a layer takes attention's time on its last rank plus the rest of the time
+on the fullest rank. Groups of a static grid synchronize once per step. Traffic of weights and gradients overlaps
+products and row work, but not attention, which uses the links.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ PARTS = (
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Forecast of one step. parts: seconds by `PARTS`, of the busiest stage in the slowest group; they add up. tokens,
-    flops: of all ranks, without recomputation; pairs: computed pairs, over all layers, and whole_pairs, with uncut
-    sequences; memory: of the rank with the largest need; experts: rows of the microbatch that sends most, if there are
-    experts."""
+    """Forecast of one step. parts: seconds by `PARTS`, of the busiest stage in the slowest group; their sum is the step
+    time. tokens, flops: of all ranks, without recomputation; pairs: computed pairs, over all layers; whole_pairs: the
+    same for uncut sequences; memory: of the rank that needs the most; experts: rows of the microbatch that sends most,
+    if there are experts."""
 
     parts: dict[str, float]
     tokens: int
@@ -64,7 +64,7 @@ class StepForecast:
 
 @dataclass(frozen=True)
 class Setting:
-    """Inputs of a step. cluster: all ranks, and their links; model: the whole model; hardware: of its kernels; excess:
+    """Inputs of a step. cluster: all ranks, and their links; model: the whole model; hardware: kernel times; excess:
     see `Experts.spread`."""
 
     parallelism: Parallelism
@@ -96,7 +96,7 @@ class Setting:
         microbatches = form.steps() * form.groups(self.cluster)
         causal = all(isinstance(spec, Causal) for kind in batch.masks.values() for spec in kind.specs)
         if len(batch.lengths) > microbatches or not causal:
-            reason = f"here are {len(batch.lengths)} in {microbatches}" if causal else "a mask is not causal"
+            reason = f"got {len(batch.lengths)} for {microbatches}" if causal else "a mask is not causal"
             rule = f"need one causal sequence per microbatch, but {reason}"
             raise ConfigError("training.chunks", chunks, rule, "give such a batch, or write 1")
         tokens = batch.tokens // (form.stage(self.cluster).ranks * form.steps())
@@ -144,7 +144,7 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
     kinds = tuple(kinds)
     if isinstance(model.layers, int):
         if len(kinds) > 1:
-            rule = f"is one number, and the sequences have masks of {len(kinds)} kinds ({', '.join(kinds)})"
+            rule = f"is one number, but the sequences have masks of {len(kinds)} kinds ({', '.join(kinds)})"
             raise ConfigError("model.layers", model.layers, rule, "give the layers of each kind by its name")
         return layer_count(model)
     unknown = [kind for kind in kinds if kind not in model.layers]
@@ -155,7 +155,7 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
     missing = [kind for kind in model.layers if kind not in kinds]
     if missing:
         rule = (
-            f"has layers of kind {missing[0]}, which the sequences have no mask for: a step runs all layers"
+            f"has layers of kind {missing[0]}, for which the sequences have no mask: a step runs all layers"
         )
         raise ConfigError("model.layers", dict(model.layers), rule, "give that kind a mask, or leave it out")
     return layer_count(model)
@@ -171,10 +171,10 @@ def step(
     """The step of one batch. planned, attended: microbatches of the planned groups; pairs: of all groups. Raises
     ConfigError."""
     if setting.parallelism.expert > setting.parallelism.tensor * len(planned[0][0].rows):
-        attended = [[_last(times) for times in zip(*attended, strict=True)]] * len(planned)
+        attended = [[_slowest(times) for times in zip(*attended, strict=True)]] * len(planned)
     group_parts = [_group(setting, group, times) for group, times in zip(planned, attended, strict=True)]
     slowest = max(group_parts, key=lambda parts: sum(parts.values()))
-    after = _after_step_us(setting, planned[0][0], _least_behind(setting, planned))
+    after = _after_step_us(setting, planned[0][0], _least_hiding_us(setting, planned))
     parts = {name: (slowest.get(name, 0.0) + after.get(name, 0.0)) / 1e6 for name in PARTS}
     count = all_layers(setting.model, batch.kinds)
     flops = model_flops(setting.model, setting.training, count, batch.tokens, pairs)
@@ -184,7 +184,7 @@ def step(
     return StepForecast(parts, batch.tokens, flops, pairs, whole_pairs, _memory(setting, planned), rows)
 
 
-def _last(attended: Sequence[AttentionTimes]) -> AttentionTimes:
+def _slowest(attended: Sequence[AttentionTimes]) -> AttentionTimes:
     """The slowest times of groups that share experts, which wait for each other in each layer."""
     forward, backward, *recurrent_us = (
         max(times)
@@ -204,10 +204,10 @@ def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]
     projections = layers.linear_us(1) - products
     rows, tensor = layers.rows_us(1) / 2, (layers.tensor_us(1, stage) - layers.tensor_us(0, stage)) / 2
     before, after = projections * (not projects) + rows, products + rows
-    again = (before + after + 2 * tensor) * (setting.training.recompute != "none")
+    recomputed = (before + after + 2 * tensor) * (setting.training.recompute != "none")
     return {
         "forward": (before + tensor, after + tensor),
-        "backward": (again + BACKWARD * after + tensor, BACKWARD * before + tensor),
+        "backward": (recomputed + BACKWARD * after + tensor, BACKWARD * before + tensor),
     }
 
 
@@ -248,14 +248,14 @@ class _StageWork:
         head = layers.head_us(planned.even) * (stage == form.pipeline - 1)
         experts, sent = (us * count for us in setting.experts_us(planned))
         attention = attended.forward_us / form.pipeline
-        ahead_us, behind_us = (us / form.pipeline for us in attended.recurrent)
-        layer = ahead_us + linear + rows + tensor + experts + sent
+        recurrent_us, recurrent_grad_us = (us / form.pipeline for us in attended.recurrent)
+        layer = recurrent_us + linear + rows + tensor + experts + sent
         recomputed = {"none": 0.0, "selective": layer}.get(recompute, layer + attention)
         remap_us = planned.moves_us * count / 2
-        ahead, behind = _exposed(setting, planned, stage)
+        exposed, exposed_grad = _exposed(setting, planned, stage)
         forward = {"attention": attention, "linear": linear, "rows": rows, "remap": remap_us, "head": head}
-        forward |= {"tensor_parallel": tensor, "data_parallel": ahead, "recomputation": 0.0}
-        forward |= {"experts": experts, "all_to_all": sent, "recurrent": ahead_us}
+        forward |= {"tensor_parallel": tensor, "data_parallel": exposed, "recomputation": 0.0}
+        forward |= {"experts": experts, "all_to_all": sent, "recurrent": recurrent_us}
         recomputed += layers.mlp_us(planned.even) * count * setting.training.tiles_mlp
         backward = {
             "attention": attended.backward_us / form.pipeline,
@@ -264,9 +264,9 @@ class _StageWork:
             "remap": remap_us,
             "head": BACKWARD * head,
             "tensor_parallel": tensor,
-            "data_parallel": behind,
+            "data_parallel": exposed_grad,
             "recomputation": recomputed,
-            "recurrent": behind_us,
+            "recurrent": recurrent_grad_us,
             "experts": BACKWARD * experts,
             "all_to_all": sent,
         }
@@ -292,7 +292,7 @@ def _copied_us(setting: Setting, planned: PlannedMicrobatch, phase: str, work_us
     return max(moved.us(host_gbs) * count - work_us, 0.0)
 
 
-def _behind_us(setting: Setting, planned: PlannedMicrobatch) -> float:
+def _hiding_us(setting: Setting, planned: PlannedMicrobatch) -> float:
     """Work that hides traffic of weights and gradients: products and row work of one layer, forward, or none."""
     if not setting.training.overlap:
         return 0.0
@@ -302,42 +302,42 @@ def _behind_us(setting: Setting, planned: PlannedMicrobatch) -> float:
 
 def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[float, float]:
     """Exposed microseconds of a microbatch, (forward, backward): gathering of sharded weights for every pass over a
-    layer, and scattering of sharded gradients after each microbatch. The embedding's are fully exposed, since it is
-    used first and its gradient comes last; the head's are hidden if anything is."""
+    layer, and scattering of sharded gradients after each microbatch. The embedding's transfers are fully exposed, since
+    it is used first and its gradient comes last; the head's are hidden if any are."""
     if not setting.training.shards("gradients"):
         return 0.0, 0.0
     layers, ranks = setting.layers, setting.stage
-    count, behind = setting.stage_layers(planned), _behind_us(setting, planned)
+    count, hiding_us = setting.stage_layers(planned), _hiding_us(setting, planned)
     sizes = layers.model.element_bytes, layers.gradient_bytes
     gathered, scattered = (_layer_us(setting, gather_us, size) for size in sizes)
     matrices = float(stage == 0)
     if not setting.training.overlap and stage in (0, setting.parallelism.pipeline - 1):
         matrices = vocabularies(setting.training, setting.parallelism.pipeline)[stage > 0]
     first, last = (gather_us(layers.vocabulary_parameters * size, ranks) * matrices for size in sizes)
-    recomputed = behind * (setting.training.recompute != "none")
+    recomputed = hiding_us * (setting.training.recompute != "none")
     if not setting.training.shards("weights"):
-        return 0.0, exposed_us(scattered, BACKWARD * behind + recomputed, count) + last
-    forward = exposed_us(gathered, behind, count) + first
-    return forward, exposed_us(gathered + scattered, BACKWARD * behind + recomputed, count) + last
+        return 0.0, exposed_us(scattered, BACKWARD * hiding_us + recomputed, count) + last
+    forward = exposed_us(gathered, hiding_us, count) + first
+    return forward, exposed_us(gathered + scattered, BACKWARD * hiding_us + recomputed, count) + last
 
 
 def _layer_us(setting: Setting, collective: Callable[[float, Cluster], float], size: int) -> float:
-    """Collective time for the weights or gradients of a layer, `size` bytes each: dense ones over all ranks, experts
-    over their copies."""
+    """Collective time for the weights or gradients of a layer, `size` bytes per parameter: dense ones over all ranks,
+    experts over their copies."""
     layers, shared = setting.layers, collective(setting.layers.parameters * size, setting.stage)
     if not layers.sparse:
         return shared
     return shared + collective(layers.expert_parameters * size, setting.expert_ranks.copies)
 
 
-def _least_behind(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> float:
+def _least_hiding_us(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> float:
     """The minimum work that hides traffic, over the last microbatches of the groups."""
-    return min(_behind_us(setting, group[-1]) for group in planned)
+    return min(_hiding_us(setting, group[-1]) for group in planned)
 
 
-def _after_step_us(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[str, float]:
+def _after_step_us(setting: Setting, planned: PlannedMicrobatch, hiding_us: float) -> dict[str, float]:
     """Microseconds once per step: reduction of gradients that were not scattered earlier, gathering of weights with a
-    sharded optimizer (the vocabulary's fully exposed), and the optimizer."""
+    sharded optimizer (of vocabulary matrices fully exposed), and the optimizer."""
     layers, training = setting.layers, setting.training
     stage = setting.stage
     count = setting.stage_layers(planned)
@@ -353,12 +353,12 @@ def _after_step_us(setting: Setting, planned: PlannedMicrobatch, behind: float) 
     waits, vocabulary = 0.0, layers.vocabulary_parameters * max(first, last)
     if not training.shards("gradients"):
         reduce = gather_us if training.shards("optimizer") else reduce_us
-        hidden = (BACKWARD + (training.recompute != "none")) * behind
+        hidden = (BACKWARD + (training.recompute != "none")) * hiding_us
         waits += exposed_us(_layer_us(setting, reduce, layers.gradient_bytes), hidden, count)
         waits += reduce(vocabulary * layers.gradient_bytes, stage)
     if training.shards("optimizer"):
         number = layers.model.element_bytes
-        waits += exposed_us(_layer_us(setting, gather_us, number), behind, count)
+        waits += exposed_us(_layer_us(setting, gather_us, number), hiding_us, count)
         waits += gather_us(vocabulary * number, stage)
     return result | {"data_parallel": waits}
 

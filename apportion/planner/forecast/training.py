@@ -14,25 +14,25 @@ from apportion.planner import options
 from apportion.planner.forecast.experts import NO_EXPERTS, Experts
 from apportion.planner.options import Bytes, Count, Natural
 
-Held = Literal["optimizer", "gradients", "weights"]
+ShardedState = Literal["optimizer", "gradients", "weights"]
 
 
 @dataclass(frozen=True)
 class Training:
     """vocab: size of the vocabulary. tied: True if head and embedding share a matrix.
 
-    sharding: of optimizer state, gradients and weights over ranks: nothing (`ddp`), the first (`zero1`), the first two
-    (`zero2`), all three (`fsdp`). gradients: dtype in which they are stored and summed, float32 or the model's.
-    optimizer_bytes: state per parameter; none: Adam's, with a float32 copy of narrower weights. recompute: what
-    backward recomputes: nothing, all but attention's outputs (`selective`), or whole layers (`full`). loss_tokens:
-    tokens whose logits exist at once, for tiled or fused losses. mlp_tile: tokens per tile of the FFN, none: all.
+    sharding: which of optimizer state, gradients and weights are sharded over ranks: none (`ddp`), the first (`zero1`),
+    the first two (`zero2`), all three (`fsdp`). gradients: dtype in which they are stored and summed, float32 or the
+    model's. optimizer_bytes: state per parameter; None: Adam's, with a float32 copy of narrower weights. recompute:
+    what backward recomputes: nothing, all but attention's outputs (`selective`), or whole layers (`full`). loss_tokens:
+    tokens whose logits exist at once, for tiled or fused losses. mlp_tile: tokens per tile of the FFN, None: all.
     Forward saves nothing of a tile, so backward repeats its forward (ALST's tiled MLP). offload: True if saved
     activations are in host memory (ALST); copies overlap the work of a layer. chunks: number of sequence chunks per
     layer, with inactive data on the host (FPDT); for one long causal sequence under `ulysses` or `upipe`, with full
     recomputation and offloading. overlap: True if traffic of weights and gradients overlaps the layers' work; False as
-    in Megatron-LM without its overlap options. ffns: number of layers with an FFN or experts, none: all. gated: True if
+    in Megatron-LM without its overlap options. ffns: number of layers with an FFN or experts, None: all. gated: True if
     FFNs have a gate: three matrices, else two. experts: of layers with experts. kv_rank, q_rank: ranks of MLA's
-    low-rank projections, 0: none; rope_dim: numbers of K shared among heads. Raises ConfigError.
+    low-rank projections, 0: none; rope_dim: numbers of a row of K that all heads share. Raises ConfigError.
     """
 
     vocab: Count = 128256
@@ -84,7 +84,7 @@ class Training:
 
     @property
     def tiles_mlp(self) -> bool:
-        """True if backward repeats the FFN's forward, tile by tile or, as FPDT in DeepSpeed, in chunks."""
+        """True if backward repeats the FFN's forward, tile by tile or, like DeepSpeed's FPDT, in chunks."""
         return self.mlp_tile is not None or self.chunks > 1
 
     @staticmethod
@@ -102,7 +102,7 @@ class Training:
         """Plain data with every field."""
         return asdict(self)
 
-    def shards(self, what: Held) -> bool:
-        """True if each rank holds only a share of it."""
+    def shards(self, state: ShardedState) -> bool:
+        """True if each rank holds only a share of this state."""
         level = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}[self.sharding]
-        return level > ("optimizer", "gradients", "weights").index(what)
+        return level > ("optimizer", "gradients", "weights").index(state)

@@ -30,7 +30,7 @@ from apportion.planner.options import Count, Share
 from apportion.planner.problem import Departure, Pass, Problem
 from apportion.planner.tasks.rows import Rows
 
-# "auto" computes kinds with queries that see fewer keys than this share of a rank's tokens on their home ranks.
+# Kinds whose queries see fewer keys than this share of a rank's tokens are computed on home ranks with "auto".
 NEAR = 0.2
 
 
@@ -81,7 +81,7 @@ class Groups:
 
     def member_rows(self, rows: Rows, shares: Ints) -> Rows:
         """The home rows of every rank: the rows of each group are cut among its ranks, in order, in proportion to their
-        shares, int64 [ranks] > 0. A group with no more rows than the sum of its shares gives no rank more than its
+        shares, int64 [ranks] > 0. A group with no more rows than the sum of its shares gives no rank more than its own
         share."""
         counts, first_row = rows.per_rank, np.cumsum(rows.per_rank) - rows.per_rank
         owner, edges = self.of_rank, offsets(shares)
@@ -118,7 +118,7 @@ class HeadSets:
     @property
     def key_columns(self) -> Ints:
         """int64 [ranks]: head columns of KV arenas. With shared KV heads, gradients arrive from other ranks, possibly
-        of other groups, with as many heads as those have."""
+        of other groups, with as many heads as those ranks have."""
         return np.full_like(self.key_heads, self.key_heads.max()) if self.shared.any() else self.key_heads
 
     @property
@@ -165,7 +165,8 @@ class HeadStages:
     [stages], non-decreasing: during a window ranks keep their KV heads; key: int64 [windows, size], number of each
     rank's set of KV heads. query_heads: per rank and stage; key_heads: int64 [windows, size]; shared: True if any KV
     head is on several ranks of a group, or in several windows. project: True if the program computes the heads itself;
-    ahead: stages received in advance during a stage; hold: True if tiles of other groups also stay during a window.
+    ahead: number of later stages whose rows arrive during a stage; hold: True if tiles of other groups also stay during
+    a window.
     """
 
     sets: tuple[tuple[int, ...], ...]
@@ -233,7 +234,7 @@ def _heads_of_rank(model: Model, size: int, member: int) -> tuple[tuple[int, ...
 
 
 class InnerPass(Pass, Protocol):
-    """Forms groups of ranks that share tokens and split the heads. overlap: rows are exchanged while others are
+    """Forms groups of ranks that share tokens and split the heads. overlap: True if rows are exchanged while others are
     computed."""
 
     def splits(self, problem: Problem) -> frozenset[str]:
@@ -258,12 +259,12 @@ class InnerPass(Pass, Protocol):
 @dataclass(frozen=True)
 class Ulysses(InnerPass):
     """Groups of `degree` consecutive ranks. degree: a number, "auto" (the largest that divides the ranks and the query
-    heads), "node" (the largest that divides the ranks of a node and the query heads) or "half_node" (the same of half a
-    node, so that a node of an even number of ranks has several groups). overlap: True to exchange rows while others are
-    computed; tasks that need no tile are then spread over the stages. lone: sequences up to this share of a rank's time
-    stay whole on one rank, with all heads; "auto": as many as leave the ranks of a group even. kinds: attention kinds
-    whose heads are split; others are computed with all heads on their rows' home ranks, which suits windows with few
-    remote keys; "auto": kinds that see many keys."""
+    heads), "node" (the largest that divides the ranks of a node and the query heads) or "half_node" (the same for half
+    a node, so that a node with an even number of ranks has several groups). overlap: True to exchange rows while others
+    are computed; tasks that need no tile are then spread over the stages. lone: sequences up to this share of a rank's
+    time stay whole on one rank, with all heads; "auto": as many as keep the ranks of a group even. kinds: attention
+    kinds whose heads are split; others are computed with all heads on their rows' home ranks, which suits windows with
+    few remote keys; "auto": kinds that see many keys."""
 
     name: ClassVar[str] = "ulysses"
 
@@ -284,7 +285,7 @@ class Ulysses(InnerPass):
             return frozenset(kind for kind in names if kind == farthest or reach[kind] >= NEAR)
         for kind in self.kinds:
             if kind not in names:
-                raise ConfigError(self._field("kinds"), kind, f"must be of {', '.join(names)}", "correct it")
+                raise ConfigError(self._field("kinds"), kind, f"must be one of {', '.join(names)}", "use one")
         return frozenset(self.kinds)
 
     def _field(self, name: str) -> str:

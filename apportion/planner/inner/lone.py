@@ -2,13 +2,13 @@
 
     group       0                       home rows of each rank
     rank 0      a a b │ x x x x         a .. d: lone sequences, without communication;
-    rank 1      c d │ x x x y y         x, y: the group's, a share of the heads on each rank during attention
+    rank 1      c d │ x x x y y         x, y: sequences of the group, each rank has a share of the heads in attention
 
-Splitting heads serves sequences too long for one rank, at a cost for all that is split: rows are exchanged twice, and
-kernels have fewer heads. Lone sequences avoid that, and are computed while rows of the others travel.
+Splitting heads serves sequences too long for one rank, at a cost to everything that is split: rows are exchanged twice,
+and kernels have fewer heads. Lone sequences avoid that, and are computed while rows of the others travel.
 
-A group shares the rest of its work evenly, so its ranks need equal lone work; groups may differ, since the rest
-is placed by the time that each has left.
+A group shares the rest of its work evenly, so its ranks need equal lone work; groups may differ, since the rest is
+placed according to the time that each has left.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from apportion.planner.tasks.rows import Rows
 # Candidate upper limits of a lone sequence's share of a rank's time; the first one that leaves ranks even enough is
 # used: on average a group's busiest rank exceeds the mean by at most this fraction of its time, and at most this
 # fraction of all work is in groups without enough tokens for it.
-SHARES, UNEVEN, APART = (0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03), 0.004, 0.04
+SHARES, MAX_UNEVENNESS, MAX_MISMATCH = (0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03), 0.004, 0.04
 # Lone sequences may increase the unevenness of the rest at most by this factor; else none are lone.
-MOST_UNEVEN = 8
-# A sequence with a larger share of a rank's tokens is never lone, nor do lone sequences exceed this share if there are
-# others.
-TOKENS, FILLED = 0.6, 0.98
+MAX_INCREASE = 8
+# A sequence with more than the first share of a rank's tokens is never lone; a rank's lone sequences stay within the
+# second share if there are other sequences.
+MAX_TOKENS, MAX_FILLED = 0.6, 0.98
 # Unpacking slows the reception of the others' rows by this factor over the link's time.
 UNPACK_FACTOR = 1.5
 # Least fraction of a group's time left for the others, which are placed in proportion.
@@ -45,9 +45,9 @@ LEAST_LEFT = 1e-3
 
 @dataclass(frozen=True)
 class LoneSequences:
-    """Lone sequences of a batch. index, others: int64, lone and other sequences; home: int64 [lone], their ranks, of
+    """Lone sequences of a batch. index, others: int64, lone and other sequences; home: int64 [lone], their ranks, below
     `ranks`; time: int64 [lone], nanoseconds over all layers; left: float64 [groups], fraction of each group's time left
-    for the others; come: nanoseconds over all layers in which rows of the others arrive."""
+    for the others; arrival_ns: time over all layers in which rows of the others arrive."""
 
     batch: Batch
     ranks: int
@@ -56,7 +56,7 @@ class LoneSequences:
     home: Ints
     time: Ints
     left: Floats
-    come: float
+    arrival_ns: float
 
     @property
     def is_all(self) -> bool:
@@ -73,19 +73,19 @@ class LoneSequences:
 
     @cached_property
     def rows(self) -> Rows:
-        """Home rows of the lone sequences, from 0 on each rank, by their own tokens."""
+        """Home rows of the lone sequences, from 0 on each rank, on the token axis of `alone`."""
         return Rows(self.alone.starts, self.home, self.ranks)
 
     def in_groups(self, others: Rows, of_rank: Ints) -> tuple[Ints, Ints]:
         """Blocks of the whole batch: starts int64 [blocks + 1], and the group of each. others: rows of groups; of_rank:
         int64 [ranks], their groups."""
-        rows = self.beside(others)
+        rows = self.with_others(others)
         assert rows.later is not None
         return rows.starts, np.where(rows.later, rows.home, of_rank[rows.home])
 
-    def beside(self, others: Rows) -> Rows:
-        """Home rows of the whole batch. others: home rows of the other sequences, by their own tokens, which come after
-        the lone ones."""
+    def with_others(self, others: Rows) -> Rows:
+        """Home rows of the whole batch. others: home rows of the other sequences, on the token axis of `shared`; they
+        come after the lone rows."""
         starts = np.union1d(others.starts, self.shared.starts)[:-1]
         sequence = np.searchsorted(self.shared.starts, starts, "right") - 1
         shared_starts = self.batch.starts[self.others[sequence]] + starts - self.shared.starts[sequence]
@@ -97,9 +97,10 @@ class LoneSequences:
 
     @cached_property
     def early(self) -> Bools:
-        """bool [lone]: True for those computed while rows arrive, up to that time; the rest run while results leave.
-        The longest fitting ones are first, so that all ranks of a group start on the others at about the same time."""
-        is_early, free_time = np.zeros(len(self.index), bool), np.full(self.ranks, self.come)
+        """bool [lone]: True for sequences computed while rows arrive, within that time; the rest run while results
+        leave. The longest that fit come first, so that all ranks of a group start on the others at about the same
+        time."""
+        is_early, free_time = np.zeros(len(self.index), bool), np.full(self.ranks, self.arrival_ns)
         for sequence in np.argsort(-self.time, kind="stable").tolist():
             rank, time = self.home[sequence], self.time[sequence]
             if time <= free_time[rank]:
@@ -130,7 +131,7 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
             best, lowest_unevenness = candidate, unevenness
         if lowest_unevenness <= 1:
             break
-    return best if share != "auto" or lowest_unevenness <= MOST_UNEVEN else None
+    return best if share != "auto" or lowest_unevenness <= MAX_INCREASE else None
 
 
 def _spared_ns(problem: Problem, rows: Ints) -> Ints:
@@ -141,8 +142,8 @@ def _spared_ns(problem: Problem, rows: Ints) -> Ints:
         for side, heads in zip(SIDES, (model.q_heads, model.kv_heads), strict=True):
             row_bytes += 2 * sum(map(model.row_bytes, FETCHED[side, phase]))
             row_bytes += 2 * heads * sum(map(model.sent_result_bytes, RETURNED[side, phase]))
-    time_us = sum(problem.layers.values()) * 1e3 * problem.cost.moved_us(row_bytes * rows)
-    return np.rint(time_us).astype(np.int64)
+    time_ns = sum(problem.layers.values()) * 1e3 * problem.cost.moved_us(row_bytes * rows)
+    return np.rint(time_ns).astype(np.int64)
 
 
 def _find(
@@ -151,13 +152,13 @@ def _find(
     """The lone sequences, and the unevenness that they leave: at most 1 is even enough."""
     speeds, members = problem.speeds, np.diff(first)
     whole = float(times.sum()) / float(speeds.sum())
-    is_small = sizes <= TOKENS * float(problem.token_shares.max())
+    is_small = sizes <= MAX_TOKENS * float(problem.token_shares.max())
     candidates = np.flatnonzero((times <= share * whole * float(speeds.max())) & is_small)
     order = candidates[np.argsort(-times[candidates], kind="stable")]
     slowest = np.minimum.reduceat(speeds, first[:-1])
     rest_time = float(times.sum() - times[candidates].sum()) / float((slowest * members).sum())
     base = np.repeat(slowest * rest_time, members)
-    row_limit = np.floor(FILLED * np.minimum(problem.token_shares, problem.token_caps)).astype(np.int64)
+    row_limit = np.floor(MAX_FILLED * np.minimum(problem.token_shares, problem.token_caps)).astype(np.int64)
     is_all = len(candidates) == len(sizes)
     sequences = times[order], sizes[order]
     home, load = core.deal(sequences, first, speeds, base, problem.token_caps if is_all else row_limit)
@@ -178,12 +179,12 @@ def _find(
     time_share, token_counts = free * members, np.add.reduceat(tokens, first[:-1])
     shortage = np.maximum(time_share / time_share.sum() - token_counts / max(tokens.sum(), 1.0), 0)
     mismatch = float(shortage.sum() * times[others].sum() / times.sum())
-    arrival_us = _arrival_time(problem, int(sizes[others].sum()) / problem.ranks, int(members.max()))
-    lone = LoneSequences(problem.batch, problem.ranks, index, others, home, times[index], free, arrival_us)
-    return lone, max(unevenness / UNEVEN, mismatch / APART)
+    arrival_ns = _arrival_ns(problem, int(sizes[others].sum()) / problem.ranks, int(members.max()))
+    lone = LoneSequences(problem.batch, problem.ranks, index, others, home, times[index], free, arrival_ns)
+    return lone, max(unevenness / MAX_UNEVENNESS, mismatch / MAX_MISMATCH)
 
 
-def _arrival_time(problem: Problem, rows: float, members: int) -> float:
+def _arrival_ns(problem: Problem, rows: float, members: int) -> float:
     """Nanoseconds over all layers and both phases to receive a rank's share of rows from the members of its group."""
     row_bytes = sum(
         problem.model.row_bytes(t) for phase in PHASES for side in SIDES for t in FETCHED[side, phase]

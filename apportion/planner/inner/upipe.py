@@ -1,4 +1,5 @@
-"""UPipe: a group's heads in stages, so that only the heads of a stage exist at a time (UPipe, sections 3.3 and 4.1).
+"""UPipe: computes a group's heads in stages, so that only the heads of one stage exist at a time (UPipe, sections 3.3
+and 4.1).
 
     16 query heads, 4 KV heads, 4 ranks, 4 query heads per stage         rank    0        1        2        3
     order gqa: every KV head is received once                 stage 0    q0  k0   q4  k1   q8  k2   q12 k3
@@ -65,7 +66,7 @@ class UPipe(Ulysses):
         """All kinds, or none. Raises ConfigError."""
         kinds = super().splits(problem)
         if kinds and problem.picked:
-            rule = "takes turns by heads, and kinds that choose keys at run time keep them together"
+            rule = "computes heads in stages, but kinds that choose keys at run time need all heads at once"
             raise ConfigError("recipe.inner", self.name, rule, "use inner ulysses")
         return kinds
 
@@ -96,8 +97,8 @@ class UPipe(Ulysses):
 def stage_lists(model: Model, heads: int, order: str) -> list[Heads]:
     """The query heads of each stage, `heads` of them, in the order of the ranks.
 
-    gqa (section 4.1; Figure 4 has heads = ranks): a stage has gcd(heads, KV heads) KV heads, the most for equal stages,
-    with equally many query heads of each; stages with the same KV heads are consecutive.
+    gqa (section 4.1; Figure 4 has heads = ranks): a stage has gcd(heads, KV heads) KV heads, the maximum for equal
+    stages, and as many query heads of each; stages with the same KV heads are consecutive.
     """
     ratio, firsts = model.q_heads // model.kv_heads, range(0, model.q_heads, heads)
     if order == "natural":

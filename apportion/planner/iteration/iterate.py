@@ -49,7 +49,7 @@ def plan_iteration(
 
 
 def pack(problem: Problem) -> Packing:
-    """The sequences of each microbatch, and the deferred ones. Errors: as in `plan_iteration`."""
+    """The sequences of each microbatch, and the deferred ones. Raises the errors of `plan_iteration`."""
     return (pack_of(problem.policy.recipe) or Sequential())(problem)
 
 

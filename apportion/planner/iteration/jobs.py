@@ -26,9 +26,9 @@ from apportion.planner.problem import Problem
 def plan_job(job: Job, batches: Sequence[Batch], *, verify: bool = True) -> IterationPlan:
     """Plans an iteration of a job: equal requests give equal bytes.
 
-    batches: one per microbatch; or, if the recipe packs, one of all sequences, which fills `job.microbatches` or as
-    many as there are sequences. verify: check the finished plans (as `api.plan` does). Raises ConfigError,
-    CapacityError, VerifyError.
+    batches: one per microbatch; or, if the recipe packs, one of all sequences, which fill `job.microbatches`
+    microbatches, or one each if there are fewer. verify: check the finished plans (as `api.plan` does). Raises
+    ConfigError, CapacityError, VerifyError.
     """
     job.check(batches)
     policy = _policy(job, batches)
@@ -52,7 +52,7 @@ def _packing(job: Job, batches: Sequence[Batch], policy: Policy) -> Packing:
         return Packing(consecutive(len(batch.lengths) for batch in batches), np.zeros(0, np.int64))
     packing = pack(Problem(batches[0], job.cluster, job.model, policy, job.hardware))
     if len(packing.deferred):
-        raise _deferring(f"{len(packing.deferred)} sequences")
+        raise _deferral_error(f"{len(packing.deferred)} sequences")
     return packing
 
 
@@ -60,10 +60,10 @@ def _policy(job: Job, batches: Sequence[Batch]) -> Policy:
     """The job's policy. Raises ConfigError if it would defer sequences."""
     step = job.policy.recipe.step("pack")
     if step is not None and step.params.get("defer"):
-        raise _deferring(True)
+        raise _deferral_error(True)
     return job.policy_for(len(batches[0].lengths))
 
 
-def _deferring(value: object) -> ConfigError:
+def _deferral_error(value: object) -> ConfigError:
     rule = "a job plans every sequence in its iteration"
     return ConfigError("recipe.pack.defer", value, rule, "use plan_iteration and keep what it defers")

@@ -7,7 +7,7 @@ a tick is one batch over the ranks of all stages, idle ones included.
     ticks    stage 0   F0 F1 .  F2 B0 .  B1 B2       backwards wait for a backward tick; the last fill the drain
              stage 1   .  F0 B0 F1 B1 F2 B2 .
 
-    microbatches ──tick_table──► ticks ──tick_batch──► one Batch a tick ──plan(recipe distca)──► one Plan a tick
+    microbatches ──tick_table──► ticks ──tick_batch──► one Batch per tick ──plan(distca)──► one Plan per tick
 
 A tick's plan has both programs; a forward tick runs one, a backward tick the other. Every sequence is on the ranks of
 its stage, in a layout that does not depend on the tick, so that a backward tick, under another plan, finds the rows
@@ -53,7 +53,7 @@ RECIPE = Recipe(
     },
 )
 
-MOST_PLACES = 2**20  # entries of a table in each phase: chunks of microbatches on stages
+MAX_ENTRIES = 2**20  # of a table, per phase: chunks of microbatches on stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class TickTable:
 
     @cached_property
     def peak(self) -> Ints:
-        """int64 [stages]: the most chunks of microbatches in flight on each stage: forward begun, backward not done.
+        """int64 [stages]: maximum chunks of microbatches in flight on each stage (forward begun, backward not done).
         With `virtual` 1 these are microbatches; otherwise each has the activations of 1 / virtual of a stage."""
         starts = (self.microbatch != IDLE) & (self.phase == FORWARD)[:, None]
         ends = (self.microbatch != IDLE) & (self.phase == BACKWARD)[:, None]
@@ -105,16 +105,16 @@ class TickTable:
 def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None = None) -> TickTable:
     """Finds the table with the fewest ticks under the memory cap; among equals, the lowest peak.
 
-    cap: the most chunks of microbatches in flight on a stage (None: as many as 1F1B, plain or interleaved, has on each
-    stage). Plain tables need min(m, 2 stages - 1) for as few ticks as 1F1B, which itself has at most `stages`; with a
-    lower cap stages wait for their backwards. Tries every r: up to r consecutive ticks of a phase while the other could
-    run; 1 is enough with a high cap. Interleaved stages process chunks in the order of Megatron-LM (groups of `stages`
+    cap: maximum chunks of microbatches in flight on a stage (None: on each stage as many as 1F1B, plain or interleaved,
+    has there). Plain tables need min(m, 2 stages - 1) for as few ticks as 1F1B, which itself has at most `stages`; with
+    a lower cap stages wait for their backwards. Tries every limit on consecutive ticks of a phase while the other could
+    run; 1 is enough under a high cap. Interleaved stages process chunks in the order of Megatron-LM (groups of `stages`
     microbatches, chunk after chunk). Raises ConfigError; CapacityError for a cap below `virtual`.
     """
     stages = integer("ticks.stages", stages)
     microbatches, virtual = integer("ticks.microbatches", microbatches), integer("ticks.virtual", virtual)
     total = virtual * microbatches
-    integer("ticks.stages x ticks.microbatches x ticks.virtual", stages * total, 1, MOST_PLACES)
+    integer("ticks.stages x ticks.microbatches x ticks.virtual", stages * total, 1, MAX_ENTRIES)
     caps = _chunks_in_1f1b(stages, virtual) if cap is None else [integer("ticks.cap", cap)] * stages
     if min(caps) < virtual:
         raise CapacityError(
@@ -127,14 +127,14 @@ def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None
 
 
 def _chunks_in_1f1b(stages: int, virtual: int) -> list[int]:
-    """The most chunks in flight on each stage of 1F1B: those of its warm-up, as in Megatron-LM, plus one."""
+    """Maximum chunks in flight on each stage of 1F1B: its warm-up, as in Megatron-LM, plus one."""
     later = [stages - 1 - stage for stage in range(stages)]
     return [after + 1 if virtual == 1 else 2 * after + (virtual - 1) * stages + 1 for after in later]
 
 
 @dataclass
 class _Pipeline:
-    """Simulated pipeline stages. room: the most chunks in flight on each stage. done: microbatches finished by each
+    """Simulated pipeline stages. room: maximum chunks in flight on each stage. done: microbatches finished by each
     virtual stage, [phase][virtual stage]."""
 
     stages: int
@@ -142,11 +142,11 @@ class _Pipeline:
     virtual: int
     room: list[int]
     done: list[list[int]] = field(init=False)
-    held: list[int] = field(init=False)
+    begun: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.done = [[0] * (self.stages * self.virtual) for _ in PHASES]
-        self.held = [0] * self.stages
+        self.begun = [0] * self.stages
 
     def run(self, longest: int) -> TickTable:
         """Fills the table with at most `longest` consecutive ticks of a phase while the other could run."""
@@ -168,9 +168,9 @@ class _Pipeline:
         """The virtual stage that `stage` runs in a tick of this phase, or IDLE."""
         is_ready = self._can_forward if phase == FORWARD else self._can_backward
         chunks = [v for v in range(stage, len(self.done[phase]), self.stages) if is_ready(v)]
-        return min(chunks, key=lambda v: self._turn(phase, v), default=IDLE)
+        return min(chunks, key=lambda v: self._priority(phase, v), default=IDLE)
 
-    def _turn(self, phase: int, v: int) -> tuple[int, int]:
+    def _priority(self, phase: int, v: int) -> tuple[int, int]:
         chunk = v // self.stages
         return self.done[phase][v] // self.stages, chunk if phase == FORWARD else -chunk
 
@@ -179,7 +179,7 @@ class _Pipeline:
         start."""
         count, later = self.done[FORWARD][v], self.virtual - 1 - v // self.stages
         available = self.microbatches if v == 0 else self.done[FORWARD][v - 1]
-        return count < available and self.held[v % self.stages] + 1 + later <= self.room[v % self.stages]
+        return count < available and self.begun[v % self.stages] + 1 + later <= self.room[v % self.stages]
 
     def _can_backward(self, v: int) -> bool:
         counts, last = self.done[BACKWARD], len(self.done[BACKWARD]) - 1
@@ -187,12 +187,12 @@ class _Pipeline:
         return counts[v] < available
 
     def _advance(self, phase: int, v: int) -> tuple[int, int]:
-        """Starts a virtual stage: its (microbatch, chunk)."""
+        """Starts a virtual stage; returns its (microbatch, chunk)."""
         if v == IDLE:
             return IDLE, IDLE
         microbatch = self.done[phase][v]
         self.done[phase][v] += 1
-        self.held[v % self.stages] += 1 if phase == FORWARD else -1
+        self.begun[v % self.stages] += 1 if phase == FORWARD else -1
         return microbatch, v // self.stages
 
 
@@ -280,8 +280,8 @@ def ticks_of(
     ranks: int,
     kinds: Sequence[str] | None = None,
 ) -> tuple[tuple[Ints, ...], tuple[Batch, ...]]:
-    """(sample of each sequence, batch) of each tick, from those of each microbatch. ranks: of all stages. Raises
-    ConfigError."""
+    """(sample of each sequence, batch) of each tick, from the samples and batches of the microbatches. ranks: of all
+    stages. Raises ConfigError."""
     replicas = ranks // table.stages
     tick_batches = [tick_batch(table, tick, microbatches, replicas, kinds) for tick in range(table.ticks)]
     sample_ids = (np.concatenate([samples[part.microbatch] for part in tick.parts]) for tick in tick_batches)
@@ -331,7 +331,7 @@ class _Piece:
             for i in range(len(self.batch.lengths))
         }
 
-    def moved(self, values: Mapping[int, Any]) -> dict[int, Any]:
+    def shifted(self, values: Mapping[int, Any]) -> dict[int, Any]:
         return {self.first + i: value for i, value in values.items()}
 
 
@@ -345,8 +345,8 @@ def _concatenate(pieces: list[_Piece]) -> Batch:
     labels: dict[int, Ints] = {}
     for piece in pieces:
         homes |= piece.homes()
-        positions |= piece.moved(piece.batch.own_positions)
-        labels |= piece.moved(piece.batch.own_labels)
+        positions |= piece.shifted(piece.batch.own_positions)
+        labels |= piece.shifted(piece.batch.own_labels)
     lengths = np.concatenate([piece.batch.lengths for piece in pieces])
     return Batch(lengths, {DEFAULT_KIND: kind}, homes, positions, labels)
 
@@ -365,8 +365,8 @@ def plan_tick(
 ) -> tuple[Plan, TickBatch]:
     """Plans one attention layer in one tick over the ranks of all stages, `cluster.ranks` = stages x replicas.
 
-    A tick runs the program of its phase. recipe: DistCA's by default. Others as in `tick_batch` and `plan`. Raises
-    ConfigError, CapacityError.
+    A tick runs the program of its phase. recipe: DistCA's by default. Other arguments as in `tick_batch` and `plan`.
+    Raises ConfigError, CapacityError.
     """
     instance("table", table, TickTable)
     instance("cluster", cluster, Cluster)

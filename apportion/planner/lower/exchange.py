@@ -1,9 +1,9 @@
 """Exchange between the caller's home rows and the rows of attention, inside the program.
 
 Home rows move from the loader's contiguous shares into attention order (reshuffling; FCP, section 4.3), from every rank
-of a group to those that compute its heads (Ulysses), or both at once. A *piece* is a run of rows with one home and one
-group. It goes to every rank of the group, with the heads of that rank: as a transfer, or as a copy if home and rank are
-the same. The return is the reverse; if several ranks of a group use one KV head, its gradients are summed at home.
+of a group to the ranks that compute its heads (Ulysses), or both at once. A *piece* is a run of rows with one home and
+one group. It goes to every rank of the group, with the heads of that rank: as a transfer, or as a copy if home and rank
+are the same. The return is the reverse; if several ranks of a group use one KV head, its gradients are summed at home.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIRECT_ROWS = 2048
 
 @dataclass(frozen=True)
 class Pieces:
-    """int64 [pieces]: `rows` rows from `src_row` on rank `src` are the rows from `row` of group `group`."""
+    """int64 [pieces]: `rows` rows that begin at `src_row` on rank `src`, and at `row` in group `group`."""
 
     src: Ints
     src_row: Ints
@@ -38,8 +38,8 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Turns:
-    """Timing of pieces, bool [pieces]. late: query rows arrive during the first stage; early, early_keys: results, and
-    gradients of KV rows, leave before the last stage."""
+    """Timing of pieces, bool [pieces]. late: True if query rows arrive during the first stage; early, early_keys: True
+    if results, and gradients of KV rows, leave before the last stage."""
 
     late: Bools
     early: Bools
@@ -48,8 +48,8 @@ class Turns:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange of one attention kind. home: rows of every rank, after the `first`, int64 [ranks], that are not
-    exchanged. turns: None if all rows move at the same time."""
+    """The exchange of one attention kind. home: exchanged home rows of every rank, after `first` rows, int64 [ranks],
+    that are not exchanged. turns: None if all rows move at the same time."""
 
     home: Rows
     first: Ints
@@ -70,7 +70,7 @@ class Exchange:
 
     @property
     def dst(self) -> Ints:
-        """int64 [copies]: the rank of attention."""
+        """int64 [copies]: the rank that computes attention."""
         return self._copies[1]
 
     @property
@@ -93,7 +93,8 @@ class Exchange:
         return 0 if phase == "backward" and self.sums else RESULTS
 
     def are_results(self, phase: str, side: Side) -> bool:
-        """True if the rows sent home of a side are results; in head stages, sums at home have rounds of their own."""
+        """True if the rows of a side that are sent home are results; in head stages, sums at home have separate
+        rounds."""
         is_staged = side == "query" and self.sets.stages is not None
         return is_staged or self.results(phase) == RESULTS
 
@@ -105,7 +106,7 @@ class Exchange:
     @cached_property
     def direct(self) -> bool:
         """True if each incoming tensor has its own rounds. Rows from another rank then arrive in their final layout,
-        without unpacking; pays off for many rows."""
+        without unpacking, which pays off for many rows."""
         index = self.moved
         if not self.groups.split or self.turns is not None or self.sets.stages is not None:
             return False
@@ -149,11 +150,11 @@ def plan_exchange(
     first = np.zeros(groups.ranks, np.int64) if first is None else first
     exchange = Exchange(home, first, groups, sets, pieces, Slots(remote, 0, 0, 1))
     if groups.split:
-        return replace(exchange, slots=at_once(exchange))
+        return replace(exchange, slots=one_round(exchange))
     return replace(exchange, slots=matchings.slots(src[remote], dst[remote], rows[remote], groups.ranks))
 
 
-def at_once(exchange: Exchange) -> Slots:
+def one_round(exchange: Exchange) -> Slots:
     """All moving copies in one round, with as many slots as the busiest rank has copies."""
     index = exchange.moved
     degree = max_degree(exchange.src[index], exchange.dst[index], exchange.groups.ranks)

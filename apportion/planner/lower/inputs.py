@@ -25,7 +25,7 @@ from apportion.planner.tasks.tasks import Edges, Tasks
 class LoneTasks:
     """Lone sequences of the ranks of groups (`inner/lone.py`). alone: lowered for single ranks, without tiles; home:
     all home rows of every rank, beginning with these; early: bool [tasks of alone], True for tasks that run while rows
-    arrive, others while results leave."""
+    arrive; the others run while results leave."""
 
     alone: Lowering
     home: Rows
@@ -37,7 +37,7 @@ class Lowering:
     """One attention kind, placed and scheduled, its tasks in program order.
 
     rows: of every group of ranks (single ranks unless heads are split). heads: head groups of tasks. beside: tasks of
-    single ranks while rows of groups travel.
+    single ranks that run while rows of groups travel.
     """
 
     rows: Rows
@@ -63,7 +63,7 @@ class Lowering:
         return self.rows if self.exchange is None else self.exchange.home
 
     @property
-    def held(self) -> Ints:
+    def attention_tokens(self) -> Ints:
         """int64 [ranks]: tokens of each rank during attention; its home rows if ranks share tokens and split heads."""
         return (self.home if self.groups.split else self.rows).per_rank
 
@@ -88,13 +88,13 @@ class Lowering:
     @cached_property
     def whole_results(self) -> Bools:
         """bool [query edges]: True if only the tile's tasks touch the rows, so that their sums are complete and go home
-        as results. Home rows only, with all heads at once."""
+        as results. Only for home rows with all heads at once."""
         tasks = self.tasks
         if not tasks.queries_move:
             return np.zeros(0, bool)
         edges = self.edges_of["query"]
         has_child = np.zeros(len(edges) + 1, bool)
-        has_child[edges.parent] = True  # parent -1 sets the last
+        has_child[edges.parent] = True  # parent -1 sets the last entry
         is_candidate = (edges.parent < 0) & ~has_child[:-1]
         if self.exchange is not None or len(self.heads) > 1 or not is_candidate.any():
             return np.zeros(len(edges), bool)
@@ -112,7 +112,7 @@ class Lowering:
         return result
 
 
-#: (kind, phase) -> tasks and rounds of their tiles; the phases of a kind share one if queries stay home
+#: (kind, phase) -> tasks and rounds of their tiles; the phases of a kind share a lowering if queries stay home
 Lowered = dict[tuple[str, str], Lowering]
 
 
@@ -122,5 +122,5 @@ def leading(lowered: Lowered) -> Lowering:
 
 
 def held_tokens(lowered: Sequence[Lowered]) -> Ints:
-    """int64 [ranks]: `Lowering.held` for the ranks of all parts."""
-    return np.concatenate([leading(part).held for part in lowered])
+    """int64 [ranks]: `Lowering.attention_tokens` for the ranks of all parts."""
+    return np.concatenate([leading(part).attention_tokens for part in lowered])

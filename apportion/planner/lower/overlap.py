@@ -15,7 +15,7 @@ import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.tensors import Side
-from apportion.planner.lower.exchange import Pieces, Turns, at_once
+from apportion.planner.lower.exchange import Pieces, Turns, one_round
 from apportion.planner.lower.inputs import Lowering
 
 
@@ -37,7 +37,7 @@ def overlapped(low: Lowering) -> Lowering:
     end = int(first[-1] + pieces.rows[-1])
     turns = Turns(*(marks[is_new] for marks in (late, early, early_keys)))
     exchange = replace(low.exchange, pieces=_split_pieces(pieces, first, cuts[is_new], end), turns=turns)
-    return replace(low, exchange=replace(exchange, slots=at_once(exchange)))
+    return replace(low, exchange=replace(exchange, slots=one_round(exchange)))
 
 
 #: first and end, int64 [n] each, in rows of all groups, concatenated

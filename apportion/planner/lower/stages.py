@@ -54,7 +54,7 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
     """int32 [tasks]: 1 + round of their tile. Tasks without tiles run in the first stage, in the last, or so that every
     rank's work is even over stages and no rank delays others' rounds."""
     first = np.int32(schedule.leads - 1 + schedule.rounds if schedule.local == "last" else 0)
-    edge_stage = np.append(schedule.leads + schedule.round, first)  # edge -1 picks the last
+    edge_stage = np.append(schedule.leads + schedule.round, first)  # edge -1 picks the last entry
     stage, edge = edge_stage[tasks.edge].astype(np.int32), tasks.edge
     if tasks.queries_move:
         edge_stage[-1] = -1
@@ -81,9 +81,9 @@ def _alternate_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
     share = tasks.row.astype(np.int64) * members // np.maximum(rows.per_rank[tasks.exec], 1)
     share += members * tasks.exec
     by_share = np.lexsort((-tasks.work / tasks.rows, share))
-    fresh = changes(share[by_share])
+    begin = changes(share[by_share])
     index = np.empty(len(tasks), np.int64)
-    index[by_share] = np.arange(len(tasks)) - np.maximum.accumulate(np.where(fresh, np.arange(len(tasks)), 0))
+    index[by_share] = np.arange(len(tasks)) - np.maximum.accumulate(np.where(begin, np.arange(len(tasks)), 0))
     return np.lexsort((share, index))
 
 
@@ -99,10 +99,10 @@ def _shares(schedule: Schedule) -> Floats:
     return share
 
 
-# Fraction of work computed during an exchange: enough to hide most of it, although every one of its rows adds to the
-# exposed part (simulated with groups of eight H100).
+# Fraction of work computed during an exchange: enough to hide most of the exchange, although every row of that work
+# adds to the exposed part (simulated with groups of eight H100).
 EXCHANGE_SHARE = 0.1
-# Minimum query rows of a strip: shorter ones lose more efficiency than they hide.
+# Minimum query rows of a strip: shorter ones lose more time than they hide.
 STRIP_ROWS = 2048
 # Minimum for strips computed during an exchange.
 LEAST_ROWS = 512
@@ -133,7 +133,7 @@ def strips(tasks: Tasks, schedule: Schedule, rows: Ints) -> Tasks:
 
 @dataclass(frozen=True)
 class KeyParts:
-    """Key ranges of tasks, integers [parts], sorted by task: `task` has `keys` rows from `row` on, in the tile of
+    """Key ranges of tasks, integers [parts], sorted by task: `task` has `keys` rows that begin at `row`, in the tile of
     `edge`, or at home for edge -1."""
 
     task: Ints

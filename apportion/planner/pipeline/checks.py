@@ -26,7 +26,7 @@ from apportion.planner.schedule.rounds import Schedule
 from apportion.planner.tasks.cells import cut_cells
 from apportion.planner.tasks.tasks import Edges, Tasks
 
-_Given = ParamSpec("_Given")
+_Arguments = ParamSpec("_Arguments")
 _ON: ContextVar[bool] = ContextVar("checked steps", default=False)
 
 
@@ -41,9 +41,9 @@ def checked_steps() -> Iterator[None]:
         _ON.reset(before)
 
 
-def _if_enabled(check: Callable[_Given, None]) -> Callable[_Given, None]:
+def _if_enabled(check: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
     @wraps(check)
-    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
         if _ON.get():
             check(*args, **kwargs)
 
@@ -67,7 +67,7 @@ class Checks:
 
     @_if_enabled
     def placement(self, problem: Problem, shards: Shards, placed: Placement) -> None:
-        """Every block has a home; the work is preserved, and the token cap respected."""
+        """Every block has a home; the work is preserved and the token cap kept."""
         must = _Requirement("place", self._passes.place)
         must.span("starts", placed.starts, problem.batch.tokens)
         homes = problem.ranks if placed.groups is None else len(placed.groups) - 1
@@ -75,7 +75,7 @@ class Checks:
             must.span("groups", placed.groups, problem.ranks)
         must.that("home, weight", len(placed.home) == len(placed.weight) == len(placed.starts) - 1)
         must.all("home", (placed.home >= 0) & (placed.home < homes))
-        must.that("weight, of all blocks", int(placed.weight.sum()) == int(shards.weight.sum()))
+        must.that("weight, total of all blocks", int(placed.weight.sum()) == int(shards.weight.sum()))
         if placed.groups is None and not self._passes.place.own_cap:
             must.all("tokens, of each rank", placed.rank_sums(placed.lengths, homes) <= problem.token_caps)
         for (kind, phase), execution in (placed.execution or {}).items():
@@ -91,7 +91,7 @@ class Checks:
         """Tasks cover all pairs of the masks, once for each head group; each task has its edges."""
         must = _Requirement("place", self._passes.place)
         work = cut_cells(bands, starts).work.sum()
-        must.that("tasks, pairs of all", int(tasks.work.sum()) == int(work) * groups)
+        must.that("tasks, total pairs", int(tasks.work.sum()) == int(work) * groups)
         must.all("tasks, rows", tasks.rows > 0)
         must.all("tasks, keys", tasks.k1 > tasks.k0)
         for edge in (tasks.edge, tasks.query_edge):
@@ -158,4 +158,4 @@ class _Requirement:
     def span(self, rule: str, starts: Ints, end: int) -> None:
         """Checks that `starts` ascends from 0 to `end`."""
         self.that(f"{rule}, from 0 to {end}", int(starts[0]) == 0 and int(starts[-1]) == end)
-        self.all(f"{rule}, rising", np.diff(starts) > 0)
+        self.all(f"{rule}, ascending", np.diff(starts) > 0)

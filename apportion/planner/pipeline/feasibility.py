@@ -50,8 +50,7 @@ def check_request(problem: Problem) -> None:
 
 
 def _check_memory(problem: Problem) -> None:
-    """Refuses batches that cannot fit, before planning: home rows of the fullest rank, which holds at least the
-    mean."""
+    """Refuses batches whose home rows cannot fit the fullest rank, which holds at least the mean."""
     rows = min(problem.token_cap, -(-problem.batch.tokens // problem.ranks))
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     home_bytes = rows * _home_row_bytes(problem.model, "backward", _projects(problem))
@@ -102,8 +101,8 @@ def check_call_memory(
 
 
 def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
-    """Bytes of one home row of all inputs and outputs of a phase, sums as results. In programs that project, dX reuses
-    the memory of O if O is released."""
+    """Bytes of one home row of all inputs and outputs of a phase, with sums as results. In programs that project, dX
+    reuses the memory of O if O is released."""
     outputs, queries, keys = _numbers(model)
     size, hidden = model.element_bytes, projects * model.hidden
     inputs = (hidden or queries + keys) * size

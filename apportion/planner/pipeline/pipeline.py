@@ -91,7 +91,7 @@ def draft(
 ) -> UnsealedPlan:
     """Runs the passes after placement, or after `schedule`. Raises ConfigError, CapacityError."""
     with watch("schedule"):
-        parts = [(0, placed)] if lowered is not None else placed.apart()
+        parts = [(0, placed)] if lowered is not None else placed.isolated_parts()
         items = [lowered] if lowered is not None else spread(schedule, [part for _, part in parts], threads)
         for key in items[0]:
             check_tasks(sum(len(part[key].tasks) for part in items))
@@ -132,7 +132,7 @@ def seal(
         if found_departures := departures(placed, draft.lowered):
             report |= {"departures": [dict(vars(departure)) for departure in found_departures]}
         if draft.remapping is not None:
-            report |= {"remap": draft.remapping.said}
+            report |= {"remap": draft.remapping.entry}
         if search is not None:
             report |= {"search": search, "termination": report["termination"] | {"limit": search["stopped"]}}
     check_promises(problem, report, draft.programs, draft.layouts)
@@ -160,6 +160,6 @@ def _check_cap(tokens: Ints, cap: int) -> None:
     fullest = int(tokens.argmax())
     if tokens[fullest] > cap:
         raise CapacityError(
-            f"rank {fullest} would hold {tokens[fullest]} tokens, policy.token_cap is {cap}: raise token_cap to "
+            f"rank {fullest} would hold {tokens[fullest]} tokens, but policy.token_cap is {cap}: raise token_cap to "
             f"{tokens[fullest]}, leave it out, or use a recipe that plans under it, such as fcp"
         )

@@ -1,4 +1,4 @@
-"""From a problem to blocks with homes: the steps `shard` and `place`, over groups of ranks if heads are split."""
+"""Steps `shard` and `place`: from a problem to blocks with homes, over groups of ranks if heads are split."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class PlacedProblem:
     lone: LoneSequences | None = None
     departures: tuple[Departure, ...] = ()
 
-    def apart(self) -> list[tuple[int, PlacedProblem]]:
+    def isolated_parts(self) -> list[tuple[int, PlacedProblem]]:
         """(first rank, placement) of parts without transfers between them; a single part with everything if there are
         none."""
         passes = self.passes
         if passes.pods is None or passes.inner is not None or passes.reshuffle:
             return [(0, self)]
         parts = []
-        for pod in passes.pods.apart(self.problem, self.placement):
+        for pod in passes.pods.isolated_parts(self.problem, self.placement):
             part, single = pod.problem, Groups.single(pod.problem.ranks)
             parts.append((pod.first, PlacedProblem(part, passes, single, part, self.shards, pod.placement)))
         return parts or [(0, self)]
@@ -45,8 +45,8 @@ class PlacedProblem:
 
 def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> PlacedProblem:
     """Runs the passes up to placement. Raises ConfigError, CapacityError."""
-    passes = together(problem, passes)
-    groups, inner, lone = grouped(problem, passes)
+    passes = usable_passes(problem, passes)
+    groups, inner, lone = group_ranks(problem, passes)
     checks = Checks(passes)
     if lone is not None and lone.is_all:
         with watch("place"):
@@ -64,9 +64,7 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
     checks.shards(inner, shards)
     checks.placement(inner, shards, placement)
     if problem.picked and (placement.execution is not None or placement.groups is not None):
-        rule = (
-            f"computes away from home, or splits heads: {', '.join(problem.picked)} choose keys at run time"
-        )
+        rule = f"computes away from home or splits heads: {', '.join(problem.picked)} choose keys at run time"
         raise ConfigError("recipe.place", type(passes.place).__name__.lower(), rule, "use lpt or blend")
     departures = (*groups.departures, *_without_lone(passes, groups, lone), *placement.departures)
     if placement.groups is not None:
@@ -74,9 +72,9 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
     return PlacedProblem(problem, passes, groups, inner, shards, placement, lone, departures)
 
 
-def together(problem: Problem, passes: Passes) -> Passes:
+def usable_passes(problem: Problem, passes: Passes) -> Passes:
     """The passes, without `inner` if no kind is left whose heads may be split: kinds that choose keys at run time need
-    all heads together, and queries at home. Raises ConfigError."""
+    all heads usable_passes, and queries at home. Raises ConfigError."""
     if problem.picked and passes.reshuffle:
         rule = f"moves the queries of {', '.join(problem.picked)}, which choose keys at run time"
         raise ConfigError("recipe.reshuffle", True, rule, "leave `reshuffle` out")
@@ -86,7 +84,7 @@ def together(problem: Problem, passes: Passes) -> Passes:
 
 
 def _without_lone(passes: Passes, groups: Groups, lone: LoneSequences | None) -> list[Departure]:
-    """The departure if no sequences are lone although the recipe asks for it."""
+    """The departure if no sequences are lone although the recipe requests it."""
     inner = passes.inner
     if lone is not None or not groups.split or not isinstance(inner, Ulysses) or inner.lone is None:
         return []
@@ -94,7 +92,7 @@ def _without_lone(passes: Passes, groups: Groups, lone: LoneSequences | None) ->
     return [Departure("recipe.inner.ulysses.lone", inner.lone, None, reason)]
 
 
-def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, LoneSequences | None]:
+def group_ranks(problem: Problem, passes: Passes) -> tuple[Groups, Problem, LoneSequences | None]:
     """The groups of ranks that placement uses as ranks, the problem in terms of groups, and the lone sequences outside
     it. Raises ConfigError, CapacityError."""
     if passes.inner is None:

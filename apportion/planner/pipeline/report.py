@@ -43,8 +43,8 @@ class PurposeTraffic:
         slots, degree, rounds = (turns * n for n in (self.slots, self.max_degree, self.rounds))
         return replace(self, slots=slots, max_degree=degree, rounds=rounds)
 
-    def beside(self, other: PurposeTraffic) -> PurposeTraffic:
-        """Combined with concurrent traffic for the same purpose between other ranks."""
+    def combined(self, other: PurposeTraffic) -> PurposeTraffic:
+        """The total with concurrent traffic for the same purpose between other ranks."""
         slots, degree = max(self.slots, other.slots), max(self.max_degree, other.max_degree)
         rounds, size = max(self.rounds, other.rounds), self.bytes + other.bytes
         return replace(self, slots=slots, max_degree=degree, rounds=rounds, bytes=size)
@@ -153,7 +153,7 @@ def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
 
 def _makespan_bound(placement: Placement, lowered: Sequence[Lowered]) -> float:
     """Bound of one rank's load. Groups of ranks share their load; groups of several sizes, and kinds with split and
-    unsplit heads together, have no bound but the mean."""
+    unsplit heads together, have no bound other than the mean."""
     sizes = {
         size for part in lowered for low in part.values() for size in np.unique(low.groups.sizes).tolist()
     }
@@ -206,7 +206,7 @@ def _merged_traffic(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
     merged: dict[tuple[str, str, str], PurposeTraffic] = {}
     for item in traffic:
         key = item.kind, item.phase, item.name
-        merged[key] = merged[key].beside(item) if key in merged else item
+        merged[key] = merged[key].combined(item) if key in merged else item
     return list(merged.values())
 
 
@@ -244,8 +244,8 @@ def _exchange_bytes(problem: Problem, kind: str, low: Lowering, phase: str, way:
 
     def head_bytes(side: Side) -> int:
         results = way == "out" and exchange.are_results(phase, side)
-        a_head = model.sent_result_bytes if results else partial(model.sent_bytes, heads=1)
-        return sum(map(a_head, tensors[side, phase]))
+        bytes_of = model.sent_result_bytes if results else partial(model.sent_bytes, heads=1)
+        return sum(map(bytes_of, tensors[side, phase]))
 
     queries, keys = map(head_bytes, SIDES)
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys

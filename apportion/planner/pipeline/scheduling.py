@@ -1,4 +1,4 @@
-"""From placed blocks to tasks and the rounds of their tiles: the steps `route` and `schedule`."""
+"""Steps `route` and `schedule`: from placed blocks to tasks and the rounds of their tiles."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def schedule(placed: PlacedProblem) -> Lowered:
     site = Site(rows, problem.batch, problem.cluster)
     home = None if exchange is None else exchange.home
     if home is not None and placed.lone is not None:
-        home = placed.lone.beside(home)
+        home = placed.lone.with_others(home)
     split_kinds = problem.bands if passes.inner is None else passes.inner.splits(placed.problem)
     lowered: Lowered = {}
     for kind, bands in problem.bands.items():
@@ -86,15 +86,16 @@ def _exchange(placed: PlacedProblem, rows: Rows, sets: HeadSets) -> Exchange | N
     tokens = placed.inner.batch.tokens
     if lone is not None:
         first = lone.rows.per_rank
-        shares = _room_beside(placed.problem, placed.groups, first, rows.per_rank)
+        shares = _remaining_room(placed.problem, placed.groups, first, rows.per_rank)
     return plan_exchange(
         tokens, rows, placed.groups, shares, sets, passes.schedule.exchange, passes.reshuffle, first
     )
 
 
-def _room_beside(problem: Problem, groups: Groups, first: Ints, counts: Ints) -> Ints:
-    """int64 [ranks] > 0: proportions in which members share the rows of their group, int64 [groups], besides `first`
-    rows of their own: what their default caps leave, or an explicit cap if a group exceeds those."""
+def _remaining_room(problem: Problem, groups: Groups, first: Ints, counts: Ints) -> Ints:
+    """int64 [ranks] > 0: proportions in which members share the `counts` rows of their group, int64 [groups], in
+    addition to `first` rows of their own: the room that default caps leave, or an explicit cap if a group exceeds
+    them."""
     shares: Ints = np.maximum(problem.member_room - first, 1)
     if problem.policy.token_cap is None:
         return shares
@@ -131,7 +132,7 @@ def _scheduled(
 ) -> Lowering:
     """Schedules tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
     tasks, edges = tasks_and_edges
-    if groups.split:  # every rank of a group needs them
+    if groups.split:  # every rank of a group runs them
         check_tasks(int(groups.sizes[tasks.exec].sum()))
     routes, checks = _routed(passes, edges, site), Checks(passes)
     checks.routed(edges, routes, len(groups))
@@ -169,7 +170,7 @@ def _head_sets(problem: Problem, passes: Passes, groups: Groups) -> HeadSets:
 
 
 def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
-    """The heads of work rows if tasks have part of the heads: all tiles of a side have equally many."""
+    """The heads of work rows if tasks have a part of the heads: all tiles of a side have the same number."""
     if passes.inner is not None or passes.reshuffle:
         step = "reshuffle" if passes.inner is None else "inner"
         rule = "cannot be used where the placement splits heads"

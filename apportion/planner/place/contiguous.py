@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from apportion.planner.place.zigzag import placed
+from apportion.planner.place.zigzag import finalize
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.refusals import refuse_home_ranks
 
@@ -26,4 +26,4 @@ class Contiguous(PlacePass):
         refuse_home_ranks(problem, "contiguous")
         edges = np.arange(problem.ranks + 1) * problem.batch.tokens // problem.ranks
         home = np.flatnonzero(np.diff(edges))
-        return placed(problem, np.append(edges[home], edges[-1]), home, "contiguous")
+        return finalize(problem, np.append(edges[home], edges[-1]), home, "contiguous")

@@ -35,10 +35,10 @@ class FlexSp(PlacePass):
     all-to-all of its heads, forward and backward.
 
     capacity: largest number of tokens per rank, so that a group of P ranks holds P times as many; default the policy's
-    token cap, else twice the mean or the longest sequence's need. linear: include the linear layers' time, as in
-    FlexSP's cost model: groups are then balanced by whole layers instead of attention. solver: its `steps` are nodes of
-    a search tree. The solver assumes equal ranks; if speeds differ, the slowest groups get the fastest places of their
-    size. Raises ConfigError, CapacityError, MissingDependencyError, UnknownNameError.
+    token cap, else twice the mean, or more if the longest sequence needs it. linear: include the linear layers' time,
+    as in FlexSP's cost model: groups are then balanced by whole layers instead of attention. solver: its `steps` are
+    nodes of a search tree. The solver assumes equal ranks; if speeds differ, the slowest groups get the fastest ranks
+    for their size. Raises ConfigError, CapacityError, MissingDependencyError, UnknownNameError.
     """
 
     capacity: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
@@ -99,11 +99,11 @@ def _sequence_us(problem: Problem, lengths: Ints, pairs: Ints, degrees: Ints) ->
         q_heads, kv_heads = model.q_heads // degree, max(1, model.kv_heads // degree)
         for phase in PHASES:
             times[:, c] += cost.attention_us(phase, lengths, lengths, np.maximum(pairs, 1), q_heads, kv_heads)
-            times[:, c] += lengths / degree * _us_a_row(problem, phase, degree, q_heads, kv_heads)
+            times[:, c] += lengths / degree * _row_us(problem, phase, degree, q_heads, kv_heads)
     return times
 
 
-def _us_a_row(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads: int) -> float:
+def _row_us(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads: int) -> float:
     """All-to-all time in a group per row of a rank: transfers within the node and to other nodes overlap."""
     heads = {"query": q_heads, "key": kv_heads}
     row = sum(
@@ -112,11 +112,11 @@ def _us_a_row(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads:
     cluster = problem.cluster
     local = min(degree, cluster.ranks_per_node)
     return max(
-        (local - 1) * row / (cluster.intra_gbs * 1e3), (degree - local) * row / _inter_bytes_a_us(cluster)
+        (local - 1) * row / (cluster.intra_gbs * 1e3), (degree - local) * row / _inter_bytes_per_us(cluster)
     )
 
 
-def _inter_bytes_a_us(cluster: Cluster) -> float:
+def _inter_bytes_per_us(cluster: Cluster) -> float:
     """A rank's share of its node's NICs, bytes per microsecond."""
     return cluster.inter_gbs * 1e3 * cluster.nics_per_node / cluster.ranks_per_node
 

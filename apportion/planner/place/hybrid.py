@@ -16,7 +16,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.planner.options import Count
 from apportion.planner.place.whole import spread
-from apportion.planner.place.zigzag import deal, placed
+from apportion.planner.place.zigzag import deal, finalize
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import refuse_home_ranks
@@ -45,19 +45,19 @@ class HybridDp(PlacePass):
         first, load, tokens = _windows(problem, size, weight)
         is_single = size == 1
         first[is_single] = spread(problem, weight[is_single], lengths[is_single], load, tokens, self.solver)
-        return placed(problem, *deal(axis, first, size), "hybrid_dp", weight[is_single])
+        return finalize(problem, *deal(axis, first, size), "hybrid_dp", weight[is_single])
 
 
 @dataclass(frozen=True)
 class MegatronHybrid(PlacePass):
     """Hybrid context parallelism of Megatron-Core (its class BalancedCPScheduler).
 
-    A sequence gets the next power of two of L / capacity ranks, at most the largest in the cluster, and is priced
-    at L^2 / ranks regardless of its mask. In each turn the ranks are divided into aligned groups, largest first: all
-    sequences of one size go to the groups that the turn can still provide for it, each to the cheapest; a size without
-    a group waits for the next turn. Idle ranks of a turn widen its smallest groups. Not implemented: ending a turn
-    early once it is balanced, and taking back its last sequence. Speeds are ignored. capacity: tokens of a rank,
-    default the mean rounded up. Raises ConfigError, CapacityError.
+    A sequence gets L / capacity ranks, rounded up to a power of two that the cluster has, and is priced at L^2 / ranks
+    regardless of its mask. In each turn the ranks are divided into aligned groups, largest first: all sequences of one
+    size go to the groups that the turn can still provide for that size, each to the cheapest; a size without a group
+    waits for the next turn. Idle ranks of a turn widen its smallest groups. Not implemented: ending a turn early once
+    it is balanced, and taking back its last sequence. Speeds are ignored. capacity: tokens of a rank, default the mean
+    rounded up. Raises ConfigError, CapacityError.
     """
 
     capacity: Count | None = None
@@ -69,7 +69,7 @@ class MegatronHybrid(PlacePass):
         counts = _ranks_needed(problem, self.capacity, 1 << problem.ranks.bit_length() - 1)
         sizes = np.int64(1) << np.frexp(counts - 1)[1].astype(np.int64)
         first, size = _turn_groups(problem.batch.lengths, sizes, problem.ranks, self.solver)
-        return placed(problem, *deal(problem.batch.starts, first, size), "megatron_hybrid")
+        return finalize(problem, *deal(problem.batch.starts, first, size), "megatron_hybrid")
 
 
 def _ranks_needed(problem: Problem, capacity: int | None, limit: int) -> Ints:
@@ -81,7 +81,7 @@ def _ranks_needed(problem: Problem, capacity: int | None, limit: int) -> Ints:
     if capacity is not None and counts[longest] > limit:
         raise CapacityError(
             f"sequence {longest} has {lengths[longest]} tokens and needs {counts[longest]} ranks of {capacity} tokens, "
-            f"the largest group has {limit} of {problem.ranks} ranks: raise capacity to at least "
+            f"but the largest group has {limit} of {problem.ranks} ranks: raise capacity to at least "
             f"{-(-lengths[longest] // limit)} or leave it out, or use more ranks"
         )
     return np.minimum(counts, limit)

@@ -24,7 +24,7 @@ from apportion.planner.solvers.status import Status, Termination
 from apportion.planner.solvers.use import PartitionSolver
 
 #: weight of a kind that is balanced by itself, relative to the others
-ALONE = 64
+DOMINANT = 64
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Lpt(PlacePass):
         )
         if self.solver.entry.heuristic:
             return result
-        # an exact solver keeps pieces whole, LPT may leave some to be cut
+        # an exact solver keeps pieces whole; LPT may leave some to be cut
         lpt = PartitionSolver("lpt")
         other = lightest(problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), lpt))
         return min([result, other], key=lambda placement: busiest(problem, placement))
@@ -59,7 +59,7 @@ def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) 
     first = place(layers)
     if len(layers) == 1:
         return first
-    variants = [place({**layers, kind: ALONE * count}) for kind, count in layers.items()]
+    variants = [place({**layers, kind: DOMINANT * count}) for kind, count in layers.items()]
     return min([first, *variants], key=lambda placement: busiest(problem, placement))
 
 
@@ -145,7 +145,7 @@ def _no_room_error(
     sizes, caps = shards.per_piece(shards.lengths).tolist(), problem.token_caps
     room = caps.max() if home_ranks is None else caps[list(home_ranks)].max()
     if allowed is None:
-        return CapacityError(f"{sum(sizes)} tokens do not fit on ranks that hold {caps.sum()} together")
+        return CapacityError(f"{sum(sizes)} tokens do not fit on ranks that hold {caps.sum()} in total")
     need = sum(size for size, ranks in zip(sizes, allowed, strict=True) if ranks == home_ranks)
     return CapacityError(
         f"{need} tokens have home_ranks {home_ranks}, which hold at most {room} each, other pieces included: "

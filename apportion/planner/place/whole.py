@@ -16,8 +16,8 @@ from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.partition.lpt import makespan_bound
 from apportion.planner.solvers.use import PartitionSolver
 
-# Without an explicit cap, the smallest of these factors of a rank's share (or of the longest sequence) that LPT can
-# keep.
+# Without an explicit cap, caps are the smallest of these multiples of a rank's share (at least the longest sequence)
+# that LPT can keep.
 SLACKS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 
 

@@ -5,7 +5,7 @@
     ranks      one                some of a node             all of some nodes
     split      -                  by squared length          evenly
 
-If the sequences of a zone do not fit, the threshold falls to the longest of them, which joins the zone above, and the
+If the sequences of a zone do not fit, the threshold drops to the longest of them, which joins the zone above, and the
 level starts over. Sequences on several ranks are cut zig-zag in the order of the ranks (section 3.2).
 """
 
@@ -22,12 +22,12 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.tensors import Tensor
 from apportion.planner.options import Count
-from apportion.planner.place.zigzag import placed
+from apportion.planner.place.zigzag import finalize
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.refusals import refuse_home_ranks
 
 #: longest sequence in the search for the length at which attention hides its transfer
-LONGEST = 2**24
+MAX_LENGTH = 2**24
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class Zeppelin(PlacePass):
 
     cap: "auto": "enforce" if the policy has a token cap, else "paper". "paper", as printed: only tokens of whole
     sequences are checked against the capacity, so that fragments may overload a rank (sequences of 5 and 2 times the
-    capacity on 8 ranks put 1.71 times of it on one). "enforce": a sequence whose fragment would not fit goes to more
+    capacity on 8 ranks put 1.71 times it on one). "enforce": a sequence whose fragment would not fit goes to more
     ranks, the emptiest first, and if that does not help it levels their tokens; else as printed. Interpretation of the
     paper in both: the budget of a node is the mean of all tokens; "empty buckets", which may not exist, are the least
-    loaded; numbers of fragments are rounded up; zones are < and >= the threshold, or raising it never ends.
+    loaded; numbers of fragments are rounded up; zones are < and >= the threshold, or lowering it never ends.
 
     capacity: tokens of a rank (the paper's L), default each rank's token cap. inter_tokens, intra_tokens: initial
     lengths from which sequences are inter-node and intra-node; zones sets the defaults. "capacity": the largest
-    capacity of a node and of a rank, as in the algorithms; "cost": these, or the smaller length at which attention to a
-    whole sequence takes as long as sending its keys and values between nodes, and inside one, as in Figure 5. parts:
-    number of blocks of a rank's share of an inter-node sequence, one for each rank that relays it (see the schedule
-    `queues`); "auto": the ranks of a node. Raises ConfigError, CapacityError.
+    capacity of a node and of a rank, as in the algorithms; "cost": these, or, if shorter, the length at which attention
+    to a whole sequence takes as long as sending its keys and values between nodes, and inside one, as in Figure 5.
+    parts: number of blocks of a rank's share of an inter-node sequence, one for each rank that relays it (see the
+    schedule `queues`); "auto": the ranks of a node. Raises ConfigError, CapacityError.
     """
 
     cap: Literal["auto", "enforce", "paper"] = "auto"
@@ -65,7 +65,7 @@ class Zeppelin(PlacePass):
         per_node = problem.cluster.ranks_per_node
         parts = per_node if self.parts == "auto" else self.parts
         starts, home = core.blocks(problem.batch.starts, shares, per_node, parts)
-        return placed(problem, starts, home, "zeppelin")
+        return finalize(problem, starts, home, "zeppelin")
 
     def shares(self, problem: Problem) -> Ints:
         """int64 [3, shares]: sequence, rank and tokens, by sequence, then by its ranks in order."""
@@ -75,12 +75,12 @@ class Zeppelin(PlacePass):
         inter, intra = int(node_caps.max()), int(caps.max())
         if self.zones == "cost":
             cluster = problem.cluster
-            inter = min(inter, hidden_from(problem, cluster.inter_gbs_per_rank, cluster.inter_latency_us))
-            intra = min(intra, hidden_from(problem, cluster.intra_gbs, cluster.intra_latency_us))
+            inter = min(inter, hiding_tokens(problem, cluster.inter_gbs_per_rank, cluster.inter_latency_us))
+            intra = min(intra, hiding_tokens(problem, cluster.intra_gbs, cluster.intra_latency_us))
         enforce = self.cap == "enforce" or (self.cap == "auto" and problem.policy.token_cap is not None)
-        most = np.minimum(node_caps, MOST_TOKENS)
+        limits = np.minimum(node_caps, MOST_TOKENS)
         inter, intra = self.inter_tokens or inter, self.intra_tokens or intra
-        return core.shares(problem.batch.lengths, most, by_node, inter, intra, enforce)
+        return core.shares(problem.batch.lengths, limits, by_node, inter, intra, enforce)
 
     def _capacities(self, problem: Problem) -> Ints:
         """int64 [ranks]: token capacity of each. Raises CapacityError."""
@@ -95,16 +95,16 @@ class Zeppelin(PlacePass):
         return np.full(ranks, min(cap, MOST_TOKENS), np.int64)
 
 
-def hidden_from(problem: Problem, gbs: float, latency_us: float) -> int:
+def hiding_tokens(problem: Problem, gbs: float, latency_us: float) -> int:
     """The shortest sequence whose forward attention, causal and whole on one rank, takes as long as sending its keys
     and values at `gbs` GB/s: the intersection of two curves of Figure 5."""
     model, cost = problem.model, problem.cost
-    a_token_us = model.sent_bytes(Tensor.KV) / (gbs * 1e3)
+    token_us = model.sent_bytes(Tensor.KV) / (gbs * 1e3)
 
     def is_hidden(tokens: int) -> bool:
         length = np.array([tokens])
         pairs = length * (length + 1) // 2
         attention_us = cost.attention_us("forward", length, length, pairs, model.q_heads, model.kv_heads)
-        return float(attention_us[0]) >= latency_us + tokens * a_token_us
+        return float(attention_us[0]) >= latency_us + tokens * token_us
 
-    return 1 + bisect_left(range(1, LONGEST), True, key=is_hidden)
+    return 1 + bisect_left(range(1, MAX_LENGTH), True, key=is_hidden)

@@ -27,7 +27,7 @@ class ZigZag(PlacePass):
 
     chunk: minimum tokens per chunk. A sequence too short for 2N chunks goes to fewer consecutive ranks, those with the
     fewest tokens, in chunks of the minimum. With 1 every sequence goes to all ranks, as in trainers, although kernels
-    compute a tile of 128 rows for the shortest chunk; the number of tasks per sequence grows with N^2. Lengths are
+    compute a tile of 128 rows even for the shortest chunk; the number of tasks per sequence grows with N^2. Lengths are
     arbitrary, without padding: a range of L = 2N*q + r tokens from token s gives q to every chunk, and one more to r of
     them, dealt to the ranks s mod N, s mod N + 1, ... in turn, so that over all sequences the ranks' tokens differ by
     at most one. A rank with one extra token adds it to its first or its second chunk in alternation (neighbours differ,
@@ -50,17 +50,17 @@ def deal_evenly(problem: Problem, ranges: Ints, name: str, chunk: int) -> Placem
     chunk; `name` is the calling pass."""
     lengths = np.diff(ranges)
     if chunk == 1:  # uses all ranks, even if some of a short range's chunks are empty
-        return placed(
+        return finalize(
             problem, *deal(ranges, np.zeros_like(lengths), np.full_like(lengths, problem.ranks)), name
         )
     size = np.clip(lengths // (2 * chunk), 1, problem.ranks)
     first = core.emptiest(lengths, size, problem.ranks)
-    return placed(problem, *deal(ranges, first, size), name)
+    return finalize(problem, *deal(ranges, first, size), name)
 
 
-def placed(problem: Problem, starts: Ints, home: Ints, name: str, whole: Ints | None = None) -> Placement:
+def finalize(problem: Problem, starts: Ints, home: Ints, name: str, whole: Ints | None = None) -> Placement:
     """The placement of blocks cut by the rule of pass `name`. Its bound is the mean load, as another rule may cut
-    differently, or the bound of the items that are never cut: `whole`, int64 [items], their weights. Raises
+    differently, or the bound of the items that are never cut (`whole`: int64 [items], their weights). Raises
     CapacityError."""
     obey_token_cap(problem, starts, home, name)
     weight = row_weights(problem, starts)

@@ -31,4 +31,4 @@ def _entry(name: str, steps: Mapping[str, Any], **facts: str) -> RecipeEntry:
 
 
 _FILE = tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8"))
-BUILT_IN: Mapping[str, RecipeEntry] = {name: _entry(name, **held) for name, held in _FILE.items()}
+BUILT_IN: Mapping[str, RecipeEntry] = {name: _entry(name, **entry) for name, entry in _FILE.items()}

@@ -3,7 +3,7 @@
     recipe = [pack] · [inner] · [pods] · shard · place · [route] · schedule · [remap] · [reshuffle]
            | [pack] · search, which chooses the other steps
 
-Third parties add recipes through the entry point group `apportion.recipes`: a name = a `Recipe` or a `RecipeEntry`.
+Third parties add recipes through the entry point group `apportion.recipes`: name = a `Recipe` or `RecipeEntry`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _SWITCHES = ("reshuffle",)
 
 def entries() -> dict[str, RecipeEntry]:
     """All recipes by name: built-in ones in order, then those of plug-ins. Raises ConfigError for a broken plug-in."""
-    return {**BUILT_IN, **_plugged_recipes()}
+    return {**BUILT_IN, **_plugin_recipes()}
 
 
 @cache
-def _plugged_recipes() -> Mapping[str, RecipeEntry]:
+def _plugin_recipes() -> Mapping[str, RecipeEntry]:
     recipes = {}
-    for name, point in plugins.found("apportion.recipes").items():
+    for name, point in plugins.discover("apportion.recipes").items():
         item = plugins.load(point, (RecipeEntry, Recipe))
         entry = item if isinstance(item, RecipeEntry) else RecipeEntry(item, "", plugins.distribution(point))
         if entry.name in BUILT_IN or entry.name != name:
@@ -143,9 +143,9 @@ def passes_of(recipe: Recipe) -> Passes:
 
 @lru_cache(256)
 def _passes(data: bytes) -> Passes:
-    """The passes of a recipe, encoded: as plain data, 1 and true would be equal cache keys."""
+    """The passes of an encoded recipe: in plain data, 1 and true would be equal cache keys."""
     recipe = Recipe.from_data(_decode(data))
-    passes = _built(recipe)
+    passes = _build_passes(recipe)
     for step in _REQUIRED:
         if step not in passes:
             rule = f"has no step {step}"
@@ -166,15 +166,15 @@ def _passes(data: bytes) -> Passes:
 
 def search_of(recipe: Recipe) -> SearchPass:
     """Builds the search pass of a recipe. Raises the errors of `passes_of`."""
-    return cast(SearchPass, _built(recipe)["search"])
+    return cast(SearchPass, _build_passes(recipe)["search"])
 
 
 def pack_of(recipe: Recipe) -> PackPass | None:
     """Builds the pack pass of a recipe, or None. Raises the errors of `passes_of`."""
-    return cast(PackPass | None, _built(recipe).get("pack"))
+    return cast(PackPass | None, _build_passes(recipe).get("pack"))
 
 
-def _built(recipe: Recipe) -> dict[str, Pass]:
+def _build_passes(recipe: Recipe) -> dict[str, Pass]:
     """Step -> pass; `registry` has checked the contracts."""
     names, searches = (*STEPS, *_SWITCHES), recipe.step("search") is not None
     for step in recipe:

@@ -78,27 +78,27 @@ STEPS = tuple(_BUILT_IN)
 
 def names(step: str) -> list[str]:
     """Names of the passes of a step."""
-    return [*_BUILT_IN[step], *_plugged_passes()[step]]
+    return [*_BUILT_IN[step], *_plugin_passes()[step]]
 
 
 def find_pass(step: str, name: str) -> type[Any]:
     """The class of a pass, checked against its step's contract. Raises UnknownNameError, ConfigError."""
     if name in _BUILT_IN[step]:
-        return _imported(_BUILT_IN[step][name])
-    plugged = _plugged_passes()[step]
-    if name not in plugged:
+        return _import_class(_BUILT_IN[step][name])
+    points = _plugin_passes()[step]
+    if name not in points:
         raise UnknownNameError(f"recipe.{step}", name, "no pass of that name", suggestion(name, names(step)))
-    pass_type: type[Any] = plugins.load(plugged[name], type)
+    pass_type: type[Any] = plugins.load(points[name], type)
     if fault := contract_fault(step, pass_type):
         raise plugins.entry_point_error(
-            plugged[name], f"brings {pass_type.__name__}, {fault}", "see docs/how-to/own-recipe.md"
+            points[name], f"brings {pass_type.__name__}, {fault}", "see docs/how-to/own-recipe.md"
         )
     return pass_type
 
 
 def contract_fault(step: str, pass_type: type[Any]) -> str | None:
     """Describes how a class violates the contract of the step's passes, or None."""
-    contract = _imported(_CONTRACTS[step])
+    contract = _import_class(_CONTRACTS[step])
     if not is_dataclass(pass_type):
         return "which is not a dataclass"
     for field in fields(pass_type):
@@ -122,7 +122,7 @@ def _members(contract: type[Any]) -> set[str]:
     return {name for name in protocol_names if not name.startswith("_") or name == "__call__"}
 
 
-def _imported(path: str) -> type[Any]:
+def _import_class(path: str) -> type[Any]:
     module, _, attribute = path.partition(":")
     pass_type: type[Any] = getattr(import_module(f"apportion.planner.{module}"), attribute)
     return pass_type
@@ -147,9 +147,9 @@ def build(step: Step) -> Pass:
 
 
 @cache
-def _plugged_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
+def _plugin_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
     passes: dict[str, dict[str, EntryPoint]] = {step: {} for step in _BUILT_IN}
-    for name, point in plugins.found("apportion.passes").items():
+    for name, point in plugins.discover("apportion.passes").items():
         step, _, pass_name = name.partition(".")
         if step not in _BUILT_IN or not pass_name or pass_name in _BUILT_IN[step]:
             raise plugins.entry_point_error(

@@ -29,17 +29,17 @@ INTER, INTRA, LOCAL = range(3)
 
 @dataclass(frozen=True, kw_only=True)
 class QueueRoutes(Routes):
-    """queue: int32 [edges]; depth: int32 [edges], number of earlier edges of the tile; held: int32 [blocks], the queue
-    of each block's ring."""
+    """queue: int32 [edges]; depth: int32 [edges], number of earlier edges of the tile; queue_of: int32 [blocks], the
+    queue of each block's ring."""
 
     queue: Ints
     depth: Ints
-    held: Ints
+    queue_of: Ints
 
 
 @dataclass(frozen=True)
 class QueueRings(RoutePass):
-    """proxies: number of ranks of a node that share what one sends to another node; "auto": all."""
+    """proxies: number of ranks of a node that share the rows which one sends to another node; "auto": all."""
 
     proxies: int | Literal["auto"] = "auto"
     rings: ClassVar[bool] = True
@@ -52,10 +52,10 @@ class QueueRings(RoutePass):
         rings, per_node = find_rings(site), site.cluster.ranks_per_node
         parts = per_node if self.proxies == "auto" else min(self.proxies, per_node)
         queues = _queues(rings, site)
-        local = queues[rings.of].astype(np.int32)
+        own = queues[rings.of].astype(np.int32)
         if not len(edges):
             none = np.zeros(0, np.int32)
-            return QueueRoutes(edges, none, True, none, queue=none, depth=none, held=local)
+            return QueueRoutes(edges, none, True, none, queue=none, depth=none, queue_of=own)
         tiles = _tiles(site.rows, rings, queues, parts)
         departures = self._departures(tiles[queues[rings.of] == INTER], parts)
         tile, ring = tiles[edges.tile], rings.of[edges.tile]
@@ -64,7 +64,14 @@ class QueueRings(RoutePass):
         )
         size, queue = (values.astype(np.int32)[ring] for values in (rings.sizes, queues))
         return QueueRoutes(
-            Edges(*columns), arrives, True, size, queue=queue, depth=depth, held=local, departures=departures
+            Edges(*columns),
+            arrives,
+            True,
+            size,
+            queue=queue,
+            depth=depth,
+            queue_of=own,
+            departures=departures,
         )
 
     def _departures(self, tiles: Ints, parts: int) -> tuple[Departure, ...]:

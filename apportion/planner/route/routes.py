@@ -31,8 +31,8 @@ class Site:
 class Routes:
     """Routes of tiles. edges: with relays, parents before their children. arrives: int32, for each edge of the star the
     edge that now delivers its rows. carry: True if gradients continue along the ring. ring: int32 [edges], size of each
-    edge's ring, if it is one. division: int32 [edges], the first part of the phase that needs each edge's rows, for
-    placements with parts. onward: int32 [edges], for branching tiles with carried gradients: the edge to whose tile
+    edge's ring, if there are rings. division: int32 [edges], the first part of the phase that needs each edge's rows,
+    for placements with parts. onward: int32 [edges], for branching tiles with carried gradients: the edge to whose tile
     each edge's gradients are added, -1: to its home rows. departures: from the recipe's request."""
 
     edges: Edges
@@ -61,14 +61,14 @@ class Routes:
         ring, division = (None if column is None else column[order] for column in (self.ring, self.division))
         onward = self.onward
         if onward is not None:
-            onward = np.append(position, np.int32(-1))[onward[order]]  # index -1 is the last
+            onward = np.append(position, np.int32(-1))[onward[order]]  # index -1 is the last entry
         edges, arrives = self.edges.take(order), position[self.arrives]
         return Routes(edges, arrives, self.carry, ring, division, onward, self.departures)
 
 
 def join(edges: Edges, whole: bool) -> Routes:
-    """Merges the star's tiles of rows that are adjacent at home and go to the same rank; whole: into one tile per rank,
-    the hull of all rows that leave it."""
+    """Merges the star's tiles of rows that are adjacent at home and go to the same rank; whole: True for one tile per
+    rank, the hull of all rows that leave it."""
     if whole and len(edges):
         leaving = edges.lane * np.int64(int(edges.home.max()) + 1) + edges.home
         key = leaving * (int(edges.dst.max()) + 1) + edges.dst
@@ -88,7 +88,7 @@ def join(edges: Edges, whole: bool) -> Routes:
 
 
 def _numbers_of(keys: Ints) -> Ints:
-    """int64 [n]: equal numbers, from 0, for equal keys."""
+    """int64 [n]: numbers from 0, equal for equal keys."""
     return np.unique(keys, return_inverse=True)[1]
 
 

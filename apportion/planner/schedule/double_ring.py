@@ -39,7 +39,7 @@ class WindowRoutes(Routes):
 
 @dataclass(frozen=True)
 class DoubleRing(RoutePass):
-    """over: "ranks" or "holders", see the ring route. window: ranks of an inner ring, "node": the largest number that
+    """over: "ranks" or "holders", see the ring route. window: ranks of an inner ring; "node": the largest number that
     divides the ranks of the ring and those of a node. Rings with at most a window's ranks are single rings. Raises
     ConfigError if a window does not divide the ranks of a larger ring."""
 

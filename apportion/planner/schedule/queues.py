@@ -19,7 +19,7 @@ class Queues(SchedulePass):
     """Every rank runs its rings between nodes, then those inside its node, then its whole sequences, without
     communication. In a ring each hop is a round, computed while the next is in flight; the rank's own keys come first.
 
-    proxies: number of parts of a hop between nodes, each sent by another rank of the node, over all NICs: to the
+    proxies: number of parts of a hop between nodes, each sent by a different rank of the node, over all NICs: to the
     proxies one round before, and from their counterparts to the receiver one round after (section 3.3). All tiles
     travel at once, so a tile that crosses arrives two rounds later and its followers after it, round by round. "auto":
     the GPUs of a node, the paper's x1 = x2; 1: no proxies. A part is at least a block, so the placement must cut finely
@@ -41,5 +41,5 @@ class Queues(SchedulePass):
         span = 1 + int(routed.depth.max(initial=0))
         turn = routed.queue * span + routed.depth
         first = np.searchsorted(np.unique(turn), [0, span, 2 * span])
-        home_rounds = first[routed.held] if self.local == "last" else None
+        home_rounds = first[routed.queue_of] if self.local == "last" else None
         return in_turn(routed, turn, ranks, 2, self.local, own=home_rounds)

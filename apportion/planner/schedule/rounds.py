@@ -107,7 +107,7 @@ AUTO_ROUNDS = 4
 # Rounds have at most this many tokens per rank, to limit the rows held at a time.
 AUTO_ROUND_TOKENS = 131072
 # Rounds between a relayed tile's arrival and the wait for it at its destination: with one, little is computed then
-# (simulated on 64 ranks: 10 % slower), three gain nothing.
+# (simulated on 64 ranks: 10 % slower); three gain nothing.
 RELAY_LAG = 2
 
 
@@ -170,7 +170,8 @@ class Matchings(SchedulePass):
         return Schedule(routed, round_, keys // levels, channel, slots, self.buffers, self.local)
 
     def slots(self, src: Ints, dst: Ints, rows: Ints, ranks: int, times: int = 1) -> Slots:
-        """Slots of the tiles src -> dst of `rows` rows each, integers [tiles]; automatic rounds are `times` as long."""
+        """Slots of the tiles src -> dst of `rows` rows each, integers [tiles]; automatic rounds are `times` times as
+        long."""
         slot = self._slot(src, dst, rows, ranks)
         slots = int(slot.max()) + 1 if len(slot) else 0
         return Slots(slot, slots, max_degree(src, dst, ranks), self._coalesce(slots, rows, times))
@@ -209,7 +210,7 @@ def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
 def in_turn(
     routed: Routes, turn: Ints, ranks: int, buffers: int, local: Local = "first", **more: Any
 ) -> Schedule:
-    """One round for each distinct number in `turn`, int64 [edges], in their order, on one channel. more: as in
+    """One round for each distinct number in `turn`, int64 [edges], in ascending order, on one channel. more: as in
     `Schedule`."""
     turns, round_ = np.unique(turn, return_inverse=True)
     rounds, channel = np.arange(len(turns)), np.zeros(len(turns), np.int64)

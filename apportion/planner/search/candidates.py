@@ -16,8 +16,8 @@ from apportion.planner.problem import Problem
 from apportion.planner.shard.blocks import row_times
 
 # Rounds and buffers that candidates start with. Simulated on 64 and 256 ranks (documents of docs/benchmarks.md): few
-# rounds leave the first one exposed, many make every rank wait for the slowest; buffers for all of them keep ranks
-# apart.
+# rounds leave the first one exposed, many make every rank wait for the slowest; buffers for all of them decouple the
+# ranks.
 ROUNDS, BUFFERS = 6, 16
 # Thresholds of keys seen by queries, as shares of a rank's tokens: below the first, tiles of short documents are cheap
 # to send twice, so that either route may be better; below the second (windows, chunks, answers to one question) tiles
@@ -25,9 +25,9 @@ ROUNDS, BUFFERS = 6, 16
 SHORT, SPARSE = 0.6, 0.2
 # Transfers of a key: forward, backward, and the returned gradient.
 JOURNEYS = (Tensor.KV, Tensor.KV, Tensor.DKV)
-# Ratio of key transfer time to compute time above which keys are expensive.
+# Rounds of a candidate for keys whose transfer takes longer than compute.
 FEW_ROUNDS = 4
-# For relayed tiles, which pass through two rounds, so that more are in flight.
+# Rounds of relayed tiles, which pass through two of them, so that more tiles are in flight.
 RELAYED_ROUNDS = 12
 # Numbers of rounds and buffers tried around the best.
 MORE_ROUNDS, MORE_BUFFERS = (12, 3, 4, 8, 20, 2, 1), (4,)
@@ -35,7 +35,7 @@ MORE_ROUNDS, MORE_BUFFERS = (12, 3, 4, 8, 20, 2, 1), (4,)
 HEADS = (0.4, 0.5, 0.33)
 # Row multiples of cuts: the tile of most kernels.
 ALIGN = 128
-# Largest shares of a rank's time of sequences that stay whole.
+# Maximum shares of a rank's time for sequences that stay whole.
 LONE = (0.05, 0.12, 0.25)
 # Orders of tiles with different lengths, and times of tasks without tiles (`even` cuts them into strips).
 ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
@@ -92,7 +92,8 @@ def _text(steps: Iterable[Step]) -> str:
 
 
 def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candidate]]:
-    """(initial recipes of a search: cheap to plan and best for similar numbers of visible keys; other recipes).
+    """(initial recipes of a search, other recipes); initial ones are cheap to plan and best for similar numbers of
+    visible keys.
 
     inner: "auto", or "none" for recipes that do not split heads.
     """
@@ -130,7 +131,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
 
 
 def last_resort() -> Candidate:
-    """The fallback, which serves every feasible request: `fcp` unchanged."""
+    """The fallback, which plans every feasible request: `fcp` unchanged."""
     return _named("fcp")
 
 
@@ -207,12 +208,12 @@ def _is_communication_heavy(problem: Problem) -> bool:
 
 def _moved_bytes(problem: Problem) -> float:
     """Bytes, over all layers, of the keys and values of a rank's tokens, forward and backward, and their gradients."""
-    a_token = sum(problem.model.sent_bytes(tensor) for tensor in JOURNEYS)
-    return sum(problem.layers.values()) * a_token * problem.batch.tokens / problem.ranks
+    token_bytes = sum(problem.model.sent_bytes(tensor) for tensor in JOURNEYS)
+    return sum(problem.layers.values()) * token_bytes * problem.batch.tokens / problem.ranks
 
 
 def _staged(degree: int) -> Candidate:
-    """Heads of a group in stages, whose exchange overlaps the previous stage (UPipe, with q, k and v given)."""
+    """Heads of a group in stages, whose exchange overlaps the previous stage (UPipe on given q, k and v)."""
     inner = {"upipe": {"degree": degree, "heads": degree, "ahead": 1}}
     return _mixed("blend", "star", 1).with_step("inner", inner, f"blend-upipe{degree}", ROUNDS)
 
@@ -269,7 +270,7 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
         moves.append(_split(best, problem))
     if best.rounds is not None:
         moves.append(_in_rounds(best, MORE_ROUNDS[3:]))
-        if not best.overlapped:  # UPipe balances these in any case
+        if not best.overlapped:  # UPipe always balances these
             moves.append(_variants(best, "schedule", ("matchings",), "local", LOCALS))
         if problem.cluster.nodes > 1:
             moves.append(_rerouted(best))

@@ -220,7 +220,7 @@ class _Search:
         bound = least_placed_us(placed)
         if bound >= limit:
             return Trial(candidate, bound), None
-        placed = replace(placed, passes=placing.together(self.problem, passes_of(candidate.recipe)))
+        placed = replace(placed, passes=placing.usable_passes(self.problem, passes_of(candidate.recipe)))
         candidate, placed, lowered = _with_rounds(candidate, placed)
         if (cache_key := _plan_cache_key(placed)) in self._planned:
             return None, None

@@ -166,7 +166,7 @@ SOLVERS: Mapping[tuple[str, str], Entry] = MappingProxyType({(one.kind, one.name
 
 def list_solvers() -> tuple[Entry, ...]:
     """All solvers, built-in ones first. Raises ConfigError for a plug-in that cannot be loaded."""
-    plugged = [_load(name) for name in plugins.found(GROUP)]
+    plugged = [_load(name) for name in plugins.discover(GROUP)]
     return (*SOLVERS.values(), *plugged)
 
 
@@ -177,7 +177,7 @@ def find_solver(kind: str, name: str) -> Entry:
         return SOLVERS[kind, name]
     if kind not in KINDS:
         raise UnknownNameError("solver kind", kind, "unknown kind", fields.suggestion(kind, KINDS))
-    if f"{kind}.{name}" in plugins.found(GROUP):
+    if f"{kind}.{name}" in plugins.discover(GROUP):
         return _load(f"{kind}.{name}")
     names = [entry.name for entry in list_solvers() if entry.kind == kind]
     raise UnknownNameError(
@@ -186,7 +186,7 @@ def find_solver(kind: str, name: str) -> Entry:
 
 
 def _load(name: str) -> Entry:
-    point = plugins.found(GROUP)[name]
+    point = plugins.discover(GROUP)[name]
     entry: Entry = plugins.load(point, Entry)
     if name != f"{entry.kind}.{entry.name}" or (entry.kind, entry.name) in SOLVERS:
         rule = f"{plugins.distribution(point)} adds {entry.kind} solver {entry.name} under this name"

@@ -25,7 +25,7 @@ class Limit(StrEnum):
     STEPS = "steps"
     GAP = "gap"  # the answer is within the budget's gap of the bound
     TASKS = "tasks"  # smaller blocks would be more even, but make too many tasks (`shard blocks`)
-    ENGINE = "engine"  # the engine died or its answer was wrong: the fallback's answer is used
+    ENGINE = "engine"  # the engine crashed or its answer was wrong: the fallback's answer is used
 
 
 @dataclass(frozen=True)

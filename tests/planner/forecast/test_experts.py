@@ -313,7 +313,7 @@ def test_steps_of_published_models_are_forecast(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("degrees", "training", "said"),
     [
-        ({"expert": 2}, {"experts": Experts()}, "^parallelism.expert = 2: is for models with experts"),
+        ({"expert": 2}, {"experts": Experts()}, "^parallelism.expert = 2: requires a model with experts"),
         ({"expert": 3}, {}, r"^parallelism.expert = 3: must divide the experts of a layer \(16\)"),
         ({"expert": 16}, {}, "^parallelism.expert = 16: must divide the 8 ranks of a stage"),
         (

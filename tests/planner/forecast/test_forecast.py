@@ -235,7 +235,7 @@ def test_layers_of_the_model_must_match_the_kinds_of_the_batch() -> None:
     kinds = {"full": masks.causal(), "local": masks.sliding_window(100)}
     lengths = [6000, 3000, 2000, 1000, 4384]
     for layers, mask, said in (
-        (4, kinds, "is one number, and the sequences have masks of 2 kinds"),
+        (4, kinds, "is one number, but the sequences have masks of 2 kinds"),
         ({"full": 2, "local": 2}, {"full": masks.causal()}, "has layers of kind local"),
     ):
         batch = Batch.from_lengths(lengths, mask)
@@ -465,7 +465,7 @@ def test_chunks_are_refused_without_a_published_method() -> None:
     assert "must be at most the 2048 tokens of a rank" in refused
     few = replace(many, chunks=2)
     for batch, said in (
-        (BATCH, "one causal sequence per microbatch, but here are 5 in 1"),
+        (BATCH, "one causal sequence per microbatch, but got 5 for 1"),
         (Batch.from_lengths([16384], masks.full()), "a mask is not causal"),
     ):
         refused = one(form("ulysses"), few, batch=batch).rows[0].reason
@@ -688,7 +688,7 @@ def test_kv_heads_that_ranks_cannot_share_evenly_are_refused() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parallelism\.virtual = 2: is for several pipeline stages"):
+    with pytest.raises(ConfigError, match=r"parallelism\.virtual = 2: requires several pipeline stages"):
         Degrees(virtual=2)
     with pytest.raises(ConfigError, match=r"parallelism\.packing"):
         Parallelism(find_recipe("ring"), packing="order")

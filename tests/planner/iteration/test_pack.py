@@ -220,8 +220,8 @@ def test_a_batch_of_outliers_alone_is_refused() -> None:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_sequence_beyond_the_cap_is_refused_with_numbers(name: str) -> None:
-    message = r"sequence 1 has 41 tokens, a microbatch holds at most 20 \(10 on each of 2 ranks\): use at least 21 " \
-        r"tokens per rank, 5 ranks, or cut the sequence"  # fmt: skip
+    message = r"sequence 1 has 41 tokens, but a microbatch holds at most 20 \(10 on each of 2 ranks\): use at least " \
+        r"21 tokens per rank, 5 ranks, or cut the sequence"  # fmt: skip
     with pytest.raises(ap.CapacityError, match=message):
         pack(PASSES[name](), [3, 41], cap=10)
 
@@ -256,7 +256,7 @@ def test_wrong_parameters_are_refused(name: str, parameters: dict[str, Any], fie
     ("parameters", "message"),
     [
         ({"defer": 1}, "wlb.defer"),
-        ({"outlier_tokens": 50}, "is for defer: true"),
+        ({"outlier_tokens": 50}, "requires defer: true"),
         ({"microbatches": 2, "defer": True}, "outlier_tokens"),
         ({"microbatches": 2, "defer": True, "outlier_tokens": []}, "must be ascending lengths"),
         ({"microbatches": 2, "defer": True, "outlier_tokens": [9, 9]}, "must be ascending lengths"),

@@ -23,8 +23,8 @@ from apportion.ir.request.sequences import Sequence
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.place.dcp import placement as dcp
 from apportion.planner.place.dcp.cells import Heads, Hyperedges, Pairs, divide, hyperedges
-from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, Blocks as Homes, joined, movable
-from apportion.planner.place.dcp.links import exchanged, link_gbs
+from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, Blocks as Homes, coarse_starts, movable
+from apportion.planner.place.dcp.links import link_gbs, swap_homes
 from apportion.planner.place.dcp.placement import Dcp
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.recipes import find_recipe
@@ -184,10 +184,10 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("groups", [1, 8])
 def test_blocks_are_joined_until_pairs_are_few_enough(name: str, groups: int) -> None:
-    """Blocks of one sequence are joined; a pair of blocks counts once, however many documents it has."""
+    """Blocks of one sequence are coarse_starts; a pair of blocks counts once, however many documents it has."""
     problem = problem_of(Batch.from_lengths(LARGE[name]), 64, 8)
     starts = Blocks(1024, False)(problem).starts
-    found = joined(problem, starts, groups)
+    found = coarse_starts(problem, starts, groups)
     assert np.isin(found, starts).all()
     lengths, sequences = np.diff(found), problem.batch.starts
     inside = np.searchsorted(sequences, found[:-1], "right") == np.searchsorted(sequences, found[1:], "left")
@@ -201,13 +201,13 @@ def test_blocks_are_joined_until_pairs_are_few_enough(name: str, groups: int) ->
 def test_blocks_with_few_pairs_are_not_joined() -> None:
     problem = problem_of(Batch.from_lengths([LONG, 700]), 8)
     starts = Blocks(1024, False)(problem).starts
-    assert joined(problem, starts, 1) is starts
+    assert coarse_starts(problem, starts, 1) is starts
 
 
 def test_joined_blocks_are_as_even_as_can_be() -> None:
     problem = problem_of(Batch.from_lengths([70 * 1024, 100, 200, 80 * 1024 + 5]), 2)
     starts = Blocks(256, False)(problem).starts
-    lengths = np.diff(joined(problem, starts, 8))
+    lengths = np.diff(coarse_starts(problem, starts, 8))
     first = lengths[np.cumsum(lengths) <= 70 * 1024]
     assert first.sum() == 70 * 1024
     assert first.max() - first.min() <= 256 < first.min()
@@ -235,13 +235,13 @@ def test_exchanges_shorten_the_time_on_links_and_keep_caps() -> None:
     rank = np.concatenate([placement.home, rng.integers(0, 16, len(pairs))])
     free = movable(problem, placement.starts)
     assert 0 < (~free).sum() < len(free)
-    home, times = exchanged([(case, rank, len(free))], free, gbs)
+    home, times = swap_homes([(case, rank, len(free))], free, gbs)
     assert (home != placement.home).any()
     assert (home == placement.home)[~free].all()
     assert (home // 4 == placement.home // 4).all()
     assert (np.bincount(home, placement.lengths, 16) <= case.tokens_caps[1]).all()
     before = link_times(case, rank, 16, 4, gbs)
-    np.testing.assert_array_equal(exchanged([(case, rank, len(free))], np.zeros_like(free), gbs)[1], before)
+    np.testing.assert_array_equal(swap_homes([(case, rank, len(free))], np.zeros_like(free), gbs)[1], before)
     np.testing.assert_array_equal(
         times, link_times(case, np.concatenate([home, rank[len(home) :]]), 16, 4, gbs)
     )

@@ -388,7 +388,7 @@ def test_byte_caps_that_prevent_balance_are_refused() -> None:
 
 
 def test_byte_caps_that_homes_already_exceed_are_refused() -> None:
-    with pytest.raises(CapacityError, match="even for queries at home alone"):
+    with pytest.raises(CapacityError, match="even without any moves"):
         place(Distca(buffer_bytes=100), problem([5000], 4))
 
 

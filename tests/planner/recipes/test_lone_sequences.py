@@ -136,7 +136,7 @@ def test_lone_sequences_are_the_first_home_rows() -> None:
     lone = LoneSequences(
         batch, 2, np.array([0, 2, 4]), np.array([1, 3]), np.array([1, 0, 1]), np.ones(3, int), np.ones(1), 0.0
     )
-    rows = lone.beside(Rows(np.array([0, 7, 19]), np.array([0, 1]), 2))
+    rows = lone.with_others(Rows(np.array([0, 7, 19]), np.array([0, 1]), 2))
     token = np.arange(28)
     home = rows.home[rows.block_of(token)]
     assert home.tolist() == [1] * 4 + [0] * 7 + [1] * 3 + [0] * 3 + [1] * 9 + [1] * 2
@@ -266,7 +266,7 @@ def test_the_lower_bound_of_a_candidate_is_at_most_its_time() -> None:
 
 def test_invalid_kinds_of_a_group_are_refused() -> None:
     batch = Batch.from_lengths([3000, 200, 3000, 700], mask=WINDOWED)
-    with pytest.raises(ConfigError, match=r"recipe\.inner\.ulysses\.kinds.*must be of global, local"):
+    with pytest.raises(ConfigError, match=r"recipe\.inner\.ulysses\.kinds.*must be one of global, local"):
         ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(("loc",)))
     with pytest.raises(ConfigError, match=r"reshuffle.*in the loader's layout"):
         ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(("global",), reshuffle=True))

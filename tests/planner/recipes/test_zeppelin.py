@@ -20,7 +20,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.tensors import PHASES
-from apportion.planner.place.zeppelin import Zeppelin, hidden_from
+from apportion.planner.place.zeppelin import Zeppelin, hiding_tokens
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.route.queue_rings import INTER, INTRA, LOCAL, QueueRings
@@ -143,7 +143,7 @@ def test_caps_are_as_printed_unless_the_policy_has_one() -> None:
 def test_zones_begin_at_lengths_whose_attention_hides_communication() -> None:
     """Slower links raise thresholds, but never above the capacities, with which the algorithms begin."""
     made = problem([100_000, 40_000, 3000, 200], 2, 2)
-    near, far = (hidden_from(made, gbs, latency) for gbs, latency in ((450.0, 5.0), (25.0, 10.0)))
+    near, far = (hiding_tokens(made, gbs, latency) for gbs, latency in ((450.0, 5.0), (25.0, 10.0)))
     assert 1 < near < far
     wide = replace(
         made, cluster=ap.Cluster(2, 2, inter_gbs=1e6, intra_gbs=1e6, inter_latency_us=0, intra_latency_us=0)
@@ -239,7 +239,7 @@ def test_queues_run_from_inter_node_to_local() -> None:
     assert inter.max() == 6  # seven hops of a ring of eight
     assert intra.min() == 7
     assert intra.max() == schedule.rounds - 1
-    stages = {queue: set(schedule.own[routed.held == queue].tolist()) for queue in (INTER, INTRA, LOCAL)}  # type: ignore[attr-defined]
+    stages = {queue: set(schedule.own[routed.queue_of == queue].tolist()) for queue in (INTER, INTRA, LOCAL)}  # type: ignore[attr-defined]
     assert stages == {INTER: {0}, INTRA: {7}, LOCAL: {schedule.rounds}}
 
 

@@ -1,18 +1,18 @@
 """Blend placement: balances work and tokens together by mixing dense and sparse rows on every rank.
 
-Documents are sorted by density, pairs per token. Ranks take from both ends in turn: just as many of the densest tokens
-left as give the rank, with the sparsest left, exactly its tokens and its pairs.
+Documents are sorted by density, pairs per token. Ranks take from both ends in turn: as many of the densest remaining
+tokens as, together with the sparsest remaining ones, give the rank exactly its tokens and its pairs.
 
     sparse  │a a a│b b b b│c c c c . . . │ . . d d│c c│b b│a│  dense      four ranks a, b, c, d
 
-Sparse documents are taken whole, the last one partly from its head, whose rows need no remote keys. Dense documents are
-taken whole too, the last one partly from its tail. A document with too much work for one rank is on as few consecutive
-ranks as possible, each with a part of its tail and of its head:
+Sparse documents are taken whole, except for a part of the last one's head, whose rows need no remote keys. Dense
+documents are taken whole too, except for a part of the last one's tail. A document with too much work for one rank is
+on as few consecutive ranks as possible, each with a part of its tail and of its head:
 
     │ a │ b │ c │ . . . . d . . . . │ c │ b │ a │      head: 0.5, as much head as tail; 0, tails only
 
-Most ranks need the head's keys: spread over the document's ranks, they make all send about the same amount. Exchanges
-of rows even out what the walk (`core/planner/blend.cpp`) leaves uneven.
+Most ranks need the head's keys; as these are spread over the document's ranks, all send about the same amount.
+Exchanges of rows even out what the walk (`core/planner/blend.cpp`) leaves uneven.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import refuse_home_ranks
 
 #: resolution of pair times, in units of the cheapest pair's time
-FINE = 256
-#: relative excess of a rank's work from which rows are exchanged
+RESOLUTION = 256
+#: relative excess of a rank's work above which rows are exchanged
 UNEVEN = 0.002
 
 
@@ -78,8 +78,8 @@ class Blend(PlacePass):
         caps = None if problem.policy.token_cap is None else problem.token_caps
         tokens = token_shares(problem.batch.tokens, problem.token_rates, caps)
         pairs, speed = int(rows.below[-1]), speeds.sum()
-        widest, wanted = float(pairs * speeds.max() / speed), pairs * (speeds / speed)
-        pieces = core.mix(documents, rows.columns, tokens, speeds, wanted, widest, self.head, UNEVEN)
+        widest, targets = float(pairs * speeds.max() / speed), pairs * (speeds / speed)
+        pieces = core.mix(documents, rows.columns, tokens, speeds, targets, widest, self.head, UNEVEN)
         starts, home = _join_pieces(documents, pieces)
         starts, home, grid = _align_cuts(documents, starts, home, self.align, problem.token_caps)
         departure = Departure("recipe.place.blend.align", self.align, grid, "coarser cuts break token caps")
@@ -100,7 +100,7 @@ def _rows(problem: Problem, bands: Mapping[str, Ints], factor: Mapping[str, int 
 
 def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
     """kind -> int64 [joined bands]: time of one pair of each band as one task with all heads, both phases, times the
-    kind's `factor`. Kinds that choose keys at run time have one time for all. In units that keep all sums exact."""
+    kind's `factor`. Kinds that choose keys at run time have one time for all bands. Units keep all sums exact."""
     model, cost, times, total = problem.model, problem.cost, {}, 1.0
     for kind, bands in problem.joined_bands.items():
         pairs = np.maximum(area(bands), 1)
@@ -110,13 +110,13 @@ def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
         times[kind] = factor[kind] * durations / pairs
         total += float((times[kind] * pairs).sum())
     smallest = min((float(time.min()) for time in times.values() if len(time)), default=1.0)
-    unit = min(2**61 / total, FINE / max(smallest, 1e-12))
+    unit = min(2**61 / total, RESOLUTION / max(smallest, 1e-12))
     return {kind: np.maximum(np.rint(unit * time), 1).astype(np.int64) for kind, time in times.items()}
 
 
 def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> Ints:
-    """int64 [ranks]: tokens of each rank in proportion to its rate, at most the cap or the rank's own cap; the excess
-    of capped ranks goes to others."""
+    """int64 [ranks]: tokens of each rank in proportion to its rate, at most the common cap or its own; the excess of
+    capped ranks goes to others."""
     share, free = rates * (tokens / rates.sum()), np.ones(len(rates), bool)
     caps = np.broadcast_to(np.asarray(tokens if cap is None else cap), rates.shape)
     while cap is not None and free.any():

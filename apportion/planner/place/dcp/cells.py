@@ -30,8 +30,8 @@ class Heads:
 
     @staticmethod
     def of(model: Model, groups: int, field: str) -> Heads:
-        """Splits a model's heads. Raises ConfigError if groups would have parts of heads, or both own and shared KV
-        heads."""
+        """Splits a model's heads. Raises ConfigError if groups would have parts of heads, or both exclusive and shared
+        KV heads."""
         kv = model.kv_heads
         if model.q_heads % groups or (kv % groups and groups % kv):
             rule = (

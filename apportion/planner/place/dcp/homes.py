@@ -12,7 +12,7 @@ import numpy as np
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import CapacityError
 from apportion.planner.place.dcp.cells import Heads, Pairs, hyperedges
-from apportion.planner.place.dcp.links import exchanged, link_gbs
+from apportion.planner.place.dcp.links import link_gbs, swap_homes
 from apportion.planner.problem import Problem, Shards, exact_sums
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.solvers.contracts import HypergraphProblem, PartitionProblem, caps_of
@@ -25,8 +25,8 @@ from apportion.planner.tasks.cells import cut_cells
 
 #: candidate weights of compute against bytes, see `place_tokens`
 SPREADS = (SPREAD, SPREAD * 2, SPREAD / 2)
-# Approximate limit of block pairs per rank, and a total that is always allowed; beyond both, blocks are joined. Of 32
-# to 256 a rank, it moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms for a thousand.
+# Approximate limit of block pairs per rank, and a total that is always allowed; beyond both, blocks are coarse_starts.
+# Of 32 to 256 per rank, 64 moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms per thousand pairs.
 PAIRS, FEW_PAIRS = 64, 5120
 # a heavy block, if long enough, is cut at multiples of the kernels' tile
 _STEPS = (128, 16, 1)
@@ -34,7 +34,7 @@ _STEPS = (128, 16, 1)
 
 @dataclass(frozen=True)
 class Blocks:
-    """starts: int64 [blocks + 1]; home: int64 [blocks], -1: none yet."""
+    """starts: int64 [blocks + 1]; home: int64 [blocks], -1: not yet assigned."""
 
     starts: Ints
     home: Ints
@@ -102,14 +102,15 @@ def homes(
     groups: int,
     solver: HypergraphSolver,
 ) -> Blocks:
-    """A home for every block of the shards, cut if no rank has room for a whole one: the best of `tries` weights of
-    compute against bytes, of LPT, and of any solver other than the greedy, each refined together with compute. compute,
-    tokens: tolerances of (nodes, ranks) over their share; groups: head groups. Raises CapacityError."""
+    """A home for every block of the shards, cut if no rank has room for a whole one: the best of several candidates,
+    each refined together with compute: one for each of `tries` weights of compute against bytes, LPT's, and that of any
+    solver other than the greedy. compute, tokens: tolerances of (nodes, ranks) over their share; groups: head groups.
+    Raises CapacityError."""
     kind = max(problem.bands, key=lambda name: problem.layers[name] * problem.batch.area(name))
-    starts = joined(problem, shards.starts, groups)
+    starts = coarse_starts(problem, shards.starts, groups)
     blocks, room = Blocks(starts, np.full(len(starts) - 1, -1, np.int64)), _Room(problem, tokens)
     if problem.batch.home_ranks:
-        blocks = _bound(problem, blocks, room)
+        blocks = _restricted_homes(problem, blocks, room)
 
     def case(trial: Blocks) -> HypergraphProblem:
         pairs = trial.pairs(problem.bands[kind])
@@ -119,14 +120,14 @@ def homes(
 
     start, count = case(blocks), len(blocks.home)
     assignments = [place_tokens(start, spread)[:count] for spread in SPREADS[:tries]]
-    assignments.append(_dealt(problem, blocks, room))
+    assignments.append(_lpt_homes(problem, blocks, room))
     if solver.name != "greedy":
         assignments.append(solver(start).rank[:count])
     found = [_fill_ranks(Blocks(blocks.starts, home), room, None) for home in assignments]
     return min((_refine(problem, option, case(option)) for option in found), key=itemgetter(0))[1]
 
 
-def _dealt(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
+def _lpt_homes(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
     """int64 [blocks]: homes by LPT, which balances ranks if no query travels; -1 if no rank has room."""
     sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
     weights = row_weights(problem, blocks.starts)
@@ -138,7 +139,7 @@ def _dealt(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
 
 
 def _refine(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple[float, Blocks]:
-    """Refines homes together with compute; returns their cost, lower is better, and the homes. Cost: link time of the
+    """Refines homes together with compute; returns their cost (lower is better) and the homes. Cost: link time of the
     slowest rank, and of the mean, after exchanges of blocks; infinite if compute is uneven."""
     rank, free = hypergraph.quick(case), movable(problem, blocks.starts)
     if not hypergraph.holds(case, rank):
@@ -146,7 +147,7 @@ def _refine(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple[
     fixed = case.bound_to.copy()
     fixed[: len(free)][free] = -1
     rank = hypergraph.together(replace(case, fixed=fixed), rank)
-    _, times = exchanged([(case, rank, len(free))], free, link_gbs(problem))
+    _, times = swap_homes([(case, rank, len(free))], free, link_gbs(problem))
     return float(times.max() + times.mean()), Blocks(blocks.starts, rank[: len(free)])
 
 
@@ -156,7 +157,7 @@ def movable(problem: Problem, starts: Ints) -> Bools:
     return ~np.isin(sequence, [*problem.batch.home_ranks])
 
 
-def joined(problem: Problem, starts: Ints, groups: int) -> Ints:
+def coarse_starts(problem: Problem, starts: Ints, groups: int) -> Ints:
     """The remaining starts, int64 [n], after joining neighbouring blocks of a sequence, so that block pairs over all
     head groups stay within PAIRS and FEW_PAIRS, as far as possible."""
     limit = max(FEW_PAIRS, PAIRS * problem.ranks) // groups
@@ -204,19 +205,19 @@ class _Room:
         self.nodes, self.ranks = caps_of(problem.batch.tokens, slack, room, problem.cluster.nodes)
         self.per_node = problem.cluster.ranks_per_node
 
-    def left(self, blocks: Blocks) -> Ints:
+    def remaining(self, blocks: Blocks) -> Ints:
         """int64 [ranks]: remaining tokens of each rank, without the node's limit."""
         is_placed = blocks.home >= 0
         return self.ranks - exact_sums(blocks.home[is_placed], blocks.lengths[is_placed], len(self.ranks))
 
-    def most(self, free: Ints) -> Ints:
-        """int64 [ranks]: remaining tokens of each rank, `free`, limited by its node's."""
+    def within_nodes(self, free: Ints) -> Ints:
+        """int64 [ranks]: remaining tokens of each rank, `free`, limited by the room of its node."""
         node_tokens = (self.ranks - free).reshape(-1, self.per_node).sum(1)
         result: Ints = np.minimum(free, np.repeat(self.nodes - node_tokens, self.per_node))
         return result
 
 
-def _bound(problem: Problem, blocks: Blocks, room: _Room) -> Blocks:
+def _restricted_homes(problem: Problem, blocks: Blocks, room: _Room) -> Blocks:
     """Homes for the blocks of sequences with home_ranks, the most restricted first."""
     sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
     allowed = sorted(set(problem.batch.home_ranks.values()), key=lambda ranks: (len(ranks), ranks))
@@ -234,14 +235,14 @@ def _fill_ranks(
 
     allowed: ranks; starts: int64, of the blocks to assign, None: all.
     """
-    free = room.left(blocks)
+    free = room.remaining(blocks)
     ranks = np.arange(len(free)) if allowed is None else np.array(allowed)
     rest = np.flatnonzero(blocks.home < 0) if starts is None else np.searchsorted(blocks.starts, starts)
     cuts: list[tuple[int, int]] = []
     for block in rest.tolist():
         token, end = int(blocks.starts[block]), int(blocks.starts[block + 1])
         while token < end:
-            limits = room.most(free)[ranks]
+            limits = room.within_nodes(free)[ranks]
             best = int(np.argmax(limits))
             if limits[best] <= 0:
                 raise CapacityError(

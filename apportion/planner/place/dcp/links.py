@@ -1,7 +1,7 @@
 """Exchanges homes inside nodes to shorten the busiest rank's link time.
 
-A tile needed on other nodes leaves its node from its home, whichever rank that is. So blocks change places inside a
-node: one that the busiest rank sends for one of another rank.
+A tile needed on other nodes leaves its node from its home rank, so ranks of a node can swap blocks: the busiest rank
+gives one that it sends for one of another rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def link_gbs(problem: Problem) -> tuple[float, float]:
     return cluster.intra_gbs, cluster.inter_gbs * cluster.nics_per_node / cluster.ranks_per_node
 
 
-def exchanged(placed: Sequence[PlacedProblem], free: Bools, gbs: tuple[float, float]) -> tuple[Ints, Floats]:
+def swap_homes(placed: Sequence[PlacedProblem], free: Bools, gbs: tuple[float, float]) -> tuple[Ints, Floats]:
     """(int64 [blocks], float64 [ranks]): homes after exchanges of free blocks inside nodes within the token caps, and
     the time on each rank's links. placed: cases of the same blocks and homes. gbs: see `link_gbs`."""
     case, cases = placed[0][0], [(one.ptr, one.pins, one.price, rank, count) for one, rank, count in placed]

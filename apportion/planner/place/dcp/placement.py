@@ -15,7 +15,7 @@ from apportion.ir.tensors import PHASES
 from apportion.planner.options import Amount, Count
 from apportion.planner.place.dcp.cells import Heads, Pairs, divide
 from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, SPREADS, Blocks, homes, movable
-from apportion.planner.place.dcp.links import exchanged, link_gbs
+from apportion.planner.place.dcp.links import link_gbs, swap_homes
 from apportion.planner.problem import Departure, Execution, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.solvers.contracts import HypergraphProblem, VertexRanks
@@ -27,9 +27,9 @@ from apportion.planner.tasks.cells import cut_cells
 #: by kind and phase
 Answers = Mapping[tuple[str, str], VertexRanks]
 
-# limit of cutting cells that are too heavy to balance
+# maximum cells when those that are too heavy to balance are cut
 MOST_CELLS = 2**19
-# Limit of repetitions: cells then have a thousandth of their pairs, and further cuts do not help.
+# Maximum number of such cuts: cells then have a thousandth of their pairs, and further cuts do not help.
 MOST_CUTS = 5
 
 
@@ -83,7 +83,7 @@ class Dcp(PlacePass):
                 "recipe.place.dcp.solver",
                 self.solver.name,
                 "greedy",
-                "the engine died or gave a wrong answer",
+                "the engine crashed or gave a wrong answer",
             )
 
     def _balance(
@@ -100,7 +100,7 @@ class Dcp(PlacePass):
             if small or heads.groups * max(map(len, pairs.values())) > MOST_CELLS:
                 break
             blocks = cut_blocks
-        raise self._uneven(problem, list(pairs.values()))
+        raise self._uneven_error(problem, list(pairs.values()))
 
     def _exchange_homes(
         self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads, sides: Answers
@@ -108,7 +108,7 @@ class Dcp(PlacePass):
         """Exchanges homes to shorten the busiest links, for the same compute; returns them with the updated answers."""
         cases = {key: self._case(problem, blocks, pairs[key[0]], heads, key[1]) for key in sides}
         inputs = [(cases[key], sides[key].rank, heads.groups * len(blocks.home)) for key in sides]
-        home, _ = exchanged(inputs, movable(problem, blocks.starts), link_gbs(problem))
+        home, _ = swap_homes(inputs, movable(problem, blocks.starts), link_gbs(problem))
         result = {}
         for key, (case, rank, _) in zip(sides, inputs, strict=True):
             fixed, current = case.bound_to.copy(), rank.copy()
@@ -116,7 +116,7 @@ class Dcp(PlacePass):
             result[key] = polished(replace(case, fixed=fixed), current, sides[key].termination.limit)
         return Blocks(blocks.starts, home), result
 
-    def _uneven(self, problem: Problem, cells: list[Pairs]) -> CapacityError:
+    def _uneven_error(self, problem: Problem, cells: list[Pairs]) -> CapacityError:
         heaviest, count = max((int(pairs.work.max(initial=0)), len(pairs)) for pairs in cells)
         mean = max(problem.batch.area(kind) for kind in problem.bands) / problem.ranks
         return CapacityError(
@@ -127,7 +127,7 @@ class Dcp(PlacePass):
     def _solve(
         self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads
     ) -> dict[tuple[str, str], VertexRanks]:
-        """Answers for kinds and phases, ending with the first that violates a balance."""
+        """Answers for kinds and phases, up to the first that violates a balance."""
         sides: dict[tuple[str, str], VertexRanks] = {}
         for kind in pairs:
             for phase in PHASES:

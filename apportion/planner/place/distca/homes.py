@@ -1,5 +1,5 @@
-"""Sequential homes (DistCA, section 4.1 and Appendix B): ranks are filled one after another, and hold a head and its
-mirror image of a causal sequence that is cut.
+"""Sequential homes (DistCA, section 4.1 and Appendix B): ranks are filled one after another; of a causal sequence that
+is cut, each rank holds a part of the head and its mirror image.
 
     walk      0 2 4 6 8 ..             .. 9 7 5 3 1      steps of the walk along a causal sequence: first, last, ...
     ranks     |  0  |  1  |   2   |   2   |  1  |  0  |  steps 2i and 2i + 1 see length + 1 keys together
@@ -17,7 +17,7 @@ import numpy as np
 from apportion.ir.arrays import Bools, Ints, offsets
 from apportion.planner.problem import Problem
 
-# Slack of homes beyond the fullest rank's share without a cap: 1 %, on either side of its range.
+# Without a cap, either end of a rank's range may shift by 1/SLACK of the fullest rank's share.
 SLACK = 100
 
 
@@ -60,7 +60,7 @@ def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Range
     counts, parts = np.zeros(problem.ranks, np.int64), []
     for members, ranks in _groups(problem):
         lengths = problem.batch.lengths[members]
-        share = _water_filled(counts[ranks], int(lengths.sum()), problem.token_caps[ranks])
+        share = _water_fill(counts[ranks], int(lengths.sum()), problem.token_caps[ranks])
         slack = _slack(problem, counts[ranks] + share, problem.token_caps[ranks])
         cuts = _move_cuts(
             np.cumsum(share)[:-1], lengths, slack, granularity * np.where(folded[members], 2, 1)
@@ -88,7 +88,7 @@ def _groups(problem: Problem) -> Iterator[tuple[Ints, Ints]]:
         yield np.array(members[ranks]), np.array(ranks)
 
 
-def _water_filled(used: Ints, tokens: int, caps: Ints) -> Ints:
+def _water_fill(used: Ints, tokens: int, caps: Ints) -> Ints:
     """int64 [ranks]: shares of `tokens` that level the ratio of tokens to caps (water-filling)."""
     fill = used / caps
     order = np.argsort(fill, kind="stable")
@@ -104,7 +104,8 @@ def _water_filled(used: Ints, tokens: int, caps: Ints) -> Ints:
 
 
 def _slack(problem: Problem, tokens: Ints, caps: Ints) -> int:
-    """Largest shift of a share's end either way; depends only on given homes, if there are any."""
+    """Largest shift of a share's end in either direction: with home_ranks and no cap, a fraction of the fullest
+    share."""
     if problem.policy.token_cap is None and problem.batch.home_ranks:
         return int(tokens.max()) // SLACK
     return max(0, int((caps - tokens).min()) // 2)

@@ -75,7 +75,7 @@ class Shares(NamedTuple):
     pair: Ints
     low: Ints
     high: Ints
-    at: Ints
+    server: Ints
 
 
 class Servers(NamedTuple):
@@ -133,14 +133,14 @@ class Balance:
     pairs: Pairs
     shares: Shares
     servers: Servers
-    ended: MigrationSummary
+    summary: MigrationSummary
 
     def tokens(self) -> tuple[Ints, Ints, Ints]:
         """(low, high, rank): the global tokens of whole-row shares, sorted."""
-        site, (pair, low, high, at) = self.site, self.shares
+        site, (pair, low, high, server) = self.site, self.shares
         seq = site.sequence[self.pairs.q[pair]]
         offset = np.where(site.folded[seq], 0, site.begin[seq])
-        return token_ranges(site.begin, site.folded, Ranges(seq, low - offset, high - offset, at))
+        return token_ranges(site.begin, site.folded, Ranges(seq, low - offset, high - offset, server))
 
     @property
     def cuts(self) -> Ints:
@@ -158,7 +158,7 @@ class Balance:
         order = stable_order(key)
         sorted_names = key[order]
         cell_keys = np.searchsorted(names, q * blocks + k) * (tokens + 1) + cells.q0
-        result: Ints = self.shares.at[order[np.searchsorted(sorted_names, cell_keys, "right") - 1]]
+        result: Ints = self.shares.server[order[np.searchsorted(sorted_names, cell_keys, "right") - 1]]
         return result.astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are, attention moves.
+"""Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are; attention moves.
 
 homes       sequential: ranks are filled one after another up to their caps, for any work         `distca.homes`
 attention   rows move from surplus to deficit servers, fewest bytes per pair first                `distca.parts`
@@ -32,15 +32,15 @@ from apportion.planner.tasks.tasks import hulls
 #: (low, high, rank): global tokens [low, high) of a rank, int64, sorted
 Map = tuple[Ints, Ints, Ints]
 #: starts, home, the rank of the rows of each kind, execution
-Solved = tuple[Ints, Ints, dict[str, Balance], dict[tuple[str, str], Execution] | None]
+Solution = tuple[Ints, Ints, dict[str, Balance], dict[tuple[str, str], Execution] | None]
 
 WHERE = "recipe.place.distca"
 NO_CAP = 2**62
-# A policy may require less; no whole-row plan reaches it.
+# A policy may require less, which no plan of whole rows reaches.
 LEAST_TOLERANCE = 1e-4
 _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
-# Tasks take parts of keys if the busiest rank would otherwise send this many times as long: simulated with 8 to 256
-# ranks of log-normal documents, source files and documents, whole rows are up to 70 % faster below it.
+# Tasks take parts of keys if the busiest rank would otherwise send for this many times as long: in simulations with 8
+# to 256 ranks (log-normal documents, source files and documents), whole rows are up to 70 % faster below it.
 CROWDED = 1.35
 
 
@@ -52,15 +52,15 @@ class Distca(PlacePass):
     policy's tolerance if lower. two_sided: repeat with half the tolerance until no server exceeds (1 + tolerance) times
     its target either; the paper considers deficits only. granularity: cuts are multiples of this many rows from the
     ends of a sequence; halved, down to one row, if two-sided balance requires it. threshold: pairs per byte below which
-    moves are not made (the paper's second stop rule; 0 makes all moves, and a server left short is then no error).
-    form: `paper` moves rows of causal sequences as pairs of a head and a tail, priced as in the authors' code: the rows
-    of the head and all keys of the document; otherwise the first or last rows of a rank's range move; `paper` excludes
-    `head_tail: none`. o_bytes: include returning O in the price of a query row. head_tail: homes of `causal` sequences
-    are pairs of a head and a tail, others ranges of rows; `all`: pairs for every sequence, so that homes do not depend
-    on masks; or `none`. kv_free: KV already at the destination costs nothing; the paper charges for it. kv_ranges: a
-    task may take part of its rows' keys, those of one home, and `form` has no effect; the paper's tasks take all.
-    "auto": whole rows, unless the busiest rank would then send for 1.35 times as long, since rows needed by many ranks
-    all leave one home.
+    moves are not made (the paper's second stop rule; 0 makes all moves); a server left short for this reason is no
+    error. form: `paper` moves rows of causal sequences as pairs of a head and a tail, priced as in the authors' code:
+    the rows of the head and all keys of the document; it excludes `head_tail: none`. `ranges` moves the first or last
+    rows of a rank's range. o_bytes: include returning O in the price of a query row. head_tail: homes of `causal`
+    sequences are pairs of a head and a tail, others ranges of rows; `all`: pairs for every sequence, so that homes do
+    not depend on masks; or `none`. kv_free: KV already at the destination costs nothing; the paper charges for it.
+    kv_ranges: a task may read only a part of its rows' keys, those of one home, and `form` has no effect; the paper's
+    tasks read all. "auto": whole rows, unless the busiest rank would then send for 1.35 times as long, since rows
+    needed by many ranks all leave one home.
 
     Caps are bytes of one forward attention call. send_bytes, receive_bytes: limits of a rank's sent and received bytes:
     Q, KV and returning O, in the model's dtype if whole rows move without reshuffling. buffer_bytes: limit of remote Q
@@ -99,12 +99,12 @@ class Distca(PlacePass):
     def _cheaper(self, problem: Problem) -> Placement:
         """Chooses whole rows or parts of keys by the parameter; "auto" compares sending times, within the caps."""
         if self.kv_ranges != "auto":
-            return self._placed(problem, self._by_keys if self.kv_ranges else self._by_rows)
+            return self._place(problem, self._by_keys if self.kv_ranges else self._by_rows)
         placements: list[Placement] = []
         errors: list[CapacityError] = []
         for solve in (self._by_rows, self._by_keys):
             try:
-                placement = self._placed(problem, solve)
+                placement = self._place(problem, solve)
                 self._check_caps(problem, placement)
                 placements.append(placement)
             except CapacityError as error:
@@ -114,12 +114,12 @@ class Distca(PlacePass):
         seconds = [sending_seconds(problem, placement) for placement in placements]
         return placements[1] if len(placements) == 2 and seconds[0] > CROWDED * seconds[1] else placements[0]
 
-    def _placed(self, problem: Problem, solve: Callable[[Problem], Solved]) -> Placement:
+    def _place(self, problem: Problem, solve: Callable[[Problem], Solution]) -> Placement:
         starts, home, computed, execution = solve(problem)
         load, weight = _load(problem, computed), row_weights(problem, starts)
         bound = float(weight.sum() / problem.speeds.sum())
         termination = Termination(Status.FEASIBLE, bound, float((load / problem.speeds).max()))
-        rows = min(result.ended.granularity for result in computed.values())
+        rows = min(result.summary.granularity for result in computed.values())
         entry = Departure(f"{WHERE}.granularity", self.granularity, rows, "coarser cuts leave ranks uneven")
         departures = (entry,) if rows < self.granularity else ()
         return Placement(
@@ -137,7 +137,7 @@ class Distca(PlacePass):
             folded = causal[kind] & (whole and self.form == "paper")
             begin, speeds = problem.batch.starts, problem.speeds
             result[kind] = balance(Site(bands, begin, homes, starts, home[2], whole, folded, speeds), limits)
-            self._check(kind, result[kind].ended, limits)
+            self._check(kind, result[kind].summary, limits)
         return home, result
 
     def _head_tail_sequences(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
@@ -146,7 +146,7 @@ class Distca(PlacePass):
         causal = {kind: causal_sequences(problem, kind) & cut for kind in problem.batch.kinds}
         return np.logical_or.reduce(list(causal.values())) | (self.head_tail == "all"), causal
 
-    def _by_rows(self, problem: Problem) -> Solved:
+    def _by_rows(self, problem: Problem) -> Solution:
         home, computed = self.solve(problem, whole=True)
         starts, owner, servers = _common_blocks(home, [item.tokens() for item in computed.values()])
         has_moves = any((server != owner).any() for server in servers)
@@ -156,11 +156,11 @@ class Distca(PlacePass):
             execution |= _both_phases(kind, server.astype(np.int32)[block])
         return starts, owner, computed, execution or None
 
-    def _by_keys(self, problem: Problem) -> Solved:
+    def _by_keys(self, problem: Problem) -> Solution:
         home, computed = self.solve(problem, whole=False)
         starts = ranked(*(item.cuts for item in computed.values()), home[0])[0]
         starts, owner = np.append(starts, problem.batch.tokens), home[2][_range_of(home[0], starts)]
-        has_moves = any(item.ended.moves for item in computed.values())
+        has_moves = any(item.summary.moves for item in computed.values())
         execution: dict[tuple[str, str], Execution] = {}
         for kind, item in computed.items() if has_moves else ():
             execution |= _both_phases(kind, item.ranks(cut_cells(problem.bands[kind], starts)))
@@ -197,7 +197,7 @@ class Distca(PlacePass):
             return
         caps = ", ".join(f"{name} {getattr(self, name)}" for name in _CAPS if getattr(self, name))
         raise CapacityError(
-            f"kind {kind} is {summary.imbalance:.4f} above the mean on its busiest rank, the tolerance is "
+            f"kind {kind} is {summary.imbalance:.4f} above the mean on its busiest rank, but the tolerance is "
             f"{limits.tolerance}, and {summary.forbidden} moves that would help break {caps}: raise the caps or the "
             f"tolerance of {WHERE}"
         )
@@ -211,7 +211,7 @@ class Distca(PlacePass):
                 if cap is not None and sizes[rank] > cap:
                     raise CapacityError(
                         f"{WHERE}.{name} is {cap}, but rank {rank} needs {sizes[rank]} in a forward call of kind "
-                        f"{kind}, even for queries at home alone: raise it to at least that"
+                        f"{kind}, even without any moves: raise it to at least that"
                     )
 
 
@@ -260,12 +260,12 @@ class _Flows:
     @staticmethod
     def of(problem: Problem, placement: Placement, kind: str) -> _Flows:
         cells, home, model = cut_columns(problem.bands[kind], placement.starts), placement.home, problem.model
-        executed = home[cells[0]]
+        cell_rank = home[cells[0]]
         if placement.execution is not None:
-            executed = placement.execution[kind, "forward"].rank[0]
-        block, rank, rows = _tiles(cells[0], cells[2], cells[3], executed, home)
-        key_block, key_rank, keys = _tiles(cells[1], cells[4], cells[5], executed, home)
-        computing = ranked(cells[0].astype(np.int64) * problem.ranks + executed)[0] // problem.ranks
+            cell_rank = placement.execution[kind, "forward"].rank[0]
+        block, rank, rows = _tiles(cells[0], cells[2], cells[3], cell_rank, home)
+        key_block, key_rank, keys = _tiles(cells[1], cells[4], cells[5], cell_rank, home)
+        computing = ranked(cells[0].astype(np.int64) * problem.ranks + cell_rank)[0] // problem.ranks
         is_single = bool(np.bincount(computing).max(initial=0) <= 1)
         returned = _returned_bytes(problem, is_single)
         sizes = rows * model.row_bytes(Tensor.Q), keys * model.row_bytes(Tensor.KV), rows * returned
@@ -290,7 +290,7 @@ def _returned_bytes(problem: Problem, whole: bool) -> int:
 
 
 def _tiles(block: Ints, low: Ints, high: Ints, rank: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
-    """(block, rank, rows) of tiles, int64 each: a rank receives once the hull of the rows of a block that it needs."""
+    """(block, rank, rows) of tiles, int64 each: a rank receives once the hull of the rows that it needs of a block."""
     remote = np.flatnonzero(home[block] != rank)
     ranks = int(rank.max(initial=0)) + 1
     tile, index = ranked(block[remote].astype(np.int64) * ranks + rank[remote])
