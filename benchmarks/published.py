@@ -20,7 +20,7 @@ from apportion.ir.request.policy import Recipe
 from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
-from apportion.planner.simulate.scenarios import SCENARIOS, applied
+from apportion.planner.simulate.scenarios import SCENARIOS, apply
 from benchmarks.tables import head, line
 
 FORM = "published"
@@ -168,7 +168,7 @@ def _row(case: PublishedSetting, system: System, ranks: int) -> dict[str, Any]:
     for seed in range(case.batches):
         batch = case.draw(ranks * case.tokens_per_rank, seed)
         plan = api.plan(batch, cluster, case.model, recipe=system.recipe, seed=seed, hardware=hardware)
-        runs = [simulate(plan, *applied(scenario, hardware, cluster)) for scenario in SCENARIOS]
+        runs = [simulate(plan, *apply(scenario, hardware, cluster)) for scenario in SCENARIOS]
         pairs = int((batch.lengths * (batch.lengths + 1) // 2).sum())
         rates.append([[_tflops(case.model, pairs, ranks, run, phase) for phase in FLOPS] for run in runs])
         lost = runs[0].lost_ms

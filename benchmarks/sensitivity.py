@@ -19,7 +19,7 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.simulate import simulate
-from apportion.planner.simulate.scenarios import SCENARIOS, applied
+from apportion.planner.simulate.scenarios import SCENARIOS, apply
 from benchmarks.tables import head, line
 
 FORM = "sensitivity"
@@ -53,7 +53,7 @@ def measure(case: Sensitivity) -> dict[str, Any]:
     """The milliseconds, forward and backward, of each recipe under each scenario: means over the batches."""
     hardware = Hardware.load(case.hardware)
     cluster = cluster_of(case.ranks, None, hardware)
-    settings = {scenario.name: applied(scenario, hardware, cluster) for scenario in SCENARIOS}
+    settings = {scenario.name: apply(scenario, hardware, cluster) for scenario in SCENARIOS}
     results: dict[str, list[list[float]]] = {recipe: [] for recipe in (*case.recipes, TOLD)}
     for seed in range(case.seeds):
         batch = case.draw(case.ranks * case.tokens_per_rank, seed)

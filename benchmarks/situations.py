@@ -37,7 +37,7 @@ from apportion.ir.verify import verify
 from apportion.planner import api
 from apportion.planner.recipe.recipes import entries, find_recipe
 from apportion.planner.simulate import Simulation, simulate
-from apportion.planner.simulate.scenarios import SCENARIOS, Scenario, applied
+from apportion.planner.simulate.scenarios import SCENARIOS, Scenario, apply
 from benchmarks.tables import ROOT, line, write_tables
 
 RESULTS = ROOT / "benchmarks/results/situations.json"
@@ -60,7 +60,7 @@ class Situation:
 
     def under(self, scenario: Scenario) -> Situation:
         """The situation planned and simulated with the figures of a scenario."""
-        hardware, cluster = applied(scenario, self.hardware, self.cluster)
+        hardware, cluster = apply(scenario, self.hardware, self.cluster)
         return replace(self, hardware=hardware, cluster=cluster)
 
 

@@ -20,7 +20,7 @@ from apportion.ir.tensors import PHASES
 from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import prepare, simulate
-from apportion.planner.simulate.scenarios import SCENARIOS, applied
+from apportion.planner.simulate.scenarios import SCENARIOS, apply
 from tests.support.sparse import sparse_product
 
 H100 = Hardware.load("h100")
@@ -87,7 +87,7 @@ def test_plans_that_know_of_incast_are_faster_under_it(recipe: str) -> None:
         Cluster(16, 2),
     )
     model = Model(32, 8, 128)
-    told, links = applied(next(one for one in SCENARIOS if one.name == "incast"), H100, cluster)
+    told, links = apply(next(one for one in SCENARIOS if one.name == "incast"), H100, cluster)
     plans = [
         api.plan(batch, links, model, recipe=recipe, hardware=known, verify=False) for known in (H100, told)
     ]

@@ -154,23 +154,23 @@ def _stages(instructions: Table) -> int:
 
 def attend(
     planned: PlannedMicrobatch,
-    under: Sequence[tuple[CostModel, Cluster]],
+    systems: Sequence[tuple[CostModel, Cluster]],
     around: Sequence[Mapping[str, tuple[float, float]]],
 ) -> list[AttentionTimes]:
     """Simulates the calls under several costs and clusters of one group; for halves, returns the time in excess of the
     work around attention (see `turns_us`) of the rank with the most such work."""
     if planned.pong is None:
-        layers = makespans_us(planned.plan, under)
+        layers = makespans_us(planned.plan, systems)
     else:
         layers = [
             {
                 key: max(us - sum(extra[key[1]]) * planned.busy, 0.0)
                 for key, us in turns_us(planned.plan, planned.pong, costs, extra, cluster).items()
             }
-            for (costs, cluster), extra in zip(under, around, strict=True)
+            for (costs, cluster), extra in zip(systems, around, strict=True)
         ]
     model, times = planned.plan.request.model, list[AttentionTimes]()
-    for layer, (costs, cluster) in zip(layers, under, strict=True):
+    for layer, (costs, cluster) in zip(layers, systems, strict=True):
         forward, backward = (
             sum(model.layers_of(kind) * us for (kind, name), us in layer.items() if name == phase)
             for phase in PHASES

@@ -18,7 +18,7 @@ from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.result import INTERVAL, UNEVEN, Forecast, ForecastRow
 from apportion.planner.forecast.step import Setting, StepForecast, around_us, step
 from apportion.planner.forecast.training import Training
-from apportion.planner.simulate.scenarios import applied
+from apportion.planner.simulate.scenarios import apply
 
 Progress = Callable[[str], None]
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def forecast(
     grids = Hardware.named(grid_hardware) or used
     scenarios = INTERVAL + UNEVEN * bool(config.experts.count)
     variants = [
-        [(case.experts, *applied(case, kernels, cluster)) for case in scenarios] for kernels in (used, grids)
+        [(case.experts, *apply(case, kernels, cluster)) for case in scenarios] for kernels in (used, grids)
     ]
     groups: dict[tuple[Parallelism, bool], list[int]] = {}
     for number, form in enumerate(forms):

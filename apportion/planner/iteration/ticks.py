@@ -142,11 +142,11 @@ class _Pipeline:
     virtual: int
     room: list[int]
     done: list[list[int]] = field(init=False)
-    begun: list[int] = field(init=False)
+    live: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.done = [[0] * (self.stages * self.virtual) for _ in PHASES]
-        self.begun = [0] * self.stages
+        self.live = [0] * self.stages
 
     def run(self, longest: int) -> TickTable:
         """Fills the table with at most `longest` consecutive ticks of a phase while the other could run."""
@@ -179,7 +179,7 @@ class _Pipeline:
         start."""
         count, later = self.done[FORWARD][v], self.virtual - 1 - v // self.stages
         available = self.microbatches if v == 0 else self.done[FORWARD][v - 1]
-        return count < available and self.begun[v % self.stages] + 1 + later <= self.room[v % self.stages]
+        return count < available and self.live[v % self.stages] + 1 + later <= self.room[v % self.stages]
 
     def _can_backward(self, v: int) -> bool:
         counts, last = self.done[BACKWARD], len(self.done[BACKWARD]) - 1
@@ -192,7 +192,7 @@ class _Pipeline:
             return IDLE, IDLE
         microbatch = self.done[phase][v]
         self.done[phase][v] += 1
-        self.begun[v % self.stages] += 1 if phase == FORWARD else -1
+        self.live[v % self.stages] += 1 if phase == FORWARD else -1
         return microbatch, v // self.stages
 
 

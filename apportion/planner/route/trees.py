@@ -19,7 +19,7 @@ import numpy as np
 from apportion.ir.arrays import Ints, changes
 from apportion.planner.options import Count
 from apportion.planner.route.routes import RoutePass, Routes, Site, as_tiles, depths
-from apportion.planner.tasks.tasks import Edges, joined
+from apportion.planner.tasks.tasks import Edges, join_edges
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class KeyRoutes(RoutePass):
         arrives = np.empty(len(edges), np.int32)
         arrives[keys] = routes.arrives
         arrives[query_index] = len(routes.edges) + np.arange(len(query_index))
-        return Routes(joined(routes.edges, edges.take(query_index)), arrives)
+        return Routes(join_edges(routes.edges, edges.take(query_index)), arrives)
 
 
 def _add_relays(edges: Edges, order: Ints) -> Routes:

@@ -68,12 +68,12 @@ class Portfolio(SearchPass):
 
     def __post_init__(self) -> None:
         path = "recipe.search.portfolio.candidates"
-        for recipe in self.named():
+        for recipe in self.recipes():
             if recipe.step("search") is not None:
-                raise ConfigError(path, recipe.name, "cannot search itself", "name recipes that plan")
+                raise ConfigError(path, recipe.name, "cannot be a search", "name recipes that plan")
             passes_of(recipe)
 
-    def named(self) -> tuple[Recipe, ...]:
+    def recipes(self) -> tuple[Recipe, ...]:
         """The candidates of the recipe."""
         return () if self.candidates == "auto" else tuple(map(find_recipe, self.candidates))
 
@@ -98,13 +98,13 @@ class Portfolio(SearchPass):
         """Candidates before the neighbours of the best, and candidates after them."""
         if self.candidates == "auto":
             return portfolio(problem, self.inner)
-        return [Candidate(recipe) for recipe in self.named()], []
+        return [Candidate(recipe) for recipe in self.recipes()], []
 
 
 @dataclass(frozen=True)
 class Trial:
     """One step of the search. price: None if it was not simulated, because it was refused, or because its lower bound
-    `least_us`, over all layers, exceeds the best. imbalance: of compute, max/mean - 1, if there is a price."""
+    `least_us`, over all layers, exceeds the best time. imbalance: of compute, max/mean - 1, if there is a price."""
 
     candidate: Candidate
     least_us: float = 0.0
@@ -147,8 +147,8 @@ class _Search:
         return {key: whole_us(batch, model, *key, cost) for key in keys}
 
     def run(self) -> None:
-        """Tries the first of the portfolio, then, while that helps, the neighbours of the best, then the others, and
-        their neighbours if better; finally, beyond the budget, exact solvers if requested."""
+        """Tries the initial candidates, then, while that helps, the neighbours of the best, then the other candidates,
+        and their neighbours if better; finally, beyond the budget, exact solvers if requested."""
         for candidates in self.settings.start(self.problem):
             if self._try_all(candidates) and self.settings.improve:
                 self._improve()
@@ -176,7 +176,7 @@ class _Search:
         return [in_more_rounds(item) for item in near if item.rounds is not None] if len(near) > 1 else []
 
     def _try_all(self, candidates: Sequence[Candidate] | Iterator[Candidate], first: bool = False) -> bool:
-        """Tries candidates; first: up to the first better one. Returns True if there was one."""
+        """Tries candidates; first: True to stop at the first better one. Returns True if there was one."""
         has_improved = False
         for candidate in candidates:
             if candidate.key in self._seen:
@@ -240,8 +240,8 @@ class _Search:
         return trial, draft if self._is_better(trial) else None
 
     def _is_better(self, trial: Trial) -> bool:
-        """True if it is the most even among those within the tolerance of the shortest time; the faster among those
-        about as even."""
+        """True if, within the tolerance of the shortest time, the trial is more even than the best one, or about as
+        even and faster."""
         limit = self.fastest_us * (1 + SAME_TIME)
         if self.best is None or _value(self.best) > limit:
             return True
@@ -257,7 +257,7 @@ class _Search:
         return self._placed[candidate.placing]
 
     def seal(self, watch: Watch) -> PlanResult:
-        """Seals the best plan. One that breaks a limit of the policy is refused, and the next best used."""
+        """Seals the best plan; if a plan breaks a limit of the policy, it is refused and the next best is used."""
         for trial, draft in self._drafts():
             try:
                 record = self._record(trial)
@@ -268,7 +268,7 @@ class _Search:
         raise CapacityError(f"none of the {len(self.trials)} candidates can be planned: {reasons}")
 
     def _drafts(self) -> Iterator[tuple[Trial, UnsealedPlan]]:
-        """Unsealed plans, best first; the fallback comes last, and its errors become the search's."""
+        """Unsealed plans, best first; the fallback comes last, and its errors are raised."""
         if self.best is not None and self.draft is not None:
             yield self.best, self.draft
         others = [trial for trial in self.trials if trial.price is not None and trial is not self.best]
@@ -329,8 +329,8 @@ def _value(trial: Trial) -> float:
 def _with_rounds(
     candidate: Candidate, placed: PlacedProblem
 ) -> tuple[Candidate, PlacedProblem, Lowered | None]:
-    """Sets `coalesce` for about the candidate's number of rounds. Returns also the schedule if it was needed for
-    that."""
+    """Sets `coalesce` for about the candidate's number of rounds. Also returns the schedule computed for that, if it
+    has this `coalesce`."""
     schedule = placed.passes.schedule
     if candidate.rounds is None or not isinstance(schedule, Matchings):
         return candidate, placed, None
@@ -338,9 +338,9 @@ def _with_rounds(
     lowered = scheduling.schedule(single)
     slots = max(item.schedule.slots for item in lowered.values())
     coalesce = max(1, -(-slots // candidate.rounds))
-    renamed = candidate.with_parameter("schedule", "coalesce", coalesce)
+    adjusted = candidate.with_parameter("schedule", "coalesce", coalesce)
     chosen_passes = replace(placed.passes, schedule=replace(schedule, coalesce=coalesce))
-    return renamed, replace(placed, passes=chosen_passes), lowered if coalesce == 1 else None
+    return adjusted, replace(placed, passes=chosen_passes), lowered if coalesce == 1 else None
 
 
 def _check_cap(problem: Problem, draft: UnsealedPlan) -> None:
@@ -350,4 +350,4 @@ def _check_cap(problem: Problem, draft: UnsealedPlan) -> None:
     tokens, caps = held_tokens(draft.lowered), problem.token_caps
     rank = int((tokens / caps).argmax())
     if tokens[rank] > caps[rank]:
-        raise CapacityError(f"the fullest rank would hold {tokens[rank]} tokens, the cap is {caps[rank]}")
+        raise CapacityError(f"the fullest rank would hold {tokens[rank]} tokens, but the cap is {caps[rank]}")

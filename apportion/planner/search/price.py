@@ -30,9 +30,9 @@ class Price:
 
 
 def price(
-    plan: Plan, problem: Problem, whole: Mapping[tuple[str, str], float], most_us: float
+    plan: Plan, problem: Problem, whole: Mapping[tuple[str, str], float], limit_us: float
 ) -> tuple[float, Price | None]:
-    """The plan's lower bound over all layers, and its price if the bound is below `most_us`. whole: `whole_us` of each
+    """The plan's lower bound over all layers, and its price if the bound is below `limit_us`. whole: `whole_us` of each
     kind and phase.
 
     Raises VerifyError for a plan that cannot run.
@@ -42,7 +42,7 @@ def price(
     counts = [problem.model.recurrent[kind].layers for kind, _ in recurrent]
     extra_us = sum(count * run.makespan_us for count, run in zip(counts, recurrent.values(), strict=True))
     bound = extra_us + sum(problem.layers[item.kind] * item.least_us for item in prepared)
-    if bound >= most_us:
+    if bound >= limit_us:
         return bound, None
     simulation = run_all(plan, prepared, problem.cost)
     layers = [problem.layers[kind] for kind, _ in simulation.runs]
@@ -60,8 +60,8 @@ def price(
 
 def least_placed_us(placed: PlacedProblem) -> float:
     """Lower bound over all layers: the busiest rank's pairs at the best throughput; 0.0 if pairs are not computed at
-    home. Ranks that split heads are as fast as the slowest of them; if some kinds are not split, as fast as all
-    together."""
+    home. Ranks that split heads are all as fast as the slowest of them; if some kinds are not split, their speeds add
+    up."""
     problem, placement, first = placed.inner, placed.placement, placed.groups.first[:-1]
     if placement.execution is not None:
         return 0.0
@@ -75,7 +75,7 @@ def least_placed_us(placed: PlacedProblem) -> float:
 
 
 def least_scheduled_us(placed: PlacedProblem, lowered: Lowered) -> float:
-    """Lower bound over all layers: the busiest rank's tasks; 0.0 if heads are split further."""
+    """Lower bound over all layers: the busiest rank's tasks; 0.0 if heads are in stages or cells are placed."""
     if placed.placement.execution is not None:
         return 0.0
     problem, total = placed.problem, 0.0

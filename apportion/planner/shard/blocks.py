@@ -29,11 +29,11 @@ LARGEST_AUTO_BLOCK = 2048
 AUTO_STEP = 128
 # `auto` limits the heaviest piece to this share of the mean load,
 AUTO_SHARE = 0.5
-# and the excess of LPT's busiest rank over the mean to this, else the block shrinks by this factor; but not below a
-# step, or beyond this many blocks per rank: further imbalance is not due to large blocks.
+# and the excess of LPT's busiest rank over the mean to AUTO_IMBALANCE; otherwise the block shrinks by AUTO_SHRINK, but
+# not below a step or beyond AUTO_BLOCKS blocks per rank: further imbalance is not due to large blocks.
 AUTO_IMBALANCE, AUTO_SHRINK, AUTO_BLOCKS = 0.01, 0.75, 16
-# Limits of a plan's tasks, in total or per rank: half the block is four times the tasks. At the limit `auto` also tries
-# skipped steps, and reports remaining imbalance (Limit.TASKS).
+# Limits of a plan's tasks, in total or per rank (half the block makes four times the tasks). At the limit `auto` also
+# tries skipped steps, and reports remaining imbalance (Limit.TASKS).
 AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
 
 
@@ -61,9 +61,9 @@ class Blocks(ShardPass):
                 return shards if partition is None else replace(shards, solved=(self.solver, partition))
             block = _smaller(block, factor)
             if not _affordable(problem, block):
-                return self._affordable(problem, shards)
+                return self._best_affordable(problem, shards)
 
-    def _affordable(self, problem: Problem, last: Shards) -> Shards:
+    def _best_affordable(self, problem: Problem, last: Shards) -> Shards:
         """The best blocks within the task limit: among the steps, the largest that balance after cutting leftover
         pieces; else the least uneven, with the limit recorded."""
         best, lowest = last, _imbalance(problem, last, self.solver)
@@ -80,7 +80,7 @@ class Blocks(ShardPass):
 
 
 def pieces_to_ranks(problem: Problem, shards: Shards, balanced_weight: Ints) -> PartitionProblem:
-    """The partition problem of pieces to ranks, with pieces of a sequence preferably on few nodes. balanced_weight:
+    """The problem of assigning pieces to ranks, with pieces of a sequence preferably on few nodes. balanced_weight:
     int64 [blocks], the balanced quantity."""
     weights = shards.piece_weights if balanced_weight is shards.weight else shards.per_piece(balanced_weight)
     sizes = shards.per_piece(shards.lengths)
@@ -149,7 +149,7 @@ def cut(problem: Problem, block: int, zigzag: bool) -> Shards:
 
 
 def _home_groups(batch: Batch) -> Ints:
-    """int64 [sequences]: equal numbers for equal `home_ranks`; only such sequences may share a block."""
+    """int64 [sequences]: equal numbers for equal `home_ranks`; only sequences with equal ones may share a block."""
     group = np.zeros(len(batch.lengths), np.int64)
     numbers: dict[tuple[int, ...], int] = {}
     for sequence, homes in batch.home_ranks.items():

@@ -10,7 +10,7 @@ from apportion.planner.problem import Problem, exact_sums
 
 
 def refuse_home_ranks(problem: Problem, name: str) -> None:
-    """Raises ConfigError for sequences with home_ranks: the pass `name` does not keep them."""
+    """Raises ConfigError for sequences with home_ranks, which the pass `name` does not keep."""
     homes = problem.batch.home_ranks
     if homes:
         raise ConfigError(
@@ -33,6 +33,7 @@ def obey_token_cap(problem: Problem, starts: Ints, home: Ints, name: str) -> Non
     if tokens[fullest] > caps[fullest]:
         suffix = " in addition to its lone sequences" if problem.caps is not None else ""
         raise CapacityError(
-            f"place pass {name} puts {tokens[fullest]} tokens on rank {fullest}{suffix}, token_cap is {caps[fullest]}: "
-            f"raise token_cap to {tokens[fullest]}, leave it out, or use a recipe that plans under it, such as fcp"
+            f"place pass {name} puts {tokens[fullest]} tokens on rank {fullest}{suffix}, but token_cap is "
+            f"{caps[fullest]}: raise token_cap to {tokens[fullest]}, leave it out, or use a recipe that plans under "
+            f"it, such as fcp"
         )

@@ -4,14 +4,14 @@
                 └───► Traffic, Script ──────────────────┴─engine──► Times ──timeline──► Run ──► Simulation
                                                                                 └─ path, trace
 
-Each rank has one compute stream, which takes its instructions in program order, and one stream for each channel, which
-takes the rank's rounds in the order of their launches. A transfer costs latency + bytes / bandwidth (alpha-beta) and
-occupies, for the second term, a port of its sender and one of its receiver: within a node the ranks' own links, between
-nodes the NICs, which the ranks of a node share; directions are separate. A launch packs staged messages before its
-transfers can begin; `wait` idles the compute stream until all of the rank's transfers of the round are complete, and
-unpacks them. With `contention`, kernels are slower during a transfer of their rank; with `congestion`, transfers
-between nodes take longer if several meet in a round. `launches` lists the kernels of a program, `durations` computes
-their times.
+Each rank has one compute stream, which executes its instructions in program order, and one stream for each channel,
+which executes the rank's rounds in the order of their launches. A transfer costs latency + bytes / bandwidth
+(alpha-beta) and occupies, for the second term, a port of its sender and one of its receiver: within a node the ranks'
+own links, between nodes the NICs, which the ranks of a node share; directions are separate. A launch packs staged
+messages before its transfers can begin; `wait` idles the compute stream until all of the rank's transfers of the round
+are complete, and unpacks them. With `contention`, kernels are slower during a transfer of their rank; with
+`congestion`, transfers between nodes take longer if several meet in a round. `launches` lists the kernels of a program,
+`durations` computes their times.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from apportion.planner.simulate.program import (
     Script,
     Traffic,
     View,
-    congested,
+    add_congestion,
     port_count,
     prepare_tables,
-    relinked,
+    relink,
 )
 from apportion.planner.simulate.recurrent import RecurrentRun, run_recurrent
 from apportion.planner.simulate.simulation import Simulation
@@ -72,7 +72,7 @@ def simulate(
 
     hardware: kernel times, default the built-in H100. cluster: links, NICs and speeds, default the plan's own (see
     `simulate.scenarios`). Equal arguments give equal times, to the bit. Raises VerifyError for a plan that cannot run,
-    ConfigError for a cluster with other ranks.
+    ConfigError for a cluster with different ranks.
     """
     instance("plan", plan, Plan, "make one with plan(...)")
     machine = Hardware.named(hardware) or Hardware.load("h100")
@@ -110,7 +110,7 @@ class PreparedProgram:
 
 def prepare(plan: Plan, costs: Costs, cluster: Cluster | None = None) -> list[PreparedProgram]:
     """Prepares the programs of a plan, which need not be sealed, kind by kind; cluster: by default the plan's. Raises
-    VerifyError for one that cannot run, ConfigError for a cluster with other ranks."""
+    VerifyError for a plan that cannot run, ConfigError for a cluster with different ranks."""
     keys = [(kind, phase) for kind in plan.header.kinds for phase in PHASES if (kind, phase) in plan.programs]
     return [prepare_program(plan, kind, phase, costs, cluster) for kind, phase in keys]
 
@@ -121,7 +121,7 @@ def prepare_program(
     """Like `prepare`, for one program."""
     view = View(plan, phase, plan.programs[kind, phase], _checked_cluster(plan, cluster))
     script, traffic, tasks, row_work = prepare_tables(view, float(costs.post_us))
-    traffic = congested(traffic, script, costs.congestion, view.ranks)
+    traffic = add_congestion(traffic, script, costs.congestion, view.ranks)
     chosen, share = _chosen_pairs(plan, kind, view)
     script, work = _timed_script(view, costs, script, tasks, row_work, share)
     pairs = int((tasks.pairs * tasks.heads).sum()) if chosen is None else chosen
@@ -148,22 +148,22 @@ def _timed_script(
 
 
 def makespans_us(
-    plan: Plan, under: Sequence[tuple[CostModel, Cluster]]
+    plan: Plan, systems: Sequence[tuple[CostModel, Cluster]]
 ) -> list[dict[tuple[str, str], float]]:
     """(kind, phase) -> makespan as in `simulate`, under each of several costs and clusters, which differ in links,
     kernels and congestion. Builds tables once, prices work once for equal kernels, and runs the event loop once for
     equal transfer times. Raises the errors of `simulate`."""
-    kernels = [costs.kernels for costs, _ in under]
+    kernels = [costs.kernels for costs, _ in systems]
     first = [kernels.index(item) for item in kernels]
-    result: list[dict[tuple[str, str], float]] = [{} for _ in under]
+    result: list[dict[tuple[str, str], float]] = [{} for _ in systems]
     for kind, phase in plan.programs:
-        view = View(plan, phase, plan.programs[kind, phase], _checked_cluster(plan, under[0][1]))
-        script, traffic, tasks, row_work = prepare_tables(view, under[0][0].post_us)
+        view = View(plan, phase, plan.programs[kind, phase], _checked_cluster(plan, systems[0][1]))
+        script, traffic, tasks, row_work = prepare_tables(view, systems[0][0].post_us)
         _, share = _chosen_pairs(plan, kind, view)
-        timed = {n: _timed_script(view, under[n][0], script, tasks, row_work, share)[0] for n in set(first)}
+        timed = {n: _timed_script(view, systems[n][0], script, tasks, row_work, share)[0] for n in set(first)}
         makespans: dict[tuple[object, ...], float] = {}
-        for n, (costs, cluster) in enumerate(under):
-            linked = congested(relinked(traffic, view, cluster), script, costs.congestion, view.ranks)
+        for n, (costs, cluster) in enumerate(systems):
+            linked = add_congestion(relink(traffic, view, cluster), script, costs.congestion, view.ranks)
             contention = costs.contention if len(linked.bytes) else 0.0
             key = (first[n], contention, linked.wire_us.tobytes(), linked.latency_us.tobytes())
             if key not in makespans:

@@ -1,7 +1,7 @@
 """Durations of instructions on their rank's compute stream, vectorized.
 
     attention   its tasks as one call, kernel launches, and extra traffic of accumulators over results; with latent
-                rows the expansion of each row read, once
+                rows, one expansion of each row read
     row ops     a launch, and the bytes read and written
     launch      packing of staged messages, before the round starts: their bytes twice
     wait        unpacking, after the round is complete
@@ -72,9 +72,9 @@ class Work(NamedTuple):
 def work_us(
     view: View, costs: Costs, tasks: PricedTasks, row_work: RowWork, share: Floats | None = None
 ) -> tuple[Floats, Work]:
-    """float64 [instructions]: work before a launch, after the round of a wait; and its composition. A rank of speed s
-    takes 1/s of the time of one of speed 1. share: float64 [ranks], computed fraction of each rank's task pairs; None:
-    all."""
+    """float64 [instructions]: work (before a launch, after the round of a wait); and its composition. A rank of speed s
+    takes 1/s times as long as one of speed 1. share: float64 [ranks], computed fraction of each rank's task pairs;
+    None: all."""
     kernels, launches, accumulated, moved = np.zeros((4, len(row_work.moved)))
     total = 0.0
     if len(tasks.at):
@@ -84,7 +84,8 @@ def work_us(
         )
         if share is not None:
             task_us, chains = (times * share[view.rank_of[tasks.at]] for times in (task_us, chains))
-        # the tasks of an instruction are one call, which takes the sum of their times, but at least the longest alone
+        # the tasks of an instruction are one call, which takes the sum of their times, but at least as long as the
+        # longest alone
         kernels[tasks.at] = np.maximum(task_us, chains)
         launches[tasks.at] = KERNELS[view.instructions["op"][tasks.at]] * costs.launch_us(view.phase)
         accumulated[tasks.at] = costs.moved_us(tasks.accumulated)

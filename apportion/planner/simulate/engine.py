@@ -16,9 +16,9 @@ NONE, NOT_YET = core.NONE, core.NOT_YET
 class Times(NamedTuple):
     """Event times, float64 microseconds; NOT_YET for events that never happened. A launch takes effect at its end.
 
-    begin, end: [instructions]. reached, done: [launches], times at which its channel started and completed it. ready,
-    start: [transfers]. last: int64 [launches], the transfer completed last, NONE without transfers. cause: int64
-    [transfers], the transfer that occupied the port before, NONE if it did not wait.
+    begin, end: [instructions]. reached, done: [launches], times at which its channel starts and completes each. ready,
+    start: [transfers]. last: int64 [launches], the transfer completed last, NONE if there are no transfers. cause:
+    int64 [transfers], the transfer that occupied the port before, NONE if it did not wait.
     """
 
     begin: Floats

@@ -1,4 +1,4 @@
-"""Kernel launches and messages of the executor for a program, and the casts at the end of a call. They are those of the
+"""Kernel launches and messages of the executor for a program, and the casts at the end of a call. Counts are for the
 stage engine, regardless of the kernels in a hardware file; engines with a kernel per task launch more.
 
     attend        1 kernel               launch   1 if it sends staged messages: packs their tiles into buffers
@@ -22,7 +22,7 @@ from apportion.ir.isa import OP_NAMES, RULES, Rule
 
 
 def kernel_table(rules: Mapping[int, Rule]) -> Ints:
-    """int64 [codes]: kernels of an instruction of each op, besides packing and unpacking."""
+    """int64 [codes]: kernels of an instruction of each op, except packing and unpacking."""
     return np.array([rules[op].kernels if op in rules else 0 for op in range(max(rules) + 1)])
 
 

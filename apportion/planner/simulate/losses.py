@@ -6,10 +6,10 @@
                └─ work of the busiest rank at full speed ────────────────────┘
                └─ work of the busiest rank, slowed down by transfers ─────────────────────┘
 
-*Attainable* is all bands of the batch, each computed whole with all heads by one task, divided evenly in time by the
-ranks' speeds: no cut, no launch, no communication. No plan is faster if tasks cost at least as much as the bands they
-are cut from. Cost models may violate that; a plan whose tasks cost less in total is therefore compared with that total,
-a bound for all plans with these tasks.
+*Attainable* is the time of all bands of the batch, each computed whole, with all heads, by one task, divided evenly by
+the ranks' speeds: no cut, no launch, no communication. No plan is faster if tasks cost at least as much as the bands
+they are cut from. Cost models may violate that; a plan whose tasks cost less in total is therefore compared with that
+total, a bound for all plans with these tasks.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Script(NamedTuple):
 
     ptr: int64 [ranks + 1] first instruction of each rank. role: uint8 [instructions], WORK, LAUNCH or WAIT. work_us:
     float64 [instructions], before a launch, after the round of a wait. end_us: float64 [ranks], work after the last
-    instruction. launch: int64 [instructions], the launch of a launch or wait, else -1. rank, round, channel: int64
+    instruction. launch: int64 [instructions], the launch of a LAUNCH or WAIT, else -1. rank, round, channel: int64
     [launches]. before, after: int64 [launches], the neighbours in the launch's channel, or -1. end_ptr: int64 [launches
     + 1] into ends: int64 [2 transfers], the transfers of each launch.
     """
@@ -134,8 +134,8 @@ class View(ProgramView):
 
 
 def pass_table(rules: Mapping[int, Rule]) -> Ints:
-    """int64 [not the first, first row into a sum; codes; 4]: number of reads and writes of operands a, b, c, d by an
-    op."""
+    """int64 [2, codes, 4]: number of reads and writes of operands a, b, c, d by an op; [0] for later rows of a sum, [1]
+    for the first."""
     table = np.zeros((2, max(rules) + 1, len(OPERAND_COLUMNS["rowops"])), np.int64)
     for op, rule in rules.items():
         for argument in rule.arguments if rule.list == "rowops" else ():
@@ -182,7 +182,7 @@ def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedT
     if len(unlaunched):
         rank, round_ = unlaunched.tolist()
         raise VerifyError(
-            f"rank {rank} waits for round {round_} and never launches it: such a plan cannot run; verify it"
+            f"rank {rank} waits for round {round_} but never launches it: such a plan cannot run; verify it"
         )
     role, *launches = script
     zeros = np.zeros(len(role)), np.zeros(view.ranks)
@@ -203,7 +203,7 @@ def _sizes(model: Model) -> Ints:
     return rows
 
 
-def congested(traffic: Traffic, script: Script, congestion: Congestion | None, ranks: int) -> Traffic:
+def add_congestion(traffic: Traffic, script: Script, congestion: Congestion | None, ranks: int) -> Traffic:
     """The traffic with congestion delays between nodes."""
     inter = np.flatnonzero(traffic.in_port >= 2 * ranks)
     if congestion is None or not len(inter):
@@ -216,8 +216,8 @@ def congested(traffic: Traffic, script: Script, congestion: Congestion | None, r
     return traffic._replace(wire_us=wire)
 
 
-def relinked(traffic: Traffic, view: View, cluster: Cluster) -> Traffic:
-    """The traffic of a view, without congestion, over the links of another cluster with its ranks."""
+def relink(traffic: Traffic, view: View, cluster: Cluster) -> Traffic:
+    """The traffic of a view, without congestion, over the links of another cluster with the same ranks."""
     inter = (traffic.in_port >= 2 * view.ranks).astype(np.int64)
     rates = np.array([cluster.intra_gbs, cluster.inter_gbs]) * BYTES_PER_US
     names = ("intra_latency_us", "inter_latency_us")

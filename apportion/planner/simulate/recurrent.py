@@ -7,11 +7,11 @@
 
 Work is FLOPs of the chunked form (chunks of 64 tokens: products inside a chunk, with the state, and of the delta rule's
 triangular solve), at `SHARE` of the rate of the hardware's linear layers; backward is `BACKWARD` times as much. Both
-are assumed; nothing was measured on a GPU. A middle run, which has a past and a next one, carries under the delta rule
-K columns next to its V for its transition, as do the last runs of a rank with many (`EARLY_SHARE`); last runs of
-other ranks begin with the state that arrives. An exchange lasts as long as
-its busiest link or NIC, plus a latency and two row operations; the states of all ranks leave together, once the last
-has summarised its runs, or in backward has the gradients of the states that came in.
+are assumed; nothing was measured on a GPU. Under the delta rule a middle run, which has a past and a next run, carries
+K columns next to its V for its transition, as do the last runs of a rank with many (`EARLY_SHARE`); last runs of other
+ranks begin with the state that arrives. An exchange lasts as long as its busiest link or NIC needs, plus a latency and
+two row operations; the states of all ranks leave together, once the last has summarised its runs, or in backward has
+the gradients of the states that it received.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RecurrentRun:
     """One layer of a recurrent kind in one phase. Times in microseconds.
 
     ideal_us: the kernel alone on all tokens, whole documents, balanced by speed. kernel_us, summary_us: float64
-    [ranks], the kernel, and what transitions and outputs of middle and early last runs add. states_us: of the two
-    exchanges. bytes: between ranks, in total and for the rank that sends or receives most."""
+    [ranks], the kernel, and the extra time of transitions and outputs of middle and early last runs. states_us: of the
+    two exchanges. bytes: between ranks, in total and for the rank that sends or receives most."""
 
     kind: str
     phase: str
@@ -162,13 +162,13 @@ def _run(
     halo = _halo(tables.recurrence["halo"], kind, element_bytes, costs, cluster)
     send, reply, fold = _states(tables, number, kind, phase, costs)
     summarised, read, rows = first + middle * (1 + transition), past * output, halo.us * (kernel > whole)
-    beside = whole + early * (1 + transition)
+    overlapped = whole + early * (1 + transition)
     if phase == "forward":
-        before, waits, behind = rows + summarised, last + middle, read + late
+        before, waiting, after = rows + summarised, last + middle, read + late
     else:
-        before, waits, behind = read + late, first + middle, summarised + rows
+        before, waiting, after = read + late, first + middle, summarised + rows
     arrival = float(before.max()) + send.us + fold + reply.us
-    ends = np.maximum(before + beside, arrival * (waits > 0)) + behind
+    ends = np.maximum(before + overlapped, arrival * (waiting > 0)) + after
     even = float(tables.tokens.sum()) * token_flops(kind) * column_us / float(speeds.sum())
     sent = halo.bytes + send.bytes + reply.bytes
     return RecurrentRun(

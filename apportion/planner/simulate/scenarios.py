@@ -1,6 +1,6 @@
 """Sensitivity scenarios: the same plan priced with varied hardware figures.
 
-    plan, hardware, cluster ──applied(scenario, …)──► another hardware, another cluster ──simulate──► times of the plan
+    plan, hardware, cluster ──apply(scenario, …)──► another hardware, another cluster ──simulate──► times of the plan
 
 Half of a hardware file's figures are assumed, and clusters share their network. A ranking of recipes that changes under
 another scenario is not reliable.
@@ -19,9 +19,9 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.structs import MAX_TEXT
 
 #: kernels have 124 of an H100's 132 multiprocessors during transfers: FCP (section 6.1) reserves 6 and 8 for
-#: communication, MagiAttention ("How to Ensure Kernels Actually Overlapped") finds 4 to 8 to be enough for all-to-all-v
+#: communication, and MagiAttention ("How to Ensure Kernels Actually Overlapped") finds 4 to 8 enough for all-to-all-v
 SET_ASIDE = round(8 / (132 - 8), 3)
-#: slowdown per further sender to a receiver's NIC in a round, of at most seven, assumed: of .085, .17, .34 the first
+#: slowdown per additional sender (at most seven) to a receiver's NIC in a round, assumed: of .085, .17, .34 the first
 #: fits MagiAttention best, the second FCP's Table 2, the third Zeppelin's Figure 11 (docs/papers.md)
 INCAST, INCAST_PEERS = 0.17, 7
 #: share of a NIC's rate for a single peer, assumed, as for a pair of ranks with some of the NIC's channels
@@ -31,9 +31,9 @@ ONE_PEER = 0.65
 @dataclass(frozen=True)
 class Scenario:
     """bandwidth, latency: factors on rates and latencies of links, inside and between nodes. compute: a factor on times
-    of attention kernels and linear layers, above 1 for slower. contention: minimum of the hardware's, incast likewise,
-    one_peer: maximum (see `Hardware`). experts: a factor on the excess of the fullest rank of experts over the mean, in
-    forecasts. Raises ConfigError."""
+    of attention kernels and linear layers, above 1 for slower. contention, incast: lower limits of the hardware's
+    figures; one_peer: an upper limit (see `Hardware`). experts: a factor on the excess of the fullest rank of experts
+    over the mean, in forecasts. Raises ConfigError."""
 
     name: str
     bandwidth: float = 1.0
@@ -65,7 +65,7 @@ SCENARIOS = (
 )
 
 
-def applied(scenario: Scenario, hardware: Hardware, cluster: Cluster) -> tuple[Hardware, Cluster]:
+def apply(scenario: Scenario, hardware: Hardware, cluster: Cluster) -> tuple[Hardware, Cluster]:
     """Applies the scenario; returns the same objects if it changes nothing. Changed figures are marked as assumed.
 
     Raises ConfigError if a figure leaves its range.

@@ -69,7 +69,7 @@ class Simulation:
     @property
     def efficiency(self) -> float:
         """Ideal balanced time by speed, without communication and overheads, over simulated time, for all runs
-        together; 1.0 without work."""
+        together; 1.0 if there is no work."""
         simulated = sum(run.makespan_us for run in self.runs.values())
         return sum(run.ideal_us for run in self.runs.values()) / simulated if simulated else 1.0
 
@@ -176,8 +176,8 @@ class Simulation:
         """The timelines as Chrome trace events (opens in ui.perfetto.dev): one process per rank, one thread per stream,
         one arrow per transfer; runs are consecutive, and all ranks begin each at the same time.
 
-        ranks: the shown ranks; by default all of up to 64, beyond that those on the critical path and the first ones.
-        `otherData` lists them. Raises ConfigError for an unknown rank.
+        ranks: the ranks to show; by default all if there are up to 64, else those on the critical path and the first
+        ones. `otherData` lists them. Raises ConfigError for an unknown rank.
         """
         return build_trace(self.plan, list(self.runs.values()), self.critical_path(), ranks, DEFAULT_RANKS)
 

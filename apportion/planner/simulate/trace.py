@@ -30,10 +30,10 @@ Event = dict[str, Any]
 
 
 def build_trace(
-    plan: Plan, runs: Sequence[Run], path: Sequence[PathStep], ranks: Sequence[int] | None, most: int
+    plan: Plan, runs: Sequence[Run], path: Sequence[PathStep], ranks: Sequence[int] | None, limit: int
 ) -> dict[str, Any]:
     """Builds the trace of some ranks. Raises ConfigError for an unknown rank."""
-    shown = _chosen(plan.header.ranks, path, ranks, most)
+    shown = _choose_ranks(plan.header.ranks, path, ranks, limit)
     events = [event for rank in shown for event in _names(plan, rank, _channels(runs, rank))]
     start, flow = 0.0, 0
     for run in runs:
@@ -42,20 +42,20 @@ def build_trace(
         events += arrows
         flow += len(arrows) // 2
         start += run.makespan_us
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _about(plan, shown)}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _metadata(plan, shown)}
 
 
-def _chosen(count: int, path: Sequence[PathStep], ranks: Sequence[int] | None, most: int) -> list[int]:
+def _choose_ranks(count: int, path: Sequence[PathStep], ranks: Sequence[int] | None, limit: int) -> list[int]:
     if ranks is None:
         first = dict.fromkeys([step.rank for step in path][::-1] + list(range(count)))
-        return sorted(list(first)[:most])
+        return sorted(list(first)[:limit])
     for rank in ranks:
         if not 0 <= rank < count:
             raise ConfigError("ranks", rank, f"must be in [0, {count})", "name existing ranks")
     return sorted(set(ranks))
 
 
-def _about(plan: Plan, shown: list[int]) -> dict[str, Any]:
+def _metadata(plan: Plan, shown: list[int]) -> dict[str, Any]:
     return {
         "recipe": plan.header.recipe,
         "plan": plan.id.hex(),
@@ -79,8 +79,8 @@ def _names(plan: Plan, rank: int, channels: list[int]) -> Iterator[Event]:
         yield _meta("thread_sort_index", rank, thread, sort_index=thread)
 
 
-def _meta(what: str, rank: int, thread: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+def _meta(event: str, rank: int, thread: int, **args: Any) -> Event:
+    return {"ph": "M", "name": event, "pid": rank, "tid": thread, "args": args}
 
 
 def _slices(run: Run, rank: int, start: float) -> Iterator[Event]:

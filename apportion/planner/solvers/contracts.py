@@ -70,9 +70,9 @@ class PartitionProblem:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """bin: int64 [K], -1 if no bin had room. The value is the heaviest bin's weight over its speed.
+    """bin: int64 [K], -1 if no bin has room. The value is the heaviest bin's weight over its speed.
 
-    Without an answer (NO_SOLUTION, INFEASIBLE) the bins are those of the items that found room.
+    If there is no answer (NO_SOLUTION, INFEASIBLE), only items that fit have bins.
     """
 
     bin: Ints
@@ -81,7 +81,7 @@ class Partition:
 
 @dataclass(frozen=True, eq=False)
 class ColouringProblem:
-    """Edges src -> dst, integers [E] in [0, ranks), into as few matchings as possible."""
+    """Edges src -> dst, integers [E] in [0, ranks), to split into as few matchings as possible."""
 
     src: Ints
     dst: Ints
@@ -120,8 +120,8 @@ class TwoLevelCost:
 class TransportProblem:
     """Rows to move from ranks with a surplus to ranks with a deficit.
 
-    surplus: int64 [ranks], adds up to 0; positive sends, negative receives. objective: "sum" of all costs; "minmax":
-    largest cost of a rank, for its sends or its receives; "senders": for its sends.
+    surplus: int64 [ranks], adds up to 0; positive to send, negative to receive. objective: "sum" of all costs;
+    "minmax": largest cost of a rank, for its sends or its receives; "senders": for its sends only.
     """
 
     surplus: Ints
@@ -240,7 +240,7 @@ class HypergraphProblem:
         return self.nodes * self.ranks_per_node
 
     @property
-    def bound_to(self) -> Ints:
+    def required(self) -> Ints:
         """int64 [V]: the required rank of each vertex, -1: any."""
         return np.full(len(self.flops), -1, np.int64) if self.fixed is None else self.fixed
 
@@ -277,7 +277,8 @@ def caps_of(total: int, slack: tuple[float, float], shares: Floats, nodes: int) 
 
 @dataclass(frozen=True, eq=False)
 class VertexRanks:
-    """Ranks of vertices. rank: int64 [V], -1 if unanswered. node_value: the sum of price times (nodes spanned - 1).
+    """Ranks of vertices. rank: int64 [V], -1 if there is no answer. node_value: the sum of price times (nodes spanned -
+    1).
 
     flops_imbalance, tokens_imbalance: of the fullest rank, over its share, less 1. The value is in `termination`.
     """

@@ -1,7 +1,7 @@
 """Runs PuLP models on HiGHS: one thread, a fixed seed, and a precise status.
 
 PuLP has no status for an answer at a node limit, so the status is read from HiGHS. Needs pulp and highspy: import this
-inside a function.
+module inside a function.
 """
 
 from __future__ import annotations

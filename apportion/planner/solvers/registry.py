@@ -58,11 +58,11 @@ class Entry:
         """Loads the solver. Raises MissingDependencyError."""
         if self.needs and not self.installed:
             raise MissingDependencyError(*self.needs, f"solver {self.name}")
-        return _loaded(self.loader)
+        return _load_function(self.loader)
 
 
 @cache
-def _loaded(loader: str) -> Solver[Any, Any]:
+def _load_function(loader: str) -> Solver[Any, Any]:
     module, function = loader.split(":")
     solver: Solver[Any, Any] = getattr(import_module(module), function)
     return solver
@@ -166,8 +166,8 @@ SOLVERS: Mapping[tuple[str, str], Entry] = MappingProxyType({(one.kind, one.name
 
 def list_solvers() -> tuple[Entry, ...]:
     """All solvers, built-in ones first. Raises ConfigError for a plug-in that cannot be loaded."""
-    plugged = [_load(name) for name in plugins.discover(GROUP)]
-    return (*SOLVERS.values(), *plugged)
+    plugin_entries = [_load(name) for name in plugins.discover(GROUP)]
+    return (*SOLVERS.values(), *plugin_entries)
 
 
 def find_solver(kind: str, name: str) -> Entry:

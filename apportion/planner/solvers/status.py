@@ -30,7 +30,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True)
 class Termination:
-    """Outcome of a solver: `bound` <= optimum <= `value`, which is None without an answer.
+    """Outcome of a solver: `bound` <= optimum <= `value`, which is None if there is no answer.
 
     limit: None if the solver ran to its own end (a heuristic always does).
     """
@@ -42,7 +42,7 @@ class Termination:
 
     @property
     def gap(self) -> float | None:
-        """Value over bound, 1.0 if they agree; None without a value or with a bound of 0 below the value."""
+        """Value over bound, 1.0 if they agree; None if there is no value, or if the bound is 0 and the value is not."""
         if self.value is None:
             return None
         if self.bound > 0:

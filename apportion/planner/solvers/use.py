@@ -37,7 +37,7 @@ class SolverOption(options.Option, Generic[P, R]):
 
     def __call__(self, problem: P) -> R:
         """Solves the problem. Raises MissingDependencyError, and the solver's errors."""
-        result: R = self._solver(problem, self.spends)
+        result: R = self._solver(problem, self.effective_budget)
         return result
 
     @cached_property
@@ -49,7 +49,7 @@ class SolverOption(options.Option, Generic[P, R]):
         return find_solver(self.kind, self.name)
 
     @cached_property
-    def spends(self) -> Budget:
+    def effective_budget(self) -> Budget:
         return self.entry.budget if self.budget is None else self.budget
 
     def parse(self, path: str, value: Any) -> Self:
@@ -59,13 +59,13 @@ class SolverOption(options.Option, Generic[P, R]):
             raise ConfigError(
                 path, value, f"must be {self.describe()}", f"write {self.name}, or {{{self.name}: {{}}}}"
             )
-        ((name, given_limits),) = value.items()
+        ((name, limits_data),) = value.items()
         entry = find_solver(self.kind, name)
-        if given_limits is not None and not isinstance(given_limits, Mapping):
+        if limits_data is not None and not isinstance(limits_data, Mapping):
             raise ConfigError(
-                f"{path}.{name}", given_limits, "must be a mapping of its limits", "write {gap: 0.01}"
+                f"{path}.{name}", limits_data, "must be a mapping of its limits", "write {gap: 0.01}"
             )
-        for limit in given_limits or {}:
+        for limit in limits_data or {}:
             if limit not in entry.limits:
                 rule = (
                     f"has the limits {', '.join(entry.limits)}"
@@ -73,7 +73,7 @@ class SolverOption(options.Option, Generic[P, R]):
                     else "ends by itself, without limits"
                 )
                 raise ConfigError(f"{path}.{name}", limit, rule, "leave it out or correct it")
-        return type(self)(name, options.read(Budget, f"{path}.{name}", given_limits or {}, entry.budget))
+        return type(self)(name, options.read(Budget, f"{path}.{name}", limits_data or {}, entry.budget))
 
     def describe(self) -> str:
         names = ", ".join(self.known())
@@ -86,7 +86,7 @@ class SolverOption(options.Option, Generic[P, R]):
 
     def schema(self) -> dict[str, Any]:
         limits = options.schema(Budget)["properties"]
-        given_limits = {
+        limits_data = {
             name: {
                 "type": ["object", "null"],
                 "additionalProperties": False,
@@ -95,7 +95,7 @@ class SolverOption(options.Option, Generic[P, R]):
             for name in self.known()
         }
         entry = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
-        return {"anyOf": [{"enum": self.known()}, {**entry, "properties": given_limits}]}
+        return {"anyOf": [{"enum": self.known()}, {**entry, "properties": limits_data}]}
 
     @classmethod
     def known(cls) -> list[str]:

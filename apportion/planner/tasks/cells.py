@@ -17,7 +17,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.request.model import Model
 
-#: limit for one attention kind, forward; a plan with more takes over 10 GB
+#: limit for one attention kind, forward; a plan with more would take over 10 GB
 MOST_TASKS = 1 << 24
 
 
@@ -25,8 +25,8 @@ MOST_TASKS = 1 << 24
 class Cells:
     """Cells as columns int32 [cells].
 
-    q, k: query and key block; q0, q1, k0, k1: queries and keys, global tokens; dmin, dmax: the band counted from the
-    first query and key, clipped.
+    q, k: query and key block; q0, q1, k0, k1: queries and keys, global tokens; dmin, dmax: diagonals of the band,
+    counted from the first query and key, clipped.
     """
 
     q: Ints
@@ -114,10 +114,10 @@ def cut_cells(bands: Ints, starts: Ints) -> Cells:
 
 def cut_columns(bands: Ints, starts: Ints) -> Ints:
     """The columns of `Cells`, int32 [8, cells]. Raises CapacityError for too many cells."""
-    return core.cut_cells(checked(bands, starts))
+    return core.cut_cells(checked_arrays(bands, starts))
 
 
-def checked(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
+def checked_arrays(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
     """Bands and starts as contiguous arrays. Raises CapacityError for too many cells."""
     bands, starts = (np.ascontiguousarray(array, np.int64) for array in (bands, starts))
     check_tasks(core.count_cells((bands, starts)))

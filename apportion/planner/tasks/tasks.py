@@ -24,7 +24,7 @@ from apportion._core import tasks as core
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.orders import ranked
 from apportion.planner.problem import Execution
-from apportion.planner.tasks.cells import Cells, HeadGroups, checked, pairs
+from apportion.planner.tasks.cells import Cells, HeadGroups, checked_arrays, pairs
 from apportion.planner.tasks.rows import Rows
 
 
@@ -32,8 +32,8 @@ from apportion.planner.tasks.rows import Rows
 class Tasks:
     """Tasks of one kind as columns, int32 [tasks].
 
-    exec: the executing rank; row, rows: its query rows in the attention order of their home; k: key
-    block; k0, k1: keys, global tokens; dmin, dmax: the band counted from the first row and key, clipped; edge,
+    exec: the executing rank; row, rows: its query rows in the attention order of their home; k: key block; k0, k1:
+    keys, global tokens; dmin, dmax: diagonals of the band, counted from the first row and key, clipped; edge,
     query_edge: the edges of the keys and of the queries, -1 at home; group: head group.
     """
 
@@ -70,7 +70,7 @@ class Tasks:
 
     @cached_property
     def queries_move(self) -> bool:
-        """True if any task runs away from its queries' home."""
+        """True if any task does not run on its queries' home rank."""
         return bool((self.query_edge >= 0).any())
 
 
@@ -103,14 +103,14 @@ class Edges:
         edges = Edges(*[np.take(getattr(self, column.name), order) for column in fields(self)])
         if (edges.parent < 0).all():
             return edges
-        position = np.full(len(self) + 1, -1, np.int32)  # index -1 (no parent) is the last
+        position = np.full(len(self) + 1, -1, np.int32)  # index -1 (no parent) is the last entry
         position[order] = np.arange(len(order), dtype=np.int32)
         return replace(edges, parent=position[edges.parent])
 
 
 def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Edges]:
     """Tasks and edges of one kind; bands: int64 [bands, 6], global tokens."""
-    tasks, edges = core.find(checked(bands, rows.starts), rows.home, rows.row, rows.ranks)
+    tasks, edges = core.find(checked_arrays(bands, rows.starts), rows.home, rows.row, rows.ranks)
     return Tasks(*tasks), Edges(*edges)
 
 
@@ -127,7 +127,7 @@ def placed_tasks(cells: Cells, execution: Execution, rows: Rows, heads: HeadGrou
     query_edge[is_remote] += len(keys)
     row = rows.row[q] + q0 - rows.starts[q]
     columns = (rank, row, q1 - q0, k, k0, k1, dmin, dmax, edge, query_edge, group)
-    return Tasks(*_narrow(*columns)), joined(keys, queries)
+    return Tasks(*_narrow(*columns)), join_edges(keys, queries)
 
 
 def _edges(
@@ -157,7 +157,7 @@ def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
     return first, last
 
 
-def joined(first: Edges, second: Edges) -> Edges:
+def join_edges(first: Edges, second: Edges) -> Edges:
     """Concatenates edges; the second have no relays."""
     columns = (np.concatenate([getattr(edges, f.name) for edges in (first, second)]) for f in fields(Edges))
     return Edges(*columns)

@@ -310,7 +310,7 @@ def test_equal_arguments_give_equal_times() -> None:
 
 
 def test_halves_on_different_numbers_of_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="has other ranks than ping"):
+    with pytest.raises(ConfigError, match="differs from ping in its ranks"):
         simulate_pair(halves_of("ring", 2)[0], halves_of("ring", 4)[1])
 
 

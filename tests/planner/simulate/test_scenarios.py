@@ -17,7 +17,7 @@ from apportion.planner import api
 from apportion.planner.congestion import Congestion
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import makespans_us, simulate, simulate_with
-from apportion.planner.simulate.scenarios import SCENARIOS, SET_ASIDE, Scenario, applied
+from apportion.planner.simulate.scenarios import SCENARIOS, SET_ASIDE, Scenario, apply
 from tests.support.timelines import CLUSTER, Unit, plan_of, run_invariants, transfers, work
 
 H100 = Hardware.load("h100")
@@ -31,7 +31,7 @@ PROGRAMS = (
 
 def finish_times(scenario: Scenario, contention: float = 0.0) -> list[float]:
     """The times at which the two ranks finish_times, on the links of the scenario."""
-    _, cluster = applied(scenario, H100, LINKS)
+    _, cluster = apply(scenario, H100, LINKS)
     costs = Unit(contention=contention)
     return (
         simulate_with(plan_of(*PROGRAMS), costs, cluster=cluster)
@@ -60,19 +60,19 @@ def test_contention_by_hand() -> None:
 def test_scenarios_keep_what_they_do_not_change() -> None:
     cluster = Cluster(2, 4, speeds=(1.0,) * 8)
     assert BY_NAME["nominal"] is SCENARIOS[0]
-    hardware, links = applied(SCENARIOS[0], H100, cluster)
+    hardware, links = apply(SCENARIOS[0], H100, cluster)
     assert hardware is H100
     assert links is cluster
     measured = replace(H100, contention=Figure(0.2, "measured"))
-    assert applied(BY_NAME["contention"], measured, cluster)[0] is measured
+    assert apply(BY_NAME["contention"], measured, cluster)[0] is measured
     measured = replace(H100, incast=Figure(0.2, "measured"), one_peer=Figure(0.5, "measured"))
-    assert applied(BY_NAME["incast"], measured, cluster)[0] is measured
-    assert applied(BY_NAME["one-peer"], measured, cluster)[0] is measured
+    assert apply(BY_NAME["incast"], measured, cluster)[0] is measured
+    assert apply(BY_NAME["one-peer"], measured, cluster)[0] is measured
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_scenarios_scale_figures_and_grids(scenario: Scenario) -> None:
-    hardware, cluster = applied(scenario, H100, H100.cluster(2))
+    hardware, cluster = apply(scenario, H100, H100.cluster(2))
     assert hardware.mismatch(cluster) == []
     assert cluster.inter_gbs == 50 * scenario.bandwidth
     assert cluster.intra_latency_us == 5 * scenario.latency
@@ -122,7 +122,7 @@ def test_no_plan_is_faster_under_a_scenario(recipe: str) -> None:
     plan = api.plan(batch, cluster, Model(8, 4, 64), recipe=recipe, verify=False)
     total = {}
     for scenario in SCENARIOS:
-        hardware, links = applied(scenario, H100, cluster)
+        hardware, links = apply(scenario, H100, cluster)
         found = simulate(plan, hardware, links)
         for run in found.runs.values():
             run_invariants(run, scenario.contention)
@@ -148,13 +148,13 @@ def test_names_and_factors_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"scenario\.name"):
         Scenario("a b")
     with pytest.raises(ConfigError, match=r"hardware\.figures\.contention"):
-        applied(Scenario("mine", contention=99.0), H100, LINKS)
+        apply(Scenario("mine", contention=99.0), H100, LINKS)
 
 
 @pytest.mark.parametrize("recipe", ["ring", "contiguous"])
 def test_makespans_under_all_scenarios_are_those_of_simulations(recipe: str) -> None:
     plan = api.plan(Batch.from_lengths([3000, 500, 600, 40]), H100.cluster(2), Model(), recipe)
-    under = [applied(scenario, H100, H100.cluster(2)) for scenario in SCENARIOS]
+    under = [apply(scenario, H100, H100.cluster(2)) for scenario in SCENARIOS]
     found = makespans_us(plan, [(CostModel(hardware, Model()), cluster) for hardware, cluster in under])
     for (hardware, cluster), times in zip(under, found, strict=True):
         runs = simulate(plan, hardware, cluster).runs

@@ -608,7 +608,7 @@ def test_unmatched_transfers_and_waits_are_refused() -> None:
     programs = ["launch 3: send KV.home[0:8) to 1\nwait 3", "launch 3\nwait 3"]
     with pytest.raises(VerifyError, match="round 3: rank 0 sends 1 tiles to rank 1, which receives 0"):
         simulate_with(plan_of(*programs), Unit())
-    with pytest.raises(VerifyError, match="rank 1 waits for round 4 and never launches it"):
+    with pytest.raises(VerifyError, match="rank 1 waits for round 4 but never launches it"):
         simulate_with(plan_of("", "wait 4"), Unit())
 
 

@@ -115,9 +115,9 @@ def test_polishing_moves_no_fixed_vertex_and_adds_no_bytes() -> None:
     problem = long_sequence(nodes=2, per_node=4, slack=0.3)
     homes = np.where(problem.tokens > 0, np.arange(len(problem.flops)) % 8, -1)
     fixed = replace(problem, fixed=homes)
-    rank = hypergraph.quick(fixed)
-    found = hypergraph.polished(fixed, rank, None)
-    assert hypergraph.holds(fixed, found.rank)
+    rank = hypergraph.initial_ranks(fixed)
+    found = hypergraph.polish(fixed, rank, None)
+    assert hypergraph.is_valid(fixed, found.rank)
     assert (found.rank // 4 == rank // 4).all()
     assert found.termination.value <= hypergraph.connectivity(fixed, rank, 8)
 

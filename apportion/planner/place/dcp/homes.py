@@ -141,12 +141,12 @@ def _lpt_homes(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
 def _refine(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple[float, Blocks]:
     """Refines homes together with compute; returns their cost (lower is better) and the homes. Cost: link time of the
     slowest rank, and of the mean, after exchanges of blocks; infinite if compute is uneven."""
-    rank, free = hypergraph.quick(case), movable(problem, blocks.starts)
-    if not hypergraph.holds(case, rank):
+    rank, free = hypergraph.initial_ranks(case), movable(problem, blocks.starts)
+    if not hypergraph.is_valid(case, rank):
         return float("inf"), blocks
-    fixed = case.bound_to.copy()
+    fixed = case.required.copy()
     fixed[: len(free)][free] = -1
-    rank = hypergraph.together(replace(case, fixed=fixed), rank)
+    rank = hypergraph.refine_jointly(replace(case, fixed=fixed), rank)
     _, times = swap_homes([(case, rank, len(free))], free, link_gbs(problem))
     return float(times.max() + times.mean()), Blocks(blocks.starts, rank[: len(free)])
 

@@ -19,7 +19,7 @@ from apportion.planner.place.dcp.links import link_gbs, swap_homes
 from apportion.planner.problem import Departure, Execution, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.solvers.contracts import HypergraphProblem, VertexRanks
-from apportion.planner.solvers.hypergraph.solver import polished
+from apportion.planner.solvers.hypergraph.solver import polish
 from apportion.planner.solvers.status import Limit, Status, Termination
 from apportion.planner.solvers.use import HypergraphSolver
 from apportion.planner.tasks.cells import cut_cells
@@ -111,9 +111,9 @@ class Dcp(PlacePass):
         home, _ = swap_homes(inputs, movable(problem, blocks.starts), link_gbs(problem))
         result = {}
         for key, (case, rank, _) in zip(sides, inputs, strict=True):
-            fixed, current = case.bound_to.copy(), rank.copy()
+            fixed, current = case.required.copy(), rank.copy()
             fixed[: len(home)] = current[: len(home)] = home
-            result[key] = polished(replace(case, fixed=fixed), current, sides[key].termination.limit)
+            result[key] = polish(replace(case, fixed=fixed), current, sides[key].termination.limit)
         return Blocks(blocks.starts, home), result
 
     def _uneven_error(self, problem: Problem, cells: list[Pairs]) -> CapacityError:

@@ -5,11 +5,11 @@ Both halves' programs run on the same ranks with the linear layers before and af
     turns    before · dispatch a, before · dispatch b, compute a, compute b, collect a · after, collect b · after
              and between layers collect, after, before and dispatch of a half without a break
     serial   one half after the other, each with its own overlap
-    single   as serial, with a wait right after every launch: communication on the compute stream, the paper's
+    single   like serial, with a wait right after every launch: communication on the compute stream, the paper's
              "Single Stream" (section 6.3)
-    signal   as turns, with zero transfer time, the paper's "Signal": an upper bound of overlap
+    signal   like turns, with zero transfer time, the paper's "Signal": an upper bound of overlap
     whole    the plan of the undivided microbatch, if given, with its own overlap. Halves fetch shared
-             rows twice, so it is the baseline to beat
+             rows twice, so this is the baseline to beat
 
 Segments are those of the executor (`ir.plan.segments`). The halves share all links and NICs; channels are separate
 unless a number of process groups is given: then they share the groups, and a round waits for earlier ones in its group.
@@ -41,7 +41,7 @@ from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traff
 #: time of the linear layers' backward, as a multiple of their forward's
 LINEAR_BACKWARD = 2.0
 MAX_LAYERS = 1_000
-#: pieces of a half's turn, in order; the second linear layers and the dispatch are the next layer's
+#: pieces of a half's turn, in order; BEFORE and DISPATCH belong to the next layer
 COLLECT, AFTER, BEFORE, DISPATCH = range(4)
 
 
@@ -110,7 +110,7 @@ def turns_us(
             rows = plan.layout(plan.header.home_layout).rows_per_rank / np.asarray(speeds or 1.0)
             before, after = (rows * factor for factor in around[phase])
             halves.append(half._replace(before=before, after=after))
-        run = _simulated(_on_groups(halves, None), layers, "turns", f"{kind} {phase}")
+        run = _simulate(_on_groups(halves, None), layers, "turns", f"{kind} {phase}")
         result[kind, phase] = run.makespan_us / layers
     return result
 
@@ -123,7 +123,7 @@ def _check_plans(plans: list[Plan]) -> None:
             "programs": set(plan.programs) == set(ping.programs),
         }
         for label in (label for label, equal in checks.items() if not equal):
-            rule = f"has other {label} than ping"
+            rule = f"differs from ping in its {label}"
             raise ConfigError(name, plan.id.hex()[:12], rule, "make all plans for the same ranks and kinds")
 
 
@@ -209,14 +209,14 @@ class PairInstructions(NamedTuple):
 def _run_pair(plans: list[Half], kind: str, phase: str, layers: int, groups: int | None) -> PairRun:
     """Runs all modes. plans: both halves, and the whole if given."""
     halves, label = _on_groups(plans[:2], groups), f"{kind} {phase}"
-    runs = [_simulated(halves, layers, way, f"{label}, {way}") for way in WAYS]
-    runs += [_simulated(_on_groups([whole], groups), layers, WHOLE, label) for whole in plans[2:]]
+    runs = [_simulate(halves, layers, way, f"{label}, {way}") for way in WAYS]
+    runs += [_simulate(_on_groups([whole], groups), layers, WHOLE, label) for whole in plans[2:]]
     busy = sum(layers * (half.before + half.busy + half.after) for half in halves)
     return PairRun(kind, phase, layers, np.asarray(busy), *runs)
 
 
-def _simulated(halves: list[Half], layers: int, way: str, label: str) -> Way:
-    script, traffic = _interleaved(halves, layers, way)
+def _simulate(halves: list[Half], layers: int, way: str, label: str) -> Way:
+    script, traffic = _interleave(halves, layers, way)
     if way == "signal":
         traffic = traffic._replace(wire_us=np.zeros_like(traffic.wire_us))
     times, finish, blocked = engine.run(script, traffic, halves[0].ports, halves[0].contention)
@@ -230,7 +230,7 @@ def _simulated(halves: list[Half], layers: int, way: str, label: str) -> Way:
     return Way(float(max(finish.max(), times.done.max(initial=0.0))), exposed.astype(np.float64))
 
 
-def _interleaved(halves: list[Half], layers: int, way: str) -> tuple[Script, Traffic]:
+def _interleave(halves: list[Half], layers: int, way: str) -> tuple[Script, Traffic]:
     """One script with its traffic, each half once per layer."""
     copies = [(number, half, layer) for layer in range(layers) for number, half in enumerate(halves)]
     sizes = [len(half.script.rank) for _, half, _ in copies]
@@ -239,32 +239,32 @@ def _interleaved(halves: list[Half], layers: int, way: str) -> tuple[Script, Tra
     order = np.lexsort((rows.number, rows.slot, rows.rank))
     rows = PairInstructions._make(column[order] for column in rows)
     launches = rows.launch[rows.role == LAUNCH]
-    number = np.full(first[-1] + 1, -1)  # for -1, no launch: -1
+    number = np.full(first[-1] + 1, -1)  # the last entry maps -1, no launch, to -1
     number[launches] = np.arange(len(launches))
     traffic = _traffic([half for _, half, _ in copies], first, number)
     return _script(rows, number[rows.launch], [half for _, half, _ in copies], launches, traffic), traffic
 
 
-def _rows(which: int, half: Half, layer: int, way: str, first: int) -> PairInstructions:
+def _rows(half_index: int, half: Half, layer: int, way: str, first: int) -> PairInstructions:
     """The rows of one copy of a half, with launches numbered from `first`."""
     script, ranks = half.script, np.arange(len(half.before))
     launch = np.where(script.launch >= 0, script.launch + first, -1)
-    slot = _slot(way, which, 2 * layer + half.segment, np.where(half.segment == 0, DISPATCH, COLLECT))
+    slot = _slot(way, half_index, 2 * layer + half.segment, np.where(half.segment == 0, DISPATCH, COLLECT))
     instructions = PairInstructions(
         half.rank_of, slot, 2 * np.arange(len(slot)), script.role.astype(np.int64), script.work_us, launch
     )
     more = [
-        _work(ranks, _slot(way, which, 2 * layer, BEFORE), 0, half.before),
-        _work(ranks, _slot(way, which, 2 * layer + 2, COLLECT), 2 * len(slot), script.end_us),
-        _work(ranks, _slot(way, which, 2 * layer + 2, AFTER), 0, half.after),
+        _work(ranks, _slot(way, half_index, 2 * layer, BEFORE), 0, half.before),
+        _work(ranks, _slot(way, half_index, 2 * layer + 2, COLLECT), 2 * len(slot), script.end_us),
+        _work(ranks, _slot(way, half_index, 2 * layer + 2, AFTER), 0, half.after),
     ]
-    return _join_scripts([instructions, *more, *([_waited_for(instructions)] if way == "single" else [])])
+    return _join_scripts([instructions, *more, *([_extra_waits(instructions)] if way == "single" else [])])
 
 
-def _slot(way: str, which: int, turn: Any, piece: Any) -> Any:
+def _slot(way: str, half_index: int, turn: Any, piece: Any) -> Any:
     """Position in a rank's order: turn by turn, halves alternating, unless they run serially."""
     alternating = way in ("turns", "signal")
-    return 4 * (2 * turn + which if alternating else which * 4 * MAX_LAYERS + turn) + piece
+    return 4 * (2 * turn + half_index if alternating else half_index * 4 * MAX_LAYERS + turn) + piece
 
 
 def _work(ranks: Ints, slot: int, number: int, work: Floats) -> PairInstructions:
@@ -278,7 +278,7 @@ def _work(ranks: Ints, slot: int, number: int, work: Floats) -> PairInstructions
     )
 
 
-def _waited_for(rows: PairInstructions) -> PairInstructions:
+def _extra_waits(rows: PairInstructions) -> PairInstructions:
     """Inserts a wait right after every launch; unpacking stays at the program's own wait."""
     launches = PairInstructions._make(column[rows.role == LAUNCH] for column in rows)
     zeros = np.zeros_like(launches.work_us)

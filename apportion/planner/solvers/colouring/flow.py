@@ -20,8 +20,8 @@ _NEVER = 1e6
 
 
 def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
-    """Solves the problem, always OPTIMAL: after the limit of flows (steps), the rest gets König's colours, and the
-    limit is named."""
+    """Solves the problem, always OPTIMAL: after the limit of flows (steps), the other edges get König's colours, and
+    the limit is reported."""
     src, dst, ranks = problem.src, problem.dst, problem.ranks
     degree = max_degree(src, dst, ranks)
     remaining, padding = _counts(src, dst, ranks), _padding(src, dst, ranks, degree)

@@ -26,18 +26,18 @@ def matchings(src: Ints, dst: Ints, ranks: int) -> Ints:
 
     src, dst: integers [E] in [0, ranks).
     """
-    return _coloured(src, dst, ranks, max_degree(src, dst, ranks))
+    return _colour(src, dst, ranks, max_degree(src, dst, ranks))
 
 
 def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
-    """`matchings` as a solver: always OPTIMAL. It ends by itself, without a budget."""
+    """`matchings` as a solver: always OPTIMAL; it ignores the budget."""
     src, dst, ranks = problem.src, problem.dst, problem.ranks
     degree = max_degree(src, dst, ranks)
     end = Termination(Status.OPTIMAL, float(degree), float(degree))
-    return Colouring(_coloured(src, dst, ranks, degree), end)
+    return Colouring(_colour(src, dst, ranks, degree), end)
 
 
-def _coloured(src: Ints, dst: Ints, ranks: int, colours: int) -> Ints:
+def _colour(src: Ints, dst: Ints, ranks: int, colours: int) -> Ints:
     if not colours:
         return np.zeros(0, np.int32)
     return core.colours(np.ascontiguousarray(src), np.ascontiguousarray(dst), ranks, colours)

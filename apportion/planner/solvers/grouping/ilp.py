@@ -1,9 +1,9 @@
-"""Exact grouping: group sizes, and sequences to groups, minimizing the slowest group's time (FlexSP, section 4).
+"""Exact grouping: group sizes and the group of each sequence, minimizing the slowest group's time (FlexSP, section 4).
 
-From both sides: a greedy mix and local search (`mixing`) give answers; integer programs (`mixed_programs`) give bounds
-and better answers. First the small program is solved for time limits between the bound and the best answer, by
-bisection: infeasibility raises the bound, feasibility proposes counts of groups to the search. The remaining gap goes
-to the program of a few groups at a time, started from their contents. A small problem is solved by that program as a
+From both sides: a greedy mix and local search (`mixing`) give answers; integer programs (`programs`) give bounds and
+better answers. First the small program is solved for time limits between the bound and the best answer, by bisection:
+infeasibility raises the bound, a feasible answer proposes counts of groups to the search. The remaining gap is closed
+by the program for a few groups at a time, started from their contents. A small problem is solved by that program as a
 whole, whose bound proves the answer.
 
 FlexSP solves one program per count of microbatches under a wall-clock limit. Here the limit is in steps, so that equal
@@ -26,8 +26,8 @@ from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 DEFAULT_NODES = 100
 # Effort for this many sequences x ranks (larger problems get the same total work, not more per step):
 _USUAL_SIZE = 4096
-# counts of groups tried by local search; number of the best that are annealed, and the steps; number of the best of
-# those that are kicked, and the kicks
+# local search: counts of groups to try; how many of the best mixes to anneal, and for how many steps; how many of the
+# best of these to kick, and how often
 _STEPS, _ANNEALED, _ANNEALS, _POLISHED, _KICKS = 1500, 40, 100_000, 12, 500
 # effort of the searches that follow each program
 _BRIEF = 0.4
@@ -35,7 +35,7 @@ _BRIEF = 0.4
 _LAST = 2
 # local search does not aim below this share of the best value: unreachable goals only mislead it
 _AIM = 0.985
-# bisection ends at this gap
+# maximum number of bisection steps, and the gap at which bisection ends
 _PROBES, _FINE = 16, 1.001
 # bisection also ends after this many undecided programs: the following ones are just as hard
 _UNDECIDED = 2
@@ -190,7 +190,7 @@ def _by_bisection(case: GroupingProblem, state: _SearchState, budget: Budget, no
         answer = mix_for(case, limit, nodes)
         undecided += not answer.refuted and answer.counts is None
         if answer.refuted:
-            state = replace(state, bound=_refuted(state, limit, ceiling), probes=probe + 1)
+            state = replace(state, bound=_bound_after(state, limit, ceiling), probes=probe + 1)
         else:
             high = limit
             state = replace(state, counts=answer.counts or state.counts, probes=probe + 1)
@@ -202,8 +202,8 @@ def _by_bisection(case: GroupingProblem, state: _SearchState, budget: Budget, no
     return state
 
 
-def _refuted(state: _SearchState, limit: float, ceiling: float) -> float:
-    """The bound after a refutation: infinity if it holds for even half the maximum possible time."""
+def _bound_after(state: _SearchState, limit: float, ceiling: float) -> float:
+    """The bound after a refutation; infinity if even half the maximum possible time is refuted."""
     return np.inf if limit >= ceiling / 2 else max(state.bound, limit)
 
 

@@ -1,8 +1,8 @@
 """Greedy mix of group sizes and its improvement by local search, the start of `ilp`.
 
-The mix is first-fit decreasing for a time limit T, the least T found by bisection (the dual approximation of Hochbaum
-and Shmoys, 1987): each sequence needs the smallest degree that keeps it within T, goes to the group with the least
-rank-time and the tightest fit, and otherwise opens a group of its degree.
+The mix is first-fit decreasing for a time limit T, the smallest T found by bisection (the dual approximation of
+Hochbaum and Shmoys, 1987): each sequence needs the smallest degree that keeps it within T, goes to the group with the
+least rank-time and the tightest fit, and otherwise opens a group of its degree.
 
 The search then walks over counts of groups: one group is split or some are merged, the sequences are redistributed, and
 moves and swaps out of the slowest group follow while they help. The best of these mixes are annealed, and the best of
@@ -86,16 +86,16 @@ def _times(problem: GroupingProblem, column: Ints, group: Ints) -> Floats:
 
 
 def improve(problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, goal: float) -> list[Mix]:
-    """Mixes of `steps` counts, best first: those of the seeds and then of neighbours of the best. Ends at `goal`."""
+    """Mixes of up to `steps` counts, best first: counts of the seeds, then neighbours of the best. Stops at `goal`."""
     visited: set[tuple[int, ...]] = set()
     queue: list[tuple[float, tuple[int, ...]]] = []
     mixes: list[Mix] = []
-    waiting = [_fill_idle_ranks(problem, seed) for seed in seeds]
-    while len(visited) < steps and (waiting or queue):
-        if not waiting:
-            waiting = _neighbours(problem, heapq.heappop(queue)[1])
+    pending = [_fill_idle_ranks(problem, seed) for seed in seeds]
+    while len(visited) < steps and (pending or queue):
+        if not pending:
+            pending = _neighbours(problem, heapq.heappop(queue)[1])
             continue
-        counts = waiting.pop()
+        counts = pending.pop()
         if counts in visited:
             continue
         visited.add(counts)
@@ -132,13 +132,13 @@ def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: in
     """The mix after `steps` steps of simulated annealing of the time above `goal`, summed over groups; never worse."""
     draw = np.random.Generator(np.random.PCG64(seed))
     items, groups = len(mix.group), len(mix.column)
-    moved, to = draw.integers(items, size=steps), draw.integers(groups + items, size=steps)
-    # threshold for accepting a worse step: Metropolis' rule, drawn in advance
-    bar = draw.standard_exponential(steps) * goal * np.geomspace(_HOT, _COLD, steps)
+    moved, targets = draw.integers(items, size=steps), draw.integers(groups + items, size=steps)
+    # thresholds for accepting a worse step: Metropolis' rule, drawn in advance
+    limits = draw.standard_exponential(steps) * goal * np.geomspace(_HOT, _COLD, steps)
     free = problem.cap * problem.degrees[mix.column] - _tokens(problem, mix.column, mix.group)
     group = mix.group.copy()
     times, above = problem.times.take(mix.column, 1), float(np.maximum(mix.time - goal, 0.0).sum())
-    core.anneal((times, problem.sizes), (moved, to, bar), goal, above, mix.time.copy(), free, group)
+    core.anneal((times, problem.sizes), (moved, targets, limits), goal, above, mix.time.copy(), free, group)
     result = descend(problem, mix_of(problem, mix.column, group))
     return result if result.value < mix.value else mix
 
@@ -164,13 +164,13 @@ def _neighbours(problem: GroupingProblem, counts: tuple[int, ...]) -> list[tuple
     for small in range(len(degrees) - 1):
         parts = -(-degrees[small + 1] // degrees[small])
         if counts[small] >= parts:
-            result.append(_changed(counts, small, -parts, 1))
+            result.append(_change(counts, small, -parts, 1))
         if counts[small + 1]:
-            result.append(_changed(counts, small, degrees[small + 1] // degrees[small], -1))
+            result.append(_change(counts, small, degrees[small + 1] // degrees[small], -1))
     return [_fill_idle_ranks(problem, changed) for changed in result]
 
 
-def _changed(counts: tuple[int, ...], small: int, more: int, more_large: int) -> tuple[int, ...]:
+def _change(counts: tuple[int, ...], small: int, more: int, more_large: int) -> tuple[int, ...]:
     changed = list(counts)
     changed[small] += more
     changed[small + 1] += more_large
@@ -178,7 +178,7 @@ def _changed(counts: tuple[int, ...], small: int, more: int, more_large: int) ->
 
 
 def spread(problem: GroupingProblem, counts: tuple[int, ...]) -> Mix | None:
-    """A mix with these counts of groups, or None if a sequence finds no room."""
+    """A mix with these counts of groups, or None if a sequence does not fit."""
     column = group_of(counts)[::-1].copy()
     rooms = problem.cap * problem.degrees[column]
     group = core.list_schedule((problem.times, problem.sizes), (column, rooms))

@@ -1,17 +1,18 @@
 """The two integer programs of FlexSP's problem (its section 4), as PuLP models.
 
-`slots` is the whole problem: x[k, g] sequence k in slot g, y[g] slot g is a group, the largest time is minimized. Equal
-slots are used in order, and the j-th of them takes no sequence before the j-th, which breaks most symmetry.
+`slots` is the whole problem: x[k, g] is 1 if sequence k is in slot g, y[g] is 1 if slot g is a group, and the largest
+time is minimized. Equal slots are used in order, and the j-th of them takes no sequence before the j-th, which breaks
+most symmetry.
 
-`mix_for` is a relaxation: does some mix meet a time limit T? Groups of a degree are merged: x[k, c] sequence k at
-degree c, n[c] groups of it. The contents of n groups are bounded by their time and tokens, and by dual feasible
-functions of both (Martello and Toth, 1990; Fekete and Schepers, 2001): numbers f(s) of a sequence's share s of a group
-whose sum in one group is at most 1 whenever the shares' is. With integer variables for the heaviest sequences and the
-counts only, it is small; if infeasible, T is a lower bound. Many sequences are merged by similar size into kinds, x[k,
-c] the part of a kind's work at degree c: each part takes the least time of any member, so the bound holds, and the
-program does not grow with the sequences.
+`mix_for` is a relaxation: does some mix meet a time limit T? Groups of a degree are merged: x[k, c] is 1 if sequence k
+is at degree c, and n[c] is its number of groups. The contents of n groups are bounded by their time and tokens, and by
+dual feasible functions of both (Martello and Toth, 1990; Fekete and Schepers, 2001): functions f of a sequence's share
+s of a group such that the f(s) of a group add up to at most 1 whenever the shares do. With integer variables only for
+the heaviest sequences and the counts, the program is small; if it is infeasible, T is a lower bound. Many sequences are
+merged by similar size into kinds, and x[k, c] is the part of a kind's work at degree c: each part takes the shortest
+time of any member, so the bound holds, and the program does not grow with the number of sequences.
 
-Needs pulp and highspy: import this inside a function.
+Needs pulp and highspy: import this module inside a function.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True)
 class ProgramAnswer:
-    """refuted: True if no mix meets the time limit; counts: groups of each degree of an answer."""
+    """refuted: True if no mix meets the time limit; counts: number of groups of each degree in an answer."""
 
     refuted: bool
     counts: tuple[int, ...] | None
@@ -63,7 +64,7 @@ class _Kinds:
         limits: Floats = np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
         return limits
 
-    def least(self, items: Ints, row: Floats) -> Floats:
+    def minimum(self, items: Ints, row: Floats) -> Floats:
         """float64 [kinds]: minimum for a whole kind, from the cheapest of its `items`."""
         result = np.full(len(self.whole), np.inf)
         np.minimum.at(result, self.label[items], row / self.part[items])
@@ -94,14 +95,14 @@ def mix_for(problem: GroupingProblem, limit: float, nodes: int) -> ProgramAnswer
 
 
 def _kinds(problem: GroupingProblem, is_allowed: Bools, limit: float) -> _Kinds:
-    """One kind per sequence; with many sequences, those of similar size and little work are merged."""
+    """One kind per sequence; of many sequences, those of similar size and little work are merged."""
     work = np.where(is_allowed, problem.times * problem.degrees, np.inf).min(1)
     is_heavy = np.zeros(len(work), bool)
     is_heavy[np.argsort(-work, kind="stable")[:_MOST_HEAVY]] = True
     is_heavy &= work > _HEAVY_SHARE * limit
     if len(work) <= _MOST_KINDS:
         return _Kinds(np.arange(len(work)), np.ones(len(work)), is_heavy)
-    # non-zero weights: any weights give a bound, those by work the best
+    # non-zero weights: any weights give a bound; weights by work give the best
     weight = np.maximum(work, 1e-9 * work.max() or 1.0)
     sums = np.cumsum(np.where(is_heavy, 0.0, weight))
     band = sums * _MOST_KINDS // sums[-1]
@@ -129,11 +130,11 @@ def _mix_variables(
 def _shares(
     problem: GroupingProblem, kinds: _Kinds, items: Ints, column: int, limit: float
 ) -> Iterator[Floats]:
-    """Different rows of shares of the kinds, each with a sum of at most 1 in one group."""
+    """Distinct rows of the kinds' shares, each of which adds up to at most 1 in a group."""
     earlier: set[bytes] = set()
     capacity = float(problem.cap * problem.degrees[column]) * (1 + _SLACK)
     for share in (problem.times[items, column] / (limit * (1 + _SLACK)), problem.sizes[items] / capacity):
-        for row in (kinds.least(items, row) for row in _dual_feasible(share)):
+        for row in (kinds.minimum(items, row) for row in _dual_feasible(share)):
             if row.any() and row.tobytes() not in earlier:
                 earlier.add(row.tobytes())
                 yield row
@@ -147,8 +148,8 @@ def _dual_feasible(share: Floats) -> Iterator[Floats]:
         yield np.floor((multiple + 1) * share) / multiple
 
 
-def _places(chosen: dict[tuple[int, int], pulp.LpVariable], k: int, columns: int) -> pulp.LpAffineExpression:
-    return pulp.LpAffineExpression([(chosen[k, c], 1.0) for c in range(columns) if (k, c) in chosen])
+def _places(x: dict[tuple[int, int], pulp.LpVariable], k: int, columns: int) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression([(x[k, c], 1.0) for c in range(columns) if (k, c) in x])
 
 
 # ---- the whole problem
@@ -157,8 +158,8 @@ def _places(chosen: dict[tuple[int, int], pulp.LpVariable], k: int, columns: int
 def slots(
     problem: GroupingProblem, counts: Ints, start: Mix | None, bound: float, nodes: int, gap: float
 ) -> tuple[Mix | None, SolverRun]:
-    """The best mix with at most `counts` groups of each degree (int64 [degrees]), and the solver's run; bounds are
-    times. The start must have such counts; the answer is never worse."""
+    """The best mix with at most `counts` groups of each degree (int64 [degrees]), and the solver's run; its bound is a
+    time. The start must have such counts; the answer is never worse."""
     column = group_of(counts)
     worst = np.inf if start is None else start.value
     unit = start.value if start else float(problem.times[np.isfinite(problem.times)].max())

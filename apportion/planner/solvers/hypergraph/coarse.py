@@ -13,10 +13,10 @@ from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 
 
 def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, limit: int) -> Ints:
-    """int64 [V]: the merged vertex of each, numbered from 0; those with a part (not -1) stay alone.
+    """int64 [V]: the merged vertex of each, numbered from 0; those with a part (not -1) stay unmerged.
 
     Free vertices of one base are merged, by hyperedge, if their most and least expensive hyperedges have homes on the
-    same parts, up to 1/limit of all flops.
+    same parts; a merged vertex has up to 1/limit of all flops.
     """
     free = part < 0
     edge_of = group_of(np.diff(graph.ptr))

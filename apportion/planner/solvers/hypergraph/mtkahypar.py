@@ -27,14 +27,14 @@ from apportion.planner.solvers.hypergraph.solver import better, level, partition
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
 from apportion.planner.solvers.status import Budget, Limit
 
-# Free vertices of a job are merged down to about this many. On 64 ranks (48,000 cells) 1,000 took 13 s and 10,000 51 s,
-# for no gain.
+# Free vertices of a job are merged down to about this many. On 64 ranks (48,000 cells) 1,000 took 13 s and 10,000 took
+# 51 s, without any gain.
 MOST_VERTICES = 1_000
 # the engine's weights and the sum of its prices are 32-bit
 _LARGEST = 2**30
 # resolution of a rank's share, in the combined weight
 _UNITS = 1e6
-# by path, without its folder on the import path: it imports nothing of this package
+# run by path, without its folder on the import path
 _COMMAND = (sys.executable, "-P", mtkahypar_child.__file__)
 
 
@@ -44,8 +44,8 @@ def solve(problem: HypergraphProblem, budget: Budget) -> VertexRanks:
 
 
 def _homes(problem: HypergraphProblem) -> Ints:
-    """int64 [V]: ranks of vertices with tokens, -1 for others and for those without room on any rank."""
-    fixed, has_tokens = problem.bound_to, problem.tokens > 0
+    """int64 [V]: ranks of vertices with tokens, -1 for others and if no rank has room."""
+    fixed, has_tokens = problem.required, problem.tokens > 0
     if not (has_tokens & (fixed < 0)).any():
         return place_tokens(problem)
     combined = _single_weight_problem(problem)
@@ -136,7 +136,7 @@ def _assign(
     caps: Ints,
     span: int,
 ) -> Limit | None:
-    """Assigns the members of each job without a part (-1) one in [base, base + span) of `part`, in place.
+    """Gives the members of each job that have no part (-1) one in [base, base + span), in place.
 
     members: (vertices, base) of each job. Returns the limit if the engine fails; `part` is then unchanged.
     """
@@ -172,8 +172,8 @@ def _job(problem: HypergraphProblem, vertices: Ints, cluster: Ints, part: Ints, 
     pins = (pairs % count)[wide[pairs // count]]
     flops, fixed = np.zeros(count, np.int64), np.full(count, -1, np.int64)
     np.add.at(flops, cluster, problem.flops[vertices])
-    bound = part[vertices] >= 0
-    fixed[cluster[bound]] = part[vertices[bound]] - base
+    is_fixed = part[vertices] >= 0
+    fixed[cluster[is_fixed]] = part[vertices[is_fixed]] - base
     scale = min(1.0, _LARGEST / max(1, int(caps.sum())))
     weights = np.maximum(1, np.rint(flops * scale)).astype(np.int64)
     fixed_counts = np.bincount(fixed[fixed >= 0], minlength=len(caps))

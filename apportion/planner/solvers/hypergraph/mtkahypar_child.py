@@ -1,7 +1,7 @@
 """Child process for Mt-KaHyPar, which holds the interpreter's lock, may crash, and cannot be interrupted.
 
-Reads from standard input, as consecutive arrays of `numpy.save`: the number of jobs, then of each weights, fixed
-(part or -1), ptr, pins, price and the largest weight of each part. Writes a partition for each.
+Reads from standard input, as consecutive arrays of `numpy.save`: the number of jobs, then for each job: weights, fixed
+(part or -1), ptr, pins, price and the maximum weight of each part. Writes a partition for each job.
 """
 
 from __future__ import annotations

@@ -35,14 +35,14 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def solve(problem: HypergraphProblem, budget: Budget) -> VertexRanks:
-    """The greedy solver. It ends by itself."""
+    """The greedy solver; it ignores the budget."""
     return partition(problem, lambda case, homes: (spread(case, homes), None))
 
 
-def quick(problem: HypergraphProblem) -> Ints:
+def initial_ranks(problem: HypergraphProblem) -> Ints:
     """int64 [V]: the greedy's initial answer, for comparing homes, with all vertices with tokens fixed. It depends on
     the order of the vertices."""
-    return spread(problem, problem.bound_to, thorough=False)
+    return spread(problem, problem.required, thorough=False)
 
 
 def partition(
@@ -56,17 +56,17 @@ def partition(
     INFEASIBLE if fixed vertices or a single one exceed a limit.
     """
     bound = lower_bound(problem)
-    if _hopeless(problem):
-        return _without(problem, Termination(Status.INFEASIBLE, bound))
+    if _is_hopeless(problem):
+        return _no_answer(problem, Termination(Status.INFEASIBLE, bound))
     order, case = canonical(problem)
     homes = place_homes(case)
     if (homes[case.tokens > 0] < 0).any():
-        return _without(problem, Termination(Status.NO_SOLUTION, bound))
+        return _no_answer(problem, Termination(Status.NO_SOLUTION, bound))
     result, limit = engine(case, homes)
-    if not holds(case, result):
-        return _without(problem, Termination(Status.NO_SOLUTION, bound, limit=limit))
+    if not is_valid(case, result):
+        return _no_answer(problem, Termination(Status.NO_SOLUTION, bound, limit=limit))
     rank = np.empty(len(order), np.int64)
-    rank[order] = together(case, result)
+    rank[order] = refine_jointly(case, result)
     return answer(problem, rank, bound, limit)
 
 
@@ -96,13 +96,13 @@ def level(
 ) -> Ints:
     """int64 [V]: parts in [base, base + span) for vertices without one, and for others without tokens that repair
     moves. thorough: move groups of vertices too, and on the level of ranks also start from pieces."""
-    movable, flops = (problem.tokens == 0) & (problem.bound_to < 0), problem.flops
+    movable, flops = (problem.tokens == 0) & (problem.required < 0), problem.flops
     arguments = base, movable, flops, cap, span
     result = core.spread(graph, part, arguments, thorough)
     is_small = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
     if is_small or not thorough:
         return result
-    coarse = _coarsely(graph, flops, part, base, span, cap)
+    coarse = _spread_pieces(graph, flops, part, base, span, cap)
     return better(problem, result, core.spread(graph, coarse, arguments, True), cap)
 
 
@@ -116,7 +116,7 @@ def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Int
     return min(one, other, key=merit)
 
 
-def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints) -> Ints:
+def _spread_pieces(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints) -> Ints:
     """The parts after moving free vertices in pieces: better for long sequences over many ranks, worse for others."""
     free = part < 0
     cluster = merge(graph, part, base, flops, PIECES * len(cap))
@@ -129,27 +129,27 @@ def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap:
     return core.spread(coarse, cluster_part, (cluster_base, movable, weight, cap, span), True)[cluster]
 
 
-def together(problem: HypergraphProblem, rank: Ints) -> Ints:
+def refine_jointly(problem: HypergraphProblem, rank: Ints) -> Ints:
     """int64 [V]: the ranks of an answer after improving joint moves of homes and compute, one more node per hyperedge
     costing as much as FAR more ranks."""
-    graph, movable = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.bound_to < 0
+    graph, movable = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.required < 0
     caps = (problem.flops_caps[1], problem.tokens_caps[1], problem.flops_caps[0], problem.tokens_caps[0])
     arguments = movable, problem.flops, problem.tokens, *caps, problem.ranks_per_node, FAR
     return core.refine_together(graph, rank, arguments)
 
 
-def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> VertexRanks:
+def polish(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> VertexRanks:
     """The answer for these ranks, int64 [V], which meet both constraints, after improving moves."""
     graph, span = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.ranks_per_node
-    movable = (problem.tokens == 0) & (problem.bound_to < 0)
+    movable = (problem.tokens == 0) & (problem.required < 0)
     arguments = rank // span * span, movable, problem.flops, problem.flops_caps[1], span
     result = core.polish(graph, rank, arguments)
     return answer(problem, result, lower_bound(problem), limit)
 
 
-def holds(problem: HypergraphProblem, rank: Ints) -> bool:
+def is_valid(problem: HypergraphProblem, rank: Ints) -> bool:
     """True if every vertex has a rank, its own if fixed, and both constraints hold for nodes and ranks."""
-    fixed = problem.bound_to
+    fixed = problem.required
     if (rank < 0).any() or (rank >= problem.ranks).any() or (rank != fixed)[fixed >= 0].any():
         return False
     for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
@@ -186,7 +186,7 @@ def connectivity(problem: HypergraphProblem, part: Ints, parts: int) -> float:
 def lower_bound(problem: HypergraphProblem) -> float:
     """Lower bound: a hyperedge spans at least the ranks of its fixed vertices, and a connected component that needs n
     ranks has n - 1 crossings of hyperedges, each at least as expensive as its cheapest."""
-    fixed = problem.bound_to
+    fixed = problem.required
     edge_bound = connectivity(problem, fixed, problem.ranks)
     count = len(fixed)
     root = core.components((problem.ptr, problem.pins, problem.price), np.zeros(count, np.int64))
@@ -205,7 +205,7 @@ def lower_bound(problem: HypergraphProblem) -> float:
 
 def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
     """Sorts vertices and hyperedges by hashes of their weights and neighbourhoods, so that the value does not depend on
-    their original order. Returns the order of the vertices and the problem in it."""
+    their original order. Returns the order of the vertices and the problem in that order."""
     mark, edge_mark = _marks(problem)
     order, edges = np.argsort(mark, kind="stable"), np.argsort(edge_mark, kind="stable")
     number = np.empty(len(order), np.int64)
@@ -228,20 +228,20 @@ def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
 
 def _marks(problem: HypergraphProblem) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     edge_of = group_of(np.diff(problem.ptr))
-    vertex_mark = _mixed(problem.flops, problem.tokens, problem.bound_to)
-    price = _mixed(problem.price)
+    vertex_mark = _mix(problem.flops, problem.tokens, problem.required)
+    price = _mix(problem.price)
     edge_mark = price
     for _ in range(_ROUNDS):
         sums = np.zeros(len(price), np.uint64)
         np.add.at(sums, edge_of, vertex_mark[problem.pins])
-        edge_mark = _mixed(price, sums)
+        edge_mark = _mix(price, sums)
         edge_sums = np.zeros(len(vertex_mark), np.uint64)
         np.add.at(edge_sums, problem.pins, edge_mark[edge_of])
-        vertex_mark = _mixed(vertex_mark, edge_sums)
+        vertex_mark = _mix(vertex_mark, edge_sums)
     return vertex_mark, edge_mark
 
 
-def _mixed(*columns: NDArray[Any]) -> NDArray[np.uint64]:
+def _mix(*columns: NDArray[Any]) -> NDArray[np.uint64]:
     """uint64 [n]: a hash of each row (the finaliser of splitmix64)."""
     mark = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
@@ -252,9 +252,9 @@ def _mixed(*columns: NDArray[Any]) -> NDArray[np.uint64]:
     return mark
 
 
-def _hopeless(problem: HypergraphProblem) -> bool:
+def _is_hopeless(problem: HypergraphProblem) -> bool:
     """True if one vertex, or all fixed to one rank, exceed a rank's limit."""
-    fixed = problem.bound_to
+    fixed = problem.required
     for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
         sums = np.zeros(problem.ranks, np.int64)
         np.add.at(sums, fixed[fixed >= 0], weights[fixed >= 0])
@@ -264,6 +264,6 @@ def _hopeless(problem: HypergraphProblem) -> bool:
     return False
 
 
-def _without(problem: HypergraphProblem, end: Termination) -> VertexRanks:
+def _no_answer(problem: HypergraphProblem, end: Termination) -> VertexRanks:
     none = np.full(len(problem.flops), -1, np.int64)
     return VertexRanks(none, float("inf"), float("inf"), float("inf"), end)

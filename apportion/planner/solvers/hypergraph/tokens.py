@@ -18,15 +18,15 @@ from apportion.ir.arrays import Ints
 from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.solvers.hypergraph.graph import graph_of
 
-# Of 0.5 to 50: results from 1 to 8 hardly differ in bytes, but with less a few ranks send and receive most of them.
-# Exchanging homes afterwards evens that out inside nodes (`place/dcp/links.py`).
+# Of values from 0.5 to 50, those from 1 to 8 hardly differ in bytes; with smaller ones a few ranks send and receive
+# most of the bytes. Exchanging homes afterwards evens that out inside nodes (`place/dcp/links.py`).
 SPREAD = 4.0
 
 
 @dataclass(frozen=True)
 class Clusters:
     """Clusters of vertices. vertex: int64 [C], the vertex with tokens; flops, tokens: int64 [C]; hyperedges over
-    clusters as CSR, without those of a single cluster."""
+    clusters as CSR, without those inside a single cluster."""
 
     vertex: Ints
     flops: Ints
@@ -59,12 +59,12 @@ def place_tokens(problem: HypergraphProblem, spread: float = SPREAD) -> Ints:
 
 def cluster(problem: HypergraphProblem) -> Clusters:
     """Builds the clusters of a problem."""
-    vertex = np.flatnonzero((problem.tokens > 0) | (problem.bound_to >= 0))
+    vertex = np.flatnonzero((problem.tokens > 0) | (problem.required >= 0))
     index = np.full(len(problem.flops), -1, np.int64)
     index[vertex] = np.arange(len(vertex))
     edges = problem.ptr, problem.pins, problem.price
     flops, ptr, pins, price = core.clusters(edges, problem.flops, index, len(vertex))
-    return Clusters(vertex, flops, problem.tokens[vertex], ptr, pins, price, problem.bound_to[vertex])
+    return Clusters(vertex, flops, problem.tokens[vertex], ptr, pins, price, problem.required[vertex])
 
 
 def _level(

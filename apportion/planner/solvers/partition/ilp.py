@@ -2,9 +2,9 @@
 
     minimise T;  sum over bins of x[item, bin] = 1;  sum over items of weight * x <= T * speed, of size * x <= cap
 
-Bins of equal speed open to every item are interchangeable: the i-th heaviest item is restricted to the first i of
-these. A program with more choices than `USUAL` (`MOST` for an explicit node budget) is not built, and the start is
-returned: its root alone takes seconds, which no node limit bounds.
+If all bins are equal and open to every item, they are interchangeable: the i-th heaviest item is restricted to the
+first i. A program with more choices than `DEFAULT_CHOICES` (`MAX_CHOICES` for an explicit node budget) is not built,
+and the start is returned: its root alone takes seconds, which no node limit bounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apportion.planner.solvers.partition import swap
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
 # limits of a program's choices (items x bins): by default, and for an explicit node budget
-USUAL, MOST = 256, 6_000
+DEFAULT_CHOICES, MAX_CHOICES = 256, 6_000
 # Default product of search-tree nodes and choices, for any size: about a second.
 EFFORT = 50_000
 # tolerance of HiGHS
@@ -36,7 +36,7 @@ def solve(problem: PartitionProblem, budget: Budget) -> Partition:
         return start
     if end.value is not None and budget.reached(end.value, end.bound):
         return replace(start, termination=replace(end, limit=Limit.GAP))
-    if len(problem.weights) * problem.bins > (USUAL if budget.steps is None else MOST):
+    if len(problem.weights) * problem.bins > (DEFAULT_CHOICES if budget.steps is None else MAX_CHOICES):
         return replace(start, termination=replace(end, limit=Limit.STEPS))
     return _by_program(problem, start, budget)
 
@@ -47,7 +47,7 @@ def _by_program(problem: PartitionProblem, start: Partition, budget: Budget) -> 
     # sorted, so that the order of the items does not matter
     order = np.lexsort((_restriction(problem), -problem.sizes, -problem.weights))
     end = start.termination
-    scale = max(1.0, end.bound)  # T is about 1
+    scale = max(1.0, end.bound)  # makes T about 1
     model, variables, makespan = _model(problem, order, scale)
     if end.solved:
         for index, item in enumerate(order.tolist()):

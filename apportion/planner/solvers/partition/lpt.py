@@ -5,8 +5,8 @@ taken by decreasing weight, restricted items first; each goes to the least loade
 cap and on equal bins the result is at most 4/3 - 1/(3N) times the optimum (Graham, 1969); FCP (section 4.1 and its
 appendix) places blocks in this way.
 
-`solve_near` is less strict: any bin that now has less than the least loaded one would have with the item is accepted,
-and of these it takes the lightest in a zone with members of the item's family, if there is one. So a document's blocks
+`solve_near` is less strict: it accepts any bin whose load is below what the least loaded bin would have with the item,
+and of these takes the lightest in a zone with members of the item's family, if there is one. So a document's blocks
 gather on few nodes, while bins differ at most by the remaining items.
 """
 
@@ -26,8 +26,8 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    """LPT. FEASIBLE with the makespan bound, OPTIMAL if it is reached; items without room have bin -1. It ends by
-    itself, without a budget."""
+    """LPT. FEASIBLE with the makespan bound, OPTIMAL if it is reached; items that do not fit have bin -1. Ignores the
+    budget."""
     return _solve(replace(problem, families=None))
 
 
@@ -61,8 +61,8 @@ def _solve(problem: PartitionProblem) -> Partition:
 
 
 def makespan_bound(weights: Ints, speeds: Floats) -> float:
-    """A lower bound of the busiest bin's weight over speed: mean load, heaviest item, and the pigeonhole: of the k*N +
-    1 heaviest items some bin gets k + 1, at least as heavy as the k + 1 lightest of them."""
+    """A lower bound of the busiest bin's weight over speed: mean load, heaviest item, and the pigeonhole principle: of
+    the k*N + 1 heaviest items some bin gets k + 1, at least as heavy as the k + 1 lightest of them."""
     if not len(weights) or not weights.any():
         return 0.0
     bins, fastest = len(speeds), float(speeds.max())

@@ -1,7 +1,7 @@
 """LPT, then local search by exchanges between the heaviest bin and a lighter one.
 
-Under a size cap LPT ends uneven: bins that fill early stay light, others get the rest. If work grows faster than size,
-heavier items are larger too, so one item is exchanged for two:
+Under a size cap LPT ends uneven: bins that fill early stay light, and others get the rest. If work grows faster than
+size, heavier items are larger too, so one item is exchanged for two:
 
     heavy bin    ■■■■■■■■ a             a, for b and c: less work, as much size
     light bin    ■■■■■ b    ■■ c
@@ -30,8 +30,8 @@ EXACT, TINY = 2.0**52, 1e-9
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    """LPT, improved. FEASIBLE with the makespan bound, OPTIMAL if it is reached; items without room have bin -1. It
-    ends by itself."""
+    """LPT, improved. FEASIBLE with the makespan bound, OPTIMAL if it is reached; items that do not fit have bin -1.
+    Ignores the budget."""
     order = _canonical(problem)
     allowed = None if problem.allowed is None else [problem.allowed[item] for item in order.tolist()]
     weights, sizes = problem.weights[order], problem.sizes[order]
@@ -66,8 +66,8 @@ def _solve(problem: PartitionProblem, budget: Budget) -> Partition:
 
 
 def _balance_sizes(problem: PartitionProblem, budget: Budget) -> Partition | None:
-    """An answer by balancing sizes instead of weights, so that all items have room. None if not found, or if sums might
-    not be exact."""
+    """An answer by balancing sizes instead of weights, so that all items fit. None if not found, or if sums might not
+    be exact."""
     sizes, caps = problem.sizes, problem.caps
     if float(sizes.astype(np.float64).sum()) > EXACT:
         return None
