@@ -82,10 +82,10 @@ def sketch(problem: Problem) -> Plan:
     if recipe.step("search") is not None or problem.policy.tolerance is not None:
         return make(problem, watch).plan
     check_request(problem)
-    drafted = draft(place(problem, passes_of(recipe), watch, 1), watch)
-    check_call_memory(drafted.problem, drafted.programs, drafted.layouts)
-    _warn(recipe, [vars(item) for item in departures(drafted.placed, drafted.lowered)])
-    return drafted.plan({} if drafted.remapping is None else {"remap": drafted.remapping.entry})
+    unsealed = draft(place(problem, passes_of(recipe), watch, 1), watch)
+    check_call_memory(unsealed.problem, unsealed.programs, unsealed.layouts)
+    _warn(recipe, [vars(item) for item in departures(unsealed.placed, unsealed.lowered)])
+    return unsealed.plan({} if unsealed.remapping is None else {"remap": unsealed.remapping.entry})
 
 
 def _warn(recipe: Recipe, entries: Iterable[Mapping[str, Any]]) -> None:

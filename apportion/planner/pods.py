@@ -298,12 +298,12 @@ def _all_executions(pods: list[_Pod]) -> dict[tuple[str, str], Execution] | None
             ):
                 executions[kind, phase] = executions[kind, PHASES[0]]
             else:
-                executions[kind, phase] = _joined_execution(pods, parts, order)
+                executions[kind, phase] = _merge_execution(pods, parts, order)
             previous = parts
     return executions
 
 
-def _joined_execution(pods: list[_Pod], items: list[Execution], order: Ints) -> Execution:
+def _merge_execution(pods: list[_Pod], items: list[Execution], order: Ints) -> Execution:
     rank = np.concatenate([item.rank + pod.first for item, pod in zip(items, pods, strict=True)], 1)
     division = None
     if any(item.division is not None for item in items):

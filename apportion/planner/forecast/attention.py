@@ -91,7 +91,7 @@ def plan_attention(
         result.append([])
         for microbatch in batches:
             parts = _halves(replace(step, batch=microbatch)) if parallelism.ping_pong else [microbatch]
-            result[-1].append(_planned(*(sketch(replace(step, batch=half)) for half in parts)))
+            result[-1].append(_build_microbatch(*(sketch(replace(step, batch=half)) for half in parts)))
     return result, sum(pairs)
 
 
@@ -124,7 +124,7 @@ def _microbatches(count: int, problem: Problem) -> list[Batch]:
     return [problem.batch.take(indexes) for indexes in packing.microbatches]
 
 
-def _planned(ping: Plan, pong: Plan | None = None) -> PlannedMicrobatch:
+def _build_microbatch(ping: Plan, pong: Plan | None = None) -> PlannedMicrobatch:
     plans = [ping] if pong is None else [ping, pong]
     home = np.sum([plan.layouts[plan.header.home_layout].rows_per_rank for plan in plans], 0)
     speeds = np.asarray(ping.request.cluster.speeds or np.ones(len(home)))

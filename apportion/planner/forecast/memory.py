@@ -185,7 +185,7 @@ def memory(
     stage_layers: float,
     ranks: int,
     ends: float,
-    held: Activations,
+    sizes: Activations,
     head: bool = True,
     copies: int = 1,
 ) -> Memory:
@@ -214,7 +214,7 @@ def memory(
         weights=(share("weights") + gathered) * number,
         gradients=(share("gradients") + layer * shares("gradients")) * layers.gradient_bytes,
         optimizer=share("optimizer") * layers.optimizer_bytes,
-        activations=replace(held, cross_entropy=held.cross_entropy + loss),
+        activations=replace(sizes, cross_entropy=sizes.cross_entropy + loss),
     )
 
 

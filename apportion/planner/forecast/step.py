@@ -271,7 +271,7 @@ class _StageWork:
             "all_to_all": sent,
         }
         for phase, entry in (("forward", forward), ("backward", backward)):
-            entry["host"] = _copied_us(setting, planned, phase, sum(entry.values()) - entry["head"])
+            entry["host"] = _exposed_copies_us(setting, planned, phase, sum(entry.values()) - entry["head"])
         parts = {name: forward[name] + backward[name] for name in forward}
         return _StageWork(sum(forward.values()), sum(backward.values()), parts)
 
@@ -285,7 +285,7 @@ def _products_us(layers: Layers, planned: PlannedMicrobatch) -> float:
     return (1 - share) * linear + share * layers.linear_us(planned.even, planned.projects)
 
 
-def _copied_us(setting: Setting, planned: PlannedMicrobatch, phase: str, work_us: float) -> float:
+def _exposed_copies_us(setting: Setting, planned: PlannedMicrobatch, phase: str, work_us: float) -> float:
     """Exposed host copies: the excess over the layers' work, `work_us` in total."""
     count, host_gbs = setting.stage_layers(planned), setting.hardware.host_gbs.value
     moved = copies(setting.layers, planned.tokens, phase, planned.stages)
@@ -350,17 +350,17 @@ def _after_step_us(setting: Setting, planned: PlannedMicrobatch, hiding_us: floa
     result = {"optimizer": layers.optimizer_us(share)}
     if training.shards("weights"):
         return result
-    waits, vocabulary = 0.0, layers.vocabulary_parameters * max(first, last)
+    exposed, vocabulary = 0.0, layers.vocabulary_parameters * max(first, last)
     if not training.shards("gradients"):
         reduce = gather_us if training.shards("optimizer") else reduce_us
         hidden = (BACKWARD + (training.recompute != "none")) * hiding_us
-        waits += exposed_us(_layer_us(setting, reduce, layers.gradient_bytes), hidden, count)
-        waits += reduce(vocabulary * layers.gradient_bytes, stage)
+        exposed += exposed_us(_layer_us(setting, reduce, layers.gradient_bytes), hidden, count)
+        exposed += reduce(vocabulary * layers.gradient_bytes, stage)
     if training.shards("optimizer"):
         number = layers.model.element_bytes
-        waits += exposed_us(_layer_us(setting, gather_us, number), hiding_us, count)
-        waits += gather_us(vocabulary * number, stage)
-    return result | {"data_parallel": waits}
+        exposed += exposed_us(_layer_us(setting, gather_us, number), hiding_us, count)
+        exposed += gather_us(vocabulary * number, stage)
+    return result | {"data_parallel": exposed}
 
 
 def _hop_us(setting: Setting, group: Sequence[PlannedMicrobatch]) -> float:

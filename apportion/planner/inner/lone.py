@@ -123,7 +123,7 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
     share: largest fraction of a rank's time for a lone sequence.
     """
     sizes = problem.batch.lengths
-    times = np.maximum(row_times(problem, problem.batch.starts) - _spared_ns(problem, sizes), 1)
+    times = np.maximum(row_times(problem, problem.batch.starts) - _saved_ns(problem, sizes), 1)
     best, lowest_unevenness = None, np.inf
     for limit in SHARES if share == "auto" else (share,):
         candidate, unevenness = _find(problem, first, times, sizes, limit)
@@ -134,7 +134,7 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
     return best if share != "auto" or lowest_unevenness <= MAX_INCREASE else None
 
 
-def _spared_ns(problem: Problem, rows: Ints) -> Ints:
+def _saved_ns(problem: Problem, rows: Ints) -> Ints:
     """int64, like `rows`: nanoseconds over all layers to pack a rank's own exchanged rows and unpack their results. The
     more lone rows it has, the fewer rows it exchanges."""
     model, row_bytes = problem.model, 0

@@ -61,7 +61,7 @@ def build_report(
     """Builds the report of a plan; byte counts are of one attention call of each kind, forward and backward. lowered:
     of each separately lowered part of the ranks; tiles of all parts move at the same time."""
     placement, lone, groups, low = placed.placement, placed.lone, placed.groups, leading(lowered[0])
-    traffic = _merged_traffic([item for part in lowered for item in _all_traffic(problem, part)])
+    traffic = _merge_traffic([item for part in lowered for item in _all_traffic(problem, part)])
     pairs, fullest = _pairs_per_group(problem, placement, lone, low.rows, groups)
     load = _pairs_per_rank(problem, lowered, layouts)
     mean = float(load.sum()) / problem.speeds.sum()
@@ -201,7 +201,7 @@ def _all_traffic(problem: Problem, lowered: Lowered) -> list[PurposeTraffic]:
     ]
 
 
-def _merged_traffic(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
+def _merge_traffic(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
     """Merges traffic for the same purpose, which moves at the same time."""
     merged: dict[tuple[str, str, str], PurposeTraffic] = {}
     for item in traffic:

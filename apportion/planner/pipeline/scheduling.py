@@ -57,7 +57,7 @@ def schedule(placed: PlacedProblem) -> Lowered:
             if placement.groups is not None:
                 check_groups(groups, len(tasks_and_edges[1]))
             kind_passes = _passes_of(passes, problem, kind)
-            low = _scheduled(kind_passes, site, tasks_and_edges, None, groups, (sets, heads), exchange, lone)
+            low = _schedule(kind_passes, site, tasks_and_edges, None, groups, (sets, heads), exchange, lone)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
         cells = cut_cells(bands, rows.starts)
@@ -69,7 +69,7 @@ def schedule(placed: PlacedProblem) -> Lowered:
             tasks_and_edges = placed_tasks(cells, execution, rows, heads)
             Checks(passes).tasks(bands, rows.starts, *tasks_and_edges, len(heads))
             division = None if execution.division is None else execution.division.reshape(-1)
-            low = _scheduled(passes, site, tasks_and_edges, division, groups, (sets, heads), exchange, lone)
+            low = _schedule(passes, site, tasks_and_edges, division, groups, (sets, heads), exchange, lone)
             lowered[kind, phase] = low
     return lowered
 
@@ -117,10 +117,10 @@ def _single_rank_tasks(placed: PlacedProblem, rows: Rows, batch: Batch, kind: st
     sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
     passes = replace(_passes_of(placed.passes, placed.problem, kind), inner=None)
     Checks(passes).tasks(bands, rows.starts, *tasks_and_edges, 1)
-    return _scheduled(passes, Site(rows, batch, cluster), tasks_and_edges, None, single, (sets, heads))
+    return _schedule(passes, Site(rows, batch, cluster), tasks_and_edges, None, single, (sets, heads))
 
 
-def _scheduled(
+def _schedule(
     passes: Passes,
     site: Site,
     tasks_and_edges: tuple[Tasks, Edges],
@@ -134,7 +134,7 @@ def _scheduled(
     tasks, edges = tasks_and_edges
     if groups.split:  # every rank of a group runs them
         check_tasks(int(groups.sizes[tasks.exec].sum()))
-    routes, checks = _routed(passes, edges, site), Checks(passes)
+    routes, checks = _route_tiles(passes, edges, site), Checks(passes)
     checks.routed(edges, routes, len(groups))
     if division is not None:
         routes = replace(routes, division=_first_needed(tasks, routes, division))
@@ -180,7 +180,7 @@ def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
     return HeadSets(heads.sets, zero, zero, q * ones, kv * ones, np.zeros(rows.ranks, bool))
 
 
-def _routed(passes: Passes, edges: Edges, site: Site) -> Routes:
+def _route_tiles(passes: Passes, edges: Edges, site: Site) -> Routes:
     """Routes the tiles that the schedule makes of the edges. Only KV rows are shared, so only they have routes."""
     route = passes.route if not (edges.lane & 1).any() else KeyRoutes(passes.route)
     star = None if passes.route.by_block else passes.schedule.tiles(edges, passes.route.relays)

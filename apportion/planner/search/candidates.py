@@ -112,7 +112,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
             replace(whole, rounds=1),
             *lone,
             *_zones(problem),
-            _named("dcp"),
+            _by_name("dcp"),
         ], others
     is_expensive = _is_communication_heavy(problem)
     last_maker = partial(_lone, rounds=FEW_ROUNDS) if is_expensive else partial(_mixed, "blend", "star")
@@ -121,7 +121,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
     first += _zones(problem) if is_expensive else []
     others = [_mixed("blend", "star", degree) for degree in degrees[1:2]]
-    others += [_blocks("auto", 1), *map(_staged, degrees[:1])]
+    others += [_blocks("auto", 1), *map(_in_stages, degrees[:1])]
     others += [_mixed("blend", route, degree) for degree in degrees[2:]]
     others += [_blocks(4096, degree) for degree in (1, *degrees[:1])]
     others += [Candidate(_recipe(f"zigzag-u{degree}", degree, "zigzag", "ring")) for degree in degrees[:1]]
@@ -132,10 +132,10 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
 
 def last_resort() -> Candidate:
     """The fallback, which plans every feasible request: `fcp` unchanged."""
-    return _named("fcp")
+    return _by_name("fcp")
 
 
-def _named(name: str) -> Candidate:
+def _by_name(name: str) -> Candidate:
     from apportion.planner.recipe.recipes import find_recipe
 
     return Candidate(find_recipe(name))
@@ -177,7 +177,7 @@ def _zones(problem: Problem) -> list[Candidate]:
     if heaviest - float(times.sum() / problem.speeds.sum()) > travel:
         return []
     zones = Candidate(_recipe("zones", 1, "zeppelin", "matchings"), ROUNDS)
-    return [zones, _named("hybrid_dp")] if rounds > _busy_us(problem) else [zones]
+    return [zones, _by_name("hybrid_dp")] if rounds > _busy_us(problem) else [zones]
 
 
 def _rounds_us(problem: Problem) -> float:
@@ -212,7 +212,7 @@ def _moved_bytes(problem: Problem) -> float:
     return sum(problem.layers.values()) * token_bytes * problem.batch.tokens / problem.ranks
 
 
-def _staged(degree: int) -> Candidate:
+def _in_stages(degree: int) -> Candidate:
     """Heads of a group in stages, whose exchange overlaps the previous stage (UPipe on given q, k and v)."""
     inner = {"upipe": {"degree": degree, "heads": degree, "ahead": 1}}
     return _mixed("blend", "star", 1).with_step("inner", inner, f"blend-upipe{degree}", ROUNDS)
@@ -273,7 +273,7 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
         if not best.overlapped:  # UPipe always balances these
             moves.append(_variants(best, "schedule", ("matchings",), "local", LOCALS))
         if problem.cluster.nodes > 1:
-            moves.append(_rerouted(best))
+            moves.append(_reroute(best))
         moves.append(_variants(best, "schedule", ("matchings",), "buffers", MORE_BUFFERS))
     moves.append(_variants(best, "shard", ("blocks",), "block", (8192, 4096, 2048, "auto")))
     if inner == "auto" and is_sparse:
@@ -301,7 +301,7 @@ def _in_rounds(best: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:
     return (Candidate(best.recipe, rounds) for rounds in counts)
 
 
-def _rerouted(best: Candidate) -> Iterator[Candidate]:
+def _reroute(best: Candidate) -> Iterator[Candidate]:
     name, route = best.recipe.name, best.recipe.step("route")
     if route is None:
         yield best.with_step("route", {"node": {}}, name, RELAYED_ROUNDS)

@@ -56,10 +56,10 @@ class Blocks(ShardPass):
         block = LARGEST_AUTO_BLOCK
         while True:
             shards = cut(problem, block, self.zigzag)
-            factor, partition = _too_coarse(problem, shards, self.solver)
+            factor, partition = _shrinkage(problem, shards, self.solver)
             if factor == 1 or block == 1:
                 return shards if partition is None else replace(shards, solved=(self.solver, partition))
-            block = _smaller(block, factor)
+            block = _smaller_block(block, factor)
             if not _affordable(problem, block):
                 return self._best_affordable(problem, shards)
 
@@ -110,7 +110,7 @@ def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> flo
     return float((load / problem.speeds).max() * problem.speeds.sum() / max(1, int(weights.sum()))) - 1
 
 
-def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> tuple[float, Partition | None]:
+def _shrinkage(problem: Problem, shards: Shards, solver: PartitionSolver) -> tuple[float, Partition | None]:
     """The factor by which the block should shrink, 1 if it need not; and the solver's answer, if it ran."""
     case = pieces_to_ranks(problem, shards, shards.weight)
     weights = case.weights
@@ -127,7 +127,7 @@ def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> tu
     return 1.0 if even else AUTO_SHRINK, solution
 
 
-def _smaller(block: int, factor: float) -> int:
+def _smaller_block(block: int, factor: float) -> int:
     """The block times `factor` (a piece's weight is roughly proportional to its block), in whole steps, and smaller."""
     target = int(block * factor)
     step = next(step for step in (AUTO_STEP, 16, 1) if target >= step or step == 1)

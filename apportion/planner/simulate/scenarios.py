@@ -83,7 +83,7 @@ def _hardware(scenario: Scenario, hardware: Hardware, factors: Mapping[str, floa
     if scenario.compute != 1.0:
         factors["linear_tflops"] = 1.0 / scenario.compute
     changed: dict[str, Any] = {
-        field: _scaled(figures[field], factor, scenario.name) for field, factor in factors.items()
+        field: _scale(figures[field], factor, scenario.name) for field, factor in factors.items()
     }
     source = f"scenario {scenario.name}"
     if scenario.contention > hardware.contention.value:
@@ -95,7 +95,7 @@ def _hardware(scenario: Scenario, hardware: Hardware, factors: Mapping[str, floa
         changed["one_peer"] = Figure(scenario.one_peer, source, True)
     if not changed:
         return hardware
-    forward, backward = (_slower(grid, scenario) for grid in (hardware.forward, hardware.backward))
+    forward, backward = (_slow_down(grid, scenario) for grid in (hardware.forward, hardware.backward))
     name = f"{hardware.name}-{scenario.name}"[:64]
     result = replace(hardware, name=name, forward=forward, backward=backward, **changed)
     return Hardware.from_data(result.to_data())
@@ -105,7 +105,7 @@ def _value(figure: Figure | None, default: float) -> float:
     return default if figure is None else figure.value
 
 
-def _slower(grid: Grid, scenario: Scenario) -> Grid:
+def _slow_down(grid: Grid, scenario: Scenario) -> Grid:
     if scenario.compute == 1.0:
         return grid
     full, causal = (_times(times, scenario.compute) for times in (grid.full, grid.causal))
@@ -117,7 +117,7 @@ def _times(rows: Rows, factor: float) -> Rows:
     return tuple(tuple(time * factor for time in row) for row in rows)
 
 
-def _scaled(figure: Figure, factor: float, scenario: str) -> Figure:
+def _scale(figure: Figure, factor: float, scenario: str) -> Figure:
     return Figure(figure.value * factor, _source(factor, figure.source, scenario), True)
 
 

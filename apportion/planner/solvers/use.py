@@ -76,7 +76,7 @@ class SolverOption(options.Option, Generic[P, R]):
         return type(self)(name, options.read(Budget, f"{path}.{name}", limits_data or {}, entry.budget))
 
     def describe(self) -> str:
-        names = ", ".join(self.known())
+        names = ", ".join(self.solver_names())
         return f"a {self.kind} solver ({names}), alone or as {{name: {{limit: value}}}}"
 
     def data(self) -> Any:
@@ -92,13 +92,13 @@ class SolverOption(options.Option, Generic[P, R]):
                 "additionalProperties": False,
                 "properties": {limit: limits[limit] for limit in find_solver(self.kind, name).limits},
             }
-            for name in self.known()
+            for name in self.solver_names()
         }
         entry = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
-        return {"anyOf": [{"enum": self.known()}, {**entry, "properties": limits_data}]}
+        return {"anyOf": [{"enum": self.solver_names()}, {**entry, "properties": limits_data}]}
 
     @classmethod
-    def known(cls) -> list[str]:
+    def solver_names(cls) -> list[str]:
         """Names of the solvers of this kind."""
         return [entry.name for entry in list_solvers() if entry.kind == cls.kind]
 

@@ -127,7 +127,7 @@ def placed_tasks(cells: Cells, execution: Execution, rows: Rows, heads: HeadGrou
     query_edge[is_remote] += len(keys)
     row = rows.row[q] + q0 - rows.starts[q]
     columns = (rank, row, q1 - q0, k, k0, k1, dmin, dmax, edge, query_edge, group)
-    return Tasks(*_narrow(*columns)), join_edges(keys, queries)
+    return Tasks(*_int32(*columns)), join_edges(keys, queries)
 
 
 def _edges(
@@ -146,7 +146,7 @@ def _edges(
     row = rows.row[tile_block] + first - rows.starts[tile_block]
     edge = np.full(len(is_remote), -1, np.int32)
     edge[index] = number
-    return edge, Edges(*_narrow(lanes * blocks + tile_block, home, row, last - first, home, dst, none, lanes))
+    return edge, Edges(*_int32(lanes * blocks + tile_block, home, row, last - first, home, dst, none, lanes))
 
 
 def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
@@ -163,5 +163,5 @@ def join_edges(first: Edges, second: Edges) -> Edges:
     return Edges(*columns)
 
 
-def _narrow(*columns: Ints) -> Iterator[Ints]:
+def _int32(*columns: Ints) -> Iterator[Ints]:
     return (column.astype(np.int32) for column in columns)

@@ -115,16 +115,16 @@ def homes(
     def case(trial: Blocks) -> HypergraphProblem:
         pairs = trial.pairs(problem.bands[kind])
         free = np.full(len(pairs), -1, np.int64)
-        found = trial.case(problem, pairs, Heads(1, 1), "backward", compute, tokens)
-        return replace(found, fixed=np.concatenate([trial.home, free]))
+        unfixed = trial.case(problem, pairs, Heads(1, 1), "backward", compute, tokens)
+        return replace(unfixed, fixed=np.concatenate([trial.home, free]))
 
     start, count = case(blocks), len(blocks.home)
     assignments = [place_tokens(start, spread)[:count] for spread in SPREADS[:tries]]
     assignments.append(_lpt_homes(problem, blocks, room))
     if solver.name != "greedy":
         assignments.append(solver(start).rank[:count])
-    found = [_fill_ranks(Blocks(blocks.starts, home), room, None) for home in assignments]
-    return min((_refine(problem, option, case(option)) for option in found), key=itemgetter(0))[1]
+    candidates = [_fill_ranks(Blocks(blocks.starts, home), room, None) for home in assignments]
+    return min((_refine(problem, option, case(option)) for option in candidates), key=itemgetter(0))[1]
 
 
 def _lpt_homes(problem: Problem, blocks: Blocks, room: _Room) -> Ints:

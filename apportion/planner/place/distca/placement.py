@@ -91,12 +91,12 @@ class Distca(PlacePass):
             raise ConfigError("recipe.place.distca.form", self.form, rule, "leave `form` or `head_tail` out")
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
-        placement = self._cheaper(problem)
+        placement = self._place_cheaper(problem)
         obey_token_cap(problem, placement.starts, placement.home, "distca")
         self._check_caps(problem, placement)
         return placement
 
-    def _cheaper(self, problem: Problem) -> Placement:
+    def _place_cheaper(self, problem: Problem) -> Placement:
         """Chooses whole rows or parts of keys by the parameter; "auto" compares sending times, within the caps."""
         if self.kv_ranges != "auto":
             return self._place(problem, self._by_keys if self.kv_ranges else self._by_rows)
@@ -115,11 +115,11 @@ class Distca(PlacePass):
         return placements[1] if len(placements) == 2 and seconds[0] > CROWDED * seconds[1] else placements[0]
 
     def _place(self, problem: Problem, solve: Callable[[Problem], Solution]) -> Placement:
-        starts, home, computed, execution = solve(problem)
-        load, weight = _load(problem, computed), row_weights(problem, starts)
+        starts, home, balances, execution = solve(problem)
+        load, weight = _load(problem, balances), row_weights(problem, starts)
         bound = float(weight.sum() / problem.speeds.sum())
         termination = Termination(Status.FEASIBLE, bound, float((load / problem.speeds).max()))
-        rows = min(result.summary.granularity for result in computed.values())
+        rows = min(result.summary.granularity for result in balances.values())
         entry = Departure(f"{WHERE}.granularity", self.granularity, rows, "coarser cuts leave ranks uneven")
         departures = (entry,) if rows < self.granularity else ()
         return Placement(
@@ -147,24 +147,24 @@ class Distca(PlacePass):
         return np.logical_or.reduce(list(causal.values())) | (self.head_tail == "all"), causal
 
     def _by_rows(self, problem: Problem) -> Solution:
-        home, computed = self.solve(problem, whole=True)
-        starts, owner, servers = _common_blocks(home, [item.tokens() for item in computed.values()])
+        home, balances = self.solve(problem, whole=True)
+        starts, owner, servers = _common_blocks(home, [item.tokens() for item in balances.values()])
         has_moves = any((server != owner).any() for server in servers)
         execution: dict[tuple[str, str], Execution] = {}
-        for kind, server in zip(computed, servers, strict=True) if has_moves else ():
+        for kind, server in zip(balances, servers, strict=True) if has_moves else ():
             block = cut_columns(problem.bands[kind], starts)[0]
             execution |= _both_phases(kind, server.astype(np.int32)[block])
-        return starts, owner, computed, execution or None
+        return starts, owner, balances, execution or None
 
     def _by_keys(self, problem: Problem) -> Solution:
-        home, computed = self.solve(problem, whole=False)
-        starts = ranked(*(item.cuts for item in computed.values()), home[0])[0]
+        home, balances = self.solve(problem, whole=False)
+        starts = ranked(*(item.cuts for item in balances.values()), home[0])[0]
         starts, owner = np.append(starts, problem.batch.tokens), home[2][_range_of(home[0], starts)]
-        has_moves = any(item.summary.moves for item in computed.values())
+        has_moves = any(item.summary.moves for item in balances.values())
         execution: dict[tuple[str, str], Execution] = {}
-        for kind, item in computed.items() if has_moves else ():
+        for kind, item in balances.items() if has_moves else ():
             execution |= _both_phases(kind, item.ranks(cut_cells(problem.bands[kind], starts)))
-        return starts, owner, computed, execution or None
+        return starts, owner, balances, execution or None
 
     def _limits(self, problem: Problem, whole: bool) -> Limits:
         q, kv = (problem.model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.KV))
@@ -298,10 +298,10 @@ def _tiles(block: Ints, low: Ints, high: Ints, rank: Ints, home: Ints) -> tuple[
     return tile // ranks, tile % ranks, last - first
 
 
-def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Ints]]:
+def _common_blocks(home: Map, balances: list[Map]) -> tuple[Ints, Ints, list[Ints]]:
     """(starts, homes, servers for each kind) of the fewest blocks with uniform home and servers."""
     # a kind without pairs computes nothing
-    maps = [(low, rank) for low, _, rank in (home, *(item if len(item[0]) else home for item in computed))]
+    maps = [(low, rank) for low, _, rank in (home, *(item if len(item[0]) else home for item in balances))]
     starts = ranked(*(low for low, _ in maps))[0]
     ranks = np.stack([rank[_range_of(low, starts)] for low, rank in maps])
     is_first = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
@@ -314,9 +314,9 @@ def _range_of(low: Ints, tokens: Ints) -> Ints:
     return np.searchsorted(low, tokens, "right") - 1
 
 
-def _load(problem: Problem, computed: Mapping[str, Balance]) -> Ints:
+def _load(problem: Problem, balances: Mapping[str, Balance]) -> Ints:
     """int64 [ranks]: pairs, summed over kinds times layers."""
-    load: Ints = np.sum([problem.layers[k] * item.servers.load for k, item in computed.items()], axis=0)
+    load: Ints = np.sum([problem.layers[k] * item.servers.load for k, item in balances.items()], axis=0)
     return load
 
 

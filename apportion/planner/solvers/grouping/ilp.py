@@ -141,7 +141,7 @@ def _simple_bound(problem: GroupingProblem) -> float:
 def _search(case: GroupingProblem, state: _SearchState, budget: Budget) -> tuple[_SearchState, Limit | None]:
     if state.done(budget):
         return state, Limit.GAP
-    _need_programs()
+    _check_packages()
     nodes = DEFAULT_NODES if budget.steps is None else int(budget.steps)
     if _is_complete(case):
         state = _by_local_search(case, state, budget, _BRIEF)
@@ -273,7 +273,7 @@ def _merge_part(case: GroupingProblem, mix: Mix, part: Ints, items: Ints, part_m
     return mix_of(case, column, group)
 
 
-def _need_programs() -> None:
+def _check_packages() -> None:
     for package in ("pulp", "highspy"):
         try:
             __import__(package)

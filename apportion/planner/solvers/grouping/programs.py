@@ -82,7 +82,7 @@ def mix_for(problem: GroupingProblem, limit: float, nodes: int) -> ProgramAnswer
     model += pulp.LpAffineExpression([(n, float(d)) for n, d in zip(count, problem.degrees, strict=True)])
     model += model.objective <= problem.ranks
     for k in range(len(kinds.whole)):
-        model += _places(variables, k, len(count)) == 1
+        model += _place_count(variables, k, len(count)) == 1
     for c, variable in enumerate(count):
         for shares in _shares(problem, kinds, np.flatnonzero(is_allowed[:, c]), c, limit):
             terms = [(variables[int(k), c], float(shares[k])) for k in np.flatnonzero(shares)]
@@ -148,7 +148,7 @@ def _dual_feasible(share: Floats) -> Iterator[Floats]:
         yield np.floor((multiple + 1) * share) / multiple
 
 
-def _places(x: dict[tuple[int, int], pulp.LpVariable], k: int, columns: int) -> pulp.LpAffineExpression:
+def _place_count(x: dict[tuple[int, int], pulp.LpVariable], k: int, columns: int) -> pulp.LpAffineExpression:
     return pulp.LpAffineExpression([(x[k, c], 1.0) for c in range(columns) if (k, c) in x])
 
 
@@ -167,7 +167,7 @@ def slots(
     x, y, time = _slot_variables(model, problem, column, worst, bound / unit)
     model += time
     for k in range(len(problem.times)):
-        model += _places(x, k, len(column)) == 1
+        model += _place_count(x, k, len(column)) == 1
     for g, c in enumerate(column):
         items = [k for k in range(len(problem.times)) if (k, g) in x]
         time_terms = [(x[k, g], float(problem.times[k, c] / unit)) for k in items]
@@ -181,7 +181,7 @@ def slots(
     if start is not None:
         _start_from(start, column, x, y, time, unit)
     run = solve_model(model, nodes, gap)
-    mix = _read(problem, column, x) if run.status in (Status.OPTIMAL, Status.FEASIBLE) else None
+    mix = _read_mix(problem, column, x) if run.status in (Status.OPTIMAL, Status.FEASIBLE) else None
     return mix, SolverRun(run.status, run.limit, run.bound * unit)
 
 
@@ -221,7 +221,7 @@ def _start_from(
     time.setInitialValue(start.value / unit)
 
 
-def _read(problem: GroupingProblem, column: Ints, x: dict[tuple[int, int], pulp.LpVariable]) -> Mix:
+def _read_mix(problem: GroupingProblem, column: Ints, x: dict[tuple[int, int], pulp.LpVariable]) -> Mix:
     group = np.zeros(len(problem.times), np.int64)
     for (k, g), variable in x.items():
         if variable.varValue > 0.5:
