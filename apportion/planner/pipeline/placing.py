@@ -74,7 +74,7 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
 
 def usable_passes(problem: Problem, passes: Passes) -> Passes:
     """The passes, without `inner` if no kind is left whose heads may be split: kinds that choose keys at run time need
-    all heads usable_passes, and queries at home. Raises ConfigError."""
+    all heads together, and queries at home. Raises ConfigError."""
     if problem.picked and passes.reshuffle:
         rule = f"moves the queries of {', '.join(problem.picked)}, which choose keys at run time"
         raise ConfigError("recipe.reshuffle", True, rule, "leave `reshuffle` out")

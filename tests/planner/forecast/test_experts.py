@@ -35,8 +35,8 @@ EXPERTS = Experts(count=16, active=2, width=256, shared=128, dense=1, imbalance=
 SHARED = {"vocab": 1000, "sharding": "ddp", "recompute": "none"}
 
 
-def training_with(**given: Any) -> Training:
-    return Training(**{**SHARED, "experts": EXPERTS, **given})
+def training_with(**extra: Any) -> Training:
+    return Training(**{**SHARED, "experts": EXPERTS, **extra})
 
 
 def form(recipe: str = "fcp", context: int | None = None, **degrees: int) -> Parallelism:
@@ -44,8 +44,8 @@ def form(recipe: str = "fcp", context: int | None = None, **degrees: int) -> Par
     return Parallelism(find_recipe(recipe), Degrees(**degrees), context, packing)
 
 
-def row(form: Parallelism, training: Training, **given: Any) -> ForecastRow:
-    found = ap.forecast(given.pop("batch", BATCH), CLUSTER, given.pop("model", SMALL), [form], training).rows[
+def row(form: Parallelism, training: Training, **extra: Any) -> ForecastRow:
+    found = ap.forecast(extra.pop("batch", BATCH), CLUSTER, extra.pop("model", SMALL), [form], training).rows[
         0
     ]
     assert found.reason is None, found.reason
@@ -92,7 +92,8 @@ GLM: dict[str, Any] = (
     ],
 )
 def test_parameter_counts_match_published_ones(config: dict[str, Any], total: float, active: float) -> None:
-    """Billions. Some count the embedding among active ones, and GLM a layer that predicts one token more."""
+    """In billions. Some publishers count the embedding as active, and GLM an extra layer that predicts a further
+    token."""
     model, training = model_of(config), Training.from_data({}, config)
     layers = model.layers if isinstance(model.layers, int) else sum(model.layers.values())
     matrix = model.hidden * training.vocab / 1e9
@@ -105,7 +106,7 @@ def test_parameter_counts_match_published_ones(config: dict[str, Any], total: fl
 
 
 def test_low_rank_projections_are_counted_as_separate_products() -> None:
-    """DeepSeek-V3's: W_DQ, W_UQ, W_DKV with the rotary part, W_UK, W_UV, W_O."""
+    """DeepSeek-V3 has W_DQ, W_UQ, W_DKV with the rotary part, W_UK, W_UV, W_O."""
     model, training = model_of(DEEPSEEK), Training.from_data({}, DEEPSEEK)
     queries = 7168 * 1536 + 1536 * 128 * 192
     keys = 7168 * (512 + 64) + 512 * 128 * (128 + 128)
@@ -138,7 +139,7 @@ def test_expert_rows_follow_the_tokens_of_the_ranks_that_share_them() -> None:
     tokens = np.array([100, 300, 200, 200])
     rows = ExpertRows.of(EXPERTS, tokens, 2, 1, spread=1.5)
     assert rows == (2 * 300, 2 * 1.5 * 200, 2 * 200 * 2 / 16, 300 / 200)
-    assert ExpertRows.of(EXPERTS, tokens, 8, 1, 1.0) == (600, 400, 2 * 200 * 8 / 16, 1.5)  # of two groups
+    assert ExpertRows.of(EXPERTS, tokens, 8, 1, 1.0) == (600, 400, 2 * 200 * 8 / 16, 1.5)  # two groups
     assert ExpertRows.of(EXPERTS, tokens, 8, 4, 1.0) == (150, 100, 2 * 200 / 4 * 8 / 16, 1.5)
     padded = ExpertRows.of(replace(EXPERTS, capacity=1.25), tokens, 2, 1, 1.25)
     assert padded[:2] == (2 * 300 * 1.25,) * 2  # all ranks wait for the fullest
@@ -200,8 +201,8 @@ def test_activations_of_experts_count_received_and_returned_rows() -> None:
 
 
 def test_the_parts_of_a_step_with_experts_equal_their_closed_form() -> None:
-    training, taken = training_with(), form("ulysses", expert=4)
-    parts, dense = row(taken, training).parts(), row(form("ulysses"), Training(**SHARED)).parts()
+    training, chosen = training_with(), form("ulysses", expert=4)
+    parts, dense = row(chosen, training).parts(), row(form("ulysses"), Training(**SHARED)).parts()
     layers = Layers(H100, SMALL, training, sparse=0.75, degree=4, spread=1.5)
     received = 2048 * 2 * 1.5
     assert parts["experts"] == pytest.approx(3 * 4 * layers.experts_us(received) / 1e6)
@@ -210,18 +211,18 @@ def test_the_parts_of_a_step_with_experts_equal_their_closed_form() -> None:
     assert parts["linear"] == pytest.approx(3 * 4 * layers.linear_us(2048) / 1e6)
     assert parts["attention"] == dense["attention"]
     assert dense["experts"] == dense["all_to_all"] == 0
-    again = row(taken, training_with(recompute="selective")).parts()["recomputation"]
+    recomputed = row(chosen, training_with(recompute="selective")).parts()["recomputation"]
     forward = parts["linear"] / 3 + parts["rows"] / 3 + parts["experts"] / 3 + parts["all_to_all"] / 2
-    assert again == pytest.approx(forward)
+    assert recomputed == pytest.approx(forward)
 
 
 def test_gradients_of_experts_are_reduced_among_their_copies() -> None:
-    training, taken = training_with(overlap=False), form("ulysses", expert=4)
+    training, chosen = training_with(overlap=False), form("ulysses", expert=4)
     layers = Layers(H100, SMALL, training, sparse=0.75, degree=4)
     each = gather_us(layers.parameters * 4, CLUSTER)
     each += gather_us(layers.expert_parameters * 4, ExpertRanks(CLUSTER, 4, 8).copies)
     vocabulary = gather_us(2 * layers.vocabulary_parameters * 4, CLUSTER)
-    assert row(taken, training).parts()["data_parallel"] == pytest.approx(2 * (4 * each + vocabulary) / 1e6)
+    assert row(chosen, training).parts()["data_parallel"] == pytest.approx(2 * (4 * each + vocabulary) / 1e6)
     assert ExpertRanks(CLUSTER, 4, 8).copies == replace(
         CLUSTER, ranks_per_node=1, nics_per_node=1, inter_gbs=CLUSTER.inter_gbs_per_rank
     )
@@ -242,10 +243,10 @@ def test_groups_that_share_experts_wait_for_each_other_in_each_layer() -> None:
     """Two groups, one with a long sequence in the first microbatch, the other in the second."""
     lengths = [4096, 2048, 2048, 2048, 2048, 4096]
     batch, training = Batch.from_lengths(lengths), training_with()
-    apart, together = (
+    separate, together = (
         row(form("ulysses", 4, microbatches=2, expert=expert), training, batch=batch) for expert in (4, 8)
     )
-    assert together.parts()["attention"] > 1.05 * apart.parts()["attention"]
+    assert together.parts()["attention"] > 1.05 * separate.parts()["attention"]
 
 
 def test_expert_imbalance_adds_its_own_range() -> None:
@@ -284,16 +285,16 @@ def test_a_search_tries_expert_degrees_and_plans_once_for_all() -> None:
 
 
 def test_the_command_prints_expert_rows_and_the_effect_of_imbalance() -> None:
-    for capacity, said in (
+    for capacity, phrase in (
         (None, "imbalance 1.5 assumed, dropless"),
         (1.25, "padded to 1.25 of an even share"),
     ):
         training = training_with(experts=replace(EXPERTS, capacity=capacity))
         record = ap.forecast(BATCH, CLUSTER, SMALL, [form("ulysses", expert=4)], training).record()
-        told = {"batches": 1, "tokens": BATCH.tokens, "workload": "lengths"}
-        text = " ".join(" ".join(str(view()).split()) for view in printed.views(record | told, False))
+        facts = {"batches": 1, "tokens": BATCH.tokens, "workload": "lengths"}
+        text = " ".join(" ".join(str(view()).split()) for view in printed.views(record | facts, False))
         assert "an expert gets 1,024 rows a microbatch on average" in text
-        assert said in text
+        assert phrase in text
     assert record["parameters"]["total"] > record["parameters"]["active"]
 
 
@@ -311,7 +312,7 @@ def test_steps_of_published_models_are_forecast(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "training", "said"),
+    ("degrees", "training", "message"),
     [
         ({"expert": 2}, {"experts": Experts()}, "^parallelism.expert = 2: requires a model with experts"),
         ({"expert": 3}, {}, r"^parallelism.expert = 3: must divide the experts of a layer \(16\)"),
@@ -325,14 +326,14 @@ def test_steps_of_published_models_are_forecast(config: dict[str, Any]) -> None:
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_by_name(
-    degrees: dict[str, int], training: dict[str, Any], said: str
+    degrees: dict[str, int], training: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         form("ulysses", **degrees).check(CLUSTER, SMALL, 4, training_with(**training).experts)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("extra", "message"),
     [
         ({"count": 8, "active": 9, "width": 4}, "^training.experts.active = 9: must be from 1 to count"),
         ({"count": 8, "active": 2}, "^training.experts.width = 0"),
@@ -341,9 +342,9 @@ def test_degrees_that_do_not_fit_are_refused_by_name(
         ({"many": 1}, "^training.experts = 'many'"),
     ],
 )
-def test_inconsistent_experts_are_refused_by_name(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Training.from_data({"experts": given})
+def test_inconsistent_experts_are_refused_by_name(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Training.from_data({"experts": extra})
 
 
 def test_options_without_a_price_for_experts_are_refused() -> None:

@@ -55,9 +55,9 @@ CLUSTER = Cluster(2, 4)
 BATCH = Batch.from_lengths([6000, 3000, 2000, 1000, 4384])  # 2,048 tokens per rank
 
 
-def one(form: Parallelism, training: Training | None = None, **given: Any) -> Forecast:
+def one(form: Parallelism, training: Training | None = None, **extra: Any) -> Forecast:
     return ap.forecast(
-        [given.pop("batch", BATCH)], CLUSTER, SMALL, [form], training or Training(vocab=1000), **given
+        [extra.pop("batch", BATCH)], CLUSTER, SMALL, [form], training or Training(vocab=1000), **extra
     )
 
 
@@ -88,7 +88,7 @@ def test_a_tensor_parallel_group_has_only_its_share_of_the_nics() -> None:
 
 @pytest.mark.parametrize("nics", [1, 2, 3, 5, 6, 8, 16])
 def test_a_rank_has_its_share_of_the_nics_under_any_degrees(nics: int) -> None:
-    """Also where NICs do not divide the ranks of a node, or ranks of other stages are on them."""
+    """Also if the number of NICs does not divide the ranks of a node, or ranks of other stages share the NICs."""
     cluster = Cluster(2, 8, nics_per_node=nics, inter_gbs=50.0)
     for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 4), (1, 8), (2, 4)):
         stage = form(tensor=tensor, pipeline=pipeline).stage(cluster)
@@ -96,17 +96,17 @@ def test_a_rank_has_its_share_of_the_nics_under_any_degrees(nics: int) -> None:
     assert form().stage(cluster) == cluster
 
 
-def test_halves_that_take_turns_add_only_the_time_that_nothing_hides() -> None:
-    taken = replace(form("distca", tensor=2), ping_pong=True)
-    training, group = Training(vocab=1000, recompute="none", sharding="ddp"), taken.stage(CLUSTER)
-    model = taken.rank_model(SMALL)
-    parts = Wlb(microbatches=2)(Problem(BATCH, group, model, Policy(taken.recipe), H100)).microbatches
+def test_ping_pong_halves_add_only_the_time_that_nothing_hides() -> None:
+    halves = replace(form("distca", tensor=2), ping_pong=True)
+    training, group = Training(vocab=1000, recompute="none", sharding="ddp"), halves.stage(CLUSTER)
+    model = halves.rank_model(SMALL)
+    parts = Wlb(microbatches=2)(Problem(BATCH, group, model, Policy(halves.recipe), H100)).microbatches
     plans = [ap.plan(BATCH.take(own), group, model, "distca", hardware=H100) for own in parts]
-    around = around_us(Setting(taken, CLUSTER, SMALL, training, H100), projects=False)
+    around = around_us(Setting(halves, CLUSTER, SMALL, training, H100), projects=False)
     turns = turns_us(*plans, CostModel(H100, model), around)
     tokens = np.sum([plan.layouts["attention"].rows_per_rank for plan in plans], 0).max()
     beyond = (us - sum(around[phase]) * tokens for (_, phase), us in turns.items())
-    found, whole = parts_of(taken, training), parts_of(form("distca", tensor=2), training)
+    found, whole = parts_of(halves, training), parts_of(form("distca", tensor=2), training)
     assert found["attention"] == pytest.approx(SMALL.layers_of("default") * sum(beyond) / 1e6)
     layers = Layers(H100, model, training, 2)
     once = layers.linear_us(1) + layers.rows_us(1)
@@ -118,7 +118,7 @@ def test_halves_that_take_turns_add_only_the_time_that_nothing_hides() -> None:
     slow = replace(CLUSTER, inter_gbs=CLUSTER.inter_gbs / 8)
     both = (
         ap.forecast([BATCH], slow, SMALL, [one], training).rows[0].seconds[0]
-        for one in (taken, form("distca", tensor=2))
+        for one in (halves, form("distca", tensor=2))
     )
     assert next(both) < next(both)
 
@@ -132,9 +132,9 @@ def test_each_part_of_a_step_equals_its_closed_form() -> None:
     layers = 4
     products = 512 * ((8 + 2) * 2 * 64 + 3 * 1024)
     linear = 2 * products * tokens / (H100.linear_tflops.value * 1e12)
-    a_byte = 1 / (H100.memory_gbs.value * 1e9)
-    rows = tokens * 2 * (8 * 512 + 2 * (8 + 2) * 64 + 3 * 1024) * a_byte
-    head = 2 * tokens * 1000 * 512 / (H100.linear_tflops.value * 1e12) + 3 * 2 * tokens * 1000 * a_byte
+    byte_s = 1 / (H100.memory_gbs.value * 1e9)
+    rows = tokens * 2 * (8 * 512 + 2 * (8 + 2) * 64 + 3 * 1024) * byte_s
+    head = 2 * tokens * 1000 * 512 / (H100.linear_tflops.value * 1e12) + 3 * 2 * tokens * 1000 * byte_s
     attention = simulated.forward_ms / 1e3, simulated.backward_ms / 1e3
     assert found["attention"] == pytest.approx(layers * sum(attention))
     assert found["linear"] == pytest.approx(3 * layers * linear)
@@ -142,7 +142,7 @@ def test_each_part_of_a_step_equals_its_closed_form() -> None:
     assert found["head"] == pytest.approx(3 * head)
     assert found["recomputation"] == pytest.approx(layers * (attention[0] + linear + rows))
     parameters = layers * (products + 2 * 512) + 2 * 1000 * 512
-    assert found["optimizer"] == pytest.approx(parameters * (24 + 4 + 2) * a_byte)
+    assert found["optimizer"] == pytest.approx(parameters * (24 + 4 + 2) * byte_s)
     assert found["bubble"] == pytest.approx(0, abs=1e-12)
     assert found["tensor_parallel"] == found["remap"] == 0
 
@@ -187,7 +187,7 @@ def test_backward_hides_all_gradients_except_one_layer_and_the_vocabulary() -> N
 
 
 def test_without_overlap_the_head_is_exposed_too() -> None:
-    """Embedding and head of one stage, one of a tied matrix, and one of each end of a pipeline."""
+    """Exposed matrices: embedding and head of a single stage, one if they are tied, one at each end of a pipeline."""
     layers = Layers(H100, SMALL, Training(vocab=1000))
     for tied, matrices in ((False, 2), (True, 1)):
         training = Training(vocab=1000, tied=tied, sharding="fsdp", recompute="none", overlap=False)
@@ -208,8 +208,8 @@ def test_without_overlap_the_head_is_exposed_too() -> None:
 def test_zero2_scatters_gradients_per_microbatch_and_gathers_weights_once(
     sharding: str,
 ) -> None:
-    """ZeRO-2 keeps no whole gradients, so that it cannot add up microbatches before it scatters them; of the
-    vocabulary's matrices nothing hides."""
+    """ZeRO-2 keeps no full gradients, so it scatters those of every microbatch; transfers of vocabulary matrices are
+    not hidden."""
     training = Training(vocab=1000, sharding=sharding, recompute="none")
     one_step, two = (
         one(form(microbatches=count), training, batch=Batch.from_lengths([1024] * 16 * count)).rows[0].parts()
@@ -234,17 +234,17 @@ def test_layers_of_the_model_must_match_the_kinds_of_the_batch() -> None:
     """One number of layers for two kinds would count each layer twice; a kind without masks would be ignored."""
     kinds = {"full": masks.causal(), "local": masks.sliding_window(100)}
     lengths = [6000, 3000, 2000, 1000, 4384]
-    for layers, mask, said in (
+    for layers, mask, text in (
         (4, kinds, "is one number, but the sequences have masks of 2 kinds"),
         ({"full": 2, "local": 2}, {"full": masks.causal()}, "has layers of kind local"),
     ):
         batch = Batch.from_lengths(lengths, mask)
         row = ap.forecast([batch], CLUSTER, replace(SMALL, layers=layers), [form()]).rows[0]
         assert row.reason is not None
-        assert said in row.reason
+        assert text in row.reason
     batch = Batch.from_lengths(lengths, kinds)
-    told = ap.forecast([batch], CLUSTER, replace(SMALL, layers={"full": 2, "local": 2}), [form()]).rows[0]
-    assert told.reason is None, told.reason
+    row = ap.forecast([batch], CLUSTER, replace(SMALL, layers={"full": 2, "local": 2}), [form()]).rows[0]
+    assert row.reason is None, row.reason
 
 
 def test_fsdp_gathers_weights_twice_and_scatters_gradients_per_microbatch() -> None:
@@ -300,8 +300,8 @@ def test_tensor_parallel_ranks_share_products_and_wait_for_each_other() -> None:
 
 
 def parts_tokens(tensor: int) -> int:
-    held = form(tensor=tensor)
-    plan = ap.plan(BATCH, held.group(CLUSTER), held.rank_model(SMALL), recipe="fcp", hardware=H100)
+    chosen = form(tensor=tensor)
+    plan = ap.plan(BATCH, chosen.group(CLUSTER), chosen.rank_model(SMALL), recipe="fcp", hardware=H100)
     return int(plan.layouts["attention"].rows_per_rank.max())
 
 
@@ -315,20 +315,20 @@ def test_memory_equals_its_closed_form() -> None:
     tokens = parts_tokens(1)
     saved = (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4)  # Q, K, V, O and the LSE
     row = 4 * 512 * 2 + saved + 3 * 1024 * 2
-    held = found.activations
-    assert held.kept == tokens * row * 3  # the fourth is being computed
-    assert held.feed_forward == tokens * (5 * 512 * 2 + saved + 4 * 1024 * 2)
-    assert held.cross_entropy == tokens * 2 * 512 * 2 + min(tokens, 4096) * 1000 * (2 * 2 + 4)
+    item = found.activations
+    assert item.kept == tokens * row * 3  # the fourth is being computed
+    assert item.feed_forward == tokens * (5 * 512 * 2 + saved + 4 * 1024 * 2)
+    assert item.cross_entropy == tokens * 2 * 512 * 2 + min(tokens, 4096) * 1000 * (2 * 2 + 4)
     rows = attention_bytes(ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp", hardware=H100))
-    assert held.attention == tokens * 3 * 512 * 2 + rows
+    assert item.attention == tokens * 3 * 512 * 2 + rows
     states = found.weights + found.gradients + found.optimizer
-    assert found.total == states + held.kept + max(held.attention, held.feed_forward, held.cross_entropy)
+    assert found.total == states + item.kept + max(item.attention, item.feed_forward, item.cross_entropy)
     sharded = one(form(), Training(vocab=1000, sharding="fsdp", recompute="full")).rows[0].memory()
     vocabulary = 1000 * 512
     assert sharded.weights == 2 * (parameters / 8 + 2 * (products + 1024) + 2 * vocabulary)
     assert sharded.gradients == 4 * (parameters / 8 + products + 1024)
-    head = held.cross_entropy + 4 * vocabulary  # its whole gradient
-    assert sharded.activations == replace(held, kept=tokens * 512 * 2 * 3, cross_entropy=head)
+    head = item.cross_entropy + 4 * vocabulary  # the head's full gradient
+    assert sharded.activations == replace(item, kept=tokens * 512 * 2 * 3, cross_entropy=head)
 
 
 def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
@@ -340,15 +340,15 @@ def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
     assert (first.activations.cross_entropy, last.activations.cross_entropy) == (0, 4 * 1000 * 512)
     assert vocabularies(layers.training, 1) == (1.0, 1.0)
     zero1 = memory(replace(layers, training=Training(vocab=1000, sharding="zero1")), 2, 4, 2.0, none)
-    assert zero1.activations.cross_entropy == 0  # it is in `gradients`
+    assert zero1.activations.cross_entropy == 0  # the head's gradient is in `gradients`
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero2", "fsdp"])
 def test_sharding_over_one_rank_changes_no_memory(sharding: str) -> None:
     none = Activations(0, 0, 0, 0, 0)
     alone, shared = (
-        memory(Layers(H100, SMALL, Training(vocab=1000, sharding=held)), 4, 1, 2.0, none)
-        for held in ("ddp", sharding)
+        memory(Layers(H100, SMALL, Training(vocab=1000, sharding=name)), 4, 1, 2.0, none)
+        for name in ("ddp", sharding)
     )
     assert shared == alone
 
@@ -375,14 +375,14 @@ def test_float32_weights_have_no_second_copy(dtype: str, state: int, moved: int)
     parameters = layers.parameters * 4 + 2 * 1000 * 512
     assert memory(layers, 4, 8, 2.0, Activations(0, 0, 0, 0, 0)).optimizer == state * parameters
     assert layers.optimizer_us(1e6) == pytest.approx(1e6 * moved / (H100.memory_gbs.value * 1e3))
-    given = replace(layers, training=Training(optimizer_bytes=12))
-    assert given.optimizer_us(1.0) - layers.optimizer_us(1.0) == pytest.approx(
+    extra = replace(layers, training=Training(optimizer_bytes=12))
+    assert extra.optimizer_us(1.0) - layers.optimizer_us(1.0) == pytest.approx(
         2 * (12 - state) / (H100.memory_gbs.value * 1e3)
     )
 
 
 def test_tiles_bound_the_memory_of_the_ffn_and_cost_another_forward() -> None:
-    """ALST's tiled MLP."""
+    """Backward repeats the FFN's forward, as in ALST's tiled MLP."""
     plain, tiled = (
         one(form(), Training(vocab=1000, recompute="none", mlp_tile=tile)).rows[0] for tile in (None, 100)
     )
@@ -402,10 +402,10 @@ def test_tiles_bound_the_memory_of_the_ffn_and_cost_another_forward() -> None:
 LONG = Batch.from_lengths([BATCH.tokens])
 
 
-def offloaded(host_gbs: float, **given: Any) -> ForecastRow:
+def offloaded(host_gbs: float, **extra: Any) -> ForecastRow:
     """The forecast of BATCH, or of a single sequence of equal length, since chunks need one."""
     hardware = replace(H100, host_gbs=Figure(host_gbs, "test"))
-    training = Training(vocab=1000, recompute="full", offload=True, **given)
+    training = Training(vocab=1000, recompute="full", offload=True, **extra)
     batch = LONG if training.chunks > 1 else BATCH
     row = one(form("ulysses"), training, hardware=hardware, batch=batch).rows[0]
     assert row.reason is None, row.reason
@@ -413,7 +413,7 @@ def offloaded(host_gbs: float, **given: Any) -> ForecastRow:
 
 
 def test_offloaded_inputs_cost_only_the_time_that_layers_do_not_hide() -> None:
-    """ALST and UPipe: the input of every layer moves to the host and back; one, of the next layer, is on the device."""
+    """ALST and UPipe: the input of every layer moves to the host and back; only the next layer's is on the device."""
     on_device = one(form("ulysses"), Training(vocab=1000, recompute="full")).rows[0]
     row, slow = offloaded(50.0), offloaded(0.1)
     plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="ulysses", hardware=H100)
@@ -426,11 +426,11 @@ def test_offloaded_inputs_cost_only_the_time_that_layers_do_not_hide() -> None:
     work = sum(
         parts[name] for name in ("attention", "linear", "rows", "remap", "recomputation", "data_parallel")
     )
-    assert parts["host"] == pytest.approx(2 * 4 * each / 0.1e9 - work)  # out in forward, in in backward
+    assert parts["host"] == pytest.approx(2 * 4 * each / 0.1e9 - work)  # out in forward, back in backward
 
 
 def test_chunks_leave_one_chunk_of_a_layer_on_the_device() -> None:
-    """FPDT: in attention one chunk is on the device; in the FFN everything else is whole."""
+    """FPDT: in attention one chunk is on the device; in the FFN all but its own tensors are whole."""
     whole, chunked = (offloaded(50.0, chunks=chunks).memory().activations for chunks in (1, 4))
     tokens = int(whole.host / (4 * 512 * 2))
     assert chunked.attention == whole.attention / 4
@@ -464,13 +464,13 @@ def test_chunks_are_refused_without_a_published_method() -> None:
     assert refused is not None
     assert "must be at most the 2048 tokens of a rank" in refused
     few = replace(many, chunks=2)
-    for batch, said in (
+    for batch, text in (
         (BATCH, "one causal sequence per microbatch, but got 5 for 1"),
         (Batch.from_lengths([16384], masks.full()), "a mask is not causal"),
     ):
         refused = one(form("ulysses"), few, batch=batch).rows[0].reason
         assert refused is not None
-        assert said in refused
+        assert text in refused
     two = one(form("ulysses", microbatches=2), few, batch=Batch.from_lengths([16384] * 2)).rows[0]
     assert two.reason is None, two.reason
 
@@ -496,7 +496,7 @@ def test_selective_recomputation_keeps_attention_outputs() -> None:
 def test_equal_microbatches_take_the_time_of_the_formula(
     stages: int, microbatches: int, virtual: int
 ) -> None:
-    """m (f + b) of a stage, and (p - 1) / v of the same (Narayanan et al., 2021, section 2.2)."""
+    """m (f + b) of a stage, plus (p - 1) / v times (f + b) (Narayanan et al., 2021, section 2.2)."""
     forward, backward = np.full((stages, microbatches), 3.0), np.full((stages, microbatches), 6.0)
     found = makespan_us(forward, backward, virtual)
     assert found == pytest.approx(9 * (microbatches + (stages - 1) / virtual))
@@ -527,20 +527,20 @@ def test_bubbles_of_a_pipeline_with_one_microbatch_per_stage() -> None:
     [(1, 3, 1), (2, 8, 1), (4, 8, 2), (4, 16, 8), (2, 2, 4), (8, 32, 4)],
 )
 def test_stages_hold_the_microbatches_of_the_schedule(stages: int, microbatches: int, virtual: int) -> None:
-    """Counted along the work of the first and the last stage: if interleaved, the last also holds several."""
+    """Counted along the work of the first and the last stage: if interleaved, the last holds several, too."""
     for stage, order in enumerate(orders(stages, microbatches, virtual)):
         if stage in (0, stages - 1):
-            held = np.cumsum([-1 if item.backward else 1 for item in order]).max() / virtual
-            assert in_flight(stages, microbatches, virtual, last=stage > 0) == pytest.approx(held)
+            peak = np.cumsum([-1 if item.backward else 1 for item in order]).max() / virtual
+            assert in_flight(stages, microbatches, virtual, last=stage > 0) == pytest.approx(peak)
 
 
 def test_the_last_stage_of_an_interleaved_pipeline_holds_its_chunks() -> None:
     even = Batch.from_lengths([2048] * 16)
     training = Training(vocab=100_000, recompute="none", sharding="ddp")
-    held = one(form(pipeline=2, virtual=2, microbatches=2), training, batch=even).rows[0].memory()
-    assert held.activations.cross_entropy > 0  # the last stage needs more
+    item = one(form(pipeline=2, virtual=2, microbatches=2), training, batch=even).rows[0].memory()
+    assert item.activations.cross_entropy > 0  # the last stage needs more
     tokens, row = 4096 * 2 // 4, 4 * 512 * 2 + (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4) + 3 * 1024 * 2
-    assert held.activations.kept == tokens * row * (2 * 1.5 - 1)
+    assert item.activations.kept == tokens * row * (2 * 1.5 - 1)
 
 
 # ------------------------------------------------------------------------------------------------------ static grids
@@ -552,10 +552,10 @@ def test_groups_hold_all_tokens_evenly(packing: str) -> None:
     for groups in (1, 2, 3, 8):
         batch = Batch.from_lengths(rng.integers(1, 5000, 40))
         found = groups_of(batch, groups, packing)
-        held = [part.tokens for part in found]
-        assert len(held) == groups
-        assert sum(held) == batch.tokens
-        assert max(held) <= -(-batch.tokens // groups)
+        tokens = [part.tokens for part in found]
+        assert len(tokens) == groups
+        assert sum(tokens) == batch.tokens
+        assert max(tokens) <= -(-batch.tokens // groups)
         assert sum(part.area("default") for part in found) <= batch.area("default")
 
 
@@ -594,16 +594,16 @@ def test_configurations_with_equal_attention_share_plans() -> None:
 
 
 def test_only_the_slowest_of_many_groups_are_planned() -> None:
-    """Groups with a long sequence, and one with the most tokens; pairs of all groups are counted."""
+    """Plans groups with a long sequence, and the one with the most tokens; pairs of all groups are counted."""
     lengths = [512] * 14 + [1024] * 3 + [2048 - 64]
     batch = Batch.from_lengths(lengths)
     static = Parallelism(find_recipe("ring"), Degrees(), 1, "balanced")
     groups = groups_of(batch, 8, "balanced")
     planned, pairs = plan_attention(static, batch, CLUSTER, SMALL, H100, 0)
     assert pairs == 4 * sum(one.area("default") for one in groups)
-    made = [held[0].plan.request.batch.area("default") for held in planned]
+    made = [item[0].plan.request.batch.area("default") for item in planned]
     assert sorted(made)[-3:] == sorted(one.area("default") for one in groups)[-3:]
-    assert max(held[0].tokens for held in planned) == max(one.tokens for one in groups)
+    assert max(item[0].tokens for item in planned) == max(one.tokens for one in groups)
     assert len(planned) <= 4
 
 
@@ -615,7 +615,7 @@ def test_rows_add_up_and_gains_refer_to_the_best_grid_that_fits() -> None:
     record = found.record()
     names = [row["name"] for row in record["rows"]]
     assert sorted(done) == sorted(names)
-    assert names == [str(held) for held in chosen]
+    assert names == [str(form) for form in chosen]
     for row in record["rows"]:
         step = row["step_s"]
         assert tuple(row["parts_s"]) == PARTS
@@ -623,8 +623,8 @@ def test_rows_add_up_and_gains_refer_to_the_best_grid_that_fits() -> None:
         assert sum(row["shares"].values()) == pytest.approx(1)
         assert step["low"] <= step["value"] <= step["high"]
         memory = row["memory_gib"]
-        named = ("weights", "gradients", "optimizer", "kept", "working")
-        assert sum(memory[name] for name in named) == pytest.approx(memory["total"])
+        parts = ("weights", "gradients", "optimizer", "kept", "working")
+        assert sum(memory[name] for name in parts) == pytest.approx(memory["total"])
         assert row["tokens_per_s_per_gpu"] == pytest.approx(16384 / step["value"] / 8)
         assert 0 < row["mfu"] < 1
     static = [row for row in record["rows"] if row["parallelism"]["context"] and row["pairs_kept"] >= 0.98]
@@ -664,7 +664,7 @@ def test_a_row_that_does_not_fit_is_reported_and_is_not_the_baseline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "said"),
+    ("degrees", "text"),
     [
         ({"tensor": 3}, "must divide the 8 ranks"),
         ({"tensor": 8}, "must divide the ranks of a node"),
@@ -672,10 +672,10 @@ def test_a_row_that_does_not_fit_is_reported_and_is_not_the_baseline() -> None:
         ({"tensor": 4, "pipeline": 2, "virtual": 3}, "must divide the layers"),
     ],
 )
-def test_degrees_that_do_not_divide_are_refused_by_name(degrees: dict[str, int], said: str) -> None:
+def test_degrees_that_do_not_divide_are_refused_by_name(degrees: dict[str, int], text: str) -> None:
     row = one(form(**degrees)).rows[0]
     assert row.reason is not None
-    assert said in row.reason
+    assert text in row.reason
 
 
 def test_kv_heads_that_ranks_cannot_share_evenly_are_refused() -> None:
@@ -704,14 +704,14 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_one_batch_is_a_list_of_it_and_other_types_are_refused() -> None:
     assert ap.forecast(BATCH, CLUSTER, SMALL, [form()]).record() == one(form(), Training()).record()
-    for given, field in (
+    for extra, field in (
         (([BATCH, 5], CLUSTER, SMALL, [form()]), "batches"),
         ((BATCH, CLUSTER, SMALL, ["fcp"]), "parallelisms"),
         ((BATCH, CLUSTER, SMALL, []), "parallelisms"),
         ((BATCH, CLUSTER, SMALL, [form()], {"recompute": "full"}), "training"),
     ):
         with pytest.raises(ConfigError, match=rf"{field}(\[\d\])? = .*; (use|give|make)"):
-            ap.forecast(*given)
+            ap.forecast(*extra)
 
 
 def test_masks_without_pairs_drop_no_pairs() -> None:
@@ -726,9 +726,9 @@ def test_rows_that_drop_pairs_are_not_reported_as_too_large() -> None:
     record = ap.forecast(LONG, CLUSTER, SMALL, grids, Training(vocab=1000)).record()
     assert (record["rows"][0]["status"], record["best"]) == ("ok", None)
     facts = {"batches": 1, "tokens": 16384, "workload": "one"}
-    said = " ".join(str(view()) for view in printed.views(record | facts, wide=True))
-    assert "nothing is proposed: what fits drops pairs" in said
-    assert "nothing fits" not in said
+    text = " ".join(str(view()) for view in printed.views(record | facts, wide=True))
+    assert "nothing is proposed: what fits drops pairs" in text
+    assert "nothing fits" not in text
 
 
 def test_recipes_that_defer_sequences_are_refused() -> None:
@@ -736,21 +736,21 @@ def test_recipes_that_defer_sequences_are_refused() -> None:
         **find_recipe("wlb").to_data()["steps"],
         "pack": {"wlb": {"defer": True, "outlier_tokens": 4000}},
     }
-    waits = find_recipe({"name": "waits", "steps": steps})
-    refused = one(Parallelism(waits, Degrees(microbatches=3))).rows[0].reason
+    deferring = find_recipe({"name": "deferring", "steps": steps})
+    refused = one(Parallelism(deferring, Degrees(microbatches=3))).rows[0].reason
     assert refused is not None
     assert "2 sequences would be deferred to a later step" in refused
 
 
 def test_the_search_tries_all_degrees_that_model_and_cluster_allow() -> None:
     found = search_space(CLUSTER, SMALL, 4, ["fcp"], microbatches=2)
-    degrees = {(held.tensor, held.pipeline, held.virtual) for held in found}
+    degrees = {(item.tensor, item.pipeline, item.virtual) for item in found}
     assert (1, 1, 1) in degrees
     assert (4, 2, 2) in degrees
     assert (1, 4, 2) not in degrees  # four layers cannot be eight chunks
     assert all(pipeline <= 4 for _, pipeline, _ in degrees)
     model = replace(SMALL, q_heads=12, kv_heads=6, ffn=1536, layers=6)
-    of_three = {(held.tensor, held.pipeline) for held in search_space(Cluster(1, 6), model, 6, ["fcp"])}
+    of_three = {(item.tensor, item.pipeline) for item in search_space(Cluster(1, 6), model, 6, ["fcp"])}
     assert of_three == {(1, 1), (1, 2), (1, 3), (1, 6), (2, 1), (2, 3), (3, 1), (3, 2), (6, 1)}
 
 
@@ -772,20 +772,20 @@ SIZE = ("--ranks", 8, "--tokens-per-rank", 2048, "--batches", 1)
 
 
 def test_the_command_prints_a_table_bars_and_the_saving(run: Call) -> None:
-    code, said = run(*SIZE, "--recipes", "blend,ring", "--grids", "ring,usp")
+    code, text = run(*SIZE, "--recipes", "blend,ring", "--grids", "ring,usp")
     assert code == 0
-    assert "speed-up" in said
-    assert "where the time of a step goes" in said
-    assert "fastest that fits" in said
-    bars = [line for line in said.splitlines() if line.startswith("blend ") and "AL" in line]
+    assert "speed-up" in text
+    assert "where the time of a step goes" in text
+    assert "fastest that fits" in text
+    bars = [line for line in text.splitlines() if line.startswith("blend ") and "AL" in line]
     assert len(bars) == 1
 
 
 def test_the_command_gives_one_json_object(run: Call, tmp_path: Path) -> None:
     path = tmp_path / "training.yaml"
     path.write_text("{sharding: zero1, recompute: none, vocab: 32000}", encoding="utf-8")
-    code, said = run(*SIZE, "--recipes", "blend", "--grids", "none", "--training", path, "--json")
-    record = json.loads(said)
+    code, text = run(*SIZE, "--recipes", "blend", "--grids", "none", "--training", path, "--json")
+    record = json.loads(text)
     assert code == 0
     assert record["training"]["sharding"] == "zero1"
     assert [row["name"] for row in record["rows"]] == ["blend"]
@@ -793,16 +793,16 @@ def test_the_command_gives_one_json_object(run: Call, tmp_path: Path) -> None:
 
 
 def test_the_search_proposes_degrees(run: Call) -> None:
-    code, said = run(
+    code, text = run(
         *SIZE, "--recipes", "blend", "--grids", "none", "--search", "--microbatches", 2, "--json"
     )
-    record = json.loads(said)
+    record = json.loads(text)
     assert code == 0
     assert record["best"] in {row["name"] for row in record["rows"] if row["status"] == "ok"}
     assert any(row["parallelism"]["pipeline"] > 1 for row in record["rows"])
     assert run(*SIZE, "--search", "--tensor", 2)[0] == 2
-    code, said = run(*SIZE, "--recipes", "blend", "--grids", "none", "--tensor", 3)
+    code, text = run(*SIZE, "--recipes", "blend", "--grids", "none", "--tensor", 3)
     assert code == 1
-    assert "nothing was planned" in said
-    assert "nothing fits" not in said
+    assert "nothing was planned" in text
+    assert "nothing fits" not in text
     assert run(*SIZE, "--training", "{sharding: x}")[0] == 2

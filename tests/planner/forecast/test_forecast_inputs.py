@@ -65,7 +65,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., Path]:
-    """A file of SMALL with other fields."""
+    """Writes SMALL with changed fields to a file."""
 
     def write(**given: Any) -> Path:
         path = tmp_path / "config.json"
@@ -77,8 +77,8 @@ def config(tmp_path: Path) -> Callable[..., Path]:
 
 def test_vocabulary_and_ties_come_from_the_config(run: Run, config: Callable[..., Path]) -> None:
     path = config(tie_word_embeddings=True)
-    told = run("forecast", *SIZE, "--model", path).json["training"]
-    assert (told["vocab"], told["tied"]) == (1000, True)
+    result = run("forecast", *SIZE, "--model", path).json["training"]
+    assert (result["vocab"], result["tied"]) == (1000, True)
     given = run("forecast", *SIZE, "--model", path, "--training", "{vocab: 500, recompute: full}").json[
         "training"
     ]
@@ -89,12 +89,12 @@ def test_vocabulary_and_ties_come_from_the_config(run: Run, config: Callable[...
 def test_experts_come_from_the_config(run: Run, config: Callable[..., Path]) -> None:
     path = config(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     given = ("--training", "{experts: {imbalance: 1.5}}", "--expert", "2")
-    told = run("forecast", *SIZE, "--model", path, *given)
-    experts = told.json["training"]["experts"]
+    result = run("forecast", *SIZE, "--model", path, *given)
+    experts = result.json["training"]["experts"]
     assert (experts["count"], experts["active"], experts["imbalance"]) == (8, 2, 1.5)
-    assert told.row["name"].endswith("EP 2")
-    assert told.row["parts_s"]["all_to_all"] > 0
-    assert told.row["experts"]["uneven"] >= 1
+    assert result.row["name"].endswith("EP 2")
+    assert result.row["parts_s"]["all_to_all"] > 0
+    assert result.row["experts"]["uneven"] >= 1
 
 
 def test_experts_of_other_types_are_refused_and_compared(run: Run, config: Callable[..., Path]) -> None:
@@ -105,7 +105,8 @@ def test_experts_of_other_types_are_refused_and_compared(run: Run, config: Calla
 
 
 def test_windows_come_from_the_config(run: Run, config: Callable[..., Path]) -> None:
-    """A quarter of what a causal mask takes, and two kinds of layers, which no other option can express."""
+    """Windows take less time than a causal mask; the config also has two kinds of layers, which no option can
+    express."""
     window = {"model_type": "mistral", "sliding_window": 64}
     causal, windows = (
         run("forecast", *SIZE, "--model", config(**given)).row["parts_s"]["attention"]
@@ -179,14 +180,14 @@ def test_a_dtype_that_differs_from_the_hardware_is_a_warning(run: Run, tmp_path:
     batch = tmp_path / "batch.json"
     batch.write_text('{"lengths": [3000, 1096]}', encoding="utf-8")
     assert run("plan", "--batch", batch, "--ranks", 2, "--model", path, "-o", plan).code == 0
-    said = "warning: model.dtype is fp32 where hardware h100 has bf16"
+    warning = "warning: model.dtype is fp32 where hardware h100 has bf16"
     for command in (
         ("forecast", *SIZE, "--model", path),
         ("compare", *SIZE[:6], "--recipes", "fcp", "--model", path, "--json"),
         ("simulate", plan, "--json"),
         ("report", plan, "-o", tmp_path / "page.html"),
     ):
-        assert (said in run(*command).err) == (dtype == "fp32")
+        assert (warning in run(*command).err) == (dtype == "fp32")
 
 
 def test_a_refused_baseline_is_printed_with_its_reason(run: Run) -> None:
@@ -200,9 +201,9 @@ def test_a_refused_baseline_is_printed_with_its_reason(run: Run) -> None:
         "--training",
         "{chunks: 2, offload: true, recompute: full}",
     )
-    said = run("forecast", *size, *heads).out
-    assert f"baseline {name} (refused)" in said
-    assert f"{name}: training.chunks = 2: need one causal sequence" in said
+    warning = run("forecast", *size, *heads).out
+    assert f"baseline {name} (refused)" in warning
+    assert f"{name}: training.chunks = 2: need one causal sequence" in warning
 
 
 def test_nothing_to_forecast_is_refused(run: Run) -> None:

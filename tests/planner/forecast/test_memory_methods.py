@@ -29,21 +29,21 @@ SQUARE = [
 
 @pytest.mark.parametrize("model", SQUARE, ids=str)
 def test_attention_memory_equals_the_tables_of_upipe(model: Model) -> None:
-    """The peak of Table 6, which is above all of Table 2; in addition we count the output of the layer's norm
-    (in UPipe's stages it replaces the input) and, of offloaded inputs, the next layer's."""
+    """The peak of Table 6, which is above all of Table 2; in addition we count the output of the layer's norm (in
+    UPipe's stages it replaces the input) and the next layer's input, if inputs are offloaded."""
     ratio, tokens, row = model.q_heads // model.kv_heads, M, model.hidden * model.element_bytes
     run = replace(LLAMA, model=model, gpus=1)
     printed = {"plain": "ulysses", "alst": "ulysses_offload", "upipe": "upipe", "fpdt": "fpdt"}
     for method, name in printed.items():
         chunks = {"fpdt": 16, "upipe": 4}.get(method, 1)
         tables = (printed_backward(name, ratio, chunks, 3), printed_forward(name, ratio, chunks, 3))
-        found, beside = run.of(method, tokens), {"plain": 1, "alst": 2, "upipe": 1, "fpdt": 2 / 16}[method]
-        assert found.kept + found.attention == (float(max(map(max, tables))) + beside) * row * tokens
+        found, extra = run.of(method, tokens), {"plain": 1, "alst": 2, "upipe": 1, "fpdt": 2 / 16}[method]
+        assert found.kept + found.attention == (float(max(map(max, tables))) + extra) * row * tokens
 
 
 def test_phases_without_tiles_match_table_1() -> None:
     """240 S d of logits in Table 1, with 30 words per hidden column; in addition we count the head's input and its
-    gradient; of the FFN four tensors, in addition to the layer's norms and attention."""
+    gradient; for the FFN four tensors, in addition to the layer's norms and attention."""
     run = Run("", Model(10, 10, 10, hidden=100, ffn=267, layers=1), 30 * 100, 1, 1, {}, {})
     found = run.of("plain", M)
     assert found.cross_entropy == (240 + 2 * 2) * M * 100
@@ -51,8 +51,8 @@ def test_phases_without_tiles_match_table_1() -> None:
 
 
 def test_logits_have_the_size_stated_by_alst() -> None:
-    """Its usage guide: 16,000 tokens of Llama-3.1-8B have 7.64 GiB of logits in float32; its paper: tiles of the loss
-    save over 14 GiB of them."""
+    """ALST's usage guide: 16,000 tokens of Llama-3.1-8B have 7.64 GiB of logits in float32; its paper: tiles of the
+    loss save over 14 GiB of them."""
     whole, tiled = (
         activations(Layers(Hardware.load("h100"), LLAMA.model, LLAMA.training(method, M)), 32, 16000, 0)
         for method in ("plain", "alst")
@@ -64,7 +64,8 @@ def test_logits_have_the_size_stated_by_alst() -> None:
 
 
 def test_methods_rank_in_the_measured_order() -> None:
-    """UPipe, Table 4: FPDT holds least, then UPipe, then Ulysses with tiles and offload; plain Ulysses most."""
+    """UPipe, Table 4: FPDT needs the least memory, then UPipe, then Ulysses with tiles and offload; plain Ulysses the
+    most."""
     for run in memory_methods.RUNS:
         for tokens, plans in ((4 * M, (False, True)), (8 * M, (False,))):
             for planned in plans:
@@ -76,8 +77,8 @@ def test_methods_rank_in_the_measured_order() -> None:
 
 
 def test_formulas_count_most_of_what_was_measured() -> None:
-    """With attention's rows as printed they leave at most nine tensors of the hidden size out; our plans' rows, which
-    are home and work rows, with sums in float32, are within 6 % of what was measured."""
+    """With attention's rows as printed, the formulas miss at most nine tensors of the hidden size; with our plans' home
+    and work rows, and sums in float32, they are within 6 % of the measurement."""
     for one in memory_methods.growths():
         assert 0 < one.ours < one.measured
         assert 2 < one.rest < 9
@@ -87,7 +88,7 @@ def test_formulas_count_most_of_what_was_measured() -> None:
 
 @pytest.mark.parametrize("tokens", LLAMA.memory["upipe"])
 def test_upipe_memory_matches_the_measurement(tokens: int) -> None:
-    """UPipe, Table 4, all of a rank."""
+    """UPipe, Table 4: the total memory of a rank."""
     batch, parallelisms = ap.Batch.from_lengths([tokens * M]), ap.recipe_parallelisms(["upipe"])
     found = ap.forecast(
         [batch], ap.Cluster(1, 8), LLAMA.model, parallelisms, LLAMA.training("upipe", tokens * M)
@@ -108,7 +109,7 @@ def test_steps_are_within_a_tenth_of_what_was_measured() -> None:
 
 @pytest.mark.parametrize(("chunks", "stages"), [(2, 0), (3, 1), (3, 4), (7, 2)])
 def test_bytes_moved_by_fpdt_equal_a_walk_through_its_loops(chunks: int, stages: int) -> None:
-    """Against a walk chunk by chunk."""
+    """Compares with a walk chunk by chunk."""
     model, part = Model(4, 2, 8, v_head_dim=4, hidden=24, ffn=8, layers=1), 5
     training = Training(recompute="full", offload=True, chunks=chunks)
     layers = Layers(Hardware.load("h100"), model, training)
@@ -118,7 +119,7 @@ def test_bytes_moved_by_fpdt_equal_a_walk_through_its_loops(chunks: int, stages:
     for chunk in range(chunks):
         out += row + q + k + o + lse
         back += chunk * k  # keys before
-    again = chunks * max(stages - 1, 0)  # chunks of the norm for head stages behind the first
+    again = chunks * max(stages - 1, 0)  # chunks of the norm for head stages after the first
     back += again * row
     assert copies(layers, chunks * part, "forward", stages) == (out + chunks * row, back)
     out, back = out + again * 2 * row, back + again * (row + 2 * row)  # and its gradient in float32

@@ -151,9 +151,9 @@ FIVE = qwen3_next(
 def test_parameter_counts_match_published_ones(
     config: dict[str, Any], layers: int, total: float, active: float
 ) -> None:
-    """Billions: Qwen3-Next-80B-A3B, Qwen3.5-35B-A3B, Kimi-Linear-48B-A3B, Granite-4.0-H-Small, MiniMax-Text-01,
-    Nemotron-3-Nano-30B-A3B, Falcon-H1-34B. The gate of Qwen's attention, 8 million per layer, is left out; some count
-    head and embedding among active ones."""
+    """In billions: Qwen3-Next-80B-A3B, Qwen3.5-35B-A3B, Kimi-Linear-48B-A3B, Granite-4.0-H-Small, MiniMax-Text-01,
+    Nemotron-3-Nano-30B-A3B, Falcon-H1-34B. The gate of Qwen's attention, 8 million per layer, is left out; some
+    publishers count head and embedding as active."""
     model, training = model_of(config), Training.from_data({}, config)
     experts, head = training.experts, model.hidden * training.vocab / 1e9
     assert attention_layers(model) == layers
@@ -166,7 +166,7 @@ def test_parameter_counts_match_published_ones(
 
 
 def test_a_step_of_one_rank_equals_its_closed_form() -> None:
-    """Three recurrent layers and one of attention, each with an FFN, of two whole documents."""
+    """Three recurrent layers and one of attention, each with an FFN, on two whole documents."""
     tokens, batch = 4096, Batch.from_lengths([3000, 1096])
     found = row(batch, Cluster(1, 1)).parts()
     rate, rows_us = H100.linear_tflops.value * 1e6, H100.rate_gbs("rows_gbs") * 1e3
@@ -178,8 +178,8 @@ def test_a_step_of_one_rank_equals_its_closed_form() -> None:
     assert found["recurrent"] * 1e6 == pytest.approx(kernel * (1 + prices.BACKWARD))
     numbers = 4 * (8 * 512 + 3 * 1024) + 2 * (8 + 2) * 64 + 3 * (2 * CHANNELS + 3 * VALUES)
     assert found["rows"] * 1e6 == pytest.approx(3 * 2 * numbers * tokens / rows_us)
-    again = row(batch, Cluster(1, 1), replace(TRAINING, recompute="selective")).parts()
-    assert again["recomputation"] * 1e6 == pytest.approx(
+    recomputed = row(batch, Cluster(1, 1), replace(TRAINING, recompute="selective")).parts()
+    assert recomputed["recomputation"] * 1e6 == pytest.approx(
         kernel + 2 * (parameters / rate + numbers / rows_us) * tokens
     )
 
@@ -190,7 +190,7 @@ def test_recurrences_of_cut_documents_are_simulated() -> None:
     found = row(batch, cluster).parts()
     assert found["recurrent"] * 1e3 == pytest.approx(3 * made.recurrent_ms)
     assert found["attention"] * 1e3 == pytest.approx(made.forward_ms + made.backward_ms)
-    halves = row(batch, cluster, form=form(pipeline=2)).parts()  # two layers of four a stage
+    halves = row(batch, cluster, form=form(pipeline=2)).parts()  # two of four layers per stage
     assert 0 < halves["recurrent"] < found["recurrent"]
 
 
@@ -205,12 +205,12 @@ def test_flops_and_memory_are_those_of_the_mean_layer() -> None:
     assert kept_bytes(layers, "none") == kept
     assert kept_bytes(layers, "selective") == 2 * 512 + 8 * (2 * 64 + 4) / 4
     states = 2 * 4 * 32 * 64 / prices.CHUNK
-    held = activations(layers, 4, 1000, attention_bytes=0.0)
-    assert held.attention == 1000 * (3 * 2 * 512 + 2 * recurrent + states)
+    memory = activations(layers, 4, 1000, attention_bytes=0.0)
+    assert memory.attention == 1000 * (3 * 2 * 512 + 2 * recurrent + states)
 
 
 def test_ffns_of_some_layers_without_a_gate_are_counted() -> None:
-    """As in Nemotron-H: four mixers, and two FFNs of two matrices."""
+    """Like Nemotron-H: four mixers, and two FFNs of two matrices."""
     training = replace(TRAINING, ffns=2, gated=False)
     layers = Layers(H100, SMALL, training)
     assert layers.linear_parameters == (3 * RECURRENT + ATTENTION + 2 * 2 * 512 * 1024) / 4
@@ -227,7 +227,7 @@ def test_per_channel_decays_are_low_rank_projections() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "training", "said"),
+    ("form", "training", "text"),
     [
         (form("distca", ping_pong=True), {}, "ping-pong halves are not priced with recurrent layers"),
         (form("ulysses"), {"chunks": 2, "offload": True, "recompute": "full"}, "states of recurrent layers"),
@@ -235,11 +235,11 @@ def test_per_channel_decays_are_low_rank_projections() -> None:
     ],
 )
 def test_options_without_a_price_for_recurrent_layers_are_refused(
-    form: Parallelism, training: dict[str, Any], said: str
+    form: Parallelism, training: dict[str, Any], text: str
 ) -> None:
     found = row(Batch.from_lengths([8192]), Cluster(1, 8), replace(TRAINING, **training), form)
     assert found.reason is not None
-    assert said.replace("\\", "") in found.reason
+    assert text.replace("\\", "") in found.reason
 
 
 def test_ranks_of_a_tensor_parallel_group_share_recurrent_heads() -> None:

@@ -1,4 +1,5 @@
-"""Iteration plans: equal numbers of microbatches on all ranks, bytes that prove themselves, hostile bytes refused."""
+"""Iteration plans: equal numbers of microbatches on all ranks, self-verifying bytes, and hostile bytes that are
+refused."""
 
 from __future__ import annotations
 
@@ -98,9 +99,9 @@ def test_equal_arguments_give_equal_bytes(iteration: IterationPlan) -> None:
 
 
 def test_progress_is_reported() -> None:
-    told: list[tuple[int, int]] = []
-    iterate(cap=25, progress=lambda done, total: told.append((done, total)))
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    calls: list[tuple[int, int]] = []
+    iterate(cap=25, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 def test_deferred_sequences_are_returned() -> None:
@@ -132,7 +133,7 @@ def test_a_recipe_may_be_a_name_but_not_given_with_a_policy() -> None:
 
 
 def test_strategies_without_their_own_cap_can_plan_an_iteration() -> None:
-    """Each plan records its own cap, and these differ."""
+    """Each plan records its own cap, and the caps differ."""
     recipe = ap.Recipe("rings", {"pack": {"sequential": {"microbatches": 2}}, "shard": {"sequences": {}},
                                  "place": {"zigzag": {}}, "schedule": {"ring": {}}})  # fmt: skip
     found = plan_iteration(ap.Batch.from_lengths([800, 33, 7]), CLUSTER, MODEL, recipe)
@@ -280,7 +281,7 @@ def test_the_golden_iteration_stays_readable() -> None:
 
 
 def id_from_prose(wire: dict[str, Any]) -> bytes:
-    """The id, computed as FORMAT.md states without any code of the package."""
+    """The id, computed as FORMAT.md states, without any code of the package."""
 
     def h(data: bytes) -> bytes:
         return blake2b(data, digest_size=32).digest()
@@ -301,9 +302,9 @@ def test_the_id_is_computed_as_the_prose_states(iteration: IterationPlan) -> Non
 
 def test_iterations_fit_the_schema(iteration: IterationPlan) -> None:
     schemas = [json.loads((SCHEMAS / f"{name}.schema.json").read_text()) for name in ("iteration", "plan")]
-    held = [json.loads(path.read_text()) for path in Path(SCHEMAS).glob("*.schema.json")]
+    documents = [json.loads(path.read_text()) for path in Path(SCHEMAS).glob("*.schema.json")]
     registry: Registry[Any] = Registry().with_resources(
-        [(schema["$id"], Resource.from_contents(schema)) for schema in held]
+        [(schema["$id"], Resource.from_contents(schema)) for schema in documents]
     )
     jsonschema.Draft202012Validator.check_schema(schemas[0])
     validator = jsonschema.Draft202012Validator(schemas[0], registry=registry)
@@ -332,7 +333,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "half an index": lambda wire: wire["indexes"].__setitem__(0, b"\0\0"),
     "twice": lambda wire: wire["indexes"].__setitem__(1, wire["indexes"][0]),
     "beyond": lambda wire: wire.update(deferred=b"\xff\xff\xff\xff"),
-    "falling": lambda wire: wire.update(deferred=np.array([3, 2], "<u4").tobytes()),
+    "descending": lambda wire: wire.update(deferred=np.array([3, 2], "<u4").tobytes()),
     "a damaged plan": lambda wire: wire["plans"].__setitem__(0, wire["plans"][0][:-1] + b"\0"),
     "unknown key": lambda wire: wire.update(more=1),
     "too many": lambda wire: wire.update(plans=[b""] * (MAX_MICROBATCHES + 1)),
@@ -344,7 +345,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_changed_iterations_with_a_correct_id_are_refused(change: str) -> None:
     wire = msgpack.unpackb(GOLDEN.read_bytes())
     CHANGES[change](wire)
-    if change in ("a plan short", "a column short", "half an index", "twice", "beyond", "falling"):
+    if change in ("a plan short", "a column short", "half an index", "twice", "beyond", "descending"):
         wire["id"] = id_from_prose(wire)
     with pytest.raises(VersionError if change == "version" else DecodeError):
         IterationPlan.decode(msgpack.packb(wire))
@@ -383,7 +384,7 @@ def test_mutated_bytes_raise_only_typed_errors() -> None:
 
 
 def test_mutated_values_raise_only_typed_errors() -> None:
-    """Changes somewhere inside, under the id of the changed bytes: if decoded, it has that id and encodes again."""
+    """Changes a value and recomputes the id: the bytes are refused, or decode to an iteration with this id."""
     rng, data = random.Random(12), GOLDEN.read_bytes()
     refused = 0
     for _ in range(1500):
@@ -392,7 +393,7 @@ def test_mutated_values_raise_only_typed_errors() -> None:
             wire["id"] = id_from_prose(wire)
             packed = msgpack.packb(wire)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
-            continue  # not maps and bytes with an id of their own
+            continue  # no maps and bytes of which an id can be computed
         try:
             assert IterationPlan.decode(packed).id == wire["id"]
         except DecodeError:

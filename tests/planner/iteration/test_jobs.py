@@ -39,10 +39,10 @@ def job(recipe: Recipe | str, ranks: int = 4, **more: object) -> Job:
 
 
 @pytest.mark.parametrize(("name", "ranks"), sparse_product(7, [*STRATEGIES, *WIDE], (2, 4, 6)))
-def test_a_request_that_is_read_back_gives_the_same_bytes(name: str, ranks: int) -> None:
-    asked = job(Recipe(name, {**STRATEGIES, **WIDE}[name]), ranks)
-    data = encode_request(asked, batches(asked.packs))
-    assert plan_job(*decode_request(data)).encode() == plan_job(asked, batches(asked.packs)).encode()
+def test_a_decoded_request_gives_the_same_bytes(name: str, ranks: int) -> None:
+    request = job(Recipe(name, {**STRATEGIES, **WIDE}[name]), ranks)
+    data = encode_request(request, batches(request.packs))
+    assert plan_job(*decode_request(data)).encode() == plan_job(request, batches(request.packs)).encode()
 
 
 def test_a_batch_is_planned_as_one_microbatch_like_a_single_plan() -> None:
@@ -52,9 +52,9 @@ def test_a_batch_is_planned_as_one_microbatch_like_a_single_plan() -> None:
 
 
 def test_a_packing_recipe_uses_the_parameters_of_the_job() -> None:
-    asked = job("wlb")
+    request = job("wlb")
     (batch,) = batches(packs=True)
-    planned = plan_job(asked, (batch,))
+    planned = plan_job(request, (batch,))
     step = {"wlb": {"microbatches": 2, "tokens_per_rank": 64}}
     recipe = Recipe("wlb", find_recipe("wlb").to_data()["steps"] | {"pack": step})
     assert planned.encode() == plan_iteration(batch, cluster(4), MODEL, recipe).encode()
@@ -62,9 +62,9 @@ def test_a_packing_recipe_uses_the_parameters_of_the_job() -> None:
 
 
 def test_few_sequences_make_as_many_microbatches() -> None:
-    asked = replace(job("wlb"), microbatches=5)
+    request = replace(job("wlb"), microbatches=5)
     batch = Batch.from_lengths([30, 20, 10], mask=KINDS)
-    assert len(plan_job(asked, (batch,)).plans) == 3
+    assert len(plan_job(request, (batch,)).plans) == 3
 
 
 def test_deferring_is_refused() -> None:
@@ -86,8 +86,8 @@ from hashlib import sha256
 from tests.planner.iteration import test_jobs as t
 found = {}
 for recipe in ("fcp", "blend", "distca", "wlb"):
-    asked = t.job(recipe)
-    found[recipe] = sha256(t.plan_job(asked, t.batches(asked.packs), verify=False).encode()).hexdigest()
+    request = t.job(recipe)
+    found[recipe] = sha256(t.plan_job(request, t.batches(request.packs), verify=False).encode()).hexdigest()
 print(json.dumps(found))
 """
 

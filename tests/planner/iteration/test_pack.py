@@ -35,8 +35,8 @@ def microbatch_lists(packing: Packing) -> list[list[int]]:
 def check(packing: Packing, lengths: list[int], room: int) -> None:
     """Every sequence once, none of the microbatches empty or above `room` tokens, indexes ascending."""
     sizes = np.array(lengths)
-    told = np.concatenate([*packing.microbatches, packing.deferred])
-    assert sorted(told.tolist()) == list(range(len(lengths)))
+    packed = np.concatenate([*packing.microbatches, packing.deferred])
+    assert sorted(packed.tolist()) == list(range(len(lengths)))
     for own in packing.microbatches:
         assert own.dtype == np.int64
         assert len(own) > 0
@@ -115,7 +115,7 @@ def test_balanced_counts_kinds_by_layers() -> None:
 
 
 def test_wlb_gives_short_sequences_more_tokens() -> None:
-    """One long document against many short ones: equal work means unequal tokens, and that stops at the cap."""
+    """One long document against many short ones: equal work means unequal tokens, up to the cap."""
     lengths = [16384] + [512] * 64
     free = pack(Wlb(microbatches=2), lengths)
     long, short = sorted(free.microbatches, key=lambda own: 0 not in own)
@@ -150,7 +150,7 @@ def test_sequences_without_pairs_are_spread() -> None:
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=7), st.integers(3, 6), st.integers(2, 3))
 def test_packs_are_refused_exactly_if_no_assignment_fits(lengths: list[int], cap: int, count: int) -> None:
-    """Against all assignments: what does not fit is refused, and nothing exceeds the cap."""
+    """Compares with all assignments: what does not fit is refused, and nothing exceeds the cap."""
     fits = any(
         max(np.bincount(homes, lengths, count)) <= 2 * cap and len(set(homes)) == count
         for homes in product(range(count), repeat=len(lengths))
@@ -185,7 +185,7 @@ def test_outliers_wait_until_there_is_one_for_every_microbatch() -> None:
     assert pack(wlb, [60, 5, 5]).deferred.tolist() == [0]
 
 
-def test_every_level_is_a_queue_of_its_own() -> None:
+def test_every_level_has_its_own_queue() -> None:
     wlb = Wlb(microbatches=2, defer=True, outlier_tokens=(50, 100))
     packing = pack(wlb, [60, 120, 5, 5, 70, 5, 100])
     assert packing.deferred.tolist() == []
@@ -195,14 +195,14 @@ def test_every_level_is_a_queue_of_its_own() -> None:
 def test_deferred_sequences_come_first_in_the_next_iteration() -> None:
     """The caller's loop: nothing is lost, and each sequence is trained once."""
     wlb = Wlb(microbatches=2, defer=True, outlier_tokens=50)
-    waiting: list[int] = []
+    deferred: list[int] = []
     trained: list[int] = []
     for step in range(4):
-        lengths = [*waiting, 60 + step, 7, 8, 9]
+        lengths = [*deferred, 60 + step, 7, 8, 9]
         packing = pack(wlb, lengths)
         trained += [lengths[i] for own in packing.microbatches for i in own]
-        waiting = [lengths[i] for i in packing.deferred]
-    assert waiting == []
+        deferred = [lengths[i] for i in packing.deferred]
+    assert deferred == []
     assert sorted(trained) == sorted([60, 61, 62, 63] + [7, 8, 9] * 4)
 
 
@@ -210,7 +210,7 @@ def test_nothing_is_deferred_unless_requested() -> None:
     assert len(pack(Wlb(microbatches=2), [600, 5, 5]).deferred) == 0
 
 
-def test_a_batch_of_outliers_alone_is_refused() -> None:
+def test_a_batch_of_only_outliers_is_refused() -> None:
     with pytest.raises(ap.CapacityError, match=r"0 sequences for 2 microbatches.*defer none"):
         pack(Wlb(microbatches=2, defer=True, outlier_tokens=50), [60])
 

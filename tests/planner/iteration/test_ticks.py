@@ -52,7 +52,7 @@ HOME_ONLY = {
 
 
 def ticks_of_1f1b(stages: int, microbatches: int, virtual: int = 1) -> int:
-    """Forward and backward of a chunk one tick each; the fewest of any order, interleaved or not."""
+    """The fewest ticks of any order, interleaved or not, if forward and backward of a chunk take one tick each."""
     return 2 * (microbatches * virtual + stages - 1)
 
 
@@ -80,13 +80,13 @@ def test_everything_runs_once_in_order_and_under_the_cap(
     stages: int, microbatches: int, virtual: int, cap: int | None
 ) -> None:
     table = tick_table(stages, microbatches, virtual, cap)
-    at, last = finished(table), stages * virtual - 1
-    assert len(at) == 2 * microbatches * (last + 1)
+    ticks, last = finished(table), stages * virtual - 1
+    assert len(ticks) == 2 * microbatches * (last + 1)
     for microbatch in range(microbatches):
         for v in range(last):
-            assert at[FORWARD, microbatch, v] < at[FORWARD, microbatch, v + 1]
-            assert at[BACKWARD, microbatch, v + 1] < at[BACKWARD, microbatch, v]
-        assert at[FORWARD, microbatch, last] < at[BACKWARD, microbatch, last]
+            assert ticks[FORWARD, microbatch, v] < ticks[FORWARD, microbatch, v + 1]
+            assert ticks[BACKWARD, microbatch, v + 1] < ticks[BACKWARD, microbatch, v]
+        assert ticks[FORWARD, microbatch, last] < ticks[BACKWARD, microbatch, last]
     assert table.peak.max() <= (cap or microbatches * virtual)
     assert table.ticks >= ticks_of_1f1b(stages, microbatches, virtual)
     assert (table.microbatch != IDLE).any(1).all()
@@ -116,7 +116,7 @@ def test_interleaved_tables_match_interleaved_1f1b(stages: int, microbatches: in
 
 
 def fewest_ticks(stages: int, microbatches: int, cap: int) -> int:
-    """By breadth-first search over all same-phase schedules."""
+    """The minimum, by breadth-first search over all same-phase schedules."""
     none, full = (0,) * stages, (microbatches,) * stages
     seen, level, ticks = {(none, none)}, {(none, none)}, 0
     while (full, full) not in level:
@@ -205,16 +205,16 @@ def test_a_tick_is_one_batch_homed_on_its_stages() -> None:
 
 def test_batches_of_ticks_keep_positions_labels_and_home_ranks() -> None:
     table = tick_table(1, 1)
-    held = Batch.from_sequences(
+    batch = Batch.from_sequences(
         [
             Sequence(4, home_ranks=(1,)),
             Sequence(3, positions=[5, 6, 7], labels=[-1, -1, 0]),
         ]
     )
-    made = tick_batch(table, 0, [held], 2).batch
+    made = tick_batch(table, 0, [batch], 2).batch
     assert made.home_ranks == {0: (1,), 1: (0, 1)}
-    assert made.positions().tolist() == held.positions().tolist()
-    assert made.labels().tolist() == held.labels().tolist()
+    assert made.positions().tolist() == batch.positions().tolist()
+    assert made.labels().tolist() == batch.labels().tolist()
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_stages_share_the_ranks_evenly() -> None:
 
 def layout_of(plan: Plan, made: TickBatch, part: TickPart, replicas: int) -> list[list[int]]:
     """The microbatch's tokens on each of its stage's ranks, in order of rows."""
-    held = [plan.layout("attention").tokens(rank) for rank in stage_ranks(part.stage, replicas)]
-    return [(tokens - part.start).tolist() for tokens in held]
+    rows = [plan.layout("attention").tokens(rank) for rank in stage_ranks(part.stage, replicas)]
+    return [(tokens - part.start).tolist() for tokens in rows]
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -265,12 +265,12 @@ def test_a_microbatch_has_one_layout_in_all_ticks_and_stages(virtual: int) -> No
 
 def test_idle_ranks_serve_and_time_falls() -> None:
     model = ap.Model(layers=4)
-    held = [Batch.from_lengths([16_384, 2048, 6000, 8336]) for _ in range(4)]
+    batches = [Batch.from_lengths([16_384, 2048, 6000, 8336]) for _ in range(4)]
     table, cluster = tick_table(4, 4), ap.Cluster(1, 8)
     tick = 1  # stages 0 and 1 are busy
     assert (table.microbatch[tick] != IDLE).sum() == 2
-    served, _ = plan_tick(table, tick, held, cluster, model)
-    alone, _ = plan_tick(table, tick, held, cluster, model, recipe=HOME_ONLY)
+    served, _ = plan_tick(table, tick, batches, cluster, model)
+    alone, _ = plan_tick(table, tick, batches, cluster, model, recipe=HOME_ONLY)
     rows = served.layout("attention").rows_per_rank
     assert (rows[4:] == 0).all()
     with_help, without = simulate(served), simulate(alone)
@@ -292,10 +292,10 @@ class Pipeline:
     def __init__(self, table: TickTable, batches: list[Batch], cluster: Cluster, kinds: list[str]) -> None:
         self.table, self.batches, self.cluster, self.kinds = table, batches, cluster, kinds
         rng = np.random.default_rng(0)
-        self.given = [rng.standard_normal((batch.tokens, 2, 4)) for batch in batches]
-        self.asked = [rng.standard_normal((batch.tokens, 2, 4)) for batch in batches]
-        self.x = {(index, 0): x for index, x in enumerate(self.given)}
-        self.dx, self.left = {}, {}
+        self.inputs = [rng.standard_normal((batch.tokens, 2, 4)) for batch in batches]
+        self.output_grads = [rng.standard_normal((batch.tokens, 2, 4)) for batch in batches]
+        self.x = {(index, 0): x for index, x in enumerate(self.inputs)}
+        self.dx, self.saved = {}, {}
 
     def run(self) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         for tick in range(self.table.ticks):
@@ -312,15 +312,15 @@ class Pipeline:
             index, layer = self.key(part)
             rows = slice(part.start, part.start + part.tokens)
             self.x[index, layer + 1] = self.x[index, layer] + o[rows]
-            self.left[index, layer] = [saved.homes[rank] for rank in self.ranks(part)]
+            self.saved[index, layer] = [saved.homes[rank] for rank in self.ranks(part)]
             self.layer = saved.layer
 
     def backward(self, plan: Plan, made: TickBatch) -> None:
-        """Uses what forward ticks saved, under other plans."""
+        """Uses the rows that forward ticks saved under other plans."""
         nothing = empty_home()
         homes = [nothing] * self.cluster.ranks
         for part in made.parts:
-            for rank, home in zip(self.ranks(part), self.left.pop(self.key(part)), strict=True):
+            for rank, home in zip(self.ranks(part), self.saved.pop(self.key(part)), strict=True):
                 homes[rank] = home
         do = np.concatenate([self.incoming(part) for part in made.parts])
         dq, dk, dv, _ = executor.backward(plan, DEFAULT_KIND, Context(self.layer, tuple(homes)), do)
@@ -330,7 +330,7 @@ class Pipeline:
 
     def incoming(self, part: TickPart) -> NDArray[Any]:
         index, layer = self.key(part)
-        return self.asked[index] if layer + 1 == len(self.kinds) else self.dx[index, layer + 1]
+        return self.output_grads[index] if layer + 1 == len(self.kinds) else self.dx[index, layer + 1]
 
     def key(self, part: TickPart) -> tuple[int, int]:
         return part.microbatch, part.chunk * self.table.stages + part.stage
@@ -361,7 +361,7 @@ def empty_home() -> dict[Tensor, tuple[NDArray[Any], ...]]:
 def oracle_pipeline(
     batch: Batch, kinds: list[str], x: NDArray[Any], dy: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(output, input gradient) of the same layers in one place."""
+    """(output, input gradient) of the same layers, without a pipeline."""
     answers = []
     for kind in kinds:
         allowed = bands.dense(batch.bands(kind), batch.tokens, batch.tokens)
@@ -389,16 +389,16 @@ def test_a_pipeline_of_ticks_equals_its_layers(
     table, batches = tick_table(stages, 3, virtual, cap), microbatches()
     got = Pipeline(table, batches, ap.Cluster(1, stages * replicas), kinds)
     results = got.run()
-    assert not got.left
+    assert not got.saved
     for i, (out, dx) in enumerate(results):
-        want_out, want_dx = oracle_pipeline(batches[i], kinds, got.given[i], got.asked[i])
-        np.testing.assert_allclose(out, want_out, atol=1e-10)
-        np.testing.assert_allclose(dx, want_dx, atol=1e-10)
+        expected_out, expected_dx = oracle_pipeline(batches[i], kinds, got.inputs[i], got.output_grads[i])
+        np.testing.assert_allclose(out, expected_out, atol=1e-10)
+        np.testing.assert_allclose(dx, expected_dx, atol=1e-10)
 
 
 def test_the_work_of_a_tick_is_balanced_over_all_ranks() -> None:
     table = tick_table(2, 3)
-    held = [Batch.from_lengths([2000, 500, 100], KINDS) for _ in range(3)]
-    plan, made = plan_tick(table, 0, held, ap.Cluster(1, 8), MODEL, ["full", "near"])
+    batches = [Batch.from_lengths([2000, 500, 100], KINDS) for _ in range(3)]
+    plan, made = plan_tick(table, 0, batches, ap.Cluster(1, 8), MODEL, ["full", "near"])
     assert plan.report["imbalance"]["compute"] <= 0.05
     assert len(cut_cells(made.batch.bands(DEFAULT_KIND), made.batch.starts)) == 3

@@ -119,8 +119,8 @@ def test_tokens_are_exact_and_work_is_even_within_one_row(
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60), ranks=st.integers(1, 13))
 def test_tokens_differ_by_at_most_one(lengths: list[int], ranks: int) -> None:
-    held = tokens(place(problem(lengths, ranks)), ranks)
-    assert held.max() - held.min() <= 1
+    counts = tokens(place(problem(lengths, ranks)), ranks)
+    assert counts.max() - counts.min() <= 1
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -166,7 +166,7 @@ def test_ranks_of_a_dense_document_are_filled_with_sparse_ones() -> None:
 
 @pytest.mark.parametrize("head", [0, 0.5])
 def test_spreading_heads_of_a_document_over_ranks_sends_less(head: float) -> None:
-    """Keys that each rank sends for one long document: with tails only, the rank of its head sends most."""
+    """Keys that each rank sends for one long document: with tails only, the rank of its head sends the most."""
     ranks = 32
     made = problem([32_768, *[64] * 2048], ranks)
     placement = place(made, head=head)
@@ -207,8 +207,8 @@ def test_a_slow_rank_gets_less_work_and_fewer_tokens() -> None:
     placement = place(made)
     busy, mean = time(made, placement)
     assert busy.max() <= 1.003 * mean
-    held = tokens(placement, 4)
-    assert held[3] == pytest.approx(held[0] / 2, abs=1)
+    counts = tokens(placement, 4)
+    assert counts[3] == pytest.approx(counts[0] / 2, abs=1)
     capped = problem(made.batch.lengths.tolist(), 4, speeds=speeds, token_cap=8400)
     placement = place(capped)
     busy, mean = time(capped, placement)
@@ -256,8 +256,8 @@ def test_a_layout_shared_by_kinds_is_nearly_even_for_each(seed: int) -> None:
     for some in (placement, Lpt()(made, shards)):
         assert busiest(made, some) < busiest(made, by_sum)
     assert (placement.weight == row_weights(made, placement.starts)).all()
-    held = tokens(placement, 16)
-    assert held.max() - held.min() <= 1
+    counts = tokens(placement, 16)
+    assert counts.max() - counts.min() <= 1
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -279,14 +279,14 @@ def test_a_profile_counts_the_pairs_of_any_rows(lengths: list[int], masks: list[
 def test_exchanging_rows_evens_out_what_the_walk_leaves_uneven() -> None:
     batch, speeds = ap.Batch.from_lengths(lognormal_lengths(4, 12_000)), np.linspace(0.5, 1.0, 6)
     rows = profile({"default": batch.bands("default")}, {"default": 1})
-    wanted, tokens = rows.below[-1] * speeds / speeds.sum(), np.full(6, 2000)
+    targets, tokens = rows.below[-1] * speeds / speeds.sum(), np.full(6, 2000)
 
     def fullest(tolerance: float) -> float:
-        mixed = batch.starts, rows.columns, tokens, speeds, wanted, float(wanted.max()), 0.5, tolerance
+        mixed = batch.starts, rows.columns, tokens, speeds, targets, float(targets.max()), 0.5, tolerance
         low, high, rank = core.mix(*mixed)
         assert np.bincount(rank, high - low).tolist() == tokens.tolist()
         load = np.bincount(rank, rows.upto(high) - rows.upto(low))
-        return float((load / wanted).max())
+        return float((load / targets).max())
 
     assert fullest(1.0) > 1.03
     assert fullest(UNEVEN) <= 1 + UNEVEN
@@ -325,7 +325,7 @@ def test_several_kinds_and_groups_equal_the_oracle(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "gap"), [(8, 3.0), (64, 2.0), (256, 1.6)])
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_of_a_realistic_workload_keep_their_targets(ranks: int, gap: float, seed: int) -> None:
-    """Imbalance, tokens, slots, bytes and size; log-normal documents, 32K tokens per rank."""
+    """Checks imbalance, tokens, slots and bytes on log-normal documents, 32K tokens per rank."""
     batch = ap.Batch.from_lengths(lognormal_lengths(seed, ranks * 32_768))
     plan = ap.plan(batch, ap.Cluster(ranks // 8, 8), ap.Model(), recipe(), verify=ranks <= 64)
     report = plan.report

@@ -37,7 +37,7 @@ from tests.support.sparse import sparse_product
 from tests.support.strategies import cluster
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=16, dtype="bf16", layers=1)
-# tokens: 16, a float32 output row with its LSE: 4 x (16 + 1), and so on, for each of the heads
+# bytes per token: rows of 16 numbers, a float32 output row with its LSE (4 x (16 + 1)), and so on, for each head
 FORWARD = (8 * (2 * 16 + 4 * 17), 2 * 2 * 32)
 BACKWARD = (8 * (2 * 16 + 2 * 16 + 4 * 2 + 4 * 16), 2 * (2 + 4) * 32)
 
@@ -94,7 +94,7 @@ def test_both_weights_are_even(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["one tail of 16", "tails", "window", "shared question"])
-def test_nodes_have_tolerances_of_their_own(name: str) -> None:
+def test_nodes_have_their_own_tolerances(name: str) -> None:
     problem = problem_of(BATCHES[name], 32, 8)
     placement = placed(problem)
     tokens = placement.rank_sums(placement.lengths, 32).reshape(4, 8).sum(1)
@@ -184,7 +184,7 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("groups", [1, 8])
 def test_blocks_are_joined_until_pairs_are_few_enough(name: str, groups: int) -> None:
-    """Blocks of one sequence are coarse_starts; a pair of blocks counts once, however many documents it has."""
+    """Blocks of one sequence are joined; a pair of blocks counts once, however many documents it has."""
     problem = problem_of(Batch.from_lengths(LARGE[name]), 64, 8)
     starts = Blocks(1024, False)(problem).starts
     found = coarse_starts(problem, starts, groups)
@@ -204,7 +204,7 @@ def test_blocks_with_few_pairs_are_not_joined() -> None:
     assert coarse_starts(problem, starts, 1) is starts
 
 
-def test_joined_blocks_are_as_even_as_can_be() -> None:
+def test_joined_blocks_are_as_even_as_possible() -> None:
     problem = problem_of(Batch.from_lengths([70 * 1024, 100, 200, 80 * 1024 + 5]), 2)
     starts = Blocks(256, False)(problem).starts
     lengths = np.diff(coarse_starts(problem, starts, 8))
@@ -281,7 +281,7 @@ def test_a_token_cap_is_obeyed_or_refused() -> None:
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_the_value_counts_the_bytes_that_travel(groups: int) -> None:
-    """Counted tile by tile, from what every rank computes."""
+    """Counts tile by tile, from the cells that every rank computes."""
     problem = problem_of(Batch.from_lengths([9000, 3000, 40]), 8, 4)
     placement = placed(problem, head_groups=groups)
     total = 0
@@ -310,8 +310,8 @@ def test_a_plan_moves_the_bytes_that_the_hypergraph_prices() -> None:
             programs[name] for name in ("instructions", "transfers", "operands")
         )
         at = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
-        given = np.flatnonzero((instructions["mode"][at] & RESULTS > 0) & (transfers["send"] == 1))
-        rows = operands["rows"][operands.ptr[transfers.rank_of_row()[given]] + transfers["operand"][given]]
+        final = np.flatnonzero((instructions["mode"][at] & RESULTS > 0) & (transfers["send"] == 1))
+        rows = operands["rows"][operands.ptr[transfers.rank_of_row()[final]] + transfers["operand"][final]]
         heads = MODEL.q_heads
         saved += int(rows.sum()) * (MODEL.sent_bytes(tensor) - heads * MODEL.sent_result_bytes(tensor))
     assert saved > 0
@@ -329,8 +329,8 @@ def listing_3(
     row_bytes: tuple[int, int],
     count: int,
 ) -> np.ndarray:
-    """Listing 3 as printed, on one head group; for what it leaves open: budgets in bytes, cells in order, a tile
-    that is there is free."""
+    """Listing 3 as printed, on one head group; where it is unspecified: budgets in bytes, cells in order, and tiles
+    already received are free."""
     division = np.full(len(cells), -1)
     tiles = [
         [(side, int(b)) for side, b in ((0, q), (1, k)) if home[b] != r]
@@ -338,9 +338,9 @@ def listing_3(
     ]
     size = lambda tile: int(lengths[tile[1]]) * row_bytes[tile[0]]  # noqa: E731
     need: dict = defaultdict(int)
-    for r, tile in {(r, tile) for r, held in zip(rank.tolist(), tiles, strict=True) for tile in held}:
+    for r, tile in {(r, tile) for r, own in zip(rank.tolist(), tiles, strict=True) for tile in own}:
         need[r, home[tile[1]]] += size(tile)
-    division[[not held for held in tiles]] = 0
+    division[[not own for own in tiles]] = 0
     fetched = set()
     for turn in range(1, count):
         spent: dict = defaultdict(int)

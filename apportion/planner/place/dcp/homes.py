@@ -25,8 +25,8 @@ from apportion.planner.tasks.cells import cut_cells
 
 #: candidate weights of compute against bytes, see `place_tokens`
 SPREADS = (SPREAD, SPREAD * 2, SPREAD / 2)
-# Approximate limit of block pairs per rank, and a total that is always allowed; beyond both, blocks are coarse_starts.
-# Of 32 to 256 per rank, 64 moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms per thousand pairs.
+# Approximate limit of block pairs per rank, and a total that is always allowed; beyond both, blocks are joined. Of 32
+# to 256 per rank, 64 moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms per thousand pairs.
 PAIRS, FEW_PAIRS = 64, 5120
 # a heavy block, if long enough, is cut at multiples of the kernels' tile
 _STEPS = (128, 16, 1)
