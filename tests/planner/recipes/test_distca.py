@@ -1,4 +1,4 @@
-"""DistCA: sequential homes, greedy migration, ours and as published."""
+"""DistCA: sequential homes and greedy migration, in our form and as published."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def workload(seed: int, ranks: int, mask: Any = None, tokens: int = 32_768) -> P
     return Problem(batch, ap.Cluster(ranks // 8, 8), ap.Model(), ap.Policy(RECIPE))
 
 
-def place(this: Distca, made: Problem) -> Placement | None:
-    return this(made, Sequences()(made))
+def place(placer: Distca, made: Problem) -> Placement | None:
+    return placer(made, Sequences()(made))
 
 
 def computed(
@@ -88,7 +88,7 @@ def imbalance(made: Problem, placement: Placement, kind: str = "default") -> flo
 
 
 def traffic(made: Problem, placement: Placement) -> tuple[NDArray[Any], ...]:
-    """bytes (sent, received, held) of a forward call, row by row: int64 [ranks] each."""
+    """(sent, received, held) bytes of a forward call, counted row by row: int64 [ranks] each."""
     tokens, ranks = made.batch.tokens, made.ranks
     home = np.repeat(placement.home, placement.lengths)
     cells, rank = computed(made, placement)
@@ -122,9 +122,9 @@ def traffic(made: Problem, placement: Placement) -> tuple[NDArray[Any], ...]:
 def test_every_token_has_one_home_and_every_cell_one_rank(
     lengths: list[int], mask: str, ranks: int, head_tail: str, kv_ranges: bool
 ) -> None:
-    this = Distca(head_tail=head_tail, kv_ranges=kv_ranges)
+    placer = Distca(head_tail=head_tail, kv_ranges=kv_ranges)
     made = problem(lengths, ranks, MASKS[mask])
-    placement = place(this, made)
+    placement = place(placer, made)
     assert placement.starts[0] == 0
     assert placement.starts[-1] == sum(lengths)
     assert (placement.lengths > 0).all()
@@ -136,7 +136,7 @@ def test_every_token_has_one_home_and_every_cell_one_rank(
     assert cells.work.sum() == made.batch.area("default")
     assert rank.min() >= 0
     assert rank.max() < ranks
-    again = place(this, problem(lengths, ranks, MASKS[mask]))
+    again = place(placer, problem(lengths, ranks, MASKS[mask]))
     assert (again.starts == placement.starts).all()
     assert (computed(made, again)[1] == rank).all()
 
@@ -198,10 +198,10 @@ def test_balancing_one_side_leaves_a_busy_server() -> None:
 
 @pytest.mark.parametrize(("ranks", "most"), [(8, 1.09), (32, 1.23), (64, 1.21)])
 def test_the_papers_form_is_as_even_as_the_authors_code(ranks: int, most: float) -> None:
-    # their means over such batches at tolerance 0.1: 1.07, 1.21, 1.19
+    # the authors' means over such batches at tolerance 0.1: 1.07, 1.21, 1.19
     paper = Distca(tolerance=0.1, two_sided=False, o_bytes=False, kv_free=False, form="paper")
     made = [workload(seed, ranks) for seed in range(3)]
-    assert 1 + np.mean([imbalance(this, place(paper, this)) for this in made]) <= most
+    assert 1 + np.mean([imbalance(placer, place(paper, placer)) for placer in made]) <= most
 
 
 def test_slow_servers_get_less_work() -> None:
@@ -227,16 +227,16 @@ def test_a_kind_without_pairs_shares_the_layout_of_the_others(recipe: str, empty
     def planned(mask: Any) -> ap.Plan:
         return ap.plan(ap.Batch.from_lengths([65, 7], mask), ap.Cluster(1, 2), MODEL, recipe=recipe)
 
-    beside, alone = planned({"full": ap.masks.causal(), "none": empty}), planned(ap.masks.causal())
-    assert str(beside.layouts) == str(alone.layouts)
+    both, alone = planned({"full": ap.masks.causal(), "none": empty}), planned(ap.masks.causal())
+    assert str(both.layouts) == str(alone.layouts)
     assert planned(empty).report["tokens"] == 72
 
 
 @pytest.mark.parametrize("kv_ranges", [False, True])
 def test_a_stricter_tolerance_of_the_policy_is_kept(kv_ranges: bool) -> None:
     made = problem(LONG, 5)
-    asked = Problem(made.batch, made.cluster, MODEL, ap.Policy(RECIPE, tolerance=0.002))
-    placement = place(Distca(kv_ranges=kv_ranges), asked)
+    strict = Problem(made.batch, made.cluster, MODEL, ap.Policy(RECIPE, tolerance=0.002))
+    placement = place(Distca(kv_ranges=kv_ranges), strict)
     assert imbalance(made, placement) <= 0.002
 
 
@@ -277,7 +277,7 @@ def test_a_token_cap_that_home_ranks_exceed_is_refused() -> None:
 
 
 def test_kv_at_the_destination_is_not_charged() -> None:
-    # rank 2 lives with the end of the second sequence, so that one is the cheaper to help with
+    # rank 2 holds the end of the second sequence, so helping with that one costs less
     homes = [(0,), (1, 2), *[(2,)] * 40, (3,)]
     made = problem([6400, 6000, *[100] * 40, 2900], 4, home_ranks=homes)
     free, charged = (traffic(made, place(Distca(kv_free=kv_free), made)) for kv_free in (True, False))
@@ -357,9 +357,9 @@ def test_byte_caps_relieve_the_busiest_rank(cap: str, index: int, share: float, 
 @pytest.mark.parametrize("kv_ranges", [False, True])
 def test_bytes_counted_during_migration_are_exact(kv_ranges: bool) -> None:
     made = problem(LONG, 6)
-    this = Distca(kv_ranges=kv_ranges, send_bytes=10**12)
-    placement = place(this, made)
-    _, found = this.solve(made, whole=not kv_ranges)
+    placer = Distca(kv_ranges=kv_ranges, send_bytes=10**12)
+    placement = place(placer, made)
+    _, found = placer.solve(made, whole=not kv_ranges)
     servers = found["default"].servers
     for counted, exact in zip(
         (servers.sent, servers.received, servers.held), forward_bytes(made, placement, "default"), strict=True
@@ -372,10 +372,10 @@ def test_bytes_counted_during_migration_are_exact(kv_ranges: bool) -> None:
 def test_the_pruned_search_finds_the_same_moves_as_an_exhaustive_one(
     mask: str, params: dict[str, bool | str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, this = workload(0, 32, MASKS[mask]), Distca(**params)
-    chosen = place(this, made)
+    made, placer = workload(0, 32, MASKS[mask]), Distca(**params)
+    chosen = place(placer, made)
     monkeypatch.setattr("apportion.planner.place.distca.placement.balance", partial(balance, exhaustive=True))
-    best = place(this, made)
+    best = place(placer, made)
     np.testing.assert_array_equal(chosen.starts, best.starts)
     for key, execution in (chosen.execution or {}).items():
         np.testing.assert_array_equal(execution.rank, (best.execution or {})[key].rank)
@@ -480,9 +480,9 @@ def test_byte_caps_choose_between_rows_and_parts_of_keys() -> None:
 @pytest.mark.parametrize(("ranks", "by_keys"), [(8, False), (256, True)])
 def test_whole_rows_move_unless_one_rank_would_send_for_longer(ranks: int, by_keys: bool) -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(0, ranks * 8192))
-    this = Problem(batch, ap.Cluster(ranks // 8, 8), ap.Model(8, 2, 64), ap.Policy(find_recipe("distca")))
-    rows, keys, auto = (place(Distca(kv_ranges=kv_ranges), this) for kv_ranges in (False, True, "auto"))
-    sent = [sending_seconds(this, placement) for placement in (rows, keys)]
+    placer = Problem(batch, ap.Cluster(ranks // 8, 8), ap.Model(8, 2, 64), ap.Policy(find_recipe("distca")))
+    rows, keys, auto = (place(Distca(kv_ranges=kv_ranges), placer) for kv_ranges in (False, True, "auto"))
+    sent = [sending_seconds(placer, placement) for placement in (rows, keys)]
     assert (sent[0] > CROWDED * sent[1]) == by_keys
     assert np.array_equal(auto.starts, (keys if by_keys else rows).starts)
 

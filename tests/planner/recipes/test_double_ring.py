@@ -61,7 +61,7 @@ def test_double_rings_equal_dense_attention(
 
 @pytest.mark.parametrize("seed", range(24))
 def test_tiles_that_few_ranks_need_travel_part_of_the_ring(seed: int) -> None:
-    """Windows, chunks and documents, blocks anywhere, also under groups that split heads, on one node or more."""
+    """Random masks, placements and windows, with and without groups that split heads, on one or more nodes."""
     draw = random.Random(seed)
     nodes, per_node = draw.choice([(2, 4), (3, 4), (4, 2), (2, 6), (1, 8), (6, 2)])
     degree = draw.choice([degree for degree in (1, 2) if per_node % degree == 0])
@@ -70,19 +70,19 @@ def test_tiles_that_few_ranks_need_travel_part_of_the_ring(seed: int) -> None:
     mask = draw.choice([masks.sliding_window(3), masks.sliding_window(20), masks.chunked(16), masks.causal()])
     batch = Batch.from_lengths(draw.choices([1, 5, 17, 40, 90], k=draw.randint(1, 5)), mask)
     place = draw.choice([ZIGZAG, BLOCKS, {**ZIGZAG, "place": {"contiguous": {}}}])
-    held = {**place, "schedule": {"ring": {"over": "ranks", "window": window}}}
+    data = {**place, "schedule": {"ring": {"over": "ranks", "window": window}}}
     if degree > 1:
-        held["inner"] = {"ulysses": {"degree": degree, "overlap": draw.random() < 0.5}}
+        data["inner"] = {"ulysses": {"degree": degree, "overlap": draw.random() < 0.5}}
     if draw.random() < 0.3:
-        held["schedule"] = {"ring": {"over": "holders", "window": "node"}}
+        data["schedule"] = {"ring": {"over": "holders", "window": "node"}}
     layer = (4, 2, 4, 6, False, None)
     cap = batch.tokens if place is BLOCKS else None
     plan = ap.plan(
-        batch, Cluster(nodes, per_node), model_of(layer), policy=Policy(Recipe("mine", held), token_cap=cap)
+        batch, Cluster(nodes, per_node), model_of(layer), policy=Policy(Recipe("mine", data), token_cap=cap)
     )
     assert (
         verify.check(plan) == verify.check(plan, threads=2) == ()
-    )  # zeros that are sent take what is added to them
+    )  # zeros are sent too, and sums are added to them
     compare(plan, "default", layer, seed)
     assert ap.simulate(plan).forward_ms > 0
 
@@ -106,7 +106,7 @@ def test_inner_hops_stay_in_a_window_and_outer_hops_keep_the_index() -> None:
     inside = {(4 * node + at, 4 * node + (at + 1) % 4) for node in range(3) for at in range(4)}
     across = {(rank, (rank + 4) % 12) for rank in range(12)}
     assert pairs(plan, "forward") == inside | across
-    # the sum of the last window goes home, from the rank before home's like
+    # the sum of the last window goes home, from the rank before home's counterpart
     home = {(4 * ((node + 2) % 3) + (at + 3) % 4, 4 * node + at) for node in range(3) for at in range(4)}
     assert pairs(plan, "backward") == inside | across | home
 
@@ -121,7 +121,7 @@ def crossings(plan: Plan, phase: str, tensor: Tensor) -> int:
 
 
 def test_a_tile_enters_every_node_once_and_so_do_its_gradients() -> None:
-    """A full mask. On a single ring tiles of all ranks but the last of a node enter a node twice."""
+    """With a full mask. On a single ring, tiles of all ranks except a node's last enter one node twice."""
     batch = Batch.from_lengths([96], masks.full())
     double, single = (planned(batch, 3, 4, double_ring(window)) for window in ("node", None))
     assert crossings(double, "forward", Tensor.KV) == 12 * 2
@@ -144,9 +144,9 @@ def test_the_outer_hop_overlaps_the_inner_ring() -> None:
             for op in (Op.LAUNCH, Op.WAIT)
         )
         meanwhile = steps[launched + 1 : arrived]
-        # with the one before it, the three hops of the inner ring
+        # together with the one before, the three hops of the inner ring
         assert sum(op == Op.LAUNCH and channel == 0 for op, _, channel in meanwhile) == 2
-        # what is at home, and what each hop brought
+        # home keys, and the tile of each hop
         attends = Op.ATTEND if phase == "forward" else Op.ATTEND_GRAD
         assert sum(op == attends for op, _, _ in meanwhile) == 4
 
@@ -171,7 +171,7 @@ def test_small_rings_of_holders_are_single_rings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ring", "told"),
+    ("ring", "text"),
     [
         ({"window": 3}, r"window = 3: must divide the 8 ranks of the ring; use 1, or node"),
         ({"window": 16}, r"window = 16: must divide the 8 ranks of the ring; use 8, or node"),
@@ -185,10 +185,10 @@ def test_small_rings_of_holders_are_single_rings() -> None:
         ({"window": "rack"}, r"recipe\.schedule\.ring\.window"),
     ],
 )
-def test_refusals_name_the_window(ring: dict, told: str) -> None:
-    with pytest.raises(ap.ConfigError, match=told):
+def test_refusals_name_the_window(ring: dict, text: str) -> None:
+    with pytest.raises(ap.ConfigError, match=text):
         planned(LONG, 2, 4, Recipe("mine", {**ZIGZAG, "schedule": {"ring": ring}}))
-    if "divide" in told:  # what to write instead works
+    if "divide" in text:  # the suggested remedy works
         assert planned(LONG, 2, 4, double_ring("node"))
 
 
@@ -217,8 +217,8 @@ def test_double_rings_are_faster_if_nics_are_the_bottleneck() -> None:
     assert times[1].backward_ms < 0.8 * times[0].backward_ms
 
 
-def _double(held: dict) -> dict:
-    return {**held, "schedule": {"ring": {"over": "ranks", "window": "node"}}}
+def _double(data: dict) -> dict:
+    return {**data, "schedule": {"ring": {"over": "ranks", "window": "node"}}}
 
 
 def test_odd_nodes_are_windows_and_a_single_rank_sends_nothing() -> None:
@@ -227,9 +227,9 @@ def test_odd_nodes_are_windows_and_a_single_rank_sends_nothing() -> None:
         compare(plan, "default", LAYERS[1], ranks)
 
 
-def test_pods_have_rings_of_their_own() -> None:
+def test_pods_have_their_own_rings() -> None:
     model = Model(2, 2, 8, dtype="fp64", layers=1)
-    held = {"pods": {"documents": {"ranks": 4}}, **double_ring("node").to_data()["steps"]}
-    plan = ap.plan(Batch.from_lengths([60, 60, 60, 60]), Cluster(4, 2), model, Recipe("mine", held))
+    data = {"pods": {"documents": {"ranks": 4}}, **double_ring("node").to_data()["steps"]}
+    plan = ap.plan(Batch.from_lengths([60, 60, 60, 60]), Cluster(4, 2), model, Recipe("mine", data))
     compare(plan, "default", (2, 2, 8, 8, False, None), 0)
     assert all(a // 4 == b // 4 for a, b in pairs(plan, "backward"))

@@ -106,7 +106,7 @@ def test_awkward_lengths(lengths: list[int], block: str | int, reshuffle: bool) 
 
 def test_reshuffling_only_adds_its_own_bytes() -> None:
     batch = ap.Batch.from_lengths([200, 90])
-    home, moved = (ap.plan(batch, cluster(4), MODEL, recipe(16, reshuffle=given)) for given in (False, True))
+    home, moved = (ap.plan(batch, cluster(4), MODEL, recipe(16, reshuffle=value)) for value in (False, True))
     assert home.header.home_layout == "attention"
     assert moved.header.home_layout == "loader"
     assert [set(plan.layouts) for plan in (home, moved)] == [{"attention"}, {"attention", "loader"}]
@@ -173,7 +173,7 @@ def test_work_rows_above_the_memory_cap_are_an_error_with_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "named"),
+    ("steps", "name"),
     [
         ({"shard": {"blocks": {"block": 0}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}}, "block"),
         ({"shard": {"blocks": {"size": 4}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}}, "size"),
@@ -189,8 +189,8 @@ def test_work_rows_above_the_memory_cap_are_an_error_with_numbers() -> None:
         ),
     ],
 )
-def test_wrong_recipes_are_named(steps: dict[str, dict[str, dict[Any, Any]]], named: str) -> None:
-    with pytest.raises(ap.ConfigError, match=named):
+def test_wrong_recipes_are_named(steps: dict[str, dict[str, dict[Any, Any]]], name: str) -> None:
+    with pytest.raises(ap.ConfigError, match=name):
         passes_of(ap.Recipe("mine", steps))
 
 
@@ -248,12 +248,12 @@ def test_auto_cuts_no_finer_than_balance_needs(lengths: list[int], ranks: int, s
 
 
 def test_auto_reuses_the_placement_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, solve = [], PartitionSolver.__call__
+    cases, solve = [], PartitionSolver.__call__
     monkeypatch.setattr(
-        PartitionSolver, "__call__", lambda self, case: asked.append(case) or solve(self, case)
+        PartitionSolver, "__call__", lambda self, case: cases.append(case) or solve(self, case)
     )
     ap.plan(ap.Batch.from_lengths([100_000] * 3), cluster(8), MODEL, recipe="fcp")
-    assert len({len(case.weights) for case in asked}) == len(asked)  # once for each block that was tried
+    assert len({len(case.weights) for case in cases}) == len(cases)  # once for each block size that was tried
 
 
 TOTAL = 64 * 32768
@@ -298,7 +298,7 @@ def test_a_sequence_larger_than_memory_is_refused_before_planning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "name"),
     [
         (([1, 2], cluster(1), MODEL), "batch"),
         ((ap.Batch.from_lengths([4]), 4, MODEL), "cluster"),
@@ -306,9 +306,9 @@ def test_a_sequence_larger_than_memory_is_refused_before_planning() -> None:
     ],
 )
 def test_wrong_types_are_named(
-    arguments: tuple[list[int] | Batch, Cluster | int, Model | None], named: str
+    arguments: tuple[list[int] | Batch, Cluster | int, Model | None], name: str
 ) -> None:
-    with pytest.raises(ap.ConfigError, match=f"^{named} = "):
+    with pytest.raises(ap.ConfigError, match=f"^{name} = "):
         ap.plan(*arguments)
 
 

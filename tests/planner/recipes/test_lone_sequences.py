@@ -54,7 +54,7 @@ def lognormal(ranks: int = 8, tokens: int = 32768) -> Batch:
 
 
 def same_programs(one: Plan, other: Plan) -> bool:
-    """Also of programs with other head sets in the header: tables are compared."""
+    """Compares only the tables, so the headers may have different head sets."""
     return all(
         np.array_equal(program[name].columns[column], values)
         for key, program in one.programs.items()
@@ -90,8 +90,8 @@ def test_ranks_of_a_group_have_equal_shares_of_lone_sequences() -> None:
 
 def test_lone_sequences_never_fill_a_rank() -> None:
     problem = problem_of(lognormal())
-    held = lone_of(problem, 0.5).rows.per_rank
-    assert held.max() <= 0.98 * problem.batch.tokens / 8
+    rows = lone_of(problem, 0.5).rows.per_rank
+    assert rows.max() <= 0.98 * problem.batch.tokens / 8
 
 
 def test_groups_share_the_tokens_that_are_not_lone() -> None:
@@ -216,7 +216,7 @@ def test_windows_are_computed_at_home(kinds: object) -> None:
     assert moved < 0.5 * sum(item["bytes"] for item in before if item["kind"] == "local")
 
 
-def test_a_kind_that_sees_most_is_split_in_any_case() -> None:
+def test_the_kind_that_sees_most_is_always_split() -> None:
     mask = {"local": masks.sliding_window(64), "nearer": masks.sliding_window(16)}
     batch = Batch.from_lengths([3000, 200, 3000, 700], mask=mask)
     made = ap.plan(
@@ -241,7 +241,7 @@ def test_each_kind_equals_dense_attention(layer: tuple) -> None:
 @pytest.mark.parametrize("name", ["mixed", "auto"])
 @pytest.mark.parametrize("seed", range(6))
 def test_kinds_on_ranks_of_unequal_speed(name: str, seed: int) -> None:
-    """No bound of groups holds where a kind is computed by single ranks, some of them faster."""
+    """Bounds of groups do not hold for a kind that single ranks compute, some of them faster."""
     rng = np.random.default_rng(seed)
     mask = {"global": masks.causal(), "local": masks.sliding_window(50)}
     batch = Batch.from_lengths(rng.integers(50, 6000, rng.integers(2, 12)).tolist(), mask=mask)
@@ -260,8 +260,8 @@ def test_the_lower_bound_of_a_candidate_is_at_most_its_time() -> None:
     placed = placing.place(problem, passes_of(steps), SILENT)
     plan = pipeline.draft(placed, SILENT).plan()
     found = ap.simulate(plan).runs
-    taken = sum(problem.layers[kind] * run.makespan_us for (kind, _), run in found.items())
-    assert least_placed_us(placed) <= taken
+    time_us = sum(problem.layers[kind] * run.makespan_us for (kind, _), run in found.items())
+    assert least_placed_us(placed) <= time_us
 
 
 def test_invalid_kinds_of_a_group_are_refused() -> None:

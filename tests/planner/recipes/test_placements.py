@@ -72,8 +72,8 @@ def problem(
     return Problem(batch, cluster, MODEL, ap.Policy(RECIPE, token_cap=token_cap))
 
 
-def place(this: Any, made: Problem | Priced) -> Placement | None:
-    return this(made, Sequences()(made))
+def place(placer: Any, made: Problem | Priced) -> Placement | None:
+    return placer(made, Sequences()(made))
 
 
 def owners(placement: Placement) -> NDArray[Any]:
@@ -99,7 +99,7 @@ def ranks_of(made: Problem, placement: Placement, sequence: int) -> set[int]:
     return set(owners(placement)[begin:end].tolist())
 
 
-@pytest.mark.parametrize("this", PLACES, ids=str)
+@pytest.mark.parametrize("placer", PLACES, ids=str)
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 120), min_size=1, max_size=14),
@@ -107,10 +107,10 @@ def ranks_of(made: Problem, placement: Placement, sequence: int) -> set[int]:
     ranks=st.integers(1, 11),
 )
 def test_every_token_has_one_rank_and_every_block_its_weight(
-    this: Any, lengths: list[int], mask: str, ranks: int
+    placer: Any, lengths: list[int], mask: str, ranks: int
 ) -> None:
     made = problem(lengths, ranks, MASKS[mask])
-    placement = place(this, made)
+    placement = place(placer, made)
     assert placement.starts[0] == 0
     assert placement.starts[-1] == sum(lengths)
     assert (placement.lengths > 0).all()
@@ -120,19 +120,19 @@ def test_every_token_has_one_rank_and_every_block_its_weight(
     assert placement.weight.sum() == made.batch.area("default")
     assert (placement.weight == row_weights(made, placement.starts)).all()
     assert placement.bound <= work(placement, ranks).max() * (1 + 1e-12)
-    again = place(this, problem(lengths, ranks, MASKS[mask]))
+    again = place(placer, problem(lengths, ranks, MASKS[mask]))
     assert (again.starts == placement.starts).all()
     assert (again.home == placement.home).all()
 
 
-@pytest.mark.parametrize("this", EVEN, ids=str)
+@pytest.mark.parametrize("placer", EVEN, ids=str)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=30), ranks=st.integers(1, 13))
 def test_tokens_differ_by_at_most_one_over_all_sequences(
-    this: ZigZag | Wlb | Contiguous, lengths: list[int], ranks: int
+    placer: ZigZag | Wlb | Contiguous, lengths: list[int], ranks: int
 ) -> None:
-    held = tokens(place(this, problem(lengths, ranks)), ranks)
-    assert held.max() - held.min() <= 1
+    own = tokens(place(placer, problem(lengths, ranks)), ranks)
+    assert own.max() - own.min() <= 1
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -198,7 +198,7 @@ def test_zigzag_on_one_rank_leaves_sequences_whole() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 def test_zigzag_balances_causal_work(ranks: int) -> None:
-    """Exactly where 2N divides every length; else each leftover token is worth at most its whole row."""
+    """Exactly if 2N divides every length; otherwise each leftover token adds at most one whole row."""
     even = place(ZigZag(chunk=1), problem([6 * ranks, 14 * ranks], ranks))
     assert len(set(work(even, ranks).tolist())) == 1
     lengths = [6 * ranks + 1, 9 * ranks + 5, 3]
@@ -237,8 +237,8 @@ def test_whole_never_cuts_and_keeps_near_the_mean(lengths: list[int], ranks: int
     assert tokens(placement, ranks).max() <= max(2 * sum(lengths) / ranks, 1) + max(lengths)
 
 
-def test_whole_obeys_an_explicit_cap_by_tokens_where_work_fails() -> None:
-    # by work the rank with 8 takes least, and two of the small ones find no room
+def test_whole_fills_ranks_exactly_to_an_explicit_cap() -> None:
+    # the sequence of 8 fills one rank, and four short ones each of the others
     made = problem([8, 2, 2, 2, 2, 2, 2, 2, 2], 3, token_cap=8)
     assert tokens(place(Whole(), made), 3).tolist() == [8, 8, 8]
 
@@ -250,30 +250,30 @@ def test_whole_names_the_sequence_that_no_rank_can_hold() -> None:
         place(Whole(), problem([10, 50, 10], 4, token_cap=40))
 
 
-def test_whole_reports_the_sequences_that_found_no_room() -> None:
+def test_whole_reports_the_sequences_that_do_not_fit() -> None:
     with pytest.raises(CapacityError, match=r"1 of 3 whole sequences \(6 tokens\).*at most 10 tokens"):
         place(Whole(), problem([6, 6, 6], 2, token_cap=10))
 
 
 def test_only_whole_and_hybrid_dp_consider_speeds() -> None:
     speeds = (1.0, 1.0, 1.0, 0.25)
-    for this in (Whole(), HybridDp()):
-        load = work(place(this, problem([16] * 400, 4, speeds=speeds)), 4)
+    for placer in (Whole(), HybridDp()):
+        load = work(place(placer, problem([16] * 400, 4, speeds=speeds)), 4)
         assert load[3] < load[0]
-    for this in EVEN:
+    for placer in EVEN:
         slow, even = problem([16] * 40, 4, speeds=speeds), problem([16] * 40, 4)
-        assert (owners(place(this, slow)) == owners(place(this, even))).all()
+        assert (owners(place(placer, slow)) == owners(place(placer, even))).all()
 
 
 def test_a_bound_respects_speeds() -> None:
     made = problem([64] * 8, 4, speeds=(1.0, 1.0, 1.0, 0.5))
-    for this in PLACES:
-        placement = place(this, made)
+    for placer in PLACES:
+        placement = place(placer, made)
         assert placement.bound <= (work(placement, 4) / made.speeds).max() * (1 + 1e-12)
 
 
 def test_hybrid_dp_by_hand() -> None:
-    # 40 tokens on 4 ranks: 10 a rank; 20 tokens are two ranks' worth, the others stay whole
+    # 40 tokens on 4 ranks: 10 per rank; 20 tokens take two ranks, and the others stay whole
     placement = place(HybridDp(), problem([5, 20, 5, 5, 5], 4))
     assert letters(placement)[5:25] == "aaaaabbbbbbbbbbaaaaa"
     rest = letters(placement)[:5] + letters(placement)[25:]
@@ -283,11 +283,11 @@ def test_hybrid_dp_by_hand() -> None:
 
 def test_hybrid_dp_gives_long_sequences_consecutive_ranks_by_length() -> None:
     made = problem([64, 33, 17, 9, 5, 30, 40, 58], 8, ap.masks.causal())
-    placement = place(HybridDp(), made)  # 256 tokens: 32 a rank
+    placement = place(HybridDp(), made)  # 256 tokens: 32 per rank
     for sequence, length in enumerate(made.batch.lengths.tolist()):
-        held = ranks_of(made, placement, sequence)
-        assert len(held) == -(-length // 32)
-        assert max(held) - min(held) == len(held) - 1
+        own = ranks_of(made, placement, sequence)
+        assert len(own) == -(-length // 32)
+        assert max(own) - min(own) == len(own) - 1
 
 
 def test_hybrid_dp_smaller_capacity_spreads_more() -> None:
@@ -297,7 +297,7 @@ def test_hybrid_dp_smaller_capacity_spreads_more() -> None:
 
 
 def test_megatron_hybrid_by_hand() -> None:
-    # 64 tokens on 4 ranks: 16 a rank; 33 asks for 3, that is 4 ranks; 20 for 2; the short ones wait for the next turn
+    # 64 tokens on 4 ranks: 16 per rank; 33 tokens need 3 ranks, so 4; 20 need 2; the short ones wait for the next turn
     made = problem([33, 20, 6, 5], 4)
     placement = place(MegatronHybrid(), made)
     assert ranks_of(made, placement, 0) == {0, 1, 2, 3}
@@ -309,7 +309,7 @@ def test_megatron_hybrid_by_hand() -> None:
 def test_megatron_hybrid_widens_groups_until_no_rank_is_idle() -> None:
     made = problem([8, 8], 8)  # 2 tokens per rank: four ranks each
     assert [ranks_of(made, place(MegatronHybrid(), made), s) for s in (0, 1)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
-    made = problem([10, 10], 8)  # three, that is four
+    made = problem([10, 10], 8)  # 3 ranks each, rounded up to 4
     assert [ranks_of(made, place(MegatronHybrid(), made), s) for s in (0, 1)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     alone = problem([10], 8)
     wide = place(MegatronHybrid(capacity=10), alone)
@@ -324,38 +324,38 @@ def test_megatron_groups_are_aligned_powers_of_two(lengths: list[int], power: in
     size = -(-sum(lengths) // ranks)
     placement = place(MegatronHybrid(), made)
     for sequence, length in enumerate(lengths):
-        held = ranks_of(made, placement, sequence)
+        own = ranks_of(made, placement, sequence)
         if length < 2 * ranks:
             continue  # fewer tokens than chunks need not reach all ranks of the group
-        assert len(held) & (len(held) - 1) == 0
-        assert len(held) >= min(ranks, -(-length // size))
-        assert min(held) % len(held) == 0
-        assert max(held) - min(held) == len(held) - 1
+        assert len(own) & (len(own) - 1) == 0
+        assert len(own) >= min(ranks, -(-length // size))
+        assert min(own) % len(own) == 0
+        assert max(own) - min(own) == len(own) - 1
 
 
-@pytest.mark.parametrize("this", [HybridDp(capacity=10), MegatronHybrid(capacity=10)], ids=str)
-def test_a_document_longer_than_all_ranks_is_refused_under_a_cap(this: HybridDp | MegatronHybrid) -> None:
+@pytest.mark.parametrize("placer", [HybridDp(capacity=10), MegatronHybrid(capacity=10)], ids=str)
+def test_a_document_longer_than_all_ranks_is_refused_under_a_cap(placer: HybridDp | MegatronHybrid) -> None:
     with pytest.raises(CapacityError, match=r"sequence 1 has 90 tokens and needs 9 ranks of 10.*at least 12"):
-        place(this, problem([5, 90, 5], 8))
-    everywhere = place(type(this)(), problem([90], 8))
+        place(placer, problem([5, 90, 5], 8))
+    everywhere = place(type(placer)(), problem([90], 8))
     assert set(everywhere.home.tolist()) == set(range(8))
 
 
-@pytest.mark.parametrize("this", PLACES, ids=str)
-def test_home_ranks_are_refused(this: Any) -> None:
+@pytest.mark.parametrize("placer", PLACES, ids=str)
+def test_home_ranks_are_refused(placer: Any) -> None:
     with pytest.raises(ConfigError, match=r"batch.home_ranks.*recipe fcp"):
-        place(this, problem([8, 8], 2, home_ranks=[[1], None]))
+        place(placer, problem([8, 8], 2, home_ranks=[[1], None]))
 
 
 @pytest.mark.parametrize(
-    "this", [ZigZag(chunk=1), HybridDp(), MegatronHybrid(), Wlb("document", chunk=1)], ids=str
+    "placer", [ZigZag(chunk=1), HybridDp(), MegatronHybrid(), Wlb("document", chunk=1)], ids=str
 )
-def test_an_explicit_cap_is_obeyed_or_refused_with_numbers(this: Any) -> None:
+def test_an_explicit_cap_is_obeyed_or_refused_with_numbers(placer: Any) -> None:
     lengths = [40, 17, 9, 9, 9, 5, 3, 3]
-    used = int(tokens(place(this, problem(lengths, 4)), 4).max())
-    assert tokens(place(this, problem(lengths, 4, token_cap=used)), 4).max() <= used
+    used = int(tokens(place(placer, problem(lengths, 4)), 4).max())
+    assert tokens(place(placer, problem(lengths, 4, token_cap=used)), 4).max() <= used
     with pytest.raises(CapacityError, match="token_cap"):
-        place(this, problem(lengths, 4, token_cap=23))
+        place(placer, problem(lengths, 4, token_cap=23))
 
 
 @pytest.mark.parametrize(
@@ -374,12 +374,12 @@ def test_wrong_parameters_are_refused(name: str, parameter: str, value: str | fl
     assert caught.value.field == f"recipe.place.{name}.{parameter}"
 
 
-@pytest.mark.parametrize("this", [Sequences(), *PLACES], ids=str)
-def test_passes_are_frozen(this: Any) -> None:
+@pytest.mark.parametrize("placer", [Sequences(), *PLACES], ids=str)
+def test_passes_are_frozen(placer: Any) -> None:
     with pytest.raises((FrozenInstanceError, TypeError)):
-        this.over = this.capacity = this.shard = None
-    if not isinstance(this, Sequences):
-        assert this.own_cap
+        placer.over = placer.capacity = placer.shard = None
+    if not isinstance(placer, Sequences):
+        assert placer.own_cap
 
 
 class Tiles:
@@ -460,18 +460,18 @@ def test_wlb_prices_a_sample_of_ranks_if_pieces_are_many(monkeypatch: pytest.Mon
     assert busiest_us(made, placement) == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("this", PLACES, ids=str)
-def test_placements_balance_a_workload_of_64_ranks(this: Any) -> None:
-    """Targets at 64 ranks: placements that balance tokens or causal work do so."""
+@pytest.mark.parametrize("placer", PLACES, ids=str)
+def test_placements_balance_a_workload_of_64_ranks(placer: Any) -> None:
+    """Placements that balance tokens or causal work do so on 64 ranks."""
     made = problem(lognormal_lengths(1, 64 * 4096).tolist(), 64)
-    placement = place(this, made)
-    load, held = work(placement, 64), tokens(placement, 64)
-    if this in EVEN:
-        assert held.max() - held.min() <= 1
-    if this in (ZigZag(chunk=1), Wlb("document", chunk=1)):
+    placement = place(placer, made)
+    load, own = work(placement, 64), tokens(placement, 64)
+    if placer in EVEN:
+        assert own.max() - own.min() <= 1
+    if placer in (ZigZag(chunk=1), Wlb("document", chunk=1)):
         assert load.max() <= 1.01 * load.mean()
-    if isinstance(this, HybridDp) and this.capacity is None:
-        assert held.max() <= 1.2 * held.mean()
+    if isinstance(placer, HybridDp) and placer.capacity is None:
+        assert own.max() <= 1.2 * own.mean()
 
 
 def test_zigzag_gives_short_sequences_fewer_ranks() -> None:
@@ -483,5 +483,5 @@ def test_zigzag_gives_short_sequences_fewer_ranks() -> None:
         for low, high in zip(made.batch.starts[:-1], made.batch.starts[1:], strict=True)
     ]
     assert [len(some) for some in ranks] == [4, 1, 1, 2, 1]
-    assert ranks[1] | ranks[2] | ranks[3] == {0, 1, 2, 3}  # to those that hold the fewest tokens
+    assert ranks[1] | ranks[2] | ranks[3] == {0, 1, 2, 3}  # on the ranks with the fewest tokens
     assert lengths.sum() == made.batch.tokens

@@ -49,9 +49,9 @@ def test_plans_of_pods_equal_dense_attention(name: str) -> None:
     batch = ap.Batch.from_lengths(LENGTHS)
     cluster = ap.Cluster(4, 2)
     q, k, v = (np.random.default_rng(0).normal(size=(sum(LENGTHS), heads, 4)) for heads in (4, 2, 2))
-    apart = executor.run(ap.plan(batch, cluster, MODEL, _recipe(name, 4)), "default", q, k, v)
+    in_pods = executor.run(ap.plan(batch, cluster, MODEL, _recipe(name, 4)), "default", q, k, v)
     whole = executor.run(ap.plan(batch, cluster, MODEL, "fcp"), "default", q, k, v)
-    assert np.abs(apart.o - whole.o).max() < 1e-12
+    assert np.abs(in_pods.o - whole.o).max() < 1e-12
 
 
 def test_pods_are_joined_for_a_sequence_larger_than_one() -> None:
@@ -69,10 +69,10 @@ def test_pods_are_joined_for_a_sequence_larger_than_one() -> None:
 
 def test_too_few_sequences_are_planned_without_pods() -> None:
     batch, cluster = ap.Batch.from_lengths([500]), ap.Cluster(8, 2)
-    apart, whole = (
+    in_pods, whole = (
         ap.plan(batch, cluster, MODEL, recipe) for recipe in (with_pods(find_recipe("blend"), 2), "blend")
     )
-    assert _homes(apart) == _homes(whole)
+    assert _homes(in_pods) == _homes(whole)
 
 
 def test_pods_cost_little_time() -> None:
