@@ -30,7 +30,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "says"), CALLS)
-def test_an_argument_of_another_type_is_named(call: Callable[[], Any], says: str) -> None:
-    with pytest.raises(ap.ConfigError, match=f"^{says}"):
+@pytest.mark.parametrize(("call", "message"), CALLS)
+def test_an_argument_of_another_type_is_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ap.ConfigError, match=f"^{message}"):
         call()

@@ -1,4 +1,4 @@
-"""The portfolio: the best of what it tries, within its budget, the same bytes every time."""
+"""The portfolio: the best plan that it tries, within its budget, and equal bytes for equal requests."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_the_plan_keeps_the_requested_recipe_and_reports_the_one_found() -> None
     assert found.header.recipe == "auto"
     assert found.request.policy.recipe.step("search") is not None
     chosen = Recipe.from_data(found.report["search"]["recipe"])
-    again = ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, chosen)
-    assert milliseconds(again) == milliseconds(found)
+    single = ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, chosen)
+    assert milliseconds(single) == milliseconds(found)
 
 
 def test_the_reported_time_is_the_simulators() -> None:
@@ -85,7 +85,7 @@ def trial(us: float, imbalance: float) -> Trial:
 
 
 @pytest.mark.parametrize(
-    ("best", "other", "taken"),
+    ("best", "other", "better"),
     [
         ((1000.0, 0.026), (1000.1, 0.002), True),  # slower by 1/10,000, and much more even
         ((1000.0, 0.002), (999.9, 0.026), False),
@@ -94,11 +94,11 @@ def trial(us: float, imbalance: float) -> Trial:
         ((1000.0, 0.004), (1000.1, 0.002), False),
     ],
 )
-def test_balance_decides_between_equal_times(best: Any, other: Any, taken: bool) -> None:
+def test_balance_decides_between_equal_times(best: Any, other: Any, better: bool) -> None:
     problem = Problem(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, ap.Policy(auto()))
     search = _Search(problem, Portfolio(), 8)
     search.best, search.fastest_us = trial(*best), min(best[0], other[0])
-    assert search._is_better(trial(*other)) is taken
+    assert search._is_better(trial(*other)) is better
 
 
 def test_the_best_stays_near_the_fastest() -> None:
@@ -128,7 +128,7 @@ def test_the_budget_is_obeyed(steps: int) -> None:
 
 def test_exact_solvers_are_tried_last_on_request() -> None:
     batch, cluster = ap.Batch.from_lengths(lognormal_lengths(1, 16 * 2048, longest=16_384)), ap.Cluster(2, 8)
-    usual, exact = (ap.plan(batch, cluster, ap.Model(), auto(solvers=wanted)) for wanted in (False, True))
+    usual, exact = (ap.plan(batch, cluster, ap.Model(), auto(solvers=flag)) for flag in (False, True))
     tried = exact.report["search"]["tried"]
     assert tried[: usual.report["search"]["steps"]] == usual.report["search"]["tried"]
     assert tried[-1]["recipe"]["steps"]["schedule"]["matchings"]["solver"] == "flow"
@@ -154,7 +154,7 @@ def test_refusals_are_reported_with_their_reasons() -> None:
     assert tried[1]["refused"] is None
 
 
-def test_every_candidate_is_held_to_the_token_cap() -> None:
+def test_every_candidate_obeys_the_token_cap() -> None:
     found = plan(candidates=["hybrid_dp", "fcp"], improve=False)
     reason = found.report["search"]["tried"][0]["refused"]
     assert reason is None or "the cap is" in reason

@@ -15,7 +15,7 @@ from apportion.ir.masks.spec import Mask
 from apportion.ir.plan.totals import chosen_keys
 
 MODEL = ap.Model(q_heads=4, kv_heads=1, head_dim=16, layers=1)
-#: one long document whose late queries see many keys, and many short ones
+#: one long document whose late queries see many keys, and many short documents
 LENGTHS = [6000, *[300] * 20]
 MASKS = (
     ap.masks.causal(),
@@ -40,10 +40,10 @@ def test_a_capped_profile_counts_every_row(mask: Mask, lengths: list[int], keys:
         inside = (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (dmin <= i - j) & (i - j <= dmax)
         pairs += inside.sum(1)
     whole, rows = profile({"": bands}, {"": 1}), np.arange(batch.tokens + 1)
-    wanted = np.append(0, np.minimum(pairs, keys).cumsum())
-    np.testing.assert_array_equal(whole.capped(keys).upto(rows), wanted)
+    expected = np.append(0, np.minimum(pairs, keys).cumsum())
+    np.testing.assert_array_equal(whole.capped(keys).upto(rows), expected)
     both = profile({"": bands}, {"": 2}).plus(whole.capped(keys), 3)
-    np.testing.assert_array_equal(both.upto(rows), np.append(0, 2 * pairs.cumsum()) + 3 * wanted)
+    np.testing.assert_array_equal(both.upto(rows), np.append(0, 2 * pairs.cumsum()) + 3 * expected)
 
 
 @pytest.mark.parametrize("recipe", ["mixed", "blend", "fcp"])
@@ -85,7 +85,7 @@ def test_a_report_or_tolerance_that_counts_pairs_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("balance", "rule"),
+    ("balance", "field"),
     [
         ({"default": {"keys": 0}}, "model.balance.default.keys"),
         ({"default": {"key": 5}}, "model.balance.default"),
@@ -94,8 +94,8 @@ def test_a_report_or_tolerance_that_counts_pairs_is_refused() -> None:
         ([], "model.balance"),
     ],
 )
-def test_a_wrong_balance_is_named(balance: Any, rule: str) -> None:
-    with pytest.raises(ap.ConfigError, match=rule):
+def test_a_wrong_balance_is_named(balance: Any, field: str) -> None:
+    with pytest.raises(ap.ConfigError, match=field):
         replace(MODEL, balance=balance)
     with pytest.raises(ap.UnknownNameError, match="sparse"):
         replace(MODEL, layers={"dense": 1}, balance={"sparse": {"keys": 5}})

@@ -42,7 +42,7 @@ MASKS = {
 
 
 def placements(tokens: int, ranks: int) -> np.ndarray:
-    """[ranks**tokens, tokens]: every way to give tokens to ranks."""
+    """[ranks**tokens, tokens]: every way to assign tokens to ranks."""
     return np.arange(ranks**tokens)[:, None] // ranks ** np.arange(tokens) % ranks
 
 
@@ -51,9 +51,9 @@ class ExhaustiveSearch:
 
     def __init__(self, bands: np.ndarray, tokens: int, ranks: int) -> None:
         sees, homes = dense(bands, tokens, tokens), placements(tokens, ranks)
-        held = np.stack([homes == rank for rank in range(ranks)], axis=1)
-        self.tokens, self.pairs = held.sum(2), held @ sees.sum(1)
-        self.foreign = ((held.astype(np.int64) @ sees > 0) & ~held).sum((1, 2))
+        on_rank = np.stack([homes == rank for rank in range(ranks)], axis=1)
+        self.tokens, self.pairs = on_rank.sum(2), on_rank @ sees.sum(1)
+        self.foreign = ((on_rank.astype(np.int64) @ sees > 0) & ~on_rank).sum((1, 2))
 
     def check(self, bands: np.ndarray, token_caps: set[int]) -> int:
         """The largest bound, none of which is above the least foreign keys of the placements that respect the caps."""
@@ -135,8 +135,8 @@ def test_the_kv_bytes_bound_counts_both_phases_or_gives_a_reason() -> None:
     assert found.to_data() == {"bound": found.bound, "value": found.value, "gap": 2.0}
     moved = kv_bytes(batch, MODEL, 1024, caps, 5.0, queries_move=True)
     assert (moved.bound, moved.gap, moved.void) == (None, None, "queries move: nothing is proven")
-    held = kv_bytes(batch, MODEL, 4106, caps, 0.0)
-    assert (held.bound, held.gap, held.void) == (0, None, "the bound is below 1% of the tokens")
+    small = kv_bytes(batch, MODEL, 4106, caps, 0.0)
+    assert (small.bound, small.gap, small.void) == (0, None, "the bound is below 1% of the tokens")
 
 
 def test_bounds_of_kinds_that_share_a_layout_add_up() -> None:
@@ -171,13 +171,14 @@ def test_the_makespan_bound_is_at_most_the_best_assignment(weights: list[int], s
 
 
 def fewest_slots(edges: list[tuple[int, int]], ranks: int) -> int:
-    """By search: the least k so that the edges can be coloured with k colours, none twice at a sender or receiver."""
+    """By search: the smallest k such that the edges can be coloured with k colours, none twice at a sender or
+    receiver."""
     for count in range(len(edges) + 1):
         for colours in product(range(count), repeat=len(edges)):
             ends = [(c, side, edge[side]) for edge, c in zip(edges, colours, strict=True) for side in (0, 1)]
             if len(set(ends)) == len(ends):
                 return count
-    raise AssertionError("one colour an edge is enough")
+    raise AssertionError("one colour per edge is enough")
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=5))
@@ -206,15 +207,15 @@ def test_a_gap_within_rounding_is_one() -> None:
 def test_no_reported_figure_is_below_its_bound(recipe: str) -> None:
     """All recipes and masks: each recipe either respects every bound or refuses the batch."""
     grouped = recipe in ("ulysses", "usp", "flexsp")
-    cluster, served = ap.Cluster(2, 2, speeds=None if grouped else (1.0, 0.5, 1.0, 2.0)), 0
+    cluster, planned = ap.Cluster(2, 2, speeds=None if grouped else (1.0, 0.5, 1.0, 2.0)), 0
     for mask in ("causal", "full", "window", "sink", "shared"):
         batch = ap.Batch.from_lengths([9, 9, 9, 9], MASKS[mask])
         try:
             report = ap.plan(batch, cluster, MODEL, recipe).report
         except (ap.ConfigError, ap.CapacityError):
             continue
-        served += 1
+        planned += 1
         for name, found in report["bounds"].items():
             if found["bound"] is not None and found["value"] is not None:
                 assert found["value"] >= found["bound"] * (1 - 1e-12), (name, mask)
-    assert served
+    assert planned

@@ -115,15 +115,15 @@ def test_a_fault_is_found_in_the_step_that_made_it(passes: dict, fault: str) -> 
     ],
 )
 def test_a_fault_of_a_schedule_is_found(passes: dict, fault: str) -> None:
-    held = placed(**passes)
+    result = placed(**passes)
     with checked_steps(), pytest.raises(VerifyError, match=fault):
-        scheduling.schedule(held)
+        scheduling.schedule(result)
 
 
 def test_faults_of_tasks_and_stages_are_found() -> None:
-    held = placed()
-    low = scheduling.schedule(held)["default", "forward"]
-    checks, bands = Checks(held.passes), held.problem.bands["default"]
+    result = placed()
+    low = scheduling.schedule(result)["default", "forward"]
+    checks, bands = Checks(result.passes), result.problem.bands["default"]
     star = replace(low.tasks, edge=np.full(len(low.tasks), -1), query_edge=np.full(len(low.tasks), -1))
     none = low.edges.take(np.zeros(0, np.int64))
     with checked_steps():
@@ -136,16 +136,16 @@ def test_faults_of_tasks_and_stages_are_found() -> None:
 
 
 def test_checks_do_not_change_plans() -> None:
-    given = problem()
-    whole = [given.batch, given.cluster, given.model]
+    case = problem()
+    whole = [case.batch, case.cluster, case.model]
     with checked_steps():
-        checked = ap.plan(*whole, policy=given.policy)
-    assert checked.id == ap.plan(*whole, policy=given.policy).id
+        checked = ap.plan(*whole, policy=case.policy)
+    assert checked.id == ap.plan(*whole, policy=case.policy).id
 
 
 @pytest.mark.parametrize("block", [1, 4])
 def test_too_many_tasks_are_refused_before_they_are_made(block: int) -> None:
-    """Two million tokens in blocks of a few: 10^11 tasks and more, counted without going through them."""
+    """Two million tokens in small blocks: at least 10^11 tasks, which are counted without being made."""
     recipe = with_block(find_recipe("fcp"), block)
     with pytest.raises(CapacityError, match=r"\d{11,} tasks.*use larger blocks"):
         ap.plan(ap.Batch.from_lengths([1 << 21]), ap.Cluster(1, 64), ap.Model(2, 1, 16), recipe)

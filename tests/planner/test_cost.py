@@ -105,7 +105,7 @@ def test_pairs_between_causal_and_full_lie_between() -> None:
 
 
 def test_a_narrow_window_costs_its_tiles() -> None:
-    """4096 rows, the last 128 keys each: two tiles of keys for each of queries, where all causal ones have 16.5."""
+    """4096 rows with their last 128 keys: two tiles of keys per tile of queries, compared with 16.5 if causal."""
     cost, width = LLAMA_COST["h100"], 128
     window = 4096 * width - width * (width - 1) // 2
     time = cost.attention_us("forward", 4096, 4096, window, 64, 8)[0]
@@ -127,11 +127,11 @@ def test_a_single_pair_costs_a_tile() -> None:
 def test_no_time_falls_with_more_rows_or_keys(
     cost: CostModel, kind: Any, phase: str, rows: int, keys: int, more: int
 ) -> None:
-    here, taller, wider = (
+    base, taller, wider = (
         kind(cost, phase, m, n)[0] for m, n in ((rows, keys), (rows + more, keys), (rows, keys + more))
     )
-    assert taller >= here * (1 - 1e-12)
-    assert wider >= here * (1 - 1e-12)
+    assert taller >= base * (1 - 1e-12)
+    assert wider >= base * (1 - 1e-12)
 
 
 @settings(max_examples=100, deadline=None)
@@ -211,7 +211,7 @@ def test_long_documents_reach_the_times_measured_by_upipe() -> None:
 
 
 def test_shards_of_a_tile_saturate_as_in_distca() -> None:
-    """DistCA, section 4.1 and Figure 5: shards of 128 rows and more with long context are fast, shorter ones pad."""
+    """DistCA, section 4.1 and Figure 5: shards of 128 or more rows with long context are fast, shorter are padded."""
     rate = {
         rows: rows * 16384 / full_us(LLAMA_COST["h200"], "forward", rows, 16384)[0]
         for rows in (16, 64, 128, 2048)
@@ -377,8 +377,8 @@ def test_stage_files_differ_from_flash_files_only_in_slower_kernels(name: str) -
 
 
 def test_the_digest_covers_only_figures() -> None:
-    taken = replace(H100, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
-    assert taken.digest() == H100.digest() == Hardware.from_data(H100.to_data()).digest()
+    dated = replace(H100, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
+    assert dated.digest() == H100.digest() == Hardware.from_data(H100.to_data()).digest()
     assert len({Hardware.load(name).digest() for name in BUILTIN}) == len(BUILTIN)
     other = replace(H100, inter_gbs=Figure(25.0, H100.inter_gbs.source))
     assert other.digest() != H100.digest()
@@ -400,11 +400,11 @@ def test_mismatch_names_what_differs() -> None:
 
 
 def test_measured_hardware_round_trips(tmp_path: Path) -> None:
-    taken = replace(SMALL, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
+    dated = replace(SMALL, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(taken.to_data()))
-    assert Hardware.load(path) == Hardware.load(str(path)) == taken
-    assert hash(Hardware.load(path)) == hash(taken)
+    path.write_text(json.dumps(dated.to_data()))
+    assert Hardware.load(path) == Hardware.load(str(path)) == dated
+    assert hash(Hardware.load(path)) == hash(dated)
 
 
 @pytest.mark.parametrize("name", ["h1000", "", "H100", "a" * 1000])
@@ -543,10 +543,10 @@ def test_causal_tasks_may_take_longer_than_full_ones() -> None:
     """CPU kernels compute a rectangle in one call, and one without its corner in two or three."""
     causal = np.array(SMALL.forward.causal) * 2
     causal[0, 0] = SMALL.forward.full[0][0]
-    dear = Hardware.from_data(in_grid(causal=causal.tolist()))
-    assert schema_accepts(dear.to_data())
-    cost = CostModel(dear, SMALL_COST.model)
-    rows, keys = (side.ravel() for side in np.meshgrid(dear.axis, dear.axis, indexing="ij"))
+    costly = Hardware.from_data(in_grid(causal=causal.tolist()))
+    assert schema_accepts(costly.to_data())
+    cost = CostModel(costly, SMALL_COST.model)
+    rows, keys = (side.ravel() for side in np.meshgrid(costly.axis, costly.axis, indexing="ij"))
     np.testing.assert_allclose(causal_us(cost, "forward", rows, keys), causal.ravel(), rtol=1e-12)
     np.testing.assert_allclose(full_us(cost, "forward", rows, keys), np.ravel(SMALL.forward.full), rtol=1e-12)
     corner, full = int(causal_pairs(32, 64)), 32 * 64
@@ -572,11 +572,11 @@ def schema_accepts(data: Any) -> bool:
 
 
 def test_the_schema_accepts_what_is_read() -> None:
-    taken = replace(SMALL, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
+    dated = replace(SMALL, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
     rates = MessageRates((64,), (0.5,), (0.4,), (0.6,), "made up")
     figure = Figure(0.5, "made up", interval=(0, 1))
     busy = replace(SMALL, incast=figure, incast_peers=figure, one_peer=figure, message_rates=rates)
-    for hardware in (SMALL, taken, busy, *map(Hardware.load, BUILTIN)):
+    for hardware in (SMALL, dated, busy, *map(Hardware.load, BUILTIN)):
         assert schema_accepts(hardware.to_data())
 
 

@@ -19,8 +19,8 @@ MERGE = 4
 
 
 def samples(tokens: int) -> tuple[ap.Batch, ap.Batch, np.ndarray]:
-    """Batches of encoder and decoder and the places: none to four images a sample, of 64 to 5000 tokens, as production
-    traces of Qwen-VL have them, between text."""
+    """Batches of an encoder and a decoder, and the places of images: up to four per sample, of 64 to 5000 tokens,
+    between text, as in production traces of Qwen-VL."""
     draw, lengths, found = np.random.default_rng(0), list[int](), []
     while True:
         text = int(draw.lognormal(5.5, 1.0)) + 2
@@ -55,12 +55,12 @@ def test_both_layouts_are_even_within_two_percent(nodes: int, recipe: str) -> No
 
 def test_the_time_of_a_feed_by_hand() -> None:
     """Rank 0 has both rows; tokens of rank 1, on its node, and rank 2, on the other, need one each."""
-    here = Table(np.array([0, 1, 1, 1, 1]), SPAN_COLUMNS, np.array([[0, 0, 2, 0, 0]]).T)
-    there = Table(np.array([0, 0, 1, 2, 2]), SPAN_COLUMNS, np.array([[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]).T)
-    encoder, decoder = Layout("encoder", here), Layout("decoder", there)
+    source = Table(np.array([0, 1, 1, 1, 1]), SPAN_COLUMNS, np.array([[0, 0, 2, 0, 0]]).T)
+    target = Table(np.array([0, 0, 1, 2, 2]), SPAN_COLUMNS, np.array([[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]).T)
+    encoder, decoder = Layout("encoder", source), Layout("decoder", target)
     cluster = ap.Cluster(2, 2)
     feed = Feed.of(encoder, decoder, np.array([[0, 0, 2]]), 1)
     near, far = (1000 / (gbs * 1e3) for gbs in (cluster.intra_gbs, cluster.inter_gbs_per_rank))
     assert feed_us(feed, cluster, 1000) == pytest.approx(cluster.inter_latency_us + near + far)
-    alone = Feed.of(encoder, encoder, np.array([[0, 0, 2]]), 1)
-    assert feed_us(alone, cluster, 1000) == 0.0
+    unmoved = Feed.of(encoder, encoder, np.array([[0, 0, 2]]), 1)
+    assert feed_us(unmoved, cluster, 1000) == 0.0

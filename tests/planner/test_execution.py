@@ -1,4 +1,4 @@
-"""Tasks anywhere: queries, keys or both travel, with some of the heads, in any division."""
+"""Tasks on any rank: queries, keys or both are sent, with some of the heads, in any division."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.sparse import sparse
 
 @dataclass(frozen=True)
 class Scattered(PlacePass):
-    """Computes every cell on a random rank, or on one of few; some in both phases, some not."""
+    """Computes each cell at home or on a random rank, possibly one of a few, independently in each phase."""
 
     seed: int = 0
     head_groups: int = 1
@@ -44,15 +44,15 @@ class Scattered(PlacePass):
                 home = draw.random(shape) < 0.4
                 rank = np.where(home, placement.home[cells.q], rank).astype(np.int32)
                 execution[kind, phase] = Execution(rank, draw.integers(0, 4, shape).astype(np.int32))
-        # LPT's bound is of pieces that stay whole
+        # LPT's bound holds only for blocks that stay whole
         return replace(placement, bound=0.0, execution=execution, head_groups=self.head_groups)
 
 
 @pytest.fixture(autouse=True)
 def scattered(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = registry.find_pass
+    find = registry.find_pass
     monkeypatch.setattr(
-        registry, "find_pass", lambda step, name: Scattered if name == "scattered" else held(step, name)
+        registry, "find_pass", lambda step, name: Scattered if name == "scattered" else find(step, name)
     )
 
 

@@ -1,7 +1,7 @@
 """Every public function by its signature: an argument means what the plain Python value means, or is named in an error.
 
-Values of another type, size or form go into each parameter in turn. Nothing else than an ApportionError comes out,
-nothing warns, and no value is taken for one of another type: a bool for a number, bytes for a list.
+Values of another type, size or form go into each parameter in turn. Only ApportionErrors are raised, nothing warns, and
+no value is accepted as one of another type: no bool as a number, no bytes as a list.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ITERATION = ap.plan_iteration(BATCH, CLUSTER, MODEL, "ring")
 TABLE = ap.tick_table(2, 4)
 LAYOUT = PLAN.layout("attention")
 TICKS = {"table": TABLE, "tick": 1, "microbatches": [BATCH] * 4}
-ASKED = {"batch": BATCH, "cluster": CLUSTER, "model": MODEL}
+REQUEST = {"batch": BATCH, "cluster": CLUSTER, "model": MODEL}
 
 
-def sequence(**given: Any) -> ap.Batch:
-    return ap.Batch.from_sequences([ap.Sequence(**given)])
+def sequence(**arguments: Any) -> ap.Batch:
+    return ap.Batch.from_sequences([ap.Sequence(**arguments)])
 
 
 sequence.__signature__ = inspect.signature(ap.Sequence)  # type: ignore[attr-defined]
 
-#: functions with arguments that are right
+#: functions with valid arguments
 CALLS: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Cluster": (ap.Cluster, {"nodes": 1, "ranks_per_node": 2}),
     "Cluster.check_ranks": (CLUSTER.check_ranks, {}),
@@ -80,8 +80,8 @@ CALLS: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "masks.sink_window": (ap.masks.sink_window, {"sink": 1, "window": 1}),
     "masks.sliding_window": (ap.masks.sliding_window, {"window": 1}),
     "masks.tree": (ap.masks.tree, {"nodes": [[-1, 1]]}),
-    "plan": (ap.plan, ASKED | {"recipe": "ring"}),
-    "plan_iteration": (ap.plan_iteration, ASKED | {"recipe": "ring"}),
+    "plan": (ap.plan, REQUEST | {"recipe": "ring"}),
+    "plan_iteration": (ap.plan_iteration, REQUEST | {"recipe": "ring"}),
     "verify": (ap.verify, {"plan": PLAN}),
     "Plan.decode": (ap.Plan.decode, {"data": PLAN.encode()}),
     "Plan.for_rank": (PLAN.for_rank, {"rank": 1}),
@@ -138,7 +138,7 @@ LISTS: list[Any] = [
 OTHERS: list[Any] = [object(), int, len]
 VALUES = [*TEXTS, *RAW, *NUMBERS, *LISTS, *OTHERS]
 SKIPPED = {"progress", "timings", "field", "depth"}  # callables, outputs, and arguments used only in errors
-#: words of annotations, and the plain types that they let through
+#: words of annotations, and the plain types that they allow
 ALLOWED = {
     "int": (int,),
     "float": (int, float),
@@ -154,7 +154,7 @@ ALLOWED = {
     "Iterable": (list, tuple, range),
     "ArrayLike": (int, list, tuple, range),
     "tuple": (list, tuple, range),
-    "Mask": (type(None),),  # without one it is causal
+    "Mask": (type(None),),  # the default is causal
     "Any": (dict,),
 }
 
@@ -170,9 +170,9 @@ def plain(value: Any) -> Any:
     return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
-def outcome(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """The result in a comparable form, or the error that is raised."""
-    fresh = {name: iter([2, 2]) if value is ITERATOR else value for name, value in given.items()}
+    fresh = {name: iter([2, 2]) if value is ITERATOR else value for name, value in arguments.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
@@ -188,7 +188,7 @@ def comparable_form(found: Any) -> Any:
     return repr(found)
 
 
-def taken(annotation: str, value: Any) -> bool:
+def is_allowed(annotation: str, value: Any) -> bool:
     """True if a parameter with such an annotation may take a plain value."""
     words = [
         word
@@ -204,25 +204,25 @@ def without_annotated(annotation: str, function: Any) -> str:
     names = vars(sys.modules[function.__module__])
     text = re.sub(r"Annotated\[(\w+),[^]]*\]", r"\1", annotation)
 
-    def of(word: re.Match[str]) -> str:
-        known = names.get(word[0])
-        return str(known.__origin__.__name__) if get_origin(known) is Annotated else word[0]
+    def reduced(word: re.Match[str]) -> str:
+        alias = names.get(word[0])
+        return str(alias.__origin__.__name__) if get_origin(alias) is Annotated else word[0]
 
-    return re.sub(r"\w+", of, text)
+    return re.sub(r"\w+", reduced, text)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_mean_what_plain_values_mean(name: str) -> None:
-    function, given = CALLS[name]
-    assert not isinstance(outcome(function, given), ApportionError)
-    for parameter, its in inspect.signature(function).parameters.items():
+    function, arguments = CALLS[name]
+    assert not isinstance(outcome(function, arguments), ApportionError)
+    for parameter, declared in inspect.signature(function).parameters.items():
         for value in VALUES if parameter not in SKIPPED else ():
-            found = outcome(function, {**given, parameter: value})
+            found = outcome(function, {**arguments, parameter: value})
             where = f"{parameter} = {value!r:.60}"
             if isinstance(found, ApportionError):
                 assert len(str(found)) < 2000, where
                 assert str(found), where
                 continue
-            assert taken(without_annotated(str(its.annotation), function), plain(value)), where
-            same = outcome(function, {**given, parameter: plain(value)})
+            assert is_allowed(without_annotated(str(declared.annotation), function), plain(value)), where
+            same = outcome(function, {**arguments, parameter: plain(value)})
             assert repr(same) == repr(found), where

@@ -1,4 +1,4 @@
-"""Tasks that overwrite instead of accumulate, and rows that are cleared for the others."""
+"""Tasks that overwrite instead of accumulate, and rows that are cleared for other tasks."""
 
 import pytest
 
@@ -37,4 +37,4 @@ def test_answers_share_one_task_on_their_question() -> None:
         50,
         70,
         70,
-    ]  # the question with its first answer; two; what these see of it
+    ]  # the question with its first answer; the two others; their common task on the question

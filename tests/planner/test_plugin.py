@@ -1,4 +1,4 @@
-"""A package that adds a solver, a pass and a recipe: `pip install -e tests/plugin --no-deps` makes them known."""
+"""A package that adds a solver, a pass and a recipe: `pip install -e tests/plugin --no-deps` registers them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_solver_of_a_plugin_is_listed_and_keeps_the_contract() -> None:
 
 
 def test_the_solver_of_a_plugin_runs_from_a_recipe_file(tmp_path: Path) -> None:
-    """By name, in a placement and in a packing; the plan differs from LPT's."""
+    """By name, in a placement; the plan differs from LPT's."""
     file = tmp_path / "mine.yaml"
     file.write_text(
         "name: mine\nsteps:\n  shard: {blocks: {block: 64}}\n  place: {lpt: {solver: emptiest}}\n"

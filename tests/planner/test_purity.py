@@ -22,7 +22,7 @@ from apportion.planner.solvers.status import Budget
 
 CLUSTER, MODEL = ap.Cluster(2, 2), ap.Model(4, 4, 16, hidden=64, ffn=64, layers=2, dtype="fp32")
 LENGTHS = [90, 61, 33, 20, 16, 9, 5, 3, 2, 1]
-#: recipes by name, and one more for each solver that a pass of theirs can take
+#: recipes with solvers that passes do not use by default
 EXACT = {
     "lpt_ilp": {"shard": {"blocks": {}}, "place": {"lpt": {"solver": "ilp"}}, "schedule": {"matchings": {}}},
     "swap": {"shard": {"sequences": {}}, "place": {"whole": {"solver": "swap"}}, "schedule": {"gather": {}}},
@@ -43,10 +43,10 @@ def all_planned() -> dict[str, str]:
 @contextmanager
 def other_planning_threads(threads: int) -> Iterator[None]:
     """Runs the block while that many threads plan other requests."""
-    over = Event()
+    stop = Event()
 
     def plan_repeatedly(seed: int) -> None:
-        while not over.is_set():
+        while not stop.is_set():
             for recipe in ("fcp", "dcp", "blend", "distca"):
                 ap.plan(ap.Batch.from_lengths([50 + seed, 40, 30]), CLUSTER, MODEL, recipe=recipe)
 
@@ -56,7 +56,7 @@ def other_planning_threads(threads: int) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        stop.set()
         for thread in busy:
             thread.join()
 
@@ -87,13 +87,13 @@ def test_another_process_with_another_hash_seed_has_the_same_plans(
 
 
 def test_no_parameter_limits_time_by_a_clock() -> None:
-    told = {
+    fields = {
         field
         for step in registry.STEPS
         for name in registry.names(step)
         for field in options.schema(registry.find_pass(step, name))["properties"]
     }
     budget = set(options.schema(Budget)["properties"])
-    assert not [name for name in told if name.startswith(("deadline", "timeout"))]
+    assert not [name for name in fields if name.startswith(("deadline", "timeout"))]
     assert budget == {"steps", "gap"}
     assert {limit for entry in SOLVERS.values() for limit in entry.limits} <= budget

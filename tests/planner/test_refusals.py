@@ -24,13 +24,13 @@ INNER: tuple[dict[str, Any] | None, ...] = (
 )
 SPEEDS = (None, (1.0, 0.5, 1.0, 1.0), (1.0, 0.1, 0.3, 1.0))
 LENGTHS = ([400, 300, 20], [97], [1], [64] * 8, [200, 3, 7, 90, 1, 44, 13], [2, 2, 2])
-#: the cap of a rank, in quarters of all tokens
+#: caps per rank, as multiples of the mean
 CAPS = (None, 1.0, 1.5, 4.0)
 KINDS = {"g": masks.causal(), "l": masks.sliding_window(16)}
 CASES = tuple(product(INNER, (False, True), SPEEDS))
 
 
-def maybe(step: str) -> list[dict[str, Any] | None]:
+def optional(step: str) -> list[dict[str, Any] | None]:
     return [None, *({name: {}} for name in registry.names(step))]
 
 
@@ -44,16 +44,16 @@ def steps_of(rng: np.random.Generator, place: str, inner: Any, reshuffle: bool) 
         "pods": drawn(rng, (None, None, {"documents": {"ranks": 2}})),
         "shard": drawn(rng, ({"blocks": {}}, {"blocks": {"block": 16}}, {"chunks": {"size": 16}})),
         "place": {place: {}},
-        "route": drawn(rng, (None, None, *maybe("route"))),
-        "schedule": drawn(rng, maybe("schedule")[1:]),
-        "remap": drawn(rng, maybe("remap")),
+        "route": drawn(rng, (None, None, *optional("route"))),
+        "schedule": drawn(rng, optional("schedule")[1:]),
+        "remap": drawn(rng, optional("remap")),
     }
-    return {step: held for step, held in steps.items() if held is not None} | {"reshuffle": reshuffle}
+    return {step: args for step, args in steps.items() if args is not None} | {"reshuffle": reshuffle}
 
 
 @pytest.mark.parametrize("place", registry.names("place"))
 def test_random_requests_give_valid_plans_or_typed_refusals(place: str) -> None:
-    rng, ended = np.random.default_rng(len(place)), Counter[str]()
+    rng, outcomes = np.random.default_rng(len(place)), Counter[str]()
     for inner, reshuffle, speeds in CASES:
         lengths, cap, kinds = drawn(rng, LENGTHS), drawn(rng, CAPS), bool(rng.integers(2))
         recipe = ap.Recipe("any", steps_of(rng, place, inner, reshuffle))
@@ -66,7 +66,7 @@ def test_random_requests_give_valid_plans_or_typed_refusals(place: str) -> None:
         )
         try:  # VerifyError passes through
             ap.plan(*request, policy=ap.Policy(recipe, token_cap=token_cap))
-            ended["planned"] += 1
+            outcomes["planned"] += 1
         except (ap.ConfigError, ap.CapacityError):
-            ended["refused"] += 1
-    assert ended["planned"], ended
+            outcomes["refused"] += 1
+    assert outcomes["planned"], outcomes

@@ -31,18 +31,18 @@ ALWAYS = Flow(when="always")
 
 
 def laid_out(
-    held: list[int], per_node: int = 2, model: Model = MODEL, **cluster: float
+    load: list[int], per_node: int = 2, model: Model = MODEL, **cluster: float
 ) -> tuple[Problem, Layout]:
     """A batch whose ranks hold one sequence of the given numbers of tokens each, and its layout."""
-    batch = ap.Batch.from_lengths(held)
-    problem = Problem(batch, ap.Cluster(len(held) // per_node, per_node, **cluster), model, ap.Policy(RECIPE))
-    return problem, Rows(batch.starts, np.arange(len(held)), len(held)).layout("attention", batch)
+    batch = ap.Batch.from_lengths(load)
+    problem = Problem(batch, ap.Cluster(len(load) // per_node, per_node, **cluster), model, ap.Policy(RECIPE))
+    return problem, Rows(batch.starts, np.arange(len(load)), len(load)).layout("attention", batch)
 
 
 def remapped(
-    held: list[int], flow: Flow = ALWAYS, per_node: int = 2, model: Model = MODEL, **cluster: float
+    load: list[int], flow: Flow = ALWAYS, per_node: int = 2, model: Model = MODEL, **cluster: float
 ) -> Remapping:
-    return flow(*laid_out(held, per_node, model, **cluster))
+    return flow(*laid_out(load, per_node, model, **cluster))
 
 
 def letters(layout: Layout) -> list[str]:
@@ -104,7 +104,7 @@ def test_remainder_tokens_stay_on_the_fullest_ranks() -> None:
     objective=st.sampled_from(["paper", "two_sided", "sum"]),
     data=st.data(),
 )
-def test_any_layout_becomes_even_and_comes_back(
+def test_any_layout_becomes_even(
     lengths: list[int], nodes: int, ranks: int, objective: str, data: st.DataObject
 ) -> None:
     count = nodes * ranks
@@ -113,10 +113,10 @@ def test_any_layout_becomes_even_and_comes_back(
     problem = Problem(batch, ap.Cluster(nodes, ranks), MODEL, ap.Policy(RECIPE))
     layout = Rows(batch.starts, np.array(data.draw(homes)), count).layout("attention", batch)
     made = Flow(objective, "always")(problem, layout)
-    held = layout.rows_per_rank
-    assert made.entry["rows"] == int(np.maximum(held - even_tokens(held), 0).sum())
+    load = layout.rows_per_rank
+    assert made.entry["rows"] == int(np.maximum(load - even_tokens(load), 0).sum())
     if not made.entry["used"]:
-        assert held.max() - held.min() <= 1
+        assert load.max() - load.min() <= 1
         return
     even = made.layouts[LINEAR].rows_per_rank
     assert even.max() - even.min() <= 1
@@ -134,10 +134,10 @@ def test_plans_carry_moves_that_verify_and_run(objective: str, nodes: int, ranks
     assert parse(plan.text()) == plan
     x = np.random.default_rng(0).standard_normal((plan.request.batch.tokens, 3))
     home, even = plan.layout("attention"), plan.layout(LINEAR)
-    there = remap(plan, 0, executor.scatter(home, x))
-    for ours, theirs in zip(there, executor.scatter(even, x), strict=True):
+    moved = remap(plan, 0, executor.scatter(home, x))
+    for ours, theirs in zip(moved, executor.scatter(even, x), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    back = remap(plan, 0, there, inverse=True)
+    back = remap(plan, 0, moved, inverse=True)
     np.testing.assert_array_equal(executor.gather(home, back), x)
 
 
@@ -157,11 +157,12 @@ def test_reshuffled_rows_need_no_remap() -> None:
 # --- cost
 
 
-def test_formula_2_prices_senders_and_the_repair_prices_receivers_too() -> None:
-    """Rank 0 sends 10 to its node, which lacks 20; all to one receiver leaves 10 from the other node to the other."""
-    rows, held = {}, [30, 10, 10, 25, 25, 20]
+def test_formula_2_prices_senders_and_two_sided_prices_receivers_too() -> None:
+    """Rank 0 has 10 rows for its node, which lacks 20; if one receiver gets all, the other needs 10 from the other
+    node."""
+    rows, load = {}, [30, 10, 10, 25, 25, 20]
     for objective in ("paper", "two_sided"):
-        (move,) = remapped(held, Flow(objective, "always"), per_node=3).moves
+        (move,) = remapped(load, Flow(objective, "always"), per_node=3).moves
         sent = {rank: move.table.rank(rank) for rank in (0, 3, 4)}
         rows[objective] = [
             {
@@ -173,20 +174,20 @@ def test_formula_2_prices_senders_and_the_repair_prices_receivers_too() -> None:
         ]
     assert rows["paper"] == [{1: 10}, {2: 5}, {2: 5}]
     assert rows["two_sided"] == [{1: 5, 2: 5}, {1: 5}, {2: 5}]
-    many = [1000 * tokens for tokens in held]
+    many = [1000 * tokens for tokens in load]
     times = [remapped(many, Flow(o, "always"), per_node=3).entry["moves_us"] for o in ("paper", "two_sided")]
     assert times[0] > times[1]
 
 
 def test_a_remap_is_used_if_linear_layers_gain_more_than_moves_cost() -> None:
     large = ap.Model(hidden=4096, ffn=14336)
-    held = [9000, 1000, 1000, 1000]
-    assert remapped(held, Flow(), model=large).entry["used"]
-    slow = remapped(held, Flow(), model=large, intra_gbs=0.5, inter_gbs=0.5)
+    load = [9000, 1000, 1000, 1000]
+    assert remapped(load, Flow(), model=large).entry["used"]
+    slow = remapped(load, Flow(), model=large, intra_gbs=0.5, inter_gbs=0.5)
     assert not slow.entry["used"]
     assert slow.layouts == {}
     assert slow.moves == ()
-    assert remapped(held, Flow(when="always"), model=large, intra_gbs=0.5, inter_gbs=0.5).entry["used"]
+    assert remapped(load, Flow(when="always"), model=large, intra_gbs=0.5, inter_gbs=0.5).entry["used"]
     assert not remapped([1000] * 4, ALWAYS, model=large).entry["used"]
 
 
@@ -199,7 +200,7 @@ def test_the_report_has_the_numbers_of_the_decision() -> None:
     share = even_parameters(large) / problem.cost.linear_parameters
     assert share == pytest.approx(1 - 4096 * (32 * 128 + 2 * 8 * 128) / problem.cost.linear_parameters)
     assert entry["linear_us"]["attention"] == pytest.approx(3 * share * float(problem.cost.linear_us(9000)))
-    # 2,000 rows of 8 KB inside the node at 450 GB/s and 4,000 to the other at 50 GB/s, there and back, and twice
+    # 2,000 rows of 8 KB inside the node at 450 GB/s and 4,000 to the other at 50 GB/s, there and back, in both phases
     assert entry["moves_us"] == pytest.approx(4 * (8192 * (2000 / 450e3 + 4000 / 50e3) + 10))
 
 
@@ -228,7 +229,7 @@ def test_wrong_parameters_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "words"),
+    ("column", "message"),
     [
         ("row", "makes rows"),
         ("rows", "sends and receives do not match"),
@@ -236,7 +237,7 @@ def test_wrong_parameters_are_refused() -> None:
         ("send", "sends and receives do not match"),
     ],
 )
-def test_a_wrong_move_is_refused(column: str, words: str) -> None:
+def test_a_wrong_move_is_refused(column: str, message: str) -> None:
     plan = planned([61, 30, 9, 7, 1], 2, 2)
     (move,) = plan.moves
     kept = np.flatnonzero((move.table["peer"] != move.table.rank_of_row()) & (move.table["send"] == 1))
@@ -245,7 +246,7 @@ def test_a_wrong_move_is_refused(column: str, words: str) -> None:
     columns[column][one] = {"peer": (columns["peer"][one] + 2) % 4, "send": 0}.get(
         column, columns[column][one] - 1
     )
-    with pytest.raises(VerifyError, match=f"move attention -> linear: .*{words}"):
+    with pytest.raises(VerifyError, match=f"move attention -> linear: .*{message}"):
         verify(
             codec.seal(replace(plan, moves=(Move("attention", LINEAR, Table.of(move.table.ptr, columns)),)))
         )

@@ -30,18 +30,18 @@ def batch_of(masks: dict[str, Mask]) -> ap.Batch:
 
 
 def planned(masks: dict[str, Mask], recipe: str | ap.Recipe) -> ap.Plan:
-    """A plan of these kinds, each with layers of its own."""
+    """A plan of these kinds, each with its own number of layers."""
     layers = {kind: 1 + number for number, kind in enumerate(masks)}
     return ap.plan(batch_of(masks), CLUSTER, ap.Model(4, 4, 8, layers=layers), recipe)
 
 
-def check_trip(plan: ap.Plan) -> None:
-    for again in (ap.Plan.decode(plan.encode()), parse(plan.text())):
-        ap.verify(again)
-        assert again == plan
-        assert again.request == plan.request
-        assert again.header == plan.header
-        assert list(again.programs) == list(plan.programs)
+def check_round_trip(plan: ap.Plan) -> None:
+    for restored in (ap.Plan.decode(plan.encode()), parse(plan.text())):
+        ap.verify(restored)
+        assert restored == plan
+        assert restored.request == plan.request
+        assert restored.header == plan.header
+        assert list(restored.programs) == list(plan.programs)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -54,7 +54,7 @@ def test_kinds_in_any_order_make_the_same_plan(recipe: str) -> None:
         recipe,
     )
     assert plan.header.kinds == ("global", "local")
-    check_trip(plan)
+    check_round_trip(plan)
     other = ap.plan(
         batch_of({"global": whole, "local": local}),
         CLUSTER,
@@ -68,7 +68,7 @@ def test_kinds_in_any_order_make_the_same_plan(recipe: str) -> None:
 @settings(max_examples=40)
 def test_plans_of_any_kinds_verify_again(masks: dict[str, str], data: st.DataObject) -> None:
     recipe = data.draw(st.sampled_from(["fcp", "ring", "distca", "usp"]))
-    check_trip(planned({kind: MASKS[mask] for kind, mask in masks.items()}, recipe))
+    check_round_trip(planned({kind: MASKS[mask] for kind, mask in masks.items()}, recipe))
 
 
 def test_the_order_of_kinds_in_a_sequence_does_not_matter() -> None:
@@ -95,14 +95,14 @@ def test_steps_in_any_order_are_the_same_recipe() -> None:
     assert all(recipe == recipes[0] for recipe in recipes)
     plans = [planned({"b": MASKS["causal"], "a": MASKS["window"]}, recipe) for recipe in recipes[::7]]
     assert len({plan.id for plan in plans}) == 1
-    check_trip(plans[0])
+    check_round_trip(plans[0])
     assert recipes[0] != ap.Recipe("mine", {**steps, "reshuffle": False})
 
 
 def test_an_iteration_of_unsorted_kinds_verifies_again() -> None:
     kinds = {"local": MASKS["window"], "global": MASKS["causal"]}
     made = ap.plan_iteration(batch_of(kinds), CLUSTER, ap.Model(4, 4, 8), "ring")
-    again = ap.IterationPlan.decode(made.encode())
-    assert again.id == made.id
-    for plan in again.plans:
+    restored = ap.IterationPlan.decode(made.encode())
+    assert restored.id == made.id
+    for plan in restored.plans:
         ap.verify(plan)

@@ -35,7 +35,7 @@ def plan(recipe: str | ap.Recipe, speeds: tuple[float, ...] | None) -> Plan:
 
 
 def over_share(plan: Plan, speeds: tuple[float, ...]) -> float:
-    """The fullest rank's tokens over its share, less 1."""
+    """The largest ratio of a rank's tokens to its share, minus 1."""
     shares = BATCH.tokens * np.array(speeds) / sum(speeds)
     return float((plan.layout("attention").rows_per_rank / shares).max()) - 1
 
@@ -62,7 +62,7 @@ def test_the_default_cap_is_proportional_to_speed(tokens: int, speeds: list[floa
     assert made.token_shares == pytest.approx(shares)
 
 
-def test_an_explicit_cap_is_one_number() -> None:
+def test_an_explicit_cap_is_the_same_for_all_ranks() -> None:
     assert problem(1000, HALVES, cap=130).token_caps.tolist() == [130] * 8
     with pytest.raises(ap.CapacityError, match="raise token_cap to at least 125"):
         problem(1000, HALVES, cap=124).token_caps  # noqa: B018
@@ -101,7 +101,7 @@ def test_members_of_a_group_hold_rows_by_their_shares(
 
 # ---- plans
 
-#: the caps that the paper prints leave ranks with a fragment too many
+#: caps as printed in the paper leave some ranks one fragment too many
 ENFORCED = ap.Recipe(
     "zeppelin", find_recipe("zeppelin").to_data()["steps"] | {"place": {"zeppelin": {"cap": "enforce"}}}
 )
@@ -125,14 +125,14 @@ def test_groups_that_split_heads_share_tokens_by_speed(recipe: str) -> None:
         assert over_share(plan(recipe, speeds), speeds) <= 0.02
 
 
-def test_auto_takes_blend_on_ranks_of_unequal_speed() -> None:
+def test_auto_respects_shares_on_ranks_of_unequal_speed() -> None:
     search = ap.Recipe("auto", {"search": {"portfolio": {"candidates": ["fcp", "blend"], "improve": False}}})
     made = plan(search, HALVES)
     assert [trial["refused"] for trial in made.report["search"]["tried"]] == [None, None]
     assert over_share(made, HALVES) <= 0.02
 
 
-def test_the_verifier_holds_each_rank_to_its_own_share() -> None:
+def test_the_verifier_checks_each_rank_against_its_own_share() -> None:
     made = plan("fcp", HALVES)
     shares = BATCH.tokens * np.array(HALVES) / sum(HALVES)
     assert check(made) == ()

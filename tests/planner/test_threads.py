@@ -37,16 +37,16 @@ def test_the_number_of_threads_must_be_positive(threads: Any) -> None:
 
 
 def test_threads_run_in_the_context_of_the_caller() -> None:
-    said: ContextVar[int] = ContextVar("said", default=0)
-    said.set(3)
-    assert spread(lambda _: said.get(), range(4), 2) == [3] * 4
+    value: ContextVar[int] = ContextVar("value", default=0)
+    value.set(3)
+    assert spread(lambda _: value.get(), range(4), 2) == [3] * 4
 
 
 def test_the_command_accepts_threads(capsys: pytest.CaptureFixture[str]) -> None:
     ids = []
     for threads in ("1", "2"):
-        given = ["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "examples/code_lengths.json"]
-        assert cli.main(["plan", *given, "--threads", threads, "--json"]) == cli.OK
+        arguments = ["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "examples/code_lengths.json"]
+        assert cli.main(["plan", *arguments, "--threads", threads, "--json"]) == cli.OK
         ids.append(json.loads(capsys.readouterr().out)["id"])
     assert ids[0] == ids[1]
 
@@ -60,5 +60,5 @@ def test_plans_larger_than_memory_are_refused_before_they_are_made(
     monkeypatch.setattr(cells, "MOST_TASKS", len(tasks) * 9 // 8)
     with pytest.raises(CapacityError, match=r"are planned at a time; .* \(--pods\)"):
         ap.plan(batch, cluster, ap.Model(), recipe)
-    apart = ap.plan(batch, cluster, ap.Model(), with_pods(find_recipe("ring"), 8))
-    assert apart.report["ranks"] == 16
+    in_pods = ap.plan(batch, cluster, ap.Model(), with_pods(find_recipe("ring"), 8))
+    assert in_pods.report["ranks"] == 16

@@ -1,4 +1,4 @@
-"""Placement by predicted time, and what a search starts from."""
+"""Placement by predicted time, and the first candidates of a search."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def short_documents(ranks: int = 8, tokens: int = 8192) -> Batch:
 
 def test_short_documents_cost_more_per_pair() -> None:
     problem = problem_of(Batch.from_lengths([64, 512, 4096]))
-    a_pair = row_times(problem, problem.batch.starts) / row_weights(problem, problem.batch.starts)
-    assert (np.diff(a_pair) < 0).all()
+    per_pair = row_times(problem, problem.batch.starts) / row_weights(problem, problem.batch.starts)
+    assert (np.diff(per_pair) < 0).all()
     (times,) = pair_times(problem, problem.layers).values()
     assert (np.diff(times) < 0).all()
     assert times.min() >= 1
@@ -86,8 +86,8 @@ def test_auto_balances_time_instead_of_pairs_for_short_answers() -> None:
 
 def weighing_pairs(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe with pairs weighed instead of time."""
-    ((name, held),) = recipe["steps"]["place"].items()
-    return recipe | {"steps": recipe["steps"] | {"place": {name: {**held, "weigh": "pairs"}}}}
+    ((name, options),) = recipe["steps"]["place"].items()
+    return recipe | {"steps": recipe["steps"] | {"place": {name: {**options, "weigh": "pairs"}}}}
 
 
 def test_two_kinds_are_weighed_by_their_layers() -> None:
@@ -109,12 +109,12 @@ def test_reach_is_that_of_the_kind_with_the_longest_reach() -> None:
 
 
 def test_a_search_starts_from_candidates_that_suit_the_mask() -> None:
-    far, near = (
+    long, short = (
         [one.recipe.name for one in portfolio(problem_of(batch), "auto")[0]]
         for batch in (Batch.from_lengths([65536]), short_documents())
     )
-    assert far == ["blend-u1", "mixed-u8", "mixed-u8", "blend-u8"]  # two shares of lone sequences
-    assert near == ["blend-u1", "whole", "mixed-u8", "zones", "dcp"]
+    assert long == ["blend-u1", "mixed-u8", "mixed-u8", "blend-u8"]  # two shares of lone sequences
+    assert short == ["blend-u1", "whole", "mixed-u8", "zones", "dcp"]
 
 
 def test_a_search_reports_untried_candidates() -> None:
@@ -127,7 +127,7 @@ def test_a_search_reports_untried_candidates() -> None:
 
 
 def test_equal_plans_are_tried_once() -> None:
-    """Sharing heads changes nothing if no document is cut in two ways."""
+    """Splitting heads changes nothing if no document is cut."""
     found = api.plan(Batch.from_lengths([512] * 8), Cluster(1, 8), MODEL, recipe="auto").report["search"]
     steps = [str(one["recipe"]["steps"]["place"]) for one in found["tried"]]
     assert sum("head" in place for place in steps) == 0

@@ -37,7 +37,7 @@ TURNS = {name: turn for turn, name in enumerate(MATRIX)}
 
 
 def layer_of(name: str, turn: int) -> tuple:
-    """Wide stages need four heads."""
+    """Picks a layer; wide stages need four heads."""
     heads = HEADS[1:] if name in WIDE else HEADS
     return heads[turn % len(heads)]
 
@@ -48,7 +48,7 @@ def model_of(layer: tuple) -> Model:
 
 
 def planned(name: str, batch: Batch, layer: tuple, ranks: int) -> Plan:
-    """Blocks of five tokens on many ranks cannot keep 1.02 x the mean."""
+    """Plans under a loose cap, since blocks of five tokens on many ranks cannot keep 1.02 x the mean."""
     recipe = Recipe(name, MATRIX[name])
     own = has_own_cap(recipe)
     policy = Policy(recipe, token_cap=None if own else batch.tokens)
@@ -65,16 +65,16 @@ def mask_batches(ranks: int) -> list[list[str]]:
     return [shuffled[at : at + 4] for at in range(0, len(shuffled), 4)]
 
 
-def test_each_number_of_ranks_has_another_mixture_of_masks() -> None:
+def test_each_number_of_ranks_has_a_different_mixture_of_masks() -> None:
     for ranks in range(1, 9):
-        assert sorted(mask for together in mask_batches(ranks) for mask in together) == sorted(MASKS)
+        assert sorted(mask for batch in mask_batches(ranks) for mask in batch) == sorted(MASKS)
     assert len({frozenset(masks) for ranks in range(1, 9) for masks in mask_batches(ranks)}) > 16
 
 
 @pytest.mark.parametrize("ranks", marked(range(1, 9), (3,)))
 @pytest.mark.parametrize("name", sparse(list(MATRIX), 2))
 def test_every_strategy_with_every_mask_equals_dense_attention(name: str, ranks: int) -> None:
-    """The full matrix, forward and backward, four masks a plan; heads take turns. 4 ranks are quick."""
+    """The full matrix, forward and backward, four masks per plan, with alternating heads."""
     if refuses(name, ranks):
         with pytest.raises(ap.ConfigError, match=r"recipe\.inner\.ulysses\.degree"):
             planned(name, batch_of("causal"), LAYERS[0], ranks)
@@ -86,7 +86,7 @@ def test_every_strategy_with_every_mask_equals_dense_attention(name: str, ranks:
 
 @pytest.mark.parametrize("mask", sparse(MASKS, 8))
 def test_one_sequence_of_every_mask_in_every_strategy(mask: str) -> None:
-    """Each pair on one number of ranks; each strategy and each mask is tried on all numbers from 1 to 8."""
+    """Tries each pair on one number of ranks, and each strategy and mask on all numbers from 1 to 8."""
     for name, turn in TURNS.items():
         ranks = 1 + (MASKS.index(mask) + 3 * turn) % 8
         layer = layer_of(name, turn + MASKS.index(mask) // 4)
@@ -179,7 +179,7 @@ def test_a_ring_sends_only_to_its_neighbours() -> None:
     assert pairs(plan, "backward") == {(rank, (rank + 1) % 4) for rank in range(4)}
     fetch = plan.report["exchanges"][0]
     assert (fetch["name"], fetch["rounds"], fetch["slots"]) == ("fetch", 3, 3)
-    # the last chunk, on rank 0, is seen by nobody else
+    # no other rank needs the last chunk, on rank 0
     assert fetch["bytes"] == 3 * (64 - 8) * plan.request.model.row_bytes(Tensor.KV)
 
 

@@ -1,4 +1,4 @@
-"""The place pass flexsp: groups that can run, under the cap, with the slowest group as quick as the solver made it."""
+"""The place pass flexsp: valid groups, under the cap, never slower than the greedy mix."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_linear_layers_are_counted_on_request() -> None:
     """A sequence's linear layers take three forwards, shared by the ranks of its group."""
     case = problem()
     attention, whole = grouping_problem(case), grouping_problem(case, linear=True)
-    a_token = 3 * float(case.cost.linear_us(1)) * case.layers["default"]
-    expected = a_token * case.batch.lengths[:, None] / feasible_degrees(case)
+    token_us = 3 * float(case.cost.linear_us(1)) * case.layers["default"]
+    expected = token_us * case.batch.lengths[:, None] / feasible_degrees(case)
     np.testing.assert_allclose(whole.times - attention.times, expected)
     assert whole.cap == attention.cap
 
@@ -121,8 +121,8 @@ def test_a_slow_rank_gets_one_of_the_quicker_groups() -> None:
     speeds = (1.0,) * 15 + (0.5,)
     case, found = problem(speeds=speeds), place(problem(speeds=speeds))
     weight = np.bincount(found.home, found.weight, len(found.groups) - 1) / np.diff(found.groups)
-    alike = np.diff(found.groups) == np.diff(found.groups)[-1]
-    assert weight[-1] <= weight[alike].max()
+    same_size = np.diff(found.groups) == np.diff(found.groups)[-1]
+    assert weight[-1] <= weight[same_size].max()
     assert found.bound <= (weight / np.minimum.reduceat(case.speeds, found.groups[:-1])).max()
 
 

@@ -1,4 +1,4 @@
-"""Head stages: outputs and gradients against dense attention, what is resident, what travels, the paper's tables."""
+"""Head stages: outputs and gradients against dense attention, memory, communication, and the paper's tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BLOCKS = {
 }
 LENGTHS = (13, 1, 9, 6)
 
-#: (ranks, query heads, KV heads, heads of a stage): KV heads more than ranks, as many, fewer, one, and shared unevenly
+#: (ranks, query heads, KV heads, heads of a stage): more KV heads than ranks, as many, fewer, one, and unevenly shared
 SHAPES = [
     (1, 8, 2, 2),
     (2, 8, 8, 4),
@@ -140,8 +140,8 @@ def allowed(batch: Batch) -> np.ndarray:
 
 
 def assert_exact(pairs: dict[str, tuple[Any, Any]]) -> None:
-    for name, (found, wanted) in pairs.items():
-        np.testing.assert_allclose(found, wanted, rtol=EXACT, atol=EXACT, err_msg=name)
+    for name, (found, expected) in pairs.items():
+        np.testing.assert_allclose(found, expected, rtol=EXACT, atol=EXACT, err_msg=name)
 
 
 def compare(plan: Plan) -> None:
@@ -149,8 +149,8 @@ def compare(plan: Plan) -> None:
     m, batch = plan.request.model, plan.request.batch
     p = oracle.Problem.random(1, batch.tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim, sinks=True)
     found = executor.run(plan, "default", p.q, p.k, p.v, p.do, LocalLayer(p.sinks))
-    wanted = oracle.dense(p, allowed(batch))
-    assert_exact({name: (getattr(found, name), getattr(wanted, name)) for name in wanted._fields})
+    expected = oracle.dense(p, allowed(batch))
+    assert_exact({name: (getattr(found, name), getattr(expected, name)) for name in expected._fields})
 
 
 def compare_block(plan: Plan) -> None:
@@ -166,14 +166,14 @@ def compare_block(plan: Plan) -> None:
     every = x, batch.positions(), range(m.q_heads), range(m.kv_heads)
     answer = oracle.dense(oracle.Problem(*plain.project(*every), do, sinks), allowed(batch))
     dx = plain.gradient(*every, (answer.dq, answer.dk, answer.dv))
-    wanted = {
+    expected = {
         "o": answer.o,
         "lse": answer.lse,
         "dx": dx,
         "dsinks": answer.dsinks,
         "weights": np.concatenate(_flat(plain)),
     }
-    assert_exact({name: (found[name], wanted[name]) for name in wanted})
+    assert_exact({name: (found[name], expected[name]) for name in expected})
 
 
 def _flat(weights: Weights) -> list[np.ndarray]:
@@ -227,10 +227,10 @@ def test_each_kind_has_its_own_stages() -> None:
     plan = planned(batch, (4, 8, 2, 4))
     for kind in kinds:
         p = oracle.Problem.random(2, batch.tokens, 8, 2, 4, 6)
-        wanted = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
+        expected = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
         found = executor.run(plan, kind, p.q, p.k, p.v, p.do)
         assert_exact(
-            {name: (getattr(found, name), getattr(wanted, name)) for name in ("o", "dq", "dk", "dv")}
+            {name: (getattr(found, name), getattr(expected, name)) for name in ("o", "dq", "dk", "dv")}
         )
 
 
@@ -276,7 +276,7 @@ def test_stages_may_have_any_multiple_of_the_ranks_that_divides_the_heads() -> N
 
 
 def heads_sent(plan: Plan, rank: int) -> tuple[Fraction, Fraction]:
-    """Query heads, and K and V heads, of the rank's home rows that it sends in the forward, in its own rows."""
+    """Query heads, and K and V heads, that a rank sends in the forward, in units of its home rows."""
     program = plan.programs["default", "forward"].rank(rank)
     operands, transfers = program["operands"], program["transfers"]
     rows = int(plan.layout(plan.header.home_layout).rows_per_rank[rank])
@@ -326,7 +326,7 @@ def test_held_tiles_equal_dense_attention_on_any_route(route: str, keep: str | i
 
 
 def test_held_tiles_travel_once_for_the_stages_of_a_window() -> None:
-    """Four query heads per KV head, two stages per window: half the tiles, and as many bytes as Ulysses brings."""
+    """Four query heads per KV head, two stages per window: half the tiles, and as many bytes as with Ulysses."""
     batch = Batch.from_lengths([64, 32])
     ring = planned(batch, (8, 16, 4, 8), 2, RING, inner="ulysses", degree=4)
     once, always = (planned(batch, (8, 16, 4, 8), 2, RING, degree=4, hold=hold) for hold in (True, False))
@@ -372,7 +372,7 @@ def test_ahead_launches_a_stage_before_the_previous_one_is_computed() -> None:
 
 
 def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict[tuple, memory.Arena]:
-    """The highest work row and head column that anything writes, by (rank, tensor, phase)."""
+    """Highest work row and head column written, by (rank, tensor, phase)."""
     found: dict[tuple, memory.Arena] = defaultdict(lambda: memory.Arena(0, 0))
     rank_of: dict[int, Rank] = {}
     view, write, phase = Rank.view, LocalView.write, []
@@ -426,25 +426,25 @@ def test_the_memory_model_equals_the_rows_the_executor_touches(
 
 
 def compare_memory(plan: Plan, upipe: UPipe, degree: int, found: dict) -> None:
-    """Rows written and allotted are those of the model. Columns too, where all ranks have as many KV heads: else arenas
-    are as wide as the widest."""
+    """Written and allocated rows equal the memory model; so do columns if all ranks have the same number of KV heads,
+    otherwise arenas are as wide as the widest."""
     model, home = plan.request.model, plan.layout(plan.header.home_layout).rows_per_rank
-    alike = len(np.unique(upipe.stages(model, degree).key_heads)) == 1
+    same_heads = len(np.unique(upipe.stages(model, degree).key_heads)) == 1
     for rank in range(degree):
         for phase in ("forward", "backward"):
             member = memory.Member(int(home.sum()), int(home[rank]))
-            wanted = memory.peak_rows(model, degree, upipe, member, phase)
+            expected = memory.peak_rows(model, degree, upipe, member, phase)
             seen = {
                 tensor: arena for (at, tensor, when), arena in found.items() if (at, when) == (rank, phase)
             }
             assert {tensor: arena.rows for tensor, arena in seen.items()} == {
-                tensor: arena.rows for tensor, arena in wanted.items()
+                tensor: arena.rows for tensor, arena in expected.items()
             }
-            assert seen == wanted or not alike
-            assert allotted(plan, phase, rank) == wanted
+            assert seen == expected or not same_heads
+            assert allocated(plan, phase, rank) == expected
 
 
-def allotted(plan: Plan, phase: str, rank: int) -> dict[Tensor, memory.Arena]:
+def allocated(plan: Plan, phase: str, rank: int) -> dict[Tensor, memory.Arena]:
     arenas = plan.programs["default", phase].rank(rank)["arenas"]
     columns = (arenas[name].tolist() for name in ("tensor", "rows", "heads"))
     return {Tensor(tensor): memory.Arena(rows, heads) for tensor, rows, heads in zip(*columns, strict=True)}
@@ -455,13 +455,13 @@ def test_stages_hold_the_tiles_of_a_ring_once() -> None:
     ring = planned(batch, (8, 16, 4, 4), 4, RING, inner="ulysses", degree=2)
     plan = planned(batch, (8, 16, 4, 4), 4, RING, degree=2, project=True)
     home = plan.layout(plan.header.home_layout).rows_per_rank
-    held = int(home[:2].sum())
+    group_rows = int(home[:2].sum())
     for phase in ("forward", "backward"):
-        once = allotted(ring, phase, 0)
-        tiles = [once[tensor].rows - held for tensor in (Tensor.KV, Tensor.DKV) if tensor in once]
-        member = memory.Member(held, int(home[0]), *tiles)
-        wanted = memory.peak_rows(plan.request.model, 2, UPipe(heads=4, project=True), member, phase)
-        assert allotted(plan, phase, 0) == wanted
+        once = allocated(ring, phase, 0)
+        tiles = [once[tensor].rows - group_rows for tensor in (Tensor.KV, Tensor.DKV) if tensor in once]
+        member = memory.Member(group_rows, int(home[0]), *tiles)
+        expected = memory.peak_rows(plan.request.model, 2, UPipe(heads=4, project=True), member, phase)
+        assert allocated(plan, phase, 0) == expected
 
 
 def test_peak_bytes_are_compared_with_the_memory_cap() -> None:
@@ -473,7 +473,7 @@ def test_peak_bytes_are_compared_with_the_memory_cap() -> None:
 
 
 def test_stages_need_the_same_memory_for_any_number_of_heads() -> None:
-    """Section 3.4: at U = C the intermediate memory does not depend on the heads."""
+    """Section 3.4: at U = C the intermediate memory does not depend on the number of heads."""
     upipe = UPipe(heads=8, project=True)
     sizes = set()
     for q_heads in (16, 32, 64):

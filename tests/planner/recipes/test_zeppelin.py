@@ -44,26 +44,26 @@ def problem(
     return Problem(batch, ap.Cluster(nodes, ranks_per_node), MODEL, ap.Policy(RECIPE, **policy))
 
 
-def shares(this: Zeppelin, made: Problem) -> dict[int, dict[int, int]]:
+def shares(placer: Zeppelin, made: Problem) -> dict[int, dict[int, int]]:
     """sequence -> {rank: tokens}"""
     found = {}
-    for sequence, rank, tokens in this.shares(made).T.tolist():
+    for sequence, rank, tokens in placer.shares(made).T.tolist():
         found.setdefault(sequence, {})[rank] = tokens
     return found
 
 
-def per_rank(this: Zeppelin, made: Problem) -> list[int]:
-    _, rank, tokens = this.shares(made)
+def per_rank(placer: Zeppelin, made: Problem) -> list[int]:
+    _, rank, tokens = placer.shares(made)
     return np.bincount(rank, tokens, made.ranks).astype(int).tolist()
 
 
-def place(this: Zeppelin, made: Problem) -> Placement | None:
-    return this(made, Sequences()(made))
+def place(placer: Zeppelin, made: Problem) -> Placement | None:
+    return placer(made, Sequences()(made))
 
 
-def letters(this: Zeppelin, made: Problem) -> str:
+def letters(placer: Zeppelin, made: Problem) -> str:
     """The rank of every token as one word: rank 0 is a."""
-    placement = place(this, made)
+    placement = place(placer, made)
     return "".join(chr(ord("a") + rank) for rank in np.repeat(placement.home, placement.lengths).tolist())
 
 
@@ -102,21 +102,21 @@ def test_the_printed_algorithm_overloads_a_rank_with_fragments() -> None:
 
 
 def test_enforce_moves_overflowing_fragments_to_emptier_ranks() -> None:
-    held = per_rank(Zeppelin(cap="enforce", capacity=1000), problem([5000, 2000], 1, 8))
-    assert sum(held) == 7000
-    assert max(held) <= 1000
+    counts = per_rank(Zeppelin(cap="enforce", capacity=1000), problem([5000, 2000], 1, 8))
+    assert sum(counts) == 7000
+    assert max(counts) <= 1000
 
 
 @pytest.mark.parametrize("cap", ["paper", "enforce"])
 def test_zones_by_hand(cap: str) -> None:
-    """Of 2 nodes of 4 ranks of 100 tokens: longer than a node, longer than a rank, and the rest."""
+    """2 nodes of 4 ranks with 100 tokens each: a sequence longer than a node, one longer than a rank, and the rest."""
     made = problem([420, 150, 30, 20, 10], 2, 4)
     found = shares(Zeppelin(cap=cap, capacity=100), made)
     assert sorted(found[0]) == list(range(8))  # two nodes, evenly
     assert set(found[0].values()) <= {52, 53}
     node = {rank // 4 for rank in found[1]}
     assert len(node) == 1
-    assert len(found[1]) == 4  # alone in its zone, it is all of the square budget
+    assert len(found[1]) == 4  # alone in its zone, it has the whole budget of squared lengths
     assert all(len(found[sequence]) == 1 for sequence in (2, 3, 4))
 
 
@@ -127,9 +127,10 @@ def test_the_nodes_of_a_sequence_follow_from_its_length() -> None:
 
 
 def test_whole_sequences_that_do_not_fit_lower_the_threshold() -> None:
-    """Three sequences of 60 on two ranks of 100: the third fits on neither, so all of that length are cut."""
+    """Three sequences of 60 on two ranks of 100: the third fits on neither, so all sequences of that length are cut."""
     made = problem([60, 60, 60], 1, 2)
-    # each is two thirds of the square budget of a rank: one fragment, and the printed round-robin overloads the first
+    # each is two thirds of the square budget of a rank, so one fragment, and the printed round-robin overloads the
+    # first
     assert per_rank(Zeppelin(cap="paper", capacity=100), made) == [120, 60]
     assert per_rank(Zeppelin(cap="enforce", capacity=100), made) == [90, 90]
 
@@ -171,18 +172,18 @@ def test_every_token_has_one_rank_and_enforce_keeps_the_cap(
     lengths: list[int], nodes: int, ranks: int, cap: str, parts: int
 ) -> None:
     made = problem(lengths, nodes, ranks)
-    this = Zeppelin(cap=cap, parts=parts)
-    sequence, rank, tokens = this.shares(made)
+    placer = Zeppelin(cap=cap, parts=parts)
+    sequence, rank, tokens = placer.shares(made)
     assert (tokens > 0).all()
     assert np.array_equal(np.bincount(sequence, tokens, len(lengths)), lengths)
     assert len({*zip(sequence.tolist(), rank.tolist(), strict=True)}) == len(rank)
-    held = np.bincount(rank, tokens, made.ranks)
-    assert cap == "paper" or held.max() <= made.token_cap
-    placement = place(this, made)
+    counts = np.bincount(rank, tokens, made.ranks)
+    assert cap == "paper" or counts.max() <= made.token_cap
+    placement = place(placer, made)
     assert (placement.lengths > 0).all()
     assert placement.starts[0] == 0
     assert placement.starts[-1] == sum(lengths)
-    assert np.array_equal(placement.rank_sums(placement.lengths, made.ranks), held)
+    assert np.array_equal(placement.rank_sums(placement.lengths, made.ranks), counts)
 
 
 def test_a_ring_is_cut_zig_zag() -> None:
@@ -244,7 +245,8 @@ def test_queues_run_from_inter_node_to_local() -> None:
 
 
 def test_a_hop_between_nodes_uses_all_ranks_of_both() -> None:
-    """Of hops 3 -> 4 and 7 -> 0, for each tile that crosses there: four parts, by all four ranks of either node."""
+    """Each tile that crosses at hop 3 -> 4 or 7 -> 0 has four parts, from all four ranks of a node to all four of the
+    other."""
     _, schedule = scheduled([400], 2, 4, Zeppelin(parts=4), 4, ap.masks.full())
     edges = schedule.edges
     crossing = np.flatnonzero(edges.src // 4 != edges.dst // 4)
@@ -300,9 +302,9 @@ def compare(plan: Plan, kind: str = "default") -> None:
     """Forward and backward in float64 against dense attention."""
     model, batch = plan.request.model, plan.request.batch
     p = oracle.Problem.random(3, batch.tokens, model.q_heads, model.kv_heads, 4, 4)
-    want = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
+    expected = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
     found = executor.run(plan, kind, p.q, p.k, p.v, p.do)
-    for ours, theirs in zip(found, want, strict=True):
+    for ours, theirs in zip(found, expected, strict=True):
         if theirs is not None:
             np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10)
 

@@ -58,11 +58,11 @@ def test_a_single_peer_has_a_share_of_the_rate() -> None:
     assert forward(*single, costs=Unit(congestion=alone), **nodes).makespan_us == 32 + 5
     assert forward(*to_rank_0(2), costs=Unit(congestion=alone), **nodes).makespan_us == 32 + 5
     inside = forward(*single, costs=Unit(congestion=alone), nodes=1, ranks_per_node=3)
-    assert inside.makespan_us == 8 + 3  # a matter of the network between nodes
+    assert inside.makespan_us == 8 + 3  # congestion is only between nodes
 
 
 def test_short_messages_reach_a_share_of_the_rate() -> None:
-    """A row is 64 bytes: a quarter of the rate; 8 rows 7/8 of it, on a line over the logarithm."""
+    """A row of 64 bytes reaches a quarter of the rate; longer messages are interpolated linearly in the logarithm."""
     nodes = {"nodes": 2, "ranks_per_node": 1}
     for rows, share in ((1, 0.25), (8, 0.25 + 0.75 * 3 / 4), (16, 1.0), (32, 1.0)):
         half = rows // 2 or 1  # in two tiles, which are one message
@@ -99,7 +99,7 @@ def test_congestion_speeds_up_no_transfer_and_bounds_still_hold(
 
 
 def test_congestion_figures_come_from_the_hardware_file() -> None:
-    known = replace(
+    hardware = replace(
         H100,
         incast=Figure(0.17, "x", interval=(0.0, 0.34)),
         incast_peers=Figure(7, "x"),
@@ -107,9 +107,9 @@ def test_congestion_figures_come_from_the_hardware_file() -> None:
         message_rates=RATES,
     )
     assert CostModel(H100, Model()).congestion is None
-    assert CostModel(known, Model()).congestion == Congestion(0.17, 7, 0.65, RATES)
-    assert Hardware.from_data(json.loads(json.dumps(known.to_data()))) == known
-    assert known.digest() != H100.digest()
+    assert CostModel(hardware, Model()).congestion == Congestion(0.17, 7, 0.65, RATES)
+    assert Hardware.from_data(json.loads(json.dumps(hardware.to_data()))) == hardware
+    assert hardware.digest() != H100.digest()
     for name, value in (("bytes", (64, 64)), ("low", (0.2,)), ("share", (0.5, 1.0))):
         with pytest.raises(ConfigError, match=f"hardware.message_rates.{name}"):
             replace(RATES, **{name: value})

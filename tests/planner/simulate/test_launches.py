@@ -22,7 +22,7 @@ from tests.support.parse import parse
 from tests.support.timelines import PLANS, STRATEGIES, Unit, plan_of
 from tests.support.walks import complete_rows, computed_statistics
 
-#: rank 0 sends one tile out of memory (Q home rows), and two that must be copied together (two arrays)
+#: rank 0 sends one tile straight from memory (Q home rows), and two that must be copied together (two arrays)
 FETCH = (
     "launch 0: send Q.home[0:8) to 1, send KV.home[0:4) to 1, receive KV.work[0:4) from 2\nwait 0",
     "launch 0: receive Q.work[0:8) from 0, receive KV.work[0:4) from 0\nwait 0",
@@ -65,8 +65,8 @@ def test_a_projection_counts_the_kernel_that_stores_its_rows() -> None:
 
 
 def test_staged_messages_are_packed_and_unpacked() -> None:
-    """KV home rows are two arrays, KV work rows one: rank 0 packs what it sends to rank 1, and receives what lies in
-    its arena as it travels; rank 1 gets two tensors in one message, and unpacks them."""
+    """KV home rows are two arrays, KV work rows one: rank 0 packs the rows that it sends to rank 1, and receives rows
+    straight into its arena; rank 1 gets two tensors in one message, and unpacks them."""
     run = started(*FETCH)
     assert run.launches.tolist() == [1, 1, 1]
     assert run.messages.tolist() == [2, 1, 1]
@@ -142,7 +142,7 @@ class NaiveLaunches:
         for row in rows:
             tiles[row["send"], row["peer"]].append(self.rows["operands"][row["operand"]])
         swapped = instruction["mode"] != 0  # an all-to-all is one buffer; results are rounded
-        return {ends: swapped or not self.are_contiguous(held) for ends, held in sorted(tiles.items())}
+        return {ends: swapped or not self.are_contiguous(group) for ends, group in sorted(tiles.items())}
 
     def are_contiguous(self, tiles: list[dict[str, int]]) -> bool:
         return all(map(self.is_whole, tiles)) and all(self.follows(*two) for two in pairwise(tiles))
@@ -150,7 +150,7 @@ class NaiveLaunches:
     def is_whole(self, tile: dict[str, int]) -> bool:
         tensor, work = Tensor(tile["tensor"]), tile["space"] == Space.WORK
         if self.header.sent_gradients == "model" and tensor in (Tensor.DX, Tensor.DQ, Tensor.DKV):
-            return False  # rounded on their way
+            return False  # rounded in transit
         if tensor == Tensor.O or (tensor == Tensor.KV and not work):
             return False
         return self.columns(tile) == (self.arenas[tensor] if work else self.all_columns(tensor))
@@ -236,10 +236,10 @@ def check(plan: Plan) -> None:
         check_messages(plan, key, [messages for messages, _ in found])
 
 
-def check_messages(plan: Plan, key: tuple[str, str], wanted: list[Any]) -> None:
+def check_messages(plan: Plan, key: tuple[str, str], expected: list[Any]) -> None:
     """Checks messages of all ranks at once, and of each rank alone."""
     programs, every = plan.programs[key], []
-    for rank, mine in enumerate(wanted):
+    for rank, mine in enumerate(expected):
         alone = find_messages(programs.rank(rank), plan.header)
         columns = (alone.instruction, alone.send, alone.peer, alone.staged)
         assert list(zip(*(column.tolist() for column in columns), strict=True)) == mine

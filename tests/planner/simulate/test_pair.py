@@ -64,7 +64,7 @@ def halves_of(
 
 
 def test_one_layer_by_hand() -> None:
-    """Turns: rank 1 computes ping at 24, pong at 35 when its keys are there, and both linear layers after 45."""
+    """Turns: rank 1 computes ping at 24, pong at 35, when its keys have arrived, and both linear layers after 45."""
     plan = plan_of(*FETCH)
     run = simulate_pair_with(plan, plan, COSTS, layers=1).runs["default", "forward"]
     assert run.busy_us.tolist() == [112.0, 112.0]
@@ -94,7 +94,7 @@ def test_rounds_of_one_group_wait_for_each_other() -> None:
     )
     assert own.turns.makespan_us == pytest.approx(
         31.0
-    )  # pong's keys are there at 8 + 8 + 3, ping computes until 21
+    )  # pong's keys arrive at 8 + 8 + 3, ping computes until 21
     assert shared.turns.makespan_us == pytest.approx(32.0)  # at 11 + 8 + 3
 
 
@@ -105,9 +105,9 @@ def test_backward_swaps_the_linear_layers_before_and_after_attention() -> None:
     assert half.after.tolist() == pytest.approx([2 * 12])
 
 
-def test_packing_precedes_a_round_of_either_half() -> None:
-    """Rank 0 packs for 1 us. Serial, pong's round starts when rank 1 is there, at 68 + 12; on a single stream rank 0,
-    which waited for ping's, comes later by its packing."""
+def test_packing_precedes_a_round_of_each_half() -> None:
+    """Rank 0 packs for 1 us. In series, pong's round starts when rank 1 launches it, at 68 + 12; on a single stream,
+    rank 0, which waited for ping's, is later by its packing."""
     plan = plan_of(*FETCH)
     run = simulate_pair_with(plan, plan, replace(COSTS, a_row=1.0), layers=1).runs["default", "forward"]
     assert run.busy_us.tolist() == pytest.approx([114.0, 112.0])
@@ -133,7 +133,7 @@ def test_slow_ranks_take_longer_in_linear_layers_too() -> None:
 
 
 def rounds_of(plan: Any, key: Any) -> Iterator[list[tuple[NDArray[Any], list[Any]]]]:
-    """For each rank, the ops and the launched rounds of its three segments, under cuts that all agreed on."""
+    """The ops and launched rounds of each rank's three segments, under cuts on which all ranks agree."""
     programs = [plan.programs[key].rank(rank)["instructions"] for rank in range(plan.header.ranks)]
     columns = [(table["op"], table["round"]) for table in programs]
     cuts = agreed_cuts(own_cuts(*both) for both in columns)
@@ -162,8 +162,8 @@ def columns(*steps: tuple[Op, int]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def test_cuts_by_hand() -> None:
-    """Rank 0 computes before its second launch, rank 1 passes on what it got; both send home in round 3, and rank 1
-    passes a sum on in round 4."""
+    """Rank 0 computes before its second launch, rank 1 forwards what it received; both send results home in round 3,
+    and rank 1 forwards a sum in round 4."""
     L, W, A, M = Op.LAUNCH, Op.WAIT, Op.ATTEND, Op.ADD
     first = columns((L, 0), (A, 0), (L, 1), (W, 0), (A, 0), (L, 3), (W, 1), (M, 0), (W, 3), (M, 0))
     second = columns((L, 0), (W, 0), (L, 2), (A, 0), (L, 3), (W, 2), (W, 3), (M, 0), (L, 4), (W, 4))
@@ -186,9 +186,9 @@ def test_a_rank_without_instructions() -> None:
 @pytest.mark.parametrize("ranks", marked([2, 4, 6], (1,)))
 @pytest.mark.parametrize("name", sparse(list(STRATEGIES), 4))
 def test_taking_turns_never_deadlocks_and_rarely_costs_time(name: str, ranks: int) -> None:
-    """On one group a rank's rounds are served strictly in the order of its launches: only one order on all ranks ends.
-    The halves use different recipes, so that their rounds have nothing in common. On half-millisecond plans an
-    order may lose a few percent by chance; over all pairs it gains."""
+    """In one group, a rank's rounds are served strictly in the order of its launches, so only a common order completes.
+    The halves use different recipes, so that their rounds have nothing in common. On half-millisecond plans an order
+    may lose a few percent by chance; over all pairs it gains."""
     for groups in (None, 1, 2):
         found = pair_of(name, ranks, groups)
         for run in found.runs.values():
@@ -214,7 +214,7 @@ def test_taking_turns_gains_over_all_pairs() -> None:
 
 
 def test_cuts_that_differ_between_ranks_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shows why ranks agree. Rank 0 computes before it launches round 1, rank 1 could launch it at once: cut by each
+    """Shows why ranks agree. Rank 0 computes before it launches round 1, rank 1 could launch it at once: if each cut
     alone, rank 0 launches round 0 of pong between the rounds of ping, and rank 1 does not."""
     plan = plan_of(
         f"launch 0: send KV.home[0:8) to 1\n{work(10)}\nlaunch 1: send KV.home[8:16) to 1\nwait 0\nwait 1",
@@ -236,15 +236,15 @@ LLAMA = Model(32, 8, 128, dtype="bf16", hidden=4096, ffn=14336)
 def long_halves(name: str, ranks: int = 16) -> list[Plan]:
     lengths = [65536, 65536, 40000, 40000, *[16384] * 8, *[4096] * 24, *[1000] * 50]
     halves = alternating(Batch.from_lengths(lengths))
-    here = Cluster(nodes=ranks // 8, ranks_per_node=8)
-    return [api.plan(half, here, LLAMA, find_recipe(name)) for half in halves]
+    machines = Cluster(nodes=ranks // 8, ranks_per_node=8)
+    return [api.plan(half, machines, LLAMA, find_recipe(name)) for half in halves]
 
 
 @pytest.mark.parametrize(
     ("name", "least"), [("contiguous", 0.01), ("distca", 0.1), ("allgather", 0.05), ("ulysses", 0.1)]
 )
 def test_recipes_that_gather_at_once_gain_from_turns(name: str, least: float) -> None:
-    """Recipes that gather everything at once cannot hide it: halves run serially act like a single stream."""
+    """Recipes that gather everything at once cannot hide it: in series, halves take as long as on a single stream."""
     found = simulate_pair(*long_halves(name))
     assert found.gain > least
     assert found.serial_gain > least
@@ -258,7 +258,7 @@ def test_programs_of_many_rounds_lose_nothing(name: str) -> None:
 
 
 def test_the_gain_is_relative_to_the_undivided_microbatch() -> None:
-    """Alone it takes the time of its own simulation plus its linear layers, which nothing hides."""
+    """Undivided, it takes the time of its own simulation plus at most that of its linear layers."""
     ping, pong = halves_of("contiguous")
     both = [*ping.request.batch.lengths.tolist(), *pong.request.batch.lengths.tolist()]
     recipe = Recipe("contiguous", STRATEGIES["contiguous"])

@@ -47,7 +47,7 @@ def test_whole_documents_take_only_the_time_of_the_kernel() -> None:
 
 def test_a_document_on_two_ranks_sends_its_state_and_waits_for_one() -> None:
     found = run([256], 2)
-    state = 4 * 32 * 64  # bytes of a head, of which either rank folds two
+    state = 4 * 32 * 64  # bytes of a head, of which each rank folds two
     halo = 3 * KIND.conv_channels * 2
     # the first run's U of two heads goes to the other rank, the incoming state of two heads comes back from the first
     assert found.bytes == halo + 2 * state + 2 * state
@@ -57,11 +57,11 @@ def test_a_document_on_two_ranks_sends_its_state_and_waits_for_one() -> None:
     assert found.states_us == pytest.approx((wire, wire))
     kernel = 128 * prices.token_flops(KIND) * flop_us()
     assert found.kernel_us.tolist() == pytest.approx([kernel, kernel])
-    more = 128 * prices.transition_flops(KIND) * flop_us()  # nothing but a last run on the second rank: early
-    behind = 128 * prices.output_flops(KIND) * flop_us()
+    more = 128 * prices.transition_flops(KIND) * flop_us()  # on rank 1, whose only run is a last one
+    after = 128 * prices.output_flops(KIND) * flop_us()
     waited = max(kernel + more, kernel + 2 * wire + found.fold_us)
-    assert found.makespan_us == pytest.approx(found.halo_us + waited + behind)
-    assert found.summary_us.tolist() == pytest.approx([0.0, more + behind])
+    assert found.makespan_us == pytest.approx(found.halo_us + waited + after)
+    assert found.summary_us.tolist() == pytest.approx([0.0, more + after])
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -72,10 +72,10 @@ def test_a_short_last_run_waits_for_its_state(phase: str) -> None:
     assert found.summary_us.tolist() == [0.0, 0.0]
     first, whole, last = 128 * row, 116 * row, 12 * row
     if phase == "forward":
-        wanted = max(found.halo_us + whole, found.halo_us + first + exchanged) + last
+        expected = max(found.halo_us + whole, found.halo_us + first + exchanged) + last
     else:
-        wanted = max(last + whole, last + exchanged + first + found.halo_us)
-    assert found.makespan_us == pytest.approx(wanted)
+        expected = max(last + whole, last + exchanged + first + found.halo_us)
+    assert found.makespan_us == pytest.approx(expected)
 
 
 def test_a_middle_run_sends_its_transition_matrix() -> None:
@@ -106,18 +106,19 @@ def test_the_search_includes_the_time_of_recurrent_layers() -> None:
 
 @pytest.mark.parametrize("recipe", ["fcp", "blend"])
 def test_cuts_are_at_multiples_of_the_kernels_chunk(recipe: str) -> None:
-    """Cut as by candidates of `auto`: a run that continues on another rank leaves no chunk partly empty."""
+    """With the alignment of the candidates of `auto`, a run that continues on another rank leaves no chunk partly
+    empty."""
     steps: dict[str, Any] = {
         "shard": {"sequences": {}},
         "place": {"blend": {"weigh": "time", "align": ALIGN}},
     }
-    named = (
+    requested = (
         {"name": "aligned", "steps": {**steps, "schedule": {"matchings": {}}}}
         if recipe == "blend"
         else recipe
     )
     batch = ap.Batch.from_lengths([9000, 5001, 2000, 383])
-    plan = ap.plan(batch, ap.Cluster(ranks_per_node=4), model(), recipe=named)
+    plan = ap.plan(batch, ap.Cluster(ranks_per_node=4), model(), recipe=requested)
     assert plan.recurrence is not None
     runs = plan.recurrence["runs"]
     leads = runs["rows"][runs["leads"] > 0]

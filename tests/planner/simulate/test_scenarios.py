@@ -30,7 +30,7 @@ PROGRAMS = (
 
 
 def finish_times(scenario: Scenario, contention: float = 0.0) -> list[float]:
-    """The times at which the two ranks finish_times, on the links of the scenario."""
+    """When the two ranks finish, on the links of the scenario."""
     _, cluster = apply(scenario, H100, LINKS)
     costs = Unit(contention=contention)
     return (
@@ -85,28 +85,28 @@ def test_scenarios_scale_figures_and_grids(scenario: Scenario) -> None:
     assert all("scenario" in hardware.figures()[name].source for name in changed)
     assert (hardware.digest() == H100.digest()) == (scenario.name == "nominal")
     model, rows = Model(), np.array([128, 1000, 5000])
-    mine, own = CostModel(hardware, model), CostModel(H100, model)
+    scaled, own = CostModel(hardware, model), CostModel(H100, model)
     for phase in ("forward", "backward"):
-        times = [cost.attention_us(phase, rows, rows, rows * rows, 32, 8) for cost in (mine, own)]
+        times = [cost.attention_us(phase, rows, rows, rows * rows, 32, 8) for cost in (scaled, own)]
         np.testing.assert_allclose(times[0], scenario.compute * times[1])
-        assert mine.launch_us(phase) == own.launch_us(phase)
-        chains = [cost.chain_us(phase, rows, rows, 2 * rows) for cost in (mine, own)]
+        assert scaled.launch_us(phase) == own.launch_us(phase)
+        chains = [cost.chain_us(phase, rows, rows, 2 * rows) for cost in (scaled, own)]
         np.testing.assert_allclose(chains[0], scenario.compute * chains[1])
-    assert float(mine.linear_us(100)) == pytest.approx(scenario.compute * float(own.linear_us(100)))
-    assert float(mine.rowop_us(10**6)) == float(own.rowop_us(10**6))
+    assert float(scaled.linear_us(100)) == pytest.approx(scenario.compute * float(own.linear_us(100)))
+    assert float(scaled.rowop_us(10**6)) == float(own.rowop_us(10**6))
 
 
 def test_simulating_on_another_cluster_equals_a_plan_made_for_it() -> None:
     other = {"intra_gbs": 0.016, "intra_latency_us": 7.0, "speeds": [1.0, 0.5]}
     own = simulate_with(plan_of(*PROGRAMS, **other), Unit())
-    given = simulate_with(
+    overridden = simulate_with(
         plan_of(*PROGRAMS), Unit(), cluster=replace(LINKS, **other | {"speeds": (1.0, 0.5)})
     )
     for key, run in own.runs.items():
-        assert transfers(run) == transfers(given.runs[key])
-        assert run.finish_us.tolist() == given.runs[key].finish_us.tolist()
-    assert own.to_data() == given.to_data()
-    assert given.cluster != given.plan.request.cluster
+        assert transfers(run) == transfers(overridden.runs[key])
+        assert run.finish_us.tolist() == overridden.runs[key].finish_us.tolist()
+    assert own.to_data() == overridden.to_data()
+    assert overridden.cluster != overridden.plan.request.cluster
 
 
 def test_a_cluster_with_another_number_of_ranks_is_refused() -> None:
@@ -152,10 +152,10 @@ def test_names_and_factors_are_checked() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["ring", "contiguous"])
-def test_makespans_under_all_scenarios_are_those_of_simulations(recipe: str) -> None:
+def test_makespans_under_all_scenarios_equal_those_of_simulations(recipe: str) -> None:
     plan = api.plan(Batch.from_lengths([3000, 500, 600, 40]), H100.cluster(2), Model(), recipe)
-    under = [apply(scenario, H100, H100.cluster(2)) for scenario in SCENARIOS]
-    found = makespans_us(plan, [(CostModel(hardware, Model()), cluster) for hardware, cluster in under])
-    for (hardware, cluster), times in zip(under, found, strict=True):
+    cases = [apply(scenario, H100, H100.cluster(2)) for scenario in SCENARIOS]
+    found = makespans_us(plan, [(CostModel(hardware, Model()), cluster) for hardware, cluster in cases])
+    for (hardware, cluster), times in zip(cases, found, strict=True):
         runs = simulate(plan, hardware, cluster).runs
         assert times == {key: run.makespan_us for key, run in runs.items()}

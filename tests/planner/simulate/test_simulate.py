@@ -111,9 +111,9 @@ def test_directions_of_a_link_are_separate() -> None:
 def all_to_all(ranks: int) -> Iterator[str]:
     for rank in range(ranks):
         peers = [peer for peer in range(ranks) if peer != rank]
-        words = [f"send KV.home[0:8) to {peer}" for peer in peers]
-        words += [f"receive KV.work[{8 * i}:{8 * i + 8}) from {peer}" for i, peer in enumerate(peers)]
-        yield f"launch 0 all_to_all: {', '.join(words)}\nwait 0"
+        tiles = [f"send KV.home[0:8) to {peer}" for peer in peers]
+        tiles += [f"receive KV.work[{8 * i}:{8 * i + 8}) from {peer}" for i, peer in enumerate(peers)]
+        yield f"launch 0 all_to_all: {', '.join(tiles)}\nwait 0"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
@@ -188,7 +188,7 @@ COPIES = Unit(a_row=3.0, a_byte=1 / 256)
 
 
 def test_staged_messages_are_packed_before_their_transfers() -> None:
-    """KV home rows are two arrays, KV work rows one: 512 bytes are read and written on rank 0 alone."""
+    """KV home rows are two arrays, KV work rows one: 512 bytes are read and written, only on rank 0."""
     run = forward(
         "launch 0: send KV.home[0:8) to 1\nclear O.home[0:8)\nwait 0",
         "launch 0: receive KV.work[0:8) from 0\nwait 0",
@@ -277,11 +277,11 @@ def test_gradients_are_cast_after_the_last_instruction() -> None:
     path_invariants(run)
 
 
-# --- what instructions take
+# --- times of instructions
 
 
 def busy(program: str, costs: Unit, phase: str = "forward", model: dict[str, Any] = MODEL) -> float:
-    """Microseconds of the only rank's compute stream."""
+    """Microseconds in which the only rank's compute stream is busy."""
     run = simulate_with(plan_of(program, phase=phase, model=model), costs).runs["default", phase]
     return float(run.compute_us[0])
 
@@ -361,7 +361,7 @@ def test_accumulators_are_read_and_written_once_per_instruction(
 
 @pytest.mark.parametrize(
     ("line", "model", "moved", "done"),
-    [  # complete rows are read, where they are not new, and their log-sum-exp is written; results are not cast
+    [  # complete rows are read, unless they are new, and their log-sum-exp is written; results are not cast
         (ATTEND, MODEL, 4 * (40 + 8), 0),
         (ATTEND, NARROW, 4 * (20 + 4), 0),
         (f"{ATTEND} first", NARROW, 4 * 4, 0),
@@ -427,7 +427,7 @@ def test_transfers_slow_kernels_down() -> None:
     assert run.exposed_us.tolist() == pytest.approx([0, 0, 0])
 
 
-def test_transfers_at_one_time_slow_kernels_down_once() -> None:
+def test_simultaneous_transfers_slow_kernels_down_once() -> None:
     """Rank 0 sends for 8 us and receives during 4 of them, then works without transfers."""
     run = forward(
         f"launch 0: send KV.home[0:8) to 1, receive KV.work[0:4) from 2\n{work(20)}\nwait 0",
@@ -439,7 +439,7 @@ def test_transfers_at_one_time_slow_kernels_down_once() -> None:
 
 
 def test_transfers_begin_and_end_within_a_kernel() -> None:
-    """Rank 1 joins at 3 us: rank 0 runs 3 us at full speed, 8 at half, then at full again. Packing slows down too."""
+    """Rank 1 joins at 3 us: rank 0 runs 3 us at full speed, 8 at half, then at full again."""
     run = forward(
         f"launch 0: send KV.home[0:8) to 1\n{work(20)}\nwait 0",
         f"{work(3)}\nlaunch 0: receive KV.work[0:8) from 0\nwait 0",
@@ -478,7 +478,7 @@ def test_timelines_of_hand_written_plans_keep_the_invariants(by_hand: Plan) -> N
 
 
 def scrambled(seed: int) -> Plan:
-    """Random work, rounds, channels and transfers that every rank lists in one order."""
+    """Random work, rounds, channels and transfers, which all ranks list in the same order."""
     rng = random.Random(seed)
     nodes, per_node, rounds = rng.choice([1, 2, 3]), rng.choice([1, 2, 3]), rng.randrange(1, 8)
     ranks = nodes * per_node
@@ -620,7 +620,7 @@ def test_a_plan_without_work_takes_no_time() -> None:
     assert found.critical_path() == []
 
 
-# --- where the time goes
+# --- losses
 
 
 def losses_of(recipe: str, batch: Batch, ranks: int = 4, **cluster: Any) -> Simulation:
@@ -656,8 +656,8 @@ def test_answers_to_one_question_are_attainable_together() -> None:
     # the question continues in its first answer; the two others see the question and themselves
     rows, keys = np.array([400, 300, 300, 600]), np.array([400, 300, 300, 100])
     pairs = np.array([80_200, 45_150, 45_150, 60_000])
-    apart = costs.attention_us("forward", rows, keys, pairs, 32, 8).sum()
-    assert whole_us(batch, Model(), "default", "forward", costs) == pytest.approx(apart)
+    separate = costs.attention_us("forward", rows, keys, pairs, 32, 8).sum()
+    assert whole_us(batch, Model(), "default", "forward", costs) == pytest.approx(separate)
 
 
 # --- descriptions
@@ -761,8 +761,8 @@ def test_every_arrow_begins_and_ends_in_a_round(relayed: Simulation) -> None:
     arrows = [e for e in events if e["ph"] in "sf"]
     assert len(arrows) == 2 * sum(len(run.traffic.sender) for run in relayed.runs.values())
     for arrow in arrows:
-        around = [e for e in rounds if (e["pid"], e["tid"]) == (arrow["pid"], arrow["tid"])]
-        assert any(e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"] for e in around)
+        enclosing = [e for e in rounds if (e["pid"], e["tid"]) == (arrow["pid"], arrow["tid"])]
+        assert any(e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"] for e in enclosing)
 
 
 def test_a_trace_of_some_ranks_states_which(relayed: Simulation) -> None:

@@ -123,7 +123,7 @@ def test_polishing_moves_no_fixed_vertex_and_adds_no_bytes() -> None:
 
 
 def test_vertices_of_a_hyperedge_move_together() -> None:
-    """Two rows on part 0 whose columns are on part 1: no single vertex gains by leaving, all of them do."""
+    """Two rows on part 0 whose columns are on part 1: no vertex gains by leaving alone, but all do together."""
     ptr, pins = np.array([0, 3, 5, 7]), np.array([0, 2, 3, 1, 2, 1, 3])
     price = np.array([5, 4, 4])
     graph = graph_of(ptr, pins, price, 4)
@@ -168,7 +168,7 @@ def child(code: str) -> tuple[str, ...]:
         ("import sys, numpy; numpy.save(sys.stdout.buffer, numpy.array([99] * 9))", Limit.ENGINE),
     ],
 )
-def test_the_greedy_solver_replaces_a_failed_engine_and_says_so(
+def test_the_greedy_solver_replaces_a_failed_engine_and_reports_it(
     monkeypatch: pytest.MonkeyPatch, code: str, limit: Limit
 ) -> None:
     monkeypatch.setattr(mtkahypar, "_COMMAND", child(code))
@@ -181,10 +181,10 @@ def test_the_greedy_solver_replaces_a_failed_engine_and_says_so(
 def test_an_answer_out_of_balance_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     everything_on_one = (
         "from apportion.planner.solvers.hypergraph.mtkahypar_child import *\n"
-        "held = BytesIO(sys.stdin.buffer.read())\n"
-        "(jobs,) = read(held, 1)\n"
+        "stream = BytesIO(sys.stdin.buffer.read())\n"
+        "(jobs,) = read(stream, 1)\n"
         "for _ in range(int(jobs[0])):\n"
-        "    fixed = read(held, COLUMNS)[1]\n"
+        "    fixed = read(stream, COLUMNS)[1]\n"
         "    write(sys.stdout.buffer, [np.where(fixed < 0, 0, fixed)])\n"
     )
     monkeypatch.setattr(mtkahypar, "_COMMAND", child(everything_on_one))
@@ -195,8 +195,8 @@ def test_an_answer_out_of_balance_is_repaired(monkeypatch: pytest.MonkeyPatch) -
 def test_many_vertices_are_merged_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Hypergraphs().of(np.random.default_rng(0), [90, 60, 30, *[3] * 20], 2, 4, 0.1)
     sizes = []
-    held = mtkahypar._run
-    monkeypatch.setattr(mtkahypar, "_run", lambda jobs: sizes.extend(jobs) or held(jobs))
+    run = mtkahypar._run
+    monkeypatch.setattr(mtkahypar, "_run", lambda jobs: sizes.extend(jobs) or run(jobs))
     monkeypatch.setattr(mtkahypar, "MOST_VERTICES", 300)
     found = mtkahypar.solve(problem, Budget())
     assert found.termination.solved

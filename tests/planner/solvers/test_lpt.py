@@ -29,8 +29,8 @@ def lpt(*problem: NDArray[Any] | list[tuple[int, ...] | None] | None) -> Partiti
 
 def sums(result: Partition, values: NDArray[Any], bins: int) -> NDArray[Any]:
     """The sum of values in each bin."""
-    there = result.bin >= 0
-    return np.bincount(result.bin[there], values[there], bins)
+    placed = result.bin >= 0
+    return np.bincount(result.bin[placed], values[placed], bins)
 
 
 def array(values: list[int]) -> np.ndarray:
@@ -45,7 +45,7 @@ def optimum(weights: list[int], sizes: list[int], caps: list[int], speeds: list[
         for item, b in enumerate(chosen):
             load[b] += weights[item]
             used[b] += sizes[item]
-        if all(held <= cap for held, cap in zip(used, caps, strict=True)):
+        if all(size <= cap for size, cap in zip(used, caps, strict=True)):
             best = min(best, max(work / speed for work, speed in zip(load, speeds, strict=True)))
     return best
 
@@ -202,11 +202,11 @@ def test_near_bins_exceed_the_lightest_by_at_most_one_item(data: st.DataObject) 
     _, kin, count = np.unique(families, return_inverse=True, return_counts=True)
     relatives = np.where(count[kin] > 1, kin, -1) * (bins > 3)  # in one zone all are near
     for item in np.lexsort((np.arange(items), relatives, -weights)).tolist():
-        to = found.bin[item]
+        target = found.bin[item]
         lightest = int((load / speeds).argmin())
         limit = (load[lightest] + weights[item]) / speeds[lightest]
-        assert to == lightest or load[to] / speeds[to] < limit
-        load[to] += weights[item]
+        assert target == lightest or load[target] / speeds[target] < limit
+        load[target] += weights[item]
 
 
 def test_families_and_zones_of_wrong_lengths_are_refused() -> None:

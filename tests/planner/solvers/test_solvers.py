@@ -56,7 +56,7 @@ def test_every_kind_has_solvers_and_passes_that_take_them() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("partition", "nope"), ("partition", "greedy"), ("nope", "lpt")])
-def test_an_unknown_name_lists_what_there_is(kind: str, name: str) -> None:
+def test_an_unknown_name_lists_the_known_names(kind: str, name: str) -> None:
     with pytest.raises(UnknownNameError, match=r"write one of (lpt|partition)"):
         find_solver(kind, name)
 
@@ -69,7 +69,7 @@ def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("status", "bound", "value", "limit", "words", "gap"),
+    ("status", "bound", "value", "limit", "text", "gap"),
     [
         (Status.OPTIMAL, 4.0, 4.0, None, "OPTIMAL", 1.0),
         (Status.FEASIBLE, 4.0, 5.0, Limit.STEPS, "FEASIBLE(steps)", 1.25),
@@ -80,10 +80,10 @@ def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_terminations_have_a_description(
-    status: Status, bound: float, value: float | None, limit: Limit | None, words: str, gap: float | None
+    status: Status, bound: float, value: float | None, limit: Limit | None, text: str, gap: float | None
 ) -> None:
     end = Termination(status, bound, value, limit)
-    assert (str(end), end.gap, end.solved) == (words, gap, value is not None)
+    assert (str(end), end.gap, end.solved) == (text, gap, value is not None)
 
 
 @pytest.mark.parametrize("field", ["steps", "gap"])
@@ -169,14 +169,14 @@ def test_the_exact_partition_is_exact_where_sizes_are_large() -> None:
     assert found.termination.value == pytest.approx(testing.PROBLEMS["partition"].optimum(problem))
 
 
-def test_the_exact_partition_counts_its_nodes_and_leaves_large_programs(
+def test_the_exact_partition_limits_its_nodes_and_skips_large_programs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The default number of nodes takes about a second, and is 0 if the root alone takes longer."""
-    asked: list[int] = []
+    node_limits: list[int] = []
     run = highs.solve_model
     monkeypatch.setattr(
-        highs, "solve_model", lambda model, nodes, gap: asked.append(nodes) or run(model, 1, gap)
+        highs, "solve_model", lambda model, nodes, gap: node_limits.append(nodes) or run(model, 1, gap)
     )
     draw = np.random.default_rng(0)
     for items, bins in ((20, 4), (60, 8)):
@@ -186,5 +186,5 @@ def test_the_exact_partition_counts_its_nodes_and_leaves_large_programs(
         start, found = swap.solve(problem, Budget()).termination, ilp.solve(problem, Budget()).termination
         assert (found.status, found.limit) == (Status.FEASIBLE, Limit.STEPS)
         assert found.bound <= (found.value or 0.0) <= (start.value or 0.0)
-    assert len(asked) == 1
-    assert 80 * asked[0] <= 1.1 * ilp.EFFORT
+    assert len(node_limits) == 1
+    assert 80 * node_limits[0] <= 1.1 * ilp.EFFORT

@@ -28,7 +28,7 @@ def drawn(seed: int, objective: str) -> TransportProblem:
 
 
 def test_rows_stay_in_their_node_and_the_cheap_part_levels_the_senders() -> None:
-    # the first node's receiver takes 6 rows from its node: of senders with 9 and 5, most from the one that pays more
+    # the first node's receiver takes 6 rows from its node: of senders with 9 and 5, all from the one that pays more
     problem = TransportProblem(np.array([9, 5, -6, 0, -8, 0]), TwoLevelCost(3, 1.0, 3.0), "minmax")
     flows = solve(problem, Budget())
     sent = {(s, d): r for s, d, r in zip(flows.src, flows.dst, flows.rows, strict=True)}

@@ -1,4 +1,4 @@
-"""FlexSP's problem: never above the greedy mix, its own bound below the optimum, and an oracle for LPT."""
+"""FlexSP's problem: never slower than the greedy mix, a bound below the optimum, and an oracle for LPT."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_value_is_between_its_bound_and_the_greedy_mix(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_lpt_keeps_its_guarantee_against_the_optimum(seed: int) -> None:
-    """With groups of one rank the problem is LPT's, whose guarantee and bound are held against the optimum."""
+    """With groups of one rank the problem is LPT's, whose guarantee and bound are compared with the optimum."""
     draw = np.random.default_rng(seed)
     weights, ones = draw.integers(1, 100, 10), np.ones(10, np.int64)
     problem = GroupingProblem(weights[:, None].astype(float), ones, np.array([1]), 3, 4)

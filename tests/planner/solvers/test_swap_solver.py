@@ -14,8 +14,8 @@ def array(values: list[int]) -> np.ndarray:
 
 
 def bin_sums(problem: PartitionProblem, found: Partition, values: np.ndarray) -> np.ndarray:
-    there = found.bin >= 0
-    return np.bincount(found.bin[there], values[there], problem.bins)
+    placed = found.bin >= 0
+    return np.bincount(found.bin[placed], values[placed], problem.bins)
 
 
 def documents() -> PartitionProblem:
