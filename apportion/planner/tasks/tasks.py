@@ -9,7 +9,7 @@ the query direction). With an `Execution`, each cell and head group is a task, a
     block 4   x x x x  \
     block 7   x x x x   } one task of three blocks, though their tokens are not consecutive
     block 8   x x x x  /
-    block 2   x . . .     a task of its own: its band is not full
+    block 2   x . . .     a separate task: its band is not full
 """
 
 from __future__ import annotations

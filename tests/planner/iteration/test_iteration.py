@@ -90,10 +90,10 @@ def test_every_rank_has_every_microbatch() -> None:
 
 
 def test_equal_arguments_give_equal_bytes(iteration: IterationPlan) -> None:
-    again = iterate({"wlb": {"microbatches": 3}}, 40, verify=False)
-    assert again == iteration
-    assert again.encode() == iteration.encode()
-    assert hash(again) == hash(iteration)
+    repeated = iterate({"wlb": {"microbatches": 3}}, 40, verify=False)
+    assert repeated == iteration
+    assert repeated.encode() == iteration.encode()
+    assert hash(repeated) == hash(iteration)
     other = iterate({"sequential": {"microbatches": 3}}, 40)
     assert other.id != iteration.id
 

@@ -111,9 +111,9 @@ def test_tokens_are_exact_and_work_is_even_within_one_row(
     busy, mean = time(made, placement)
     assert busy.max() <= (1 + UNEVEN) * mean + 2 * most_pairs_of_a_row(made) / made.speeds.min()
     assert placement.bound <= busy.max() * (1 + 1e-12)
-    again = place(problem(lengths, ranks, MASKS[mask], speeds=speeds), head=head, grain=grain)
-    assert (again.starts == placement.starts).all()
-    assert (again.home == placement.home).all()
+    repeated = place(problem(lengths, ranks, MASKS[mask], speeds=speeds), head=head, grain=grain)
+    assert (repeated.starts == placement.starts).all()
+    assert (repeated.home == placement.home).all()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

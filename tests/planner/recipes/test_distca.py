@@ -136,9 +136,9 @@ def test_every_token_has_one_home_and_every_cell_one_rank(
     assert cells.work.sum() == made.batch.area("default")
     assert rank.min() >= 0
     assert rank.max() < ranks
-    again = place(placer, problem(lengths, ranks, MASKS[mask]))
-    assert (again.starts == placement.starts).all()
-    assert (computed(made, again)[1] == rank).all()
+    repeated = place(placer, problem(lengths, ranks, MASKS[mask]))
+    assert (repeated.starts == placement.starts).all()
+    assert (computed(made, repeated)[1] == rank).all()
 
 
 @pytest.mark.parametrize("mask", sorted(MASKS))

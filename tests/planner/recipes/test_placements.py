@@ -120,9 +120,9 @@ def test_every_token_has_one_rank_and_every_block_its_weight(
     assert placement.weight.sum() == made.batch.area("default")
     assert (placement.weight == row_weights(made, placement.starts)).all()
     assert placement.bound <= work(placement, ranks).max() * (1 + 1e-12)
-    again = place(placer, problem(lengths, ranks, MASKS[mask]))
-    assert (again.starts == placement.starts).all()
-    assert (again.home == placement.home).all()
+    repeated = place(placer, problem(lengths, ranks, MASKS[mask]))
+    assert (repeated.starts == placement.starts).all()
+    assert (repeated.home == placement.home).all()
 
 
 @pytest.mark.parametrize("placer", EVEN, ids=str)
