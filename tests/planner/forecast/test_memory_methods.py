@@ -76,7 +76,7 @@ def test_methods_rank_in_the_measured_order() -> None:
                 assert len(set(peaks)) == 4
 
 
-def test_formulas_count_most_of_what_was_measured() -> None:
+def test_formulas_count_most_of_the_measured_memory() -> None:
     """With attention's rows as printed, the formulas miss at most nine tensors of the hidden size; with our plans' home
     and work rows, and sums in float32, they are within 6 % of the measurement."""
     for one in memory_methods.growths():
@@ -97,7 +97,7 @@ def test_upipe_memory_matches_the_measurement(tokens: int) -> None:
     assert total == pytest.approx(LLAMA.memory["upipe"][tokens], rel=0.05)
 
 
-def test_steps_are_within_a_tenth_of_what_was_measured() -> None:
+def test_steps_are_within_a_tenth_of_the_measured_memory() -> None:
     """UPipe, Table 3, Ulysses with tiles and offload."""
     for run in memory_methods.RUNS:
         for most, throughput in run.throughput["alst"].items():

@@ -286,7 +286,7 @@ def test_equal_requests_give_equal_plans() -> None:
     assert plan(lognormal(), "mixed").id == plan(lognormal(), "mixed").id
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def test_reshuffled_rows_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Recipes: each equals dense attention on every mask, and moves what its strategy prescribes.
+"""Recipes: each equals dense attention on every mask, and moves rows as its strategy prescribes.
 
 Every strategy x mask x number of ranks from 1 to 8 is planned and run forward and backward, with four masks in a batch;
 and every strategy x mask alone in its batch, on alternating numbers of ranks.

@@ -90,7 +90,7 @@ def test_groups_come_largest_first_and_none_is_empty() -> None:
         ([20, 20, 11], "51 tokens: 5 ranks at 10 tokens each hold 50"),
     ],
 )
-def test_what_the_cluster_cannot_hold_is_refused_at_once(sizes: list[int], fault: str) -> None:
+def test_sequences_too_large_for_the_cluster_are_refused_at_once(sizes: list[int], fault: str) -> None:
     times = np.ones((len(sizes), 4))
     problem = GroupingProblem(times, np.array(sizes), np.array([1, 2, 4, 8]), 5, 10)
     for solve in (lambda: ilp.solve(problem, Budget()), lambda: ilp.greedy(problem)):
