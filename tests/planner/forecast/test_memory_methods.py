@@ -97,7 +97,7 @@ def test_upipe_memory_matches_the_measurement(tokens: int) -> None:
     assert total == pytest.approx(LLAMA.memory["upipe"][tokens], rel=0.05)
 
 
-def test_steps_are_within_a_tenth_of_the_measured_memory() -> None:
+def test_steps_are_within_a_tenth_of_the_measured_time() -> None:
     """UPipe, Table 3, Ulysses with tiles and offload."""
     for run in memory_methods.RUNS:
         for most, throughput in run.throughput["alst"].items():
