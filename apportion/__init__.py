@@ -7,24 +7,26 @@ from pathlib import Path
 
 from apportion.ir.version import __version__
 
-#: name -> (module, name there), as the stub that type checkers read imports it
-_HOMES = {
+#: public name -> (module, name in it), from the imports of the stub that type checkers read
+_SOURCES = {
     (name.asname or name.name).removeprefix("_"): (statement.module, name.name)
     for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text("utf-8")).body
     if isinstance(statement, ast.ImportFrom)
     for name in statement.names
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_SOURCES]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _SOURCES:
         raise AttributeError(f"module 'apportion' has no attribute {name!r}")
-    module, own = _HOMES[name]
+    module, attribute = _SOURCES[name]
     try:
         home = import_module(module)
-        value = getattr(home, own) if hasattr(home, own) else import_module(f"{module}.{own}")
+        value = (
+            getattr(home, attribute) if hasattr(home, attribute) else import_module(f"{module}.{attribute}")
+        )
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -1,4 +1,4 @@
-"""The public names, for type checkers, and for `__init__.py`, which imports each when it is first used."""
+"""The public names: read by type checkers, and by `__init__.py`, which imports each on first use."""
 
 from apportion.backends.torch.envelope import Envelope as Envelope
 from apportion.backends.torch.remap import from_linear as from_linear, to_linear as to_linear
@@ -77,4 +77,4 @@ from apportion.trainer.ticks import TickPipeline as TickPipeline
 
 __version__: str
 __all__: list[str]
-masks = _masks  # a checker exports no module under another name
+masks = _masks  # type checkers do not re-export a module imported under an alias

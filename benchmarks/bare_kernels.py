@@ -96,7 +96,7 @@ def main() -> None:
     header = planned(BenchJob(batch, cluster_of(1), Model(), "fcp", args.seed)).header
     activate_newest(device)  # of FlashAttention, as engine `flash` does
     for name, make in KERNELS.items():
-        rows = RankTensors.of(header, batch.tokens, device, drawn=True)
+        rows = RankTensors.of(header, batch.tokens, device, is_random=True)
         try:
             kernel = make(batch.lengths.tolist(), device)
             timings = best(kernel, rows, on_gpu if device.type == "cuda" else on_host, args.repeats)

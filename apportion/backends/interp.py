@@ -6,7 +6,7 @@ A backend implements `Machine`: `view` maps an operand to the backend's memory o
 has one method that takes a `Step` and finds its operands in `self.views`. A program is compiled once and may
 run many times; views, arenas and rounds in flight belong to one machine, that is, to one call.
 
-Two calls may take turns on a rank, so that one computes while the other's rounds are under way: a program falls into
+Two calls may take turns on a rank, so that one computes while the other communicates: a program is split into
 dispatch, compute and collect (`ir.plan.segments`), each executed as a whole.
 """
 
@@ -94,7 +94,7 @@ class Transfer(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Query rows × key rows. `kv_of[i]`: the column of the i-th query head's KV head in the key operand."""
+    """Query rows × key rows. `kv_of[i]`: the key operand's column with the KV head of query head i."""
 
     q: int
     kv: int
@@ -106,7 +106,7 @@ class Task(NamedTuple):
 
 
 class GradTask(NamedTuple):
-    """A task's gradient; each `first` flag overwrites its accumulator instead of adding to it."""
+    """The gradient of a task; a `first` flag means that it overwrites the accumulator instead of adding to it."""
 
     q: int
     kv: int
@@ -122,7 +122,7 @@ class GradTask(NamedTuple):
 
 
 class RowOp(NamedTuple):
-    """Operands of any other op, in the columns that the op's rule defines; 0: no operand."""
+    """A row of any other op: operands, in the columns that the op's rule defines; 0: no operand."""
 
     a: int
     b: int
@@ -203,24 +203,24 @@ class Program:
         return any(op.rule.products for op in self.ops)
 
     @cached_property
-    def is_pushed_once(self) -> bool:
-        """True if rows of dX are written once, by the projection, and never accumulated."""
+    def writes_dx_once(self) -> bool:
+        """True if the projection writes each row of dX once and nothing accumulates into it."""
         rows = [(step.op, row) for step in self.steps for row in step.rowops]
-        named = [op for op, row in rows for index in (row.a, row.c, row.d) if self._is_dx(index)]
-        pushes = [op for op, row in rows if op == Op.PROJECT_GRAD and row.first]
+        uses = [op for op, row in rows for index in (row.a, row.c, row.d) if self._is_dx(index)]
+        writes = [op for op, row in rows if op == Op.PROJECT_GRAD and row.first]
         operands = (transfer.operand for step in self.steps for transfer in step.transfers)
-        return len(named) == len(pushes) and not any(map(self._is_dx, operands))
+        return len(uses) == len(writes) and not any(map(self._is_dx, operands))
 
     def _is_dx(self, index: int) -> bool:
         return self.operands[index].tensor == Tensor.DX
 
     @property
     def cuts(self) -> Cuts:
-        """Segment boundaries for this rank alone; see `ir.plan.segments`."""
+        """This rank's own segment boundaries; see `ir.plan.segments`."""
         return own_cuts(*self._columns)
 
     def segments(self, cuts: Cuts) -> Segments:
-        """The program split at the boundaries that all ranks agreed on."""
+        """Splits the program at the boundaries that all ranks agreed on."""
         dispatch, compute = segment_ends(*self._columns, cuts)
         return Segments(self.steps[:dispatch], self.steps[dispatch:compute], self.steps[compute:])
 
@@ -232,7 +232,9 @@ class Program:
 def compile_program(program: ProgramSet, header: Header) -> Program:
     """Compiles a one-rank program. Raises ExecutionError if its lists and operands are inconsistent."""
     if program.ranks != 1:
-        raise ExecutionError(f"a program of {program.ranks} ranks; take one with `ProgramSet.rank(r)` first")
+        raise ExecutionError(
+            f"the program is of {program.ranks} ranks; select one with `ProgramSet.rank(r)` first"
+        )
     operands = tuple(_operands(program, header))
     heads, group = [operand.heads for operand in operands], header.q_heads // header.kv_heads
 
@@ -272,7 +274,7 @@ def _heads(header: Header, tensor: Tensor, heads: int) -> tuple[int, ...]:
     if tensor in HEADLESS:
         return ()
     if heads > len(header.head_sets):
-        raise ExecutionError(f"an operand names head set {heads}; the plan has {len(header.head_sets)}")
+        raise ExecutionError(f"an operand refers to head set {heads}; the plan has {len(header.head_sets)}")
     if heads:
         return tuple(header.head_sets[heads - 1])
     return tuple(range(header.heads_of(tensor)))
@@ -308,7 +310,7 @@ def _steps(program: ProgramSet, lists: Mapping[str, tuple[Row, ...]]) -> Iterato
         rows = lists[name][start : start + count]
         if len(rows) != count:
             raise ExecutionError(
-                f"instruction {index} ({OP_NAMES[Op(op)]}) needs {count} {name}, but {len(rows)} are left"
+                f"instruction {index} ({OP_NAMES[Op(op)]}) needs {count} {name}, but only {len(rows)} remain"
             )
         counts[name] += count
         yield Step(index, Op(op), round_, channel, mode, **{name: rows})  # type: ignore[arg-type]
@@ -345,8 +347,8 @@ class Machine(ABC, Generic[View]):
 
     @property
     def handlers(self) -> Mapping[Op, Callable[[Step], None]]:
-        """The dispatch table: op of the program -> the method that executes a step of it."""
-        # not cached: bound methods in the machine would be a cycle, and only the collector would free its arenas
+        """The dispatch table: op of the program -> the method that executes its steps."""
+        # not cached: bound methods would be a reference cycle, and only the garbage collector would free the arenas
         return MappingProxyType({op: getattr(self, OP_NAMES[op]) for op in self.program.ops})
 
     def run(self) -> None:
@@ -354,7 +356,7 @@ class Machine(ABC, Generic[View]):
         self.execute(self.program.steps)
 
     def execute(self, steps: Iterable[Step]) -> None:
-        """Executes some steps; over all its calls, the caller executes every step once and in order."""
+        """Executes some steps. The caller must execute every step exactly once and in order, over one or more calls."""
         handlers = self.handlers
         for step in steps:
             handlers[step.op](step)

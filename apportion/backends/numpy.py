@@ -3,8 +3,8 @@ executors are tested against it.
 
     from apportion.backends import numpy as executor
 
-    found = executor.run(plan, "default", q, k, v, do)      # tensors in token order
-    found.o, found.lse, found.dq, found.dk, found.dv
+    result = executor.run(plan, "default", q, k, v, do)     # tensors in token order
+    result.o, result.lse, result.dq, result.dk, result.dv
 
     tensors in token order ──scatter──► home rows of each rank ──programs──► home rows ──gather──► token order
 
@@ -84,7 +84,7 @@ PLAIN = LocalLayer()
 
 class Result(NamedTuple):
     """float64, in token order: o [T, Hq, Dv], lse [T, Hq], dq [T, Hq, D], dk [T, Hk, D], dv [T, Hk, Dv], dsinks [Hq].
-    Gradients are None without `do`, dsinks also without sinks."""
+    Gradients are None if there is no `do`, dsinks also if there are no sinks."""
 
     o: Floats
     lse: Floats
@@ -115,10 +115,10 @@ def forward(
 ) -> tuple[Floats, Floats, Context]:
     """Runs planned attention of one kind, in token order.
 
-    inputs: q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv]; or hidden states x [T, E] alone, for a layer that projects.
-    Any real dtype; numbers become float64. Returns o [T, Hq, Dv], lse [T, Hq] (natural logarithm) and state for
+    inputs: q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv]; or only hidden states x [T, E], for a layer that projects.
+    Any real dtype, converted to float64. Returns o [T, Hq, Dv], lse [T, Hq] (natural logarithm) and state for
     `backward`.
-    A row that sees no key has o = 0 and lse = -inf (its sink logit, with sinks). Raises UnknownNameError for a kind
+    A row that sees no key has o = 0 and lse = -inf (with sinks: its sink logit). Raises UnknownNameError for a kind
     that the plan does not have, ExecutionError for wrong shapes, for NaN, and for a plan that cannot be executed.
     """
     home = plan.layout(plan.header.home_layout)
@@ -134,7 +134,7 @@ def forward(
 
 def backward(plan: Plan, kind: str, saved: Context, do: Array) -> tuple[Floats | None, ...]:
     """The gradients of `forward`'s inputs from its output's gradient do [T, Hq, Dv], followed by the gradient of the
-    sinks [Hq], None without sinks. Raises the errors of `forward`. `saved` may be used again."""
+    sinks [Hq], None if there are none. Raises the errors of `forward`. `saved` may be used again."""
     do_rows = _home_rows(plan, {Tensor.DO: (do,)})
     homes = [deepcopy(rows) | extra for rows, extra in zip(saved.homes, do_rows, strict=True)]
     homes = _execute(plan, (kind, "backward"), saved.layer, homes)
@@ -168,7 +168,7 @@ def _home_rows(plan: Plan, tensors: Mapping[Tensor, tuple[Array, ...]]) -> list[
         tokens, hidden = int(layout.rows_per_rank.sum()), np.shape(arrays[0])[-1] if arrays else 0
         shapes = _shapes(head, tensor, tokens, head.heads_of(tensor), hidden)
         if len(arrays) != len(shapes):
-            raise ExecutionError(f"{len(arrays)} arrays for {', '.join(shapes)}; the plan takes each")
+            raise ExecutionError(f"got {len(arrays)} arrays; the plan takes {', '.join(shapes)}")
         for (name, shape), array in zip(shapes.items(), arrays, strict=True):
             if np.shape(array) != shape:
                 raise ExecutionError(f"{name} has shape {np.shape(array)}; the plan is for {shape}")
@@ -184,8 +184,8 @@ def _shapes(head: Header, tensor: Tensor, rows: int, heads: int, hidden: int) ->
     """The shape of each array of a tensor, by name."""
     leading = (rows,) if tensor in HEADLESS else (rows, heads)
     widths = tensor.contents.widths(head.head_dim, head.v_head_dim, hidden, head.latent)
-    named = zip(tensor.contents.parts, widths, strict=True)
-    return {part.name: (*leading, width) if width else leading for part, width in named}
+    parts = zip(tensor.contents.parts, widths, strict=True)
+    return {part.name: (*leading, width) if width else leading for part, width in parts}
 
 
 def _in_token_order(plan: Plan, homes: Sequence[Home], tensor: Tensor) -> Arrays:
@@ -202,7 +202,9 @@ def _execute(plan: Plan, key: tuple[str, str], layer: LocalLayer, homes: Sequenc
     """The home rows of all ranks after their programs of a kind and phase (`key`) have run."""
     head, network = plan.header, Network()
     if layer.sinks is not None and np.shape(layer.sinks) != (head.q_heads,):
-        raise ExecutionError(f"sinks of shape {np.shape(layer.sinks)} for {head.q_heads} query heads")
+        raise ExecutionError(
+            f"sinks have shape {np.shape(layer.sinks)}; the plan has {head.q_heads} query heads"
+        )
     if head.latent is not None:
         raise ExecutionError("the numpy executor cannot expand latent rows: execute the plan with torch")
     if key not in plan.programs:
@@ -215,7 +217,7 @@ def _execute(plan: Plan, key: tuple[str, str], layer: LocalLayer, homes: Sequenc
     _take_turns(ranks, " ".join(key))
     for (round_, source, target), queue in network.mail.items():
         for tile, _ in queue:
-            raise ExecutionError(f"round {round_}: rank {target} does not receive {tile} of rank {source}")
+            raise ExecutionError(f"round {round_}: rank {target} does not receive {tile} from rank {source}")
     return [rank.home for rank in ranks]
 
 
@@ -230,8 +232,8 @@ class Partial(NamedTuple):
 
 
 def _strips(q: Floats, k: Floats, task: Task | GradTask, layer: LocalLayer) -> Iterator[Strip]:
-    """Query rows, the keys that any of them sees, and logits [h, rows, keys], -inf where a pair is not allowed. No
-    dense mask of a task is ever built."""
+    """Yields query rows, the keys that any of them sees, and logits [h, rows, keys], -inf where a pair is not allowed.
+    No dense mask of a task is ever built."""
     for a in range(0, len(q), STRIP):
         b = min(a + STRIP, len(q))
         keys = slice(max(0, a - task.dmax), min(len(k), b - task.dmin))
@@ -280,19 +282,19 @@ def attend_grad(q: Floats, kv: Arrays, do: Floats, sums: Arrays, task: GradTask,
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The attention over two disjoint sets of keys from the attention over each (online softmax)."""
+    """Combines the attention over two disjoint sets of keys (online softmax)."""
     lse = np.logaddexp(a.lse, b.lse)
     weight_a, weight_b = (np.exp(part.lse - _finite(lse))[..., None] for part in (a, b))
     return Partial(a.o * weight_a + b.o * weight_b, lse)
 
 
 def rounded(values: Floats, dtype: str) -> Floats:
-    """The nearest numbers of bf16 or fp16, ties to even, as float64 (via float32 for bf16)."""
+    """Rounds to the nearest bf16 or fp16 numbers, ties to even (bf16 via float32); returns float64."""
     if dtype == "fp16":
         with np.errstate(over="ignore"):  # values out of range become infinite, as on a device
             return values.astype(np.float16).astype(np.float64)
     bits = values.astype(np.float32).view(np.uint32)
-    carry = np.where(np.isfinite(values), 0x7FFF + (bits >> 16 & 1), 0)  # into the exponent
+    carry = np.where(np.isfinite(values), 0x7FFF + (bits >> 16 & 1), 0)  # may carry into the exponent
     return (bits + carry.astype(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
@@ -312,11 +314,11 @@ class Network:
         self.mail = defaultdict[tuple[int, int, int], deque[tuple[Operand, Arrays]]](deque)
 
     def receive(self, round_: int, source: int, target: int, operand: Operand) -> Arrays:
-        """The next tile of the pair. Raises ExecutionError if the two sides list the pair's transfers differently."""
+        """Returns the pair's next tile. Raises ExecutionError if the two sides list their transfers differently."""
         queue = self.mail[round_, source, target]
         if not queue:
             raise ExecutionError(
-                f"receives {operand} from rank {source}, which sends no more in round {round_}"
+                f"receives {operand} from rank {source}, which has no more to send in round {round_}"
             )
         tile, values = queue.popleft()
         if (tile.tensor, tile.rows, tile.heads) != (operand.tensor, operand.rows, operand.heads):
@@ -341,7 +343,7 @@ class LocalView:
         return tuple(np.array(array[self._index]) for array in self.arrays)
 
     def read(self) -> Arrays:
-        """A copy of the values. Raises ExecutionError if a row holds none."""
+        """A copy of the values. Raises ExecutionError if a row has no value."""
         values = self.peek()
         for value in values:
             if np.isnan(value).any():
@@ -382,12 +384,12 @@ class Rank(Machine[LocalView]):
     ) -> None:
         super().__init__(program)
         if program.uses_project and Tensor.X not in home:
-            raise ExecutionError("the plan takes hidden states, X.home: give them, and a layer that projects")
-        self.rank, self.at, self._layer, self._network = rank, 0, layer, network
+            raise ExecutionError("the plan takes hidden states, X.home: pass them, and a layer that projects")
+        self.rank, self.position, self._layer, self._network = rank, 0, layer, network
         self._hidden_width = home[Tensor.X][0].shape[1] if Tensor.X in home else 0
         self.home = {t: home.get(t) or self._empty(t, rows, program.header.heads_of(t)) for t in Tensor if t}
         self._work = {arena.tensor: self._empty(*arena) for arena in program.arenas}
-        #: launched rounds: the instruction, and what each operand must hold until the round's wait
+        #: launched rounds: the launch, and the values that each operand must hold until the wait
         self._flights: dict[int, tuple[Step, list[tuple[LocalView, Arrays]]]] = {}
         self.bind()
 
@@ -402,13 +404,13 @@ class Rank(Machine[LocalView]):
         return LocalView(operand, arrays)
 
     def advance(self) -> Iterator[set[int]]:
-        """Executes the program; at a wait, yields the ranks that have not launched the round."""
+        """Executes the program; at a wait, yields the ranks that have not yet launched the round."""
         for step in self.program.steps:
-            self.at = step.index
+            self.position = step.index
             while missing := self._missing(step):
                 yield missing
             self.handlers[step.op](step)
-        self.at = len(self.program.steps)
+        self.position = len(self.program.steps)
         if self._flights:
             raise ExecutionError(f"the program ends without a wait for rounds {sorted(self._flights)}")
 
@@ -420,12 +422,12 @@ class Rank(Machine[LocalView]):
         return {*(all_ranks if launch.mode & ALL_TO_ALL else peers)} - self._network.launched[step.round]
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, instruction {self.at} of {len(self.program.steps)}"
+        return f"rank {self.rank}, instruction {self.position} of {len(self.program.steps)}"
 
-    def around(self) -> str:
-        """The instructions around the current one, with an arrow."""
-        steps = self.program.steps[max(0, self.at - 2) : self.at + 2]
-        return "\n".join(f"  {'→' if s.index == self.at else ' '} {s.index}: {s}" for s in steps)
+    def excerpt(self) -> str:
+        """Shows the instructions around the current one, which an arrow marks."""
+        steps = self.program.steps[max(0, self.position - 2) : self.position + 2]
+        return "\n".join(f"  {'→' if s.index == self.position else ' '} {s.index}: {s}" for s in steps)
 
     # the ops
 
@@ -510,7 +512,7 @@ class Rank(Machine[LocalView]):
         return hidden, positions.astype(np.int64), q, kv
 
     def _grads(self, row: RowOp, index: int, tensor: Tensor) -> Arrays:
-        """Consumes the gradients of an operand; without an operand, returns gradients of no heads."""
+        """Consumes the gradients of an operand; if there is none, returns gradients with zero heads."""
         rows = self.program.operands[row.a].rows
         return self.views[index].take() if index else self._empty(tensor, rows, 0)
 
@@ -526,15 +528,15 @@ def _take_turns(ranks: list[Rank], label: str) -> None:
     """Runs every rank in turn as far as it can go, until all are done."""
     running = {rank: rank.advance() for rank in ranks}
     while running:
-        positions, waits = [rank.at for rank in ranks], dict[Rank, set[int]]()
+        positions, waits = [rank.position for rank in ranks], dict[Rank, set[int]]()
         for rank, steps in running.items():
             try:
                 waits[rank] = next(steps, set())
             except ExecutionError as error:
-                raise ExecutionError(f"{label}: {rank}: {error}\n{rank.around()}") from error
+                raise ExecutionError(f"{label}: {rank}: {error}\n{rank.excerpt()}") from error
         running = {rank: running[rank] for rank, missing in waits.items() if missing}
-        if running and positions == [rank.at for rank in ranks]:
+        if running and positions == [rank.position for rank in ranks]:
             lines = [f"{label}: deadlock, no rank can proceed"]
             for rank in running:
-                lines += [f"{rank}: waits for ranks {sorted(waits[rank])} to launch", rank.around()]
+                lines += [f"{rank}: waits for ranks {sorted(waits[rank])} to launch", rank.excerpt()]
             raise ExecutionError("\n".join(lines))

@@ -37,8 +37,8 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
     """Draws problems of the kind of an Entry, 12 small ones and a large one, and checks its solver against these rules:
 
     - an answer is feasible, has the value it claims, and a status that fits it;
-    - bound <= optimum <= value on small problems, whose optimum is enumerated; no answer only if there is none or none
-      was found;
+    - bound <= optimum <= value on small problems, whose optimum is found by enumeration; an answer may be missing only
+      if there is none or none was found;
     - the same problem has the same answer, to the bit, and the value does not depend on the order of the items;
     - a problem without an answer is refused (ValueError), or ends INFEASIBLE or NO_SOLUTION, without a value.
 
@@ -85,7 +85,7 @@ def _bound_faults(end: Termination, best: float | None) -> Iterator[str]:
         (end.status is Status.INFEASIBLE, f"INFEASIBLE, but {best} is possible"),
         (end.bound > best + slack, f"bound {end.bound} above the optimum {best}"),
         (end.value is not None and end.value < best - slack, f"value {end.value} below the optimum {best}"),
-        (end.status is Status.OPTIMAL and not _near(end.value, best), f"OPTIMAL, the optimum is {best}"),
+        (end.status is Status.OPTIMAL and not _near(end.value, best), f"OPTIMAL, but the optimum is {best}"),
     )
 
 
@@ -97,7 +97,7 @@ def _repeat_faults(result: Any, repeated: Any, reordered: Any) -> Iterator[str]:
     first, second = result.termination, reordered.termination
     is_same = first.status is second.status and _near(first.value, second.value)
     yield from _broken_rules(
-        (not is_same, f"{first} at {first.value}, in another order {second} at {second.value}")
+        (not is_same, f"{first} at {first.value}, but in another order {second} at {second.value}")
     )
 
 

@@ -14,11 +14,11 @@ from apportion.planner.solvers import contracts
 from apportion.planner.solvers.status import Status, Termination
 
 Draw = np.random.Generator
-_FOUND = Termination(Status.FEASIBLE, 0.0, 0.0)
+_FEASIBLE = Termination(Status.FEASIBLE, 0.0, 0.0)
 
 
 class Problems(Protocol):
-    """Problem generator of a kind; problems and results are those of `planner/solvers/contracts.py`."""
+    """Problem generator of a kind; `planner/solvers/contracts.py` defines problems and results."""
 
     def drawn(self, draw: Draw, large: bool = False) -> Any:
         """Draws a problem whose answers can be enumerated; large: one that takes a solver well below a second."""
@@ -73,7 +73,7 @@ class Partitions(Problems):
         yield from _outside("bins", result.bin, len(problem.sizes), problem.bins)
         loads = np.bincount(np.maximum(result.bin, 0), problem.sizes, problem.bins)
         if (loads > problem.caps).any():
-            yield f"bins hold {loads}, the cap is {problem.caps}"
+            yield f"bins hold {loads}, but the cap is {problem.caps}"
         allowed = problem.allowed or [None] * len(result.bin)
         if any(bins and number not in bins for number, bins in zip(result.bin, allowed, strict=True)):
             yield f"bins {result.bin} are not all allowed"
@@ -83,7 +83,7 @@ class Partitions(Problems):
 
     def answers(self, problem: Any) -> Iterator[Any]:
         for bins in product(range(problem.bins), repeat=len(problem.weights)):
-            yield contracts.Partition(np.array(bins), _FOUND)
+            yield contracts.Partition(np.array(bins), _FEASIBLE)
 
 
 class Colourings(Problems):
@@ -129,7 +129,7 @@ class Transports(Problems):
         ends = ((result.src, 1), (result.dst, -1))
         totals = sum(sign * np.bincount(end, result.rows, len(problem.surplus)) for end, sign in ends)
         if not np.array_equal(totals, problem.surplus) or (result.rows <= 0).any():
-            yield f"rows {totals} are moved, the surplus is {problem.surplus}"
+            yield f"rows {totals} are moved, but the surplus is {problem.surplus}"
         if any((sign * problem.surplus[end] <= 0).any() for end, sign in ends):
             yield "a rank without surplus sends, or one without deficit receives"
 
@@ -146,7 +146,7 @@ class Transports(Problems):
         for order in set(permutations(receivers.tolist())):
             pairs = np.stack([senders, np.array(order, np.int64)])
             (src, dst), count = np.unique(pairs, axis=1, return_counts=True)
-            yield contracts.Transport(src, dst, count, _FOUND)
+            yield contracts.Transport(src, dst, count, _FEASIBLE)
 
 
 class Groupings(Problems):
@@ -170,13 +170,13 @@ class Groupings(Problems):
 
     def faults(self, problem: Any, result: Any) -> Iterator[str]:
         if result.degree.sum() > problem.ranks or not np.isin(result.degree, problem.degrees).all():
-            yield f"groups of {result.degree} ranks, there are {problem.ranks}, in groups of {problem.degrees}"
+            yield f"groups of {result.degree} ranks; there are {problem.ranks}, in groups of {problem.degrees}"
         yield from _outside("groups", result.group, len(problem.sizes), len(result.degree))
         loads = np.bincount(np.maximum(result.group, 0), problem.sizes, len(result.degree))
         if (loads > problem.cap * result.degree).any():
-            yield f"groups of {result.degree} ranks hold {loads}, the cap is {problem.cap} per rank"
+            yield f"groups of {result.degree} ranks hold {loads}, but the cap is {problem.cap} per rank"
         if not np.allclose(self._times(problem, result), result.time):
-            yield f"times {result.time}, they are {self._times(problem, result)}"
+            yield f"times {result.time} should be {self._times(problem, result)}"
 
     def _times(self, problem: Any, result: Any) -> Any:
         column = np.searchsorted(problem.degrees, result.degree)[result.group]
@@ -190,12 +190,12 @@ class Groupings(Problems):
             groups = max(group) + 1
             if list(dict.fromkeys(group)) == [*range(groups)]:  # numbered by first occurrence
                 for degree in product(problem.degrees.tolist(), repeat=groups):
-                    bare = contracts.Grouping(np.array(degree), np.array(group), np.zeros(groups), _FOUND)
+                    bare = contracts.Grouping(np.array(degree), np.array(group), np.zeros(groups), _FEASIBLE)
                     yield replace(bare, time=self._times(problem, bare))
 
 
 class Hypergraphs(Problems):
-    """Blocks of a few sequences, each tied to the cells that read it; prices are drawn."""
+    """Blocks of a few sequences, each connected to the cells that read it, at random prices."""
 
     def drawn(self, draw: Draw, large: bool = False) -> Any:
         if large:
@@ -237,7 +237,7 @@ class Hypergraphs(Problems):
                 loads = np.bincount(np.maximum(result.rank, 0) // size, weights, problem.ranks // size)
                 mean = weights.sum() * size / problem.ranks
                 if loads.max() > max(limit * mean + 1e-6, np.ceil(mean)):
-                    yield f"ranks {result.rank} break a tolerance of {name}"
+                    yield f"ranks {result.rank} exceed a tolerance of {name}"
 
     def value(self, problem: Any, result: Any) -> float:
         edge_ranks = np.split(result.rank[problem.pins], problem.ptr[1:-1])
@@ -247,7 +247,7 @@ class Hypergraphs(Problems):
 
     def answers(self, problem: Any) -> Iterator[Any]:
         for ranks in product(range(problem.ranks), repeat=len(problem.flops)):
-            yield contracts.VertexRanks(np.array(ranks), 0.0, 0.0, 0.0, _FOUND)
+            yield contracts.VertexRanks(np.array(ranks), 0.0, 0.0, 0.0, _FEASIBLE)
 
 
 def _outside(name: str, values: Any, items: int, limit: int) -> Iterator[str]:

@@ -3,7 +3,7 @@
     planned(model)                      # its batches are {"planned": PlannedBatch, ...} from a PlannedLoader
 
 Automodel's context-parallel mesh contains the ranks of the job. The model's kwargs pass the plan to attention, see
-`apportion.trainer.hf`. Coordinates of the caller are the samples of the microbatch end to end, [1, tokens, ...].
+`apportion.trainer.hf`. The caller's tensors cover the samples of the microbatch end to end, [1, tokens, ...].
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def planned(model: Any) -> Any:
 
 
 def _require_plan(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raises ConfigError for a forward in training without a plan: a recipe without context parallelism asks for no
+    """Raises ConfigError for a forward in training without a plan: a recipe without context parallelism requests no
     sharder, and drops the planned batch."""
     if model.training and torch.is_grad_enabled() and kwargs.get(NAME) is None:
-        rule = "the recipe asked for no sharder, so the plan would be ignored"
-        remedy = "set it to the number of a plan's ranks"
-        raise ConfigError("cp_size", "another number than the plan's ranks", rule, remedy)
+        rule = "the recipe requested no sharder, so the plan would be ignored"
+        remedy = "set it to the plan's number of ranks"
+        raise ConfigError("cp_size", "not the plan's number of ranks", rule, remedy)
 
 
 def planned_sharder(batch: PlannedBatch, device_mesh: Any = None) -> ContextParallelSharder:
@@ -69,10 +69,10 @@ def _layout(batch: PlannedBatch) -> tuple[ShardLayout, int]:
 
 
 def _check_labels(given: Tensor | None, labels: int) -> None:
-    """Raises ConfigError for labels of the recipe's batch in another number than the microbatch's, on all ranks."""
+    """Raises ConfigError if the recipe's batch does not have as many labels as the microbatch on all ranks."""
     if given is not None and (count := int((given != IGNORED).sum())) != labels:
         rule = f"recipes divide by their number, and the microbatch has {labels} on all ranks"
-        remedy = "give planned.gather_tokens(planned.labels)[None]"
+        remedy = "pass planned.gather_tokens(planned.labels)[None]"
         raise ConfigError("labels", f"{count} labels", rule, remedy)
 
 

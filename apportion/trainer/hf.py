@@ -22,7 +22,7 @@ from torch.nn.functional import one_hot
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.memory.arrays import DTYPES
-from apportion.backends.torch.rehearsal import Rehearsal, is_here
+from apportion.backends.torch.rehearsal import Rehearsal, is_unsharded
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.structures import Documents
@@ -60,7 +60,7 @@ except ModuleNotFoundError as error:
 ATTENDING, RECURRING = (FULL, SLIDING, CHUNKED, BOTH), (LINEAR, BOTH)  # layer types
 LAST = "apportion_last_position"  # kwarg: [1] int64, the largest position id of the whole microbatch
 
-_EXPAND = "expand_kv"  # of layers of multi-head latent attention: (compressed, rotated) -> key, value
+_EXPAND = "expand_kv"  # method of multi-head latent attention layers: (compressed, rotated) -> key, value
 
 # kwargs that would change the mask, which planned attention takes from the plan
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -72,12 +72,12 @@ ModelType = TypeVar("ModelType", bound=Any)
 
 def enable(model: ModelType, *, check: bool = True) -> ModelType:
     """Makes the model's attention run under a plan in forwards with a handle; returns the model. Call it before it is
-    wrapped in DDP or FSDP. check: runs a tiny batch through the model, see `check_rows`; where the weights are not in
-    this process yet, `loader` does. Raises ConfigError for a model whose layers are not all attention that can be
+    wrapped in DDP or FSDP. check: runs a tiny batch through the model, see `check_rows`; if the weights are not in
+    this process yet, `loader` does this. Raises ConfigError for a model whose layers are not all attention that can be
     replaced, whose other layers look at more than one row, or whose loss is not that of the next token."""
     AttentionInterface.register(NAME, attention)
     for layer in hf_vision.adapt(model):
-        _choose(layer)
+        _add_hooks(layer)
     base, layers, mixers = _body(model), _layers(model), mixers_of(model)
     _require_known(model, layers, mixers)
     if not hasattr(base, "_served"):
@@ -89,7 +89,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
         model.register_forward_hook(_share_loss, with_kwargs=True)
         base.register_forward_pre_hook(_check_inputs, with_kwargs=True)
         base.register_forward_hook(_check_layers, with_kwargs=True)
-        _choose(base)
+        _add_hooks(base)
     base._chunk = _chunk(model)
     for layer, window in zip(layers, _windows(model, layers), strict=True):
         layer._window = window
@@ -98,10 +98,10 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
     for mixer in mixers:
         if not hasattr(mixer, "_served"):
             adapt(mixer, base._served, _key(mixer))
-    for layer in layers:  # hooks on layers too: checkpointing reruns them alone
+    for layer in layers:  # hooks on layers too: checkpointing reruns single layers
         if not hasattr(layer, "_served"):  # added after the model was enabled
             layer._served = base._served
-            _choose(layer)
+            _add_hooks(layer)
     wiring.watch.models[model], model._wrong = _note_changed, None
     model._checked = None  # what `_parts` returned when it was checked; False: it could not be checked yet
     if check:
@@ -120,14 +120,14 @@ def _parts(model: Any) -> list[Any]:
 
 
 def _forward_of(module: Any) -> Any:
-    """What replaces the forward of the module's class; None for nothing, and for accelerate's, which only casts."""
+    """The function that replaces the class' forward; None if there is none, or only accelerate's, which casts."""
     own = vars(module).get("_original_forward", vars(module).get("forward"))
     return None if getattr(own, "__func__", None) is type(module).forward else own
 
 
 def _check_changed(model: Any) -> None:
-    """Rechecks a checked model in this process whose parts have changed since. Raises the errors of `enable`."""
-    if not getattr(model, "_checked", None) or model._checked == _parts(model) or not is_here(model):
+    """Checks a checked model in this process again if its parts have changed. Raises the errors of `enable`."""
+    if not getattr(model, "_checked", None) or model._checked == _parts(model) or not is_unsharded(model):
         return
     casts = vars(model).pop("forward") if "_original_forward" in vars(model) else None  # runs under autocast
     try:
@@ -138,7 +138,7 @@ def _check_changed(model: Any) -> None:
 
 
 def _note_changed(model: Any) -> None:
-    """Like `_check_changed`, but leaves the error to the model's next forward under a plan: it may not be in use."""
+    """Like `_check_changed`, but defers the error to the next forward under a plan: the model may not be in use."""
     model._wrong = None
     try:
         _check_adapters(model)
@@ -163,7 +163,7 @@ def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> 
         suffix = f", and {len(recur)} of {len(expected[1])} recurrent ones have an adapter"
     if not is_right or not model._can_set_attn_implementation():
         rule = f"{len(attend)} of its {count} layers are attention that can be replaced{suffix}"
-        remedy = "plan models of attention layers, and of recurrent ones that are known"
+        remedy = "plan models whose layers are attention, or recurrent layers with an adapter"
         raise ConfigError("model", name, rule, remedy)
 
 
@@ -177,7 +177,7 @@ def _key(layer: Any) -> str:
     return f"{layer.layer_idx}{'' if hasattr(layer, 'is_causal') else ' (recurrent)'}"
 
 
-def _choose(module: Any) -> None:
+def _add_hooks(module: Any) -> None:
     """Makes the module use planned attention during a forward that gets a handle."""
     module._unplanned = None  # the implementation to restore
     module._rotary = [part for part in module.modules() if _is_rotary(part)]
@@ -220,8 +220,8 @@ def require_enabled(model: Any) -> None:
     layers = [*_layers(model), *mixers_of(model)]
     missing = [_key(layer) for layer in layers if not hasattr(layer, "_served")]
     if missing or not layers:
-        named = f"layers [{', '.join(missing)}]" if layers else "its layers"
-        rule = f"is not enabled: attention of {named} would ignore the plan"
+        names = f"layers [{', '.join(missing)}]" if layers else "its layers"
+        rule = f"is not enabled: attention of {names} would ignore the plan"
         remedy = "call hf.enable(model) first, also for a copy that was loaded from a checkpoint"
         raise ConfigError("model", type(model).__name__, rule, remedy)
     _check_adapters(model)
@@ -249,8 +249,8 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: query [1, Hq, rows, D], key and value [1, Hk, rows, D] ->
-    [1, rows, Hq, Dv]; for latent attention key and value are the results of `_expand_kv`. Raises as
-    `planned_attention`, which compares the layer's window with the plan's."""
+    [1, rows, Hq, Dv]; for latent attention key and value are the results of `_expand_kv`. Raises the
+    errors of `planned_attention`, which compares the layer's window with the plan's."""
     handle: PlanHandle | Rehearsal | None = kwargs.get(NAME)
     if handle is None:
         rule = "does not receive the keyword arguments of forward, so the plan does not reach it"
@@ -297,20 +297,23 @@ def loader(
     sent_gradients: str = "wide",
     **options: Unpack[LoaderOptions],
 ) -> PlannedLoader:
-    """`PlannedLoader` with the heads, and the masks by kind of layer, from the config of `model`. options: as there.
+    """`PlannedLoader` with the heads, and the masks by kind of layer, from the config of `model`. options: see there.
 
-    dtype: of q, k and v, "bf16" if autocast or FSDP casts; by default that of the parameters. sent_gradients: as in
+    dtype: of q, k and v, "bf16" if autocast or FSDP casts; by default the parameters' dtype. sent_gradients: see
     `apportion.Model`. Masks in `options` or of the dataset take precedence. Ranks have at least one row, which layers
-    need, and short iterations are dropped: evaluate with drop_last=False. Raises ConfigError for a model not enabled.
+    need, and short iterations are dropped: evaluate with drop_last=False. Raises ConfigError for a model that is not
+    enabled.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile
     model = model.module if isinstance(model, DistributedDataParallel) else model
     require_enabled(model)
-    inner = next((one for one in model.modules() if "_checked" in vars(one)), model)  # of PEFT's
+    inner = next(
+        (one for one in model.modules() if "_checked" in vars(one)), model
+    )  # the model inside PEFT's
     if getattr(inner, "_checked", None) is False:
         inner._checked = check_rows(inner, _arguments) and _parts(inner)
     _check_changed(inner)
-    wiring.watch.meet(model.parameters())
+    wiring.watch.add_unknown(model.parameters())
     config = model.config.get_text_config().to_dict()
     own_dtype = next(name for name, value in DTYPES.items() if value == inner.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
@@ -321,9 +324,9 @@ def loader(
 
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:
-    """The kwargs of the model's forward; its loss is this rank's share of the step's mean, as `normalised_loss`. Raises
-    ConfigError for samples with `loss_weights`, which the model's loss ignores. A model that is not enabled refuses the
-    kwargs, and so does the first optimizer step if no attention has used the plan."""
+    """The kwargs of the model's forward; its loss is this rank's share of the step's mean, like `normalised_loss`.
+    Raises ConfigError for samples with `loss_weights`, which the model's loss ignores. A model that is not enabled
+    refuses the kwargs, and so does the first optimizer step if no attention has used the plan."""
     wiring.watch.expect(batch.handle)
     batch.check_unweighted("the model's own loss")
     rows = batch.tokens, batch.position_ids, batch.labels
@@ -383,7 +386,9 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
         elif name in expected and not torch.equal(torch.as_tensor(actual).double().cpu(), expected[name]):
             rule = "differs from the batch's, and the ranks' shares would not add up to one mean"
-            remedy = "give labels in the samples, or another loss by ap.normalised_loss on the logits"
+            remedy = (
+                "put labels into the samples, or compute another loss with ap.normalised_loss on the logits"
+            )
             raise ConfigError(name, "changed", rule, remedy)
     return args, _without_guard(kwargs)
 
@@ -391,7 +396,7 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _label_kwargs(model: Any, handle: Any) -> dict[str, Tensor]:
     """The labels of a batch and their number; on devices other than CPUs only in the model's first forward, since it
     waits for the device."""
-    batch = wiring.watch.under(handle)
+    batch = wiring.watch.find_batch(handle)
     if batch is None or (model.device.type != "cpu" and hasattr(model, "_labels_checked")):
         return {}
     model._labels_checked = True
@@ -413,9 +418,9 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = _without_guard(kwargs)
     for name in _MASKING:
         if kwargs.get(name) is not None:
-            rule = "conflicts with the plan, which has the mask of its rows"
+            rule = "conflicts with the plan, which already contains the mask"
             type_name = type(kwargs[name]).__name__
-            raise ConfigError(name, type_name, rule, "leave it out; give masks= to the loader")
+            raise ConfigError(name, type_name, rule, "leave it out; pass masks= to the loader")
     if not isinstance(handle, Rehearsal):
         _check_positions(base, handle, kwargs.get("position_ids"))
         if base._chunk is not None and not is_compiling():
@@ -437,8 +442,8 @@ def _refuse_rows(tokens: Any) -> None:
 
 def _check_chunks(base: Any, handle: PlanHandle) -> None:
     """Raises ConfigError if the plan's mask of chunked layers lets a token see another chunk, or not all of its own. A
-    plan does not record this, the batch does; masks of other types are not compared."""
-    batch: Any = wiring.watch.under(handle)
+    plan does not record this, but the batch does; masks of other types are not compared."""
+    batch: Any = wiring.watch.find_batch(handle)
     if batch is None:
         return
     whole, kind = batch.batch, CHUNKED if len(handle.kinds) > 1 else handle.kinds[0]
@@ -449,7 +454,7 @@ def _check_chunks(base: Any, handle: PlanHandle) -> None:
         own = Batch(whole.lengths, masks)
         if own.area(kind) != whole.area(kind):
             rule = f"layers of {type(base).__name__} see chunks of {base._chunk} tokens"
-            remedy = f"give masks={{{kind!r}: ap.masks.chunked({base._chunk})}}, or mask= to ap.Samples"
+            remedy = f"pass masks={{{kind!r}: ap.masks.chunked({base._chunk})}}, or mask= to ap.Samples"
             raise ConfigError("masks", kind, rule, remedy)
 
 
@@ -465,7 +470,7 @@ def _without_guard(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _check_positions(base: Any, handle: PlanHandle, positions: Tensor | None) -> None:
     """Compares position ids; on devices other than CPUs only in the model's first forward, since it waits for them."""
-    remedy = "give batch.position_ids[None], by name"
+    remedy = "pass batch.position_ids[None] by name"
     if positions is None:
         raise ConfigError("position_ids", None, "a model without them counts a rank's rows from 0", remedy)
     if is_compiling():  # comparing row counts would compile a graph for each plan
@@ -479,7 +484,9 @@ def _check_positions(base: Any, handle: PlanHandle, positions: Tensor | None) ->
         return
     base._compared = True
     if not torch.equal(positions.flatten()[: handle.rows].cpu(), handle.position_ids):
-        raise ConfigError("position_ids", "others", "must be the position ids of the plan's rows", remedy)
+        raise ConfigError(
+            "position_ids", "different ids", "must be the position ids of the plan's rows", remedy
+        )
 
 
 def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -487,9 +494,9 @@ def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
     if kwargs.get(NAME) is None:
         return
     if missing := sorted(base._planned - base._served):
-        named = f"layers [{', '.join(missing)}] of {type(base).__name__}"
+        names = f"layers [{', '.join(missing)}] of {type(base).__name__}"
         rule = "did not use the plan: they were replaced, skipped, or use another implementation"
-        raise ExecutionError(f"{named} {rule}; call hf.enable when the model is complete")
+        raise ExecutionError(f"{names} {rule}; call hf.enable when the model is complete")
     base._served.clear()  # restores the state that torch.compile guards on
 
 
@@ -512,7 +519,7 @@ def _end(module: Any, args: Any, output: Any) -> None:
 
 
 def _is_rotary(module: Any) -> bool:
-    """True for a rotary embedding; `dynamic` and `longrope` choose frequencies by the largest position id of a call."""
+    """True for a rotary embedding; `dynamic` and `longrope` derive frequencies from a call's largest position id."""
     parameters = signature(type(module).forward).parameters
     table = "position_ids" in parameters and not any(True for _ in module.parameters())
     return table and not hasattr(module, "_encodes")
@@ -546,7 +553,7 @@ def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> N
         if loss is not None:
             output.loss = loss = loss + model.router_aux_loss_coef * (output.aux_loss - own_loss)
     if isinstance(handle, PlanHandle) and loss is not None:
-        check_share(loss, wiring.watch.under(handle))
+        check_share(loss, wiring.watch.find_batch(handle))
 
 
 def _balance_loss(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> Tensor:

@@ -31,7 +31,7 @@ NAME = "apportion"  # kwarg of the handle
 
 @dataclass(frozen=True)
 class Mixing:
-    """Stands for the handle among the arguments of a layer's functions. name: of the layer, in errors."""
+    """Takes the handle's place among the arguments of a layer's functions. name: the layer's, for errors."""
 
     handle: PlanHandle | Rehearsal
     name: str
@@ -93,14 +93,14 @@ def adapt(mixer: Any, served: set[Any], key: Any) -> None:
     if type(mixer).__name__ == _LIGHTNING:
         _replace(type(mixer), "forward", _lightning)
 
-    def bring(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def pass_mixing(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get(NAME) is None:
             return None
         module._served.add(key)
         return args, {**kwargs, NAME: Mixing(kwargs[NAME], f"layer {module.layer_idx}")}
 
     mixer._served = served
-    mixer.register_forward_pre_hook(bring, with_kwargs=True)
+    mixer.register_forward_pre_hook(pass_mixing, with_kwargs=True)
 
 
 def _replace(home: Any, name: str, wrap: Callable[[Any], Any]) -> None:

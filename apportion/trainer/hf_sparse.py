@@ -1,4 +1,4 @@
-"""transformers adapter for models that select keys at run time (DeepSeek-V3.2, GLM-DSA): own layers on gathered rows.
+"""transformers adapter for models that select keys at run time (DeepSeek-V3.2, GLM-DSA): their layers on gathered rows.
 
     PlannedBatch ──inputs──► model(**kwargs): attention reads latents and the indexer's keys from a cache
                                               ◄── this cache: rows of all ranks that its queries may see
@@ -25,7 +25,7 @@ _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the lar
 
 def model_of(config: Any, dtype: str) -> Model:
     """The planning model of a config: a token's row is its latent and rotated key, and the indexer's key; a query costs
-    as much as `index_topk` keys. dtype: as in `apportion.Model`. Raises ConfigError for other models."""
+    as much as `index_topk` keys. dtype: see `apportion.Model`. Raises ConfigError for other models."""
     _check(config)
     return Model(
         q_heads=config.num_attention_heads,
@@ -48,10 +48,10 @@ def _check(config: Any) -> None:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope in _BY_LENGTH:
         raise ConfigError(
-            "rope_type", rope, "depends on the largest position of a rank", "take yarn or default"
+            "rope_type", rope, "depends on the largest position of a rank", "use yarn or default"
         )
     if config.attention_dropout:
-        raise ConfigError("attention_dropout", config.attention_dropout, "is not planned", "set it to 0")
+        raise ConfigError("attention_dropout", config.attention_dropout, "is not supported", "set it to 0")
 
 
 def inputs(batch: PlannedBatch, model: Any) -> dict[str, Any]:

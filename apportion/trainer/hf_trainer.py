@@ -76,12 +76,14 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         mixed = type(self).__mro__
         owner = next(base for base in mixed if base is not PlannedTrainer and "compute_loss" in vars(base))
         if _name(owner) not in _SUMS and not self.sums_tokens:
-            rule = f"the loss of {owner.__name__} is not known to be a sum over tokens, as ranks share"
-            remedy = "train preferences and rollouts with ap.trees in a loop of your own, or set sums_tokens = True"
+            rule = f"the loss of {owner.__name__} is not known to be a sum over tokens, which ranks can share"
+            remedy = (
+                "train preferences and rollouts with ap.trees in your own loop, or set sums_tokens = True"
+            )
             raise ConfigError("compute_loss", owner.__qualname__, rule, remedy)
         if has_loader and any(hasattr(base, "_prepare_dataset") for base in mixed):
             rule = "this Trainer tokenizes, masks and cuts the samples itself, before they are planned"
-            raise ConfigError("train_dataset", "a loader", rule, "give the dataset, and planned={...}")
+            raise ConfigError("train_dataset", "a loader", rule, "pass the dataset, and planned={...}")
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         if self._options is not None and kwargs.get("description") != "test":  # predictions keep their order
@@ -89,7 +91,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         if not isinstance(dataset, PlannedLoader):
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         if kwargs.get("description") == "test":
-            rule, remedy = "predictions would be in the plan's order", "give the plain dataset"
+            rule, remedy = "predictions would be in the plan's order", "pass the plain dataset"
             raise ConfigError("test_dataset", "a loader", rule, remedy)
         self._check(predicts=not is_training and self.compute_metrics is not None)
         if is_training:
@@ -119,7 +121,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         for name in (*LOSS_MASKS, WEIGHTS):
             if name in columns and name not in self._signature_columns:
                 rule = "is a column that this Trainer ignores"
-                remedy = "give a loader as train_dataset, or drop it"
+                remedy = "pass a loader as train_dataset, or drop it"
                 raise ConfigError(name, "a column of the dataset", rule, remedy)
 
     def compute_loss(
@@ -146,16 +148,16 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         orders = sampler is not Trainer._get_train_sampler
         model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
         for name, value, is_refused, rule, remedy in (
-            ("label_smoothing_factor", smoothing, smoothing, "it would shift labels again", "leave it 0"),
-            ("average_tokens_across_devices", scaled, not scaled, averages, "leave it True"),
+            ("label_smoothing_factor", smoothing, smoothing, "it would shift labels again", "leave it at 0"),
+            ("average_tokens_across_devices", scaled, not scaled, averages, "leave it at True"),
             ("neftune_noise_alpha", noise, noise, rows, "leave it out"),
-            ("compute_metrics", self.compute_metrics, predicts, order, "give a plain eval_dataset"),
-            ("data_collator", collator, not pads, "rows are not collated", "give labels in the samples"),
-            ("_get_train_sampler", sampler.__qualname__, orders, draws, "give it sampler="),
+            ("compute_metrics", self.compute_metrics, predicts, order, "pass a plain eval_dataset"),
+            ("data_collator", collator, not pads, "rows are not collated", "put labels into the samples"),
+            ("_get_train_sampler", sampler.__qualname__, orders, draws, "pass it sampler="),
             ("compute_loss_func", *[self.compute_loss_func] * 2, shifted, "use the model's own loss"),
             ("n_gpu", args.n_gpu, args.n_gpu > 1, "DataParallel splits rows", "start a process for each GPU"),
             ("router_aux_loss_coef", *routed, "trl adds the router's loss of a rank's rows", "set it to 0"),
-            ("model", model, uncounted, "its loss does not take num_items_in_batch", "train it in a loop"),
+            ("model", model, uncounted, "its loss does not take num_items_in_batch", "train it in your loop"),
         ):
             if is_refused:
                 raise ConfigError(name, value, rule, remedy)
@@ -174,7 +176,9 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         dataset = dataloader.dataset
         if isinstance(dataset, _Numbered):
-            total = self.accelerator.reduce(self._evaluated, "mean")  # Trainer's losses are times the ranks
+            total = self.accelerator.reduce(
+                self._evaluated, "mean"
+            )  # Trainer's losses are multiplied by the ranks
             output.metrics[f"{metric_key_prefix}_loss"] = (total / max(dataset.epochs.valid_tokens, 1)).item()
         return output
 
@@ -209,8 +213,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Checkpoints have the names of published files; Trainer does not turn them into those of the class, as
-        `from_pretrained` does, but warns and continues with the existing weights."""
+        """Loads weights by the names of published files, which checkpoints use: unlike `from_pretrained`, Trainer does
+        not convert them to the class' names, but warns and continues with the existing weights."""
         if load_result.missing_keys and isinstance(self.model, PreTrainedModel):
             saved = type(self.model).from_pretrained(self._loaded, dtype=self.model.dtype)
             load_result = self.model.load_state_dict(saved.state_dict())

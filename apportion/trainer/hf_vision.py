@@ -47,9 +47,9 @@ FULL, WINDOWS = "full", "windows"  # attention kinds of encoders with windows
 def media(
     images: Any, model: Any, grids: ArrayLike, places: ArrayLike, *, dtype: str | None = None, **options: Any
 ) -> Media:
-    """The `Media` of a model's encoder. images: map-style; image i has `pixel_values` [patches, ...] as the model's
-    processor gives them. grids: integers [images, 3], their `image_grid_thw`. places: sample and first placeholder
-    token of each. dtype: as in `hf.loader`. options: further ones of `Media`. Raises ConfigError for other models."""
+    """The `Media` of a model's encoder. images: map-style; image i has `pixel_values` [patches, ...] from the model's
+    processor. grids: integers [images, 3], their `image_grid_thw`. places: sample and first placeholder
+    token of each. dtype: see `hf.loader`. options: further options of `Media`. Raises ConfigError for other models."""
     config = _config(model).vision_config
     grid_rows = integers("grids", np.asarray(grids).ravel()).reshape(-1, 3)
     own_dtype = next(name for name, value in DTYPES.items() if value == model.dtype)
@@ -77,14 +77,14 @@ def mrope(model: Any, tokens: ArrayLike, grids: ArrayLike = ()) -> Tensor:
     """int64 [length, 3]: the field `mrope_position_ids` of a sample. tokens: [length]; grids: [images, 3], of its
     images in order."""
     config, ids = _config(model), torch.as_tensor(tokens)[None]
-    of_images = torch.as_tensor(grids).reshape(-1, 3)
+    image_grids = torch.as_tensor(grids).reshape(-1, 3)
     kinds = (ids == config.image_token_id).int()
-    return model.base_model.get_rope_index(ids, kinds, of_images)[0][:, 0].T  # type: ignore[no-any-return]
+    return model.base_model.get_rope_index(ids, kinds, image_grids)[0][:, 0].T  # type: ignore[no-any-return]
 
 
 def _config(model: Any) -> Any:
     if model.config.model_type not in TYPES:
-        rule, remedy = f"is not one of {', '.join(TYPES)}", "make ap.Media, and run its encoder yourself"
+        rule, remedy = f"is not one of {', '.join(TYPES)}", "create ap.Media, and run its encoder yourself"
         raise ConfigError("model_type", model.config.model_type, rule, remedy)
     return model.config
 
@@ -97,7 +97,7 @@ def _windows(grid: Ints, config: Any) -> tuple[Ints, Ints]:
 
 
 def _block_diagonal_mask(ends: Ints) -> Mask:
-    """Rows between ends see each other."""
+    """A mask in which rows between two consecutive ends see each other."""
     first, end = ends[:-1], ends[1:]
     return slices(np.stack([first, end, first, end, np.zeros_like(first)], 1))
 
@@ -137,7 +137,7 @@ class _Patches:
 
 
 def adapt(model: Any) -> Iterator[Any]:
-    """Makes the model's encoder run under a plan if a forward is given media; its attention layers, if it is known."""
+    """Makes the model's encoder run under a plan if a forward gets media. Yields its attention layers, if known."""
     base = model.base_model
     if model.config.model_type not in TYPES or hasattr(base.visual, "_encodes"):
         return
@@ -155,7 +155,7 @@ def adapt(model: Any) -> Iterator[Any]:
 def arguments(batch: PlannedBatch) -> dict[str, Any]:
     """Kwargs of the model's forward in addition to those of text. Raises ConfigError for images without positions."""
     if batch.feed is not None and MROPE not in batch.fields:
-        remedy = "give each sample the one from hf_vision.mrope(model, tokens, grids)"
+        remedy = "add hf_vision.mrope(model, tokens, grids) to each sample"
         raise ConfigError(MROPE, None, "positions of images have rows and columns", remedy)
     result: dict[str, Any] = {}
     if MROPE in batch.fields:

@@ -28,7 +28,7 @@ from apportion.trainer.shared import Epochs
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import check_share
 from apportion.trainer.step.microbatch import require_calls
-from apportion.trainer.step.terms import MULTIPLIED, SHARE, holds, mark
+from apportion.trainer.step.terms import MULTIPLIED, SHARE, has_term, mark
 
 try:
     import lightning  # noqa: F401
@@ -68,12 +68,12 @@ class PlannedBatches:
 
 def _no_loader(value: Any) -> ConfigError:
     rule = "must be a PlannedLoader, or a function without arguments that returns one"
-    remedy = "give PlannedBatches(lambda: ap.PlannedLoader(...))"
+    remedy = "pass PlannedBatches(lambda: ap.PlannedLoader(...))"
     return ConfigError("loader", type(value).__name__, rule, remedy)
 
 
 class Arriving:
-    """A batch before its transfer to the device, for which Lightning calls `to`, which returns the PlannedBatch."""
+    """A batch before its transfer to the device: Lightning calls `to`, which returns the PlannedBatch."""
 
     def __init__(self, batch: PlannedBatch) -> None:
         self._batch = batch
@@ -82,14 +82,14 @@ class Arriving:
         return self._batch.to(device, **options)
 
 
-def _check_made(share: Tensor) -> None:
+def _check_unmultiplied(share: Tensor) -> None:
     """Raises ConfigError for a share that `shared_loss` has multiplied already; records losses made without a share."""
     watch = wiring.watch
     watch.accounted = True
     if watch.settled or not share.requires_grad:
         return
-    watch.unknown = not holds(share, SHARE)
-    if not watch.unknown and holds(share, MULTIPLIED):
+    watch.unknown = not has_term(share, SHARE)
+    if not watch.unknown and has_term(share, MULTIPLIED):
         rule = "is a result of shared_loss, and would be multiplied by the ranks again"
         raise ConfigError("share", "multiplied", rule, "call shared_loss once, and return its result")
 
@@ -110,13 +110,13 @@ class Planned:
         attention has not used the batch's plan, in one layer or in all."""
         require_calls(batch.handle, 0, 1, "pass batch.handle to every layer, or call hf.enable(model)")
         check_share(share, batch, None)
-        _check_made(share)
+        _check_unmultiplied(share)
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"
         steps = batch.microbatch + 1 == trainer.accumulate_grad_batches
         if trainer.training and self.automatic_optimization and steps != batch.is_last:
-            rule, given = "a step must be an iteration", trainer.accumulate_grad_batches
+            rule, actual = "a step must be an iteration", trainer.accumulate_grad_batches
             remedy = "set it to the loader's microbatches"
-            raise ConfigError("accumulate_grad_batches", given, rule, remedy)
+            raise ConfigError("accumulate_grad_batches", actual, rule, remedy)
         if trainer.training and trainer.overfit_batches:
             rule = "would train on new batches: an epoch continues where the last one ended"
             remedy = "give the loader a dataset of the samples to overfit"

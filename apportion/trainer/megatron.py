@@ -65,8 +65,8 @@ def planned_spec(spec: Any) -> Any:
     for layer in getattr(spec, "layer_specs", [spec]):
         attention = getattr(layer.submodules, "self_attention", None)
         if attention is None:
-            rule = "has no self_attention; Mamba mixers are not planned by this adapter"
-            remedy = "give specs of GPTModel's layers, or train a hybrid of transformers"
+            rule = "has no self_attention; Mamba mixers are not supported by this adapter"
+            remedy = "pass specs of GPTModel's layers, or train a hybrid of transformers"
             raise ConfigError("spec", getattr(layer.module, "__name__", layer.module), rule, remedy)
         if attention.module in (GatedDeltaNet, PlannedGatedDeltaNet):
             attention.module = PlannedGatedDeltaNet
@@ -96,7 +96,7 @@ def forward_step(
     data_iterator: Iterator[PlannedBatch | tuple[PlannedBatch, PlannedBatch]], model: Any
 ) -> tuple[Tensor, Any]:
     """Runs the next batch, or the next two of `PlannedLoader.pairs`. Returns (loss of each row, or hidden states of a
-    stage; a function of it to (sum, tokens, report)). Raises ConfigError if nothing would divide by the tokens, for
+    stage; a function from it to (sum, tokens, report)). Raises ConfigError if nothing would divide by the tokens, for
     layers without planned attention, and for unsupported features (yarn, mrope, MLA, multi-token prediction, routers
     that look at a rank's rows; some only in halves); ExecutionError if a layer did not use the plan."""
     module = unwrap_model(model)
@@ -131,7 +131,7 @@ def forward_step(
 def tick_step(
     ticks: Sequence[PlannedBatch], models: Sequence[Any], table: TickTable, forward_only: bool = False
 ) -> list[dict[str, Tensor]]:
-    """Runs an iteration of `planned_loader(..., ticks=table, communicator=...)`, with the ranks of all stages, in place
+    """Runs an iteration of `planned_loader(..., ticks=table, communicator=...)`, with the ranks of all stages, instead
     of Megatron's schedule; returns reports of the microbatches on the last stage. models: this stage's chunks, in
     order. Raises the errors of `forward_step` and `TickPipeline`."""
     modules = [unwrap_model(one) for one in models]
@@ -184,25 +184,30 @@ def _check(module: Any) -> None:
     for name, is_refused, rule, remedy in (
         ("finalize_model_grads_func", undivided, divides, _FINALIZE),
         ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
-        ("multi_latent_attention", config.multi_latent_attention, "it is not planned by this adapter", omit),
+        (
+            "multi_latent_attention",
+            config.multi_latent_attention,
+            "it is not supported by this adapter",
+            omit,
+        ),
         ("window_size", looks_ahead, "its plans allow no later token", "write (tokens before, 0)"),
         ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", omit),
         ("moe_expert_capacity_factor", capacity, of_rows, omit),
-        (balancing, experts and "sinkhorn" in types, of_rows, "take another one"),
-        (balancing, experts and local, of_rows, "take global_aux_loss, or a weight of 0"),
+        (balancing, experts and "sinkhorn" in types, of_rows, "use another one"),
+        (balancing, experts and local, of_rows, "use global_aux_loss, or a weight of 0"),
         (bias, biased, unmasked, "leave one of them out"),
     ):
         if is_refused:
             raise ConfigError(name, getattr(config, name, positions), rule, remedy)
     if not hasattr(module, "planned_layers"):
-        remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
+        remedy = "build the model with planned_spec(spec), of a layer or a block of layers"
         arguments = "core_attention", PlannedCoreAttention, remedy, (PlannedGatedDeltaNet,)
         module.planned_layers = count_planned([module], *arguments)
 
 
 def _padding(rows: PlannedBatch, config: Any) -> Tensor | None:
-    """The padding mask for routers, [1, rows]; None without experts, or with an expert bias: its count of tokens fails
-    under Megatron's mask, so no row may be padded."""
+    """The padding mask for routers, [1, rows]; None if there are no experts, or an expert bias: its count of tokens
+    fails under Megatron's mask, so no row may be padded."""
     padding = (rows.sample_ids < 0)[None] if config.num_moe_experts else None
     if padding is None or not config.moe_router_enable_expert_bias:
         return padding
@@ -225,7 +230,7 @@ class WholeSteps:
         is_whole = any(batch.microbatch == 0 for batch in batches) and any(batch.is_last for batch in batches)
         if batches and not (is_whole and len({batch.iteration for batch in batches}) == 1):
             rule = "must be one iteration of the loader, as loss_weights are scaled by those of the iteration"
-            remedy = "give planned_loader microbatches=, as many as the schedule's num_microbatches"
+            remedy = "pass planned_loader microbatches=, as many as the schedule's num_microbatches"
             raise ConfigError("microbatches of a step", len(batches), rule, remedy)
         return self._finalize(*args, **kwargs)
 
@@ -238,13 +243,13 @@ def _note_weighted(config: Any, batches: Sequence[PlannedBatch]) -> None:
 
 
 def _positions(batches: Sequence[PlannedBatch]) -> int:
-    """A table length above the largest position id, rounded to few sizes, since Megatron caches tables."""
+    """A table length above the largest position id: a power of 2, since Megatron caches tables."""
     return 1 << max(int(batch.position_ids.max()) for batch in batches if len(batch.tokens)).bit_length()
 
 
 def _dense(module: Any) -> list[Any]:
-    """The layers around whose core attention halves and ticks may run, if not yet prepared for it. Raises ConfigError
-    if they cannot."""
+    """The layers that halves and ticks split at their core attention, except those already prepared. Raises ConfigError
+    if they cannot be split."""
     config, reason = module.config, "layers run in their own autograd function"
     for name, expected, rule in (
         ("sequence_parallel", False, "its ranks would split the rows of halves"),
@@ -262,7 +267,7 @@ def _dense(module: Any) -> list[Any]:
 
 
 def split(layer: Any, table: Any, handle: PlanHandle) -> PingPongLayer:
-    """Splits a TransformerLayer, [rows, 1, E], at its core attention. table: rotary angles, None without RoPE."""
+    """Splits a TransformerLayer, [rows, 1, E], at its core attention. table: rotary angles; None: no RoPE."""
     attention, core = layer.self_attention, layer.self_attention.core_attention
     if layer.config.no_rope_freq and layer.config.no_rope_freq[attention.layer_number - 1]:
         table = None
@@ -292,7 +297,7 @@ def paired_layer(layer: Any, layer_forward: Any, hidden_states: Tensor, *args: A
     if len(params.handles) == 1:
         return layer_forward(hidden_states, *args, **kwargs)
     pair = split(layer, params.table, params.handles[0])
-    return both(pair, hidden_states, params.handles, layer.self_attention.core_attention.says), None
+    return both(pair, hidden_states, params.handles, layer.self_attention.core_attention.declared_mask), None
 
 
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -328,13 +333,13 @@ class PlannedCoreAttention(DotProductAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Tensor:
         handle = _handle_of("planned core attention", kwargs)
-        kind, settings = self.kind_under(handle), {**self.says, "sinks": self.softmax_offset}
+        kind, settings = self.kind_under(handle), {**self.declared_mask, "sinks": self.softmax_offset}
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         out: Tensor = planned_attention(q, k, v, handle, kind, self.scale, **settings)
         return out.flatten(1).unsqueeze(1)
 
     @property
-    def says(self) -> dict[str, Any]:
+    def declared_mask(self) -> dict[str, Any]:
         """The mask that the layer declares, as arguments of `planned_attention`."""
         causal = "causal" in self.attn_mask_type.name
         return {"window": self.window, "causal": causal, "layer": self.layer_number}
@@ -344,16 +349,16 @@ class PlannedCoreAttention(DotProductAttention):
 
 
 class PlannedGatedDeltaNet(GatedDeltaNet):
-    """[rows, 1, E] -> the same, and a bias. Its parameters are those of Megatron's own, which leaves gradients of the
-    output's norm to the heads of each tensor-parallel rank: here they are summed."""
+    """[rows, 1, E] -> the same, and a bias. It has the parameters of Megatron's class, which does not sum the gradients
+    of the output's norm over tensor-parallel ranks: this class does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for param in self.out_norm.parameters():
             if self.tp_size > 1 and not getattr(param, "sequence_parallel", False):  # then Megatron sums them
-                param.register_hook(self._summed)
+                param.register_hook(self._sum_over_ranks)
 
-    def _summed(self, gradient: Tensor) -> Tensor:
+    def _sum_over_ranks(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()
         dist.all_reduce(total, group=self.pg_collection.tp)
         return total
@@ -380,7 +385,7 @@ def _handle_of(layer: str, kwargs: dict[str, Any]) -> PlanHandle:
     """The handle among a layer's arguments. Raises ExecutionError if there is none."""
     params = kwargs.get("packed_seq_params")
     if not isinstance(params, PlannedSeqParams) or params.batch is None:
-        raise ExecutionError(f"{layer} got no plan: call the model by `forward_step`")
+        raise ExecutionError(f"{layer} got no plan: call the model through `forward_step`")
     handle: PlanHandle = params.batch.handle
     return handle
 

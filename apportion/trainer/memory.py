@@ -62,8 +62,8 @@ class _Tiled:
 
 
 def offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Runs `layer(*given)`, and again in backward; its input tensors are kept in host memory, pinned if there is a GPU.
-    At least one of them must require a gradient; the layer's activations are not kept."""
+    """Runs `layer(*inputs)`, and again in backward; its input tensors are kept in host memory, pinned if there is a
+    GPU. At least one of them must require a gradient; the layer's activations are not kept."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(layer, *inputs, use_reentrant=True)
 
@@ -81,7 +81,7 @@ def tiled_loss(
     the gradients, accumulating the head's in float32.
 
     hidden [rows, E], head [vocabulary, E], the whole matrix: under FSDP2 call it inside the module that gathers it.
-    Other arguments and errors: as in `normalised_loss`. Differentiable once.
+    Other arguments and errors: see `normalised_loss`. Differentiable once.
     """
     tokens = integer("tokens", tokens)
     refuse_learnt("use normalised_loss", weights=weights)
@@ -89,7 +89,7 @@ def tiled_loss(
         hidden = hidden[0]
     if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:
         rule, shapes = "must be [rows, E] and [vocabulary, E]", (tuple(hidden.shape), tuple(head.shape))
-        raise ConfigError("hidden and head", shapes, rule, "give this rank's rows, and the head's weight")
+        raise ConfigError("hidden and head", shapes, rule, "pass this rank's rows, and the head's weight")
     batch, labels, weights = checked_labels(hidden, labels, valid_tokens, weights)
     total: Tensor = _TiledLoss.apply(hidden, head, labels, weights, tokens)  # type: ignore[no-untyped-call]
     return share_of(total, batch, valid_tokens, averaged_over)
@@ -104,7 +104,7 @@ class _TiledLoss(torch.autograd.Function):
     ) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
-        of_hidden, of_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=dtype)
+        hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(head, dtype=dtype)
         for first in range(0, len(hidden), tokens):
             rows = slice(first, first + tokens)
             with torch.enable_grad():
@@ -113,14 +113,14 @@ class _TiledLoss(torch.autograd.Function):
                 part = losses.sum() if weights is None else (losses * weights[rows].to(dtype)).sum()
             (grad,) = torch.autograd.grad(part, logits)
             total += part.detach()
-            of_hidden[rows] = grad @ head
-            of_head += grad.T @ hidden[rows]
-        ctx.save_for_backward(of_hidden, of_head)
+            hidden_grad[rows] = grad @ head
+            head_grad += grad.T @ hidden[rows]
+        ctx.save_for_backward(hidden_grad, head_grad)
         ctx.dtype = head.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_head = ctx.saved_tensors
-        return of_hidden * grad.to(of_hidden.dtype), (of_head * grad).to(ctx.dtype), None, None, None
+        hidden_grad, head_grad = ctx.saved_tensors
+        return hidden_grad * grad.to(hidden_grad.dtype), (head_grad * grad).to(ctx.dtype), None, None, None

@@ -18,7 +18,14 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor
 
-from apportion.backends.torch.rehearsal import ExactMode, Rehearsal, close, is_here, recorded, undisturbed
+from apportion.backends.torch.rehearsal import (
+    ExactMode,
+    Rehearsal,
+    close,
+    is_unsharded,
+    record_modules,
+    without_noise,
+)
 from apportion.ir.errors import ConfigError
 from apportion.trainer.step.microbatch import IGNORED
 
@@ -33,7 +40,7 @@ _PARTS = (6, 12)  # rows of each part except the last, which has one
 _LENGTH = re.compile("position|window|chunk|length|context|original|floor|seq")
 _LONGEST = 1 << 24  # float32 represents integers up to here
 _REMEDY = "train it without context parallelism; if it mixes rows on purpose, hf.enable(model, check=False)"
-_HEAD = "give a decoder with a causal language-model head (...ForCausalLM), or train it without plans"
+_HEAD = "use a decoder with a causal language-model head (...ForCausalLM), or train it without plans"
 
 
 def check_rows(model: Any, arguments: Arguments) -> bool:
@@ -42,7 +49,7 @@ def check_rows(model: Any, arguments: Arguments) -> bool:
     Runs the model a few times on about 60 rows, in float32 or wider, in training mode without noise and gradients, and
     restores its state. Raises ConfigError, which names the first module that differs, or the loss.
     """
-    if not is_here(model):
+    if not is_unsharded(model):
         getLogger(__name__).warning(
             "%s is sharded or on the meta device: its layers are not checked; create the loader when its weights "
             "are in this process, or call hf.enable before they are sharded",
@@ -51,7 +58,7 @@ def check_rows(model: Any, arguments: Arguments) -> bool:
         return False
     device = next(model.parameters()).device
     configs = model.config, model.config.get_text_config()
-    with undisturbed(model, device, *configs) as reset:
+    with without_noise(model, device, *configs) as reset:
 
         def run(rehearsal: Rehearsal, *args: Any, **changes: Any) -> float:
             reset()
@@ -87,7 +94,7 @@ def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: 
     for rows in parts:
         part, part_loss = share(rows.to(device), IGNORED, full)
         shares += part_loss
-        if (name := part.differing()) is not None:
+        if (name := part.first_difference()) is not None:
             rule = f"{name} computes a row from other rows of the call, which a rank may not hold"
             raise ConfigError("model", type(model).__name__, rule, _REMEDY)
     if not abs(loss - shares) <= _LOSS * abs(loss):
@@ -120,8 +127,8 @@ def _check_first(model: Any, run: Run, device: torch.device) -> None:
 
 
 def _forward(model: Any, kwargs: dict[str, Any], rehearsal: Rehearsal) -> float:
-    """The loss. Raises ConfigError for a model without a loss, or without one row of logits per row."""
-    with recorded(model, rehearsal), ExactMode(), catch_warnings():
+    """The loss. Raises ConfigError for a model without a loss, or without exactly one row of logits per row."""
+    with record_modules(model, rehearsal), ExactMode(), catch_warnings():
         simplefilter("ignore")
         try:
             output = model(**kwargs)
@@ -138,7 +145,7 @@ def _forward(model: Any, kwargs: dict[str, Any], rehearsal: Rehearsal) -> float:
         rule = f"its logits are {[*logits.shape]} for {rehearsal.rows} rows, not one row for each token"
         raise ConfigError("model", type(model).__name__, rule, _HEAD)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ConfigError("model", type(model).__name__, "gives no loss for shift_labels", _HEAD)
+        raise ConfigError("model", type(model).__name__, "returns no loss for shift_labels", _HEAD)
     rehearsal.record("the head", logits, decides=True)
     return float(loss)
 
@@ -177,8 +184,8 @@ def _lengths(data: Any, name: str = "") -> Iterator[int]:
 
 
 def _positions_known(model: Any) -> int:
-    """The length of the model's position table: of embeddings and buffers with a length of the config, or slightly more
-    (OPT reserves 2 rows)."""
+    """The length of the model's position table: an embedding or buffer whose size is a length in the config, or
+    slightly more (OPT reserves 2 rows)."""
     vocabulary = model.config.get_text_config().vocab_size
     embeddings = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
     tables = {module.num_embeddings for module in embeddings} - {vocabulary}

@@ -48,8 +48,8 @@ def count_planned(
     parts: Iterable[Any], attribute: str, planned: type, remedy: str, recurrent: tuple[type, ...] = ()
 ) -> int:
     """The number of layers on this stage with planned attention as `attribute`. recurrent: classes of other layers that
-    support plans. Raises ConfigError if a layer has another attention, or none: a recurrent layer would see only a
-    rank's rows."""
+    support plans. Raises ConfigError if a layer has no attention, or attention of a different class: a recurrent layer
+    would see only a rank's rows."""
     count, parts = 0, [*parts]
     for name, layer in (named for part in parts for named in _layers(part).named_children()):
         if not any(hasattr(child, attribute) or isinstance(child, recurrent) for child in layer.modules()):
@@ -70,14 +70,14 @@ def count_planned(
 def endless(
     loader: PlannedLoader, passes: Callable[[PlannedLoader], Iterable[Any]] = iter
 ) -> Generator[Any, None, None]:
-    """Iterates over passes endlessly, from the loader's place. passes: function that returns one, such as
+    """Iterates over passes endlessly, from the loader's position. passes: function that returns one, such as
     `PlannedLoader.pairs`. Raises ConfigError for a pass without a batch, which would never end."""
     while True:
         start = loader.state_dict()
         yield from passes(loader)
         end = loader.state_dict()
         if (start["iteration"], end["iteration"]) == (0, 0):
-            raise ConfigError("sampler", "an empty pass", "a pass must have batches", "give more samples")
+            raise ConfigError("sampler", "an empty pass", "a pass must have batches", "pass more samples")
         loader.set_epoch(end["epoch"] + 1)
 
 

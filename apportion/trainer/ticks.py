@@ -7,7 +7,7 @@
         share = pipeline.step(ticks)
 
     stage 0   F0 ──hidden──┐  F1      .        B0     …       ranks of all stages run the programs of a tick, layer by
-    stage 1   .            └► F0      B0 ──dx──┘              layer; those of idle stages compute for the others
+    stage 1   .            └► F0      B0 ──dx──┘              layer; idle stages compute for the others
 
 Rank r of the plans is replica r % replicas of stage r // replicas.
 """
@@ -47,7 +47,7 @@ class TickPipeline:
 
     chunks: the layers of each of its chunks, the same number on all stages. row: shape of a row of hidden states;
     dtype: of hidden states, by default the plan's. embed: on the first stage, a microbatch -> hidden states [rows,
-    *row]. loss: on the last stage, (hidden states, their microbatch) -> this rank's share of the loss, as
+    *row]. loss: on the last stage, (hidden states, their microbatch) -> this rank's share of the loss, like
     `normalised_loss`. done: called with a chunk's number after each of its backward ticks. Raises ConfigError.
     """
 
@@ -64,7 +64,7 @@ class TickPipeline:
         if len(self.chunks) != self.table.virtual or len(sizes) != 1:
             rule = f"must be {self.table.virtual} lists of equal length, one per chunk of a stage"
             layer_counts = [len(chunk) for chunk in self.chunks]
-            raise ConfigError("chunks", layer_counts, rule, "distribute the layers so")
+            raise ConfigError("chunks", layer_counts, rule, "distribute the layers evenly")
 
     def step(self, ticks: Sequence[PlannedBatch], train: bool = True) -> Tensor:
         """Runs one iteration of a loader with the same table; every rank calls it. Gradients of the parameters of
@@ -76,17 +76,17 @@ class TickPipeline:
 
 @dataclass(eq=False)
 class _Iteration:
-    """One iteration on this rank. here: hidden states and gradients that wait for their tick, left: saved states of
-    forward ticks, both by microbatch and virtual stage."""
+    """One iteration on this rank. waiting: hidden states and gradients that wait for their tick; saved: states of
+    forward ticks; both by microbatch and virtual stage."""
 
-    own: TickPipeline
+    pipe: TickPipeline
     ticks: Sequence[PlannedBatch]
     train: bool
-    here: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    left: dict[tuple[int, int], _SavedTick] = field(default_factory=dict)
+    waiting: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    saved: dict[tuple[int, int], _SavedTick] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        table, first = self.own.table, self.ticks[0].handle
+        table, first = self.pipe.table, self.ticks[0].handle
         if len(self.ticks) != table.ticks:
             rule = f"the table has {table.ticks} ticks: make the loader with the same ticks="
             raise ExecutionError(f"an iteration has {len(self.ticks)} ticks, and {rule}")
@@ -94,7 +94,7 @@ class _Iteration:
         self.replicas = self.transport.ranks // table.stages
         self.stage, self.replica = divmod(self.transport.rank, self.replicas)
         self.last = table.stages * table.virtual - 1
-        self.pieces = [[piece_of(layer, (first,)) for layer in chunk] for chunk in self.own.chunks]
+        self.pieces = [[piece_of(layer, (first,)) for layer in chunk] for chunk in self.pipe.chunks]
         self.batches = self._microbatches()
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
 
@@ -106,18 +106,18 @@ class _Iteration:
                 first = result.setdefault(position[0], batch)
                 if not all(torch.equal(a, b) for a, b in zip(_origin(first), _origin(batch), strict=True)):
                     rule = f"microbatch {position[0]} has different rows on rank {self.transport.rank} in tick {tick}"
-                    raise ExecutionError(f"{rule}: take a recipe whose homes do not depend on other stages")
+                    raise ExecutionError(f"{rule}: use a recipe whose homes do not depend on other stages")
         return result
 
     def _place(self, tick: int, stage: int, step: int = 0) -> tuple[int, int] | None:
         """(microbatch, virtual stage) of a stage in a tick; with a step, of the stage it exchanges with, if any."""
-        table, number = self.own.table, int(self.own.table.microbatch[tick, stage])
+        table, number = self.pipe.table, int(self.pipe.table.microbatch[tick, stage])
         virtual = int(table.chunk[tick, stage]) * table.stages + stage
         return (number, virtual + step) if number != IDLE and 0 <= virtual + step <= self.last else None
 
     def run(self) -> Tensor:
         for tick, batch in enumerate(self.ticks):
-            phase = PHASES[self.own.table.phase[tick]]
+            phase = PHASES[self.pipe.table.phase[tick]]
             if phase == "backward" and not self.train:
                 continue
             rows, position = self._empty(), self._place(tick, self.stage)
@@ -130,43 +130,47 @@ class _Iteration:
 
     def _forward(self, handle: PlanHandle, position: tuple[int, int]) -> Tensor:
         number, virtual = position
-        x = self.here.pop(position) if virtual else _require("embed", self.own.embed)(self.batches[number])
+        x = (
+            self.waiting.pop(position)
+            if virtual
+            else _require("embed", self.pipe.embed)(self.batches[number])
+        )
         tapes: list[backend.Tape] | None = [] if self.train else None
-        y = backend.forward_alone(handle, self.pieces[virtual // self.own.table.stages], x, tapes)
+        y = backend.forward_alone(handle, self.pieces[virtual // self.pipe.table.stages], x, tapes)
         if tapes is not None:
-            self.left[position] = _SavedTick(x, tapes, y)
+            self.saved[position] = _SavedTick(x, tapes, y)
         elif virtual == self.last:
             self.total += self._loss(number, y)
         return y
 
     def _backward(self, handle: PlanHandle, position: tuple[int, int]) -> Tensor:
-        (x, tapes, y), (number, virtual) = self.left.pop(position), position
+        (x, tapes, y), (number, virtual) = self.saved.pop(position), position
         if virtual == self.last:
             loss = self._loss(number, y.requires_grad_())
             torch.autograd.backward(loss)
             self.total += loss.detach()
             dy = or_zeros(y.grad, y)
         else:
-            dy = self.here.pop(position)
-        dx, grads = backend.backward_alone(handle, self.pieces[virtual // self.own.table.stages], tapes, dy)
+            dy = self.waiting.pop(position)
+        dx, grads = backend.backward_alone(handle, self.pieces[virtual // self.pipe.table.stages], tapes, dy)
         if x.requires_grad and not virtual:
             grads[x] = dx
         if grads:  # accumulates, with the hooks of data-parallel wrappers
             torch.autograd.backward(list(grads), list(grads.values()))
-        self.own.done(virtual // self.own.table.stages)
+        self.pipe.done(virtual // self.pipe.table.stages)
         return dx
 
     def _loss(self, number: int, y: Tensor) -> Tensor:
         """The loss of a microbatch; marks the last one as the iteration's end, after which optimizers step."""
-        is_last = number == self.own.table.microbatches - 1
+        is_last = number == self.pipe.table.microbatches - 1
         batch = replace(self.batches[number], microbatch=number, is_last=is_last)
         wiring.watch.batches.add(batch)
-        loss: Tensor = _require("loss", self.own.loss)(y, batch)
+        loss: Tensor = _require("loss", self.pipe.loss)(y, batch)
         return loss
 
     def _pass_on(self, tick: int, step: int, rows: Tensor) -> None:
         """Sends this stage's result to the stage that needs it, and receives another stage's for this one."""
-        stages, sent, received = self.own.table.stages, *([0] * self.transport.ranks for _ in range(2))
+        stages, sent, received = self.pipe.table.stages, *([0] * self.transport.ranks for _ in range(2))
         source, target = (self.stage - step) % stages, (self.stage + step) % stages
         incoming = self._place(tick, source, step)
         rows = rows if self._place(tick, self.stage, step) is not None else self._empty()
@@ -176,11 +180,11 @@ class _Iteration:
         sources, targets = torch.arange(len(rows)), torch.arange(count)
         result = Exchange(self.transport, f"tick {tick}", sources, sent, targets, received, count)(rows)
         if incoming is not None:
-            self.here[incoming] = result
+            self.waiting[incoming] = result
 
     def _empty(self) -> Tensor:
-        dtype = self.own.dtype or self.ticks[0].handle.dtype
-        return torch.empty(0, *self.own.row, dtype=dtype, device=self.device)
+        dtype = self.pipe.dtype or self.ticks[0].handle.dtype
+        return torch.empty(0, *self.pipe.row, dtype=dtype, device=self.device)
 
 
 def _origin(batch: PlannedBatch) -> tuple[Tensor, Tensor]:
@@ -190,5 +194,5 @@ def _origin(batch: PlannedBatch) -> tuple[Tensor, Tensor]:
 def _require(name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
     if function is None:
         stage = "first" if name == "embed" else "last"
-        raise ConfigError(name, None, f"the {stage} stage needs it", "give it there")
+        raise ConfigError(name, None, f"the {stage} stage needs it", "pass it there")
     return function

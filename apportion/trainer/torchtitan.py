@@ -1,10 +1,10 @@
 """TorchTitan 0.3 adapter: its trainer with planned attention and planned data.
 
-    def llama3_planned():                              # in a config registry of yours
+    def llama3_planned():                              # in your config registry
         return planned(llama3_8b(), dataset="my.documents", tokens_per_rank=8192)
 
 Context parallelism stays 1: the data-parallel ranks are the ranks of the job. Titan divides losses by the valid tokens
-of all ranks and sums gradients by itself.
+of all ranks and sums gradients itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependencyError("torchtitan", "torchtitan", "apportion.trainer.torchtitan") from error
 
-_PLAIN = ("source", "tokens_per_rank", "microbatches", "recipe", "seed", "timeout_s", "workers")
+_PASSED_ON = ("source", "tokens_per_rank", "microbatches", "recipe", "seed", "timeout_s", "workers")
 _LOGGED_METRICS = ("tokens_per_s", "waited_s", "fallbacks")
 _OVERRIDES = [f"{__name__}.planned_flex", f"{__name__}.planned_varlen"]
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # Titan's names of attention kinds
@@ -66,7 +66,7 @@ class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
 
 
 class PlannedAttention(Module):
-    """Planned attention. window: tokens that a row of this layer sees, -1 for all; causal: no later ones, or None."""
+    """Planned attention. window: tokens that a row of this layer sees, -1 for all; causal: True if no later ones."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -75,7 +75,7 @@ class PlannedAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.says: dict[str, Any] = {"window": config.window, "causal": config.causal}
+        self.declared_mask: dict[str, Any] = {"window": config.window, "causal": config.causal}
 
     def forward(
         self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, **kw: Any
@@ -84,19 +84,23 @@ class PlannedAttention(Module):
         transform, _ = kw.pop("out_transform", None), kw.pop("enable_gqa", None)
         handle, kind = self.mask_of(attention_masks) if isinstance(attention_masks, dict) else attention_masks
         lse = transform is not None
-        result = planned_attention(q_BLNH, k_BLNH, v_BLNH, handle, kind, return_lse=lse, **self.says, **kw)
+        result = planned_attention(
+            q_BLNH, k_BLNH, v_BLNH, handle, kind, return_lse=lse, **self.declared_mask, **kw
+        )
         return result if transform is None else transform(*result)
 
     def mask_of(self, masks: dict[str, tuple[PlanHandle, str]]) -> tuple[PlanHandle, str]:
         """This layer's mask, unless the model has selected one already."""
-        name = WINDOW if (self.says["window"] or -1) > 0 else FULL
+        name = WINDOW if (self.declared_mask["window"] or -1) > 0 else FULL
         return masks.get(name) or next(iter(masks.values()))
 
 
 def require_dense(block: Any) -> None:
-    """Raises ConfigError for a block whose layers around attention halves and ticks cannot run."""
+    """Raises ConfigError for a block that halves and ticks cannot split at its attention."""
     if type(block.attention) is not GQAttention or not hasattr(block, "feed_forward"):
-        rule = "has no dense feed-forward network after grouped-query attention, as halves and ticks require"
+        rule = (
+            "has no dense feed-forward network after grouped-query attention, which halves and ticks require"
+        )
         raise ConfigError("layer", type(block).__name__, rule, "train it without ping_pong and ticks")
 
 
@@ -117,13 +121,13 @@ def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
         return rows
 
     handle, kind = attention.inner_attention.mask_of(masks)
-    handle.check(kind, **attention.inner_attention.says)
+    handle.check(kind, **attention.inner_attention.declared_mask)
     return PingPongLayer(pre, post, block.parameters(), kind, attention.scaling)
 
 
 def take_turns(block: Any) -> None:
     """Makes a dense block run two halves in ping-pong when it gets two."""
-    original, settings = block.forward, block.attention.inner_attention.says
+    original, settings = block.forward, block.attention.inner_attention.declared_mask
 
     def forward(x: Tensor, attention_masks: PlannedMasks, positions: Any = None) -> Any:
         if not attention_masks.handles:
@@ -161,9 +165,9 @@ def job_of(config: Trainer.Config) -> dict[str, Any]:
     model, tp = config.model_spec.model, config.parallelism.tensor_parallel_degree
     attention = model.first_attention
     if not hasattr(attention, "n_kv_heads"):
-        given = None if attention is None else type(attention).__module__
-        rule = "must be grouped-query attention, which plans of this adapter are for"
-        raise ConfigError("attention", given, rule, "train another model")
+        actual = None if attention is None else type(attention).__module__
+        rule = "must be grouped-query attention, the only kind that this adapter plans"
+        raise ConfigError("attention", actual, rule, "train another model")
     if depths := len(getattr(model, "mtp_layers", ())):
         rule, remedy = "a rank's next rows are not the next tokens", "leave them out"
         raise ConfigError("mtp_layers", depths, rule, remedy)
@@ -199,14 +203,14 @@ class PlannedDataLoader(BaseDataLoader):
         ticks: int = (
             0  # chunks of a stage, of which all stages compute attention together; 0: Titan's own schedules
         )
-        _seat: Annotated[Any, tyro.conf.Suppress] = None  # see PlannedTrainer
+        _placement: Annotated[Any, tyro.conf.Suppress] = None  # see PlannedTrainer
 
     def __init__(
         self, config: Config, *, tokenizer: Any, dp_world_size: int, seq_len: int, **titan: Any
     ) -> None:
         require("training.local_batch_size", titan["local_batch_size"], 1, "documents are concatenated")
-        seat = {"tp": 1, "stages": 1, **(config._seat or {})}
-        stages = seat.pop("stages")
+        placement = {"tp": 1, "stages": 1, **(config._placement or {})}
+        stages = placement.pop("stages")
         try:
             make = resolve_name(config.dataset)
         except (AttributeError, ValueError) as error:
@@ -216,11 +220,11 @@ class PlannedDataLoader(BaseDataLoader):
         if (longest := max(data.lengths)) > seq_len:
             rule = f"limits the model's positions, and a document has {longest} tokens"
             raise ConfigError("sequence length", seq_len, rule, "raise it, or cut the document")
-        options = {name: getattr(config, name) for name in _PLAIN}
-        options["rows_multiple"] = config.rows_multiple * seat.pop("tp")
+        options = {name: getattr(config, name) for name in _PASSED_ON}
+        options["rows_multiple"] = config.rows_multiple * placement.pop("tp")
         options["token"] = None if config.token_file is None else read_text(Path(config.token_file)).strip()
         if getattr(data, "masks", None) is not None:
-            seat.pop("masks", None)
+            placement.pop("masks", None)
         self.table: TickTable | None = None
         self.infinite, self.pairs = config.infinite, config.ping_pong and config.infinite
         if config.ticks:
@@ -228,7 +232,7 @@ class PlannedDataLoader(BaseDataLoader):
             options["ticks"] = self.table = tick_table(stages, options.pop("microbatches"), config.ticks)
         ranks = dp_world_size * (stages if config.ticks else 1)
         cluster = Cluster.load(config.cluster) if config.cluster else Cluster(1, ranks)
-        self.loader = PlannedLoader(data, cluster, drop_last=self.infinite, **options, **seat)
+        self.loader = PlannedLoader(data, cluster, drop_last=self.infinite, **options, **placement)
         wiring.watch.trusted.add(self.loader)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -261,7 +265,7 @@ class PlannedDataLoader(BaseDataLoader):
 
 
 class PlannedTrainer(Trainer):
-    """Titan's trainer; passes the model and this rank's place to the parts above before anything is built."""
+    """Titan's trainer; passes the model and this rank's position to the parts above before anything is built."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -276,7 +280,7 @@ class PlannedTrainer(Trainer):
         remedy = 'build the layers with attn_backend="flex" or "varlen"'
         self.planned_layers = count_planned(self.model_parts, "inner_attention", PlannedAttention, remedy)
         if pairs or table:
-            self._check_around(config, table)
+            self._check_splits(config, table)
         if pairs:
             for block in self._blocks():
                 take_turns(block)
@@ -286,10 +290,12 @@ class PlannedTrainer(Trainer):
         modules = (module for part in self.model_parts for module in part.modules())
         return [module for module in modules if "attention" in module._modules]
 
-    def _check_around(self, config: Config, table: TickTable | None) -> None:
-        """Raises ConfigError if halves, or ticks of a table, cannot run around attention."""
-        remake = isinstance(config.activation_checkpoint, SelectiveAC.Config)
-        require("selective activation_checkpoint", remake, False, "it cannot save attention run around")
+    def _check_splits(self, config: Config, table: TickTable | None) -> None:
+        """Raises ConfigError if halves, or ticks of a table, cannot split layers at attention."""
+        is_selective = isinstance(config.activation_checkpoint, SelectiveAC.Config)
+        require(
+            "selective activation_checkpoint", is_selective, False, "it cannot save attention of split layers"
+        )
         require("compile.enable", config.compile.enable, False, "layers run in their own autograd function")
         require("tensor_parallel_degree", self.parallel_dims.tp, 1, "its ranks would split the rows")
         for block in self._blocks():
@@ -303,7 +309,7 @@ class PlannedTrainer(Trainer):
         layer_counts = [len(part.layers) for part in self.model_parts]
         rule = "chunks must have equal layer counts"
         if layers % stages:
-            raise ConfigError("layers", layers, rule, f"take a multiple of {stages}, or fewer stages")
+            raise ConfigError("layers", layers, rule, f"use a multiple of {stages}, or fewer stages")
         require("layers of this stage's chunks", layer_counts, [layers // stages] * table.virtual, rule)
 
     def init_distributed(self) -> Any:
@@ -313,15 +319,15 @@ class PlannedTrainer(Trainer):
         if type(config.activation_checkpoint) is SelectiveAC.Config:
             config.activation_checkpoint = derive(config.activation_checkpoint, PlannedSelectiveAC.Config)
         ranks = torch.arange(dims.world_size).view(dims.pp, -1, dims.tp)
-        groups = ranks.transpose(1, 2).flatten(0, 1)  # of equal places in pipeline and tensors
+        groups = ranks.transpose(1, 2).flatten(0, 1)  # of equal pipeline and tensor positions
         if getattr(config.dataloader, "ticks", 0):
             groups = ranks.permute(2, 0, 1).flatten(1)  # of all stages
         communicator = communicator_of(groups.tolist())
-        seat = {**job_of(config), "communicator": communicator, "tp": dims.tp, "stages": dims.pp}
+        placement = {**job_of(config), "communicator": communicator, "tp": dims.tp, "stages": dims.pp}
         config.validator = replace(config.validator)
         for owner in (config, config.validator):
             if isinstance(owner.dataloader, PlannedDataLoader.Config):
-                owner.dataloader = replace(owner.dataloader, _seat=seat)
+                owner.dataloader = replace(owner.dataloader, _placement=placement)
         return dims
 
     def forward_backward_step(self, *, input_dict: Any, **kwargs: Any) -> Tensor:
@@ -339,7 +345,7 @@ class PlannedTrainer(Trainer):
     def _run_ticks(
         self, masks: PlannedMasks, labels: Sequence[Tensor], global_valid_tokens: Tensor
     ) -> Tensor:
-        """Runs an iteration in place of Titan's schedule; returns the loss on the last stage, as schedules do. Weights
+        """Runs an iteration instead of Titan's schedule; returns the loss on the last stage, as schedules do. Weights
         stay unsharded; gradients of microbatches are accumulated as in FSDP, and reduced at the end."""
         parts, ticks = self.model_parts, [one.to(self.device) for one in masks.ticks]
         self.ntokens_seen += sum(one.numel() for one in labels)
@@ -360,14 +366,16 @@ class PlannedTrainer(Trainer):
             _gather(last)  # a chunked loss has resharded the head
             return total
 
-        def added(chunk: int) -> None:
-            _add_up(parts[chunk], last=False)
+        def after_chunk(chunk: int) -> None:
+            _finish_backward(parts[chunk], last=False)
 
         row = (self.config.model_spec.model.dim,)
         with self.train_context():
-            total = TickPipeline(self.dataloader.table, chunks, row, embed, loss, done=added).step(ticks)
+            total = TickPipeline(self.dataloader.table, chunks, row, embed, loss, done=after_chunk).step(
+                ticks
+            )
         for part in parts:
-            _add_up(part, last=True)
+            _finish_backward(part, last=True)
         return total.float() if last.norm is not None else torch.tensor([-1.0], device=self.device)
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -386,7 +394,7 @@ def _gather(part: Any) -> None:
             module.unshard()
 
 
-def _add_up(part: Any, last: bool) -> None:
+def _finish_backward(part: Any, last: bool) -> None:
     """Does FSDP's work at the end of a backward: accumulates gradients in its reduction dtype, and after the last one
     reduces them over ranks."""
     part.set_is_last_backward(last)

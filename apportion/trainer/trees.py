@@ -43,7 +43,7 @@ Columns = tuple[Ints, ...]
 class Predictions:
     """The predictions of this rank's rows, all int64 [n], sorted by sample and token.
 
-    rows: number on this rank, with padding. samples: of the trees that the rank has a part of. batch: of these rows.
+    rows: number on this rank, with padding. samples: of the trees of which the rank has a part. batch: of these rows.
     row: the predicting row of this rank; target: the predicted id; sample, token: the predicted token and its place in
     the sample, from 1; place: its place in the concatenated `samples`. Values per row (values, entropies) become values
     per prediction as `x[found.row]`. predicting: the rows, int64, with a prediction; at: index of each row in these.
@@ -95,18 +95,18 @@ class Predictions:
 
     def take(self, values: Tensor | Sequence[Tensor]) -> Tensor:
         """[n]: selects each prediction's value from `values`: [samples], such as advantages, or one per token:
-        [samples, longest], padded at the end, or a list of [length] each. A token's value is at its own place, so the
-        value of a sample's first token is never used. Raises ConfigError for other shapes."""
+        [samples, longest], padded at the end, or a list of [length] each. A token's value is at its own position, so
+        the value of a sample's first token is never used. Raises ConfigError for other shapes."""
         if not isinstance(values, Tensor) and np.ndim(values[0] if len(values) else 0) == 0:
             values = torch.as_tensor(values)
         if len(values) != self.forest.samples:
             rule = f"there must be an item for each of the {self.forest.samples} samples"
-            remedy = "give them in the order of `fold`"
+            remedy = "pass them in the order of `fold`"
             raise ConfigError("values", f"{len(values)} items", rule, remedy)
         if isinstance(values, Tensor):
             longest = int(np.diff(self.forest.starts).max(initial=0))
             if values.dim() > 1 and values.shape[1] < longest:
-                rule, remedy = f"samples have up to {longest} tokens", "pad at the end, or give a list"
+                rule, remedy = f"samples have up to {longest} tokens", "pad at the end, or pass a list"
                 raise ConfigError("values", f"shape {tuple(values.shape)}", rule, remedy)
             index = (self.sample,) if values.dim() == 1 else (self.sample, self.token)
             return values.to(self.row.device)[index]
@@ -131,7 +131,7 @@ class Predictions:
 
     def share(self, loss: Tensor, averaged_over: int = 1) -> Tensor:
         """This rank's share of a loss on gathered values, which every rank computes identically: gradients of all ranks
-        are summed. averaged_over: as in `normalised_loss`. Its backward raises as that of `check_share`."""
+        are summed. averaged_over: see `normalised_loss`. Its backward raises the errors of `check_share`'s."""
         if self.batch is None:
             return loss
         wiring.watch.divided = self.batch
@@ -141,7 +141,7 @@ class Predictions:
 
     def sums(self, values: Tensor) -> Tensor:
         """[samples]: sums the values [n] of all ranks for each sample, such as the log-probability of an answer; 0 for
-        samples of other microbatches. A collective, differentiable, as `gather`."""
+        samples of other microbatches. A collective, differentiable, like `gather`."""
         return torch.stack([sample.sum() for sample in self.gather(values)])
 
     def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ def unfold(
 ) -> Predictions:
     """The predictions of this rank's rows of a microbatch, which map between rows and samples' log-probabilities.
 
-    batch: of a loader whose dataset is `forest`; by default all rows of the forest, in order. loss_mask: the tokens
+    batch: of a loader owner dataset is `forest`; by default all rows of the forest, in order. loss_mask: the tokens
     that count, in the form of `Predictions.take`; by default all but the first of each sample. The result is on the
     batch's device; waits for a batch on a GPU, so unfold before moving it. Raises ExecutionError for a batch of another
     dataset, ConfigError for a loss mask of another shape."""
@@ -220,8 +220,8 @@ def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:
         rows = forest.rows[forest.starts[sample] : forest.starts[sample + 1]]
         index = np.searchsorted(sorted_rows[:-1], rows[:-1])
         token = np.flatnonzero(sorted_rows[index] == rows[:-1]) + 1
-        target, whose = forest.tokens[rows[token]], np.full(len(token), sample)
-        columns.append((order[index[token - 1]], target, whose, token, offset + token))
+        target, owner = forest.tokens[rows[token]], np.full(len(token), sample)
+        columns.append((order[index[token - 1]], target, owner, token, offset + token))
         offset += len(rows)
     return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
 

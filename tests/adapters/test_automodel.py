@@ -55,7 +55,7 @@ def test_a_step_has_the_loss_of_one_process(pool: Any) -> None:
         (
             1,
             True,
-            "asked for no sharder, so the plan would be ignored; set it to the number of a plan's ranks",
+            "requested no sharder, so the plan would be ignored; set it to the plan's number of ranks",
         ),
         (4, False, r"labels = .*the microbatch has 107 on all ranks; give planned\.gather_tokens"),
     ],

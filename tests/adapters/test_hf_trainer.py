@@ -64,7 +64,7 @@ def test_options_that_change_the_loss_are_refused(pool: Any, tmp_path: Path) -> 
         ({"predict": True}, "test_dataset.*plan's order"),
         ({"compute_loss_func": True}, "compute_loss_func.*shifted labels"),
         ({"kind": jobs.Drawing}, "_get_train_sampler.*sampler="),
-        ({"data_collator": True}, "data_collator.*not collated.*labels in the samples"),
+        ({"data_collator": True}, "data_collator.*not collated.*labels into the samples"),
     ):
         (why,) = pool.run(jobs.refusing, 1, tmp_path, options)
         assert re.search(words, why)

@@ -306,7 +306,7 @@ def test_masks_without_the_chunks_of_layers_are_refused() -> None:
     ):
         given = hf.inputs(next(iter(jobs.loader(model, 1, lengths=[length], masks=mask))))
         with pytest.raises(
-            ConfigError, match=r"see chunks of 16 tokens; give masks=.*ap\.masks\.chunked\(16\)"
+            ConfigError, match=r"see chunks of 16 tokens; pass masks=.*ap\.masks\.chunked\(16\)"
         ):
             model(**given)
 

@@ -217,7 +217,7 @@ def test_a_handle_without_the_last_position_is_refused() -> None:
     [
         ("SequenceClassification", r"its logits are \[1, 1\] for 19 rows"),
         ("TokenClassification", r"its loss is not the sum of the rows' losses of shift_labels"),
-        ("QuestionAnswering", r"gives no loss for shift_labels"),
+        ("QuestionAnswering", r"returns no loss for shift_labels"),
     ],
 )
 def test_heads_that_do_not_predict_the_next_token_are_refused(head: str, rule: str) -> None:

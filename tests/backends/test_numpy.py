@@ -249,7 +249,7 @@ def test_a_send_that_nobody_receives_is_an_error() -> None:
     plan = broken(
         "q_moves", "send Q.home[0:8) to 0, receive", "send Q.home[0:8) to 0, send KV.home[0:8) to 0, receive"
     )
-    assert_error(plan, r"round 0: rank 0 does not receive KV.home\[0:8\).* of rank 1")
+    assert_error(plan, r"round 0: rank 0 does not receive KV.home\[0:8\).* from rank 1")
 
 
 def test_a_receive_that_nobody_sends_is_an_error() -> None:
@@ -259,7 +259,8 @@ def test_a_receive_that_nobody_sends_is_an_error() -> None:
         "launch 1: receive O.work[8:16) from 2, send",
     )
     assert_error(
-        plan, r"rank 1, instruction 5 .*receives O.work\[8:16\).* from rank 2, which sends no more in round 1"
+        plan,
+        r"rank 1, instruction 5 .*receives O.work\[8:16\).* from rank 2, which has no more to send in round 1",
     )
 
 

@@ -121,7 +121,7 @@ AT_THE_END = """
 import time, torch.distributed as dist
 from apportion.backends.torch import calls
 
-calls.LOOK_S = 1e-6
+calls.CHECK_INTERVAL_S = 1e-6
 store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 found = calls.calls_of(dist.group.WORLD)

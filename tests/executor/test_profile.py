@@ -60,7 +60,7 @@ def test_a_profile_records_where_and_when_it_was_measured(
 
 
 def test_engines_that_cannot_be_timed_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine = .stage.: the stage kernels run on GPUs.*take flash"):
+    with pytest.raises(ConfigError, match=r"engine = .stage.: the stage kernels run on GPUs.*use flash"):
         profile(device="cpu", effort=TINY, engine="stage")
     with pytest.raises(UnknownNameError, match="did you mean stage"):
         profile(device="cpu", effort=TINY, engine="stagee")
@@ -165,7 +165,7 @@ def test_each_task_is_timed_in_rows_outside_the_cache() -> None:
     assert (starts[1:] == (starts + lengths)[:-1]).all()
     assert (starts + lengths).max() <= len(arena.queries[0])
     end = len(arena.queries[0])
-    arena.walk[0] = end - 100
+    arena.cursor[0] = end - 100
     assert arena.places(TimedTask(512, 64, False))[0] == [0]
 
 

@@ -231,8 +231,8 @@ def test_the_newest_available_flash_attention_is_activated(
 def test_a_group_of_only_gpus_needs_a_group_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     from apportion.backends.torch import transport
 
-    monkeypatch.setattr(transport, "_serves", lambda group, backend: backend == "nccl")
+    monkeypatch.setattr(transport, "_has_backend", lambda group, backend: backend == "nccl")
     comm = Communicator.__new__(Communicator)
-    comm._base, comm._hosts, comm._grows = "nccl", None, False
-    with pytest.raises(ConfigError, match="give a gloo group of the same ranks"):
+    comm._base, comm._hosts, comm._creates_groups = "nccl", None, False
+    with pytest.raises(ConfigError, match="pass a gloo group of the same ranks"):
         comm._host_group()

@@ -176,5 +176,5 @@ def stopped(comm: Communicator) -> list[list[int]]:
     x = torch.ones(2, requires_grad=True)
     checkpoint(block, x, use_reentrant=False).sum().backward()
     if comm.rank == 0:
-        time.sleep(4 * calls.LOOK_S)
+        time.sleep(4 * calls.CHECK_INTERVAL_S)
     return comm.all_gather([comm.rank], "ranks")

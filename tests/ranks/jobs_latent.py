@@ -57,12 +57,12 @@ def difference(
     comm: Communicator, encoded: bytes, wrap: str, checkpointed: bool, most: int | None
 ) -> list[float]:
     """Differences of outputs and gradients of two layers from one process. most: numbers expanded at a time."""
-    before = latent_rows.MOST_NUMBERS
-    latent_rows.MOST_NUMBERS = before if most is None else most
+    before = latent_rows.MAX_ELEMENTS
+    latent_rows.MAX_ELEMENTS = before if most is None else most
     try:
         return _difference(comm, ap.Plan.decode(encoded), wrap, checkpointed)
     finally:
-        latent_rows.MOST_NUMBERS = before
+        latent_rows.MAX_ELEMENTS = before
 
 
 def _difference(comm: Communicator, plan: ap.Plan, wrap: str, checkpointed: bool) -> list[float]:

@@ -216,7 +216,7 @@ def test_gpu_times_come_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_best_call_after_the_warm_up_counts() -> None:
     times = iter([9.0, 9.0, 5.0, 6.0, 4.0, 8.0])
-    rows = bench.RankTensors.of(plan_of(1).header, 3, torch.device("cpu"), drawn=True)
+    rows = bench.RankTensors.of(plan_of(1).header, 3, torch.device("cpu"), is_random=True)
     found = bench.best(
         lambda q, k, v: q + k.sum() + v.sum(), rows, lambda work: (work(), CallTimes(1.0, next(times))), 2
     )

@@ -22,7 +22,7 @@ from apportion.planner.recipe import recipes
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading.arguments import check_kinds
 from apportion.trainer.loading.fetching import PlanTimeoutError
-from apportion.trainer.loading.iterations import Wanted
+from apportion.trainer.loading.iterations import Iteration
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks import jobs_loader
@@ -388,7 +388,7 @@ def test_plans_of_every_recipe_match_their_request(recipe: str) -> None:
     for one in (asked, capped):
         batches = [Batch.from_lengths([40, 9, 33, 1, 25])]
         piece = plan_job(one, batches).slice_for(0)
-        Wanted(one, 0, (np.arange(5),), tuple(batches)).check(piece)
+        Iteration(one, 0, (np.arange(5),), tuple(batches)).check(piece)
 
 
 # --- submitting

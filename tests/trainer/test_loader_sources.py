@@ -156,7 +156,7 @@ def test_slices_of_consecutive_iterations_arrive_over_a_stream(server: Server) -
             source.submit(key, encode_request(job(), batches), 0)
         first, *then = keys
         assert source.fetch(first, 0, WAIT_S, then).id
-        assert list(source._coming) == then
+        assert list(source._pending) == then
         assert [source.fetch(key, 0, WAIT_S).id for key in keys[1:3]]
         with pytest.raises(UnknownPlanError):  # also when requested again, by a separate request
             source.fetch(keys[3], 0, WAIT_S)

@@ -91,7 +91,7 @@ def test_a_model_that_ignores_its_images_or_their_plan_does_not_step(pool: Pool,
 def test_resuming_with_a_changed_sampler_order_is_refused(pool: Pool) -> None:
     found = pool.run(jobs_media.drawing_otherwise, 2)
     assert found is not None
-    assert all("draws the same however often it is iterated" in one for one in found)
+    assert all("draws the same samples in every iteration over it" in one for one in found)
 
 
 def test_a_pass_resumes_in_the_middle_of_an_iteration(pool: Pool) -> None:

@@ -103,7 +103,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ),
         (
             {"reduces": "ddp averaged over more"},
-            r"ConfigError: averaged_over = 3: .*averages gradients; give 2",
+            r"ConfigError: averaged_over = 3: .*averages gradients; pass 2",
         ),
         (
             {"reduces": "apart"},
@@ -118,7 +118,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ({"net": "rows as places"}, rf"ConfigError: model = 'Own': places {ROWS}"),
         (
             {"net": "places of rows"},
-            r"ConfigError: model = 'Own': is given 0, 1, ... for this rank's rows.*position_ids",
+            r"ConfigError: model = 'Own': receives 0, 1, ... for this rank's rows.*position_ids",
         ),
         ({"net": "functional", "loss": "own"}, r"UserWarning: the loss is not one that is checked"),
         (
@@ -127,7 +127,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ),
         (
             {"net": "table of rows"},
-            r"ConfigError: model = 'Own': is given an argument with equal rows on ranks",
+            r"ConfigError: model = 'Own': receives an argument with equal rows on ranks",
         ),
         *(
             (
@@ -142,7 +142,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
             for what in ("labels", "tokens")
         ),
         ({"loss": "labels left out"}, r"ConfigError: labels = \"fewer than the batch's\": .*weights= of 0"),
-        ({"loss": "labels changed"}, r"ConfigError: labels = 'changed': .*give loss_mask in the samples"),
+        ({"loss": "labels changed"}, r"ConfigError: labels = 'changed': .*put loss_mask into the samples"),
         ({"loss": "weights of a rank shifted"}, r"UserWarning: weights of losses are different multiples"),
         ({"loss": "mean of shares"}, r"ExecutionError: factors of losses differ between ranks, \["),
         ({"net": "hooked"}, r"UserWarning: parameters have hooks: .*clip after"),

@@ -57,19 +57,19 @@ def test_a_pass_that_ends_with_a_single_half_is_refused(pool: Pool) -> None:
             loader_arguments(),
             {},
             0,
-            "drop_last = False: halves are .*also in the last iteration; give drop_last=True",
+            "drop_last = False: halves are .*also in the last iteration; pass drop_last=True",
         ),
         (
             loader_arguments(),
             {"drop_last": True},
             1,
-            "iteration 0 = 'a half alone, microbatch 1'.*start between pairs",
+            "iteration 0 = 'a half without its pair, microbatch 1'.*start between pairs",
         ),
         (
             loader_arguments(microbatches=4),
             {"sampler": samples},
             0,
-            "iteration 1 = 'a half alone, microbatch 2'",
+            "iteration 1 = 'a half without its pair, microbatch 2'",
         ),
     ):
         for told in pool.run(jobs_pairs.refused, 2, asked, options, begin):

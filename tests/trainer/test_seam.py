@@ -201,7 +201,7 @@ def test_padding_works_under_plans_that_project(pool: Pool, sinks: bool) -> None
 
 def test_code_that_does_not_support_padding_refuses_it() -> None:
     (batch,) = loader_of(Recorded([5]), rows_multiple=8)
-    with pytest.raises(ExecutionError, match="3 rows of it: make the loader without rows_multiple"):
+    with pytest.raises(ExecutionError, match="3 rows of padding: make the loader without rows_multiple"):
         batch.handle.require_unpadded("layouts are moved")
 
 
@@ -366,7 +366,7 @@ def test_setting_another_epoch_discards_the_position_of_the_state() -> None:
 )
 def test_a_state_of_another_loader_is_refused_by_field(field: str, other: Callable[..., Any]) -> None:
     state = loader_of().state_dict()
-    with pytest.raises(ConfigError, match=rf"state\.{field}\b.*was saved with another"):
+    with pytest.raises(ConfigError, match=rf"state\.{field}\b.*was saved with a different"):
         other().load_state_dict(state)
 
 

@@ -129,7 +129,7 @@ def test_wrong_shapes_dtypes_kinds_and_ranks_are_errors() -> None:
         planned_attention(q.float(), k.float(), v.float(), handle)
     with pytest.raises(UnknownNameError, match="kind"):
         planned_attention(q, k, v, handle, kind="local")
-    with pytest.raises(ExecutionError, match="a slice of rank 1 of 2 on rank 0 of 1"):
+    with pytest.raises(ExecutionError, match="the slice of rank 1 of 2 is on rank 0 of 1"):
         PlanHandle(piece_of(Batch.from_lengths([6]), 2, 1))
 
 
@@ -198,4 +198,4 @@ def test_selftest_runs_the_stage_engine_if_it_is_available(
     assert selftest.run(as_json=True) == 0
     record = json.loads(capsys.readouterr().out)
     assert {(row["engine"], row["dtype"]) for row in record["rows"]} == {("stage", "fp32"), ("stage", "fp16")}
-    assert record["skipped"] == ["stage: Triton's interpreter multiplies bfloat16 wrongly"]
+    assert record["skipped"] == ["stage: Triton's interpreter multiplies bfloat16 incorrectly"]

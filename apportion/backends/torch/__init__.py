@@ -1,1 +1,1 @@
-"""Executes plans on torch tensors: one process per rank, torch.distributed between them, gloo or NCCL."""
+"""Executes plans on torch tensors: one process per rank, torch.distributed over gloo or NCCL."""

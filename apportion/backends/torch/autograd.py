@@ -31,19 +31,19 @@ from apportion.ir.plan.messages import ALIGNMENT
 from apportion.ir.tensors import Tensor as Name
 
 Home = Mapping[Name, Parts]
-#: the declared window, causal and layer of a mask, as `ir.masks.declared`
-Said = tuple[int | None, bool | None, str | None]
+#: a layer's declared mask: window, causal, name of the layer (see `ir.masks.declared`)
+DeclaredMask = tuple[int | None, bool | None, str | None]
 
 
 def run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
-    """Executes a program. home: q, k, v or hidden states in forward; these, forward's result and dO in backward."""
+    """Executes a program. home: q, k, v or hidden states in forward; in backward, also forward's result and dO."""
     machine = prepare(handle, kind, phase, home, layer)
     machine.run()
     machine.close()
     return machine
 
 
-def attending(
+def attention_scope(
     handle: PlanHandle, kind: str, phase: str, score: Score, sinks: Tensor | None, lse: bool = False
 ) -> AbstractContextManager[None]:
     """Opens the call of one program on all ranks. lse: whether LSE may have a gradient."""
@@ -70,10 +70,10 @@ def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer)
     hidden = home[Name.X][0].shape[-1] if Name.X in home else 0
     _require_current(device)
     executable = handle.loaded(kind, phase, device, hidden)
-    inputs = {name: tuple(_in_rows(part) for part in parts) for name, parts in home.items()}
+    inputs = {name: tuple(_aligned(part) for part in parts) for name, parts in home.items()}
     layer = replace(layer, sinks=_checked_sinks(handle, layer.sinks, device))
     buffer = handle.communicator.pool.take(executable.arenas.size, device)
-    memory = Memory(executable.arenas, handle.rows, inputs, buffer, handle.padding, executable.arrived)
+    memory = Memory(executable.arenas, handle.rows, inputs, buffer, handle.padding, executable.result_only)
     return handle.engine_on(device).machine(executable, memory, layer, handle.communicator)
 
 
@@ -81,12 +81,12 @@ def _require_current(device: torch.device) -> None:
     """Raises ExecutionError if the rows are not on the current device, which kernels and messages use."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ExecutionError(
-            f"the rows are on {device}, and cuda:{torch.cuda.current_device()} is current: call torch.cuda.set_device"
+            f"the rows are on {device}, but cuda:{torch.cuda.current_device()} is current: call torch.cuda.set_device"
         )
 
 
-def _in_rows(part: Tensor) -> Tensor:
-    """The tensor contiguous in rows and aligned to 16 bytes, as kernels load it; a copy if it is not."""
+def _aligned(part: Tensor) -> Tensor:
+    """The tensor, contiguous and aligned to 16 bytes as kernels require; a copy if it is not."""
     part = part.detach().contiguous()
     return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()
 
@@ -116,7 +116,7 @@ def qkv_home(
         _check_rows_first(name, tensor, shape)
         if name != "q" and tensor.shape[0] != q.shape[0]:
             raise ExecutionError(
-                f"q has {q.shape[0]} rows and {name} {tensor.shape[0]}: cross-attention is not planned"
+                f"q has {q.shape[0]} rows and {name} {tensor.shape[0]}: cross-attention is not supported"
             )
         check_shape(name, tensor, shape)
         _check_dtype(name, tensor, handle)
@@ -127,7 +127,7 @@ def _check_rows_first(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None
     rows, heads, width = shape
     if tensor.shape == (heads, rows, width) and rows != heads:
         raise ExecutionError(
-            f"{name} has its heads first, {tuple(tensor.shape)}: give [rows, heads, D], {name}.transpose(-3, -2)"
+            f"{name} has its heads first, {tuple(tensor.shape)}: pass [rows, heads, D], {name}.transpose(-3, -2)"
         )
 
 
@@ -164,7 +164,7 @@ def _check_dtype(name: str, tensor: Tensor, handle: PlanHandle) -> None:
 
 
 def backward_home(kept: Home, out: Tensor, lse: Tensor, do: Tensor) -> dict[Name, Parts]:
-    """The home rows of a backward program: the inputs that forward `kept` (q, k, v or hidden states), result and dO."""
+    """The home rows of a backward program: `kept`, forward's inputs (q, k, v or hidden states), its result and dO."""
     return {**kept, Name.O: (out, lse), Name.DO: (do,)}
 
 
@@ -174,7 +174,7 @@ def or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
-    """The gradient of the layer's sinks [Hq] in their dtype; None without sinks."""
+    """The gradient of the layer's sinks [Hq] in their dtype; None if there are no sinks."""
     if layer.sinks is None:
         return None
     if gradients.sinks is None:  # a rank without rows
@@ -193,14 +193,14 @@ def _versions(params: Sequence[Tensor]) -> list[int]:
 
 
 def _require_unchanged(ctx: Any) -> None:
-    """Backward projects with the parameters again. Raises ExecutionError if they were modified."""
+    """Raises ExecutionError if the parameters, with which backward projects again, were modified."""
     if _versions(ctx.params) != ctx.versions:
         raise ExecutionError("a parameter of a layer was changed in place between its forward and backward")
 
 
 class PlannedLayer(torch.autograd.Function):
     """Autograd function from this rank's home rows to out, for layers whose function backward calls again: a projection
-    of hidden states, or an expansion of latent rows. names: the home tensor of each given one, which come before the
+    of hidden states, or an expansion of latent rows. names: the home tensor of each input, which come before the
     layer's params."""
 
     @staticmethod
@@ -215,7 +215,7 @@ class PlannedLayer(torch.autograd.Function):
     ) -> Tensor:
         inputs, params = tensors[: len(names)], tensors[len(names) :]
         home = _by_name(names, inputs)
-        with attending(handle, kind, "forward", layer.score, sinks):
+        with attention_scope(handle, kind, "forward", layer.score, sinks):
             if Name.X in home:
                 _check_hidden(handle, *home[Name.X])
             else:
@@ -242,7 +242,7 @@ class PlannedLayer(torch.autograd.Function):
         layer = replace(ctx.layer, sinks=sinks, params=trainable)
         home = backward_home(_by_name(ctx.names, rows), out, lse, do)
         del out, lse, rows
-        with attending(ctx.handle, ctx.kind, "backward", layer.score, sinks):
+        with attention_scope(ctx.handle, ctx.kind, "backward", layer.score, sinks):
             machine = prepare(ctx.handle, ctx.kind, "backward", home, layer)
             home.clear()  # so that the machine can free tensors early
             machine.run()
@@ -253,7 +253,7 @@ class PlannedLayer(torch.autograd.Function):
 
 
 def _by_name(names: Sequence[Name], parts: Sequence[Tensor]) -> dict[Name, Parts]:
-    """The parts of each home tensor. names: of each part."""
+    """Groups parts by home tensor. names: the home tensor of each part."""
     result: dict[Name, Parts] = {}
     for name, part in zip(names, parts, strict=True):
         result[name] = (*result.get(name, ()), part)
@@ -262,7 +262,7 @@ def _by_name(names: Sequence[Name], parts: Sequence[Tensor]) -> dict[Name, Parts
 
 # --- the op
 
-_RULES = 5  # arguments from `number` to `return_lse`
+_SETTINGS = 5  # arguments from `number` to `return_lse`
 
 
 @op
@@ -280,14 +280,14 @@ def _attend(
     causal: bool | None = None,
     layer: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes out [rows, Hq, Dv] in q's dtype and lse [rows, Hq] in float64 under the plan of that number.
+    """Computes out [rows, Hq, Dv] in q's dtype and lse [rows, Hq] in float64 under the plan with that number.
 
-    return_lse: whether LSE may get a gradient, the same on all ranks: backward also computes tasks on others' rows.
-    window, causal: compared with the plan inside the op, so that torch.compile does not recompile for another mask.
+    return_lse: whether LSE may get a gradient; equal on all ranks, which also compute tasks on each other's rows.
+    window, causal: compared with the plan inside the op, so that torch.compile does not recompile for a new mask.
     """
     handle = PlanHandle.of_number(number)
     score = Score(scale, softcap)
-    with attending(handle, kind, "forward", score, sinks, return_lse):
+    with attention_scope(handle, kind, "forward", score, sinks, return_lse):
         handle.check(kind, window, causal, layer)
         home = qkv_home(handle, q, k, v)
         return run(handle, kind, "forward", home, Layer(score, sinks)).output(q.dtype)
@@ -314,11 +314,11 @@ def _attend_grad(
     softcap: float | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes dq, dk, dv and dsinks (empty without sinks)."""
+    """Computes dq, dk, dv and dsinks (empty if there are no sinks)."""
     layer = Layer(Score(scale, softcap, any_delta=return_lse), sinks, dlse=dlse)
     home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, out, lse, do)
     handle = PlanHandle.of_number(number)
-    with attending(handle, kind, "backward", layer.score, sinks, return_lse):
+    with attention_scope(handle, kind, "backward", layer.score, sinks, return_lse):
         machine = run(handle, kind, "backward", home, layer)
     dsinks = sink_gradient(layer, machine.gradients)
     return *machine.input_gradients(q.dtype), q.new_empty(0) if dsinks is None else dsinks
@@ -339,10 +339,10 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = attend_op(*inputs)
-        q, k, v, sinks, number, *rule = inputs
-        ctx.rule, ctx.others = rule[: _RULES - 1], len(rule) + 1
+        q, k, v, sinks, number, *settings = inputs
+        ctx.settings, ctx.others = settings[: _SETTINGS - 1], len(settings) + 1
         ctx.save_for_backward(q, k, v, sinks, out, lse, number)
-        if not ctx.rule[-1]:
+        if not ctx.settings[-1]:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -352,7 +352,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse, number = ctx.saved_tensors
         inputs = (or_zeros(do, out), dlse, q, k, v, sinks, out, lse, number)
-        dq, dk, dv, dsinks = attend_grad_op(*inputs, *ctx.rule)
+        dq, dk, dv, dsinks = attend_grad_op(*inputs, *ctx.settings)
         return dq, dk, dv, None if sinks is None else dsinks, *(None,) * ctx.others
 
 
@@ -362,13 +362,18 @@ attend_grad_op = torch.ops.apportion.attend_grad.default
 
 
 def attend(
-    handle: PlanHandle, kind: str, qkv: Sequence[Tensor], layer: Layer, return_lse: bool, declared: Said
+    handle: PlanHandle,
+    kind: str,
+    qkv: Sequence[Tensor],
+    layer: Layer,
+    return_lse: bool,
+    declared: DeclaredMask,
 ) -> tuple[Tensor, Tensor]:
     """Planned attention and its LSE [rows, Hq] in float64, differentiable in q, k, v and sinks; eager or compiled.
 
-    LSE is differentiable with return_lse, the same on all ranks."""
-    rule = handle.number, kind, layer.score.scale, layer.score.softcap, return_lse
-    out, lse = attend_op(*qkv, layer.sinks, *rule, *declared)
+    LSE is differentiable if return_lse is True, on all ranks."""
+    settings = handle.number, kind, layer.score.scale, layer.score.softcap, return_lse
+    out, lse = attend_op(*qkv, layer.sinks, *settings, *declared)
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
     return out, lse
@@ -376,10 +381,10 @@ def attend(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_layer(
-    handle: PlanHandle, kind: str, home: Home, layer: Layer, declared: Said = (None, None, None)
+    handle: PlanHandle, kind: str, home: Home, layer: Layer, declared: DeclaredMask = (None, None, None)
 ) -> Tensor:
     """Planned attention of hidden states, or of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank],
-    differentiable in these, and in the layer's sinks and params."""
+    differentiable in all of these and in the layer's sinks and params."""
     handle.check(kind, *declared)
     names, tensors = zip(*((name, part) for name, parts in home.items() for part in parts), strict=True)
     bare = replace(layer, sinks=None, params=())

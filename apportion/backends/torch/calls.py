@@ -4,7 +4,7 @@ fails.
     begin ──number, digest──► tag of the call's messages            messages of two calls never meet
     wait  ──half a second──► store of the group: failures · calls of stalled ranks      errors that name both
 
-Without faults nothing but messages is sent. A watchdog thread reads the store when a wait takes long.
+As long as nothing fails, only messages are sent. A watchdog thread reads the store when a wait takes long.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from apportion.ir.errors import ExecutionError
 
-LOOK_S = 0.5  # interval of the watchdog's checks
-LEAVING_S = 5.0  # longest wait for a check at the end of the process
-KEPT = 64  # calls in a rank's history
-_ENDS = 2**31 - 1  # the largest tag; no call uses it
-_TEXT = 2000  # characters of an error that other ranks quote
+CHECK_INTERVAL_S = 0.5  # between the watchdog's checks
+EXIT_WAIT_S = 5.0  # longest wait for a check at the end of the process
+HISTORY_CALLS = 64  # calls in a rank's history
+_ABORT_TAG = 2**31 - 1  # the largest tag; no call uses it
+_QUOTE_LENGTH = 2000  # maximum characters of an error that other ranks quote
 
 _log = logging.getLogger(__name__)
-_leaving = Event()
+_exiting = Event()
 
 
 class Wait(NamedTuple):
@@ -49,13 +49,13 @@ class Wait(NamedTuple):
 
 
 class Calls:
-    """The calls of this rank in a process group, numbered from 1. tag: of the running call's messages, 0 if no call
-    runs; history: digest of all calls so far."""
+    """The calls of this rank in a process group, numbered from 1. tag: tag of the running call's messages, 0 if no
+    call runs; history: digest of all calls so far."""
 
     def __init__(self, group: Any) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.number = self.tag = self.history = 0
-        self._recent: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self._recent: deque[tuple[int, str]] = deque(maxlen=HISTORY_CALLS)
         self._lock, self._owner = Lock(), 0
         store = _get_process_group_store(group)
         self._notices = Notices(PrefixStore("apportion", store), self.rank)
@@ -64,18 +64,18 @@ class Calls:
         self._watched = False
 
     @contextmanager
-    def call(self, what: str) -> Iterator[None]:
-        """Opens one call; `what` names it, equal on all ranks. If it raises, the other ranks raise with its error.
+    def call(self, name: str) -> Iterator[None]:
+        """Opens one call; its name is equal on all ranks. If it raises, the other ranks raise with its error.
         Raises ExecutionError if another thread is in a call."""
-        nested = self._enter(what)
+        nested = self._enter(name)
         previous = self.tag
-        self._begin(what)
+        self._begin(name)
         try:
             yield
         except BaseException as error:
             # checkpointing ends a recomputation with an exception that the caller's backward expects
             if error is not self._fault and not isinstance(error, _StopRecomputationError):
-                self._notices.fail(self.number, what, error)
+                self._notices.fail(self.number, name, error)
             raise
         finally:
             self.tag = previous
@@ -91,9 +91,9 @@ class Calls:
         if self._owner == get_ident():
             return True
         raise ExecutionError(
-            f"rank {self.rank}: two threads call at once: {call}, while another one is in call {self._current()}. All "
-            "ranks make the calls of a communicator in one order: call from one thread at a time, or give each a "
-            "communicator of its own groups"
+            f"rank {self.rank}: two threads call at once: {call}, while another is in call {self._current()}. All "
+            "ranks must make a communicator's calls in the same order: call from one thread at a time, or give each a "
+            "communicator with its own groups"
         )
 
     def _begin(self, call: str) -> None:
@@ -102,7 +102,7 @@ class Calls:
         self.number += 1
         self._recent.append((self.number, call))
         name = call.encode()
-        self.tag = crc32(name, self.number) % (_ENDS - 1) + 1
+        self.tag = crc32(name, self.number) % (_ABORT_TAG - 1) + 1
         self.history = crc32(name, self.history)
 
     # --- waits
@@ -113,7 +113,7 @@ class Calls:
             self._watched = True
             thread = Thread(target=_watch, args=(ref(self),), name="apportion-calls", daemon=True)
             thread.start()
-            atexit.register(_leave, thread)
+            atexit.register(_stop_watch, thread)
         self._wait = Wait(time.monotonic(), group, peers)
         try:
             for work in works:
@@ -133,10 +133,10 @@ class Calls:
             )
         return self._fault
 
-    def look(self, attempt: int) -> bool:
+    def check(self, attempt: int) -> bool:
         """Checks the current wait, on the watchdog thread; `attempt` counts checks. Returns True for a long wait."""
         wait = self._wait
-        if wait is None or time.monotonic() - wait.since < LOOK_S:
+        if wait is None or time.monotonic() - wait.since < CHECK_INTERVAL_S:
             return False
         fault = self._notices.failure()
         if not fault and attempt & (attempt - 1) == 0:  # less and less often: other ranks may just be late
@@ -147,11 +147,11 @@ class Calls:
         return True
 
     def _mismatch(self, peers: Collection[int]) -> str:
-        """The difference if a peer is in a different call; this rank publishes its calls first."""
+        """Publishes this rank's calls; returns the difference if a peer is in a different call, else ""."""
         recent = dict(tuple(self._recent))
-        self._notices.show(recent)
+        self._notices.publish(recent)
         for peer in sorted(peers):
-            if fault := _difference({self.rank: recent, peer: self._notices.shown(peer)}):
+            if fault := _difference({self.rank: recent, peer: self._notices.published(peer)}):
                 self._notices.fail(self.number, recent[self.number], ExecutionError(fault))
                 return fault
         return ""
@@ -161,13 +161,15 @@ class Calls:
         return json.dumps(dict(self._recent))
 
     def mismatch_error(self, texts: Sequence[str]) -> ExecutionError:
-        """The error that ends this call on all ranks, which resume together. texts: latest calls by rank."""
+        """The error that ends this call on all ranks, which then resume together. texts: latest calls by rank."""
         ranks = {
             rank: {int(n): call for n, call in json.loads(text).items()} for rank, text in enumerate(texts)
         }
         self.number, self.history = max(map(max, ranks.values())), 0
         self._recent.clear()
-        return ExecutionError(_difference(ranks) or f"ranks made different calls, more than {KEPT} calls ago")
+        return ExecutionError(
+            _difference(ranks) or f"ranks made different calls, more than {HISTORY_CALLS} calls ago"
+        )
 
     def _current(self) -> str:
         number, call = self._recent[-1] if self._recent else (0, "none")
@@ -179,12 +181,12 @@ class Notices:
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._read = self._shown = self.failed_at = 0
+        self._read = self._published = self.failed_at = 0
         self._failed: dict[int, tuple[int, str]] = {}
 
-    def fail(self, number: int, what: str, error: BaseException) -> None:
+    def fail(self, number: int, name: str, error: BaseException) -> None:
         self.failed_at = number
-        message = f"rank {self._rank} failed in call {number} ({what}): {shown(error)}"
+        message = f"rank {self._rank} failed in call {number} ({name}): {quoted(error)}"
         self._write([self._rank, number, message])
 
     def resume(self) -> None:
@@ -202,16 +204,16 @@ class Notices:
                     self._failed[rank] = number, message
                 self._read = index + 1
         except RuntimeError as error:  # the store's rank is gone: the group reports that too
-            _log.debug("no look at other ranks' calls: %s", error)
+            _log.debug("cannot check other ranks' calls: %s", error)
         return next((message for number, message in self._failed.values() if number != self.failed_at), "")
 
-    def show(self, calls: dict[int, str]) -> None:
+    def publish(self, calls: dict[int, str]) -> None:
         latest = max(calls, default=0)
-        if latest != self._shown:
+        if latest != self._published:
             self._store.set(f"calls/{self._rank}", json.dumps(calls))
-            self._shown = latest
+            self._published = latest
 
-    def shown(self, rank: int) -> dict[int, str]:
+    def published(self, rank: int) -> dict[int, str]:
         key = f"calls/{rank}"
         calls = json.loads(self._store.get(key)) if self._store.check([key]) else {}
         return {int(number): call for number, call in calls.items()}
@@ -221,7 +223,7 @@ class Notices:
             index = self._store.add("written", 1) - 1
             self._store.set(f"failure/{index}", json.dumps(record))
             self._store.add("failures", 1)
-        except RuntimeError as error:  # the rank's own error is what its caller gets
+        except RuntimeError as error:  # the caller gets the rank's own error
             _log.debug("other ranks were not notified: %s", error)
 
 
@@ -231,51 +233,49 @@ def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:
     for number in sorted(common):
         texts = {rank: f"call {number} is {calls[number]}" for rank, calls in ranks.items()}
         if len(set(texts.values())) > 1:
-            return (
-                f"ranks make different calls: {by_value(texts)}. All ranks make the same calls in one order"
-            )
+            return f"ranks make different calls: {by_value(texts)}. All ranks must make the same calls in one order"
     return ""
 
 
-def by_value(values: Mapping[int, str], of: str = "rank") -> str:
-    """Describes which ranks have each value: "x on ranks 0, 2; y on rank 1". values: of each rank."""
+def by_value(values: Mapping[int, str], unit: str = "rank") -> str:
+    """Describes which ranks have each value: "x on ranks 0, 2; y on rank 1". values: by rank."""
     rows = sorted((value, rank) for rank, value in values.items())
     grouped = [
         (value, [rank for _, rank in members]) for value, members in groupby(rows, key=lambda row: row[0])
     ]
     return "; ".join(
-        f"{value} on {of}{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in grouped
+        f"{value} on {unit}{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in grouped
     )
 
 
-def shown(error: BaseException | None) -> str:
-    """An error as other ranks quote it."""
-    return "" if error is None else f"{type(error).__name__}: {error}"[:_TEXT]
+def quoted(error: BaseException | None) -> str:
+    """The error's type and message, shortened, for other ranks to quote."""
+    return "" if error is None else f"{type(error).__name__}: {error}"[:_QUOTE_LENGTH]
 
 
-def _leave(thread: Thread) -> None:
-    """Ends a watch before the interpreter exits: a thread that comes back from the store later aborts the process."""
-    _leaving.set()
-    thread.join(LEAVING_S)
+def _stop_watch(thread: Thread) -> None:
+    """Stops the watchdog before the interpreter exits: a thread that returns from the store later would abort it."""
+    _exiting.set()
+    thread.join(EXIT_WAIT_S)
 
 
 def _watch(current: Callable[[], Calls | None]) -> None:
     attempt = 1
-    while not _leaving.wait(LOOK_S):
+    while not _exiting.wait(CHECK_INTERVAL_S):
         calls = current()
         if calls is None:
             return
         try:
-            attempt = attempt + 1 if calls.look(attempt) else 1
+            attempt = attempt + 1 if calls.check(attempt) else 1
         except RuntimeError as error:  # the store is gone: the wait ends by itself
-            _log.debug("no look at other ranks' calls: %s", error)
+            _log.debug("cannot check other ranks' calls: %s", error)
         del calls
 
 
 def _abort(group: Any, rank: int) -> None:
     """Ends all waits in a gloo group, with an error: a receive that times out closes the group's connections."""
     peer = dist.get_global_rank(group, (rank + 1) % dist.get_world_size(group))
-    work: Any = dist.irecv(torch.zeros(1, device="cpu"), peer, group=group, tag=_ENDS)
+    work: Any = dist.irecv(torch.zeros(1, device="cpu"), peer, group=group, tag=_ABORT_TAG)
     try:
         work.wait(timedelta(milliseconds=1))
     except RuntimeError as error:

@@ -2,7 +2,7 @@
 
     stage   one Triton launch per instruction over work lists made once per plan       CUDA; float16, bfloat16, float32
     flash   torch's flash attention, a call or a few for each task, torch's ops for rows      any device
-    plain   matrix products in strips, everything else as flash                               any device
+    plain   matrix products in strips, everything else like flash                              any device
 
 To add an engine, write a machine in its own file and add a row here.
 """
@@ -37,7 +37,7 @@ class Engine(Protocol):
         """The constructor (loaded, memory, layer, transport) -> machine of one call."""
 
     def obstacle(self, header: Header, device: torch.device) -> str | None:
-        """The reason that it cannot run plans of this header on a device; None if it can."""
+        """The reason why it cannot run plans with this header on a device; None if it can."""
 
     def load(self, request: LoadRequest) -> Executable:
         """Builds the state that all calls of one rank's program share, padded to the envelope. Raises ConfigError if
@@ -60,7 +60,7 @@ class TaskEngine:
         program, hidden = request.program, request.hidden
         rounds = find_rounds(request.columns, program, hidden, early={})
         arenas = Arenas(program, rounds.staging_bytes, hidden, request.envelope)
-        return Executable(program, rounds, arenas, arrived=frozenset())
+        return Executable(program, rounds, arenas, result_only=frozenset())
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,17 @@ def activate_newest(device: torch.device) -> None:
         return
     name = _WRITTEN_FOR.get(torch.cuda.get_device_capability(device)[0])
     if attention.current_flash_attention_impl() is None and name in attention.list_flash_attention_impls():
-        with suppress(ImportError, RuntimeError):  # without it FlashAttention-2 serves engine flash
+        with suppress(ImportError, RuntimeError):  # engine flash then uses FlashAttention-2
             attention.activate_flash_attention_impl(name)
 
 
 def choose_engine(name: str | Engine, header: Header, device: torch.device) -> Engine:
-    """The engine of that name; for `auto`, the first that can run the plan. Raises UnknownNameError, ConfigError."""
+    """The engine with that name; for `auto`, the first that can run the plan. Raises UnknownNameError, ConfigError."""
     if not isinstance(name, str):
         return name
     if choice("engine", name, ("auto", *ENGINES)) == "auto":
         return next(engine for engine in ENGINES.values() if engine.obstacle(header, device) is None)
     obstacle = ENGINES[name].obstacle(header, device)
     if obstacle is not None:
-        raise ConfigError("engine", name, obstacle, 'take engine="auto" or "flash"')
+        raise ConfigError("engine", name, obstacle, 'use engine="auto" or "flash"')
     return ENGINES[name]

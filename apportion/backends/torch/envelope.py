@@ -1,5 +1,5 @@
-"""Sizes to which all plans of a run are padded, so that shapes, buffers and work lists are equal in every step, as
-captured graphs and compiled models need.
+"""Sizes to which all plans of a run are padded, so that shapes, buffers and work lists are the same in every step, as
+captured graphs and compiled models require.
 
     rows             of a rank, with padding                every input and output tensor of layers
     buffer_bytes     work arenas and staging of a call      one buffer that never grows
@@ -34,7 +34,7 @@ class Envelope:
         margin, rows = number("margin", margin, 1.0), list(sizes)
         if not rows:
             raise ConfigError(
-                "sizes", [], "must be the sizes of at least one plan", "give those of a few dozen batches"
+                "sizes", [], "must be the sizes of at least one plan", "pass the sizes of a few dozen batches"
             )
         maxima = (max(sizes) for sizes in zip(*rows, strict=True))
         return Envelope(*(int(size * margin) for size in maxima))

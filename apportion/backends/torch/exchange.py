@@ -19,9 +19,9 @@ from apportion.backends.torch.transport import Transport
 
 @dataclass(frozen=True)
 class Exchange:
-    """An index of rows to send and receive. name: for errors, equal on all ranks. take: int64, rows of x for rank 0, 1,
-    …; sent: how many for each. into: int64, the distinct result rows for the rows from rank 0, 1, …; received: how many
-    from each; rows: of the result."""
+    """The rows to send and receive. name: for errors, equal on all ranks. take: int64, rows of x for rank 0, 1, …;
+    sent: their number for each. into: int64, the distinct result rows for the rows from rank 0, 1, …; received: their
+    number from each; rows: the number of result rows."""
 
     transport: Transport
     name: str
@@ -48,7 +48,7 @@ class Exchange:
         sources, targets = self.take.to(grad.device), self.into.to(grad.device)
         gradients = _exchange_rows(self, "gradient of ", grad[targets], self.received, self.sent)
         total = grad.new_zeros(rows, *grad.shape[1:], dtype=accumulator_dtype(grad.dtype))
-        # accumulates in order of the index, also on a GPU
+        # accumulates in index order, on a GPU too
         total.index_put_((sources,), gradients.to(total.dtype), accumulate=True)
         return total.to(grad.dtype)
 

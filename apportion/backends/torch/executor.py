@@ -71,7 +71,7 @@ class Gradients:
 
 class Keys(NamedTuple, Generic[T]):
     """Keys and values of a task for some of its query heads: k [n, Hk, D], v [n, Hk, Dv], the KV column of each query
-    head, and the gradient accumulators; empty in forward."""
+    head, and the gradient accumulators; dk and dv are unused in forward."""
 
     task: T
     heads: slice
@@ -95,17 +95,17 @@ class LoadRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Executable:
-    """A rank's program, ready for any number of calls on one device. arrived: sums whose home rows the engine keeps
-    only as results."""
+    """A rank's program, ready for any number of calls on one device. result_only: sums whose home rows the engine
+    keeps only as results."""
 
     program: Program
     rounds: Rounds
     arenas: Arenas
-    arrived: frozenset[Name]
+    result_only: frozenset[Name]
 
     @property
     def table_numbers(self) -> int:
-        """The count of numbers in the tables on the device; 0 without tables."""
+        """The number of integers in the tables on the device; 0 if there are none."""
         return 0
 
 
@@ -197,16 +197,16 @@ class TorchMachine(Machine[View]):
                 self._view(row.c).fill((k, v))
 
     def project_grad(self, step: Step) -> None:
-        """Runs tile by tile of rows, so that the recomputed projection is small."""
+        """Works on tiles of rows, so that the recomputed projection is small."""
         if step.index == self.program.steps[-1].index:
-            self._let_go()
+            self._free_attention_inputs()
         for row in step.rowops:
             grads = [part for index in (row.b, row.c) if index for part in self._gradients(index)]
             (sums,), rows = self._view(row.d).read(), self._view(row.a).read()
             for first in range(0, len(sums), _TILE_ROWS):
                 tile = slice(first, first + _TILE_ROWS)
                 with torch.enable_grad():
-                    dx = self._push_back(row, *(part[tile] for part in (*rows, *grads)))
+                    dx = self._project_backward(row, *(part[tile] for part in (*rows, *grads)))
                 sums[tile].copy_(dx) if row.first else sums[tile].add_(dx)
 
     def _gradients(self, index: int) -> Parts:
@@ -214,19 +214,21 @@ class TorchMachine(Machine[View]):
         operand = self.program.operands[index]
         if not operand.is_home:
             return self._view(index).read()
-        dq, *of_keys = self.input_gradients(DTYPES[self.program.header.dtype])
-        parts = (dq,) if operand.tensor == Name.DQ else tuple(of_keys)
+        dq, *dkv = self.input_gradients(DTYPES[self.program.header.dtype])
+        parts = (dq,) if operand.tensor == Name.DQ else tuple(dkv)
         return View(operand, parts).read()
 
-    def _push_back(self, row: RowOp, hidden: Tensor, positions: Tensor, *grads: Tensor) -> Tensor:
+    def _project_backward(self, row: RowOp, hidden: Tensor, positions: Tensor, *grads: Tensor) -> Tensor:
         """Backward of the projection: returns the gradient of hidden states and accumulates the parameters'."""
         leaf = hidden.detach().requires_grad_()
         q, k, v = self._projected(leaf, positions, row)
         outputs = [*((q,) if row.b else ()), *((k, v) if row.c else ())]
-        (dx,) = self._pull_back(outputs, grads, leaf)
+        (dx,) = self._layer_backward(outputs, grads, leaf)
         return dx
 
-    def _pull_back(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *leaves: Tensor) -> list[Tensor]:
+    def _layer_backward(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *leaves: Tensor
+    ) -> list[Tensor]:
         """Backward of a function of the layer: returns the inputs' gradients and accumulates the parameters'."""
         cast = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
         with _without_hooks(self._layer.params):
@@ -246,8 +248,8 @@ class TorchMachine(Machine[View]):
     def _view(self, index: int) -> View:
         return self.view(self.program.operands[index])
 
-    def _let_go(self) -> None:
-        """Frees the inputs that only attention reads: dX takes their memory."""
+    def _free_attention_inputs(self) -> None:
+        """Frees the inputs that only attention reads, so that dX can reuse their memory."""
         self.memory.home.pop(Name.O, None)
 
 
@@ -318,7 +320,7 @@ class TaskMachine(TorchMachine):
                 yield Keys(task, heads, tuple(range(len(names))), k[rows], v[rows], dk[rows], dv[rows])
             if run.dkv is not None:
                 with torch.enable_grad():
-                    first, second = self._pull_back(expanded, (dk, dv), *leaves)
+                    first, second = self._layer_backward(expanded, (dk, dv), *leaves)
                 _accumulate(self.memory.view(run.dkv), (second[:, None], first[:, None]), False)
 
     # --- rows
@@ -398,7 +400,7 @@ def _without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
 
 
 def dense_sizes(round_: Round, ranks: int) -> Sizes:
-    """Sizes in bytes of a dense round."""
+    """The bytes that a dense round sends to each rank and receives from it."""
     sizes: Sizes = ([0] * ranks, [0] * ranks)
     for side, messages in zip(sizes, (round_.sends, round_.receives), strict=True):
         for message in messages:
@@ -410,7 +412,7 @@ def _lse_gradient(dlse: Tensor, operand: Operand, lse: Tensor) -> Tensor:
     """The operand's part of dlse [rows, Hq], 0 for rows without keys: dS = P * (dP - (delta - dLSE))."""
     if not operand.is_home:
         raise ExecutionError(
-            f"delta of {operand}: the gradient of LSE is at home, and so must this operand be"
+            f"delta of {operand}: only home rows have a gradient of LSE, so this operand must be at home"
         )
     part = pick(dlse.narrow(0, operand.row, operand.rows), operand.columns)
     return part.masked_fill(lse == NEG_INF, 0.0)
@@ -422,7 +424,7 @@ def _clear(parts: Parts) -> None:
 
 
 def _clear_output(o: Tensor, lse: Tensor) -> None:
-    """The identity of merging."""
+    """Writes the identity of merging."""
     o.zero_()
     lse.fill_(NEG_INF)
 

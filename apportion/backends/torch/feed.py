@@ -1,6 +1,6 @@
 """Moves an encoder's rows to where a decoder reads them: one exchange between the layouts of two plans, differentiable.
 
-Ranks exchange their spans of both plans, and derive and prove the same move of all ranks.
+Ranks exchange their spans of both plans; each derives and proves the same move of all ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class EncoderFeed:
         numbers = [crc32(self.places.tobytes()), self.merge, len(spans[0]), *spans[0], *spans[1]]
         gathered = self.decoder.communicator.all_gather(numbers, f"spans of plans {self.name}")
         if len({tuple(row[:2]) for row in gathered}) > 1:
-            raise ExecutionError(f"ranks feed plan {self.name} at different places: give all ranks the same")
+            raise ExecutionError(
+                f"ranks feed plan {self.name} at different places: pass the same places on all ranks"
+            )
         encoder = _layout("encoder", [row[3 : 3 + row[2]] for row in gathered])
         decoder = _layout("decoder", [row[3 + row[2] :] for row in gathered])
         feed = Feed.of(encoder, decoder, self.places, self.merge)
@@ -88,7 +90,7 @@ class EncoderFeed:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """The exchange of the encoder's rows to `rows`, `merge` for each."""
+        """The exchange that moves the encoder's rows to `rows`, `merge` to each."""
         transport = self.decoder.communicator
         table = self.plan.move.table.rank(transport.rank)
         (sources, sent), (targets, received) = (
@@ -104,7 +106,7 @@ def _spans(handle: PlanHandle) -> list[int]:
 
 
 def _layout(name: str, ranks: list[list[int]]) -> Layout:
-    """Layouts from (row, token, length) of each rank's spans, column after column, without sequences and positions."""
+    """The layout of the ranks' spans, each rank's as columns (row, token, length); without sequences and positions."""
     spans = [np.asarray(array, np.int64).reshape(3, -1) for array in ranks]
     columns = np.concatenate([*spans], axis=1)
     ptr = np.cumsum([0, *(array.shape[1] for array in spans)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-_IDENTITIES = ("_DDPSinkBackward",)  # nodes that pass several tensors through, each by itself
+_IDENTITIES = ("_DDPSinkBackward",)  # nodes that pass several tensors through independently
 
 
 def nodes(roots: Iterable[Any], ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:

@@ -38,14 +38,14 @@ _numbers = count()
 class PlanHandle:
     """The explicit plan argument of planned attention; there is no global "current plan".
 
-    communicator: the ranks of the plan, by default all of the job. engine: what computes, one of `engines.ENGINES`, or
-    "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
+    communicator: the ranks of the plan, by default all of the job. engine: one of `engines.ENGINES`, or
+    "auto": the fastest that can run the plan on the device. Holds no buffers: calls have their own, so a handle serves
     any number of layers and of microbatches in flight. padding: rows without tokens after the others, in all tensors
-    that layers receive and return: their results and gradients are 0. envelope: what rows, buffers and tables are
-    padded to. calls: number of forward attention calls so far, including recomputed ones; called: per kind.
-    Raises ExecutionError if the slice is not this rank's, UnknownNameError for another engine, ConfigError if the
-    plan is larger than the envelope. gathered: whether rows were gathered for a kernel of the caller's own.
-    feeds: True for an encoder's plan, whose rows go to another plan; fed: True if such rows came to this one.
+    that layers receive and return: their results and gradients are 0. envelope: sizes that rows, buffers and tables
+    are padded to. calls: number of forward attention calls so far, including recomputed ones; called: per kind.
+    Raises ExecutionError if the slice is not this rank's, UnknownNameError for an unknown engine, ConfigError if the
+    plan is larger than the envelope. gathered: whether rows were gathered for the caller's own kernel.
+    feeds: True for an encoder's plan, whose rows go to another plan; fed: True if this plan received such rows.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PlanHandle:
         self.engine = engine if not isinstance(engine, str) else choice("engine", engine, ("auto", *ENGINES))
         if (piece.rank, piece.ranks) != (self.communicator.rank, self.communicator.ranks):
             raise ExecutionError(
-                f"a slice of rank {piece.rank} of {piece.ranks} on rank {self.communicator.rank} of "
+                f"the slice of rank {piece.rank} of {piece.ranks} is on rank {self.communicator.rank} of "
                 f"{self.communicator.ranks}: give each rank `plan.for_rank(rank)` of a plan for this group"
             )
         self._programs: dict[tuple[str, str], Program] = {}
@@ -72,7 +72,7 @@ class PlanHandle:
         self._agreed = False
         self.calls, self.called = 0, Counter[str]()
         self.gathered = self.feeds = self.fed = False
-        # whose forward called attention last
+        # the module whose forward called attention last
         self.wrapper: DistributedDataParallel | FullyShardedDataParallel | None = None
         self._checked: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")
@@ -83,7 +83,7 @@ class PlanHandle:
 
     def __reduce__(self) -> NoReturn:
         raise ExecutionError(
-            "a plan's handle belongs to its process: send `handle.slice.encode()`, and make one there"
+            "a plan handle cannot leave its process: send `handle.slice.encode()`, and make a handle there"
         )
 
     def __deepcopy__(self, memo: object) -> PlanHandle:
@@ -91,7 +91,7 @@ class PlanHandle:
 
     @staticmethod
     def of_number(number: Tensor) -> PlanHandle:
-        """The handle of that number. Raises ExecutionError if it no longer exists."""
+        """The handle with that number. Raises ExecutionError if it no longer exists."""
         handle = _HANDLES.get(int(number))
         if handle is None:
             raise ExecutionError(
@@ -119,20 +119,20 @@ class PlanHandle:
 
     @cached_property
     def rows(self) -> int:
-        """Tokens that this rank holds."""
+        """The number of tokens that this rank holds."""
         return int(self.slice.layout(self.slice.header.home_layout).rows_per_rank[0])
 
     @property
     def padded_rows(self) -> int:
-        """Rows of the layers' tensors: tokens and padding."""
+        """The number of rows of the layers' tensors: tokens and padding."""
         return self.rows + self.padding
 
     def require_unpadded(self, what: str) -> None:
         """Raises ExecutionError if the batch has padding."""
         if self.padding:
             raise ExecutionError(
-                f"{what} without padding, and this batch has {self.padding} rows of it: make the loader without "
-                "rows_multiple"
+                f"{what} only without padding, and this batch has {self.padding} rows of padding: make the loader "
+                "without rows_multiple"
             )
 
     @cached_property
@@ -146,8 +146,7 @@ class PlanHandle:
         return torch.from_numpy(self.slice.layout(self.slice.header.home_layout).position_ids(0))
 
     def kind(self, name: str | None) -> str:
-        """The kind of that name; for None, the plan's only kind. Raises UnknownNameError,
-        ConfigError."""
+        """The kind with that name; for None, the plan's only kind. Raises UnknownNameError, ConfigError."""
         if name is None and len(self.kinds) == 1:
             return self.kinds[0]
         if name is None:
@@ -159,7 +158,7 @@ class PlanHandle:
         return name
 
     def check(self, kind: str, window: int | None, causal: bool | None, layer: str | None = None) -> None:
-        """Compares a layer's declared mask with the plan's, as `ir.masks.declared`, once. Raises ConfigError."""
+        """Compares a layer's declared mask with the plan's (`ir.masks.declared`), once. Raises ConfigError."""
         declared = kind, window, causal
         if declared not in self._checked:
             Declared(window, causal).check(self.slice.header.diagonals, kind, layer)
@@ -226,7 +225,7 @@ class PlanHandle:
             agree([self])
 
     def call(self, what: str) -> AbstractContextManager[None]:
-        """Opens one call under this plan, as `Transport.call`, after checking that all ranks hold it."""
+        """Opens one call under this plan, like `Transport.call`, after checking that all ranks hold it."""
         self.agree()
         return self.communicator.call(what)
 
@@ -241,19 +240,19 @@ class PlanHandle:
 
 
 def agree(
-    handles: Sequence[PlanHandle], facts: Sequence[int] = (), holds: Callable[[], str] | None = None
+    handles: Sequence[PlanHandle], facts: Sequence[int] = (), describe: Callable[[], str] | None = None
 ) -> list[list[int]]:
     """Checks that all ranks hold these plans, and starts the channels that they need: one collective between hosts that
-    waits for no device; call it ahead of time if possible. Returns the facts of every rank. holds: describes this
-    rank's plans for the error that all ranks raise if they differ. Raises ExecutionError."""
+    waits for no device; call it ahead of time if possible. Returns the facts of every rank. describe: returns
+    this rank's plans as text, for the error that all ranks raise if they differ. Raises ExecutionError."""
     transport = handles[0].communicator
     ids = [number for handle in handles for number in np.frombuffer(handle.id, "<i8").tolist()]
     checked_end = 2 + len(ids)
     numbers = [max(handle.channels for handle in handles), len(ids), *ids, *facts]
     rows = transport.all_gather(numbers, "plans")
     if any(row[1:checked_end] != numbers[1:checked_end] for row in rows):
-        description = holds() if holds else ", ".join(f"plan {handle.name}" for handle in handles)
-        raise different_plans(transport.gather_texts(description, "what ranks hold"))
+        description = describe() if describe else ", ".join(f"plan {handle.name}" for handle in handles)
+        raise different_plans(transport.gather_texts(description, "plans of ranks"))
     transport.start(max(row[0] for row in rows))
     for handle in handles:
         handle._agreed = True

@@ -15,7 +15,7 @@ LIBRARY: Any = torch.library.Library("apportion", "FRAGMENT")  # type: ignore[no
 
 
 def op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers a function as the op of its name, for all devices."""
+    """Registers a function as an op with its name, for all devices."""
     name = function.__name__.removeprefix("_")
     schema = torch.library.infer_schema(function, mutates_args=()).replace("SymInt", "int")
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

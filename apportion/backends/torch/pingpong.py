@@ -5,8 +5,8 @@
 
 (DistCA, section 4.1, figure 7: `post` and the next layer's `pre` are one piece of work without communication.) A half
 is a generator that yields at the segment boundaries of its programs; `take_turns` walks both, in forward and, with the
-layers in reverse, in backward. Every rank takes the same turns and cuts its programs at the same rounds, so the rounds
-of both halves are launched in one order everywhere: two programs may share process groups, and nothing can deadlock.
+layers in reverse, in backward. Every rank takes the same turns and cuts its programs at the same rounds, so all ranks
+launch the rounds of both halves in the same order: two programs may share process groups, and nothing can deadlock.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from apportion.ir.tensors import PHASES, Tensor as Name
 Pre = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 #: (the layer's hidden [n, E], out [n, Hq, Dv]) -> hidden [n, E]
 Post = Callable[[Tensor, Tensor], Tensor]
-#: one execution of one program, as `_turns`
+#: one execution of one program, like `_turns`
 Execute = Callable[[PlanHandle, str, str, Home, Layer], Generator[None, None, TorchMachine]]
 
 
@@ -77,7 +77,7 @@ def take_turns(halves: Iterable[Iterator[None]]) -> None:
         pass
 
 
-def paired(
+def pair_scope(
     handles: Sequence[PlanHandle], phase: str, pieces: Iterable[Piece]
 ) -> AbstractContextManager[None]:
     """Opens the call of both halves on all ranks, for one or more layers."""
@@ -115,13 +115,13 @@ class Piece:
     project: Projection | None = None
 
     @property
-    def wanted(self) -> tuple[Tensor, ...]:
+    def trainable(self) -> tuple[Tensor, ...]:
         """The params that require a gradient."""
         return tuple(param for param in self.params if param.requires_grad)
 
     def layer(self, projects: bool) -> Layer:
-        """The `Layer` of its calls, for plans that project or do not."""
-        return Layer(self.score, self.sinks, *((self.project, self.wanted) if projects else ()))
+        """The `Layer` of its calls. projects: whether the plans call `project`."""
+        return Layer(self.score, self.sinks, *((self.project, self.trainable) if projects else ()))
 
 
 class Tape(NamedTuple):
@@ -130,22 +130,22 @@ class Tape(NamedTuple):
 
     x: Tensor
     qkv: tuple[Tensor, ...]
-    given: dict[Name, Parts]
+    inputs: dict[Name, Parts]
     out: Tensor
     lse: Tensor
     y: Tensor
 
 
 class BothGradients:
-    """Gradients summed over both halves, for the tensors that require one."""
+    """Gradients summed over both halves, for the tensors that require gradients."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self._wanted = {id(param): param for param in params if param.requires_grad}
+        self._trainable = {id(param): param for param in params if param.requires_grad}
         self._sums: dict[int, Tensor] = {}
 
     def add(self, params: Iterable[Tensor | None], grads: Iterable[Tensor | None]) -> None:
         for param, grad in zip(params, grads, strict=True):
-            if grad is not None and id(param) in self._wanted:
+            if grad is not None and id(param) in self._trainable:
                 previous = self._sums.get(id(param))
                 self._sums[id(param)] = grad if previous is None else previous + grad
 
@@ -200,30 +200,32 @@ def backward_turns(
 ) -> Iterator[None]:
     """Runs one half's backward. dhidden: one tensor, replaced layer by layer, last layer first; tapes: emptied."""
     for piece in reversed(pieces):
-        half, params = tapes.pop(), piece.wanted
-        dx, do, *grads = _pull((half.y,), (dhidden[0],), (half.x, half.out, *params))
+        half, params = tapes.pop(), piece.trainable
+        dx, do, *grads = _gradients((half.y,), (dhidden[0],), (half.x, half.out, *params))
         sums.add(params, grads)
-        home = backward_home(half.given, half.out, half.lse, or_zeros(do, half.out))
+        home = backward_home(half.inputs, half.out, half.lse, or_zeros(do, half.out))
         layer = piece.layer(projects=not half.qkv)
         machine = yield from execute(handle, piece.kind, "backward", home, layer)
-        dx_before, *grads = _pull_before(machine, half, params)
+        dx_before, *grads = _pre_gradients(machine, half, params)
         sums.add(params, grads)
         sums.add((piece.sinks,), (sink_gradient(layer, machine.gradients),))
         dhidden[0] = or_zeros(_total((dx, dx_before)), half.x)
 
 
-def _pull_before(machine: TorchMachine, half: Tape, params: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _pre_gradients(
+    machine: TorchMachine, half: Tape, params: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
     """Gradients of x and of the params through the work before attention."""
     if half.qkv:
-        return _pull(half.qkv, machine.input_gradients(half.qkv[0].dtype), (half.x, *params))
+        return _gradients(half.qkv, machine.input_gradients(half.qkv[0].dtype), (half.x, *params))
     grads = zip(machine.gradients.params, params, strict=True)
     return machine.hidden_gradient(half.x.dtype), *(grad.to(param.dtype) for grad, param in grads)
 
 
-def _pull(
+def _gradients(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs of a saved graph, whose buffers are freed."""
+    """Gradients of the inputs of a saved graph; frees the graph's buffers."""
     pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y.requires_grad]
     if not pairs:
         return (None,) * len(inputs)
@@ -242,16 +244,16 @@ def require_listed(outputs: Iterable[Tensor], allowed: Iterable[Tensor]) -> None
             raise ConfigError(
                 "params",
                 f"{len(tensors)} tensors",
-                f"pre or post uses one of shape {tuple(leaf.shape)} that requires a gradient and is not among them",
+                f"pre or post uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is not in params",
                 "list the parameters of everything that pre and post call",
             )
 
 
 def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, tapes: list[Tape] | None) -> Tensor:
-    """Runs one batch through the layers; tapes: as in `forward_turns`. Backward may use another plan of the same rows,
-    in `backward_alone`."""
+    """Runs one batch through the layers; tapes: see `forward_turns`. `backward_alone` may use another plan of the same
+    rows."""
     hidden = [x]
-    with paired((handle,), "forward", pieces):
+    with pair_scope((handle,), "forward", pieces):
         take_turns([forward_turns(handle, pieces, hidden, tapes, _run_whole)])
     return hidden[0]
 
@@ -262,15 +264,15 @@ def backward_alone(
     """The gradients of the layers' input and of params. tapes: the state that forward saved, emptied."""
     params = params_of(pieces)
     sums, dhidden = BothGradients(params), [dy]
-    with paired((handle,), "backward", pieces):
+    with pair_scope((handle,), "backward", pieces):
         take_turns([backward_turns(handle, pieces, tapes, dhidden, sums, _run_whole)])
     pairs = zip(params, sums.of(params), strict=True)
     return dhidden[0], {param: grad for param, grad in pairs if grad is not None}
 
 
 def serve(handle: PlanHandle, phase: str, pieces: Sequence[Piece], device: torch.device) -> None:
-    """Takes part in other ranks' `forward_alone` or `backward_alone`, on a rank without tokens. pieces: the layers, for
-    how attention is scored."""
+    """Takes part in other ranks' `forward_alone` or `backward_alone`, on a rank without tokens. pieces: the layers,
+    whose `score` and `sinks` are used."""
     header, rows = handle.slice.header, handle.padded_rows
 
     def zeros(*shape: int) -> Tensor:
@@ -281,14 +283,14 @@ def serve(handle: PlanHandle, phase: str, pieces: Sequence[Piece], device: torch
     if phase == "backward":
         out = zeros(header.q_heads, header.v_head_dim)
         home = backward_home(home, out, zeros(header.q_heads).double(), out)
-    with paired((handle,), phase, pieces):
+    with pair_scope((handle,), phase, pieces):
         for piece in pieces if phase == "forward" else reversed(pieces):
             run(handle, piece.kind, phase, home, piece.layer(projects=False))
 
 
 class PairedLayers(torch.autograd.Function):
-    """Autograd function of both halves' hidden states through layers. pieces: the layers of each half, of one kind and
-    rule; keep: whether backward may come."""
+    """Autograd function of both halves' hidden states through layers. pieces: the layers of each half, with equal
+    kinds and scores; keep: whether to save state for backward."""
 
     @staticmethod
     def forward(
@@ -303,7 +305,7 @@ class PairedLayers(torch.autograd.Function):
         hidden: list[list[Tensor]] = [[ping], [pong]]
         tapes: list[list[Tape] | None] = [[] if keep else None for _ in handles]
         halves = zip(handles, pieces, hidden, tapes, strict=True)
-        with paired(handles, "forward", pieces[0]):
+        with pair_scope(handles, "forward", pieces[0]):
             take_turns(forward_turns(*half) for half in halves)
         ctx.handles, ctx.pieces, ctx.kept, ctx.params = handles, pieces, tapes, params
         return tuple(half[0] for half in hidden)
@@ -313,17 +315,17 @@ class PairedLayers(torch.autograd.Function):
     def backward(ctx: Any, *dhidden: Tensor) -> tuple[Any, ...]:
         if not all(ctx.kept):
             raise ExecutionError(
-                "backward of ping-pong layers has run and freed its saved tensors: run forward again"
+                "backward of ping-pong layers has already run and freed its saved tensors: run forward again"
             )
         sums, grads = BothGradients(ctx.params), [[grad] for grad in dhidden]
         halves = zip(ctx.handles, ctx.pieces, ctx.kept, grads, strict=True)
-        with paired(ctx.handles, "backward", ctx.pieces[0]):
+        with pair_scope(ctx.handles, "backward", ctx.pieces[0]):
             take_turns(backward_turns(*half, sums) for half in halves)
         return None, None, None, grads[0][0], grads[1][0], *sums.of(ctx.params)
 
 
 def params_of(pieces: Iterable[Piece]) -> tuple[Tensor, ...]:
-    """Params and sinks, each once."""
+    """All params and sinks, without duplicates."""
     tensors = (tensor for piece in pieces for tensor in (*piece.params, piece.sinks))
     return tuple({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 

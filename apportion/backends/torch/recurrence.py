@@ -7,7 +7,7 @@ slots, where they are folded along the document; the incoming states are sent ba
     backward   d in of runs ──► slots   d out = Σ over successors (d in + Mᵀ d out)         ──► d U = d out of runs
 
 Both, and the exchange of halo rows that convolutions read, are ops, whose results selective activation checkpointing
-can save. All ranks enter them. `ir.isa.RECURRENCE_TABLES` documents the tables.
+can save. All ranks call them. `ir.isa.RECURRENCE_TABLES` documents the tables.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent, widest_halo
 @dataclass(frozen=True)
 class RunGroup:
     """Runs of one class. runs: their numbers; rows: int64, their rows, concatenated; lengths: of each run; ends: int64
-    [runs + 1]; alone: whether the rank has no other runs, so that rows are in order."""
+    [runs + 1]; has_all: whether the rank has no other runs, so that rows are in order."""
 
     runs: list[int]
     rows: Tensor
     lengths: list[int]
     ends: Tensor
-    alone: bool
+    has_all: bool
 
 
 @dataclass(frozen=True)
 class HeadTransfer:
     """Transfer of some runs' heads to slots, or back; slots are in order of arrival. sent: int64, the heads of runs
-    for peer 0, 1, …; arrived: its inverse; to_slots, to_runs: counts per peer."""
+    for peer 0, 1, …; inverse: the inverse of `sent`; to_slots, to_runs: counts per peer."""
 
     sent: Tensor
-    arrived: Tensor
+    inverse: Tensor
     to_slots: list[int]
     to_runs: list[int]
 
@@ -72,11 +72,12 @@ class Level:
 class RankRecurrence:
     """A rank's part of one kind of recurrent layers, on a device.
 
-    whole, first, middle, last: runs of whole documents; of other documents, those without a past, with one, without a
-    successor; early: whether last runs are computed before their states arrive. place: int64 [rows], where rows are
-    among the rows of the four, end to end. u, m, states: their exchanges. halo: rows before each run, as many as the
-    widest kind reads, the nearest last; windows: int64, which of these and the following rows of the rank this kind's
-    convolution reads, run by run; kept: int64 [rows], those of its results that belong to rows of the rank.
+    whole, first, middle, last: runs of whole documents; of other documents, runs without a past, with a past and a
+    successor, and without a successor; early: whether last runs are computed before their states arrive. place: int64
+    [rows], the index of each row among the rows of the four, end to end. u, m, states: their transfers. halo: exchange
+    of the rows before each run, as many as the widest kind reads, the nearest last; windows: int64, indices of the halo
+    and rank rows, end to end, that this kind's convolution reads, run by run; kept: int64 [rows], indices of the
+    results for the rank's rows.
     """
 
     name: str
@@ -140,9 +141,9 @@ def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
         last,
         early=len(last.rows) > EARLY_SHARE * len(rows),
         place=rows.argsort(),
-        u=slots.passage(first.runs + middle.runs, slots.leads),
-        m=slots.passage(middle.runs, is_followed),
-        states=slots.passage(middle.runs + last.runs, slots.past),
+        u=slots.transfer(first.runs + middle.runs, slots.leads),
+        m=slots.transfer(middle.runs, is_followed),
+        states=slots.transfer(middle.runs + last.runs, slots.past),
         levels=slots.levels(is_followed),
         halo=halo,
         **_windows(runs, kinds[kind].halo, width),
@@ -170,8 +171,9 @@ def _group(runs: Table, numbers: Ints) -> RunGroup:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Slots in which heads of a kind are folded, one per head. run, head, peer: of this rank's runs; slot_peer, parent:
-    of this rank's slots, parent -1 for none; past, leads: bool, whether these have a predecessor, a successor."""
+    """Slots in which heads of a kind are folded, one per head. run, head, peer: by head of this rank's runs; slot_peer,
+    parent: by slot of this rank, parent -1 if none; past, leads: bool, whether slots have a predecessor, a
+    successor."""
 
     run: Ints
     head: Ints
@@ -201,7 +203,7 @@ class _Slots:
         slot_peer = np.repeat(folds.wide("peer"), counts)
         return _Slots(run, head, peer, slot_peer, parent_slot, parent_slot >= 0, leads, heads, ranks)
 
-    def passage(self, runs: list[int], of_slots: Bools) -> HeadTransfer:
+    def transfer(self, runs: list[int], of_slots: Bools) -> HeadTransfer:
         """Builds the transfer of these runs' heads, in this order, to their slots."""
         position = np.full(int(self.run.max(initial=-1)) + 1, -1)
         position[runs] = np.arange(len(runs))
@@ -253,27 +255,27 @@ def _ints(values: Ints) -> Tensor:
 @op
 def _fold(u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """u [first and middle runs, heads, K, V], m [middle runs, heads, ...] -> the incoming states [middle and last
-    runs, heads, K, V], and the M that are folded here."""
+    runs, heads, K, V], and the M of this rank's slots."""
     handle = PlanHandle.of_number(number)
     local = recurrence_of(handle, kind, u.device)
     u_rows, m_rows = u.flatten(0, 1), m.flatten(0, 1)
     label = f"states of {local.name}"
-    u_held, m_held = _to_slots(handle, label, (u_rows, local.u), (m_rows, local.m))
+    u_slots, m_slots = _to_slots(handle, label, (u_rows, local.u), (m_rows, local.m))
     states = u.new_empty(sum(local.states.to_runs), *u.shape[2:])
-    out = u_held[:0]
+    out = u_slots[:0]
     for depth, level in enumerate(local.levels):
         state = out[level.parent] if depth else None
-        out = u_held[level.u]
+        out = u_slots[level.u]
         if state is not None:
             states[level.into] = state
-            out = out + _apply_transition(m_held[level.m], state[level.leads])
+            out = out + _apply_transition(m_slots[level.m], state[level.leads])
     rows = _to_runs(handle, label, states, local.states)
-    return rows.view(len(local.middle.runs) + len(local.last.runs), *u.shape[1:]), m_held
+    return rows.view(len(local.middle.runs) + len(local.last.runs), *u.shape[1:]), m_slots
 
 
 @op
-def _fold_grad(dstates: Tensor, m_held: Tensor, number: Tensor, kind: str) -> Tensor:
-    """d u [first and middle runs, heads, K, V]."""
+def _fold_grad(dstates: Tensor, m_slots: Tensor, number: Tensor, kind: str) -> Tensor:
+    """Returns d u [first and middle runs, heads, K, V]."""
     handle = PlanHandle.of_number(number)
     local = recurrence_of(handle, kind, dstates.device)
     label = f"gradient of states of {local.name}"
@@ -283,11 +285,11 @@ def _fold_grad(dstates: Tensor, m_held: Tensor, number: Tensor, kind: str) -> Te
         level, previous = local.levels[depth], local.levels[depth - 1]
         dstate = din[level.into]
         dstate[level.leads] += _apply_transition(
-            m_held[level.m].mT if m_held.dim() == 3 else m_held[level.m], douts[level.u]
+            m_slots[level.m].mT if m_slots.dim() == 3 else m_slots[level.m], douts[level.u]
         )
         douts.index_put_(
             (previous.u[level.parent],), dstate, accumulate=True
-        )  # accumulates in order of the index, also on a GPU
+        )  # accumulates in index order, on a GPU too
     du = _to_runs(handle, label, douts, local.u)
     return du.view(len(local.first.runs) + len(local.middle.runs), *dstates.shape[1:])
 
@@ -296,17 +298,17 @@ class _Fold(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            states, m_held = fold_op(u, m, number, kind)
+            states, m_slots = fold_op(u, m, number, kind)
         ctx.kind = kind
-        ctx.save_for_backward(states, m_held, number)
-        ctx.mark_non_differentiable(m_held)
-        return states, m_held
+        ctx.save_for_backward(states, m_slots, number)
+        ctx.mark_non_differentiable(m_slots)
+        return states, m_slots
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstates: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None]:
-        states, m_held, number = ctx.saved_tensors
-        du = fold_grad_op(dstates, m_held, number, ctx.kind)
+        states, m_slots, number = ctx.saved_tensors
+        du = fold_grad_op(dstates, m_slots, number, ctx.kind)
         local = recurrence_of(PlanHandle.of_number(number), ctx.kind, du.device)
         first, middle = len(local.first.runs), len(local.middle.runs)
         dm = _transition_gradient(local.layer, du[first:], states[:middle])
@@ -336,14 +338,14 @@ def _to_slots(handle: PlanHandle, label: str, *parts: tuple[Tensor, HeadTransfer
 def _to_runs(handle: PlanHandle, label: str, rows: Tensor, transfer: HeadTransfer) -> Tensor:
     """The inverse of `_to_slots`, for one part."""
     (received,) = _exchange_parts(handle, f"{label}, to runs", [(rows, transfer.to_runs, transfer.to_slots)])
-    return received[transfer.arrived]
+    return received[transfer.inverse]
 
 
 def _exchange_parts(
     handle: PlanHandle, label: str, parts: Sequence[tuple[Tensor, list[int], list[int]]]
 ) -> list[Tensor]:
-    """Exchanges parts: rows for rank 0, 1, …, counts to each and from each -> the rows from rank 0, 1, …. One round of
-    the ranks that have any."""
+    """Exchanges parts: rows for rank 0, 1, …, counts to each and from each -> the rows from rank 0, 1, …. One round,
+    among the ranks that have rows to exchange."""
     transport, posts, outputs = handle.communicator, list[Post](), list[Tensor]()
     for rows, sent, received in parts:
         out = rows.new_empty(sum(received), *rows.shape[1:])

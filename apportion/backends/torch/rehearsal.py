@@ -19,25 +19,25 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-_Place = tuple[str, int, int]  # module, its call, number of a result
+_Place = tuple[str, int, int]  # module, number of its call, index of the result
 _TOLERANCE = 1e-4  # relative to a row's norm; 16-bit models run in 32 bits
-_ROUGH = 2e-2  # for models that cannot run in 32 bits
+_ROUGH_TOLERANCE = 2e-2  # for models that cannot run in 32 bits
 LOW = (torch.bfloat16, torch.float16)
 aten = torch.ops.aten
 
 
 class Rehearsal:
-    """Stands in for a plan's handle in one process. The whole microbatch runs dense attention; a part takes its rows of
-    those results. taken: rows of the microbatch, int64 [rows], in the order of the call."""
+    """Stands in for a plan's handle in one process. A run of the whole microbatch computes dense attention; a run of a
+    part takes its rows of those results. selected: rows of the microbatch, int64 [rows], in the order of the call."""
 
-    def __init__(self, taken: Tensor, documents: Tensor, whole: Rehearsal | None = None) -> None:
-        self.taken, self.rows, self.whole, self.exact = taken, len(taken), whole, True
+    def __init__(self, selected: Tensor, documents: Tensor, whole: Rehearsal | None = None) -> None:
+        self.selected, self.rows, self.whole, self.exact = selected, len(selected), whole, True
         self._documents = documents
-        is_earlier = taken[:, None] >= taken
+        is_earlier = selected[:, None] >= selected
         self._mask = is_earlier & (documents[:, None] == documents)
-        self.attended: list[Tensor] = []
+        self.outputs: list[Tensor] = []
         self.gathered: list[list[int]] = []
-        self.seen = dict[_Place, Tensor]()  # as they come
+        self.seen = dict[_Place, Tensor]()  # in the order of recording
         self.decisive = set[_Place]()
         self._calls: dict[str, int] = {}
         self.communicator = self
@@ -60,12 +60,12 @@ class Rehearsal:
     def replay(self, label: str, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
         """The result of `run`, [1, rows, ...], on the whole; on a part, that part's rows of the whole's result."""
         self.record(label, inputs, decides=True)
-        out = run() if self.whole is None else self.whole.attended[len(self.attended)][:, self.taken]
-        self.attended.append(out)
+        out = run() if self.whole is None else self.whole.outputs[len(self.outputs)][:, self.selected]
+        self.outputs.append(out)
         return out
 
     def all_gather(self, numbers: list[int], about: str) -> list[list[int]]:
-        """The numbers that ranks would sum: the whole's, for a part too."""
+        """Returns the numbers that ranks would sum; for a part, those of the whole."""
         self.gathered.append(numbers)
         return [numbers] if self.whole is None else [self.whole.gathered[len(self.gathered) - 1]]
 
@@ -76,7 +76,7 @@ class Rehearsal:
                 self.seen[name, call, number] = tensor.detach().clone()
                 self.decisive |= {(name, call, number)} if decides else set()
 
-    def differing(self) -> str | None:
+    def first_difference(self) -> str | None:
         """The first module whose rows differ from the whole's, if the difference reaches attention or the logits."""
         assert self.whole is not None
         if all(self._agrees(key) for key in self.decisive):
@@ -90,13 +90,13 @@ class Rehearsal:
         dim = None if whole is None else _rows_dim(whole.shape, actual.shape, self.whole.rows, self.rows)
         if whole is None or dim is None:
             return True
-        expected = whole.index_select(dim, self.taken)
+        expected = whole.index_select(dim, self.selected)
         rows, expected_rows = (tensor.movedim(dim, 0)[..., None].flatten(1) for tensor in (actual, expected))
         return close(rows, expected_rows, self.exact)
 
 
 @contextmanager
-def recorded(model: Any, rehearsal: Rehearsal) -> Iterator[None]:
+def record_modules(model: Any, rehearsal: Rehearsal) -> Iterator[None]:
     """Records every module's results in `rehearsal`, inner modules first."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -115,15 +115,17 @@ def _rows_dim(whole: Sequence[int], part: Sequence[int], count: int, rows: int) 
 
 
 def close(actual: Tensor, expected: Tensor, exact: bool = True) -> bool:
-    """True if each row [rows, width] is close, relative to its norm and that of all rows; NaN in both is equal. Not
-    exact: most rows, to 16-bit precision."""
+    """True if each row [rows, width] is close, relative to its norm and that of all rows; NaN in both is equal. If
+    not exact, most rows must be close, to 16-bit precision."""
     actual, expected = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) for tensor in (actual, expected))
     norms = expected.norm(dim=1)
-    is_far = (actual - expected).norm(dim=1) > (_TOLERANCE if exact else _ROUGH) * (norms + norms.mean())
+    is_far = (actual - expected).norm(dim=1) > (_TOLERANCE if exact else _ROUGH_TOLERANCE) * (
+        norms + norms.mean()
+    )
     return float(is_far.double().mean()) <= (0 if exact else 0.25)
 
 
-def is_here(model: Any) -> bool:
+def is_unsharded(model: Any) -> bool:
     """True if all weights of the model are in this process, unsharded."""
     tensors = [*model.parameters(), *model.buffers()]
     elsewhere = any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in tensors)
@@ -131,7 +133,7 @@ def is_here(model: Any) -> bool:
 
 
 @contextmanager
-def undisturbed(model: Any, device: torch.device, *others: Any) -> Iterator[Callable[[], None]]:
+def without_noise(model: Any, device: torch.device, *others: Any) -> Iterator[Callable[[], None]]:
     """Runs a block without noise and gradients, in float32 or wider. Yields a function that restores the state of
     modules and of `others` (configs), which is also restored at the end."""
     precision, restore = torch.get_float32_matmul_precision(), _snapshot(model, others)
@@ -153,20 +155,23 @@ def undisturbed(model: Any, device: torch.device, *others: Any) -> Iterator[Call
 def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
     """Returns a function that restores whatever forward may change: attributes of modules and configs, their dicts
     (buffers, and hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
-    held = [vars(one) for one in (*model.modules(), *others)]
-    held += [
-        own for one in held for name, own in one.items() if isinstance(own, dict) and name != "_parameters"
+    dicts = [vars(one) for one in (*model.modules(), *others)]
+    dicts += [
+        value
+        for one in dicts
+        for name, value in one.items()
+        if isinstance(value, dict) and name != "_parameters"
     ]
-    attributes, values = [(one, dict(one)) for one in held], [(one, one.clone()) for one in model.buffers()]
+    attributes, values = [(one, dict(one)) for one in dicts], [(one, one.clone()) for one in model.buffers()]
 
-    def put_back() -> None:
-        for own, saved in attributes:
-            own.clear()
-            own.update(saved)
+    def restore() -> None:
+        for current, saved in attributes:
+            current.clear()
+            current.update(saved)
         for buffer, value in values:
             buffer.copy_(value)
 
-    return put_back
+    return restore
 
 
 #: op -> the mean of its random draw, from its arguments after the first
@@ -183,7 +188,7 @@ _MEANS: Mapping[Any, Callable[..., float]] = {
 
 
 class ExactMode(TorchDispatchMode):
-    """Dispatch mode in which random draws return their mean (dropout and jitter are not dependence on other rows) and
+    """Dispatch mode in which random draws return their mean (dropout and jitter do not make rows depend on others) and
     16-bit tensors compute in 32 bits (rounding of a product depends on its number of rows, and a router's choice on the
     rounding). wide: False for weights gathered from shards, whose buffers have a fixed dtype."""
 

@@ -11,8 +11,8 @@ from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.plan.tables import Move, Table
 
 
-def remapped(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
-    """x moved from the move's source layout to its target (`inverse`: back), differentiable; a collective."""
+def remap(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
+    """Moves x from the move's source layout to its target, or back if `inverse`; differentiable. A collective."""
     handle.require_unpadded("layouts are moved")
     source, target = (move.target, move.source) if inverse else (move.source, move.target)
     source_rows, target_rows = (int(handle.slice.layout(name).rows_per_rank[0]) for name in (source, target))
@@ -26,8 +26,8 @@ def remapped(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor
 
 
 def moved_rows(table: Table, ranks: int, send: bool) -> tuple[Tensor, list[int]]:
-    """The rows sent to, or received from, rank 0, 1, ..., int64, and the count for each. table: of
-    `isa.MOVE_COLUMNS`."""
+    """The rows sent to, or received from, rank 0, 1, ..., int64, and the count for each. table: with
+    the columns `isa.MOVE_COLUMNS`."""
     columns = (table[name].tolist() for name in ("send", "peer", "row", "rows"))
     runs = [(peer, row, rows) for flag, peer, row, rows in zip(*columns, strict=True) if flag == send]
     counts = [sum(rows for target, _, rows in runs if target == peer) for peer in range(ranks)]
@@ -41,7 +41,9 @@ def find_move(handle: PlanHandle, source: str, target: str) -> tuple[Move, bool]
         if {move.source, move.target} == {source, target}:
             return move, move.source == target
     pairs = ", ".join(f"{move.source} and {move.target}" for move in handle.slice.moves) or "none"
-    raise UnknownNameError("remap", f"{source} -> {target}", f"the plan moves between {pairs}", "name these")
+    raise UnknownNameError(
+        "remap", f"{source} -> {target}", f"the plan moves between {pairs}", "name two of these"
+    )
 
 
 def to_linear(x: Tensor, handle: PlanHandle) -> Tensor:
@@ -57,4 +59,4 @@ def from_linear(x: Tensor, handle: PlanHandle) -> Tensor:
 
 def _remap_if_planned(x: Tensor, handle: PlanHandle, inverse: bool) -> Tensor:
     move = next((move for move in handle.slice.moves if move.target == "linear"), None)
-    return x if move is None else remapped(x, handle, move, inverse)
+    return x if move is None else remap(x, handle, move, inverse)

@@ -1,12 +1,12 @@
 """Recurrences and convolutions of a rank's rows under a plan, using kernels that handle only whole sequences.
 
-runs of       kernel                                        before the states arrive
-documents     all of it                                     during the transfer
-first         all of it; the last state is U                yes
-middle        V with K more columns of zeros, the state     yes; these columns yield Q' and M, so that
+runs          kernel computes                               before the states arrive
+whole         the whole run                                 during the transfer
+first         the whole run; the last state is U            yes
+middle        V with K extra columns of zeros, the state     yes; these columns yield Q' and M, so that
               with the identity in these columns            o = o' + Q' in, and out = U + M in
-last          from the state that comes in; as middle       no; yes
-              ones where they are much of a rank's rows
+last          the run from its incoming state; like middle  no; yes
+              runs if a large share of the rank's rows
 
 Without the delta rule M and Q' are products of decays, and need no kernel.
 """
@@ -38,7 +38,7 @@ class ScanRows(NamedTuple):
     beta: Tensor | None
 
     def of(self, group: RunGroup) -> ScanRows:
-        if group.alone and len(self.v) == len(group.rows):
+        if group.has_all and len(self.v) == len(group.rows):
             return self
         return ScanRows(*(None if x is None else x[group.rows] for x in self))  # type: ignore[arg-type]
 
@@ -56,13 +56,13 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     u = v.new_zeros(0, layer.heads, layer.key_dim, layer.value_dim, dtype=sum_dtype)
     m = v.new_zeros(0, layer.heads, *(layer.key_dim,) * _transition_dims(local), dtype=sum_dtype)
     if not local.first.runs + local.middle.runs:
-        u = _tie(u, *inputs)  # so that backward passes here on every rank
+        u = _tie(u, *inputs)  # so that backward reaches the fold on every rank
     outs, us = list[Tensor](), [u]
     if local.first.runs:
         first, state = _run(kernel, rows.of(local.first), local.first, scale)
         us.append(state)
     if local.middle.runs:
-        middle, more, state, m = _summary(local, kernel, rows.of(local.middle), local.middle, scale)
+        middle, q_in, state, m = _summary(local, kernel, rows.of(local.middle), local.middle, scale)
         us.append(state)
     u = torch.cat(us) if len(us) > 1 else u
     with _on_side_stream(u, m) as join:
@@ -72,16 +72,16 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     if local.whole.runs:
         outs.append(_run(kernel, rows.of(local.whole), local.whole, scale)[0])
     if local.early:
-        last, more_last, *_ = _summary(local, kernel, rows.of(local.last), local.last, scale)
+        last, q_in_last, *_ = _summary(local, kernel, rows.of(local.last), local.last, scale)
     join(states)
     to_middle, to_last = states.split([len(local.middle.runs), len(local.last.runs)])
     if local.first.runs:
         outs.append(first)
     if local.middle.runs:
-        outs.append(middle + _read(more, to_middle, local.middle))
+        outs.append(middle + _read(q_in, to_middle, local.middle))
     if local.last.runs:
         if local.early:
-            outs.append(last + _read(more_last, to_last, local.last))
+            outs.append(last + _read(q_in_last, to_last, local.last))
         else:
             outs.append(_run(kernel, rows.of(local.last), local.last, scale, to_last)[0])
     if len(outs) > 1:
@@ -89,8 +89,8 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     out = outs[0] if outs else v.new_zeros(0, *v.shape[1:])
     if len(out) < len(v):
         out = pad(out, (0, 0, 0, 0, 0, len(v) - len(out)))
-    missed = [] if local.last.runs or local.middle.runs else [states]
-    return _tie(out, *missed, *([] if outs else inputs))
+    unused = [] if local.last.runs or local.middle.runs else [states]
+    return _tie(out, *unused, *([] if outs else inputs))
 
 
 def _transition_dims(local: RankRecurrence) -> int:
@@ -117,28 +117,28 @@ def _summary(
         decay = _decay(rows.g, group)
         ratio = layer.heads // rows.q.shape[1]
         factors = decay[..., None] if decay.dim() == 2 else decay
-        more = scale * rows.q.repeat_interleave(ratio, 1) * factors.to(v.dtype)
-        return out, more, u, decay[group.ends[1:] - 1].to(u.dtype)
+        q_in = scale * rows.q.repeat_interleave(ratio, 1) * factors.to(v.dtype)
+        return out, q_in, u, decay[group.ends[1:] - 1].to(u.dtype)
     widths = [layer.value_dim, layer.key_dim]
     identity = torch.eye(layer.key_dim, dtype=accumulator_dtype(v.dtype), device=v.device)
     state = pad(identity, (layer.value_dim, 0)).expand(len(group.runs), layer.heads, -1, -1)
     padded = rows._replace(v=pad(v, (0, layer.key_dim)))
     out, last = _run(kernel, padded, group, scale, state.contiguous())
-    (out, more), (u, m) = (torch.split(pair, widths, -1) for pair in (out, last))
-    return out, more, u, m
+    (out, q_in), (u, m) = (torch.split(pair, widths, -1) for pair in (out, last))
+    return out, q_in, u, m
 
 
 def _decay(g: Tensor, group: RunGroup) -> Tensor:
-    """The decay from the start of its run to each row, in float64, since it is a difference of long sums."""
+    """The decay from the start of each row's run to the row, in float64, since it is a difference of long sums."""
     total = g.double().cumsum(0)
     start = pad(total, (0, 0) * (g.dim() - 1) + (1, 0))[group.ends[:-1]]
     lengths = group.ends.diff()
     return (total - start.repeat_interleave(lengths, 0, output_size=len(g))).exp()
 
 
-def _read(more: Tensor, states: Tensor, group: RunGroup) -> Tensor:
+def _read(q_in: Tensor, states: Tensor, group: RunGroup) -> Tensor:
     """Applies Q' [rows, heads, K] to the state [runs, heads, K, V] of each run -> [rows, heads, V]."""
-    pairs = zip(torch.split(more, group.lengths), states.to(more.dtype), strict=True)
+    pairs = zip(torch.split(q_in, group.lengths), states.to(q_in.dtype), strict=True)
     return torch.cat([torch.einsum("thk,hkv->thv", *pair) for pair in pairs])
 
 
@@ -181,13 +181,13 @@ def _on_side_stream(*tensors: Tensor) -> Iterator[Any]:
         tensor.record_stream(side)
 
 
-_SIDES: dict[torch.device, torch.cuda.Stream] = {}
+_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _SIDES:
-        _SIDES[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return _SIDES[device]
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return _SIDE_STREAMS[device]
 
 
 def conv(handle: PlanHandle, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ Sizes = tuple[list[int], list[int]]
 
 
 class Flight:
-    """A round in flight; the class itself is one without messages."""
+    """A round in flight; an instance of this class itself has no messages."""
 
     def wait(self) -> None:
         """Waits until the round is complete: received data is available, sent data may be overwritten. On a GPU the
@@ -63,10 +63,10 @@ class Transport(ABC):
         """Gathers any number of integers from every rank, a collective among hosts. about: describes them in errors.
         Raises ExecutionError if ranks gather different things, or made different calls before."""
 
-    def call(self, what: str) -> AbstractContextManager[None]:
-        """Scope of one call's messages, which every rank enters; `what` names the call, equal on all ranks. If it
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """Scope of one call's messages, which every rank enters; the call's name is equal on all ranks. If it
         raises, the calls of the other ranks raise too. Raises ExecutionError if another thread is in a call."""
-        return _UNWATCHED
+        return _NO_PEERS
 
     def gather_texts(self, text: str, about: str) -> list[str]:
         """The text of every rank, a collective among hosts."""
@@ -99,9 +99,9 @@ def _text(numbers: Sequence[int]) -> str:
 
 
 #: calls of a single rank, which has no peers
-_UNWATCHED: AbstractContextManager[None] = nullcontext()
+_NO_PEERS: AbstractContextManager[None] = nullcontext()
 #: maximum of numbers per rank in one exchange among hosts, including the length
-_FIRST = 63
+_FIRST_EXCHANGE = 63
 
 
 class DistributedFlight(Flight):
@@ -135,12 +135,14 @@ class Communicator(Transport):
     """
 
     def __init__(self, *groups: Any, hosts: Any = None) -> None:
-        self._grows = not groups
+        self._creates_groups = not groups
         if not groups and dist.is_initialized():
             groups = (dist.group.WORLD,)
-        # a GPU channel is never the job's own group: the trainer uses it too, and its stream is behind computation
+        # a GPU channel is never the job's own group: the trainer uses it too, and its stream waits for computation
         self._base, self._hosts = (groups[0] if groups else None), hosts
-        self._groups = [] if self._grows and groups and _serves(groups[0], "nccl") else list(groups)
+        self._groups = (
+            [] if self._creates_groups and groups and _has_backend(groups[0], "nccl") else list(groups)
+        )
         self.pool = Pool()
         self.ranks = dist.get_world_size(groups[0]) if groups else 1
         self.rank = dist.get_rank(groups[0]) if groups else 0
@@ -156,24 +158,24 @@ class Communicator(Transport):
     @property
     def device(self) -> torch.device:
         """The device that the groups' collectives require."""
-        nccl = self._base is not None and _serves(self._base, "nccl")
+        nccl = self._base is not None and _has_backend(self._base, "nccl")
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def start(self, channels: int) -> None:
         if self.ranks == 1:
             return
         options = None
-        if _serves(self._base, "nccl"):  # with streams of higher priority than computation
+        if _has_backend(self._base, "nccl"):  # with streams of higher priority than computation
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        while self._grows and len(self._groups) < channels:
+        while self._creates_groups and len(self._groups) < channels:
             self._groups.append(dist.new_group(pg_options=options))
         for group in self._groups[self._started : channels]:
-            if _serves(group, "nccl"):  # a batch of only some ranks must not be its first operation
+            if _has_backend(group, "nccl"):  # a batch of only some ranks must not be its first operation
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._started += 1
 
-    def call(self, what: str) -> AbstractContextManager[None]:
-        return _UNWATCHED if self._calls is None else self._calls.call(what)
+    def call(self, name: str) -> AbstractContextManager[None]:
+        return _NO_PEERS if self._calls is None else self._calls.call(name)
 
     def batch(self, channel: int, posts: Sequence[Post]) -> Flight:
         if self._calls is None or not posts:
@@ -207,22 +209,22 @@ class Communicator(Transport):
         if self._calls is None:
             return [list(numbers)]
         with self.call(f"all_gather of {about}"):
-            rows = self._lists(self._calls, [self._calls.history, *numbers])
+            rows = self._gather_lists(self._calls, [self._calls.history, *numbers])
             if len({row[0] for row in rows}) > 1:
-                call_lists = self._lists(self._calls, _numbers(self._calls.recent()))
+                call_lists = self._gather_lists(self._calls, _numbers(self._calls.recent()))
                 raise self._calls.mismatch_error(list(map(_text, call_lists)))
             return [row[1:] for row in rows]
 
-    def _lists(self, calls: Calls, numbers: Sequence[int]) -> list[list[int]]:
+    def _gather_lists(self, calls: Calls, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, any number per rank: a second exchange if one has many."""
-        rows = self._gathered(calls, [len(numbers), *numbers[:_FIRST]], 1 + _FIRST)
-        longest = max(row[0] for row in rows) - _FIRST
+        rows = self._gather(calls, [len(numbers), *numbers[:_FIRST_EXCHANGE]], 1 + _FIRST_EXCHANGE)
+        longest = max(row[0] for row in rows) - _FIRST_EXCHANGE
         if longest > 0:
-            rest = self._gathered(calls, numbers[_FIRST:], longest)
+            rest = self._gather(calls, numbers[_FIRST_EXCHANGE:], longest)
             rows = [row + tail for row, tail in zip(rows, rest, strict=True)]
         return [row[1 : 1 + row[0]] for row in rows]
 
-    def _gathered(self, calls: Calls, numbers: Sequence[int], count: int) -> list[list[int]]:
+    def _gather(self, calls: Calls, numbers: Sequence[int], count: int) -> list[list[int]]:
         """`count` numbers of every rank, padded with zeros."""
         values = torch.tensor([*numbers, *[0] * (count - len(numbers))], dtype=torch.int64, device="cpu")
         outputs, group = [torch.empty_like(values) for _ in range(self.ranks)], self._host_group()
@@ -234,14 +236,14 @@ class Communicator(Transport):
         return self._groups[channel % len(self._groups)]
 
     def _host_group(self) -> Any:
-        """A group whose collectives wait for no GPU. Raises ConfigError if none was given."""
-        if self._hosts is None and _serves(self._base, "gloo"):
+        """A group whose collectives wait for no GPU. Raises ConfigError if there is none."""
+        if self._hosts is None and _has_backend(self._base, "gloo"):
             self._hosts = self._base
-        if self._hosts is None and self._grows:
+        if self._hosts is None and self._creates_groups:
             self._hosts = dist.new_group(backend="gloo")
         if self._hosts is None:
             raise ConfigError(
-                "hosts", None, "the groups move only GPU tensors", "give a gloo group of the same ranks"
+                "hosts", None, "the groups move only GPU tensors", "pass a gloo group of the same ranks"
             )
         return self._hosts
 
@@ -252,7 +254,7 @@ def _communicator(world: Any) -> Communicator:
     return Communicator()
 
 
-def _serves(group: Any, backend: str) -> bool:
+def _has_backend(group: Any, backend: str) -> bool:
     """True if a group has that backend, for all or for one kind of device."""
     return backend in str(dist.distributed_c10d.get_backend_config(group))
 

@@ -26,15 +26,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.rehearsal import LOW, ExactMode, Rehearsal, is_here, recorded, undisturbed
+from apportion.backends.torch.rehearsal import (
+    LOW,
+    ExactMode,
+    Rehearsal,
+    is_unsharded,
+    record_modules,
+    without_noise,
+)
 from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError
 
-_ROWS, _LEAST = 64, 4  # most and fewest rows of a rerun
+_ROWS, _MIN_ROWS = 64, 4  # maximum and minimum number of rows of a rerun
 _SUMS = 11  # checksums of an argument
 _PART = 0.6  # share of the rows in the last run
 _REMEDY = (
-    "compute each row from its token and position id alone, with planned attention in every layer; if it mixes rows "
+    "compute each row only from its token and position id, with planned attention in every layer; if it mixes rows "
     "on purpose, set its attribute mixes_rows = True"
 )
 
@@ -42,17 +49,17 @@ Results = tuple[Tensor, ...]
 
 
 class ModelTrial:
-    """Trial of this process' models, each once. part: the part of the running rerun, which replays attention's results.
-    handle: returns the handle of the last attention call, if alive. met: a module called attention in this pass. A
-    later training's modules are tried too."""
+    """Checks each of this process' models once. part: the part of the running rerun, which replays attention's results.
+    handle: returns the handle of the last attention call, if alive. met: whether a module called attention in this
+    pass. Modules of a later training are checked too."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
         self.handle: Callable[[], PlanHandle | None] = lambda: None
         self.calls = dict[nn.Module, ModuleCall]()
-        self.over = False  # the modules of this pass were tried
-        self._seen, self._tried, self.met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
-        self._last = 0  # the arguments of the module's last call
+        self.over = False  # whether the modules of this pass were checked
+        self._seen, self._checked, self.met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
+        self._last = 0  # id of the arguments of the module's last call
 
     def begin(self) -> None:
         """Starts a pass over a loader, possibly for another model."""
@@ -81,8 +88,8 @@ class ModelTrial:
         fsdp = next((one for one in inner if isinstance(one, FullyShardedDataParallel)), None)
         handle.wrapper = fsdp or handle.wrapper
         if module in enabled or fsdp is not None:
-            self._tried.add(module)
-        elif module not in self.calls and module not in self._tried:
+            self._checked.add(module)
+        elif module not in self.calls and module not in self._checked:
             count = max(min(_ROWS, handle.rows, handle.padded_rows - 1), 0)
             rows = torch.randperm(handle.rows, generator=torch.Generator().manual_seed(1))[:count]
             tensors = batch_tensors()
@@ -100,8 +107,8 @@ class ModelTrial:
         return module if is_new else None
 
     def run(self, params: Iterable[Tensor], transports: Iterable[Transport]) -> bool:
-        """Tries the recorded modules before an optimizer's step; a collective of transports if there are any. Returns
-        True if they were tried. Raises ConfigError."""
+        """Checks the recorded modules before an optimizer's step; a collective of transports if there are any. Returns
+        whether they were checked. Raises ConfigError."""
         ids = {*map(id, params)}
         calls = [one for one in self.calls.values() if ids & {*map(id, one.module.parameters())}]
         if not calls:
@@ -109,14 +116,14 @@ class ModelTrial:
             return False
         smallest = min(len(one.rows) for one in calls)
         for transport in transports:
-            smallest = min(map(min, transport.all_gather([smallest], "rows to try a model on")))
+            smallest = min(map(min, transport.all_gather([smallest], "rows to check a model on")))
             for call in calls:
                 _check_tables(call.module, transport.all_gather(call.sums, "arguments of a model"))
         for call in calls:
             del self.calls[call.module]
-        if smallest < _LEAST:  # a small microbatch
+        if smallest < _MIN_ROWS:  # a small microbatch
             return False
-        self._tried.update(one.module for one in calls)
+        self._checked.update(one.module for one in calls)
         covered = {id(param) for one in calls for param in one.module.parameters()}
         if ids - covered:
             names = ", ".join(dict.fromkeys(type(one.module).__name__ for one in calls))
@@ -129,7 +136,7 @@ class ModelTrial:
 
 
 def _check_places(module: nn.Module, arguments: Any, handle: PlanHandle, known: Collection[int]) -> None:
-    """Raises ConfigError for an argument that numbers this rank's rows consecutively, unlike their position ids."""
+    """Raises ConfigError for an argument that numbers this rank's rows consecutively, unlike the position ids."""
     line = torch.arange(handle.rows)
     for tensor in (
         tree_leaves(arguments) if handle.rows > 1 and not getattr(module, "mixes_rows", False) else ()
@@ -141,15 +148,15 @@ def _check_places(module: nn.Module, arguments: Any, handle: PlanHandle, known: 
             continue
         if not torch.equal(values, handle.position_ids):
             rule = (
-                f"is given {values[0]}, {values[1]}, ... for this rank's rows, which have other position ids"
+                f"receives {values[0]}, {values[1]}, ... for this rank's rows, which have other position ids"
             )
-            remedy = "give batch.position_ids; if these are intended, set its attribute mixes_rows = True"
+            remedy = "pass batch.position_ids; if these are intended, set its attribute mixes_rows = True"
             raise ConfigError("model", type(module).__name__, rule, remedy)
 
 
 def _sums(table: Tensor, distinct: int) -> list[int]:
-    """Checksums of the first 4, 8, 16, … rows of a table, `_SUMS` of them; 0 for more rows than it has. distinct: 1 for
-    a table that ends before the first row that it has twice."""
+    """Checksums of the first 4, 8, 16, … rows of a table, `_SUMS` of them; 0 beyond its end. distinct: 1 if the table
+    ends at the first row that occurs twice, else 0."""
     result, seen, total = [0] * _SUMS, set[bytes](), 0
     for number, row in enumerate(table.detach()[: 2 << _SUMS].double().cpu().numpy(), 1):
         seen.add(row.tobytes())
@@ -170,7 +177,7 @@ def _check_tables(module: nn.Module, ranks: list[list[int]]) -> None:
     if (
         (tables[:, None] == tables) & (tables != 0) & (positions[:, None] != positions) & (positions != 0)
     ).any():
-        rule = "is given an argument with equal rows on ranks whose rows have different position ids"
+        rule = "receives an argument with equal rows on ranks whose rows have different position ids"
         remedy = "index tables by batch.position_ids; if it is intended, set its attribute mixes_rows = True"
         raise ConfigError("model", type(module).__name__, rule, remedy)
 
@@ -179,8 +186,8 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def _outermost() -> tuple[nn.Module, Any] | None:
-    """The outermost module that is being called, with (args, kwargs), except wrappers and Lightning's steps, which it
-    calls in place of forward. None in backward, which recomputes."""
+    """The outermost module that is being called, with (args, kwargs), except wrappers and Lightning's modules, whose
+    step it calls instead of forward. None in backward, which recomputes."""
     result, frame = None, sys._getframe() if torch._C._current_graph_task_id() == -1 else None
     while (frame := frame and frame.f_back) is not None:
         if frame.f_code is _CALL:
@@ -194,30 +201,31 @@ def _outermost() -> tuple[nn.Module, Any] | None:
 
 
 class Part(Rehearsal):
-    """Some rows of a module's call, `taken`, int64; results: of each call of attention, for all rows kept."""
+    """Some rows of a module's call, `selected`, int64; results: of each call of attention, for all recorded
+    rows."""
 
-    def __init__(self, taken: Tensor, results: Sequence[Results], whole: Rehearsal | None = None) -> None:
-        super().__init__(taken, torch.zeros_like(taken), whole)
+    def __init__(self, selected: Tensor, results: Sequence[Results], whole: Rehearsal | None = None) -> None:
+        super().__init__(selected, torch.zeros_like(selected), whole)
         self._results = results
 
     def answer(self, *inputs: Tensor) -> Results:
         """The recorded results of attention for these rows."""
-        number = len(self.attended)
+        number = len(self.outputs)
         self.record(f"the input of attention, call {number}", inputs, decides=True)
-        self.attended.append(inputs[0])
-        return tuple(tensor[self.taken.to(tensor.device)] for tensor in self._results[number])
+        self.outputs.append(inputs[0])
+        return tuple(tensor[self.selected.to(tensor.device)] for tensor in self._results[number])
 
 
 @dataclass
 class ModuleCall:
-    """A module's call that ran planned attention. given: its arguments, per-row tensors reduced to `rows`; held:
-    tensors of the batch, referenced by identity and cut in place; sums: of position ids and arguments."""
+    """A module's call that ran planned attention. arguments: with per-row tensors cut to `rows`; tensors: of
+    the batch, referenced by identity and cut in place; sums: checksums of position ids and arguments."""
 
     module: nn.Module
-    given: Any
+    arguments: Any
     handle: PlanHandle
     rows: Tensor
-    held: Sequence[Tensor]
+    tensors: Sequence[Tensor]
     sums: list[int]
     results: list[Results] = field(default_factory=list)
 
@@ -226,8 +234,8 @@ class ModuleCall:
         name, count = type(self.module).__name__, len(self.rows)
         draw = torch.Generator().manual_seed(0)
         fewer = torch.randperm(count, generator=draw)[: max(2, int(_PART * count))]
-        full, is_local = None, is_here(self.module)
-        with undisturbed(self.module, next(self.module.parameters()).device) as reset:
+        full, is_local = None, is_unsharded(self.module)
+        with without_noise(self.module, next(self.module.parameters()).device) as reset:
             for indexes in (torch.arange(count), torch.arange(count), fewer):
                 part = Part(indexes, self.results, full)
                 part.exact = is_local or self.results[0][0].dtype not in LOW
@@ -236,17 +244,19 @@ class ModuleCall:
                     run(part)
                     with (
                         self._cut_batch(self.rows[indexes]),
-                        recorded(self.module, part),
+                        record_modules(self.module, part),
                         ExactMode(is_local),
                     ):
-                        args, kwargs = tree_map(lambda value, at=indexes: _take_rows(value, at), self.given)
+                        args, kwargs = tree_map(
+                            lambda value, rows=indexes: _take_rows(value, rows), self.arguments
+                        )
                         part.record("its result", self.module(*args, **kwargs), decides=True)
                 except Exception as error:
                     reason = f"cannot run on {len(indexes)} of its rows ({type(error).__name__}: {error})"
                     return getLogger(__name__).warning("%s %s: its layers are not checked", name, reason)
                 finally:
                     run(None)
-                if full is not None and (differs := part.differing()) is not None:
+                if full is not None and (differs := part.first_difference()) is not None:
                     if indexes is not fewer:
                         reason = "gives different results each time"
                         return getLogger(__name__).warning("%s %s: its layers are not checked", name, reason)
@@ -258,7 +268,7 @@ class ModuleCall:
     @contextmanager
     def _cut_batch(self, rows: Tensor) -> Iterator[None]:
         """Cuts the batch and its handle, which models may read, to these rows."""
-        tensors = *self.held, self.handle.tokens, self.handle.position_ids
+        tensors = *self.tensors, self.handle.tokens, self.handle.position_ids
         distinct = [*{id(tensor): tensor for tensor in tensors}.values()]
         saved, handle = [tensor.data for tensor in distinct], vars(self.handle)
         settings = {name: handle[name] for name in ("padding", "rows")}
@@ -281,12 +291,12 @@ class _Argument:
     dims: tuple[int, ...]
 
 
-def kept_rows(rows: int, taken: Tensor, known: Collection[int], value: Any) -> Any:
-    """The taken rows of a tensor with `rows` rows; known tensors and other values unchanged."""
+def kept_rows(rows: int, selected: Tensor, known: Collection[int], value: Any) -> Any:
+    """The selected rows of a tensor with `rows` rows; known tensors and other values unchanged."""
     if not isinstance(value, Tensor) or id(value) in known:
         return value
     value, dims = value.detach(), tuple(dim for dim, size in enumerate(value.shape) if size == rows)
-    return _Argument(_indexed(value, dims, taken), dims) if dims else value
+    return _Argument(_indexed(value, dims, selected), dims) if dims else value
 
 
 def _take_rows(value: Any, rows: Tensor) -> Any:

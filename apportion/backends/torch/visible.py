@@ -1,7 +1,7 @@
-"""Differentiable gather of the rows of all ranks that this rank's queries may see, for a kernel of the caller's own.
+"""Differentiable gather of the rows of all ranks that this rank's queries may see, for the caller's own kernel.
 
 x [rows, ...] ──hops of the kind's forward program──► [visible, ...]     a row arrives once, and enters a node once
-dx            ◄──the same hops, the last first──      their gradients    summed where rows were forwarded
+dx            ◄──the same hops, last to first───      their gradients    summed where rows were forwarded
 
 A round starts as soon as the rows that it forwards have arrived, in program order on every rank.
 """
@@ -68,7 +68,7 @@ def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
     """Implements `trainer.step.visible.gather_visible`, for several tensors."""
     handle.agree()
     with _call(handle, kind, "rows", x):
-        cache = _KNOWN.setdefault(handle, {})
+        cache = _CACHE.setdefault(handle, {})
         if kind not in cache:
             cache[kind] = Gathering.of(handle, kind)
         for tensor in x:
@@ -81,11 +81,11 @@ def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
     handle.calls += 1
     handle.called.setdefault(kind, 0)  # marks the kind as used; the number of calls is unknown
     handle.wrapper, handle.gathered = DistributedDataParallel._active_ddp_module, True
-    return Visible(rows, *cache[kind].told_on(x[0].device, len(x[0])))
+    return Visible(rows, *cache[kind].tables_on(x[0].device, len(x[0])))
 
 
 #: for each plan in use: kind -> its gathering
-_KNOWN: WeakKeyDictionary[PlanHandle, dict[str, Gathering]] = WeakKeyDictionary()
+_CACHE: WeakKeyDictionary[PlanHandle, dict[str, Gathering]] = WeakKeyDictionary()
 
 
 #: rows of a tensor; a slice is contiguous and needs no copy
@@ -103,7 +103,7 @@ class Leg(NamedTuple):
 
 
 class Gathering:
-    """A kind's gather under one plan. told: int64 [visible, 3], token, position and sequence of each visible row."""
+    """A kind's gather under one plan. token_table: int64 [visible, 3], each visible row's token, position, sequence."""
 
     @staticmethod
     def of(handle: PlanHandle, kind: str) -> Gathering:
@@ -114,60 +114,60 @@ class Gathering:
             raise ConfigError("kind", kind, f"has a plan that does not gather rows: {reason}", remedy)
         fetch, layout = Fetch.of(program, handle.rows), handle.slice.layout(handle.slice.header.home_layout)
         local = torch.from_numpy(np.stack([layout.tokens(0), layout.position_ids(0), layout.sequences(0)], 1))
-        (gathered,) = Gathering(fetch, fetch.in_arrival_order, local).brought(handle, (local,))
+        (gathered,) = Gathering(fetch, fetch.in_arrival_order, local).fetch(handle, (local,))
         arrangement = fetch.arrange(gathered[:, 0].numpy())
         table = torch.empty_like(gathered)
         table[torch.from_numpy(arrangement.place)] = gathered
         return Gathering(replace(fetch, tasks=()), arrangement, table[: arrangement.visible])
 
-    def __init__(self, fetch: Fetch, arranged: Arrangement, told: Tensor) -> None:
-        self._fetch, self.arranged, self.told = fetch, arranged, told
-        self._told: dict[torch.device, tuple[Tensor, ...]] = {}
+    def __init__(self, fetch: Fetch, arrangement: Arrangement, token_table: Tensor) -> None:
+        self._fetch, self.arrangement, self.token_table = fetch, arrangement, token_table
+        self._tables: dict[torch.device, tuple[Tensor, ...]] = {}
         self._legs: dict[tuple[torch.device, bool], list[Leg]] = {}
 
-    def told_on(self, device: torch.device, queries: int) -> tuple[Tensor, ...]:
+    def tables_on(self, device: torch.device, queries: int) -> tuple[Tensor, ...]:
         """Spans of `queries` queries, and tokens, positions and sequences of visible rows."""
-        if device not in self._told:
-            spans = torch.from_numpy(self.arranged.spans)
+        if device not in self._tables:
+            spans = torch.from_numpy(self.arrangement.spans)
             padded = spans.new_zeros(queries, *spans.shape[1:])
             padded[: len(spans)] = spans
-            self._told[device] = tuple(part.to(device) for part in (padded, *self.told.T))
-        return self._told[device]
+            self._tables[device] = tuple(part.to(device) for part in (padded, *self.token_table.T))
+        return self._tables[device]
 
-    def brought(self, handle: PlanHandle, x: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def fetch(self, handle: PlanHandle, x: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Visible rows [visible, ...] of each x [rows, ...]."""
         buffers = [part.new_empty(self._fetch.rows, *part.shape[1:]) for part in x]
         for memory, part in zip(buffers, x, strict=True):
             memory[self._home(part.device)] = part[: self._fetch.home]
         legs, wire = self.legs(x[0].device, back=False), [part.dtype for part in x]
-        _travel(handle.communicator, legs, buffers, wire)
-        return tuple(memory[: self.arranged.visible] for memory in buffers)
+        _transfer(handle.communicator, legs, buffers, wire)
+        return tuple(memory[: self.arrangement.visible] for memory in buffers)
 
-    def returned(self, handle: PlanHandle, kind: str, grads: Sequence[Tensor]) -> list[Tensor]:
+    def return_gradients(self, handle: PlanHandle, kind: str, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of home rows, [home, ...] each, from those of visible rows, [visible, ...], in their dtypes."""
         buffers, wire = [], []
         for grad in grads:
             dtype = accumulator_dtype(grad.dtype)
             sums = grad.new_zeros(self._fetch.rows, *grad.shape[1:], dtype=dtype)
-            sums[: self.arranged.visible] = grad
+            sums[: self.arrangement.visible] = grad
             buffers.append(sums)
             wire.append(grad.dtype if handle.slice.header.narrows(Name.DKV) else dtype)
         with _call(handle, kind, "gradients of rows", grads):
-            _travel(handle.communicator, self.legs(grads[0].device, back=True), buffers, wire, add=True)
+            _transfer(handle.communicator, self.legs(grads[0].device, back=True), buffers, wire, add=True)
         home = self._home(grads[0].device)
         return [sums[home].to(grad.dtype) for sums, grad in zip(buffers, grads, strict=True)]
 
     def _home(self, device: torch.device) -> Tensor:
-        return torch.from_numpy(self.arranged.place[: self._fetch.home]).to(device)
+        return torch.from_numpy(self.arrangement.place[: self._fetch.home]).to(device)
 
     def legs(self, device: torch.device, back: bool) -> list[Leg]:
-        """The hops in order; back: their reverses, the last hop first."""
+        """The hops in order; back: reversed, the last hop first."""
         if (device, back) not in self._legs:
             hops = self._fetch.hops
 
             def side(rows: Mapping[int, Ints]) -> list[tuple[int, Index, int]]:
                 return [
-                    (peer, _index(self.arranged.place[indexes], device), len(indexes))
+                    (peer, _index(self.arrangement.place[indexes], device), len(indexes))
                     for peer, indexes in rows.items()
                 ]
 
@@ -194,7 +194,7 @@ def _index(rows: Ints, device: torch.device) -> Index:
     return torch.from_numpy(rows).to(device)
 
 
-def _travel(
+def _transfer(
     transport: Transport,
     legs: Sequence[Leg],
     memory: Sequence[Tensor],
@@ -240,7 +240,7 @@ def _add(buffer: Tensor, index: Index, part: Tensor) -> None:
     if isinstance(index, slice):
         buffer[index] += part
     else:
-        buffer.index_put_((index,), part.to(buffer.dtype), accumulate=True)  # in order, also on a GPU
+        buffer.index_put_((index,), part.to(buffer.dtype), accumulate=True)  # in index order, on a GPU too
 
 
 def _bytes(rows: Tensor) -> Tensor:
@@ -253,8 +253,8 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, gathering: Gathering, handle: PlanHandle, kind: str, *x: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.found, ctx.handle, ctx.kind, ctx.rows = gathering, handle, kind, len(x[0])
-        rows = gathering.brought(handle, x)
+        ctx.gathering, ctx.handle, ctx.kind, ctx.rows = gathering, handle, kind, len(x[0])
+        rows = gathering.fetch(handle, x)
         ctx.mark_non_differentiable(*(part for part in rows if not part.is_floating_point()))
         return rows
 
@@ -262,7 +262,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         indexes = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
-        home = ctx.found.returned(ctx.handle, ctx.kind, [grads[i] for i in indexes])
+        home = ctx.gathering.return_gradients(ctx.handle, ctx.kind, [grads[i] for i in indexes])
         result: list[Tensor | None] = [None] * len(grads)
         for i, part in zip(indexes, home, strict=True):
             padding = part.new_zeros(ctx.rows - len(part), *part.shape[1:])

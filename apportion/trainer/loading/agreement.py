@@ -1,5 +1,5 @@
-"""Agreement of ranks before a plan is used: all have it, or the others plan it themselves, or all raise; and exchange
-of label counts between groups of ranks before a microbatch is used.
+"""Agreement of ranks before a plan is used: all have it, or those without it plan it themselves, or all raise; and
+exchange of label counts between groups of ranks before a microbatch is used.
 
 If ranks may plan themselves, there is one collective per iteration (whether this rank has the plan, and its id), and a
 second one if a rank lacked it.
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from apportion.backends.torch.calls import by_value, shown
+from apportion.backends.torch.calls import by_value, quoted
 from apportion.backends.torch.transport import Communicator, Transport, different_plans
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Agreement:
-    """Agreement about plans that some ranks lack. plans: a rank without a plan in time plans it itself; then all ranks
-    exchange their states in every iteration. Otherwise a rank that fails reports it when the others compare their
+    """Agreement about plans that some ranks lack. plans: whether a rank without a plan in time plans it itself; if so,
+    all ranks exchange their states in every iteration, else a rank that fails reports it when the others compare their
     plans (`backends.torch.handle.agree`). fallbacks: iterations that some rank planned itself."""
 
     communicator: Communicator
@@ -46,7 +46,7 @@ class Agreement:
             return result
         if not self.plans:
             self.communicator.all_gather([0, 0], "plans")
-            self.communicator.gather_texts(shown(result), "what ranks hold")
+            self.communicator.gather_texts(quoted(result), "plans of ranks")
         raise result
 
     def _states(self, number: int, result: Fetched | Exception) -> list[int]:
@@ -56,7 +56,7 @@ class Agreement:
         states = [row[0] for row in rows]
         if FAILED in states:
             error = None if isinstance(result, Fetched) else result
-            texts = self.communicator.gather_texts(shown(error), "errors of plans")
+            texts = self.communicator.gather_texts(quoted(error), "errors of plans")
             if error is not None and numbers[0] == FAILED:
                 raise error
             failures = {rank: texts[rank] for rank, state in enumerate(states) if state == FAILED}
@@ -90,13 +90,13 @@ def totals(
     error: Exception | None = None,
 ) -> tuple[int, float]:
     """Labels and their weight over all groups of ranks (data parallel over context parallel); a collective of the
-    groups. replicas: the ranks at this rank's place in each group, None for one group; place: epoch, iteration,
+    groups. replicas: the ranks in this rank's position in each group, None for one group; place: epoch, iteration,
     microbatches. Raises `error`, which ends the other groups too, ExecutionError if the groups are out of step."""
     numbers = [*place, valid, weight, error is not None]
     groups = [numbers] if replicas is None else replicas.gather_floats(numbers, "totals of groups")
     failed = [group for group, row in enumerate(groups) if row[-1]]
     if failed and replicas is not None:
-        errors = replicas.gather_texts(shown(error), "errors of groups")
+        errors = replicas.gather_texts(quoted(error), "errors of groups")
     if error is not None:
         raise error
     if failed:

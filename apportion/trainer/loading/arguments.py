@@ -27,7 +27,7 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
     values = getattr(dataset, "lengths", None) if lengths is None else lengths
     if values is None:
         rule = "planning needs the length of each sample before it is read"
-        raise ConfigError("lengths", None, rule, "give lengths, or a dataset that has them as `lengths`")
+        raise ConfigError("lengths", None, rule, "pass lengths, or a dataset that has them as `lengths`")
     array = values if isinstance(values, list | tuple | range) else np.asarray(values)
     checked = integers("lengths", array, 1, MAX_TOKENS)
     count = len(dataset) if isinstance(dataset, Sized) else "an unknown number of"
@@ -37,7 +37,7 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
     return checked
 
 
-def masks_here(dataset: Dataset, masks: Masks) -> Masks:
+def check_masks(dataset: Dataset, masks: Masks) -> Masks:
     """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks."""
     value: Masks = getattr(dataset, "masks", None) if masks is None else masks
     if isinstance(value, str) or not isinstance(value, Mask | Sized | None):
@@ -49,7 +49,7 @@ def masks_here(dataset: Dataset, masks: Masks) -> Masks:
 def check_kinds(job: Job, masks: Masks) -> None:
     """Raises ConfigError if the attention kinds of the masks are not those of the model's layers.
 
-    masks: as in batches; of one per sample only the first is checked, since all must have its kinds."""
+    masks: as in batches; if there is one per sample, only the first is checked, since all must have its kinds."""
     layers = job.model.layers
     if not isinstance(layers, Mapping):
         return
@@ -81,33 +81,33 @@ def shifted_of(shifted: Collection[str]) -> frozenset[str]:
     return frozenset(shifted)
 
 
-def communicator_of(job: Job, given: Communicator | None) -> Communicator:
+def communicator_of(job: Job, value: Communicator | None) -> Communicator:
     """The communicator of the ranks that train together. Raises ConfigError if they are not the job's."""
-    communicator = Communicator.shared() if given is None else given
+    communicator = Communicator.shared() if value is None else value
     if not isinstance(communicator, Transport):
         raise ConfigError(
             "communicator", communicator, "must be a Communicator", "make one from the process group"
         )
     if communicator.ranks != job.ranks:
         rule = f"the job plans for {job.ranks} ranks, and this process is one of {communicator.ranks}"
-        remedy = "initialise torch.distributed before creating the loader, or give another cluster"
+        remedy = "initialise torch.distributed before creating the loader, or pass another cluster"
         raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
     return communicator
 
 
 def replicas_of(value: Transport | Any) -> Transport | None:
-    """The transport of the ranks at this rank's place in each group, None for one group. Raises ConfigError."""
+    """The transport of the ranks in this rank's position in each group, None for one group. Raises ConfigError."""
     if value is None or isinstance(value, Transport):
         return value
     if not isinstance(value, ProcessGroup):
-        rule = "must be a process group of the ranks at this rank's place"
-        raise ConfigError("replicas", value, rule, "give one from torch.distributed.new_group")
+        rule = "must be a process group of the ranks in this rank's position in each group"
+        raise ConfigError("replicas", value, rule, "pass one from torch.distributed.new_group")
     return Communicator(value)
 
 
 def device_of(value: torch.device | str | None) -> torch.device:
-    """The device of attention, by default this process' GPU, else the CPU. With its index, since each thread has its
-    own current device. Raises ConfigError."""
+    """The device of attention with its index, since each thread has its own current device; by default this process'
+    GPU, else the CPU. Raises ConfigError."""
     try:
         device = torch.device(value or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, TypeError) as error:

@@ -50,7 +50,7 @@ class PlannedBatch(Microbatch):
 
     def shard_tokens(self, full: Tensor, fill: float = 0.0) -> Tensor:
         """full [tokens, ...], an entry for each token of the concatenated `samples` -> this rank's [rows, ...], with
-        `fill` for padding. Raises ExecutionError for another number of tokens."""
+        `fill` for padding. Raises ExecutionError for a different number of tokens."""
         if len(full) != self.batch.tokens:
             expected = f"an entry for each of the {self.batch.tokens} tokens of the microbatch"
             raise ExecutionError(f"shard_tokens takes {expected}, got {len(full)}")
@@ -71,7 +71,7 @@ class PlannedBatch(Microbatch):
         that the mask allows (never in another document), and `fill` if there is none. A collective, differentiable.
         `batch.roll(batch.labels, 1, IGNORED)` are the labels two tokens ahead. Raises ExecutionError, ConfigError."""
         self._check_rows("roll", x)
-        return self._all_places().rolling(self, integer("shift", shift, 1))(x, fill)
+        return self._all_places().exchange_for(self, integer("shift", shift, 1))(x, fill)
 
     def _check_rows(self, verb: str, x: Tensor) -> None:
         wiring.watch.require_all_rows(verb)
@@ -103,7 +103,7 @@ class Places:
         tokens = np.concatenate([np.asarray(row, np.int64) for row in gathered])
         return Places(tokens, np.array([len(row) for row in gathered]))
 
-    def rolling(self, batch: PlannedBatch, shift: int) -> Exchange:
+    def exchange_for(self, batch: PlannedBatch, shift: int) -> Exchange:
         """The exchange that gives each row the row that its token leads to in `shift` steps."""
         if shift not in self._rolls:
             self._rolls[shift] = self._roll(batch, shift)
@@ -134,7 +134,7 @@ class Places:
 
 
 def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | None = None) -> Exchange:
-    """An all-gather of rows. counts: of each rank; into: target rows for rank 0, 1, …, by default concatenated."""
+    """An all-gather of rows. counts: rows of each rank; into: target rows for rank 0, 1, …, by default concatenated."""
     count = counts[transport.rank]
     sources = torch.arange(count).repeat(transport.ranks)
     into = torch.arange(sum(counts)) if into is None else into
@@ -142,7 +142,7 @@ def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | No
 
 
 def _tokens_ahead(labels: Ints, steps: int) -> Ints:
-    """The token `steps` steps after each token, -1 for none."""
+    """The token `steps` steps after each token, -1 if there is none."""
     closed, target = np.append(labels, -1), np.arange(len(labels))
     for _ in range(steps):
         target = closed[target]

@@ -29,15 +29,15 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ApportionError, ExecutionError
 from apportion.service.problems import UnknownPlanError
-from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
+from apportion.trainer.loading.iterations import BatchBuilder, Draw, Iteration, Iterations
 from apportion.trainer.loading.rows import Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import Source
 
 DEPTH = 2
 POLL_S = 2.0
-AGAIN_S = 0.5
-LATE = ["its source has not answered yet"]  # the reason for a missing plan before the first attempt ends
-LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, which cannot be interrupted
+RETRY_WAIT_S = 0.5
+NO_ANSWER = ["its source has not answered yet"]  # the reason for a missing plan before the first attempt ends
+CLOSE_WAIT_S = 10.0  # a thread that takes longer is in the trainer's sampler, which cannot be interrupted
 
 
 class PlanTimeoutError(ApportionError, TimeoutError):
@@ -56,30 +56,36 @@ class Fetched(NamedTuple):
 class Ahead:
     """Threads that work ahead of the trainer, iteration by iteration, on their own source. They end with `close`,
     whatever they wait for, or when the interpreter exits: an iterator that is still referenced does not keep the
-    process alive. own: the iteration that the trainer requests; over: whether it will request no more."""
+    process alive. current: the iteration that the trainer requests; over: whether it will request no more; late: the
+    latest reason for a missing plan."""
 
     def __init__(self, source: Source, iterations: Iterations) -> None:
         self.source, self._iterations = source, iterations
-        self.changed, self.own, self.over, self.late = Condition(), iterations.start, False, deque(LATE, 1)
+        self.changed, self.current, self.over, self.late = (
+            Condition(),
+            iterations.start,
+            False,
+            deque(NO_ANSWER, 1),
+        )
         self._failed: tuple[int, Exception] | None = None
         self._threads = list[Thread]()
         atexit.register(self.close)
 
-    def run(self, each: Callable[[Wanted], None], depth: int) -> None:
+    def run(self, each: Callable[[Iteration], None], depth: int) -> None:
         """Calls `each` in a thread, iteration by iteration, at most `depth` ahead of the trainer's own."""
         thread = Thread(target=self._run, args=(each, depth), name="apportion-plans", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _run(self, each: Callable[[Wanted], None], depth: int) -> None:
+    def _run(self, each: Callable[[Iteration], None], depth: int) -> None:
         number = self._iterations.start
         try:
             while self._wait_for(number - depth + 1):
-                wanted = self._iterations.at(number)
-                if wanted is None:
+                iteration = self._iterations.at(number)
+                if iteration is None:
                     return
-                number = wanted.number
-                each(wanted)
+                number = iteration.number
+                each(iteration)
                 number += 1
         except Exception as error:
             with self.changed:  # raised when the trainer requests this iteration
@@ -90,31 +96,31 @@ class Ahead:
     def _wait_for(self, number: int) -> bool:
         """Waits until the trainer requests this iteration; False if the pass is over."""
         with self.changed:
-            self.changed.wait_for(lambda: self.over or number <= self.own)
+            self.changed.wait_for(lambda: self.over or number <= self.current)
             return not self.over
 
-    def submit(self, wanted: Wanted) -> None:
-        """Retries until the source accepts the request, or the trainer is beyond it."""
-        while self.awaits(wanted.number):
+    def submit(self, iteration: Iteration) -> None:
+        """Retries until the source accepts the request, or the trainer no longer needs it."""
+        while self.may_request(iteration.number):
             try:
-                self.source.submit(wanted.key, wanted.request, max(0, wanted.number - self.own))
+                self.source.submit(iteration.key, iteration.request, max(0, iteration.number - self.current))
                 break
             except TimeoutError as error:
                 self.late.append(str(error))
 
-    def awaits(self, number: int) -> bool:
-        """True if the trainer will still ask for this iteration."""
+    def may_request(self, number: int) -> bool:
+        """True if the trainer may still request this iteration."""
         with self.changed:
-            return not self.over and number >= self.own
+            return not self.over and number >= self.current
 
     def reach(self, number: int) -> None:
         """Records that the trainer now requests this iteration."""
         with self.changed:
-            self.own = number
+            self.current = number
             self.changed.notify_all()
 
     def failed(self, number: int) -> Exception | None:
-        """The error for which the trainer cannot have this iteration, None without one."""
+        """The error that keeps the trainer from this iteration, or None."""
         with self.changed:
             return self._failed[1] if self._failed is not None and self._failed[0] <= number else None
 
@@ -126,12 +132,12 @@ class Ahead:
             self.changed.notify_all()
         self.source.close()
         for thread in self._threads:
-            thread.join(LEAVING_S)
+            thread.join(CLOSE_WAIT_S)
 
 
 def fetch(
     source: Source,
-    wanted: Wanted,
+    iteration: Iteration,
     rank: int,
     timeout_s: float,
     is_needed: Callable[[], bool],
@@ -143,16 +149,16 @@ def fetch(
     while is_needed():
         try:
             try:
-                return source.fetch(wanted.key, rank, min(POLL_S, timeout_s / 10), next_keys())
+                return source.fetch(iteration.key, rank, min(POLL_S, timeout_s / 10), next_keys())
             except UnknownPlanError:
-                source.submit(wanted.key, wanted.request, 0)
+                source.submit(iteration.key, iteration.request, 0)
         except TimeoutError as error:
             late.append(str(error))
     return None
 
 
 class Fetching:
-    """The plans of a pass, fetched in a thread, at most `DEPTH` ahead of the trainer. ready: prepares a fetched plan
+    """The plans of a pass, fetched in a thread, at most `DEPTH` ahead of the trainer. prepare: prepares a fetched plan
     for the trainer."""
 
     def __init__(
@@ -161,11 +167,11 @@ class Fetching:
         iterations: Iterations,
         timeout_s: float,
         rank: int,
-        ready: Callable[[IterationSlice], Fetched] = Fetched,
+        prepare: Callable[[IterationSlice], Fetched] = Fetched,
     ) -> None:
         self._ahead, self._iterations, self._timeout_s, self._rank = ahead, iterations, timeout_s, rank
-        self._ready, self._fetched = ready, dict[int, Fetched]()
-        self._is_away = False  # the trainer timed out, and no plan has arrived since
+        self._prepare, self._fetched = prepare, dict[int, Fetched]()
+        self._is_late = False  # the trainer timed out, and no plan has arrived since
         ahead.run(self._fetch, DEPTH)
 
     def take(self, number: int) -> Fetched:
@@ -173,11 +179,11 @@ class Fetching:
         After one timeout it waits only briefly for later iterations, until the thread has received a plan again."""
         ahead, patience_s = self._ahead, self._timeout_s
         with ahead.changed:
-            if self._is_away:
-                patience_s = min(AGAIN_S, patience_s / 4)
+            if self._is_late:
+                patience_s = min(RETRY_WAIT_S, patience_s / 4)
             ahead.changed.wait_for(lambda: self._is_there(number), patience_s)
             error, fetched = ahead.failed(number), self._fetched.pop(number, None)
-            self._is_away |= fetched is None
+            self._is_late |= fetched is None
         if error is not None:
             raise error
         if fetched is None:
@@ -187,17 +193,20 @@ class Fetching:
     def _is_there(self, number: int) -> bool:
         return number in self._fetched or self._ahead.failed(number) is not None
 
-    def _fetch(self, wanted: Wanted) -> None:
+    def _fetch(self, iteration: Iteration) -> None:
         """Fetches an iteration, in a thread."""
-        ahead, number = self._ahead, wanted.number
-        is_needed, next_keys = partial(ahead.awaits, number), partial(self._iterations.keys_after, number)
-        piece = fetch(ahead.source, wanted, self._rank, self._timeout_s, is_needed, ahead.late, next_keys)
-        fetched = None if piece is None else self._ready(piece)
+        ahead, number = self._ahead, iteration.number
+        is_needed, next_keys = (
+            partial(ahead.may_request, number),
+            partial(self._iterations.keys_after, number),
+        )
+        piece = fetch(ahead.source, iteration, self._rank, self._timeout_s, is_needed, ahead.late, next_keys)
+        fetched = None if piece is None else self._prepare(piece)
         with ahead.changed:
-            self._is_away &= fetched is None
-            for old in [old for old in self._fetched if old < ahead.own]:
+            self._is_late &= fetched is None
+            for old in [old for old in self._fetched if old < ahead.current]:
                 del self._fetched[old]
-            if fetched is not None and number >= ahead.own:
+            if fetched is not None and number >= ahead.current:
                 self._fetched[number] = fetched
             ahead.changed.notify_all()
 
@@ -208,12 +217,12 @@ PREFETCHED = 2  # iterations that each process has ready
 
 
 class Parcel(NamedTuple):
-    """One iteration from a process. data: the encoded slice, uint8, empty if there was no plan in time, with the
-    reason. rows: as in `Fetched`."""
+    """One iteration from a process. data: the encoded slice, uint8, empty if there was no plan in time. rows:
+    see `Fetched`. reason: why there is no plan."""
 
     data: Tensor
     rows: tuple[Rows, ...]
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +231,7 @@ class Share(IterableDataset[Parcel]):
 
     dataset: Dataset
     source: Source
-    asked: Asked
+    builder: BatchBuilder
     draw: Draw
     start: int
     rank: int
@@ -232,29 +241,29 @@ class Share(IterableDataset[Parcel]):
     def __iter__(self) -> Iterator[Parcel]:
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        iterations = Iterations(self.asked, self.draw, self.start)
+        iterations = Iterations(self.builder, self.draw, self.start)
         with closing(copy(self.source)) as source:
             number = self.start + first
-            while (wanted := iterations.at(number)) is not None:
+            while (iteration := iterations.at(number)) is not None:
                 iterations.forget(number)
-                late, until_s = deque(LATE, 1), time.monotonic() + self.timeout_s
+                late, until_s = deque(NO_ANSWER, 1), time.monotonic() + self.timeout_s
                 is_needed = partial(_is_before, until_s)
-                piece = fetch(source, wanted, self.rank, self.timeout_s, is_needed, late)
-                yield self._parcel(wanted, piece, late[-1])
+                piece = fetch(source, iteration, self.rank, self.timeout_s, is_needed, late)
+                yield self._parcel(iteration, piece, late[-1])
                 number += step
 
-    def _parcel(self, wanted: Wanted, piece: IterationSlice | None, reason: str) -> Parcel:
+    def _parcel(self, iteration: Iteration, piece: IterationSlice | None, reason: str) -> Parcel:
         if piece is None:
             return Parcel(torch.empty(0, dtype=torch.uint8), (), reason)
         data = torch.frombuffer(bytearray(piece.encode()), dtype=torch.uint8)
-        return Parcel(data, tuple(rows_of(self.dataset, wanted, piece, self.form)), "")
+        return Parcel(data, tuple(rows_of(self.dataset, iteration, piece, self.form)), "")
 
 
 class WorkerPrefetcher:
     """Fetches iterations in data-loader worker processes and returns them in order."""
 
     def __init__(self, share: Share, processes: int, ahead: Ahead) -> None:
-        options: Any = {"batch_size": None, "collate_fn": _unchanged, "prefetch_factor": PREFETCHED}
+        options: Any = {"batch_size": None, "collate_fn": _identity, "prefetch_factor": PREFETCHED}
         self._ahead = ahead
         self._parcels: Any = iter(DataLoader(share, num_workers=processes, **options))
 
@@ -268,7 +277,7 @@ class WorkerPrefetcher:
         if error is not None:
             raise error
         if not len(parcel.data):
-            raise TimeoutError(parcel.why)
+            raise TimeoutError(parcel.reason)
         return Fetched(IterationSlice.decode(parcel.data.numpy().tobytes()), parcel.rows)
 
     def close(self) -> None:
@@ -282,7 +291,7 @@ def _is_before(until_s: float) -> bool:
     return time.monotonic() < until_s
 
 
-def _unchanged(parcel: Any) -> Any:
+def _identity(parcel: Any) -> Any:
     return parcel
 
 

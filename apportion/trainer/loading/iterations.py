@@ -31,9 +31,9 @@ _SHORT.maxlist = 64  # samples of a microbatch that an error names
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One iteration of a job. samples: int64 arrays, the sample numbers of each microbatch. batches: to plan, one per
-    microbatch, or a single one if the recipe packs."""
+class Iteration:
+    """One iteration of a job. samples: int64 arrays, the sample numbers of each microbatch. batches: the batches to
+    plan, one per microbatch, or a single one if the recipe packs."""
 
     job: Job
     number: int
@@ -60,7 +60,7 @@ class Wanted:
             yield self.batches[0].take(indices), samples[indices]
 
     def describe(self) -> str:
-        """Samples and their lengths by microbatch, for the error of ranks that hold different ones."""
+        """Describes samples and their lengths by microbatch, for the error that ranks raise if these differ."""
         lengths = np.concatenate([batch.lengths for batch in self.batches])
         ends = np.cumsum([len(samples) for samples in self.samples])
         groups = zip(self.samples, np.split(lengths, ends[:-1]), strict=True)
@@ -69,30 +69,30 @@ class Wanted:
         return f"{len(self.samples)} microbatches, samples {', '.join(parts)}"
 
     def check(self, piece: IterationSlice) -> None:
-        """Raises ExecutionError if the plan is for other batches: other lengths, masks, positions, labels or homes,
-        another cluster, model or policy. A plan of a newer format is not checked."""
+        """Raises ExecutionError if the plan is for other batches: different lengths, masks, positions, labels or homes,
+        or a different cluster, model or policy. A plan of a newer format is not checked."""
         sequences = sum(len(samples) for samples in self.samples)
-        named = np.sort(np.concatenate(piece.indexes))
-        if not np.array_equal(named, np.arange(sequences)):
-            raise self._foreign(f"it has {len(named)} sequences, {sequences} were requested")
+        indexes = np.sort(np.concatenate(piece.indexes))
+        if not np.array_equal(indexes, np.arange(sequences)):
+            raise self._mismatch(f"it has {len(indexes)} sequences, {sequences} were requested")
         for number, (slice_, (batch, _)) in enumerate(
             zip(piece.slices, self.parts(piece.indexes), strict=True)
         ):
             expected = self.job.request_digest(batch, sequences, slice_.token_cap)
             if slice_.header.version <= VERSION and slice_.request_digest != expected:
                 fields = "(lengths, masks, positions, labels or homes), cluster, model or policy"
-                raise self._foreign(f"microbatch {number} belongs to another batch {fields}")
+                raise self._mismatch(f"microbatch {number} belongs to another batch {fields}")
 
-    def _foreign(self, reason: str) -> ExecutionError:
+    def _mismatch(self, reason: str) -> ExecutionError:
         message = f"iteration {self.number}: the plan is not the one that this rank requested: {reason}"
-        remedy = f"delete the source's plan of the key {self.key.hex()[:16]}, and plan again"
+        remedy = f"delete the source's plan with the key {self.key.hex()[:16]}, and plan again"
         return ExecutionError(f"{message}; {remedy}")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Conversion of an iteration's samples to batches. lengths: int64 [n] of all samples; masks: one for all, or one
-    each; table: of a pipeline, whose ticks are planned instead of microbatches; kinds: as in `tick_batch`."""
+class BatchBuilder:
+    """Converts an iteration's samples to batches. lengths: int64 [n] of all samples; masks: one for all, or one each;
+    table: of a pipeline, whose ticks are planned instead of microbatches; kinds: see `tick_batch`."""
 
     job: Job
     lengths: Ints
@@ -100,7 +100,7 @@ class Asked:
     table: TickTable | None = None
     kinds: Sequence[str] | None = None
 
-    def of(self, number: int, drawn: Any) -> Wanted:
+    def of(self, number: int, drawn: Any) -> Iteration:
         """The iteration for a sampler's item: a list of microbatches of sample numbers, or one flat list. Raises
         ConfigError, CapacityError."""
         samples = self.samples(number, drawn)
@@ -110,7 +110,7 @@ class Asked:
 
             samples, batches = ticks_of(self.table, samples, batches, self.job.ranks, self.kinds)
         self.job.check(batches)
-        return Wanted(self.job, number, samples, batches)
+        return Iteration(self.job, number, samples, batches)
 
     def microbatches(self, number: int, drawn: Any) -> int:
         """The number of microbatches of an iteration. Raises ConfigError."""
@@ -123,7 +123,7 @@ class Asked:
         """The sample numbers of each microbatch, int64 arrays. Raises ConfigError."""
         name = f"sampler[{number}]"
         if not hasattr(drawn, "__len__"):
-            rule = "must be a list, of sample numbers or of microbatches"
+            rule = "must be a list of sample numbers or of microbatches"
             raise ConfigError(name, drawn, rule, "give lists, as torch's BatchSampler yields them")
         if not len(drawn):
             raise ConfigError(name, drawn, "must have samples", "omit empty iterations")
@@ -142,7 +142,7 @@ class Asked:
 class Draw:
     """The samples of a pass, iteration by iteration: in the order of `sampling`, or of the trainer's own sampler.
     group, groups: takes every `groups`-th iteration of the order, starting at `group`; in each round all groups get the
-    same number of microbatches, and an incomplete last round is dropped. least: iterations of fewer microbatches are
+    same number of microbatches, and an incomplete last round is dropped. least: iterations with fewer microbatches are
     dropped. Raises ConfigError if nothing remains."""
 
     sampling: Sampling | None
@@ -154,7 +154,7 @@ class Draw:
 
     def __iter__(self) -> Iterator[Any]:
         if self.sampling is not None:
-            return iter(self._dealt(self.sampling.epoch(self.epoch)))
+            return iter(self._group_share(self.sampling.epoch(self.epoch)))
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
@@ -165,7 +165,7 @@ class Draw:
         rounds = zip(*(epoch[group :: self.groups] for group in range(self.groups)), strict=False)
         return [round_[self.group] for round_ in rounds if len({len(iteration) for iteration in round_}) == 1]
 
-    def _dealt(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
+    def _group_share(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
         iterations = [iteration for iteration in self.share(epoch) if len(iteration) >= self.least]
         if epoch and not iterations:
             rule = f"leaves no iteration of the epoch's {len(epoch)} for {self.groups} groups of ranks"
@@ -187,24 +187,24 @@ class Iterations:
     returned at once, even while another thread waits for the sampler, which may itself wait for the trainer.
     """
 
-    asked: Asked
+    builder: BatchBuilder
     drawn: Iterable[Any]
     start: int = 0
 
     def __post_init__(self) -> None:
         self._first = self.start
         self._rest = enumerate(islice(self.drawn, self.start, None), self.start)
-        self._held = dict[int, Wanted]()
+        self._kept = dict[int, Iteration]()
         self._changed, self._drawing, self._over = Condition(), False, False
         self._failed: Exception | None = None
 
-    def at(self, number: int) -> Wanted | None:
-        """The iteration of that number, or the first one kept if that is later; None after the last. Raises the
+    def at(self, number: int) -> Iteration | None:
+        """The iteration with that number, or the first one kept if that is later; None after the last. Raises the
         sampler's errors, ConfigError, CapacityError, each time it is called."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._found(number) or not self._drawing)
-                iteration = self._found(number)
+                self._changed.wait_for(lambda: self._find(number) or not self._drawing)
+                iteration = self._find(number)
                 if iteration is not None or self._over:
                     return iteration
                 if self._failed is not None:
@@ -213,26 +213,26 @@ class Iterations:
             self._draw()
 
     def keys_after(self, number: int) -> list[bytes]:
-        """The keys of the later iterations that were drawn already."""
+        """The keys of later iterations that are already drawn."""
         with self._changed:
-            later = [wanted for index, wanted in sorted(self._held.items()) if index > number]
-        return [wanted.key for wanted in later]
+            later = [iteration for index, iteration in sorted(self._kept.items()) if index > number]
+        return [iteration.key for iteration in later]
 
-    def _found(self, number: int) -> Wanted | None:
-        return self._held.get(max(number, self._first))
+    def _find(self, number: int) -> Iteration | None:
+        return self._kept.get(max(number, self._first))
 
     def _draw(self) -> None:
         """Draws the next iteration, or records the end or the error."""
-        wanted: Wanted | None = None
+        iteration: Iteration | None = None
         try:
-            wanted = next((self.asked.of(*item) for item in self._rest), None)
+            iteration = next((self.builder.of(*item) for item in self._rest), None)
         except Exception as error:
             self._failed = error
         finally:
             with self._changed:
-                if wanted is not None:
-                    self._held[wanted.number] = wanted
-                self._over = wanted is None and self._failed is None
+                if iteration is not None:
+                    self._kept[iteration.number] = iteration
+                self._over = iteration is None and self._failed is None
                 self._drawing = False
                 self._changed.notify_all()
 
@@ -240,8 +240,8 @@ class Iterations:
         """Drops the iterations before this one."""
         with self._changed:
             self._first = max(self._first, before)
-            for number in [index for index in self._held if index < before]:
-                del self._held[number]
+            for number in [index for index in self._kept if index < before]:
+                del self._kept[number]
 
 
 class Place(NamedTuple):
@@ -257,18 +257,16 @@ class Place(NamedTuple):
 
     @staticmethod
     def of(state: Mapping[str, Any], facts: Mapping[str, Any]) -> Place:
-        """The place of the loader that saved this state. Raises ConfigError if it had other samples, another job or
-        another order, naming the difference."""
+        """The place of the loader that saved this state. Raises ConfigError if its samples, job or order differ, naming
+        the difference."""
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE or not all(name in state for name in Place._fields):
             rule = "is not the state of a loader of this release"
-            raise ConfigError("state", version, rule, "give what `state_dict()` returned")
+            raise ConfigError("state", version, rule, "pass what `state_dict()` returned")
         mismatch = difference({name: state.get(name) for name in facts}, facts)
         if mismatch is not None:
             name, saved, current = mismatch
-            rule = (
-                f"the state was saved with another {name.removeprefix('job.')}: this loader has {current!r}"
-            )
+            rule = f"the state was saved with a different {name.removeprefix('job.')}: this loader has {current!r}"
             remedy = "give the loader the same value, or start a new pass without the state"
             raise ConfigError(f"state.{name}", saved, rule, remedy)
         return Place(*(integer(f"state.{name}", state[name], 0) for name in Place._fields))

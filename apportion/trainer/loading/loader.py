@@ -22,7 +22,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch.nn.functional import pad
 
-from apportion.backends.torch.calls import by_value, shown
+from apportion.backends.torch.calls import by_value, quoted
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.backends.torch.feed import EncoderFeed
@@ -45,9 +45,9 @@ from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading import arguments, fetching
 from apportion.trainer.loading.agreement import Agreement, totals
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Place, Wanted
+from apportion.trainer.loading.iterations import BatchBuilder, Draw, Iteration, Iterations, Place
 from apportion.trainer.loading.media import Media, MediaOrder, MediaRows
-from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
+from apportion.trainer.loading.metrics import NO_ROWS, Facts, Meters, differing_sample
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import Source, open_source
 from apportion.trainer.step import wiring
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Keyword arguments of `PlannedLoader`, for functions that hand them on."""
+    """Keyword arguments of `PlannedLoader`, for functions that pass them on."""
 
     source: str | Path | Sequence[str] | Source
     token: str | None
@@ -94,7 +94,7 @@ class PlannedLoader:
 
     dataset: map-style, see `Dataset`, with `lengths`, the tokens of each sample, integers [n], and optionally `masks`,
     one spec for all or one per sample (default causal); the arguments `lengths` and `masks` take precedence. A rank
-    reads only samples that it holds a part of. shifted: fields of samples that belong to the predicted token, and are
+    reads only samples of which it holds a part. shifted: fields of samples that belong to the predicted token, and are
     moved to the row that predicts it, like labels.
 
     cluster, model, tokens_per_rank of a microbatch, microbatches of an iteration, recipe and hardware: as in `Job`; a
@@ -102,41 +102,41 @@ class PlannedLoader:
 
     source: of plans. "local": a local process. A URL, or a list of them: equivalent planning servers, with their
     `token` (by default APPORTION_TOKEN of the environment), and for https `ca`, a PEM file of certificates, instead of
-    the system's. A folder: plans that `apportion precompute` made. Or a `Source`.
+    the system's. A folder: plans from `apportion precompute`. Or a `Source`.
 
     sampler: yields for each iteration of a pass a list of microbatches of sample numbers, or a flat list of sample
     numbers (one microbatch, or a recipe that packs), the same on all ranks; may have `set_epoch(epoch)`. By default
-    samples fill microbatches in an order drawn from `seed` and the epoch (`set_epoch`), or in order without `shuffle`.
-    lookahead: iterations that rank 0 submits before they are needed; any rank submits an iteration that the source does
-    not know when it is needed. workers: torch data-loader processes that fetch plans and read samples; with 0 a thread
-    fetches plans, and samples are read on use.
+    samples fill microbatches in an order drawn from `seed` and the epoch (`set_epoch`), or in order if `shuffle` is
+    False. lookahead: iterations that rank 0 submits before they are needed; any rank submits an iteration that the
+    source does not know when it is needed. workers: torch data-loader processes that fetch plans and read samples; with
+    0 a thread fetches plans, and samples are read on use.
 
     replicas: if several groups of ranks train together (data parallel over context parallel), a process group of the
-    ranks at this rank's place in each of them; `communicator` has the ranks of this group. Iterations of the default
+    ranks in this rank's position in each; `communicator` has the ranks of this group. Iterations of the default
     order are dealt to the groups in turn, and `valid_tokens` counts all groups.
 
     rows_multiple: every rank's rows are padded to a multiple of it, at least one; padding has no labels and changes
     neither loss nor gradients. envelope: sizes to which rows, and buffers and tables of calls, are padded, so that they
-    are equal in all steps. drop_last: drops an iteration of fewer microbatches than the others.
+    are equal in all steps. drop_last: drops an iteration with fewer microbatches than the others.
 
     ticks: the table of a pipeline (`tick_table`), for `TickPipeline`: the cluster has the ranks of all stages, and the
     loader plans and yields ticks instead of microbatches, each of `tokens_per_rank` on the ranks of a stage; a last
-    iteration of fewer microbatches is dropped. kinds: the attention kind of each virtual stage's layers, if there are
+    iteration with fewer microbatches is dropped. kinds: the attention kind of each virtual stage's layers, if there are
     several, as in `tick_batch`. recipe: by default that of `plan_tick`.
 
-    media: images, videos or sound of the samples, for an encoder with a plan of its own, see `Media`: `batch.media` is
-    then this rank's share of the encoder's rows, and `batch.feed` what `move_rows` takes; both None if the
+    media: images, videos or sound of the samples, for an encoder with its own plan, see `Media`: `batch.media` is
+    then this rank's share of the encoder's rows, and `batch.feed` the argument of `move_rows`; both None if the
     microbatch has no media.
 
-    engine: computes attention, see `PlanHandle`. device: by default this process' GPU if it has one, else the CPU:
+    engine: computes attention, see `PlanHandle`. device: by default this process' GPU if it has one, else the CPU;
     programs are loaded there before they are needed.
 
     on_timeout: if there is no plan after `timeout_s` seconds, "raise" PlanTimeoutError, or "local": in each iteration
-    all ranks exchange who has the plan, the others plan it themselves, and all compare. Until a plan arrives again, the
-    loader waits at most half a second for later ones. `metrics()` counts such iterations, and a warning is logged.
-    job: the job that plans are made for.
+    all ranks exchange which of them have the plan, the others plan it themselves, and all compare. Until a plan arrives
+    again, the loader waits at most half a second for later ones. `metrics()` counts such iterations, and a warning is
+    logged. job: the job of the plans.
 
-    `state_dict` saves the loader's place, and `load_state_dict` resumes after the last batch that was yielded.
+    `state_dict` saves the loader's position, and `load_state_dict` resumes after the last batch that was yielded.
 
     Raises ConfigError; CapacityError for samples that do not fit; and the source's errors.
     """
@@ -179,16 +179,16 @@ class PlannedLoader:
         policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe or _recipe_of(ticks)))
         policy = policy if seed is None else replace(policy, seed=seed)
         self.job = Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
-        masks, lengths = arguments.masks_here(dataset, masks), arguments.lengths_of(dataset, lengths)
+        masks, lengths = arguments.check_masks(dataset, masks), arguments.lengths_of(dataset, lengths)
         arguments.check_kinds(self.job, masks)
         stages, filled = 1, self.job.microbatches
-        self._times = 1  # plans of an iteration that hold each token
+        self._repeats = 1  # number of plans of an iteration that contain each token
         if ticks is not None:
             from apportion.planner.iteration.ticks import tick_job
 
-            stages, filled, self._times = ticks.stages, ticks.microbatches, 2 * ticks.stages * ticks.virtual
+            stages, filled, self._repeats = ticks.stages, ticks.microbatches, 2 * ticks.stages * ticks.virtual
             self.job = tick_job(self.job, ticks)
-        self._asked = Asked(self.job, lengths, masks, ticks, kinds)
+        self._builder = BatchBuilder(self.job, lengths, masks, ticks, kinds)
         self._sampling = None
         if sampler is None:
             order = self.job.policy.seed, shuffle is None or flag("shuffle", shuffle)
@@ -199,8 +199,8 @@ class PlannedLoader:
         self._communicator = arguments.communicator_of(self.job, communicator)
         self._rank = self._communicator.rank
         self._replicas = arguments.replicas_of(replicas)
-        self._dealt = (0, 1) if self._replicas is None else (self._replicas.rank, self._replicas.ranks)
-        self._facts = {**facts, "groups": self._dealt[1]}  # for the state
+        self._group = (0, 1) if self._replicas is None else (self._replicas.rank, self._replicas.ranks)
+        self._facts = {**facts, "groups": self._group[1]}  # for the state
         self._facts |= {} if ticks is None else {"ticks": [stages, filled, ticks.virtual]}
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = filled if (flag("drop_last", drop_last) and not packs) or ticks is not None else 0
@@ -218,11 +218,11 @@ class PlannedLoader:
         if media is not None:
             options: LoaderOptions = {"source": source, "token": token, "ca": ca, "timeout_s": timeout_s}
             options |= {"on_timeout": on_timeout, "workers": workers, "engine": engine, "device": device}
-            self._follow_with(media, cluster, {**options, "seed": seed, "lookahead": lookahead})
+            self._add_encoder(media, cluster, {**options, "seed": seed, "lookahead": lookahead})
 
-    def _follow_with(self, media: Media, cluster: Cluster, options: LoaderOptions) -> None:
-        """Makes the encoder's loader, whose microbatches follow this loader's. Raises ConfigError."""
-        self._media = MediaOrder(instance("media", media, Media), self._asked)
+    def _add_encoder(self, media: Media, cluster: Cluster, options: LoaderOptions) -> None:
+        """Creates the encoder's loader, whose microbatches follow this loader's. Raises ConfigError."""
+        self._media = MediaOrder(instance("media", media, Media), self._builder)
         self._check_media()
         options |= {"recipe": media.recipe, "hardware": media.hardware, "rows_multiple": 1}
         options |= {"lengths": media.lengths, "masks": media.masks, "sampler": self._media}
@@ -237,20 +237,20 @@ class PlannedLoader:
     def _check_media(self) -> None:
         """Raises ConfigError if the encoder's microbatches cannot match the decoder's."""
         rule, remedy = "has media in unknown microbatches", "leave it out, or the media"
-        refused = {"recipe.pack": self.job.packs, "ticks": self._asked.table is not None}
+        refused = {"recipe.pack": self.job.packs, "ticks": self._builder.table is not None}
         refused["sampler"] = isinstance(self._sampler, Iterator)
         for name in filter(refused.__getitem__, refused):
             raise ConfigError(name, "with media", rule, remedy)
 
     def __getitem__(self, index: Any) -> Any:
-        """Raises ConfigError: trainers that take a loader for samples would collate and shard them again."""
-        remedy = "give it to PlannedTrainer, or to PlannedBatches in Lightning"
+        """Raises ConfigError: a trainer that treats a loader as a dataset would collate and shard its batches."""
+        remedy = "pass it to PlannedTrainer, or to PlannedBatches in Lightning"
         raise ConfigError("dataset", type(self).__name__, "yields planned batches, not samples", remedy)
 
     def metrics(self) -> dict[str, Any]:
         """Metrics since the loader was created: iterations, tokens of all ranks and per second (within passes),
         waited_s: seconds spent waiting for plans, and fallbacks: iterations that some rank planned itself."""
-        return {**self._meters.told(), "fallbacks": self._agreement.fallbacks}
+        return {**self._meters.summary(), "fallbacks": self._agreement.fallbacks}
 
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
         """Sets the epoch, and with it the order, of the next passes. The next pass begins with iteration `start`; by
@@ -273,18 +273,18 @@ class PlannedLoader:
         """The microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
         if self._sampler is not None and not isinstance(self._sampler, Sized):
             raise TypeError(f"{type(self._sampler).__name__} has no length, so neither does its loader")
-        return sum(self._asked.microbatches(number, drawn) for number, drawn in enumerate(self._draw()))
+        return sum(self._builder.microbatches(number, drawn) for number, drawn in enumerate(self._draw()))
 
     def __iter__(self) -> Generator[PlannedBatch, None, None]:
         if self._passes and isinstance(self._sampler, Iterator):
             rule = "is an iterator, and an earlier pass has read ahead in it"
-            raise ConfigError("sampler", type(self._sampler).__name__, rule, "give one that can restart")
+            raise ConfigError("sampler", type(self._sampler).__name__, rule, "pass one that can restart")
         start = self._place = self._begin
         self._meters.begin()
         self._check_place()
         if self._leads:
             wiring.watch.begin(self)
-        iterations = Iterations(self._asked, self._draw(), start.iteration)
+        iterations = Iterations(self._builder, self._draw(), start.iteration)
         with closing(fetching.Ahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
             encoded: Iterator[PlannedBatch] = iter(())
@@ -292,16 +292,19 @@ class PlannedLoader:
                 self._media.draw, self._media.start = self._draw(), start.iteration
                 encoded = stack.enter_context(closing(iter(self._encoder)))
             self._begin = Place(start.epoch)
-            while (result := self._next(iterations, ahead.own, supply)) is not None:
-                wanted, fetched = result
-                for batch in self._batches(wanted, fetched, encoded):
+            while (result := self._next(iterations, ahead.current, supply)) is not None:
+                iteration, fetched = result
+                for batch in self._batches(iteration, fetched, encoded):
                     if (batch.iteration, batch.microbatch) >= start[1:]:
-                        next_one = wanted.number + batch.is_last, 0 if batch.is_last else batch.microbatch + 1
-                        self._place = Place(start.epoch, *next_one)
+                        next_place = (
+                            iteration.number + batch.is_last,
+                            0 if batch.is_last else batch.microbatch + 1,
+                        )
+                        self._place = Place(start.epoch, *next_place)
                         yield batch
                         self._meters.end(batch.batch.tokens)
-                iterations.forget(wanted.number + 1)
-                ahead.reach(wanted.number + 1)
+                iterations.forget(iteration.number + 1)
+                ahead.reach(iteration.number + 1)
         self._communicator.all_gather([], "the end of a pass")
         totals(self._replicas, (self._place.epoch, -1, 0), 0, 0.0)
 
@@ -312,16 +315,18 @@ class PlannedLoader:
         iteration has, or the last one may have, an odd number of microbatches."""
         rule = "halves are two microbatches of an iteration, which must have an even number"
         if self.job.microbatches % 2:
-            raise ConfigError("microbatches", self.job.microbatches, rule, "give twice the number of pairs")
+            raise ConfigError("microbatches", self.job.microbatches, rule, "pass twice the number of pairs")
         if self._sampling is not None and not self._least:
             raise ConfigError(
-                "drop_last", False, f"{rule}, also in the last iteration", "give drop_last=True"
+                "drop_last", False, f"{rule}, also in the last iteration", "pass drop_last=True"
             )
         with closing(iter(self)) as batches:
             for ping in batches:
                 if ping.microbatch % 2 or ping.is_last:
                     label, remedy = f"iteration {ping.iteration}", "start between pairs, at an even number"
-                    raise ConfigError(label, f"a half alone, microbatch {ping.microbatch}", rule, remedy)
+                    raise ConfigError(
+                        label, f"a half without its pair, microbatch {ping.microbatch}", rule, remedy
+                    )
                 yield ping, next(batches)
 
     def iterations(self) -> Generator[tuple[PlannedBatch, ...], None, None]:
@@ -335,7 +340,7 @@ class PlannedLoader:
                     group = ()
 
     def _draw(self) -> Draw:
-        return Draw(self._sampling, self._sampler, self._begin.epoch, *self._dealt, self._least)
+        return Draw(self._sampling, self._sampler, self._begin.epoch, *self._group, self._least)
 
     # ---- a pass
 
@@ -345,12 +350,12 @@ class PlannedLoader:
         if submits:
             ahead.run(ahead.submit, self._lookahead)
         if self._workers:
-            pieces = self.dataset, self._source, self._asked, self._draw(), ahead.own, self._rank
+            pieces = self.dataset, self._source, self._builder, self._draw(), ahead.current, self._rank
             share = fetching.Share(*pieces, self._form, self._timeout_s)
             return stack.enter_context(closing(fetching.WorkerPrefetcher(share, self._workers, ahead)))
-        if not submits:  # its source also gets the keys to come
-            ahead.run(lambda wanted: None, self._lookahead)
-        return fetching.Fetching(ahead, iterations, self._timeout_s, self._rank, self._ready)
+        if not submits:  # so that its source gets the next keys too
+            ahead.run(lambda iteration: None, self._lookahead)
+        return fetching.Fetching(ahead, iterations, self._timeout_s, self._rank, self._prepare)
 
     def _check_place(self) -> None:
         """Raises ExecutionError if ranks begin different passes. A collective."""
@@ -364,24 +369,24 @@ class PlannedLoader:
 
     def _next(
         self, iterations: Iterations, number: int, supply: fetching.Supply
-    ) -> tuple[Wanted, fetching.Fetched] | None:
+    ) -> tuple[Iteration, fetching.Fetched] | None:
         """The next iteration and its plan, None after the last; an error on this rank ends all ranks and groups."""
-        wanted: Wanted | Exception | None
+        iteration: Iteration | Exception | None
         try:
-            wanted = iterations.at(number)
+            iteration = iterations.at(number)
         except Exception as error:
-            wanted = error
-        if wanted is None:
+            iteration = error
+        if iteration is None:
             return None
         begun_s = time.monotonic()
 
         def take() -> fetching.Fetched:
-            if isinstance(wanted, Exception):
-                raise wanted
+            if isinstance(iteration, Exception):
+                raise iteration
             return supply.take(number)
 
         try:
-            fetched = self._agreement.take(number, take, partial(self._planned_here, wanted))
+            fetched = self._agreement.take(number, take, partial(self._plan_locally, iteration))
         except Exception as error:
             if isinstance(error, TimeoutError):
                 message = (
@@ -392,16 +397,16 @@ class PlannedLoader:
             totals(self._replicas, (self._place.epoch, number, 0), 0, 0.0, error)  # raises it
         finally:
             self._meters.waited_s += time.monotonic() - begun_s
-        assert isinstance(wanted, Wanted)
-        return wanted, fetched
+        assert isinstance(iteration, Iteration)
+        return iteration, fetched
 
-    def _planned_here(self, wanted: Wanted | Exception) -> fetching.Fetched:
+    def _plan_locally(self, iteration: Iteration | Exception) -> fetching.Fetched:
         from apportion.planner.iteration.jobs import plan_job
 
-        assert isinstance(wanted, Wanted)
-        return fetching.Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
+        assert isinstance(iteration, Iteration)
+        return fetching.Fetched(plan_job(self.job, iteration.batches).slice_for(self._rank))
 
-    def _ready(self, piece: IterationSlice) -> fetching.Fetched:
+    def _prepare(self, piece: IterationSlice) -> fetching.Fetched:
         """Adds handles: loads programs on the device, in the fetching thread, ahead of the trainer."""
         handles = []
         for part in piece.slices:
@@ -412,14 +417,14 @@ class PlannedLoader:
         return fetching.Fetched(piece, None, tuple(handles))
 
     def _batches(
-        self, wanted: Wanted, fetched: fetching.Fetched, encoded: Iterator[PlannedBatch]
+        self, iteration: Iteration, fetched: fetching.Fetched, encoded: Iterator[PlannedBatch]
     ) -> Iterator[PlannedBatch]:
-        handles = fetched.handles or self._ready(fetched.piece).handles or ()
-        rows, valid, weight = self._agree_rows(wanted, handles, self._read(wanted, fetched))
-        parts = wanted.parts(fetched.piece.indexes)
-        common: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._replicas}
+        handles = fetched.handles or self._prepare(fetched.piece).handles or ()
+        rows, valid, weight = self._agree_rows(iteration, handles, self._read(iteration, fetched))
+        parts = iteration.parts(fetched.piece.indexes)
+        common: dict[str, Any] = {"iteration": iteration.number, "_replicas": self._replicas}
         common |= {"valid_tokens": valid, "total_weight": weight, "_shifted": self._form.shifted}
-        common |= {"_staged": self._asked.table is not None}
+        common |= {"_staged": self._builder.table is not None}
         layers = self.job.model.layers
         common["_layers"] = layers if isinstance(layers, Mapping) else {}
         for index, (handle, row, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
@@ -439,57 +444,57 @@ class PlannedLoader:
         self, handle: PlanHandle, batch: Batch, samples: Ints, encoded: Iterator[PlannedBatch]
     ) -> dict[str, Any]:
         """The encoder's share of a microbatch, and the decoder's feed. Raises ExecutionError."""
-        if self._encoder is None or not len(wanted := self._media.of(samples)[0]):
+        if self._encoder is None or not len(expected := self._media.of(samples)[0]):
             return {}
-        if (media := next(encoded, None)) is None or not np.array_equal(media.samples, wanted):
+        if (media := next(encoded, None)) is None or not np.array_equal(media.samples, expected):
             received = None if media is None else media.samples.tolist()
-            message = f"the encoder's next microbatch has media {received}, the decoder's {wanted.tolist()}"
+            message = f"the encoder's next microbatch has media {received}, the decoder's {expected.tolist()}"
             raise ExecutionError(
-                f"{message}: give a sampler that draws the same however often it is iterated"
+                f"{message}: pass a sampler that draws the same samples in every iteration over it"
             )
         positions = self._media.places(batch, samples)
         return {"media": media, "feed": EncoderFeed(media.handle, handle, positions, self._media.media.merge)}
 
-    def _read(self, wanted: Wanted, fetched: fetching.Fetched) -> tuple[Rows, ...] | Exception:
+    def _read(self, iteration: Iteration, fetched: fetching.Fetched) -> tuple[Rows, ...] | Exception:
         """The rows, or the error, which is reported to the other ranks before it is raised."""
         try:
-            return fetched.rows or tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
+            return fetched.rows or tuple(rows_of(self.dataset, iteration, fetched.piece, self._form))
         except Exception as error:
             return error
 
     def _agree_rows(
-        self, wanted: Wanted, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
+        self, iteration: Iteration, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
     ) -> tuple[tuple[Rows, ...], int, float]:
-        """The rows, and the iteration's labels and their weight over all ranks and groups; a collective, also if it
-        raises this rank's error for having no rows, or ExecutionError if ranks hold different plans, another rank has
-        no rows or other fields, samples or tokens, or groups are out of step."""
-        facts = NOTHING
+        """The rows, and the iteration's labels and their weight over all ranks and groups; a collective, even if it
+        raises: this rank's error if it has no rows, or ExecutionError if ranks hold different plans, another rank has
+        no rows or different fields, samples or tokens, or groups are out of step."""
+        facts = NO_ROWS
         if not isinstance(rows, Exception):
-            facts = Facts.of(rows, wanted.samples)
+            facts = Facts.of(rows, iteration.samples)
         try:
-            gathered = agree(handles, facts.numbers(), partial(_describe_microbatches, wanted, handles))
+            gathered = agree(handles, facts.numbers(), partial(_describe_microbatches, iteration, handles))
             ranks = [Facts.read(numbers) for numbers in gathered]
-            error = self._any_rank_error(wanted, rows, ranks)
-        except ExecutionError as unequal:
-            ranks, error = [], unequal
-        valid = sum(rank_facts.valid for rank_facts in ranks) // self._times
-        weight = sum(rank_facts.weight for rank_facts in ranks) / self._times
-        position = self._place.epoch, wanted.number, len(handles)
+            error = self._any_rank_error(iteration, rows, ranks)
+        except ExecutionError as mismatch:
+            ranks, error = [], mismatch
+        valid = sum(rank_facts.valid for rank_facts in ranks) // self._repeats
+        weight = sum(rank_facts.weight for rank_facts in ranks) / self._repeats
+        position = self._place.epoch, iteration.number, len(handles)
         sums = totals(self._replicas, position, valid, weight, error)
         assert not isinstance(rows, Exception)
         self._meters.iterations += 1
         return rows, *sums
 
     def _any_rank_error(
-        self, wanted: Wanted, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
+        self, iteration: Iteration, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
     ) -> Exception | None:
         """The error of this or another rank, or None; a collective if there is an error."""
-        number = wanted.number
-        failures = [rank for rank, facts in enumerate(ranks) if facts == NOTHING]
+        number = iteration.number
+        failures = [rank for rank, facts in enumerate(ranks) if facts == NO_ROWS]
         if not failures and len({facts.form for facts in ranks}) == 1:
-            return self._other_samples(wanted, ranks)
-        description = shown(rows) if isinstance(rows, Exception) else _fields(rows)
-        texts = self._communicator.gather_texts(description, "what is wrong with samples")
+            return self._sample_mismatch(iteration, ranks)
+        description = quoted(rows) if isinstance(rows, Exception) else _fields(rows)
+        texts = self._communicator.gather_texts(description, "errors of samples")
         if isinstance(rows, Exception):
             return rows
         if failures:
@@ -498,18 +503,20 @@ class PlannedLoader:
         details, remedy = by_value(dict(enumerate(texts))), "Give all samples equal fields, dtypes and widths"
         return ExecutionError(f"iteration {number}: samples have different fields: {details}. {remedy}")
 
-    def _other_samples(self, wanted: Wanted, ranks: Sequence[Facts]) -> ExecutionError | None:
+    def _sample_mismatch(self, iteration: Iteration, ranks: Sequence[Facts]) -> ExecutionError | None:
         """The error if ranks have different samples; their plans may be equal, since plans depend only on lengths."""
         if len({facts.drawn for facts in ranks}) > 1:
-            texts = by_value(dict(enumerate(self._communicator.gather_texts(wanted.describe(), "samples"))))
-            remedy = "Give all ranks the same seed, or samplers of the same order"
-            return ExecutionError(
-                f"iteration {wanted.number}: ranks draw different samples: {texts}. {remedy}"
+            texts = by_value(
+                dict(enumerate(self._communicator.gather_texts(iteration.describe(), "samples")))
             )
-        if (mismatch := apart(ranks)) is not None:
+            remedy = "Give all ranks the same seed, or samplers with the same order"
+            return ExecutionError(
+                f"iteration {iteration.number}: ranks draw different samples: {texts}. {remedy}"
+            )
+        if (mismatch := differing_sample(ranks)) is not None:
             message = f"ranks read different tokens, labels or fields of sample {mismatch[0]}: {by_value(mismatch[1])}"
             remedy = "Give all ranks the same dataset, and seed random changes by the number of the sample"
-            return ExecutionError(f"iteration {wanted.number}: {message}. {remedy}")
+            return ExecutionError(f"iteration {iteration.number}: {message}. {remedy}")
         return None
 
 
@@ -526,7 +533,7 @@ def _fields(rows: Sequence[Rows]) -> str:
     return " and ".join(dict.fromkeys(row.form for row in rows))
 
 
-def _describe_microbatches(wanted: Wanted, handles: Sequence[PlanHandle]) -> str:
-    """The microbatches of an iteration, samples as drawn and plans, for the error of ranks with different ones."""
+def _describe_microbatches(iteration: Iteration, handles: Sequence[PlanHandle]) -> str:
+    """Describes an iteration's microbatches, samples and plans, for the error that ranks raise if these differ."""
     plans = ", ".join(handle.name for handle in handles)
-    return f"{wanted.describe()} under plans {plans}"
+    return f"{iteration.describe()} under plans {plans}"

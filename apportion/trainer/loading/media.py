@@ -1,7 +1,7 @@
 """Images, videos and sound of samples: an encoder's microbatches next to the decoder's.
 
     dataset    sample 5: text, tokens for image 7, text, tokens for image 8        `places` (5, 12), (5, 90)
-    media      image 7, image 8: patches, read by the ranks that the encoder's plan gives them to
+    media      image 7, image 8: patches, read by the ranks to which the encoder's plan assigns them
 
 The media of a microbatch's samples, in their order, are one batch of the encoder, which is planned like any other.
 """
@@ -26,7 +26,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks
 from apportion.trainer.loading import arguments
-from apportion.trainer.loading.iterations import Asked, Draw
+from apportion.trainer.loading.iterations import BatchBuilder, Draw
 from apportion.trainer.loading.rows import LABELS, TOKENS, Dataset
 from apportion.trainer.step.microbatch import IGNORED
 
@@ -38,9 +38,9 @@ class Media:
     dataset: map-style; medium i is a mapping of fields with an entry for each of its rows (patches, frames), [rows,
     ...], the same fields in all. lengths: rows of each, integers [media], by default the dataset's. model: of the
     encoder's attention layers. places: integers [media, 2]: the sample of each, and the first token that stands for it;
-    each token stands for `merge` rows. orders: of each medium int64 [tokens], which of its tokens the rows stand for,
-    `merge` after `merge`; by default one after another. masks: one for all or one of each; by default all rows of a
-    medium see each other. recipe, hardware: as of the loader. Raises ConfigError if media do not fit.
+    each token stands for `merge` rows. orders: for each medium int64 [tokens], the index of the token that each
+    `merge` rows stand for; by default in order. masks: one for all or one for each; by default all rows of a medium
+    see each other. recipe, hardware: as for the loader. Raises ConfigError if media do not fit.
     """
 
     dataset: Any
@@ -59,13 +59,13 @@ class Media:
         places = np.asarray(self.places)
         if places.shape != (len(lengths), 2):
             rule = f"must be [{len(lengths)}, 2]"
-            remedy = "give the sample and the first token of each medium"
+            remedy = "pass the sample and the first token of each medium"
             raise ConfigError("media.places.shape", places.shape, rule, remedy)
         if (odd := np.flatnonzero(lengths % merge)).size:
             rule = f"must be a multiple of merge = {merge}"
             raise ConfigError(f"media.lengths[{odd[0]}]", int(lengths[odd[0]]), rule, "give whole tokens")
         places = integers("media.places", places.ravel(), 0).reshape(-1, 2)
-        masks = arguments.masks_here(self.dataset, self.masks)
+        masks = arguments.check_masks(self.dataset, self.masks)
         masks = full() if masks is None else masks
         for name, value in (("lengths", lengths), ("places", places), ("masks", masks)):
             object.__setattr__(self, name, value)
@@ -74,10 +74,10 @@ class Media:
 @dataclass
 class MediaOrder:
     """The media of a decoder's microbatches; as the encoder's sampler, it yields the media of each microbatch that
-    has some. draw, start: of the pass, and its first iteration."""
+    has some. draw, start: the pass' samples and first iteration."""
 
     media: Media
-    asked: Asked
+    builder: BatchBuilder
     draw: Draw | None = None
     start: int = 0
 
@@ -86,14 +86,14 @@ class MediaOrder:
         (sample, token), count = np.asarray(self.media.places).T, self._tokens
         self._order = np.lexsort((token, sample))
         sample, token, count = sample[self._order], token[self._order], count[self._order]
-        lengths = self.asked.lengths
+        lengths = self.builder.lengths
         integers("media.places", sample, 0, len(lengths) - 1)
         limit = np.append(token[1:], 0)
         limit = np.where(np.append(sample[1:], -1) == sample, limit, lengths[sample])
         if (overflow := np.flatnonzero(token + count > limit)).size:
             first = int(overflow[0])
             rule = f"stands for tokens up to {token[first] + count[first]}, and there is room up to {limit[first]}"
-            remedy = "give each medium as many tokens of its sample as it has rows, over `merge`"
+            remedy = "give each medium one token of its sample for each `merge` rows"
             raise ConfigError(
                 f"media.places[{self._order[first]}]",
                 [*map(int, (sample[first], token[first]))],
@@ -104,7 +104,7 @@ class MediaOrder:
 
     def __iter__(self) -> Iterator[list[int]]:
         for number, drawn in enumerate(islice(self.draw or (), self.start, None), self.start):
-            for group in self.asked.samples(number, drawn):
+            for group in self.builder.samples(number, drawn):
                 if len(selected := self.of(group)[0]):
                     yield selected.tolist()
 

@@ -44,10 +44,10 @@ class Facts(NamedTuple):
 
 
 #: facts of a rank that could not read its samples
-NOTHING = Facts(-1, 0.0, 0)
+NO_ROWS = Facts(-1, 0.0, 0)
 
 
-def apart(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
+def differing_sample(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
     """A sample that differs between ranks, and the checksum on each rank that has it."""
     checksums = dict[int, dict[int, str]]()
     for rank, facts in enumerate(ranks):
@@ -76,7 +76,7 @@ class Meters:
         self.tokens += tokens
         self._spent_s, self._since_s = self._spent_s + now_s - self._since_s, now_s
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """The metrics as plain data; tokens_per_s: within passes."""
         rate = self.tokens / self._spent_s if self._spent_s else 0.0
         counts = {"iterations": self.iterations, "tokens": self.tokens}

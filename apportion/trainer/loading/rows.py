@@ -21,7 +21,7 @@ from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.request.batch import Batch
-from apportion.trainer.loading.iterations import Wanted
+from apportion.trainer.loading.iterations import Iteration
 from apportion.trainer.step.microbatch import IGNORED, WEIGHTS
 
 Sample = ArrayLike | Tensor | Mapping[str, Any]
@@ -127,11 +127,11 @@ def local_rows(
 ) -> Rows:
     """The rows of the slice's rank. `read(i)` returns sequence i of the batch; it is called once for each sequence that
     the rank holds, or for one if it holds none; samples: the number of each sequence in the dataset, by default its
-    number; begins: True to compare sequence 0 between all ranks, whose datasets may have another order. Raises
-    ExecutionError if a sample has another length or other fields, or the plan is for another batch."""
+    index; begins: True to compare sequence 0 between all ranks, whose datasets may be in a different order. Raises
+    ExecutionError if a sample has a different length or fields, or the plan is for another batch."""
     spans = piece.layout(piece.header.home_layout).spans
     _check_batch(spans, batch)
-    sequences = _ReadSequences(read, batch)
+    sequences = _SequenceReader(read, batch)
     numbers = np.arange(len(batch.lengths)) if samples is None else np.asarray(samples)
     parts = list[Rows]()
     columns = (spans[name].tolist() for name in ("row", "token", "length", "sequence"))
@@ -174,26 +174,26 @@ def _concatenated(parts: Sequence[Rows], form: Form) -> Rows:
     return Rows(tokens, labels, ids, positions, fields)
 
 
-def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form) -> Iterator[Rows]:
+def rows_of(dataset: Dataset, iteration: Iteration, piece: IterationSlice, form: Form) -> Iterator[Rows]:
     """Yields the rows of each microbatch of an iteration, read lazily. Raises `local_rows`' errors; ExecutionError if
     the plan is for other batches."""
-    wanted.check(piece)
-    parts = zip(piece.slices, wanted.parts(piece.indexes), strict=True)
+    iteration.check(piece)
+    parts = zip(piece.slices, iteration.parts(piece.indexes), strict=True)
     for number, (part, (batch, samples)) in enumerate(parts):
 
         def read(sequence: int, samples: Ints = samples) -> Sample:
             return dataset[int(samples[sequence])]
 
-        yield local_rows(part, batch, read, samples, form, begins=wanted.number == number == 0)
+        yield local_rows(part, batch, read, samples, form, begins=iteration.number == number == 0)
 
 
 def _shared(
-    spans: Any, batch: Batch, sequences: _ReadSequences, numbers: Ints, begins: bool
+    spans: Any, batch: Batch, sequences: _SequenceReader, numbers: Ints, begins: bool
 ) -> tuple[tuple[int, int], ...]:
     counts = np.bincount(spans["sequence"], spans["length"], len(batch.lengths))
     parts = np.flatnonzero((counts > 0) & (counts < batch.lengths))
     longest = parts[np.argsort(-batch.lengths[parts], kind="stable")][:_COMPARED].tolist()
-    first = [(int(numbers[0]), sequences.alone(0).checksum)] if begins else []
+    first = [(int(numbers[0]), sequences.load(0).checksum)] if begins else []
     return (*first, *((int(numbers[i]), sequences.of(i).checksum) for i in longest))
 
 
@@ -214,14 +214,14 @@ class _Sample:
 
 
 @dataclass
-class _ReadSequences:
-    """The sequences of a microbatch that were read and checked."""
+class _SequenceReader:
+    """Reads and checks the sequences of a microbatch, each once."""
 
     read: Callable[[int], Sample]
     batch: Batch
     _samples: dict[int, _Sample] = field(default_factory=dict)
 
-    def alone(self, sequence: int) -> _Sample:
+    def load(self, sequence: int) -> _Sample:
         """The sample, without comparing its fields with those of the rank's other samples."""
         sample = self._samples.get(sequence)
         return sample or _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
@@ -232,14 +232,14 @@ class _ReadSequences:
             first = next(iter(self._samples.values()), sample)
             if (form := _form(sample.fields)) != (first_form := _form(first.fields)):
                 raise ExecutionError(
-                    f"sequence {sequence} has the fields {form}, another one of its microbatch {first_form}: "
+                    f"sequence {sequence} has the fields {form}, another of its microbatch {first_form}: "
                     "give all samples the same fields, of the same dtype and width"
                 )
             self._samples[sequence] = sample
         return self._samples[sequence]
 
     def any(self) -> _Sample:
-        """Any sequence, to learn the fields."""
+        """Any sequence, to get the fields."""
         return next(iter(self._samples.values())) if self._samples else self.of(0)
 
 
@@ -263,7 +263,7 @@ def _check_batch(spans: Any, batch: Batch) -> None:
     ends = token + spans["length"]
     if not (is_known & (token >= batch.starts[index]) & (ends <= batch.starts[index + 1])).all():
         message = f"the plan is not for this batch of {len(batch.lengths)} sequences"
-        raise ExecutionError(f"{message}: the run was started with other samples")
+        raise ExecutionError(f"{message}: the run was started with different samples")
 
 
 def _sample(sample: Sample, length: int, sequence: int) -> _Sample:
@@ -275,7 +275,7 @@ def _sample(sample: Sample, length: int, sequence: int) -> _Sample:
         raise ConfigError(label, sorted(map(str, sample)), rule, remedy)
     tokens = _to_int64(f"{label}: {TOKENS}", sample[TOKENS])
     if tokens.shape != (length,):
-        raise ExecutionError(f"{label} has shape {tuple(tokens.shape)}, it was planned with length {length}")
+        raise ExecutionError(f"{label} has shape {tuple(tokens.shape)}, but was planned with length {length}")
     _check_known(label, sample, length)
     dropped = (TOKENS, LABELS, *_NEUTRAL_VALUES, *LOSS_MASKS)
     fields = {
@@ -286,13 +286,13 @@ def _sample(sample: Sample, length: int, sequence: int) -> _Sample:
         if length and int(ids.min()) < 0:
             rule, remedy = "must not be negative", f"use the label {IGNORED} for tokens not to learn"
             raise ConfigError(f"{label}: {name}", int(ids.min()), rule, remedy)
-    _check_place(label, tokens, labels)
+    _check_alignment(label, tokens, labels)
     for name in filter(sample.__contains__, LOSS_MASKS):
         labels = labels.where(_read_mask(f"{label}: {name}", sample[name], length), IGNORED)
     return _Sample(tokens, labels, fields)
 
 
-def _check_place(label: str, tokens: Tensor, labels: Tensor) -> None:
+def _check_alignment(label: str, tokens: Tensor, labels: Tensor) -> None:
     """Raises ConfigError for labels that are shifted already: each equals the next token instead of its own."""
     is_own, is_next = (labels[:-1] == tokens[:-1], labels[:-1] == tokens[1:])
     is_label = labels[:-1] != IGNORED

@@ -38,11 +38,12 @@ class Samples(Dataset):
         ap.PlannedLoader(ap.Samples(dataset, limit=8 * 8192, overlong="cut"), cluster, model, 8192)
 
     dataset: a Hugging Face `Dataset`, or anything with `[i]` and `len`; samples as in the loader's `Dataset`, and
-    packed rows with `seq_lengths` or `position_ids`. columns: those that samples keep, by default all but these two.
-    mask: of each document, or one of each attention kind; causal by default. limit: tokens of a sample, such as what a
-    microbatch of all ranks takes; overlong: how longer ones are handled: "refuse" raises CapacityError, "cut" keeps
-    their first tokens, "drop" leaves them out. `cut` and `dropped` count them; `kept`: int64, the dataset's number of
-    each sample. Raises ConfigError if documents do not make up their row, and for a dataset with `masks` of its own.
+    packed rows with `seq_lengths` or `position_ids`. columns: the ones that samples keep, by default all but these two.
+    mask: of each document, or one for each attention kind; causal by default. limit: maximum tokens of a sample, such
+    as the capacity of a microbatch on all ranks; overlong: how longer ones are handled: "refuse" raises CapacityError,
+    "cut" keeps their first tokens, "drop" leaves them out. `cut` and `dropped` count them; `kept`: int64, the index in
+    the dataset of each sample. Raises ConfigError if documents do not make up their row, and for a dataset with
+    `masks`.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Samples(Dataset):
         overlong: str = "refuse",
     ) -> None:
         if getattr(dataset, "masks", None) is not None:
-            rule = "would be ignored: these samples have the mask of this argument"
-            remedy = "give mask=, or the dataset itself to the loader"
+            rule = "would be ignored: samples have the mask of the argument `mask`"
+            remedy = "pass mask=, or the dataset itself to the loader"
             raise ConfigError("masks", "of the dataset", rule, remedy)
         self._dataset, self._columns = dataset, columns
         packs = list(_packs(dataset))
@@ -68,7 +69,7 @@ class Samples(Dataset):
         packs = [_truncated(packs[i], limit) for i in self.kept.tolist()]
         self.lengths: Ints = np.array([sum(pack) for pack in packs], np.int64)
         has_packs = any(len(pack) > 1 for pack in packs)
-        self.masks = [_over(pack, mask) for pack in packs] if has_packs else mask
+        self.masks = [_mask_of(pack, mask) for pack in packs] if has_packs else mask
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -136,7 +137,7 @@ def _truncated(pack: Sequence[int], limit: int | None) -> list[int]:
     return [size for size in np.diff(stops, prepend=0).tolist() if size]
 
 
-def _over(pack: Sequence[int], mask: MaskSpec | None) -> MaskSpec | None:
+def _mask_of(pack: Sequence[int], mask: MaskSpec | None) -> MaskSpec | None:
     """Applies `mask` to each document."""
     if len(pack) == 1:
         return mask
@@ -148,22 +149,23 @@ def _over(pack: Sequence[int], mask: MaskSpec | None) -> MaskSpec | None:
 # ---- streams
 
 _PLACE = ("epoch", "buffer", "size")
-_OWN = {"lengths", "masks", "sampler", "media"}
+_OF_ALL_SAMPLES = {"lengths", "masks", "sampler", "media"}
 
 
 class StreamedLoader:
-    """Iterates over a stream in planned microbatches; every rank makes one with equal arguments, and reads all of it.
+    """Iterates over a stream in planned microbatches; every rank makes one with equal arguments, and reads the whole
+    stream.
 
         for batch in ap.StreamedLoader(stream, cluster, model, tokens_per_rank, buffer=4096, overlong="drop"):
 
-    stream: yields samples as in `Samples`, in one order on all ranks, restarting for each pass; `set_epoch` is called
-    if it exists, and `skip(n)`, which returns the stream without its first n samples, when a pass resumes. buffer:
-    number of samples read, shuffled and planned at a time; its last microbatch may be small, so choose many times
-    what an iteration takes. mask, limit, overlong: as `Samples`. options: as `PlannedLoader`, except those about all
-    samples: lengths, masks and sampler. Iterations and samples are numbered within a buffer.
+    stream: yields samples as in `Samples`, in the same order on all ranks, restarting for each pass; `set_epoch` is
+    called if it exists, and `skip(n)`, which returns the stream without its first n samples, when a pass resumes.
+    buffer: number of samples read, shuffled and planned at a time; its last microbatch may be small, so choose many
+    times the size of an iteration. mask, limit, overlong: as in `Samples`. options: as in `PlannedLoader`, except those
+    about all samples: lengths, masks and sampler. Iterations and samples are numbered within a buffer.
 
     `state_dict` and `load_state_dict` work as in `PlannedLoader`: a pass resumes after the last batch that was yielded.
-    Raises ConfigError, as `Samples` and `PlannedLoader`, and ExecutionError if ranks read different lengths.
+    Raises the errors of `Samples` and `PlannedLoader`, and ExecutionError if ranks read different lengths.
     """
 
     def __init__(
@@ -179,19 +181,19 @@ class StreamedLoader:
         overlong: str = "refuse",
         **options: Unpack[LoaderOptions],
     ) -> None:
-        if unknown := sorted(_OWN & options.keys()):
+        if unknown := sorted(_OF_ALL_SAMPLES & options.keys()):
             rule = "describes all samples, which a stream does not know in advance"
             raise ConfigError(unknown[0], "given", rule, "leave it out")
         if isinstance(stream, Iterator):
-            rule = "gives only one pass, and cannot restart"
-            raise ConfigError("stream", type(stream).__name__, rule, "give an iterable that can restart")
+            rule = "allows only one pass, and cannot restart"
+            raise ConfigError("stream", type(stream).__name__, rule, "pass an iterable that can restart")
         self._stream, self._size = stream, integer("buffer", buffer)
         self._samples = {"mask": mask, "limit": limit, "overlong": overlong}
         self._job, self._options = (cluster, model, tokens_per_rank), options
         self._epoch = self._number = 0  # of the next buffer
         self._loader: PlannedLoader | None = None
         self._inner: Mapping[str, Any] | None = None  # loader state for the next buffer
-        self._begin: tuple[int, Mapping[str, Any] | None] = (0, None)  # both, where the next pass begins
+        self._begin: tuple[int, Mapping[str, Any] | None] = (0, None)  # both, at the start of the next pass
         self.dropped = self.cut = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -239,9 +241,9 @@ class StreamedLoader:
         for a state of another buffer size; another dataset or job is an error when the pass begins."""
         if not isinstance(state, Mapping) or {*_PLACE, "loader"} - state.keys():
             rule = "is not the state of a stream"
-            raise ConfigError("state", state, rule, "give what `state_dict()` returned")
+            raise ConfigError("state", state, rule, "pass what `state_dict()` returned")
         if state["size"] != self._size:
-            rule = f"the state was saved with another buffer: this loader has {self._size}"
+            rule = f"the state was saved with a different buffer: this loader has {self._size}"
             raise ConfigError("state.size", state["size"], rule, "give the loader the same buffer")
         self._epoch, self._number = (integer(f"state.{name}", state[name], 0) for name in _PLACE[:2])
         self._inner, self._loader = state["loader"], None

@@ -30,8 +30,8 @@ CALL_S = 10.0  # timeout of calls other than fetches, after which callers check 
 @dataclass(eq=False)
 class Source(ABC):
     """Source of plans. Plain data: every pass, and every data-loader process, has its own copy, built from the fields
-    of the class, and closes it. One thread submits and another fetches; any may close. shared: whether one rank's
-    request is planned for all."""
+    of the class, and closes it. One thread submits and another fetches; any thread may close it. shared: whether one
+    rank's request is planned for all."""
 
     shared: ClassVar[bool] = True
 
@@ -59,21 +59,21 @@ class LocalSource(Source):
 
     shared = False
     _planner: ProcessExecutor | None = field(default=None, init=False)
-    _asked: dict[bytes, Future[Completion | Refusal]] = field(default_factory=dict, init=False)
+    _futures: dict[bytes, Future[Completion | Refusal]] = field(default_factory=dict, init=False)
     _lock: Lock = field(default_factory=Lock, init=False)
-    _over: bool = field(default=False, init=False)
+    _is_closed: bool = field(default=False, init=False)
 
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
         with self._lock:
-            if self._over or key in self._asked:
+            if self._is_closed or key in self._futures:
                 return
             if self._planner is None:
                 self._planner = ProcessExecutor(1)
-            self._asked[key] = self._planner.submit(plan_pack, request)
+            self._futures[key] = self._planner.submit(plan_pack, request)
 
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
-        """Fetches as `Source`. Raises ServiceError if the request cannot be planned, WorkerDiedError."""
-        future = self._asked.get(key)
+        """Fetches like `Source`. Raises ServiceError if the request cannot be planned, WorkerDiedError."""
+        future = self._futures.get(key)
         if future is None:
             raise UnknownPlanError(key)
         if not wait([future], wait_s).done:
@@ -81,23 +81,23 @@ class LocalSource(Source):
         result = future.result()
         if isinstance(result, Refusal):
             raise ServiceError(result.type, result.detail, field=result.field)
-        del self._asked[key]
+        del self._futures[key]
         return IterationSlice.decode(expanded(Pack.decode(result.data, key).slice(rank)))
 
     def close(self) -> None:
         with self._lock:
-            self._over = True
+            self._is_closed = True
             if self._planner is not None:
                 self._planner.shutdown(cancel_futures=True)
 
 
 @dataclass(eq=False)
 class FolderSource(Source):
-    """Precomputed plans, found by the key of the request, so the order of the samples is free. made: the origin of the
-    requests, as `ir.bytes.origin`, to explain a missing plan. Raises ConfigError if the folder does not exist."""
+    """Precomputed plans, found by the key of the request, so the order of the samples is free. origin: of the
+    requests, from `ir.bytes.origin`, to explain a missing plan. Raises ConfigError if the folder does not exist."""
 
     folder: str
-    made: Mapping[str, Any]
+    origin: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         if not Path(self.folder).is_dir():
@@ -106,10 +106,10 @@ class FolderSource(Source):
         self._store = open_store(self.folder)
 
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
-        """Does nothing: all plans were made before."""
+        """Does nothing: all plans exist."""
 
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
-        """Fetches as `Source`. Raises ConfigError for a missing plan, naming the field that differs; StoreError."""
+        """Fetches like `Source`. Raises ConfigError for a missing plan, naming the field that differs; StoreError."""
         piece = self._store.slice(key, rank)
         if piece is None:
             raise self._missing_plan_error(key)
@@ -120,7 +120,9 @@ class FolderSource(Source):
 
     def _missing_plan_error(self, key: bytes) -> ConfigError:
         made_with = made_for(Path(self.folder))
-        facts = {name: value for name, value in self.made.items() if value is not None and name in made_with}
+        facts = {
+            name: value for name, value in self.origin.items() if value is not None and name in made_with
+        }
         releases = [entry.name for entry in Path(self.folder).iterdir() if entry.is_dir()]
         if releases and __version__ not in releases:
             name, existing, current = "release", ", ".join(releases), __version__
@@ -129,17 +131,17 @@ class FolderSource(Source):
         else:
             limit = f", which are the first {made_with['iterations']} of their samples" if made_with else ""
             rule = f"it is not among the plans in {self.folder}{limit}"
-            remedy = "precompute more iterations, or give the same samples"
+            remedy = "precompute more iterations, or pass the same samples"
             return ConfigError("source", f"the plan {key.hex()[:16]}", rule, remedy)
         rule = f"the plans in {self.folder} were made with {existing!r}"
-        return ConfigError(name, current, rule, "give the same, or precompute into another folder")
+        return ConfigError(name, current, rule, "pass the same value, or precompute into another folder")
 
 
 @dataclass(eq=False)
 class ServiceSource(Source):
     """Planning servers. urls: equivalent servers, http(s)://HOST:PORT; token, ca: as in `Client`; timeout_s: longest
-    wait for a plan; job: digest, by which load balancers send all ranks to one server. Slices of consecutive iterations
-    come over a stream. Raises ConfigError."""
+    wait for a plan; job: digest with which load balancers send all ranks to the same server. Slices of consecutive
+    iterations come over a stream. Raises ConfigError."""
 
     urls: tuple[str, ...]
     token: str | None = field(default=None, repr=False)
@@ -151,21 +153,21 @@ class ServiceSource(Source):
         call_s = min(CALL_S, self.timeout_s / 3)
         self._client = Client(self.urls, self.token, ca=self.ca, timeout_s=call_s, job=self.job)
         self._stream: Iterator[IterationSlice] | None = None
-        self._coming = deque[bytes]()  # keys outstanding in the stream
+        self._pending = deque[bytes]()  # keys outstanding in the stream
 
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
-        with _patience():
+        with _transient_as_timeout():
             self._client.submit(key, request, ahead)
 
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
-        with _patience():
-            if self._stream is not None and self._coming and self._coming[0] == key:
+        with _transient_as_timeout():
+            if self._stream is not None and self._pending and self._pending[0] == key:
                 try:
                     return self._next()
                 except (TimeoutError, UnknownPlanError):  # may have changed since the stream was opened
                     return self._client.fetch(key, rank, wait_s)
-            self._coming = deque([key, *then])
-            self._stream = self._client.stream(list(self._coming), rank, wait_s)
+            self._pending = deque([key, *then])
+            self._stream = self._client.stream(list(self._pending), rank, wait_s)
             return self._next()
 
     def _next(self) -> IterationSlice:
@@ -175,7 +177,7 @@ class ServiceSource(Source):
         except BaseException:
             self._stream = None
             raise
-        self._coming.popleft()
+        self._pending.popleft()
         return piece
 
     def close(self) -> None:
@@ -184,7 +186,7 @@ class ServiceSource(Source):
 
 
 @contextmanager
-def _patience() -> Iterator[None]:
+def _transient_as_timeout() -> Iterator[None]:
     """Converts errors of a service that is down or too busy, and may recover, to TimeoutError."""
     try:
         yield
@@ -201,22 +203,22 @@ def open_source(
     token: str | None,
     ca: str | Path | None,
     timeout_s: float,
-    made: Mapping[str, Any],
+    origin: Mapping[str, Any],
     job: bytes,
 ) -> Source:
-    """Opens a source by name: "local", a URL or several, or a folder. token, ca, timeout_s, job: as in `ServiceSource`;
-    made: as in `FolderSource`. Raises ConfigError."""
+    """Opens a source by name: "local", a URL or several, or a folder. token, ca, timeout_s, job: see `ServiceSource`;
+    origin: see `FolderSource`. Raises ConfigError."""
     urls = (source,) if isinstance(source, str) else source
     if isinstance(urls, list | tuple) and urls and all(_is_url(url) for url in urls):
         return ServiceSource(tuple(urls), token, None if ca is None else str(ca), timeout_s, job)
     for name, value in (("token", token), ("ca", ca)):
         if value is not None:
             rule = "is for a planning service, and the source is not one"
-            raise ConfigError(name, "...", rule, "leave it out, or give the URL of a server as source")
+            raise ConfigError(name, "...", rule, "leave it out, or pass the URL of a server as source")
     if source == "local":
         return LocalSource()
     if isinstance(source, str | Path):
-        return FolderSource(str(source), made)
+        return FolderSource(str(source), origin)
     if not isinstance(source, Source):
         remedy = 'write "local" to plan in a local process'
         raise ConfigError("source", source, "must be a URL, a folder or a source of plans", remedy)

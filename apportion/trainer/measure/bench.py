@@ -2,7 +2,7 @@
 
     real      a plan for as many ranks as the job has: every rank runs its part. Exposed communication is the extra
               time over a run whose messages are only recorded.
-    recorded  a plan for any other number of ranks: the busiest rank alone, whose host does the same work as in a job
+    recorded  a plan for any other number of ranks: only the busiest rank, whose host does the same work as in a job
               except posting messages. A GPU, if there is one, runs the kernels on uninitialised rows.
 
 Without a GPU every plan is recorded, by the stage engine, and its kernels are counted but not started. With
@@ -88,17 +88,17 @@ class RankTensors:
     do: Tensor
 
     @staticmethod
-    def of(header: Header, rows: int, device: torch.device, drawn: bool) -> RankTensors:
-        """Allocates the tensors. drawn: True for normal numbers; otherwise they are uninitialised."""
-        make = partial(torch.randn if drawn else torch.empty, device=device, dtype=DTYPES[header.dtype])
+    def of(header: Header, rows: int, device: torch.device, is_random: bool) -> RankTensors:
+        """Allocates the tensors. is_random: True for normal numbers; otherwise they are uninitialised."""
+        make = partial(torch.randn if is_random else torch.empty, device=device, dtype=DTYPES[header.dtype])
         q = make(rows, header.q_heads, header.head_dim, requires_grad=True)
         k = make(rows, header.kv_heads, header.head_dim, requires_grad=True)
         v = make(rows, header.kv_heads, header.v_head_dim, requires_grad=True)
         return RankTensors((q, k, v), make(rows, header.q_heads, header.v_head_dim))
 
 
-def metered(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, Any]:
-    """The measurement of each phase."""
+def measure_phases(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, Any]:
+    """Measures each phase."""
     out, forward = meter(lambda: attention(*rows.qkv))
     _, backward = meter(lambda: torch.autograd.grad(out, rows.qkv, rows.do))
     return {"forward": forward, "backward": backward}
@@ -106,17 +106,17 @@ def metered(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, 
 
 def best(attention: Attention, rows: RankTensors, clock: Meter, repeats: int) -> dict[str, CallTimes]:
     """The shortest times of each phase, after a warm-up call."""
-    metered(attention, rows, clock)
-    runs = [metered(attention, rows, clock) for _ in range(repeats)]
+    measure_phases(attention, rows, clock)
+    runs = [measure_phases(attention, rows, clock) for _ in range(repeats)]
     return {phase: CallTimes(*map(min, zip(*(run[phase] for run in runs), strict=True))) for phase in PHASES}
 
 
-def planned(handle: PlanHandle) -> Attention:
+def planned_call(handle: PlanHandle) -> Attention:
     """Attention under a plan of one attention kind."""
     return lambda q, k, v: planned_attention(q, k, v, handle)
 
 
-def prepared(
+def prepare_handle(
     piece: Slice, transport: Transport, engine: str | Engine, device: torch.device
 ) -> tuple[PlanHandle, dict[str, float]]:
     """A handle, and the milliseconds to build the work lists and tables of each phase, without imports."""
@@ -127,7 +127,7 @@ def prepared(
     return handle, times
 
 
-def counted(piece: Slice, device: torch.device) -> dict[str, Counts]:
+def count_calls(piece: Slice, device: torch.device) -> dict[str, Counts]:
     """The stage engine's counts for a rank. Rounds and messages are the same for every engine."""
     recorder = RecordingDevice(piece.rank, piece.ranks)
     handle = PlanHandle(piece, recorder, recorder.engine)
@@ -136,7 +136,9 @@ def counted(piece: Slice, device: torch.device) -> dict[str, Counts]:
         recorder.reset()
         return work(), Counts(recorder.launches.total(), recorder.rounds, recorder.posts)
 
-    return metered(planned(handle), RankTensors.of(piece.header, handle.rows, device, drawn=False), count)
+    return measure_phases(
+        planned_call(handle), RankTensors.of(piece.header, handle.rows, device, is_random=False), count
+    )
 
 
 # ---- plans
@@ -198,10 +200,10 @@ class Bench:
         if Op.PROJECT in plan.programs[kind, "forward"]["instructions"]["op"]:
             self.skip(f"{recipe}: its plans project hidden states themselves; bench measures q, k and v")
             return []
-        rows = facts(plan, hardware, self.device)
+        rows = untimed_rows(plan, hardware, self.device)
         timed = {name: self._time_device(plan, rows["forward"].rank, name) for name in self.engines}
         return [
-            rated(replace(row, engine=name, **timed[name].get(phase, {})), plan)
+            with_rates(replace(row, engine=name, **timed[name].get(phase, {})), plan)
             for name in self.engines
             for phase, row in rows.items()
         ]
@@ -232,14 +234,14 @@ class Bench:
         self.skip(message)
         recorder = RecordingDevice(piece.rank, piece.ranks)
         engine = name if self._computes else recorder.engine
-        handle, prepare_ms = prepared(piece, recorder, engine, self.device)
+        handle, prepare_ms = prepare_handle(piece, recorder, engine, self.device)
         times = self._best(handle, self.clock)
         return {phase: {"host_ms": times[phase].host, "prepare_ms": prepare_ms[phase]} for phase in PHASES}
 
     def _best(self, handle: PlanHandle, clock: Meter) -> dict[str, CallTimes]:
         header = handle.slice.header
         rows = RankTensors.of(header, handle.rows, self.device, self._computes)
-        return best(planned(handle), rows, clock, self.repeats)
+        return best(planned_call(handle), rows, clock, self.repeats)
 
     # --- real
 
@@ -247,12 +249,12 @@ class Bench:
         """The times of the busiest rank's host, and of the slowest device."""
         rank, ranks = self.communicator.rank, plan.header.ranks
         piece = plan.for_rank(rank)
-        handle, prepare_ms = prepared(piece, self.communicator, engine, self.device)
+        handle, prepare_ms = prepare_handle(piece, self.communicator, engine, self.device)
         total = self._best(handle, self._run_together)
-        lone = total
+        recorded = total
         if ranks > 1:
-            lone = self._best(PlanHandle(piece, RecordingDevice(rank, ranks), engine), self.clock)
-        numbers = [[*total[phase], prepare_ms[phase], lone[phase].device] for phase in PHASES]
+            recorded = self._best(PlanHandle(piece, RecordingDevice(rank, ranks), engine), self.clock)
+        numbers = [[*total[phase], prepare_ms[phase], recorded[phase].device] for phase in PHASES]
         nanoseconds = np.rint(np.array(numbers) * 1e6).astype(np.int64)
         gathered = self.communicator.all_gather(nanoseconds.ravel().tolist(), "durations")
         times = np.array(gathered).reshape(-1, *nanoseconds.shape) / 1e6
@@ -275,12 +277,12 @@ class Bench:
         return self.clock(work)
 
 
-def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[str, AttentionRow]:
-    """Rows of the busiest rank on the stage engine, without times."""
+def untimed_rows(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[str, AttentionRow]:
+    """The busiest rank's rows on the stage engine, without times."""
     (kind,), ranks = plan.header.kinds, plan.header.ranks
     by_rank = np.stack([np.diff(plan.programs[kind, phase]["instructions"].ptr) for phase in PHASES])
     rank = int(by_rank.sum(axis=0).argmax())
-    counts, simulated = counted(plan.for_rank(rank), device), simulate(plan, hardware)
+    counts, simulated = count_calls(plan.for_rank(rank), device), simulate(plan, hardware)
     recipe, rows = plan.request.policy.recipe.name, {}
     for phase, count in zip(PHASES, by_rank[:, rank].tolist(), strict=True):
         ms = simulated.runs[kind, phase].makespan_us / 1e3
@@ -288,7 +290,7 @@ def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[s
     return rows
 
 
-def rated(row: AttentionRow, plan: Plan) -> AttentionRow:
+def with_rates(row: AttentionRow, plan: Plan) -> AttentionRow:
     """Adds the fields that follow from the device's time."""
     launches = row.launches if row.engine == "stage" else None
     tflops = None if row.ms is None else flops(plan, row.phase) / row.ranks / row.ms / 1e9
@@ -314,14 +316,14 @@ def process_group() -> Iterator[torch.device]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield device
-        dist.barrier()  # no rank leaves during another one's last collective
+        dist.barrier()  # no rank leaves during another rank's last collective
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
 def job(engines: tuple[str, ...], repeats: int, skip: Callable[[str], object]) -> Iterator[Bench]:
-    """The bench of this process: of torchrun's ranks, or alone."""
+    """The bench of torchrun's ranks, or of a single process."""
     with process_group() as device:
         clock = on_gpu if device.type == "cuda" else on_host
         yield Bench(device, Communicator(), clock, engines, repeats, skip)

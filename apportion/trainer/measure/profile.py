@@ -20,7 +20,7 @@ def run(
     tokens: int | None = None,
 ) -> Hardware | None:
     """Measures the hardware; returns it on rank 0, None on the others. Links, posting and contention are measured if
-    torchrun started several ranks, else assumed. engine: as in `profile`; model, tokens: as in `ProfileScope.of`.
+    torchrun started several ranks, else assumed. engine: see `profile`; model, tokens: see `ProfileScope.of`.
     Raises ConfigError, ExecutionError."""
     with process_group() as device:
         ranks = Communicator()

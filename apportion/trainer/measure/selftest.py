@@ -75,11 +75,11 @@ def _rows(
     plain_error = _error([tensor[indexes] for tensor in _run(plain, inputs)[0]], exact, device)
     bound = FACTOR * max(plain_error, torch.finfo(DTYPES[dtype]).eps)
     for name in ENGINES:
-        why_not = ENGINES[name].obstacle(piece.header, device)
-        if why_not is None and (name, device.type, dtype) == ("stage", "cpu", "bf16"):
-            why_not = "Triton's interpreter multiplies bfloat16 wrongly"
-        if why_not is not None:
-            skipped[f"{name}: {why_not}"] = None
+        reason = ENGINES[name].obstacle(piece.header, device)
+        if reason is None and (name, device.type, dtype) == ("stage", "cpu", "bf16"):
+            reason = "Triton's interpreter multiplies bfloat16 incorrectly"
+        if reason is not None:
+            skipped[f"{name}: {reason}"] = None
             continue
         planned = partial(planned_attention, handle=PlanHandle(piece, ranks, name), kind=kind)
         rows = [tensor[indexes] for tensor in inputs]

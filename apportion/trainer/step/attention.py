@@ -27,18 +27,18 @@ from apportion.backends.torch.handle import PlanHandle as PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.kernels.checks import check_kernels as check_kernels
 from apportion.backends.torch.memory.arrays import accumulator_dtype
-from apportion.backends.torch.remap import find_move, remapped
+from apportion.backends.torch.remap import find_move, remap
 from apportion.backends.torch.transport import Communicator as Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.tensors import Tensor as Name
 from apportion.trainer.step import own_loss, wiring
 from apportion.trainer.step.projection import check_projection
 
-_IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
+_IN_PLAN = "the mask is part of the plan: pass it to the batch that you plan"
 _DROPOUT = "attention dropout is not supported: forward and backward would draw masks on different ranks"
 
 # argument of well-known attention functions -> what to do instead
-_ELSEWHERE = {
+_INSTEAD = {
     **dict.fromkeys(("dropout_p", "dropout"), _DROPOUT),
     **dict.fromkeys(("attn_mask", "attention_mask", "block_mask"), _IN_PLAN),
     "is_causal": f"{_IN_PLAN}, and pass causal=True to check that it is causal",
@@ -51,7 +51,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("logits_soft_cap", "logit_cap"), "write softcap="),
     **dict.fromkeys(("s_aux", "softmax_offset"), "write sinks="),
 }
-_THERE_ARE = "kind, scale, softcap, sinks, return_lse, window, causal and layer"
+_OPTIONS = "kind, scale, softcap, sinks, return_lse, window, causal and layer"
 
 
 def planned_attention(
@@ -68,7 +68,7 @@ def planned_attention(
     window: int | None = None,
     causal: bool | None = None,
     layer: str | int | None = None,
-    **refused: Any,
+    **unsupported: Any,
 ) -> Any:
     """Attention over the whole microbatch for this rank's query rows; a collective: ranks without tokens call it too.
 
@@ -97,18 +97,18 @@ def planned_attention(
         contexts = partial(create_selective_checkpoint_contexts, keep_attention)
         out = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False, context_fn=contexts)
     """
-    _refuse(refused)
+    _refuse(unsupported)
     _check_arguments(handle, window)
     batched = q.dim() == 4
     if batched:
         q, k, v = (without_batch(name, x, 3) for name, x in zip("qkv", (q, k, v), strict=True))
-    called = Layer(score_of(q.shape[-1], scale, softcap), sinks)
+    local_layer = Layer(score_of(q.shape[-1], scale, softcap), sinks)
     declared = window, causal, _layer_name(layer)
 
     def run() -> tuple[Tensor, ...]:
-        return attend(handle, handle.kind(kind), (q, k, v), called, return_lse, declared)
+        return attend(handle, handle.kind(kind), (q, k, v), local_layer, return_lse, declared)
 
-    out, lse = run() if is_compiling() else tried(handle, run, q, k, v)
+    out, lse = run() if is_compiling() else run_recorded(handle, run, q, k, v)
     out = out.unsqueeze(0) if batched else out
     if not return_lse:
         return out
@@ -131,19 +131,19 @@ def planned_latent_attention(
     window: int | None = None,
     causal: bool | None = None,
     layer: str | int | None = None,
-    **refused: Any,
+    **unsupported: Any,
 ) -> Tensor:
     """Multi-head latent attention: ranks exchange tokens' latent rows, and the layer's own projection runs where
-    attention is computed, also for other ranks' rows.
+    attention is computed, including for other ranks' rows.
 
     q [rows, Hq, D], compressed [rows, rank] (normed), rotated [rows, rope] (with its positions), under a plan whose
     model has `latent`. expand(compressed [n, rank], rotated [n, rope], heads) returns k [n, len(heads), D] and v [n,
-    len(heads), Dv] of query heads, in the order given; it must be row-wise, since it gets any part of any rank's rows.
-    params: the tensors it uses that need gradients; these include contributions of other ranks' rows, and are summed
-    over ranks like those of all weights. Backward calls it again. Otherwise as `planned_attention`.
+    len(heads), Dv] of query heads, in this order; it must be row-wise, since it gets any part of any rank's rows.
+    params: the tensors it uses that need gradients; their gradients include contributions of other ranks' rows, and are
+    summed over ranks like those of all weights. Backward calls it again. Otherwise like `planned_attention`.
     Returns out [rows, Hq, Dv].
     """
-    _refuse(refused)
+    _refuse(unsupported)
     _check_arguments(handle, window)
     name, score, weights = handle.kind(kind), score_of(q.shape[-1], scale, softcap), tuple(params)
     rows = q, rotated.unsqueeze(1), compressed.unsqueeze(1)
@@ -158,7 +158,7 @@ def planned_latent_attention(
             ),
         )
 
-    result = (run() if is_compiling() else tried(handle, run, *rows))[0]
+    result = (run() if is_compiling() else run_recorded(handle, run, *rows))[0]
     if not (wiring.watch.settled or is_compiling()):
         heads = tuple(range(handle.slice.header.q_heads))
         check_projection(lambda c, r: expand_now(c, r, heads), weights, compressed, rotated)
@@ -180,7 +180,7 @@ def planned_attention_block(
 
     hidden [rows, E] and position_ids [rows] of the rank's rows. project(hidden, position_ids, q_heads,
     kv_heads) returns q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv] for the heads
-    in the order given (bias, norm, RoPE, LoRA inside; either list may be empty); params: the tensors it uses
+    in this order (bias, norm, RoPE, LoRA inside; either list may be empty); params: the tensors it uses
     that need gradients. If the plan does not project, all heads are projected at once. Returns out [rows,
     Hq, Dv]. Raises the errors of `planned_attention`.
     """
@@ -189,24 +189,26 @@ def planned_attention_block(
     heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
     if not handle.projects(name):
         q, k, v = project(hidden, position_ids, *heads)
-        attended: Tensor = planned_attention(q, k, v, handle, name, scale, softcap, sinks)
-        return attended
+        result: Tensor = planned_attention(q, k, v, handle, name, scale, softcap, sinks)
+        return result
     score, weights = score_of(header.head_dim, scale, softcap), tuple(params)
 
     def run() -> tuple[Tensor, ...]:
         home = {Name.X: (hidden, position_ids)}
         return (attend_layer(handle, name, home, Layer(score, sinks, project, params=weights)),)
 
-    (result,) = tried(handle, run, hidden)
+    (result,) = run_recorded(handle, run, hidden)
     if not (wiring.watch.settled or is_compiling()):
         check_projection(lambda x, at: project(x, at, *heads), weights, hidden, position_ids)
     return result
 
 
-def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The result of `run`, recorded in the first forward for the trial of the calling model, which may rerun it."""
+def run_recorded(
+    handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Calls `run`; records its result in the first forward for the check of the calling model, which may rerun it."""
     watch, trial = wiring.watch, wiring.watch.trial
-    watch.attend(handle)
+    watch.record_attention(handle)
     if trial is None or handle.feeds:
         watch.require_all_rows("an encoder")
         return run()
@@ -216,12 +218,12 @@ def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *inputs: Te
     module = trial.keep(handle, results, partial(_tensors, handle), watch.models)
     if module is not None:
         enabled = any(one in watch.models for one in module.modules())
-        (watch.own if enabled else watch.meet)(module.parameters())
+        (watch.track if enabled else watch.add_unknown)(module.parameters())
         watch.modules[module] = None
         own_loss.follow(module)
     elif handle.communicator.ranks > 1 and not (trial.met or watch.settled):  # by code outside any module
         leaves = (getattr(node, "variable", None) for node in nodes([results[0].grad_fn]))
-        watch.meet(one for one in leaves if isinstance(one, nn.Parameter))
+        watch.add_unknown(one for one in leaves if isinstance(one, nn.Parameter))
     return results
 
 
@@ -244,20 +246,20 @@ def _tensors(handle: PlanHandle) -> list[Tensor]:
 
 
 def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Tensor:
-    """Rows of layout `source` moved to layout `target`, for layers that need a layout other than attention's.
+    """Moves rows of layout `source` to layout `target`, for layers that need a layout other than attention's.
 
     x [rows of source, ...] -> [rows of target, ...], differentiable; every rank calls it. Raises UnknownNameError if
-    the plan has no move between the two, ExecutionError for another number of rows.
+    the plan has no move between the two, ExecutionError for a different number of rows.
     """
     wiring.watch.require_all_rows("planned_remap")
-    return remapped(x, handle, *find_move(handle, source, target))
+    return remap(x, handle, *find_move(handle, source, target))
 
 
 def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
     """Scale and softcap for heads of that width. Raises ConfigError."""
     refuse_learnt("multiply q by a learnt scale; detach others", scale=scale, softcap=softcap)
     if softcap is not None and not softcap > 0:
-        raise ConfigError("softcap", softcap, "must be positive", "give None for no softcap")
+        raise ConfigError("softcap", softcap, "must be positive", "pass None for no softcap")
     return Score(width**-0.5 if scale is None else scale, softcap)
 
 
@@ -277,12 +279,12 @@ def _layer_name(layer: str | int | None) -> str | None:
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
-        if name not in _ELSEWHERE:
+        if name not in _INSTEAD:
             unknown = f"planned_attention() got an unexpected keyword argument {name!r}"
-            raise TypeError(f"{unknown}; options are {_THERE_ARE}")
+            raise TypeError(f"{unknown}; options are {_OPTIONS}")
         is_default = value is None or value is False or (name in ("dropout_p", "dropout") and not value)
         if not is_default:
-            raise ConfigError(name, value, "is not an argument here", _ELSEWHERE[name])
+            raise ConfigError(name, value, "is not an argument here", _INSTEAD[name])
 
 
 def _check_arguments(handle: object, window: object) -> None:
@@ -290,7 +292,7 @@ def _check_arguments(handle: object, window: object) -> None:
         rule = "planned attention runs under a plan"
         raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer)):
-        remedy = "give the number of tokens that a row sees up to itself"
+        remedy = "pass the number of tokens that a row sees up to itself"
         raise ConfigError("window", window, "must be an integer", remedy)
 
 

@@ -15,9 +15,9 @@ def move_rows(x: Tensor, feed: EncoderFeed) -> Tensor:
     calls it, including ranks without images.
 
     x [rows, ...]: this rank's rows of the encoder, in its plan's home layout, with padding. Returns [n * merge, ...]:
-    of each of the n tokens its `merge` rows, one after another, ready to be merged. Differentiable in x once:
-    gradients go home to the ranks of the encoder's rows. On every rank the loss must depend on the result. Raises
-    ConfigError, and ExecutionError for another number of rows and if ranks make different calls.
+    the `merge` rows of each of the n tokens in order, ready to be merged. Differentiable in x once:
+    gradients return to the ranks of the encoder's rows. On every rank the loss must depend on the result. Raises
+    ConfigError, and ExecutionError for a different number of rows and if ranks make different calls.
     """
     wiring.watch.require_all_rows("move_rows")
     instance("feed", feed, EncoderFeed, "pass batch.feed")

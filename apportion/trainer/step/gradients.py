@@ -43,12 +43,12 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     elif sharded:
         _sum_shards(sharded)
     elif dist.is_initialized():
-        _add_up(inner, group)
+        _sum_grads(inner, group)
     return model
 
 
 def _multiply(model: nn.Module, ranks: int) -> None:
-    """Multiplies DDP's averages by the ranks, for each microbatch; earlier reduced gradients are unchanged."""
+    """Multiplies DDP's averages by the ranks, for each microbatch; gradients reduced earlier are unchanged."""
     if hasattr(model, "_summed"):
         rule = "sums its gradients already, and would multiply them by the ranks again"
         raise ConfigError("model", type(model).__name__, rule, "call sum_gradients once, after wrapping")
@@ -65,7 +65,7 @@ def _sum_shards(modules: list[FSDPModule]) -> None:
         module.set_gradient_divide_factor(1.0)
 
 
-def _add_up(model: nn.Module, group: Any) -> None:
+def _sum_grads(model: nn.Module, group: Any) -> None:
     """Sums gradients over the ranks; a parameter without a gradient on any rank keeps none."""
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     params = [parameter for parameter in trained if not getattr(parameter, "rank_local", False)]
@@ -85,8 +85,8 @@ def _add_up(model: nn.Module, group: Any) -> None:
 
 
 def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> None:
-    """Raises ConfigError if all gradients are still the last call's sums, with or without one further backward
-    (zero_grad replaces them, or changes versions once more), or if the loss was multiplied by the ranks."""
+    """Raises ConfigError if all gradients are still the last call's sums, even after one more backward (zero_grad
+    replaces them, or changes versions once more), or if the loss was multiplied by the ranks."""
     grads = [param.grad for param in params if param.grad is not None]
     remedy = "call sum_gradients once, after the last backward of a step, and zero_grad after the step"
     if grads and all(grad._version - getattr(grad, "_summed_at", -2) <= 1 for grad in grads):
@@ -97,19 +97,19 @@ def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> No
 
 def _refuse_changed(model: nn.Module, params: list[nn.Parameter]) -> None:
     """Raises ConfigError if all gradients were changed since their backward, from the second call on."""
-    grads = [param.grad for param in params if hasattr(param.grad, "_left_at")]
-    if grads and all(grad._version != grad._left_at for grad in grads if grad is not None):
+    grads = [param.grad for param in params if hasattr(param.grad, "_backward_version")]
+    if grads and all(grad._version != grad._backward_version for grad in grads if grad is not None):
         rule = "has gradients that were clipped or scaled by this rank's own values"
         remedy = "call sum_gradients after the last backward, and clip or unscale after it"
         raise ConfigError("model", type(model).__name__, rule, remedy)
     for param in params:
-        if not hasattr(param, "_tells_version"):
-            param._tells_version = param.register_post_accumulate_grad_hook(_tell_version)  # type: ignore
+        if not hasattr(param, "_records_version"):
+            param._records_version = param.register_post_accumulate_grad_hook(_record_version)  # type: ignore
 
 
-def _tell_version(param: Tensor) -> None:
+def _record_version(param: Tensor) -> None:
     if param.grad is not None:
-        param.grad._left_at = param.grad._version  # type: ignore[attr-defined]
+        param.grad._backward_version = param.grad._version  # type: ignore[attr-defined]
 
 
 def _grads(params: list[nn.Parameter], flags: list[int]) -> Iterator[Tensor]:

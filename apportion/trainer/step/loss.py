@@ -16,7 +16,7 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import IGNORED as IGNORED, Microbatch
 from apportion.trainer.step.reduction import Reduction, check_reduction, reduction_of
-from apportion.trainer.step.terms import SHARE, mark, passes_by
+from apportion.trainer.step.terms import SHARE, has_unmarked_path, mark
 
 _ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
 
@@ -33,9 +33,9 @@ def normalised_loss(
     which the trainer averages gradients (DDP and FSDP do); 1 if it sums them. A rank without tokens gets 0 with a
     gradient path, and runs backward like the others.
 
-    Raises ConfigError for other shapes and a negative number, and for a batch's labels with another number than the
-    batch's, or with sample weights that are missing or not shifted; ExecutionError if no attention has used the
-    batch's plan, and as `check_share`.
+    Raises ConfigError for other shapes, for a valid_tokens that is negative or differs from that of the labels' batch,
+    and for sample weights that are missing or not shifted; ExecutionError if no attention has used the batch's plan;
+    and the errors of `check_share`.
     """
     logits = _rows("logits", logits)
     batch, labels, weights = checked_labels(logits, labels, valid_tokens, weights)
@@ -51,11 +51,11 @@ def normalised_loss(
 def checked_labels(
     rows: Tensor, labels: Tensor, valid_tokens: float, weights: Tensor | None
 ) -> tuple[Microbatch | None, Tensor, Tensor | None]:
-    """Labels and weights of a loss over `rows`, [rows] each, and the batch that the labels belong to, if any. Errors:
-    as in `normalised_loss`."""
+    """Checks labels and weights of a loss over `rows`. Returns the batch that the labels belong to, if any, and both,
+    [rows] each. Raises the errors of `normalised_loss`."""
     batch, watch = batch_of(labels), wiring.watch
     if valid_tokens < 0:
-        rule, remedy = "is the divisor of the sum", "give batch.valid_tokens, or batch.total_weight"
+        rule, remedy = "is the divisor of the sum", "pass batch.valid_tokens, or batch.total_weight"
         raise ConfigError("valid_tokens", valid_tokens, rule, remedy)
     if batch is not None:
         batch.check_loss(float(valid_tokens), weighted=weights is not None)
@@ -69,7 +69,7 @@ def checked_labels(
 
 
 def share_of(total: Tensor, batch: Microbatch | None, valid_tokens: float, averaged_over: int) -> Tensor:
-    """This rank's share of the step's mean, from the sum over its rows. Errors: as in `normalised_loss`."""
+    """This rank's share of the step's mean, from the sum over its rows. Raises the errors of `normalised_loss`."""
     share = total * (averaged_over / (valid_tokens or 1))
     check_share(share, batch, averaged_over)
     return share
@@ -81,20 +81,20 @@ def _rows(name: str, tensor: Tensor, logits: Tensor | None = None) -> Tensor:
     rows = tensor[0] if tensor.dim() == dims + 1 and len(tensor) == 1 else tensor
     if rows.dim() != dims:
         rule = f"must be {shape}, optionally in a batch of 1"
-        raise ConfigError(f"{name}.shape", tuple(tensor.shape), rule, "give this rank's rows, concatenated")
+        raise ConfigError(f"{name}.shape", tuple(tensor.shape), rule, "pass this rank's rows, concatenated")
     if logits is not None and len(rows) != len(logits):
-        remedy = "give both for the rows that this rank holds, unshifted"
+        remedy = "pass both for the rows that this rank holds, unshifted"
         raise ConfigError(f"{name}.shape", tuple(tensor.shape), f"logits have {len(logits)} rows", remedy)
     return rows
 
 
 def batch_of(labels: Tensor) -> Microbatch | None:
-    """The batch to which these labels, a view of them or (until ranks were compared) a copy belong. Raises ConfigError
-    for its tokens, and for labels that are shifted twice."""
+    """The batch whose labels these are, or a view of, or (until ranks were compared) a copy of. Raises ConfigError for
+    the batch's tokens, and for labels that are shifted twice."""
     for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
         if _within(labels, batch.tokens):
             rule = "are the rows' inputs, not the tokens that they predict"
-            raise ConfigError("labels", "the batch's tokens", rule, "give batch.labels")
+            raise ConfigError("labels", "the batch's tokens", rule, "pass batch.labels")
         copied = not wiring.watch.settled and labels.numel() == batch.labels.numel()
         if (viewed := _within(labels, batch.labels)) or (
             copied and torch.equal(labels.flatten().cpu(), batch.labels.cpu())
@@ -102,19 +102,19 @@ def batch_of(labels: Tensor) -> Microbatch | None:
             shifted = batch.labels[1:]
             if viewed and 1 < labels.numel() == shifted.numel() and labels.data_ptr() == shifted.data_ptr():
                 rule = "belong to the next token already, and would be shifted again"
-                raise ConfigError("labels", "batch.labels[1:]", rule, "give batch.labels, and all logits")
+                raise ConfigError("labels", "batch.labels[1:]", rule, "pass batch.labels, and all logits")
             result: Microbatch = batch
             return result
     return None
 
 
 def _within(part: Tensor, whole: Tensor) -> bool:
-    """True if a tensor is the other one, or a part of it."""
+    """True if `part` is `whole` or a view of it."""
     return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1.0) -> None:
-    """Checks a share of the step's mean, loss / factor, or with None a term of a loss, and its reduction.
+    """Checks a share of the step's mean, loss / factor, and its reduction; factor None: a term of a loss.
 
     batch: of the loss, if known. Raises ExecutionError if attention looked only at a rank's rows. Backward raises
     ConfigError if DDP or FSDP2 average gradients without compensation by the loss, or sum them with it."""
@@ -122,7 +122,7 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
         return
     watch = wiring.watch
     if batch is not None:
-        watch.leave(batch, loss)
+        watch.record_loss(batch, loss)
     scanned = len(watch.scanned)
     for node in watch.graph(loss):
         if batch is not None and batch.handle.communicator.ranks > 1 and not batch.handle.gathered:
@@ -150,13 +150,13 @@ def _check_attention(node: Any, rows: int) -> None:
 def check_scale(
     reduction: Reduction | None, factor: float, microbatches: int, grad: Tensor | None, known: str = SHARE
 ) -> None:
-    """Raises as `check_reduction`, here or before the step of a GradScaler. Warns of a division by microbatches, since
-    a share may be part of a loss on purpose, and of unknown terms."""
+    """Raises the errors of `check_reduction`, here or before a GradScaler's step. Warns of a division by microbatches,
+    since a share may be part of a loss on purpose, and of unknown terms."""
     if grad is None:
         return
     watch = wiring.watch
     watch.accounted, watch.unknown, watch.scale = True, False, float(grad) * factor
-    if passes_by(known):
+    if has_unmarked_path(known):
         warn(f"the loss has a term other than its cross entropy: {wiring.UNKNOWN}", stacklevel=1)
     watch.check_scaled(partial(_check_scale, reduction, factor, microbatches))
 

@@ -19,17 +19,17 @@ IGNORED = -100
 WEIGHTS = "loss_weights"  # the field of samples
 _COUNTED = (
     "batch.valid_tokens counts the labels of the samples",
-    "give loss_mask in the samples, or weights= of 0; hf.inputs and normalised_loss take batch.labels unchanged",
+    "put loss_mask into the samples, or pass weights= of 0; hf.inputs and normalised_loss take batch.labels unchanged",
 )
-_VALUES = 3  # values beyond one per sample, from which a match with weights is not by chance
+_VALUES = 3  # values beyond one per sample, above which a match with weights is no coincidence
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Microbatch:
-    """One rank's rows of a planned microbatch, and its place in the iteration."""
+    """One rank's rows of a planned microbatch, and its position in the iteration."""
 
     tokens: Tensor  # [rows] int64 token ids
-    labels: Tensor  # [rows] int64, of the token to predict; IGNORED for none
+    labels: Tensor  # [rows] int64, of the token to predict; IGNORED if there is none
     sample_ids: Tensor  # [rows] int64, sample of the dataset; -1 for padding
     local_to_sample: Tensor  # [rows] int64, token of the sample; -1 for padding
     handle: PlanHandle
@@ -40,7 +40,9 @@ class Microbatch:
     total_weight: float  # sum of their loss weights; their number if samples have no weights
     fields: Mapping[str, Tensor]  # other per-token fields of the samples, [rows, ...]
     feed: EncoderFeed | None = None  # where an encoder's rows stand for tokens
-    _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
+    _replicas: Transport | None = field(
+        default=None, repr=False
+    )  # ranks in this rank's position in each group
     _staged: bool = False  # ranks of the plan hold different layers, by pipeline stage
     _shifted: Collection[str] = ()  # fields stored in the row that predicts their token
     _layers: Mapping[str, int] = field(default_factory=dict)  # of each kind that the plans are for
@@ -63,7 +65,7 @@ class Microbatch:
         """Raises ConfigError if the samples have loss weights, which `loss` would ignore, and for changed labels."""
         self.check_unchanged()
         if WEIGHTS in self.fields:
-            remedy = "use normalised_loss(..., weights=) in a loop of your own"
+            remedy = "use normalised_loss(..., weights=) in your own loop"
             raise ConfigError(WEIGHTS, "a field of the samples", f"{loss} has no weights", remedy)
 
     def check_loss(self, divisor: float, weighted: bool) -> None:
@@ -72,7 +74,7 @@ class Microbatch:
         self.check_unchanged()
         require_calls(self.handle, 0, 1, "pass batch.handle to every layer of the model")
         if WEIGHTS in self.fields and not weighted:
-            remedy = f"give weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or remove the field"
+            remedy = f"pass weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or remove the field"
             raise ConfigError("weights", None, f"samples have {WEIGHTS}", remedy)
         if unused := sorted({*self.handle.kinds} - self.handle.called.keys()):
             warn(f"no layer has called attention of the kinds {unused}: give each its kind=", stacklevel=3)
@@ -80,7 +82,7 @@ class Microbatch:
         local = float((self.labels != IGNORED).sum()) if weighted and divisor not in allowed else divisor
         if divisor not in allowed and divisor == local:
             rule = f"labels of all ranks and microbatches of the step are {self.valid_tokens}"
-            remedy = "give batch.valid_tokens; with weights, batch.total_weight or the sum over all ranks"
+            remedy = "pass batch.valid_tokens; with weights, batch.total_weight or the sum over all ranks"
             raise ConfigError("valid_tokens", divisor, rule, remedy)
 
     def check_unchanged(self) -> None:
@@ -90,7 +92,7 @@ class Microbatch:
 
     def check_others(self, labels: Tensor, divisor: float) -> None:
         """Raises ConfigError for labels [rows], or [rows - 1], that belong to the next row, of another text or rank,
-        and for a part of the batch's labels that is divided by the number of all."""
+        and for a part of the batch's labels that is divided by the number of all labels."""
         if len(self.labels) - labels.numel() not in (0, 1):
             return
         columns = self.labels, self.tokens, self.sample_ids, self.local_to_sample
@@ -108,7 +110,7 @@ class Microbatch:
             torch.equal(values[is_label], column[1:][is_label]) for column in (targets, tokens)
         ):
             rule = "are the labels of the next rows, which may belong to other texts and ranks"
-            raise ConfigError("labels", "shifted by a row", rule, "give batch.labels, or batch.roll of them")
+            raise ConfigError("labels", "shifted by a row", rule, "pass batch.labels, or batch.roll of them")
 
     def check_kinds(self) -> None:
         """Checks the numbers of attention calls per kind against the planned model. Raises ConfigError if kinds are
@@ -117,11 +119,11 @@ class Microbatch:
         planned, called = (
             [counts.get(kind, 0) for kind in kinds] for counts in (self._layers, self.handle.called)
         )
-        wanted, found = (
+        expected_calls, actual_calls = (
             [number * sum(other) for number in counts]
             for counts, other in ((planned, called), (called, planned))
         )
-        if found != wanted and sorted(found) == sorted(wanted):
+        if actual_calls != expected_calls and sorted(actual_calls) == sorted(expected_calls):
             by_kind = dict(zip(kinds, called, strict=True))
             rule = f"the layers call kinds other than those of the planned model, {dict(self._layers)}"
             raise ConfigError("kind", by_kind, rule, "give each layer its own kind=")
@@ -146,8 +148,8 @@ class Microbatch:
                     return float(actual.norm() / expected.norm())
                 continue
             kinds = len({*zip(samples.tolist(), expected.tolist(), strict=True)}) - len({*samples.tolist()})
-            itself = weights.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-            if kinds >= (1 if itself else _VALUES) and torch.allclose(
+            is_field = weights.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+            if kinds >= (1 if is_field else _VALUES) and torch.allclose(
                 expected * actual.norm(), actual * expected.norm(), 1e-2
             ):
                 rule = "weights a row by its own token, but its loss belongs to the token that it predicts"

@@ -1,4 +1,4 @@
-"""Checks a loss of the user's own code: infers its divisor from the gradient of the logits.
+"""Checks a loss computed by the user's code: infers its divisor from the gradient of the logits.
 
 A cross entropy's gradient in a row is s · (softmax - one-hot of the label) in any implementation; s gives the divisor.
 """
@@ -20,7 +20,7 @@ from apportion.trainer.step.reduction import Reduction, reduction_of
 from apportion.trainer.step.terms import LOGITS, mark
 
 _ROWS = 64  # rows to check
-_FITS = 0.02  # tolerance relative to a gradient's norm, in 16 bits
+_FIT_TOLERANCE = 0.02  # tolerance relative to a gradient's norm, in 16 bits
 _CLOSE = 5e-3  # relative tolerance of a scale
 _TRIES = 8
 _SCALED = 65536  # initial scale of torch's GradScaler
@@ -29,14 +29,14 @@ _SCALED = 65536  # initial scale of torch's GradScaler
 def follow(module: nn.Module, tries: int = _TRIES) -> None:
     """Checks the logits of one of the module's next forwards; of a later one if ranks have equal numbers of labels."""
     hook: list[Any] = []
-    hook.append(module.register_forward_hook(partial(_look, hook, tries)))
+    hook.append(module.register_forward_hook(partial(_inspect, hook, tries)))
 
 
-def _look(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -> None:
+def _inspect(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -> None:
     trial = wiring.watch.trial
     if trial is None or trial.part is not None or not torch.is_grad_enabled():
         return
-    batch = wiring.watch.under(trial.handle())
+    batch = wiring.watch.find_batch(trial.handle())
     first = output[0] if isinstance(output, tuple | list) else output
     logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", first)
     if batch is None or not batch.is_last or not isinstance(logits, Tensor) or not logits.requires_grad:
@@ -57,12 +57,12 @@ def _look(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -
 def _check(
     batch: Microbatch, rows: Tensor, expected: Tensor, module: nn.Module, tries: int, grad: Tensor | None
 ) -> None:
-    """Raises ConfigError for a mean over a rank's own rows, for unshifted weights, and as `check_scale`."""
+    """Raises ConfigError for a mean over a rank's own rows, for unshifted weights, and the errors of `check_scale`."""
     if grad is None:  # copies for accelerate's mixed precision
         return
     actual = grad.view(-1, grad.shape[-1])[rows].float()
     scales = (actual * expected).sum(1) / expected.square().sum(1)
-    if ((actual - scales[:, None] * expected).norm(dim=1) > _FITS * actual.norm(dim=1)).any():
+    if ((actual - scales[:, None] * expected).norm(dim=1) > _FIT_TOLERANCE * actual.norm(dim=1)).any():
         return  # not a cross entropy
     scale = float(scales.mean())
     if not (scales / scale - 1).abs().max() < _CLOSE:
@@ -70,11 +70,11 @@ def _check(
     elif scale > 0 and (tries < _TRIES or not wiring.watch.accounted or wiring.watch.unknown):
         reduction = reduction_of(batch.handle.wrapper, {*map(id, module.parameters())})
         exact = 1e-5 if grad.dtype.itemsize > 2 else 2e-3
-        if not _knows_divisor(batch, scale, exact, reduction) and tries > 1:
+        if not _is_divisor_known(batch, scale, exact, reduction) and tries > 1:
             follow(module, tries - 1)
 
 
-def _knows_divisor(batch: Microbatch, scale: float, exact: float, reduction: Reduction | None) -> bool:
+def _is_divisor_known(batch: Microbatch, scale: float, exact: float, reduction: Reduction | None) -> bool:
     """True if the divisor is known not to be this rank's number of labels. exact: relative precision of the scale."""
     ranks = batch.handle.communicator.ranks if reduction is None else reduction.ranks
     total, share = int((batch.labels != IGNORED).sum()), scale * batch.valid_tokens
@@ -86,7 +86,7 @@ def _knows_divisor(batch: Microbatch, scale: float, exact: float, reduction: Red
     local_error = min(abs(scale * total * count / times - 1) for count, times in factors)
     if local_error < _CLOSE and 4 * local_error + exact < shared_error:
         rule = f"is a mean over the {total} labels of this rank, so tokens of different ranks have different weights"
-        remedy = "give ap.normalised_loss(logits, batch.labels, batch.valid_tokens), or its sum over batch.valid_tokens"
+        remedy = "use ap.normalised_loss(logits, batch.labels, batch.valid_tokens), or divide by batch.valid_tokens"
         raise ConfigError("loss", "cross entropy", rule, remedy)
     if shared_error < _CLOSE:
         check_scale(reduction, float(factor), 1, torch.tensor(float(scaled)), LOGITS)

@@ -61,7 +61,7 @@ class PingPongLayer:
     def __post_init__(self) -> None:
         if (self.pre is None) == (self.project is None):
             raise ConfigError(
-                "pre", self.pre, "must be the only one of pre and project", "give one of the two"
+                "pre", self.pre, "must be the only one of pre and project", "pass one of the two"
             )
         object.__setattr__(self, "params", tuple(self.params))  # may be a generator
 
@@ -129,7 +129,7 @@ def piece_of(layer: PingPongLayer, handles: Sequence[PlanHandle]) -> backend.Pie
     kind, header = _kind(handles, layer.kind), handles[0].slice.header
     if layer.project is None and any(handle.projects(kind) for handle in handles):
         rule = "the plan of a half projects a few heads at a time, which `pre` cannot"
-        raise ConfigError("pre", layer.pre, rule, "give `project` instead, as in planned_attention_block")
+        raise ConfigError("pre", layer.pre, rule, "pass `project` instead, as in planned_attention_block")
     score, pre = score_of(header.head_dim, layer.scale, layer.softcap), _pre(layer, header)
     return backend.Piece(pre, layer.post, tuple(layer.params), kind, score, layer.sinks, layer.project)
 

@@ -41,7 +41,7 @@ class HeadProjection:
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
-        """All parameters, for the call: read anew each time, in the forward that makes the call."""
+        """All parameters, read again for each call, in the forward that makes it."""
         return tuple(self._params())
 
     def _params(self) -> Iterator[nn.Parameter]:
@@ -52,12 +52,12 @@ class HeadProjection:
     def __call__(
         self, hidden: Tensor, position_ids: Tensor, q_heads: tuple[int, ...], kv_heads: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of hidden [n, E]: [n, heads, D], for the given heads in order; a list may be empty."""
-        q = self._placed(heads_of(self.q, hidden, q_heads, self.head_dim), self.q_norm, position_ids)
-        k = self._placed(heads_of(self.k, hidden, kv_heads, self.head_dim), self.k_norm, position_ids)
+        """q, k and v of hidden [n, E]: [n, heads, D], for these heads in order; a list may be empty."""
+        q = self._with_positions(heads_of(self.q, hidden, q_heads, self.head_dim), self.q_norm, position_ids)
+        k = self._with_positions(heads_of(self.k, hidden, kv_heads, self.head_dim), self.k_norm, position_ids)
         return q, k, heads_of(self.v, hidden, kv_heads, self.v_head_dim or self.head_dim)
 
-    def _placed(self, x: Tensor, norm: nn.Module | None, position_ids: Tensor) -> Tensor:
+    def _with_positions(self, x: Tensor, norm: nn.Module | None, position_ids: Tensor) -> Tensor:
         x = x if norm is None else norm(x)
         return x if self.rotary is None else self.rotary(x, position_ids)
 
@@ -77,7 +77,7 @@ class LatentExpansion:
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
-        """All parameters, for the call: read anew each time, in the forward that makes the call."""
+        """All parameters, read again for each call, in the forward that makes it."""
         return tuple(self.linear.parameters())
 
     def __call__(self, compressed: Tensor, rotated: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -92,13 +92,13 @@ class LatentExpansion:
         return cat((keys, rotated.unsqueeze(1).expand(-1, len(heads), -1)), -1), v
 
 
-_ROWS = 64  # rows of a trial
+_ROWS = 64  # rows to check
 
 
 def check_projection(
     project: Callable[..., Sequence[Tensor]], params: Sequence[Tensor], *rows: Tensor
 ) -> None:
-    """Tries `project(*rows)`, [n, ...] each, which also runs for rows of other ranks and again in backward. Raises
+    """Checks `project(*rows)`, [n, ...] each, which also runs for rows of other ranks and again in backward. Raises
     ConfigError if a row depends on other rows or on random numbers, or if `params` lacks a tensor that it uses."""
     count = min(len(rows[0]), _ROWS)
     fewer = arange(count, device=rows[0].device)[1:].flip(0)
@@ -112,18 +112,18 @@ def check_projection(
         getattr(node, "variable", None)
         for node in nodes((tensor.grad_fn for tensor in full), ends.__contains__)
     )
-    if missed := [
+    if missing := [
         tuple(tensor.shape) for tensor in leaves if tensor is not None and id(tensor) not in param_ids
     ]:
         rule = "would get no gradient: the projection uses them, and they are not among its params"
         raise ConfigError(
-            "params", f"without tensors of shapes {missed}", rule, "give all that need gradients"
+            "params", f"without tensors of shapes {missing}", rule, "pass all that need gradients"
         )
     for tensor, expected in zip(full, part, strict=True):
         if len(expected) and not close(
             tensor[fewer].flatten(1), expected.flatten(1), tensor.dtype not in LOW
         ):
-            rule = "gives different results on other ranks and in backward, which run it again"
+            rule = "returns different results on other ranks and in backward, which run it again"
             raise ConfigError(
                 "projection",
                 "depends on other rows or random numbers",

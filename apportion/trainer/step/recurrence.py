@@ -20,7 +20,7 @@ from apportion.backends.torch.scan import ScanRows, conv, scan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import instance, suggestion
 from apportion.ir.request.recurrent import Recurrent
-from apportion.trainer.step.attention import refuse_learnt, tried, without_batch
+from apportion.trainer.step.attention import refuse_learnt, run_recorded, without_batch
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -45,10 +45,10 @@ def planned_scan(
     of 1 is kept); q and k may have fewer heads, each serving consecutive heads of v. g: the log of the decay, [rows,
     heads], or [rows, heads, K] for a diagonal gate. beta [rows, heads], None without the delta rule. kind: of the
     model's recurrent kinds, optional if there is only one. scale: K^-1/2 by default. kernel: with the signature of
-    flash-linear-attention's `chunk_gated_delta_rule` and the like, for concatenated runs of tokens; it must be jointly
+    flash-linear-attention's `chunk_gated_delta_rule` and similar, for concatenated runs of tokens; it must be jointly
     linear in v and its initial state. None: flash-linear-attention's if it is installed and the rows are on a GPU, else
     plain torch. Returns o [rows, heads, V]; 0 for padding. Differentiable once in all tensors. torch.compile breaks the
-    graph there.
+    graph here.
 
     Raises ConfigError without a handle and for a plan without recurrent layers, UnknownNameError for a kind that the
     plan does not have, ExecutionError for shapes that differ from the plan's and if ranks hold different plans.
@@ -61,13 +61,13 @@ def planned_scan(
     batched = v.dim() == 4
     rows = ScanRows(q, k, v, g, beta)
     if batched:
-        named = {field: x for field, x in rows._asdict().items() if x is not None}
-        rows = rows._replace(**{field: without_batch(field, x, x.dim() - 1) for field, x in named.items()})
+        tensors = {field: x for field, x in rows._asdict().items() if x is not None}
+        rows = rows._replace(**{field: without_batch(field, x, x.dim() - 1) for field, x in tensors.items()})
     _check_rows(handle, layer, rows)
     chosen = kernel or choose_kernel(layer.gate, layer.delta, v.device)
     inputs = [x for x in rows if x is not None]
     width = layer.key_dim**-0.5 if scale is None else scale
-    out = _planned(handle, lambda: scan(handle, name, chosen, rows, width), *inputs)
+    out = _run_planned(handle, lambda: scan(handle, name, chosen, rows, width), *inputs)
     return out[None] if batched else out
 
 
@@ -79,8 +79,8 @@ def planned_conv(
     run from their ranks. A collective: ranks without tokens call it too.
 
     x [rows, channels] in the plan's home layout (a leading batch dimension of 1 is kept), weight [channels, width], the
-    last of which is for the row itself, bias [channels]. kind: as in `planned_scan`. Returns a tensor like x; 0 for
-    padding. Differentiable once. torch.compile breaks the graph there. `torch.ops.apportion.halo` communicates.
+    last of which is for the row itself, bias [channels]. kind: see `planned_scan`. Returns a tensor like x; 0 for
+    padding. Differentiable once. torch.compile breaks the graph here. `torch.ops.apportion.halo` communicates.
 
     Raises the errors of `planned_scan`, and ExecutionError if the width differs from the plan's.
     """
@@ -92,23 +92,23 @@ def planned_conv(
         rule = f"the plan's convolutions of kind {name} are {expected}"
         raise ExecutionError(f"weight has shape {tuple(weight.shape)}, [channels, width]; {rule}")
     check_shape("x", rows, (handle.padded_rows, len(weight)))
-    out = _planned(handle, lambda: conv(handle, name, rows, weight, bias), rows)
+    out = _run_planned(handle, lambda: conv(handle, name, rows, weight, bias), rows)
     return out[None] if batched else out
 
 
-def _planned(handle: PlanHandle, run: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
+def _run_planned(handle: PlanHandle, run: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
     def attempt() -> tuple[Tensor]:
         handle.agree()
         return (run(),)
 
-    return tried(handle, attempt, *inputs)[0]
+    return run_recorded(handle, attempt, *inputs)[0]
 
 
 def _kind(handle: Any, kind: str | None) -> tuple[str, Recurrent]:
     instance("handle", handle, PlanHandle, "pass batch.handle of this microbatch")
     kinds = handle.slice.header.recurrent
     if not kinds:
-        remedy = "give the planned model its recurrent kinds: Model(recurrent={...})"
+        remedy = "pass the planned model its recurrent kinds: Model(recurrent={...})"
         raise ConfigError("handle", f"plan {handle.name}", "its model has no recurrent layers", remedy)
     if kind is None and len(kinds) > 1:
         raise ConfigError("kind", None, "the plan has several recurrent kinds", f"name one of {(*kinds,)}")

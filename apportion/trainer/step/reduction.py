@@ -27,7 +27,7 @@ class Reduction(NamedTuple):
 def reduction_of(
     wrapper: DistributedDataParallel | FullyShardedDataParallel | None, params: set[int]
 ) -> Reduction | None:
-    """The reduction of DDP, FSDP1, or FSDP2 for the parameters of these ids, whole or sharded; an average if any
+    """The reduction of DDP, FSDP1, or FSDP2 for the parameters with these ids, whole or sharded; an average if any
     averages. None for hooks other than torch's own, and for factors that give neither an average nor a sum."""
     if isinstance(wrapper, FullyShardedDataParallel):
         return Reduction("FSDP1", dist.get_world_size(wrapper.process_group), False)
@@ -61,29 +61,29 @@ def shards_of(whole: Container[Any]) -> Iterator[Any]:
     return (shard for param, shard in forms if param is not None and param in whole)
 
 
-def averaged(reduction: Reduction) -> ConfigError:
+def averaging_error(reduction: Reduction) -> ConfigError:
     """The error for averaged gradients, which are too small."""
     name, ranks, _ = reduction
     rule = f"averages gradients, but losses are shares of one mean: they would be {ranks} times too small"
-    return ConfigError("model", name, rule, f"{SUMS}; or give normalised_loss(..., averaged_over={ranks})")
+    return ConfigError("model", name, rule, f"{SUMS}; or call normalised_loss(..., averaged_over={ranks})")
 
 
 def check_reduction(reduction: Reduction, scale: float, counted: int, factor: float = 1.0) -> None:
-    """Checks a share of a mean, multiplied by `scale` in all and by `factor` in the loss itself, against the reduction.
-    counted: number of ranks whose tokens the mean is over. Raises ConfigError."""
+    """Checks a share of a mean, multiplied by `scale` in total and by `factor` in the loss itself, against the
+    reduction. counted: number of ranks whose tokens the mean is over. Raises ConfigError."""
     name, ranks, sums = reduction
     if ranks == 1:
         return
     if not sums and 0 < scale < 1 + _CLOSE and abs(1 / scale - round(1 / scale)) < _CLOSE:
-        raise averaged(reduction)
+        raise averaging_error(reduction)
     if sums and scale == ranks:
         rule = f"sums gradients, but the loss is multiplied by the {ranks} ranks too"
         raise ConfigError("model", name, rule, "leave out sum_gradients, or averaged_over")
     total = scale / (1 if sums else ranks)
     if ranks > counted and abs(total - 1) < _CLOSE:
         rule = f"sums gradients over {ranks} ranks, but losses are shares of a mean over tokens of {counted}"
-        remedy = "give the loader the other groups, replicas=, or reduce only over the ranks of its plans"
+        remedy = "pass the loader the other groups, replicas=, or reduce only over the ranks of its plans"
         raise ConfigError("model", name, rule, remedy)
     if not sums and factor not in (1, ranks, counted):
         rule = f"is not the number of ranks over which {name} averages gradients"
-        raise ConfigError("averaged_over", factor, rule, f"give {ranks}")
+        raise ConfigError("averaged_over", factor, rule, f"pass {ranks}")

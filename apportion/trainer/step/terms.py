@@ -25,22 +25,22 @@ def mark(known: Tensor, kind: str = SHARE) -> None:
         node.metadata[kind] = True
 
 
-def holds(loss: Tensor, kind: str) -> bool:
+def has_term(loss: Tensor, kind: str) -> bool:
     """True if a loss has a marked term, or is compiled, so that its terms are unknown."""
     return any(
         kind in node.metadata or node.name() == "CompiledFunctionBackward" for node in nodes([loss.grad_fn])
     )
 
 
-def scaled_by() -> float:
-    """The loss scale of the GradScaler whose step is running; 1.0 without one."""
+def running_loss_scale() -> float:
+    """The loss scale of the GradScaler whose step is running; 1.0 if there is none."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back  # type: ignore[assignment]
     return 1.0 if frame is None else float(frame.f_locals["self"].get_scale())
 
 
-def passes_by(kind: str) -> bool:
+def has_unmarked_path(kind: str) -> bool:
     """True if the loss of the running backward reaches parameters on a path without a marked term."""
     graph = [*nodes(_roots(), lambda node: kind in node.metadata)]
     return any(kind in node.metadata for node in graph) and any(hasattr(node, "variable") for node in graph)

@@ -24,13 +24,13 @@ def gather_visible(x: Tensor | Sequence[Tensor], handle: PlanHandle, kind: str |
     summed along the rows' paths, in float32 (float64 for float64). On every rank the loss must depend on them.
 
     Raises ConfigError if the plan splits heads or moves queries of the kind, UnknownNameError for a kind that it does
-    not have, ExecutionError for another number of rows, and if ranks make different calls.
+    not have, ExecutionError for a different number of rows, and if ranks make different calls.
     """
     wiring.watch.require_all_rows("gather_visible")
     instance("handle", handle, PlanHandle, "pass batch.handle")
     tensors = (x,) if isinstance(x, Tensor) else tuple(x)
     if not tensors:
-        raise ExecutionError("there is nothing to gather: give one or more tensors")
-    wiring.watch.attend(handle)
+        raise ExecutionError("there is nothing to gather: pass one or more tensors")
+    wiring.watch.record_attention(handle)
     result: Visible = gather(handle, handle.kind(kind), tensors)
     return replace(result, rows=result.rows[0]) if isinstance(x, Tensor) else result

@@ -24,8 +24,8 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.trial import ModelTrial
 from apportion.ir.errors import ExecutionError
 from apportion.trainer.step.microbatch import Microbatch
-from apportion.trainer.step.reduction import SUMS, averaged, reduction_of, shards_of
-from apportion.trainer.step.terms import scaled_by
+from apportion.trainer.step.reduction import SUMS, averaging_error, reduction_of, shards_of
+from apportion.trainer.step.terms import running_loss_scale
 
 _CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
 _FACTORS = "shares of one mean must have the same factors and divisors on all ranks"
@@ -36,7 +36,7 @@ _HOOKED = (
 )
 UNKNOWN = (
     "on each rank it must be a share of one sum over all ranks, so divide by batch.valid_tokens, "
-    "not by a rank's own number (if ranks are equal, by the ranks), and sum gradients; ap.normalised_loss is checked"
+    "not by a rank's own number (if these are equal, by the ranks), and sum gradients; ap.normalised_loss is checked"
 )
 
 
@@ -57,15 +57,15 @@ class Watch:
         self.shared: PlanHandle | None = None  # a handle whose losses are shares of a sum
         self.divided: Microbatch | None = None  # of a loss that all ranks compute and divide
         self.settled = False  # a step passed the checks, in this pass and for these parameters
-        self.behind: Microbatch | None = None  # the microbatch of the latest loss
-        self._lost = set[int]()  # microbatches of its iteration that had a loss
+        self.latest: Microbatch | None = None  # the microbatch of the latest loss
+        self._with_loss = set[int]()  # microbatches of its iteration that had a loss
         self.accounted = False  # factors of losses are known, or the trainer's responsibility
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
         self.unknown = False  # a trainer's loss has no known share
         self.scale = 0.0  # factor of a loss' share in the last backward
         self.divisor = self.multiple = 0.0  # of the last loss; of its weights over a field of the samples
         self._scaled: list[Callable[[float], None]] = []  # checks of `scale`
-        self._given: list[PlanHandle] = []
+        self._pending: list[PlanHandle] = []
         self._unused = False  # kwargs were handed out since the last step, and are not used yet
         self._reached = False
         self._hook: Any = None
@@ -89,29 +89,29 @@ class Watch:
             transport for transport in transports if transport is not None and transport.ranks > 1
         ]
 
-    def attend(self, handle: PlanHandle) -> None:
+    def record_attention(self, handle: PlanHandle) -> None:
         """Records that a layer is called under the plan, except for recomputation in backward."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._used.add(handle)
 
-    def leave(self, batch: Microbatch, loss: Tensor) -> None:
+    def record_loss(self, batch: Microbatch, loss: Tensor) -> None:
         """Records a loss of the batch. Raises ExecutionError if some of its layers used an earlier batch's plan."""
-        if self.behind is None or self.behind.iteration != batch.iteration:
-            self._lost.clear()
-        self.behind = batch
-        self._lost.add(batch.microbatch)
+        if self.latest is None or self.latest.iteration != batch.iteration:
+            self._with_loss.clear()
+        self.latest = batch
+        self._with_loss.add(batch.microbatch)
         handles = {batch.handle, batch.feed.encoder} if batch.feed else {batch.handle}
         late, self._used = {*self._used} & {*self._past} - handles, WeakSet()
         if late and any(node.metadata.get("handle") in late for node in nodes([loss.grad_fn])):
-            rule = "attention of some layers used the plan of an earlier batch than the loss is of"
-            raise ExecutionError(f"{rule}: hand batch.handle on to every layer, which must not keep it")
+            rule = "attention of some layers used the plan of an earlier batch than the loss"
+            raise ExecutionError(f"{rule}: pass batch.handle on to every layer, which must not keep it")
         self._past |= handles
 
     def expect(self, handle: PlanHandle) -> None:
         """Records that the handle is about to be passed to a model."""
         self._unused, self.shared = True, handle
         if not self._seen():
-            self._given.append(handle)
+            self._pending.append(handle)
 
     def trust(self) -> None:
         """Records that a trainer's adapter checks its models and divides losses correctly."""
@@ -119,7 +119,7 @@ class Watch:
 
     def begin(self, loader: Any) -> None:
         """Starts a pass over a loader, possibly with another model or loss."""
-        self.settled, self._reached, self.behind = False, False, None
+        self.settled, self._reached, self.latest = False, False, None
         for model, check in [*self.models.items()]:
             check(model)
         self.scale = self.divisor = self.multiple = 0.0
@@ -131,28 +131,28 @@ class Watch:
         else:
             self.trial.begin()
 
-    def meet(self, parameters: Iterable[Tensor]) -> None:
+    def add_unknown(self, parameters: Iterable[Tensor]) -> None:
         """Marks the new parameters of a model whose loss is not known yet."""
         if unknown := [parameter for parameter in parameters if parameter not in self.owners]:
             self.accounted = False
-            self.own(unknown)
+            self.track(unknown)
 
-    def require_all_rows(self, verb: str) -> None:
+    def require_all_rows(self, operation: str) -> None:
         """Raises ExecutionError during a trial on some of a rank's rows, since ranks would exchange different ones."""
         if self.trial is not None and self.trial.part is not None:
-            raise ExecutionError(f"{verb} needs all rows of a rank")
+            raise ExecutionError(f"{operation} needs all rows of a rank")
 
     def check_scaled(self, check: Callable[[float], None]) -> None:
-        """Checks `scale` now, and again before a GradScaler's step, when its scale is known, without that scale."""
+        """Checks `scale` now, and again, without the GradScaler's scale, before its step, when that scale is known."""
         check(self.scale)
         if not self.settled:
             self._scaled.append(check)
 
-    def under(self, handle: PlanHandle | None) -> Microbatch | None:
+    def find_batch(self, handle: PlanHandle | None) -> Microbatch | None:
         """The batch of a handle."""
         return next((batch for batch in self.batches if batch.handle is handle), None)
 
-    def own(self, parameters: Iterable[Tensor]) -> None:
+    def track(self, parameters: Iterable[Tensor]) -> None:
         """Marks parameters of a planned model."""
         for parameter in parameters:
             if parameter not in self.owners:
@@ -165,39 +165,39 @@ class Watch:
                 if leaf in self.scanned:
                     return
                 self.scanned[leaf] = None
-                self.own([leaf])
+                self.track([leaf])
             yield node
 
     # ---- around an optimizer's step
 
     def _seen(self) -> bool:
-        if not self._reached and any(handle.calls for handle in self._given):
+        if not self._reached and any(handle.calls for handle in self._pending):
             self._reached = True
-            self._given.clear()
+            self._pending.clear()
         return self._reached
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         """Runs the checks before a step. Raises ExecutionError."""
         if self is not watch:  # left over from an earlier loop in this process
             return
-        if not self._seen() and self._given:
+        if not self._seen() and self._pending:
             text = "a batch was passed to a model, but no attention has used its plan: pass its handle to every layer"
             hf = "for transformers models it is the argument 'apportion' of hf.inputs(batch)"
             raise ExecutionError(f"{text}; {hf}")
         for batch in self.batches:
             fed = batch.feed is None or (batch.handle.fed and batch.feed.encoder.calls)
             if batch.handle.calls and not fed:
-                text = "a batch has media, but the model that ran under its plan was not given them"
+                text = "a batch has media, but the model that ran under its plan did not get them"
                 remedy = "run the encoder on batch.media, under its handle, and ap.move_rows(x, batch.feed)"
                 raise ExecutionError(f"{text}: {remedy}")
         checks, self._scaled = self._scaled, []
-        if checks and (scaled := scaled_by()) != 1:
+        if checks and (scaled := running_loss_scale()) != 1:
             for check in checks:
                 check(self.scale / scaled)
         self._check_models(_parameters(optimizer))
         if self.trial is not None:
             has_run = self.trial.run(_parameters(optimizer), self._transports)
-            if has_run and (batch := self.under(self.trial.handle())) is not None:
+            if has_run and (batch := self.find_batch(self.trial.handle())) is not None:
                 batch.check_kinds()
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -209,9 +209,9 @@ class Watch:
         if self.shared is not None and self.shared.calls and not self.accounted:
             reduction = reduction_of(self.shared.wrapper, {*map(id, params)})
             if reduction is not None and reduction.ranks > 1 and not reduction.sums:
-                raise averaged(reduction)
+                raise averaging_error(reduction)
         if any(isinstance(param, DTensor) and param not in self.owners for param in params):
-            self.own([*shards_of(self.owners)])
+            self.track([*shards_of(self.owners)])
         owned = [param for param in params if param in self.owners]
         owner = self.owners[owned[0]] if owned else None
         if not owned or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's inner optimizers
@@ -233,16 +233,16 @@ class Watch:
 
     def _check_place(self) -> None:
         """Raises ExecutionError if the loss was not the last of an iteration; warns if microbatches had none."""
-        if self.behind is None:
+        if self.latest is None:
             return
-        if skipped := sorted({*range(self.behind.microbatch)} - self._lost):
+        if skipped := sorted({*range(self.latest.microbatch)} - self._with_loss):
             message = (
-                f"microbatches {skipped} of iteration {self.behind.iteration} had no loss before the step"
+                f"microbatches {skipped} of iteration {self.latest.iteration} had no loss before the step"
             )
             rule = "losses are shares of the mean over all: run every one, and save and resume where is_last"
             warn(f"{message}: {rule}", stacklevel=1)
-        if not self.behind.is_last:
-            position = f"microbatch {self.behind.microbatch} of iteration {self.behind.iteration}"
+        if not self.latest.is_last:
+            position = f"microbatch {self.latest.microbatch} of iteration {self.latest.iteration}"
             rule = "which has more, and losses are shares of the mean over all: step if batch.is_last"
             raise ExecutionError(f"an optimizer stepped after {position}, {rule}")
 
@@ -268,7 +268,10 @@ class Watch:
             if model_params.keys() & by_id.keys():
                 by_id |= model_params  # frozen ones too
                 buffers |= {id(tensor): tensor for tensor in _buffers(model)}
-        remedies = {"gradients": SUMS, "parameters": "give all ranks the same, before the first step"}
+        remedies = {
+            "gradients": SUMS,
+            "parameters": "load the same values on all ranks before the first step",
+        }
         remedies["buffers"] = "what a rank takes from its own rows must be summed over ranks"
         for transport in self._transports:
             rows = transport.gather_floats([self.scale, self.divisor, self.multiple], "factors")
@@ -276,15 +279,15 @@ class Watch:
                 if max(factors) <= min(filter(None, factors), default=0.0) * (1 + _CLOSE):
                     continue
                 if number == 2:
-                    what = f"weights of losses are different multiples of a field on each rank, {factors}"
-                    warn(f"{what}: {_FACTORS}", stacklevel=1)
+                    text = f"weights of losses are different multiples of a field on each rank, {factors}"
+                    warn(f"{text}: {_FACTORS}", stacklevel=1)
                 else:
                     raise ExecutionError(f"factors of losses differ between ranks, {[*factors]}: {_FACTORS}")
-        for transport, (what, remedy) in product(self._transports, remedies.items()):
-            group = buffers if what == "buffers" else by_id
+        for transport, (kind, remedy) in product(self._transports, remedies.items()):
+            group = buffers if kind == "buffers" else by_id
             tensors = [tensor for tensor in group.values() if _is_replicated(tensor, transport)]
-            values = [tensor.grad if what == "gradients" else tensor for tensor in tensors]
-            rows = transport.gather_floats(_norms(values), f"norms of {what}")
+            values = [tensor.grad if kind == "gradients" else tensor for tensor in tensors]
+            rows = transport.gather_floats(_norms(values), f"norms of {kind}")
             if len({*(counts := [*map(len, rows)])}) > 1:
                 raise ExecutionError(f"optimizers step on different numbers of parameters: {counts}")
             norms = torch.tensor(rows, dtype=torch.float64)
@@ -292,7 +295,7 @@ class Watch:
             if differs.any():
                 first = int(differs.nonzero()[0])
                 raise ExecutionError(
-                    f"{what} differ between ranks, {int(differs.sum())} of {len(differs)}, first of shape "
+                    f"{kind} differ between ranks, {int(differs.sum())} of {len(differs)}, first of shape "
                     f"{tuple(tensors[first].shape)}: norms {norms[:, first].tolist()}. Remedy: {remedy}; "
                     "if a parameter differs between ranks on purpose, like an expert's, set its attribute `rank_local`"
                 )
@@ -314,7 +317,7 @@ def _buffers(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_replicated(param: Tensor, transport: Any) -> bool:
-    """True if these ranks hold the same values of the parameter, possibly a shard that other ranks divide."""
+    """True if these ranks hold the same values of the parameter, possibly of the same shard of it."""
     elsewhere = hasattr(param, "_fsdp_flattened") or param.is_meta
     if isinstance(param, DTensor):
         others = {*dist.get_process_group_ranks(transport._base)} - {dist.get_rank()}

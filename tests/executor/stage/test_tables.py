@@ -207,7 +207,7 @@ def test_panels_move_the_bytes_of_their_columns(columns: tuple[int, ...]) -> Non
     moved_bytes(found, source, target)
     want = source.reshape(4, 3, 8)[:, list(columns)]
     np.testing.assert_array_equal(target.reshape(4, len(columns), 12)[..., 4:], want)
-    assert all(panel.how == COPY for panel in found)
+    assert all(panel.action == COPY for panel in found)
     made = move(found)
     assert made.panels[:, 6].sum() == sum(panel.rows for panel in found)
     covered = [

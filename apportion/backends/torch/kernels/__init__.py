@@ -1,1 +1,1 @@
-"""Attention of one task on the kernels of torch."""
+"""Attention of one task on torch's kernels."""

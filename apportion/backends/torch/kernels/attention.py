@@ -132,7 +132,7 @@ def attend_grad(
     score: Score,
     kernel: Kernel | None = None,
 ) -> None:
-    """Adds the task's gradients into the accumulators dq, dk and dv, in place. kernel: as in `attend`."""
+    """Adds the task's gradients into the accumulators dq, dk and dv, in place. kernel: see `attend`."""
     kernel = choose_kernel(q_THD, v_SKE, score) if kernel is None else kernel
     q_THD, k_SKD, v_SKE, do_THE = _in_kernel_dtype(kernel, q_THD, k_SKD, v_SKE, do_THE)
     calls = band.calls(kernel, q_THD, k_SKD)

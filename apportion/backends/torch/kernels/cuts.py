@@ -2,8 +2,8 @@
 
 A call is itself a band (q0, q1, k0, k1, dmin, dmax) inside the task's; calls of a task are disjoint and cover
 it. In every call **each row sees a key and each key is seen**. So no kernel ever meets an empty operand, a
-row without keys (whose LSE is +inf in FlashAttention-2), or a merged LSE of -inf: the traps of flash kernels
-are avoided by the cuts instead of patched.
+row without keys (whose LSE is +inf in FlashAttention-2), or a merged LSE of -inf: the cuts avoid the traps
+of flash kernels, and no kernel is patched.
 
     dmin only ("causal")                       both diagonals (a window), in strips of rows
         k0        k1                               k0            k1
@@ -62,7 +62,7 @@ class Call(NamedTuple):
 
     @property
     def window(self) -> tuple[int, int]:
-        """(left, right) of a window aligned at the bottom right corner, as FlashAttention has it; -1: no bound,
+        """(left, right) of a window aligned at the bottom right corner, as in FlashAttention; -1: no bound,
         which, together with a `left`, is valid only for calls of at most keys + 1 rows."""
         corner = self.q1 - self.k1
         left = self.dmax - corner if self.cut_below else -1
@@ -112,7 +112,7 @@ def cut_windows(band: Call) -> Iterator[Call]:
     """At most three calls with native windows, aligned at the bottom right: for CUDA flash kernels.
 
     In the head, whose last row's diagonal reaches the last key, windows align at that corner; for later rows only
-    dmax cuts. There FlashAttention-2 takes a missing right bound for `keys` (flash_api.cpp), which hides keys
+    dmax cuts. There FlashAttention-2 replaces a missing right bound with `keys` (flash_api.cpp), which hides keys
     if rows > keys + 1: such calls are cut again, into rows that see all keys and rows that dmax cuts.
 
         ppppC          head    both diagonals, right = 0
@@ -131,5 +131,5 @@ def cut_windows(band: Call) -> Iterator[Call]:
 
 
 def _first_cut_row(call: Call) -> int:
-    """The first row from which dmax hides the first key; the end if it hides it from no row."""
+    """The first row from which dmax hides the first key; the end if there is no such row."""
     return min(call.q1, max(call.q0, call.k0 + call.dmax + 1))

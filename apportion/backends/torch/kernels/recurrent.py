@@ -3,7 +3,7 @@
     h = decay(g) h  (+ k ⊗ β (v − kᵀ h) with the delta rule, + k ⊗ v without)        o = scale · qᵀ h
 
 g is one log decay per head (Gated DeltaNet, Mamba-2, lightning attention) or one for each of the K key channels (Kimi
-Delta Attention). Calls are those of flash-linear-attention's `chunk_*` functions: a batch of one, sequences end to end.
+Delta Attention). Kernels are called like flash-linear-attention's `chunk_*` functions: a batch of 1, sequences joined.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ def choose_kernel(gate: str, delta: bool, device: torch.device) -> Kernel:
     if device.type == "cuda":
         module, function = _FLA[gate, delta]
         try:
-            return partial(_of_equal_heads, getattr(import_module(f"fla.ops.{module}"), function))
+            return partial(_with_equal_heads, getattr(import_module(f"fla.ops.{module}"), function))
         except ImportError:
             return chunk_recurrence
     return chunk_recurrence
 
 
-def _of_equal_heads(
+def _with_equal_heads(
     kernel: Kernel, *, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Calls a kernel that may require as many heads of q and k as of v."""
+    """Calls a kernel that may require equal numbers of heads in q, k and v."""
     q, k = _repeat_heads(q, v), _repeat_heads(k, v)
     return kernel(q=q, k=k, v=v, **options)
 
 
 def _repeat_heads(x: Tensor, v: Tensor) -> Tensor:
-    """Repeats the heads of q or k to the heads of v, each for consecutive heads."""
+    """Repeats the heads of q or k to match v: each serves consecutive heads of v."""
     ratio = v.shape[2] // x.shape[2]
     return x.repeat_interleave(ratio, 2) if ratio > 1 else x
 
@@ -110,7 +110,7 @@ def chunk_recurrence(
         outs.append(from_state[span] @ h + weights[span] @ update)
         h = decay[span][..., None] * h + into_state[span].mT @ update
         state = torch.cat([h, state[last - first :]])
-    out = chunks.joined(outs, V)
+    out = chunks.join(outs, V)
     return out.to(dtype)[None], state[chunks.order.argsort()]
 
 
@@ -169,7 +169,7 @@ class _Chunks:
         padded = pad(x, (0, 0, 0, 0, 0, 1))[self.source]
         return padded.view(len(padded) // self.size, self.size, *x.shape[1:]).transpose(1, 2)
 
-    def joined(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    def join(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """Joins the chunks of each step into rows, the inverse of `cut`."""
         rows = torch.cat(tuple(parts)) if parts else like.new_zeros(like.shape)
         return rows.transpose(1, 2).flatten(0, 1)[self.place]

@@ -1,8 +1,8 @@
 """A rank's memory during one call: home rows, work arenas and staging, and operands as views of them.
 
-given      home rows that the caller passes in
-fresh      home rows that the call makes: results, which outlive it
-pooled     work arenas and the staging of messages, one buffer per call, reused by the next layer
+inputs     home rows that the caller passes in
+results    home rows that the call allocates; they outlive it
+buffer     work arenas and the staging of messages, one per call from a pool, reused by the next layer
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Pool:
         return Buffer(size, device)
 
     def give(self, buffer: Buffer) -> None:
-        """Returns the buffer; only work already queued on its stream may still use it."""
+        """Puts the buffer back; only work already queued on its stream may still use it."""
         with self._lock:
             self._free.setdefault(_stream(buffer.data.device), []).append(buffer)
 
@@ -101,7 +101,7 @@ class View:
                 put(rows, self._columns, part)
 
     def fill(self, parts: Sequence[Tensor]) -> None:
-        """Stores any parts."""
+        """Copies parts into the operand's rows."""
         targets = self.read()
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
@@ -117,15 +117,15 @@ class Arenas:
     ) -> None:
         self.header, self.hidden, self.staging_bytes = program.header, hidden, staging_bytes
         self.columns = {arena.tensor: arena.heads for arena in program.arenas}
-        self.placed: dict[Name, list[tuple[int, Array, int]]] = {}
+        self.placements: dict[Name, list[tuple[int, Array, int]]] = {}
         self._specs: dict[tuple[Name, Space], list[Array]] = {}
         self._bound: WeakKeyDictionary[Buffer, BoundArenas] = WeakKeyDictionary()
-        if program.is_pushed_once:
+        if program.writes_dx_once:
             (dx,) = self.arrays(Name.DX, Space.HOME)
             self._specs[Name.DX, Space.HOME] = [dx._replace(dtype=DTYPES[self.header.dtype])]
         self.size = aligned(staging_bytes, PAGE)
         for arena in program.arenas:
-            arrays = self.placed[arena.tensor] = []
+            arrays = self.placements[arena.tensor] = []
             for array in self.arrays(arena.tensor, Space.WORK):
                 arrays.append((self.size, array, arena.rows))
                 self.size += aligned(arena.rows * array.row_bytes, PAGE)
@@ -151,8 +151,8 @@ class BoundArenas:
 
     def __init__(self, arenas: Arenas, buffer: Buffer) -> None:
         self.work: dict[Name, Parts] = {
-            tensor: tuple(_array(buffer.data, offset, array, rows) for offset, array, rows in placed)
-            for tensor, placed in arenas.placed.items()
+            tensor: tuple(_array(buffer.data, offset, array, rows) for offset, array, rows in placements)
+            for tensor, placements in arenas.placements.items()
         }
         self.staging = buffer.data[: arenas.staging_bytes]
         self.posts: dict[int, tuple[Post, ...]] = {}
@@ -163,9 +163,9 @@ def _array(buffer: Tensor, offset: int, array: Array, rows: int) -> Tensor:
 
 
 class Memory:
-    """Home rows, work arenas and staging of one call. `rows`: home rows with tokens; padding: rows after them; given:
-    home tensors that the caller passes in; others are allocated on first use; arrived: sums whose home rows are all
-    results, which the engine keeps elsewhere."""
+    """Home rows, work arenas and staging of one call. `rows`: home rows with tokens; padding: rows after them; inputs:
+    home tensors that the caller passes in; others are allocated on first use; result_only: sums whose home rows are
+    all results, which the engine keeps elsewhere."""
 
     def __init__(
         self,
@@ -174,10 +174,10 @@ class Memory:
         inputs: Mapping[Name, Parts],
         buffer: Buffer,
         padding: int = 0,
-        arrived: frozenset[Name] = frozenset(),
+        result_only: frozenset[Name] = frozenset(),
     ) -> None:
         self._arenas, self._rows, self._padding, self.buffer = arenas, rows, padding, buffer
-        self._arrived = arrived
+        self._result_only = result_only
         self.device = buffer.data.device
         self.home: dict[Name, Parts] = dict(inputs)
         self._bound = arenas.bind(buffer)
@@ -199,8 +199,10 @@ class Memory:
         """[rows, …] of a home tensor."""
         if tensor not in self.home:
             specs = self._arenas.arrays(tensor, Space.HOME)
-            parts = [self.fresh(spec.shape(0)[1:], spec.dtype) for spec in specs[tensor in self._arrived :]]
-            if tensor in self._arrived:
+            parts = [
+                self.fresh(spec.shape(0)[1:], spec.dtype) for spec in specs[tensor in self._result_only :]
+            ]
+            if tensor in self._result_only:
                 parts.insert(0, torch.empty(specs[0].shape(0), dtype=specs[0].dtype, device=self.device))
             self.home[tensor] = tuple(parts)
             if tensor == Name.O and self._padding:
@@ -242,7 +244,7 @@ class Memory:
                 for message in messages
             )
             if not any(operands[m.tiles[0][0]].is_home for _, side in sides for m in side if not m.is_staged):
-                self._bound.posts[step.index] = posts  # the same bytes in each call
+                self._bound.posts[step.index] = posts  # the same memory in each call
         return posts
 
     def _message_bytes(self, message: Message, operands: Sequence[Operand]) -> Tensor:

@@ -72,7 +72,7 @@ def wire_dtype(tensor: Name, part: Component, model: torch.dtype, narrow: bool =
     """The dtype of a part in a message; narrow: the part belongs to a sum sent in the model's dtype."""
     if part.integer:
         return torch.int64
-    rounded = narrow and part.width > 0  # all but statistics of rows
+    rounded = narrow and part.width > 0  # all but row statistics
     return accumulator_dtype(model) if tensor.contents.wide and not rounded else model
 
 

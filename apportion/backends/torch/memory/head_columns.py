@@ -31,7 +31,7 @@ def put(tensor: Tensor, columns: Columns, value: Tensor) -> None:
 
 @lru_cache(maxsize=1024)
 def index_of(columns: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [columns], cached on the device: copying numbers from the host would stall it each time."""
+    """int64 [columns], cached on the device: copying from the host would stall the device each time."""
     return torch.tensor(columns, device=device)
 
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from apportion.backends.interp import GradTask, Operand, Task
 
 #: most elements of expanded keys and values in memory at a time
-MOST_NUMBERS = 2**27
+MAX_ELEMENTS = 2**27
 
 
 T = TypeVar("T", Task, GradTask)
@@ -29,9 +29,9 @@ class LatentRun(Generic[T]):
     heads: tuple[int, ...]
     tasks: list[T]
 
-    def slices(self, numbers: int) -> Iterator[slice]:
-        """Slices of the heads that are expanded at a time. numbers: elements of one expanded row and head."""
-        step = max(1, MOST_NUMBERS // (numbers * self.kv.rows))
+    def slices(self, elements: int) -> Iterator[slice]:
+        """Slices of the heads that are expanded at a time. elements: per expanded row and head."""
+        step = max(1, MAX_ELEMENTS // (elements * self.kv.rows))
         return (slice(first, min(first + step, len(self.heads))) for first in range(0, len(self.heads), step))
 
     def rows_of(self, operand: Operand) -> slice:

@@ -40,7 +40,7 @@ def best_us(work: Work, device: torch.device, runs: Runs) -> float:
 def once_us(work: Work, device: torch.device) -> float:
     """The time of one run in microseconds."""
     if device.type == "cuda":
-        return beside_us(Flight, work, device)
+        return overlapped_us(Flight, work, device)
     clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     start = clock()
     work()
@@ -58,7 +58,7 @@ def wall_us(work: Work, device: torch.device) -> float:
     return (time.perf_counter_ns() - start) / 1e3
 
 
-def beside_us(start: Callable[[], Flight], work: Work, device: torch.device) -> float:
+def overlapped_us(start: Callable[[], Flight], work: Work, device: torch.device) -> float:
     """The microseconds of work on the current stream while the flight from `start` is under way; waits for both."""
     if device.type != "cuda":
         flight = start()

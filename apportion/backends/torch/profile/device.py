@@ -5,7 +5,7 @@
 
 Times are the best of several runs. Grids hold the full cost of one task in the executor: kernel calls and merging into
 the accumulator rows, so separate launch and tile times are 0. Engine `flash` also runs task by task in training;
-`stage` does not, and a short task alone leaves most of a GPU idle that others would fill.
+`stage` does not, and a short task on its own leaves most of a GPU idle, which other tasks would use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Progress = Callable[[int, int], None]
 Times = NDArray[np.float64]
 
 CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # size of the copy: more than any cache
-ARENA_BYTES = 2**27  # least size: more than a last-level cache, on GPUs too
+ARENA_BYTES = 2**27  # minimum size: more than a last-level cache, on GPUs too
 PLACES = 8  # arena positions at which a short task runs in one measurement
 DIGITS = 3  # decimals of a grid's microseconds
 FLASH_TILE = 128  # rows that a CUDA flash kernel pads to
@@ -114,15 +114,15 @@ def profile(
     """This machine's hardware, measured in one process.
 
     quick: a coarse grid. progress: called with (steps done, total). device: by default the current CUDA device, else
-    the CPU. effort: instead of `quick`. engine: the engine whose tasks are timed, one of `TASKS`. Figures that take two
+    the CPU. effort: instead of `quick`. engine: the engine whose tasks are timed, one of `TASKS`. Figures that need two
     ranks are assumed until `with_links`. Raises ConfigError for an implausible measurement, UnknownNameError for an
     unknown engine.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     effort = effort or ProfileScope.of(target, quick)
-    why_not = device_obstacle(target) if choice("engine", engine, TASKS) == "stage" else None
-    if why_not is not None:
-        raise ConfigError("engine", engine, why_not, "take flash")
+    obstacle = device_obstacle(target) if choice("engine", engine, TASKS) == "stage" else None
+    if obstacle is not None:
+        raise ConfigError("engine", engine, obstacle, "use flash")
     model, steps = effort.model, Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + LAYER_FIGURES)
     forward, backward = _grids(_Arena.of(target, effort), engine, steps)
     layer = TimedLayer(model, effort.tokens, effort.vocab, target, effort.runs)
@@ -145,7 +145,7 @@ def profile(
 
 
 class TimedTask(NamedTuple):
-    """One attention task. causal: all pairs but a corner, see `Grid`; window: most keys per row."""
+    """One attention task. causal: all pairs but a corner, see `Grid`; window: maximum keys per row."""
 
     rows: int
     keys: int
@@ -155,21 +155,21 @@ class TimedTask(NamedTuple):
 
 @dataclass(frozen=True)
 class _Arena:
-    """Tensors that tasks take slices of, as in the executor. walk: the end of the last task, where the next one begins,
-    so that no task's rows are in cache."""
+    """Tensors that tasks take slices of, as in the executor. cursor: the end of the last task, where the next one
+    begins, so that no task's rows are in cache."""
 
     effort: ProfileScope
     queries: tuple[Tensor, Tensor, Tensor]  # q, do, dq
     keys: tuple[Tensor, Tensor, Tensor, Tensor]  # k, v, dk, dv
     rows: tuple[Tensor, Tensor, Tensor]  # o, lse, delta
-    walk: list[int]
+    cursor: list[int]
 
     @staticmethod
     def of(device: torch.device, effort: ProfileScope) -> _Arena:
         model = effort.model
         dtype, h, kv = DTYPES[model.dtype], model.q_heads, model.kv_heads
-        a_row = 2 * (h + kv) * model.head_dim * (dtype.itemsize + accumulator_dtype(dtype).itemsize)
-        length = max(effort.axis[-1], ARENA_BYTES // a_row)
+        row_bytes = 2 * (h + kv) * model.head_dim * (dtype.itemsize + accumulator_dtype(dtype).itemsize)
+        length = max(effort.axis[-1], ARENA_BYTES // row_bytes)
         generator = torch.Generator(device).manual_seed(0)
 
         def random_rows(heads: int, wide: bool = False) -> Tensor:
@@ -193,13 +193,13 @@ class _Arena:
     def places(self, task: TimedTask) -> list[list[int]]:
         """The first rows of a task in each run: a short task runs at several places, one after another."""
         longest = max(task.rows, task.keys)
-        together = min(PLACES, self.effort.axis[-1] // longest)
-        runs = min(self.effort.runs.most + 1, len(self.queries[0]) // (together * longest))
-        return [[self._next(longest) for _ in range(together)] for _ in range(runs)]
+        count = min(PLACES, self.effort.axis[-1] // longest)
+        runs = min(self.effort.runs.most + 1, len(self.queries[0]) // (count * longest))
+        return [[self._next(longest) for _ in range(count)] for _ in range(runs)]
 
     def _next(self, longest: int) -> int:
-        start = self.walk[0] if self.walk[0] + longest <= len(self.queries[0]) else 0
-        self.walk[0] = start + longest
+        start = self.cursor[0] if self.cursor[0] + longest <= len(self.queries[0]) else 0
+        self.cursor[0] = start + longest
         return start
 
     def flash_task(self, task: TimedTask, start: int) -> tuple[Work, Work]:
@@ -255,7 +255,7 @@ def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
 
 
 def _task_us(arena: _Arena, engine: str, task: TimedTask) -> list[float]:
-    """The microseconds of a task forward and backward, at a new place of the arenas each time, as in programs."""
+    """The microseconds of a task forward and backward, at a new place in the arenas each time, as in programs."""
     return [_phase_us(arena, engine, task, phase) for phase in (0, 1)]
 
 
@@ -266,8 +266,8 @@ def _phase_us(arena: _Arena, engine: str, task: TimedTask, phase: int) -> float:
 
 
 def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:
-    """The grids with the extra time per row of a window, beyond interpolation between a band of one tile and the causal
-    one: the median over `WINDOWS` and the longer half of the axis. The longest tasks take up to twice that per row."""
+    """Adds the extra time per row of a window to the grids, beyond interpolation between a band of one tile and the
+    causal one: the median over `WINDOWS` and the longer half of the axis. The longest tasks take up to twice that."""
     axis, extra = arena.effort.axis, []
     for index, part in itertools.product(range(len(axis) // 2, len(axis)), WINDOWS):
         rows, window = axis[index], max(axis[index] // part, 2)
@@ -279,8 +279,8 @@ def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> 
 
 
 def _between(grid: Grid, index: int, rows: int, window: int) -> float:
-    """The microseconds of a window by the grid alone, for `rows` rows at the axis' point `index`: by its share of the
-    causal square's pairs, above the cost per row and key."""
+    """The microseconds of a window according to the grid, for `rows` rows at point `index` of the axis: proportional to
+    its share of the causal square's pairs, above the cost per row and key."""
     causal = grid.causal[index][index]
     lower = min(max(grid.full[index][0], grid.full[0][index]), causal)
     pairs, corner = window * rows - window * (window - 1) / 2, rows * (rows + 1) / 2
@@ -288,7 +288,7 @@ def _between(grid: Grid, index: int, rows: int, window: int) -> float:
 
 
 def _grid(engine: str, full: Times, causal: Times) -> Grid:
-    """The grid of measured times; on CPUs causal tasks, of several calls, often take longer than full ones."""
+    """The grid of measured times. Causal times are capped: on CPUs they take several calls, often longer than full."""
     full = np.round(_made_monotonic(full), DIGITS)
     causal = np.minimum(_made_monotonic(causal), MOST_CAUSAL * full)
     source = f"measured: engine {engine} of the torch backend, one task per call"
@@ -296,9 +296,9 @@ def _grid(engine: str, full: Times, causal: Times) -> Grid:
 
 
 def _made_monotonic(times: Times) -> Times:
-    """Caps each time at the times of more rows or keys, since noise only adds."""
-    rising: Times = np.minimum.accumulate(np.minimum.accumulate(times[::-1, ::-1], 0), 1)
-    return rising[::-1, ::-1]
+    """Caps each time at the times of more rows or keys, since noise only adds time."""
+    monotonic: Times = np.minimum.accumulate(np.minimum.accumulate(times[::-1, ::-1], 0), 1)
+    return monotonic[::-1, ::-1]
 
 
 def _plain(times: Times) -> tuple[tuple[float, ...], ...]:
@@ -310,7 +310,7 @@ def _doubled_sizes(low: int, high: int) -> tuple[int, ...]:
 
 
 def _halfway(low: int, high: int) -> tuple[int, ...]:
-    """Doubling points with a midpoint between each two."""
+    """Doubling sizes and the midpoints between them."""
     doubling = _doubled_sizes(low, high)
     return tuple(sorted({*doubling, *(3 * rows // 2 for rows in doubling[:-1])}))
 

@@ -1,8 +1,8 @@
 """Measured rates of layers other than attention, in eager torch: matrix products, row work, the loss, Adam.
 
-Forward and backward are timed together, in the shapes of one layer; the counts of FLOPs and bytes are those of
-`apportion.ir.layer_work`, which forecasts price at these rates. Shape suffixes: T tokens, E hidden size, F FFN size, H
-heads of Q, K and V together, D head dim, V vocabulary.
+Forward and backward are timed together, in the shapes of one layer; FLOPs and bytes are counted as in
+`apportion.ir.layer_work`, which forecasts convert to times at these rates. Shape suffixes: T tokens, E hidden size, F
+FFN size, H heads of Q, K and V together, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from apportion.ir.layer_work import BACKWARD, LOSS, adam_bytes, linear_parameter
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.model import Model
 
-BOTH = 1 + BACKWARD  # forward and backward over forward
+BOTH = 1 + BACKWARD  # forward and backward relative to forward
 ROTARY_BASE = 10_000.0
-#: how torch updates parameters, by the arguments of AdamW
+#: torch's implementations of AdamW -> arguments
 ADAM: dict[str, dict[str, bool]] = {"by default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
@@ -64,7 +64,7 @@ class TimedLayer:
         moved_bytes = count * adam_bytes(4, self.model.element_bytes)
         rates = {name: moved_bytes / self._adam_us(shapes, options) / 1e3 for name, options in ADAM.items()}
         others = ", ".join(f"{name} {rate:.4g}" for name, rate in rates.items() if ADAM[name])
-        source = f"measured: AdamW as torch does it by default, {count} float32 parameters; {others}"
+        source = f"measured: torch's default AdamW, {count} float32 parameters; {others}"
         return Figure(round(rates["by default"], 4), source)
 
     def _shape(self) -> str:

@@ -1,11 +1,11 @@
 """Measures links between the ranks of a job, over gloo or NCCL.
 
 pair      ping-pong of two ranks, one message at a time                     latency
-crowd     every rank sends to all peers of its node at once, or to its       bandwidth under plans' rounds;
-          counterparts on all other nodes, and receives from them            NICs: crowd over pair
+crowd     every rank sends to all peers of its node at once, or to its       bandwidth of plans' rounds;
+          counterparts on all other nodes, and receives from them            NICs: crowd's rate / pair's
 peers     one, two, four and eight peers on other nodes, evenly or to one     incast, one_peer
 posting   rounds of many short messages                                      post_us
-beside    a matrix product while a round is on the wire                      contention
+overlap   a matrix product while a round is on the wire                      contention
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apportion.backends.torch.memory.arenas import Post
-from apportion.backends.torch.profile.clock import beside_us, wall_us
+from apportion.backends.torch.profile.clock import overlapped_us, wall_us
 from apportion.backends.torch.profile.peers import PatternShares, congestion, patterns
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ExecutionError
@@ -66,8 +66,8 @@ def profile_links(
 ) -> Links:
     """Measures the links of a group. A collective of `group` (None: the default one); all ranks get the same numbers.
 
-    node: the number of this rank's node, equal on all its ranks; None: from the host's name. messages: sizes of the
-    ping-pong in bytes, the largest also of the crowd. runs: to take the best of. Raises ExecutionError for one rank.
+    node: the number of this rank's node, equal on all its ranks; None: from the host's name. messages: sizes in bytes
+    for the ping-pong; the crowd uses the largest. runs: the best of these counts. Raises ExecutionError for one rank.
     """
     comm = Communicator(*([] if group is None else [group]))
     if comm.ranks < 2:
@@ -77,16 +77,16 @@ def profile_links(
     group = dist.group.WORLD if group is None else group
     comm.start(1)
     node_number = torch.tensor([_host() if node is None else node], dtype=torch.int64)
-    nodes = [int(number) for (number,) in _gathered(comm, group, node_number)]
+    nodes = [int(number) for (number,) in _gather(comm, group, node_number)]
     job = _LinkJob(comm, group, nodes, messages, runs)
     intra, pair = job.line(same=True), job.line(same=False)
     intra_gbs, inter_gbs = job.crowd_gbs(same=True), job.crowd_gbs(same=False)
     on_node = max(map(job.nodes.count, job.nodes))
     nics, inter = 1, None
     if pair is not None and inter_gbs is not None:
-        of_node = on_node * inter_gbs  # bandwidth beyond a single pair's comes from several NICs
-        nics = min(max(round(of_node / pair.gbs), 1), on_node)
-        inter = Line(pair.latency_us, round(of_node / nics, 4))
+        node_gbs = on_node * inter_gbs  # bandwidth beyond a single pair's comes from several NICs
+        nics = min(max(round(node_gbs / pair.gbs), 1), on_node)
+        inter = Line(pair.latency_us, round(node_gbs / nics, 4))
     if intra is not None and intra_gbs is not None:
         intra = replace(intra, gbs=intra_gbs)
     backend = str(dist.get_backend(group))
@@ -97,7 +97,7 @@ def profile_links(
 
 def with_links(hardware: Hardware, links: Links) -> Hardware:
     """The hardware with measured links; figures that were not measured are unchanged."""
-    pair = f"measured: ping-pong of two ranks over {links.backend}, a line fitted"
+    pair = f"measured: ping-pong of two ranks over {links.backend}, linear fit"
     source = f"measured: all ranks to all peers at once over {links.backend}"
     changes: dict[str, Any] = {
         "post_us": Figure(
@@ -124,15 +124,15 @@ def fit(message_bytes: Sequence[int], times_us: Sequence[float]) -> Line:
     """Fits a line to one-way times by least relative squares; latency at least 0."""
     size, times = np.asarray(message_bytes, np.float64), np.asarray(times_us, np.float64)
     design = np.stack([1 / times, size / times], axis=1)
-    (latency, a_byte), *_ = np.linalg.lstsq(design, np.ones(len(times)), rcond=None)
-    if latency < 0 or a_byte <= 0:
-        latency, a_byte = max(latency, 0.0), times[-1] / size[-1]
-    return Line(round(float(latency), 3), round(1 / float(a_byte) / 1e3, 4))
+    (latency, us_per_byte), *_ = np.linalg.lstsq(design, np.ones(len(times)), rcond=None)
+    if latency < 0 or us_per_byte <= 0:
+        latency, us_per_byte = max(latency, 0.0), times[-1] / size[-1]
+    return Line(round(float(latency), 3), round(1 / float(us_per_byte) / 1e3, 4))
 
 
 @dataclass(frozen=True)
 class _LinkJob:
-    """The measurements of one group. nodes: of each rank."""
+    """The measurements of one group. nodes: the node of each rank."""
 
     comm: Communicator
     group: Any
@@ -143,7 +143,7 @@ class _LinkJob:
     # --- a pair
 
     def line(self, same: bool) -> Line | None:
-        """The line of the first pair of ranks on the same node, or on different nodes; None without such a pair."""
+        """The line of the first pair of ranks on the same node, or on different nodes; None if there is no pair."""
         pairs = itertools.combinations(range(self.comm.ranks), 2)
         pair = next((pair for pair in pairs if (self.nodes[pair[0]] == self.nodes[pair[1]]) is same), None)
         if pair is None:
@@ -160,11 +160,11 @@ class _LinkJob:
         buffer = self._bytes(size)
         calls = (dist.send, dist.recv) if first else (dist.recv, dist.send)
 
-        def there_and_back() -> None:
+        def round_trip() -> None:
             for call in calls:
                 call(buffer, peer, group=self.group)
 
-        return min(self._each(there_and_back)) / 2
+        return min(self._each(round_trip)) / 2
 
     # --- all peers at once
 
@@ -175,7 +175,7 @@ class _LinkJob:
         posts, size = self._posts(peers, peers), self._message_bytes(peers)
         elapsed = self._round_us(posts)
         rates = [len(peers) * size / elapsed / 1e3 if posts else 0.0]
-        gathered = self._gathered(rates)
+        gathered = self._gather(rates)
         rates = [rate for (rate,) in gathered if rate > 0]
         return round(min(rates), 4) if rates else None
 
@@ -191,25 +191,25 @@ class _LinkJob:
         ]
 
     def _message_bytes(self, peers: Sequence[int]) -> int:
-        """The bytes of a message, for a total of the largest to all peers."""
+        """The bytes per message with which the messages to all peers add up to the largest size."""
         return max(max(self.messages) // max(len(peers), 1), 1)
 
     def _posts(self, targets: Sequence[int], sources: Sequence[int], size: int | None = None) -> list[Post]:
-        """A message to and from each of these ranks, with its own memory, in an order common to all ranks. size: of
-        each, by default its share."""
+        """A message to and from each of these ranks, with its own memory, in an order common to all ranks. size:
+        bytes of each, by default its share."""
         size = self._message_bytes(targets) if size is None else size
         sides = ((True, targets), (False, sources))
         return [Post(sends, peer, self._bytes(size)) for sends, peers in sides for peer in peers]
 
     def _round_us(self, posts: Sequence[Post]) -> float:
-        """The best of `runs`."""
+        """The best time of a round in `runs`."""
         return min(self._each(lambda: self.comm.batch(0, posts).wait()))
 
     # --- few peers
 
-    def sweep(self, between: float, nic: float) -> tuple[PatternShares, ...]:
-        """Rates by number of peers, as shares of the crowd's. between, nic: 1e9 bytes/s of the crowd per rank, and per
-        NIC, all of which a single receiver can use."""
+    def sweep(self, rank_gbs: float, nic_gbs: float) -> tuple[PatternShares, ...]:
+        """Rates by number of peers, as shares of the crowd's. rank_gbs, nic_gbs: the crowd's rates in 1e9 bytes/s per
+        rank and per NIC; a single receiver can use a whole NIC."""
         nodes = [
             [rank for rank, owner in enumerate(self.nodes) if owner == node]
             for node in sorted(set(self.nodes))
@@ -219,7 +219,7 @@ class _LinkJob:
             part = max(self.messages) // pattern.peers
             posts = self._posts(*pattern.ends(nodes, self.comm.rank), part)
             times = self._slowest(self._each(lambda posts=posts: self.comm.batch(0, posts).wait()))  # type: ignore[misc]
-            rate = between if pattern.balanced else nic
+            rate = rank_gbs if pattern.balanced else nic_gbs
             shares.append(
                 PatternShares(pattern, tuple(part * pattern.peers / us / 1e3 / rate for us in times))
             )
@@ -249,7 +249,7 @@ class _LinkJob:
         # products for half the duration of the transfer, so that all of them overlap it
         count = max(int(self._round_us(posts) / 2 / base), 1)
         base, loaded = (self._products_us(square, count, messages) for messages in ([], posts))
-        ratio = max(loaded / base - 1.0 for base, loaded in self._gathered([base, loaded]))
+        ratio = max(loaded / base - 1.0 for base, loaded in self._gather([base, loaded]))
         return round(min(max(ratio, 0.0), MOST_CONTENTION), 3)
 
     def _products_us(self, square: Tensor, count: int, posts: Sequence[Post]) -> float:
@@ -261,28 +261,28 @@ class _LinkJob:
 
         times = []
         for _ in range(self.runs):
-            self._gathered([0.0])  # a barrier
-            times.append(beside_us(lambda: self.comm.batch(0, posts), work, self.comm.device))
+            self._gather([0.0])  # a barrier
+            times.append(overlapped_us(lambda: self.comm.batch(0, posts), work, self.comm.device))
         return min(times)
 
     # --- helpers
 
     def _each(self, work: Callable[[], object]) -> list[float]:
-        """The microseconds of each of `runs`, after a warm-up."""
+        """The microseconds of each run, after a warm-up."""
         return [wall_us(work, self.comm.device) for _ in range(self.runs + 1)][1:]
 
     def _bytes(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.comm.device)
 
-    def _gathered(self, figures: Sequence[float]) -> list[list[float]]:
+    def _gather(self, figures: Sequence[float]) -> list[list[float]]:
         """The figures of every rank."""
-        return _gathered(self.comm, self.group, torch.tensor(figures, dtype=torch.float64))
+        return _gather(self.comm, self.group, torch.tensor(figures, dtype=torch.float64))
 
     def _slowest(self, times: Sequence[float]) -> list[float]:
-        return np.max(self._gathered(times), axis=0).tolist()  # type: ignore[no-any-return]
+        return np.max(self._gather(times), axis=0).tolist()  # type: ignore[no-any-return]
 
 
-def _gathered(comm: Communicator, group: Any, values: Tensor) -> list[list[Any]]:
+def _gather(comm: Communicator, group: Any, values: Tensor) -> list[list[Any]]:
     """The numbers of every rank, gathered by a collective that the group supports."""
     values = values.to(comm.device)
     outputs = [torch.empty_like(values) for _ in range(comm.ranks)]

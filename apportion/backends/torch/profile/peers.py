@@ -57,15 +57,15 @@ def patterns(nodes: Sequence[Sequence[int]]) -> list[Pattern]:
 
 
 def congestion(sweep: Sequence[PatternShares], crowd: int, backend: str) -> dict[str, Figure]:
-    """The figures `incast`, `incast_peers`, `one_peer` of a hardware that follow from the sweep, with the range over
-    runs. crowd: the number of senders per receiver in the crowds."""
+    """The figures `incast`, `incast_peers` and `one_peer` that follow from the sweep, with the range over runs. crowd:
+    the number of senders per receiver in the crowds."""
     unbalanced = _by_peers(sweep, balanced=False)
     figures: dict[str, Figure] = {}
     if len([peers for peers in unbalanced if peers > 1]) > 1:
         runs = zip(*unbalanced.values(), strict=False)
         slopes = [_slope(dict(zip(unbalanced, shares, strict=True))) for shares in runs]
-        words = ", ".join(map(str, unbalanced))
-        source = f"measured: one rank receives from {words} over {backend}, a line fitted"
+        peer_counts = ", ".join(map(str, unbalanced))
+        source = f"measured: one rank receives from {peer_counts} over {backend}, linear fit"
         figures["incast"] = _figure(slopes, source, 0.0, 10.0)
         figures["incast_peers"] = Figure(max(unbalanced) - 1, source)
     single = _by_peers(sweep, balanced=True).get(1)
@@ -85,7 +85,7 @@ def _by_peers(sweep: Sequence[PatternShares], balanced: bool) -> dict[int, tuple
 
 
 def _slope(shares: dict[int, float]) -> float:
-    """The relative extra time per byte of each further sender: 1 / share is a line."""
+    """The relative extra time per byte of each additional sender: 1 / share is linear in their number."""
     further = np.array([peers - 1 for peers in shares if peers > 1])
     slope, base = np.polyfit(further, [1 / shares[peers] for peers in shares if peers > 1], 1)
     return float(slope / base) if base > 0 else 0.0

@@ -5,8 +5,8 @@ head: it walks over the tile's entries with running sums in registers, then merg
 one writer for each row and no atomics, so the same plan gives the same bits.
 
 Shape suffixes: M owner rows, N walked rows, D width of Q and K, E width of V. A width is one or two powers of two
-side by side (96 = 64 + 32), so a tile of rows is a tuple of one or two parts. Home rows and work rows have bases of
-their own.
+side by side (96 = 64 + 32), so a tile of rows is a tuple of one or two parts. Home rows and work rows have
+separate base pointers.
 """
 
 # Triton compiles the source of these functions; only the arguments carry type annotations.
@@ -17,19 +17,19 @@ import triton.language as tl
 TILE = tl.constexpr(16)  # as in `worklists`
 ENTRY = tl.constexpr(12)
 LANE = tl.constexpr(4)
-COMPLETE, STAGED, STATED = tl.constexpr(32), tl.constexpr(64), tl.constexpr(128)
+COMPLETE, STAGED, STATISTICS = tl.constexpr(32), tl.constexpr(64), tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 
-#: integer arguments that are never specialised, not even for 1 and multiples of 16: a new plan must not recompile
+#: integer arguments that are never specialised, not even for 1 and multiples of 16: a new plan needs no recompilation
 SIZES = (
     "first_tile",
     "lanes",
     "q_heads",
     "kv_heads",
     "has_sinks",
-    "states",
+    "may_use_statistics",
     *(f"{name}_columns" for name in ("q", "kv", "o", "do", "delta", "dq", "dkv")),
 )
 
@@ -107,7 +107,7 @@ def _merge(
 
 
 @triton.jit
-def _beside(
+def _operand_rows(
     tile, columns, NUMBER: tl.constexpr, home, work, home_columns, work_columns, M: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """[M]: addresses of the rows of operand NUMBER that accompany a tile's rows, for a head."""
@@ -138,21 +138,21 @@ def _entry(ptr):
 
 @triton.jit
 def _target(tile, heads, lane, M: tl.constexpr):
-    """(True if complete rows of a tile go into a message; their positions there, or among results [M], in columns)."""
+    """(whether complete rows of a tile go into a message; their positions in it, or among results [M], in columns)."""
     row = (tl.load(tile + 11) + tl.arange(0, M)).to(tl.int64)
     column = tl.load(heads + tl.load(tile + 13) + lane)
     return (tl.load(tile + 4) & STAGED) != 0, row * tl.load(tile + 12) + column
 
 
 @triton.jit
-def _after(ptr, unit):
-    """`ptr` advanced by `unit` units of 16 bytes."""
+def _advance(ptr, unit):
+    """Advances `ptr` by the number of 16-byte units that `unit` points to."""
     return ptr + tl.load(unit).to(tl.int64) * (128 // ptr.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit
 def _tanh(x):
-    """tanh, by a series where exp would cancel."""
+    """tanh, by a series near 0, where the formula with exp would cancel."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     square = x * x
@@ -243,7 +243,7 @@ def attend(
     rows = row0 + tl.arange(0, M)
     valid = rows < row1
     fresh = flags & 1
-    q_at = _beside(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
+    q_at = _operand_rows(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
     q = _load(q_at[:, None], valid[:, None], D, DA, DB, True)
     sums = _zeros(M, EA, EB)
     top, total = tl.full([M], NEG_INF, tl.float32), tl.zeros([M], tl.float32)
@@ -275,9 +275,9 @@ def attend(
         new, share, _ = merge_weights(new, sink)
         old_share, new_share = (old_weight * share)[:, None], (new_weight * share)[:, None]
         staged, position = _target(tile, heads, lane, M)
-        target = tl.where(staged, _after(wire, tile + 10), out) + (position * E)[:, None]
+        target = tl.where(staged, _advance(wire, tile + 10), out) + (position * E)[:, None]
         _merge(o_at, target, valid[:, None], old_share, new_share, fresh, sums, E, EA, EB)
-        tl.store(_after(lse_wire, tile + 14) + position, new.to(tl.float32), mask=valid & staged)
+        tl.store(_advance(lse_wire, tile + 14) + position, new.to(tl.float32), mask=valid & staged)
         tl.store(lse_home + position, new, mask=valid & (staged == 0))
     else:
         _merge(o_at, o_at, valid[:, None], old_weight[:, None], new_weight[:, None], fresh, sums, E, EA, EB)
@@ -286,7 +286,7 @@ def attend(
 
 @triton.jit
 def merge_weights(old, part):
-    """(merged LSE float64, weight of the old rows, of the new ones, float32) of two LSE, float64; -inf: no keys."""
+    """Merges two LSE, float64; -inf: no keys. Returns (LSE float64, weights of old and of new rows, float32)."""
     top = tl.maximum(old, part)
     base = tl.where(top == NEG_INF, 0.0, top)
     old_weight, new_weight = tl.exp(old - base), tl.exp(part - base)
@@ -360,14 +360,14 @@ def dq(
     tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
     dq_home, dq_work, dq_out, wire, out, lse,
     first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32, q_columns: tl.int32,
-    kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dq_columns: tl.int32, states: tl.int32,
-    scale: tl.float32, cap: tl.float32,
+    kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dq_columns: tl.int32,
+    may_use_statistics: tl.int32, scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulates dQ rows of a tile and head; complete rows go to dq_out (home rows, in the model's dtype) or to
-    messages. delta [rows, heads, 2]: lse and delta, float32, which stated tiles compute from the home rows of out and
-    lse if the layer allows it (`states`); dq float32."""
+    messages. delta [rows, heads, 2]: lse and delta, float32, which tiles with statistics compute from the home rows of
+    out and lse if the layer allows it (`may_use_statistics`); dq float32."""
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -376,12 +376,12 @@ def dq(
     columns = heads + tl.load(tile + 6) + lane * LANE
     rows = row0 + tl.arange(0, M)
     valid = rows < row1
-    q_at = _beside(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
+    q_at = _operand_rows(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
     q = _load(q_at[:, None], valid[:, None], D, DA, DB, True)
-    do_at = _beside(tile, columns, 2, do_home, do_work, q_heads, do_columns, M, E)
+    do_at = _operand_rows(tile, columns, 2, do_home, do_work, q_heads, do_columns, M, E)
     do = _load(do_at[:, None], valid[:, None], E, EA, EB, True)
-    delta_at = _beside(tile, columns, 3, delta_home, delta_work, q_heads, delta_columns, M, 2)
-    if (flags & STATED != 0) & (states != 0):
+    delta_at = _operand_rows(tile, columns, 3, delta_home, delta_work, q_heads, delta_columns, M, 2)
+    if (flags & STATISTICS != 0) & (may_use_statistics != 0):
         home = rows.to(tl.int64) * q_heads + tl.load(columns)
         row_lse, delta = _statistics(do, out + (home * E)[:, None], lse + home, valid, E, EA, EB)
         row_lse = row_lse.to(tl.float32)
@@ -407,7 +407,7 @@ def dq(
     dq_at = tl.where(work, dq_work, dq_home) + offset
     if flags & COMPLETE:
         staged, position = _target(tile, heads, lane, M)
-        target = tl.where(staged, _after(wire, tile + 10), dq_out) + (position * D)[:, None]
+        target = tl.where(staged, _advance(wire, tile + 10), dq_out) + (position * D)[:, None]
         _merge(dq_at, target, valid[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
     else:
         _merge(dq_at, dq_at, valid[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
@@ -419,8 +419,8 @@ def _dkdv_rows(
     MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Accumulates over walked queries for owned keys: all products are transposed, [keys, queries]. at, row: addresses
-    and row strides of q, dO and delta."""
+    """Accumulates over walked queries for owned keys: all products are transposed, [keys, queries]. ptrs, row:
+    addresses and row strides of q, dO and delta."""
     q_at, do_at, delta_at = ptrs
     q_row, do_row, delta_row = row
     step = tl.arange(0, N)
@@ -507,7 +507,7 @@ def dkdv(
     dkv_at = tl.where(work, dkv_work, dkv_home) + offset * (D + E)
     if flags & COMPLETE:
         staged, position = _target(tile, heads, lane, M)
-        staging = _after(
+        staging = _advance(
             wire, tile + 10
         )  # selects scalars: AMD's compiler cannot select between tensors of pointers
         dk_to = tl.where(staged, staging, dk_out) + (position * tl.where(staged, D + E, D))[:, None]

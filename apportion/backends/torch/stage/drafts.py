@@ -29,7 +29,7 @@ from apportion.backends.torch.stage.rowlists import (
     moved,
     owners_meet,
     parts_of,
-    spots,
+    row_tiles,
 )
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants
 from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
@@ -43,8 +43,8 @@ from apportion.ir.tensors import Space, Tensor as Name
 
 
 class Launch(NamedTuple):
-    """One kernel launch without its arrays and layer. arrays: the numbers of the machine's arrays that come first;
-    tables: device tensors; sizes: integers after them."""
+    """One kernel launch without its arrays and layer. tables: device tensors, the first arguments; arrays: picks the
+    next ones from the machine's arrays; sizes: integers after these."""
 
     kernel: str
     programs: int
@@ -104,7 +104,7 @@ class Drafts:
         return self.slots.index(slot)
 
     def complete(self) -> dict[tuple[int, Name, bool], list[tuple[int, int]]]:
-        """(step, tensor, whether at home) -> disjoint ranges of the rows that it leaves as results."""
+        """(step, tensor, whether at home) -> disjoint ranges of the rows that the step leaves as results."""
         result: dict[tuple[int, Name, bool], set[tuple[int, int]]] = {}
         instructions = self._programs["instructions"]
         for roles in ROLES.values():
@@ -146,9 +146,16 @@ class Drafts:
             shape = self._variant.shapes[kernel]
             owner = ROLES[kernel].owner
             complete, targets = self._complete[owner].tasks, self.in_place.targets(owner)
-            stated = self._statistics.tasks if kernel == "dq" else RowRanges.none()
+            statistics = self._statistics.tasks if kernel == "dq" else RowRanges.none()
             items = work_list(
-                self._programs, self._columns, kernel, shape.owner, shape.walked, complete, targets, stated
+                self._programs,
+                self._columns,
+                kernel,
+                shape.owner,
+                shape.walked,
+                complete,
+                targets,
+                statistics,
             )
             self._lists[kernel] = items, self._table_ranges(items.tiles, items.entries, items.heads)
         items, tables = self._lists[kernel]
@@ -168,7 +175,7 @@ class Drafts:
         home, work = (tensor, True, number), (tensor, False, number)
         if tensor not in self._arenas.columns:
             return [home, home]
-        is_input = tensor in _GIVEN and not self._program.uses_project
+        is_input = tensor in _INPUTS and not self._program.uses_project
         return [home if is_input or tensor in self._home else work, work]
 
     # --- rows
@@ -182,7 +189,7 @@ class Drafts:
         return parts
 
     def copy(self, step: Step) -> Iterator[Draft]:
-        """One launch, unless a row of the step reads or writes what another one writes."""
+        """One launch, unless a row of the step reads or writes what another row writes."""
         operands = self._program.operands
         pairs = [(operands[row.a], operands[row.c]) for row in step.rowops]
         groups = [list(moved(self._operand_parts(a), self._operand_parts(c), c.rows)) for a, c in pairs]
@@ -215,7 +222,7 @@ class Drafts:
             for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
                 operand = self._program.operands[index]
                 arrays = list(tile_arrays(operand, self._header, self._arenas.hidden, message.results))
-                for row, stop in self.in_place.rest(index, operand):
+                for row, stop in self.in_place.remaining(index, operand):
                     piece = replace(operand, row=row, rows=stop - row)
                     staging = message_parts(message, tile, operand, arrays, row - operand.row)
                     is_result = message.results and operand.is_home
@@ -230,7 +237,7 @@ class Drafts:
         panels: list[Panel] = []
         for rowop in step.rowops:
             source, target = operands[rowop.a], operands[rowop.c]
-            for row, stop in self.in_place.rest(rowop.a, source):
+            for row, stop in self.in_place.remaining(rowop.a, source):
                 piece = replace(source, row=row, rows=stop - row)
                 destination = replace(target, row=target.row + row - source.row, rows=stop - row)
                 panels += moved(self._operand_parts(piece), self._result(destination), piece.rows)
@@ -280,19 +287,19 @@ class Drafts:
             yield Draft("merge", len(fold.tiles) * fold.lanes, tables, slots, sizes, self._widths())
 
     def _by_space(self, fold: Fold) -> None:
-        """Replaces slots by whether they are work rows: `merge` has only two arrays of O."""
+        """Replaces each slot by 1 for work rows, else 0: `merge` has only two arrays of O."""
         work = np.array([not home for _, home, _ in fold.slots], np.int32)
         fold.tiles[:, 7], fold.entries[:, 3] = work[fold.tiles[:, 7]], work[fold.entries[:, 3]]
 
     def delta(self, step: Step) -> Iterator[Draft]:
-        """A launch for all rows, for layers that need it; then, if attention computes some, one for the others."""
+        """One launch for all rows, for layers that need it; then, if attention computes some, one for the others."""
         operands = self._program.operands
         if any(not operands[row.b].is_home for row in step.rowops):
-            raise ExecutionError("delta of work rows of O: a plan computes it where the output lives")
+            raise ExecutionError("delta of work rows of O: a plan must compute it from home rows")
         slots = [*self._ends(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._ends(Name.DELTA)]
         columns = [self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA)]
-        all_rows = spots(step, operands, ROWS)
-        remaining = spots(step, operands, ROWS, self._rows_without_statistics)
+        all_rows = row_tiles(step, operands, ROWS)
+        remaining = row_tiles(step, operands, ROWS, self._rows_without_statistics)
         for items in (all_rows, remaining) if self._statistics.rowops else (all_rows,):
             tables = self._table_ranges(items.tiles, items.heads)
             sizes = (self.shares, items.lanes, self._header.q_heads, *columns)
@@ -301,10 +308,12 @@ class Drafts:
 
     def _rows_without_statistics(self, operand: Operand) -> list[tuple[int, int]]:
         """Ranges of rows whose statistics no task computes."""
-        return gaps(self._stated if operand.is_home else (), operand.row, operand.row + operand.rows)
+        return gaps(
+            self._statistics_ranges if operand.is_home else (), operand.row, operand.row + operand.rows
+        )
 
     @cached_property
-    def _stated(self) -> list[tuple[int, int]]:
+    def _statistics_ranges(self) -> list[tuple[int, int]]:
         _, row0, row1 = (column.tolist() for column in self._statistics.rowops)
         return merge_ranges(zip(row0, row1, strict=True))
 
@@ -313,7 +322,7 @@ class Drafts:
         lse, result = (Name.O, True, 1), (Name.NONE, True, 0)
         sums, results = self._complete["o"].gaps, self._complete["o"].arrived.within
         for o, ranges in (((Name.O, True, 0), sums), (result, results)):
-            items = spots(step, self._program.operands, ROWS, partial(_rows_of, ranges))
+            items = row_tiles(step, self._program.operands, ROWS, partial(_rows_of, ranges))
             tables, sizes = self._table_ranges(items.tiles, items.heads), (items.lanes, self._header.q_heads)
             programs = len(items.tiles) * items.lanes
             yield Draft("finish", programs, tables, [o, lse, result], sizes, self._widths())
@@ -347,10 +356,10 @@ class Drafts:
 
 #: staging as numbers of the model's dtype, and as float32
 _WIRE: list[Slot] = [(Name.NONE, False, 0), (Name.NONE, False, 1)]
-#: a sum -> the tensor whose home rows its results resemble, and the index of their first result
+#: a sum -> the tensor whose home rows have the shape of its results, and the index of its first result
 _RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
 #: home rows that callers pass in, unless the program projects
-_GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
+_INPUTS = frozenset({Name.Q, Name.KV, Name.DO})
 
 
 def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], operand: Operand) -> list[tuple[int, int]]:
@@ -358,7 +367,7 @@ def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], operand: Opera
 
 
 def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:
-    """True if a row of a copy may overlap rows that another one writes; conservative, since that is rare."""
+    """True if a row of a copy may overlap rows that another row writes; conservative, since that is rare."""
     read, written = (
         {(operand.tensor, operand.is_home) for operand in side} for side in zip(*pairs, strict=True)
     )

@@ -28,8 +28,8 @@ from apportion.ir.tensors import Space
 
 @dataclass(frozen=True)
 class DirectRows:
-    """Complete work rows [row, stop) of a sum, of an operand of this number, that a task writes to their destination: a
-    tile of a message from its row `first` on, or, without a message, the results from that home row on."""
+    """Complete work rows [row, stop) of a sum that a task writes to a tile of a message, from the tile's row `first`
+    on, or, if there is no message, to the results from home row `first` on. number: the operand's."""
 
     row: int
     stop: int
@@ -93,8 +93,8 @@ class DirectWrites:
         columns = len(entry.operand.heads)
         return entry.row, entry.stop, 1, entry.first, columns, (start + offset) // ALIGNMENT, lse // ALIGNMENT
 
-    def rest(self, number: int, operand: Operand) -> list[tuple[int, int]]:
-        """The rows of the operand of this number that are not written in place."""
+    def remaining(self, number: int, operand: Operand) -> list[tuple[int, int]]:
+        """The rows of operand `number` that are not written in place."""
         return gaps(self._ranges_by_operand.get(number, ()), operand.row, operand.row + operand.rows)
 
     @cached_property
@@ -108,7 +108,7 @@ class DirectWrites:
         return ranges
 
 
-def written_from(programs: ProgramSet, complete: Mapping[str, Complete]) -> dict[int, int]:
+def earliest_writes(programs: ProgramSet, complete: Mapping[str, Complete]) -> dict[int, int]:
     """Launch -> the first instruction that may write rows into its messages."""
     instructions = programs["instructions"]
     earliest: dict[int, int] = {}

@@ -43,20 +43,20 @@ class DeviceLauncher:
 
 
 def _compile(kernel: str, args: Sequence[Any], constants: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The compiled kernel, and the arguments to append to a launch's."""
+    """The compiled kernel, and the arguments to append to those of a launch."""
     function = KERNELS[kernel]
     compiled = function.warmup(*args, grid=(1,), **constants)
     return compiled, tuple(constants[name] for name in function.arg_names[len(args) :])
 
 
-def interpreted(kernel: str, programs: int, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+def interpret(kernel: str, programs: int, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
     """Interprets a kernel, on the CPU."""
     KERNELS[kernel][(programs,)](*args, **constants)
 
 
 def default_launcher() -> Launcher:
     """Triton's interpreter if TRITON_INTERPRET=1, else the device."""
-    return interpreted if os.environ.get("TRITON_INTERPRET") == "1" else _ON_DEVICE
+    return interpret if os.environ.get("TRITON_INTERPRET") == "1" else _ON_DEVICE
 
 
 _ON_DEVICE = DeviceLauncher()

@@ -45,8 +45,8 @@ class StageMachine(TorchMachine):
 
     @cached_property
     def _results(self) -> tuple[Tensor, ...]:
-        """The caller's results, [rows, heads, width] in the model's dtype: the output; of a backward program dq, dk and
-        dv."""
+        """The caller's results, [rows, heads, width] in the model's dtype: the output, or dq, dk and dv of a
+        backward program."""
         header, dtype = self.program.header, DTYPES[self.program.header.dtype]
         keys = header.kv_heads
         widths = (header.q_heads, header.head_dim), (keys, header.head_dim), (keys, header.v_head_dim)
@@ -61,10 +61,10 @@ class StageMachine(TorchMachine):
         return torch.zeros(shape, dtype=torch.float64, device=self.memory.device)
 
     def bind(self) -> None:
-        """Does nothing: only projections need views, and make their own."""
+        """Does nothing: only projections need views, and they make their own."""
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _free_attention_inputs(self) -> None:
+        super()._free_attention_inputs()
         self._arrays.clear()
 
     def _array(self, slot: Slot) -> Any:
@@ -72,7 +72,7 @@ class StageMachine(TorchMachine):
         if slot is None:
             return self.memory.staging
         tensor, home, number = slot
-        if tensor == Name.NONE and not home:  # staging by its numbers
+        if tensor == Name.NONE and not home:  # staging, viewed as numbers
             return self.memory.staging.view((DTYPES[self.program.header.dtype], torch.float32)[number])
         if tensor == Name.NONE:
             return self._results[number]
@@ -85,10 +85,10 @@ class StageMachine(TorchMachine):
         self._attention(step, (sinks,), {"attend": (int(sinks is not None),)})
 
     def attend_grad(self, step: Step) -> None:
-        self._attention(step, (), {"dq": (self._states,)})
+        self._attention(step, (), {"dq": (self._may_use_statistics,)})
 
     @property
-    def _states(self) -> int:
+    def _may_use_statistics(self) -> int:
         """1 if attention may compute statistics of rows: learned sinks and a gradient of LSE need `delta`."""
         return int(self._layer.sinks is None and self._layer.dlse is None)
 
@@ -110,15 +110,15 @@ class StageMachine(TorchMachine):
         for index in sorted(sums):
             operand = self.program.operands[index]
             label = f"instruction {step.index}, {operand}"
-            for part in self._remaining_parts(step, operand):
+            for part in self._sum_rows(step, operand):
                 if operand.tensor == Name.O:
                     require_finite(label, *part)
                 else:
                     for rows in part:
                         require_numbers(f"instruction {step.index}", **{str(operand): rows})
 
-    def _remaining_parts(self, step: Step, operand: Operand) -> Iterator[tuple[Tensor, ...]]:
-        """Rows of a sum, complete ones among the results."""
+    def _sum_rows(self, step: Step, operand: Operand) -> Iterator[tuple[Tensor, ...]]:
+        """Yields the rows of a sum; complete ones from the results."""
         parts = self.memory.view(operand).read()
         row, stop = operand.row, operand.row + operand.rows
         complete = self._loaded.complete.get((step.index, operand.tensor, operand.is_home), [])
@@ -171,13 +171,13 @@ class StageMachine(TorchMachine):
 
     _unpack = _pack
 
-    # --- facts about the layer
+    # --- instructions that depend on the layer
 
     def delta(self, step: Step) -> None:
         sinks, dlse = self._layer.sinks, self._layer.dlse
         dlse = None if dlse is None else dlse.float().contiguous()
         launches = self._loaded.launches[step.index]
-        for launch in launches[-1:] if self._states else launches[:1]:
+        for launch in launches[-1:] if self._may_use_statistics else launches[:1]:
             unused = launch.tables[0]
             tensors = (
                 unused if sinks is None else sinks,

@@ -1,9 +1,9 @@
 """Loads a rank's program as launches: all tables are built once per plan and sent to the device in one copy.
 
     columns ──worklists──► attend, dq, dkdv       steps ──rowlists──► move, add, merge, delta, finish
-                    └────────── one int32 buffer, pinned, copied in order of the stream ────────────────────┘
+                    └────────── one int32 buffer, pinned, copied in stream order ───────────────────────────┘
 
-For an instruction a call only has to put the addresses of its arrays before the prepared arguments.
+For each launch, a call only has to insert its arrays among the prepared arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apportion.backends.torch.executor import Executable, LoadRequest
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import find_rounds
 from apportion.backends.torch.stage.drafts import Drafts, Launch
-from apportion.backends.torch.stage.in_place import DirectRows, written_from
+from apportion.backends.torch.stage.in_place import DirectRows, earliest_writes
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.stage.variants import Variant, variant
 from apportion.ir.arrays import Ints
@@ -57,9 +57,9 @@ class Table:
 
 @dataclass(frozen=True)
 class StageExecutable(Executable):
-    """A loaded program. launches: of each step; slots: the arrays that a machine provides, by number; shares: tiles of
-    all delta instructions; complete: (step, tensor, whether at home) -> ascending ranges of rows that it leaves as
-    results; in_place: of a sum, the destinations of its complete work rows."""
+    """A loaded program. launches: by step; slots: the arrays that a machine provides, by number; shares: number of
+    tiles of all delta instructions; complete: (step, tensor, whether at home) -> ascending ranges of rows that it
+    leaves as results; in_place: the destinations of each sum's complete work rows."""
 
     table: Table
     launches: Mapping[int, tuple[Launch, ...]]
@@ -84,10 +84,10 @@ class StageExecutable(Executable):
 
 
 def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable:
-    """Loads a one-rank program on a device. shapes: of the kernels, by default for the header."""
+    """Loads a one-rank program on a device. shapes: of the kernels; by default chosen for the header."""
     columns, program, device, rows, hidden, envelope = request
     complete = find_complete(columns)
-    rounds = find_rounds(columns, program, hidden, written_from(columns, complete))
+    rounds = find_rounds(columns, program, hidden, earliest_writes(columns, complete))
     arenas = Arenas(program, rounds.staging_bytes, hidden, envelope)
     header = program.header
     kernel_shapes = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
@@ -104,8 +104,8 @@ def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable
     last = tuple(draft.launch(table.data, drafts) for draft in results)
     slots, finished, shares = tuple(drafts.slots), drafts.complete(), drafts.shares
     in_place = {Name[column.upper()]: entries for column, entries in drafts.in_place.rows.items()}
-    arrived = frozenset(
+    result_only = frozenset(
         Name[column.upper()] for column, completion in complete.items() if completion.has_all_results(rows)
     )
-    common = program, rounds, arenas, arrived
+    common = program, rounds, arenas, result_only
     return StageExecutable(*common, table, launches, last, slots, kernel_shapes, shares, finished, in_place)

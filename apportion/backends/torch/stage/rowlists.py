@@ -19,14 +19,14 @@ import numpy as np
 from apportion.backends.interp import Operand, Step
 from apportion.backends.torch.memory.arrays import Array
 from apportion.backends.torch.memory.rounds import Message
-from apportion.backends.torch.stage.tiles import cut_tiles, shelves, waves
+from apportion.backends.torch.stage.tiles import column_groups, cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ENTRY, TILE
 from apportion.ir.arrays import Ints, group_of, within
 from apportion.ir.isa import Op
 from apportion.ir.tensors import Tensor as Name
 
-COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND, EXTEND = range(7)
-#: int64 of a panel: slot, byte and stride of the source; the same of the target; rows, bytes per row, how
+COPY, CLEAR, MINUS_INF, NARROW, WIDEN, ROUND, EXTEND = range(7)
+#: int64 of a panel: slot, byte and stride of the source; the same of the target; rows, bytes per row, action
 PANEL = 9
 #: addresses that a launch takes
 SLOTS = 12
@@ -34,9 +34,9 @@ SLOTS = 12
 UNITS = 4096
 
 #: an array of the machine's: (tensor, is home, number among the tensor's arrays)
-Held = tuple[Name, bool, int]
-#: or None: the staging arena
-Slot = Held | None
+ArraySlot = tuple[Name, bool, int]
+#: an array, or None for the staging arena
+Slot = ArraySlot | None
 
 
 class Place(NamedTuple):
@@ -70,7 +70,7 @@ class Panel(NamedTuple):
     target_row: int
     rows: int
     width: int
-    how: int
+    action: int
 
 
 def panels(source: Place, target: Place, rows: int, width: int, action: int = COPY) -> Iterator[Panel]:
@@ -110,7 +110,7 @@ def message_parts(
 
 
 def moved(source: list[Part], target: list[Part], rows: int) -> Iterator[Panel]:
-    """Panels of all parts; numbers are converted if the dtypes differ."""
+    """Panels that move all parts; numbers are converted if the dtypes differ."""
     for (a, _), (b, width) in _join_pairs(zip(source, target, strict=True)):
         action = COPY if a.size == b.size else _CONVERTED[a.size, b.size]
         yield from panels(a, b, rows, width, action)
@@ -136,7 +136,7 @@ def _follows(previous: Part, part: Part) -> bool:
 def cleared(target: list[Part], rows: int, tensor: Name) -> Iterator[Panel]:
     """Panels that write the identity of accumulation."""
     for number, (part, width) in enumerate(target):
-        yield from panels(part, part, rows, width, NEVER if tensor == Name.O and number == 1 else CLEAR)
+        yield from panels(part, part, rows, width, MINUS_INF if tensor == Name.O and number == 1 else CLEAR)
 
 
 #: conversions, bytes per number before and after: LSE between memory and messages, gradients in results or messages
@@ -184,7 +184,7 @@ class Fold(NamedTuple):
     tiles: Ints
     entries: Ints
     heads: Ints
-    slots: tuple[Held, ...]
+    slots: tuple[ArraySlot, ...]
     lanes: int
 
 
@@ -211,21 +211,21 @@ class _Term(NamedTuple):
 
 
 def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold]:
-    """The launches of an add or merge: one, unless it reads what it accumulates."""
+    """The launches of an add or merge: one, unless it reads rows that it accumulates into."""
     terms = [_Term(operands[row.a], operands[row.c], row.first) for row in step.rowops]
     if owners_meet([term.whole for term in terms], _number_keys([term.owner for term in terms])):
         terms = [lane for term in terms for lane in term.lanes()]
-    for together in _split_dependent(terms):
-        yield _fold(together, height)
+    for independent in _split_dependent(terms):
+        yield _fold(independent, height)
 
 
 def owners_meet(written: Sequence[Operand], owner: Ints) -> bool:
     """True if two owners, int64 [operands], write the same row and column."""
     columns = list(dict.fromkeys(operand.listed for operand in written))
-    shelf = shelves(
+    group = column_groups(
         np.zeros_like(owner), np.array([columns.index(operand.listed) for operand in written]), columns
     )
-    slot = 32 * shelf + np.array([2 * operand.tensor + operand.is_home for operand in written])
+    slot = 32 * group + np.array([2 * operand.tensor + operand.is_home for operand in written])
     start = np.array([operand.row for operand in written])
     stop = start + np.array([operand.rows for operand in written])
     return bool(waves(np.zeros_like(owner), slot, start, stop, owner).any())
@@ -237,7 +237,7 @@ def _number_keys(keys: Sequence[object]) -> Ints:
 
 
 def _split_dependent(terms: list[_Term]) -> Iterator[list[_Term]]:
-    """Splits terms into runs in which no term reads rows that another one writes."""
+    """Splits terms into runs in which no term reads rows that another term writes."""
     reads, writes = (
         np.array(
             [
@@ -269,7 +269,9 @@ def _fold(terms: list[_Term], height: int) -> Fold:
         for side in (wholes, parts)
     )
     heads = HeadColumns()
-    at_whole, at_part = (np.array([heads.at(operand.listed) for operand in side]) for side in (wholes, parts))
+    at_whole, at_part = (
+        np.array([heads.offset_of(operand.listed) for operand in side]) for side in (wholes, parts)
+    )
     task, tile = cuts.task, cuts.of_entry
     shift = np.array([operand.row for operand in parts]) - start
     from_, to = np.maximum(cuts.row0[tile], start[task]), np.minimum(cuts.row1[tile], stop[task])
@@ -285,16 +287,16 @@ def _fold(terms: list[_Term], height: int) -> Fold:
 
 @dataclass
 class HeadColumns:
-    """Lists of head columns, each written once."""
+    """Lists of head columns, end to end, without duplicates."""
 
     numbers: list[int] = field(default_factory=list)
-    _known: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _offsets: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def at(self, columns: tuple[int, ...]) -> int:
-        if columns not in self._known:
-            self._known[columns] = len(self.numbers)
+    def offset_of(self, columns: tuple[int, ...]) -> int:
+        if columns not in self._offsets:
+            self._offsets[columns] = len(self.numbers)
             self.numbers += columns
-        return self._known[columns]
+        return self._offsets[columns]
 
 
 class RowTiles(NamedTuple):
@@ -305,15 +307,15 @@ class RowTiles(NamedTuple):
     lanes: int
 
 
-def spots(
+def row_tiles(
     step: Step,
     operands: Sequence[Operand],
     height: int,
     rows_of: Callable[[Operand], list[tuple[int, int]]] = lambda first: [(first.row, first.row + first.rows)],
 ) -> RowTiles:
-    """Tiles of the rows that a delta or finish writes; rows_of: the rows still to do. Flags: whether its rows, and for
-    delta the rows of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or of
-    O alone."""
+    """Tiles of the rows that a delta or finish writes; rows_of: the rows to compute. Flags: whether its rows, and for
+    delta the rows of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or
+    only of O."""
     heads, tiles = HeadColumns(), []
     for row in step.rowops:
         sides = [operands[i] for i in ((row.c, row.a, row.b) if step.op == Op.DELTA else (row.c,))]
@@ -321,7 +323,7 @@ def spots(
         flags = sum(2 << i for i, operand in enumerate(sides) if not operand.is_home)
         shifts = [operand.row - first.row for operand in sides[1:]] or [0, 0]
         columns = [list(operand.listed) for operand in sides]
-        index = heads.at(tuple(x for lane in zip(*columns, strict=True) for x in (*lane, 0, 0, 0)[:4]))
+        index = heads.offset_of(tuple(x for lane in zip(*columns, strict=True) for x in (*lane, 0, 0, 0)[:4]))
         for begin, end in rows_of(first):
             for start in range(begin, end, height):
                 stop = min(start + height, end)

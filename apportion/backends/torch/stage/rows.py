@@ -16,24 +16,24 @@ from apportion.backends.torch.stage.attention import (
     NEG_INF,
     SIZES,
     TILE,
-    _beside,
     _load,
     _merge,
+    _operand_rows,
     _statistics,
     merge_weights,
 )
 
 PANEL = tl.constexpr(9)
 # as in `rowlists`
-COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND, EXTEND = (tl.constexpr(code) for code in range(7))
-#: the layer's own arrays, read number by number: any alignment
+COPY, CLEAR, MINUS_INF, NARROW, WIDEN, ROUND, EXTEND = (tl.constexpr(code) for code in range(7))
+#: the layer's own arrays: of any alignment, since they are read element by element
 OF_LAYER = ("sinks", "dlse")
 LOW_INF = tl.constexpr(-1048576)  # the upper half of a float64 of -inf, as int32
 
 
 @triton.jit
 def _base(slot, bases):
-    """The address in a slot."""
+    """The base address of a slot."""
     base = bases[0]
     for number in tl.static_range(1, len(bases)):
         base = tl.where(slot == number, bases[number], base)
@@ -92,7 +92,7 @@ def move(
             mask = valid & (j + step < width // BYTES)
             unit = tl.load(source_at + j + step, mask=mask & (action == COPY), other=0)
             if BYTES == 4:
-                unit = tl.where((action == NEVER) & ((step & 1) == 1), LOW_INF, unit)
+                unit = tl.where((action == MINUS_INF) & ((step & 1) == 1), LOW_INF, unit)
             tl.store(target_at + j + step, unit, mask=mask)
 
 
@@ -129,8 +129,8 @@ def add(
             index = (row + tl.load(entry + 2)).to(tl.int64) * pitch + tl.load(
                 heads + tl.load(entry + 4) + lane
             )
-            meant = ((row >= tl.load(entry)) & (row < tl.load(entry + 1)))[:, None]
-            total += tl.load(part + (index * width)[:, None] + column, mask=mask & meant, other=0.0)
+            in_entry = ((row >= tl.load(entry)) & (row < tl.load(entry + 1)))[:, None]
+            total += tl.load(part + (index * width)[:, None] + column, mask=mask & in_entry, other=0.0)
         tl.debug_barrier()
         tl.store(ptr + column, total, mask=mask)
 
@@ -157,23 +157,25 @@ def merge(
     total = _load(o_at, has_old[:, None], E, EA, EB, True)
     for x in range(tl.load(tile + 2), tl.load(tile + 3)):
         entry = entries + x * ENTRY
-        meant = valid & (row >= tl.load(entry)) & (row < tl.load(entry + 1))
+        in_entry = valid & (row >= tl.load(entry)) & (row < tl.load(entry + 1))
         is_work = tl.load(entry + 3) != 0
         part = (row + tl.load(entry + 2)).to(tl.int64) * tl.where(is_work, o_columns, q_heads)
         part += tl.load(heads + tl.load(entry + 4) + lane)
-        part_lse = tl.load(tl.where(is_work, lse_work, lse_home) + part, mask=meant, other=NEG_INF)
+        part_lse = tl.load(tl.where(is_work, lse_work, lse_home) + part, mask=in_entry, other=NEG_INF)
         lse, keep, take = merge_weights(lse, part_lse)
-        rows = _load(tl.where(is_work, o_work, o_home) + (part * E)[:, None], meant[:, None], E, EA, EB, True)
+        rows = _load(
+            tl.where(is_work, o_work, o_home) + (part * E)[:, None], in_entry[:, None], E, EA, EB, True
+        )
         total = _mix(total, keep[:, None], rows, take[:, None], EB)
-    tl.debug_barrier()  # every thread has read what one of them overwrites
+    tl.debug_barrier()  # every thread has read before one overwrites
     tl.store(lse_at, lse, mask=valid)
     _merge(o_at, o_at, valid[:, None], 0.0, 1.0, 1, total, E, EA, EB)
 
 
 @triton.jit
-def _mix(a, of_a, b, of_b, B: tl.constexpr):
+def _mix(a, wa, b, wb, B: tl.constexpr):
     """The weighted sum of a and b, part by part."""
-    return (a[0] * of_a + b[0] * of_b, a[1] * of_a + b[1] * of_b) if B else (a[0] * of_a + b[0] * of_b,)
+    return (a[0] * wa + b[0] * wb, a[1] * wa + b[1] * wb) if B else (a[0] * wa + b[0] * wb,)
 
 
 @triton.jit(do_not_specialize=(*SIZES, "first_share", *OF_LAYER))
@@ -191,7 +193,7 @@ def delta(
     columns = heads + tl.load(tile + 6) + lane * LANE
     row, flags = tl.load(tile) + tl.arange(0, R), tl.load(tile + 4)
     valid = row < tl.load(tile + 1)
-    do_at = _beside(tile, columns, 1, do_home, do_work, q_heads, do_columns, R, E)
+    do_at = _operand_rows(tile, columns, 1, do_home, do_work, q_heads, do_columns, R, E)
     do = _load(do_at[:, None], valid[:, None], E, EA, EB, True)
     head = tl.load(columns + 2)
     home = (row + tl.load(tile + 8)).to(tl.int64) * q_heads + head
@@ -231,7 +233,7 @@ def finish(
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float64) + row * 0
         row_lse, keep, _ = merge_weights(tl.load(lse + index, mask=valid, other=NEG_INF), sink)
-        tl.debug_barrier()  # every thread has read what one of them overwrites
+        tl.debug_barrier()  # every thread has read before one overwrites
         tl.store(lse + index, row_lse, mask=valid)
     target = out + (index * E)[:, None]
     _merge(target, target, valid[:, None], 0.0, keep[:, None], 1, rows, E, EA, EB)

@@ -6,8 +6,8 @@
     pairs    A  A  A AB AB AB B  B
 
 The tasks of a tile are its entries, in program order. A tile is *fresh* if one of its tasks is the first on its rows:
-then it overwrites; it is *complete* if its rows are results after its tasks have run, and *stated* if it computes their
-statistics. Plain numpy columns, one pass for all instructions of a program.
+then it overwrites; it is *complete* if its rows are results after its tasks have run, and has *statistics* if it
+computes those of its rows. Plain numpy columns, one pass for all instructions of a program.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KeyedRows(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles sorted by key and row. key, row0, row1: int64, fresh, complete, stated: bool, all [tiles]. ptr: int64
+    """Tiles sorted by key and row. key, row0, row1: int64, fresh, complete, statistics: bool, all [tiles]. ptr: int64
     [tiles + 1] into task: int64 [entries], the tasks of each tile in order."""
 
     key: Ints
@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
     row1: Ints
     fresh: Bools
     complete: Bools
-    stated: Bools
+    statistics: Bools
     ptr: Ints
     task: Ints
 
@@ -65,13 +65,13 @@ def cut_tiles(
     height: int,
     complete: KeyedRows = _NOWHERE,
     cuts: KeyedRows = _NOWHERE,
-    stated: KeyedRows = _NOWHERE,
+    statistics: KeyedRows = _NOWHERE,
 ) -> Tiles:
     """Cuts the rows that tasks of the same key write into tiles of at most `height` rows. key, start, stop: int64
-    [tasks], rows [start, stop); first: bool [tasks]; cuts: ranges at whose ends tiles end."""
+    [tasks], rows [start, stop); first: bool [tasks]; cuts: ranges at whose ends tiles must end."""
     begin, end = written = KeyedRows(key, start, stop).ends
     fresh_ones = np.flatnonzero(first)
-    marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, stated.ends
+    marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, statistics.ends
     lo, hi, (fresh, done, early) = _uniform_ranges(written, marks, np.concatenate(cuts.ends))
     count = -(-(hi - lo) // height)
     run = group_of(count)
@@ -118,24 +118,24 @@ def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints
     return offsets(np.bincount(tile, minlength=len(row0))), task[order]
 
 
-def shelves(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...]]) -> Ints:
+def column_groups(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...]]) -> Ints:
     """int64 [tasks]: equal for tasks of an instruction that share a head column, directly or transitively. signature:
     int64 [tasks], index into `columns` of the columns each writes."""
     pairs, which = np.unique(np.stack([instruction, signature], axis=1), axis=0, return_inverse=True)
-    shelf = np.arange(len(pairs))
+    group_number = np.arange(len(pairs))
     for i, (group, signature_) in enumerate(pairs.tolist()):
         for j in range(i - 1, -1, -1):
             if pairs[j, 0] != group:
                 break
             if not set(columns[signature_]).isdisjoint(columns[pairs[j, 1]]):
-                shelf[shelf == shelf[i]] = shelf[j]
-    return shelf[which]
+                group_number[group_number == group_number[i]] = group_number[j]
+    return group_number[which]
 
 
 def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
     """int64 [tasks]: the launch of its instruction that runs each task, nearly always 0.
 
-    Tasks of an instruction that write rows [start, stop) of one slot may share a launch if they have one owner; if
+    Tasks of an instruction that write rows [start, stop) of one slot may share a launch if they have the same owner; if
     ranges of two owners overlap, the later task in the program is launched later. Different slots never conflict.
     """
     wave = np.zeros(len(instruction), np.int64)
@@ -163,9 +163,9 @@ def _serial_waves(slot: Ints, start: Ints, stop: Ints, owner: Ints) -> list[int]
     """The wave of each task in order; a task that overlaps rows of another owner in the wave starts a new one."""
     wave, current = [], 0
     active: list[tuple[int, ...]] = []
-    for at, low, high, own in zip(*(part.tolist() for part in (slot, start, stop, owner)), strict=True):
-        if any(at == on and own != of and low < end and begin < high for on, begin, end, of in active):
+    for place, low, high, key in zip(*(part.tolist() for part in (slot, start, stop, owner)), strict=True):
+        if any(place == p and key != k and low < end and begin < high for p, begin, end, k in active):
             current, active = current + 1, []
-        active.append((at, low, high, own))
+        active.append((place, low, high, key))
         wave.append(current)
     return wave

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LEAST = 16
+MIN_WIDTH = 16
 #: rows of a tile of row operations
 ROWS = 16
 
@@ -47,9 +47,9 @@ class Variant:
 
 def parts(width: int) -> tuple[int, int]:
     """Two powers of two that cover a width; the second is 0 if one suffices."""
-    first = max(LEAST, 1 << (width.bit_length() - 1))
+    first = max(MIN_WIDTH, 1 << (width.bit_length() - 1))
     remaining = width - first
-    return first, 0 if remaining <= 0 else max(LEAST, 1 << (remaining - 1).bit_length())
+    return first, 0 if remaining <= 0 else max(MIN_WIDTH, 1 << (remaining - 1).bit_length())
 
 
 def row_constants(width: int) -> dict[str, int]:

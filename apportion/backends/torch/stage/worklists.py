@@ -2,10 +2,10 @@
 
     tasks ──waves, cut_tiles──► tiles (rows with one owner) ──► entries (rows each tile walks) ──► one int32 buffer
 
-A program has at most three lists, one per kernel. `owner` rows are accumulated; `beside` are operands with rows
-parallel to the owner's; a tile walks over the rows of `walked`, and `along` are operands with rows parallel to those:
+A program has at most three lists, one per kernel. `owner` rows are accumulated; `with_owner` are operands with rows
+parallel to the owner's; a tile walks over the rows of `walked`, and `with_walked` are operands parallel to those:
 
-    kernel   owner   beside         walked   along
+    kernel   owner   with_owner     walked   with_walked
     attend   O       Q              KV
     dq       dQ      Q, dO, delta   KV
     dkdv     dKV     KV             Q        dO, delta
@@ -27,25 +27,26 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.backends.interp import Program, kv_columns
-from apportion.backends.torch.stage.tiles import KeyedRows, Tiles, cut_tiles, shelves, waves
+from apportion.backends.torch.stage.tiles import KeyedRows, Tiles, column_groups, cut_tiles, waves
 from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ
 from apportion.ir.plan.fusion import RowRanges
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
 
-#: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`; then
-#: the target of complete rows: offset in 16-byte units, row of row0, columns of a row, heads' columns, offset of their
-#: LSE
+#: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `with_owner`;
+#: then the target of complete rows: offset in 16-byte units, row of row0, columns of a row, heads' columns, offset of
+#: their LSE
 TILE = 16
 AT, FIRST, COLUMNS, HEADS, LSE = range(10, 15)
 #: int32 of an entry: start, stop, full0, full1, dmin, dmax, owner rows it is for (from, to), flags, heads, shifts of
-#: up to 2 `along`
+#: up to 2 `with_walked`
 ENTRY = 12
-#: flags of a tile: fresh, then whether the owner and each `beside` are work rows, complete, whether these rows go into
-#: a message, whether it computes its rows' statistics; of an entry: of walked and `along`
-COMPLETE, STAGED, STATED = 32, 64, 128
-_FAR = 2**30  # beyond any row: diagonals are cut to it
+#: flags of a tile: fresh, then whether the owner and each `with_owner` are work rows, complete, whether these rows go
+#: into a message, whether it computes its rows' statistics; of an entry: whether walked and each `with_walked` are work
+#: rows
+COMPLETE, STAGED, STATISTICS = 32, 64, 128
+_FAR = 2**30  # beyond any row: diagonals are clipped to it
 
 
 class Columns:
@@ -74,9 +75,9 @@ class Roles(NamedTuple):
 
     table: str
     owner: str
-    beside: tuple[str, ...]
+    with_owner: tuple[str, ...]
     walked: str
-    along: tuple[str, ...]
+    with_walked: tuple[str, ...]
     first: int  # bit of `first` for a task that is the first on the owner's rows
 
 
@@ -110,7 +111,7 @@ class WorkList:
 
 class Targets(NamedTuple):
     """Destinations of complete work rows [row0, row1) of a sum; int64 [ranges], by row. staged: 1 for a message, 0 for
-    results; first: the row there; columns: columns per row there; at, lse: byte offsets of the rows and of their LSE,
+    results; first: the row there; columns: number per row there; at, lse: byte offsets of the rows and of their LSE,
     in units of 16."""
 
     row0: Ints
@@ -134,15 +135,15 @@ def work_list(
     block: int,
     complete: RowRanges,
     targets: Targets,
-    stated: RowRanges,
+    statistics: RowRanges,
 ) -> WorkList:
     """Builds the list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows. complete: the
-    rows that tasks leave as results; targets: destinations of the work rows among them; stated: home rows, by task,
+    rows that tasks leave as results; targets: destinations of the work rows among them; statistics: home rows, by task,
     whose statistics the kernel computes."""
     tasks = _ListedTasks(programs, columns, ROLES[kernel])
     finished = KeyedRows(tasks.key[complete.of], complete.row0, complete.row1)
     cuts = _targets_of(finished, tasks.spaces[complete.of] & 1, targets)
-    early = KeyedRows(tasks.key[stated.of], stated.row0, stated.row1)
+    early = KeyedRows(tasks.key[statistics.of], statistics.row0, statistics.row1)
     tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, finished, cuts, early)
     entries, of_tile = _entries(tasks, tiles, block)
     heads = _Heads(columns, tasks)
@@ -152,13 +153,13 @@ def work_list(
     work = offsets(entries[:, 1] - entries[:, 0])
     launch = tasks.launch[sample]
     order = np.lexsort((work[first] - work[last], launch))  # longest first
-    order = order[(tiles.fresh | tiles.complete | tiles.stated | (last > first))[order]]
-    flags = tiles.fresh + 2 * tasks.spaces[sample] + COMPLETE * tiles.complete + STATED * tiles.stated
+    order = order[(tiles.fresh | tiles.complete | tiles.statistics | (last > first))[order]]
+    flags = tiles.fresh + 2 * tasks.spaces[sample] + COMPLETE * tiles.complete + STATISTICS * tiles.statistics
     fields = [tiles.row0, tiles.row1, first, last, flags, heads.lanes[sample], heads.tile[sample]]
-    fields += [shift[sample] for shift in tasks.beside]
+    fields += [shift[sample] for shift in tasks.with_owner]
     rows = np.zeros((len(order), TILE), np.int32)
     rows[:, : len(fields)] = np.stack(fields, axis=1)[order]
-    _aim(rows, heads, tasks, sample[order], targets)
+    _set_targets(rows, heads, tasks, sample[order], targets)
     entries[:, 9] = heads.entry[entries[:, 9]]  # replaces the task
     return WorkList(
         rows, entries.astype(np.int32), heads.numbers, _launches(tasks, launch[order], rows[:, 5])
@@ -179,7 +180,7 @@ def _targets_of(done: KeyedRows, is_work: Ints, targets: Targets) -> KeyedRows:
     )
 
 
-def _aim(rows: Ints, heads: _Heads, tasks: _ListedTasks, sample: Ints, targets: Targets) -> None:
+def _set_targets(rows: Ints, heads: _Heads, tasks: _ListedTasks, sample: Ints, targets: Targets) -> None:
     """Fills in the targets of complete tiles. rows: int32 [tiles, TILE], in place; sample: int64 [tiles], a task of
     each."""
     complete = rows[:, 4] & COMPLETE > 0
@@ -200,14 +201,14 @@ class _ListedTasks:
     """The tasks of a list by role; all int64 [tasks] except `of_key`.
 
     start, stop: owner rows; low, high: walked rows; dmin, dmax: of owner row - walked row. launch: its number among the
-    launches of the list; key: the owner, its rows' shifts to `beside` and the launch; of_key: a task of each key.
+    launches of the list; key: the owner, its rows' shifts to `with_owner` and the launch; of_key: one task of each key.
     """
 
     def __init__(self, programs: ProgramSet, columns: Columns, roles: Roles) -> None:
         table, row = programs[roles.table], columns.row
         operand_of = {
             name: table[name].astype(np.int64)
-            for name in (roles.owner, *roles.beside, roles.walked, *roles.along)
+            for name in (roles.owner, *roles.with_owner, roles.walked, *roles.with_walked)
         }
         self.roles, self.of = roles, operand_of
         owner, walked = operand_of[roles.owner], operand_of[roles.walked]
@@ -217,15 +218,17 @@ class _ListedTasks:
         bounds = [table[name].astype(np.int64) * sign for name in ("dmin", "dmax")[::sign]]
         self.dmin, self.dmax = (bound + row[owner] - row[walked] for bound in bounds)
         self.first = table["first"].astype(np.int64) & roles.first > 0
-        self.beside = [row[operand_of[name]] - row[owner] for name in roles.beside]
-        self.along = [row[operand_of[name]] - row[walked] for name in roles.along]
-        self.spaces = _bits(columns.space[operand_of[name]] for name in (roles.owner, *roles.beside))
-        self.walked_spaces = _bits(columns.space[operand_of[name]] for name in (roles.walked, *roles.along))
+        self.with_owner = [row[operand_of[name]] - row[owner] for name in roles.with_owner]
+        self.with_walked = [row[operand_of[name]] - row[walked] for name in roles.with_walked]
+        self.spaces = _bits(columns.space[operand_of[name]] for name in (roles.owner, *roles.with_owner))
+        self.walked_spaces = _bits(
+            columns.space[operand_of[name]] for name in (roles.walked, *roles.with_walked)
+        )
         op, count = (programs["instructions"].wide(name) for name in ("op", "count"))
         self.instruction = instruction_of(op, count, roles.table)
-        signatures = [columns.signature[operand_of[name]] for name in (roles.owner, *roles.beside)]
-        key = group(self.instruction, self.spaces, *signatures, *self.beside)
-        slot = 2 * shelves(self.instruction, signatures[0], columns.columns) + columns.space[owner]
+        signatures = [columns.signature[operand_of[name]] for name in (roles.owner, *roles.with_owner)]
+        key = group(self.instruction, self.spaces, *signatures, *self.with_owner)
+        slot = 2 * column_groups(self.instruction, signatures[0], columns.columns) + columns.space[owner]
         wave = waves(self.instruction, slot, self.start, self.stop, key)
         self.launch = group(self.instruction, wave)
         self.key = group(self.launch, key)
@@ -234,7 +237,7 @@ class _ListedTasks:
 
 
 def group(*columns: Ints) -> Ints:
-    """int64 [n]: the rank of each row of the columns among the distinct rows, in ascending order from 0."""
+    """int64 [n]: numbers the distinct rows of the columns in ascending order from 0; the number of each row."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         distinct, number = np.unique(column, return_inverse=True)
@@ -250,7 +253,8 @@ def _bits(columns: Iterable[Ints]) -> Ints:
 
 
 def _entries(tasks: _ListedTasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]:
-    """(entries int64 [entries, ENTRY], with the task in place of heads; tile of each), without unseen entries."""
+    """(entries int64 [entries, ENTRY], with the task in place of heads; tile of each), only of those that see a
+    pair."""
     tile, task = tiles.of_entry, tiles.task
     row0, row1 = tiles.row0[tile], tiles.row1[tile]
     from_, to = np.maximum(row0, tasks.start[task]), np.minimum(row1, tasks.stop[task])
@@ -262,7 +266,7 @@ def _entries(tasks: _ListedTasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]
     full0 = np.minimum(start + -(-(np.maximum(all0, start) - start) // block) * block, stop)
     full1 = full0 + np.maximum(np.minimum(all1, stop) - full0, 0) // block * block
     clipped = [np.clip(bound, -_FAR, _FAR) for bound in (dmin, dmax)]
-    walked_rows = [shift[task] for shift in tasks.along]
+    walked_rows = [shift[task] for shift in tasks.with_walked]
     fields = [start, stop, full0, full1, *clipped, from_, to, tasks.walked_spaces[task], task, *walked_rows]
     rows = np.zeros((len(task), ENTRY), np.int64)
     rows[:, : len(fields)] = np.stack(fields, axis=1)
@@ -273,16 +277,16 @@ def _entries(tasks: _ListedTasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]
 class _Heads:
     """Offsets of the head columns of tiles and entries in one list; lanes, tile, entry: int64 [tasks].
 
-    tile: for each lane the columns in owner and each `beside`, four numbers. at_home: int64 [tasks], the owner's head
-    of each lane; in_order: 0, 1, .... entry of attend and dq: the KV column of each lane. entry of dkdv: the range of
-    each lane's query heads; a query head is its columns in `walked` and `along`.
+    tile: for each lane the columns in owner and each `with_owner`, four numbers. at_home: int64 [tasks], the owner's
+    head of each lane; in_order: 0, 1, .... entry of attend and dq: the KV column of each lane. entry of dkdv: the range
+    of each lane's query heads; a query head is its columns in `walked` and `with_walked`.
     """
 
     def __init__(self, columns: Columns, tasks: _ListedTasks) -> None:
         self._columns, self._numbers = columns, [0]
         roles, signature = tasks.roles, columns.signature
-        owners = [signature[tasks.of[name]] for name in (roles.owner, *roles.beside)]
-        walked = [signature[tasks.of[name]] for name in (roles.walked, *roles.along)]
+        owners = [signature[tasks.of[name]] for name in (roles.owner, *roles.with_owner)]
+        walked = [signature[tasks.of[name]] for name in (roles.walked, *roles.with_walked)]
         self.tile = self._signature_offsets(owners, self._lanes)
         by_key = roles.walked == "q"
         self.entry = self._signature_offsets([owners[0], *walked], self._queries if by_key else self._keys)
