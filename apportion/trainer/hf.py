@@ -22,7 +22,7 @@ from torch.nn.functional import one_hot
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.memory.arrays import DTYPES
-from apportion.backends.torch.rehearsal import Rehearsal, is_unsharded
+from apportion.backends.torch.rehearsal import Rehearsal, is_whole
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.structures import Documents
@@ -127,7 +127,7 @@ def _forward_of(module: Any) -> Any:
 
 def _check_changed(model: Any) -> None:
     """Checks a checked model in this process again if its parts have changed. Raises the errors of `enable`."""
-    if not getattr(model, "_checked", None) or model._checked == _parts(model) or not is_unsharded(model):
+    if not getattr(model, "_checked", None) or model._checked == _parts(model) or not is_whole(model):
         return
     casts = vars(model).pop("forward") if "_original_forward" in vars(model) else None  # runs under autocast
     try:
@@ -301,15 +301,12 @@ def loader(
 
     dtype: of q, k and v, "bf16" if autocast or FSDP casts; by default the parameters' dtype. sent_gradients: see
     `apportion.Model`. Masks in `options` or of the dataset take precedence. Ranks have at least one row, which layers
-    need, and short iterations are dropped: evaluate with drop_last=False. Raises ConfigError for a model that is not
-    enabled.
+    need, and short iterations are dropped: evaluate with drop_last=False. Raises ConfigError if `model` is not enabled.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile
     model = model.module if isinstance(model, DistributedDataParallel) else model
     require_enabled(model)
-    inner = next(
-        (one for one in model.modules() if "_checked" in vars(one)), model
-    )  # the model inside PEFT's
+    inner = next((one for one in model.modules() if "_checked" in vars(one)), model)  # inside PEFT's
     if getattr(inner, "_checked", None) is False:
         inner._checked = check_rows(inner, _arguments) and _parts(inner)
     _check_changed(inner)
@@ -386,9 +383,7 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
         elif name in expected and not torch.equal(torch.as_tensor(actual).double().cpu(), expected[name]):
             rule = "differs from the batch's, and the ranks' shares would not add up to one mean"
-            remedy = (
-                "put labels into the samples, or compute another loss with ap.normalised_loss on the logits"
-            )
+            remedy = "put labels into the samples, or compute another loss with ap.normalised_loss"
             raise ConfigError(name, "changed", rule, remedy)
     return args, _without_guard(kwargs)
 
@@ -484,9 +479,7 @@ def _check_positions(base: Any, handle: PlanHandle, positions: Tensor | None) ->
         return
     base._compared = True
     if not torch.equal(positions.flatten()[: handle.rows].cpu(), handle.position_ids):
-        raise ConfigError(
-            "position_ids", "different ids", "must be the position ids of the plan's rows", remedy
-        )
+        raise ConfigError("position_ids", "other ids", "must be the position ids of the plan's rows", remedy)
 
 
 def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -77,9 +77,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         owner = next(base for base in mixed if base is not PlannedTrainer and "compute_loss" in vars(base))
         if _name(owner) not in _SUMS and not self.sums_tokens:
             rule = f"the loss of {owner.__name__} is not known to be a sum over tokens, which ranks can share"
-            remedy = (
-                "train preferences and rollouts with ap.trees in your own loop, or set sums_tokens = True"
-            )
+            remedy = "train preferences and rollouts with ap.trees in a loop, or set sums_tokens = True"
             raise ConfigError("compute_loss", owner.__qualname__, rule, remedy)
         if has_loader and any(hasattr(base, "_prepare_dataset") for base in mixed):
             rule = "this Trainer tokenizes, masks and cuts the samples itself, before they are planned"
@@ -176,9 +174,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         dataset = dataloader.dataset
         if isinstance(dataset, _Numbered):
-            total = self.accelerator.reduce(
-                self._evaluated, "mean"
-            )  # Trainer's losses are multiplied by the ranks
+            total = self.accelerator.reduce(self._evaluated, "mean")  # Trainer multiplies losses by the ranks
             output.metrics[f"{metric_key_prefix}_loss"] = (total / max(dataset.epochs.valid_tokens, 1)).item()
         return output
 

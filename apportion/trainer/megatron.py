@@ -184,12 +184,7 @@ def _check(module: Any) -> None:
     for name, is_refused, rule, remedy in (
         ("finalize_model_grads_func", undivided, divides, _FINALIZE),
         ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
-        (
-            "multi_latent_attention",
-            config.multi_latent_attention,
-            "it is not supported by this adapter",
-            omit,
-        ),
+        ("multi_latent_attention", config.multi_latent_attention, "this adapter does not support it", omit),
         ("window_size", looks_ahead, "its plans allow no later token", "write (tokens before, 0)"),
         ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", omit),
         ("moe_expert_capacity_factor", capacity, of_rows, omit),

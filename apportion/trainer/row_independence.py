@@ -18,14 +18,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor
 
-from apportion.backends.torch.rehearsal import (
-    ExactMode,
-    Rehearsal,
-    close,
-    is_unsharded,
-    record_modules,
-    without_noise,
-)
+from apportion.backends.torch.rehearsal import ExactMode, Rehearsal, close, is_whole, noiseless, recording
 from apportion.ir.errors import ConfigError
 from apportion.trainer.step.microbatch import IGNORED
 
@@ -49,7 +42,7 @@ def check_rows(model: Any, arguments: Arguments) -> bool:
     Runs the model a few times on about 60 rows, in float32 or wider, in training mode without noise and gradients, and
     restores its state. Raises ConfigError, which names the first module that differs, or the loss.
     """
-    if not is_unsharded(model):
+    if not is_whole(model):
         getLogger(__name__).warning(
             "%s is sharded or on the meta device: its layers are not checked; create the loader when its weights "
             "are in this process, or call hf.enable before they are sharded",
@@ -58,7 +51,7 @@ def check_rows(model: Any, arguments: Arguments) -> bool:
         return False
     device = next(model.parameters()).device
     configs = model.config, model.config.get_text_config()
-    with without_noise(model, device, *configs) as reset:
+    with noiseless(model, device, *configs) as reset:
 
         def run(rehearsal: Rehearsal, *args: Any, **changes: Any) -> float:
             reset()
@@ -128,7 +121,7 @@ def _check_first(model: Any, run: Run, device: torch.device) -> None:
 
 def _forward(model: Any, kwargs: dict[str, Any], rehearsal: Rehearsal) -> float:
     """The loss. Raises ConfigError for a model without a loss, or without exactly one row of logits per row."""
-    with record_modules(model, rehearsal), ExactMode(), catch_warnings():
+    with recording(model, rehearsal), ExactMode(), catch_warnings():
         simplefilter("ignore")
         try:
             output = model(**kwargs)

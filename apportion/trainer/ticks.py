@@ -76,13 +76,13 @@ class TickPipeline:
 
 @dataclass(eq=False)
 class _Iteration:
-    """One iteration on this rank. waiting: hidden states and gradients that wait for their tick; saved: states of
+    """One iteration on this rank. inputs: hidden states and gradients that wait for their tick; saved: states of
     forward ticks; both by microbatch and virtual stage."""
 
     pipe: TickPipeline
     ticks: Sequence[PlannedBatch]
     train: bool
-    waiting: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], _SavedTick] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -130,11 +130,7 @@ class _Iteration:
 
     def _forward(self, handle: PlanHandle, position: tuple[int, int]) -> Tensor:
         number, virtual = position
-        x = (
-            self.waiting.pop(position)
-            if virtual
-            else _require("embed", self.pipe.embed)(self.batches[number])
-        )
+        x = self.inputs.pop(position) if virtual else _require("embed", self.pipe.embed)(self.batches[number])
         tapes: list[backend.Tape] | None = [] if self.train else None
         y = backend.forward_alone(handle, self.pieces[virtual // self.pipe.table.stages], x, tapes)
         if tapes is not None:
@@ -151,7 +147,7 @@ class _Iteration:
             self.total += loss.detach()
             dy = or_zeros(y.grad, y)
         else:
-            dy = self.waiting.pop(position)
+            dy = self.inputs.pop(position)
         dx, grads = backend.backward_alone(handle, self.pieces[virtual // self.pipe.table.stages], tapes, dy)
         if x.requires_grad and not virtual:
             grads[x] = dx
@@ -180,7 +176,7 @@ class _Iteration:
         sources, targets = torch.arange(len(rows)), torch.arange(count)
         result = Exchange(self.transport, f"tick {tick}", sources, sent, targets, received, count)(rows)
         if incoming is not None:
-            self.waiting[incoming] = result
+            self.inputs[incoming] = result
 
     def _empty(self) -> Tensor:
         dtype = self.pipe.dtype or self.ticks[0].handle.dtype

@@ -75,7 +75,7 @@ class PlannedAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.declared_mask: dict[str, Any] = {"window": config.window, "causal": config.causal}
+        self.mask: dict[str, Any] = {"window": config.window, "causal": config.causal}
 
     def forward(
         self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, **kw: Any
@@ -84,23 +84,19 @@ class PlannedAttention(Module):
         transform, _ = kw.pop("out_transform", None), kw.pop("enable_gqa", None)
         handle, kind = self.mask_of(attention_masks) if isinstance(attention_masks, dict) else attention_masks
         lse = transform is not None
-        result = planned_attention(
-            q_BLNH, k_BLNH, v_BLNH, handle, kind, return_lse=lse, **self.declared_mask, **kw
-        )
+        result = planned_attention(q_BLNH, k_BLNH, v_BLNH, handle, kind, return_lse=lse, **self.mask, **kw)
         return result if transform is None else transform(*result)
 
     def mask_of(self, masks: dict[str, tuple[PlanHandle, str]]) -> tuple[PlanHandle, str]:
         """This layer's mask, unless the model has selected one already."""
-        name = WINDOW if (self.declared_mask["window"] or -1) > 0 else FULL
+        name = WINDOW if (self.mask["window"] or -1) > 0 else FULL
         return masks.get(name) or next(iter(masks.values()))
 
 
 def require_dense(block: Any) -> None:
     """Raises ConfigError for a block that halves and ticks cannot split at its attention."""
     if type(block.attention) is not GQAttention or not hasattr(block, "feed_forward"):
-        rule = (
-            "has no dense feed-forward network after grouped-query attention, which halves and ticks require"
-        )
+        rule = "has no dense feed-forward network after grouped-query attention, which halves and ticks need"
         raise ConfigError("layer", type(block).__name__, rule, "train it without ping_pong and ticks")
 
 
@@ -121,13 +117,13 @@ def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
         return rows
 
     handle, kind = attention.inner_attention.mask_of(masks)
-    handle.check(kind, **attention.inner_attention.declared_mask)
+    handle.check(kind, **attention.inner_attention.mask)
     return PingPongLayer(pre, post, block.parameters(), kind, attention.scaling)
 
 
 def take_turns(block: Any) -> None:
     """Makes a dense block run two halves in ping-pong when it gets two."""
-    original, settings = block.forward, block.attention.inner_attention.declared_mask
+    original, settings = block.forward, block.attention.inner_attention.mask
 
     def forward(x: Tensor, attention_masks: PlannedMasks, positions: Any = None) -> Any:
         if not attention_masks.handles:
@@ -292,10 +288,8 @@ class PlannedTrainer(Trainer):
 
     def _check_splits(self, config: Config, table: TickTable | None) -> None:
         """Raises ConfigError if halves, or ticks of a table, cannot split layers at attention."""
-        is_selective = isinstance(config.activation_checkpoint, SelectiveAC.Config)
-        require(
-            "selective activation_checkpoint", is_selective, False, "it cannot save attention of split layers"
-        )
+        selective = isinstance(config.activation_checkpoint, SelectiveAC.Config)
+        require("selective activation_checkpoint", selective, False, "it cannot save split attention")
         require("compile.enable", config.compile.enable, False, "layers run in their own autograd function")
         require("tensor_parallel_degree", self.parallel_dims.tp, 1, "its ranks would split the rows")
         for block in self._blocks():
@@ -366,14 +360,12 @@ class PlannedTrainer(Trainer):
             _gather(last)  # a chunked loss has resharded the head
             return total
 
-        def after_chunk(chunk: int) -> None:
+        def finish(chunk: int) -> None:
             _finish_backward(parts[chunk], last=False)
 
         row = (self.config.model_spec.model.dim,)
         with self.train_context():
-            total = TickPipeline(self.dataloader.table, chunks, row, embed, loss, done=after_chunk).step(
-                ticks
-            )
+            total = TickPipeline(self.dataloader.table, chunks, row, embed, loss, done=finish).step(ticks)
         for part in parts:
             _finish_backward(part, last=True)
         return total.float() if last.norm is not None else torch.tensor([-1.0], device=self.device)

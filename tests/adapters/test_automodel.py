@@ -57,7 +57,7 @@ def test_a_step_has_the_loss_of_one_process(pool: Any) -> None:
             True,
             "requested no sharder, so the plan would be ignored; set it to the plan's number of ranks",
         ),
-        (4, False, r"labels = .*the microbatch has 107 on all ranks; give planned\.gather_tokens"),
+        (4, False, r"labels = .*the microbatch has 107 on all ranks; pass planned\.gather_tokens"),
     ],
 )
 def test_steps_without_a_plan_and_with_a_ranks_labels_are_refused(

@@ -65,7 +65,7 @@ def test_plans_written_by_hand(pool: Pool, name: str, extra: str) -> None:
 def projected(
     plan: Plan, seed: int = 3
 ) -> tuple[list[NDArray[Any]], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Weights, hidden states [T, E], position ids and dO of a plan's model."""
+    """Weights, hidden states [T, E], position ids and dO for a plan's model."""
     rng, m = np.random.default_rng(seed), plan.request.model
     shapes = [(m.q_heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_dim)]
     weights = [rng.standard_normal((heads, m.hidden, width)) for heads, width in shapes]
@@ -114,18 +114,18 @@ def run_block(
 
 def test_block_projects_head_groups_where_the_plan_says_so(pool: Pool) -> None:
     plan = parse(BY_HAND["heads"].read_text())
-    given = projected(plan)
-    want = plain_block(*given, cases.allowed(plan.request.batch))
-    for a, b in zip(run_block(pool, plan, *given), want, strict=True):
+    block_inputs = projected(plan)
+    expected = plain_block(*block_inputs, cases.allowed(plan.request.batch))
+    for a, b in zip(run_block(pool, plan, *block_inputs), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
 def test_block_projects_all_heads_where_the_plan_does_not(pool: Pool) -> None:
     batch = batch_of("shared")
     plan = make_plan(batch, Cluster(1, 3), cases.model(2), cases.recipe())
-    given = projected(plan)
-    want = plain_block(*given, cases.allowed(batch))
-    for a, b in zip(run_block(pool, plan, *given), want, strict=True):
+    block_inputs = projected(plan)
+    expected = plain_block(*block_inputs, cases.allowed(batch))
+    for a, b in zip(run_block(pool, plan, *block_inputs), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
@@ -165,9 +165,9 @@ def test_lse_and_its_gradient_equal_dense_attention(
     mask = cases.allowed(batch_of(name))
     got, lse = cases.run_with_lse(pool, plan, problem)
     cases.assert_good(got, problem, mask)
-    want = oracle.dense(problem, mask).lse
-    assert np.isneginf(want).any() == (name == "bands")
-    np.testing.assert_allclose(lse, want, rtol=1e-12, atol=1e-12)
+    expected = oracle.dense(problem, mask).lse
+    assert np.isneginf(expected).any() == (name == "bands")
+    np.testing.assert_allclose(lse, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["clear", "q_moves"])
@@ -194,8 +194,8 @@ def test_a_loss_of_only_lse_works_eager_and_compiled(pool: Pool, uses_out: bool,
     plan = make_plan(batch_of("bands"), Cluster(1, 2), cases.model(2), cases.recipe())
     problem = run_with_dlse(cases.problem_of(plan, 7, sinks=True))
     got, _ = cases.run_with_lse(pool, plan, problem, uses_out, compiled)
-    seen = problem if uses_out else replace(problem, do=np.zeros_like(problem.do))
-    cases.assert_good(got, seen, cases.allowed(batch_of("bands")))
+    problem_seen = problem if uses_out else replace(problem, do=np.zeros_like(problem.do))
+    cases.assert_good(got, problem_seen, cases.allowed(batch_of("bands")))
 
 
 def test_two_kinds_share_one_plan(pool: Pool) -> None:
@@ -246,8 +246,8 @@ def test_recomputed_attention_gives_the_same_gradients(pool: Pool, reentrant: bo
     ]:
         shards = cases.shards(plan, cases.problem_of(plan))
         plain = pool.run(jobs.checkpointed, 4, None, each=shards)
-        for got, want in zip(pool.run(jobs.checkpointed, 4, reentrant, each=shards), plain, strict=True):
-            for a, b in zip(got, want, strict=True):
+        for got, expected in zip(pool.run(jobs.checkpointed, 4, reentrant, each=shards), plain, strict=True):
+            for a, b in zip(got, expected, strict=True):
                 np.testing.assert_array_equal(a, b)
 
 
@@ -259,14 +259,14 @@ def test_saved_attention_is_not_recomputed_or_communicated_again(
     plan = small_plans(ranks=2)[0]
     shards = cases.shards(plan, cases.problem_of(plan))
     plain = pool.run(jobs.rounds, 2, None, False, each=shards)
-    for result, want in zip(
+    for result, expected in zip(
         pool.run(jobs.rounds, 2, checkpointing, compiled, each=shards), plain, strict=True
     ):
         launched, (forward, backward), numbers = result
         assert forward > 0
-        again = forward if checkpointing == "full" else 0
-        assert launched == (forward, again + backward)
-        for a, b in zip(numbers, want[-1], strict=True):
+        recomputed = forward if checkpointing == "full" else 0
+        assert launched == (forward, recomputed + backward)
+        for a, b in zip(numbers, expected[-1], strict=True):
             np.testing.assert_array_equal(a, b)
 
 
@@ -279,10 +279,10 @@ def test_two_microbatches_in_flight(pool: Pool, order: str, second: list[int]) -
     ]
     problems = [cases.problem_of(plan, seed) for seed, plan in enumerate(plans)]
     shards = [cases.shards(plan, problem) for plan, problem in zip(plans, problems, strict=True)]
-    alone = pool.run(jobs.microbatches_one_by_one, 4, each=list(zip(*shards, strict=True)))
+    separate = pool.run(jobs.microbatches_one_by_one, 4, each=list(zip(*shards, strict=True)))
     both = pool.run(jobs.microbatches, 4, order, each=list(zip(*shards, strict=True)))
-    for got, want in zip(both, alone, strict=True):
-        for a, b in zip(chain(*got), chain(*want), strict=True):
+    for got, expected in zip(both, separate, strict=True):
+        for a, b in zip(chain(*got), chain(*expected), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
@@ -325,8 +325,8 @@ def test_tensors_need_not_be_contiguous(pool: Pool) -> None:
     assert all(pool.run(jobs.strided, 4, each=cases.shards(plan, cases.problem_of(plan))))
 
 
-def alone() -> tuple[PlanHandle, list[torch.Tensor]]:
-    """A handle of one rank, and q, k, v for it."""
+def single_rank_inputs() -> tuple[PlanHandle, list[torch.Tensor]]:
+    """A handle for a single rank, with q, k and v."""
     plan = make_plan(Batch.from_lengths([9, 4]), Cluster(1, 1), cases.model(2), cases.recipe())
     problem = cases.problem_of(plan)
     return PlanHandle(plan.for_rank(0)), [
@@ -338,17 +338,17 @@ def alone() -> tuple[PlanHandle, list[torch.Tensor]]:
     ("softcap", "sinks", "return_lse"), [(None, False, False), (None, False, True), (3.0, True, True)]
 )
 def test_the_ops_pass_torch_opcheck(softcap: float | None, sinks: bool, return_lse: bool) -> None:
-    handle, qkv = alone()
+    handle, qkv = single_rank_inputs()
     logits = torch.zeros(2, dtype=torch.float64, requires_grad=True) if sinks else None
-    rule = handle.number, "default", 0.5, softcap, return_lse
-    torch.library.opcheck(attend_op, (*qkv, logits, *rule))
-    saved = [None if x is None else x.detach() for x in (*qkv, logits, *attend_op(*qkv, logits, *rule))]
+    settings = handle.number, "default", 0.5, softcap, return_lse
+    torch.library.opcheck(attend_op, (*qkv, logits, *settings))
+    saved = [None if x is None else x.detach() for x in (*qkv, logits, *attend_op(*qkv, logits, *settings))]
     do, dlse = torch.ones_like(saved[-2]), torch.ones_like(saved[-1]) if return_lse else None
-    torch.library.opcheck(autograd.attend_grad_op, (do, dlse, *saved, *rule))
+    torch.library.opcheck(autograd.attend_grad_op, (do, dlse, *saved, *settings))
 
 
 def test_a_freed_plan_is_an_error() -> None:
-    handle, _ = alone()
+    handle, _ = single_rank_inputs()
     number = handle.number
     del handle
     with pytest.raises(ExecutionError, match="keep it until backward has run"):
@@ -356,7 +356,7 @@ def test_a_freed_plan_is_an_error() -> None:
 
 
 def test_the_eager_graph_keeps_its_plan_alive() -> None:
-    handle, qkv = alone()
+    handle, qkv = single_rank_inputs()
     watch = weakref.ref(handle)
     out = planned_attention(*qkv, handle)
     del handle
@@ -368,7 +368,7 @@ def test_the_eager_graph_keeps_its_plan_alive() -> None:
 
 
 def test_gradients_match_finite_differences() -> None:
-    handle, qkv = alone()
+    handle, qkv = single_rank_inputs()
     sinks = torch.zeros(2, dtype=torch.float64, requires_grad=True)
 
     def both(
@@ -380,7 +380,7 @@ def test_gradients_match_finite_differences() -> None:
 
 
 def test_lse_is_float32_for_lower_dtypes_and_finite_gradients_stay_finite() -> None:
-    """A row without keys has a constant LSE: a NaN gradient of -inf does not spread."""
+    """A row without keys has a constant LSE of -inf, whose NaN gradient must not spread."""
     batch = Batch.from_sequences([Sequence(9, masks.bands([[3, 9, 0, 4, 0, 8]]))])
     plan = make_plan(batch, Cluster(1, 1), cases.model(2, "bf16"), cases.recipe())
     problem = cases.problem_of(plan)
@@ -394,7 +394,7 @@ def test_lse_is_float32_for_lower_dtypes_and_finite_gradients_stay_finite() -> N
 
 
 def test_attention_is_differentiable_once() -> None:
-    handle, qkv = alone()
+    handle, qkv = single_rank_inputs()
     out = planned_attention(*qkv, handle)
     (dq,) = torch.autograd.grad(out.square().sum(), qkv[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -402,19 +402,19 @@ def test_attention_is_differentiable_once() -> None:
 
 
 def test_arenas_are_freed_when_the_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    memories = []
 
     class WatchedMemory(Memory):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            seen.append(weakref.ref(self))
+            memories.append(weakref.ref(self))
 
     monkeypatch.setattr(autograd, "Memory", WatchedMemory)
-    handle, qkv = alone()
+    handle, qkv = single_rank_inputs()
     gc.disable()
     try:
         out = planned_attention(*qkv, handle)
         out.sum().backward()
-        assert [ref() for ref in seen] == [None, None]
+        assert [ref() for ref in memories] == [None, None]
     finally:
         gc.enable()

@@ -25,7 +25,7 @@ KINDS = {"a": masks.causal(), "b": masks.sliding_window(8)}
 
 @pytest.fixture
 def own_pool() -> Iterator[Pool]:
-    """Ranks for one test, since their groups do not survive a fault."""
+    """Ranks for a single test, since their groups do not survive a fault."""
     ranks = Pool(size=2)
     yield ranks
     ranks.close()
@@ -46,7 +46,7 @@ def shards(recipe: str, ranks: int = 2) -> list[tuple[Shard, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "recipe", "mine", "other"),
+    ("case", "recipe", "own_call", "other_call"),
     sparse_rows(
         [
             ("kinds", "ring", "forward of kind a", "forward of kind b"),
@@ -66,7 +66,7 @@ def shards(recipe: str, ranks: int = 2) -> list[tuple[Shard, ...]]:
     ),
 )
 def test_ranks_that_make_different_calls_both_fail_and_name_both_calls(
-    own_pool: Pool, case: str, recipe: str, mine: str, other: str
+    own_pool: Pool, case: str, recipe: str, own_call: str, other_call: str
 ) -> None:
     for error, seconds in own_pool.run(jobs_calls.apart, 2, case, 1, each=shards(recipe)):
         assert error.startswith("ExecutionError: ")
@@ -75,22 +75,22 @@ def test_ranks_that_make_different_calls_both_fail_and_name_both_calls(
             error.split("ranks make different calls: ")[1].split(". All ranks")[0].split("; "),
             key=lambda part: "rank 1" in part,
         )
-        assert (mine in first, first.endswith("on rank 0")) == (True, True)
-        assert (other in second, second.endswith("on rank 1")) == (True, True)
+        assert (own_call in first, first.endswith("on rank 0")) == (True, True)
+        assert (other_call in second, second.endswith("on rank 1")) == (True, True)
         assert seconds < 30
 
 
 @pytest.mark.parametrize(
-    ("case", "says"),
+    ("case", "message"),
     sparse_rows(
         [("shape", "ExecutionError: q has shape"), ("late_failure", "MemoryError: out of memory")], 2
     ),
 )
-def test_a_rank_that_fails_ends_the_others_with_its_error(own_pool: Pool, case: str, says: str) -> None:
+def test_a_rank_that_fails_ends_the_others_with_its_error(own_pool: Pool, case: str, message: str) -> None:
     (first, seconds), (second, _) = own_pool.run(jobs_calls.apart, 2, case, 1, each=shards("ring"))
-    assert second.startswith(says)
+    assert second.startswith(message)
     assert "rank 1 failed in call" in first
-    assert says in first
+    assert message in first
     assert "Rank 0 waited in call" in first
     assert seconds < 30
 
@@ -102,13 +102,13 @@ def test_a_second_thread_is_refused_while_a_call_runs(pool: Pool) -> None:
         assert after == ""
 
 
-def test_a_gather_tells_of_calls_before_it_that_differ(pool: Pool) -> None:
+def test_a_gather_reports_earlier_calls_that_differ(pool: Pool) -> None:
     for error, gathered in pool.run(jobs_calls.resumed, 2):
         assert "ranks make different calls" in error
         assert gathered == [[0], [1]]
 
 
-def test_neither_the_end_of_a_recomputation_nor_a_failure_before_ends_others(pool: Pool) -> None:
+def test_neither_the_end_of_a_recomputation_nor_an_earlier_failure_ends_other_ranks(pool: Pool) -> None:
     assert pool.run(jobs_calls.stopped, 2) == [[[0], [1]]] * 2
 
 
@@ -126,7 +126,7 @@ store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 found = calls.calls_of(dist.group.WORLD)
 found.wait([], dist.group.WORLD, ())
-found._wait = calls.Wait(0.0, dist.group.WORLD, ())  # a long one: the thread reads the store all the time
+found._wait = calls.Wait(0.0, dist.group.WORLD, ())  # a long wait: the thread reads the store all the time
 time.sleep(0.2)
 """
 

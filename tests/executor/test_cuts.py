@@ -81,19 +81,19 @@ def test_windows_follow_the_rule_of_flash_attention() -> None:
 
 
 def all_bands(largest: int) -> Iterator[Call]:
-    """Every band of up to that many rows and keys, including bands whose diagonals lie outside."""
+    """Every band of up to `largest` rows and keys, including bands whose diagonals lie outside."""
     for rows, keys in product(range(1, largest + 1), repeat=2):
         for dmin, dmax in product(range(-keys, rows + 2), repeat=2):
             yield Call(0, rows, 0, keys, dmin, dmax)
 
 
-def test_windows_cover_every_small_band_once_by_flash_attentions_own_rule() -> None:
+def test_windows_cover_every_small_band_once_by_the_rule_of_flash_attention() -> None:
     for band in all_bands(8):
-        seen = [windowed(call, (band.q1, band.k1)) for call in cut_windows(band)]
+        visible_pairs = [windowed(call, (band.q1, band.k1)) for call in cut_windows(band)]
         np.testing.assert_array_equal(
-            np.sum(seen, axis=0, initial=0), dense(band, (band.q1, band.k1)), str(band)
+            np.sum(visible_pairs, axis=0, initial=0), dense(band, (band.q1, band.k1)), str(band)
         )
-        for call, pairs in zip(cut_windows(band), seen, strict=True):
+        for call, pairs in zip(cut_windows(band), visible_pairs, strict=True):
             assert pairs[call.q0 : call.q1].any(axis=1).all(), (band, call)
 
 

@@ -1,4 +1,4 @@
-"""An encoder and a decoder under two plans, rows of one fed to the other, on several ranks, against one process."""
+"""An encoder that feeds its rows to a decoder, each under its own plan, on several ranks, against one process."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ SAMPLES = {
 WHOLE = ap.Recipe("whole", {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}})
 
 
-def two(
-    samples: str, ranks: int, recipe: str, of_encoder: str | ap.Recipe
+def plans_and_places(
+    samples: str, ranks: int, recipe: str, encoder_recipe: str | ap.Recipe
 ) -> tuple[Plan, Plan, NDArray[Any]]:
-    """The encoder's plan and the decoder's, and the places."""
+    """Plans of the encoder and the decoder, and the places of the images."""
     tokens, images = SAMPLES[samples]
     decoder = ap.Batch.from_lengths(tokens)
-    found = [(int(decoder.starts[i]) + first, count) for i, own in enumerate(images) for first, count in own]
-    counts = np.array([count for _, count in found])
+    spans = [
+        (int(decoder.starts[i]) + first, count) for i, each in enumerate(images) for first, count in each
+    ]
+    counts = np.array([count for _, count in spans])
     encoder = ap.Batch.from_lengths(MERGE * counts, ap.masks.full())
-    places = np.column_stack([[first for first, _ in found], encoder.starts[:-1], counts])
+    places = np.column_stack([[first for first, _ in spans], encoder.starts[:-1], counts])
     cluster = ap.Cluster(1, ranks)
     first, second = (
-        ap.plan(batch, cluster, MODEL, how) for batch, how in ((encoder, of_encoder), (decoder, recipe))
+        ap.plan(batch, cluster, MODEL, own) for batch, own in ((encoder, encoder_recipe), (decoder, recipe))
     )
     return first, second, places
 
 
 def dense_mask(batch: ap.Batch) -> NDArray[Any]:
-    """bool [tokens, tokens]"""
+    """bool [tokens, tokens]: the pairs that the batch's mask allows."""
     mask = np.zeros((batch.tokens, batch.tokens), np.bool_)
     i, j = np.arange(batch.tokens)[:, None], np.arange(batch.tokens)
     for q0, q1, k0, k1, dmin, dmax in batch.bands(batch.kinds[0]).tolist():
@@ -57,32 +59,36 @@ def dense_mask(batch: ap.Batch) -> NDArray[Any]:
 
 
 def check(pool: Pool, encoder: Plan, decoder: Plan, places: NDArray[Any]) -> None:
-    """Results and gradients of all ranks, against one process."""
+    """Compares results and gradients of all ranks with one process."""
     ranks = encoder.header.ranks
-    draw, own = np.random.default_rng(0), jobs_feed.weights()
+    draw, weights_by_name = np.random.default_rng(0), jobs_feed.weights()
     sizes = encoder.request.batch.tokens, decoder.request.batch.tokens
     patches, tokens, grad = (
         draw.normal(size=shape) for shape in ((sizes[0], PATCH), (sizes[1], WIDTH), (sizes[1], WIDTH))
     )
-    given = [torch.from_numpy(one.copy()).requires_grad_() for one in (patches, tokens)]
+    leaves = [torch.from_numpy(one.copy()).requires_grad_() for one in (patches, tokens)]
     rows = np.concatenate([np.arange(first, first + count) for first, _, count in places])
-    seen = jobs_feed.encode(given[0], own, jobs_feed.dense(dense_mask(encoder.request.batch)))
+    encoded = jobs_feed.encode(leaves[0], weights_by_name, jobs_feed.dense(dense_mask(encoder.request.batch)))
     attend = jobs_feed.dense(dense_mask(decoder.request.batch))
-    out = jobs_feed.decode(given[1], torch.from_numpy(rows), seen, own, attend)
+    out = jobs_feed.decode(leaves[1], torch.from_numpy(rows), encoded, weights_by_name, attend)
     out.backward(torch.from_numpy(grad))
-    held = [[plan.layout("attention").tokens(rank) for rank in range(ranks)] for plan in (encoder, decoder)]
+    home_tokens = [
+        [plan.layout("attention").tokens(rank) for rank in range(ranks)] for plan in (encoder, decoder)
+    ]
     each = [
         (encoder.for_rank(i).encode(), decoder.for_rank(i).encode(), patches[see], tokens[read], grad[read])
-        for i, (see, read) in enumerate(zip(*held, strict=True))
+        for i, (see, read) in enumerate(zip(*home_tokens, strict=True))
     ]
-    found = pool.run(jobs_feed.planned, ranks, 3, places, each=each)
-    assert found is not None
-    wanted = out.detach(), given[0].grad, given[1].grad
-    for place, (side, whole) in enumerate(zip((held[1], held[0], held[1]), wanted, strict=True)):
-        for rows_of_rank, one in zip(side, found, strict=True):
+    results = pool.run(jobs_feed.planned, ranks, 3, places, each=each)
+    assert results is not None
+    expected = out.detach(), leaves[0].grad, leaves[1].grad
+    for place, (side, whole) in enumerate(
+        zip((home_tokens[1], home_tokens[0], home_tokens[1]), expected, strict=True)
+    ):
+        for rows_of_rank, one in zip(side, results, strict=True):
             np.testing.assert_allclose(one[place], whole.numpy()[rows_of_rank], rtol=0, atol=1e-12)
-    for name, weight in own.items():
-        summed = np.sum([one[3][name] for one in found], axis=0)
+    for name, weight in weights_by_name.items():
+        summed = np.sum([one[3][name] for one in results], axis=0)
         np.testing.assert_allclose(summed, weight.grad.numpy(), rtol=0, atol=1e-12)
 
 
@@ -91,11 +97,11 @@ def check(pool: Pool, encoder: Plan, decoder: Plan, places: NDArray[Any]) -> Non
     sparse_product(7, SAMPLES, (("blend", "blend"), ("mixed", "fcp"), ("fcp", "mixed")), (2, 4)),
 )
 def test_two_plans_equal_one_process(pool: Pool, samples: str, recipes: tuple[str, str], ranks: int) -> None:
-    check(pool, *two(samples, ranks, *recipes))
+    check(pool, *plans_and_places(samples, ranks, *recipes))
 
 
 def test_ranks_without_images_and_without_patches_take_part(pool: Pool) -> None:
-    encoder, decoder, places = two("an image of one token", 4, "fcp", WHOLE)
+    encoder, decoder, places = plans_and_places("an image of one token", 4, "fcp", WHOLE)
     assert sorted(encoder.layout("attention").rows_per_rank) == [0, 0, 0, 4]
     check(pool, encoder, decoder, places)
 
@@ -117,16 +123,16 @@ def test_ranks_without_images_and_without_patches_take_part(pool: Pool) -> None:
     ],
 )
 def test_invalid_places_are_refused_on_every_rank(pool: Pool, places: Any, merge: int, error: str) -> None:
-    encoder, decoder, _ = two("one image", 2, "blend", "blend")
+    encoder, decoder, _ = plans_and_places("one image", 2, "blend", "blend")
     pieces = [(encoder.for_rank(i).encode(), decoder.for_rank(i).encode()) for i in range(2)]
-    found = pool.run(jobs_feed.refused, 2, places, merge, each=pieces)
-    assert found is not None
-    for one in found:
+    results = pool.run(jobs_feed.refused, 2, places, merge, each=pieces)
+    assert results is not None
+    for one in results:
         assert re.match(error, one, re.DOTALL)
 
 
 def test_a_wrong_number_of_rows_is_refused(pool: Pool) -> None:
-    encoder, decoder, places = two("one image", 2, "blend", "blend")
+    encoder, decoder, places = plans_and_places("one image", 2, "blend", "blend")
     pieces = [(encoder.for_rank(i).encode(), decoder.for_rank(i).encode()) for i in range(2)]
-    found = pool.run(jobs_feed.other_rows, 2, places, each=pieces)
-    assert found == ["this rank holds 10 rows of the encoder, got 11"] * 2
+    results = pool.run(jobs_feed.other_rows, 2, places, each=pieces)
+    assert results == ["this rank holds 10 rows of the encoder, got 11"] * 2

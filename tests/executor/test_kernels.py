@@ -40,7 +40,7 @@ def dense(
     kv_of: torch.Tensor | list[int],
     score: Score,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o, lse of float64 tensors [T, H, D]; rows without keys give 0 and -inf. Differentiable."""
+    """o and lse for float64 tensors [T, H, D], differentiable; rows without keys have 0 and -inf."""
     s = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * score.scale
     if score.softcap is not None:
         s = score.softcap * torch.tanh(s / score.softcap)
@@ -68,7 +68,7 @@ def run_task(
     score: Score,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...] | None:
-    """Forward over the bands into one accumulator, then backward of each with the merged statistics."""
+    """Runs forward over the bands into one accumulator, then backward of each band with the merged statistics."""
     wide = accumulator_dtype(q.dtype)
     o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=wide)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=wide)
@@ -105,15 +105,15 @@ def oracle(
 
 
 def split_band(rng: Any, rows: int, keys: int) -> list[tuple[int, int]]:
-    """One band, cut in two at a diagonal, so that rows merge several partial results."""
+    """A random band, cut in two at a diagonal, so that rows merge several partial results."""
     low, high = sorted(rng.integers(-keys + 1, rows, 2).tolist())
     low, high = (-INF if rng.random() < 0.3 else low), (INF if rng.random() < 0.3 else high)
     middle = int(rng.integers(max(low, -keys), min(high, rows) + 1))
     return [(low, middle - 1), (middle, high)]
 
 
-def close(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], tolerance: float) -> None:
-    for a, b in zip(got, want, strict=True):
+def close(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], tolerance: float) -> None:
+    for a, b in zip(got, expected, strict=True):
         assert not torch.isnan(a).any()
         torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
 
@@ -167,10 +167,10 @@ def test_low_precision_is_within_twice_the_error_of_plain_attention(dtype: torch
     args = inputs(200, 200, 4, 2, (16, 16), dtype, 6)
     bands, kv_of, score = [(0, 60), (61, INF)], (0, 0, 1, 1), Score(0.25)
     got = run_task(*args, bands, kv_of, score)
-    want = oracle(*args, bands, kv_of, score)
+    expected = oracle(*args, bands, kv_of, score)
     plain = plain_attention(*args, kv_of, score)
     for name, a, b, c in zip(
-        ("o", "dq", "dk", "dv"), (got[0], *got[2:]), plain, (want[0], *want[2:]), strict=True
+        ("o", "dq", "dk", "dv"), (got[0], *got[2:]), plain, (expected[0], *expected[2:]), strict=True
     ):
         assert (a.to(dtype) - c).abs().max() <= 2 * (b - c).abs().max(), name
 
@@ -233,7 +233,7 @@ BAD = {"an LSE of +inf": (1, float("inf")), "NaN in LSE": (1, float("nan")), "Na
 def with_wrong_entry(
     function: Callable[..., Any], part: int, value: float, row: int, head: int
 ) -> Callable[..., Any]:
-    """The kernel's function with one entry of one of its results replaced."""
+    """Wraps a kernel's function to replace one entry of one of its results."""
 
     def wrapped(*args: Call | Score | torch.Tensor) -> tuple[torch.Tensor, ...]:
         parts = [t.clone() for t in function(*args)]
@@ -244,13 +244,13 @@ def with_wrong_entry(
     return wrapped
 
 
-@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("problem", BAD)
 def test_the_check_names_the_wrong_result_of_a_forward_kernel(
-    monkeypatch: pytest.MonkeyPatch, what: str
+    monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
     bad = attention.Kernel(
         cut_strips,
-        with_wrong_entry(attention._plain, *BAD[what], 3, 1),
+        with_wrong_entry(attention._plain, *BAD[problem], 3, 1),
         attention._plain_backward,
     )
     monkeypatch.setattr(attention, "FLASH_CPU", bad)
@@ -258,7 +258,7 @@ def test_the_check_names_the_wrong_result_of_a_forward_kernel(
     with (
         check_kernels(True),
         pytest.raises(
-            ExecutionError, match=rf"kernel plain .*rows \[0, 12\).*: {re.escape(what)}.* row 3, head 1"
+            ExecutionError, match=rf"kernel plain .*rows \[0, 12\).*: {re.escape(problem)}.* row 3, head 1"
         ),
     ):
         run_task(*args, [(-INF, INF)], (0, 1), Score(0.4))

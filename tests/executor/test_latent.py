@@ -40,10 +40,10 @@ def program_of(plan: ap.Plan, rank: int, phase: str) -> Program:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "ranks", "wrap", "checkpointed", "most"),
+    ("recipe", "ranks", "wrap", "checkpointed", "max_elements"),
     sparse_rows(
         [
-            ("fcp", 4, "ddp", True, 400),  # a head at a time
+            ("fcp", 4, "ddp", True, 400),  # one head at a time
             ("fcp", 2, "plain", False, None),
             ("usp", 4, "ddp", False, None),
             ("ring", 4, "plain", False, None),
@@ -56,10 +56,12 @@ def program_of(plan: ap.Plan, rank: int, phase: str) -> Program:
     ),
 )
 def test_outputs_and_gradients_equal_one_process(
-    pool: Any, recipe: str, ranks: int, wrap: str, checkpointed: bool, most: int | None
+    pool: Any, recipe: str, ranks: int, wrap: str, checkpointed: bool, max_elements: int | None
 ) -> None:
-    for found in pool.run(jobs.difference, ranks, planned(recipe, ranks).encode(), wrap, checkpointed, most):
-        assert max(found) < 1e-10
+    for errors in pool.run(
+        jobs.difference, ranks, planned(recipe, ranks).encode(), wrap, checkpointed, max_elements
+    ):
+        assert max(errors) < 1e-10
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (2, 4)])
@@ -68,18 +70,18 @@ def test_latent_rows_have_a_seventieth_of_the_size_of_expanded_ones(nodes: int, 
     cluster = ap.Cluster(nodes, ranks)
     narrow, wide = (ap.plan(batch, cluster, model, recipe="fcp") for model in (DEEPSEEK, EXPANDED))
     assert narrow.report["bytes"]["total"] * 70 < wide.report["bytes"]["total"]
-    # of a key: numbers of its rows in the model's dtype, twice, and of its gradient in float32
+    # per key: its latent row in the model's dtype, sent twice, and its gradient in float32
     sent = sum(DEEPSEEK.sent_bytes(t) for t in (Tensor.KV, Tensor.KV, Tensor.DKV))
     assert sent == (512 + 64) * (2 + 2 + 4)
 
 
-def test_auto_s_plan_moves_less_and_is_faster_than_expanded() -> None:
+def test_the_plan_of_auto_is_faster_with_latent_rows_than_with_expanded_ones() -> None:
     batch, cluster = ap.Batch.from_lengths([16_000, 9_000, 5_000, 2_768]), ap.Cluster(2, 4)
     times = []
     for model in (DEEPSEEK, EXPANDED):
         plan = ap.plan(batch, cluster, model)
-        found = ap.simulate(plan, "h100")
-        times.append(found.forward_ms + found.backward_ms)
+        simulated = ap.simulate(plan, "h100")
+        times.append(simulated.forward_ms + simulated.backward_ms)
     assert times[0] < times[1]
 
 
@@ -93,9 +95,9 @@ def test_each_latent_row_is_in_one_run() -> None:
             assert run.dkv.rows == run.kv.rows
             for task in run.tasks:
                 kv, dkv = program.operands[task.kv], program.operands[task.dkv]
-                at = run.rows_of(kv)
-                assert (at.start, at.stop) == (dkv.row - run.dkv.row, dkv.row - run.dkv.row + dkv.rows)
-                assert 0 <= at.start < at.stop <= run.kv.rows
+                rows = run.rows_of(kv)
+                assert (rows.start, rows.stop) == (dkv.row - run.dkv.row, dkv.row - run.dkv.row + dkv.rows)
+                assert 0 <= rows.start < rows.stop <= run.kv.rows
         places = {
             (run.kv.space, run.heads, row) for run in runs for row in range(*run.kv.row_slice.indices(10**6))
         }
@@ -107,14 +109,14 @@ def test_each_latent_row_is_in_one_run() -> None:
 def test_the_cost_model_prices_exactly_the_expanded_rows(recipe: str, phase: str) -> None:
     plan = planned(recipe, 4)
     view = View(plan, phase, plan.programs["default", phase], plan.request.cluster)
-    wanted = []
+    expected = []
     for rank in range(4):
         program = program_of(plan, rank, phase)
         for step in program.steps:
             tasks: Any = step.tasks or step.grads
             runs = latent_runs(program.operands, tasks)
-            wanted.append(sum(run.kv.rows * len(run.heads) for run in runs))
-    np.testing.assert_array_equal(expanded_rows(view).rows, wanted)
+            expected.append(sum(run.kv.rows * len(run.heads) for run in runs))
+    np.testing.assert_array_equal(expanded_rows(view).rows, expected)
 
 
 def test_an_expansion_is_priced_by_products_memory_passes_and_launches() -> None:
@@ -129,18 +131,18 @@ def test_an_expansion_is_priced_by_products_memory_passes_and_launches() -> None
     assert float(cost.expansion_us("backward", 1000, 16)) == pytest.approx(backward)
     # kernels read expanded keys of each head
     tasks = 512, 2048, 512 * 2048
-    own = cost.attention_us("forward", *tasks, 128, 1)
-    assert own == CostModel(hardware, EXPANDED).attention_us("forward", *tasks, 128, 128)
+    attention_us = cost.attention_us("forward", *tasks, 128, 1)
+    assert attention_us == CostModel(hardware, EXPANDED).attention_us("forward", *tasks, 128, 128)
 
 
 def test_the_work_of_a_plan_includes_expansions() -> None:
     plan, cost = planned("fcp", 2), CostModel(Hardware.load("h100"), jobs.MODEL)
-    found = prepare_program(plan, "default", "forward", cost)
-    rows = expanded_rows(found.view)
-    at = np.flatnonzero(rows.rows)
-    expansions = float(cost.expansion_us("forward", rows.rows[at], rows.heads[at]).sum())
-    assert isinstance(found.work, Work)
-    assert found.work.tasks > expansions > 0
+    prepared = prepare_program(plan, "default", "forward", cost)
+    rows = expanded_rows(prepared.view)
+    used = np.flatnonzero(rows.rows)
+    expansions = float(cost.expansion_us("forward", rows.rows[used], rows.heads[used]).sum())
+    assert isinstance(prepared.work, Work)
+    assert prepared.work.tasks > expansions > 0
 
 
 def test_single_heads_can_be_expanded_by_any_projection() -> None:
@@ -150,8 +152,8 @@ def test_single_heads_can_be_expanded_by_any_projection() -> None:
     wrapped = ap.LatentExpansion(torch.nn.Sequential(layer.up), layer.expand.own, layer.expand.width)
     for expand in (layer.expand, wrapped):
         for heads in ((2,), (3, 0), (3, 2, 1, 0)):
-            own = expand(*rows, heads)
-            torch.testing.assert_close(own, (k[:, list(heads)], v[:, list(heads)]))
+            expanded = expand(*rows, heads)
+            torch.testing.assert_close(expanded, (k[:, list(heads)], v[:, list(heads)]))
 
 
 # --- plans and models
@@ -159,8 +161,8 @@ def test_single_heads_can_be_expanded_by_any_projection() -> None:
 
 def test_only_latent_models_write_the_latent_field() -> None:
     plan = planned("fcp", 2)
-    again = ap.Plan.decode(plan.encode())
-    assert again.header.latent == again.request.model.latent == Latent(7, 2)
+    decoded = ap.Plan.decode(plan.encode())
+    assert decoded.header.latent == decoded.request.model.latent == Latent(7, 2)
     assert plain.header_data(plan.header)["latent"] == {"rank": 7, "rope": 2}
     assert ap.Model.from_data(jobs.MODEL.to_data()) == jobs.MODEL
     assert "latent" not in EXPANDED.to_data()
@@ -187,11 +189,11 @@ def test_inconsistent_latent_models_are_refused(changes: dict[str, Any], field: 
 
 
 class Expanding(torch.nn.Module):
-    """An expansion that changes the result of a layer's expansion; params: the parameters that it declares."""
+    """Changes the result of a layer's expansion. params: the parameters that it declares."""
 
-    def __init__(self, also: Any) -> None:
+    def __init__(self, change: Any) -> None:
         super().__init__()
-        self.layer, self.also = jobs.LatentLayer().double(), also
+        self.layer, self.also = jobs.LatentLayer().double(), change
         self.params = self.layer.expand.params
 
     def forward(self, compressed: Any, rotated: Any, heads: tuple[int, ...]) -> Any:
@@ -206,7 +208,7 @@ def attention_with(expand: Expanding) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("also", "says"),
+    ("change", "message"),
     [
         (torch.nn.Dropout(0.5), "in backward, which run it again; remove dropout"),
         (lambda v: v + v.mean(0), "different results on other ranks"),
@@ -218,11 +220,11 @@ def attention_with(expand: Expanding) -> torch.Tensor:
     ],
 )
 def test_an_expansion_that_cannot_be_repeated_is_refused(
-    monkeypatch: pytest.MonkeyPatch, also: Any, says: str
+    monkeypatch: pytest.MonkeyPatch, change: Any, message: str
 ) -> None:
     monkeypatch.setattr(wiring, "watch", wiring.Watch())
-    with pytest.raises(ConfigError, match=says):
-        attention_with(Expanding(also))
+    with pytest.raises(ConfigError, match=message):
+        attention_with(Expanding(change))
 
 
 def test_backward_fails_if_weights_were_modified() -> None:

@@ -1,4 +1,4 @@
-"""Two halves that take turns on real ranks over gloo: the same numbers as one after the other, and as the oracle."""
+"""Two halves that take turns on real ranks over gloo compute the same as in sequence, and as the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster,
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 MASKS = tuple(cases.BATCHES)
 NAMES = list(STRATEGIES)
-#: recipes of the halves; the second differs on purpose: halves need to share only the ranks
+#: recipes of the halves; the second differs on purpose, since halves need to share only the ranks
 TURNS = [(name, NAMES[(turn + 7) % len(NAMES)], turn) for turn, name in enumerate(NAMES)]
 
 
@@ -48,7 +48,7 @@ def sequences(*names: str) -> Batch:
 def test_every_pair_of_recipes_equals_the_halves_alone_and_the_oracle(
     pool: Pool, pair: tuple[str, str, int], ranks: int
 ) -> None:
-    """Bitwise equal to each half alone, and close to the oracle."""
+    """Results are bitwise equal to those of each half on its own, and close to the oracle."""
     first, second, turn = pair
     dtype, extra = ("fp64", "fp32", "bf16")[turn % 3], ("", "sinks", "softcap")[(turn + ranks) % 3]
     model = cases.model(2, dtype, (8, 12), kv_heads=1 + turn % 2)
@@ -68,8 +68,8 @@ def test_every_pair_of_recipes_equals_the_halves_alone_and_the_oracle(
 
 
 def assert_equal(together: list[list[NDArray[Any] | None]], alone: list[list[NDArray[Any] | None]]) -> None:
-    for mine, other in zip((*together[0], *together[1]), (*alone[0], *alone[1]), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    for actual, expected in zip((*together[0], *together[1]), (*alone[0], *alone[1]), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def halves_of(plans: list[Plan], seed: int = 0) -> list[tuple[tuple[Any, Any], tuple[Any, Any]]]:
@@ -90,17 +90,17 @@ def pair_of_plans(batch: Batch, name: str, ranks: int, model: Model) -> list[Pla
 
 @pytest.mark.parametrize("ranks", sparse([2, 4], 2))
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "mode"),
     sparse_product(7, ("distca", "node", "ulysses", "ring"), ("stack", "single", "checkpoint", "reentrant")),
 )
-def test_layers_with_all_their_gradients(pool: Pool, name: str, way: str, ranks: int) -> None:
+def test_layers_with_all_their_gradients(pool: Pool, name: str, mode: str, ranks: int) -> None:
     model = cases.model(2, "fp64", kv_heads=2)
     batch = sequences("causal", "window", "shared", "image", "documents")
     plans = pair_of_plans(batch, name, ranks, model)
-    results = pool.run(jobs.stack_pair, ranks, model, (None, None, None), way, each=halves_of(plans))
+    results = pool.run(jobs.stack_pair, ranks, model, (None, None, None), mode, each=halves_of(plans))
     for together, alone in results:
-        for mine, other in zip(together, alone, strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
+        for actual, expected in zip(together, alone, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 UPIPE = {
@@ -115,8 +115,8 @@ UPIPE = {
 def test_plans_that_project_heads_themselves(
     pool: Pool, second: dict[str, dict[str, dict[Any, Any]]]
 ) -> None:
-    """Head stages with the projection inside: the hidden states are dispatched, and the projection's gradients come
-    back from the program."""
+    """Head stages with the projection inside: hidden states are dispatched, and the program returns the
+    projection's gradients."""
     model = cases.model(2, "fp64", kv_heads=2)
     halves = alternating(sequences("causal", "window", "documents"))
     plans = [
@@ -125,8 +125,8 @@ def test_plans_that_project_heads_themselves(
     ]
     results = pool.run(jobs.stack_pair, 4, model, (None, None), "project", each=halves_of(plans))
     for together, alone in results:
-        for mine, other in zip(together, alone, strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
+        for actual, expected in zip(together, alone, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_layers_of_two_kinds(pool: Pool) -> None:
@@ -137,39 +137,41 @@ def test_layers_of_two_kinds(pool: Pool) -> None:
         jobs.stack_pair, 4, model, ("local", "global", "local"), "stack", each=halves_of(plans)
     )
     for together, alone in results:
-        for mine, other in zip(together, alone, strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
+        for actual, expected in zip(together, alone, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_ranks_without_tokens(pool: Pool) -> None:
-    """A half of one token on four ranks, which three ranks serve without holding a row."""
+    """One half has a single token on four ranks: three of them take part without rows."""
     model = cases.model(2, "fp64")
     plans = [plan_of(Batch.from_lengths(lengths), "contiguous", 4, model) for lengths in ([1], [30, 2])]
     results = pool.run(jobs.stack_pair, 4, model, (None, None), "stack", each=halves_of(plans))
     for together, alone in results:
-        for mine, other in zip(together, alone, strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
+        for actual, expected in zip(together, alone, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 def occurrences(launches: list[tuple[str, int, int]]) -> Iterator[tuple[str, int, int, int]]:
     """Launches numbered by occurrence, since each layer launches the same rounds."""
-    seen = Counter()
+    counts = Counter()
     for row in launches:
-        seen[row] += 1
-        yield *row, seen[row]
+        counts[row] += 1
+        yield *row, counts[row]
 
 
 @pytest.mark.parametrize("name", ["distca", "node", "ring", "relays", "inner_reshuffled"])
-def test_all_ranks_launch_the_rounds_of_both_halves_in_one_order(pool: Pool, name: str) -> None:
+def test_all_ranks_launch_the_rounds_of_both_halves_in_the_same_order(pool: Pool, name: str) -> None:
     model = cases.model(2, "fp64", kv_heads=2)
     plans = pair_of_plans(sequences("causal", "window", "shared"), name, 4, model)
-    found = [list(occurrences(rank)) for rank in pool.run(jobs.launches, 4, model, each=halves_of(plans))]
-    after = {}
-    for rank in found:
+    launches_by_rank = [
+        list(occurrences(rank)) for rank in pool.run(jobs.launches, 4, model, each=halves_of(plans))
+    ]
+    successors = {}
+    for rank in launches_by_rank:
         for earlier, later in pairwise(rank):
-            after.setdefault(earlier, set()).add(later)
-    assert list(TopologicalSorter(after).static_order())  # raises CycleError if two ranks disagree
-    longest = max(found, key=len)
+            successors.setdefault(earlier, set()).add(later)
+    assert list(TopologicalSorter(successors).static_order())  # raises CycleError if two ranks disagree
+    longest = max(launches_by_rank, key=len)
     assert longest[0] == ("forward", 0, 0, 1)
     assert longest.index(("forward", 1, 0, 1)) < longest.index(
         ("forward", 0, 0, 2)
@@ -188,8 +190,8 @@ def test_nothing_is_saved_without_gradients(pool: Pool) -> None:
 
 def test_gradients_with_frozen_weights_and_an_unused_half(pool: Pool) -> None:
     model, plans = small_pair()
-    for there, alone, difference in pool.run(jobs.frozen, 2, model, each=halves_of(plans)):
-        assert there == alone
+    for losses, alone, difference in pool.run(jobs.frozen, 2, model, each=halves_of(plans)):
+        assert losses == alone
         assert difference < 1e-10
 
 
@@ -199,12 +201,12 @@ def test_halves_may_share_process_groups(pool: Pool, name: str) -> None:
     plans = [plan_of(cases.batch_of(mask), name, 8, model) for mask in ("causal", "shared")]
     problems = [cases.problem_of(plan, 3) for plan in plans]
     each = list(zip(*(cases.shards(p, q) for p, q in zip(plans, problems, strict=True)), strict=True))
-    for shared, own, two in pool.run(jobs.pair_on_channels, 8, each=each):
-        assert shared == own == two
+    for shared, own_groups, two_groups in pool.run(jobs.pair_on_channels, 8, each=each):
+        assert shared == own_groups == two_groups
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "expected"),
     [
         ("unlisted", "list the parameters"),
         ("swapped", "ranks hold different plans"),
@@ -212,20 +214,20 @@ def test_halves_may_share_process_groups(pool: Pool, name: str) -> None:
         ("shape", "hidden_a has shape"),
     ],
 )
-def test_wrong_calls_are_described(pool: Pool, case: str, words: str) -> None:
+def test_wrong_calls_are_described(pool: Pool, case: str, expected: str) -> None:
     model, plans = small_pair()
     for kind, message in pool.run(jobs.pair_error, 2, case, model, each=halves_of(plans)):
         assert kind in ("ConfigError", "ExecutionError")
-        assert words in message
+        assert expected in message
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
 def test_data_parallel_wrappers(pool: Pool, wrapper: str) -> None:
-    """Around the module that makes the call, gradients are the means over ranks."""
+    """If the wrapped module makes the call, gradients are means over ranks."""
     model, plans = small_pair()
     halves = halves_of(plans)
-    alone = pool.run(jobs.wrapped, 2, None, model, each=halves)
-    mean = [np.mean(grads, axis=0) for grads in zip(*alone, strict=True)]
-    for found in pool.run(jobs.wrapped, 2, wrapper, model, each=halves):
-        for mine, other in zip(found, mean, strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
+    plain_gradients = pool.run(jobs.wrapped, 2, None, model, each=halves)
+    mean = [np.mean(grads, axis=0) for grads in zip(*plain_gradients, strict=True)]
+    for gradients in pool.run(jobs.wrapped, 2, wrapper, model, each=halves):
+        for actual, expected in zip(gradients, mean, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)

@@ -43,9 +43,9 @@ SIZES = (1024, 65536, 1 << 20)
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[Hardware, list[tuple[Any, Any]]]:
-    told = []
-    hardware = profile(progress=lambda *step: told.append(step), name="tiny", device="cpu", effort=TINY)
-    return hardware, told
+    progress = []
+    hardware = profile(progress=lambda *step: progress.append(step), name="tiny", device="cpu", effort=TINY)
+    return hardware, progress
 
 
 def test_a_profile_records_where_and_when_it_was_measured(
@@ -66,7 +66,7 @@ def test_engines_that_cannot_be_timed_are_refused() -> None:
         profile(device="cpu", effort=TINY, engine="stagee")
 
 
-def test_links_are_assumed_until_they_are_measured(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
+def test_links_are_assumed_until_measured(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     assert {name for name, figure in measured[0].figures().items() if figure.assumed} == {
         "host_gbs",  # never measured
         "intra_gbs",
@@ -99,42 +99,42 @@ def test_the_peak_comes_from_a_known_device_or_is_assumed(device: str, dtype: st
 
 
 def test_progress_rises_to_its_total(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
-    told = measured[1]
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    progress = measured[1]
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
     total = 2 * 2 * 9 + LAYER_FIGURES
-    assert told[-1] == (total, total)
+    assert progress[-1] == (total, total)
 
 
 def test_no_sweep_begins_after_the_time_limit() -> None:
-    told = []
+    progress = []
     effort = ProfileScope((16, 32), SMALL, sweeps=5, seconds=0.0, runs=Runs(1, 1), tokens=128, vocab=64)
-    profile(progress=lambda *step: told.append(step), device="cpu", effort=effort)
-    assert len(told) == 2 * 4 + LAYER_FIGURES + 1
-    assert told[-1] == (2 * 5 * 4 + LAYER_FIGURES, 2 * 5 * 4 + LAYER_FIGURES)
+    profile(progress=lambda *step: progress.append(step), device="cpu", effort=effort)
+    assert len(progress) == 2 * 4 + LAYER_FIGURES + 1
+    assert progress[-1] == (2 * 5 * 4 + LAYER_FIGURES, 2 * 5 * 4 + LAYER_FIGURES)
 
 
 @pytest.fixture
 def work_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock of the calls' own work, disturbed by noise that only adds, as a busy machine does: the pairs of a call,
-    and what a call costs by itself. So no test of times depends on what else runs."""
+    """Replaces the clock by a cost per pair and per call, plus noise that only adds time, like a busy machine's. So no
+    test of times depends on other load."""
     noise, done = np.random.default_rng(0), []
     grad, forward = profile_module.attend_grad, profile_module.attend  # type: ignore[attr-defined]
 
-    def counted(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(q: torch.Tensor, k: torch.Tensor, *rest: Band | torch.Tensor | Score) -> None:
             done.append(1e3 + len(q) * len(k))
             return kernel(q, k, *rest)
 
         return run
 
-    def once(work: Callable[..., Any], device: torch.device) -> float:
+    def noisy_time(work: Callable[..., Any], device: torch.device) -> float:
         done.clear()
         work()
         return sum(done) * (1 + noise.exponential(0.5)) if done else 1.0
 
-    monkeypatch.setattr(profile_module, "attend", counted(forward))
-    monkeypatch.setattr(profile_module, "attend_grad", counted(grad))
-    monkeypatch.setattr(clock, "once_us", once)
+    monkeypatch.setattr(profile_module, "attend", counting(forward))
+    monkeypatch.setattr(profile_module, "attend_grad", counting(grad))
+    monkeypatch.setattr(clock, "once_us", noisy_time)
 
 
 @pytest.mark.usefixtures("work_clock")
@@ -158,9 +158,9 @@ def test_each_task_is_timed_in_rows_outside_the_cache() -> None:
     arena = _Arena.of(torch.device("cpu"), effort)
     tensors = (*arena.queries, *arena.keys, *arena.rows[:1])
     assert sum(tensor.nbytes for tensor in tensors) > 0.95 * ARENA_BYTES
-    walked = [np.array(arena.places(TimedTask(rows, 64, False))) for rows in (64, 512, 64)]
-    assert [places.shape for places in walked] == [(11, 8), (11, 1), (11, 8)]
-    starts = np.concatenate([places.ravel() for places in walked])
+    runs = [np.array(arena.places(TimedTask(rows, 64, False))) for rows in (64, 512, 64)]
+    assert [places.shape for places in runs] == [(11, 8), (11, 1), (11, 8)]
+    starts = np.concatenate([places.ravel() for places in runs])
     lengths = np.repeat([64, 512, 64], [88, 11, 88])
     assert (starts[1:] == (starts + lengths)[:-1]).all()
     assert (starts + lengths).max() <= len(arena.queries[0])
@@ -177,8 +177,8 @@ def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch: pytest.Monk
     extra = {64: 2.0, 256: 5.0}  # microseconds per row
 
     def known_time(arena: Any, engine: str, task: TimedTask) -> list[float]:
-        at = TINY.axis.index(task.rows)
-        return [_between(grids[0], at, task.rows, task.window) + extra[task.rows] * task.rows] * 2
+        index = TINY.axis.index(task.rows)
+        return [_between(grids[0], index, task.rows, task.window) + extra[task.rows] * task.rows] * 2
 
     monkeypatch.setattr(profile_module, "_task_us", known_time)
     assert _with_windows(arena, "flash", *grids)[0].window_us == pytest.approx(3.5)
@@ -260,10 +260,10 @@ def test_links_of_two_processes(pool: Pool) -> None:
 
 
 def test_links_between_nodes_are_distinguished_from_those_inside(pool: Pool) -> None:
-    of_ranks = pool.run(jobs_profile.links, 3, SIZES, each=[7, 7, 9])
-    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
-    assert of_ranks[0]["intra"] is not None
-    assert of_ranks[0]["inter"] is not None
+    links_by_rank = pool.run(jobs_profile.links, 3, SIZES, each=[7, 7, 9])
+    assert links_by_rank[0] == links_by_rank[1] == links_by_rank[2]
+    assert links_by_rank[0]["intra"] is not None
+    assert links_by_rank[0]["inter"] is not None
 
 
 def test_all_ranks_of_two_nodes_are_measured_at_once(pool: Pool) -> None:
@@ -280,7 +280,7 @@ def test_all_ranks_of_two_nodes_are_measured_at_once(pool: Pool) -> None:
 
 
 def test_numbers_of_peers_are_swept_if_there_are_several_nodes(pool: Pool) -> None:
-    """Four nodes of a rank: one or two peers; a line through several numbers of senders needs more."""
+    """Four nodes of one rank each: there are one or two peers; fitting a line needs more numbers of senders."""
     links, *others = pool.run(jobs_profile.links, 4, SIZES, each=[3, 1, 2, 5])
     assert all(other == links for other in others)
     hardware = with_links(Hardware.load("h100"), jobs_profile.from_data(links))
@@ -293,20 +293,20 @@ def test_numbers_of_peers_are_swept_if_there_are_several_nodes(pool: Pool) -> No
 def test_sends_and_receives_of_patterns_match(shape: tuple[int, int]) -> None:
     """Every send has a matching receive, on another node."""
     nodes = np.arange(shape[0] * shape[1]).reshape(shape).tolist()
-    found = patterns(nodes)
-    assert {one.peers for one in found} == {peers for peers in (1, 2, 4, 8) if peers < shape[0]}
-    for pattern in found:
+    patterns_found = patterns(nodes)
+    assert {one.peers for one in patterns_found} == {peers for peers in (1, 2, 4, 8) if peers < shape[0]}
+    for pattern in patterns_found:
         ends = [pattern.ends(nodes, rank) for rank in range(shape[0] * shape[1])]
-        sent = {(rank, to) for rank, (ahead, _) in enumerate(ends) for to in ahead}
-        assert sent == {(of, rank) for rank, (_, behind) in enumerate(ends) for of in behind}
+        sent = {(rank, to) for rank, (targets, _) in enumerate(ends) for to in targets}
+        assert sent == {(sender, rank) for rank, (_, sources) in enumerate(ends) for sender in sources}
         assert all(a // shape[1] != b // shape[1] for a, b in sent)
         assert all(a % shape[1] == b % shape[1] for a, b in sent)
-        assert max(len(behind) for _, behind in ends) == pattern.peers
+        assert max(len(sources) for _, sources in ends) == pattern.peers
     assert patterns([[0, 1], [2]]) == patterns([[0, 1]]) == []
 
 
 def test_congestion_figures_are_recovered_from_synthetic_rates() -> None:
-    """Shares are relative to the rate of eight senders, which incast itself slows down."""
+    """Shares are relative to the rate of eight senders, which is itself reduced by incast."""
     incast, one_peer, crowd = 0.2, 0.6, 8
     base = 1 + incast * 7
     sweep = [
@@ -318,9 +318,9 @@ def test_congestion_figures_are_recovered_from_synthetic_rates() -> None:
         for balanced in (True, False)
         for peers in (1, 2, 4, 8)
     ]
-    found = congestion(sweep, crowd, "gloo")
-    assert (found["incast"].value, found["incast_peers"].value) == (0.2, 7)
-    assert found["one_peer"].value == pytest.approx(one_peer, abs=1e-3)
+    figures = congestion(sweep, crowd, "gloo")
+    assert (figures["incast"].value, figures["incast_peers"].value) == (0.2, 7)
+    assert figures["one_peer"].value == pytest.approx(one_peer, abs=1e-3)
     assert congestion([one for one in sweep if one.pattern.peers == 1], 1, "gloo") == {}
 
 

@@ -72,7 +72,7 @@ def plan_of(recipe: str, batch: str, ranks: int, **recurrent: Any) -> Plan:
 
 
 def problem(layer: Layer, tokens: int, conv: int = CONV) -> list[Any]:
-    """x, weight, g, beta and the gradient of the result, of all tokens."""
+    """x, weight, g, beta and the gradient of the result, for all tokens."""
     rng = np.random.default_rng(0)
     x, grad = rng.standard_normal((2, tokens, layer.channels))
     weight = rng.standard_normal((layer.channels, conv)) / 2
@@ -82,29 +82,32 @@ def problem(layer: Layer, tokens: int, conv: int = CONV) -> list[Any]:
 
 def predecessors(batch: Batch) -> NDArray[Any]:
     starts, parent, _ = batch.branches()
-    before = np.arange(-1, batch.tokens - 1)
+    previous = np.arange(-1, batch.tokens - 1)
     ends = np.append(starts[1:], batch.tokens) - 1
-    before[starts] = np.where(parent < 0, -1, ends[parent])
-    return before
+    previous[starts] = np.where(parent < 0, -1, ends[parent])
+    return previous
 
 
-def run_one_process(layer: Layer, batch: Batch, given: list[Any]) -> list[NDArray[Any] | None]:
-    before = torch.from_numpy(predecessors(batch))
+def run_one_process(layer: Layer, batch: Batch, data: list[Any]) -> list[NDArray[Any] | None]:
+    previous = torch.from_numpy(predecessors(batch))
     starts, parents = batch.branches()[:2]
     ends = torch.tensor([*starts.tolist(), batch.tokens])
 
     def conv(x: Tensor, weight: Tensor) -> Tensor:
-        at, out = torch.arange(len(x)), torch.zeros_like(x)
+        position, out = torch.arange(len(x)), torch.zeros_like(x)
         for age in range(weight.shape[1]):
-            out = out + torch.where(at[:, None] >= 0, x[at], 0) * weight[:, weight.shape[1] - 1 - age]
-            at = torch.where(at >= 0, before[at], -1)
+            out = (
+                out
+                + torch.where(position[:, None] >= 0, x[position], 0) * weight[:, weight.shape[1] - 1 - age]
+            )
+            position = torch.where(position >= 0, previous[position], -1)
         return out
 
     def scan(*rows: Any) -> Tensor:
-        taken = (None if x is None else x[None] for x in rows)
-        return token_by_token(*taken, scale=0.5, cu_seqlens=ends, parents=parents.tolist())[0][0]
+        batched = (None if x is None else x[None] for x in rows)
+        return token_by_token(*batched, scale=0.5, cu_seqlens=ends, parents=parents.tolist())[0][0]
 
-    *inputs, grad = (None if one is None else torch.from_numpy(one).clone() for one in given)
+    *inputs, grad = (None if one is None else torch.from_numpy(one).clone() for one in data)
     x, weight, g, beta = (one if one is None else one.requires_grad_() for one in inputs)
     out = layer(conv, scan, x, weight, g, beta)
     out.backward(grad)
@@ -113,28 +116,30 @@ def run_one_process(layer: Layer, batch: Batch, given: list[Any]) -> list[NDArra
 
 
 def run_on_ranks(
-    pool: Pool, plan: Plan, layer: Layer, given: list[Any], checkpointing: str = "", **options: Any
+    pool: Pool, plan: Plan, layer: Layer, data: list[Any], checkpointing: str = "", **options: Any
 ) -> tuple[list[NDArray[Any] | None], list[int]]:
-    """Results of all tokens, and the calls of each rank in backward."""
+    """Results of all tokens, and the number of calls of each rank in backward."""
     home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
     options = {"padding": 0, "dtype": "float64", "kind": None, **options}
     rows = [home.tokens(rank) for rank in range(ranks)]
-    x, weight, *rest = given
-    own = [[x[at], weight, *(None if one is None else one[at] for one in rest)] for at in rows]
-    each = [(plan.for_rank(rank).encode(), own[rank]) for rank in range(ranks)]
+    x, weight, *rest = data
+    rank_data = [
+        [x[tokens], weight, *(None if one is None else one[tokens] for one in rest)] for tokens in rows
+    ]
+    each = [(plan.for_rank(rank).encode(), rank_data[rank]) for rank in range(ranks)]
     results = pool.run(jobs_recurrence.run, ranks, layer, options, checkpointing, each=each)
-    found = []
-    for number, parts in enumerate(zip(*(held for held, _ in results), strict=True)):
+    combined = list[Any]()
+    for number, parts in enumerate(zip(*(tensors for tensors, _ in results), strict=True)):
         if number == 2:
-            found.append(sum(parts))
+            combined.append(sum(parts))
         elif parts[0] is None:
-            found.append(None)
+            combined.append(None)
         else:
             whole = np.zeros((plan.request.batch.tokens, *parts[0].shape[1:]))
-            for at, part in zip(rows, parts, strict=True):
-                whole[at] = part
-            found.append(whole)
-    return found, [calls for _, calls in results]
+            for tokens, part in zip(rows, parts, strict=True):
+                whole[tokens] = part
+            combined.append(whole)
+    return combined, [calls for _, calls in results]
 
 
 def layer_of(gate: str, delta: bool, heads: int, key_heads: int) -> tuple[Layer, dict[str, Any]]:
@@ -157,25 +162,27 @@ def test_a_layer_equals_one_process(
 ) -> None:
     layer, recurrent = layer_of(*sizes)
     plan = plan_of(recipe, batch, ranks, **recurrent)
-    given = problem(layer, plan.request.batch.tokens)
-    wanted = run_one_process(layer, plan.request.batch, given)
-    found, calls = run_on_ranks(pool, plan, layer, given, checkpointing, padding=padding)
-    for own, want in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(own, want, rtol=1e-12, atol=1e-12) if want is not None else None
-    again = {"": 0, "full": 3, "selective": 0}[checkpointing]  # halo, to slots, to runs
-    assert {*calls} == ({2 * (3 + again)} if ranks > 1 else {0})
+    data = problem(layer, plan.request.batch.tokens)
+    references = run_one_process(layer, plan.request.batch, data)
+    results, calls = run_on_ranks(pool, plan, layer, data, checkpointing, padding=padding)
+    for actual, expected in zip(results, references, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12) if expected is not None else None
+    recomputed = {"": 0, "full": 3, "selective": 0}[checkpointing]  # halo, to slots, to runs
+    assert {*calls} == ({2 * (3 + recomputed)} if ranks > 1 else {0})
 
 
 def test_cases_have_last_runs_that_wait_for_states_and_others() -> None:
-    seen = set()
+    seen_cases = set()
     for recipe, batch, ranks, sizes, *_ in CASES:
         plan = plan_of(recipe, batch, ranks, **layer_of(*sizes)[1])
         assert plan.recurrence is not None
         runs = plan.recurrence["runs"]
         ends = (runs["past"] >= 0) & (runs["leads"] == 0)
-        last, rows = (np.bincount(runs.rank_of_row(), runs["rows"] * of, ranks) for of in (ends, 1))
-        seen |= {(sizes[1], early) for early in (last > EARLY_SHARE * rows)[last > 0].tolist()}
-    assert seen == {(True, True), (True, False), (False, True), (False, False)}
+        last, rows = (
+            np.bincount(runs.rank_of_row(), runs["rows"] * is_counted, ranks) for is_counted in (ends, 1)
+        )
+        seen_cases |= {(sizes[1], early) for early in (last > EARLY_SHARE * rows)[last > 0].tolist()}
+    assert seen_cases == {(True, True), (True, False), (False, True), (False, False)}
 
 
 @pytest.mark.parametrize("kind", ["delta", "gated", "wide"])
@@ -196,20 +203,20 @@ def test_kinds_of_one_plan_may_differ_in_heads_and_widths(pool: Pool, kind: str)
         recipe={"name": "fcp", "steps": STRATEGIES["fcp"]},
     )
     layer = layer_of(*layers[kind])[0]
-    given = problem(layer, batch.tokens, conv[kind])
-    found, _ = run_on_ranks(pool, plan, layer, given, kind=kind)
-    for own, want in zip(found, run_one_process(layer, batch, given), strict=True):
-        np.testing.assert_allclose(own, want, rtol=1e-12, atol=1e-12) if want is not None else None
+    data = problem(layer, batch.tokens, conv[kind])
+    results, _ = run_on_ranks(pool, plan, layer, data, kind=kind)
+    for actual, expected in zip(results, run_one_process(layer, batch, data), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12) if expected is not None else None
 
 
 def test_low_dtypes_keep_states_in_float32(pool: Pool) -> None:
     layer, recurrent = layer_of("scalar", True, 2, 2)
     plan = plan_of("ring", "one", 4, **recurrent)
-    given = problem(layer, plan.request.batch.tokens)
-    wanted = run_one_process(layer, plan.request.batch, given)
-    found, _ = run_on_ranks(pool, plan, layer, given, dtype="bfloat16")
-    for own, want in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(own, want, atol=0.05 * np.abs(want).max())
+    data = problem(layer, plan.request.batch.tokens)
+    references = run_one_process(layer, plan.request.batch, data)
+    results, _ = run_on_ranks(pool, plan, layer, data, dtype="bfloat16")
+    for actual, expected in zip(results, references, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=0.05 * np.abs(expected).max())
 
 
 # ---- errors
@@ -225,8 +232,8 @@ def handle_of(**recurrent: Any) -> ap.PlanHandle:
 
 
 def rows_of(**shapes: tuple[int, ...]) -> list[Tensor]:
-    own = {"q": (6, 2, 3), "k": (6, 2, 3), "v": (6, 4, 5), "g": (6, 4), "beta": (6, 4), **shapes}
-    return [torch.zeros(shape) for shape in own.values()]
+    all_shapes = {"q": (6, 2, 3), "k": (6, 2, 3), "v": (6, 4, 5), "g": (6, 4), "beta": (6, 4), **shapes}
+    return [torch.zeros(shape) for shape in all_shapes.values()]
 
 
 def test_wrong_shapes_of_rows_are_refused_by_name() -> None:
@@ -270,18 +277,18 @@ def test_plans_without_the_kind_are_refused() -> None:
 def test_autocast_keeps_states_in_float32() -> None:
     handle, rows = handle_of(), [torch.randn_like(x) for x in rows_of()]
     rows[3] = -rows[3].abs()
-    wanted = ap.planned_scan(None, *rows, handle)
+    references = ap.planned_scan(None, *rows, handle)
     with torch.autocast("cpu", torch.bfloat16):
-        found = ap.planned_scan(None, *rows, handle)
-    assert torch.equal(found, wanted)
+        results = ap.planned_scan(None, *rows, handle)
+    assert torch.equal(results, references)
 
 
 def test_a_custom_kernel_and_a_batch_dimension_of_one_are_accepted() -> None:
     handle, rows = handle_of(), [torch.randn(1, *x.shape, dtype=torch.float64) for x in rows_of()]
     rows[3] = -rows[3].abs()
-    found = ap.planned_scan(token_by_token, *rows, handle, scale=0.7)
-    torch.testing.assert_close(found, token_by_token(*rows, scale=0.7)[0])
-    torch.testing.assert_close(ap.planned_scan(None, *rows, handle, scale=0.7), found)
+    results = ap.planned_scan(token_by_token, *rows, handle, scale=0.7)
+    torch.testing.assert_close(results, token_by_token(*rows, scale=0.7)[0])
+    torch.testing.assert_close(ap.planned_scan(None, *rows, handle, scale=0.7), results)
 
 
 def test_the_documented_layer_equals_one_process() -> None:

@@ -22,36 +22,40 @@ def test_the_chunked_kernel_equals_the_formula_forward_and_backward(gate: str, d
     torch.manual_seed(1)
     start = torch.randn(len(LENGTHS), 4, 5, 7, dtype=torch.float64)
     weights = torch.randn(sum(LENGTHS), 4, 7, dtype=torch.float64), torch.randn_like(start)
-    found = []
+    results = []
     for kernel in (chunk_recurrence, token_by_token):
-        given = {name: x.clone().requires_grad_() for name, x in {**inputs, "initial_state": start}.items()}
+        arguments = {
+            name: x.clone().requires_grad_() for name, x in {**inputs, "initial_state": start}.items()
+        }
         ends = torch.tensor([0, *LENGTHS]).cumsum(0)
-        state = given.pop("initial_state")
-        rows = {name: x[None] for name, x in given.items()}
+        state = arguments.pop("initial_state")
+        rows = {name: x[None] for name, x in arguments.items()}
         o, last = kernel(**rows, scale=0.3, initial_state=state, output_final_state=True, cu_seqlens=ends)
         ((o[0] * weights[0]).sum() + (last * weights[1]).sum()).backward()
-        found.append([o, last, state.grad, *(x.grad for x in given.values())])
-    for own, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+        results.append([o, last, state.grad, *(x.grad for x in arguments.values())])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_one_sequence_without_a_state_is_the_default() -> None:
-    given = {name: x[None] for name, x in rows_of(70, 2, 2, 4, 4, "scalar", True).items()}
+    arguments = {name: x[None] for name, x in rows_of(70, 2, 2, 4, 4, "scalar", True).items()}
     ends = torch.tensor([0, 70])
-    own, wanted = chunk_recurrence(**given), token_by_token(**given, scale=0.5, cu_seqlens=ends)
-    torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+    actual, expected = chunk_recurrence(**arguments), token_by_token(**arguments, scale=0.5, cu_seqlens=ends)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("gate", ["scalar", "diagonal"])
 def test_low_dtypes_are_computed_in_float32_and_strong_decays_do_not_overflow(gate: str) -> None:
-    given = rows_of(200, 2, 1, 8, 8, gate, True)
-    given["g"] *= 40
-    low = {name: x[None].to(torch.bfloat16 if name in "qkv" else torch.float32) for name, x in given.items()}
-    own, state = chunk_recurrence(**low)
-    wanted, last = token_by_token(**{name: x.double() for name, x in low.items()}, scale=8**-0.5)
-    assert own.dtype == torch.bfloat16
+    arguments = rows_of(200, 2, 1, 8, 8, gate, True)
+    arguments["g"] *= 40
+    low = {
+        name: x[None].to(torch.bfloat16 if name in "qkv" else torch.float32) for name, x in arguments.items()
+    }
+    actual, state = chunk_recurrence(**low)
+    expected, last = token_by_token(**{name: x.double() for name, x in low.items()}, scale=8**-0.5)
+    assert actual.dtype == torch.bfloat16
     assert state.dtype == torch.float32
-    torch.testing.assert_close(own.double(), wanted, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=1e-5)
 
 
@@ -60,10 +64,10 @@ def test_the_torch_kernel_is_chosen_on_cpus() -> None:
 
 
 def test_zero_rows_give_empty_results() -> None:
-    given: dict[str, Tensor] = {
+    arguments: dict[str, Tensor] = {
         name: x[None, :0] for name, x in rows_of(1, 2, 2, 4, 3, "scalar", True).items()
     }
-    o, state = chunk_recurrence(**given, cu_seqlens=torch.tensor([0]))
+    o, state = chunk_recurrence(**arguments, cu_seqlens=torch.tensor([0]))
     assert (o.shape, state.shape) == ((1, 0, 2, 3), (0, 2, 4, 3))
 
 
@@ -73,6 +77,6 @@ def test_key_heads_are_repeated_for_kernels_that_need_equal_heads(monkeypatch: p
     monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=SimpleNamespace(simple_gla=module)))
     for name in ("fla.ops", "fla.ops.simple_gla"):
         monkeypatch.setitem(sys.modules, name, module)
-    given = {name: x[None] for name, x in rows_of(9, 4, 2, 3, 5, "scalar", False).items()}
+    arguments = {name: x[None] for name, x in rows_of(9, 4, 2, 3, 5, "scalar", False).items()}
     kernel = choose_kernel("scalar", False, torch.device("cuda"))
-    torch.testing.assert_close(kernel(**given), chunk_recurrence(**given))
+    torch.testing.assert_close(kernel(**arguments), chunk_recurrence(**arguments))

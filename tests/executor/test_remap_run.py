@@ -1,4 +1,4 @@
-"""Hidden states between the attention layout and even tokens, forward and backward, on several ranks."""
+"""Hidden states move between the attention layout and an even split of tokens and back, on several ranks."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def planned(
 def plain(
     lengths: list[int], hidden: NDArray[Any], weights: list[NDArray[Any]], grad: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
-    """The layer in one process: its result and gradients."""
+    """Runs the layer in one process; returns its result and gradients."""
     hidden, *weights = (torch.from_numpy(x.copy()).requires_grad_() for x in (hidden, *weights))
     q, k, v = jobs_remap.project(hidden, weights)
     parts = []
-    for mine in zip(*(torch.split(x, lengths) for x in (q, k, v)), strict=True):
-        heads = [x.transpose(0, 1) for x in mine]
+    for sequence in zip(*(torch.split(x, lengths) for x in (q, k, v)), strict=True):
+        heads = [x.transpose(0, 1) for x in sequence]
         kv = [x.expand(2, -1, -1) for x in heads[1:]]
         attended = torch.nn.functional.scaled_dot_product_attention(heads[0], *kv, is_causal=True)
         parts.append(attended.transpose(0, 1).flatten(1))
@@ -93,15 +93,15 @@ def check(pool: Pool, plan: Plan, ranks: int) -> None:
         (plan.for_rank(rank).encode(), hidden[home.tokens(rank)], weights, grad[home.tokens(rank)])
         for rank in range(ranks)
     ]
-    want, want_hidden, want_weights = plain(lengths, hidden, weights, grad)
-    found = pool.run(jobs_remap.layer, ranks, each=each)
-    even = [even for (_, even), *_ in found]
+    expected, expected_hidden, expected_weights = plain(lengths, hidden, weights, grad)
+    results = pool.run(jobs_remap.layer, ranks, each=each)
+    even = [even for (_, even), *_ in results]
     assert even == plan.layout("linear" if plan.moves else "attention").rows_per_rank.tolist()
-    for rank, (_, out, of_hidden, _) in enumerate(found):
-        np.testing.assert_allclose(out, want[home.tokens(rank)], rtol=1e-9, atol=1e-11)
-        np.testing.assert_allclose(of_hidden, want_hidden[home.tokens(rank)], rtol=1e-9, atol=1e-11)
-    for number, one in enumerate(want_weights):
-        summed = sum(weights[number] for *_, weights in found)
+    for rank, (_, out, hidden_grad, _) in enumerate(results):
+        np.testing.assert_allclose(out, expected[home.tokens(rank)], rtol=1e-9, atol=1e-11)
+        np.testing.assert_allclose(hidden_grad, expected_hidden[home.tokens(rank)], rtol=1e-9, atol=1e-11)
+    for number, one in enumerate(expected_weights):
+        summed = sum(weights[number] for *_, weights in results)
         np.testing.assert_allclose(summed, one, rtol=1e-9, atol=1e-11)
 
 

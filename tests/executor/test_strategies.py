@@ -1,8 +1,8 @@
 """Every strategy on real ranks over gloo, forward and backward, against dense float64 attention.
 
-A pairwise cover: every strategy runs with every mask, 1 to 8 ranks, MHA and GQA, every dtype, sinks and softcap; and so
-does each of these the others. Masks share batches, three of them or two in each. `make test` runs a cell of every
-strategy, in which every value of every axis occurs; `make test-slow` the others.
+A pairwise cover of strategies, masks, numbers of ranks (1 to 8), heads (MHA and GQA), dtypes, and sinks or softcap: any
+two values of different axes occur together. Each batch has the sequences of two or three masks. `make test` runs some
+of the cells, in which every value of every axis occurs; `make test-slow` the others.
 """
 
 from __future__ import annotations
@@ -52,53 +52,55 @@ AXES = Cell(
 )
 
 
-def serves(name: str, ranks: int) -> bool:
-    """Groups of two ranks need an even number of them."""
+def supports(name: str, ranks: int) -> bool:
+    """True if the strategy runs on this many ranks: groups of two need an even number."""
     return ranks % 2 == 0 or "inner" not in name
 
 
-def cell(turn: int, place: int) -> Cell:
+def cell(turn: int, rank_index: int) -> Cell:
     """The cell of a strategy and a number of ranks; the other axes cycle at different rates."""
-    name, at = AXES.name[turn], turn + place
+    name, index = AXES.name[turn], turn + rank_index
     return Cell(
         name,
-        AXES.masks[at % 5],
-        place + 1 if serves(name, place + 1) else place + 2,
-        AXES.heads[at % 3],
-        AXES.dtype[at // 3 % 3],
-        AXES.extra[(at // 3 + place) % 3],
+        AXES.masks[index % 5],
+        rank_index + 1 if supports(name, rank_index + 1) else rank_index + 2,
+        AXES.heads[index % 3],
+        AXES.dtype[index // 3 % 3],
+        AXES.extra[(index // 3 + rank_index) % 3],
     )
 
 
-CELLS = [cell(turn, place) for turn in range(len(MATRIX)) for place in range(len(RANKS))]
+CELLS = [cell(turn, rank_index) for turn in range(len(MATRIX)) for rank_index in range(len(RANKS))]
 QUICK = [len(RANKS) * turn + turn % len(RANKS) for turn in range(0, len(MATRIX), 3)]
 
 
 def test_the_cells_hold_every_pair_of_values_of_every_two_axes() -> None:
-    held = {(i, each[i], j, each[j]) for each in CELLS for i, j in combinations(range(len(AXES)), 2)}
-    wanted = {
+    covered = {(i, each[i], j, each[j]) for each in CELLS for i, j in combinations(range(len(AXES)), 2)}
+    all_pairs = {
         (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])
     }
-    refused = {(0, name, 2, ranks) for name in AXES.name for ranks in RANKS if not serves(name, ranks)}
-    assert held == wanted - refused
+    refused = {(0, name, 2, ranks) for name in AXES.name for ranks in RANKS if not supports(name, ranks)}
+    assert covered == all_pairs - refused
     for axis, values in list(enumerate(AXES))[1:]:
-        assert {CELLS[at][axis] for at in QUICK} == set(values)
+        assert {CELLS[index][axis] for index in QUICK} == set(values)
 
 
-@pytest.mark.parametrize("at", marked(range(len(CELLS)), QUICK), ids=lambda at: f"{CELLS[at].name}-{at % 8}")
-def test_every_strategy_on_real_ranks(pool: Pool, at: int) -> None:
-    name, masks, ranks, heads, dtype, extra = CELLS[at]
+@pytest.mark.parametrize(
+    "index", marked(range(len(CELLS)), QUICK), ids=lambda index: f"{CELLS[index].name}-{index % 8}"
+)
+def test_every_strategy_on_real_ranks(pool: Pool, index: int) -> None:
+    name, masks, ranks, heads, dtype, extra = CELLS[index]
     batch = Batch.from_sequences([Sequence(*each) for mask in masks for each in cases.BATCHES[mask]])
     model = cases.model(heads[0], dtype, (8, 12), kv_heads=heads[1])
     recipe = Recipe(name, MATRIX[name])
     cap = None if has_own_cap(recipe) else batch.tokens
     plan = api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
-    problem = cases.problem_of(plan, at, extra == "sinks", 2.0 if extra == "softcap" else None)
+    problem = cases.problem_of(plan, index, extra == "sinks", 2.0 if extra == "softcap" else None)
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch), dtype)
 
 
 def test_ranks_that_hold_no_tokens_serve_attention(pool: Pool) -> None:
-    """Four ranks, two of them dedicated attention servers: their empty homes are no imbalance of tokens."""
+    """Four ranks, two of which are attention servers without tokens: this does not count as imbalance."""
     batch = Batch.from_lengths([300, 90, 40], home_ranks=[(0, 1)] * 3)
     recipe = Recipe("servers", {**MATRIX["distca"], "place": {"distca": {"granularity": 16}}})
     plan = api.plan(batch, cluster(4), cases.model(2, "fp64", (8, 12), kv_heads=2), policy=Policy(recipe))
@@ -110,7 +112,7 @@ def test_ranks_that_hold_no_tokens_serve_attention(pool: Pool) -> None:
 
 @pytest.mark.parametrize("turn", sparse(range(len(MATRIX)), 13), ids=tuple(MATRIX))
 def test_every_strategy_with_gradients_rounded_in_transit(pool: Pool, turn: int) -> None:
-    """Four ranks, bfloat16; equal to a run without rounding, except for those gradients."""
+    """On four ranks in bfloat16, results equal those without rounding, except for these gradients."""
     name = AXES.name[turn]
     batch = cases.batch_of(MASKS[turn % len(MASKS)])
     model = cases.model(2, "bf16", (8, 12), kv_heads=2 if turn % 2 and name not in WIDE else 4)
@@ -129,7 +131,7 @@ def test_every_strategy_with_gradients_rounded_in_transit(pool: Pool, turn: int)
 
 @pytest.mark.parametrize("recipe", ["fcp_paper", "distca", "ulysses"])
 def test_rounds_of_few_senders_on_real_ranks(pool: Pool, recipe: str) -> None:
-    """Four nodes of a rank, between which several senders at a time cost much and a round nothing."""
+    """Four nodes of one rank, where several senders at a time cost much and a round costs nothing."""
     batch, model = cases.batch_of(MASKS[0]), cases.model(2, "fp32", (8, 12), kv_heads=4)
     nodes = Cluster(4, 1, inter_latency_us=0.0)
     known = replace(Hardware.load("h100"), incast=Figure(10, "made up"), rowop_us=Figure(0, "made up"))

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_messages_between_two_ranks_meet_in_their_order(pool: Ranks, ranks: int) -> None:
+def test_messages_between_two_ranks_arrive_in_order(pool: Ranks, ranks: int) -> None:
     assert all(pool.run(jobs_transport.batches, ranks))
 
 
@@ -51,17 +51,17 @@ def test_each_channel_has_its_own_process_group(pool: Ranks) -> None:
 
 
 def test_ranks_gather_any_number_of_numbers(pool: Ranks) -> None:
-    """Around 63, of which one is the transport's own, a second exchange begins."""
+    """More than 63 numbers, one of which is the transport's own, take a second exchange."""
     sizes = [0, 60, 61, 62, 63, 64, 200]
-    wanted = [[[*range(size)], [*range(size + 1)]] for size in sizes]
-    assert pool.run(jobs_transport.gathers, 2, sizes) == [wanted] * 2
+    expected = [[[*range(size)], [*range(size + 1)]] for size in sizes]
+    assert pool.run(jobs_transport.gathers, 2, sizes) == [expected] * 2
 
 
 def test_gradients_of_a_row_for_many_are_added_up_in_float32() -> None:
-    """In bfloat16 sums of ones would stop at 256."""
-    alone: Any = SimpleNamespace(rank=0, ranks=1)
+    """In bfloat16 a sum of ones would stop growing at 256."""
+    single_rank: Any = SimpleNamespace(rank=0, ranks=1)
     spread = Exchange(
-        alone, "rows", torch.zeros(1000, dtype=torch.int64), [1000], torch.arange(1000), [1000], 1000
+        single_rank, "rows", torch.zeros(1000, dtype=torch.int64), [1000], torch.arange(1000), [1000], 1000
     )
     row = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
     spread(row).sum().backward()
@@ -82,7 +82,7 @@ def test_a_buffer_is_reused_by_the_next_layer() -> None:
     assert pool.take(80, CPU) is larger
 
 
-def small(dtype: str = "bf16", ranks: int = 2) -> Plan:
+def small_plan(dtype: str = "bf16", ranks: int = 2) -> Plan:
     model = Model(4, 2, 64, dtype=dtype)
     return api.plan(Batch.from_lengths([700, 300, 24]), Cluster(1, ranks), model, "fcp")
 
@@ -93,20 +93,20 @@ def inputs(handle: PlanHandle) -> list[torch.Tensor]:
 
 
 def test_layers_share_memory_and_results_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, device = small(), RecordingDevice(1, 2)
+    plan, device = small_plan(), RecordingDevice(1, 2)
     handle = PlanHandle(plan.for_rank(1), device, engine=device.engine).prepare("cpu")
-    taken = []
+    buffers = []
     monkeypatch.setattr(
-        device.pool, "take", lambda *args: taken.append(Pool.take(device.pool, *args)) or taken[-1]
+        device.pool, "take", lambda *args: buffers.append(Pool.take(device.pool, *args)) or buffers[-1]
     )
     outs = [planned_attention(*inputs(handle), handle) for _ in range(3)]
-    assert len(taken) == 3
-    assert len(set(map(id, taken))) == 1
+    assert len(buffers) == 3
+    assert len(set(map(id, buffers))) == 1
     assert len({out.data_ptr() for out in outs}) == 3
 
 
 def test_a_recording_device_counts_the_launches_of_an_instruction() -> None:
-    plan, device = small(), RecordingDevice(1, 2)
+    plan, device = small_plan(), RecordingDevice(1, 2)
     handle = PlanHandle(plan.for_rank(1), device, engine=device.engine)
     q, k, v = inputs(handle)
     out = planned_attention(q, k, v, handle)
@@ -122,7 +122,7 @@ def test_a_recording_device_counts_the_launches_of_an_instruction() -> None:
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts ops that make the host wait for the device: reading a number, or making a tensor of host numbers."""
+    """Counts ops that make the host wait for the device: reading a number, or creating a tensor from host numbers."""
 
     OPS = frozenset(
         getattr(torch.ops.aten, name).default
@@ -148,7 +148,7 @@ class HostWaits(TorchDispatchMode):
 @pytest.mark.parametrize("engine", ["stage", "flash", "plain"])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_no_layer_waits_for_its_device(engine: str, sinks: bool) -> None:
-    plan, device = small(ranks=1), RecordingDevice(0, 1)
+    plan, device = small_plan(ranks=1), RecordingDevice(0, 1)
     handle = PlanHandle(plan.for_rank(0), device, engine=device.engine if engine == "stage" else engine)
     q, k, v = (x.detach() for x in inputs(handle))
     layer = Layer(Score(0.1), torch.zeros(4, dtype=torch.bfloat16) if sinks else None)
@@ -166,7 +166,7 @@ def test_no_layer_waits_for_its_device(engine: str, sinks: bool) -> None:
 
 
 def test_sinks_are_one_number_per_head_and_need_not_be_contiguous() -> None:
-    handle = PlanHandle(small("fp32", 1).for_rank(0))
+    handle = PlanHandle(small_plan("fp32", 1).for_rank(0))
     rows, table = inputs(handle), torch.tensor([0.0, 100.0] * 4)
     torch.testing.assert_close(
         planned_attention(*rows, handle, sinks=table[::2]),
@@ -180,20 +180,20 @@ def test_sinks_are_one_number_per_head_and_need_not_be_contiguous() -> None:
 
 
 def test_a_handle_stays_in_its_process() -> None:
-    handle = PlanHandle(small(ranks=1).for_rank(0))
+    handle = PlanHandle(small_plan(ranks=1).for_rank(0))
     assert copy.deepcopy(handle) is handle
     with pytest.raises(ExecutionError, match=r"send `handle.slice.encode\(\)`"):
         handle.__reduce__()
 
 
 def test_an_unavailable_engine_is_refused_with_its_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = PlanHandle(small(ranks=1).for_rank(0))
+    handle = PlanHandle(small_plan(ranks=1).for_rank(0))
     assert handle.engine_on(CPU) is engines.ENGINES["flash"]
     with pytest.raises(ConfigError, match="run on GPUs"):
         PlanHandle(handle.slice, engine="stage").engine_on(CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert PlanHandle(handle.slice).engine_on(CPU) is engines.ENGINES["stage"]
-    wide = PlanHandle(small("fp64", 1).for_rank(0), engine="stage")
+    wide = PlanHandle(small_plan("fp64", 1).for_rank(0), engine="stage")
     with pytest.raises(ConfigError, match="float16, bfloat16 and float32"):
         wide.engine_on(CPU)
     with pytest.raises(UnknownNameError, match="engine"):
@@ -201,7 +201,7 @@ def test_an_unavailable_engine_is_refused_with_its_requirement(monkeypatch: pyte
 
 
 def test_plain_and_flash_agree() -> None:
-    plan = small("fp32", 1)
+    plan = small_plan("fp32", 1)
     results = []
     for engine in ("flash", "plain"):
         handle, generator = PlanHandle(plan.for_rank(0), engine=engine), torch.Generator().manual_seed(0)
@@ -219,13 +219,13 @@ def test_the_newest_available_flash_attention_is_activated(
 ) -> None:
     from torch.nn import attention
 
-    taken = []
+    activated = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"])
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", taken.append)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
     engines.activate_newest(torch.device("cuda", 0))
     engines.activate_newest(CPU)
-    assert taken == chosen
+    assert activated == chosen
 
 
 def test_a_group_of_only_gpus_needs_a_group_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def inputs(plan: Plan, sizes: Sizes) -> NDArray[Any]:
 
 
 def plain(plan: Plan, sizes: Sizes) -> dict[str, NDArray[Any]]:
-    """out, dx and the gradients of all parameters, by name, of all heads under a dense mask."""
+    """out, dx and the gradients of all parameters, by name, from plain attention under a dense mask."""
     batch = plan.request.batch
     mask, positions = torch.from_numpy(cases.allowed(batch)), torch.from_numpy(batch.positions())
     out, dx, grads = jobs_upipe.results(jobs_upipe.Stack(sizes), *inputs(plan, sizes), positions, None, mask)
@@ -68,7 +68,7 @@ def plain(plan: Plan, sizes: Sizes) -> dict[str, NDArray[Any]]:
 def planned_results(
     pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = None
 ) -> dict[str, NDArray[Any]]:
-    """The results of all ranks together."""
+    """The combined results of all ranks."""
     home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
     rows = [[x[home.tokens(rank)] for x in inputs(plan, sizes)] for rank in range(ranks)]
     each = [(plan.for_rank(rank).encode(), *rows[rank]) for rank in range(ranks)]
@@ -86,11 +86,11 @@ def planned_results(
 
 
 def assert_equal(pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = None) -> None:
-    want, got = plain(plan, sizes), planned_results(pool, plan, sizes, sharded)
-    assert got.keys() == want.keys()
+    expected, got = plain(plan, sizes), planned_results(pool, plan, sizes, sharded)
+    assert got.keys() == expected.keys()
     assert len(got) == 2 + 10 * sizes.depth
-    for name, wanted in want.items():
-        np.testing.assert_allclose(got[name], wanted, rtol=1e-9, atol=1e-10, err_msg=name)
+    for name, reference in expected.items():
+        np.testing.assert_allclose(got[name], reference, rtol=1e-9, atol=1e-10, err_msg=name)
 
 
 @pytest.mark.parametrize("order", ["gqa", "natural"])
@@ -133,7 +133,7 @@ def test_ranks_without_rows(pool: Pool) -> None:
 
 
 def test_unevenly_spaced_heads_are_exchanged_correctly(pool: Pool) -> None:
-    """Two query heads of two KV heads each: 0, 1, 4, 5 on one rank."""
+    """One rank has query heads 0, 1, 4 and 5, two of each of two KV heads."""
     sizes = jobs_upipe.Sizes(16, 4)
     plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=8, project=False)
     assert (0, 1, 4, 5) in plan.header.head_sets
@@ -149,14 +149,14 @@ def test_two_layers_under_fsdp2(pool: Pool, project: bool, reshard: bool) -> Non
 
 @pytest.fixture
 def handle() -> PlanHandle:
-    """Of a rank without peers, on a device that computes nothing."""
+    """A handle of a rank without peers, on a device that computes nothing."""
     sizes = Sizes(8, 2, hidden=64, dtype=torch.float32)
     plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=4, project=True)
     device = RecordingDevice(0, 2)
     return PlanHandle(plan.for_rank(0), device, device.engine)
 
 
-def test_layers_under_one_plan_may_have_other_widths(handle: PlanHandle) -> None:
+def test_layers_under_one_plan_may_differ_in_width(handle: PlanHandle) -> None:
     for hidden in (64, 128):
         rows = torch.zeros(handle.rows, hidden, requires_grad=True)
         layer = jobs_upipe.Layer(Sizes(8, 2, hidden=hidden, dtype=torch.float32))
@@ -166,12 +166,12 @@ def test_layers_under_one_plan_may_have_other_widths(handle: PlanHandle) -> None
 
 
 def test_hooks_of_a_parameter_run_once_on_the_gradient_of_all_stages(handle: PlanHandle) -> None:
-    layer, ran = jobs_upipe.Layer(Sizes(8, 2, hidden=64, dtype=torch.float32)), list[str]()
+    layer, hooks_run = jobs_upipe.Layer(Sizes(8, 2, hidden=64, dtype=torch.float32)), list[str]()
     for name, param in layer.named_parameters():
-        param.register_hook(lambda _, name=name: ran.append(name))
+        param.register_hook(lambda _, name=name: hooks_run.append(name))
     rows = torch.zeros(handle.rows, 64, requires_grad=True)
     layer(rows, handle.position_ids, handle, None).sum().backward()
-    assert sorted(ran) == sorted(name for name, _ in layer.named_parameters())
+    assert sorted(hooks_run) == sorted(name for name, _ in layer.named_parameters())
 
 
 def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool: Pool) -> None:
@@ -179,9 +179,9 @@ def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool: Pool) -> None:
     plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=4, project=True)
     exact = plain(plan, replace(sizes, dtype=torch.float64))
     rough, got = plain(plan, sizes), planned_results(pool, plan, sizes)
-    for name, wanted in exact.items():
-        ours, theirs = (np.linalg.norm(found[name] - wanted) for found in (got, rough))
-        assert ours <= 2 * theirs, name
+    for name, reference in exact.items():
+        error, plain_error = (np.linalg.norm(results[name] - reference) for results in (got, rough))
+        assert error <= 2 * plain_error, name
 
 
 @pytest.mark.parametrize("at_a_time", [2, 4, 8])
@@ -195,5 +195,5 @@ def test_arenas_match_the_memory_model(pool: Pool, order: str, at_a_time: int) -
     home = plan.layout(plan.header.home_layout).rows_per_rank
     upipe = UPipe(heads=at_a_time, order=order, project=True)
     for rank, phases in enumerate(pool.run(jobs_upipe.arena_rows, ranks, each=each)):
-        for phase, found in zip(("forward", "backward"), phases, strict=True):
-            assert found == peak_rows(plan.request.model, ranks, upipe, Member(25, int(home[rank])), phase)
+        for phase, rows in zip(("forward", "backward"), phases, strict=True):
+            assert rows == peak_rows(plan.request.model, ranks, upipe, Member(25, int(home[rank])), phase)

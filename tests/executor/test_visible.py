@@ -38,7 +38,7 @@ MASKS = {
 
 
 def dense(batch: ap.Batch) -> NDArray[Any]:
-    """bool [tokens, tokens]"""
+    """bool [tokens, tokens]: the pairs that the batch's mask allows."""
     i, j = np.arange(batch.tokens)[:, None], np.arange(batch.tokens)
     mask = np.zeros((batch.tokens, batch.tokens), np.bool_)
     for q0, q1, k0, k1, dmin, dmax in batch.bands(batch.kinds[0]).tolist():
@@ -56,30 +56,30 @@ def check(pool: Pool, plan: Plan, padding: int = 0) -> None:
         torch.from_numpy(hidden.copy()).requires_grad_(),
         torch.from_numpy(weight.copy()).requires_grad_(),
     )
-    alone = jobs_visible.project(rows, matrix)
-    out = jobs_visible.sparse(alone, alone.kv, alone.index, torch.from_numpy(mask))
+    whole = jobs_visible.project(rows, matrix)
+    out = jobs_visible.sparse(whole, whole.kv, whole.index, torch.from_numpy(mask))
     out.backward(torch.from_numpy(grad))
     tokens = [home.tokens(rank) for rank in range(plan.header.ranks)]
     each = [(plan.for_rank(i).encode(), hidden[one], weight, grad[one]) for i, one in enumerate(tokens)]
-    found = pool.run(jobs_visible.layer, plan.header.ranks, padding, each=each)
-    assert found is not None
-    for own, (result, of_hidden, _, told) in zip(tokens, found, strict=True):
-        np.testing.assert_allclose(result, out.detach().numpy()[own], rtol=0, atol=1e-12)
-        np.testing.assert_allclose(of_hidden, rows.grad.numpy()[own], rtol=0, atol=1e-12)
-        visible, positions, sequences, first, end, spans = told
-        np.testing.assert_array_equal(visible, np.flatnonzero(mask[own].any(0)))
+    results = pool.run(jobs_visible.layer, plan.header.ranks, padding, each=each)
+    assert results is not None
+    for rank_tokens, (result, hidden_grad, _, visible_facts) in zip(tokens, results, strict=True):
+        np.testing.assert_allclose(result, out.detach().numpy()[rank_tokens], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(hidden_grad, rows.grad.numpy()[rank_tokens], rtol=0, atol=1e-12)
+        visible, positions, sequences, first, end, spans = visible_facts
+        np.testing.assert_array_equal(visible, np.flatnonzero(mask[rank_tokens].any(0)))
         np.testing.assert_array_equal(positions, batch.positions()[visible])
         np.testing.assert_array_equal(sequences, np.searchsorted(batch.starts, visible, "right") - 1)
-        for query, row in zip(own, spans, strict=False):
-            seen = np.concatenate([np.arange(*one) for one in row])
-            np.testing.assert_array_equal(visible[seen], np.flatnonzero(mask[query]))
-        np.testing.assert_array_equal(first[: len(own)], spans[: len(own), 0, 0])
+        for query, row in zip(rank_tokens, spans, strict=False):
+            keys = np.concatenate([np.arange(*one) for one in row])
+            np.testing.assert_array_equal(visible[keys], np.flatnonzero(mask[query]))
+        np.testing.assert_array_equal(first[: len(rank_tokens)], spans[: len(rank_tokens), 0, 0])
         np.testing.assert_array_equal(end, spans.max((1, 2)))
-    summed = np.sum([of_weight for _, _, of_weight, _ in found], axis=0)
+    summed = np.sum([weight_grad for _, _, weight_grad, _ in results], axis=0)
     np.testing.assert_allclose(summed, matrix.grad.numpy(), rtol=0, atol=1e-12)
 
 
-def gathered(mask: str, shape: tuple[int, int], recipe: str, **model: Any) -> Plan:
+def gathering_plan(mask: str, shape: tuple[int, int], recipe: str, **model: Any) -> Plan:
     balance = {"default": {"keys": jobs_visible.TOP}}
     return ap.plan(MASKS[mask], ap.Cluster(*shape), replace(MODEL, balance=balance, **model), recipe)
 
@@ -90,7 +90,7 @@ def gathered(mask: str, shape: tuple[int, int], recipe: str, **model: Any) -> Pl
 def test_run_time_attention_equals_one_process(
     pool: Pool, mask: str, recipe: str, shape: tuple[int, int]
 ) -> None:
-    check(pool, gathered(mask, shape, recipe))
+    check(pool, gathering_plan(mask, shape, recipe))
 
 
 def test_other_routes_give_equal_results_and_padding_sees_nothing(pool: Pool) -> None:
@@ -110,15 +110,15 @@ def test_a_rank_without_rows_takes_part(pool: Pool) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("recipe", ["mixed", "blend", "fcp"])
 def test_a_row_crosses_to_a_node_once(recipe: str, mask: str) -> None:
-    plan = gathered(mask, (2, 2), recipe)
-    crossed, seen = crossings_and_visible(plan)
+    plan = gathering_plan(mask, (2, 2), recipe)
+    crossed, tokens_by_rank = crossings_and_visible(plan)
     token, node = np.array(crossed).reshape(-1, 2).T
     assert len(token)
     assert len(np.unique(token * 2 + node)) == len(token)
     allowed = dense(plan.request.batch)
-    for rank, tokens in enumerate(seen):
-        own = plan.layout("attention").tokens(rank)
-        np.testing.assert_array_equal(np.unique(tokens), np.flatnonzero(allowed[own].any(0)))
+    for rank, tokens in enumerate(tokens_by_rank):
+        rank_tokens = plan.layout("attention").tokens(rank)
+        np.testing.assert_array_equal(np.unique(tokens), np.flatnonzero(allowed[rank_tokens].any(0)))
 
 
 def crossings_and_visible(
@@ -126,30 +126,30 @@ def crossings_and_visible(
 ) -> tuple[list[tuple[int, int]], list[NDArray[Any]]]:
     """(token, node) of all rows that come from another node, and the tokens that queries of each rank see."""
     ranks, program, home = plan.header.ranks, plan.programs[kind, "forward"], plan.layout("attention")
-    every = [Fetch.of(program.rank(rank), int(home.rows_per_rank[rank])) for rank in range(ranks)]
-    tokens = [np.full(fetch.rows, -1) for fetch in every]
+    fetches = [Fetch.of(program.rank(rank), int(home.rows_per_rank[rank])) for rank in range(ranks)]
+    tokens = [np.full(fetch.rows, -1) for fetch in fetches]
     for rank in range(ranks):
-        tokens[rank][: every[rank].home] = home.tokens(rank)
+        tokens[rank][: fetches[rank].home] = home.tokens(rank)
     sent = {(i, j): deque[NDArray[Any]]() for i in range(ranks) for j in range(ranks)}
-    crossed, left = [], [deque(fetch.hops) for fetch in every]
+    crossed, hops_left = [], [deque(fetch.hops) for fetch in fetches]
     launched = [False] * ranks
-    while any(left):
-        for rank in (rank for rank in range(ranks) if left[rank]):
-            hop = left[rank][0]
+    while any(hops_left):
+        for rank in (rank for rank in range(ranks) if hops_left[rank]):
+            hop = hops_left[rank][0]
             if not launched[rank]:
                 for peer, rows in hop.sends.items():
                     sent[rank, peer].append(tokens[rank][rows])
                 launched[rank] = True
             if all(sent[peer, rank] for peer in hop.receives):
                 for peer, rows in hop.receives.items():
-                    tokens[rank][rows] = came = sent[peer, rank].popleft()
+                    tokens[rank][rows] = received = sent[peer, rank].popleft()
                     if peer // 2 != rank // 2:
-                        crossed += [(token, rank // 2) for token in came.tolist()]
-                left[rank].popleft()
+                        crossed += [(token, rank // 2) for token in received.tolist()]
+                hops_left[rank].popleft()
                 launched[rank] = False
     return crossed, [
-        np.concatenate([held[task.visible] for task in fetch.tasks])
-        for held, fetch in zip(tokens, every, strict=True)
+        np.concatenate([rank_tokens[task.visible] for task in fetch.tasks])
+        for rank_tokens, fetch in zip(tokens, fetches, strict=True)
     ]
 
 
@@ -160,15 +160,15 @@ def test_only_the_other_kind_splits_heads(pool: Pool) -> None:
     assert obstacle(plan.programs["dense", "forward"]) == "it splits heads among ranks"
     assert obstacle(plan.programs["sparse", "forward"]) is None
     pieces = [plan.for_rank(rank).encode() for rank in range(4)]
-    found = pool.run(jobs_visible.refused, 4, "dense", each=pieces)
-    assert found is not None
-    assert all("it splits heads among ranks; plan with balance={'dense'" in why for why in found)
+    messages = pool.run(jobs_visible.refused, 4, "dense", each=pieces)
+    assert messages is not None
+    assert all("it splits heads among ranks; plan with balance={'dense'" in message for message in messages)
     assert pool.run(jobs_visible.refused, 4, "sparse", each=pieces) == [""] * 4
 
 
 def test_a_plan_that_omits_visible_rows_is_refused() -> None:
-    """Gathered rows are the rows that tasks read: with a task or a row less, the verifier refuses the plan."""
-    plan = gathered("causal", (2, 2), "fcp")
+    """Gathered rows are those that tasks read, so the verifier refuses a plan with a task or row too few."""
+    plan = gathering_plan("causal", (2, 2), "fcp")
     program = plan.programs["default", "forward"]
     for table, column in (("tasks", "dmax"), ("transfers", "operand"), ("operands", "row")):
         values = program[table].values.copy()
@@ -180,7 +180,7 @@ def test_a_plan_that_omits_visible_rows_is_refused() -> None:
             ap.verify(mutant)
 
 
-def test_kinds_that_choose_keys_refuse_plans_whose_queries_travel() -> None:
+def test_kinds_that_choose_keys_refuse_plans_that_move_queries() -> None:
     batch, cluster = MASKS["causal"], ap.Cluster(1, 4)
     balance = {"default": {"keys": 5}}
     for recipe in ("dcp", "distca"):
@@ -204,7 +204,7 @@ def test_kinds_that_choose_keys_refuse_plans_whose_queries_travel() -> None:
 
 
 def test_gradients_are_summed_in_float32(pool: Pool) -> None:
-    """Sums between ranks as well: bfloat16 rounds 1 + 1/256 to 1, and again with another rank's 1/256."""
+    """Also sums between ranks: bfloat16 would round 1 + 1/256 to 1, and so lose each rank's 1/256."""
     batch = ap.Batch.from_lengths([40])
     for sent, weights in (("wide", [1.0, 1 / 256, 1 / 256, 0.0]), ("model", [1.0] * 4)):
         model = replace(MODEL, dtype="bf16", sent_gradients=sent)
@@ -212,14 +212,16 @@ def test_gradients_are_summed_in_float32(pool: Pool) -> None:
         rows = np.random.default_rng(0).normal(size=(40, 2, 3))
         home = [plan.layout("attention").tokens(rank) for rank in range(4)]
         each = [(plan.for_rank(rank).encode(), rows[one], weights[rank]) for rank, one in enumerate(home)]
-        found = pool.run(jobs_visible.narrow, 4, each=each)
-        assert found is not None
+        results = pool.run(jobs_visible.narrow, 4, each=each)
+        assert results is not None
         allowed = dense(batch)
-        seen = [allowed[one].any(0) for one in home]
-        for rank, (came, grad) in enumerate(found):
-            np.testing.assert_array_equal(came, torch.from_numpy(rows[seen[rank]]).bfloat16().float().numpy())
-            wanted = torch.from_numpy(np.dot(weights, seen)[home[rank]]).bfloat16().float().numpy()
-            np.testing.assert_array_equal(grad, np.broadcast_to(wanted[:, None, None], grad.shape))
+        visible = [allowed[one].any(0) for one in home]
+        for rank, (received, grad) in enumerate(results):
+            np.testing.assert_array_equal(
+                received, torch.from_numpy(rows[visible[rank]]).bfloat16().float().numpy()
+            )
+            expected = torch.from_numpy(np.dot(weights, visible)[home[rank]]).bfloat16().float().numpy()
+            np.testing.assert_array_equal(grad, np.broadcast_to(expected[:, None, None], grad.shape))
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def inputs_of(handle: PlanHandle) -> list[torch.Tensor]:
     return [torch.zeros(handle.rows, count, header.head_dim, dtype=handle.dtype) for count in heads]
 
 
-def test_arguments_named_as_in_other_libraries_are_answered_with_ours() -> None:
+def test_arguments_named_as_in_other_libraries_are_refused_with_our_names() -> None:
     handle = PlanHandle(slice_of(Batch.from_lengths([6])))
     q, k, v = inputs_of(handle)
     for name, value, remedy in (
@@ -47,7 +47,7 @@ def test_arguments_named_as_in_other_libraries_are_answered_with_ours() -> None:
         planned_attention(q, k, v, handle, dropout_prob=0.1)
 
 
-def test_a_missing_handle_is_an_error_that_says_where_to_find_it() -> None:
+def test_a_missing_handle_is_an_error_that_names_its_source() -> None:
     q, k, v = inputs_of(PlanHandle(slice_of(Batch.from_lengths([6]))))
     for wrong in (None, "batch"):
         with pytest.raises(
@@ -58,8 +58,8 @@ def test_a_missing_handle_is_an_error_that_says_where_to_find_it() -> None:
 
 def test_heads_first_is_distinguished_from_cross_attention() -> None:
     handle = PlanHandle(slice_of(Batch.from_lengths([6])))
-    given = inputs_of(handle)
-    for rows in (given, [x[None] for x in given]):
+    tensors = inputs_of(handle)
+    for rows in (tensors, [x[None] for x in tensors]):
         q, k, v = (x.transpose(-3, -2) for x in rows)
         with pytest.raises(
             ExecutionError, match=r"q has its heads first.*\[rows, heads, D\], q\.transpose\(-3, -2\)"

@@ -38,7 +38,7 @@ MODEL = Model(4, 2, 16, dtype="fp32")
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs a command: its exit code, stdout and stderr."""
+    """Runs a command; returns its exit code, stdout and stderr."""
 
     def call(*args: str) -> tuple[int, str, str]:
         code = cli.main(args)
@@ -48,8 +48,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def computing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the CPU stand in for a GPU."""
+def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the CPU stand in for a GPU."""
     monkeypatch.setattr(bench, "device_obstacle", lambda *_: None)
 
 
@@ -59,7 +59,7 @@ def plan_of(ranks: int, recipe: str = "fcp", mask: SlidingWindow | None = None, 
 
 
 def measure(plan: Plan, engines: tuple[str, ...] = ("flash",)) -> tuple[list[AttentionRow], list[str]] | None:
-    """(rows, skipped recipes) in one process with a constant clock."""
+    """Measures in one process with a constant clock; returns rows and skipped recipes."""
     skipped = []
     return jobs_bench.bench_of(Communicator(), engines, skipped.append).measure(plan), skipped
 
@@ -72,14 +72,14 @@ def test_json_has_a_row_for_each_plan_phase_and_engine(run: Callable[..., Any]) 
     record = json.loads(out)
     assert code == 0
     assert all(set(row) == FIELDS for row in record["rows"])
-    wanted = [
+    expected = [
         (ranks, recipe, engine, phase)
         for ranks in (2, 4)
         for recipe in ("fcp", "blend")
         for engine in ("stage", "flash", "plain")
         for phase in ("forward", "backward")
     ]
-    assert [(row["ranks"], row["recipe"], row["engine"], row["phase"]) for row in record["rows"]] == wanted
+    assert [(row["ranks"], row["recipe"], row["engine"], row["phase"]) for row in record["rows"]] == expected
     assert record["machine"]["cores"] > 0
     assert {"torch", "triton"} <= set(record["versions"])
     assert "blend, 4 ranks, stage backward: " in err
@@ -122,7 +122,7 @@ def test_recipes_that_are_refused_or_project_are_reported_as_skipped(
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("--engine", "fhash"), "did you mean flash?"),
         (("--recipes", "fcq"), "fcq"),
@@ -131,10 +131,10 @@ def test_recipes_that_are_refused_or_project_are_reported_as_skipped(
         (("--repeats", "0"), "--repeats"),
     ],
 )
-def test_errors_name_the_wrong_argument(run: Callable[..., Any], args: tuple[str, str], said: str) -> None:
+def test_errors_name_the_wrong_argument(run: Callable[..., Any], args: tuple[str, str], message: str) -> None:
     code, _, err = run(*SMALL, *args)
     assert code == 2
-    assert said in err
+    assert message in err
 
 
 def test_a_dtype_without_kernels_is_refused() -> None:
@@ -163,7 +163,7 @@ def test_the_busiest_rank_is_recorded() -> None:
         assert (row.host_ms, row.ms) == (1.0, None)
 
 
-@pytest.mark.usefixtures("computing")
+@pytest.mark.usefixtures("cpu_as_gpu")
 def test_plans_of_one_rank_are_run_and_others_recorded() -> None:
     plan = plan_of(1)
     (forward, backward), skipped = measure(plan)
@@ -194,33 +194,33 @@ def test_ranks_of_a_job_run_their_plan_and_agree_on_its_rows(pool: Pool) -> None
 
 
 def test_gpu_times_come_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
+    events = []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            told.append("record")
+            events.append("record")
 
         def elapsed_time(self, end: Any) -> float:
             return 7.0
 
-    fake = SimpleNamespace(Event=Event, synchronize=lambda: told.append("synchronize"))
+    fake = SimpleNamespace(Event=Event, synchronize=lambda: events.append("synchronize"))
     monkeypatch.setattr(torch, "cuda", fake)
-    result, took = bench.on_gpu(lambda: told.append("work") or 3)
-    assert (result, took.device) == (3, 7.0)
-    assert took.host < 7.0
-    assert told == ["synchronize", "record", "work", "record", "synchronize"]
+    result, elapsed = bench.on_gpu(lambda: events.append("work") or 3)
+    assert (result, elapsed.device) == (3, 7.0)
+    assert elapsed.host < 7.0
+    assert events == ["synchronize", "record", "work", "record", "synchronize"]
 
 
 def test_the_best_call_after_the_warm_up_counts() -> None:
     times = iter([9.0, 9.0, 5.0, 6.0, 4.0, 8.0])
     rows = bench.RankTensors.of(plan_of(1).header, 3, torch.device("cpu"), is_random=True)
-    found = bench.best(
+    best = bench.best(
         lambda q, k, v: q + k.sum() + v.sum(), rows, lambda work: (work(), CallTimes(1.0, next(times))), 2
     )
-    assert {phase: took.device for phase, took in found.items()} == {"forward": 4.0, "backward": 6.0}
+    assert {phase: elapsed.device for phase, elapsed in best.items()} == {"forward": 4.0, "backward": 6.0}
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -61,9 +61,9 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
 
 
 def ranks_of(pids: set[int]) -> int:
-    """The number of processes that train."""
-    found = 0
+    """The number of these processes that train."""
+    count = 0
     for pid in pids:
         with suppress(OSError):
-            found += b"\0apportion.demo.train\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return found
+            count += b"\0apportion.demo.train\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return count

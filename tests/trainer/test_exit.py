@@ -18,8 +18,8 @@ import sys
 from tests.ranks.loading import MODEL, Recorded
 import apportion as ap
 source, workers, status = sys.argv[1:]
-held = iter(ap.PlannedLoader(Recorded(), ap.Cluster(1, 1), MODEL, 64, source=source, workers=int(workers)))
-next(held)
+batches = iter(ap.PlannedLoader(Recorded(), ap.Cluster(1, 1), MODEL, 64, source=source, workers=int(workers)))
+next(batches)
 if status != "0":
     raise SystemExit(int(status))
 """

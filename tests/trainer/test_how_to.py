@@ -1,4 +1,4 @@
-"""Python of pages on training runs, in one process; names that the pages omit are defined here."""
+"""The Python code of pages on training runs in one process; this file defines names that the pages omit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["training-loop", "rl-trees", "own-kernel"])
 def test_python_of_a_page_runs(page: str) -> None:
-    """One block after another in one process, each with a new model and loader."""
+    """The blocks run one after another in one process, each with a new model and loader."""
     text = (ROOT / f"docs/how-to/{page}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text.replace('"cuda"', '"cpu"'), re.DOTALL)
     assert blocks

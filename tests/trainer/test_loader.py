@@ -89,8 +89,8 @@ def test_a_pack_step_redistributes_the_samples_of_an_iteration() -> None:
     assert [(b.iteration, b.microbatch, b.is_last) for b in batches] == [(0, 0, False), (0, 1, True)]
     assert len(loader) == 2
     assert all(len(b.tokens) <= 64 for b in batches)
-    want = chain(*(Recorded(lengths)[i].tolist() for i in range(len(lengths))))
-    assert sorted(np.concatenate([b.tokens for b in batches]).tolist()) == sorted(want)
+    expected = chain(*(Recorded(lengths)[i].tolist() for i in range(len(lengths))))
+    assert sorted(np.concatenate([b.tokens for b in batches]).tolist()) == sorted(expected)
     deferring = {
         **find_recipe("wlb").to_data()["steps"],
         "pack": {"wlb": {"defer": True, "outlier_tokens": 20}},
@@ -118,8 +118,8 @@ def test_explicit_lengths_override_those_of_the_dataset() -> None:
         loader_of(lengths=[5, 4])
     with pytest.raises(ConfigError, match="as `lengths`"):
         loader_of(dataset=[np.arange(3)])
-    for lengths, says in [([9.0], r"lengths\[0\] = 9.0: must be an integer"), ([0], r"lengths\[0\]")]:
-        with pytest.raises(ConfigError, match=says):
+    for lengths, message in [([9.0], r"lengths\[0\] = 9.0: must be an integer"), ([0], r"lengths\[0\]")]:
+        with pytest.raises(ConfigError, match=message):
             loader_of(dataset=Recorded([9]), lengths=lengths)
     with pytest.raises(ConfigError, match="integer dtype"):
         loader_of(dataset=Recorded([9]), lengths=np.array([9.0]))
@@ -176,7 +176,7 @@ def test_a_sampler_may_be_endless_and_receives_the_epoch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drawn", "error", "says"),
+    ("drawn", "error", "message"),
     [
         ([[7]], ConfigError, r"sampler\[0\]\[0\] = 7"),
         ([[0], [-1]], ConfigError, r"sampler\[1\]\[0\] = -1"),
@@ -189,9 +189,9 @@ def test_a_sampler_may_be_endless_and_receives_the_epoch() -> None:
     ],
 )
 def test_errors_of_samplers_are_named(
-    drawn: list[list[list[Any] | float] | int], error: type[Any], says: str
+    drawn: list[list[list[Any] | float] | int], error: type[Any], message: str
 ) -> None:
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         list(loader_of(sampler=drawn))
 
 
@@ -260,7 +260,7 @@ def test_other_arguments_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "value", "message"),
     [
         ("shifted", "weight", "must be a list of field names"),
         ("shifted", 3, "must be a list of field names"),
@@ -280,8 +280,10 @@ def test_other_arguments_are_checked() -> None:
         ("communicator", 3, "must be a Communicator"),
     ],
 )
-def test_an_argument_that_would_be_ignored_or_is_none_is_refused(field: str, value: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field} = .*: {says}") as caught:
+def test_an_argument_that_would_be_ignored_or_is_none_is_refused(
+    field: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{field} = .*: {message}") as caught:
         loader_of(**{field: value})
     assert "secret" not in str(caught.value)
 
@@ -307,10 +309,10 @@ def test_a_missing_plan_is_an_error_that_names_the_iteration() -> None:
 def test_a_late_iteration_is_planned_locally_counted_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    want = [seen(batch) for batch in loader_of()]
+    expected = [seen(batch) for batch in loader_of()]
     loader = loader_of(planning(job(), HereSource(frozenset([1, 2]))), timeout_s=1.5, on_timeout="local")
     with caplog.at_level(logging.WARNING, "apportion"):
-        assert [seen(batch) for batch in loader] == want
+        assert [seen(batch) for batch in loader] == expected
     assert loader.metrics()["fallbacks"] == 2
     told = [record.getMessage() for record in caplog.records]
     assert [text.split(":")[0] for text in told] == ["iteration 1", "iteration 2"]
@@ -411,10 +413,10 @@ def test_iterations_are_submitted_ahead_of_the_trainer() -> None:
 
 def test_ranks_agree_on_a_plan_that_some_ranks_lack(pool: Pool) -> None:
     whole = job(3, 66)
-    want = [ids for ids, _, _ in pool.run(jobs_loader.agreeing, 3, [planning(whole)] * 3)]
+    expected = [ids for ids, _, _ in pool.run(jobs_loader.agreeing, 3, [planning(whole)] * 3)]
     late = [planning(whole, HereSource(frozenset(own))) for own in ([], [1], [1, 3])]
     results = pool.run(jobs_loader.agreeing, 3, late)
-    assert [ids for ids, _, _ in results] == want
+    assert [ids for ids, _, _ in results] == expected
     assert [fallbacks for _, fallbacks, _ in results] == [2, 2, 2]
     assert {error for _, _, error in results} == {""}
 
@@ -439,7 +441,7 @@ def test_ranks_that_begin_different_passes_fail(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "got", "says"),
+    ("other", "got", "message"),
     [
         ([[[0], [1, 3]]], 0, "2 microbatches, samples [0] of [40] tokens, [1, 3] of [9, 1] tokens under"),
         (
@@ -451,7 +453,7 @@ def test_ranks_that_begin_different_passes_fail(pool: Pool) -> None:
     ],
 )
 def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
-    pool: Pool, other: Any, got: int, says: str
+    pool: Pool, other: Any, got: int, message: str
 ) -> None:
     samplers = [[[[0], [1]]], other, [[[0], [1]]]]
     results = pool.run(jobs_loader.drawn, 3, planning(job(3, 66, 3)), samplers)
@@ -460,14 +462,14 @@ def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
     assert len(errors) == 1
     error = errors.pop()
     assert error.startswith("ExecutionError: ranks hold different plans: ")
-    assert says in error
+    assert message in error
     assert error.count("on rank 1") == error.count("on ranks 0, 2") == 1
 
 
 @pytest.mark.parametrize("on_timeout", ["raise", "local"])
 def test_a_wrong_sampler_on_one_rank_ends_all_ranks_with_its_error(pool: Pool, on_timeout: str) -> None:
     """Also if only its number of microbatches is too large."""
-    for other, says in (
+    for other, message in (
         ([[[0]], [[1], [3]]], "must be 1 to 1: one per microbatch"),
         ([[[0]], [[9]]], r"= 9"),
     ):
@@ -476,11 +478,11 @@ def test_a_wrong_sampler_on_one_rank_ends_all_ranks_with_its_error(pool: Pool, o
         assert [found for found, _ in results] == [1] * 3
         assert results[1][1].startswith("ConfigError: ")
         assert results[0] == results[2]
-        assert all(says in error and "on rank 1" in error for _, error in results[::2])
+        assert all(message in error and "on rank 1" in error for _, error in results[::2])
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "message"),
     [
         (
             "sampler",
@@ -494,10 +496,10 @@ def test_a_wrong_sampler_on_one_rank_ends_all_ranks_with_its_error(pool: Pool, o
         ("field", "iteration 0: ranks read different tokens, labels or fields of sample 0: "),
     ],
 )
-def test_ranks_that_read_different_samples_of_equal_lengths_fail(pool: Pool, how: str, says: str) -> None:
+def test_ranks_that_read_different_samples_of_equal_lengths_fail(pool: Pool, how: str, message: str) -> None:
     errors = pool.run(jobs_loader.equally_long, 2, planning(job(2, 128)), how)
     assert errors[0] == errors[1]
-    assert errors[0].startswith(says)
+    assert errors[0].startswith(message)
 
 
 def test_gradients_of_a_plain_module_are_summed_once_per_step(pool: Pool) -> None:

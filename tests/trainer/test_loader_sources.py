@@ -67,7 +67,7 @@ def loader_of(source: Any, dataset: Recorded | None = None, **options: Any) -> P
 
 
 def without_a_server() -> list[Any]:
-    """The batches of a pass over the samples."""
+    """The batches of a pass that needs no server."""
     return [seen(batch) for batch in loader_of(HereSource())]
 
 
@@ -133,7 +133,7 @@ def test_any_rank_submits_iterations_that_rank_0_did_not(pool: Pool, server: Ser
 
 
 def test_plans_that_a_server_lost_are_submitted_again() -> None:
-    """The server returns at its address without its plans, and the loader continues."""
+    """The server restarts at the same address without its plans, and the loader continues."""
     with serving(None) as server:
         port = server.url.rsplit(":", 1)[1]
         loader = loader_of(server.url, lookahead=1)
@@ -170,7 +170,7 @@ def test_one_reachable_server_of_several_suffices(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("kind", "ends"), [("queue-full", TimeoutError), ("refused", ServiceError)])
-def test_only_what_a_service_may_do_later_is_asked_for_again(
+def test_only_transient_errors_of_a_service_are_retried(
     kind: str, ends: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(*_: Any) -> None:
@@ -225,7 +225,7 @@ def test_a_token_reaches_the_server_and_is_not_shown() -> None:
 
 
 def test_evaluation_in_the_middle_of_a_pass_does_not_disturb_it(server: Server) -> None:
-    """Also on a shared source, of which each pass has a copy."""
+    """Holds for a shared source too, since each pass has its own copy."""
     source = ServiceSource((server.url,), timeout_s=WAIT_S)
     training = loader_of(source, shuffle=False, lookahead=2)
     evaluating = loader_of(source, Recorded([50, 7]), shuffle=False)
@@ -304,7 +304,7 @@ def test_a_request_that_cannot_be_planned_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
-    """The planner does not import it, for any `workers`; a pass that is still held does not keep the process."""
+    """The planner does not import the script, and an unfinished pass does not keep the process alive."""
     script = tmp_path / "train.py"
     script.write_text(
         "from tests.ranks.loading import Recorded, job, planning\n"

@@ -1,4 +1,4 @@
-"""Normalised loss: shapes with a batch of one, weights, and refusals."""
+"""Normalised loss: a batch dimension of one, weights, and refused arguments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def logits_of() -> torch.Tensor:
 
 def test_a_batch_dimension_of_one_is_ignored() -> None:
     logits, weights = logits_of(), torch.rand(5)
-    for given in (None, weights):
-        want = normalised_loss(logits, LABELS, 4, weights=given)
-        for batched in (given, None if given is None else given[None]):
-            assert torch.equal(normalised_loss(logits[None], LABELS, 4, weights=batched), want)
-            assert torch.equal(normalised_loss(logits[None], LABELS[None], 4, weights=batched), want)
+    for row_weights in (None, weights):
+        expected = normalised_loss(logits, LABELS, 4, weights=row_weights)
+        for batched in (row_weights, None if row_weights is None else row_weights[None]):
+            assert torch.equal(normalised_loss(logits[None], LABELS, 4, weights=batched), expected)
+            assert torch.equal(normalised_loss(logits[None], LABELS[None], 4, weights=batched), expected)
     assert torch.equal(
         normalised_loss(logits[:1][None], LABELS[:1], 1), normalised_loss(logits[:1], LABELS[:1], 1)
     )
@@ -33,11 +33,11 @@ def test_weights_multiply_the_losses_of_their_rows() -> None:
     share = normalised_loss(logits, LABELS, 1.5, averaged_over=2, weights=weights)
     logs = logits.log_softmax(-1)
     rows = [(0, 0.5, 1), (2, 2.0, 3), (4, -1.0, 6)]
-    want = sum(-weight * logs[row, label] for row, weight, label in rows) * 2 / 1.5
-    torch.testing.assert_close(share, want)
+    expected = sum(-weight * logs[row, label] for row, weight, label in rows) * 2 / 1.5
+    torch.testing.assert_close(share, expected)
     (grad,) = torch.autograd.grad(share, logits)
     assert not grad[1].any()
-    torch.testing.assert_close(grad, torch.autograd.grad(want, logits)[0])
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, logits)[0])
     ones = normalised_loss(logits, LABELS, 4, weights=torch.ones(5))
     torch.testing.assert_close(ones, normalised_loss(logits, LABELS, 4))
 
@@ -78,13 +78,13 @@ def test_a_step_without_labels_has_no_loss_and_no_gradient() -> None:
 def test_other_shapes_are_refused(
     logits: tuple[int, ...], labels: tuple[int, ...], weights: tuple[int, ...] | None, message: str
 ) -> None:
-    given = None if weights is None else torch.ones(weights)
+    row_weights = None if weights is None else torch.ones(weights)
     with pytest.raises(ConfigError, match=message):
-        normalised_loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64), 5, weights=given)
+        normalised_loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64), 5, weights=row_weights)
 
 
 def test_a_negative_number_of_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"valid_tokens = -4: .*give batch\.valid_tokens"):
+    with pytest.raises(ConfigError, match=r"valid_tokens = -4: .*pass batch\.valid_tokens"):
         normalised_loss(logits_of(), LABELS, -4)
 
 
@@ -92,7 +92,7 @@ def test_float64_logits_keep_their_precision() -> None:
     logits, weights = logits_of().double().requires_grad_(), torch.rand(5, dtype=torch.float64)
     logs, kept = logits.log_softmax(-1), [0, 2, 3, 4]
     losses = -logs[kept, LABELS[kept]]
-    for given, want in ((None, losses.sum() / 4), (weights, (losses * weights[kept]).sum() / 4)):
-        got = normalised_loss(logits, LABELS, 4, weights=given)
-        torch.testing.assert_close(got, want, atol=1e-15, rtol=1e-15)
+    for row_weights, expected in ((None, losses.sum() / 4), (weights, (losses * weights[kept]).sum() / 4)):
+        got = normalised_loss(logits, LABELS, 4, weights=row_weights)
+        torch.testing.assert_close(got, expected, atol=1e-15, rtol=1e-15)
     assert normalised_loss(logits.bfloat16(), LABELS, 4).dtype == torch.float32

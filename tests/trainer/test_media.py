@@ -15,9 +15,9 @@ from tests.ranks.rank_pool import Pool
 from tests.support.sparse import sparse_product
 
 
-def steps_of(told: list[Any]) -> list[list[list[int]]]:
+def steps_of(batches: list[Any]) -> list[list[list[int]]]:
     steps: list[list[list[int]]] = [[]]
-    for _, samples, is_last in told:
+    for _, samples, is_last in batches:
         steps[-1].append(samples)
         steps += [[]] if is_last else []
     return steps[:-1]
@@ -32,11 +32,11 @@ def test_training_equals_one_process(pool: Pool, options: dict[str, Any], ranks:
     assert found is not None
     steps = steps_of(found[0][0])
     losses, parameters = jobs_media.alone(steps)
-    summed = np.sum([[one[0] for one in told] for told, _ in found], axis=0)
+    summed = np.sum([[one[0] for one in losses_by_step] for losses_by_step, _ in found], axis=0)
     np.testing.assert_allclose(summed, losses, rtol=0, atol=1e-10)
     for _, own in found:
-        for one, wanted in zip(own, parameters, strict=True):
-            np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-10)
+        for one, expected in zip(own, parameters, strict=True):
+            np.testing.assert_allclose(one, expected, rtol=0, atol=1e-10)
 
 
 def test_worker_processes_read_images() -> None:
@@ -50,8 +50,8 @@ def test_worker_processes_read_images() -> None:
 
     for one, other in zip(read(), read(workers=1, source="local"), strict=True):
         assert (one is None) == (other is None)
-        for own, wanted in zip(one or (), other or (), strict=True):
-            np.testing.assert_array_equal(own, wanted)
+        for own, expected in zip(one or (), other or (), strict=True):
+            np.testing.assert_array_equal(own, expected)
 
 
 PLACES = [list(one[:2]) for one in IMAGES]
@@ -69,23 +69,25 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_inconsistent_media_are_refused(case: str) -> None:
-    of_media, options, message = REFUSED[case]
+    media_options, options, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
-        jobs_media.loader(Communicator.shared(), jobs_media.media(**of_media), **options)
+        jobs_media.loader(Communicator.shared(), jobs_media.media(**media_options), **options)
 
 
-MISLED = {
+MISTAKES = {
     "ignored": "a batch has media, but the model",
     "of the decoder": "a batch has media, but the model",
     "of the first batch": "used the plan of an earlier batch",
 }
 
 
-@pytest.mark.parametrize("how", MISLED)
-def test_a_model_that_ignores_its_images_or_their_plan_does_not_step(pool: Pool, how: str) -> None:
-    found = pool.run(jobs_media.misled, 2, how)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_an_optimizer_does_not_step_for_a_model_that_ignores_its_images_or_their_plan(
+    pool: Pool, mistake: str
+) -> None:
+    found = pool.run(jobs_media.misled, 2, mistake)
     assert found is not None
-    assert all(MISLED[how] in one for one in found), found
+    assert all(MISTAKES[mistake] in one for one in found), found
 
 
 def test_resuming_with_a_changed_sampler_order_is_refused(pool: Pool) -> None:

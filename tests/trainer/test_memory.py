@@ -1,4 +1,4 @@
-"""Tiles and checkpoints on the host change memory, but no result."""
+"""Tiles, and checkpoints on the host, change memory use but no result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from tests.support.sparse import sparse
 def test_ranks_train_the_same_model_by_tiles_and_with_checkpoints_on_the_host(
     pool: Pool, tokens: int
 ) -> None:
-    given = planning(replace(job(2, 64), model=replace(MODEL, dtype="fp64")))
-    plain, tiled = (pool.run(jobs_memory.trained, 2, given, size, torch.float64) for size in (None, tokens))
-    for (loss, gradients), (wanted, others) in zip(tiled, plain, strict=True):
-        assert loss == pytest.approx(wanted, rel=1e-12)
+    arguments = planning(replace(job(2, 64), model=replace(MODEL, dtype="fp64")))
+    plain, tiled = (
+        pool.run(jobs_memory.trained, 2, arguments, size, torch.float64) for size in (None, tokens)
+    )
+    for (loss, gradients), (expected, expected_gradients) in zip(tiled, plain, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-12)
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, others[name], rtol=1e-10, atol=1e-13)
+            torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -36,19 +38,19 @@ def test_a_tiled_loss_equals_the_loss_of_all_logits(rows: int, weighted: bool) -
     hidden, head = torch.randn(rows, 12), torch.randn(90, 12)
     labels = torch.randint(0, 90, (rows,)).where(torch.arange(rows) % 3 > 0, -100)
     weights = torch.rand(rows) if weighted else None
-    found = [part.clone().requires_grad_() for part in (hidden, head)]
-    wanted = [part.clone().requires_grad_() for part in (hidden, head)]
-    one = ap.memory.tiled_loss(*found, labels, 40, 2, weights, tokens=8)
-    other = ap.normalised_loss(wanted[0] @ wanted[1].T, labels, 40, 2, weights)
+    leaves = [part.clone().requires_grad_() for part in (hidden, head)]
+    reference_leaves = [part.clone().requires_grad_() for part in (hidden, head)]
+    one = ap.memory.tiled_loss(*leaves, labels, 40, 2, weights, tokens=8)
+    other = ap.normalised_loss(reference_leaves[0] @ reference_leaves[1].T, labels, 40, 2, weights)
     torch.testing.assert_close(one, other)
     for loss in (one, other):
         (3 * loss).backward()
-    for own, reference in zip(found, wanted, strict=True):
-        torch.testing.assert_close(own.grad, reference.grad)
+    for leaf, reference in zip(leaves, reference_leaves, strict=True):
+        torch.testing.assert_close(leaf.grad, reference.grad)
 
 
 def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32() -> None:
-    """256 tiles of one row, each with the same gradient: in bfloat16 their sum would stop growing."""
+    """512 tiles of one row have the same gradient: in bfloat16 their sum would stop growing."""
     hidden, head = torch.ones(512, 4, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.bfloat16)
     head.requires_grad_()
     ap.memory.tiled_loss(hidden, head, torch.zeros(512, dtype=torch.int64), 1, tokens=1).backward()
@@ -57,7 +59,7 @@ def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32() -> None:
 
 
 class SavedBytes:
-    """Counts the bytes that autograd saves and that are not the parameters'."""
+    """Counts the bytes that autograd saves, except parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.known = {param.data_ptr() for param in model.parameters()}

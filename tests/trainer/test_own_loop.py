@@ -1,5 +1,5 @@
-"""Custom losses and models that would silently train another model fail in their first steps; correct ones do
-not, and are not disturbed."""
+"""Custom losses and models that would silently train wrongly fail in their first steps; correct ones do not, and
+their results are unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_checking_a_model_does_not_change_it(pool: Pool, net: str) -> None:
 
 @pytest.mark.slow
 def test_a_second_training_is_checked_like_the_first(pool: Pool) -> None:
-    for loop, says in (
+    for loop, message in (
         ({}, "$"),
         ({"loss": "own"}, "$"),
         ({"loss": "mean of rows"}, MEAN),
@@ -66,7 +66,7 @@ def test_a_second_training_is_checked_like_the_first(pool: Pool) -> None:
         ({"loss": "weights"}, r"ConfigError: weights = fields"),
     ):
         for found in pool.run(jobs_own_loop.trained, 2, loop, True):
-            assert re.match(says, found), (loop, found)
+            assert re.match(message, found), (loop, found)
 
 
 MEAN = r"ConfigError: loss = 'cross entropy': is a mean over the \d+ labels of this rank"
@@ -74,7 +74,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
 
 
 @pytest.mark.parametrize(
-    ("loop", "says"),
+    ("loop", "message"),
     [
         ({"loss": "mean of rows"}, MEAN),
         ({"loss": "mean of rows", "reduces": "ddp"}, MEAN),
@@ -177,10 +177,10 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
     ],
     ids=str,
 )
-def test_wrong_loops_fail_in_their_first_steps(pool: Pool, loop: dict[str, Any], says: str) -> None:
+def test_wrong_loops_fail_in_their_first_steps(pool: Pool, loop: dict[str, Any], message: str) -> None:
     for found in pool.run(jobs_own_loop.trained, 2, loop):
-        assert re.match(says, found), found
+        assert re.match(message, found), found
 
 
-def test_what_some_ranks_do_not_use_is_summed_all_the_same(pool: Pool) -> None:
+def test_gradients_that_only_some_ranks_have_are_summed(pool: Pool) -> None:
     assert pool.run(jobs_own_loop.one_sided, 2) == [[[[3.0, 3.0]], None]] * 2

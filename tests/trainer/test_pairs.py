@@ -33,11 +33,11 @@ def test_halves_train_like_consecutive_microbatches(
     pool: Pool, tmp_path: Path, source: str, recipe: str, multiple: int | None
 ) -> None:
     with serving(tmp_path) as server:
-        asked = loader_arguments(server.url if source == "service" else source, recipe)
-        asked["rows_multiple"] = multiple
-        turns, plain = (pool.run(jobs_pairs.trained, 2, asked, pairs) for pairs in (True, False))
-    for (losses, gradients, states), (wanted, others, same) in zip(turns, plain, strict=True):
-        assert losses == pytest.approx(wanted, rel=1e-12)
+        arguments = loader_arguments(server.url if source == "service" else source, recipe)
+        arguments["rows_multiple"] = multiple
+        turns, plain = (pool.run(jobs_pairs.trained, 2, arguments, pairs) for pairs in (True, False))
+    for (losses, gradients, states), (expected, others, same) in zip(turns, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-12)
         assert len(losses) >= 2
         assert states == same
         for name, gradient in gradients.items():
@@ -46,7 +46,7 @@ def test_halves_train_like_consecutive_microbatches(
 
 def test_a_pass_that_ends_with_a_single_half_is_refused(pool: Pool) -> None:
     samples = [[[0], [1, 2]], [[3], [4], [5]]]
-    for asked, options, begin, says in (
+    for arguments, options, start, expected_message in (
         (
             loader_arguments(microbatches=3),
             {"drop_last": True},
@@ -63,14 +63,14 @@ def test_a_pass_that_ends_with_a_single_half_is_refused(pool: Pool) -> None:
             loader_arguments(),
             {"drop_last": True},
             1,
-            "iteration 0 = 'a half without its pair, microbatch 1'.*start between pairs",
+            "iteration 0 = 'a single half, microbatch 1'.*start between pairs",
         ),
         (
             loader_arguments(microbatches=4),
             {"sampler": samples},
             0,
-            "iteration 1 = 'a half without its pair, microbatch 2'",
+            "iteration 1 = 'a single half, microbatch 2'",
         ),
     ):
-        for told in pool.run(jobs_pairs.refused, 2, asked, options, begin):
-            assert re.match(says, told), told
+        for message in pool.run(jobs_pairs.refused, 2, arguments, options, start):
+            assert re.match(expected_message, message), message

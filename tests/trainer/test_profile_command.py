@@ -14,19 +14,19 @@ from apportion.backends.torch.profile.links import Line, Links
 from apportion.ir.request.hardware import Hardware
 from apportion.trainer.measure import profile as profiling
 
-told: list[ProfileScope] = []
+scopes: list[ProfileScope] = []
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """A fixed result of the profile, without the minute that it takes."""
+    """Replaces the profile, which takes a minute, by a fixed result."""
     hardware = Hardware.load("a100")
-    told.clear()
+    scopes.clear()
 
     def profile(
         quick: bool, progress: Any, *, name: str, device: Any, effort: ProfileScope, engine: str
     ) -> Hardware:
-        told.append(effort)
+        scopes.append(effort)
         for done in range(3 if progress else 0):
             progress(done + 1, 3)
         return Hardware.from_data(hardware.to_data() | {"name": name})
@@ -74,7 +74,7 @@ def test_a_profile_is_measured_in_the_sizes_of_the_model(measured: Hardware, tmp
     )
     command = ["profile", "-o", str(tmp_path / "mine.json"), "--model", str(model), "--tokens", "333"]
     assert cli.main(command) == 0
-    (effort,) = told
+    (effort,) = scopes
     found = effort.model
     assert (found.q_heads, found.head_dim, found.hidden, found.ffn) == (12, 32, 384, 1000)
     assert effort.tokens == 333

@@ -60,7 +60,7 @@ def test_fields_that_would_be_ignored_are_refused_by_name(name: str, value: Any)
 
 
 class Plain(list[Any]):
-    """Samples and their lengths."""
+    """A list of samples with their lengths."""
 
     masks: Any = None
 
@@ -79,8 +79,8 @@ PACKED = [
 @pytest.mark.parametrize("packed", PACKED)
 def test_a_packed_row_is_split_into_documents(packed: Any) -> None:
     samples = [{"input_ids": TOKENS, **packed}]
-    found = ap.Samples(samples)
-    assert found.masks == [ap.masks.documents([3, 4, 1])]
+    samples_found = ap.Samples(samples)
+    assert samples_found.masks == [ap.masks.documents([3, 4, 1])]
     assert set(ap.Samples(samples, columns=["input_ids", *packed])[0]) == {"input_ids"}
     batch = batch_of(*samples)
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
@@ -89,8 +89,13 @@ def test_a_packed_row_is_split_into_documents(packed: Any) -> None:
 
 def test_documents_have_the_masks_of_the_kinds_of_a_model() -> None:
     kinds = {"full": ap.masks.causal(), "window": ap.masks.sliding_window(2)}
-    found = ap.Samples([{"input_ids": TOKENS, "seq_lengths": [3, 5]}, {"input_ids": TOKENS}], mask=kinds)
-    assert found.masks == [{name: ap.masks.documents([3, 5], one) for name, one in kinds.items()}, kinds]
+    samples_found = ap.Samples(
+        [{"input_ids": TOKENS, "seq_lengths": [3, 5]}, {"input_ids": TOKENS}], mask=kinds
+    )
+    assert samples_found.masks == [
+        {name: ap.masks.documents([3, 5], one) for name, one in kinds.items()},
+        kinds,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def loader_of(
 
 
 class Samples:
-    """A dataset of given samples."""
+    """A dataset of a list of samples."""
 
     def __init__(self, samples: list[dict[str, Any]], lengths: list[int]) -> None:
         self.samples, self.lengths = samples, lengths
@@ -286,7 +286,7 @@ def test_a_group_that_fails_ends_the_others(pool: Pool) -> None:
         ([1], 2, [[], []]),
     ],
 )
-def test_groups_get_iterations_in_turn_and_equally_many_microbatches(
+def test_groups_get_iterations_in_turn_and_equal_numbers_of_microbatches(
     iterations: list[int], groups: int, own: list[list[int]]
 ) -> None:
     epoch = [[np.array([number])] * count for number, count in enumerate(iterations)]
@@ -335,7 +335,7 @@ def test_a_state_is_plain_data_and_an_abandoned_pass_starts_over() -> None:
     over = loader.state_dict()
     assert (over["epoch"], over["iteration"]) == (0, len(whole))
     assert len(list(loader)) == len(whole)
-    loader.load_state_dict(over)  # saved after the pass: nothing of it remains
+    loader.load_state_dict(over)  # saved after the pass, so nothing remains
     assert list(loader) == []
     loader.load_state_dict(over)
     loader.set_epoch(1)

@@ -1,4 +1,4 @@
-"""Pipelines of ticks on real ranks over gloo train the model that the same microbatches train without a pipeline."""
+"""Pipelines of ticks on real ranks over gloo train the same model as the microbatches without a pipeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {"full": masks.causal(), "near": masks.sliding_window(6), "sink": masks.
 def tick_arguments(
     tokens: int, ranks: int, recipe: str | None, layers: Any = 4, **options: Any
 ) -> dict[str, Any]:
-    """tokens: of all ranks in a microbatch."""
+    """Arguments of the loader. tokens: of a microbatch on all ranks."""
     asked = planning(replace(job(ranks, tokens), model=replace(MODEL, layers=layers)))
     return {**asked, "recipe": recipe, **options}
 

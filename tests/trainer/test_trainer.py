@@ -191,7 +191,7 @@ def test_selftest_fails_if_one_engine_is_wrong(
 def test_selftest_runs_the_stage_engine_if_it_is_available(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The engine is replaced here; the interpreter has its own tests."""
+    """Another engine stands in for stage; the interpreter has its own tests."""
     monkeypatch.setattr(selftest, "LENGTHS", (40, 9))
     monkeypatch.setattr(selftest, "ENGINES", {"stage": ENGINES["plain"]})
     monkeypatch.setattr(selftest, "PlanHandle", lambda piece, comm, engine: PlanHandle(piece, comm, "plain"))

@@ -79,7 +79,7 @@ def test_objectives_on_whole_samples_gather_their_tokens(pool: Pool, ranks: int)
 # ---- worked examples
 
 
-def test_a_loss_that_all_ranks_compute_and_do_not_share_is_refused(pool: Pool) -> None:
+def test_a_loss_that_all_ranks_compute_without_share_is_refused(pool: Pool) -> None:
     for found in pool.run(jobs_trees.sequence_ratios, 2, "fp64", False):
         assert re.match(r"loss = .* computed identically on every rank.*found\.share\(loss\)", found), found
 
@@ -91,7 +91,7 @@ def test_a_loss_of_trees_under_averages_is_refused(pool: Pool, shares: bool) -> 
 
 
 def batch_of(forest: ap.trees.Forest, samples: list[int], places: list[int]) -> SimpleNamespace:
-    """A batch of rows of the forest, some of which may be padding."""
+    """A batch with rows of the forest; rows of sample -1 are padding."""
     alone = SimpleNamespace(communicator=Communicator())
     sample_ids, local_to_sample = torch.tensor([samples, places], dtype=torch.int64).view(2, -1)
     rows = forest.trees[sample_ids.clamp(0, len(forest) - 1).numpy()] + local_to_sample.numpy()
@@ -104,7 +104,7 @@ def batch_of(forest: ap.trees.Forest, samples: list[int], places: list[int]) -> 
 PICTURE = ([5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4])
 
 
-def test_a_row_where_samples_part_predicts_each_of_their_tokens() -> None:
+def test_a_row_where_samples_diverge_predicts_the_next_token_of_each() -> None:
     found = ap.trees.unfold(ap.trees.fold(PICTURE))
     assert found.row.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1]
     assert found.target.tolist() == [6, 7, 8, 9, 6, 7, 3, 6, 4]
@@ -188,9 +188,9 @@ def test_the_example_counts_and_agrees() -> None:
         folded = sum(prompt + sum(answers) for prompt, answers in groups)
         (row,) = (line.split() for line in lines if line.startswith(path.stem))
         assert row[1:3] == [f"{alone:,}", f"{folded:,}"]
-    apart = [float(line.split()[-5]) for line in lines if line.startswith("step")]
-    assert len(apart) == 3
-    assert max(apart) < 1e-6
+    differences = [float(line.split()[-5]) for line in lines if line.startswith("step")]
+    assert len(differences) == 3
+    assert max(differences) < 1e-6
 
 
 # ---- mistakes
@@ -237,7 +237,7 @@ def test_a_batch_of_a_forest_of_equal_lengths_is_refused() -> None:
 
 
 def test_rollouts_of_the_tests_fold() -> None:
-    held = Rollouts()
-    forest = trees.fold(held.samples, held.groups)
+    rollouts = Rollouts()
+    forest = trees.fold(rollouts.samples, rollouts.groups)
     assert len(forest) == 2
     assert forest.saving.folded_tokens < 0.6 * forest.saving.tokens

@@ -1,4 +1,4 @@
-"""Custom loops that would train a wrong model are stopped by checks of the first steps; correct ones are not."""
+"""Checks in the first steps stop custom loops that would train a wrong model, but not correct loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.sparse import sparse
 
 
 @pytest.mark.parametrize(
-    "what",
+    "mistake",
     sparse(
         [
             "",
@@ -28,12 +28,12 @@ from tests.support.sparse import sparse
         3,
     ),
 )
-def test_correct_loops_train(pool: Pool, what: str) -> None:
-    assert pool.run(jobs_wiring.trained, 2, what) == ["", ""]
+def test_correct_loops_train(pool: Pool, mistake: str) -> None:
+    assert pool.run(jobs_wiring.trained, 2, mistake) == ["", ""]
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("mistake", "message"),
     [
         ("forgotten", r"ExecutionError: gradients differ between ranks.*ap\.sum_gradients\(model\)"),
         pytest.param("compiled", r"ExecutionError: gradients differ between ranks", marks=pytest.mark.slow),
@@ -43,10 +43,10 @@ def test_correct_loops_train(pool: Pool, what: str) -> None:
         ("fsdp layers", r"ConfigError: model = 'FSDP2': averages gradients"),
         ("seeds", r"ExecutionError: parameters differ between ranks, 7 of 9"),
         ("sinks", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(2,\)"),
-        ("here", r"ConfigError: valid_tokens.*labels of all ranks.*give batch\.valid_tokens"),
+        ("here", r"ConfigError: valid_tokens.*labels of all ranks.*pass batch\.valid_tokens"),
         ("copied", r"ConfigError: valid_tokens.*labels of all ranks"),
-        ("tokens", r"ConfigError: labels = .*give batch\.labels"),
-        ("next tokens", r"ConfigError: labels = .*give batch\.labels"),
+        ("tokens", r"ConfigError: labels = .*pass batch\.labels"),
+        ("next tokens", r"ConfigError: labels = .*pass batch\.labels"),
         ("next labels", r"ConfigError: labels = 'batch\.labels\[1:\]': .*shifted again"),
         ("halves", r"UserWarning: the loss is divided by 2, .*remove that"),
         ("kinds", r"UserWarning: no layer has called attention of the kinds \['wide'\]: give each its kind="),
@@ -75,18 +75,18 @@ def test_correct_loops_train(pool: Pool, what: str) -> None:
         ("fsdp both averaged over", r"ConfigError: model = 'FSDP2': sums gradients, but the loss is mult"),
         ("deaf", r"ExecutionError: attention used the plan 0 times"),
         *(
-            (what, r"ExecutionError: attention of some layers used the plan of an earlier batch")
-            for what in ("kept", "kept rows")
+            (mistake, r"ExecutionError: attention of some layers used the plan of an earlier batch")
+            for mistake in ("kept", "kept rows")
         ),
     ],
 )
-def test_wrong_loops_fail_at_once(pool: Pool, what: str, says: str) -> None:
-    for found in pool.run(jobs_wiring.trained, 2, what):
-        assert re.match(says, found), found
+def test_wrong_loops_fail_at_once(pool: Pool, mistake: str, message: str) -> None:
+    for result in pool.run(jobs_wiring.trained, 2, mistake):
+        assert re.match(message, result), result
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("mistake", "message"),
     [
         ("", ""),
         ("own group", "gradients differ"),
@@ -94,6 +94,6 @@ def test_wrong_loops_fail_at_once(pool: Pool, what: str, says: str) -> None:
         ("seeds", "parameters differ"),
     ],
 )
-def test_groups_that_train_different_models_fail(pool: Pool, what: str, says: str) -> None:
-    for found in pool.run(jobs_wiring.replicated, 2, what):
-        assert re.match(f"ExecutionError: {says} between ranks" if says else "$", found), found
+def test_groups_that_train_different_models_fail(pool: Pool, mistake: str, message: str) -> None:
+    for result in pool.run(jobs_wiring.replicated, 2, mistake):
+        assert re.match(f"ExecutionError: {message} between ranks" if message else "$", result), result

@@ -32,7 +32,7 @@ from apportion.ir.tensors import Tensor as Name
 
 Home = Mapping[Name, Parts]
 #: a layer's declared mask: window, causal, name of the layer (see `ir.masks.declared`)
-DeclaredMask = tuple[int | None, bool | None, str | None]
+LayerMask = tuple[int | None, bool | None, str | None]
 
 
 def run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
@@ -362,12 +362,7 @@ attend_grad_op = torch.ops.apportion.attend_grad.default
 
 
 def attend(
-    handle: PlanHandle,
-    kind: str,
-    qkv: Sequence[Tensor],
-    layer: Layer,
-    return_lse: bool,
-    declared: DeclaredMask,
+    handle: PlanHandle, kind: str, qkv: Sequence[Tensor], layer: Layer, return_lse: bool, declared: LayerMask
 ) -> tuple[Tensor, Tensor]:
     """Planned attention and its LSE [rows, Hq] in float64, differentiable in q, k, v and sinks; eager or compiled.
 
@@ -381,7 +376,7 @@ def attend(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_layer(
-    handle: PlanHandle, kind: str, home: Home, layer: Layer, declared: DeclaredMask = (None, None, None)
+    handle: PlanHandle, kind: str, home: Home, layer: Layer, declared: LayerMask = (None, None, None)
 ) -> Tensor:
     """Planned attention of hidden states, or of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank],
     differentiable in all of these and in the layer's sinks and params."""

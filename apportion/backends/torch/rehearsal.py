@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _Place = tuple[str, int, int]  # module, number of its call, index of the result
 _TOLERANCE = 1e-4  # relative to a row's norm; 16-bit models run in 32 bits
-_ROUGH_TOLERANCE = 2e-2  # for models that cannot run in 32 bits
+_ROUGH = 2e-2  # for models that cannot run in 32 bits
 LOW = (torch.bfloat16, torch.float16)
 aten = torch.ops.aten
 
@@ -96,7 +96,7 @@ class Rehearsal:
 
 
 @contextmanager
-def record_modules(model: Any, rehearsal: Rehearsal) -> Iterator[None]:
+def recording(model: Any, rehearsal: Rehearsal) -> Iterator[None]:
     """Records every module's results in `rehearsal`, inner modules first."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -119,13 +119,11 @@ def close(actual: Tensor, expected: Tensor, exact: bool = True) -> bool:
     not exact, most rows must be close, to 16-bit precision."""
     actual, expected = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) for tensor in (actual, expected))
     norms = expected.norm(dim=1)
-    is_far = (actual - expected).norm(dim=1) > (_TOLERANCE if exact else _ROUGH_TOLERANCE) * (
-        norms + norms.mean()
-    )
+    is_far = (actual - expected).norm(dim=1) > (_TOLERANCE if exact else _ROUGH) * (norms + norms.mean())
     return float(is_far.double().mean()) <= (0 if exact else 0.25)
 
 
-def is_unsharded(model: Any) -> bool:
+def is_whole(model: Any) -> bool:
     """True if all weights of the model are in this process, unsharded."""
     tensors = [*model.parameters(), *model.buffers()]
     elsewhere = any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in tensors)
@@ -133,7 +131,7 @@ def is_unsharded(model: Any) -> bool:
 
 
 @contextmanager
-def without_noise(model: Any, device: torch.device, *others: Any) -> Iterator[Callable[[], None]]:
+def noiseless(model: Any, device: torch.device, *others: Any) -> Iterator[Callable[[], None]]:
     """Runs a block without noise and gradients, in float32 or wider. Yields a function that restores the state of
     modules and of `others` (configs), which is also restored at the end."""
     precision, restore = torch.get_float32_matmul_precision(), _snapshot(model, others)
@@ -156,12 +154,7 @@ def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
     """Returns a function that restores whatever forward may change: attributes of modules and configs, their dicts
     (buffers, and hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
     dicts = [vars(one) for one in (*model.modules(), *others)]
-    dicts += [
-        value
-        for one in dicts
-        for name, value in one.items()
-        if isinstance(value, dict) and name != "_parameters"
-    ]
+    dicts += [v for one in dicts for k, v in one.items() if isinstance(v, dict) and k != "_parameters"]
     attributes, values = [(one, dict(one)) for one in dicts], [(one, one.clone()) for one in model.buffers()]
 
     def restore() -> None:

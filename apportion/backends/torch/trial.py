@@ -26,14 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.rehearsal import (
-    LOW,
-    ExactMode,
-    Rehearsal,
-    is_unsharded,
-    record_modules,
-    without_noise,
-)
+from apportion.backends.torch.rehearsal import LOW, ExactMode, Rehearsal, is_whole, noiseless, recording
 from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError
 
@@ -201,8 +194,7 @@ def _outermost() -> tuple[nn.Module, Any] | None:
 
 
 class Part(Rehearsal):
-    """Some rows of a module's call, `selected`, int64; results: of each call of attention, for all recorded
-    rows."""
+    """Some rows of a module's call, `selected`, int64; results: of each attention call, for all recorded rows."""
 
     def __init__(self, selected: Tensor, results: Sequence[Results], whole: Rehearsal | None = None) -> None:
         super().__init__(selected, torch.zeros_like(selected), whole)
@@ -218,11 +210,11 @@ class Part(Rehearsal):
 
 @dataclass
 class ModuleCall:
-    """A module's call that ran planned attention. arguments: with per-row tensors cut to `rows`; tensors: of
+    """A module's call that ran planned attention. inputs: its arguments, per-row tensors cut to `rows`; tensors: of
     the batch, referenced by identity and cut in place; sums: checksums of position ids and arguments."""
 
     module: nn.Module
-    arguments: Any
+    inputs: Any
     handle: PlanHandle
     rows: Tensor
     tensors: Sequence[Tensor]
@@ -234,8 +226,8 @@ class ModuleCall:
         name, count = type(self.module).__name__, len(self.rows)
         draw = torch.Generator().manual_seed(0)
         fewer = torch.randperm(count, generator=draw)[: max(2, int(_PART * count))]
-        full, is_local = None, is_unsharded(self.module)
-        with without_noise(self.module, next(self.module.parameters()).device) as reset:
+        full, is_local = None, is_whole(self.module)
+        with noiseless(self.module, next(self.module.parameters()).device) as reset:
             for indexes in (torch.arange(count), torch.arange(count), fewer):
                 part = Part(indexes, self.results, full)
                 part.exact = is_local or self.results[0][0].dtype not in LOW
@@ -244,12 +236,10 @@ class ModuleCall:
                     run(part)
                     with (
                         self._cut_batch(self.rows[indexes]),
-                        record_modules(self.module, part),
+                        recording(self.module, part),
                         ExactMode(is_local),
                     ):
-                        args, kwargs = tree_map(
-                            lambda value, rows=indexes: _take_rows(value, rows), self.arguments
-                        )
+                        args, kwargs = tree_map(lambda value, i=indexes: _take_rows(value, i), self.inputs)
                         part.record("its result", self.module(*args, **kwargs), decides=True)
                 except Exception as error:
                     reason = f"cannot run on {len(indexes)} of its rows ({type(error).__name__}: {error})"

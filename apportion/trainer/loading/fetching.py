@@ -61,12 +61,8 @@ class Ahead:
 
     def __init__(self, source: Source, iterations: Iterations) -> None:
         self.source, self._iterations = source, iterations
-        self.changed, self.current, self.over, self.late = (
-            Condition(),
-            iterations.start,
-            False,
-            deque(NO_ANSWER, 1),
-        )
+        self.changed, self.current, self.over = Condition(), iterations.start, False
+        self.late = deque(NO_ANSWER, 1)
         self._failed: tuple[int, Exception] | None = None
         self._threads = list[Thread]()
         atexit.register(self.close)
@@ -101,14 +97,14 @@ class Ahead:
 
     def submit(self, iteration: Iteration) -> None:
         """Retries until the source accepts the request, or the trainer no longer needs it."""
-        while self.may_request(iteration.number):
+        while self.needs(iteration.number):
             try:
                 self.source.submit(iteration.key, iteration.request, max(0, iteration.number - self.current))
                 break
             except TimeoutError as error:
                 self.late.append(str(error))
 
-    def may_request(self, number: int) -> bool:
+    def needs(self, number: int) -> bool:
         """True if the trainer may still request this iteration."""
         with self.changed:
             return not self.over and number >= self.current
@@ -196,10 +192,7 @@ class Fetching:
     def _fetch(self, iteration: Iteration) -> None:
         """Fetches an iteration, in a thread."""
         ahead, number = self._ahead, iteration.number
-        is_needed, next_keys = (
-            partial(ahead.may_request, number),
-            partial(self._iterations.keys_after, number),
-        )
+        is_needed, next_keys = partial(ahead.needs, number), partial(self._iterations.keys_after, number)
         piece = fetch(ahead.source, iteration, self._rank, self._timeout_s, is_needed, ahead.late, next_keys)
         fetched = None if piece is None else self._prepare(piece)
         with ahead.changed:

@@ -296,11 +296,8 @@ class PlannedLoader:
                 iteration, fetched = result
                 for batch in self._batches(iteration, fetched, encoded):
                     if (batch.iteration, batch.microbatch) >= start[1:]:
-                        next_place = (
-                            iteration.number + batch.is_last,
-                            0 if batch.is_last else batch.microbatch + 1,
-                        )
-                        self._place = Place(start.epoch, *next_place)
+                        place = iteration.number + batch.is_last, 0 if batch.is_last else batch.microbatch + 1
+                        self._place = Place(start.epoch, *place)
                         yield batch
                         self._meters.end(batch.batch.tokens)
                 iterations.forget(iteration.number + 1)
@@ -324,9 +321,7 @@ class PlannedLoader:
             for ping in batches:
                 if ping.microbatch % 2 or ping.is_last:
                     label, remedy = f"iteration {ping.iteration}", "start between pairs, at an even number"
-                    raise ConfigError(
-                        label, f"a half without its pair, microbatch {ping.microbatch}", rule, remedy
-                    )
+                    raise ConfigError(label, f"a single half, microbatch {ping.microbatch}", rule, remedy)
                 yield ping, next(batches)
 
     def iterations(self) -> Generator[tuple[PlannedBatch, ...], None, None]:
@@ -506,9 +501,8 @@ class PlannedLoader:
     def _sample_mismatch(self, iteration: Iteration, ranks: Sequence[Facts]) -> ExecutionError | None:
         """The error if ranks have different samples; their plans may be equal, since plans depend only on lengths."""
         if len({facts.drawn for facts in ranks}) > 1:
-            texts = by_value(
-                dict(enumerate(self._communicator.gather_texts(iteration.describe(), "samples")))
-            )
+            descriptions = self._communicator.gather_texts(iteration.describe(), "samples")
+            texts = by_value(dict(enumerate(descriptions)))
             remedy = "Give all ranks the same seed, or samplers with the same order"
             return ExecutionError(
                 f"iteration {iteration.number}: ranks draw different samples: {texts}. {remedy}"

@@ -136,9 +136,8 @@ def count_calls(piece: Slice, device: torch.device) -> dict[str, Counts]:
         recorder.reset()
         return work(), Counts(recorder.launches.total(), recorder.rounds, recorder.posts)
 
-    return measure_phases(
-        planned_call(handle), RankTensors.of(piece.header, handle.rows, device, is_random=False), count
-    )
+    rows = RankTensors.of(piece.header, handle.rows, device, is_random=False)
+    return measure_phases(planned_call(handle), rows, count)
 
 
 # ---- plans

@@ -268,10 +268,7 @@ class Watch:
             if model_params.keys() & by_id.keys():
                 by_id |= model_params  # frozen ones too
                 buffers |= {id(tensor): tensor for tensor in _buffers(model)}
-        remedies = {
-            "gradients": SUMS,
-            "parameters": "load the same values on all ranks before the first step",
-        }
+        remedies = {"gradients": SUMS, "parameters": "make them equal before the first step"}
         remedies["buffers"] = "what a rank takes from its own rows must be summed over ranks"
         for transport in self._transports:
             rows = transport.gather_floats([self.scale, self.divisor, self.multiple], "factors")

@@ -1,4 +1,4 @@
-"""Ranks whose kernels run in Triton's interpreter, or with --gpu on this machine's GPU, all on the same one."""
+"""Ranks whose kernels run in Triton's interpreter, or with --gpu on this machine's GPU, which all share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor's launches equal the simulator's: kernels and rounds of every rank, for every strategy."""
+"""The executor launches as many kernels, messages and rounds as the simulator counts, for every strategy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MATRIX = STRATEGIES | WIDE
 def recorded_run(plan: Plan, rank: int) -> tuple[list[tuple[Any, ...]], int]:
     """(kernels, messages, rounds) of a rank, forward and backward, on a recording device; and the bytes sent."""
     device, header = RecordingDevice(rank, plan.header.ranks), plan.header
-    handle, found = PlanHandle(plan.for_rank(rank), device, engine=device.engine), []
+    handle, counts_by_phase = PlanHandle(plan.for_rank(rank), device, engine=device.engine), []
     heads = (
         (header.q_heads, header.head_dim),
         (header.kv_heads, header.head_dim),
@@ -36,13 +36,13 @@ def recorded_run(plan: Plan, rank: int) -> tuple[list[tuple[Any, ...]], int]:
     )
     rows = [torch.zeros(handle.rows, *each, dtype=handle.dtype, requires_grad=True) for each in heads]
     out = planned_attention(*rows, handle)
-    found.append((device.launches.total(), device.posts, device.rounds))
+    counts_by_phase.append((device.launches.total(), device.posts, device.rounds))
     device.reset()
     out.backward(torch.zeros_like(out))
-    found.append((device.launches.total(), device.posts, device.rounds))
+    counts_by_phase.append((device.launches.total(), device.posts, device.rounds))
     loaded = [handle.loaded("default", phase, torch.device("cpu")) for phase in PHASES]
     rounds = {id(one): one for each in loaded for one in each.rounds.of_step.values()}
-    return found, sum(message.size for one in rounds.values() for message in one.sends)
+    return counts_by_phase, sum(message.size for one in rounds.values() for message in one.sends)
 
 
 CELLS = [
@@ -61,10 +61,10 @@ def test_launches_messages_and_rounds_equal_the_simulators(cell: tuple[str, ...]
     plan = api.plan(batch, cluster(4), model, policy=Policy(recipe, token_cap=cap))
     simulated = simulate(plan).runs
     for rank in range(4):
-        found, sent = recorded_run(plan, rank)
+        counts_by_phase, sent = recorded_run(plan, rank)
         tiles = [plan.programs["default", phase].rank(rank)["transfers"]["send"].sum() for phase in PHASES]
-        told = sum(simulated["default", phase].sent_bytes[rank] for phase in PHASES)
-        assert 0 <= sent - told <= 2 * ALIGNMENT * sum(tiles)  # parts of a message are aligned
-        for phase, counts in zip(PHASES, found, strict=True):
+        simulated_bytes = sum(simulated["default", phase].sent_bytes[rank] for phase in PHASES)
+        assert 0 <= sent - simulated_bytes <= 2 * ALIGNMENT * sum(tiles)  # parts of a message are aligned
+        for phase, counts in zip(PHASES, counts_by_phase, strict=True):
             run = simulated["default", phase]
             assert counts == (run.launches[rank], run.messages[rank], run.rounds[rank]), (rank, phase)

@@ -1,4 +1,4 @@
-"""Training-sized rows in the widths of models, on a GPU; skipped without --gpu."""
+"""Training-sized rows and head widths of real models, on a GPU; skipped without --gpu."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def test_long_rows(interpreted: Any, recipe: Any, mask: Any, widths: Any, dtype:
     got = cases.run(interpreted, plan, problem)
     exact = run(problem, batch, dtype, torch.float64)
     same = run(problem, batch, dtype, torch.float32 if dtype == "fp32" else None)
-    for mine, theirs, right in zip(got, same, exact, strict=False):
-        size = np.linalg.norm(right)
-        error, plain = (float(np.linalg.norm(x - right) / size) for x in (mine, theirs))
+    for actual, reference, expected in zip(got, same, exact, strict=False):
+        size = np.linalg.norm(expected)
+        error, plain = (float(np.linalg.norm(x - expected) / size) for x in (actual, reference))
         assert error <= 2 * max(plain, 2e-7)
 
 
-def run(problem: Any, batch: Any, dtype: Any, computed: Any) -> Any:
-    """out, dq, dk, dv of plain attention on the GPU, of numbers rounded to a dtype, computed in another."""
-    held = jobs.DTYPES[dtype]
+def run(problem: Any, batch: Any, dtype: Any, compute_dtype: Any) -> Any:
+    """out, dq, dk and dv of plain attention on the GPU: inputs are rounded to `dtype`; computes in `compute_dtype`."""
+    storage_dtype = jobs.DTYPES[dtype]
     leaves = [
-        torch.from_numpy(x).to("cuda", held).to(computed or held).requires_grad_()
+        torch.from_numpy(x).to("cuda", storage_dtype).to(compute_dtype or storage_dtype).requires_grad_()
         for x in (problem.q, problem.k, problem.v)
     ]
     out = plain_attention(*leaves, batch, "default")
-    out.backward(torch.from_numpy(problem.do).to("cuda", held).to(out.dtype))
+    out.backward(torch.from_numpy(problem.do).to("cuda", storage_dtype).to(out.dtype))
     return [x.detach().double().cpu().numpy() for x in (out, *(leaf.grad for leaf in leaves))]

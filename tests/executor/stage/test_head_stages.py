@@ -24,30 +24,30 @@ SMALL = Sizes(8, 2, 16, 16, hidden=32)
     ("steps", "nodes", "kv_heads"), sparse_rows([(WHOLE, 1, 2), (WHOLE, 1, 1), (RING, 2, 2)], 3)
 )
 def test_gradients_equal_plain_attention(interpreted: Pool, steps: Any, nodes: int, kv_heads: int) -> None:
-    """KV heads used by one rank, KV heads shared by both ranks, and tiles from the other node."""
+    """Covers KV heads used by one rank, KV heads shared by both ranks, and tiles from the other node."""
     exact = replace(SMALL, kv_heads=kv_heads)
     plan = planned(
         cases.batch_of("causal"), replace(exact, dtype=torch.float32), nodes, 2, steps, heads=4, project=True
     )
-    want = plain(plan, exact)
+    expected = plain(plan, exact)
     got = planned_results(interpreted, plan, replace(exact, dtype=torch.float32))
-    for name, wanted in want.items():
-        np.testing.assert_allclose(got[name], wanted, rtol=2e-5, atol=2e-5, err_msg=name)
+    for name, reference in expected.items():
+        np.testing.assert_allclose(got[name], reference, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(("kv_heads", "hidden"), [(2, 32), (1, 32), (2, 256)])
 def test_the_bytes_that_a_call_holds_match_the_count(interpreted: Pool, kv_heads: int, hidden: int) -> None:
-    """Results in the model's dtype only, except sums of heads that both ranks use; dX where the output was, whichever
-    is larger."""
+    """A call holds results only in the model's dtype, except sums of heads that both ranks use, and the larger of dX
+    and the output, which share memory."""
     sizes = replace(SMALL, kv_heads=kv_heads, hidden=hidden, dtype=torch.bfloat16)
     plan = planned(Batch.from_lengths([24]), sizes, 1, 2, WHOLE, heads=4, project=True)
-    assert max(held(interpreted, plan, sizes)) == attention_bytes(plan)
+    assert max(held_bytes(interpreted, plan, sizes)) == attention_bytes(plan)
 
 
-def held(pool: Pool, plan: Any, sizes: Sizes) -> list[int]:
+def held_bytes(pool: Pool, plan: Any, sizes: Sizes) -> list[int]:
     home = plan.layout(plan.header.home_layout)
     x, _ = inputs(plan, sizes)
     do = np.ones((len(x), sizes.q_heads, sizes.v_head_dim))
     rows = [home.tokens(rank) for rank in range(2)]
     each = [(plan.for_rank(rank).encode(), x[rows[rank]], do[rows[rank]]) for rank in range(2)]
-    return [size for found in pool.run(jobs_upipe.held_bytes, 2, sizes, each=each) for size in found]
+    return [size for results in pool.run(jobs_upipe.held_bytes, 2, sizes, each=each) for size in results]

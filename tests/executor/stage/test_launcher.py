@@ -1,4 +1,4 @@
-"""Arguments of kernel launches, with a Triton driver without a GPU: kernels are really compiled, for sm_90."""
+"""Arguments of kernel launches, with a fake Triton driver: kernels are really compiled, for sm_90."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NoGpu:
         self.started = []
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., Any]:
-        return lambda *given: self.started.append((source.fn, given[:3], given[9:]))
+        return lambda *arguments: self.started.append((source.fn, arguments[:3], arguments[9:]))
 
     def get_current_device(self) -> int:
         return 0
@@ -52,33 +52,33 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> NoGpu:
 
 
 def launches() -> list[tuple[str, int, tuple[Any, ...], dict[Any, Any]]]:
-    """(kernel, programs, arguments, constants) of a layer, forward and backward. With `dcp` queries travel, and not all
-    home rows are complete when attention has run."""
+    """(kernel, programs, arguments, constants) of a layer, forward and backward. `dcp` moves queries, and leaves some
+    home rows incomplete after attention."""
     plan = api.plan(Batch.from_lengths([700, 300, 24]), Cluster(1, 2), Model(4, 2, 64), "dcp")
-    found, device = [], RecordingDevice(1, 2)
-    handle = PlanHandle(plan.for_rank(1), device, engine=StageEngine(lambda *launch: found.append(launch)))
+    recorded, device = [], RecordingDevice(1, 2)
+    handle = PlanHandle(plan.for_rank(1), device, engine=StageEngine(lambda *launch: recorded.append(launch)))
     heads = (4, 2, 2)
     rows = [torch.zeros(handle.rows, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in heads]
     planned_attention(*rows, handle).backward(torch.zeros(handle.rows, 4, 64, dtype=torch.bfloat16))
-    return found
+    return recorded
 
 
 def test_kernels_get_the_arguments_triton_would_pass_and_compile_once(gpu: NoGpu) -> None:
-    found = [launch for launch in launches() if launch[0] in ("move", "add", "finish", "delta")]
-    assert {kernel for kernel, *_ in found} == {"move", "add", "finish", "delta"}
+    recorded = [launch for launch in launches() if launch[0] in ("move", "add", "finish", "delta")]
+    assert {kernel for kernel, *_ in recorded} == {"move", "add", "finish", "delta"}
     launcher = DeviceLauncher()
-    for launch in found:
+    for launch in recorded:
         launcher(*launch)
-    ours, gpu.started = gpu.started, []
-    for kernel, programs, args, constants in found:
+    own_launches, gpu.started = gpu.started, []
+    for kernel, programs, args, constants in recorded:
         KERNELS[kernel][(programs,)](*args, **constants)
-    assert len(ours) == len(gpu.started) == len(found)
-    for mine, theirs in zip(ours, gpu.started, strict=True):
-        assert mine[:2] == theirs[:2]
-        assert len(mine[2]) == len(theirs[2])
-        assert all(a is b or a == b for a, b in zip(mine[2], theirs[2], strict=True))
+    assert len(own_launches) == len(gpu.started) == len(recorded)
+    for own_launch, triton_launch in zip(own_launches, gpu.started, strict=True):
+        assert own_launch[:2] == triton_launch[:2]
+        assert len(own_launch[2]) == len(triton_launch[2])
+        assert all(a is b or a == b for a, b in zip(own_launch[2], triton_launch[2], strict=True))
     compiled = len(launcher._compiled)
-    for kernel, programs, args, constants in found:
+    for kernel, programs, args, constants in recorded:
         larger = [arg + 1 if isinstance(arg, int) and arg < 2**31 else arg for arg in args]
         launcher(kernel, programs, larger, constants)
     assert len(launcher._compiled) == compiled

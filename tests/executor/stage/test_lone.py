@@ -1,4 +1,4 @@
-"""Tasks of the stage engine one by one, as a profile times them."""
+"""Tasks of the stage engine run one by one, as a profile times them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The stage kernels on real ranks over gloo, in Triton's interpreter, against dense float64 attention.
 
-`make test` and `make test-slow` run a cover: every strategy, and every mask, number of ranks, dtype, width, GQA ratio,
-sinks and softcap with several of the others; `make test` two cells of it. `make conformance` runs every strategy with
-every mask. bfloat16 products are wrong in the interpreter, so float16 stands for both.
+`make test-slow` runs a cover of all strategies, in which every mask, number of ranks, dtype, width, GQA ratio, sinks
+and softcap occurs with several of the others; `make test` runs two of its cells. `make conformance` runs every strategy
+with every mask. bfloat16 products are wrong in the interpreter, so float16 stands for both.
 
 `make test-gpu` runs the cover on a GPU, all ranks on the same one, also in bfloat16 and in the widths of models.
 """
@@ -99,8 +99,8 @@ def test_every_strategy(interpreted: Pool, case: Cell) -> None:
     mask = cases.allowed(batch)
     cases.assert_good(got, problem, mask, case.dtype)
     if case.dtype == "fp32":
-        want = cases.answer(cases.rounded(problem, torch.float32), mask)
-        for error, exact in zip(cases.errors(got, want), want, strict=True):
+        expected = cases.answer(cases.rounded(problem, torch.float32), mask)
+        for error, exact in zip(cases.errors(got, expected), expected, strict=True):
             assert exact is None or error <= 2e-6 * np.linalg.norm(exact)
 
 
@@ -110,17 +110,17 @@ def test_messages_hold_rounded_numbers_that_unpack_exactly(
     interpreted: Pool, pytestconfig: pytest.Config, dtype: str, columns: tuple[int, ...]
 ) -> None:
     rows = np.random.default_rng(0).standard_normal((37, 3, 20)).astype(np.float32)
-    ((message, found),) = interpreted.run(jobs.there_and_back, 1, dtype, columns, each=[rows])
-    held = rows[:, list(columns)]
+    ((message, unpacked),) = interpreted.run(jobs.there_and_back, 1, dtype, columns, each=[rows])
+    columns_sent = rows[:, list(columns)]
     if dtype == "fp16":
-        np.testing.assert_array_equal(message, held.astype(np.float16))
+        np.testing.assert_array_equal(message, columns_sent.astype(np.float16))
     elif pytestconfig.getoption("--gpu"):
-        np.testing.assert_array_equal(message, torch.from_numpy(held).bfloat16().float().numpy())
+        np.testing.assert_array_equal(message, torch.from_numpy(columns_sent).bfloat16().float().numpy())
     else:  # the interpreter truncates where a device rounds
-        np.testing.assert_array_equal(message.view(np.uint32), held.view(np.uint32) & 0xFFFF0000)
-    np.testing.assert_array_equal(found[:, list(columns)], message)
+        np.testing.assert_array_equal(message.view(np.uint32), columns_sent.view(np.uint32) & 0xFFFF0000)
+    np.testing.assert_array_equal(unpacked[:, list(columns)], message)
     others = [column for column in range(3) if column not in columns]
-    assert not found[:, others].any()
+    assert not unpacked[:, others].any()
 
 
 BY_HAND = sorted((Path(__file__).parents[2] / "plans").glob("*.txt"))
@@ -156,12 +156,12 @@ UNWRITTEN = {
 @pytest.mark.parametrize("check", sparse([False, True], 2))
 @pytest.mark.parametrize("name", sparse(list(UNWRITTEN), 3))
 def test_no_unwritten_memory_is_read(interpreted: Pool, name: str, check: bool) -> None:
-    """Rows that a task completes are never in accumulators, and the kernel check does not read them there either."""
-    if (made := UNWRITTEN[name]) is None:
+    """Rows that a task completes are never in accumulators, and the kernel check must not read them there."""
+    if (plan_arguments := UNWRITTEN[name]) is None:
         path = next(path for path in BY_HAND if path.stem == name)
         plan = parse(path.read_text().replace('"dtype": "fp64"', '"dtype": "fp16"'))
     else:
-        plan = fp16_plan(*made)
+        plan = fp16_plan(*plan_arguments)
     problem = cases.problem_of(plan, 3, sinks=not check)
     shards, ranks = cases.shards(plan, problem), plan.header.ranks
     results = interpreted.run(jobs.attention_on_nan, ranks, problem.sinks, check, each=shards)
@@ -189,8 +189,8 @@ def test_the_gradient_of_lse_passes_through_delta(interpreted: Pool, extra: str)
     mask = cases.allowed(batch)
     got, lse = cases.run_with_lse(interpreted, plan, problem)
     rounded = replace(cases.rounded(problem, torch.float32), dlse=problem.dlse)
-    want, exact = cases.answer(rounded, mask), oracle.dense(rounded, mask).lse
-    for error, size in zip(cases.errors(got, want), want, strict=True):
+    expected, exact = cases.answer(rounded, mask), oracle.dense(rounded, mask).lse
+    for error, size in zip(cases.errors(got, expected), expected, strict=True):
         assert size is None or error <= 1e-6 * np.linalg.norm(size)
     np.testing.assert_allclose(lse, exact, rtol=1e-6, atol=1e-6)
 
@@ -199,5 +199,5 @@ def test_a_kernel_that_returns_nan_is_caught(interpreted: Pool) -> None:
     plan = small_plan()
     shards = cases.shards(plan, cases.problem_of(plan))
     shards[1].v[0] = np.nan
-    told = interpreted.run(jobs.checked_error, 2, each=shards)
-    assert any("NaN in o" in message for message in told)
+    messages = interpreted.run(jobs.checked_error, 2, each=shards)
+    assert any("NaN in o" in message for message in messages)

@@ -1,4 +1,4 @@
-"""Tables of the stage kernels: tiles have one owner, entries hold every pair once, panels move every byte."""
+"""Tables of the stage kernels: tiles have one owner, entries hold every pair once, and panels move every byte."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_random_tiles_have_every_written_row_once_and_all_its_tasks() -> None:
         start = rng.integers(0, 40, 12)
         stop, key = start + rng.integers(1, 20, 12), rng.integers(0, 3, 12)
         cut = cut_tiles(key, start, stop, rng.random(12) < 0.3, int(rng.integers(1, 9)))
-        found = [
+        actual = [
             (int(k), row, task)
             for k, lo, hi, a, b in zip(cut.key, cut.row0, cut.row1, cut.ptr[:-1], cut.ptr[1:], strict=True)
             for task in cut.task[a:b].tolist()
             for row in range(max(lo, start[task]), min(hi, stop[task]))
         ]
-        wanted = [(int(k), row, i) for i, k in enumerate(key) for row in range(start[i], stop[i])]
-        assert sorted(found) == sorted(wanted)
+        expected = [(int(k), row, i) for i, k in enumerate(key) for row in range(start[i], stop[i])]
+        assert sorted(actual) == sorted(expected)
         rows = [
             (k, row) for k, lo, hi in zip(cut.key, cut.row0, cut.row1, strict=True) for row in range(lo, hi)
         ]
@@ -89,14 +89,14 @@ def pairs_of_tasks(programs: ProgramSet, columns: Columns, kernel: str) -> list[
     """(instruction, owner's array and row and column, walked array and row) of every pair of the program's tasks."""
     roles = ROLES[kernel]
     table, of = programs[roles.table], columns
-    instruction = np.repeat(np.arange(len(programs["instructions"])), _consumed(programs, kernel))
-    found = []
+    instruction = np.repeat(np.arange(len(programs["instructions"])), _task_counts(programs, kernel))
+    pairs = []
     for i in range(len(table)):
         owner, walked = int(table[roles.owner][i]), int(table[roles.walked][i])
         q, kv = (owner, walked) if roles.walked == "kv" else (walked, owner)
         rows, keys = np.indices((of.rows[q], of.rows[kv]))
-        seen = (rows - keys >= int(table["dmin"][i])) & (rows - keys <= int(table["dmax"][i]))
-        for row, key in np.argwhere(seen).tolist():
+        visible = (rows - keys >= int(table["dmin"][i])) & (rows - keys <= int(table["dmax"][i]))
+        for row, key in np.argwhere(visible).tolist():
             a, b = (row, key) if q == owner else (key, row)
             ends = (
                 int(of.space[owner]),
@@ -104,36 +104,38 @@ def pairs_of_tasks(programs: ProgramSet, columns: Columns, kernel: str) -> list[
                 int(of.space[walked]),
                 int(of.row[walked]) + b,
             )
-            found.append((int(instruction[i]), *ends))
-    return sorted(found)
+            pairs.append((int(instruction[i]), *ends))
+    return sorted(pairs)
 
 
-def _consumed(programs: ProgramSet, kernel: str) -> NDArray[Any]:
+def _task_counts(programs: ProgramSet, kernel: str) -> NDArray[Any]:
     op = Op.ATTEND if kernel == "attend" else Op.ATTEND_GRAD
     return np.where(programs["instructions"]["op"] == op, programs["instructions"]["count"], 0)
 
 
-def pairs_of_list(made: WorkList) -> list[tuple[int, ...]]:
-    """The pairs of a work list, entry by entry; the mask-free middle of an entry must need no mask."""
-    found = []
-    for instruction, launches in made.launches.items():
+def pairs_of_list(work: WorkList) -> list[tuple[int, ...]]:
+    """The pairs of a work list, entry by entry; checks that all pairs of the unmasked middle are visible."""
+    pairs = []
+    for instruction, launches in work.launches.items():
         for launch in launches:
-            for row0, row1, first, last, flags, *_ in made.tiles[
+            for row0, row1, first, last, flags, *_ in work.tiles[
                 launch.tile : launch.tile + launch.tiles
             ].tolist():
-                for entry in made.entries[first:last].tolist():
+                for entry in work.entries[first:last].tolist():
                     start, stop, full0, full1, dmin, dmax, from_, to, spaces = entry[:9]
                     a, b = np.arange(row0, row1)[:, None], np.arange(start, stop)[None, :]
-                    seen = (a - b >= dmin) & (a - b <= dmax) & (a >= from_) & (a < to)
-                    assert seen[:, full0 - start : full1 - start].all()
-                    for i, j in np.argwhere(seen).tolist():
-                        found.append((instruction, flags >> 1 & 1, row0 + i, spaces & 1, start + j))
-    return sorted(found)
+                    visible = (a - b >= dmin) & (a - b <= dmax) & (a >= from_) & (a < to)
+                    assert visible[:, full0 - start : full1 - start].all()
+                    for i, j in np.argwhere(visible).tolist():
+                        pairs.append((instruction, flags >> 1 & 1, row0 + i, spaces & 1, start + j))
+    return sorted(pairs)
 
 
-def some_targets(found: Complete) -> Targets:
-    """Some target of each range of complete work rows."""
-    both = (zip(*(part.tolist() for part in rows), strict=True) for rows in (found.sent, found.delivered))
+def some_targets(complete: Complete) -> Targets:
+    """Arbitrary targets, one for each range of complete work rows."""
+    both = (
+        zip(*(part.tolist() for part in rows), strict=True) for rows in (complete.sent, complete.delivered)
+    )
     return Targets.of([(row0, row1, 1, 0, 1, 0, 0) for rows in both for _, row0, row1 in rows])
 
 
@@ -150,18 +152,18 @@ def test_work_lists_hold_every_pair_of_an_instruction_once(name: str, mask: str)
             programs = plan.programs["default", phase].rank(rank)
             columns = Columns(compile_program(programs, plan.header))
             for kernel in ("attend",) if phase == "forward" else ("dq", "dkdv"):
-                found = find_complete(programs, phase)[ROLES[kernel].owner]
-                made = work_list(
+                complete = find_complete(programs, phase)[ROLES[kernel].owner]
+                work = work_list(
                     programs,
                     columns,
                     kernel,
                     16,
                     8,
-                    found.tasks,
-                    some_targets(found),
+                    complete.tasks,
+                    some_targets(complete),
                     computed_statistics(programs, kernel),
                 )
-                assert pairs_of_list(made) == pairs_of_tasks(programs, columns, kernel)
+                assert pairs_of_list(work) == pairs_of_tasks(programs, columns, kernel)
 
 
 def test_every_instruction_is_one_launch_and_long_tiles_come_first() -> None:
@@ -171,27 +173,27 @@ def test_every_instruction_is_one_launch_and_long_tiles_come_first() -> None:
             programs = plan.programs["default", phase].rank(1)
             columns = Columns(compile_program(programs, plan.header))
             kernel = "attend" if phase == "forward" else "dkdv"
-            found = find_complete(programs, phase)[ROLES[kernel].owner]
-            made = work_list(
+            complete = find_complete(programs, phase)[ROLES[kernel].owner]
+            work = work_list(
                 programs,
                 columns,
                 kernel,
                 16,
                 16,
-                found.tasks,
-                some_targets(found),
+                complete.tasks,
+                some_targets(complete),
                 computed_statistics(programs, kernel),
             )
-            assert all(len(launches) == 1 for launches in made.launches.values()), name
-            for (launch,) in made.launches.values():
-                tiles = made.tiles[launch.tile : launch.tile + launch.tiles]
-                work = [int((made.entries[a:b, 1] - made.entries[a:b, 0]).sum()) for a, b in tiles[:, 2:4]]
-                assert work == sorted(work, reverse=True)
+            assert all(len(launches) == 1 for launches in work.launches.values()), name
+            for (launch,) in work.launches.values():
+                tiles = work.tiles[launch.tile : launch.tile + launch.tiles]
+                sizes = [int((work.entries[a:b, 1] - work.entries[a:b, 0]).sum()) for a, b in tiles[:, 2:4]]
+                assert sizes == sorted(sizes, reverse=True)
 
 
-def moved_bytes(found: list[Panel], source: NDArray[Any], target: NDArray[Any]) -> None:
+def execute_panels(moves: list[Panel], source: NDArray[Any], target: NDArray[Any]) -> None:
     """Executes panels on two byte arrays."""
-    for panel in found:
+    for panel in moves:
         for row in range(panel.rows):
             a, b = panel.source_at + row * panel.source_row, panel.target_at + row * panel.target_row
             target[b : b + panel.width] = source[a : a + panel.width]
@@ -203,17 +205,20 @@ def test_panels_move_the_bytes_of_their_columns(columns: tuple[int, ...]) -> Non
     target = np.zeros(4 * len(columns) * 12, np.uint8)
     a = Place(None, 0, columns, 3, 8, 2)
     b = Place(None, 4, tuple(range(len(columns))), len(columns), 12, 2)
-    found = list(panels(a, b, 4, 8))
-    moved_bytes(found, source, target)
-    want = source.reshape(4, 3, 8)[:, list(columns)]
-    np.testing.assert_array_equal(target.reshape(4, len(columns), 12)[..., 4:], want)
-    assert all(panel.action == COPY for panel in found)
-    made = move(found)
-    assert made.panels[:, 6].sum() == sum(panel.rows for panel in found)
+    moves = list(panels(a, b, 4, 8))
+    execute_panels(moves, source, target)
+    expected = source.reshape(4, 3, 8)[:, list(columns)]
+    np.testing.assert_array_equal(target.reshape(4, len(columns), 12)[..., 4:], expected)
+    assert all(panel.action == COPY for panel in moves)
+    launch = move(moves)
+    assert launch.panels[:, 6].sum() == sum(panel.rows for panel in moves)
     covered = [
-        (p, r + i) for p, r in made.chunks.tolist() for i in range(made.rows) if r + i < made.panels[p, 6]
+        (p, r + i)
+        for p, r in launch.chunks.tolist()
+        for i in range(launch.rows)
+        if r + i < launch.panels[p, 6]
     ]
-    assert len(covered) == len(set(covered)) == made.panels[:, 6].sum()
+    assert len(covered) == len(set(covered)) == launch.panels[:, 6].sum()
 
 
 def test_rows_contiguous_on_both_sides_are_one_panel() -> None:

@@ -146,16 +146,9 @@ class Drafts:
             shape = self._variant.shapes[kernel]
             owner = ROLES[kernel].owner
             complete, targets = self._complete[owner].tasks, self.in_place.targets(owner)
-            statistics = self._statistics.tasks if kernel == "dq" else RowRanges.none()
+            ranges = self._statistics.tasks if kernel == "dq" else RowRanges.none()
             items = work_list(
-                self._programs,
-                self._columns,
-                kernel,
-                shape.owner,
-                shape.walked,
-                complete,
-                targets,
-                statistics,
+                self._programs, self._columns, kernel, shape.owner, shape.walked, complete, targets, ranges
             )
             self._lists[kernel] = items, self._table_ranges(items.tiles, items.entries, items.heads)
         items, tables = self._lists[kernel]
@@ -308,12 +301,10 @@ class Drafts:
 
     def _rows_without_statistics(self, operand: Operand) -> list[tuple[int, int]]:
         """Ranges of rows whose statistics no task computes."""
-        return gaps(
-            self._statistics_ranges if operand.is_home else (), operand.row, operand.row + operand.rows
-        )
+        return gaps(self._computed if operand.is_home else (), operand.row, operand.row + operand.rows)
 
     @cached_property
-    def _statistics_ranges(self) -> list[tuple[int, int]]:
+    def _computed(self) -> list[tuple[int, int]]:
         _, row0, row1 = (column.tolist() for column in self._statistics.rowops)
         return merge_ranges(zip(row0, row1, strict=True))
 

@@ -43,8 +43,7 @@ AT, FIRST, COLUMNS, HEADS, LSE = range(10, 15)
 #: up to 2 `with_walked`
 ENTRY = 12
 #: flags of a tile: fresh, then whether the owner and each `with_owner` are work rows, complete, whether these rows go
-#: into a message, whether it computes its rows' statistics; of an entry: whether walked and each `with_walked` are work
-#: rows
+#: into a message, whether it computes its rows' statistics; of an entry: the same for walked and `with_walked`
 COMPLETE, STAGED, STATISTICS = 32, 64, 128
 _FAR = 2**30  # beyond any row: diagonals are clipped to it
 
@@ -253,8 +252,7 @@ def _bits(columns: Iterable[Ints]) -> Ints:
 
 
 def _entries(tasks: _ListedTasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]:
-    """(entries int64 [entries, ENTRY], with the task in place of heads; tile of each), only of those that see a
-    pair."""
+    """(entries int64 [entries, ENTRY], with the task in place of heads; tile of each), without empty entries."""
     tile, task = tiles.of_entry, tiles.task
     row0, row1 = tiles.row0[tile], tiles.row1[tile]
     from_, to = np.maximum(row0, tasks.start[task]), np.minimum(row1, tasks.stop[task])
