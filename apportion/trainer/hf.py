@@ -199,8 +199,8 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
-    """The config's window of each layer, for layers that know it only through their mask (PhiMoE); None, which is not
-    checked, if the config cannot be read."""
+    """The config's window of each layer, for layers that know it only through their mask (PhiMoE); None if the
+    config cannot be read: such layers are not checked."""
     try:
         windows = windows_of(model.config.get_text_config().to_dict())
     except ConfigError:

@@ -127,7 +127,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         if NAME in inputs and num_items_in_batch is None:  # not every Trainer counts items in evaluation
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        wiring.watch.accounted = True  # Trainer multiplies by the ranks
+        wiring.watch.accounted = True  # Trainer multiplies by the number of ranks
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _check(self, predicts: bool) -> None:
@@ -174,7 +174,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         dataset = dataloader.dataset
         if isinstance(dataset, _Numbered):
-            total = self.accelerator.reduce(self._evaluated, "mean")  # Trainer multiplies losses by the ranks
+            total = self.accelerator.reduce(self._evaluated, "mean")  # Trainer multiplies by their number
             output.metrics[f"{metric_key_prefix}_loss"] = (total / max(dataset.epochs.valid_tokens, 1)).item()
         return output
 

@@ -90,7 +90,7 @@ def _check_unmultiplied(share: Tensor) -> None:
         return
     watch.unknown = not has_term(share, SHARE)
     if not watch.unknown and has_term(share, MULTIPLIED):
-        rule = "is a result of shared_loss, and would be multiplied by the ranks again"
+        rule = "is a result of shared_loss, and would be multiplied by the number of ranks again"
         raise ConfigError("share", "multiplied", rule, "call shared_loss once, and return its result")
 
 

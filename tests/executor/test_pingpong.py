@@ -45,7 +45,7 @@ def sequences(*names: str) -> Batch:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("pair", sparse(TURNS, 12), ids=NAMES)
-def test_every_pair_of_recipes_equals_the_halves_alone_and_the_oracle(
+def test_every_pair_of_recipes_equals_single_halves_and_the_oracle(
     pool: Pool, pair: tuple[str, str, int], ranks: int
 ) -> None:
     """Results are bitwise equal to those of each half on its own, and close to the oracle."""

@@ -191,7 +191,7 @@ def test_causal_times_are_kept_as_measured_up_to_three_times_the_full_ones() -> 
     assert np.array(grid.causal).tolist() == [
         [3.0, 3.0],
         [3.0, 3.2],
-    ]  # none is above that of more rows or keys
+    ]  # no time exceeds that of more rows or keys
     grid = _grid("flash", full, np.full((2, 2), 99.0))
     assert np.array(grid.causal).tolist() == [[3.498, 6.0], [6.0, 12.0]]
 

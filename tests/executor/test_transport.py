@@ -57,7 +57,7 @@ def test_ranks_gather_any_number_of_numbers(pool: Ranks) -> None:
     assert pool.run(jobs_transport.gathers, 2, sizes) == [expected] * 2
 
 
-def test_gradients_of_a_row_for_many_are_added_up_in_float32() -> None:
+def test_gradients_of_a_row_sent_to_many_are_summed_in_float32() -> None:
     """In bfloat16 a sum of ones would stop growing at 256."""
     single_rank: Any = SimpleNamespace(rank=0, ranks=1)
     spread = Exchange(

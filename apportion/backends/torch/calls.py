@@ -228,7 +228,7 @@ class Notices:
 
 
 def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:
-    """Describes the first call in which ranks differ; "" for none. ranks: for each rank, number -> call."""
+    """Describes the first call in which ranks differ; "" if there is none. ranks: for each rank, number -> call."""
     common = set.intersection(*({*calls} for calls in ranks.values()))
     for number in sorted(common):
         texts = {rank: f"call {number} is {calls[number]}" for rank, calls in ranks.items()}

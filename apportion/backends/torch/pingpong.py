@@ -261,7 +261,7 @@ def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, tapes:
 def backward_alone(
     handle: PlanHandle, pieces: Sequence[Piece], tapes: list[Tape], dy: Tensor
 ) -> tuple[Tensor, dict[Tensor, Tensor]]:
-    """The gradients of the layers' input and of params. tapes: the state that forward saved, emptied."""
+    """The gradients of the layers' input and of params. tapes: the state that forward saved; this empties them."""
     params = params_of(pieces)
     sums, dhidden = BothGradients(params), [dy]
     with pair_scope((handle,), "backward", pieces):

@@ -44,7 +44,7 @@ class ScanRows(NamedTuple):
 
 
 def scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: float) -> Tensor:
-    """o [rows, heads, V], 0 for padding; differentiable. A collective. Autocast is off inside: states stay wide."""
+    """o [rows, heads, V], 0 for padding; differentiable. A collective. Autocast is off: states stay in a wide dtype."""
     with torch.autocast(rows.v.device.type, enabled=False):
         return _scan(handle, kind, kernel, rows, scale)
 

@@ -104,7 +104,7 @@ class Places:
         return Places(tokens, np.array([len(row) for row in gathered]))
 
     def exchange_for(self, batch: PlannedBatch, shift: int) -> Exchange:
-        """The exchange that gives each row the row that its token leads to in `shift` steps."""
+        """The exchange that brings to each row the row of the token `shift` steps after its own."""
         if shift not in self._rolls:
             self._rolls[shift] = self._roll(batch, shift)
         return self._rolls[shift]

@@ -41,7 +41,7 @@ CLOSE_WAIT_S = 10.0  # a thread that takes longer is in the trainer's sampler, w
 
 
 class PlanTimeoutError(ApportionError, TimeoutError):
-    """No plan within the loader's `timeout_s`, with the source's last error."""
+    """No plan arrived within the loader's `timeout_s`; the message contains the source's last error."""
 
 
 class Fetched(NamedTuple):
@@ -141,7 +141,7 @@ def fetch(
     next_keys: Callable[[], Sequence[bytes]] = tuple,
 ) -> IterationSlice | None:
     """Fetches the rank's plan of an iteration, and submits it if unknown; None if it is not ready when `is_needed`
-    returns False, with the reason in `late`. timeout_s: of the trainer; a single fetch takes at most a tenth of it."""
+    returns False, with the reason in `late`. timeout_s: the loader's; a single fetch takes at most a tenth of it."""
     while is_needed():
         try:
             try:

@@ -90,8 +90,8 @@ class Form:
 
 class Rows(NamedTuple):
     """A rank's rows of a microbatch, [rows] int64 each; fields: other fields of its samples, [rows, ...]. Padding comes
-    last: token 0 without label, of sample -1. shared: number and checksum of the longest samples that other ranks hold
-    a part of too, and of the first sample of a pass."""
+    last: token 0 without a label, of sample -1. shared: number and checksum of the longest samples of which other ranks
+    also hold a part, and of the first sample of a pass."""
 
     tokens: Tensor
     labels: Tensor

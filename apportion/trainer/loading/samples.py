@@ -238,7 +238,7 @@ class StreamedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next pass resume after the last batch yielded before the state was saved. Raises ConfigError
-        for a state of another buffer size; another dataset or job is an error when the pass begins."""
+        for a state of another buffer size; a state of another dataset or job raises an error when the pass begins."""
         if not isinstance(state, Mapping) or {*_PLACE, "loader"} - state.keys():
             rule = "is not the state of a stream"
             raise ConfigError("state", state, rule, "pass what `state_dict()` returned")

@@ -48,9 +48,9 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
 
 
 def _multiply(model: nn.Module, ranks: int) -> None:
-    """Multiplies DDP's averages by the ranks, for each microbatch; gradients reduced earlier are unchanged."""
+    """Multiplies DDP's averages by the number of ranks, for each microbatch; gradients reduced before are unchanged."""
     if hasattr(model, "_summed"):
-        rule = "sums its gradients already, and would multiply them by the ranks again"
+        rule = "sums its gradients already, and would multiply them by the number of ranks again"
         raise ConfigError("model", type(model).__name__, rule, "call sum_gradients once, after wrapping")
     model._summed = True  # type: ignore[assignment]
     for param in model.parameters():
@@ -86,7 +86,7 @@ def _sum_grads(model: nn.Module, group: Any) -> None:
 
 def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> None:
     """Raises ConfigError if all gradients are still the last call's sums, even after one more backward (zero_grad
-    replaces them, or changes versions once more), or if the loss was multiplied by the ranks."""
+    replaces them, or changes versions once more), or if the loss was multiplied by the number of ranks."""
     grads = [param.grad for param in params if param.grad is not None]
     remedy = "call sum_gradients once, after the last backward of a step, and zero_grad after the step"
     if grads and all(grad._version - getattr(grad, "_summed_at", -2) <= 1 for grad in grads):

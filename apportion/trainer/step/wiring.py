@@ -36,7 +36,8 @@ _HOOKED = (
 )
 UNKNOWN = (
     "on each rank it must be a share of one sum over all ranks, so divide by batch.valid_tokens, "
-    "not by a rank's own number (if these are equal, by the ranks), and sum gradients; ap.normalised_loss is checked"
+    "not by a rank's own number (if these are equal, by the number of ranks), and sum gradients; "
+    "ap.normalised_loss is checked"
 )
 
 
@@ -63,10 +64,10 @@ class Watch:
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
         self.unknown = False  # a trainer's loss has no known share
         self.scale = 0.0  # factor of a loss' share in the last backward
-        self.divisor = self.multiple = 0.0  # of the last loss; of its weights over a field of the samples
+        self.divisor = self.multiple = 0.0  # of the last loss; its weights divided by a field of the samples
         self._scaled: list[Callable[[float], None]] = []  # checks of `scale`
         self._pending: list[PlanHandle] = []
-        self._unused = False  # kwargs were handed out since the last step, and are not used yet
+        self._unused = False  # kwargs handed out since the last step are not used yet
         self._reached = False
         self._hook: Any = None
         self._used, self._past = WeakSet[Any](), WeakSet[Any]()  # plans since the last loss; that had one

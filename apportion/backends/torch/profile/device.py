@@ -288,7 +288,7 @@ def _between(grid: Grid, index: int, rows: int, window: int) -> float:
 
 
 def _grid(engine: str, full: Times, causal: Times) -> Grid:
-    """The grid of measured times. Causal times are capped: on CPUs they take several calls, often longer than full."""
+    """The grid of measured times. Causal times are capped: on CPUs several calls are needed, often longer than full."""
     full = np.round(_made_monotonic(full), DIGITS)
     causal = np.minimum(_made_monotonic(causal), MOST_CAUSAL * full)
     source = f"measured: engine {engine} of the torch backend, one task per call"

@@ -43,14 +43,14 @@ class TimedLayer:
         return Figure(round(flops / us / 1e6, 6), f"measured: linear layers, {self._shape()}")
 
     def rows_gbs(self) -> Figure:
-        """1e9 bytes/s of norms, residual sums, rotary embeddings and the gate."""
+        """1e9 bytes/s that norms, residual sums, rotary embeddings and the gate move."""
         us = best_us(self._row_work(), self.device, self.runs)
         moved_bytes = BOTH * self.tokens * self.model.element_bytes * row_numbers(self.model)
         source = f"measured: norms, residual sums, rotary embeddings and gate, {self._shape()}"
         return Figure(round(moved_bytes / us / 1e3, 4), source)
 
     def loss_gbs(self) -> Figure:
-        """1e9 bytes/s of the cross-entropy of logits."""
+        """1e9 bytes/s that the cross-entropy of logits moves."""
         us = best_us(self._loss(), self.device, self.runs)
         moved_bytes = BOTH * LOSS * self.tokens * self.vocab * self.model.element_bytes
         source = f"measured: cross-entropy of {self.tokens} x {self.vocab} logits, forward and backward"

@@ -236,7 +236,7 @@ class _ListedTasks:
 
 
 def group(*columns: Ints) -> Ints:
-    """int64 [n]: numbers the distinct rows of the columns in ascending order from 0; the number of each row."""
+    """int64 [n]: the number of each row; equal rows have the same number, and numbers ascend from 0 in sorted order."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         distinct, number = np.unique(column, return_inverse=True)
