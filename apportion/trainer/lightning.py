@@ -95,7 +95,7 @@ def _check_unmultiplied(share: Tensor) -> None:
 
 
 class Planned:
-    """Mixin of a LightningModule, listed before it."""
+    """Mixin for a LightningModule, listed before it in the bases."""
 
     trainer: Any
     log: Any

@@ -69,7 +69,7 @@ class TickPipeline:
     def step(self, ticks: Sequence[PlannedBatch], train: bool = True) -> Tensor:
         """Runs one iteration of a loader with the same table; every rank calls it. Gradients of the parameters of
         layers, `embed` and `loss` are added to `.grad`, as by a backward. train: False runs only the forward ticks.
-        Returns the sum of this rank's losses, [], detached. Raises ExecutionError, ConfigError."""
+        Returns the sum of this rank's losses, a detached scalar. Raises ExecutionError, ConfigError."""
         with torch.set_grad_enabled(train):
             return _Iteration(self, ticks, train).run()
 

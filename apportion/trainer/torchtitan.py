@@ -66,7 +66,7 @@ class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
 
 
 class PlannedAttention(Module):
-    """Planned attention. window: tokens that a row of this layer sees, -1 for all; causal: True if no later ones."""
+    """Planned attention. window: tokens that a row of this layer sees, -1 for all; causal: later ones are hidden."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

@@ -102,7 +102,7 @@ def qkv_home(
     handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor, *, latent: bool = False
 ) -> dict[Name, Parts]:
     """The home rows of a forward program that does not project; latent: k and v are rotated and compressed latent rows.
-    Raises ExecutionError if shape, dtype or device of one does not match the plan."""
+    Raises ExecutionError if the shape, dtype or device of one does not match the plan."""
     require_latent(handle, latent)
     header = handle.slice.header
     keys, values = ("rotated", "compressed") if latent else ("k", "v")

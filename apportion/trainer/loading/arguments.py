@@ -106,7 +106,7 @@ def replicas_of(value: Transport | Any) -> Transport | None:
 
 
 def device_of(value: torch.device | str | None) -> torch.device:
-    """The device of attention with its index, since each thread has its own current device; by default this process'
+    """The device of attention, with an index because each thread has its own current device; by default this process'
     GPU, else the CPU. Raises ConfigError."""
     try:
         device = torch.device(value or ("cuda" if torch.cuda.is_available() else "cpu"))

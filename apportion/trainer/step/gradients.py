@@ -22,7 +22,7 @@ from apportion.trainer.step.reduction import Reduction, check_reduction
 
 
 def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
-    """Makes the gradients of `model` sums over the ranks; returns it.
+    """Turns the gradients of `model` into sums over the ranks; returns the model.
 
     DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward; gradients are then summed
     instead of averaged, with and without `no_sync`. Any other module: call it on every rank after the last backward of

@@ -159,7 +159,7 @@ class Microbatch:
 
 
 def require_calls(handle: PlanHandle, before: int, layers: int, remedy: str) -> None:
-    """Raises ExecutionError if fewer than `layers` layers have run attention under the handle since it had `before`
-    calls."""
+    """Raises ExecutionError if fewer than `layers` layers have run attention under the handle since `handle.calls`
+    was `before`."""
     if (calls := handle.calls - before) < layers:
         raise ExecutionError(f"attention used the plan {calls} times in at least {layers} layers: {remedy}")

@@ -66,9 +66,9 @@ class HeadProjection:
 class LatentExpansion:
     """Expansion of latent rows for `planned_latent_attention`, by a layer's linear layer for all heads.
 
-    linear: from rank to all heads in order, each with its part of k, then of v. own: width of its part of k. width:
-    of v. Weights are read at every call and never cached; only other kinds of `Linear` (LoRA, quantized) compute all
-    heads when some are needed.
+    linear: from rank to all heads in order, each with its part of k, then its v. own: width of its part of k; width:
+    of its v. Weights are read at every call and never cached; only layers other than a plain `Linear` (LoRA, quantized)
+    compute all heads when only some are needed.
     """
 
     linear: nn.Module
