@@ -30,8 +30,8 @@ from tests.ranks.loading import LENGTHS, MODEL, HereSource, Recorded, job, plann
 from tests.ranks.rank_pool import Pool
 
 
-def loader_of(given: dict[str, Any] | None = None, dataset: Any = None, **options: Any) -> PlannedLoader:
-    return PlannedLoader(dataset or Recorded(), **{**(given or planning(job())), **options})
+def loader_of(kwargs: dict[str, Any] | None = None, dataset: Any = None, **options: Any) -> PlannedLoader:
+    return PlannedLoader(dataset or Recorded(), **{**(kwargs or planning(job())), **options})
 
 
 def tokens_of(loader: PlannedLoader) -> list[list[int]]:
@@ -42,8 +42,8 @@ def tokens_of(loader: PlannedLoader) -> list[list[int]]:
 
 
 def test_every_token_is_on_one_rank_with_its_label_and_position(pool: Pool) -> None:
-    given = planning(job(3, 66, microbatches=2))
-    results = [passes[0] for passes, _ in pool.run(jobs_loader.passes, 3, given, 1)]
+    kwargs = planning(job(3, 66, microbatches=2))
+    results = [passes[0] for passes, _ in pool.run(jobs_loader.passes, 3, kwargs, 1)]
     for step in zip(*results, strict=True):
         tokens, labels, positions = (np.concatenate([rank[i] for rank in step]) for i in (5, 6, 7))
         order = np.argsort(tokens)
@@ -95,9 +95,9 @@ def test_a_pack_step_redistributes_the_samples_of_an_iteration() -> None:
         **find_recipe("wlb").to_data()["steps"],
         "pack": {"wlb": {"defer": True, "outlier_tokens": 20}},
     }
-    given = planning(job(recipe={"name": "mine", "steps": deferring}))
+    kwargs = planning(job(recipe={"name": "mine", "steps": deferring}))
     with pytest.raises(ConfigError, match="defer"):
-        list(loader_of(given, Recorded(lengths)))
+        list(loader_of(kwargs, Recorded(lengths)))
 
 
 def test_masks_come_from_the_dataset_or_the_caller_shared_or_per_sample() -> None:
@@ -235,15 +235,15 @@ def test_the_job_of_a_loader_has_the_callers_cluster_model_and_policy() -> None:
         loader_of(tokens_per_rank=None)
 
 
-@pytest.mark.parametrize("given", [None, masks.full(), {"global": masks.full()}, [None], [masks.full()], []])
-def test_masks_must_be_of_the_kinds_of_the_model_s_layers(given: Any) -> None:
-    check_kinds(job(), given)
+@pytest.mark.parametrize("spec", [None, masks.full(), {"global": masks.full()}, [None], [masks.full()], []])
+def test_masks_must_be_of_the_kinds_of_the_model_s_layers(spec: Any) -> None:
+    check_kinds(job(), spec)
     kinds = {"global": masks.causal(), "local": masks.sliding_window(4)}
     two = replace(job(), model=replace(MODEL, layers={"global": 1, "local": 2}))
     for own in (kinds, [kinds, kinds]):
         check_kinds(two, own)
     with pytest.raises(ConfigError, match=r"masks = .*the layers of the job's model \['global', 'local'\]"):
-        check_kinds(two, given)
+        check_kinds(two, spec)
 
 
 def test_other_arguments_are_checked() -> None:
@@ -314,9 +314,11 @@ def test_a_late_iteration_is_planned_locally_counted_and_logged(
     with caplog.at_level(logging.WARNING, "apportion"):
         assert [seen(batch) for batch in loader] == expected
     assert loader.metrics()["fallbacks"] == 2
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.split(":")[0] for text in told] == ["iteration 1", "iteration 2"]
-    assert all(f"no plan in time (iteration {number} is late)" in text for number, text in enumerate(told, 1))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [text.split(":")[0] for text in lines] == ["iteration 1", "iteration 2"]
+    assert all(
+        f"no plan in time (iteration {number} is late)" in text for number, text in enumerate(lines, 1)
+    )
 
 
 def test_an_error_of_a_source_is_raised_at_its_iteration() -> None:
@@ -365,29 +367,29 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_a_plan_of_another_request_is_refused(what: str) -> None:
-    given = job(microbatches=2, tokens=100)
+@pytest.mark.parametrize("difference", OTHERS)
+def test_a_plan_of_another_request_is_refused(difference: str) -> None:
+    original = job(microbatches=2, tokens=100)
     sampler = [[[0, 1, 2], [3, 4]], [[5], [6]]]
-    assert list(loader_of(planning(given), sampler=sampler))
+    assert list(loader_of(planning(original), sampler=sampler))
     with pytest.raises(ExecutionError, match="iteration 0: the plan is not the one that this rank requested"):
-        list(loader_of(planning(given, HereSource(other=OTHERS[what])), sampler=sampler))
+        list(loader_of(planning(original, HereSource(other=OTHERS[difference])), sampler=sampler))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_packed_plan_of_other_sequences_is_refused(workers: int) -> None:
-    asked = job(recipe="wlb", microbatches=2, tokens=200)
-    assert list(loader_of(planning(asked), workers=workers))
+    requested = job(recipe="wlb", microbatches=2, tokens=200)
+    assert list(loader_of(planning(requested), workers=workers))
     with pytest.raises(ExecutionError, match=r"it has \d+ sequences, \d+ were requested"):
-        list(loader_of(planning(asked, HereSource(other=without_last_sequence)), workers=workers))
+        list(loader_of(planning(requested, HereSource(other=without_last_sequence)), workers=workers))
 
 
 @pytest.mark.parametrize("recipe", recipes.entries())
 def test_plans_of_every_recipe_match_their_request(recipe: str) -> None:
     """With and without the job's own cap and hardware."""
-    asked = job(2, 128, recipe=recipe, microbatches=2 if find_recipe(recipe).step("pack") else 1)
-    capped = replace(asked, policy=replace(asked.policy, token_cap=108), hardware="h100")
-    for one in (asked, capped):
+    requested = job(2, 128, recipe=recipe, microbatches=2 if find_recipe(recipe).step("pack") else 1)
+    capped = replace(requested, policy=replace(requested.policy, token_cap=108), hardware="h100")
+    for one in (requested, capped):
         batches = [Batch.from_lengths([40, 9, 33, 1, 25])]
         piece = plan_job(one, batches).slice_for(0)
         Iteration(one, 0, (np.arange(5),), tuple(batches)).check(piece)
@@ -422,16 +424,16 @@ def test_ranks_agree_on_a_plan_that_some_ranks_lack(pool: Pool) -> None:
 
 
 def test_a_refused_plan_on_one_rank_ends_all_ranks(pool: Pool) -> None:
-    given = [planning(job(2)), planning(job(2), HereSource(broken=frozenset([1])))]
-    (ids, _, first), (_, _, second) = pool.run(jobs_loader.agreeing, 2, given)
+    kwargs = [planning(job(2)), planning(job(2), HereSource(broken=frozenset([1])))]
+    (ids, _, first), (_, _, second) = pool.run(jobs_loader.agreeing, 2, kwargs)
     assert len(ids) == 1
     assert first == "ExecutionError: iteration 1: ranks [1] have no plan: " + second + " on rank 1"
     assert second.startswith("ConfigError: batches = 1: are refused")
 
 
 def test_ranks_that_hold_different_plans_all_fail(pool: Pool) -> None:
-    given = [planning(job(2, seed=seed), shuffle=False) for seed in (0, 1)]
-    results = pool.run(jobs_loader.agreeing, 2, given)
+    kwargs = [planning(job(2, seed=seed), shuffle=False) for seed in (0, 1)]
+    results = pool.run(jobs_loader.agreeing, 2, kwargs)
     assert all(error.startswith("ExecutionError: ranks hold different plans") for _, _, error in results)
 
 
@@ -473,8 +475,8 @@ def test_a_wrong_sampler_on_one_rank_ends_all_ranks_with_its_error(pool: Pool, o
         ([[[0]], [[1], [3]]], "must be 1 to 1: one per microbatch"),
         ([[[0]], [[9]]], r"= 9"),
     ):
-        given = planning(job(3, 66), on_timeout=on_timeout)
-        results = pool.run(jobs_loader.drawn, 3, given, [[[[0]], [[1]]], other, [[[0]], [[1]]]])
+        kwargs = planning(job(3, 66), on_timeout=on_timeout)
+        results = pool.run(jobs_loader.drawn, 3, kwargs, [[[[0]], [[1]]], other, [[[0]], [[1]]]])
         assert [found for found, _ in results] == [1] * 3
         assert results[1][1].startswith("ConfigError: ")
         assert results[0] == results[2]
@@ -482,7 +484,7 @@ def test_a_wrong_sampler_on_one_rank_ends_all_ranks_with_its_error(pool: Pool, o
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("mode", "message"),
     [
         (
             "sampler",
@@ -496,8 +498,8 @@ def test_a_wrong_sampler_on_one_rank_ends_all_ranks_with_its_error(pool: Pool, o
         ("field", "iteration 0: ranks read different tokens, labels or fields of sample 0: "),
     ],
 )
-def test_ranks_that_read_different_samples_of_equal_lengths_fail(pool: Pool, how: str, message: str) -> None:
-    errors = pool.run(jobs_loader.equally_long, 2, planning(job(2, 128)), how)
+def test_ranks_that_read_different_samples_of_equal_lengths_fail(pool: Pool, mode: str, message: str) -> None:
+    errors = pool.run(jobs_loader.equally_long, 2, planning(job(2, 128)), mode)
     assert errors[0] == errors[1]
     assert errors[0].startswith(message)
 

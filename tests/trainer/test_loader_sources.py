@@ -79,11 +79,11 @@ def test_every_source_gives_the_same_batches_and_plans(
     pool: Pool, server: Server, folders: dict[str, Path], name: str
 ) -> None:
     sources = server.url, folders[name], "local"
-    service, folder, here = (
+    service, folder, local = (
         pool.run(jobs_loader.passes, 2, planning(JOBS[name], source, timeout_s=WAIT_S), 2)
         for source in sources
     )
-    assert service == folder == here
+    assert service == folder == local
     (first, _), (second, _) = service
     assert [batch[:5] for batch in first[0]] == [batch[:5] for batch in second[0]]
     assert sum(len(batch[5]) for passes, _ in service for batch in passes[0]) == sum(LENGTHS)
@@ -208,8 +208,8 @@ def test_without_its_server_a_run_plans_locally_and_logs_it(caplog: pytest.LogCa
 
 def test_ranks_agree_where_their_server_stalls(pool: Pool) -> None:
     with serving(None) as server:
-        given = planning(JOBS["plain"], server.url)
-        (first, fallbacks), second = pool.run(jobs_loader.stalled, 2, given, server.pid)
+        kwargs = planning(JOBS["plain"], server.url)
+        (first, fallbacks), second = pool.run(jobs_loader.stalled, 2, kwargs, server.pid)
     assert (first, fallbacks) == second
     assert len(first) == 3
     assert fallbacks == 2
@@ -239,15 +239,15 @@ def test_evaluation_in_the_middle_of_a_pass_does_not_disturb_it(server: Server) 
 
 
 def test_groups_of_ranks_share_a_server(pool: Pool, server: Server) -> None:
-    given = planning(FOUR, server.url, shuffle=False, timeout_s=WAIT_S)
-    assert pool.run(jobs_seam.groups, 8, given) == pool.run(jobs_seam.groups, 8, {"shuffle": False})
+    kwargs = planning(FOUR, server.url, shuffle=False, timeout_s=WAIT_S)
+    assert pool.run(jobs_seam.groups, 8, kwargs) == pool.run(jobs_seam.groups, 8, {"shuffle": False})
 
 
 # --- folders
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "error"),
     [
         ({"seed": 5}, r"job\.policy\.seed = 5: .* made with 0"),
         ({"recipe": "usp"}, r"job\.policy\.recipe\.name = 'usp': .* made with 'fcp'"),
@@ -259,10 +259,10 @@ def test_groups_of_ranks_share_a_server(pool: Pool, server: Server) -> None:
     ],
 )
 def test_a_plan_missing_from_a_folder_is_an_error_that_names_the_difference(
-    folders: dict[str, Path], changes: dict[str, Any], says: str
+    folders: dict[str, Path], changes: dict[str, Any], error: str
 ) -> None:
     dataset = Recorded(changes.pop("lengths")) if "lengths" in changes else None
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=error):
         list(loader_of(folders["single"], dataset, **changes))
 
 

@@ -47,11 +47,11 @@ def test_correct_loops_train(pool: Pool, loop: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("net", sparse(["fsdp", "dropout", "kept statistics"], 3))
 def test_checking_a_model_does_not_change_it(pool: Pool, net: str) -> None:
-    found, wanted = (
+    found, expected = (
         pool.run(jobs_own_loop.weights, 2, net, True),
         pool.run(jobs_own_loop.weights, 2, net, False),
     )
-    assert found == wanted
+    assert found == expected
 
 
 @pytest.mark.slow
@@ -138,8 +138,8 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ),
         ({"reduces": "fsdp1"}, r"ConfigError: model = 'FSDP1': averages gradients.*averaged_over=2"),
         *(
-            ({"loss": f"{what} of rows behind"}, r"ConfigError: labels = 'shifted by a row': .*batch\.roll")
-            for what in ("labels", "tokens")
+            ({"loss": f"{field} of rows behind"}, r"ConfigError: labels = 'shifted by a row': .*batch\.roll")
+            for field in ("labels", "tokens")
         ),
         ({"loss": "labels left out"}, r"ConfigError: labels = \"fewer than the batch's\": .*weights= of 0"),
         ({"loss": "labels changed"}, r"ConfigError: labels = 'changed': .*put loss_mask into the samples"),

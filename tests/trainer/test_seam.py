@@ -29,10 +29,10 @@ from tests.support.sparse import sparse
 
 def loader_of(
     dataset: Recorded | Broken | Samples | None = None,
-    given: dict[str, Any] | None = None,
-    **options: Any,
+    kwargs: dict[str, Any] | None = None,
+    **more: Any,
 ) -> PlannedLoader:
-    return PlannedLoader(dataset or Recorded(), **{**(given or planning(job())), "shuffle": False, **options})
+    return PlannedLoader(dataset or Recorded(), **{**(kwargs or planning(job())), "shuffle": False, **more})
 
 
 class Samples:
@@ -54,8 +54,8 @@ class Samples:
 def test_fields_are_cut_like_tokens_and_labels_like_predicted_tokens(
     pool: Pool,
 ) -> None:
-    given, ranks = planning(job(3, 66, microbatches=2)), 3
-    results = pool.run(jobs_seam.fields, ranks, given, {"rows_multiple": 4})
+    kwargs, ranks = planning(job(3, 66, microbatches=2)), 3
+    results = pool.run(jobs_seam.fields, ranks, kwargs, {"rows_multiple": 4})
     for batches in zip(*results, strict=True):
         totals = np.array([0, 0.0])
         for b in batches:
@@ -79,15 +79,15 @@ def test_fields_are_cut_like_tokens_and_labels_like_predicted_tokens(
 
 
 def test_a_rank_without_samples_has_the_fields_of_the_others(pool: Pool) -> None:
-    given = planning(job(4, 128))
-    results = pool.run(jobs_seam.fields, 4, given, {"lengths": LENGTHS, "sampler": [[3]]})
+    kwargs = planning(job(4, 128))
+    results = pool.run(jobs_seam.fields, 4, kwargs, {"lengths": LENGTHS, "sampler": [[3]]})
     assert sorted(len(rank[0]["tokens"]) for rank in results) == [0, 0, 0, 1]
     assert {tuple(sorted(rank[0])) for rank in results} == {tuple(sorted(results[0][0]))}
     assert {rank[0]["places"].shape[1:] for rank in results} == {(2,)}
 
 
 @pytest.mark.parametrize(
-    ("sample", "told"),
+    ("sample", "error"),
     [
         ({"tokens": [1, 2, 3]}, r"sequence 0.*must have input_ids"),
         ({"input_ids": [1, 2, 3], "reward": 1.0}, r"sequence 0: reward.*an entry for each of the 3 tokens"),
@@ -118,9 +118,9 @@ def test_a_rank_without_samples_has_the_fields_of_the_others(pool: Pool) -> None
         ({"input_ids": [1, 2, 3], "document_ids": [0, 0, 1]}, r"document_ids.*documents\(\[lengths\]\)"),
     ],
 )
-def test_errors_of_samples_name_the_field(sample: dict[str, list[str | float] | float], told: str) -> None:
+def test_errors_of_samples_name_the_field(sample: dict[str, list[str | float] | float], error: str) -> None:
     loader = loader_of(Samples([sample], [len(sample.get("input_ids", [1, 2, 3]))]))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=error):
         list(loader)
 
 
@@ -155,8 +155,8 @@ def test_token_functions_are_inverses_with_exact_gradients(
 ) -> None:
     more = {} if mask is None else {"masks": mask, "sampler": [[0]]}
     for ranks in (1, 3):
-        given = planning(job(ranks, 66), **options, **more)
-        assert pool.run(jobs_seam.verbs, ranks, given, 5) == [(True, True, True)] * ranks
+        kwargs = planning(job(ranks, 66), **options, **more)
+        assert pool.run(jobs_seam.verbs, ranks, kwargs, 5) == [(True, True, True)] * ranks
 
 
 def test_token_functions_refuse_a_wrong_number_of_rows() -> None:
@@ -172,9 +172,9 @@ def test_token_functions_refuse_a_wrong_number_of_rows() -> None:
 
 
 def test_padding_changes_neither_loss_nor_gradients(pool: Pool) -> None:
-    given = planning(job(4, 64))
+    kwargs = planning(job(4, 64))
     plain, padded, fixed = (
-        pool.run(jobs_seam.padded, 4, given, options)
+        pool.run(jobs_seam.padded, 4, kwargs, options)
         for options in ({}, {"rows_multiple": 8}, {"envelope": ap.Envelope(rows=24)})
     )
     assert all(rows % 8 == 0 and rows for counts, *_ in padded for rows in counts)
@@ -185,17 +185,17 @@ def test_padding_changes_neither_loss_nor_gradients(pool: Pool) -> None:
 
 
 def test_a_plan_outside_the_envelope_on_one_rank_ends_all_ranks(pool: Pool) -> None:
-    given = planning(job(4, 64))
+    kwargs = planning(job(4, 64))
     with pytest.raises(RankError, match=r"envelope\.rows = 8: a plan needs"):
-        pool.run(jobs_seam.padded, 4, given, {"envelope": ap.Envelope(rows=8)})
+        pool.run(jobs_seam.padded, 4, kwargs, {"envelope": ap.Envelope(rows=8)})
 
 
 @pytest.mark.parametrize("sinks", sparse([True, False], 2))
 def test_padding_works_under_plans_that_project(pool: Pool, sinks: bool) -> None:
     plain, padded = (pool.run(jobs_seam.padded_block, 2, multiple, sinks) for multiple in (None, 16))
-    for (found, behind), (wanted, _) in zip(padded, plain, strict=True):
+    for (found, behind), (expected, _) in zip(padded, plain, strict=True):
         assert behind == [0.0, 0.0]
-        for own, other in zip(found, wanted, strict=True):
+        for own, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(own, other)
 
 
@@ -206,8 +206,8 @@ def test_code_that_does_not_support_padding_refuses_it() -> None:
 
 
 def test_padding_is_at_least_one_row(pool: Pool) -> None:
-    given = planning(job(4, 128))
-    results = pool.run(jobs_seam.fields, 4, given, {"sampler": [[3]], "rows_multiple": 1})
+    kwargs = planning(job(4, 128))
+    results = pool.run(jobs_seam.fields, 4, kwargs, {"sampler": [[3]], "rows_multiple": 1})
     assert [len(rank[0]["tokens"]) for rank in results] == [1] * 4
 
 
@@ -223,8 +223,8 @@ def test_drop_last_drops_an_incomplete_iteration() -> None:
 
 def test_drop_last_applies_to_samplers_and_must_leave_an_iteration() -> None:
     sampler = [[[0], [1]], [[2]], [[3], [4]]]
-    given = planning(job(microbatches=2))
-    loader = PlannedLoader(Recorded(), **given, sampler=sampler, drop_last=True)
+    kwargs = planning(job(microbatches=2))
+    loader = PlannedLoader(Recorded(), **kwargs, sampler=sampler, drop_last=True)
     assert [batch.samples.tolist() for batch in loader] == [[0], [1], [3], [4]]
     assert len(loader) == 4
     with pytest.raises(ConfigError, match=r"drop_last.*leaves no iteration of the epoch's 1"):
@@ -233,9 +233,9 @@ def test_drop_last_applies_to_samplers_and_must_leave_an_iteration() -> None:
 
 def test_an_unreadable_sample_on_one_rank_ends_all_ranks(pool: Pool) -> None:
     dataset = jobs_seam.Broken([20, 20, 1])
-    told = pool.run(jobs_seam.ends, 3, dataset, planning(job(3, 66)), [[0, 1], [0, 2]])
-    assert sorted(message[:8] for message in told) == ["a sample", "iteratio", "iteratio"]
-    assert sum("have no rows: OSError: a sample is lost on rank" in message for message in told) == 2
+    errors = pool.run(jobs_seam.ends, 3, dataset, planning(job(3, 66)), [[0, 1], [0, 2]])
+    assert sorted(message[:8] for message in errors) == ["a sample", "iteratio", "iteratio"]
+    assert sum("have no rows: OSError: a sample is lost on rank" in message for message in errors) == 2
 
 
 def test_an_unreadable_sample_in_a_data_loader_process_ends_the_pass() -> None:
@@ -246,11 +246,11 @@ def test_an_unreadable_sample_in_a_data_loader_process_ends_the_pass() -> None:
 
 
 def test_ranks_whose_samples_have_different_fields_fail(pool: Pool) -> None:
-    given = planning(job(2, 40, recipe="contiguous"))
-    told = pool.run(jobs_seam.ends, 2, jobs_seam.Mixed([20, 20]), given, [[0, 1]])
-    assert told[0] == told[1]
-    assert "iteration 0: samples have different fields" in told[0]
-    assert [part in told[0] for part in ("float32", "float64", "on rank 0", "on rank 1")] == [True] * 4
+    kwargs = planning(job(2, 40, recipe="contiguous"))
+    errors = pool.run(jobs_seam.ends, 2, jobs_seam.Mixed([20, 20]), kwargs, [[0, 1]])
+    assert errors[0] == errors[1]
+    assert "iteration 0: samples have different fields" in errors[0]
+    assert [part in errors[0] for part in ("float32", "float64", "on rank 0", "on rank 1")] == [True] * 4
 
 
 def test_groups_share_an_order_and_count_all_labels(pool: Pool) -> None:
@@ -259,8 +259,8 @@ def test_groups_share_an_order_and_count_all_labels(pool: Pool) -> None:
     assert results[4:] == results[4:5] * 4
     dealt = [sample for b in results[0] + results[4] for sample in b[4]]
     assert dealt == list(range(len(LENGTHS)))  # one order, in turn
-    for mine, other in zip(results[0], results[4], strict=True):
-        assert mine[:4] == other[:4]
+    for first, other in zip(results[0], results[4], strict=True):
+        assert first[:4] == other[:4]
     by_iteration = {}
     for number, _, _, valid, samples, weight in results[0] + results[4]:
         assert weight == valid  # samples have no weights
@@ -270,10 +270,10 @@ def test_groups_share_an_order_and_count_all_labels(pool: Pool) -> None:
 
 
 def test_a_group_that_fails_ends_the_others(pool: Pool) -> None:
-    told = pool.run(jobs_seam.failing_group, 8)
-    assert sum(message == "a sample is lost" for message in told) == 1
-    assert sum("have no rows: OSError: a sample is lost on rank" in message for message in told[:4]) == 3
-    assert all("groups [0] failed: " in message and "a sample is lost" in message for message in told[4:])
+    errors = pool.run(jobs_seam.failing_group, 8)
+    assert sum(message == "a sample is lost" for message in errors) == 1
+    assert sum("have no rows: OSError: a sample is lost on rank" in message for message in errors[:4]) == 3
+    assert all("groups [0] failed: " in message and "a sample is lost" in message for message in errors[4:])
 
 
 @pytest.mark.parametrize(
@@ -295,8 +295,8 @@ def test_groups_get_iterations_in_turn_and_equal_numbers_of_microbatches(
 
 
 def test_groups_that_are_out_of_step_fail(pool: Pool) -> None:
-    told = pool.run(jobs_seam.out_of_step, 8)
-    assert all("groups are not in step" in message and "group 0: [0, " in message for message in told)
+    errors = pool.run(jobs_seam.out_of_step, 8)
+    assert all("groups are not in step" in message and "group 0: [0, " in message for message in errors)
 
 
 def test_groups_with_their_own_samplers_stay_in_step(pool: Pool) -> None:
@@ -313,8 +313,8 @@ def test_groups_with_their_own_samplers_stay_in_step(pool: Pool) -> None:
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_another_loader_resumes_after_the_last_batch(pool: Pool, stop: int) -> None:
-    given = planning(job(2, 64, microbatches=2))
-    for whole, gone_on in pool.run(jobs_seam.resumed, 2, given, stop, {}):
+    kwargs = planning(job(2, 64, microbatches=2))
+    for whole, gone_on in pool.run(jobs_seam.resumed, 2, kwargs, stop, {}):
         assert gone_on == whole
 
 
@@ -358,8 +358,8 @@ def test_setting_another_epoch_discards_the_position_of_the_state() -> None:
     [
         ("lengths", lambda: loader_of(Recorded([64, 3]))),
         ("masks", lambda: loader_of(masks=masks.full())),
-        ("job.tokens_per_rank", lambda: loader_of(given=planning(job(tokens=70)))),
-        ("job.policy", lambda: loader_of(given=planning(job(recipe="ring")))),
+        ("job.tokens_per_rank", lambda: loader_of(kwargs=planning(job(tokens=70)))),
+        ("job.policy", lambda: loader_of(kwargs=planning(job(recipe="ring")))),
         ("shuffle", lambda: loader_of(shuffle=True)),
         ("job.policy.seed", lambda: loader_of(seed=4)),
     ],
@@ -380,12 +380,12 @@ def test_metrics_count_yielded_batches() -> None:
     loader = loader_of()
     assert loader.metrics()["iterations"] == 0
     batches = list(loader)
-    told = loader.metrics()
-    assert told["iterations"] == len(batches)
-    assert told["tokens"] == sum(LENGTHS)
-    assert told["tokens_per_s"] > 0
-    assert told["waited_s"] > 0
-    assert told["fallbacks"] == 0
+    metrics = loader.metrics()
+    assert metrics["iterations"] == len(batches)
+    assert metrics["tokens"] == sum(LENGTHS)
+    assert metrics["tokens_per_s"] > 0
+    assert metrics["waited_s"] > 0
+    assert metrics["fallbacks"] == 0
 
 
 def test_tokens_per_second_count_only_finished_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:

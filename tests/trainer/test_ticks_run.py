@@ -28,8 +28,8 @@ def tick_arguments(
     tokens: int, ranks: int, recipe: str | None, layers: Any = 4, **options: Any
 ) -> dict[str, Any]:
     """Arguments of the loader. tokens: of a microbatch on all ranks."""
-    asked = planning(replace(job(ranks, tokens), model=replace(MODEL, layers=layers)))
-    return {**asked, "recipe": recipe, **options}
+    kwargs = planning(replace(job(ranks, tokens), model=replace(MODEL, layers=layers)))
+    return {**kwargs, "recipe": recipe, **options}
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_ticks_train_like_a_run_without_a_pipeline(
     pipeline = stages, microbatches, virtual
     plain = tick_arguments(64, ranks, "fcp", layers, microbatches=microbatches, **options)
     ticks = tick_arguments(64 * stages, ranks, None, layers, **options)
-    wanted = pool.run(jobs_ticks.trained, ranks, plain, None, None)
+    expected = pool.run(jobs_ticks.trained, ranks, plain, None, None)
     found = pool.run(jobs_ticks.trained, ranks, ticks, pipeline, kinds)
-    for (losses, gradients), (others, same) in zip(found, wanted, strict=True):
+    for (losses, gradients), (others, same) in zip(found, expected, strict=True):
         assert losses == pytest.approx(others, rel=1e-12)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, same[name], rtol=1e-9, atol=1e-12)
@@ -71,7 +71,7 @@ def test_ticks_train_like_a_run_without_a_pipeline(
 
 @pytest.mark.slow
 def test_ticks_can_be_planned_by_a_server_or_in_advance(pool: Pool, tmp_path: Path) -> None:
-    asked = tick_arguments(128, 4, None)
+    kwargs = tick_arguments(128, 4, None)
     lengths, model = tmp_path / "lengths.txt", tmp_path / "model.json"
     lengths.write_text("\n".join(map(str, LENGTHS)))
     model.write_text(json.dumps(MODEL.to_data()))
@@ -81,18 +81,18 @@ def test_ticks_can_be_planned_by_a_server_or_in_advance(pool: Pool, tmp_path: Pa
     )
     assert cli.main(["precompute", *files, *options.split()]) == cli.OK
     with serving(tmp_path / "server") as server:
-        here, there, before = (
-            pool.run(jobs_ticks.trained, 4, {**asked, "source": source}, (2, 4), None)
-            for source in (asked["source"], server.url, tmp_path / "plans")
+        local, served, stored = (
+            pool.run(jobs_ticks.trained, 4, {**kwargs, "source": source}, (2, 4), None)
+            for source in (kwargs["source"], server.url, tmp_path / "plans")
         )
-    for found, *others in zip(here, there, before, strict=True):
+    for found, *others in zip(local, served, stored, strict=True):
         for losses, gradients in others:
             assert losses == found[0]
             assert all(torch.equal(gradient, found[1][name]) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize(
-    ("ranks", "recipe", "chunks", "says"),
+    ("ranks", "recipe", "chunks", "error"),
     [
         (3, None, 1, r"cluster.ranks = 3: must be a multiple of the 2 stages"),
         (2, "wlb", 1, r"recipe.pack = 'wlb': would mix sequences of several ticks"),
@@ -100,7 +100,7 @@ def test_ticks_can_be_planned_by_a_server_or_in_advance(pool: Pool, tmp_path: Pa
     ],
 )
 def test_unsupported_pipelines_are_refused(
-    pool: Pool, ranks: int, recipe: str | None, chunks: int, says: str
+    pool: Pool, ranks: int, recipe: str | None, chunks: int, error: str
 ) -> None:
-    told = pool.run(jobs_ticks.refused, ranks, tick_arguments(64 * ranks, ranks, recipe), (2, 2), chunks)
-    assert re.match(says, told[0]), told
+    errors = pool.run(jobs_ticks.refused, ranks, tick_arguments(64 * ranks, ranks, recipe), (2, 2), chunks)
+    assert re.match(error, errors[0]), errors

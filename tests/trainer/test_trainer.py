@@ -164,7 +164,7 @@ def test_selftest_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         for engine in ("flash", "plain")
     ]
     assert all(row["error"] <= 2 * max(row["plain_error"], 1e-7) for row in record["rows"])
-    assert [why.split(":")[0] for why in record["skipped"]] == ["stage"]
+    assert [reason.split(":")[0] for reason in record["skipped"]] == ["stage"]
 
 
 def test_selftest_fails_if_one_engine_is_wrong(

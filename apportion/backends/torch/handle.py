@@ -127,11 +127,11 @@ class PlanHandle:
         """The number of rows of the layers' tensors: tokens and padding."""
         return self.rows + self.padding
 
-    def require_unpadded(self, what: str) -> None:
+    def require_unpadded(self, action: str) -> None:
         """Raises ExecutionError if the batch has padding."""
         if self.padding:
             raise ExecutionError(
-                f"{what} only without padding, and this batch has {self.padding} rows of padding: make the loader "
+                f"{action} only without padding, and this batch has {self.padding} rows of padding: make the loader "
                 "without rows_multiple"
             )
 
@@ -224,10 +224,10 @@ class PlanHandle:
         if not self._agreed:
             agree([self])
 
-    def call(self, what: str) -> AbstractContextManager[None]:
+    def call(self, name: str) -> AbstractContextManager[None]:
         """Opens one call under this plan, like `Transport.call`, after checking that all ranks hold it."""
         self.agree()
-        return self.communicator.call(what)
+        return self.communicator.call(name)
 
     @property
     def channels(self) -> int:

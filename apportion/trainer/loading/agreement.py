@@ -17,7 +17,7 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
 from apportion.trainer.loading.fetching import Fetched
 
-HELD, MISSING, FAILED = 0, 1, 2
+READY, MISSING, FAILED = 0, 1, 2
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Agreement:
 
 def _state(result: Fetched | Exception) -> int:
     if isinstance(result, Fetched):
-        return HELD
+        return READY
     return MISSING if isinstance(result, TimeoutError) else FAILED
 
 
