@@ -102,7 +102,7 @@ def _run(args: list[str]) -> int:
         return refuse(str(error), error, "--json" in args, FAILED)
     except ApportionError as error:
         return refuse(_option_message(error, args), error, "--json" in args)
-    except BrokenPipeError:  # the reader of a pipe has seen enough, as in `apportion show P.plan | head`
+    except BrokenPipeError:  # the reader of a pipe has closed it, as in `apportion show P.plan | head`
         drop_stdout()
         return OK
     except OSError as error:
@@ -114,7 +114,7 @@ def _run(args: list[str]) -> int:
 
 
 def _option_message(error: ApportionError, args: list[str]) -> str:
-    """The message; a library argument that was given as an option appears under the option's name."""
+    """The message; names the option instead of the library's argument, if the option was given."""
     field = str(getattr(error, "field", ""))
     option = f"--{field.replace('_', '-')}"
     is_given = any(word.partition("=")[0] == option for word in args)

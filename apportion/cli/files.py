@@ -25,8 +25,8 @@ def read_plan(path: Path, check_id: bool = True) -> Plan:
 
 
 def read_plans(path: Path) -> list[tuple[str, Plan]]:
-    """(name, plan) of a plan file, or of each microbatch of a file in a folder of plans, planned again from its
-    request. Raises DecodeError."""
+    """Reads (name, plan) from a plan file. For a file from a folder of plans, plans its request again: (name, plan) of
+    each microbatch. Raises DecodeError."""
     from apportion.ir.bytes.job import decode_request
     from apportion.planner.iteration.jobs import plan_job
     from apportion.service.pack import MAGIC, Pack
@@ -40,7 +40,7 @@ def read_plans(path: Path) -> list[tuple[str, Plan]]:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Refuse a path before the work if it could not be written after it; None is never written."""
+    """Refuse an output path that cannot be written, before any work is done; None: no output."""
     if path is None:
         return
     target = path.resolve()
@@ -48,7 +48,7 @@ def check_output(option: str, path: Path | None) -> None:
     if target.is_dir():
         fault = "it is a folder", "name a file in it"
     elif not folder.is_dir():
-        fault = f"there is no folder {folder}", "make it first"
+        fault = f"there is no folder {folder}", "create it first"
     elif not os.access(target if _is_device(target) else folder, os.W_OK):
         fault = f"{folder} cannot be written", "choose another folder"
     if fault is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def refuse(options: Mapping[str, Any], rule: str, remedy: str) -> None:
-    """Raise ConfigError for the first of these options that is given (not None), since none is allowed here."""
+    """Raise ConfigError for the first of these options that is given (not None): none of them is allowed here."""
     for option, value in options.items():
         if value is not None:
             raise ConfigError(option, str(value), rule, f"{remedy} {option}")
@@ -34,7 +34,7 @@ def need(package: str, extra: str, purpose: str) -> None:
 
 
 def hardware_of(name: str | None) -> Hardware | None:
-    """The hardware with that name or from that file; None without a name."""
+    """The hardware with this name or from this file; None if there is no name."""
     if name is None:
         return None
     from apportion.ir.request.hardware import Hardware
@@ -43,7 +43,7 @@ def hardware_of(name: str | None) -> Hardware | None:
 
 
 def hardware_for(name: str | None, plan: Plan) -> Hardware | None:
-    """As `hardware_of`; warns on stderr if it was measured on other links or kernels than the plan's."""
+    """Like `hardware_of`; warns on stderr if its links or its kernels' dtype do not match the plan."""
     hardware, request = hardware_of(name), plan.request
     warn_of_mismatch(hardware, request.cluster)
     warn_of_dtype(hardware, request.model)
@@ -51,7 +51,7 @@ def hardware_for(name: str | None, plan: Plan) -> Hardware | None:
 
 
 def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
-    """Warn on stderr if the hardware was measured on other links than the cluster has."""
+    """Warn on stderr if the hardware's links differ from the cluster's."""
     for difference in [] if hardware is None else hardware.mismatch(cluster):
         note(f"warning: {difference}")
 
@@ -63,8 +63,8 @@ def warn_of_dtype(hardware: Hardware | None, model: Model) -> None:
 
     used = hardware or Hardware.load("h100")
     if ELEMENT_BYTES[used.dtype] != model.element_bytes:
-        mismatch_text = f"model.dtype is {model.dtype} where hardware {used.name} has {used.dtype}"
-        note(f"warning: {mismatch_text}: times are of {used.dtype} kernels, bytes of {model.dtype} numbers")
+        mismatch_text = f"model.dtype is {model.dtype}, but hardware {used.name} has {used.dtype}"
+        note(f"warning: {mismatch_text}: times are for {used.dtype} kernels, bytes for {model.dtype} numbers")
 
 
 def model_of(file: Path | None) -> Model:
@@ -74,7 +74,7 @@ def model_of(file: Path | None) -> Model:
 
 
 def config_of(file: Path | None) -> Mapping[str, Any] | None:
-    """The data of a Hugging Face `config.json`; None if the model file is not one. Raises ConfigError."""
+    """The data of a Hugging Face `config.json`; None if the model file has another format. Raises ConfigError."""
     from apportion.ir import fields
     from apportion.ir.request.hf_fields import is_config
 
@@ -92,7 +92,7 @@ def token_of(file: Path | None) -> str | None:
 
 
 def masks_of(text: str | None) -> MaskSpec | None:
-    """The mask from a name, from YAML as in batch files, or {kind: mask} from YAML; None if nothing is given.
+    """Parse a mask: a name, YAML as in batch files, or {kind: mask} in YAML; None if there is no text.
     Raises ConfigError."""
     import yaml
 
@@ -123,7 +123,7 @@ def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
 
 
 def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> Recipe:
-    """The recipe of that name or file, with another block size if `block` is given, and with pods."""
+    """The recipe with this name or from this file, with the block size and the pods if they are given."""
     from apportion.ir import fields
     from apportion.planner.recipe import recipes
 
@@ -139,11 +139,11 @@ def is_search(recipe: Recipe) -> bool:
     return recipe.step("search") is not None
 
 
-def _number_or_auto(option: str, text: str, usual: int) -> int | str:
+def _number_or_auto(option: str, text: str, example: int) -> int | str:
     if text == "auto":
         return text
     if not (text.isascii() and text.isdigit() and 0 < len(text.lstrip("0")) < 10):
-        remedy = f"write {option} {usual} or {option} auto"
+        remedy = f"write {option} {example} or {option} auto"
         raise ConfigError(option, text, "must be one positive whole number, or auto", remedy)
     return int(text)
 

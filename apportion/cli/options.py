@@ -9,29 +9,29 @@ from typer import Argument, Option
 
 SAMPLED = 32768  # tokens for each rank, if the batch is drawn
 
-PlanFile = Annotated[Path, Argument(help="A plan file, as `apportion plan -o` writes it.", metavar="PLAN")]
+PlanFile = Annotated[Path, Argument(help="A plan file, written by `apportion plan -o`.", metavar="PLAN")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object on stdout and nothing else.")]
-Html = Annotated[Path | None, Option(help="Write a page that a browser opens.", metavar="P.html")]
-BatchFile = Annotated[Path | None, Option(help="Batch file (JSON or YAML), taken whole.", metavar="B.json")]
+Html = Annotated[Path | None, Option(help="Write an HTML page that opens offline.", metavar="P.html")]
+BatchFile = Annotated[Path | None, Option(help="Batch file (JSON, YAML), used unchanged.", metavar="B.json")]
 LengthsFile = Annotated[
     Path | None,
     Option(
-        help="Lengths to draw documents from: integers or JSON, one a line; a JSON list; CSV; Parquet; the folder of a "
-        "saved Hugging Face dataset.",
+        help="Lengths to draw documents from: integers or JSON, one per line; a JSON list; CSV; Parquet; the folder of "
+        "a saved Hugging Face dataset.",
         metavar="L.jsonl",
     ),
 ]
 Column = Annotated[
     str | None,
     Option(
-        help="Column of --lengths: integers, or lists, whose entries are counted. Default: length, else input_ids."
+        help="Column of --lengths: integers, or lists whose entries are counted. Default: length, else input_ids."
     ),
 ]
 Overlong = Annotated[
     str | None,
     Option(
-        help="Documents of more tokens than a microbatch of all ranks: drop, cut or refuse. Default: drop; precompute: "
-        "refuse.",
+        help="What to do with documents longer than a microbatch of all ranks: drop, cut or refuse. Default: drop; "
+        "precompute: refuse.",
         metavar="RULE",
         show_default=False,
     ),
@@ -52,22 +52,22 @@ ModelFile = Annotated[
 HardwareName = Annotated[
     str | None,
     Option(
-        help="Kernel times and links: a built-in name (h100, h200, a100, a800, h20, b200, each also as "
-        "NAME-stage, with the kernels of the engine of that name) or a file of `apportion profile`.",
+        help="Kernel times and links: a built-in name (h100, h200, a100, a800, h20, b200; each also as "
+        "NAME-stage, with the kernels of engine stage) or a file from `apportion profile`.",
         metavar="NAME|H.json",
     ),
 ]
-Ranks = Annotated[int | None, Option(help="Ranks. Default: 64.", min=1)]
+Ranks = Annotated[int | None, Option(help="Number of ranks. Default: 64.", min=1)]
 RanksPerNode = Annotated[
-    int | None, Option(help="Ranks of a node. Default: 8, or the largest divisor of --ranks below.", min=1)
+    int | None, Option(help="Ranks per node. Default: the largest divisor of --ranks up to 8.", min=1)
 ]
 TokensPerRank = Annotated[
     int | None, Option(help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1)
 ]
-Virtual = Annotated[int, Option(help="Chunks of layers of a stage: interleaved 1F1B.", min=1)]
-Microbatches = Annotated[int, Option(help="Microbatches of an optimizer step.", min=1)]
+Virtual = Annotated[int, Option(help="Chunks of layers per stage (interleaved 1F1B).", min=1)]
+Microbatches = Annotated[int, Option(help="Microbatches per optimizer step.", min=1)]
 RecipeName = Annotated[
-    str, Option(help="A name of `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches.")
+    str, Option(help="A recipe from `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches.")
 ]
 RecipeNames = Annotated[
     str,
@@ -80,7 +80,7 @@ Block = Annotated[
 Pods = Annotated[
     str | None,
     Option(
-        help="Plan parts of at most this many ranks separately, or `auto` (1024); every document stays "
+        help="Plan parts of at most this many ranks separately, or `auto` (1024): every document stays "
         "in one part. For thousands of ranks."
     ),
 ]
@@ -89,14 +89,14 @@ Threads = Annotated[
 ]
 Seed = Annotated[int, Option(help="Seed of sampling and planning.", min=0)]
 Workers = Annotated[
-    int, Option(help="Worker processes. Default: one a core.", min=0, max=1024, show_default=False)
+    int, Option(help="Worker processes. Default: one per core.", min=0, max=1024, show_default=False)
 ]
 Ray = Annotated[
     str | None, Option(help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local")
 ]
 TokenFile = Annotated[
     Path | None,
-    Option(help="File with the server's token. Or APPORTION_TOKEN in the environment.", metavar="FILE"),
+    Option(help="File with the server's token. Default: APPORTION_TOKEN in the environment.", metavar="FILE"),
 ]
 Certificates = Annotated[
     Path | None, Option(help="PEM file of certificates to trust. Default: the system's.", metavar="FILE")

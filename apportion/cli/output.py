@@ -21,10 +21,10 @@ WIDTH = 80  # minimum for tables; in narrower terminals lines wrap rather than l
 
 
 def refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT) -> int:
-    """Report the error, in one paragraph on stderr or as JSON on stdout."""
+    """Report the error, in one paragraph on stderr or as JSON on stdout; returns the exit code."""
     if as_json:
-        named = (name for name in ("field", "value", "rule", "remedy") if hasattr(error, name))
-        facts = {name: str(getattr(error, name)) for name in named}
+        names = (name for name in ("field", "value", "rule", "remedy") if hasattr(error, name))
+        facts = {name: str(getattr(error, name)) for name in names}
         json_line = json.dumps({"error": {"type": type(error).__name__, "message": message} | facts}) + "\n"
     else:
         json_line = ""
@@ -44,8 +44,8 @@ def drop_stdout() -> None:
 def emit(
     record: Mapping[str, Any], as_json: bool, *views: Callable[[], RenderableType], width: int = WIDTH
 ) -> None:
-    """The result: `record` as one line of JSON, or the views of it for people, at least `width` columns wide. Where the
-    reader of a pipe closes it early, as in `apportion show P.plan | head`, the exit code is unchanged."""
+    """Print the result: `record` as one line of JSON, or its views, at least `width` columns wide. If the reader of a
+    pipe closes it early, as in `apportion show P.plan | head`, the exit code does not change."""
     try:
         if as_json:
             print(json.dumps(record, allow_nan=False))
@@ -58,7 +58,7 @@ def emit(
 
 class _Printer(Console):
     def on_broken_pipe(self) -> None:
-        """rich would end the process with exit code 1."""
+        """Raises, because rich would end the process with exit code 1."""
         raise BrokenPipeError
 
 
@@ -89,8 +89,8 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 @contextmanager
 def progress(title: str, total: int | None = None, shown: bool = True) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, if that is a terminal; call the yielded function with the name of each finished item. total:
-    here, or in that call if it is known only then; at: how many are done, if not one more; detail: text shown
+    """Show a bar if stderr is a terminal; call the yielded function with the name of each finished item. Its
+    arguments: total, if it was not known before; at: number of finished items, by default one more; detail: text
     after the bar until the next call."""
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[detail]}")
     columns = texts[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), texts[1]
@@ -102,7 +102,7 @@ def progress(title: str, total: int | None = None, shown: bool = True) -> Iterat
         def report(
             done: str = "", total: int | None = total, at: int | None = None, detail: str = ""
         ) -> None:
-            json_line, step = f"{title} {done}".rstrip(), 1 if at is None else None
-            bar.update(task, total=total, description=json_line, completed=at, advance=step, detail=detail)
+            text, step = f"{title} {done}".rstrip(), 1 if at is None else None
+            bar.update(task, total=total, description=text, completed=at, advance=step, detail=detail)
 
         yield report

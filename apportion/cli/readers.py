@@ -19,7 +19,7 @@ from typing import Any
 
 from apportion.ir.errors import ConfigError
 
-#: the questions of each level, including those of all earlier levels
+#: verbs of the questions of each level, which includes all lower levels
 LEVELS = {
     "read": ("read", "check"),
     "run": ("read", "check", "run"),
@@ -76,8 +76,8 @@ def _index_of(folder: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Question:
-    """Question to a reader. name: of the entry, with its group. path: the plan, or the folder of a case. expected:
-    the exit code; rule: what must be named."""
+    """Question to a reader. name: group and name of the entry. path: the plan, or the folder of a case. expected: the
+    exit code; rule: the rule that the plan breaks, which `verify` must print."""
 
     verb: str
     name: str
@@ -89,7 +89,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a question. why: empty if the command was right, else the reason, in one paragraph."""
+    """The result of a question. why: what is wrong, in one paragraph; empty if the answer is correct."""
 
     question: Question
     why: str = ""
@@ -129,7 +129,7 @@ def _byte_questions(suite: Suite, group: str) -> Iterator[Question]:
 
 @dataclass(frozen=True)
 class Reader:
-    """A command that speaks the protocol. timeout_s: for one question. tolerance: instead of the cases' own."""
+    """A command that implements the protocol. timeout_s: per question. tolerance: replaces the tolerances of cases."""
 
     command: Sequence[str]
     timeout_s: float = 60.0
@@ -167,11 +167,9 @@ class Reader:
                 question, outputs, question.tolerance if self.tolerance is None else self.tolerance
             )
         if question.verb == "verify" and question.rule:
-            named = process.stdout.decode(errors="replace").split("\n")[0].strip()
+            rule = process.stdout.decode(errors="replace").split("\n")[0].strip()
             return (
-                ""
-                if named == question.rule
-                else f"expected the rule {question.rule}, got {named[:_QUOTED]!r}"
+                "" if rule == question.rule else f"expected the rule {question.rule}, got {rule[:_QUOTED]!r}"
             )
         return ""
 
@@ -181,7 +179,7 @@ def _exit_fault(question: Question, process: subprocess.CompletedProcess[bytes])
     if process.returncode == question.expected:
         return ""
     message = process.stderr.decode(errors="replace").strip()[-_QUOTED:]
-    breaks = f" of a plan that breaks {question.rule}" if question.rule else ""
+    breaks = f" for a plan that breaks {question.rule}" if question.rule else ""
     status = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
     return f"{status}{breaks}, expected exit code {question.expected}{': ' + message if message else ''}"
 
@@ -215,7 +213,7 @@ def _run_fault(question: Question, outputs: Path, tolerance: float) -> str:
     import numpy as np
 
     if not outputs.is_file():
-        return "it wrote no outputs"
+        return "the command wrote no outputs"
     expected = np.fromfile(question.path / "outputs.f64", "<f8")
     if outputs.stat().st_size != expected.nbytes:
         return f"outputs have {outputs.stat().st_size} bytes, expected {expected.nbytes}"
@@ -228,12 +226,12 @@ def _run_fault(question: Question, outputs: Path, tolerance: float) -> str:
     arrays = json.loads((question.path / "arrays.json").read_text(encoding="utf-8"))["outputs"]
     return (
         f"{_locate(arrays, index)}: expected {expected[index]:.17g}, got {actual[index]:.17g}; {int((~near).sum())} of "
-        f"{len(near)} numbers are farther off than {tolerance:g} * (1 + |expected|)"
+        f"{len(near)} numbers differ by more than {tolerance:g} * (1 + |expected|)"
     )
 
 
 def _locate(arrays: list[dict[str, Any]], position: int) -> str:
-    """The array that contains a number of the outputs, and its index there: `dk of global, rank 1, [3, 0, 2]`."""
+    """Names the array and the index of the number at a position of the outputs: `dk of global, rank 1, [3, 0, 2]`."""
     array = [entry for entry in arrays if entry["offset"] <= position and entry["shape"].count(0) == 0][-1]
     index, remainder = [], position - array["offset"]
     for size in reversed(array["shape"]):

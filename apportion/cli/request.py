@@ -40,13 +40,13 @@ class RequestOptions:
 
     @property
     def files(self) -> dict[str, Path]:
-        """Option -> file, for the given options that name files of documents."""
-        named = {
+        """Option -> file, for all given options that name a file of documents."""
+        paths = {
             "--batch": getattr(self, "batch", None),
             "--lengths": self.lengths,
             "--workload": self.workload,
         }
-        return {option: path for option, path in named.items() if path is not None}
+        return {option: path for option, path in paths.items() if path is not None}
 
     @property
     def name(self) -> str:
@@ -58,10 +58,10 @@ class RequestOptions:
         return self.tokens_per_rank or options.SAMPLED
 
     def check_files(self, *allowed: str, least: int = 1) -> None:
-        """Raises ConfigError unless there are `least` to one files of documents."""
+        """Raises ConfigError unless there is one file of documents, or none if `least` is 0."""
         if not least <= len(self.files) <= 1:
-            rule = f"{'exactly one' if least else 'at most one'} of these must name the documents"
-            raise ConfigError(", ".join(allowed), " ".join(self.files) or "nothing", rule, "name one file")
+            rule = f"must come from {'exactly' if least else 'at most'} one of {', '.join(allowed)}"
+            raise ConfigError("documents", " ".join(self.files) or "none", rule, "give one of these options")
 
     def setting(self) -> tuple[Cluster, Model, Hardware | None]:
         """Cluster, model and hardware; warns on stderr if they do not fit together. A cluster file, if given,
@@ -84,7 +84,7 @@ class RequestOptions:
         return bench.cluster_of(ranks, per_node, hardware), model, hardware
 
     def samples(self) -> Workload | None:
-        """Samples to draw from; None without a file of samples. Raises ConfigError."""
+        """Samples to draw from; None if there is no file of samples. Raises ConfigError."""
         from apportion.ir.request.workload import read_lengths, read_workload
 
         if self.lengths is None:
@@ -94,7 +94,7 @@ class RequestOptions:
         return None if self.lengths is None else read_lengths(self.lengths, self.column)
 
     def source(self, longest: int | None = None) -> Source:
-        """Source of the batches; plain documents under the mask of --mask, or of a config.json. longest: most
+        """Source of the batches; plain documents have the mask of --mask, or of a config.json. longest: maximum
         tokens of a sample. Raises ConfigError."""
         from apportion.bench import Source
         from apportion.ir.request import hf_config
@@ -118,10 +118,10 @@ class BatchOptions(RequestOptions):
     batch: options.BatchFile = None
 
     def batches(
-        self, tokens: int, batches: int | None, usual: int, longest: int | None = None
+        self, tokens: int, batches: int | None, default: int, longest: int | None = None
     ) -> tuple[list[Batch], int]:
-        """The batch of a file alone, or as many as requested (else `usual`), of `tokens` tokens, each drawn with its
-        own seed; and how many samples were too large. longest: most tokens of a sample, None: those of the batch.
+        """The batch of a file, or `batches` batches (None: `default`) of `tokens` tokens, each drawn with its own
+        seed; and the number of samples that were too large. longest: maximum tokens of a sample, None: `tokens`.
         Raises ConfigError."""
         from apportion.ir.request.batch import Batch
 
@@ -130,24 +130,24 @@ class BatchOptions(RequestOptions):
             flags = {"--mask": self.mask, "--tokens-per-rank": self.tokens_per_rank, "--batches": batches}
             flags |= {"--overlong": self.overlong, "--column": self.column}
             inputs.refuse(
-                flags, f"the batch {self.batch} is used unchanged, nothing is drawn", "drop --batch or"
+                flags, f"the batch {self.batch} is used unchanged: nothing is drawn", "drop --batch or"
             )
             return [Batch.load(self.batch)], 0
-        source, seeds = self.source(longest), range(self.seed, self.seed + (batches or usual))
+        source, seeds = self.source(longest), range(self.seed, self.seed + (batches or default))
         draws, skips = zip(*(source.batch(tokens, seed) for seed in seeds), strict=True)
         warn_of_skipped(sum(skips), longest or tokens)
         return list(draws), sum(skips)
 
 
 def warn_of_skipped(skipped: int, tokens: int) -> None:
-    """Say on stderr that samples were too large."""
+    """Warn on stderr if samples were too large."""
     if skipped:
-        cause = f"of more than {tokens:,} tokens (--overlong drop)"
+        cause = f"with more than {tokens:,} tokens (--overlong drop)"
         note(f"warning: skipped {count(skipped, 'sample')} {cause}")
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """The command of a function whose first argument is a request: with the options of the request before its own."""
+    """Make a command from a function whose first argument is a request: the request's options come before its own."""
     hints = get_type_hints(function, include_extras=True)
     first, *rest = signature(function).parameters.values()
     kind: type[RequestOptions] = hints[first.name]

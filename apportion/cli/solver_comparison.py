@@ -16,18 +16,18 @@ from apportion.testing import PROBLEMS
 _NEAR = 1e-6
 
 
-def compare(entries: Sequence[Entry], problems: int, tell: Callable[[str], object]) -> list[dict[str, Any]]:
-    """A row for each solver, all of a kind on the same problems, drawn from seeds 0, 1, ….
+def compare(entries: Sequence[Entry], problems: int, report: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Returns a row for each solver. Solvers of a kind get the same problems, drawn from seeds 0, 1, ….
 
-    entries: installed solvers; tell: called after every problem, with the solver's name. Of `problems` with an answer:
-    solved: answers found; optimal: answers whose value is the optimum; proven: answers reported as optimal;
-    worst, mean: its value over the optimum, None where nothing was solved or an optimum is 0. ms: the median of a call.
-    Raises what a solver raises.
+    entries: installed solvers; report: called after every problem, with the solver's name. Columns: problems: with an
+    answer; solved: problems for which an answer was found; optimal: answers whose value is the optimum; proven:
+    answers reported as optimal; worst, mean: value over optimum, None if nothing was solved or every optimum is 0;
+    ms: the median of a call. Raises the errors of the solvers.
     """
-    return [_comparison_row(entry, problems, tell) for entry in entries]
+    return [_comparison_row(entry, problems, report) for entry in entries]
 
 
-def _comparison_row(entry: Entry, problems: int, tell: Callable[[str], object]) -> dict[str, Any]:
+def _comparison_row(entry: Entry, problems: int, report: Callable[[str], object]) -> dict[str, Any]:
     kind, solver = PROBLEMS[entry.kind], entry.load()
     instances = [kind.drawn(np.random.default_rng(seed)) for seed in range(problems)]
     solver(instances[0], entry.budget)  # warm-up: loading and compiling are not counted
@@ -36,7 +36,7 @@ def _comparison_row(entry: Entry, problems: int, tell: Callable[[str], object]) 
         start = time.perf_counter()
         result = solver(problem, entry.budget)
         times.append(1e3 * (time.perf_counter() - start))
-        tell(f"{entry.kind} {entry.name}")
+        report(f"{entry.kind} {entry.name}")
         optimum = kind.optimum(problem)
         optima += [] if optimum is None else [optimum]
         if optimum is not None and result.termination.solved:

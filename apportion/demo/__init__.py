@@ -1,1 +1,1 @@
-"""`apportion demo`: trains a small transformer under plans that a server streams, and without plans."""
+"""`apportion demo`: trains a small transformer with plans that a server streams, and without plans."""

@@ -1,6 +1,6 @@
 """A small decoder-only transformer: RMSNorm, RoPE from position ids, grouped-query attention, SwiGLU.
 
-The attention is an argument: the demo runs the same weights with planned and with plain attention.
+Attention is an argument: the demo runs the same weights with planned and with plain attention.
 Shapes: tokens and position_ids [rows]; hidden [rows, E]; q [rows, Hq, D]; k, v [rows, Hk, D].
 """
 

@@ -1,4 +1,4 @@
-"""Runs the demo: four processes train under plans that a server streams, one trains without plans; compares losses.
+"""Runs the demo: four processes train with plans that a server streams, one trains without plans; compares losses.
 
 documents ─┬► torchrun: 4 gloo processes, each with a PlannedLoader ──► losses ┐
            │          │ requests           ▲ slices, ahead of time             │
@@ -39,18 +39,18 @@ def run(file: Path | None, steps: int, as_json: bool) -> int:
     """Runs the demo and prints its record; returns 0 if losses and plans agree. Raises ConfigError, ExecutionError."""
     data = workload.documents(steps, file)
     work: dict[str, Iterator[Any]] = {
-        f"train on {workload.RANKS} processes, planned": _trained(steps, file),
-        "train in one process, plain": train.plain(data),
-        "plan again here, and verify": map(_planned_here, data),
+        f"train on {workload.RANKS} processes, planned": _train_on_ranks(steps, file),
+        "train in one process, plain": train.train_plain(data),
+        "plan again here, and verify": map(_plan_locally, data),
     }
     with Progress(console=Console(stderr=True)) as progress:
-        found = [list(progress.track(own, steps, description=f"{title:<34}")) for title, own in work.items()]
-    record = compare(*found)
+        results = [list(progress.track(job, steps, description=f"{name:<34}")) for name, job in work.items()]
+    record = compare(*results)
     print(json.dumps(record)) if as_json else _show(record)
     return 0 if record["ok"] else 1
 
 
-def _trained(steps: int, file: Path | None) -> Iterator[dict[str, Any]]:
+def _train_on_ranks(steps: int, file: Path | None) -> Iterator[dict[str, Any]]:
     """Yields rank 0's record of each step; server and processes run until the last step."""
     with tempfile.TemporaryDirectory() as folder:
         token, log = secrets.token_hex(), Path(folder) / "log"
@@ -70,30 +70,30 @@ def _trained(steps: int, file: Path | None) -> Iterator[dict[str, Any]]:
                     ranks.terminate()
 
 
-def _planned_here(step: list[workload.Document]) -> tuple[str, list[list[float]]]:
+def _plan_locally(step: list[workload.Document]) -> tuple[str, list[list[float]]]:
     """The id of a step's verified plan, and the FIGURES of each recipe's plan."""
     plans = [
         ap.plan(workload.batch_of(step), workload.CLUSTER, workload.MODEL, recipe, workload.SEED)
         for recipe in RECIPES
     ]
     reports = [plan.report for plan in plans]
-    imbalances = [[own["imbalance"][name] for name in ("compute", "tokens")] for own in reports]
-    moved = [[own["bytes"]["total"] / 1e6, own["slots"]] for own in reports]
+    imbalances = [[report["imbalance"][name] for name in ("compute", "tokens")] for report in reports]
+    moved = [[report["bytes"]["total"] / 1e6, report["slots"]] for report in reports]
     return plans[0].id.hex(), np.hstack([imbalances, moved]).tolist()
 
 
 def compare(
-    trained: list[dict[str, Any]], plain: list[float], here: list[tuple[str, list[list[float]]]]
+    trained: list[dict[str, Any]], plain: list[float], local: list[tuple[str, list[list[float]]]]
 ) -> dict[str, Any]:
     """The record of the demo; `ok` decides the exit code. For each step, trained: rank 0's record; plain: the loss
-    without plans; here: the result of `_planned_here`."""
-    losses = [own["loss"] for own in trained]
+    without plans; local: the result of `_plan_locally`."""
+    losses = [record["loss"] for record in trained]
     difference = max(abs(a - b) for a, b in zip(losses, plain, strict=True))
     failures = [] if difference <= TOLERANCE else [f"losses differ by {difference:.1e}"]
-    for step, (own, (plan, _)) in enumerate(zip(trained, here, strict=True)):
-        if own["plan"] != plan:
-            failures.append(f"step {step}: the ranks ran plan {own['plan'][:12]}, not {plan[:12]}")
-    medians = np.median([figures for _, figures in here], axis=0).tolist()
+    for step, (rank_0, (plan, _)) in enumerate(zip(trained, local, strict=True)):
+        if rank_0["plan"] != plan:
+            failures.append(f"step {step}: the ranks ran plan {rank_0['plan'][:12]}, not {plan[:12]}")
+    medians = np.median([figures for _, figures in local], axis=0).tolist()
     rows = {
         recipe: dict(zip(FIGURES, row, strict=True)) for recipe, row in zip(RECIPES, medians, strict=True)
     }
@@ -123,5 +123,5 @@ def _show(record: dict[str, Any]) -> None:
     console.print(
         f"{'ok' if record['ok'] else 'not ok'}: largest difference of losses {record['largest_difference']:.1e} "
         f"(allowed {TOLERANCE:.0e}); {len(pairs)} steps of {workload.TOKENS:,} tokens on {workload.RANKS} processes, "
-        f"{record['tokens_per_s']:,.0f} tokens/s; ranks waited {1e3 * record['waited_s']:.0f} ms for plans in all"
+        f"{record['tokens_per_s']:,.0f} tokens/s; ranks waited {1e3 * record['waited_s']:.0f} ms for plans in total"
     )

@@ -1,9 +1,9 @@
-"""Trains the demo's model: under plans on several processes, or with plain attention in one.
+"""Trains the demo's model: with plans on several processes, or with plain attention in one.
 
     torchrun --nproc-per-node 4 -m apportion.demo.train http://127.0.0.1:8321 20 [WORKLOAD]
 
-Plans may also come from a folder, or `local`. Rank 0 prints a line of JSON after each step. APPORTION_TOKEN is the
-server's token; this process ends with the process APPORTION_DEMO, by default its launcher.
+The source of plans may also be a folder, or `local`. Rank 0 prints a line of JSON after each step. APPORTION_TOKEN is
+the server's token. This process ends when the process with id APPORTION_DEMO ends, by default its launcher.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Trainer:
         return loss.detach()
 
 
-def planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[str, Any]]:
-    """Yields each step's loss and plan id, with the tokens per second and the longest wait of any rank so far."""
+def train_planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[str, Any]]:
+    """Yields each step's loss and plan id, the tokens per second, and the longest wait of any rank so far."""
     trainer, data = Trainer(), ap.Samples([*chain(*steps)], mask=workload.KINDS)
     numbers = iter(range(len(data)))
     sampler = [[next(numbers) for _ in step] for step in steps]
@@ -74,8 +74,8 @@ def planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[
         yield record | {"tokens_per_s": loader.metrics()["tokens_per_s"]}
 
 
-def plain(steps: list[list[workload.Document]]) -> Iterator[float]:
-    """Yields the loss of each step, all tokens in this process."""
+def train_plain(steps: list[list[workload.Document]]) -> Iterator[float]:
+    """Yields the loss of each step, with all tokens in this process."""
     trainer = Trainer()
     for step in steps:
         batch, tokens = workload.batch_of(step), torch.from_numpy(np.concatenate(step).astype(np.int64))
@@ -99,7 +99,7 @@ def main(source: str, steps: str, *file: str) -> None:
     threading.Thread(target=_end_with, args=(demo,), daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for record in planned(workload.documents(int(steps), *file), source):
+    for record in train_planned(workload.documents(int(steps), *file), source):
         if dist.get_rank() == 0:
             print(json.dumps(record), flush=True)
     dist.destroy_process_group()

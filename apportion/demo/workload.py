@@ -22,17 +22,17 @@ Document = NDArray[np.uint8]
 
 
 def documents(steps: int, file: Path | str | None = None) -> list[list[Document]]:
-    """Draws a long document and others for each step, TOKENS in total, from the text of this package's source files.
-    Lengths are those of the files, or of a workload file's samples. Raises ConfigError, CapacityError."""
+    """Draws a long document and shorter ones for each step, TOKENS in total, from the text of this package's source
+    files. Their lengths are those of the files, or of a workload file's samples. Raises ConfigError, CapacityError."""
     files = [path.read_bytes() for path in sorted(Path(ap.__path__[0]).rglob("*.py"))]
     sizes = np.array([len(data) for data in files if data], np.int64)
     workload = Workload(sizes, (None,) * len(sizes)) if file is None else read_workload(file)
-    text, found = np.frombuffer(b"".join(files), np.uint8), []
+    text, batches = np.frombuffer(b"".join(files), np.uint8), []
     for step in range(steps):
         drawn, _ = sample(workload, TOKENS - LONG, LONG, SEED + step)
         begin = step * TOKENS % (len(text) - TOKENS)
-        found.append(np.split(text[begin : begin + TOKENS], LONG + drawn.starts[:-1]))
-    return found
+        batches.append(np.split(text[begin : begin + TOKENS], LONG + drawn.starts[:-1]))
+    return batches
 
 
 def batch_of(step: list[Document]) -> ap.Batch:

@@ -16,7 +16,7 @@ _LEVEL = 9
 
 
 def pack(columns: Mapping[str, NDArray[Any]]) -> dict[str, list[str]]:
-    """Name -> [dtype, text]. Integers keep their values, floats are float32."""
+    """Packs columns: name -> [dtype, text]. Integers keep their values, floats become float32."""
     return {name: _pack_column(column) for name, column in columns.items()}
 
 

@@ -1,4 +1,4 @@
-"""Content of a page about one plan: figures with their bounds, columns of ranks, runs, documents, the search."""
+"""Data of a page about one plan: figures with their bounds, columns of ranks, runs, documents, the search."""
 
 from __future__ import annotations
 
@@ -96,18 +96,18 @@ def verdict(simulation: Simulation) -> list[str]:
 
 
 def _time_imbalance(simulation: Simulation) -> tuple[str, str]:
-    """Imbalance that time-based placements minimize; pairs are uneven if short samples cost more per pair."""
+    """The imbalance that placements by time minimize: their pairs are uneven, as short samples cost more per pair."""
     return "time imbalance", f"{summary.percent(simulation.time_imbalance)} (simulated work, max/mean - 1)"
 
 
 def _figures(simulation: Simulation) -> Iterator[dict[str, Any]]:
-    """Figures: name, unit, value, bound, gap (value over bound) and, without a gap, the reason."""
+    """Yields figures: name, unit, value, bound, gap (value over bound), and the reason if there is no gap."""
     ideal = {"forward": 0.0, "backward": 0.0}
     for (_, phase), run in simulation.runs.items():
         ideal[phase] += run.ideal_us / 1e3
     for phase, value in (("forward", simulation.forward_ms), ("backward", simulation.backward_ms)):
         if value:
-            name = f"{phase}, one call of each kind, balanced and without communication"
+            name = f"{phase}, one call of each kind; bound: balanced work without communication"
             yield _figure(name, "ms", value, ideal[phase], value / ideal[phase] if ideal[phase] else None)
     for (kind, phase), layer in simulation.recurrent.items():
         value, bound = layer.makespan_us / 1e3, layer.ideal_us / 1e3
@@ -134,7 +134,7 @@ def _rank_columns(simulation: Simulation) -> dict[str, Any]:
 
 
 def _memory(plan: Plan) -> Ints:
-    """int64 [ranks]: bytes of work rows of the program with the most."""
+    """int64 [ranks]: bytes of work rows of the rank's largest program."""
     peak, model = np.zeros(plan.header.ranks, np.int64), plan.request.model
     for programs in plan.programs.values():
         arenas = programs["arenas"]
@@ -145,8 +145,7 @@ def _memory(plan: Plan) -> Ints:
 
 
 def _masks(plan: Plan, keys: list[tuple[str, str]]) -> list[Any]:
-    """For each run its pieces, or the number of an earlier run with the same ones, or the reason why they are
-    unknown."""
+    """For each run: its pieces, the number of an earlier run with equal pieces, or the reason why they are unknown."""
     try:
         by_key, masks = dict(pieces(plan)), list[Any]()
     except CapacityError as error:

@@ -1,6 +1,6 @@
-"""Assignment of the mask to ranks: the tasks of a plan's programs, as bands of the batch's tokens.
+"""Computes which rank computes which part of the mask: the tasks of a plan's programs, as bands of batch tokens.
 
-A plan does not record the tokens of work rows; they follow from the dataflow, as traced by the verifier.
+A plan does not record the tokens of work rows; they follow from the dataflow, which the verifier traces.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from apportion.ir.verify.subject import Subject
 
 
 class Pieces(NamedTuple):
-    """Pieces of attention. bands: int64 [6, pieces]; rank, instruction (its number on the rank), heads (the head set of
-    the queries, 0: all): int64 [pieces]."""
+    """Pieces of attention. bands: int64 [6, pieces]; int64 [pieces]: rank; instruction, its number on the rank; heads,
+    the head set of the queries (0: all)."""
 
     bands: Ints
     rank: Ints
@@ -34,7 +34,7 @@ def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
     for program in subject.programs:
         tasks = subject.traced_tasks(program)
         if not tasks.complete:
-            rule = "reads rows that nothing has written; verify the plan"
+            rule = "reads rows that were never written; verify the plan"
             raise VerifyError(f"{program.kind} {program.phase} {rule}")
         table = program["instructions"]
         number = instruction_of(table["op"], table["count"], program.task_list)[tasks.task]
@@ -44,9 +44,9 @@ def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
         yield (program.kind, program.phase), Pieces(tasks.bands, rank, number - first[rank], heads)
 
 
-def columns(located: Pieces) -> dict[str, Ints]:
-    """Columns for drawing: corners and sizes in tokens, and the number of diagonals cut off at each corner."""
-    q0, q1, k0, k1, dmin, dmax = located.bands
+def columns(found: Pieces) -> dict[str, Ints]:
+    """Columns for drawing: corners and sizes in tokens, and the number of diagonals cut off at two corners."""
+    q0, q1, k0, k1, dmin, dmax = found.bands
     return {
         "query": q0,
         "rows": q1 - q0,
@@ -54,7 +54,7 @@ def columns(located: Pieces) -> dict[str, Ints]:
         "keys": k1 - k0,
         "future": np.maximum(dmin - (q0 - k1 + 1), 0),
         "past": np.maximum((q1 - 1 - k0) - dmax, 0),
-        "rank": located.rank,
-        "instruction": located.instruction,
-        "heads": located.heads,
+        "rank": found.rank,
+        "instruction": found.instruction,
+        "heads": found.heads,
     }

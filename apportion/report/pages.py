@@ -14,7 +14,8 @@ from apportion.web import REPORT
 
 
 def report_html(plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = None) -> str:
-    """The page of plans, (name, plan), shown one at a time. Raises VerifyError for one that cannot run."""
+    """The page of several plans, given as (name, plan) and shown one at a time. Raises VerifyError for a plan that
+    cannot run."""
     records = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
     first = plans[0][1]
     title = f"{first.header.recipe} on {first.header.ranks} ranks"
@@ -30,8 +31,8 @@ def compare_html(record: Mapping[str, Any], simulations: Mapping[str, Simulation
     return REPORT.assemble(title, {"page": "compare", "title": title, "plans": records, "comparison": record})
 
 
-def diff_html(found: PlanDiff, plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = None) -> str:
+def diff_html(diff: PlanDiff, plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = None) -> str:
     """The page of two plans and their differences."""
     records = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
     title = " and ".join(name for name, _ in plans)
-    return REPORT.assemble(title, {"page": "diff", "title": title, "plans": records, "diff": found.to_data()})
+    return REPORT.assemble(title, {"page": "diff", "title": title, "plans": records, "diff": diff.to_data()})

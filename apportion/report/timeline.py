@@ -1,4 +1,4 @@
-"""Timelines of ranks and transfers between them, as columns of a page."""
+"""Timelines of ranks, and transfers between ranks, as columns of a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from apportion.planner.simulate import Run
 from apportion.planner.simulate.launches import PACK, UNPACK, WORK_NAMES
 from apportion.report.columns import pack
 
-#: limit of transfers of a run that are shown one by one; beyond it, transfers between two nodes in a round are merged
+#: maximum number of transfers of a run that are shown singly; above it, those between two nodes in a round are merged
 MOST_TRANSFERS = 600_000
 NOBODY = -1
 
@@ -21,7 +21,7 @@ NOBODY = -1
 def run_data(run: Run, per_node: int) -> dict[str, Any]:
     """One kind and phase: activities of compute streams, transfers, the critical path."""
     transfers = _transfers(run)
-    number: Ints = np.arange(len(transfers["bytes"]))  # of the row shown for each transfer
+    number: Ints = np.arange(len(transfers["bytes"]))  # index of the row that shows each transfer
     if is_folded := len(run.traffic.bytes) > MOST_TRANSFERS:
         transfers, number = _fold(transfers, per_node)
     return {
@@ -41,7 +41,7 @@ def run_data(run: Run, per_node: int) -> dict[str, Any]:
 
 
 def _work(run: Run, number: Ints) -> dict[str, Any]:
-    """Spans of compute streams, rank after rank. transfer: the one that ends a wait."""
+    """Spans of compute streams, rank after rank. transfer: the transfer that ends a wait."""
     spans = run.spans
     is_compute = spans.stream == 0
     columns = {
@@ -60,7 +60,7 @@ def _work(run: Run, number: Ints) -> dict[str, Any]:
 
 
 def _transfers(run: Run) -> dict[str, Any]:
-    """Every send with its receive. cause: the transfer that occupied the port before, if this one waited."""
+    """Every send with its receive. cause: the previous transfer on the port, if this one had to wait for it."""
     script, traffic, times = run.script, run.traffic, run.times
     return {
         "source": script.rank[traffic.sender],
@@ -76,7 +76,7 @@ def _transfers(run: Run) -> dict[str, Any]:
 
 
 def _fold(transfers: dict[str, Any], per_node: int) -> tuple[dict[str, Any], Ints]:
-    """Merges transfers between two nodes in a round, from the first start to the last end."""
+    """Merges transfers of a tensor between two nodes in a round: they last from the first start to the last end."""
     source, target = transfers["source"] // per_node * per_node, transfers["target"] // per_node * per_node
     keys = np.stack([transfers["round"], source, target, transfers["tensor"]])
     unique, number = np.unique(keys, axis=1, return_inverse=True)

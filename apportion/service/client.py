@@ -47,15 +47,15 @@ from apportion.service.problems import (
 JSON, PLAN, PAGE = "application/json", "application/vnd.apportion.plan", "text/html"
 CONNECT_S, MAX_HOLD_S = 3.0, 60.0  # limits of connecting, and of a server's wait before it answers
 SILENCE_S = 6.0  # longest silence of a stream: three ALIVE intervals
-SLACK_S = 0.3  # grace after a call's timeout, for an answer at its very end
+SLACK_S = 0.3  # grace period after a call's timeout, for an answer at the last moment
 PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and the maximum
 MAX_PROBLEM, STREAMED = 64 << 10, 32  # bytes of a problem; keys in one request, 2.2 kB of URL
 T = TypeVar("T")
 
 
 class _Request(NamedTuple):
-    """A request of the client. path: with {wait_s:.3f} if the server may wait before it answers, at most `hold_s`; key:
-    of the plan; long: an attempt may take all remaining time, since the answer takes long to compute."""
+    """A request of the client. path: has {wait_s:.3f} if the server may wait before it answers, for at most `hold_s`;
+    key: of the plan; long: an attempt may take all the remaining time, because computing the answer takes long."""
 
     method: str
     path: str
@@ -67,10 +67,10 @@ class _Request(NamedTuple):
 
 
 class Client:
-    """Client of one or more servers. url: one or several, tried in this order, the last that answered first. token: by
-    default from the environment, APPORTION_TOKEN. ca: PEM file of certificates to trust instead of the system's.
-    timeout_s: limit of every call, after which it raises `UnreachableError`. job: digest of the job, by which load
-    balancers can tell jobs apart. Any thread may use the client, also after a fork. Raises ConfigError."""
+    """Client of one or more servers. url: one or several, tried in this order, but first the one that last answered.
+    token: by default the environment variable APPORTION_TOKEN. ca: PEM file of certificates to trust instead of the
+    system's. timeout_s: limit of every call, after which it raises `UnreachableError`. job: digest of the job, by which
+    load balancers distinguish jobs. Any thread may use the client, also after a fork. Raises ConfigError."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Client:
         """Submits a request for planning; idempotent. key: `Job.request_key`; request: `encode_request`; ahead: the
         number of iterations before it is needed. Raises ServiceError, UnreachableError."""
         path = f"/v1/plans/{key.hex()}?ahead={integer('ahead', ahead, 0)}"
-        self._ask(_Request("PUT", path, key, JSON, request), self.timeout_s)
+        self._send(_Request("PUT", path, key, JSON, request), self.timeout_s)
 
     def fetch(self, key: bytes, rank: int, wait_s: float, *, ranks: int | None = None) -> IterationSlice:
         """Fetches a rank's slice of a submitted request's plan, checked to be for that rank (and for `ranks` ranks).
@@ -112,8 +112,8 @@ class Client:
     def stream(
         self, keys: Sequence[bytes], rank: int, wait_s: float, *, ranks: int | None = None
     ) -> Generator[IterationSlice, None, None]:
-        """Yields a rank's slices of several plans, in the order of `keys`, from one response that sends them when they
-        are ready; raises `fetch`'s errors at the key concerned. Slices missing in the stream are fetched one by one."""
+        """Yields a rank's slices of several plans, in the order of `keys`, from one response that sends each as soon as
+        it is ready; raises the errors of `fetch` at the key concerned. Slices missing in the stream are fetched."""
         feed = _Feed(self, keys, rank, wait_s)
         try:
             for index, key in enumerate(keys):
@@ -125,19 +125,20 @@ class Client:
         """Plans a request and waits for it. accept: `JSON` (key, id, report), `PLAN` (the bytes of a plan file for
         one microbatch, else of an iteration plan) or `PAGE` (HTML). Raises ServiceError, UnreachableError."""
         request = _Request("POST", "/v1/plan", b"", accept, encode_request(job, batches), long=True)
-        return self._ask(request, self._limit(wait_s))
+        return self._send(request, self._limit(wait_s))
 
     def state(self, key: bytes) -> dict[str, Any]:
         """The server's state of a request, with the report of its plan. Raises UnknownPlanError, ServiceError,
         UnreachableError."""
-        body = self._ask(_Request("GET", f"/v1/plans/{key.hex()}", key, JSON), self.timeout_s)
+        body = self._send(_Request("GET", f"/v1/plans/{key.hex()}", key, JSON), self.timeout_s)
         if not (state := _parse_json(body)):
             raise BadAnswerError(f"the answer is not a JSON object: {body[:60]!r}")
         return state
 
     def page(self, key: bytes, wait_s: float = 60.0) -> bytes:
         """The report page of a plan, HTML. Raises the errors of `state`."""
-        return self._ask(_Request("GET", f"/v1/plans/{key.hex()}", key, PAGE, long=True), self._limit(wait_s))
+        request = _Request("GET", f"/v1/plans/{key.hex()}", key, PAGE, long=True)
+        return self._send(request, self._limit(wait_s))
 
     def close(self) -> None:
         """Ends the calls of all threads, with UnreachableError, and the connections; idempotent."""
@@ -150,11 +151,11 @@ class Client:
     def _limit(self, wait_s: float) -> float:
         return max(wait_s, self.timeout_s) + SLACK_S
 
-    def _ask(self, request: _Request, total_s: float) -> bytes:
+    def _send(self, request: _Request, total_s: float) -> bytes:
         return _decompress(self._run(self._complete_answer(request, total_s), total_s)[1])
 
     def _run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """The result of `work` on the event loop; enforces the loop's limit on this thread too."""
+        """The result of `work` on the event loop; limits the time that this thread waits, too."""
         call = asyncio.run_coroutine_threadsafe(work, event_loop())
         self._calls.add(call)
         try:
@@ -170,7 +171,7 @@ class Client:
             self._calls.discard(call)
 
     async def _slice(self, key: bytes, rank: int, wait_s: float, start: float | None = None) -> bytes:
-        """Polls for a slice, each time for at most half of `timeout_s`, so that a dead server is noticed."""
+        """Polls for a slice; each request waits for at most half of `timeout_s`, so that a dead server is noticed."""
         now = asyncio.get_running_loop().time
         start = now() if start is None else start
         deadline, end = start + wait_s, start + self._limit(wait_s)
@@ -187,7 +188,7 @@ class Client:
                 await asyncio.sleep(min(deadline - now(), 2 * PAUSE_S))
 
     async def _complete_answer(self, request: _Request, total_s: float) -> tuple[int, bytes]:
-        """Status and body of the answer; raises the last failure when no time is left for another attempt."""
+        """Status and body of the answer; raises the last failure if there is no time for another attempt."""
         now = asyncio.get_running_loop().time
         end, tried_until = now() + total_s, now() + min(total_s, self.timeout_s)
         servers, failures = self.servers, 0
@@ -235,7 +236,7 @@ class Client:
         raise self._problem(body, request.key, response.status_code, retry_after)
 
     def _problem(self, body: bytes, key: bytes, status: int = 0, retry_header: str = "") -> ServiceError:
-        """The error in an answer of problem+json, or in a proxy's own format."""
+        """The error in an answer, which is problem+json or in a proxy's own format."""
         fields = _parse_json(body) or {"type": "answer", "title": body[:200].decode("ascii", "replace")}
         kind = re.split("[/:#]", str(fields.get("type")))[-1][:64]
         if kind == "unknown-plan":
@@ -254,11 +255,11 @@ class _Feed:
         self._silence_s = min(SILENCE_S, client.timeout_s / 2)
         self._response: httpx.Response | None = None
         self._parts: AsyncIterator[bytes]
-        self._process, self._held = os.getpid(), bytearray()
+        self._process, self._buffer = os.getpid(), bytearray()
         self._left = 0  # slices outstanding in the open response
 
     async def slice(self, index: int) -> bytes:
-        """The slice of `keys[at]`, by a separate request if the stream does not have it."""
+        """The slice of `keys[index]`, by a separate request if the stream lacks it."""
         start = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(max(self._wait_s, self._client.timeout_s / 2)):
@@ -278,26 +279,26 @@ class _Feed:
 
     async def _open(self, keys: Sequence[bytes]) -> None:
         await self._end()
-        named = "".join(f"key={key.hex()}&" for key in keys)
-        path = f"/v1/ranks/{self._rank}/stream?{named}wait_s={{wait_s:.3f}}"
+        query = "".join(f"key={key.hex()}&" for key in keys)
+        path = f"/v1/ranks/{self._rank}/stream?{query}wait_s={{wait_s:.3f}}"
         server, hold_s = self._client.servers[0], min(self._wait_s, MAX_HOLD_S)
         async with asyncio.timeout(self._silence_s):
             self._response = await self._client._open(_Request("GET", path), server, hold_s)
         self._parts, self._left = self._response.aiter_raw(), len(keys)
 
     async def _read(self, size: int) -> bytes:
-        """Reads `size` bytes. Raises EOFError if the response ends before."""
-        while len(self._held) < size:
+        """Reads `size` bytes. Raises EOFError if the response ends earlier."""
+        while len(self._buffer) < size:
             async with asyncio.timeout(self._silence_s):
                 part = await anext(self._parts, b"")
             if not part or size > MAX_BODY:
                 raise EOFError
-            self._held += part
-        body, self._held = bytes(self._held[:size]), self._held[size:]
+            self._buffer += part
+        body, self._buffer = bytes(self._buffer[:size]), self._buffer[size:]
         return body
 
     async def _end(self) -> None:
-        response, self._response, self._left, self._held = self._response, None, 0, bytearray()
+        response, self._response, self._left, self._buffer = self._response, None, 0, bytearray()
         if response is not None:
             await response.aclose()
 
@@ -320,13 +321,13 @@ async def _body(response: httpx.Response, limit: int) -> bytes:
 
 def _decode_slice(body: bytes, key: bytes, rank: int, ranks: int | None) -> IterationSlice:
     try:
-        answer = IterationSlice.decode(_decompress(body))
+        decoded = IterationSlice.decode(_decompress(body))
     except (DecodeError, ConfigError) as error:
         raise BadAnswerError(f"the plan of {key.hex()[:16]}: {error}") from None
-    if answer.rank != rank or ranks not in (None, answer.ranks):
-        addressee = f"rank {answer.rank} of {answer.ranks}"
-        raise BadAnswerError(f"the plan of {key.hex()[:16]} is for {addressee}, not for {rank} of {ranks}")
-    return answer
+    if decoded.rank != rank or ranks not in (None, decoded.ranks):
+        actual = f"rank {decoded.rank} of {decoded.ranks}"
+        raise BadAnswerError(f"the plan of {key.hex()[:16]} is for {actual}, not for {rank} of {ranks}")
+    return decoded
 
 
 def _decompress(body: bytes) -> bytes:
@@ -348,18 +349,19 @@ def _server(url: str) -> str:
     """The URL without a trailing slash. Raises ConfigError, which omits the URL, since it may hold a password."""
     try:
         parsed = httpx.URL(url)
-        right = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", url) and 0 < (parsed.port or 80) < 65536
+        valid = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", url) and 0 < (parsed.port or 80) < 65536
     except httpx.InvalidURL:
-        right = None
-    if not right:
-        rule = "must be http://HOST:PORT or https://HOST:PORT, optionally with a path and without a token"
-        raise ConfigError("url", url.rpartition("@")[2], rule, "correct it")
+        valid = None
+    if not valid:
+        rule = "must be http://HOST:PORT or https://HOST:PORT, optionally with a path, without a token"
+        raise ConfigError("url", url.rpartition("@")[2], rule, "correct the URL")
     return url.rstrip("/")
 
 
 @cache
 def _tls(ca: str | Path | None) -> ssl.SSLContext:
-    """Cached, and inherited across forks: OpenSSL's locks would stay locked after a fork in another thread."""
+    """The TLS context, cached so that forks inherit it: OpenSSL's locks would stay locked after a fork in another
+    thread."""
     try:
         return ssl.create_default_context(cafile=None if ca is None else str(ca))
     except OSError as error:  # includes ssl.SSLError

@@ -1,4 +1,4 @@
-"""The event loop on which clients call servers: one for each process, in a thread of its own.
+"""The event loop on which clients call servers: one per process, in a separate thread.
 
 Safe to fork: a child would wait forever for a lock that the loop's thread holds at the fork (such as an import lock),
 so the loop is paused between two callbacks during a fork. A child starts its own loop.
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 FORK_S = 1.0  # longest wait of a fork for the loop
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; a parent's is kept: freeing it takes locks
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; the parent's is kept: freeing it takes locks
 _forked: list[threading.Event] = []  # events that a paused loop waits for
 T = TypeVar("T")
 

@@ -1,9 +1,9 @@
-"""Pack: the plan of one request as an immutable file, from which a single rank's slice can be read and checked.
+"""Packs: a pack is the plan of one request as an immutable file, from which single slices can be read and checked.
 
     magic 8 · size of the head u32 · head (msgpack) · digest of the head 32 · request · slice of rank 0, 1, …
 
-The head has the key, the plan's id and report, and the size and digest of every body. Bodies are zstd frames. Equal
-requests to the same release give equal bytes.
+The head has the key, the plan's id and report, and the size and digest of every body. Bodies are zstd frames. With the
+same release, equal requests give equal bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from apportion.ir.isa import MAX_RANKS
 MAGIC = b"APPLAN1\n"
 MAX_HEAD = 8 << 20
 MAX_BODY = 256 << 20  # of a slice, decompressed
-_FIRST = 64 << 10  # bytes of the first read: a head of some 1,500 ranks
+_FIRST = 64 << 10  # bytes of the first read: enough for the head of some 1,500 ranks
 _SIZE = struct.Struct("<8sI")
 
 Read = Callable[[int, int], bytes]  # (offset, size) -> at most `size` bytes from there
@@ -36,8 +36,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=SIZE, max_length=SIZE)]
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The head of a pack. key, id: 32 bytes, of the request and of the plan; report: msgpack; sizes, digests: of the
-    request and of each rank's slice, compressed."""
+    """The head of a pack. key, id: of the request and of the plan, 32 bytes each; report: msgpack; sizes, digests: of
+    the request and of each rank's slice, both compressed."""
 
     key: Digest
     id: Digest
@@ -70,7 +70,7 @@ class Pack:
 
     @cached_property
     def report(self) -> dict[str, Any]:
-        """The plan's report as plain data, see `IterationPlan.report`."""
+        """The plan's report as plain data (`IterationPlan.report`)."""
         report: dict[str, Any] = unpack(_decode_report, self.head.report, "report of a pack")
         return report
 
@@ -108,7 +108,7 @@ class Pack:
         pack = Pack(head, start, data)
         if pack._offsets[-1] != len(data):
             raise DecodeError(
-                f"pack: {len(data)} bytes, but its head declares {pack._offsets[-1]}: it was truncated or extended"
+                f"pack: has {len(data)} bytes, its head declares {pack._offsets[-1]}: it was truncated or extended"
             )
         for begin, size, expected_digest in zip(pack._offsets, head.sizes, head.digests, strict=False):
             if digest(data[begin : begin + size]) != expected_digest:
@@ -124,7 +124,7 @@ def read_head(read: Read, key: bytes | None = None) -> tuple[Head, int]:
     size = _SIZE.unpack_from(data)[1]
     start = _SIZE.size + size + SIZE
     if size > MAX_HEAD:
-        raise DecodeError(f"pack: a head of {size} bytes, at most {MAX_HEAD}")
+        raise DecodeError(f"pack: the head has {size} bytes, the limit is {MAX_HEAD}")
     if start > len(data) == _FIRST:
         data += read(_FIRST, start - _FIRST)
     first = data[_SIZE.size : _SIZE.size + size]
@@ -132,17 +132,16 @@ def read_head(read: Read, key: bytes | None = None) -> tuple[Head, int]:
         raise DecodeError("pack: its head differs from its digest: it was truncated or damaged")
     head: Head = unpack(_decode_head, first, "head of a pack")
     if not 2 <= len(head.sizes) == len(head.digests):
-        raise DecodeError(f"pack: {len(head.sizes)} sizes of {len(head.digests)} bodies")
+        raise DecodeError(f"pack: the head has {len(head.sizes)} sizes and {len(head.digests)} digests")
     if key is not None and head.key != key:
         raise DecodeError(
-            f"pack: it is of the key {head.key.hex()[:16]}, not of {key.hex()[:16]}: it was renamed"
+            f"pack: it belongs to key {head.key.hex()[:16]}, not to {key.hex()[:16]}: it was renamed"
         )
     return head, start
 
 
 def read_slice(read: Read, key: bytes, rank: int) -> IterationSlice:
-    """Reads one rank's slice of a pack, and nothing else but the head. Raises ConfigError for an unknown rank,
-    DecodeError."""
+    """Reads only the head and one rank's slice of a pack. Raises ConfigError for an unknown rank, DecodeError."""
     head, start = read_head(read, key)
     section = integer("rank", rank, 0, len(head.sizes) - 2) + 1
     body = read(start + sum(head.sizes[:section]), head.sizes[section])

@@ -33,8 +33,8 @@ from apportion.service.pack import Pack
 from apportion.service.store.folder import Folder, write_whole
 from apportion.service.workers import Completion, Refusal, WorkerDiedError, plan_pack
 
-ORIGIN = "precompute.json"  # in the folder: `ir.bytes.origin` of its plans, and their number of iterations
-AHEAD = 4  # outstanding requests per worker: the one it plans, and the next ones while packs are written
+ORIGIN = "precompute.json"  # the `ir.bytes.origin` of a folder's plans, and their number of iterations
+AHEAD = 4  # outstanding requests per worker: the current one, and the next ones while packs are written
 DEATHS = 3  # worker deaths after which a request is refused
 
 
@@ -56,8 +56,8 @@ class IterationPlace(NamedTuple):
 class Work:
     """The first `iterations` iterations of a job, over the epochs of its samples from epoch 0.
 
-    lengths: tokens of each sample, integers [n]; masks: as in `batches_of`; shuffle: with the seed of the job's policy.
-    table: of a pipeline, whose ticks are planned instead of microbatches, for a loader with the same `ticks`; kinds: as
+    lengths: tokens of each sample, integers [n]; masks: as in `batches_of`; shuffle: by the seed of the job's policy;
+    table: of a pipeline, to plan its ticks instead of microbatches, for a loader with the same `ticks`; kinds: as
     in the loader. Raises ConfigError, CapacityError for a sample longer than a microbatch.
     """
 
@@ -88,11 +88,11 @@ class Work:
         return origin(self.job, self.lengths, self.masks, self.sampling)
 
     def places(self) -> Iterator[tuple[IterationPlace, list[Ints]]]:
-        """Every iteration, with the sample numbers of each of its microbatches."""
+        """Yields every iteration, with the sample numbers of each of its microbatches."""
         remaining, epoch = self.iterations, 0
         while remaining:
             iterations = self.sampling.epoch(epoch)
-            if self.table is not None:  # ticks of whole iterations
+            if self.table is not None:  # a pipeline runs only complete iterations
                 iterations = [parts for parts in iterations if len(parts) == self.table.microbatches]
             if not iterations:
                 rule = "is more than the samples can fill"
@@ -111,8 +111,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a run. iterations: with plans; planned: by this run; packs: in the folder, one per distinct request;
-    size: their bytes; seconds: duration of this run."""
+    """Result of a run. iterations: number that have plans; planned: number planned by this run; packs: in the folder,
+    one per distinct request; size: bytes of the packs; seconds: duration of this run."""
 
     iterations: int
     planned: int
@@ -121,25 +121,25 @@ class Summary:
     seconds: float
 
 
-Report = Callable[[int, int], None]  # iterations with plans, and iterations that this run planned
+Report = Callable[[int, int], None]  # (iterations with plans, iterations planned by this run)
 
 
 def precompute(
-    work: Work, folder: Path, executor: Executor, workers: int, report: Report = lambda there, planned: None
+    work: Work, folder: Path, executor: Executor, workers: int, report: Report = lambda done, planned: None
 ) -> Summary:
-    """Plans and verifies the iterations that the folder lacks. Raises ConfigError if the folder was made for other
-    work, IterationError for a refused batch, StoreError."""
+    """Plans and verifies the iterations that the folder lacks. Raises ConfigError if the folder was made for
+    different work, IterationError for a refused batch, StoreError."""
     start = time.monotonic()
     _claim(folder, work)
     store = Folder(folder)
     run = _Run(work, store, executor, workers, report)
     run()
     sizes = [file.size for file in store.files()]
-    return Summary(run.there, run.planned, len(sizes), sum(sizes), time.monotonic() - start)
+    return Summary(run.done, run.planned, len(sizes), sum(sizes), time.monotonic() - start)
 
 
-def made_for(folder: Path) -> dict[str, Any]:
-    """The origin of a folder's plans and their number of iterations; empty for the store of a server. Raises
+def read_origin(folder: Path) -> dict[str, Any]:
+    """Reads the origin of a folder's plans and their number of iterations; empty for the store of a server. Raises
     ConfigError."""
     path = folder / ORIGIN
     if not path.is_file():
@@ -154,16 +154,16 @@ def made_for(folder: Path) -> dict[str, Any]:
 
 def _claim(folder: Path, work: Work) -> None:
     """Records the origin of the plans. Raises ConfigError if the folder has plans of another origin."""
-    path, given, iterations = folder / ORIGIN, work.origin, work.iterations
-    if existing := made_for(folder):
+    path, current, iterations = folder / ORIGIN, work.origin, work.iterations
+    if existing := read_origin(folder):
         recorded = existing.pop("iterations")
-        mismatch, has_plans = difference(existing, given), any(folder.rglob("*.plan"))
+        mismatch, has_plans = difference(existing, current), any(folder.rglob("*.plan"))
         iterations = iterations if mismatch else max(iterations, recorded)
-        if mismatch is not None and (has_plans or existing.keys() != given.keys()):
+        if mismatch is not None and (has_plans or existing.keys() != current.keys()):
             name, old_value, new_value = mismatch
             rule = f"the plans in {folder} were made with {old_value!r}"
-            raise ConfigError(name, new_value, rule, "give the same, or name another folder")
-    write_whole(path, json.dumps(given | {"iterations": iterations}, indent=1).encode())
+            raise ConfigError(name, new_value, rule, "use the same value, or another folder")
+    write_whole(path, json.dumps(current | {"iterations": iterations}, indent=1).encode())
 
 
 @dataclass
@@ -183,7 +183,7 @@ class _Run:
     executor: Executor
     workers: int
     report: Report
-    there: int = 0
+    done: int = 0
     planned: int = 0
     _pending: dict[Future[Completion | Refusal], _PendingRequest] = field(default_factory=dict)
     _by_key: dict[bytes, _PendingRequest] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class _Run:
             raise IterationError(f"{place}: {reason}")
 
     def _begin(self, place: IterationPlace, samples: Sequence[Ints]) -> None:
-        """Submits the iteration for planning, unless an equal one is planned or in progress."""
+        """Submits the iteration for planning, unless an equal request is already planned or in progress."""
         try:
             batches = self.work.batches(samples)
             self.work.job.check(batches)
@@ -248,5 +248,5 @@ class _Run:
         self._add(len(pending.places), len(pending.places))
 
     def _add(self, stored: int, planned: int) -> None:
-        self.there, self.planned = self.there + stored, self.planned + planned
-        self.report(self.there, self.planned)
+        self.done, self.planned = self.done + stored, self.planned + planned
+        self.report(self.done, self.planned)

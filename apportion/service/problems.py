@@ -1,5 +1,5 @@
-"""Errors of the service, the same class on both sides: sent as problem+json (RFC 9457) by the server, raised again
-by the client.
+"""Errors of the service. Both sides use the same classes: the server sends an error as problem+json (RFC 9457), and the
+client raises it again.
 
     ServiceError (RuntimeError)          type, status, detail, field, remedy
     ├── UnknownPlanError (LookupError)   404: submit the request, then retry
@@ -16,7 +16,7 @@ from apportion.ir.errors import ApportionError
 
 
 class Kind(NamedTuple):
-    """A type of problem. status: of HTTP; remedy: for the reader."""
+    """A type of problem. status: the HTTP status; remedy: for the user."""
 
     status: int
     title: str
@@ -25,7 +25,9 @@ class Kind(NamedTuple):
 
 KINDS = {
     "bad-answer": Kind(502, "Not an answer of this protocol", "check which program answers at this URL"),
-    "unauthorized": Kind(401, "A token is needed", "send the header Authorization: Bearer TOKEN"),
+    "unauthorized": Kind(
+        401, "A token is needed", "set APPORTION_TOKEN or --token-file; in HTTP: Authorization: Bearer TOKEN"
+    ),
     "unknown-plan": Kind(404, "No request has this key", "submit the request, then retry"),
     "not-found": Kind(404, "This path does not exist", "see /docs"),
     "method": Kind(405, "This path does not support the method", "see /docs"),
@@ -46,7 +48,7 @@ KINDS = {
     "memory": Kind(
         422, "Planning takes too much memory", "take larger blocks, or raise --worker-gb of the server"
     ),
-    "quarantined": Kind(422, "The request kills the planner", "leave the batch out, and report it"),
+    "quarantined": Kind(422, "The request kills its workers", "leave the batch out, and report it"),
     "queue-full": Kind(429, "The queue of this server is full", "fetch plans before submitting more"),
     "failed": Kind(500, "Internal error of the server", "see the log of the server"),
     "overloaded": Kind(503, "This server receives too many requests at once", "try again"),
@@ -55,8 +57,8 @@ TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class ServiceError(ApportionError, RuntimeError):
-    """A refused request. type: a key of `KINDS`, or one from a proxy; field: the wrong field of the request, or None;
-    retry_after: seconds after which to retry, None if that is of no use."""
+    """A refused request. type: a key of `KINDS`, or another name if a proxy answered; field: the wrong field of the
+    request, or None; retry_after: seconds after which to retry, None: do not retry."""
 
     def __init__(
         self,
@@ -67,11 +69,11 @@ class ServiceError(ApportionError, RuntimeError):
         status: int = 0,
         retry_after: float | None = None,
     ) -> None:
-        kind = KINDS.get(type, Kind(status or 500, "The request failed", "see the log of the server"))
+        kind = KINDS.get(type, Kind(status or 500, "The request failed", "see the log of the server or proxy"))
         self.type, self.detail, self.field, self.retry_after = type, detail, field, retry_after
         self.status, self.title, self.remedy = status or kind.status, kind.title, kind.remedy
 
-    def __str__(self) -> str:  # `args` stay those of the constructor, so that errors can be pickled
+    def __str__(self) -> str:  # `args` must stay the constructor's, so that errors can be pickled
         return f"{self.status} {self.type}: {self.detail}; {self.remedy}"
 
     @property
@@ -100,7 +102,7 @@ class UnreachableError(ApportionError, ConnectionError):
 
 
 class UnknownPlanError(ServiceError, LookupError):
-    """The server does not know the key: it was never submitted there, or dropped since."""
+    """The server does not know the key: it was never submitted there, or has since been dropped."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__("unknown-plan", f"no request with the key {key.hex()[:16]} is known here")

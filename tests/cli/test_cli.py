@@ -212,7 +212,7 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["plan"], "--batch, --lengths, --workload = 'nothing': exactly one of these"),
+        (["plan"], "documents = 'none': must come from exactly one of --batch, --lengths, --workload"),
         (["plan", "--batch", "BATCH", "--workload", "BATCH"], "exactly one of"),
         (["plan", "--batch", "nowhere.json"], "nowhere.json"),
         (["plan", "--batch", "BATCH", "--ranks", "0"], "--ranks"),

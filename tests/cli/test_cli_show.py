@@ -95,7 +95,7 @@ def test_the_legend_says_that_rows_show_shares_of_heads() -> None:
 def test_a_plan_that_reads_what_nothing_wrote_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Subject.traced_tasks
     monkeypatch.setattr(Subject, "traced_tasks", lambda *args: replace(real(*args), complete=False))
-    with pytest.raises(VerifyError, match="nothing has written; verify the plan"):
+    with pytest.raises(VerifyError, match="never written; verify the plan"):
         draw(planned())
 
 

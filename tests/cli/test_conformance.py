@@ -197,12 +197,12 @@ def asked(name: str, verb: str) -> Question:
     ("verb", "name", "body", "why"),
     [
         ("check", "cases/fcp", "sys.exit('no')", "exit code 1, expected exit code 0: no"),
-        ("check", "malformed/empty", "", "exit code 0 of a plan that breaks envelope, expected exit code 1"),
-        ("check", "malformed/empty", "os.abort()", "signal 6 of a plan that breaks envelope"),
-        ("check", "broken/id_of_zeros", "", "exit code 0 of a plan that breaks digests"),
+        ("check", "malformed/empty", "", "exit code 0 for a plan that breaks envelope, expected exit code 1"),
+        ("check", "malformed/empty", "os.abort()", "signal 6 for a plan that breaks envelope"),
+        ("check", "broken/id_of_zeros", "", "exit code 0 for a plan that breaks digests"),
         ("read", "cases/fcp", "print('{')", "stdout is not JSON"),
         ("read", "cases/fcp", "print('[]')", "expected {"),
-        ("run", "cases/fcp", "", "it wrote no outputs"),
+        ("run", "cases/fcp", "", "the command wrote no outputs"),
         ("run", "cases/fcp", "open(words[0], 'w').write('x')", "outputs have 1 bytes, expected 5776"),
         (
             "verify",
@@ -233,7 +233,7 @@ def test_a_wrong_number_is_reported_with_its_position(tmp_path: Path) -> None:
     command = reader_of(tmp_path, body)
     answer = Reader(command).ask(asked("cases/fcp", "run"))
     assert answer.why.startswith("dk of default, rank 1, [3, 0, 2]: expected ")
-    assert "got 0; 1 of 722 numbers are farther off than 1e-09 * (1 + |expected|)" in answer.why
+    assert "got 0; 1 of 722 numbers differ by more than 1e-09 * (1 + |expected|)" in answer.why
     assert Reader(command, tolerance=100.0).ask(asked("cases/fcp", "run")).why == ""
 
 

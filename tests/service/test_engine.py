@@ -217,7 +217,7 @@ def test_memory_is_bounded_and_dropped_plans_are_read_from_the_store(
         assert engine._cached_bytes <= 20_000
         assert len(engine._entries) <= 4
         for request in requests:
-            assert engine.hot(request.key) is None or request in requests[-8:]
+            assert engine.cached(request.key) is None or request in requests[-8:]
             assert (await engine.pack(request.key, 0.0)).key == request.key
 
     run(workers, test, Folder(tmp_path), Limits(cached_bytes=20_000, known=4))
@@ -271,7 +271,7 @@ class Full(Folder):
         raise StoreError("cannot read")
 
     def put(self, pack: Pack) -> None:
-        raise StoreError("cannot keep a plan")
+        raise StoreError("cannot store a plan")
 
 
 def test_planning_continues_if_the_store_fails(workers: ProcessExecutor, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ NOW = 10_000.0
 
 
 def entry(
-    ended: float, asked: float | None, seconds: float, state: State = State.READY, tenant: str = "a"
+    ended: float, first_use: float | None, seconds: float, state: State = State.READY, tenant: str = "a"
 ) -> Entry:
     made = Entry(b"", plan_pack, b"", b"", 1, tenant, 0.0, 0.0, state, seconds=seconds, done=asyncio.Event())
-    made.ended, made.asked = ended, asked
+    made.ended, made.first_use = ended, first_use
     return made
 
 

@@ -33,7 +33,7 @@ def order(schedule: Schedule, seconds: float = 0.0) -> str:
     names = ""
     while (found := schedule.next([])) is not None:
         names += found.key.decode()
-        schedule.ended(found, seconds)
+        schedule.record_time(found, seconds)
     return names
 
 
@@ -70,9 +70,9 @@ def test_tenants_share_worker_time_regardless_of_their_number_of_requests(clock:
 
 def test_past_worker_time_of_a_tenant_is_forgotten(clock: Clock) -> None:
     schedule = Schedule(1, clock)
-    schedule.ended(entry("x", tenant="a"), 100.0)
+    schedule.record_time(entry("x", tenant="a"), 100.0)
     clock.now += 3600.0
-    schedule.ended(entry("x", tenant="b"), 1.0)
+    schedule.record_time(entry("x", tenant="b"), 1.0)
     schedule.add(entry("b", 0.0, "b"))
     schedule.add(entry("a", 5.0, "a"))
     assert order(schedule) == "ab"
@@ -81,8 +81,8 @@ def test_past_worker_time_of_a_tenant_is_forgotten(clock: Clock) -> None:
 def test_one_lane_is_reserved_for_light_requests(clock: Clock) -> None:
     schedule = Schedule(1, clock)
     heavy, light = entry("h", 0.0, job="heavy"), entry("l", 9.0, job="light")
-    schedule.ended(heavy, 30.0)
-    schedule.ended(light, 0.01)
+    schedule.record_time(heavy, 30.0)
+    schedule.record_time(light, 0.01)
     for each in (heavy, entry("H", 1.0, job="heavy"), light):
         schedule.add(each)
     assert schedule.next([]) is heavy
@@ -103,5 +103,5 @@ def test_a_new_job_gets_only_one_lane(clock: Clock) -> None:
         schedule.add(each)
     assert schedule.next([]) is first
     assert schedule.next([first]) is other
-    schedule.ended(first, 0.01)
+    schedule.record_time(first, 0.01)
     assert schedule.next([other]) is second

@@ -34,14 +34,15 @@ def bench_plan(
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
     threads: options.Threads = 1,
-    repeats: Annotated[int, Option(help="Timed runs of each row.", min=5)] = 5,
-    seeds: Annotated[str, Option(help="Seeds; one row for each.")] = "0",
+    repeats: Annotated[int, Option(help="Timed runs per row.", min=5)] = 5,
+    seeds: Annotated[str, Option(help="Seeds, separated by commas; one row for each.")] = "0",
     as_json: options.AsJson = False,
 ) -> None:
     """Time planning: from the parsed batch to the encoded bytes of all ranks and both phases, on one core.
 
-    Without --workload the documents are log-normal (median 2048, sigma 1.5, at most 512K tokens), causal.
-    A warm-up run comes first; verification is timed separately. Times are milliseconds.
+    Without --workload the documents are log-normal (median 2048, sigma 1.5, at
+    most 512K tokens), causal. A warm-up run comes first; verification is timed
+    separately. Times are in milliseconds.
 
     [bold]Examples[/bold]
 
@@ -83,17 +84,18 @@ def bench_attention(
     engine: Engine = "all",
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
-    repeats: Annotated[int, Option(help="Timed calls; the best counts.", min=1)] = 30,
+    repeats: Annotated[int, Option(help="Timed calls; the fastest one counts.", min=1)] = 30,
     hardware: options.HardwareName = None,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
 ) -> None:
     """Time calls of planned attention, forward and backward: one row for the busiest rank of each plan.
 
-    Without a GPU a recorder takes the place of the device: it counts launches and messages, and the host is timed. On
-    a GPU plans of one rank run. Under torchrun plans of as many ranks as the job run, and the time that messages add
-    is measured. A note below the table names figures that were not measured. Milliseconds, the best of --repeats
-    calls after a warm-up.
+    Without a GPU a recorder takes the place of the device: it counts launches and
+    messages, and the host is timed. On a GPU plans for one rank run. Under
+    torchrun plans for as many ranks as the job run, and the time that messages
+    add is measured. A note below the table lists figures that were not measured.
+    Times are in milliseconds, the best of --repeats calls after a warm-up.
 
     [bold]Examples[/bold]
 
@@ -119,9 +121,9 @@ def bench_attention(
     skipped: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
     with job(_engines(engine), repeats, skipped.setdefault) as bench:
-        for number, one in product(counts, recipe_list):
-            batch, _ = request.draw(number * tokens_per_rank, seed)
-            rows += _rows(BenchJob(batch, cluster_of(number, hardware=used), shape, one, seed, used), bench)
+        for size, recipe in product(counts, recipe_list):
+            batch, _ = request.draw(size * tokens_per_rank, seed)
+            rows += _rows(BenchJob(batch, cluster_of(size, hardware=used), shape, recipe, seed, used), bench)
         is_first = bench.communicator.rank == 0
     record = {
         "benchmark": "attention",
@@ -148,7 +150,7 @@ def _engines(name: str) -> tuple[str, ...]:
 
 
 def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
-    """The rows of one plan; if the recipe cannot make it, no rows, and the reason."""
+    """The rows of one plan; none if the recipe cannot make it: `bench` records the reason."""
     from apportion.bench import planned
     from apportion.planner.recipe.recipes import find_recipe
 
@@ -160,11 +162,11 @@ def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
         return []
     for row in rows if bench.communicator.rank == 0 else ():
         if row.host_ms is not None:
-            note(f"{title}, {row.engine} {row.phase}: {row.host_ms:.3f} ms of the host")
+            note(f"{title}, {row.engine} {row.phase}: {row.host_ms:.3f} ms of host time")
     return [row.record() for row in rows]
 
 
 def _one_core() -> None:
-    """Keep numerical libraries that are not loaded yet to one thread."""
+    """Limit numerical libraries that are not loaded yet to one thread."""
     for library in ("OMP", "OPENBLAS", "MKL"):
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")

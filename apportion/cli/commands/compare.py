@@ -32,7 +32,7 @@ def compare(
     html: options.Html = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Plan the same batches by several recipes, verify and simulate the plans, and put them into one table.
+    """Plan the same batches with several recipes, verify and simulate the plans, and compare them in one table.
 
     Times are simulated milliseconds of one attention call of each kind, medians
     over batches; the speed-up is that of forward and backward together. A recipe

@@ -1,4 +1,4 @@
-"""`apportion conformance`: whether a reader in another language reads and executes plans."""
+"""`apportion conformance`: tests a reader of plans in another language."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from apportion.ir.errors import ConfigError
 if TYPE_CHECKING:
     from apportion.cli.readers import Answer, Suite
 
-_MOST = 20  # failures that are printed
+_SHOWN = 20  # maximum number of failures printed
 
 
 def conformance(
     path: Annotated[Path, Argument(help="The suite's folder; created if it does not exist.", metavar="PATH")],
     command: Annotated[
         list[str] | None,
-        Argument(
-            help="The reader's command, behind --. Default: only write the suite.", metavar="COMMAND..."
-        ),
+        Argument(help="The reader's command, after --. Default: only write the suite.", metavar="COMMAND..."),
     ] = None,
     level: Annotated[
         str, Option(help="read, run (default: read and execute) or verify.", metavar="LEVEL")
@@ -39,8 +37,8 @@ def conformance(
 ) -> None:
     """Test a reader of plans with the conformance suite. Exit code 1 if it fails.
 
-    The command is called with `read PLAN`, `check PLAN`, `run CASE OUTPUTS` and `verify PLAN`; the README of the suite
-    specifies each call.
+    The command is called with `read PLAN`, `check PLAN`, `run CASE OUTPUTS` and
+    `verify PLAN`; the README of the suite specifies each call.
 
     [bold]Examples[/bold]
 
@@ -60,7 +58,7 @@ def conformance(
         raise ConfigError("--only", only, "no entry of the suite has such a name", "see its suite.json")
     answers: list[Answer] = []
     reader = Reader(command or (), timeout_s, tolerance)
-    with progress("asking", len(selection), not as_json) as step:
+    with progress("testing", len(selection), not as_json) as step:
         for question in selection:
             answers.append(reader.ask(question))
             step(question.name)
@@ -81,7 +79,7 @@ def _headline(record: dict[str, Any]) -> str:
     if not record["command"]:
         return f"{record['suite']}: the suite of format {'.'.join(map(str, record['version']))}: {contents}"
     answers = count(record["asked"], "answer")
-    verdict = "all right" if record["ok"] else f"{len(record['failed'])} wrong"
+    verdict = "all correct" if record["ok"] else f"{len(record['failed'])} wrong"
     return f"{' '.join(record['command'])}: level {record['level']}, {answers}, {verdict}"
 
 
@@ -89,5 +87,5 @@ def _failures(answers: list[Answer]) -> list[str]:
     failures = [
         f"  {answer.question.verb} {answer.question.name}: {answer.why}" for answer in answers if answer.why
     ]
-    rest = len(failures) - _MOST
-    return [*failures[:_MOST], *([f"  and {rest} more"] if rest > 0 else [])]
+    rest = len(failures) - _SHOWN
+    return [*failures[:_SHOWN], *([f"  and {rest} more"] if rest > 0 else [])]

@@ -1,4 +1,4 @@
-"""`apportion doctor`: what is installed, compiled and reachable here, and what to do about the rest."""
+"""`apportion doctor`: checks what is installed, compiled and reachable, and suggests remedies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 State = Literal["ok", "absent", "warning", "failed"]
 MARKS = {"ok": "ok", "absent": "-", "warning": "!", "failed": "FAILED"}
-REACH_S = 3.0  # for a server, Redis or Ray to answer
-_LITTLE_DISK = 1 << 30
+REACH_S = 3.0  # timeout for a server, Redis or Ray
+_LITTLE_DISK = 1 << 30  # bytes
 #: optional packages: (packages, extra, purpose)
 PARTS = (
     (("scipy", "highspy", "pulp", "mtkahypar"), "solvers", "flexsp, and exact solvers"),
@@ -47,7 +47,7 @@ def doctor(
     server: Annotated[str | None, Option(help="Also check this planning server.", metavar="URL")] = None,
     redis: Annotated[str | None, Option(help="Also check this Redis.", metavar="URL")] = None,
     folder: Annotated[
-        Path, Option("--dir", help="Folder for plans, whose disk is checked.", metavar="DIR")
+        Path, Option("--dir", help="Folder for plans: its free disk space is checked.", metavar="DIR")
     ] = Path(".apportion"),
     as_json: options.AsJson = False,
 ) -> None:
@@ -150,7 +150,7 @@ def _parts() -> Iterator[Check]:
         versions = {package: _version(package) for package in packages}
         missing = [package for package, version in versions.items() if version is None]
         if missing:
-            message = f"for {purpose}: without {', '.join(missing)}"
+            message = f"for {purpose}: {', '.join(missing)} not installed"
             yield Check(extra, "absent", message, f"pip install '.[{extra}]'")
         else:
             message = ", ".join(f"{package} {version}" for package, version in versions.items())
@@ -158,7 +158,7 @@ def _parts() -> Iterator[Check]:
 
 
 def _ray() -> Iterator[Check]:
-    """The cluster that RAY_ADDRESS names."""
+    """Checks the cluster that RAY_ADDRESS names."""
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
@@ -168,7 +168,8 @@ def _ray() -> Iterator[Check]:
 def _disk(folder: Path) -> Check:
     import shutil
 
-    base = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.exists()), Path("/"))
+    paths = (folder.absolute(), *folder.absolute().parents)
+    base = next((path for path in paths if path.exists()), Path("/"))
     free = shutil.disk_usage(base).free
     message = f"{free / 1e9:,.1f} GB are free for {folder}"
     if not os.access(base, os.W_OK):
@@ -178,13 +179,13 @@ def _disk(folder: Path) -> Check:
     return Check("disk", "ok", message)
 
 
-def _check_service(name: str, address: str, ask: Callable[[str], str]) -> Check:
-    """Answer of a peer that may be absent."""
+def _check_service(name: str, address: str, probe: Callable[[str], str]) -> Check:
+    """Checks a service. probe: returns its state as text, or raises an error."""
     from apportion.ir.errors import ApportionError
 
     host = address.rpartition("@")[2]
     try:
-        return Check(name, "ok", f"{host}: {ask(address)}")
+        return Check(name, "ok", f"{host}: {probe(address)}")
     except (ApportionError, OSError, ValueError) as error:
         return Check(name, "failed", f"{host}: {error}", "is it running, and is this its address?")
 
@@ -204,7 +205,7 @@ def _ping(url: str) -> str:
 
 
 def _ready(url: str) -> str:
-    """True if a server accepts work. Raises OSError if it does not."""
+    """The status of a server, from /readyz. Raises OSError if it does not accept work."""
     import httpx
 
     try:

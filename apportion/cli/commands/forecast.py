@@ -1,4 +1,4 @@
-"""`apportion forecast`: how long a training step takes, how much of it is attention, and whether it fits."""
+"""`apportion forecast`: estimates time, speed-up and memory of training steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Recipes = Annotated[
 ]
 Grids = Annotated[
     str,
-    Option(help="Recipes of static DP x CP grids, at every degree, or none; groups have own sequences."),
+    Option(help="Recipes of static DP x CP grids, at every degree, or none; groups have separate sequences."),
 ]
 Baseline = Annotated[
     str | None,
@@ -51,8 +51,8 @@ PingPong = Annotated[
     bool,
     Option(
         "--ping-pong",
-        help="Plan each microbatch of the recipes' rows as two halves, whose layers take turns: messages of one travel "
-        "during the work of the other.",
+        help="Plan each microbatch of the recipes' rows as two halves that alternate in every layer: messages of one "
+        "travel during the work of the other.",
     ),
 ]
 Search = Annotated[
@@ -65,7 +65,7 @@ Search = Annotated[
 TrainingOption = Annotated[
     str | None,
     Option(
-        help="How the model is trained, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
+        help="Training options, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
         "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, "
         "mlp_tile, offload, chunks, overlap, ffns, gated, experts, q_rank, kv_rank, rope_dim.",
         metavar="T.yaml|YAML",
@@ -101,9 +101,9 @@ def forecast(
     Attention is simulated, all else follows closed forms. Ranges show the result
     if one assumption is wrong: kernels 10 % faster or slower, half the bandwidth,
     four times the latency, contention and others, on both sides; gains of single
-    steps are shown next to them. Heads are those of the whole model. --tokens-per-rank
-    is the mean per microbatch: sequences stay whole, and none is longer than a
-    microbatch. Exit code 1 if no row fits.
+    steps are shown next to them. --model has the heads of the whole model.
+    --tokens-per-rank is the mean per microbatch: sequences stay whole, and none
+    is longer than a microbatch. Exit code 1 if no row fits.
 
     [bold]Examples[/bold]
 
@@ -160,7 +160,7 @@ def _planned_forms(
         return recipe_parallelisms(recipes, degrees)
     flags = {f"--{name}": getattr(degrees, name) for name in ("tensor", "pipeline", "virtual", "expert")}
     flags = {name: degree if degree > 1 else None for name, degree in flags.items()}
-    inputs.refuse(flags, "is what --search tries", "drop --search or")
+    inputs.refuse(flags, "is a degree that --search varies", "drop --search or")
     return search_space(cluster, model, all_layers(model, kinds), recipes, degrees.microbatches, experts)
 
 

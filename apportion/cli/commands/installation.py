@@ -18,11 +18,13 @@ def demo(
     steps: Annotated[int, Option(help="Optimizer steps.", min=1)] = 20,
     as_json: options.AsJson = False,
 ) -> None:
-    """Train a small transformer on 4 CPU processes under plans, and the same one without plans in one process.
+    """Train a small transformer on 4 CPU processes with plans, and the same one without plans in one process.
 
-    A planning service is started on a free loopback port, and streams each process its part of every plan. Documents
-    are as long as the package's source files, or as samples of --workload. Prints both losses, and figures of the plans
-    next to those of the recipes `contiguous` and `ring`. Exit code 1 if losses or plans differ.
+    Starts a planning service on a free loopback port, which streams its part of
+    every plan to each process. Documents are as long as the package's source
+    files, or as samples of --workload. Prints both losses, and figures of the
+    plans next to those of the recipes `contiguous` and `ring`. Exit code 1 if
+    losses or plans differ.
 
     [bold]Examples[/bold]
 
@@ -41,8 +43,9 @@ def demo(
 def selftest(as_json: options.AsJson = False) -> None:
     """Compare planned with plain attention on the ranks and the backend of this job.
 
-    Tests every engine of the device in float32, float16 and bfloat16. Under torchrun all ranks take part, and rank 0
-    prints errors and milliseconds; without it, one rank is tested. Exit code 1 if an error is too large.
+    Tests every engine of the device in float32, float16 and bfloat16. Under
+    torchrun all ranks take part, and rank 0 prints errors and milliseconds;
+    without it, one rank is tested. Exit code 1 if an error is too large.
 
     [bold]Examples[/bold]
 
@@ -56,8 +59,8 @@ def selftest(as_json: options.AsJson = False) -> None:
     raise typer.Exit(trainer.run(as_json))
 
 
-def print_versions(wanted: bool) -> None:
-    """Print the versions of Apportion, its plan format, and what it runs on, and exit."""
-    if wanted:
+def print_versions(value: bool) -> None:
+    """Print the versions of Apportion, the plan format, Python and the dependencies, and exit."""
+    if value:
         print("\n".join(f"{name:<10}{value or '-'}" for name, value in versions().items()))
         raise typer.Exit

@@ -43,9 +43,10 @@ def plan(
 ) -> None:
     """Plan one batch, verify the plan, and print its figures.
 
-    The batch is a file, or is drawn from a list of lengths or a workload until the ranks are full. With --server a
-    planning server plans it: an unreachable one is retried for 10 s, the plan may take 600 s, and planning_ms
-    includes the request.
+    The batch is a file, or is drawn from a list of lengths or a workload until
+    the ranks are full. With --server a planning server makes the plan: an
+    unreachable server is retried for 10 s, the plan may take 600 s, and
+    planning_ms includes the request.
 
     [bold]Examples[/bold]
 
@@ -93,8 +94,8 @@ def plan(
 
 
 def _faster_recipe(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
-    """The recipe that a search finds for this batch if its plan is forecast to beat `plan`, and the times of
-    both, forward and backward, one call of each kind; of up to `SEARCHED` ranks."""
+    """The recipe that a search finds for this batch if its plan is simulated to be faster than `plan`, and the times
+    of both, forward and backward, one call of each kind. None above `SEARCHED` ranks."""
     from apportion.bench import planned
     from apportion.ir.errors import ApportionError
     from apportion.planner.simulate import simulate
@@ -162,7 +163,7 @@ def show(
     plan: options.PlanFile,
     rank: Annotated[int | None, Option(help="Print this rank's program.", min=0)] = None,
     svg: Annotated[
-        Path | None, Option(help="Draw the mask and the simulated timelines.", metavar="P.svg")
+        Path | None, Option(help="Draw the mask and the simulated timelines into this file.", metavar="P.svg")
     ] = None,
     kind: Annotated[str | None, Option(help="With --svg: this attention kind. Default: the first.")] = None,
     phase: Annotated[str | None, Option(help="With --svg: forward (default) or backward.")] = None,
@@ -251,7 +252,7 @@ def diff(
     from apportion.report.diff import diff as compare
 
     if html is None:
-        rule = "sets the hardware of the page's times, and there is no page"
+        rule = "sets the hardware for times on the page, and there is no page"
         inputs.refuse({"--hardware": hardware}, rule, "add --html or drop")
     files.check_output("--html", html)
     plans = [(str(path), files.read_plan(path)) for path in (left, right)]

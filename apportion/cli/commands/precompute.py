@@ -1,4 +1,4 @@
-"""`apportion precompute`: the plans of a training run, made before it."""
+"""`apportion precompute`: plans a training run ahead of time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Pipeline = Annotated[
     int,
     Option(
         help="Pipeline stages: plan their ticks, for a PlannedLoader with ticks=tick_table(pipeline, microbatches, "
-        "virtual). Ranks are those of all stages.",
+        "virtual). --ranks counts the ranks of all stages.",
         min=1,
     ),
 ]
@@ -91,15 +91,15 @@ def precompute(
     emit(record, as_json, lambda: _table(record))
 
 
-def _work(job: Job, request: RequestOptions, more: tuple[int, bool, TickTable | None]) -> Work:
+def _work(job: Job, request: RequestOptions, rest: tuple[int, bool, TickTable | None]) -> Work:
     from apportion.service.precompute import Work
 
     request.check_files("--lengths", "--workload")
     source = request.source()
-    samples, (_, _, table) = source.workload, more
+    samples, (_, _, table) = source.workload, rest
     assert samples is not None
     samples = samples.kept(job.tokens // (1 if table is None else table.stages), request.overlong or "refuse")
-    return Work(job, samples.lengths, source.mask or samples.masks, *more)
+    return Work(job, samples.lengths, source.mask or samples.masks, *rest)
 
 
 def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
@@ -107,19 +107,19 @@ def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
     from apportion.service.workers import executor_of
 
     executor, workers = executor_of(workers, PLAN_S, ray=ray)
-    start = said = time.monotonic()
+    start = noted_at = time.monotonic()
     try:
         with progress("planning", work.iterations) as step:
 
-            def report(done: int, fresh: int) -> None:
-                nonlocal said
+            def report(done: int, planned: int) -> None:
+                nonlocal noted_at
                 now = time.monotonic()
-                rate = fresh / (now - start)
+                rate = planned / (now - start)
                 remaining = timedelta(seconds=round((work.iterations - done) / rate)) if rate else "?"
                 progress_text = f"{rate:,.1f} /s, {remaining} left"
                 step(at=done, detail=progress_text)
-                if fresh and not sys.stderr.isatty() and now - said >= LINE_S:
-                    said = now
+                if planned and not sys.stderr.isatty() and now - noted_at >= LINE_S:
+                    noted_at = now
                     note(f"planned {done:,} of {work.iterations:,} iterations, {progress_text}")
 
             return run(work, out, executor, workers, report)

@@ -26,15 +26,15 @@ def profile(
     tokens: Annotated[int | None, Option(help="Tokens per rank, for timing layers.", min=1)] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure this machine and write a hardware file, which prices plans and forecasts: attention kernels, windows,
+    """Measure this machine and write a hardware file for simulations and forecasts: attention kernels, windows,
     memory, linear layers, row work, the loss and Adam.
 
-    With --model the kernels and layers are timed in that model's sizes.
+    With --model the kernels and layers are timed with that model's sizes.
 
     Under torchrun it also measures the links while all ranks send, the time to
     post a message, and kernels during messages: start one rank per GPU on two
-    nodes. Without torchrun these figures stay built in, marked as assumed. Pass
-    the file as --hardware.
+    nodes. Without torchrun these figures keep their built-in values, marked as
+    assumed. Pass the file as --hardware.
 
     [bold]Examples[/bold]
 

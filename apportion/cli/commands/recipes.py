@@ -29,9 +29,10 @@ def recipes(
 ) -> None:
     """List the recipes with purpose, requirements and origin, or print one as YAML.
 
-    `apportion recipes NAME` prints a recipe file: change it and pass it as --recipe or in --recipes. Its comments
-    name the parameters of its passes with defaults and ranges; docs/reference/recipes.md explains them. Editors
-    complete and check recipe files by the JSON Schema.
+    `apportion recipes NAME` prints a recipe file: change it and pass it as
+    --recipe or in --recipes. Its comments list the parameters of its passes with
+    defaults and ranges; docs/reference/recipes.md explains them. Editors use the
+    JSON Schema to complete and check recipe files.
 
     [bold]Examples[/bold]
 
@@ -89,8 +90,9 @@ solvers = typer.Typer(name="solvers")
 def list_all(context: typer.Context, as_json: options.AsJson = False) -> None:
     """List the solvers with problem, method, steps, origin, and whether they are installed.
 
-    A step takes it as the parameter `solver` of its pass, by name or with limits: in a recipe file
-    `place: {lpt: {solver: ilp}}`, or `place: {lpt: {solver: {ilp: {steps: 500, gap: 0.01}}}}`.
+    A pass takes a solver as its parameter `solver`, by name or with limits: in a
+    recipe file `place: {lpt: {solver: ilp}}`, or
+    `place: {lpt: {solver: {ilp: {steps: 500, gap: 0.01}}}}`.
 
     [bold]Examples[/bold]
 
@@ -119,7 +121,7 @@ def _solver(entry: registry.Entry) -> dict[str, Any]:
 
 @solvers.command()
 def compare(
-    problem: Annotated[str | None, Option(help="Only solvers of this problem.")] = None,
+    problem: Annotated[str | None, Option(help="Only solvers for this problem.")] = None,
     count: Annotated[int, Option(help="Small instances of each problem.", min=1)] = 50,
     as_json: options.AsJson = False,
 ) -> None:
@@ -132,7 +134,7 @@ def compare(
       apportion solvers compare --problem partition --count 200 --json
     """
     from apportion.cli.printed import recipes as printed
-    from apportion.cli.solver_comparison import compare as compared
+    from apportion.cli.solver_comparison import compare as compare_solvers
     from apportion.ir.fields import choice
     from apportion.planner.solvers.contracts import KINDS
     from apportion.planner.solvers.registry import list_solvers
@@ -141,8 +143,8 @@ def compare(
         choice("--problem", problem, KINDS)
     selected = [entry for entry in list_solvers() if problem in (None, entry.kind)]
     installed = [entry for entry in selected if entry.installed]
-    with progress("solving", count * len(installed)) as tell:
-        rows = compared(installed, count, tell)
+    with progress("solving", count * len(installed)) as step:
+        rows = compare_solvers(installed, count, step)
     missing = [f"{entry.kind} {entry.name}" for entry in selected if not entry.installed]
     if missing:
         note(f"not installed: {', '.join(missing)}: pip install '.[solvers]'")

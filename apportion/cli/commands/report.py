@@ -14,14 +14,14 @@ from apportion.ir.errors import ConfigError
 Output = Annotated[
     Path, Option("--output", "-o", help="Write the page here.", metavar="R.html", show_default=True)
 ]
-_ON_SERVERS = "/v1/plans/"
+_PLANS_PATH = "/v1/plans/"  # of servers
 
 
 def report(
     plan: Annotated[
         str,
         Argument(
-            help="A plan file, a file of a folder of plans, or the URL of a plan on a server.",
+            help="A plan file, a file from a folder of plans, or the URL of a plan on a server.",
             metavar="PLAN|URL",
         ),
     ],
@@ -63,24 +63,24 @@ def _server_page(url: str, token: str | None, ca: Path | None) -> bytes:
     """The page that a server makes. Raises ConfigError, ServiceError, UnreachableError."""
     from apportion.service.client import Client
 
-    server, _, key = url.partition(_ON_SERVERS)
+    server, _, key = url.partition(_PLANS_PATH)
     try:
-        named = bytes.fromhex(key)
+        key_bytes = bytes.fromhex(key)
     except ValueError:
-        named = b""
-    if not named:
+        key_bytes = b""
+    if not key_bytes:
         raise ConfigError(
-            "URL", url, f"must be SERVER{_ON_SERVERS}KEY, with a key of 64 hex digits", "copy it whole"
+            "URL", url, f"must be SERVER{_PLANS_PATH}KEY, with a key of 64 hex digits", "copy the whole URL"
         )
     client = Client(server, token, ca=ca)
     try:
-        return client.page(named)
+        return client.page(key_bytes)
     finally:
         client.close()
 
 
 def _file_page(path: Path, hardware: str | None) -> tuple[bytes, list[str]]:
-    """The page of plans on this machine, and their ids."""
+    """The page of the plans in a local file, and their ids."""
     from apportion.report import report_html
 
     plans = files.read_plans(path)

@@ -15,7 +15,7 @@ _GB, _DAY_S = 10**9, 86400.0
 
 def serve(
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8321,
+    port: Annotated[int, Option(help="Port to listen on; 0: a free port.", min=0, max=65535)] = 8321,
     store: Annotated[
         str | None,
         Option(
@@ -33,7 +33,7 @@ def serve(
     ] = None,
     store_days: Annotated[
         float | None,
-        Option(help="Delete plans unused for this many days. Default: none; Redis: 1.", min=0.001, max=1e5),
+        Option(help="Delete plans unused for this many days. Default: never; Redis: 1.", min=0.001, max=1e5),
     ] = None,
     workers: options.Workers = 0,
     worker_gb: Annotated[
@@ -56,8 +56,8 @@ def serve(
     """Serve plans to training jobs over HTTP, each request planned once.
 
     Ranks use it with PlannedLoader(source="http://HOST:PORT"), people with a
-    browser, curl, and `apportion plan --server`. Losing its data never changes a
-    result: lost plans are planned again, byte for byte. Ctrl-C or SIGTERM ends
+    browser, curl, or `apportion plan --server`. Losing its data never changes a
+    result: lost plans are made again, byte for byte. Ctrl-C or SIGTERM ends
     it. Each option can be set in the environment: --store-gb as
     APPORTION_SERVE_STORE_GB. On an open network put a proxy with TLS in front
     (deploy/nginx.conf).

@@ -1,4 +1,4 @@
-"""`apportion simulate`: how long a plan takes, rank by rank, and why."""
+"""`apportion simulate`: the simulated time of each rank, and its critical path."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def simulate(
     trace: Annotated[
         Path | None, Option(help="Write a trace that ui.perfetto.dev opens.", metavar="T.json")
     ] = None,
-    timelines: Annotated[int, Option(help="Timelines to draw: of the ranks that wait longest.", min=0)] = 16,
-    path: Annotated[int, Option(help="Steps of the critical path to print: the longest ones.", min=0)] = 10,
+    timelines: Annotated[int, Option(help="Number of longest-waiting ranks to draw.", min=0)] = 16,
+    path: Annotated[int, Option(help="Print this many steps of the critical path, the longest.", min=0)] = 10,
     spans: Annotated[
         bool, Option("--spans/--no-spans", help="With --json: the intervals of every rank.")
     ] = True,
@@ -27,9 +27,9 @@ def simulate(
 ) -> None:
     """Run a plan's programs against the cost model: the time of each rank, and its waits.
 
-    One attention call of each kind, forward and backward, on the links of the
-    plan's cluster. In the timelines █ is work, ▒ work and waiting, · waiting for a
-    round, and the rest idle.
+    Simulates one attention call of each kind, forward and backward, on the links
+    of the plan's cluster. In the timelines █ is work, ▒ work and waiting,
+    · waiting for a round, and a blank idle time.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""`apportion store`: looks after folders of plans."""
+"""`apportion store`: checks and prunes folders of plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="store", help="Check and prune folders of plans.", no_args_is_help=True)
 
-Place = Annotated[Path, Argument(help="Folder of servers or of precompute.", metavar="FOLDER")]
+Place = Annotated[Path, Argument(help="A server's --store or precompute's --out.", metavar="FOLDER")]
 
 
 @app.command()
@@ -35,7 +35,8 @@ def check(
 ) -> None:
     """Read every plan of a folder and list damaged ones. Exit code 1 if there are any.
 
-    Servers may keep using the folder. A damaged plan may be deleted: it is planned again.
+    Servers may keep using the folder. You may delete a damaged plan: it is made
+    again.
 
     [bold]Examples[/bold]
 
@@ -49,7 +50,7 @@ def check(
 
     files, bad = list(_open_store(folder).files()), list[dict[str, str]]()
     if not files:
-        rule = f"holds no plans of release {__version__}"
+        rule = f"has no plans of release {__version__}"
         raise ConfigError("FOLDER", str(folder), rule, "name the --store of a server or an --out")
     planner, workers = executor_of(workers, None) if verify else (None, 1)
     try:
@@ -80,7 +81,7 @@ def prune(
 ) -> None:
     """Delete plans by age and size, as `apportion serve` does with --store-days and --store-gb.
 
-    Servers may keep using the folder: missing plans are planned again.
+    Servers may keep using the folder: missing plans are made again.
 
     [bold]Examples[/bold]
 
@@ -89,7 +90,7 @@ def prune(
       apportion store prune plans/ --gb 2 --json
     """
     if gb is None and days is None:
-        raise ConfigError("--gb, --days", "nothing", "state what to evict", "give one of them, or both")
+        raise ConfigError("limits", "none", "at least one is needed", "give --gb, --days or both")
     store = _open_store(folder)
     max_bytes, oldest_s = None if gb is None else int(gb * 1e9), None if days is None else days * 86400.0
     evicted, freed = store.prune(max_bytes, oldest_s)
@@ -111,7 +112,7 @@ def _open_store(folder: Path) -> Folder:
 
 
 def _fault(file: File, planner: Executor | None) -> str:
-    """Fault of a pack, empty if it is whole. planner: plans its request again and compares."""
+    """Describes the fault of a pack; empty if it is intact. planner: plans the request again, to compare."""
     from apportion.ir.bytes.iteration_slice import IterationSlice
     from apportion.ir.bytes.transport import expanded
     from apportion.ir.errors import DecodeError
@@ -140,7 +141,7 @@ def _replan_fault(pack: Pack, planner: Executor) -> str:
     new_pack = Pack.decode(outcome.data)
     if (new_pack.key, new_pack.head.id) == (pack.key, pack.head.id):
         return ""
-    return f"it is the plan {pack.head.id.hex()[:16]}, planned again it is {new_pack.head.id.hex()[:16]}"
+    return f"it has plan {pack.head.id.hex()[:16]}, but its request now gives {new_pack.head.id.hex()[:16]}"
 
 
 def _check_summary(record: dict[str, Any], bad: list[dict[str, str]]) -> str:

@@ -20,12 +20,12 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
 from apportion.planner.simulate import Run, simulate
 
-CELLS = 112  # of the mask, a side
+CELLS = 112  # per side of the mask
 STEPS = 240  # cells of a timeline
 MOST_BYTES = 280_000  # per file; larger pictures are drawn more coarsely
-COARSEST = 30  # steps
+COARSEST = 30  # minimum number of steps
 LITTLE = 0.3  # a step with a smaller busy share stays empty
-MOST = 64  # ranks up to which each has a colour and a timeline; above, colours are per node
+MOST = 64  # up to this number each rank has a colour and a timeline; above it colours are per node
 
 WIDTH, LEFT, TOP = 900, 74, 64
 MASK = 560
@@ -39,7 +39,7 @@ _FILLS = {OTHER: "#57606a", WAITING: "#dfe3e8", EVEN: "#24292f", ODD: "#98a2ad"}
 
 @dataclass(frozen=True)
 class Colours:
-    """The colours of ranks: each its own, or that of its node."""
+    """The colours of ranks, one per rank or one per node."""
 
     ranks: int
     per_node: int
@@ -60,7 +60,7 @@ class Colours:
 
 @dataclass(frozen=True, eq=False)
 class _Scene:
-    """Scene of a picture. coarse: cells and steps drawn as one, which keeps the file small."""
+    """A plan and its simulated run, to be drawn. coarse: number of cells or steps drawn as one, for a smaller file."""
 
     plan: Plan
     run: Run
@@ -120,7 +120,7 @@ def _check(plan: Plan, kind: str, phase: str) -> None:
 
 
 def _recipe(plan: Plan) -> str:
-    """The recipe and, if it searched, the recipe that it chose."""
+    """Name of the recipe and, after a search, of the recipe that it chose."""
     search = plan.report.get("search")
     return plan.header.recipe if search is None else f"{plan.header.recipe} ({search['recipe']['name']})"
 
@@ -277,7 +277,7 @@ def _timeline(scene: _Scene, rank: int, top: int, height: int) -> Iterator[str]:
 
 
 def _dominant_spans(run: Run, groups: Sequence[Bools], steps: int) -> Ints:
-    """int64 [steps]: which of the chosen spans fills most of each step; NOBODY if together they fill little of it."""
+    """int64 [steps]: the index of the group of spans that fills most of each step; NOBODY if all fill little of it."""
     edges = np.linspace(0.0, run.makespan_us, steps + 1)
     shares = np.array([share(run, spans, edges) for spans in groups])
     dominant = np.argmax(shares, axis=0)

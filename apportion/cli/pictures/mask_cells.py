@@ -1,4 +1,4 @@
-"""Ranks that compute each part of the mask: the tasks of a plan's programs, in global tokens, gathered into cells."""
+"""Finds the rank that computes most of each cell of the mask, from the tasks of a plan's programs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import HeadSets
 from apportion.report.mask import pieces
 
-_MOST_SEQUENCES = 12  # on one axis: shorter ones would not be seen
+_MOST_SEQUENCES = 12  # drawn on an axis: shorter ones would be invisible
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The sequences drawn, one after another. starts, lengths: int64 [sequences], in tokens of the batch; edges: int64
-    [cells + 1], where cells begin on the axis."""
+    """The drawn sequences, one after another. starts, lengths: int64 [sequences], in tokens of the batch; edges: int64
+    [cells + 1], the bounds of cells on the axis."""
 
     starts: Ints
     lengths: Ints
@@ -32,12 +32,12 @@ class Axis:
 
     @property
     def offsets(self) -> Ints:
-        """int64 [sequences]: where each begins on the axis."""
+        """int64 [sequences]: the start of each sequence on the axis."""
         return np.asarray(np.cumsum(self.lengths) - self.lengths, np.int64)
 
 
 def axis_of(plan: Plan, cells: int) -> Axis:
-    """The longest sequences of a batch, in its order."""
+    """The axis of a batch's longest sequences, in the batch's order."""
     batch = plan.request.batch
     longest = np.sort(np.argsort(-batch.lengths, kind="stable")[:_MOST_SEQUENCES])
     lengths = np.asarray(batch.lengths[longest], np.int64)
@@ -45,7 +45,7 @@ def axis_of(plan: Plan, cells: int) -> Axis:
 
 
 def _edges(lengths: Ints, cells: int) -> Ints:
-    """Divides about that many cells among the sequences: a whole number for each, at least one."""
+    """The bounds of about `cells` cells, divided among the sequences: a whole number for each, at least one."""
     tokens = int(lengths.sum())
     counts = np.clip(lengths * cells // tokens, 1, lengths)
     offsets = np.cumsum(lengths) - lengths
@@ -59,20 +59,20 @@ def _edges(lengths: Ints, cells: int) -> Ints:
 def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
     """int64 [cells, cells], queries by keys: the rank that computes most of each cell, NOBODY where the mask is empty.
 
-    If ranks share the heads, rows of cells show the ranks in turn. Raises VerifyError, CapacityError.
+    If ranks split the heads, rows of cells show the ranks in turn. Raises VerifyError, CapacityError.
     """
     all_pieces = dict(pieces(plan))[kind, phase]
     bands, piece = _on_axis(np.ascontiguousarray(all_pieces.bands.T), axis)
     sets = all_pieces.heads[piece]
     rows, part = _rows(bands, axis.edges)
     program = next(one for one in Subject(plan).programs if (one.kind, one.phase) == (kind, phase))
-    head_sets = _unlike_heads(program.q_sets, sets)[:, sets[part]]
+    head_sets = _distinct_heads(program.q_sets, sets)[:, sets[part]]
     source = head_sets[rows % len(head_sets), np.arange(len(rows))]
     return _busiest(bands[part[source]], rows[source], all_pieces.rank[piece][part[source]], axis.edges)
 
 
 def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
-    """The drawn parts of bands, on the axis, and the band of each part."""
+    """The parts of bands inside the drawn sequences, in axis coordinates, and the band index of each part."""
     parts, origins = [], []
     for start, length, offset in zip(axis.starts, axis.lengths, axis.offsets, strict=True):
         indexes = np.flatnonzero((bands[:, 0] < start + length) & (bands[:, 1] > start))
@@ -85,8 +85,8 @@ def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
     return np.concatenate(parts), np.concatenate(origins)
 
 
-def _unlike_heads(sets: HeadSets, set_numbers: Ints) -> Bools:
-    """bool [heads, sets]: the head sets of each head, for one head of every distinct combination of sets."""
+def _distinct_heads(sets: HeadSets, set_numbers: Ints) -> Bools:
+    """bool [heads, sets]: the head sets that contain a head, for one head per distinct combination of sets."""
     member = np.zeros((sets.heads, len(sets.members)), bool)
     for number in np.unique(set_numbers).tolist():
         member[sets.members[number], number] = True

@@ -1,4 +1,4 @@
-"""SVG as text: shapes that are escaped and rounded, so that equal pictures are equal bytes."""
+"""SVG as text. Shapes are escaped and rounded, so equal pictures have equal bytes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TURN = 0.381966  # of a circle, the golden angle: no two of the first hues come
 _TONES = ((62, 52), (48, 36), (70, 72))  # saturation and lightness in percent, in turn
 
 
-def safe(value: object) -> str:
+def escaped(value: object) -> str:
     """The text, escaped for XML."""
     return escape(_NOT_XML.sub("\ufffd", str(value)))
 
 
 def colour(index: int, count: int) -> str:
-    """The colour of one of `count` items, as distinguishable as that many colours can be."""
+    """The colour of an item, as distinguishable as possible among `count` colours."""
     if count <= len(_FEW):
         return _FEW[index]
     saturation, lightness = _TONES[index % len(_TONES)]
@@ -37,7 +37,7 @@ def colour(index: int, count: int) -> str:
 def text(x: float, y: float, value: object, size: int = 12, anchor: str = "start", rest: str = "") -> str:
     """A line of text whose baseline is at y. rest: further attributes."""
     attributes = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
-    return f"<text {attributes}{' ' * bool(rest)}{rest}>{safe(value)}</text>"
+    return f"<text {attributes}{' ' * bool(rest)}{rest}>{escaped(value)}</text>"
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, rest: str = "") -> str:
@@ -56,7 +56,7 @@ def raster(owners: Ints, fills: dict[int, str], across: Ints, down: Ints) -> str
     """Cells [rows, columns] as one path per fill; owners without a fill stay empty. across, down: starts of columns and
     rows, and the end of the last: int64 [columns + 1], [rows + 1], in tenths of a pixel.
 
-    Neighbours of one owner in a row are one rectangle, and equal rectangles of neighbouring rows too.
+    Adjacent cells of one owner in a row are merged into a rectangle, and so are equal rectangles of adjacent rows.
     """
     x, y = across.tolist(), down.tolist()
     paths: dict[int, list[str]] = {owner: [] for owner in fills}
@@ -94,5 +94,5 @@ def document(width: float, height: float, title: str, description: str, parts: S
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-labelledby="title desc" font-family="{FONT}" fill="{INK}">'
     )
-    metadata = f'<title id="title">{safe(title)}</title>\n<desc id="desc">{safe(description)}</desc>'
+    metadata = f'<title id="title">{escaped(title)}</title>\n<desc id="desc">{escaped(description)}</desc>'
     return "\n".join([head, metadata, rect(0, 0, width, height, "#ffffff"), *parts, "</svg>", ""])

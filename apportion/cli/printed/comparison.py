@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the comparison. text: cell of a row that was served; wide: only in the wide table."""
+    """A column of the comparison. text: the cell of a row that is not refused; wide: only in the wide table."""
 
     title: str
     text: Callable[[Record], str]
@@ -77,7 +77,7 @@ RECURRENT = Column(
 
 
 def comparison(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
-    """Prints a comparison: a headline, the table, and reasons of refused batches."""
+    """The parts of the output: a headline, the table, and the reasons for refused batches."""
     return (
         lambda: _headline(record),
         lambda: comparison_table(record["rows"], wide),
@@ -107,14 +107,14 @@ def comparison_table(rows: Sequence[Record], wide: bool = False) -> Table:
 
 
 def comparison_cells(row: Record, columns: Sequence[Column] = COLUMNS) -> list[str]:
-    """The texts of one row; a recipe that served no batch has its name and dashes."""
+    """The texts of one row; for a recipe that planned no batch its name and dashes."""
     if row["status"] == "ok":
         return [column.text(row) for column in columns]
     return [row["recipe"], "refused", *["-"] * (len(columns) - 2)]
 
 
 def remarks(rows: Sequence[Record]) -> list[str]:
-    """A line for each row that was refused, wholly or in part, or not verified."""
+    """A line for each row with refused or unverified batches."""
     return [
         f"{row['recipe']}: {text}"
         for row in rows

@@ -15,7 +15,7 @@ from apportion.cli.printed.tables import table
 Record = Mapping[str, Any]
 
 BAR = 56  # characters of the bar of the longest step
-#: part -> the letter that it is drawn with
+#: part of a step -> its letter in the bar
 LETTERS = {
     "attention": "A",
     "recurrent": "R",
@@ -35,7 +35,7 @@ LETTERS = {
 
 
 def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
-    """A headline, the table, bars, the saving, and why other rows were refused."""
+    """The parts of the output: a headline, the table, bars, the saving, and the reasons for refused rows."""
     rows = _visible_rows(record, wide)
     return (
         lambda: _headline(record),
@@ -48,7 +48,7 @@ def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...
 
 
 def _visible_rows(record: Record, wide: bool) -> list[Record]:
-    """The served rows, fastest first; for static grids of a recipe only the fastest that fits, unless `wide`."""
+    """The planned rows, fastest first; of a recipe's static grids only the fastest that fits, unless `wide`."""
     ordered = sorted(
         (row for row in record["rows"] if row["status"] != "refused"),
         key=lambda row: float(row["step_s"]["value"]),
@@ -59,8 +59,8 @@ def _visible_rows(record: Record, wide: bool) -> list[Record]:
     for row in ordered:
         form = row["parallelism"]
         key = (form["recipe"], form["context"] is None, form["context"] is None and row["name"])
-        named = row["name"] == record["baseline"]
-        if named or (key not in keys and (form["context"] is None or row["status"] == "ok")):
+        is_baseline = row["name"] == record["baseline"]
+        if is_baseline or (key not in keys and (form["context"] is None or row["status"] == "ok")):
             keys.add(key)
             visible.append(row)
     return visible
@@ -69,8 +69,8 @@ def _visible_rows(record: Record, wide: bool) -> list[Record]:
 def _headline(record: Record) -> str:
     cluster, training = record["cluster"], record["training"]
     ranks = cluster["nodes"] * cluster["ranks_per_node"]
-    named = record["refused_baseline"]
-    baseline = record["baseline"] or (f"{named} (refused)" if named else "none")
+    refused = record["refused_baseline"]
+    baseline = record["baseline"] or (f"{refused} (refused)" if refused else "none")
     kernels, grids = (record[field]["name"] for field in ("hardware", "grid_hardware"))
     kernels += f" (static grids: {grids})" if grids != kernels else ""
     return (
@@ -81,7 +81,7 @@ def _headline(record: Record) -> str:
 
 
 def _table(rows: Sequence[Record], baseline: str | None) -> Table:
-    """Shows the interval of the gain, not of the step (see the JSON); pairs kept only if some row drops pairs."""
+    """The table, with the range of the gain, not of the step; `pairs kept` only if some row drops pairs."""
     drops = any(row["pairs_kept"] < 0.995 for row in rows)
     figures = ("step s", "tokens/s\n/GPU", "MFU", "GiB", "atten-\ntion")
     titles = ("parallelism", *figures, *(["pairs\nkept"] if drops else []), "speed-up\n(range)")
@@ -103,7 +103,7 @@ def _cells(row: Record, baseline: str | None, drops: bool) -> list[str]:
 
 
 def _bars(rows: Sequence[Record]) -> str:
-    """Each step as long as it takes, a letter for each part."""
+    """A bar for each step, as long as the step, with a letter for each part."""
     if not rows:
         return ""
     longest = max(row["step_s"]["value"] for row in rows)
@@ -126,11 +126,11 @@ def _saving(record: Record) -> str:
     if best is None and all(row["status"] == "refused" for row in record["rows"]):
         return "\nnothing was planned: every row was refused, for the reasons below"
     if best is None and any(row["status"] == "ok" for row in record["rows"]):
-        return "\nnothing is proposed: what fits drops pairs of sequences that it cuts; use larger groups, or --recipes"
+        return "\nnothing is proposed: the grids that fit cut sequences and drop pairs; use larger groups, or --recipes"
     if best is None:
         return "\nnothing fits: more ranks, more recomputation (--training '{recompute: full}'), fewer tokens per rank"
     if base is None or best is base:
-        return f"\nfastest that fits: {best['name']}, {best['step_s']['value']:.2f} s a step"
+        return f"\nfastest that fits: {best['name']}, {best['step_s']['value']:.2f} s per step"
     gain, hours = best["gain"], best["saved_gpu_hours_a_week"]
     changes = {name: base["parts_s"][name] - best["parts_s"][name] for name in best["parts_s"]}
     largest = sorted(
@@ -149,7 +149,7 @@ def _saving(record: Record) -> str:
 
 
 def _experts(record: Record) -> str:
-    """Parameters, and rows of experts in the proposed row, or the first that was served."""
+    """Parameters, and rows per expert in the proposed row of the table, or else in the first planned one."""
     experts, params = record["training"]["experts"], record["parameters"]
     row = next((row for row in record["rows"] if row["name"] == record["best"]), None)
     row = row or next((row for row in record["rows"] if row["status"] != "refused"), None)
@@ -158,23 +158,25 @@ def _experts(record: Record) -> str:
     rows = row["experts"]
     assumption = f"imbalance {experts['imbalance']:g} assumed, "
     capacity = (
-        f"padded to {experts['capacity']:g} of an even share of the fullest rank's, so that uneven tokens are padding"
+        f"padded to {experts['capacity']:g} times an even share of the fullest rank's, so uneven tokens are padding"
         if experts["capacity"]
-        else f"{assumption}dropless: uneven tokens are rows that a rank sends, not that experts compute"
+        else f"{assumption}dropless: uneven tokens change the rows that ranks send, not those that experts compute"
     )
     text = (
-        f"{params['total'] / 1e9:.1f}B parameters, {params['active'] / 1e9:.1f}B of them a token's; {row['name']}: an "
-        f"expert gets {rows['mean']:,.0f} rows a microbatch on average, the fullest rank of experts "
+        f"{params['total'] / 1e9:.1f}B parameters, {params['active'] / 1e9:.1f}B active per token; {row['name']}: an "
+        f"expert gets {rows['mean']:,.0f} rows per microbatch on average, the fullest rank of experts "
         f"{rows['received']:,.0f}; the rank with most tokens has {100 * (rows['uneven'] - 1):.1f} % more than the mean "
         f"({capacity})"
     )
     return "\n".join(["", *wrap(text, WIDTH)])
 
 
-def _remarks(rows: Sequence[Record], named: str | None) -> list[str]:
-    """A line for each refusal of a recipe and of the named baseline; those of other static grids are counted."""
+def _remarks(rows: Sequence[Record], baseline: str | None) -> list[str]:
+    """A line for each refusal of a recipe and of the named baseline; the number of other refused static grids."""
     refused = [row for row in rows if row["status"] == "refused"]
-    refused_plans = [row for row in refused if row["parallelism"]["context"] is None or row["name"] == named]
+    refused_plans = [
+        row for row in refused if row["parallelism"]["context"] is None or row["name"] == baseline
+    ]
     remarks = [f"{row['name']}: {row['reason']}" for row in refused_plans]
     if len(refused) > len(refused_plans):
         remarks.append(

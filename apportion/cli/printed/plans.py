@@ -42,7 +42,7 @@ def faster_rows(faster: Record | None) -> list[tuple[str, str]]:
     if faster is None:
         return []
     ratio = faster["own_ms"] / faster["ms"]
-    times = f"{faster['ms']:.2f} ms a call, forward and backward, for {faster['own_ms']:.2f}"
+    times = f"{faster['ms']:.2f} ms per call, forward and backward, instead of {faster['own_ms']:.2f}"
     return [("faster", f"{faster['recipe']}, {ratio:.2f} times as fast by forecast ({times}): --recipe auto")]
 
 
@@ -68,7 +68,7 @@ def _bench_cells(record: Record) -> list[str]:
 
 
 def attention_table(records: Sequence[Record]) -> Table:
-    """One line per row of the benchmark of attention that was timed; columns without a figure are left out."""
+    """One line per timed row of the attention benchmark; columns without figures are left out."""
     timed = [record for record in records if record["host_ms"] is not None]
     columns = {
         name: cells
@@ -79,7 +79,7 @@ def attention_table(records: Sequence[Record]) -> Table:
 
 
 def _number(name: str, digits: int = 0) -> Callable[[Record], str]:
-    """A field as text, empty where it was not measured."""
+    """Formats a field; empty if it was not measured."""
     return lambda record: "" if record[name] is None else f"{record[name]:,.{digits}f}"
 
 
@@ -99,7 +99,7 @@ _ATTENTION_COLUMNS: Mapping[str, Callable[[Record], str]] = {
 
 
 def picture(plan: Plan) -> RenderableType:
-    """Two bars per rank (per node where there are many ranks): attention work and tokens over their means."""
+    """Two bars per rank (per node if there are many ranks): attention work and tokens over their means."""
     work, token_counts, per_node = loads(plan), tokens(plan), plan.request.cluster.ranks_per_node
     group = per_node if len(work) > SHOWN else 1
     unit = f"node: the busiest of its {per_node} ranks" if group > 1 else "rank"
@@ -124,7 +124,7 @@ def _bar(share: float, longest: float, style: str) -> Text:
 
 
 def search_table(search: Record) -> Table:
-    """Table of a search's candidates, in order: milliseconds of a layer, or why it was refused. The best is bold."""
+    """Table of a search's candidates, in order: milliseconds per layer, or why it was refused. The best is bold."""
     rows = (
         (Text(cell, "bold" * (trial["recipe"] == search["recipe"])) for cell in cells)
         for trial in search["tried"]
@@ -144,13 +144,13 @@ def _steps(trial: Record) -> str:
     if trial["refused"] is not None:
         return str(trial["refused"])
     steps = trial["recipe"]["steps"].items()
-    return ", ".join(_step(step, named) for step, named in steps if named)
+    return ", ".join(_step(step, setting) for step, setting in steps if setting)
 
 
-def _step(step: str, named: Any) -> str:
-    if named is True:  # a switch
+def _step(step: str, setting: Any) -> str:
+    if setting is True:  # a switch
         return step
-    ((name, params),) = named.items()
+    ((name, params),) = setting.items()
     return f"{step} {name}{_params(params)}"
 
 
@@ -159,7 +159,7 @@ def _params(params: Mapping[str, Any]) -> str:
 
 
 def program_sizes(plan: Plan, rank: int | None = None) -> list[dict[str, Any]]:
-    """Per kind and phase, how many rows each table has (of one rank, or of all)."""
+    """Number of rows of each table per kind and phase, of one rank or of all."""
     records = []
     for (kind, phase), programs in plan.programs.items():
         selected = programs if rank is None else programs.rank(rank)

@@ -50,7 +50,7 @@ def _source(row: Record) -> str:
 def solvers_table(rows: Sequence[Record]) -> Table:
     """Table of solvers."""
     return _catalogue(
-        ("solver", "problem", "how", "taken by", "from", "needs"),
+        ("solver", "problem", "method", "used by", "from", "needs"),
         [
             (row["name"], row["kind"], row["summary"], ", ".join(row["steps"]), row["source"], _needs(row))
             for row in rows
@@ -65,7 +65,7 @@ def compared_table(rows: Sequence[Record]) -> Table:
         ratios = ["-" if row[name] is None else f"{row[name]:.4f}" for name in ("mean", "worst")]
         counts = [f"{row[name]}/{row['problems']}" for name in ("solved", "optimal", "proven")]
         cells.append((row["kind"], row["solver"], *counts, *ratios, f"{row['ms']:.2f}"))
-    titles = ("problem", "solver", "solved", "optimal", "said so", "mean", "worst", "ms")
+    titles = ("problem", "solver", "solved", "optimal", "proven", "mean", "worst", "ms")
     return table(titles, cells, titles[:2], gap=2)
 
 

@@ -15,8 +15,8 @@ def table(
     gap: int = 1,
     folds: Sequence[str] = (),
 ) -> Table:
-    """left: titles of left-aligned columns; gap: blanks between columns; folds: titles of columns
-    whose cells take several lines where they are long."""
+    """Makes a table. left: titles of left-aligned columns; gap: blanks between columns; folds: titles of
+    columns whose long cells wrap."""
     grid = Table(box=None, padding=(0, gap, 0, 0))
     for title in titles:
         justify: JustifyMethod = "left" if title in left else "right"

@@ -15,27 +15,29 @@ from apportion.ir.isa import Op
 from apportion.ir.plan.summary import human_bytes
 from apportion.planner.simulate import PathStep, RecurrentRun, Run, Simulation
 
-CELLS = 60  # of a timeline
-MIXED = 0.15, 0.85  # shares of work in a cell, between which it is drawn as part work, part waiting
+CELLS = 60  # characters of a timeline
+MIXED = 0.15, 0.85  # shares of work in a cell between which it is drawn as work and waiting
 
 
-def headline(found: Simulation) -> str:
-    """The whole simulation in a few lines."""
-    busiest, losses = found.busiest, found.lost
+def headline(simulation: Simulation) -> str:
+    """A summary of the whole simulation in a few lines."""
+    busiest, losses = simulation.busiest, simulation.lost
     breakdown = ", ".join(
         f"{name.replace('rows', 'row work')} {100 * us / sum(losses):.1f}"
         for name, us in losses._asdict().items()
         if us
     )
     return (
-        f"recipe {found.plan.header.recipe} on {found.plan.header.ranks} ranks, hardware {found.hardware}: forward "
-        f"{found.forward_ms:.3f} ms, backward {found.backward_ms:.3f} ms\n{100 * found.efficiency:.1f} % of the time "
-        f"is what balanced work without communication needs: {100 * found.of_attainable:.1f} % of what is attainable\n"
-        f"of the time, in %: {breakdown or 'nothing'}\nthe longest wait of a rank is {found.exposed_ms:.3f} ms\n"
+        f"recipe {simulation.plan.header.recipe} on {simulation.plan.header.ranks} ranks, hardware "
+        f"{simulation.hardware}: forward {simulation.forward_ms:.3f} ms, backward {simulation.backward_ms:.3f} ms\n"
+        f"{100 * simulation.efficiency:.1f} % of the time is useful, balanced work: "
+        f"{100 * simulation.of_attainable:.1f} % of what is attainable\n"
+        f"shares of the time in %: {breakdown or 'none'}\n"
+        f"the longest wait of a rank is {simulation.exposed_ms:.3f} ms\n"
         f"the busiest rank, {busiest['rank']}, starts {count(busiest['launches'], 'kernel')} for "
         f"{count(busiest['instructions'], 'instruction')} and posts {count(busiest['messages'], 'message')} in "
         f"{count(busiest['rounds'], 'round')}"
-        + "".join(f"\n{_recurrent(run)}" for run in found.recurrent.values())
+        + "".join(f"\n{_recurrent(run)}" for run in simulation.recurrent.values())
     )
 
 
@@ -84,8 +86,8 @@ def _bar(run: Run, rank: int) -> Text:
 
 
 def share(run: Run, mask: Bools, edges: Floats) -> Floats:
-    """float64 [cells]: the fraction of the time between two edges inside spans of a run, overlapping spans counted
-    once."""
+    """float64 [cells]: the fraction of the time between two edges that spans of a run cover, with overlapping spans
+    counted once."""
     start, end = run.spans.start_us[mask], run.spans.end_us[mask]
     if not len(start):
         return np.zeros(len(edges) - 1)

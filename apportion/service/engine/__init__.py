@@ -1,4 +1,4 @@
-"""Engine of the service: queues requests, plans each once for all callers, caches packs in memory."""
+"""The engine of the service: queues requests, plans each once for all callers, caches packs in memory."""
 
 from __future__ import annotations
 

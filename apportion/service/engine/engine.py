@@ -27,17 +27,17 @@ from apportion.service.workers import Completion, Refusal, WorkerDiedError, plan
 from apportion.service.workers.work import Work
 
 DEATHS = 3  # worker deaths after which a request is quarantined
-GRACE_S = 0.25  # wait for a key that is not submitted yet, before the client is to submit it
+GRACE_S = 0.25  # wait for the submission of a key, before it is reported as unknown
 LOOK_S = 0.05  # first interval of polling the store for another server's plan; doubles each time
-SAID_S = 1.0  # interval of logging store failures: every rank's lookup may fail
-WAITING = 1 << 14  # most unknown keys that are waited for
+LOG_S = 1.0  # least interval between logged store failures: every rank's lookup may fail
+MAX_AWAITED = 1 << 14  # maximum number of unknown keys with waiting readers
 LOG = getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of an engine. queued: requests; queued_bytes: of requests; cached_bytes: of packs in memory; known:
-    requests whose state is remembered."""
+    """Limits of an engine. queued: number of waiting requests; queued_bytes: their bytes; cached_bytes: bytes of packs
+    in memory; known: number of requests whose state is remembered."""
 
     queued: int = 8192
     queued_bytes: int = 64 << 20
@@ -46,7 +46,8 @@ class Limits:
 
 
 class Engine:
-    """The engine. executor: runs functions such as `plan_pack` in other processes; workers: at once, see `Schedule`."""
+    """The engine. executor: runs functions such as `plan_pack` in other processes; workers: number that run at a time,
+    see `Schedule`."""
 
     def __init__(
         self,
@@ -64,13 +65,13 @@ class Engine:
         self._running, self._arriving = set[Entry](), dict[bytes, asyncio.Event]()
         self._tasks = set[asyncio.Future[object]]()
         self._queued_bytes = self._cached_bytes = 0
-        self._said = -SAID_S
+        self._logged_at = -LOG_S
 
     # ---- interface of the handlers
 
     async def submit(self, request: PlanRequest, tenant: str, ahead: int = 0) -> Entry:
-        """Plans a request once, however often it is submitted. Raises ServiceError if it is or was refused, or
-        the queue is full."""
+        """Submits a request, which is planned once however often it is submitted. Raises ServiceError if it was refused
+        or the queue is full."""
         key, due = request.key, self._schedule.due(request.job, ahead)
         entry = self._entries.get(key) or self._restore_entry(await self._load_pack(key), request.job, tenant)
         entry = self._entries.get(key) or entry  # another call may have added it
@@ -82,17 +83,17 @@ class Engine:
             raise entry.problem
         return entry
 
-    def hot(self, key: bytes) -> Pack | None:
-        """The pack of a key, None if it is not in memory."""
+    def cached(self, key: bytes) -> Pack | None:
+        """The pack of a key in memory; None if it is not there."""
         pack = self._packs.get(key)
         if pack is not None:
             self._packs.move_to_end(key)
         return pack
 
     async def pack(self, key: bytes, wait_s: float) -> Pack | None:
-        """The pack of a key, None if it is not ready after `wait_s` seconds. Raises UnknownPlanError, and ServiceError
+        """The pack of a key; None if it is not ready within `wait_s` seconds. Raises UnknownPlanError, and ServiceError
         if the request is refused."""
-        pack, entry = self.hot(key), self._entries.get(key)
+        pack, entry = self.cached(key), self._entries.get(key)
         if pack is None and (entry is None or entry.state is State.READY):
             self._entries.pop(key, None)  # its pack was evicted from memory
             pack = await self._find_pack(key, min(wait_s, GRACE_S))
@@ -106,28 +107,28 @@ class Engine:
                 await entry.done.wait()
         if entry.problem is not None:
             raise entry.problem
-        return self.hot(key) or (await self._load_pack(key) if entry.state is State.READY else None)
+        return self.cached(key) or (await self._load_pack(key) if entry.state is State.READY else None)
 
     async def make(self, work: Work, request: PlanRequest, tenant: str) -> bytes:
-        """A worker's result for a request, not cached. Raises ServiceError."""
+        """The result of a worker's function for a request, which is neither cached nor listed. Raises ServiceError."""
         entry = self._queue(work, request, tenant, self._schedule.due(request.job, 0))
         await entry.done.wait()
         if entry.problem is not None:
             raise entry.problem
         return entry.data
 
-    def known(self, key: bytes) -> Entry | None:
-        """The entry of a request received since the start, None if unknown."""
+    def entry(self, key: bytes) -> Entry | None:
+        """The entry of a request received since the start; None if there is none."""
         return self._entries.get(key)
 
-    def asked(self, key: bytes) -> None:
+    def record_use(self, key: bytes) -> None:
         """Records that a rank requests a plan."""
         entry = self._entries.get(key)
-        if entry is not None and entry.asked is None:
-            entry.asked = asyncio.get_running_loop().time()
+        if entry is not None and entry.first_use is None:
+            entry.first_use = asyncio.get_running_loop().time()
 
     async def hour(self) -> tuple[list[Minute], list[Usage]]:
-        """The last hour, by minute and by tenant; counted in a thread, since many requests take a while."""
+        """The last hour, by minute and by tenant; computed in a thread, because many requests take a while."""
         entries, now = list(self._entries.values()), asyncio.get_running_loop().time()
         return await asyncio.to_thread(lambda: (minutes(entries, now), usage(entries, now)))
 
@@ -155,7 +156,7 @@ class Engine:
         return entry
 
     def _admit(self, tenant: str, size: int) -> None:
-        """Raises ServiceError if the queue is full and the tenant has its even share of it."""
+        """Raises ServiceError if the queue is full and the tenant already has an even share of it."""
         queued, max_queued, most_bytes = len(self._schedule), self._limits.queued, self._limits.queued_bytes
         if queued >= max_queued or self._queued_bytes + size > most_bytes:
             count, held_bytes, share = self._schedule.share(tenant)
@@ -177,7 +178,7 @@ class Engine:
         self, entry: Entry, start: float, planning: asyncio.Future[Completion | Refusal]
     ) -> None:
         self._running.discard(entry)
-        self._schedule.ended(entry, asyncio.get_running_loop().time() - start)  # however it ended
+        self._schedule.record_time(entry, asyncio.get_running_loop().time() - start)  # also after a failure
         try:
             self._take(entry, planning.result())
         except WorkerDiedError as error:
@@ -202,7 +203,7 @@ class Engine:
             pack = Pack.decode(outcome.data, entry.key)
             entry.plan = pack.head.id
             self._cache(pack)
-            self._start(self._keep(pack))
+            self._start(self._put_in_store(pack))
             self.metrics.planning.observe(outcome.seconds)
             self.metrics.readiness.observe(asyncio.get_running_loop().time() - entry.since)
         else:
@@ -214,7 +215,7 @@ class Engine:
         entry.deaths += 1
         if entry.deaths >= DEATHS:
             self._refuse(
-                entry, ServiceError("quarantined", f"{DEATHS} workers died on it, most recently: {error}")
+                entry, ServiceError("quarantined", f"{DEATHS} workers died planning it, the last: {error}")
             )
             return
         LOG.warning("%s: %s; it is planned again", entry.key.hex()[:16], error)
@@ -242,13 +243,13 @@ class Engine:
             self._entries.popitem(last=False)
 
     async def _find_pack(self, key: bytes, wait_s: float) -> Pack | None:
-        """The pack of a key in the store, which other servers may share; None once the request is submitted here.
-        Raises UnknownPlanError if neither happens in time."""
+        """Waits for the pack of a key in the store, where another server may put it; returns None once the request is
+        submitted here. Raises UnknownPlanError if neither happens in time."""
         loop = asyncio.get_running_loop()
         deadline, pause_s = loop.time() + wait_s, LOOK_S
-        while (pack := self.hot(key) or await self._load_pack(key)) is None and key not in self._entries:
+        while (pack := self.cached(key) or await self._load_pack(key)) is None and key not in self._entries:
             left_s = deadline - loop.time()
-            if left_s <= 0 or len(self._arriving) >= WAITING:
+            if left_s <= 0 or len(self._arriving) >= MAX_AWAITED:
                 self._arriving.pop(key, None)
                 raise UnknownPlanError(key)
             arriving = self._arriving.setdefault(key, asyncio.Event())
@@ -260,7 +261,7 @@ class Engine:
         return pack
 
     def _wake_waiters(self, key: bytes) -> None:
-        """Wakes the waiters for a key that was not known."""
+        """Wakes the readers that wait for an unknown key."""
         arriving = self._arriving.pop(key, None)
         if arriving is not None:
             arriving.set()
@@ -278,31 +279,31 @@ class Engine:
         """The pack of a key in the store; None if the store fails."""
         pack = None
         if self.store is not None:
-            with self._tolerant():
+            with self._logged_store_errors():
                 pack = await asyncio.to_thread(self.store.get, key)
         if pack is not None:
             self._cache(pack)
             self.metrics.stored.inc()
         return pack
 
-    async def _keep(self, pack: Pack) -> None:
+    async def _put_in_store(self, pack: Pack) -> None:
         if self.store is not None:
-            with self._tolerant():
+            with self._logged_store_errors():
                 await asyncio.to_thread(self.store.put, pack)
 
     @contextmanager
-    def _tolerant(self) -> Iterator[None]:
+    def _logged_store_errors(self) -> Iterator[None]:
         try:
             yield
         except (StoreError, DecodeError) as error:
             self.metrics.store_errors.inc()
             now = asyncio.get_running_loop().time()
-            if now - self._said >= SAID_S:
-                self._said = now
+            if now - self._logged_at >= LOG_S:
+                self._logged_at = now
                 LOG.error("%s", error)
 
     def _restore_entry(self, pack: Pack | None, job: bytes, tenant: str) -> Entry | None:
-        """The entry for a pack from the store, None without a pack."""
+        """The entry for a pack from the store; None if there is no pack."""
         if pack is None:
             return None
         now = asyncio.get_running_loop().time()

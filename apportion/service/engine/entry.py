@@ -1,4 +1,4 @@
-"""Entry: one request and its state."""
+"""A request and its state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class State(StrEnum):
 
 
 class PlanRequest(NamedTuple):
-    """A request in the engine's form. key: 32 bytes; data: canonical bytes; job: its digest; ranks: the job's."""
+    """A request in the engine's form. key: 32 bytes; data: canonical bytes; job: digest of the job; ranks: of the
+    job."""
 
     key: bytes
     data: bytes
@@ -29,10 +30,10 @@ class PlanRequest(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """work: the work for the encoded request; job: digest of the request's job; ranks: of its cluster; tenant: who
-    submitted it first; due: when it is needed, on the loop's clock; deaths: workers that died of it; seconds: of the
-    worker; data: the result; plan: 32 bytes, its id; problem: why there is no result; ended, asked: when it was
-    ready or refused, and when the first rank requested it, on the loop's clock."""
+    """A request and its state. work: the function for the encoded request; job: digest of its job; ranks: of its
+    cluster; tenant: the first that submitted it; deaths: of workers that planned it; seconds: of worker time; data:
+    the result; plan: id, 32 bytes; problem: the reason for having no result. Times on the loop's clock: due: needed;
+    since: submitted; ended: ready or refused; first_use: first requested by a rank."""
 
     key: bytes
     work: Work
@@ -49,10 +50,10 @@ class Entry:
     plan: bytes = b""
     problem: ServiceError | None = None
     ended: float = 0.0
-    asked: float | None = None
+    first_use: float | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def finish(self, state: State) -> None:
-        """Wakes all waiters; the encoded request is no longer needed."""
+        """Ends in a state: wakes all waiters, and frees the encoded request."""
         self.state, self.request, self.ended = state, b"", asyncio.get_running_loop().time()
         self.done.set()

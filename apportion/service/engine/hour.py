@@ -1,4 +1,4 @@
-"""History of the last hour, by minute and by tenant: of the requests that the engine still knows."""
+"""The last hour by minute and by tenant, computed from the requests that the engine remembers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MINUTES = 60
 
 @dataclass(frozen=True)
 class Minute:
-    """planned, stored: plans made by workers, and found in the store; ahead: plans that were ready at its end and
-    that no rank had requested; planning_s, waited_s: medians, of workers, and of the first rank that requested a plan;
-    None if there was no plan."""
+    """One minute. planned, stored: plans made by workers, and found in the store; ahead: plans that were ready at its
+    end but not yet requested by any rank; planning_s, waited_s: medians of worker time, and of the wait of the first
+    rank that requested a plan; None if there was no plan."""
 
     planned: int
     stored: int
@@ -27,7 +27,7 @@ class Minute:
 
 @dataclass(frozen=True)
 class Usage:
-    """One tenant, or all: requests by state, seconds as in `Minute`. planning_99_s: 99 of 100 took less."""
+    """One tenant, or all: requests by state, seconds as in `Minute`. planning_99_s: the 99th percentile."""
 
     tenant: str
     waiting: int
@@ -47,17 +47,17 @@ def minutes(entries: Iterable[Entry], now: float) -> list[Minute]:
             continue
         by_minute[_minute(entry.ended, now)].append(entry)
         changes[max(_minute(entry.ended, now), 0)] += 1
-        if entry.asked is not None:
-            changes[max(_minute(max(entry.asked, entry.ended), now), 0)] -= 1
-    result, sum_ = [], 0
+        if entry.first_use is not None:
+            changes[max(_minute(max(entry.first_use, entry.ended), now), 0)] -= 1
+    result, ahead = [], 0
     for minute in range(MINUTES):
-        sum_ += changes[minute]
+        ahead += changes[minute]
         times = [entry.seconds for entry in by_minute[minute] if entry.seconds]
         result.append(
             Minute(
                 len(times),
                 len(by_minute[minute]) - len(times),
-                sum_,
+                ahead,
                 _median(times),
                 _median(_waits(by_minute[minute])),
             )
@@ -66,7 +66,7 @@ def minutes(entries: Iterable[Entry], now: float) -> list[Minute]:
 
 
 def usage(entries: Iterable[Entry], now: float) -> list[Usage]:
-    """Requests of the last hour: a row for all, whose tenant is empty, then a row per tenant, by name."""
+    """Requests of the last hour: a row for all tenants, with an empty name, then a row per tenant, sorted by name."""
     by_tenant: dict[str, list[Entry]] = {"": []}
     for entry in entries:
         if entry.state in (State.QUEUED, State.PLANNING) or _minute(entry.ended, now) >= 0:
@@ -93,12 +93,12 @@ def _usage(tenant: str, entries: list[Entry]) -> Usage:
 
 
 def _minute(moment: float, now: float) -> int:
-    """The time's index among the `MINUTES` before now; negative if it was earlier."""
+    """The index of a time among the `MINUTES` before now; negative for earlier times."""
     return MINUTES - 1 - int((now - moment) // 60)
 
 
 def _waits(entries: Iterable[Entry]) -> list[float]:
-    return [max(entry.ended - entry.asked, 0.0) for entry in entries if entry.asked is not None]
+    return [max(entry.ended - entry.first_use, 0.0) for entry in entries if entry.first_use is not None]
 
 
 def _median(values: list[float]) -> float | None:

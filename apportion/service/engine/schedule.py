@@ -1,6 +1,6 @@
 """Scheduling of queued requests: fair in worker time between tenants, earliest deadline first within a tenant.
 
-lanes   one per worker, and an extra one for light requests only, so that these never wait behind heavy ones
+lanes   one per worker, and an extra one only for light requests, which therefore never wait for heavy ones
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from apportion.service.engine.entry import Entry
 T = TypeVar("T")
 LIGHT_S = 1.0
 HALF_LIFE_S = 60.0  # of a tenant's used worker time
-FIRST_STEP_S, STEPS_S = 1.0, (0.05, 60.0)  # step time of a job without history; bounds of any
+FIRST_STEP_S, STEPS_S = 1.0, (0.05, 60.0)  # step time of a job without history; bounds of step times
 REMEMBERED = 1024  # jobs
 
 
@@ -34,7 +34,7 @@ class Schedule:
         return sum(map(len, self._queued.values()))
 
     def due(self, job: bytes, ahead: int) -> float:
-        """The deadline of a request whose trainer needs it after `ahead` further steps."""
+        """The deadline of a request that the trainer needs `ahead` steps from now."""
         now = self._clock()
         last, step = self._steps.get(job, (now, FIRST_STEP_S))
         gap = min(max(now - last, step / 2), 2 * step)  # a pause does not count as a step
@@ -46,12 +46,12 @@ class Schedule:
         self._queued.setdefault(entry.tenant, {})[entry] = None
 
     def share(self, tenant: str) -> tuple[int, int, float]:
-        """A tenant's waiting requests, their bytes, and its even share of the queue."""
+        """The number and the bytes of a tenant's waiting requests, and its even share of the queue."""
         queued = self._queued.get(tenant, {})
         return len(queued), sum(len(entry.request) for entry in queued), 1 / len({tenant, *self._queued})
 
     def next(self, running: Collection[Entry]) -> Entry | None:
-        """Removes and returns the next request to plan, None if none may run."""
+        """Removes and returns the next request to plan; None if none may run."""
         if len(running) > self._workers:
             return None
         only_light = len(running) == self._workers
@@ -64,7 +64,7 @@ class Schedule:
                 return earliest
         return None
 
-    def ended(self, entry: Entry, seconds: float) -> None:
+    def record_time(self, entry: Entry, seconds: float) -> None:
         """Records the worker time of a request."""
         _remember(self._seconds, entry.job, seconds)
         self._spent[entry.tenant] = self._time_used(entry.tenant) + seconds, self._clock()
@@ -80,7 +80,7 @@ class Schedule:
         return float(spent * 0.5 ** ((self._clock() - updated_at) / HALF_LIFE_S))
 
     def _is_light(self, entry: Entry, running: Collection[Entry]) -> bool:
-        """True for a light request; of a job without history, one request at a time counts as light."""
+        """True for a light request. For a job without history, one request at a time counts as light."""
         seconds = self._seconds.get(entry.job)
         return seconds < LIGHT_S if seconds is not None else all(entry.job != other.job for other in running)
 

@@ -71,9 +71,9 @@ def _plan_routes(app: FastAPI) -> None:
     async def submit(
         key: Key, request: Request, response: Response, ahead: Annotated[int, Query(ge=0, le=65536)] = 0
     ) -> Submission:
-        """Submits a request, to be planned once. 200 if its plan is ready. ahead: the trainer's steps until then."""
-        body, named = await _plan_request(request), key_of(key)
-        if body.key != named:
+        """Submits a request, to be planned once. 200 if its plan is ready. ahead: training steps until its use."""
+        body, key_bytes = await _plan_request(request), key_of(key)
+        if body.key != key_bytes:
             raise ServiceError("wrong-key", f"the request has the key {body.key.hex()}", field="key")
         entry = await _engine(request).submit(body, request.state.tenant, ahead)
         if entry.state is State.READY:
@@ -83,29 +83,32 @@ def _plan_routes(app: FastAPI) -> None:
     @app.get("/v1/plans/{key}", responses={200: {"content": {"text/html": {}}}})
     async def state(key: Key, request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanState:
         """State and report of a request; as text/html, the page of its plan."""
-        engine, named = _engine(request), key_of(key)
-        pack = await engine.pack(named, 0.0) if (entry := engine.known(named)) is None or entry.plan else None
+        engine, key_bytes = _engine(request), key_of(key)
+        entry = engine.entry(key_bytes)
+        pack = await engine.pack(key_bytes, 0.0) if entry is None or entry.plan else None
         if _prefers(accept, "text/html") and pack is not None:
             page = await _make(request, plan_page, await parse("application/msgpack", pack.request))
             return HTMLResponse(page)  # type: ignore[return-value]
         if entry is None and pack is None:
-            raise UnknownPlanError(named)
+            raise UnknownPlanError(key_bytes)
         return _state(entry, pack)
 
     @app.get("/v1/plans")
     async def latest(request: Request, count: Annotated[int, Query(ge=1, le=1000)] = 50) -> Plans:
-        """The latest requests since the server's start, newest first; not the plans of the store."""
+        """The latest requests since the server's start, newest first: no plans that are only in the store, and no
+        POST /v1/plan for a plan file or a page."""
         return Plans(plans=[_state(entry, None) for entry in _engine(request).latest(count)])
 
     @app.get("/v1/hour")
     async def hour(request: Request) -> Hour:
-        """Plans of the last hour by minute and by tenant: how many, how far ahead of the ranks, medians of seconds."""
+        """Plans of the last hour by minute and by tenant: numbers, plans ahead of the ranks, median seconds."""
         minutes, tenants = await _engine(request).hour()
         return Hour(minutes=minutes, tenants=tenants)
 
     @app.post("/v1/plan", openapi_extra=BODY, responses={200: {"content": {PLAN_FILE: {}, "text/html": {}}}})
     async def plan(request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanResponse:
-        """Plans a request at once: a report; as application/vnd.apportion.plan, the plan; as text/html, a page."""
+        """Plans a request and waits for it. The answer is a report, as text/html a page, and as
+        application/vnd.apportion.plan the plan; the last two are neither stored nor listed."""
         body = await _plan_request(request)
         if _prefers(accept, PLAN_FILE):
             data = await _make(request, plan_file, body)
@@ -132,7 +135,7 @@ def _other_routes(app: FastAPI) -> None:
 
     @app.get("/readyz")
     async def ready(request: Request) -> Health:
-        """Readiness of planner and store. Status 200 also if degraded, as plans are then served from memory."""
+        """Readiness of planner and store. The status is 200 also if degraded: plans are then served from memory."""
         store = _engine(request).store
         reason = store.problem() if store is not None else None
         return Health() if reason is None else Health(status="degraded", reason=reason)
@@ -162,7 +165,7 @@ def _prefers(accept: str, media: str) -> bool:
 
 
 def _state(entry: Entry | None, pack: Pack | None) -> PlanState:
-    """The state of a request. entry: None if only the store knows it."""
+    """The state of a request. entry: None if its plan is only in the store."""
     if entry is None:
         assert pack is not None
         return PlanState(

@@ -1,4 +1,4 @@
-"""Delivery of slices: one key's, or many keys' in one response.
+"""Delivers slices: the slice of one key, or the slices of many keys in one response.
 
     GET /v1/plans/{key}/ranks/{rank}?wait_s=                 the slice
     GET /v1/ranks/{rank}/stream?key=...&key=...&wait_s=      frames, in the order of the keys
@@ -32,7 +32,7 @@ _FIXED = ((b"cache-control", b"public, max-age=31536000, immutable"), (b"vary", 
 
 
 class Delivery:
-    """ASGI application of both paths."""
+    """The ASGI application for both paths."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._metrics = engine, engine.metrics
@@ -51,8 +51,8 @@ class Delivery:
             await answer(send, *rendered(problem))
 
     async def _send_one(self, scope: Scope, send: Send, key: bytes, rank: int, wait_s: float) -> None:
-        self._engine.asked(key)
-        pack = self._engine.hot(key) or await self._engine.pack(key, wait_s)
+        self._engine.record_use(key)
+        pack = self._engine.cached(key) or await self._engine.pack(key, wait_s)
         if pack is None:
             await answer(send, 202, b"application/json", b'{"state":"planning"}', ((b"retry-after", b"1"),))
             return
@@ -70,7 +70,7 @@ class Delivery:
         await answer(send, status, MEDIA, body, extra)
 
     async def _stream_slices(self, send: Send, keys: list[bytes], rank: int, wait_s: float) -> None:
-        """Streams slices; starts the response at once, so that clients see a live server."""
+        """Streams slices; starts the response immediately, so that clients see that the server is alive."""
         with self._metrics.streams.track_inprogress():
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", STREAM)]})
             for key in keys:
@@ -81,10 +81,10 @@ class Delivery:
             await send({"type": "http.response.body", "body": b""})
 
     async def _frame_of(self, send: Send, key: bytes, rank: int, wait_s: float) -> bytes:
-        """The frame of a key; None if it is not ready in time."""
-        self._engine.asked(key)
+        """The frame of a key; empty if its slice is not ready in time."""
+        self._engine.record_use(key)
         try:
-            pack = self._engine.hot(key)
+            pack = self._engine.cached(key)
             loop = asyncio.get_running_loop()
             deadline = loop.time() + wait_s
             while pack is None:

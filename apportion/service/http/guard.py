@@ -1,5 +1,5 @@
-"""Guard: the ASGI middleware before every route. Requests without a valid token or a known size are refused before a
-byte of the body is read, and the connection is closed."""
+"""The ASGI middleware in front of every route. A request without a valid token, or with a body of unknown size, is
+refused before a byte of the body is read, and the connection is closed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from apportion.service.problems import ServiceError
 
 MAX_BODY = 4 << 20  # bytes; a list of empty lists takes the most memory per byte
 BODY_S = 20.0
+#: paths that need no token
 OPEN = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
 PROBLEM = "application/problem+json"
 
 
 class Guard:
-    """Adds `tenant` to the scope's state, and `body`, which reads the whole body within `BODY_S` seconds and `MAX_BODY`
-    bytes; large bodies one at a time."""
+    """Checks the token and the headers of a request, and adds the token's `tenant` to the scope's state."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens, metrics: Metrics) -> None:
         self._app, self._tokens, self._metrics = app, tokens, metrics
@@ -72,7 +72,7 @@ def problem_data(problem: ServiceError) -> dict[str, Any]:
 
 
 async def body_of(receive: Receive) -> bytes:
-    """Reads the whole body. Raises ServiceError if it does not arrive in time, or the client disconnects."""
+    """Reads the whole body. Raises ServiceError if it does not arrive in time or the client disconnects."""
     parts, more = list[bytes](), True
     try:
         async with asyncio.timeout(BODY_S):

@@ -18,8 +18,7 @@ class Submission(BaseModel):
 
 
 class PlanState(BaseModel):
-    """A request and its plan. seconds: worker time; id: of the plan, 64 hex digits; detail: the reason for having no
-    plan."""
+    """A request and its plan. seconds: worker time; id: of the plan, 64 hex digits; detail: why there is no plan."""
 
     key: str
     state: State
@@ -39,15 +38,15 @@ class Plans(BaseModel):
 
 
 class Hour(BaseModel):
-    """The last hour of the requests that the server still knows. minutes: the oldest first; tenants: a row for all,
-    whose name is empty, and one for each tenant."""
+    """The last hour, from the requests that the server remembers. minutes: the oldest first; tenants: a row for all,
+    with an empty name, and one for each tenant."""
 
     minutes: list[Minute]
     tenants: list[Usage]
 
 
 class PlanResponse(BaseModel):
-    """A plan made at once."""
+    """The answer to POST /v1/plan."""
 
     key: str
     id: str
@@ -62,7 +61,7 @@ class Health(BaseModel):
 
 
 class Problem(BaseModel):
-    """RFC 9457. type: see docs/reference/http.md; field: of the request that is wrong."""
+    """RFC 9457. type: see docs/reference/http.md; field: the invalid field of the request."""
 
     type: str
     title: str

@@ -1,4 +1,4 @@
-"""OpenAPI schema that FastAPI cannot derive: bodies that are parsed manually, and the routes of `delivery`."""
+"""The OpenAPI schema that FastAPI cannot derive: bodies that are parsed by hand, and the routes of `delivery`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from apportion.service.problems import ServiceError
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 _LARGE = 64 << 10
-_parsing = asyncio.Lock()  # one large body at a time: parsed, it is fifty times as large
+_parsing = asyncio.Lock()  # for one large body at a time: parsing makes it fifty times as large
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -33,10 +33,10 @@ _decode = msgspec.json.Decoder(_Body).decode
 
 async def parse(content_type: str, body: bytes) -> PlanRequest:
     """Parses a body. Raises ServiceError, which names the field."""
-    named = content_type.partition(";")[0].strip().lower()
-    if named not in (JSON, MSGPACK):
-        raise ServiceError("media-type", f"Content-Type is {named or 'missing'}")
-    decode = _from_json if named == JSON else _from_msgpack
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type not in (JSON, MSGPACK):
+        raise ServiceError("media-type", f"Content-Type is {media_type or 'missing'}")
+    decode = _from_json if media_type == JSON else _from_msgpack
     is_large = len(body) > _LARGE
     async with _parsing if is_large else nullcontext():
         try:
@@ -89,7 +89,7 @@ def _from_json(body: bytes) -> PlanRequest:
 
 
 def _with_recipe(job: Any) -> Any:
-    """The data of a job with its recipe resolved, if it is a name."""
+    """The data of a job; a recipe that is given by name is resolved."""
     policy = job.get("policy") if isinstance(job, Mapping) else None
     if not isinstance(policy, Mapping) or not isinstance(policy.get("recipe"), str):
         return job

@@ -29,16 +29,16 @@ from apportion.service.workers.work import load
 LOG = logging.getLogger("apportion.service")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GRACE_S = 5.0
-LOADING_S = 30.0  # limit for workers to import the planner before the server listens
+LOADING_S = 30.0  # how long the server waits for workers to import the planner before it listens
 BACKLOG = 2048
-RECEIVED = 16 << 10  # bytes per read of a connection, to bound the time that parsing blocks other connections
+RECEIVE_BYTES = 16 << 10  # per read of a connection, so that parsing blocks others only briefly
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a server. store: a folder or redis://..., None for memory only; store_bytes, store_age_s: eviction
-    limits; worker_bytes, plan_s: limits of a worker and a plan; token: shared by all, tenants: file of lines `name:
-    token`; ray: address of a Ray cluster, "local" to start one. announce: print one line of JSON once it listens."""
+    """Settings of a server. store: a folder or redis://..., None: only memory; store_bytes, store_age_s: eviction
+    limits; worker_bytes, plan_s: limits of a worker and of planning; token: for everyone; tenants: file of lines `name:
+    token`; ray: address of a Ray cluster, "local" to start one; announce: print a line of JSON once it listens."""
 
     host: str = "127.0.0.1"
     port: int = 8321
@@ -64,7 +64,7 @@ def run(settings: Settings) -> None:
     if settings.store is not None:
         store = open_store(settings.store, settings.store_bytes, settings.store_age_s)
     _allow_connections()
-    listening = _bind(settings.host, settings.port)
+    listener = _bind(settings.host, settings.port)
 
     @asynccontextmanager
     async def start() -> AsyncIterator[Engine]:
@@ -73,15 +73,15 @@ def run(settings: Settings) -> None:
         )
         engine = Engine(executor, workers, store, metrics)
         loading = [executor.submit(load, b"") for _ in range(workers + 1)]
-        gc.freeze()  # imported objects live forever
+        gc.freeze()  # imported objects are never freed
         try:
             await asyncio.wait(map(asyncio.wrap_future, loading), timeout=LOADING_S)
-            listening.listen(BACKLOG)  # only now: until then a load balancer sends requests elsewhere
-            url = _url(listening)
+            listener.listen(BACKLOG)  # only now: until then a load balancer sends requests elsewhere
+            url = _url(listener)
             if settings.announce:
                 print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
             else:
-                LOG.info("%s listens, with a page and /docs; store: %s", url, settings.store or "memory")
+                LOG.info("listening on %s, with a page and /docs; store: %s", url, settings.store or "memory")
             yield engine
         finally:
             await engine.close()
@@ -97,28 +97,28 @@ def run(settings: Settings) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(GRACE_S),
     )
-    with listening, suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
+    with listener, suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 def _bind(host: str, port: int) -> socket.socket:
     if not host:
         raise ConfigError("--host", host, "is not an address", "write 127.0.0.1, or 0.0.0.0 for all")
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
     try:
-        listening.bind((host, port))
+        listener.bind((host, port))
     except (OSError, OverflowError) as error:
-        listening.close()
+        listener.close()
         rule = f"cannot listen there: {getattr(error, 'strerror', None) or error}"
         remedy = "name another port, or 0 for a free one"
         raise ConfigError("--host, --port", f"{host}:{port}", rule, remedy) from None
-    return listening
+    return listener
 
 
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -149,8 +149,8 @@ def serving(
     token: str | None = None,
     log: Path | None = None,
 ) -> Iterator[Server]:
-    """Runs `apportion serve` on a free loopback port until the block ends. folder: its store, None for memory. options:
-    more options of the command. log: file to append its log to. Raises ExecutionError if it does not start."""
+    """Runs `apportion serve` on a free loopback port until the block ends. folder: its store, None: memory. options:
+    more options of the command. log: file that its log is appended to. Raises ExecutionError if it does not start."""
     command = [sys.executable, "-m", "apportion", "serve", "--json", "--port", "0", *options]
     command += [] if folder is None else ["--store", str(folder)]
     environment = os.environ | ({} if token is None else {"APPORTION_TOKEN": token})

@@ -1,4 +1,4 @@
-"""Bearer tokens: one for all, or one per tenant."""
+"""Bearer tokens: one for everyone, or one per tenant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_LENGTH = 16
 
 @dataclass(frozen=True)
 class Tokens:
-    """The accepted tokens. tenants: name -> token; empty to accept everyone. Raises ConfigError."""
+    """The accepted tokens. tenants: name -> token; if empty, everyone is accepted. Raises ConfigError."""
 
     tenants: Mapping[str, str] = field(default_factory=dict, repr=False)
     _digests: dict[bytes, tuple[str, bytes]] = field(default_factory=dict, init=False, repr=False)
@@ -30,16 +30,16 @@ class Tokens:
                     f"token of {tenant}",
                     "...",
                     rule,
-                    "python -c 'import secrets; print(secrets.token_hex())'",
+                    "make one by python -c 'import secrets; print(secrets.token_hex())'",
                 )
             wire = b"Bearer " + token.encode()
             self._digests[sha256(wire).digest()] = tenant, wire
         if len(self._digests) < len(self.tenants):
-            raise ConfigError("tokens", "...", "two tenants have the same token", "give each its own")
+            raise ConfigError("tokens", "...", "two tenants have the same token", "give each a different one")
 
     def tenant(self, authorization: bytes) -> str | None:
-        """The tenant of the token in the header `Authorization`, None for an unknown token. In constant time: looks up
-        a digest, and compares the whole token."""
+        """The tenant of the token in the header `Authorization`; None for an unknown token. Takes constant time: it
+        looks up a digest, and compares the whole token."""
         if not self._digests:
             return ANYONE
         tenant, wire = self._digests.get(sha256(authorization).digest(), ("", b""))
@@ -47,7 +47,7 @@ class Tokens:
 
     @staticmethod
     def read(token: str | None, tenants: Path | None) -> Tokens:
-        """Reads the tokens. token: one for all; tenants: a file of lines `name: token`. Raises ConfigError."""
+        """Reads the tokens. token: for everyone; tenants: a file of lines `name: token`. Raises ConfigError."""
         by_tenant = {} if token is None else {ANYONE: token}
         lines = [] if tenants is None else read_text(tenants).splitlines()
         for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""Folder of packs: ROOT/RELEASE/AB/KEY.plan, written atomically.
+"""A store in a folder: ROOT/RELEASE/AB/KEY.plan, written atomically.
 
 A pack is written under a temporary name, flushed and renamed, so readers never see a partial pack, and several
 processes may share the folder. If the folder exceeds its size, the least recently used packs are evicted.
@@ -27,7 +27,7 @@ from apportion.service.pack import Pack, Read, read_slice
 from apportion.service.store.protocol import Store, StoreError
 
 SUFFIX, PART = ".plan", ".part"
-STALE_S = 3600.0  # age at which an unfinished part file belongs to a dead process
+STALE_S = 3600.0  # age from which an unfinished part file is taken to belong to a dead process
 YOUNG_S = 600.0  # least interval between updates of a pack's time of use
 MAX_PACK = 4 << 30
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # never waits for a pipe
@@ -83,7 +83,7 @@ class Folder:
                 f"{error.filename or path}: {error.strerror or error} ({_free_space_text(self.root)})"
             )
             raise StoreError(
-                f"cannot keep a plan: {self._failed}; make room, or name another folder"
+                f"cannot store a plan: {self._failed}; free space, or use another folder"
             ) from error
 
     def problem(self) -> str | None:
@@ -94,8 +94,8 @@ class Folder:
 
     def files(self) -> Iterator[File]:
         """Every pack of this release, unordered."""
-        for shelf in _entries(self._release):
-            for entry in _entries(shelf.path):
+        for subfolder in _entries(self._release):
+            for entry in _entries(subfolder.path):
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if entry.name.endswith(SUFFIX) and stat.S_ISREG(status.st_mode):
@@ -104,7 +104,8 @@ class Folder:
                         os.unlink(entry.path)
 
     def prune(self, max_bytes: int | None = None, max_age_s: float | None = None) -> tuple[int, int]:
-        """Evicts packs beyond an age, then the least recently used beyond a size; returns (packs, bytes) evicted."""
+        """Evicts packs above an age, then the least recently used ones above a total size; returns (packs, bytes)
+        evicted."""
         files = sorted(self.files(), key=lambda file: file.used)
         total, evicted, freed = sum(file.size for file in files), 0, 0
         oldest = -1.0 if max_age_s is None else time.time() - max_age_s
@@ -118,7 +119,7 @@ class Folder:
         return evicted, freed
 
     def _evict(self, added: int) -> None:
-        """Evicts after a pack was added; recounts the folder from time to time, as other processes may write too."""
+        """Evicts after a pack was added; recounts the folder from time to time, because other processes may write."""
         if self.max_bytes is None and self.max_age_s is None:
             return
         with self._lock:
@@ -133,7 +134,7 @@ class Folder:
         return self.max_bytes is not None and sum(file.size for file in self.files()) > self.max_bytes
 
     def _read(self, key: bytes, use: Callable[[Read], T]) -> T | None:
-        """Applies `use` to a key's file; None if it is missing or damaged. Logs and removes damaged files."""
+        """Applies `use` to a key's file; None if the file is missing or damaged. Logs and removes damaged files."""
         path = self.path(key)
         try:
             file = os.open(path, _READ)
@@ -156,7 +157,7 @@ class Folder:
 
 
 def _pread(file: int, offset: int, size: int) -> bytes:
-    """Up to `size` bytes, fewer at the end of the file."""
+    """Reads `size` bytes, or fewer at the end of the file."""
     pieces: list[bytes] = []
     while size > 0 and (piece := os.pread(file, min(size, 1 << 30), offset)):
         pieces.append(piece)
@@ -208,7 +209,7 @@ def _free_space_text(path: Path) -> str:
 def open_store(target: str | Path, max_bytes: int | None = None, max_age_s: float | None = None) -> Store:
     """Opens a folder, or redis://HOST:PORT/N or rediss://. Raises ConfigError, StoreError, MissingDependencyError."""
     if not str(target):
-        raise ConfigError("store", target, "must be a folder or the URL of a Redis", "name one")
+        raise ConfigError("store", target, "must be a folder or the URL of a Redis", "give one of these")
     if str(target).startswith(("redis://", "rediss://", "unix://")):
         from apportion.service.store.redis import RedisStore
 

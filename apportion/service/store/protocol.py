@@ -1,4 +1,4 @@
-"""Interface of stores of packs. A lost pack can be planned again, so a store only guarantees correct bytes."""
+"""The interface of stores. A lost pack can be planned again, so a store only guarantees correct bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from apportion.service.pack import Pack
 
 
 class StoreError(ApportionError, RuntimeError):
-    """A store cannot be read or written, e.g. because its disk is full or its server is down."""
+    """A store cannot be read or written, for example because its disk is full or its server is down."""
 
 
 class Store(Protocol):
@@ -26,6 +26,6 @@ class Store(Protocol):
         """Stores a pack until it is evicted. Raises StoreError."""
 
     def problem(self) -> str | None:
-        """The reason that packs cannot be stored at present, None if they can."""
+        """The reason why packs cannot be stored at present; None if they can."""
 
     def close(self) -> None: ...

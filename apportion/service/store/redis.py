@@ -1,4 +1,4 @@
-"""Store of packs in Redis, under keys that expire. Lost packs are planned again."""
+"""A store in Redis, under keys that expire. Lost packs are planned again."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class RedisStore:
     def __init__(self, url: str, max_age_s: float | None = None) -> None:
         self._age_s = int(AGE_S if max_age_s is None else max(1.0, max_age_s))
         self._failed: tuple[str, str] | None = None  # a command, and the reason of its failure
-        self._again, self._lock = 0.0, Lock()  # end of the back-off after no answer
-        once_more = Retry(NoBackoff(), 1, (redis.ConnectionError,))  # for connections that a restart broke
+        self._retry_at, self._lock = 0.0, Lock()  # end of the back-off after no answer
+        retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))  # once, for connections that a restart broke
         try:
             self._redis = redis.Redis.from_url(
-                url, socket_timeout=WAIT_S, socket_connect_timeout=WAIT_S, retry=once_more
+                url, socket_timeout=WAIT_S, socket_connect_timeout=WAIT_S, retry=retry
             )
         except ValueError as error:
             raise ConfigError("store", "redis://...", str(error), "write redis://HOST:PORT/0") from None
@@ -73,25 +73,25 @@ class RedisStore:
             answer: Any = self._redis.execute_command(name, *arguments)  # type: ignore[no-untyped-call]
         except redis.RedisError as error:
             if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-                self._again = time.monotonic() + GONE_S
+                self._retry_at = time.monotonic() + GONE_S
             self._failed = name, f"Redis: {error}"
             raise StoreError(f"cannot {name}: {self.problem()}") from error
-        self._again, failure = 0.0, self._failed
+        self._retry_at, failure = 0.0, self._failed
         if failure is not None and name in ("SET", failure[0]):  # a read does not prove that SET works
             self._failed = None
         return answer
 
     def _admit(self, name: str) -> None:
-        """After no answer, admits one call at a time to probe Redis. Raises StoreError."""
+        """While Redis does not answer, admits one call at a time as a probe. Raises StoreError."""
         with self._lock:
             now = time.monotonic()
-            if now < self._again:
+            if now < self._retry_at:
                 raise StoreError(f"cannot {name}: {self.problem()}")
-            if self._again:
-                self._again = now + GONE_S
+            if self._retry_at:
+                self._retry_at = now + GONE_S
 
     def _intact(self, key: bytes, decode: Callable[[], T]) -> T | None:
-        """The decoded value; None for damaged data, which is logged and removed."""
+        """The decoded value; None if the data is damaged, which is then logged and removed."""
         try:
             return decode()
         except DecodeError as error:

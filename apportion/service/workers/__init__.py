@@ -1,4 +1,4 @@
-"""Planning in other processes, behind `concurrent.futures.Executor`: on this machine, or on a Ray cluster."""
+"""Plans in other processes, behind `concurrent.futures.Executor`: on this machine, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def executor_of(
     ray: str | None = None,
     spare: int = 0,
 ) -> tuple[Executor, int]:
-    """The executor of plans and its number of workers. workers: processes, 0 for one per core; spare: extra ones of
-    this machine; ray: address of a Ray cluster to use instead, "local" to start one. Raises MissingDependencyError."""
+    """The executor of plans and its number of workers. workers: processes, 0: one per core; spare: additional
+    processes on this machine; ray: address of a Ray cluster to use instead, "local" to start one. Raises
+    MissingDependencyError."""
     workers = workers or len(os.sched_getaffinity(0))
     if ray is None:
         return ProcessExecutor(workers + spare, task_s, memory_bytes), workers

@@ -3,7 +3,7 @@
     thread ── pipes ── workers.process.main      one pair per worker
 
 A process is a fresh interpreter: it never imports the main module of the program that started it, so any process can
-start workers. Only bytes are exchanged: function name and request one way, the outcome back.
+start workers. Only bytes are exchanged: the function's name and the request one way, the outcome the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from apportion.service.workers.work import Completion, Refusal
 
 T = TypeVar("T")
 _PROGRAM = "from apportion.service.workers.process import main; main()"
-#: thread pools to limit: a process uses one core
+#: libraries whose thread pools are limited: a process uses one core
 _THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR")
 
 
@@ -34,8 +34,9 @@ class WorkerDiedError(ApportionError, RuntimeError):
 
 
 class ProcessExecutor(Executor):
-    """Executor of planner processes, each started with its first task. workers: processes; task_s: time limit of a
-    task, then `TimeoutError`; memory_bytes: address space that each may map beyond its size at start."""
+    """Executor of planner processes, each started with its first task. workers: number of processes; task_s: time limit
+    of a task, after which it raises `TimeoutError`; memory_bytes: address space that each may map in addition to its
+    size at start."""
 
     def __init__(self, workers: int, task_s: float | None = None, memory_bytes: int | None = None) -> None:
         self._task_s, self._memory_bytes = task_s, memory_bytes
@@ -67,7 +68,7 @@ class ProcessExecutor(Executor):
             thread.join()
 
     def _serve(self) -> None:
-        """Body of a thread with one process, which is restarted whenever it has died."""
+        """Body of a thread, which has one process and restarts it whenever it has died."""
         worker: _Worker | None = None
         while (task := self._tasks.get()) is not None:
             future, fn, request = task
@@ -103,17 +104,17 @@ class _Worker:
             env=os.environ | one_thread | {"PYTHONPATH": path},
         )
 
-    def run(self, fn: Callable[..., Any], request: bytes, most_s: float | None) -> Completion | Refusal:
-        """Runs a task. Raises TimeoutError and WorkerDiedError, after which the process has ended."""
+    def run(self, fn: Callable[..., Any], request: bytes, limit_s: float | None) -> Completion | Refusal:
+        """Runs a task. Raises TimeoutError and WorkerDiedError; the process has then ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
             write_task(self._process.stdin, fn, request)
             ready = select.poll()
             ready.register(self._process.stdout, select.POLLIN)
-            if not ready.poll(None if most_s is None else 1e3 * most_s):
+            if not ready.poll(None if limit_s is None else 1e3 * limit_s):
                 self.kill()
-                raise TimeoutError(f"planning took longer than {most_s} s")
+                raise TimeoutError(f"planning took longer than {limit_s} s")
             return read_outcome(read_frame(self._process.stdout))
         except (OSError, EOFError) as error:
             if isinstance(error, TimeoutError):
@@ -122,7 +123,7 @@ class _Worker:
             raise WorkerDiedError(f"a worker died (status {self._process.wait()})") from None
 
     def is_gone(self) -> bool:
-        """True if the process has ended, even while idle."""
+        """True if the process has ended, even without a task."""
         return self._process.poll() is not None
 
     def kill(self) -> None:

@@ -2,7 +2,7 @@
 
     stdin: (module, function, request), …      stdout: outcomes      frames: length u32, little endian · msgpack
 
-Ends when stdin or the process PARENT ends. MEMORY_BYTES: address space to map beyond its size at start, 0: no limit.
+Ends when stdin or the process PARENT ends. MEMORY_BYTES: address space to map above its size at start, 0: no limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from apportion.service.workers.work import Completion, Refusal
 
 _SIZE = Struct("<I")
-_KILLED_FIRST = b"800"  # of 1000: out of memory, the system kills workers before servers and trainers
+_KILLED_FIRST = b"800"  # of 1000: if memory runs out, the system kills workers before servers and trainers
 
 
 def write_frame(file: IO[bytes], data: Any) -> None:
@@ -34,7 +34,7 @@ def write_frame(file: IO[bytes], data: Any) -> None:
 
 
 def read_frame(file: IO[bytes]) -> Any:
-    """The content of the next frame. Raises EOFError after the last."""
+    """The content of the next frame. Raises EOFError after the last frame."""
     head = file.read(_SIZE.size)
     body = file.read(_SIZE.unpack(head)[0]) if len(head) == _SIZE.size else b""
     if not body:
@@ -74,7 +74,7 @@ def main() -> None:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes,) * 2)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keeps output that solvers print out of the answers
+    os.dup2(2, 1)  # so that the output of solvers does not mix with the answers
     with suppress(EOFError, BrokenPipeError):
         while True:
             write_frame(answers, _outcome(*read_frame(sys.stdin.buffer)))
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _watch(parent: int) -> None:
-    """Ends this process, whatever it does, when its parent has ended."""
+    """Ends this process, whatever it is doing, when its parent has ended."""
     with suppress(OSError):
         poller = select.poll()
         poller.register(os.pidfd_open(parent), select.POLLIN)

@@ -1,7 +1,7 @@
-"""Workers on a Ray cluster, for more throughput than one machine gives.
+"""Workers on a Ray cluster, for more throughput than one machine has.
 
 Ray's own settings apply: RAY_ADDRESS is the cluster's address, RAY_AUTH_MODE=token with RAY_AUTH_TOKEN authenticates.
-Its nodes need this release of the package.
+All nodes need this release of the package.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _DIED = (
 
 
 class RayExecutor(Executor):
-    """Executor on Ray. address: of the cluster, None for RAY_ADDRESS, "local" to start one on this machine with
-    `workers` cores. task_s: time limit of a task once it is submitted to Ray, then `TimeoutError`."""
+    """Executor on Ray. address: of the cluster, None: RAY_ADDRESS, "local" to start one on this machine with
+    `workers` cores. task_s: time limit of a task from its submission to Ray, after which it raises `TimeoutError`."""
 
     def __init__(self, workers: int, task_s: float | None = None, address: str | None = None) -> None:
         self._task_s = task_s

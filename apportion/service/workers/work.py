@@ -29,7 +29,7 @@ class Completion(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A request that cannot be planned. type: of the problem, see `problems.KINDS`; field: of the request."""
+    """A request that cannot be planned. type: of the problem, see `problems.KINDS`; field: the wrong field."""
 
     type: str
     detail: str
@@ -70,7 +70,7 @@ def plan_file(request: bytes) -> bytes:
 
 @_refusing
 def plan_page(request: bytes) -> bytes:
-    """The report page of a request's plan, HTML; rendered in a process that imports only what it needs."""
+    """The report page of a request's plan, HTML; rendered in a process that imports only the code for pages."""
     plan = plan_job(*decode_request(request), verify=False)
     command = [sys.executable, "-P", "-m", "apportion.report", plan.id.hex()]
     process = subprocess.run(command, input=request, capture_output=True, check=False)

@@ -19,7 +19,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.version import __version__
 from apportion.service.client import Client
 from apportion.service.pack import Pack
-from apportion.service.precompute import made_for
+from apportion.service.precompute import read_origin
 from apportion.service.problems import ServiceError, UnknownPlanError, UnreachableError
 from apportion.service.store import open_store
 from apportion.service.workers import Completion, ProcessExecutor, Refusal, plan_pack
@@ -119,7 +119,7 @@ class FolderSource(Source):
         self._store.close()
 
     def _missing_plan_error(self, key: bytes) -> ConfigError:
-        made_with = made_for(Path(self.folder))
+        made_with = read_origin(Path(self.folder))
         facts = {
             name: value for name, value in self.origin.items() if value is not None and name in made_with
         }

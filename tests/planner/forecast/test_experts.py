@@ -293,7 +293,7 @@ def test_the_command_prints_expert_rows_and_the_effect_of_imbalance() -> None:
         record = ap.forecast(BATCH, CLUSTER, SMALL, [form("ulysses", expert=4)], training).record()
         facts = {"batches": 1, "tokens": BATCH.tokens, "workload": "lengths"}
         text = " ".join(" ".join(str(view()).split()) for view in printed.views(record | facts, False))
-        assert "an expert gets 1,024 rows a microbatch on average" in text
+        assert "an expert gets 1,024 rows per microbatch on average" in text
         assert phrase in text
     assert record["parameters"]["total"] > record["parameters"]["active"]
 

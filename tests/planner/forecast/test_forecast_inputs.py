@@ -180,7 +180,7 @@ def test_a_dtype_that_differs_from_the_hardware_is_a_warning(run: Run, tmp_path:
     batch = tmp_path / "batch.json"
     batch.write_text('{"lengths": [3000, 1096]}', encoding="utf-8")
     assert run("plan", "--batch", batch, "--ranks", 2, "--model", path, "-o", plan).code == 0
-    warning = "warning: model.dtype is fp32 where hardware h100 has bf16"
+    warning = "warning: model.dtype is fp32, but hardware h100 has bf16"
     for command in (
         ("forecast", *SIZE, "--model", path),
         ("compare", *SIZE[:6], "--recipes", "fcp", "--model", path, "--json"),
