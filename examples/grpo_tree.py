@@ -1,4 +1,4 @@
-"""GRPO on rollouts with shared prefixes, with and without folding: equal losses and gradients, fewer tokens and pairs.
+"""GRPO on rollouts with shared prefixes: folding gives equal losses and gradients with fewer tokens and pairs.
 
 Prints the savings of folding on published rollouts, then trains a tiny policy twice on four local processes.
 Run: python examples/grpo_tree.py
@@ -23,7 +23,7 @@ PROMPTS, PROMPT, VOCABULARY, STOP = 4, 20, 16, 0
 BRANCHES = (
     (2, 8),
     (4, 24),
-)  # like a tree search: 2 prefixes of 8 tokens per prompt, with 4 endings each
+)  # like a tree search: per prompt 2 prefixes of 8 tokens, each with 4 endings
 GROUP, ANSWER = 8, 32
 TOLERANCE = 1e-6  # relative to the largest gradient
 # fp64, so that rounding hides no mistake
@@ -44,7 +44,7 @@ def print_savings():
 
 
 def group_of(prompt, answers):
-    """Samples of these lengths that diverge after the prompt."""
+    """Samples with these lengths that diverge after the prompt."""
     return [np.repeat([0, i], [prompt, answer]) for i, answer in enumerate(answers, 1)]
 
 
@@ -58,7 +58,7 @@ def new_policy():
 
 @torch.no_grad()
 def rollouts(policy):
-    """(samples, log-probabilities of their tokens, advantages); an answer ends with STOP."""
+    """Returns (samples, log-probabilities of their tokens, advantages); an answer ends with STOP."""
     tokens = torch.randint(1, VOCABULARY, (PROMPTS, PROMPT))
     for copies, steps in BRANCHES:
         tokens = tokens.repeat_interleave(copies, 0)
@@ -78,7 +78,7 @@ def rollouts(policy):
 
 
 def log_probs_of(policy, tokens):
-    """tokens [samples, length] -> [samples, length, vocabulary]."""
+    """Log-probabilities of all next tokens: tokens [samples, length] -> [samples, length, vocabulary]."""
 
     def attention(q, k, v, kind):
         q, k, v = (x.view(*tokens.shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
@@ -108,7 +108,7 @@ def logits_of(policy, batch):
 
 
 class Folded:
-    """A microbatch of trees; values of samples are mapped to the places of their tokens."""
+    """Trains on trees; values of samples are mapped to the rows that predict their tokens."""
 
     def __init__(self, samples, old, advantages, weights):
         groups = np.repeat(np.arange(PROMPTS), GROUP)
@@ -123,7 +123,7 @@ class Folded:
 
 
 class Independent:
-    """A microbatch of samples; values of tokens are fields of the dataset."""
+    """Trains on separate samples; values of tokens are fields of the dataset."""
 
     FIELDS = ("old", "advantages", "shares")
 
@@ -151,7 +151,7 @@ class Independent:
 
 
 def train(task):
-    """(loss, gradient) of each step; each step has all samples."""
+    """Returns (loss, gradient) of each step; each step has all samples."""
     policy, results = new_policy(), []
     lengths = [int(length) for length in task.dataset.lengths]
     per_rank = -(-sum(lengths) // RANKS)
@@ -192,7 +192,7 @@ def report(forest, folded, independent):
     for step, ((loss, gradient), (plain_loss, expected)) in enumerate(zip(folded, independent, strict=True)):
         gap = ((gradient - expected).abs().max() / expected.abs().max()).item()
         print(
-            f"step {step}: loss {loss:.6f} folded, {plain_loss:.6f} not; gradients {gap:.0e} of the largest apart"
+            f"step {step}: loss {loss:.6f} folded, {plain_loss:.6f} not; gradients differ by {gap:.0e} of the largest"
         )
         if gap > TOLERANCE or abs(loss - plain_loss) > TOLERANCE:
             raise SystemExit("folded and independent samples must agree")

@@ -1,8 +1,8 @@
-"""Trains a small Llama with Hugging Face's Trainer on planned batches; documents are packed over the ranks.
+"""Trains a small Llama with Hugging Face's Trainer on planned batches.
 
     torchrun --nproc-per-node 2 examples/hf_train.py
 
-With --resume it continues a run that was killed.
+With --resume it continues a run that was killed. Start it with torchrun also for one process.
 """
 
 import sys
@@ -18,7 +18,7 @@ from apportion.trainer.hf_trainer import PlannedTrainer
 
 
 class Documents:
-    """Documents that count up from a random start, so that the next token can be learnt."""
+    """Documents that count up from different starts, so that the next token can be learnt."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.lengths = np.random.default_rng(seed).geometric(0.01, count).clip(2, 500)
@@ -65,6 +65,5 @@ def main(folder: str = "hf-checkpoints") -> None:
 
 if __name__ == "__main__":
     main()
-    # gloo's thread may still hold the last tensors, and aborts if Python ends before it releases them
-    time.sleep(1)
+    time.sleep(1)  # gloo's thread may still hold the last tensors, and would abort if Python ended now
     dist.destroy_process_group()

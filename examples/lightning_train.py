@@ -15,7 +15,7 @@ RANKS, MICROBATCHES, HEADS, DIM = 2, 2, 4, 16
 
 
 class Documents:
-    """Documents that count up from a random start, so that the next token can be learnt."""
+    """Documents that count up from different starts, so that the next token can be learnt."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.lengths = np.random.default_rng(seed).geometric(0.01, count).clip(2, 500)
@@ -56,7 +56,7 @@ class Net(Planned, LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-class Tells(Callback):
+class PrintLoss(Callback):
     def on_validation_epoch_end(self, trainer, module):
         if trainer.is_global_zero and not trainer.sanity_checking:
             print(f"epoch: {trainer.current_epoch}  val_loss: {trainer.callback_metrics['val_loss']:.5f}")
@@ -78,7 +78,7 @@ def main() -> None:
         devices=RANKS,
         accumulate_grad_batches=MICROBATCHES,
         max_epochs=3,
-        callbacks=[Tells()],
+        callbacks=[PrintLoss()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

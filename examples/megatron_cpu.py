@@ -1,4 +1,4 @@
-"""Replaces the torch.cuda functions that megatron-core 0.16.1 calls on CPUs too; import it before megatron."""
+"""Replaces the torch.cuda functions that megatron-core 0.16.1 also calls on CPUs; import it before megatron."""
 
 import torch
 

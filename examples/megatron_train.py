@@ -1,4 +1,4 @@
-"""Trains Megatron-Core's GPTModel on the bytes of Python files, with planned attention; on a GPU per rank, or CPUs.
+"""Trains Megatron-Core's GPTModel on the bytes of Python files, with planned attention, on one GPU per rank or on CPUs.
 
 torchrun --nproc-per-node 2 examples/megatron_train.py
 """
@@ -16,7 +16,7 @@ STEPS, MICROBATCHES, TOKENS_PER_RANK = 5, 2, 4096
 
 
 class Files:
-    """Map-style dataset: a file is a document; lengths are known before reading."""
+    """Map-style dataset: each file is a document; lengths are known in advance."""
 
     def __init__(self, folder: Path) -> None:
         self.documents = [
@@ -68,7 +68,7 @@ def main() -> None:
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     rates = OptimizerConfig(
         optimizer="adam", lr=1e-3, weight_decay=0.0, clip_grad=0.0
-    )  # it clips only on GPUs
+    )  # Megatron clips only on GPUs
     optimizer = get_megatron_optimizer(rates, [model])
     config.finalize_model_grads_func = finalize_model_grads
     ranks = ap.Cluster(nodes=1, ranks_per_node=dist.get_world_size())

@@ -1,4 +1,4 @@
-"""Reads plans and slices with msgpack only, and checks their bytes as apportion/schemas/FORMAT.md requires of a reader.
+"""Reads plans and slices with only msgpack, and checks their bytes as apportion/schemas/FORMAT.md requires of a reader.
 
     python read_plan.py P.plan [rank]      prints a rank's layouts and programs
     python read_plan.py read P.plan        prints everything as JSON, for the conformance suite
@@ -17,7 +17,7 @@ OPS = ["none", "launch", "wait", "attend", "attend_grad", "delta", "merge", "add
 OPS += ["project_grad", "finish", "deliver"]
 LISTS = {1: "transfers", 2: None, 3: "tasks", 4: "grads"}  # every other op takes rowops
 INDEXES = {"operand", "q", "kv", "o", "do", "delta", "dq", "dkv", "a", "b", "c", "d"}
-# table: its columns
+# table -> its columns
 TABLES = {
     "spans": "row token length sequence position",
     "moves": "send peer row rows",
@@ -33,7 +33,7 @@ TABLES = {
     "states": "kind head heads peer run",
     "halo": "send peer row rows",
 }
-#: least and greatest values of columns; default 0, and 2**48
+#: least and greatest values of columns, where they are not 0 and 2**48
 LEAST = dict.fromkeys(["arenas.tensor", "arenas.rows", "instructions.op", "spans.length", "moves.rows"], 1)
 LEAST |= dict.fromkeys(["runs.rows", "halo.rows", "folds.heads", "states.heads"], 1)
 LEAST |= dict.fromkeys(["runs.past", "folds.parent"], -1)
@@ -53,9 +53,9 @@ class Refused(Exception):
     """An input that a reader must refuse, as listed in FORMAT.md."""
 
 
-def require(holds, what):
-    if not holds:
-        raise Refused(what)
+def require(condition, message):
+    if not condition:
+        raise Refused(message)
 
 
 def digest(data):
@@ -83,7 +83,7 @@ class Part:
         return self.data[self.at - count : self.at]
 
     def table(self, name):
-        """The rows of a table: the number in each column by its name."""
+        """The rows of a table: column name -> number."""
         rows, columns = int.from_bytes(self.take(4), "little"), {}
         require(rows <= max(1, min(2**24, len(self.data) - self.at)), "tables: too many rows")
         for column in TABLES[name].split() if rows else ():
@@ -112,7 +112,7 @@ class Part:
 
 
 def read_part(data, rank, header, moves):
-    """A rank's tables. moves: of the plan."""
+    """Reads a rank's tables. moves: of the plan."""
     part = Part(data)
     result = {"rank": rank, "layouts": [part.table("spans") for _ in header["layouts"]]}
     result["programs"] = {
@@ -162,7 +162,7 @@ def slice_id(envelope):
 
 
 def read_plan(data):
-    """Reads a plan or a slice, with sections and parts as plain data, rows in place of cells. Raises Refused."""
+    """Reads a plan or a slice: sections and parts as plain data, tables as lists of rows. Raises Refused."""
     envelope = msgpack.unpackb(data)
     is_known = isinstance(envelope, dict) and envelope["format"] in ("apportion.plan", "apportion.slice")
     require(is_known, "envelope: neither a plan nor a slice")
@@ -175,15 +175,15 @@ def read_plan(data):
     bins = [*(envelope[name] for name in (SECTIONS if is_plan else SLICED)), *parts, envelope["id"]]
     bins += [] if is_plan else [*envelope["digests"], *envelope["path"]]
     require(all(isinstance(item, bytes) for item in bins), "envelope: sections, parts and digests are bin")
-    real = plan_id(envelope) if is_plan else slice_id(envelope)
+    computed = plan_id(envelope) if is_plan else slice_id(envelope)
     require(
-        envelope["id"] == real,
-        f"id: stored is {envelope['id'].hex()}, which is not that of the bytes, {real.hex()}",
+        envelope["id"] == computed,
+        f"id: {envelope['id'].hex()} is not that of the bytes, {computed.hex()}",
     )
     plan = {"id": envelope["id"].hex(), **{name: msgpack.unpackb(envelope[name]) for name in SLICED}}
     check_sections(plan, envelope["version"])
     ranks = len(parts) if is_plan else envelope["ranks"]
-    require(ranks == plan["header"]["ranks"], "parts: not as many as ranks")
+    require(ranks == plan["header"]["ranks"], "parts: their number is not the number of ranks")
     first = 0 if is_plan else envelope["rank"]
     parts = [read_part(part, rank, plan["header"], plan["moves"]) for rank, part in enumerate(parts, first)]
     for part in parts:
@@ -194,15 +194,15 @@ def read_plan(data):
 def check_sections(plan, version):
     check_header(plan["header"], version)
     layouts = plan["layouts"]
-    require(set(layouts) == set(plan["header"]["layouts"]), "sections: not the layouts of the header")
-    require(len({layout["tokens"] for layout in layouts.values()}) == 1, "sections: layouts of other tokens")
-    require(all(set(pair) <= set(layouts) for pair in plan["moves"]), "sections: moves of no layout")
-    require(len(set(map(tuple, plan["moves"]))) == len(plan["moves"]), "sections: a move twice")
+    require(set(layouts) == set(plan["header"]["layouts"]), "sections: layouts differ from the header's")
+    require(len({layout["tokens"] for layout in layouts.values()}) == 1, "sections: layouts differ in tokens")
+    require(all(set(pair) <= set(layouts) for pair in plan["moves"]), "sections: a move of unknown layouts")
+    require(len(set(map(tuple, plan["moves"]))) == len(plan["moves"]), "sections: a move occurs twice")
 
 
 def check_header(header, version):
     sizes = [header[name] for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")]
-    require(header["version"] == version, "sections: another version than outside")
+    require(header["version"] == version, "sections: the version differs from the envelope's")
     require(1 <= header["ranks"] <= 65535 and all(1 <= size <= 2**16 for size in sizes), "sections: sizes")
     require(sizes[0] % sizes[1] == 0, "sections: q_heads is not a multiple of kv_heads")
     require(
@@ -212,11 +212,11 @@ def check_header(header, version):
     require(
         narrow is None or (narrow == "model" and DTYPES[header["dtype"]] == 16), "sections: sent_gradients"
     )
-    require(header["home_layout"] in header["layouts"], "sections: home_layout is no layout")
+    require(header["home_layout"] in header["layouts"], "sections: home_layout is not a layout")
     names = [*header["kinds"], *header["layouts"]]
     require(all(0 < len(name) <= 128 for name in names), "sections: a name has 1 to 128 characters")
     for group in (header["kinds"], header["layouts"]):
-        require(len(set(group)) == len(group), "sections: a name twice")
+        require(len(set(group)) == len(group), "sections: a name occurs twice")
     phases = [phase for phase in ("forward", "backward") if phase in header["phases"]]
     require(phases and phases == header["phases"], "sections: phases")
     require(set(header["diagonals"]) == set(header["kinds"]), "sections: diagonals must be of each kind")
@@ -228,7 +228,7 @@ def check_header(header, version):
         check_recurrent(header)
     for heads in header["head_sets"]:
         require(heads and len(set(heads)) == len(heads), "sections: a head set must hold distinct heads")
-        require(all(0 <= head < header["q_heads"] for head in heads), "sections: a head that is not there")
+        require(all(0 <= head < header["q_heads"] for head in heads), "sections: a head that does not exist")
 
 
 def check_recurrent(header):
@@ -245,7 +245,7 @@ def check_recurrent(header):
 
 
 def check_part(part, plan):
-    """Checks that numbers are in range, and lists are fully used."""
+    """Checks that numbers are in range and lists are used completely."""
     header, tokens = plan["header"], plan["layouts"][plan["header"]["home_layout"]]["tokens"]
     for spans in part["layouts"]:
         check_rows("spans", spans, {})
@@ -272,10 +272,10 @@ def check_tables(tables, kinds, limits):
         require(run["past"] >= 0 or run["peer"] == 0, "values: a peer without a past")
         end = run["row"] + run["rows"]
     for slot, row in enumerate(tables["folds"]):
-        require(row["parent"] < slot, "indexes: a parent that is no earlier slot")
+        require(row["parent"] < slot, "indexes: a parent that is not an earlier slot")
     for row in tables["folds"] + tables["states"]:
         require(
-            row["head"] + row["heads"] <= kinds[row["kind"]]["heads"], "indexes: a head that is not there"
+            row["head"] + row["heads"] <= kinds[row["kind"]]["heads"], "indexes: a head that does not exist"
         )
     require(all(row["run"] < len(runs) for row in tables["states"]), "indexes: a run that does not exist")
     rows = max(max(kind["conv"] for kind in kinds) - 1, 0) * len(runs)
@@ -316,7 +316,7 @@ def check_program(program, header):
 
 
 def plain(plan):
-    """A plan with lists in place of rows."""
+    """A plan with lists of numbers as rows."""
 
     def rows_of(rows):
         return [[*row.values()] for row in rows]

@@ -69,7 +69,7 @@ class ServiceError(ApportionError, RuntimeError):
         status: int = 0,
         retry_after: float | None = None,
     ) -> None:
-        kind = KINDS.get(type, Kind(status or 500, "The request failed", "see the log of the server or proxy"))
+        kind = KINDS.get(type, Kind(status or 500, "The request failed", "see the server's or proxy's log"))
         self.type, self.detail, self.field, self.retry_after = type, detail, field, retry_after
         self.status, self.title, self.remedy = status or kind.status, kind.title, kind.remedy
 

@@ -1,7 +1,6 @@
-"""Assembles a page: its HTML, style and script are files in `assets/`, its data is JSON that no bytes can escape.
+"""Assembles pages: HTML, style and script are files in `assets/`; data is JSON that cannot end its element.
 
-A page may load nothing and run nothing but its own script and style, which its content-security policy names by their
-digests.
+A page loads nothing, and runs nothing but its own script and style: its content-security policy lists their digests.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Page:
-    """A kind of page. html: name of its file; styles, scripts: file names without suffix, in order. asks: its
-    script may ask the server that it came from. opens: pages that it opens from memory, which run under its policy."""
+    """A kind of page. html: name of its file; styles, scripts: file names without suffix, in order; connects: its
+    script may send requests to its own server; opens: pages that it opens from memory, which run under its policy."""
 
     html: str
     styles: tuple[str, ...]
     scripts: tuple[str, ...]
-    asks: bool = False
+    connects: bool = False
     opens: tuple[Page, ...] = ()
 
     def assemble(self, title: str, data: Mapping[str, Any]) -> str:
-        """The page as one HTML file. data: plain data; its texts may be arbitrary."""
+        """The page as one HTML file. data: plain data, which may contain any text."""
         parts = {
             "policy": escape(self._policy()),
             "title": escape(title),
             "style": self.style,
             "script": self.script,
-            "data": _inert(data),
+            "data": _escaped_json(data),
         }
         return re.sub(r"@@(\w+)@@", lambda mark: parts[mark[1]], _read(self.html))
 
@@ -55,15 +54,15 @@ class Page:
             "default-src": "'none'",
             "script-src": " ".join(_digest(page.script) for page in pages),
             "style-src": " ".join(_digest(page.style) for page in pages),
-            "connect-src": "'self'" if self.asks else "'none'",
+            "connect-src": "'self'" if self.connects else "'none'",
             "base-uri": "'none'",
             "form-action": "'none'",
         }
         return "; ".join(f"{name} {value}" for name, value in directives.items())
 
 
-def _inert(data: Mapping[str, Any]) -> str:
-    """JSON without anything that could end its element or begin another; characters beyond ASCII are escaped."""
+def _escaped_json(data: Mapping[str, Any]) -> str:
+    """JSON in ASCII, with every character escaped that could end its element or begin another."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -83,4 +82,4 @@ REPORT = Page(
     (*("data", "colours", "viewport", "tables", "timeline", "mask", "traffic"), *("plan", "compare", "main")),
 )
 #: the page of a server
-WATCH = Page("watch.html", ("report", "watch"), ("data", "colours", "watch"), asks=True, opens=(REPORT,))
+WATCH = Page("watch.html", ("report", "watch"), ("data", "colours", "watch"), connects=True, opens=(REPORT,))

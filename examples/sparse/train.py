@@ -1,7 +1,7 @@
-"""Sparse attention as in DeepSeek-V3.2, on rows that a plan gathers: compares losses on four processes and on one.
+"""Trains sparse attention like DeepSeek-V3.2's on rows that a plan gathers; compares four processes with one.
 
 An indexer scores the earlier tokens of each query and keeps the best TOP; attention sees only their latents (MLA), in
-plain torch. The indexer learns from attention's weights on its choice. The plan has the mask, "causal within
+plain torch. The indexer learns from attention's weights on the chosen tokens. The plan has the mask, "causal within
 documents", and the cost of TOP keys per query; the selection happens at run time.
 Run: python examples/sparse/train.py
 """
@@ -111,8 +111,8 @@ class Documents:
         return torch.randint(-2, 3, (self.lengths[index],), generator=draw).cumsum(0) % VOCABULARY
 
 
-def planned(batch):
-    """The gather of a batch: rows of all ranks, and the ranges that each query may see."""
+def planned_gather(batch):
+    """Returns a function that gathers the visible rows of all ranks, and their mask."""
 
     def gather(*tensors):
         visible = ap.gather_visible(tensors, batch.handle)
@@ -121,16 +121,16 @@ def planned(batch):
     return gather
 
 
-def alone(documents):
-    """The gather of one process that has all rows."""
+def local_gather(documents):
+    """Returns the same function for one process that has all rows."""
     number = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor([*map(len, documents)]))
     mask = (number[:, None] == number).tril()
     return lambda *tensors: (tensors, mask)
 
 
 def step(model, loss, index_loss, summed):
-    """Runs one step of SGD on the model's loss and on the indexer's, whose gradients are separate. summed: whether they
-    are shares of ranks. Returns both, over all ranks."""
+    """Runs one step of SGD on the model's loss and on the indexer's, whose gradients are separate. summed: whether the
+    losses are shares of ranks, to be summed. Returns both losses."""
     loss.backward()
     index_loss.backward()
     losses = torch.stack([loss.detach(), index_loss.detach()])
@@ -145,7 +145,7 @@ def step(model, loss, index_loss, summed):
 
 
 def train():
-    """The losses of each step, on all ranks and in one process."""
+    """Trains on all ranks and in one process; returns both losses of each step."""
     torch.manual_seed(0)
     model, reference = (Model().double() for _ in range(2))
     reference.load_state_dict(model.state_dict())
@@ -153,7 +153,7 @@ def train():
     cluster = ap.Cluster(nodes=NODES, ranks_per_node=PER_NODE)
     loader = ap.PlannedLoader(dataset, cluster, MODEL, tokens_per_rank=128, recipe="mixed")
     for batch in loader:
-        logits, index_loss = model(batch.tokens, batch.position_ids, planned(batch))
+        logits, index_loss = model(batch.tokens, batch.position_ids, planned_gather(batch))
         loss = ap.normalised_loss(logits, batch.labels, batch.valid_tokens)
         losses = step(model, loss, index_loss / batch.valid_tokens, summed=True)
 
@@ -161,7 +161,7 @@ def train():
         tokens = torch.cat(documents)
         positions = torch.cat([torch.arange(len(document)) for document in documents])
         labels = torch.cat([torch.cat([document[1:], document.new_tensor([-100])]) for document in documents])
-        logits, index_loss = reference(tokens, positions, alone(documents))
+        logits, index_loss = reference(tokens, positions, local_gather(documents))
         loss = cross_entropy(logits, labels, reduction="sum") / batch.valid_tokens
         results.append((losses, step(reference, loss, index_loss / batch.valid_tokens, summed=False)))
     return results
@@ -175,7 +175,7 @@ def work(rank, folder):
     for number, (losses, expected) in enumerate(results if rank == 0 else []):
         gap = (losses - expected).abs().max().item()
         loss, indexer = losses.tolist()
-        print(f"step {number}: loss {loss:.6f}, indexer {indexer:.6f}; one process is {gap:.0e} apart")
+        print(f"step {number}: loss {loss:.6f}, indexer {indexer:.6f}; one process differs by {gap:.0e}")
         if gap > TOLERANCE:
             raise SystemExit("ranks and one process must agree")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Config registry for TorchTitan: a tiny Llama 3 on the bytes of Python files, with Titan's own or planned attention.
+"""Config registry for TorchTitan: a tiny Llama 3 on the bytes of Python files, with Titan's attention or planned.
 
 torchrun --nproc-per-node 2 examples/titan/train.py --module planned_llama --config planned_tiny
 torchrun --nproc-per-node 4 examples/titan/train.py --module planned_llama --config planned_ticks
@@ -41,7 +41,7 @@ class Bytes(BaseTokenizer):
 
 
 class Files:
-    """Map-style dataset: a file is a document; lengths are known before reading."""
+    """Map-style dataset: each file is a document; lengths are known in advance."""
 
     def __init__(self, tokenizer: BaseTokenizer, folder: Path) -> None:
         texts = [path.read_text()[:4000] for path in sorted(folder.rglob("*.py"))]
@@ -56,7 +56,7 @@ class Files:
 
 
 def documents(tokenizer: BaseTokenizer, folder: str | None) -> Files:
-    """The function that `dataset` names below."""
+    """The dataset that the configs below name."""
     return Files(tokenizer, Path(folder) if folder else Path(__file__).parents[1])
 
 
@@ -72,7 +72,7 @@ def tiny() -> Trainer.Config:
         training=TrainingConfig(
             global_batch_size=4, local_batch_size=1, seq_len=4096, steps=5, mixed_precision_param="float32"
         ),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the other needs a torch after 2.13
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the default needs torch > 2.13
         metrics=MetricsProcessor.Config(log_freq=1),
         activation_checkpoint=None,
         debug=DebugConfig(seed=0),
@@ -85,7 +85,7 @@ def planned_tiny() -> PlannedTrainer.Config:
 
 
 def planned_ticks() -> PlannedTrainer.Config:
-    """4 ranks, two stages of two replicas each, which compute the attention of every tick together."""
+    """4 ranks: two stages of two replicas each, which compute the attention of every tick together."""
     data = {"dataset": "planned_llama.documents", "tokens_per_rank": 4096, "microbatches": 2}
     config = planned(tiny(), **data, ticks=1)
     return replace(config, parallelism=replace(config.parallelism, pipeline_parallel_degree=2))

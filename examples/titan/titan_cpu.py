@@ -1,4 +1,4 @@
-"""Lets torchtitan 0.3.0, which assumes CUDA without an accelerator, run on CPUs; import it first."""
+"""Lets torchtitan 0.3.0, which assumes CUDA if there is no accelerator, run on CPUs; import it first."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""TorchTitan's own entry point, which finds `planned_llama` next to this file; runs on CPUs without a GPU."""
+"""TorchTitan's own entry point, which finds `planned_llama` next to this file; runs on CPUs if there is no GPU."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""A tiny Qwen3-VL on four processes, images and text balanced separately; compares losses with one process.
+"""Trains a tiny Qwen3-VL on four processes, with images and text balanced separately; compares losses with one process.
 
-The model is transformers' own. A plan spreads the patches of a step's images evenly over the ranks, another one its
+The model is transformers' own. One plan spreads the patches of a step's images evenly over the ranks, another one the
 tokens, and rows of patches go to the placeholder tokens. Each image has one brightness, which the text after it names.
 Run: python examples/vision/train.py
 """
@@ -94,15 +94,15 @@ def new_model():
     return transformers.Qwen3VLForConditionalGeneration(config).double()
 
 
-def planned(model, batch):
+def planned_loss(model, batch):
     """This rank's share of the mean loss."""
     arguments = hf.inputs(batch)
     del arguments["labels"]  # transformers' own loss is in float32
     return ap.normalised_loss(model(**arguments).logits[0], batch.labels, batch.valid_tokens)
 
 
-def alone(model, data, samples):
-    """The mean loss of some samples, by the model's own forward, one after another."""
+def single_process_loss(model, data, samples):
+    """The mean loss of some samples, by the model's own forward, one sample after another."""
     total, valid = 0.0, 0
     for sample in samples:
         tokens, images = data[sample]["input_ids"][None], data.of(sample)
@@ -118,8 +118,8 @@ def alone(model, data, samples):
 
 
 def train(compared):
-    """For each step: the loss of all ranks, its difference from one process, and this rank's rows: patches, tokens.
-    compared: whether this rank also trains the single-process model."""
+    """Trains; returns for each step the loss of all ranks, its difference from one process, and this rank's numbers of
+    patches and tokens. compared: whether this rank also trains the single-process model."""
     model, reference = hf.enable(new_model()), new_model()
     counts = [sample % 4 for sample in range(SAMPLES)]
     images = Images(sum(counts))
@@ -129,7 +129,7 @@ def train(compared):
     loader = hf.loader(data, model, cluster=cluster, tokens_per_rank=256, recipe="blend", media=media)
     optimizer, ref_optimizer = (torch.optim.Adam(net.parameters(), RATE) for net in (model, reference))
     for batch in loader:
-        loss = planned(model, batch)
+        loss = planned_loss(model, batch)
         loss.backward()
         ap.sum_gradients(model)
         optimizer.step()
@@ -137,7 +137,7 @@ def train(compared):
         dist.all_reduce(loss := loss.detach())
         gap = 0.0
         if compared:
-            expected = alone(reference, data, batch.samples.tolist())
+            expected = single_process_loss(reference, data, batch.samples.tolist())
             expected.backward()
             ref_optimizer.step()
             ref_optimizer.zero_grad()
@@ -154,7 +154,7 @@ def work(rank, folder):
         dist.all_gather(gathered, rows)
         patches, tokens = torch.stack(gathered, 1).tolist()
         if rank == 0:
-            print(f"step {number}: loss {loss:.6f}; one process is {gap:.0e} apart", end="")
+            print(f"step {number}: loss {loss:.6f}; one process differs by {gap:.0e}", end="")
             print(f"; patches of ranks {patches}, tokens {tokens}")
         if gap > TOLERANCE:
             raise SystemExit("ranks and one process must agree")

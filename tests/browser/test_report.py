@@ -139,7 +139,7 @@ def test_the_mask_shows_which_rank_computes_a_pair(planned: Make, folder: Path, 
         told = page.locator("#tip").inner_text()
         places = re.findall(r"\[([\d,]+), [\d,]+\) of document (\d+)", told)
         query, key = (int(starts[int(of)]) + int(at.replace(",", "")) for at, of in places[:2])
-        assert ("nobody" not in told) == holds(plan.request.batch.bands("default").T, query, key).any(), told
+        assert ("masked" not in told) == holds(plan.request.batch.bands("default").T, query, key).any(), told
         ranks = held.rank[holds(held.bands, query, key)].tolist()
         assert re.findall(r": rank (\d+)", told) == [str(rank) for rank in ranks], told
         seen |= set(ranks)

@@ -77,7 +77,7 @@ def test_the_page_updates_as_plans_are_made(server: Server, watch: Watch) -> Non
     key = plan(server, 3001)
     expect(page.locator(".card b").first).to_have_text(str(before + 1))
     expect(page.locator(".plans tbody tr").first).to_contain_text(key.hex()[:12])
-    for title in ("planning, median", "planning, 99 of 100"):
+    for title in ("planning, median", "planning, 99th percentile"):
         expect(page.locator(".card", has_text=title)).to_contain_text(re.compile(r"^[\d.]+ m?s"))
     expect(page.locator(".tenants tbody tr")).to_have_count(2)  # the row of all tenants, and the only tenant
     planned = page.locator(".chart", has_text="plans made").get_by_role("img")

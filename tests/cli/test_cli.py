@@ -163,8 +163,8 @@ def test_overlong_documents_are_dropped_cut_or_refused(
 ) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("name,tokens\na,900\nb,100000\n")
-    told = ("--column", "tokens", "--tokens-per-rank", 1024, "--overlong", rule, "-o", tmp_path / "p.plan")
-    result = run("plan", "--lengths", path, *told, *SMALL)
+    options = ("--column", "tokens", "--tokens-per-rank", 1024, "--overlong", rule)
+    result = run("plan", "--lengths", path, *options, "-o", tmp_path / "p.plan", *SMALL)
     assert result.code == (2 if longest is None else 0)
     if longest is None:
         assert "sample 1 has 100000 tokens" in result.err
@@ -210,7 +210,7 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (["plan"], "documents = 'none': must come from exactly one of --batch, --lengths, --workload"),
         (["plan", "--batch", "BATCH", "--workload", "BATCH"], "exactly one of"),
@@ -247,18 +247,18 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
     ],
 )
 def test_bad_input_is_refused_in_one_paragraph(
-    run: Cli, batch_file: Path, plan_file: Path, args: list[str], says: str
+    run: Cli, batch_file: Path, plan_file: Path, args: list[str], message: str
 ) -> None:
     files = {"BATCH": batch_file, "PLAN": plan_file, "CLUSTER": EXAMPLES / "cluster.yaml"}
     args = [re.sub("^[A-Z]+", lambda name: str(files[name[0]]), arg) for arg in args]
     result = run(*args)
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("apportion: ")
-    assert says in result.err
+    assert message in result.err
     assert "Traceback" not in result.err
     as_json = run(*args[:1], "--json", *args[1:]) if args[0] != "bench" else run(*args, "--json")
     assert as_json.code == 2
-    assert says in as_json.json["error"]["message"]
+    assert message in as_json.json["error"]["message"]
 
 
 def test_json_of_a_config_error_has_its_parts(run: Cli, batch_file: Path) -> None:
@@ -270,11 +270,11 @@ def test_json_of_a_config_error_has_its_parts(run: Cli, batch_file: Path) -> Non
 def test_a_parse_error_names_the_file_and_the_line(run: Cli, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{\n"lengths": [1,,2]}')
     (tmp_path / "bad.yaml").write_text("lengths: [1, 2\nmask: x")
-    said = run("plan", "--batch", tmp_path / "bad.json").err
-    assert f"{tmp_path / 'bad.json'} = '\"lengths\": [1,,2]}}'" in said
-    assert "at line 2, column 15 (Expecting value)" in said
-    said = run("plan", "--batch", tmp_path / "bad.yaml").err
-    assert f"{tmp_path / 'bad.yaml'} = 'mask: x': does not parse at line 2, column" in said
+    err = run("plan", "--batch", tmp_path / "bad.json").err
+    assert f"{tmp_path / 'bad.json'} = '\"lengths\": [1,,2]}}'" in err
+    assert "at line 2, column 15 (Expecting value)" in err
+    err = run("plan", "--batch", tmp_path / "bad.yaml").err
+    assert f"{tmp_path / 'bad.yaml'} = 'mask: x': does not parse at line 2, column" in err
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_planning(
@@ -294,7 +294,7 @@ def test_a_failed_write_leaves_no_partial_plan(plan_file: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device", str(path))
 
     before = plan_file.read_bytes()
-    beside = set(plan_file.parent.iterdir())
+    files_before = set(plan_file.parent.iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", write_partially)
         with pytest.raises(OSError, match="No space"):
@@ -304,7 +304,7 @@ def test_a_failed_write_leaves_no_partial_plan(plan_file: Path, monkeypatch: pyt
     link.symlink_to(plan_file)
     files.write(link, b"other bytes")
     assert (link.is_symlink(), plan_file.read_bytes()) == (True, b"other bytes")
-    assert set(plan_file.parent.iterdir()) == {*beside, link}
+    assert set(plan_file.parent.iterdir()) == {*files_before, link}
     files.write(Path(os.devnull), b"gone")
     assert not Path(os.devnull).is_file()
 
@@ -441,6 +441,6 @@ def test_bench_prints_a_table(run: Cli) -> None:
 
 
 def test_version_prints_the_package_version(run: Cli) -> None:
-    said = run("--version")
-    assert (said.code, said.out.splitlines()[1]) == (0, "format    apportion.plan 3.0")
-    assert "numpy" in said.out
+    result = run("--version")
+    assert (result.code, result.out.splitlines()[1]) == (0, "format    apportion.plan 3.0")
+    assert "numpy" in result.out

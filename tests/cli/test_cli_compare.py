@@ -162,7 +162,7 @@ def test_a_cluster_that_does_not_match_the_hardware_is_a_warning(run: Cli) -> No
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (["--recipes", "ring,nonesuch"], "nonesuch"),
         (["--recipes", "nowhere.yaml"], "nowhere.yaml"),
@@ -178,7 +178,7 @@ def test_a_cluster_that_does_not_match_the_hardware_is_a_warning(run: Cli) -> No
     ],
 )
 def test_bad_input_is_refused_in_one_paragraph(
-    run: Cli, mine: Path, tmp_path: Path, args: list[str], says: str
+    run: Cli, mine: Path, tmp_path: Path, args: list[str], message: str
 ) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(MINE.replace("2048", "512"))
@@ -192,7 +192,7 @@ def test_bad_input_is_refused_in_one_paragraph(
     result = run("compare", *args)
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("apportion: ")
-    assert says in result.err
+    assert message in result.err
     assert run("compare", *args, "--json").json["error"]["message"]
 
 
@@ -271,8 +271,8 @@ def test_an_unknown_recipe_is_refused_with_the_known_names(run: Cli, command: li
 
 
 def test_recipes_prints_parameters_and_their_defaults(run: Cli) -> None:
-    said = run("recipes", "zeppelin").out
-    assert "# schedule queues has these parameters:\n#   proxies: auto  # " in said
+    out = run("recipes", "zeppelin").out
+    assert "# schedule queues has these parameters:\n#   proxies: auto  # " in out
     record = run("recipes", "zeppelin", "--json").json
     assert record["section"] == "3"
     remap = record["parameters"]["remap"]
@@ -312,15 +312,15 @@ def test_the_recipe_schema_accepts_what_the_planner_accepts(run: Cli) -> None:
 @pytest.mark.slow
 def test_solvers_are_compared_with_the_optimum(run: Cli) -> None:
     rows = run("solvers", "compare", "--count", "8", "--json").json["solvers"]
-    held = {(row["kind"], row["solver"]): row for row in rows}
+    by_solver = {(row["kind"], row["solver"]): row for row in rows}
     for key in (
         ("partition", "ilp"),
         ("colouring", "flow"),
         ("colouring", "matching"),
         ("transport", "flow"),
     ):
-        assert held[key]["optimal"] == held[key]["solved"] == held[key]["problems"]
-    assert held["partition", "lpt"]["worst"] > 1
+        assert by_solver[key]["optimal"] == by_solver[key]["solved"] == by_solver[key]["problems"]
+    assert by_solver["partition", "lpt"]["worst"] > 1
 
 
 def test_solvers_of_one_kind_can_be_compared(run: Cli) -> None:

@@ -1,4 +1,4 @@
-"""`apportion show --svg`: the drawing matches the programs, in XML for any viewer."""
+"""`apportion show --svg`: the drawing matches the programs and is valid XML."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fills(text: str) -> set[str]:
 
 
 def allowed(plan: Plan, axis: Axis) -> np.ndarray:
-    """bool [cells, cells]: whether the mask allows any pair of a cell, by the dense mask."""
+    """bool [cells, cells]: whether the dense mask allows any pair of a cell."""
     tokens = plan.request.batch.tokens
     dense = bands.dense(plan.request.batch.bands("default"), tokens, tokens)
     sums = np.add.reduceat(np.add.reduceat(dense, axis.edges[:-1], axis=0), axis.edges[:-1], axis=1)
@@ -59,7 +59,7 @@ def allowed(plan: Plan, axis: Axis) -> np.ndarray:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("recipe", sparse([name for name in entries() if name != "round_robin"], 3))
-def test_every_cell_of_the_mask_has_a_rank_and_no_other(recipe: str, phase: str) -> None:
+def test_exactly_the_cells_of_the_mask_have_a_rank(recipe: str, phase: str) -> None:
     plan = planned(recipe)
     axis = axis_of(plan, 40)
     np.testing.assert_array_equal(owners(plan, "default", phase, axis) >= 0, allowed(plan, axis))
@@ -68,7 +68,7 @@ def test_every_cell_of_the_mask_has_a_rank_and_no_other(recipe: str, phase: str)
 def test_queries_that_stay_home_are_computed_there() -> None:
     plan = planned("ring")
     axis = axis_of(plan, CELLS)
-    found = owners(plan, "default", "forward", axis)
+    cells = owners(plan, "default", "forward", axis)
     spans = plan.layout("attention").spans
     rank, token, length = spans.rank_of_row(), spans["token"], spans["length"]
     whole = [
@@ -77,22 +77,22 @@ def test_queries_that_stay_home_are_computed_there() -> None:
         if len(at := np.flatnonzero((token <= first) & (end <= token + length)))
     ]
     assert len(whole) > 20
-    assert all(set(found[row][found[row] >= 0].tolist()) == {home} for row, home in whole)
+    assert all(set(cells[row][cells[row] >= 0].tolist()) == {home} for row, home in whole)
 
 
 def test_ranks_that_share_heads_are_all_drawn() -> None:
     plan = planned("ulysses")
-    found = owners(plan, "default", "forward", axis_of(plan, CELLS))
-    assert set(np.unique(found)) == {-1, 0, 1, 2, 3}
-    assert all(len(set(row[row >= 0].tolist())) == 1 for row in found)
+    cells = owners(plan, "default", "forward", axis_of(plan, CELLS))
+    assert set(np.unique(cells)) == {-1, 0, 1, 2, 3}
+    assert all(len(set(row[row >= 0].tolist())) == 1 for row in cells)
 
 
-def test_the_legend_says_that_rows_show_shares_of_heads() -> None:
+def test_the_legend_explains_rows_that_show_shares_of_heads() -> None:
     assert "one share of the heads" in draw(planned("ulysses"))
     assert "one share of the heads" not in draw(planned("ring"))
 
 
-def test_a_plan_that_reads_what_nothing_wrote_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_reads_unwritten_rows_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Subject.traced_tasks
     monkeypatch.setattr(Subject, "traced_tasks", lambda *args: replace(real(*args), complete=False))
     with pytest.raises(VerifyError, match="never written; verify the plan"):
@@ -118,8 +118,8 @@ def test_the_picture_is_xml_with_a_title_and_the_colours_of_all_ranks(phase: str
     assert root.findtext(f"{SVG}title") == f"fcp: {phase} of kind default on 4 ranks"
     assert "2,561 tokens" in str(root.findtext(f"{SVG}desc"))
     assert {Colours(4, 4, False).of(rank) for rank in range(4)} <= fills(text)
-    said = {element.text for element in root.iter(f"{SVG}text")}
-    assert {"rank 0", "rank 3", "keys (tokens)", "queries (tokens)", "milliseconds", "waits"} <= said
+    texts = {element.text for element in root.iter(f"{SVG}text")}
+    assert {"rank 0", "rank 3", "keys (tokens)", "queries (tokens)", "milliseconds", "waits"} <= texts
     assert not {element.tag for element in root.iter()} & {f"{SVG}image", f"{SVG}script", f"{SVG}style"}
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
@@ -129,8 +129,8 @@ def test_equal_plans_have_equal_pictures() -> None:
 
 
 def test_text_is_escaped() -> None:
-    said = 'a<b>&"]]>\x01\ud800'
-    root = ElementTree.fromstring(svg.document(9, 9, said, said, [svg.text(0, 0, said)]))
+    raw = 'a<b>&"]]>\x01\ud800'
+    root = ElementTree.fromstring(svg.document(9, 9, raw, raw, [svg.text(0, 0, raw)]))
     shown = [root.findtext(f"{SVG}{name}") for name in ("title", "desc", "text")]
     assert shown == ['a<b>&"]]>\ufffd\ufffd'] * 3
 
@@ -202,7 +202,7 @@ def test_show_writes_the_picture_and_prints_its_path(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--kind", "default"], "add --svg"),
         (["--phase", "forward"], "add --svg"),
@@ -215,13 +215,13 @@ def test_show_writes_the_picture_and_prints_its_path(
 def test_plans_that_cannot_be_drawn_are_refused(
     plan_file: Path,
     options: list[str],
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(plan_file.parent)
     assert cli.main(["show", str(plan_file), *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not Path("p.svg").exists()
 
 
@@ -273,12 +273,12 @@ def test_the_search_table_has_times_lower_bounds_and_refusals() -> None:
     ]
 
 
-def test_a_report_opens_with_a_verdict_and_what_to_try() -> None:
-    found = simulate(planned("ring"))
-    sentence, remedy = verdict(found)
-    lost = max(ms for name, ms in found.lost_ms.items() if name != "ideal")
-    assert sentence.startswith(f"{found.efficiency:.0%} of {found.forward_ms:.2f} ms forward")
-    assert f"most of the rest, {lost / (found.forward_ms + found.backward_ms):.0%}, is " in sentence
+def test_a_report_begins_with_a_verdict_and_a_remedy() -> None:
+    ring = simulate(planned("ring"))
+    sentence, remedy = verdict(ring)
+    lost = max(ms for name, ms in ring.lost_ms.items() if name != "ideal")
+    assert sentence.startswith(f"{ring.efficiency:.0%} of {ring.forward_ms:.2f} ms forward")
+    assert f"most of the rest, {lost / (ring.forward_ms + ring.backward_ms):.0%}, is " in sentence
     assert remedy.startswith("Try --recipe auto, or ")
-    alone = simulate(planned("contiguous", ranks=1, lengths=[200_000]))
-    assert verdict(alone)[1] == "Nothing else to try: train with it."
+    one_rank = simulate(planned("contiguous", ranks=1, lengths=[200_000]))
+    assert verdict(one_rank)[1] == "Nothing else to try: train with it."

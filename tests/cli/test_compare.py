@@ -34,9 +34,9 @@ def draw_batches(count: int = 3) -> list[Batch]:
     return [Source().batch(4096, seed)[0] for seed in range(count)]
 
 
-def records(found: Comparison) -> list[dict[str, Any]]:
+def records(comparison: Comparison) -> list[dict[str, Any]]:
     """Rows without measured times."""
-    return [{k: v for k, v in row.record().items() if k not in TIMED} for row in found.rows]
+    return [{k: v for k, v in row.record().items() if k not in TIMED} for row in comparison.rows]
 
 
 def trial(total_ms: float) -> Trial:
@@ -70,9 +70,9 @@ def test_repeated_comparisons_differ_only_in_measured_times() -> None:
 
 
 def test_the_baseline_gets_a_row_and_a_speed_up_of_one() -> None:
-    found = compare_all(draw_batches(), [FCP], RING, SETTING)
-    assert [row.recipe for row in found.rows] == ["ring", "fcp"]
-    assert found.rows[0].record()["speedup"] == {"min": 1.0, "median": 1.0, "max": 1.0}
+    rows = compare_all(draw_batches(), [FCP], RING, SETTING).rows
+    assert [row.recipe for row in rows] == ["ring", "fcp"]
+    assert rows[0].record()["speedup"] == {"min": 1.0, "median": 1.0, "max": 1.0}
 
 
 def test_speed_ups_compare_forward_plus_backward_batch_by_batch() -> None:
@@ -201,7 +201,7 @@ def test_batches_of_the_benchmark_fill_the_ranks(case: comparison.Case) -> None:
 
 
 def test_documents_of_magi_match_its_published_histogram() -> None:
-    """Counts of documents, and none longer than a quarter of a pack; pieces of long ones are counted as documents."""
+    """Counts of documents match, and none exceeds a quarter of a pack; pieces of long ones count as documents."""
     tokens = 2**22
     lengths = published.magi_documents(tokens, 1).lengths[:-1]
     assert lengths.max() == 163840
@@ -244,8 +244,8 @@ def test_sensitivity_ranks_recipes_under_every_scenario() -> None:
     assert [row["recipe"] for row in measured["rows"]] == ["auto", "ring", "auto, told"]
     for row in measured["rows"]:
         assert list(row["ms"]) == [*(scenario.name for scenario in SCENARIOS), "incast, told"]
-    told = measured["rows"][2]["ms"]
-    assert told["nominal"] == measured["rows"][0]["ms"]["nominal"]
+    planned_for_it = measured["rows"][2]["ms"]
+    assert planned_for_it["nominal"] == measured["rows"][0]["ms"]["nominal"]
     text = comparison.table(measured)
     assert "| auto | 1.00 (1) |" in text
     assert "| pairs of 1 in another order | 0 |" in text

@@ -42,14 +42,14 @@ def wrong(answers: list[Answer]) -> list[str]:
 
 def test_the_suite_files_can_be_regenerated_from_the_plans() -> None:
     made = conformance_suite.suite(conformance_suite.plans_of(FOLDER, replan=False))
-    there = {str(p.relative_to(FOLDER)): p.read_bytes() for p in FOLDER.rglob("*") if p.is_file()}
-    assert sorted(there) == sorted([*made, "README.md"])
-    differ = [name for name, data in made.items() if data != there[name] and not name.endswith("outputs.f64")]
-    assert not differ, "`make suite` writes them"
+    stored = {str(p.relative_to(FOLDER)): p.read_bytes() for p in FOLDER.rglob("*") if p.is_file()}
+    assert sorted(stored) == sorted([*made, "README.md"])
+    stale = [name for name, data in made.items() if data != stored[name] and not name.endswith("outputs.f64")]
+    assert not stale, "`make suite` writes them"
     for name in (name for name in made if name.endswith("outputs.f64")):
-        ours, theirs = (np.frombuffer(data, "<f8") for data in (made[name], there[name]))
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12, err_msg=name)
-    assert sum(map(len, there.values())) < 1_500_000
+        actual, expected = (np.frombuffer(data, "<f8") for data in (made[name], stored[name]))
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12, err_msg=name)
+    assert sum(map(len, stored.values())) < 1_500_000
 
 
 def test_the_cases_cover_the_format() -> None:
@@ -95,15 +95,15 @@ class InProcessReader(Reader):
     def _start(self, words: list[str]) -> subprocess.CompletedProcess[bytes]:
         self.capture.readouterr()  # type: ignore[attr-defined]
         code = conformance_reader.main(*words)
-        said = self.capture.readouterr()  # type: ignore[attr-defined]
-        return subprocess.CompletedProcess(words, code, said.out.encode(), said.err.encode())
+        output = self.capture.readouterr()  # type: ignore[attr-defined]
+        return subprocess.CompletedProcess(words, code, output.out.encode(), output.err.encode())
 
 
 def test_the_package_passes_every_level(capsys: pytest.CaptureFixture[str]) -> None:
     InProcessReader.capture = capsys  # type: ignore[attr-defined]
-    asked = questions(SUITE, "verify")
-    assert Counter(q.verb for q in asked).keys() == set(readers.LEVELS["verify"])
-    assert wrong([InProcessReader(["apportion"]).ask(question) for question in asked]) == []
+    all_questions = questions(SUITE, "verify")
+    assert Counter(q.verb for q in all_questions).keys() == set(readers.LEVELS["verify"])
+    assert wrong([InProcessReader(["apportion"]).ask(question) for question in all_questions]) == []
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_the_python_example_passes_level_read() -> None:
 
 
 def compiled(folder: Path, *options: str) -> str:
-    """The executor in C; the test is skipped without a compiler that has these options."""
+    """Compiles the executor in C; skips the test if no compiler has these options."""
     program, compiler = folder / "execute_plan", shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -142,20 +142,20 @@ SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 @pytest.mark.slow
 def test_the_c_example_has_no_memory_errors(tmp_path: Path) -> None:
-    """Broken plans are run and damaged ones read under sanitizers."""
+    """Runs broken and damaged plans under sanitizers."""
     program = compiled(tmp_path, *SANITIZERS)
     folder = tmp_path / "case"
     folder.mkdir()
     good = parse(broken_plans.GOOD)
     inputs = conformance_suite.inputs_of(good, conformance_suite.Case("broken"))
-    of_good, of_recurrent = (
+    plain_inputs, recurrent_inputs = (
         conformance_suite.packed(inputs),
         (FOLDER / "cases/recurrent/inputs.f64").read_bytes(),
     )
     paths = sorted((FOLDER / "broken").glob("*.plan")) + sorted((FOLDER / "malformed").glob("*.plan"))
     for data in [*(path.read_bytes() for path in paths), *damaged(60)]:
         (folder / "case.plan").write_bytes(data)
-        (folder / "inputs.f64").write_bytes(of_recurrent if b"gated_delta" in data else of_good)
+        (folder / "inputs.f64").write_bytes(recurrent_inputs if b"gated_delta" in data else plain_inputs)
         done = subprocess.run(
             [program, "run", folder, folder / "outputs.f64"], capture_output=True, text=True, check=False
         )
@@ -189,7 +189,7 @@ def reader_of(tmp_path: Path, body: str) -> list[str]:
     return [sys.executable, str(script)]
 
 
-def asked(name: str, verb: str) -> Question:
+def question_of(name: str, verb: str) -> Question:
     return next(q for q in questions(SUITE, "verify") if (q.name, q.verb) == (name, verb))
 
 
@@ -216,7 +216,7 @@ def asked(name: str, verb: str) -> Question:
 )
 def test_wrong_answers_are_described(tmp_path: Path, verb: str, name: str, body: str, why: str) -> None:
     timeout_s = 2.0 if "2 s" in why else 300.0
-    answer = Reader(reader_of(tmp_path, body), timeout_s=timeout_s).ask(asked(name, verb))
+    answer = Reader(reader_of(tmp_path, body), timeout_s=timeout_s).ask(question_of(name, verb))
     assert why in answer.why
     assert answer.to_data() == {"ask": verb, "of": name, "ok": False, "why": answer.why}
 
@@ -231,10 +231,10 @@ def test_a_wrong_number_is_reported_with_its_position(tmp_path: Path) -> None:
         "open(words[0], 'wb').write(data)\n"
     )
     command = reader_of(tmp_path, body)
-    answer = Reader(command).ask(asked("cases/fcp", "run"))
+    answer = Reader(command).ask(question_of("cases/fcp", "run"))
     assert answer.why.startswith("dk of default, rank 1, [3, 0, 2]: expected ")
     assert "got 0; 1 of 722 numbers differ by more than 1e-09 * (1 + |expected|)" in answer.why
-    assert Reader(command, tolerance=100.0).ask(asked("cases/fcp", "run")).why == ""
+    assert Reader(command, tolerance=100.0).ask(question_of("cases/fcp", "run")).why == ""
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,13 @@ def run_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 def test_a_server_makes_the_same_plan_as_the_command(
     server: Server, run_json: Callable[..., Any], tmp_path: Path
 ) -> None:
-    there, here = tmp_path / "there.plan", tmp_path / "here.plan"
-    far = run_json(*PLAN, "--server", server.url, "-o", str(there))
-    near = run_json(*PLAN, "-o", str(here))
-    assert there.read_bytes() == here.read_bytes()
-    assert far.keys() == near.keys()
-    assert far["id"] == near["id"]
-    assert run_json("verify", str(there))["ok"]
+    remote_file, local_file = tmp_path / "remote.plan", tmp_path / "local.plan"
+    remote = run_json(*PLAN, "--server", server.url, "-o", str(remote_file))
+    local = run_json(*PLAN, "-o", str(local_file))
+    assert remote_file.read_bytes() == local_file.read_bytes()
+    assert remote.keys() == local.keys()
+    assert remote["id"] == local["id"]
+    assert run_json("verify", str(remote_file))["ok"]
 
 
 def test_a_wrong_token_and_an_invalid_server_url_are_reported(
@@ -79,10 +79,10 @@ def test_report_reads_plans_of_a_server_and_of_its_folder(
     for wrong in (f"{server.url}/v1/plans/{'0' * 64}", f"{server.url}/v1/plans/x"):
         run_json("report", wrong, "-o", str(page), ends=cli.BAD_INPUT)
     assert not page.exists()
-    taken = run_json(
+    refused = run_json(
         "report", f"{server.url}/v1/plans/{request.hex}", "--hardware", "h100", ends=cli.BAD_INPUT
     )
-    assert taken["error"]["field"] == "--hardware"
+    assert refused["error"]["field"] == "--hardware"
 
 
 def test_a_store_is_checked_and_pruned(run_json: Callable[..., Any], tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_a_store_is_checked_and_pruned(run_json: Callable[..., Any], tmp_path: P
 
 
 def test_serve_takes_its_limits_in_gb_and_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = list[Settings]()
-    monkeypatch.setattr("apportion.service.http.serve.run", given.append)
+    captured = list[Settings]()
+    monkeypatch.setattr("apportion.service.http.serve.run", captured.append)
     assert cli.main(["serve", "--store-gb", "1.5", "--store-days", "2", "--worker-gb", "0.5"]) == cli.OK
-    settings = given[0]
+    settings = captured[0]
     assert (settings.store_bytes, settings.store_age_s) == (1_500_000_000, 2 * 24 * 3600.0)
     assert settings.worker_bytes == 500_000_000
 

@@ -15,12 +15,12 @@ from tests.service.requests import TOKEN
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`apportion serve` with a folder and a token."""
     folder = tmp_path_factory.mktemp("served")
-    with serving(folder / "plans", options=["--workers", "1"], token=TOKEN, log=folder / "log") as found:
-        yield found
+    with serving(folder / "plans", options=["--workers", "1"], token=TOKEN, log=folder / "log") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[ProcessExecutor]:
-    found = ProcessExecutor(2, task_s=60.0, memory_bytes=4 << 30)
-    yield found
-    found.shutdown(cancel_futures=True)
+    executor = ProcessExecutor(2, task_s=60.0, memory_bytes=4 << 30)
+    yield executor
+    executor.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Faulty tasks that harm their worker, in a module that workers can import."""
+"""Tasks that kill, block or fill their worker, in a module that workers can import."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MSGPACK = {"content-type": "application/msgpack"}
 
 @dataclass(frozen=True)
 class Request:
-    """A request of `JOB`, by its number."""
+    """A numbered request of `JOB`."""
 
     number: int
     job: Job = JOB

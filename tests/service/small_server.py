@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SmallServer:
-    """A running server. requests: the received headers, with the bytes of their bodies that came along."""
+    """A running server. requests: the first bytes received of each request, its headers and perhaps its body."""
 
     url: str
     requests: list[bytes] = field(default_factory=list)
@@ -31,7 +31,7 @@ def small_server(talk: Talk, host: str = "127.0.0.1") -> Iterator[SmallServer]:
     """Runs a server until the block ends."""
     with socket.create_server((host, 0)) as listening:
         server = SmallServer(f"http://{host}:{listening.getsockname()[1]}")
-        open_ones: list[socket.socket] = []
+        connections: list[socket.socket] = []
 
         def serve(connection: socket.socket) -> None:
             with connection, suppress(OSError):
@@ -42,12 +42,12 @@ def small_server(talk: Talk, host: str = "127.0.0.1") -> Iterator[SmallServer]:
         def accept() -> None:
             with suppress(OSError):
                 while True:
-                    open_ones.append(listening.accept()[0])
-                    threading.Thread(target=serve, args=[open_ones[-1]], daemon=True).start()
+                    connections.append(listening.accept()[0])
+                    threading.Thread(target=serve, args=[connections[-1]], daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
         yield server
         listening.shutdown(socket.SHUT_RDWR)
-        for connection in open_ones:
+        for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

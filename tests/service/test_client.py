@@ -36,7 +36,7 @@ from tests.service.small_server import Talk, answer, small_server
 from tests.support.sparse import sparse_product
 
 TIMEOUT_S = 1.0
-BUSY_S = 8.0  # added by a loaded machine; 0.3 on an idle one
+BUSY_S = 8.0  # delay allowed on a loaded machine; an idle one needs 0.3
 KEY, REQUEST = bytes(range(32)), Request(1)
 
 
@@ -155,8 +155,8 @@ def test_close_ends_a_call_of_another_thread(client_of: Callable[..., Client]) -
 
 def respond_in_turn(*answers: bytes) -> Talk:
     """Sends one answer per request; the last one repeatedly."""
-    left = list(answers)
-    return lambda connection, _: connection.sendall(left.pop(0) if len(left) > 1 else left[0])
+    remaining = list(answers)
+    return lambda connection, _: connection.sendall(remaining.pop(0) if len(remaining) > 1 else remaining[0])
 
 
 def test_a_slice_is_requested_until_it_is_ready(
@@ -168,7 +168,7 @@ def test_a_slice_is_requested_until_it_is_ready(
     assert len(server.requests) == 2
 
 
-def test_a_plan_that_is_not_ready_in_time_is_none(client_of: Callable[..., Client]) -> None:
+def test_a_plan_that_is_not_ready_in_time_is_an_error(client_of: Callable[..., Client]) -> None:
     with small_server(respond_in_turn(answer(b"", "202 Accepted"))) as server, pytest.raises(NotReadyError):
         client_of(server.url).fetch(KEY, 0, 0.3)
 
@@ -226,7 +226,7 @@ def test_temporary_failures_are_retried_after_the_servers_delay(client_of: Calla
         began = time.monotonic()
         with pytest.raises(ServiceError, match="429"):
             client_of(server.url, timeout_s=5.0).submit(KEY, b"")
-        assert time.monotonic() - began < 4.5, "there is no time to wait for so long"
+        assert time.monotonic() - began < 4.5, "a delay beyond the timeout is not waited for"
 
 
 def test_the_next_server_is_used_and_stays_first(client_of: Callable[..., Client]) -> None:
@@ -358,16 +358,16 @@ def test_a_forked_process_opens_its_own_connections(server: Server, client_of: C
 
 
 def test_a_fork_waits_until_the_event_loop_holds_no_lock() -> None:
-    """A lock of its thread, such as an import lock, would stay locked in the child forever."""
-    lock, held = threading.Lock(), threading.Event()
+    """Otherwise a lock that the loop's thread holds, such as an import lock, would stay locked in the child."""
+    lock, locked = threading.Lock(), threading.Event()
 
     def hold() -> None:
         with lock:
-            held.set()
+            locked.set()
             time.sleep(0.3)
 
     event_loop().call_soon_threadsafe(hold)
-    held.wait()
+    locked.wait()
     child = os.fork()
     if child == 0:
         os._exit(0 if lock.acquire(timeout=5.0) else 1)

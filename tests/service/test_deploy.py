@@ -28,7 +28,7 @@ REQUEST = Request(3)
 
 @pytest.fixture(scope="module")
 def front(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """(URL of nginx before the server, the authority of its certificate)."""
+    """Runs nginx in front of the server; yields its URL and the PEM file of its certificate authority."""
     nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if nginx is None:
         pytest.skip("there is no nginx")

@@ -1,4 +1,4 @@
-"""The engine with real workers: each request planned once, refusals, deaths, memory, a store that fails."""
+"""The engine with real workers: each request is planned once; refusals, dead workers, memory, a failing store."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ def test_a_request_that_kills_workers_is_refused(work: Any, type: str) -> None:
     try:
 
         async def test(engine: Engine) -> None:
-            beside = asyncio.create_task(
+            healthy = asyncio.create_task(
                 engine.make(plan_file, PlanRequest(b"1", Request(4).data, b"j", RANKS), "a")
             )
             with pytest.raises(ServiceError) as caught:
                 await engine.make(work, PlanRequest(b"2", b"", b"k", RANKS), "a")
             assert caught.value.type == type
-            assert (await beside)[1:].startswith(b"\xa6format")
+            assert (await healthy)[1:].startswith(b"\xa6format")
 
         run(workers, test)
     finally:
@@ -150,7 +150,7 @@ def test_a_request_that_kills_workers_is_refused(work: Any, type: str) -> None:
 
 def test_the_length_of_the_queue_is_limited(workers: ProcessExecutor) -> None:
     async def test(engine: Engine) -> None:
-        for number in range(10, 13):  # one is planned, two in the queue
+        for number in range(10, 13):  # one is being planned, two are queued
             await submit(engine, Request(number))
         with pytest.raises(ServiceError, match="429 queue-full"):
             await submit(engine, Request(19))
@@ -161,8 +161,8 @@ def test_the_length_of_the_queue_is_limited(workers: ProcessExecutor) -> None:
     run(workers, test, limits=Limits(queued=2))
 
 
-class Held(Executor):
-    """Begins what it is given, and ends nothing."""
+class StalledExecutor(Executor):
+    """Accepts tasks and never finishes them."""
 
     def __init__(self) -> None:
         self.begun = list[Future[Any]]()
@@ -173,33 +173,33 @@ class Held(Executor):
 
 
 def test_the_queue_is_bounded_in_bytes_also_after_a_worker_died() -> None:
-    held, waiting = Held(), [Request(2), Request(3)]
+    executor, waiting = StalledExecutor(), [Request(2), Request(3)]
 
     async def test(engine: Engine) -> None:
         await submit(engine, Request(0))
-        held.begun[0].set_exception(WorkerDiedError("killed"))
-        while len(held.begun) < 2:  # it is planned again
+        executor.begun[0].set_exception(WorkerDiedError("killed"))
+        while len(executor.begun) < 2:  # until the request is planned again
             await asyncio.sleep(0)
-        for request in (Request(1), *waiting):  # one is in the lane of light ones
+        for request in (Request(1), *waiting):  # the first takes the lane for light requests
             await submit(engine, request)
         with pytest.raises(ServiceError, match="429 queue-full"):
             await submit(engine, Request(4))
 
-    run(held, test, limits=Limits(queued_bytes=sum(len(request.data) for request in waiting)))
+    run(executor, test, limits=Limits(queued_bytes=sum(len(request.data) for request in waiting)))
 
 
 def test_a_tenant_that_fills_the_queue_leaves_others_their_share(workers: ProcessExecutor) -> None:
-    async def ask(engine: Engine, number: int, tenant: str) -> None:
+    async def submit_as(engine: Engine, number: int, tenant: str) -> None:
         request = Request(number)
         await engine.submit(plan_request(request), tenant)
 
     async def test(engine: Engine) -> None:
-        for number in range(60, 63):  # one is planned
-            await ask(engine, number, "many")
-        await ask(engine, 70, "few")
+        for number in range(60, 63):  # one is being planned
+            await submit_as(engine, number, "many")
+        await submit_as(engine, 70, "few")
         for tenant in ("many", "few"):
             with pytest.raises(ServiceError, match="429 queue-full"):
-                await ask(engine, 71, tenant)
+                await submit_as(engine, 71, tenant)
 
     run(workers, test, limits=Limits(queued=2))
 
@@ -266,7 +266,7 @@ def test_a_plan_stored_by_another_server_is_given_to_all_waiting_clients(
     run(workers, test, Folder(tmp_path))
 
 
-class Full(Folder):
+class FailingStore(Folder):
     def get(self, key: bytes) -> Pack | None:
         raise StoreError("cannot read")
 
@@ -281,7 +281,7 @@ def test_planning_continues_if_the_store_fails(workers: ProcessExecutor, tmp_pat
         await asyncio.sleep(0.05)
         assert value(engine.metrics.store_errors) >= 2
 
-    run(workers, test, Full(tmp_path))
+    run(workers, test, FailingStore(tmp_path))
 
 
 def test_the_engine_makes_the_page_of_a_request(workers: ProcessExecutor) -> None:

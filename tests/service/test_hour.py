@@ -14,16 +14,16 @@ NOW = 10_000.0
 def entry(
     ended: float, first_use: float | None, seconds: float, state: State = State.READY, tenant: str = "a"
 ) -> Entry:
-    made = Entry(b"", plan_pack, b"", b"", 1, tenant, 0.0, 0.0, state, seconds=seconds, done=asyncio.Event())
-    made.ended, made.first_use = ended, first_use
-    return made
+    done = Entry(b"", plan_pack, b"", b"", 1, tenant, 0.0, 0.0, state, seconds=seconds, done=asyncio.Event())
+    done.ended, done.first_use = ended, first_use
+    return done
 
 
 ENTRIES = [
     entry(NOW - 30 * 60 - 1, NOW - 1, 2.0),  # ready half an hour ago, first requested in the last minute
     entry(NOW - 50, NOW - 53, 4.0),  # a rank waited for it, three seconds
-    entry(NOW - 40, None, 0.0, tenant="b"),  # from the store, not wanted yet
-    entry(NOW - 3700, None, 1.0),  # before the hour, still ahead
+    entry(NOW - 40, None, 0.0, tenant="b"),  # from the store, not requested yet
+    entry(NOW - 3700, None, 1.0),  # ready before the hour, not requested yet
     entry(NOW - 20, None, 0.0, State.REFUSED, "b"),
     entry(0.0, None, 0.0, State.QUEUED, "b"),
 ]

@@ -207,7 +207,7 @@ def test_too_many_tokens_are_refused(client: httpx.Client) -> None:
 # ---- tokens
 
 
-def test_without_the_token_only_health_is_answered(server: Server) -> None:
+def test_without_the_token_only_open_paths_are_answered(server: Server) -> None:
     with client_of(server.url, None) as client:
         for path in ("/v1/plans", "/metrics", f"/v1/plans/{'00' * 32}/ranks/0", "/v1/ranks/0/stream"):
             assert client.get(path).status_code == 401
@@ -219,7 +219,7 @@ def test_without_the_token_only_health_is_answered(server: Server) -> None:
 
 def test_tokens_are_read_from_lines(tmp_path: Path) -> None:
     file = tmp_path / "tenants"
-    file.write_text("# of two teams\none: 0123456789abcdef\n\ntwo: fedcba9876543210\n")
+    file.write_text("# two teams\none: 0123456789abcdef\n\ntwo: fedcba9876543210\n")
     tokens = Tokens.read(None, file)
     assert tokens.tenant(b"Bearer fedcba9876543210") == "two"
     assert tokens.tenant(b"Bearer fedcba987654321") is None
@@ -242,15 +242,15 @@ def test_tokens_are_read_from_lines(tmp_path: Path) -> None:
 # ---- connections
 
 
-def send_raw(server: Server, data: bytes, most_s: float = 5.0) -> bytes:
-    """The server's output until it closes the connection."""
+def send_raw(server: Server, data: bytes, limit_s: float = 5.0) -> bytes:
+    """Sends bytes; returns the server's output until it closes the connection."""
     parts = urlsplit(server.url)
-    said, until = b"", time.monotonic() + most_s
-    with socket.create_connection((parts.hostname, parts.port), timeout=most_s) as line, suppress(OSError):
+    received, until = b"", time.monotonic() + limit_s
+    with socket.create_connection((parts.hostname, parts.port), timeout=limit_s) as line, suppress(OSError):
         line.sendall(data)
         while time.monotonic() < until and (part := line.recv(1 << 16)):
-            said += part
-    return said
+            received += part
+    return received
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def send_raw(server: Server, data: bytes, most_s: float = 5.0) -> bytes:
     ids=["trailers", "no-token", "large", "url", "header"],
 )
 def test_oversized_and_endless_requests_are_not_read(server: Server, data: bytes, status: bytes) -> None:
-    said = send_raw(server, data)
-    assert said.startswith(b"HTTP/1.1 " + status) or not said  # a reset may overtake the answer
+    received = send_raw(server, data)
+    assert received.startswith(b"HTTP/1.1 " + status) or not received  # a reset may overtake the answer
     assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
@@ -282,8 +282,8 @@ def test_a_token_in_a_trailer_is_not_accepted(server: Server) -> None:
     head = (
         b"POST /v1/plan HTTP/1.1\r\nHost: a\r\nTrailer: authorization\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
-    said = send_raw(server, head + f"0\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
-    assert b" 401 " in said.split(b"\r\n")[0]
+    received = send_raw(server, head + f"0\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+    assert b" 401 " in received.split(b"\r\n")[0]
 
 
 # ---- the server

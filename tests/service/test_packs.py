@@ -1,4 +1,4 @@
-"""Packs: one rank's slice is read alone, and changed bytes are refused."""
+"""Packs: one rank's slice is read without the others, and changed bytes are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_pack_has_the_slices_of_all_ranks_and_the_request(pack: Pack) -> None:
 
 def test_a_slice_is_read_without_the_others(pack: Pack) -> None:
     seen: list[int] = []
-    big = pack.data + bytes(1 << 20)  # what follows is not read, either
+    big = pack.data + bytes(1 << 20)  # bytes after the pack are not read either
     found = read_slice(reader_of(big, seen), REQUEST.key, 2)
     assert found.encode() == REQUEST.slices()[2]
     assert sum(seen) <= (64 << 10) + len(pack.slice(2))
@@ -59,7 +59,7 @@ def test_a_pack_with_any_changed_byte_is_refused(pack: Pack) -> None:
         data[at] ^= 1 << rng.randrange(8)
         with pytest.raises(DecodeError):
             Pack.decode(bytes(data), REQUEST.key)
-        for rank in range(RANKS):  # one slice may be whole where another is not
+        for rank in range(RANKS):  # the change may be in another rank's slice
             try:
                 found = read_slice(reader_of(bytes(data)), REQUEST.key, rank)
             except DecodeError:

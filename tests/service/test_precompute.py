@@ -1,4 +1,4 @@
-"""Plans made before training: in any number of runs the same folder, which loaders and servers read."""
+"""Plans made before training: any number of runs give the same folder, which loaders and servers read."""
 
 from __future__ import annotations
 
@@ -48,37 +48,37 @@ def test_a_stopped_run_is_continued_by_the_next(tmp_path: Path, workers: Process
 
 
 def test_every_iteration_of_every_epoch_is_planned(tmp_path: Path, workers: ProcessExecutor) -> None:
-    asked, store = work(8), Folder(tmp_path)
-    summary = precompute(asked, tmp_path, workers, 2)
-    epochs = [asked.sampling.epoch(epoch) for epoch in range(8)]
+    all_work, store = work(8), Folder(tmp_path)
+    summary = precompute(all_work, tmp_path, workers, 2)
+    epochs = [all_work.sampling.epoch(epoch) for epoch in range(8)]
     assert len(epochs[0]) < 8
     for samples in [samples for epoch in epochs for samples in epoch][:8]:
-        assert store.slice(JOB.request_key(asked.batches(samples)), RANKS - 1).ranks == RANKS
+        assert store.slice(JOB.request_key(all_work.batches(samples)), RANKS - 1).ranks == RANKS
     assert summary.packs == len(list(store.files()))
-    held = json.loads((tmp_path / "precompute.json").read_bytes())
-    assert held == origin(JOB, LENGTHS, None, asked.sampling) | {"iterations": 8}
+    record = json.loads((tmp_path / "precompute.json").read_bytes())
+    assert record == origin(JOB, LENGTHS, None, all_work.sampling) | {"iterations": 8}
 
 
-class Dying(Executor):
-    """Plans here, after `deaths` deaths of a worker."""
+class DyingExecutor(Executor):
+    """Plans in this process, after `deaths` failures of a worker."""
 
     def __init__(self, deaths: int) -> None:
         self.left = deaths
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        found = Future[Any]()
+        future = Future[Any]()
         self.left -= 1
         if self.left >= 0:
-            found.set_exception(WorkerDiedError("killed"))
+            future.set_exception(WorkerDiedError("killed"))
         else:
-            found.set_result(fn(*args, **kwargs))
-        return found
+            future.set_result(fn(*args, **kwargs))
+        return future
 
 
 def test_a_request_is_planned_again_until_three_workers_have_died_on_it(tmp_path: Path) -> None:
     with pytest.raises(IterationError, match="iteration 0 of epoch 0: killed"):
-        precompute(work(1), tmp_path, Dying(3), 1)
-    assert precompute(work(1), tmp_path, Dying(2), 1).planned == 1
+        precompute(work(1), tmp_path, DyingExecutor(3), 1)
+    assert precompute(work(1), tmp_path, DyingExecutor(2), 1).planned == 1
 
 
 @pytest.mark.parametrize(("other", "field"), [({"seed_of": 1}, "lengths"), ({"shuffle": False}, "shuffle")])

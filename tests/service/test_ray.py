@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 def cluster() -> Iterator[Any]:
     from apportion.service.workers.ray import RayExecutor
 
-    found = RayExecutor(1, task_s=20.0, address="local")
-    yield found
-    found.shutdown()
+    executor = RayExecutor(1, task_s=20.0, address="local")
+    yield executor
+    executor.shutdown()
 
 
 def test_plans_are_the_same_on_ray(cluster: Any) -> None:
@@ -32,7 +32,7 @@ def test_plans_are_the_same_on_ray(cluster: Any) -> None:
     assert isinstance(cluster.submit(plan_pack, b"nothing").result(60.0), Refusal)
 
 
-def test_deaths_and_deadlines_cost_one_task(cluster: Any) -> None:
+def test_deaths_and_timeouts_affect_only_one_task(cluster: Any) -> None:
     with pytest.raises(WorkerDiedError):
         cluster.submit(die, b"").result(60.0)
     with pytest.raises(TimeoutError):

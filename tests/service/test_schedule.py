@@ -48,7 +48,7 @@ def test_the_nearest_deadline_comes_first(clock: Clock) -> None:
 
 def test_a_deadline_follows_the_steps_of_the_job(clock: Clock) -> None:
     schedule = Schedule(1, clock)
-    assert schedule.due(b"slow", 2) == schedule.due(b"fast", 2) == 102.0  # not known yet
+    assert schedule.due(b"slow", 2) == schedule.due(b"fast", 2) == 102.0  # no history yet
     for _ in range(40):
         clock.now += 0.2
         schedule.due(b"fast", 0)
@@ -56,7 +56,7 @@ def test_a_deadline_follows_the_steps_of_the_job(clock: Clock) -> None:
         clock.now += 20.0
         schedule.due(b"slow", 0)
     assert schedule.due(b"slow", 2) - clock.now == pytest.approx(40.0, rel=0.1)
-    assert schedule.due(b"fast", 2) - clock.now == pytest.approx(0.4, rel=0.3)  # after a long pause, too
+    assert schedule.due(b"fast", 2) - clock.now == pytest.approx(0.4, rel=0.3)  # also after a long pause
 
 
 def test_tenants_share_worker_time_regardless_of_their_number_of_requests(clock: Clock) -> None:

@@ -14,7 +14,7 @@ from tests.service.requests import TOKEN
 
 pytestmark = pytest.mark.slow
 # A schema cannot express that one field must fit another (a key its body, heads their groups): such requests are well
-# formed and answered with 422, or 409 where the key is another one's.
+# formed, and answered with 422, or with 409 if the key belongs to a different request.
 CONFIG = """
 [[operations]]
 include-name = ["POST /v1/plan", "PUT /v1/plans/{key}"]

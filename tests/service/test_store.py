@@ -131,7 +131,7 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_file(tmp_path: Path, pack
 
 
 def put_aged(store: Folder, packs: list[Pack]) -> None:
-    """Stores the packs, the first the longest unused: a day older per later pack."""
+    """Stores the packs, each last used a day before the next one."""
     for days, pack in enumerate(reversed(packs)):
         store.put(pack)
         os.utime(store.path(pack.key), (time.time() - days * 86400,) * 2)
@@ -191,11 +191,11 @@ def test_many_plans_are_counted_quickly(tmp_path: Path) -> None:
 def test_an_unreadable_folder_is_reported(tmp_path: Path, packs: list[Pack]) -> None:
     store = Folder(tmp_path, max_bytes=1 << 20)
     store.put(packs[0])
-    shelf = tmp_path / __version__ / "zz"
-    shelf.symlink_to(shelf)  # like a folder closed by another user
+    subfolder = tmp_path / __version__ / "zz"
+    subfolder.symlink_to(subfolder)  # cannot be opened, like a folder of another user
     with pytest.raises(StoreError, match="zz"):
         Folder(tmp_path, max_bytes=1 << 20).put(packs[1])
-    shelf.unlink()
+    subfolder.unlink()
 
 
 # ---- invalid stores

@@ -1,9 +1,9 @@
-// Colours of ranks and of what a canvas draws; light and dark.
-// Hues after Okabe and Ito (2008), which stay apart for the colour-blind: one a node, and within it lighter and darker.
+// Colours of ranks and of canvas elements, in a light and a dark theme.
+// Hues after Okabe and Ito (2008), which the colour-blind can distinguish: one per node, lighter and darker for its ranks.
 
 const HUES = [[205, 70], [28, 90], [160, 75], [325, 45], [50, 80], [198, 75], [268, 40], [12, 65]];
 
-/** The colour of a rank: with few ranks each its own hue, with many the hue of its node and a lightness of its own. */
+/** The colour of a rank: its own hue if there are few ranks, else the hue of its node and its own lightness. */
 function rankColour(plan, rank, dark) {
   if (plan.ranks <= HUES.length) {
     const [hue, strength] = HUES[rank];

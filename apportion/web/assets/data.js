@@ -1,4 +1,4 @@
-// Columns of numbers, and numbers and texts as people read them.
+// Unpacks columns of numbers, and formats numbers and texts.
 
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
 
@@ -8,7 +8,7 @@ async function inflate(text) {
   return new Response(stream).arrayBuffer();
 }
 
-/** Name -> typed array, of what `columns.pack` wrote. */
+/** Name -> typed array, from columns that `columns.pack` wrote. */
 async function unpack(columns) {
   const names = Object.keys(columns);
   const arrays = await Promise.all(names.map(async (name) => {
@@ -41,11 +41,11 @@ function tokensAt(value, step) {
   if (step >= 1e5 && value >= 1e6) return `${Number((value / 1e6).toFixed(1))} M`;
   return step >= 1000 ? `${Math.round(value / 1000)} K` : whole.format(value);
 }
-/** At most so many letters. */
+/** The text, cut to a maximum length. */
 const shorten = (text, most = 220) => (text.length > most ? `${text.slice(0, most)} …` : text);
 const UNITS = { bytes, pairs, ms: (value) => `${digits(value, 4)} ms`, count: (value) => whole.format(value), tokens: (value) => whole.format(value), time };
 
-/** An element with texts or elements inside: never markup, whatever the text is. */
+/** An element that contains texts or elements; text is never interpreted as markup. */
 function make(tag, options = {}, ...inside) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(options)) {
@@ -57,7 +57,7 @@ function make(tag, options = {}, ...inside) {
   return element;
 }
 
-/** The last place in sorted `column` [first, end) whose value is at most `value`, or first - 1. */
+/** The last index in sorted `column` [first, end) whose value is at most `value`, or first - 1. */
 function lastBelow(column, value, first, end) {
   while (first < end) {
     const middle = (first + end) >> 1;
@@ -66,7 +66,7 @@ function lastBelow(column, value, first, end) {
   return first - 1;
 }
 
-/** Places by group and then by `start`: { ptr, order }. */
+/** Indices sorted by group and then by `start`: { ptr, order }. */
 function grouped(group, start, groups) {
   const ptr = new Uint32Array(groups + 1);
   for (const of of group) ptr[of + 1] += 1;

@@ -1,4 +1,4 @@
-// Starts the page: reads its data, and draws what kind of page it is.
+// Starts the page: reads its data, and draws the page of its kind.
 
 async function start() {
   const data = JSON.parse(document.getElementById("data").textContent), root = document.getElementById("content");

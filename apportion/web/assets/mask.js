@@ -1,13 +1,13 @@
 // The mask: queries by keys, each piece in the colour of the rank that computes it, from the batch to a block.
 
-const STRIPE = 5;  // pixels: where ranks share the heads, rows of pixels show one share after another
+const STRIPE = 5;  // pixels per stripe: if ranks share the heads, stripes show one share after another
 
 class Mask {
   constructor(plan, section) {
     Object.assign(this, { plan, section, run: null, document: -1, lit: null });
     const find = (name) => section.querySelector(name);
     this.canvas = find("canvas.cells");
-    this.canvas.setAttribute("aria-label", "Mask of the batch. Arrows move, plus and minus zoom, N and P go from document to document; what is in the middle is told below.");
+    this.canvas.setAttribute("aria-label", "Mask of the batch. Arrows move, plus and minus zoom, N and P go from document to document; the text below describes the middle.");
     this.port = new Viewport(this.canvas, find(".zoom"), this, { left: 54, top: 8, bottom: 24 });
     this.only = find(".only");
     this.only.max = plan.ranks - 1;
@@ -21,14 +21,14 @@ class Mask {
     this.choice.addEventListener("change", () => this.show(Number(this.choice.value)));
     this.port.setFull({ x0: 0, x1: this.tokens, y0: 0, y1: this.tokens });
     this.strip = new Strip(this, find("canvas.documents"));
-    if (length[longest[0]] < this.tokens / 4) this.show(longest[0]);  // all of them would be a thin diagonal
+    if (length[longest[0]] < this.tokens / 4) this.show(longest[0]);  // all documents would be a thin diagonal
   }
 
   use(run) {
     this.run = run;
     if (run.mask?.void) this.say(`The mask is not shown: ${run.mask.void}`);
     else this.slots = [...new Set(run.mask.heads)].filter((heads) => heads > 0).sort((a, b) => a - b);
-    if (this.slots?.length > 1) this.say(`Ranks share the heads: rows of pixels show ${this.slots.length} shares in turn.`);
+    if (this.slots?.length > 1) this.say(`Ranks share the heads: stripes show ${this.slots.length} shares in turn.`);
     this.port.redraw();
   }
 
@@ -50,12 +50,12 @@ class Mask {
     return true;
   }
 
-  /** Light the tasks of an instruction. */
-  light(rank, instruction) { this.lit = { rank, instruction }; this.port.redraw(); }
+  /** Outlines the tasks of an instruction. */
+  highlight(rank, instruction) { this.lit = { rank, instruction }; this.port.redraw(); }
 
-  settled() { this.say(this.tell((this.port.view.y0 + this.port.view.y1) / 2, (this.port.view.x0 + this.port.view.x1) / 2)); }
-  hover(x, y) { return x < this.port.left ? "" : this.tell(this.port.atY(y), this.port.atX(x)); }
-  click(x, y) { this.say(this.tell(this.port.atY(y), this.port.atX(x))); }
+  settled() { this.say(this.describe((this.port.view.y0 + this.port.view.y1) / 2, (this.port.view.x0 + this.port.view.x1) / 2)); }
+  hover(x, y) { return x < this.port.left ? "" : this.describe(this.port.atY(y), this.port.atX(x)); }
+  click(x, y) { this.say(this.describe(this.port.atY(y), this.port.atX(x))); }
   say(text) { this.section.querySelector(".said").textContent = text; }
 
   inside(at, query, key) {
@@ -64,15 +64,15 @@ class Mask {
       && row + keys - 1 - column >= mask.future[at] && rows - 1 - row + column >= mask.past[at];
   }
 
-  tell(query, key) {
+  describe(query, key) {
     query = Math.floor(query);
     key = Math.floor(key);
     if (!this.run || this.run.mask.void || query < 0 || key < 0 || query >= this.tokens || key >= this.tokens) return "";
-    const { mask } = this.run, held = [];
-    for (let at = 0; at < mask.query.length; at += 1) if (this.inside(at, query, key)) held.push(at);
+    const { mask } = this.run, found = [];
+    for (let at = 0; at < mask.query.length; at += 1) if (this.inside(at, query, key)) found.push(at);
     const where = `query ${place(this.plan, query, 1)}, key ${place(this.plan, key, 1)}`;
-    if (!held.length) return `${where}: nobody looks there`;
-    const ranks = [...new Set(held.map((at) => mask.rank[at]))], one = held[0];
+    if (!found.length) return `${where}: masked`;
+    const ranks = [...new Set(found.map((at) => mask.rank[at]))], one = found[0];
     return `${where}: rank ${ranks.join(", ")}${ranks.length > 1 ? " (shares of the heads)" : ""}\n${whole.format(mask.rows[one])} × ${whole.format(mask.keys[one])} tokens, instruction ${mask.instruction[one]}`;
   }
 
@@ -154,8 +154,8 @@ class Mask {
   }
 }
 
-/** All documents side by side, as high as they are long, in the colours of the ranks that have their queries; what the
- * mask shows is framed. A click shows a document. */
+/** All documents side by side, longer ones higher, in the colours of the ranks that compute their queries; a frame
+ * marks the visible part of the mask. A click shows a document. */
 class Strip {
   constructor(mask, canvas) {
     this.mask = mask;

@@ -1,6 +1,6 @@
-// One plan: its sections, which share what is unpacked and what is picked.
+// The sections of one plan, which share unpacked data and the selected span.
 
-/** Unpacks a run, once, and puts what it does in order of ranks. */
+/** Unpacks a run, once, and sorts its work and transfers by rank. */
 function ready(run, plan) {
   run.ready ??= (async () => {
     const [work, transfers] = await Promise.all([unpack(run.work), unpack(run.transfers)]);
@@ -18,7 +18,7 @@ function ready(run, plan) {
   return run.ready;
 }
 
-/** Unpacks the mask of a run; one that is the same as another's takes its columns. */
+/** Unpacks the mask of a run; a mask that equals another run's shares its columns. */
 async function readyMask(run, plan) {
   if (!run.mask || run.mask.void || run.mask.byRank) return run;
   if (run.mask.same === undefined) run.mask = await unpack(run.mask);
@@ -30,7 +30,7 @@ async function readyMask(run, plan) {
   return run;
 }
 
-/** Draws a plan into `root`. Resolves when it can be used. */
+/** Draws a plan into `root`. Resolves when the page is ready for use. */
 async function drawPlan(root, plan) {
   root.replaceChildren(document.getElementById("plan-template").content.cloneNode(true));
   const section = (name) => root.querySelector(`section.${name}`);
@@ -39,18 +39,18 @@ async function drawPlan(root, plan) {
   figures(plan, section("figures"));
   const timeline = new Timeline(plan, section("timeline"));
   rankTable(plan, section("ranks"));
-  searched(plan, section("search"));
+  searchTable(plan, section("search"));
   const masked = plan.runs.some((run) => run.mask);
   section("mask").hidden = !masked;
   const mask = masked ? new Mask(plan, section("mask")) : null;
-  timeline.onPick = (rank, instruction) => mask?.light(rank, instruction);
+  timeline.onPick = (rank, instruction) => mask?.highlight(rank, instruction);
   timeline.onRun = async (run) => { if (mask) mask.use(await readyMask(run, plan)); };
   await ready(plan.runs[0], plan);
   if (mask) mask.use(await readyMask(plan.runs[0], plan));
   new Traffic(plan, section("traffic"));
 }
 
-/** Tabs of plans, one of which is seen. */
+/** Tabs of plans, one of which is visible. */
 function planTabs(root, plans, shown = plans.length > 1) {
   const box = make("div"), tabs = make("div", { class: "tabs", role: "tablist", "aria-label": "Plans" });
   const choose = async (at) => {

@@ -1,7 +1,7 @@
 // Tables that sort, bars in their cells, and the figures of a plan.
 
-/** columns: { name, value(row) for sorting, cell(row) -> text or element, text: whether it is text }. sorted: number of
- * the column whose least value is first. */
+/** A table that sorts by a click on a heading. columns: { name, value(row) for sorting, cell(row) -> text or element,
+ * text: whether the column is text }. sorted: index of the column that is sorted at first, ascending. */
 function sortable(columns, rows, { caption, sorted = null, mark = () => "" } = {}) {
   const body = make("tbody"), head = make("tr"), table = make("table", {}, make("caption", { class: "skip" }, caption || ""), make("thead", {}, head), body);
   let by = sorted, down = sorted === null;
@@ -27,14 +27,14 @@ function sortable(columns, rows, { caption, sorted = null, mark = () => "" } = {
   return table;
 }
 
-/** A figure, and beside it a bar as long as its share of the largest. */
+/** A figure, next to a bar as long as its share of the largest figure. */
 function gauge(share, text) {
   const bar = make("i");
   bar.style.width = `${100 * Math.min(Math.max(share || 0, 0), 1)}%`;
   return make("span", { class: "gauge" }, make("span", {}, bar), make("em", {}, text));
 }
 
-const FOLD = 128;  // ranks that have rows of their own; of more, nodes have
+const FOLD = 128;  // up to this number each rank has a row; above it, each node
 
 const RANK_COLUMNS = [
   ["work", "work (pairs)", pairs],
@@ -57,15 +57,15 @@ function rankTable(plan, section) {
     peaks[name] = rows.map((row) => plan.ofRanks[name].subarray(row * size, (row + 1) * size).reduce((a, b) => Math.max(a, b), 0));
     most[name] = peaks[name].reduce((a, b) => Math.max(a, b), 0);
   }
-  const named = (row) => {
+  const label = (row) => {
     const key = make("i", { class: "key" });
     key.style.background = theme.rank(plan, row * size);
     return make("span", {}, key, nodes ? `node ${row}` : String(row));
   };
   const table = sortable([
-    { name: nodes ? "node" : "rank", value: (row) => -row, cell: named },
-    ...RANK_COLUMNS.map(([name, title, said]) => ({
-      name: title, value: (row) => peaks[name][row], cell: (row) => gauge(peaks[name][row] / most[name], said(peaks[name][row])),
+    { name: nodes ? "node" : "rank", value: (row) => -row, cell: label },
+    ...RANK_COLUMNS.map(([name, title, format]) => ({
+      name: title, value: (row) => peaks[name][row], cell: (row) => gauge(peaks[name][row] / most[name], format(peaks[name][row])),
     })),
   ], rows, { caption: "Figures of ranks" });
   theme.watchers.add(() => table.isConnected && table.refill());
@@ -81,15 +81,15 @@ function figures(plan, section) {
   const sent = plan.ofRanks.sent_bytes.reduce((a, b) => a + b, 0);
   const cards = [
     [time(phase("forward")), "forward, simulated"], [time(phase("backward")), "backward, simulated"],
-    [percent(total ? ideal / total : 1), "of the time is balanced work without communication"],
-    [time(wait), "the rank that waits longest waits"], [bytes(sent), "are sent"],
+    [percent(total ? ideal / total : 1), "of the time is useful, balanced work"],
+    [time(wait), "longest wait of any rank"], [bytes(sent), "sent by all ranks"],
   ];
   section.querySelector(".cards").replaceChildren(...cards.map(([value, name]) => make("div", { class: "card" }, make("b", {}, value), make("span", {}, name))));
-  const said = (row, name) => (row[name] === null ? "–" : UNITS[row.unit](row[name]));
+  const format = (row, name) => (row[name] === null ? "–" : UNITS[row.unit](row[name]));
   section.querySelector(".figures-table").replaceChildren(sortable([
     { name: "figure", text: true, value: (row) => row.name, cell: (row) => row.name },
-    { name: "this plan", value: (row) => row.value, cell: (row) => said(row, "value") },
-    { name: "no plan has less than", value: (row) => row.bound, cell: (row) => said(row, "bound") },
+    { name: "this plan", value: (row) => row.value, cell: (row) => format(row, "value") },
+    { name: "lower bound", value: (row) => row.bound, cell: (row) => format(row, "bound") },
     { name: "ratio", value: (row) => row.gap, cell: (row) => (row.gap === null ? "–" : row.gap.toFixed(3)) },
     { name: "remark", text: true, wide: true, value: (row) => row.void || "", cell: (row) => row.void || "" },
   ], plan.figures, { caption: "Figures next to their bounds" }));
@@ -117,17 +117,17 @@ function lost(plan, box) {
   box.replaceChildren(strip, names);
 }
 
-function searched(plan, section) {
-  const held = plan.search;
-  section.hidden = !held;
-  if (!held) return;
-  const why = held.stopped ? `It ended by its limit of ${held.stopped}` : "It ended when there was nothing left to try";
-  section.querySelector(".ended").textContent = `${held.recipe.name} is the best of ${held.steps} tried, ${digits(held.ms)} ms a layer; balanced and without communication it would be ${digits(held.ideal_ms)} ms. ${why}${held.most_steps ? ` (at most ${held.most_steps} steps)` : ""}.`;
-  const best = JSON.stringify(held.recipe);
+function searchTable(plan, section) {
+  const { search } = plan;
+  section.hidden = !search;
+  if (!search) return;
+  const why = search.stopped ? `The search ended at its limit of ${search.stopped}` : "The search ended when there was nothing left to try";
+  section.querySelector(".ended").textContent = `${search.recipe.name} is the best of ${search.steps} tried, ${digits(search.ms)} ms per layer; balanced and without communication it would take ${digits(search.ideal_ms)} ms. ${why}${search.most_steps ? ` (at most ${search.most_steps} steps)` : ""}.`;
+  const best = JSON.stringify(search.recipe);
   const steps = (row) => Object.entries(row.recipe.steps).filter(([, value]) => value && value !== "none").map(([step, value]) => `${step}: ${typeof value === "object" ? Object.entries(value).map(([name, options]) => name + (Object.keys(options || {}).length ? ` ${JSON.stringify(options)}` : "")).join(", ") : value}`).join("; ");
   section.querySelector(".tried").replaceChildren(sortable([
     { name: "recipe", text: true, value: (row) => row.recipe.name, cell: (row) => row.recipe.name },
-    { name: "ms a layer", value: (row) => row.ms, cell: (row) => (row.refused !== null ? "refused" : row.ms === null ? `> ${digits(row.least_ms, 4)}` : digits(row.ms, 4)) },
-    { name: "steps, or why not", text: true, wide: true, value: steps, cell: (row) => row.refused ?? steps(row) },
-  ], held.tried, { caption: "What was tried", mark: (row) => (JSON.stringify(row.recipe) === best ? "best" : "") }));
+    { name: "ms per layer", value: (row) => row.ms, cell: (row) => (row.refused !== null ? "refused" : row.ms === null ? `> ${digits(row.least_ms, 4)}` : digits(row.ms, 4)) },
+    { name: "steps, or reason of refusal", text: true, wide: true, value: steps, cell: (row) => row.refused ?? steps(row) },
+  ], search.tried, { caption: "Recipes that were tried", mark: (row) => (JSON.stringify(row.recipe) === best ? "best" : "") }));
 }

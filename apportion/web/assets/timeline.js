@@ -1,4 +1,4 @@
-// What every rank does when: compute streams with what they receive and send under them, and the critical path.
+// The timeline of every rank: its compute stream, the rounds that it receives and sends below, and the critical path.
 
 class Timeline {
   constructor(plan, section, onPick) {
@@ -26,11 +26,11 @@ class Timeline {
     this.layout();
     this.port.setFull({ x0: 0, x1: run.makespan_us || 1, y0: 0, y1: 1 });
     this.steps();
-    this.say(`${run.kind} ${run.phase}: ${time(run.makespan_us)}, of which balanced work without communication needs ${percent(run.efficiency)}`);
+    this.say(`${run.kind} ${run.phase}: ${time(run.makespan_us)}, of which ${percent(run.efficiency)} is useful, balanced work`);
     if (this.onRun) this.onRun(run);
   }
 
-  /** Rows: { first, end } ranks, y, high. */
+  /** Lays out the rows: ranks [first, end), y, high. */
   layout() {
     const size = this.folded ? this.plan.ranks_per_node : 1;
     const count = Math.ceil(this.plan.ranks / size), high = this.folded ? 10 : Math.min(Math.max(Math.floor(560 / count), 10), 34);
@@ -58,7 +58,7 @@ class Timeline {
   }
 
   legend(box) {
-    const items = [["accent", "attention, in the rank's colour"], ["other", "other work"], ["wait", "waits for a round"], ["even", "a round under way (upper line: in, lower: out)"], ["path", "critical path"]];
+    const items = [["accent", "attention, in the rank's colour"], ["other", "other work"], ["wait", "waits for a round"], ["even", "a round in flight (upper line: in, lower: out)"], ["path", "critical path"]];
     const keys = items.map(([name, text]) => { const key = make("i", { class: "key" }); key.style.background = `var(--${name})`; return make("span", {}, key, text); });
     keys[0].firstChild.style.background = "linear-gradient(90deg, hsl(205 70% 46%), hsl(28 90% 46%), hsl(160 75% 46%))";
     box.replaceChildren(...keys);
@@ -81,7 +81,7 @@ class Timeline {
     this.names(context, port, foot);
   }
 
-  /** foot: where the rows end that are seen. */
+  /** Draws the axis. foot: the lower end of the visible rows. */
   axis(context, port, foot) {
     context.textBaseline = "middle";
     context.textAlign = "center";
@@ -178,7 +178,7 @@ class Timeline {
     context.strokeRect(port.x(start) - 1, row.y - 1, Math.max(port.x(end) - port.x(start), 1) + 2, row.high + 1);
   }
 
-  // --- what is under a pointer, and the keyboard
+  // --- pointer and keyboard
 
   find(x, y) {
     const row = this.rows?.find((one) => y >= one.y && y < one.y + one.high);
@@ -191,10 +191,10 @@ class Timeline {
 
   hover(x, y) {
     const found = this.find(x, y);
-    return found ? this.tell(found) : "";
+    return found ? this.describe(found) : "";
   }
 
-  tell({ rank, lane, us }) {
+  describe({ rank, lane, us }) {
     const { work, workPtr, transfers } = this.run, reach = 2 * (this.port.view.x1 - this.port.view.x0) / this.port.wide;
     if (lane !== "work") {
       const own = this.run[lane], found = [];
@@ -213,8 +213,8 @@ class Timeline {
     const { transfers, tensors, folded } = this.run, name = tensors[transfers.tensor[at]];
     const ends = folded ? `nodes of ranks ${transfers.source[at]} → ${transfers.target[at]}` : `rank ${transfers.source[at]} → rank ${transfers.target[at]}`;
     const cause = transfers.cause[at];
-    const held = cause >= 0 ? `; waited for the port until ${tensors[transfers.tensor[cause]]} ${transfers.source[cause]} → ${transfers.target[cause]} had gone` : "";
-    return `${name} tile, ${bytes(transfers.bytes[at])}, ${ends}, round ${transfers.round[at]}, ${time(transfers.start[at])} + ${time(transfers.end[at] - transfers.start[at])}${held}`;
+    const wait = cause >= 0 ? `; waited for the port until ${tensors[transfers.tensor[cause]]} ${transfers.source[cause]} → ${transfers.target[cause]} was sent` : "";
+    return `${name} tile, ${bytes(transfers.bytes[at])}, ${ends}, round ${transfers.round[at]}, ${time(transfers.start[at])} + ${time(transfers.end[at] - transfers.start[at])}${wait}`;
   }
 
   span(at) {
@@ -229,10 +229,10 @@ class Timeline {
   tasks(rank, instruction) {
     const { mask } = this.run;
     if (!mask || mask.void) return "";
-    const { ptr, order } = mask.byRank, held = [];
-    for (let at = ptr[rank]; at < ptr[rank + 1]; at += 1) if (mask.instruction[order[at]] === instruction) held.push(order[at]);
-    const rows = held.slice(0, 4).map((piece) => `queries ${place(this.plan, mask.query[piece], mask.rows[piece])} × keys ${place(this.plan, mask.key[piece], mask.keys[piece])}`);
-    return [`${held.length} ${held.length === 1 ? "task" : "tasks"}`, ...rows, held.length > 4 ? `and ${held.length - 4} more` : ""].filter(Boolean).join("\n");
+    const { ptr, order } = mask.byRank, found = [];
+    for (let at = ptr[rank]; at < ptr[rank + 1]; at += 1) if (mask.instruction[order[at]] === instruction) found.push(order[at]);
+    const rows = found.slice(0, 4).map((piece) => `queries ${place(this.plan, mask.query[piece], mask.rows[piece])} × keys ${place(this.plan, mask.key[piece], mask.keys[piece])}`);
+    return [`${found.length} ${found.length === 1 ? "task" : "tasks"}`, ...rows, found.length > 4 ? `and ${found.length - 4} more` : ""].filter(Boolean).join("\n");
   }
 
   key(name) {
@@ -282,7 +282,7 @@ class Timeline {
     const found = this.find(x, y);
     if (!found) return;
     this.row = this.rowOf[found.rank];
-    if (found.lane !== "work") { this.say(this.tell(found)); return; }
+    if (found.lane !== "work") { this.say(this.describe(found)); return; }
     const { work, workPtr } = this.run, at = lastBelow(work.start, found.us, workPtr[found.rank], workPtr[found.rank + 1]);
     if (at >= workPtr[found.rank]) this.pick(at);
   }
@@ -302,7 +302,7 @@ class Timeline {
   }
 }
 
-/** A range of tokens of the batch, in words: the document and where in it. */
+/** Describes a range of tokens of the batch: the range in its document, and the document. */
 function place(plan, token, count) {
   const at = lastBelow(plan.documents.start, token, 0, plan.documents.start.length), from = token - plan.documents.start[at];
   return `[${whole.format(from)}, ${whole.format(from + count)}) of document ${at}`;

@@ -1,4 +1,4 @@
-// Who sends to whom: senders down, receivers across; nodes, where there are many ranks.
+// The traffic matrix: senders down, receivers across; of nodes if there are many ranks.
 
 class Traffic {
   constructor(plan, section) {
@@ -6,7 +6,7 @@ class Traffic {
     this.count = Math.ceil(plan.ranks / this.size);
     const find = (name) => section.querySelector(name);
     this.canvas = find("canvas");
-    this.canvas.setAttribute("aria-label", "Bytes from sender (down) to receiver (across). Arrows move, plus and minus zoom; what is in the middle is told below.");
+    this.canvas.setAttribute("aria-label", "Bytes from sender (down) to receiver (across). Arrows move, plus and minus zoom; the text below describes the middle.");
     this.port = new Viewport(this.canvas, find(".zoom"), this, { left: 46, top: 8, bottom: 24 });
     find(".of").append(make("option", { value: "all" }, "all"), ...plan.runs.map((run, at) => make("option", { value: at }, `${run.kind}, ${run.phase}`)));
     find(".of").addEventListener("change", (event) => this.use(event.target.value));
@@ -76,7 +76,7 @@ class Traffic {
     for (const at of few(port.view.y0, port.view.y1, port.high)) context.fillText(at, port.left - 6, port.y(at + 0.5));
   }
 
-  tell(row, column) {
+  describe(row, column) {
     row = Math.floor(row);
     column = Math.floor(column);
     if (!this.cells || row < 0 || column < 0 || row >= this.count || column >= this.count) return "";
@@ -85,8 +85,8 @@ class Traffic {
     return `${what} ${row} → ${what} ${column}: ${sent ? bytes(sent) : "nothing"}${near}`;
   }
 
-  hover(x, y) { return x < this.port.left || y < this.port.top ? "" : this.tell(this.port.atY(y), this.port.atX(x)); }
-  settled() { this.say(this.tell((this.port.view.y0 + this.port.view.y1) / 2, (this.port.view.x0 + this.port.view.x1) / 2)); }
+  hover(x, y) { return x < this.port.left || y < this.port.top ? "" : this.describe(this.port.atY(y), this.port.atX(x)); }
+  settled() { this.say(this.describe((this.port.view.y0 + this.port.view.y1) / 2, (this.port.view.x0 + this.port.view.x1) / 2)); }
   click(x, y) { this.say(this.hover(x, y)); }
   say(text) { this.section.querySelector(".said").textContent = text; }
 }

@@ -1,4 +1,4 @@
-// A canvas that one moves and zooms: with wheel, fingers, keys or buttons. What is drawn is its owner's.
+// A canvas that can be moved and zoomed with wheel, fingers, keys and buttons. Its owner draws the content.
 
 const tip = {
   show(event, text) {
@@ -14,8 +14,8 @@ const tip = {
 };
 
 class Viewport {
-  /** owner: draw(context, view), hover(x, y, view) -> text, and maybe height(), click(x, y), key(name) -> whether it was
-   * for it. flat: only x is zoomed. margin: pixels left and above for labels. */
+  /** owner: draw(context, view), hover(x, y, view) -> text, and optionally height(), click(x, y), key(name) -> whether
+   * it handled the key. flat: only x is zoomed. left, top, bottom: margins for labels, in pixels. */
   constructor(canvas, buttons, owner, { flat = false, left = 56, top = 0, bottom = 24 } = {}) {
     Object.assign(this, { canvas, owner, flat, left, top, bottom, fingers: new Map(), moved: 0 });
     this.context = canvas.getContext("2d");
@@ -51,13 +51,13 @@ class Viewport {
     canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
-  /** Pixels of the canvas. */
+  /** The pointer's position in pixels of the canvas. */
   pixel(event) {
     const box = this.canvas.getBoundingClientRect();
     return [event.clientX - box.left, event.clientY - box.top];
   }
 
-  /** Coordinates of what is shown. */
+  /** The pointer's position in coordinates of the content. */
   place(event) { const [x, y] = this.pixel(event); return [this.atX(x), this.atY(y)]; }
   get wide() { return Math.max(this.width - this.left - 8, 1); }
   get high() { return Math.max(this.height - this.top - this.bottom, 1); }
@@ -69,15 +69,15 @@ class Viewport {
   hover(event) { tip.show(event, this.owner.hover(...this.pixel(event), event) || ""); }
 
   drag(event) {
-    const before = this.fingers.get(event.pointerId), apart = this.apart();
+    const before = this.fingers.get(event.pointerId), distance = this.fingerDistance();
     this.fingers.set(event.pointerId, event);
     this.moved += Math.abs(event.clientX - before.clientX) + Math.abs(event.clientY - before.clientY);
-    if (this.fingers.size === 2 && apart) this.zoom(apart / (this.apart() || apart), ...this.place(event));
+    if (this.fingers.size === 2 && distance) this.zoom(distance / (this.fingerDistance() || distance), ...this.place(event));
     else this.move((before.clientX - event.clientX) / this.wide, (before.clientY - event.clientY) / this.high);
     tip.hide();
   }
 
-  apart() {
+  fingerDistance() {
     if (this.fingers.size !== 2) return 0;
     const [a, b] = [...this.fingers.values()];
     return Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
@@ -85,19 +85,19 @@ class Viewport {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const acts = {
+    const actions = {
       "+": () => this.zoom(1 / 1.5), "=": () => this.zoom(1 / 1.5), "-": () => this.zoom(1.5), "0": () => this.fit(),
       ArrowLeft: () => this.move(-0.1, 0), ArrowRight: () => this.move(0.1, 0), ArrowUp: () => this.move(0, -0.1), ArrowDown: () => this.move(0, 0.1),
       Escape: () => tip.hide(),
     };
     if (this.owner.key && this.owner.key(event.key)) event.preventDefault();
-    else if (acts[event.key]) { acts[event.key](); event.preventDefault(); }
+    else if (actions[event.key]) { actions[event.key](); event.preventDefault(); }
   }
 
   setFull(full) { this.full = full; this.view = { ...full }; this.resize(); }
   fit() { this.show(this.full); }
 
-  /** As much of the full range as is asked for. */
+  /** Shows a range, limited to the full range. */
   show({ x0, x1, y0 = this.full.y0, y1 = this.full.y1 }) {
     const range = (low, high, first, last) => {
       const size = Math.min(Math.max(high - low, (last - first) / 1e7), last - first);
@@ -148,7 +148,7 @@ class Viewport {
   }
 }
 
-/** Round numbers between two values, about so many. */
+/** About `about` round numbers between two values. */
 function ticks(low, high, about) {
   const raw = (high - low) / Math.max(about, 1), power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw) ?? raw;

@@ -1,11 +1,11 @@
-// The page of a server: asks for its token where one is needed, reads plans and metrics every second, the hour every fifth, and shows them.
+// The page of a server: asks for a token if one is needed, and shows plans and metrics every second, the last hour every five.
 
 const page = (selector) => document.querySelector(selector);
 const seconds = (value) => (value >= 1 ? `${digits(value)} s` : `${digits(1000 * value)} ms`);
 const TOKEN = "apportion-token", EVERY_MS = 1000, HOUR_ROUNDS = 5;
 const { release } = JSON.parse(page("#data").textContent);
 
-async function ask(path, accept = "*/*") {
+async function get(path, accept = "*/*") {
   const token = sessionStorage.getItem(TOKEN);
   const headers = { accept, ...(token && { authorization: `Bearer ${token}` }) };
   const response = await fetch(path, { headers, cache: "no-store", credentials: "omit" });
@@ -17,8 +17,8 @@ async function ask(path, accept = "*/*") {
 let rounds = 0, hour = null;
 async function watch() {
   try {
-    const [plans, metrics, ready] = await Promise.all([ask("/v1/plans"), ask("/metrics"), ask("/readyz")]);
-    if (rounds % HOUR_ROUNDS === 0) hour = await (await ask("/v1/hour")).json();
+    const [plans, metrics, ready] = await Promise.all([get("/v1/plans"), get("/metrics"), get("/readyz")]);
+    if (rounds % HOUR_ROUNDS === 0) hour = await (await get("/v1/hour")).json();
     rounds += 1;
     show((await plans.json()).plans, read(await metrics.text()), hour, await ready.json());
   } catch (error) {
@@ -45,7 +45,7 @@ function lamp(state, text) {
 
 // ---- metrics
 
-/** Of the text format of Prometheus: name and labels -> value. */
+/** Parses the text format of Prometheus: name and labels -> value. */
 function read(text) {
   const lines = text.split("\n").filter((line) => line && !line.startsWith("#"));
   return new Map(lines.map((line) => line.split(/ (?=[^ ]*$)/)).map(([name, value]) => [name.replace(/^apportion_/, ""), Number(value)]));
@@ -58,7 +58,7 @@ function deliveriesPerSecond(count) {
   return last ? (1000 * Math.max(0, now.count - last.count)) / (now.at - last.at) : 0;
 }
 
-// ---- what is shown
+// ---- content
 
 function show(plans, figures, { minutes, tenants }, ready) {
   const figure = (name) => figures.get(name) ?? 0;
@@ -71,16 +71,16 @@ function show(plans, figures, { minutes, tenants }, ready) {
     [whole.format(figure("queued")), "wait for a worker"],
     [whole.format(figure("running")), "being planned"],
     [whole.format(figure('plans_total{state="refused"}')), "refused"],
-    [lasting(tenants[0].planning_s), "planning, median of the last hour"],
-    [lasting(tenants[0].planning_99_s), "planning, 99 of 100 in the last hour"],
-    [digits(deliveriesPerSecond(figure("deliveries_total"))), "slices delivered a second"],
+    [duration(tenants[0].planning_s), "planning, median of the last hour"],
+    [duration(tenants[0].planning_99_s), "planning, 99th percentile of the last hour"],
+    [digits(deliveriesPerSecond(figure("deliveries_total"))), "slices delivered per second"],
     [whole.format(figure("streams")), "open streams"],
   ];
   put(page(".now"), cards, () => cards.map(([value, name]) => make("div", { class: "card" }, make("b", {}, value), make("span", {}, name))));
-  put(page(".hour"), minutes, () => CHARTS.map(([title, name, said]) => chart(title, minutes.map((minute) => minute[name]), said)));
+  put(page(".hour"), minutes, () => CHARTS.map(([title, name, format]) => chart(title, minutes.map((minute) => minute[name]), format)));
   put(page(".tenants"), tenants, () => [rowsOf(
-    ["tenant", "waiting", "ready", "refused", "planning", "99 of 100", "waited"],
-    tenants.map((row) => [row.tenant || "all", ...[row.waiting, row.ready, row.refused].map(whole.format), ...[row.planning_s, row.planning_99_s, row.waited_s].map(lasting)]),
+    ["tenant", "waiting", "ready", "refused", "planning", "planning, 99 %", "waited"],
+    tenants.map((row) => [row.tenant || "all", ...[row.waiting, row.ready, row.refused].map(whole.format), ...[row.planning_s, row.planning_99_s, row.waited_s].map(duration)]),
   )]);
   put(page(".plans"), plans, () => [plans.length ? table(plans) : make("p", { class: "about" }, "Nothing was submitted since the server started.")]);
   const rows = [
@@ -95,34 +95,34 @@ function show(plans, figures, { minutes, tenants }, ready) {
   page("#content").setAttribute("aria-busy", "false");
 }
 
-/** Replaces what an element shows, unless that is what it shows already; the focus stays where it is. */
-function put(element, said, make_) {
-  const mark = JSON.stringify(said);
+/** Replaces the content of an element if its data has changed; keeps the focus. */
+function put(element, data, makeContent) {
+  const mark = JSON.stringify(data);
   if (element.shownMark === mark) return;
   const focus = element.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
-  element.replaceChildren(...make_());
+  element.replaceChildren(...makeContent());
   element.shownMark = mark;
   if (focus) element.querySelector(`[data-key="${CSS.escape(focus)}"]`)?.focus();
 }
 
-const lasting = (value) => (value === null ? "–" : seconds(value));
+const duration = (value) => (value === null ? "–" : seconds(value));
 
 /** [title, field of a minute, its value as text]. */
 const CHARTS = [
-  ["plans ahead of the ranks", "ahead", whole.format], ["median wait of the first rank", "waited_s", lasting],
-  ["median planning time", "planning_s", lasting], ["plans made", "planned", whole.format], ["plans found in the store", "stored", whole.format],
+  ["plans ahead of the ranks", "ahead", whole.format], ["median wait of the first rank", "waited_s", duration],
+  ["median planning time", "planning_s", duration], ["plans made", "planned", whole.format], ["plans found in the store", "stored", whole.format],
 ];
 
-/** Bars of sixty minutes, as long as their share of the largest. */
-function chart(title, values, said) {
+/** A bar for each of sixty minutes, as long as its share of the largest. */
+function chart(title, values, format) {
   const most = Math.max(...values.map((value) => value ?? 0)), now = values.at(-1) ?? values.findLast((value) => value !== null) ?? null;
   const bars = values.map((value, at) => {
-    const bar = make("i", { title: `${59 - at} minutes ago: ${said(value)}` });
+    const bar = make("i", { title: `${59 - at} minutes ago: ${format(value)}` });
     bar.style.height = `${most ? (100 * (value ?? 0)) / most : 0}%`;
     return bar;
   });
-  const told = `${now === null ? "–" : said(now)} now, ${said(most)} at most`;
-  return make("div", { class: "card chart" }, make("span", {}, title), make("div", { role: "img", "aria-label": `${title} over the last hour: ${told}` }, ...bars), make("span", {}, told));
+  const summary = `${now === null ? "–" : format(now)} now, ${format(most)} at most`;
+  return make("div", { class: "card chart" }, make("span", {}, title), make("div", { role: "img", "aria-label": `${title} over the last hour: ${summary}` }, ...bars), make("span", {}, summary));
 }
 
 function rowsOf(names, rows) {
@@ -135,7 +135,7 @@ function table(plans) {
   return rowsOf(["key", "state", "ranks", "job", "tenant", "planning", "plan, or why there is none"], plans.map((plan) => [
     plan.state === "ready" ? opener(plan.key) : plan.key.slice(0, 12),
     make("td", { class: plan.state }, plan.state),
-    ...[plan.ranks, plan.job.slice(0, 8), plan.tenant, lasting(plan.seconds || null)].map(String),
+    ...[plan.ranks, plan.job.slice(0, 8), plan.tenant, duration(plan.seconds || null)].map(String),
     make("td", { class: "wide" }, plan.detail || plan.id.slice(0, 12)),
   ]));
 }
@@ -146,13 +146,13 @@ function opener(key) {
 }
 
 async function report(key, text) {
-  const opened = window.open("", "_blank"); // at once: later it would be a pop-up that nobody asked for
-  page(".note").textContent = `The report of ${text} is being made …`;
+  const opened = window.open("", "_blank"); // before any await: later the browser would block it as a pop-up
+  page(".note").textContent = `Making the report of ${text} …`;
   try {
-    const response = await ask(`/v1/plans/${key}`, "text/html");
+    const response = await get(`/v1/plans/${key}`, "text/html");
     const address = URL.createObjectURL(await response.blob());
     if (opened) opened.location = address;
-    page(".note").textContent = opened ? "" : "The browser does not let this page open another one: allow it, and click again.";
+    page(".note").textContent = opened ? "" : "The browser blocked a pop-up of this page: allow it, and click again.";
     setTimeout(() => URL.revokeObjectURL(address), 60_000);
   } catch (error) {
     opened?.close();
