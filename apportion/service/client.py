@@ -1,6 +1,6 @@
 """Client of planning servers: every call ends within its timeout, whatever the server does.
 
-    caller's thread ── Client ── httpx.AsyncClient, on one event loop of the process, in a thread of its own
+    caller's thread ── Client ── httpx.AsyncClient, on one event loop per process, in a separate thread
                                    ├── server 1      preferred while it answers
                                    └── server 2, …
 

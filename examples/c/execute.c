@@ -1,5 +1,5 @@
-/* Executes the programs of all ranks in one process, in float64: sections 6, 7 and 8 of apportion/schemas/FORMAT.md. Plans
- * that no verifier has seen are run, too: every operand is looked at before it is used. */
+/* Executes the programs of all ranks in one process, in float64: sections 6, 7 and 8 of apportion/schemas/FORMAT.md. It also
+ * runs unverified plans: every operand is checked before it is used. */
 #include "execute.h"
 
 #include <math.h>
@@ -32,7 +32,7 @@ int64_t rows_at(const Plan *plan, int64_t layout, int64_t rank) {
     return rows;
 }
 
-/* An operand, once its rows and heads were found to be there. */
+/* The operand, after a check that its rows and heads exist. */
 static Operand operand(const Machine *m, Rank *rank, int64_t number) {
     const Table *table = rank->program->table + OPERAND;
     int64_t *const *v = table->column, set = v[O_HEADS][number];
@@ -54,7 +54,7 @@ static Operand want(const Machine *m, Rank *rank, int64_t number, int64_t tensor
     return x;
 }
 
-/* Where the numbers of a row and a head of an operand are, heads by their place in it. */
+/* Address of the numbers of a row and a head of an operand; head: index among the operand's heads. */
 static double *cell(Operand x, int64_t row, int64_t head) {
     int64_t column = has_no_heads(x.tensor) ? 0 : x.home ? x.head[head] : x.col + head;
     return x.memory->data + ((x.row + row) * x.memory->heads + column) * x.width;
@@ -68,11 +68,11 @@ static void alike(Operand a, Operand b) {
     if (a.rows != b.rows || !same_heads(a.head, a.count, b.head, b.count)) refuse("operands: other rows or heads");
 }
 
-/* Where the KV head of a query head stands in an operand of keys. */
+/* The index of a query head's KV head in an operand of keys. */
 static int64_t kv_head(const Machine *m, Operand q, int64_t head, Operand kv) {
-    int64_t wanted = q.head[head] / (m->plan->q_heads / m->plan->kv_heads);
+    int64_t number = q.head[head] / (m->plan->q_heads / m->plan->kv_heads);
     for (int64_t i = 0; i < kv.count; i++)
-        if (kv.head[i] == wanted) return i;
+        if (kv.head[i] == number) return i;
     refuse("heads: the KV head of a query head is not there");
 }
 
@@ -84,13 +84,13 @@ static double dot(const double *a, const double *b, int64_t n) {
     return sum;
 }
 
-/* Adds weight times b to a. */
+/* a += weight * b. */
 static void add_to(double *a, double weight, const double *b, int64_t n) {
     for (int64_t i = 0; i < n; i++) a[i] += weight * b[i];
 }
 
 static double larger(double a, double b) { return a > b ? a : b; }
-/* exp(a - b), where b is at least a; 0 where a is minus infinity. */
+/* exp(a - b) for b >= a; 0 if a is minus infinity. */
 static double exp_less(double a, double b) { return a == -INFINITY ? 0 : exp(a - b); }
 
 static double logit(const Machine *m, const double *q, const double *k) {
@@ -98,7 +98,7 @@ static double logit(const Machine *m, const double *q, const double *k) {
     return m->softcap > 0 ? m->softcap * tanh(scaled / m->softcap) : scaled;
 }
 
-/* Two outputs, each with its LSE behind it, become that over both sets of keys. */
+/* Merges an output into another: both become the output over both sets of keys. The LSE follows each output. */
 static void merge_row(double *into, const double *from, int64_t n) {
     double top = larger(into[n], from[n]), a = exp_less(into[n], top), b = exp_less(from[n], top), sum = a + b;
     if (top == -INFINITY) return;
@@ -111,7 +111,7 @@ static void clear_row(double *row, int64_t tensor, int64_t width) {
     if (tensor == O) row[width - 1] = -INFINITY;
 }
 
-/* The keys that a row of a task sees: [*begin, *end). */
+/* Sets the range of keys that a row of a task sees: [*begin, *end). */
 static void keys_of(int64_t row, int64_t dmin, int64_t dmax, int64_t keys, int64_t *begin, int64_t *end) {
     *begin = row - dmax > 0 ? row - dmax : 0;
     *end = row - dmin + 1 < keys ? row - dmin + 1 : keys;
@@ -181,7 +181,7 @@ static void delta(const Machine *m, Rank *rank, int64_t *const *v, int64_t i) {
         }
 }
 
-/* merge, add, copy and deliver: rows of `a` go to `c`. */
+/* merge, add, copy and deliver: move rows of `a` to `c`. */
 static void move_rows(const Machine *m, Rank *rank, int64_t op, int64_t *const *v, int64_t i) {
     Operand a = operand(m, rank, v[0][i]), c = operand(m, rank, v[2][i]);
     int sums = op == 6 || op == 7;
@@ -207,12 +207,12 @@ static void finish(const Machine *m, Rank *rank, int64_t *const *v, int64_t i) {
     double *sink = allot(c.width, sizeof *sink);
     for (int64_t row = 0; row < c.rows; row++)
         for (int64_t head = 0; head < c.count; head++) {
-            sink[c.width - 1] = m->sinks[c.head[head]]; /* a key of its own, whose value is 0 */
+            sink[c.width - 1] = m->sinks[c.head[head]]; /* an additional key with value 0 */
             merge_row(cell(c, row, head), sink, c.width - 1);
         }
 }
 
-/* The projection of the suite, (1 + position / 8) x W, or its gradient, for one operand; weights: [heads][hidden][width]. */
+/* The suite's projection, (1 + position / 8) x W, or its gradient, for one operand. weights: [heads][hidden][width]. */
 static void project_part(const Machine *m, Operand x, Operand to, int64_t offset, int64_t width, const double *weights, Operand dx) {
     for (int64_t row = 0; row < x.rows; row++)
         for (int64_t head = 0; head < to.count; head++) {
@@ -247,10 +247,10 @@ static void project(const Machine *m, Rank *rank, int64_t op, int64_t *const *v,
 
 /* ------------------------------------------------------------------------------------------ 8: rounds */
 
-/* The nearest number of bf16 or fp16, ties to even. */
+/* Rounds to the nearest bf16 or fp16 number, ties to even. */
 static double rounded(double x, int narrow) {
     int exponent, digits = narrow == 1 ? 8 : 11, least = narrow == 1 ? -125 : -13;
-    float narrower = (float)x; /* as a float32 is rounded: accumulators are float32 */
+    float narrower = (float)x; /* rounds a float32, as accumulators are float32 */
     if (narrow == 1) x = narrower;
     if (x == 0 || !isfinite(x)) return x;
     frexp(x, &exponent);
@@ -314,7 +314,7 @@ static int wait(Machine *m, Rank *rank, int64_t round) {
     return 1;
 }
 
-/* Runs a rank up to its end, or to a wait that others keep; used: rows taken of each list. */
+/* Runs a rank to its end, or to a wait for other ranks. used: consumed rows of each list. */
 static void advance(Machine *m, Rank *rank, int64_t used[TABLES]) {
     const Table *steps = rank->program->table + INSTRUCTIONS;
     for (; rank->at < steps->rows; rank->at++) {

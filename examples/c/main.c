@@ -1,12 +1,12 @@
-/* Reads plans and executes them: all ranks in one process, in float64. C99 and its library, nothing else.
+/* Reads plans and executes them: all ranks in one process, in float64. It needs only C99 and its standard library.
  *
  *   cc -O2 -std=c99 -o execute_plan main.c plan.c execute.c recurrent.c -lm
  *
  *   execute_plan read PLAN            tables of a plan or a slice as JSON
- *   execute_plan check PLAN           exit 1 where a reader must refuse it
+ *   execute_plan check PLAN           exits with 1 if a reader must refuse the plan
  *   execute_plan run CASE OUTPUTS     a case of the conformance suite: CASE/case.plan on CASE/inputs.f64
  *
- * It passes the level `run` of the conformance suite, whose README says what these commands do. */
+ * It passes the level `run` of the conformance suite, whose README specifies these commands. */
 #include "execute.h"
 
 #include <stdio.h>
@@ -133,7 +133,7 @@ void give(FILE *out, double x) {
     for (int byte = 0; byte < 8; byte++) fputc((int)(bits >> 8 * byte & 255), out);
 }
 
-/* One component of home rows from the inputs, or to the outputs. */
+/* Reads one component of home rows from the inputs; `give_home` writes it to the outputs. */
 static void take_home(Bytes *in, Memory memory, int64_t offset, int64_t width) {
     const double *from = take(in, memory.rows * memory.heads * width);
     for (int64_t i = 0; i < memory.rows * memory.heads; i++, from += width)
@@ -180,7 +180,7 @@ static void run_kind(Machine *m, Bytes *in, FILE *out, int64_t kind) {
     }
 }
 
-/* The layouts that a move is between. */
+/* Sets the source and the target layout of a move. */
 static void ends_of(const Plan *plan, int64_t move, int64_t ends[2]) {
     Bytes in = plan->moves.bytes;
     for (int64_t i = 0; i <= move; i++) {
@@ -189,7 +189,7 @@ static void ends_of(const Plan *plan, int64_t move, int64_t ends[2]) {
     }
 }
 
-/* The row of a layout that a token is on. */
+/* Sets the token of each of a rank's rows in a layout. */
 static void tokens_of(const Plan *plan, int64_t layout, int64_t rank, double *token, int64_t rows) {
     const Table *spans = plan->parts[rank].spans + layout;
     for (int64_t i = 0; i < spans->rows; i++)

@@ -1,5 +1,5 @@
-/* Reads a plan from hostile bytes: whatever they say, the program ends with a message and exit code 1, and touches no
- * memory that is not its own. Written from apportion/schemas/FORMAT.md, whose sections the comments name. */
+/* Reads a plan from untrusted bytes: if they are wrong, the program ends with a message and exit code 1, without invalid
+ * memory accesses. Written from apportion/schemas/FORMAT.md, whose sections the comments name. */
 #include "plan.h"
 
 #include <stdarg.h>
@@ -49,7 +49,7 @@ static uint64_t big_endian(Bytes *in, int size) {
 
 static Value sized(Bytes *in, Type type, uint64_t size) {
     Value value = {type, (int64_t)size, {in->at, in->at}};
-    if (size > (uint64_t)(in->end - in->at)) refuse("envelope: a length goes beyond the end"); /* an item has a byte */
+    if (size > (uint64_t)(in->end - in->at)) refuse("envelope: a length goes beyond the end"); /* an item takes at least a byte */
     if (type == STR || type == BIN) value.bytes.end = in->at += size;
     return value;
 }
@@ -62,7 +62,7 @@ static Value integer(uint64_t bits, int bytes, int is_signed) {
     return value;
 }
 
-/* The next value; of arrays and maps its head: their items follow. */
+/* The next value; of an array or a map only its head, as its items follow. */
 Value next(Bytes *in) {
     uint8_t head = (uint8_t)big_endian(in, 1);
     Value value = {NIL, 0, {0, 0}};
@@ -83,7 +83,7 @@ Value next(Bytes *in) {
     return value;
 }
 
-/* The value as a whole: `bytes` of arrays and maps are their items. */
+/* The whole value: `bytes` of an array or a map are its items. */
 Value whole(Bytes *in, int depth) {
     Value value = next(in);
     int64_t items = value.type == ARRAY ? value.number : value.type == MAP ? 2 * value.number : 0;
@@ -93,7 +93,7 @@ Value whole(Bytes *in, int depth) {
     return value;
 }
 
-static Value alone(Bytes in, Type type, const char *what) {
+static Value only_value(Bytes in, Type type, const char *what) {
     Value value = whole(&in, 0);
     if (value.type != type || in.at != in.end) refuse("%s: another type, or bytes behind it", what);
     return value;
@@ -109,7 +109,7 @@ static int equal(Value a, Value b) {
     return a.type == b.type && (size_t)(b.bytes.end - b.bytes.at) == size && memcmp(a.bytes.at, b.bytes.at, size) == 0;
 }
 
-/* The value of a key of a map; found: whether it is there. */
+/* The value of a map's key. found: set to whether the key exists. */
 static Value find(Value map, const char *key, int *found) {
     Bytes in = map.bytes;
     Value value = {NIL, 0, {0, 0}};
@@ -163,7 +163,7 @@ static void compress(uint64_t h[8], const uint8_t block[128], uint64_t count, in
 
 typedef struct { uint8_t bytes[32]; } Digest;
 
-/* BLAKE2b of `prefix` and then `data`. */
+/* BLAKE2b of `prefix` followed by `data`. */
 static Digest hash(const char *prefix, size_t before, Bytes data) {
     uint64_t h[8], size = before + (uint64_t)(data.end - data.at), done = 0;
     Digest digest;
@@ -185,9 +185,9 @@ static Bytes bytes_of(const void *data, size_t size) {
     return bytes;
 }
 
-/* The id of sections' digests and the root of the tree over parts. */
+/* The id, from the digests of the sections and the root of the tree over parts. */
 static Digest id_of(const Digest sections[5], Digest root) {
-    static const char MAGIC[] = "apportion.plan"; /* with the zero behind it */
+    static const char MAGIC[] = "apportion.plan"; /* including the final zero */
     Digest six[6];
     memcpy(six, sections, 5 * sizeof *six);
     six[5] = root;
@@ -212,7 +212,7 @@ static Digest next_digest(Bytes *list) {
     return digest;
 }
 
-/* Section 10: the root, from the part of a rank and the hashes beside its way up. */
+/* Section 10: the root, from a rank's part and the sibling hashes on its path. */
 static Digest climb(Bytes part, int64_t rank, int64_t ranks, Value path) {
     Digest node = hash("\0", 1, part);
     for (int64_t i = rank, n = ranks; n > 1; i /= 2, n = (n + 1) / 2) {
@@ -289,7 +289,7 @@ static int read_column(const Column *column, Bytes *part, const Plan *plan, cons
     return width;
 }
 
-/* operands: those of the program, of a table that names some. */
+/* operands: of the program, if the table refers to them. */
 static Table read_table(int kind, Bytes *part, const Plan *plan, const Table *operands) {
     const Form *form = FORMS + kind;
     Table table = {(int64_t)little_endian(part, 4), {0}};
@@ -486,7 +486,7 @@ static void check_program(const Plan *plan, const Program *program) {
         if (used[list] != program->table[list].rows) refuse("counts: they do not add up to the list");
 }
 
-/* Section 18: what the tables of recurrent layers name is there. */
+/* Section 18: checks that the tables of recurrent layers refer to existing rows. */
 static void check_recurrent(const Plan *plan, const Table *table) {
     const Table *runs = table, *halo = table + HALO - RUNS;
     for (int64_t i = 0, end = 0; i < runs->rows; end = runs->column[R_ROW][i] + runs->column[R_ROWS][i], i++) {
@@ -556,7 +556,7 @@ static void check_id(Value map, Digest real) {
 
 static const char *const NAMES[5] = {"header", "request", "layouts", "moves", "report"};
 
-/* The parts of a plan, once its id was found to be that of its bytes. */
+/* The parts of a plan, after a check that its id is that of its bytes. */
 static Bytes *open_plan(Value map, int64_t *count) {
     Value parts = get(map, "parts", ARRAY, "envelope");
     Bytes *part = allot(*count = parts.number, sizeof *part);
@@ -572,14 +572,14 @@ static Bytes *open_plan(Value map, int64_t *count) {
     return part;
 }
 
-/* A token cap is followed by the first bytes of the hash of the id and it. */
+/* A token cap is followed by the first bytes of the hash of the id and the cap. */
 static void check_cap(Bytes id, Bytes cap) {
     if (cap.end - cap.at != 16) refuse("id: a token cap has 16 bytes");
     Digest sum = hash((const char *)id.at, 32, bytes_of(cap.at, 8));
     if (memcmp(sum.bytes, cap.at + 8, 8)) refuse("id: a token cap without its hash");
 }
 
-/* The part of a slice, once it was proven to belong to its id. */
+/* The part of a slice, after a proof that it belongs to its id. */
 static Bytes *open_slice(Value map, int64_t *rank, int64_t *ranks) {
     Value digests = get(map, "digests", ARRAY, "envelope"), path = get(map, "path", ARRAY, "envelope");
     Bytes *part = allot(1, sizeof *part);
@@ -595,7 +595,7 @@ static Bytes *open_slice(Value map, int64_t *rank, int64_t *ranks) {
 }
 
 Plan read_plan(Bytes file) {
-    Plan plan = {.map = alone(file, MAP, "envelope"), .rank = -1};
+    Plan plan = {.map = only_value(file, MAP, "envelope"), .rank = -1};
     Value version = get(plan.map, "version", ARRAY, "envelope"), format = get(plan.map, "format", STR, "envelope");
     Bytes numbers = version.bytes, *part;
     int64_t count, is_plan = is(format, "apportion.plan");
@@ -603,9 +603,9 @@ Plan read_plan(Bytes file) {
     Value major = version.number == 2 ? whole(&numbers, 0) : version, minor = version.number == 2 ? whole(&numbers, 0) : version;
     if (major.type != INT || minor.type != INT || major.number != 3 || minor.number < 0) refuse("version: only 3.x is read");
     part = is_plan ? open_plan(plan.map, &count) : open_slice(plan.map, &plan.rank, &count);
-    plan.header = alone(get(plan.map, "header", BIN, "envelope").bytes, MAP, "sections");
-    plan.layouts = alone(get(plan.map, "layouts", BIN, "envelope").bytes, MAP, "sections");
-    plan.moves = alone(get(plan.map, "moves", BIN, "envelope").bytes, ARRAY, "sections");
+    plan.header = only_value(get(plan.map, "header", BIN, "envelope").bytes, MAP, "sections");
+    plan.layouts = only_value(get(plan.map, "layouts", BIN, "envelope").bytes, MAP, "sections");
+    plan.moves = only_value(get(plan.map, "moves", BIN, "envelope").bytes, ARRAY, "sections");
     read_header(&plan, version);
     if (plan.ranks != count) refuse("parts: not as many as ranks");
     read_names(&plan);

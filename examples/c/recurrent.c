@@ -1,5 +1,5 @@
-/* Executes recurrent layers for all ranks in one process, in float64: section 18 of apportion/schemas/FORMAT.md. Home rows of
- * all ranks are one axis, rank after rank, and so are their runs and slots. */
+/* Executes recurrent layers for all ranks in one process, in float64: section 18 of apportion/schemas/FORMAT.md. The home rows
+ * of all ranks form one axis, rank after rank; so do their runs and their slots. */
 #include "execute.h"
 
 #include <string.h>
@@ -9,15 +9,15 @@ typedef struct { int64_t run, head, heads, parent; } Slot; /* parent: a slot, or
 typedef struct {
     const Plan *plan;
     Recurrent kind;
-    int64_t channels, decays, rows, runs, slots, *first_row, *first_run, *before; /* before: rows before each run, or -1 */
+    int64_t channels, decays, rows, runs, slots, *first_row, *first_run, *before; /* before: the rows before each run, -1: none */
     Run *run;
     Slot *slot;
-    double *x, *y, *decay, *beta, *weight, *o, *grad; /* y: of the convolution; grad: of o */
+    double *x, *y, *decay, *beta, *weight, *o, *grad; /* y: output of the convolution; grad: gradient of o */
     double *dx, *dy, *ddecay, *dbeta, *dweight;
-    double *came, *left, *sum, *move, *dcame, *dleft; /* of each run and head: states before and behind it, U, M, gradients */
+    double *came, *left, *sum, *move, *dcame, *dleft; /* per run and head: the states before and after it, U, M, gradients */
 } Layer;
 
-/* Numbers of so many things of some sizes. */
+/* Zeroed numbers [count][a][b][c]. */
 static double *numbers(int64_t count, int64_t a, int64_t b, int64_t c) {
     if (count > (int64_t)MAX_MEMORY / 8 / (a + 1) / (b + 1) / (c + 1)) refuse("this takes too much memory");
     return allot(count * a * b * c, sizeof(double));
@@ -25,7 +25,7 @@ static double *numbers(int64_t count, int64_t a, int64_t b, int64_t c) {
 
 /* ------------------------------------------------------------------------------------------ runs, halo, slots */
 
-/* The next row of a table from `at` on that is for a peer, and of a kind or of a direction. */
+/* The next row of a table, from `at` on, for a peer and with a value (a kind or a direction) in a column. */
 static int64_t next_for(const Table *table, int64_t at, int column, int64_t value, int peer_column, int64_t peer) {
     while (at < table->rows && (table->column[column][at] != value || table->column[peer_column][at] != peer)) at++;
     return at;
@@ -74,7 +74,7 @@ static void read_halo(Layer *layer) {
     }
 }
 
-/* The slots of a kind, each with its run: the k-th of a rank for another are those that this other has for the rank. */
+/* Reads the slots of a kind, each with its run: a rank's k-th slot for a peer matches the peer's k-th state for the rank. */
 static void read_slots(Layer *layer, int64_t kind) {
     const Plan *plan = layer->plan;
     int64_t most = 0;
@@ -103,13 +103,13 @@ static void read_slots(Layer *layer, int64_t kind) {
 
 /* ------------------------------------------------------------------------------------------ the convolution */
 
-/* The row that is `age` before a row of a run, or -1. */
+/* The row that precedes a row of a run by `age` tokens, or -1. */
 static int64_t row_before(const Layer *layer, int64_t run, int64_t row, int64_t age) {
     int64_t own = layer->run[run].row, width = layer->plan->width - 1;
     return row - age >= own ? row - age : layer->before[(run + 1) * width + row - age - own];
 }
 
-/* Forward, or backward from dy to dx and dweight. */
+/* The convolution: forward, or backward from dy to dx and dweight. */
 static void convolve(Layer *layer, int backward) {
     int64_t width = layer->kind.conv > 1 ? layer->kind.conv : 1, channels = layer->channels;
     for (int64_t run = 0; run < layer->runs; run++)
@@ -131,7 +131,7 @@ static void convolve(Layer *layer, int backward) {
 
 typedef struct { double *q, *k, *v, *decay, *beta, *o; } Token;
 
-/* Where the numbers of a row and a head are, or their gradients. */
+/* Addresses of the numbers of a row and a head, or of their gradients. */
 static Token token_of(const Layer *layer, int64_t row, int64_t head, int gradient) {
     const Recurrent *kind = &layer->kind;
     int64_t key = head / (kind->heads / kind->key_heads) * kind->key_dim, at = row * kind->heads + head;
@@ -141,7 +141,8 @@ static Token token_of(const Layer *layer, int64_t row, int64_t head, int gradien
                    (gradient ? layer->ddecay : layer->decay) + at * layer->decays, kind->delta ? beta + at : 0, o + at * kind->value_dim};
 }
 
-/* Decays the state [K, V], and says in `taken` what it takes in: v, or beta of what v misses; `missed` may be none. */
+/* Decays the state [K, V]. Sets `missed`, if not null, to v minus the state's prediction, and `taken` to the value to be
+ * added: v, or beta times `missed` under the delta rule. */
 static void decay_state(const Layer *layer, Token t, double *state, double *missed, double *taken) {
     int64_t K = layer->kind.key_dim, V = layer->kind.value_dim;
     for (int64_t i = 0; i < K; i++)
@@ -154,7 +155,7 @@ static void decay_state(const Layer *layer, Token t, double *state, double *miss
     }
 }
 
-/* From the state before a run, in place, to the one behind it; o: whether outputs are written; found: where not none, the
+/* Advances the state, in place, from before a run to after it. o: whether to write outputs; found: if not null, set to the
  * state before each token. */
 static void scan(const Layer *layer, int64_t run, int64_t head, double *state, int o, double *found) {
     int64_t K = layer->kind.key_dim, V = layer->kind.value_dim;
@@ -171,7 +172,7 @@ static void scan(const Layer *layer, int64_t run, int64_t head, double *state, i
     }
 }
 
-/* M [K, K] of a run: columns of the identity go the way of states, with no token's v. */
+/* M [K, K] of a run: the columns of the identity, advanced like states with v = 0. */
 static void transition(const Layer *layer, int64_t run, int64_t head, double *move) {
     int64_t K = layer->kind.key_dim;
     for (int64_t i = 0; i < K; i++) move[i * K + i] = 1;
@@ -185,7 +186,7 @@ static void transition(const Layer *layer, int64_t run, int64_t head, double *mo
     }
 }
 
-/* From the gradient of the state behind a run, in place, to that of the one before it; where `all`, also of its tokens. */
+/* Moves a state's gradient, in place, from after a run to before it. all: also computes the gradients of its tokens. */
 static void scan_grad(const Layer *layer, int64_t run, int64_t head, const double *came, double *grad, int all) {
     int64_t K = layer->kind.key_dim, V = layer->kind.value_dim, rows = layer->run[run].rows;
     double *found = numbers(rows, K, V, 1), *state = numbers(K, V, 1, 1), *missed = numbers(V, 3, 1, 1), *taken = missed + V;

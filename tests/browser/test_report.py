@@ -36,7 +36,7 @@ def drawn(page: Page, name: str) -> str:
 
 
 def said(page: Page, section: str) -> str:
-    return page.locator(f"section.{section} .said").inner_text()
+    return page.locator(f"section.{section} .readout").inner_text()
 
 
 @pytest.mark.parametrize("recipe", ["fcp", "ring", "ulysses", "zeppelin", "distca", "dcp", "auto"])

@@ -53,8 +53,8 @@ def doctor(
 ) -> None:
     """Check what is installed, compiled and reachable, with a remedy for what is missing.
 
-    Missing optional packages are not an error. Exit code 1 if something is broken, or if
-    the named server or Redis does not answer.
+    Missing optional packages are not an error. Exit code 1 if something is
+    broken, or if the named server or Redis does not answer.
 
     [bold]Examples[/bold]
 

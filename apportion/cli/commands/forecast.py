@@ -173,7 +173,7 @@ def _grids(text: str, degrees: Degrees, cluster: Cluster) -> list[Parallelism]:
 
 
 def _training(text: str | None, config: Mapping[str, Any] | None) -> Training:
-    """The training of a file or of YAML; fields set by neither come from a Hugging Face config. Raises ConfigError."""
+    """The training options of a file or of YAML; a Hugging Face config provides missing ones. Raises ConfigError."""
     import yaml
 
     from apportion.ir import fields

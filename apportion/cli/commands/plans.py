@@ -136,7 +136,7 @@ def _plan_by_server(url: str, token: str | None, ca: Path | None, job: BenchJob)
 
 
 def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: options.AsJson = False) -> None:
-    """Check a plan against every rule, from its bytes alone. Exit code 1 if it breaks one.
+    """Check a plan, using only its bytes, against every rule. Exit code 1 if it breaks one.
 
     [bold]Example[/bold]
 
@@ -173,7 +173,7 @@ def show(
     """Show a plan: its figures and a picture of the ranks, the program of one rank as text, or a drawing.
 
     The drawing has the mask, each part in the colour of the rank that computes it
-    (of its node, above 64 ranks), and below it the simulated timeline of every rank.
+    (above 64 ranks, of its node), and below it the simulated timelines.
 
     [bold]Examples[/bold]
 

@@ -33,9 +33,9 @@ def report(
 ) -> None:
     """Write a page about a plan: one HTML file that opens offline in any browser.
 
-    It shows figures next to their bounds, the simulated timeline of every rank, the
-    ranks that compute each part of the mask, the traffic between ranks, and the
-    candidates of a search.
+    It shows figures next to their bounds, the simulated timeline of every rank,
+    the ranks that compute each part of the mask, the traffic between ranks, and
+    the candidates of a search.
 
     [bold]Examples[/bold]
 

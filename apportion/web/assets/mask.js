@@ -26,9 +26,9 @@ class Mask {
 
   use(run) {
     this.run = run;
-    if (run.mask?.void) this.say(`The mask is not shown: ${run.mask.void}`);
+    if (run.mask?.void) this.setReadout(`The mask is not shown: ${run.mask.void}`);
     else this.slots = [...new Set(run.mask.heads)].filter((heads) => heads > 0).sort((a, b) => a - b);
-    if (this.slots?.length > 1) this.say(`Ranks share the heads: stripes show ${this.slots.length} shares in turn.`);
+    if (this.slots?.length > 1) this.setReadout(`Ranks share the heads: stripes show ${this.slots.length} shares in turn.`);
     this.port.redraw();
   }
 
@@ -40,7 +40,7 @@ class Mask {
     const [low, room] = [start[document], length[document] * 0.04];
     const range = [low - room, low + length[document] + room];
     this.port.show({ x0: range[0], x1: range[1], y0: range[0], y1: range[1] });
-    this.say(`document ${document}: ${whole.format(length[document])} tokens from ${whole.format(low)}`);
+    this.setReadout(`document ${document}: ${whole.format(length[document])} tokens from ${whole.format(low)}`);
   }
 
   key(name) {
@@ -53,10 +53,10 @@ class Mask {
   /** Outlines the tasks of an instruction. */
   highlight(rank, instruction) { this.lit = { rank, instruction }; this.port.redraw(); }
 
-  settled() { this.say(this.describe((this.port.view.y0 + this.port.view.y1) / 2, (this.port.view.x0 + this.port.view.x1) / 2)); }
+  settled() { this.setReadout(this.describe((this.port.view.y0 + this.port.view.y1) / 2, (this.port.view.x0 + this.port.view.x1) / 2)); }
   hover(x, y) { return x < this.port.left ? "" : this.describe(this.port.atY(y), this.port.atX(x)); }
-  click(x, y) { this.say(this.describe(this.port.atY(y), this.port.atX(x))); }
-  say(text) { this.section.querySelector(".said").textContent = text; }
+  click(x, y) { this.setReadout(this.describe(this.port.atY(y), this.port.atX(x))); }
+  setReadout(text) { this.section.querySelector(".readout").textContent = text; }
 
   inside(at, query, key) {
     const { mask } = this.run, row = query - mask.query[at], column = key - mask.key[at], rows = mask.rows[at], keys = mask.keys[at];

@@ -26,7 +26,7 @@ class Timeline {
     this.layout();
     this.port.setFull({ x0: 0, x1: run.makespan_us || 1, y0: 0, y1: 1 });
     this.steps();
-    this.say(`${run.kind} ${run.phase}: ${time(run.makespan_us)}, of which ${percent(run.efficiency)} is useful, balanced work`);
+    this.setReadout(`${run.kind} ${run.phase}: ${time(run.makespan_us)}, of which ${percent(run.efficiency)} is useful, balanced work`);
     if (this.onRun) this.onRun(run);
   }
 
@@ -240,7 +240,7 @@ class Timeline {
       this.row = Math.min(Math.max(this.row + (name === "ArrowUp" ? -1 : 1), 0), this.rows.length - 1);
       const { first, end, y } = this.rows[this.row];
       this.canvas.parentElement.scrollTop = Math.max(0, y - 100);
-      this.say(end - first > 1 ? `node ${first / this.plan.ranks_per_node}; Enter unfolds it` : `rank ${first}`);
+      this.setReadout(end - first > 1 ? `node ${first / this.plan.ranks_per_node}; Enter unfolds it` : `rank ${first}`);
     } else if (name === "n" || name === "p") this.next(name === "n" ? 1 : -1);
     else if (name === "Enter" && this.folded) this.toggle(this.rows[this.row].first);
     else return false;
@@ -260,7 +260,7 @@ class Timeline {
     this.picked = { at, rank: work.rank[at], start: work.start[at], end: work.end[at] };
     const { x0, x1 } = this.port.view, half = (x1 - x0) / 2, middle = (work.start[at] + work.end[at]) / 2;
     if (work.end[at] > x1 || work.start[at] < x0) this.port.show({ x0: middle - half, x1: middle + half });
-    this.say(this.span(at));
+    this.setReadout(this.span(at));
     if (this.onPick) this.onPick(work.rank[at], work.instruction[at]);
     this.port.redraw();
   }
@@ -282,12 +282,12 @@ class Timeline {
     const found = this.find(x, y);
     if (!found) return;
     this.row = this.rowOf[found.rank];
-    if (found.lane !== "work") { this.say(this.describe(found)); return; }
+    if (found.lane !== "work") { this.setReadout(this.describe(found)); return; }
     const { work, workPtr } = this.run, at = lastBelow(work.start, found.us, workPtr[found.rank], workPtr[found.rank + 1]);
     if (at >= workPtr[found.rank]) this.pick(at);
   }
 
-  say(text) { this.section.querySelector(".said").textContent = text; }
+  setReadout(text) { this.section.querySelector(".readout").textContent = text; }
 
   steps() {
     const list = this.section.querySelector(".steps ol");
@@ -298,7 +298,7 @@ class Timeline {
     const room = Math.max(end_us - start_us, this.run.makespan_us / 50);
     this.port.show({ x0: start_us - room, x1: end_us + room });
     this.row = this.rowOf[rank];
-    this.say(text);
+    this.setReadout(text);
   }
 }
 

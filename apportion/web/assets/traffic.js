@@ -86,7 +86,7 @@ class Traffic {
   }
 
   hover(x, y) { return x < this.port.left || y < this.port.top ? "" : this.describe(this.port.atY(y), this.port.atX(x)); }
-  settled() { this.say(this.describe((this.port.view.y0 + this.port.view.y1) / 2, (this.port.view.x0 + this.port.view.x1) / 2)); }
-  click(x, y) { this.say(this.hover(x, y)); }
-  say(text) { this.section.querySelector(".said").textContent = text; }
+  settled() { this.setReadout(this.describe((this.port.view.y0 + this.port.view.y1) / 2, (this.port.view.x0 + this.port.view.x1) / 2)); }
+  click(x, y) { this.setReadout(this.hover(x, y)); }
+  setReadout(text) { this.section.querySelector(".readout").textContent = text; }
 }
