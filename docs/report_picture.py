@@ -1,6 +1,6 @@
-"""Draws docs/report.jpg: a report as a browser shows it. `make picture`, where chromium and playwright are.
+"""Draws docs/report.jpg, a report in a browser, for `make picture`; needs chromium and playwright.
 
-Shipped data, so that anybody can draw it again: 64 ranks on source files.
+It uses shipped data, so that anyone can draw it again: 64 ranks on source files.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def main(folder: Path) -> None:
     assert cli.main(["report", str(plan), "-o", str(page), "--json"]) == cli.OK
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        shown = browser.new_page(viewport={"width": 1120, "height": 1560})
-        shown.goto(page.as_uri())
-        shown.wait_for_selector("#content[aria-busy=false]")
-        shown.wait_for_timeout(500)
-        shown.screenshot(path=DOCS / "report.jpg", type="jpeg", quality=72)
+        tab = browser.new_page(viewport={"width": 1120, "height": 1560})
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("#content[aria-busy=false]")
+        tab.wait_for_timeout(500)
+        tab.screenshot(path=DOCS / "report.jpg", type="jpeg", quality=72)
         browser.close()
 
 

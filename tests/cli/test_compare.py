@@ -48,17 +48,17 @@ def trial(total_ms: float) -> Trial:
 def test_a_row_equals_the_plans_report_and_its_simulation() -> None:
     (batch,) = draw_batches(1)
     row = compare_all([batch], [FCP], FCP, SETTING).rows[0].record()
-    made = plan(batch, SETTING.cluster, MODEL, recipe=FCP)
-    found = simulate(made)
+    the_plan = plan(batch, SETTING.cluster, MODEL, recipe=FCP)
+    simulation = simulate(the_plan)
     assert {name: row[name] for name in engine.REPORTED} == {
-        name: made.report[name] for name in engine.REPORTED
+        name: the_plan.report[name] for name in engine.REPORTED
     }
-    assert (row["forward_ms"], row["backward_ms"]) == (found.forward_ms, found.backward_ms)
-    assert (row["efficiency"], row["exposed_ms"]) == (found.efficiency, found.exposed_ms)
-    assert row["peak_rows"] == found.peak_work_rows > 0
+    assert (row["forward_ms"], row["backward_ms"]) == (simulation.forward_ms, simulation.backward_ms)
+    assert (row["efficiency"], row["exposed_ms"]) == (simulation.efficiency, simulation.exposed_ms)
+    assert row["peak_rows"] == simulation.peak_work_rows > 0
     assert row["of_attainable"] == pytest.approx(row["efficiency"] / row["attainable"])
     assert sum(row["lost_ms"].values()) == pytest.approx(row["forward_ms"] + row["backward_ms"])
-    gaps = {name: bound["gap"] for name, bound in made.report["bounds"].items()}
+    gaps = {name: bound["gap"] for name, bound in the_plan.report["bounds"].items()}
     assert {name: bound["gap"] for name, bound in row["bounds"].items()} == gaps
     assert row["verified"]
 
@@ -152,17 +152,17 @@ def raising(message: str) -> Callable[[object], float]:
 
 def test_a_plan_that_violates_a_rule_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "timed_verify", raising("rows are read before they arrive"))
-    found = compare_all(draw_batches(1), [RING], RING, SETTING)
-    assert found.broken == ["ring"]
-    assert "breaks a rule" in str(found.rows[0].record()["reason"])
+    result = compare_all(draw_batches(1), [RING], RING, SETTING)
+    assert result.broken == ["ring"]
+    assert "breaks a rule" in str(result.rows[0].record()["reason"])
     assert compare_all(draw_batches(1), [RING], RING, replace(SETTING, verify=False)).broken == []
 
 
 def test_a_plan_too_large_to_verify_keeps_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "timed_verify", raising("cannot be verified: too many pieces"))
-    found = compare_all(draw_batches(1), [RING], RING, SETTING)
-    row = found.rows[0].record()
-    assert (found.broken, row["status"], row["verified"], row["verify_ms"]) == ([], "ok", False, None)
+    result = compare_all(draw_batches(1), [RING], RING, SETTING)
+    row = result.rows[0].record()
+    assert (result.broken, row["status"], row["verified"], row["verify_ms"]) == ([], "ok", False, None)
     assert "too many pieces" in row["unverified"]
 
 
@@ -221,12 +221,12 @@ def test_a_published_setting_is_compared_with_its_figures() -> None:
     measured = comparison.measure(case)
     assert [(row["system"], row["ranks"]) for row in measured["rows"]] == [("theirs", 4), ("", 4), ("", 8)]
     row = measured["rows"][0]
-    found = [
+    runs = [
         simulate(plan(case.draw(4096, seed), cluster_of(4), Model(), recipe=RING, seed=seed))
         for seed in (0, 1)
     ]
     pairs = [sum(n * (n + 1) // 2 for n in case.draw(4096, seed).lengths.tolist()) for seed in (0, 1)]
-    mean = sum(4 * n * 32 * 128 / 4 / one.forward_ms / 1e9 for n, one in zip(pairs, found, strict=True)) / 2
+    mean = sum(4 * n * 32 * 128 / 4 / one.forward_ms / 1e9 for n, one in zip(pairs, runs, strict=True)) / 2
     assert row["tflops"]["nominal"]["forward"] == pytest.approx(mean, abs=0.06)
     assert row["tflops"]["slow-kernels"]["forward"] < row["tflops"]["nominal"]["forward"]
     ratio = row["tflops"]["nominal"]["forward"] / 100

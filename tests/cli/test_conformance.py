@@ -165,7 +165,7 @@ def test_the_c_example_has_no_memory_errors(tmp_path: Path) -> None:
 
 def damaged(count: int) -> list[bytes]:
     """Plans with some changed bytes in a part, and the matching id."""
-    rng, found = random.Random(7), []
+    rng, encoded = random.Random(7), []
     plans = [Plan.decode(path.read_bytes()).sealed() for path in sorted(FOLDER.glob("cases/*/case.plan"))]
     for _ in range(count):
         sealed = rng.choice(plans)
@@ -175,8 +175,8 @@ def damaged(count: int) -> list[bytes]:
             part[rng.randrange(len(part))] ^= 1 << rng.randrange(8)
         parts[number] = bytes(part)
         changed = replace(sealed, parts=parts)
-        found.append(codec.encode_wire(changed.with_id(section_id(changed))))
-    return found
+        encoded.append(codec.encode_wire(changed.with_id(section_id(changed))))
+    return encoded
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -238,7 +238,7 @@ def test_a_wrong_number_is_reported_with_its_position(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "why"),
+    ("actual", "why"),
     [
         ({"a": [1, {"b": 2}]}, ""),
         ({"a": [1, {"b": 3}]}, "a[1].b: expected 2, got 3"),
@@ -247,8 +247,8 @@ def test_a_wrong_number_is_reported_with_its_position(tmp_path: Path) -> None:
         ({"c": 1}, "the map: expected the keys ['a'], got ['c']"),
     ],
 )
-def test_differences_of_plain_data_are_described(found: object, why: str) -> None:
-    assert difference({"a": [1, {"b": 2}]}, found) == why
+def test_differences_of_plain_data_are_described(actual: object, why: str) -> None:
+    assert difference({"a": [1, {"b": 2}]}, actual) == why
 
 
 def test_the_command_writes_the_suite_and_runs_a_reader(

@@ -53,11 +53,11 @@ def checks(done: Done) -> dict[str, dict[str, str]]:
 
 def test_doctor_reports_what_is_installed(tmp_path: Path) -> None:
     done = run_process("doctor", "--dir", str(tmp_path / "plans"), "--json")
-    found = checks(done)
+    results = checks(done)
     assert done.returncode == cli.OK
-    assert {"machine", "python", "apportion", "torch", "solvers", "service", "disk"} <= set(found)
-    assert found["python"]["state"] == found["disk"]["state"] == "ok"
-    assert all(check["remedy"] for check in found.values() if check["state"] in ("warning", "failed"))
+    assert {"machine", "python", "apportion", "torch", "solvers", "service", "disk"} <= set(results)
+    assert results["python"]["state"] == results["disk"]["state"] == "ok"
+    assert all(check["remedy"] for check in results.values() if check["state"] in ("warning", "failed"))
     assert not (tmp_path / "plans").exists()  # doctor creates nothing
 
 

@@ -89,12 +89,12 @@ def test_a_store_is_checked_and_pruned(run_json: Callable[..., Any], tmp_path: P
     store = Folder(tmp_path)
     for number in range(3):
         store.put(Request(number).pack())
-    found = run_json("store", "check", str(tmp_path), "--verify", "--workers", "1")
-    assert (found["ok"], found["plans"], found["bad"]) == (True, 3, [])
+    report = run_json("store", "check", str(tmp_path), "--verify", "--workers", "1")
+    assert (report["ok"], report["plans"], report["bad"]) == (True, 3, [])
     path = store.path(Request(1).key)
     path.write_bytes(path.read_bytes()[:-1])
-    found = run_json("store", "check", str(tmp_path), ends=cli.FAILED)
-    assert [item["path"] for item in found["bad"]] == [str(path)]
+    report = run_json("store", "check", str(tmp_path), ends=cli.FAILED)
+    assert [item["path"] for item in report["bad"]] == [str(path)]
     assert run_json("store", "prune", str(tmp_path), "--gb", "0")["evicted"] == 3
     assert run_json("store", "prune", str(tmp_path), "--days", "1")["kept"] == 0
     run_json("store", "prune", str(tmp_path), ends=cli.BAD_INPUT)

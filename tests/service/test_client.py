@@ -47,14 +47,14 @@ def slices() -> list[bytes]:
 
 @pytest.fixture
 def client_of() -> Iterator[Callable[..., Client]]:
-    made: list[Client] = []
+    clients: list[Client] = []
 
     def make(*urls: str, timeout_s: float = TIMEOUT_S) -> Client:
-        made.append(Client(urls, TOKEN, timeout_s=timeout_s))
-        return made[-1]
+        clients.append(Client(urls, TOKEN, timeout_s=timeout_s))
+        return clients[-1]
 
     yield make
-    for client in made:
+    for client in clients:
         client.close()
 
 
@@ -163,8 +163,8 @@ def test_a_slice_is_requested_until_it_is_ready(
     slices: Sequence[bytes], client_of: Callable[..., Client]
 ) -> None:
     with small_server(respond_in_turn(answer(b"", "202 Accepted"), answer(slices[1]))) as server:
-        found = client_of(server.url).fetch(KEY, 1, 5.0, ranks=RANKS)
-    assert (found.rank, found.ranks, found.encode()) == (1, RANKS, slices[1])
+        received = client_of(server.url).fetch(KEY, 1, 5.0, ranks=RANKS)
+    assert (received.rank, received.ranks, received.encode()) == (1, RANKS, slices[1])
     assert len(server.requests) == 2
 
 
@@ -250,10 +250,10 @@ def test_a_stream_yields_slices_and_problems_in_order(
     packed = Pack.encode(KEY, KEY, {}, b"", slices).slice(1)
     frames = frame(ALIVE, b"") + frame(SLICE, packed) + frame(PROBLEM_FRAME, b'{"type": "unknown-plan"}')
     with small_server(respond_in_turn(chunked(frames[:3], frames[3:]))) as server:
-        found = client_of(server.url).stream([KEY, bytes(32)], 1, 1.0)
-        assert next(found).encode() == slices[1]
+        stream = client_of(server.url).stream([KEY, bytes(32)], 1, 1.0)
+        assert next(stream).encode() == slices[1]
         with pytest.raises(UnknownPlanError) as unknown:
-            next(found)
+            next(stream)
         assert unknown.value.key == bytes(32)
 
 
@@ -267,8 +267,8 @@ def test_slices_missing_from_a_stream_are_fetched(
         connection.sendall(cut if b"/stream?" in head else answer(slices[1]))
 
     with small_server(respond) as server:
-        found = list(client_of(server.url).stream([KEY] * 3, 1, 1.0))
-    assert [each.encode() for each in found] == [slices[1]] * 3
+        received = list(client_of(server.url).stream([KEY] * 3, 1, 1.0))
+    assert [each.encode() for each in received] == [slices[1]] * 3
 
 
 # ---- secrets and arguments
@@ -324,10 +324,10 @@ def test_every_client_call_works_on_a_real_server(
         client.fetch(key, 0, 0.0)
     client.submit(key, REQUEST.data, ahead=3)
     assert client.fetch(key, 1, 60.0, ranks=RANKS).encode() == slices[1]
-    found = client.stream([key, key, unknown], 0, 5.0)
-    assert [next(found).encode(), next(found).encode()] == [slices[0]] * 2
+    stream = client.stream([key, key, unknown], 0, 5.0)
+    assert [next(stream).encode(), next(stream).encode()] == [slices[0]] * 2
     with pytest.raises(UnknownPlanError):
-        next(found)
+        next(stream)
     assert client.state(key)["state"] == "ready"
     assert b"fcp on 4 ranks" in client.page(key)
     assert json.loads(client.plan(JOB, REQUEST.batches))["key"] == key.hex()

@@ -69,8 +69,8 @@ def test_clients_go_through_nginx(front: tuple[str, Path]) -> None:
     with closing(Client(url, TOKEN, ca=ca)) as client:
         client.submit(REQUEST.key, REQUEST.data)
         assert [client.fetch(REQUEST.key, rank, 60.0).encode() for rank in range(RANKS)] == REQUEST.slices()
-        found = client.stream([REQUEST.key] * 2, 1, 60.0)
-        assert [each.encode() for each in found] == [REQUEST.slices()[1]] * 2
+        stream = client.stream([REQUEST.key] * 2, 1, 60.0)
+        assert [each.encode() for each in stream] == [REQUEST.slices()[1]] * 2
     with (
         closing(Client(url, "another-token-of-16", ca=ca)) as stranger,
         pytest.raises(ServiceError, match="401"),

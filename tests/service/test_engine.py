@@ -61,11 +61,11 @@ def test_a_request_is_planned_once_for_all_clients(workers: ProcessExecutor) -> 
         await asyncio.sleep(0)
         states = [await submit(engine, Request(0)) for _ in range(3)]
         assert set(states) <= {State.QUEUED, State.PLANNING}
-        found = await asyncio.gather(early, *(engine.pack(Request(0).key, 20.0) for _ in range(5)))
+        packs = await asyncio.gather(early, *(engine.pack(Request(0).key, 20.0) for _ in range(5)))
         assert await submit(engine, Request(0)) is State.READY
         assert value(engine.metrics.plans.labels("ready")) == 1
         assert [entry.key for entry in engine.latest(10)] == [Request(0).key]
-        return found
+        return packs
 
     for pack in run(workers, test):
         assert [expanded(pack.slice(rank)) for rank in range(RANKS)] == Request(0).slices()
@@ -259,7 +259,7 @@ def test_a_plan_stored_by_another_server_is_given_to_all_waiting_clients(
         waiting = [asyncio.create_task(engine.pack(Request(41).key, 30.0)) for _ in range(3)]
         await asyncio.sleep(0.02)
         Folder(tmp_path).put(pack)
-        assert [found.data for found in await asyncio.gather(*waiting)] == 3 * [pack.data]
+        assert [received.data for received in await asyncio.gather(*waiting)] == 3 * [pack.data]
         assert not engine._arriving
 
     pack = Request(41).pack()

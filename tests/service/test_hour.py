@@ -30,19 +30,19 @@ ENTRIES = [
 
 
 def test_minutes_have_medians_and_the_number_of_plans_ahead() -> None:
-    found = minutes(ENTRIES, NOW)
-    assert len(found) == 60
-    assert [minute.ahead for minute in (found[0], found[28], found[29], found[58], found[59])] == [
+    hour = minutes(ENTRIES, NOW)
+    assert len(hour) == 60
+    assert [minute.ahead for minute in (hour[0], hour[28], hour[29], hour[58], hour[59])] == [
         1,
         1,
         2,
         2,
         2,
     ]
-    assert (found[29].planned, found[29].planning_s, found[29].waited_s) == (1, 2.0, 0.0)
-    last = found[59]
+    assert (hour[29].planned, hour[29].planning_s, hour[29].waited_s) == (1, 2.0, 0.0)
+    last = hour[59]
     assert (last.planned, last.stored, last.planning_s, last.waited_s) == (1, 1, 4.0, 3.0)
-    assert (found[10].planned, found[10].planning_s, found[10].waited_s) == (0, None, None)
+    assert (hour[10].planned, hour[10].planning_s, hour[10].waited_s) == (0, None, None)
 
 
 def test_each_tenant_has_a_row() -> None:

@@ -31,8 +31,8 @@ ZSTD = {"accept-encoding": "zstd"}
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
-    with client_of(server.url) as found:
-        yield found
+    with client_of(server.url) as connected:
+        yield connected
 
 
 def slice_of(client: httpx.Client, request: Request, rank: int, **headers: str) -> httpx.Response:
@@ -46,12 +46,12 @@ def ready(client: httpx.Client, request: Request) -> Request:
 
 
 def frames(data: bytes) -> list[tuple[int, bytes]]:
-    found = []
+    parsed = []
     while data:
         kind, size = HEAD.unpack_from(data)
-        found.append((kind, data[HEAD.size : HEAD.size + size]))
+        parsed.append((kind, data[HEAD.size : HEAD.size + size]))
         data = data[HEAD.size + size :]
-    return found
+    return parsed
 
 
 # ---- plans by key
@@ -126,10 +126,10 @@ def test_a_stream_has_slices_in_the_order_of_its_keys(client: httpx.Client) -> N
         request.put(client)
     keys = [requests[0].hex, "00" * 32, requests[1].hex, requests[2].hex]
     answer = client.get("/v1/ranks/1/stream", params={"key": keys, "wait_s": 30})
-    found = [frame for frame in frames(answer.content) if frame[0] != ALIVE]
-    assert [kind for kind, _ in found] == [SLICE, PROBLEM_FRAME, SLICE, SLICE]
-    assert msgspec.json.decode(found[1][1])["type"] == "unknown-plan"
-    for (_, body), request in zip([found[0], *found[2:]], requests, strict=True):
+    received = [frame for frame in frames(answer.content) if frame[0] != ALIVE]
+    assert [kind for kind, _ in received] == [SLICE, PROBLEM_FRAME, SLICE, SLICE]
+    assert msgspec.json.decode(received[1][1])["type"] == "unknown-plan"
+    for (_, body), request in zip([received[0], *received[2:]], requests, strict=True):
         assert expanded(body) == request.slices()[1]
 
 
@@ -167,9 +167,9 @@ def test_a_wrong_request_gets_a_problem_document(
 ) -> None:
     answer = client.request(method, path)
     assert answer.headers["content-type"] == "application/problem+json"
-    found = answer.json()
-    assert (found["type"], found["status"], found.get("field")) == (type, answer.status_code, field)
-    assert (found["status"], found["remedy"]) == (KINDS[type].status, KINDS[type].remedy)
+    problem = answer.json()
+    assert (problem["type"], problem["status"], problem.get("field")) == (type, answer.status_code, field)
+    assert (problem["status"], problem["remedy"]) == (KINDS[type].status, KINDS[type].remedy)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_a_wrong_request_gets_a_problem_document(
     ],
 )
 def test_a_wrong_field_is_named(client: httpx.Client, change: dict, field: str | None) -> None:
-    found = client.post("/v1/plan", json=EXAMPLE | change).json()
-    assert found["type"] == "invalid"
-    assert field is None or found["field"].startswith(field)
+    problem = client.post("/v1/plan", json=EXAMPLE | change).json()
+    assert problem["type"] == "invalid"
+    assert field is None or problem["field"].startswith(field)
 
 
 def test_a_wrong_key_and_an_unknown_rank_are_refused(client: httpx.Client) -> None:

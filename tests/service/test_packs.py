@@ -20,12 +20,12 @@ def pack() -> Pack:
     return REQUEST.pack()
 
 
-def reader_of(data: bytes, seen: list[int] | None = None) -> Read:
+def reader_of(data: bytes, read_sizes: list[int] | None = None) -> Read:
     def read(offset: int, size: int) -> bytes:
-        found = data[offset : offset + size]
-        if seen is not None:
-            seen.append(len(found))
-        return found
+        part = data[offset : offset + size]
+        if read_sizes is not None:
+            read_sizes.append(len(part))
+        return part
 
     return read
 
@@ -39,11 +39,11 @@ def test_a_pack_has_the_slices_of_all_ranks_and_the_request(pack: Pack) -> None:
 
 
 def test_a_slice_is_read_without_the_others(pack: Pack) -> None:
-    seen: list[int] = []
+    read_sizes: list[int] = []
     big = pack.data + bytes(1 << 20)  # bytes after the pack are not read either
-    found = read_slice(reader_of(big, seen), REQUEST.key, 2)
-    assert found.encode() == REQUEST.slices()[2]
-    assert sum(seen) <= (64 << 10) + len(pack.slice(2))
+    decoded = read_slice(reader_of(big, read_sizes), REQUEST.key, 2)
+    assert decoded.encode() == REQUEST.slices()[2]
+    assert sum(read_sizes) <= (64 << 10) + len(pack.slice(2))
 
 
 def test_an_unknown_rank_is_refused(pack: Pack) -> None:
@@ -61,11 +61,11 @@ def test_a_pack_with_any_changed_byte_is_refused(pack: Pack) -> None:
             Pack.decode(bytes(data), REQUEST.key)
         for rank in range(RANKS):  # the change may be in another rank's slice
             try:
-                found = read_slice(reader_of(bytes(data)), REQUEST.key, rank)
+                decoded = read_slice(reader_of(bytes(data)), REQUEST.key, rank)
             except DecodeError:
                 continue
-            assert isinstance(found, IterationSlice)
-            assert found.encode() == slices[rank]
+            assert isinstance(decoded, IterationSlice)
+            assert decoded.encode() == slices[rank]
         with pytest.raises(DecodeError):
             Pack.decode(pack.data[: rng.randrange(len(pack.data))])
     with pytest.raises(DecodeError, match="renamed"):

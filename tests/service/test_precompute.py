@@ -36,12 +36,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_stopped_run_is_continued_by_the_next(tmp_path: Path, workers: ProcessExecutor) -> None:
-    seen: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     first = precompute(work(3), tmp_path / "a", workers, 2)
-    rest = precompute(work(8), tmp_path / "a", workers, 2, lambda *at: seen.append(at))
+    rest = precompute(work(8), tmp_path / "a", workers, 2, lambda *at: reports.append(at))
     assert (first.planned, rest.iterations, rest.planned) == (3, 8, 5)
-    assert seen[0] == (0, 0)
-    assert seen[-1] == (8, 5)
+    assert reports[0] == (0, 0)
+    assert reports[-1] == (8, 5)
     assert precompute(work(8), tmp_path / "a", workers, 2).planned == 0
     precompute(work(8), tmp_path / "b", workers, 2)
     assert files(tmp_path / "a") == files(tmp_path / "b")

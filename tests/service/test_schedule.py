@@ -31,9 +31,9 @@ def entry(name: str, due: float = 0.0, tenant: str = "a", job: str = "job") -> E
 def order(schedule: Schedule, seconds: float = 0.0) -> str:
     """Names in the order in which one worker takes them."""
     names = ""
-    while (found := schedule.next([])) is not None:
-        names += found.key.decode()
-        schedule.record_time(found, seconds)
+    while (first := schedule.next([])) is not None:
+        names += first.key.decode()
+        schedule.record_time(first, seconds)
     return names
 
 

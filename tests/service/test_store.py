@@ -161,8 +161,8 @@ def _put_often(root: Path, packs: list[bytes]) -> None:
     for number in range(100):
         pack = Pack.decode(packs[number % len(packs)])
         store.put(pack)
-        found = store.get(pack.key)
-        assert found is None or found.data == pack.data
+        stored = store.get(pack.key)
+        assert stored is None or stored.data == pack.data
 
 
 def test_processes_share_a_folder(tmp_path: Path, packs: list[Pack]) -> None:
