@@ -43,7 +43,7 @@ class Suite:
         """The suite in a folder; if there is no such folder, this release's is written there first. Raises
         ConfigError."""
         if not folder.exists():
-            shutil.copytree(packaged(), folder)
+            shutil.copytree(packaged_suite(), folder)
         return Suite(folder, _index_of(folder))
 
     @property
@@ -52,7 +52,7 @@ class Suite:
         return {name: len(entries) for name, entries in self.index.items() if name != "version"}
 
 
-def packaged() -> Path:
+def packaged_suite() -> Path:
     """The folder of this release's suite."""
     from apportion import schemas
 
@@ -65,7 +65,7 @@ def _index_of(folder: Path) -> Mapping[str, Any]:
         raise ConfigError("PATH", str(folder), f"must hold a suite, which has a {_INDEX}", remedy)
     try:
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        expected = json.loads((packaged() / _INDEX).read_text(encoding="utf-8"))
+        expected = json.loads((packaged_suite() / _INDEX).read_text(encoding="utf-8"))
         is_known = index.keys() == expected.keys() and index["version"] == expected["version"]
     except (ValueError, AttributeError):
         is_known = False

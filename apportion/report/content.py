@@ -72,7 +72,7 @@ _REMEDIES = {
     "contention": ("transfers that slow kernels down", "a recipe that moves less"),
     "stalls": ("waiting for transfers", "more tokens per rank"),
 }
-GOOD = 0.85  # share of the time that balanced work needs, above which there is little to gain
+GOOD_SHARE = 0.85  # share of the time that balanced work needs, above which there is little to gain
 
 
 def verdict(simulation: Simulation) -> list[str]:
@@ -80,7 +80,7 @@ def verdict(simulation: Simulation) -> list[str]:
     times = f"{simulation.forward_ms:.2f} ms forward and {simulation.backward_ms:.2f} ms backward"
     share = simulation.efficiency
     losses = {name: ms for name, ms in simulation.lost_ms.items() if name in _REMEDIES and ms > 0}
-    if share >= GOOD or not losses:
+    if share >= GOOD_SHARE or not losses:
         return [
             f"A good plan: {share:.0%} of {times} is balanced work at full speed.",
             "Nothing else to try: train with it.",

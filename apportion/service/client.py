@@ -49,7 +49,7 @@ CONNECT_S, MAX_HOLD_S = 3.0, 60.0  # limits of connecting, and of a server's wai
 SILENCE_S = 6.0  # longest silence of a stream: three ALIVE intervals
 SLACK_S = 0.3  # grace period after a call's timeout, for an answer at the last moment
 PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and the maximum
-MAX_PROBLEM, STREAMED = 64 << 10, 32  # bytes of a problem; keys in one request, 2.2 kB of URL
+MAX_PROBLEM, MAX_STREAM_KEYS = 64 << 10, 32  # bytes of a problem; keys in one request, 2.2 kB of URL
 T = TypeVar("T")
 
 
@@ -264,7 +264,7 @@ class _Feed:
         try:
             async with asyncio.timeout(max(self._wait_s, self._client.timeout_s / 2)):
                 if self._left == 0:
-                    await self._open(self._keys[index : index + STREAMED])
+                    await self._open(self._keys[index : index + MAX_STREAM_KEYS])
                 kind = ALIVE
                 while kind == ALIVE:
                     kind, size = HEAD.unpack(await self._read(HEAD.size))

@@ -200,7 +200,7 @@ class _Run:
             self._settle(0)
         finally:  # also when interrupted: finished plans are kept
             for future in [future for future in self._pending if future.done() and not future.cancelled()]:
-                self._take(future)
+                self._collect(future)
         for place, reason in sorted(self._refused.items()):
             raise IterationError(f"{place}: {reason}")
 
@@ -228,9 +228,9 @@ class _Run:
         """Waits until at most `limit` requests are outstanding, and takes the results."""
         while len(self._pending) > limit:
             for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
-                self._take(future)
+                self._collect(future)
 
-    def _take(self, future: Future[Completion | Refusal]) -> None:
+    def _collect(self, future: Future[Completion | Refusal]) -> None:
         pending = self._pending.pop(future)
         try:
             outcome = future.result()

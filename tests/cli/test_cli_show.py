@@ -153,7 +153,7 @@ def test_the_picture_of_many_ranks_is_small() -> None:
 
 def test_a_picture_above_the_size_limit_is_drawn_coarser(monkeypatch: pytest.MonkeyPatch) -> None:
     fine = draw(planned())
-    monkeypatch.setattr(pictures, "MOST_BYTES", len(fine) - 1)
+    monkeypatch.setattr(pictures, "MAX_BYTES", len(fine) - 1)
     coarse = draw(planned())
     assert len(coarse) < len(fine)
     assert fills(coarse) >= fills(fine) - {"#57606a"}

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 State = Literal["ok", "absent", "warning", "failed"]
 MARKS = {"ok": "ok", "absent": "-", "warning": "!", "failed": "FAILED"}
 REACH_S = 3.0  # timeout for a server, Redis or Ray
-_LITTLE_DISK = 1 << 30  # bytes
+_MIN_FREE_BYTES = 1 << 30  # bytes
 #: optional packages: (packages, extra, purpose)
-PARTS = (
+OPTIONAL_PACKAGES = (
     (("scipy", "highspy", "pulp", "mtkahypar"), "solvers", "flexsp, and exact solvers"),
     (("fastapi", "uvicorn", "uvloop", "h11", "prometheus_client"), "service", "apportion serve"),
     (("redis",), "redis", "a store that several machines share"),
@@ -62,7 +62,7 @@ def doctor(
 
       apportion doctor --server http://127.0.0.1:8321 --redis redis://127.0.0.1:6379/0 --json
     """
-    checks = [check for look in (_python, _torch, _parts, _ray) for check in look()]
+    checks = [check for run_checks in (_python, _torch, _optional_packages, _ray) for check in run_checks()]
     checks.append(_disk(folder))
     checks += [_check_service("redis", redis, _ping)] if redis is not None else []
     checks += [_check_service("server", server, _ready)] if server is not None else []
@@ -145,8 +145,8 @@ def _torch() -> Iterator[Check]:
     yield Check("triton", "ok" if triton else "warning", triton or "the stage engine needs it", remedy)
 
 
-def _parts() -> Iterator[Check]:
-    for packages, extra, purpose in PARTS:
+def _optional_packages() -> Iterator[Check]:
+    for packages, extra, purpose in OPTIONAL_PACKAGES:
         versions = {package: _version(package) for package in packages}
         missing = [package for package, version in versions.items() if version is None]
         if missing:
@@ -174,7 +174,7 @@ def _disk(folder: Path) -> Check:
     message = f"{free / 1e9:,.1f} GB are free for {folder}"
     if not os.access(base, os.W_OK):
         return Check("disk", "failed", f"{base} cannot be written", "name another folder with --dir")
-    if free < _LITTLE_DISK:
+    if free < _MIN_FREE_BYTES:
         return Check("disk", "warning", message, "make room, or name another folder with --dir")
     return Check("disk", "ok", message)
 

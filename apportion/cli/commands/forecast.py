@@ -120,17 +120,17 @@ def forecast(
     from apportion.planner.forecast.run import forecast as engine
 
     cluster, model, hardware = request.setting()
-    trained = _training(training, inputs.config_of(request.model))
+    setup = _training(training, inputs.config_of(request.model))
     tokens = cluster.ranks * request.rank_tokens  # of the microbatches of all stages
     draws, skipped = request.batches(tokens * microbatches, batches, BATCHES, max(1, tokens // pipeline))
     degrees = Degrees(tensor, pipeline, virtual, microbatches, expert)
     recipe_list = [] if recipes == "none" else inputs.recipes_of(recipes)
-    forms = _planned_forms(recipe_list, search, degrees, cluster, model, trained.experts, draws[0].kinds)
+    forms = _planned_forms(recipe_list, search, degrees, cluster, model, setup.experts, draws[0].kinds)
     candidates = [*(replace(form, ping_pong=ping_pong) for form in forms), *_grids(grids, degrees, cluster)]
     with progress("forecasting", len(candidates)) as report:
         settings: dict[str, Any] = {"hardware": hardware, "baseline": baseline, "seed": request.seed}
         settings["grid_hardware"] = inputs.hardware_of(grid_hardware)
-        result = engine(draws, cluster, model, candidates, trained, progress=report, **settings)
+        result = engine(draws, cluster, model, candidates, setup, progress=report, **settings)
     record = result.record() | {
         "batches": len(draws),
         "tokens": round(sum(batch.tokens for batch in draws) / len(draws)),

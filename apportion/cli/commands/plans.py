@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan
 
 
-SEARCHED = 256  # ranks up to which `plan` searches for a faster recipe
+MAX_SEARCHED_RANKS = 256  # ranks up to which `plan` searches for a faster recipe
 LEAST_GAIN = 0.02  # smaller gains are within the error of a forecast
 
 Output = Annotated[Path | None, Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
@@ -95,12 +95,12 @@ def plan(
 
 def _faster_recipe(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
     """The recipe that a search finds for this batch if its plan is simulated to be faster than `plan`, and the times
-    of both, forward and backward, one call of each kind. None above `SEARCHED` ranks."""
+    of both, forward and backward, one call of each kind. None above `MAX_SEARCHED_RANKS` ranks."""
     from apportion.bench import planned
     from apportion.ir.errors import ApportionError
     from apportion.planner.simulate import simulate
 
-    if job.cluster.ranks > SEARCHED:
+    if job.cluster.ranks > MAX_SEARCHED_RANKS:
         return None
     try:
         auto_plan = planned(replace(job, recipe="auto"))

@@ -148,4 +148,4 @@ def compare(
     missing = [f"{entry.kind} {entry.name}" for entry in selected if not entry.installed]
     if missing:
         note(f"not installed: {', '.join(missing)}: pip install '.[solvers]'")
-    emit({"solvers": rows, "not_installed": missing}, as_json, lambda: printed.compared_table(rows))
+    emit({"solvers": rows, "not_installed": missing}, as_json, lambda: printed.solver_comparison_table(rows))

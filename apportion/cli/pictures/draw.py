@@ -22,10 +22,10 @@ from apportion.planner.simulate import Run, simulate
 
 CELLS = 112  # per side of the mask
 STEPS = 240  # cells of a timeline
-MOST_BYTES = 280_000  # per file; larger pictures are drawn more coarsely
-COARSEST = 30  # minimum number of steps
-LITTLE = 0.3  # a step with a smaller busy share stays empty
-MOST = 64  # up to this number each rank has a colour and a timeline; above it colours are per node
+MAX_BYTES = 280_000  # per file; larger pictures are drawn more coarsely
+MIN_STEPS = 30  # minimum number of steps
+MIN_BUSY = 0.3  # a step with a smaller busy share stays empty
+MAX_RANKS = 64  # up to this number each rank has a colour and a timeline; above it colours are per node
 
 WIDTH, LEFT, TOP = 900, 74, 64
 MASK = 560
@@ -54,7 +54,7 @@ class Colours:
         """(name, colour) of ranks, or of the first nodes."""
         if not self.nodes:
             return [(f"rank {rank}", self.of(rank)) for rank in range(self.ranks)]
-        nodes = range(min(-(-self.ranks // self.per_node), MOST))
+        nodes = range(min(-(-self.ranks // self.per_node), MAX_RANKS))
         return [(f"node {node}", self.of(node * self.per_node)) for node in nodes]
 
 
@@ -78,7 +78,7 @@ class _Scene:
     @cached_property
     def colours(self) -> Colours:
         ranks = self.plan.header.ranks
-        return Colours(ranks, self.plan.request.cluster.ranks_per_node, ranks > MOST)
+        return Colours(ranks, self.plan.request.cluster.ranks_per_node, ranks > MAX_RANKS)
 
 
 def draw(
@@ -91,7 +91,7 @@ def draw(
     simulation = simulate(plan, hardware)
     scene = _Scene(plan, simulation.runs[kind, phase], simulation.hardware)
     picture = _svg_document(scene)
-    while len(picture) > MOST_BYTES and scene.steps > COARSEST:
+    while len(picture) > MAX_BYTES and scene.steps > MIN_STEPS:
         scene = replace(scene, coarse=2 * scene.coarse)
         picture = _svg_document(scene)
     return picture
@@ -99,7 +99,7 @@ def draw(
 
 def _svg_document(scene: _Scene) -> str:
     plan, run = scene.plan, scene.run
-    below = TOP + max(MASK + 74, _legend_height(scene.colours) + 40)
+    timeline_top = TOP + max(MASK + 74, _legend_height(scene.colours) + 40)
     title = f"{_recipe(plan)}: {run.phase} of kind {run.kind} on {count(plan.header.ranks, 'rank')}"
     caption = _caption(plan, scene.axis)
     parts = [
@@ -107,9 +107,9 @@ def _svg_document(scene: _Scene) -> str:
         svg.text(LEFT, 48, caption, 12, rest=f'fill="{svg.PALE}"'),
         *_mask(scene),
         *_legend(scene.colours, plan),
-        *_timelines(scene, below),
+        *_timelines(scene, timeline_top),
     ]
-    height = below + _bar(run) * len(_ranks_to_draw(run)) + 70
+    height = timeline_top + _bar(run) * len(_ranks_to_draw(run)) + 70
     return svg.document(WIDTH, height, title, f"{caption}. {_run_summary(run, scene.hardware)}.", parts)
 
 
@@ -209,7 +209,7 @@ def _legend(colours: Colours, plan: Plan) -> Iterator[str]:
 
 def _ranks_to_draw(run: Run) -> list[int]:
     """All ranks, or the longest-waiting ones if there are too many."""
-    return sorted(np.argsort(-run.exposed_us, kind="stable")[:MOST].tolist())
+    return sorted(np.argsort(-run.exposed_us, kind="stable")[:MAX_RANKS].tolist())
 
 
 def _bar(run: Run) -> int:
@@ -241,7 +241,7 @@ def _times(run: Run, bottom: int) -> Iterator[str]:
 
 def _remark(run: Run) -> str:
     hidden = len(run.exposed_us) > len(_ranks_to_draw(run))
-    return f"the {MOST} longest-waiting ranks" if hidden else f"{100 * run.efficiency:.0f} % efficient"
+    return f"the {MAX_RANKS} longest-waiting ranks" if hidden else f"{100 * run.efficiency:.0f} % efficient"
 
 
 def _key(top: int) -> Iterator[str]:
@@ -281,4 +281,4 @@ def _dominant_spans(run: Run, groups: Sequence[Bools], steps: int) -> Ints:
     edges = np.linspace(0.0, run.makespan_us, steps + 1)
     shares = np.array([share(run, spans, edges) for spans in groups])
     dominant = np.argmax(shares, axis=0)
-    return np.where(shares.sum(axis=0) >= LITTLE, dominant, svg.NOBODY).astype(np.int64)
+    return np.where(shares.sum(axis=0) >= MIN_BUSY, dominant, svg.NOBODY).astype(np.int64)

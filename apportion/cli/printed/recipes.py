@@ -58,7 +58,7 @@ def solvers_table(rows: Sequence[Record]) -> Table:
     )
 
 
-def compared_table(rows: Sequence[Record]) -> Table:
+def solver_comparison_table(rows: Sequence[Record]) -> Table:
     """Table of solvers compared with the optimum."""
     cells = []
     for row in rows:

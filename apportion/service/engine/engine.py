@@ -157,10 +157,10 @@ class Engine:
 
     def _admit(self, tenant: str, size: int) -> None:
         """Raises ServiceError if the queue is full and the tenant already has an even share of it."""
-        queued, max_queued, most_bytes = len(self._schedule), self._limits.queued, self._limits.queued_bytes
-        if queued >= max_queued or self._queued_bytes + size > most_bytes:
+        queued, max_queued, max_bytes = len(self._schedule), self._limits.queued, self._limits.queued_bytes
+        if queued >= max_queued or self._queued_bytes + size > max_bytes:
             count, held_bytes, share = self._schedule.share(tenant)
-            if count >= max_queued * share or held_bytes + size > most_bytes * share:
+            if count >= max_queued * share or held_bytes + size > max_bytes * share:
                 raise ServiceError("queue-full", f"{queued} requests wait for a worker", retry_after=1.0)
 
     def _dispatch(self) -> None:
@@ -180,7 +180,7 @@ class Engine:
         self._running.discard(entry)
         self._schedule.record_time(entry, asyncio.get_running_loop().time() - start)  # also after a failure
         try:
-            self._take(entry, planning.result())
+            self._accept_outcome(entry, planning.result())
         except WorkerDiedError as error:
             self._on_worker_death(entry, error)
         except TimeoutError:
@@ -194,7 +194,7 @@ class Engine:
             self._refuse(entry, ServiceError("failed", f"{type(error).__name__}: {error}"))
         self._dispatch()
 
-    def _take(self, entry: Entry, outcome: Completion | Refusal) -> None:
+    def _accept_outcome(self, entry: Entry, outcome: Completion | Refusal) -> None:
         if isinstance(outcome, Refusal):
             self._refuse(entry, ServiceError(outcome.type, outcome.detail, field=outcome.field))
             return

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from apportion.ir.version import __version__
 from apportion.service.engine import Engine, Entry, PlanRequest, State
 from apportion.service.http.delivery import Delivery, key_of
-from apportion.service.http.guard import PROBLEM, Guard, body_of, rendered
+from apportion.service.http.guard import PROBLEM, Guard, body_of, encode_problem
 from apportion.service.http.models import Health, Hour, PlanResponse, Plans, PlanState, Problem, Submission
 from apportion.service.http.openapi import BODY, DELIVERY
 from apportion.service.http.requests import parse
@@ -190,7 +190,7 @@ def _state(entry: Entry | None, pack: Pack | None) -> PlanState:
 async def _problem_response(metrics: Any, request: Request, error: Exception) -> Response:
     problem = _problem(request, error)
     metrics.problems.labels(problem.type).inc()
-    status, media, body = rendered(problem)
+    status, media, body = encode_problem(problem)
     headers = {} if problem.retry_after is None else {"retry-after": f"{problem.retry_after:.0f}"}
     if problem.type == "method":
         headers["allow"] = ", ".join(sorted(_methods(request)))

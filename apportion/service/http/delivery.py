@@ -19,7 +19,7 @@ from apportion.ir.bytes.transport import expanded
 from apportion.ir.errors import ConfigError
 from apportion.service.engine import Engine
 from apportion.service.frames import ALIVE, PROBLEM_FRAME, SLICE, frame
-from apportion.service.http.guard import answer, problem_data, rendered
+from apportion.service.http.guard import answer, encode_problem, problem_data
 from apportion.service.pack import MAX_BODY, Pack
 from apportion.service.problems import ServiceError
 
@@ -41,14 +41,14 @@ class Delivery:
         path = scope["path_params"]
         try:
             query = parse_qs(scope["query_string"].decode("latin-1"))
-            wait_s, rank = _wait(query), _rank(path["rank"])
+            wait_s, rank = _parse_wait(query), _parse_rank(path["rank"])
             if "key" in path:
                 await self._send_one(scope, send, key_of(path["key"]), rank, wait_s)
             else:
-                await self._stream_slices(send, [key_of(text) for text in _keys(query)], rank, wait_s)
+                await self._stream_slices(send, [key_of(text) for text in _parse_keys(query)], rank, wait_s)
         except ServiceError as problem:
             self._metrics.problems.labels(problem.type).inc()
-            await answer(send, *rendered(problem))
+            await answer(send, *encode_problem(problem))
 
     async def _send_one(self, scope: Scope, send: Send, key: bytes, rank: int, wait_s: float) -> None:
         self._engine.record_use(key)
@@ -120,20 +120,20 @@ def key_of(text: str) -> bytes:
     return bytes.fromhex(text)
 
 
-def _rank(text: str) -> int:
+def _parse_rank(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or len(text) > 6:
         raise ServiceError("invalid", "a rank must be an integer of at least 0", field="rank")
     return int(text)
 
 
-def _keys(query: dict[str, list[str]]) -> list[str]:
+def _parse_keys(query: dict[str, list[str]]) -> list[str]:
     keys = query.get("key", [])
     if not 1 <= len(keys) <= MAX_KEYS:
         raise ServiceError("invalid", f"a stream must have 1 to {MAX_KEYS} keys", field="key")
     return keys
 
 
-def _wait(query: dict[str, list[str]]) -> float:
+def _parse_wait(query: dict[str, list[str]]) -> float:
     text = query.get("wait_s", ["0"])[-1]
     try:
         wait_s = float(text)

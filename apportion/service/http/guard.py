@@ -16,7 +16,7 @@ from apportion.service.problems import ServiceError
 MAX_BODY = 4 << 20  # bytes; a list of empty lists takes the most memory per byte
 BODY_S = 20.0
 #: paths that need no token
-OPEN = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
 PROBLEM = "application/problem+json"
 
 
@@ -39,13 +39,13 @@ class Guard:
             elif name == b"transfer-encoding":  # trailers could be endless
                 problem = ServiceError("length", "the body is sent in chunks")
         tenant = self._tokens.tenant(authorization)
-        if tenant is None and scope["path"] not in OPEN:
+        if tenant is None and scope["path"] not in OPEN_PATHS:
             problem = ServiceError("unauthorized", "the token is missing or unknown to this server")
         elif length and (not length.isdigit() or len(length) > 12 or int(length) > MAX_BODY):
             problem = ServiceError("too-large", f"the body has more than {MAX_BODY} bytes")
         if problem is not None:
             self._metrics.problems.labels(problem.type).inc()
-            await answer(send, *rendered(problem), ((b"connection", b"close"),))
+            await answer(send, *encode_problem(problem), ((b"connection", b"close"),))
             return
         scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
@@ -60,7 +60,7 @@ async def answer(
     await send({"type": "http.response.body", "body": body})
 
 
-def rendered(problem: ServiceError) -> tuple[int, bytes, bytes]:
+def encode_problem(problem: ServiceError) -> tuple[int, bytes, bytes]:
     """Status, media type and body of a problem (RFC 9457)."""
     return problem.status, PROBLEM.encode(), msgspec.json.encode(problem_data(problem))
 

@@ -52,14 +52,14 @@ async def parse(content_type: str, body: bytes) -> PlanRequest:
 def _without_gc(decode: Callable[[bytes], PlanRequest]) -> Callable[[bytes], PlanRequest]:
     """Disables garbage collection while parsing, since it would rescan a million new lists again and again."""
 
-    def reading(body: bytes) -> PlanRequest:
+    def decode_without_gc(body: bytes) -> PlanRequest:
         gc.disable()
         try:
             return decode(body)
         finally:
             gc.enable()
 
-    return reading
+    return decode_without_gc
 
 
 def _request(job: Job, batches: tuple[Batch, ...]) -> PlanRequest:

@@ -28,10 +28,10 @@ from apportion.service.store.protocol import Store, StoreError
 
 SUFFIX, PART = ".plan", ".part"
 STALE_S = 3600.0  # age from which an unfinished part file is taken to belong to a dead process
-YOUNG_S = 600.0  # least interval between updates of a pack's time of use
+REFRESH_S = 600.0  # least interval between updates of a pack's time of use
 MAX_PACK = 4 << 30
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # never waits for a pipe
-FULL = 0.9  # share of the limit down to which packs are evicted
+EVICT_TO = 0.9  # share of the limit down to which packs are evicted
 _number = count()
 LOG = getLogger(__name__)
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class Folder:
                 self._total_bytes += added
             stale = self._total_bytes is None or time.monotonic() - self._counted > STALE_S
             if stale or (self.max_bytes is not None and (self._total_bytes or 0) > self.max_bytes):
-                limit = None if self.max_bytes is None else int(self.max_bytes * FULL)
+                limit = None if self.max_bytes is None else int(self.max_bytes * EVICT_TO)
                 self.prune(None if stale and not self._is_full() else limit, self.max_age_s)
 
     def _is_full(self) -> bool:
@@ -170,7 +170,7 @@ def _refresh(file: int) -> None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
         raise DecodeError("pack: not a regular file")
-    if time.time() - status.st_mtime > YOUNG_S:
+    if time.time() - status.st_mtime > REFRESH_S:
         with suppress(OSError):  # owned by another user, or read-only
             os.utime(file)
 

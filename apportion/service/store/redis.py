@@ -21,9 +21,9 @@ try:
 except ImportError as error:
     raise MissingDependencyError("redis", "redis", "storing plans in Redis") from error
 
-WAIT_S = 2.0  # timeout of a command
-GONE_S = 5.0  # back-off after no answer, so that requests do not each wait for the timeout
-AGE_S = 86400.0
+TIMEOUT_S = 2.0  # timeout of a command
+BACKOFF_S = 5.0  # back-off after no answer, so that requests do not each wait for the timeout
+DEFAULT_AGE_S = 86400.0
 LOG = getLogger(__name__)
 T = TypeVar("T")
 
@@ -33,13 +33,13 @@ class RedisStore:
     StoreError if there is no answer."""
 
     def __init__(self, url: str, max_age_s: float | None = None) -> None:
-        self._age_s = int(AGE_S if max_age_s is None else max(1.0, max_age_s))
+        self._age_s = int(DEFAULT_AGE_S if max_age_s is None else max(1.0, max_age_s))
         self._failed: tuple[str, str] | None = None  # a command, and the reason of its failure
         self._retry_at, self._lock = 0.0, Lock()  # end of the back-off after no answer
         retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))  # once, for connections that a restart broke
         try:
             self._redis = redis.Redis.from_url(
-                url, socket_timeout=WAIT_S, socket_connect_timeout=WAIT_S, retry=retry
+                url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=retry
             )
         except ValueError as error:
             raise ConfigError("store", "redis://...", str(error), "write redis://HOST:PORT/0") from None
@@ -47,7 +47,7 @@ class RedisStore:
 
     def get(self, key: bytes) -> Pack | None:
         data = self._call("GET", _name(key))
-        return None if data is None else self._intact(key, lambda: Pack.decode(data, key))
+        return None if data is None else self._decode_or_drop(key, lambda: Pack.decode(data, key))
 
     def slice(self, key: bytes, rank: int) -> IterationSlice | None:
         def read(offset: int, size: int) -> bytes:
@@ -55,7 +55,7 @@ class RedisStore:
             return data
 
         exists = self._call("EXISTS", _name(key))
-        return self._intact(key, lambda: read_slice(read, key, rank)) if exists else None
+        return self._decode_or_drop(key, lambda: read_slice(read, key, rank)) if exists else None
 
     def put(self, pack: Pack) -> None:
         self._call("SET", _name(pack.key), pack.data, "EX", self._age_s)
@@ -73,7 +73,7 @@ class RedisStore:
             answer: Any = self._redis.execute_command(name, *arguments)  # type: ignore[no-untyped-call]
         except redis.RedisError as error:
             if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-                self._retry_at = time.monotonic() + GONE_S
+                self._retry_at = time.monotonic() + BACKOFF_S
             self._failed = name, f"Redis: {error}"
             raise StoreError(f"cannot {name}: {self.problem()}") from error
         self._retry_at, failure = 0.0, self._failed
@@ -88,9 +88,9 @@ class RedisStore:
             if now < self._retry_at:
                 raise StoreError(f"cannot {name}: {self.problem()}")
             if self._retry_at:
-                self._retry_at = now + GONE_S
+                self._retry_at = now + BACKOFF_S
 
-    def _intact(self, key: bytes, decode: Callable[[], T]) -> T | None:
+    def _decode_or_drop(self, key: bytes, decode: Callable[[], T]) -> T | None:
         """The decoded value; None if the data is damaged, which is then logged and removed."""
         try:
             return decode()

@@ -71,8 +71,8 @@ def main() -> None:
         file.write(_KILLED_FIRST)
     if memory_bytes:
         with open("/proc/self/statm") as file:
-            mapped = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes,) * 2)
+            mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + memory_bytes,) * 2)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that the output of solvers does not mix with the answers
     with suppress(EOFError, BrokenPipeError):

@@ -39,7 +39,7 @@ class Refusal(NamedTuple):
 Work = Callable[[bytes], Completion | Refusal]
 
 
-def _refusing(make: Callable[[bytes], bytes]) -> Work:
+def _refuse_errors(make: Callable[[bytes], bytes]) -> Work:
     @wraps(make)
     def work(request: bytes) -> Completion | Refusal:
         start = time.perf_counter()
@@ -53,7 +53,7 @@ def _refusing(make: Callable[[bytes], bytes]) -> Work:
     return work
 
 
-@_refusing
+@_refuse_errors
 def plan_pack(request: bytes) -> bytes:
     """The pack of a request's plan, verified."""
     job, batches = decode_request(request)
@@ -61,14 +61,14 @@ def plan_pack(request: bytes) -> bytes:
     return Pack.encode(job.request_key(batches), plan.id, plan.report, request, encode_slices(plan)).data
 
 
-@_refusing
+@_refuse_errors
 def plan_file(request: bytes) -> bytes:
     """The verified plan of all ranks: a plan file for a request of one microbatch, else an iteration plan."""
     plan = plan_job(*decode_request(request), verify=True)
     return plan.plans[0].encode() if len(plan.plans) == 1 else plan.encode()
 
 
-@_refusing
+@_refuse_errors
 def plan_page(request: bytes) -> bytes:
     """The report page of a request's plan, HTML; rendered in a process that imports only the code for pages."""
     plan = plan_job(*decode_request(request), verify=False)
