@@ -1,35 +1,35 @@
-# Everything runs in a separate virtual environment (.venv); nothing is installed outside it.
+# Everything runs in a virtual environment (.venv); nothing is installed outside it.
 #
-#   make venv     the environment alone: packages, torch, the compiled core (minutes the first time)
-#   make demo     train on 4 CPU processes whose plans a server streams, compare with one process
-#   make test     lint, types, import contract, and all tests but the slow ones
-#   make test-slow  the others: whole matrices, more seeds, load, Ray, schemathesis
-#   make coverage  all of these tests with branch coverage, which makes Python twice as slow
-#   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
-#   make test-plain  the planner's tests where only numpy is, without torch
-#   make test-docs  every program and command of README and documents, the notebook, the demo
-#   make test-browser  pages in a headless Chromium, which must be installed; pictures in build/screenshots
-#   make docs     the documents as a site, in site/; a broken link or reference is an error
+#   make venv     only the environment: packages, torch, the compiled core (minutes the first time)
+#   make demo     train on 4 CPU processes with plans streamed from a server, compare with one process
+#   make test     lint, types, import contract, and all tests except slow ones
+#   make test-slow  the slow tests: full matrices, more seeds, load, Ray, schemathesis
+#   make coverage  fast and slow tests with branch coverage, which makes Python twice as slow
+#   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in a separate environment
+#   make test-plain  the planner's tests with only numpy installed, without torch
+#   make test-docs  every program and command in README and documents, the notebook, the demo
+#   make test-browser  pages in headless Chromium, which must be installed; screenshots in build/screenshots
+#   make docs     builds the documentation site in site/; a broken link or reference is an error
 #   make reference  the generated pages of docs/reference: commands, HTTP, environment variables
-#   make picture  the picture of a report in README and site; needs chromium
-#   make core     build the compiled core in place (apportion/_core*.so), for PYTHON=...; STRICT=1: warnings are errors
-#   make sanitize the core's tests under address and undefined-behaviour sanitizers, with checked indexes
-#   make fuzz-core  libFuzzer on the core's decoder and verifier, a minute; SECONDS=3600; needs clang++
+#   make picture  the picture of a report for README and site; needs chromium
+#   make core     build the compiled core in place (apportion/_core*.so) for PYTHON=...; STRICT=1: warnings are errors
+#   make sanitize the core's tests under address and undefined-behaviour sanitizers, with bounds checks
+#   make fuzz-core  libFuzzer on the core's decoder and verifier for a minute (SECONDS=3600: an hour); needs clang++
 #   make lint     ruff, types, import contract
-#   make targets  planning times and quality of every recipe, into docs/benchmarks.md (about ten minutes)
-#   make ceilings calls, rows and bytes of planning against what is committed; UPDATE=1 writes them
+#   make targets  planning times and quality of every recipe, for docs/benchmarks.md (about ten minutes)
+#   make ceilings calls, rows and bytes of planning against the committed ceilings; UPDATE=1 writes them
 #   make pictures the pictures of docs/reference/recipes.md
-#   make compare  tables of docs/benchmarks.md and docs/papers.md: every recipe, and whole steps beside the papers (about
-#                 half an hour)
-#   make service  the service under load, attacks and kills (benchmarks/service.py); MINUTES=30: of each case that kills
-#   make ci       all that a change must pass: what .ci/run calls
-#   make nightly  test-slow, kernels, fuzz, and the service with half an hour of each case that kills and 100,000 plans
-#   make fuzz     100,000 mutated plans through decoder and verifier, and as many of which what is accepted is executed
-#   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
-#   make replay   some 430 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
-#   make package  sdist and wheel, in dist/: nothing is missing, and both plan in new environments
-#   make suite    the conformance suite of the plan format, made anew from its plans
-#   make test-gpu the stage kernels on a GPU, every strategy, ranks of several processes on the same one
+#   make compare  tables of docs/benchmarks.md and docs/papers.md: every recipe, and whole steps against the papers'
+#                 (half an hour)
+#   make service  the service under load, attacks and kills (benchmarks/service.py); MINUTES=30: per kill case
+#   make ci       all checks that a change must pass; called by .ci/run
+#   make nightly  test-slow, kernels, fuzz, and the service: half an hour per kill case, and memory over 100,000 plans
+#   make fuzz     100,000 mutated plans through decoder and verifier, and 100,000 more that are executed if accepted
+#   make kernels  compiles every variant of the stage kernels for three GPU generations, checks them (ten minutes)
+#   make replay   some 430 plans against the committed records, step by step; BASE=COMMIT: against that commit's plans
+#   make package  sdist and wheel, in dist/; checks that no file is missing and that both can plan in new environments
+#   make suite    regenerates the conformance suite of the plan format from its plans
+#   make test-gpu the stage kernels on a GPU with every strategy; several processes share the GPU
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
 #   make clean    remove the environment and every cache
 
@@ -39,7 +39,7 @@ TORCH  ?= torch==2.13.0
 
 BIN   := $(VENV)/bin
 EDITABLE := --no-build-isolation --config-settings=wheel.cmake=false --config-settings=wheel.py-api=py3 --editable
-# $(1): environment. Adds the checkout by path, after PYTHONPATH, which the build backend's finder would hide
+# $(1): environment. Adds the checkout as a path, after PYTHONPATH; the build backend's import hook would precede it
 define path
 	@echo "$(CURDIR)" >"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_apportion.pth"
 endef
@@ -64,8 +64,8 @@ $(READY): $(VENV)/.installed $(CORE)
 	@$(MAKE) --no-print-directory core PYTHON=$(BIN)/python
 	@touch $@
 
-# Builds the core into the source tree. PYTHON needs $(TOOLS), or the machine cmake and ninja. Without a C++ compiler it
-# uses the one of the Python package ziglang.
+# Builds the core in the source tree. Needs $(TOOLS) in PYTHON's environment, or cmake and ninja on the machine. Without
+# a C++ compiler it uses that of the Python package ziglang.
 core:
 	@scripts=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'); export PATH="$$scripts:$$PATH"; \
 	mkdir -p build/zig; \
@@ -105,7 +105,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# A package with its own recipe, which tests find by its entry point
+# A package with its own recipe, which tests find through its entry point
 plugin: $(READY)
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 
@@ -121,7 +121,7 @@ test-slow: plugin $(TRAINERS)/.ready
 coverage: plugin
 	$(TESTS) --cov --cov-report=term:skip-covered
 
-# Programs and commands of README and documents, the whole changes of the how-to pages, the notebook, the demo
+# Programs and commands of README and documents, complete examples of the how-to pages, the notebook, the demo
 test-docs: plugin
 	$(BIN)/pytest $(addprefix tests/,project/test_docs.py project/test_newcomers.py project/test_notebook.py \
 	  trainer/test_how_to.py trainer/test_demo.py) -n 2
@@ -131,8 +131,8 @@ test-browser: $(READY)
 	$(call path,$(VENV))
 	SCREENSHOTS=$${SCREENSHOTS:-build/screenshots} $(BIN)/pytest tests/browser
 
-# The site's packages stay out of the environment of all else, too. Zensical is the successor of mkdocs-material, pinned as
-# its releases still change how sites are built.
+# The site's packages, too, have their own environment. Zensical, the successor of mkdocs-material, is pinned: its
+# releases still change how sites are built.
 docs:
 	@test -x $(DOCS)/bin/zensical || $(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/pip install --quiet zensical==0.0.73 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 "ruff>=0.5"
@@ -147,7 +147,7 @@ picture: $(READY)
 	$(call path,$(VENV))
 	$(BIN)/python docs/report_picture.py
 
-# The trainers' packages stay out of the environment of all else. No package may bring another torch.
+# The trainers' packages have their own environment. No package may install a different torch.
 $(TRAINERS)/.ready: pyproject.toml $(CORE) tests/adapters/requirements.txt
 	@echo "Setting up $(TRAINERS) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(TRAINERS)
@@ -157,7 +157,7 @@ $(TRAINERS)/.ready: pyproject.toml $(CORE) tests/adapters/requirements.txt
 	  --requirement tests/adapters/requirements.txt
 	$(call path,$(TRAINERS))
 	@$(MAKE) --no-print-directory core PYTHON=$(TRAINERS)/bin/python
-	@$(TRAINERS)/bin/pip install --quiet --no-deps nemo-automodel==0.7.0  # it pins another transformers
+	@$(TRAINERS)/bin/pip install --quiet --no-deps nemo-automodel==0.7.0  # it pins a different transformers
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready
@@ -193,7 +193,7 @@ compare: $(READY)
 service: $(READY)
 	@$(BIN)/python -m benchmarks.service $(if $(MINUTES),--minutes $(MINUTES))
 
-# All that a change must pass, in environments beside VENV; .ci/run calls it. pytest's verdict comes last.
+# All checks that a change must pass, in environments next to VENV; called by .ci/run. pytest's verdict comes last.
 ci:
 	@$(MAKE) --no-print-directory package docs test-browser sanitize fuzz-core test-trainers test-docs test
 
@@ -216,7 +216,7 @@ replay: $(READY)
 package: $(READY)
 	@$(BIN)/python -m tests.checks.package
 
-# In a copy of the tree, so that the extension of all else stays. Leaks are not looked for: Python has some.
+# In a copy of the tree, to keep the normal build of the core. No leak detection: Python itself leaks.
 sanitize: $(READY)
 	@rm -rf $(addprefix build/sanitize/,apportion core tests) && mkdir -p build/sanitize
 	@cp -r apportion core tests pyproject.toml build/sanitize && rm -f build/sanitize/apportion/_core*.so

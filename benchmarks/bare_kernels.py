@@ -2,12 +2,12 @@
 
     sdpa    scaled_dot_product_attention, document by document
     varlen  flash attention, all documents in one call
-    flex    FlexAttention with a mask of the documents, compiled
+    flex    FlexAttention with a document mask, compiled
 
 Run: python -m benchmarks.bare_kernels [--tokens 32768] [--repeats 30] [--seed 0]
 
-Prints device milliseconds, to compare with `apportion bench attention --ranks 1`. Each kernel is built for the lengths
-of a batch and takes q [T, Hq, D], k [T, Hk, D], v [T, Hk, D] in token order.
+Prints device milliseconds, for comparison with `apportion bench attention --ranks 1`. Each kernel is built for the
+lengths of a batch and takes q [T, Hq, D], k [T, Hk, D], v [T, Hk, D] in token order.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch, _ = Source().batch(args.tokens, args.seed)
     header = planned(BenchJob(batch, cluster_of(1), Model(), "fcp", args.seed)).header
-    activate_newest(device)  # of FlashAttention, as engine `flash` does
+    activate_newest(device)  # the newest FlashAttention, like engine `flash`
     for name, make in KERNELS.items():
         rows = RankTensors.of(header, batch.tokens, device, is_random=True)
         try:

@@ -1,21 +1,21 @@
-"""The whole chain on gloo: profile this machine, forecast steps of the demo's model, train it, compare.
+"""The whole chain on gloo: profiles this machine, forecasts steps of the demo's model, trains it, and compares.
 
     python -m benchmarks.chain [--recipes fcp,ring] [--batches 3] [--rounds 12] [--hardware mine.json] [--json]
 
-`apportion profile` runs under torchrun, one process per rank, in the sizes of the demo's model; every recipe's step of
-every batch is forecast from that profile; then the same number of processes train the model under the same plans: all
+`apportion profile` runs under torchrun, one process per rank, with the sizes of the demo's model; each recipe's step of
+each batch is forecast from that profile; then the same number of processes train the model under the same plans: all
 steps in turn, round after round, so that other load affects all equally; the best round counts, as in the profile.
-Three clocks of a step, each of its slowest rank:
+Three clocks per step, each read on its slowest rank:
 
     wall_s      wall time
-    measured_s  wall time less the rank's own wait for a processor (the run queue's delay, which Linux counts per
-                thread); still contains its peers' waits, once for every round of messages
-    cpu_s       processor time of the rank, without any waiting, also for messages
+    measured_s  wall time less the rank's own wait for a processor (run-queue delay, which Linux counts per thread);
+                still contains the waits of its peers, once per round of messages
+    cpu_s       processor time of the rank, without any waiting, even for messages
 
-On an idle machine the first two are equal, and the third is less by the exposed communication. On a busy one the step
-of an idle machine lies between `cpu_s` and `measured_s`. The ranks need a core each. The verdict counts forecasts
-within `WITHIN` of either; exit code 1 unless all are within it of the measured time. The output includes the load
-average, which counts this benchmark's two ranks.
+On an idle machine the first two are equal, and the third is lower by the exposed communication. On a busy machine, the
+time on an idle one lies between `cpu_s` and `measured_s`. Each rank needs a core. The verdict counts forecasts that
+deviate from either by at most `WITHIN`; the exit code is 1 unless all are that close to the measured time. The output
+includes the load average, to which this benchmark's two ranks contribute.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ BATCHES = 3
 ROUNDS = 12
 WITHIN = 0.25
 RECIPES = ("fcp", "ring", "allgather", "ulysses", "hybrid_dp", "wlb")
-#: the demo's training: gradients are summed once per step without overlap, nothing is recomputed
+#: the demo's training: gradients are summed once per step, without overlap; no recomputation
 TRAINING = ap.Training(
     vocab=VOCABULARY,
     sharding="ddp",
@@ -72,7 +72,7 @@ TRAINING = ap.Training(
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe's step of one batch: its plan, and the forecast's seconds by part."""
+    """A recipe's step on one batch: its plan, and the forecast seconds of each part."""
 
     recipe: str
     batch: int
@@ -81,7 +81,7 @@ class Case:
 
 
 class Rows(NamedTuple):
-    """A rank's rows of a step."""
+    """One rank's rows of a step."""
 
     tokens: Tensor
     position_ids: Tensor
@@ -132,10 +132,10 @@ def _case(row: ForecastRow, number: int, batch: ap.Batch, hardware: Hardware) ->
 # --- train
 
 
-def trained(case_list: Sequence[Case], rounds: int) -> Floats:
-    """float64 [rounds, cases, ranks, 3]: the times of steps, see `_step`."""
+def trained(measured_cases: Sequence[Case], rounds: int) -> Floats:
+    """Trains; returns float64 [rounds, cases, ranks, 3], the times of `_step`."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.save([case.plan.encode() for case in case_list], Path(folder) / "plans")
+        torch.save([case.plan.encode() for case in measured_cases], Path(folder) / "plans")
         spawn(_work, (folder, rounds), RANKS)
         times = [np.load(Path(folder) / f"{rank}.npy") for rank in range(RANKS)]
     return np.stack(times, axis=2)
@@ -166,8 +166,8 @@ def _rows(plan: Plan, text: NDArray[np.uint8], communicator: Communicator) -> Ro
 
 
 def _step(trainer: Trainer, rows: Rows) -> tuple[float, ...]:
-    """Runs a step, which all ranks start together; returns its seconds, and the seconds in which the thread waited for
-    a processor and in which it had one."""
+    """Runs a step, started by all ranks together; returns its wall seconds, and the seconds for which the thread waited
+    for a processor and for which it ran."""
     dist.barrier()
     start = time.perf_counter(), _delay_s(), time.thread_time()
     trainer.optimizer.zero_grad()
@@ -190,7 +190,7 @@ def _sum_gradients(model: torch.nn.Module) -> None:
 
 
 def _delay_s() -> float:
-    """The seconds that this thread was runnable without a processor; 0 if the system keeps no count."""
+    """The seconds for which this thread was ready but had no processor; 0 if the system does not count them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:
@@ -200,12 +200,12 @@ def _delay_s() -> float:
 # --- compare
 
 
-def compared(case_list: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
-    """A row for each case."""
+def compared(measured_cases: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
+    """One row per case."""
     seconds = (times[..., 0] - times[..., 1]).max(axis=-1)  # [rounds, cases]
     wall, cpu = (times[..., clock].max(axis=-1) for clock in (0, 2))
     rows = []
-    for index, case in enumerate(case_list):
+    for index, case in enumerate(measured_cases):
         measured, forecast = float(seconds[:, index].min()), sum(case.parts_s.values())
         computed = min(float(cpu[:, index].min()), measured)
         rows.append(
@@ -226,8 +226,8 @@ def compared(case_list: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The number of forecasts within `WITHIN` of the measured and of the processor time. `ok` if all are within the
-    first; `busy` if all are only within the second, on a machine too busy to decide; else `missed`."""
+    """The number of forecasts within `WITHIN` of the measured and of the processor time. `ok` if all are close to the
+    measured time; `busy` if all are close only to the processor time (machine too busy to decide); else `missed`."""
     measured, computed = (
         sum(abs(row[ratio] - 1) <= WITHIN for row in rows) for ratio in ("ratio", "ratio_cpu")
     )
@@ -240,15 +240,15 @@ def main() -> int:
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--batches", type=int, default=BATCHES, choices=range(1, BATCHES + 1))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--hardware", type=Path, help="a profile; default: measured first")
+    parser.add_argument("--hardware", type=Path, help="a profile; default: measure one first")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         hardware = Hardware.load(options.hardware) if options.hardware else profiled(Path(folder))
-    case_list = cases(options.recipes.split(","), options.batches, hardware)
+    measured_cases = cases(options.recipes.split(","), options.batches, hardware)
     load = [os.getloadavg()]
-    rows = compared(case_list, trained(case_list, options.rounds))
+    rows = compared(measured_cases, trained(measured_cases, options.rounds))
     load.append(os.getloadavg())
     record = {
         "machine": machine(),
@@ -259,7 +259,7 @@ def main() -> int:
         "rounds": options.rounds,
         "within": WITHIN,
         **verdict(rows),
-        "load_average": [round(minute, 2) for minute, *_ in load],  # of a minute, before and after training
+        "load_average": [round(minute, 2) for minute, *_ in load],  # over a minute, before and after training
         "figures": {name: figure.value for name, figure in hardware.figures().items()},
         "window_us": {"forward": hardware.forward.window_us, "backward": hardware.backward.window_us},
         "rows": rows,

@@ -1,9 +1,9 @@
 """Compares recipes on the shipped workloads and in the papers' settings: planned, verified and simulated.
 
 Run: python benchmarks/comparison.py (half an hour on one core). Writes all rows to benchmarks/results/comparison.json
-and the tables between the markers of docs/benchmarks.md and docs/papers.md. `--only NAME,...` measures some cases again
-and keeps the other rows; `--only none` writes the tables alone. Settings with published figures are in
-`benchmarks/published.py`, orders under other figures in `benchmarks/sensitivity.py`.
+and the tables between the markers of docs/benchmarks.md and docs/papers.md. `--only NAME,...` measures only these cases
+and keeps the other rows; `--only none` only writes the tables. Settings with published figures are in
+`benchmarks/published.py`, rankings under other hardware figures in `benchmarks/sensitivity.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESULTS = ROOT / "benchmarks/results/comparison.json"
 
 LLAMA_8B = Model(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, ffn=14336, layers=32)
 LLAMA_70B = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, layers=80)
-#: multi-head, as in the paper; the sizes of 3B models of that family (assumed)
+#: multi-head, as in the paper; sizes (assumed) as in 3B models of that family
 LLAMA_3B = Model(q_heads=32, kv_heads=32, head_dim=100, hidden=3200, ffn=8640, layers=26)
 
 Draw = Callable[[int, int], Batch]  # (tokens, seed) -> batch
@@ -95,8 +95,8 @@ def one_document(tokens: int, seed: int) -> Batch:
 
 
 def questions(tokens: int, seed: int) -> Batch:
-    """Prompts (log-normal, median 1024, sigma 1) with eight answers each (median 1024, sigma 1, at most 16K), until
-    the next would not fit; a causal document fills the rest."""
+    """Prompts (log-normal, median 1024, sigma 1) with eight answers each (median 1024, sigma 1, at most 16K) while they
+    fit; a causal document fills the rest."""
     rng = np.random.Generator(np.random.PCG64(seed))
     samples: list[Sample] = []
     remaining = tokens
@@ -113,8 +113,9 @@ def documents(median: float, sigma: float) -> Draw:
     return lambda tokens, seed: Batch.from_lengths(lognormal_lengths(seed, tokens, median, sigma))
 
 
-#: FCP publishes the family of its trace and its longest sequence, 512K, but neither median nor sigma. Two readings:
-#: half of the tokens in documents below 4K (its section 3.1), with sigma 1.5 assumed; and a heavy tail, assumed
+#: FCP publishes the distribution family of its trace and the longest sequence, 512K, but neither median nor sigma. Two
+#: readings: half of the tokens in documents below 4K (its section 3.1), with an assumed sigma of 1.5; and an assumed
+#: heavy tail
 FCP_TRACES = {
     "short": documents(median=4096 / float(np.exp(1.5**2)), sigma=1.5),
     "long": documents(median=4096, sigma=1.6),
@@ -128,8 +129,8 @@ ZEPPELIN = {
 
 
 def zeppelin(data: str) -> Draw:
-    """Draws lengths of one of Zeppelin's data sets: log-uniform inside the bins (assumed), skipping those that do not
-    fit, with the last one cut."""
+    """Draws lengths of one of Zeppelin's data sets, log-uniform within the bins (assumed); skips lengths above the
+    total and cuts the last."""
     shares = np.array(ZEPPELIN[data]) / sum(ZEPPELIN[data])
     edges = 1024 * 2.0 ** np.arange(-1, 9)  # the first bin from 512: shorter ones are negligible
 
@@ -154,7 +155,7 @@ def with_steps(name: str, recipe: str, **steps: Any) -> Recipe:
 
 
 def ulysses(name: str) -> Recipe:
-    """The recipe between nodes of eight, with heads split inside a node, as in FCP's evaluation."""
+    """The recipe across nodes of eight ranks, with heads split within each node, as in FCP's evaluation."""
     return with_steps(name, name, inner={"ulysses": {"degree": 8}})
 
 
@@ -194,7 +195,7 @@ OF_ZEPPELIN = (
     find_recipe("auto"),
 )
 
-#: rows whose plans are not verified: verification takes a minute and 10 GB for each
+#: case -> recipes that are not verified: verification takes a minute and 10 GB per plan
 HEAVY = {"fcp-short-128": ("ring", "wlb"), "fcp-short-256": ("ring", "wlb"), "fcp-long-256": ("ring", "wlb")}
 
 
@@ -243,7 +244,7 @@ CASES: tuple[Case | PublishedSetting | Sensitivity, ...] = (
 
 
 def measure(case: Case | PublishedSetting | Sensitivity) -> dict[str, Any]:
-    """The rows of a case, with their setting."""
+    """The rows of a case and their setting."""
     start = time.perf_counter()
     if isinstance(case, Case):
         result = _compare_case(case)
@@ -278,8 +279,8 @@ def _compare_case(case: Case) -> dict[str, Any]:
 
 
 def _throughput(case: Case, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Thousand tokens per second of whole layers, forward and backward: attention as simulated, then linear layers as
-    long as the rank with most tokens takes, their backward twice their forward."""
+    """Thousands of tokens per second through whole layers, forward and backward: simulated attention, then linear
+    layers at the pace of the rank with the most tokens, with backward twice as long as forward."""
     if row["status"] != "ok":
         return {"ktokens_per_s": None}
     fullest = row["tokens"] / row["ranks"] * (1 + row["imbalance"]["tokens"])
@@ -308,23 +309,23 @@ ON_PAGE = (
 
 
 def table(case: Mapping[str, Any]) -> str:
-    """A case as a Markdown table, with its refusals below."""
+    """A case as a Markdown table, with refusals below it."""
     if table_of := {published.FORM: published.table, sensitivity.FORM: sensitivity.table}.get(
         case.get("form", "")
     ):
         return table_of(case)
     columns = [column for column in COLUMNS if column.title in ON_PAGE]
-    has_extra = case["name"].startswith("zeppelin")
+    shows_throughput = case["name"].startswith("zeppelin")
     titles = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
     lines = [
         f"{case['ranks']} ranks x {case['tokens_per_rank']:,} tokens, {case['hardware']}, batches: {case['batches']}; "
         f"sequences: {_range(case['sequences'])}, the longest {_range(case['longest'])} tokens",
         "",
-        *head([*titles, *(["thousand tokens/s, whole layers"] if has_extra else [])]),
+        *head([*titles, *(["thousand tokens/s, whole layers"] if shows_throughput else [])]),
     ]
     for row in case["rows"]:
         cells = comparison_cells(row, columns)
-        lines.append(line([*cells, *([f"{row['ktokens_per_s'] or 0:.1f}"] if has_extra else [])]))
+        lines.append(line([*cells, *([f"{row['ktokens_per_s'] or 0:.1f}"] if shows_throughput else [])]))
     return "\n".join([*lines, *(f"\n{remark}" for remark in remarks(case["rows"]))])
 
 

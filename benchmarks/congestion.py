@@ -1,9 +1,9 @@
-"""Fits congestion between nodes to three papers' figures: FCP's Table 2, Zeppelin's Figure 11 and MagiAttention's
-benchmark on H100s, compared with the current figures.
+"""Fits congestion between nodes to three papers' results: FCP's Table 2, Zeppelin's Figure 11 and MagiAttention's
+benchmark on H100s; compares the fits with the current figures.
 
 Run: python -m benchmarks.congestion (a few minutes on one core). Writes all rows to benchmarks/results/congestion.json
-and the tables between the markers of docs/papers.md; `--only NAME,...` measures some again, `--only none` writes only
-the tables.
+and the tables between the markers of docs/papers.md; `--only NAME,...` measures only these papers, `--only none` only
+writes the tables.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESULTS = ROOT / "benchmarks/results/congestion.json"
 
 @dataclass(frozen=True)
 class Figures:
-    """Assumed figures of the network between nodes. rate: share of the hardware's bandwidth per NIC."""
+    """Assumed figures of the network between nodes. rate: fraction of the hardware's bandwidth per NIC."""
 
     rate: float = 1.0
     incast: float = 0.0
@@ -55,13 +55,13 @@ class Figures:
 TODAY = Figures()
 TRIED = [Figures(*one) for one in product((1.0, 0.5, 0.32, 0.16), (0.0, 0.085, 0.17, 0.34), (1.0, 0.65))]
 
-#: step -> published results, and a function that simulates them under some figures
+#: step -> published results, and a function that simulates them for given figures
 Pairs = dict[str, tuple[tuple[float, ...], Callable[[Figures], tuple[float, ...]]]]
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper. name: of the marker; figures: meaning of the columns; steps: see `Pairs`."""
+    """A paper. name: of its marker; figures: titles of the results; steps: see `Pairs`."""
 
     name: str
     title: str
@@ -78,7 +78,7 @@ COALESCED = {"matchings": {"coalesce": 16, "buffers": 3}}
 
 
 def _pulled(self: Matchings, src: Ints, dst: Ints, ranks: int) -> Ints:
-    """Slots without matchings: every receiver pulls its tiles one after another, in its own order."""
+    """Assigns slots without matchings: each receiver pulls its tiles one after another, in its own order."""
     order = np.random.default_rng(1).permutation(len(dst))
     order = order[np.argsort(dst[order], kind="stable")]
     first = np.searchsorted(dst[order], np.arange(ranks))
@@ -88,8 +88,8 @@ def _pulled(self: Matchings, src: Ints, dst: Ints, ranks: int) -> Ints:
 
 
 def fcp() -> Pairs:
-    """Attention of Llama 70B on 128 H20s, MFU over that of a single GPU: base gathers everything, #1 pipelines blocks,
-    #2 matches them, #3 coalesces 16 slots to a round."""
+    """Attention of Llama 70B on 128 H20s, as MFU relative to a single GPU: base gathers everything, #1 pipelines
+    blocks, #2 matches them, #3 coalesces 16 slots per round."""
     hardware = Hardware.load("h20")
     batch = FCP_TRACES["long"](FCP_RANKS * 32768, 0)
     cluster = cluster_of(FCP_RANKS, None, hardware)
@@ -104,7 +104,7 @@ def fcp() -> Pairs:
         fitted = figures.hardware(hardware)
         links = replace(cluster, inter_gbs=fitted.inter_gbs.value)
         recipe = Recipe("fcp", {"shard": FCP_BLOCKS, "place": {"lpt": {}}, "schedule": schedule})
-        # only coalesced slots keep the order of the matchings: a gather is posted as a whole
+        # only coalesced slots are replanned; the other schedules are not split for incast
         planned_for = fitted if schedule is COALESCED else hardware
         with mode:
             plan = _planned(batch, links, LLAMA_70B, recipe, planned_for)
@@ -130,8 +130,8 @@ def _zeppelin(place: Any, schedule: Any, **extra: Any) -> Recipe:
 
 
 def zeppelin_ablation() -> Pairs:
-    """Throughput of a 3B model's layers on 32 A800s over that of a ring, arXiv lengths: routing over all NICs, zones
-    and queues, both, and tokens evened for linear layers."""
+    """Throughput of a 3B model's layers on 32 A800s relative to a ring, for arXiv lengths: routing over all NICs; zones
+    and queues; both; and, in addition, even tokens for linear layers."""
     hardware, ranks, batches = Hardware.load("a800"), 32, 4
     cluster = cluster_of(ranks, None, hardware)
     ring = find_recipe("ring")
@@ -167,7 +167,7 @@ def zeppelin_ablation() -> Pairs:
 
 
 def magi() -> Pairs:
-    """TFLOP/s per GPU, forward and backward, of its native collective and of its all-to-all-v, 3 packs."""
+    """TFLOP/s per GPU, forward and backward, of its native collective and its all-to-all-v, mean of 3 packs."""
     (case,) = (setting for setting in PUBLISHED if setting.name == "magi-h100")
     hardware = Hardware.load(case.hardware)
 
@@ -219,7 +219,7 @@ PAPERS = (
 
 
 def measure(paper: Paper) -> dict[str, Any]:
-    """Simulates every step under all candidate figures, and the mean error of each."""
+    """Simulates every step under all candidate figures; adds the mean error of each candidate."""
     steps = paper.steps()
     published = {name: list(theirs) for name, (theirs, _) in steps.items()}
     tried = []
@@ -232,7 +232,7 @@ def measure(paper: Paper) -> dict[str, Any]:
 
 
 def _error(published: Mapping[str, Sequence[float]], results: Mapping[str, Sequence[float]]) -> float:
-    """The mean of |ours / theirs - 1|, with ratios above 1 replaced by their inverse."""
+    """The geometric mean of max(ours / theirs, theirs / ours), minus 1."""
     ratios = np.concatenate([np.log(np.divide(results[name], published[name])) for name in published])
     return round(float(np.exp(np.abs(ratios).mean()) - 1), 4)
 
@@ -241,8 +241,8 @@ def _error(published: Mapping[str, Sequence[float]], results: Mapping[str, Seque
 
 
 def table(paper: Mapping[str, Any]) -> str:
-    """A row per step: theirs, and ours with its error under the current figures, under the best candidate, and under
-    the best at the current rate."""
+    """One row per step: theirs, then ours and its ratio to theirs, under the current figures, the best candidate at the
+    current rate, and the best candidate."""
     tried = paper["tried"]
     today = next(fit for fit in tried if fit["figures"] == TODAY.__dict__)
     at_rate = min((fit for fit in tried if fit["figures"]["rate"] == 1.0), key=lambda fit: fit["error"])

@@ -3,8 +3,8 @@ scales of lengths, forward and backward.
 
     python -m benchmarks.dcp_micro --seeds 8 --json benchmarks/results/dcp_micro.json
 
-Batches are the same for all systems: 131,072 tokens of log-normal documents, median 2K and sigma 1.5 (assumed: the
-paper shows its lengths only in a figure), times the scale.
+All systems run the same batches: 131,072 tokens of log-normal documents, with median 2K times the scale and sigma 1.5
+(assumed: the paper shows its lengths only in a figure).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKENS, NODES, GPUS = 131_072, 4, 8
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=128)
 SCALES = (0.5, 1.0, 2.0, 4.0)
 MEDIAN, SIGMA = DCP_DATA["LongDataCollections"]
-#: RingFlashAttention, LoongTrain with its heads in two shares, TransformerEngine also in two shares
+#: LoongTrain with its heads split in two; TransformerEngine (`TE`), too
 LOONGTRAIN = Recipe(
     "loongtrain-heads-2",
     {**find_recipe("loongtrain").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}},
@@ -42,14 +42,14 @@ SYSTEMS = (find_recipe("dcp"), find_recipe("ring"), LOONGTRAIN, TE)
 
 
 def draw(scale: float, mask: str, seed: int) -> Batch:
-    """A batch: documents `scale` times as long."""
+    """Draws a batch of documents `scale` times as long."""
     lengths = lognormal_lengths(seed, TOKENS, MEDIAN * scale, SIGMA, longest=TOKENS)
     return masked(lengths.tolist(), mask)
 
 
 def measure(seeds: int) -> Iterator[dict[str, Any]]:
-    """Yields a row per mask, scale and system: milliseconds and bytes, means over batches, and `most_of_ring`, the
-    largest ratio to ring of any batch."""
+    """Yields a row per mask, scale and system: milliseconds and bytes (means over batches), and `most_of_ring`, the
+    largest ratio of its time to ring's on any batch."""
     hardware = Hardware.load("a100")
     cluster = hardware.cluster(NODES, GPUS)
     for mask in DCP_MASKS:

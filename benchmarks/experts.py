@@ -1,7 +1,7 @@
-"""Compares steps of models with experts with published ones: writes a table of docs/benchmarks.md.
+"""Compares forecast steps of models with experts to published ones; writes a table of docs/benchmarks.md.
 
-All publications use sequences of 4,096 tokens, each on one rank, with routers forced to be even. Layers that Megatron
-adds to the model's (embedding, loss, multi-token prediction) count as layers, so that stages divide them.
+All publications use sequences of 4,096 tokens, one per rank, with forced even routing. Layers that Megatron adds to the
+model's (embedding, loss, multi-token prediction) count as layers, so that the number of stages divides their number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEEPSEEK: Config = json.loads("""{"model_type": "deepseek_v3", "hidden_size": 71
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """A published step with its number of sequences. seconds: as published; training: in addition to the config, with
+    """A published step with its number of sequences. seconds: as published; training: settings besides the config and
     ZeRO-1."""
 
     name: str
@@ -77,7 +77,7 @@ CASES = (
 
 
 def row(case: PublishedStep) -> dict[str, Any]:
-    """The row of forecast and published figures."""
+    """A row of forecast and published figures."""
     experts = {"imbalance": 1.0, "dispatch": case.dispatch}
     training = Training.from_data({"sharding": "zero1", **case.training, "experts": experts}, case.config)
     batch = Batch.from_lengths([TOKENS] * case.sequences, masks_of(case.config))

@@ -1,16 +1,17 @@
 """Simulates a group of three recurrent layers and one softmax layer: `auto` against two common methods.
 
 Run: python -m benchmarks.hybrid [WORKLOAD ...] [--ranks 8,64,256] [--json]. Gated DeltaNet as in Qwen3-Next-80B (32
-heads of 128 x 128, convolution of 4) and softmax of its sizes, 32K tokens per rank, H100s, eight per node; forward and
-backward. Without files of lengths: those of benchmarks and examples.
+heads of 128 x 128, convolution of 4) and softmax attention of its sizes, 32K tokens per rank, H100s, eight per node;
+forward and backward. Without WORKLOAD files it uses the lengths of the benchmarks and examples.
 
     auto           one layout for all four layers; states of cut documents travel
-    all-to-all     softmax as `auto`; around each recurrent layer q, k, v, gates to whole sequences by heads, and back
-    converted      contiguous rows for recurrent layers, states travel; hidden states to the rows of softmax and back,
-                   which is the faster of `ring` and `megatron_hybrid`; last runs early or late, whichever is faster
+    all-to-all     softmax like `auto`; around each recurrent layer, an all-to-all of q, k, v and gates to whole
+                   sequences split by heads, and back
+    converted      contiguous rows for recurrent layers, states travel; hidden states move to the rows of softmax
+                   (the faster of `ring` and `megatron_hybrid`) and back; last runs early or late, whichever is faster
 
-Recurrent kernels are priced at an assumed rate (`planner.simulate.recurrent`), the same for all three; `--share` is
-another. Rows are kept in benchmarks/results/hybrid.json, as a table in docs/benchmarks.md.
+Recurrent kernels are priced at an assumed rate (`planner.simulate.recurrent`), the same for all three; `--share`
+changes it. Writes rows to benchmarks/results/hybrid.json and a table to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Draw = Callable[[int], Batch]
 
 
 def loads() -> Iterator[tuple[str, Draw]]:
-    """Yields (name, function from tokens to a batch)."""
+    """Yields pairs (name, function from a number of tokens to a batch)."""
     yield "log-normal", lambda tokens: Batch.from_lengths(lognormal_lengths(0, tokens))
     for name, file in (("source files", "code_lengths.json"), ("documents", "doc_lengths.json")):
         yield name, of_file(ROOT / "examples" / file)
@@ -69,7 +70,7 @@ def softmax_ms(simulation: Simulation) -> float:
 
 
 def row(name: str, batch: Batch, cluster: Cluster, hardware: Hardware) -> dict[str, Any]:
-    """The milliseconds of a group, forward and backward."""
+    """The milliseconds of a group of layers, forward and backward."""
     auto, contiguous = (planned(batch, cluster, recipe, hardware) for recipe in ("auto", "contiguous"))
     with patch.object(prices, "EARLY_SHARE", 1.0):
         baseline = simulate(contiguous.plan, hardware)
@@ -104,7 +105,7 @@ def row(name: str, batch: Batch, cluster: Cluster, hardware: Hardware) -> dict[s
 
 
 def all_to_all_ms(tokens: int, numbers: int, cluster: Cluster, costs: CostModel) -> float:
-    """The milliseconds of an all-to-all of rows of `numbers` bf16 numbers, spread evenly over the ranks."""
+    """The milliseconds of an all-to-all of rows with `numbers` bf16 values each, spread evenly over the ranks."""
     size = 2 * numbers * tokens / cluster.ranks
     peers, node = cluster.ranks - 1, cluster.ranks_per_node
     inter_us = size * (cluster.ranks - node) / cluster.ranks / (cluster.inter_gbs_per_rank * 1e3)

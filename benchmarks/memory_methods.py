@@ -1,6 +1,6 @@
-"""Memory of published methods, compared with UPipe's measurements: a section of docs/papers.md.
+"""Compares the memory of published methods with UPipe's measurements: writes a section of docs/papers.md.
 
-Run: python benchmarks/memory_methods.py (takes no time). A test checks that the page is up to date.
+Run: python benchmarks/memory_methods.py (instant). A test checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from benchmarks.tables import write_tables
 
 GIB, M = 2**30, 2**20
 H100 = Hardware.load("h100")
-#: tokens of a chunk of FPDT: its implementation's default; UPipe does not state its own
+#: tokens per FPDT chunk: the default of FPDT's implementation; UPipe does not state which it used
 CHUNK_TOKENS = 65536
-#: bytes in float32 of a tile of logits and their log-softmax (ALST)
+#: bytes of a tile of logits and their log-softmax, in float32 (ALST)
 LOGITS_TILE = 2**30
 RECIPES = {"plain": "ulysses", "alst": "ulysses", "fpdt": "ulysses", "upipe": "upipe", "both": "upipe"}
-#: on several nodes heads are split inside each, and a ring goes between them (UPipe, section 5.2.1)
+#: on several nodes heads are split within each, with a ring between nodes (UPipe, section 5.2.1)
 OF_NODES = {"ulysses": "usp", "upipe": "upipe_ring"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A model as UPipe ran it (sections 5.1 and 5.2): its number of GPUs, of which `stages` form a group's head stages.
-    memory: method -> GiB by M tokens (Table 4); throughput: tokens per second and GPU (Table 3)."""
+    """A model as UPipe ran it (sections 5.1 and 5.2), on `gpus` GPUs with `stages` head stages. memory: method ->
+    M tokens -> GiB (Table 4); throughput: method -> M tokens -> tokens per second and GPU (Table 3)."""
 
     name: str
     model: Model
@@ -45,8 +45,8 @@ class Run:
     throughput: Mapping[str, Mapping[int, float]]
 
     def training(self, method: str, tokens: int) -> Training:
-        """The method's training of a sequence of `tokens` tokens: all recompute layers, all but plain offload their
-        inputs, alst and upipe tile the FFN by the hidden size (UPipe, section 4), fpdt and both use chunks."""
+        """The method's training on a sequence of `tokens` tokens: all methods recompute layers, all but plain offload
+        layer inputs, alst and upipe tile the FFN by the hidden size (UPipe, section 4), fpdt and both use chunks."""
         plain = Training(vocab=self.vocabulary, recompute="full", loss_tokens=tokens)
         if method == "plain":
             return plain
@@ -59,15 +59,15 @@ class Run:
         return Layers(H100, self.model, self.training(method, tokens))
 
     def of(self, method: str, tokens: int, planned: bool = False) -> Activations:
-        """The activations of a rank for a sequence of `tokens` tokens: attention as the papers count it, or as our
-        plans of the same kind need it."""
+        """A rank's activations for a sequence of `tokens` tokens, with attention as the papers count it or, if
+        `planned`, as our plans of the same kind need it."""
         layers, rank_tokens = self.layers(method, tokens), tokens // self.gpus
         rows = self._planned(method, tokens) if planned else self.attention(method, tokens) * rank_tokens
         return activations(layers, self.model.layers_of(""), rank_tokens, rows, RECIPES[method] == "upipe")
 
     def attention(self, method: str, tokens: int) -> float:
-        """The bytes per token of the backward kernel (UPipe, Table 6): Q, K, V, O and their gradients; in UPipe's
-        stages a part of these, and of another Q."""
+        """The backward kernel's bytes per token (UPipe, Table 6): Q, K, V, O and their gradients; for UPipe, one
+        stage's share of these and of a second Q."""
         layers, m = self.layers(method, tokens), self.model
         sent = 2 * (attention_row(layers) + output_row(layers) - 4 * m.q_heads)
         received = m.q_heads * m.head_dim * m.element_bytes
@@ -78,7 +78,7 @@ class Run:
         return planned_bytes(self.model, self.gpus, recipe, tokens)
 
     def seconds(self, method: str, tokens: int) -> tuple[float, float]:
-        """The seconds of a step by the forecast, and of these the exposed copies."""
+        """The forecast seconds of a step, and how many of them are exposed copies."""
         result = ap.forecast(
             [ap.Batch.from_lengths([tokens])],
             ap.Cluster(self.gpus // 8, 8),
@@ -91,7 +91,7 @@ class Run:
 
 @cache
 def planned_bytes(model: Model, gpus: int, recipe: str, tokens: int) -> int:
-    """The bytes of home and work rows of an attention call, under a plan for one sequence."""
+    """The bytes of home and work rows in an attention call under a plan for one sequence."""
     cluster = ap.Cluster(gpus // 8, 8)
     return attention_bytes(
         ap.plan(ap.Batch.from_lengths([tokens]), cluster, model, recipe=recipe, verify=False)
@@ -127,7 +127,7 @@ RUNS = (
     ),
 )
 #: method -> its name in the tables
-TOLD = {
+LABELS = {
     "plain": "Ulysses, plain",
     "alst": "ALST: Ulysses, tiles, offload",
     "upipe": "UPipe",
@@ -137,11 +137,11 @@ TOLD = {
 
 
 def parts() -> Iterator[str]:
-    """Yields the table of a rank's memory by the formulas."""
+    """Yields the table of a rank's memory, computed by the formulas."""
     yield "| GiB a rank, 1M tokens | kept | attention | feed-forward | cross-entropy | peak | on the host |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for run in RUNS:
-        for method, label in TOLD.items():
+        for method, label in LABELS.items():
             memory = run.of(method, M)
             phases = (memory.kept, memory.attention, memory.feed_forward, memory.cross_entropy, memory.peak)
             cells = " | ".join(f"{size / GIB:.2f}" for size in (*phases, memory.host))
@@ -150,8 +150,8 @@ def parts() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Growth:
-    """GiB per additional M tokens: measured by UPipe from 1M to `most` M tokens; by the formulas, with attention as the
-    papers count it, and as our plans need it."""
+    """GiB per additional M tokens. measured: by UPipe, from 1M to `most` M tokens; ours: by the formulas, with
+    attention as the papers count it; planned: the same, as our plans need it."""
 
     run: Run
     method: str
@@ -162,7 +162,7 @@ class Growth:
 
     @property
     def rest(self) -> float:
-        """The memory missing in the formulas, in tensors of the hidden size."""
+        """The memory that the formulas miss, in tensors of the hidden size."""
         row = self.run.model.hidden * self.run.model.element_bytes * M / self.run.gpus / GIB
         return (self.measured - self.ours) / row
 
@@ -183,7 +183,7 @@ def growths() -> Iterator[Growth]:
 
 
 def growth() -> Iterator[str]:
-    """Yields the table of growth per additional M tokens, measured and by the formulas."""
+    """Yields the table of growth per additional M tokens, measured and computed by the formulas."""
     yield (
         "| GiB more for 1M tokens more | from 1M to | measured | formulas | rest | in tensors of the hidden size | "
         "formulas with our plans' rows |"
@@ -192,11 +192,11 @@ def growth() -> Iterator[str]:
     for record in growths():
         rest = f"{record.measured - record.ours:.2f} | {record.rest:.1f}"
         cells = f"{record.measured:.2f} | {record.ours:.2f} | {rest} | {record.planned:.2f}"
-        yield f"| {record.run.name}: {TOLD[record.method]} | {record.most}M | {cells} |"
+        yield f"| {record.run.name}: {LABELS[record.method]} | {record.most}M | {cells} |"
 
 
 def times() -> Iterator[str]:
-    """Yields the table of steps of Ulysses with ALST and of FPDT, measured and forecast, with FPDT's copies."""
+    """Yields the table of step times of Ulysses with ALST and of FPDT, measured and forecast, with FPDT's copies."""
     heading = f"moved a rank, GiB out, in | at {H100.host_gbs.value:.0f} GB/s, s | not hidden, s"
     yield f"| | tokens | Ulysses, measured, s | forecast | FPDT, measured, s | forecast | {heading} |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"

@@ -1,10 +1,10 @@
 """Forecasts DistCA against Megatron-LM, FlexSP+ and WLB-ideal (its section 6): rows of `benchmarks/papers.py`.
 
-batch       ⎡ sequence 0 ⎤⎡ sequence 1 ⎤...      packed with documents in the order of the data, cut at their ends
+batch       ⎡ sequence 0 ⎤⎡ sequence 1 ⎤...      packed with documents in data order, which their ends cut
 Megatron    a sequence is a microbatch, cut zig-zag over CP ranks regardless of its documents; DP groups get
-            the same number of sequences, the heaviest to the one with the least work: the best DP x CP
+            the same number of sequences, heaviest first to the group with the least work: the best DP x CP
 WLB-ideal   documents to DP groups, cut by document or by sequence, whichever is faster: the best DP x CP
-FlexSP+     groups of unequal size, even in whole layers, as many tokens on a rank as its memory holds
+FlexSP+     groups of unequal size, balanced over whole layers, with as many tokens per rank as memory holds
 DistCA      equal tokens in order, attention balanced over all ranks
 """
 
@@ -36,8 +36,8 @@ from benchmarks.paper_runs import ENOUGH, GROUP, K, Row, Run, Theirs, part, row,
 
 Packed = list[list[int]]  # lengths of the documents of each sequence
 
-#: documents of the list that DistCA publishes for its data set "Pretrain" (hao-ai-lab/distca, Apache-2.0): upper edge
-#: of the bin -> how many
+#: lengths that DistCA publishes for its data set "Pretrain" (hao-ai-lab/distca, Apache-2.0): upper edge of a bin -> its
+#: number of documents
 PRETRAIN = {
     1024: 8042,
     2048: 7894,
@@ -49,27 +49,27 @@ PRETRAIN = {
     65536: 196,
     131072: 253,
 }
-#: its Table 2; FFN and KV heads of the second are Code Llama's 34B (the first is not in the table, GQA is)
+#: its Table 2; FFN and KV heads as in Code Llama 34B (the table has no FFN size; it does have GQA)
 LLAMA_34B = Model(64, 16, 128, hidden=8192, ffn=22016, layers=48)
-#: its Table 4: model -> MaxDocLen in thousands -> GPUs -> sequences of a batch (of 34B, 256 GPUs left out)
+#: its Table 4: model -> MaxDocLen in thousands -> GPUs -> sequences per batch (without 34B on 256 GPUs)
 BATCHES = {
     "8B": {128: {64: 8, 128: 16, 256: 32}, 256: {64: 4, 128: 8, 256: 16}, 512: {64: 2, 128: 4, 256: 8}},
     "34B": {128: {64: 4, 128: 8}, 256: {64: 2, 128: 4}, 512: {64: 2, 128: 4}},
 }
-#: of its Table 5, with pipeline stages
+#: from its Table 5, with pipeline stages
 BATCHES_4D = {"8B": {128: {64: 32}, 256: {64: 16}, 512: {64: 8}}, "34B": {128: {128: 32}}}
 MODELS = {"8B": LLAMA_8B, "34B": LLAMA_34B}
 TENSOR = 8
 FLAT = Degrees(tensor=TENSOR)
 TRAINING = Training(sharding="zero1", recompute="none")
-#: section 6.2, without pipeline: the largest gain over each baseline, of all models, data sets and sizes
+#: section 6.2, without pipeline: the largest gain over each baseline among all models, data sets and sizes
 MOST = {"Megatron-LM": 1.92, "WLB-ideal": 1.20, "FlexSP+": 1.35}
 #: the same with pipeline, for each model
 MOST_4D = {"8B": {"Megatron-LM": 1.83, "WLB-ideal": 1.35}, "34B": {"Megatron-LM": 1.72, "WLB-ideal": 1.25}}
 STAGES = (2, 4)
 #: per-sequence sharding: the whole sequence zig-zag, keys and values gathered
 PER_SEQUENCE = with_steps("per-sequence", "allgather", place={"zigzag": {"over": "batch"}})
-#: candidate caps of a rank's tokens over the mean for FlexSP+; the largest that fits is used
+#: FlexSP+: candidate token caps per rank, relative to the mean; the largest that fits is used
 ROOMS = (2.0, 1.75, 1.5, 1.25, 1.0)
 ASSUMED = (
     "documents even in the bins of its list, longer ones in proportion, packed into sequences of the longest, two "
@@ -79,15 +79,15 @@ ASSUMED = (
 
 @dataclass(frozen=True, order=True)
 class SystemTime:
-    """A system's time, and the name of the form that represents it."""
+    """A system's time, and the name of the parallelism that stands for it."""
 
     seconds: float
     name: str
 
 
 def packed(sequences: int, longest: int, seed: int) -> Packed:
-    """Packs documents of "Pretrain", uniform inside the bins, with lengths scaled in proportion, into sequences of
-    `longest` tokens, which cut them."""
+    """Packs documents of "Pretrain", uniform within the bins and scaled in proportion, into sequences of `longest`
+    tokens, cut at sequence ends."""
     edges, counts = np.array([0, *PRETRAIN], np.float64), np.array(list(PRETRAIN.values()))
     rng = np.random.Generator(np.random.PCG64(seed))
     bins = rng.choice(len(counts), 1024 * sequences, p=counts / counts.sum())
@@ -103,8 +103,8 @@ def joined(sequences: Packed) -> Batch:
 
 
 def dealt(sequences: Packed, groups: int) -> Packed:
-    """The sequences ordered so that number i · groups + g is microbatch i of group g: the same number for each group,
-    the heaviest first to the group with the least work."""
+    """The sequences, with number i · groups + g as microbatch i of group g: the same number for each group, heaviest
+    first to the group with the least work."""
     work = [sum(length**2 for length in item) for item in sequences]
     capacity = len(sequences) // groups
     shares: list[list[int]] = [[] for _ in range(groups)]
@@ -116,8 +116,8 @@ def dealt(sequences: Packed, groups: int) -> Packed:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of its Table 4 or 5: `sequences` of `longest` thousand tokens on `nodes` nodes of `memory_gib` a
-    rank."""
+    """One setting of its Table 4 or 5: `sequences` sequences of `longest` thousand tokens on `nodes` nodes with
+    `memory_gib` per rank."""
 
     size: str
     longest: int
@@ -145,7 +145,7 @@ class Setting:
 
 
 def megatron(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
-    """Every DP x CP that fits, with `stages` pipeline stages."""
+    """The times of every DP x CP grid that fits, with `stages` pipeline stages."""
     times, ranks, sequences = [], setting.ranks // stages, setting.sequences
     for groups in _divisors(ranks):
         if sequences % (groups * stages):
@@ -164,7 +164,7 @@ def megatron(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list
 
 
 def wlb(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
-    """WLB-ideal's DP x CP grids, with the fewest microbatches that fit."""
+    """The time of WLB-ideal's best DP x CP grid, with the fewest microbatches that fit."""
     for microbatches in _divisors(setting.sequences // stages):
         run = setting.run(draws, Degrees(TENSOR, stages, microbatches=microbatches))
         try:
@@ -176,7 +176,7 @@ def wlb(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list[Syst
 
 
 def flexsp(setting: Setting, draws: Sequence[Packed]) -> list[SystemTime]:
-    """FlexSP+ with the most tokens per rank that fit."""
+    """The time of FlexSP+ with the largest token cap per rank that fits."""
     run = setting.run(draws)
     mean = run.batches[0].tokens / setting.ranks
     for limit in ROOMS:
@@ -200,9 +200,9 @@ def _divisors(number: int) -> list[int]:
 def distca(
     setting: Setting, draws: Sequence[Packed], stages: int, hidden: bool = False, ping_pong: bool = False
 ) -> list[SystemTime]:
-    """DistCA under pipeline ticks, with a tick's attention over the ranks of all stages, for every number of
-    microbatches that fits. Other work of a tick is one microbatch's. hidden: as in `Run`; ping_pong: whether
-    microbatches are halves that take turns in each tick."""
+    """The times of DistCA with pipeline ticks, a tick's attention spread over the ranks of all stages, for every number
+    of microbatches that fits. Other work of a tick is that of one microbatch. hidden: see `Run`; ping_pong: whether
+    each microbatch is split into halves that take turns within a tick."""
     times = []
     for count in _divisors(setting.sequences):
         if count < stages:
@@ -230,7 +230,7 @@ def distca(
 
 
 def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: bool) -> float:
-    """The seconds of attention in all ticks of a step; with ping_pong, of whole layers."""
+    """The seconds of attention in all ticks of a step; with `ping_pong`, of whole layers."""
     size = len(sequences) // table.microbatches
     microbatches = [joined(sequences[i * size : (i + 1) * size]) for i in range(table.microbatches)]
     form = Parallelism(PER_SEQUENCE, FLAT)
@@ -261,7 +261,7 @@ def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: boo
 
 
 def rows() -> Iterator[Row]:
-    """Yields rows of the gain over each baseline in every setting, and of the largest."""
+    """Yields rows: the gain over each baseline in every setting, and the largest gains."""
     yield from _flat()
     yield from _pipelined()
 
@@ -273,7 +273,7 @@ def _flat() -> Iterator[Row]:
         draws = setting.drawn()
         run = setting.run(draws)
         planned_steps = run.whole("distca")
-        if not run.fits(planned_steps):  # as published, without a reason: memory suffices for all
+        if not run.fits(planned_steps):  # the paper ran it without saying how: assume enough memory for all
             setting = replace(setting, memory_gib=ENOUGH)
         others = {"Megatron-LM": megatron, "WLB-ideal": wlb, "FlexSP+": flexsp}
         fastest = {name: min(times) for name, method in others.items() if (times := method(setting, draws))}

@@ -1,4 +1,4 @@
-"""Forecast runs of a paper's setting, and rows that compare its figures with ours (`benchmarks/papers.py`)."""
+"""Forecasts runs in a paper's setting, and makes rows that compare its figures with ours (`benchmarks/papers.py`)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from apportion.planner.recipe.recipes import find_recipe
 
 K = 1024
 GROUP = 8  # GPUs of a node, in all papers
-#: GiB per rank if the paper offloads, tiles or caches data that the forecast keeps on the device: compares only times
+#: GiB per rank if the paper offloads, tiles or caches data that the forecast keeps on the device: only times count
 ENOUGH = 2048.0
 PLAIN = Degrees()
 
 Row = dict[str, Any]
-Theirs = float | tuple[float, float]  # a figure, or the least and the most of the published ones
+Theirs = float | tuple[float, float]  # a figure, or the smallest and largest published one
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A paper's training and its cluster. batches: one per step; degrees: of all its systems; memory_gib: per rank, if
-    grids must fit; hidden: whether plans for the actual links are priced as if communication were nearly free."""
+    """A paper's training and its cluster. batches: one per step; degrees: the same for all its systems; memory_gib: per
+    rank; hidden: whether plans for the actual links are priced as if communication were nearly free."""
 
     hardware_name: str
     nodes: int
@@ -57,7 +57,7 @@ class Run:
 
     @cached_property
     def links(self) -> Cluster:
-        """The cluster that plans are priced on."""
+        """The cluster on which plans are priced."""
         if not self.hidden:
             return self.cluster
         return replace(
@@ -82,11 +82,11 @@ class Run:
         )[1]
 
     def whole(self, recipe: Recipe | str, ping_pong: bool = False) -> tuple[StepForecast, ...]:
-        """Forecasts steps of one plan over all ranks, or of one per half."""
+        """Forecasts steps with one plan over all ranks; with `ping_pong`, one plan per half."""
         return self.steps(Parallelism(find_recipe(recipe), self.degrees, ping_pong=ping_pong))
 
     def best_grid(self, recipe: str) -> tuple[str, tuple[StepForecast, ...]]:
-        """The fastest static grid of a recipe that fits and drops almost no tokens, and its name."""
+        """The name and steps of the recipe's fastest static grid that fits and drops almost no tokens."""
         candidates = []
         for form in static_grids(self.cluster, [recipe], self.degrees):
             try:
@@ -103,19 +103,19 @@ class Run:
 
 
 def seconds(steps: Sequence[StepForecast]) -> float:
-    """The seconds of a step, mean over batches."""
+    """The seconds per step, averaged over batches."""
     return float(np.mean([step.seconds for step in steps]))
 
 
 def part(steps: Sequence[StepForecast], name: str) -> float:
-    """The seconds of one part of a step, mean over batches."""
+    """The seconds of one part of a step, averaged over batches."""
     return float(np.mean([step.parts[name] for step in steps]))
 
 
 def row(
     case: str, system: str, baseline: str, figure: str, theirs: Theirs, ours: float, assumed: str = ""
 ) -> Row:
-    """A row of a table. system, baseline: the forms that stand for them."""
+    """A row of a table. system, baseline: names of the parallelisms that stand for them."""
     low, high = theirs if isinstance(theirs, tuple) else (theirs, theirs)
     nearest = min(max(ours, low), high)
     return {

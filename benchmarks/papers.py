@@ -1,8 +1,8 @@
 """Compares forecasts of whole steps with the end-to-end figures of five papers.
 
 Run: python -m benchmarks.papers (ten minutes on one core). Writes all rows to benchmarks/results/papers.json and the
-tables between the markers of docs/papers.md. `--only NAME,...` measures some papers again and keeps the rows of the
-others; `--only none` writes the tables alone.
+tables between the markers of docs/papers.md. `--only NAME,...` measures only these papers and keeps the rows of the
+others; `--only none` only writes the tables.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ UPIPE_8B = {
     "upipe": {128: 2281.05, 256: 1487.29, 512: 867.17, 1024: 472.53, 2048: 246.07, 3072: 166.32},
     "ring": {128: 2064.90, 256: 1387.67, 512: 841.05, 1024: 458.51, 2048: 237.99, 3072: 159.96},
 }
-#: tokens / 1024 -> seconds of DS-Ulysses: its kernels and exchanges, and all else: UPipe, Table 5
+#: tokens / 1024 -> seconds of DS-Ulysses: its kernels and exchanges, and the rest (UPipe, Table 5)
 UPIPE_PARTS = {
     128: (0.40 + 1.58 + 2.40, 3.03),
     512: (1.68 + 25.71 + 36.74, 10.08),
     2048: (16.30 + 421.67 + 588.73, 41.30),
 }
-#: the same of Qwen3-32B on 16 GPUs, heads split inside nodes and a ring between them: UPipe, Table 3 and section 5.2.1
+#: the same for Qwen3-32B on 16 GPUs, heads split within nodes, a ring between them: UPipe, Table 3 and section 5.2.1
 UPIPE_32B = {
     "usp": {128: 545.29, 256: 370.70, 512: 217.04, 1024: 117.02, 2048: 59.98},
     "upipe_ring": {128: 483.29, 256: 339.56, 512: 204.46, 1024: 113.26, 2048: 59.56},
@@ -78,7 +78,7 @@ def _upipe_8b(assumed: str) -> Iterator[Row]:
             yield row(f"8B, {tokens}K tokens", recipe, "", "tokens/s a GPU", figures[tokens], ours, assumed)
         if tokens in UPIPE_PARTS:
             steps = run.whole("ulysses")
-            shared = (part(steps, "linear") + part(steps, "rows")) / 3  # of the layers without attention
+            shared = (part(steps, "linear") + part(steps, "rows")) / 3  # without attention
             attention = part(steps, "attention") + part(steps, "recomputation") - shared
             for figure, theirs, ours in zip(
                 ("attention and exchanges, s", "all else, s"),
@@ -93,7 +93,7 @@ def _upipe_8b(assumed: str) -> Iterator[Row]:
 
 #: Megatron with a distributed optimizer; recomputation is not stated
 MEGATRON = Training(vocab=32000, sharding="zero1", recompute="none")
-#: sizes of the first LLaMA (from its paper), multi-head; 3B from that family
+#: sizes of the first LLaMA (from its paper), multi-head; those of 3B as in models of that family
 ZEPPELIN_MODELS = {
     "3B": Model(32, 32, 100, hidden=3200, ffn=8640, layers=26, sent_gradients="model"),
     "7B": Model(32, 32, 128, hidden=4096, ffn=11008, layers=32, sent_gradients="model"),
@@ -110,7 +110,7 @@ def _zeppelin(size: str, hardware: str, tensor: int, data: str, ranks: int, batc
 
 
 def routed(parts: int) -> Recipe:
-    """Zeppelin's three routing steps: hops between nodes in parts, each through a different rank of the node."""
+    """Zeppelin's three-step routing: transfers between nodes in parts, each through a different rank of the node."""
     return with_steps(
         f"zeppelin-{parts}",
         "zeppelin",
@@ -164,7 +164,7 @@ def of_zeppelin() -> Iterator[Row]:
             yield row(f"7B, h200, 32 GPUs, {name}", "zeppelin-8", "", figure, published, ours, LENGTHS)
 
 
-#: one from the middle of every bin up to 64K, the last cut to the rest of 128K; and one long sequence
+#: one length from the middle of every bin up to 64K, the last cut to fill 128K; and one long sequence with short ones
 BALANCED = (48 * K, 24 * K, 12 * K, 6 * K, 3 * K, 3 * K // 2, 768, 128 * K - 97536)
 SKEWED = (112 * K, *(4 * K,) * 4)
 LENGTHS = "lengths: one of every bin, or one of 112K and four of 4K"
@@ -175,7 +175,7 @@ LENGTHS = "lengths: one of every bin, or one of 112K and four of 4K"
 TE = Recipe("ring-heads-2", {**find_recipe("ring").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}})
 #: data set -> median and sigma of a log-normal: the paper shows its lengths only in a figure
 DCP_DATA = {"LongDataCollections": (2048, 1.5), "LongAlign": (10240, 0.8)}
-#: DCP's programs with all tiles received before any computation
+#: DCP's programs, but with all tiles received before any computation
 NOTHING_HIDDEN = with_steps(
     "dcp-nothing-hidden", "dcp", place={"dcp": {"divisions": 1}}, schedule={"gather": {"whole": True}}
 )
@@ -183,7 +183,7 @@ DCP_MASKS = ("causal", "lambda", "causal blockwise", "shared question")
 
 
 def masked(lengths: Sequence[int], name: str) -> Batch:
-    """A batch with the masks of DCP's section 7.1."""
+    """A batch with a mask of DCP's section 7.1."""
     if name == "shared question":
         return Batch.from_sequences(
             [
@@ -256,7 +256,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper. rows: of its table, computed on measurement."""
+    """A paper. rows: computes the rows of its table."""
 
     name: str
     rows: Callable[[], Iterator[Row]]
@@ -281,7 +281,7 @@ def measure(paper: Paper) -> dict[str, Any]:
 
 
 def table(paper: Mapping[str, Any]) -> str:
-    """A paper as a Markdown table without the rows inside a printed range; their assumptions stand below."""
+    """A paper as a Markdown table, without rows inside a published range; common assumptions are below it."""
     assumptions = {record["assumed"] for record in paper["rows"]}
     head = HEAD if len(assumptions) > 1 else HEAD[:-1]
     visible = [record for record in paper["rows"] if not _is_inside(record)]

@@ -1,7 +1,7 @@
-"""The pictures of docs/reference/recipes.md: each recipe plans one small batch, drawn as by `apportion show --svg`.
+"""Draws the pictures of docs/reference/recipes.md: each recipe's plan of one small batch, as by `apportion show --svg`.
 
-Run: python benchmarks/pictures.py (seconds). Writes docs/pictures/RECIPE.svg for every recipe with markers in the page,
-and between the markers the picture, the recipe's source, its steps and its requirements.
+Run: python benchmarks/pictures.py (seconds). Writes docs/pictures/RECIPE.svg for every recipe with markers in the page;
+between the markers, it writes the picture, the recipe's source, its steps and its requirements.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def facts(name: str) -> str:
 
 
 def steps(recipe: Recipe) -> str:
-    """The steps of a recipe in one line."""
+    """The steps of a recipe, on one line."""
     return ", ".join(f"`{one.step} {one.name}{_caption(one.params)}`" for one in recipe if one.name != "off")
 
 
@@ -65,7 +65,7 @@ def _caption(params: Any) -> str:
 
 
 def main() -> None:
-    """Draws all pictures, and writes the page."""
+    """Draws all pictures and writes the page."""
     FOLDER.mkdir(exist_ok=True)
     page = PAGE.read_text(encoding="utf-8")
     for name, _ in MARKED.findall(page):

@@ -1,7 +1,7 @@
-"""Settings of other systems with their published figures, and simulations of ours in the same setting.
+"""Settings of other systems with their published figures, and our simulations of the same settings.
 
-`measure` plans the batches of a setting once for nominal figures and prices the plans under every scenario; tables are
-those of docs/papers.md. The settings are cases of `benchmarks/comparison.py`, which runs them.
+`measure` plans the batches of a setting once, for nominal figures, and prices the plans under every scenario. The
+tables are in docs/papers.md; `benchmarks/comparison.py` runs the settings as cases.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class System:
 
 @dataclass(frozen=True)
 class PublishedSetting:
-    """A setting: `batches` batches of `ranks` x `tokens_per_rank` tokens for each of the rank counts."""
+    """A setting: for each number in `ranks`, `batches` batches of that many ranks x `tokens_per_rank` tokens."""
 
     name: str
     title: str
@@ -58,8 +58,8 @@ class PublishedSetting:
 
 # --- MagiAttention's benchmark
 
-#: documents of the benchmark's default data set by the middle of their histogram bin, which the benchmark uses as their
-#: length (SandAI-org/MagiAttention, exps/dist_attn, Apache-2.0): tokens -> count
+#: documents of the benchmark's default data set: middle of the histogram bin, which the benchmark uses as length ->
+#: number of documents (SandAI-org/MagiAttention, exps/dist_attn, Apache-2.0)
 MAGI_DOCUMENTS = {
     5: 30_254,
     30: 391_188,
@@ -76,11 +76,11 @@ MAGI_DOCUMENTS = {
     98304: 22_513,
     163840: 18_284,
 }
-SHARE = 4  # documents are cut to this fraction of a pack
+SHARE = 4  # documents are cut to a pack's tokens / SHARE
 
 
 def magi_documents(tokens: int, seed: int) -> Batch:
-    """Draws a pack: random documents, those longer than a quarter of it in pieces, the last one cut to the rest."""
+    """Draws a pack of random documents, cut into pieces if longer than a quarter of it; the last fills the rest."""
     lengths = np.array(list(MAGI_DOCUMENTS), np.int64)
     counts, limit = np.array(list(MAGI_DOCUMENTS.values()), np.int64), tokens // SHARE
     pieces = np.append(lengths % limit, limit)
@@ -215,8 +215,8 @@ HEAD = (
 
 
 def table(case: Mapping[str, Any]) -> str:
-    """A setting as a Markdown table: TFLOP/s per GPU, ours with mean and standard deviation over batches, and ours over
-    theirs; under scenarios forward and backward."""
+    """A setting as a Markdown table of TFLOP/s per GPU: ours as mean and standard deviation over batches, and ours over
+    theirs; under the other scenarios only that ratio, forward and backward."""
     lines = [
         f"{case['tokens_per_rank']:,} tokens a GPU, {case['hardware']}, batches: {case['batches']}; TFLOP/s a GPU",
         "",

@@ -1,7 +1,7 @@
-"""Ranking of recipes if figures differ from the hardware file: cases of `benchmarks/comparison.py`.
+"""Ranks recipes under figures that differ from the hardware file: cases of `benchmarks/comparison.py`.
 
-Plans are made for nominal figures and priced under every scenario. `auto, told` is planned for the scenario itself;
-under `incast, told` every recipe is, as rounds are split there (`docs/decisions/0027`).
+Plans are made for nominal figures and priced under every scenario. The row `auto, told` is planned for each scenario;
+in the column `incast, told` every recipe is planned for it, since this splits rounds (`docs/decisions/0027`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from apportion.planner.simulate.scenarios import SCENARIOS, apply
 from benchmarks.tables import head, line
 
 FORM = "sensitivity"
-BASE, TOLD = "auto", "auto, told"
+BASE, REPLANNED = "auto", "auto, told"
 #: the scenario for which all recipes are also planned
 KNOWN = "incast"
 RECIPES = (
@@ -50,11 +50,11 @@ class Sensitivity:
 
 
 def measure(case: Sensitivity) -> dict[str, Any]:
-    """The milliseconds, forward and backward, of each recipe under each scenario: means over the batches."""
+    """The milliseconds, forward plus backward, of each recipe under each scenario: means over the batches."""
     hardware = Hardware.load(case.hardware)
     cluster = cluster_of(case.ranks, None, hardware)
     settings = {scenario.name: apply(scenario, hardware, cluster) for scenario in SCENARIOS}
-    results: dict[str, list[list[float]]] = {recipe: [] for recipe in (*case.recipes, TOLD)}
+    results: dict[str, list[list[float]]] = {recipe: [] for recipe in (*case.recipes, REPLANNED)}
     for seed in range(case.seeds):
         batch = case.draw(case.ranks * case.tokens_per_rank, seed)
 
@@ -72,7 +72,7 @@ def measure(case: Sensitivity) -> dict[str, Any]:
                 [*(_ms(simulate(plan, *setting)) for setting in settings.values()), _ms(reference)]
             )
         row = [_ms(simulate(planned(BASE, pair), *pair)) for pair in settings.values()]
-        results[TOLD].append([*row, row[list(settings).index(KNOWN)]])
+        results[REPLANNED].append([*row, row[list(settings).index(KNOWN)]])
     return {
         "form": FORM,
         "name": case.name,
@@ -100,21 +100,21 @@ def _ms(simulation: Any) -> float:
 
 
 def table(case: Mapping[str, Any]) -> str:
-    """Times over those of `auto` and ranks among the recipes, fastest first; and the number of pairs of recipes whose
-    order differs from nominal figures."""
+    """A Markdown table: each recipe's time relative to `auto` and its place among the recipes, fastest first; and the
+    number of pairs of recipes whose order differs from nominal."""
     names = _columns()
     times = {row["recipe"]: row["ms"] for row in case["rows"]}
     order = sorted(
-        (recipe for recipe in times if recipe != TOLD), key=lambda recipe: times[recipe]["nominal"]
+        (recipe for recipe in times if recipe != REPLANNED), key=lambda recipe: times[recipe]["nominal"]
     )
     lines = [
         f"{case['ranks']} ranks x {case['tokens_per_rank']:,} tokens, {case['hardware']}, batches: {case['batches']}",
         "",
         *head(["recipe", *names]),
     ]
-    for recipe in (*order, TOLD):
+    for recipe in (*order, REPLANNED):
         cells = [f"{times[recipe][name] / times[BASE][name]:.2f}" for name in names]
-        if recipe != TOLD:
+        if recipe != REPLANNED:
             ranking = [sum(times[first][name] < times[recipe][name] for first in order) + 1 for name in names]
             cells = [f"{cell} ({place})" for cell, place in zip(cells, ranking, strict=True)]
         lines.append(line([recipe, *cells]))

@@ -1,4 +1,4 @@
-"""Benchmarks of the planning service under load, attacks and kills.
+"""Benchmarks the planning service under load, attacks and kills.
 
     python -m benchmarks.service                       every case; kills half a minute each
     python -m benchmarks.service --minutes 30 kills    half an hour of them
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument(
         "cases", nargs="*", help="names of cases, or prefixes of names; default: all but memory"
     )
-    parser.add_argument("--minutes", type=float, default=0.5, help="of each case that kills")
+    parser.add_argument("--minutes", type=float, default=0.5, help="duration of each kill case")
     parser.add_argument("--json", action="store_true", help="one JSON object per case")
     parser.add_argument("--list", action="store_true", help="print the names of cases")
     args = parser.parse_args()

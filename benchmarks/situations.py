@@ -1,11 +1,11 @@
-"""Compares `auto` with every single recipe and with the attainable efficiency, in situations of all kinds.
+"""Compares `auto` with every single recipe and with the attainable efficiency, in a wide range of situations.
 
 Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,...] [--seconds 60] [--scenario NAME]
-[--json]. Hardware is the built-in h100; forward and backward, all layers. The README's model, 64 ranks, 8 per node,
-32K tokens per rank, unless the name says otherwise. Plans of `auto` are verified. A single recipe counts if it keeps
-the token cap; one that takes longer than `--seconds` to plan and simulate is left out and listed. Rows of the nominal
-scenario are kept in benchmarks/results/situations.json, where `--only` and named singles replace some;
-docs/benchmarks.md has the table.
+[--json]. Times cover forward and backward of all layers on the built-in h100: the README's model, 64 ranks, 8 per node,
+32K tokens per rank, unless the situation's name says otherwise. Plans of `auto` are verified. A single recipe counts if
+it keeps the token cap; if it takes longer than `--seconds` to plan and simulate, its row has only the reason. Rows of
+the nominal scenario are stored in benchmarks/results/situations.json, where `--only` and named singles replace only
+theirs; docs/benchmarks.md has the table.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ RESULTS = ROOT / "benchmarks/results/situations.json"
 HARDWARE = Hardware.load("h100")
 RANKS, TOKENS = 64, 32768
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, layers=32)
-#: recipes that cannot be compared with others: they take hidden states instead of q, k and v
+#: recipes that cannot be compared with the rest: they take hidden states instead of q, k and v
 PROJECTING = ("upipe", "upipe_ring")
 
 
 @dataclass(frozen=True)
 class Situation:
-    """A situation. name: its peculiarity. batch: draws the batch of a seed."""
+    """A situation. name: what is special about it; batch: draws the batch for a seed."""
 
     name: str
     batch: Callable[[int], Batch]
@@ -59,7 +59,7 @@ class Situation:
     hardware: Hardware = HARDWARE
 
     def under(self, scenario: Scenario) -> Situation:
-        """The situation planned and simulated with the figures of a scenario."""
+        """The situation, to be planned and simulated with a scenario's figures."""
         hardware, cluster = apply(scenario, self.hardware, self.cluster)
         return replace(self, hardware=hardware, cluster=cluster)
 
@@ -84,7 +84,7 @@ def fixed(*lengths: int) -> Callable[[int], Batch]:
 
 
 def read(name: str, ranks: int = RANKS) -> Callable[[int], Batch]:
-    """Samples of a file in examples/."""
+    """Samples from a file in examples/."""
     path = ROOT / "examples" / name
     if name.startswith("rollouts/"):
         return lambda seed: sample(read_workload(path), ranks * TOKENS, ranks * TOKENS, seed)[0]
@@ -92,7 +92,7 @@ def read(name: str, ranks: int = RANKS) -> Callable[[int], Batch]:
 
 
 def chats(prompt: int, answers: int, mean: int) -> Callable[[int], Batch]:
-    """Groups of answers to one question, with log-normal lengths around `mean`, as from sixteen models in a chat."""
+    """Groups of `answers` answers to one prompt, with log-normal lengths of median `mean`."""
 
     def draw(seed: int) -> Batch:
         lengths = lognormal_lengths(seed, RANKS * TOKENS, median=mean, sigma=0.7)
@@ -179,7 +179,7 @@ def figures(plan: Plan, simulation: Simulation) -> dict[str, float]:
 
 
 def attempt(situation: Situation, batch: Batch, recipe: str, seconds: float) -> dict[str, Any]:
-    """Figures of one recipe, or the reason for having none; in a child process with a time limit."""
+    """Figures of one recipe, or the reason that there are none; runs a child process with a time limit."""
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send, args=(sender, situation, batch, recipe))
@@ -259,7 +259,7 @@ def best_of(single: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line per situation; bold if `auto` is below 0.99 of the best single recipe, or below 0.85 of attainable."""
+    """One line per situation; bold if `auto` is below 0.99 of the best single recipe or 0.85 of the attainable."""
     heads = ("situation", "attainable", "`auto`", "share", "its recipe", "best single", "ratio")
     lines = [line(heads), line(["---", *["--:"] * 3, "---", "---", "--:"])]
     for record in rows:
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print all rows")
     known_scenarios = {scenario.name: scenario for scenario in SCENARIOS}
     parser.add_argument(
-        "--scenario", default="nominal", choices=known_scenarios, help="rows of others are not stored"
+        "--scenario", default="nominal", choices=known_scenarios, help="only rows of `nominal` are stored"
     )
     options = parser.parse_args()
     recipes = [name for name in entries() if name != "auto" and name not in PROJECTING]
@@ -319,7 +319,7 @@ def main() -> None:
             continue
         record = row(situation, singles, options.seconds)
         old = rows.get(situation.name)
-        if old:  # keeps other recipes' measurements
+        if old:  # keeps the measurements of recipes that did not run
             record["single"] = {**old["single"], **record["single"]}
             record["best"] = best_of(record["single"])
         rows[situation.name] = record

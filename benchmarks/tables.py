@@ -1,4 +1,4 @@
-"""Writes rows of a benchmark to a JSON file, and Markdown tables between markers of a page."""
+"""Writes a benchmark's rows to a JSON file and its Markdown tables between markers of the documents."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def line(cells: Sequence[str]) -> str:
 
 
 def head(titles: Sequence[str], words: int = 1) -> list[str]:
-    """The first two lines of a Markdown table, whose first `words` columns hold words and the others numbers."""
+    """The first two lines of a Markdown table; the first `words` columns hold text, the others numbers."""
     return [line(titles), line(["---"] * words + ["--:"] * (len(titles) - words))]
 
 
 def write_tables(tables: Mapping[str, str], pages: Iterable[Path] = PAGES) -> None:
-    """Replace the text between `<!-- table: NAME -->` and `<!-- end -->` on the pages; print it."""
+    """Replaces the text between `<!-- table: NAME -->` and `<!-- end -->` on the pages; prints the tables."""
     print("\n\n".join(tables.values()))
     for page in pages:
         original = text = page.read_text(encoding="utf-8")
@@ -43,10 +43,10 @@ def run(
     table: Callable[[Mapping[str, Any]], str],
     prefix: str = "",
 ) -> None:
-    """Run a command that measures cases by name, and writes them to `results` and the table of each, whose marker is
-    `prefix` and the name, to its page."""
+    """Runs a command that measures cases by name, writes their rows to `results`, and writes each table between its
+    markers, named `prefix` plus the case's name."""
     parser = argparse.ArgumentParser(description=f"Rows of {results.name} and tables of docs")
-    parser.add_argument("--only", help="names of cases, separated by commas; none writes the tables alone")
+    parser.add_argument("--only", help="names of cases, separated by commas; none writes only the tables")
     selection = parser.parse_args().only
     names = list(cases) if selection is None else [] if selection == "none" else selection.split(",")
     if unknown := [name for name in names if name not in cases]:

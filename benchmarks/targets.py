@@ -1,10 +1,10 @@
-"""Measures planning times and quality of the recipes against their targets: 8K tokens per rank, one core.
+"""Measures planning times and quality of the recipes against their targets, with 8K tokens per rank on one core.
 
 Run: python benchmarks/targets.py [--only NAME,...] [--ranks 8,64,256,1024] [--large] [--seeds 0,1,2] [--repeats 5]
 
-Writes all rows to benchmarks/results/targets.json and the tables between the markers of docs/benchmarks.md; rows that
-are not measured again are kept, and `--only none` writes the tables alone. `--large` adds 4,096 ranks. Recipes that are
-not installed are skipped with a message, as are sizes beyond `--patience` seconds per plan.
+Writes all rows to benchmarks/results/targets.json and the tables between the markers of docs/benchmarks.md. Keeps rows
+that are not measured again; `--only none` writes only the tables. `--large` adds 4,096 ranks. Skips recipes that are
+not installed, with a message, and larger sizes once a plan takes longer than `--patience` seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RANKS, LARGE = (8, 64, 256, 1024), 4096
 TOKENS = 8192
 #: the promised size of the largest part
 PART_KB, AUTO_PART_KB = 16, 64
-#: least number of ranks -> promised time of verification over that of planning
+#: smallest number of ranks -> promised ratio of verification time to planning time
 VERIFY = {8: 0.8, 64: 0.6}
 
 
@@ -41,9 +41,10 @@ VERIFY = {8: 0.8, 64: 0.6}
 class Promise:
     """A row of the tables; None or empty: measured without a promise.
 
-    ms: ranks -> planning time, median. compute, kv: least number of ranks -> max/mean - 1 of compute, and bytes of KV
-    over their bound. over_bound: max/mean over `imbalance_bound`. tokens: max/mean - 1. slots: whether they must equal
-    the largest degree. node: reduction factor of bytes between nodes when ranks of a node share tiles, at 1,024.
+    ms: ranks -> median planning time. compute: smallest number of ranks -> max/mean - 1 of compute. kv: the same -> KV
+    bytes over their bound. over_bound: max/mean over `imbalance_bound`. tokens: max/mean - 1. slots: whether their
+    number must equal the largest degree. node: at 1,024 ranks, how many times fewer bytes travel between nodes if the
+    ranks of a node share tiles.
     """
 
     name: str
@@ -95,7 +96,7 @@ PROMISES = {row.name: row for row in _ROWS}
 
 
 def promised(by_ranks: Mapping[int, float], ranks: int) -> float | None:
-    """The promise for `ranks` ranks, each valid from some number of ranks on."""
+    """The promise for `ranks` ranks; each holds from its number of ranks up to the next."""
     rank_counts = [least for least in by_ranks if least <= ranks]
     return by_ranks[max(rank_counts)] if rank_counts else None
 
@@ -105,7 +106,7 @@ def promised(by_ranks: Mapping[int, float], ranks: int) -> float | None:
 
 @dataclass(frozen=True)
 class Effort:
-    """Extent of the measurement. patience: longest seconds per plan before trying more ranks."""
+    """Extent of the measurement. patience: seconds per plan above which larger sizes are skipped."""
 
     ranks: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -114,7 +115,7 @@ class Effort:
 
 
 def measure(promise: Promise, recipe: Recipe, effort: Effort) -> Iterator[dict[str, Any]]:
-    """Yields a row for each rank count and seed."""
+    """Yields a row for each number of ranks and seed."""
     for ranks in promise.ranks or effort.ranks:
         for seed in effort.seeds:
             batch, _ = Source().batch(ranks * promise.tokens_per_rank, seed)
@@ -158,7 +159,7 @@ def _tasks(plan: Plan) -> int:
 
 
 def _node_ratio(job: BenchJob) -> float | None:
-    """The factor of bytes between nodes if tiles are sent directly to all ranks that need them."""
+    """How many times more bytes travel between nodes if tiles go directly to all ranks that need them."""
     recipe, volumes = find_recipe(job.recipe), []
     for route in ("star", "node"):
         steps = [step for step in recipe if step.step != "route"]
@@ -176,7 +177,7 @@ def say(message: str) -> None:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and its promise: at most, or (`least`) at least; None: no promise."""
+    """A number and its promise: an upper limit, or with `least` a lower one; None: no promise."""
 
     value: float | None
     promise: float | None
@@ -200,7 +201,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def quality(promise: Promise, rows: Rows) -> dict[str, Figure]:
-    """The worst figures over the seeds of one rank count."""
+    """The worst figures over all seeds for one number of ranks."""
     ranks = rows[0]["ranks"]
     compute = max(row["imbalance"]["compute"] for row in rows)
     tokens = max(row["imbalance"]["tokens"] for row in rows)
@@ -256,7 +257,7 @@ def _times_table(rows: Rows) -> str:
 
 
 def _times_cell(promise: Promise, ranks: int, rows: Rows) -> str:
-    """Medians of planning and of verification, each the median over seeds, and the promise of planning."""
+    """The times of planning and verification (each the median over seeds of medians), and the promise for planning."""
     goal = promise.ms.get(ranks)
     aim = "" if goal is None else f" ({goal:g})"
     if not rows:
@@ -289,10 +290,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", help="names of rows, separated by commas; none writes only the tables")
     parser.add_argument("--ranks", type=_numbers, default=RANKS)
-    parser.add_argument("--large", action="store_true", help=f"{LARGE} ranks too")
+    parser.add_argument("--large", action="store_true", help=f"also measure {LARGE} ranks")
     parser.add_argument("--seeds", type=_numbers, default=(0, 1, 2))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--patience", type=float, default=2.0, help="longest seconds per plan")
+    parser.add_argument(
+        "--patience", type=float, default=2.0, help="seconds per plan; skip larger sizes above it"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows, write nothing")
     options = parser.parse_args()
     options.names = [name for name in (options.only or ",".join(PROMISES)).split(",") if name != "none"]
@@ -316,7 +319,7 @@ def measured(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
 
 
 def merged(old_rows: Rows, new_rows: Rows) -> list[Mapping[str, Any]]:
-    """All rows in the order of the tables, with fresh rows replacing older ones."""
+    """All rows in the order of the tables, with new rows replacing old ones."""
     names = list(PROMISES)
     combined = [row for row in (*old_rows, *new_rows) if row["name"] in names]
     rows = {(names.index(row["name"]), row["ranks"], row["seed"]): row for row in combined}

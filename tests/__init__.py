@@ -1,1 +1,1 @@
-"""Tests, arranged by the package folder that they test; helpers are imported from here: `tests.ranks.loading`."""
+"""Tests, arranged like the folders of the package; helpers are imported from here, like `tests.ranks.loading`."""

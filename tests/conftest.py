@@ -1,5 +1,5 @@
-"""Configuration of all tests: property tests draw the same examples in every run without time limits; plans made in the
-test process are checked after each step."""
+"""Configuration of all tests: property tests use the same examples in every run, without time limits; planning in the
+test process is checked after each step."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def pool() -> Iterator[Pool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="every strategy with every mask on the stage kernels"
+        "--full", action="store_true", help="test every strategy with every mask on the stage kernels"
     )
-    parser.addoption("--gpu", action="store_true", help="the stage kernels' tests on this machine's GPU")
+    parser.addoption("--gpu", action="store_true", help="run the stage kernels' tests on this machine's GPU")

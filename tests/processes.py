@@ -1,4 +1,4 @@
-"""Descendants of a process, from /proc."""
+"""Finds the descendants of a process in /proc."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def below(pid: int) -> list[int]:
-    """The children of a process, and their descendants."""
+def descendants(pid: int) -> list[int]:
+    """The descendants of a process."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     direct = [int(text) for task in tasks for text in task.read_text().split()]
-    return direct + [deeper for child in direct for deeper in below(child)]
+    return direct + [descendant for child in direct for descendant in descendants(child)]
 
 
 def running(pids: Iterable[int], seconds: float = 0.0) -> set[int]:
-    """The processes that still run after some seconds."""
+    """The processes that still run after at most `seconds`."""
     until = time.monotonic() + seconds
     while (alive := {pid for pid in pids if _runs(pid)}) and time.monotonic() < until:
         time.sleep(0.05)

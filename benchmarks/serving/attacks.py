@@ -1,4 +1,4 @@
-"""Attacks without a token. The server must keep its memory below 512 MB and answer `/healthz` within half a second."""
+"""Attacks without a token, which the server must survive: memory below 512 MB, `/healthz` within half a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from apportion.service.http.serve import serving
-from benchmarks.serving.common import TOKEN, Request, Watch, connect, job, together
+from benchmarks.serving.common import TOKEN, Request, Watch, connect, job, run_in_threads
 
 MOST_MB, MOST_S = 512.0, 0.5
 GET = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
@@ -21,8 +21,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack. run: function of each of `count` connections, for at most `seconds`. open: the server has no token, so
-    that the attack reaches the parsing of bodies."""
+    """An attack. run: called in each of `count` threads with the server's URL and `seconds`. open: whether the server
+    has no token, so that the attack reaches the parsing of bodies."""
 
     run: Callable[[str, float], None]
     count: int = 4
@@ -33,7 +33,7 @@ class Attack:
 def flood(
     first: bytes, chunk: bytes, url: str, seconds: float, most: int = 100 * MIB, pause_s: float = 0.0
 ) -> None:
-    """Sends `first`, then `chunk` repeatedly, and reads nothing."""
+    """Sends `first`, then `chunk` repeatedly, without reading."""
     deadline, sent_bytes = time.monotonic() + seconds, 0
     with suppress(OSError), connect(url) as line:
         line.settimeout(2.0)
@@ -55,7 +55,7 @@ def mute(url: str, seconds: float) -> None:
 
 
 def guesses(url: str, seconds: float) -> None:
-    """Sends wrong tokens, one per connection, since the server closes each."""
+    """Sends wrong tokens, one per connection, since the server closes it."""
     for number in range(8000):
         with suppress(OSError), connect(url) as line:
             line.sendall(b"GET /v1/plans HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %032d\r\n\r\n" % number)
@@ -75,15 +75,15 @@ def post(body: bytes, url: str, seconds: float) -> None:
 
 
 def streams(url: str, seconds: float) -> None:
-    """Opens streams of keys that are never submitted; this would need a token."""
+    """Opens streams for keys that are never submitted; against a server with a token, this needs the token."""
     query = "&".join(f"key={Request(job(), number).key.hex()}" for number in range(8))
-    ask = f"GET /v1/ranks/0/stream?wait_s=1&{query} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+    request = f"GET /v1/ranks/0/stream?wait_s=1&{query} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with suppress(OSError):
             lines = [connect(url) for _ in range(64)]
             for line in lines:
-                line.sendall(ask)
+                line.sendall(request)
             for line in lines:
                 while line.recv(1 << 16):
                     pass
@@ -142,7 +142,7 @@ def run(name: str) -> dict[str, Any]:
     with serving(None, options=["--workers", "1"], token=None if attack.open else TOKEN) as server:
         watch = Watch(server.url, server.pid)
         with watch.running():
-            together(lambda: attack.run(server.url, attack.seconds), attack.count)
+            run_in_threads(lambda: attack.run(server.url, attack.seconds), attack.count)
             time.sleep(0.5)
         figures = {"memory_mb": round(watch.memory_mb, 1), "health_s": round(watch.health_s, 3)}
         assert watch.memory_mb < MOST_MB, figures
@@ -151,5 +151,5 @@ def run(name: str) -> dict[str, Any]:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yields (name, function) of each attack."""
+    """Yields (name, function) for each attack."""
     return ((f"attack-{name}", partial(run, name)) for name in ATTACKS)

@@ -1,4 +1,4 @@
-"""Helpers of the cases: requests of one small job, raw connections, and figures of a process."""
+"""Helpers for the cases: requests of one small job, raw connections, and a process's CPU time and memory."""
 
 from __future__ import annotations
 
@@ -60,25 +60,25 @@ def free_port() -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """The processor seconds of a process so far."""
+    """The processor seconds that a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
 def memory_mb(pid: int) -> float:
-    """The resident memory of a process, MB."""
+    """The resident memory of a process, in MB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def connect(url: str) -> socket.socket:
-    """A connection to a server's address."""
+    """Opens a TCP connection to the server at a URL."""
     parts = urlsplit(url)
     return socket.create_connection((parts.hostname, parts.port), timeout=10.0)
 
 
 def health_s(url: str) -> float:
-    """The seconds of `GET /healthz` on a new connection."""
+    """The seconds that `GET /healthz` takes on a new connection; infinity if it fails."""
     parts, start = urlsplit(url), time.monotonic()
     with suppress(OSError, http.client.HTTPException):
         line = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10.0)
@@ -115,7 +115,7 @@ class Watch:
             thread.join()
 
 
-def together(work: Callable[[], object], count: int) -> None:
+def run_in_threads(work: Callable[[], object], count: int) -> None:
     """Runs `work` in `count` threads of another process, until all have returned."""
     process = multiprocessing.get_context("fork").Process(target=_threads, args=(work, count))
     process.start()

@@ -1,8 +1,8 @@
-"""Kills server, workers and Redis (SIGKILL) at random moments, while ranks read and check every byte.
+"""Kills the server, its workers and Redis (SIGKILL) at random moments, while ranks read and check every byte.
 
-failover: two servers behind nginx, one of which is killed repeatedly.
+Case `failover` runs two servers behind nginx and repeatedly kills one of them.
 
-A busy machine takes longer to start a server: kills are then proportionally rarer, and readers more patient, so that a
+On a busy machine servers take longer to start: kills are then proportionally rarer, and readers more patient, so that a
 server is up before it is killed.
 """
 
@@ -32,21 +32,23 @@ from apportion.service.problems import ServiceError, UnknownPlanError, Unreachab
 from benchmarks.serving.common import TOKEN, Request, free_port, job
 
 READERS, KEYS = 4, 200
-PATIENCE_S = 60.0  # of a rank for one slice, with restarts and planning, if a server starts within PAUSE_S
+PATIENCE_S = (
+    60.0  # of a rank for one slice, including restarts and planning, if a server starts within PAUSE_S
+)
 PAUSE_S = 6.0  # between two kills, on average
 JOB = job()
 
 
 @cache
 def expected(number: int) -> tuple[bytes, ...]:
-    """The slices that ranks must get."""
+    """The slices that ranks must receive for a request."""
     return tuple(encode_slices(plan_job(JOB, Request(JOB, number).batches)))
 
 
 @dataclass
 class Outcome:
-    """Results of a case. slices: read and correct; longest_s: longest wait for one; planning_s: longest planning of one
-    plan in this process; start_s: longest start of a server; kills: by victim."""
+    """Results of a case. slices: number of correct ones read; longest_s: longest wait for a slice; planning_s: longest
+    time to plan in this process; start_s: longest start of a server; kills: victim -> number."""
 
     slices: int = 0
     longest_s: float = 0.0
@@ -63,14 +65,14 @@ class Outcome:
 
     @property
     def slowness(self) -> float:
-        """The start time of a server over PAUSE_S, at least 1."""
+        """The longest start of a server relative to PAUSE_S, at least 1."""
         return max(1.0, self.start_s / PAUSE_S)
 
 
 def read(
     urls: Sequence[str], seed: int, outcome: Outcome, stop: threading.Event, numbers: Iterator[int]
 ) -> None:
-    """Acts as a rank: submits and fetches old and new requests, as a loader does."""
+    """Acts as a rank: submits and fetches old and new requests, like a loader."""
     rng = random.Random(seed)
     with closing(Client(urls, TOKEN, timeout_s=5.0)) as client:
         while not stop.is_set():
@@ -114,7 +116,7 @@ def children(pid: int) -> list[int]:
 
 
 class Server:
-    """A server on a fixed port, restarted whenever it was killed."""
+    """A server on a fixed port, restarted after each kill."""
 
     def __init__(self, folder: str, stack: ExitStack, outcome: Outcome) -> None:
         self.port = free_port()
@@ -129,7 +131,7 @@ class Server:
         self._outcome.start_s = max(self._outcome.start_s, time.monotonic() - begin)
 
     def kill(self, rng: random.Random) -> str:
-        """Kills the server or a process below it."""
+        """Kills the server or one of its descendants; returns the victim's name."""
         with suppress(OSError, IndexError):
             if rng.random() < 0.5:
                 os.kill(rng.choice(children(self.running.pid)), signal.SIGKILL)
@@ -165,14 +167,14 @@ def _run(
 
 
 def kills(seconds: float) -> dict[str, Any]:
-    """A server with a folder."""
+    """Kills a server that stores plans in a folder, or its workers."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         server = Server(folder, stack, outcome := Outcome())
         return _run([server.url], seconds, server.kill, outcome)
 
 
 def redis_kills(seconds: float) -> dict[str, Any]:
-    """A server with Redis, which is also killed, and restarts empty."""
+    """Kills a server that stores plans in Redis, its workers, or Redis, which restarts empty."""
     with ExitStack() as stack:
         redis = Redis(stack)
         server = Server(redis.url, stack, outcome := Outcome())
@@ -184,7 +186,7 @@ def redis_kills(seconds: float) -> dict[str, Any]:
 
 
 class Redis:
-    """A redis-server on a free port, without a file."""
+    """A redis-server on a free port, without persistence."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._port = free_port()
@@ -209,7 +211,7 @@ class Redis:
 
 
 def failover(seconds: float) -> dict[str, Any]:
-    """Two servers that share a folder behind nginx; one is killed, and restarted after a while."""
+    """Two servers behind nginx share a folder; kills one of them and restarts it after a while."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         outcome = Outcome()
         servers = [Server(folder, stack, outcome) for _ in range(2)]
@@ -230,7 +232,7 @@ def failover(seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]:
-    """Runs nginx before servers, with failover; cache_mb: size of its own cache of slices."""
+    """Runs nginx in front of the servers, with failover. cache_mb: size of its own cache of slices; 0: no cache."""
     port = free_port()
     servers = "".join(f"server {url.removeprefix('http://')} max_fails=1 fail_timeout=1s; " for url in urls)
     cached = "proxy_cache plans; proxy_cache_valid 200 1h; proxy_cache_lock on;"
@@ -270,6 +272,6 @@ def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]
 
 
 def cases(seconds: float) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yields (name, function) of each case."""
+    """Yields (name, function) for each case."""
     named = {"kills": kills, "redis-kills": redis_kills, "failover": failover}
     return ((name, partial(run, seconds)) for name, run in named.items())

@@ -1,4 +1,4 @@
-"""Measures a healthy server: hot reads, streams, start over many stored plans, memory over many requests."""
+"""Measures a healthy server: hot reads, streams, start with many stored plans, memory over many requests."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ STORED, MANY = 20_000, 100_000
 
 
 async def _gets(url: str, path: str, count: int) -> None:
-    """Sends `count` requests over one connection."""
+    """Sends `count` GET requests over one connection, one after another."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    ask = f"GET {path} HTTP/1.1\r\n{HEADERS}".encode()
+    request_bytes = f"GET {path} HTTP/1.1\r\n{HEADERS}".encode()
     for _ in range(count):
-        writer.write(ask)
+        writer.write(request_bytes)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
         await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
@@ -50,7 +50,7 @@ async def _crowd(url: str, path: str, count: int) -> float:
 
 
 def hot() -> dict[str, Any]:
-    """GET of one slice: requests per second of the server's processor time, and through nginx's cache."""
+    """GETs one slice: requests per second of the server's processor time, of wall time, and through nginx's cache."""
     request = Request(JOB, 1)
     path = f"/v1/plans/{request.key.hex()}/ranks/3?wait_s=10"
     with tempfile.TemporaryDirectory() as folder, serving(None, token=TOKEN) as server:
@@ -73,7 +73,7 @@ def hot() -> dict[str, Any]:
 
 
 async def _rank(url: str, rank: int, requests: list[Request], arrived: dict[int, list[float]]) -> None:
-    """Reads one rank's stream over all steps."""
+    """Reads one rank's stream for all steps; notes when each slice arrives."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
     query = "&".join(f"key={request.key.hex()}" for request in requests)
@@ -98,7 +98,7 @@ async def _streamed(url: str) -> dict[str, Any]:
     requests = [Request(JOB, 100 + step) for step in range(STEPS)]
     arrived: dict[int, list[float]] = {step: [] for step in range(STEPS)}
     with closing(Client(url, TOKEN)) as client:
-        for step, request in enumerate(requests):  # as a loader looks ahead
+        for step, request in enumerate(requests):  # ahead of reading, like a loader
             await asyncio.to_thread(client.submit, request.key, request.data, step)
         await asyncio.gather(*(_rank(url, rank, requests, arrived) for rank in range(RANKS)))
     lags = [arrival - min(times) for times in arrived.values() for arrival in times]
@@ -110,12 +110,12 @@ async def _streamed(url: str) -> dict[str, Any]:
 
 
 def streams() -> dict[str, Any]:
-    """256 streams: the time from the first rank's slice of a step to every other rank's."""
+    """Reads 256 streams: the lag of each rank's slice behind the first slice of the same step."""
     with serving(None, token=TOKEN) as server:
         return asyncio.run(_streamed(server.url))
 
 
-def _planted(folder: Path, count: int) -> None:
+def _write_packs(folder: Path, count: int) -> None:
     """Writes `count` packs under different keys."""
     store, pack = Folder(folder), _pack()
     for number in range(count):
@@ -134,11 +134,11 @@ def _pack() -> Pack:
 
 
 def start() -> dict[str, Any]:
-    """Processor time until a server is ready, with an empty folder and with 20,000 plans."""
+    """Processor time until a server has planned its first request, with an empty folder and with 20,000 plans."""
     cpu_times = {}
     for name, count in (("empty_s", 0), ("full_s", STORED)):
         with tempfile.TemporaryDirectory() as folder:
-            _planted(Path(folder), count)
+            _write_packs(Path(folder), count)
             with serving(folder, options=["--store-gb", "1"], token=TOKEN) as server:
                 with closing(Client(server.url, TOKEN)) as client:
                     client.submit(Request(JOB, 0).key, Request(JOB, 0).data)
@@ -150,7 +150,7 @@ def start() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Memory of a server while 100,000 requests are planned, read and forgotten."""
+    """Memory of a server as 100,000 requests are planned, read and forgotten."""
     sizes = []
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -163,10 +163,10 @@ def memory() -> dict[str, Any]:
             client.fetch(request.key, number % JOB.ranks, 30.0)
             if number % (MANY // 10) == MANY // 10 - 1:
                 sizes.append(round(memory_mb(server.pid), 1))
-    assert sizes[-1] < sizes[4] * 1.1, sizes  # the limits of remembered requests are reached by then
+    assert sizes[-1] < sizes[4] * 1.1, sizes  # by then the limits on remembered requests are reached
     return {"memory_mb": sizes}
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yields (name, function) of each case."""
+    """Yields (name, function) for each case."""
     return ((run.__name__, partial(run)) for run in (hot, streams, start, memory))

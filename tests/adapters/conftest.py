@@ -1,4 +1,4 @@
-"""Rank pools of the session, for tests with trainers of other packages: `make test-trainers`."""
+"""Session-wide rank pools for tests with trainers of other packages: `make test-trainers`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pool() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def alone() -> Iterator[Any]:
-    """A process without torch.distributed's environment, for the trainers' own runs."""
+    """A pool of one process, outside the distributed environment of `pool`, for the trainers' own runs."""
     process = Pool(timeout_s=240, size=1)
     yield process
     process.close()

@@ -1,4 +1,4 @@
-"""Packed documents for tests with trainers: as a loader distributes them to ranks, and in one process."""
+"""Packed documents for tests with trainers, for loaders on ranks and for one process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def documents(*_: Any) -> Any:
 def packed(
     dataset: Any, tokens: int, microbatches: int, seed: int, multiple: Any = 8, epochs: Any = 10
 ) -> Iterator[Any]:
-    """Microbatches (tokens, positions, labels), [length] int64 each, in the order that a loader draws from the seed;
-    whole iterations only; padding at the end is a document without labels."""
+    """Yields microbatches (tokens, positions, labels), [length] int64 each, in the order that a loader draws for the
+    seed; only whole iterations. Padding at the end is a document without labels."""
     sampling = Sampling(dataset.lengths, tokens, microbatches, seed)
     for epoch in range(epochs):
         for iteration in sampling.epoch(epoch):
@@ -44,8 +44,8 @@ def packed(
 
 
 def _end_to_end(samples: Any, multiple: Any) -> Any:
-    spare = -sum(map(len, samples)) % multiple
-    tokens = np.concatenate([*samples, np.zeros(spare, np.int64)])
-    positions = np.concatenate([*(np.arange(len(one)) for one in samples), np.zeros(spare, np.int64)])
-    labels = np.concatenate([*(np.append(one[1:], -100) for one in samples), np.full(spare, -100)])
+    padding = -sum(map(len, samples)) % multiple
+    tokens = np.concatenate([*samples, np.zeros(padding, np.int64)])
+    positions = np.concatenate([*(np.arange(len(one)) for one in samples), np.zeros(padding, np.int64)])
+    labels = np.concatenate([*(np.append(one[1:], -100) for one in samples), np.full(padding, -100)])
     return tuple(torch.from_numpy(column.astype(np.int64)) for column in (tokens, positions, labels))

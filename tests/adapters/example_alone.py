@@ -1,4 +1,4 @@
-"""An example of docs/how-to in one process, with its trainer's own attention, on the documents that plans would give:
+"""Runs an example of docs/how-to in one process, with its trainer's own attention, on the documents that plans have:
 
 torchrun --nproc-per-node 1 tests/adapters/example_alone.py hf|titan|megatron
 """
@@ -26,13 +26,15 @@ def hf() -> None:
     def packs(
         documents: Any, model: Any, microbatches: int = 1, tokens_per_rank: Any = 512, **options: Any
     ) -> Any:
-        drawn = list(Sampling(documents.lengths, 2 * tokens_per_rank, microbatches, 0).epoch(0))
-        whole = [iteration for iteration in drawn if len(iteration) == microbatches]
+        iterations = list(Sampling(documents.lengths, 2 * tokens_per_rank, microbatches, 0).epoch(0))
+        whole = [iteration for iteration in iterations if len(iteration) == microbatches]
         return [jobs_hf.packed(documents, group, None) for iteration in whole for group in iteration]
 
     hf_train.hf.enable, hf_train.hf.loader, hf_train.PlannedTrainer = (lambda model: model), packs, Plain
     arguments = hf_train.TrainingArguments
-    hf_train.TrainingArguments = lambda *given, **told: arguments(*given, **{**told, "eval_strategy": "no"})
+    hf_train.TrainingArguments = lambda *positional, **named: arguments(
+        *positional, **{**named, "eval_strategy": "no"}
+    )
     hf_train.main()
 
 

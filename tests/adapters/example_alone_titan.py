@@ -1,4 +1,4 @@
-"""The example's config with Titan's own attention and data, for one process."""
+"""The example's config with Titan's own attention, on the same documents, for one process."""
 
 from __future__ import annotations
 

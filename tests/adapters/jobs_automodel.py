@@ -14,24 +14,24 @@ from apportion.trainer import hf
 from apportion.trainer.automodel import planned
 from apportion.trainer.loading.loader import PlannedLoader
 from tests.adapters.documents import documents
-from tests.adapters.jobs_hf import Documents, loader, made
+from tests.adapters.jobs_hf import Documents, loader, new_model
 from tests.ranks.loading import job, planning
 
 
-def trained(comm: Communicator, cp: int, whole: bool) -> tuple[str, float]:
-    """The error of a recipe's step with a cp mesh of this size, and its loss on all ranks; whole: whether labels are
-    those of all ranks."""
+def train_step(comm: Communicator, cp: int, whole: bool) -> tuple[str, float]:
+    """Runs a recipe's step with a cp mesh of this size; returns its error and its loss over all ranks. whole: whether
+    the sharder receives all ranks' tokens and labels."""
     mesh = init_device_mesh("cpu", (comm.ranks // cp, cp), mesh_dim_names=("dp", "cp"))
-    model = planned(hf.enable(made("llama")))
+    model = planned(hf.enable(new_model("llama")))
     batch = next(batches := iter(loader(model, comm.ranks, comm, lengths=[61, 40, 9])))
     batches.close()
     columns = {"input_ids": batch.tokens, "labels": batch.labels}
-    given: Any = {name: batch.gather_tokens(x) if whole else x for name, x in columns.items()}
-    given = {name: x[None] for name, x in given.items()}
-    divisor = int((given["labels"] != -100).sum())
-    given |= {"planned": batch}
+    inputs: Any = {name: batch.gather_tokens(x) if whole else x for name, x in columns.items()}
+    inputs = {name: x[None] for name, x in inputs.items()}
+    divisor = int((inputs["labels"] != -100).sum())
+    inputs |= {"planned": batch}
     try:
-        _, local = ContextParallelSharder(model, mesh, given).shard(given)
+        _, local = ContextParallelSharder(model, mesh, inputs).shard(inputs)
         labels = local.pop("labels")
         logits = model(**{name: x for name, x in local.items() if name != "planned"}).logits
     except ConfigError as error:
@@ -42,8 +42,8 @@ def trained(comm: Communicator, cp: int, whole: bool) -> tuple[str, float]:
 
 
 def plain(lengths: tuple[int, ...]) -> float:
-    """The mean loss of these documents in one process."""
-    model, losses, labels = made("llama"), 0.0, 0
+    """The mean loss of documents of these lengths in one process."""
+    model, losses, labels = new_model("llama"), 0.0, 0
     for number, length in enumerate(lengths):
         tokens = torch.from_numpy(Documents(lengths)[number])[None]
         losses += float(model(input_ids=tokens, labels=tokens).loss.detach()) * (length - 1)
@@ -51,31 +51,31 @@ def plain(lengths: tuple[int, ...]) -> float:
     return losses / labels
 
 
-def verbs(comm: Communicator) -> Any:
-    """Runs Automodel's own dispatch on a model with the hook: its operations on one microbatch, as plain data."""
+def sharder_operations(comm: Communicator) -> Any:
+    """Runs Automodel's own dispatch on a planned model: results of its operations on one microbatch, as plain data."""
     batches = iter(PlannedLoader(documents(), **planning(job(comm.ranks, 128)), communicator=comm))
     batch = next(batches)
     batches.close()
     mesh = init_device_mesh("cpu", (comm.ranks,), mesh_dim_names=("cp",))
-    given = {"planned": batch, "attention_mask": None, "note": "kept"}
+    inputs = {"planned": batch, "attention_mask": None, "note": "kept"}
     full = torch.arange(int(batch.batch.tokens) * 2, dtype=torch.float32).view(1, -1, 2)
     mask = torch.arange(full.shape[1])[None] % 3 > 0
-    model = planned(hf.enable(made("llama")))
-    sharder = ContextParallelSharder(model, mesh, given, loss_mask=mask)
-    context, local = sharder.shard(given)
+    model = planned(hf.enable(new_model("llama")))
+    sharder = ContextParallelSharder(model, mesh, inputs, loss_mask=mask)
+    context, local = sharder.shard(inputs)
     with context():
         shard = sharder.shard_token_tensor(full, fill=-1.0).requires_grad_()
         whole = sharder.gather_token_tensor(shard, trim=True)
         (whole * full).sum().backward()
     rows = batch.handle.rows
-    kept = batch.shard_tokens(mask[0].long(), fill=0) > 0
+    labelled = batch.shard_tokens(mask[0].long(), fill=0) > 0
     return {
         "full": bool((whole == full).all()),
         "shard": bool((shard[0, :rows] == batch.shard_tokens(full[0])).all()),
         "padding": shard[0, rows:].tolist(),
         "gradients": bool((shard.grad[0, :rows] == comm.ranks * shard.detach()[0, :rows]).all()),
         "tokens": bool((local["input_ids"][0, :rows] == batch.tokens).all()),
-        "labels": bool((local["labels"][0, :rows] == batch.labels.masked_fill(~kept, -100)).all()),
+        "labels": bool((local["labels"][0, :rows] == batch.labels.masked_fill(~labelled, -100)).all()),
         "ignored": set(local["labels"][0, rows:].tolist()),
         "plan": local["apportion"] is batch.handle,
         "keys": sorted(local),

@@ -1,4 +1,4 @@
-"""Pool jobs with models of transformers."""
+"""Rank pool jobs with models of transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 LOCAL = ["sliding_attention", "full_attention"]
-#: name -> (class, its own attention, config)
+#: name -> (class, attention implementation, config)
 MODELS = {
     "llama": ("Llama", "sdpa", {}),
     "mistral": ("Mistral", "sdpa", {"sliding_window": 24}),
@@ -49,7 +49,7 @@ MODELS = {
         "Phimoe",
         "sdpa",
         {"sliding_window": 24, "num_local_experts": 4},
-    ),  # a window only in its mask
+    ),  # has a window only in its mask
     "gpt_oss": (
         "GptOss",
         "eager",
@@ -84,7 +84,7 @@ MODELS = {
 }
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
-#: rotary embeddings that choose frequencies by the largest position of a call
+#: rotary embeddings whose frequencies depend on the largest position of a call
 ROPES = {
     "dynamic": {"rope_parameters": {**ROPE, "rope_type": "dynamic"}, "max_position_embeddings": 64},
     "longrope": {
@@ -96,7 +96,7 @@ ROPES = {
         }
     },
 }
-#: models that the check accepts, also run on ranks
+#: further models that the guard accepts, also run on ranks
 FURTHER = {
     "granite": ("Granite", "sdpa", {"embedding_multiplier": 2.0, "attention_multiplier": 0.2}),
     "olmo2": ("Olmo2", "sdpa", {}),
@@ -112,8 +112,8 @@ FURTHER = {
 CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 
 
-def made(name: str, **changes: Any) -> Any:
-    """A small model of that kind, identical on all ranks."""
+def new_model(name: str, **changes: Any) -> Any:
+    """A small model of this name, identical on all ranks."""
     kind, own, options = {**MODELS, **FURTHER}[name]
     config, model = CLASSES.get(kind, (f"{kind}Config", f"{kind}ForCausalLM"))
     torch.manual_seed(0)
@@ -159,10 +159,10 @@ def loader(
 
 
 def packed(documents: Any, samples: Any, valid: Any, **kwargs: Any) -> Any:
-    """Concatenated documents in transformers' form: its masks follow position ids that restart."""
+    """Concatenated documents as transformers expects them: its masks follow from position ids that restart."""
     rows = [torch.from_numpy(documents[int(i)]) for i in samples]
-    nothing = torch.tensor([-100])
-    labels = torch.cat([torch.cat([ids[1:], nothing]) for ids in rows])[None]
+    no_label = torch.tensor([-100])
+    labels = torch.cat([torch.cat([ids[1:], no_label]) for ids in rows])[None]
     return {
         "input_ids": torch.cat(rows)[None],
         "position_ids": torch.cat([torch.arange(len(ids)) for ids in rows])[None],
@@ -174,10 +174,10 @@ def packed(documents: Any, samples: Any, valid: Any, **kwargs: Any) -> Any:
     }
 
 
-def alone(name: str, **changes: Any) -> Any:
-    """The model for packed documents in one process. gpt-oss builds its masks without position ids and would look into
-    other documents, so it gets masks from here."""
-    model = made(name, **changes)
+def reference_model(name: str, **changes: Any) -> Any:
+    """The model for packed documents in one process. gpt-oss builds its masks without position ids and would attend to
+    other documents, so a hook supplies its masks."""
+    model = new_model(name, **changes)
     if name == "gpt_oss":
         model.model.register_forward_pre_hook(_masked, with_kwargs=True)
     return model
@@ -187,13 +187,13 @@ def _masked(module: Any, args: Any, kwargs: Any) -> Any:
     positions = kwargs["position_ids"][0]
     document, back = (positions == 0).cumsum(0), torch.arange(len(positions))
     back = back[:, None] - back
-    seen = (document[:, None] == document) & (back >= 0)
-    near = seen & (back < module.config.sliding_window)
-    masks = {"full_attention": seen, "sliding_attention": near}
-    added = {
+    visible = (document[:, None] == document) & (back >= 0)
+    in_window = visible & (back < module.config.sliding_window)
+    masks = {"full_attention": visible, "sliding_attention": in_window}
+    biases = {
         kind: torch.zeros(mask.shape).masked_fill(~mask, -1e30)[None, None] for kind, mask in masks.items()
     }
-    return args, {**kwargs, "attention_mask": added}
+    return args, {**kwargs, "attention_mask": biases}
 
 
 def gradients(model: Any) -> Any:
@@ -202,7 +202,7 @@ def gradients(model: Any) -> Any:
 
 
 def furthest(own: Any, other: Any) -> Any:
-    """The largest difference over the largest gradient."""
+    """The largest difference, relative to the largest gradient."""
     assert own.keys() == other.keys()
     largest = max(value.abs().max() for value in other.values())
     return float(max((own[name] - other[name]).abs().max() for name in own) / largest)
@@ -213,7 +213,7 @@ def total(loss: Any, comm: Communicator) -> Any:
 
 
 def numbers(comm: Communicator, *values: Any) -> Any:
-    """Floats of every rank."""
+    """Gathers the float values of every rank."""
     rows = comm.all_gather(
         [np.float64(float(torch.as_tensor(value).detach())).view(np.int64) for value in values], "losses"
     )
@@ -229,15 +229,15 @@ def agreement(
     options: Any = (),
     changes: Any = None,
 ) -> Any:
-    """The largest relative differences of losses and of gradients, over all microbatches of an epoch, from the model's
-    own attention in one process."""
-    model, plain = (make(name, **(changes or {})) for make in (made, alone))
+    """The largest absolute difference of losses and largest relative difference of gradients from the model's own
+    attention in one process, over all microbatches of an epoch; and the losses."""
+    model, plain = (make(name, **(changes or {})) for make in (new_model, reference_model))
     hf.enable(model)
     if checkpointed:
         model.gradient_checkpointing_enable()
     wrapped = WRAPS[wrap](model, comm)
     batches = loader(model, comm.ranks, comm, **dict(options))
-    losses, wanted = [], []
+    losses, expected = [], []
     for batch in batches:
         with (
             synced(wrapped, batch.is_last or wrap == "ddp_every"),
@@ -249,10 +249,10 @@ def agreement(
         with torch.autocast("cpu", torch.bfloat16, autocast):
             own = plain(**packed(batches.dataset, batch.samples, batch.valid_tokens)).loss
         own.backward()
-        wanted.append(float(own))
+        expected.append(float(own))
     if wrap == "plain":
         ap.sum_gradients(model, comm._base)
-    off = max(abs(loss - own) for loss, own in zip(losses, wanted, strict=True))
+    off = max(abs(loss - own) for loss, own in zip(losses, expected, strict=True))
     return off, furthest(gradients(model), gradients(plain)), losses
 
 
@@ -280,13 +280,13 @@ def synced(model: Any, is_last: Any) -> Any:
     return nullcontext()
 
 
-def trained(comm: Communicator, what: str) -> str:
-    """The error that a loop with this mistake ends with; "" for none."""
+def loop_error(comm: Communicator, mistake: str) -> str:
+    """The error that ends a loop with this mistake; "" if there is none."""
     wiring.watch = wiring.Watch()
-    model = hf.enable(made("llama"))
-    if what == "frozen":
+    model = hf.enable(new_model("llama"))
+    if mistake == "frozen":
         model.model.embed_tokens.weight.requires_grad_(False).add_(comm.rank)
-    kind, _, summed = what.partition(" ")
+    kind, _, summed = mistake.partition(" ")
     batches = loader(model, comm.ranks, comm)
     wrapped = model
     if kind.startswith("ddp"):
@@ -311,23 +311,23 @@ def trained(comm: Communicator, what: str) -> str:
     return ""
 
 
-class Around(torch.nn.Module):
+class WrappedModel(torch.nn.Module):
     """Custom layers after a transformers model."""
 
-    def __init__(self, model: Any, mixes: bool) -> None:
+    def __init__(self, model: Any, mixes_rows: bool) -> None:
         super().__init__()
-        self.model, self.mixes, self.own = model, mixes, torch.nn.Linear(VOCABULARY, VOCABULARY)
+        self.model, self.mixes_rows, self.own = model, mixes_rows, torch.nn.Linear(VOCABULARY, VOCABULARY)
 
     def forward(self, batch: Any) -> Any:
         logits = self.model(**hf.inputs(batch)).logits[0]
-        return logits + self.own(logits.roll(1, 0) if self.mixes else logits)
+        return logits + self.own(logits.roll(1, 0) if self.mixes_rows else logits)
 
 
-def around(comm: Communicator, what: str) -> str:
-    """The error of a step of such a model; "" for none."""
+def wrapped_model_error(comm: Communicator, mistake: str) -> str:
+    """The error of a step of a `WrappedModel`; "" if there is none."""
     wiring.watch = wiring.Watch()
     torch.manual_seed(0)
-    model = Around(hf.enable(made("llama")), what == "mixed")
+    model = WrappedModel(hf.enable(new_model("llama")), mistake == "mixed")
     (batch,) = loader(model.model, comm.ranks, comm)
     ap.normalised_loss(model(batch), batch.labels, batch.valid_tokens).backward()
     ap.sum_gradients(model, comm._base)
@@ -338,16 +338,16 @@ def around(comm: Communicator, what: str) -> str:
     return ""
 
 
-def warned(comm: Communicator, what: str) -> list[str]:
-    """The warnings of two steps, with the model's loss, a loss on its logits, or an additional term."""
+def loss_warnings(comm: Communicator, mistake: str) -> list[str]:
+    """The warnings of two steps with the model's loss, a custom loss on its logits, or an added term."""
     wiring.watch = wiring.Watch()
-    model = hf.enable(made("llama"))
+    model = hf.enable(new_model("llama"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as found:
         for batch in loader(model, comm.ranks, comm, tokens=120, drop_last=False):
             output = model(**hf.inputs(batch))
             term = output.logits.logsumexp(-1).square().mean()
-            loss = {"": output.loss, "own": term, "beside": output.loss + term}[what]
+            loss = {"": output.loss, "own": term, "added": output.loss + term}[mistake]
             loss.backward()
             ap.sum_gradients(model, comm._base)
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Pool jobs with models of transformers that have recurrent layers."""
+"""Rank pool jobs with models of transformers that have recurrent layers."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def made(name: str, **changes: Any) -> Any:
-    """A small model of that class in float64, identical on all ranks."""
+def new_model(name: str, **changes: Any) -> Any:
+    """A small float64 model of this class, identical on all ranks."""
     own, fields = MODELS[name]
     form = getattr(transformers, own)
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim" or hasattr(form(), "head_dim")}
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)  # also for tables of decays
+    torch.set_default_dtype(torch.float64)  # tables of decays use it, too
     config = form(**{**sizes, **fields, **changes})
-    config._experts_implementation = "eager"  # grouped products of experts do not support float64
+    config._experts_implementation = "eager"  # grouped matrix products do not support float64
     model = getattr(transformers, f"{name}ForCausalLM")(config).train().double()
     torch.set_default_dtype(torch.float32)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def made(name: str, **changes: Any) -> Any:
 
 
 class Wide:
-    """torch whose float32 is float64, since models compute some values in float32."""
+    """Stands for torch with float64 as its float32, since models compute some values in float32."""
 
     float32 = torch.float64
 
@@ -130,10 +130,10 @@ def wide(model: Any) -> Iterator[None]:
 
 
 def by_documents(name: str, batch: Batch, tokens: Any, grad: Any) -> tuple[Any, dict[str, Any]]:
-    """Logits of all tokens, with each document and tree path computed alone, and gradients, by the model's own code."""
+    """Logits of all tokens and gradients, by the model's own code on each document and tree path separately."""
     starts, parents, _ = batch.branches()
     ends = np.append(starts[1:], batch.tokens)
-    model = made(name)
+    model = new_model(name)
     parts = []
     with wide(model):
         for number in range(len(starts)):
@@ -153,11 +153,12 @@ def gradients(model: Any) -> dict[str, Any]:
 
 
 def planned(comm: Any, name: str, given: Any) -> tuple[Any, Any]:
-    """Logits of this rank's rows, and gradients of all ranks. rows: tokens, the gradient of logits; all tokens."""
+    """Logits of this rank's rows, and gradients summed over ranks. given: encoded slice, (tokens, gradient of logits)
+    of the whole batch, whether to checkpoint, padding rows."""
     data, rows, checkpointing, padding = given
     handle = ap.PlanHandle(ap.Slice.decode(data), comm, padding=padding)
     tokens, grad = (torch.from_numpy(one)[handle.tokens] for one in rows)
-    model = hf.enable(made(name))
+    model = hf.enable(new_model(name))
     if checkpointing:
         model.gradient_checkpointing_enable()
     ids, places = (torch.nn.functional.pad(one, (0, padding)) for one in (tokens, handle.position_ids))
@@ -173,11 +174,11 @@ def planned(comm: Any, name: str, given: Any) -> tuple[Any, Any]:
 
 
 def step(comm: Any, name: str, under_plan: bool) -> tuple[float, list[float]]:
-    """Loss, and norms of gradients, of a loader's microbatch under a plan, or of its documents one by one."""
+    """Loss and gradient norms of one microbatch of a loader, under a plan or document by document."""
     documents = [
         np.random.default_rng(n).integers(0, VOCABULARY, length) for n, length in enumerate(DOCUMENTS)
     ]
-    model = made(name).float()
+    model = new_model(name).float()
     if under_plan:
         options = {"shuffle": False, "rows_multiple": 8}
         batch = next(iter(loader(comm, hf.enable(model), documents, sum(DOCUMENTS), **options)))
@@ -196,17 +197,17 @@ def step(comm: Any, name: str, under_plan: bool) -> tuple[float, list[float]]:
 
 
 def loader(comm: Any, model: Any, documents: list[Any], tokens: int, **options: Any) -> Any:
-    """A loader of microbatches of about that many tokens on all ranks."""
+    """A loader of microbatches with about this many tokens over all ranks."""
     shape, policy = model_of(model.config.to_dict()), Policy(find_recipe("fcp"))
     given = Job(ap.Cluster(1, comm.ranks), shape, policy, tokens // comm.ranks + 1, 1)
-    return hf.loader(Held(documents), model, **planning_of(given), communicator=comm, **options)
+    return hf.loader(DocumentList(documents), model, **planning_of(given), communicator=comm, **options)
 
 
 class TrainingLoop:
-    """A loop as in the documents: a float32 model, Adam, a loader. saved: the state to resume from."""
+    """A training loop as documented: a float32 model, AdamW, a loader. saved: the state to resume from."""
 
     def __init__(self, comm: Any, name: str, saved: bytes | None = None) -> None:
-        self.comm, self.model = comm, hf.enable(made(name).float())
+        self.comm, self.model = comm, hf.enable(new_model(name).float())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         lengths = np.random.default_rng(7).integers(5, 40, 12)
         documents = [np.random.default_rng(n).integers(0, VOCABULARY, lengths[n]) for n in range(12)]
@@ -220,7 +221,7 @@ class TrainingLoop:
         return [self.model, self.optimizer, self.loader]
 
     def run(self, steps: int) -> tuple[list[float], bytes]:
-        """Losses, and the state to save."""
+        """Trains; returns losses and the state to save."""
         losses = []
         for batch in self.loader:
             loss = self.model(**hf.inputs(batch)).loss
@@ -233,23 +234,23 @@ class TrainingLoop:
             losses.append(float(loss.detach()))
             if len(losses) == steps:
                 break
-        held = io.BytesIO()
-        torch.save([own.state_dict() for own in self._parts], held)
-        return losses, held.getvalue()
+        buffer = io.BytesIO()
+        torch.save([own.state_dict() for own in self._parts], buffer)
+        return losses, buffer.getvalue()
 
 
-def resumed(comm: Any, name: str) -> tuple[list[float], list[float], list[str]]:
-    """Losses of an uninterrupted pass and of a resumed one, and the weights that differ afterwards."""
+def resumed_training(comm: Any, name: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses of an uninterrupted pass and of a resumed one, and the names of weights that differ afterwards."""
     whole = TrainingLoop(comm, name)
-    begun, saved = TrainingLoop(comm, name).run(2)
-    again = TrainingLoop(comm, name, saved)
-    losses, parts = whole.run(9)[0], begun + again.run(9)[0]
-    pairs = zip(whole.model.named_parameters(), again.model.parameters(), strict=True)
+    first_losses, saved = TrainingLoop(comm, name).run(2)
+    resumed_loop = TrainingLoop(comm, name, saved)
+    losses, parts = whole.run(9)[0], first_losses + resumed_loop.run(9)[0]
+    pairs = zip(whole.model.named_parameters(), resumed_loop.model.parameters(), strict=True)
     return losses, parts, [name for (name, value), other in pairs if not torch.equal(value, other)]
 
 
-class Held:
-    """A dataset of given documents."""
+class DocumentList:
+    """A dataset of these documents."""
 
     def __init__(self, documents: list[Any]) -> None:
         self.documents, self.lengths = documents, [*map(len, documents)]

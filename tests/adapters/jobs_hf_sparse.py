@@ -1,4 +1,4 @@
-"""Pool jobs with models of transformers that select keys at run time."""
+"""Rank pool jobs with models of transformers that select keys at run time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Documents:
         return len(LENGTHS)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Tokens other than padding, whose zero embeddings would give all keys equal scores."""
+        """Draws no padding tokens, whose zero embeddings would give all keys equal scores."""
         return torch.randint(1, 64, (LENGTHS[index],), generator=torch.Generator().manual_seed(index))
 
 
@@ -55,12 +55,12 @@ def new_model(name: str, implementation: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES)
     config._attn_implementation = implementation
-    config._experts_implementation = "eager"  # the others do not support float64
+    config._experts_implementation = "eager"  # the only one that supports float64
     return getattr(transformers, f"{name}ForCausalLM")(config).double()
 
 
-def alone(name: str, implementation: str) -> tuple[float, list[Any]]:
-    """Loss and gradients of the model's own forward on all documents, by the mask of the batch."""
+def reference(name: str, implementation: str) -> tuple[float, list[Any]]:
+    """Loss and gradients of the model's own forward on all documents, with the batch's mask."""
     model = new_model(name, implementation)
     tokens = torch.cat([Documents()[i] for i in range(len(LENGTHS))])
     number = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
@@ -84,7 +84,7 @@ def alone(name: str, implementation: str) -> tuple[float, list[Any]]:
 def planned(
     comm: Communicator, name: str, implementation: str, shape: tuple[int, int]
 ) -> tuple[float, list[Any]]:
-    """Loss and gradients of this rank, under a plan."""
+    """This rank's loss and gradients under a plan."""
     model = new_model(name, implementation)
     loader = ap.PlannedLoader(
         Documents(),
@@ -107,9 +107,9 @@ def gradients(model: Any) -> list[Any]:
     return [0.0 if one.grad is None else one.grad.numpy() for one in model.parameters()]
 
 
-def refused(comm: Communicator) -> list[str]:
-    """Errors of arguments that would change the result."""
-    model, told = new_model("DeepseekV32", "eager"), []
+def refusals(comm: Communicator) -> list[str]:
+    """Errors for a skipped layer and for gradient checkpointing, which would change the result."""
+    model, errors = new_model("DeepseekV32", "eager"), []
     loader = ap.PlannedLoader(
         Documents(),
         ap.Cluster(1, comm.ranks),
@@ -118,15 +118,15 @@ def refused(comm: Communicator) -> list[str]:
         communicator=comm,
     )
     batch = next(iter(loader))
-    given = hf_sparse.inputs(batch, model)
+    inputs = hf_sparse.inputs(batch, model)
     model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     model.gradient_checkpointing_disable()
-    for attempt in (lambda: model(**given), lambda: hf_sparse.inputs(batch, checkpointed(model))):
+    for attempt in (lambda: model(**inputs), lambda: hf_sparse.inputs(batch, checkpointed(model))):
         try:
             attempt()
         except ap.ApportionError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors
 
 
 def checkpointed(model: Any) -> Any:

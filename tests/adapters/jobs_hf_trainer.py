@@ -1,4 +1,4 @@
-"""Pool jobs with transformers' Trainer."""
+"""Rank pool jobs with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from apportion.ir.request.cluster import Cluster
 from apportion.trainer import hf
 from apportion.trainer.hf_trainer import PlannedTrainer
 from tests.adapters import jobs_hf as hf_jobs
-from tests.adapters.jobs_hf import LENGTHS, made, packed
+from tests.adapters.jobs_hf import LENGTHS, new_model, packed
 
 TRAINED = LENGTHS * 3
 EVALUATED = [33, 70, 5, 48, 90]
 
 
-def arguments(folder: Path, accumulated: Any = 2, **options: Any) -> Any:
+def arguments(folder: Path, accumulation: Any = 2, **options: Any) -> Any:
     return TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -35,13 +35,13 @@ def arguments(folder: Path, accumulated: Any = 2, **options: Any) -> Any:
         optim="sgd",  # Adam would amplify rounding errors of gradients
         num_train_epochs=2,
         save_strategy=options.pop("save_strategy", "no"),
-        gradient_accumulation_steps=accumulated,
+        gradient_accumulation_steps=accumulation,
         **options,
     )
 
 
-class Dies(TrainerCallback):
-    """Ends its process after that step, as if it were killed."""
+class DiesAtStep(TrainerCallback):
+    """Ends its process after a step, as if it were killed."""
 
     def __init__(self, step: Any) -> None:
         self.step = step
@@ -55,102 +55,104 @@ def train(
     comm: Communicator,
     folder: Path,
     options: Any = (),
-    evaluated: Any = False,
-    resumed: Any = None,
-    dies: Any = None,
+    evaluates: Any = False,
+    checkpoint: Any = None,
+    last_step: Any = None,
     shuffle: Any = False,
     name: str = "llama",
     **changes: Any,
 ) -> Any:
-    """Trains; returns losses of each step, evaluation losses, gradient norms, samples of each microbatch."""
-    join(comm)
-    model, options = hf.enable(made(name, **changes)), dict(options)
+    """Trains; returns the logs, by name, and the samples of each microbatch."""
+    set_rank_environment(comm)
+    model, options = hf.enable(new_model(name, **changes)), dict(options)
     common = {"shuffle": shuffle, "tokens": 60, "dtype": "bf16" if options.get("bf16") else "fp32"}
-    train_loader = Noted(hf_jobs.loader(model, comm.ranks, lengths=TRAINED, microbatches=2, **common))
-    tested = {"drop_last": False, "lengths": EVALUATED, **common}
+    train_loader = SampleRecorder(
+        hf_jobs.loader(model, comm.ranks, lengths=TRAINED, microbatches=2, **common)
+    )
+    evaluation = {"drop_last": False, "lengths": EVALUATED, **common}
     trainer = PlannedTrainer(
         model=model,
         args=arguments(folder, **options),
         train_dataset=train_loader.loader,
-        eval_dataset=hf_jobs.loader(model, comm.ranks, **tested) if evaluated else None,
-        callbacks=[] if dies is None else [Dies(dies)],
+        eval_dataset=hf_jobs.loader(model, comm.ranks, **evaluation) if evaluates else None,
+        callbacks=[] if last_step is None else [DiesAtStep(last_step)],
     )
-    trainer.train(resume_from_checkpoint=resumed)
-    return told(trainer), train_loader.samples
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return logs(trainer), train_loader.samples
 
 
-class Drawing(PlannedTrainer):
+class OwnSampler(PlannedTrainer):
     """A Trainer with its own sample order."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return WeightedRandomSampler([1.0, 2.0], 2)
 
 
-class Noted:
-    """Records the samples of a loader's microbatches."""
+class SampleRecorder:
+    """Records the samples of each microbatch of a loader."""
 
     def __init__(self, loader: Any) -> None:
         self.loader, self.samples = loader, []
         batches = loader._batches
 
-        def noting(*args: Any) -> Iterator[Any]:
+        def recording(*args: Any) -> Iterator[Any]:
             for batch in batches(*args):
                 self.samples.append(batch.samples.tolist())
                 yield batch
 
-        loader._batches = noting
+        loader._batches = recording
 
 
-def told(trainer: Any) -> Any:
+def logs(trainer: Any) -> Any:
     history = trainer.state.log_history
     names = ("loss", "eval_loss", "grad_norm", "epoch")
     return {name: [row[name] for row in history if name in row] for name in names}
 
 
 class Plain(Trainer):
-    """Trainer on batches in their order."""
+    """A Trainer that takes prepared batches in order."""
 
     def get_train_dataloader(self) -> Any:
         return DataLoader(self.train_dataset, batch_size=None, shuffle=False)
 
 
 def train_alone(comm: Communicator, folder: Path, samples: Any, options: Any = ()) -> Any:
-    """Like `train`, on these samples."""
+    """Like `train`, but in one process on these samples, with the model's own attention."""
     documents = hf_jobs.Documents(TRAINED)
     batches = [packed(documents, group, None) for group in samples]
-    trainer = Plain(model=made("llama"), args=arguments(folder, **dict(options)), train_dataset=batches)
+    trainer = Plain(model=new_model("llama"), args=arguments(folder, **dict(options)), train_dataset=batches)
     trainer.train()
-    return told(trainer)
+    return logs(trainer)
 
 
 def evaluate(comm: Communicator, folder: Path) -> Any:
-    """The loss of a loader in Trainer, without training."""
-    join(comm)
-    model = hf.enable(made("llama"))
-    tested = hf_jobs.loader(model, comm.ranks, lengths=EVALUATED, tokens=40, drop_last=False)
-    trainer = PlannedTrainer(model=model, args=arguments(folder), eval_dataset=tested)
-    return [trainer.evaluate()["eval_loss"] for _ in range(2)], len(tested)
+    """Two evaluation losses of an untrained model, and the number of batches."""
+    set_rank_environment(comm)
+    model = hf.enable(new_model("llama"))
+    evaluation = hf_jobs.loader(model, comm.ranks, lengths=EVALUATED, tokens=40, drop_last=False)
+    trainer = PlannedTrainer(model=model, args=arguments(folder), eval_dataset=evaluation)
+    return [trainer.evaluate()["eval_loss"] for _ in range(2)], len(evaluation)
 
 
 def mean_alone(comm: Communicator) -> Any:
-    """The mean loss over tokens of the evaluated samples, one sample at a time."""
-    model, documents = made("llama").eval(), hf_jobs.Documents(EVALUATED)
+    """The mean loss over tokens of the evaluation samples, computed one sample at a time."""
+    model, documents = new_model("llama").eval(), hf_jobs.Documents(EVALUATED)
     valid = sum(length - 1 for length in EVALUATED)
     with torch.no_grad():
         parts = [model(**packed(documents, [i], valid)).loss for i in range(len(EVALUATED))]
     return float(sum(part.double() for part in parts))
 
 
-def refusing(comm: Communicator, folder: Path, options: Any) -> Any:
-    """The error of a Trainer that cannot train or evaluate on a loader."""
-    model = hf.enable(made("llama"))
+def refusal(comm: Communicator, folder: Path, options: Any) -> Any:
+    """The error of a Trainer whose options do not allow a loader."""
+    model = hf.enable(new_model("llama"))
     data = hf_jobs.loader(model, comm.ranks, comm)
     metrics = options.pop("compute_metrics", None) and (lambda prediction: {})
     own = options.pop("compute_loss_func", None) and (lambda outputs, labels, **kwargs: outputs.loss)
     collator = options.pop("data_collator", None) and (lambda samples: samples)
-    more = {"compute_metrics": metrics, "compute_loss_func": own, "data_collator": collator}
+    callables = {"compute_metrics": metrics, "compute_loss_func": own, "data_collator": collator}
     predicts, kind = options.pop("predict", False), options.pop("kind", PlannedTrainer)
-    trainer = kind(model=model, args=arguments(folder, **options), **more)
+    trainer = kind(model=model, args=arguments(folder, **options), **callables)
     try:
         if predicts:
             trainer.predict(data)
@@ -160,17 +162,19 @@ def refusing(comm: Communicator, folder: Path, options: Any) -> Any:
 
 
 def with_column(comm: Communicator, folder: Path, column: str) -> Any:
-    """The error of a Trainer for a dataset with that column."""
+    """The error of a Trainer on a dataset with this column."""
     data = Dataset.from_list([{"input_ids": [1, 2, 3, 4], column: [0, 0, 1, 1]}])
     options = {"cluster": Cluster(1, comm.ranks), "tokens_per_rank": 64}
-    trainer = PlannedTrainer(hf.enable(made("llama")), arguments(folder), train_dataset=data, planned=options)
+    trainer = PlannedTrainer(
+        hf.enable(new_model("llama")), arguments(folder), train_dataset=data, planned=options
+    )
     try:
         trainer.get_train_dataloader()
     except ConfigError as error:
         return str(error)
 
 
-def join(comm: Communicator) -> None:
+def set_rank_environment(comm: Communicator) -> None:
     """Sets the environment in which accelerate looks for torch.distributed."""
     os.environ.update(
         RANK=str(comm.rank),

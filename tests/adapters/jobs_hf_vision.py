@@ -1,4 +1,4 @@
-"""Tiny vision-language models of transformers: on ranks of the pool, and in one process."""
+"""Tiny vision-language models of transformers, on ranks of the pool and in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VISION: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0, 1],
     },
 }
-#: tokens of each sample, and the first token and patch grid (t, h, w) of each of its images
+#: tokens of each sample; for each image its sample, first token and patch grid (t, h, w)
 LENGTHS = [40, 9, 60, 25, 33, 20]
 IMAGES = [(0, 3, (1, 6, 8)), (0, 20, (1, 10, 4)), (2, 0, (1, 12, 12)), (2, 40, (1, 4, 4)), (4, 30, (1, 2, 4))]
 GRIDS = [grid for *_, grid in IMAGES]
@@ -105,8 +105,8 @@ class Samples:
         return {"input_ids": tokens, "labels": labels, "mrope_position_ids": positions}
 
 
-def alone(name: str, samples: Sequence[int] = range(len(LENGTHS))) -> tuple[float, dict[str, Any]]:
-    """Loss and gradients of one process, sample after sample, by the model's own forward."""
+def reference(name: str, samples: Sequence[int] = range(len(LENGTHS))) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients in one process, sample by sample, with the model's own forward."""
     model, total = new_model(name), 0.0
     model.set_attn_implementation("sdpa")
     data = Samples(model)
@@ -114,20 +114,20 @@ def alone(name: str, samples: Sequence[int] = range(len(LENGTHS))) -> tuple[floa
     for i in samples:
         own = [n for n, one in enumerate(IMAGES) if one[0] == i]
         tokens, labels = (data[i][field][None] for field in ("input_ids", "labels"))
-        given = {"input_ids": tokens, "labels": labels, "num_items_in_batch": valid, "use_cache": False}
+        inputs = {"input_ids": tokens, "labels": labels, "num_items_in_batch": valid, "use_cache": False}
         if own:
-            given["pixel_values"] = torch.cat([patches(n) for n in own])
-            given["image_grid_thw"] = torch.tensor([GRIDS[n] for n in own])
-            given["mm_token_type_ids"] = (tokens == IMAGE).int()
-        loss = model(**given).loss
+            inputs["pixel_values"] = torch.cat([patches(n) for n in own])
+            inputs["image_grid_thw"] = torch.tensor([GRIDS[n] for n in own])
+            inputs["mm_token_type_ids"] = (tokens == IMAGE).int()
+        loss = model(**inputs).loss
         loss.backward()
         total += loss.item()
     return total, gradients(model)
 
 
-def loader(comm: Communicator, model: Any, **changed: Any) -> Any:
+def loader(comm: Communicator, model: Any, **changes: Any) -> Any:
     images = hf_vision.media(Images(), model, GRIDS, [one[:2] for one in IMAGES], recipe="blend")
-    options = {"media": images, "recipe": "blend", "shuffle": False, "source": HereSource(), **changed}
+    options = {"media": images, "recipe": "blend", "shuffle": False, "source": HereSource(), **changes}
     size = -(-sum(LENGTHS) // comm.ranks)
     return hf.loader(
         Samples(model),
@@ -140,7 +140,7 @@ def loader(comm: Communicator, model: Any, **changed: Any) -> Any:
 
 
 def planned(comm: Communicator, name: str, checkpointing: bool) -> tuple[float, dict[str, Any]]:
-    """Loss and gradients of this rank, under plans."""
+    """This rank's loss and gradients under plans."""
     model = hf.enable(new_model(name))
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -155,8 +155,8 @@ def gradients(model: Any) -> dict[str, Any]:
     return {name: one.grad.numpy() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def text_alone(comm: Communicator) -> tuple[float, dict[str, Any]]:
-    """Loss and gradients of samples without images."""
+def text_only(comm: Communicator) -> tuple[float, dict[str, Any]]:
+    """This rank's loss and gradients for samples without images."""
     model = hf.enable(new_model("Qwen2VL"))
     (batch,) = loader(comm, model, sampler=[[1, 3, 5]])
     assert batch.media is None
@@ -165,23 +165,23 @@ def text_alone(comm: Communicator) -> tuple[float, dict[str, Any]]:
     return loss.item(), gradients(model)
 
 
-def refused(comm: Communicator) -> list[str]:
-    """Errors of inputs and models that would change the result, on every rank."""
+def refusals(comm: Communicator) -> list[str]:
+    """Errors for inputs and models that would change the result."""
     model = hf.enable(new_model("Qwen2VL"))
-    told = []
+    errors = []
 
     def fails(run: Callable[[], Any]) -> None:
         try:
             run()
         except ap.ApportionError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     (batch,) = loader(comm, model, recipe="ring")
-    rest = {name: one for name, one in batch.fields.items() if name != "mrope_position_ids"}
-    fails(lambda: hf.inputs(replace(batch, fields=rest)))
-    given = hf.inputs(batch)
+    other_fields = {name: one for name, one in batch.fields.items() if name != "mrope_position_ids"}
+    fails(lambda: hf.inputs(replace(batch, fields=other_fields)))
+    inputs = hf.inputs(batch)
     fails(lambda: model(**hf.inputs(replace(batch, media=None, feed=None))))
-    fails(lambda: model(**{**given, "input_ids": given["input_ids"].clamp(max=1)}))
+    fails(lambda: model(**{**inputs, "input_ids": inputs["input_ids"].clamp(max=1)}))
     model.model.visual.blocks[1].forward = lambda rows, **kwargs: rows
-    fails(lambda: model(**given))
-    return told
+    fails(lambda: model(**inputs))
+    return errors

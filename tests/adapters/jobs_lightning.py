@@ -1,4 +1,4 @@
-"""Pool jobs with Lightning."""
+"""Rank pool jobs with Lightning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import normalised_loss
 from tests.adapters import jobs_hf as hf_jobs
-from tests.adapters.jobs_hf import LENGTHS, made, packed
+from tests.adapters.jobs_hf import LENGTHS, new_model, packed
 
 TRAINED = LENGTHS * 3
 EVALUATED = [33, 70, 5, 48, 90]
@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", module="lightning")
 class Net(Planned, LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = hf.enable(made("llama"))
+        self.net = hf.enable(new_model("llama"))
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.shared_loss(batch, self.net(**hf.inputs(batch)).loss)
@@ -45,8 +45,8 @@ class Net(Planned, LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-class Manual(Net):
-    """Net that runs backward and steps itself."""
+class ManualNet(Net):
+    """Net with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Manual(Net):
             self.optimizers().zero_grad()
 
 
-class Deaf(Net):
+class PlanDroppingNet(Net):
     """Net that does not pass the plan to its model."""
 
     def training_step(self, batch: Any, index: int) -> Any:
@@ -69,22 +69,22 @@ class Deaf(Net):
     validation_step = training_step
 
 
-class Mean(Net):
+class LocalMeanNet(Net):
     """Net whose loss is a mean over the rank's rows."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.shared_loss(batch, cross_entropy(self.net(**hf.inputs(batch)).logits[0], batch.labels))
 
 
-class Twice(Net):
+class DoublyScaledNet(Net):
     """Net that multiplies its loss by the number of ranks twice."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.shared_loss(batch, super().training_step(batch, index))
 
 
-class Half(Net):
-    """Net with additional attention over the rank's rows, outside the planned model."""
+class ExtraAttentionNet(Net):
+    """Net with extra attention over the rank's rows, outside the planned model."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         rows = self.net.model.embed_tokens(batch.tokens)[None, None]
@@ -94,12 +94,12 @@ class Half(Net):
     validation_step = Net.training_step
 
 
-class Plain(LightningModule):
-    """The model alone, with its own attention."""
+class ReferenceNet(LightningModule):
+    """The model with its own attention, for one process."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = made("llama")
+        self.net = new_model("llama")
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss = self.net(**batch).loss
@@ -112,11 +112,11 @@ class Plain(LightningModule):
     configure_optimizers = Net.configure_optimizers
 
 
-class Noting(Callback):
-    """Records losses of steps and validations, and gradient norms; ends its process after step `dies`."""
+class Recorder(Callback):
+    """Records losses of steps and validations, and gradient norms; ends its process after `last_step`."""
 
-    def __init__(self, dies: Any = None) -> None:
-        self.dies, self.losses, self.validated, self.norms = dies, [], [], []
+    def __init__(self, last_step: Any = None) -> None:
+        self.last_step, self.losses, self.validations, self.norms = last_step, [], [], []
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])))
@@ -124,16 +124,16 @@ class Noting(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if not isinstance(batch, PlannedBatch) or batch.is_last:
             self.losses.append(float(trainer.callback_metrics["train_loss"]))
-        if trainer.global_step == self.dies:
+        if trainer.global_step == self.last_step:
             os._exit(1)
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:
-            self.validated.append(float(trainer.callback_metrics["val_loss"]))
+            self.validations.append(float(trainer.callback_metrics["val_loss"]))
 
 
 def trainer_of(
-    folder: Path, noting: Any, accumulated: Any = 2, devices: Any = 1, overfit_batches: int = 0
+    folder: Path, recorder: Any, accumulation: Any = 2, devices: Any = 1, overfit_batches: int = 0
 ) -> Any:
     saving = ModelCheckpoint(
         folder, "step-{step}", every_n_train_steps=2, save_top_k=-1, auto_insert_metric_name=False
@@ -143,12 +143,12 @@ def trainer_of(
         strategy="ddp" if devices > 1 else "auto",
         devices=devices,
         max_epochs=2,
-        accumulate_grad_batches=accumulated,
+        accumulate_grad_batches=accumulation,
         overfit_batches=overfit_batches,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[noting, saving],
+        callbacks=[recorder, saving],
     )
 
 
@@ -156,41 +156,41 @@ def fit(
     comm: Communicator,
     folder: Path,
     shuffle: Any = False,
-    resumed: Any = None,
-    dies: Any = None,
-    accumulated: Any = 2,
+    checkpoint: Any = None,
+    last_step: Any = None,
+    accumulation: Any = 2,
     kind: Any = Net,
     overfit_batches: int = 0,
 ) -> Any:
-    """(losses, validation losses, gradient norms), samples of the microbatches, or the error."""
+    """Trains; returns (losses, validation losses, gradient norms) and the samples of each microbatch, or the error."""
     os.environ.update(LOCAL_RANK=str(comm.rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     wiring.watch = wiring.Watch()
-    net, noting = kind(), Noting(dies)
+    net, recorder = kind(), Recorder(last_step)
     common = {"shuffle": shuffle, "tokens": 60}
     loader = hf_jobs.loader(net.net, comm.ranks, lengths=TRAINED, microbatches=2, **common)
-    tested = hf_jobs.loader(net.net, comm.ranks, lengths=EVALUATED, drop_last=False, **common)
-    trainer = trainer_of(folder, noting, accumulated, comm.ranks, overfit_batches)
+    evaluation = hf_jobs.loader(net.net, comm.ranks, lengths=EVALUATED, drop_last=False, **common)
+    trainer = trainer_of(folder, recorder, accumulation, comm.ranks, overfit_batches)
     try:
-        batches = PlannedBatches(loader), PlannedBatches(tested, training=False)
-        trainer.fit(net, *batches, ckpt_path=resumed)
+        batches = PlannedBatches(loader), PlannedBatches(evaluation, training=False)
+        trainer.fit(net, *batches, ckpt_path=checkpoint)
     except ApportionError as error:
         return str(error)
-    return (noting.losses, noting.validated, noting.norms), [
+    return (recorder.losses, recorder.validations, recorder.norms), [
         group for pair in loader._draw() for group in pair
     ]
 
 
 def fit_alone(comm: Communicator, folder: Path, samples: Any) -> Any:
-    """Like `fit`, on these samples; validates one sample at a time."""
-    documents, noting = hf_jobs.Documents(TRAINED), Noting()
+    """Like `fit`, but in one process on these samples; validates one sample at a time."""
+    documents, recorder = hf_jobs.Documents(TRAINED), Recorder()
     batches = [packed(documents, group, None) for group in samples]
     for pair in zip(batches[::2], batches[1::2], strict=True):
         valid = sum(int((one["labels"] >= 0).sum()) for one in pair)
         for one in pair:
             one["num_items_in_batch"] = valid
-    tested = hf_jobs.Documents(EVALUATED)
-    validated = [packed(tested, [i], length - 1) for i, length in enumerate(EVALUATED)]
-    data = (DataLoader(rows, batch_size=None, shuffle=False) for rows in (batches, validated))
-    trainer_of(folder, noting).fit(Plain(), *data)
-    losses = [sum(pair) for pair in zip(noting.losses[::2], noting.losses[1::2], strict=True)]
-    return losses, noting.validated, noting.norms
+    evaluation = hf_jobs.Documents(EVALUATED)
+    validations = [packed(evaluation, [i], length - 1) for i, length in enumerate(EVALUATED)]
+    data = (DataLoader(rows, batch_size=None, shuffle=False) for rows in (batches, validations))
+    trainer_of(folder, recorder).fit(ReferenceNet(), *data)
+    losses = [sum(pair) for pair in zip(recorder.losses[::2], recorder.losses[1::2], strict=True)]
+    return losses, recorder.validations, recorder.norms

@@ -1,4 +1,4 @@
-"""Pool jobs with Megatron-Core: a tiny GPTModel under its schedules, with plans or its own attention."""
+"""Rank pool jobs with Megatron-Core: a tiny GPTModel under its schedules, with plans or its own attention."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ from apportion.trainer.megatron import (
 from tests.adapters.documents import VOCABULARY, Documents, documents, packed
 from tests.ranks.loading import HereSource, planning_of
 
-moe_utils.te_general_gemm = None  # Megatron looks it up even without Transformer Engine
+moe_utils.te_general_gemm = None  # Megatron reads it even without Transformer Engine
 TOKENS, SEED = 128, 3
-# requires flash-linear-attention; its torch path calls only this function of it
+# Gated DeltaNet requires flash-linear-attention, but its torch path only calls this function
 gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, normalised
 MODELS = {
     "llama": {},
@@ -89,12 +89,10 @@ class Case:
     pp: int = 1
     positions: str = "rope"
     longest: int = 256  # positions
-    divided: bool = True  # whether gradients are divided by the tokens of all ranks
+    divides: bool = True  # whether gradients are divided by the tokens of all ranks
     options: dict = field(default_factory=dict)  # of the TransformerConfig
-    spec: str = (
-        "layer"  # or "block", of a spec for each layer; "own" is not planned, "recurrent" has none in a layer
-    )
-    deaf: bool = False  # whether a layer bypasses its core attention
+    spec: str = "layer"  # or "block": a spec per layer; "own": not planned; "recurrent": a layer without core attention
+    bypasses: bool = False  # whether a layer bypasses its core attention
     folder: str = ""  # for saving and resuming a run
     rows: int = 1  # ranks pad their rows to a multiple of this
     weighted: bool = False  # whether samples have loss weights
@@ -103,7 +101,7 @@ class Case:
 
 
 def config_of(case: Any) -> Any:
-    told = {
+    loader_options = {
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
@@ -127,11 +125,11 @@ def config_of(case: Any) -> Any:
         "tensor_model_parallel_size": case.tp,
         "pipeline_model_parallel_size": case.pp,
     }
-    return TransformerConfig(**{**told, **MODELS[case.model], **case.options})
+    return TransformerConfig(**{**loader_options, **MODELS[case.model], **case.options})
 
 
 def _block_spec(config: Any) -> Any:
-    """A block spec with Gated DeltaNets, which Megatron builds only for TransformerEngine."""
+    """A block spec with Gated DeltaNets, which Megatron builds only with Transformer Engine."""
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if config.experimental_attention_variant == "gated_delta_net":
         pattern = get_linear_attention_pattern(config)
@@ -151,7 +149,7 @@ SPECS = {
 
 
 def model_from(case: Any, config: Any, own: Any) -> Any:
-    """A model with the same weights on any number of ranks."""
+    """A model whose weights do not depend on the number of ranks."""
     spec = SPECS[case.spec](config)
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -166,13 +164,13 @@ def model_from(case: Any, config: Any, own: Any) -> Any:
     )
     same_weights(model, case)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
-    config.finalize_model_grads_func = finalize_model_grads if case.divided else None
+    config.finalize_model_grads_func = finalize_model_grads if case.divides else None
     return DistributedDataParallel(config, ddp, model)
 
 
 @torch.no_grad()
 def same_weights(model: Any, case: Any) -> None:
-    """Sets weights by a parameter's name in the whole model, independent of the ranks."""
+    """Sets weights by the parameter's name in the whole model, independently of the ranks."""
     at = parallel_state.get_tensor_model_parallel_rank()
     for name, one in model.named_parameters():
         if "layernorm" in name:
@@ -205,9 +203,9 @@ def own_step(data_iterator: Any, model: Any) -> Any:
 
 
 def _own_loss(labels: Any, losses: Any) -> Any:
-    seen = labels >= 0
-    total = (losses[0] * seen).sum()
-    return total, seen.sum().int(), {"lm loss": torch.stack((total.detach(), seen.sum()))}
+    labelled = labels >= 0
+    total = (losses[0] * labelled).sum()
+    return total, labelled.sum().int(), {"lm loss": torch.stack((total.detach(), labelled.sum()))}
 
 
 def own_data(case: Any) -> Any:
@@ -223,9 +221,15 @@ class WeightedDocuments(Documents):
 def planned_data(case: Any, config: Any, ranks: int) -> Any:
     cluster = Cluster(1, ranks // case.tp // case.pp)
     if case.ticks:
-        told = {"cluster": Cluster(1, ranks), "tokens_per_rank": TOKENS // cluster.ranks, "seed": SEED}
-        told |= {"source": HereSource(), "communicator": Communicator.shared()}
-        return planned_loader(documents(), config, **told, ticks=tick_table(case.pp, case.microbatches))
+        loader_options = {
+            "cluster": Cluster(1, ranks),
+            "tokens_per_rank": TOKENS // cluster.ranks,
+            "seed": SEED,
+        }
+        loader_options |= {"source": HereSource(), "communicator": Communicator.shared()}
+        return planned_loader(
+            documents(), config, **loader_options, ticks=tick_table(case.pp, case.microbatches)
+        )
     policy = Policy(find_recipe("fcp"), seed=SEED)
     job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
     dataset = WeightedDocuments() if case.weighted else documents()
@@ -233,7 +237,7 @@ def planned_data(case: Any, config: Any, ranks: int) -> Any:
 
 
 def train(comm: Communicator, own: Any, case: Any) -> Any:
-    """Losses of each step, and gradients of the last by name."""
+    """The loss of each step, and the last step's gradients by name."""
     with _parallel(case):
         config = config_of(case)
         model = model_from(case, config, own)
@@ -252,17 +256,17 @@ def _parallel(case: Any) -> Iterator[Any]:
 
 
 def _steps(case: Any, model: Any, loader: Any, saved: Any) -> Any:
-    optimizer, losses, begun = torch.optim.SGD(model.parameters(), lr=0.1), [], 0
+    optimizer, losses, first_step = torch.optim.SGD(model.parameters(), lr=0.1), [], 0
     if saved and saved.exists():
         state = torch.load(saved, weights_only=True)
         model.load_state_dict(state["model"])
         loader.load_state_dict(state["loader"])
-        begun = state["step"]
+        first_step = state["step"]
     passes = PlannedLoader.pairs if case.ping_pong else iter
     data = own_data(case) if loader is None else endless(loader, passes)
     if case.ticks and loader is not None:
         table, data = tick_table(case.pp, case.microbatches), endless(loader, PlannedLoader.iterations)
-    for _ in range(begun, case.steps):
+    for _ in range(first_step, case.steps):
         model.zero_grad_buffer()
         if case.ticks and loader is not None:
             reports = tick_step(next(data), [model], table)
@@ -281,24 +285,24 @@ def _steps(case: Any, model: Any, loader: Any, saved: Any) -> Any:
         for name, one in model.named_parameters():
             one.grad = grads[name].to(one.dtype)
         optimizer.step()
-        optimizer.zero_grad()  # else backward would accumulate
+        optimizer.zero_grad()  # otherwise backward would accumulate
     if saved:
         state = {"model": model.state_dict(), "loader": loader.state_dict(), "step": case.steps}
         torch.save(state, saved)
     return losses, {name: grad.float().numpy() for name, grad in grads.items()}
 
 
-def refused(comm: Communicator, case: Any) -> Any:
-    """The error for a config, at the first step at the latest."""
+def refusal(comm: Communicator, case: Any) -> Any:
+    """The error for a config, raised by the first step at the latest; "" if there is none."""
     with _parallel(case):
         config = config_of(case)
         try:
             model = model_from(case, config, own=False)
             if case.spec == "recurrent":
                 model.module.decoder.layers[1].self_attention = torch.nn.Identity()
-            if case.deaf:
+            if case.bypasses:
                 core = model.module.decoder.layers[1].self_attention.core_attention
-                core.forward = lambda query, *_, **given: query.flatten(2)
+                core.forward = lambda query, *_, **kwargs: query.flatten(2)
             passes = PlannedLoader.pairs if case.ping_pong else iter
             forward_step(endless(planned_data(case, config, comm.ranks), passes), model)
         except ApportionError as error:
@@ -307,7 +311,7 @@ def refused(comm: Communicator, case: Any) -> Any:
 
 
 def weighted_steps(comm: Communicator, case: Any, num_microbatches: int) -> Any:
-    """Losses of two steps of this many microbatches, or the error."""
+    """The losses of two steps of `num_microbatches` microbatches, or the error."""
     with _parallel(case):
         config = config_of(case)
         model, data = model_from(case, config, own=False), endless(planned_data(case, config, comm.ranks))
@@ -322,7 +326,7 @@ def weighted_steps(comm: Communicator, case: Any, num_microbatches: int) -> Any:
 
 
 def _mean(reports: Any) -> Any:
-    """The mean loss over tokens of this rank's replica; None for a stage without loss."""
+    """The mean loss per token over data-parallel ranks; None for a stage without loss."""
     if not reports:
         return None
     total = torch.stack([report["lm loss"] for report in reports]).sum(0)

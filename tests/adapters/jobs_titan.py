@@ -1,4 +1,4 @@
-"""Pool jobs with TorchTitan: its own trainer on a tiny model, with plans or its own attention."""
+"""Rank pool jobs with TorchTitan: its own trainer on a tiny model, with plans or its own attention."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROPE = {"dim": 8, "max_seq_len": 1024, "theta": 10000.0}
 
 
 class NoTokenizer(BaseTokenizer):
-    """Tokenizer of documents that are already tokens."""
+    """A tokenizer for documents that are already tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -62,7 +62,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 class PackedDataLoader(BaseDataLoader):
-    """Loader of the same microbatches for Titan's own attention in one process."""
+    """Loads the same microbatches for Titan's own attention in one process."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -107,7 +107,7 @@ def gptoss(backend: Any, count: int) -> Any:
         hidden_dim=32,
         num_experts=4,
         top_k=2,
-        load_balance_coeff=None,  # padding is routed too, and would be counted
+        load_balance_coeff=None,  # would count padding, which is routed, too
         attn_backend=backend,
         moe_comm_backend="standard",
         rope=CosSinRoPE.Config(**{**ROPE, "dim": 64}),
@@ -115,8 +115,8 @@ def gptoss(backend: Any, count: int) -> Any:
     small = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "dim": DIM, "attn_backend": backend}
     for number, layer in enumerate(layers):
         window = WINDOW if layer.attention.sliding_window_size else None
-        made = {"layer_id": number, "sliding_window_size": window, "rope": layer.attention.rope}
-        layer.attention = gpt_oss._make_gptoss_attn_config(**small, **made)
+        attention = {"layer_id": number, "sliding_window_size": window, "rope": layer.attention.rope}
+        layer.attention = gpt_oss._make_gptoss_attn_config(**small, **attention)
     model = gpt_oss.GptOssModel.Config(**_around(gpt_oss, layers))
     return replace(gpt_oss.model_registry("debugmodel", attn_backend=backend), model=model)
 
@@ -141,15 +141,15 @@ def deepseek(backend: Any, count: int) -> Any:
     return deepseek_v3.model_registry("debugmodel", attn_backend=backend)
 
 
-def ahead(backend: Any, count: int) -> Any:
-    """A model that predicts the token after the next too, with the layers of another."""
+def multi_token(backend: Any, count: int) -> Any:
+    """A model with multi-token prediction and Llama's layers."""
     spec = llama(backend, count)
     parts = {one.name: getattr(spec.model, one.name) for one in fields(llama3.Llama3Model.Config)}
     model = deepseek_v3.MTPDecoder.Config(**parts, mtp_layers=spec.model.layers[:1])
     return replace(spec, model=model)
 
 
-MODELS = {"llama": llama, "gpt_oss": gptoss, "deepseek": deepseek, "ahead": ahead}
+MODELS = {"llama": llama, "gpt_oss": gptoss, "deepseek": deepseek, "ahead": multi_token}
 CHECKPOINTS = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
 
 
@@ -168,15 +168,15 @@ class Case:
     spmd: str = "partial_dtensor"  # spmd_types needs a torch after 2.13
     validate: bool = False
     folder: str = ""
-    killed_at: int = -1  # ends the process after this step and its checkpoint
-    broken: str = ""  # "own": a layer's attention is not planned; "deaf": a layer bypasses it
+    last_step: int = -1  # ends the process after this step and its checkpoint
+    fault: str = ""  # "own": a layer's attention is not planned; "bypass": a layer bypasses it
     changes: dict = field(default_factory=dict)  # of fields of the config, by section
     ping_pong: bool = False
     ticks: int = 0  # chunks per stage, if all stages compute each tick's attention
 
 
 def own_config(case: Any, ranks: int) -> Any:
-    """A config of Titan's own trainer, on the packed microbatches."""
+    """A config of Titan's own trainer on packed microbatches."""
     loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
     return Trainer.Config(
         model_spec=MODELS[case.model](case.backend, case.layers),
@@ -215,14 +215,14 @@ def planned_config(case: Any, ranks: int) -> Any:
     config = own_config(case, ranks)
     cluster = Cluster(1, ranks // case.tp // case.pp)
     held_out = "documents.documents" if case.validate else None
-    told = {"tokens_per_rank": TOKENS // cluster.ranks, "microbatches": case.microbatches, "seed": SEED}
-    told |= {"ping_pong": case.ping_pong, "ticks": case.ticks}
-    return planned(config, held_out, dataset="documents.documents", source=HereSource(), **told)
+    records = {"tokens_per_rank": TOKENS // cluster.ranks, "microbatches": case.microbatches, "seed": SEED}
+    records |= {"ping_pong": case.ping_pong, "ticks": case.ticks}
+    return planned(config, held_out, dataset="documents.documents", source=HereSource(), **records)
 
 
 @torch.no_grad()
 def same_weights(parts: Any) -> None:
-    """Sets equal weights on any mesh, since Titan's random numbers on CPUs depend on the mesh."""
+    """Sets the same weights on any mesh; Titan's random numbers on CPUs depend on the mesh."""
     for name, parameter in (pair for part in parts for pair in part.named_parameters()):
         if "norm" in name:
             continue
@@ -234,46 +234,48 @@ def same_weights(parts: Any) -> None:
 
 
 def train(comm: Communicator, own: Any, case: Any) -> Any:
-    """Losses and gradient norms of each step, validation losses, and this rank's communication rounds."""
+    """Loss and gradient norm of each step, with validation losses, and this rank's number of communication rounds."""
     titan_alone.own_attention()
     os.environ["LOCAL_RANK"] = "0"
     torch.autograd.set_multithreading_enabled(False)  # as Titan does when it initialises torch.distributed
     config = (own_config if own else planned_config)(case, comm.ranks)
-    trainer, told, rounds = config.build(), [], []
-    trainer.metrics_processor.log = lambda step, loss, top, norm, extra_metrics: told.append((loss, norm))
-    trainer.metrics_processor.log_validation = lambda loss, step: told.append(("validation", loss))
-    trainer.should_continue_training = partial(_goes_on, trainer, case)
+    trainer, records, rounds = config.build(), [], []
+    trainer.metrics_processor.log = lambda step, loss, top, norm, extra_metrics: records.append((loss, norm))
+    trainer.metrics_processor.log_validation = lambda loss, step: records.append(("validation", loss))
+    trainer.should_continue_training = partial(_should_continue, trainer, case)
     same_weights(trainer.model_parts)
-    counted = Communicator.batch
-    Communicator.batch = lambda *given: (rounds.append(1), counted(*given))[1]
+    original_batch = Communicator.batch
+    Communicator.batch = lambda *arguments: (rounds.append(1), original_batch(*arguments))[1]
     try:
         trainer.train()
     finally:
-        Communicator.batch = counted
+        Communicator.batch = original_batch
         trainer.close()
-    return told, len(rounds)
+    return records, len(rounds)
 
 
-def _goes_on(trainer: Any, case: Any) -> Any:
-    if trainer.step == case.killed_at:
-        torch.distributed.barrier()  # after all have saved
+def _should_continue(trainer: Any, case: Any) -> Any:
+    if trainer.step == case.last_step:
+        torch.distributed.barrier()  # until all have saved
         os.kill(os.getpid(), signal.SIGKILL)
     return trainer.step < case.steps
 
 
-def refused(comm: Communicator, case: Any) -> Any:
-    """The error for a config."""
+def refusal(comm: Communicator, case: Any) -> Any:
+    """The error for a config; "" if there is none."""
     os.environ["LOCAL_RANK"] = "0"
     config = planned_config(case, comm.ranks)
     for section, changes in case.changes.items():
         setattr(config, section, replace(getattr(config, section), **changes))
-    if case.broken == "own":
+    if case.fault == "own":
         config.model_spec.model.layers[1].attention.inner_attention = ScaledDotProductAttention.Config()
     try:
         trainer = config.build()
-        if case.broken == "deaf":
+        if case.fault == "bypass":
             titan_alone.own_attention()
-            trainer.model_parts[0].layers["1"].attention.inner_attention.forward = lambda q, *_, **given: q
+            trainer.model_parts[0].layers["1"].attention.inner_attention.forward = lambda q, *_, **arguments: (
+                q
+            )
             trainer.train()
         trainer.close()
     except ApportionError as error:

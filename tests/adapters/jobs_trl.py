@@ -1,4 +1,4 @@
-"""Pool jobs with trl's trainers."""
+"""Rank pool jobs with trl's trainers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import hf
 from apportion.trainer.hf_trainer import PlannedTrainer
-from tests.adapters.jobs_hf import VOCABULARY, made
-from tests.adapters.jobs_hf_trainer import Noted, join
+from tests.adapters.jobs_hf import VOCABULARY, new_model
+from tests.adapters.jobs_hf_trainer import SampleRecorder, set_rank_environment
 from tests.ranks.loading import planning_of
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "user", "assistant"]
@@ -44,11 +44,11 @@ class PlannedSFT(PlannedTrainer, SFTTrainer):
 
 
 class PlannedDPO(PlannedTrainer, DPOTrainer):
-    """A refused trainer: its loss is not a sum over tokens."""
+    """A trainer that is refused: its loss is not a sum over tokens."""
 
 
 class Batches(SFTTrainer):
-    """trl's own Trainer with these samples of its prepared dataset as batches."""
+    """trl's own trainer, with `groups` of samples of its prepared dataset as batches."""
 
     groups: Any = ()
 
@@ -61,29 +61,29 @@ class Batches(SFTTrainer):
 def tokenizer() -> Any:
     """Tokenizer with one token per word."""
     words = [*SPECIAL, *(f"w{i}" for i in range(VOCABULARY - len(SPECIAL)))]
-    made = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = WhitespaceSplit()
+    word_level = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    word_level.pre_tokenizer = WhitespaceSplit()
     names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    found = PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    found = PreTrainedTokenizerFast(tokenizer_object=word_level, **names)
     found.chat_template = TEMPLATE
     return found
 
 
 def words(seed: int, count: int) -> str:
-    drawn = np.random.default_rng(seed).integers(0, VOCABULARY - len(SPECIAL), count)
-    return " ".join(f"w{i}" for i in drawn)
+    numbers = np.random.default_rng(seed).integers(0, VOCABULARY - len(SPECIAL), count)
+    return " ".join(f"w{i}" for i in numbers)
 
 
 def dataset(form: str, first: int = 0, count: int = 24) -> Any:
-    """Samples of a form that trl supports, of 8 to 60 words."""
+    """Samples of 8 to 60 words in a format that trl supports."""
     rows = list[Any]()
     for i in range(first, first + count):
-        asked, answered = words(2 * i, 4 + 7 * i % 30), words(2 * i + 1, 4 + 11 * i % 30)
-        user, assistant = ({"role": r, "content": t} for r, t in (("user", asked), ("assistant", answered)))
+        prompt, answered = words(2 * i, 4 + 7 * i % 30), words(2 * i + 1, 4 + 11 * i % 30)
+        user, assistant = ({"role": r, "content": t} for r, t in (("user", prompt), ("assistant", answered)))
         rows.append(
             {
-                "text": {"text": f"{asked} {answered}"},
-                "prompt": {"prompt": f"{asked} ", "completion": answered},
+                "text": {"text": f"{prompt} {answered}"},
+                "prompt": {"prompt": f"{prompt} ", "completion": answered},
                 "chat": {"messages": [user, assistant, user, assistant]},
             }[form]
         )
@@ -116,9 +116,9 @@ def planned(comm: Communicator, model: Any, tokens: int = 150, microbatches: int
 
 
 def sft(comm: Communicator, folder: Path, form: str, options: Any) -> Any:
-    """trl's logs of a planned run, and the samples of each microbatch."""
-    join(comm)
-    model = hf.enable(made("llama"))
+    """trl's logs of a planned run, and its samples per microbatch."""
+    set_rank_environment(comm)
+    model = hf.enable(new_model("llama"))
     trainer = PlannedSFT(
         model=model,
         args=config(folder, **options),
@@ -126,15 +126,15 @@ def sft(comm: Communicator, folder: Path, form: str, options: Any) -> Any:
         processing_class=tokenizer(),
         planned=planned(comm, model),
     )
-    noted = Noted(trainer._loader(trainer.train_dataset, is_training=True))
+    recorder = SampleRecorder(trainer._loader(trainer.train_dataset, is_training=True))
     trainer.train()
-    return logged(trainer), noted.samples
+    return logged(trainer), recorder.samples
 
 
 def sft_alone(comm: Communicator, folder: Path, form: str, options: Any, samples: Any) -> Any:
-    """trl's logs of its own run on these samples."""
+    """trl's logs of a run with its own attention on these samples."""
     trainer = Batches(
-        model=made("llama"),
+        model=new_model("llama"),
         args=config(folder, **options),
         train_dataset=dataset(form),
         processing_class=tokenizer(),
@@ -151,9 +151,9 @@ def logged(trainer: Any) -> Any:
 
 
 def evaluation(comm: Communicator, folder: Path) -> Any:
-    """Mean evaluation losses over tokens: of a planned run, and of trl on one sample at a time."""
-    join(comm)
-    model = hf.enable(made("llama"))
+    """Mean evaluation losses over tokens: two of a planned run, and one computed sample by sample."""
+    set_rank_environment(comm)
+    model = hf.enable(new_model("llama"))
     trainer = PlannedSFT(
         model=model,
         args=config(folder),
@@ -163,7 +163,7 @@ def evaluation(comm: Communicator, folder: Path) -> Any:
         planned=planned(comm, model, microbatches=2) | {"drop_last": False},
     )
     found = [trainer.evaluate()["eval_loss"] for _ in range(2)]
-    rows, own = trainer.eval_dataset, made("llama").eval()
+    rows, own = trainer.eval_dataset, new_model("llama").eval()
     with torch.no_grad():
         losses = [own(**one_sample(row), num_items_in_batch=1).loss.double() for row in rows]
     valid = sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
@@ -174,16 +174,16 @@ def one_sample(row: Any) -> Any:
     return {name: torch.tensor([row[name]]) for name in ("input_ids", "labels")}
 
 
-def refused(comm: Communicator, folder: Path, which: str) -> Any:
-    """The error on constructing a mixed Trainer."""
-    join(comm)
-    model = hf.enable(made("llama"))
+def refusal(comm: Communicator, folder: Path, which: str) -> Any:
+    """The error of a planned trainer with an unsupported loss, collator or dataset."""
+    set_rank_environment(comm)
+    model = hf.enable(new_model("llama"))
     common = {"model": model, "processing_class": tokenizer()}
     try:
         if which == "dpo":
             args = config(folder, DPOConfig)
             PlannedDPO(args=args, train_dataset=dataset("prompt"), planned={}, **common)
-        elif which == "collator":  # removes the labels of all messages except the last
+        elif which == "collator":  # removes labels of all messages except the last
             common |= {"planned": planned(comm, model), "data_collator": DataCollatorForChatML(tokenizer())}
             PlannedSFT(args=config(folder), train_dataset=dataset("chat"), **common).get_train_dataloader()
         else:
@@ -213,7 +213,7 @@ def dpo_alone(comm: Communicator, folder: Path) -> Any:
     """Loss and gradients of trl's DPOTrainer on all pairs in one batch, and the token ids of its samples."""
     args = config(folder, DPOConfig, beta=0.3)
     common = {"train_dataset": pairs(), "processing_class": tokenizer()}
-    trainer = DPOTrainer(model=made("llama"), ref_model=reference(), args=args, **common)
+    trainer = DPOTrainer(model=new_model("llama"), ref_model=reference(), args=args, **common)
     rows = list(trainer.train_dataset)
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
     loss.backward()
@@ -222,7 +222,7 @@ def dpo_alone(comm: Communicator, folder: Path) -> Any:
 
 
 def reference() -> Any:
-    model = made("llama").eval()
+    model = new_model("llama").eval()
     with torch.no_grad():
         for value in model.parameters():
             value.mul_(0.7)
@@ -234,20 +234,20 @@ def gradients(model: Any) -> Any:
 
 
 def dpo(comm: Communicator, samples: Any) -> Any:
-    """The step of docs/how-to/transformers.md: loss and gradients over ranks."""
-    model, frozen = hf.enable(made("llama")), hf.enable(reference())
+    """The step of docs/how-to/transformers.md; returns the loss and the gradients summed over ranks."""
+    model, frozen = hf.enable(new_model("llama")), hf.enable(reference())
     forest = ap.trees.fold(
-        [[*asked, *answer] for asked, answer in samples], groups=[i // 2 for i in range(12)]
+        [[*prompt, *answer] for prompt, answer in samples], groups=[i // 2 for i in range(12)]
     )
-    learnt = [torch.arange(len(asked) + len(answer)) >= len(asked) for asked, answer in samples]
+    is_learnt = [torch.arange(len(prompt) + len(answer)) >= len(prompt) for prompt, answer in samples]
     options = planned(comm, model, tokens=80, microbatches=8) | {"drop_last": False}
     total = torch.zeros(())
     for b in hf.loader(forest, model, **options):
-        found = ap.trees.unfold(forest, b, learnt)
+        found = ap.trees.unfold(forest, b, is_learnt)
         log_probs = found.sums(found.log_probs(model(**hf.inputs(b)).logits))
         with torch.no_grad():
-            kept = found.sums(found.log_probs(frozen(**hf.inputs(b)).logits))
-        chosen, rejected = found.pairs(log_probs - kept)
+            reference_log_probs = found.sums(found.log_probs(frozen(**hf.inputs(b)).logits))
+        chosen, rejected = found.pairs(log_probs - reference_log_probs)
         loss = -logsigmoid(0.3 * (chosen - rejected)).sum() / 6
         found.share(loss).backward()
         total += loss.detach()

@@ -1,4 +1,4 @@
-"""NeMo Automodel's sharder, by its own class and dispatch; installed without the dependencies of its models."""
+"""NeMo Automodel's sharder with plans, through its own class and dispatch; installed without dependencies of models."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ with warnings.catch_warnings():
     pytest.importorskip("nemo_automodel.components.distributed.context_parallel", exc_type=ImportError)
     from apportion.trainer.automodel import planned
     from tests.adapters import jobs_automodel
-    from tests.adapters.jobs_hf import made
+    from tests.adapters.jobs_hf import new_model
 
 
 def test_sharder_operations_match_the_plan(pool: Any) -> None:
-    found = pool.run(jobs_automodel.verbs, 4)
-    fullest = max(one["rows"][0] for one in found)
-    for one in found:
+    results = pool.run(jobs_automodel.sharder_operations, 4)
+    fullest = max(one["rows"][0] for one in results)
+    for one in results:
         assert one["full"]
         assert one["shard"]
         assert one["gradients"]
@@ -40,17 +40,17 @@ def test_sharder_operations_match_the_plan(pool: Any) -> None:
         ]
         assert one["rows"][1] == fullest
         assert one["padding"] == [[-1.0, -1.0]] * (fullest - one["rows"][0])
-    assert {one["rows"][0] for one in found} != {fullest}
+    assert {one["rows"][0] for one in results} != {fullest}
 
 
-def test_a_step_has_the_loss_of_one_process(pool: Any) -> None:
-    for error, loss in pool.run(jobs_automodel.trained, 4, 4, True):
+def test_a_planned_step_has_the_loss_of_one_process(pool: Any) -> None:
+    for error, loss in pool.run(jobs_automodel.train_step, 4, 4, True):
         assert not error
         assert loss == pytest.approx(jobs_automodel.plain((61, 40, 9)), rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("cp", "whole", "says"),
+    ("cp", "whole", "message"),
     [
         (
             1,
@@ -61,12 +61,12 @@ def test_a_step_has_the_loss_of_one_process(pool: Any) -> None:
     ],
 )
 def test_steps_without_a_plan_and_with_a_ranks_labels_are_refused(
-    pool: Any, cp: int, whole: bool, says: str
+    pool: Any, cp: int, whole: bool, message: str
 ) -> None:
-    for error, _ in pool.run(jobs_automodel.trained, 4, cp, whole):
-        assert re.search(says, error), error
+    for error, _ in pool.run(jobs_automodel.train_step, 4, cp, whole):
+        assert re.search(message, error), error
 
 
 def test_a_model_that_is_not_enabled_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*not enabled.*hf\.enable"):
-        planned(made("llama"))
+        planned(new_model("llama"))

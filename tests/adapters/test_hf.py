@@ -1,4 +1,4 @@
-"""Hugging Face models on planned batches, against their own attention in one process."""
+"""Hugging Face models on planned batches match their own attention in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apportion.trainer import hf
 from tests.adapters import jobs_hf as jobs
 from tests.ranks.loading import planning_of
 
-LOSS, GRADIENT = 5e-7, 2e-6  # a rounding of the loss; of the largest gradient
+LOSS, GRADIENT = 5e-7, 2e-6  # tolerances: absolute; relative to the largest gradient
 SEVERAL = (
     ("tokens", 60),
     ("microbatches", 2),
@@ -34,7 +34,7 @@ def assert_agreement(pool: Any, ranks: int, *args: Any) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "name", sorted(jobs.MODELS.keys() - {"phimoe"})
-)  # draws its experts at random in training
+)  # chooses experts at random in training
 def test_losses_and_gradients_equal_one_process(pool: Any, name: str, ranks: int) -> None:
     assert_agreement(pool, ranks, name)
 
@@ -53,7 +53,7 @@ def test_latent_rows_are_expanded_for_some_heads(pool: Any, recipe: str) -> None
 
 
 def test_a_copy_expands_latent_rows_with_its_own_weights() -> None:
-    model = hf.enable(jobs.made("deepseek_v3"))
+    model = hf.enable(jobs.new_model("deepseek_v3"))
     other = deepcopy(model)
     batch = next(iter(jobs.loader(model, 1)))
     losses = [model(**hf.inputs(batch)).loss]
@@ -70,7 +70,7 @@ def test_tied_weights(pool: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
 def test_bfloat16_by_autocast(pool: Any, name: str) -> None:
-    # rounding may send a token to another expert
+    # with experts, rounding may route a token differently
     changes = {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}
     options = (("dtype", "bf16"),)
     for loss, gradient, _ in pool.run(jobs.agreement, 4, name, "ddp", True, True, options, changes):
@@ -82,7 +82,7 @@ def test_bfloat16_by_autocast(pool: Any, name: str) -> None:
 
 
 def test_an_enabled_model_without_a_plan_is_unchanged() -> None:
-    plain, enabled = jobs.made("gemma3"), hf.enable(jobs.made("gemma3"))
+    plain, enabled = jobs.new_model("gemma3"), hf.enable(jobs.new_model("gemma3"))
     ids = torch.arange(24).view(2, 12) % jobs.VOCABULARY
     mask = torch.ones_like(ids)
     mask[0, :5] = 0  # left padding
@@ -90,19 +90,19 @@ def test_an_enabled_model_without_a_plan_is_unchanged() -> None:
     for _ in range(2):  # before a planned forward, and after it
         for model in (plain, enabled):
             model.eval()
-        said = [
+        generated = [
             m.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for m in (plain, enabled)
         ]
-        assert torch.equal(*said)
-        seen = [m(input_ids=ids, attention_mask=mask).logits for m in (plain, enabled)]
-        assert torch.equal(*seen)
+        assert torch.equal(*generated)
+        outputs = [m(input_ids=ids, attention_mask=mask).logits for m in (plain, enabled)]
+        assert torch.equal(*outputs)
         enabled.train()
         assert enabled(**hf.inputs(batch)).loss.isfinite()
 
 
 @pytest.mark.parametrize("name", ["mistral", "phimoe"])
 def test_a_window_layer_on_a_causal_plan_is_refused_by_layer_and_kind(name: str) -> None:
-    model = hf.enable(jobs.made(name))
+    model = hf.enable(jobs.new_model(name))
     batch = next(iter(jobs.loader(model, 1, masks=ap.masks.causal())))
     with pytest.raises(
         ConfigError, match=r"window = 24.*kind 'default' in layer 0: causal.*sliding_window\(24\)"
@@ -111,14 +111,14 @@ def test_a_window_layer_on_a_causal_plan_is_refused_by_layer_and_kind(name: str)
 
 
 def test_a_full_layer_on_a_windowed_plan_is_refused() -> None:
-    model = hf.enable(jobs.made("llama"))
+    model = hf.enable(jobs.new_model("llama"))
     batch = next(iter(jobs.loader(model, 1, masks=ap.masks.sliding_window(24))))
     with pytest.raises(ConfigError, match=r"window = -1.*layer 0: sliding window of 24"):
         model(**hf.inputs(batch))
 
 
 def test_layers_that_look_ahead_are_refused_on_a_causal_plan() -> None:
-    model = hf.enable(jobs.made("llama"))
+    model = hf.enable(jobs.new_model("llama"))
     batch = next(iter(jobs.loader(model, 1)))
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
@@ -127,7 +127,7 @@ def test_layers_that_look_ahead_are_refused_on_a_causal_plan() -> None:
 
 
 def test_a_bidirectional_model_is_refused() -> None:
-    model = hf.enable(jobs.made("llama"))
+    model = hf.enable(jobs.new_model("llama"))
     model.config.is_causal = False
     with pytest.raises(ConfigError, match=r"is_causal = False.*give masks= to the loader"):
         jobs.loader(model, 1)
@@ -137,11 +137,11 @@ def test_a_bidirectional_model_is_refused() -> None:
 
 
 def test_dropout_and_a_dtype_that_differs_from_the_plan_are_refused() -> None:
-    model = hf.enable(jobs.made("llama", attention_dropout=0.1))
+    model = hf.enable(jobs.new_model("llama", attention_dropout=0.1))
     batch = next(iter(jobs.loader(model, 1)))
     with pytest.raises(ConfigError, match="dropout is not supported"):
         model(**hf.inputs(batch))
-    model = hf.enable(jobs.made("llama"))
+    model = hf.enable(jobs.new_model("llama"))
     batch = next(iter(jobs.loader(model, 1, dtype="bf16")))
     with pytest.raises(ExecutionError, match=r"q has dtype torch.float32, the plan torch.bfloat16"):
         model(**hf.inputs(batch))
@@ -152,21 +152,21 @@ def test_loss_weights_are_refused_if_the_loss_ignores_them() -> None:
         def __getitem__(self, index: int) -> Any:
             return {"input_ids": super().__getitem__(index), "loss_weights": np.ones(self.lengths[index])}
 
-    model = hf.enable(jobs.made("llama"))
+    model = hf.enable(jobs.new_model("llama"))
     batch = next(iter(hf.loader(Weighted(), model, **planning_of(jobs.loader(model, 1).job))))
     with pytest.raises(ConfigError, match=r"loss_weights.*the model's own loss has no weights"):
         hf.inputs(batch)
 
 
 def test_a_compiled_model_is_one_graph_for_all_plans() -> None:
-    model = hf.enable(jobs.made("llama"))
+    model = hf.enable(jobs.new_model("llama"))
     batches = list(jobs.loader(model, 1, tokens=140))
     with torch.no_grad():
-        wanted = [model(**hf.inputs(batch)).logits for batch in batches]
+        expected = [model(**hf.inputs(batch)).logits for batch in batches]
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="aot_eager", dynamic=True)
         torch._dynamo.utils.counters.clear()
-        for batch, logits in zip(batches, wanted, strict=True):
+        for batch, logits in zip(batches, expected, strict=True):
             torch.testing.assert_close(compiled(**hf.inputs(batch)).logits, logits, rtol=1e-5, atol=1e-6)
     assert len(batches) > 2
     assert torch._dynamo.utils.counters["graph_break"] == {}
@@ -175,23 +175,23 @@ def test_a_compiled_model_is_one_graph_for_all_plans() -> None:
 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata calls it
 def test_torchdata_stateful_loader_resumes_where_it_stopped() -> None:
-    """As torchdata does: a state saved within a pass is loaded into a new loader before iterating."""
-    model = hf.enable(jobs.made("llama"))
+    """Like torchdata, loads a state saved during a pass into a new loader before iterating."""
+    model = hf.enable(jobs.new_model("llama"))
     whole = [batch.tokens.tolist() for batch in jobs.loader(model, 1, tokens=140)]
     first = StatefulDataLoader(_Passes(jobs.loader(model, 1, tokens=140)), batch_size=None)
-    taken = []
+    consumed = []
     for tokens in first:
-        taken.append(tokens)
-        if len(taken) == 2:
+        consumed.append(tokens)
+        if len(consumed) == 2:
             state = first.state_dict()
             break
     second = StatefulDataLoader(_Passes(jobs.loader(model, 1, tokens=140)), batch_size=None)
     second.load_state_dict(state)
-    assert taken + list(second) == whole
+    assert consumed + list(second) == whole
 
 
 class _Passes(IterableDataset):
-    """A loader as a stateful dataset."""
+    """Wraps a loader as a stateful dataset."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -207,10 +207,10 @@ class _Passes(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
-    [("", None), ("own", "loss is not one that is checked"), ("beside", "has a term other than")],
+    ("loss_kind", "message"),
+    [("", None), ("own", "loss is not one that is checked"), ("added", "has a term other than")],
 )
-def test_custom_losses_cause_a_warning(pool: Any, what: str, says: str | None) -> None:
-    for found in pool.run(jobs.warned, 2, what):
-        assert len(found) == (says is not None)
-        assert says is None or says in found[0]
+def test_custom_losses_cause_a_warning(pool: Any, loss_kind: str, message: str | None) -> None:
+    for found in pool.run(jobs.loss_warnings, 2, loss_kind):
+        assert len(found) == (message is not None)
+        assert message is None or message in found[0]

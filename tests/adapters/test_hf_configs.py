@@ -1,8 +1,8 @@
-"""Configs of all causal language models of transformers, read as data, against the models built from them.
+"""Compares the configs of all causal language models of transformers, read as data, with models built from them.
 
-Each is tried as transformers saves it, with the defaults of its class, and bare: model type and sizes alone. A model is
-made on the meta device and run once; what its attention is called with is what `model_of` and `masks_of` must say, or
-the config is refused by the name of a field.
+Each config is tried as transformers saves it, with the defaults of its class, and bare, with only model type and sizes.
+A model is built on the meta device and run once: `model_of` and `masks_of` must match the arguments of its attention
+calls, or refuse the config and name a field.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-#: Arguments that classes need in addition to their defaults before a model can be built and run.
+#: Arguments that classes need besides their defaults before a model can be built and run.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 1408},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
@@ -48,10 +48,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},
 }
-#: Classes that fail with their own defaults, because of bugs of their own.
+#: Classes whose defaults fail because of bugs in transformers.
 BROKEN = {"cohere_compass_text", "dbrx"}
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-OLD = ("falcon", "git", "gpt_neo", "gptj")  # with tables of their own in place of attention functions
+OLD = ("falcon", "git", "gpt_neo", "gptj")  # have their own tables in place of attention functions
 FAR = 1 << 16
 
 Seen = Counter[tuple[Mask, int, int, int, int]]  # mask, query heads, KV heads, head dims -> layers
@@ -77,7 +77,7 @@ def calls() -> Iterator[list[tuple[Any, ...]]]:
     ALL_ATTENTION_FUNCTIONS.register("seen", attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register("seen", mask)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # grouped products of experts take no other
+    torch.set_default_dtype(torch.bfloat16)  # grouped products of experts take only this
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masking_utils, "find_packed_sequence_indices", lambda *args, **kwargs: None)
         yield found
@@ -85,7 +85,8 @@ def calls() -> Iterator[list[tuple[Any, ...]]]:
 
 
 def mask_of_function(function: Any, size: int | None) -> Mask:
-    """The mask that a function of positions describes; a chunked one needs values, which meta tensors lack."""
+    """The mask that a function of positions describes; one that needs tensor values, which meta tensors lack, is taken
+    for chunked."""
 
     def is_visible(query: int, key: int) -> bool:
         return bool(function(0, 0, torch.tensor(query), torch.tensor(key)))
@@ -101,26 +102,26 @@ def mask_of_function(function: Any, size: int | None) -> Mask:
         return Chunked(size)
 
 
-def made(config: Any, name: str) -> Any:
+def build(config: Any, name: str) -> Any:
     config._attn_implementation = own = "eager" if config.model_type in OLD else "seen"
     with torch.device("meta"), transformers.initialization.no_init_weights():
         return getattr(transformers, name)._from_config(config, attn_implementation=own).eval()
 
 
-def seen(config: Any, name: str, calls: list[tuple[Any, ...]]) -> Seen | int:
+def attention_calls(config: Any, name: str, calls: list[tuple[Any, ...]]) -> Seen | int:
     """The attention calls of the model's layers, or the number of layers if it calls no attention functions."""
-    model = made(config, name)
+    model = build(config, name)
     calls.clear()
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
-    except (NotImplementedError, RuntimeError, ValueError):  # needs values, which meta tensors lack
+    except (NotImplementedError, RuntimeError, ValueError):  # needs tensor values
         calls.clear()
     return Counter(calls) if calls else sum(map(is_attention, model.modules()))
 
 
 def is_attention(module: Any) -> bool:
-    """True for attention itself, not for a wrapper."""
+    """Whether a module is attention itself, not a wrapper of it."""
     inner = [child for child in module.children() if "Attention" in type(child).__name__]
     return "Attention" in type(module).__name__ and not inner
 
@@ -135,23 +136,23 @@ def layers_read(model: Model, data: dict[str, Any]) -> Seen:
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
-    """The sizes that a class has fields for, by its own field names."""
-    held = config.to_dict()
+    """`SIZES` under the config class's own field names, without those that it lacks."""
+    fields = config.to_dict()
     pairs = (
-        (field, next((n for n in (field, *table("aliases").get(field, ())) if n in held), None))
+        (field, next((n for n in (field, *table("aliases").get(field, ())) if n in fields), None))
         for field in SIZES
     )
     return {name: SIZES[field] for field, name in pairs if name is not None}
 
 
-def config_and_file_of(kind: str, how: str) -> tuple[Any, dict[str, Any]]:
-    """The config of a type's class, or None if the class refuses the sizes; and its file."""
+def config_and_file_of(kind: str, form: str) -> tuple[Any, dict[str, Any]]:
+    """The config of a model type, None if its class refuses the sizes; and the config as data."""
     try:
         own = CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))
     except StrictDataclassClassValidationError:
         return None, {"model_type": kind, **SIZES}
     text = own.get_text_config(decoder=True)
-    if how == "saved":
+    if form == "saved":
         return text, json.loads(json.dumps(own.to_dict(), default=str))
     sizes = sizes_of(text)
     with suppress(StrictDataclassClassValidationError, TypeError):
@@ -159,9 +160,9 @@ def config_and_file_of(kind: str, how: str) -> tuple[Any, dict[str, Any]]:
     return None, {"model_type": text.model_type, **sizes}
 
 
-def check_config(kind: str, how: str, calls: list[tuple[Any, ...]]) -> str:
-    """`right`, or the field by which the config is refused. Fails if the model behaves differently."""
-    config, data = config_and_file_of(kind, how)
+def check_config(kind: str, form: str, calls: list[tuple[Any, ...]]) -> str:
+    """Returns `right`, or the field for which the config is refused. Fails if the model behaves differently."""
+    config, data = config_and_file_of(kind, form)
     try:
         tied = head_fields(data, {"vocab"})["tied"]
         read = layers_read(model_of(data), data)
@@ -170,27 +171,27 @@ def check_config(kind: str, how: str, calls: list[tuple[Any, ...]]) -> str:
     if kind in BROKEN:
         return "no model"
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
-    found = seen(config, name if isinstance(name, str) else name[0], calls)
+    found = attention_calls(config, name if isinstance(name, str) else name[0], calls)
     assert found == (read.total() if isinstance(found, int) else read)
     assert tied == config.tie_word_embeddings
     return "right"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["saved", "bare"])
+@pytest.mark.parametrize("form", ["saved", "bare"])
 def test_every_causal_config_is_read_correctly_or_refused_by_field(
-    how: str, calls: list[tuple[Any, ...]]
+    form: str, calls: list[tuple[Any, ...]]
 ) -> None:
-    """Prints the check_config of each: `pytest -s`."""
-    table, wrong = {}, {}
+    """With `pytest -s`, prints the result of `check_config` for each model type."""
+    table, failures = {}, {}
     for kind in TYPES:
         try:
-            table[kind] = check_config(kind, how, calls)
+            table[kind] = check_config(kind, form, calls)
         except Exception as error:
-            wrong[kind] = f"{type(error).__name__}: {str(error)[:700]}"
-        gc.collect()  # models contain reference cycles, and together occupy gigabytes
+            failures[kind] = f"{type(error).__name__}: {str(error)[:700]}"
+        gc.collect()  # models contain reference cycles; together they occupy gigabytes
     for result, count in Counter(table.values()).most_common():
         print(
-            f"{how} {count:4} {result}: {' '.join(kind for kind, found in table.items() if found == result)}"
+            f"{form} {count:4} {result}: {' '.join(kind for kind, found in table.items() if found == result)}"
         )
-    assert not wrong, "\n".join(f"{kind}: {error}" for kind, error in wrong.items())
+    assert not failures, "\n".join(f"{kind}: {error}" for kind, error in failures.items())

@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md: which models of transformers the guard of `hf.enable` accepts."""
+"""The table of docs/compatibility.md matches the guard of `hf.enable`, which accepts or refuses models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apportion.trainer import hf
 
 PAGE = Path(__file__).parents[2] / "docs/compatibility.md"
 WIDTHS = ("hidden_size", "n_embd", "word_embed_proj_dim")
-#: a small value for each field that a config has
+#: small values of config fields, used if a config has the field
 SMALL = {
     **dict.fromkeys(WIDTHS, 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim"), 96),
@@ -38,7 +38,7 @@ SMALL = {
     "pad_token_id": 0,
     "eos_token_id": 2,
 }
-#: one of each family whose layers differ; the whole table takes minutes
+#: one model per family of layers; the whole table takes minutes
 TRIED = [
     "bamba",
     "bart",
@@ -81,7 +81,7 @@ def table() -> dict[str, str]:
 
 
 def tiny(kind: str) -> Any:
-    """A model of two layers, of different types if the architecture has several."""
+    """A model of two layers, of different types if its architecture has several."""
     form = transformers.CONFIG_MAPPING[kind]
     text = form().get_text_config()
     small = {name: value for name, value in SMALL.items() if hasattr(text, name)}

@@ -18,28 +18,28 @@ LOSS = 5e-7
 
 def test_losses_equal_trainer_in_one_process(pool: Any, alone: Any, tmp_path: Path) -> None:
     (logged, samples), *others = pool.run(jobs.train, 4, tmp_path / "planned")
-    (wanted,) = alone.run(jobs.train_alone, 1, tmp_path / "alone", samples[: len(samples) // 2])
-    np.testing.assert_allclose(logged["loss"], wanted["loss"], rtol=0, atol=LOSS)
-    np.testing.assert_allclose(logged["grad_norm"], wanted["grad_norm"], rtol=1e-5)
-    assert logged["epoch"] == wanted["epoch"]
+    (expected,) = alone.run(jobs.train_alone, 1, tmp_path / "alone", samples[: len(samples) // 2])
+    np.testing.assert_allclose(logged["loss"], expected["loss"], rtol=0, atol=LOSS)
+    np.testing.assert_allclose(logged["grad_norm"], expected["grad_norm"], rtol=1e-5)
+    assert logged["epoch"] == expected["epoch"]
     assert all(other[0]["loss"] == logged["loss"] for other in others)
 
 
 def test_mixed_precision(pool: Any, alone: Any, tmp_path: Path) -> None:
-    """accelerate converts the logits to float32 after the loss."""
+    """accelerate converts the logits to float32 only after the loss."""
     options = {"bf16": True}
     (logged, samples), *_ = pool.run(jobs.train, 4, tmp_path / "planned", options)
-    (wanted,) = alone.run(jobs.train_alone, 1, tmp_path / "alone", samples[: len(samples) // 2], options)
-    np.testing.assert_allclose(logged["loss"], wanted["loss"], rtol=0, atol=2e-3)
-    np.testing.assert_allclose(logged["grad_norm"], wanted["grad_norm"], rtol=2e-2)
+    (expected,) = alone.run(jobs.train_alone, 1, tmp_path / "alone", samples[: len(samples) // 2], options)
+    np.testing.assert_allclose(logged["loss"], expected["loss"], rtol=0, atol=2e-3)
+    np.testing.assert_allclose(logged["grad_norm"], expected["grad_norm"], rtol=2e-2)
 
 
 def test_evaluation_is_the_mean_over_tokens(pool: Any, alone: Any, tmp_path: Path) -> None:
     ((first, again), count), *_ = pool.run(jobs.evaluate, 4, tmp_path)
-    (wanted,) = alone.run(jobs.mean_alone, 1)
+    (expected,) = alone.run(jobs.mean_alone, 1)
     assert count > 1  # batches of different numbers of tokens
     assert first == again
-    assert abs(first - wanted) <= LOSS
+    assert abs(first - expected) <= LOSS
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])  # the second is saved under other names
@@ -63,14 +63,14 @@ def test_options_that_change_the_loss_are_refused(pool: Any, tmp_path: Path) -> 
         ({"compute_metrics": True}, "compute_metrics.*plan's order"),
         ({"predict": True}, "test_dataset.*plan's order"),
         ({"compute_loss_func": True}, "compute_loss_func.*shifted labels"),
-        ({"kind": jobs.Drawing}, "_get_train_sampler.*sampler="),
+        ({"kind": jobs.OwnSampler}, "_get_train_sampler.*sampler="),
         ({"data_collator": True}, "data_collator.*not collated.*labels into the samples"),
     ):
-        (why,) = pool.run(jobs.refusing, 1, tmp_path, options)
-        assert re.search(words, why)
+        (error,) = pool.run(jobs.refusal, 1, tmp_path, options)
+        assert re.search(words, error)
 
 
 @pytest.mark.parametrize("column", ["loss_mask", "completion_mask", "loss_weights"])
 def test_columns_that_trainer_would_drop_are_refused(pool: Any, tmp_path: Path, column: str) -> None:
-    (why,) = pool.run(jobs.with_column, 1, tmp_path, column)
-    assert re.search(f"{column}.*ignores", why)
+    (error,) = pool.run(jobs.with_column, 1, tmp_path, column)
+    assert re.search(f"{column}.*ignores", error)

@@ -1,4 +1,4 @@
-"""Vision-language models of transformers: loss and gradients of ranks are those of one process."""
+"""Vision-language models of transformers: loss and gradients summed over ranks match one process."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from tests.adapters import jobs_hf_vision
 @pytest.mark.parametrize("name", jobs_hf_vision.VISION)
 @pytest.mark.parametrize(("ranks", "checkpointing"), [(2, True), (4, False)])
 def test_loss_and_gradients_equal_one_process(pool: Pool, name: str, ranks: int, checkpointing: bool) -> None:
-    found = pool.run(jobs_hf_vision.planned, ranks, name, checkpointing)
-    loss, gradients = jobs_hf_vision.alone(name)
-    assert found is not None
-    assert sum(own for own, _ in found) == pytest.approx(loss, abs=1e-6)  # transformers' loss is float32
-    assert found[0][1].keys() == gradients.keys()
-    for parameter, wanted in gradients.items():
-        assert abs(wanted).max() > 1e-5
-        summed = sum(own[parameter] for _, own in found)
-        np.testing.assert_allclose(summed, wanted, rtol=0, atol=1e-12, err_msg=parameter)
+    results = pool.run(jobs_hf_vision.planned, ranks, name, checkpointing)
+    loss, gradients = jobs_hf_vision.reference(name)
+    assert results is not None
+    assert sum(own for own, _ in results) == pytest.approx(loss, abs=1e-6)  # transformers' loss is float32
+    assert results[0][1].keys() == gradients.keys()
+    for parameter, expected in gradients.items():
+        assert abs(expected).max() > 1e-5
+        summed = sum(own[parameter] for _, own in results)
+        np.testing.assert_allclose(summed, expected, rtol=0, atol=1e-12, err_msg=parameter)
 
 
 def test_a_microbatch_without_images_runs_only_the_text_model(pool: Pool) -> None:
-    found = pool.run(jobs_hf_vision.text_alone, 2)
-    assert found is not None
-    loss, gradients = jobs_hf_vision.alone("Qwen2VL", [1, 3, 5])
-    assert sum(own for own, _ in found) == pytest.approx(loss, abs=1e-6)
-    assert not any("visual" in parameter for parameter in found[0][1])
-    for parameter, wanted in gradients.items():
-        summed = sum(own[parameter] for _, own in found)
-        np.testing.assert_allclose(summed, wanted, rtol=0, atol=1e-12, err_msg=parameter)
+    results = pool.run(jobs_hf_vision.text_only, 2)
+    assert results is not None
+    loss, gradients = jobs_hf_vision.reference("Qwen2VL", [1, 3, 5])
+    assert sum(own for own, _ in results) == pytest.approx(loss, abs=1e-6)
+    assert not any("visual" in parameter for parameter in results[0][1])
+    for parameter, expected in gradients.items():
+        summed = sum(own[parameter] for _, own in results)
+        np.testing.assert_allclose(summed, expected, rtol=0, atol=1e-12, err_msg=parameter)
 
 
 def test_inputs_and_models_that_change_the_result_are_refused(pool: Pool) -> None:
-    found = pool.run(jobs_hf_vision.refused, 2)
-    assert found is not None
-    for without_positions, without_media, elsewhere, replaced in found:
+    results = pool.run(jobs_hf_vision.refusals, 2)
+    assert results is not None
+    for without_positions, without_media, misplaced, replaced in results:
         assert "mrope_position_ids = None" in without_positions
         assert "placeholder tokens on this rank, but media are at 0 rows" in without_media
-        assert "placeholder tokens on this rank, but media are at" in elsewhere
+        assert "placeholder tokens on this rank, but media are at" in misplaced
         assert "the encoder's attention was replaced" in replaced
     import transformers
 

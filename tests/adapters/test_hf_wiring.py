@@ -1,4 +1,4 @@
-"""Models of transformers whose attention would not use the plan, and arguments that would change it, are refused."""
+"""Refuses models of transformers whose attention would not use the plan, and arguments that conflict with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model() -> Any:
-    return hf.enable(jobs.made("llama"))
+    return hf.enable(jobs.new_model("llama"))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def batch(model: Any) -> Any:
 def test_a_loader_for_a_model_that_is_not_enabled_is_refused(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    for other in (jobs.made("llama"), loaded):
+    for other in (jobs.new_model("llama"), loaded):
         with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*not enabled.*layers \[0, 1\].*hf\.enable"):
             jobs.loader(other, 1)
 
@@ -53,20 +53,20 @@ def test_a_loader_for_a_model_that_is_not_enabled_is_refused(model: Any, tmp_pat
 @pytest.mark.parametrize("name", jobs.MODELS)
 @pytest.mark.parametrize("head", [True, False])
 def test_attention_of_a_model_that_is_not_enabled_refuses_a_plan(name: str, head: bool) -> None:
-    plain = jobs.made(name)
-    given = hf.inputs(next(iter(jobs.loader(hf.enable(jobs.made(name)), 1))))
+    plain = jobs.new_model(name)
+    inputs = hf.inputs(next(iter(jobs.loader(hf.enable(jobs.new_model(name)), 1))))
     with pytest.raises(ConfigError, match=r"rows of a plan reached attention.*hf\.enable\(model\)"):
-        (plain if head else plain.model)(**given)
+        (plain if head else plain.model)(**inputs)
 
 
 def test_an_enabled_model_refuses_inputs_without_the_handle(model: Any, batch: Any) -> None:
-    given = {name: value for name, value in hf.inputs(batch).items() if name != hf.NAME}
+    inputs = {name: value for name, value in hf.inputs(batch).items() if name != hf.NAME}
     with pytest.raises(ConfigError, match="pass on 'apportion'"):
-        model(**given)
+        model(**inputs)
 
 
 class ArgumentDroppingWrapper(nn.Module):
-    """A wrapper that passes on only some arguments."""
+    """Passes on only some of its arguments."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -88,23 +88,25 @@ def test_optimizer_steps_fail_until_attention_has_used_the_plan(model: Any, batc
 
 
 def test_a_student_that_trains_without_plans_is_named(model: Any, batch: Any) -> None:
-    student = hf.enable(jobs.made("llama"))
+    student = hf.enable(jobs.new_model("llama"))
     optimizer = torch.optim.SGD(student.parameters(), lr=1.0)
     plain = {"input_ids": batch.tokens[None], "labels": batch.tokens[None]}
     student(**plain).loss.backward()
     optimizer.step()  # no batch was yielded yet
-    given = hf.inputs(batch)
+    inputs = hf.inputs(batch)
     with torch.no_grad():
-        model(**given)  # a teacher model
-    kept = {name: value for name, value in given.items() if name not in (hf.NAME, hf.LAST, "past_key_values")}
-    student(**kept).loss.backward()
+        model(**inputs)  # a teacher model
+    without_plan = {
+        name: value for name, value in inputs.items() if name not in (hf.NAME, hf.LAST, "past_key_values")
+    }
+    student(**without_plan).loss.backward()
     with pytest.raises(
         ExecutionError, match="LlamaForCausalLM ran without a plan while the loader yielded batches"
     ):
         optimizer.step()
-    given = hf.inputs(batch)
-    student(**given).loss.backward()
-    student(**plain).loss.backward()  # next to it
+    inputs = hf.inputs(batch)
+    student(**inputs).loss.backward()
+    student(**plain).loss.backward()  # in addition to the planned pass
     optimizer.step()
 
 
@@ -118,7 +120,7 @@ def test_batches_may_be_fetched_before_optimizer_steps(model: Any, batch: Any) -
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changes", "message"),
     [
         ({"attention_mask": torch.ones(1, 397)}, "attention_mask.*conflicts with the plan"),
         ({"attention_mask": torch.zeros(1, 1, 397, 397)}, "attention_mask.*conflicts with the plan"),
@@ -139,59 +141,63 @@ def test_batches_may_be_fetched_before_optimizer_steps(model: Any, batch: Any) -
     ],
 )
 def test_arguments_that_do_not_fit_a_plan_are_refused(
-    model: Any, batch: Any, changed: dict[str, Any], says: str
+    model: Any, batch: Any, changes: dict[str, Any], message: str
 ) -> None:
-    given = hf.inputs(batch)
-    assert given["input_ids"].shape == (1, 397)
-    with pytest.raises(ConfigError, match=says):
-        model(**{**given, **changed})
-    wanted = model(**given).loss
-    assert torch.equal(model(**{**given, "use_cache": True}).loss, wanted)
+    inputs = hf.inputs(batch)
+    assert inputs["input_ids"].shape == (1, 397)
+    with pytest.raises(ConfigError, match=message):
+        model(**{**inputs, **changes})
+    expected = model(**inputs).loss
+    assert torch.equal(model(**{**inputs, "use_cache": True}).loss, expected)
 
 
-def test_arguments_of_a_model_whose_head_calls_the_decoder_alone_are_checked() -> None:
+def test_arguments_are_checked_if_the_head_calls_only_the_decoder() -> None:
     sizes = {**jobs.SIZES, "num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64}
     model = hf.enable(transformers.OPTForCausalLM(transformers.OPTConfig(**sizes)))
-    given = hf.inputs(next(iter(jobs.loader(model, 1))))
+    inputs = hf.inputs(next(iter(jobs.loader(model, 1))))
     with pytest.raises(ConfigError, match=r"position_ids.*counts a rank's rows from 0"):
-        model(**{**given, "position_ids": None})
+        model(**{**inputs, "position_ids": None})
     model.model.decoder.layerdrop = 1.0
     with pytest.raises(ExecutionError, match=r"layers \[0, 1\] of OPTDecoder did not use the plan"):
-        model(**given)
+        model(**inputs)
 
 
 def test_layers_that_did_not_use_the_plan_are_named(model: Any, batch: Any) -> None:
-    given = hf.inputs(batch)
-    wanted = model(**given).loss
-    model.model.layers[1].self_attn.load_state_dict(jobs.made("llama").model.layers[1].self_attn.state_dict())
-    replaced = jobs.made("llama").model.layers[1].self_attn
+    inputs = hf.inputs(batch)
+    expected = model(**inputs).loss
+    model.model.layers[1].self_attn.load_state_dict(
+        jobs.new_model("llama").model.layers[1].self_attn.state_dict()
+    )
+    replaced = jobs.new_model("llama").model.layers[1].self_attn
     replaced.load_state_dict(model.model.layers[1].self_attn.state_dict())
     model.model.layers[1].self_attn = replaced
     with pytest.raises(ExecutionError, match=r"layers \[1\] of LlamaModel did not use the plan"):
-        model(**given)
+        model(**inputs)
     with pytest.raises(ConfigError, match=r"not enabled: attention of layers \[1\]"):
         jobs.loader(model, 1)
-    assert torch.equal(hf.enable(model)(**given).loss, wanted)
+    assert torch.equal(hf.enable(model)(**inputs).loss, expected)
     model.model.layers = model.model.layers[:1]
     with pytest.raises(ExecutionError, match=r"layers \[1\] of LlamaModel did not use the plan"):
-        model(**given)
+        model(**inputs)
 
 
 def test_a_replaced_loss_is_checked_when_the_model_is_enabled_again(model: Any, batch: Any) -> None:
-    given, own = hf.inputs(batch), model.loss_function
+    inputs, own = hf.inputs(batch), model.loss_function
     model.loss_function = lambda logits, **kwargs: logits.square().mean()
     with pytest.raises(ConfigError, match=r"loss_function.*replaced.*hf\.enable\(model\) again"):
-        model(**given)
+        model(**inputs)
     with pytest.raises(ConfigError, match="its loss is not the sum of the rows' losses"):
         hf.enable(model)
     model.loss_function = lambda *args, **kwargs: 2 * own(*args, **kwargs)
-    doubled = hf.enable(model)(**given).loss
+    doubled = hf.enable(model)(**inputs).loss
     model.loss_function = own
-    assert torch.equal(doubled, 2 * hf.enable(model)(**given).loss)
+    assert torch.equal(doubled, 2 * hf.enable(model)(**inputs).loss)
 
 
 def test_the_loader_checks_a_model_changed_after_enable(model: Any) -> None:
-    hook = model.get_input_embeddings().register_forward_hook(lambda *given: given[-1] * given[-1].shape[1])
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda *inputs: inputs[-1] * inputs[-1].shape[1]
+    )
     with pytest.raises(ConfigError, match=r"model\.embed_tokens computes a row from other rows"):
         jobs.loader(model, 1)
     hook.remove()
@@ -204,9 +210,9 @@ def test_the_loader_checks_a_model_changed_after_enable(model: Any) -> None:
 def test_a_model_that_was_changed_is_checked_before_each_pass(model: Any) -> None:
     batches = jobs.loader(model, 1)
     model.lm_head = nn.Sequential(Centred(), model.lm_head)
-    given = hf.inputs(next(iter(batches)))
+    inputs = hf.inputs(next(iter(batches)))
     with pytest.raises(ConfigError, match=r"lm_head\.0 computes a row from other rows"):
-        model(**given)
+        model(**inputs)
     model.lm_head = model.lm_head[1]
     model(**hf.inputs(next(iter(batches)))).loss.backward()
     own = model.forward
@@ -217,17 +223,17 @@ def test_a_model_that_was_changed_is_checked_before_each_pass(model: Any) -> Non
         return output
 
     model.forward = penalised
-    given = hf.inputs(next(iter(batches)))
+    inputs = hf.inputs(next(iter(batches)))
     with pytest.raises(ConfigError, match="its loss is not the sum of the rows' losses"):
-        model(**given)
+        model(**inputs)
 
 
 def test_batches_are_kept_as_long_as_their_arguments(model: Any) -> None:
-    """Trainer fetches the microbatches of a step first."""
-    given = [hf.inputs(one) for one in jobs.loader(model, 1, microbatches=2, tokens=200)]
-    assert len(given) > 1
+    """Trainer fetches all microbatches of a step before it runs them."""
+    inputs = [hf.inputs(one) for one in jobs.loader(model, 1, microbatches=2, tokens=200)]
+    assert len(inputs) > 1
     with pytest.raises(ConfigError, match=r"num_items_in_batch.*differs from the batch's"):
-        model(**{**given[0], "num_items_in_batch": 1})
+        model(**{**inputs[0], "num_items_in_batch": 1})
 
 
 class Centred(nn.Module):
@@ -238,25 +244,25 @@ class Centred(nn.Module):
 
 
 def test_a_loader_has_no_samples_by_number(model: Any) -> None:
-    """A Trainer that does not know loaders takes them for datasets."""
+    """A plain Trainer takes a loader for a dataset."""
     with pytest.raises(ConfigError, match=r"planned batches, not samples.*PlannedTrainer.*PlannedBatches"):
         jobs.loader(model, 1)[0]
 
 
 def test_enabling_is_idempotent_and_survives_copies(model: Any, batch: Any) -> None:
-    given = hf.inputs(batch)
-    wanted = model(**given).loss
+    inputs = hf.inputs(batch)
+    expected = model(**inputs).loss
     hooks = len(model.model._forward_pre_hooks)
     hf.enable(model)
     assert len(model.model._forward_pre_hooks) == hooks
     model.set_attn_implementation("eager")  # used without a plan
     copied = copy.deepcopy(model)
     assert jobs.loader(copied, 1).job == jobs.loader(torch.compile(copied, backend="eager"), 1).job
-    assert torch.equal(copied(**given).loss, wanted)
+    assert torch.equal(copied(**inputs).loss, expected)
 
 
 def test_attention_calls_are_counted_including_recomputation(model: Any) -> None:
-    """Also for layers that are recomputed in backward."""
+    """Counts layers again when backward recomputes them."""
     batch = next(iter(jobs.loader(model, 1)))
     assert batch.handle.calls == 0
     loss = checkpoint(lambda: model(**hf.inputs(batch)).loss, use_reentrant=False)
@@ -266,7 +272,7 @@ def test_attention_calls_are_counted_including_recomputation(model: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("mistake", "message"),
     [
         ("summed", "^$"),
         ("ddp summed", "^$"),
@@ -282,15 +288,15 @@ def test_attention_calls_are_counted_including_recomputation(model: Any) -> None
         ("frozen", r"parameters differ between ranks, 1 of \d+, first of shape \(128, 64\)"),
     ],
 )
-def test_loops_that_omit_a_required_call_are_stopped(pool: Any, what: str, says: str) -> None:
-    for found in pool.run(jobs.trained, 2, what):
-        assert re.search(says, found), found
+def test_loops_that_omit_a_required_call_are_stopped(pool: Any, mistake: str, message: str) -> None:
+    for error in pool.run(jobs.loop_error, 2, mistake):
+        assert re.search(message, error), error
 
 
-def test_a_module_around_an_enabled_model_is_checked_too(pool: Any) -> None:
-    assert pool.run(jobs.around, 2, "rows") == ["", ""]
-    for found in pool.run(jobs.around, 2, "mixed"):
-        assert re.search("'Around': .* computes or receives rows that depend on other rows", found), found
+def test_a_module_that_wraps_an_enabled_model_is_checked_too(pool: Any) -> None:
+    assert pool.run(jobs.wrapped_model_error, 2, "rows") == ["", ""]
+    for error in pool.run(jobs.wrapped_model_error, 2, "mixed"):
+        assert re.search("'Around': .* computes or receives rows that depend on other rows", error), error
 
 
 def test_masks_without_the_chunks_of_layers_are_refused() -> None:
@@ -304,11 +310,11 @@ def test_masks_without_the_chunks_of_layers_are_refused() -> None:
         (ap.masks.chunked(8), 9),
         (ap.masks.documents([9, 31]), 40),
     ):
-        given = hf.inputs(next(iter(jobs.loader(model, 1, lengths=[length], masks=mask))))
+        inputs = hf.inputs(next(iter(jobs.loader(model, 1, lengths=[length], masks=mask))))
         with pytest.raises(
             ConfigError, match=r"see chunks of 16 tokens; pass masks=.*ap\.masks\.chunked\(16\)"
         ):
-            model(**given)
+            model(**inputs)
 
 
 def test_adapters_activated_by_tokens_are_refused(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Python of README and pages on trainers, in one process; names that the pages omit are defined here."""
+"""Runs the Python code of README and the trainer pages in one process; names that the pages omit are defined here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ranks, tokens_per_rank = 1, 256
 rows = [{"input_ids": tokens.tolist(), "text": "left out"} for tokens in dataset]
 datasets.Dataset.from_list(rows).save_to_disk("tokenized")
 """
-#: page, index of its block, code before and after it
+#: name -> (page, index of its Python block, code before it, code after it)
 CASES = {
     "trainer of the README": ("README.md", 1, LLAMA, ""),
     "own loop with transformers": ("docs/how-to/transformers.md", 1, LLAMA, "loss.backward()"),
@@ -77,11 +77,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_python_of_a_page_runs(case: str, tmp_path: Path) -> None:
-    page, number, before, behind = CASES[case]
+    page, number, before, after = CASES[case]
     text = (ROOT / page).read_text(encoding="utf-8")
     block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join((SETUP, before, block, behind))],
+        [sys.executable, "-c", "\n".join((SETUP, before, block, after))],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -98,10 +98,10 @@ def test_the_program_of_the_transformers_page_prints_its_output(
 ) -> None:
     text = (ROOT / "docs/how-to/transformers.md").read_text(encoding="utf-8")
     program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
-    (wanted,) = re.findall(r"<!-- output -->\n```\n(.*?)```", text, re.DOTALL)
+    (expected,) = re.findall(r"<!-- output -->\n```\n(.*?)```", text, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
     command = [sys.executable, *launch, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     logged = [line for line in done.stdout.splitlines(keepends=True) if line.startswith("{'loss'")]
-    assert "".join(logged) == wanted
+    assert "".join(logged) == expected

@@ -17,18 +17,18 @@ LOSS = 5e-7
 
 
 def test_losses_equal_lightning_in_one_process(pool: Any, alone: Any, tmp_path: Path) -> None:
-    (seen, samples), *others = pool.run(jobs.fit, 4, tmp_path / "planned")
-    (wanted,) = alone.run(jobs.fit_alone, 1, tmp_path / "alone", samples)
-    for own, other in zip(seen[:2], wanted[:2], strict=True):
+    (recorded, samples), *others = pool.run(jobs.fit, 4, tmp_path / "planned")
+    (expected,) = alone.run(jobs.fit_alone, 1, tmp_path / "alone", samples)
+    for own, other in zip(recorded[:2], expected[:2], strict=True):
         np.testing.assert_allclose(own, other, rtol=0, atol=LOSS)
-    np.testing.assert_allclose(seen[2], wanted[2], rtol=1e-5)
-    assert all(other[0] == seen for other in others)
+    np.testing.assert_allclose(recorded[2], expected[2], rtol=1e-5)
+    assert all(other[0] == recorded for other in others)
 
 
 def test_manual_optimization_equals_lightning(pool: Any, tmp_path: Path) -> None:
-    (wanted, _), *_ = pool.run(jobs.fit, 4, tmp_path / "own")
-    (seen, _), *_ = pool.run(jobs.fit, 4, tmp_path / "manual", False, None, None, 1, jobs.Manual)
-    for own, other, close in zip(seen, wanted, (LOSS, LOSS, 1e-6), strict=True):
+    (expected, _), *_ = pool.run(jobs.fit, 4, tmp_path / "own")
+    (recorded, _), *_ = pool.run(jobs.fit, 4, tmp_path / "manual", False, None, None, 1, jobs.ManualNet)
+    for own, other, close in zip(recorded, expected, (LOSS, LOSS, 1e-6), strict=True):
         np.testing.assert_allclose(own, other, rtol=0, atol=close)
 
 
@@ -43,40 +43,41 @@ def test_a_killed_run_resumes_within_an_epoch(pool: Any, tmp_path: Path) -> None
 
 
 def test_steps_that_are_not_whole_iterations_are_refused(pool: Any, tmp_path: Path) -> None:
-    for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 1):
-        assert "accumulate_grad_batches" in why
+    for error in pool.run(jobs.fit, 4, tmp_path, False, None, None, 1):
+        assert "accumulate_grad_batches" in error
 
 
 def test_overfitting_batches_is_refused(pool: Any, tmp_path: Path) -> None:
-    for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.Net, 2):
-        assert "overfit_batches = 2: would train on new batches" in why
+    for error in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.Net, 2):
+        assert "overfit_batches = 2: would train on new batches" in error
 
 
 def test_a_step_that_does_not_pass_the_plan_to_its_model_is_refused(pool: Any, tmp_path: Path) -> None:
-    for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.Deaf):
-        assert "input_ids = 'batch.tokens': are only this rank's rows" in why
-        assert "call model(**hf.inputs(batch))" in why
+    for error in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.PlanDroppingNet):
+        assert "input_ids = 'batch.tokens': are only this rank's rows" in error
+        assert "call model(**hf.inputs(batch))" in error
 
 
 def test_extra_attention_without_the_plan_is_refused(pool: Any, tmp_path: Path) -> None:
-    for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.Half):
-        assert "looked only at the" in why
-        assert "rows of this rank, without the plan" in why
+    for error in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.ExtraAttentionNet):
+        assert "looked only at the" in error
+        assert "rows of this rank, without the plan" in error
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [(jobs.Mean, "is a mean over the"), (jobs.Twice, "is a result of shared_loss")]
+    ("kind", "says"),
+    [(jobs.LocalMeanNet, "is a mean over the"), (jobs.DoublyScaledNet, "is a result of shared_loss")],
 )
 def test_losses_that_are_not_shares_of_the_mean_are_refused(
-    pool: Any, tmp_path: Path, kind: Any, says: str
+    pool: Any, tmp_path: Path, kind: Any, message: str
 ) -> None:
-    for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, kind):
-        assert says in why
+    for error in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, kind):
+        assert message in error
 
 
-@pytest.mark.parametrize("given", [[1], None, lambda: [1]])
-def test_values_other_than_a_loader_or_factory_are_refused(given: Any) -> None:
+@pytest.mark.parametrize("value", [[1], None, lambda: [1]])
+def test_values_other_than_a_loader_or_factory_are_refused(value: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"loader = '(list|NoneType)': must be a PlannedLoader, or a function"
     ):
-        len(PlannedBatches(given))
+        len(PlannedBatches(value))

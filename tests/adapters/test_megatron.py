@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel and schedules with plans on 2 and 4 ranks, against its own attention in one process."""
+"""Megatron-Core's GPTModel and schedules with plans on 2 and 4 ranks match its own attention in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Any]:
-    """One pool for each number of ranks, since Megatron uses the whole world."""
+    """One pool per number of ranks, since Megatron uses the whole world."""
     pools = {size: Pool(timeout_s=600, size=size) for size in (1, 2, 4)}
     yield pools
     for pool in pools.values():
@@ -64,15 +64,15 @@ def test_the_installed_megatron_version_is_the_tested_one() -> None:
         (4, Case(pp=2, microbatches=3, ticks=True)),
     ],
 )
-def test_losses_and_gradients_equal_megatrons(ranks: Any, size: Any, case: Any) -> None:
-    wanted, gradients = own(ranks, case)
-    found = ranks[size].run(jobs_megatron.train, size, False, case)
-    for losses, _ in found:
-        assert losses == pytest.approx(wanted, abs=CLOSE) or losses == [None] * case.steps
-    assert any(losses[0] is not None for losses, _ in found)
+def test_losses_and_gradients_equal_own_attention(ranks: Any, size: Any, case: Any) -> None:
+    expected, gradients = own(ranks, case)
+    results = ranks[size].run(jobs_megatron.train, size, False, case)
+    for losses, _ in results:
+        assert losses == pytest.approx(expected, abs=CLOSE) or losses == [None] * case.steps
+    assert any(losses[0] is not None for losses, _ in results)
     if case.tp == case.pp == 1:
         for name, gradient in gradients.items():
-            np.testing.assert_allclose(found[0][1][name], gradient, atol=2e-6, err_msg=name)
+            np.testing.assert_allclose(results[0][1][name], gradient, atol=2e-6, err_msg=name)
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 64}
@@ -88,22 +88,22 @@ BALANCED = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_c
 @pytest.mark.parametrize("router", [BALANCED, {"moe_z_loss_coeff": 1.0}], ids=["balanced", "z"])
 def test_router_losses_equal_one_rank(ranks: Any, router: Any) -> None:
     case = Case(microbatches=2, spec="block", options={**EXPERTS, **router})
-    ((wanted, gradients),) = ranks[1].run(jobs_megatron.train, 1, False, case)
-    losses, found = ranks[2].run(jobs_megatron.train, 2, False, replace(case, rows=64))[
+    ((expected, gradients),) = ranks[1].run(jobs_megatron.train, 1, False, case)
+    losses, results = ranks[2].run(jobs_megatron.train, 2, False, replace(case, rows=64))[
         0
     ]  # padding does not count as tokens
-    assert losses == pytest.approx(wanted, abs=1e-6)
+    assert losses == pytest.approx(expected, abs=1e-6)
     for name, gradient in gradients.items():
-        np.testing.assert_allclose(found[name], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
+        np.testing.assert_allclose(results[name], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
 
 
-def test_a_router_s_bias_is_that_of_one_rank(ranks: Any) -> None:
+def test_router_bias_equals_one_rank(ranks: Any) -> None:
     case = Case(microbatches=2, spec="block", options={**EXPERTS, **BIASED})
-    ((wanted, gradients),) = ranks[1].run(jobs_megatron.train, 1, False, case)
-    losses, found = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
-    assert losses == pytest.approx(wanted, abs=1e-6)
+    ((expected, gradients),) = ranks[1].run(jobs_megatron.train, 1, False, case)
+    losses, results = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
+    assert losses == pytest.approx(expected, abs=1e-6)
     for name, gradient in gradients.items():
-        np.testing.assert_allclose(found[name], gradient, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(results[name], gradient, atol=2e-6, err_msg=name)
 
 
 def test_bf16(ranks: Any) -> None:
@@ -119,23 +119,23 @@ def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
     whole, _ = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
     saved = replace(case, folder=str(tmp_path))
     first, _ = ranks[2].run(jobs_megatron.train, 2, False, replace(saved, steps=2))[0]
-    ranks[2].close()  # its processes are killed; other pools continue
+    ranks[2].close()  # kills its processes; other pools continue
     rest, _ = ranks[2].run(jobs_megatron.train, 2, False, saved)[0]
     assert first + rest == whole
 
 
 @pytest.mark.parametrize(
-    ("case", "says"),
+    ("case", "message"),
     [
         (Case(options={"attention_dropout": 0.1}), "attention_dropout = 0.1"),
         (Case(options={"calculate_per_token_loss": False}), "calculate_per_token_loss = False"),
-        (Case(divided=False), "finalize_model_grads_func = None"),
+        (Case(divides=False), "finalize_model_grads_func = None"),
         (Case(positions="mrope", options={"mrope_section": [1, 1, 2]}), "position_embedding_type = 'mrope'"),
         (Case(positions="learned_absolute", longest=32), "sequence length = "),
         (Case(spec="own"), "core_attention = 'DotProductAttention': does not support plans"),
         (Case(options={"window_size": (6, 3)}), "window_size = (6, 3)"),
         (Case(spec="recurrent"), "layers.1 = 'TransformerLayer': has no core_attention"),
-        (Case(deaf=True), "attention used the plan 1 times in at least 2 layers"),
+        (Case(bypasses=True), "attention used the plan 1 times in at least 2 layers"),
         (Case(options={"mtp_num_layers": 1}), "mtp_num_layers = 1"),
         (
             Case(microbatches=2, options=CORE, ping_pong=True),
@@ -159,13 +159,13 @@ def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unsupported_configs_are_refused(ranks: Any, case: Any, says: Any) -> None:
-    for told in ranks[2].run(jobs_megatron.refused, 2, case):
-        assert says in told
+def test_unsupported_configs_are_refused(ranks: Any, case: Any, message: Any) -> None:
+    for error in ranks[2].run(jobs_megatron.refusal, 2, case):
+        assert message in error
 
 
 def test_a_step_of_weighted_samples_must_be_one_iteration(ranks: Any) -> None:
-    """Half an iteration would divide by the weights of both halves."""
+    """A step of half an iteration would divide by the loss weights of the whole iteration."""
     case = Case(microbatches=2, weighted=True)
     (whole, *_), (half, *_), (two, *_) = (
         ranks[2].run(jobs_megatron.weighted_steps, 2, case, number) for number in (2, 1, 4)

@@ -1,4 +1,4 @@
-"""Models whose layers read other rows of a call: refused by name, or given the value of all ranks."""
+"""Models whose layers read other rows of a call are refused by name, or use a value shared by all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apportion.ir.errors import ConfigError
 from apportion.trainer import hf
 from tests.adapters import jobs_hf as jobs
 
-LOSS, GRADIENT = 1e-6, 2e-6  # a rounding of the loss; of the largest gradient
+LOSS, GRADIENT = 1e-6, 2e-6  # tolerances: absolute; relative to the largest gradient
 ONE_LONG, SEVERAL = (100,), (100, 20, 90, 30, 70, 10)
 
 
@@ -30,7 +30,7 @@ def test_rotary_embeddings_use_the_longest_position_of_all_ranks(
 
 @pytest.mark.parametrize("rope", jobs.ROPES)
 def test_rotary_state_kept_between_calls_is_equal_on_all_ranks(pool: Any, rope: str) -> None:
-    """Microbatches of 100, 90 and 70 positions, and recomputation."""
+    """With microbatches of 100, 90 and 70 positions, and recomputation."""
     options = (("lengths", SEVERAL), ("tokens", 60), ("recipe", "contiguous"), ("drop_last", False))
     _assert_agreement(pool, 2, options, jobs.ROPES[rope], checkpointed=True)
 
@@ -51,8 +51,8 @@ def _assert_agreement(
 
 @pytest.mark.parametrize("rope", jobs.ROPES)
 def test_a_rotary_embedding_of_only_local_rows_is_refused(rope: str) -> None:
-    """A former bug: the guard detects it without knowing the kind of rotary embedding."""
-    model = jobs.made("llama", **jobs.ROPES[rope])
+    """Regression test: the guard detects this without knowing the kind of rotary embedding."""
+    model = jobs.new_model("llama", **jobs.ROPES[rope])
     model.model.rotary_emb.register_forward_pre_hook(_with_local_rows_only, prepend=True)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*model\.rotary_emb computes a row from other"):
         hf.enable(model)
@@ -103,7 +103,7 @@ class Normalised(nn.Module):
 
 
 class LimitedExperts(nn.Module):
-    """Experts of limited capacity leave out the rows that come last."""
+    """Experts of limited capacity, which skip the last rows."""
 
     def forward(self, x: Any) -> Any:
         chosen = x[..., 0] > 0
@@ -122,8 +122,8 @@ LAYERS = {
 
 
 def _model_with(layer: Any, **changes: Any) -> Any:
-    """A model with such a layer after the first feed-forward network."""
-    model = jobs.made("llama", **changes)
+    """A model with this layer after its first feed-forward network."""
+    model = jobs.new_model("llama", **changes)
     block = model.model.layers[0]
     block.extra = layer()
     block.register_forward_hook(lambda module, args, output: module.extra(output))
@@ -143,14 +143,14 @@ def test_the_guard_can_be_switched_off() -> None:
 
 
 class Threshold(nn.Module):
-    """Row-wise up to a length named in the config."""
+    """Row-wise until positions reach a length that the config names."""
 
     def forward(self, x: Any, positions: Any) -> Any:
         return x * (1.5 if positions.max() >= 4096 else 1.0)
 
 
 def test_positions_beyond_lengths_in_the_config_are_tested() -> None:
-    model = jobs.made("llama", max_position_embeddings=1024)
+    model = jobs.new_model("llama", max_position_embeddings=1024)
     extra = Threshold()
 
     def scaled(module: Any, args: Any, kwargs: Any) -> Any:
@@ -169,25 +169,25 @@ def test_dropout_does_not_count_as_reading_other_rows() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_rounding_in_bfloat16_does_not_count_as_reading_other_rows(name: str) -> None:
-    hf.enable(jobs.made(name).bfloat16())
+    hf.enable(jobs.new_model(name).bfloat16())
 
 
 def test_the_guard_does_not_change_the_model() -> None:
     model = _model_with(Normalised, **jobs.ROPES["dynamic"]).eval()
-    drawn, state = torch.get_rng_state(), {name: one.clone() for name, one in model.named_buffers()}
+    rng_state, state = torch.get_rng_state(), {name: one.clone() for name, one in model.named_buffers()}
     with pytest.raises(ConfigError):
         hf.enable(model)
     rotary = model.model.rotary_emb
     assert rotary.max_seq_len_cached == 64
     assert not any(module.training for module in model.modules())
-    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(torch.get_rng_state(), rng_state)
     assert all(torch.equal(one, state[name]) for name, one in model.named_buffers())
     assert all(value.grad is None for value in model.parameters())
 
 
 def test_a_model_without_weights_is_checked_when_its_loader_is_made(caplog: Any) -> None:
     with torch.device("meta"):
-        model = jobs.made("llama")
+        model = jobs.new_model("llama")
     with caplog.at_level(logging.WARNING):
         hf.enable(model)
     assert "its layers are not checked" in caplog.text
@@ -195,14 +195,14 @@ def test_a_model_without_weights_is_checked_when_its_loader_is_made(caplog: Any)
     model.to_empty(device="cpu")
     model.load_state_dict(whole.state_dict(), strict=False)
     model.model.rotary_emb = whole.model.rotary_emb
-    for held in model.model.layers[:1]:
-        held.register_forward_hook(lambda module, args, output: Mean()(output))
+    for block in model.model.layers[:1]:
+        block.register_forward_hook(lambda module, args, output: Mean()(output))
     with pytest.raises(ConfigError, match=r"layer 1|model\.layers\.0 computes"):
         jobs.loader(model, 1)
 
 
 def test_a_handle_without_the_last_position_is_refused() -> None:
-    model = hf.enable(jobs.made("llama"))
+    model = hf.enable(jobs.new_model("llama"))
     kwargs = hf.inputs(next(iter(jobs.loader(model, 1))))
     del kwargs[hf.LAST]
     with pytest.raises(ConfigError, match=r"apportion_last_position.*hf\.inputs\(batch\)"):

@@ -1,4 +1,4 @@
-"""TorchTitan's trainer with plans on 2 and 4 ranks, against its own attention on the same documents in one process."""
+"""TorchTitan's trainer with plans on 2 and 4 ranks matches its own attention on the same documents in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks.rank_pool import Pool, RankError
 
 pytest.importorskip("torchtitan")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's, where torchtitan imports it
+    warnings.simplefilter("ignore")  # torch warns when torchtitan imports it
     from tests.adapters import jobs_titan
     from tests.adapters.jobs_titan import Case
 
@@ -37,14 +37,14 @@ def two() -> Iterator[Any]:
 
 
 def own(pool: Any, case: Any) -> Any:
-    """Steps of Titan's own trainer in one process; a mesh of one rank holds the whole batch."""
+    """Records of Titan's own trainer in one process, which holds the whole batch."""
     return pool.run(jobs_titan.train, 1, True, replace(case, tp=1, pp=1, ping_pong=False, ticks=0))[0][0]
 
 
 def planned(pool: Any, ranks: int, case: Any) -> Any:
-    """Steps, the same on all ranks, and rounds of each."""
+    """Records of steps, equal on all ranks, and each rank's number of rounds."""
     found = pool.run(jobs_titan.train, ranks, False, case)
-    assert all(told == found[0][0] for told, _ in found)
+    assert all(error == found[0][0] for error, _ in found)
     return found[0][0], [rounds for _, rounds in found]
 
 
@@ -63,10 +63,10 @@ def test_the_installed_titan_version_is_the_tested_one() -> None:
         (2, Case(microbatches=4, ping_pong=True, checkpoint="full")),
     ],
 )
-def test_losses_equal_titans(one: Any, two: Any, pool: Any, ranks: int, case: Any) -> None:
+def test_losses_equal_own_attention(one: Any, two: Any, pool: Any, ranks: int, case: Any) -> None:
     steps, _ = planned(two if ranks == 2 else pool, ranks, case)
-    for found, wanted in zip(steps, own(one, case), strict=True):
-        assert found == pytest.approx(wanted, abs=CLOSE, rel=2e-6 if found[0] == "validation" else 1e-6)
+    for found, expected in zip(steps, own(one, case), strict=True):
+        assert found == pytest.approx(expected, abs=CLOSE, rel=2e-6 if found[0] == "validation" else 1e-6)
     assert len(steps) == case.steps
 
 
@@ -77,18 +77,18 @@ def test_losses_equal_titans(one: Any, two: Any, pool: Any, ranks: int, case: An
         Case(pp=2, microbatches=2, ticks=2, layers=4, chunked=False, steps=2),
     ],
 )
-def test_a_pipeline_of_ticks_trains_like_titans_pipeline(one: Any, pool: Any, case: Any) -> None:
-    """Two stages of two replicas each. The gradient norm covers all stages; losses are those of the last stage."""
+def test_a_pipeline_of_ticks_trains_like_one_process(one: Any, pool: Any, case: Any) -> None:
+    """On two stages of two replicas each. The gradient norm covers all stages; only the last stage has losses."""
     found = pool.run(jobs_titan.train, 4, False, case)
-    wanted = own(one, case)
-    for rank, (told, _) in enumerate(found):
-        assert [norm for _, norm in told] == pytest.approx([norm for _, norm in wanted], rel=1e-6)
+    expected = own(one, case)
+    for rank, (error, _) in enumerate(found):
+        assert [norm for _, norm in error] == pytest.approx([norm for _, norm in expected], rel=1e-6)
         if rank >= 2:
-            assert [loss for loss, _ in told] == pytest.approx([loss for loss, _ in wanted], abs=CLOSE)
+            assert [loss for loss, _ in error] == pytest.approx([loss for loss, _ in expected], abs=CLOSE)
 
 
 def test_the_varlen_backend_without_a_gpu_equals_flex(one: Any, two: Any) -> None:
-    """Titan's varlen attention declares its window itself; flex computes the same."""
+    """Titan's varlen attention declares its window itself; results must match flex."""
     case = Case(model="gpt_oss", chunked=False)
     steps, _ = planned(two, 2, replace(case, backend="varlen"))
     assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in own(one, case)], abs=CLOSE)
@@ -111,9 +111,9 @@ def test_selective_checkpointing_keeps_attention_and_full_does_not(two: Any) -> 
 def test_validation_between_steps(one: Any, two: Any) -> None:
     case = Case(validate=True, steps=3)
     steps, _ = planned(two, 2, case)
-    wanted = own(one, case)
+    expected = own(one, case)
     assert [name for name, _ in steps if name == "validation"] == ["validation"] * 2
-    for found, known in zip(steps, wanted, strict=True):
+    for found, known in zip(steps, expected, strict=True):
         assert found[-1] == pytest.approx(known[-1], abs=3e-6)
 
 
@@ -122,13 +122,13 @@ def test_a_killed_run_resumes_within_a_pass(two: Any, tmp_path: Path) -> None:
     whole, _ = planned(two, 2, case)
     saved = replace(case, folder=str(tmp_path))
     with pytest.raises(RankError, match="died"):
-        planned(two, 2, replace(saved, killed_at=2))
+        planned(two, 2, replace(saved, last_step=2))
     rest, _ = planned(two, 2, saved)
     assert rest == whole[2:]
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"parallelism": {"context_parallel_degree": 2}}, "context_parallel_degree = 2"),
         (
@@ -140,43 +140,43 @@ def test_a_killed_run_resumes_within_a_pass(two: Any, tmp_path: Path) -> None:
         ({"dataloader": {"dataset": "documents.missing"}}, "must name a function"),
     ],
 )
-def test_unsupported_configs_are_refused_before_training(two: Any, changes: Any, says: Any) -> None:
-    for told in two.run(jobs_titan.refused, 2, Case(changes=changes)):
-        assert says in told
+def test_unsupported_configs_are_refused_before_training(two: Any, changes: Any, message: Any) -> None:
+    for error in two.run(jobs_titan.refusal, 2, Case(changes=changes)):
+        assert message in error
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "message"),
     [
         ("deepseek", "attention = 'torchtitan.models.deepseek_v3.model': must be grouped-query attention"),
         ("ahead", "mtp_layers = 1: a rank's next rows are not the next tokens"),
     ],
 )
-def test_models_that_plans_are_not_for_are_refused(two: Any, model: Any, says: Any) -> None:
-    for told in two.run(jobs_titan.refused, 2, Case(model=model)):
-        assert says in told
+def test_unsupported_models_are_refused(two: Any, model: Any, message: Any) -> None:
+    for error in two.run(jobs_titan.refusal, 2, Case(model=model)):
+        assert message in error
 
 
 @pytest.mark.parametrize(
-    ("case", "says"),
+    ("case", "message"),
     [
         (Case(checkpoint="full"), "activation_checkpoint = "),
         (Case(layers=3), "layers = 3"),
         (Case(model="gpt_oss"), "has no dense feed-forward network"),
     ],
 )
-def test_configs_that_ticks_cannot_run_are_refused(two: Any, case: Any, says: Any) -> None:
-    for told in two.run(jobs_titan.refused, 2, replace(case, pp=2, microbatches=2, ticks=1)):
-        assert says in told
+def test_configs_that_ticks_cannot_run_are_refused(two: Any, case: Any, message: Any) -> None:
+    for error in two.run(jobs_titan.refusal, 2, replace(case, pp=2, microbatches=2, ticks=1)):
+        assert message in error
 
 
 @pytest.mark.parametrize(
-    ("broken", "says"),
+    ("fault", "message"),
     [
         ("own", "layers.1.attention.inner_attention = 'ScaledDotProductAttention': does not support plans"),
-        ("deaf", "attention used the plan 1 times in at least 2 layers"),
+        ("bypass", "attention used the plan 1 times in at least 2 layers"),
     ],
 )
-def test_layers_that_would_not_use_the_plan_are_refused(two: Any, broken: str, says: str) -> None:
-    for told in two.run(jobs_titan.refused, 2, Case(broken=broken)):
-        assert says in told
+def test_layers_that_would_not_use_the_plan_are_refused(two: Any, fault: str, message: str) -> None:
+    for error in two.run(jobs_titan.refusal, 2, Case(fault=fault)):
+        assert message in error

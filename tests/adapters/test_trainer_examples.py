@@ -1,4 +1,4 @@
-"""The examples of docs/how-to run as their pages describe, with the losses of their trainers."""
+"""The examples of docs/how-to run as their pages describe, with the losses of their trainers' own attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_titan_learns(tmp_path: Path) -> None:
 
 
 def test_losses_equal_titans_attention(tmp_path: Path) -> None:
-    """In one process: Titan initialises shards, so that weights differ with the number of ranks."""
+    """In one process, since Titan initialises weights by shard, so that they depend on the number of ranks."""
     pytest.importorskip("torchtitan")
     losses = steps_of(launch_example(tmp_path / "planned", *TITAN, *WHOLE, ranks=1))
     assert losses == pytest.approx(steps_of(alone(tmp_path / "own", "titan", *FEW)), abs=PRINTED)
@@ -53,7 +53,7 @@ def test_hugging_face_trainer_learns_like_its_own_attention_and_resumes(tmp_path
     first, own = (logged(tmp_path / name)[:2] for name in ("whole", "own"))
     assert first == pytest.approx(
         own, abs=1e-6
-    )  # means of 5 steps with Adam, in the pass that both runs share
+    )  # means over 5 steps with Adam, in the pass that both runs share
     shutil.rmtree(newest(tmp_path / "whole"))  # as if the run had been killed before
     rest = losses_of(launch_example(tmp_path / "whole", "examples/hf_train.py", "--resume"))
     assert 0 < len(rest) < len(whole)
@@ -62,15 +62,15 @@ def test_hugging_face_trainer_learns_like_its_own_attention_and_resumes(tmp_path
 
 def test_lightning_starts_its_ranks_and_learns(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    told = run_in(tmp_path, sys.executable, REPOSITORY / "examples/lightning_train.py")
-    losses = [float(loss) for loss in re.findall(r"val_loss: ([\d.]+)", told)]
+    output = run_in(tmp_path, sys.executable, REPOSITORY / "examples/lightning_train.py")
+    losses = [float(loss) for loss in re.findall(r"val_loss: ([\d.]+)", output)]
     assert len(losses) == 3
     assert losses[-1] < losses[0] - 0.1
 
 
-def steps_of(told: str) -> Any:
-    """Loss of each step, in order."""
-    found = dict(re.findall(r"step:\s+(\d+)\s+loss:\s+([\d.]+)", told))
+def steps_of(output: str) -> Any:
+    """The losses of the steps in order."""
+    found = dict(re.findall(r"step:\s+(\d+)\s+loss:\s+([\d.]+)", output))
     return [float(found[step]) for step in sorted(found)]
 
 
@@ -79,22 +79,22 @@ def newest(folder: Path) -> Any:
 
 
 def logged(folder: Path) -> Any:
-    """Losses with all their digits."""
+    """Losses with all digits."""
     history = json.loads((newest(folder) / "trainer_state.json").read_text())["log_history"]
     return [row["loss"] for row in history if "loss" in row]
 
 
-def losses_of(told: str) -> Any:
-    return [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", told)]
+def losses_of(output: str) -> Any:
+    return [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", output)]
 
 
 def alone(folder: Path, trainer: Any, *options: Any) -> Any:
-    """The output of the example in one process without plans."""
+    """Runs an example in one process without plans; returns its output."""
     return launch_example(folder, "tests/adapters/example_alone.py", trainer, *options, ranks=1)
 
 
 def launch_example(folder: Path, script: Any, *options: Any, ranks: int = 2) -> Any:
-    """The output of the script on its processes, started in a folder."""
+    """Runs a script on `ranks` processes in a folder; returns its output."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return run_in(folder, *launch, REPOSITORY / script, *options)
 
@@ -103,6 +103,6 @@ def run_in(folder: Path, *command: Any) -> Any:
     folder.mkdir(exist_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
-    told = re.sub(r"\x1b\[[0-9;]*m", "", run.stdout + run.stderr)
-    assert run.returncode == 0, told
-    return told
+    output = re.sub(r"\x1b\[[0-9;]*m", "", run.stdout + run.stderr)
+    assert run.returncode == 0, output
+    return output

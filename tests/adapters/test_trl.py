@@ -1,4 +1,4 @@
-"""trl's trainers on planned batches: their logs equal trl's in one process on the same samples."""
+"""trl's trainers on planned batches: their logs match those of one process on the same samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Any]:
-    """Two ranks that are the whole world, since trl waits for all ranks."""
+    """A pool of only two ranks, since trl waits for all ranks of the world."""
     ranks = Pool(timeout_s=120, size=2)
     yield ranks
     ranks.close()
@@ -38,35 +38,35 @@ def pair() -> Iterator[Any]:
 def test_sft_equals_one_process(pair: Any, alone: Any, tmp_path: Path, name: str) -> None:
     form, options = FORMS[name]
     (found, samples), *others = pair.run(jobs.sft, 2, tmp_path / "planned", form, options)
-    (wanted,) = alone.run(jobs.sft_alone, 1, tmp_path / "alone", form, options, samples)
+    (expected,) = alone.run(jobs.sft_alone, 1, tmp_path / "alone", form, options, samples)
     assert len(found["loss"]) == len(samples) / 2 > 1
-    for told in ("loss", "entropy", "mean_token_accuracy"):
-        np.testing.assert_allclose(found[told], wanted[told], rtol=0, atol=LOSS)
-    np.testing.assert_allclose(found["grad_norm"], wanted["grad_norm"], rtol=1e-5)
+    for figure in ("loss", "entropy", "mean_token_accuracy"):
+        np.testing.assert_allclose(found[figure], expected[figure], rtol=0, atol=LOSS)
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)
     assert all(other[0]["loss"] == found["loss"] for other in others)
 
 
 def test_sft_evaluation_is_the_mean_over_tokens(pair: Any, tmp_path: Path) -> None:
-    ((first, again), wanted), *_ = pair.run(jobs.evaluation, 2, tmp_path)
+    ((first, again), expected), *_ = pair.run(jobs.evaluation, 2, tmp_path)
     assert first == again
-    assert abs(first - wanted) <= LOSS
+    assert abs(first - expected) <= LOSS
 
 
 def test_trainers_and_options_that_change_the_loss_are_refused(alone: Any, tmp_path: Path) -> None:
-    for which, words in (
+    for setup, words in (
         ("dpo", "compute_loss.*DPOTrainer"),
         ("loader", "train_dataset.*planned="),
         ("collator", "data_collator.*DataCollatorForChatML"),
     ):
-        (why,) = alone.run(jobs.refused, 1, tmp_path, which)
-        assert re.search(words, why)
+        (error,) = alone.run(jobs.refusal, 1, tmp_path, setup)
+        assert re.search(words, error)
 
 
 def test_preference_pairs_on_trees_equal_the_loss_and_gradients_of_trl(
     pair: Any, alone: Any, tmp_path: Path
 ) -> None:
-    ((wanted, gradients, samples),) = alone.run(jobs.dpo_alone, 1, tmp_path)
+    ((expected, gradients, samples),) = alone.run(jobs.dpo_alone, 1, tmp_path)
     for found, own in pair.run(jobs.dpo, 2, samples):
-        assert abs(found - wanted) <= LOSS
+        assert abs(found - expected) <= LOSS
         for name, value in gradients.items():
             np.testing.assert_allclose(own[name], value, rtol=0, atol=1e-5 * np.abs(value).max())

@@ -1,6 +1,6 @@
 """The 31 real mask instances: each plan verifies and matches plain attention.
 
-Instances up to 16K tokens are compared row by row; of larger ones, windows of query rows across slice edges, whose
+Instances up to 16K tokens are compared in full; larger ones in windows of query rows around slice edges. Their
 gradients are complete because the gradient of the output is zero elsewhere.
 """
 
@@ -32,8 +32,8 @@ DATA = Path(__file__).parent.parent / "data" / "mask_instances.jsonl.gz"
 MODEL = Model(q_heads=1, kv_heads=1, head_dim=4, v_head_dim=4, dtype="fp64", layers=1)
 CLUSTER = Cluster(nodes=2, ranks_per_node=4)
 WHOLE = 16_384  # tokens up to which all rows are compared
-CELLS = 2**24  # (query, key) cells of one window at most
-WORK = 2**42  # cells × tokens of a window at most
+CELLS = 2**24  # most (query, key) cells of a window
+WORK = 2**42  # most cells × tokens of a window
 EXACT = 1e-10
 ATTEND, ATTEND_GRAD = executor.attend, executor.attend_grad
 Array = NDArray[Any]
@@ -56,7 +56,7 @@ class Instance:
         return np.asarray(self.batch.bands(kind))
 
     def windows(self) -> list[tuple[int, int]]:
-        """Rows to compare: all, or two windows around slice edges, of 4K rows or what CELLS and WORK allow."""
+        """Rows to compare: all, or two windows around slice edges of up to 4K rows, as CELLS and WORK allow."""
         if self.tokens <= WHOLE:
             return [(0, self.tokens)]
         edges = {q0 for q0, *_ in self.slices} | {q1 for _, q1, *_ in self.slices}
@@ -71,10 +71,10 @@ class Instance:
         return max(0, edge - rows // 2), min(self.tokens, edge + rows // 2)
 
     def _keys(self, begin: int, end: int) -> int:
-        """At least the keys that a row of [begin, end) sees."""
+        """An upper bound on the number of keys that a row of [begin, end) sees."""
         q0, q1, k0, k1, dmin, dmax = self.bands.T.astype(float)
-        near = (q0 < end) & (q1 > begin)
-        return int(np.minimum(k1 - k0, dmax - dmin + 1 + end - begin)[near].sum())
+        overlaps = (q0 < end) & (q1 > begin)
+        return int(np.minimum(k1 - k0, dmax - dmin + 1 + end - begin)[overlaps].sum())
 
 
 def _disjoint(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -94,7 +94,7 @@ every_instance = pytest.mark.parametrize("instance", MARKED, ids=[item.name for 
 
 
 def plan_of(instance: Instance) -> Plan:
-    """A plan of `fcp`; a million tokens in blocks of 16K, which gives 2K tasks instead of 131K."""
+    """A plan of `fcp`; a million tokens use blocks of 16K, for 2K tasks instead of 131K."""
     fcp = find_recipe("fcp")
     recipe = with_block(fcp, 16_384) if instance.tokens > 2**19 else fcp
     return make_plan(instance.batch, CLUSTER, MODEL, recipe=recipe)
@@ -114,29 +114,29 @@ def test_the_plan_of_an_instance_equals_plain_attention(
 
 def check(plan: Plan, kind: str, instance: Instance) -> None:
     p = oracle.Problem.random(instance.tokens, instance.tokens, 1, 1)
-    shown = np.zeros(instance.tokens, bool)
+    compared = np.zeros(instance.tokens, bool)
     for begin, end in instance.windows():
-        shown[begin:end] = True
-    p = replace(p, q=p.q * shown[:, None, None], do=p.do * shown[:, None, None])
-    found = executor.run(plan, kind, p.q, p.k, p.v, p.do)
+        compared[begin:end] = True
+    p = replace(p, q=p.q * compared[:, None, None], do=p.do * compared[:, None, None])
+    result = executor.run(plan, kind, p.q, p.k, p.v, p.do)
     rows = oracle.Rows(p, instance.bands)
     dk, dv = np.zeros_like(p.k), np.zeros_like(p.v)
     for begin, end in instance.windows():
         o, lse = rows.forward(begin, end)
         dq = rows.backward(begin, end, dk, dv)
-        for ours, theirs in [(found.o, o), (found.lse, lse), (found.dq, dq)]:
-            np.testing.assert_allclose(ours[begin:end], theirs, rtol=EXACT, atol=EXACT)
-    np.testing.assert_allclose(found.dk, dk, rtol=EXACT, atol=EXACT)
-    np.testing.assert_allclose(found.dv, dv, rtol=EXACT, atol=EXACT)
+        for actual, expected in [(result.o, o), (result.lse, lse), (result.dq, dq)]:
+            np.testing.assert_allclose(actual[begin:end], expected, rtol=EXACT, atol=EXACT)
+    np.testing.assert_allclose(result.dk, dk, rtol=EXACT, atol=EXACT)
+    np.testing.assert_allclose(result.dv, dv, rtol=EXACT, atol=EXACT)
 
 
-# --- kernels that skip query rows that are not compared, whose q and dO are 0
+# --- kernels that skip query rows outside the windows, whose q and dO are 0
 
 
 def _runs(q: np.ndarray) -> list[tuple[int, int]]:
     """Runs of rows that are not all zero."""
-    shown = np.flatnonzero(np.diff(q.any(axis=(1, 2)), prepend=False, append=False))
-    return list(zip(shown[::2].tolist(), shown[1::2].tolist(), strict=True))
+    compared = np.flatnonzero(np.diff(q.any(axis=(1, 2)), prepend=False, append=False))
+    return list(zip(compared[::2].tolist(), compared[1::2].tolist(), strict=True))
 
 
 def attend(q: Array, k: Array, v: Array, task: Task, layer: Any) -> Partial:
@@ -151,10 +151,10 @@ def attend_grad(
 ) -> tuple[Array, ...]:
     dq, dk, dv = (np.zeros_like(array) for array in (q, *kv))
     for a, b in _runs(q):
-        shown = tuple(row[a:b] for row in sums)
-        dq[a:b], *more = ATTEND_GRAD(q[a:b], kv, do[a:b], shown, without_first_rows(task, a), layer)
-        dk += more[0]
-        dv += more[1]
+        compared = tuple(row[a:b] for row in sums)
+        dq[a:b], *rest = ATTEND_GRAD(q[a:b], kv, do[a:b], compared, without_first_rows(task, a), layer)
+        dk += rest[0]
+        dv += rest[1]
     return dq, dk, dv
 
 

@@ -1,4 +1,4 @@
-"""The numpy executor on the hand-written plans, which together use every op of the instruction set."""
+"""The numpy executor on the hand-written plans, which together use every op."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def run(plan: Plan, kind: str, p: oracle.Problem) -> executor.Result:
 
 
 def assert_close(found: tuple, expected: tuple, tolerance: float = EXACT) -> None:
-    for name, ours, theirs in zip(oracle.Answer._fields, found, expected, strict=True):
-        assert (ours is None) == (theirs is None), name
-        if ours is not None:
-            np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance, err_msg=name)
+    for name, actual, expected_part in zip(oracle.Answer._fields, found, expected, strict=True):
+        assert (actual is None) == (expected_part is None), name
+        if actual is not None:
+            np.testing.assert_allclose(actual, expected_part, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -95,7 +95,7 @@ def test_hand_written_plan_verifies_and_survives_its_encodings(path: Path) -> No
 
 @dataclass
 class Weights:
-    """A projection whose result depends on the position: (x @ w) * (1 + position / 8), per head."""
+    """A projection that depends on the position: (x @ w) * (1 + position / 8), per head."""
 
     w_q: np.ndarray  # [Hq, E, D]
     w_k: np.ndarray
@@ -144,14 +144,14 @@ def test_projected_heads_and_their_gradients_equal_dense_attention() -> None:
     x, sinks = rng.standard_normal((batch.tokens, 6)), rng.standard_normal(plan.header.q_heads)
     do = rng.standard_normal((batch.tokens, plan.header.q_heads, plan.header.v_head_dim))
     weights = Weights.random(plan, 6)
-    everything = x, batch.positions(), range(plan.header.q_heads), range(plan.header.kv_heads)
-    q, k, v = weights.project(*everything)
+    projection_inputs = x, batch.positions(), range(plan.header.q_heads), range(plan.header.kv_heads)
+    q, k, v = weights.project(*projection_inputs)
     answer = oracle.dense(oracle.Problem(q, k, v, do, sinks), allowed(plan, "default"))
     o, lse, saved = executor.forward(plan, "default", [x], LocalLayer(sinks, project=weights))
     dx, dsinks = executor.backward(plan, "default", saved, do)
-    expected = weights.gradient(*everything, (answer.dq, answer.dk, answer.dv))
-    for found, wanted in [(o, answer.o), (lse, answer.lse), (dx, expected), (dsinks, answer.dsinks)]:
-        np.testing.assert_allclose(found, wanted, rtol=EXACT, atol=EXACT)
+    expected = weights.gradient(*projection_inputs, (answer.dq, answer.dk, answer.dv))
+    for found, expected_array in [(o, answer.o), (lse, answer.lse), (dx, expected), (dsinks, answer.dsinks)]:
+        np.testing.assert_allclose(found, expected_array, rtol=EXACT, atol=EXACT)
 
 
 def test_rows_without_keys_are_zero_and_nothing_is_nan() -> None:
@@ -169,42 +169,42 @@ def test_rows_without_keys_are_zero_and_nothing_is_nan() -> None:
 def test_same_plan_gives_the_same_bits() -> None:
     plan = load("relay")
     p = problem(plan, sinks=True)
-    once, again = (run(plan, "default", p) for _ in range(2))
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(once, again, strict=True))
+    first, second = (run(plan, "default", p) for _ in range(2))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
 
 
 def test_backward_may_run_twice_from_one_forward() -> None:
     plan = load("q_moves")
     p = problem(plan)
     _, _, saved = executor.forward(plan, "default", [p.q, p.k, p.v])
-    once, again = (executor.backward(plan, "default", saved, p.do)[:3] for _ in range(2))
-    assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
+    first, second = (executor.backward(plan, "default", saved, p.do)[:3] for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_remap_moves_rows_between_layouts_and_back() -> None:
     plan = load("reshuffle")
     x = np.random.default_rng(0).standard_normal((16, 3))
     source, target = (plan.layout(name) for name in ("attention", "linear"))
-    moved = remap(plan, 0, executor.scatter(source, x))
-    for ours, theirs in zip(moved, executor.scatter(target, x), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    back = remap(plan, 0, moved, inverse=True)
+    remapped = remap(plan, 0, executor.scatter(source, x))
+    for actual, expected_part in zip(remapped, executor.scatter(target, x), strict=True):
+        np.testing.assert_array_equal(actual, expected_part)
+    back = remap(plan, 0, remapped, inverse=True)
     np.testing.assert_array_equal(executor.gather(source, back), x)
 
 
 def test_unmatched_moves_are_an_error() -> None:
     plan = load("reshuffle")
     parts = executor.scatter(plan.layout("attention"), np.zeros((16, 1)))
-    crossed = broken("reshuffle", "send 1 row=4 rows=4; receive 1", "send 1 row=4 rows=3; receive 1")
+    crossed = edited("reshuffle", "send 1 row=4 rows=4; receive 1", "send 1 row=4 rows=3; receive 1")
     with pytest.raises(ExecutionError, match="rank 1 receives 4 rows from rank 0"):
         remap(crossed, 0, parts)
 
 
-# --- plans that cannot run: the error names rank, place and reason
+# --- plans that cannot run: the error names the rank, the place and the reason
 
 
-def broken(name: str, old: str, new: str, count: int = 1) -> Plan:
-    """A hand-written plan with `count` occurrences of `old` replaced, re-sealed by the parser."""
+def edited(name: str, old: str, new: str, count: int = 1) -> Plan:
+    """A hand-written plan with `count` occurrences of `old` replaced by `new`, sealed again by the parser."""
     source = next(path for path in PLANS if path.stem == name).read_text()
     assert old in source
     return parse(source.replace(old, new, count))
@@ -216,10 +216,10 @@ def assert_error(plan: Plan, pattern: str) -> None:
 
 
 def test_a_deadlock_error_shows_where_each_rank_waits() -> None:
-    # rank 2 leaves out round 0, which the others wait for
+    # rank 2 skips round 0, for which the others wait
     attend = "  attend Q.home[0:8) KV.home[0:8) -> O.home[0:8) causal first\n"
     launch = "  launch 0: send Q.home[0:8) to 0, send Q.home[0:8) to 1\n"
-    plan = broken("q_moves", f"{launch}{attend}  wait 0\n", attend)
+    plan = edited("q_moves", f"{launch}{attend}  wait 0\n", attend)
     assert_error(
         plan, r"deadlock(.|\n)*rank 0, instruction 2 of 7: waits for ranks \[2\](.|\n)*→ 2: wait round 0"
     )
@@ -230,30 +230,30 @@ def test_reading_rows_in_flight_is_an_error() -> None:
     early = "attend Q.work[0:8) KV.home[0:8) -> O.work[0:8) full first\n  wait 0\n"
     late = "wait 0\n  attend Q.work[0:8) KV.home[0:8) -> O.work[0:8) full first\n"
     assert_error(
-        broken("q_moves", late, early), r"rank 1, instruction 2 of 8: reads Q.work\[0:8\).*in flight"
+        edited("q_moves", late, early), r"rank 1, instruction 2 of 8: reads Q.work\[0:8\).*in flight"
     )
 
 
 def test_using_a_partial_twice_is_an_error() -> None:
-    once = "merge O.work[8:16) -> O.home[0:8)\n"
-    assert_error(broken("q_moves", once, f"{once}  {once}"), r"rank 1, instruction 7 .*consumed")
+    first = "merge O.work[8:16) -> O.home[0:8)\n"
+    assert_error(edited("q_moves", first, f"{first}  {first}"), r"rank 1, instruction 7 .*consumed")
 
 
 def test_overwriting_rows_in_flight_is_an_error() -> None:
     launch = "launch 0: send Q.home[0:8) to 0, send Q.home[0:8) to 1\n"
-    plan = broken("q_moves", launch, launch + "  clear Q.home[0:8)\n")
+    plan = edited("q_moves", launch, launch + "  clear Q.home[0:8)\n")
     assert_error(plan, r"rank 2, instruction 3 .*Q.home\[0:8\).* was overwritten while round 0 was in flight")
 
 
 def test_a_send_that_nobody_receives_is_an_error() -> None:
-    plan = broken(
+    plan = edited(
         "q_moves", "send Q.home[0:8) to 0, receive", "send Q.home[0:8) to 0, send KV.home[0:8) to 0, receive"
     )
     assert_error(plan, r"round 0: rank 0 does not receive KV.home\[0:8\).* from rank 1")
 
 
 def test_a_receive_that_nobody_sends_is_an_error() -> None:
-    plan = broken(
+    plan = edited(
         "q_moves",
         "launch 1: receive O.work[8:16) from 0, send",
         "launch 1: receive O.work[8:16) from 2, send",
@@ -265,31 +265,31 @@ def test_a_receive_that_nobody_sends_is_an_error() -> None:
 
 
 def test_gradients_that_are_never_written_are_an_error() -> None:
-    plan = broken("clear", "clear dQ.home[4:8), dKV.home[0:8)", "clear dKV.home[0:8)")
+    plan = edited("clear", "clear dQ.home[4:8), dKV.home[0:8)", "clear dKV.home[0:8)")
     assert_error(plan, "rank 0: home rows of dQ were never written")
 
 
-def test_a_receive_of_other_rows_is_an_error() -> None:
-    plan = broken("q_moves", "launch 1: send O.work[0:8) to 1", "launch 1: send O.work[0:7) to 1")
+def test_a_receive_of_a_different_number_of_rows_is_an_error() -> None:
+    plan = edited("q_moves", "launch 1: send O.work[0:8) to 1", "launch 1: send O.work[0:7) to 1")
     assert_error(plan, r"receives O.work\[8:16\).* from rank 0, which sends O.work\[0:7\)")
 
 
 def test_reading_an_unwritten_output_row_is_an_error() -> None:
-    plan = broken("clear", "  clear O.home[0:8)\n", "  clear O.home[0:4)\n")
+    plan = edited("clear", "  clear O.home[0:8)\n", "  clear O.home[0:4)\n")
     assert_error(plan, r"O.home\[0:8\).*row 4 is unwritten")
 
 
 def test_a_round_without_wait_is_an_error() -> None:
-    assert_error(broken("relay", "  wait 0\n  finish", "  finish"), r"without a wait for rounds \[0\]")
+    assert_error(edited("relay", "  wait 0\n  finish", "  finish"), r"without a wait for rounds \[0\]")
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_wrong_shapes_are_named(name: str) -> None:
     plan = load("q_moves")
     p = problem(plan)
-    cut = replace(p, **{name: getattr(p, name)[..., :-1]})
+    truncated = replace(p, **{name: getattr(p, name)[..., :-1]})
     with pytest.raises(ExecutionError, match=rf"^{name} has shape"):
-        run(plan, "default", cut)
+        run(plan, "default", truncated)
 
 
 def test_unknown_kind_is_named() -> None:
@@ -305,7 +305,7 @@ def test_a_projecting_plan_needs_a_projection() -> None:
         run(plan, "default", p)
 
 
-# --- what is executed
+# --- compiled programs
 
 
 def test_programs_compile_to_steps_with_their_rows() -> None:

@@ -1,4 +1,4 @@
-"""Recurrent layers of plans on numpy match one process token by token, for any placement of tokens."""
+"""Recurrent layers of plans on numpy match a token-by-token scan in one process, for any placement of tokens."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def plan_of(recipe: str, model: ap.Model = MODEL, batch: ap.Batch = BATCH) -> ap
 def test_planned_recurrence_equals_one_process(recipe: str) -> None:
     plan, before = plan_of(recipe), predecessors(BATCH)
     for seed, (name, kind) in enumerate(KINDS.items()):
-        given, do = random_inputs(kind, BATCH.tokens, seed)
-        for found, wanted in zip(
-            recurrent_executor.run(plan, name, given, do), dense(kind, before, given, do), strict=True
+        inputs, do = random_inputs(kind, BATCH.tokens, seed)
+        for found, expected in zip(
+            recurrent_executor.run(plan, name, inputs, do), dense(kind, before, inputs, do), strict=True
         ):
-            assert (found is None) == (wanted is None)
-            assert found is None or np.allclose(found, wanted, rtol=0, atol=1e-12)
+            assert (found is None) == (expected is None)
+            assert found is None or np.allclose(found, expected, rtol=0, atol=1e-12)
 
 
 def test_gradients_match_finite_differences() -> None:
-    """Along a random direction, against a difference of two outputs."""
+    """Along a random direction, compared with a central difference of outputs."""
     plan = plan_of("blend")
     for name, kind in KINDS.items():
-        given, do = random_inputs(kind, BATCH.tokens)
-        found, step = recurrent_executor.run(plan, name, given, do), 1e-5
-        way = [
+        inputs, do = random_inputs(kind, BATCH.tokens)
+        found, step = recurrent_executor.run(plan, name, inputs, do), 1e-5
+        direction = [
             None if one is None else np.random.default_rng(n).normal(size=one.shape)
-            for n, one in enumerate(given)
+            for n, one in enumerate(inputs)
         ]
         ends = [
             recurrent_executor.run(
@@ -64,7 +64,7 @@ def test_gradients_match_finite_differences() -> None:
                 recurrent_executor.Inputs(
                     *(
                         a if a is None or b is None else a + sign * step * b
-                        for a, b in zip(given, way, strict=True)
+                        for a, b in zip(inputs, direction, strict=True)
                     )
                 ),
             ).o
@@ -72,16 +72,16 @@ def test_gradients_match_finite_differences() -> None:
         ]
         slope = sum(
             float((a * b).sum())
-            for a, b in zip(found[1:], way, strict=True)
+            for a, b in zip(found[1:], direction, strict=True)
             if a is not None and b is not None
         )
         assert np.isclose(((ends[0] - ends[1]) * do).sum() / (2 * step), slope, rtol=1e-6)
 
 
 def test_a_kind_missing_from_the_plan_is_an_error() -> None:
-    given, _ = random_inputs(KINDS["mamba"], BATCH.tokens)
+    inputs, _ = random_inputs(KINDS["mamba"], BATCH.tokens)
     with pytest.raises(UnknownNameError, match="no recurrent layers"):
-        recurrent_executor.run(plan_of("blend", replace(MODEL, recurrent={})), "mamba", given)
+        recurrent_executor.run(plan_of("blend", replace(MODEL, recurrent={})), "mamba", inputs)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_a_kind_missing_from_the_plan_is_an_error() -> None:
     ],
 )
 def test_unmatched_sends_and_receives_are_an_error(name: str, edit: Edit, words: str) -> None:
-    given, _ = random_inputs(KINDS["gated_delta"], BATCH.tokens)
+    inputs, _ = random_inputs(KINDS["gated_delta"], BATCH.tokens)
     with pytest.raises(ExecutionError, match=words):
-        recurrent_executor.run(changed(plan_of("blend"), name, edit), "gated_delta", given)
+        recurrent_executor.run(changed(plan_of("blend"), name, edit), "gated_delta", inputs)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_masks_without_an_order_are_refused(mask: ap.masks.Mask) -> None:
 
 
 def test_kinds_that_disagree_on_the_order_are_refused() -> None:
-    """Trees of the same positions and labels."""
+    """The trees have the same positions and labels."""
     nodes = [[-1, 5], [0, 3], [0, 3], [1, 2], [2, 2], [1, 2], [2, 2]]
-    turned = [[-1, 5], [0, 3], [0, 3], [2, 2], [1, 2], [1, 2], [2, 2]]
-    masks = {"a": ap.masks.tree(nodes), "b": ap.masks.tree(turned)}
+    swapped = [[-1, 5], [0, 3], [0, 3], [2, 2], [1, 2], [1, 2], [2, 2]]
+    masks = {"a": ap.masks.tree(nodes), "b": ap.masks.tree(swapped)}
     assert ap.Batch.from_lengths([19], masks).tokens == 19
     with pytest.raises(ConfigError, match="disagree on the token order"):
         plan_of("blend", batch=ap.Batch.from_lengths([19], masks))

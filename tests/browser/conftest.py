@@ -1,4 +1,4 @@
-"""Fixtures: a headless Chromium, and pages from the command line."""
+"""Fixtures: a headless Chromium, and plans and reports made by the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def planned(folder: Path) -> Callable[..., Path]:
-    """Returns a cached maker of plan files by recipe."""
+    """Returns a function that makes plan files by recipe, with a cache."""
 
     def make(recipe: str = "fcp", ranks: int = 64) -> Path:
         path = folder / f"{recipe}{ranks}.plan"
@@ -40,7 +40,7 @@ def planned(folder: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def reported(planned: Callable[..., Path]) -> Callable[..., Path]:
-    """Returns a cached maker of reports of such plans."""
+    """Returns a function that makes reports of these plans, with a cache."""
 
     def make(recipe: str = "fcp", ranks: int = 64) -> Path:
         plan = planned(recipe, ranks)
@@ -54,17 +54,18 @@ def reported(planned: Callable[..., Path]) -> Callable[..., Path]:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens a page and waits until it is drawn. Fails if a page logged to the console or made a request."""
-    wrong: list[str] = []
+    """Returns a function that opens a page and waits until it is drawn. Fails at the end if a page logged to the
+    console or made a request."""
+    problems: list[str] = []
     contexts = []
 
     def open_(path: Path, size: tuple[int, int] = WIDE, **options: Any) -> Page:
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda said: wrong.append(said.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda asked: asked.url.startswith("file:") or wrong.append(asked.url))
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: request.url.startswith("file:") or problems.append(request.url))
         page.goto(path.as_uri())
         page.wait_for_selector("#content[aria-busy=false]")
         page.wait_for_timeout(200)
@@ -73,4 +74,4 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
     yield open_
     for context in contexts:
         context.close()
-    assert wrong == []
+    assert problems == []

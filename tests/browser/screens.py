@@ -1,6 +1,6 @@
 """Headless Chromium from Debian, and comparison of screenshots.
 
-SCREENSHOTS=FOLDER keeps them; each is compared loosely with the committed `looks.json` (UPDATE=1 rewrites it).
+SCREENSHOTS=FOLDER stores them; each is compared loosely with the committed `looks.json`, which UPDATE=1 rewrites.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update"),
 )
 LOOKS = Path(__file__).with_name("looks.json")
-CELLS, FAR = 24, 14.0  # parts of a picture on each axis; how far they may be off on average, of 255
+CELLS, FAR = 24, 14.0  # parts of a picture along each axis; their largest mean difference, of 255
 WIDE, NARROW = (1440, 900), (390, 844)
 
 
@@ -40,9 +40,9 @@ def chromium() -> Iterator[Browser]:
         opened.close()
 
 
-def keep(page: Page, name: str) -> None:
+def check_screenshot(page: Page, name: str) -> None:
     """Takes a screenshot of the whole page and compares its height and the brightness of its parts. Fonts and figures
-    may differ; a part that is missing, moved or of another colour fails."""
+    may differ; a part that is missing, or has moved or changed colour, fails."""
     data = page.screenshot(full_page=True)
     if "SCREENSHOTS" in os.environ:
         folder = Path(os.environ["SCREENSHOTS"])
@@ -56,23 +56,23 @@ def keep(page: Page, name: str) -> None:
         text = ",\n".join(f"{json.dumps(key)}: {json.dumps(looks[key])}" for key in sorted(looks))
         LOOKS.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
         return
-    held = looks[name]
-    assert abs(height / held["height"] - 1) < 0.15, (name, height, held["height"])
-    off = np.abs(light.astype(float) - np.array(held["light"], float)).mean()
+    expected = looks[name]
+    assert abs(height / expected["height"] - 1) < 0.15, (name, height, expected["height"])
+    off = np.abs(light.astype(float) - np.array(expected["light"], float)).mean()
     assert off < FAR, (
-        f"{name} does not look as it did, by {off:.1f} of 255 on average: look at it, then UPDATE=1"
+        f"{name} differs by {off:.1f} of 255 on average: look at it; if it is right, run with UPDATE=1"
     )
 
 
 def violations(page: Page) -> list[Any]:
-    """axe-core's violations, [rule, count, first place]; run in the browser's own context, so that the page's policy
-    stays in force."""
+    """axe-core's violations, [rule, count, first place]. It runs through DevTools, so that the page's content security
+    policy stays in force."""
     axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
     session = page.context.new_cdp_session(page)
     session.send("Runtime.evaluate", {"expression": axe})
-    asked = (
+    script = (
         "axe.run({ resultTypes: ['violations'] }).then((found) => JSON.stringify(found.violations.map"
         "(({ id, nodes }) => [id, nodes.length, nodes[0].html])))"
     )
-    answer = session.send("Runtime.evaluate", {"expression": asked, "awaitPromise": True})
+    answer = session.send("Runtime.evaluate", {"expression": script, "awaitPromise": True})
     return list(json.loads(answer["result"]["value"]))

@@ -17,7 +17,7 @@ from apportion.ir.arrays import Bools, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.report import report_html
 from apportion.report.mask import pieces
-from tests.browser.screens import NARROW, WIDE, WORKLOAD, keep, violations
+from tests.browser.screens import NARROW, WIDE, WORKLOAD, check_screenshot, violations
 
 Make: TypeAlias = Callable[..., Path]
 Visit: TypeAlias = Callable[..., Page]
@@ -29,13 +29,13 @@ COLOURS = """(canvas) => {
 PICTURE = "(canvas) => canvas.toDataURL()"
 
 
-def drawn(page: Page, name: str) -> str:
-    """The content of a canvas, after it has been drawn."""
+def canvas_content(page: Page, name: str) -> str:
+    """The content of a canvas once it is drawn."""
     page.wait_for_timeout(120)
     return str(page.locator(f"canvas.{name}").evaluate(PICTURE))
 
 
-def said(page: Page, section: str) -> str:
+def description(page: Page, section: str) -> str:
     return page.locator(f"section.{section} .readout").inner_text()
 
 
@@ -45,7 +45,7 @@ def test_the_report_of_64_ranks_is_small_and_loads_quickly(recipe: str, reported
     page = visit(path)
     assert path.stat().st_size <= MOST_BYTES
     times = [page.evaluate("performance.getEntriesByName('ready')[0].startTime")]
-    for _ in range(2):  # the machine may be busy with something else
+    for _ in range(2):  # in case the machine was busy
         page.reload()
         page.wait_for_selector("#content[aria-busy=false]")
         times.append(page.evaluate("performance.getEntriesByName('ready')[0].startTime"))
@@ -61,29 +61,31 @@ def test_pages_fit_their_window(size: tuple[int, int], scheme: str, reported: Ma
     page = visit(reported("auto"), size, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert re.search(r"\d% of .* (Try |Nothing else to try)", page.locator(".verdict").inner_text())
-    keep(page, f"report-{size[0]}-{scheme}")
+    check_screenshot(page, f"report-{size[0]}-{scheme}")
 
 
 def test_the_timeline_zooms_pans_and_describes_what_is_shown(reported: Make, visit: Visit) -> None:
     page = visit(reported())
-    timeline, before = page.locator("canvas.time"), drawn(page, "time")
+    timeline, before = page.locator("canvas.time"), canvas_content(page, "time")
     page.get_by_role("button", name="Zoom in").first.click()
-    near = drawn(page, "time")
+    zoomed = canvas_content(page, "time")
     timeline.focus()
     page.keyboard.press("ArrowRight")
-    moved = drawn(page, "time")
+    panned = canvas_content(page, "time")
     page.keyboard.press("0")
-    assert len({before, near, moved}) == 3
+    assert len({before, zoomed, panned}) == 3
     page.keyboard.press("n")
-    assert re.search(r"rank 0: \w+, .* \(instruction \d+", said(page, "timeline"))
+    assert re.search(r"rank 0: \w+, .* \(instruction \d+", description(page, "timeline"))
     found = set()
     for _ in range(30):
         page.keyboard.press("n")
-        found |= set(re.findall(r"waits for: \w+ tile, [\d.]+ [KMG]?B|queries \[", said(page, "timeline")))
+        found |= set(
+            re.findall(r"waits for: \w+ tile, [\d.]+ [KMG]?B|queries \[", description(page, "timeline"))
+        )
     assert any(one.startswith("waits") for one in found)
     assert "queries [" in found
     page.keyboard.press("ArrowDown")
-    assert said(page, "timeline") == "rank 1"
+    assert description(page, "timeline") == "rank 1"
 
 
 def test_hovering_shows_a_tooltip_on_all_three_pictures(reported: Make, visit: Visit) -> None:
@@ -103,23 +105,23 @@ def test_the_mask_zooms_from_the_batch_to_a_block(reported: Make, visit: Visit) 
     page = visit(reported())
     assert (
         page.locator("select.document").input_value() != "-1"
-    )  # a mask of all documents would be a thin diagonal
-    one, strip = drawn(page, "cells"), page.locator("canvas.documents")
+    )  # the mask of all documents would be a thin diagonal
+    one, strip = canvas_content(page, "cells"), page.locator("canvas.documents")
     page.locator("select.document").select_option(index=0)
-    before = drawn(page, "cells")
+    before = canvas_content(page, "cells")
     box = strip.bounding_box()
     assert box
     strip.click(position={"x": 0.6 * box["width"], "y": box["height"] / 2})
-    assert re.fullmatch(r"document \d+: [\d,]+ tokens from [\d,]+", said(page, "mask"))
+    assert re.fullmatch(r"document \d+: [\d,]+ tokens from [\d,]+", description(page, "mask"))
     page.locator("select.document").select_option(index=1)
-    assert drawn(page, "cells") == one
+    assert canvas_content(page, "cells") == one
     page.locator("canvas.cells").focus()
     for _ in range(8):
         page.keyboard.press("+")
-    block = drawn(page, "cells")
-    assert re.search(r"query \[.*document \d+, key \[.*: rank \d+", said(page, "mask"))
+    block = canvas_content(page, "cells")
+    assert re.search(r"query \[.*document \d+, key \[.*: rank \d+", description(page, "mask"))
     page.locator("input.only").fill("3")
-    assert len({before, one, block, drawn(page, "cells")}) == 4
+    assert len({before, one, block, canvas_content(page, "cells")}) == 4
 
 
 def test_the_mask_shows_which_rank_computes_a_pair(planned: Make, folder: Path, visit: Visit) -> None:
@@ -127,27 +129,28 @@ def test_the_mask_shows_which_rank_computes_a_pair(planned: Make, folder: Path, 
     plan = Plan.decode(planned("fcp", 8).read_bytes())
     path = folder / "mask.html"
     path.write_text(report_html([("p", plan)]), encoding="utf-8")
-    page, held = visit(path), dict(pieces(plan))["default", "forward"]
+    page, plan_pieces = visit(path), dict(pieces(plan))["default", "forward"]
     page.locator("select.document").select_option(index=1)
     canvas = page.locator("canvas.cells")
     canvas.scroll_into_view_if_needed()
-    box, starts, seen = canvas.bounding_box(), plan.request.batch.starts, set()
+    box, starts, ranks_seen = canvas.bounding_box(), plan.request.batch.starts, set()
     assert box
     for step in range(100):
         right, down = 0.15 + 0.08 * (step % 10), 0.05 + 0.085 * (step // 10)
         page.mouse.move(box["x"] + right * box["width"], box["y"] + down * box["height"])
-        told = page.locator("#tip").inner_text()
-        places = re.findall(r"\[([\d,]+), [\d,]+\) of document (\d+)", told)
+        tooltip = page.locator("#tip").inner_text()
+        places = re.findall(r"\[([\d,]+), [\d,]+\) of document (\d+)", tooltip)
         query, key = (int(starts[int(of)]) + int(at.replace(",", "")) for at, of in places[:2])
-        assert ("masked" not in told) == holds(plan.request.batch.bands("default").T, query, key).any(), told
-        ranks = held.rank[holds(held.bands, query, key)].tolist()
-        assert re.findall(r": rank (\d+)", told) == [str(rank) for rank in ranks], told
-        seen |= set(ranks)
-    assert len(seen) > 2
+        is_masked = not holds(plan.request.batch.bands("default").T, query, key).any()
+        assert ("masked" in tooltip) == is_masked, tooltip
+        ranks = plan_pieces.rank[holds(plan_pieces.bands, query, key)].tolist()
+        assert re.findall(r": rank (\d+)", tooltip) == [str(rank) for rank in ranks], tooltip
+        ranks_seen |= set(ranks)
+    assert len(ranks_seen) > 2
 
 
 def holds(bands: Ints, query: int, key: int) -> Bools:
-    """bool [bands]: whether each of int64 [6, bands] has the pair."""
+    """bool [bands]: whether each band of int64 [6, bands] has the pair."""
     q0, q1, k0, k1, dmin, dmax = bands
     inside = (q0 <= query) & (query < q1) & (k0 <= key) & (key < k1)
     return np.asarray(inside & (dmin <= query - key) & (query - key <= dmax))
@@ -185,10 +188,10 @@ def test_the_page_has_a_light_and_a_dark_theme(reported: Make, visit: Visit) -> 
     page = visit(reported(), color_scheme="dark")
     paper = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(paper)
-    before = drawn(page, "time")
+    before = canvas_content(page, "time")
     page.get_by_label("Colours").select_option("light")
     assert page.evaluate(paper) != dark
-    assert drawn(page, "time") != before
+    assert canvas_content(page, "time") != before
 
 
 def test_the_whole_report_can_be_printed(reported: Make, visit: Visit) -> None:
@@ -206,7 +209,7 @@ def test_the_report_is_accessible(scheme: str, reported: Make, visit: Visit) -> 
 
 
 def test_names_with_markup_are_shown_as_text(planned: Make, folder: Path, visit: Visit) -> None:
-    """Names from outside are shown as text; the page's policy would also block any script in them."""
+    """Names may come from outside; the page's content security policy would also block scripts in them."""
     evil = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u2028@@script@@"
     plan = Plan.decode(planned("fcp", 8).read_bytes())
     header = replace(plan.header, recipe=evil)
@@ -221,7 +224,7 @@ def test_names_with_markup_are_shown_as_text(planned: Make, folder: Path, visit:
 
 
 def check_narrow(page: Page, name: str) -> None:
-    keep(page, name)
+    check_screenshot(page, name)
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
     assert violations(page) == []
 
@@ -252,11 +255,11 @@ def test_a_comparison_page_shows_recipes_side_by_side(folder: Path, visit: Visit
     table.locator("th", has_text="speed-up").get_by_role("button").click()
     ups = [float(text[:-1]) for text in table.locator("tbody tr td:nth-child(3)").all_inner_texts()]
     assert ups == sorted(ups, reverse=True)
-    before = drawn(page, "time")
+    before = canvas_content(page, "time")
     table.get_by_role("button", name="ring", exact=True).click()
     page.wait_for_function("document.querySelector('.about').textContent.includes('recipe ring')")
-    assert drawn(page, "time") != before
-    keep(page, "compare-1280")
+    assert canvas_content(page, "time") != before
+    check_screenshot(page, "compare-1280")
     check_narrow(visit(path, NARROW), "compare-390")
 
 
@@ -268,7 +271,7 @@ def test_a_diff_page_lists_the_differences_of_two_plans(planned: Make, folder: P
     assert page.locator("table").first.locator("tbody tr", has_text="header.recipe").count() == 1
     page.get_by_role("tab").nth(1).click()
     page.wait_for_function("document.querySelector('.about').textContent.includes('recipe ring')")
-    keep(page, "diff-1440")
+    check_screenshot(page, "diff-1440")
     check_narrow(visit(path, NARROW), "diff-390")
 
 

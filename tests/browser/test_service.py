@@ -18,12 +18,12 @@ from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import Client
 from apportion.service.http.serve import Server, serving
-from tests.browser.screens import NARROW, WIDE, keep, violations
+from tests.browser.screens import NARROW, WIDE, check_screenshot, violations
 
 JOB = Job(Cluster(1, 4), Model(8, 2, 64), Policy(find_recipe("fcp")), 8192)
 TOKEN = "token-of-this-test-0123456789"
 SHOWN = ".shown:not([hidden])"
-UNANSWERED = "Failed to load resource"  # a browser's messages on a 401, and on an unreachable server
+UNANSWERED = "Failed to load resource"  # the browser's message for a 401 or an unreachable server
 Watch = Callable[..., Page]
 
 
@@ -39,7 +39,7 @@ def plan(server: Server, length: int, token: str | None = None) -> bytes:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A server without a token that has planned one request."""
+    """A server without a token, which has planned one request."""
     with serving(None) as found:
         plan(found, 3000)
         yield found
@@ -47,17 +47,21 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def watch(browser: Browser) -> Iterator[Watch]:
-    """Opens the page. At the end its console must be empty, and no other server may have been contacted."""
-    wrong: list[str] = []
+    """Returns a function that opens the page. At the end its console must be empty, and it must have contacted no other
+    server."""
+    problems: list[str] = []
     contexts = []
 
     def open_(url: str, size: tuple[int, int] = WIDE, **options: Any) -> Page:
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
         contexts.append(context)
-        context.on("console", lambda said: said.text.startswith(UNANSWERED) or wrong.append(said.text))
-        context.on("weberror", lambda error: wrong.append(str(error.error)))
         context.on(
-            "request", lambda asked: asked.url.startswith((url, f"blob:{url}")) or wrong.append(asked.url)
+            "console", lambda message: message.text.startswith(UNANSWERED) or problems.append(message.text)
+        )
+        context.on("weberror", lambda error: problems.append(str(error.error)))
+        context.on(
+            "request",
+            lambda request: request.url.startswith((url, f"blob:{url}")) or problems.append(request.url),
         )
         page = context.new_page()
         page.goto(url)
@@ -67,7 +71,7 @@ def watch(browser: Browser) -> Iterator[Watch]:
     yield open_
     for context in contexts:
         context.close()
-    assert wrong == []
+    assert problems == []
 
 
 def test_the_page_updates_as_plans_are_made(server: Server, watch: Watch) -> None:
@@ -79,7 +83,9 @@ def test_the_page_updates_as_plans_are_made(server: Server, watch: Watch) -> Non
     expect(page.locator(".plans tbody tr").first).to_contain_text(key.hex()[:12])
     for title in ("planning, median", "planning, 99th percentile"):
         expect(page.locator(".card", has_text=title)).to_contain_text(re.compile(r"^[\d.]+ m?s"))
-    expect(page.locator(".tenants tbody tr")).to_have_count(2)  # the row of all tenants, and the only tenant
+    expect(page.locator(".tenants tbody tr")).to_have_count(
+        2
+    )  # the rows of all tenants and of the only tenant
     planned = page.locator(".chart", has_text="plans made").get_by_role("img")
     expect(planned).to_have_attribute(
         "aria-label", re.compile(r"over the last hour: \d+ now, [1-9]\d* at most")
@@ -107,7 +113,7 @@ def test_the_page_asks_for_a_token_and_keeps_it_in_the_tab(watch: Watch) -> None
         plan(server, 3000, TOKEN)
         page = watch(server.url)
         assert page.locator("input[name=token]").evaluate("(field) => field === document.activeElement")
-        keep(page, "service-token")
+        check_screenshot(page, "service-token")
         page.keyboard.type("a-token-of-another-server-0123")
         page.keyboard.press("Enter")
         expect(page.locator(".wrong")).to_contain_text("token")
@@ -150,5 +156,5 @@ def test_the_page_fits_its_window_and_is_accessible(
     page = watch(server.url, size, color_scheme=scheme)
     page.wait_for_selector(SHOWN)
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
-    keep(page, f"service-{size[0]}-{scheme}")
+    check_screenshot(page, f"service-{size[0]}-{scheme}")
     assert violations(page) == []

@@ -1,11 +1,11 @@
-"""Checks ceilings of planning cost in CI: calls of functions, rows of tables and bytes of plans.
+"""Checks planning cost against ceilings in CI: function calls, table rows and plan bytes.
 
 Run: python -m tests.checks.ceilings [--only NAME,...] [--json] [--update]
 
-Log-normal documents of seed 0 (docs/benchmarks.md), 32K tokens per rank on 8 and 64 ranks. Each row is held against its
-ceiling in tests/data/ceilings.json; exit code 1 if one is exceeded. Calls are counted where loops are compiled,
-and depend on Python and numpy: they are compared under the versions that the ceilings name, and may be 2 % and ten
-above.
+Plans log-normal documents of seed 0 (docs/benchmarks.md), 32K tokens per rank on 8 and 64 ranks. Each row is compared
+with its ceiling in tests/data/ceilings.json; the exit code is 1 if one is exceeded. Calls exclude compiled loops and
+depend on Python and numpy: they are compared only under the versions that the ceilings name, and may exceed them by 2 %
+and ten calls.
 `--update` writes the measured values as new ceilings; the commit message must state why.
 """
 
@@ -34,12 +34,12 @@ SLACK, FEW = 1.02, 10
 
 
 def versions() -> dict[str, str]:
-    """The versions that calls depend on."""
+    """The versions on which calls depend."""
     return {"python": ".".join(platform.python_version_tuple()[:2]), "numpy": np.__version__}
 
 
-def measured(names: Sequence[str] = RECIPES, ranks: Sequence[int] = RANKS) -> Iterator[dict[str, Any]]:
-    """A row for each recipe and number of ranks; `calls` by step."""
+def measure(names: Sequence[str] = RECIPES, ranks: Sequence[int] = RANKS) -> Iterator[dict[str, Any]]:
+    """Yields a row per recipe and number of ranks; `calls` are by step."""
     for name in names:
         recipe = with_block(find_recipe(name), 2048) if name == "fcp_paper" else find_recipe(name)
         for count in ranks:
@@ -57,8 +57,8 @@ def measured(names: Sequence[str] = RECIPES, ranks: Sequence[int] = RANKS) -> It
             }
 
 
-def above(row: Mapping[str, Any], ceiling: Mapping[str, Any], same_versions: bool) -> Iterator[str]:
-    """Yields descriptions of a row's values above their ceilings."""
+def excesses_of(row: Mapping[str, Any], ceiling: Mapping[str, Any], same_versions: bool) -> Iterator[str]:
+    """Yields descriptions of a row's values that exceed their ceilings."""
     for name in ("rows", "bytes"):
         if row[name] > ceiling[name]:
             yield f"{name} {row[name]:,}, at most {ceiling[name]:,}"
@@ -76,32 +76,34 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only these recipes, as in fcp,ring")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
     parser.add_argument("--update", action="store_true", help="write the measurements as the new ceilings")
-    asked = parser.parse_args()
-    names = tuple(asked.only.split(",")) if asked.only else RECIPES
-    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"versions": None, "rows": []}
-    kept = {(row["recipe"], row["ranks"]): row for row in held["rows"]}
-    found, broken = [], []
-    for row in measured(names):
-        found.append(row)
+    options = parser.parse_args()
+    names = tuple(options.only.split(",")) if options.only else RECIPES
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"versions": None, "rows": []}
+    ceilings = {(row["recipe"], row["ranks"]): row for row in stored["rows"]}
+    rows, excesses = [], []
+    for row in measure(names):
+        rows.append(row)
         key = row["recipe"], row["ranks"]
-        ceiling = kept.get(key)
-        wrong = ["no ceiling"] if ceiling is None else above(row, ceiling, held["versions"] == versions())
-        broken += [f"{row['recipe']} on {row['ranks']} ranks: {what}" for what in wrong]
-        kept[key] = row
-        if not asked.json:
-            said = " ".join(f"{step} {calls:,}" for step, calls in row["calls"].items())
+        ceiling = ceilings.get(key)
+        problems = (
+            ["no ceiling"] if ceiling is None else excesses_of(row, ceiling, stored["versions"] == versions())
+        )
+        excesses += [f"{row['recipe']} on {row['ranks']} ranks: {what}" for what in problems]
+        ceilings[key] = row
+        if not options.json:
+            step_calls = " ".join(f"{step} {calls:,}" for step, calls in row["calls"].items())
             print(
-                f"{row['recipe']:10} {row['ranks']:3} rows {row['rows']:8,} bytes {row['bytes']:10,}  {said}"
+                f"{row['recipe']:10} {row['ranks']:3} rows {row['rows']:8,} bytes {row['bytes']:10,}  {step_calls}"
             )
-    if asked.json:
-        print(json.dumps({"versions": versions(), "rows": found}, indent=1))
-    if asked.update:
-        data = {"versions": versions(), "rows": list(kept.values())}
+    if options.json:
+        print(json.dumps({"versions": versions(), "rows": rows}, indent=1))
+    if options.update:
+        data = {"versions": versions(), "rows": list(ceilings.values())}
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
         return 0
-    for line in broken:
+    for line in excesses:
         print(f"{line}; cheaper code, or `--update` and the reason in the commit", file=sys.stderr)
-    return bool(broken)
+    return bool(excesses)
 
 
 if __name__ == "__main__":

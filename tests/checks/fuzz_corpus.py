@@ -1,7 +1,7 @@
-"""Writes the corpus of the core's fuzzer (`make fuzz-core`), in the form of core/fuzz/program.cpp.
+"""Writes the corpus of the core's fuzzer (`make fuzz-core`), in the format of core/fuzz/program.cpp.
 
-Run: python -m tests.checks.fuzz_corpus. Programs of golden plans and of small plans of several recipes, of four ranks
-and two head sets at most, the smallest of each form.
+Run: python -m tests.checks.fuzz_corpus. Takes programs of golden plans and of small plans of several recipes, with at
+most four ranks and two head sets, and keeps the smallest of each form.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def seed(program: Program) -> bytes:
 
 
 def form(program: Program) -> tuple[object, ...]:
-    """The features that distinguish programs: ranks, phase, ops, head sets."""
+    """The features by which programs differ: ranks, phase, ops, head sets."""
     table = program.source["instructions"]
     return program.ranks, program.phase, frozenset(table["op"].tolist()), program.splits_heads
 
@@ -41,14 +41,14 @@ def form(program: Program) -> tuple[object, ...]:
 def main() -> None:
     plans: list[Plan] = [*golden_plans(), *one_rank(golden_plans()), *planned()]
     small = [plan for plan in plans if plan.header.ranks <= RANKS and len(plan.header.head_sets) <= HEAD_SETS]
-    found: dict[tuple[object, ...], bytes] = {}
+    smallest: dict[tuple[object, ...], bytes] = {}
     for program in (program for plan in small for program in Subject(plan).programs):
-        held = found.setdefault(form(program), made := seed(program))
-        found[form(program)] = min(held, made, key=len)
+        shortest = smallest.setdefault(form(program), encoded := seed(program))
+        smallest[form(program)] = min(shortest, encoded, key=len)
     CORPUS.mkdir(exist_ok=True)
     for old in CORPUS.iterdir():
         old.unlink()
-    for number, data in enumerate(sorted(found.values())):
+    for number, data in enumerate(sorted(smallest.values())):
         if len(data) <= BYTES:
             (CORPUS / f"{number:02}.bin").write_bytes(data)
 

@@ -1,12 +1,12 @@
-"""Tests the verifier against execution on mutated plans: an accepted mutant must compute the same as the good plan.
+"""Tests the verifier against execution on mutated plans: an accepted mutant must compute the same as the original.
 
     python -m tests.checks.fuzz_judge --count 100000 --json
 
 Every accepted mutant runs on the numpy executor, in float64, forward and backward, and its outputs are compared with
-those of its original plan. Random walk: the next mutant is derived from an accepted one. Plans of many recipes take
-turns; of plans with recurrent layers the recurrent tables are changed and their outputs compared. Exit status 1 if an
-accepted mutant computes something else, or the verifier raises. Counts the first rules of refused mutants, and those
-without a rank as place.
+those of its original plan. Mutants form a random walk: the next one is derived from an accepted one. Plans of many
+recipes take turns; for plans with recurrent layers, recurrent tables are changed and recurrent outputs compared. Exit
+status 1 if an accepted mutant computes something else or the verifier raises. Counts refused mutants by their first
+rule, and those whose first finding names no rank.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ RECIPES = (
     "upipe_ring",
 )
 #: rules that check a plan's report and digests, which a mutant may violate
-_TOLD = ("report", "digests")
-_LONGEST = 30  # accepted mutants in a row before the next plan
+_STATEMENT_RULES = ("report", "digests")
+_LONGEST = 30  # accepted mutants before the next plan
 _WEIGHTS = {
     "operands": 6,
     "transfers": 4,
@@ -73,7 +73,7 @@ _WEIGHTS = {
 @dataclass
 class Result:
     """Counts of results. refused: by first rule; nowhere: refusals without a rank; missed: accepted mutants that
-    compute something else, and mutants on which the verifier or execution raises."""
+    compute something else or raise."""
 
     count: int = 0
     accepted: int = 0
@@ -109,7 +109,7 @@ def plans(ranks: Sequence[int] = (4, 8), names: Sequence[str] = RECIPES) -> Iter
 
 
 def recurrent_plans(names: Sequence[str] = ("fcp", "blend", "zeppelin", "usp")) -> Iterator[tuple[str, Plan]]:
-    """Yields (recipe, plan) of a model with recurrent layers: trees, packs, runs shorter than a halo."""
+    """Yields (recipe, plan) for a model with recurrent layers: trees, packs, runs shorter than a halo."""
     kinds = {
         "delta": Recurrent(heads=3, key_dim=2, value_dim=1, conv=4),
         "plain": Recurrent(heads=2, key_dim=1, value_dim=2, delta=False, conv=2),
@@ -129,7 +129,7 @@ def recurrent_plans(names: Sequence[str] = ("fcp", "blend", "zeppelin", "usp")) 
 
 
 def mutate(rng: random.Random, plan: Plan) -> tuple[str, Plan]:
-    """Changes one program in one to three places, or recurrent tables; returns a description and the plan."""
+    """Changes one program or the recurrent tables in one to three places; returns a description and the plan."""
     if plan.recurrence is not None:
         return _mutate_recurrence(rng, plan, dict(plan.recurrence.tables))
     key = rng.choice(sorted(plan.programs))
@@ -140,8 +140,8 @@ def mutate(rng: random.Random, plan: Plan) -> tuple[str, Plan]:
         if name in TASK_LIST.values():
             name = TASK_LIST[key[1]]
         if len(tables[name]):
-            what, tables[name] = _change(rng, name, tables[name])
-            done.append(f"{key[1]} {what}")
+            change, tables[name] = _change(rng, name, tables[name])
+            done.append(f"{key[1]} {change}")
     return "; ".join(done), replace(plan, programs={**plan.programs, key: ProgramSet(tables)}, sections=None)
 
 
@@ -149,8 +149,8 @@ def _mutate_recurrence(rng: random.Random, plan: Plan, tables: dict[str, Table])
     done = []
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         name = rng.choice([name for name, table in tables.items() if len(table)])
-        what, tables[name] = _change(rng, name, tables[name])
-        done.append(what)
+        change, tables[name] = _change(rng, name, tables[name])
+        done.append(change)
     return "; ".join(done), replace(plan, recurrence=Recurrence(tables), sections=None)
 
 
@@ -185,13 +185,13 @@ def _change(rng: random.Random, name: str, table: Table) -> tuple[str, Table]:
         ptr[rank + 1 :] -= 1
         return f"{name} {row} dropped", Table.of(ptr, {one: np.delete(v, row) for one, v in columns.items()})
     ptr[rank + 1 :] += 1
-    again = {one: np.insert(v, other, v[row]) for one, v in columns.items()}
-    return f"{name} {row} again at {other}", Table.of(ptr, again)
+    duplicated = {one: np.insert(v, other, v[row]) for one, v in columns.items()}
+    return f"{name} {row} again at {other}", Table.of(ptr, duplicated)
 
 
 def repaired(plan: Plan) -> Plan:
-    """Corrects the counts of instructions if a list of a rank is one row longer or shorter than they state, so that
-    dropped and added rows, and dropped instructions, pass the first rule."""
+    """Corrects the counts of instructions if a rank's list does not have as many rows as they state, so that dropped
+    and added rows, and dropped instructions, pass the first rule."""
     programs = {}
     for key, program in plan.programs.items():
         table = program["instructions"]
@@ -218,7 +218,7 @@ def repaired(plan: Plan) -> Plan:
 
 
 class Weights:
-    """A layer's projection with positions in it, `Projection` of the executor on numpy; equal for equal models."""
+    """A projection for the numpy executor that depends on positions; equal for equal models."""
 
     def __init__(self, model: Model) -> None:
         draw = np.random.default_rng(1)
@@ -243,21 +243,22 @@ class Weights:
 
 
 def outputs(plan: Plan) -> list[Floats]:
-    """O, LSE and all gradients of a plan's kinds, or of its recurrent ones. Raises the executor's errors."""
+    """O, LSE and all gradients of a plan's attention kinds, or of its recurrent kinds if it has any. Raises the errors
+    of the executor."""
     if plan.recurrence is not None:
         return _recurrent_outputs(plan)
     model, tokens, draw = plan.request.model, plan.request.batch.tokens, np.random.default_rng(0)
     q, do = (draw.normal(size=(tokens, model.q_heads, width)) for width in (model.head_dim, model.value_dim))
     k, v = (draw.normal(size=(tokens, model.kv_heads, width)) for width in (model.head_dim, model.value_dim))
-    given, layer = (q, k, v), executor.PLAIN
+    inputs, layer = (q, k, v), executor.PLAIN
     if any((programs["instructions"]["op"] == Op.PROJECT).any() for programs in plan.programs.values()):
-        given, layer = (
+        inputs, layer = (
             (draw.normal(size=(tokens, model.hidden)),),
             executor.LocalLayer(project=Weights(model)),
         )
     found: list[Floats] = []
     for kind in plan.header.kinds:
-        o, lse, saved = executor.forward(plan, kind, given, layer)
+        o, lse, saved = executor.forward(plan, kind, inputs, layer)
         found += [o, lse, *(one for one in executor.backward(plan, kind, saved, do) if one is not None)]
     return found
 
@@ -265,52 +266,52 @@ def outputs(plan: Plan) -> list[Floats]:
 def _recurrent_outputs(plan: Plan) -> list[Floats]:
     draw, tokens, found = np.random.default_rng(0), plan.request.batch.tokens, list[Floats]()
     for name, kind in plan.header.recurrent.items():
-        given = recurrent_executor.Inputs(
+        inputs = recurrent_executor.Inputs(
             draw.normal(size=(tokens, kind.conv_channels)) / 2,
             draw.uniform(0.8, 1, size=(tokens, kind.heads)),
             draw.uniform(0, 0.5, size=(tokens, kind.heads)) if kind.delta else None,
             draw.normal(size=(kind.conv_channels, kind.conv)),
         )
         do = draw.normal(size=(tokens, kind.heads, kind.value_dim))
-        found += [one for one in recurrent_executor.run(plan, name, given, do) if one is not None]
+        found += [one for one in recurrent_executor.run(plan, name, inputs, do) if one is not None]
     return found
 
 
-def differs(plan: Plan, wanted: list[Floats]) -> str:
-    """Describes an accepted plan's wrong behaviour; empty for none."""
+def differs(plan: Plan, expected: list[Floats]) -> str:
+    """Describes the wrong behaviour of an accepted plan; empty if it behaves correctly."""
     try:
         found = outputs(plan)
     except Exception as error:
         return f"raises {error!r}"
-    right = all(np.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(found, wanted, strict=True))
+    right = all(np.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(found, expected, strict=True))
     return "" if right else "computes something else"
 
 
-def fuzz(begin: Sequence[tuple[str, Plan]], count: int, seed: int) -> Result:
+def fuzz(originals: Sequence[tuple[str, Plan]], count: int, seed: int) -> Result:
     """Tests `count` mutants of the plans in turn."""
     result, rng = Result(), random.Random(seed)
     at = seed
     while result.count < count:
-        name, plan = begin[at % len(begin)]
+        name, plan = originals[at % len(originals)]
         at += 1
-        story: list[str] = []
-        wanted: list[Floats] = []
+        changes: list[str] = []
+        expected: list[Floats] = []
         for _ in range(4 * _LONGEST):
-            if result.count == count or len(story) > _LONGEST:
+            if result.count == count or len(changes) > _LONGEST:
                 break
-            what, mutant = mutate(rng, plan)
+            change, mutant = mutate(rng, plan)
             mutant = repaired(mutant) if rng.random() < 0.9 else mutant
             result.count += 1
-            found = [one for one in check(mutant) if one.rule not in _TOLD]
+            found = [one for one in check(mutant) if one.rule not in _STATEMENT_RULES]
             if found:
                 result.refused[found[0].rule] += 1
                 result.nowhere += found[0].rank is None
                 continue
             result.accepted += 1
-            wanted = wanted or outputs(plan)
-            story.append(what)
-            if wrong := differs(mutant, wanted):
-                result.missed.append(f"{name}, seed {seed}: {' / '.join(story)}: {wrong}")
+            expected = expected or outputs(plan)
+            changes.append(change)
+            if wrong := differs(mutant, expected):
+                result.missed.append(f"{name}, seed {seed}: {' / '.join(changes)}: {wrong}")
                 break
             plan = mutant
     return result
@@ -322,17 +323,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", default="4,8", help="of the plans that are mutated")
+    parser.add_argument("--ranks", default="4,8", help="numbers of ranks of the original plans")
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args(arguments)
-    begin = list(plans([int(one) for one in asked.ranks.split(",")], asked.recipes.split(",")))
-    begin += recurrent_plans()
-    result = fuzz(begin, asked.count, asked.seed)
+    options = parser.parse_args(arguments)
+    originals = list(plans([int(one) for one in options.ranks.split(",")], options.recipes.split(",")))
+    originals += recurrent_plans()
+    result = fuzz(originals, options.count, options.seed)
     data = result.to_data()
     print(
         json.dumps(data, indent=1)
-        if asked.json
+        if options.json
         else "\n".join(f"{name}: {value}" for name, value in data.items())
     )
     return 1 if result.missed else 0

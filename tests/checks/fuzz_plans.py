@@ -1,11 +1,12 @@
-"""Feeds mutated plans to the decoder and the verifier: typed errors only.
+"""Feeds mutated plans to the decoder and the verifier, which may raise only typed errors.
 
     python -m tests.checks.fuzz_plans --count 100000 --json
 
-Every iteration starts from a golden plan, a small plan of several recipes, or a given one, and either damages its bytes
-or changes their meaning: a number, a row or all of a table, a program, a mask, a value, a type, a key. Changed plans
-get the id of their new bytes, so that later checks are reached; plans that decode go to the verifier. Exit status 1 if
-anything but an ApportionError is raised, or an iteration takes longer than `--limit-ms`.
+Every iteration starts from a golden plan, a small plan of one of several recipes, or a plan from the command line. It
+either damages the plan's bytes or changes their meaning: a number, a table or one of its rows, a program, a mask, a
+value, a type, a key. Changed plans get the id of their new bytes, so that they reach later checks; plans that decode go
+to the verifier. Exit status 1 if anything but an ApportionError is raised or an iteration takes longer than
+`--limit-ms`.
 """
 
 from __future__ import annotations
@@ -97,13 +98,13 @@ MASKS = (
 
 @dataclass
 class Result:
-    """Counts of results: `outcomes` by class of error, `clean` and `violations` of plans that decoded."""
+    """Counts of results. outcomes: by class of error; `clean` or `violations` for plans that decoded."""
 
     count: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    rules: Counter[str] = field(default_factory=Counter)  # rule that fired first
+    rules: Counter[str] = field(default_factory=Counter)  # by the first broken rule
     slowest_ms: float = 0.0
-    escaped: Counter[str] = field(default_factory=Counter)  # other exceptions, with their places
+    escaped: Counter[str] = field(default_factory=Counter)  # untyped exceptions, with their places
 
     def to_data(self) -> dict[str, Any]:
         return {
@@ -119,10 +120,10 @@ class Result:
 
 
 def flip_bits(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    changed = bytearray(data)
+    edited = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
+        edited[rng.randrange(len(edited))] ^= 1 << rng.randrange(8)
+    return bytes(edited)
 
 
 def truncate(rng: random.Random, data: bytes, other: bytes) -> bytes:
@@ -143,12 +144,12 @@ RAW = (flip_bits, truncate, splice, overwrite)
 
 
 def change_value(rng: random.Random, value: Any) -> Any:
-    """Replaces one value by another."""
+    """Returns a replacement for a value."""
     if isinstance(value, bool) or value is None:
         return rng.choice((*NUMBERS, *VALUES))
     if isinstance(value, int):
-        near = value + rng.choice((-2, -1, 1, 2))
-        return rng.choice((near, near, near, rng.choice(NUMBERS), rng.choice(VALUES)))
+        close = value + rng.choice((-2, -1, 1, 2))
+        return rng.choice((close, close, close, rng.choice(NUMBERS), rng.choice(VALUES)))
     if isinstance(value, bytes) and value and rng.random() < 0.7:
         return rng.choice(RAW)(rng, value, value)
     if isinstance(value, str) and rng.random() < 0.5:
@@ -157,7 +158,7 @@ def change_value(rng: random.Random, value: Any) -> Any:
 
 
 def change_inside(rng: random.Random, value: Any) -> Any:
-    """Makes one change below `value`: drops, adds, moves, renames or changes a key or item."""
+    """Makes one change within `value`: drops, adds, moves, renames or changes a key or an item."""
     if isinstance(value, dict) and value:
         return _change_map(rng, dict(value))
     if isinstance(value, list) and value:
@@ -167,12 +168,12 @@ def change_inside(rng: random.Random, value: Any) -> Any:
 
 def _change_map(rng: random.Random, value: dict[Any, Any]) -> Any:
     key = rng.choice(list(value))
-    what = rng.random()
-    if what < 0.08:
+    chance = rng.random()
+    if chance < 0.08:
         del value[key]
-    elif what < 0.16:
+    elif chance < 0.16:
         value[rng.choice(("more", "rank", "backward", "tasks", ""))] = value[key]
-    elif what < 0.2:
+    elif chance < 0.2:
         value[key] = change_value(rng, value[key])
     else:
         value[key] = change_inside(rng, value[key])
@@ -180,12 +181,12 @@ def _change_map(rng: random.Random, value: dict[Any, Any]) -> Any:
 
 
 def _change_list(rng: random.Random, value: list[Any]) -> Any:
-    at, what = rng.randrange(len(value)), rng.random()
-    if what < 0.08:
+    at, chance = rng.randrange(len(value)), rng.random()
+    if chance < 0.08:
         del value[at]
-    elif what < 0.16:
+    elif chance < 0.16:
         value.insert(rng.randrange(len(value) + 1), value[at])
-    elif what < 0.2:
+    elif chance < 0.2:
         rng.shuffle(value)
     else:
         value[at] = change_inside(rng, value[at])
@@ -193,19 +194,19 @@ def _change_list(rng: random.Random, value: list[Any]) -> Any:
 
 
 def change_numbers(rng: random.Random, sections: Sections) -> Sections:
-    """Changes a few numbers of one table, which only deep checks detect."""
+    """Changes a few numbers of one table, which only the later checks detect."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     table = _some_table(rng, plan)
     for _ in range(rng.choice((1, 1, 1, 2, 4)) if len(table) else 0):
         column = table[rng.choice(table.names)]
         at = rng.randrange(len(column))
-        near = int(column[at]) + rng.choice((-8, -2, -1, 1, 2, 8))
-        column[at] = rng.choice((near, near, int(rng.choice(column.tolist())), rng.randrange(16), LIMIT))
+        close = int(column[at]) + rng.choice((-8, -2, -1, 1, 2, 8))
+        column[at] = rng.choice((close, close, int(rng.choice(column.tolist())), rng.randrange(16), LIMIT))
     return _with_tables(sections, plan)
 
 
 def change_rows(rng: random.Random, sections: Sections) -> Sections:
-    """Drops, doubles, or swaps a row of one table of a rank."""
+    """Drops, repeats or swaps rows of one rank in one table."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     table = _some_table(rng, plan)
     ranks = np.flatnonzero(np.diff(table.ptr))
@@ -221,25 +222,26 @@ def change_rows(rng: random.Random, sections: Sections) -> Sections:
 
 
 def change_programs(rng: random.Random, sections: Sections) -> Sections:
-    """Replaces a program, for all ranks or one, by another, one of its tables by another's, or its rows by none."""
+    """Swaps two programs, or replaces all or one of a program's tables by another program's or by empty ones, for all
+    ranks or one."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     programs = {key: dict(program.tables) for key, program in plan.programs.items()}
     to, source = rng.choice(list(programs)), rng.choice(list(programs))
     names = rng.choice((list(TABLES), list(TABLES), [rng.choice(list(TABLES))]))
-    given = {
+    new = {
         name: rng.choice((programs[source][name], empty_table(TABLES[name], plan.header.ranks)))
         for name in names
     }
-    what = rng.random()
-    if what < 0.3:
+    chance = rng.random()
+    if chance < 0.3:
         programs[to], programs[source] = programs[source], programs[to]
-    elif what < 0.6:
-        programs[to] |= given
+    elif chance < 0.6:
+        programs[to] |= new
     else:
         rank, other = rng.randrange(plan.header.ranks), rng.randrange(plan.header.ranks)
-        programs[to] |= {name: _with_rank(programs[to][name], rank, given[name], other) for name in names}
-    made = {key: ProgramSet(tables) for key, tables in programs.items()}
-    return _with_tables(sections, repaired(replace(plan, programs=made)))
+        programs[to] |= {name: _with_rank(programs[to][name], rank, new[name], other) for name in names}
+    edited = {key: ProgramSet(tables) for key, tables in programs.items()}
+    return _with_tables(sections, repaired(replace(plan, programs=edited)))
 
 
 def _with_rank(table: Table, rank: int, source: Table, other: int) -> Table:
@@ -249,7 +251,7 @@ def _with_rank(table: Table, rank: int, source: Table, other: int) -> Table:
 
 
 def change_layouts(rng: random.Random, sections: Sections) -> Sections:
-    """Swaps two layouts, or moves a rank's rows of a layout to another rank, or drops them."""
+    """Swaps two layouts; often also replaces one rank's rows of a layout by another rank's, or drops them."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     layouts = dict(plan.layouts)
     a, b = rng.choice(list(layouts)), rng.choice(list(layouts))
@@ -262,23 +264,23 @@ def change_layouts(rng: random.Random, sections: Sections) -> Sections:
 
 
 def change_request(rng: random.Random, sections: Sections) -> Sections:
-    """Changes a kind's mask, lengths, speeds, policy, heads or widths, consistently with the header."""
+    """Changes a kind's mask, the lengths, speeds, policy, heads or widths, and the header to match."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     request, header = plan.request, plan.header
-    what = rng.random()
-    if what < 0.4:
-        specs = {kind: held.specs[0] for kind, held in request.batch.masks.items()}
+    chance = rng.random()
+    if chance < 0.4:
+        specs = {kind: mask.specs[0] for kind, mask in request.batch.masks.items()}
         specs[rng.choice(list(specs))] = rng.choice(MASKS)
         request = replace(request, batch=Batch.from_lengths(request.batch.lengths, specs))
-    elif what < 0.6:
+    elif chance < 0.6:
         tokens = request.batch.tokens
-        cut = rng.randrange(1, max(tokens, 2))
-        lengths = [one for one in rng.choice(((cut, tokens - cut), (tokens,), (cut,))) if one > 0]
+        first = rng.randrange(1, max(tokens, 2))
+        lengths = [one for one in rng.choice(((first, tokens - first), (tokens,), (first,))) if one > 0]
         request = replace(request, batch=Batch.from_lengths(lengths, dict.fromkeys(header.kinds, MASKS[0])))
-    elif what < 0.7:
+    elif chance < 0.7:
         speeds = tuple(rng.choice((1e-3, 1.0, 1.0, 2.0)) for _ in range(header.ranks))
         request = replace(request, cluster=replace(request.cluster, speeds=speeds))
-    elif what < 0.85:
+    elif chance < 0.85:
         field, value = rng.choice(
             (("token_cap", 1), ("tolerance", 0.0), ("memory_cap_gib", 1e-9), ("seed", 7))
         )
@@ -291,11 +293,11 @@ def change_request(rng: random.Random, sections: Sections) -> Sections:
     facts = {name: getattr(request.model, name) for name in plain.MODEL_FACTS} | {
         "diagonals": plain.diagonals_of(request.batch, header.kinds)
     }
-    made = codec.encode_sections(
+    edited = codec.encode_sections(
         replace(plan, request=request, header=replace(header, **facts)), list(sections.parts)
     )
     tokens = request.batch.tokens
-    return made if tokens == plan.request.batch.tokens else replace(made, layouts=sections.layouts)
+    return edited if tokens == plan.request.batch.tokens else replace(edited, layouts=sections.layouts)
 
 
 def _some_table(rng: random.Random, plan: Plan) -> Table:
@@ -317,7 +319,7 @@ def _swap(order: list[int], a: int, b: int) -> None:
 
 
 def change_part(rng: random.Random, sections: Sections) -> Sections:
-    """Changes, drops, or inserts a byte of a part."""
+    """Changes, drops or inserts a byte of a part."""
     rank = rng.randrange(len(sections.parts))
     parts = list(sections.parts)
     part, byte = parts[rank], bytes([rng.choice((0, 1, 2, 3, 4, 8, 127, 128, 255, rng.randrange(256)))])
@@ -345,7 +347,8 @@ def change_tables(rng: random.Random, sections: Sections) -> Sections:
 
 
 def _edited(data: bytes, change: Callable[[Any], bytes]) -> bytes:
-    """Applies a change to `data`; unchanged if an earlier mutation broke it or msgpack cannot encode the new value."""
+    """Applies a change to `data`; returns it unchanged if an earlier mutation broke it or msgpack cannot encode the new
+    value."""
     try:
         return change(_decode(data))
     except Exception:
@@ -356,10 +359,10 @@ def change_section(rng: random.Random, sections: Sections) -> Sections:
     name = rng.choice(("header", "header", "request", "request", "request", "layouts", "moves", "report"))
     data = getattr(sections, name)
     if data and rng.random() < 0.1:
-        changed: Any = rng.choice(RAW)(rng, data, data)
+        edited: Any = rng.choice(RAW)(rng, data, data)
     else:
-        changed = _edited(data, lambda value: _encode(change_inside(rng, value)))
-    return replace(sections, **{name: changed})
+        edited = _edited(data, lambda value: _encode(change_inside(rng, value)))
+    return replace(sections, **{name: edited})
 
 
 def change_parts(rng: random.Random, sections: Sections) -> Sections:
@@ -368,7 +371,7 @@ def change_parts(rng: random.Random, sections: Sections) -> Sections:
 
 
 def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
-    """The bytes of a mutated plan."""
+    """Mutates one of the plans; returns its bytes."""
     plan = rng.choice(plans)
     if rng.random() < 0.15:
         return rng.choice(RAW)(rng, plan.encode(), rng.choice(plans).encode())
@@ -388,7 +391,7 @@ def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
 
 
 def try_plan(data: bytes, result: Result, verify: Callable[[Plan], Sequence[Any]] = check) -> None:
-    """Decodes and verifies a plan, and counts the result."""
+    """Decodes and verifies a plan and counts the result."""
     result.count += 1
     begin = time.perf_counter()
     try:
@@ -423,8 +426,8 @@ RECIPES = ("ring", "usp", "upipe", "fcp", "distca", "dcp", "zeppelin", "flexsp")
 
 
 def planned(recipes: Sequence[str] = RECIPES) -> Iterator[Plan]:
-    """Yields small plans of several recipes: kinds without a pair, ranks without a token, split heads, projections,
-    moves to a second layout."""
+    """Yields small plans of several recipes, which include kinds without pairs, ranks without tokens, split heads,
+    projections, and moves to a second layout."""
     for name in recipes:
         for lengths in ([3], [40, 24, 9]):
             for kinds in (KINDS, {"a": KINDS["a"]}):
@@ -443,7 +446,7 @@ def planned(recipes: Sequence[str] = RECIPES) -> Iterator[Plan]:
 
 
 def one_rank(plans: Sequence[Plan]) -> list[Plan]:
-    """The first ranks as plans of one rank, in which a single change suffices for facts common to all ranks."""
+    """The plans reduced to their first rank: a single change is enough to change facts that all ranks share."""
     found = []
     for plan in plans:
         layouts = {name: Layout(name, layout.spans.rank(0)) for name, layout in plan.layouts.items()}
@@ -457,7 +460,7 @@ def one_rank(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def fuzz(plans: Sequence[Plan], count: int, seed: int, show: bool = False) -> Result:
-    """Tests `count` mutated plans with a seed."""
+    """Tries `count` mutated plans."""
     rng, result = random.Random(seed), Result()
     console = Console(stderr=True)
     for _ in track(range(count), "mutated plans", console=console, disable=not show):
@@ -468,7 +471,7 @@ def fuzz(plans: Sequence[Plan], count: int, seed: int, show: bool = False) -> Re
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "plans", nargs="*", type=Path, help="plans to mutate (default: golden ones and small ones)"
+        "plans", nargs="*", type=Path, help="plans to mutate (default: golden plans and small ones)"
     )
     parser.add_argument("--count", type=int, default=100_000, help="mutated plans to try")
     parser.add_argument("--seed", type=int, default=0)

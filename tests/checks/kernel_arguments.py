@@ -1,6 +1,6 @@
-"""Example arguments of kernels, to compile them without a device.
+"""Example arguments for compiling kernels without a device.
 
-Integers and floats have their types in the kernels' signatures; arrays are defined here.
+The kernels' signatures have the types of integers and floats; the dtypes of arrays are here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NUMBERS: Mapping[str, int | float] = MappingProxyType({"i32": 3, "i64": 1 << 40
 
 
 def examples(parameters: Mapping[str, str], dtype: torch.dtype) -> list[Any]:
-    """An argument for each parameter, given as name -> Triton type ("" for arrays), for models of a dtype."""
+    """One argument per parameter, for models of a dtype. parameters: name -> Triton type ("" for arrays)."""
     return [_NUMBERS[kind] if kind else _array(name, dtype) for name, kind in parameters.items()]
 
 

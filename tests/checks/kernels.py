@@ -1,16 +1,16 @@
-"""Compiles the stage kernels for GPUs, without any GPU present, and checks their machine code against rules.
+"""Compiles the stage kernels without a GPU and checks their machine code against rules.
 
 Run: python -m tests.checks.kernels [--kernel attend,dq] [--arch sm_90a] [--dims 128,192/128] [--dtype bf16] [--jobs 2]
-[--shape 128x64x8x3] [--json]. Kernels get the arguments and options of real launches. --shape: owner and
-walked rows, warps and stages instead of those in `variants`. Exit code 1 if a rule is broken.
+[--shape 128x64x8x3] [--json]. Kernels get the same types and options as in real launches. --shape: owner and walked
+rows, warps and stages that replace those of `variants`. Exit code 1 if a rule is broken.
 
     regs, stack   per thread; stack holds spilled registers, in bytes
     shared        KB per program
-    loop          of attention, without masks: instructions that a warp issues per iteration (turn)
+    loop          instructions that a warp issues per iteration (turn) of the mask-free attention loop
     local         accesses to spilled registers in inner loops
     tensor        tensor core instructions in that loop
     cycles        per turn and SM, upper bounds: tensor cores, instruction issue, exponentials
-    share         of tensor cores in the time of a turn, without and with full overlap: an estimate
+    share         estimated fraction of a turn in which tensor cores work, without and with full overlap
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ ATTENTION = ("attend", "dq", "dkdv")
 
 
 class Arch(NamedTuple):
-    """An architecture. shared: bytes available to a program; tensor, plain: FLOP per cycle and SM of tensor cores in
-    half precision, and of float32 (NVIDIA's white papers on A100, H100 and B200)."""
+    """An architecture. shared: shared memory of a program in bytes; tensor, plain: FLOP per cycle and SM, of tensor
+    cores in half precision and of float32 (NVIDIA's white papers on A100, H100 and B200)."""
 
     target: GPUTarget
     shared: int
@@ -76,7 +76,7 @@ CAPPED = {("bf16", 128), ("bf16", 256)}
 
 @dataclass(frozen=True)
 class Case:
-    """One variant of a kernel on one architecture. constants: of row kernels."""
+    """One variant of a kernel on one architecture. constants: only for row kernels."""
 
     kernel: str
     arch: str
@@ -91,10 +91,10 @@ class Case:
         return self.arch.startswith("sm_")
 
     def __str__(self) -> str:
-        given = "".join(f" {name}={value}" for name, value in self.constants if name in ("GRAIN", "C"))
+        suffix = "".join(f" {name}={value}" for name, value in self.constants if name in ("GRAIN", "C"))
         return (
             f"{self.kernel} {self.dtype} {widths(self.qk, self.v)}"
-            f"{' softcap' if self.softcap else ''}{given} {self.arch}"
+            f"{' softcap' if self.softcap else ''}{suffix} {self.arch}"
         )
 
 
@@ -114,7 +114,7 @@ class Turn:
 
     @property
     def share(self) -> tuple[float, float]:
-        """The share of tensor cores in the time of a turn: without overlap, and with full overlap."""
+        """The fraction of a turn in which tensor cores work, without overlap and with full overlap."""
         other = max(self.issue_cycles, self.exponential_cycles)
         if not self.tensor_cycles:
             return 0.0, 0.0
@@ -125,8 +125,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Report:
-    """The compiler's result for a case. local: accesses to local memory in inner loops; vector: whether an inner loop
-    reads and writes only 16 bytes at a time; failed: the error of the compiler."""
+    """The compiler's result for a case. local: local-memory accesses in inner loops; vector: whether some inner loop
+    reads and writes only 16 bytes at a time; failed: the compiler's error."""
 
     case: Case
     shape: Shape | None
@@ -142,19 +142,19 @@ class Report:
 
 
 class Rule(NamedTuple):
-    """A rule. found: function to a description of the violation, or None; remedy: for the reader."""
+    """A rule. find: returns a description of the violation, or None; remedy: advice to the reader."""
 
     name: str
-    found: Callable[[Report], str | None]
+    find: Callable[[Report], str | None]
     remedy: str
 
 
 @dataclass(frozen=True)
 class Row:
-    """A report, and the rules that it breaks: rule -> what was found."""
+    """A report, and the rules that it breaks: name -> description of the violation."""
 
     report: Report
-    broken: Mapping[str, str] = field(default_factory=dict)
+    violations: Mapping[str, str] = field(default_factory=dict)
 
 
 # --- rules
@@ -170,12 +170,12 @@ def _local(report: Report) -> str | None:
 
 def _shared(report: Report) -> str | None:
     limit = ARCHS[report.case.arch].shared
-    return f"{report.shared} bytes, and {limit} are there" if report.shared > limit else None
+    return f"{report.shared} bytes of {limit}" if report.shared > limit else None
 
 
 def _tensor(report: Report) -> str | None:
-    wanted = report.case.kernel in ATTENTION and report.case.dtype != "fp32"
-    return "none in the mask-free loop" if wanted and not report.tensor else None
+    expected = report.case.kernel in ATTENTION and report.case.dtype != "fp32"
+    return "none in the mask-free loop" if expected and not report.tensor else None
 
 
 def _series(report: Report) -> str | None:
@@ -185,19 +185,19 @@ def _series(report: Report) -> str | None:
 
 
 def _tiles(report: Report) -> str | None:
-    """Half dtypes: walked tiles are read in accesses of 16 bytes, except parts too narrow for that per thread."""
+    """In half precision, walked tiles are read 16 bytes at a time, unless a part has fewer bytes per thread."""
     case, turn = report.case, report.turn
     if turn is None or case.dtype == "fp32" or report.shape is None:
         return None
     columns = (column for width in (case.qk, case.v) for column in parts(width))
     each = (report.shape.walked * column * 2 // (report.shape.warps * WARP) for column in columns)
-    wanted = sum(size for size in each if size >= 16)
-    return f"{turn.wide_bytes} bytes a thread, of {wanted}" if turn.wide_bytes < wanted else None
+    needed = sum(size for size in each if size >= 16)
+    return f"{turn.wide_bytes} bytes per thread, of {needed}" if turn.wide_bytes < needed else None
 
 
 def _vector(report: Report) -> str | None:
-    wanted = report.case.kernel == "move" and dict(report.case.constants)["GRAIN"] == 16
-    return "no inner loop of 16-byte accesses" if wanted and not report.vector else None
+    expected = report.case.kernel == "move" and dict(report.case.constants)["GRAIN"] == 16
+    return "no inner loop of 16-byte accesses" if expected and not report.vector else None
 
 
 RULES = (
@@ -211,16 +211,16 @@ RULES = (
 )  # fmt: skip
 
 
-def judged(report: Report) -> Row:
-    found = {rule.name: rule.found(report) for rule in RULES} if report.case.on_nvidia else {}
-    return Row(report, {name: text for name, text in found.items() if text})
+def judge(report: Report) -> Row:
+    violations = {rule.name: rule.find(report) for rule in RULES} if report.case.on_nvidia else {}
+    return Row(report, {name: text for name, text in violations.items() if text})
 
 
 # --- cases
 
 
 def all_cases() -> Iterator[Case]:
-    """Yields all cases to compile, the slowest first."""
+    """Yields all cases, slowest first."""
     for arch in reversed(ARCHS):
         for dtype, listed in MODELS.items():
             for qk, v in sorted(listed, reverse=True):
@@ -231,15 +231,15 @@ def all_cases() -> Iterator[Case]:
 
 
 def row_cases(arch: str) -> Iterator[Case]:
-    """Yields row kernels, of a half-precision and a float32 model."""
+    """Yields the row kernels of half-precision and float32 models."""
     for dtype, (qk, v) in (("bf16", (192, 128)), ("bf16", (80, 80)), ("fp32", (128, 128))):
         size = DTYPES[dtype].itemsize
-        given: dict[str, dict[str, Any]] = {name: row_constants(v) for name in ("merge", "delta", "finish")}
-        given["add"] = add_constants(qk + v)
-        given["move"] = move([_panel(8 * (qk + v) * size)]).constants(dtype)
-        given["delta"] |= {"SINKS": True, "DLSE": True}
-        given["finish"] |= {"SINKS": True}
-        yield from (Case(name, arch, dtype, qk, v, False, tuple(one.items())) for name, one in given.items())
+        tables: dict[str, dict[str, Any]] = {name: row_constants(v) for name in ("merge", "delta", "finish")}
+        tables["add"] = add_constants(qk + v)
+        tables["move"] = move([_panel(8 * (qk + v) * size)]).constants(dtype)
+        tables["delta"] |= {"SINKS": True, "DLSE": True}
+        tables["finish"] |= {"SINKS": True}
+        yield from (Case(name, arch, dtype, qk, v, False, tuple(one.items())) for name, one in tables.items())
     for width in (4, 8, 2 * 5):
         yield Case(
             "move", arch, "bf16", width, width, False, tuple(move([_panel(width)]).constants("bf16").items())
@@ -257,14 +257,14 @@ def widths(qk: int, v: int) -> str:
 # --- compiling
 
 
-def chosen(case: Case, shape: Shape | None) -> Variant:
-    """The variant of a case; with a shape, the variant with that shape for its kernel."""
+def variant_of(case: Case, shape: Shape | None) -> Variant:
+    """The variant of a case, with `shape`, if there is one, for its kernel."""
     found = variant(case.dtype, case.qk, case.v)
     return found if shape is None else replace(found, shapes={**found.shapes, case.kernel: shape})
 
 
-def compiled(case: Case, constants: Mapping[str, Any]) -> Any:
-    """Triton's result, compiled like a launch: with the same types, specialisation and options."""
+def compile_kernel(case: Case, constants: Mapping[str, Any]) -> Any:
+    """Compiles like a launch, with the same types, specialisation and options; returns Triton's kernel."""
     function, target = KERNELS[case.kernel], ARCHS[case.arch].target
     backend = make_backend(target)
     bind = create_function_from_signature(function.signature, function.params, backend)
@@ -276,21 +276,21 @@ def compiled(case: Case, constants: Mapping[str, Any]) -> Any:
 
 
 def measure(case: Case, shape: Shape | None) -> Row:
-    """Compiles a case and reads the result."""
+    """Compiles a case and checks the result."""
     began = time.perf_counter()
     if case.kernel in ATTENTION:
-        made = chosen(case, shape)
-        shape, constants = made.shapes[case.kernel], made.constants(case.kernel, case.softcap)
+        chosen = variant_of(case, shape)
+        shape, constants = chosen.shapes[case.kernel], chosen.constants(case.kernel, case.softcap)
     else:
         shape, constants = None, dict(case.constants)
     try:
-        kernel = compiled(case, constants)
+        kernel = compile_kernel(case, constants)
     except RuntimeError as error:  # Triton's compiler gave up
         seconds = time.perf_counter() - began
-        return judged(Report(case, shape, 0, 0, 0, seconds, failed=str(error)))
+        return judge(Report(case, shape, 0, 0, 0, seconds, failed=str(error)))
     seconds = time.perf_counter() - began
     reader = on_nvidia if case.on_nvidia else on_amd
-    return judged(reader(case, shape, constants, kernel, seconds))
+    return judge(reader(case, shape, constants, kernel, seconds))
 
 
 def on_nvidia(
@@ -314,7 +314,7 @@ def on_nvidia(
 def on_amd(
     case: Case, shape: Shape | None, constants: Mapping[str, Any], kernel: Any, seconds: float
 ) -> Report:
-    """A report only: registers, bytes of spilled ones, and matrix instructions of the whole kernel."""
+    """Reports only registers, bytes of spilled registers, and matrix instructions of the whole kernel."""
     text = kernel.asm["amdgcn"]
     registers, spilled = (
         int(found_in(text, rf"\.{name}:\s+(\d+)")) for name in ("vgpr_count", "vgpr_spill_count")
@@ -329,7 +329,7 @@ def found_in(text: str, pattern: str) -> str:
 
 
 def mask_free(inner: Iterable[sass.Loop], constants: Mapping[str, Any]) -> sass.Loop:
-    """The loop without masks: of the loops with most matrix products, the shortest."""
+    """The mask-free loop: the shortest of the loops with the most matrix products."""
     kinds = sass.TENSOR if constants["PRECISION"] != "ieee" else {"FFMA"}
     listed = list(inner)
     most = max(loop.count(kinds) for loop in listed)
@@ -337,7 +337,7 @@ def mask_free(inner: Iterable[sass.Loop], constants: Mapping[str, Any]) -> sass.
 
 
 def is_vector(loop: sass.Loop) -> bool:
-    """True if the loop reads and writes global memory only 16 bytes at a time."""
+    """Whether the loop reads and writes global memory only 16 bytes at a time."""
     accesses = [one for one in loop.code if one.op in ("LDG", "STG")]
     kinds = {one.op for one in accesses}
     return kinds == {"LDG", "STG"} and all(sass.access_bytes(one.name) >= 16 for one in accesses)
@@ -361,7 +361,7 @@ def turn_of(case: Case, shape: Shape, constants: Mapping[str, Any], loop: sass.L
 
 
 def flops(kernel: str, shape: Shape, constants: Mapping[str, Any]) -> int:
-    """The FLOPs of the products of one turn, with padded widths."""
+    """The FLOPs of a turn's matrix products, with padded widths."""
     qk, v = (constants[one] + constants[two] for one, two in (("DA", "DB"), ("EA", "EB")))
     width = {"attend": qk + v, "dq": 2 * qk + v, "dkdv": 2 * qk + 2 * v}[kernel]
     return 2 * shape.owner * shape.walked * width
@@ -380,29 +380,29 @@ def line(row: Row) -> str:
         text += f" {turn.instructions:5} {turn.tensor_cycles:6.0f} {turn.issue_cycles:6.0f}"
         text += f" {turn.exponential_cycles:6.0f} {low:4.0%}-{high:.0%}"
     text += f"  NOT COMPILED: {report.failed}" if report.failed else ""
-    return text + "".join(f"  BROKEN {name}" for name in row.broken)
+    return text + "".join(f"  BROKEN {name}" for name in row.violations)
 
 
 HEAD = f"{'':44} {'tile':14} regs stack  shared local tensor      s  loop tensor  issue    exp share (cycles of a turn)"
 
 
-def complaint(row: Row) -> Iterator[str]:
-    """Yields the violation and remedy of each broken rule."""
+def complaints(row: Row) -> Iterator[str]:
+    """Yields a message with violation and remedy for each broken rule."""
     remedies = {rule.name: rule.remedy for rule in RULES}
-    for name, found in row.broken.items():
+    for name, found in row.violations.items():
         yield f"{row.report.case}: {name}: {found}; remedy: {remedies[name]}"
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    return {**asdict(row.report), "broken": dict(row.broken)}
+    return {**asdict(row.report), "broken": dict(row.violations)}
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measured(cases: Sequence[Case], shape: Shape | None, jobs: int) -> Iterator[Row]:
-    """Yields the rows of cases, in order, with a temporary Triton cache."""
+def measure_all(cases: Sequence[Case], shape: Shape | None, jobs: int) -> Iterator[Row]:
+    """Yields the rows of the cases in order; uses a temporary Triton cache."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
@@ -414,7 +414,7 @@ def measured(cases: Sequence[Case], shape: Shape | None, jobs: int) -> Iterator[
 # --- command line
 
 
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -437,32 +437,32 @@ def shape_of(text: str) -> Shape:
     return Shape(*(int(number) for number in text.split("x")))
 
 
-def wanted(case: Case, options: argparse.Namespace) -> bool:
+def is_selected(case: Case, options: argparse.Namespace) -> bool:
     found = {"kernel": case.kernel, "arch": case.arch, "dims": widths(case.qk, case.v), "dtype": case.dtype}
     return all(value in (getattr(options, name) or [value]) for name, value in found.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parsed(argv)
+    options = parse_arguments(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        say("TRITON_INTERPRET=1 compiles nothing: unset it")
+        say("TRITON_INTERPRET=1 disables compilation: unset it")
         return 2
-    cases = [case for case in all_cases() if wanted(case, options)]
+    cases = [case for case in all_cases() if is_selected(case, options)]
     if not cases:
-        say("no variant is of that kernel, architecture, dims and dtype: see ARCHS and MODELS in this file")
+        say("no variant has that kernel, architecture, dims and dtype: see ARCHS and MODELS in this file")
         return 2
     began = time.perf_counter()
-    rows = list(measured(cases, options.shape, options.jobs))
+    rows = list(measure_all(cases, options.shape, options.jobs))
     print(
         json.dumps([as_json(row) for row in rows], indent=1)
         if options.json
         else "\n".join([HEAD, *map(line, rows)])
     )
-    broken = [text for row in rows for text in complaint(row)]
-    say(f"{len(rows)} variants in {time.perf_counter() - began:.0f} s, {len(broken)} rules broken")
-    for text in broken:
+    violations = [text for row in rows for text in complaints(row)]
+    say(f"{len(rows)} variants in {time.perf_counter() - began:.0f} s, {len(violations)} rules broken")
+    for text in violations:
         say(text)
-    return 1 if broken else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Builds the sdist, and from it the wheel; installs each into a new environment and runs it there.
+"""Builds the sdist, and the wheel from it; installs each in a new environment and runs it there.
 
-Run: python -m tests.checks.package [--out dist]. Exit code 1 if one of the two lacks a tracked file of the package, or
-a first plan fails. It needs the package index and a C++ compiler. Prints the time of the first verified plan of 64
-ranks in each (promised: 3 s), and the size of the environment (80 MB).
+Run: python -m tests.checks.package [--out dist]. Exit code 1 if either lacks a tracked file of the package or cannot
+plan. Needs the package index and a C++ compiler. Prints the time of the first verified plan for 64 ranks in each
+environment (target: 3 s) and the size of the environment (target: 80 MB).
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ def main() -> int:
     out = parser.parse_args().out.resolve()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = build(folder)
-        lacking = {path.name: missing(path) for path in made}
+        archives = build(folder)
+        lacking = {path.name: missing(path) for path in archives}
         for file, names in lacking.items():
             print(f"{file}: lacks {', '.join(names[:5]) or 'nothing'}{' …' if len(names) > 5 else ''}")
         if any(lacking.values()):
             return 1
-        for number, path in enumerate(made):
+        for number, path in enumerate(archives):
             start(folder / f"environment{number}", path)
         out.mkdir(parents=True, exist_ok=True)
-        for path in made:
+        for path in archives:
             print(shutil.copy(path, out))
     return 0
 
 
 def build(folder: Path) -> tuple[Path, Path]:
     """Builds the sdist of tracked files, and the wheel from the sdist."""
-    tree, tools, made = folder / "tree", folder / "tools", folder / "made"
-    for name in _known():
+    tree, tools, archives = folder / "tree", folder / "tools", folder / "made"
+    for name in _tracked_files():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes((ROOT / name).read_bytes())
     python = _environment(tools)
     _run([python, "-m", "pip", "install", "--quiet", "build"], folder)
-    _run([python, "-m", "build", "--outdir", str(made), str(tree)], folder, quiet=True)
-    (sdist,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
+    _run([python, "-m", "build", "--outdir", str(archives), str(tree)], folder, quiet=True)
+    (sdist,), (wheel,) = archives.glob("*.tar.gz"), archives.glob("*.whl")
     return sdist, wheel
 
 
@@ -60,29 +60,31 @@ def missing(path: Path) -> list[str]:
     """The files of the package that an archive lacks."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as archive:
-            held = set(archive.namelist())
+            contents = set(archive.namelist())
     else:
         with tarfile.open(path) as found:
-            held = {name.partition("/")[2] for name in found.getnames()}
-    return sorted(name for name in _known() if name.startswith("apportion/") and name not in held)
+            contents = {name.partition("/")[2] for name in found.getnames()}
+    return sorted(name for name in _tracked_files() if name.startswith("apportion/") and name not in contents)
 
 
 def start(home: Path, path: Path) -> None:
-    """Installs an archive without extras, plans a batch, and verifies the plan."""
+    """Installs an archive without extras, plans a batch and verifies the plan."""
     python = _environment(home)
     _run([python, "-m", "pip", "install", "--quiet", str(path)], home)
     command, plan = str(home / "bin/apportion"), str(home / "first.plan")
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     _run([command, "plan", "--batch", str(BATCH), "--ranks", "64", "-o", plan], home, quiet=True)
     _run([command, "verify", plan], home)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_time
     _run([command, "--version"], home)
     files = (file for file in (home / "lib").rglob("*") if file.is_file())
-    brought = sum(file.stat().st_size for file in files if "pip" not in file.relative_to(home).parts[3:4])
-    print(f"first plan of 64 ranks, verified: {seconds:.1f} s; installed: {brought / 1e6:.0f} MB", flush=True)
+    installed = sum(file.stat().st_size for file in files if "pip" not in file.relative_to(home).parts[3:4])
+    print(
+        f"first plan of 64 ranks, verified: {seconds:.1f} s; installed: {installed / 1e6:.0f} MB", flush=True
+    )
 
 
-def _known() -> list[str]:
+def _tracked_files() -> list[str]:
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
     return [name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
@@ -94,7 +96,7 @@ def _environment(home: Path) -> str:
 
 
 def _run(command: list[str], folder: Path, *, quiet: bool = False) -> None:
-    """Runs a command in a folder from which the checkout's package cannot be imported."""
+    """Runs a command in a folder where the checkout's package cannot be imported."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     print("$", " ".join(Path(part).name if "/" in part else part for part in command), flush=True)
     subprocess.run(command, cwd=folder, env=clean, stdout=subprocess.DEVNULL if quiet else None, check=True)

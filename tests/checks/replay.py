@@ -1,21 +1,21 @@
-"""Regression check of plans: ids, and digests of their meaning step by step, against committed ones.
+"""Regression check of plans: compares ids, and digests of their meaning step by step, with committed ones.
 
-    make replay                 against tests/data/replays.json; exit status 1 if one differs
-    make replay BASE=83469d6    against another commit, with the first differing row of the first differing step
+    make replay                 compares with tests/data/replays.json; exit status 1 if a plan differs
+    make replay BASE=83469d6    compares with a commit; prints the first differing row of the first differing step
     make replay UPDATE=1        rewrites the file; the commit message must state why plans changed
 
-All recipes and variants of the tests, at several mask families, kinds, numbers of ranks and of heads, and seeds; the
-recipes with their own parameters on log-normal documents; random mixtures of passes. A plan's steps, in order:
+Covers all recipes and variants of the tests with several mask families, kinds, numbers of ranks and heads, and seeds;
+the built-in recipes on log-normal documents; and random mixtures of passes. A plan's steps, in order:
 
     layouts     which rank holds which tokens, and moves between layouts
-    tasks       the tasks of each rank, in any order and independent of places in memory
-    transfers   senders, receivers and rows, in any order
-    order       the programs, independent of places in memory
+    tasks       the tasks of each rank, ignoring order and places in memory
+    transfers   senders, receivers and rows, ignoring order
+    order       the programs, ignoring places in memory
     memory      the programs
     report      the planner's report, except the plan's size in bytes
-    bytes       the plan's id: everything else, i.e. header, request and encoding
+    bytes       the plan's id, for everything else: header, request and encoding
 
-All but the last are computed after encoding and decoding: in another format a plan has another id but the same meaning.
+All but the last are computed after encoding and decoding: a change of format changes a plan's id but not its meaning.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ Rows = dict[str, Ints]  # columns of equal length
 
 @dataclass(frozen=True)
 class Case:
-    """A case. make: returns the plan, or None for a refused mixture; raises for a refused request."""
+    """A case. make: returns the plan, or None if the mixture is refused; raises if the request is refused."""
 
     name: str
     make: Callable[[], Any]
 
 
 def cases() -> list[Case]:
-    """All cases, small and identical in every process."""
+    """All cases; they are small, and identical in every process."""
     return [*_variants(), *_defaults(), *_mixtures()]
 
 
@@ -111,8 +111,8 @@ def _defaults() -> Iterator[Case]:
             batch = ap.Batch.from_lengths(
                 rng.lognormal(6.0, 1.2, 3 * ranks).astype(int).clip(1, 6000).tolist()
             )
-            given = batch, cluster(ranks), model, recipe, seed
-            yield Case(f"{recipe}/log-normal/{ranks} ranks/seed {seed}", lambda a=given: ap.plan(*a))
+            request = batch, cluster(ranks), model, recipe, seed
+            yield Case(f"{recipe}/log-normal/{ranks} ranks/seed {seed}", lambda a=request: ap.plan(*a))
 
 
 def _mixtures() -> Iterator[Case]:
@@ -122,30 +122,30 @@ def _mixtures() -> Iterator[Case]:
         yield Case(f"mixture {seed}", lambda a=seed: (plan_of(a) or (None,))[0])
 
 
-# --- what a plan means
+# --- the meaning of a plan
 
 
 def meaning(plan: Any) -> dict[str, list[Rows]]:
-    """Step -> tables with operands written out, independent of codes, widths and operand numbers."""
+    """Step -> tables with their operands resolved, independent of codes, widths and operand numbers."""
     return {
         "layouts": [_ranked(one.spans) for _, one in sorted(plan.layouts.items())]
         + [_ranked(move.table) for move in plan.moves],
-        "tasks": [_sorted(_spelled(plan, key, name)) for key in _keys(plan) for name in ("tasks", "grads")],
-        "transfers": [_sorted(_spelled(plan, key, "transfers")) for key in _keys(plan)],
+        "tasks": [_sorted(_resolved(plan, key, name)) for key in _keys(plan) for name in ("tasks", "grads")],
+        "transfers": [_sorted(_resolved(plan, key, "transfers")) for key in _keys(plan)],
         "order": _programs(plan, "instructions", memory=False),
         "memory": _programs(plan, "arenas", memory=True),
     }
 
 
 def _programs(plan: Any, table: str, memory: bool) -> list[Rows]:
-    """A table and all lists, in the order of the programs."""
+    """One table and all lists of each program, in program order."""
     lists = ("transfers", "tasks", "grads", "rowops")
     return [
         rows
         for key in _keys(plan)
         for rows in (
             _ranked(plan.programs[key][table]),
-            *(_spelled(plan, key, name, memory) for name in lists),
+            *(_resolved(plan, key, name, memory) for name in lists),
         )
     ]
 
@@ -158,12 +158,13 @@ def _ranked(table: Any) -> Rows:
     return {"rank": table.rank_of_row(), **{name: table[name] for name in sorted(table.columns)}}
 
 
-#: columns of lists that number operands
+#: columns of lists that are operand numbers
 _OPERANDS = frozenset({"operand", "q", "kv", "o", "do", "delta", "dq", "dkv", "a", "b", "c", "d"})
 
 
-def _spelled(plan: Any, key: tuple[str, str], name: str, memory: bool = False) -> Rows:
-    """A list's rows with each operand's tensor, space, rows and heads, and its place in home rows, or with memory."""
+def _resolved(plan: Any, key: tuple[str, str], name: str, memory: bool = False) -> Rows:
+    """A list's rows with tensor, space, rows and heads of each operand, and its place if it has home rows or with
+    `memory`."""
     programs = plan.programs[key]
     table, operands = programs[name], programs["operands"]
     heads = np.array([0, *(1 + sum(1 << head for head in sorted(one)) for one in plan.header.head_sets)])
@@ -192,8 +193,8 @@ def digests(plan: Any) -> list[str]:
     """The digest of each step."""
     made = [_digest(tables) for tables in meaning(plan).values()]
     report = {name: value for name, value in plan.report.items() if name != "plan_bytes"}
-    told = json.dumps(report, sort_keys=True, default=lambda value: value.item())
-    return [*made, hashlib.sha256(told.encode()).hexdigest()[:12], plan.id.hex()[:12]]
+    encoded = json.dumps(report, sort_keys=True, default=lambda value: value.item())
+    return [*made, hashlib.sha256(encoded.encode()).hexdigest()[:12], plan.id.hex()[:12]]
 
 
 def _digest(tables: Sequence[Rows]) -> str:
@@ -208,13 +209,13 @@ def _digest(tables: Sequence[Rows]) -> str:
 # --- runs
 
 
-def record(told: bool = False) -> dict[str, list[str]]:
-    """Case -> digests of its steps, or the refusal."""
+def record(progress: bool = False) -> dict[str, list[str]]:
+    """Case -> the digests of its steps, or its refusal."""
     from apportion.ir.bytes.codec import Plan
     from apportion.ir.errors import ApportionError
 
     found, listed = {}, cases()
-    for case in track(listed, "planning", console=Console(stderr=True), disable=not told, transient=True):
+    for case in track(listed, "planning", console=Console(stderr=True), disable=not progress, transient=True):
         try:
             plan = case.make()
             found[case.name] = ["refused"] if plan is None else digests(Plan.decode(plan.encode()))
@@ -231,70 +232,70 @@ def differing(own: Mapping[str, Sequence[str]], other: Mapping[str, Sequence[str
         if a is None or b is None:
             found[name] = "missing"
         elif list(a) != list(b):
-            several = len(a) == len(b) == len(STEPS)
-            pairs = zip(STEPS, a, b, strict=True) if several else [("refused", "", "x")]
+            both_planned = len(a) == len(b) == len(STEPS)
+            pairs = zip(STEPS, a, b, strict=True) if both_planned else [("refused", "", "x")]
             found[name] = next(step for step, x, y in pairs if x != y)
     return found
 
 
 def lines(name: str, step: str) -> list[str]:
-    """The rows of a case's step."""
+    """The rows of a case's step as text."""
     plan = next(case for case in cases() if case.name == name).make()
-    told = []
+    rows_as_text = []
     for rows in meaning(plan)[step]:
         columns = [column.tolist() for column in rows.values()]
-        told += [
+        rows_as_text += [
             " ".join(f"{key}={value}" for key, value in zip(rows, row, strict=True))
             for row in zip(*columns, strict=True)
         ]
-    return told
+    return rows_as_text
 
 
 class OtherProcess:
-    """The output of this file in another process, started on construction, with another package folder."""
+    """Runs this file in another process, started on construction, with the package of another folder."""
 
     def __init__(self, arguments: Sequence[str], package: Path = ROOT) -> None:
-        own = package, package / "tests/plugin"  # ahead of an installed one
+        own = package, package / "tests/plugin"  # precedes an installed package
         path = os.pathsep.join(map(str, own))
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), *arguments]
         self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
 
     def read(self) -> Any:
-        told, _ = self._process.communicate()
+        output, _ = self._process.communicate()
         if self._process.returncode:
             raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
-        return json.loads(told)
+        return json.loads(output)
 
 
 def committed() -> dict[str, list[str]]:
-    held: dict[str, str] = json.loads(DATA.read_text())
-    return {name: steps.split(", ") for name, steps in held.items()}
+    steps_by_case: dict[str, str] = json.loads(DATA.read_text())
+    return {name: steps.split(", ") for name, steps in steps_by_case.items()}
 
 
 def write(found: Mapping[str, Sequence[str]]) -> None:
     DATA.write_text(json.dumps({name: ", ".join(steps) for name, steps in found.items()}, indent=0) + "\n")
 
 
-def against(base: str, as_json: bool) -> int:
-    """Compares with another commit: its package, and everything else from this tree."""
+def compare_with(base: str, as_json: bool) -> int:
+    """Compares with another commit's package; everything else comes from this tree."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", tree, base], check=True)
         try:
             subprocess.run(["make", "-C", tree, "--silent", "core", f"PYTHON={sys.executable}"], check=True)
-            other, own = OtherProcess(["--record"], tree), record(told=True)
+            other, own = OtherProcess(["--record"], tree), record(progress=True)
             found = differing(own, other.read())
-            status = tell(f"{base}", len(own), found, as_json)
+            status = print_differences(f"{base}", len(own), found, as_json)
             for name, step in list(found.items())[:1]:
                 if step in STEPS[:-1] and not as_json:
-                    _tell_rows(base, name, step, OtherProcess(["--rows", name, step], tree).read())
+                    _print_rows(base, name, step, OtherProcess(["--rows", name, step], tree).read())
             return status
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", tree], check=True)
 
 
-def _tell_rows(base: str, name: str, step: str, other: Sequence[str]) -> None:
+def _print_rows(base: str, name: str, step: str, other: Sequence[str]) -> None:
     own = lines(name, step)
     at = next(
         (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other))
@@ -304,8 +305,8 @@ def _tell_rows(base: str, name: str, step: str, other: Sequence[str]) -> None:
         print(f"  {mark} {rows[at] if at < len(rows) else '(none)'}")
 
 
-def tell(base: str, count: int, found: Mapping[str, str], as_json: bool) -> int:
-    """Prints the differences; returns the exit status."""
+def print_differences(base: str, count: int, found: Mapping[str, str], as_json: bool) -> int:
+    """Prints differences; returns the exit status."""
     if as_json:
         print(json.dumps({"base": base, "cases": count, "differ": found}))
         return int(bool(found))
@@ -328,25 +329,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="rewrite the file")
     parser.add_argument("--json", action="store_true", help="print differences as JSON")
     parser.add_argument(
-        "--record", action="store_true", help="print all digests as JSON, and compare nothing"
+        "--record", action="store_true", help="print all digests as JSON without comparing them"
     )
     parser.add_argument("--rows", nargs=2, metavar=("CASE", "STEP"), help="print the rows of a step as JSON")
-    given = parser.parse_args(arguments)
-    if given.record or given.rows:
-        print(json.dumps(record(told=True) if given.record else lines(*given.rows)))
+    options = parser.parse_args(arguments)
+    if options.record or options.rows:
+        print(json.dumps(record(progress=True) if options.record else lines(*options.rows)))
         return 0
-    if given.base:
-        return against(given.base, given.json)
-    if given.update:
-        write(record(told=True))
-        print(f"{DATA.name} is rewritten: say in the commit why plans changed")
+    if options.base:
+        return compare_with(options.base, options.json)
+    if options.update:
+        write(record(progress=True))
+        print(f"{DATA.name} is rewritten: state in the commit message why plans changed")
         return 0
-    own, known = record(told=True), committed()
-    return tell(DATA.name, len(known), differing(own, known), given.json)
+    own, known = record(progress=True), committed()
+    return print_differences(DATA.name, len(known), differing(own, known), options.json)
 
 
 if __name__ == "__main__":
-    import apportion  # noqa: F401, of the requested tree; the tests are always those of this one
+    import apportion  # noqa: F401, of the requested tree; tests always come from this tree
 
     sys.path.insert(0, str(ROOT))
     sys.exit(main())

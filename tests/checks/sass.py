@@ -1,9 +1,9 @@
-"""Analyses machine code of NVIDIA GPUs as a graph: a kernel's loops, and the instructions of one turn of each.
+"""Analyses machine code of NVIDIA GPUs as a graph: the loops of a kernel, and the instructions per turn of each.
 
     nvdisasm's text ──read──► instructions ──Graph──► natural loops ──► Loop: counts of opcodes on its shortest turn
 
-A loop is the body of a branch back to a block that dominates it (Aho, Lam, Sethi, Ullman: Compilers, 9.6). The
-shortest turn skips masked blocks and retries of waits.
+A loop is the body of a branch back to a block that dominates the branch (Aho, Lam, Sethi, Ullman: Compilers, 9.6). The
+shortest turn skips masked blocks and retried waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> str | None:
-        """The label that it may branch to; calls of a label are far branches."""
+        """The label to which the instruction may branch; a CALL of a label is a far branch."""
         found = _TARGET.search(self.operands) if self.op in ("BRA", "CALL") else None
         return found.group(1) if found else None
 
@@ -56,7 +56,8 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop. blocks: its blocks; depth: enclosing loops; turn: instructions of the shortest turn; code: all."""
+    """A loop. blocks: numbers of its blocks; depth: number of enclosing loops; turn: instructions of its shortest turn;
+    code: all its instructions."""
 
     blocks: frozenset[int]
     depth: int
@@ -73,20 +74,20 @@ class Loop:
 
     @property
     def waits(self) -> bool:
-        """True for a loop that only retries a barrier."""
+        """Whether the loop only retries a barrier."""
         return len(self.code) < 64 and not self.count({"LDG", "LDGSTS", "STG", "LDS", "FFMA", *TENSOR})
 
     def wide_bytes(self, bits: int = 128) -> int:
-        """The bytes that a thread reads from global memory per turn, in accesses of at least `bits`."""
+        """The bytes that a thread reads from global memory per turn in accesses of at least `bits` bits."""
         return sum(width for width in self._reads() if width * 8 >= bits)
 
     def narrow(self, bits: int = 128) -> int:
-        """The number of reads from global memory per turn of less than `bits`."""
+        """The number of reads from global memory per turn of fewer than `bits` bits."""
         return sum(width * 8 < bits for width in self._reads())
 
     def tensor_cycles(self, warps: int, rate: int) -> float:
-        """The cycles of an SM's tensor cores for a turn of some warps, at `rate` FLOP per cycle; 0 if instructions do
-        not state their shape."""
+        """The cycles of an SM's tensor cores for a turn of `warps` warps, at `rate` FLOP per cycle; 0 if the
+        instructions do not state their shapes."""
         return sum(product_cycles(one, rate) for one in self.turn if one.op in TENSOR) * warps
 
     def _reads(self) -> Iterator[int]:
@@ -100,8 +101,8 @@ def access_bytes(name: str) -> int:
 
 
 def product_cycles(one: Instruction, rate: int) -> float:
-    """The cycles of one warp's share of a matrix product. A warpgroup's product reads operands from shared memory, 128
-    bytes per cycle, so 64 x 32 from there takes as long as 64 x 48."""
+    """The cycles of one warp's share of a matrix product. A warpgroup's product reads operands from shared memory at
+    128 bytes per cycle, so 64 x 32 with both operands there takes as long as 64 x 48."""
     if found := _HMMA.match(one.name):
         m, n, k = (int(size) for size in found.groups())
         return 2 * m * n * k / rate
@@ -113,24 +114,24 @@ def product_cycles(one: Instruction, rate: int) -> float:
 
 
 def disassembled(cubin: Path) -> str:
-    """nvdisasm's text."""
+    """The output of nvdisasm."""
     return subprocess.run(
         [TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
     ).stdout
 
 
 def resources(cubin: Path) -> tuple[int, int]:
-    """(registers, bytes of stack) per thread of the only kernel."""
+    """(registers, stack bytes) per thread of the only kernel."""
     command = [TOOLS / "cuobjdump", "-res-usage", cubin]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
-        raise ValueError(f"cuobjdump names no registers:\n{text}")
+        raise ValueError(f"cuobjdump printed no registers:\n{text}")
     return int(found.group(1)), int(found.group(2))
 
 
 def read(text: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Instructions, and the number of the instruction after each label."""
+    """The instructions, and label -> number of the instruction after it."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -143,18 +144,18 @@ def read(text: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def loops(text: str) -> list[Loop]:
-    """The loops of a kernel in code order, except those that only wait."""
+    """The loops of a kernel in code order, without loops that only wait."""
     found = Graph(*read(text)).loops()
     return [loop for loop in found if not loop.waits]
 
 
 def innermost(found: Sequence[Loop]) -> list[Loop]:
-    """The loops without inner loops."""
+    """The loops that contain no other."""
     return [one for one in found if not any(other.blocks < one.blocks for other in found)]
 
 
 class Graph:
-    """Control flow graph of one kernel."""
+    """The control flow graph of one kernel."""
 
     def __init__(self, code: Sequence[Instruction], labels: dict[str, int]) -> None:
         starts = {0, *labels.values(), *(i + 1 for i, one in enumerate(code) if _ends(one))}
@@ -172,9 +173,9 @@ class Graph:
 
     @cached_property
     def dominators(self) -> list[set[int]]:
-        """The blocks that every path to a block goes through."""
-        every = set(range(len(self.blocks)))
-        found = [{0}, *(set(every) for _ in self.blocks[1:])]
+        """For each block, the blocks on every path to it."""
+        all_blocks = set(range(len(self.blocks)))
+        found = [{0}, *(set(all_blocks) for _ in self.blocks[1:])]
         changed = True
         while changed:
             changed = False
@@ -194,7 +195,7 @@ class Graph:
         return [self._loop(head, body, bodies.values()) for head, body in sorted(bodies.items())]
 
     def _body(self, head: int, tail: int) -> set[int]:
-        """Blocks that reach the tail without passing the head."""
+        """The head, and the blocks that reach the tail without passing it."""
         body, todo = {head}, [tail]
         while todo:
             block = todo.pop()
@@ -210,13 +211,13 @@ class Graph:
         return Loop(frozenset(body), depth, turn, code)
 
     def _shortest(self, head: int, body: set[int]) -> list[int]:
-        """The blocks of the turn that issues the fewest instructions (Bellman and Ford)."""
+        """The blocks of the turn with the fewest instructions (Bellman and Ford)."""
         cost = {head: (len(self.blocks[head]), [head])}
         for _ in body:
             for block in sorted(body & cost.keys()):
-                so_far, path = cost[block]
+                length, path = cost[block]
                 for target in self.next[block]:
-                    longer = so_far + len(self.blocks[target])
+                    longer = length + len(self.blocks[target])
                     if target in body and target != head and longer < cost.get(target, (1 << 30,))[0]:
                         cost[target] = longer, [*path, target]
         return min(cost[block] for block in body if head in self.next[block] and block in cost)[1]

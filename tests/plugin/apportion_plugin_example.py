@@ -1,4 +1,4 @@
-"""Example package that adds a solver, a pass and a recipe: three names, and the entry points in pyproject.toml."""
+"""Example package that adds a solver, a pass and a recipe; pyproject.toml has their entry points."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 
 
 def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
-    """Assigns the least free items first, of these the largest, each to the bin with most room; ignores weights."""
+    """Assigns each item to its emptiest allowed bin, first items with the fewest allowed bins, then the largest;
+    ignores weights."""
     bound = float(problem.weights.sum() / problem.rates.sum())
     used, bins = np.zeros(problem.bins, np.int64), np.full(len(problem.sizes), -1)
     allowed = problem.allowed or [None] * len(bins)
-    free = np.array([problem.bins if only is None else len(only) for only in allowed], np.int64)
+    free = np.array(
+        [problem.bins if bins_allowed is None else len(bins_allowed) for bins_allowed in allowed], np.int64
+    )
     every = np.arange(problem.bins)
-    first = [every if only is None else np.array(only) for only in allowed]
+    candidates = [every if bins_allowed is None else np.array(bins_allowed) for bins_allowed in allowed]
     for item in np.lexsort((-problem.weights, -problem.sizes, free)):
-        best = first[item][(problem.caps - used)[first[item]].argmax()]
+        best = candidates[item][(problem.caps - used)[candidates[item]].argmax()]
         if used[best] + problem.sizes[item] <= problem.caps[best]:
             bins[item] = best
             used[best] += problem.sizes[item]
@@ -39,7 +42,7 @@ def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
 
 @dataclass(frozen=True)
 class RoundRobin(PlacePass):
-    """Assigns blocks to ranks in turn. first: the rank of the first block. Raises ConfigError, CapacityError."""
+    """Assigns blocks to ranks in turn. first: rank of the first block. Raises ConfigError, CapacityError."""
 
     first: Natural = 0
     own_cap: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Import rules between packages, and modules that planning must not import."""
+"""Import rules between packages; modules that planning must not import; the code map of docs/design.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(json.dumps({"id": plan.id.hex(), "bytes": len(plan.encode()), "loaded": lo
 
 
 def run(code: str, hash_seed: str = "0") -> dict[str, object]:
-    """The JSON that `code` prints in a process of its own."""
+    """Runs `code` in a new process; returns the JSON object that it prints."""
     env = os.environ | {"PYTHONHASHSEED": hash_seed}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
@@ -36,7 +36,7 @@ def run(code: str, hash_seed: str = "0") -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def planned() -> dict[str, object]:
-    """A plan made in a fresh process."""
+    """Facts of a plan that a new process made."""
     return run(PLAN)
 
 
@@ -46,14 +46,14 @@ def test_packages_keep_the_import_contract() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_map_in_the_design_has_every_folder() -> None:
+def test_the_code_map_in_the_design_has_every_folder() -> None:
     text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     block = text.split("## Layout of the code")[1].split("\n    apportion/\n")[1].split("\n\n")[0]
-    told, above = set[str](), list[str]()
+    listed, parents = set[str](), list[str]()
     for line in block.splitlines():
         depth = (len(line) - len(line.lstrip()) - 6) // 2
-        above[depth:] = [line.split()[0].rstrip("/")]
-        told.add("/".join(above))
+        parents[depth:] = [line.split()[0].rstrip("/")]
+        listed.add("/".join(parents))
     package = ROOT / "apportion"
     parts = {path.parent.relative_to(package).as_posix() for path in package.glob("*/__init__.py")}
     inside = {
@@ -61,7 +61,7 @@ def test_the_map_in_the_design_has_every_folder() -> None:
         for part in ("ir", "planner", "backends", "service", "trainer", "cli")
         for path in package.glob(f"{part}/**/__init__.py")
     }
-    assert told == parts | inside
+    assert listed == parts | inside
 
 
 def test_the_walk_in_the_design_names_existing_functions() -> None:
@@ -80,9 +80,9 @@ def test_planning_needs_no_torch(planned: dict[str, object]) -> None:
     assert not {"torch", "rich", "typer"} & set(planned["loaded"])
 
 
-def test_bytes_are_the_same_under_another_hash_seed(planned: dict[str, object]) -> None:
-    again = run(PLAN, hash_seed="77")
-    assert (again["id"], again["bytes"]) == (planned["id"], planned["bytes"])
+def test_plan_bytes_do_not_depend_on_the_hash_seed(planned: dict[str, object]) -> None:
+    other = run(PLAN, hash_seed="77")
+    assert (other["id"], other["bytes"]) == (planned["id"], planned["bytes"])
 
 
 def test_execution_imports_no_planner_and_no_solver() -> None:

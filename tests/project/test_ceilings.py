@@ -1,4 +1,4 @@
-"""Calls, rows and bytes of planning are at most what was committed; what counts them."""
+"""Calls, rows and bytes of planning stay below the committed ceilings; their counter."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def test_planning_costs_no_more_than_its_ceilings() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    wanted = {(name, ranks) for name in ceilings.RECIPES for ranks in ceilings.RANKS}
-    assert {(row["recipe"], row["ranks"]) for row in rows} == wanted
+    expected = {(name, ranks) for name in ceilings.RECIPES for ranks in ceilings.RANKS}
+    assert {(row["recipe"], row["ranks"]) for row in rows} == expected
 
 
 def test_values_above_a_ceiling_are_named() -> None:
     ceiling = {"rows": 100, "bytes": 1000, "calls": {"lower": 1000}}
     row = {"rows": 101, "bytes": 1000, "calls": {"lower": 1031, "place": 11, "shard": 10}}
-    assert list(ceilings.above(row, ceiling, same_versions=True)) == [
+    assert list(ceilings.excesses_of(row, ceiling, same_versions=True)) == [
         "rows 101, at most 100",
         "lower calls 1,031 functions, at most 1,000",
         "place calls 11 functions, at most 0",
     ]
-    assert list(ceilings.above(row, ceiling, same_versions=False)) == ["rows 101, at most 100"]
+    assert list(ceilings.excesses_of(row, ceiling, same_versions=False)) == ["rows 101, at most 100"]
 
 
 def test_calls_are_counted_by_step_and_reproducibly() -> None:

@@ -1,4 +1,4 @@
-"""No import cycles among modules; imports in functions and for annotations count too."""
+"""Modules have no import cycles, even by imports in functions or for annotations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FILES = {
 
 
 def imported(name: str) -> Iterator[str]:
-    """The modules of the package that a module imports; a package's own `__init__`, which comes first, is left out."""
+    """Yields the modules that a module imports; for `from x import y`, y if it is a module, else x."""
     for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
-            whole = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from (one if one in FILES else str(node.module) for one in whole)
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (one if one in FILES else str(node.module) for one in names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 

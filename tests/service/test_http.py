@@ -23,7 +23,7 @@ from apportion.service.http.openapi import EXAMPLE
 from apportion.service.http.serve import Server, serving
 from apportion.service.http.tokens import ANYONE, Tokens
 from apportion.service.problems import KINDS
-from tests.processes import below, running
+from tests.processes import descendants, running
 from tests.service.requests import MSGPACK, RANKS, TOKEN, Request, client_of
 
 ZSTD = {"accept-encoding": "zstd"}
@@ -302,7 +302,7 @@ def test_a_server_ends_its_workers_when_it_stops(tmp_path: Path) -> None:
     with serving(tmp_path, options=["--workers", "1"]) as server:
         with client_of(server.url, None) as client:
             ready(client, Request(5))
-        children = below(server.pid)
+        children = descendants(server.pid)
         assert children
     assert not running(children, 10.0)
 
@@ -311,7 +311,7 @@ def test_a_killed_server_leaves_its_plans_and_no_workers(tmp_path: Path) -> None
     with serving(tmp_path, options=["--workers", "1"]) as server, client_of(server.url, None) as client:
         ready(client, Request(6))
         time.sleep(0.3)
-        children = below(server.pid)
+        children = descendants(server.pid)
         server.process.kill()
         server.process.wait()
     assert not running(children, 10.0)

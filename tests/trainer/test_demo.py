@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from apportion.demo import run as demo, train, workload
-from tests.processes import below, running
+from tests.processes import descendants, running
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
         until = time.monotonic() + 120.0
         while ranks_of(started) < workload.RANKS and run.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
-            started |= set(below(run.pid))
+            started |= set(descendants(run.pid))
         run.send_signal(signal.SIGTERM)
         run.wait(60)
     assert len(started) > workload.RANKS, (tmp_path / "out").read_text()
