@@ -1,4 +1,5 @@
-"""README and documents: code prints what they show, commands run, files, links and generated pages are up to date."""
+"""README and documents: code prints the output shown, commands run, and files, links and generated pages are
+current."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ DOCUMENTS = sorted(
     if not path.is_symlink()
 )
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
-#: whose commands are run, one document after another, in a folder with the examples
+#: documents whose commands are run, one document after another, in a folder with the examples
 RUN = (
     "README.md",
     "docs/start.md",
@@ -75,23 +76,23 @@ def test_the_python_of_the_readme_prints_its_output() -> None:
 
 @pytest.mark.slow
 def test_the_programs_of_the_start_page_print_their_output() -> None:
-    first, trained = re.findall(r"<!-- output -->\n```\n(.*?)```", TEXTS["docs/start.md"], re.DOTALL)
+    first, second = re.findall(r"<!-- output -->\n```\n(.*?)```", TEXTS["docs/start.md"], re.DOTALL)
     code, loop = blocks("docs/start.md", "python")
     assert run("-c", code) == first
     assert loop in (ROOT / "examples/first_step.py").read_text(encoding="utf-8")
-    assert run("examples/first_step.py") == trained
+    assert run("examples/first_step.py") == second
 
 
 @pytest.mark.slow
 def test_the_first_step_is_the_same_on_four_processes() -> None:
-    trained = TEXTS["docs/start.md"].split("<!-- output -->\n```\n")[2].split("```")[0]
-    assert run("-m", "torch.distributed.run", "--nproc-per-node", 4, "examples/first_step.py") == trained
+    expected = TEXTS["docs/start.md"].split("<!-- output -->\n```\n")[2].split("```")[0]
+    assert run("-m", "torch.distributed.run", "--nproc-per-node", 4, "examples/first_step.py") == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", [name for name in WHOLE if name != "docs/start.md"])
 def test_python_of_a_document_runs(document: str) -> None:
-    """Except the changes of `test_newcomers.py`, which follow a diff."""
+    """Skips code that follows a diff, which `test_newcomers.py` runs."""
     text = re.sub(r"```diff\n.*?```\n\n```python\n.*?```", "", TEXTS[document], flags=re.DOTALL)
     run("-c", "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)))
 
@@ -109,10 +110,10 @@ def test_the_recipe_in_the_documents_plans_and_runs() -> None:
     batch = Batch.from_lengths([3000, 1100, 50])
     plan = make_plan(batch, Cluster(1, 4), Model(2, 1, 4, dtype="fp64", layers=1), recipe)
     problem = oracle.Problem.random(0, batch.tokens, 2, 1, 4, 4, False, None)
-    found = executor.run(plan, "default", problem.q, problem.k, problem.v, problem.do)
+    result = executor.run(plan, "default", problem.q, problem.k, problem.v, problem.do)
     expected = oracle.dense(problem, bands.dense(batch.bands("default"), batch.tokens, batch.tokens))
-    np.testing.assert_allclose(found.o, expected.o, atol=1e-10)
-    np.testing.assert_allclose(found.dk, expected.dk, atol=1e-10)
+    np.testing.assert_allclose(result.o, expected.o, atol=1e-10)
+    np.testing.assert_allclose(result.dk, expected.dk, atol=1e-10)
 
 
 def commands(document: str) -> list[str]:
@@ -138,18 +139,20 @@ def command_line() -> Any:
 
 
 @pytest.mark.parametrize("document", TEXTS)
-def test_commands_of_every_document_have_the_options_that_they_use(document: str) -> None:
-    """Commands of `RUN` are run; the others need clusters or hours."""
+def test_commands_of_every_document_use_existing_options(document: str) -> None:
+    """Commands of documents outside `RUN` are not run, since some need clusters or hours."""
     for line in commands(document):
-        found = command_line()
+        command = command_line()
         for word in line.replace("[", " ").replace("]", " ").split()[1:]:
-            known = {name for option in found.params for name in (*option.opts, *option.secondary_opts)}
+            option_names = {
+                name for option in command.params for name in (*option.opts, *option.secondary_opts)
+            }
             if word == "--":
                 break
             if word.startswith("-") and not re.fullmatch(r"-[0-9.]+", word):
-                assert word.split("=")[0] in {*known, "--help"}, (line, word)
-            elif word in getattr(found, "commands", ()):
-                found = found.commands[word]
+                assert word.split("=")[0] in {*option_names, "--help"}, (line, word)
+            elif word in getattr(command, "commands", ()):
+                command = command.commands[word]
 
 
 @pytest.mark.parametrize("document", TEXTS)
@@ -170,22 +173,22 @@ def test_files_that_the_documents_name_exist(document: str) -> None:
 
 
 def test_links_of_the_readme_and_of_contributing_lead_to_files() -> None:
-    """Links of the site are checked by `make docs`."""
+    """`make docs` checks the other links."""
     links = re.findall(r"\]\(([^)#:]+)", TEXTS["README.md"] + TEXTS["CONTRIBUTING.md"])
     assert len(links) > 10
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_the_site_has_every_page_once() -> None:
-    def pages(held: object) -> list[str]:
-        if isinstance(held, str):
-            return [held]
-        parts = held.values() if isinstance(held, dict) else held
+    def pages(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry
         return [page for part in parts for page in pages(part)]  # type: ignore[attr-defined]
 
     nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
-    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert sorted(pages(nav)) == sorted(page for page in there if not page.startswith("decisions/0"))
+    documents = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(pages(nav)) == sorted(page for page in documents if not page.startswith("decisions/0"))
 
 
 def test_make_has_the_targets_that_the_documents_name() -> None:

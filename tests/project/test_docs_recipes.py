@@ -1,4 +1,4 @@
-"""docs/reference/recipes.md: every recipe, every parameter with its default, every picture as currently drawn."""
+"""docs/reference/recipes.md has every recipe, every parameter with its default, and current pictures."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def default_text(value: Any) -> str:
 
 
 def test_every_parameter_is_listed_once_with_its_default() -> None:
-    known = Counter(
+    expected = Counter(
         (f"{step} {name}", one.name, default_text(one.default))
-        for step, held in registry._BUILT_IN.items()
-        for name in held
+        for step, names in registry._BUILT_IN.items()
+        for name in names
         for one in options.parameters(registry.find_pass(step, name))
     )
-    written = Counter(ROWS)
-    assert {"missing or changed": known - written, "gone or twice": written - known} == {
+    listed_rows = Counter(ROWS)
+    assert {"missing or changed": expected - listed_rows, "gone or twice": listed_rows - expected} == {
         "missing or changed": Counter(),
         "gone or twice": Counter(),
     }

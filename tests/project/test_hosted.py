@@ -1,4 +1,4 @@
-"""References from git hooks, hosted CI, containers and releases to files and commands of the repository."""
+"""Git hooks, hosted CI, containers and releases refer to existing files and commands of the repository."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(name: str) -> Any:
 
 
 def commands_of(target: str) -> list[str]:
-    """The lines of a target of the Makefile."""
+    """The lines of a Makefile target."""
     found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     assert found, target
     return [line.strip().replace("$(BIN)", ".venv/bin") for line in found[1].splitlines()]
@@ -46,11 +46,11 @@ def test_hosted_ci_runs_the_local_ci_and_every_python_version() -> None:
     assert named == {"nightly", "test-plain"}
     assert named <= targets
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    said = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    versions = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
     matrix = jobs["plain"]["strategy"]["matrix"]
-    assert matrix == {"python": said}
+    assert matrix == {"python": versions}
     first, beyond = re.findall(r"3\.(\d+)", project["requires-python"])
-    assert said == [f"3.{minor}" for minor in range(int(first), int(beyond))]
+    assert versions == [f"3.{minor}" for minor in range(int(first), int(beyond))]
 
 
 def test_actions_are_pinned_by_version() -> None:
@@ -61,14 +61,14 @@ def test_actions_are_pinned_by_version() -> None:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's, in order: name and the rest, continued lines as one."""
+    """The instructions of the Dockerfile in order, (name, arguments), with continued lines joined."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
-    return [(name, rest) for name, rest in lines]
+    return [(name, arguments) for name, arguments in lines]
 
 
 def options_of(*command: str) -> set[str]:
-    """The options that `apportion COMMAND --help` lists."""
+    """The options of `apportion COMMAND`."""
     found: Any = typer.main.get_command(app)
     for name in command:
         found = found.commands[name]
@@ -78,21 +78,21 @@ def options_of(*command: str) -> set[str]:
 def test_the_image_installs_existing_files_and_serves_unprivileged() -> None:
     steps = instructions()
     last = dict(steps)
-    for name, rest in steps:
+    for name, arguments in steps:
         if name == "COPY":
-            assert all((ROOT / source).exists() for source in rest.split()[:-1])
-    extras = re.findall(r"pip install \"\.\[([a-z,]+)\]\"", " ".join(rest for _, rest in steps))
+            assert all((ROOT / source).exists() for source in arguments.split()[:-1])
+    extras = re.findall(r"pip install \"\.\[([a-z,]+)\]\"", " ".join(arguments for _, arguments in steps))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(extras[0].split(",")) <= set(project["optional-dependencies"])
     assert last["USER"] == "apportion"
-    program, serve, *rest = json.loads(last["ENTRYPOINT"])
+    program, serve, *arguments = json.loads(last["ENTRYPOINT"])
     assert (program, serve) == ("apportion", "serve")
-    flags = [flag for flag in [*rest, *json.loads(last["CMD"])] if flag.startswith("--")]
+    flags = [flag for flag in [*arguments, *json.loads(last["CMD"])] if flag.startswith("--")]
     assert set(flags) <= options_of("serve")
-    assert rest[rest.index("--host") + 1] == "0.0.0.0"
-    environment = " ".join(rest for name, rest in steps if name == "ENV")
+    assert arguments[arguments.index("--host") + 1] == "0.0.0.0"
+    environment = " ".join(arguments for name, arguments in steps if name == "ENV")
     assert f"APPORTION_SERVE_STORE={last['VOLUME']}/" in environment
-    port = rest[rest.index("--port") + 1]
+    port = arguments[arguments.index("--port") + 1]
     assert last["EXPOSE"] == port
     assert f"http://127.0.0.1:{port}/healthz" in last["HEALTHCHECK"]
 

@@ -1,4 +1,4 @@
-"""Modules that docstrings and documents name in backticks exist: files, and dotted names such as `ir.isa`."""
+"""Modules that docstrings and documents name in backticks exist, as files or dotted names such as `ir.isa`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SOURCES = {
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "apportion/schemas").rglob("*.md")]
 FILE = re.compile(r"`([\w./-]+\.py)`")
 DOTTED = re.compile(r"`(\w+(?:\.\w+)+)(?:\(.*?\))?`")
-#: what begins a dotted name of a module: folders of the package, but for those that are names of variables too
+#: folders of the package, which begin dotted module names, except folders whose names are also used for variables
 FIRST = {path.parent.name for path in (ROOT / "apportion").rglob("__init__.py")}
 FIRST -= {"bytes", "inner", "iteration", "masks", "plan", "request", "torch"}
-#: not ours: another project, and names of forms and entry points that begin with the package's
+#: not modules of this package: another project's, and names of formats and entry points
 OTHERS = {"coverage.py", "apportion.plan", "apportion.slice", "apportion.request", "apportion.iteration"}
 OTHERS |= {"apportion.iteration.slice", "apportion.passes", "apportion.solvers", "apportion.recipes"}
 
@@ -42,7 +42,7 @@ def _texts() -> Iterator[tuple[Path, str]]:
 
 
 def names_matching(pattern: re.Pattern[str]) -> set[tuple[str, str]]:
-    """(where, name) of all names of a form."""
+    """(path, name) of all names that match a pattern."""
     return {
         (path.relative_to(ROOT).as_posix(), name)
         for path, text in texts()
@@ -52,7 +52,7 @@ def names_matching(pattern: re.Pattern[str]) -> set[tuple[str, str]]:
 
 
 def module_exists(name: str) -> bool:
-    """True if a module has this name, or one with its prefix documents the rest."""
+    """Whether a module has this name, or one named by a prefix mentions each remaining part."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         whole = "/".join(parts[:length])
@@ -66,12 +66,12 @@ def module_exists(name: str) -> bool:
 
 def test_named_files_exist() -> None:
     places = [f"/{place}" for place in SOURCES]
-    gone = {
+    missing = {
         (at, name)
         for at, name in names_matching(FILE)
         if not any(place.endswith(f"/{name}") for place in places)
     }
-    assert gone == set()
+    assert missing == set()
 
 
 def test_named_modules_exist() -> None:

@@ -1,4 +1,4 @@
-"""A class name has at most two meanings, so that readers need not look up which class is meant."""
+"""At most two classes share a name, so that readers need not look up which class is meant."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "apportion"
-THEIRS = {"Config"}  # TorchTitan looks for a class of that name within others
+EXEMPT = {"Config"}  # TorchTitan requires nested classes of this name
 
 
-def test_no_class_name_has_three_meanings() -> None:
-    found = defaultdict(list)
+def test_no_three_classes_share_a_name() -> None:
+    places_by_name = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                found[node.name.lstrip("_")].append(str(path.relative_to(PACKAGE)))
-    many = {name: places for name, places in found.items() if len(places) > 2 and name not in THEIRS}
-    assert not many
+                places_by_name[node.name.lstrip("_")].append(str(path.relative_to(PACKAGE)))
+    repeated = {
+        name: places for name, places in places_by_name.items() if len(places) > 2 and name not in EXEMPT
+    }
+    assert not repeated

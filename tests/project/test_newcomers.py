@@ -1,5 +1,5 @@
-"""Changes in the documents are complete: each is applied to a copy of the package, where its code and the tests that
-its page names run."""
+"""Changes in the documents are complete: with each applied to a copy of the package, its example code and the tests
+that its page names pass."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CHANGES: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", marked(list(CHANGES), range(2)))  # the core is rebuilt for the last
+@pytest.mark.parametrize("name", marked(list(CHANGES), range(2)))  # the last one rebuilds the core
 def test_a_change_applies_and_runs(name: str, tmp_path: Path) -> None:
     diff, code, _ = CHANGES[name]
     env = change(diff, tmp_path)
     before = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**env, "PYTHONPATH": str(ROOT)}
     )
-    assert before.returncode != 0, "it runs without the change, too"
+    assert before.returncode != 0, "the code also runs without the change"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, env=env
     )

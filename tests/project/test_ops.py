@@ -1,4 +1,5 @@
-"""An op is a row of `ir.isa.Op` and its handlers: tables follow from it, and a missing handler is reported."""
+"""Adding an op takes a row of `ir.isa.Op` and its handlers: tables follow from the row; a missing handler is an
+error."""
 
 from __future__ import annotations
 
@@ -28,28 +29,29 @@ from tests.support.parse import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ROOT / "tests/plans/clear.txt"
-GIVE = 14
-GIVEN = Rule(
+NEW_OP = 14
+NEW_RULE = Rule(
     "rowops", (Argument("a", Use.TAKE, PARTIALS), Argument("c", Use.WRITE, PARTIALS, like="a")), kernels=3
 )
-MORE = {**RULES, GIVE: GIVEN}
+EXTENDED = {**RULES, NEW_OP: NEW_RULE}
 
 
-def test_tables_follow_from_one_more_row() -> None:
-    form = form_of(GIVEN)
+def test_tables_follow_from_an_added_row() -> None:
+    form = form_of(NEW_RULE)
     assert (form.reads, form.writes, form.flags) == (("a",), ("c",), {"first": 1})
-    assert list_table(MORE)[GIVE] == LISTS.index("rowops")
-    assert kernel_table(MORE)[GIVE] == 3
-    assert pass_table(MORE)[:, GIVE].tolist() == [[1, 0, 1, 0]] * 2
-    assert [tensors_of(GIVEN.argument(column)) for column in "ab"] == [PARTIALS, (Tensor.NONE,)]
+    assert list_table(EXTENDED)[NEW_OP] == LISTS.index("rowops")
+    assert kernel_table(EXTENDED)[NEW_OP] == 3
+    assert pass_table(EXTENDED)[:, NEW_OP].tolist() == [[1, 0, 1, 0]] * 2
+    assert [tensors_of(NEW_RULE.argument(column)) for column in "ab"] == [PARTIALS, (Tensor.NONE,)]
 
 
 @pytest.mark.parametrize("table", [list_table, kernel_table, pass_table], ids=lambda f: f.__name__)
 def test_adding_an_op_changes_no_other_op(table: Callable[..., Any]) -> None:
     ours, theirs = (
-        np.moveaxis(table(rules), 1, 0) if table is pass_table else table(rules) for rules in (RULES, MORE)
+        np.moveaxis(table(rules), 1, 0) if table is pass_table else table(rules)
+        for rules in (RULES, EXTENDED)
     )
-    assert np.array_equal(theirs[:GIVE], ours)
+    assert np.array_equal(theirs[:NEW_OP], ours)
 
 
 def test_rows_of_the_table_fit_their_list() -> None:
@@ -116,9 +118,9 @@ assert "operand c has a different number of rows" in broken("give O.work[0:8) ->
 """
 
 
-@pytest.mark.slow  # the core is rebuilt
+@pytest.mark.slow  # rebuilds the core
 def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
-    """The op of docs/how-to/own-op.md, in a copy: text, bytes, verification, price and execution."""
+    """In a copy of the package, the op of docs/how-to/own-op.md has text, bytes, verification, price and execution."""
     environment = change(CHANGES["op"][0], tmp_path)
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(PLAN)]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

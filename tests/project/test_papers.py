@@ -1,4 +1,4 @@
-"""Settings of benchmarks/paper_distca.py, and tables of benchmarks on their pages."""
+"""Packing in benchmarks/paper_distca.py; benchmark tables on their pages are current."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,13 @@ from benchmarks.tables import PAGES, write_tables
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sequences_are_packed_full_and_cut_documents(seed: int) -> None:
+def test_sequences_are_full_and_cut_documents(seed: int) -> None:
     sequences = packed(4, 131072, seed)
     assert [sum(one) for one in sequences] == [131072] * 4
     assert all(length > 0 for one in sequences for length in one)
 
 
-def test_groups_get_equally_many_sequences_and_separate_the_heaviest() -> None:
+def test_groups_get_the_same_number_of_sequences_and_share_the_heaviest() -> None:
     sequences = [[8], [4, 4], [7, 1], [2] * 4]
     first, second, third, fourth = dealt(sequences, 2)
     groups = [first, third], [second, fourth]

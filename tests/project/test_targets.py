@@ -1,4 +1,4 @@
-"""The table of promises: measurements, met targets, and the written table."""
+"""The benchmark of targets: its measurements, missed targets, and tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows() -> list[dict[str, Any]]:
     return list(targets.measure(SMALL, SMALL.recipe(), EFFORT))
 
 
-def test_targets_apply_from_a_number_of_ranks() -> None:
+def test_a_target_applies_from_its_number_of_ranks() -> None:
     by_ranks = {8: 0.02, 64: 0.01}
     assert [promised(by_ranks, ranks) for ranks in (4, 8, 63, 64, 1024)] == [None, 0.02, 0.02, 0.01, 0.01]
 
@@ -35,8 +35,8 @@ def test_figures_that_miss_their_target_are_bold() -> None:
 
 
 def test_there_is_one_row_per_rank_count_and_seed(rows: list[dict[str, Any]]) -> None:
-    found = [(row["name"], row["ranks"], row["seed"]) for row in rows]
-    assert found == [("fcp_paper 2K", 2, 0), ("fcp_paper 2K", 4, 0)]
+    results = [(row["name"], row["ranks"], row["seed"]) for row in rows]
+    assert results == [("fcp_paper 2K", 2, 0), ("fcp_paper 2K", 4, 0)]
     for row in rows:
         assert row["slots"] == row["max_degree"]
         assert row["tasks"] > 0
@@ -52,8 +52,8 @@ def test_sizes_that_would_take_too_long_are_skipped(capsys: pytest.CaptureFixtur
 def test_unavailable_recipes_are_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    absent = targets.Promise("absent", lambda: find_recipe("absent"), {})
-    monkeypatch.setitem(PROMISES, "absent", absent)
+    unknown_recipe = targets.Promise("absent", lambda: find_recipe("absent"), {})
+    monkeypatch.setitem(PROMISES, "absent", unknown_recipe)
     assert list(targets.measured(["absent"], EFFORT)) == []
     assert capsys.readouterr().err == "absent: unknown recipe\n"
 
@@ -63,17 +63,17 @@ def test_refusals_are_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
         raise CapacityError("too small\nby far")
 
     monkeypatch.setattr(targets, "timed_plan", refuse)
-    found = list(targets.measure(SMALL, SMALL.recipe(), replace(EFFORT, ranks=(2,))))
-    assert found == [{"name": "fcp_paper 2K", "ranks": 2, "seed": 0, "refused": "too small"}]
-    assert targets.tables(found)["targets-quality"] == "\nfcp_paper 2K, 2 ranks: too small"
+    results = list(targets.measure(SMALL, SMALL.recipe(), replace(EFFORT, ranks=(2,))))
+    assert results == [{"name": "fcp_paper 2K", "ranks": 2, "seed": 0, "refused": "too small"}]
+    assert targets.tables(results)["targets-quality"] == "\nfcp_paper 2K, 2 ranks: too small"
 
 
 def test_rows_are_written_as_tables(rows: list[dict[str, Any]]) -> None:
-    written = targets.tables(rows)
-    times = written["targets-times"].splitlines()
+    tables = targets.tables(rows)
+    times = tables["targets-times"].splitlines()
     assert times[0] == "| ms | 2 | 4 |"
     assert times[2].startswith("| fcp_paper 2K | ")
-    quality = written["targets-quality"].splitlines()
+    quality = tables["targets-quality"].splitlines()
     assert [line.split(" | ")[1] for line in quality[2:]] == ["2", "4"]
     assert len({line.count("|") for line in quality}) == 1
 

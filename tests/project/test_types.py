@@ -1,4 +1,4 @@
-"""Public names as type checkers see them. Wrong ones below are errors: `make lint` refuses idle ignores."""
+"""Public names as type checkers see them: mypy must report each wrong use below, since unused ignores are errors."""
 # mypy: enable-error-code="call-arg, arg-type"
 
 from __future__ import annotations

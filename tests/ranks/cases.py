@@ -23,7 +23,7 @@ from tests.ranks.rank_pool import Pool
 from tests.support import oracle
 from tests.support.oracle import Problem
 
-# name -> sequences of every family of masks, about 60 tokens, with queries that see no key in the last two
+# mask family -> sequences, about 60 tokens; in the last two, some queries see no key
 BATCHES: dict[str, list[Any]] = {
     "causal": [(33, masks.causal()), (1, masks.causal()), (20, masks.causal())],
     "full": [(24, masks.full()), (17, masks.full())],
@@ -42,7 +42,7 @@ BATCHES: dict[str, list[Any]] = {
 
 
 class Case(NamedTuple):
-    """One cell of the matrix."""
+    """One case of the test matrix."""
 
     mask: str
     ratio: int  # query heads per KV head
@@ -65,7 +65,7 @@ AXES: Any = Case(
 
 
 def pairwise() -> list[Case]:
-    """Cases that together cover every pair of values of every two axes; greedy and deterministic."""
+    """Cases that together cover every pair of values of any two axes, chosen greedily and deterministically."""
     missing = {
         (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])
     }
@@ -134,7 +134,7 @@ def problem_of(plan: Plan, seed: int = 0, sinks: bool = False, softcap: float | 
 
 
 def shards(plan: Plan, problem: Problem) -> list[Shard]:
-    """Every rank's rows of the problem, in the plan's home layout."""
+    """Each rank's rows of the problem in the plan's home layout."""
     home = plan.layout(plan.header.home_layout)
     rows = [home.tokens(rank) for rank in range(plan.header.ranks)]
     arrays = (problem.q, problem.k, problem.v, problem.do)
@@ -153,7 +153,7 @@ def in_token_order(plan: Plan, parts: tuple[NDArray[Any], ...] | list[NDArray[An
 
 
 def gathered(plan: Plan, results: list[list[NDArray[Any] | None]]) -> tuple[NDArray[Any] | None, ...]:
-    """(o, dq, dk, dv, dsinks) in token order from the ranks' results; dsinks summed as data parallelism would."""
+    """(o, dq, dk, dv, dsinks) in token order from the ranks' results; dsinks are summed, like in data parallelism."""
     columns = list(zip(*results, strict=True))
     dsinks = None if columns[4][0] is None else np.sum(columns[4], axis=0)
     return *(in_token_order(plan, parts) for parts in columns[:4]), dsinks
@@ -170,7 +170,7 @@ def run(pool: Pool, plan: Plan, problem: Problem, kind: str | None = None) -> tu
 def run_with_lse(
     pool: Pool, plan: Plan, problem: Problem, uses_out: bool = True, compiled: bool = False
 ) -> tuple[tuple[NDArray[Any] | None, ...], NDArray[Any]]:
-    """(o, dq, dk, dv, dsinks), and lse, of a loss with the problem's dO, if it uses out, and dLSE."""
+    """((o, dq, dk, dv, dsinks), lse) for a loss with the problem's dLSE, and its dO if `uses_out`."""
     home = plan.layout(plan.header.home_layout)
     dlse = [problem.dlse[home.tokens(rank)] for rank in range(plan.header.ranks)]
     each = list(zip(shards(plan, problem), dlse, strict=True))
@@ -187,14 +187,14 @@ def allowed(batch: Batch, kind: str = "default") -> NDArray[Any]:
 
 def answer(problem: Problem, mask: NDArray[Any]) -> tuple[NDArray[Any] | None, ...]:
     """The float64 oracle's (o, dq, dk, dv, dsinks)."""
-    want = oracle.dense(problem, mask)
-    return want.o, want.dq, want.dk, want.dv, want.dsinks
+    expected = oracle.dense(problem, mask)
+    return expected.o, expected.dq, expected.dk, expected.dv, expected.dsinks
 
 
 def plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> tuple[NDArray[Any] | None, ...]:
-    """One process's attention in a dtype, rows without keys left out: (o, dq, dk, dv, dsinks) in float64.
+    """One process's attention in a dtype, without rows that see no key: (o, dq, dk, dv, dsinks) in float64.
 
-    torch's own attention; with a softcap, written out."""
+    It is torch's own attention or, with a softcap, explicit matrix products."""
     leaves = [
         None if x is None else torch.from_numpy(x).to(dtype).requires_grad_()
         for x in (problem.q, problem.k, problem.v, problem.sinks)
@@ -203,11 +203,11 @@ def plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> tuple[NDA
     alive = (
         torch.from_numpy(mask.any(1)) if problem.sinks is None else torch.ones(len(mask), dtype=torch.bool)
     )
-    kept = torch.from_numpy(mask)[alive]
+    visible = torch.from_numpy(mask)[alive]
     if problem.softcap is None:
-        rows = sdpa(q[alive], k, v, sinks, kept)
+        rows = sdpa(q[alive], k, v, sinks, visible)
     else:
-        rows = _written_out(q[alive], k, v, kept, problem.softcap)
+        rows = _written_out(q[alive], k, v, visible, problem.softcap)
     out = torch.zeros(*problem.do.shape, dtype=dtype).index_put((alive.nonzero()[:, 0],), rows)
     out.backward(torch.from_numpy(problem.do).to(dtype))
     grads = [None if x is None else x.grad for x in leaves]
@@ -215,9 +215,9 @@ def plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> tuple[NDA
 
 
 def sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, kept: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, visible: torch.Tensor
 ) -> torch.Tensor:
-    """torch's attention; kept [T, S] bool. A sink is an extra key with value 0."""
+    """torch's attention, with a sink as an extra key of value 0. visible: bool [T, S]."""
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     scale = q.shape[-1] ** -0.5
     q, k, v = (x.transpose(0, 1) for x in (q, k[:, kv_of], v[:, kv_of]))
@@ -226,53 +226,56 @@ def sdpa(
         key = torch.nn.functional.pad(sinks[:, None, None] / scale, (k.shape[-1], 0))
         k = torch.cat([torch.nn.functional.pad(k, (0, 1)), key], 1)
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))
-        kept = torch.nn.functional.pad(kept, (0, 1), value=True)
-    out = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], kept, scale=scale)
+        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+    out = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], visible, scale=scale)
     return out[0].transpose(0, 1)
 
 
 def _written_out(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, softcap: float
 ) -> torch.Tensor:
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     scores = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * q.shape[-1] ** -0.5
-    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~kept, float("-inf"))
+    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~visible, float("-inf"))
     return torch.einsum("hts,shd->thd", torch.softmax(scores, -1), v[:, kv_of])
 
 
 def assert_good(
-    got: tuple[NDArray[Any] | None, ...], problem: Problem, mask: NDArray[Any], dtype: str = "fp64"
+    actual: tuple[NDArray[Any] | None, ...], problem: Problem, mask: NDArray[Any], dtype: str = "fp64"
 ) -> None:
-    """Asserts errors within 1e-10 of the oracle in float64, else within twice plain attention's, and no NaN.
+    """Asserts that no error exceeds 1e-10 in float64, or twice the error of plain attention in other dtypes; NaN fails.
 
-    The error of a tensor is a norm, since the largest of a few hundred entries varies by chance."""
+    The error of a tensor is a norm, since the largest error of a few hundred entries varies by chance."""
     limits = [1e-10] * 5
     if dtype != "fp64":
         problem = rounded(problem, jobs.DTYPES[dtype])
         limits = _error_bounds(problem, mask, jobs.DTYPES[dtype])
-    found = errors(got, answer(problem, mask))
-    for name, error, limit in zip(("o", "dq", "dk", "dv", "dsinks"), found, limits, strict=True):
+    actual_errors = errors(actual, answer(problem, mask))
+    for name, error, limit in zip(("o", "dq", "dk", "dv", "dsinks"), actual_errors, limits, strict=True):
         assert error <= limit, f"{name}: {error:.2e} > {limit:.2e}"
 
 
 def _error_bounds(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> list[float]:
-    """Twice the error of plain attention, but at least that of rounding the exact answer once, and of dsinks its terms,
-    which cancel."""
-    want, exact = answer(problem, mask), oracle.dense(problem, mask)
-    sizes = [0.0 if x is None else float(np.linalg.norm(x)) for x in want]
+    """Twice the error of plain attention, but at least twice that of rounding the exact answer once; for dsinks, of
+    rounding its terms, which cancel."""
+    expected, exact = answer(problem, mask), oracle.dense(problem, mask)
+    sizes = [0.0 if x is None else float(np.linalg.norm(x)) for x in expected]
     if problem.sinks is not None:
         terms = np.exp(problem.sinks - exact.lse) * (problem.do * exact.o).sum(-1)
         sizes[-1] = max(sizes[-1], float(np.linalg.norm(terms)))
-    found = errors(plain(problem, mask, dtype), want)
-    return [2 * max(error, torch.finfo(dtype).eps * size) for error, size in zip(found, sizes, strict=True)]
+    actual_errors = errors(plain(problem, mask, dtype), expected)
+    return [
+        2 * max(error, torch.finfo(dtype).eps * size)
+        for error, size in zip(actual_errors, sizes, strict=True)
+    ]
 
 
-def errors(got: tuple[NDArray[Any] | None, ...], want: tuple[NDArray[Any] | None, ...]) -> list[float]:
-    """Norms of the differences; 0 for absent tensors."""
-    return [0.0 if b is None else float(np.linalg.norm(a - b)) for a, b in zip(got, want, strict=True)]
+def errors(actual: tuple[NDArray[Any] | None, ...], expected: tuple[NDArray[Any] | None, ...]) -> list[float]:
+    """The norm of the difference of each tensor; 0 for absent tensors."""
+    return [0.0 if b is None else float(np.linalg.norm(a - b)) for a, b in zip(actual, expected, strict=True)]
 
 
 def rounded(problem: Problem, dtype: torch.dtype) -> Problem:
     arrays = (problem.q, problem.k, problem.v, problem.do, problem.sinks)
-    kept = [None if x is None else torch.from_numpy(x).to(dtype).double().numpy() for x in arrays]
-    return oracle.Problem(*kept, problem.scale, problem.softcap)
+    visible = [None if x is None else torch.from_numpy(x).to(dtype).double().numpy() for x in arrays]
+    return oracle.Problem(*visible, problem.scale, problem.softcap)

@@ -1,4 +1,4 @@
-"""Jobs of the rank pool: functions `job(comm, ...)` of plain data, importable by the workers."""
+"""Jobs of the rank pool: functions `job(comm, ...)` that take and return plain data and that workers can import."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from apportion.trainer.step.attention import (
     planned_remap,
 )
 
-#: the device of the tests, from an environment variable that is set before this is imported
+#: the device of the tests, from an environment variable that is set before this module is imported
 DEVICE = torch.device(os.environ.get("APPORTION_TEST_DEVICE", "cpu"))
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Shard(NamedTuple):
-    """One rank's rows of a problem, float64, and its encoded slice."""
+    """One rank's encoded slice and its float64 rows of a problem."""
 
     piece: bytes
     q: np.ndarray
@@ -45,15 +45,17 @@ def handle_of(comm: Communicator, piece: bytes, padding: int = 0) -> PlanHandle:
 
 
 def leaf(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    return given(array).to(dtype).requires_grad_()
+    return to_device(array).to(dtype).requires_grad_()
 
 
-def given(array: NDArray[Any]) -> torch.Tensor:
+def to_device(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array).to(DEVICE)
 
 
-def told(tensors: tuple[torch.Tensor | None, ...] | list[torch.Tensor | None]) -> list[NDArray[Any] | None]:
-    """Converts tensors to float64 arrays; None stays."""
+def to_arrays(
+    tensors: tuple[torch.Tensor | None, ...] | list[torch.Tensor | None],
+) -> list[NDArray[Any] | None]:
+    """Converts tensors to float64 arrays; keeps None."""
     return [t if t is None else t.detach().double().cpu().numpy() for t in tensors]
 
 
@@ -69,30 +71,32 @@ def attention(
     q, k, v = (leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v))
     logits = None if sinks is None else leaf(sinks, handle.dtype)
     out = planned_attention(q, k, v, handle, kind, sinks=logits, **options)
-    out.backward(given(shard.do).to(handle.dtype))
-    return told((out, *(t if t is None else t.grad for t in (q, k, v, logits))))
+    out.backward(to_device(shard.do).to(handle.dtype))
+    return to_arrays((out, *(t if t is None else t.grad for t in (q, k, v, logits))))
 
 
 def there_and_back(
     comm: Communicator, dtype: str, columns: tuple[int, ...], rows: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Head columns of float32 rows [n, columns, width], in a two-byte dtype as in a message, and as they
-    are unpacked into the same columns: float32 arrays."""
+    """Packs head columns of float32 rows [n, columns, width] into a message of a two-byte dtype, and unpacks them into
+    the same columns; returns message and unpacked rows as float32 arrays."""
     from apportion.backends.torch.stage.launcher import default_launcher
     from apportion.backends.torch.stage.rowlists import SLOTS, Place, move, moved
 
-    held, (count, of, width) = given(rows), rows.shape
+    original, (count, of, width) = to_device(rows), rows.shape
     message = torch.empty(count, len(columns), width, dtype=DTYPES[dtype], device=DEVICE)
-    found = torch.zeros_like(held)
-    arrays: dict[Any, torch.Tensor] = {"held": held, "message": message, "found": found}
-    inside = Place("message", 0, tuple(range(len(columns))), len(columns), 2 * width, 2), 2 * width
-    here, there = ((Place(name, 0, columns, of, 4 * width, 4), 4 * width) for name in ("held", "found"))
-    for source, target in ((here, inside), (inside, there)):
-        made = move(list(moved([source], [target], count)))
-        bases = [arrays[slot].data_ptr() for slot in made.slots]
-        tables = given(made.panels), given(made.chunks)
+    found = torch.zeros_like(original)
+    arrays: dict[Any, torch.Tensor] = {"held": original, "message": message, "found": found}
+    message_place = Place("message", 0, tuple(range(len(columns))), len(columns), 2 * width, 2), 2 * width
+    source_place, result_place = (
+        (Place(name, 0, columns, of, 4 * width, 4), 4 * width) for name in ("held", "found")
+    )
+    for source, target in ((source_place, message_place), (message_place, result_place)):
+        moves = move(list(moved([source], [target], count)))
+        bases = [arrays[slot].data_ptr() for slot in moves.slots]
+        tables = to_device(moves.panels), to_device(moves.chunks)
         args = *tables, *bases, *bases[:1] * (SLOTS - len(bases))
-        default_launcher()("move", len(made.chunks), args, made.constants(dtype))
+        default_launcher()("move", len(moves.chunks), args, moves.constants(dtype))
     return message.float().cpu().numpy(), found.cpu().numpy()
 
 
@@ -104,7 +108,8 @@ def attention_with_lse(
     compiled: bool,
     loss_of: tuple[Shard, NDArray[Any]],
 ) -> list[NDArray[Any] | None]:
-    """out, lse, dq, dk, dv, dsinks of one layer in a batch of one, as float64 arrays; the loss may use lse alone."""
+    """out, lse, dq, dk, dv, dsinks of one layer in a batch of one, as float64 arrays; the loss uses lse, and out if
+    `uses_out`."""
     shard, dlse = loss_of
     handle = handle_of(comm, shard.piece)
     q, k, v = (leaf(x[None], handle.dtype) for x in (shard.q, shard.k, shard.v))
@@ -119,17 +124,19 @@ def attention_with_lse(
         torch._dynamo.reset()
         layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
     out, lse = layer(q, k, v, logits)
-    loss = (lse * given(dlse)).sum()
+    loss = (lse * to_device(dlse)).sum()
     if uses_out:
-        loss = loss + (out * given(shard.do)).sum()
+        loss = loss + (out * to_device(shard.do)).sum()
     loss.backward()
-    return told([out[0], lse[0], *(x.grad[0] for x in (q, k, v)), None if logits is None else logits.grad])
+    return to_arrays(
+        [out[0], lse[0], *(x.grad[0] for x in (q, k, v)), None if logits is None else logits.grad]
+    )
 
 
 def attention_on_nan(
     comm: Communicator, sinks: NDArray[Any], check: bool, shard: Shard
 ) -> list[NDArray[Any]]:
-    """Like `attention`, with unwritten memory set to NaN; check: enables `check_kernels`."""
+    """Like `attention`, with uninitialized memory set to NaN. check: enables `check_kernels`."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
@@ -140,7 +147,7 @@ def attention_on_nan(
 
 
 def twice(comm: Communicator, shard: Shard) -> list[list[bytes]]:
-    """Runs the same plan on the same numbers with two handles; returns the bytes of all results."""
+    """Runs the same plan twice on the same inputs, with two handles; returns the bytes of all results."""
     results = [attention(comm, None, None, {}, shard) for _ in range(2)]
     return [[x.tobytes() for x in result if x is not None] for result in results]
 
@@ -150,7 +157,7 @@ def microbatches_one_by_one(comm: Communicator, shards: tuple[Shard, Shard]) -> 
 
 
 def microbatches(comm: Communicator, order: str, shards: tuple[Shard, Shard]) -> list[list[NDArray[Any]]]:
-    """Two microbatches, forward and backward in the given order ("F0F1B1B0"): gradients of both."""
+    """The gradients of two microbatches, with forward and backward passes in this order, such as "F0F1B1B0"."""
     losses, leaves = {}, {}
     for step, index in zip(order[::2], map(int, order[1::2]), strict=True):
         shard = shards[index]
@@ -165,7 +172,7 @@ def microbatches(comm: Communicator, order: str, shards: tuple[Shard, Shard]) ->
 
 
 def checkpointed(comm: Communicator, reentrant: bool | None, shard: Shard) -> list[NDArray[Any]]:
-    """out and gradients of two layers, the second on the output of the first, recomputed in backward."""
+    """out and gradients of two layers, the second on the output of the first, with recomputation in backward."""
     handle = handle_of(comm, shard.piece)
     inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
 
@@ -181,7 +188,7 @@ def checkpointed(comm: Communicator, reentrant: bool | None, shard: Shard) -> li
 
 
 def compiled(comm: Communicator, shards: tuple[Shard, ...]) -> tuple[int, float]:
-    """A compiled layer over several plans: (graphs compiled, graph breaks, largest difference from eager)."""
+    """Runs a compiled layer under several plans: (number of compiled graphs, largest difference from eager)."""
     import torch._dynamo
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -206,7 +213,7 @@ def compiled(comm: Communicator, shards: tuple[Shard, ...]) -> tuple[int, float]
 
 
 def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """A policy of selective activation checkpointing."""
+    """A policy for selective activation checkpointing that saves attention."""
     attends = op == torch.ops.apportion.attend.default
     return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -214,9 +221,9 @@ def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 def rounds(
     comm: Communicator, checkpointing: str | None, compiled: bool, shard: Shard
 ) -> tuple[tuple[int, int], list[int], list[NDArray[Any]]]:
-    """Rounds launched in forward and in backward, and those of each program; out and gradients.
+    """The rounds that forward and backward launch, the rounds of their programs, and out with gradients.
 
-    checkpointing: None, "full" or "selective", of a layer that needs its attention again in backward."""
+    checkpointing: None, "full" or "selective", of a layer whose backward needs its attention again."""
     handle = handle_of(comm, shard.piece)
     inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
 
@@ -248,7 +255,7 @@ def rounds(
 
 
 class Weights:
-    """A layer's projection, with positions inside: (x @ w) * (1 + position / 8) per head."""
+    """A projection that depends on positions: (x @ w) * (1 + position / 8) per head."""
 
     def __init__(self, w_q: NDArray[Any], w_k: NDArray[Any], w_v: NDArray[Any]) -> None:
         self.params = tuple(leaf(w, torch.float64) for w in (w_q, w_k, w_v))
@@ -260,9 +267,9 @@ class Weights:
         q_heads: tuple[int, ...],
         kv_heads: tuple[int, ...],
     ) -> tuple[torch.Tensor, ...]:
-        turned = hidden * (1 + position_ids[:, None] / 8)
+        scaled = hidden * (1 + position_ids[:, None] / 8)
         heads = zip(self.params, (q_heads, kv_heads, kv_heads), strict=True)
-        return tuple(torch.einsum("te,hed->thd", turned, w[list(chosen)]) for w, chosen in heads)
+        return tuple(torch.einsum("te,hed->thd", scaled, w[list(chosen)]) for w, chosen in heads)
 
 
 def block(
@@ -270,7 +277,7 @@ def block(
     weights: list[NDArray[Any]],
     shard: tuple[bytes, NDArray[Any], NDArray[Any], NDArray[Any]],
 ) -> list[NDArray[Any]]:
-    """out, dX and the weights' gradients of planned_attention_block."""
+    """out, dX and weight gradients of planned_attention_block."""
     piece, hidden, position_ids, do = shard
     handle, project = handle_of(comm, piece), Weights(*weights)
     x = leaf(hidden, torch.float64)
@@ -280,7 +287,7 @@ def block(
 
 
 def error_of(comm: Communicator, shard: Shard) -> tuple[str, str]:
-    """The error that an attention call raises on this rank."""
+    """The type and message of the error that an attention call raises on this rank."""
     try:
         attention(comm, None, None, {}, shard)
     except ApportionError as error:
@@ -289,19 +296,19 @@ def error_of(comm: Communicator, shard: Shard) -> tuple[str, str]:
 
 
 def checked_error(comm: Communicator, shard: Shard) -> str:
-    """The error that attention raises on this rank with checked kernels."""
+    """The message of the error that attention with checked kernels raises on this rank."""
     with check_kernels(True):
         return error_of(comm, shard)[1]
 
 
 def on_channels(comm: Communicator, shard: Shard) -> list[list[bytes]]:
-    """Bytes of the results on one process group and on two; all ranks of the pool take part."""
+    """The bytes of the results on one process group and on two; all ranks of the pool take part."""
     two = Communicator.shared()
     return [[x.tobytes() for x in attention(c, None, None, {}, shard) if x is not None] for c in (comm, two)]
 
 
 def strided(comm: Communicator, shard: Shard) -> bool:
-    """True if non-contiguous tensors, and a gradient of expanded zeros and ones, give the same result."""
+    """Whether non-contiguous tensors, with an expanded gradient, give the same results as contiguous ones."""
     results = []
     for copy in (False, True):
         handle = handle_of(comm, shard.piece)
@@ -316,7 +323,7 @@ def strided(comm: Communicator, shard: Shard) -> bool:
 
 
 def remap(comm: Communicator, shard: tuple[bytes, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Rows moved from the attention layout to the linear one, and the gradient of their squares."""
+    """Rows moved from the attention layout to the linear layout, and the gradient of the sum of their squares."""
     piece, rows = shard
     handle, x = handle_of(comm, piece), leaf(rows, torch.float64)
     out = planned_remap(x, handle, "attention", "linear")

@@ -1,4 +1,4 @@
-"""Pool jobs with the attention benchmark."""
+"""Rank pool jobs with the attention benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from apportion.trainer.measure.bench import Bench, CallTimes
 
 
 def two_ms(work: Callable[..., Any]) -> tuple[tuple[torch.Tensor, ...] | torch.Tensor, CallTimes] | None:
-    """A constant clock: one millisecond of the host, two of the device."""
+    """A constant clock: one millisecond on the host, two on the device."""
     return work(), CallTimes(1.0, 2.0)
 
 
@@ -32,6 +32,6 @@ def bench_of(
 def rows(
     comm: Communicator, plan: Plan, engines: tuple[str, ...], computes: bool = True
 ) -> list[dict[str, int | str]]:
-    """Rows as plain data; computes: treats the CPU as a GPU."""
+    """Rows of the benchmark as plain data. computes: whether the CPU counts as a GPU."""
     with mock.patch.object(bench, "device_obstacle", return_value=None) if computes else mock.MagicMock():
         return [asdict(row) for row in bench_of(comm, engines).measure(plan)]

@@ -1,4 +1,4 @@
-"""Pool jobs in which ranks make different calls."""
+"""Rank pool jobs in which ranks make different calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks.jobs import Shard, handle_of, leaf
 
 
 class Rank:
-    """One rank's part: two handles and inputs of two microbatches."""
+    """One rank's handles and inputs for two microbatches."""
 
     def __init__(self, comm: Communicator, shards: tuple[Shard, Shard]) -> None:
         self.comm, self.shards = comm, shards
@@ -30,78 +30,78 @@ class Rank:
         for handle in self.handles:
             handle.agree()
 
-    def attend(self, which: int = 0, kind: str | None = None, **options: Any) -> torch.Tensor:
-        return planned_attention(*self.rows[which], self.handles[which], kind, **options)
+    def attend(self, index: int = 0, kind: str | None = None, **options: Any) -> torch.Tensor:
+        return planned_attention(*self.rows[index], self.handles[index], kind, **options)
 
-    def wrong(self) -> torch.Tensor:
+    def wrong_shape(self) -> torch.Tensor:
         q, k, v = self.rows[0]
         return planned_attention(q[:, :1], k, v, self.handles[0], "a")
 
     def pair(self) -> Any:
         return ping_pong_attention(*self.rows, *self.handles, "a")
 
-    def verb(self) -> torch.Tensor:
+    def remap(self) -> torch.Tensor:
         move = self.handles[0].slice.moves[0]
         x = torch.zeros(int(self.handles[0].slice.layout(move.source).rows_per_rank[0]), 3)
         return planned_remap(x, self.handles[0], move.source, move.target)
 
 
-def _kinds(one: Rank, odd: bool) -> None:
-    for kind in "ba" if odd else "ab":
+def _kinds(one: Rank, deviates: bool) -> None:
+    for kind in "ba" if deviates else "ab":
         one.attend(0, kind)
 
 
-def _handles(one: Rank, odd: bool) -> None:
-    for which in (1, 0) if odd else (0, 1):
-        one.attend(which, "a")
+def _handles(one: Rank, deviates: bool) -> None:
+    for index in (1, 0) if deviates else (0, 1):
+        one.attend(index, "a")
 
 
-def _scale(one: Rank, odd: bool) -> None:
-    one.attend(0, "a", scale=0.5 if odd else 0.25)
+def _scale(one: Rank, deviates: bool) -> None:
+    one.attend(0, "a", scale=0.5 if deviates else 0.25)
 
 
-def _softcap(one: Rank, odd: bool) -> None:
-    one.attend(0, "a", softcap=2.0 if odd else None)
+def _softcap(one: Rank, deviates: bool) -> None:
+    one.attend(0, "a", softcap=2.0 if deviates else None)
 
 
-def _sinks(one: Rank, odd: bool) -> None:
+def _sinks(one: Rank, deviates: bool) -> None:
     heads = one.handles[0].slice.header.q_heads
-    one.attend(0, "a", sinks=torch.zeros(heads, dtype=one.handles[0].dtype) if odd else None)
+    one.attend(0, "a", sinks=torch.zeros(heads, dtype=one.handles[0].dtype) if deviates else None)
 
 
-def _lse(one: Rank, odd: bool) -> None:
-    one.attend(0, "a", return_lse=odd)
+def _lse(one: Rank, deviates: bool) -> None:
+    one.attend(0, "a", return_lse=deviates)
 
 
-def _recompute(one: Rank, odd: bool) -> None:
+def _recompute(one: Rank, deviates: bool) -> None:
     out = one.attend(0, "a")
-    if odd:
+    if deviates:
         one.attend(0, "a")
     out.sum().backward()
 
 
-def _skipped(one: Rank, odd: bool) -> None:
-    outs = [one.attend(0, "a") for _ in range(1 if odd else 2)]
+def _skipped(one: Rank, deviates: bool) -> None:
+    outs = [one.attend(0, "a") for _ in range(1 if deviates else 2)]
     torch.stack(outs).sum().backward()
 
 
-def _skipped_at_the_end(one: Rank, odd: bool) -> None:
-    if not odd:
+def _skipped_at_the_end(one: Rank, deviates: bool) -> None:
+    if not deviates:
         one.attend(0, "a")
     one.comm.all_gather([1], "metrics")
 
 
-def _pair(one: Rank, odd: bool) -> None:
-    one.attend(0, "a") if odd else one.pair()
+def _pair(one: Rank, deviates: bool) -> None:
+    one.attend(0, "a") if deviates else one.pair()
 
 
-def _shape(one: Rank, odd: bool) -> None:
-    one.wrong() if odd else one.attend(0, "a")
+def _shape(one: Rank, deviates: bool) -> None:
+    one.wrong_shape() if deviates else one.attend(0, "a")
 
 
-def _late_failure(one: Rank, odd: bool) -> None:
+def _late_failure(one: Rank, deviates: bool) -> None:
     with one.comm.call("a step"):
-        if odd:
+        if deviates:
             time.sleep(1.5)
             raise MemoryError("out of memory")
     one.attend(0, "a")
@@ -112,22 +112,22 @@ CASES: dict[str, Callable[[Rank, bool], None]] = {
 }
 
 
-def apart(comm: Communicator, case: str, odd: int, shards: tuple[Shard, Shard]) -> tuple[str, float]:
-    """The error of a case in which one rank deviates, and the seconds until it is raised."""
+def apart(comm: Communicator, case: str, rank: int, shards: tuple[Shard, Shard]) -> tuple[str, float]:
+    """The error of a case in which `rank` deviates, and the seconds until it is raised."""
     one = Rank(comm, shards)
     begin = time.monotonic()
     try:
-        CASES[case](one, comm.rank == odd)
+        CASES[case](one, comm.rank == rank)
     except (ApportionError, MemoryError) as error:
-        said = f"{type(error).__name__}: {error}", time.monotonic() - begin
+        outcome = f"{type(error).__name__}: {error}", time.monotonic() - begin
     else:
-        said = "", time.monotonic() - begin
-    time.sleep(2.0)  # keeps a failed rank alive, so that closed connections end no other rank
-    return said
+        outcome = "", time.monotonic() - begin
+    time.sleep(2.0)  # keeps a failed rank alive: closed connections would end other ranks
+    return outcome
 
 
 def threads(comm: Communicator, shards: tuple[Shard, Shard]) -> list[str]:
-    """Errors of a second thread that calls while a call runs; of one that calls after it."""
+    """The errors of a second thread that calls during a call and after it."""
     one, errors = Rank(comm, shards), list[str]()
 
     def second() -> None:
@@ -150,7 +150,7 @@ def threads(comm: Communicator, shards: tuple[Shard, Shard]) -> list[str]:
 
 
 def resumed(comm: Communicator) -> tuple[str, list[list[int]]]:
-    """The error of a gather before which rank 1 made a call of its own, and what ranks gather after it."""
+    """The error of a gather before which only rank 1 makes another call, and the values of the next gather."""
     if comm.rank:
         with comm.call("a step"):
             pass
@@ -163,8 +163,8 @@ def resumed(comm: Communicator) -> tuple[str, list[list[int]]]:
 
 
 def stopped(comm: Communicator) -> list[list[int]]:
-    """The values that ranks gather after a failure that rank 0 caught, and a recomputation that checkpointing ends
-    within a call; rank 0 is late."""
+    """The values that ranks gather after rank 0 catches an error within a call and checkpointing ends a recomputation
+    within a call; rank 0 gathers late."""
     with suppress(MemoryError), comm.call("a step"):
         if comm.rank == 0:
             raise MemoryError("out of memory")

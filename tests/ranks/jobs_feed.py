@@ -1,4 +1,4 @@
-"""A tiny encoder in front of a tiny decoder, each under a plan of its own, on ranks of the pool."""
+"""A tiny encoder in front of a tiny decoder, each under its own plan, on ranks of the pool."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def weights() -> dict[str, torch.Tensor]:
         "embed": (WIDTH, WIDTH),
         "read": (WIDTH, 3 * WIDTH),
     }
-    made = {name: torch.randn(shape, generator=draw).double() / 4 for name, shape in shapes.items()}
-    return {name: one.requires_grad_() for name, one in made.items()}
+    tensors = {name: torch.randn(shape, generator=draw).double() / 4 for name, shape in shapes.items()}
+    return {name: one.requires_grad_() for name, one in tensors.items()}
 
 
 def layer(x: torch.Tensor, weight: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -39,32 +39,36 @@ def encode(patches: torch.Tensor, own: dict[str, torch.Tensor], attend: Attend) 
 
 
 def decode(
-    tokens: torch.Tensor, rows: torch.Tensor, seen: torch.Tensor, own: dict[str, torch.Tensor], attend: Attend
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    encoded: torch.Tensor,
+    own: dict[str, torch.Tensor],
+    attend: Attend,
 ) -> torch.Tensor:
-    """seen: the encoder's rows, MERGE for each of the decoder's `rows`."""
-    merged = (seen.reshape(-1, MERGE * WIDTH) @ own["merge"]).tanh()
+    """Runs the decoder. encoded: the encoder's rows, MERGE for each of the decoder's `rows`."""
+    merged = (encoded.reshape(-1, MERGE * WIDTH) @ own["merge"]).tanh()
     hidden = (tokens @ own["embed"]).index_copy(0, rows, merged)
     return layer(hidden, own["read"], attend)
 
 
 def planned(comm: Communicator, padding: int, places: Any, shard: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Result, gradients of patches, tokens and weights of this rank; shard: slices of encoder and decoder, patches,
-    tokens, gradient of the result."""
+    """This rank's result and its gradients of patches, tokens and weights. shard: slices of encoder and decoder,
+    patches, tokens, gradient of the result."""
     encoder, decoder = handle_of(comm, shard[0], padding), handle_of(comm, shard[1])
     feed, own = ap.EncoderFeed(encoder, decoder, places, MERGE), weights()
     patches, tokens, grad = (torch.from_numpy(one) for one in shard[2:])
     padded = torch.cat([patches, torch.ones(padding, PATCH).double()]).requires_grad_()
     tokens.requires_grad_()
-    seen = ap.move_rows(encode(padded, own, lambda *qkv: ap.planned_attention(*qkv, encoder)), feed)
-    out = decode(tokens, feed.rows, seen, own, lambda *qkv: ap.planned_attention(*qkv, decoder))
+    encoded = ap.move_rows(encode(padded, own, lambda *qkv: ap.planned_attention(*qkv, encoder)), feed)
+    out = decode(tokens, feed.rows, encoded, own, lambda *qkv: ap.planned_attention(*qkv, decoder))
     out.backward(grad)
     assert not padded.grad[len(patches) :].any()
-    found = out.detach(), padded.grad[: len(patches)], tokens.grad
-    return *(one.numpy() for one in found), {name: one.grad.numpy() for name, one in own.items()}
+    results = out.detach(), padded.grad[: len(patches)], tokens.grad
+    return *(one.numpy() for one in results), {name: one.grad.numpy() for name, one in own.items()}
 
 
 def refused(comm: Communicator, places: list[Any], merge: int, pieces: tuple[bytes, bytes]) -> str:
-    """The reason why rows are not fed at this rank's places, "" if they are."""
+    """The error of feeding rows at this rank's places; "" if there is none."""
     encoder, decoder = (handle_of(comm, piece) for piece in pieces)
     try:
         feed = ap.EncoderFeed(encoder, decoder, places[comm.rank % len(places)], merge)
@@ -75,7 +79,7 @@ def refused(comm: Communicator, places: list[Any], merge: int, pieces: tuple[byt
 
 
 def other_rows(comm: Communicator, places: Any, pieces: tuple[bytes, bytes]) -> str:
-    """The reason why another number of rows is not moved."""
+    """The error of moving a wrong number of rows; "" if there is none."""
     encoder, decoder = (handle_of(comm, piece) for piece in pieces)
     feed = ap.EncoderFeed(encoder, decoder, places, MERGE)
     assert feed.rows.numel() <= decoder.rows
@@ -87,7 +91,7 @@ def other_rows(comm: Communicator, places: Any, pieces: tuple[bytes, bytes]) -> 
 
 
 def dense(mask: np.ndarray) -> Attend:
-    """Attention of one process."""
+    """Attention in one process, with a dense mask."""
     allowed = torch.from_numpy(mask)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

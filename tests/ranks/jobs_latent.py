@@ -1,4 +1,4 @@
-"""Pool jobs with layers of latent attention."""
+"""Rank pool jobs with latent attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTHS = [40, 1, 97, 23, 64, 9]
 
 
 class LatentLayer(nn.Module):
-    """Latent attention, with queries and output of full rank."""
+    """Latent attention with uncompressed queries and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class LatentLayer(nn.Module):
         return hidden + self.out(out.flatten(1))
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: Tensor) -> Tensor:
     logits = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    logits = logits.masked_fill(~seen, -torch.inf)
+    logits = logits.masked_fill(~visible, -torch.inf)
     weights = torch.cat((logits, sinks[:, None, None].expand(-1, len(q), 1)), -1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, v)
 
@@ -56,7 +56,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor) -> Tens
 def difference(
     comm: Communicator, encoded: bytes, wrap: str, checkpointed: bool, most: int | None
 ) -> list[float]:
-    """Differences of outputs and gradients of two layers from one process. most: numbers expanded at a time."""
+    """The largest differences of outputs and gradients of two layers from one process. most: of numbers expanded at a
+    time."""
     before = latent_rows.MAX_ELEMENTS
     latent_rows.MAX_ELEMENTS = before if most is None else most
     try:
@@ -67,13 +68,13 @@ def difference(
 
 def _difference(comm: Communicator, plan: ap.Plan, wrap: str, checkpointed: bool) -> list[float]:
     torch.manual_seed(0)
-    layers, alone = (nn.ModuleList([LatentLayer(), LatentLayer()]).double() for _ in range(2))
-    alone.load_state_dict(layers.state_dict())
+    layers, reference = (nn.ModuleList([LatentLayer(), LatentLayer()]).double() for _ in range(2))
+    reference.load_state_dict(layers.state_dict())
     handle = ap.PlanHandle(plan.for_rank(comm.rank), comm)
     tokens = torch.from_numpy(plan.layout(plan.header.home_layout).tokens(comm.rank))
     whole = torch.randn(sum(LENGTHS), HIDDEN, dtype=torch.float64)
     document = torch.repeat_interleave(torch.tensor(LENGTHS))
-    seen = (document[:, None] == document) & torch.ones(len(whole), len(whole)).tril().bool()
+    visible = (document[:, None] == document) & torch.ones(len(whole), len(whole)).tril().bool()
 
     class Stack(nn.Module):
         def __init__(self) -> None:
@@ -92,10 +93,10 @@ def _difference(comm: Communicator, plan: ap.Plan, wrap: str, checkpointed: bool
     out.square().sum().backward()
     if wrap == "plain":
         ap.sum_gradients(stack, comm._base)
-    wanted = whole
-    for layer in alone:
-        wanted = layer(wanted, masks=seen)
-    wanted.square().sum().backward()
-    pairs = [(out, wanted[tokens])]
-    pairs += [(a.grad, b.grad) for a, b in zip(layers.parameters(), alone.parameters(), strict=True)]
+    expected = whole
+    for layer in reference:
+        expected = layer(expected, masks=visible)
+    expected.square().sum().backward()
+    pairs = [(out, expected[tokens])]
+    pairs += [(a.grad, b.grad) for a, b in zip(layers.parameters(), reference.parameters(), strict=True)]
     return [float((own - other).abs().max()) if own.numel() else 0.0 for own, other in pairs]

@@ -1,4 +1,4 @@
-"""Pool jobs with loaders."""
+"""Rank pool jobs with loaders."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from tests.ranks.loading import HereSource, Recorded, seen
 
 
 def passes(
-    comm: Communicator, given: dict[str, Any], count: int, dataset: Recorded | None = None
+    comm: Communicator, arguments: dict[str, Any], count: int, dataset: Recorded | None = None
 ) -> tuple[list[list[Any]], list[int]]:
-    """This rank's batches in each of `count` passes, and the samples that it read. given: arguments of the loader."""
+    """This rank's batches in each of `count` passes, and the samples that it reads. arguments: of the loader."""
     data = Recorded() if dataset is None else dataset
-    loader = PlannedLoader(data, communicator=comm, **given)
+    loader = PlannedLoader(data, communicator=comm, **arguments)
     return [[seen(batch) for batch in loader] for _ in range(count)], data.read
 
 
-def agreeing(comm: Communicator, given: list[dict[str, Any]]) -> tuple[list[bytes], int, str]:
-    """Ids that this rank runs, its fallbacks, and the error that ends it. given: arguments of each rank's loader."""
-    mine = {"communicator": comm, "timeout_s": 4.0, "on_timeout": "local", **given[comm.rank]}
-    known = {**given[0], "source": HereSource()}
-    list(PlannedLoader(Recorded(), communicator=comm, **known))  # warms up planning
-    loader, ids = PlannedLoader(Recorded(), **mine), []
+def agreeing(comm: Communicator, arguments: list[dict[str, Any]]) -> tuple[list[bytes], int, str]:
+    """The ids of this rank's plans, the number of its fallbacks, and the error that ends its pass. arguments: of each
+    rank's loader."""
+    own_arguments = {"communicator": comm, "timeout_s": 4.0, "on_timeout": "local", **arguments[comm.rank]}
+    warm_up_arguments = {**arguments[0], "source": HereSource()}
+    list(PlannedLoader(Recorded(), communicator=comm, **warm_up_arguments))  # warms up planning
+    loader, ids = PlannedLoader(Recorded(), **own_arguments), []
     try:
         ids.extend(batch.handle.id for batch in loader)
     except ApportionError as error:
@@ -41,23 +42,26 @@ def agreeing(comm: Communicator, given: list[dict[str, Any]]) -> tuple[list[byte
 
 
 class SilentSource(ServiceSource):
-    """A source that submits nothing, as if its rank were lost."""
+    """A source that submits nothing, as if its rank had failed."""
 
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
         pass
 
 
-def without_rank_0(comm: Communicator, given: dict[str, Any]) -> list[bytes]:
-    """Ids that each rank gets if rank 0 submits nothing."""
+def without_rank_0(comm: Communicator, arguments: dict[str, Any]) -> list[bytes]:
+    """The ids of this rank's plans if rank 0 submits nothing."""
     kind = SilentSource if comm.rank == 0 else ServiceSource
-    loader = PlannedLoader(Recorded(), **{**given, "source": kind((given["source"],))}, communicator=comm)
+    loader = PlannedLoader(
+        Recorded(), **{**arguments, "source": kind((arguments["source"],))}, communicator=comm
+    )
     return [batch.handle.id for batch in loader]
 
 
-def stalled(comm: Communicator, given: dict[str, Any], pid: int) -> tuple[list[bytes], int]:
-    """Ids that a rank runs and its fallbacks, if the server stops answering after the first iteration."""
+def stalled(comm: Communicator, arguments: dict[str, Any], pid: int) -> tuple[list[bytes], int]:
+    """The ids of this rank's plans and its number of fallbacks if the server stops answering after the first
+    iteration."""
     options = {"sampler": [[0], [1], [2, 3]], "on_timeout": "local", "timeout_s": 3.0, "lookahead": 1}
-    loader = PlannedLoader(Recorded(), communicator=comm, **given, **options)
+    loader = PlannedLoader(Recorded(), communicator=comm, **arguments, **options)
     ids = []
     try:
         for batch in loader:
@@ -70,9 +74,9 @@ def stalled(comm: Communicator, given: dict[str, Any], pid: int) -> tuple[list[b
     return ids, loader.metrics()["fallbacks"]
 
 
-def apart(comm: Communicator, given: dict[str, Any]) -> Any:
-    """The error of ranks that begin at different places."""
-    loader = PlannedLoader(Recorded(), **given, communicator=comm)
+def apart(comm: Communicator, arguments: dict[str, Any]) -> Any:
+    """The error if ranks start a pass at different iterations."""
+    loader = PlannedLoader(Recorded(), **arguments, communicator=comm)
     loader.set_epoch(0, start=comm.rank)
     try:
         return len(list(loader))
@@ -80,19 +84,22 @@ def apart(comm: Communicator, given: dict[str, Any]) -> Any:
         return str(error)
 
 
-def drawn(comm: Communicator, given: dict[str, Any], samplers: list[Any]) -> tuple[int, str]:
-    """The number of microbatches from a rank's own sampler, and the error that ends its pass. samplers: per rank."""
-    loader, got = PlannedLoader(Recorded(), **given, communicator=comm, sampler=samplers[comm.rank]), 0
+def drawn(comm: Communicator, arguments: dict[str, Any], samplers: list[Any]) -> tuple[int, str]:
+    """The number of microbatches of this rank's own sampler, and the error that ends its pass. samplers: per rank."""
+    loader, count_read = (
+        PlannedLoader(Recorded(), **arguments, communicator=comm, sampler=samplers[comm.rank]),
+        0,
+    )
     try:
         for _ in loader:
-            got += 1
+            count_read += 1
     except ApportionError as error:
-        return got, f"{type(error).__name__}: {error}"
-    return got, ""
+        return count_read, f"{type(error).__name__}: {error}"
+    return count_read, ""
 
 
 class Augmented(Recorded):
-    """Samples of a wide field whose values a rank draws by itself."""
+    """Samples with a wide field whose values each rank draws independently."""
 
     def __init__(self, rank: int) -> None:
         super().__init__([64] * 8)
@@ -102,20 +109,21 @@ class Augmented(Recorded):
         return {"input_ids": super().__getitem__(index), "image": torch.randn(64, 30, generator=self.draw)}
 
 
-def equally_long(comm: Communicator, given: dict[str, Any], how: str) -> str:
-    """The error of a pass over equally long samples that differ between ranks, by their samplers or datasets."""
+def equally_long(comm: Communicator, arguments: dict[str, Any], difference: str) -> str:
+    """The error of a pass over samples of equal length that differ between ranks because samplers or datasets
+    differ."""
     dataset, options = Recorded([64] * 8), dict[str, Any]()
-    if how == "sampler":
+    if difference == "sampler":
         options["sampler"] = [[comm.rank, comm.rank + 1]]
     else:
         options["shuffle"] = False
-        if how == "dataset, samples whole":
-            given = {**given, "recipe": "hybrid_dp"}
-        if how.startswith("dataset"):
+        if difference == "dataset, samples whole":
+            arguments = {**arguments, "recipe": "hybrid_dp"}
+        if difference.startswith("dataset"):
             dataset.first = comm.rank
         else:
             dataset = Augmented(comm.rank)
-    loader = PlannedLoader(dataset, **given, communicator=comm, **options)
+    loader = PlannedLoader(dataset, **arguments, communicator=comm, **options)
     try:
         return str(len(list(loader)))
     except ApportionError as error:
@@ -123,7 +131,8 @@ def equally_long(comm: Communicator, given: dict[str, Any], how: str) -> str:
 
 
 def summed_again(comm: Communicator) -> tuple[float, str]:
-    """The gradient of the second of two steps of a plain module, zeroed in place between; a second sum's error."""
+    """The gradient of the second of two steps of a plain module, with gradients zeroed in place, and the error of
+    summing again."""
     model = nn.Linear(1, 1, bias=False)
     for step in range(2):
         model.zero_grad(set_to_none=False)
@@ -138,7 +147,7 @@ def summed_again(comm: Communicator) -> tuple[float, str]:
 
 
 def summed_twice(comm: Communicator, inside: bool) -> str:
-    """The error of summing DDP's gradients twice, also if DDP is inside of another wrapper, as in Fabric."""
+    """The error of summing DDP's gradients twice. inside: whether DDP is within another wrapper, as in Fabric."""
     wrapped: nn.Module = DistributedDataParallel(nn.Linear(2, 2), process_group=comm._base)
     model = sum_gradients(nn.Sequential(wrapped) if inside else wrapped)
     try:

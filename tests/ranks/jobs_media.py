@@ -1,4 +1,4 @@
-"""A tiny vision-language model in a custom loop, images and text under two plans; and in one process."""
+"""A tiny vision-language model in a custom loop, with images and text under two plans, and in one process."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ class VisionLanguage(nn.Module):
     def forward(
         self, tokens: torch.Tensor, mrope: torch.Tensor, read: Attend, images: tuple[Any, ...] | None
     ) -> torch.Tensor:
-        """images: patches, their attention, the function that moves rows, and the tokens that images stand for."""
+        """images: patches, their attention, the function that moves rows, and the rows of image tokens."""
         x = self.embed(tokens)
         if images is not None:
             patches, see, move, rows = images
-            seen = self.patch(patches)
+            encoded = self.patch(patches)
             for layer in self.see:
-                seen = layer(seen, see)
-            x = x.index_copy(0, rows, self.merge(move(seen).reshape(-1, MERGE * WIDTH)).tanh())
+                encoded = layer(encoded, see)
+            x = x.index_copy(0, rows, self.merge(move(encoded).reshape(-1, MERGE * WIDTH)).tanh())
         turn = torch.cos(mrope.double() / 7).repeat(1, 3)[:, None, : WIDTH // HEADS]
         for layer in self.read:
             x = layer(x, read, turn)
@@ -94,16 +94,16 @@ def new_model() -> VisionLanguage:
     return VisionLanguage().double()
 
 
-def media(**changed: Any) -> ap.Media:
+def media(**changes: Any) -> ap.Media:
     model = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=2)
-    given: dict[str, Any] = {"dataset": Images(), "model": model, "places": [one[:2] for one in IMAGES]}
-    return ap.Media(**{**given, "merge": MERGE, "recipe": "blend", **changed})
+    defaults: dict[str, Any] = {"dataset": Images(), "model": model, "places": [one[:2] for one in IMAGES]}
+    return ap.Media(**{**defaults, "merge": MERGE, "recipe": "blend", **changes})
 
 
-def loader(comm: Communicator, images: ap.Media | None, **changed: Any) -> ap.PlannedLoader:
+def loader(comm: Communicator, images: ap.Media | None, **changes: Any) -> ap.PlannedLoader:
     model = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=2)
     options = {"recipe": "mixed", "source": HereSource(), "communicator": comm, "media": images}
-    options |= {"dataset": Samples(), "tokens_per_rank": 96 // comm.ranks, **changed}
+    options |= {"dataset": Samples(), "tokens_per_rank": 96 // comm.ranks, **changes}
     return ap.PlannedLoader(cluster=ap.Cluster(1, comm.ranks), model=model, **options)
 
 
@@ -125,30 +125,30 @@ def forward(model: VisionLanguage, batch: Any) -> torch.Tensor:
 
 
 def train(comm: Communicator, options: dict[str, Any]) -> tuple[Any, ...]:
-    """Loss of each microbatch on this rank, its samples, whether a step follows; and the final parameters."""
+    """(loss, samples, whether a step follows) of each microbatch on this rank, and the final parameters."""
     model = new_model()
-    optimizer, told = torch.optim.SGD(model.parameters(), RATE), []
+    optimizer, records = torch.optim.SGD(model.parameters(), RATE), []
     for batch in (one.to("cpu") for one in loader(comm, media(), **options)):
         loss = forward(model, batch)
         loss.backward()
-        told.append((loss.item(), batch.samples.tolist(), batch.is_last))
+        records.append((loss.item(), batch.samples.tolist(), batch.is_last))
         if batch.is_last:
             ap.sum_gradients(model, comm._base)
             optimizer.step()
             optimizer.zero_grad()
-    return told, [one.detach().numpy() for one in model.parameters()]
+    return records, [one.detach().numpy() for one in model.parameters()]
 
 
 def alone(steps: list[list[list[int]]]) -> tuple[list[float], list[Any]]:
-    """The same of one process: losses of microbatches of samples, and parameters."""
+    """Losses of microbatches and final parameters in one process. steps: samples of each microbatch of each step."""
     model, losses = new_model(), []
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for microbatches in steps:
-        held = [[Samples()[i] for i in samples] for samples in microbatches]
-        labels = [[_labels(one) for one in samples] for samples in held]
+        samples_by_microbatch = [[Samples()[i] for i in samples] for samples in microbatches]
+        labels = [[_labels(one) for one in samples] for samples in samples_by_microbatch]
         valid = sum(int((one >= 0).sum()) for samples in labels for one in samples)
-        for numbers, samples, wanted in zip(microbatches, held, labels, strict=True):
-            loss = _loss(model, numbers, samples, torch.cat(wanted)) / valid
+        for numbers, samples, targets in zip(microbatches, samples_by_microbatch, labels, strict=True):
+            loss = _loss(model, numbers, samples, torch.cat(targets)) / valid
             loss.backward()
             losses.append(loss.item())
         optimizer.step()
@@ -165,11 +165,11 @@ def _loss(
     model: VisionLanguage, numbers: list[int], samples: list[Any], labels: torch.Tensor
 ) -> torch.Tensor:
     tokens = torch.from_numpy(np.concatenate([one["input_ids"] for one in samples]))
-    found = [i for number in numbers for i, one in enumerate(IMAGES) if one[0] == number]
+    image_numbers = [i for number in numbers for i, one in enumerate(IMAGES) if one[0] == number]
     images = None
-    if found:
-        patches = torch.from_numpy(np.concatenate([Images()[i]["patches"] for i in found]))
-        see = dense([MERGE * IMAGES[i][2] for i in found], causal=False)
+    if image_numbers:
+        patches = torch.from_numpy(np.concatenate([Images()[i]["patches"] for i in image_numbers]))
+        see = dense([MERGE * IMAGES[i][2] for i in image_numbers], causal=False)
         images = patches, see, lambda x: x, torch.nonzero(tokens == IMAGE)[:, 0]
     mrope = torch.from_numpy(np.concatenate([one["mrope"] for one in samples]))
     logits = model(tokens, mrope, dense([len(one["input_ids"]) for one in samples], causal=True), images)
@@ -188,8 +188,8 @@ def dense(lengths: list[int], causal: bool) -> Attend:
     return attend
 
 
-class Alike(Samples):
-    """A sample is its image: as many rows as tokens on each rank, and on ranks of different batches."""
+class ImageSamples(Samples):
+    """Samples that consist of one image: each rank has as many rows as tokens, in different batches."""
 
     lengths = (32, 32, 48, 16)
 
@@ -201,24 +201,26 @@ class Alike(Samples):
         return {"input_ids": tokens, "mrope": np.stack([row] * 3, 1)}
 
 
-class AlikeImages(Alike):
+class MatchingImages(ImageSamples):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"patches": np.ones((self.lengths[index], PATCH))}
 
 
-def misled(comm: Communicator, how: str) -> str:
-    """The error for a step of a model that ignores its images, or whose encoder runs under another plan."""
+def misled(comm: Communicator, fault: str) -> str:
+    """The error of a step of a model that ignores its images, or whose encoder runs under another plan."""
     model, first = new_model(), None
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    own = media(dataset=AlikeImages(), places=[(i, 0) for i in range(4)], merge=1)
+    own = media(dataset=MatchingImages(), places=[(i, 0) for i in range(4)], merge=1)
     try:
-        for batch in loader(comm, own, dataset=Alike(), tokens_per_rank=64 // comm.ranks, shuffle=False):
+        for batch in loader(
+            comm, own, dataset=ImageSamples(), tokens_per_rank=64 // comm.ranks, shuffle=False
+        ):
             first = first or batch
-            under = batch.handle if how == "of the decoder" else first.media.handle
+            under = batch.handle if fault == "of the decoder" else first.media.handle
             x = model.embed(batch.tokens)
-            if how != "ignored":
-                seen = model.see[0](model.patch(batch.media.fields["patches"]), planned(under))
-                x = x + ap.move_rows(seen, batch.feed)
+            if fault != "ignored":
+                encoded = model.see[0](model.patch(batch.media.fields["patches"]), planned(under))
+                x = x + ap.move_rows(encoded, batch.feed)
             logits = model.head(model.read[0](x, planned(batch.handle)))
             ap.normalised_loss(logits, batch.labels, batch.valid_tokens).backward()
             ap.sum_gradients(model, comm._base)
@@ -229,8 +231,8 @@ def misled(comm: Communicator, how: str) -> str:
     return ""
 
 
-class Drawing:
-    """Samples in a different order each time it is iterated."""
+class ReorderingSampler:
+    """Yields samples in a different order in each pass."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -242,23 +244,23 @@ class Drawing:
 
 def drawing_otherwise(comm: Communicator) -> str:
     try:
-        list(loader(comm, media(), sampler=Drawing()))
+        list(loader(comm, media(), sampler=ReorderingSampler()))
     except ap.ExecutionError as error:
         return str(error)
     return ""
 
 
 def resumed(comm: Communicator) -> tuple[list[Any], list[Any]]:
-    """The contents of all microbatches of a pass, and of a loader that resumes after the third."""
+    """The content of each microbatch of a pass, and of a loader that resumes after the third."""
 
-    def told(batch: Any) -> list[Any]:
+    def records(batch: Any) -> list[Any]:
         images = [] if batch.media is None else [batch.media.samples.tolist(), batch.feed.rows.tolist()]
         return [batch.iteration, batch.microbatch, batch.samples.tolist(), *images]
 
-    first, again = (loader(comm, media(), microbatches=2) for _ in range(2))
+    first, second = (loader(comm, media(), microbatches=2) for _ in range(2))
     whole = []
     for batch in first:
-        whole.append(told(batch))
+        whole.append(records(batch))
         if len(whole) == 3:
-            again.load_state_dict(first.state_dict())
-    return whole, [told(batch) for batch in again]
+            second.load_state_dict(first.state_dict())
+    return whole, [records(batch) for batch in second]

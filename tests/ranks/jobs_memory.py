@@ -1,4 +1,4 @@
-"""Pool jobs with a small transformer, plain or in tiles with checkpoints on the host."""
+"""Rank pool jobs with a small transformer, plain or tiled with offloaded checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 24
 
 
 class Block(nn.Module):
-    """Attention of two heads over one, and a feed-forward network."""
+    """Attention with two query heads and one KV head, and a feed-forward network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,9 +34,9 @@ class Block(nn.Module):
 
 
 def trained(
-    comm: Communicator, given: dict[str, Any], tokens: int | None, dtype: torch.dtype
+    comm: Communicator, arguments: dict[str, Any], tokens: int | None, dtype: torch.dtype
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a pass and the parameters' gradients, summed over ranks. tokens: per tile; None: no tiling."""
+    """The loss of a pass and the gradients, summed over ranks. tokens: per tile; None: without tiles and offloading."""
     torch.manual_seed(0)
     table, head = nn.Embedding(800, WIDTH), nn.Linear(WIDTH, 800, bias=False)
     layers = [Block(), Block()]
@@ -44,15 +44,17 @@ def trained(
     if tokens is not None:
         assert ap.memory.tile(model, "mlp", tokens) == 2
     total = torch.zeros(())
-    for batch in PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False):
-        hidden, told = table(batch.tokens), (batch.labels, batch.valid_tokens)
+    for batch in PlannedLoader(Recorded(), **arguments, communicator=comm, shuffle=False):
+        hidden, targets = table(batch.tokens), (batch.labels, batch.valid_tokens)
         for layer in layers:
-            given_layer = hidden, batch.handle
-            hidden = layer(*given_layer) if tokens is None else ap.memory.offloaded(layer, *given_layer)
+            layer_arguments = hidden, batch.handle
+            hidden = (
+                layer(*layer_arguments) if tokens is None else ap.memory.offloaded(layer, *layer_arguments)
+            )
         if tokens is None:
-            loss = ap.normalised_loss(head(hidden), *told)
+            loss = ap.normalised_loss(head(hidden), *targets)
         else:
-            loss = ap.memory.tiled_loss(hidden, head.weight, *told, tokens=tokens)
+            loss = ap.memory.tiled_loss(hidden, head.weight, *targets, tokens=tokens)
         loss.backward()
         total += loss.detach()
     gradients = {name: param.grad for name, param in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Pool jobs with custom losses and models: correct ones, and faulty ones that would train another model."""
+"""Rank pool jobs with custom losses and models: correct ones, and faulty ones that would train wrongly."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ KINDS = {"far": ap.masks.causal(), "near": ap.masks.sliding_window(4)}
 
 
 class Own(nn.Module):
-    """A custom model with planned attention. how: a fault, or a correct variant, of its other layers."""
+    """A custom model with planned attention. variant: a fault or a correct variant of its other layers."""
 
-    def __init__(self, how: str, kinds: tuple[str | None, ...]) -> None:
+    def __init__(self, variant: str, kinds: tuple[str | None, ...]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.how, self.kinds = how, kinds
+        self.variant, self.kinds = variant, kinds
         self.table, self.head = nn.Embedding(800, 24), nn.Linear(24, 800)
         self.places = nn.Embedding(200, 24)
         self.layers = nn.ModuleList(nn.Linear(24, 32) for _ in kinds)
@@ -51,51 +51,51 @@ class Own(nn.Module):
         self.window = nn.Parameter(torch.randn(24, 3) / 2)  # of a convolution
         self.decay = nn.Linear(24, 2)
         self.register_buffer("counts", torch.zeros(24))
-        if how == "kept statistics":
+        if variant == "kept statistics":
             self.norm.eval()
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Any) -> Any:
         hidden = self.table(tokens)
-        if self.how == "rows as places":
+        if self.variant == "rows as places":
             hidden = hidden + self.places(torch.arange(len(tokens)) % 200)
-        if self.how == "places":
+        if self.variant == "places":
             hidden = hidden + self.places(positions)
-        if self.how.startswith("table"):
+        if self.variant.startswith("table"):
             hidden = hidden + positions
-        if self.how == "counted":
+        if self.variant == "counted":
             self.counts += hidden.detach().sum(0)
         for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
-            if self.how == "checkpointed":
+            if self.variant == "checkpointed":
                 hidden = checkpoint(self.layer, hidden, number, layer, kind, attention, use_reentrant=False)
             else:
                 hidden = self.layer(hidden, number, layer, kind, attention)
-        if self.how == "rows behind":
+        if self.variant == "rows behind":
             hidden = hidden + hidden.roll(1, 0)
         logits: Tensor = self.head(hidden)
-        if self.how == "hidden states":
+        if self.variant == "hidden states":
             return hidden, logits, hidden[:, 0]
-        return {"logits": logits} if self.how == "dict" else logits
+        return {"logits": logits} if self.variant == "dict" else logits
 
     def layer(self, hidden: Tensor, number: int, layer: Any, kind: str | None, attention: Any) -> Tensor:
-        if self.how in ("statistics", "kept statistics"):
+        if self.variant in ("statistics", "kept statistics"):
             hidden = self.norm(hidden)
-        if self.how == "mean":
+        if self.variant == "mean":
             hidden = hidden + hidden.mean(0)
-        if self.how == "dropout":
+        if self.variant == "dropout":
             hidden = nn.functional.dropout(hidden, 0.2)
-        if self.how == "recurrent":
+        if self.variant == "recurrent":
             decay, beta = nn.functional.logsigmoid(self.decay(hidden)), hidden[:, :2].sigmoid()
             hidden = hidden + self.out(attention.recur(hidden, self.window, decay, beta).flatten(1))
         q, k, v = layer(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
-        if self.how == "attention beside" and number:
+        if self.variant == "attention beside" and number:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            found = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return hidden + self.out(found[0].transpose(0, 1).flatten(1))
+            outputs = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return hidden + self.out(outputs[0].transpose(0, 1).flatten(1))
         return hidden + self.out(attention(q, k, v, kind=kind).flatten(1))
 
 
 class Body(nn.Module):
-    """The layers of a model, without embeddings and head."""
+    """The layers of a model without embedding and head."""
 
     def __init__(self, own: Own) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Body(nn.Module):
 
 
 class Weighted(Recorded):
-    """Dataset with weights per sample, or per token."""
+    """A dataset with a weight per sample or per token."""
 
     def __init__(self, whole: bool) -> None:
         super().__init__()
@@ -116,44 +116,45 @@ class Weighted(Recorded):
 
     def __getitem__(self, index: int) -> Any:
         ids = super().__getitem__(index)
-        worth = index + 0 * ids if self.whole else ids % 7 + 1
-        return {"input_ids": ids, "worth": worth.astype("float32")}
+        sample_weights = index + 0 * ids if self.whole else ids % 7 + 1
+        return {"input_ids": ids, "worth": sample_weights.astype("float32")}
 
 
-def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int, model: Own) -> Tensor:
-    valid, worth = b.valid_tokens, b.fields.get("worth")
+def _loss(logits: Tensor, b: Any, loss_kind: str, averaged_over: int, ranks: int, model: Own) -> Tensor:
+    valid, sample_weights = b.valid_tokens, b.fields.get("worth")
     total = cross_entropy(logits, b.labels, reduction="sum")
-    if what == "mean of rows":
+    if loss_kind == "mean of rows":
         return cross_entropy(logits, b.labels)
-    if what == "mean of rows over microbatches":
+    if loss_kind == "mean of rows over microbatches":
         return cross_entropy(logits, b.labels) / 2
-    if what == "own":
+    if loss_kind == "own":
         return total / valid
-    if what == "own times ranks":
+    if loss_kind == "own times ranks":
         return total * ranks / valid
-    if what == "another":
+    if loss_kind == "another":
         return mse_loss(logits, logits.detach() + 1, reduction="sum") / valid
-    if what == "own weights":
-        return (cross_entropy(logits, b.labels, reduction="none") * worth).sum() / valid
-    if what == "own and a term":
+    if loss_kind == "own weights":
+        return (cross_entropy(logits, b.labels, reduction="none") * sample_weights).sum() / valid
+    if loss_kind == "own and a term":
         return total / valid + model.out.weight.square().sum()
     labels = b.labels.clone()
-    if what.endswith("rows behind"):
-        labels[:-1] = (b.tokens if what.startswith("tokens") else b.labels)[1:]
-    if what in ("labels left out", "labels changed"):
-        (labels if what == "labels left out" else b.labels)[-4:] = -100
-    if what in ("labels left out", "tokens of rows behind", "labels of rows behind"):
+    if loss_kind.endswith("rows behind"):
+        labels[:-1] = (b.tokens if loss_kind.startswith("tokens") else b.labels)[1:]
+    if loss_kind in ("labels left out", "labels changed"):
+        (labels if loss_kind == "labels left out" else b.labels)[-4:] = -100
+    if loss_kind in ("labels left out", "tokens of rows behind", "labels of rows behind"):
         return ap.normalised_loss(logits, labels, valid)
-    if what == "weights of a rank shifted":
-        worth, valid = worth / worth.mean(), b.total_weight
-    worth = worth.double() if what == "weights in double" else worth
-    share = ap.normalised_loss(logits, b.labels, valid, averaged_over, worth)
-    share = share / (b.labels >= 0).sum() if what == "mean of shares" else share
-    return share + logits.square().mean() if what == "and a term" else share
+    if loss_kind == "weights of a rank shifted":
+        sample_weights, valid = sample_weights / sample_weights.mean(), b.total_weight
+    sample_weights = sample_weights.double() if loss_kind == "weights in double" else sample_weights
+    share = ap.normalised_loss(logits, b.labels, valid, averaged_over, sample_weights)
+    share = share / (b.labels >= 0).sum() if loss_kind == "mean of shares" else share
+    return share + logits.square().mean() if loss_kind == "and a term" else share
 
 
 def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> str:
-    """The error or warning of a loop; "" for none. second: run after a correct loop in this process."""
+    """The error or warning of a loop; "" if there is none. second: whether a correct loop runs first in this
+    process."""
     wiring.watch, logged = wiring.Watch(), list[str]()
     logs = logging.Handler(logging.WARNING)
     logs.emit = lambda record: logged.append(record.getMessage())
@@ -171,12 +172,14 @@ def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> s
     return "".join(logged)
 
 
-def weights(comm: Communicator, net: str, tried: bool) -> list[str]:
-    """Digests of a loop's weights, with and without a trial of its model."""
+def weights(comm: Communicator, net: str, checks_model: bool) -> list[str]:
+    """Digests of a loop's final weights. checks_model: whether its model is checked first."""
     wiring.watch = wiring.Watch()
-    state = train(comm, net=net, tried=tried, reduces={"fsdp": "fsdp summed"}.get(net, "sums")).state_dict()
-    held = [one.full_tensor() if isinstance(one, DTensor) else one for one in state.values()]
-    return [sha256(one.numpy().tobytes()).hexdigest() for one in held]
+    state = train(
+        comm, net=net, checks_model=checks_model, reduces={"fsdp": "fsdp summed"}.get(net, "sums")
+    ).state_dict()
+    tensors = [one.full_tensor() if isinstance(one, DTensor) else one for one in state.values()]
+    return [sha256(one.numpy().tobytes()).hexdigest() for one in tensors]
 
 
 def train(
@@ -185,12 +188,13 @@ def train(
     net: str = "",
     reduces: str = "sums",
     kinds: tuple[str | None, ...] = (None, None),
-    tried: bool = True,
+    checks_model: bool = True,
     scaled: float = 1.0,
 ) -> Own:
-    """Trains. reduces: with "apart", plans are of one rank each. scaled: by a GradScaler."""
+    """Trains. reduces: how gradients are reduced; with "apart", each rank has its own plans. scaled: the scale of a
+    GradScaler."""
     model = Own(net, kinds)
-    model.mixes_rows = not tried
+    model.mixes_rows = not checks_model
     if net == "head alone":
         model.requires_grad_(False)
         model.head.requires_grad_(True)
@@ -200,12 +204,12 @@ def train(
     shape = MODEL if kinds[0] is None else replace(MODEL, layers={"far": 1, "near": len(kinds) - 1})
     shape = replace(shape, dtype="bf16") if net in ("bf16", "autocast") else shape
     shape = replace(shape, recurrent={"linear": RECURRENT}) if net == "recurrent" else shape
-    planned = (
+    plan_comm = (
         Communicator(dist.new_group([comm.rank], use_local_synchronization=True))
         if reduces == "apart"
         else comm
     )
-    options = planning(replace(job(planned.ranks, 66, 2), model=shape))
+    options = planning(replace(job(plan_comm.ranks, 66, 2), model=shape))
     if kinds[0] is not None:
         options["masks"] = KINDS
     data = Weighted(loss == "weights of samples") if "weights" in loss else Recorded()
@@ -216,7 +220,7 @@ def train(
     averaged_over = {"over": comm.ranks, "more": comm.ranks + 1}.get(reduces[-4:], 1)
     torch.manual_seed(comm.rank)
     for _ in range(2):
-        for b in PlannedLoader(data, **options, communicator=planned, shuffle=False, rows_multiple=2):
+        for b in PlannedLoader(data, **options, communicator=plan_comm, shuffle=False, rows_multiple=2):
             scaler.scale(
                 _loss(_logits(wrapped, net, b), b, loss, averaged_over, comm.ranks, model)
             ).backward()
@@ -233,8 +237,8 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
     def attention(q: Tensor, k: Tensor, v: Tensor, kind: Any) -> Any:
         if net == "places in closure":
             q = q * (1 + b.position_ids[:, None, None] / 100)
-        says = {"window": {"near": 4, "far": -1}[kind]} if net == "windows" else {}
-        return ap.planned_attention(q, k, v, b.handle, kind, **says)
+        window_option = {"window": {"near": 4, "far": -1}[kind]} if net == "windows" else {}
+        return ap.planned_attention(q, k, v, b.handle, kind, **window_option)
 
     def recur(hidden: Tensor, window: Tensor, decay: Tensor, beta: Tensor) -> Any:
         q, k, v = ap.planned_conv(hidden, window, b.handle).split((4, 4, 16), 1)
@@ -253,8 +257,14 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, net == "autocast"):
         places = torch.arange(len(b.tokens)) if net in ("places of rows", "table of rows") else b.position_ids
         places = TABLE[places] if net.startswith("table") else places
-        found = model(b.tokens, places, attention)
-    return found[1] if isinstance(found, tuple) else found["logits"] if isinstance(found, dict) else found
+        outputs = model(b.tokens, places, attention)
+    return (
+        outputs[1]
+        if isinstance(outputs, tuple)
+        else outputs["logits"]
+        if isinstance(outputs, dict)
+        else outputs
+    )
 
 
 def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:
@@ -273,7 +283,7 @@ def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:
 
 
 def one_sided(comm: Communicator) -> list[list[list[float]] | None]:
-    """Sums of the gradients of a layer that rank 0 alone uses, and of one that no rank uses."""
+    """The summed gradients of a layer that only rank 0 uses, and of one that no rank uses."""
     layers = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(2))
     if comm.rank == 0:
         layers[0](torch.ones(3, 2)).sum().backward()

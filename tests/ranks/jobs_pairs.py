@@ -1,4 +1,4 @@
-"""Pool jobs with halves of a loader: layers that take turns, or run batch after batch."""
+"""Rank pool jobs with pairs of microbatches whose layers take turns, or which run one after another."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from tests.ranks.loading import Recorded
 
 
 def trained(
-    comm: Communicator, given: dict[str, Any], pairs: bool
+    comm: Communicator, arguments: dict[str, Any], pairs: bool
 ) -> tuple[list[float], dict[str, Tensor], list[tuple[int, int]]]:
-    """Summed over ranks, the loss of every two microbatches and the gradients of a pass; the states after each two."""
+    """The loss of each pair of microbatches and the gradients of a pass, summed over ranks; the loader's state after
+    each pair."""
     torch.manual_seed(0)
-    model = Decoder(given["model"], 800).double()
-    loader = PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False, drop_last=True)
+    model = Decoder(arguments["model"], 800).double()
+    loader = PlannedLoader(Recorded(), **arguments, communicator=comm, shuffle=False, drop_last=True)
     losses, states = [], []
-    for two in loader.pairs() if pairs else by_two(loader):
-        hidden = [model.embed(b.tokens) for b in two]
+    for pair in loader.pairs() if pairs else by_two(loader):
+        hidden = [model.embed(b.tokens) for b in pair]
         if pairs:
             layers = [ap.PingPongLayer(one.pre, one.post, one.parameters()) for one in model.layers]
-            hidden = list(ap.ping_pong(layers, *hidden, *(b.handle for b in two)))
+            hidden = list(ap.ping_pong(layers, *hidden, *(b.handle for b in pair)))
         else:
-            hidden = [alone(model, x, b) for x, b in zip(hidden, two, strict=True)]
+            hidden = [one_batch(model, x, b) for x, b in zip(hidden, pair, strict=True)]
         shares = [
             ap.normalised_loss(model.head(model.norm(x)), b.labels, b.valid_tokens)
-            for x, b in zip(hidden, two, strict=True)
+            for x, b in zip(hidden, pair, strict=True)
         ]
         loss = torch.stack(shares).sum()
         loss.backward()
@@ -45,7 +46,7 @@ def trained(
     return total.tolist(), {name: param.grad for name, param in model.named_parameters()}, states
 
 
-def alone(model: Decoder, hidden: Tensor, batch: ap.PlannedBatch) -> Tensor:
+def one_batch(model: Decoder, hidden: Tensor, batch: ap.PlannedBatch) -> Tensor:
     layers: Any = model.layers
     for layer in layers:
         q, k, v = layer.pre(hidden, batch.position_ids)
@@ -59,9 +60,9 @@ def by_two(loader: PlannedLoader) -> Iterator[list[ap.PlannedBatch]]:
         yield [first, next(batches)]
 
 
-def refused(comm: Communicator, given: dict[str, Any], options: dict[str, Any], begin: int = 0) -> str:
-    """The error of a pass of halves that begins at a microbatch."""
-    loader = PlannedLoader(Recorded(), **{**given, **options}, communicator=comm)
+def refused(comm: Communicator, arguments: dict[str, Any], options: dict[str, Any], begin: int = 0) -> str:
+    """The error of a pass of pairs that starts at microbatch `begin`."""
+    loader = PlannedLoader(Recorded(), **{**arguments, **options}, communicator=comm)
     loader.load_state_dict({**loader.state_dict(), "microbatch": begin})
     try:
         return str(len(list(loader.pairs())))

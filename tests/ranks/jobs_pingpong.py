@@ -1,4 +1,4 @@
-"""Pool jobs with halves that take turns."""
+"""Rank pool jobs with halves that take turns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attention_pair(
     options: dict[str, float | None],
     shards: tuple[Shard, Shard],
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """out, dq, dk, dv, dsinks of each half: together, and one after the other."""
+    """out, dq, dk, dv, dsinks of each half: run together, and one after the other."""
     return _together(comm, kind, sinks, options, shards), [
         attention(comm, kind, sinks, options, shard) for shard in shards
     ]
@@ -42,21 +42,25 @@ def _together(
     options: dict[str, float | None],
     shards: tuple[Shard, Shard],
 ) -> list[list[NDArray[Any] | None]]:
-    """Each half's own dsinks: two backwards, each with a zero gradient for the other half."""
+    """Like `attention` for each half; each half's own dsinks need two runs, with backward only from that half."""
     halves = []
-    for mine in (0, 1):
+    for which_half in (0, 1):
         handles = [handle_of(comm, shard.piece) for shard in shards]
         leaves = [[leaf(x, h.dtype) for x in (s.q, s.k, s.v)] for s, h in zip(shards, handles, strict=True)]
         logits = None if sinks is None else leaf(sinks, handles[0].dtype)
         outs = ping_pong_attention(*leaves, *handles, kind, sinks=logits, **options)
-        outs[mine].backward(torch.from_numpy(shards[mine].do).to(handles[mine].dtype))
-        found = (outs[mine], *(x.grad for x in leaves[mine]), None if logits is None else logits.grad)
+        outs[which_half].backward(torch.from_numpy(shards[which_half].do).to(handles[which_half].dtype))
+        found = (
+            outs[which_half],
+            *(x.grad for x in leaves[which_half]),
+            None if logits is None else logits.grad,
+        )
         halves.append([None if t is None else t.detach().double().numpy() for t in found])
     return halves
 
 
 class Stack(nn.Module):
-    """Decoder layers, equal on all ranks; each with learned sinks and the scale of its values outside of modules."""
+    """Decoder layers, equal on all ranks, with learned sinks as parameters outside of the layers."""
 
     def __init__(
         self, model: Model, kinds: tuple[str | None, ...], dtype: torch.dtype = torch.float64
@@ -122,18 +126,18 @@ def stack_pair(
     comm: Communicator,
     model: Model,
     kinds: tuple[str | None, ...],
-    way: str,
+    mode: str,
     halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]],
 ) -> list[list[NDArray[Any]]]:
-    """Hidden states, their gradients and those of all weights: taking turns, and one half after the other."""
+    """Outputs, input gradients and weight gradients of both halves: taking turns, and one half after the other."""
     results = []
     for turns in (True, False):
         stack, handles = Stack(model, kinds), [handle_of(comm, piece) for piece, _ in halves]
         inputs = [leaf(hidden, torch.float64) for _, hidden in halves]
         outs = (
-            _outputs(stack, inputs, handles, way)
+            _outputs(stack, inputs, handles, mode)
             if turns
-            else stack(*inputs, *handles, turns=False, project=way == "project")
+            else stack(*inputs, *handles, turns=False, project=mode == "project")
         )
         sum((out.square() * (1 + half)).sum() for half, out in enumerate(outs)).backward()
         tensors = [*outs, *(x.grad for x in inputs), *(w.grad for w in stack.parameters())]
@@ -141,28 +145,28 @@ def stack_pair(
     return results
 
 
-def _outputs(stack: Stack, inputs: list[torch.Tensor], handles: list[Any], way: str) -> Any:
-    if way == "checkpoint":
+def _outputs(stack: Stack, inputs: list[torch.Tensor], handles: list[Any], mode: str) -> Any:
+    if mode == "checkpoint":
         return torch.utils.checkpoint.checkpoint(stack, *inputs, *handles, use_reentrant=False)
-    if way == "reentrant":
+    if mode == "reentrant":
         return torch.utils.checkpoint.checkpoint(stack, *inputs, *handles, use_reentrant=True)
-    return stack(*inputs, *handles, at_a_time=1 if way == "single" else None, project=way == "project")
+    return stack(*inputs, *handles, at_a_time=1 if mode == "single" else None, project=mode == "project")
 
 
 def without_gradients(
     comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
 ) -> bool:
-    """True if turns without gradients give the same hidden states, and save nothing."""
+    """Whether taking turns without gradients gives the same hidden states and saves nothing for backward."""
     stack, handles = Stack(model, (None,)), [handle_of(comm, piece) for piece, _ in halves]
     inputs = [torch.from_numpy(hidden) for _, hidden in halves]
-    want = [out.detach() for out in stack(*inputs, *handles)]
+    expected = [out.detach() for out in stack(*inputs, *handles)]
     with torch.no_grad():
         found = stack(*inputs, *handles)
-    return all(torch.equal(a, b) and not b.requires_grad for a, b in zip(want, found, strict=True))
+    return all(torch.equal(a, b) and not b.requires_grad for a, b in zip(expected, found, strict=True))
 
 
 def pair_on_channels(comm: Communicator, shards: tuple[Shard, Shard]) -> list[list[bytes]]:
-    """Bytes of the results if both halves share a process group, if each has its own, and if both have two."""
+    """The bytes of the results if both halves share a process group, if each has its own, and if they share two."""
     ping, own = Communicator(dist.group.WORLD), Communicator(dist.new_group())
     two = Communicator.shared()
     found = []
@@ -183,7 +187,7 @@ def pair_error(
     model: Model,
     halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]],
 ) -> tuple[str, str]:
-    """The error that a wrong call raises on this rank."""
+    """The type and message of the error that a wrong call raises on this rank."""
     handles = [handle_of(comm, piece) for piece, _ in halves]
     inputs = [leaf(hidden, torch.float64) for _, hidden in halves]
     layer = Stack(model, (None,)).layers[0]
@@ -208,8 +212,8 @@ def pair_error(
 def frozen(
     comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
 ) -> tuple[list[bool], list[bool], float]:
-    """Gradients if some weights are frozen, the hidden states require none, and a half is not used: the names of those
-    present, and the largest difference from running one half after the other."""
+    """With some weights frozen, hidden states without gradients, and one half unused: which weights have gradients when
+    taking turns and when not, and their largest difference."""
     grads = []
     for turns in (True, False):
         stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]
@@ -217,9 +221,9 @@ def frozen(
         inputs = [torch.from_numpy(hidden) for _, hidden in halves]
         stack(*inputs, *handles, turns=turns)[1].square().sum().backward()
         grads.append([w.grad for w in stack.parameters()])
-    there = [[g is not None for g in half] for half in grads]
+    present = [[g is not None for g in half] for half in grads]
     pairs = [pair for pair in zip(*grads, strict=True) if None not in pair]
-    return there[0], there[1], max(float((a - b).abs().max()) for a, b in pairs)
+    return present[0], present[1], max(float((a - b).abs().max()) for a, b in pairs)
 
 
 def wrapped(
@@ -228,7 +232,7 @@ def wrapped(
     model: Model,
     halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]],
 ) -> list[NDArray[Any]]:
-    """Gradients of all weights of a stack under a wrapper."""
+    """The gradients of all weights of a stack under a wrapper."""
     stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]
     called = stack
     if wrapper == "fsdp2":

@@ -1,4 +1,4 @@
-"""Pool jobs with recurrent layers."""
+"""Rank pool jobs with recurrent layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apportion.backends.torch.transport import Communicator
 
 
 class Layer(NamedTuple):
-    """Two layers of a convolution and a recurrence each; the second takes the first one's results."""
+    """Two layers, each a convolution and a recurrence; the second takes the results of the first."""
 
     heads: int
     key_heads: int
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
         return 2 * self.key_heads * self.key + self.heads * self.value
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """x [rows, channels] -> q, k, v."""
+        """Splits x [rows, channels] into q, k, v."""
         widths = [self.key_heads * self.key] * 2 + [self.heads * self.value]
         heads = self.key_heads, self.key_heads, self.heads
         return [part.unflatten(1, (n, -1)) for part, n in zip(x.split(widths, 1), heads, strict=True)]
@@ -51,12 +51,12 @@ def run(
     checkpointing: str,
     rows: tuple[bytes, list[NDArray[Any] | None]],
 ) -> tuple[list[NDArray[Any] | None], int]:
-    """The layer's result and the gradients of x, weight, g and beta for this rank's rows; calls on all ranks in
-    backward. rows: a slice; x, weight, g, beta, and the gradient of the result."""
-    data, given = rows
+    """This rank's rows of the result and gradients of x, weight, g and beta; the number of collective calls in
+    backward. rows: a slice, and (x, weight, g, beta, gradient of the result)."""
+    data, arrays = rows
     handle = ap.PlanHandle(ap.Slice.decode(data), comm, padding=options["padding"])
     dtype = getattr(torch, options["dtype"])
-    x, weight, g, beta, grad = (None if one is None else torch.from_numpy(one).to(dtype) for one in given)
+    x, weight, g, beta, grad = (None if one is None else torch.from_numpy(one).to(dtype) for one in arrays)
     pad = partial(torch.nn.functional.pad, mode="constant", value=1.0)
     padded = [
         one if one is None else pad(one, (0, 0) * (one.dim() - 1) + (0, handle.padding))
@@ -79,8 +79,8 @@ def run(
     else:
         out = block(x, weight, g, beta)
     before = comm._calls.number if comm._calls else 0
-    rest = pad(grad, (0, 0, 0, handle.padding))
-    out.backward(rest)
+    padded_grad = pad(grad, (0, 0, 0, handle.padding))
+    out.backward(padded_grad)
     assert not (out[handle.rows :] - x[handle.rows :]).isnan().any()
     calls = (comm._calls.number if comm._calls else 0) - before
     found = out[: handle.rows], x.grad[: handle.rows], weight.grad, g.grad[: handle.rows]
@@ -89,5 +89,5 @@ def run(
 
 
 def _keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in (torch.ops.apportion.fold.default, torch.ops.apportion.halo.default)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = op in (torch.ops.apportion.fold.default, torch.ops.apportion.halo.default)
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

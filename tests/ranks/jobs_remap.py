@@ -1,4 +1,4 @@
-"""Pool jobs with a layer whose attention and linear parts hold tokens in two layouts."""
+"""Rank pool jobs with a layer whose attention and linear parts use two layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def project(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor,
 
 
 def feed_forward(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Hidden states [rows, E] from attention's output [rows, 8]: row-wise, so it can run in any layout."""
+    """Hidden states [rows, E] from attention's output [rows, 8]; works row by row, so in any layout."""
     x = torch.tanh(x @ weights[1])
     return x + torch.relu(x @ weights[2]) @ weights[3]
 
@@ -29,22 +29,23 @@ def feed_forward(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
 def layer(
     comm: Communicator, shard: tuple[bytes, NDArray[Any], list[NDArray[Any]], NDArray[Any]]
 ) -> tuple[tuple[int, int], NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
-    """Result and gradients of hidden states and weights; shard: slice, hidden states, weights, gradient."""
+    """Numbers of rows in both layouts, result, and gradients of hidden states and weights. shard: slice, hidden states,
+    weights, gradient of the result."""
     piece, hidden, weights, grad = shard
     handle, hidden = handle_of(comm, piece), leaf(hidden, torch.float64)
     weights = [leaf(weight, torch.float64) for weight in weights]
-    given = planned_attention(*project(hidden, weights), handle).flatten(1)
-    even = to_linear(given, handle)
-    out = from_linear(feed_forward(even, weights), handle)
+    attended = planned_attention(*project(hidden, weights), handle).flatten(1)
+    linear_rows = to_linear(attended, handle)
+    out = from_linear(feed_forward(linear_rows, weights), handle)
     out.backward(torch.from_numpy(grad))
-    rows = (len(given), len(even))
+    rows = (len(attended), len(linear_rows))
     return rows, out.detach().numpy(), hidden.grad.numpy(), [weight.grad.numpy() for weight in weights]  # type: ignore[attr-defined]
 
 
 def there_and_back(
     comm: Communicator, shard: tuple[bytes, NDArray[Any]]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Rows after a move and its inverse, in the rows' own dtype, and the gradient of a weighted sum of them."""
+    """Rows after a move and its inverse, in their own dtype, and the gradient of a weighted sum of them."""
     piece, rows = shard
     handle, x = handle_of(comm, piece), torch.from_numpy(rows).requires_grad_()
     back = planned_remap(planned_remap(x, handle, "attention", "linear"), handle, "linear", "attention")

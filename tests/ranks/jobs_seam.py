@@ -1,4 +1,4 @@
-"""Pool jobs with batches."""
+"""Rank pool jobs with the batches of loaders."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from apportion.trainer.step.projection import HeadProjection
 from tests.ranks.loading import Recorded, job, planning, seen
 
 
-class Rich(Recorded):
-    """Dataset with labels, weights and two other fields."""
+class ManyFields(Recorded):
+    """A dataset with labels, weights and two more fields."""
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any] | torch.Tensor]:
         ids = super().__getitem__(index)
@@ -37,10 +37,10 @@ class Rich(Recorded):
 
 
 def fields(
-    comm: Communicator, given: dict[str, Any], options: dict[str, int | list[list[Any] | int]]
+    comm: Communicator, arguments: dict[str, Any], options: dict[str, int | list[list[Any] | int]]
 ) -> list[dict[str, NDArray[Any]]]:
-    """Every field of each batch on this rank, as arrays."""
-    loader = PlannedLoader(Rich(), **given, communicator=comm, **options)
+    """All fields of each batch on this rank, as arrays."""
+    loader = PlannedLoader(ManyFields(), **arguments, communicator=comm, **options)
     return [
         {
             "tokens": b.tokens.numpy(),
@@ -55,9 +55,9 @@ def fields(
     ]
 
 
-def verbs(comm: Communicator, given: dict[str, Any], seed: int) -> tuple[bool, ...]:
-    """Checks of the token functions and their gradients on the first batch, on this rank."""
-    batch = next(iter(PlannedLoader(Recorded(), **given, communicator=comm)))
+def verbs(comm: Communicator, arguments: dict[str, Any], seed: int) -> tuple[bool, ...]:
+    """Whether the token functions and their gradients are right on this rank, for the first batch."""
+    batch = next(iter(PlannedLoader(Recorded(), **arguments, communicator=comm)))
     full = torch.randn(
         batch.batch.tokens, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
@@ -74,7 +74,7 @@ def verbs(comm: Communicator, given: dict[str, Any], seed: int) -> tuple[bool, .
     rolled = batch.roll(batch.labels, 1, IGNORED)
     direct = {int(t): int(target) for t, target in enumerate(batch.batch.labels())}
     ids = np.concatenate([Recorded()[s] for s in batch.samples.tolist()])
-    want = [
+    expected = [
         ids[direct[direct[t]]] if direct[t] >= 0 and direct[direct[t]] >= 0 else IGNORED
         for t in batch.handle.tokens.tolist()
     ]
@@ -85,15 +85,16 @@ def verbs(comm: Communicator, given: dict[str, Any], seed: int) -> tuple[bool, .
         first = direct[token]
         if first >= 0 and direct[first] >= 0:
             grads[direct[first]] += weights[token]
-    same = bool(torch.equal(x.grad, batch.shard_tokens(grads)))
-    return exact, rolled[: batch.handle.rows].tolist() == want, same
+    gradients_match = bool(torch.equal(x.grad, batch.shard_tokens(grads)))
+    return exact, rolled[: batch.handle.rows].tolist() == expected, gradients_match
 
 
 def padded(
-    comm: Communicator, given: dict[str, Any], options: dict[str, Any]
+    comm: Communicator, arguments: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[int], float, NDArray[Any]]:
-    """Loss and gradients of attention with a residual, summed over ranks, with or without padded rows."""
-    loader = PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False, **options)
+    """Numbers of rows, then loss and gradients of attention with a residual, summed over ranks, with or without
+    padding."""
+    loader = PlannedLoader(Recorded(), **arguments, communicator=comm, shuffle=False, **options)
     torch.manual_seed(3)
     table = torch.randn(800, 8, requires_grad=True)
     counts, total = [], 0.0
@@ -119,12 +120,12 @@ def groups(
     options: dict[str, Any],
     dataset: Recorded | Broken | None = None,
 ) -> list[tuple[float | list[Any], ...]] | None:
-    """Two groups of four ranks on one job: the content of each batch, with labels and weights counted over all."""
+    """The content of each batch, with labels and weights counted over all, if two groups of four ranks share a job."""
     group, place = divmod(comm.rank, 4)
-    mine = [dist.new_group(range(first, first + 4)) for first in (0, 4)][group]
+    own_group = [dist.new_group(range(first, first + 4)) for first in (0, 4)][group]
     others = [dist.new_group([first, first + 4]) for first in range(4)][place]
     options = {**planning(job(4, 64, microbatches=2)), **options}
-    group = ap.Communicator(mine)
+    group = ap.Communicator(own_group)
     loader = PlannedLoader(dataset or Recorded(), communicator=group, replicas=others, **options)
     assert loader.state_dict()["groups"] == 2
     return [
@@ -134,41 +135,41 @@ def groups(
 
 
 def resumed(
-    comm: Communicator, given: dict[str, Any], stop: int, options: dict[str, int]
+    comm: Communicator, arguments: dict[str, Any], stop: int, options: dict[str, int]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """A pass without a stop; the same, stopped after `stop` batches and resumed by another loader."""
+    """The batches of an uninterrupted pass, and of one that another loader resumes after `stop` batches."""
 
-    def loader_of(**more: int) -> PlannedLoader:
-        loader = PlannedLoader(Recorded(), **given, communicator=comm, **more)
+    def loader_of(**loader_options: int) -> PlannedLoader:
+        loader = PlannedLoader(Recorded(), **arguments, communicator=comm, **loader_options)
         loader.set_epoch(3)
         return loader
 
     whole = [seen(b) for b in loader_of()]
-    first, begun = loader_of(), []
+    first, first_contents = loader_of(), []
     for batch in first:
-        begun.append(seen(batch))
-        if len(begun) == stop:
+        first_contents.append(seen(batch))
+        if len(first_contents) == stop:
             break
     state = first.state_dict()
     second = loader_of(**options)
     second.load_state_dict(state)
     second.set_epoch(3)
-    return whole, begun + [seen(b) for b in second]
+    return whole, first_contents + [seen(b) for b in second]
 
 
 def padded_block(
     comm: Communicator, multiple: int | None, sinks: bool
 ) -> tuple[list[NDArray[Any]], list[float]]:
-    """Output and gradients of a layer whose heads the plan projects, on rows with and without padding: rows, then
+    """Output and gradients of a layer whose heads the plan projects: those of the rank's rows, and sums of those of
     padding."""
     dims = ap.Model(4, 2, 8, dtype="fp64", hidden=12)
     policy = Policy(find_recipe("upipe"))
-    given = planning(Job(ap.Cluster(1, comm.ranks), dims, policy, 40))
+    arguments = planning(Job(ap.Cluster(1, comm.ranks), dims, policy, 40))
     torch.manual_seed(2)
     q, k, v = (torch.nn.Linear(12, width, dtype=torch.float64) for width in (32, 16, 16))
     project = HeadProjection(q, k, v, 8, 8)
     learned = torch.randn(4, dtype=torch.float64) if sinks else None
-    loader = PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False, rows_multiple=multiple)
+    loader = PlannedLoader(Recorded(), **arguments, communicator=comm, shuffle=False, rows_multiple=multiple)
     batch = next(iter(loader))
     rows = batch.handle.rows
     hidden = torch.zeros(len(batch.tokens), 12, dtype=torch.float64)
@@ -184,7 +185,7 @@ def padded_block(
 
 
 class Broken(Recorded):
-    """Dataset with one sample that cannot be read."""
+    """A dataset with one unreadable sample."""
 
     def __getitem__(self, index: int) -> NDArray[Any] | None:
         if index == 2:
@@ -193,16 +194,18 @@ class Broken(Recorded):
 
 
 class Mixed(Recorded):
-    """Dataset with samples of two forms."""
+    """A dataset with a field whose dtype differs between samples."""
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         ids = super().__getitem__(index)
         return {"input_ids": ids, "rewards": ids.astype((np.float32, np.float64)[index])}
 
 
-def ends(comm: Communicator, dataset: Mixed | Broken, given: dict[str, Any], sampler: list[list[int]]) -> str:
+def ends(
+    comm: Communicator, dataset: Mixed | Broken, arguments: dict[str, Any], sampler: list[list[int]]
+) -> str:
     """The error that ends the pass on this rank."""
-    loader = PlannedLoader(dataset, **given, communicator=comm, sampler=sampler)
+    loader = PlannedLoader(dataset, **arguments, communicator=comm, sampler=sampler)
     try:
         list(loader)
     except (OSError, ExecutionError) as error:
@@ -221,7 +224,7 @@ def failing_group(comm: Communicator) -> str:
 
 
 def out_of_step(comm: Communicator) -> str:
-    """The error that ends the pass if one group has one more iteration."""
+    """The error that ends the pass if one group has an extra iteration."""
     sampler = [[[0], [1]], [[2]]][: 1 + comm.rank // 4]
     try:
         groups(comm, {"sampler": sampler})

@@ -1,4 +1,4 @@
-"""Pool jobs with a pipeline of ticks, each rank a replica of a stage, and without a pipeline."""
+"""Rank pool jobs with a pipeline of ticks, with each rank a replica of a stage, and without a pipeline."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.ranks.loading import Recorded
 
 
 def trained(
-    comm: Communicator, given: dict[str, Any], pipeline: Sequence[Any] | None, kinds: Sequence[str] | None
+    comm: Communicator, arguments: dict[str, Any], pipeline: Sequence[Any] | None, kinds: Sequence[str] | None
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The loss of each iteration and the gradients of a pass, summed over ranks. pipeline: arguments of `tick_table`;
-    kinds: of its virtual stages. An optimizer steps at the end."""
+    """The loss of each iteration and the gradients of a pass, summed over ranks; an optimizer steps at the end.
+    pipeline: arguments of `tick_table`; kinds: of its virtual stages."""
     torch.manual_seed(0)
-    model = Decoder(given["model"], 800).double()
+    model = Decoder(arguments["model"], 800).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = {**given, "communicator": comm, "shuffle": False}
+    data = {**arguments, "communicator": comm, "shuffle": False}
     losses = plain(model, data) if pipeline is None else staged(model, comm, data, pipeline, kinds)
     ap.sum_gradients(model, comm._base)
     optimizer.step()
@@ -66,23 +66,23 @@ def staged(
         return ap.normalised_loss(model.head(model.norm(hidden)), b.labels, b.valid_tokens)
 
     ends = {"embed": lambda b: model.embed(b.tokens), "loss": loss}
-    held = ap.TickPipeline(table, chunks, model.embed.weight.shape[1:], **ends)
-    loader, found = PlannedLoader(Recorded(), **data, ticks=table, kinds=kinds), []
+    ticks_pipeline = ap.TickPipeline(table, chunks, model.embed.weight.shape[1:], **ends)
+    loader, shares = PlannedLoader(Recorded(), **data, ticks=table, kinds=kinds), []
     for ticks in loader.iterations():
-        alone = held.step(ticks, train=False)
-        found.append(held.step(ticks))
-        torch.testing.assert_close(alone, found[-1])
+        evaluated = ticks_pipeline.step(ticks, train=False)
+        shares.append(ticks_pipeline.step(ticks))
+        torch.testing.assert_close(evaluated, shares[-1])
         assert loader.state_dict()["microbatch"] == 0
-    return found
+    return shares
 
 
-def refused(comm: Communicator, given: dict[str, Any], pipeline: Sequence[Any], chunks: int) -> str:
+def refused(comm: Communicator, arguments: dict[str, Any], pipeline: Sequence[Any], chunks: int) -> str:
     """The error of a pipeline of ticks that cannot run."""
     table = ap.tick_table(*pipeline)
     try:
-        loader = PlannedLoader(Recorded(), **given, communicator=comm, ticks=table, shuffle=False)
-        held = ap.TickPipeline(table, [[]] * chunks, (16,))
-        held.step(next(loader.iterations()))
+        loader = PlannedLoader(Recorded(), **arguments, communicator=comm, ticks=table, shuffle=False)
+        ticks_pipeline = ap.TickPipeline(table, [[]] * chunks, (16,))
+        ticks_pipeline.step(next(loader.iterations()))
     except ApportionError as error:
         return str(error)
     return ""

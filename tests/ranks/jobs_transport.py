@@ -1,4 +1,4 @@
-"""Pool jobs with the transport."""
+"""Rank pool jobs with the transport."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from apportion.trainer.step.attention import Communicator
 
 
 def batches(comm: Communicator) -> bool:
-    """Sends two messages of different sizes to every other rank at once; True if each arrives at its listed place."""
+    """Sends two messages to every other rank at once, with sizes that depend on the sender; returns whether each
+    arrives in its buffer."""
     size = 16 * (1 + comm.rank)
-    posts, wanted = [], []
+    posts, expected = [], []
     for peer in range(comm.ranks):
         if peer == comm.rank:
             continue
         for turn in (1, 2):
-            arrives = torch.zeros(16 * (1 + peer), dtype=torch.uint8)
-            posts.append(Post(False, peer, arrives))
-            wanted.append((arrives, 10 * peer + turn))
+            buffer = torch.zeros(16 * (1 + peer), dtype=torch.uint8)
+            posts.append(Post(False, peer, buffer))
+            expected.append((buffer, 10 * peer + turn))
             posts.append(Post(True, peer, torch.full((size,), 10 * comm.rank + turn, dtype=torch.uint8)))
     comm.start(1)
     comm.batch(0, posts).wait()
-    return all((arrived == number).all() for arrived, number in wanted)
+    return all((received_bytes == number).all() for received_bytes, number in expected)
 
 
 def exchange(comm: Communicator) -> bool:
-    """Sends 16 (r + 1) bytes of value p from rank r to peer p; True if they arrive."""
+    """Sends 16 (r + 1) bytes of value p from rank r to each peer p; returns whether they arrive."""
     out, into = [[16 * (comm.rank + 1)] * comm.ranks, [16 * (peer + 1) for peer in range(comm.ranks)]]
     sent = torch.arange(comm.ranks, dtype=torch.uint8).repeat_interleave(out[0])
     received = torch.full((sum(into),), comm.rank, dtype=torch.uint8)
@@ -35,7 +36,8 @@ def exchange(comm: Communicator) -> bool:
 
 
 def channels(comm: Communicator) -> tuple[int, bool, bool]:
-    """The number of groups after starting three channels, whether a repeat keeps them, and an agreement among hosts."""
+    """The number of groups after starting three channels, whether a second call shares them, and whether ranks
+    gather."""
     shared = Communicator.shared()
     shared.start(3)
     rows = shared.all_gather([shared.rank, 7], "numbers")
@@ -43,5 +45,5 @@ def channels(comm: Communicator) -> tuple[int, bool, bool]:
 
 
 def gathers(comm: Communicator, sizes: list[int]) -> list[list[list[int]]]:
-    """The results of gathers of these numbers of integers on rank 0, one more on each following rank."""
+    """Gathers `sizes` integers on rank 0, and one more on each following rank; returns the results."""
     return [comm.all_gather(range(size + comm.rank), f"{size} numbers") for size in sizes]

@@ -1,4 +1,4 @@
-"""Pool jobs with GRPO of a small policy: on independent samples one by one, and on the forest that they fold into."""
+"""Rank pool jobs with GRPO of a small policy, on samples one by one and on the forest into which they fold."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Rollouts:
-    """Two prompts; their samples diverge after it, later, or never, and one is a prefix of another."""
+    """Samples of two prompts, which diverge right after the prompt, later, or never; one is a prefix of another."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(3)
         ids = [rng.integers(0, VOCABULARY, size) for size in (9, 13, 7, 5, 21, 4)]
         first, second, a, b, c, d = ids
-        held = [
+        rollouts = [
             (first, a, c),
             (first, a, b),
             (first, a),
@@ -51,14 +51,14 @@ class Rollouts:
             (second, b),
             (second, a, d),
         ]
-        self.samples = [np.concatenate(parts) for parts in held]
+        self.samples = [np.concatenate(parts) for parts in rollouts]
         self.groups = [0] * 5 + [1] * 2
-        prompts = [len(parts[0]) for parts in held]
+        prompts = [len(parts[0]) for parts in rollouts]
         self.counts = [torch.arange(len(ids)) >= n for ids, n in zip(self.samples, prompts, strict=True)]
-        rewards = torch.from_numpy(rng.standard_normal(len(held)))
+        rewards = torch.from_numpy(rng.standard_normal(len(rollouts)))
         self.advantages = torch.cat([(part - part.mean()) / part.std() for part in rewards.split([5, 2])])
         self.old, self.reference = self._log_probs(rng), self._log_probs(rng)
-        self.weights = torch.tensor([1 / (len(held) * int(counts.sum())) for counts in self.counts])
+        self.weights = torch.tensor([1 / (len(rollouts) * int(counts.sum())) for counts in self.counts])
 
     def _log_probs(self, rng: Any) -> list[torch.Tensor]:
         return [torch.from_numpy(rng.normal(-np.log(VOCABULARY), 0.3, len(ids))) for ids in self.samples]
@@ -71,10 +71,11 @@ def grpo(
     advantages: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The clipped objective with its KL term (Shao et al., 2024); arguments: an entry per prediction, or numbers."""
-    ratio, away = (log_probs - old).exp(), reference - log_probs
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-    return ((KL * (away.exp() - away - 1) - gain) * weights).sum()
+    """The clipped objective with its KL term (Shao et al., 2024). Arguments have an entry per prediction, or are
+    scalars."""
+    ratio, log_ratio = (log_probs - old).exp(), reference - log_probs
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return ((KL * (log_ratio.exp() - log_ratio - 1) - surrogate) * weights).sum()
 
 
 def policy(dtype: torch.dtype) -> Decoder:
@@ -87,78 +88,85 @@ def attention_of(batch: Batch) -> Callable[..., Any]:
 
 
 def independent(dtype: str) -> tuple[float, NDArray[Any]]:
-    """(loss, gradients) of the samples, one by one."""
-    held, model = Rollouts(), policy(DTYPES[dtype])
+    """(loss, gradients) of the samples, computed one by one."""
+    rollouts, model = Rollouts(), policy(DTYPES[dtype])
     losses = []
-    for i, ids in enumerate(held.samples):
+    for i, ids in enumerate(rollouts.samples):
         tokens, positions = torch.from_numpy(ids), torch.arange(len(ids))
         logits = model(tokens, positions, attention_of(Batch.from_lengths([len(ids)])))
         log_probs = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        counts = held.counts[i][1:]
-        columns = (log_probs, held.old[i][1:], held.reference[i][1:])
-        losses.append(grpo(*(x[counts] for x in columns), held.advantages[i], held.weights[i]))
+        counts = rollouts.counts[i][1:]
+        columns = (log_probs, rollouts.old[i][1:], rollouts.reference[i][1:])
+        losses.append(grpo(*(x[counts] for x in columns), rollouts.advantages[i], rollouts.weights[i]))
     return result(sum(losses), model)
 
 
 def folded_loss(
-    model: Decoder, held: Rollouts, forest: Forest, logits: torch.Tensor, batch: PlannedBatch | None = None
+    model: Decoder,
+    rollouts: Rollouts,
+    forest: Forest,
+    logits: torch.Tensor,
+    batch: PlannedBatch | None = None,
 ) -> torch.Tensor:
-    found = trees.unfold(forest, batch, held.counts)
-    known = (held.old, held.reference, held.advantages, held.weights)
-    return grpo(found.log_probs(logits), *(found.take(values) for values in known))
+    unfolded = trees.unfold(forest, batch, rollouts.counts)
+    per_sample = (rollouts.old, rollouts.reference, rollouts.advantages, rollouts.weights)
+    return grpo(unfolded.log_probs(logits), *(unfolded.take(values) for values in per_sample))
 
 
 def folded(dtype: str, **options: int | list[int]) -> tuple[float, NDArray[Any]]:
     """(loss, gradients) of the forest in one process."""
-    held, model = Rollouts(), policy(DTYPES[dtype])
-    forest = trees.fold(held.samples, **options)
+    rollouts, model = Rollouts(), policy(DTYPES[dtype])
+    forest = trees.fold(rollouts.samples, **options)
     pieces = (Sequence(int(n), mask) for n, mask in zip(forest.lengths, forest.masks, strict=True))
     batch = Batch.from_sequences(pieces)
     tokens, positions = torch.from_numpy(forest.tokens), torch.from_numpy(forest.position_ids)
-    return result(folded_loss(model, held, forest, model(tokens, positions, attention_of(batch))), model)
+    return result(folded_loss(model, rollouts, forest, model(tokens, positions, attention_of(batch))), model)
 
 
 def on_ranks(
     comm: Communicator, dtype: str, options: dict[str, list[int]], tokens: int = 128, rows_multiple: int = 1
 ) -> tuple[float, NDArray[Any], int]:
-    """(loss, gradients) of this rank's share of the forest, from a loader."""
-    held, model = Rollouts(), policy(DTYPES[dtype])
-    forest = trees.fold(held.samples, **options)
+    """(loss, gradients, number of microbatches) of this rank's share of the forest, from a loader."""
+    rollouts, model = Rollouts(), policy(DTYPES[dtype])
+    forest = trees.fold(rollouts.samples, **options)
     losses = []
     for batch in loader_of(comm, forest, dtype, tokens, rows_multiple):
         logits = model(batch.tokens, batch.position_ids, planned(batch))
-        losses.append(folded_loss(model, held, forest, logits, batch))
+        losses.append(folded_loss(model, rollouts, forest, logits, batch))
     return (*result(sum(losses), model), len(losses))
 
 
 def sequence_ratios(comm: Communicator, dtype: str, shares: bool = True) -> Any:
-    """(loss, gradients) of an objective on ratios of whole samples, which every rank computes and takes its share of;
-    or the error of backward without the share."""
+    """(loss, gradients) of an objective on ratios of whole samples, which every rank computes before it takes its
+    share; or the error of backward if it does not."""
     wiring.watch = wiring.Watch()
-    held, model = Rollouts(), policy(DTYPES[dtype])
-    forest = trees.fold(held.samples, held.groups)
+    rollouts, model = Rollouts(), policy(DTYPES[dtype])
+    forest = trees.fold(rollouts.samples, rollouts.groups)
     (batch,) = loader_of(comm, forest, dtype)
-    found = trees.unfold(forest, batch, held.counts)
-    log_probs = found.log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
-    wholes = found.gather(log_probs)
-    loss = sequence_loss(held, [whole[counts] for whole, counts in zip(wholes, held.counts, strict=True)])
+    unfolded = trees.unfold(forest, batch, rollouts.counts)
+    log_probs = unfolded.log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
+    wholes = unfolded.gather(log_probs)
+    loss = sequence_loss(
+        rollouts, [whole[counts] for whole, counts in zip(wholes, rollouts.counts, strict=True)]
+    )
     try:
-        return result(found.share(loss) if shares else loss, model)
+        return result(unfolded.share(loss) if shares else loss, model)
     except ConfigError as error:
         return str(error)
 
 
 def averaged(comm: Communicator, shares: bool) -> str:
-    """The error of DDP, which averages, for a sum over ranks' predictions, or for a share of a loss on all ranks."""
-    wiring.watch, held = wiring.Watch(), Rollouts()
+    """The error of DDP, which averages gradients, for a sum over this rank's predictions or for a share of a common
+    loss."""
+    wiring.watch, rollouts = wiring.Watch(), Rollouts()
     model = DistributedDataParallel(policy(torch.float32), process_group=comm._base)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    forest = trees.fold(held.samples, held.groups)
+    forest = trees.fold(rollouts.samples, rollouts.groups)
     (batch,) = loader_of(comm, forest, "fp32")
-    found = trees.unfold(forest, batch, held.counts)
-    log_probs = found.log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
+    unfolded = trees.unfold(forest, batch, rollouts.counts)
+    log_probs = unfolded.log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
     try:
-        loss = found.share(found.sums(log_probs).sum()) if shares else -log_probs.sum()
+        loss = unfolded.share(unfolded.sums(log_probs).sum()) if shares else -log_probs.sum()
         loss.backward()
         optimizer.step()
     except ConfigError as error:
@@ -166,20 +174,20 @@ def averaged(comm: Communicator, shares: bool) -> str:
     return ""
 
 
-def sequence_loss(held: Rollouts, log_probs: list[torch.Tensor]) -> torch.Tensor:
-    old = torch.stack([x[counts].mean() for x, counts in zip(held.old, held.counts, strict=True)])
+def sequence_loss(rollouts: Rollouts, log_probs: list[torch.Tensor]) -> torch.Tensor:
+    old = torch.stack([x[counts].mean() for x, counts in zip(rollouts.old, rollouts.counts, strict=True)])
     ratios = (torch.stack([x.mean() for x in log_probs]) - old).exp()
-    return -(ratios * held.advantages).sum()
+    return -(ratios * rollouts.advantages).sum()
 
 
 def independent_sequences(dtype: str) -> tuple[float, NDArray[Any]]:
-    held, model = Rollouts(), policy(DTYPES[dtype])
-    found = []
-    for ids, counts in zip(held.samples, held.counts, strict=True):
+    rollouts, model = Rollouts(), policy(DTYPES[dtype])
+    log_probs = []
+    for ids, counts in zip(rollouts.samples, rollouts.counts, strict=True):
         tokens = torch.from_numpy(ids)
         logits = model(tokens, torch.arange(len(ids)), attention_of(Batch.from_lengths([len(ids)])))
-        found.append(logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0][counts[1:]])
-    return result(sequence_loss(held, found), model)
+        log_probs.append(logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0][counts[1:]])
+    return result(sequence_loss(rollouts, log_probs), model)
 
 
 def loader_of(

@@ -1,4 +1,4 @@
-"""Pool jobs with head stages: attention layers with projections, plain or under FSDP2."""
+"""Rank pool jobs with head stages: attention layers with projections, plain or under FSDP2."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Layer(nn.Module):
         handle: PlanHandle | None,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Runs the layer on hidden [n, E]: planned if there is a handle, else all heads under a dense mask."""
+        """Runs the layer on hidden [n, E] under the handle's plan; without a handle, all heads with a dense mask."""
         if handle is None:
             out = cases.sdpa(*self.project(hidden, position_ids, *self.heads), None, mask)
         else:
@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """A stack of layers; equal weights for equal sizes, all exact in bfloat16."""
+    """A stack of layers whose weights depend only on the sizes and are exact in bfloat16."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -75,18 +75,18 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.depth))
         self.to(torch.bfloat16).to(sizes.dtype)
 
-    def forward(self, hidden: torch.Tensor, *given: PlanHandle | torch.Tensor | None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, *arguments: PlanHandle | torch.Tensor | None) -> torch.Tensor:
         for layer in self.layers:
-            hidden = layer(hidden, *given)
+            hidden = layer(hidden, *arguments)
         return hidden
 
 
 def results(
-    stack: Any, hidden: NDArray[Any], loss_weight: NDArray[Any], *given: PlanHandle | torch.Tensor | None
+    stack: Any, hidden: NDArray[Any], loss_weight: NDArray[Any], *arguments: PlanHandle | torch.Tensor | None
 ) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
-    """out, the gradients of hidden and of every parameter by name (unsharded under FSDP2)."""
+    """out, the gradient of hidden, and the gradients of all parameters by name (unsharded under FSDP2)."""
     x = jobs.leaf(hidden, next(stack.parameters()).dtype)
-    out = stack(x, *given)
+    out = stack(x, *arguments)
     (out * torch.from_numpy(loss_weight).to(out.dtype)).sum().backward()
     grads = {name: _whole(p.grad).double().numpy() for name, p in stack.named_parameters()}
     return out.detach().double().numpy(), x.grad.double().numpy(), grads
@@ -113,7 +113,7 @@ def planned(
 
 
 def arena_rows(comm: Communicator, shard: tuple[bytes, int]) -> list[dict[int, tuple[int, ...]]]:
-    """{tensor: (rows, heads)} of the executor's memory of a call, for both phases."""
+    """{tensor: (rows, heads)} of the executor's work rows in a call, for each phase."""
     piece, hidden = shard
     handle, found = jobs.handle_of(comm, piece), []
     for phase in ("forward", "backward"):
@@ -127,26 +127,30 @@ def arena_rows(comm: Communicator, shard: tuple[bytes, int]) -> list[dict[int, t
 def held_bytes(
     comm: Communicator, sizes: Sizes, shard: tuple[bytes, NDArray[Any], NDArray[Any]]
 ) -> tuple[int, int]:
-    """Bytes of home rows, without position ids, and of work rows of a backward on the stage engine: after attention,
-    and after dX."""
+    """The bytes of home rows (without position ids) and work rows of a backward on the stage engine, before and after
+    its last step, dX."""
     piece, hidden, do = shard
     handle, layer = jobs.handle_of(comm, piece), Layer(sizes).to(sizes.dtype)
-    x, kind = jobs.given(hidden).to(sizes.dtype), handle.kinds[0]
-    given = {Name.X: (x, handle.position_ids)}
+    x, kind = jobs.to_device(hidden).to(sizes.dtype), handle.kinds[0]
+    arguments = {Name.X: (x, handle.position_ids)}
     program = AttentionLayer(Score(0.5), project=layer.project, params=tuple(layer.project.params))
-    out, lse = run(handle, kind, "forward", given, program).output(sizes.dtype)
-    gradient = jobs.given(do).to(sizes.dtype)
-    machine = prepare(handle, kind, "backward", backward_home(given, out, lse, gradient), program)
+    out, lse = run(handle, kind, "forward", arguments, program).output(sizes.dtype)
+    gradient = jobs.to_device(do).to(sizes.dtype)
+    machine = prepare(handle, kind, "backward", backward_home(arguments, out, lse, gradient), program)
     *steps, last = machine.program.steps
     machine.execute(steps)
-    found = [_held(machine)]
+    found = [_memory_bytes(machine)]
     machine.execute([last])
     machine.close()
-    return found[0], _held(machine)
+    return found[0], _memory_bytes(machine)
 
 
-def _held(machine: Any) -> int:
+def _memory_bytes(machine: Any) -> int:
     home = {name: parts[:1] if name == Name.X else parts for name, parts in machine.memory.home.items()}
     arrays = [array for parts in (*home.values(), machine._results) for array in parts]
-    kept = {array.untyped_storage().data_ptr(): array.untyped_storage().nbytes() for array in arrays}
-    return sum(kept.values()) + sum(array.nbytes for parts in machine.memory.work.values() for array in parts)
+    sizes_by_storage = {
+        array.untyped_storage().data_ptr(): array.untyped_storage().nbytes() for array in arrays
+    }
+    return sum(sizes_by_storage.values()) + sum(
+        array.nbytes for parts in machine.memory.work.values() for array in parts
+    )

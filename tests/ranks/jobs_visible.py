@@ -1,4 +1,4 @@
-"""Pool jobs with attention that selects its keys at run time, over gathered rows."""
+"""Rank pool jobs with attention that selects keys at run time among gathered rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TOP = 5
 
 
 class Projections(NamedTuple):
-    """Projections of each row: queries, keys with values, and the indexer's query and key."""
+    """Projections of each row: query, key and value, and the indexer's query and key."""
 
     q: torch.Tensor
     kv: torch.Tensor
-    asked: torch.Tensor
+    index_query: torch.Tensor
     index: torch.Tensor
 
 
@@ -29,9 +29,9 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> Projections:
 
 
 def sparse(own: Projections, kv: torch.Tensor, index: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention of each query to the TOP rows of the mask with the best indexer scores. kv, index: [visible, ...];
-    mask: bool [queries, visible]."""
-    score = (own.asked @ index.T).masked_fill(~mask, -torch.inf)
+    """Attention of each query to the TOP visible rows with the best indexer scores. kv, index: [visible, ...]; mask:
+    bool [queries, visible]."""
+    score = (own.index_query @ index.T).masked_fill(~mask, -torch.inf)
     best = score.topk(min(TOP, score.shape[1]), dim=1)
     keys, values = kv[best.indices].chunk(2, dim=2)
     logits = torch.einsum("qd,qkd->qk", own.q, keys) + best.values
@@ -39,8 +39,8 @@ def sparse(own: Projections, kv: torch.Tensor, index: torch.Tensor, mask: torch.
 
 
 def layer(comm: Communicator, padding: int, shard: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Result, gradients of hidden states and of the weight, and the visible rows; shard: slice, hidden states, weight,
-    gradient."""
+    """Result, gradients of hidden states and weight, and the columns of visible rows. shard: slice, hidden states,
+    weight, gradient of the result."""
     piece, hidden, weight, grad = shard
     handle = handle_of(comm, piece, padding)
     rows = torch.from_numpy(np.concatenate([hidden, np.ones((padding, hidden.shape[1]))])).requires_grad_()
@@ -56,17 +56,17 @@ def layer(comm: Communicator, padding: int, shard: tuple[Any, ...]) -> tuple[Any
     out.backward(torch.from_numpy(grad))
     assert rows.grad is not None
     assert not rows.grad[handle.rows :].any()
-    told = (found.tokens, found.positions, found.sequences, found.first, found.end, found.spans)
+    columns = (found.tokens, found.positions, found.sequences, found.first, found.end, found.spans)
     return (
         out.detach().numpy(),
         rows.grad[real].numpy(),
         weight.grad.numpy(),
-        [part.numpy() for part in told],
+        [part.numpy() for part in columns],
     )
 
 
 def refused(comm: Communicator, kind: str, piece: bytes) -> str:
-    """The error of gathering rows of a kind, "" for none."""
+    """The error of gathering rows of a kind; "" if there is none."""
     handle = handle_of(comm, piece)
     try:
         ap.gather_visible(torch.zeros(handle.rows, 2), handle, kind)
@@ -76,8 +76,8 @@ def refused(comm: Communicator, kind: str, piece: bytes) -> str:
 
 
 def narrow(comm: Communicator, shard: tuple[bytes, NDArray[Any], float]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Received rows in bfloat16, and their gradients if those of this rank's visible rows are its weight. shard: slice,
-    rows, weight."""
+    """The visible rows in bfloat16, and the gradients of this rank's rows if the gradient of each visible row is
+    `weight`. shard: slice, rows, weight."""
     piece, rows, weight = shard
     x = torch.from_numpy(rows).bfloat16().requires_grad_()
     found = ap.gather_visible(x, handle_of(comm, piece))

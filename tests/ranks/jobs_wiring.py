@@ -1,4 +1,4 @@
-"""Pool jobs with training loops that omit a required call."""
+"""Rank pool jobs with training loops that omit a required call."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from tests.ranks.loading import Recorded, job, planning
 
 
 class Layer(nn.Module):
-    """Two query heads, one KV head, learnt sinks. how: by the plan, by its first plan, alone, or alone by hand."""
+    """Two query heads, one KV head, learned sinks. variant: attention by the plan, by the first plan ("kept"), or of
+    only this rank's rows by SDPA or by hand."""
 
-    def __init__(self, how: str = "plan") -> None:
+    def __init__(self, variant: str = "plan") -> None:
         super().__init__()
-        self.how, self.qkv, self.sinks = how, nn.Linear(16, 32), nn.Parameter(torch.zeros(2))
+        self.variant, self.qkv, self.sinks = variant, nn.Linear(16, 32), nn.Parameter(torch.zeros(2))
 
     def forward(self, hidden: Tensor, handle: Any) -> Tensor:
         q, k, v = self.qkv(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
-        if self.how.startswith("kept"):
+        if self.variant.startswith("kept"):
             self.handle = handle = getattr(self, "handle", handle)
-        if self.how == "kept rows":
+        if self.variant == "kept rows":
             return hidden + ap.gather_visible(hidden, handle).rows.mean()
-        if self.how in ("plan", "kept"):
+        if self.variant in ("plan", "kept"):
             return hidden + ap.planned_attention(q, k, v, handle, handle.kinds[0], sinks=self.sinks).flatten(
                 1
             )
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        if self.how == "sdpa":
+        if self.variant == "sdpa":
             out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
             out = (q @ k.mT).softmax(-1) @ v
@@ -48,11 +49,11 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, *how: str, seed: int = 0) -> None:
+    def __init__(self, *layer_kinds: str, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.table, self.head = nn.Embedding(800, 16), nn.Linear(16, 800)
-        self.layers = nn.ModuleList(map(Layer, how or ("plan", "plan")))
+        self.layers = nn.ModuleList(map(Layer, layer_kinds or ("plan", "plan")))
 
     def forward(self, batch: Any) -> Tensor:
         hidden = self.table(batch.tokens)
@@ -74,58 +75,67 @@ _SUMMED = (
 )
 
 
-def trained(comm: Communicator, what: str) -> str:
-    """The error or warning of a loop with this mistake; "" for none."""
+def trained(comm: Communicator, mistake: str) -> str:
+    """The error or warning of a loop with this mistake; "" if there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        return _trained(comm, what)
+        return _run_loop(comm, mistake)
 
 
-def _trained(comm: Communicator, what: str) -> str:
+def _run_loop(comm: Communicator, mistake: str) -> str:
     wiring.watch = wiring.Watch()
-    how = {
+    layer_kinds = {
         "sdpa": ("plan", "sdpa"),
         "softmax": ("by hand", "plan"),
         "deaf": ("sdpa", "sdpa"),
         "kept": ("plan", "kept"),
         "kept rows": ("plan", "kept rows"),
-    }.get(what, ())
-    model = Net(*how, seed=comm.rank * (what == "seeds"))
-    if what == "sinks":
+    }.get(mistake, ())
+    model = Net(*layer_kinds, seed=comm.rank * (mistake == "seeds"))
+    if mistake == "sinks":
         model.get_parameter("layers.1.sinks").data += comm.rank
-    if what == "frozen":
+    if mistake == "frozen":
         model.table.weight.requires_grad_(False).add_(comm.rank)
-    wrapped, averaged_over = _wrapped(model, comm, what), comm.ranks * what.endswith("averaged over") or 1
-    data = Weighted() if what == "weights" else Recorded([40, 26, 33, 33]) if "kept" in what else Recorded()
+    wrapped, averaged_over = (
+        _wrapped(model, comm, mistake),
+        comm.ranks * mistake.endswith("averaged over") or 1,
+    )
+    data = (
+        Weighted()
+        if mistake == "weights"
+        else Recorded([40, 26, 33, 33])
+        if "kept" in mistake
+        else Recorded()
+    )
     plans = planning(job(comm.ranks, 66, microbatches=2))
-    if what == "kinds":
+    if mistake == "kinds":
         plans["masks"] = {"near": ap.masks.sliding_window(4), "wide": ap.masks.causal()}
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     try:
         for b in PlannedLoader(data, **plans, communicator=comm, shuffle=False, rows_multiple=2):
-            if what == "skipped" and not b.microbatch:
+            if mistake == "skipped" and not b.microbatch:
                 continue
-            logits = (torch.compile(wrapped, backend="aot_eager") if what == "compiled" else wrapped)(b)
+            logits = (torch.compile(wrapped, backend="aot_eager") if mistake == "compiled" else wrapped)(b)
             valid, labels = b.valid_tokens, b.labels
-            if what in ("here", "copied"):
-                valid, labels = (labels != IGNORED).sum(), labels.clone() if what == "copied" else labels
-            if what in ("next tokens", "next labels"):
-                logits, labels = logits[:-1], (b.tokens if what == "next tokens" else b.labels)[1:]
-            labels = b.tokens[None] if what == "tokens" else labels
+            if mistake in ("here", "copied"):
+                valid, labels = (labels != IGNORED).sum(), labels.clone() if mistake == "copied" else labels
+            if mistake in ("next tokens", "next labels"):
+                logits, labels = logits[:-1], (b.tokens if mistake == "next tokens" else b.labels)[1:]
+            labels = b.tokens[None] if mistake == "tokens" else labels
             loss = ap.normalised_loss(logits, labels, valid, averaged_over)
-            if what == "chunks":
+            if mistake == "chunks":
                 loss = sum(
                     ap.normalised_loss(logits[i : i + 8], labels[i : i + 8], valid)
                     for i in range(0, len(labels), 8)
                 )
-            scale = 1 / 2 if what == "halves" else comm.ranks if "by hand" in what else 1
+            scale = 1 / 2 if mistake == "halves" else comm.ranks if "by hand" in mistake else 1
             (loss * scale).backward()
-            if what == "twice":
+            if mistake == "twice":
                 ap.sum_gradients(model, comm._base)
-            if b.is_last or what == "early":
-                if what == "clipped":
+            if b.is_last or mistake == "early":
+                if mistake == "clipped":
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                if what in _SUMMED or (what == "second" and not b.iteration):
+                if mistake in _SUMMED or (mistake == "second" and not b.iteration):
                     ap.sum_gradients(model, comm._base)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -134,22 +144,22 @@ def _trained(comm: Communicator, what: str) -> str:
     return ""
 
 
-def replicated(comm: Communicator, what: str) -> str:
-    """The error of a loop with two groups of one rank."""
+def replicated(comm: Communicator, mistake: str) -> str:
+    """The error of a loop with two groups of one rank; "" if there is none."""
     wiring.watch = wiring.Watch()
     own, model = (
         dist.new_group([comm.rank], use_local_synchronization=True),
-        Net(seed=comm.rank * (what == "seeds")),
+        Net(seed=comm.rank * (mistake == "seeds")),
     )
-    if what == "fsdp of a group":
+    if mistake == "fsdp of a group":
         ap.sum_gradients(fully_shard(model, mesh=DeviceMesh.from_group(own, "cpu")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plans = planning(job(1, 66), communicator=Communicator(own), replicas=comm._base)
     try:
         for b in PlannedLoader(Recorded(), **plans):
             ap.normalised_loss(model(b), b.labels, b.valid_tokens).backward()
-            if not what.startswith("fsdp"):
-                ap.sum_gradients(model, own if what == "own group" else comm._base)
+            if not mistake.startswith("fsdp"):
+                ap.sum_gradients(model, own if mistake == "own group" else comm._base)
             optimizer.step()
             optimizer.zero_grad()
     except ApportionError as error:
@@ -157,20 +167,20 @@ def replicated(comm: Communicator, what: str) -> str:
     return ""
 
 
-def _wrapped(model: Any, comm: Communicator, what: str) -> Any:
-    if what == "experts":
+def _wrapped(model: Any, comm: Communicator, mistake: str) -> Any:
+    if mistake == "experts":
         model.head.weight.data += comm.rank
         model.head.weight.rank_local = True
-    if what.startswith("ddp"):
+    if mistake.startswith("ddp"):
         wrapped = DistributedDataParallel(model, process_group=comm._base)
-        return ap.sum_gradients(wrapped) if what in ("ddp summed", "ddp both averaged over") else wrapped
-    if what.startswith("fsdp"):
+        return ap.sum_gradients(wrapped) if mistake in ("ddp summed", "ddp both averaged over") else wrapped
+    if mistake.startswith("fsdp"):
         mesh = DeviceMesh.from_group(comm._base, "cpu")
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
-        if what == "fsdp layers":
+        if mistake == "fsdp layers":
             for layer in model.layers:
                 ap.sum_gradients(layer)
-        return ap.sum_gradients(wrapped) if what in ("fsdp summed", "fsdp both averaged over") else wrapped
+        return ap.sum_gradients(wrapped) if mistake in ("fsdp summed", "fsdp both averaged over") else wrapped
     return model

@@ -1,4 +1,4 @@
-"""Data and sources for tests of the loader; importable by the pool's workers."""
+"""Datasets and sources for tests of the loader, which the pool's workers can import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = Model(2, 1, 8, dtype="fp32")
 
 
 class Recorded:
-    """A dataset that records reads; sample i is first + 100 i, first + 100 i + 1, …"""
+    """A dataset that records which samples are read; sample i is first + 100 i, first + 100 i + 1, …"""
 
     first = 0
 
@@ -49,16 +49,16 @@ def job(
     recipe: str | dict[str, dict[str, dict[Any, Any]] | str] = "fcp",
     seed: int = 0,
 ) -> Job:
-    """A job whose microbatches hold `tokens` tokens on all ranks together."""
+    """A job whose microbatches hold `tokens` tokens over all ranks."""
     policy = Policy(find_recipe(recipe), seed=seed)
     return Job(Cluster(1, ranks), MODEL, policy, tokens // ranks, microbatches)
 
 
 @dataclass(eq=False)
 class HereSource(Source):
-    """Source that plans in the calling thread. late: iterations, by number of earlier requests, that never arrive;
-    broken: iterations that are refused; submitted: submitted keys, with their look-ahead; other: function of a job and
-    its batches to the batches to plan instead."""
+    """A source that plans in the calling thread. late, broken: numbers of requests, in order of submission, that never
+    arrive or are refused; submitted: keys with their look-ahead; other: function from (job, batches) to the (job,
+    batches) to plan instead."""
 
     shared = False
     late: frozenset[int] = frozenset()
@@ -84,15 +84,17 @@ class HereSource(Source):
             raise TimeoutError(f"iteration {number} is late")
         if number in self.broken:
             raise ConfigError("batches", number, "are refused", "change them")
-        asked = decode_request(request)
-        return plan_job(*asked if self.other is None else self.other(*asked)).slice_for(rank)
+        job_and_batches = decode_request(request)
+        return plan_job(*job_and_batches if self.other is None else self.other(*job_and_batches)).slice_for(
+            rank
+        )
 
     def close(self) -> None:
         self._over.set()
 
 
 def planning(job: Job, source: Any = None, **options: Any) -> dict[str, Any]:
-    """Arguments of a loader that plans for a job, by default in the calling thread."""
+    """Arguments of a loader for a job; by default it plans in the calling thread."""
     return {"model": job.model, **planning_of(job, source), **options}
 
 

@@ -1,6 +1,6 @@
-"""Communicator of ranks that share one GPU: NCCL refuses that, so messages go through the host, over gloo.
+"""Communicator for ranks that share one GPU: NCCL refuses that, so messages go through the host, over gloo.
 
-It waits for the device at each round: for tests of results, not of times.
+It waits for the device in each round, so it is only for tests of results, not of times.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class OneGpu(Communicator):
     """A gloo communicator whose posts are copied to the host and back."""
 
     def batch(self, channel: Any, posts: Any) -> Any:
-        held = [Post(post.send, post.peer, post.data.cpu()) for post in posts]
-        pairs = zip(posts, held, strict=True)
+        copies = [Post(post.send, post.peer, post.data.cpu()) for post in posts]
+        pairs = zip(posts, copies, strict=True)
         received = [(post.data, copy.data) for post, copy in pairs if not post.send]
-        return _Copied(super().batch(channel, held), received)
+        return _Copied(super().batch(channel, copies), received)
 
     def all_to_all(self, channel: Any, sent: Any, received: Any, sizes: Any) -> Any:
         copy = torch.empty_like(received, device="cpu")

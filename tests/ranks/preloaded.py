@@ -1,5 +1,5 @@
-"""Modules that a forkserver imports once for all ranks. Triton decides at its import whether kernels are interpreted;
-without CUDA they can only be."""
+"""Modules that a forkserver imports once for all ranks. Triton decides on import whether kernels are interpreted, which
+is the only choice without CUDA."""
 
 from __future__ import annotations
 

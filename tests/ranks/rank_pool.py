@@ -1,8 +1,8 @@
 """Pool of eight worker processes for multi-rank tests, started once per session.
 
-A forkserver that has imported what jobs need starts them in about a second; a job then costs milliseconds. Jobs are
-module functions `job(comm, *args)` named by module and function; arguments and results are plain data and numpy arrays.
-All ranks are waited for at once: the first traceback wins, and the pool is rebuilt after a failure, since the other
+A forkserver that has imported the modules of jobs starts the workers in about a second; a job then costs milliseconds.
+Jobs are functions `job(comm, *args)` of modules, sent by name; arguments and results are plain data and numpy arrays.
+The pool waits for all ranks at once: it raises the first traceback, and is rebuilt after a failure, since the other
 ranks may hang in a collective.
 """
 
@@ -28,7 +28,7 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """A pool. timeout_s: of a job; size: workers; env: environment variables of the workers."""
+    """A pool. timeout_s: for a job; size: number of workers; env: environment variables of the workers."""
 
     def __init__(self, timeout_s: int = TIMEOUT_S, size: int = RANKS, **env: str) -> None:
         self._timeout_s, self._size, self._env = timeout_s, size, env
@@ -39,7 +39,8 @@ class Pool:
     def run(
         self, job: Callable[..., Any], ranks: int, *args: Any, each: list[Any] | None = None
     ) -> list[Any] | None:
-        """Results, in order, of `job(comm, *args)` on ranks 0..ranks-1 (`each`: one more argument per rank)."""
+        """Runs `job(comm, *args)` on ranks 0..ranks-1; returns their results in order. each: one more argument per
+        rank."""
         if not self._workers:
             self._start()
         name = (job.__module__, job.__qualname__)
@@ -77,12 +78,12 @@ class Pool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self._size):
-            ours, theirs = self._context.Pipe()
-            args = (theirs, rank, self._size, self._folder.name, self._timeout_s, self._env)
+            parent_end, child_end = self._context.Pipe()
+            args = (child_end, rank, self._size, self._folder.name, self._timeout_s, self._env)
             process = self._context.Process(target=_work, args=args, daemon=True)
             process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            child_end.close()
+            self._workers.append((process, parent_end))
 
     def close(self) -> None:
         for process, pipe in self._workers:
@@ -117,7 +118,7 @@ def _attempt(module: str, function: str, group: Any, args: tuple[Any, ...]) -> t
     from apportion.trainer.step import wiring
     from tests.ranks.one_gpu import OneGpu
 
-    wiring.watch = wiring.Watch()  # ranks differ in the jobs that they ran before
+    wiring.watch = wiring.Watch()  # ranks may have run different jobs before
     try:
         job = getattr(importlib.import_module(module), function)
         communicator = OneGpu if os.environ.get("APPORTION_TEST_DEVICE") else Communicator

@@ -1,4 +1,4 @@
-"""A good plan, and edits that break it in one place, with the verifier's rule and the place of each."""
+"""A good plan, and edits that each break it in one place, with the broken rule and its place."""
 
 # ruff: noqa: E501  plans have one instruction per line
 
@@ -7,8 +7,8 @@ from __future__ import annotations
 from apportion.ir.bytes.codec import Plan
 from tests.support.parse import parse
 
-# Three ranks of eight tokens, one causal document. Rank 0 computes only on its own keys, rank 1 receives the keys of
-# rank 0, rank 2 sends queries to rank 1 and receives a partial; two head sets, sent separately.
+# Three ranks of eight tokens each, one causal document. Rank 0 computes only on its own keys, rank 1 receives the keys
+# of rank 0, rank 2 sends queries to rank 1 and receives a partial; two head sets are sent separately.
 GOOD = """
 apportion.plan 3.0
 request {
@@ -76,7 +76,7 @@ program default backward
   launch 1: send dKV.work[0:8) to 0, send dKV.work[8:16) to 1
   wait 1
 """
-# the other two heads of rank 2's queries on rank 1's keys: they go the way of the first two
+# the other two heads of rank 2's queries on rank 1's keys are handled like the first two
 GOOD = GOOD.replace(
     "  attend Q.work[0:8).h1 KV.home[0:8).h2 -> O.work[0:8).h1 full first\n  launch 1: send O.work[0:8).h1 to 2\n",
     "  attend Q.work[0:8).h1 KV.home[0:8).h2 -> O.work[0:8).h1 full first\n"
@@ -91,7 +91,7 @@ GOOD = GOOD.replace(
 
 
 def broken(*edits: tuple[str, str], rank: int, phase: str = "forward") -> Plan:
-    """The good plan with replacements in the text of one rank's program, sealed again."""
+    """The good plan with edits (old, new) in the text of one rank's program, sealed again."""
     before, section = GOOD.split(f"\nrank {rank}\n")
     section, *after = section.split(f"\nrank {rank + 1}\n")
     forward, backward = section.split("program default backward")
@@ -103,7 +103,7 @@ def broken(*edits: tuple[str, str], rank: int, phase: str = "forward") -> Plan:
     return parse(f"\nrank {rank + 1}\n".join([f"{before}\nrank {rank}\n{section}", *after]))
 
 
-# rule, rank, phase, instruction of the violation, the edit, part of the message
+# name -> rule, rank, phase and instruction of the violation, the edit, part of the message
 CASES = {
     # 4: transfers
     "receive another number of rows": (

@@ -1,4 +1,4 @@
-"""Copies of the package with a change of the documents applied."""
+"""Copies of the package with a change from the documents applied."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def change(diff: str, folder: Path) -> dict[str, str]:
-    """Applies a diff to a copy of the package, its tests, documents and examples in a folder; rebuilds the core if it
-    changed; returns the environment in which Python finds the copy."""
+    """Copies the package with tests, documents and examples to a folder and applies a diff; rebuilds the core if the
+    diff changes it. Returns an environment in which Python finds the copy."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("apportion", "core", "docs", "examples", "tests"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)

@@ -1,4 +1,4 @@
-"""Faults for the conformance suite: bytes that a reader refuses, and plans that break a rule of the verifier."""
+"""Faults for the conformance suite: bytes that a reader must refuse, and plans that break a rule of the verifier."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.support.recurrences import changed, setting
 
 PLANS = Path(__file__).resolve().parents[1] / "plans"
 
-#: name -> (what is broken, bytes)
+#: name -> (reason or rule, bytes)
 Faults = dict[str, tuple[str, bytes]]
 
 
 def rebuilt(plan: Plan, **sections: Any) -> bytes:
-    """The plan with other sections, and their id."""
+    """The plan with some sections replaced, and a new id."""
     changed = replace(plan.sealed(), id=b"", **sections)
     return codec.encode_wire(replace(changed, id=section_id(changed)))
 
@@ -77,7 +77,7 @@ def _with_tables(plan: Plan, changed: Plan) -> bytes:
 
 
 def malformed(recurrent: Plan) -> Faults:
-    """name -> (the reason to refuse, as in FORMAT.md; bytes). recurrent: a plan with recurrent layers."""
+    """name -> (reason of the refusal, as in FORMAT.md; bytes). recurrent: a plan with recurrent layers."""
     plan = parse(broken_plans.GOOD)
     found = _envelopes(plan) | _sections(plan) | _tables(plan) | _values(plan) | _slices(plan)
     return found | _recurrent(recurrent)
@@ -122,7 +122,7 @@ def _recurrent(plan: Plan) -> Faults:
 
 
 def _envelopes(plan: Plan) -> Faults:
-    """Bytes that are not a plan, of another version, or with another id."""
+    """Bytes that are not a plan, have another version, or have a wrong id."""
     data, sealed = plan.encode(), plan.sealed()
     outer = msgpack.unpackb(data)
     return {
@@ -250,13 +250,13 @@ def _values(plan: Plan) -> Faults:
 
 
 def _arena_twice(plan: Plan) -> bytes:
-    """The plan with one tensor for the first two arenas of rank 1."""
+    """The plan with the same tensor for the first two arenas of rank 1."""
     second = int(plan.programs["default", "forward"]["arenas"]["tensor"][1])
     return _with_value(plan, "arenas", "tensor", second, 0)
 
 
 def _row_of_keys(plan: Plan) -> int:
-    """The number of an operand of KV."""
+    """The row of the first KV operand."""
     return int(np.flatnonzero(plan.programs["default", "forward"]["operands"]["tensor"] == 3)[0])
 
 
@@ -264,7 +264,7 @@ def _row_of_keys(plan: Plan) -> int:
 
 
 def broken(recurrent: Plan) -> Faults:
-    """name -> (the rule of the verifier that the plan breaks first, bytes). recurrent: a plan with recurrent layers."""
+    """name -> (the verifier's rule that the plan breaks first, bytes). recurrent: a plan with recurrent layers."""
     found = {
         name.replace(" ", "_"): broken_plans.broken(edit, rank=rank, phase=phase)
         for name, (_, rank, phase, _, edit, _) in broken_plans.CASES.items()
@@ -319,7 +319,7 @@ _OUTPUTS = "O.work[0:8).h1 -> O.home[0:8).h1"
 
 
 def _results(old: str, new: str) -> Plan:
-    """The hand-written plan of results, with a replacement in its text."""
+    """The hand-written plan `results.txt` with a replacement in its text."""
     written = (PLANS / "results.txt").read_text()
     assert old in written
     return parse(written.replace(old, new, 1))

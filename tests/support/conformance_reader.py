@@ -1,4 +1,4 @@
-"""The package as a reader of the conformance suite: conformance_reader.py read|check|run|verify PATH [OUTPUTS]"""
+"""This package as a reader of the conformance suite: conformance_reader.py read|check|run|verify PATH [OUTPUTS]"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class _Projection:
-    """The suite's projection, for some of the heads."""
+    """The suite's projection for a subset of the heads."""
 
     all: Weights
 
@@ -55,7 +55,7 @@ class _Projection:
 
 
 class _Inputs:
-    """The numbers of a case, read one array after another."""
+    """The input numbers of a case, read one array after another."""
 
     def __init__(self, path: Path) -> None:
         self._numbers, self._at = np.fromfile(path, "<f8"), 0
@@ -66,7 +66,7 @@ class _Inputs:
 
 
 def run(folder: Path) -> bytes:
-    """The numpy executor's outputs of a case."""
+    """The numpy executor's outputs for a case, as bytes."""
     plan, inputs = Plan.decode((folder / "case.plan").read_bytes()), _Inputs(folder / "inputs.f64")
     head, hidden = plan.header, int(inputs.take(1)[0])
     shapes = ((head.q_heads, head.head_dim), (head.kv_heads, head.head_dim), (head.kv_heads, head.v_head_dim))
