@@ -1,11 +1,12 @@
 // Array views for loops. They own no memory and do not depend on Python.
 //
 //   Column<T>      one dimension, T* and a size; Column<const T> is read only
-//   Matrix<T>      two dimensions, rows of contiguous numbers; rows may lie apart
-//   Ints, IntRows  the same, read only, of int32 or int64, as in the table's array; numbers are read as int64
-//   Reader         bytes from outside, always checked: throws Truncated
+//   Matrix<T>      two dimensions, rows of contiguous numbers; rows may be strided
+//   Ints, IntRows  the same, read only, of int32 or int64 as in a table's array; numbers are read as int64
+//   Reader         untrusted bytes, always checked: throws Truncated
 //
-// The sanitizer build (`make sanitize`) checks every index of every view: std::out_of_range, IndexError in Python.
+// The sanitizer build (`make sanitize`) checks every index of every view; errors are std::out_of_range, in Python
+// IndexError.
 #pragma once
 
 #include <cstddef>
@@ -68,7 +69,7 @@ class Matrix {
  public:
   using value_type = T;
   Matrix() = default;
-  // stride: numbers from one row to the next
+  // stride: the distance between rows, in numbers
   Matrix(T* data, std::int64_t rows, std::int64_t columns, std::int64_t stride)
       : data_(data), rows_(rows), columns_(columns), stride_(stride) {}
 
@@ -96,7 +97,7 @@ class Ints {
     check_index(index, size_);
     return narrow_ ? static_cast<const std::int32_t*>(data_)[index] : static_cast<const std::int64_t*>(data_)[index];
   }
-  // Returns `loop` applied to the column in its own type: compiles hot loops over one or two columns for each type.
+  // Applies `loop` to the column with its own type, so that hot loops are compiled for each type.
   template <class Loop>
   auto visit(Loop&& loop) const {
     if (narrow_) return loop(Column<const std::int32_t>(static_cast<const std::int32_t*>(data_), size_));
@@ -122,7 +123,7 @@ class IntRows {
     const std::int64_t bytes = row * stride_ * (narrow_ ? 4 : 8);
     return {static_cast<const char*>(data_) + bytes, narrow_, columns_};
   }
-  // The same for a matrix.
+  // Like `Ints::visit`, for a matrix.
   template <class Loop>
   auto visit(Loop&& loop) const {
     if (narrow_)
@@ -136,7 +137,7 @@ class IntRows {
   std::int64_t rows_ = 0, columns_ = 0, stride_ = 0;
 };
 
-// A table: rows of all ranks, rank after rank, as columns. ptr: the first row of each rank, and the end.
+// A table: the rows of all ranks, rank after rank, as columns. ptr: the first row of each rank, and the end.
 struct Table {
   static constexpr std::size_t FIELDS = 2;
   Column<const std::int64_t> ptr;
@@ -146,7 +147,7 @@ struct Table {
   std::int64_t size() const { return columns.columns(); }
 };
 
-// Untrusted bytes end early.
+// Thrown if untrusted bytes end too early.
 struct Truncated : std::out_of_range {
   Truncated() : std::out_of_range("the bytes end too early") {}
 };

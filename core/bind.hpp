@@ -1,13 +1,13 @@
-// Functions of the extension, from loops: def(m, "sums(rows, ptr)", sums).
+// Makes loops functions of the extension: def(m, "sums(rows, ptr)", sums).
 //
-//   argument   Column, Matrix, Ints, IntRows      an array
-//              a struct with FIELDS many members  a tuple of its members' forms
-//              a type with `Given`                that
-//              std::vector                        a sequence
+//   argument   Column, Matrix, Ints, IntRows      from an array
+//              a struct with FIELDS members       from a tuple with a value per member
+//              a type with `Given`                from a value of type `Given`
+//              std::vector                        from a sequence
 //   result     Array, Array2, Growing of numbers  an array
-//              Growing of structs of integers     an array, a column of the struct in each row
-//              std::tuple, pair, array            a tuple; of a struct, what its `fields` returns
-//              std::optional                      None
+//              Growing of structs of integers     an array, with a row per member of the struct
+//              std::tuple, pair, array            a tuple; for a struct, what its `fields` returns
+//              std::optional                      the value or None
 //
 // Arrays stay open during the call. Loops run without the GIL.
 #pragma once
@@ -27,7 +27,7 @@
 
 namespace apportion {
 
-// A submodule, whose stub is apportion/_core/NAME.pyi: bind adds its members.
+// A submodule whose stub is apportion/_core/NAME.pyi. bind: adds its members.
 struct Area {
   Area(const char* area_name, void (*area_bind)(nb::module_&)) : name(area_name), bind(area_bind) {
     all().push_back(*this);
@@ -40,14 +40,14 @@ struct Area {
   void (*bind)(nb::module_&);
 };
 
-// "name(first, second)"
+// Parses a signature "name(first, second)".
 struct Signature {
   explicit Signature(const char* text);
   std::string name;
   std::vector<std::string> arguments;
 };
 
-// Runs a loop without the GIL. The loop uses views only, no Python objects, results included.
+// Runs a loop without the GIL. The loop and its result use only views and owned memory, no Python objects.
 template <class Loop>
 auto unlocked(Loop&& loop) {
   nb::gil_scoped_release released;
@@ -62,7 +62,7 @@ inline constexpr bool IS_SEQUENCE = false;
 template <class T>
 inline constexpr bool IS_SEQUENCE<std::vector<T>> = true;
 
-// True for arguments that are made here, as opposed to by nanobind.
+// True for arguments that are converted here rather than by nanobind.
 template <class T>
 inline constexpr bool IS_OPENED =
     View<T> || IS_SEQUENCE<T> || requires { T::FIELDS; } || requires { typename T::Given; };
@@ -72,7 +72,7 @@ using Passed = std::conditional_t<IS_OPENED<std::remove_cvref_t<T>>, nb::handle,
 template <class T>
 using Taken = std::conditional_t<IS_OPENED<std::remove_cvref_t<T>>, std::remove_cvref_t<T>, T>;
 
-// Makes arguments of loops, and keeps their arrays open. name: of the argument, for errors.
+// Converts the arguments of loops and keeps their arrays open. name: of the argument, for errors.
 class Opener {
  public:
   template <class T, class Given>
@@ -118,7 +118,7 @@ class Opener {
   std::deque<Buffer> buffers_;
 };
 
-// An array over the memory of a kept object.
+// An array over the memory of an object, which it keeps alive.
 template <class Kept, class... Size>
 nb::object array_over(Kept&& memory, Size... size) {
   using Memory = std::remove_cvref_t<Kept>;
@@ -128,7 +128,7 @@ nb::object array_over(Kept&& memory, Size... size) {
   return nb::cast(nb::ndarray<nb::numpy, Number, nb::ndim<sizeof...(Size)>>(kept->data(), {std::size_t(size)...}, owner));
 }
 
-// Columns of structs of int32, or of int64.
+// The columns of structs of int32 or of int64.
 template <class Row, class Number = std::conditional_t<alignof(Row) == 8, std::int64_t, std::int32_t>>
 Array2<Number> columns_of(const Growing<Row>& rows) {
   constexpr std::size_t width = sizeof(Row) / sizeof(Number);
@@ -164,7 +164,7 @@ nb::object returned(T&& found) {
   }
 }
 
-// signature: as in the stub. Arguments that are not made here are nanobind's.
+// text: the signature as in the stub. nanobind converts the arguments that are not converted here.
 template <class Result, class... Given>
 void define(nb::module_& m, const char* text, Result (*loop)(Given...)) {
   const Signature signature(text);

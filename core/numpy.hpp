@@ -1,7 +1,7 @@
 // Views of numpy arrays.
 //
-// An array of another dtype or number of dimensions, a read-only one for numbers that are not const, and non-contiguous
-// numbers are a TypeError that names the argument: nothing is converted.
+// Nothing is converted: a wrong dtype or number of dimensions, a read-only array for numbers that are not const, and
+// non-contiguous numbers are a TypeError that names the argument.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -29,14 +29,14 @@ class Buffer {
   ~Buffer() {
     if (view_.obj != nullptr) PyBuffer_Release(&view_);
   }
-  // Throws TypeError, which names the argument.
+  // Throws TypeError with the argument's name.
   void open(nb::handle object, const char* name, int dimensions, bool writable);
 
-  // True if numbers are of a kind ('i', 'u', 'f' or '?') and a number of bytes.
+  // True if the numbers are of this kind ('i', 'u', 'f' or '?') and size.
   bool is(char kind, std::int64_t bytes) const;
   void* data() const { return view_.buf; }
   std::int64_t size(int dimension) const { return view_.shape[dimension]; }
-  // Distance between rows of a matrix, in numbers.
+  // The distance between rows of a matrix, in numbers.
   std::int64_t stride() const { return size(0) > 1 ? view_.strides[0] / view_.itemsize : size(1); }
 
  private:
@@ -82,7 +82,7 @@ void open_view(Matrix<T>& view, Buffer& buffer, nb::handle object, const char* n
 void open_view(Ints& view, Buffer& buffer, nb::handle object, const char* name);
 void open_view(IntRows& view, Buffer& buffer, nb::handle object, const char* name);
 
-// An uninitialized array owned by numpy, with a view to fill it. Create it with the GIL; filling does not need it.
+// An uninitialized array owned by numpy, with a view for filling it. Creating it needs the GIL; filling it does not.
 template <class View>
 class New : public View {
  public:

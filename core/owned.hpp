@@ -1,6 +1,6 @@
-// Memory that loops own, indexed like a view. As a result it becomes a numpy array without a copy (`bind.hpp`).
+// Memory that loops own, indexed like a view. A loop's result becomes a numpy array without a copy (`bind.hpp`).
 //
-//   Array<T>     a Column of that many equal values       Array2<T>   a Matrix of them
+//   Array<T>     a Column, initialized to a value       Array2<T>   a Matrix, initialized to a value
 //   Growing<T>   a std::vector
 #pragma once
 
@@ -23,9 +23,9 @@ class Array : public Column<T> {
   }
   template <class Values>
   static Array of(const Values& values) {
-    Array made(values.size());
-    for (std::int64_t i = 0; i < values.size(); ++i) made[i] = values[i];
-    return made;
+    Array copy(values.size());
+    for (std::int64_t i = 0; i < values.size(); ++i) copy[i] = values[i];
+    return copy;
   }
 
  private:
@@ -57,7 +57,7 @@ class Growing : public std::vector<T> {
   operator Column<const T>() const { return {this->data(), count()}; }
 };
 
-// The arrays as a tuple, to be returned.
+// Moves the arrays into a tuple, to return them.
 template <class... T>
 std::tuple<T...> moved(T&... each) {
   return {std::move(each)...};

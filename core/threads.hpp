@@ -7,8 +7,8 @@
 
 namespace apportion {
 
-// Calls one(0), one(1) .. one(count - 1) in parallel, each on a thread; rethrows the first exception. If no thread can
-// be created, the calling thread does its work.
+// Calls one(0), one(1) … one(count - 1) in parallel, each on a thread; rethrows the first exception. If no thread can
+// be created, the calling thread does the work.
 template <class One>
 void at_once(std::size_t count, One&& one) {
   std::vector<std::future<void>> others;

@@ -1,8 +1,8 @@
 // libFuzzer target: decodes, checks, walks and traces a program of a few ranks from arbitrary bytes, like `apportion
-// verify`. `make fuzz-core` builds and runs it, from the programs in corpus/.
+// verify`. `make fuzz-core` builds it and runs it from the programs in corpus/.
 //
-//   ranks u8 · flags u8: 1 backward, 2 walked together, 4 with a layer's projection
-//   each rank: home rows u16, size of its part u16, its part: the seven tables of the program
+//   ranks u8 · flags u8: 1 backward, 2 ranks walked together, 4 with a layer's projection
+//   for each rank: home rows u16, size of its part u16, its part: the seven tables of the program
 #include <algorithm>
 #include <cstdlib>
 
@@ -18,7 +18,7 @@ constexpr int64_t MOST_RANKS = 4, FARTHEST = (int64_t{1} << 30) - 1;
 constexpr int64_t SOME = int64_t{1} << 48;  // `LIMIT` of apportion/ir/isa.py
 const std::vector<int64_t> COLUMNS = {3, 6, 5, 3, 6, 9, 5};
 
-// Lowest and highest value of each column, for plans of MOST_RANKS ranks and two head sets besides all heads.
+// The lowest and highest value of each column, for plans of MOST_RANKS ranks with two head sets besides all heads.
 const std::vector<int64_t> RANGES = {
     1, 9,   1, SOME, 0, 65535,                                                        // arenas
     0, 9,   0, 1,    0, SOME,  0, SOME, 0,     65535, 0, 2,                           // operands
@@ -29,7 +29,7 @@ const std::vector<int64_t> RANGES = {
     0, SOME, 0, SOME, 0, SOME, 0, SOME, 0, 1,                                         // rowops
 };
 
-// Four query heads on two KV heads: all of them, the first two, the last two, which are no KV heads.
+// Head sets for four query heads and two KV heads: all heads, the first two, and the last two, which are no KV heads.
 struct Heads {
   int64_t bits[2][3] = {{0b1111, 0b0011, 0b1100}, {0b11, 0b11, 0}};
   int64_t number[2][3] = {{0, 1, 2}, {0, 0, 2}}, size[2][3] = {{4, 2, 2}, {2, 2, 2}};
@@ -43,7 +43,7 @@ struct Heads {
 };
 const Heads HEADS;
 
-// Decoded input: the tables of all ranks, and their memory sizes.
+// Decoded input: the tables of all ranks and their memory sizes.
 class Input {
  public:
   // Throws Truncated, Malformed.
@@ -99,7 +99,8 @@ bool is_wellformed(const Input& input) {
   return true;
 }
 
-// Like `_prepared` of apportion/ir/verify/walk/judge.py: excludes programs that are too large or of the other phase.
+// Like `_prepared` in apportion/ir/verify/walk/judge.py: excludes programs that are too large or have ops of the other
+// phase.
 bool is_followed(const Input& input, const std::vector<Table>& tables, int64_t rounds) {
   for (const std::size_t table : {1, 2, 3, input.is_backward() ? 5 : 4, 6}) {
     const IntRows& rows = tables[table].columns;
@@ -117,7 +118,7 @@ bool is_followed(const Input& input, const std::vector<Table>& tables, int64_t r
   return rounds <= 8 * op.size() + 1025 && tables[input.is_backward() ? 4 : 5].size() == 0;
 }
 
-// Rows or heads of each rank's arenas, [ranks, tensors].
+// The rows or heads of each rank's arenas, [ranks, tensors].
 Array2<int64_t> arenas(const Input& input, const Table& table, int64_t column) {
   Array2<int64_t> found(input.ranks(), TENSORS);
   for (int64_t rank = 0; rank < input.ranks(); ++rank)

@@ -1,19 +1,17 @@
 // `blend`: each rank in turn takes the densest and the sparsest remaining rows; then ranks exchange rows.
 //
-// Narrow documents (computable by one rank) are sorted by density; wide ones, which are not, come after them. A rank
-// takes x tokens of dense rows and the rest of sparse ones, where x gives its target of pairs.
+// Narrow documents, which one rank can compute, are sorted by density; wide documents come after them. A rank takes x
+// tokens of dense rows and the rest of its tokens of sparse rows, where x gives it its target of pairs.
 //
 //     narrow  │ sparse ──►  · · · · ·  ◄── dense │   wide  │ ──► heads · · · tails ◄── │
 //
-//     dense   the rest of a document that was begun (the stack); else the ends of the last wide document, until its
-//     rest
-//             is no longer dense; else narrow documents from the end, the last one's tail
-//     sparse  rests that are no longer dense (the queue), narrow documents from the front, the last one's head; when
-//     there
-//             are none, heads of wide documents
+//     dense   the rest of an unfinished document (the stack); else the ends of the last wide document, until its rest
+//             is no longer dense; else narrow documents from the end, and the tail of the last one taken
+// sparse  rests that are no longer dense (the queue); then narrow documents from the front, and the head of the last
+// one taken; if there are none, heads of wide documents
 //
 // A rank leaves at most three documents unfinished, so there are O(documents + ranks) pieces; each x is found by
-// bisection. Remaining imbalance is reduced by exchanges: equal numbers of dense and sparse rows between two ranks.
+// bisection. Exchanges of equally many dense and sparse rows between two ranks reduce the remaining imbalance.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -28,12 +26,12 @@ using std::int64_t;
 namespace blend {
 namespace {
 
-constexpr double FLAT = 0.25;  // a document whose halves differ by this share of its pairs at most is cut into shares
+constexpr double FLAT = 0.25;  // shares come only from a document's end if its halves differ by at most this fraction
 constexpr int64_t SPARE = 16;  // pieces added per rank by exchanges
-constexpr int64_t LOOKED_AT = 32;  // pieces of a rank considered for an exchange
-constexpr int64_t EXCHANGES = 8;   // per rank, at most
+constexpr int64_t LOOKED_AT = 32;  // pieces of a rank that are considered for an exchange
+constexpr int64_t EXCHANGES = 8;   // most exchanges per rank
 
-// Pairs up to any row: `Profile` of apportion/ir/masks/profile.py.
+// The number of pairs up to any row: `Profile` of apportion/ir/masks/profile.py.
 struct Profile {
   static constexpr std::size_t FIELDS = 4;
   Column<const int64_t> at, value, slope, below;
@@ -50,7 +48,7 @@ struct Piece {
   int64_t low, high, rank;
 };
 
-// The rest of a document. head: fraction of its shares that comes from its head.
+// The rest of a document. head: the fraction of each share that comes from the document's head.
 struct Document {
   int64_t low, high;
   double head;
@@ -61,7 +59,7 @@ class Walk {
  public:
   Growing<Piece> pieces;
 
-  // widest: pairs that one rank can compute.
+  // widest: the number of pairs that one rank can compute.
   Walk(Column<const int64_t> documents, const Profile& rows, double widest, double head)
       : rows_(rows), ends_(1), work_(1) {
     struct Known {
@@ -90,7 +88,7 @@ class Walk {
     tails_ = count(known) - 1;
   }
 
-  // Later ranks make up for a rank's excess or deficit.
+  // Fills all ranks; later ranks compensate for the excess or deficit of earlier ones.
   void run(Column<const int64_t> tokens, Column<const double> speeds) {
     int64_t work = work_.back();
     double speed = std::accumulate(speeds.begin(), speeds.end(), 0.0);
@@ -105,7 +103,7 @@ class Walk {
   }
 
  private:
-  // The pieces of the current rank: `tokens` tokens with `target` pairs.
+  // Takes pieces for the current rank: `tokens` tokens with about `target` pairs.
   void fill(int64_t tokens, double target) {
     unburden(tokens, target);
     while (tokens > 0 && has_ends()) {
@@ -136,7 +134,7 @@ class Walk {
     take_sparse(tokens - x);
   }
 
-  // Unfinished sparse rests that are too dense to combine with the sparsest count as dense from now on.
+  // Makes unfinished sparse rests dense if even the sparsest rows of this many tokens exceed the target.
   void unburden(int64_t tokens, double target) {
     while (real(sparse(tokens)) >= target + 1) {
       if (queued_ < count(queue_)) {
@@ -151,20 +149,20 @@ class Walk {
 
   // ---- evaluation
 
-  static constexpr int64_t NARROW = -1;  // narrow documents in place of one document's ends
+  static constexpr int64_t NARROW = -1;  // stands for narrow documents rather than one document's ends
 
   bool has_ends() const { return !stack_.empty() || heads_ <= tails_; }
   int64_t next_ends() const { return stack_.empty() ? tails_ : stack_.back(); }
 
-  // The most pairs of `tokens` tokens.
+  // The largest number of pairs of `tokens` tokens.
   int64_t most_of(int64_t tokens) const {
     const int64_t most = mixed(NARROW, tokens, narrow(tokens));
     if (!has_ends()) return most;
     return std::max(most, mixed(next_ends(), tokens, std::min(tokens, left_[next_ends()].size())));
   }
 
-  // The number of dense tokens, at most `most`, for `target` pairs. By bisection: pairs increase with that number, at
-  // least in the end.
+  // The number of dense tokens, at most `most`, that gives `target` pairs. By bisection, since pairs increase with that
+  // number, at least near the end.
   int64_t share(int64_t doc, int64_t tokens, double target, int64_t most) const {
     if (real(mixed(doc, tokens, most)) <= target) return most;
     int64_t least = 0;
@@ -175,22 +173,22 @@ class Walk {
     return least;
   }
 
-  // Pairs of `tokens` tokens, x of them dense.
+  // The pairs of `tokens` tokens, x of them dense.
   int64_t mixed(int64_t doc, int64_t tokens, int64_t x) const {
     return sparse(tokens - x) + (doc == NARROW ? dense(x) : ends(doc, x));
   }
 
-  // The number of tokens that come from a document's head.
+  // How many of a share's tokens come from the document's head.
   int64_t head_of(int64_t doc, int64_t tokens) const { return static_cast<int64_t>(real(tokens) * left_[doc].head); }
 
-  // Pairs of `tokens` tokens of a document's head and tail.
+  // The pairs of `tokens` tokens from a document's head and tail.
   int64_t ends(int64_t doc, int64_t tokens) const {
     const Document& one = left_[doc];
     const int64_t head = head_of(doc, tokens);
     return rows_.between(one.low, one.low + head) + rows_.between(one.high - tokens + head, one.high);
   }
 
-  // Pairs of the last `tokens` tokens of narrow documents, including the tail of the one before.
+  // The pairs of the last `tokens` tokens of narrow documents: whole documents and the tail of the one before them.
   int64_t dense(int64_t tokens) const {
     if (tokens <= 0 || dense_ < sparse_) return 0;
     const int64_t down = ends_[dense_ + 1] - tokens, start = first_from(sparse_ + 1, dense_ + 1, down);
@@ -198,7 +196,7 @@ class Walk {
     return work_[dense_ + 1] - work_[start] + rows_.between(high - rest, high);
   }
 
-  // Pairs of the sparsest `tokens` tokens.
+  // The pairs of the sparsest `tokens` tokens.
   int64_t sparse(int64_t tokens) const {
     int64_t pairs = 0;
     const auto add_head = [&](int64_t doc) {
@@ -221,12 +219,12 @@ class Walk {
     return pairs;
   }
 
-  // The first of documents [low, high) with at least `tokens` tokens before it, else high.
+  // The first of documents [low, high) with at least `tokens` tokens before it; high if there is none.
   int64_t first_from(int64_t low, int64_t high, int64_t tokens) const {
     return std::lower_bound(ends_.begin() + low, ends_.begin() + std::max(low, high), tokens) - ends_.begin();
   }
 
-  // Tokens left of narrow documents, or `most` if they are more.
+  // The number of tokens left in narrow documents, at most `most`.
   int64_t narrow(int64_t most) const {
     if (sparse_ > dense_) return 0;
     return std::min(left_[sparse_].size() + ends_[dense_ + 1] - ends_[sparse_ + 1], most);
@@ -282,16 +280,16 @@ class Walk {
   }
 
   Profile rows_;
-  std::vector<Document> left_;          // narrow ones first, by density
-  std::vector<int64_t> ends_, work_;    // tokens and pairs of the whole documents before each
-  std::vector<int64_t> queue_, stack_;  // rests that precede all other sparse, or dense, rows
-  int64_t sparse_ = 0, dense_ = 0;      // the first and the last narrow document left
-  int64_t heads_ = 0, tails_ = 0;       // the first and the last wide one
-  int64_t queued_ = 0;                  // the first in the queue
+  std::vector<Document> left_;          // the rests of documents: narrow ones first, by density
+  std::vector<int64_t> ends_, work_;    // for each document, tokens and pairs of all documents before it
+  std::vector<int64_t> queue_, stack_;  // rests that precede all other sparse (queue) or dense (stack) rows
+  int64_t sparse_ = 0, dense_ = 0;      // the first and last narrow document left
+  int64_t heads_ = 0, tails_ = 0;       // the first and last wide document left
+  int64_t queued_ = 0;                  // the next entry of the queue
   int64_t rank_ = 0;                    // the current rank
 };
 
-// Exchanges of rows, which add at most two pieces each.
+// Exchanges rows between ranks; each exchange adds at most two pieces.
 class Repair {
  public:
   Repair(const Profile& rows, Growing<Piece>& pieces, Column<const double> wanted) : rows_(rows), pieces_(pieces) {
@@ -302,7 +300,7 @@ class Repair {
     for (const Piece& piece : pieces) over_[piece.rank] += real(rows.between(piece.low, piece.high));
   }
 
-  // Repeats until no rank exceeds 1 + `tolerance` times its target of pairs, there are `room` pieces, or nothing helps.
+  // Exchanges until no rank exceeds 1 + `tolerance` times its target of pairs, there are `room` pieces, or none helps.
   void run(double tolerance, int64_t room) {
     std::vector<double> share(over_.size());
     for (int64_t turn = 0; turn < EXCHANGES * count(over_); ++turn) {
@@ -321,12 +319,12 @@ class Repair {
   }
 
  private:
-  // Exchanges the last rows of one piece for the first of another.
+  // An exchange of the last rows of one piece for the first rows of another.
   struct Exchange {
     int64_t mine = 0, other = 0, rows = 0;
   };
 
-  // The exchange of the fewest rows that moves `goal` pairs, else the one that moves the most.
+  // The exchange with the fewest rows that moves `goal` pairs; if none does, the one that moves the most pairs.
   Exchange best(int64_t busy, int64_t idle, double goal) const {
     Exchange best;
     bool enough = false;
@@ -357,13 +355,13 @@ class Repair {
     return found;
   }
 
-  // Pairs that leave the busy rank.
+  // The number of pairs that leave the busy rank.
   int64_t gain(const Exchange& one) const {
     const int64_t end = pieces_[one.mine].high, begin = pieces_[one.other].low;
     return rows_.between(end - one.rows, end) - rows_.between(begin, begin + one.rows);
   }
 
-  // The fewest rows of the exchange that move `goal` pairs.
+  // The smallest number of rows with which the exchange moves `goal` pairs.
   int64_t fewest(Exchange one, double goal) const {
     int64_t least = 0, most = one.rows;
     while (most - least > 1) {
@@ -384,7 +382,7 @@ class Repair {
 
   Profile rows_;
   Growing<Piece>& pieces_;
-  std::vector<double> over_, scale_;  // pairs above the target; the unit in which they are measured
+  std::vector<double> over_, scale_;  // for each rank, its pairs above the target, and the target as their unit
 };
 
 Growing<Piece> mix(Column<const int64_t> documents, const Profile& rows, Column<const int64_t> tokens,

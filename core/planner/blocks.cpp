@@ -12,8 +12,8 @@ using std::int64_t;
 
 namespace {
 
-// The starts of blocks of `block` tokens, and the end; for each its long sequence, or -1. Shorter neighbours of one group
-// share one.
+// The starts of blocks of `block` tokens, and the end; for each block its long sequence, or -1. Short neighbours of a
+// group share a block.
 std::pair<Growing<int64_t>, Growing<int64_t>> cut_axis(Column<const int64_t> sequences, Column<const int64_t> group, int64_t block) {
   Growing<int64_t> starts, owners;
   const auto add = [&](int64_t start, int64_t owner) {
@@ -35,7 +35,7 @@ std::pair<Growing<int64_t>, Growing<int64_t>> cut_axis(Column<const int64_t> seq
   return {std::move(starts), std::move(owners)};
 }
 
-// Pairs of bands whose query lies in each block.
+// The number of pairs of the bands with a query in each block.
 Array<int64_t> row_areas(Matrix<const int64_t> bands, Column<const int64_t> starts) {
   Array<int64_t> found(starts.size() - 1);
   for (int64_t band = 0; band < bands.rows(); ++band) {
@@ -49,7 +49,7 @@ Array<int64_t> row_areas(Matrix<const int64_t> bands, Column<const int64_t> star
   return found;
 }
 
-// Blocks i and m-1-i of a sequence with increasing weight share a piece; any other block is its own.
+// Numbers the pieces: blocks i and m-1-i of a sequence with increasing weight share one; other blocks have their own.
 Array<int64_t> tie(Column<const int64_t> owner, Column<const int64_t> weight, Column<const int64_t> lengths) {
   Array<int64_t> piece(owner.size());
   int64_t pieces = 0;

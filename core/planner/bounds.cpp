@@ -1,4 +1,4 @@
-// Foreign KV tokens: the bound that stands at the head of apportion/planner/bounds.py, where `reach` is drawn.
+// Lower bound on foreign KV tokens; the head of apportion/planner/bounds.py explains it, with a drawing of `reach`.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -15,19 +15,19 @@ namespace bounds {
 namespace {
 
 constexpr int64_t INF = int64_t{1} << 62;
-// In tokens; keeps rounded values below the true bound: pairs err by at most 1,024, and only in rows with millions of
-// pairs, or in their roots.
+// In tokens; keeps rounded values below the true bound: rounding changes pairs by at most 1,024, and only for rows with
+// millions of pairs, or in their roots.
 constexpr double SLACK = 1e-3;
 
-// The quotient, rounded up, of a positive divisor.
+// The quotient by a positive divisor, rounded up.
 int64_t over(int64_t value, int64_t by) { return value > 0 ? (value - 1) / by + 1 : value / by; }
 
-// Limits of a rank: tokens and pairs; and the number of ranks.
+// The limits of a rank in tokens and pairs, and the number of ranks.
 struct Caps {
   int64_t tokens, load, ranks;
 };
 
-// A range of keys and its tokens that must leave home, counted once for each rank that needs them.
+// A range of keys, and its number of tokens that must leave home, counted once per rank that needs them.
 struct Foreign {
   int64_t low, end, tokens;
 };
@@ -35,16 +35,16 @@ struct Foreign {
 struct Band {
   int64_t q0, q1, k0, k1, dmin, dmax;
 
-  // True for rows that one rank cannot hold, or compute alone.
+  // True for rows that one rank cannot hold or cannot compute alone.
   bool is_wide(const Caps& caps) const {
     return q1 - q0 > caps.tokens || area_of(q0, q1, k0, k1, dmin, dmax) > caps.load;
   }
-  // True if rows see all keys from a common one up to at least their own.
+  // True if all rows see all keys from a common one up to at least their own.
   bool is_stair() const { return dmin <= 0 && dmax >= q1 - 1 - k0 && k1 >= q1 && k0 <= q0; }
   bool joins(const Band& lower) const { return is_stair() && lower.is_stair() && k0 == lower.k0 && lower.q0 == q1; }
 };
 
-// Pairs of the first rows of a stair under a window (no longer than the stair).
+// The number of pairs of the first rows of a stair with a window, which is no longer than the stair.
 double pairs_of(int64_t rows, int64_t window) {
   const double held = real(std::min(rows, window)), rest = real(std::max<int64_t>(rows - window, 0));
   return held * (held + 1) / 2 + rest * real(window);
@@ -57,8 +57,8 @@ double rows_of(double pairs, int64_t window) {
   return inside + std::max(pairs - corner, 0.0) / real(window);
 }
 
-// For the part of a band whose rows see up to their own key. `reach`: least reach of each rank in turn, as long as it
-// is beyond the first row.
+// The foreign tokens of the part of a band whose rows see up to their own key. reach: the smallest reach of each rank
+// in turn, as long as it extends beyond the first row.
 Foreign of_stair(const Band& band, const Caps& caps) {
   const int64_t start = std::max(band.q0, band.k0), end = std::min(band.q1, band.k1);
   const bool plain = band.dmax >= end - 1 - band.k0;
@@ -82,7 +82,7 @@ Foreign of_stair(const Band& band, const Caps& caps) {
   return {low, end, plain ? reached - std::min(size, caps.tokens * holders) : strip};
 }
 
-// For rows of a band that see all of its keys: summed over ranks with such rows, all but one miss all keys.
+// The foreign tokens for rows of a band that see all its keys: all ranks with such rows but one lack all keys.
 int64_t of_block(const Band& band, const Caps& caps) {
   const int64_t keys = band.k1 - band.k0;
   const int64_t upto = std::min(band.q1, band.k0 + std::min(band.dmax, INF / 2) + 1);
@@ -91,7 +91,7 @@ int64_t of_block(const Band& band, const Caps& caps) {
   return std::max<int64_t>(over(std::max<int64_t>(rows, 0), per_rank) - 1, 0) * keys;
 }
 
-// Joins bands of one stair.
+// The foreign ranges of bands; bands of one stair are joined.
 std::vector<Foreign> foreign(Matrix<const int64_t> bands, const Caps& caps) {
   std::vector<Foreign> found;
   const auto at = [&](int64_t row) {
@@ -112,7 +112,7 @@ std::vector<Foreign> foreign(Matrix<const int64_t> bands, const Caps& caps) {
   return found;
 }
 
-// The largest sum of tokens over ranges that do not overlap: interval scheduling.
+// The largest sum of tokens over disjoint ranges, by interval scheduling.
 int64_t most_apart(std::vector<Foreign> ranges) {
   std::sort(ranges.begin(), ranges.end(), [](const Foreign& one, const Foreign& other) { return one.end < other.end; });
   std::vector<int64_t> ends{0}, best{0};

@@ -1,6 +1,6 @@
-// Times of attention tasks from the grids of the hardware: see apportion/planner/cost.py.
+// The times of attention tasks from the hardware's grids: see apportion/planner/cost.py.
 //
-//   pairs   causal pairs or less         causal ── pairs ──► full
+//   pairs   causal pairs or fewer        causal ── pairs ──► full
 //           one tile ──► causal grid     between the two grids           linear in between
 #include <algorithm>
 
@@ -12,7 +12,7 @@ using std::int64_t;
 
 namespace {
 
-// Divides integers like numpy.
+// Divides integers as floats, like numpy.
 double ratio(int64_t one, int64_t other) { return static_cast<double>(one) / static_cast<double>(other); }
 
 int64_t causal_pairs(int64_t rows, int64_t keys) {
@@ -20,8 +20,8 @@ int64_t causal_pairs(int64_t rows, int64_t keys) {
   return rows * keys - side * (side - 1) / 2;
 }
 
-// Grids of a phase: `PhaseCost` of cost.py. points: rows of the axis; cell, offset: for each number of tiles; full,
-// causal: [5, cells], c0 + c1 x + c2 y + c3 x y + c4 min(x, y).
+// The grids of a phase: `PhaseCost` of cost.py. points: rows of the axis; cell, offset: by number of tiles; full,
+// causal: [5, cells], the coefficients of c0 + c1 x + c2 y + c3 x y + c4 min(x, y).
 struct Grids {
   static constexpr std::size_t FIELDS = 9;
   Column<const int64_t> points, cell;
@@ -32,7 +32,7 @@ struct Grids {
 
   double task_us(int64_t rows, int64_t keys, int64_t pairs) const {
     double time = full_us(rows, keys);
-    // one row or key is both full and causal, and takes the lower price
+    // a single row or key is both full and causal, and gets the lower price
     if (pairs < rows * keys || std::min(rows, keys) == 1) time = part_us(time, rows, keys, pairs);
     return std::max(time, static_cast<double>(pairs) * pair_us);
   }
@@ -47,8 +47,8 @@ struct Grids {
     return time + (whole - time) * std::clamp(above, 0.0, 1.0);
   }
 
-  // Interpolates between a band one tile wide, the minimum for every row and key of a task, and the causal band; adds
-  // the extra time for windows.
+  // Interpolates between a band one tile wide, the minimum that covers every row and key of a task, and the causal
+  // band; adds the extra time for windows.
   double sparse_us(double time, int64_t rows, int64_t keys, int64_t pairs, int64_t corner) const {
     const double least = std::min(std::max(full_us(rows, 1), full_us(1, keys)), time);
     const int64_t narrowest = std::max(rows, keys);
@@ -75,14 +75,14 @@ struct Grids {
   }
   int64_t tiles(int64_t rows) const { return std::min((rows + tile - 1) / tile, cell.size() - 1); }
 
-  // Rows rounded up to tiles, and clipped to the axis.
+  // The last point of the axis; `seen` rounds rows up to tiles, `on_axis` also clips them to the axis.
   int64_t last() const { return points[points.size() - 1]; }
   bool is_beyond(int64_t rows, int64_t keys) const { return std::max(rows, keys) > last(); }
   int64_t seen(int64_t rows) const { return std::max((rows + tile - 1) / tile * tile, points[0]); }
   int64_t on_axis(int64_t rows) const { return std::min(seen(rows), last()); }
 };
 
-// Time of each task; a column of one number is broadcast. q_row_us, kv_row_us: of reading and writing a row of one head.
+// The time of each task; columns of one number are broadcast. q_row_us, kv_row_us: to read and write a row of one head.
 Array<double> task_us(const Grids& phase, double scale, double q_row_us, double kv_row_us,
                       const std::vector<Column<const int64_t>>& columns) {
   int64_t count = 1;

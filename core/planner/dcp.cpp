@@ -1,4 +1,4 @@
-// DCP: exchanges homes within nodes to relieve the busiest links, and divides cells (Listing 3).
+// DCP: exchanges homes within nodes to relieve the busiest links, and divides cells into divisions (Listing 3).
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -16,26 +16,27 @@ using std::int64_t;
 namespace dcp {
 namespace {
 
-constexpr double GAIN = 0.01;  // an exchange shortens the longer of the two ranks' times by at least this share of it
-// Bytes added inside the node by an exchange weigh this much more than its time on one rank's links: of 0 to 16, higher
-// values save more bytes, and lose little time up to here.
+constexpr double GAIN = 0.01;  // an exchange shortens the longer of the two ranks' times by at least this fraction
+// The weight of bytes that an exchange adds within the node, relative to its time on one rank's links. Of the values 0
+// to 16, higher ones save more bytes; up to this one, they lose little time.
 constexpr double DEAR = 8.0;
-constexpr int64_t TURNS = 2;  // exchanges per block, at most
+constexpr int64_t TURNS = 2;  // most exchanges per block
 
-// A case whose hyperedges begin with their source block, in the first vertices, and ranks of all vertices.
+// A hypergraph and the ranks of its vertices. The first vertices are the blocks; each hyperedge starts with its source
+// block.
 struct Placed {
   static constexpr std::size_t FIELDS = 5;
   Column<const int64_t> ptr, pins, price, rank;
-  int64_t queries;  // hyperedges of queries, the first
+  int64_t queries;  // number of hyperedges of queries, which come first
 };
 
-// GB/s of a rank's links inside its node, and of its share of the NICs.
+// GB/s of a rank's links within its node, and of its share of the NICs.
 struct Links {
   static constexpr std::size_t FIELDS = 2;
   double within, between;
 };
 
-// Bytes of a rank, inside the node and to others.
+// The bytes that a rank sends and receives within its node [0] and between nodes [1].
 struct Traffic {
   int64_t sent[2] = {}, received[2] = {};
 
@@ -45,7 +46,7 @@ struct Traffic {
   }
 };
 
-// Additional bytes that a rank sends and receives inside its node.
+// The additional bytes that a rank sends and receives within its node.
 struct Change {
   int64_t sent, received;
 };
@@ -53,7 +54,7 @@ struct Change {
 struct Block {
   int64_t home, tokens;
   bool free;
-  int64_t away = 0, near = 0;  // bytes to other nodes; to all ranks of its node that need it
+  int64_t away = 0, near = 0;  // bytes to other nodes; bytes to all ranks of its node that need it
 };
 
 class Homes {
@@ -78,7 +79,7 @@ class Homes {
     for (int64_t rank = 0; rank < caps.size(); ++rank) time_[rank] = ranks_[rank].time(gbs);
   }
 
-  // Exchanges blocks of the busiest rank for blocks of another rank of its node, as long as that shortens times.
+  // Exchanges blocks of the busiest rank for blocks of another rank of its node while that shortens times.
   void exchange() {
     const Array<bool> stuck(time_.size());
     for (int64_t turn = 0; turn < TURNS * count(blocks_); ++turn) {
@@ -102,13 +103,13 @@ class Homes {
   Array<double> take_times() { return std::move(time_); }
 
  private:
-  // A block of the busiest rank, and one of another.
+  // A block of the busiest rank and one of another rank.
   struct Pair {
     int64_t one = -1, other = -1;
   };
 
-  // A hyperedge goes from its block's home to all other ranks that it spans. Keys go once to each other node, whose
-  // ranks share the received rows.
+  // Adds traffic: a hyperedge goes from its block's home to all other ranks that it spans. Keys go once to each other
+  // node, whose ranks share the received rows.
   void add(const Placed& given) {
     const Array<int64_t> seen(caps_.size(), -1), entered(count(of_node_), -1);
     for (int64_t edge = 0; edge < given.price.size(); ++edge) {
@@ -135,7 +136,7 @@ class Homes {
     }
   }
 
-  // The exchange with the smallest maximum of the two ranks' times; none if no exchange helps.
+  // The exchange after which the longer of the two ranks' times is smallest; none if no exchange helps.
   Pair best(int64_t busy) const {
     Pair best;
     double least = (1 - GAIN) * time_[busy];
@@ -161,7 +162,7 @@ class Homes {
     return best;
   }
 
-  // The change of a rank from replacing one block by another.
+  // The change for a rank if one block replaces another.
   Change change(int64_t gone, int64_t come, int64_t rank) const {
     const int64_t leaves = here_[gone][rank % per_node_], enters = here_[come][rank % per_node_];
     return {(blocks_[come].near - enters) - (blocks_[gone].near - leaves), leaves - enters};
@@ -195,7 +196,7 @@ class Homes {
 
 // ---- divisions
 
-// The query or key tile of a cell, its rank, and bytes, 0 if that is the cell's rank.
+// The query or key tile of a cell, the rank that holds it, and its bytes, 0 if that is the cell's rank.
 struct Need {
   int64_t tile, source, size;
 };
@@ -209,7 +210,7 @@ class Divisions {
   Divisions(Growing<Cell> cells, int64_t tiles, int64_t ranks, int64_t divisions)
       : cells_(std::move(cells)), got_(tiles, -1), needed_(ranks), spent_(ranks), divisions_(divisions) {}
 
-  // The cells of a rank, in order; fills `division`.
+  // Fills `division` for the cells of a rank, in order.
   void divide(Column<const int32_t> mine, int64_t rank, Column<int32_t> division) {
     std::fill(needed_.begin(), needed_.end(), 0);
     for (const int32_t cell : mine) fetch(cells_[cell], rank, needed_);
@@ -230,7 +231,7 @@ class Divisions {
  private:
   int64_t missing(const Need& need, int64_t rank) const { return got_[need.tile] == rank ? 0 : need.size; }
 
-  // Adds to `spent`, by source, the tiles of the cell that are not yet received.
+  // Adds the bytes of the cell's tiles that are not yet received to `spent`, by source.
   void fetch(const Cell& cell, int64_t rank, const Array<int64_t>& spent) {
     for (const Need& need : cell.side) {
       spent[need.source] += missing(need, rank);
@@ -238,7 +239,7 @@ class Divisions {
     }
   }
 
-  // True if no source sends more than its share of its total to the rank.
+  // True if no source then sends the rank more than one division's share of its total.
   bool fits(const Cell& cell, int64_t rank) const {
     const int64_t missed[2] = {missing(cell.side[0], rank), missing(cell.side[1], rank)};
     const bool same = cell.side[0].source == cell.side[1].source;
@@ -250,12 +251,12 @@ class Divisions {
   }
 
   Growing<Cell> cells_;
-  Array<int64_t> got_;             // the last rank that has fetched each tile
+  Array<int64_t> got_;             // the last rank that fetched each tile
   Array<int64_t> needed_, spent_;  // by source
   int64_t divisions_;
 };
 
-// The homes of blocks after exchanges, and the time of each rank.
+// Exchanges blocks; returns their homes and the time of each rank.
 std::pair<Array<int64_t>, Array<double>> exchange(const std::vector<Placed>& placed, Column<const bool> free,
                                                   Column<const int64_t> tokens, Column<const int64_t> caps,
                                                   int64_t per_node, Links gbs) {
@@ -266,7 +267,7 @@ std::pair<Array<int64_t>, Array<double>> exchange(const std::vector<Placed>& pla
   return {std::move(home), homes.take_times()};
 }
 
-// How cells become tiles: head groups, sets of KV heads, bytes of a row of queries and of keys.
+// How cells become tiles: numbers of head groups and of sets of KV heads, bytes of a row of queries and of keys.
 struct Tiles {
   static constexpr std::size_t FIELDS = 4;
   int64_t groups, key_sets, q_bytes, k_bytes;
@@ -288,11 +289,11 @@ Array<int32_t> divide(Ints q, Ints k, Ints rank, Column<const int64_t> home, Col
   }
   Array<int32_t> order(rank.size()), division(rank.size());
   counting_order<Ints, int32_t>(rank, ranks, order);
-  Divisions made(std::move(cells), (tiles.groups + tiles.key_sets) * home.size(), ranks, divisions);
+  Divisions divider(std::move(cells), (tiles.groups + tiles.key_sets) * home.size(), ranks, divisions);
   for (int64_t begin = 0, end = 0; begin < rank.size(); begin = end) {
     const int64_t one = rank[order[begin]];
     while (end < rank.size() && rank[order[end]] == one) ++end;
-    made.divide(order.slice(begin, end), one, division);
+    divider.divide(order.slice(begin, end), one, division);
   }
   return division;
 }

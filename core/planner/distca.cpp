@@ -1,14 +1,13 @@
-// The greedy migration of DistCA (section 4.2): shares of pairs (apportion/planner/place/distca/parts.py) go from
+// The greedy migration of DistCA (section 4.2): moves shares of pairs (apportion/planner/place/distca/parts.py) from
 // surplus to deficit servers.
 //
-// Servers are filled in the order of their deficits. For each, every share of a pair that a surplus server has could
-// give
+// Servers are filled in the order of their deficits. For each, every share of a surplus server could give
 //
 //     dF_max = min(the share's work, its server's surplus, the deficit)
 //
-// by its last rows or its first, V bytes (Appendix B); the share with the largest E = dF_max / V gives them. Rows the
-// server has already, at home or for other pairs, can be free. Passes halve the tolerance, and then the step of
-// cuts, until loads are within the tolerance on both sides.
+// from its first or last rows, V bytes (Appendix B); the share with the largest E = dF_max / V does. Rows that the
+// server already has, at home or for other pairs, can be free. Passes halve the tolerance, and then the step of cuts,
+// until loads are within the tolerance on both sides.
 #include <numeric>
 
 #include "bind.hpp"
@@ -21,11 +20,11 @@ using std::int64_t;
 namespace distca {
 namespace {
 
-constexpr double FREE = 1e-30;       // bytes assumed for a free move: its E exceeds all others
-constexpr double SURELY = 1 - 1e-9;  // this fraction of an E is smaller than it, despite rounding
+constexpr double FREE = 1e-30;       // bytes assumed for a free move, whose E then exceeds all others
+constexpr double SURELY = 1 - 1e-9;  // this fraction of an E is smaller than E, despite rounding
 constexpr int64_t BESIDE = 4;        // candidates within this distance of the last best one are similar to it
-constexpr int HALVINGS = 6;          // how often a share is halved until it fits the caps
-constexpr int64_t SWEEP = 32;        // the list of candidates is swept after this many servers
+constexpr int HALVINGS = 6;          // most halvings of a share to fit the caps
+constexpr int64_t SWEEP = 32;        // number of servers between sweeps of the candidates
 
 struct Choice {
   int64_t share = -1;
@@ -34,7 +33,7 @@ struct Choice {
 
 enum class Given { ROWS, NO_CUT, CAPPED };
 
-// Outcome of the passes: `Ended` of distca/parts.py.
+// The outcome of the passes: `Ended` of distca/parts.py.
 struct Ended {
   int64_t passes = 0, moves = 0, forbidden = 0, below = 0, grain = 0;
 };
@@ -76,8 +75,8 @@ class Migration {
     for (int64_t rank = 0; rules.capped && rank < speeds.size(); ++rank) recount(rank, 1);
   }
 
-  // The paper's single pass, or, two-sided, passes with half the tolerance each, only from servers above the tolerance;
-  // finer cuts if nothing moves.
+  // The paper's single pass; if two-sided, passes with half the previous tolerance each, which take only from servers
+  // above the tolerance, with finer cuts if nothing moves.
   Ended run() {
     const double asked = rules_.tolerance, least = asked / (2 * real(count(servers)));
     Ended ended;
@@ -99,7 +98,7 @@ class Migration {
     }
   }
 
-  // The busiest server's load over its target, less 1.
+  // The busiest server's load relative to its target, minus 1.
   double imbalance() const {
     double most = 1;
     for (const Server& server : servers)
@@ -145,7 +144,7 @@ class Migration {
     }
   }
 
-  // Servers short of their targets, the largest deficit first.
+  // The servers below their targets, largest deficit first.
   std::vector<int64_t> by_deficit() const {
     std::vector<int64_t> order(servers.size());
     std::iota(order.begin(), order.end(), 0);
@@ -160,7 +159,7 @@ class Migration {
 
   // ---- candidates
 
-  // Candidates sorted by decreasing `most_e`, which no part exceeds by much.
+  // Lists candidates by descending `most_e`, which the E of no part exceeds by much.
   void find_candidates() {
     candidates_.clear();
     place_.assign(shares.size(), -1);
@@ -180,8 +179,8 @@ class Migration {
     for (int64_t place = 0; place < count(candidates_); ++place) place_[candidates_[place].share] = place;
   }
 
-  // Lower bound of a candidate's price: the keys of its last row, and rows in proportion to work less one, because of
-  // rounding. None for shares other than a pair's first: their servers' holdings are not considered beforehand.
+  // Notes a lower bound on a candidate's price: the keys of its last row, and rows in proportion to work, less one for
+  // rounding. Only a pair's first share has one, since the other shares' servers are not considered beforehand.
   void note_price(Candidate& one) const {
     const Share& share = shares[one.share];
     one.work = real(share.work);
@@ -214,8 +213,8 @@ class Migration {
 
   // ---- the best share
 
-  // Bytes of rows of a pair for server `to`. For a head and its mirror image the head's rows count, as in the authors'
-  // code.
+  // The bytes of rows of a pair for server `to`. For a head and its mirror image only the head's rows count, as in the
+  // authors' code.
   double price(const Pair& pair, Range rows, int64_t to) const {
     const double queries = real(holding_.missing_queries(pair, rows, to));
     const int64_t keys = holding_.missing_keys(pair, rows, to, rules_.kv_free);
@@ -223,7 +222,7 @@ class Migration {
     return std::max(FREE, counted * real(rules_.priced_q) + real(keys * rules_.kv_bytes));
   }
 
-  // E of a share for server `to`, 0 if it is not a candidate.
+  // The E of a share for server `to`; 0 if it is not a candidate.
   double score(int64_t i, int64_t to) const {
     const Share& share = shares[i];
     const Server& server = servers[share.at];
@@ -236,8 +235,8 @@ class Migration {
     return work / price(pairs_[share.pair], rows, to);
   }
 
-  // Considers the first share, numbered like the pair, of every pair of which `to` has some queries or keys: later
-  // shares went to servers with a deficit.
+  // Considers the first share, numbered like its pair, of every pair of which `to` has queries or keys; later shares
+  // went to servers with a deficit.
   void consider_held(Choice& found, int64_t to, const std::vector<std::vector<int64_t>>& pairs_of,
                      const std::vector<int64_t>& got) const {
     Choice own;
@@ -253,9 +252,9 @@ class Migration {
     if (own.e > found.e) found = own;
   }
 
-  // The best candidate for server `to`: first pairs of which it has rows, then others until none can be better. Skips
-  // those that are certainly worse than the best so far, or than a neighbour of the last best one, which is considered
-  // when its turn comes: most are skipped.
+  // The best candidate for server `to`: first among pairs of which it has rows, then among the others until none can be
+  // better. Skips most candidates: those certainly worse than the best so far, or than a neighbour of the last best
+  // one, which is itself considered in its turn.
   Choice best(int64_t to) {
     Choice found;
     consider_held(found, to, of_q_, holding_.queries());
@@ -285,7 +284,7 @@ class Migration {
     return found;
   }
 
-  // Like `best`, without skipping candidates: for tests.
+  // Like `best`, but without skipping candidates, for tests.
   Choice best_of_all(int64_t to) const {
     Choice found;
     consider_held(found, to, of_q_, holding_.queries());
@@ -300,7 +299,7 @@ class Migration {
 
   // ---- moves
 
-  // Moves rows of a share to server `to`, unless no cut is fine enough, or caps forbid all such cuts.
+  // Moves rows of a share to server `to`, unless no cut is fine enough or caps forbid all cuts.
   Given give(int64_t i, int64_t to) {
     const Share share = shares[i];
     const Server &from = servers[share.at], &taker = servers[to];
@@ -322,7 +321,7 @@ class Migration {
   }
 
   // The last or first rows of the share with about `work`, whichever cost fewer bytes per pair; empty if no cut is fine
-  // enough. Under caps the last, which are the fewest; for a head and its mirror image the innermost.
+  // enough. With caps it is the last rows, which are the fewest; for a head and its mirror image, the innermost.
   Range part(const Share& share, double work, double spare, int64_t to) const {
     const Pair& pair = pairs_[share.pair];
     const Range rows = share.rows;
@@ -335,7 +334,7 @@ class Migration {
     return first;
   }
 
-  // Moves the first, the last or all rows of the share, with `moved` work, to server `to`.
+  // Moves the first, the last or all rows of the share, whose work is `moved`, to server `to`.
   void move(int64_t i, Range rows, int64_t moved, int64_t to) {
     Share& share = shares[i];
     servers[share.at].load -= moved;
@@ -357,7 +356,7 @@ class Migration {
     tried_.push_back(-1);
   }
 
-  // The holding of a server, newest shares first.
+  // Fills the holding of a server, newest shares first.
   void open(Holding& holding, int64_t server) const {
     holding.clear();
     const std::vector<int64_t>& own = servers[server].shares;
@@ -371,7 +370,7 @@ class Migration {
     if (rules_.capped) recount(server, sign);
   }
 
-  // Books (sign 1), or reverts (-1), the rows that the server receives and returns.
+  // Books (sign 1) or reverts (-1) the rows that the server receives and returns.
   void recount(int64_t server, int64_t sign) {
     open(other_, server);
     Server& own = servers[server];
@@ -413,7 +412,7 @@ class Migration {
     return fit;
   }
 
-  // Books (sign 1), or reverts (-1), the keys that leave their homes for rows of a pair on `to`.
+  // Books (sign 1) or reverts (-1) the keys that leave their homes for rows of a pair on `to`.
   void leave(const Pair& pair, Range rows, int64_t to, int64_t sign) {
     const Range seen = pair.keys_of(rows);
     for (int64_t k = pair.k; k < pair.k_end; ++k)
@@ -424,12 +423,12 @@ class Migration {
   Column<const int64_t> starts_, home_, origin_;
   Rules rules_;
   bool exhaustive_;
-  Holding holding_, other_;                                  // of the current server; of another one
+  Holding holding_, other_;                                  // of the current server and of another one
   std::vector<std::vector<int64_t>> of_q_, of_k_, of_home_;  // pairs of query and of key blocks, blocks of ranks
   std::vector<Candidate> candidates_;
-  std::vector<int64_t> place_;  // of each share among the candidates, or -1
-  std::vector<int64_t> tried_;  // for each share: the server for which it was tried in vain
-  int64_t last_ = -1;           // the share that was the best candidate last
+  std::vector<int64_t> place_;  // the index of each share among the candidates, or -1
+  std::vector<int64_t> tried_;  // for each share, the last server for which it was tried in vain
+  int64_t last_ = -1;           // the last share that was the best candidate
 };
 
 // Columns of `Pairs` of distca/parts.py.
@@ -455,14 +454,15 @@ auto migrate(const Units& of, Column<const int64_t> home, Column<const int64_t> 
   std::vector<Pair> pairs;
   for (int64_t i = 0; i < of.q.size(); ++i)
     pairs.push_back({of.q[i], of.k[i], of.k_end[i], of.length[i], all.slice(of.first[i], of.first[i + 1])});
-  Migration made(pairs, of.starts, home, origin, speeds, speed, rules, exhaustive);
-  const Ended ended = made.run();
+  Migration migration(pairs, of.starts, home, origin, speeds, speed, rules, exhaustive);
+  const Ended ended = migration.run();
   Growing<Moved> shares;
-  for (const Share& one : made.shares) shares.push_back({one.pair, one.rows.low, one.rows.high, one.at});
+  for (const Share& one : migration.shares) shares.push_back({one.pair, one.rows.low, one.rows.high, one.at});
   Growing<Filled> servers;
-  for (const Server& one : made.servers) servers.push_back({one.load, one.sent, one.received, one.held});
+  for (const Server& one : migration.servers) servers.push_back({one.load, one.sent, one.received, one.held});
   return std::tuple(std::move(shares), std::move(servers),
-                    std::tuple(ended.passes, ended.moves, ended.forbidden, ended.below, made.imbalance(), ended.grain));
+                    std::tuple(ended.passes, ended.moves, ended.forbidden, ended.below, migration.imbalance(),
+                               ended.grain));
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Units of DistCA's migration: rows of one home paired with the keys of another, or with all keys that they see. Their
-// geometry, and the holdings of servers.
+// The units of DistCA's migration: rows of one home paired with the keys of another, or with all keys that they see;
+// their geometry, and the holdings of servers.
 //
-//   rows       of a pair: global tokens; of a folded one steps of a causal walk from both ends, see distca/homes.py
-//   folded     length > 0, the tokens of its sequence; one cell has [q0, q1) steps and [k0, k1) tokens
+//   rows       of a pair: global tokens; of a folded pair: steps of a causal walk from both ends, see distca/homes.py
+//   folded     length > 0, the tokens of the sequence; the only cell has [q0, q1) steps and [k0, k1) tokens
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ struct Cell {
   int64_t q0, q1, k0, k1, dmin, dmax;
 };
 
-// Pairs of the first `step` steps of a causal walk: steps 2i and 2i + 1 see length + 1 keys together.
+// The number of pairs of the first `step` steps of a causal walk: steps 2i and 2i + 1 together see length + 1 keys.
 inline int64_t step_work(int64_t length, int64_t step) {
   const int64_t half = step / 2;
   return half * (length + 1) + step % 2 * (half + 1);
@@ -49,7 +49,7 @@ struct Pair {
 
   bool folded() const { return length > 0; }
 
-  // Pairs of tokens of some rows.
+  // The number of token pairs of these rows.
   int64_t work(Range rows) const {
     if (folded()) return step_work(length, rows.high) - step_work(length, rows.low);
     int64_t total = 0;
@@ -63,7 +63,7 @@ struct Pair {
     return total;
   }
 
-  // Hull of the visible keys of some rows, empty if there are none.
+  // The hull of the keys that these rows see; empty if there are none.
   Range keys_of(Range rows) const {
     if (folded()) {
       const int64_t begin = cells[0].k0;
@@ -78,7 +78,7 @@ struct Pair {
     return {std::min(hull.low, hull.high), hull.high};
   }
 
-  // Hull of the rows, among some, that see a key.
+  // The hull of those of the rows that see a key.
   Range rows_of(Range rows) const {
     Range hull = NOTHING;
     for (const Cell& cell : cells) {
@@ -89,13 +89,13 @@ struct Pair {
   }
 };
 
-// Constraint of cutting a share: the cut is a multiple of `grain` rows from `origin`, and the part has at most `spare`
-// more than `work`, the largest such; or without spare the closest.
+// How to cut a share: at a multiple of `grain` rows from `origin`, so that the part is the largest with at most `spare`
+// more work than `work`, or, without spare, the one closest to `work`.
 struct Cut {
   int64_t origin, grain;
   double work, spare;
 
-  // The row x for which [x, high) is such a part; `high` if there is none.
+  // The row x such that [x, high) is this part; `high` if there is none.
   int64_t last(const Pair& pair, Range rows) const {
     int64_t a = rows.low, b = rows.high;
     while (a < b) {
@@ -111,7 +111,7 @@ struct Cut {
     return of(pair, {below, rows.high}) - work <= most ? below : above;
   }
 
-  // The row y for which [low, y) is such a part; `low` if there is none.
+  // The row y such that [low, y) is this part; `low` if there is none.
   int64_t first(const Pair& pair, Range rows) const {
     int64_t a = rows.low, b = rows.high;
     while (a < b) {
@@ -131,13 +131,13 @@ struct Cut {
   static double of(const Pair& pair, Range rows) { return static_cast<double>(pair.work(rows)); }
 };
 
-// Rows of each block on one server: a range of query rows and a range of key rows, which grow together.
+// The rows of each block that one server has: a range of query rows and a range of key rows, which only grow.
 class Holding {
  public:
   Holding(Column<const int64_t> starts, Column<const int64_t> home)
       : starts_(starts), home_(home), q_(home.size()), k_(home.size()) {}
 
-  // Blocks with rows on it, in order of arrival.
+  // The blocks of which the server has rows, in order of arrival.
   const std::vector<int64_t>& queries() const { return got_q_; }
   const std::vector<int64_t>& keys() const { return got_k_; }
   int64_t query_rows(int64_t block) const { return q_[block].size(); }
@@ -160,12 +160,12 @@ class Holding {
     }
   }
 
-  // Query rows missing on server `to`, whose holding this is, for rows of a pair.
+  // The number of query rows that server `to`, whose holding this is, lacks for rows of a pair.
   int64_t missing_queries(const Pair& pair, Range rows, int64_t to) const {
     return home_[pair.q] == to ? 0 : missing(pair.rows_of(rows), q_[pair.q]);
   }
 
-  // Missing key rows; kv_free: rows already there cost nothing.
+  // The number of missing key rows. kv_free: whether rows that are already there cost nothing.
   int64_t missing_keys(const Pair& pair, Range rows, int64_t to, bool kv_free) const {
     if (kv_free && pair.k_end == pair.k + 1 && home_[pair.k] == to) return 0;
     const Range seen = pair.keys_of(rows);
@@ -176,13 +176,13 @@ class Holding {
     return keys;
   }
 
-  // Missing key rows of a block for a range of keys.
+  // The number of missing key rows of a block, for a range of keys.
   int64_t missing_from(int64_t block, Range keys) const {
     return missing(overlap(keys, {starts_[block], starts_[block + 1]}), k_[block]);
   }
 
  private:
-  // Missing rows to extend a range, since blocks arrive as one range of rows.
+  // The number of rows to add to a range, since the rows of a block form one range.
   static int64_t missing(Range wanted, Range there) {
     if (wanted.empty()) return 0;
     if (there.empty()) return wanted.size();

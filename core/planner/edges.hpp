@@ -1,4 +1,4 @@
-// Rows of `Edges` (apportion/planner/tasks/tasks.py).
+// A row of `Edges` (apportion/planner/tasks/tasks.py).
 #pragma once
 
 #include <cstdint>

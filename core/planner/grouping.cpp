@@ -13,11 +13,11 @@ using std::int64_t;
 namespace {
 
 constexpr double NEVER = std::numeric_limits<double>::infinity();
-constexpr int MOST_EXCHANGES = 500;  // a descent ends much earlier; this is for degenerate ties
-constexpr int64_t MOST_PAIRS = 20'000'000;  // moves and swaps evaluated, for groups of thousands of sequences
+constexpr int MOST_EXCHANGES = 500;  // descents end much earlier, except in degenerate ties
+constexpr int64_t MOST_PAIRS = 20'000'000;  // most moves and swaps to evaluate, for groups of thousands of sequences
 constexpr double LEAST_GAIN = 1e-12;
 
-// times: of each sequence in a group of each degree, NEVER if forbidden; sizes: of sequences.
+// times: [sequences, degrees], the time in a group of that degree, NEVER if forbidden; sizes: tokens of sequences.
 struct Sequences {
   static constexpr std::size_t FIELDS = 2;
   Matrix<const double> times;
@@ -26,7 +26,7 @@ struct Sequences {
   int64_t count() const { return sizes.size(); }
 };
 
-// The column of `times` of each group, and its token limit.
+// Each group's column of `times`, and its token limit.
 struct Groups {
   static constexpr std::size_t FIELDS = 2;
   Column<const int64_t> column, rooms;
@@ -34,9 +34,9 @@ struct Groups {
   int64_t count() const { return column.size(); }
 };
 
-// First-fit decreasing within a time limit: each sequence in `order` goes to the group with the least rank-time and the
-// tightest fit, or opens a group of the degree that it needs. Returns the columns of the groups, none if not all fit, and
-// the group of each sequence.
+// First-fit decreasing within a time limit: each sequence in `order` goes to the group where it takes the least
+// rank-time, in a tie to the tightest fit, or opens a group of the degree that it needs. Returns the columns of the
+// groups, none if not all sequences fit, and the group of each sequence.
 std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& of, Column<const int64_t> order,
                                                       Column<const int64_t> need, Column<const int64_t> degrees,
                                                       Column<const int64_t> rooms, int64_t ranks, double limit) {
@@ -75,7 +75,7 @@ std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& of, Colum
   return {std::move(column), std::move(group)};
 }
 
-// Assigns each sequence, longest first, to the group with the earliest end; none if a sequence has no room.
+// Assigns each sequence, longest first, to the group where it ends earliest; nullopt if there is no room for one.
 std::optional<Array<int64_t>> list_schedule(const Sequences& of, const Groups& groups) {
   Array<double> shortest(of.count()), load(groups.count());
   Array<int64_t> order(of.count()), group(of.count()), left = Array<int64_t>::of(groups.rooms);
@@ -99,12 +99,12 @@ std::optional<Array<int64_t>> list_schedule(const Sequences& of, const Groups& g
   return group;
 }
 
-// A sequence of the slowest group, its new group, and the sequence moved back or -1; all -1: none helps.
+// item: a sequence of the slowest group; to: its new group; other: the sequence moved back, or -1. All -1: none helps.
 struct Exchange {
   int64_t item = -1, to = -1, other = -1;
 };
 
-// The move or swap that minimizes the slower of its two groups, the first in a tie.
+// The move or swap that minimizes the time of the slower of its two groups; in a tie, the first.
 Exchange best_exchange(const Sequences& of, const Groups& groups, Column<const int64_t> group,
                        Column<const double> time, Column<const int64_t> left, int64_t slow) {
   Exchange best;
@@ -134,7 +134,7 @@ Exchange best_exchange(const Sequences& of, const Groups& groups, Column<const i
   return best;
 }
 
-// Moves and swaps out of the slowest group, the best first, while the larger of the two times falls.
+// Makes the best move or swap out of the slowest group while that shortens the longer of the two groups' times.
 void descend(const Sequences& of, const Groups& groups, Column<int64_t> group, Column<double> time) {
   Array<int64_t> left(groups.count());
   int64_t looks = 0;
@@ -153,16 +153,16 @@ void descend(const Sequences& of, const Groups& groups, Column<int64_t> group, C
   }
 }
 
-// Steps of annealing, drawn beforehand: each moves a sequence to group `to`, or swaps it with sequence to - groups,
-// where that is worse by less than the bar.
+// Steps of annealing, drawn beforehand: each moves a sequence to group `to`, or swaps it with sequence to - groups, if
+// that is worse by less than `bar`.
 struct Steps {
   static constexpr std::size_t FIELDS = 3;
   Column<const int64_t> moved, to;
   Column<const double> bar;
 };
 
-// load: time, and left: tokens of each group. times: of each sequence in each group. above: time above the goal, summed
-// over groups. `group` ends as the best one seen.
+// Anneals; `group` becomes the best assignment found. load, left: the time and the free tokens of each group. above:
+// the time above the goal, summed over groups. Here, `times` has a column per group.
 void anneal(const Sequences& of, const Steps& steps, double goal, double above, Column<double> load,
             Column<int64_t> left, Column<int64_t> group) {
   Array<int64_t> now = Array<int64_t>::of(group);

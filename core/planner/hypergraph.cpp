@@ -21,7 +21,7 @@ std::pair<Array<int64_t>, Array<int64_t>> incidence(const Hyperedges& edges, int
   return {std::move(ptr), std::move(of)};
 }
 
-// The parts that each hyperedge has vertices in.
+// The number of parts in which each hyperedge has vertices.
 Array<int64_t> spans(const Hyperedges& edges, Numbers part, int64_t parts) {
   Array<int64_t> found(edges.count()), seen(parts, -1);
   for (int64_t edge = 0; edge < found.size(); ++edge) {

@@ -7,7 +7,7 @@
 
 namespace apportion {
 
-// The vertices of each hyperedge as CSR, and prices.
+// The vertices of each hyperedge, as CSR, and its price.
 struct Hyperedges {
   static constexpr std::size_t FIELDS = 3;
   Column<const std::int64_t> ptr, pins, price;
@@ -16,7 +16,7 @@ struct Hyperedges {
   Column<const std::int64_t> vertices_of(std::int64_t edge) const { return pins.slice(ptr[edge], ptr[edge + 1]); }
 };
 
-// `Graph` of apportion/planner/solvers/hypergraph/graph.py: the above, and the hyperedges of each vertex.
+// `Graph` of apportion/planner/solvers/hypergraph/graph.py: hyperedges, and the hyperedges of each vertex.
 struct Graph {
   static constexpr std::size_t FIELDS = 5;
   Column<const std::int64_t> ptr, pins, price, of_ptr, of;
@@ -27,7 +27,7 @@ struct Graph {
   Column<const std::int64_t> edges_of(std::int64_t v) const { return of.slice(of_ptr[v], of_ptr[v + 1]); }
 };
 
-// The lowest vertex of each connected component; only free vertices of one base are connected.
+// For each vertex, the lowest vertex of its connected component; only free vertices with the same base are connected.
 template <class IsFree>
 Array<std::int64_t> components(const Hyperedges& edges, Column<const std::int64_t> base, IsFree&& is_free) {
   Array<std::int64_t> root(base.size());
@@ -52,7 +52,7 @@ Array<std::int64_t> components(const Hyperedges& edges, Column<const std::int64_
   return root;
 }
 
-// Weights of vertices to assign to parts in [base, base + span), and the limit of each part.
+// The weights of vertices, which are assigned to parts in [base, base + span), and the limit of each part.
 struct Movable {
   static constexpr std::size_t FIELDS = 5;
   Column<const std::int64_t> base;
@@ -61,14 +61,14 @@ struct Movable {
   std::int64_t span;
 };
 
-// The parts of vertices: movable ones without a part (-1) are assigned, other movable ones may move. thorough:
-// also moves groups of vertices.
+// The parts of vertices: assigns movable vertices without a part (-1) and may move other movable ones. thorough:
+// whether to move groups of vertices, too.
 Array<std::int64_t> spread(const Graph& graph, Column<const std::int64_t> part, const Movable& given, bool thorough);
-// The same after improving moves, if no part is above its cap.
+// The parts of vertices after moves that improve them, if no part is above its cap.
 Array<std::int64_t> polish(const Graph& graph, Column<const std::int64_t> part, const Movable& given);
 
-// Two weights of vertices, all with a rank, and limits of ranks and nodes of `per_node`. far: cost of one more node
-// relative to one more rank.
+// Two weights of vertices, which all have a rank, and the limits of ranks and of nodes of `per_node` ranks. far: the
+// cost of an additional node relative to an additional rank.
 struct Both {
   static constexpr std::size_t FIELDS = 9;
   Column<const bool> movable;
@@ -76,31 +76,31 @@ struct Both {
   std::int64_t per_node, far;
 };
 
-// The ranks after improving moves of homes and compute within the caps.
+// The ranks of vertices after moves of homes and compute that improve them within the caps.
 Array<std::int64_t> refine_together(const Graph& graph, Column<const std::int64_t> part, const Both& given);
 
-// The cluster of each vertex, by the most expensive hyperedge with a cluster; -1: none. of: the given clusters.
+// The cluster of each vertex: that of its most expensive hyperedge with a cluster; -1: none. of: the known clusters.
 Array<std::int64_t> anchors(const Hyperedges& edges, Column<const std::int64_t> of);
 
-// Clusters of a vertex with tokens and the tokenless vertices connected to it, and hyperedges that span several.
+// Clusters of a vertex with tokens and the tokenless vertices anchored to it, and the hyperedges that span several.
 struct Clusters {
   Growing<std::int64_t> flops, ptr{0}, pins, price;
 
   auto fields() { return moved(flops, ptr, pins, price); }
 };
 
-// of: the cluster of each vertex with tokens, -1 for others.
+// of: the cluster of each vertex with tokens; -1 for other vertices.
 Clusters clusters(const Hyperedges& edges, Column<const std::int64_t> flops, Column<const std::int64_t> of,
                   std::int64_t count);
 
-// Two weights of clusters to assign to parts in [base, base + span), and the limits of each part.
+// Two weights of clusters, which are assigned to parts in [base, base + span), and the limits of each part.
 struct Homeless {
   static constexpr std::size_t FIELDS = 6;
   Column<const std::int64_t> flops, tokens, base, flops_cap, tokens_cap;
   std::int64_t span;
 };
 
-// The parts of clusters; clusters at -1 are assigned if there is room. rate: cost of flops above a cap.
+// The parts of clusters; assigns those at -1 if there is room. rate: the cost per FLOP above a cap.
 Array<std::int64_t> place(const Graph& graph, Column<const std::int64_t> part, const Homeless& given, double rate);
 
 }  // namespace apportion

@@ -1,9 +1,9 @@
-// Refines homes and compute together: vertices with and without tokens change ranks where this lowers the cost and both
-// weights stay within the caps of nodes and ranks.
+// Refines homes and compute together: vertices with and without tokens change ranks if this lowers the cost and keeps
+// both weights within the caps of nodes and ranks.
 //
-//   cluster   a vertex with tokens, and those without on its rank whose most expensive hyperedge contains it
-//   cells     single vertices without tokens move
-//   homes     clusters, or single vertices with tokens, swap ranks or move where there is room
+//   cluster   a vertex with tokens, and the vertices without tokens on its rank that are anchored to it
+//   cells     single vertices without tokens, which move
+//   homes     clusters, or single vertices with tokens, which swap ranks or move if there is room
 #include "planner/hypergraph.hpp"
 #include "planner/numbers.hpp"
 
@@ -14,7 +14,7 @@ using std::int64_t;
 namespace {
 
 constexpr int PASSES = 4;
-// Limit on pins changed by all moves of homes, a few nanoseconds each.
+// Limit on the pins that all moves of homes change, at a few nanoseconds each.
 constexpr int64_t MOST_STEPS = 2'000'000;
 
 class Joint {
@@ -77,7 +77,7 @@ class Joint {
     enter(v, p);
   }
 
-  // Whether rank p, and its node if the weights come from another node, have room for them.
+  // Whether rank p, and its node if the weights come from another node, has room for them.
   bool has_room(int64_t p, int64_t from, int64_t flops, int64_t tokens) const {
     const int64_t node = node_of(p);
     if (flops_[p] + flops > given_.flops_cap[p] || tokens_[p] + tokens > given_.tokens_cap[p]) return false;
@@ -118,7 +118,7 @@ class Joint {
     return moved;
   }
 
-  // Whether rank p and its node have room for a vertex that has left its own rank.
+  // Whether rank p and its node have room for a vertex that has left its rank.
   bool takes(int64_t p, int64_t flops) const {
     return flops_[p] + flops <= given_.flops_cap[p] &&
            node_flops_[node_of(p)] + flops <= given_.node_flops_cap[node_of(p)];
@@ -130,7 +130,7 @@ class Joint {
     return false;
   }
 
-  // Increase in the cost of v's hyperedges when v is put on p.
+  // The increase in the cost of v's hyperedges if v is put on p.
   int64_t cost_of(int64_t v, int64_t p) const {
     int64_t cost = 0;
     for (const int64_t edge : graph_.edges_of(v)) {
@@ -140,13 +140,13 @@ class Joint {
     return cost;
   }
 
-  // A vertex with tokens and the vertices that move with it; gains: saving by a move to each rank, all else unchanged.
+  // A vertex with tokens and the vertices that move with it. gains: what a move to each rank saves, all else unchanged.
   struct Cluster {
     std::vector<int64_t> members, gains;
     int64_t flops = 0, tokens = 0, at = -1, version = -1;
   };
 
-  // version: of the placement for which the cluster was found; while it is unchanged, the cluster is still valid.
+  // Finds the cluster of v. It stays valid while its `version`, that of the placement, is current.
   void find(int64_t v, bool whole, Cluster& found) {
     if (found.version == version_) return;
     found = {{v}, std::vector<int64_t>(static_cast<std::size_t>(ranks_)), given_.flops[v], given_.tokens[v], part_[v],
@@ -203,13 +203,13 @@ class Joint {
     return version_ != before;
   }
 
-  // Whether the rank of each of two vertices has room for the tokens of the other.
+  // Whether the ranks of two vertices have room to swap their tokens.
   bool takes_tokens(int64_t v, int64_t w) const {
     const int64_t more = given_.tokens[w] - given_.tokens[v];
     return has_room(part_[v], part_[w], 0, more) && has_room(part_[w], part_[v], 0, -more);
   }
 
-  // Swaps two clusters if this lowers the cost, which it can by at most the sum of their separate gains.
+  // Swaps two clusters if this lowers the cost. It can lower it by at most the sum of their separate gains.
   void exchange(const Cluster& one, const Cluster& other) {
     const int64_t p = one.at, q = other.at, flops = other.flops - one.flops, tokens = other.tokens - one.tokens;
     if (gain(one, q) + gain(other, p) <= 0) return;
@@ -237,10 +237,10 @@ class Joint {
   const Both given_;
   Column<int64_t> part_;
   const int64_t ranks_;
-  Array2<std::int32_t> on_rank_, on_node_;  // pins of each hyperedge on each
+  Array2<std::int32_t> on_rank_, on_node_;  // pins of each hyperedge on each rank and node
   Array<int64_t> flops_, tokens_, node_flops_, node_tokens_;
   std::vector<std::vector<int64_t>> followers_;  // of each vertex with tokens
-  Array<int64_t> own_;                         // pins of each hyperedge that a cluster has
+  Array<int64_t> own_;                         // how many pins of each hyperedge a cluster has
   int64_t value_ = 0, steps_ = 0, version_ = 0;
 };
 

@@ -1,10 +1,9 @@
 // Fiduccia-Mattheyses refinement (1982): assigns the vertices without tokens once the homes of tokens are fixed.
 //
 //   settle  assigns each vertex to the part where it adds the least cost
-//   repair  while a part exceeds its cap, the vertex with the lowest cost per flop leaves the fullest part for one with
-//           room; the cost of opening a hyperedge there is shared by the vertices that can follow
-//   refine  makes moves that lower the cost, within the caps
-//   regroup moves all vertices that a hyperedge has on one part at once
+// repair  while a part exceeds its cap, moves the vertex with the lowest cost per FLOP from the fullest part to one
+// with room; the vertices that can follow share the cost of opening a hyperedge there refine  makes moves that lower
+// the cost, within the caps regroup moves all vertices that a hyperedge has on one part at once
 #include <cmath>
 
 #include "ir/sorting.hpp"
@@ -17,13 +16,13 @@ using std::int64_t;
 
 namespace {
 
-// With more than MANY vertices, those whose cost per flop is within NEAR of the cheapest move along with it: 150 times
-// faster for a document of 256 blocks in 8 head groups, for a tenth more bytes.
+// With more than MANY vertices, those whose cost per FLOP is within NEAR of the cheapest move along with it: for a
+// document of 256 blocks in 8 head groups, this is 150 times faster and costs a tenth more bytes.
 constexpr int64_t MANY = 20'000;
 constexpr double NEAR = 0.1;
-// Passes of `refine` and `regroup`: later ones gain almost nothing.
+// Passes of `refine` and `regroup`; more would gain almost nothing.
 constexpr int PASSES = 3;
-// Rounds of `repair`: a constant, plus a number per vertex.
+// Most rounds of `repair`: a constant plus a number per vertex.
 constexpr int64_t REPAIRS = 256, REPAIRS_OF_VERTEX = 4;
 
 class Board {
@@ -40,8 +39,8 @@ class Board {
       if (part[v] >= 0) enter(v, part[v]);
   }
 
-  // Gives every movable vertex without a part where it adds the least cost, in a tie the least full. Vertices of the
-  // most expensive hyperedges come first, and vertices of one hyperedge together.
+  // Assigns every movable vertex without a part to the part where it adds the least cost, in a tie to the least full.
+  // Vertices of the most expensive hyperedges come first, and vertices of one hyperedge come together.
   void settle() {
     Array<int64_t> falling(graph_.edges()), order(graph_.edges());
     for (int64_t edge = 0; edge < graph_.edges(); ++edge) falling[edge] = -graph_.price[edge];
@@ -51,7 +50,7 @@ class Board {
     for (int64_t v = 0; v < part_.size(); ++v) settle_one(v);
   }
 
-  // Moves vertices out of parts above their cap, until no part is above, no vertex can leave, or the rounds run out.
+  // Moves vertices out of parts above their cap until none is above it, no vertex can leave, or the rounds run out.
   void repair() {
     const int64_t rounds = REPAIRS_OF_VERTEX * part_.size() + REPAIRS;
     Array<int64_t> group(graph_.edges());
@@ -67,7 +66,7 @@ class Board {
     }
   }
 
-  // Moves single vertices where this lowers the cost and the cap allows it.
+  // Moves single vertices if this lowers the cost and the caps allow it.
   void refine() {
     for (int pass = 0; pass < PASSES; ++pass) {
       bool moved = false;
@@ -92,7 +91,7 @@ class Board {
     }
   }
 
-  // Moves all vertices that a hyperedge has on one part to another, where this lowers the cost and the cap allows it.
+  // Moves all vertices that a hyperedge has on one part to another if this lowers the cost and the caps allow it.
   void regroup() {
     Array<int64_t> added(load_.size()), seen(load_.size());
     for (int pass = 0; pass < PASSES; ++pass) {
@@ -122,7 +121,7 @@ class Board {
   };
   struct Step {
     int64_t vertex = -1, to = -1;
-    double rate = 0;  // cost per flop
+    double rate = 0;  // cost per FLOP
   };
 
   int64_t excess(int64_t p) const { return load_[p] - given_.cap[p]; }
@@ -164,7 +163,7 @@ class Board {
     enter(v, best);
   }
 
-  // Increase in the cost of v's hyperedges when v is put on p, disregarding its current part.
+  // The increase in the cost of v's hyperedges if v is put on p, disregarding its current part.
   int64_t added_by(int64_t v, int64_t p) const {
     int64_t added = 0;
     for (const int64_t edge : graph_.edges_of(v))
@@ -172,7 +171,7 @@ class Board {
     return added;
   }
 
-  // Decrease in the cost of v's hyperedges when v leaves its part.
+  // The decrease in the cost of v's hyperedges if v leaves its part.
   int64_t saved_by(int64_t v) const {
     int64_t saved = 0;
     for (const int64_t edge : graph_.edges_of(v))
@@ -180,15 +179,15 @@ class Board {
     return saved;
   }
 
-  // Fills `group`: for each hyperedge, the flops that may leave `full`.
+  // Fills `group` with the FLOPs of each hyperedge that may leave `full`.
   void weigh(int64_t full, Column<int64_t> group) const {
     std::fill(group.begin(), group.end(), 0);
     for (int64_t v = head_[full]; v >= 0; v = links_[v].after)
       for (const int64_t edge : graph_.edges_of(v)) group[edge] += given_.flops[v];
   }
 
-  // The vertex that leaves `full` at the lowest cost per flop: one that fits, else one that makes the fuller of the two
-  // parts less full than `full` is.
+  // The vertex that leaves `full` at the lowest cost per FLOP: one that fits elsewhere, or else one after whose move
+  // the fuller of the two parts is less full than `full` is now.
   Step cheapest(int64_t full, Column<const int64_t> group) const {
     Step best;
     int64_t least_over = 0, most = 0;
@@ -210,7 +209,7 @@ class Board {
     return best;
   }
 
-  // Cost per flop of moving v to p, when up to `wanted` flops of other vertices may follow.
+  // The cost per FLOP of moving v to p if up to `wanted` FLOPs of other vertices may follow.
   double rate_of(int64_t v, int64_t full, int64_t p, int64_t wanted, Column<const int64_t> group) const {
     const int64_t flops = given_.flops[v];
     double cost = 0;
@@ -224,7 +223,8 @@ class Board {
     return cost / real(flops);
   }
 
-  // Moves a vertex and, while it helps, those of its most expensive new hyperedge that cost no more; see also `MANY`.
+  // Moves a vertex and, while it helps, vertices of its most expensive new hyperedge that cost no more; see also
+  // `MANY`.
   void follow(int64_t full, const Step& step, Column<const int64_t> group) {
     int64_t opened = -1, highest_price = -1;
     for (const int64_t edge : graph_.edges_of(step.vertex)) {
@@ -249,8 +249,8 @@ class Board {
     if (rate_of(w, full, p, std::min(excess(full), room), group) <= limit) move(w, p);
   }
 
-  // The best part for the hyperedge's movable vertices on the part of `rest`'s first vertex, -1: they stay
-  // there. Hyperedges that two of them share count twice. added: scratch, by part.
+  // The best part for the hyperedge's movable vertices on the part of `rest`'s first vertex; -1 if they should stay.
+  // Hyperedges that two of them share count twice. added: scratch, by part.
   int64_t better_for_all(int64_t edge, Column<const int64_t> rest, Column<int64_t> added) const {
     const int64_t from = part_[rest[0]], low = given_.base[rest[0]], high = low + given_.span;
     const int64_t price = graph_.price[edge];
@@ -290,7 +290,7 @@ class Board {
   Column<int64_t> part_;
   Array<int64_t> load_;
   Array2<std::int32_t> pins_;  // vertices of each hyperedge in each part
-  Array<int64_t> head_;        // the movable vertices of each part as a list
+  Array<int64_t> head_;        // heads of the linked lists of the movable vertices of each part
   Array<Link> links_;
 };
 

@@ -9,7 +9,7 @@ using std::int64_t;
 
 namespace {
 
-// Connected clusters are placed as one item if they take at most this share of a part's cap, in both weights.
+// Connected clusters are placed as one item if they take at most this fraction of a part's caps.
 constexpr double WHOLE_SHARE = 0.5;
 
 class Parts {
@@ -31,7 +31,7 @@ class Parts {
     }
   }
 
-  // Places the clusters of an item together if a part has room for all of them, else one by one.
+  // Places the clusters of an item together if a part has room for all of them, otherwise one by one.
   void place(Column<const int64_t> members) {
     if (part_[members[0]] != -1) return;
     const int64_t together = cheapest(members);
@@ -47,7 +47,7 @@ class Parts {
  private:
   struct Part {
     int64_t load = 0, used = 0;                // flops and tokens
-    int64_t rest_flops = 0, rest_tokens = 0;  // still to be placed, for the first part of a span
+    int64_t rest_flops = 0, rest_tokens = 0;  // still to be placed in a span; kept by its first part
   };
 
   void enter(int64_t v, int64_t p) {
@@ -57,7 +57,7 @@ class Parts {
     for (const int64_t edge : graph_.edges_of(v)) seen_[edge][p] = true;
   }
 
-  // The part where the members cost the least, -1 if no part has room for their tokens.
+  // The part where the members cost the least; -1 if no part has room for their tokens.
   int64_t cheapest(Column<const int64_t> members) const {
     const int64_t low = given_.base[members[0]];
     int64_t weight = 0, size = 0, best = -1;
@@ -74,7 +74,7 @@ class Parts {
       const auto cap = static_cast<double>(std::max<int64_t>(1, given_.flops_cap[p]));
       const double end = (static_cast<double>(parts_[p].load + weight) + static_cast<double>(room) * density) / cap;
       double cost = std::max(0.0, end - 1) * cap * rate_;
-      if (members.size() == 1)  // connected clusters share no hyperedge with placed ones
+      if (members.size() == 1)  // a whole item shares no hyperedge with placed clusters
         for (const int64_t edge : graph_.edges_of(members[0]))
           if (!seen_[edge][p]) cost += static_cast<double>(graph_.price[edge]);
       if (best < 0 || cost < least || (cost == least && end < least_end)) {
@@ -91,13 +91,13 @@ class Parts {
   const double rate_;
   Column<int64_t> part_;
   Array<Part> parts_;
-  Array2<bool> seen_;  // whether a hyperedge is in a part
+  Array2<bool> seen_;  // whether a hyperedge has a cluster in a part
 };
 
-// Clusters that are placed as one item, and the order of placement.
+// The clusters that are placed as one item, and the order of placement.
 struct Items {
-  Array<int64_t> item;   // of each cluster: the first cluster connected to it, or -1 - its own number
-  Array<int64_t> order;  // clusters, by decreasing density of the item
+  Array<int64_t> item;   // for each cluster, the first cluster connected to it, or -1 - its own number
+  Array<int64_t> order;  // clusters by descending density of their item
 };
 
 Items items_of(const Graph& graph, const Homeless& given, Column<const int64_t> part) {

@@ -1,4 +1,4 @@
-// Assigns lone sequences to ranks of a group: apportion/planner/inner/lone.py.
+// Assigns lone sequences to the ranks of groups: apportion/planner/inner/lone.py.
 #include <algorithm>
 
 #include "bind.hpp"
@@ -11,16 +11,16 @@ namespace {
 
 struct Sequences {
   static constexpr std::size_t FIELDS = 2;
-  Column<const int64_t> time, size;  // times descend
+  Column<const int64_t> time, size;  // in descending order of time
 };
 
-// load: current load; room: remaining tokens.
+// load: current load; room: free tokens.
 struct Ranks {
   Column<const double> speed;
   Array<double> load;
   Array<int64_t> room;
 
-  // The rank in [low, high) with room and the earliest end; -1 if none has room.
+  // The rank in [low, high) that has room and ends earliest; -1 if none has room.
   int64_t soonest(int64_t low, int64_t high, int64_t time, int64_t size) const {
     int64_t best = -1;
     double least = 0;
@@ -34,15 +34,15 @@ struct Ranks {
   }
 };
 
-// A group of ranks, [low, high): the shares of all time and of all tokens that its mean rank has.
+// A group of ranks [low, high). time, tokens: means over its ranks, relative to their speeds.
 struct Group {
   int64_t low, high;
   double time = 0, tokens = 0;
 };
 
-// Assigns batches of as many sequences as a group has ranks to the group with the least time or tokens, whichever
-// fraction is larger: they take similar time, so its ranks stay even; each goes to the rank with the earliest end,
-// among the group's or, if none has room, among all.
+// Assigns sequences in batches, as many as a group has ranks, to the group whose larger fraction of time or tokens is
+// smallest. The sequences of a batch take similar time, so the group's ranks stay even; each goes to the rank that ends
+// earliest, in the group or, if none of its ranks has room, among all.
 std::pair<Array<int64_t>, Array<double>> deal(const Sequences& sequences, Column<const int64_t> first,
                                               Column<const double> speeds, Column<const double> load, Ints room) {
   Array<int64_t> home(sequences.time.size());

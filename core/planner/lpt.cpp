@@ -11,7 +11,7 @@ using std::int64_t;
 
 namespace {
 
-// Loads of bins, and a tournament tree over them: node n has children 2 n and 2 n + 1, its leaves are bins.
+// Loads of bins, and a tournament tree over them: node n has children 2 n and 2 n + 1, and the leaves are bins.
 class Bins {
  public:
   Bins(Column<const double> speed, Column<const int64_t> caps)
@@ -33,7 +33,7 @@ class Bins {
     while (node > 1) play(node /= 2);
   }
 
-  // The least loaded bin with room, the first in a tie; -1 if there is none.
+  // The bin with the least load over speed among those with room, the first in a tie; -1 if there is none.
   int64_t lightest(int64_t size) const {
     int64_t node = 1;
     while (node < leaves_) node = 2 * node + (nodes_[2 * node + 1].least < nodes_[2 * node].least ? 1 : 0);
@@ -51,7 +51,7 @@ class Bins {
         best = node - leaves_;
         least = nodes_[node].least;
       }
-      while (node % 2 != 0) {  // up while the node is a right child, then to its right sibling
+      while (node % 2 != 0) {  // go up while the node is a right child, then to the right sibling
         if (node == 1) return best;
         node /= 2;
       }
@@ -59,7 +59,7 @@ class Bins {
     }
   }
 
-  // The same among some bins.
+  // Like `lightest`, but only among some bins.
   int64_t lightest_of(Column<const int64_t> some, int64_t size) const {
     int64_t best = -1;
     for (const int64_t bin : some)
@@ -75,7 +75,7 @@ class Bins {
  private:
   struct Node {
     double least = std::numeric_limits<double>::infinity();  // load over speed
-    int64_t room = -1;                                       // the largest of any bin below
+    int64_t room = -1;                                       // the largest room of any bin below
   };
   void play(int64_t node) {
     const Node &left = nodes_[2 * node], &right = nodes_[2 * node + 1];
@@ -88,14 +88,15 @@ class Bins {
   Array<Node> nodes_;
 };
 
-// Items in an order. group: of items with the same restriction, 0 for none; bins: of the groups, as CSR.
+// Items in an order. group: for each item, the number of its group of items with the same restriction, 0 for no
+// restriction; bins: the bins that each group allows, as CSR.
 struct Items {
   static constexpr std::size_t FIELDS = 6;
   Column<const int64_t> order, weights, sizes, group, group_ptr, bins;
 };
 
-// Families and zones, `_Affinity`: the family of each item, or -1; the zone of each bin, and the bins of each zone as
-// CSR. All empty if unused.
+// Families and zones (`_Affinity`): the family of each item, or -1; the zone of each bin, and the bins of each zone as
+// CSR. All are empty if unused.
 struct Near {
   static constexpr std::size_t FIELDS = 4;
   Column<const int64_t> family, zone, zone_ptr, bins;
@@ -105,8 +106,8 @@ bool is_among(const std::vector<int64_t>& some, int64_t wanted) {
   return std::find(some.begin(), some.end(), wanted) != some.end();
 }
 
-// The lightest bin of some zones that has room and is below the limit; `lightest`, the lightest of all, if there is
-// none.
+// The lightest bin of some zones that has room and is below the limit; if there is none, `lightest`, the lightest of
+// all bins.
 int64_t nearest(const Bins& bins, const Near& near, const std::vector<int64_t>& zones, int64_t lightest, double limit,
                 int64_t size) {
   if (is_among(zones, near.zone[lightest])) return lightest;

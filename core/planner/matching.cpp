@@ -12,7 +12,7 @@ using std::int64_t;
 
 namespace {
 
-constexpr int64_t BITS = 64;  // colours of a word
+constexpr int64_t BITS = 64;  // colours per word
 
 struct Edge {
   int64_t sender, receiver;  // vertices: senders 0 … ranks - 1, then receivers
@@ -20,7 +20,8 @@ struct Edge {
   int64_t other(int64_t end) const { return end == sender ? receiver : sender; }
 };
 
-// The edge of each colour at a vertex, and bits of the free colours. Words of a vertex below its lowest have no bits.
+// The edge of each colour at each vertex, and one bit per free colour. The words of a vertex before its `lowest_` are
+// zero.
 class Colours {
  public:
   Colours(int64_t vertices, int64_t colours)
@@ -49,7 +50,7 @@ class Colours {
     while (free_[vertex][word] == 0) ++word;
     return word * BITS + std::countr_zero(free_[vertex][word]);
   }
-  // The first colour free at both, or -1.
+  // The first colour that is free at both vertices, or -1.
   int64_t first(int64_t one, int64_t two) const {
     const Column<std::uint64_t> left = free_[one], right = free_[two];
     for (int64_t word = std::max(lowest_[one], lowest_[two]); word < words_; ++word)
@@ -64,7 +65,7 @@ class Colours {
   Array<int64_t> lowest_;
 };
 
-// Swaps two colours along the path that leaves a vertex by `now`, which is free there afterwards.
+// Swaps two colours along the path that leaves a vertex on colour `now`, which is free there afterwards.
 void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> colour, int64_t vertex, int64_t now,
                int64_t then) {
   int64_t edge = colours.edge(vertex, now);
@@ -84,7 +85,7 @@ void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> 
 
 }  // namespace
 
-// Searching all colours for one free at both ends costs less than the swaps that it saves.
+// Searching all colours for one that is free at both ends costs less than the swaps that it saves.
 Array<std::int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t count) {
   Array<std::int32_t> colour(src.size());
   Array<Edge> edges(src.size());
@@ -94,7 +95,7 @@ Array<std::int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t coun
     const auto [u, v] = edges[edge];
     const int64_t left = colours.first(u), right = colours.first(v);
     int64_t taken = colours.first(u, v);
-    if (taken < 0) {  // one is free at u, another at v: swap them along the path from v, which cannot reach u
+    if (taken < 0) {  // one colour is free at u, another at v: swap them along the path from v, which cannot reach u
       taken = left;
       swap_path(colours, edges, colour, v, left, right);
     }

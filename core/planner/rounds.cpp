@@ -10,8 +10,9 @@ using std::int64_t;
 
 namespace {
 
-// Keys of rounds with an edge, ascending, and the round numbers of edges. first: the times of edges that leave home, one
-// after another; a relay's is `lag` after its parent's. A key is time * levels + levels - 1 - depth.
+// The keys of rounds that have an edge, ascending, and the round number of each edge. first: the times of the edges
+// that leave home, in their order; a relay's time is `lag` after its parent's. A key is time * levels + levels - 1 -
+// depth.
 std::pair<Growing<int64_t>, Array<int32_t>> number_rounds(Ints parent, Column<const int64_t> depth, Ints first,
                                                           int64_t levels, int64_t lag) {
   Growing<int64_t> times, keys, found;
@@ -33,7 +34,7 @@ std::pair<Growing<int64_t>, Array<int32_t>> number_rounds(Ints parent, Column<co
   return {std::move(found), std::move(round)};
 }
 
-// The largest number of edges in each round that one rank sends or receives.
+// For each round, the largest number of edges that one rank sends or receives.
 Array<int64_t> degrees(Ints src, Ints dst, Ints round, int64_t rounds, int64_t ranks) {
   Array<int64_t> most(rounds), sent(rounds * ranks), received(rounds * ranks);
   for (int64_t edge = 0; edge < src.size(); ++edge) {
@@ -43,8 +44,8 @@ Array<int64_t> degrees(Ints src, Ints dst, Ints round, int64_t rounds, int64_t r
   return most;
 }
 
-// The part, from 1 on, in which each edge begins, of `parts` equal parts of the rows that its ranks exchange; a relay is
-// in its parent's.
+// The rows that two ranks exchange are divided into `parts` equal parts, counted from 1: the part in which each edge
+// begins; a relay is in its parent's part.
 Array<int64_t> even_parts(Ints parent, Ints src, Ints dst, Ints rows, int64_t ranks, int64_t parts) {
   Array<int64_t> total(ranks * ranks), before(ranks * ranks), part(src.size());
   const auto pair = [&](int64_t edge) { return src[edge] * ranks + dst[edge]; };

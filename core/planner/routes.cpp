@@ -1,9 +1,10 @@
 // Routes of tiles over gateways, rings and chains of ranks: apportion/planner/route.
 //
-//   star      edges from home to every rank that needs rows
-//   gateways  a group of the star is one tile's edges to one node: a rank there receives the rows of all, and passes
-//             them on; edges that leave home come first, then those from gateways
-//   chains    tiles around rings of ranks, each as far as the last that needs it: edges tile by tile, hop by hop
+//   star      an edge from a tile's home to every rank that needs rows of it
+//   gateways  a group of the star is one tile's edges to one node: one rank there, the gateway, receives the rows of
+//             all these edges and passes them on; edges that leave home come first, then those from gateways
+//   chains    tiles travel around rings of ranks, each as far as the last rank that needs it; edges are listed tile by
+//             tile, hop by hop
 #include <algorithm>
 
 #include "bind.hpp"
@@ -38,8 +39,8 @@ struct Nodes {
   int64_t of(int64_t rank) const { return rank / ranks_per_node; }
 };
 
-// Edges order[first, end) of one tile to one node. low, high: the rows of all; gate: the gateway, -1 if the node is
-// home's; entry: the edge that brings the tile there.
+// The edges order[first, end) of one tile to one node. low, high: the range of rows of all these edges; gate: the
+// gateway, -1 if the tile's home is in the node; entry: the edge that brings the tile to the gateway.
 struct Group {
   int64_t first, end, low, high, gate = -1, entry = -1;
 };
@@ -67,8 +68,9 @@ Grouped group(const Star& star, const Nodes& nodes) {
   return found;
 }
 
-// Serves small groups first: if only one rank can be the gateway, larger groups must not have taken it. The gateway
-// is the rank with the fewest received rows so far. proxies: true if a rank that does not need the tile may be one.
+// Serves small groups first: if only one rank can be their gateway, larger groups must not have loaded it before. The
+// gateway is the rank with the fewest received rows so far. proxies: whether a rank that does not need the tile may be
+// a gateway.
 void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped& grouped) {
   std::vector<const Group*> by_size;
   for (const Group& one : grouped.groups) by_size.push_back(&one);
@@ -93,7 +95,7 @@ void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped
   }
 }
 
-// Also the edge that replaces each edge of the star.
+// The edges through gateways, and for each edge of the star, the edge that replaces it.
 std::pair<Growing<Edge>, Array<int32_t>> through_gateways(const Star& star, const Nodes& nodes, bool proxies) {
   Grouped grouped = group(star, nodes);
   choose_gateways(star, nodes, proxies, grouped);
@@ -140,15 +142,15 @@ struct Rings {
   Column<const int64_t> members(int64_t ring) const { return flat.slice(first[ring], first[ring + 1]); }
 };
 
-// depth: number of earlier edges of the tile.
+// depth: the number of earlier edges of the tile.
 struct Hop {
   Edge edge;
   int32_t depth, ring;
 };
 
-// Hops of chains, and the hop that replaces each edge of the star. tile, ring: of each edge of the star. Tiles are numbered
-// so that number % parts is the part of a rank's rows that each is; on its way from a rank to one on another node, each
-// part passes other ranks of both nodes, the `shifted` ones.
+// The hops of chains, and for each edge of the star, the hop that replaces it. tile, ring: the tile and the ring of
+// each edge of the star. Each tile is one of `parts` parts of a rank's rows, number % parts. On its way from a rank to
+// one on another node, each part passes through different ranks of both nodes, the `shifted` ones.
 std::pair<Growing<Hop>, Array<int32_t>> chains(const Star& star, Ints tile, Ints ring, int64_t parts, const Rings& rings,
                                                int64_t ranks_per_node) {
   struct Tile {
@@ -159,7 +161,7 @@ std::pair<Growing<Hop>, Array<int32_t>> chains(const Star& star, Ints tile, Ints
     return rank - rank % ranks_per_node + (rank + ahead) % ranks_per_node;
   };
   Growing<Tile> tiles;
-  Growing<int64_t> ahead;  // hops to each receiver
+  Growing<int64_t> ahead;  // for each edge of the star, the number of hops to its receiver
   for (int64_t edge = 0; edge < tile.size(); ++edge) {
     if (tile[edge] >= tiles.count()) tiles.resize(static_cast<std::size_t>(tile[edge]) + 1);
     Tile& own = tiles[tile[edge]];
@@ -170,11 +172,11 @@ std::pair<Growing<Hop>, Array<int32_t>> chains(const Star& star, Ints tile, Ints
            star.home[edge], ring[edge]};
   }
   Growing<Hop> hops;
-  Growing<int64_t> ends, first;  // the edge that ends each hop of a tile, and where those of each tile begin
+  Growing<int64_t> ends, first;  // the edge that ends each hop of a tile, and the index of each tile's first one in it
   for (int64_t number = 0; number < tiles.count(); ++number) {
     const Tile& own = tiles[number];
     first.push_back(ends.count());
-    if (own.hops == 0) continue;  // no such tile
+    if (own.hops == 0) continue;  // there is no tile with this number
     const Column<const int64_t> members = rings.members(own.ring);
     const int64_t begin = place_of(own.home, members);
     int64_t parent = -1, depth = 0;

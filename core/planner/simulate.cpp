@@ -1,18 +1,19 @@
-// The event loop of the simulator: all ranks' scripts against time.
+// The event loop of the simulator: runs the scripts of all ranks in simulated time.
 //
-//   compute stream of a rank   work · launch, once its messages are packed · wait, until the launch is complete, and
-//                              then the unpacking of the received messages
-//   channel of a rank          its launches one after another: *reached* when launched and the one before is complete
-//   transfer                   ready when both its launches are reached; starts when both its ports are free
-//   launch                     complete when its last transfer is: latency after the wire is free
+//   compute stream of a rank   work · a launch, once its messages are packed · a wait until a launch is complete, then
+//                              the unpacking of the received messages
+//   channel of a rank          carries its launches one after another: a launch is *reached* when it was launched and
+//                              the one before is complete
+//   transfer                   is ready when both its launches are reached; starts when both its ports are free
+//   launch                     is complete when its last transfer is: the latency after the wire becomes free
 //
-// Events are launches, ports that become free, and completions. All that happens at one time is taken together: freed
+// Events are launches, ports that become free, and completions. All events of one time are handled together: freed
 // ports first choose among the transfers waiting for them, longest wait first, skipping those whose other port is busy
-// (list scheduling); then what became ready starts or queues, in the order of `Traffic`. So the order in which
-// simultaneous events are found never shows.
+// (list scheduling); then the transfers that became ready start or are queued, in the order of `Traffic`. So the result
+// does not depend on the order in which simultaneous events are found.
 //
-// With contention a compute stream works 1 / (1 + contention) as fast while a transfer of its rank is on the wire, sent
-// or received, one or several. Then the end of any work is an event too, and moves when the first transfer
+// With contention, a compute stream works at 1 / (1 + contention) of its speed while one or more transfers that its
+// rank sends or receives are on the wire. Then the end of any work is an event too, and changes when the first transfer
 // of the rank starts or the last one leaves the wire; the outdated event stays in the queue and is ignored when its
 // time comes.
 #include <queue>
@@ -41,7 +42,7 @@ struct Script {
   Column<const int64_t> launch, rank, round, channel, before, after, end_ptr, ends;
 };
 
-// `Traffic` of the same.
+// `Traffic` of apportion/planner/simulate/program.py.
 struct Traffic {
   static constexpr std::size_t FIELDS = 8;
   Column<const int64_t> sender, receiver, out_port, in_port;
@@ -49,12 +50,12 @@ struct Traffic {
   Column<const int64_t> bytes, tensor;
 };
 
-// `Times` of apportion/planner/simulate/engine.py; NOT_YET if something never happened.
+// `Times` of apportion/planner/simulate/engine.py; NOT_YET for anything that never happened.
 struct Times {
   Array<double> begin, end;     // of instructions
-  Array<double> reached, done;  // of launches: when its channel took it up, and when it was complete
+  Array<double> reached, done;  // of launches: when the channel reached it, and when it was complete
   Array<double> ready, start;   // of transfers
-  Array<int64_t> last;          // of launches: the transfer that was complete last
+  Array<int64_t> last;          // of launches: the transfer that was completed last
   Array<int64_t> cause;         // of transfers: the one that freed the port that it had waited for
 };
 
@@ -70,18 +71,18 @@ struct Event {
   }
 };
 
-// A rank's compute stream: its time, the instruction that it is at, and the launch that it waits for.
+// A rank's compute stream: its time, its current instruction, and the launch for which it waits.
 struct Stream {
   double clock = 0;
   int64_t cursor = 0, blocked = NONE;
-  // With contention, of the current instruction: the work at full speed left at `since`, which may be in the future;
-  // its currently expected end, NOT_YET if idle; and transfers in flight.
+  // With contention: the work of the current instruction, as time at full speed, left at `since`, which may be in the
+  // future; its currently expected end, NOT_YET if idle; and the number of the rank's transfers on the wire.
   double left = 0, since = 0, due = NOT_YET;
   int64_t wires = 0;
 };
 
 struct Launch {
-  int64_t open = 0;  // transfers not yet started
+  int64_t open = 0;  // the number of transfers not yet started
   bool launched = false, settled = false;
 };
 
@@ -102,7 +103,7 @@ class Engine {
       launches_[launch].open = script.end_ptr[launch + 1] - script.end_ptr[launch];
   }
 
-  // The times; the end of each stream, and what blocks it.
+  // The times; the end of each stream; and the launch that blocks it, or NONE.
   auto run() {
     for (int64_t rank = 0; rank < streams_.size(); ++rank) advance(rank);
     while (!events_.empty()) {
@@ -155,8 +156,8 @@ class Engine {
 
   bool slows() const { return contention_ > 0; }
 
-  // Runs a rank's compute stream up to its next launch, or to a wait for an unknown time; with contention up to the
-  // next work, whose end is an event.
+  // Runs a rank's compute stream up to its next launch, or to a wait for a launch whose completion is not known yet;
+  // with contention, up to the next work, whose end is an event.
   void advance(int64_t rank) {
     Stream& stream = streams_[rank];
     const int64_t end = script_.ptr[rank + 1];
@@ -194,7 +195,7 @@ class Engine {
     }
   }
 
-  // The currently expected end of the work of a rank's compute stream.
+  // Computes the currently expected end of the work of a rank's compute stream, and adds its event.
   void expect(int64_t rank) {
     Stream& stream = streams_[rank];
     const double slow = stream.wires > 0 ? 1 + contention_ : 1;
@@ -219,7 +220,7 @@ class Engine {
     advance(rank);
   }
 
-  // Starts (1) or ends (-1) a transfer: with contention the ends of its ranks' work move.
+  // Counts a transfer that starts (1) or ends (-1): with contention, this changes when its ranks' work ends.
   void count_wire(int64_t transfer, int64_t change) {
     if (!slows()) return;
     for (const int64_t launch : {traffic_.sender[transfer], traffic_.receiver[transfer]}) {
@@ -245,7 +246,7 @@ class Engine {
     advance(rank);
   }
 
-  // The channel starts a launch; one without transfers is complete at once, and the next follows.
+  // The channel reaches a launch; one without transfers is complete at once, and the next one follows.
   void reach(int64_t launch) {
     for (; launch >= 0 && launches_[launch].launched; launch = script_.after[launch]) {
       times_.reached[launch] = now_;
@@ -260,13 +261,13 @@ class Engine {
     }
   }
 
-  // A launch is complete: the channel starts the next one, if it was launched.
+  // A launch is complete: the channel reaches the next one, if it was launched.
   void settle(int64_t launch) {
     launches_[launch].settled = true;
     reach(script_.after[launch]);
   }
 
-  // Each freed port takes the first of its queue that can start.
+  // Each freed port takes the first transfer of its queue that can start.
   void hand_over() {
     std::sort(freed_.begin(), freed_.end());
     for (const int64_t port : freed_) ports_.release(port);
@@ -299,7 +300,7 @@ class Engine {
     }
   }
 
-  // A launch's completion is known: its rank continues if it waits for it.
+  // The time of a launch's completion is known: its rank continues if it waits for this launch.
   void wake(int64_t launch) {
     const int64_t rank = script_.rank[launch];
     if (streams_[rank].blocked != launch) return;
@@ -314,10 +315,10 @@ class Engine {
   Ports ports_;
   Array<Stream> streams_;
   Array<Launch> launches_;
-  Array<std::uint8_t> sides_;  // of each transfer: its launches that were reached
+  Array<std::uint8_t> sides_;  // for each transfer, how many of its two launches were reached
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   double now_ = 0;
-  std::vector<int64_t> fresh_, freed_;  // transfers that became ready and ports that became free, now
+  std::vector<int64_t> fresh_, freed_;  // transfers that became ready, and ports that became free, at this time
 };
 
 }  // namespace

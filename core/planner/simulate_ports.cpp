@@ -6,7 +6,7 @@ namespace apportion {
 
 using std::int64_t;
 
-// Length up to which a queue is walked before the free ports are searched instead.
+// The number of transfers of a queue that are examined before the free ports are searched instead.
 static constexpr int64_t WALK = 16;
 
 Ports::Ports(Column<const int64_t> out, Column<const int64_t> in, int64_t count)
@@ -92,7 +92,7 @@ void Ports::add_idle(int64_t port) {
   idle.push_back(port);
 }
 
-// The last one takes its place.
+// The last idle port takes the place of the dropped one.
 void Ports::drop_idle(int64_t port) {
   auto& idle = idle_[ports_[port].side];
   const int64_t last = idle.back();

@@ -1,8 +1,8 @@
-// Builds the script of a program for the simulator's event loop: work of its instructions, its launches, and its
-// transfers. The cost model computes durations, except for transfers and posting.
+// Builds the script of a program for the simulator's event loop: the work of its instructions, its launches, and its
+// transfers. The cost model computes durations later, except those of transfers and of posting.
 //
-//   tables ── fusion, messages, match ──► launches, traffic     of launches and transfers
-//                                     ──► tasks, bytes          of instructions: what is priced
+//   tables ── fusion, messages, match ──► script, traffic       launches and transfers
+//                                     ──► tasks, bytes          the work of instructions, which is priced
 #include <algorithm>
 #include <unordered_map>
 
@@ -22,17 +22,17 @@ using Numbers = Growing<int64_t>;
 constexpr int64_t NONE = -1;
 enum Role : std::uint8_t { WORK, LAUNCH, WAIT };
 
-// Bytes by tensor: `_sizes` of apportion/planner/simulate/program.py.
+// Sizes in bytes, by tensor: `_sizes` of apportion/planner/simulate/program.py.
 struct Sizes {
   using Given = Matrix<const int64_t>;
   explicit Sizes(const Given& given) : rows(given) {}
 
-  // of a row of one head: of an accumulator, in the model's dtype, as it travels, and as a result
+  // of a row of one head: in an accumulator, in the model's dtype, in a message, and as a result
   int64_t wide(Tensor tensor) const { return of(0, tensor); }
   int64_t narrow(Tensor tensor) const { return of(1, tensor); }
   int64_t sent(Tensor tensor, bool as_result) const { return of(as_result ? 3 : 2, tensor); }
   int64_t result(Tensor tensor) const { return of(3, tensor); }
-  // of a row with all heads, read and written by the final cast
+  // of a row with all heads, as read and written by the final cast
   int64_t cast(Tensor tensor) const { return of(4, tensor); }
 
  private:
@@ -41,15 +41,16 @@ struct Sizes {
   Given rows;
 };
 
-// Tables by op: kernels, multiplications of projections, and how often operands of row operations are read or written, by
-// whether the row is the first into a sum and by op.
+// For each op, the number of kernels and of multiplications of projections; passes: how often each operand of a row
+// operation is read or written, by whether the row is the first added to a sum, then by op.
 struct Ops {
   static constexpr std::size_t FIELDS = 3;
   Column<const int64_t> kernels, products;
   Matrix<const int64_t> passes;
 };
 
-// The cluster; [0] is within a node, [1] between nodes. Ranks of a node share its NICs evenly, neighbours together.
+// The cluster; [0] is within a node, [1] between nodes. The ranks of a node share its NICs evenly; neighbouring ranks
+// share one.
 struct Links {
   static constexpr std::size_t FIELDS = 5;
   int64_t ranks, ranks_per_node, nics_per_node;
@@ -72,7 +73,7 @@ struct Script {
   auto fields() { return moved(role, launch, rank, round, channel, before, after, end_ptr, ends); }
 };
 
-// `Traffic` of the same module.
+// `Traffic` of apportion/planner/simulate/program.py.
 struct Traffic {
   Numbers sender, receiver, out_port, in_port;
   Growing<double> wire_us, latency_us;
@@ -81,29 +82,30 @@ struct Traffic {
   auto fields() { return moved(sender, receiver, out_port, in_port, wire_us, latency_us, bytes, tensor); }
 };
 
-// Attention tasks and their instructions: `PricedTasks` of the same module.
+// Attention tasks and their instructions: `PricedTasks` of apportion/planner/simulate/program.py.
 struct Tasks {
   Numbers rows, keys, pairs, heads, kv_heads, diagonals, first, at, accumulated;
 
   auto fields() { return moved(rows, keys, pairs, heads, kv_heads, diagonals, first, at, accumulated); }
 };
 
-// Row work other than attention: `RowWork` of the same module.
+// Row work other than attention: `RowWork` of apportion/planner/simulate/program.py.
 struct RowWork {
   Numbers bytes, cast, kernels, messages, projection, projected, products;
 
   auto fields() { return moved(bytes, cast, kernels, messages, projection, projected, products); }
 };
 
-// unmatched: round, sender, receiver, and the numbers of tiles on both sides, for the first mismatch in the order of
-// `Traffic`. unlaunched: rank and round of a wait. Both are empty for programs that can run.
+// unmatched: for the first mismatch in the order of `Traffic`, the round, the sender, the receiver, and the number of
+// tiles on each side. unlaunched: the rank and the round of a wait without a launch. Both are empty for programs that
+// can run.
 struct Faults {
   Numbers unmatched, unlaunched;
 
   auto fields() { return moved(unmatched, unlaunched); }
 };
 
-// The launches before and after each one in its channel, NONE for none; by rank.
+// For each launch, the launches before and after it in its channel on its rank, NONE if there is none.
 std::tuple<Numbers, Numbers> link_channels(Column<const int64_t> rank, Column<const int64_t> channel) {
   Numbers before(rank.size(), NONE), after(before);
   std::unordered_map<int64_t, int64_t> newest;
@@ -118,7 +120,7 @@ std::tuple<Numbers, Numbers> link_channels(Column<const int64_t> rank, Column<co
   return moved(before, after);
 }
 
-// The transfers of each launch, sent and received: offsets by launch, then the transfers.
+// The transfers of each launch, sent and received: the offsets of launches, and the transfers.
 std::tuple<Numbers, Numbers> list_ends(Column<const int64_t> sender, Column<const int64_t> receiver, int64_t launches) {
   Numbers ptr(launches + 1), ends(2 * sender.size());
   for (const auto& side : {sender, receiver})
@@ -207,8 +209,8 @@ class Preparation {
     return heads(operand) * sizes_.sent(programs_.tensor_of(operand), as_result);
   }
 
-  // Messages of launches, and bytes read and written to copy tiles into sent messages and out of received
-  // messages. Tiles are rounded when packed, results on arrival.
+  // Counts the messages of launches, and the bytes read and written to copy tiles into sent messages and out of
+  // received ones. Tiles are rounded when packed; results, on arrival.
   void post(const MessageGroups& groups) {
     for (Numbers* one : {&messages_, &packed_, &unpacked_}) one->fill(script.rank.count(), 0);
     for (const int64_t tile : groups.first) ++messages_[launch_of_[tile]];
@@ -304,7 +306,7 @@ class Preparation {
     return programs_.operands.ptr[step.rank] + programs_.lists[step.list].columns[column][row];
   }
 
-  // Bytes of the operands of row operations, counted once per read or write.
+  // The bytes of the operands of row operations, counted once per read or write.
   int64_t passed_bytes(const Step& step) const {
     const int64_t code = programs_.op[step.at], codes = ops_.kernels.size();
     const Ints first = programs_.lists[ROWOPS].columns[4];
@@ -319,12 +321,12 @@ class Preparation {
     return moved;
   }
 
-  // The same for operations that skip rows done by tasks; starts: true if any row is left.
+  // Like `passed_bytes`, for operations that skip the rows done by tasks. starts: set to whether any row is left.
   int64_t left_bytes(const Step& step, bool& starts) {
     int64_t moved = 0, left_in_all = 0;
     for (int64_t row = step.first; row < step.end; ++row) {
       const int64_t a = operand(step, 0, row), b = operand(step, 1, row), c = operand(step, 2, row);
-      int64_t left = done_[row], bytes = 0;  // minus the number of rows done
+      int64_t left = done_[row], bytes = 0;  // left: so far, minus the number of rows done
       if (step.op == Op::DELIVER) {
         left += rows(a);
         bytes = row_bytes(a) + (rows(a) > 0 ? rows(c) * sent_row_bytes(c, true) / rows(a) : 0);
@@ -342,7 +344,7 @@ class Preparation {
     return moved;
   }
 
-  // Number of the rows [row, stop) of a rank in ascending ranges.
+  // How many of the rows [row, stop) of a rank are in ascending ranges.
   static int64_t rows_within(const RowRanges& ranges, int64_t rank, int64_t row, int64_t stop) {
     const auto [low, high] = std::equal_range(ranges.of.begin(), ranges.of.end(), rank);
     const auto first = ranges.row1.begin() + (low - ranges.of.begin()), end = ranges.row1.begin() + (high - ranges.of.begin());
@@ -355,7 +357,7 @@ class Preparation {
     return found;
   }
 
-  // The rows of X that are projected, and the multiplications of a row, in bytes of the model's dtype.
+  // Records the rows of X that are projected, and the multiplications per row, in bytes of the model's dtype.
   void project(const Step& step) {
     for (int64_t row = step.first; row < step.end; ++row) {
       const int64_t q = operand(step, 1, row), kv = operand(step, 2, row);
@@ -386,9 +388,9 @@ class Preparation {
       if (SUMS[i].list == step.list) tasks.accumulated.back() += accumulated(step, i);
   }
 
-  // Bytes read and written for an accumulator beyond the results in the model's dtype, each row once per instruction:
-  // rows that a task overwrites are not read, complete rows are not written wide; and bytes of the rows' statistics
-  // that the same kernel computes.
+  // The bytes read and written for an accumulator beyond the results in the model's dtype, each row once per
+  // instruction: rows that a task overwrites are not read, and complete rows are not written in the accumulator's
+  // dtype. Also the bytes of the rows' statistics that the same kernel computes.
   int64_t accumulated(const Step& step, std::size_t i) {
     const Sum& sum = SUMS[i];
     const IntRows& columns = programs_.lists[step.list].columns;
@@ -401,19 +403,19 @@ class Preparation {
     }
     int64_t moved = (2 * wide - sizes_.narrow(sum.tensor)) * covered(every_) - wide * covered(fresh_);
     moved += (sizes_.result(sum.tensor) - wide) * covered(fusion_.sums[i].tasks, next_[i], step, sum.column);
-    if (sum.tensor == Tensor::DQ)  // statistics that its kernel computes along the way
+    if (sum.tensor == Tensor::DQ)  // statistics that the same kernel computes
       moved += (sizes_.result(Tensor::O) + sizes_.wide(Tensor::DELTA)) *
                covered(fusion_.tasks, next_stated_, step, sum.column);
     return moved;
   }
 
-  // Rows of operands in one lane share one numbering.
+  // The rows of all operands in one lane share one numbering.
   Range range(int64_t operand, int64_t row0, int64_t row1) const {
     const int64_t lane = (programs_.col[operand] * heads_.sizes.columns() + programs_.heads[operand]) * 2;
     return {lane + programs_.space[operand], row0, row1, heads(operand)};
   }
 
-  // Rows, times heads, in any of the ranges, which are consumed.
+  // The number of rows in any of the ranges, times their heads. Clears the ranges.
   static int64_t covered(std::vector<Range>& ranges) {
     std::sort(ranges.begin(), ranges.end(), [](const Range& one, const Range& two) {
       return one.lane != two.lane ? one.lane < two.lane : one.row0 < two.row0;
@@ -429,14 +431,14 @@ class Preparation {
     return found;
   }
 
-  // The same for the ranges of the instruction's tasks, from the `next` one on.
+  // Like the above, for the ranges of the instruction's tasks, from number `next` on.
   int64_t covered(const RowRanges& ranges, std::size_t& next, const Step& step, int64_t column) {
     for (; next < ranges.size() && ranges.of[next] < step.end; ++next)
       every_.push_back(range(operand(step, column, ranges.of[next]), ranges.row0[next], ranges.row1[next]));
     return covered(every_);
   }
 
-  // Casts gradients of home rows that no task has completed, and dX if it accumulates: a single kernel.
+  // Casts the gradients of home rows that no task has completed, and dX if it accumulates, in a single kernel.
   void cast(Column<const int64_t> home_rows) {
     bool projects = false, adds = false, from_home = false;
     programs_.each_step([&](const Step& step) {
@@ -467,9 +469,9 @@ class Preparation {
   const bool is_backward_;
   const Fusion fusion_ = fuse(programs_);
   Numbers launch_of_;                     // of each transfer
-  Growing<std::uint8_t> results_;         // of each launch: whether results travel
+  Growing<std::uint8_t> results_;         // for each launch, whether it carries results
   Numbers messages_, packed_, unpacked_;  // of each launch
-  Numbers done_;                          // of each row operation: minus its rows already done by tasks
+  Numbers done_;                          // for each row operation, minus the number of its rows done by tasks
   std::vector<Range> every_, fresh_;      // of the tasks of an instruction
   std::size_t next_[SUMS.size()] = {}, next_stated_ = 0;
 };
@@ -480,9 +482,10 @@ static const Area area("script", [](nb::module_& m) {
   def(m, "prepare(programs, sizes, bytes, ops, links, post_us, home_rows, is_backward)",
       +[](const Programs& programs, const RowSizes& rows, const Sizes& bytes, const Ops& ops, const Links& links,
           double post_us, Column<const int64_t> home_rows, bool is_backward) {
-        Preparation made(programs, rows.heads, bytes, ops, links, is_backward);
-        made.prepare(rows, home_rows, post_us);
-        return moved(made.faults, made.script, made.traffic, made.tasks, made.row_work);
+        Preparation preparation(programs, rows.heads, bytes, ops, links, is_backward);
+        preparation.prepare(rows, home_rows, post_us);
+        return moved(preparation.faults, preparation.script, preparation.traffic, preparation.tasks,
+                     preparation.row_work);
       });
   def(m, "link_channels(rank, channel)", link_channels);
   def(m, "list_ends(sender, receiver, launches)", list_ends);

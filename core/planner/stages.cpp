@@ -1,9 +1,9 @@
 // Stages of tasks, and merging of tasks within a stage: apportion/planner/lower/stages.py.
 //
 //   step      rank * stages + stage
-//   merged    tasks of one step and the same query rows whose keys are adjacent in a tile, in adjacent tiles, or at
-//             home, under one band: the `first` of them, their number of keys, and `low`, the least diagonal
-//   parts     of each merged task, the keys that its tasks had
+//   merged    tasks of one step with the same query rows whose keys are adjacent in a tile, in adjacent tiles, or at
+//             home, and form one band: the `first` of them, their number of keys, and `low`, the lowest diagonal
+//   parts     for each merged task, the keys of the tasks that it joins
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -40,7 +40,8 @@ struct Edges {
   Ints tile, row, rows, dst, lane, round;
 };
 
-// Work of ranks. share: [stages]; visit: stages in the order in which they are filled, the first `apart` separately.
+// How the work of ranks is divided into stages. share: [stages], the share of each; visit: the stages in the order in
+// which they are filled, the first `apart` of them each on its own.
 struct Filling {
   static constexpr std::size_t FIELDS = 3;
   Column<const double> share;
@@ -48,8 +49,8 @@ struct Filling {
   int64_t apart;
 };
 
-// Gives each task without an edge, in this order, the first stage, not before the previous task's, up to which
-// their rank has computed less than these stages' share of its work.
+// Gives each task without an edge, in this order, the first stage, not before the previous task's stage, up to which
+// its rank has computed less than these stages' share of its work.
 void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> work, int64_t ranks,
           const Filling& filling, Column<const int64_t> order) {
   struct Rank {
@@ -83,8 +84,8 @@ void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> wor
   }
 }
 
-// Strips of tasks: `parts` equal ones per task, followed by two strips of `tail` rows unless that is 0; each
-// with the keys that its rows see.
+// Cuts tasks into strips: `parts` equal ones per task, followed by two strips of `tail` rows unless that is 0; each
+// strip has the keys that its rows see.
 Array2<int32_t> cut(const Tasks& tasks, Column<const int64_t> parts, Column<const int64_t> tails) {
   int64_t strips = 0;
   for (int64_t task = 0; task < tasks.size(); ++task) strips += parts[task] + 2 * (tails[task] > 0);
@@ -108,7 +109,7 @@ Array2<int32_t> cut(const Tasks& tasks, Column<const int64_t> parts, Column<cons
     for (int64_t strip = 0; strip < count; ++strip, ++at) {
       const int64_t low = begin(strip), high = begin(strip + 1);
       const int64_t first = std::max<int64_t>(low - dmax, 0), last = std::min(high - dmin, tasks.keys(task));
-      const int64_t shift = low - first;  // a row and a key of the strip are this much nearer
+      const int64_t shift = low - first;  // the diagonals of the strip are this much lower
       put(ROW, at, tasks.row[task] + low);
       put(ROWS, at, high - low);
       put(K0, at, tasks.k0[task] + first);
@@ -120,8 +121,8 @@ Array2<int32_t> cut(const Tasks& tasks, Column<const int64_t> parts, Column<cons
   return out;
 }
 
-// For each edge, the one whose tile arrives together with its tile and follows it, -1: none. Such tiles lie in the
-// order of their numbers.
+// For each edge, the edge whose tile arrives together with its tile and follows it, -1 if there is none. Tiles that
+// arrive together lie in the order of their numbers.
 Array<int32_t> following(const Edges& edges, int64_t ranks) {
   const int64_t count = edges.dst.size();
   Array<int32_t> order(count), after(count, -1);
@@ -146,8 +147,8 @@ struct Merged {
 
 class Merging {
  public:
-  // query: a number for the first query row of each task, equal only for the same rows; shift: of each
-  // block, the offset from tokens to rows.
+  // query: for each task, a number of its first query row, equal only for the same rows; shift: for each block, the
+  // offset from tokens to rows.
   Merging(const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
           Column<const int64_t> shift, const Edges& edges)
       : tasks_(tasks),
@@ -165,7 +166,7 @@ class Merging {
       most = std::max(most, query[task]);
     }
     counting_order<Column<int32_t>, int32_t>(step_, ranks * stages, by_step_);
-    const Array<int32_t> last(most + 1, -1);  // task of each query row, in any step
+    const Array<int32_t> last(most + 1, -1);  // the last task of each query row, in any step
     for (const int32_t task : by_step_) {
       const int32_t before = std::exchange(last[query[task]], task);
       if (!joins(before, task)) {
@@ -176,8 +177,8 @@ class Merging {
     sort();
   }
 
-  // The merged tasks in the order of a program, the ranges of keys of each, and their stages.
-  auto made(Column<const int32_t> stage) const {
+  // The merged tasks in the order of a program, the ranges of keys of each, and the stage of each.
+  auto result(Column<const int32_t> stage) const {
     Array2<int32_t> columns(COLUMNS, order_.count());
     Array<int32_t> stage_of(order_.count());
     for (int64_t column = 0; column < COLUMNS; ++column)
@@ -192,7 +193,8 @@ class Merging {
   }
 
  private:
-  // By merged task, by its place in the program; in each as they are joined: that task, edges, rows, and keys.
+  // Sorted by merged task, in the order of the program, and within each in the order in which they are joined: the
+  // number of the merged task, the edge, the first row, and the number of keys.
   std::tuple<Array<int32_t>, Array<int32_t>, Array<int64_t>, Array<int32_t>> parts() const {
     const int64_t count = tasks_.size();
     Array<int32_t> of(count), edge(count), keys(count), number(order_.count()), place(order_.count() + 1);
@@ -211,7 +213,7 @@ class Merging {
   }
   const Merged& at_(int64_t place) const { return merged_[order_[place]]; }
 
-  // Joins a task to that of one before, if it can.
+  // Joins a task to the merged task of an earlier one, if possible.
   bool joins(int64_t before, int64_t task) {
     if (before < 0) return false;
     const int64_t rows = tasks_.rows[task], edge = tasks_.edge[task], of = tasks_.edge[before];
@@ -220,7 +222,7 @@ class Merging {
     const bool beside = of == edge ? end == row_[task]
                                    : of >= 0 && edge >= 0 && after_[of] == edge && row_[task] == 0 && end == edges_.rows[of];
     Merged& part = merged_[into_[before]];
-    // one band over both: the same diagonals, or edges of the band that lie outside either part
+    // one band over both: the same diagonals, or edges of the band that lie outside the parts
     const int64_t begin = tasks_.dmin[task] - part.count;
     const bool same = begin == part.low || (part.low == 1 - part.count && begin <= part.low);
     if (!beside || !same || tasks_.dmax[task] != std::min(tasks_.dmax[part.first] + part.count, rows - 1)) return false;
@@ -230,7 +232,7 @@ class Merging {
     return true;
   }
 
-  // The order of a program: in each step first tasks whose band is not full, the longest of these before others.
+  // The order of a program: in each step, first the tasks whose band is not full, those with the most rows first.
   void sort() {
     order_.resize(merged_.size());
     std::iota(order_.begin(), order_.end(), 0);
@@ -251,7 +253,7 @@ class Merging {
   const Edges& edges_;
   Array<int32_t> step_, into_, by_step_, after_;
   Growing<int32_t> order_;
-  Array<int64_t> row_;  // first key row, where the keys are
+  Array<int64_t> row_;  // the first key row, in its tile or at home
   Growing<Merged> merged_;
 };
 
@@ -263,7 +265,7 @@ static const Area area("stages", [](nb::module_& m) {
   def(m, "merge(tasks, stage, stages, ranks, query, shift, edges)",
       +[](const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
           Column<const int64_t> shift, const Edges& edges) {
-        return Merging(tasks, stage, stages, ranks, query, shift, edges).made(stage);
+        return Merging(tasks, stage, stages, ranks, query, shift, edges).result(stage);
       });
 });
 

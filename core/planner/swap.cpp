@@ -12,14 +12,14 @@ using std::int64_t;
 
 namespace {
 
-constexpr int64_t BINS = 8;    // considered together, the lightest first
-constexpr int64_t STEPS = 16;  // at most, per bin
+constexpr int64_t BINS = 8;    // bins considered together, the lightest first
+constexpr int64_t STEPS = 16;  // the largest number of exchanges, per bin
 
 struct Item {
   int64_t number, weight, size;
 };
 
-// Items by position in the order of `Swaps`: ascending size, the lightest first among equal sizes.
+// Positions of items in the order of `Swaps`: by ascending size, the lightest first among equal sizes.
 using Places = std::vector<int64_t>;
 
 struct Bin {
@@ -40,7 +40,7 @@ struct Bin {
   }
 };
 
-// An item of the heavy bin for up to two of the light one, by their places, -1 for none.
+// Exchanges one item of the heavy bin for up to two of the light one; all are places, -1 for none.
 struct Exchange {
   int64_t given = -1;
   std::array<int64_t, 2> taken = {-1, -1};
@@ -100,7 +100,7 @@ class Swaps {
     Places theirs;
     for (const int64_t place : to.held)
       if (may(place, heavy)) theirs.push_back(place);
-    Places lightest(theirs.size() + 1, -1);  // the lightest item from each position on
+    Places lightest(theirs.size() + 1, -1);  // the lightest item at or after each position
     for (std::size_t i = theirs.size(); i-- > 0;) {
       const int64_t behind = lightest[i + 1];
       lightest[i] = behind < 0 || at(theirs[i]).weight <= at(behind).weight ? theirs[i] : behind;
@@ -139,7 +139,7 @@ class Swaps {
   Matrix<const bool> allowed_;
 };
 
-// order: of items, by ascending size.
+// order: the items by ascending size.
 void improve(Column<int64_t> assigned, Column<const int64_t> order, Column<const int64_t> weights,
              Column<const int64_t> sizes, Column<const int64_t> caps, Column<const double> speeds,
              Matrix<const bool> allowed, double goal) {

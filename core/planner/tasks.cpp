@@ -1,10 +1,10 @@
 // Cuts bands into attention tasks and finds the transfers (edges) that they need: apportion/planner/tasks.
 //
 //   bands     [bands, 6] global tokens: q0, q1, k0, k1, dmin, dmax
-//   blocks    starts [blocks + 1], their first tokens; home, the rank of each; row, its first row there
+//   blocks    starts [blocks + 1], their first tokens; home, the rank of each; row, the first row of each there
 //   cells     bands cut by (query block, key block), by band, then query block, then key block
-//   tasks     cells by key block; adjacent query blocks that see all of the same keys are one
-//   edges     (key block, rank) where some task needs keys that are not at home
+//   tasks     cells by key block; adjacent query blocks that all see the same keys in full are one task
+//   edges     (key block, rank) if some task of the rank needs keys of the block and the block is not at home there
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -58,16 +58,16 @@ struct Bands {
     }
   }
 
-  // The number of cells; takes no longer if there are many.
+  // The number of cells; takes no longer if bands have many.
   int64_t count() const {
     int64_t cells = 0;
     walk([&](auto, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t first, int64_t end) { cells += end - first; });
     return cells;
   }
 
-  // For each key block, the number of cells before its own; at the end, the number of all cells.
+  // For each key block, the number of cells of earlier key blocks; at the end, the number of all cells.
   Growing<int64_t> before_keys() const {
-    Growing<int64_t> found(starts.size() + 1);  // first of all: changes, from the next on
+    Growing<int64_t> found(starts.size() + 1);  // at first: differences, shifted by one
     walk([&](auto, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t first, int64_t end) {
       ++found[first + 1];
       --found[end + 1];
@@ -77,7 +77,7 @@ struct Bands {
     return found;
   }
 
-  // Calls put(cell) for each.
+  // Calls put(cell) for each cell.
   template <class Put>
   void cut(Put&& put) const {
     walk([&](Column<const int64_t> band, int64_t block, int64_t q0, int64_t q1, int64_t k0, int64_t k1, int64_t first,
@@ -91,11 +91,11 @@ struct Bands {
   }
 };
 
-// Until its last key is known, an edge has the keys [row, rows) that it brings.
+// Until all its keys are known, an edge's `row` and `rows` are the begin and end of the keys that it brings.
 std::pair<Growing<Task>, Growing<Edge>> find(const Bands& bands, Column<const int64_t> home, Column<const int64_t> row,
                                              int64_t ranks) {
   struct Rank {
-    int64_t key = -1;   // current block of keys
+    int64_t key = -1;   // the current block of keys
     int64_t edge = -1;  // the edge that brings this block
     int64_t last = -1;  // its last task that sees all of some keys
   };
@@ -147,7 +147,7 @@ struct Span {
   int64_t row, token, rows;
 };
 
-// The first span of each rank, and the spans of blocks, one after another in `order`. breaks: ascending tokens at
+// The first span of each rank, and the spans of the blocks in `order`, one after another. breaks: ascending tokens at
 // which a span ends.
 std::pair<Array<int64_t>, Growing<Span>> cut_spans(Ints order, Column<const int64_t> starts, Column<const int64_t> home,
                                                    Column<const int64_t> breaks, int64_t ranks) {

@@ -17,7 +17,8 @@ struct Flow {
   int64_t src, dst, rows;
 };
 
-// Senders to receivers in the order of ranks, as along the north-west rule, in each group of `width` ranks by itself.
+// Matches senders with receivers in the order of ranks, by the north-west corner rule, in each group of `width` ranks
+// separately.
 void north_west(Column<const int64_t> surplus, int64_t width, Growing<Flow>& flows) {
   Array<int64_t> rest = Array<int64_t>::of(surplus);
   for (int64_t first = 0; first < rest.size(); first += width) {
@@ -34,7 +35,7 @@ void north_west(Column<const int64_t> surplus, int64_t width, Growing<Flow>& flo
   }
 }
 
-// inter: the price of a row that leaves its node; saving: price reduction of a row that stays.
+// inter: the price of a row that leaves its node; saving: the price reduction for a row that stays.
 struct Price {
   static constexpr std::size_t FIELDS = 2;
   double inter, saving;
@@ -44,23 +45,23 @@ struct Price {
   }
 };
 
-// The level to which all larger prices fall once `total` of the rows are near.
+// The level to which all larger prices fall when `total` of the rows stay near.
 double level_of(Column<const int64_t> rows, int64_t total, const Price& price) {
-  std::vector<int64_t> falling(rows.begin(), rows.end());
-  std::sort(falling.begin(), falling.end(), std::greater<>());
+  std::vector<int64_t> descending(rows.begin(), rows.end());
+  std::sort(descending.begin(), descending.end(), std::greater<>());
   const double saved = static_cast<double>(total) * price.saving;
   double above = 0, count = 0;
-  for (const int64_t own : falling) {
+  for (const int64_t own : descending) {
     const double price_of_rank = price.inter * static_cast<double>(own);
-    if (above - count * price_of_rank > saved) break;  // levelling the more expensive ranks to this price takes more
+    if (above - count * price_of_rank > saved) break;  // more is needed to lower the more expensive ranks to this price
     above += price_of_rank;
     ++count;
   }
   return (above - saved) / count;
 }
 
-// Adds `total` of the rows, times `sign`, to those at the near price. level: minimize the largest price; a rank pays
-// inter * rows - saving * near, so they go to the ranks that pay most, down to one level.
+// Adds `total` of the rows, times `sign`, to those at the near price. level: minimizes the largest price. A rank pays
+// inter * rows - saving * near, so the near rows go to the ranks that pay most, down to a common level.
 void share(Column<const int64_t> rows, int64_t total, const Price& price, bool level, int64_t sign,
            Column<int64_t> near) {
   Array<int64_t> own(rows.size());
@@ -70,13 +71,14 @@ void share(Column<const int64_t> rows, int64_t total, const Price& price, bool l
       total -= own[rank];
     }
   } else {
-    const double water = level_of(rows, total, price);
+    const double level_price = level_of(rows, total, price);
     for (int64_t rank = 0; rank < rows.size(); ++rank) {
-      const double some = std::floor((price.inter * static_cast<double>(rows[rank]) - water) / price.saving);
+      const double some = std::floor((price.inter * static_cast<double>(rows[rank]) - level_price) / price.saving);
       own[rank] = std::min(std::max<int64_t>(static_cast<int64_t>(some), 0), rows[rank]);
       total -= own[rank];
     }
-    // rounding lost (or gained) rows: give them one by one to the rank that pays most (take from the least)
+    // rows lost by rounding are given one by one to the rank that pays most, extra rows are taken from the one that
+    // pays least
     while (total != 0) {
       const int64_t step = total > 0 ? 1 : -1;
       int64_t best = -1;
@@ -92,8 +94,8 @@ void share(Column<const int64_t> rows, int64_t total, const Price& price, bool l
   for (int64_t rank = 0; rank < rows.size(); ++rank) near[rank] += sign * own[rank];
 }
 
-// The rows of each rank that stay in its node of `width` ranks. Senders, or receivers, share the cheap part to minimize
-// the largest price, if levelled; else first come first served.
+// The rows of each rank that stay in its node of `width` ranks. If levelled, senders (or receivers) share the cheap
+// part so that the largest price is minimal; else the first ranks get it.
 Array<int64_t> near_rows(Column<const int64_t> surplus, int64_t width, const Price& price, bool level_givers,
                            bool level_takers) {
   Array<int64_t> near(surplus.size());

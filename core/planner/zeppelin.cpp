@@ -1,9 +1,9 @@
 // Zeppelin's two levels of partitioning (section 3.1), and zig-zag blocks of sequences on several ranks (section 3.2).
-// The levels are drawn at the head of apportion/planner/place/zeppelin.py.
+// A drawing of the levels is at the head of apportion/planner/place/zeppelin.py.
 //
-//     a level   sequences longest first; those at or above its threshold are split, others go to a bucket as a whole.
-//     Where
-//               one of these fits nowhere, the threshold falls to the longest of them, and the level starts over
+//     a level   sequences, longest first; those at or above the level's threshold are split, the others go to a bucket
+//               as a whole. If one of these fits into no bucket, the threshold is lowered to the length of the longest
+//               of them, and the level starts over
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -20,14 +20,14 @@ using std::int64_t;
 namespace zeppelin {
 namespace {
 
-constexpr double WHOLE = 1e-9;  // a quotient this little above a whole number is that number, rounded
+constexpr double WHOLE = 1e-9;  // a quotient above a whole number by at most this much is taken as that number
 
 using Order = std::vector<int64_t>;
 
 // Nodes, or the ranks of a node, with capacities.
 class Buckets {
  public:
-  // enforce: split sequences exceed no cap, if possible.
+  // enforce: split sequences must exceed no cap, if possible.
   Buckets(Column<const int64_t> caps, bool enforce)
       : caps_(caps), load_(static_cast<std::size_t>(caps.size())), enforce_(enforce) {}
 
@@ -37,8 +37,8 @@ class Buckets {
     for (int64_t bucket = 0; bucket < size(); ++bucket) load_[bucket] += share[bucket];
   }
 
-  // Splits `tokens` in proportion to caps over the `some` least full buckets. Enforced: over as many more as needed to
-  // exceed no cap; if even all are too few, minimizes the fullest.
+  // Splits `tokens` in proportion to caps over the `some` least full buckets. If caps are enforced: over as many more
+  // as needed to exceed no cap; if even all buckets are too few, minimizes the fullness of the fullest.
   Array<int64_t> split(int64_t tokens, int64_t some) const {
     Order order = by_fullness();
     for (int64_t wide = std::min(some, size()); wide <= size(); ++wide) {
@@ -48,8 +48,8 @@ class Buckets {
     return levelled(tokens);
   }
 
-  // `tokens` in fragments in proportion to caps, round-robin from bucket `turn` on. Enforced: if they fit there, else
-  // as `split`.
+  // Splits `tokens` into fragments in proportion to caps, round-robin from bucket `turn` on. If caps are enforced and
+  // the fragments do not fit there, does the same as `split`.
   Array<int64_t> by_turns(int64_t tokens, int64_t fragments, int64_t turn) const {
     Order some;
     for (int64_t nth = 0; nth < fragments; ++nth) some.push_back((turn + nth) % size());
@@ -57,13 +57,14 @@ class Buckets {
     return enforce_ && !fits(share) ? split(tokens, fragments) : std::move(share);
   }
 
-  // The least full bucket with room for each in turn, added to its load; fewer if one fits nowhere.
+  // Puts each item in turn into the least full bucket with room for it; stops at the first that fits into no bucket.
+  // The buckets of the items.
   template <class Sizes>
   Order whole(const Sizes& sizes, int64_t begin, int64_t end) {
     Order found;
     heap_ = by_fullness();
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t at = with_room(sizes(item));
+      const int64_t at = position_with_room(sizes(item));
       if (at < 0) break;
       load_[heap_[at]] += sizes(item);
       found.push_back(heap_[at]);
@@ -82,7 +83,7 @@ class Buckets {
     return order;
   }
 
-  // `tokens` over some buckets in proportion to their caps; the first of them get the remainder.
+  // Splits `tokens` over some buckets in proportion to their caps; the first of them get the remainder.
   Array<int64_t> shared(int64_t tokens, const Order& some) const {
     Array<int64_t> share(size());
     int64_t room = 0, left = tokens;
@@ -92,14 +93,15 @@ class Buckets {
     return share;
   }
 
-  // True if no bucket with a share exceeds its cap.
+  // Whether no bucket with a share exceeds its cap.
   bool fits(const Array<int64_t>& share) const {
     for (int64_t bucket = 0; bucket < size(); ++bucket)
       if (share[bucket] != 0 && load_[bucket] + share[bucket] > caps_[bucket]) return false;
     return true;
   }
 
-  // `tokens` to the least full buckets, up to one level of the fullest cap, and others in proportion.
+  // Gives `tokens` to the least full buckets, up to a common level: that of a bucket with the largest cap, and in
+  // proportion to caps for the others.
   Array<int64_t> levelled(int64_t tokens) const {
     const int64_t largest = *std::max_element(caps_.begin(), caps_.end());
     Array<int64_t> share(size());
@@ -131,8 +133,8 @@ class Buckets {
     return left < right || (left == right && one < other);
   }
 
-  // The heap position of the least full bucket with `tokens` room, or -1.
-  int64_t with_room(int64_t tokens) const {
+  // The heap position of the least full bucket with room for `tokens`, or -1.
+  int64_t position_with_room(int64_t tokens) const {
     const auto fits_at = [&](int64_t at) { return load_[heap_[at]] + tokens <= caps_[heap_[at]]; };
     if (fits_at(0)) return 0;
     int64_t best = -1;
@@ -157,7 +159,7 @@ class Buckets {
   Order heap_;  // buckets by (load over cap, bucket)
 };
 
-// Tokens of a sequence on a node, or on a rank.
+// The tokens of a sequence on a node, or on a rank.
 struct Share {
   int64_t sequence, at, tokens;
 };
@@ -168,7 +170,7 @@ void put(std::vector<Share>& shares, int64_t sequence, int64_t first, const Arra
   buckets.add(share);
 }
 
-// The contents of a node: sequences of the inter-node zone, and whole sequences, longest first.
+// The contents of a node: shares of sequences of the inter-node zone, and whole sequences, longest first.
 struct Node {
   std::vector<Share> crossing, inside;
 };
@@ -239,9 +241,9 @@ void to_ranks(const Node& node, int64_t first, Column<const int64_t> caps, int64
   }
 }
 
-// Blocks of sequences that are cut zig-zag over the ranks of their shares, int64 [3, shares]: sequence, rank, tokens. A
-// rank's first chunk has half of its share, rounded up, its second the rest; neighbours on one rank are one block if
-// they are not to be cut. parts: see `Zeppelin.parts`.
+// The blocks of sequences that are cut zig-zag over the ranks of their shares. shares: int64 [3, shares]: sequence,
+// rank, tokens. A rank's first chunk has half of its share, rounded up, its second chunk the rest; neighbouring chunks
+// on one rank are one block if chunks are not cut further. parts: see `Zeppelin.parts`.
 std::pair<Growing<int64_t>, Growing<int64_t>> zigzag(Column<const int64_t> sequences, Matrix<const int64_t> shares,
                                                      int64_t ranks_per_node, int64_t parts) {
   Growing<int64_t> starts, home;
@@ -269,7 +271,7 @@ std::pair<Growing<int64_t>, Growing<int64_t>> zigzag(Column<const int64_t> seque
   return {std::move(starts), std::move(home)};
 }
 
-// By sequence, then by rank.
+// The shares of all sequences, sorted by sequence, then by rank.
 Growing<Share> find_shares(Column<const int64_t> lengths, Column<const int64_t> node_caps, Matrix<const int64_t> caps,
                            int64_t inter, int64_t intra, bool enforce) {
   Growing<Share> shares;

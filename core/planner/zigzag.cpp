@@ -1,4 +1,4 @@
-// Zig-zag chunks: chunks i and 2N-1-i of a range on the i-th of its N ranks. See apportion/planner/place/zigzag.py.
+// Zig-zag chunks: chunks i and 2N-1-i of a range are on the i-th of its N ranks. See apportion/planner/place/zigzag.py.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -12,7 +12,8 @@ using std::int64_t;
 
 namespace {
 
-// First of the `size` consecutive ranks that hold the fewest tokens, range after range, the longest first.
+// For each range, the first of its `size` consecutive ranks, those that hold the fewest tokens; ranges are placed one
+// after another, the longest first.
 Array<int64_t> find_emptiest(Column<const int64_t> lengths, Column<const int64_t> size, int64_t ranks) {
   Array<int64_t> order(lengths.size()), first(lengths.size());
   std::iota(order.begin(), order.end(), 0);
@@ -35,7 +36,7 @@ Array<int64_t> find_emptiest(Column<const int64_t> lengths, Column<const int64_t
   return first;
 }
 
-// Blocks of ranges that are cut zig-zag, each for its own group: `deal` of zigzag.py.
+// The blocks of ranges that are cut zig-zag, each for its own group of ranks: `deal` of zigzag.py.
 std::pair<Growing<int64_t>, Growing<int64_t>> deal(Column<const int64_t> ranges, Column<const int64_t> first,
                                                    Column<const int64_t> size) {
   Growing<int64_t> starts, home;
@@ -44,7 +45,7 @@ std::pair<Growing<int64_t>, Growing<int64_t>> deal(Column<const int64_t> ranges,
     const int64_t ranks = size[index], length = ranges[index + 1] - at, lap = at / ranks, turn = at % ranks;
     const int64_t opening = home.count();
     const int64_t share = length / (2 * ranks), extra = length - 2 * ranks * share;
-    // ranks that hold any token: all, or `extra` from `turn` on, wrapped to [0, wrapped) and [turn, ...)
+    // the ranks that hold any token: all, or `extra` of them from `turn` on, wrapped to [0, wrapped) and [turn, ...)
     const int64_t holders = share ? ranks : std::min(extra, ranks),
                   wrapped = std::max<int64_t>(0, turn + holders - ranks);
     for (int64_t step = 0; step < 2 * holders; ++step) {

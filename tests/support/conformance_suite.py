@@ -1,11 +1,11 @@
 """Writes `apportion/schemas/conformance`, the suite that readers in other languages must pass.
 
     python -m tests.support.conformance_suite            everything except existing plans
-    python -m tests.support.conformance_suite --replan   the plans, too
+    python -m tests.support.conformance_suite --replan   including the plans
 
 Plans do not change with the planner, since the suite tests the format. Everything else follows from them. Inputs are
 multiples of 1/64, exact in bf16. Outputs come from dense attention (`oracle.py`), without plans; if a plan rounds
-gradients in transit, from the numpy executor, which is checked against dense attention.
+gradients in transit, they come from the numpy executor, which is checked against dense attention.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from tests.support.strategies import STRATEGIES, steps
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = ROOT / "apportion/schemas/conformance"
 TOLERANCE = 1e-9
-#: seeds of meaningless plans, only for reading
+#: seeds of random plans that are only read
 _RANDOM = (1, 2, 5, 11)
-#: cases with a slice in the suite, and its rank
+#: case -> rank of its slice in the suite
 _SLICES = {"one_rank": 0, "reshuffle": 1, "questions": 2, "zeppelin": 3, "few_tokens": 3, "mixed_kinds": 1}
 _SLICES |= {"recurrent": 2}
-#: error of one rounding of a gradient to bf16, relative to the largest one
+#: error bound of gradients rounded to bf16, relative to the largest gradient
 _ROUNDED = 2.0**-6
 _HIDDEN = 3  # width of X
 
@@ -58,10 +58,10 @@ _MODEL = ap.Model(2, 1, 4, 2, dtype="fp64", hidden=4, ffn=4, layers=1)
 
 @dataclass(frozen=True)
 class Case:
-    """A plan to read and to run: from a strategy and a request, or from a text in `tests/plans`."""
+    """A plan to read and run, from a strategy and a request or from a text in `tests/plans`."""
 
     what: str
-    strategy: str = ""  # of `strategies.py`, or a recipe
+    strategy: str = ""  # from `strategies.py`, or a recipe
     lengths: tuple[int, ...] = (23, 9, 4)
     mask: Any = field(default_factory=masks.causal)
     model: ap.Model = field(default_factory=lambda: _MODEL)
@@ -187,7 +187,7 @@ CASES: dict[str, Case] = {
 
 
 def numbers(seed: int, *shape: int) -> Array:
-    """Multiples of 1/64 between -2 and 2, by a formula available in every language: splitmix64, the upper 8 bits."""
+    """Multiples of 1/64 in [-2, 2), by a formula that works in every language: the upper 8 bits of splitmix64."""
     size = int(np.prod(shape))
     state = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed << 32)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -223,7 +223,7 @@ def weights_of(plan: Plan) -> Weights:
 
 
 def problem_of(plan: Plan, case: Case, number: int) -> tuple[oracle.Problem, Array | None]:
-    """The problem of one attention kind, in token order, and its hidden states if the plan projects them."""
+    """The problem of one attention kind in token order, and its hidden states if the plan projects them."""
     head, tokens, seed = plan.header, plan.request.batch.tokens, 10 * number
     sinks = numbers(seed + 5, head.q_heads) if case.sinks else None
     scale = head.head_dim**-0.5 if case.scale is None else case.scale
@@ -239,7 +239,7 @@ def problem_of(plan: Plan, case: Case, number: int) -> tuple[oracle.Problem, Arr
 
 
 def recurrent_inputs(kind: Recurrent, tokens: int, number: int) -> tuple[Inputs, Array]:
-    """The inputs of a recurrent kind, in token order, and the gradient of its output."""
+    """The inputs of a recurrent kind in token order, and the gradient of its output."""
     seed, diagonal = 200 + 10 * number, (kind.key_dim,) if kind.gate == "diagonal" else ()
     given = Inputs(
         numbers(seed, tokens, kind.conv_channels) / 4,
@@ -251,7 +251,7 @@ def recurrent_inputs(kind: Recurrent, tokens: int, number: int) -> tuple[Inputs,
 
 
 def inputs_of(plan: Plan, case: Case) -> Arrays:
-    """The arrays of `inputs.f64`, in order."""
+    """The arrays of `inputs.f64` in order."""
     hidden = _HIDDEN if projects(plan) else 0
     found: Arrays = [({"name": "hidden"}, np.array(float(hidden)))]
     if hidden:
@@ -273,7 +273,7 @@ def inputs_of(plan: Plan, case: Case) -> Arrays:
 
 
 def outputs_of(plan: Plan, case: Case) -> Arrays:
-    """The arrays of `outputs.f64`, in order."""
+    """The arrays of `outputs.f64` in order."""
     found: Arrays = []
     for number, kind in enumerate(plan.header.kinds):
         problem, x = problem_of(plan, case, number)
@@ -306,13 +306,13 @@ def answer_of(plan: Plan, kind: str, problem: oracle.Problem) -> oracle.Answer:
         return answer
     layer = LocalLayer(problem.sinks, problem.scale, problem.softcap)
     rounded = executor.run(plan, kind, problem.q, problem.k, problem.v, problem.do, layer)
-    for ours, exact in zip(rounded, answer, strict=True):
-        assert ours is None or np.abs(ours - exact).max() <= _ROUNDED * np.abs(exact).max()
+    for actual, exact in zip(rounded, answer, strict=True):
+        assert actual is None or np.abs(actual - exact).max() <= _ROUNDED * np.abs(exact).max()
     return oracle.Answer(*rounded)
 
 
 def by_rank(plan: Plan, kind: str, arrays: dict[str, Array]) -> Iterator[tuple[dict[str, Any], Array]]:
-    """Yields home rows: rank by rank, the arrays in order."""
+    """Yields the home rows of the arrays, rank by rank."""
     home = plan.layout(plan.header.home_layout)
     for rank in range(plan.header.ranks):
         tokens = home.tokens(rank)
@@ -321,7 +321,7 @@ def by_rank(plan: Plan, kind: str, arrays: dict[str, Array]) -> Iterator[tuple[d
 
 
 def listed(arrays: Arrays) -> list[dict[str, Any]]:
-    """The offset of each array in its file, counted in numbers."""
+    """A description of each array with its shape, and its offset in the file, counted in numbers."""
     found, offset = [], 0
     for where, array in arrays:
         found.append(where | {"shape": list(array.shape), "offset": offset})
@@ -337,7 +337,7 @@ def packed(arrays: Arrays) -> bytes:
 
 
 def tables_of(held: Plan | Slice) -> dict[str, Any]:
-    """A plan or a slice with rows in place of cells, as `read` prints it."""
+    """A plan or slice as `read` prints it, with lists of rows instead of encoded tables."""
     sealed = held.wire if isinstance(held, Slice) else held.sealed()
     sections = {name: msgpack.unpackb(getattr(sealed, name)) for name in ("header", "layouts", "moves")}
     found = {"id": held.id.hex(), **sections}
@@ -347,7 +347,7 @@ def tables_of(held: Plan | Slice) -> dict[str, Any]:
 
 
 def _part(held: Plan | Slice, rank: int, row: int) -> dict[str, Any]:
-    """The tables of a rank, which is `row` in them."""
+    """The tables of a rank. row: the rank's index in the tables (0 in a slice)."""
     programs: dict[str, Any] = {}
     for (kind, phase), program in held.programs.items():
         tables = [_rows(program[name].rank(row), TABLES[name]) for name in TABLES]
@@ -375,7 +375,7 @@ def compact(data: Any) -> bytes:
 
 
 def lines(data: dict[str, list[dict[str, Any]]]) -> bytes:
-    """JSON with one entry per line."""
+    """Encodes JSON with one entry per line."""
     groups = [f'"version": {json.dumps(list(VERSION))}']
     for name, entries in data.items():
         rows = ",\n  ".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
@@ -384,7 +384,7 @@ def lines(data: dict[str, list[dict[str, Any]]]) -> bytes:
 
 
 def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
-    """The files, by their paths. plans: of the cases."""
+    """The files by path. plans: of the cases."""
     files: dict[str, bytes] = {}
     index: dict[str, list[dict[str, Any]]] = {
         "cases": [],
@@ -427,7 +427,7 @@ def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
 
 
 def plans_of(folder: Path, replan: bool) -> dict[str, Plan]:
-    """The plans of the cases: existing ones, or new ones."""
+    """The plans of the cases. replan: makes new ones even if they exist."""
     paths = {name: folder / f"cases/{name}/case.plan" for name in CASES}
     return {
         name: CASES[name].plan() if replan or not path.exists() else Plan.decode(path.read_bytes())
@@ -441,8 +441,8 @@ def main(args: list[str]) -> None:
         path = SUITE / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    there = {str(path.relative_to(SUITE)) for path in SUITE.rglob("*") if path.is_file()}
-    for name in there - files.keys() - {"README.md"}:
+    existing = {str(path.relative_to(SUITE)) for path in SUITE.rglob("*") if path.is_file()}
+    for name in existing - files.keys() - {"README.md"}:
         (SUITE / name).unlink()
     print(f"{len(files)} files, {sum(map(len, files.values())):,} bytes in {SUITE.relative_to(ROOT)}")
 

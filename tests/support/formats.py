@@ -1,4 +1,4 @@
-"""The schemas of the package, and plans in their form."""
+"""The package's schemas, and plans in the form that they describe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def decoded(data: bytes) -> dict[str, Any]:
     plan = msgpack.unpackb(data)
     for name in ("header", "request", "layouts", "moves", "report"):
         plan[name] = msgpack.unpackb(plan[name])
-    held = plan["header"], plan["moves"]
-    parts = [reader.read_part(part, rank, *held) for rank, part in enumerate(plan["parts"])]
+    header_and_moves = plan["header"], plan["moves"]
+    parts = [reader.read_part(part, rank, *header_and_moves) for rank, part in enumerate(plan["parts"])]
     for part in parts:
         part["layouts"] = [columns(rows, SPAN_COLUMNS) for rows in part["layouts"]]
         part["moves"] = [columns(rows, MOVE_COLUMNS) for rows in part["moves"]]

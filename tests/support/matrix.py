@@ -1,4 +1,4 @@
-"""Test matrix: every mask spec on a sequence, layers of several shapes, and comparison with dense attention."""
+"""Test matrix: a sequence for every mask spec, layers of several shapes, and comparison with dense attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import oracle
 EXACT = 1e-10
 
 
-#: every spec on one sequence, sometimes several forms of it; lengths are odd on purpose
+#: sequences with every mask spec, some in several forms; most lengths are odd on purpose
 SEQUENCES: dict[str, tuple[int, Mask]] = {
     "causal": (41, masks.causal()),
     "full": (33, masks.full()),
@@ -36,7 +36,7 @@ SEQUENCES: dict[str, tuple[int, Mask]] = {
     "slices": (
         41,
         masks.slices([[0, 9, 0, 9, 1], [20, 41, 3, 9, 0], [20, 41, 20, 41, 2]]),
-    ),  # rows see no key
+    ),  # some rows see no key
 }
 
 
@@ -55,7 +55,7 @@ def compare(plan: Plan, kind: str, layer: tuple, seed: int) -> None:
     p = oracle.Problem.random(seed, batch.tokens, heads, kv_heads, width, v_width, sinks, softcap)
     expected = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
     found = executor.run(plan, kind, p.q, p.k, p.v, p.do, LocalLayer(p.sinks, softcap=p.softcap))
-    for name, ours, theirs in zip(oracle.Answer._fields, found, expected, strict=True):
-        assert (ours is None) == (theirs is None), name
-        if ours is not None:
-            np.testing.assert_allclose(ours, theirs, rtol=EXACT, atol=EXACT, err_msg=name)
+    for name, actual, reference in zip(oracle.Answer._fields, found, expected, strict=True):
+        assert (actual is None) == (reference is None), name
+        if actual is not None:
+            np.testing.assert_allclose(actual, reference, rtol=EXACT, atol=EXACT, err_msg=name)

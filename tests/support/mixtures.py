@@ -1,4 +1,4 @@
-"""Plans of recipes with random steps."""
+"""Plans of random recipes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from tests.support.matrix import LAYERS, SEQUENCES
 
-#: with heads that divide unevenly: six query heads on three KV heads, or on two
+#: also heads that divide unevenly: six query heads on three or two KV heads
 HEADS = [*LAYERS, (6, 3, 4, 4, True, None), (4, 4, 4, 2, False, None), (6, 2, 2, 4, False, None)]
 
 
@@ -80,7 +80,7 @@ def random_recipe(draw: random.Random) -> Recipe:
 
 
 def with_lone(draw: random.Random, recipe: Recipe) -> Recipe:
-    """The recipe, sometimes with sequences that one rank computes alone, if groups split heads."""
+    """The recipe; if groups split heads, sometimes with `lone`: sequences that a single rank computes."""
     lone, steps = draw.choice([None, "auto", 0.3, 1.0]), recipe.to_data()["steps"]
     if lone is None or "inner" not in steps:
         return recipe
@@ -91,11 +91,11 @@ def with_lone(draw: random.Random, recipe: Recipe) -> Recipe:
 def random_batch(draw: random.Random) -> Batch:
     causal = [(length, masks.causal()) for length in (1, 2, 7, 20, 33, 64)]
     chosen = draw.choices([*causal, *causal, *SEQUENCES.values()], k=draw.randint(1, 4))
-    return Batch.from_sequences([Sequence(*some) for some in chosen])
+    return Batch.from_sequences([Sequence(*length_and_mask) for length_and_mask in chosen])
 
 
 def plan_of(seed: int) -> tuple[ap.Plan, tuple] | None:
-    """A plan with its layer, or None for a refused mixture."""
+    """A plan with its layer, or None if the mixture is refused."""
     draw = random.Random(seed)
     ranks = draw.choice([1, 2, 3, 4, 6, 8, 12])
     per_node = draw.choice([size for size in range(1, ranks + 1) if ranks % size == 0])

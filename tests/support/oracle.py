@@ -1,7 +1,7 @@
 """Plain attention in numpy, independent of the product's kernels: the reference for every backend.
 
-`dense` takes a whole boolean mask. `Rows` computes a band mask a few rows at a time, if the square would be too
-large. Both give zeros and an LSE of -inf to queries that see no key (with sinks: the sink).
+`dense` takes a boolean mask. `Rows` computes a few rows at a time under a band mask whose square would be too large.
+Queries that see no key get zeros and an LSE of -inf (with sinks: the sink).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 
 class Answer(NamedTuple):
-    """o [T, Hq, Dv], lse [T, Hq] and gradients shaped as their inputs."""
+    """o [T, Hq, Dv], lse [T, Hq], and gradients shaped like their inputs."""
 
     o: Array
     lse: Array
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv], do [T, Hq, Dv] and per-layer inputs; dlse [T, Hq]."""
+    """q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv], do [T, Hq, Dv], dlse [T, Hq], and parameters of the layer."""
 
     q: Array
     k: Array
@@ -51,7 +51,7 @@ class Problem:
         sinks: bool = False,
         softcap: float | None = None,
     ) -> Problem:
-        """A problem of normal numbers in float64."""
+        """Draws normal numbers in float64."""
         rng = np.random.default_rng(seed)
         q, k = (rng.standard_normal((tokens, heads, head_dim)) for heads in (q_heads, kv_heads))
         v, do = (rng.standard_normal((tokens, heads, v_head_dim)) for heads in (kv_heads, q_heads))
@@ -69,7 +69,7 @@ def _cast(x: Array | None, dtype: Any) -> Array | None:
 
 
 def dense(problem: Problem, allowed: Array) -> Answer:
-    """Runs forward and backward in the dtype of q, head by head; allowed [T, T] bool."""
+    """Runs forward and backward in the dtype of q, head by head. allowed: bool [T, T]."""
     heads = [_head(problem, allowed, head) for head in range(problem.q.shape[1])]
     group = problem.q.shape[1] // problem.k.shape[1]
     o, lse, dq, dk, dv, dsinks = (np.stack(part, axis=-1) for part in zip(*heads, strict=True))
@@ -84,9 +84,9 @@ def _head(problem: Problem, allowed: Array, head: int) -> tuple[Array, ...]:
     k, v = problem.k[:, kv_head], problem.v[:, kv_head]
     scale = q.dtype.type(q.shape[-1] ** -0.5 if problem.scale is None else problem.scale)
     raw = (q @ k.T) * scale
-    bent = raw if problem.softcap is None else problem.softcap * np.tanh(raw / problem.softcap)
+    capped = raw if problem.softcap is None else problem.softcap * np.tanh(raw / problem.softcap)
     sink = np.full((len(q), 1), -np.inf if problem.sinks is None else problem.sinks[head], q.dtype)
-    logits = np.concatenate([np.where(allowed, bent, -np.inf), sink], axis=1)
+    logits = np.concatenate([np.where(allowed, capped, -np.inf), sink], axis=1)
     with np.errstate(divide="ignore"):
         peak = np.nan_to_num(logits.max(axis=1, keepdims=True), neginf=0.0)
         total = np.exp(logits - peak).sum(axis=1, keepdims=True)
@@ -98,20 +98,21 @@ def _head(problem: Problem, allowed: Array, head: int) -> tuple[Array, ...]:
     inner = (p * dp).sum(axis=1)  # the sink's value is zero, so it adds nothing here
     if problem.dlse is not None:
         inner = inner - problem.dlse[:, head]  # d lse / d logit is the logit's weight
-    d_bent = p * (dp - inner[:, None])
-    d_raw = d_bent if problem.softcap is None else d_bent * (1 - np.tanh(raw / problem.softcap) ** 2)
+    d_capped = p * (dp - inner[:, None])
+    d_raw = d_capped if problem.softcap is None else d_capped * (1 - np.tanh(raw / problem.softcap) ** 2)
     return o, lse, d_raw @ k * scale, d_raw.T @ q * scale, p.T @ do, -(p_sink * inner).sum()
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One head under a band mask, some query rows at a time: bands [n, 6] as in `ir.masks.bands`, global tokens."""
+    """One head under a band mask, a few query rows at a time. bands: [n, 6] as in `ir.masks.bands`, in global
+    tokens."""
 
     problem: Problem
     bands: Array
 
     def chunks(self, begin: int, end: int, cells: int = 2**21) -> Iterator[tuple[slice, Array, Array]]:
-        """(query rows, key tokens they may see, allowed [rows, keys]) for the rows of [begin, end)."""
+        """Yields (query rows, keys that they may see, allowed [rows, keys]) for the rows of [begin, end)."""
         at = begin
         while at < end:
             keys = self._keys(at, min(at + 64, end))
@@ -120,10 +121,14 @@ class Rows:
             at = stop
 
     def _keys(self, begin: int, end: int) -> Array:
-        """The keys that some row of [begin, end) may see, ascending."""
-        near = self.bands[(self.bands[:, 0] < end) & (self.bands[:, 1] > begin)]
-        lo = np.maximum(near[:, 2], np.maximum(begin, near[:, 0]) - np.minimum(near[:, 5], end))
-        hi = np.minimum(near[:, 3], np.minimum(end, near[:, 1]) - np.maximum(near[:, 4], -(2**40)))
+        """The keys that any row of [begin, end) may see, in ascending order."""
+        overlapping = self.bands[(self.bands[:, 0] < end) & (self.bands[:, 1] > begin)]
+        lo = np.maximum(
+            overlapping[:, 2], np.maximum(begin, overlapping[:, 0]) - np.minimum(overlapping[:, 5], end)
+        )
+        hi = np.minimum(
+            overlapping[:, 3], np.minimum(end, overlapping[:, 1]) - np.maximum(overlapping[:, 4], -(2**40))
+        )
         spans = [np.arange(a, b) for a, b in zip(lo.tolist(), hi.tolist(), strict=True) if a < b]
         return np.unique(np.concatenate(spans)) if spans else np.zeros(0, np.int64)
 
@@ -140,15 +145,15 @@ class Rows:
         o = np.zeros((end - begin, 1, self.problem.v.shape[2]))
         lse = np.full((end - begin, 1), -np.inf)
         for rows, keys, allowed in self.chunks(begin, end):
-            here = slice(rows.start - begin, rows.stop - begin)
+            local = slice(rows.start - begin, rows.stop - begin)
             part = self._part(rows, keys, allowed)
             if part is not None:
-                p, lse[here, 0] = part
-                o[here, 0] = p @ self.problem.v[keys, 0]
+                p, lse[local, 0] = part
+                o[local, 0] = p @ self.problem.v[keys, 0]
         return o, lse
 
     def backward(self, begin: int, end: int, dk: Array, dv: Array) -> Array:
-        """dq [rows, 1, D] of query rows [begin, end); adds these rows' share to dk and dv [T, 1, ·]."""
+        """dq [rows, 1, D] of query rows [begin, end); adds their share to dk [T, 1, D] and dv [T, 1, Dv]."""
         dq = np.zeros((end - begin, 1, self.problem.q.shape[2]))
         scale = self.problem.q.shape[2] ** -0.5
         for rows, keys, allowed in self.chunks(begin, end):
@@ -164,7 +169,7 @@ class Rows:
         return dq
 
     def _part(self, rows: slice, keys: Array, allowed: Array) -> tuple[Array, Array] | None:
-        """Softmax weights [rows, keys] and lse [rows]; None where the rows see nothing."""
+        """Softmax weights [rows, keys] and lse [rows]; None if there are no keys."""
         if not len(keys):
             return None
         raw = self.problem.q[rows, 0] @ self.problem.k[keys, 0].T * self.problem.q.shape[2] ** -0.5

@@ -1,4 +1,4 @@
-"""Parses plans from text, line by line by its first word, for tests; the form is that of `ir.text`."""
+"""Parses the text format of `ir.text` into plans, for tests; each line is parsed by its first word."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 
 def parse(text: str) -> Plan:
-    """The plan that `text` describes, sealed. Raises DecodeError with the number of the line.
+    """The sealed plan that `text` describes. Raises DecodeError with the line number.
 
-    Optional in hand-written text: `id` and `report` (computed, empty), header fields (from the request and
-    the lines), `operands` (order of first use) and `arenas` (largest extents used).
+    Optional in hand-written text, with their defaults: `id` (computed), `report` (empty), header fields (from the
+    request and the lines), `operands` (in order of first use) and `arenas` (largest extents in use).
     """
     reader = _Reader(text)
     reader.read()
@@ -63,7 +63,7 @@ def parse(text: str) -> Plan:
 
 
 class _Reader:
-    """Reads line by line; each first word has its method."""
+    """Reads line by line, with one method per first word."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -125,7 +125,7 @@ class _Reader:
         self.draft.version = version
 
     def read_json(self, word: str, at: int) -> int:
-        """Reads the value after `word`, which may span lines; returns the end of its last line."""
+        """Reads the JSON value after `word`, which may span lines; returns the end of its last line."""
         if word in self.draft.json:
             raise self.fail(f"a second {word}")
         try:
@@ -174,8 +174,8 @@ class _Reader:
         found = self.match(_MOVE, rest, "'move source -> target: send peer row=… rows=…; …'")
         rows = []
         for row in _split(found[3], ";"):
-            way, *numbers = self.match(_MOVE_ROW, row, "'send|receive peer row=… rows=…'").groups()
-            rows.append((int(way == "send"), *map(int, numbers)))
+            direction, *numbers = self.match(_MOVE_ROW, row, "'send|receive peer row=… rows=…'").groups()
+            rows.append((int(direction == "send"), *map(int, numbers)))
         pair = self.unquote(found[1]), self.unquote(found[2])
         self.draft.moves.setdefault(pair, {}).setdefault(self.in_rank(), []).extend(rows)
 
@@ -226,7 +226,7 @@ class _Reader:
         program.set_operands([self.operand(item.strip())[0] for item in _split(rest, ",")])
 
     def operand(self, text: str) -> tuple[Operand, int | None]:
-        """The operand and, after `~`, its index."""
+        """The operand, and its index if `~` and an index follow it."""
         if text == "none":
             return NONE, None
         found = self.match(_OPERAND, text, "an operand, as in 'KV.work[0:8)'")
@@ -258,12 +258,12 @@ class _Reader:
         )
         rows: list[Row] = []
         for item in _split(found[5] or "", ","):
-            way, operand, word, peer = self.match(
+            direction, operand, word, peer = self.match(
                 _TRANSFER, item, "'send … to …' or 'receive … from …'"
             ).groups()
-            if (way == "send") != (word == "to"):
+            if (direction == "send") != (word == "to"):
                 raise self.fail("write 'send … to …' and 'receive … from …'")
-            rows.append((int(way == "send"), int(peer), self.index(operand)))
+            rows.append((int(direction == "send"), int(peer), self.index(operand)))
         mode = ALL_TO_ALL * bool(found[3]) | RESULTS * bool(found[4])
         self.add(Op.LAUNCH, int(found[1]), int(found[2] or 0), mode, rows)
 
@@ -299,7 +299,7 @@ class _Reader:
         return int(found[1]), int(found[2])
 
     def extra(self, op: Op, form: Form, value: dict[str, int], word: str) -> None:
-        """A flag, or an operand in a column that the op does not use."""
+        """Reads a flag, or an operand for a column that the op does not use."""
         slot, equals, operand = word.partition("=")
         if word in form.flags:
             value["first"] |= form.flags[word]

@@ -1,4 +1,4 @@
-"""Random plans that are structurally valid and otherwise arbitrary, for round trips of codec and text."""
+"""Random plans that are structurally valid but otherwise arbitrary, for round trips through codec and text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAD_SETS = ((0,), (1, 0), (3, 2))  # the last one holds query heads only
 
 
 def random_plan(seed: int, ranks: int | None = None) -> Plan:
-    """A plan of 1 to 5 ranks, unsealed; its numbers may be of any size. One of seven has recurrent layers."""
+    """An unsealed plan of 1 to 5 ranks with numbers of any size. One of seven has recurrent layers."""
     rng = np.random.default_rng(seed)
     ranks = ranks or int(rng.integers(1, 6))
     model = Model(q_heads=4, kv_heads=2, head_dim=8, v_head_dim=4, hidden=16, ffn=16, layers=1)
@@ -83,8 +83,8 @@ def _recurrence(rng: Rng, ranks: int) -> Recurrence:
             for slot in range(rng.integers(0, 5)):
                 kind, peer = (int(rng.integers(0, most)) for most in (2, ranks))
                 head, run = int(rng.integers(0, 3)), int(rng.integers(0, runs or 9))
-                more = (int(rng.integers(-1, slot)) if slot else -1,) if name == "folds" else ()
-                rows[name][rank].append((kind, head, int(rng.integers(1, 3 - head + 1)), peer, run, *more))
+                parent = (int(rng.integers(-1, slot)) if slot else -1,) if name == "folds" else ()
+                rows[name][rank].append((kind, head, int(rng.integers(1, 3 - head + 1)), peer, run, *parent))
         for _ in range(rng.integers(0, 3)):
             send = int(rng.integers(0, 2)) if runs else 1
             place = (_size(rng), _size(rng)) if send else (int(rng.integers(0, 2 * runs)), 1)
@@ -100,7 +100,7 @@ def _table(rows_of: list[list[tuple[int, ...]]], names: tuple[str, ...]) -> Tabl
 
 
 def _size(rng: Rng) -> int:
-    """A count that needs any number of bytes."""
+    """A count whose encoding may need any number of bytes."""
     return int(rng.integers(1, 2 ** rng.integers(1, 47)))
 
 

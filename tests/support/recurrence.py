@@ -1,4 +1,4 @@
-"""Linear recurrences token by token, directly from the formula, and inputs for them."""
+"""Linear recurrences computed token by token directly from the formula, and inputs for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def rows_of(
     rows: int, heads: int, key_heads: int, key: int, value: int, gate: str, delta: bool, seed: int = 0
 ) -> dict[str, Tensor]:
-    """q, k [rows, key heads, key], v [rows, heads, value], g <= 0, and beta with the delta rule; float64."""
+    """q, k [rows, key heads, key], v [rows, heads, value], g <= 0, and beta with the delta rule, in float64."""
     draw = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -35,8 +35,8 @@ def token_by_token(
     cu_seqlens: Tensor | None = None,
     parents: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs a recurrence with a kernel's arguments, a batch of one. parents: for each sequence the one whose last state
-    it begins with; -1: its own initial state."""
+    """Runs a recurrence with the arguments of a kernel, for a batch of one. parents: for each sequence, the sequence
+    whose last state it starts from; -1: its own initial state."""
     heads, outs, states = v.shape[2], [], []
     q, k = (x[0].repeat_interleave(heads // x.shape[2], 1) for x in (q, k))
     ends = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()

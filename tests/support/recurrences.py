@@ -1,4 +1,4 @@
-"""Recurrent layers token by token in numpy, without a plan: the reference for every backend."""
+"""Recurrent layers computed token by token in numpy, without a plan: the reference for every backend."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from apportion.ir.request.recurrent import Recurrent
 from tests.support.recurrent_executor import Inputs, Outputs
 
 Array = NDArray[Any]
-Edit = Callable[[dict[str, Ints]], object]  # of the columns of a table, int64
+Edit = Callable[[dict[str, Ints]], object]  # edits the columns of a table, int64
 
 
 def changed(plan: Plan, name: str, edit: Edit) -> Plan:
-    """The plan, unsealed, with edited columns of one table of recurrent layers."""
+    """The plan, unsealed, with the columns of one recurrent table edited."""
     assert plan.recurrence is not None
     table = plan.recurrence[name]
     columns = {key: np.array(column, np.int64) for key, column in table.columns.items()}
@@ -40,7 +40,7 @@ def setting(column: str, row: int, value: int) -> Edit:
 
 
 def predecessors(batch: Batch) -> list[int]:
-    """The predecessor of each token, or -1."""
+    """The predecessor of each token; -1 if it has none."""
     branches = batch.branches()
     ends = np.append(branches.starts[1:], batch.tokens) - 1
     before = np.arange(batch.tokens) - 1
@@ -49,37 +49,38 @@ def predecessors(batch: Batch) -> list[int]:
 
 
 def random_inputs(kind: Recurrent, tokens: int, seed: int = 0) -> tuple[Inputs, Array]:
-    """Inputs, and a gradient of the output."""
+    """Random inputs and a random gradient of the output."""
     draw = np.random.default_rng(seed)
     decays = (tokens, kind.heads) if kind.gate == "scalar" else (tokens, kind.heads, kind.key_dim)
-    given = Inputs(
+    inputs = Inputs(
         draw.normal(size=(tokens, kind.conv_channels)) / 2,
         draw.uniform(0.8, 1, decays),
         draw.uniform(0, 1, (tokens, kind.heads)) if kind.delta else None,
         draw.normal(size=(kind.conv_channels, kind.conv)) / 2 if kind.halo else None,
     )
-    return given, draw.normal(size=(tokens, kind.heads, kind.value_dim))
+    return inputs, draw.normal(size=(tokens, kind.heads, kind.value_dim))
 
 
-def dense(kind: Recurrent, before: list[int], given: Inputs, do: Array) -> Outputs:
-    """Runs a kind forward and backward. before: the predecessor of each token, an earlier one, or -1."""
+def dense(kind: Recurrent, before: list[int], inputs: Inputs, do: Array) -> Outputs:
+    """Runs a recurrent kind forward and backward. before: the predecessor of each token, which is earlier; -1 if
+    none."""
     tokens, keys, groups = len(before), kind.shared_heads * kind.key_dim, kind.heads // kind.shared_heads
-    weight = np.ones((kind.conv_channels, 1)) if given.weight is None else given.weight
+    weight = np.ones((kind.conv_channels, 1)) if inputs.weight is None else inputs.weight
     reads = [[*_path(before, token, weight.shape[1])] for token in range(tokens)]
-    x = np.stack([sum(weight[:, -1 - age] * given.x[one] for age, one in enumerate(read)) for read in reads])
+    x = np.stack([sum(weight[:, -1 - age] * inputs.x[one] for age, one in enumerate(read)) for read in reads])
     q, k = (
         np.repeat(one.reshape(tokens, -1, kind.key_dim), groups, axis=1)
         for one in (x[:, :keys], x[:, keys : 2 * keys])
     )
     v = x[:, 2 * keys :].reshape(tokens, kind.heads, -1)
-    decay = given.decay.reshape(tokens, kind.heads, -1, 1)
+    decay = inputs.decay.reshape(tokens, kind.heads, -1, 1)
     zero = np.zeros((kind.heads, kind.key_dim, kind.value_dim))
-    states, decayed, missed, taken, o = ([*[zero] * tokens] for _ in range(5))
+    states, decayed, residuals, updates, o = ([*[zero] * tokens] for _ in range(5))
     for t, last in enumerate(before):
         decayed[t] = decay[t] * (states[last] if last >= 0 else zero)
-        missed[t] = v[t] - np.einsum("hk,hkv->hv", k[t], decayed[t])
-        taken[t] = v[t] if given.beta is None else given.beta[t, :, None] * missed[t]
-        states[t] = decayed[t] + np.einsum("hk,hv->hkv", k[t], taken[t])
+        residuals[t] = v[t] - np.einsum("hk,hkv->hv", k[t], decayed[t])
+        updates[t] = v[t] if inputs.beta is None else inputs.beta[t, :, None] * residuals[t]
+        states[t] = decayed[t] + np.einsum("hk,hv->hkv", k[t], updates[t])
         o[t] = np.einsum("hk,hkv->hv", q[t], states[t])
 
     dstate = [zero] * tokens
@@ -87,12 +88,12 @@ def dense(kind: Recurrent, before: list[int], given: Inputs, do: Array) -> Outpu
     for t in reversed(range(tokens)):
         dstate[t] = dstate[t] + np.einsum("hk,hv->hkv", q[t], do[t])
         dq[t] = np.einsum("hkv,hv->hk", states[t], do[t])
-        dk[t] = np.einsum("hkv,hv->hk", dstate[t], taken[t])
+        dk[t] = np.einsum("hkv,hv->hk", dstate[t], updates[t])
         dv[t] = np.einsum("hk,hkv->hv", k[t], dstate[t])
         ddecayed = dstate[t]
-        if given.beta is not None:
-            dbeta[t] = (dv[t] * missed[t]).sum(axis=1)
-            dv[t] *= given.beta[t, :, None]
+        if inputs.beta is not None:
+            dbeta[t] = (dv[t] * residuals[t]).sum(axis=1)
+            dv[t] *= inputs.beta[t, :, None]
             dk[t] -= np.einsum("hkv,hv->hk", decayed[t], dv[t])
             ddecayed = ddecayed - np.einsum("hk,hv->hkv", k[t], dv[t])
         if before[t] >= 0:
@@ -101,25 +102,25 @@ def dense(kind: Recurrent, before: list[int], given: Inputs, do: Array) -> Outpu
             dstate[before[t]] = dstate[before[t]] + decay[t] * ddecayed
 
     shared = (one.reshape(tokens, -1, groups, kind.key_dim).sum(axis=2) for one in (dq, dk))
-    dmade = np.concatenate([one.reshape(tokens, -1) for one in (*shared, dv)], axis=1)
-    dx, dweight = np.zeros_like(given.x), np.zeros_like(weight)
+    dconv = np.concatenate([one.reshape(tokens, -1) for one in (*shared, dv)], axis=1)
+    dx, dweight = np.zeros_like(inputs.x), np.zeros_like(weight)
     for t, read in enumerate(reads):
         for age, one in enumerate(read):
-            dx[one] += weight[:, -1 - age] * dmade[t]
-            dweight[:, -1 - age] += dmade[t] * given.x[one]
+            dx[one] += weight[:, -1 - age] * dconv[t]
+            dweight[:, -1 - age] += dconv[t] * inputs.x[one]
     return Outputs(
         np.stack(o),
         dx,
-        dgate.reshape(given.decay.shape),
-        None if given.beta is None else dbeta,
-        None if given.weight is None else dweight,
+        dgate.reshape(inputs.decay.shape),
+        None if inputs.beta is None else dbeta,
+        None if inputs.weight is None else dweight,
     )
 
 
 def _path(before: list[int], token: int, most: int) -> list[int]:
-    """The token and its predecessors, at most `most`."""
-    found: list[int] = []
-    while token >= 0 and len(found) < most:
-        found.append(token)
+    """The token and its predecessors, at most `most` tokens."""
+    path: list[int] = []
+    while token >= 0 and len(path) < most:
+        path.append(token)
         token = before[token]
-    return found
+    return path

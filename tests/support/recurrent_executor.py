@@ -1,13 +1,13 @@
-"""Reference executor of a plan's recurrent layers, in float64 on numpy, all ranks in one process. Slow and simple;
-other executors are tested against it.
+"""Reference executor of a plan's recurrent layers, in float64 on numpy, with all ranks in one process. It is slow and
+simple; other executors are tested against it.
 
-    found = recurrent_executor.run(plan, "linear", Inputs(x, decay, beta, weight), do)      # tensors in token order
+    outputs = recurrent_executor.run(plan, "linear", Inputs(x, decay, beta, weight), do)    # tensors in token order
 
     x ──convolution over halo and run──► q, k, v ──U, M of runs ──folds──► incoming states──► o
 
-For each token the state S [K, V] of a head is decayed, then updated: with delta it becomes S + k ⊗ beta (v - kᵀ S),
-else S + k ⊗ v; the output is qᵀ S. In shapes T is the number of tokens, H of heads, K and V the widths of a head, C the
-channels: q and k of all key heads, then v of all heads. Head h reads key head h // (H / key heads).
+For each token the state S [K, V] of a head decays and is then updated: to S + k ⊗ beta (v - kᵀ S) with delta, else to
+S + k ⊗ v; the output is qᵀ S. In shapes, T is the number of tokens, H of heads, K and V are the widths of a head, and C
+is the number of channels: q and k of all key heads, then v of all heads. Head h reads key head h // (H / key heads).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from apportion.ir.request.recurrent import Recurrent, widest_halo
 if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan  # loads the compiled core, which execution does not need
 
-#: of a rank, a run or a slot: (rank, number)
+#: identifies a run, a slot or a row: (rank, number on that rank)
 Place = tuple[int, int]
 Row = dict[str, int]
 OfRuns = dict[Place, Floats]
 
 
 class Inputs(NamedTuple):
-    """Inputs of one kind: x [T, C]; decay [T, H], or [T, H, K] for a diagonal gate; beta [T, H], for a kind with delta;
-    weight [C, width] of the convolution, its last column for the token itself."""
+    """Inputs of one kind: x [T, C]; decay [T, H], or [T, H, K] for a diagonal gate; beta [T, H] for a kind with delta;
+    weight [C, width] of the convolution, whose last column applies to the token itself."""
 
     x: Floats
     decay: Floats
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """o [T, H, V] and, if its gradient is given, gradients in the shapes of the inputs; None for absent inputs."""
+    """o [T, H, V] and, after backward, gradients in the shapes of the inputs; None for absent inputs."""
 
     o: Floats
     dx: Floats | None = None
@@ -54,7 +54,7 @@ class Outputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A run of n tokens: q, k [n, H, K], v [n, H, V], decay [n, H, 1 or K], beta [n, H]; or their gradients."""
+    """A run of n tokens, or its gradients: q, k [n, H, K], v [n, H, V], decay [n, H, 1 or K], beta [n, H]."""
 
     q: Floats
     k: Floats
@@ -63,15 +63,15 @@ class Tokens(NamedTuple):
     beta: Floats
 
 
-def run(plan: Plan, kind: str, given: Inputs, do: Floats | None = None) -> Outputs:
-    """Runs forward, and backward if the output's gradient `do` [T, H, V] is given. Raises UnknownNameError for a kind
-    that the plan does not have, ExecutionError for a plan with unmatched sends or receives."""
+def run(plan: Plan, kind: str, inputs: Inputs, do: Floats | None = None) -> Outputs:
+    """Runs forward, and backward if there is a gradient `do` [T, H, V] of the output. Raises UnknownNameError for a
+    kind that the plan does not have, ExecutionError for a plan with unmatched sends or receives."""
     if kind not in plan.header.recurrent:
-        known = ", ".join(plan.header.recurrent) or "no recurrent layers"
-        raise UnknownNameError("kind", kind, f"the plan has {known}", "name one of these")
+        kinds = ", ".join(plan.header.recurrent) or "no recurrent layers"
+        raise UnknownNameError("kind", kind, f"the plan has {kinds}", "name one of these")
     layer = _Scan(plan, kind)
     try:
-        return layer(given, do)
+        return layer(inputs, do)
     except KeyError as error:
         raise ExecutionError(
             f"recurrent kind {kind}: a state of {error} is read but never computed or received"
@@ -79,11 +79,11 @@ def run(plan: Plan, kind: str, given: Inputs, do: Floats | None = None) -> Outpu
 
 
 class _Scan:
-    """The tables of one kind. Home rows of all ranks are one axis, rank after rank.
+    """The tables of one kind. The home rows of all ranks form one axis, rank after rank.
 
-    order: int64 [T], the token of each row. rows: the rows of each run. before: int64 [halo] for each run, the rows
-    that its convolution reads before it, -1 for none. later, leading: runs with a predecessor, and the runs that are
-    predecessors. pairs: a run, its slot, and the heads of both. parents: the parent of each slot; (rank, -1): none.
+    order: int64 [T], the token of each row. rows: the rows of each run. before: run -> int64 [halo], the preceding rows
+    that its convolution reads; -1 if there is none. later, leading: runs with a predecessor, and runs that are one.
+    pairs: (run, slot, their heads). parents: slot -> its parent; (rank, -1): none.
     """
 
     def __init__(self, plan: Plan, kind: str) -> None:
@@ -100,33 +100,33 @@ class _Scan:
 
         slots = {place: row for place, row in folds.items() if row["kind"] == number}
         self.parents = {slot: (slot[0], row["parent"]) for slot, row in slots.items()}
-        sent = {place: row for place, row in states.items() if row["kind"] == number}
+        sends = {place: row for place, row in states.items() if row["kind"] == number}
         self.pairs = [
-            ((place[0], sent[place]["run"]), slot, slice(row["head"], row["head"] + row["heads"]))
-            for place, slot in _paired_rows(sent, slots)
-            for row in [_checked_row(sent[place], slots[slot], ("run", "head", "heads"))]
+            ((place[0], sends[place]["run"]), slot, slice(row["head"], row["head"] + row["heads"]))
+            for place, slot in _paired_rows(sends, slots)
+            for row in [_checked_row(sends[place], slots[slot], ("run", "head", "heads"))]
         ]
         width = widest_halo(plan.header.recurrent)
         halos = [np.full(len(plan.recurrence["runs"].rank(rank)) * width, -1) for rank in ranks]
-        leaves, arrives = (
-            {place: row for place, row in halo.items() if row["send"] == way} for way in (1, 0)
+        outgoing, arrives = (
+            {place: row for place, row in halo.items() if row["send"] == direction} for direction in (1, 0)
         )
-        for place, target in _paired_rows(leaves, arrives):
-            row = _checked_row(leaves[place], arrives[target], ("rows",))
+        for place, target in _paired_rows(outgoing, arrives):
+            row = _checked_row(outgoing[place], arrives[target], ("rows",))
             rows = _span(row, first[place[0]])
             halos[target[0]][_span(arrives[target], 0)] = np.arange(rows.start, rows.stop)
         ends = {(rank, n): (n + 1) * width for rank, n in runs}
         self.before = {run: halos[run[0]][end - self.kind.halo : end] for run, end in ends.items()}
 
-    def __call__(self, given: Inputs, do: Floats | None) -> Outputs:
-        """Runs the kind, as `run`."""
-        _check(self.kind, given, do, len(self.order))
-        x, decay = given.x[self.order], given.decay[self.order]
-        beta = np.ones(decay.shape[:2]) if given.beta is None else given.beta[self.order]
+    def __call__(self, inputs: Inputs, do: Floats | None) -> Outputs:
+        """Runs the kind like `run`."""
+        _check(self.kind, inputs, do, len(self.order))
+        x, decay = inputs.x[self.order], inputs.decay[self.order]
+        beta = np.ones(decay.shape[:2]) if inputs.beta is None else inputs.beta[self.order]
         decay = decay.reshape(*decay.shape[:2], -1)
         padded = {run: self._padded(x, run) for run in self.rows}
         tokens = {
-            run: Tokens(*self._convolved(padded[run], given.weight), decay[rows], beta[rows])
+            run: Tokens(*self._convolved(padded[run], inputs.weight), decay[rows], beta[rows])
             for run, rows in self.rows.items()
         }
         transitions = self._to_slots(
@@ -140,9 +140,9 @@ class _Scan:
         dx = np.zeros_like(x)
         weights = []
         for run, grad in grads.items():
-            dpadded, of_weight = self._convolved_grad(padded[run], given.weight, grad)
-            there = self.before[run] >= 0
-            np.add.at(dx, self.before[run][there], dpadded[: self.kind.halo][there])
+            dpadded, of_weight = self._convolved_grad(padded[run], inputs.weight, grad)
+            present = self.before[run] >= 0
+            np.add.at(dx, self.before[run][present], dpadded[: self.kind.halo][present])
             dx[self.rows[run]] += dpadded[self.kind.halo :]
             weights.append(of_weight)
         ddecay = self._whole({run: grad.decay for run, grad in grads.items()})
@@ -150,15 +150,15 @@ class _Scan:
         return Outputs(
             o,
             self._in_order(dx),
-            ddecay.reshape(given.decay.shape),
-            None if given.beta is None else dbeta,
-            None if given.weight is None else np.sum(weights, axis=0),
+            ddecay.reshape(inputs.decay.shape),
+            None if inputs.beta is None else dbeta,
+            None if inputs.weight is None else np.sum(weights, axis=0),
         )
 
     # ---- rows
 
     def _whole(self, parts: OfRuns) -> Floats:
-        """Joins the rows of each run to [T, ...] in token order."""
+        """Joins the rows of all runs to [T, ...] in token order."""
         return self._in_order(np.concatenate([*parts.values()]))
 
     def _in_order(self, rows: Floats) -> Floats:
@@ -171,7 +171,7 @@ class _Scan:
         return np.concatenate([np.where(before[:, None] < 0, 0.0, x[before]), x[self.rows[run]]])
 
     def _convolved(self, padded: Floats, weight: Floats | None) -> tuple[Floats, Floats, Floats]:
-        """q, k and v of a run; q and k are repeated to the heads of v."""
+        """q, k and v of a run; q and k are repeated to match the heads of v."""
         kind, rows = self.kind, len(padded) - self.kind.halo
         if weight is not None and kind.halo:
             padded = np.sum([padded[n : n + rows] * weight[:, n] for n in range(kind.conv)], axis=0)
@@ -200,15 +200,15 @@ class _Scan:
         """The incoming state [H, K, V] of each run."""
         zero = np.zeros((self.kind.heads, self.kind.key_dim, self.kind.value_dim))
         sums = self._to_slots({run: scan(self.kind, tokens[run], zero)[1] for run in self.leading})
-        comes, leaves = OfRuns(), OfRuns()
+        incoming, outgoing = OfRuns(), OfRuns()
         for slot, parent in self.parents.items():
             if parent[1] >= 0:
-                comes[slot] = leaves[parent]
+                incoming[slot] = outgoing[parent]
             if slot in sums:
-                leaves[slot] = sums[slot]
+                outgoing[slot] = sums[slot]
             if slot in transitions:
-                leaves[slot] = sums[slot] + transitions[slot] @ comes[slot]
-        return self._to_runs(comes, self.later, zero)
+                outgoing[slot] = sums[slot] + transitions[slot] @ incoming[slot]
+        return self._to_runs(incoming, self.later, zero)
 
     def _gradients(
         self, tokens: Mapping[Place, Tokens], transitions: OfRuns, states: OfRuns, do: Floats
@@ -216,43 +216,44 @@ class _Scan:
         """The gradients of the inputs of each run's recurrence."""
         zero = np.zeros((self.kind.heads, self.kind.key_dim, self.kind.value_dim))
         own = {run: (tokens[run], states[run], do[rows]) for run, rows in self.rows.items()}
-        comes = self._to_slots({run: scan_grad(self.kind, *own[run], zero)[1] for run in self.later})
-        leaves: OfRuns = dict.fromkeys(self.parents, np.zeros(()))
+        incoming = self._to_slots({run: scan_grad(self.kind, *own[run], zero)[1] for run in self.later})
+        outgoing: OfRuns = dict.fromkeys(self.parents, np.zeros(()))
         for slot, parent in reversed(self.parents.items()):
             if parent[1] >= 0:
-                leaves[parent] = leaves[parent] + comes[slot]
+                outgoing[parent] = outgoing[parent] + incoming[slot]
             if slot in transitions:
-                leaves[parent] = leaves[parent] + transitions[slot].mT @ leaves[slot]
-        ended = self._to_runs(leaves, self.leading, zero)
-        return {run: scan_grad(self.kind, *one, ended[run])[0] for run, one in own.items()}
+                outgoing[parent] = outgoing[parent] + transitions[slot].mT @ outgoing[slot]
+        dstate = self._to_runs(outgoing, self.leading, zero)
+        return {run: scan_grad(self.kind, *one, dstate[run])[0] for run, one in own.items()}
 
-    def _to_slots(self, given: OfRuns) -> OfRuns:
-        """Copies the heads of these runs into their slots."""
-        return {slot: given[run][heads] for run, slot, heads in self.pairs if run in given}
+    def _to_slots(self, inputs: OfRuns) -> OfRuns:
+        """The values of these runs' slots, with the heads of each slot."""
+        return {slot: inputs[run][heads] for run, slot, heads in self.pairs if run in inputs}
 
-    def _to_runs(self, given: OfRuns, runs: set[Place], zero: Floats) -> OfRuns:
-        """The slots' values for `runs`; `zero` for runs without a slot."""
+    def _to_runs(self, inputs: OfRuns, runs: set[Place], zero: Floats) -> OfRuns:
+        """The slots' values of each run in `runs`; `zero` for the other runs."""
         found = {run: np.full_like(zero, np.nan) if run in runs else zero for run in self.rows}
         for run, slot, heads in self.pairs:
             if run in runs:
-                found[run][heads] = given[slot]
+                found[run][heads] = inputs[slot]
         return found
 
 
 def scan(kind: Recurrent, tokens: Tokens, state: Floats) -> tuple[Floats, Floats, list[Floats]]:
-    """o [n, H, V] of a run that starts from a state [H, K, V], its final state, and the state before each token."""
+    """o [n, H, V] of a run from an initial state [H, K, V], its final state, and the state before each token."""
     o, found = np.empty_like(tokens.v), []
     for n, (q, k, v, decay, beta) in enumerate(zip(*tokens, strict=True)):
         found.append(state)
         state = decay[..., None] * state
-        taken = beta[:, None] * (v - _through(k, state)) if kind.delta else v
-        state = state + k[..., None] * taken[:, None]
+        update = beta[:, None] * (v - _through(k, state)) if kind.delta else v
+        state = state + k[..., None] * update[:, None]
         o[n] = _through(q, state)
     return o, state, found
 
 
 def transition(kind: Recurrent, tokens: Tokens) -> Floats:
-    """The transition matrix M [H, K, K] of a run: how it maps the state before it to the state after it."""
+    """The transition matrix M [H, K, K] of a run, which maps the state before it to the state after it, without k ⊗
+    v."""
     one = np.eye(kind.key_dim)
     found = np.broadcast_to(one, (kind.heads, *one.shape))
     for k, decay, beta in zip(tokens.k, tokens.decay, tokens.beta, strict=True):
@@ -263,39 +264,39 @@ def transition(kind: Recurrent, tokens: Tokens) -> Floats:
 
 
 def scan_grad(
-    kind: Recurrent, tokens: Tokens, state: Floats, do: Floats, ended: Floats
+    kind: Recurrent, tokens: Tokens, state: Floats, do: Floats, dstate: Floats
 ) -> tuple[Tokens, Floats]:
-    """The gradients of a run's tokens and of the state before it, from the gradients of its output and of its final
-    state [H, K, V]."""
+    """The gradients of a run's tokens and of its initial state, from the gradients of its output and of its final state
+    [H, K, V]."""
     grads = Tokens(*(np.zeros_like(one) for one in tokens))
     found = scan(kind, tokens, state)[2]
     for n in reversed(range(len(do))):
         q, k, v, decay, beta = (one[n] for one in tokens)
         decayed = decay[..., None] * found[n]
-        missed = v - _through(k, decayed)
-        taken = beta[:, None] * missed if kind.delta else v
-        grads.q[n] = np.einsum("hkv,hv->hk", decayed + k[..., None] * taken[:, None], do[n])
-        ended = ended + q[..., None] * do[n][:, None]
-        grads.k[n], dtaken = np.einsum("hkv,hv->hk", ended, taken), _through(k, ended)
-        grads.v[n] = beta[:, None] * dtaken if kind.delta else dtaken
+        residual = v - _through(k, decayed)
+        update = beta[:, None] * residual if kind.delta else v
+        grads.q[n] = np.einsum("hkv,hv->hk", decayed + k[..., None] * update[:, None], do[n])
+        dstate = dstate + q[..., None] * do[n][:, None]
+        grads.k[n], dupdate = np.einsum("hkv,hv->hk", dstate, update), _through(k, dstate)
+        grads.v[n] = beta[:, None] * dupdate if kind.delta else dupdate
         if kind.delta:
-            grads.beta[n] = (dtaken * missed).sum(axis=1)
+            grads.beta[n] = (dupdate * residual).sum(axis=1)
             grads.k[n] -= np.einsum("hkv,hv->hk", decayed, grads.v[n])
-            ended = ended - k[..., None] * grads.v[n][:, None]
-        of_rows = (ended * found[n]).sum(axis=2)
+            dstate = dstate - k[..., None] * grads.v[n][:, None]
+        of_rows = (dstate * found[n]).sum(axis=2)
         grads.decay[n] = of_rows if decay.shape[1] > 1 else of_rows.sum(axis=1, keepdims=True)
-        ended = decay[..., None] * ended
-    return grads, ended
+        dstate = decay[..., None] * dstate
+    return grads, dstate
 
 
 def _through(k: Floats, state: Floats) -> Floats:
-    """kᵀ S: [H, V] of [H, K] and [H, K, V]."""
+    """kᵀ S [H, V], for k [H, K] and S [H, K, V]."""
     found: Floats = np.einsum("hk,hkv->hv", k, state)
     return found
 
 
-def _check(kind: Recurrent, given: Inputs, do: Floats | None, tokens: int) -> None:
-    """Raises ExecutionError if an array's shape differs from the kind's."""
+def _check(kind: Recurrent, inputs: Inputs, do: Floats | None, tokens: int) -> None:
+    """Raises ExecutionError if the shape of an array does not match the kind."""
     decays = (kind.key_dim,) if kind.gate == "diagonal" else ()
     shapes = {
         "x": (tokens, kind.conv_channels),
@@ -303,19 +304,19 @@ def _check(kind: Recurrent, given: Inputs, do: Floats | None, tokens: int) -> No
         "beta": (tokens, kind.heads) if kind.delta else (),
         "weight": (kind.conv_channels, kind.conv) if kind.halo else (),
     }
-    for (name, shape), array in zip(shapes.items(), given, strict=True):
-        held = () if array is None else array.shape
-        if held != shape:
-            raise ExecutionError(f"{name} has shape {held or None}; the plan is for {shape or None}")
+    for (name, shape), array in zip(shapes.items(), inputs, strict=True):
+        actual = () if array is None else array.shape
+        if actual != shape:
+            raise ExecutionError(f"{name} has shape {actual or None}; the plan is for {shape or None}")
     if do is not None and do.shape != (tokens, kind.heads, kind.value_dim):
-        raise ExecutionError(f"do has shape {np.shape(do)}; the plan is for that of the output")
+        raise ExecutionError(f"do has shape {np.shape(do)}, which differs from the output's")
 
 
 # ---- tables
 
 
 def _rows(table: Table) -> dict[Place, Row]:
-    """The rows of all ranks by rank and number."""
+    """(rank, number) -> row, for all ranks."""
     ranks, ptr = table.rank_of_row().tolist(), table.ptr.tolist()
     rows = (dict(zip(table.names, row, strict=True)) for row in table.values.T.tolist())
     return {(rank, n - ptr[rank]): row for n, (rank, row) in enumerate(zip(ranks, rows, strict=True))}
@@ -325,22 +326,23 @@ def _span(row: Row, first: int) -> slice:
     return slice(first + row["row"], first + row["row"] + row["rows"])
 
 
-def _paired_rows(sent: Mapping[Place, Row], due: Mapping[Place, Row]) -> Iterator[tuple[Place, Place]]:
-    """Pairs the k-th row that i sends to j with the k-th that j receives from i. Raises ExecutionError for a rest."""
-    mail = defaultdict[Place, deque[Place]](deque)
-    for place, row in sent.items():
-        mail[place[0], row["peer"]].append(place)
-    for place, row in due.items():
-        if not mail[row["peer"], place[0]]:
-            raise ExecutionError(f"rank {place[0]}, row {place[1]}: rank {row['peer']} sends nothing for it")
-        yield mail[row["peer"], place[0]].popleft(), place
-    for (rank, peer), left in mail.items():
-        for _ in left:
-            raise ExecutionError(f"rank {rank} sends what rank {peer} does not receive")
+def _paired_rows(sends: Mapping[Place, Row], expected: Mapping[Place, Row]) -> Iterator[tuple[Place, Place]]:
+    """Pairs the k-th row that i sends to j with the k-th row that j receives from i. Raises ExecutionError for an
+    unpaired row."""
+    unpaired = defaultdict[Place, deque[Place]](deque)
+    for place, row in sends.items():
+        unpaired[place[0], row["peer"]].append(place)
+    for place, row in expected.items():
+        if not unpaired[row["peer"], place[0]]:
+            raise ExecutionError(f"rank {place[0]}, row {place[1]}: rank {row['peer']} sends no matching row")
+        yield unpaired[row["peer"], place[0]].popleft(), place
+    for (rank, peer), unmatched in unpaired.items():
+        for _ in unmatched:
+            raise ExecutionError(f"rank {rank} sends a row that rank {peer} never receives")
 
 
-def _checked_row(sent: Row, due: Row, names: Sequence[str]) -> Row:
-    """The sent row. Raises ExecutionError if it differs from the expected row."""
-    if any(sent[name] != due[name] for name in names):
-        raise ExecutionError(f"{due} receives {sent}")
-    return sent
+def _checked_row(sends: Row, expected: Row, names: Sequence[str]) -> Row:
+    """The sent row. Raises ExecutionError if it does not match the expected row."""
+    if any(sends[name] != expected[name] for name in names):
+        raise ExecutionError(f"{expected} receives {sends}")
+    return sends

@@ -10,7 +10,7 @@ import pytest
 
 
 def marked(values: list[Any] | range, quick: tuple[int, ...] | range | list[int]) -> list[Any]:
-    """All values as parameters; those not at one of the indices `quick` are marked slow."""
+    """All values as parameters; those at indices outside `quick` are marked slow."""
     return [
         value if at in quick else pytest.param(value, marks=pytest.mark.slow)
         for at, value in enumerate(values)
@@ -18,16 +18,16 @@ def marked(values: list[Any] | range, quick: tuple[int, ...] | range | list[int]
 
 
 def sparse(values: list[Any] | range, every: int) -> list[Any]:
-    """All values as parameters: the first and every `every`-th after it are quick, the others slow."""
+    """All values as parameters; the first and every `every`-th after it are quick, the others slow."""
     return marked(values, range(0, len(values), every))
 
 
 def sparse_rows(rows: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
-    """All of them, as parameters of as many arguments; quick ones as in `sparse`."""
+    """All rows as parameters, one argument per column; quick ones as in `sparse`."""
     return [pytest.param(*row, marks=[pytest.mark.slow] * (at % every > 0)) for at, row in enumerate(rows)]
 
 
 def sparse_product(every: int, *axes: Any) -> list[Any]:
-    """All combinations, as parameters of as many arguments. Quick ones have every value of an axis if `every` has no
-    factor in common with the lengths of the following axes."""
+    """All combinations as parameters, one argument per axis. The quick ones cover every value of an axis if `every` has
+    no factor in common with the lengths of the following axes."""
     return sparse_rows(product(*axes), every)

@@ -1,4 +1,4 @@
-"""The reader written only from the text of FORMAT.md: slow, and independent of the package's."""
+"""The reader that was written only from FORMAT.md: slow, and independent of the package's reader."""
 
 from __future__ import annotations
 

@@ -14,18 +14,18 @@ MATCHINGS = {"schedule": {"matchings": {"coalesce": 2, "buffers": 2}}}
 INNER = {"inner": {"ulysses": {"degree": 2}}}
 
 
-def steps(recipe: str, **changed: dict) -> dict:
-    """The steps of a recipe with other parameters for some passes."""
+def steps(recipe: str, **changes: dict) -> dict:
+    """The steps of a recipe, with the parameters of some passes changed."""
     data = find_recipe(recipe).to_data()["steps"]
-    for step, params in changed.items():
-        ((name, held),) = data[step].items()
-        data[step] = {name: {**held, **params}}
+    for step, params in changes.items():
+        ((name, old_params),) = data[step].items()
+        data[step] = {name: {**old_params, **params}}
     return data
 
 
-#: chunks for short sequences, of trainers' least length
+#: chunks of the smallest size, for short sequences
 SHORT = {"place": {"chunk": 1}}
-#: every built-in recipe by its name, and others; recipes of upipe take q, k and v
+#: every built-in recipe by its name, and others; those with `upipe` take q, k and v here
 STRATEGIES: dict[str, dict] = {
     "fcp": steps("fcp", shard={"block": 5}),
     "ring": steps("ring", **SHORT),
@@ -93,7 +93,7 @@ STRATEGIES: dict[str, dict] = {
     "double_ring_of_blocks": BLOCKS | {"schedule": {"ring": {"window": "node"}}},
     "double_ring_of_holders": BLOCKS | {"schedule": {"ring": {"over": "holders", "window": "node"}}},
 }
-#: stages of twice as many heads as ranks: at least four query heads
+#: stages with twice as many heads as ranks; they need at least four query heads
 WIDE = {
     "upipe_wide": steps("upipe_ring", inner={"heads": 4, "project": False, "ahead": 1}, **SHORT),
 }
@@ -105,10 +105,10 @@ def cluster(ranks: int) -> Cluster:
 
 
 def has_own_cap(recipe: Recipe) -> bool:
-    """True if its placement has only its own token cap."""
+    """Whether the recipe's placement keeps only its own token cap."""
     return recipe.step("search") is None and passes_of(recipe).place.own_cap
 
 
 def alternating(batch: Batch) -> tuple[Batch, Batch]:
-    """Two batches of alternating sequences."""
+    """Two batches, of the sequences with even and with odd numbers."""
     return batch.take(np.arange(0, len(batch.lengths), 2)), batch.take(np.arange(1, len(batch.lengths), 2))

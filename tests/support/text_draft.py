@@ -1,4 +1,4 @@
-"""Draft of a plan from a text, completed into the plan."""
+"""A draft of a plan, which parsing of a text fills, and its completion to the plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from apportion.ir.text.words import NONE, Operand, Row
 
 
 class DraftProgram:
-    """A one-rank program during reading."""
+    """The program of one rank while it is read."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {name: [] for name in TABLES if name not in ("arenas", "operands")}
@@ -48,7 +48,7 @@ class DraftProgram:
 
 
 def _extents(operands: Iterable[Operand], header: Header) -> list[Row]:
-    """Arenas that hold every work operand. Tensors without heads take one column."""
+    """The smallest arenas that hold all work operands. Tensors without heads take one column."""
     most: dict[int, tuple[int, int]] = {}
     for tensor, space, row, rows, col, heads in operands:
         if space == Space.WORK:
@@ -65,7 +65,7 @@ def _head_count(tensor: int, heads: int, header: Header) -> int:
 
 @dataclass
 class TextDraft:
-    """The lines of a text, sorted by what they describe; rows by rank."""
+    """The lines of a text, grouped by kind; rows by rank."""
 
     version: tuple[int, int] = VERSION
     json: dict[str, Any] = field(default_factory=dict)
@@ -119,12 +119,12 @@ class TextDraft:
         return plain.request_from_data(self.json["request"])
 
     def header(self, request: Request) -> Header:
-        """The header as written, completed from the request and the lines read."""
+        """The header in the text, completed from the request and the lines."""
         model = request.model
-        given = self.json.get("header", {})
-        if not isinstance(given, dict) or "version" in given:
+        header_fields = self.json.get("header", {})
+        if not isinstance(header_fields, dict) or "version" in header_fields:
             raise DecodeError("header: expected an object without a version (the first line gives it)")
-        unknown = set(given) - {item.name for item in fields(Header)}
+        unknown = set(header_fields) - {item.name for item in fields(Header)}
         if unknown:
             raise DecodeError(f"header: unknown field {min(unknown)[:40]!r}")
         implied = {
@@ -141,14 +141,14 @@ class TextDraft:
             "v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim,
             "dtype": model.dtype,
             "sent_gradients": model.sent_gradients,
-            "recurrent": {kind: held.to_data() for kind, held in model.recurrent.items()},
+            "recurrent": {kind: kind_spec.to_data() for kind, kind_spec in model.recurrent.items()},
             "phases": [phase for phase in PHASES if phase in {phase for _, phase in self.programs}],
         }
         try:
-            header = msgspec.convert(implied | given | {"version": self.version}, Header)
+            header = msgspec.convert(implied | header_fields | {"version": self.version}, Header)
         except msgspec.ValidationError as error:
             raise DecodeError(f"header: {error}") from None
-        if "diagonals" not in given:
+        if "diagonals" not in header_fields:
             header = replace(header, diagonals=plain.diagonals_of(request.batch, header.kinds))
         wellformed.check_header(header)
         plain.check_facts(header, request)
@@ -179,9 +179,9 @@ class TextDraft:
         )
 
     def move_pairs(self, header: Header) -> list[tuple[str, str]]:
-        given = self.json.get("moves")
+        listed = self.json.get("moves")
         try:
-            pairs = list(self.moves) if given is None else msgspec.convert(given, list[tuple[str, str]])
+            pairs = list(self.moves) if listed is None else msgspec.convert(listed, list[tuple[str, str]])
         except msgspec.ValidationError as error:
             raise DecodeError(f"moves: {error}") from None
         if not set(self.moves) <= set(pairs):
@@ -197,7 +197,7 @@ class TextDraft:
         return report
 
     def seal(self, plan: Plan) -> Plan:
-        """Seals the plan: text with an id is kept exactly; in text without one the request gains its defaults."""
+        """Seals the plan. A text with an id keeps its request exactly; without one, the request gains its defaults."""
         try:
             if self.id is None:
                 return codec.seal(plan)

@@ -1,4 +1,4 @@
-"""Hand-written plans, simulated with costs of a microsecond per pair; and invariants of any timeline."""
+"""Hand-written plans simulated with a cost of one microsecond per pair, and invariants of any timeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL = {"q_heads": 1, "kv_heads": 1, "head_dim": 4, "dtype": "fp64", "hidden": 
 
 @dataclass(frozen=True)
 class Unit:
-    """Cost model of a microsecond per pair and head, and a microsecond for everything else."""
+    """A cost model with one microsecond per pair and head; other work costs nothing unless its fields are set."""
 
     launch: float = 0.0
     chain: float = 0.0
@@ -68,12 +68,12 @@ class Unit:
 
 
 def work(pairs: int) -> str:
-    """A line of text that takes `pairs` microseconds."""
+    """An instruction, as text, that takes `pairs` microseconds."""
     return f"attend Q.home[0:{pairs}) KV.home[0:1) -> O.home[0:{pairs}) full"
 
 
 def plan_of(*programs: str, phase: str = "forward", model: dict[str, Any] = MODEL, **cluster: Any) -> Plan:
-    """A plan with these instructions, one text per rank; all on one node unless `cluster` differs."""
+    """A plan with these programs, one text per rank; all ranks are on one node unless `cluster` changes that."""
     shape = {"nodes": 1, "ranks_per_node": len(programs), **CLUSTER, **cluster}
     request = {
         "batch": {"lengths": [64 * len(programs)], "mask": {"full": {}}},
@@ -103,11 +103,11 @@ def transfers(run: Run) -> dict[tuple[int, int, int], tuple[float, float]]:
     return {(number, *ends): (begin, done) for number, *ends, begin, done in zip(*columns, strict=True)}
 
 
-def beside_us(run: Run, rank: int, begin: float, end: float) -> float:
-    """The part of an interval with at least one transfer of the rank in flight, computed naively."""
+def overlapped_us(run: Run, rank: int, begin: float, end: float) -> float:
+    """For how much of an interval at least one transfer of the rank is in flight, computed naively."""
     script, traffic = run.script, run.traffic
-    mine = (script.rank[traffic.sender] == rank) | (script.rank[traffic.receiver] == rank)
-    spans = zip(run.times.start[mine], (run.times.start + traffic.wire_us)[mine], strict=True)
+    own_ends = (script.rank[traffic.sender] == rank) | (script.rank[traffic.receiver] == rank)
+    spans = zip(run.times.start[own_ends], (run.times.start + traffic.wire_us)[own_ends], strict=True)
     total, reach = 0.0, begin
     for start, free in sorted(spans):
         total += max(0.0, min(free, end) - max(start, reach))
@@ -116,19 +116,19 @@ def beside_us(run: Run, rank: int, begin: float, end: float) -> float:
 
 
 def run_invariants(run: Run, contention: float = 0.0) -> None:
-    """Asserts everything that defines a timeline, computed naively."""
+    """Asserts all that defines a timeline, computed naively."""
     script, traffic, times = run.script, run.traffic, run.times
     free = times.start + traffic.wire_us
     complete = free + traffic.latency_us
     for launch in range(len(script.rank)):
-        mine = script.ends[script.end_ptr[launch] : script.end_ptr[launch + 1]]
+        own_ends = script.ends[script.end_ptr[launch] : script.end_ptr[launch + 1]]
         before = script.before[launch]
         at = np.flatnonzero((script.launch == launch) & (script.role != WAIT))[0]
         taken_up = max(times.end[at], times.done[before] if before >= 0 else 0.0)
         assert times.reached[launch] == taken_up
-        assert times.done[launch] == max([taken_up, *complete[mine]])
-    both = np.maximum(times.reached[traffic.sender], times.reached[traffic.receiver])
-    assert (times.ready == both).all()
+        assert times.done[launch] == max([taken_up, *complete[own_ends]])
+    both_ready = np.maximum(times.reached[traffic.sender], times.reached[traffic.receiver])
+    assert (times.ready == both_ready).all()
     on_port = defaultdict(list)
     for transfer, ports in enumerate(zip(traffic.out_port.tolist(), traffic.in_port.tolist(), strict=True)):
         for port in ports:
@@ -139,16 +139,16 @@ def run_invariants(run: Run, contention: float = 0.0) -> None:
     for transfer in np.flatnonzero(times.start > times.ready).tolist():
         ports = traffic.out_port[transfer], traffic.in_port[transfer]
         at = float(times.ready[transfer])
-        while at < times.start[transfer]:  # both its ports are never free at the same time
+        while at < times.start[transfer]:  # its two ports are never free at the same time
             later = [end for port in ports for begin, end in on_port[port] if begin <= at < end]
             assert later, (transfer, at)
             at = max(later)
 
     def after(rank: int, begin: float, work: float, end: float) -> float:
-        """The end of work that begins at `begin`. end: as simulated."""
+        """The end of work that starts at `begin`. end: the simulated one."""
         if not contention:
             return begin + work
-        slowed = beside_us(run, rank, begin, end) * contention / (1 + contention)
+        slowed = overlapped_us(run, rank, begin, end) * contention / (1 + contention)
         assert end - begin == pytest.approx(work + slowed, abs=1e-6)
         return end
 

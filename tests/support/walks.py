@@ -1,4 +1,4 @@
-"""Naive walks that find complete rows and computed statistics, instruction by instruction."""
+"""Naive walks over programs, instruction by instruction, that find complete rows and computed statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from apportion.ir.tensors import Space, Tensor
 SUMS = {"o": (Tensor.O, ("q",)), "dq": (Tensor.DQ, ("q", "do", "delta")), "dkv": (Tensor.DKV, ("kv",))}
 
 
-BESIDE = {"q": Tensor.Q, "do": Tensor.DO, "delta": Tensor.DELTA, "kv": Tensor.KV}
+COMPANIONS = {"q": Tensor.Q, "do": Tensor.DO, "delta": Tensor.DELTA, "kv": Tensor.KV}
 
 
 def each_row(found: RowRanges) -> list[tuple[int, int]]:
@@ -28,8 +28,8 @@ def complete_rows(
     programs: ProgramSet, phase: str, column: str
 ) -> tuple[set[tuple[int, int]], set[int], set[tuple[int, int]]]:
     """For one rank's program, row by row: (task, row) of rows that are complete after the task, complete home rows, and
-    (operand, row) of work rows that tasks write in place."""
-    tensor, beside = SUMS[column]
+    (operand, row) of work rows that tasks write at their final place."""
+    tensor, companions = SUMS[column]
     name = TASK_LIST[phase]
     operands, op = programs["operands"], programs["instructions"]["op"].astype(int)
     of = {
@@ -40,7 +40,7 @@ def complete_rows(
     def rows_of(operand: int) -> list[tuple[int, int]]:
         return [(of["space"][operand], of["row"][operand] + i) for i in range(of["rows"][operand])]
 
-    alike = all(
+    uniform = all(
         len(
             {
                 (of["col"][i], of["heads"][i])
@@ -49,11 +49,11 @@ def complete_rows(
             }
         )
         <= 1
-        for one in (tensor, *(BESIDE[each] for each in beside))
+        for one in (tensor, *(COMPANIONS[each] for each in companions))
     )
-    given: set[int] = set()  # home rows that arrive as results
+    received_home: set[int] = set()  # home rows received as results
     last: dict[tuple[int, int], int] = {}
-    taken: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    leaving_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
     tasks: list[tuple[int, int, int, bool]] = []
     for table, columns in OPERAND_COLUMNS.items():
         at = instruction_of(op, programs["instructions"].wide("count"), table)
@@ -63,17 +63,17 @@ def complete_rows(
                 if of["tensor"][operand] != tensor or op[at[i]] == Op.FINISH:
                     continue
                 results = table == "transfers" and modes[at[i]] & 2
-                sent = programs[table]["send"][i] if results else 0
+                is_sent = programs[table]["send"][i] if results else 0
                 if of["space"][operand] == Space.HOME and (results or op[at[i]] == Op.DELIVER):
-                    given |= {row for _, row in rows_of(operand)}
-                leaves = (results and sent) or (op[at[i]] == Op.DELIVER and each == "a")
+                    received_home |= {row for _, row in rows_of(operand)}
+                leaves = (results and is_sent) or (op[at[i]] == Op.DELIVER and each == "a")
                 for row in rows_of(operand):
                     if leaves:
-                        taken.setdefault(row, []).append((int(at[i]), operand))
+                        leaving_rows.setdefault(row, []).append((int(at[i]), operand))
                     else:
                         last[row] = max(last.get(row, -1), int(at[i]))
                 if table == name and each == column:
-                    others = [int(programs[table][other][i]) for other in beside]
+                    others = [int(programs[table][other][i]) for other in companions]
                     space = of["space"][operand]
                     plain = all(
                         of["space"][x] == space and of["row"][x] == of["row"][operand] for x in others
@@ -82,26 +82,26 @@ def complete_rows(
                     tasks.append((i, int(at[i]), operand, plain))
     mixed = {(at, of["space"][operand]) for _, at, operand, plain in tasks if not plain}
     done: set[tuple[int, int]] = set()
-    kept: set[int] = set()
+    complete_home: set[int] = set()
     placed: set[tuple[int, int]] = set()
     for i, step, operand, _ in tasks:
         if (step, of["space"][operand]) in mixed:
             continue
         for place in rows_of(operand):
             space, number = place
-            leaving = taken.get(place, [])
-            fit = space == Space.HOME or (alike and len(leaving) == 1 and leaving[0][0] > last[place])
+            leaving = leaving_rows.get(place, [])
+            fit = space == Space.HOME or (uniform and len(leaving) == 1 and leaving[0][0] > last[place])
             if fit and last[place] == step:
                 done.add((i, number))
                 if space == Space.HOME:
-                    kept.add(number)
+                    complete_home.add(number)
                 else:
                     placed.add((leaving[0][1], number))
-    return done, given | kept, placed
+    return done, received_home | complete_home, placed
 
 
 def computed_statistics(programs: ProgramSet) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """For one rank's program, row by row: (task, row) and (row of rowops, row) of statistics that tasks compute."""
+    """For one rank's program, row by row: (task, row) and (row of rowops, row) of statistics that tasks can compute."""
     operands, instructions = programs["operands"], programs["instructions"]
     columns = {
         name: operands[name].astype(int).tolist() for name in ("tensor", "space", "row", "rows", "heads")
@@ -112,7 +112,7 @@ def computed_statistics(programs: ProgramSet) -> tuple[set[tuple[int, int]], set
 
     reads: dict[int, list[tuple[int, int]]] = defaultdict(list)
     writes: dict[int, list[int]] = defaultdict(list)
-    elsewhere: set[int] = set()
+    other_uses: set[int] = set()
     for table, names in OPERAND_COLUMNS.items():
         at = instruction_of(instructions["op"], instructions.wide("count"), table).tolist()
         for i in range(len(programs[table])):
@@ -130,9 +130,9 @@ def computed_statistics(programs: ProgramSet) -> tuple[set[tuple[int, int]], set
                     for row in rows:
                         writes[row].append(i)
                 else:
-                    elsewhere.update(rows)
+                    other_uses.update(rows)
     tasks, rowops = set(), set()
-    for row in set(reads) & set(writes) - elsewhere:
+    for row in set(reads) & set(writes) - other_uses:
         first = min(at for at, _ in reads[row])
         tasks |= {(task, row) for at, task in reads[row] if at == first}
         rowops |= {(i, row) for i in writes[row]}

@@ -11,17 +11,17 @@ namespace apportion::lower {
 
 namespace {
 
-// Rows of a rank held from step `start` to `end`, inclusive.
+// Rows of a rank that are held from step `start` to step `end`, inclusive.
 struct Held {
   int64_t rank, rows, start, end;
 
   bool with(const Held& other) const { return rank == other.rank && start == other.start; }
 };
 
-// First work rows of tiles, so that tiles held at the same time on one rank do not overlap. order: in which tiles
-// that arrive together at a rank are adjacent. All such rows take a place as long as the longest of the rank, the
-// first one free when they arrive, so there are as many places as are held at once at most. base: of each rank, the
-// first row to use.
+// The first work row of each tile, such that tiles held at the same time on one rank do not overlap. Tiles that arrive
+// at a rank together, which are adjacent in `order`, share a place, the first that is free. All places of a rank are as
+// long as its longest arrival, so there are only as many as are held at one time. base: the first row to use on each
+// rank.
 Growing<int64_t> allot(const Growing<Held>& tiles, const Growing<int64_t>& order, const Growing<int64_t>& base) {
   int64_t span = 0;
   for (const Held& tile : tiles) span = std::max(span, tile.start + 1);
@@ -30,13 +30,13 @@ Growing<int64_t> allot(const Growing<Held>& tiles, const Growing<int64_t>& order
   counting_order<Column<const int64_t>, int64_t>(keys, base.count() * span, by_key);
   for (int64_t& at : by_key) at = order[at];
   int64_t before = -1;
-  for (const int64_t tile : by_key) {  // first of all: the row inside the place
+  for (const int64_t tile : by_key) {  // the row within the place
     row[tile] = before >= 0 && tiles[before].with(tiles[tile]) ? row[before] + tiles[before].rows : 0;
     int64_t& most = longest[tiles[tile].rank];
     most = std::max(most, row[tile] + tiles[tile].rows);
     before = tile;
   }
-  Growing<int64_t> busy;  // for each place of the rank, the last step at which it is held
+  Growing<int64_t> busy;  // the last step at which each place of the rank is held
   int64_t at = 0;
   before = -1;
   for (const int64_t tile : by_key) {
@@ -58,16 +58,16 @@ Growing<int64_t> allot(const Growing<Held>& tiles, const Growing<int64_t>& order
 class Tiles {
  public:
   Tiles(Program& program, const Lowering& low, const Side& side, const Order& order)
-      : program_(program), low_(low), side_(side), tiles_(side.tiles), order_(order), beside_(tiles_.count()) {
-    std::iota(beside_.begin(), beside_.end(), 0);
+      : program_(program), low_(low), side_(side), tiles_(side.tiles), order_(order), adjacent_(tiles_.count()) {
+    std::iota(adjacent_.begin(), adjacent_.end(), 0);
     const auto earlier = [&](int64_t one, int64_t two) { return tiles_[one].tile < tiles_[two].tile; };
-    if (!std::is_sorted(beside_.begin(), beside_.end(), earlier))
-      std::stable_sort(beside_.begin(), beside_.end(), earlier);
+    if (!std::is_sorted(adjacent_.begin(), adjacent_.end(), earlier))
+      std::stable_sort(adjacent_.begin(), adjacent_.end(), earlier);
     for (int64_t group = 0; group < low.rows.size(); ++group) kept_.push_back(low.kept(group));
   }
 
-  // Fetches tiles, all tensors in the same rows; returns their first work rows. A tile is held until its tasks are done
-  // and it is passed on; if tiles stay for the stages of a window, nothing takes their place before the end.
+  // Fetches tiles, with all tensors in the same rows; returns their first work rows. A tile is held until its tasks are
+  // done and it is passed on; if tiles stay for the stages of a window, they keep their rows until the end.
   Growing<int64_t> fetch(std::span<const Tensor> tensors) {
     Growing<Held> held;
     held.expect(tiles_.count());
@@ -79,7 +79,7 @@ class Tiles {
       for (const Tile& tile : tiles_)
         if (tile.parent >= 0) held[tile.parent].end = std::max(held[tile.parent].end, order_.wait[tile.round]);
     }
-    Growing<int64_t> work = allot(held, beside_, kept_);
+    Growing<int64_t> work = allot(held, adjacent_, kept_);
     program_.transfers.expect(2 * std::ssize(tensors) * tiles_.count());
     for (const Tensor tensor : tensors) {
       each([&](int64_t at, const Tile& tile) {
@@ -94,8 +94,7 @@ class Tiles {
     return work;
   }
 
-  // Returns the sums of each tile to the rank that combines them, or home as results; returns the first work rows of
-  // the sums.
+  // Sends the sums of each tile to the rank that combines them, or home as results; returns their first work rows.
   Growing<int64_t> bring_back(Tensor tensor) {
     const auto [work, arriving] = room();
     program_.transfers.expect(2 * tiles_.count());
@@ -131,7 +130,7 @@ class Tiles {
   const Batch& batch(const Tile& tile) const { return order_.batches[order_.batch[tile.index]]; }
   int64_t heads(const Tile& tile) const { return side_.heads_of(tile.group()); }
   int64_t target(const Tile& tile) const { return tile.returns_to < 0 ? tile.home : tiles_[tile.returns_to].dst; }
-  // The tile's edge, or the edge that took the tile from home.
+  // The edge by which the tile left its home.
   int64_t root(int64_t at) const {
     while (tiles_[at].parent >= 0) at = tiles_[at].parent;
     return at;
@@ -143,7 +142,8 @@ class Tiles {
     return rows_of(tensor, Space::WORK, work[at], tiles_[at].rows, heads(tiles_[at]));
   }
 
-  // First work rows of the sums of tiles, from before their first task until they have left, and of arriving sums.
+  // The first work rows of the sums of tiles, held from before the first task until they have left, and of arriving
+  // sums.
   std::pair<Growing<int64_t>, Growing<int64_t>> room() const {
     const bool holds = low_.holds();
     Growing<Held> held;
@@ -152,7 +152,7 @@ class Tiles {
       const int64_t start = std::min(order_.clear[tile.round], order_.stage[low_.schedule.leads + tile.round]);
       held.push_back({tile.dst, tile.rows, start, holds ? program_.steps.count() : batch(tile).wait});
     }
-    Growing<int64_t> order = beside_, base = kept_, work, arriving(tiles_.count());
+    Growing<int64_t> order = adjacent_, base = kept_, work, arriving(tiles_.count());
     if (holds) {
       work = allot(held, order, base);
       each([&](int64_t at, const Tile& tile) { base[tile.dst] = std::max(base[tile.dst], work[at] + tile.rows); });
@@ -160,7 +160,7 @@ class Tiles {
     }
     const int64_t leaving = held.count();
     for (const Tile& tile : tiles_) held.push_back({target(tile), tile.rows, batch(tile).launch, batch(tile).add});
-    for (const int64_t at : beside_)
+    for (const int64_t at : adjacent_)
       if (holds || !batch(tiles_[at]).results) order.push_back(leaving + at);
     Growing<int64_t> both = allot(held, order, base);
     std::copy(both.begin() + leaving, both.end(), arriving.begin());
@@ -173,7 +173,7 @@ class Tiles {
   const Side& side_;
   const Growing<Tile>& tiles_;
   const Order& order_;
-  Growing<int64_t> beside_, kept_;  // tile numbers, in the order of tiles that arrive together; kept_: by group
+  Growing<int64_t> adjacent_, kept_;  // tile numbers, with tiles that arrive together adjacent; kept rows by group
 };
 
 }  // namespace

@@ -6,14 +6,14 @@ namespace apportion::lower {
 
 namespace {
 
-// Ends of an incoming copy, with the heads of its destination rank.
+// The ends of an incoming copy, with the heads of its destination rank.
 Ends ends_of(const Lowering& low, const Copy& copy, Tensor tensor) {
   const int64_t heads = (KV_SIDE.has(tensor) ? low.sets.key : low.sets.query)[copy.dst];
   return {copy.src, copy.dst, rows_of(tensor, Space::HOME, copy.home_row, copy.rows, heads),
           rows_of(tensor, Space::WORK, copy.row, copy.rows, heads)};
 }
 
-// The launch of each moving copy.
+// The launch of each copy between ranks.
 struct Launches {
   const ExchangeSteps& steps;
   int64_t first;
@@ -38,7 +38,7 @@ ExchangeSteps reserve(Program& program, const Lowering& low, Op attend, int64_t 
 
 int64_t launch_other(Program& program, const Lowering& low, int64_t results) {
   if (!low.exchange || !low.exchange->has_turns) return -1;
-  // in addition to the channels of the rounds that fetch and that return
+  // besides the channels of the rounds that fetch and of those that return
   return program.launch(2 * low.schedule.channels(), low.exchange->mode | results);
 }
 
@@ -72,7 +72,7 @@ void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps&
   constexpr Tensor DKV = Tensor::DKV;
   const Exchange& exchange = *low.exchange;
   if (!exchange.shared) return move(program, low, steps, DKV, Way::OUT, apart);
-  Growing<int64_t> beyond = reach_of(program, DKV, low.groups.ranks()), staged;  // for each rank; for arriving rows
+  Growing<int64_t> beyond = reach_of(program, DKV, low.groups.ranks()), staged;  // by rank; by arriving copy
   const Growing<int64_t> group = low.groups.of_ranks();
   for (int64_t rank = 0; rank < beyond.count(); ++rank) beyond[rank] = std::max(beyond[rank], low.rows[group[rank]]);
   for (int64_t rank = 0; rank < exchange.held.size(); ++rank)

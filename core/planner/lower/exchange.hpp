@@ -1,7 +1,7 @@
 // The exchange between the caller's home rows and the rows of attention.
 //
-// A copy of a piece goes to every rank of the piece's group, with the heads of that rank: as a transfer, or as a copy
-// if home and rank are the same. The return is the reverse; if several ranks of a group use one KV head, its gradients
+// A copy of a piece goes to every rank of the piece's group, with the heads of that rank: as a transfer, or as a local
+// copy if the rank is its home. The return is the reverse; if several ranks of a group use one KV head, its gradients
 // are summed at home.
 #pragma once
 
@@ -12,26 +12,26 @@ namespace apportion::lower {
 
 inline constexpr int64_t CHANNEL = 0;
 
-// Steps of one direction. launches: of each part of the tensors, of each round; attend: step of the concurrent
-// computation; other: the launch of separate pieces, -1 if all rows go at once.
+// The steps of one direction. launches: one per part of the tensors and round; attend: the step of the concurrent
+// computation; other: the launch of separate pieces; -1 if all rows go at once.
 struct ExchangeSteps {
   Growing<int64_t> launches;
   int64_t clear, copy, attend, add, other;
 };
 
-// Appends the launch of separate pieces, if any; returns its position, or -1.
+// Appends the launch of separate pieces; returns its position, or -1 if there are none.
 int64_t launch_other(Program& program, const Lowering& low, int64_t results);
 
-// Appends the steps of the incoming exchange, with separate rounds for each part of tensors. Separate pieces are
-// launched after the rest, since both share the links, and waited for elsewhere.
+// Appends the steps of the incoming exchange, with separate rounds for each part of the tensors. Separate pieces are
+// launched after the rest, since both share the links; the wait for them is elsewhere.
 ExchangeSteps steps_in(Program& program, const Lowering& low, Op attend, int64_t parts);
 
-// Appends the steps of the outgoing exchange. launched: launch of the separate pieces, which are waited for here.
+// Appends the steps of the outgoing exchange. launched: the launch of the separate pieces, for which this waits.
 ExchangeSteps steps_out(Program& program, const Lowering& low, Op attend, int64_t results, int64_t launched);
 
 enum class Way { IN, OUT };
 
-// Source and destination rank of rows, and their operands on each.
+// The source and destination ranks of rows, and the operands on each.
 struct Ends {
   int64_t src, dst;
   Operand out, into;
@@ -56,13 +56,13 @@ void move_copies(Program& program, const Exchange& exchange, int64_t copy, Launc
   });
 }
 
-// Rows of a tensor from home to attention rows or back, in a part of the rounds. apart: the pieces that are sent
-// separately, if any.
+// Moves rows of a tensor from home rows to attention rows or back, in one part of the rounds. apart: which pieces are
+// sent separately, if any.
 void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Tensor tensor, Way way,
           Column<const bool> apart, int64_t part = 0);
 
-// The return of gradients of KV rows, if several ranks of a group may have gradients of one head. `program` has all
-// rows of attention.
+// Returns gradients of KV rows if several ranks of a group may have gradients of one head. `program` must already have
+// all rows of attention.
 void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart);
 
 // For each rank, the end of the work rows of a tensor that rows name.

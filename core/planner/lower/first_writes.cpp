@@ -1,6 +1,6 @@
-//   points    of each lane, 0, where rows of parts begin and end, and its end
-//   pieces    from a point to the next: rows that the same parts have
-//   state     of each piece, whether the first task that reaches it opens it, once tasks are visited in their order
+//   points    of each lane: 0, the begins and ends of its parts' rows, and its end
+//   pieces    the rows from one point to the next, which belong to the same parts
+//   state     of each piece: whether the first task that reaches it, in task order, opens it
 #include "planner/lower/first_writes.hpp"
 
 #include <numeric>
@@ -10,7 +10,7 @@ namespace apportion::lower {
 
 namespace {
 
-// ptr: of points, where those of each lane begin; low, high: of each part, its first piece and the last + 1.
+// ptr: the first point of each lane, and the end; low, high: each part's first piece, and the end of its pieces.
 struct Pieces {
   Growing<int64_t> points, ptr;
   Growing<int32_t> low, high;
@@ -18,11 +18,11 @@ struct Pieces {
 
 enum class State : std::uint8_t { UNSEEN, ADDED, OPENED };
 
-// Points of lanes, one lane after another. Many parts share points, so a hash table holds those of the current lane: a
-// slot is valid if it belongs to this lane.
+// The points of lanes, one lane after another. Many parts share points, so a hash table holds those of the current
+// lane; a slot is valid if it belongs to this lane.
 class Points {
  public:
-  explicit Points(int64_t most) {  // of a lane
+  explicit Points(int64_t most) {  // most: points of a lane
     while (slots_.count() < 2 * most) slots_.resize(2 * slots_.size());
   }
   void add(int64_t point) {
@@ -31,12 +31,12 @@ class Points {
     slot = {point, lane_, 0};
     all_.push_back(point);
   }
-  // Puts the points of the lane in order.
+  // Sorts the points of the lane.
   void sort() {
     std::sort(all_.begin() + first_, all_.end());
     for (int64_t place = first_; place < all_.count(); ++place) at(all_[place]).place = static_cast<int32_t>(place);
   }
-  // The place of a point of the lane.
+  // The number of a point of the lane among all points.
   int32_t find(int64_t point) { return at(point).place; }
   void close() {
     ++lane_;
@@ -63,7 +63,7 @@ class Points {
   int32_t lane_ = 0;
 };
 
-// Parts by lane: their order, the offset of each lane, and the maximum per lane.
+// Parts by lane: their order, the offset of each lane, and the largest number per lane.
 struct ByLane {
   Growing<int32_t> order;
   Growing<int64_t> begin;
@@ -102,7 +102,7 @@ Pieces cut(const Growing<Written>& written, const Growing<int64_t>& held) {
   return {points.take(), std::move(ptr), std::move(low), std::move(high)};
 }
 
-// For each piece, the next piece (or itself) that no task has reached yet, or a step towards it.
+// For each piece, the next piece, or itself, that no task has reached yet, or a step towards that.
 class Unseen {
  public:
   explicit Unseen(int64_t pieces) : after_(pieces + 1) { std::iota(after_.begin(), after_.end(), 0); }
@@ -119,7 +119,7 @@ class Unseen {
   Growing<int64_t> after_;
 };
 
-// Sets the flags of tasks that open all pieces that they reach; returns the state of pieces.
+// Sets the flags of tasks that open all pieces they reach; returns the state of each piece.
 Growing<State> visit(const Growing<Written>& written, const Pieces& pieces, Growing<int32_t>& flags) {
   Growing<State> state(pieces.points.count(), State::UNSEEN);
   Unseen unseen(state.count());
@@ -147,7 +147,7 @@ Openers find_openers(const Growing<Written>& written, const Growing<int64_t>& he
   Openers found{Growing<int32_t>(tasks), {}};
   const Growing<State> state = visit(written, pieces, found.flags);
   for (int64_t lane = 0; lane < held.count(); ++lane) {
-    bool longer = false;  // the rows before are open, too
+    bool longer = false;  // whether the preceding rows are cleared, too
     for (int64_t at = pieces.ptr[lane]; at < pieces.ptr[lane + 1] - 1; ++at) {
       const bool opened = state[at] == State::OPENED;
       if (!opened && !longer) found.cleared.push_back({lane, pieces.points[at], 0});

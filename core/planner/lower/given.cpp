@@ -4,7 +4,7 @@ namespace apportion::lower {
 
 namespace {
 
-// Views of the arrays that a Python object has in its fields.
+// Views of the arrays in a Python object's fields.
 class Fields {
  public:
   Fields(nb::object of, std::deque<Buffer>& buffers) : of_(std::move(of)), buffers_(buffers) {}
@@ -39,18 +39,18 @@ Schedule schedule_of(const Fields& given) {
 
 std::unique_ptr<Exchange> exchange_of(const Fields& given, int64_t results) {
   const Fields pieces = given.at("pieces"), slots = given.at("slots");
-  auto made = std::make_unique<Exchange>(
+  auto exchange = std::make_unique<Exchange>(
       Exchange{given.at("piece"), given.at("dst"), pieces.at("src"), pieces.at("src_row"), pieces.at("row"),
                pieces.at("rows"), slots.at("round"), given.at("first"), given.at("home").at("per_rank"),
                slots.number("rounds"), given.number("mode"), results, given.flag("direct"), given.flag("sums"),
                given.there("turns"), {}, {}, {}});
-  if (made->has_turns) {
+  if (exchange->has_turns) {
     const Fields turns = given.at("turns");
-    made->late = turns.at("late");
-    made->early = turns.at("early");
-    made->early_keys = turns.at("early_keys");
+    exchange->late = turns.at("late");
+    exchange->early = turns.at("early");
+    exchange->early_keys = turns.at("early_keys");
   }
-  return made;
+  return exchange;
 }
 
 std::unique_ptr<HeadStages> stages_of(const Fields& given) {
@@ -99,18 +99,18 @@ Lowering open(nb::handle given, nb::str phase) {
 }
 
 std::unique_ptr<Network> open_network(nb::handle given) {
-  auto made = std::make_unique<Network>();
-  const Fields own(nb::borrow(given), made->buffers);
-  made->sent = own.at("sent");
-  made->first = own.number("first");
-  made->ranks_per_node = own.number("ranks_per_node");
-  made->nics_per_node = own.number("nics_per_node");
-  made->byte_us = own.real("byte_us");
-  made->round_us = own.real("round_us");
-  made->incast = own.real("incast");
-  made->peers = own.real("peers");
-  made->one_peer = own.real("one_peer");
-  return made;
+  auto network = std::make_unique<Network>();
+  const Fields own(nb::borrow(given), network->buffers);
+  network->sent = own.at("sent");
+  network->first = own.number("first");
+  network->ranks_per_node = own.number("ranks_per_node");
+  network->nics_per_node = own.number("nics_per_node");
+  network->byte_us = own.real("byte_us");
+  network->round_us = own.real("round_us");
+  network->incast = own.real("incast");
+  network->peers = own.real("peers");
+  network->one_peer = own.real("one_peer");
+  return network;
 }
 
 }  // namespace apportion::lower

@@ -1,11 +1,11 @@
-// Input of lowering: one attention kind, placed and scheduled (`Lowering` of apportion/planner/lower/inputs.py).
+// The input of lowering: one attention kind, placed and scheduled (`Lowering` of apportion/planner/lower/inputs.py).
 //
-//   tasks, parts    in program order; key ranges of each
-//   edges           of all tiles, and when they move
+//   tasks, parts    tasks in program order, and their key ranges
+//   edges           the moves of all tiles, with their rounds
 //   copies          of the exchange around attention, from home rows to the attention rows of each member of a group
-//   beside          tasks of single ranks, computed while rows of groups travel
+//   beside          tasks of single ranks, which are computed while the rows of groups travel
 //
-// Ranks are the plan's, unless groups are mentioned: attention is planned for groups, and every member runs it.
+// Ranks are those of the plan unless groups are mentioned: attention is planned for groups, and every member runs it.
 #pragma once
 
 #include <deque>
@@ -38,7 +38,7 @@ struct Tasks {
   }
 };
 
-// Rows of the keys of tasks, by ascending task: at home (edge -1) or in the tile of an edge.
+// The key rows of tasks, in task order: at home (edge -1) or in the tile of an edge.
 struct KeyParts {
   Ints task, edge, row, keys;
 };
@@ -53,8 +53,7 @@ struct Edges {
   }
 };
 
-// round, returns_to, back: of each edge; back: the channel of its tile's sums, if `has_back`. when, channel:
-// of each round.
+// round, returns_to, back: per edge; back: the channel of its tile's sums, if `has_back`. when, channel: per round.
 struct Schedule {
   Ints round, returns_to, back, when, channel;
   int64_t buffers, leads, tails, levels;
@@ -68,16 +67,17 @@ struct Schedule {
   }
 };
 
-// A piece of the exchange on its way to one rank, src to dst. home_row: counted with home rows that are not exchanged.
+// A piece of the exchange on its way to one rank, from src to dst. home_row: its row among all home rows, including
+// those that are not exchanged.
 struct Copy {
   int64_t src, dst, piece, home_row, row, rows;
 
   bool moves() const { return src != dst; }
 };
 
-// piece, dst: of each copy; src to rows: of each piece; round: of each copy that moves; first: of each rank, home rows
-// that are not exchanged, and `held`, those that are. results: mode bits of the rows that leave in the phase. late,
-// early, early_keys: pieces that travel separately (`Turns`).
+// piece, dst: per copy; src to rows: per piece; round: per copy that moves; first, held: per rank, the number of home
+// rows that are not exchanged and that are. results: mode bits of the rows that leave in the phase. late, early,
+// early_keys: pieces that travel separately (`Turns`).
 struct Exchange {
   Ints piece, dst, src, src_row, row, rows, round, first, held;
   int64_t rounds, mode, results;
@@ -103,8 +103,8 @@ struct Exchange {
   }
 };
 
-// Heads in stages: `HeadStages` of apportion/planner/inner/groups.py. query_heads, widest: columns of arenas of either
-// side.
+// Heads in stages: `HeadStages` of apportion/planner/inner/groups.py. query_heads, widest: the arena columns of queries
+// and of keys.
 struct HeadStages {
   IntRows query, key;
   Ints window;
@@ -116,7 +116,7 @@ struct HeadStages {
   bool closes(int64_t stage) const { return stage + 1 == count() || window[stage] < window[stage + 1]; }
 };
 
-// first: of each group, and the end.
+// first: the first rank of each group, and the end.
 struct Groups {
   Ints first;
 
@@ -131,7 +131,7 @@ struct Groups {
   }
 };
 
-// Head sets of ranks, and columns of their arenas.
+// The head sets of ranks, and the columns of their arenas.
 struct HeadSets {
   Ints query, key, query_heads, key_columns;
 };
@@ -142,9 +142,9 @@ struct Lowering {
   Ints stage;  // of tasks
   Edges edges;
   Schedule schedule;
-  Ints rows, block_row, block_start;   // of groups; of blocks, their first row and token
+  Ints rows, block_row, block_start;   // rows of groups; first row and first token of blocks
   Ints home_rows;                      // of ranks
-  Ints query_sets, key_sets, shared;   // of head groups; of distinct sets of KV heads; which of these each group has
+  Ints query_sets, key_sets, shared;   // of head groups; of distinct sets of KV heads; which of these each group uses
   bool queries_move, keys_overlap;
   Column<const bool> whole_results;  // of edges of queries
   Groups groups;
@@ -152,22 +152,22 @@ struct Lowering {
   std::unique_ptr<Exchange> exchange;
   std::unique_ptr<HeadStages> stages;
   std::unique_ptr<Lowering> beside;
-  Column<const bool> early;     // of tasks in `beside`: those computed while rows come in
+  Column<const bool> early;     // which tasks of `beside` are computed while rows arrive
   std::deque<Buffer> buffers;  // keep the arrays open
 
   // True if tasks may run after the stage of their tile.
   bool later() const { return queries_move || schedule.divided; }
   Space space() const { return exchange ? Space::WORK : Space::HOME; }
-  // True if tiles stay for several stages of heads, so that their rows are never reused.
+  // True if tiles stay for several head stages, so that their rows are never reused.
   bool holds() const { return stages && stages->hold; }
-  // Work rows of a group's attention rows.
+  // How many work rows a group's attention rows take.
   int64_t kept(int64_t group) const { return exchange ? rows[group] : 0; }
-  // First key row of a task, in the attention order of the keys' home.
+  // The first key row of a task, in the attention order of the keys' home.
   int64_t key_row(const Task& task) const { return block_row[task.k] + task.k0 - block_start[task.k]; }
 };
 
-// The network between nodes: `Network` of apportion/planner/congestion.py. sent: bytes of a row and head, by tensor;
-// first: number of the first rank in the cluster; round_us: time of an additional round.
+// The network between nodes: `Network` of apportion/planner/congestion.py. sent: bytes per row and head, by tensor;
+// first: the number of the first rank in the cluster; round_us: the time of an additional round.
 struct Network {
   Ints sent;
   int64_t first, ranks_per_node, nics_per_node;
@@ -180,7 +180,7 @@ struct Network {
   }
 };
 
-// Opens the arrays of a `Lowering`, by the names of its fields, for one phase. Needs the GIL, as does the other.
+// Opens the arrays of a `Lowering`, by the names of its fields, for one phase. Both functions need the GIL.
 Lowering open(nb::handle given, nb::str phase);
 std::unique_ptr<Network> open_network(nb::handle given);
 

@@ -1,17 +1,17 @@
-// Programs of head stages: one lowering of a group's attention, placed once per stage, and the exchanges around it.
+// The programs of head stages: one lowering of a group's attention, placed once per stage, and the exchanges around it.
 //
 //   forward    in 0 | attend 0 | out 0, in 1 | attend 1 | out 1, in 2 | ..  | finish
 //   backward   delta | in 0 | grads 0 | out 0, in 1 | grads 1 | ..  | project_grad
 //
-// Rows are those of Ulysses: work rows in attention order hold the heads of one stage, then those of the next (UPipe,
+// Rows are as in Ulysses: work rows in attention order hold the heads of one stage, then those of the next (UPipe,
 // section 3.3). KV rows stay for the stages of their window, and so do their gradients, which leave after its last
-// stage. With `ahead` there are two arenas in turn: a stage comes in while the one before it is computed. With `hold`
-// KV tiles of other groups stay for the stages of a window too; else every stage brings its own, as ring attention does
-// for its heads.
+// stage. With `ahead`, two arenas alternate: a stage arrives while the previous one is computed. With `hold`, KV tiles
+// of other groups also stay for the stages of a window; otherwise every stage brings its own, like ring attention for
+// its heads.
 //
 // If the program projects, a home rank computes the heads of each rank of the group in work rows after the attention
 // rows, and sends them from there; its own heads, and shared KV heads, are computed in place. Gradients go home as
-// results; of shared KV heads they are summed there. Finally all heads go back through the projection at once.
+// results; those of shared KV heads are summed there. Finally, all heads go back through the projection at once.
 #include <algorithm>
 #include <map>
 
@@ -21,17 +21,17 @@ namespace apportion::lower {
 
 namespace {
 
-// Positions of the steps of one stage.
+// The positions of the steps of one stage.
 struct Stage {
   int64_t project, brought, attend, left, added;
-  Growing<int64_t> coming, going, sums;  // launches of rounds; sums: of gradients of KV heads that ranks share
+  Growing<int64_t> coming, going, sums;  // launches of rounds; sums: for gradients of KV heads that ranks share
 };
 
-// How stages see one side of the core. sets: of each stage and rank, its heads; turn: of each stage, which of the
-// `turns` arenas of attention rows is its own.
+// How stages use one side of the core. sets: the heads by stage and rank; turn: which of the `turns` arenas of
+// attention rows each stage uses.
 struct View {
   IntRows sets;
-  Growing<int64_t> row, turn;  // of each stage, its row of sets
+  Growing<int64_t> row, turn;  // row: each stage's row of `sets`
   int64_t turns;
 };
 
@@ -62,18 +62,18 @@ class Stages {
     if (backward_) move(Tensor::DKV, Way::OUT);
     for (int64_t stage = 0; stage < stages_.count(); ++stage) attend(stage);
     if (stages_.project) project();
-    if (made(Tensor::DKV)) gather();
+    if (has_own_rows(Tensor::DKV)) gather();
     return std::move(program_);
   }
 
  private:
   // steps
 
-  // With `ahead` one stage comes in, and one before it leaves, while a stage is computed.
+  // With `ahead`, the next stage arrives and the previous one leaves while a stage is computed.
   void append_stages() {
     const int64_t count = stages_.count();
     for (const Step& step : core_.steps) channel_ = std::max(channel_, step.channel + 1);
-    if (!stages_.ahead) channel_ = CHANNEL;  // else tiles are in flight at the same time
+    if (!stages_.ahead) channel_ = CHANNEL;  // with `ahead`, tiles are in flight at the same time
     steps_ = Growing<Stage>(count);
     bring(0);
     for (int64_t stage = 0; stage < count; ++stage) {
@@ -83,7 +83,7 @@ class Stages {
       steps_[stage].attend = program_.append(core_);
       if (stages_.ahead && stage > 0) close(stage - 1);
       steps_[stage].going = launch(RESULTS);
-      if (made(Tensor::DKV) && stages_.closes(stage)) steps_[stage].sums = launch(0);
+      if (has_own_rows(Tensor::DKV) && stages_.closes(stage)) steps_[stage].sums = launch(0);
       steps_[stage].left = program_.step(Op::DELIVER);
       if (!stages_.ahead && more) bring(stage + 1);
       if (!stages_.ahead || !more) close(stage);
@@ -127,7 +127,7 @@ class Stages {
       keys_.turn.push_back(window % keys_.turns);
     }
   }
-  // The first window with the same KV heads on every rank, of those that take the same turn.
+  // The first window with the same KV heads on every rank, among those with the same turn.
   int64_t window_like(int64_t window) const {
     for (int64_t one = window % keys_.turns;; one += keys_.turns) {
       bool same = true;
@@ -137,7 +137,7 @@ class Stages {
     }
   }
 
-  // Rows of the core, on a rank, in some stage. Tiles lie beyond all turns.
+  // Rows of the core on a rank, as they are in a stage. Tiles follow the rows of all turns.
   Operand seen(int64_t stage, int64_t rank, const Operand& one) const {
     if (one.none()) return one;
     const View& own = view(one.tensor());
@@ -146,14 +146,15 @@ class Stages {
                    own.sets[own.row[stage]][member(rank)]);
   }
 
-  // The stage in which rows of a tensor arrive for the `at`-th time: queries in every stage, keys in each window.
+  // How often rows of a tensor arrive (queries in every stage, keys once per window), and the stages of the `at`-th
+  // time.
   int64_t times(Tensor tensor) const { return KV_SIDE.has(tensor) ? opens_.count() : stages_.count(); }
   int64_t first_stage(Tensor tensor, int64_t at) const { return KV_SIDE.has(tensor) ? opens_[at] : at; }
   int64_t last_stage(Tensor tensor, int64_t at) const { return KV_SIDE.has(tensor) ? closes_[at] : at; }
   int64_t heads(Tensor tensor, int64_t at, const Copy& copy) const { return view(tensor).sets[at][member(copy.dst)]; }
 
-  // owner: for each window and copy, the copy of the same piece and heads whose rows at home all of these use:
-  // the one that stays at home, else the first.
+  // Finds, for each window and copy, the owner: among the copies of the same piece and heads, which all use its rows at
+  // home, the one that stays at home, else the first.
   void find_owners() {
     for (int64_t window = 0; window < stages_.key.rows(); ++window) {
       std::map<std::pair<int64_t, int64_t>, int64_t> found;
@@ -171,8 +172,7 @@ class Stages {
     }
   }
 
-  // Work rows at home for projected rows and for sums, for the copies that need some in any stage; -1 for
-  // others.
+  // Makes work rows at home for projected rows and for sums, for the copies that need them in any stage; -1 for others.
   void make_rows() {
     Growing<Tensor> tensors;
     if (stages_.project) tensors.push_back(Tensor::Q), tensors.push_back(Tensor::KV);
@@ -184,37 +184,37 @@ class Stages {
         for (int64_t rank = 0; rank < next.count(); ++rank)
           next[rank] = std::max(next[rank], kept(rank)) + (view(tensor).turns - 1) * kept(rank);
         exchange_.moved([&](int64_t number, const Copy& copy, int64_t) {
-          if (tensor == Tensor::KV && owner_[at][number] != number) return;  // one copy for all ranks that share them
+          if (tensor == Tensor::KV && owner_[at][number] != number) return;  // ranks that share heads share the rows
           row[number] = next[copy.src];
           next[copy.src] += copy.rows;
         });
-        made_[tensor].push_back(std::move(row));
+        own_rows_[tensor].push_back(std::move(row));
       }
     }
   }
-  bool made(Tensor tensor) const { return made_.contains(tensor); }
+  bool has_own_rows(Tensor tensor) const { return own_rows_.contains(tensor); }
 
-  // The rows of a copy where attention is computed, and its rows at home.
+  // The rows of a copy where attention is computed, and its home rows.
   Operand in_attention(Tensor tensor, int64_t at, const Copy& copy) const {
     return seen(first_stage(tensor, at), copy.dst, rows_of(tensor, Space::WORK, copy.row, copy.rows));
   }
   Operand of_caller(Tensor tensor, int64_t at, const Copy& copy) const {
     return rows_of(tensor, Space::HOME, copy.home_row, copy.rows, heads(tensor, at, copy));
   }
-  // The rows at home that are sent to attention rows, or arrive from there.
+  // The rows at home that are sent to attention rows or arrive from them.
   Operand at_home(Tensor tensor, int64_t at, int64_t number) const {
-    if (!made(tensor)) return of_caller(tensor, at, exchange_[number]);
+    if (!has_own_rows(tensor)) return of_caller(tensor, at, exchange_[number]);
     const int64_t owner = tensor == Tensor::KV ? owner_[at][number] : number;
     const Copy copy = exchange_[owner];
     if (!copy.moves()) return in_attention(tensor, at, copy);
-    return rows_of(tensor, Space::WORK, made_.at(tensor)[at][owner], copy.rows, heads(tensor, at, copy));
+    return rows_of(tensor, Space::WORK, own_rows_.at(tensor)[at][owner], copy.rows, heads(tensor, at, copy));
   }
 
-  // Transfers between ranks, and copies within a rank, unless rows are produced or consumed in place.
+  // Adds transfers between ranks, and copies within a rank unless rows are produced or consumed in place.
   void move(Tensor tensor, Way way) {
     for (int64_t at = 0; at < times(tensor); ++at) {
       const Stage& stage = steps_[way == Way::IN ? first_stage(tensor, at) : last_stage(tensor, at)];
-      const bool sums = tensor == Tensor::DKV && made(tensor);
+      const bool sums = tensor == Tensor::DKV && has_own_rows(tensor);
       const Growing<int64_t>& launches = way == Way::IN ? stage.coming : sums ? stage.sums : stage.going;
       const auto ends = [&](int64_t number, const Copy& copy) {
         const Operand home = at_home(tensor, at, number), there = in_attention(tensor, at, copy);
@@ -222,12 +222,12 @@ class Stages {
       };
       const auto launch = [&](const Copy&, int64_t round) { return launches[round]; };
       const int64_t copy = way == Way::IN ? stage.brought : stage.left;
-      move_copies(program_, exchange_, made(tensor) ? -1 : copy, launch, ends);
+      move_copies(program_, exchange_, has_own_rows(tensor) ? -1 : copy, launch, ends);
     }
   }
 
-  // The core in one stage. Gradients of keys are added to those of the earlier stages of its window. hold: so are
-  // those of keys in tiles, which come with the first stage and whose gradients go back after the last.
+  // Places the core in one stage. Gradients of keys are added to those of earlier stages of its window. With `hold`,
+  // this includes keys in tiles, which arrive with the first stage and whose gradients leave after the last.
   void attend(int64_t stage) {
     const bool opens = stages_.opens(stage) || (!backward_ && !stages_.hold);
     const bool closes = stages_.closes(stage) || (!backward_ && !stages_.hold);
@@ -255,7 +255,7 @@ class Stages {
     }
   }
 
-  // The heads of every rank of the group, of all pieces at home; KV heads where a window of stages begins.
+  // Projects the heads of every rank of the group, for all pieces at home; KV heads only if a window begins.
   void project() {
     for (int64_t stage = 0; stage < stages_.count(); ++stage)
       for (int64_t number = 0; number < exchange_.size(); ++number) {
@@ -280,7 +280,7 @@ class Stages {
     }
   }
 
-  // Adds up at home gradients of KV heads that ranks share.
+  // Sums gradients of KV heads that ranks share, at home.
   void gather() {
     for (int64_t window = 0; window < closes_.count(); ++window)
       for (int64_t number = 0; number < exchange_.size(); ++number) {
@@ -295,13 +295,13 @@ class Stages {
   const HeadStages& stages_;
   bool backward_;
   Growing<int64_t> group_;           // of each rank
-  Growing<int64_t> opens_, closes_;  // of each window, its first and last stage
-  Program core_, program_;           // attention of one stage; all
+  Growing<int64_t> opens_, closes_;  // the first and last stage of each window
+  Program core_, program_;           // the attention of one stage, and the whole program
   int64_t channel_ = 0;
   Growing<Stage> steps_;
   View queries_, keys_;
   Growing<Growing<int64_t>> owner_;
-  std::map<Tensor, Growing<Growing<int64_t>>> made_;  // of each time and copy, the first row
+  std::map<Tensor, Growing<Growing<int64_t>>> own_rows_;  // first rows, by time and copy
 };
 
 }  // namespace

@@ -7,7 +7,7 @@ namespace apportion::lower {
 
 namespace {
 
-// Batches in ascending order of key; sets the batch of each edge that has a key (not -1).
+// Returns the distinct keys in ascending order; sets the batch of each edge that has a key (not -1).
 Growing<int64_t> numbered(const Growing<int64_t>& keys, Growing<int32_t>& batch) {
   Growing<int64_t> found;
   for (const int64_t key : keys)
@@ -20,7 +20,7 @@ Growing<int64_t> numbered(const Growing<int64_t>& keys, Growing<int32_t>& batch)
   return found;
 }
 
-// The batches in which results return: of queries, and in backward also of keys.
+// Finds the batches in which sums return: those of queries, and in backward those of keys, too.
 void find_batches(const Lowering& low, const Sides& sides, bool backward, Order& order) {
   const Schedule& schedule = low.schedule;
   const int64_t edges = low.edges.size(), rounds = schedule.rounds(), channels = schedule.channels();
@@ -86,7 +86,7 @@ class Fetching {
   Program& program_;
   const Schedule& schedule_;
   Order& order_;
-  Growing<int64_t> after_;  // of each round, the last that must have arrived before it can start
+  Growing<int64_t> after_;  // for each round, the last one that must have arrived before it starts
   Growing<int64_t> waiting_;
 };
 
@@ -104,11 +104,11 @@ class Returning {
       opened_[earlier] = std::max(opened_[earlier], order.batches[order.batch[to]].round);
     }
   }
-  // The sums of the round's tiles start from zero.
+  // Clears the sums of the round's tiles.
   void open(int64_t round) {
     if (!order_.batches.empty()) order_.clear[round] = program_.step(Op::CLEAR);
   }
-  // Launches the batches that are complete after the first `computed` rounds and have added all batches they need.
+  // Launches the batches that are complete after the first `computed` rounds and have added all batches that they need.
   void start(int64_t computed) {
     Growing<int64_t> left;
     for (const int64_t one : waiting_) {
@@ -123,7 +123,7 @@ class Returning {
     }
     waiting_ = std::move(left);
   }
-  // Waits for the batches that had started by that stage and adds them, if the target rows are open.
+  // Waits for batches that started by stage `started`, and adds them, if their target rows are open.
   void take(int64_t started, int64_t computed) {
     for (auto at = under_way_.begin(); at != under_way_.end();) {
       const auto [one, stage] = *at;
@@ -143,17 +143,17 @@ class Returning {
   Program& program_;
   Op combine_;
   Order& order_;
-  Growing<std::set<int64_t>> needs_;  // of each batch, the batches that its sums include
-  Growing<int64_t> opened_;           // of each batch, the last round that opens rows it is added to
+  Growing<std::set<int64_t>> needs_;  // for each batch, the batches that its sums include
+  Growing<int64_t> opened_;           // for each batch, the last round that opens rows to which it is added
   Growing<int64_t> waiting_;
   std::set<std::pair<int64_t, int64_t>> under_way_;  // batches, and the stage in which their return started
 };
 
 }  // namespace
 
-// Returns are waited for some stages after they started, or every rank would wait for the slowest at every stage: one
-// stage less than there are buffers, and one more for each level of relays: not around an inner ring, where the next
-// rank waits for each.
+// Waits for returns some stages after they start, since otherwise every rank would wait for the slowest at every stage:
+// one stage fewer than there are buffers, plus one for each level of relays, except around an inner ring, where the
+// next rank waits for each return.
 Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Between& between) {
   const Schedule& schedule = low.schedule;
   const Op compute = backward ? Op::ATTEND_GRAD : Op::ATTEND;

@@ -1,13 +1,13 @@
 // The order of a program's steps: when rounds start, when they are waited for, and what is computed in between.
 //
 //   forward    start, ..                | local tasks | wait, start ready   | tasks of that round | start | ..
-//   backward   the same, and after each stage: start the returns whose rows are complete, wait for those of earlier
-//              stages and add them; so does a forward whose queries leave home, for their results
+//   backward   the same; after each stage also start the returns whose rows are complete, wait for returns of earlier
+//              stages, and add them. Forward does this for results if queries leave home
 //
-// Rows computed only by the tasks of one tile go home as results, in separate rounds, and nothing is added to them.
+// Rows that only the tasks of one tile compute go home as results, in separate rounds, and nothing is added to them.
 //
-// A round may start when the rounds that bring its relays have arrived and the buffers allow it. All ranks share the
-// order, so launches ascend on every rank.
+// A round may start once the rounds that bring its relays have arrived and the buffers allow it. All ranks share the
+// order, so rounds ascend on every rank.
 #pragma once
 
 #include <functional>
@@ -16,24 +16,23 @@
 
 namespace apportion::lower {
 
-// Sums of tiles return in batches: tiles of one batch arrived in one round, are complete after the stage of one round,
-// and return as `results` or are added. add: for results the step of the wait.
+// Sums of tiles return in batches: the tiles of a batch arrived in the same round, are complete after the stage of the
+// same round, and return as `results` or are added. add: the step that adds; for results, the step of the wait.
 struct Batch {
   int64_t round, complete, channel;
   bool results;
   int64_t launch = -1, wait = -1, add = -1;
 };
 
-// Steps that fetch tiles, compute with them, and return their sums. launch, wait: of rounds; stage: of
-// stages; clear: of rounds, before the stage that first writes the sums of their tiles. batch: of edges, -1 if they
-// return nothing.
+// The steps that fetch tiles, compute with them, and return their sums. launch, wait: by round; stage: by stage; clear:
+// by round, before the stage that first writes the sums of its tiles. batch: by edge; -1 if it returns nothing.
 struct Order {
   Growing<int64_t> launch, wait, stage, clear;
   Growing<Batch> batches;
   Growing<int32_t> batch;
 };
 
-// Called after the first stage, and before the last.
+// Callbacks after the first stage and before the last.
 struct Between {
   std::function<void()> first = [] {}, last = [] {};
 };

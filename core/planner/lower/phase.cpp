@@ -1,17 +1,17 @@
-// The programs of all ranks of one kind and phase:
+// The programs of all ranks for one kind and phase:
 //
 //   forward    [in]         attention of groups                  [out]  finish
 //   backward   delta  [in]  attention of groups                  [out]
 //
-// with the exchange around attention if there is one. Attention is lowered for groups of ranks and then spread over
-// the members of each.
+// The exchange around attention is optional. Attention is lowered for groups of ranks and then spread over the members
+// of each group.
 #include "planner/lower/phase.hpp"
 
 namespace apportion::lower {
 
 namespace {
 
-// Lone sequences: the tasks of single ranks during the incoming or the outgoing exchange.
+// Adds the tasks of lone sequences, on single ranks, during the incoming or outgoing exchange.
 void add_beside(Program& program, const Lowering& low, const ExchangeSteps& come, const ExchangeSteps& leave,
                 bool backward) {
   const Lowering& alone = *low.beside;
@@ -22,7 +22,7 @@ void add_beside(Program& program, const Lowering& low, const ExchangeSteps& come
   attend(program, alone, sides, steps, Space::HOME, backward);
 }
 
-// All tensors that tasks need, and their sums. Queries may be late, results early.
+// Moves all tensors that tasks need, and their sums. Queries may be late, results early.
 void exchange_rows(Program& program, const Lowering& low, const ExchangeSteps& come, const ExchangeSteps& leave,
                    bool backward) {
   const Exchange& exchange = *low.exchange;
@@ -55,9 +55,9 @@ std::span<const Tensor> fetched(bool backward) {
 
 void spread(Program& program, const Lowering& low) {
   const Ints first = low.groups.first;
-  Program made;
-  made.steps = std::move(program.steps);
-  made.rounds = program.rounds;
+  Program spread_program;
+  spread_program.steps = std::move(program.steps);
+  spread_program.rounds = program.rounds;
   const auto members = [&](const auto& rows, auto& out, auto&& change) {
     for (auto row : rows) {
       const int64_t group = row.rank;
@@ -69,15 +69,15 @@ void spread(Program& program, const Lowering& low) {
     }
   };
   const auto same = [](const auto&, int64_t) {};
-  members(program.transfers, made.transfers, [&](Transfer& row, int64_t member) {
+  members(program.transfers, spread_program.transfers, [&](Transfer& row, int64_t member) {
     row.peer = narrow(first[row.peer] + member);
   });
-  members(program.attention, made.attention, same);
-  members(program.rowops, made.rowops, same);
-  each_operand(made, [&](int32_t rank, Operand& one) {
+  members(program.attention, spread_program.attention, same);
+  members(program.rowops, spread_program.rowops, same);
+  each_operand(spread_program, [&](int32_t rank, Operand& one) {
     if (!one.none()) one = one.with((KV_SIDE.has(one.tensor()) ? low.sets.key : low.sets.query)[rank]);
   });
-  program = std::move(made);
+  program = std::move(spread_program);
 }
 
 Program lower_phase(const Lowering& low, bool backward) {
@@ -105,7 +105,7 @@ Program lower_phase(const Lowering& low, bool backward) {
     if (low.beside) add_beside(program, low, come, leave, backward);
   }
   if (backward)
-    add_whole(program, low, delta, Tensor::DO, Tensor::O, Tensor::DELTA);  // O is needed for nothing else
+    add_whole(program, low, delta, Tensor::DO, Tensor::O, Tensor::DELTA);  // O has no other use
   else
     add_whole(program, low, finish, Tensor::NONE, Tensor::NONE, Tensor::O);
   return program;

@@ -9,14 +9,14 @@
 
 namespace apportion::lower {
 
-// An op on all home rows of each rank. NONE: no such operand.
+// Adds an op on all home rows of each rank. NONE: no such operand.
 void add_whole(Program& program, const Lowering& low, int64_t step, Tensor a, Tensor b, Tensor c);
 
-// Tensors fetched for tasks: of queries, then of keys.
+// The tensors fetched for tasks: those of queries, then those of keys.
 std::span<const Tensor> fetched(bool backward);
 
-// Replicates the program of groups for each member, with its heads; members communicate with their counterparts in
-// other groups.
+// Replicates the program of groups for each member, with the member's heads; members communicate with their
+// counterparts in other groups.
 void spread(Program& program, const Lowering& low);
 
 Program lower_phase(const Lowering& low, bool backward);

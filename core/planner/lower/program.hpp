@@ -1,7 +1,7 @@
-// Result of lowering: one template of steps for all ranks, and the rows of lists, each with a rank and a step.
+// The result of lowering: one template of steps for all ranks, and the rows of lists, each with a rank and a step.
 //
-// Rows of one rank and step keep the order in which they are given. They contain operands by value; operands are
-// numbered when tables are written.
+// Rows of one rank and step keep the order in which they were added. They contain operands by value; operands get
+// numbers when tables are written.
 #pragma once
 
 #include "owned.hpp"
@@ -13,13 +13,13 @@ namespace apportion::lower {
 using std::int32_t;
 using std::int64_t;
 
-// Work rows of one rank, or steps of all ranks, beyond the number range of tables.
+// Thrown if the work rows of a rank, or the steps of all ranks, exceed the number range of tables.
 struct Beyond {
   int64_t rows = 0, steps = 0;
 };
 inline constexpr int64_t MOST = int64_t{1} << 31;
 
-// Rows of a tensor with some of the heads; no rows: no operand. There are many, so all of it is 12 bytes.
+// Rows of a tensor with some of its heads; no rows: no operand. It is packed into 12 bytes, since there are many.
 class Operand {
  public:
   Operand() = default;
@@ -57,7 +57,7 @@ struct Transfer {
   Operand operand;
 };
 
-// A row of `tasks` or of `grads`. Other tensors of the queries have the same rows as these.
+// A row of `tasks` or of `grads`. The other tensors of queries have the same rows as `queries`.
 struct Attention {
   int32_t rank, step, dmin, dmax, first;
   Operand queries, keys, query_sums, key_sums;
@@ -69,7 +69,7 @@ struct RowOp {
   int32_t first = 0;
 };
 
-// launch: of a wait, the step that it waits for, else -1.
+// launch: for a wait, the step of its launch; else -1.
 struct Step {
   Op op;
   int64_t round = 0, channel = 0, mode = 0, launch = -1;
@@ -82,11 +82,11 @@ struct Program {
   Growing<Attention> attention;
   Growing<RowOp> rowops;
 
-  // Each appends a step and returns its position.
+  // Append a step and return its position.
   int64_t step(Op op) { return put({op}); }
   int64_t launch(int64_t channel, int64_t mode = 0) { return put({Op::LAUNCH, rounds++, channel, mode}); }
   int64_t wait(int64_t launch) { return put({Op::WAIT, steps[launch].round, 0, 0, launch}); }
-  // Appends the steps of another program, in new rounds and without rows; returns the position of the first.
+  // Appends the steps of another program, in new rounds and without its rows; returns the position of the first step.
   int64_t append(const Program& other) {
     const int64_t first = steps.count();
     for (Step one : other.steps) {
@@ -107,7 +107,7 @@ struct Program {
   void clear(int64_t step, int64_t rank, const Operand& c) {
     rowops.push_back({narrow(rank), narrow(step), {}, {}, c, {}});
   }
-  // merge and add; with `first` copy and deliver
+  // Appends a row of merge or add; with `first`, of copy or deliver.
   void combine(int64_t step, int64_t rank, const Operand& a, const Operand& c, int32_t first = 0) {
     rowops.push_back({narrow(rank), narrow(step), a, {}, c, {}, first});
   }
@@ -119,7 +119,7 @@ struct Program {
   }
 };
 
-// Calls visit(rank, operand) with every operand that rows name, mutable if the program is.
+// Calls visit(rank, operand) for every operand in rows, mutable if the program is.
 template <class Rows, class Visit>
 void each_operand(Rows& program, Visit&& visit) {
   for (auto& row : program.transfers) visit(row.rank, row.operand);

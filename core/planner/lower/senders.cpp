@@ -1,12 +1,13 @@
-// A round that would take longer because several NICs send to one becomes several rounds, launched and waited for where
-// it was:
+// A round that would take longer because several NICs send to one becomes several rounds, with their launches and waits
+// in its place:
 //
-//   launch r: from a, b, c      pieces, the longest first, coloured: in a colour each NIC sends one and receives one
+//   launch r: from a, b, c      pieces, longest first, are coloured: each NIC sends and receives at most one per colour
 //        ▼                                      0: a        1: b        2: c
-//   launch r: from a, b         as many colours together as is fastest by the network's figures
+//   launch r: from a, b         combines as many colours as is fastest by the network's figures
 //   launch r + 1: from c
 //
-// Pieces are tiles, or all tiles of a pair of NICs, whichever is faster; tiles inside a node go with the first round.
+// Pieces are single tiles, or all tiles of a pair of NICs, whichever is faster; tiles within a node go in the first
+// round.
 #include "planner/lower/senders.hpp"
 
 #include <algorithm>
@@ -35,7 +36,7 @@ struct Piece {
   std::pair<int64_t, int64_t> pair() const { return {out, in}; }
 };
 
-// How the pieces of a round are sent: `together` colours per round, and the total time of these rounds.
+// How the pieces of a round are sent: with `together` colours per new round; us: the total time of these rounds.
 struct Way {
   Growing<Piece> pieces;
   int64_t colours = 1, together = 1;
@@ -48,7 +49,7 @@ class Ways {
  public:
   Ways(const Network& network, int64_t ranks) : network_(network), nics_(network.nic(ranks - 1) + 1) {}
 
-  // The fastest way to send tiles, which are sorted by pair.
+  // The fastest way to send tiles; the tiles are sorted by pair.
   Way fastest(const Growing<Tile>& tiles) const {
     Way best = in_pieces(tiles, true);
     if (best.colours < 2) return best;
@@ -66,7 +67,7 @@ class Ways {
     double us = 0;
   };
 
-  // Coloured, ascending by colour.
+  // Cuts tiles into pieces, colours them, and sorts them by colour.
   Way in_pieces(const Growing<Tile>& tiles, bool pairs) const {
     Way way;
     for (int64_t at = 0; at < tiles.count(); ++at) {
@@ -101,7 +102,7 @@ class Ways {
     }
   }
 
-  // Rounds of `together` colours one after another, each as long as its busiest NIC.
+  // The time of rounds of `together` colours, one after another, each as long as its busiest NIC takes.
   double time_us(const Growing<Piece>& pieces, int64_t together) const {
     double total = 0;
     Growing<Piece> round;
@@ -140,7 +141,7 @@ class Ways {
   int64_t nics_;
 };
 
-// Tiles between nodes of each step, sorted by pair of NICs and of ranks.
+// The tiles of each step that travel between nodes, sorted by pair of NICs and of ranks.
 class Tiles {
  public:
   Tiles(const Program& program, const Lowering& low, const Network& network)
@@ -152,7 +153,7 @@ class Tiles {
   }
 
   Growing<Tile> of(int64_t step) {
-    // the k-th tile that one rank sends to another is the k-th that this receives from it
+    // the k-th tile that one rank sends to another is the k-th tile that the other receives from it
     sort(sent_[step]);
     sort(received_[step]);
     Growing<Tile> tiles;
@@ -192,7 +193,7 @@ class Tiles {
 void bound_senders(Program& program, const Lowering& low, const Network& network) {
   Tiles tiles(program, low, network);
   const Ways ways(network, low.groups.ranks());
-  Growing<int32_t> part(program.transfers.count());  // of each transfer, which of the rounds of its step
+  Growing<int32_t> part(program.transfers.count());  // for each transfer, which of the rounds of its step
   const auto split = [&](int64_t step) {
     const Growing<Tile> own = tiles.of(step);
     const Way way = ways.fastest(own);
@@ -202,21 +203,21 @@ void bound_senders(Program& program, const Lowering& low, const Network& network
     return way.rounds();
   };
   Growing<Step> steps;
-  Growing<int64_t> first, times;  // of each original step: its first new step, and the number of them
+  Growing<int64_t> first, times;  // for each original step, its first new step and their number
   program.rounds = 0;
   for (const Step& step : program.steps) {
     const int64_t own = first.count();
     first.push_back(steps.count());
     times.push_back(step.op == Op::LAUNCH ? split(own) : step.op == Op::WAIT ? times[step.launch] : 1);
     for (int64_t at = 0; at < times[own]; ++at) {
-      Step made = step;
-      if (step.op == Op::LAUNCH) made.round = program.rounds++;
-      if (step.op == Op::LAUNCH && times[own] > 1) made.mode &= ~ALL_TO_ALL;
+      Step part_step = step;
+      if (step.op == Op::LAUNCH) part_step.round = program.rounds++;
+      if (step.op == Op::LAUNCH && times[own] > 1) part_step.mode &= ~ALL_TO_ALL;
       if (step.op == Op::WAIT) {
-        made.launch = first[step.launch] + at;
-        made.round = steps[made.launch].round;
+        part_step.launch = first[step.launch] + at;
+        part_step.round = steps[part_step.launch].round;
       }
-      steps.push_back(made);
+      steps.push_back(part_step);
     }
   }
   program.steps = std::move(steps);

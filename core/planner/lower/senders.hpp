@@ -1,4 +1,4 @@
-// Splits rounds in which several NICs send to one into rounds with fewer senders each, if that is faster.
+// Splits rounds in which several NICs send to the same one into rounds with fewer senders, if that is faster.
 #pragma once
 
 #include "planner/lower/given.hpp"
@@ -6,7 +6,7 @@
 
 namespace apportion::lower {
 
-// Renumbers rounds. Needs no GIL.
+// Splits rounds and renumbers them. Needs no GIL.
 void bound_senders(Program& program, const Lowering& low, const Network& network);
 
 }  // namespace apportion::lower

@@ -6,7 +6,7 @@ namespace {
 
 enum Which { KEYS, QUERIES };  // bit 0 of lanes
 
-// Of each edge, the round after whose stage the last task that uses its tile has run.
+// For each edge, the round after whose stage the last task that uses its tile has run.
 Growing<int32_t> last_uses(const Lowering& low) {
   Growing<int32_t> back(low.edges.size());
   for (int64_t edge = 0; edge < back.count(); ++edge) back[edge] = narrow(low.schedule.round[edge]);
@@ -19,7 +19,7 @@ Growing<int32_t> last_uses(const Lowering& low) {
   return back;
 }
 
-// Splits the edges; returns the number of each among the tiles of its side.
+// Splits the edges into the tiles of both sides; returns the number of each among the tiles of its side.
 Growing<int32_t> add_tiles(const Lowering& low, Sides& sides) {
   const Growing<int32_t> back = last_uses(low);
   Growing<int32_t> place(low.edges.size());
@@ -38,7 +38,7 @@ Growing<int32_t> add_tiles(const Lowering& low, Sides& sides) {
   return place;
 }
 
-// Of each rank, the rows of one side that leave home, needed or not.
+// The rows of one side that leave home, for each rank.
 Growing<Leaving> leaving(const Lowering& low, const Side& side) {
   Growing<Leaving> found(low.rows.size());
   for (const Tile& tile : side.tiles)
@@ -47,7 +47,8 @@ Growing<Leaving> leaving(const Lowering& low, const Side& side) {
   return found;
 }
 
-// Finds the tasks that open rows at home and in tiles. results: the last of `at_home`, as further tasks.
+// Finds the tasks that open rows at home and in tiles. results: how many entries at the end of `at_home` are returned
+// results, which count as further tasks.
 void open(const Lowering& low, Side& side, const Growing<Written>& at_home, const Growing<Written>& in_tiles,
           int64_t results = 0) {
   const int64_t tasks = low.tasks.size(), groups = side.heads.size();
@@ -64,8 +65,8 @@ void open(const Lowering& low, Side& side, const Growing<Written>& at_home, cons
   side.tiles_cleared = std::move(found.cleared);
 }
 
-// Results of rows that left home may come back before a later stage. Returned results overwrite their rows as if
-// by tasks after all others.
+// Finds the tasks that open rows of queries. Results of rows that left home may return before a later stage; returned
+// results overwrite their rows like tasks after all others.
 void open_queries(const Lowering& low, Side& side) {
   const Growing<Leaving> away = low.queries_move ? leaving(low, side) : Growing<Leaving>();
   const int64_t groups = side.heads.size(), tasks = low.tasks.size();
@@ -90,8 +91,8 @@ void open_queries(const Lowering& low, Side& side) {
   open(low, side, at_home, in_tiles, results);
 }
 
-// Gradients of rows that left home may come back before a later stage, and to a tile that is passed on; and a head
-// group must not overwrite what another added to KV heads that both use.
+// Finds the tasks that open rows of keys. Gradients of rows that left home may return before a later stage, even to a
+// tile that is passed on; and a head group must not overwrite what another one added to KV heads that both use.
 void open_keys(const Lowering& low, Side& side, const Growing<int32_t>& place) {
   const Growing<Leaving> away = leaving(low, side);
   Growing<std::uint8_t> passed_on(side.tiles.count());

@@ -7,22 +7,22 @@
 
 namespace apportion::lower {
 
-// An edge of one side. parent, returns_to: numbers of tiles of the side; index: of the edge among those of both sides.
-// `round` brings the tile, and its tasks' sums may leave after the stage of round `back`: they are added to the tile
-// `returns_to`, or, if that is -1, to home rows.
+// An edge of one side. parent, returns_to: numbers of tiles of the side; index: of the edge among the edges of both
+// sides. `round` brings the tile. The sums of its tasks may leave after the stage of round `back`, and are added to the
+// tile `returns_to` or, if that is -1, to home rows.
 struct Tile : Edge {
   int32_t index, round, back, returns_to;
 
   int32_t group() const { return lane >> 1; }
 };
 
-// The rows of a task on one side: of a tile, or, for -1, at home. row: in attention order at home.
+// The rows of a task on one side, in a tile or, for -1, at home. row: in attention order of the rows' home.
 struct Used {
   int32_t tile, group, row, rows;
 };
 
-// heads: the head set of each head group of the side. opening: 1 for tasks that overwrite the rows that they add to.
-// cleared, tiles_cleared: rows that none overwrites; their lanes are rank * groups + group, and tiles.
+// heads: the head set of each head group of the side. opening: 1 for tasks that overwrite their accumulator rows.
+// cleared, tiles_cleared: rows that no task overwrites; their lanes are rank * groups + group, and tiles.
 struct Side {
   Growing<Tile> tiles;
   Growing<Used> used;
@@ -31,7 +31,7 @@ struct Side {
   Growing<Cleared> cleared, tiles_cleared;
 
   int64_t heads_of(int64_t group) const { return heads.size() == 1 ? 0 : heads[group]; }
-  // The rows of a task. work: of each tile, its first work row.
+  // The rows of a task. work: the first work row of each tile.
   Operand of_task(int64_t task, Tensor tensor, Space space, const Growing<int64_t>& work) const {
     const Used& own = used[task];
     if (own.tile < 0) return rows_of(tensor, space, own.row, own.rows, heads_of(own.group));
@@ -49,7 +49,7 @@ struct Sides {
   Side queries, keys;
 };
 
-// keys_open: whether tasks add up gradients of keys.
+// keys_open: whether tasks accumulate gradients of keys.
 Sides sides_of(const Lowering& low, bool keys_open);
 
 }  // namespace apportion::lower

@@ -1,12 +1,14 @@
 // Writes a program as the tables of all ranks.
 //
-//   sorted     rows of each list by rank and step, in the given order within a rank and step
-//   tables     rank after rank: the columns of its lists, the operands that these name, each once, numbered as they are
-//              found list after list, column after column (`OPERAND_COLUMNS` of apportion/ir/isa.py), which the format
-//              writes in few bytes; arenas as large as the operands in work rows require
+//   sorted     the rows of each list, sorted by rank and step; rows of one rank and step keep their given order
+//   tables     rank after rank: the columns of its lists; the distinct operands that these name, numbered in the order
+//              in which they are first found, list after list, column after column (`OPERAND_COLUMNS` of
+//              apportion/ir/isa.py), an order that the format stores in few bytes; arenas as large as the operands in
+//              work rows require
 //
-// A rank takes part in a step if it has rows, waits for what it launched, or all ranks do. All run the steps in the
-// same order, so rounds are launched in the same order everywhere, which is what rules out deadlock.
+// A rank takes part in a step if it has rows in it, if it waits there for something that it launched, or if all ranks
+// take part. All ranks run the steps in the same order, so rounds are launched in the same order everywhere, which
+// rules out deadlock.
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -25,7 +27,7 @@ namespace {
 template <class Row>
 class Sorted {
  public:
-  // Adds how many rows each rank has at each step to `count`.
+  // Adds the number of rows of each rank at each step to `count`.
   Sorted(const Growing<Row>& rows, Matrix<int64_t> count) : ptr(count.rows() + 1), rows_(rows), order_(rows.count()) {
     const int64_t ranks = count.rows(), steps = count.columns();
     Growing<int32_t> place(ranks * steps + 1);
@@ -48,14 +50,15 @@ class Sorted {
   Growing<int32_t> order_;
 };
 
-// Operands that one rank's rows have named so far. Memory is reused: an entry is valid if it is of this rank.
+// Operands that one rank's rows have named so far. Memory is reused for all ranks: an entry is valid only if it carries
+// this rank.
 class NamedRanges {
  public:
   void open(int64_t rank) {
     rank_ = narrow(rank);
     ranges_.clear();
   }
-  // The index of a range among the rank's distinct ranges, -1 for none.
+  // The index of a range among the rank's distinct ranges; -1 for an absent operand.
   int32_t find(const Operand& one) {
     if (one.none()) return -1;
     Slot& slot = slots_[place_of(one)];
@@ -65,7 +68,8 @@ class NamedRanges {
     if (2 * ranges_.count() > slots_.count()) grow();
     return narrow(ranges_.count() - 1);
   }
-  // The operand of a range and a tensor, among those of all ranks: below the rank's first if it has none yet.
+  // The index, among the operands of all ranks, of the operand with a range and a tensor. It is below the rank's first
+  // index if the rank has no such operand yet.
   int32_t& number(int64_t range, Tensor tensor) { return number_[range * TENSORS + static_cast<int64_t>(tensor)]; }
   Operand operand(int64_t range, Tensor tensor) const { return ranges_[range].of(tensor); }
 
@@ -79,7 +83,7 @@ class NamedRanges {
     while (slots_[at].rank == rank_ && !ranges_[slots_[at].range].same_rows(one)) at = (at + 1) & mask;
     return at;
   }
-  // The middle of a product, as rows are multiples of many things (Knuth, vol. 3, section 6.4).
+  // The middle bits of a product, since row numbers are multiples of various numbers (Knuth, vol. 3, section 6.4).
   static std::uint64_t hash(const Operand& one) {
     const auto bits = static_cast<std::uint64_t>(one.row()) << 32 ^ static_cast<std::uint64_t>(one.rows()) << 1 ^
                       static_cast<std::uint64_t>(one.space()) ^ static_cast<std::uint64_t>(one.heads()) << 48;
@@ -98,7 +102,7 @@ class NamedRanges {
   Growing<int32_t> number_ = Growing<int32_t>(256 * TENSORS, -1);
 };
 
-enum Table { ARENAS, OPERANDS, INSTRUCTIONS, TRANSFERS, TASKS, GRADS, ROWOPS, TABLES };  // of `isa.TABLES`
+enum Table { ARENAS, OPERANDS, INSTRUCTIONS, TRANSFERS, TASKS, GRADS, ROWOPS, TABLES };  // as in `isa.TABLES`
 
 class Writer {
  public:
@@ -149,7 +153,7 @@ class Writer {
       out[2][at] = arenas_[at].columns;
     }
   }
-  // Work rows from head column 0 on.
+  // All operands begin at head column 0.
   void write_operands(Matrix<int32_t> out) const {
     for (int64_t at = 0; at < operands_.count(); ++at) {
       const Operand& one = operands_[at];
@@ -163,7 +167,7 @@ class Writer {
   struct Arena {
     int64_t tensor, rows, columns;
   };
-  // An operand of a row: which of the rank's distinct ranges, and of which tensor.
+  // An operand of a row: the index of one of the rank's distinct ranges, and a tensor.
   struct Named {
     int32_t range;
     Tensor tensor;
@@ -173,7 +177,7 @@ class Writer {
     const int64_t of = steps_[step].launch >= 0 ? steps_[step].launch : step;
     return count_[rank][of] > 0 || (steps_[of].mode & ALL_TO_ALL) != 0;
   }
-  // Head columns of an arena; of the widest stage if heads take turns.
+  // The number of head columns of an arena; that of the widest stage if heads are computed in stages.
   int64_t columns_of(Tensor tensor, int64_t rank) const {
     if (!low_.stages) return (KV_SIDE.has(tensor) ? low_.sets.key_columns : low_.sets.query_heads)[rank];
     return KV_SIDE.has(tensor) ? low_.stages->widest : low_.stages->query_heads;
@@ -229,7 +233,8 @@ class Writer {
     for (int64_t column = 0; column < 4; ++column) number(rowops_, rank, column, out[column]);
   }
 
-  // Calls fill(row, at, place) with the rows of a rank: at: index in all ranks' rows, place: in the rank's own.
+  // Calls fill(row, at, place) with each row of a rank. at: its index among the rows of all ranks; place: its index
+  // among the rank's own rows.
   template <class Row, class Fill>
   void each(const Sorted<Row>& list, int64_t rank, Fill&& fill) {
     const int64_t first = list.ptr[rank], end = list.ptr[rank + 1];
@@ -239,7 +244,8 @@ class Writer {
   void name(std::size_t column, int64_t place, const Operand& one) {
     named_[column][place] = {found_.find(one), one.tensor()};
   }
-  // Numbers the operands of a rank that were named in a column. tensor: common to all rows, else each has its own.
+  // Numbers the operands of a rank that were named in a column. tensor: the tensor of all rows; if NONE, each row has
+  // its own.
   template <class Row>
   void number(const Sorted<Row>& list, int64_t rank, int64_t column, Column<int32_t> out,
               Tensor tensor = Tensor::NONE) {
@@ -272,13 +278,14 @@ class Writer {
   Growing<Operand> operands_;
   Growing<Arena> arenas_;
   NamedRanges found_;
-  std::array<Growing<Named>, 4> named_;      // columns of one list of one rank
-  int32_t first_ = 0;                        // operand of the rank
-  std::array<int64_t, TENSORS> reach_{};  // of each tensor, the work rows that the rank names
+  std::array<Growing<Named>, 4> named_;      // the columns of one list of one rank
+  int32_t first_ = 0;                        // the rank's first operand
+  std::array<int64_t, TENSORS> reach_{};    // for each tensor, the end of the work rows that the rank names
 };
 
-// (rows, steps, tables): the tables as (ptr, values). If one rank has more work rows, or all ranks more steps, than
-// tables can number, there are none, and rows or steps is that count. network: None to keep rounds unchanged.
+// (rows, steps, tables): each table as (ptr, values). If one rank has more work rows, or all ranks together more steps,
+// than tables can number, there are no tables, and rows or steps is that count. network: None to leave rounds
+// unchanged.
 nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
   const Lowering low = open(given, phase);
   const std::unique_ptr<Network> between = network.is_none() ? nullptr : open_network(network);
@@ -296,12 +303,12 @@ nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
     return nb::make_tuple(beyond.rows, beyond.steps, nb::list());
   }
   constexpr int64_t COLUMNS[] = {3, 6, 5, 3, 6, 9, 5};
-  const auto made = [&](Table table) { return New<Matrix<int32_t>>(COLUMNS[table], writer->rows(table)); };
-  const New<Matrix<int32_t>> instructions = made(INSTRUCTIONS), transfers = made(TRANSFERS), tasks = made(TASKS),
-                      grads = made(GRADS), rowops = made(ROWOPS);
+  const auto new_table = [&](Table table) { return New<Matrix<int32_t>>(COLUMNS[table], writer->rows(table)); };
+  const New<Matrix<int32_t>> instructions = new_table(INSTRUCTIONS), transfers = new_table(TRANSFERS),
+                      tasks = new_table(TASKS), grads = new_table(GRADS), rowops = new_table(ROWOPS);
   unlocked([&] { writer->write(instructions, transfers, backward ? grads : tasks, rowops); });
   const New<Matrix<int64_t>> arenas(COLUMNS[ARENAS], writer->rows(ARENAS));
-  const New<Matrix<int32_t>> operands = made(OPERANDS);
+  const New<Matrix<int32_t>> operands = new_table(OPERANDS);
   unlocked([&] {
     writer->write_arenas(arenas);
     writer->write_operands(operands);
@@ -311,7 +318,7 @@ nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
   nb::list tables;
   for (std::size_t table = 0; table < TABLES; ++table) {
     const Growing<int64_t>& rows = writer->ptr[table];
-    const New<Column<int64_t>> ptr(rows.count());  // owned by numpy, like the whole table: nothing else can write to it
+    const New<Column<int64_t>> ptr(rows.count());  // owned by numpy, so nothing else can write to it
     std::copy(rows.begin(), rows.end(), ptr.begin());
     tables.append(nb::make_tuple(ptr.array(), arrays[table]));
   }
