@@ -32,8 +32,8 @@ def test_differing_losses_and_plans_are_failures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = {"loss": 1.0, "plan": "00" * 32, "tokens_per_s": 1.0, "waited_s": 0.0}
-    monkeypatch.setattr(demo, "_trained", lambda steps, file: iter([step]))
-    monkeypatch.setattr(train, "plain", lambda data: iter([1.001]))
+    monkeypatch.setattr(demo, "_train_on_ranks", lambda steps, file: iter([step]))
+    monkeypatch.setattr(train, "train_plain", lambda data: iter([1.001]))
     assert demo.run(None, 1, as_json=False) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "losses differ by 1.0e-03" in printed
