@@ -65,7 +65,7 @@ def test_extra_attention_without_the_plan_is_refused(pool: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "message"),
     [(jobs.LocalMeanNet, "is a mean over the"), (jobs.DoublyScaledNet, "is a result of shared_loss")],
 )
 def test_losses_that_are_not_shares_of_the_mean_are_refused(
