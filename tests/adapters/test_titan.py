@@ -44,7 +44,7 @@ def own(pool: Any, case: Any) -> Any:
 def planned(pool: Any, ranks: int, case: Any) -> Any:
     """Records of steps, equal on all ranks, and each rank's number of rounds."""
     found = pool.run(jobs_titan.train, ranks, False, case)
-    assert all(error == found[0][0] for error, _ in found)
+    assert all(records == found[0][0] for records, _ in found)
     return found[0][0], [rounds for _, rounds in found]
 
 
@@ -81,10 +81,10 @@ def test_a_pipeline_of_ticks_trains_like_one_process(one: Any, pool: Any, case: 
     """On two stages of two replicas each. The gradient norm covers all stages; only the last stage has losses."""
     found = pool.run(jobs_titan.train, 4, False, case)
     expected = own(one, case)
-    for rank, (error, _) in enumerate(found):
-        assert [norm for _, norm in error] == pytest.approx([norm for _, norm in expected], rel=1e-6)
+    for rank, (records, _) in enumerate(found):
+        assert [norm for _, norm in records] == pytest.approx([norm for _, norm in expected], rel=1e-6)
         if rank >= 2:
-            assert [loss for loss, _ in error] == pytest.approx([loss for loss, _ in expected], abs=CLOSE)
+            assert [loss for loss, _ in records] == pytest.approx([loss for loss, _ in expected], abs=CLOSE)
 
 
 def test_the_varlen_backend_without_a_gpu_equals_flex(one: Any, two: Any) -> None:
