@@ -376,6 +376,16 @@ def test_malformed_states_are_refused(state: dict[str, int] | None) -> None:
         loader_of().load_state_dict(state)
 
 
+def test_a_state_that_is_loaded_in_place_is_compared_as_any_other() -> None:
+    """torch's distributed checkpoints write the saved values into the nested values of a loader's own state."""
+    loader, saved = loader_of(), loader_of().state_dict()
+    saved["job"]["policy"]["seed"] += 1
+    template = loader.state_dict()
+    template["job"]["policy"].update(saved["job"]["policy"])
+    with pytest.raises(ConfigError, match=r"state\.job\.policy\.seed.*was saved with another"):
+        loader.load_state_dict(template)
+
+
 def test_metrics_count_yielded_batches() -> None:
     loader = loader_of()
     assert loader.metrics()["iterations"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -253,7 +254,8 @@ class Place(NamedTuple):
 
     def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """The state that `of` reads, JSON-like data. facts: values that must be equal when a pass resumes."""
-        return {"version": STATE, **self._asdict(), **facts}
+        own = deepcopy({**facts})  # torch's distributed checkpoints load into the values of a state
+        return {"version": STATE, **self._asdict(), **own}
 
     @staticmethod
     def of(state: Mapping[str, Any], facts: Mapping[str, Any]) -> Place:
