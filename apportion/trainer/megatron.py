@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
+from warnings import warn
 
 import numpy as np
 import torch
@@ -30,7 +31,16 @@ from apportion.ir.request.recurrent import Recurrent
 from apportion.planner.iteration.ticks import TickTable
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
-from apportion.trainer.shared import both, count_planned, endless as endless, joined, kinds_of, require
+from apportion.trainer.shared import (
+    both,
+    count_planned,
+    digest_of,
+    endless as endless,
+    joined,
+    kinds_of,
+    require,
+    require_equal,
+)
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.microbatch import WEIGHTS, require_calls
@@ -40,6 +50,7 @@ from apportion.trainer.ticks import TickPipeline
 
 try:
     from megatron.core import parallel_state
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
         get_linear_attention_pattern,
@@ -101,11 +112,16 @@ def forward_step(
     that look at a rank's rows; some only in halves); ExecutionError if a layer did not use the plan."""
     module = unwrap_model(model)
     _check(module)
+    scales = getattr(type(model), "scale_gradients", None)
+    if module.training and scales is _BaseDataParallel.scale_gradients:
+        rule = "does not divide gradients by the tokens of all ranks"
+        raise ConfigError("model", type(model).__name__, rule, "wrap it in DistributedDataParallel")
     if _is_rotary(module) and not isinstance(module.rotary_pos_emb, PlannedRotary):
         module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
     item = next(data_iterator)
     device = next(model.parameters()).device
-    batches = [batch.to(device) for batch in (item if isinstance(item, tuple) else (item,))]
+    item = item if isinstance(item, tuple) else (item,)
+    batches = [batch.to(device) for batch in item]
     if len(batches) > 1:
         for layer in _dense(module):
             layer.forward = partial(paired_layer, layer, layer.forward)
@@ -114,15 +130,15 @@ def forward_step(
         rule = f"the model has positions for {limit} tokens"
         remedy = "leave out longer documents, or build it with more positions"
         raise ConfigError("sequence length", longest, rule, remedy)
-    if module.training and torch.is_grad_enabled() and WEIGHTS in batches[0].fields:
-        _note_weighted(module.config, batches)
+    if module.training and torch.is_grad_enabled():
+        _note(module, item)
     rows = joined(batches)
     labels = rows.labels.clamp(min=0)  # Megatron's cross entropy does not support -100
     arguments = (rows.tokens[None], rows.position_ids[None], None)
     handles = tuple(batch.handle for batch in batches)
     params = PlannedSeqParams(batch=rows, positions=_positions(batches), handles=handles)
     calls = rows.handle.calls
-    padding = _padding(rows, module.config)
+    padding = _padding(rows, module)
     output = model(*arguments, labels=labels[None], packed_seq_params=params, padding_mask=padding)
     require_calls(rows.handle, calls, module.planned_layers, "each layer must call its core attention")
     return output, partial(loss_of, rows)
@@ -181,6 +197,9 @@ def _check(module: Any) -> None:
     unmasked = "Megatron cannot mask rows for it, as other balancing needs"
     biased = experts and config.moe_router_enable_expert_bias and weights.any()
     balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
+    tp, unsummed = config.tensor_model_parallel_size, experts and config.expert_model_parallel_size == 1
+    unsummed = unsummed and config.expert_tensor_parallel_size < tp
+    apart, sharded = "Megatron sums no expert's gradients over tensor-parallel ranks then", f"set it to {tp}"
     for name, is_refused, rule, remedy in (
         ("finalize_model_grads_func", undivided, divides, _FINALIZE),
         ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
@@ -191,6 +210,7 @@ def _check(module: Any) -> None:
         (balancing, experts and "sinkhorn" in types, of_rows, "use another one"),
         (balancing, experts and local, of_rows, "use global_aux_loss, or a weight of 0"),
         (bias, biased, unmasked, "leave one of them out"),
+        ("expert_tensor_parallel_size", unsummed, apart, sharded),
     ):
         if is_refused:
             raise ConfigError(name, getattr(config, name, positions), rule, remedy)
@@ -198,43 +218,69 @@ def _check(module: Any) -> None:
         remedy = "build the model with planned_spec(spec), of a layer or a block of layers"
         arguments = "core_attention", PlannedCoreAttention, remedy, (PlannedGatedDeltaNet,)
         module.planned_layers = count_planned([module], *arguments)
+        if experts and config.moe_z_loss_coeff and tp > 1:
+            rule = f"Megatron's z loss of routers is {tp} times too small with tensor parallelism"
+            warn(f"{rule} and calculate_per_token_loss: multiply moe_z_loss_coeff by {tp}", stacklevel=2)
 
 
-def _padding(rows: PlannedBatch, config: Any) -> Tensor | None:
+def _padding(rows: PlannedBatch, module: Any) -> Tensor | None:
     """The padding mask for routers, [1, rows]; None if there are no experts, or an expert bias: its count of tokens
-    fails under Megatron's mask, so no row may be padded."""
-    padding = (rows.sample_ids < 0)[None] if config.num_moe_experts else None
-    if padding is None or not config.moe_router_enable_expert_bias:
-        return padding
-    if padding.any():
-        rule, remedy = "Megatron cannot leave padding out of its counts", "pad no rows (rows_multiple=1)"
-        raise ConfigError("moe_router_enable_expert_bias", True, rule, remedy)
-    return None
+    fails under Megatron's mask, so no row may be padded. Raises ConfigError."""
+    config = module.config
+    if not config.num_moe_experts:
+        return None
+    gathers = config.moe_token_dispatcher_type == "allgather" and config.expert_model_parallel_size > 1
+    if gathers and not rows.handle.envelope.rows:
+        rule, remedy = "needs the same number of rows on all ranks", 'use "alltoall", or pass the loader an envelope= of rows'
+        raise ConfigError("moe_token_dispatcher_type", "allgather", rule, remedy)
+    padding = (rows.sample_ids < 0)[None]
+    if config.moe_router_enable_expert_bias:
+        if padding.any():
+            rule, remedy = "Megatron cannot leave padding out of its counts", "pad no rows (rows_multiple=1)"
+            raise ConfigError("moe_router_enable_expert_bias", True, rule, remedy)
+        return None
+    if config.sequence_parallel and not module.pre_process:  # Megatron splits it on the first stage only
+        size, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+        return padding.chunk(size, 1)[rank]
+    return padding
 
 
-class WholeSteps:
-    """Megatron's `finalize_model_grads_func`, for samples with loss weights: their losses are scaled by the weights of
-    their iteration, so a step must be one whole iteration. Raises ConfigError before gradients are divided."""
+class CheckedSteps:
+    """Megatron's `finalize_model_grads_func`, for the batches of a step. Raises before gradients are divided:
+    ExecutionError if tensor-parallel ranks, stages, or chunks of a stage read different ones; ConfigError for samples
+    with loss weights, which are scaled by those of their iteration, unless the step is one whole iteration."""
 
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self._finalize = finalize
-        self.batches: list[PlannedBatch] = []
+        self._digests: dict[int, int] = {}  # of each chunk
+        self._weighted: list[PlannedBatch] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batches, self.batches = self.batches, []
+    def note(self, chunk: int, batches: Sequence[PlannedBatch]) -> None:
+        for batch in batches:
+            columns, before = (batch.tokens, batch.labels), self._digests.get(chunk, 0)
+            self._digests[chunk] = digest_of(batch.handle, columns, before)
+            self._weighted += [batch] if WEIGHTS in batch.fields else []
+
+    def __call__(self, models: Any, *args: Any, **kwargs: Any) -> Any:
+        digests, self._digests = self._digests, {}
+        batches, self._weighted = self._weighted, []
+        if digests:
+            device = next(models[0].parameters()).device
+            require_equal(digests.values(), [parallel_state.get_model_parallel_group()], device)
         is_whole = any(batch.microbatch == 0 for batch in batches) and any(batch.is_last for batch in batches)
         if batches and not (is_whole and len({batch.iteration for batch in batches}) == 1):
             rule = "must be one iteration of the loader, as loss_weights are scaled by those of the iteration"
             remedy = "pass planned_loader microbatches=, as many as the schedule's num_microbatches"
             raise ConfigError("microbatches of a step", len(batches), rule, remedy)
-        return self._finalize(*args, **kwargs)
+        return self._finalize(models, *args, **kwargs)
 
 
-def _note_weighted(config: Any, batches: Sequence[PlannedBatch]) -> None:
-    """Records weighted batches of the current step for `WholeSteps`."""
-    if not isinstance(config.finalize_model_grads_func, WholeSteps):
-        config.finalize_model_grads_func = WholeSteps(config.finalize_model_grads_func)
-    config.finalize_model_grads_func.batches.extend(batches)
+def _note(module: Any, batches: Sequence[PlannedBatch]) -> None:
+    """Records batches of the current step for `CheckedSteps`."""
+    config = module.config
+    if not isinstance(config.finalize_model_grads_func, CheckedSteps):
+        config.finalize_model_grads_func = CheckedSteps(config.finalize_model_grads_func)
+    config.finalize_model_grads_func.note(id(module), batches)
 
 
 def _positions(batches: Sequence[PlannedBatch]) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,27 @@ def require(field: str, value: Any, expected: Any, rule: str) -> None:
     """Raises ConfigError if a trainer's field has another value."""
     if value != expected:
         raise ConfigError(field, value, rule, f"set it to {expected}")
+
+
+def digest_of(handle: PlanHandle, columns: Iterable[Tensor], before: int = 0) -> int:
+    """A checksum of a batch's plan and columns, continued from that of earlier batches."""
+    data = b"".join(column.cpu().numpy().tobytes() for column in columns)
+    return crc32(handle.name.encode() + data, before)
+
+
+def require_equal(digests: Iterable[int], groups: Iterable[Any], device: torch.device) -> None:
+    """Raises ExecutionError if the ranks of these groups, which hold parts of one model, have read different batches.
+    digests: of this rank, one of each part; a collective."""
+    digests = [*digests]
+    bounds = torch.tensor([max(digests), -min(digests)], device=device)
+    for group in groups:
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    if bounds.sum():
+        rule = "tensor-parallel ranks, or stages or chunks of a pipeline, have read different batches"
+        remedy = (
+            "give their loaders the same samples in the same order: trainers seed random numbers by stage"
+        )
+        raise ExecutionError(f"{rule}: {remedy}")
 
 
 def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:

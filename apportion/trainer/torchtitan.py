@@ -25,7 +25,17 @@ from apportion.ir.request.model import Model
 from apportion.planner.iteration.ticks import TickTable, tick_table
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.shared import both, communicator_of, count_planned, endless, joined, kinds_of, require
+from apportion.trainer.shared import (
+    both,
+    communicator_of,
+    count_planned,
+    digest_of,
+    endless,
+    joined,
+    kinds_of,
+    require,
+    require_equal,
+)
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.microbatch import require_calls
@@ -329,12 +339,24 @@ class PlannedTrainer(Trainer):
         if batches[0]["attention_masks"].ticks:
             return self._run_ticks(batches[0]["attention_masks"], **kwargs)
         handles = [entry["attention_masks"].handle for entry in batches]
+        inputs, labels = (entry["input"] for entry in batches), kwargs["labels"]
+        targets = labels if isinstance(labels, list) else [labels]
+        self._check_batches(handles, [*zip(inputs, targets, strict=True)])
         call_counts = [handle.calls for handle in handles]
         loss: Tensor = super().forward_backward_step(input_dict=input_dict, **kwargs)
         for handle, calls in zip(handles, call_counts, strict=True):
             remedy = "the model must pass attention_masks to every layer"
             require_calls(handle, calls, self.planned_layers, remedy)
         return loss
+
+    def _check_batches(self, handles: Sequence[PlanHandle], columns: Sequence[Sequence[Tensor]]) -> None:
+        """Raises ExecutionError if tensor-parallel ranks or pipeline stages have read different microbatches. columns:
+        of each. A collective."""
+        digest = 0
+        for handle, of_rows in zip(handles, columns, strict=True):
+            digest = digest_of(handle, of_rows, digest)
+        meshes = (self.parallel_dims.get_optional_mesh(name) for name in ("pp", "tp"))
+        require_equal([digest], [mesh.get_group() for mesh in meshes if mesh is not None], self.device)
 
     def _run_ticks(
         self, masks: PlannedMasks, labels: Sequence[Tensor], global_valid_tokens: Tensor

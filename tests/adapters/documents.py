@@ -31,6 +31,17 @@ def documents(*_: Any) -> Any:
     return Documents()
 
 
+class Apart(Documents):
+    """Tokens that differ between ranks, as if each changed them at random."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (super().__getitem__(index) + torch.distributed.get_rank()) % VOCABULARY
+
+
+def apart(*_: Any) -> Any:
+    return Apart()
+
+
 def packed(
     dataset: Any, tokens: int, microbatches: int, seed: int, multiple: Any = 8, epochs: Any = 10
 ) -> Iterator[Any]:

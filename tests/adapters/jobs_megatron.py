@@ -23,6 +23,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -50,7 +51,7 @@ from apportion.trainer.megatron import (
     planned_spec,
     tick_step,
 )
-from tests.adapters.documents import VOCABULARY, Documents, documents, packed
+from tests.adapters.documents import VOCABULARY, Apart, Documents, documents, packed
 from tests.ranks.loading import HereSource, planning_of
 
 moe_utils.te_general_gemm = None  # Megatron reads it even without Transformer Engine
@@ -98,6 +99,8 @@ class Case:
     weighted: bool = False  # whether samples have loss weights
     ping_pong: bool = False
     ticks: bool = False  # whether all stages compute the attention of each tick
+    apart: bool = False  # whether tensor-parallel ranks and stages read different tokens
+    unscaled: bool = False  # whether the model's wrapper does not divide gradients
 
 
 def config_of(case: Any) -> Any:
@@ -163,6 +166,8 @@ def model_from(case: Any, config: Any, own: Any) -> Any:
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     same_weights(model, case)
+    if case.unscaled:
+        return _BaseDataParallel(config, model)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
     config.finalize_model_grads_func = finalize_model_grads if case.divides else None
     return DistributedDataParallel(config, ddp, model)
@@ -232,7 +237,7 @@ def planned_data(case: Any, config: Any, ranks: int) -> Any:
         )
     policy = Policy(find_recipe("fcp"), seed=SEED)
     job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
-    dataset = WeightedDocuments() if case.weighted else documents()
+    dataset = WeightedDocuments() if case.weighted else Apart() if case.apart else documents()
     return planned_loader(dataset, config, **planning_of(job), rows_multiple=case.rows)
 
 
@@ -248,6 +253,7 @@ def train(comm: Communicator, own: Any, case: Any) -> Any:
 @contextmanager
 def _parallel(case: Any) -> Iterator[Any]:
     sizes = {"tensor_model_parallel_size": case.tp, "pipeline_model_parallel_size": case.pp}
+    sizes |= {name: size for name, size in case.options.items() if name.startswith("expert_")}
     parallel_state.initialize_model_parallel(**sizes)
     try:
         yield

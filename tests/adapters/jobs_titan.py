@@ -217,7 +217,10 @@ def planned_config(case: Any, ranks: int) -> Any:
     held_out = "documents.documents" if case.validate else None
     records = {"tokens_per_rank": TOKENS // cluster.ranks, "microbatches": case.microbatches, "seed": SEED}
     records |= {"ping_pong": case.ping_pong, "ticks": case.ticks}
-    return planned(config, held_out, dataset="documents.documents", source=HereSource(), **records)
+    config = planned(config, held_out, dataset="documents.documents", source=HereSource(), **records)
+    for section, changes in case.changes.items():
+        setattr(config, section, replace(getattr(config, section), **changes))
+    return config
 
 
 @torch.no_grad()
@@ -265,8 +268,6 @@ def refusal(comm: Communicator, case: Any) -> Any:
     """The error for a config; "" if there is none."""
     os.environ["LOCAL_RANK"] = "0"
     config = planned_config(case, comm.ranks)
-    for section, changes in case.changes.items():
-        setattr(config, section, replace(getattr(config, section), **changes))
     if case.fault == "own":
         config.model_spec.model.layers[1].attention.inner_attention = ScaledDotProductAttention.Config()
     try:

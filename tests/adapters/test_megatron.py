@@ -7,21 +7,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from apportion.ir.errors import ConfigError
-from tests.ranks.rank_pool import Pool
+from tests.ranks.rank_pool import Pool, RankError
 
 pytest.importorskip("megatron.core")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
     from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from apportion.trainer.megatron import planned_spec
+    from apportion.trainer.megatron import _padding, planned_spec
     from tests.adapters import jobs_megatron
     from tests.adapters.jobs_megatron import Case
 
@@ -107,8 +110,6 @@ def test_router_bias_equals_one_rank(ranks: Any) -> None:
 
 
 def test_bf16(ranks: Any) -> None:
-    import torch
-
     case = Case(dtype=torch.bfloat16)
     losses, _ = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
     assert losses == pytest.approx(own(ranks, case)[0], abs=1e-2)
@@ -157,6 +158,12 @@ def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
             Case(spec="block", options={**EXPERTS, **BIASED}, rows=64),
             "cannot leave padding out of its counts",
         ),
+        (Case(spec="block", options={**EXPERTS, "expert_model_parallel_size": 2}), "takes equal rows of all"),
+        (
+            Case(spec="block", tp=2, options={**EXPERTS, "expert_tensor_parallel_size": 1}),
+            "expert_tensor_parallel_size = 1: Megatron sums no expert's gradients",
+        ),
+        (Case(unscaled=True), "model = '_BaseDataParallel': does not divide gradients"),
     ],
 )
 def test_unsupported_configs_are_refused(ranks: Any, case: Any, message: Any) -> None:
@@ -173,6 +180,24 @@ def test_a_step_of_weighted_samples_must_be_one_iteration(ranks: Any) -> None:
     assert len(whole) == 2
     assert half.startswith("microbatches of a step = 1: must be one iteration of the loader")
     assert two.startswith("microbatches of a step = 4: must be one iteration of the loader")
+
+
+@pytest.mark.parametrize("case", [Case(tp=2, apart=True), Case(pp=2, microbatches=2, apart=True)])
+def test_parts_of_a_model_that_read_different_batches_are_refused(ranks: Any, case: Any) -> None:
+    with pytest.raises(
+        RankError, match=r"ExecutionError: tensor-parallel ranks, or stages .* different batches"
+    ):
+        ranks[2].run(jobs_megatron.train, 2, False, case)
+
+
+def test_later_stages_get_their_rows_of_the_padding_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron splits it over tensor-parallel ranks on the first stage only."""
+    config = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2, num_moe_experts=4)
+    config.moe_router_enable_expert_bias, config.moe_token_dispatcher_type = False, "alltoall"
+    rows: Any = SimpleNamespace(sample_ids=torch.tensor([0, 0, 1, -1]))
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
+    masks = [_padding(rows, SimpleNamespace(config=config, pre_process=first)) for first in (True, False)]
+    assert [mask.tolist() for mask in masks] == [[[False, False, False, True]], [[False, True]]]
 
 
 def test_stacks_of_mamba_layers_are_refused() -> None:

@@ -56,7 +56,7 @@ class PlanHandle:
         padding: int = 0,
         envelope: Envelope = UNPADDED,
     ) -> None:
-        self.slice, self._envelope = piece, envelope
+        self.slice, self.envelope = piece, envelope
         self.padding = envelope.size("rows", self.rows + integer("padding", padding, 0)) - self.rows
         self.communicator = communicator if communicator is not None else Communicator.shared()
         self.engine = engine if not isinstance(engine, str) else choice("engine", engine, ("auto", *ENGINES))
@@ -187,7 +187,7 @@ class PlanHandle:
         key = kind, phase, device, hidden
         if key not in self._loaded:
             program, columns = self.program(kind, phase), self.slice.programs[kind, phase]
-            request = LoadRequest(columns, program, device, self.rows, hidden, self._envelope)
+            request = LoadRequest(columns, program, device, self.rows, hidden, self.envelope)
             self._loaded[key] = self.engine_on(device).load(request)
         return self._loaded[key]
 
