@@ -80,6 +80,12 @@ MODELS = {
 }
 
 
+class Unscaled(DistributedDataParallel):
+    """A wrapper that does not divide gradients, like Megatron's of torch's FSDP2."""
+
+    scale_gradients = _BaseDataParallel.scale_gradients
+
+
 @dataclass(frozen=True)
 class Case:
     model: str = "llama"
@@ -166,11 +172,9 @@ def model_from(case: Any, config: Any, own: Any) -> Any:
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     same_weights(model, case)
-    if case.unscaled:
-        return _BaseDataParallel(config, model)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
     config.finalize_model_grads_func = finalize_model_grads if case.divides else None
-    return DistributedDataParallel(config, ddp, model)
+    return (Unscaled if case.unscaled else DistributedDataParallel)(config, ddp, model)
 
 
 @torch.no_grad()

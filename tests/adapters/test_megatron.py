@@ -163,7 +163,7 @@ def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
             Case(spec="block", tp=2, options={**EXPERTS, "expert_tensor_parallel_size": 1}),
             "expert_tensor_parallel_size = 1: Megatron sums no expert's gradients",
         ),
-        (Case(unscaled=True), "model = '_BaseDataParallel': does not divide gradients"),
+        (Case(unscaled=True), "model = 'Unscaled': does not divide gradients"),
     ],
 )
 def test_unsupported_configs_are_refused(ranks: Any, case: Any, message: Any) -> None:

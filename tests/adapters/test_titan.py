@@ -148,7 +148,7 @@ def test_unsupported_configs_are_refused_before_training(two: Any, changes: Any,
 def test_tensor_parallel_ranks_that_read_different_tokens_are_refused(two: Any) -> None:
     case = Case(tp=2, changes={"dataloader": {"dataset": "documents.apart"}})
     with pytest.raises(
-        RankError, match="ExecutionError: tensor-parallel ranks, or stages .* different batches"
+        RankError, match=r"ExecutionError: tensor-parallel ranks, or stages .* different batches"
     ):
         two.run(jobs_titan.train, 2, False, case)
 
