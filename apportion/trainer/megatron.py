@@ -120,8 +120,8 @@ def forward_step(
         module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
     item = next(data_iterator)
     device = next(model.parameters()).device
-    item = item if isinstance(item, tuple) else (item,)
-    batches = [batch.to(device) for batch in item]
+    given = item if isinstance(item, tuple) else (item,)
+    batches = [batch.to(device) for batch in given]
     if len(batches) > 1:
         for layer in _dense(module):
             layer.forward = partial(paired_layer, layer, layer.forward)
@@ -131,7 +131,7 @@ def forward_step(
         remedy = "leave out longer documents, or build it with more positions"
         raise ConfigError("sequence length", longest, rule, remedy)
     if module.training and torch.is_grad_enabled():
-        _note(module, item)
+        _note(module, given)
     rows = joined(batches)
     labels = rows.labels.clamp(min=0)  # Megatron's cross entropy does not support -100
     arguments = (rows.tokens[None], rows.position_ids[None], None)
@@ -241,7 +241,7 @@ def _padding(rows: PlannedBatch, module: Any) -> Tensor | None:
         return None
     if config.sequence_parallel and not module.pre_process:  # Megatron splits it on the first stage only
         size, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
-        return padding.chunk(size, 1)[rank]
+        padding = padding.chunk(size, 1)[rank]
     return padding
 
 
