@@ -231,7 +231,10 @@ def _padding(rows: PlannedBatch, module: Any) -> Tensor | None:
         return None
     gathers = config.moe_token_dispatcher_type == "allgather" and config.expert_model_parallel_size > 1
     if gathers and not rows.handle.envelope.rows:
-        rule, remedy = "needs the same number of rows on all ranks", 'use "alltoall", or pass the loader an envelope= of rows'
+        rule, remedy = (
+            "needs the same number of rows on all ranks",
+            'use "alltoall", or pass the loader an envelope= of rows',
+        )
         raise ConfigError("moe_token_dispatcher_type", "allgather", rule, remedy)
     padding = (rows.sample_ids < 0)[None]
     if config.moe_router_enable_expert_bias:

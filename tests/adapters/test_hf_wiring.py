@@ -296,7 +296,9 @@ def test_loops_that_omit_a_required_call_are_stopped(pool: Any, mistake: str, me
 def test_a_module_that_wraps_an_enabled_model_is_checked_too(pool: Any) -> None:
     assert pool.run(jobs.wrapped_model_error, 2, "rows") == ["", ""]
     for error in pool.run(jobs.wrapped_model_error, 2, "mixed"):
-        assert re.search("'WrappedModel': .* computes or receives rows that depend on other rows", error), error
+        assert re.search("'WrappedModel': .* computes or receives rows that depend on other rows", error), (
+            error
+        )
 
 
 def test_masks_without_the_chunks_of_layers_are_refused() -> None:
