@@ -263,8 +263,8 @@ TABLES = MappingProxyType(
     }
 )
 
-#: location of the tokens of a layout on a rank: `length` rows from `row` hold the global tokens from `token`, all of
-#: `sequence`, at positions counting up from `position`
+#: location of the tokens of a layout on a rank: `length` rows from `row` hold the global tokens from `token`, which
+#: belong to sequence `sequence`, at positions counting up from `position`
 SPAN_COLUMNS = ("row", "token", "length", "sequence", "position")
 
 #: rows of a remap between two layouts: `rows` rows from `row` of the source layout go to `peer` (send = 1), or

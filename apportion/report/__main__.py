@@ -20,7 +20,7 @@ def main(id: str) -> int:
         job, batches = decode_request(sys.stdin.buffer.read())
         plan = plan_job(job, batches, verify=False)
         if plan.id.hex() != id:
-            rule = f"makes {plan.id.hex()[:16]} of the same request: another release planned it"
+            rule = f"is another release's plan; this release makes {plan.id.hex()[:16]} from the same request"
             raise ConfigError("id", id[:16], rule, "start a server of that release")
         names = [f"microbatch {number}" for number in range(len(plan.plans))]
         page = report_html(list(zip(names, plan.plans, strict=True)), job.hardware)

@@ -120,7 +120,7 @@ def _parts(model: Any) -> list[Any]:
 
 
 def _forward_of(module: Any) -> Any:
-    """The function that replaces the class' forward; None if there is none, or only accelerate's, which casts."""
+    """The function that replaces the class's forward; None if there is none, or only accelerate's, which casts."""
     own = vars(module).get("_original_forward", vars(module).get("forward"))
     return None if getattr(own, "__func__", None) is type(module).forward else own
 

@@ -210,7 +210,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Loads weights by the names of published files, which checkpoints use: unlike `from_pretrained`, Trainer does
-        not convert them to the class' names, but warns and continues with the existing weights."""
+        not convert them to the class's names, but warns and continues with the existing weights."""
         if load_result.missing_keys and isinstance(self.model, PreTrainedModel):
             saved = type(self.model).from_pretrained(self._loaded, dtype=self.model.dtype)
             load_result = self.model.load_state_dict(saved.state_dict())

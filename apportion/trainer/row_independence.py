@@ -1,7 +1,7 @@
 """Checks that a model's layers, except attention, compute each row on its own, and that its loss is a sum over rows.
 
     whole   rows 0 … n-1 ─► model with dense attention        every module's output, q, k, v, logits, loss
-    part    some of the rows, permuted ─► model, with the whole's attention results ─► the same rows, or an error
+    part    some of the rows, permuted ─► model, with attention results of the whole ─► the same rows, or an error
 
 Works for any model: tests short positions, and positions beyond every length in the config. Models of custom loops are
 checked in their first steps, by `backends.torch.trial`.

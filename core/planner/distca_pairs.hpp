@@ -1,8 +1,8 @@
 // The units of DistCA's migration: rows of one home paired with the keys of another, or with all keys that they see;
 // their geometry, and the holdings of servers.
 //
-//   rows       of a pair: global tokens; of a folded pair: steps of a causal walk from both ends, see distca/homes.py
-//   folded     length > 0, the tokens of the sequence; the only cell has [q0, q1) steps and [k0, k1) tokens
+//   rows       global tokens; in a folded pair, steps of a causal walk from both ends, see distca/homes.py
+//   folded     if length (tokens of the sequence) > 0; its only cell has steps [q0, q1) and tokens [k0, k1)
 #pragma once
 
 #include <algorithm>

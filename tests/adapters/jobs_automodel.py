@@ -19,8 +19,8 @@ from tests.ranks.loading import job, planning
 
 
 def train_step(comm: Communicator, cp: int, whole: bool) -> tuple[str, float]:
-    """Runs a recipe's step with a cp mesh of this size; returns its error and its loss over all ranks. whole: whether
-    the sharder receives all ranks' tokens and labels."""
+    """Runs a step as an Automodel recipe does; returns (error, or "" if none; the loss summed over all ranks). cp: size
+    of the mesh's cp dimension; whole: whether the sharder receives all ranks' tokens and labels."""
     mesh = init_device_mesh("cpu", (comm.ranks // cp, cp), mesh_dim_names=("dp", "cp"))
     model = planned(hf.enable(new_model("llama")))
     batch = next(batches := iter(loader(model, comm.ranks, comm, lengths=[61, 40, 9])))

@@ -58,7 +58,7 @@ class Rehearsal:
         return self.replay(f"the queries, keys and values of {layer}", (query, key, value), run)
 
     def replay(self, label: str, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
-        """The result of `run`, [1, rows, ...], on the whole; on a part, that part's rows of the whole's result."""
+        """The result of `run`, [1, rows, ...], on the whole; on a part, that part's rows of the whole result."""
         self.record(label, inputs, decides=True)
         out = run() if self.whole is None else self.whole.outputs[len(self.outputs)][:, self.selected]
         self.outputs.append(out)
@@ -77,7 +77,7 @@ class Rehearsal:
                 self.decisive |= {(name, call, number)} if decides else set()
 
     def first_difference(self) -> str | None:
-        """The first module whose rows differ from the whole's, if the difference reaches attention or the logits."""
+        """The first module whose rows differ from the full run's, if the difference reaches attention or the logits."""
         assert self.whole is not None
         if all(self._agrees(key) for key in self.decisive):
             return None

@@ -50,7 +50,7 @@ def bench_plan(
 
       apportion bench plan --recipe fcp --ranks 8,64,256,1024 --block auto --seeds 0,1,2 --json
     """
-    _one_core()
+    _limit_to_one_core()
     from apportion.bench import Grid
     from apportion.cli.printed import plans as printed
     from apportion.ir.fields import MAX_INT
@@ -105,7 +105,7 @@ def bench_attention(
 
       torchrun --nproc-per-node 8 -m apportion bench attention --recipes fcp,auto --ranks 8 --json
     """
-    _one_core()
+    _limit_to_one_core()
     for package in ("torch", "triton"):
         inputs.need(package, package, "the benchmark of attention")
     from apportion.backends.torch.profile.device import device_name
@@ -166,7 +166,7 @@ def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
     return [row.record() for row in rows]
 
 
-def _one_core() -> None:
+def _limit_to_one_core() -> None:
     """Limit numerical libraries that are not loaded yet to one thread."""
     for library in ("OMP", "OPENBLAS", "MKL"):
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")

@@ -107,9 +107,9 @@ def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_leng
     first branch follows it. Equal samples end in one node. Raises ConfigError.
     """
     minimum, keys = integer("min_length", min_length), _keys(samples)
-    order, shared = _neighbours(keys, _groups(groups, len(keys)))
+    order, prefix_lengths = _neighbours(keys, _groups(groups, len(keys)))
     lengths = [len(key) // _ID_BYTES for key in keys]
-    return _forest(_merge_small_nodes(_trie(order, shared, lengths), lengths, minimum), keys, lengths)
+    return _forest(_merge_small_nodes(_trie(order, prefix_lengths, lengths), lengths, minimum), keys, lengths)
 
 
 class _Nodes(NamedTuple):
@@ -167,11 +167,11 @@ def _groups(groups: ArrayLike | None, samples: int) -> list[int]:
 def _neighbours(keys: list[bytes], groups: list[int]) -> tuple[list[int], list[int]]:
     """(samples in lexicographic order, group by group; length of the prefix that each shares with the previous one)."""
     order = sorted(range(len(keys)), key=lambda i: (groups[i], keys[i]))
-    shared = [0]
+    prefix_lengths = [0]
     for previous, after in pairwise(order):
         same_group = groups[previous] == groups[after]
-        shared.append(_common_prefix_length(keys[previous], keys[after]) if same_group else 0)
-    return order, shared
+        prefix_lengths.append(_common_prefix_length(keys[previous], keys[after]) if same_group else 0)
+    return order, prefix_lengths
 
 
 def _common_prefix_length(a: bytes, b: bytes) -> int:
@@ -182,12 +182,12 @@ def _common_prefix_length(a: bytes, b: bytes) -> int:
     return first if mismatch[first] else limit
 
 
-def _trie(order: list[int], shared: list[int], lengths: list[int]) -> _Nodes:
+def _trie(order: list[int], prefix_lengths: list[int], lengths: list[int]) -> _Nodes:
     """Builds the trie sample by sample in lexicographic order: the longest prefix shared with any earlier sample is
     shared with the previous one, whose path is a stack."""
     nodes = _Nodes([], [], [0] * len(order))
     path: list[int] = []
-    for sample, common in zip(order, shared, strict=True):
+    for sample, common in zip(order, prefix_lengths, strict=True):
         child = ROOT
         while path and nodes.depth[path[-1]] > common:
             child = path.pop()

@@ -166,10 +166,10 @@ def from_data(data: Any, field: str = "mask", depth: int = 0) -> Mask:
 
 
 def _build(spec: type[Mask], name: str, params: Any, field: str, depth: int) -> Mask:
-    names = {_RAW.get(name, item.name): item for item in fields(spec)}
-    required = [key for key, item in names.items() if item.default is item.default_factory]
-    params = known(field, params, names, required)
-    values = {names[key].name: value for key, value in params.items()}
+    field_of = {_RAW.get(name, item.name): item for item in fields(spec)}
+    required = [key for key, item in field_of.items() if item.default is item.default_factory]
+    params = known(field, params, field_of, required)
+    values = {field_of[key].name: value for key, value in params.items()}
     if "mask" in values:
         values["mask"] = from_data(values["mask"], f"{field}.mask", depth + 1)
     return spec(**values)

@@ -43,8 +43,8 @@ def own_cuts(op: Ints, round_: Ints) -> Cuts:
 
 
 def agreed_cuts(ranks: Iterable[Cuts]) -> Cuts:
-    """Cuts valid on all ranks: no rank dispatches a round for which another must wait or compute, and none collects
-    before its compute segment ends."""
+    """Cuts valid on all ranks: no rank dispatches a round that another launches after a wait or attention, and none
+    leaves to its collect segment a round that another launches before that."""
     compute, collect = zip(*ranks, strict=True)
     return Cuts(min(compute), max(collect))
 

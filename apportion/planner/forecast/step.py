@@ -196,9 +196,9 @@ def _slowest(attended: Sequence[AttentionTimes]) -> AttentionTimes:
 
 
 def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]]:
-    """Microseconds per layer and token before and after attention, for each phase, which overlap the other half's
-    messages: products, row work, tensor-parallel traffic, and recomputation in backward. projects: True if programs
-    compute Q, K and V."""
+    """Microseconds per layer and token of the work before and after attention, for each phase: products, row work,
+    tensor-parallel traffic, and recomputation in backward. With ping-pong, the work of one half of a microbatch
+    overlaps the messages of the other. projects: True if programs compute Q, K and V."""
     layers, stage = setting.layers, setting.stage
     products = layers.linear_us(1, projects=True)
     projections = layers.linear_us(1) - products

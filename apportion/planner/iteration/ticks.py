@@ -86,7 +86,7 @@ class TickTable:
 
     @property
     def idle(self) -> float:
-        """Fraction of (tick, stage) slots without their own microbatch, available to attention servers."""
+        """Fraction of (tick, stage) slots in which the stage runs no microbatch and can serve attention."""
         return float((self.microbatch == IDLE).mean())
 
     def __str__(self) -> str:

@@ -101,8 +101,8 @@ def check_call_memory(
 
 
 def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
-    """Bytes of one home row of all inputs and outputs of a phase, with sums as results. In programs that project, dX
-    reuses the memory of O if O is released."""
+    """Bytes of one home row of all inputs and outputs of a phase; the phase's sums (O; dQ, dKV) count as results in the
+    model's dtype, without accumulators. In programs that project, dX reuses the memory of O if O is released."""
     outputs, queries, keys = _numbers(model)
     size, hidden = model.element_bytes, projects * model.hidden
     inputs = (hidden or queries + keys) * size

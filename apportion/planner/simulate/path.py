@@ -120,8 +120,8 @@ class _Walk:
             launch, end = int(script.before[launch]), arrival
 
     def _transfers(self, transfer: int, launch: int, reason: str, end: float) -> tuple[int, float]:
-        """Adds a transfer and those that occupied its ports before; returns the launch that the first one waited
-        for."""
+        """Adds a transfer and those that held its ports before it. Returns the launch that the earliest of them waited
+        for, and the time when that transfer was ready."""
         times, traffic = self._times, self._traffic
         text = f"{reason} {self._script.round[launch]} {self._purpose(transfer, launch)}"
         while True:

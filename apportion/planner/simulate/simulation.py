@@ -39,12 +39,12 @@ class Simulation:
 
     @property
     def forward_ms(self) -> float:
-        """Forward milliseconds: one call of each kind."""
+        """Forward milliseconds, summed over one call of each attention kind."""
         return self._ms("forward")
 
     @property
     def backward_ms(self) -> float:
-        """Backward milliseconds: one call of each kind."""
+        """Backward milliseconds, summed over one call of each attention kind."""
         return self._ms("backward")
 
     def _ms(self, phase: str) -> float:

@@ -128,6 +128,6 @@ def check_tasks(count: int) -> None:
     """Raises CapacityError for too many tasks."""
     if count > MOST_TASKS:
         raise CapacityError(
-            f"{count} tasks, of each block of queries and each of the keys that it sees: at most {MOST_TASKS} are "
+            f"{count} tasks, one per block of queries and block of keys that it sees: at most {MOST_TASKS} are "
             "planned at a time; use larger blocks, a recipe that keeps short sequences whole, or smaller pods (--pods)"
         )

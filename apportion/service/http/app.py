@@ -101,7 +101,7 @@ def _plan_routes(app: FastAPI) -> None:
 
     @app.get("/v1/hour")
     async def hour(request: Request) -> Hour:
-        """Plans of the last hour by minute and by tenant: numbers, plans ahead of the ranks, median seconds."""
+        """The last hour by minute and tenant: counts, plans ready before any rank asks, planning and wait times."""
         minutes, tenants = await _engine(request).hour()
         return Hour(minutes=minutes, tenants=tenants)
 

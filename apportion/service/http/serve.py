@@ -63,7 +63,7 @@ def run(settings: Settings) -> None:
     store = None
     if settings.store is not None:
         store = open_store(settings.store, settings.store_bytes, settings.store_age_s)
-    _allow_connections()
+    _raise_file_limit()
     listener = _bind(settings.host, settings.port)
 
     @asynccontextmanager
@@ -122,11 +122,12 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _allow_connections() -> None:
-    """Raises the limit of open files to the system's maximum."""
+def _raise_file_limit() -> None:
+    """Raises the limit of open files to 65,536, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16), hard))
+    limit = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ class PlannedBatch(Microbatch):
         return to_all(handle.communicator, name, places.counts.tolist(), targets)(local)
 
     def roll(self, x: Tensor, shift: int = 1, fill: float = 0.0) -> Tensor:
-        """x [rows, ...] -> [rows, ...]: for each row the row of the token `shift` steps ahead, along the predictions
-        that the mask allows (never in another document), and `fill` if there is none. A collective, differentiable.
+        """x [rows, ...] -> [rows, ...]: for each row, the row of the token `shift` predictions ahead, where each
+        token predicts the next one (same document); `fill` if there is none. A collective, differentiable.
         `batch.roll(batch.labels, 1, IGNORED)` are the labels two tokens ahead. Raises ExecutionError, ConfigError."""
         self._check_rows("roll", x)
         return self._all_places().exchange_for(self, integer("shift", shift, 1))(x, fill)

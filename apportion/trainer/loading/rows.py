@@ -149,7 +149,7 @@ def local_rows(
 
 
 def _sample_rows(sample: _Sample, number: int, first: int, targets: Ints, shifted: Collection[str]) -> Rows:
-    """Rows of the sample's tokens from `first` on, which predict its tokens `targets` (-1: none)."""
+    """Rows of the sample's tokens from `first` on. targets: index of the token that each row predicts; -1: none."""
     count, target = len(targets), torch.from_numpy(targets)
     fields = {
         name: _take_or_missing(values, target, 0) if name in shifted else values[first : first + count]

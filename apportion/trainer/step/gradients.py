@@ -48,7 +48,7 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
 
 
 def _multiply(model: nn.Module, ranks: int) -> None:
-    """Multiplies DDP's averages by the number of ranks, for each microbatch; gradients reduced before are unchanged."""
+    """Multiplies each backward's gradients by the number of ranks, to undo DDP's averaging; not those in `.grad`."""
     if hasattr(model, "_summed"):
         rule = "sums its gradients already, and would multiply them by the number of ranks again"
         raise ConfigError("model", type(model).__name__, rule, "call sum_gradients once, after wrapping")

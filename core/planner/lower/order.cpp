@@ -151,9 +151,9 @@ class Returning {
 
 }  // namespace
 
-// Waits for returns some stages after they start, since otherwise every rank would wait for the slowest at every stage:
-// one stage fewer than there are buffers, plus one for each level of relays, except around an inner ring, where the
-// next rank waits for each return.
+// Waits for returns some stages after they start; otherwise every rank would wait for the slowest at every stage. The
+// delay is one stage fewer than there are buffers, but at least one, plus one for each level of relays; around an inner
+// ring relays add none, since the next rank waits for each return.
 Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Between& between) {
   const Schedule& schedule = low.schedule;
   const Op compute = backward ? Op::ATTEND_GRAD : Op::ATTEND;

@@ -167,7 +167,7 @@ def test_each_measured_rate_prices_only_its_own_work() -> None:
 
 
 def test_backward_hides_all_gradients_except_one_layer_and_the_vocabulary() -> None:
-    def shared(parameters: int) -> float:
+    def all_reduce_us(parameters: int) -> float:
         inter = 4 * parameters * 1 / 2 / (4 * 50e3)  # four of eight NICs: one per rank
         intra = 4 * parameters * 3 / 4 / 450e3
         return 2 * (max(inter, intra) + 10 + 2 * 5)
@@ -177,12 +177,12 @@ def test_backward_hides_all_gradients_except_one_layer_and_the_vocabulary() -> N
     tokens = int(ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp").layouts["attention"].rows_per_rank.max())
     layers = Layers(H100, SMALL, Training())
     behind = 2 * (layers.linear_us(tokens) + layers.rows_us(tokens))
-    each = shared(products + 2 * 512)
+    each = all_reduce_us(products + 2 * 512)
     assert each > behind  # so the links count
-    expected = each + 3 * (each - behind) + shared(2 * 1000 * 512)
+    expected = each + 3 * (each - behind) + all_reduce_us(2 * 1000 * 512)
     assert found["data_parallel"] == pytest.approx(expected / 1e6)
     alone = parts_of(form(), Training(vocab=1000, sharding="ddp", recompute="none", overlap=False))
-    assert alone["data_parallel"] == pytest.approx((4 * each + shared(2 * 1000 * 512)) / 1e6)
+    assert alone["data_parallel"] == pytest.approx((4 * each + all_reduce_us(2 * 1000 * 512)) / 1e6)
     assert {**alone, "data_parallel": 0} == {**found, "data_parallel": 0}
 
 

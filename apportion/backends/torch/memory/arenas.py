@@ -224,11 +224,11 @@ class Memory:
     def in_message(self, message: Message, operands: Sequence[Operand]) -> list[Parts]:
         """The parts of each tile of a staged message."""
         return [
-            self._in_message(message.at + offset, operands[index], message.results)
+            self._parts_in_message(message.at + offset, operands[index], message.results)
             for index, offset in message.tiles
         ]
 
-    def _in_message(self, start: int, operand: Operand, results: bool) -> Parts:
+    def _parts_in_message(self, start: int, operand: Operand, results: bool) -> Parts:
         layout = list(tile_arrays(operand, self._arenas.header, self._arenas.hidden, results))
         arrays = [_array(self.staging, start + offset, array, operand.rows) for offset, array in layout]
         return part_views(arrays, [array for _, array in layout])

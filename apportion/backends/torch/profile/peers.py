@@ -21,7 +21,7 @@ PEERS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of transfers. peers: k; balanced: else many-to-one."""
+    """A pattern of transfers. peers: the k of the patterns above; balanced: False for many-to-one."""
 
     peers: int
     balanced: bool

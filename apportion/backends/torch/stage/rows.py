@@ -110,13 +110,13 @@ def add(
     if lane >= tl.load(tile + 5):
         return
     slot = tl.load(tile + 7)
-    columns, width = tl.load(arrays + 2 * slot), tl.load(arrays + 2 * slot + 1)
+    n_heads, width = tl.load(arrays + 2 * slot), tl.load(arrays + 2 * slot + 1)
     bases = b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11
     base = _base(slot, bases).to(tl.pointer_type(tl.float32))
     row = tl.load(tile) + tl.arange(0, R)
     valid = (row < tl.load(tile + 1))[:, None]
     fresh = tl.load(tile + 4) & 1
-    ptr = base + ((row.to(tl.int64) * columns + tl.load(heads + tl.load(tile + 6) + lane)) * width)[:, None]
+    ptr = base + ((row.to(tl.int64) * n_heads + tl.load(heads + tl.load(tile + 6) + lane)) * width)[:, None]
     for j in range(0, width, C):
         column = j + tl.arange(0, C)[None, :]
         mask = valid & (column < width)

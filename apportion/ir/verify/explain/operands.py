@@ -18,13 +18,13 @@ RULE = "operands"
 
 def misfits(program: Program) -> Iterator[Violation]:
     """Violations of the rule `operands`."""
-    yield from _misplaced_operands(program)
-    yield from _wrong_phase(program)
+    yield from _check_placement(program)
+    yield from _check_phases(program)
     for name in OPERAND_COLUMNS:
         yield from _list_violations(program, name)
 
 
-def _misplaced_operands(program: Program) -> Iterator[Violation]:
+def _check_placement(program: Program) -> Iterator[Violation]:
     """Operands outside their home rows or arena."""
     table = program["operands"]
     tensor, space, row, rows, column, heads = table.values
@@ -49,7 +49,7 @@ def _operand_violation(program: Program, operand: int, message: str) -> Violatio
     return Violation(RULE, rank, program.kind, program.phase, None, text)
 
 
-def _wrong_phase(program: Program) -> Iterator[Violation]:
+def _check_phases(program: Program) -> Iterator[Violation]:
     instructions = program["instructions"]
     for op in (op for op in Op if program.phase not in op.rule.phases):
         for instruction in np.flatnonzero(instructions["op"] == op).tolist():

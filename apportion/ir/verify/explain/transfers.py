@@ -17,13 +17,13 @@ RULE = "transfers"
 
 def mismatches(program: Program) -> Iterator[Violation]:
     """Violations of the rule `transfers`."""
-    yield from _order(program)
-    yield from _waits(program)
-    yield from _rounds(program)
-    yield from _pairs(program)
+    yield from _check_order(program)
+    yield from _check_waits(program)
+    yield from _check_rounds(program)
+    yield from _check_pairs(program)
 
 
-def _order(program: Program) -> Iterator[Violation]:
+def _check_order(program: Program) -> Iterator[Violation]:
     """Checks that rounds ascend in launch order on every rank, over all channels."""
     instructions = program["instructions"]
     launches = np.flatnonzero(instructions["op"] == Op.LAUNCH)
@@ -36,7 +36,7 @@ def _order(program: Program) -> Iterator[Violation]:
         yield at_instruction(RULE, program, int(launches[i + 1]), message)
 
 
-def _waits(program: Program) -> Iterator[Violation]:
+def _check_waits(program: Program) -> Iterator[Violation]:
     """Checks that each launch has one later `wait`."""
     instructions, partner = program["instructions"], program.partner
     waits = np.flatnonzero(instructions["op"] == Op.WAIT)
@@ -53,7 +53,7 @@ def _waits(program: Program) -> Iterator[Violation]:
         yield at_instruction(RULE, program, index, message)
 
 
-def _rounds(program: Program) -> Iterator[Violation]:
+def _check_rounds(program: Program) -> Iterator[Violation]:
     """Checks that all ranks of a round agree on channel and mode, that every rank launches an all-to-all, and that no
     launch is idle."""
     instructions, turns = program["instructions"], program.turns
@@ -71,10 +71,10 @@ def _rounds(program: Program) -> Iterator[Violation]:
     for index in order[idle].tolist():
         message = f"launches round {instructions['round'][index]} without a transfer and not as an all-to-all"
         yield at_instruction(RULE, program, index, message)
-    yield from _absent_ranks(program)
+    yield from _check_ranks(program)
 
 
-def _absent_ranks(program: Program) -> Iterator[Violation]:
+def _check_ranks(program: Program) -> Iterator[Violation]:
     instructions, turns = program["instructions"], program.turns
     for i in np.flatnonzero(np.diff(turns.ptr) < program.ranks).tolist():
         group = turns.order[turns.ptr[i] : turns.ptr[i + 1]]
@@ -87,8 +87,8 @@ def _absent_ranks(program: Program) -> Iterator[Violation]:
             yield Violation(RULE, int(missing[0]), program.kind, program.phase, None, message)
 
 
-def _pairs(program: Program) -> Iterator[Violation]:
-    """Checks that both sides of a transfer agree; an unmatched transfer is reported where it is."""
+def _check_pairs(program: Program) -> Iterator[Violation]:
+    """Checks that both sides of a transfer agree; an unmatched transfer is reported at its own instruction."""
     transfers, mate = program["transfers"], program.matches.mate
     receives = np.flatnonzero((transfers["send"] == 0) & (mate >= 0))
     mismatch = ~program.matches.agreed[receives]

@@ -48,7 +48,7 @@ def _find(subject: Subject, program: Program) -> Iterator[Violation]:
     """Violations of the first list of tasks that has any."""
     columns, tasks = np.ascontiguousarray(subject.mask(program.kind).T), subject.tasks(program)
     if tasks.complete and len(subject.mask(program.kind)):
-        yield from _missing_heads(program, tasks)
+        yield from _check_heads(program, tasks)
     for heads, index in _lists_by_head(program, tasks):
         bands = tasks.bands if index is None else np.ascontiguousarray(tasks.bands[:, index])
         numbers = tasks.task if index is None else tasks.task[index]
@@ -61,7 +61,7 @@ def _find(subject: Subject, program: Program) -> Iterator[Violation]:
             return  # lists of other heads have the same errors
 
 
-def _missing_heads(program: Program, tasks: Tasks) -> Iterator[Violation]:
+def _check_heads(program: Program, tasks: Tasks) -> Iterator[Violation]:
     """Checks that every query head has tasks."""
     computed = np.zeros(program.q_sets.heads, bool)
     for number in np.unique(tasks.heads).tolist():

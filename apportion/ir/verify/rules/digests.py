@@ -28,7 +28,7 @@ def check(subject: Subject) -> Iterator[Violation]:
         yield _violation(None, message)
         return
     try:
-        yield from _same_bytes(plan, stored)
+        yield from _check_bytes(plan, stored)
     except (ApportionError, OverflowError, TypeError) as error:
         yield _violation(None, f"the plan cannot be compared with its bytes: {error}")
 
@@ -37,7 +37,7 @@ def _violation(rank: int | None, message: str) -> Violation:
     return Violation(RULE, rank, None, None, None, message)
 
 
-def _same_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
+def _check_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
     """Checks that tables in memory, if they may have changed, match the bytes of the id."""
     encoded = codec.encode_sections(plan, [b""])  # without parts, which need not be hashed again
     for name in ("header", "request", "layouts", "moves", "report"):

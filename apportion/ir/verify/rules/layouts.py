@@ -20,19 +20,19 @@ def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `layouts`."""
     plan = subject.plan
     for layout in plan.layouts.values():
-        yield from _rows(layout)
-        yield from _tokens(layout, plan.request.batch.tokens)
-        yield from _identity(layout, plan.request.batch)
+        yield from _check_rows(layout)
+        yield from _check_tokens(layout, plan.request.batch.tokens)
+        yield from _check_identity(layout, plan.request.batch)
     for move in plan.moves:
-        yield from _move(move, plan.layouts[move.source], plan.layouts[move.target])
+        yield from _check_move(move, plan.layouts[move.source], plan.layouts[move.target])
 
 
 def check_move(move: Move, source: Layout, target: Layout, tokens: int) -> Iterator[Violation]:
     """Violations by two layouts of `tokens` tokens, possibly of different plans, and by the move between them."""
     for layout in (source, target):
-        yield from _rows(layout)
-        yield from _tokens(layout, tokens)
-    yield from _move(move, source, target)
+        yield from _check_rows(layout)
+        yield from _check_tokens(layout, tokens)
+    yield from _check_move(move, source, target)
 
 
 def violation(layout: Layout, row: int, message: str) -> Violation:
@@ -47,7 +47,7 @@ def _column(spans: Table, name: str) -> Ints:
     return np.asarray(spans[name], np.int64)
 
 
-def _rows(layout: Layout) -> Iterator[Violation]:
+def _check_rows(layout: Layout) -> Iterator[Violation]:
     """Checks that the rows of each rank are 0, 1, … without gaps."""
     spans = layout.spans
     row, length, rank = _column(spans, "row"), _column(spans, "length"), spans.rank_of_row()
@@ -64,7 +64,7 @@ def _unsorted(rank: Ints, row: Ints) -> bool:
     return bool(((rank[1:] == rank[:-1]) & (row[1:] < row[:-1])).any())
 
 
-def _tokens(layout: Layout, tokens: int) -> Iterator[Violation]:
+def _check_tokens(layout: Layout, tokens: int) -> Iterator[Violation]:
     """Checks that each global token occurs once."""
     token, length = _column(layout.spans, "token"), _column(layout.spans, "length")
     order = stable_order(token)
@@ -86,7 +86,7 @@ def _gap_or_overlap(expected: int, token: int, length: int) -> str:
     return f"holds tokens {span(token, length)}, but tokens [{token}, {shared}) are also on another row"
 
 
-def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
+def _check_identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
     """Checks sequence and position of each span against the batch."""
     spans = layout.spans
     token, length = _column(spans, "token"), _column(spans, "length")
@@ -123,7 +123,7 @@ def _next(breaks: Ints, token: Ints) -> Ints:
 # ---- moves
 
 
-def _move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
+def _check_move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
     """Checks that the moves turn the source layout into the target layout."""
     prefix, pieces = f"move {move.source} -> {move.target}: ", apply_moves(move.table, source)
     if isinstance(pieces, str):

@@ -23,16 +23,16 @@ _DEFAULT_CAP = 1.02
 
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `limits`."""
-    yield from _token_caps(subject)
-    yield from _home_ranks(subject)
+    yield from _check_token_caps(subject)
+    yield from _check_home_ranks(subject)
     model = subject.plan.request.model
     per_head = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
     for program in subject.programs:
-        yield from _memory(subject, program, per_head)
-    yield from _tolerance(subject)
+        yield from _check_memory(subject, program, per_head)
+    yield from _check_tolerance(subject)
 
 
-def _home_ranks(subject: Subject) -> Iterator[Violation]:
+def _check_home_ranks(subject: Subject) -> Iterator[Violation]:
     """Checks that sequences are on their allowed home ranks."""
     homes = subject.plan.request.batch.home_ranks
     if not homes:
@@ -47,7 +47,7 @@ def _home_ranks(subject: Subject) -> Iterator[Violation]:
             yield Violation(RULE, other_rank, None, None, None, message)
 
 
-def _token_caps(subject: Subject) -> Iterator[Violation]:
+def _check_token_caps(subject: Subject) -> Iterator[Violation]:
     """Checks token caps in the attention layout: the loader's own layout may be as uneven as its batches."""
     rows, limit = subject.attention.rows_per_rank, subject.plan.request.policy.token_cap
     caps = np.ceil(_DEFAULT_CAP * subject.token_shares) if limit is None else np.full(len(rows), limit)
@@ -57,7 +57,7 @@ def _token_caps(subject: Subject) -> Iterator[Violation]:
         yield Violation(RULE, rank, None, None, None, message)
 
 
-def _memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Violation]:
+def _check_memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Violation]:
     """Checks the work arenas of a call. per_head: int64 [tensors], bytes of a row."""
     request = subject.plan.request
     cap = request.policy.memory_cap_gib or request.cluster.memory_gib
@@ -71,7 +71,7 @@ def _memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Viol
         yield Violation(RULE, rank, program.kind, program.phase, None, message)
 
 
-def _tolerance(subject: Subject) -> Iterator[Violation]:
+def _check_tolerance(subject: Subject) -> Iterator[Violation]:
     """Checks the busiest rank's compute against the mean, relative to speed: all kinds, weighted by their layers."""
     request = subject.plan.request
     if request.policy.tolerance is None:
@@ -80,10 +80,12 @@ def _tolerance(subject: Subject) -> Iterator[Violation]:
     for phase in PHASES:
         load = loads(subject.plan, phase)
         if load.sum() > 0:
-            yield from _imbalance(request.policy.tolerance, phase, load / speeds, load.sum() / speeds.sum())
+            yield from _check_imbalance(
+                request.policy.tolerance, phase, load / speeds, load.sum() / speeds.sum()
+            )
 
 
-def _imbalance(tolerance: float, phase: str, time: Floats, mean: float) -> Iterator[Violation]:
+def _check_imbalance(tolerance: float, phase: str, time: Floats, mean: float) -> Iterator[Violation]:
     rank = int(time.argmax())
     excess = float(time[rank] / mean - 1)
     if excess > tolerance + 1e-9:

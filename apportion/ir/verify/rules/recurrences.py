@@ -45,9 +45,9 @@ def check(subject: Subject) -> Iterator[Violation]:
     if faults:
         return
     heads = np.array([kind.heads for kind in subject.plan.header.recurrent.values()])
-    yield from _folds(runs, recurrence["folds"], heads)
+    yield from _check_folds(runs, recurrence["folds"], heads)
     yield from _check_states(runs, recurrence["folds"], recurrence["states"])
-    yield from _halo(subject, branches, recurrence["halo"], token)
+    yield from _check_halo(subject, branches, recurrence["halo"], token)
 
 
 def _violation(name: str, table: Table, row: int, message: str) -> Violation:
@@ -116,7 +116,7 @@ def _check_runs(subject: Subject, branches: Branches, runs: Table, token: Ints) 
 # ---- folds and states
 
 
-def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
+def _check_folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
     """Checks that, for each kind, every head of every run of cut documents occurs once, after its past. heads: int64
     [kinds]."""
     exists = folds["run"] < np.diff(runs.ptr)[folds["peer"]]
@@ -183,7 +183,7 @@ def _share(table: Table) -> Ints:
 # ---- halo
 
 
-def _halo(subject: Subject, branches: Branches, halo: Table, token: Ints) -> Iterator[Violation]:
+def _check_halo(subject: Subject, branches: Branches, halo: Table, token: Ints) -> Iterator[Violation]:
     """Checks that the halo has the tokens before each run, up to the width of the widest convolution."""
     plan = subject.plan
     actual = apply_moves(halo, subject.home)

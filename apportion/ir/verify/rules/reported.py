@@ -99,7 +99,7 @@ def check(subject: Subject) -> Iterator[Violation]:
             message = f"the report has {'.'.join(path)} = {str(value)[:80]}, but the plan has {actual}"
             yield Violation(RULE, None, None, None, None, message)
     yield from _check_exchange_bytes(subject)
-    yield from _bounds(report)
+    yield from _check_bounds(report)
 
 
 def _value_at(report: Any, path: tuple[str, ...]) -> Any:
@@ -185,7 +185,7 @@ def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
         yield ("bounds", "slots", "bound"), float(sum(item["max_degree"] for item in exchanges))
 
 
-def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
+def _check_bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
     """Checks that no value is below its bound, that gaps match, and that planning ended with the makespan's value."""
     for name, bound in report.get("bounds", {}).items():
         limit, value, gap = bound["bound"], bound["value"], bound["gap"]

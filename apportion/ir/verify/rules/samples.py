@@ -30,10 +30,12 @@ def check(subject: Subject) -> Iterator[Violation]:
         if not any(tasks is other for other in earlier):  # skips tasks already sampled for forward
             earlier.append(tasks)
             draw = np.random.Generator(np.random.PCG64(seed))
-            yield from _sample(program, subject.mask(program.kind), tasks, draw)
+            yield from _check_sample(program, subject.mask(program.kind), tasks, draw)
 
 
-def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generator) -> Iterator[Violation]:
+def _check_sample(
+    program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generator
+) -> Iterator[Violation]:
     tokens, sets = int(program.home_rows.sum()), program.q_sets
     count = int(np.clip(_COMPARISONS // (tasks.bands.shape[1] + len(mask) + 1), *_QUERIES))
     queries, heads = draw.integers(0, tokens, count), draw.integers(0, sets.heads, count)

@@ -31,10 +31,10 @@ def check(subject: Subject) -> Iterator[Violation]:
     except DecodeError as error:
         yield Violation(RULE, None, None, None, None, str(error))
         return
-    yield from _header(subject)
+    yield from _check_header(subject)
 
 
-def _header(subject: Subject) -> Iterator[Violation]:
+def _check_header(subject: Subject) -> Iterator[Violation]:
     """Checks the header against the request, since ranks read only the header."""
     header, request = subject.plan.header, subject.plan.request
     expected = {(kind, phase) for kind in header.kinds for phase in PHASES}

@@ -3,8 +3,8 @@
     minimise T;  sum over bins of x[item, bin] = 1;  sum over items of weight * x <= T * speed, of size * x <= cap
 
 If all bins are equal and open to every item, they are interchangeable: the i-th heaviest item is restricted to the
-first i. A program with more choices than `DEFAULT_CHOICES` (`MAX_CHOICES` for an explicit node budget) is not built,
-and the start is returned: its root alone takes seconds, which no node limit bounds.
+first i. A program with more choices than `DEFAULT_MAX_CHOICES` (`MAX_CHOICES` for an explicit node budget) is not
+built, and the start is returned: its root alone takes seconds, which no node limit bounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apportion.planner.solvers.partition import swap
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
 # limits of a program's choices (items x bins): by default, and for an explicit node budget
-DEFAULT_CHOICES, MAX_CHOICES = 256, 6_000
+DEFAULT_MAX_CHOICES, MAX_CHOICES = 256, 6_000
 # Default product of search-tree nodes and choices, for any size: about a second.
 EFFORT = 50_000
 # tolerance of HiGHS
@@ -36,7 +36,7 @@ def solve(problem: PartitionProblem, budget: Budget) -> Partition:
         return start
     if end.value is not None and budget.reached(end.value, end.bound):
         return replace(start, termination=replace(end, limit=Limit.GAP))
-    if len(problem.weights) * problem.bins > (DEFAULT_CHOICES if budget.steps is None else MAX_CHOICES):
+    if len(problem.weights) * problem.bins > (DEFAULT_MAX_CHOICES if budget.steps is None else MAX_CHOICES):
         return replace(start, termination=replace(end, limit=Limit.STEPS))
     return _by_program(problem, start, budget)
 
