@@ -165,8 +165,8 @@ def _experts(record: Record) -> str:
     text = (
         f"{params['total'] / 1e9:.1f}B parameters, {params['active'] / 1e9:.1f}B active per token; {row['name']}: an "
         f"expert gets {rows['mean']:,.0f} rows per microbatch on average, the fullest rank of experts "
-        f"{rows['received']:,.0f}; the rank with the most tokens has {100 * (rows['uneven'] - 1):.1f} % more than the mean "
-        f"({capacity})"
+        f"{rows['received']:,.0f}; the rank with the most tokens has {100 * (rows['uneven'] - 1):.1f} % more than "
+        f"the mean ({capacity})"
     )
     return "\n".join(["", *wrap(text, WIDTH)])
 
