@@ -382,7 +382,9 @@ def test_a_state_that_is_loaded_in_place_is_compared_as_any_other() -> None:
     saved["job"]["policy"]["seed"] += 1
     template = loader.state_dict()
     template["job"]["policy"].update(saved["job"]["policy"])
-    with pytest.raises(ConfigError, match=r"state\.job\.policy\.seed.*was saved with another"):
+    with pytest.raises(
+        ConfigError, match=r"state\.job\.policy\.seed = 1: .*was saved with a different policy\.seed"
+    ):
         loader.load_state_dict(template)
 
 

@@ -287,7 +287,7 @@ def test_a_search_tries_expert_degrees_and_plans_once_for_all() -> None:
 def test_the_command_prints_expert_rows_and_the_effect_of_imbalance() -> None:
     for capacity, phrase in (
         (None, "imbalance 1.5 assumed, dropless"),
-        (1.25, "padded to 1.25 of an even share"),
+        (1.25, "padded to 1.25 times an even share"),
     ):
         training = training_with(experts=replace(EXPERTS, capacity=capacity))
         record = ap.forecast(BATCH, CLUSTER, SMALL, [form("ulysses", expert=4)], training).record()

@@ -727,7 +727,7 @@ def test_rows_that_drop_pairs_are_not_reported_as_too_large() -> None:
     assert (record["rows"][0]["status"], record["best"]) == ("ok", None)
     facts = {"batches": 1, "tokens": 16384, "workload": "one"}
     text = " ".join(str(view()) for view in printed.views(record | facts, wide=True))
-    assert "nothing is proposed: what fits drops pairs" in text
+    assert "nothing is proposed: the grids that fit cut sequences and drop pairs" in text
     assert "nothing fits" not in text
 
 

@@ -159,7 +159,7 @@ def test_no_sample_is_longer_than_a_microbatch(run: Run, tmp_path: Path) -> None
     size = ("--lengths", path, *SIZE, "--microbatches", 2)
     assert (
         run("forecast", *SIZE[:-1], *size[:2], "--microbatches", 2).err.count(
-            "samples of more than 8,192 tokens"
+            "samples with more than 8,192 tokens"
         )
         == 1
     )
