@@ -179,7 +179,7 @@ def _exit_fault(question: Question, process: subprocess.CompletedProcess[bytes])
     if process.returncode == question.expected:
         return ""
     message = process.stderr.decode(errors="replace").strip()[-_QUOTED:]
-    breaks = f" for a plan that breaks {question.rule}" if question.rule else ""
+    breaks = f" for a plan that breaks the rule {question.rule}" if question.rule else ""
     status = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
     return f"{status}{breaks}, expected exit code {question.expected}{': ' + message if message else ''}"
 

@@ -209,7 +209,7 @@ class Execution:
     """The rank of each cell in one phase of one attention kind.
 
     rank: int32 [head groups, cells]; division: int32 [head groups, cells], the part of the phase in which it runs, from
-    0, or None if tiles decide.
+    0; None: the rounds of its tiles decide when it runs.
     """
 
     rank: Ints
@@ -255,10 +255,10 @@ class ShardPass(Pass, Protocol):
 
 
 class PlacePass(Pass, Protocol):
-    """Assigns blocks to ranks. own_cap: True if it has no token cap, so that the resulting maximum is reported as
+    """Assigns blocks to ranks. is_uncapped: True if it has no token cap, so that the resulting maximum is reported as
     cap."""
 
-    own_cap: ClassVar[bool] = False
+    is_uncapped: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, problem: Problem, shards: Shards) -> Placement: ...

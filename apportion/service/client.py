@@ -114,12 +114,12 @@ class Client:
     ) -> Generator[IterationSlice, None, None]:
         """Yields a rank's slices of several plans, in the order of `keys`, from one response that sends each as soon as
         it is ready; raises the errors of `fetch` at the key concerned. Slices missing in the stream are fetched."""
-        feed = _Feed(self, keys, rank, wait_s)
+        stream = _SliceStream(self, keys, rank, wait_s)
         try:
             for index, key in enumerate(keys):
-                yield _decode_slice(self._run(feed.slice(index), self._limit(wait_s)), key, rank, ranks)
+                yield _decode_slice(self._run(stream.slice(index), self._limit(wait_s)), key, rank, ranks)
         finally:
-            feed.close()
+            stream.close()
 
     def plan(self, job: Job, batches: Sequence[Batch], accept: str = JSON, wait_s: float = 600.0) -> bytes:
         """Plans a request and waits for it. accept: `JSON` (key, id, report), `PLAN` (the bytes of a plan file for
@@ -247,7 +247,7 @@ class Client:
         return ServiceError(kind, detail, field=field, status=status, retry_after=retry_after)
 
 
-class _Feed:
+class _SliceStream:
     """The response that streams the slices of `keys` in order, reopened where it ended."""
 
     def __init__(self, client: Client, keys: Sequence[bytes], rank: int, wait_s: float) -> None:

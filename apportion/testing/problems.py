@@ -21,7 +21,7 @@ class Problems(Protocol):
     """Problem generator of a kind; `planner/solvers/contracts.py` defines problems and results."""
 
     def drawn(self, draw: Draw, large: bool = False) -> Any:
-        """Draws a problem whose answers can be enumerated; large: one that takes a solver well below a second."""
+        """Draws a problem whose answers can be enumerated; large: one that takes a solver well under a second."""
 
     def permuted(self, problem: Any, draw: Draw) -> Any:
         """The same problem in another order."""

@@ -50,8 +50,8 @@ def _require_plan(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def planned_sharder(batch: PlannedBatch, device_mesh: Any = None) -> ContextParallelSharder:
-    """The sharder of one microbatch. A collective among hosts. Automodel gathers equal shards, so all ranks pad to the
-    largest number of rows, and padding has its own places after the tokens."""
+    """The sharder of one microbatch; a collective on CPU tensors. Automodel gathers equal shards, so all ranks pad to
+    the largest number of rows, and padding has its own places after the tokens."""
     layout, labels = _layout(batch)
     shard = partial(_shard, batch, layout, labels)
     return ContextParallelSharder(device_mesh=device_mesh, shard_batch=shard, shard_layout=layout)

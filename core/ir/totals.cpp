@@ -9,7 +9,7 @@ namespace apportion {
 
 using std::int64_t;
 
-// float64 [ranks]: pairs of tasks, times heads. sizes: [1 + head sets], numbers of heads.
+// float64 [ranks]: (query, key) pairs of each rank, summed over heads. sizes: [1 + head sets], numbers of heads.
 static Array<double> pairs(const Programs& programs, bool is_backward, Column<const int64_t> sizes) {
   const Table& list = programs.lists[is_backward ? GRADS : TASKS];
   const IntRows& columns = list.columns;

@@ -1,4 +1,4 @@
-"""The conformance suite: its files follow from its plans; the package and the Python and C examples pass it."""
+"""The conformance suite: its plans reproduce its files; the package and the Python and C examples pass it."""
 
 from __future__ import annotations
 
@@ -197,9 +197,14 @@ def question_of(name: str, verb: str) -> Question:
     ("verb", "name", "body", "why"),
     [
         ("check", "cases/fcp", "sys.exit('no')", "exit code 1, expected exit code 0: no"),
-        ("check", "malformed/empty", "", "exit code 0 for a plan that breaks envelope, expected exit code 1"),
-        ("check", "malformed/empty", "os.abort()", "signal 6 for a plan that breaks envelope"),
-        ("check", "broken/id_of_zeros", "", "exit code 0 for a plan that breaks digests"),
+        (
+            "check",
+            "malformed/empty",
+            "",
+            "exit code 0 for a plan that breaks the rule envelope, expected exit code 1",
+        ),
+        ("check", "malformed/empty", "os.abort()", "signal 6 for a plan that breaks the rule envelope"),
+        ("check", "broken/id_of_zeros", "", "exit code 0 for a plan that breaks the rule digests"),
         ("read", "cases/fcp", "print('{')", "stdout is not JSON"),
         ("read", "cases/fcp", "print('[]')", "expected {"),
         ("run", "cases/fcp", "", "the command wrote no outputs"),

@@ -24,7 +24,7 @@ from apportion.planner import api
 from tests.ranks import cases, jobs_pingpong as jobs
 from tests.ranks.rank_pool import Pool
 from tests.support.sparse import sparse, sparse_product
-from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, has_own_cap, steps
+from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, is_uncapped, steps
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 MASKS = tuple(cases.BATCHES)
@@ -35,7 +35,7 @@ TURNS = [(name, NAMES[(turn + 7) % len(NAMES)], turn) for turn, name in enumerat
 
 def plan_of(batch: Batch, name: str, ranks: int, model: Model) -> Plan:
     recipe = Recipe(name, STRATEGIES[name])
-    cap = None if has_own_cap(recipe) else batch.tokens
+    cap = None if is_uncapped(recipe) else batch.tokens
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 
 

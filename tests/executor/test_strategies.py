@@ -24,7 +24,7 @@ from apportion.planner import api
 from tests.ranks import cases
 from tests.ranks.rank_pool import Pool
 from tests.support.sparse import marked, sparse
-from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
+from tests.support.strategies import STRATEGIES, WIDE, cluster, is_uncapped
 
 MASKS = tuple(cases.BATCHES)
 MATRIX = STRATEGIES | WIDE
@@ -93,7 +93,7 @@ def test_every_strategy_on_real_ranks(pool: Pool, index: int) -> None:
     batch = Batch.from_sequences([Sequence(*each) for mask in masks for each in cases.BATCHES[mask]])
     model = cases.model(heads[0], dtype, (8, 12), kv_heads=heads[1])
     recipe = Recipe(name, MATRIX[name])
-    cap = None if has_own_cap(recipe) else batch.tokens
+    cap = None if is_uncapped(recipe) else batch.tokens
     plan = api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
     problem = cases.problem_of(plan, index, extra == "sinks", 2.0 if extra == "softcap" else None)
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch), dtype)
@@ -117,7 +117,7 @@ def test_every_strategy_with_gradients_rounded_in_transit(pool: Pool, turn: int)
     batch = cases.batch_of(MASKS[turn % len(MASKS)])
     model = cases.model(2, "bf16", (8, 12), kv_heads=2 if turn % 2 and name not in WIDE else 4)
     recipe = Recipe(name, MATRIX[name])
-    cap = None if has_own_cap(recipe) else batch.tokens
+    cap = None if is_uncapped(recipe) else batch.tokens
     narrow = replace(model, sent_gradients="model")
     plans = [
         api.plan(batch, cluster(4), one, policy=Policy(recipe, token_cap=cap)) for one in (model, narrow)

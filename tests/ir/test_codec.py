@@ -55,9 +55,9 @@ def same_tables(a: Plan, b: Plan) -> bool:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """A plan of 5 ranks with two layouts and a move."""
-    found = (codec.seal(random_plan(seed, ranks=5)) for seed in range(100))
+    plans = (codec.seal(random_plan(seed, ranks=5)) for seed in range(100))
     return next(
-        p for p in found if p.moves and ("default", "backward") in p.programs and p.report and _has_rows(p)
+        p for p in plans if p.moves and ("default", "backward") in p.programs and p.report and _has_rows(p)
     )
 
 

@@ -19,7 +19,7 @@ from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner import api
 from tests.support.parse import parse
-from tests.support.strategies import STRATEGIES, cluster, has_own_cap
+from tests.support.strategies import STRATEGIES, cluster, is_uncapped
 
 ROOT = Path(__file__).parents[1]
 MODEL = Model(4, 2, 8, dtype="fp32")
@@ -27,7 +27,7 @@ MODEL = Model(4, 2, 8, dtype="fp32")
 
 def plan_of(name: str, lengths: tuple[int, ...] = (40, 25, 3, 12), ranks: int = 4) -> Plan:
     batch, recipe = Batch.from_lengths(lengths), Recipe(name, STRATEGIES[name])
-    cap = None if has_own_cap(recipe) else batch.tokens
+    cap = None if is_uncapped(recipe) else batch.tokens
     model = Model(8, 2, 8, dtype="fp32") if "upipe" in name else MODEL
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 

@@ -68,7 +68,7 @@ def test_all_passes_keep_the_contract_of_their_step(step: str, name: str) -> Non
 @pytest.mark.parametrize(
     ("step", "members", "fault"),
     [
-        ("place", {"own_caps": True}, "has own_caps: own_cap is meant"),
+        ("place", {"is_uncaped": True}, "has is_uncaped: is_uncapped is meant"),
         ("place", {"__call__": None}, "has no __call__: see PlacePass"),
         ("route", {"by_block": None}, "has no by_block: see RoutePass"),
     ],
@@ -88,13 +88,13 @@ def test_missing_and_misspelt_attributes_of_a_pass_are_named(
 
 
 MEMBERS = {
-    "place": ("__call__", "own_cap"),
+    "place": ("__call__", "is_uncapped"),
     "route": ("__call__", "rings", "relays", "by_block"),
 }
 
 
 def test_a_pass_that_declares_everything_needs_no_base_class() -> None:
-    kept = {"__call__": lambda self, *given: None, "own_cap": False, "others": 3}
+    kept = {"__call__": lambda self, *given: None, "is_uncapped": False, "others": 3}
     assert contract_fault("place", dataclass(frozen=True)(type("Mine", (), kept))) is None
     assert contract_fault("place", type("Mine", (), kept)) == "which is not a dataclass"
 

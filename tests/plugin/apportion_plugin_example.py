@@ -45,7 +45,7 @@ class RoundRobin(PlacePass):
     """Assigns blocks to ranks in turn. first: rank of the first block. Raises ConfigError, CapacityError."""
 
     first: Natural = 0
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "round_robin")

@@ -104,9 +104,9 @@ def cluster(ranks: int) -> Cluster:
     return Cluster(nodes=ranks // per_node, ranks_per_node=per_node)
 
 
-def has_own_cap(recipe: Recipe) -> bool:
+def is_uncapped(recipe: Recipe) -> bool:
     """Whether the recipe's placement keeps only its own token cap."""
-    return recipe.step("search") is None and passes_of(recipe).place.own_cap
+    return recipe.step("search") is None and passes_of(recipe).place.is_uncapped
 
 
 def alternating(batch: Batch) -> tuple[Batch, Batch]:

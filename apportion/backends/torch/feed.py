@@ -90,7 +90,7 @@ class EncoderFeed:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """The exchange that moves the encoder's rows to `rows`, `merge` to each."""
+        """The exchange that moves the encoder's rows to `rows`: `merge` of them for each."""
         transport = self.decoder.communicator
         table = self.plan.move.table.rank(transport.rank)
         (sources, sent), (targets, received) = (

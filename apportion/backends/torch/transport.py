@@ -60,7 +60,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, numbers: Sequence[int], about: str) -> list[list[int]]:
-        """Gathers any number of integers from every rank, a collective among hosts. about: describes them in errors.
+        """Gathers any number of integers from every rank; a collective on CPU tensors. about: describes them in errors.
         Raises ExecutionError if ranks gather different things, or made different calls before."""
 
     def call(self, name: str) -> AbstractContextManager[None]:
@@ -69,11 +69,11 @@ class Transport(ABC):
         return _NO_PEERS
 
     def gather_texts(self, text: str, about: str) -> list[str]:
-        """The text of every rank, a collective among hosts."""
+        """Gathers a text from every rank; a collective on CPU tensors."""
         return [_text(row) for row in self.all_gather(_numbers(text), about)]
 
     def gather_floats(self, values: Sequence[float], about: str) -> list[list[float]]:
-        """float64 numbers of every rank, a collective among hosts."""
+        """Gathers float64 numbers from every rank; a collective on CPU tensors."""
         return [as_floats(row) for row in self.all_gather(as_bits(values), about)]
 
 
@@ -100,7 +100,7 @@ def _text(numbers: Sequence[int]) -> str:
 
 #: calls of a single rank, which has no peers
 _NO_PEERS: AbstractContextManager[None] = nullcontext()
-#: maximum of numbers per rank in one exchange among hosts, including the length
+#: maximum of numbers per rank in one such exchange, including the length
 _FIRST_EXCHANGE = 63
 
 

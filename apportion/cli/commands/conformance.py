@@ -37,7 +37,7 @@ def conformance(
 ) -> None:
     """Test a reader of plans with the conformance suite. Exit code 1 if it fails.
 
-    The command is called with `read PLAN`, `check PLAN`, `run CASE OUTPUTS` and
+    The reader's command is called with `read PLAN`, `check PLAN`, `run CASE OUTPUTS` and
     `verify PLAN`; the README of the suite specifies each call.
 
     [bold]Examples[/bold]

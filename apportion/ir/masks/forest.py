@@ -89,7 +89,7 @@ class Forest:
 
     @cached_property
     def saving(self) -> Saving:
-        """Savings in tokens and in pairs: a token attends to itself and to its path before it."""
+        """Tokens and pairs before and after folding: a token attends to its path from the root, itself included."""
         lengths = np.diff(self.starts)
         pairs = int((lengths * (lengths + 1) // 2).sum())
         return Saving(len(self.rows), len(self.tokens), pairs, int((self.position_ids + 1).sum()))

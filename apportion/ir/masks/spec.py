@@ -224,7 +224,7 @@ def lower_columns(
 
 
 def _numbers(data: Any) -> list[int]:
-    """All integers in the fields of a mask, at any depth, and a 1."""
+    """All integers in the fields of a mask, at any depth, and at least one 1, so that there is always a number."""
     if is_dataclass(data):
         data = tuple(vars(data).values())
     if isinstance(data, list | tuple):

@@ -22,7 +22,7 @@ from apportion.ir.tensors import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
+class LaunchRounds:
     """Launches sorted by (round, rank).
 
     order: int64 [launches] instructions. ptr: int64 [rounds + 1] start of each round in `order`. rounds: int64
@@ -68,12 +68,12 @@ class ProgramView:
         return np.flatnonzero(self.instructions["op"] == Op.LAUNCH)
 
     @cached_property
-    def turns(self) -> Turns:
+    def launch_rounds(self) -> LaunchRounds:
         number = self.instructions.wide("round")[self.launches]
         order = stable_order(number)
         sorted_number = number[order]
         starts = np.flatnonzero(changes(sorted_number))
-        return Turns(self.launches[order], np.append(starts, len(number)), sorted_number[starts])
+        return LaunchRounds(self.launches[order], np.append(starts, len(number)), sorted_number[starts])
 
     @cached_property
     def partner(self) -> Ints:

@@ -76,7 +76,7 @@ class Checks:
         must.that("home, weight", len(placed.home) == len(placed.weight) == len(placed.starts) - 1)
         must.all("home", (placed.home >= 0) & (placed.home < homes))
         must.that("weight, total of all blocks", int(placed.weight.sum()) == int(shards.weight.sum()))
-        if placed.groups is None and not self._passes.place.own_cap:
+        if placed.groups is None and not self._passes.place.is_uncapped:
             must.all("tokens, of each rank", placed.rank_sums(placed.lengths, homes) <= problem.token_caps)
         for (kind, phase), execution in (placed.execution or {}).items():
             cells = len(cut_cells(problem.bands[kind], placed.starts))

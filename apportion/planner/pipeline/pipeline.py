@@ -144,12 +144,12 @@ def _with_kept_cap(problem: Problem, passes: Passes, lowered: Sequence[Lowered])
     """The problem with the token cap that the plan keeps, in the layout to which the cap applies. Recipes without a
     token cap report their resulting maximum; different default caps of ranks, if each is kept, stay as they are. Plans
     with a fuller rank, for instance in the loader's layout, which is even at any speeds, report that maximum as
-    well. Raises CapacityError if a rank exceeds the policy's own cap."""
+    well. Raises CapacityError if a rank exceeds the policy's cap."""
     tokens, caps, token_cap = held_tokens(lowered), problem.token_caps, problem.policy.token_cap
     if token_cap is not None:
         _check_cap(tokens, token_cap)
         return problem
-    own = passes.place.own_cap
+    own = passes.place.is_uncapped
     if (tokens <= (caps if own else problem.member_room)).all() and (not own or caps.min() < caps.max()):
         return problem
     cap = max(int(tokens.max()), problem.token_cap)

@@ -282,6 +282,6 @@ def _kv_bound(
     value = sum(item.bytes for item in traffic if item.name in ("fetch", "return"))
     queries_move = any(low.tasks.queries_move for part in lowered for low in part.values())
     caps = {kind: int(kind_pairs.max()) for kind, kind_pairs in pairs.items()}
-    # groups of a recipe without its own cap may exceed their ranks' caps
+    # groups of an uncapped place pass may exceed their ranks' caps
     cap = max(problem.token_cap * int(low.groups.sizes.max()), fullest)
     return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value), queries_move)

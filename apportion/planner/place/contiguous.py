@@ -20,7 +20,7 @@ class Contiguous(PlacePass):
     ConfigError, CapacityError.
     """
 
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "contiguous")

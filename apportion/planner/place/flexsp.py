@@ -44,7 +44,7 @@ class FlexSp(PlacePass):
     capacity: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
     linear: bool = False
     solver: GroupingSolver = GroupingSolver("ilp")
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "flexsp")

@@ -35,7 +35,7 @@ class HybridDp(PlacePass):
 
     capacity: Count | None = None
     solver: PartitionSolver = PartitionSolver("lpt")
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "hybrid_dp")
@@ -62,7 +62,7 @@ class MegatronHybrid(PlacePass):
 
     capacity: Count | None = None
     solver: PartitionSolver = PartitionSolver("lpt")
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "megatron_hybrid")

@@ -30,7 +30,7 @@ class Whole(PlacePass):
     """
 
     solver: PartitionSolver = PartitionSolver("lpt")
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "whole")
@@ -59,7 +59,7 @@ def spread(
     """int64 [items]: the rank of each whole item, on ranks with existing loads.
 
     weights, sizes: int64 [items], pairs and tokens; load, used: int64 [ranks], the pairs and tokens already there.
-    Raises CapacityError if neither balancing by work nor by tokens meets the policy's token cap.
+    Raises CapacityError if balancing neither by work nor by tokens meets the policy's token cap.
     """
     cap = problem.policy.token_cap
     if cap is None:

@@ -31,7 +31,7 @@ class Wlb(PlacePass):
 
     shard: Literal["auto", "sequence", "document"] = "auto"
     chunk: Count = 128
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "wlb")

@@ -57,7 +57,7 @@ class Zeppelin(PlacePass):
     intra_tokens: Count | None = None
     zones: Literal["capacity", "cost"] = "capacity"
     parts: Count | Literal["auto"] = "auto"
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "zeppelin")

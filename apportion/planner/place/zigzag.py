@@ -37,7 +37,7 @@ class ZigZag(PlacePass):
 
     over: Literal["sequence", "batch"] = "sequence"
     chunk: Count = 128
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "zigzag")
@@ -46,8 +46,8 @@ class ZigZag(PlacePass):
 
 
 def deal_evenly(problem: Problem, ranges: Ints, name: str, chunk: int) -> Placement:
-    """Cuts every range [ranges[i], ranges[i + 1]) zig-zag over all ranks, or over as many as have `chunk` tokens per
-    chunk; `name` is the calling pass."""
+    """Cuts every range [ranges[i], ranges[i + 1]) zig-zag over as many ranks as get at least `chunk` tokens in each of
+    their two chunks (at least one rank; all ranks if `chunk` is 1). `name` is the calling pass."""
     lengths = np.diff(ranges)
     if chunk == 1:  # uses all ranks, even if some of a short range's chunks are empty
         return finalize(

@@ -45,7 +45,7 @@ SAME_TIME, MORE_EVEN = 1e-3, 5e-3
 # Candidates within this share of the best are tried in more rounds before the search continues from one of them.
 RIVAL = 0.01
 # Default steps, enough for the important variants: 10 ms each on 8 ranks, 20 on 64, 40 to 80 on 256; three times as
-# many gain 0.2 to 0.4 points on 64.
+# many gain 0.2 to 0.4 percentage points on 64.
 STEPS = 10
 
 
@@ -344,8 +344,8 @@ def _with_rounds(
 
 
 def _check_cap(problem: Problem, draft: UnsealedPlan) -> None:
-    """Raises CapacityError if a recipe without its own token cap exceeds the default caps."""
-    if not draft.placed.passes.place.own_cap:
+    """Raises CapacityError if the plan of a place pass without a token cap exceeds the default caps."""
+    if not draft.placed.passes.place.is_uncapped:
         return
     tokens, caps = held_tokens(draft.lowered), problem.token_caps
     rank = int((tokens / caps).argmax())

@@ -96,7 +96,7 @@ class Places:
 
     @staticmethod
     def of(handle: PlanHandle) -> Places:
-        """Gathers the places; a collective among hosts."""
+        """Gathers the places; a collective on CPU tensors."""
         handle.agree()
         numbers, transport = handle.tokens.tolist(), handle.communicator
         gathered = transport.all_gather(numbers, f"places of tokens of plan {handle.name}")

@@ -121,12 +121,12 @@ class MediaOrder:
         first = batch.starts[group] + np.asarray(self.media.places)[selected, 1]
         if self.media.orders is None:
             return np.stack([first, offsets(tokens * self.media.merge)[:-1], tokens], 1)
-        orders = [self._reordered(medium) for medium in selected.tolist()]
+        orders = [self._order_of(medium) for medium in selected.tolist()]
         token = np.concatenate(orders) + np.repeat(first, tokens)
         starts = np.flatnonzero(np.append(True, np.diff(token) != 1))
         return np.stack([token[starts], starts * self.media.merge, np.diff(np.append(starts, len(token)))], 1)
 
-    def _reordered(self, medium: int) -> Ints:
+    def _order_of(self, medium: int) -> Ints:
         order, tokens = np.asarray((self.media.orders or ())[medium]), int(self._tokens[medium])
         if not np.array_equal(np.sort(order), np.arange(tokens)):
             rule = f"must name each of its {tokens} tokens once"

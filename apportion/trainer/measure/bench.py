@@ -261,12 +261,12 @@ class Bench:
         for phase, values, slowest in zip(
             PHASES, times[busiest].tolist(), times.max(axis=0).tolist(), strict=True
         ):
-            exposed = slowest[1] - slowest[3] if ranks > 1 else None
+            exposed_ms = slowest[1] - slowest[3] if ranks > 1 else None
             result[phase] = {
                 "host_ms": values[0],
                 "prepare_ms": values[2],
                 "ms": slowest[1],
-                "exposed_ms": exposed,
+                "exposed_ms": exposed_ms,
             }
         return result
 

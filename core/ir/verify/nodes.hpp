@@ -30,7 +30,7 @@ struct Node : State {
 template <class State>
 class Nodes {
  public:
-  // Closes the place and sets its number of rows. Operands end before 2^31 - 1.
+  // Closes the place and sets its number of rows, capped at 2^31 - 1: operands end before that.
   void reset(int64_t rows) {
     rows_ = std::min<int64_t>(rows, std::numeric_limits<std::int32_t>::max());
     nodes_.clear();

@@ -75,8 +75,8 @@ struct Copy {
   bool moves() const { return src != dst; }
 };
 
-// piece, dst: per copy; src to rows: per piece; round: per copy that moves; first, held: per rank, the number of home
-// rows that are not exchanged and that are. results: mode bits of the rows that leave in the phase. late, early,
+// piece, dst: per copy; src to rows: per piece; round: per copy that moves; first, held: per rank, the numbers of home
+// rows outside and inside the exchange. results: mode bits of the rounds that send rows home in the phase. late, early,
 // early_keys: pieces that travel separately (`Turns`).
 struct Exchange {
   Ints piece, dst, src, src_row, row, rows, round, first, held;

@@ -20,7 +20,7 @@ from apportion.planner.simulate import simulate
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks import cases
 from tests.support.sparse import sparse
-from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
+from tests.support.strategies import STRATEGIES, WIDE, cluster, is_uncapped
 
 MATRIX = STRATEGIES | WIDE
 
@@ -55,7 +55,7 @@ def test_launches_messages_and_rounds_equal_the_simulators(cell: tuple[str, ...]
     name, mask, sent = cell
     batch = Batch.from_sequences([Sequence(*each) for each in cases.BATCHES[mask]])
     recipe = Recipe(name, MATRIX[name])
-    cap = None if has_own_cap(recipe) else batch.tokens
+    cap = None if is_uncapped(recipe) else batch.tokens
     model = cases.model(4 if name in WIDE else 2, "bf16", (16, 24), kv_heads=2)
     model = replace(model, sent_gradients=sent)
     plan = api.plan(batch, cluster(4), model, policy=Policy(recipe, token_cap=cap))

@@ -27,7 +27,7 @@ from tests.ranks.rank_pool import Pool
 from tests.support import oracle
 from tests.support.parse import parse
 from tests.support.sparse import marked, sparse
-from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
+from tests.support.strategies import STRATEGIES, WIDE, cluster, is_uncapped
 
 MATRIX = STRATEGIES | WIDE
 MASKS = tuple(cases.BATCHES)
@@ -91,7 +91,7 @@ def test_every_strategy(interpreted: Pool, case: Cell) -> None:
     model = cases.model(case.heads[0], case.dtype, case.widths, kv_heads=case.heads[1])
     model = replace(model, sent_gradients=case.sent)
     recipe = Recipe(case.name, MATRIX[case.name])
-    cap = None if has_own_cap(recipe) else batch.tokens
+    cap = None if is_uncapped(recipe) else batch.tokens
     plan = api.plan(batch, cluster(case.ranks), model, policy=Policy(recipe, token_cap=cap))
     softcap = 2.0 if case.extra == "softcap" else None
     problem = cases.problem_of(plan, 1, case.extra == "sinks", softcap)

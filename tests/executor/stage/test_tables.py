@@ -21,7 +21,7 @@ from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES
 from apportion.planner import api
 from tests.ranks import cases
-from tests.support.strategies import STRATEGIES, cluster, has_own_cap
+from tests.support.strategies import STRATEGIES, cluster, is_uncapped
 
 
 def tiles_of(
@@ -80,7 +80,7 @@ def test_tiles_of_two_owners_are_launched_in_program_order() -> None:
 def planned(name: str, mask: str, ranks: int = 4, heads: tuple[int, int] = (2, 2)) -> Plan:
     batch = cases.batch_of(mask)
     recipe = Recipe(name, STRATEGIES[name])
-    cap = None if has_own_cap(recipe) else batch.tokens
+    cap = None if is_uncapped(recipe) else batch.tokens
     model = cases.model(heads[0], "fp32", kv_heads=heads[1])
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 

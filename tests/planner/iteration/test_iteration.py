@@ -132,7 +132,7 @@ def test_a_recipe_may_be_a_name_but_not_given_with_a_policy() -> None:
         plan_iteration([80, 20], CLUSTER, MODEL)
 
 
-def test_strategies_without_their_own_cap_can_plan_an_iteration() -> None:
+def test_uncapped_strategies_can_plan_an_iteration() -> None:
     """Each plan records its own cap, and the caps differ."""
     recipe = ap.Recipe("rings", {"pack": {"sequential": {"microbatches": 2}}, "shard": {"sequences": {}},
                                  "place": {"zigzag": {}}, "schedule": {"ring": {}}})  # fmt: skip

@@ -166,7 +166,7 @@ def test_ranks_of_a_dense_document_are_filled_with_sparse_ones() -> None:
 
 @pytest.mark.parametrize("head", [0, 0.5])
 def test_spreading_heads_of_a_document_over_ranks_sends_less(head: float) -> None:
-    """Keys that each rank sends for one long document: with tails only, the rank of its head sends the most."""
+    """Keys that each rank sends for one long document: with only its tail spread, the rank with its head sends most."""
     ranks = 32
     made = problem([32_768, *[64] * 2048], ranks)
     placement = place(made, head=head)

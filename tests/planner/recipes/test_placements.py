@@ -379,7 +379,7 @@ def test_passes_are_frozen(placer: Any) -> None:
     with pytest.raises((FrozenInstanceError, TypeError)):
         placer.over = placer.capacity = placer.shard = None
     if not isinstance(placer, Sequences):
-        assert placer.own_cap
+        assert placer.is_uncapped
 
 
 class Tiles:

@@ -27,7 +27,7 @@ from apportion.planner.recipe.recipes import entries, find_recipe, passes_of
 from tests.planner.recipes.test_upipe import compare_block
 from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
 from tests.support.sparse import marked, sparse
-from tests.support.strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, WIDE, cluster, has_own_cap, steps
+from tests.support.strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, WIDE, cluster, is_uncapped, steps
 
 #: heads of every recipe: MHA, GQA 2, 4 and 8
 HEADS = [*LAYERS, (8, 4, 4, 6, False, None)]
@@ -50,7 +50,7 @@ def model_of(layer: tuple) -> Model:
 def planned(name: str, batch: Batch, layer: tuple, ranks: int) -> Plan:
     """Plans under a loose cap, since blocks of five tokens on many ranks cannot keep 1.02 x the mean."""
     recipe = Recipe(name, MATRIX[name])
-    own = has_own_cap(recipe)
+    own = is_uncapped(recipe)
     policy = Policy(recipe, token_cap=None if own else batch.tokens)
     return ap.plan(batch, cluster(ranks), model_of(layer), policy=policy)
 

@@ -31,7 +31,7 @@ from apportion.planner.simulate.pair import result as pair_result, run as pair
 from apportion.planner.simulate.pair.result import Pair
 from apportion.planner.simulate.pair.run import simulate_pair, simulate_pair_with
 from tests.support.sparse import marked, sparse, sparse_product
-from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, has_own_cap, steps
+from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, is_uncapped, steps
 from tests.support.timelines import Unit, plan_of, work
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
@@ -47,7 +47,7 @@ FETCH = (
 
 
 def plan_with(batch: Batch, recipe: Recipe, ranks: int, model: Model) -> Plan:
-    cap = None if has_own_cap(recipe) else batch.tokens
+    cap = None if is_uncapped(recipe) else batch.tokens
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 
 

@@ -80,7 +80,7 @@ def tight(call: Call) -> Call:
 
 
 def cut_strips(band: Call) -> Iterator[Call]:
-    """Calls of at most STRIP_ROWS x STRIP_KEYS: for kernels that take a mask or none."""
+    """Calls of at most STRIP_ROWS x STRIP_KEYS, each with an explicit mask or unmasked."""
     band = tight(band)
     for q0 in range(band.q0, band.q1, STRIP_ROWS):
         strip = tight(band._replace(q0=q0, q1=min(q0 + STRIP_ROWS, band.q1)))

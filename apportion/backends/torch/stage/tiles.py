@@ -87,7 +87,7 @@ def _uniform_ranges(
     written: tuple[Ints, Ints], marks: tuple[tuple[Ints, Ints], ...], cuts: Ints
 ) -> tuple[Ints, Ints, Bools]:
     """Maximal ranges in which every row is written, all rows have the same marks, and no cut lies inside. marks: each
-    as begins and ends of its ranges; returned for ranges as bool [marks, ranges]."""
+    as begins and ends of its ranges. Returns begins, ends, and bool [marks, ranges]: whether the range is marked."""
     points = np.unique(np.concatenate([*written, *(end for mark in marks for end in mark), cuts]))
     depth = np.stack([_depth(points, *mark) for mark in (written, *marks)])
     marked = depth[1:, :-1] > 0

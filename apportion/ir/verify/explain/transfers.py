@@ -56,14 +56,14 @@ def _check_waits(program: Program) -> Iterator[Violation]:
 def _check_rounds(program: Program) -> Iterator[Violation]:
     """Checks that all ranks of a round agree on channel and mode, that every rank launches an all-to-all, and that no
     launch is idle."""
-    instructions, turns = program["instructions"], program.turns
-    order = turns.order
-    turn = group_of(np.diff(turns.ptr))
-    first = order[turns.ptr[turn]]
+    instructions, launch_rounds = program["instructions"], program.launch_rounds
+    order = launch_rounds.order
+    turn = group_of(np.diff(launch_rounds.ptr))
+    first = order[launch_rounds.ptr[turn]]
     for name in ("channel", "mode"):
         for i in np.flatnonzero(instructions[name][order] != instructions[name][first]).tolist():
             message = (
-                f"launches round {turns.rounds[turn[i]]} with {name} {instructions[name][order[i]]}, but rank "
+                f"launches round {launch_rounds.rounds[turn[i]]} with {name} {instructions[name][order[i]]}, but rank "
                 f"{program.rank_of[first[i]]} with {name} {instructions[name][first[i]]}"
             )
             yield at_instruction(RULE, program, int(order[i]), message)
@@ -75,13 +75,13 @@ def _check_rounds(program: Program) -> Iterator[Violation]:
 
 
 def _check_ranks(program: Program) -> Iterator[Violation]:
-    instructions, turns = program["instructions"], program.turns
-    for i in np.flatnonzero(np.diff(turns.ptr) < program.ranks).tolist():
-        group = turns.order[turns.ptr[i] : turns.ptr[i + 1]]
+    instructions, launch_rounds = program["instructions"], program.launch_rounds
+    for i in np.flatnonzero(np.diff(launch_rounds.ptr) < program.ranks).tolist():
+        group = launch_rounds.order[launch_rounds.ptr[i] : launch_rounds.ptr[i + 1]]
         if (instructions["mode"][group] & ALL_TO_ALL).any():
             missing = np.setdiff1d(np.arange(program.ranks), program.rank_of[group])
             message = (
-                f"round {turns.rounds[i]} is an all-to-all, but {len(missing)} ranks do not launch it; "
+                f"round {launch_rounds.rounds[i]} is an all-to-all, but {len(missing)} ranks do not launch it; "
                 f"the first is rank {missing[0]}"
             )
             yield Violation(RULE, int(missing[0]), program.kind, program.phase, None, message)

@@ -58,7 +58,7 @@ class Blend(PlacePass):
     grain: Natural = 0
     weigh: Literal["pairs", "time"] = "pairs"
     align: Count = 1
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "blend")

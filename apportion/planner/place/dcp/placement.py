@@ -51,7 +51,7 @@ class Dcp(PlacePass):
     epsilon_tokens: tuple[Amount, Amount] = (0.01, 0.009)
     divisions: Count = 4
     tries: Annotated[int, Meta(ge=1, le=len(SPREADS))] = 3
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         groups = problem.model.kv_heads if self.head_groups == "kv" else self.head_groups

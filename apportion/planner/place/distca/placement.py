@@ -83,7 +83,7 @@ class Distca(PlacePass):
     send_bytes: Bytes | None = None
     receive_bytes: Bytes | None = None
     buffer_bytes: Bytes | None = None
-    own_cap: ClassVar[bool] = True
+    is_uncapped: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.form == "paper" and self.head_tail == "none":

@@ -1,7 +1,7 @@
 """Exact grouping: group sizes and the group of each sequence, minimizing the slowest group's time (FlexSP, section 4).
 
 From both sides: a greedy mix and local search (`mixing`) give answers; integer programs (`programs`) give bounds and
-better answers. First the small program is solved for time limits between the bound and the best answer, by bisection:
+better answers. First the relaxed program is solved for time limits between the bound and the best answer, by bisection:
 infeasibility raises the bound, a feasible answer proposes counts of groups to the search. The remaining gap is closed
 by the program for a few groups at a time, started from their contents. A small problem is solved by that program as a
 whole, whose bound proves the answer.

@@ -139,7 +139,7 @@ def refine_jointly(problem: HypergraphProblem, rank: Ints) -> Ints:
 
 
 def polish(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> VertexRanks:
-    """The answer for these ranks, int64 [V], which meet both constraints, after improving moves."""
+    """The answer after improving moves from `rank`, int64 [V], which must meet both constraints."""
     graph, span = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.ranks_per_node
     movable = (problem.tokens == 0) & (problem.required < 0)
     arguments = rank // span * span, movable, problem.flops, problem.flops_caps[1], span
