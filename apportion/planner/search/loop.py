@@ -44,7 +44,7 @@ from apportion.planner.solvers.status import Limit
 SAME_TIME, MORE_EVEN = 1e-3, 5e-3
 # Candidates within this share of the best are tried in more rounds before the search continues from one of them.
 RIVAL = 0.01
-# Default steps, enough for the important variants: 10 ms each on 8 ranks, 20 on 64, 40 to 80 on 256; three times as
+# Default steps, enough for the important variants: 10 ms each on 8 ranks, 20 on 64, 40 to 80 on 256; four times as
 # many gain 0.2 to 0.4 percentage points on 64.
 STEPS = 10
 
