@@ -235,6 +235,9 @@ def _check_adapters(model: Any) -> None:
             raise ConfigError(
                 "alora_invocation_tokens", adapter.alora_invocation_tokens, rule, "leave it out"
             )
+        if getattr(adapter, "is_prompt_learning", False):
+            rule = "adds virtual tokens in front of each rank's rows, not of each text"
+            raise ConfigError("peft_config", type(adapter).__name__, rule, "train LoRA, or without plans")
 
 
 def attention(
@@ -430,9 +433,17 @@ def _refuse_rows(tokens: Any) -> None:
         if batch.handle.communicator.ranks == 1 or not tokens.numel() or tokens.numel() != rows.numel():
             continue
         is_view = tokens.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
-        if is_view or (not wiring.watch.settled and torch.equal(tokens.flatten().cpu(), rows.cpu())):
+        is_copy = not wiring.watch.settled and torch.equal(tokens.flatten().cpu(), rows.cpu())
+        is_own = is_copy and not torch.is_grad_enabled() and _are_texts(batch, tokens.shape[-1])
+        if is_view or (is_copy and not is_own):
             rule = "are only this rank's rows of the texts, and the model ran without the plan"
             raise ConfigError("input_ids", "batch.tokens", rule, "call model(**hf.inputs(batch))")
+
+
+def _are_texts(batch: PlannedBatch, length: int) -> bool:
+    """True if every `length` of a rank's rows begin one sample: a program's own samples may be equal to them."""
+    samples, positions = (x.cpu().reshape(-1, length) for x in (batch.sample_ids, batch.position_ids))
+    return bool((samples == samples[:, :1]).all() and (positions == torch.arange(length)).all())
 
 
 def _check_chunks(base: Any, handle: PlanHandle) -> None:

@@ -311,6 +311,25 @@ def loop_error(comm: Communicator, mistake: str) -> str:
     return ""
 
 
+def scoring_error(comm: Communicator, length: int, count: int) -> str:
+    """Returns the error of scoring the samples `count` at a time, without the plan and before a step; "" for none."""
+    wiring.watch = wiring.Watch()
+    model = hf.enable(made("llama"))
+    batches = loader(model, comm.ranks, comm, lengths=[length] * 2 * comm.ranks)
+    try:
+        for batch in batches:
+            samples = torch.stack(
+                [torch.from_numpy(batches.dataset[int(i)]) for i in batch.sample_ids.unique()]
+            )
+            with torch.no_grad():
+                for tokens in samples.split(count):
+                    model(input_ids=tokens)
+            model(**hf.inputs(batch))
+    except ApportionError as error:
+        return str(error)
+    return ""
+
+
 class WrappedModel(torch.nn.Module):
     """Custom layers after a transformers model."""
 

@@ -293,6 +293,11 @@ def test_loops_that_omit_a_required_call_are_stopped(pool: Any, mistake: str, me
         assert re.search(message, error), error
 
 
+def test_samples_that_are_a_ranks_rows_are_scored_without_the_plan(pool: Any) -> None:
+    """A rank has two samples of one length: its rows are equal to a batch of them."""
+    assert pool.run(jobs.scoring_error, 2, 40, 2) == pool.run(jobs.scoring_error, 2, 40, 1) == ["", ""]
+
+
 def test_a_module_that_wraps_an_enabled_model_is_checked_too(pool: Any) -> None:
     assert pool.run(jobs.wrapped_model_error, 2, "rows") == ["", ""]
     for error in pool.run(jobs.wrapped_model_error, 2, "mixed"):
@@ -319,7 +324,14 @@ def test_masks_without_the_chunks_of_layers_are_refused() -> None:
             model(**inputs)
 
 
-def test_adapters_activated_by_tokens_are_refused(model: Any) -> None:
-    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[5])}  # as PEFT sets it
-    with pytest.raises(ConfigError, match=r"alora_invocation_tokens = \[5\]: .* may be on another rank"):
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("alora_invocation_tokens", [5], r"alora_invocation_tokens = \[5\]: .* may be on another rank"),
+        ("is_prompt_learning", True, r"peft_config = .*virtual tokens in front of each rank's rows"),
+    ],
+)
+def test_adapters_that_look_at_other_rows_are_refused(model: Any, field: str, value: Any, message: str) -> None:
+    model.peft_config = {"default": SimpleNamespace(**{field: value})}  # as PEFT sets it
+    with pytest.raises(ConfigError, match=message):
         jobs.loader(model, 1)
