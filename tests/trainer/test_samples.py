@@ -120,6 +120,12 @@ def test_masks_of_the_wrapped_dataset_are_kept() -> None:
         ap.Samples(dataset)
 
 
+def test_a_dataset_without_a_length_is_refused() -> None:
+    stream: Any = iter([TOKENS])
+    with pytest.raises(ConfigError, match=r"'list_iterator': has no length.*ap\.StreamedLoader"):
+        ap.Samples(stream)
+
+
 def test_samples_that_are_overlong_are_refused_cut_or_dropped_and_counted() -> None:
     samples = [
         {"input_ids": TOKENS, "seq_lengths": [3, 5]},

@@ -9,7 +9,7 @@ documents become a mask of the row, and the columns are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, Unpack
 
@@ -59,6 +59,9 @@ class Samples(Dataset):
             rule = "would be ignored: samples have the mask of the argument `mask`"
             remedy = "pass mask=, or the dataset itself to the loader"
             raise ConfigError("masks", "of the dataset", rule, remedy)
+        if not isinstance(dataset, Sized):
+            rule, remedy = "has no length", "give a map-style dataset, or a stream to ap.StreamedLoader"
+            raise ConfigError("dataset", type(dataset).__name__, rule, remedy)
         self._dataset, self._columns = dataset, columns
         packs = list(_packs(dataset))
         longest = np.array([sum(pack) for pack in packs], np.int64)
