@@ -190,6 +190,16 @@ def test_a_stream_resumes_after_the_last_batch(stop: int) -> None:
     assert samples_of(first) == whole  # an abandoned pass starts over
 
 
+def test_a_stream_that_has_ended_resumes_with_the_next_epoch() -> None:
+    first, second = stream_loader(), stream_loader()
+    samples_of(first)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert samples_of(second) == []
+    for loader in (first, second):
+        loader.set_epoch(1)
+    assert samples_of(second) == samples_of(first) != []
+
+
 def test_a_stream_drops_and_counts_overlong_samples() -> None:
     loader = stream_loader(limit=5, overlong="drop")
     kept = [sample for batch in samples_of(loader) for sample in batch]

@@ -214,7 +214,7 @@ class StreamedLoader:
             if self._loader is not None:
                 yield from self._loader
             self._number, self._inner = self._number + 1, None
-        self._number = 0
+        self._loader = None  # a state is behind the last buffer
 
     def _rest(self) -> Iterator[Any]:
         """The samples from the next buffer on."""
