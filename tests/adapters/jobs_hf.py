@@ -314,7 +314,7 @@ def loop_error(comm: Communicator, mistake: str) -> str:
 def scoring_error(comm: Communicator, length: int, count: int) -> str:
     """Returns the error of scoring the samples `count` at a time, without the plan and before a step; "" for none."""
     wiring.watch = wiring.Watch()
-    model = hf.enable(made("llama"))
+    model = hf.enable(new_model("llama"))
     batches = loader(model, comm.ranks, comm, lengths=[length] * 2 * comm.ranks)
     try:
         for batch in batches:

@@ -331,7 +331,9 @@ def test_masks_without_the_chunks_of_layers_are_refused() -> None:
         ("is_prompt_learning", True, r"peft_config = .*virtual tokens in front of each rank's rows"),
     ],
 )
-def test_adapters_that_look_at_other_rows_are_refused(model: Any, field: str, value: Any, message: str) -> None:
+def test_adapters_that_look_at_other_rows_are_refused(
+    model: Any, field: str, value: Any, message: str
+) -> None:
     model.peft_config = {"default": SimpleNamespace(**{field: value})}  # as PEFT sets it
     with pytest.raises(ConfigError, match=message):
         jobs.loader(model, 1)
