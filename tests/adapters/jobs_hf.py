@@ -333,13 +333,13 @@ def scoring_error(comm: Communicator, length: int, count: int) -> str:
 class WrappedModel(torch.nn.Module):
     """Custom layers after a transformers model."""
 
-    def __init__(self, model: Any, mixes_rows: bool) -> None:
+    def __init__(self, model: Any, mixing: bool) -> None:
         super().__init__()
-        self.model, self.mixes_rows, self.own = model, mixes_rows, torch.nn.Linear(VOCABULARY, VOCABULARY)
+        self.model, self.mixing, self.own = model, mixing, torch.nn.Linear(VOCABULARY, VOCABULARY)
 
     def forward(self, batch: Any) -> Any:
         logits = self.model(**hf.inputs(batch)).logits[0]
-        return logits + self.own(logits.roll(1, 0) if self.mixes_rows else logits)
+        return logits + self.own(logits.roll(1, 0) if self.mixing else logits)
 
 
 def wrapped_model_error(comm: Communicator, mistake: str) -> str:
