@@ -13,12 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.hf import LAST, NAME, require_enabled
 from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.shared import digest_of, require_equal
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import IGNORED
 
@@ -41,11 +43,11 @@ def planned(model: Any) -> Any:
 
 
 def _require_plan(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raises ConfigError for a forward in training without a plan: a recipe without context parallelism requests no
-    sharder, and drops the planned batch."""
-    if model.training and torch.is_grad_enabled() and kwargs.get(NAME) is None:
+    """Raises ConfigError for a forward with gradients and without a plan: a recipe without context parallelism requests
+    no sharder, and drops the planned batch."""
+    if torch.is_grad_enabled() and kwargs.get(NAME) is None:
         rule = "the recipe requested no sharder, so the plan would be ignored"
-        remedy = "set it to the plan's number of ranks"
+        remedy = "set it to the plan's number of ranks, and evaluate under torch.no_grad()"
         raise ConfigError("cp_size", "not the plan's number of ranks", rule, remedy)
 
 
@@ -76,6 +78,22 @@ def _check_labels(given: Tensor | None, labels: int) -> None:
         raise ConfigError("labels", f"{count} labels", rule, remedy)
 
 
+def _check_meshes(planned: PlannedBatch, cp_mesh: Any, tp_mesh: Any) -> None:
+    """Raises ConfigError if the ranks of the plan are not those of the context-parallel mesh: recipes would count their
+    labels several times, or split matrices over ranks with different tokens. Raises ExecutionError if tensor-parallel
+    ranks have read different batches. A collective."""
+    if cp_mesh is not None:
+        ranks = dist.get_process_group_ranks(planned.handle.communicator._base)
+        mesh = cp_mesh.mesh.flatten().tolist()
+        if sorted(mesh) != sorted(ranks):
+            rule = f"the loader plans for ranks {ranks}, but the cp mesh has ranks {mesh}"
+            remedy = "pass the loader communicator= of the cp mesh, and the dp mesh as replicas="
+            raise ConfigError("cp_size", len(mesh), rule, remedy)
+    if tp_mesh is not None and tp_mesh.size() > 1:
+        digest = digest_of(planned.handle, (planned.tokens, planned.labels))
+        require_equal([digest], [tp_mesh.get_group()], torch.device(tp_mesh.device_type))
+
+
 def _shard(
     planned: PlannedBatch,
     layout: ShardLayout,
@@ -89,6 +107,7 @@ def _shard(
 ) -> tuple[Any, dict[str, Any], ShardLayout]:
     """Automodel's shard function: this rank's rows, including the label to predict for each, and the plan."""
     planned.check_unweighted("the recipe's loss")
+    _check_meshes(planned, cp_mesh, tp_mesh)
     _check_labels(batch.get("labels"), count)
     wiring.watch.expect(planned.handle)
     wiring.watch.trust()

@@ -9,21 +9,37 @@ from nemo_automodel.components.distributed.context_parallel import ContextParall
 from torch.distributed.device_mesh import init_device_mesh
 
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import ApportionError
 from apportion.trainer import hf
 from apportion.trainer.automodel import planned
 from apportion.trainer.loading.loader import PlannedLoader
 from tests.adapters.documents import documents
-from tests.adapters.jobs_hf import Documents, loader, new_model
+from tests.adapters.jobs_hf import VOCABULARY, Documents, loader, new_model
 from tests.ranks.loading import job, planning
 
 
-def train_step(comm: Communicator, cp: int, whole: bool) -> tuple[str, float]:
-    """Runs a step as an Automodel recipe does; returns (error, or "" if none; the loss summed over all ranks). cp: size
-    of the mesh's cp dimension; whole: whether the sharder receives all ranks' tokens and labels."""
-    mesh = init_device_mesh("cpu", (comm.ranks // cp, cp), mesh_dim_names=("dp", "cp"))
-    model = planned(hf.enable(new_model("llama")))
-    batch = next(batches := iter(loader(model, comm.ranks, comm, lengths=[61, 40, 9])))
+class Shifted(Documents):
+    """Documents whose tokens are increased by `by`."""
+
+    by = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return (super().__getitem__(index) + self.by) % VOCABULARY
+
+
+def train_step(
+    comm: Communicator, cp: int, whole: bool, training: bool = True, tp: int = 1, apart: bool = False
+) -> tuple[str, float]:
+    """Runs a step as an Automodel recipe does; returns (error, or "" if none; the loss summed over all ranks). cp, tp:
+    sizes of the mesh; whole: whether the sharder receives all ranks' tokens and labels; apart: whether tensor-parallel
+    ranks read different tokens."""
+    mesh = init_device_mesh("cpu", (comm.ranks // cp // tp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    model = planned(hf.enable(new_model("llama"))).train(training)
+    of_plan = comm if tp == 1 else Communicator(mesh["cp"].get_group())
+    data = loader(model, of_plan.ranks, of_plan, lengths=[61, 40, 9])
+    data.dataset = Shifted([61, 40, 9])
+    data.dataset.by = mesh["tp"].get_local_rank() if apart else 0
+    batch = next(batches := iter(data))
     batches.close()
     columns = {"input_ids": batch.tokens, "labels": batch.labels}
     inputs: Any = {name: batch.gather_tokens(x) if whole else x for name, x in columns.items()}
@@ -34,11 +50,11 @@ def train_step(comm: Communicator, cp: int, whole: bool) -> tuple[str, float]:
         _, local = ContextParallelSharder(model, mesh, inputs).shard(inputs)
         labels = local.pop("labels")
         logits = model(**{name: x for name, x in local.items() if name != "planned"}).logits
-    except ConfigError as error:
+    except ApportionError as error:
         return str(error), 0.0
     loss = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum") / divisor
     loss.backward()
-    return "", sum(row[0] for row in comm.gather_floats([float(loss)], "losses"))
+    return "", sum(row[0] for row in of_plan.gather_floats([float(loss)], "losses"))
 
 
 def plain(lengths: tuple[int, ...]) -> float:

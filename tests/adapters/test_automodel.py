@@ -43,27 +43,35 @@ def test_sharder_operations_match_the_plan(pool: Any) -> None:
     assert {one["rows"][0] for one in results} != {fullest}
 
 
-def test_a_planned_step_has_the_loss_of_one_process(pool: Any) -> None:
-    for error, loss in pool.run(jobs_automodel.train_step, 4, 4, True):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_planned_step_has_the_loss_of_one_process(pool: Any, tp: int) -> None:
+    for error, loss in pool.run(jobs_automodel.train_step, 4, 4 // tp, True, True, tp):
         assert not error
         assert loss == pytest.approx(jobs_automodel.plain((61, 40, 9)), rel=1e-5)
 
 
+NO_SHARDER = "requested no sharder, so the plan would be ignored; set it to the plan's number of ranks"
+PLAN_OF_ALL = (
+    r"cp_size = 2: the loader plans for ranks \[0, 1, 2, 3\], but the cp mesh has ranks \[(0, 1|2, 3)\]"
+)
+A_RANKS_LABELS = r"labels = .*the microbatch has 107 on all ranks; pass planned\.gather_tokens"
+TP_APART = r"tensor-parallel ranks.* have read different batches"
+
+
 @pytest.mark.parametrize(
-    ("cp", "whole", "message"),
+    ("step", "message"),
     [
-        (
-            1,
-            True,
-            "requested no sharder, so the plan would be ignored; set it to the plan's number of ranks",
-        ),
-        (4, False, r"labels = .*the microbatch has 107 on all ranks; pass planned\.gather_tokens"),
+        ((1, True), NO_SHARDER),
+        ((1, True, False), NO_SHARDER),
+        ((2, True), PLAN_OF_ALL),
+        ((4, False), A_RANKS_LABELS),
+        ((2, True, True, 2, True), TP_APART),
     ],
 )
-def test_steps_without_a_plan_and_with_a_ranks_labels_are_refused(
-    pool: Any, cp: int, whole: bool, message: str
+def test_steps_that_would_train_on_other_tokens_or_divisors_are_refused(
+    pool: Any, step: tuple[Any, ...], message: str
 ) -> None:
-    for error, _ in pool.run(jobs_automodel.train_step, 4, cp, whole):
+    for error, _ in pool.run(jobs_automodel.train_step, 4, *step):
         assert re.search(message, error), error
 
 

@@ -158,7 +158,10 @@ def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
             Case(spec="block", options={**EXPERTS, **BIASED}, rows=64),
             "cannot leave padding out of its counts",
         ),
-        (Case(spec="block", options={**EXPERTS, "expert_model_parallel_size": 2}), "needs the same number of rows on all"),
+        (
+            Case(spec="block", options={**EXPERTS, "expert_model_parallel_size": 2}),
+            "needs the same number of rows on all",
+        ),
         (
             Case(spec="block", tp=2, options={**EXPERTS, "expert_tensor_parallel_size": 1}),
             "expert_tensor_parallel_size = 1: Megatron sums no expert's gradients",
