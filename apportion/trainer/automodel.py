@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -83,8 +82,8 @@ def _check_meshes(planned: PlannedBatch, cp_mesh: Any, tp_mesh: Any) -> None:
     labels several times, or split matrices over ranks with different tokens. Raises ExecutionError if tensor-parallel
     ranks have read different batches. A collective."""
     if cp_mesh is not None:
-        ranks = dist.get_process_group_ranks(planned.handle.communicator._base)
         mesh = cp_mesh.mesh.flatten().tolist()
+        ranks = getattr(planned.handle.communicator, "_global", mesh)
         if sorted(mesh) != sorted(ranks):
             rule = f"the loader plans for ranks {ranks}, but the cp mesh has ranks {mesh}"
             remedy = "pass the loader communicator= of the cp mesh, and the dp mesh as replicas="
