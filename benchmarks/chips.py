@@ -304,12 +304,12 @@ class Side:
     once: int
 
     def start_us(self, chip: Chip) -> Floats:
-        """float64 [axis], of one head on one multiprocessor."""
+        """float64 [axis]: time to move the rows of one head, on one multiprocessor."""
         moved = _moved_us(chip, self.start * TILE) * chip.multiprocessors.value
         return _TILES * (moved + LATENCY.value * self.walks)
 
     def once_us(self, chip: Chip, heads: int) -> Floats:
-        """float64 [axis], of all heads on the whole device."""
+        """float64 [axis]: least time to move the rows of all heads, on the whole device."""
         return _moved_us(chip, self.once * heads * np.asarray(AXIS))
 
 

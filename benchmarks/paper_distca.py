@@ -1,6 +1,6 @@
 """Forecasts DistCA against Megatron-LM, FlexSP+ and WLB-ideal (its section 6): rows of `benchmarks/papers.py`.
 
-batch       ⎡ sequence 0 ⎤⎡ sequence 1 ⎤...      packed with documents in data order, which their ends cut
+batch       ⎡ sequence 0 ⎤⎡ sequence 1 ⎤...      packed with documents in data order, cut where a sequence ends
 Megatron    a sequence is a microbatch, cut zig-zag over CP ranks regardless of its documents; DP groups get
             the same number of sequences, heaviest first to the group with the least work: the best DP x CP
 WLB-ideal   documents to DP groups, cut by document or by sequence, whichever is faster: the best DP x CP

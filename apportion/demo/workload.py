@@ -1,4 +1,4 @@
-"""The demo's training data (documents of bytes, one token each) and the sizes for their plans."""
+"""The demo's training data (documents as bytes, one token per byte) and the sizes for their plans."""
 
 from __future__ import annotations
 

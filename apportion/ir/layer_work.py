@@ -34,7 +34,7 @@ def linear_parameters(model: Model) -> int:
     return model.hidden * (heads + 3 * model.ffn) + model.key_products
 
 
-def row_numbers(model: Model, tensor: int = 1) -> float:
+def row_work_numbers(model: Model, tensor: int = 1) -> float:
     """Numbers read and written per token by the row work of one layer, forward: norms, residual sums, rotary embeddings
     of Q and K, and the gate. tensor: ranks that share norms and sums."""
     heads = 2 * (model.q_heads + model.kv_heads) * model.head_dim

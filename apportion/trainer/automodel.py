@@ -86,7 +86,7 @@ def _check_meshes(planned: PlannedBatch, cp_mesh: Any, tp_mesh: Any) -> None:
         ranks = getattr(planned.handle.communicator, "_global", mesh)
         if sorted(mesh) != sorted(ranks):
             rule = f"the loader plans for ranks {ranks}, but the cp mesh has ranks {mesh}"
-            remedy = "pass the loader communicator= of the cp mesh, and the dp mesh as replicas="
+            remedy = "make the loader with communicator=ap.Communicator(cp group) and replicas=dp group"
             raise ConfigError("cp_size", len(mesh), rule, remedy)
     if tp_mesh is not None and tp_mesh.size() > 1:
         digest = digest_of(planned.handle, (planned.tokens, planned.labels))

@@ -250,8 +250,8 @@ def _padding(rows: PlannedBatch, module: Any) -> Tensor | None:
 
 class CheckedSteps:
     """Megatron's `finalize_model_grads_func`, for the batches of a step. Raises before gradients are divided:
-    ExecutionError if tensor-parallel ranks, stages, or chunks of a stage read different ones; ConfigError for samples
-    with loss weights, which are scaled by those of their iteration, unless the step is one whole iteration."""
+    ExecutionError if tensor-parallel ranks, stages, or a stage's chunks read different batches; ConfigError for samples
+    with loss weights, which are scaled by their iteration's total weight, unless the step is one whole iteration."""
 
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self._finalize = finalize
@@ -272,7 +272,7 @@ class CheckedSteps:
             require_equal(digests.values(), [parallel_state.get_model_parallel_group()], device)
         is_whole = any(batch.microbatch == 0 for batch in batches) and any(batch.is_last for batch in batches)
         if batches and not (is_whole and len({batch.iteration for batch in batches}) == 1):
-            rule = "must be one iteration of the loader, as loss_weights are scaled by those of the iteration"
+            rule = "must be one iteration of the loader, as loss_weights are scaled by the total of the iteration"
             remedy = "pass planned_loader microbatches=, as many as the schedule's num_microbatches"
             raise ConfigError("microbatches of a step", len(batches), rule, remedy)
         return self._finalize(models, *args, **kwargs)

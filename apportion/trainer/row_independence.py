@@ -39,7 +39,7 @@ _HEAD = "use a decoder with a causal language-model head (...ForCausalLM), or tr
 def check_rows(model: Any, arguments: Arguments) -> bool:
     """Checks a model; returns False, with a warning, if its weights are sharded or not in this process.
 
-    Runs the model a few times on about 60 rows, in float32 or wider, in training mode without noise and gradients, and
+    Runs the model a few times on about 60 rows, in float32 or wider, in training mode without noise or gradients, and
     restores its state. Raises ConfigError, which names the first module that differs, or the loss.
     """
     if not is_whole(model):

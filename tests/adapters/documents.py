@@ -38,7 +38,7 @@ class Apart(Documents):
         return (super().__getitem__(index) + torch.distributed.get_rank()) % VOCABULARY
 
 
-def apart(*_: Any) -> Any:
+def differing_documents(*_: Any) -> Any:
     return Apart()
 
 

@@ -146,7 +146,7 @@ def test_unsupported_configs_are_refused_before_training(two: Any, changes: Any,
 
 
 def test_tensor_parallel_ranks_that_read_different_tokens_are_refused(two: Any) -> None:
-    case = Case(tp=2, changes={"dataloader": {"dataset": "documents.apart"}})
+    case = Case(tp=2, changes={"dataloader": {"dataset": "documents.differing_documents"}})
     with pytest.raises(
         RankError, match=r"ExecutionError: tensor-parallel ranks, or stages .* different batches"
     ):

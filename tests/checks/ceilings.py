@@ -102,7 +102,7 @@ def main() -> int:
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
         return 0
     for line in excesses:
-        print(f"{line}; cheaper code, or `--update` and the reason in the commit", file=sys.stderr)
+        print(f"{line}; make it cheaper, or use `--update` and say why in the commit", file=sys.stderr)
     return bool(excesses)
 
 

@@ -108,7 +108,7 @@ class Calls:
     # --- waits
 
     def wait(self, works: Sequence[Any], group: Any, peers: Collection[int]) -> None:
-        """Waits for works. Raises ExecutionError if they fail, with another rank's error if there is one."""
+        """Waits for `Work` handles. Raises ExecutionError if they fail, with another rank's error if there is one."""
         if not self._watched:
             self._watched = True
             thread = Thread(target=_watch, args=(ref(self),), name="apportion-calls", daemon=True)

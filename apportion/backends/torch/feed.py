@@ -106,7 +106,7 @@ def _spans(handle: PlanHandle) -> list[int]:
 
 
 def _layout(name: str, ranks: list[list[int]]) -> Layout:
-    """The layout of the ranks' spans, each rank's as columns (row, token, length); without sequences and positions."""
+    """The layout of the ranks' spans, each rank's as columns (row, token, length); without sequences or positions."""
     spans = [np.asarray(array, np.int64).reshape(3, -1) for array in ranks]
     columns = np.concatenate([*spans], axis=1)
     ptr = np.cumsum([0, *(array.shape[1] for array in spans)])

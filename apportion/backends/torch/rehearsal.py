@@ -132,7 +132,7 @@ def is_whole(model: Any) -> bool:
 
 @contextmanager
 def noiseless(model: Any, device: torch.device, *others: Any) -> Iterator[Callable[[], None]]:
-    """Runs a block without noise and gradients, in float32 or wider. Yields a function that restores the state of
+    """Runs a block without noise or gradients, in float32 or wider. Yields a function that restores the state of
     modules and of `others` (configs), which is also restored at the end."""
     precision, restore = torch.get_float32_matmul_precision(), _snapshot(model, others)
     cuda = [device] if device.type == "cuda" else []

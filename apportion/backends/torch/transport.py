@@ -105,7 +105,7 @@ _FIRST_EXCHANGE = 63
 
 
 class DistributedFlight(Flight):
-    """A round of torch.distributed works, with messages between this rank and `peers`."""
+    """A round of pending `torch.distributed.Work` handles: messages between this rank and `peers`."""
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ def from_slices(slices: ArrayLike) -> Ints:
 
 
 def number_types(field: str, slices: Any) -> Any:
-    """Converts type names in `slices` to numbers; leaves anything but a list of rows of five unchanged."""
+    """Converts type names in the rows of `slices` to numbers; leaves everything else unchanged."""
     if not isinstance(slices, list | tuple):
         return slices
     return [[*row[:4], _number(field, i, row[4])] if _is_named(row) else row for i, row in enumerate(slices)]

@@ -197,7 +197,7 @@ class Hardware:
 
     @staticmethod
     def named(hardware: Hardware | str | None) -> Hardware | None:
-        """Returns hardware unchanged, and loads it if it is a name or a file path. Raises ConfigError."""
+        """Loads hardware given by name or file path; returns a Hardware or None unchanged. Raises ConfigError."""
         if hardware is None or isinstance(hardware, Hardware):
             return hardware
         return Hardware.load(hardware)

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apportion.ir.layer_work import DISPATCHED, GATED, LOSS, NORMS, adam_bytes, adam_state_bytes, row_numbers
+from apportion.ir.layer_work import (
+    DISPATCHED,
+    GATED,
+    LOSS,
+    NORMS,
+    adam_bytes,
+    adam_state_bytes,
+    row_work_numbers,
+)
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
@@ -100,12 +108,12 @@ class Layers:
         shared ones); convolutions, norms and gates of recurrent layers."""
         m, training = self.model, self.training
         ffn = self.dense * m.ffn + self.sparse * training.experts.shared / self.tensor
-        numbers = row_numbers(m, self.tensor) + training.matrices * ffn - GATED * m.ffn
+        numbers = row_work_numbers(m, self.tensor) + training.matrices * ffn - GATED * m.ffn
         numbers += (self.dense + self.sparse - 1) * NORMS / 2 * m.hidden / self.tensor
         low_rank = 2 * (training.q_rank + training.kv_rank)
         heads = low_rank + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of attention layers only
         numbers += low_rank + sum(
-            share * (recurrent.row_numbers_of(kind) - heads) for share, kind in recurrent.shares(m)
+            share * (recurrent.row_work_numbers_of(kind) - heads) for share, kind in recurrent.shares(m)
         )
         size = tokens * m.element_bytes * numbers
         return size / self._bytes_per_us("rows_gbs")

@@ -43,7 +43,7 @@ def product_parameters(kind: Recurrent, hidden: int) -> int:
     return hidden * (kind.conv_channels + values + kind.heads * kind.delta) + gates
 
 
-def row_numbers_of(kind: Recurrent) -> int:
+def row_work_numbers_of(kind: Recurrent) -> int:
     """Numbers per token that row work reads and writes in forward: the convolution; the norm, which reads output and
     gate."""
     return 2 * kind.conv_channels * (kind.conv > 0) + 3 * kind.heads * kind.value_dim

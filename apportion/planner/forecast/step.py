@@ -127,7 +127,7 @@ class Setting:
         return ExpertRows.of(experts, planned.rows, form.expert, form.tensor, self.layers.spread)
 
     def experts_us(self, planned: PlannedMicrobatch) -> tuple[float, float]:
-        """Time of one layer's routed experts, forward: products and rows, and both all-to-alls."""
+        """Forward times of one layer's routed experts: their products and row traffic; both all-to-alls."""
         layers, experts = self.layers, self.training.experts
         if not experts.count:
             return 0.0, 0.0

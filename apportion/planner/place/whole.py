@@ -63,7 +63,7 @@ def spread(
     """
     cap = problem.policy.token_cap
     if cap is None:
-        return _least_slack(problem, weights, sizes, load, used, solver)
+        return _solve_with_least_slack(problem, weights, sizes, load, used, solver)
     for key in (weights, sizes):
         home = _solve_under_caps(
             problem, key, sizes, load if key is weights else used, used, problem.token_caps, solver
@@ -78,7 +78,7 @@ def spread(
     )
 
 
-def _least_slack(
+def _solve_with_least_slack(
     problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, solver: PartitionSolver
 ) -> Ints:
     minimum = int(max(used.max(), sizes.max(initial=0)))

@@ -80,7 +80,7 @@ class Schedule:
 
     @cached_property
     def levels(self) -> int:
-        """Waves of rounds after the last one, in which returns reach their homes."""
+        """Waves of returns after the last round, until all have reached their homes: 2 with relays."""
         has_relays = not self.routed.carry and bool((self.edges.parent >= 0).any())
         return (2 if has_relays else 1) if self.rounds else 0
 

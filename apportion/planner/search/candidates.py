@@ -36,7 +36,7 @@ HEADS = (0.4, 0.5, 0.33)
 # Row multiples of cuts: the tile of most kernels.
 ALIGN = 128
 # Maximum shares of a rank's time for sequences that stay whole.
-LONE = (0.05, 0.12, 0.25)
+LONE_SHARES = (0.05, 0.12, 0.25)
 # Orders of tiles with different lengths, and times of tasks without tiles (`even` cuts them into strips).
 ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
 
@@ -116,7 +116,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
         ], others
     is_expensive = _is_communication_heavy(problem)
     last_maker = partial(_lone, rounds=FEW_ROUNDS) if is_expensive else partial(_mixed, "blend", "star")
-    makers = _lone, partial(_lone, lone=LONE[0], rounds=MORE_ROUNDS[0]), last_maker
+    makers = _lone, partial(_lone, lone=LONE_SHARES[0], rounds=MORE_ROUNDS[0]), last_maker
     first = [make(degree) for degree in degrees[:1] for make in makers]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
     first += _zones(problem) if is_expensive else []
@@ -255,7 +255,7 @@ def in_more_rounds(best: Candidate) -> Candidate:
 def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[Candidate]]:
     """Variations of one parameter each, the most often successful ones first; some equal the best itself."""
     step = best.recipe.step("inner")
-    lone_shares = LONE if step is not None and step.params.get("lone") is not None else ()
+    lone_shares = LONE_SHARES if step is not None and step.params.get("lone") is not None else ()
     moves = [
         _variants(best, "inner", ("ulysses",), "lone", lone_shares),
         _variants(best, "place", ("blend", "lpt"), "weigh", ("time", "pairs")),

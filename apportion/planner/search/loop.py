@@ -309,7 +309,7 @@ class _Search:
 
 
 def _plan_cache_key(placed: PlacedProblem) -> str:
-    """Cache key of plans: equal homes and equal passes after placement; passes that move nothing, since heads are split
+    """Plan cache key: equal for equal homes and passes after placement; passes that move nothing, since heads are split
     among all ranks, are ignored."""
     placement, passes, lone = placed.placement, placed.passes, placed.lone
     if placement.execution is not None:

@@ -19,7 +19,7 @@ from apportion.planner.simulate.losses import attainable_us
 @dataclass(frozen=True)
 class Price:
     """Simulated milliseconds of one call of every attention kind, as in `Simulation`, and microseconds over all layers,
-    including recurrent ones: the total that the search compares, the ideal without communication and overheads, and the
+    including recurrent ones: the total that the search compares, the ideal without communication or overheads, and the
     attainable time (`simulate.losses`)."""
 
     forward_ms: float

@@ -72,7 +72,7 @@ class Work(NamedTuple):
 def work_us(
     view: View, costs: Costs, tasks: PricedTasks, row_work: RowWork, share: Floats | None = None
 ) -> tuple[Floats, Work]:
-    """float64 [instructions]: work (before a launch, after the round of a wait); and its composition. A rank of speed s
+    """float64 [instructions]: work (before a launch's round, after a wait's); and its composition. A rank of speed s
     takes 1/s times as long as one of speed 1. share: float64 [ranks], computed fraction of each rank's task pairs;
     None: all."""
     kernels, launches, accumulated, moved = np.zeros((4, len(row_work.moved)))

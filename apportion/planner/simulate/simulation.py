@@ -68,7 +68,7 @@ class Simulation:
 
     @property
     def efficiency(self) -> float:
-        """Ideal balanced time by speed, without communication and overheads, over simulated time, for all runs
+        """Ideal time (work balanced by speed, no communication or overhead) over simulated time, for all runs
         together; 1.0 if there is no work."""
         simulated = sum(run.makespan_us for run in self.runs.values())
         return sum(run.ideal_us for run in self.runs.values()) / simulated if simulated else 1.0

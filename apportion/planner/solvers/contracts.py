@@ -256,17 +256,17 @@ class HypergraphProblem:
 
     @cached_property
     def flops_caps(self) -> tuple[Ints, Ints]:
-        """int64 [nodes], int64 [ranks]: limits of flops."""
+        """int64 [nodes], int64 [ranks]: limits on flops."""
         return caps_of(int(self.flops.sum()), self.flops_slack, self.flops_shares, self.nodes)
 
     @cached_property
     def tokens_caps(self) -> tuple[Ints, Ints]:
-        """int64 [nodes], int64 [ranks]: limits of tokens."""
+        """int64 [nodes], int64 [ranks]: limits on tokens."""
         return caps_of(int(self.tokens.sum()), self.tokens_slack, self.tokens_shares, self.nodes)
 
 
 def caps_of(total: int, slack: tuple[float, float], shares: Floats, nodes: int) -> tuple[Ints, Ints]:
-    """int64 [nodes], int64 [ranks]: limits of each share of `total`; shares: float64 [ranks], see HypergraphProblem."""
+    """int64 [nodes], int64 [ranks]: limits on each share of `total`; shares: float64 [ranks], see HypergraphProblem."""
     mean = total * shares / shares.sum()
     factor = (1 + slack[0]) * (1 + slack[1])
     ranks = np.maximum(np.floor(mean * factor + _ROUNDING), np.ceil(mean - _ROUNDING)).astype(np.int64)

@@ -128,7 +128,7 @@ def piece_of(layer: PingPongLayer, handles: Sequence[PlanHandle]) -> backend.Pie
     """The backend's piece of a layer, for plans that have its kind."""
     kind, header = _kind(handles, layer.kind), handles[0].slice.header
     if layer.project is None and any(handle.projects(kind) for handle in handles):
-        rule = "the plan of a half projects a few heads at a time, which `pre` cannot"
+        rule = "the plan of a half projects a few heads at a time, which `pre` cannot do"
         raise ConfigError("pre", layer.pre, rule, "pass `project` instead, as in planned_attention_block")
     score, pre = score_of(header.head_dim, layer.scale, layer.softcap), _pre(layer, header)
     return backend.Piece(pre, layer.post, tuple(layer.params), kind, score, layer.sinks, layer.project)

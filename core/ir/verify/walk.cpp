@@ -119,14 +119,14 @@ void Walk::attend(int64_t task) {
   require(keys.tensor == Tensor::KV && queries.tensor == Tensor::Q);
   if (!program_.heads.serves[queries.heads][keys.heads])
     fail(Code::OTHER_KEYS, rank_.place(keys), keys.heads, queries.heads);
-  const bool again = task_before_ >= 0 && table.queries[task] == table.queries[task_before_];
-  if (!again) {
+  const bool same_queries = task_before_ >= 0 && table.queries[task] == table.queries[task_before_];
+  if (!same_queries) {
     rank_.gather(queries, true, runs_);
     note(runs_, -1, queries.heads);
   }
   require(sum.tensor == (is_backward ? Tensor::DQ : Tensor::O) && rank_.are_alike(sum, queries));
   if (is_backward) {
-    const int64_t before = again ? task_before_ : -1;
+    const int64_t before = same_queries ? task_before_ : -1;
     gather_as_queries(table.gradient[task], before < 0 ? -1 : table.gradient[before], Tensor::DO, queries);
     gather_as_queries(table.statistics[task], before < 0 ? -1 : table.statistics[before], Tensor::DELTA, queries);
   }

@@ -313,7 +313,7 @@ def test_tasks_of_an_instruction_are_one_launch() -> None:
         ("forward", "project X.home[0:2) -> Q.work[0:2) KV.work[0:2)", 2 * 2 * (32 + 64)),
     ],
 )
-def test_row_operations_take_time_by_the_bytes_they_read_and_write(phase: str, line: str, moved: int) -> None:
+def test_row_operations_take_time_per_byte_read_and_written(phase: str, line: str, moved: int) -> None:
     casts = 64 * (4 + 8) * 16 if phase == "backward" else 0  # dQ and dKV of the home rows
     assert busy(line, Unit(a_byte=1.0), phase) == moved + casts
     assert busy(line, Unit(a_row=1.0), phase) == (2 if phase == "backward" else 1)

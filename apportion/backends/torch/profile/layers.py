@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, linear, rms_norm, silu
 
 from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.profile.clock import Runs, Work, best_us
-from apportion.ir.layer_work import BACKWARD, LOSS, adam_bytes, linear_parameters, row_numbers
+from apportion.ir.layer_work import BACKWARD, LOSS, adam_bytes, linear_parameters, row_work_numbers
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.model import Model
 
@@ -37,7 +37,7 @@ class TimedLayer:
     runs: Runs
 
     def linear_tflops(self) -> Figure:
-        """1e12 FLOP/s of the products of one layer."""
+        """1e12 FLOP/s of the matrix products of one layer."""
         us = best_us(self._products(), self.device, self.runs)
         flops = 2 * BOTH * linear_parameters(self.model) * self.tokens
         return Figure(round(flops / us / 1e6, 6), f"measured: linear layers, {self._shape()}")
@@ -45,7 +45,7 @@ class TimedLayer:
     def rows_gbs(self) -> Figure:
         """1e9 bytes/s that norms, residual sums, rotary embeddings and the gate move."""
         us = best_us(self._row_work(), self.device, self.runs)
-        moved_bytes = BOTH * self.tokens * self.model.element_bytes * row_numbers(self.model)
+        moved_bytes = BOTH * self.tokens * self.model.element_bytes * row_work_numbers(self.model)
         source = f"measured: norms, residual sums, rotary embeddings and gate, {self._shape()}"
         return Figure(round(moved_bytes / us / 1e3, 4), source)
 

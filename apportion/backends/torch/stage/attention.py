@@ -100,7 +100,7 @@ def _merge_part(
 def _merge(
     source, target, valid, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr
 ):
-    """Stores rows * old + sums * new at `target` in its dtype; rows: float32 at `source` [n, 1]; skips fresh rows."""
+    """Stores rows * old + sums * new at `target` in its dtype; rows: float32 at `source` [n, 1], 0 if fresh."""
     _merge_part(source, target, valid, old, new, fresh, sums[0], 0, A, WIDTH)
     if B:
         _merge_part(source, target, valid, old, new, fresh, sums[1], A, B, WIDTH)

@@ -36,7 +36,7 @@ Solution = tuple[Ints, Ints, dict[str, Balance], dict[tuple[str, str], Execution
 
 WHERE = "recipe.place.distca"
 NO_CAP = 2**62
-# A policy may require less, which no plan of whole rows reaches.
+# A policy may set a lower tolerance, but no plan of whole rows is as even.
 LEAST_TOLERANCE = 1e-4
 _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
 # Tasks take parts of keys if the busiest rank would otherwise send for this many times as long: in simulations with 8
@@ -141,7 +141,7 @@ class Distca(PlacePass):
         return home, result
 
     def _head_tail_sequences(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
-        """bool [sequences]: True for homes as heads and tails; and, for each kind, True for causal sequences."""
+        """bool [sequences]: True if homes hold a head and a tail; and, for each kind, True for causal sequences."""
         cut = self.head_tail != "none"
         causal = {kind: causal_sequences(problem, kind) & cut for kind in problem.batch.kinds}
         return np.logical_or.reduce(list(causal.values())) | (self.head_tail == "all"), causal
