@@ -87,6 +87,9 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         if self._options is not None and kwargs.get("description") != "test":  # predictions keep their order
             dataset = self._loader(dataset, is_training)
         if not isinstance(dataset, PlannedLoader):
+            if is_training:
+                rule, remedy = "would be trained on without plans", "pass hf.loader(...), or planned={...}"
+                raise ConfigError("train_dataset", type(dataset).__name__, rule, remedy)
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         if kwargs.get("description") == "test":
             rule, remedy = "predictions would be in the plan's order", "pass the plain dataset"

@@ -193,5 +193,5 @@ class Epochs:
             message = (
                 f"iteration {batch.iteration} does not have the {self.accumulated} microbatches of a step"
             )
-            remedy = "accumulate the microbatches of the loader's iterations, and give it drop_last=True"
+            remedy = f"make the loader with microbatches={self.accumulated} and drop_last=True"
             raise ExecutionError(f"{message}: {remedy}")

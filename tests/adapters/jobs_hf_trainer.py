@@ -152,11 +152,12 @@ def refusal(comm: Communicator, folder: Path, options: Any) -> Any:
     collator = options.pop("data_collator", None) and (lambda samples: samples)
     callables = {"compute_metrics": metrics, "compute_loss_func": own, "data_collator": collator}
     predicts, kind = options.pop("predict", False), options.pop("kind", PlannedTrainer)
+    plain = options.pop("plain", False)
     trainer = kind(model=model, args=arguments(folder, **options), **callables)
     try:
         if predicts:
             trainer.predict(data)
-        trainer._get_dataloader(data, is_training=metrics is None)
+        trainer._get_dataloader(data.dataset if plain else data, is_training=metrics is None)
     except ConfigError as error:
         return str(error)
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 from apportion import cli
 from apportion.ir.arrays import Bools, Ints
@@ -257,7 +257,7 @@ def test_a_comparison_page_shows_recipes_side_by_side(folder: Path, visit: Visit
     assert ups == sorted(ups, reverse=True)
     before = canvas_content(page, "time")
     table.get_by_role("button", name="ring", exact=True).click()
-    page.wait_for_function("document.querySelector('.about').textContent.includes('recipe ring')")
+    expect(page.locator(".about")).to_contain_text("recipe ring")
     assert canvas_content(page, "time") != before
     check_screenshot(page, "compare-1280")
     check_narrow(visit(path, NARROW), "compare-390")
@@ -270,7 +270,7 @@ def test_a_diff_page_lists_the_differences_of_two_plans(planned: Make, folder: P
     page = visit(path)
     assert page.locator("table").first.locator("tbody tr", has_text="header.recipe").count() == 1
     page.get_by_role("tab").nth(1).click()
-    page.wait_for_function("document.querySelector('.about').textContent.includes('recipe ring')")
+    expect(page.locator(".about")).to_contain_text("recipe ring")
     check_screenshot(page, "diff-1440")
     check_narrow(visit(path, NARROW), "diff-390")
 

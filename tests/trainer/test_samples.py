@@ -55,7 +55,7 @@ def test_loss_masks_and_labels_of_a_sample_are_combined() -> None:
 )
 def test_fields_that_would_be_ignored_are_refused_by_name(name: str, value: Any) -> None:
     dataset = Plain([{"input_ids": TOKENS[:4], name: value}], [4])
-    with pytest.raises(ConfigError, match=rf"sequence 0: {name}"):
+    with pytest.raises(ConfigError, match=rf"sample 0: {name}"):
         list(ap.PlannedLoader(dataset, **planning(job())))
 
 

@@ -89,16 +89,16 @@ def test_a_rank_without_samples_has_the_fields_of_the_others(pool: Pool) -> None
 @pytest.mark.parametrize(
     ("sample", "error"),
     [
-        ({"tokens": [1, 2, 3]}, r"sequence 0.*must have input_ids"),
-        ({"input_ids": [1, 2, 3], "reward": 1.0}, r"sequence 0: reward.*an entry for each of the 3 tokens"),
-        ({"input_ids": [1, 2, 3], "advantages": [0.5, 1.0]}, r"sequence 0: advantages.*shape \(2,\)"),
-        ({"input_ids": [1, 2, 3], "names": ["a", "b", "c"]}, r"sequence 0: names"),
-        ({"input_ids": [1.7, 2.0, 3.0]}, r"sequence 0: input_ids.*integers"),
-        ({"input_ids": [1, 2, 3], "labels": [0.5, 1.0, 2.0]}, r"sequence 0: labels.*integers"),
-        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 2]}, r"sequence 0: position_ids.*the plan's mask"),
+        ({"tokens": [1, 2, 3]}, r"sample 0.*must have input_ids"),
+        ({"input_ids": [1, 2, 3], "reward": 1.0}, r"sample 0: reward.*an entry for each of the 3 tokens"),
+        ({"input_ids": [1, 2, 3], "advantages": [0.5, 1.0]}, r"sample 0: advantages.*shape \(2,\)"),
+        ({"input_ids": [1, 2, 3], "names": ["a", "b", "c"]}, r"sample 0: names"),
+        ({"input_ids": [1.7, 2.0, 3.0]}, r"sample 0: input_ids.*integers"),
+        ({"input_ids": [1, 2, 3], "labels": [0.5, 1.0, 2.0]}, r"sample 0: labels.*integers"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 2]}, r"sample 0: position_ids.*the plan's mask"),
         (
             {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]},
-            r"sequence 0: attention_mask.*no padding",
+            r"sample 0: attention_mask.*no padding",
         ),
         (
             {"input_ids": [1, 2, 3], "labels": [1, -1, 3]},
@@ -128,11 +128,11 @@ def test_samples_of_a_microbatch_must_have_equal_fields() -> None:
     dense = {"input_ids": torch.arange(3), "attention_mask": torch.ones(3)}
     (batch,) = loader_of(Samples([dense, dense], [3, 3]))
     assert batch.fields == {}
-    with pytest.raises(ExecutionError, match=r"sequence 1 has the fields .*rewards"):
+    with pytest.raises(ExecutionError, match=r"sample 1 has the fields .*rewards"):
         list(loader_of(Samples([dense, {**dense, "rewards": [0.0] * 3}], [3, 3])))
     for other in ([0.5, 1.0, 0.0], np.zeros((3, 2), np.int64)):
         samples = [{**dense, "rewards": [0, 1, 1]}, {**dense, "rewards": other}]
-        with pytest.raises(ExecutionError, match=r"sequence 1 has the fields rewards.*rewards int64 \[\]"):
+        with pytest.raises(ExecutionError, match=r"sample 1 has the fields rewards.*rewards int64 \[\]"):
             list(loader_of(Samples(samples, [3, 3])))
 
 

@@ -131,8 +131,8 @@ def local_rows(
     ExecutionError if a sample has a different length or fields, or the plan is for another batch."""
     spans = piece.layout(piece.header.home_layout).spans
     _check_batch(spans, batch)
-    sequences = _SequenceReader(read, batch)
     numbers = np.arange(len(batch.lengths)) if samples is None else np.asarray(samples)
+    sequences = _SequenceReader(read, batch, numbers)
     parts = list[Rows]()
     columns = (spans[name].tolist() for name in ("row", "token", "length", "sequence"))
     for _, token, length, sequence in sorted(zip(*columns, strict=True)):
@@ -215,28 +215,31 @@ class _Sample:
 
 @dataclass
 class _SequenceReader:
-    """Reads and checks the sequences of a microbatch, each once."""
+    """Reads and checks the sequences of a microbatch, each once. numbers: of the dataset's samples."""
 
     read: Callable[[int], Sample]
     batch: Batch
+    numbers: Ints
     _samples: dict[int, _Sample] = field(default_factory=dict)
 
     def load(self, sequence: int) -> _Sample:
         """The sample, without comparing its fields with those of the rank's other samples."""
-        sample = self._samples.get(sequence)
-        return sample or _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
+        return self._samples.get(sequence) or self._read(sequence)
 
     def of(self, sequence: int) -> _Sample:
         if sequence not in self._samples:
-            sample = _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
+            sample = self._read(sequence)
             first = next(iter(self._samples.values()), sample)
             if (form := _form(sample.fields)) != (first_form := _form(first.fields)):
                 raise ExecutionError(
-                    f"sequence {sequence} has the fields {form}, another of its microbatch {first_form}: "
+                    f"sample {self.numbers[sequence]} has the fields {form}, another of its microbatch {first_form}: "
                     "give all samples the same fields, of the same dtype and width"
                 )
             self._samples[sequence] = sample
         return self._samples[sequence]
+
+    def _read(self, sequence: int) -> _Sample:
+        return _sample(self.read(sequence), int(self.batch.lengths[sequence]), int(self.numbers[sequence]))
 
     def any(self) -> _Sample:
         """Any sequence, to get the fields."""
@@ -266,10 +269,10 @@ def _check_batch(spans: Any, batch: Batch) -> None:
         raise ExecutionError(f"{message}: the run was started with different samples")
 
 
-def _sample(sample: Sample, length: int, sequence: int) -> _Sample:
-    """The sample's tokens, labels and fields. Raises ConfigError, ExecutionError."""
+def _sample(sample: Sample, length: int, number: int) -> _Sample:
+    """The tokens, labels and fields of the dataset's sample of this number. Raises ConfigError, ExecutionError."""
     sample = sample if isinstance(sample, Mapping) else {TOKENS: sample}
-    label = f"sequence {sequence}"
+    label = f"sample {number}"
     if TOKENS not in sample:
         rule, remedy = f"must have {TOKENS}, the token ids", "name them so"
         raise ConfigError(label, sorted(map(str, sample)), rule, remedy)
@@ -308,7 +311,7 @@ def _check_known(label: str, sample: Mapping[str, Any], length: int) -> None:
         path = f"{label}: {name}"
         if name in _NEUTRAL_VALUES and (_field(path, sample[name], length) == _NEUTRAL_VALUES[name]).all():
             continue
-        raise ConfigError(path, "a field", *_REFUSED[name])
+        raise ConfigError(path, "given", *_REFUSED[name])
 
 
 def _read_mask(name: str, value: Any, length: int) -> Tensor:
