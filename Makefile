@@ -153,7 +153,7 @@ $(TRAINERS)/.ready: pyproject.toml $(CORE) tests/adapters/requirements.txt
 	@$(PYTHON) -m venv $(TRAINERS)
 	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)"
 	@$(TRAINERS)/bin/pip install --quiet $(TOOLS)
-	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)" $(EDITABLE) ".[torch]" hypothesis pytest pytest-xdist \
+	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)" $(EDITABLE) ".[torch]" hypothesis pytest \
 	  --requirement tests/adapters/requirements.txt
 	$(call path,$(TRAINERS))
 	@$(MAKE) --no-print-directory core PYTHON=$(TRAINERS)/bin/python
@@ -161,7 +161,7 @@ $(TRAINERS)/.ready: pyproject.toml $(CORE) tests/adapters/requirements.txt
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready
-	$(TRAINERS)/bin/pytest tests/adapters -m "not slow" -n 2 --dist loadfile
+	$(TRAINERS)/bin/pytest tests/adapters -m "not slow"
 
 $(PLAIN)/.ready: pyproject.toml $(CORE)
 	@echo "Setting up $(PLAIN) ..."
