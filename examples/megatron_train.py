@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import apportion as ap
 
-STEPS, MICROBATCHES, TOKENS_PER_RANK = 5, 2, 4096
+STEPS, MICROBATCHES, TOKENS_PER_RANK = 5, 2, 2048
 
 
 class Files:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.hf import LAST, NAME, require_enabled
 from apportion.trainer.loading.batch import PlannedBatch
@@ -83,7 +84,8 @@ def _check_meshes(planned: PlannedBatch, cp_mesh: Any, tp_mesh: Any) -> None:
     ranks have read different batches. A collective."""
     if cp_mesh is not None:
         mesh = cp_mesh.mesh.flatten().tolist()
-        ranks = getattr(planned.handle.communicator, "_global", mesh)
+        communicator = planned.handle.communicator
+        ranks = communicator.global_ranks if isinstance(communicator, Communicator) else mesh
         if sorted(mesh) != sorted(ranks):
             rule = f"the loader plans for ranks {ranks}, but the cp mesh has ranks {mesh}"
             remedy = "make the loader with communicator=ap.Communicator(cp group) and replicas=dp group"

@@ -131,7 +131,7 @@ class Communicator(Transport):
     groups: process groups of the same ranks in the same order; channel c uses `groups[c % len(groups)]`. hosts: a group
     that moves CPU tensors, for agreements; required if `groups` move only GPU tensors. Without arguments: all ranks of
     the job, on as many groups as their plans have channels, or a single rank if torch.distributed is not initialised.
-    Any number of plans share one.
+    Any number of plans share one. `global_ranks`: their ranks in the job, in the groups' order.
     """
 
     def __init__(self, *groups: Any, hosts: Any = None) -> None:
@@ -146,7 +146,7 @@ class Communicator(Transport):
         self.pool = Pool()
         self.ranks = dist.get_world_size(groups[0]) if groups else 1
         self.rank = dist.get_rank(groups[0]) if groups else 0
-        self._global: list[int] = dist.get_process_group_ranks(groups[0]) if groups else [0]
+        self.global_ranks: list[int] = dist.get_process_group_ranks(groups[0]) if groups else [0]
         self._calls = calls_of(groups[0]) if self.ranks > 1 else None
         self._started = 0
 
@@ -182,7 +182,7 @@ class Communicator(Transport):
             return Flight()
         group, tag = self._group(channel), self._calls.tag
         ops = [
-            dist.P2POp(dist.isend if send else dist.irecv, data, self._global[peer], group, tag)
+            dist.P2POp(dist.isend if send else dist.irecv, data, self.global_ranks[peer], group, tag)
             for send, peer, data in posts
         ]
         works, buffers = dist.batch_isend_irecv(ops), [post.data for post in posts]
