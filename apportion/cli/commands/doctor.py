@@ -26,11 +26,13 @@ OPTIONAL_PACKAGES = (
     (("fastapi", "uvicorn", "uvloop", "h11", "prometheus_client"), "service", "apportion serve"),
     (("redis",), "redis", "a store that several machines share"),
     (("ray",), "ray", "workers on a cluster"),
+    (("pyarrow",), "data", "lengths from Parquet and saved datasets"),
     (("pandas",), "notebook", "to_pandas()"),
     (("transformers",), "hf", "Hugging Face's Trainer"),
     (("lightning",), "lightning", "Lightning"),
     (("torchtitan",), "torchtitan", "TorchTitan"),
     (("megatron",), "megatron", "Megatron-Core"),
+    (("nemo_automodel",), "automodel", "NeMo Automodel"),
 )
 
 

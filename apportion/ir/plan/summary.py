@@ -48,7 +48,10 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ("busiest rank", f"{human_bytes(volume['max_rank'])}"),
         ("bytes bound", _bytes_bound(record)),
         ("slots", f"{record['slots']}, at least {record['max_degree']} needed; in {record['rounds']} rounds"),
-        ("plan size", f"{human_bytes(sizes['total'])}, largest rank {human_bytes(sizes['largest_rank'])}"),
+        (
+            "uncompressed",
+            f"{human_bytes(sizes['total'])} for all ranks, at most {human_bytes(sizes['largest_rank'])} for one",
+        ),
     ]
     return rows + _departure_rows(record) + _search_rows(record) + _time_rows(record)
 
@@ -78,7 +81,7 @@ def _search_rows(record: Record) -> list[tuple[str, str]]:
     if "search" not in record:
         return []
     search = record["search"]
-    outcome = "step budget used up" if search["stopped"] else "search space exhausted"
+    outcome = f"stopped by its {search['stopped']} limit" if search["stopped"] else "search space exhausted"
     gap_text = f"{percent(search['gap'])} above the lower bound of {search['ideal_ms']:.3f} ms"
     return [
         ("search", f"{search['recipe']['name']} is the best of {search['steps']} tried ({outcome})"),
