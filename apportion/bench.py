@@ -35,7 +35,7 @@ RANKS_PER_NODE = 8
 
 
 def ranks_per_node(ranks: int) -> int:
-    """8, or the largest smaller divisor of `ranks`."""
+    """The largest divisor of `ranks` up to 8."""
     return max(d for d in range(1, RANKS_PER_NODE + 1) if ranks % d == 0)
 
 
@@ -142,10 +142,10 @@ def timed_plan(job: BenchJob) -> tuple[Plan, float, dict[str, float]]:
     job = _parsed(job)
     start = perf_counter()
     plan = planned(job, steps)
-    made = perf_counter()
+    planned_at = perf_counter()
     plan.encode()
     end = perf_counter()
-    return plan, (end - start) * 1e3, steps | {"bytes": (end - made) * 1e3}
+    return plan, (end - start) * 1e3, steps | {"bytes": (end - planned_at) * 1e3}
 
 
 def _parsed(job: BenchJob) -> BenchJob:
@@ -171,7 +171,7 @@ class _Counter(dict[str, float]):
 
 def counted(job: BenchJob) -> dict[str, int]:
     """Counts function calls in each step of planning and, as `verify`, in verification: fixed overhead, independent of
-    ranks, since loops of the core make no calls. Run it warm, or imports count. Raises the errors of planning and
+    ranks, since loops of the core make no calls. Warm up first, or imports count. Raises the errors of planning and
     verification."""
     job = replace(_parsed(job), threads=1)  # calls of other threads would not be counted
     counter, before, collects = _Counter(), sys.getprofile(), gc.isenabled()
@@ -199,8 +199,8 @@ def timed_verify(plan: Plan, threads: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Source:
-    """Source of batches: a workload, or the documented log-normal documents; plain ones under `mask` (causal).
-    longest: maximum tokens of a document, None: of the batch; overlong: how longer documents are handled."""
+    """Source of batches: a workload, or the documented log-normal documents. mask: for plain documents, None: causal.
+    longest: maximum tokens of a document, None: those of the batch; overlong: how longer documents are handled."""
 
     workload: Workload | None = None
     mask: MaskSpec | None = None

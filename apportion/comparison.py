@@ -109,7 +109,7 @@ class Row:
 
     @property
     def reason(self) -> str | None:
-        """Reason of refused batches: the first one, with their number; None if none was refused."""
+        """Why batches were refused: the first reason, and how many were; None if none was refused."""
         refusals, batches = self.refusals, len(self.outcomes)
         if not refusals:
             return None
@@ -132,8 +132,8 @@ class Row:
         return trials[(len(trials) - 1) // 2] if trials else None
 
     def record(self) -> dict[str, Any]:
-        """The row: names, nesting and units are documented in docs/benchmarks.md. Figures of one batch, that of median
-        time, so that they belong together; speed-ups and times of planning are over all batches."""
+        """The row: names, nesting and units are documented in docs/benchmarks.md. Figures are of one batch, the one of
+        median time, so that they belong together; speed-ups and measured times cover all batches."""
         trials, middle = self.trials, self.middle
         names = (*SIMULATED, "peak_rows", *REPORTED)
         return {
@@ -226,7 +226,7 @@ def compare(
     seed: int = 0,
     verify: bool = True,
 ) -> Comparison:
-    """Plans the batches by every recipe; verifies and simulates the plans, one attention call of each kind.
+    """Plans the batches with every recipe; verifies and simulates the plans, one attention call of each kind.
 
     recipes: names or recipes, by default all built-in ones. baseline: reference for speed-ups; it gets a row in any
     case. hardware: simulated hardware, by default the built-in H100. A recipe that cannot serve a batch keeps its row,
@@ -248,8 +248,8 @@ def compare_all(
     setting: Setting,
     progress: Progress = lambda done: None,
 ) -> Comparison:
-    """Runs every recipe on every batch; a baseline not among the recipes gets a row first. Raises ConfigError if there
-    is no batch."""
+    """Runs every recipe on every batch; a baseline not among the recipes gets the first row. Raises ConfigError if no
+    batch is given."""
     recipes = recipes if baseline in recipes else [baseline, *recipes]
     for recipe in recipes:
         warm_up(recipe)
@@ -270,7 +270,7 @@ def _progressing(batch: Batch, recipe: Recipe, setting: Setting, progress: Progr
 
 
 def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
-    """Plans, verifies and simulates one batch by one recipe."""
+    """Plans, verifies and simulates one batch with one recipe."""
     job = BenchJob(batch, setting.cluster, setting.model, recipe, setting.seed, setting.hardware)
     try:
         plan, planning_ms, _ = timed_plan(job)

@@ -241,8 +241,8 @@ def _error(published: Mapping[str, Sequence[float]], results: Mapping[str, Seque
 
 
 def table(paper: Mapping[str, Any]) -> str:
-    """One row per step: theirs, then ours and its ratio to theirs, under the current figures, the best candidate at the
-    current rate, and the best candidate."""
+    """One row per step: the paper's result, then ours and its ratio to the paper's, for three sets of figures: current,
+    the best at the current rate, and the best of all."""
     tried = paper["tried"]
     today = next(fit for fit in tried if fit["figures"] == TODAY.__dict__)
     at_rate = min((fit for fit in tried if fit["figures"]["rate"] == 1.0), key=lambda fit: fit["error"])

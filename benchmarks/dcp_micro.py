@@ -33,7 +33,7 @@ TOKENS, NODES, GPUS = 131_072, 4, 8
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=128)
 SCALES = (0.5, 1.0, 2.0, 4.0)
 MEDIAN, SIGMA = DCP_DATA["LongDataCollections"]
-#: LoongTrain with its heads split in two; TransformerEngine (`TE`), too
+#: LoongTrain with its heads split in two, as in `TE` (TransformerEngine)
 LOONGTRAIN = Recipe(
     "loongtrain-heads-2",
     {**find_recipe("loongtrain").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}},

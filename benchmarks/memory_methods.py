@@ -151,7 +151,7 @@ def parts() -> Iterator[str]:
 @dataclass(frozen=True)
 class Growth:
     """GiB per additional M tokens. measured: by UPipe, from 1M to `most` M tokens; ours: by the formulas, with
-    attention as the papers count it; planned: the same, as our plans need it."""
+    attention as the papers count it; planned: `ours` with the attention memory that our plans need."""
 
     run: Run
     method: str

@@ -76,7 +76,7 @@ MAGI_DOCUMENTS = {
     98304: 22_513,
     163840: 18_284,
 }
-SHARE = 4  # documents are cut to a pack's tokens / SHARE
+SHARE = 4  # documents are cut into pieces of at most a pack's tokens / SHARE
 
 
 def magi_documents(tokens: int, seed: int) -> Batch:

@@ -1,7 +1,7 @@
 """Benchmarks the planning service under load, attacks and kills.
 
-    python -m benchmarks.service                       every case; kills half a minute each
-    python -m benchmarks.service --minutes 30 kills    half an hour of them
+    python -m benchmarks.service                       every case; kill cases take half a minute each
+    python -m benchmarks.service --minutes 30 kills    the kill case for half an hour
     python -m benchmarks.service hot streams --json    some cases, one JSON object each
     python -m benchmarks.service --list
 

@@ -1,7 +1,7 @@
 // Views of numpy arrays.
 //
 // Nothing is converted: a wrong dtype or number of dimensions, a read-only array for numbers that are not const, and
-// non-contiguous numbers are a TypeError that names the argument.
+// non-contiguous numbers raise a TypeError that names the argument.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,7 +1,7 @@
 """Generated reference pages: commands from the command line, HTTP from OpenAPI, environment variables.
 
 Run: python docs/reference.py (`make reference`). Writes docs/reference/commands.md, http.md and environment.md; a test
-holds the pages against the code.
+compares the pages with the code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VARIABLES = {
     "RANK, LOCAL_RANK": "`selftest`, `profile` and `bench attention` join the job where RANK is set; LOCAL_RANK "
     "chooses the GPU.",
     "RAY_ADDRESS": "The Ray cluster that `apportion doctor` looks for and `--ray` takes where none is named.",
-    "OMP_NUM_THREADS": "Threads of numerical libraries. Set it to 1 beside planning; workers of the service do.",
+    "OMP_NUM_THREADS": "Threads of numerical libraries. Set it to 1 where planning runs; workers of the service do.",
     "TRITON_INTERPRET": "1: the stage kernels run in Triton's interpreter on a CPU, for tests.",
 }
 
@@ -58,17 +58,17 @@ def _prose(text: str) -> str:
 
 def _parameters(command: Any) -> list[list[str]]:
     rows = []
-    for held in command.params:
-        if held.hidden:
+    for item in command.params:
+        if item.hidden:
             continue
-        names = ", ".join(f"`{name}`" for name in (*held.opts, *held.secondary_opts) if name.startswith("-"))
-        value = "" if getattr(held, "is_flag", False) else _cell(held.metavar or held.name.upper())
-        rows.append([names or value, names and value, _cell(held.help)])
-        default = held.default
+        names = ", ".join(f"`{name}`" for name in (*item.opts, *item.secondary_opts) if name.startswith("-"))
+        value = "" if getattr(item, "is_flag", False) else _cell(item.metavar or item.name.upper())
+        rows.append([names or value, names and value, _cell(item.help)])
+        default = item.default
         if (
             default not in (None, False, True, "")
-            and held.show_default
-            and "Default" not in (held.help or "")
+            and item.show_default
+            and "Default" not in (item.help or "")
         ):
             rows[-1][-1] += f" Default: {_cell(default)}."
     return rows
@@ -114,20 +114,20 @@ def http() -> str:
     rows = [
         [
             f"`{method.upper()} {path}`",
-            _cell(made.get("description", "")),
-            _queries(made.get("parameters", [])),
+            _cell(operation.get("description", "")),
+            _queries(operation.get("parameters", [])),
         ]
         for path, methods in schema["paths"].items()
-        for method, made in methods.items()
+        for method, operation in methods.items()
     ]
     problems = [
         [str(kind.status), f"`{name}`", _cell(kind.title), _cell(kind.remedy)]
         for name, kind in sorted(KINDS.items(), key=lambda item: (item[1].status, item[0]))
     ]
     models = [
-        [f"`{name}.{field}`", _cell(_type(held)), _cell(held.get("description", ""))]
+        [f"`{name}.{field}`", _cell(_type(item)), _cell(item.get("description", ""))]
         for name, model in schema["components"]["schemas"].items()
-        for field, held in model.get("properties", {}).items()
+        for field, item in model.get("properties", {}).items()
     ]
     return "\n".join(
         [
@@ -153,11 +153,11 @@ def http() -> str:
 
 
 def _queries(parameters: list[Mapping[str, Any]]) -> str:
-    return ", ".join(f"`{held['name']}`" for held in parameters if held["in"] == "query")
+    return ", ".join(f"`{item['name']}`" for item in parameters if item["in"] == "query")
 
 
-def _type(held: Mapping[str, Any]) -> str:
-    kinds = [held, *held.get("anyOf", [])]
+def _type(item: Mapping[str, Any]) -> str:
+    kinds = [item, *item.get("anyOf", [])]
     names = (kind.get("type") or kind.get("$ref", "").rpartition("/")[2] for kind in kinds)
     return " or ".join(name for name in names if name)
 
@@ -167,9 +167,9 @@ def environment() -> str:
     serve = typer.main.get_command(cli.app).commands["serve"]
     rows = [[", ".join(f"`{name}`" for name in names.split(", ")), text] for names, text in VARIABLES.items()]
     served = [
-        [f"`APPORTION_SERVE_{held.name.upper()}`", f"`{held.opts[0]}`", _cell(held.help)]
-        for held in serve.params
-        if held.opts[0] not in ("--json", "--help")
+        [f"`APPORTION_SERVE_{item.name.upper()}`", f"`{item.opts[0]}`", _cell(item.help)]
+        for item in serve.params
+        if item.opts[0] not in ("--json", "--help")
     ]
     return "\n".join(
         [

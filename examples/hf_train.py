@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/hf_train.py
 
-With --resume it continues a run that was killed. Start it with torchrun also for one process.
+With --resume it continues a run that was killed. Start it with torchrun even for one process.
 """
 
 import sys

@@ -10,7 +10,7 @@ _cuda.random.get_rng_state, _cuda.random.set_rng_state = _cuda.get_rng_state, _c
 _cuda.synchronize = lambda *_: None
 _cuda.manual_seed = torch.manual_seed
 _cuda.is_current_stream_capturing = lambda: False
-_cuda._lazy_call = lambda call, **_: None  # used by its tracker to set states
+_cuda._lazy_call = lambda call, **_: None  # Megatron's RNG tracker uses it to set states
 torch.Tensor.cuda = lambda self, *_, **__: self
 
 

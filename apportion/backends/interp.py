@@ -1,4 +1,4 @@
-"""The interpreter: one rank's program as small Python tuples, walked with one handler per op.
+"""The interpreter: turns one rank's program into small Python tuples and executes them, with one handler per op.
 
     ProgramSet of one rank ──compile_program──► Program(steps, operands, arenas) ──Machine.run──► numbers
 
@@ -54,7 +54,7 @@ class Operand:
     """Rows [row, row + rows) of a tensor at home or in its work arena.
 
     `heads` are the head numbers, in order (none for X and dX); `columns` are the head columns they occupy: a
-    slice if they are evenly spaced, so that a backend can take a view, else the numbers one by one.
+    slice if they are evenly spaced, so that a backend can take a view, else a tuple of their numbers.
     """
 
     index: int
@@ -75,7 +75,7 @@ class Operand:
 
     @property
     def listed(self) -> tuple[int, ...]:
-        """The operand's head columns one by one; (0,) for a tensor without heads."""
+        """The operand's head columns as a tuple; (0,) for a tensor without heads."""
         columns = self.columns
         return (tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns) or (0,)
 
@@ -94,7 +94,7 @@ class Transfer(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Query rows × key rows. `kv_of[i]`: the key operand's column with the KV head of query head i."""
+    """Attention of query rows to key rows. `kv_of[i]`: the key operand's column that holds query head i's KV head."""
 
     q: int
     kv: int
@@ -122,7 +122,7 @@ class GradTask(NamedTuple):
 
 
 class RowOp(NamedTuple):
-    """A row of any other op: operands, in the columns that the op's rule defines; 0: no operand."""
+    """A row of any other op: operand indices, in the columns that the op's rule defines; 0: no operand."""
 
     a: int
     b: int
@@ -348,7 +348,7 @@ class Machine(ABC, Generic[View]):
     @property
     def handlers(self) -> Mapping[Op, Callable[[Step], None]]:
         """The dispatch table: op of the program -> the method that executes its steps."""
-        # not cached: bound methods would be a reference cycle, and only the garbage collector would free the arenas
+        # not cached: bound methods would form a reference cycle, and only the garbage collector would free the arenas
         return MappingProxyType({op: getattr(self, OP_NAMES[op]) for op in self.program.ops})
 
     def run(self) -> None:

@@ -49,7 +49,7 @@ Strip = tuple[slice, slice, Floats]
 #: a rank's home rows, tensor -> its arrays
 Home = dict[Tensor, Arrays]
 
-#: query rows computed at a time; 256 rows × 8K keys × 8 heads are 128 MiB
+#: query rows computed at a time; the logits of 256 rows × 8K keys × 8 heads take 128 MiB
 STRIP = 256
 
 
@@ -60,8 +60,8 @@ class Projection(Protocol):
     """A layer's projection, for plans that take hidden states: it holds the weights."""
 
     def project(self, hidden: Floats, positions: Ints, q_heads: Heads, kv_heads: Heads, /) -> Arrays:
-        """Projects hidden [n, E] to q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv]; its
-        tokens are at int64 positions [n] of their sequences."""
+        """Projects hidden [n, E] to q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv].
+        positions: int64 [n], each token's position in its sequence."""
 
     def gradient(self, hidden: Floats, positions: Ints, q: Heads, kv: Heads, grads: Arrays, /) -> Floats:
         """The gradient [n, E] of hidden from `grads`, the gradients of q, k and v for the heads `q` and `kv`; weight
@@ -70,8 +70,8 @@ class Projection(Protocol):
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """Per-layer inputs of a plan. sinks: [Hq], learned logits; scale: of q·k, D^-1/2 by default; softcap: logits
-    become softcap·tanh(logit / softcap); project: for a plan that takes hidden states."""
+    """Per-layer inputs of a plan. sinks: [Hq], learned logits; scale: factor on q·k, D^-1/2 by default; softcap: logits
+    become softcap·tanh(logit / softcap); project: the projection, for a plan that takes hidden states."""
 
     sinks: Array | None = None
     scale: float | None = None
@@ -199,7 +199,7 @@ def _in_token_order(plan: Plan, homes: Sequence[Home], tensor: Tensor) -> Arrays
 
 
 def _execute(plan: Plan, key: tuple[str, str], layer: LocalLayer, homes: Sequence[Home]) -> list[Home]:
-    """The home rows of all ranks after their programs of a kind and phase (`key`) have run."""
+    """Runs the programs of a kind and phase (`key`) on all ranks; returns each rank's home rows."""
     head, network = plan.header, Network()
     if layer.sinks is not None and np.shape(layer.sinks) != (head.q_heads,):
         raise ExecutionError(
@@ -233,7 +233,7 @@ class Partial(NamedTuple):
 
 def _strips(q: Floats, k: Floats, task: Task | GradTask, layer: LocalLayer) -> Iterator[Strip]:
     """Yields query rows, the keys that any of them sees, and logits [h, rows, keys], -inf where a pair is not allowed.
-    No dense mask of a task is ever built."""
+    No dense mask of a whole task is ever built."""
     for a in range(0, len(q), STRIP):
         b = min(a + STRIP, len(q))
         keys = slice(max(0, a - task.dmax), min(len(k), b - task.dmin))
@@ -251,7 +251,7 @@ def _scale(q: Floats, layer: LocalLayer) -> float:
 
 
 def attend(q: Floats, k: Floats, v: Floats, task: Task, layer: LocalLayer) -> Partial:
-    """Attention of q [n, h, D] on k [m, h, D], v [m, h, Dv] inside the task's band; (0, -inf) for rows without keys."""
+    """Attention of q [n, h, D] to k [m, h, D], v [m, h, Dv] inside the task's band; (0, -inf) for rows without keys."""
     out = Partial(np.zeros((*q.shape[:2], v.shape[2])), np.full(q.shape[:2], -np.inf))
     for rows, keys, logits in _strips(q, k, task, layer):
         top = _finite(logits.max(axis=-1))

@@ -59,12 +59,12 @@ GROUPS = {
     "Extend": (recipes.recipes, recipes.solvers, conformance.conformance),
 }
 for heading, commands in GROUPS.items():
-    for each in commands:
-        if isinstance(each, typer.Typer):
-            app.add_typer(each, rich_help_panel=heading)
+    for item in commands:
+        if isinstance(item, typer.Typer):
+            app.add_typer(item, rich_help_panel=heading)
             continue
-        variables = {"auto_envvar_prefix": "APPORTION_SERVE"} if each is serve.serve else None
-        app.command(rich_help_panel=heading, context_settings=variables)(each)
+        variables = {"auto_envvar_prefix": "APPORTION_SERVE"} if item is serve.serve else None
+        app.command(rich_help_panel=heading, context_settings=variables)(item)
 
 
 @app.callback()

@@ -25,8 +25,8 @@ def read_plan(path: Path, check_id: bool = True) -> Plan:
 
 
 def read_plans(path: Path) -> list[tuple[str, Plan]]:
-    """Reads (name, plan) from a plan file. For a file from a folder of plans, plans its request again: (name, plan) of
-    each microbatch. Raises DecodeError."""
+    """Reads [(name, plan)] from a plan file. For a pack, a file from a folder of plans, plans its request again and
+    returns (name, plan) of each microbatch. Raises DecodeError."""
     from apportion.ir.bytes.job import decode_request
     from apportion.planner.iteration.jobs import plan_job
     from apportion.service.pack import MAGIC, Pack

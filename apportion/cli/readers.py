@@ -76,7 +76,7 @@ def _index_of(folder: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Question:
-    """Question to a reader. name: group and name of the entry. path: the plan, or the folder of a case. expected: the
+    """A question to a reader. name: group and name of its entry. path: the plan, or the folder of a case. expected: the
     exit code; rule: the rule that the plan breaks, which `verify` must print."""
 
     verb: str

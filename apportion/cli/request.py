@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Documents to plan and the setting. Fields are options of commands that take a request, see `command`."""
+    """The documents to plan, and the setting. Fields are options of commands that take a request, see `command`."""
 
     lengths: options.LengthsFile = None
     column: options.Column = None

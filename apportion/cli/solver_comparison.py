@@ -19,10 +19,10 @@ _NEAR = 1e-6
 def compare(entries: Sequence[Entry], problems: int, report: Callable[[str], object]) -> list[dict[str, Any]]:
     """Returns a row for each solver. Solvers of a kind get the same problems, drawn from seeds 0, 1, ….
 
-    entries: installed solvers; report: called after every problem, with the solver's name. Columns: problems: with an
-    answer; solved: problems for which an answer was found; optimal: answers whose value is the optimum; proven:
-    answers reported as optimal; worst, mean: value over optimum, None if nothing was solved or every optimum is 0;
-    ms: the median of a call. Raises the errors of the solvers.
+    entries: installed solvers; report: called after every problem, with the solver's name. Columns: problems: those
+    that have an answer; solved: those that the solver solved; optimal: solutions whose value is the optimum; proven:
+    solutions reported as optimal; worst, mean: value over optimum, None if nothing was solved or every optimum is 0;
+    ms: median time of a call. Raises the errors of the solvers.
     """
     return [_comparison_row(entry, problems, report) for entry in entries]
 

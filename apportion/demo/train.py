@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m apportion.demo.train http://127.0.0.1:8321 20 [WORKLOAD]
 
 The source of plans may also be a folder, or `local`. Rank 0 prints a line of JSON after each step. APPORTION_TOKEN is
-the server's token. This process ends when the process with id APPORTION_DEMO ends, by default its launcher.
+the server's token. This process ends when the process whose id is APPORTION_DEMO, by default its launcher, ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
 
     def step(self, rows: tuple[Tensor, Tensor, Tensor], valid_tokens: int, attention: Attention) -> Tensor:
-        """Updates the weights and returns this process' share of the mean loss.
+        """Updates the weights and returns this process's share of the mean loss.
 
         rows: tokens, position ids and labels, each [rows].
         """

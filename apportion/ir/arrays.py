@@ -1,4 +1,4 @@
-"""Idioms of integer columns: group offsets, positions within groups, run boundaries."""
+"""Common operations on integer columns: group offsets, positions within groups, run boundaries."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Bools = NDArray[np.bool_]
 
 
 def offsets(counts: ArrayLike) -> Ints:
-    """int64 [n + 1]: start offsets of n consecutive groups of sizes `counts`, integers [n], and the end of the last
-    one."""
+    """int64 [n + 1]: start offsets of n consecutive groups, and the end of the last group. counts: integers [n], the
+    sizes of the groups."""
     sizes = np.asarray(counts)
     starts = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=starts[1:])
@@ -22,8 +22,8 @@ def offsets(counts: ArrayLike) -> Ints:
 
 
 def group_of(counts: ArrayLike) -> Ints:
-    """int64 [sum of counts]: the group index of each element, for consecutive groups of sizes `counts`, integers
-    [n]."""
+    """int64 [sum of counts]: the group index of each element of n consecutive groups. counts: integers [n], the sizes
+    of the groups."""
     sizes = np.asarray(counts)
     return np.repeat(np.arange(len(sizes)), sizes)
 
@@ -35,7 +35,7 @@ def within(counts: Ints) -> Ints:
 
 
 def changes(*columns: Ints) -> Bools:
-    """bool [n]: True at row 0 and where a row differs from the previous one in any of the columns, [n] each."""
+    """bool [n]: True at row 0 and wherever a row differs from the previous one in any column. columns: integers [n]."""
     is_change = np.ones(len(columns[0]), np.bool_)
     if len(is_change):
         is_change[1:] = columns[0][1:] != columns[0][:-1]

@@ -19,7 +19,7 @@ from apportion.ir.errors import ConfigError, UnknownNameError
 MAX_INT = 2**62  # fits 64-bit arithmetic with room for one addition
 MAX_COUNT = 2**31 - 1  # fits the columns that store counts
 MAX_FILE_BYTES = 2**30
-#: smallest positive number, and largest number: sums and products of a few stay finite
+#: smallest positive and largest number accepted: sums and products of a few such numbers stay finite
 LEAST, MOST = 1e-15, 1e15
 _MAX_DEPTH = 32
 _SHOWN = 120  # characters shown of a line that does not parse
@@ -30,7 +30,7 @@ Checked = TypeVar("Checked")
 
 
 def scalar(value: Any) -> Any:
-    """Converts a numpy number, boolean or zero-dimensional array to a Python one; returns other values unchanged."""
+    """Converts a numpy number, boolean or zero-dimensional array to a Python scalar; returns other values unchanged."""
     if not isinstance(value, np.generic | np.ndarray) or value.ndim or value.dtype.kind not in "biuf":
         return value
     return float(value) if value.dtype.kind == "f" else value.item()
@@ -200,7 +200,7 @@ def mapping(field: str, value: Any) -> Mapping[str, Any]:
 
 
 def known(field: str, data: Any, allowed: Iterable[str], required: Iterable[str] = ()) -> Mapping[str, Any]:
-    """Returns `data` if it is a mapping, all of its keys are `allowed` and none of `required` is missing."""
+    """Returns `data` if it is a mapping whose keys are all `allowed` and include all `required` ones."""
     checked, allowed = mapping(field, data), tuple(allowed)
     for key in checked:
         if key not in allowed:
@@ -296,7 +296,7 @@ def _place(error: Exception) -> tuple[int, int, str]:
     """(line, column, reason) of a parser's error, counted from 1; line 0 if unknown."""
     if isinstance(error, json.JSONDecodeError):
         return error.lineno, error.colno, error.msg
-    if mark := getattr(error.__cause__, "problem_mark", None):  # of YAML
+    if mark := getattr(error.__cause__, "problem_mark", None):  # set by PyYAML
         return mark.line + 1, mark.column + 1, str(getattr(error.__cause__, "problem", ""))
     return 0, 0, " ".join(str(error).split())
 

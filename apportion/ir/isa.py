@@ -40,9 +40,9 @@ class Use(Enum):
     READ = auto()  # reads values, which remain
     TAKE = auto()  # consumes partials
     MOVE = auto()  # reads values, which remain, or consumes partials
-    WRITE = auto()  # writes the tokens of the operand named by `like`
+    WRITE = auto()  # writes rows of the same tokens as the operand named by `like`
     ONCE = auto()  # like WRITE, but rows may be written only once
-    ADD = auto()  # adds a partial of those tokens, or stores it if the row's `first` flag is set
+    ADD = auto()  # adds a partial of the same tokens as `like`, or stores it if the row's `first` flag is set
     CLEAR = auto()  # sets the identity of accumulation: 0, and for O also LSE = -inf
     FINISH = auto()  # turns a partial into a value in place
     TRAVEL = auto()  # sends (like MOVE) or receives, by the row's `send` flag
@@ -58,8 +58,8 @@ class Argument:
     """An operand of an op: its column in the op's list, and the tensors allowed there.
 
     like: the column of the operand with the same tokens row by row, hence as many rows, and the same heads unless that
-    operand is headless. flag: for ADD, the bit of `first`. passes: memory passes over the operand's rows if the bit is
-    set, and if it is not; None: one, but two for ADD without the bit.
+    operand is headless. flag: for ADD, the bit of `first`. passes: how often the operand's rows are read or written in
+    memory, with the bit set and without it; None: once, but twice for ADD without the bit.
     """
 
     column: str
@@ -75,7 +75,7 @@ class Argument:
 @dataclass(frozen=True)
 class Rule:
     """The properties of an op. list: the table whose rows it consumes. In `tasks` and `grads` the first two operands
-    are query and key rows. kernels: kernel launches of an instruction with rows, besides packing and unpacking.
+    are query and key rows. kernels: kernel launches per instruction that has rows, except for packing and unpacking.
     products: multiplications by the weights of the layer's projection."""
 
     list: str | None
@@ -86,7 +86,7 @@ class Rule:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All operand columns of its list."""
+        """All operand columns of the op's list."""
         return OPERAND_COLUMNS[self.list] if self.list else ()
 
     @property
@@ -98,7 +98,7 @@ class Rule:
         return next((argument for argument in self.arguments if argument.column == column), None)
 
     def source(self, argument: Argument) -> Argument | None:
-        """The operand that this one accumulates and consumes: of the same tensor, in other rows."""
+        """The operand that is accumulated or copied into `argument`: same tensor, other rows; None if there is none."""
         like = self.argument(argument.like or "")
         return like if like and like.use in (Use.TAKE, Use.MOVE) and not argument.use.reads else None
 
@@ -190,7 +190,7 @@ class Op(IntEnum):
     )
     COPY = _op(8, "rowops", Argument("a", Use.MOVE, _ALL), Argument("c", Use.WRITE, _ALL, like="a"))
     CLEAR = _op(9, "rowops", Argument("c", Use.CLEAR, PARTIALS))
-    # the layer's projection of X for the heads of b and c; its results are new arrays, then stored
+    # the layer's projection of X for the heads of b and c; its results are new arrays, which are copied to b and c
     PROJECT = _op(
         10,
         "rowops",
@@ -199,7 +199,7 @@ class Op(IntEnum):
         Argument("c", Use.WRITE, (_T.KV,), like="a", optional=True, passes=(2, 2)),
         products=1,
     )
-    # gradients pushed back through the projection: its recomputation, and two products with its weights
+    # push gradients back through the projection: recompute it, then two products with its weights
     PROJECT_GRAD = _op(
         11,
         "rowops",
@@ -223,7 +223,7 @@ class Op(IntEnum):
 
 #: op -> its rule
 RULES: Mapping[int, Rule] = MappingProxyType({op: op.rule for op in Op})
-#: phase -> the tensors that its attention tasks accumulate, by the column of their list
+#: phase -> column of its task list -> the operand that attention tasks accumulate there
 ADDED: Mapping[str, Mapping[str, Argument]] = MappingProxyType(
     {
         phase: {
@@ -240,8 +240,8 @@ OP_NAMES: Mapping[Op, str] = MappingProxyType({op: op.name.lower() for op in Op}
 P2P = 0  # only ranks with transfers in the round take part
 ALL_TO_ALL = 1  # every rank of the plan launches the round, with or without transfers
 # All tiles are complete rows of sums: they travel in the model's dtype (an LSE in the accumulators'), from work rows to
-# home rows to which nothing else is added. A row of a sum receives all of its heads as results, from such rounds and
-# from `deliver`.
+# home rows to which nothing else is added. If a home row receives results, it receives all of its heads as results,
+# from such rounds or from `deliver`.
 RESULTS = 2
 
 #: table -> its columns, in encoding order. All values are integers.
@@ -275,7 +275,7 @@ MOVE_COLUMNS = ("send", "peer", "row", "rows")
 #: of consecutive tokens of one branch (`ir.masks.predecessors`) on consecutive home rows of a rank.
 RECURRENCE_TABLES = MappingProxyType(
     {
-        # sorted by row. position: tokens before its first one; peer, past: rank and number of the previous run (0, -1:
+        # sorted by row. position: tokens before the run; peer, past: rank and number of the previous run (0, -1:
         # none); leads: 1 if this run is the past of another
         "runs": ("row", "rows", "sequence", "position", "peer", "past", "leads"),
         # slots: `heads` heads, from `head`, of run `run` of rank `peer` are folded here; parent: the slot of that

@@ -1,7 +1,7 @@
 """Latent rows: the communicated rows of layers whose keys and values are projections of a short row (multi-head latent
 attention, DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    latent row   [rope | rank]          one per token: one head of KV, rotated numbers as k, compressed ones as v
+    latent row   [rope | rank]          one per token, stored as one KV head: rotated numbers as k, compressed ones as v
     head         k = [own | rope],  v   own and v are projections of the compressed numbers
 """
 

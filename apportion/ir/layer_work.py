@@ -2,7 +2,7 @@
 rates.
 
     parameters of products   ×2 FLOPs per token, forward; twice that backward
-    row work                 numbers read and written per token, forward, by kernels that each read and write once
+    row work                 numbers read and written per token, forward; each kernel reads and writes its rows once
     loss, optimizer          the same per logit and per parameter
 
 Rates in bytes/s count these bytes, not the bytes that the measured kernels actually moved.
@@ -36,7 +36,7 @@ def linear_parameters(model: Model) -> int:
 
 def row_work_numbers(model: Model, tensor: int = 1) -> float:
     """Numbers read and written per token by the row work of one layer, forward: norms, residual sums, rotary embeddings
-    of Q and K, and the gate. tensor: ranks that share norms and sums."""
+    of Q and K, and the gate. tensor: tensor-parallel ranks that divide norms and residual sums among them."""
     heads = 2 * (model.q_heads + model.kv_heads) * model.head_dim
     return NORMS * model.hidden / tensor + heads + GATED * model.ffn
 

@@ -14,8 +14,8 @@ def stable_order(keys: Ints) -> Ints:
 
 
 def ranked(*columns: Ints) -> tuple[Ints, ...]:
-    """int64 [distinct]: the distinct numbers of int64 columns, ascending; then, for each column, the ranks of its
-    numbers."""
+    """int64 [distinct]: the distinct numbers of int64 columns, ascending; then, for each column, the indexes of its
+    numbers among these."""
     unique, number = core.ranked(np.concatenate(columns))
     return unique, *np.split(number, np.cumsum([len(column) for column in columns[:-1]]))
 

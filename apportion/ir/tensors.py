@@ -46,7 +46,7 @@ class Contents:
     returned: tuple[str, ...] = ()
 
     def widths(self, head_dim: int, v_head_dim: int, hidden: int, latent: Latent | None) -> tuple[int, ...]:
-        """The width of each part in a row of one head; 0 for a part without one. latent: the model's, or None."""
+        """The width of each part in a row of one head; 0 for a part without a width. latent: the model's, or None."""
         if latent is not None and self.side == "key":
             head_dim, v_head_dim = latent.widths
         sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim, "hidden": hidden}
@@ -78,7 +78,7 @@ class Tensor(IntEnum):
     X = _tensor(1, "X", None, Part("x", "hidden"), Part("position", integer=True))
     Q = _tensor(2, "Q", "query", Part("q", "head_dim"), fetched=PHASES)
     KV = _tensor(3, "KV", "key", Part("k", "head_dim"), Part("v", "v_head_dim"), fused=True, fetched=PHASES)
-    # normalised, and its log-sum-exp
+    # the normalised output, and its log-sum-exp
     O = _tensor(4, "O", "query", Part("o", "v_head_dim"), Part("lse"), partial=True, returned=("forward",))  # noqa: E741
     DX = _tensor(5, "dX", None, Part("dx", "hidden"), partial=True, phases=_BACKWARD)
     DQ = _tensor(6, "dQ", "query", Part("dq", "head_dim"), partial=True, phases=_BACKWARD, returned=_BACKWARD)
@@ -113,9 +113,9 @@ TENSOR_NAMES: Mapping[Tensor, str] = MappingProxyType({tensor: tensor.contents.n
 
 #: tensors that are sums of partial results
 PARTIALS = tuple(tensor for tensor in Tensor if tensor.contents.partial)
-#: the gradients among them, which may travel in the model's dtype before they are results
+#: the gradients among them, which may travel in the model's dtype even if they are not sent as results
 GRADIENTS = frozenset(tensor for tensor in PARTIALS if tensor.contents.phases == ("backward",))
-#: transfer dtype of gradients before they are results: the accumulators', or rounded to the model's
+#: transfer dtype of gradients that are not sent as results: the accumulators', or rounded to the model's
 SENT_GRADIENTS = ("wide", "model")
 KV_SIDE = frozenset(tensor for tensor in Tensor if tensor.contents.side == "key")
 HEADLESS = frozenset(tensor for tensor in Tensor if tensor.contents.side is None)
@@ -133,7 +133,7 @@ def _crossing_tensors(use: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]
     )
 
 
-#: (side, phase) -> tensors that tasks fetch, in tiles and in exchanges; tensors that return; both
+#: (side, phase) -> tensors whose rows travel to tasks; tensors whose partial results travel back; both
 FETCHED, RETURNED = _crossing_tensors("fetched"), _crossing_tensors("returned")
 TRAVELLING: Mapping[tuple[Side, str], tuple[Tensor, ...]] = MappingProxyType(
     {key: (*tensors, *RETURNED[key]) for key, tensors in FETCHED.items()}

@@ -60,8 +60,8 @@ def plan(
 
 
 def make(problem: Problem, watch: Watch, threads: int = 1) -> PlanResult:
-    """Runs all passes of the problem's recipe; a search runs on one core. Warns if a recipe without search requests
-    something that its passes could not do. Raises ConfigError, CapacityError."""
+    """Runs all passes of the problem's recipe; a search runs on one core. Without a search, warns of each request of
+    the recipe that its passes could not meet. Raises ConfigError, CapacityError."""
     recipe = problem.policy.recipe
     if recipe.step("search") is not None:
         search = search_of(recipe)
@@ -76,8 +76,8 @@ def make(problem: Problem, watch: Watch, threads: int = 1) -> PlanResult:
 
 
 def sketch(problem: Problem) -> Plan:
-    """Plans like `make`, but without bytes and with only the second layout in the report, for the simulations of
-    forecasts. Raises the errors of `make`."""
+    """Plans like `make`, but does not encode the plan, and reports at most `remap`: enough for the simulations of
+    forecasts. Searches, and policies with a tolerance, take a full `make`. Raises the errors of `make`."""
     recipe, watch = problem.policy.recipe, Watch(None)
     if recipe.step("search") is not None or problem.policy.tolerance is not None:
         return make(problem, watch).plan
@@ -95,8 +95,8 @@ def _warn(recipe: Recipe, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _is_requested(recipe: Recipe, entry: Mapping[str, Any]) -> bool:
-    """True if the plan departs from a request of the recipe: groups of ranks, or a value that differs from the
-    built-in's."""
+    """True if the plan departs from an explicit request: the degree of groups, or a value other than "auto" given by a
+    recipe that is not exactly a built-in one."""
     step, name = str(entry["field"]).split(".")[1::2]
     recipe_step, built_in = recipe.step(step), BUILT_IN.get(recipe.name)
     if name == "degree" or recipe_step is None or entry["asked"] == "auto":

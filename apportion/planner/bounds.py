@@ -5,14 +5,14 @@ hold itself are foreign. Let `reach` be the end of its last row (counted from th
 band's keys below `reach` that it holds, and C and w the largest numbers of tokens and of computed pairs of any rank.
 
     stair   rows see all keys up to their own      foreign = reach - n
-    window  … the last W of them                   foreign >= min(reach - n, W - 1): if no row sees some key below
+    window  … the last W of them                   foreign >= min(reach - n, W - 1): if its rows miss a key below
                                                    `reach`, W foreign keys precede the rank's next row, which sees W - 1
     block   rows see all keys                      foreign = keys - n
 
 Sort ranks by decreasing reach: rows beyond the reach of the j-th (j = 0, 1, ...) are held by the j ranks before it, so
 they are at most j * C tokens with at most j * w pairs. That bounds each reach from below; the bound sums over ranks,
-and over bands with disjoint keys. Speeds do not matter (w is the largest of all ranks), and home_ranks only forbids
-placements.
+and over bands with disjoint keys. Speeds do not matter (w is the largest of all ranks), and home_ranks only rules out
+some placements, so the bound still holds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ROUNDING = 1e-9
 class Bound:
     """A lower bound for all plans under the same constraints, and this plan's value; None: unknown.
 
-    void: why their ratio has no meaning, else None.
+    void: why the ratio has no meaning, or None.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Bound:
 
 def makespan(placed: float, loads: Ints | Floats, speeds: Floats) -> Bound:
     """Bounds the busiest rank's load over its speed. placed: the placement's bound (for unsplittable pieces, by
-    `solvers.partition.lpt.makespan_bound`); loads: [ranks] pairs; speeds: [ranks]. The mean by speed bounds any split,
-    so the result is at least this mean."""
+    `solvers.partition.lpt.makespan_bound`); loads: [ranks] pairs; speeds: [ranks]. Total load over total speed bounds
+    any split, so the result is at least this mean."""
     mean = float(loads.sum()) / float(speeds.sum())
     return Bound("makespan", max(placed, mean), float((loads / speeds).max()))
 

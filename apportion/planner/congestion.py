@@ -31,7 +31,7 @@ class Congestion:
 
     @staticmethod
     def of(hardware: Hardware) -> Congestion | None:
-        """The hardware's congestion, or None if transfers always take bytes over rate."""
+        """The hardware's congestion, or None if every transfer takes its bytes divided by the rate."""
         by_name = {"incast": hardware.incast, "peers": hardware.incast_peers, "one_peer": hardware.one_peer}
         figures = {name: figure.value for name, figure in by_name.items() if figure is not None}
         result = Congestion(**figures, rates=hardware.message_rates)
@@ -40,8 +40,8 @@ class Congestion:
     def factors(self, round_: Ints, out_port: Ints, in_port: Ints, message: Ints, sent_bytes: Ints) -> Floats:
         """float64 [transfers]: slowdown of each transfer relative to bytes over rate.
 
-        Arguments: int64 [transfers] each, only between nodes: round, NICs of sender and receiver, message number from
-        0, bytes.
+        Arguments: int64 [transfers] each, only transfers between nodes: round, NICs of sender and receiver, message
+        number from 0, bytes.
         """
         senders = _opposite_ports(round_, in_port, out_port)
         receivers = _opposite_ports(round_, out_port, in_port)

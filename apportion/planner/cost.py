@@ -34,7 +34,7 @@ from apportion.planner.congestion import Congestion, Network
 Count = int | Ints
 
 PHASES = ("forward", "backward")
-_PRODUCTS = {"forward": (1, 1), "backward": (3, 2)}  # QK; PV. QK again, dQ, dK; dP, dV
+_PRODUCTS = {"forward": (1, 1), "backward": (3, 2)}  # products as wide as QK; V: QK; PV. QK, dQ, dK; dP, dV
 
 
 def causal_pairs(rows: Count, keys: Count) -> Ints:
@@ -53,7 +53,7 @@ class Attention(Protocol):
 
 
 def bands_us(costs: Attention, model: Model, phase: str, bands: Ints) -> Floats:
-    """float64 [n]: time of each of int64 [n, 6] bands as one task with all heads; 0 if it has no pair."""
+    """float64 [n]: time of each band of `bands`, int64 [n, 6], as one task with all heads; 0 if it has no pair."""
     q0, q1, k0, k1, _, _ = tighten(bands).T
     pairs, times = area(bands), np.zeros(len(bands))
     nonempty = np.flatnonzero(pairs)
@@ -66,11 +66,11 @@ def bands_us(costs: Attention, model: Model, phase: str, bands: Ints) -> Floats:
 class _PhaseCost(NamedTuple):
     """Costs of one phase, at the hardware's heads and head dim, as the core reads them.
 
-    points: int64 [points], the grid's axis. cell: int64 and offset: float64, for each number of tiles up to the axis'
-    end: its cell between two points, and the row offset in that cell. full, causal: float64 [5, cells], of each cell,
-    row-major: time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from its corner. pair_us: the lowest time per
-    pair of any grid point (saturated throughput). most_causal: largest ratio of causal to full times, at least 1.
-    window_us: extra time per query row cut by dmax.
+    points: int64 [points], the grid's axis. cell: int64 and offset: float64 [tiles + 1], for each number of tiles up to
+    the axis' end: the interval between two points that its rows are in, and their offset there. full, causal: float64
+    [5, cells], row-major, coefficients of time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from the cell's
+    corner. pair_us: lowest time per pair of any grid point (saturated throughput). most_causal: largest ratio of causal
+    to full times, at least 1. window_us: extra time per query row cut by dmax.
     """
 
     points: Ints
@@ -109,8 +109,8 @@ def _patches(points: Ints, times: Floats, split: bool) -> Floats:
 class CostModel:
     """Times of a model's layers on given hardware, for one rank of speed 1; callers divide by a rank's speed.
 
-    Heads scale attention: time is proportional to query heads and to the FLOPs of the head dims, and at least the time
-    to read and write every row once, where KV heads count (GQA). The grids are assumed to have the model's dtype.
+    Heads scale attention: time is proportional to query heads and to the FLOPs of the head dims, but at least the time
+    to read and write every row once, which depends on KV heads (GQA). Grids are assumed to be of the model's dtype.
     """
 
     def __init__(self, hardware: Hardware, model: Model) -> None:
@@ -133,7 +133,7 @@ class CostModel:
         return core.task_us(self._phase(phase), self._scale(phase), *self._row_us(phase), columns)
 
     def expansion_us(self, phase: str, rows: Count, heads: Count) -> Floats:
-        """float64 [n]: time to expand the latent rows of an instruction. rows: of one head each; heads: heads whose
+        """float64 [n]: time to expand the latent rows of an instruction. rows: counted per head; heads: those whose
         weights are used. Forward: a product, and a pass that copies the rotated numbers next to each head's own part of
         k. Backward: both again, the products for the gradients of rows and weights, and the sum of the latter."""
         model, rate = self.model, self.hardware.linear_tflops.value * 1e6
@@ -141,7 +141,7 @@ class CostModel:
         backward = phase == "backward"
         flops = 2.0 * model.expansion * (3 if backward else 1) * np.asarray(rows)
         moved_bytes = (2 * model.head_dim - model.latent.rope) * model.element_bytes * np.asarray(rows)
-        if backward:  # written by the product, read by the sum, which is itself read and written
+        if backward:  # weight gradients: written, then read and added to a sum, which is read and written
             sum_bytes = 2 * (model.element_bytes + model.accumulator_bytes)
             moved_bytes = moved_bytes + sum_bytes * model.expansion * np.asarray(heads)
         kernels = 5 if backward else 2
@@ -159,8 +159,8 @@ class CostModel:
 
     def chain_us(self, phase: str, q_rows: Count, kv_rows: Count, diagonals: Count) -> Floats:
         """float64 [n]: minimum time of an instruction with this task on unlimited multiprocessors: one tile of queries
-        iterates over its visible keys (backward: a tile of keys over its queries). diagonals: number in the task's
-        band."""
+        iterates over its visible keys (backward: a tile of keys over its queries). diagonals: how many the task's band
+        has."""
         rows = np.minimum(kv_rows if phase == "forward" else q_rows, diagonals + (self.hardware.tile - 1))
         tiles = -(-rows // self.hardware.tile)
         return np.asarray(tiles * (self.hardware.grid(phase).tile_us * self._dims(phase)))
@@ -176,15 +176,15 @@ class CostModel:
 
     @property
     def kernels(self) -> tuple[object, ...]:
-        """Key of all inputs that price a rank's work: equal for hardware that differs only in links, NICs and
-        congestion."""
+        """Key of all inputs that determine the price of a rank's work: equal for hardware that differs only in links,
+        NICs and congestion."""
         hardware = self.hardware
         rates = (hardware.memory_gbs, hardware.rowop_us, hardware.linear_tflops)
         return self.model, hardware.axis, hardware.forward, hardware.backward, *(rate.value for rate in rates)
 
     @property
     def post_us(self) -> float:
-        """Cost of posting a message, before any transfer of its round completes."""
+        """Cost of posting a message, which is added to the latency of its round's transfers on the rank."""
         return self.hardware.post_us.value
 
     @property
@@ -198,7 +198,7 @@ class CostModel:
         return Congestion.of(self.hardware)
 
     def network(self, cluster: Cluster) -> Network | None:
-        """The network figures by which rounds with incast are split; None if splitting gains nothing."""
+        """The network figures for splitting rounds with incast; None if splitting gains nothing."""
         congestion = self.congestion
         if congestion is None or not congestion.incast or cluster.nodes == 1:
             return None

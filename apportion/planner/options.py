@@ -34,7 +34,7 @@ class Option(ABC):
 
     @abstractmethod
     def parse(self, where: str, value: Any) -> Self:
-        """Parses `value` in place of this default. Raises ConfigError, which names the field `where`."""
+        """Parses a `value` given instead of this default. Raises ConfigError, which names the field `where`."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -62,7 +62,7 @@ class Parameter:
 def read(cls: type[T], path: str, params: Mapping[str, Any], base: T | None = None) -> T:
     """Builds a dataclass of options from plain data.
 
-    path: its name in errors. base: provides missing values, by default the defaults. Raises ConfigError,
+    path: its name in errors. base: provides missing values; None: the fields' defaults. Raises ConfigError,
     UnknownNameError.
     """
     hints, values = _hints(cls), {} if base is None else {name: getattr(base, name) for name in _hints(cls)}

@@ -1,4 +1,4 @@
-"""Packs the sequences of an iteration into microbatches, limited to the tokens that fit all ranks together.
+"""Packs the sequences of an iteration into microbatches, each of at most the tokens that all ranks together can hold.
 
 sequences     8  3  3  2  6  1  1        in the order of the data, at most 10 tokens per microbatch
 sequential  | 8 |3  3  2 |6  1  1|       the same order
@@ -44,11 +44,11 @@ class PackPass(Pass, Protocol):
 
 @dataclass(frozen=True)
 class Sequential(PackPass):
-    """Keeps the data order: a new microbatch starts when the next sequence does not fit, or (with a number of
-    microbatches) consecutive runs minimize the longest one.
+    """Keeps the data order: a new microbatch starts when the next sequence does not fit or, given a number of
+    microbatches, the data is cut into that many runs whose longest is as short as possible.
 
-    microbatches: a number, or as few as the cap allows (one without a cap). tokens_per_rank: maximum tokens of a
-    microbatch over the number of ranks; `policy.token_cap` also applies.
+    microbatches: a number, or as few as the cap allows (one if there is no cap). tokens_per_rank: maximum tokens of a
+    microbatch, divided by the number of ranks; `policy.token_cap` also applies.
     """
 
     microbatches: Count | Literal["auto"] = "auto"
@@ -278,7 +278,7 @@ def _check_count(sequences: int, microbatches: int) -> None:
 def _check_room(longest: int, tokens: int, microbatches: int, room: int) -> None:
     if longest > room:
         raise CapacityError(
-            f"{tokens} tokens in order in {microbatches} microbatches make one of at least {longest} tokens, above the "
+            f"{tokens} tokens in order in {microbatches} microbatches need one of at least {longest} tokens, above the "
             f"limit of {room}: give more microbatches, more tokens per rank, or pack: balanced, which may reorder"
         )
 

@@ -9,7 +9,7 @@ from apportion.ir.errors import ConfigError
 
 
 def discover(group: str) -> dict[str, EntryPoint]:
-    """name -> entry point of the group, sorted by name, without imports. Raises ConfigError if two share a name."""
+    """name -> entry point of the group, sorted by name, not yet loaded. Raises ConfigError if two share a name."""
     points: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
         other = points.setdefault(point.name, point)

@@ -1,4 +1,4 @@
-"""Pods: assigns documents to groups of ranks and plans each separately, for very many ranks in linear time.
+"""Pods: assigns documents to groups of ranks and plans each group separately, which takes time linear in the ranks.
 
     ranks   0 .. 1023 | 1024 .. 2047 | 2048 .. 4095        pods are whole, consecutive nodes
     docs    a  b  c   | d  e  f      | g (too long for a pod: two joined), h
@@ -42,8 +42,8 @@ POD_RANKS = 1024
 
 
 class PodsPass(Pass, Protocol):
-    """Shards and places parts of the cluster separately. members: number of ranks for each rank of the problem, if
-    groups split heads."""
+    """Shards and places parts of the cluster separately. members: number of real ranks per rank of the problem, more
+    than 1 if groups split heads."""
 
     @abstractmethod
     def __call__(
@@ -54,7 +54,7 @@ class PodsPass(Pass, Protocol):
 
     @abstractmethod
     def isolated_parts(self, problem: Problem, placement: Placement) -> list[IsolatedPart]:
-        """The parts of a placement, made by this step or another, without tiles between them."""
+        """The parts of a placement (made by this step or another) between which no tiles travel."""
         ...
 
 
@@ -69,9 +69,9 @@ class IsolatedPart:
 
 @dataclass(frozen=True)
 class Documents(PodsPass):
-    """Assigns whole sequences to pods by pairs, with half of the slack of the token caps; the other half is for
-    imbalance inside the pod. Pods are joined for a sequence larger than a pod's share. If sequences do not fit, or are
-    too few, pods are doubled, up to all ranks.
+    """Assigns whole sequences to pods, balanced by pairs, with at most half of the slack of the pods' token caps; the
+    other half is for imbalance inside pods. Pods are joined for a sequence larger than a pod's share. If sequences do
+    not fit, or are too few, the pod size is doubled, up to all ranks.
 
     ranks: maximum ranks of a pod, but at least a node; "auto": 1024. solver: of kind partition.
     """
@@ -102,7 +102,7 @@ class Documents(PodsPass):
     def _with_departures(
         self, problem: Problem, placement: Placement, largest: int, members: int
     ) -> Placement:
-        """Adds the departure from the requested pod size; largest: ranks of the largest pod."""
+        """Adds a departure if pods are larger than requested. largest: ranks of the largest pod."""
         limit = max(self._max_ranks, problem.cluster.ranks_per_node * members)
         if largest * members <= limit or next(self._pods(problem, members), None) is None:
             return placement
@@ -130,7 +130,7 @@ class Documents(PodsPass):
         return POD_RANKS if self.ranks == "auto" else self.ranks
 
     def _pods(self, problem: Problem, members: int) -> Iterator[Ints]:
-        """int64 [pods + 1], the first rank of each and the end: fewer and fewer pods, always more than one."""
+        """int64 [pods + 1], first rank of each and the end: ever fewer pods, just one if long sequences need more."""
         cluster = problem.cluster
         pods = -(-cluster.nodes // max(1, self._max_ranks // (cluster.ranks_per_node * members)))
         while pods > 1:
@@ -155,8 +155,8 @@ def _shares(problem: Problem, first: Ints) -> Floats:
 
 
 def _join_pods(problem: Problem, first: Ints) -> Ints:
-    """The pods, the first of them joined so that each sequence with more than a pod's share of pairs or of tokens, the
-    longest first, has its own pod."""
+    """Joins pods, from the first on, so that each sequence with more than a pod's share of pairs or of tokens, the
+    longest first, has its own pod; joins all pods if there are too few for that."""
     batch, weights = problem.batch, row_weights(problem, problem.batch.starts)
     pods = len(first) - 1
     pod_counts = pods * np.maximum(weights / max(weights.sum(), 1), batch.lengths / batch.tokens)
@@ -217,8 +217,8 @@ class _Pod:
         return self.problem.ranks if groups is None else len(groups) - 1
 
     def cut(self, batch: Batch, starts: Ints) -> tuple[Ints, Ints]:
-        """Cuts blocks at `starts`, int64 [blocks + 1], at sequence boundaries, since a pod's sequences need not be
-        adjacent in the batch: the block of each part, and its first token in `batch`, the whole batch."""
+        """Cuts the blocks between `starts`, int64 [blocks + 1], also at sequence boundaries, since a pod's sequences
+        need not be adjacent in the batch. Returns each part's block, and its first token in `batch`, the whole one."""
         pod_starts = self.problem.batch.starts
         cuts = np.union1d(starts, pod_starts)[:-1]
         sequence = np.searchsorted(pod_starts, cuts, "right") - 1
@@ -282,7 +282,7 @@ def _all_homes(problem: Problem, pods: list[_Pod]) -> Placement:
 
 
 def _all_executions(pods: list[_Pod]) -> dict[tuple[str, str], Execution] | None:
-    """Merges executions. Cells are sorted by band, hence by sequence, and within it in the order of its pod."""
+    """Merges executions. Cells are sorted by band, hence by sequence; a sequence's cells keep the order of its pod."""
     if all(pod.placement.execution is None for pod in pods):
         return None
     executions: dict[tuple[str, str], Execution] = {}
@@ -357,12 +357,12 @@ def _split_executions(
         return [None] * pods
     result: list[dict[tuple[str, str], Execution] | None] = []
     for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
-        parts, executions_ = dict[int, Execution](), dict[tuple[str, str], Execution]()
+        parts, pod_executions = dict[int, Execution](), dict[tuple[str, str], Execution]()
         for key, execution in placement.execution.items():
             if id(execution) not in parts:
                 in_part = (execution.rank[0] >= begin) & (execution.rank[0] < end)
                 division = None if execution.division is None else execution.division[:, in_part]
                 parts[id(execution)] = Execution(execution.rank[:, in_part] - np.int32(begin), division)
-            executions_[key] = parts[id(execution)]
-        result.append(executions_)
+            pod_executions[key] = parts[id(execution)]
+        result.append(pod_executions)
     return result

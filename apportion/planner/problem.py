@@ -35,8 +35,8 @@ _CAP_PERCENT = 102
 class Problem:
     """A request with derived quantities shared by several passes.
 
-    rates: proportions of token shares, one number > 0 per rank; None: the cluster's speeds. For groups, whose speed is
-    that of the slowest member, the sum over members. caps: explicit token caps that differ by rank.
+    rates: proportions of token shares, one number > 0 per rank; None: the cluster's speeds. A group's rate is the sum
+    over its members, its speed that of its slowest member. caps: explicit token caps that differ by rank.
     """
 
     batch: Batch
@@ -125,7 +125,7 @@ class Problem:
 
     @cached_property
     def reach(self) -> dict[str, float]:
-        """kind -> mean keys per query, over pairs, divided by the mean tokens per rank."""
+        """kind -> mean keys per query, weighted by pairs, divided by the mean tokens per rank."""
         tokens, result = self.batch.tokens / self.ranks, {}
         for kind, bands in self.bands.items():
             pairs = area(bands).astype(np.float64)
@@ -135,7 +135,7 @@ class Problem:
 
     @cached_property
     def picked(self) -> dict[str, Profile]:
-        """kind -> weight of its rows if it chooses keys at run time (`Model.balance`)."""
+        """kind -> weights of its query rows, for kinds that choose keys at run time (`Model.balance`)."""
         profiles = dict[str, Profile]()
         for kind, parameters in self.model.balance.items():
             if kind in self.bands:
@@ -176,7 +176,7 @@ class Shards:
 
     starts: int64 [blocks + 1]; piece: int64 [blocks], numbered from 0; weight: int64 [blocks], allowed pairs of the
     block's queries, summed over kinds times layers. limit: the reason why blocks are not small enough for an even
-    placement. solved: the solver's placement of pieces by `weight` from the choice of blocks.
+    placement. solved: a solver and its placement of the pieces by `weight`, if the choice of blocks computed one.
     """
 
     starts: Ints
@@ -224,8 +224,8 @@ class Placement:
     [groups + 1], the first rank of each group of consecutive ranks, and the end: `home` then has group numbers, and a
     group's ranks share its tokens and split the heads (Ulysses). termination: of the solver that chose the homes, in
     its own units; None: a heuristic ran to its end. execution: (kind, phase) -> ranks of the cells that `cut_cells`
-    makes of the kind's bands and `starts`; None: every rank computes its own queries. head_groups: contiguous shares of
-    the query heads in it. departures: from the recipe's request.
+    makes from the kind's bands and `starts`; None: every rank computes its own queries. head_groups: number of
+    contiguous shares of the query heads in `execution`. departures: from the recipe's request.
     """
 
     starts: Ints
@@ -256,7 +256,7 @@ class ShardPass(Pass, Protocol):
 
 class PlacePass(Pass, Protocol):
     """Assigns blocks to ranks. is_uncapped: True if it has no token cap, so that the resulting maximum is reported as
-    cap."""
+    the cap."""
 
     is_uncapped: ClassVar[bool] = False
 

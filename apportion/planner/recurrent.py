@@ -2,7 +2,7 @@
 
     rank 0  |aaaa|bb|aaa|       runs: consecutive tokens of one branch of a document
     rank 1  |aa|cccc|           past of a run: the run with the token before its first
-    folds                       the runs of a in order: each of its ranks folds some heads of all runs
+    folds                       the runs of document a in order: each rank with one folds some heads of all of them
 
 A document in one run needs no communication and no fold.
 """
@@ -27,8 +27,8 @@ NONE = -1
 
 
 def recurrence(layout: Layout, batch: Batch, kinds: Mapping[str, Recurrent]) -> Recurrence:
-    """The tables of recurrent `kinds`, sorted, over a layout of a batch. Raises ConfigError if its masks define no
-    token order."""
+    """The tables of recurrent `kinds` (in sorted order) for a layout of a batch. Raises ConfigError if the batch's
+    masks define no token order."""
     runs = Runs.of(layout, batch)
     folds, states = _folds(runs, np.array([kind.heads for kind in kinds.values()]))
     return Recurrence(
@@ -40,7 +40,7 @@ def recurrence(layout: Layout, batch: Batch, kinds: Mapping[str, Recurrent]) -> 
 class Runs:
     """The runs of all ranks, by rank and row: int64 [runs] each, except ptr, [ranks + 1].
 
-    token: its first token. past: the previous run, numbered over all ranks, or -1. document: the same number for
+    token: its first token. past: the previous run, numbered over all ranks, or -1. document: a number, the same for
     connected runs.
     """
 
@@ -103,7 +103,7 @@ class Runs:
 
     @cached_property
     def cut(self) -> Ints:
-        """int64 [m]: the runs of documents with several runs, by document and position."""
+        """int64 [m]: the runs of documents with several runs, sorted by document and position."""
         index = np.flatnonzero((self.past >= 0) | self.leads)
         return index[np.lexsort((self.token[index], self.position[index], self.document[index]))]
 
@@ -117,7 +117,7 @@ def _runs(runs: Runs) -> Table:
 
 
 def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
-    """Slots, and the runs' rows in them; ranks of a document have even shares of its heads. heads: int64 [kinds]."""
+    """The `folds` and `states` tables: a document's ranks fold even shares of its heads. heads: int64 [kinds]."""
     ranks, cut = len(runs.ptr) - 1, runs.cut
     document = np.cumsum(changes(runs.document[cut])) - 1
     sizes = np.bincount(document)

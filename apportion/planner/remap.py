@@ -1,7 +1,7 @@
-"""Even tokens for the linear layers: rows move from the attention layout and back (Zeppelin, section 3.4).
+"""Even tokens for the linear layers: rows move to a layout with even tokens and back (Zeppelin, section 3.4).
 
     attention layout     |aaaaaaaa|bb|ccc|       balances attention
-    linear layout        |aaaa|aabb|aacc|        the mean on every rank: surplus rows, a rank's last ones, go where
+    linear layout        |aaaa|aabb|aacc|        the mean on every rank: surplus rows (a rank's last ones) go where
                                                  rows are missing, after the existing ones
 
 A layer takes two moves forward and two backward: attention outputs go to the output projection and the feed-forward
@@ -48,7 +48,7 @@ class Remapping:
 
 
 class RemapPass(Pass, Protocol):
-    """Provides a separate layout for the layers after attention. source: the layout of callers."""
+    """Provides a separate layout for the layers after attention. source: the callers' layout."""
 
     @abstractmethod
     def __call__(self, problem: Problem, source: Layout) -> Remapping: ...
@@ -56,7 +56,7 @@ class RemapPass(Pass, Protocol):
 
 @dataclass(frozen=True)
 class Flow(RemapPass):
-    """Moves surplus rows to ranks that lack rows, by formula (2) of the paper.
+    """Moves surplus rows to ranks that lack rows, by formula (2) of Zeppelin's paper.
 
     objective: "paper": the largest sending cost of a rank, as printed; "two_sided": the largest sending or receiving
     cost; "sum": the total. when: "pays": only if the predicted gain of a layer's linear operations exceeds the time of
@@ -112,8 +112,8 @@ def _row_bytes(model: Model) -> tuple[int, int]:
 
 
 def _move_us(problem: Problem, flows: Transport, kept: Ints) -> list[float]:
-    """Time of the moves to the linear layout and back: the busiest rank sends or receives, alongside the copy of the
-    rows that ranks keep, int64 [ranks]."""
+    """Times of the moves to the linear layout and back: the busiest rank's sending or receiving, in parallel with the
+    copy of the rows that stay. kept: int64 [ranks], their number."""
     times = []
     for row_bytes in _row_bytes(problem.model):
         latency, wire = _wire_us(problem.cluster, flows.src, flows.dst, flows.rows, row_bytes)
@@ -132,7 +132,7 @@ def _wire_us(cluster: Cluster, src: Ints, dst: Ints, rows: Ints, row_bytes: int)
 
 
 def feed_us(feed: Feed, cluster: Cluster, row_bytes: int) -> float:
-    """Microseconds to move an encoder's rows of the given bytes to a decoder; their gradients take as long. 0
+    """Microseconds to move an encoder's rows, `row_bytes` each, to a decoder; moving their gradients takes as long. 0
     if no row leaves its rank."""
     table = feed.move.table
     rank, peer = table.rank_of_row(), table.wide("peer")

@@ -1,4 +1,4 @@
-"""HTML reports of plans, self-contained files that open offline.
+"""HTML reports of plans: self-contained files that open offline.
 
     Plan ──simulate──► content ──columns──► JSON ──page──► HTML with its style and script inside
 

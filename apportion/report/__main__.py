@@ -1,7 +1,7 @@
 """Renders the report page of a request: `python -m apportion.report ID < request > page.html`.
 
 Reads an encoded request (`ir.bytes.job.encode_request`) from stdin and plans it. ID: 64 hex digits, the id of the plan
-that ranks received. Status 3: the last line of stderr states the reason for failure.
+that ranks received. Exit status 3: failed, for the reason in the last line of stderr.
 """
 
 from __future__ import annotations

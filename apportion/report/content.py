@@ -27,7 +27,7 @@ _BOUNDS = {
 
 
 def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str, Any]:
-    """Plain data of one simulated plan. name: of the file or recipe. masks: True to include the pieces of each rank.
+    """Plain data of one simulated plan. name: the file or recipe. masks: True to include the pieces of each rank.
     Raises VerifyError for a plan that cannot run."""
     plan, cluster = simulation.plan, simulation.cluster
     runs = [run_data(run, cluster.ranks_per_node) for run in simulation.runs.values()]

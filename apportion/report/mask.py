@@ -1,4 +1,4 @@
-"""Computes which rank computes which part of the mask: the tasks of a plan's programs, as bands of batch tokens.
+"""Finds which rank computes which part of the mask: the tasks of a plan's programs, as bands of batch tokens.
 
 A plan does not record the tokens of work rows; they follow from the dataflow, which the verifier traces.
 """
@@ -18,8 +18,8 @@ from apportion.ir.verify.subject import Subject
 
 
 class Pieces(NamedTuple):
-    """Pieces of attention. bands: int64 [6, pieces]; int64 [pieces]: rank; instruction, its number on the rank; heads,
-    the head set of the queries (0: all)."""
+    """Pieces of attention. bands: int64 [6, pieces]. All others int64 [pieces]: rank; instruction, its number on the
+    rank; heads, the head set of the queries (0: all)."""
 
     bands: Ints
     rank: Ints
@@ -44,9 +44,9 @@ def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
         yield (program.kind, program.phase), Pieces(tasks.bands, rank, number - first[rank], heads)
 
 
-def columns(found: Pieces) -> dict[str, Ints]:
+def columns(parts: Pieces) -> dict[str, Ints]:
     """Columns for drawing: corners and sizes in tokens, and the number of diagonals cut off at two corners."""
-    q0, q1, k0, k1, dmin, dmax = found.bands
+    q0, q1, k0, k1, dmin, dmax = parts.bands
     return {
         "query": q0,
         "rows": q1 - q0,
@@ -54,7 +54,7 @@ def columns(found: Pieces) -> dict[str, Ints]:
         "keys": k1 - k0,
         "future": np.maximum(dmin - (q0 - k1 + 1), 0),
         "past": np.maximum((q1 - 1 - k0) - dmax, 0),
-        "rank": found.rank,
-        "instruction": found.instruction,
-        "heads": found.heads,
+        "rank": parts.rank,
+        "instruction": parts.instruction,
+        "heads": parts.heads,
     }

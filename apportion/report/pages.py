@@ -23,8 +23,8 @@ def report_html(plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = N
 
 
 def compare_html(record: Mapping[str, Any], simulations: Mapping[str, Simulation]) -> str:
-    """The page of a comparison. record: as printed by `apportion compare --json`; simulations: recipe -> its plan for
-    the batch of median time, if it has one."""
+    """The page of a comparison. record: as printed by `apportion compare --json`; simulations: recipe -> simulation of
+    its plan for the batch of median time, if it has one."""
     records = [plan_data(simulation, name, masks=False) for name, simulation in simulations.items()]
     cluster = record["cluster"]
     title = f"{len(record['rows'])} recipes on {cluster['nodes'] * cluster['ranks_per_node']} ranks"

@@ -13,7 +13,7 @@ from apportion.planner.simulate import Run
 from apportion.planner.simulate.launches import PACK, UNPACK, WORK_NAMES
 from apportion.report.columns import pack
 
-#: maximum number of transfers of a run that are shown singly; above it, those between two nodes in a round are merged
+#: maximum number of transfers of a run shown one by one; above it, those between two nodes in a round are merged
 MOST_TRANSFERS = 600_000
 NOBODY = -1
 
@@ -76,7 +76,7 @@ def _transfers(run: Run) -> dict[str, Any]:
 
 
 def _fold(transfers: dict[str, Any], per_node: int) -> tuple[dict[str, Any], Ints]:
-    """Merges transfers of a tensor between two nodes in a round: they last from the first start to the last end."""
+    """Merges transfers of a tensor between two nodes in a round; a merged one lasts from first start to last end."""
     source, target = transfers["source"] // per_node * per_node, transfers["target"] // per_node * per_node
     keys = np.stack([transfers["round"], source, target, transfers["tensor"]])
     unique, number = np.unique(keys, axis=1, return_inverse=True)

@@ -45,7 +45,7 @@ from apportion.service.problems import (
 )
 
 JSON, PLAN, PAGE = "application/json", "application/vnd.apportion.plan", "text/html"
-CONNECT_S, MAX_HOLD_S = 3.0, 60.0  # limits of connecting, and of a server's wait before it answers
+CONNECT_S, MAX_HOLD_S = 3.0, 60.0  # limits on connecting, and on a server's wait before it answers
 SILENCE_S = 6.0  # longest silence of a stream: three ALIVE intervals
 SLACK_S = 0.3  # grace period after a call's timeout, for an answer at the last moment
 PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and the maximum
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 class _Request(NamedTuple):
     """A request of the client. path: has {wait_s:.3f} if the server may wait before it answers, for at most `hold_s`;
-    key: of the plan; long: an attempt may take all the remaining time, because computing the answer takes long."""
+    key: the plan's; long: True if an attempt may take all the remaining time, as the answer takes long to compute."""
 
     method: str
     path: str
@@ -113,7 +113,7 @@ class Client:
         self, keys: Sequence[bytes], rank: int, wait_s: float, *, ranks: int | None = None
     ) -> Generator[IterationSlice, None, None]:
         """Yields a rank's slices of several plans, in the order of `keys`, from one response that sends each as soon as
-        it is ready; raises the errors of `fetch` at the key concerned. Slices missing in the stream are fetched."""
+        it is ready; raises the errors of `fetch` at the key concerned. Slices missing from the stream are fetched."""
         stream = _SliceStream(self, keys, rank, wait_s)
         try:
             for index, key in enumerate(keys):

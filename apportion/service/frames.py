@@ -1,6 +1,6 @@
 """Frames of a stream of slices: `kind u8 · length u32, little endian · payload`.
 
-SLICE          a zstd frame, of an encoded `IterationSlice`
+SLICE          an encoded `IterationSlice` as a zstd frame
 PROBLEM_FRAME  problem+json: the reason why there is no slice for this key
 ALIVE          empty: the slice is still being planned
 """

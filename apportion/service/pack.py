@@ -27,7 +27,7 @@ from apportion.ir.isa import MAX_RANKS
 
 MAGIC = b"APPLAN1\n"
 MAX_HEAD = 8 << 20
-MAX_BODY = 256 << 20  # of a slice, decompressed
+MAX_BODY = 256 << 20  # bytes of a body, decompressed
 _FIRST = 64 << 10  # bytes of the first read: enough for the head of some 1,500 ranks
 _SIZE = struct.Struct("<8sI")
 
@@ -36,8 +36,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=SIZE, max_length=SIZE)]
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The head of a pack. key, id: of the request and of the plan, 32 bytes each; report: msgpack; sizes, digests: of
-    the request and of each rank's slice, both compressed."""
+    """The head of a pack. key: the request's; id: the plan's; 32 bytes each; report: msgpack; sizes, digests: those of
+    the compressed request and of each rank's compressed slice."""
 
     key: Digest
     id: Digest

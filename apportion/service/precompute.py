@@ -56,9 +56,9 @@ class IterationPlace(NamedTuple):
 class Work:
     """The first `iterations` iterations of a job, over the epochs of its samples from epoch 0.
 
-    lengths: tokens of each sample, integers [n]; masks: as in `batches_of`; shuffle: by the seed of the job's policy;
-    table: of a pipeline, to plan its ticks instead of microbatches, for a loader with the same `ticks`; kinds: as
-    in the loader. Raises ConfigError, CapacityError for a sample longer than a microbatch.
+    lengths: tokens of each sample, integers [n]; masks: as in `batches_of`; shuffle: by the seed of the job's policy.
+    table: a pipeline's, to plan its ticks instead of microbatches; the loader needs the same `ticks`. kinds: as
+    in the loader. Raises ConfigError, and CapacityError for a sample longer than a microbatch.
     """
 
     job: Job
@@ -111,8 +111,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a run. iterations: number that have plans; planned: number planned by this run; packs: in the folder,
-    one per distinct request; size: bytes of the packs; seconds: duration of this run."""
+    """Result of a run. iterations: those that have plans; planned: those planned by this run; packs: files in the
+    folder, one per distinct request; size: bytes of the packs; seconds: duration of this run."""
 
     iterations: int
     planned: int

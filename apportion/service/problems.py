@@ -73,7 +73,7 @@ class ServiceError(ApportionError, RuntimeError):
         self.type, self.detail, self.field, self.retry_after = type, detail, field, retry_after
         self.status, self.title, self.remedy = status or kind.status, kind.title, kind.remedy
 
-    def __str__(self) -> str:  # `args` must stay the constructor's, so that errors can be pickled
+    def __str__(self) -> str:  # `args` must remain the constructor's arguments, for pickling
         return f"{self.status} {self.type}: {self.detail}; {self.remedy}"
 
     @property

@@ -1,4 +1,4 @@
-"""Conformance tests for solvers of plug-ins: `check` tests a solver against the contract of its kind.
+"""Conformance tests for plug-in solvers: `check` tests a solver against the contract of its kind.
 
     from apportion import testing
     from apportion.planner.solvers.registry import find_solver
@@ -34,15 +34,15 @@ class ConformanceError(AssertionError):
 
 
 def check(entry: Entry, budget: Budget | None = None) -> None:
-    """Draws problems of the kind of an Entry, 12 small ones and a large one, and checks its solver against these rules:
+    """Draws 12 small problems and a large one of the entry's kind, and checks its solver against these rules:
 
     - an answer is feasible, has the value it claims, and a status that fits it;
-    - bound <= optimum <= value on small problems, whose optimum is found by enumeration; an answer may be missing only
-      if there is none or none was found;
-    - the same problem has the same answer, to the bit, and the value does not depend on the order of the items;
-    - a problem without an answer is refused (ValueError), or ends INFEASIBLE or NO_SOLUTION, without a value.
+    - bound <= optimum <= value on small problems, whose optimum is found by enumeration; a solver says INFEASIBLE only
+      if there is no answer;
+    - the same problem gets the same answer, bit for bit, and the value does not depend on the order of the items;
+    - a problem without an answer is refused (ValueError), or ends as INFEASIBLE or NO_SOLUTION, without a value.
 
-    budget: in steps of the solver, by default its own. Raises ConformanceError, MissingDependencyError.
+    budget: limits of the solver, by default its own number of steps. Raises ConformanceError, MissingDependencyError.
     """
     solver, budget, kind = entry.load(), budget or Budget(), PROBLEMS[entry.kind]
     for seed in (*range(_SMALL_PROBLEMS), _LARGE_SEED):

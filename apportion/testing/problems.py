@@ -42,7 +42,7 @@ class Problems(Protocol):
         return min((self.value(problem, answer) for answer in feasible), default=None)
 
     def hopeless(self) -> Any | None:
-        """A problem without an answer, or None if the kind has none."""
+        """A problem without an answer, or None if all problems of the kind have one."""
         return None
 
 
@@ -150,7 +150,7 @@ class Transports(Problems):
 
 
 class Groupings(Problems):
-    """Log-normal sequences with time per degree: quadratic work shared by the group, and a price of sharing."""
+    """Log-normal sequences with a time per degree: quadratic work shared by the group, and a cost of sharing."""
 
     def drawn(self, draw: Draw, large: bool = False) -> Any:
         items, ranks = (14, 8) if large else (int(draw.integers(1, 6)), 4)
@@ -227,7 +227,7 @@ class Hypergraphs(Problems):
         edge_pins = [pins[edge] for edge in edges]
         columns = {"flops": problem.flops[order], "tokens": problem.tokens[order]}
         columns |= {"pins": np.concatenate(edge_pins), "price": problem.price[edges]}
-        return replace(problem, ptr=offsets([len(each) for each in edge_pins]), **columns)
+        return replace(problem, ptr=offsets([len(part) for part in edge_pins]), **columns)
 
     def faults(self, problem: Any, result: Any) -> Iterator[str]:
         yield from _outside("ranks", result.rank, len(problem.flops), problem.ranks)

@@ -74,14 +74,14 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
     """Makes the model's attention run under a plan in forwards with a handle; returns the model. Call it before it is
     wrapped in DDP or FSDP. check: runs a tiny batch through the model, see `check_rows`; if the weights are not in
     this process yet, `loader` does this. Raises ConfigError for a model whose layers are not all attention that can be
-    replaced, whose other layers look at more than one row, or whose loss is not that of the next token."""
+    replaced, whose other layers look at more than one row, or whose loss is not the next-token loss."""
     AttentionInterface.register(NAME, attention)
     for layer in hf_vision.adapt(model):
         _add_hooks(layer)
     base, layers, mixers = _body(model), _layers(model), mixers_of(model)
     _require_known(model, layers, mixers)
     if not hasattr(base, "_served"):
-        # layers that must use a handle, and that have used it
+        # layers that must use a handle, and those that have used it
         base._planned, base._served = {*map(_key, (*layers, *mixers))}, set()
         # whether forwards with gradients had a plan since the last step
         base._ran = model.base_model._ran = set()
@@ -93,7 +93,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
     base._chunk = _chunk(model)
     for layer, window in zip(layers, _windows(model, layers), strict=True):
         layer._window = window
-        if hasattr(layer, _EXPAND):  # a method binds a copy of the layer to itself, a closure would not
+        if hasattr(layer, _EXPAND):  # a copied layer's method is bound to the copy; a closure would not be
             setattr(layer, _EXPAND, MethodType(_expand_kv, layer))
     for mixer in mixers:
         if not hasattr(mixer, "_served"):
@@ -441,7 +441,7 @@ def _refuse_rows(tokens: Any) -> None:
 
 
 def _are_texts(batch: PlannedBatch, length: int) -> bool:
-    """True if every `length` of a rank's rows begin one sample: a program's own samples may be equal to them."""
+    """True if a rank's rows, cut every `length`, each begin a sample: a program's own samples may be equal to them."""
     samples, positions = (x.cpu().reshape(-1, length) for x in (batch.sample_ids, batch.position_ids))
     return bool((samples == samples[:, :1]).all() and (positions == torch.arange(length)).all())
 

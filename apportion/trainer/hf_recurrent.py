@@ -86,7 +86,7 @@ def is_known(mixer: Any) -> bool:
 
 
 def adapt(mixer: Any, served: set[Any], key: Any) -> None:
-    """Makes a layer that `is_known` run under a plan if it gets a handle, and add its `key` to `served`."""
+    """Makes a known layer (see `is_known`) run under a plan if it gets a handle, and add its `key` to `served`."""
     home = sys.modules[type(mixer).__module__]
     for name, wrap in {**_SCANS, **_OTHERS}.items():
         _replace(home, name, wrap)

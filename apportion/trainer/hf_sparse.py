@@ -1,7 +1,7 @@
 """transformers adapter for models that select keys at run time (DeepSeek-V3.2, GLM-DSA): their layers on gathered rows.
 
     PlannedBatch ──inputs──► model(**kwargs): attention reads latents and the indexer's keys from a cache
-                                              ◄── this cache: rows of all ranks that its queries may see
+                                              ◄── this cache: rows of all ranks that this rank's queries may see
 
 Attention, indexer and selection are still the model's own. Written for transformers 5.23.
 """
@@ -70,12 +70,12 @@ def inputs(batch: PlannedBatch, model: Any) -> dict[str, Any]:
     mask = gather_visible(batch.tokens, batch.handle).mask()
     # finite in float32, the dtype of the layers' softmax, since padding sees no row
     floor = max(torch.finfo(dtype).min for dtype in (base.dtype, torch.float32))
-    hidden = torch.zeros(mask.shape, dtype=base.dtype, device=mask.device).masked_fill(~mask, floor)
+    additive = torch.zeros(mask.shape, dtype=base.dtype, device=mask.device).masked_fill(~mask, floor)
     rows = {"input_ids": batch.tokens, "position_ids": batch.position_ids}
     rows |= {"labels": batch.labels, "shift_labels": batch.labels}
     return {
         **{name: tensor[None] for name, tensor in rows.items()},
-        "attention_mask": {"indexed_attention": hidden[None, None]},
+        "attention_mask": {"indexed_attention": additive[None, None]},
         "past_key_values": _RowCache(batch),
         "num_items_in_batch": max(batch.valid_tokens, 1),
         "use_cache": False,

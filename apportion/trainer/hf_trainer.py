@@ -50,7 +50,7 @@ _SUMS = {("transformers", "Trainer"), ("trl", "SFTTrainer")}
 
 
 class PlannedTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose train_dataset and eval_dataset may be loaders (`hf.loader`); treats others as Trainer does.
+    """A Trainer whose train_dataset and eval_dataset may be loaders (`hf.loader`); others work as in Trainer.
 
     planned: options of `hf.loader`, which then loads the datasets as the Trainer has prepared them (trl's SFTTrainer
     tokenizes, masks, truncates and packs); an iteration has `gradient_accumulation_steps` microbatches.
@@ -142,9 +142,9 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         rows = "the noise depends on a rank's rows"
         shifted = "it would receive shifted labels"
         routed = getattr(self, "router_aux_loss_coef", 0), getattr(self, "aux_loss_enabled", False)
-        given_collator = self.data_collator
-        collator = getattr(given_collator, "__name__", type(given_collator).__name__)
-        pads = given_collator is default_data_collator or _name(type(given_collator)) in _PADS
+        data_collator = self.data_collator
+        collator = getattr(data_collator, "__name__", type(data_collator).__name__)
+        pads = data_collator is default_data_collator or _name(type(data_collator)) in _PADS
         sampler, draws = type(self)._get_train_sampler, "the loader draws the samples"
         orders = sampler is not Trainer._get_train_sampler
         model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
@@ -177,7 +177,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         dataset = dataloader.dataset
         if isinstance(dataset, _Numbered):
-            total = self.accelerator.reduce(self._evaluated, "mean")  # Trainer multiplies by their number
+            total = self.accelerator.reduce(self._evaluated, "mean")  # Trainer multiplies by the rank count
             output.metrics[f"{metric_key_prefix}_loss"] = (total / max(dataset.epochs.valid_tokens, 1)).item()
         return output
 

@@ -90,7 +90,7 @@ def _config(model: Any) -> Any:
 
 
 def _windows(grid: Ints, config: Any) -> tuple[Ints, Ints]:
-    """Token of each row of merged patches, in the order of windows; and the ends of the windows' patches."""
+    """The order of the merged tokens by window, and the ends of the windows, in patches."""
     sizes = config.spatial_merge_size, config.window_size, config.patch_size
     order, ends = get_vision_window_index(torch.as_tensor(grid)[None], *sizes)
     return order.numpy(), ends.numpy()

@@ -5,9 +5,9 @@
             logits = self.net(batch.tokens, batch.position_ids, batch.handle)
             return self.shared_loss(batch, normalised_loss(logits, batch.labels, batch.valid_tokens))
 
-    trainer.fit(Net(), PlannedBatches(loader), PlannedBatches(evaluated, training=False))
+    trainer.fit(Net(), PlannedBatches(loader), PlannedBatches(eval_loader, training=False))
 
-where `loader` and `evaluated` are loaders, or functions that create them, since Lightning starts its ranks in `fit`.
+where `loader` and `eval_loader` are loaders, or functions that create them, since Lightning starts its ranks in `fit`.
 
 Written for lightning 2.6, which sees N ranks as N data-parallel ranks.
 """
@@ -83,7 +83,7 @@ class Arriving:
 
 
 def _check_unmultiplied(share: Tensor) -> None:
-    """Raises ConfigError for a share that `shared_loss` has multiplied already; records losses made without a share."""
+    """Raises ConfigError for a share that `shared_loss` has multiplied already; records if it is a share at all."""
     watch = wiring.watch
     watch.accounted = True
     if watch.settled or not share.requires_grad:

@@ -120,8 +120,8 @@ def forward_step(
         module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
     item = next(data_iterator)
     device = next(model.parameters()).device
-    given = item if isinstance(item, tuple) else (item,)
-    batches = [batch.to(device) for batch in given]
+    host_batches = item if isinstance(item, tuple) else (item,)
+    batches = [batch.to(device) for batch in host_batches]
     if len(batches) > 1:
         for layer in _dense(module):
             layer.forward = partial(paired_layer, layer, layer.forward)
@@ -131,7 +131,7 @@ def forward_step(
         remedy = "leave out longer documents, or build it with more positions"
         raise ConfigError("sequence length", longest, rule, remedy)
     if module.training and torch.is_grad_enabled():
-        _note(module, given)
+        _note(module, host_batches)
     rows = joined(batches)
     labels = rows.labels.clamp(min=0)  # Megatron's cross entropy does not support -100
     arguments = (rows.tokens[None], rows.position_ids[None], None)

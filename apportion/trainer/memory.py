@@ -30,7 +30,7 @@ from apportion.trainer.step.loss import IGNORED, checked_labels, share_of
 def tile(model: nn.Module, name: str, tokens: int = 4096) -> int:
     """Makes every submodule named `name` compute `tokens` rows of its input [..., rows, width] at a time: forward saves
     only the input, and backward recomputes. Returns the number of submodules. Each must map one tensor to one with the
-    same rows. Raises ConfigError if there is none."""
+    same rows. Raises ConfigError if there is no such submodule."""
     tokens, name = integer("tokens", tokens), name_of("name", name)
     modules = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
     if not modules:

@@ -147,7 +147,7 @@ def _forward(model: Any, kwargs: dict[str, Any], rehearsal: Rehearsal) -> float:
 
 
 def _microbatches(model: Any) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """Yields (positions, documents, rows of each part): documents of short positions, some combined with positions
+    """Yields (positions, documents, rows of each part): short documents, then these with additional positions
     around and beyond each threshold."""
     documents = torch.arange(len(_SHORT)).repeat_interleave(torch.tensor(_SHORT))
     positions = torch.cat([torch.arange(length) for length in _SHORT])

@@ -165,7 +165,7 @@ class Epochs:
             raise ConfigError("accumulated microbatches", self.accumulated, rule, remedy)
 
     def __len__(self) -> int:
-        """The microbatches of an epoch."""
+        """The number of microbatches of an epoch."""
         return self._length
 
     def __iter__(self) -> Generator[PlannedBatch, None, None]:

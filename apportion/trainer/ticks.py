@@ -110,7 +110,7 @@ class _Iteration:
         return result
 
     def _place(self, tick: int, stage: int, step: int = 0) -> tuple[int, int] | None:
-        """(microbatch, virtual stage) of a stage in a tick; with a step, of the stage it exchanges with, if any."""
+        """(microbatch, virtual stage + step) of a stage in a tick; None if idle or beyond an end of the pipeline."""
         table, number = self.pipe.table, int(self.pipe.table.microbatch[tick, stage])
         virtual = int(table.chunk[tick, stage]) * table.stages + stage
         return (number, virtual + step) if number != IDLE and 0 <= virtual + step <= self.last else None

@@ -207,7 +207,7 @@ class PlannedDataLoader(BaseDataLoader):
         workers: int = 0
         ping_pong: bool = False  # runs two microbatches at a time, whose layers take turns
         ticks: int = (
-            0  # chunks of a stage, of which all stages compute attention together; 0: Titan's own schedules
+            0  # chunks per stage, whose attention all stages compute together; 0: Titan's own schedules
         )
         _placement: Annotated[Any, tyro.conf.Suppress] = None  # see PlannedTrainer
 

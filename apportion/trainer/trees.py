@@ -3,9 +3,9 @@ computed once, and losses and gradients equal those of independent samples.
 
     forest = ap.trees.fold(rollouts, groups=prompts)
     for batch in ap.PlannedLoader(forest, …):
-        found = ap.trees.unfold(forest, batch, loss_mask)
-        ratio = (found.log_probs(model(batch.tokens, …)) - found.take(old_log_probs)).exp()
-        loss = -(ratio * found.take(advantages) * found.take(token_weights)).sum()
+        predictions = ap.trees.unfold(forest, batch, loss_mask)
+        ratio = (predictions.log_probs(model(batch.tokens, …)) - predictions.take(old_log_probs)).exp()
+        loss = -(ratio * predictions.take(advantages) * predictions.take(token_weights)).sum()
 
 A *prediction* is (sample, token): token t of sample s, which the row of token t - 1 predicts. If samples share both
 tokens, one row predicts one id for all of them; where they diverge, one row predicts a different id for each:
@@ -44,8 +44,8 @@ class Predictions:
     """The predictions of this rank's rows, all int64 [n], sorted by sample and token.
 
     rows: number on this rank, with padding. samples: of the trees of which the rank has a part. batch: of these rows.
-    row: the predicting row of this rank; target: the predicted id; sample, token: the predicted token and its place in
-    the sample, from 1; place: its place in the concatenated `samples`. Values per row (values, entropies) become values
+    row: this rank's predicting row; target: the predicted id; sample, token: the predicted token's sample and place
+    in it, from 1; place: its place in the concatenated `samples`. Values per row (values, entropies) become values
     per prediction as `x[found.row]`. predicting: the rows, int64, with a prediction; at: index of each row in these.
     """
 
@@ -146,7 +146,7 @@ class Predictions:
 
     def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """[pairs], [pairs]: splits `values` [samples], such as log-ratios of answers, into samples 0, 2, … and 1, 3, …
-        of this microbatch. Raises ExecutionError for a pair with only one sample in it: give both the same group in
+        of this microbatch. Raises ExecutionError for a pair split between microbatches: give both the same group in
         `fold`."""
         trees = np.arange(len(self.forest)) if self.batch is None else self.batch.samples
         is_present = np.isin(self.forest.tree_of, trees)
@@ -178,7 +178,7 @@ def unfold(
 ) -> Predictions:
     """The predictions of this rank's rows of a microbatch, which map between rows and samples' log-probabilities.
 
-    batch: of a loader owner dataset is `forest`; by default all rows of the forest, in order. loss_mask: the tokens
+    batch: of a loader whose dataset is `forest`; by default all rows of the forest, in order. loss_mask: the tokens
     that count, in the form of `Predictions.take`; by default all but the first of each sample. The result is on the
     batch's device; waits for a batch on a GPU, so unfold before moving it. Raises ExecutionError for a batch of another
     dataset, ConfigError for a loss mask of another shape."""

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages, reports and the service's own page, in one style."""
+"""Self-contained HTML pages in one style: reports, and the service's own page."""
 
 from apportion.web.page import REPORT, WATCH, Page
 

@@ -1,4 +1,4 @@
-"""Assembles pages: HTML, style and script are files in `assets/`; data is JSON that cannot end its element.
+"""Assembles pages: HTML, style and script are files in `assets/`; data is JSON, escaped to stay in its element.
 
 A page loads nothing, and runs nothing but its own script and style: its content-security policy lists their digests.
 """
@@ -19,8 +19,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Page:
-    """A kind of page. html: name of its file; styles, scripts: file names without suffix, in order; connects: its
-    script may send requests to its own server; opens: pages that it opens from memory, which run under its policy."""
+    """A kind of page. html: name of its file; styles, scripts: file names without suffix, in order; connects: True if
+    its script may send requests to its server; opens: pages that it opens from memory, which run under its policy."""
 
     html: str
     styles: tuple[str, ...]
@@ -62,7 +62,7 @@ class Page:
 
 
 def _escaped_json(data: Mapping[str, Any]) -> str:
-    """JSON in ASCII, with every character escaped that could end its element or begin another."""
+    """JSON in ASCII; every character that could end its element or begin another is escaped."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

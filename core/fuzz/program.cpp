@@ -29,7 +29,7 @@ const std::vector<int64_t> RANGES = {
     0, SOME, 0, SOME, 0, SOME, 0, SOME, 0, 1,                                         // rowops
 };
 
-// Head sets for four query heads and two KV heads: all heads, the first two, and the last two, which are no KV heads.
+// Head sets for four query heads and two KV heads: all heads, the first two, and the last two, which no KV heads match.
 struct Heads {
   int64_t bits[2][3] = {{0b1111, 0b0011, 0b1100}, {0b11, 0b11, 0}};
   int64_t number[2][3] = {{0, 1, 2}, {0, 0, 2}}, size[2][3] = {{4, 2, 2}, {2, 2, 2}};
@@ -99,7 +99,7 @@ bool is_wellformed(const Input& input) {
   return true;
 }
 
-// Like `_prepared` in apportion/ir/verify/walk/judge.py: excludes programs that are too large or have ops of the other
+// Like `_fields` in apportion/ir/verify/walk/judge.py: excludes programs that are too large or have ops of the other
 // phase.
 bool is_followed(const Input& input, const std::vector<Table>& tables, int64_t rounds) {
   for (const std::size_t table : {1, 2, 3, input.is_backward() ? 5 : 4, 6}) {

@@ -23,8 +23,8 @@ namespace {
 
 constexpr int64_t NONE = -1;
 
-// last: the last instruction that uses the part, apart from those that take it as a result; taken: the last of these,
-// times: their number. first: for statistics, the first instruction that reads them. spoiled: other instructions use
+// last: the last instruction that uses the part without taking it as a result; taken: the last one that takes it as a
+// result; times: how often. first: the first instruction that reads statistics. spoiled: other instructions use
 // them too.
 struct Part {
   Tensor tensor;
@@ -192,7 +192,7 @@ class RankFusion {
   void complete(const Step& step) {
     for (std::size_t i = 0; i < SUMS.size(); ++i) {
       if (SUMS[i].list != step.list) continue;
-      // if a task has other rows than the sum, or only some of the heads at home, its space is excluded: rows may have
+      // if a task reads other rows than its sum has, or only some heads at home, its space is excluded: rows may have
       // several owners, in successive launches
       bool counts[2] = {true, true};
       for (int64_t row = step.first; row < step.end; ++row) {
@@ -227,7 +227,7 @@ class RankFusion {
            });
   }
 
-  // Finds rows taken as results that tasks complete, and rows that `delta` may skip.
+  // Finds rows that tasks complete and that are taken as results; and rows that `delta` may skip.
   void take(const Step& step) {
     if (step.op == Op::DELTA) {
       for (int64_t row = step.first; row < step.end; ++row)

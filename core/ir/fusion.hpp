@@ -21,7 +21,7 @@ struct RowRanges {
   }
 };
 
-// A sum of attention tasks: its column in their list, its bit of `first`, the columns of other operands with the same
+// A sum that attention tasks add to: its column in their list, its bit of `first`, columns of operands with the same
 // tokens, and the tensors of all of them.
 struct Sum {
   List list;

@@ -57,8 +57,8 @@ MessageGroups group(const Programs& programs, const RowSizes& sizes) {
   MessageGroups found{Array<int32_t>(programs.peer.size()), {}, {}};
   programs.each_step([&](const Step& step) {
     if (step.list != TRANSFERS) return;
-    // an all-to-all is one buffer; results are rounded for transfer
-    const bool swapped = (programs.mode[step.at] & (ALL_TO_ALL | RESULTS)) != 0;
+    // always staged: an all-to-all is one buffer, and results are rounded for transfer
+    const bool always_staged = (programs.mode[step.at] & (ALL_TO_ALL | RESULTS)) != 0;
     const auto begin = found.first.count();
     for (int64_t tile = step.first; tile < step.end; ++tile) {
       Newest& last = newest[2 * programs.peer[tile] + programs.send[tile]];
@@ -67,7 +67,7 @@ MessageGroups group(const Programs& programs, const RowSizes& sizes) {
       if (starts) {
         last.message = found.first.count();
         found.first.push_back(static_cast<int32_t>(tile));
-        found.staged.push_back(swapped);
+        found.staged.push_back(always_staged);
       }
       std::uint8_t& staged = found.staged[last.message];
       if (!staged) staged = !(operands.is_whole(step.rank, at) && (starts || operands.follows(last.operand, at)));

@@ -17,7 +17,7 @@ struct RowSizes {
   std::int64_t alignment;
 };
 
-// `MessageGroups` of messages.py.
+// For `find_messages` of messages.py: the message of each transfer; each message's first transfer; if it is staged.
 struct MessageGroups {
   Array<std::int32_t> of;
   Growing<std::int32_t> first;

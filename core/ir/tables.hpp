@@ -2,8 +2,8 @@
 //
 //   rows u32 · column 0: width u8, rows differences · column 1 … · column n
 //
-// A difference is a number minus the previous one, or minus 0 for the first, in two's complement and little endian. All
-// rows of a rank have equally wide differences: 0, 1, 2, 4 or 8 bytes. A table without rows ends after the count.
+// A difference is a number minus the previous one, or minus 0 for the first, in two's complement and little endian. The
+// differences of a column are equally wide: 0, 1, 2, 4 or 8 bytes. A table without rows ends after the count.
 #pragma once
 
 #include <string>

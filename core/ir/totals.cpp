@@ -26,8 +26,8 @@ static Array<double> pairs(const Programs& programs, bool is_backward, Column<co
   return found;
 }
 
-// Bytes that each rank sends and receives, and bytes between nodes. row_bytes: [2, tensors], not as results, and as
-// results.
+// Bytes that each rank sends and receives, and bytes between nodes. row_bytes: [2, tensors], of a row of one head, in
+// ordinary rounds and in rounds of results.
 static std::tuple<Array<int64_t>, Array<int64_t>, int64_t> move(const Programs& programs, const HeadCounts& heads,
                                                                 Matrix<const int64_t> row_bytes,
                                                                 int64_t ranks_per_node) {

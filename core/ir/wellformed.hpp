@@ -1,5 +1,5 @@
 // Well-formedness of a program of all ranks before it is walked: numbers in range, one arena per tensor, valid
-// operands, no fields that an op does not have, counts that add up to the rows of the lists.
+// operands, zeros in fields that an op does not have, counts that add up to the rows of the lists.
 //
 //   tables    arenas, operands, instructions, transfers, tasks, grads, rowops       apportion/ir/isa.py
 //   ranges    lowest and highest number of each column, table after table

@@ -7,8 +7,8 @@
 //
 //     dense   the rest of an unfinished document (the stack); else the ends of the last wide document, until its rest
 //             is no longer dense; else narrow documents from the end, and the tail of the last one taken
-// sparse  rests that are no longer dense (the queue); then narrow documents from the front, and the head of the last
-// one taken; if there are none, heads of wide documents
+//     sparse  rests that are no longer dense (the queue); then narrow documents from the front, and the head of the
+//             last one taken; if there are none, heads of wide documents
 //
 // A rank leaves at most three documents unfinished, so there are O(documents + ranks) pieces; each x is found by
 // bisection. Exchanges of equally many dense and sparse rows between two ranks reduce the remaining imbalance.
@@ -26,7 +26,7 @@ using std::int64_t;
 namespace blend {
 namespace {
 
-constexpr double FLAT = 0.25;  // shares come only from a document's end if its halves differ by at most this fraction
+constexpr double FLAT = 0.25;  // shares include a document's head if pairs of its second half - first > this * all
 constexpr int64_t SPARE = 16;  // pieces added per rank by exchanges
 constexpr int64_t LOOKED_AT = 32;  // pieces of a rank that are considered for an exchange
 constexpr int64_t EXCHANGES = 8;   // most exchanges per rank
@@ -134,7 +134,7 @@ class Walk {
     take_sparse(tokens - x);
   }
 
-  // Makes unfinished sparse rests dense if even the sparsest rows of this many tokens exceed the target.
+  // Makes unfinished sparse rests dense while even the sparsest `tokens` tokens have more pairs than the target.
   void unburden(int64_t tokens, double target) {
     while (real(sparse(tokens)) >= target + 1) {
       if (queued_ < count(queue_)) {
@@ -300,7 +300,7 @@ class Repair {
     for (const Piece& piece : pieces) over_[piece.rank] += real(rows.between(piece.low, piece.high));
   }
 
-  // Exchanges until no rank exceeds 1 + `tolerance` times its target of pairs, there are `room` pieces, or none helps.
+  // Exchanges until no rank exceeds 1 + `tolerance` times its target, there are `room` pieces, or no exchange helps.
   void run(double tolerance, int64_t room) {
     std::vector<double> share(over_.size());
     for (int64_t turn = 0; turn < EXCHANGES * count(over_); ++turn) {

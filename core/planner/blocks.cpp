@@ -12,8 +12,8 @@ using std::int64_t;
 
 namespace {
 
-// The starts of blocks of `block` tokens, and the end; for each block its long sequence, or -1. Short neighbours of a
-// group share a block.
+// The starts of blocks of `block` tokens, and the end; for each block its long sequence, or -1. Neighbouring short
+// sequences of one group share a block.
 std::pair<Growing<int64_t>, Growing<int64_t>> cut_axis(Column<const int64_t> sequences, Column<const int64_t> group, int64_t block) {
   Growing<int64_t> starts, owners;
   const auto add = [&](int64_t start, int64_t owner) {

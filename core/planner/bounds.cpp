@@ -15,8 +15,8 @@ namespace bounds {
 namespace {
 
 constexpr int64_t INF = int64_t{1} << 62;
-// In tokens; keeps rounded values below the true bound: rounding changes pairs by at most 1,024, and only for rows with
-// millions of pairs, or in their roots.
+// In tokens; keeps rounded values below the true bound: pairs are rounded by at most 1,024, and only if rows have
+// millions of pairs; their square roots are rounded too.
 constexpr double SLACK = 1e-3;
 
 // The quotient by a positive divisor, rounded up.
@@ -57,8 +57,8 @@ double rows_of(double pairs, int64_t window) {
   return inside + std::max(pairs - corner, 0.0) / real(window);
 }
 
-// The foreign tokens of the part of a band whose rows see up to their own key. reach: the smallest reach of each rank
-// in turn, as long as it extends beyond the first row.
+// The foreign tokens of the part of a band whose rows see up to their own key. reach: lower bounds on ranks' reaches,
+// largest first, as far as they extend beyond the first row.
 Foreign of_stair(const Band& band, const Caps& caps) {
   const int64_t start = std::max(band.q0, band.k0), end = std::min(band.q1, band.k1);
   const bool plain = band.dmax >= end - 1 - band.k0;

@@ -20,7 +20,7 @@ int64_t causal_pairs(int64_t rows, int64_t keys) {
   return rows * keys - side * (side - 1) / 2;
 }
 
-// The grids of a phase: `PhaseCost` of cost.py. points: rows of the axis; cell, offset: by number of tiles; full,
+// The grids of a phase: `_PhaseCost` of cost.py. points: rows of the axis; cell, offset: by number of tiles; full,
 // causal: [5, cells], the coefficients of c0 + c1 x + c2 y + c3 x y + c4 min(x, y).
 struct Grids {
   static constexpr std::size_t FIELDS = 9;

@@ -5,7 +5,7 @@
 //
 //     dF_max = min(the share's work, its server's surplus, the deficit)
 //
-// from its first or last rows, V bytes (Appendix B); the share with the largest E = dF_max / V does. Rows that the
+// from its first or last rows, for V bytes (Appendix B); the share with the largest E = dF_max / V gives. Rows that the
 // server already has, at home or for other pairs, can be free. Passes halve the tolerance, and then the step of cuts,
 // until loads are within the tolerance on both sides.
 #include <numeric>
@@ -33,7 +33,7 @@ struct Choice {
 
 enum class Given { ROWS, NO_CUT, CAPPED };
 
-// The outcome of the passes: `Ended` of distca/parts.py.
+// The outcome of the passes: `MigrationSummary` of distca/parts.py, without the imbalance.
 struct Ended {
   int64_t passes = 0, moves = 0, forbidden = 0, below = 0, grain = 0;
 };
@@ -180,7 +180,7 @@ class Migration {
   }
 
   // Notes a lower bound on a candidate's price: the keys of its last row, and rows in proportion to work, less one for
-  // rounding. Only a pair's first share has one, since the other shares' servers are not considered beforehand.
+  // rounding. Only a pair's first share has one: for servers with rows of the pair, `consider_held` covers no other.
   void note_price(Candidate& one) const {
     const Share& share = shares[one.share];
     one.work = real(share.work);
@@ -264,7 +264,7 @@ class Migration {
       const int64_t end = std::min(near + BESIDE + 1, count(candidates_));
       for (int64_t place = std::max<int64_t>(near - BESIDE, 0); place < end; ++place) {
         const Candidate& one = candidates_[place];
-        // `most_e` may exceed the attainable E
+        // the E of a part may slightly exceed `most_e`, which orders the candidates
         floor = std::max(floor, std::min(score(one.share, to), one.most_e));
       }
     }

@@ -2,7 +2,7 @@
 // their geometry, and the holdings of servers.
 //
 //   rows       global tokens; in a folded pair, steps of a causal walk from both ends, see distca/homes.py
-//   folded     if length (tokens of the sequence) > 0; its only cell has steps [q0, q1) and tokens [k0, k1)
+//   folded     a pair with length (tokens of its sequence) > 0; its only cell has steps [q0, q1) and tokens [k0, k1)
 #pragma once
 
 #include <algorithm>
@@ -78,7 +78,7 @@ struct Pair {
     return {std::min(hull.low, hull.high), hull.high};
   }
 
-  // The hull of those of the rows that see a key.
+  // The hull of the rows that see a key.
   Range rows_of(Range rows) const {
     Range hull = NOTHING;
     for (const Cell& cell : cells) {

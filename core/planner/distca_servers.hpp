@@ -35,8 +35,8 @@ struct Share {
   int64_t at, work;
 };
 
-// A share of a surplus server. most_e: its E if moved as a whole to a server without any of its rows. For a server that
-// has nothing of the pair, the share's last rows cost at least once + a_pair * their work, in bytes; 0 if not known.
+// A share of a surplus server. most_e: its E if moved as a whole to a server without any of its rows. once, a_pair: for
+// a server without rows of the pair, the share's last rows cost at least once + a_pair * their work bytes; 0: unknown.
 struct Candidate {
   int64_t share;
   double most_e, work = 0, once = 0, a_pair = 0;

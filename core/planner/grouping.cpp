@@ -99,7 +99,7 @@ std::optional<Array<int64_t>> list_schedule(const Sequences& of, const Groups& g
   return group;
 }
 
-// item: a sequence of the slowest group; to: its new group; other: the sequence moved back, or -1. All -1: none helps.
+// item: a sequence of the slowest group; to: its new group; other: a sequence moved back, or -1. All -1: nothing helps.
 struct Exchange {
   int64_t item = -1, to = -1, other = -1;
 };
@@ -153,7 +153,7 @@ void descend(const Sequences& of, const Groups& groups, Column<int64_t> group, C
   }
 }
 
-// Steps of annealing, drawn beforehand: each moves a sequence to group `to`, or swaps it with sequence to - groups, if
+// Annealing steps, drawn in advance: each moves a sequence to group `to`, or swaps it with sequence `to` - groups, if
 // that is worse by less than `bar`.
 struct Steps {
   static constexpr std::size_t FIELDS = 3;

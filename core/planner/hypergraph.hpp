@@ -79,7 +79,7 @@ struct Both {
 // The ranks of vertices after moves of homes and compute that improve them within the caps.
 Array<std::int64_t> refine_together(const Graph& graph, Column<const std::int64_t> part, const Both& given);
 
-// The cluster of each vertex: that of its most expensive hyperedge with a cluster; -1: none. of: the known clusters.
+// The cluster of each vertex: that of its most expensive hyperedge with a cluster; -1: none. of: known ones, else -1.
 Array<std::int64_t> anchors(const Hyperedges& edges, Column<const std::int64_t> of);
 
 // Clusters of a vertex with tokens and the tokenless vertices anchored to it, and the hyperedges that span several.

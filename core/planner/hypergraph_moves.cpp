@@ -1,9 +1,9 @@
 // Fiduccia-Mattheyses refinement (1982): assigns the vertices without tokens once the homes of tokens are fixed.
 //
-//   settle  assigns each vertex to the part where it adds the least cost
-// repair  while a part exceeds its cap, moves the vertex with the lowest cost per FLOP from the fullest part to one
-// with room; the vertices that can follow share the cost of opening a hyperedge there refine  makes moves that lower
-// the cost, within the caps regroup moves all vertices that a hyperedge has on one part at once
+//   settle   assigns each vertex to the part where it adds the least cost
+//   repair   moves vertices of the lowest cost per FLOP from parts above their caps to parts with room; vertices that
+//            can follow share the cost of opening a hyperedge there
+//   refine   moves single vertices, and regroup all of a hyperedge on one part, if that lowers the cost within the caps
 #include <cmath>
 
 #include "ir/sorting.hpp"

@@ -96,7 +96,7 @@ class Parts {
 
 // The clusters that are placed as one item, and the order of placement.
 struct Items {
-  Array<int64_t> item;   // for each cluster, the first cluster connected to it, or -1 - its own number
+  Array<int64_t> item;   // for each cluster, the first cluster of its item; -1 - its own number if it is placed alone
   Array<int64_t> order;  // clusters by descending density of their item
 };
 

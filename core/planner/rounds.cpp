@@ -44,7 +44,7 @@ Array<int64_t> degrees(Ints src, Ints dst, Ints round, int64_t rounds, int64_t r
   return most;
 }
 
-// The rows that two ranks exchange are divided into `parts` equal parts, counted from 1: the part in which each edge
+// Divides the rows that one rank sends another into `parts` equal parts. Returns the part, from 1, in which each edge
 // begins; a relay is in its parent's part.
 Array<int64_t> even_parts(Ints parent, Ints src, Ints dst, Ints rows, int64_t ranks, int64_t parts) {
   Array<int64_t> total(ranks * ranks), before(ranks * ranks), part(src.size());

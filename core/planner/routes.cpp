@@ -172,7 +172,7 @@ std::pair<Growing<Hop>, Array<int32_t>> chains(const Star& star, Ints tile, Ints
            star.home[edge], ring[edge]};
   }
   Growing<Hop> hops;
-  Growing<int64_t> ends, first;  // the edge that ends each hop of a tile, and the index of each tile's first one in it
+  Growing<int64_t> ends, first;  // the edge that ends each hop; the index of each tile's first hop in `ends`
   for (int64_t number = 0; number < tiles.count(); ++number) {
     const Tile& own = tiles[number];
     first.push_back(ends.count());

@@ -41,8 +41,8 @@ struct Sizes {
   Given rows;
 };
 
-// For each op, the number of kernels and of multiplications of projections; passes: how often each operand of a row
-// operation is read or written, by whether the row is the first added to a sum, then by op.
+// For each op, the number of kernels, and of products with projection weights; passes: how often each operand of a row
+// operation is read or written, by whether the row begins a sum, then by op.
 struct Ops {
   static constexpr std::size_t FIELDS = 3;
   Column<const int64_t> kernels, products;
@@ -357,7 +357,7 @@ class Preparation {
     return found;
   }
 
-  // Records the rows of X that are projected, and the multiplications per row, in bytes of the model's dtype.
+  // Records the rows of X that are projected, and the bytes of a projected row in the model's dtype, times products.
   void project(const Step& step) {
     for (int64_t row = step.first; row < step.end; ++row) {
       const int64_t q = operand(step, 1, row), kv = operand(step, 2, row);

@@ -49,8 +49,8 @@ struct Filling {
   int64_t apart;
 };
 
-// Gives each task without an edge, in this order, the first stage, not before the previous task's stage, up to which
-// its rank has computed less than these stages' share of its work.
+// Assigns the tasks without an edge to stages, in this order: each gets the first stage, not before that of its rank's
+// previous task, up to which the rank has less work than those stages' share.
 void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> work, int64_t ranks,
           const Filling& filling, Column<const int64_t> order) {
   struct Rank {
@@ -193,8 +193,8 @@ class Merging {
   }
 
  private:
-  // Sorted by merged task, in the order of the program, and within each in the order in which they are joined: the
-  // number of the merged task, the edge, the first row, and the number of keys.
+  // The parts, sorted by merged task in the order of the program, and within each in the order in which they join: the
+  // number of the merged task, the edge, the first row, and the number of keys of each.
   std::tuple<Array<int32_t>, Array<int32_t>, Array<int64_t>, Array<int32_t>> parts() const {
     const int64_t count = tasks_.size();
     Array<int32_t> of(count), edge(count), keys(count), number(order_.count()), place(order_.count() + 1);

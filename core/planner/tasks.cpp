@@ -58,7 +58,7 @@ struct Bands {
     }
   }
 
-  // The number of cells; takes no longer if bands have many.
+  // The number of cells, found without visiting each.
   int64_t count() const {
     int64_t cells = 0;
     walk([&](auto, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t first, int64_t end) { cells += end - first; });

@@ -58,7 +58,7 @@ class Buckets {
   }
 
   // Puts each item in turn into the least full bucket with room for it; stops at the first that fits into no bucket.
-  // The buckets of the items.
+  // Returns the buckets of the items placed.
   template <class Sizes>
   Order whole(const Sizes& sizes, int64_t begin, int64_t end) {
     Order found;

@@ -98,7 +98,7 @@ static double logit(const Machine *m, const double *q, const double *k) {
     return m->softcap > 0 ? m->softcap * tanh(scaled / m->softcap) : scaled;
 }
 
-/* Merges an output into another: both become the output over both sets of keys. The LSE follows each output. */
+/* Merges `from` into `into`: the output over both sets of keys. The LSE follows an output's n numbers. */
 static void merge_row(double *into, const double *from, int64_t n) {
     double top = larger(into[n], from[n]), a = exp_less(into[n], top), b = exp_less(from[n], top), sum = a + b;
     if (top == -INFINITY) return;
@@ -278,7 +278,7 @@ static void launch(Machine *m, Rank *rank, const Table *list, int64_t begin, int
     }
 }
 
-/* The launch of a round in a program so far, and the first of its transfers; its number of transfers. */
+/* Finds the launch of a round among the steps so far: sets the first of its transfers, returns their number. */
 static int64_t launched(const Rank *rank, int64_t round, int64_t *first) {
     int64_t *const *step = rank->program->table[INSTRUCTIONS].column, found = -1, begin = 0;
     for (int64_t at = 0; at < rank->at; at++) {
@@ -290,7 +290,7 @@ static int64_t launched(const Rank *rank, int64_t round, int64_t *first) {
     return step[I_COUNT][found];
 }
 
-/* Takes what has arrived; 0 where a peer has not sent yet. */
+/* Takes what has arrived; returns 0 if a peer has not launched the round yet. */
 static int wait(Machine *m, Rank *rank, int64_t round) {
     const Table *list = rank->program->table + TRANSFERS;
     int64_t first, count = launched(rank, round, &first);

@@ -1,4 +1,4 @@
-"""Config registry for TorchTitan: a tiny Llama 3 on the bytes of Python files, with Titan's attention or planned.
+"""Config registry for TorchTitan: a tiny Llama 3 on the bytes of Python files, with Titan's or planned attention.
 
 torchrun --nproc-per-node 2 examples/titan/train.py --module planned_llama --config planned_tiny
 torchrun --nproc-per-node 4 examples/titan/train.py --module planned_llama --config planned_ticks

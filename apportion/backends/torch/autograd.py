@@ -51,7 +51,7 @@ def attention_scope(
 
 
 def attention_call(plan: str, kind: str, phase: str, score: Score, sinks: bool, lse: bool = False) -> str:
-    """Names an attention call by the facts that all ranks must agree on. plan: prefix of its id; lse: whether LSE may
+    """Names an attention call by the facts that all ranks must agree on. plan: its id's prefix; lse: whether LSE may
     have a gradient."""
     softcap = "" if score.softcap is None else f", softcap {score.softcap:g}"
     suffix = ", sinks" * sinks + ", return_lse" * lse
@@ -101,8 +101,8 @@ def require_latent(handle: PlanHandle, latent: bool) -> None:
 def qkv_home(
     handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor, *, latent: bool = False
 ) -> dict[Name, Parts]:
-    """The home rows of a forward program that does not project; latent: k and v are rotated and compressed latent rows.
-    Raises ExecutionError if the shape, dtype or device of one does not match the plan."""
+    """The home rows of a forward program that does not project; latent: k, v are rotated and compressed latent rows.
+    Raises ExecutionError if a tensor's shape, dtype or device does not match the plan."""
     require_latent(handle, latent)
     header = handle.slice.header
     keys, values = ("rotated", "compressed") if latent else ("k", "v")
@@ -200,7 +200,7 @@ def _require_unchanged(ctx: Any) -> None:
 
 class PlannedLayer(torch.autograd.Function):
     """Autograd function from this rank's home rows to out, for layers whose function backward calls again: a projection
-    of hidden states, or an expansion of latent rows. names: the home tensor of each input, which come before the
+    of hidden states, or an expansion of latent rows. names: the home tensor of each input. Inputs come before the
     layer's params."""
 
     @staticmethod
@@ -280,9 +280,9 @@ def _attend(
     causal: bool | None = None,
     layer: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes out [rows, Hq, Dv] in q's dtype and lse [rows, Hq] in float64 under the plan with that number.
+    """Computes out [rows, Hq, Dv] in q's dtype and lse [rows, Hq] in float64 under the plan of handle `number`.
 
-    return_lse: whether LSE may get a gradient; equal on all ranks, which also compute tasks on each other's rows.
+    return_lse: whether LSE may get a gradient; equal on all ranks, since each also computes tasks on others' rows.
     window, causal: compared with the plan inside the op, so that torch.compile does not recompile for a new mask.
     """
     handle = PlanHandle.of_number(number)
@@ -378,7 +378,7 @@ def attend(
 def attend_layer(
     handle: PlanHandle, kind: str, home: Home, layer: Layer, declared: LayerMask = (None, None, None)
 ) -> Tensor:
-    """Planned attention of hidden states, or of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank],
+    """Planned attention of hidden states, or of q [rows, Hq, D] to latent rows [rows, 1, rope] and [rows, 1, rank],
     differentiable in all of these and in the layer's sinks and params."""
     handle.check(kind, *declared)
     names, tensors = zip(*((name, part) for name, parts in home.items() for part in parts), strict=True)

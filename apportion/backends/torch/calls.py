@@ -2,7 +2,7 @@
 fails.
 
     begin ──number, digest──► tag of the call's messages            messages of two calls never meet
-    wait  ──half a second──► store of the group: failures · calls of stalled ranks      errors that name both
+    wait  ──half a second──► store of the group: failures · calls of stalled ranksso errors name both calls
 
 As long as nothing fails, only messages are sent. A watchdog thread reads the store when a wait takes long.
 """
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from apportion.ir.errors import ExecutionError
 
 CHECK_INTERVAL_S = 0.5  # between the watchdog's checks
-EXIT_WAIT_S = 5.0  # longest wait for a check at the end of the process
+EXIT_WAIT_S = 5.0  # longest wait for the watchdog's last check when the process exits
 HISTORY_CALLS = 64  # calls in a rank's history
 _ABORT_TAG = 2**31 - 1  # the largest tag; no call uses it
 _QUOTE_LENGTH = 2000  # maximum characters of an error that other ranks quote
@@ -41,7 +41,7 @@ _exiting = Event()
 
 
 class Wait(NamedTuple):
-    """A wait of the host. group: process group of the messages; peers: their senders and receivers."""
+    """A wait of the host for messages. group: their process group; peers: their senders and receivers."""
 
     since: float
     group: Any
@@ -65,7 +65,7 @@ class Calls:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Opens one call; its name is equal on all ranks. If it raises, the other ranks raise with its error.
+        """Opens one call; its name must be equal on all ranks. If it raises, the other ranks raise with its error.
         Raises ExecutionError if another thread is in a call."""
         nested = self._enter(name)
         previous = self.tag
@@ -254,7 +254,7 @@ def quoted(error: BaseException | None) -> str:
 
 
 def _stop_watch(thread: Thread) -> None:
-    """Stops the watchdog before the interpreter exits: a thread that returns from the store later would abort it."""
+    """Stops the watchdog before the interpreter exits: a store call that returns later would abort the process."""
     _exiting.set()
     thread.join(EXIT_WAIT_S)
 

@@ -1,7 +1,7 @@
 """Engines that compute instructions. Each must pass the conformance tests of the backend.
 
     stage   one Triton launch per instruction over work lists made once per plan       CUDA; float16, bfloat16, float32
-    flash   torch's flash attention, a call or a few for each task, torch's ops for rows      any device
+    flash   torch's flash attention, one or a few calls per task; torch's ops for rows        any device
     plain   matrix products in strips, everything else like flash                              any device
 
 To add an engine, write a machine in its own file and add a row here.
@@ -86,7 +86,7 @@ class StageEngine:
         return load(request)
 
 
-#: in the order of preference
+#: in order of preference
 ENGINES: Mapping[str, Engine] = MappingProxyType(
     {"stage": StageEngine(), "flash": TaskEngine(TaskMachine, newest=True), "plain": TaskEngine(PlainMachine)}
 )

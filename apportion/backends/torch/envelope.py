@@ -1,7 +1,7 @@
 """Sizes to which all plans of a run are padded, so that shapes, buffers and work lists are the same in every step, as
 captured graphs and compiled models require.
 
-    rows             of a rank, with padding                every input and output tensor of layers
+    rows             of a rank, with padding                length of every input and output tensor of layers
     buffer_bytes     work arenas and staging of a call      one buffer that never grows
     table_numbers    of a program's tables (engine stage)   one copy to the device, of constant size
 """
@@ -30,7 +30,7 @@ class Envelope:
     @staticmethod
     def around(sizes: Iterable[tuple[int, int, int]], margin: float = 1.1) -> Envelope:
         """The maximum of the handles' `sizes()` times `margin`; pass the sizes of all ranks, since the largest rank
-        differs by plan. Raises ConfigError without sizes."""
+        differs by plan. Raises ConfigError if there are no sizes."""
         margin, rows = number("margin", margin, 1.0), list(sizes)
         if not rows:
             raise ConfigError(

@@ -20,8 +20,8 @@ from apportion.backends.torch.transport import Transport
 @dataclass(frozen=True)
 class Exchange:
     """The rows to send and receive. name: for errors, equal on all ranks. take: int64, rows of x for rank 0, 1, …;
-    sent: their number for each. into: int64, the distinct result rows for the rows from rank 0, 1, …; received: their
-    number from each; rows: the number of result rows."""
+    sent: how many go to each rank. into: int64, the result rows (distinct) for rows from rank 0, 1, …; received: how
+    many come from each rank; rows: the number of result rows."""
 
     transport: Transport
     name: str

@@ -1,4 +1,4 @@
-"""Executes one rank's program on torch tensors: one handler per op, in program order, no decisions.
+"""Executes one rank's program on torch tensors: one handler per op, in program order; it decides nothing.
 
     home rows (q, k, v | hidden) ──forward──► O home rows  ──backward with dO──► dQ, dKV home rows | dX
 
@@ -95,8 +95,8 @@ class LoadRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Executable:
-    """A rank's program, ready for any number of calls on one device. result_only: sums whose home rows the engine
-    keeps only as results."""
+    """A rank's program, ready for any number of calls on one device. result_only: sums whose home rows are
+    all written as final results, so that they need no accumulators."""
 
     program: Program
     rounds: Rounds
@@ -197,7 +197,7 @@ class TorchMachine(Machine[View]):
                 self._view(row.c).fill((k, v))
 
     def project_grad(self, step: Step) -> None:
-        """Works on tiles of rows, so that the recomputed projection is small."""
+        """Works on tiles of rows, so that recomputed projections stay small."""
         if step.index == self.program.steps[-1].index:
             self._free_attention_inputs()
         for row in step.rowops:
@@ -210,7 +210,7 @@ class TorchMachine(Machine[View]):
                 sums[tile].copy_(dx) if row.first else sums[tile].add_(dx)
 
     def _gradients(self, index: int) -> Parts:
-        """The gradients of an operand of dQ or dKV; at home in the dtype that the caller would get."""
+        """The gradients of an operand of dQ or dKV; home rows in the dtype that the caller would get."""
         operand = self.program.operands[index]
         if not operand.is_home:
             return self._view(index).read()
@@ -254,7 +254,7 @@ class TorchMachine(Machine[View]):
 
 
 class TaskMachine(TorchMachine):
-    """Computes task by task: one or two kernel calls each, and torch's own ops for rows. For CPUs and comparison."""
+    """Computes task by task: a few kernel calls each, and torch's own ops for rows. For CPUs and comparison."""
 
     kernel: Kernel | None = None  # None: the device's flash kernel if it takes the dtype, else plain strips
 

@@ -28,8 +28,8 @@ from apportion.ir.verify.feeds import verify_feed
 class EncoderFeed:
     """Map from tokens of a decoder's plan to rows of an encoder's plan, and their transfer. Equal on all ranks.
 
-    encoder, decoder: handles of plans for the same ranks. places: integers [n, 3]: first token of the decoder's batch,
-    first row of the encoder's batch, tokens, each of which stands for `merge` rows; places do not overlap, and name
+    encoder, decoder: handles of plans for the same ranks. places: integers [n, 3]: first token in the decoder's batch,
+    first row in the encoder's batch, number of tokens (each stands for `merge` rows); places do not overlap, and cover
     each row of the encoder once. Raises ConfigError; on first use, ExecutionError if
     ranks differ."""
 
@@ -51,7 +51,7 @@ class EncoderFeed:
 
     @cached_property
     def plan(self) -> Feed:
-        """The move of all ranks, proved; a collective the first time. Raises ExecutionError, ConfigError,
+        """The moves of all ranks, verified; a collective the first time. Raises ExecutionError, ConfigError,
         VerifyError."""
         for handle in (self.encoder, self.decoder):
             handle.agree()

@@ -192,7 +192,7 @@ class PlanHandle:
         return self._loaded[key]
 
     def sizes(self) -> tuple[int, int, int]:
-        """Rows, and the largest buffer in bytes and largest tables in numbers of the loaded programs."""
+        """Rows with padding; of the loaded programs, the largest buffer in bytes and the most table numbers."""
         pairs = [(entry.arenas.size, entry.table_numbers) for entry in self._loaded.values()] or [(0, 0)]
         buffers, tables = zip(*pairs, strict=True)
         return self.padded_rows, max(buffers), max(tables)

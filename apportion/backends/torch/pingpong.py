@@ -45,14 +45,14 @@ from apportion.ir.tensors import PHASES, Tensor as Name
 Pre = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 #: (the layer's hidden [n, E], out [n, Hq, Dv]) -> hidden [n, E]
 Post = Callable[[Tensor, Tensor], Tensor]
-#: one execution of one program, like `_turns`
+#: function that executes one program once, like `_turns`
 Execute = Callable[[PlanHandle, str, str, Home, Layer], Generator[None, None, TorchMachine]]
 
 
 def _turns(
     handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer
 ) -> Generator[None, None, TorchMachine]:
-    """One execution of one program, with the other half's turn after each of its first two segments."""
+    """Executes one program once; yields to the other half after each of its first two segments."""
     segments, machine = handle.segments(kind, phase), prepare(handle, kind, phase, home, layer)
     machine.execute(segments.dispatch)
     yield
@@ -271,8 +271,8 @@ def backward_alone(
 
 
 def serve(handle: PlanHandle, phase: str, pieces: Sequence[Piece], device: torch.device) -> None:
-    """Takes part in other ranks' `forward_alone` or `backward_alone`, on a rank without tokens. pieces: the layers,
-    whose `score` and `sinks` are used."""
+    """Takes part in other ranks' `forward_alone` or `backward_alone`, on a rank without tokens. pieces: the layers;
+    their `pre` and `post` are not called."""
     header, rows = handle.slice.header, handle.padded_rows
 
     def zeros(*shape: int) -> Tensor:

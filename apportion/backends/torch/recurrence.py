@@ -35,7 +35,7 @@ from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent, widest_halo
 @dataclass(frozen=True)
 class RunGroup:
     """Runs of one class. runs: their numbers; rows: int64, their rows, concatenated; lengths: of each run; ends: int64
-    [runs + 1]; has_all: whether the rank has no other runs, so that rows are in order."""
+    [runs + 1], like cu_seqlens; has_all: whether the rank has no other runs, so that rows are in order."""
 
     runs: list[int]
     rows: Tensor
@@ -46,8 +46,8 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class HeadTransfer:
-    """Transfer of some runs' heads to slots, or back; slots are in order of arrival. sent: int64, the heads of runs
-    for peer 0, 1, …; inverse: the inverse of `sent`; to_slots, to_runs: counts per peer."""
+    """Transfer of some runs' heads to slots, or back; slots are in order of arrival. sent: int64, heads of runs to send
+    to peer 0, 1, …; inverse: the inverse of `sent`; to_slots, to_runs: counts per peer in each direction."""
 
     sent: Tensor
     inverse: Tensor
@@ -58,8 +58,8 @@ class HeadTransfer:
 @dataclass(frozen=True)
 class Level:
     """Slots (one per head) whose runs have the same depth in their documents. parent: index of each slot's parent among
-    the leading slots of the previous level; into: index among states; leads: slots with a successor; u, m: indices of
-    their U and M."""
+    the leading slots of the previous level; into: index among states; leads: indices of slots with a successor; u, m:
+    indices of their U and M."""
 
     parent: Tensor
     into: Tensor
@@ -74,10 +74,10 @@ class RankRecurrence:
 
     whole, first, middle, last: runs of whole documents; of other documents, runs without a past, with a past and a
     successor, and without a successor; early: whether last runs are computed before their states arrive. place: int64
-    [rows], the index of each row among the rows of the four, end to end. u, m, states: their transfers. halo: exchange
-    of the rows before each run, as many as the widest kind reads, the nearest last; windows: int64, indices of the halo
-    and rank rows, end to end, that this kind's convolution reads, run by run; kept: int64 [rows], indices of the
-    results for the rank's rows.
+    [rows], the index of each row among the rows of these groups, end to end. u, m, states: transfers. halo: exchange
+    of the rows before each run, as many as the widest kind reads, the nearest last; windows: int64, indices (in halo
+    rows, then the rank's rows) of what this kind's convolution reads, run by run; kept: int64 [rows], indices of the
+    convolution's results for the rank's rows.
     """
 
     name: str
@@ -344,7 +344,7 @@ def _to_runs(handle: PlanHandle, label: str, rows: Tensor, transfer: HeadTransfe
 def _exchange_parts(
     handle: PlanHandle, label: str, parts: Sequence[tuple[Tensor, list[int], list[int]]]
 ) -> list[Tensor]:
-    """Exchanges parts: rows for rank 0, 1, …, counts to each and from each -> the rows from rank 0, 1, …. One round,
+    """Exchanges parts (rows for rank 0, 1, …; counts to and from each); returns the rows from rank 0, 1, …. One round,
     among the ranks that have rows to exchange."""
     transport, posts, outputs = handle.communicator, list[Post](), list[Tensor]()
     for rows, sent, received in parts:

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 class Rehearsal:
     """Stands in for a plan's handle in one process. A run of the whole microbatch computes dense attention; a run of a
-    part takes its rows of those results. selected: rows of the microbatch, int64 [rows], in the order of the call."""
+    part takes its rows from those results. selected: rows of the microbatch, int64 [rows], in the order of the call."""
 
     def __init__(self, selected: Tensor, documents: Tensor, whole: Rehearsal | None = None) -> None:
         self.selected, self.rows, self.whole, self.exact = selected, len(selected), whole, True
@@ -77,7 +77,7 @@ class Rehearsal:
                 self.decisive |= {(name, call, number)} if decides else set()
 
     def first_difference(self) -> str | None:
-        """The first module whose rows differ from the full run's, if the difference reaches attention or the logits."""
+        """The first module whose rows differ from the whole run's, if this reaches attention or the logits."""
         assert self.whole is not None
         if all(self._agrees(key) for key in self.decisive):
             return None

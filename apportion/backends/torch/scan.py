@@ -5,8 +5,8 @@ whole         the whole run                                 during the transfer
 first         the whole run; the last state is U            yes
 middle        V with K extra columns of zeros, the state     yes; these columns yield Q' and M, so that
               with the identity in these columns            o = o' + Q' in, and out = U + M in
-last          the run from its incoming state; like middle  no; yes
-              runs if a large share of the rank's rows
+last          the run from its incoming state; if it is a    no; yes if like middle
+              large share of the rank's rows, like middle
 
 Without the delta rule M and Q' are products of decays, and need no kernel.
 """

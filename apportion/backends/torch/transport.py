@@ -64,7 +64,7 @@ class Transport(ABC):
         Raises ExecutionError if ranks gather different things, or made different calls before."""
 
     def call(self, name: str) -> AbstractContextManager[None]:
-        """Scope of one call's messages, which every rank enters; the call's name is equal on all ranks. If it
+        """Scope of one call's messages, which every rank enters; its name must be equal on all ranks. If it
         raises, the calls of the other ranks raise too. Raises ExecutionError if another thread is in a call."""
         return _NO_PEERS
 
@@ -100,7 +100,7 @@ def _text(numbers: Sequence[int]) -> str:
 
 #: calls of a single rank, which has no peers
 _NO_PEERS: AbstractContextManager[None] = nullcontext()
-#: maximum of numbers per rank in one such exchange, including the length
+#: numbers per rank in the first exchange of `_gather_lists`, besides their count
 _FIRST_EXCHANGE = 63
 
 
@@ -131,7 +131,7 @@ class Communicator(Transport):
     groups: process groups of the same ranks in the same order; channel c uses `groups[c % len(groups)]`. hosts: a group
     that moves CPU tensors, for agreements; required if `groups` move only GPU tensors. Without arguments: all ranks of
     the job, on as many groups as their plans have channels, or a single rank if torch.distributed is not initialised.
-    Any number of plans share one. `global_ranks`: their ranks in the job, in the groups' order.
+    Any number of plans may share a communicator. `global_ranks`: their ranks in the job, in the groups' order.
     """
 
     def __init__(self, *groups: Any, hosts: Any = None) -> None:
@@ -261,7 +261,7 @@ def _has_backend(group: Any, backend: str) -> bool:
 
 def different_plans(texts: Sequence[str]) -> ExecutionError:
     """The error for ranks with different plans. texts: description of each rank's plans."""
-    call_lists = by_value(dict(enumerate(texts)))
+    plan_lists = by_value(dict(enumerate(texts)))
     return ExecutionError(
-        f"ranks hold different plans: {call_lists}. Give every rank its slice of the same plan"
+        f"ranks hold different plans: {plan_lists}. Give every rank its slice of the same plan"
     )

@@ -1,6 +1,6 @@
 """Row-independence check of a custom loop's model in its first steps.
 
-    first forward   records module and arguments of the call in which attention ran, and a few rows of its results
+    first forward   records the module and arguments of the call in which attention ran, and a few rows of its results
     first step      reruns the module on these rows and on fewer of them: equal rows, or an error
 
 A model is checked once; models with an attribute `mixes_rows = True` are not checked.
@@ -44,7 +44,7 @@ Results = tuple[Tensor, ...]
 class ModelTrial:
     """Checks each of this process' models once. part: the part of the running rerun, which replays attention's results.
     handle: returns the handle of the last attention call, if alive. met: whether a module called attention in this
-    pass. Modules of a later training are checked too."""
+    pass. Modules of a later training run are checked too."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
@@ -179,8 +179,8 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def _outermost() -> tuple[nn.Module, Any] | None:
-    """The outermost module that is being called, with (args, kwargs), except wrappers and Lightning's modules, whose
-    step it calls instead of forward. None in backward, which recomputes."""
+    """The outermost module that is being called, with (args, kwargs), except wrappers and modules whose step
+    Lightning calls instead of forward. None in backward, which recomputes."""
     result, frame = None, sys._getframe() if torch._C._current_graph_task_id() == -1 else None
     while (frame := frame and frame.f_back) is not None:
         if frame.f_code is _CALL:
@@ -221,8 +221,8 @@ class ModuleCall:
     sums: list[int]
     results: list[Results] = field(default_factory=list)
 
-    def check(self, run: Callable[[Part | None], None]) -> None:
-        """Raises ConfigError if a row changes when fewer rows are computed. run: reruns with a part's results."""
+    def check(self, set_part: Callable[[Part | None], None]) -> None:
+        """Raises ConfigError if a row changes when fewer rows are computed. set_part: sets the part to rerun."""
         name, count = type(self.module).__name__, len(self.rows)
         draw = torch.Generator().manual_seed(0)
         fewer = torch.randperm(count, generator=draw)[: max(2, int(_PART * count))]
@@ -233,7 +233,7 @@ class ModuleCall:
                 part.exact = is_local or self.results[0][0].dtype not in LOW
                 reset()
                 try:
-                    run(part)
+                    set_part(part)
                     with (
                         self._cut_batch(self.rows[indexes]),
                         recording(self.module, part),
@@ -245,7 +245,7 @@ class ModuleCall:
                     reason = f"cannot run on {len(indexes)} of its rows ({type(error).__name__}: {error})"
                     return getLogger(__name__).warning("%s %s: its layers are not checked", name, reason)
                 finally:
-                    run(None)
+                    set_part(None)
                 if full is not None and (differs := part.first_difference()) is not None:
                     if indexes is not fewer:
                         reason = "gives different results each time"

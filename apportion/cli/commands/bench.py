@@ -92,9 +92,9 @@ def bench_attention(
     """Time calls of planned attention, forward and backward: one row for the busiest rank of each plan.
 
     Without a GPU a recorder takes the place of the device: it counts launches and
-    messages, and the host is timed. On a GPU plans for one rank run. Under
-    torchrun plans for as many ranks as the job run, and the time that messages
-    add is measured. A note below the table lists figures that were not measured.
+    messages, and the host is timed. On a GPU it runs plans for one rank; under
+    torchrun, plans for as many ranks as the job has, and measures the time that
+    messages add. A note below the table lists figures that were not measured.
     Times are in milliseconds, the best of --repeats calls after a warm-up.
 
     [bold]Examples[/bold]

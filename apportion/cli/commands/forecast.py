@@ -98,10 +98,10 @@ def forecast(
     """Forecast a training step on your lengths and your cluster: seconds, tokens/s, MFU, memory, and the speed-up
     of a plan over all ranks over the static grid that you run today.
 
-    Attention is simulated, all else follows closed forms. Ranges show the result
+    Attention is simulated, the rest is in closed form. Ranges show the result
     if one assumption is wrong: kernels 10 % faster or slower, half the bandwidth,
     four times the latency, contention and others, on both sides; gains of single
-    steps are shown next to them. --model has the heads of the whole model.
+    steps are shown next to them. --model counts the heads of the whole model.
     --tokens-per-rank is the mean per microbatch: sequences stay whole, and none
     is longer than a microbatch. Exit code 1 if no row fits.
 
@@ -121,7 +121,7 @@ def forecast(
 
     cluster, model, hardware = request.setting()
     setup = _training(training, inputs.config_of(request.model))
-    tokens = cluster.ranks * request.rank_tokens  # of the microbatches of all stages
+    tokens = cluster.ranks * request.rank_tokens  # in the microbatches of all stages together
     draws, skipped = request.batches(tokens * microbatches, batches, BATCHES, max(1, tokens // pipeline))
     degrees = Degrees(tensor, pipeline, virtual, microbatches, expert)
     recipe_list = [] if recipes == "none" else inputs.recipes_of(recipes)

@@ -46,7 +46,7 @@ def plan(
     The batch is a file, or is drawn from a list of lengths or a workload until
     the ranks are full. With --server a planning server makes the plan: an
     unreachable server is retried for 10 s, the plan may take 600 s, and
-    planning_ms includes the request.
+    planning_ms includes the time of the request.
 
     [bold]Examples[/bold]
 

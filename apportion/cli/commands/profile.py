@@ -32,7 +32,7 @@ def profile(
     With --model the kernels and layers are timed with that model's sizes.
 
     Under torchrun it also measures the links while all ranks send, the time to
-    post a message, and kernels during messages: start one rank per GPU on two
+    post a message, and kernels slowed by messages: start one rank per GPU on two
     nodes. Without torchrun these figures keep their built-in values, marked as
     assumed. Pass the file as --hardware.
 

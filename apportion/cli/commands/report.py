@@ -14,7 +14,7 @@ from apportion.ir.errors import ConfigError
 Output = Annotated[
     Path, Option("--output", "-o", help="Write the page here.", metavar="R.html", show_default=True)
 ]
-_PLANS_PATH = "/v1/plans/"  # of servers
+_PLANS_PATH = "/v1/plans/"  # on servers
 
 
 def report(

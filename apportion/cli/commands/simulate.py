@@ -19,7 +19,7 @@ def simulate(
         Path | None, Option(help="Write a trace that ui.perfetto.dev opens.", metavar="T.json")
     ] = None,
     timelines: Annotated[int, Option(help="Number of longest-waiting ranks to draw.", min=0)] = 16,
-    path: Annotated[int, Option(help="Print this many steps of the critical path, the longest.", min=0)] = 10,
+    path: Annotated[int, Option(help="Print this many of the critical path's longest steps.", min=0)] = 10,
     spans: Annotated[
         bool, Option("--spans/--no-spans", help="With --json: the intervals of every rank.")
     ] = True,

@@ -55,7 +55,7 @@ def check(
     planner, workers = executor_of(workers, None) if verify else (None, 1)
     try:
         with ThreadPoolExecutor(workers) as threads, progress("checking", len(files), not as_json) as step:
-            for file, fault in zip(files, threads.map(lambda one: _fault(one, planner), files), strict=True):
+            for file, fault in zip(files, threads.map(lambda f: _fault(f, planner), files), strict=True):
                 bad += [{"path": file.path, "why": fault}] if fault else []
                 step("")
     finally:

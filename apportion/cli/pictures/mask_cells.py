@@ -65,7 +65,7 @@ def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
     bands, piece = _on_axis(np.ascontiguousarray(all_pieces.bands.T), axis)
     sets = all_pieces.heads[piece]
     rows, part = _rows(bands, axis.edges)
-    program = next(one for one in Subject(plan).programs if (one.kind, one.phase) == (kind, phase))
+    program = next(p for p in Subject(plan).programs if (p.kind, p.phase) == (kind, phase))
     head_sets = _distinct_heads(program.q_sets, sets)[:, sets[part]]
     source = head_sets[rows % len(head_sets), np.arange(len(rows))]
     return _busiest(bands[part[source]], rows[source], all_pieces.rank[piece][part[source]], axis.edges)
@@ -129,7 +129,9 @@ def _largest(cell: Ints, rank: Ints, pairs: Ints, cells: int) -> Ints:
     keys, inverse = np.unique(cell * span + rank, return_inverse=True)
     total = np.zeros(len(keys), np.int64)
     np.add.at(total, inverse.ravel(), pairs)
-    order = np.lexsort((-(keys % span), total, keys // span))  # the last of a cell is the one to keep
+    order = np.lexsort(
+        (-(keys % span), total, keys // span)
+    )  # the last entry of each cell is the one to keep
     busiest = np.full(cells * cells, NOBODY, np.int64)
     nonempty = order[total[order] > 0]
     busiest[keys[nonempty] // span] = keys[nonempty] % span

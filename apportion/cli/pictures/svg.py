@@ -17,7 +17,7 @@ INK, PALE, LINE = "#1f2328", "#59636e", "#d1d9e0"
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # hues that most people can distinguish, of similar lightness (after Okabe and Ito, 2008, and Tableau's ten)
 _FEW = ("#4477aa", "#ee7733", "#228833", "#cc3377", "#66b3dd", "#ccaa22", "#884488", "#9a6a4a")
-_TURN = 0.381966  # of a circle, the golden angle: no two of the first hues come close
+_TURN = 0.381966  # the golden angle, as a fraction of a circle: no two of the first hues come close
 _TONES = ((62, 52), (48, 36), (70, 72))  # saturation and lightness in percent, in turn
 
 

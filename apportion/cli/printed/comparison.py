@@ -73,7 +73,7 @@ COLUMNS = (
 
 RECURRENT = Column(
     "recurrent\nms", lambda row: f"{row['recurrent_ms']:.2f}"
-)  # of models that have such layers
+)  # only for models with recurrent layers
 
 
 def comparison(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
@@ -107,7 +107,7 @@ def comparison_table(rows: Sequence[Record], wide: bool = False) -> Table:
 
 
 def comparison_cells(row: Record, columns: Sequence[Column] = COLUMNS) -> list[str]:
-    """The texts of one row; for a recipe that planned no batch its name and dashes."""
+    """The texts of one row; for a recipe that planned no batch, its name and dashes."""
     if row["status"] == "ok":
         return [column.text(row) for column in columns]
     return [row["recipe"], "refused", *["-"] * (len(columns) - 2)]

@@ -1,4 +1,4 @@
-"""The tables of commands: no borders, figures at the right."""
+"""The tables of commands: no borders, figures right-aligned."""
 
 from __future__ import annotations
 

@@ -107,10 +107,10 @@ def _path(path: Sequence[PathStep], limit: int) -> Iterator[str]:
         kind: sum(step.us for step in path if step.kind == kind) / 1e3 for kind in ("compute", "transfer")
     }
     longest = sorted(sorted(path, key=lambda step: -step.us)[:limit], key=lambda step: step.start_us)
-    which = "" if len(longest) == len(path) else f", the longest {len(longest)}"
+    scope = "" if len(longest) == len(path) else f", the longest {len(longest)}"
     yield (
         f"critical path: {count(len(path), 'step')}, {sums['compute']:.3f} ms of work, {sums['transfer']:.3f} ms of "
-        f"transfers{which}:"
+        f"transfers{scope}:"
     )
     for step in longest:
         yield f"  {step.start_us / 1e3:9.3f} ms  {step.text}"

@@ -4,8 +4,8 @@
          ├─ parts[rank]                                its spans, programs and moves, see `table_bytes`
          └─ id = H(magic · H(header) · H(request) · H(layouts) · H(moves) · H(report) · root of parts)
 
-Encoding and decoding cost a small multiple of hashing the bytes. `schemas/FORMAT.md` describes them for readers
-in other languages.
+Encoding and decoding take a small multiple of the time needed to hash the bytes. `schemas/FORMAT.md` describes the
+format for readers in other languages.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ class IterationPlan:
 
     @cached_property
     def report(self) -> dict[str, Any]:
-        """Number of microbatches, sequences and deferred sequences; the sums and maxima over the microbatches of the
-        plans' reports (`SUMS`, `MAXIMA`); tokens per microbatch; the ids of the plans in hex; and the sums of their
-        bounds, which hold for this packing. A gap is None if a microbatch has none.
+        """Numbers of microbatches, sequences and deferred sequences; sums and maxima, over the microbatches, of figures
+        in the plans' reports (`SUMS`, `MAXIMA`); tokens per microbatch; the ids of the plans in hex; and the sums of
+        their bounds, which hold for this packing. A gap is None if any microbatch has none.
 
         Sums of `bytes.max_rank`, `plan_bytes.largest_rank` and the like add up the worst rank of each microbatch: no
         rank has more over the iteration.
@@ -189,8 +189,8 @@ def _check_plans(plans: tuple[Plan, ...], indexes: int) -> None:
 
 
 def _shared_request(request: Request) -> dict[str, Any]:
-    """The fields that the requests of all microbatches share. If a recipe sets no token cap, each plan records the
-    resulting one."""
+    """The fields that the requests of all microbatches share, without the token cap: if the policy sets none, each plan
+    records the resulting one."""
     policy = replace(request.policy, token_cap=None)
     return {
         "cluster": request.cluster,

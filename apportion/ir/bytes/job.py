@@ -88,7 +88,7 @@ class Job:
         return data
 
     def policy_for(self, sequences: int) -> Policy:
-        """The policy of an iteration of `sequences` sequences: a pack step gets the job's figures."""
+        """The policy for an iteration of `sequences` sequences: parameters of a pack step come from the job."""
         step = self.policy.recipe.step("pack")
         if step is None:
             return self.policy
@@ -98,8 +98,8 @@ class Job:
         return replace(self.policy, recipe=Recipe(self.policy.recipe.name, steps))
 
     def request_digest(self, batch: Batch, sequences: int, token_cap: int | None) -> bytes:
-        """32-byte digest of the request stored in a microbatch's plan. sequences: of the whole iteration. token_cap:
-        the plan's resulting cap, if the job sets none."""
+        """32-byte digest of the request stored in a microbatch's plan. sequences: their number in the whole iteration.
+        token_cap: the plan's resulting cap, if the job sets none."""
         policy = self.policy_for(sequences)
         if policy.token_cap is None:
             policy = replace(policy, token_cap=token_cap)

@@ -1,4 +1,4 @@
-"""The inputs that the plans of a training run depend on, as JSON-like data, and the difference between two of them."""
+"""The inputs that the plans of a training run depend on, as JSON-like data, and how two of these differ."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _INDEX = np.dtype("<u4")
 
 def iteration_id(plans: Iterable[bytes], indexes: Iterable[Ints], deferred: Ints) -> bytes:
     """Computes the id of an iteration plan from its microbatches' ids and sequences and the deferred sequences."""
-    leaves = [part for plan, own in zip(plans, indexes, strict=True) for part in (plan, digest(pack(own)))]
+    leaves = [part for plan, seqs in zip(plans, indexes, strict=True) for part in (plan, digest(pack(seqs)))]
     return digest(b"".join([FORMAT.encode(), b"\0", *leaves, digest(pack(deferred))]))
 
 

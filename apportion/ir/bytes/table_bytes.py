@@ -39,7 +39,7 @@ class Parts(list[bytes]):
 
     def are_of(self, tables: Sequence[Table]) -> bool:
         """True if `encode_parts` of these tables would give the same bytes, decided without encoding: the arrays are
-        the same objects, and nothing else can have written to them. False may mean unknown."""
+        the same objects, and nothing else can have written to them. Also False if this cannot be decided."""
         is_same = tuple(self) == self._original and len(self._tables) == len(tables)
         return is_same and all(
             table.names == original.names
@@ -142,8 +142,8 @@ def read_tables(
 def read_parts(
     forms: Sequence[tuple[str, tuple[str, ...]]], parts: Sequence[bytes], first: int
 ) -> Iterator[Table]:
-    """Decodes the tables of parts with the dtypes of lowering: operands, instructions and lists int32 if the sum of any
-    two of their numbers fits, all others int64. forms: (place for messages, columns) of each table."""
+    """Decodes the tables of parts with the dtypes that lowering uses: int32 for operands, instructions and lists if the
+    sum of any two of their numbers fits, else int64. forms: (name in messages, columns) of each table."""
     columns = [names for _, names in forms]
     try:
         tables = core.decode(parts, [*map(len, columns)], [names in _NARROW for names in columns])

@@ -58,8 +58,8 @@ class PlanWire(Version):
 
 
 class SliceWire(Version):
-    """Wire form of a slice: one rank's part with its proof. token_cap: the request's, for readers who compute its
-    digest from the batch; with a checksum, since the id does not cover it."""
+    """Wire form of a slice: one rank's part with its proof. token_cap: that of the request, for readers who compute the
+    request's digest from the batch; with a checksum, since the id does not cover it."""
 
     rank: int
     ranks: int
@@ -67,14 +67,14 @@ class SliceWire(Version):
     layouts: bytes
     moves: bytes
     part: bytes
-    digests: Annotated[list[bytes], _Few]  # of request and report
+    digests: Annotated[list[bytes], _Few]  # digests of request and report
     path: Annotated[list[bytes], _Few]
     token_cap: bytes
     id: bytes
 
 
 def _scalar(value: Any) -> Any:
-    """Converts scalars and maps that planners put into reports."""
+    """Converts the numpy scalars and mappings that planners put into reports to plain scalars and dicts."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
@@ -82,7 +82,7 @@ def _scalar(value: Any) -> Any:
     raise TypeError(f"a plan cannot hold a {type(value).__name__}")
 
 
-# Sections sort their keys, so that dict order does not enter the bytes. The structures above have a fixed order.
+# Sections sort their keys, so that dict order does not affect the bytes. The structures above have a fixed order.
 encode_section = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_scalar).encode
 _encoder = msgspec.msgpack.Encoder()
 encode_struct = _encoder.encode
@@ -169,7 +169,9 @@ def check_canonical_plan(size: int, plan: PlanWire, label: str) -> None:
     """Like `check_canonical`, but without re-encoding the parts, which are most of the plan."""
     sizes = [len(part) for part in plan.parts]
     heads = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in sizes)
-    array = 0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4  # beyond the byte of an empty one
+    array = (
+        0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4
+    )  # header bytes beyond the one of an empty array
     check_canonical(size - sum(sizes) - heads - array, msgspec.structs.replace(plan, parts=[]), label)
 
 

@@ -25,7 +25,7 @@ from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 
 INF = 2**62
 MAX_TOKENS = 2**31 - 1
-MAX_DIAGONALS = 8  # diagonals of a kind that a plan records: more would not identify its layers
+MAX_DIAGONALS = 8  # limit of the diagonals that a plan records for a kind: more would not identify its layers
 
 # slice types as in MagiAttention
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
@@ -33,7 +33,7 @@ SLICE_TYPES = ("FULL", "CAUSAL", "INVCAUSAL", "BICAUSAL")  # type names by numbe
 
 _DENSE_CELLS = 2**26
 _MOST = 2**16  # limit of overlaps to find
-_FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # limit of comparisons of two bands
+_FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # limit on comparisons of two bands: a base, and more per band
 
 
 def columns(bands: ArrayLike) -> Ints:

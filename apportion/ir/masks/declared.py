@@ -33,8 +33,8 @@ class Declared:
             )
 
     def check(self, kinds: Mapping[str, Diagonals], kind: str, layer: str | int | None = None) -> None:
-        """Raises ConfigError if the plan's mask of the kind differs. Kinds with too many diagonals to record pass.
-        layer: its name, for the message."""
+        """Raises ConfigError if the plan's mask of the kind differs. A kind whose diagonals are too many to be recorded
+        is accepted. layer: its name, for the message."""
         for field, value in (("window", self.window), ("causal", self.causal)):
             if value is None:
                 continue

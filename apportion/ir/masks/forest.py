@@ -37,7 +37,7 @@ _ID, _ID_BYTES = ">u4", 4  # big endian: bytes compare like the numbers
 class Saving(NamedTuple):
     """Tokens and attention pairs before and after folding. pairs: (query, key) pairs of causal attention."""
 
-    tokens: int  # of all samples, unfolded
+    tokens: int  # all samples, unfolded
     folded_tokens: int
     pairs: int
     folded_pairs: int
@@ -45,7 +45,7 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Folded samples, also a dataset for a loader: item i has the tokens of tree i; `lengths` and `masks` go with it.
+    """Folded samples. Also a dataset for a loader: item i has the tokens of tree i; pass `lengths` and `masks` with it.
 
     The trees are concatenated; a flat row is one of their tokens. tokens: int64 [flat rows], ids. rows: int64 [tokens
     of all samples]: the flat row of each, sample after sample; sample s has rows[starts[s] : starts[s + 1]]. trees:
@@ -98,7 +98,7 @@ class Forest:
 def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_length: int = 1) -> Forest:
     """Folds `samples` into trees, in which common prefixes are stored once.
 
-    samples: token ids in [0, 2**31) of each; at least one sample, none empty. groups: integers [samples]; samples of
+    samples: token ids of each, in [0, 2**31); at least one sample, none empty. groups: integers [samples]; samples of
     different groups share nothing, even with a common prefix (a system prompt, say), so that a loader may put them into
     different microbatches. min_length: shorter shared runs are repeated in each branch, since short nodes make small
     attention tiles.

@@ -28,7 +28,7 @@ class Branches(NamedTuple):
     """Ranges of the token axis in which each token follows the previous one and only the last has followers elsewhere.
 
     starts: int64 [n], ascending. parent: int64 [n], the branch whose last token precedes this one's first, or -1;
-    always an earlier branch. position: int64 [n], number of tokens before its first.
+    always an earlier branch. position: int64 [n], number of tokens before its first on the path from the root.
     """
 
     starts: Ints

@@ -38,7 +38,7 @@ ZERO = np.zeros(1, np.int64)
 CAUSAL, FULL = (0, INF), (-INF, INF)
 
 _SHOWN = 100  # characters of a parameter shown in a notebook
-_LONGEST_SHOWN = 65536  # tokens shown there
+_LONGEST_SHOWN = 65536  # tokens of the longest sequence drawn there
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def shifted_bands(starts: Ints, *rows: Row) -> Ints:
 
 
 class Uniform(Mask):
-    """A spec whose bands are a few formulas of the length, so that many sequences are lowered at once."""
+    """A spec whose bands follow from the length by a few formulas, so that many sequences are lowered at once."""
 
     @abstractmethod
     def rows(self, lengths: Ints) -> tuple[Row, ...]:
@@ -277,7 +277,7 @@ def check_inner(field: str, mask: Any) -> None:
 
 
 def check_nesting(field: str, levels: int) -> None:
-    """Checks the nesting depth of the mask at `field`, which is inside another and itself nests `levels` masks."""
+    """Checks the nesting depth of the mask at `field`, which is inside another mask and itself nests `levels` deep."""
     if levels >= MAX_NESTING:
         raise ConfigError(field, "...", f"masks may nest at most {MAX_NESTING} deep", "flatten the packs")
 

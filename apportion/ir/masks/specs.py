@@ -38,7 +38,7 @@ def full() -> Full:
 
 
 def sliding_window(window: int, right: int = 0) -> SlidingWindow:
-    """`window` keys up to and including the token itself, `right` after it."""
+    """`window` keys up to and including the token itself, and `right` keys after it."""
     return SlidingWindow(window, right)
 
 
@@ -63,7 +63,7 @@ def prefix_lm(prefix: int) -> PrefixLM:
 
 
 def block_causal(chunk: int, window: int | None = None) -> BlockCausal:
-    """Chunks that see themselves and earlier ones: `window` chunks including their own, or all."""
+    """Each chunk sees itself and the chunks before it: `window` chunks including itself, or all if None."""
     return BlockCausal(chunk, window)
 
 
@@ -119,7 +119,7 @@ SPECS: Mapping[str, type[Mask]] = MappingProxyType(
     }
 )
 _NAMES: Mapping[type[Mask], str] = MappingProxyType({spec: name for name, spec in SPECS.items()})
-_RAW = MappingProxyType({"bands": "bands", "slices": "slices"})  # the data name of the field `rows`
+_RAW = MappingProxyType({"bands": "bands", "slices": "slices"})  # name of the field `rows` in plain data
 
 
 def to_data(spec: Mask) -> dict[str, Any]:

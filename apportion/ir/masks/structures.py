@@ -111,7 +111,7 @@ class ImageSpans(Mask):
         return (*inner, FULL) if self.spans and FULL not in inner else inner
 
     def _around(self, inner: Ints, text: Columns, image: Columns, length: int) -> Iterable[Ints]:
-        """The inner bands without the pairs inside images, and full bands for these."""
+        """The inner bands without the pairs inside images, and full bands for those pairs."""
         for start, end in zip(*text, strict=True):
             yield algebra.intersect(inner, [start, end, 0, length])
         for start, end in zip(*image, strict=True):
@@ -161,8 +161,8 @@ class Tree(Mask):
         return parent, stop - length, stop
 
     def bands(self, length: int) -> Ints:
-        """Bands of the nodes: a node's own band extends over the ancestors stored just before it; others are
-        rectangles."""
+        """Bands of the nodes: a node's causal band extends over the ancestors stored just before it; its other
+        ancestors get rectangles."""
         _, starts, stops = self._columns()
         bands: list[tuple[int, int, int, int, int, int]] = []
         paths: list[tuple[tuple[int, int], ...]] = []

@@ -39,7 +39,7 @@ class Full(Diagonal):
 
 @dataclass(frozen=True)
 class SlidingWindow(Diagonal):
-    """i - window < j <= i + right: `window` keys up to and including the token itself, `right` after it.
+    """i - window < j <= i + right: `window` keys up to and including the token itself, and `right` keys after it.
 
     (flash-attn's `window_size=(w - 1, 0)` is `sliding_window(w)`.)
     """

@@ -38,7 +38,7 @@ from apportion.ir.tensors import PHASES
 
 
 class RowRanges(NamedTuple):
-    """Row ranges [row0, row1) of numbered items; int64 [ranges], sorted by number and row."""
+    """Row ranges [row0, row1), each of the item whose number is in `of`; int64 [ranges], sorted by number and row."""
 
     of: Ints
     row0: Ints
@@ -58,7 +58,7 @@ class RowRanges(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """Complete rows of one sum. tasks: rows complete after a task that adds to them, by task. home: home rows that
+    """Complete rows of one sum. tasks: rows that a task completes by adding to them, by task. home: home rows that
     tasks complete or that arrive as results, by rank; arrived: only the latter. sent, delivered: work rows that tasks
     complete, by the transfer or the row of `rowops` that consumes them."""
 

@@ -8,7 +8,7 @@ part (o, then lse). Parts start at multiples of `ALIGNMENT` bytes, so that any d
 
 A message is *direct* if its bytes already lie contiguously in memory; all others are *staged*: copied into a buffer at
 launch, and out of one after the wait. Results and gradients rounded for transfer (`Header.narrows`) are staged.
-Executors and simulator apply this rule.
+Executors and the simulator apply this rule.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Feed:
 
     places: int64 [n, 3], sorted by token: first token of the decoder, first row of the encoder, number of tokens, each
     of which stands for `merge` rows. layout: the encoder's rows on the ranks of these tokens, in the order of the
-    decoder's rows; targets: the decoder's rows of each span of `layout`; move: from the encoder's own layout to
+    decoder's rows; targets: the decoder's rows that each span of `layout` fills; move: from the encoder's own layout to
     `layout`."""
 
     places: Ints

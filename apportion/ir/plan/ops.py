@@ -1,4 +1,4 @@
-"""Properties of ops and tensors by code, for vectorized use, derived from `ir.isa`; list rows of instructions."""
+"""Arrays of the properties of ops and tensors in `ir.isa`, indexed by code; the list rows that instructions consume."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IS_KEY, IS_HEADLESS = (np.array([tensor in group for tensor in Tensor]) for grou
 
 
 def starts_of(op: Ints, count: Ints) -> Ints:
-    """int64 [instructions]: the first row of its list, over all ranks, that each instruction consumes.
+    """int64 [instructions]: the first row that each instruction consumes of its list, numbered over all ranks.
     op, count: columns of the instructions."""
     lists, starts = LIST_OF_OP[op], np.zeros(len(op), np.int64)
     for number in range(NO_LIST):
@@ -40,7 +40,7 @@ def starts_of(op: Ints, count: Ints) -> Ints:
 
 
 def instruction_of(op: Ints, count: Ints, name: str) -> Ints:
-    """int64 [rows]: the instruction, over all ranks, that consumes each row of a list.
+    """int64 [rows]: the instruction, numbered over all ranks, that consumes each row of a list.
     op, count: columns of the instructions."""
     index = np.flatnonzero(LIST_OF_OP[op] == LISTS.index(name))
     return np.repeat(index, count[index])

@@ -36,8 +36,8 @@ class LaunchRounds:
 
 @dataclass(frozen=True, eq=False)
 class TransferMatches:
-    """Matched transfers. mate: int64 [transfers], the transfer at the other side, or -1. agreed: bool [transfers], True
-    if both sides name tiles of equal numbers."""
+    """Matched transfers. mate: int64 [transfers], the transfer on the other side, or -1. agreed: bool [transfers], True
+    if the tiles of both sides fit each other."""
 
     mate: Ints
     agreed: Bools

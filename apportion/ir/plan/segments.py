@@ -19,7 +19,7 @@ import numpy as np
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import ATTENTION, Op
 
-#: above all rounds
+#: greater than every round number
 NO_ROUND = 2**31
 _WAITS = (Op.WAIT,)
 #: ops that depend on an arrival, or take so long that no dispatch launch may follow them
@@ -43,8 +43,8 @@ def own_cuts(op: Ints, round_: Ints) -> Cuts:
 
 
 def agreed_cuts(ranks: Iterable[Cuts]) -> Cuts:
-    """Cuts valid on all ranks: no rank dispatches a round that another launches after a wait or attention, and none
-    leaves to its collect segment a round that another launches before that."""
+    """Cuts valid on all ranks: no rank dispatches a round that another launches after a wait or attention, and no rank
+    leaves a round to its collect segment that another launches before its own."""
     compute, collect = zip(*ranks, strict=True)
     return Cuts(min(compute), max(collect))
 

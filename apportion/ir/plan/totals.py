@@ -28,7 +28,7 @@ def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> Float
 
 
 def chosen_keys(batch: Batch, model: Model, kind: str, layout: Layout) -> Floats | None:
-    """float64 [ranks]: number of keys that a kind's queries on each rank of the layout choose at run time, from
+    """float64 [ranks]: number of keys that a kind's queries on each rank of the layout choose at run time, counted by
     `Model.balance`; None for kinds without such a choice."""
     keys, spans = model.keys_of(kind), layout.spans
     if keys is None:
@@ -51,7 +51,7 @@ def work(plan: PlanTables, kind: str, phase: str = "forward") -> Floats:
 
 
 def loads(plan: PlanTables, phase: str) -> Floats:
-    """float64 [ranks]: `work` times the layers of all kinds in a phase, divided by the number of heads."""
+    """float64 [ranks]: `work` of a phase, times the layers of each kind, summed over kinds, per query head."""
     result = np.zeros(plan.header.ranks)
     for kind, program_phase in plan.programs:
         if program_phase == phase:

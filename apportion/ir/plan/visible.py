@@ -1,4 +1,4 @@
-"""Fetched rows visible to a rank's queries: its forward program reduced to transfers, without attention.
+"""Fetched rows visible to a rank's queries: the rank's forward program reduced to its transfers, without attention.
 
     home rows | received rows, round by round  ──Fetch.of──► hops, and the rows that each task sees
     their tokens, which travel first           ──arrange───► visible rows in the order of tokens | forwarded rows
@@ -105,7 +105,7 @@ class Fetch:
         visible = np.flatnonzero(is_visible)
         _, first, inverse = np.unique(tokens[visible], return_index=True, return_inverse=True)
         position, copy_position = np.full(self.rows, -1), np.full(self.rows, -1)
-        copy_position[visible] = inverse  # both copies of duplicates
+        copy_position[visible] = inverse  # all copies of a token get its position
         position[visible[first]] = np.arange(len(first))
         others = np.flatnonzero(position < 0)
         position[others] = len(first) + np.arange(len(others))
@@ -113,8 +113,8 @@ class Fetch:
 
 
 class _Walk:
-    """Steps through a forward program. _work_rows: the row stored in each work row of keys; _first_rows: the first row
-    of each hop."""
+    """Steps through a forward program. _work_rows: the row now stored in each KV work row; _first_rows: the first row
+    received in each hop."""
 
     def __init__(self, program: ProgramSet, home: int) -> None:
         self._tables = {name: list(zip(*program[name].values.tolist(), strict=True)) for name in _LISTS}
@@ -168,7 +168,7 @@ def _concatenate(tiles: Mapping[int, list[Ints]]) -> dict[int, Ints]:
 
 def _ranges(tasks: Iterable[TaskKeys], index: Ints) -> Ints:
     """int64 [n, 3]: (query, first, end), sorted: the non-empty ranges of visible rows that each query sees. index:
-    int64 [rows], the visible row of each row."""
+    int64 [rows], the position of each row among the visible ones."""
     parts = [np.zeros((0, 3), np.int64)]
     for task in tasks:
         key_rows, i = index[task.keys], np.arange(task.queries)[:, None]

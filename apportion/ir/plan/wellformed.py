@@ -255,7 +255,7 @@ def _refuse_program(
     first_rank: int,
     refusal: tuple[str, int, int, int, int],
 ) -> NoReturn:
-    """Raises the DecodeError for a refusal of the core."""
+    """Raises the DecodeError for a refusal by the core."""
     flaw, number, row, column, consumed = refusal
     name, table = tuple(TABLES)[number], tables[number]
     location = _TablePlace(where, name, table, first_rank)

@@ -263,7 +263,7 @@ class Batch:
 
     @property
     def last_position(self) -> int:
-        """The largest position id, in memory independent of the number of tokens."""
+        """The largest position id; takes memory independent of the number of tokens."""
         starts, positions = self._runs()
         return int((positions + np.diff(starts, append=self.tokens)).max()) - 1
 
@@ -294,8 +294,8 @@ class Batch:
         return labels
 
     def largest_excess(self, rows: Ints, shares: Floats) -> float:
-        """Largest relative excess of a rank's rows over its share. rows: int64 [ranks]; shares: float64 [ranks], of all
-        tokens. If all sequences have `home_ranks`, the ranks in none are dedicated attention servers with share 0."""
+        """Largest relative excess of a rank's rows over its share of all tokens. rows: int64 [ranks]; shares: float64
+        [ranks], in tokens. If all sequences have `home_ranks`, ranks in none of them are attention servers, share 0."""
         if len(self.home_ranks) == len(self.lengths):
             homes = sorted({rank for ranks in self.home_ranks.values() for rank in ranks})
             rows, shares = rows[homes], shares[homes] * (self.tokens / shares[homes].sum())
@@ -303,7 +303,7 @@ class Batch:
 
     @property
     def labelled(self) -> int:
-        """The number of tokens with a label, in memory independent of the number of tokens."""
+        """The number of tokens with a label; takes memory independent of the number of tokens."""
         tokens, ends = self._ends()
         sequence = np.searchsorted(self.starts, tokens, side="right") - 1
         missing = int(((ends < 0) & ~np.isin(sequence, list(self.own_labels))).sum())

@@ -16,7 +16,7 @@ from apportion.ir.fields import integer, integers, load
 from apportion.ir.isa import MAX_RANKS
 from apportion.ir.structs import Amount, Count, Positive, check, mapping_of, to_data
 
-#: limit of a cluster, which a forecast divides into tensor-parallel groups and stages; of a plan: MAX_RANKS
+#: limit of a cluster, which a forecast divides into tensor-parallel groups and stages; plans have at most MAX_RANKS
 MAX_GPUS = 2**20
 
 
@@ -33,7 +33,7 @@ class Cluster:
     nodes: Count = 1
     ranks_per_node: Count = 8
     intra_gbs: Positive = 450.0
-    inter_gbs: Positive = 50.0  # of one NIC
+    inter_gbs: Positive = 50.0  # per NIC
     nics_per_node: Count = 8
     intra_latency_us: Amount = 5.0
     inter_latency_us: Amount = 10.0

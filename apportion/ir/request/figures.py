@@ -24,8 +24,8 @@ Rows = tuple[tuple[Annotated[float, Meta(ge=LEAST, le=MOST)], ...], ...]
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and its source; `assumed`: neither measured nor published for this hardware. interval: lower and upper
-    bound of the true value, if known. Raises ConfigError."""
+    """A number and its source. assumed: True if neither measured nor published for this hardware. interval: lower and
+    upper bound of the true value, if known. Raises ConfigError."""
 
     value: Amount
     source: Text
@@ -102,9 +102,9 @@ class Grid:
     full, causal: [axis][axis], rows of queries by rows of keys, each result written once in the dtype of the grids. Of
     rows x keys pairs, `causal` allows all but the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows -
     keys)). Times never decrease along an axis. `causal` times may exceed `full` ones up to `MOST_CAUSAL` times, since a
-    kernel that splits a task into calls may take longer for fewer pairs. launch_us: per kernel. tile_us: one kernel
-    tile on one multiprocessor, for an instruction's longest chain of tiles; 0 if the grids include it. window_us: extra
-    time per query row if the band also hides early keys (dmax cuts it), beyond interpolation between the causal grid
+    kernel that splits a task into calls may take longer for fewer pairs. launch_us: per kernel. tile_us: time of one
+    kernel tile on one multiprocessor, for the longest chain of tiles of an instruction; 0 if the grids include it.
+    window_us: extra time per query row if dmax hides early keys too, beyond interpolation between the causal grid
     and a band one tile wide: kernels without windows compute strips of rows under a mask, including hidden pairs.
     """
 

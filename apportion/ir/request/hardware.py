@@ -41,7 +41,7 @@ _CHIPS = Path(__file__).with_name("chips")
 #: task, plain matrix products
 ENGINES = ("stage", "flash", "plain")
 MAX_AXIS = 64  # points of a grid's axis
-MAX_ROWS = 2**20  # of the largest task on the axis
+MAX_ROWS = 2**20  # rows of the largest task on an axis
 MAX_FILE_BYTES = 2**22  # four grids of 64 x 64 times are some 300 KB
 _CLOSE = 0.1  # relative tolerance for a cluster's links to match the hardware's
 
@@ -73,9 +73,9 @@ class Hardware:
     for queries and for keys. tile: rows of queries and of keys are rounded up to multiples of it. q_heads, kv_heads,
     head_dim, dtype: configuration of the grids. memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s.
     peak_tflops: dense, of the dtype, from the data sheet; linear_tflops: achieved by linear layers; 1e12 FLOP/s.
-    rowop_us: fixed cost of a row kernel (copy, merge, add, pack, ...) besides its bytes. post_us: cost of posting a
-    message, before any transfer of its round completes. host_gbs: between a rank and its host's memory, each way, 1e9
-    bytes/s; optional in files. contention: relative slowdown of kernels during a transfer of their rank, whose kernels
+    rowop_us: fixed cost of a row kernel (copy, merge, add, pack, ...) besides its bytes. post_us: cost of posting one
+    message; adds to the latency of its round's transfers. host_gbs: between a rank and its host's memory, each way, 1e9
+    bytes/s; optional in files. contention: relative slowdown of a rank's kernels while it transfers, since transfers
     occupy multiprocessors (0.1: a tenth; 0: none). rows_gbs, loss_gbs, optimizer_gbs: 1e9 bytes/s, in bytes as
     `apportion.ir.layer_work` counts them, for row work of layers, the loss, and Adam; None: not measured, memory_gbs
     applies.
@@ -138,7 +138,7 @@ class Hardware:
         return Cluster(nodes, ranks_per_node, **links | {"nics_per_node": int(self.nics_per_node.value)})
 
     def mismatch(self, cluster: Cluster) -> list[str]:
-        """Warnings for each link or memory figure of the cluster that differs by more than a tenth.
+        """Warnings for each link or memory figure of the cluster that differs from the hardware's by over a tenth.
 
         Predicted times use the cluster's links and the hardware's kernels.
         """

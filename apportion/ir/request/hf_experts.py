@@ -36,7 +36,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         name: _natural(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")
     }
     types = layer_types(text)
-    if text["model_type"] == "falcon_h1":  # both mixers of a layer before its FFN
+    if text["model_type"] == "falcon_h1":  # a layer is both mixers, then an FFN
         fields["ffns"] = len(types)
     if text["model_type"] == "nemotron_h":  # a layer is a mixer, or an FFN
         fields |= {"ffns": sum(kind in ("mlp", "moe") for kind in types), "gated": False}

@@ -27,7 +27,9 @@ _DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "f
 # Layer types by their names before transformers 5, or in GPT-Neo.
 _LEGACY = MappingProxyType({"attention": FULL, "global": FULL, "local": SLIDING, "mamba": LINEAR})
 _NO_MIXING = ("mlp", "moe")  # layers of Nemotron-H without token mixing
-_PATTERN = MappingProxyType({"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"})  # of hybrid_override_pattern
+_PATTERN = MappingProxyType(
+    {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+)  # letters of hybrid_override_pattern
 
 
 def is_config(data: Any) -> bool:
@@ -78,7 +80,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     nested = config.get("text_config")
     text = config if nested is None else mapping("text_config", nested)
     kind = str(text.get("model_type") or f"{config.get('model_type')}{'' if text is config else '_text'}")
-    parts = (mapping(field, text.get(field) or {}) for field in ("ffn_config", "attn_config"))  # of MPT, DBRX
+    parts = (mapping(field, text.get(field) or {}) for field in ("ffn_config", "attn_config"))  # MPT, DBRX
     defaults = table("defaults").get(kind, {})
     merged = {
         **defaults,
@@ -191,9 +193,9 @@ def _types_field(text: Mapping[str, Any]) -> tuple[str, Any]:
         return _kimi_types(text)
     if name == "hybrid_override_pattern":
         return name, [_PATTERN.get(kind, kind) for kind in str(entry)]
-    if name == "attn_type_list":  # of MiniMax
+    if name == "attn_type_list":  # MiniMax
         return name, [FULL if kind else LINEAR for kind in sequence(name, entry)]
-    if name == "attn_layer_indices":  # of Bamba
+    if name == "attn_layer_indices":  # Bamba
         attention_layers = {*sequence(name, entry)}
         layers = count(text, "num_hidden_layers")
         return name, [FULL if number in attention_layers else LINEAR for number in range(layers)]

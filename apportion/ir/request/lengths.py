@@ -1,7 +1,7 @@
 """Reads document lengths from lines of integers or JSON, a JSON list, CSV, Parquet or a saved Hugging Face dataset.
 
     .json                 a list of integers or records
-    .csv                  columns under their headings
+    .csv                  columns, named by the first line
     .parquet, a folder    Arrow columns; a folder has Parquet files, or the files of `Dataset.save_to_disk`
     any other file        an integer or a record per line
 

@@ -31,8 +31,8 @@ _REMEDY = (
 
 
 def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
-    """bool [n]: samples of more than `limit` tokens. overlong: "drop" leaves them out, "cut" keeps their first tokens.
-    Raises CapacityError if there are any to "refuse"."""
+    """bool [n]: True for samples of more than `limit` tokens, which the caller drops or cuts. Raises CapacityError if
+    there are any and `overlong` is "refuse"."""
     is_overlong: Bools = lengths > limit
     if choice("overlong", overlong, OVERLONG) == "refuse" and is_overlong.any():
         first = int(is_overlong.argmax())

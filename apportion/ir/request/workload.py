@@ -3,8 +3,8 @@
 The top-level key of a file determines its form; each row is a sample:
 
     lengths  [tokens, …]                            a document
-    rows     [[…, tokens, …], …]                    a document, by the column whose name in `format` starts with
-                                                    tokens or est_tokens
+    rows     [[…, tokens, …], …]                    a document; its length is in the column whose name in
+                                                    `format` starts with tokens or est_tokens
              [[text, [image tokens, …], output], …] a text with images
     pairs    [[prompt, response], …]                a document of the total length
     groups   [[prompt, [answers]], …]               a shared question
@@ -36,7 +36,7 @@ from apportion.ir.request.lengths import length_values
 from apportion.ir.request.sampling import find_overlong
 from apportion.ir.request.sequences import Sequence
 
-LONGEST = 524_288  # tokens of a log-normal document, at most
+LONGEST = 524_288  # most tokens of a log-normal document
 _DRAWS = 1024  # random numbers per chunk
 
 
@@ -55,8 +55,8 @@ class Workload:
         return len(self.lengths)
 
     def limited(self, limit: int, overlong: str) -> Workload:
-        """Applies `overlong` to samples longer than `limit` tokens; samples to drop remain. Raises CapacityError for
-        refused samples, ConfigError for cutting a sample with its own mask."""
+        """Cuts or refuses samples longer than `limit` tokens according to `overlong`; "drop" changes nothing. Raises
+        CapacityError for refused samples, ConfigError for cutting a sample with its own mask."""
         is_overlong = find_overlong(self.lengths, limit, overlong)
         if overlong != "cut" or not is_overlong.any():
             return self
@@ -66,7 +66,7 @@ class Workload:
         return Workload(np.minimum(self.lengths, limit), self.masks)
 
     def kept(self, limit: int, overlong: str) -> Workload:
-        """Like `limited`, without the samples to drop. Raises the same errors."""
+        """Like `limited`, but drops samples that are still longer than `limit`. Raises the same errors."""
         result = self.limited(limit, overlong)
         return Workload(result.lengths[fits := result.lengths <= limit], tuple(compress(result.masks, fits)))
 
@@ -141,7 +141,7 @@ def lognormal_lengths(
 
 
 def _fill(lengths: Ints, tokens: int) -> Ints:
-    """The first of `lengths`, up to a sum of `tokens`, the last one cut."""
+    """The first of `lengths`, as many as sum to `tokens`, with the last one cut."""
     ends = np.cumsum(lengths)
     last = int(np.searchsorted(ends, tokens))
     result = lengths[: last + 1].copy()
@@ -246,9 +246,9 @@ def _tree(field: str, row: Any) -> tuple[int, Mask | None]:
 
 
 def _non_empty_nodes(field: str, nodes: list[list[Any]]) -> list[list[int]]:
-    """Nodes with tokens; children of empty nodes move to the parent."""
+    """The nodes with tokens; children of an empty node become children of its parent."""
     result: list[list[int]] = []
-    number: list[int] = []  # of each node, or of its nearest ancestor that is kept
+    number: list[int] = []  # each node's index in `result`, or that of its nearest kept ancestor
     for i, (parent, length) in enumerate(nodes):
         above = integer(f"{field}[{i}] parent", parent, -1, i - 1)
         number.append(number[above] if above >= 0 else -1)

@@ -4,8 +4,8 @@
     (no rule,   8         1         (no rule)  4           7       6        3          5          5         2
     all need it)                                        then samples (2 again), recurrences (10) and last report (9)
 
-It shares only the codec and the band algebra with the planner. One walk over every rank (`walk/judge.py`) proves the
-rules of programs together, and coverage. If it refuses a plan, `explain/` reports the fault, its place and the violated
+It shares only the codec and the band algebra with the planner. One walk over every rank (`walk/judge.py`) proves
+coverage and all program rules at once. If it refuses a plan, `explain/` reports the fault, its place and the violated
 rule, the root cause before its consequences.
 """
 
@@ -88,7 +88,7 @@ def verify(plan: Plan, threads: int = 1) -> None:
     violations = check(instance("plan", plan, Plan, "make one with plan(...)"), threads)
     if violations:
         rest = len(violations) - _SHOWN
-        lines = [f"the plan breaks {_count(violations)}", *map(str, violations[:_SHOWN])]
+        lines = [f"the plan has {_count(violations)}", *map(str, violations[:_SHOWN])]
         if rest > 0:
             lines.append(f"and {rest} more")
         raise VerifyError("\n  ".join(lines), violations)
@@ -140,4 +140,4 @@ def _with_excerpt(plan: Plan, violation: Violation) -> Violation:
 
 def _count(violations: tuple[Violation, ...]) -> str:
     rules = dict.fromkeys(violation.rule for violation in violations)
-    return f"{len(violations)} promise{'s' if len(violations) > 1 else ''} ({', '.join(rules)})"
+    return f"{len(violations)} violation{'s' if len(violations) > 1 else ''} ({', '.join(rules)})"

@@ -12,7 +12,7 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.orders import stable_order
 
 MOST = 16  # reported overlaps
-_FREE_STEPS = 2**26  # comparisons of two bands: a tenth of a second
+_FREE_STEPS = 2**26  # comparisons of two bands that are allowed in any case: a tenth of a second
 _STEPS_PER_BAND = 512
 _FREE_PIECES, _PIECES_PER_TASK = 2**22, 64
 

@@ -40,7 +40,7 @@ def _violations(feed: Feed, encoder: Layout, decoder: Layout) -> Iterator[Violat
     expected = source + (token - first) * feed.merge
     is_inside = (image >= 0) & (offset + rows <= home.wide("length")[index]) & (token + rows <= first + count)
     is_right = is_inside & (spans["token"] == expected) & (spans["length"] == rows * feed.merge)
-    # rows of a rank ascend, so that fed rows lie in their order
+    # the decoder's rows must ascend on each rank, so that fed rows lie in the same order
     is_right[1:] &= (rank[1:] != rank[:-1]) | (row[1:] >= (row + rows)[:-1])
     for i in np.flatnonzero(~is_right).tolist():
         yield violation(feed.layout, i, f"is at row {row[i]} of the decoder, which does not expect it there")

@@ -20,7 +20,7 @@ MOST_PER_RULE = 8
 class Violation:
     """One violation of a rule.
 
-    rule: its name in `verify.RULES`. rank, kind, phase, instruction: its place; None where it is not specific.
+    rule: its name in `verify.RULES`. rank, kind, phase, instruction: its place; None if the place is less specific.
     message: one sentence with the numbers. excerpt: lines of the rank's program around the instruction. order: time of
     the fault, for sorting among related rules. cause: a rule whose violation would explain it.
     """

@@ -43,8 +43,8 @@ class Subject:
 
     @cached_property
     def attention(self) -> Layout:
-        """The layout in which attention is computed; home rows if ranks split heads and the plan has no separate
-        layout."""
+        """The layout in which attention is computed; the layout of home rows if the plan has no separate one, as when
+        ranks split heads."""
         return self.plan.layouts.get("attention", self.home)
 
     @cached_property
@@ -107,7 +107,7 @@ class Subject:
         return all(self._is_correct(program, lists, together) for program in self.programs)
 
     def _is_correct(self, program: Program, lists_by_kind: dict[str, Lists], together: bool) -> bool:
-        """True if a program is correct. lists_by_kind: the lists so far. Raises CapacityError, ZerosError."""
+        """True if a program is correct. lists_by_kind: those of earlier programs. Raises CapacityError, ZerosError."""
         kind = program.kind
         lists = lists_by_kind.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
         previous, count = lists.following, len(program.source[program.task_list])

@@ -1,4 +1,4 @@
-"""Attention of a step: plans the microbatches of the decisive groups and simulates them."""
+"""Attention of a step: plans and simulates the microbatches of the groups that may decide its time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from apportion.planner.remap import LINEAR
 from apportion.planner.simulate import makespans_us, recurrent_runs
 from apportion.planner.simulate.pair.run import turns_us
 
-#: number of static-grid groups, those with the most pairs, that are planned
+#: number of groups of a static grid that are planned because they have the most pairs
 HEAVIEST = 3
 
 
@@ -39,9 +39,9 @@ class PlannedMicrobatch:
     """Plan of one microbatch in one group, or of its two halves, ping and pong, which alternate.
 
     tokens: of the fullest rank; busy: largest tokens over speed of any rank; even: the same in the layout of even
-    tokens, if there is one; rows: of each rank, in the layout of the FFN; bytes: home and work rows of a call on the
-    rank with the most; stages: number of stages in which its programs compute Q, K and V of some heads, 0 if the layer
-    computes them; moves_us: time of moves between the layouts, per layer, both phases.
+    tokens, if there is one; rows: int64 [ranks], tokens of each rank in the layout of the FFN; bytes: home and work
+    rows of a call on the rank with the most; stages: number of stages in which its programs compute Q, K and V of some
+    heads, 0 if the layer computes them; moves_us: time of moves between the layouts, per layer, both phases.
     """
 
     plan: Plan
@@ -78,8 +78,8 @@ def plan_attention(
     hardware: Hardware,
     seed: int,
 ) -> tuple[list[list[PlannedMicrobatch]], int]:
-    """Plans the microbatches, in order, of the decisive groups; also returns the pairs of all groups. batch: all
-    sequences of a step. Raises ConfigError, CapacityError."""
+    """Plans the microbatches, in order, of the groups that may be slowest; also returns the pairs of all groups. batch:
+    all sequences of a step. Raises ConfigError, CapacityError."""
     group, rank_model = parallelism.group(cluster), parallelism.rank_model(model)
     step = Problem(batch, group, rank_model, Policy(parallelism.recipe, seed=seed), hardware)
     count, packing = parallelism.groups(cluster), parallelism.packing or "order"

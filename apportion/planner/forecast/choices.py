@@ -30,8 +30,8 @@ def recipe_parallelisms(
 def static_grids(
     cluster: Cluster, recipes: Sequence[Recipe | str] = GRID_RECIPES, degrees: Degrees | None = None
 ) -> list[Parallelism]:
-    """Static grids of every context degree that divides the data × context ranks of a stage, for each recipe and both
-    packings. recipes: by default ring, all-gather, Ulysses and USP, merged at degree 1. Raises ConfigError."""
+    """Static grids of every context degree that divides the data × context ranks of a stage, for each recipe (at degree
+    1 only the first) and both packings. recipes: by default ring, all-gather, Ulysses, USP. Raises ConfigError."""
     instance("cluster", cluster, Cluster)
     chosen, base = find_recipes("recipes", recipes), Degrees() if degrees is None else degrees
     stage = Parallelism(chosen[0], base).stage(cluster)
@@ -47,7 +47,7 @@ def static_grids(
 
 
 def _degrees(stage: Cluster) -> list[int]:
-    """Divisors of the ranks that are multiples of a node or divide it."""
+    """Divisors of the number of ranks that are multiples or divisors of the ranks per node."""
     on_node = stage.ranks_per_node
     return [degree for degree in _divisors(stage.ranks) if degree % on_node == 0 or on_node % degree == 0]
 
@@ -65,7 +65,7 @@ def search_space(
     experts: Experts = NO_EXPERTS,
 ) -> list[Parallelism]:
     """Each recipe over all ranks under every tensor, pipeline and expert degree that fits the model and the cluster;
-    also interleaved with two chunks if the layers allow it."""
+    with several stages also interleaved, in two chunks each, if the layers allow it."""
     combinations = [
         Degrees(tensor, pipeline, virtual, microbatches, expert)
         for tensor in _divisors(cluster.ranks_per_node)

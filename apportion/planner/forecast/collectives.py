@@ -10,8 +10,8 @@ from apportion.ir.request.cluster import Cluster
 def gather_us(gathered_bytes: float, cluster: Cluster) -> float:
     """Time of an all-gather that leaves `gathered_bytes` on every rank, or of the reverse reduce-scatter.
 
-    The maximum of two concurrent phases, missing bytes of a node through its NICs and missing bytes of a rank over its
-    own link, plus a latency for each doubling of nodes and of ranks in a node (as in trees).
+    The longer of two concurrent phases (a node's missing bytes through its NICs, a rank's missing bytes over its own
+    link), plus a latency for each doubling of nodes and of ranks in a node (as in trees).
     """
     nodes, on_node = cluster.nodes, cluster.ranks_per_node
     inter = gathered_bytes * (nodes - 1) / nodes / (cluster.inter_gbs_per_rank * on_node * 1e3)

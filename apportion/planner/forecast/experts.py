@@ -4,7 +4,7 @@
                                                    dispatch        FFN of `width`   combine
 
 Whole experts are spread over `expert` consecutive ranks of a stage, including tensor-parallel ones (Megatron's folding,
-expert-tensor degree 1); ranks with the same experts replicate or shard them, as data-parallel ranks do all weights.
+expert-tensor degree 1); ranks with the same experts replicate or shard them, like other weights on data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from apportion.planner.options import Natural, Positive
 @dataclass(frozen=True)
 class Experts:
     """count: routed experts of a layer, 0: none. active: experts per token. width: FFN size of one expert. shared:
-    total FFN size of the shared experts. dense: layers with one FFN of the model's size instead.
+    total FFN size of the shared experts. dense: number of layers with one FFN of the model's size instead of experts.
 
-    imbalance: rows of the fullest rank of experts over the mean, an assumption, as the router is unknown; scenarios
-    scale the part above 1 from 0 to 2. capacity: rows per expert, relative to an even share on the fullest rank, to
-    which all are padded; None: dropless. dispatch: transfers between nodes, one row per expert, or one per node,
-    forwarded inside it and summed there on return (DeepEP). nodes: maximum nodes of a token's experts, 0: any. Raises
-    ConfigError.
+    imbalance: rows of the fullest of the ranks that share experts over the mean, an assumption, as the router is
+    unknown; scenarios scale the part above 1 by 0 to 2. capacity: rows to which every expert is padded, over an even
+    share of the fullest rank's rows; None: dropless. dispatch: what a token sends between nodes: one row per expert, or
+    one per node, forwarded inside it and summed there on return (DeepEP). nodes: maximum number of nodes with experts
+    of one token, 0: any. Raises ConfigError.
     """
 
     count: Natural = 0
@@ -69,7 +69,7 @@ class Experts:
         return (layers - self.dense) / layers if self.count else 0.0
 
     def spread(self, degree: int, excess: float = 1.0) -> float:
-        """Rows of the fullest rank of experts over the mean; excess: a factor on the part above 1."""
+        """Rows of the fullest of the ranks that share experts, over the mean; excess: a factor on the part above 1."""
         if self.capacity is not None:
             return self.capacity
         return 1.0 if degree == 1 else 1 + (self.imbalance - 1) * excess
@@ -80,8 +80,8 @@ NO_EXPERTS = Experts()
 
 class ExpertRows(NamedTuple):
     """Rows of one layer with experts for one microbatch. sent: by the rank with the most tokens; received: by the
-    fullest rank of experts; both padded if experts have a capacity; mean: per expert, without padding; uneven: tokens
-    of the fullest rank over the mean of ranks that share experts."""
+    fullest of the ranks that share experts; both padded if experts have a capacity; mean: per expert, without padding;
+    uneven: tokens of the fullest rank over the mean of ranks that share experts."""
 
     sent: float
     received: float
@@ -104,7 +104,7 @@ class ExpertRows(NamedTuple):
 @dataclass(frozen=True)
 class ExpertRanks:
     """Ranks that share the experts of a layer, and their copies. cluster: all ranks, with their links; degree: number
-    of ranks that share; ranks: GPUs of a stage. Raises ConfigError."""
+    of ranks that share experts; ranks: GPUs of a stage. Raises ConfigError."""
 
     cluster: Cluster
     degree: int
@@ -126,7 +126,7 @@ class ExpertRanks:
 
     def dispatch_us(self, experts: Experts, rows: ExpertRows, row_bytes: float) -> float:
         """Time of one all-to-all, to the experts or back: the slower of the fullest rank's concurrent transfers to
-        other nodes and within its own, and a latency. All experts are equally likely."""
+        other nodes and within its own, plus a latency. All experts are equally likely."""
         if self.degree == 1:
             return 0.0
         on_node = min(self.degree, self.cluster.ranks_per_node)

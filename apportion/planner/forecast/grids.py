@@ -16,9 +16,9 @@ from apportion.ir.request.sequences import Kind
 def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
     """The batch of each group, with at most an even share of the tokens.
 
-    order: in the order of the data, cut where a group is full. balanced: longest first, to the group with the least
-    work that has room; sequences that fit no group are cut to fill the remaining room. Only causal sequences and
-    windows can be cut, and the parts do not see each other. Raises CapacityError.
+    packing: "order": in the order of the data, cut where a group is full; "balanced": longest first, to the group with
+    the least work that has room; sequences that fit no group are cut to fill the remaining room. Only causal sequences
+    and windows can be cut, and the parts do not see each other. Raises CapacityError.
     """
     if groups == 1:
         return [batch]

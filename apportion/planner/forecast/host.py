@@ -45,7 +45,7 @@ def _chunked_copies(layers: Layers, tokens: int, phase: str, repeats: int) -> Co
     the device are not deducted.
 
     repeats: head stages after the first (UPipe), each over all chunks. Each fetches the norm again, for its own
-    projections, and in backward its gradient in float32, as sent by the previous stage.
+    projections; in backward it also fetches the norm's float32 gradient, which the previous stage sent.
     """
     m, chunks, row = layers.model, layers.training.chunks, hidden_row(layers)
     queries = float(m.q_heads * m.head_dim * m.element_bytes)

@@ -1,5 +1,5 @@
-"""Layers except attention, in closed form: microseconds, FLOPs and parameters of one tensor-parallel rank. Tokens are
-a rank's tokens over its speed.
+"""Layers except attention, in closed form: microseconds, FLOPs and parameters of one tensor-parallel rank. `tokens` is
+a rank's tokens divided by its speed.
 
 Times are forward; backward has two products of the same size for each forward one, and twice the row work. Rows of
 norms and residual sums are split among tensor-parallel ranks (sequence parallelism: Korthikanti et al., 2022).
@@ -28,9 +28,9 @@ from apportion.planner.simulate.recurrent import token_flops
 
 @dataclass(frozen=True)
 class Layers:
-    """One rank's share of the layers, averaged over those with and without experts, attention and recurrent. model: of
-    a tensor-parallel rank; tensor: number of such ranks. sparse: share of the layers that have experts; degree: ranks
-    that share a layer's experts; spread: rows of the fullest of these ranks over the mean."""
+    """One rank's share of a layer, averaged over layers with and without experts, and over attention and recurrent
+    ones. model: of a tensor-parallel rank; tensor: number of such ranks. sparse: share of the layers that have experts;
+    degree: ranks that share a layer's experts; spread: rows of the fullest of these ranks over the mean."""
 
     hardware: Hardware
     model: Model
@@ -70,8 +70,8 @@ class Layers:
 
     def ffn_numbers(self, gates: float, dense: float, sparse: float) -> float:
         """Numbers per token in FFNs on one rank: `gates` vectors of the FFN's size if gated, one fewer if not, averaged
-        with the fractions `dense` and `sparse` of layers with an FFN and experts; dispatched rows are counted
-        separately."""
+        with the fractions `dense` and `sparse` of layers with one FFN and with experts; experts add two vectors of the
+        hidden size per dispatched row."""
         m, experts = self.model, self.training.experts
         gates -= not self.training.gated
         rows = experts.active * self.spread
@@ -104,8 +104,8 @@ class Layers:
         return tokens * (products + m.element_bytes * numbers / self._bytes_per_us("rows_gbs"))
 
     def rows_us(self, tokens: float) -> float:
-        """Time of one layer's memory-bound work: norms, residual sums, rotary embeddings and the gate (of experts only
-        shared ones); convolutions, norms and gates of recurrent layers."""
+        """Time of one layer's memory-bound work: norms, residual sums, rotary embeddings and the gate (with experts,
+        only the shared ones' gate); convolutions, norms and gates of recurrent layers."""
         m, training = self.model, self.training
         ffn = self.dense * m.ffn + self.sparse * training.experts.shared / self.tensor
         numbers = row_work_numbers(m, self.tensor) + training.matrices * ffn - GATED * m.ffn

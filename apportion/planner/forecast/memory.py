@@ -9,12 +9,12 @@ working                          of the current layer and the head, at the large
     attention      the layer's input, its norm's output and the residual stream's gradient; rows of a call,
                    or, if that is more, what backward needs of a recurrent layer, and its gradients
     feed_forward   inputs and outputs of both norms and the output's gradient; Q, K, V, O and the LSE; and, of a tile of
-                   tokens, four of the FFN's size: gate, up, their product and a gradient (UPipe, Table 1)
+                   tokens, four vectors of the FFN's size: gate, up, their product and a gradient (UPipe, Table 1)
     cross_entropy  the head's input and its gradient; of a tile of tokens, logits, their float32 copy and gradient;
                    and the full gradient of the head, if gradients are sharded
 
-Ranks of a tensor-parallel group keep a share of the rows (sequence parallelism: Korthikanti et al., 2022), but FFN and
-head have their input and its gradient for all tokens, or for a tile.
+Ranks of a tensor-parallel group keep a share of the rows (sequence parallelism: Korthikanti et al., 2022), but the FFN
+and the head hold their input and its gradient for all tokens, or for a tile.
 
 Tiles are those of ALST (Bekman et al., 2025), chunks those of FPDT (Yao et al., 2024).
 """
@@ -105,7 +105,7 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
     """Bytes per token and layer kept from forward to backward: without recomputation the inputs of both norms, the
     norms' outputs, Q, K, V, attention's output and its LSE, and, unless the FFN is tiled, gate, up and their product;
     with full recomputation: only the layer's input; with selective recomputation: also attention's output and LSE.
-    Recurrent layers keep what their backward needs without recomputation.
+    Without recomputation, recurrent layers keep what their backward needs.
     """
     row, output, m = hidden_row(layers), output_row(layers), layers.model
     if recompute == "full":
@@ -116,7 +116,7 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
     states = (
         sum(share * recurrent.kept_numbers(kind) for share, kind in recurrent.shares(m)) * m.element_bytes
     )
-    gated = (
+    ffn_bytes = (
         0.0
         if layers.training.tiles_mlp
         else layers.ffn_numbers(3, layers.dense, layers.sparse) * m.element_bytes
@@ -125,14 +125,14 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
         2 * row * (1 + layers.dense + layers.sparse)
         + attention_share * (attention_row(layers) + output)
         + states
-        + gated
+        + ffn_bytes
     )
 
 
 def in_flight(stages: int, microbatches: int, virtual: int, last: bool = False) -> float:
     """Microbatches whose activations the first stage holds at once, each with all layers of the stage: under 1F1B the
-    number of stages; interleaved, 1 + (stages - 1) / (stages virtual) times that (Korthikanti et al., 2022). last: for
-    the last stage, which holds its last chunk of one microbatch, and its other chunks of `stages` microbatches."""
+    number of stages; interleaved, 1 + (stages - 1) / (stages * virtual) times that (Korthikanti et al., 2022). last:
+    for the last stage, which holds its last chunk of one microbatch, and its other chunks of `stages` microbatches."""
     chunks = (virtual - 1) * stages + 1 if last else virtual * stages + (stages - 1) * (virtual > 1)
     return min(float(microbatches), chunks / virtual)
 
@@ -147,12 +147,12 @@ def activations(
 ) -> Activations:
     """Activations of a rank with `tokens` tokens of a microbatch. count: layers whose activations it holds, times
     microbatches in flight; attention_bytes: home and work rows of a call; projects: True if programs compute Q, K and
-    V: these rows then include the norm's output, the rest of the layer has no Q, K and V, and dX replaces attention's
-    output, which is kept unless the layer is recomputed; head: True if the logits are on this rank.
+    V: the call's rows then include the norm's output, and dX in place of attention's output, which is added unless
+    recompute is full; the rest of the layer has no Q, K and V. head: True if the logits are on this rank.
 
-    With offloading all saved activations are on the host, except for the next layer. With chunks a layer has one chunk
-    of its input, norm, Q, K, V and O on the device; in the FFN only its own tensors are chunked, as in DeepSpeed's
-    FPDT.
+    With offloading all saved activations are on the host, except those of the next layer. With chunks a layer has one
+    chunk of its input, norm, Q, K, V and O on the device; in the FFN only its own tensors are chunked, as in
+    DeepSpeed's FPDT.
     """
     training, m, row = layers.training, layers.model, hidden_row(layers)
     chunks, kept = training.chunks, kept_bytes(layers, training.recompute) * tokens

@@ -2,7 +2,7 @@
 
     GPUs    0 1 2 3 4 5 6 7 │ 8 9 ...
             └tp┘└tp┘                     the heads and the FFN of a layer
-            └── context ──┘              a sequence; one group, or with one plan all ranks of a stage
+            └── context ──┘              a sequence: over one group or, with one plan, all ranks of a stage
             └─── data ─────────┘         batches
     stage   └──── pipeline ────┘         layers
 
@@ -101,9 +101,9 @@ class Parallelism:
         return cluster.ranks // per_stage
 
     def stage(self, cluster: Cluster) -> Cluster:
-        """The data × context ranks of a stage for the planner: one per tensor-parallel group, whose ranks share its
-        node and each move their own heads. Ranks that share a NIC each have their part of it, also across groups and
-        stages. Raises ConfigError."""
+        """The data × context ranks of a stage for the planner: one per tensor-parallel group, whose ranks are in one
+        node and each move their own heads. Ranks that share a NIC get equal parts of it, also across groups and stages.
+        Raises ConfigError."""
         ranks = self.ranks(cluster)
         _divides("parallelism.tensor", self.tensor, cluster.ranks_per_node, "the ranks of a node")
         on_node = cluster.ranks_per_node // self.tensor
@@ -111,7 +111,7 @@ class Parallelism:
         if ranks % per_node:
             rule = f"leaves stages of {ranks * self.tensor} ranks, which must be whole nodes or a part of one"
             raise ConfigError("parallelism.pipeline", self.pipeline, rule, "use another degree")
-        on_nic = min(self.tensor, max(1, cluster.ranks_per_node // cluster.nics_per_node))  # of one group
+        on_nic = min(self.tensor, max(1, cluster.ranks_per_node // cluster.nics_per_node))  # a group's ranks
         nics = max(1, cluster.nics_per_node * on_nic * per_node // cluster.ranks_per_node)
         share = min(1.0, cluster.nics_per_node / cluster.ranks_per_node) / min(1.0, nics / per_node)
         return replace(

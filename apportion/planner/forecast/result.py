@@ -25,8 +25,8 @@ from apportion.planner.simulate.scenarios import SCENARIOS, Scenario
 INTERVAL = (*(one for one in SCENARIOS if one.name != "all"), Scenario("fast-kernels", compute=0.9))
 #: for models with experts: perfectly even experts, and twice the assumed unevenness
 UNEVEN = (Scenario("even-experts", experts=0.0), Scenario("uneven-experts", experts=2.0))
-#: fraction of the pairs that a static grid must compute to qualify as best or baseline: one that cuts long sequences
-#: trains a different objective
+#: minimum fraction of the pairs that a static grid must compute to qualify as best or baseline: one that cuts long
+#: sequences trains a different objective
 KEPT = 0.98
 HOURS_A_WEEK = 168
 
@@ -62,7 +62,7 @@ class ForecastRow:
         return {name: float(np.mean([step.parts[name] for step in self.nominal])) for name in PARTS}
 
     def experts(self) -> dict[str, float] | None:
-        """Rows of experts and unevenness of tokens, for the microbatch that sends most; None if there are no
+        """Rows of experts and unevenness of tokens, for the microbatch that sends the most rows; None if there are no
         experts."""
         rows = [step.experts for step in self.nominal if step.experts is not None]
         return max(rows)._asdict() if rows else None
@@ -74,8 +74,8 @@ class ForecastRow:
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Rows in the order of the request; the baseline, by default the fastest static grid that fits, is the reference of
-    speed-ups."""
+    """Rows in the order of the request; the baseline (`named`, or the fastest static grid that fits) is the reference
+    of speed-ups."""
 
     rows: tuple[ForecastRow, ...]
     cluster: Cluster

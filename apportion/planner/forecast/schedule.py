@@ -53,8 +53,8 @@ def _ordered_items(stages: int, microbatches: int, virtual: int, backward: bool)
 
 
 def makespan_us(forward_us: Floats, backward_us: Floats, virtual: int = 1, hop_us: float = 0.0) -> float:
-    """End time of the last stage. forward_us, backward_us: float64 [stages, microbatches], of all chunks of a stage
-    together; hop_us: time from one stage to the next."""
+    """Time until all stages are done. forward_us, backward_us: float64 [stages, microbatches], each for all chunks of a
+    stage together; hop_us: time from one stage to the next."""
     stages, microbatches = forward_us.shape
     stage_orders = orders(stages, microbatches, virtual)
     ends = np.full((2, stages * virtual, microbatches), -1.0)

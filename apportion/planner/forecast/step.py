@@ -4,9 +4,9 @@
                  backward  attention │ linear │ rows │ head │ recomputation
     step         pipeline of the microbatches │ exposed data-parallel traffic │ optimizer
 
-Ranks of a plan synchronize in every layer, so a layer takes attention's time on its last rank plus the rest of the time
-on the fullest rank. Groups of a static grid synchronize once per step. Traffic of weights and gradients overlaps
-products and row work, but not attention, which uses the links.
+Ranks of a plan synchronize in every layer, so a layer takes the attention time of its last rank plus, for all other
+work, the time of the fullest rank. Groups of a static grid synchronize once per step. Traffic of weights and gradients
+overlaps products and row work, but not attention, which uses the links.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ PARTS = (
 class StepForecast:
     """Forecast of one step. parts: seconds by `PARTS`, of the busiest stage in the slowest group; their sum is the step
     time. tokens, flops: of all ranks, without recomputation; pairs: computed pairs, over all layers; whole_pairs: the
-    same for uncut sequences; memory: of the rank that needs the most; experts: rows of the microbatch that sends most,
-    if there are experts."""
+    same for uncut sequences; memory: of the rank that needs the most; experts: rows of the microbatch that sends the
+    most, if there are experts."""
 
     parts: dict[str, float]
     tokens: int
@@ -87,8 +87,8 @@ class Setting:
             self._check_chunks(batch)
 
     def _check_chunks(self, batch: Batch) -> None:
-        """Raises ConfigError if the recipe does not support chunks, a sequence is not causal or not alone, or a rank
-        has fewer tokens than chunks."""
+        """Raises ConfigError if the recipe does not support chunks, a sequence is not causal or not alone in its
+        microbatch, or a rank has fewer tokens than chunks."""
         form, chunks = self.parallelism, self.training.chunks
         if form.recipe.name not in ("ulysses", "upipe"):
             rule = f"need heads split among ranks, unlike {form.recipe.name}"
@@ -293,7 +293,7 @@ def _exposed_copies_us(setting: Setting, planned: PlannedMicrobatch, phase: str,
 
 
 def _hiding_us(setting: Setting, planned: PlannedMicrobatch) -> float:
-    """Work that hides traffic of weights and gradients: products and row work of one layer, forward, or none."""
+    """Work that hides weight and gradient traffic: one layer's products and row work, forward; 0 without overlap."""
     if not setting.training.overlap:
         return 0.0
     layers = setting.layers
@@ -303,7 +303,7 @@ def _hiding_us(setting: Setting, planned: PlannedMicrobatch) -> float:
 def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[float, float]:
     """Exposed microseconds of a microbatch, (forward, backward): gathering of sharded weights for every pass over a
     layer, and scattering of sharded gradients after each microbatch. The embedding's transfers are fully exposed, since
-    it is used first and its gradient comes last; the head's are hidden if any are."""
+    it is used first and its gradient comes last; the head's are hidden if traffic overlaps at all."""
     if not setting.training.shards("gradients"):
         return 0.0, 0.0
     layers, ranks = setting.layers, setting.stage
@@ -336,8 +336,8 @@ def _least_hiding_us(setting: Setting, planned: list[list[PlannedMicrobatch]]) -
 
 
 def _after_step_us(setting: Setting, planned: PlannedMicrobatch, hiding_us: float) -> dict[str, float]:
-    """Microseconds once per step: reduction of gradients that were not scattered earlier, gathering of weights with a
-    sharded optimizer (of vocabulary matrices fully exposed), and the optimizer."""
+    """Microseconds once per step: reduction of gradients that were not scattered earlier and gathering of weights with
+    a sharded optimizer (both fully exposed for vocabulary matrices), and the optimizer."""
     layers, training = setting.layers, setting.training
     stage = setting.stage
     count = setting.stage_layers(planned)

@@ -73,7 +73,7 @@ class Groups:
         return np.arange(self.ranks) - self.first[self.of_rank]
 
     def spread(self, group: Ints) -> tuple[Ints, Ints]:
-        """Expands group values to members: the value's index for each member, and the member's rank."""
+        """For values of the groups `group`, repeated for every member: the value's index, and the member's rank."""
         sizes = self.sizes[group]
         index = group_of(sizes)
         ends = np.cumsum(sizes)
@@ -104,8 +104,8 @@ class Groups:
 class HeadSets:
     """Heads computed by each rank. sets: as in the plan's header; query, key: int64 [ranks], number of the rank's set
     of query and of KV heads (0: all); query_heads, key_heads: int64 [ranks], sizes of these sets; shared: bool
-    [groups], True if several ranks of a group compute a KV head. stages: for heads in stages; query_heads and key_heads
-    are then totals over stages, and `stages` has the set numbers."""
+    [groups], True if several ranks of a group compute the same KV head. stages: for heads in stages; query_heads and
+    key_heads are then totals over stages, and `stages` has the set numbers."""
 
     sets: tuple[tuple[int, ...], ...]
     query: Ints
@@ -162,11 +162,11 @@ class HeadStages:
     """Heads of the ranks of every group by stage (UPipe). All groups have the same size.
 
     sets: as in the plan's header; query: int64 [stages, size], number of each rank's set of query heads; window: int64
-    [stages], non-decreasing: during a window ranks keep their KV heads; key: int64 [windows, size], number of each
-    rank's set of KV heads. query_heads: per rank and stage; key_heads: int64 [windows, size]; shared: True if any KV
-    head is on several ranks of a group, or in several windows. project: True if the program computes the heads itself;
-    ahead: number of later stages whose rows arrive during a stage; hold: True if tiles of other groups also stay during
-    a window.
+    [stages], non-decreasing, the window of each stage, in which ranks keep their KV heads; key: int64 [windows, size],
+    number of each rank's set of KV heads. query_heads: per rank and stage; key_heads: int64 [windows, size]; shared:
+    True if any KV head is on several ranks of a group, or in several windows. project: True if the program computes Q,
+    K and V itself; ahead: number of later stages whose rows arrive during a stage; hold: True if tiles of other groups
+    also stay during a window.
     """
 
     sets: tuple[tuple[int, ...], ...]
@@ -297,7 +297,7 @@ class Ulysses(InnerPass):
         return HeadSets.of(model, groups)
 
     def find_lone(self, problem: Problem, groups: Groups) -> LoneSequences | None:
-        """The lone sequences, if any; None for sequences with `home_ranks`, which groups refuse."""
+        """The lone sequences, if any; None for a batch with `home_ranks`, which groups refuse."""
         if self.lone is None or not groups.split or problem.batch.home_ranks:
             return None
         return find_lone(problem, groups.first, self.lone)

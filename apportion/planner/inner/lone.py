@@ -28,18 +28,18 @@ from apportion.planner.shard.blocks import row_times, row_weights
 from apportion.planner.solvers.partition.lpt import makespan_bound
 from apportion.planner.tasks.rows import Rows
 
-# Candidate upper limits of a lone sequence's share of a rank's time; the first one that leaves ranks even enough is
-# used: on average a group's busiest rank exceeds the mean by at most this fraction of its time, and at most this
-# fraction of all work is in groups without enough tokens for it.
+# Candidate upper limits on a lone sequence's share of a rank's time. The first that leaves ranks even enough is used:
+# on average a group's busiest rank exceeds the mean by at most MAX_UNEVENNESS of its time, and at most MAX_MISMATCH of
+# all work is in groups without enough tokens for it.
 SHARES, MAX_UNEVENNESS, MAX_MISMATCH = (0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03), 0.004, 0.04
-# Lone sequences may increase the unevenness of the rest at most by this factor; else none are lone.
+# If no limit leaves ranks even enough, the best may exceed these bounds by this factor; else none are lone.
 MAX_INCREASE = 8
-# A sequence with more than the first share of a rank's tokens is never lone; a rank's lone sequences stay within the
-# second share if there are other sequences.
+# A sequence with more than MAX_TOKENS of a rank's share of the tokens is never lone; a rank's lone sequences take at
+# most MAX_FILLED of its share if there are other sequences.
 MAX_TOKENS, MAX_FILLED = 0.6, 0.98
-# Unpacking slows the reception of the others' rows by this factor over the link's time.
+# Receiving the other sequences' rows takes the link's time, times this factor for unpacking them.
 UNPACK_FACTOR = 1.5
-# Least fraction of a group's time left for the others, which are placed in proportion.
+# Minimum for the fraction of a group's time left for other sequences, which are placed in proportion to it.
 LEAST_LEFT = 1e-3
 
 
@@ -98,8 +98,8 @@ class LoneSequences:
     @cached_property
     def early(self) -> Bools:
         """bool [lone]: True for sequences computed while rows arrive, within that time; the rest run while results
-        leave. The longest that fit come first, so that all ranks of a group start on the others at about the same
-        time."""
+        leave. The longest that fit come first, so that all ranks of a group start on the other sequences at about the
+        same time."""
         is_early, free_time = np.zeros(len(self.index), bool), np.full(self.ranks, self.arrival_ns)
         for sequence in np.argsort(-self.time, kind="stable").tolist():
             rank, time = self.home[sequence], self.time[sequence]
@@ -120,7 +120,7 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
     """The lone sequences for groups of consecutive ranks that begin at `first`, int64 [groups + 1]; None if there are
     none.
 
-    share: largest fraction of a rank's time for a lone sequence.
+    share: largest fraction of a rank's time for a lone sequence; "auto": one of `SHARES`.
     """
     sizes = problem.batch.lengths
     times = np.maximum(row_times(problem, problem.batch.starts) - _saved_ns(problem, sizes), 1)
@@ -135,8 +135,8 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
 
 
 def _saved_ns(problem: Problem, rows: Ints) -> Ints:
-    """int64, like `rows`: nanoseconds over all layers to pack a rank's own exchanged rows and unpack their results. The
-    more lone rows it has, the fewer rows it exchanges."""
+    """int64 [sequences]: nanoseconds saved over all layers if a sequence of `rows` rows is lone: its rank need not pack
+    that many rows for the exchange, nor unpack their results."""
     model, row_bytes = problem.model, 0
     for phase in PHASES:
         for side, heads in zip(SIDES, (model.q_heads, model.kv_heads), strict=True):

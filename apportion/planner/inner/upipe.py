@@ -8,7 +8,7 @@ and 4.1).
     order natural                                            stage 0    q0  k0   q1  k0   q2  k0   q3  k0
                                                              stage 1    q4  k1   q5  k1   q6  k1   q7  k1   ..
 
-Stages list heads by number: no weights are permuted, in either order.
+Stages refer to heads by number, so in either order no weights are permuted.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class UPipe(Ulysses):
     "natural": heads by number. keep: number of consecutive stages for which a rank keeps its KV heads; "auto": as long
     as no rank needs others. project: True if the program takes hidden states and computes the heads of each stage
     itself, forward and again backward; else q, k and v are home rows. ahead: 1 exchanges the rows of the next stage
-    while one is computed, with one more arena; 0 as in the paper. hold: True if tiles of other groups stay as long as
-    the KV heads, and travel once; else every stage fetches its own.
+    during each stage, with one more arena; 0 as in the paper. hold: True if tiles of other groups stay as long as the
+    KV heads, and travel once; else every stage fetches its own.
     """
 
     name: ClassVar[str] = "upipe"
@@ -98,7 +98,7 @@ def stage_lists(model: Model, heads: int, order: str) -> list[Heads]:
     """The query heads of each stage, `heads` of them, in the order of the ranks.
 
     gqa (section 4.1; Figure 4 has heads = ranks): a stage has gcd(heads, KV heads) KV heads, the maximum for equal
-    stages, and as many query heads of each; stages with the same KV heads are consecutive.
+    stages, and the same number of query heads of each; stages with the same KV heads are consecutive.
     """
     ratio, firsts = model.q_heads // model.kv_heads, range(0, model.q_heads, heads)
     if order == "natural":

@@ -53,7 +53,7 @@ RECIPE = Recipe(
     },
 )
 
-MAX_ENTRIES = 2**20  # of a table, per phase: chunks of microbatches on stages
+MAX_ENTRIES = 2**20  # of a table, per phase: each a chunk of a microbatch on a stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +106,10 @@ def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None
     """Finds the table with the fewest ticks under the memory cap; among equals, the lowest peak.
 
     cap: maximum chunks of microbatches in flight on a stage (None: on each stage as many as 1F1B, plain or interleaved,
-    has there). Plain tables need min(m, 2 stages - 1) for as few ticks as 1F1B, which itself has at most `stages`; with
-    a lower cap stages wait for their backwards. Tries every limit on consecutive ticks of a phase while the other could
-    run; 1 is enough under a high cap. Interleaved stages process chunks in the order of Megatron-LM (groups of `stages`
-    microbatches, chunk after chunk). Raises ConfigError; CapacityError for a cap below `virtual`.
+    has there). Plain tables need a cap of min(microbatches, 2 stages - 1) for as few ticks as 1F1B, which needs only
+    `stages`; with a lower cap stages wait for their backwards. Tries every limit on consecutive ticks of a phase while
+    the other could run; 1 is enough under a high cap. Interleaved stages process chunks in the order of Megatron-LM
+    (groups of `stages` microbatches, chunk after chunk). Raises ConfigError; CapacityError for a cap below `virtual`.
     """
     stages = integer("ticks.stages", stages)
     microbatches, virtual = integer("ticks.microbatches", microbatches), integer("ticks.virtual", virtual)
@@ -280,8 +280,8 @@ def ticks_of(
     ranks: int,
     kinds: Sequence[str] | None = None,
 ) -> tuple[tuple[Ints, ...], tuple[Batch, ...]]:
-    """(sample of each sequence, batch) of each tick, from the samples and batches of the microbatches. ranks: of all
-    stages. Raises ConfigError."""
+    """(samples of each tick's sequences, batch of each tick), from the samples and batches of the microbatches. ranks:
+    of all stages. Raises ConfigError."""
     replicas = ranks // table.stages
     tick_batches = [tick_batch(table, tick, microbatches, replicas, kinds) for tick in range(table.ticks)]
     sample_ids = (np.concatenate([samples[part.microbatch] for part in tick.parts]) for tick in tick_batches)

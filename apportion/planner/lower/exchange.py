@@ -48,8 +48,8 @@ class Turns:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange of one attention kind. home: exchanged home rows of every rank, after `first` rows, int64 [ranks],
-    that are not exchanged. turns: None if all rows move at the same time."""
+    """The exchange of one attention kind. home: exchanged home rows of every rank, which follow `first` rows, int64
+    [ranks], that are not exchanged. turns: None if all rows move at the same time."""
 
     home: Rows
     first: Ints
@@ -100,7 +100,7 @@ class Exchange:
 
     @property
     def mode(self) -> int:
-        """ALL_TO_ALL if all ranks are one group."""
+        """ALL_TO_ALL if all ranks are one group and tensors share rounds, else P2P."""
         return ALL_TO_ALL if self.groups.split and len(self.groups) == 1 and not self.direct else P2P
 
     @cached_property
@@ -134,9 +134,9 @@ def plan_exchange(
     reshuffle: bool,
     first: Ints | None = None,
 ) -> Exchange | None:
-    """Plans the exchange around attention on these rows of groups; None if home rows are attention rows.
+    """Plans the exchange around attention; None if home rows are attention rows. attention: the rows of groups.
 
-    shares: int64 [ranks], see `Groups.member_rows`. first: int64 [ranks], home rows without exchange, if any.
+    shares: int64 [ranks], see `Groups.member_rows`. first: int64 [ranks], numbers of home rows not exchanged, if any.
     reshuffle: True if home rows are the loader's contiguous shares of the token axis. With heads in stages, attention
     rows hold one stage at a time, and so are never home rows.
     """
@@ -162,7 +162,7 @@ def one_round(exchange: Exchange) -> Slots:
 
 
 def _pieces(home: Rows, attention: Rows) -> Pieces:
-    """Maximal runs of rows that are consecutive on both sides, by group and row."""
+    """Maximal runs of rows that are consecutive on both sides, sorted by group and row."""
     token = np.union1d(home.starts, attention.starts)
     rows, token = np.diff(token), token[:-1]
     home_block, attention_block = home.block_of(token), attention.block_of(token)

@@ -1,7 +1,7 @@
 """Overlap of the Ulysses exchange with computation, by rows.
 
-    in     KV rows and the queries of the first stage | launch | wait, first stage | wait the other queries | ..
-    out    .. | launch results that are complete | stages of own keys | launch the others | wait all
+    in     KV rows and the queries of the first stage | launch | wait, first stage | wait for the others | ..
+    out    .. | launch results that are complete | stages of own keys | launch the others | wait for all
 
 A rank needs all KV rows early, because tiles of them leave for other groups, but local queries only when their first
 task runs; results may leave once their last task has run.
@@ -78,7 +78,7 @@ def covered(cuts: Ints, ranges: Range) -> Bools:
 
 
 def _split_pieces(pieces: Pieces, first: Ints, start: Ints, end: int) -> Pieces:
-    """Splits pieces, whose first rows are `first`, at each of `start`."""
+    """Splits pieces, whose first rows are `first`, at each row in `start`."""
     piece = np.searchsorted(first, start, "right") - 1
     offset, rows = start - first[piece], np.diff(np.append(start, end))
     src_row, row = pieces.src_row[piece] + offset, pieces.row[piece] + offset

@@ -4,7 +4,7 @@ A stage is a step of the compute schedule: some before the first round, one afte
 with tiles run in the stage of their round; tasks without tiles fill the stages.
 
 Tiles that arrive together at a rank are adjacent there, in the order of their numbers, so that a task may span several
-of them, like blocks at home: fewer and larger kernel calls although placement cut the keys.
+of them, like blocks at home: fewer and larger kernel calls even though placement cut the keys.
 
     keys     tile 3   tile 4   tile 5        home blocks may end within a rank's rows
     queries  x x x x  x x x x  x . . .   \
@@ -51,8 +51,8 @@ def program_order(
 
 
 def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
-    """int32 [tasks]: 1 + round of their tile. Tasks without tiles run in the first stage, in the last, or so that every
-    rank's work is even over stages and no rank delays others' rounds."""
+    """int32 [tasks]: the stage of their tile's round. Tasks without tiles run in the first stage, in the last round's,
+    in those given by `own`, or so that every rank's work is even over stages and no rank delays others' rounds."""
     first = np.int32(schedule.leads - 1 + schedule.rounds if schedule.local == "last" else 0)
     edge_stage = np.append(schedule.leads + schedule.round, first)  # edge -1 picks the last entry
     stage, edge = edge_stage[tasks.edge].astype(np.int32), tasks.edge
@@ -69,8 +69,8 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
         if schedule.beside_exchange:  # little work in the first and the last stage, for which others wait
             order = _alternate_members(tasks, rows, schedule.beside_exchange)
             visit, border = np.append(0, np.roll(visit[1:], 1)), 2
-        # assigns the first stage of `visit` up to which a rank has less than the stages' share of its work; each of
-        # the first `border` stages is counted separately
+        # each task goes to the first stage, in the order of `visit`, up to which its rank has less work than the
+        # stages' share; work of the first `border` stages is compared for each stage alone
         core.fill(stage, tasks.exec, edge, tasks.work, rows.ranks, (_shares(schedule), visit, border), order)
     return stage
 

@@ -33,7 +33,7 @@ _ON: ContextVar[bool] = ContextVar("checked steps", default=False)
 @contextmanager
 def checked_steps() -> Iterator[None]:
     """Checks plans made in this context after each step: VerifyError names the step, its pass and the first wrong row.
-    The plans are the same."""
+    The plans do not change."""
     before = _ON.set(True)
     try:
         yield

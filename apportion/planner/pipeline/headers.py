@@ -14,8 +14,8 @@ from apportion.planner.tasks.rows import Rows
 
 
 def build_layouts(problem: Problem, placed: PlacedProblem, lowered: Sequence[Lowered]) -> dict[str, Layout]:
-    """Builds the layouts: home rows, and, if these are the loader's, also the attention layout if each of its rows is
-    on one rank."""
+    """Builds the layouts: home rows and, if these are the loader's, also the attention layout, unless its rows are on
+    several ranks that split the heads."""
     if len(lowered) > 1:
         rows = Rows(placed.placement.starts, placed.placement.home, problem.ranks)
         return {"attention": rows.layout("attention", problem.batch)}

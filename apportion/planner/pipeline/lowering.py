@@ -41,7 +41,7 @@ def _lower_phase(low: Lowering, phase: str, network: Network | None) -> ProgramS
 
 
 def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramSet:
-    """The programs of all ranks. first: the first rank of each part, an offset of its peer numbers."""
+    """The programs of all ranks. first: the first rank of each part, which is added to its peer numbers."""
     if len(parts) == 1:
         return parts[0]
     tables = {name: joined([part[name] for part in parts]) for name in TABLES}

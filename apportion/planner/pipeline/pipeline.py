@@ -89,7 +89,7 @@ class SearchPass(Pass, Protocol):
 def draft(
     placed: PlacedProblem, watch: Watch, lowered: Lowered | None = None, threads: int = 1
 ) -> UnsealedPlan:
-    """Runs the passes after placement, or after `schedule`. Raises ConfigError, CapacityError."""
+    """Runs the passes after placement; given `lowered`, those after `schedule`. Raises ConfigError, CapacityError."""
     with watch("schedule"):
         parts = [(0, placed)] if lowered is not None else placed.isolated_parts()
         items = [lowered] if lowered is not None else spread(schedule, [part for _, part in parts], threads)
@@ -142,9 +142,9 @@ def seal(
 
 def _with_kept_cap(problem: Problem, passes: Passes, lowered: Sequence[Lowered]) -> Problem:
     """The problem with the token cap that the plan keeps, in the layout to which the cap applies. Recipes without a
-    token cap report their resulting maximum; different default caps of ranks, if each is kept, stay as they are. Plans
-    with a fuller rank, for instance in the loader's layout, which is even at any speeds, report that maximum as
-    well. Raises CapacityError if a rank exceeds the policy's cap."""
+    token cap report their resulting maximum; default caps that differ by rank stay as they are if every rank keeps its
+    own. Plans with a fuller rank, for instance in the loader's layout, which is even regardless of speeds, report that
+    maximum as well. Raises CapacityError if a rank exceeds the policy's cap."""
     tokens, caps, token_cap = held_tokens(lowered), problem.token_caps, problem.policy.token_cap
     if token_cap is not None:
         _check_cap(tokens, token_cap)

@@ -152,7 +152,7 @@ def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
 
 
 def _makespan_bound(placement: Placement, lowered: Sequence[Lowered]) -> float:
-    """Bound of one rank's load. Groups of ranks share their load; groups of several sizes, and kinds with split and
+    """Bound on one rank's load. Groups of ranks share their load; groups of several sizes, and kinds with split and
     unsplit heads together, have no bound other than the mean."""
     sizes = {
         size for part in lowered for low in part.values() for size in np.unique(low.groups.sizes).tolist()

@@ -75,7 +75,7 @@ def schedule(placed: PlacedProblem) -> Lowered:
 
 
 def _passes_of(passes: Passes, problem: Problem, kind: str) -> Passes:
-    """The passes of a kind: if it chooses keys at run time, rows cross to each node once."""
+    """The passes for a kind: if it chooses keys at run time, with a route on which rows cross to each node once."""
     needs_node = kind in problem.picked and isinstance(passes.route, Star) and problem.cluster.nodes > 1
     return replace(passes, route=Node()) if needs_node else passes
 
@@ -94,8 +94,8 @@ def _exchange(placed: PlacedProblem, rows: Rows, sets: HeadSets) -> Exchange | N
 
 def _remaining_room(problem: Problem, groups: Groups, first: Ints, counts: Ints) -> Ints:
     """int64 [ranks] > 0: proportions in which members share the `counts` rows of their group, int64 [groups], in
-    addition to `first` rows of their own: the room that default caps leave, or an explicit cap if a group exceeds
-    them."""
+    addition to `first` rows of their own: the room that default caps leave or, if a group has more rows than that, the
+    room that the explicit cap leaves."""
     shares: Ints = np.maximum(problem.member_room - first, 1)
     if problem.policy.token_cap is None:
         return shares
@@ -170,7 +170,7 @@ def _head_sets(problem: Problem, passes: Passes, groups: Groups) -> HeadSets:
 
 
 def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
-    """The heads of work rows if tasks have a part of the heads: all tiles of a side have the same number."""
+    """The heads of work rows if tasks have a part of the heads: the same number in all tiles of a side."""
     if passes.inner is not None or passes.reshuffle:
         step = "reshuffle" if passes.inner is None else "inner"
         rule = "cannot be used where the placement splits heads"
@@ -181,7 +181,7 @@ def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
 
 
 def _route_tiles(passes: Passes, edges: Edges, site: Site) -> Routes:
-    """Routes the tiles that the schedule makes of the edges. Only KV rows are shared, so only they have routes."""
+    """Routes the tiles that the schedule makes from the edges. Only KV rows are shared, so only they are routed."""
     route = passes.route if not (edges.lane & 1).any() else KeyRoutes(passes.route)
     star = None if passes.route.by_block else passes.schedule.tiles(edges, passes.route.relays)
     if star is None:

@@ -25,7 +25,7 @@ from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.use import GroupingSolver
 
 # Default capacity: tokens of a rank over the mean, with room for uncut sequences. FlexSP derives the limit from the
-# activation memory of all layers, which is unknown in a plan of attention.
+# activation memory of all layers, which a plan of attention does not know.
 _ROOM = 2
 
 
@@ -37,8 +37,8 @@ class FlexSp(PlacePass):
     capacity: largest number of tokens per rank, so that a group of P ranks holds P times as many; default the policy's
     token cap, else twice the mean, or more if the longest sequence needs it. linear: include the linear layers' time,
     as in FlexSP's cost model: groups are then balanced by whole layers instead of attention. solver: its `steps` are
-    nodes of a search tree. The solver assumes equal ranks; if speeds differ, the slowest groups get the fastest ranks
-    for their size. Raises ConfigError, CapacityError, MissingDependencyError, UnknownNameError.
+    nodes of a search tree. The solver assumes equal ranks; if speeds differ, of the groups of one size those with the
+    longest times get the fastest ranks. Raises ConfigError, CapacityError, MissingDependencyError, UnknownNameError.
     """
 
     capacity: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
@@ -91,7 +91,7 @@ def _default_capacity(problem: Problem, largest: int) -> int:
 
 
 def _sequence_us(problem: Problem, lengths: Ints, pairs: Ints, degrees: Ints) -> Floats:
-    """float64 [sequences, degrees]: time of one layer of each sequence in a group of each degree. Fixed costs of
+    """float64 [sequences, degrees]: microseconds of a layer of each sequence in a group of each degree. Fixed costs of
     instructions (launches, latencies) are omitted: a group pays them once for all its sequences."""
     model, cost = problem.model, problem.cost
     times = np.zeros((len(lengths), len(degrees)))
@@ -104,7 +104,7 @@ def _sequence_us(problem: Problem, lengths: Ints, pairs: Ints, degrees: Ints) ->
 
 
 def _row_us(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads: int) -> float:
-    """All-to-all time in a group per row of a rank: transfers within the node and to other nodes overlap."""
+    """Microseconds of all-to-all in a group, per row of a rank; transfers inside and between nodes overlap."""
     heads = {"query": q_heads, "key": kv_heads}
     row = sum(
         problem.model.sent_bytes(tensor, heads[side]) for side in SIDES for tensor in TRAVELLING[side, phase]
@@ -137,7 +137,7 @@ def _lay_out(problem: Problem, mix: Grouping) -> tuple[Ints, Ints]:
 
 
 def _bound(problem: Problem, weight: Ints, degrees: Ints) -> float:
-    """Bound of a rank's pairs over its speed: the mean, and the heaviest sequence in the largest group."""
+    """Bound on the busiest rank's pairs over its speed: the mean or the heaviest sequence in the largest group."""
     mean = float(weight.sum()) / float(problem.speeds.sum())
     return max(mean, float(weight.max(initial=0)) / (int(degrees[-1]) * float(problem.speeds.max())))
 

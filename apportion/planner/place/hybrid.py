@@ -28,9 +28,9 @@ from apportion.planner.solvers.use import PartitionSolver
 class HybridDp(PlacePass):
     """ByteScale's hybrid data parallelism (SIGCOMM 2025), the baseline Hybrid DP of Zeppelin, section 5.
 
-    A sequence of L tokens gets ceil(L / capacity) ranks: long ones, longest first, get the consecutive ranks with the
-    least work, cut zig-zag; the others stay whole and fill the ranks by LPT (see `Whole`), work over speed. capacity:
-    tokens of a rank, default the mean rounded up. solver: of kind partition. Raises ConfigError, CapacityError.
+    A sequence of L tokens gets ceil(L / capacity) ranks. Those with several, longest first, are cut zig-zag over the
+    consecutive ranks with the least work; others stay whole, placed by LPT on work over speed (see `Whole`). capacity:
+    tokens per rank, default the mean rounded up. solver: of kind partition. Raises ConfigError, CapacityError.
     """
 
     capacity: Count | None = None
@@ -52,11 +52,11 @@ class HybridDp(PlacePass):
 class MegatronHybrid(PlacePass):
     """Hybrid context parallelism of Megatron-Core (its class BalancedCPScheduler).
 
-    A sequence gets L / capacity ranks, rounded up to a power of two that the cluster has, and is priced at L^2 / ranks
+    A sequence gets L / capacity ranks, rounded up to a power of two within the cluster, and is priced at L^2 / ranks
     regardless of its mask. In each turn the ranks are divided into aligned groups, largest first: all sequences of one
     size go to the groups that the turn can still provide for that size, each to the cheapest; a size without a group
     waits for the next turn. Idle ranks of a turn widen its smallest groups. Not implemented: ending a turn early once
-    it is balanced, and taking back its last sequence. Speeds are ignored. capacity: tokens of a rank, default the mean
+    it is balanced, and taking back its last sequence. Speeds are ignored. capacity: tokens per rank, default the mean
     rounded up. Raises ConfigError, CapacityError.
     """
 
@@ -73,7 +73,7 @@ class MegatronHybrid(PlacePass):
 
 
 def _ranks_needed(problem: Problem, capacity: int | None, limit: int) -> Ints:
-    """int64 [sequences]: number of ranks with `capacity` tokens each, at most `limit`. Raises CapacityError if an
+    """int64 [sequences]: number of ranks needed at `capacity` tokens each, at most `limit`. Raises CapacityError if an
     explicit capacity needs more."""
     lengths = problem.batch.lengths
     counts = -(-lengths // (capacity or -(-problem.batch.tokens // problem.ranks)))
@@ -143,7 +143,7 @@ def _widen_groups(groups: list[int], ranks: int) -> Ints:
 
 
 def _aligned_first_ranks(widths: Ints) -> Ints:
-    """First ranks, larger groups first, so that every power of two starts at a multiple of itself."""
+    """First ranks, larger groups first, so that every group of a power of two starts at a multiple of its size."""
     order = np.argsort(-widths, kind="stable")
     first = np.empty(len(widths), np.int64)
     first[order] = np.cumsum(widths[order]) - widths[order]

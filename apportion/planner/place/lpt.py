@@ -53,8 +53,8 @@ class Lpt(PlacePass):
 
 
 def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) -> Placement:
-    """The placement with the smallest sum over kinds of layers x busiest rank, among those that `place` finds for pairs
-    with these weights: all kinds by layers, or one of them almost alone; the first among equals."""
+    """The placement with the smallest sum over kinds of layers x busiest rank, among those that `place` finds when it
+    weights the pairs of each kind by its layers, or one kind almost alone; ties go to the first."""
     layers = problem.layers
     first = place(layers)
     if len(layers) == 1:
@@ -73,7 +73,7 @@ def busiest(problem: Problem, placement: Placement) -> float:
 
 
 def _place(problem: Problem, shards: Shards, balanced_weight: Ints, solver: PartitionSolver) -> Placement:
-    """Places blocks. balanced_weight: int64 [blocks], the balanced quantity."""
+    """Places blocks. balanced_weight: int64 [blocks], the quantity to balance."""
     weights, case = shards.piece_weights, pieces_to_ranks(problem, shards, balanced_weight)
     solution = None if shards.solved is None or balanced_weight is not shards.weight else shards.solved
     result = solution[1] if solution is not None and solution[0] == solver else solver(case)
@@ -83,7 +83,7 @@ def _place(problem: Problem, shards: Shards, balanced_weight: Ints, solver: Part
     if (home < 0).any():
         starts, home = _cut_into_room(problem, shards, case, result.bin)
         weight = row_weights(problem, starts)
-        # cut pieces are no longer indivisible: their parts count
+        # cut pieces are no longer indivisible: the bound counts their parts
         cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
         items = np.concatenate([weights[result.bin >= 0], weight[cut]])
     bound = makespan_bound(items, problem.speeds)

@@ -17,15 +17,15 @@ from apportion.planner.solvers.partition.lpt import makespan_bound
 from apportion.planner.solvers.use import PartitionSolver
 
 # Without an explicit cap, caps are the smallest of these multiples of a rank's share (at least the longest sequence)
-# that LPT can keep.
+# that the solver can keep.
 SLACKS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
 class Whole(PlacePass):
-    """Places whole sequences by LPT (or another solver of kind partition) by work over speed; cuts none.
+    """Places whole sequences with LPT (or another solver of kind partition), balancing work over speed; never cuts one.
 
-    An explicit token_cap is obeyed or refused; without one, tokens are kept as even as LPT can (see `SLACKS`).
+    An explicit token_cap is obeyed or refused; without one, tokens are as even as the solver can keep them (`SLACKS`).
     Raises ConfigError, CapacityError.
     """
 
@@ -94,7 +94,7 @@ def _solve_with_least_slack(
 def _solve_under_caps(
     problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, caps: Ints, solver: PartitionSolver
 ) -> Ints:
-    """The solver's answer under the ranks' caps, -1 for items that do not fit. Existing loads are items with a single
+    """The solver's answer under the ranks' caps, -1 for items that do not fit. Existing loads enter as items with one
     allowed rank."""
     if not used.any():
         return solver(PartitionProblem(weights, sizes, caps, problem.speeds)).bin

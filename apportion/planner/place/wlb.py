@@ -15,7 +15,7 @@ from apportion.planner.place.zigzag import deal_evenly
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.refusals import refuse_home_ranks
 
-# Number of priced pieces; beyond it, evenly spaced ranks stand for all.
+# Largest number of pieces to price; beyond it, only every n-th rank is priced.
 PRICED_PIECES = 2**20
 
 
@@ -44,8 +44,8 @@ class Wlb(PlacePass):
 
 
 def busiest_us(problem: Problem, placement: Placement) -> float:
-    """Predicted attention microseconds of the busiest rank, forward and backward, over all layers: each band in each
-    query block against all its keys is one piece priced by the cost model, including short pieces."""
+    """Predicted attention microseconds of the busiest rank, forward and backward, over all layers: a band's part in
+    a query block, with all its keys, is one piece for the cost model, however short."""
     time = np.zeros(problem.ranks)
     for kind, bands in problem.bands.items():
         time += problem.layers[kind] * _rank_us(problem, bands, placement)

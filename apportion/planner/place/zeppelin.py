@@ -38,10 +38,10 @@ class Zeppelin(PlacePass):
 
     cap: "auto": "enforce" if the policy has a token cap, else "paper". "paper", as printed: only tokens of whole
     sequences are checked against the capacity, so that fragments may overload a rank (sequences of 5 and 2 times the
-    capacity on 8 ranks put 1.71 times it on one). "enforce": a sequence whose fragment would not fit goes to more
-    ranks, the emptiest first, and if that does not help it levels their tokens; else as printed. Interpretation of the
+    capacity on 8 ranks put 1.71 capacities on one). "enforce": a sequence whose fragment would not fit goes to more
+    ranks, emptiest first; if that does not help, their tokens are levelled; else as printed. Interpretation of the
     paper in both: the budget of a node is the mean of all tokens; "empty buckets", which may not exist, are the least
-    loaded; numbers of fragments are rounded up; zones are < and >= the threshold, or lowering it never ends.
+    loaded; numbers of fragments are rounded up; zones are < and >= the threshold, else lowering it would never end.
 
     capacity: tokens of a rank (the paper's L), default each rank's token cap. inter_tokens, intra_tokens: initial
     lengths from which sequences are inter-node and intra-node; zones sets the defaults. "capacity": the largest

@@ -30,9 +30,9 @@ class ZigZag(PlacePass):
     compute a tile of 128 rows even for the shortest chunk; the number of tasks per sequence grows with N^2. Lengths are
     arbitrary, without padding: a range of L = 2N*q + r tokens from token s gives q to every chunk, and one more to r of
     them, dealt to the ranks s mod N, s mod N + 1, ... in turn, so that over all sequences the ranks' tokens differ by
-    at most one. A rank with one extra token adds it to its first or its second chunk in alternation (neighbours differ,
-    and so do laps, s div N); a rank with two, to both. Empty chunks vanish; neighbours on one rank are one block.
-    Ignores relative speeds, like trainers, and the cuts of the shards. Raises ConfigError, CapacityError.
+    at most one. A rank with one extra token adds it to its first or second chunk: the choice alternates from rank to
+    rank and from lap to lap (s div N). With two, each chunk gets one. Empty chunks vanish; neighbours on one rank are
+    one block. Ignores relative speeds, like trainers, and the cuts of the shards. Raises ConfigError, CapacityError.
     """
 
     over: Literal["sequence", "batch"] = "sequence"
@@ -59,8 +59,8 @@ def deal_evenly(problem: Problem, ranges: Ints, name: str, chunk: int) -> Placem
 
 
 def finalize(problem: Problem, starts: Ints, home: Ints, name: str, whole: Ints | None = None) -> Placement:
-    """The placement of blocks cut by the rule of pass `name`. Its bound is the mean load, as another rule may cut
-    differently, or the bound of the items that are never cut (`whole`: int64 [items], their weights). Raises
+    """The placement of blocks cut by the rule of pass `name`. Its bound is the mean load, since another rule could cut
+    differently, or, if greater, the bound of the items never cut (`whole`: int64 [items], their weights). Raises
     CapacityError."""
     obey_token_cap(problem, starts, home, name)
     weight = row_weights(problem, starts)

@@ -18,7 +18,7 @@ class Node(RoutePass):
 
     proxies: True if a rank that does not need the tile may be its gateway, so that the NICs of a node share the traffic
     of one busy rank (as Zeppelin, section 3.3, routes through proxies). The gateway is the rank with the fewest
-    received rows so far; among ranks within one tile of that, preferably one that needs the tile.
+    received rows so far; among ranks within one tile of that number, preferably one that needs the tile.
     """
 
     proxies: bool = True

@@ -39,7 +39,7 @@ class QueueRoutes(Routes):
 
 @dataclass(frozen=True)
 class QueueRings(RoutePass):
-    """proxies: number of ranks of a node that share the rows which one sends to another node; "auto": all."""
+    """proxies: number of ranks of a node that share in sending one rank's rows to another node; "auto": all."""
 
     proxies: int | Literal["auto"] = "auto"
     rings: ClassVar[bool] = True
@@ -52,10 +52,10 @@ class QueueRings(RoutePass):
         rings, per_node = find_rings(site), site.cluster.ranks_per_node
         parts = per_node if self.proxies == "auto" else min(self.proxies, per_node)
         queues = _queues(rings, site)
-        own = queues[rings.of].astype(np.int32)
+        queue_of = queues[rings.of].astype(np.int32)
         if not len(edges):
             none = np.zeros(0, np.int32)
-            return QueueRoutes(edges, none, True, none, queue=none, depth=none, queue_of=own)
+            return QueueRoutes(edges, none, True, none, queue=none, depth=none, queue_of=queue_of)
         tiles = _tiles(site.rows, rings, queues, parts)
         departures = self._departures(tiles[queues[rings.of] == INTER], parts)
         tile, ring = tiles[edges.tile], rings.of[edges.tile]
@@ -70,7 +70,7 @@ class QueueRings(RoutePass):
             size,
             queue=queue,
             depth=depth,
-            queue_of=own,
+            queue_of=queue_of,
             departures=departures,
         )
 

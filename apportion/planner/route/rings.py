@@ -52,15 +52,15 @@ def find_rings(site: Site) -> Rings:
     is_single = np.diff(ends) == 1
     shared = np.flatnonzero(~(is_single[first] & is_single[last]))
     spans, index = np.unique(first[shared] * len(sequences) + last[shared], return_inverse=True)
-    names: dict[tuple[int, ...], int] = {(rank,): rank for rank in range(site.rows.ranks)}
+    numbers: dict[tuple[int, ...], int] = {(rank,): rank for rank in range(site.rows.ranks)}
     ring_numbers = [
-        names.setdefault(ranks, len(names))
+        numbers.setdefault(ranks, len(numbers))
         for ranks in _unions(spans, len(sequences), members.tolist(), ends.tolist())
     ]
     ring = home.astype(np.int64)
     ring[shared] = np.array(ring_numbers, np.int64)[index]
-    ring_ranks = np.fromiter(chain.from_iterable(names), np.int64)
-    return Rings(ring_ranks, np.cumsum([0, *map(len, names)]), ring)
+    ring_ranks = np.fromiter(chain.from_iterable(numbers), np.int64)
+    return Rings(ring_ranks, np.cumsum([0, *map(len, numbers)]), ring)
 
 
 def _members(first: Ints, last: Ints, home: Ints, sequences: int, ranks: int) -> tuple[Ints, Ints]:

@@ -31,8 +31,8 @@ class Site:
 class Routes:
     """Routes of tiles. edges: with relays, parents before their children. arrives: int32, for each edge of the star the
     edge that now delivers its rows. carry: True if gradients continue along the ring. ring: int32 [edges], size of each
-    edge's ring, if there are rings. division: int32 [edges], the first part of the phase that needs each edge's rows,
-    for placements with parts. onward: int32 [edges], for branching tiles with carried gradients: the edge to whose tile
+    edge's ring, if there are rings. division: int32 [edges], the first division that needs each edge's rows, for
+    placements with divisions. onward: int32 [edges], for branching tiles with carried gradients: the edge to whose tile
     each edge's gradients are added, -1: to its home rows. departures: from the recipe's request."""
 
     edges: Edges

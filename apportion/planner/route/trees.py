@@ -49,7 +49,7 @@ class KeyRoutes(RoutePass):
 
 
 def _add_relays(edges: Edges, order: Ints) -> Routes:
-    """Routes with relays, roots first; order: for each of the first edges, the star's edge that it delivers."""
+    """Routes with relays, roots first. order: for each edge, the star's edge whose rows it delivers."""
     parent = edges.parent
     relayed = replace(edges, src=np.where(parent < 0, edges.home, edges.dst[parent]).astype(np.int32))
     arrives = np.empty(len(order), np.int32)

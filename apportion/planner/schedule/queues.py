@@ -16,15 +16,15 @@ from apportion.planner.schedule.rounds import Local, Schedule, SchedulePass, in_
 
 @dataclass(frozen=True)
 class Queues(SchedulePass):
-    """Every rank runs its rings between nodes, then those inside its node, then its whole sequences, without
-    communication. In a ring each hop is a round, computed while the next is in flight; the rank's own keys come first.
+    """Every rank runs its rings between nodes, then those inside its node, then, without communication, its whole
+    sequences. In a ring each hop is a round, computed while the next is in flight; the rank's own keys come first.
 
-    proxies: number of parts of a hop between nodes, each sent by a different rank of the node, over all NICs: to the
-    proxies one round before, and from their counterparts to the receiver one round after (section 3.3). All tiles
-    travel at once, so a tile that crosses arrives two rounds later and its followers after it, round by round. "auto":
-    the GPUs of a node, the paper's x1 = x2; 1: no proxies. A part is at least a block, so the placement must cut finely
-    enough (`parts` of `zeppelin`). local: time of tasks without remote inputs: "last", in the order of the queues; or
-    as in `matchings`, which hides rounds behind whole sequences.
+    proxies: number of parts of a hop between nodes, each sent by a different rank of the node, over all NICs. Parts go
+    to the proxies one round before, and from their counterparts to the receiver one round after (section 3.3). All
+    tiles travel at once, so a tile that crosses arrives two rounds later and its followers after it, round by round.
+    "auto": the GPUs of a node, the paper's x1 = x2; 1: no proxies. A part is at least a block, so the placement must
+    cut finely enough (`parts` of `zeppelin`). local: time of tasks without remote inputs: "last", in the order of the
+    queues; or as in `matchings`, which hides rounds behind whole sequences.
     """
 
     proxies: Count | Literal["auto"] = "auto"

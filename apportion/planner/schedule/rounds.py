@@ -50,12 +50,12 @@ class Schedule:
     """The round of each edge.
 
     round: int32 [edges], numbered in the order of waits; a relay comes after its parent. when: int64 [rounds],
-    non-decreasing: a round may start once all but the last `buffers` - 1 before it are consumed. channel: int64
-    [rounds]. slots: matchings in all rounds. local: time of tasks without tiles. division: int64 [rounds], ascending:
-    the first part of the phase that needs each round; tasks then run in their own parts. own: int32 [blocks], instead
-    of `local`: the stage, 0 to rounds, of tasks with home keys of that block. back: int64 [edges], channel on which the
-    sums of each edge's tile return; None: its round's. beside_exchange: ranks of a group
-    whose exchange overlaps with tasks; 0: no overlap.
+    non-decreasing step of each round: a round may start once all rounds whose step is lower by `buffers` or more are
+    consumed. channel: int64 [rounds]. slots: matchings in all rounds. local: time of tasks without tiles. division:
+    int64 [rounds], ascending: the first part of the phase that needs each round; tasks then run in their own parts.
+    own: int32 [blocks], instead of `local`: the stage, 0 to rounds, of tasks without tiles whose keys are in the block.
+    back: int64 [edges], channel on which the sums of each edge's tile return; None: its round's. beside_exchange: ranks
+    of a group whose exchange overlaps with tasks; 0: no overlap.
     """
 
     routed: Routes
@@ -100,14 +100,14 @@ class Schedule:
         return self.leads + self.rounds + self.tails
 
 
-# `auto` makes this few rounds, because ranks wait for each other in every one, but enough for some to overlap others;
+# `auto` makes only this many rounds, since ranks wait for each other in each, but enough for some to overlap others;
 # with relays they are twice as long, since a tile then passes through two. (FCP, section 4.2, coalesces four blocks;
 # simulated with 8 to 256 ranks, four long rounds are as fast as many, or up to 30 % faster.)
 AUTO_ROUNDS = 4
 # Rounds have at most this many tokens per rank, to limit the rows held at a time.
 AUTO_ROUND_TOKENS = 131072
-# Rounds between a relayed tile's arrival and the wait for it at its destination: with one, little is computed then
-# (simulated on 64 ranks: 10 % slower); three gain nothing.
+# Rounds between a relayed tile's arrival and the wait for it at its destination: with one, too little is computed in
+# between (simulated on 64 ranks: 10 % slower); three gain nothing.
 RELAY_LAG = 2
 
 
@@ -136,8 +136,8 @@ class SchedulePass(Pass, Protocol):
 
 @dataclass(frozen=True)
 class Matchings(SchedulePass):
-    """Every slot is a matching; their number is exactly the largest number of tiles that a rank sends or receives (FCP,
-    section 4.2). Relays follow, each level in its own rounds on another channel.
+    """Every slot is a matching; the number of slots is exactly the largest number of tiles that a rank sends or
+    receives (FCP, section 4.2). Relays follow, each level in its own rounds on another channel.
 
     coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
     local: time of tasks without tiles. order: order of unequal tiles: any, or the longest or shortest first, so that

@@ -1,4 +1,4 @@
-"""Searches a recipe for a request: tries several, simulates the programs of each, keeps the fastest.
+"""Finds a recipe for a request: tries several, simulates the programs of each, keeps the fastest.
 
 candidates ──place──► bound ──schedule, lower──► bound ──simulate──► the best so far ──► its neighbours ──► …
                         └── cannot be the best: dropped ──┘

@@ -19,21 +19,21 @@ from apportion.planner.shard.blocks import row_times
 # rounds leave the first one exposed, many make every rank wait for the slowest; buffers for all of them decouple the
 # ranks.
 ROUNDS, BUFFERS = 6, 16
-# Thresholds of keys seen by queries, as shares of a rank's tokens: below the first, tiles of short documents are cheap
-# to send twice, so that either route may be better; below the second (windows, chunks, answers to one question) tiles
-# have few readers, and neither relays nor split heads save bytes: clusters of cells fit on a rank.
+# Thresholds for the number of keys that queries see, as shares of a rank's tokens: below the first, tiles of short
+# documents are cheap to send twice, so either route may be better; below the second (windows, chunks, answers to one
+# question) tiles have few readers, and neither relays nor split heads save bytes: clusters of cells fit on a rank.
 SHORT, SPARSE = 0.6, 0.2
 # Transfers of a key: forward, backward, and the returned gradient.
 JOURNEYS = (Tensor.KV, Tensor.KV, Tensor.DKV)
-# Rounds of a candidate for keys whose transfer takes longer than compute.
+# Number of rounds of a candidate if transferring the keys takes longer than compute.
 FEW_ROUNDS = 4
-# Rounds of relayed tiles, which pass through two of them, so that more tiles are in flight.
+# Number of rounds with relays: a relayed tile passes through two of them, so more tiles are in flight.
 RELAYED_ROUNDS = 12
 # Numbers of rounds and buffers tried around the best.
 MORE_ROUNDS, MORE_BUFFERS = (12, 3, 4, 8, 20, 2, 1), (4,)
-# Fractions of a long document's share that come from its head.
+# Fractions of each rank's share of a long document that are taken from the document's head.
 HEADS = (0.4, 0.5, 0.33)
-# Row multiples of cuts: the tile of most kernels.
+# Cuts are at multiples of this many rows: the tile of most kernels.
 ALIGN = 128
 # Maximum shares of a rank's time for sequences that stay whole.
 LONE_SHARES = (0.05, 0.12, 0.25)
@@ -47,8 +47,8 @@ EXACT = (("colouring", "flow"), ("partition", "ilp"))
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe to try. rounds: approximate number of its matching rounds, from which `coalesce` follows once their
-    number is known; None: as in the recipe."""
+    """A recipe to try. rounds: approximate number of its matching rounds, from which `coalesce` follows once the number
+    of slots is known; None: as in the recipe."""
 
     recipe: Recipe
     rounds: int | None = None
@@ -92,8 +92,8 @@ def _text(steps: Iterable[Step]) -> str:
 
 
 def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candidate]]:
-    """(initial recipes of a search, other recipes); initial ones are cheap to plan and best for similar numbers of
-    visible keys.
+    """(initial recipes of a search, other recipes); initial ones are cheap to plan and best for requests whose queries
+    see similar numbers of keys.
 
     inner: "auto", or "none" for recipes that do not split heads.
     """
@@ -167,9 +167,9 @@ def _whole_sequences() -> Candidate:
 
 
 def _zones(problem: Problem) -> list[Candidate]:
-    """Sequences on as few ranks as have room (Zeppelin's zones), few of them cut; none if a rank's excess over the mean
-    would exceed the transfer time of cut sequences. If rounds take longer than compute, also a variant that cuts only
-    sequences that fit no rank."""
+    """Sequences on as few ranks as have room (Zeppelin's zones), few of them cut; no candidate if a rank's excess over
+    the mean would exceed the transfer time of cut sequences. If rounds take longer than compute, also a variant that
+    cuts only sequences that fit no rank."""
     rounds = _rounds_us(problem)
     times = row_times(problem, problem.batch.starts) / 1e3
     heaviest = float((times / -(-problem.batch.lengths // problem.token_cap)).max())
@@ -270,7 +270,7 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
         moves.append(_split(best, problem))
     if best.rounds is not None:
         moves.append(_in_rounds(best, MORE_ROUNDS[3:]))
-        if not best.overlapped:  # UPipe always balances these
+        if not best.overlapped:  # with overlap `local` is always "even"
             moves.append(_variants(best, "schedule", ("matchings",), "local", LOCALS))
         if problem.cluster.nodes > 1:
             moves.append(_reroute(best))

@@ -39,8 +39,8 @@ from apportion.planner.simulate.losses import whole_us
 from apportion.planner.solvers.registry import find_solver
 from apportion.planner.solvers.status import Limit
 
-# Candidates with times within this share of each other are compared by compute imbalance, if that differs by at least
-# as much: a hundredth of a percent of simulated time does not justify loading a rank 2 % more.
+# Candidates whose times differ by at most the first share are compared by compute imbalance, if that differs by at
+# least the second: a hundredth of a percent of simulated time does not justify loading a rank 2 % more.
 SAME_TIME, MORE_EVEN = 1e-3, 5e-3
 # Candidates within this share of the best are tried in more rounds before the search continues from one of them.
 RIVAL = 0.01
@@ -74,7 +74,7 @@ class Portfolio(SearchPass):
             passes_of(recipe)
 
     def recipes(self) -> tuple[Recipe, ...]:
-        """The candidates of the recipe."""
+        """The recipes in `candidates`; none for "auto"."""
         return () if self.candidates == "auto" else tuple(map(find_recipe, self.candidates))
 
     def __call__(self, problem: Problem, watch: Watch) -> PlanResult:
@@ -141,7 +141,7 @@ class _Search:
 
     @cached_property
     def _whole_us(self) -> dict[tuple[str, str], float]:
-        """Microseconds of all bands of each kind and phase, each whole."""
+        """Microseconds of all bands of each kind and phase, each band as one task."""
         batch, model, cost = self.problem.batch, self.problem.model, self.problem.cost
         keys = [(kind, phase) for kind in batch.kinds for phase in PHASES]
         return {key: whole_us(batch, model, *key, cost) for key in keys}
@@ -329,7 +329,7 @@ def _value(trial: Trial) -> float:
 def _with_rounds(
     candidate: Candidate, placed: PlacedProblem
 ) -> tuple[Candidate, PlacedProblem, Lowered | None]:
-    """Sets `coalesce` for about the candidate's number of rounds. Also returns the schedule computed for that, if it
+    """Sets `coalesce` for about the candidate's number of rounds. Also returns the schedule computed on the way, if it
     has this `coalesce`."""
     schedule = placed.passes.schedule
     if candidate.rounds is None or not isinstance(schedule, Matchings):

@@ -60,8 +60,8 @@ def price(
 
 def least_placed_us(placed: PlacedProblem) -> float:
     """Lower bound over all layers: the busiest rank's pairs at the best throughput; 0.0 if pairs are not computed at
-    home. Ranks that split heads are all as fast as the slowest of them; if some kinds are not split, their speeds add
-    up."""
+    home. A group that splits heads has its slowest rank's speed times its size; if some kinds are not split, the sum of
+    its ranks' speeds."""
     problem, placement, first = placed.inner, placed.placement, placed.groups.first[:-1]
     if placement.execution is not None:
         return 0.0
@@ -75,7 +75,7 @@ def least_placed_us(placed: PlacedProblem) -> float:
 
 
 def least_scheduled_us(placed: PlacedProblem, lowered: Lowered) -> float:
-    """Lower bound over all layers: the busiest rank's tasks; 0.0 if heads are in stages or cells are placed."""
+    """Lower bound over all layers: the busiest rank's tasks; 0.0 if heads are in stages or there is an `execution`."""
     if placed.placement.execution is not None:
         return 0.0
     problem, total = placed.problem, 0.0

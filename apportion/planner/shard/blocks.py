@@ -29,11 +29,11 @@ LARGEST_AUTO_BLOCK = 2048
 AUTO_STEP = 128
 # `auto` limits the heaviest piece to this share of the mean load,
 AUTO_SHARE = 0.5
-# and the excess of LPT's busiest rank over the mean to AUTO_IMBALANCE; otherwise the block shrinks by AUTO_SHRINK, but
-# not below a step or beyond AUTO_BLOCKS blocks per rank: further imbalance is not due to large blocks.
+# and the excess of LPT's busiest rank over the mean to AUTO_IMBALANCE; otherwise the block shrinks by AUTO_SHRINK,
+# until it is at most a step and ranks have AUTO_BLOCKS blocks: further imbalance is not due to large blocks.
 AUTO_IMBALANCE, AUTO_SHRINK, AUTO_BLOCKS = 0.01, 0.75, 16
-# Limits of a plan's tasks, in total or per rank (half the block makes four times the tasks). At the limit `auto` also
-# tries skipped steps, and reports remaining imbalance (Limit.TASKS).
+# Limits on a plan's tasks, in total or per rank, whichever is more (half the block makes four times the tasks). At the
+# limit `auto` also tries the steps it skipped, and reports remaining imbalance (Limit.TASKS).
 AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
 
 
@@ -42,8 +42,8 @@ class Blocks(ShardPass):
     """Fixed blocks of `block` tokens, or (`auto`) the largest for which no piece is heavier than half the mean load and
     LPT's busiest rank is within 1 % of the mean.
 
-    zigzag: tie block i and block m-1-i of a sequence whose last rows see at least twice the keys of its first. solver:
-    of kind partition, for the busiest rank.
+    zigzag: tie block i and block m-1-i of a sequence whose last rows see at least twice as many keys as its first.
+    solver: of kind partition, to predict the busiest rank.
     """
 
     block: Count | Literal["auto"] = "auto"
@@ -179,8 +179,8 @@ def row_areas(bands: Ints, starts: Ints) -> Ints:
 
 def row_times(problem: Problem, starts: Ints) -> Ints:
     """int64 [blocks]: nanoseconds at speed 1 for the queries of each block, each band as one task with all heads, and
-    for the statistics of home rows; both phases, summed over kinds times layers. Kinds that choose keys count their
-    share of the pairs."""
+    for the statistics of home rows; both phases, summed over kinds times layers. Kinds that choose keys count only the
+    share of the pairs that they choose."""
     model, cost, lengths = problem.model, problem.cost, np.diff(starts)
     statistics = (
         model.row_bytes(Tensor.DO) + model.q_heads * model.output_bytes + model.row_bytes(Tensor.DELTA)

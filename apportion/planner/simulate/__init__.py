@@ -5,8 +5,8 @@
                                                                                 └─ path, trace
 
 Each rank has one compute stream, which executes its instructions in program order, and one stream for each channel,
-which executes the rank's rounds in the order of their launches. A transfer costs latency + bytes / bandwidth
-(alpha-beta) and occupies, for the second term, a port of its sender and one of its receiver: within a node the ranks'
+which executes the rank's rounds in the order of their launches. A transfer takes latency + bytes / bandwidth
+(alpha-beta). For the second term it occupies a port of its sender and one of its receiver: within a node the ranks'
 own links, between nodes the NICs, which the ranks of a node share; directions are separate. A launch packs staged
 messages before its transfers can begin; `wait` idles the compute stream until all of the rank's transfers of the round
 are complete, and unpacks them. With `contention`, kernels are slower during a transfer of their rank; with
@@ -72,7 +72,7 @@ def simulate(
 
     hardware: kernel times, default the built-in H100. cluster: links, NICs and speeds, default the plan's own (see
     `simulate.scenarios`). Equal arguments give equal times, to the bit. Raises VerifyError for a plan that cannot run,
-    ConfigError for a cluster with different ranks.
+    ConfigError for a cluster of a different shape.
     """
     instance("plan", plan, Plan, "make one with plan(...)")
     machine = Hardware.named(hardware) or Hardware.load("h100")
@@ -86,7 +86,7 @@ def simulate_with(plan: Plan, costs: Costs, hardware: str = "", cluster: Cluster
 
 @dataclass(frozen=True, eq=False)
 class PreparedProgram:
-    """A program of one kind and phase, ready for the event loop. work: of all ranks; ideal_us: see `Run`; contention:
+    """A program of one kind and phase, ready for the event loop. work: see `Work`; ideal_us: see `Run`; contention:
     relative slowdown of kernels during transfers."""
 
     kind: str
@@ -110,7 +110,7 @@ class PreparedProgram:
 
 def prepare(plan: Plan, costs: Costs, cluster: Cluster | None = None) -> list[PreparedProgram]:
     """Prepares the programs of a plan, which need not be sealed, kind by kind; cluster: by default the plan's. Raises
-    VerifyError for a plan that cannot run, ConfigError for a cluster with different ranks."""
+    VerifyError for a plan that cannot run, ConfigError for a cluster of a different shape."""
     keys = [(kind, phase) for kind in plan.header.kinds for phase in PHASES if (kind, phase) in plan.programs]
     return [prepare_program(plan, kind, phase, costs, cluster) for kind, phase in keys]
 
@@ -131,8 +131,8 @@ def prepare_program(
 
 
 def _chosen_pairs(plan: Plan, kind: str, view: View) -> tuple[int | None, Floats | None]:
-    """For a kind that chooses keys at run time: the computed pairs, over heads, and float64 [ranks], their share of its
-    tasks' pairs. (None, None) for other kinds."""
+    """For a kind that chooses keys at run time: the pairs computed, summed over heads; and float64 [ranks], their share
+    of the pairs of each rank's tasks. (None, None) for other kinds."""
     if plan.request.model.keys_of(kind) is None:
         return None, None
     chosen, pairs = totals.work(plan, kind, view.phase), totals.pairs(view.source, plan.header, view.phase)
@@ -150,7 +150,7 @@ def _timed_script(
 def makespans_us(
     plan: Plan, systems: Sequence[tuple[CostModel, Cluster]]
 ) -> list[dict[tuple[str, str], float]]:
-    """(kind, phase) -> makespan as in `simulate`, under each of several costs and clusters, which differ in links,
+    """(kind, phase) -> makespan as in `simulate`, for each (cost model, cluster) of `systems`; these differ in links,
     kernels and congestion. Builds tables once, prices work once for equal kernels, and runs the event loop once for
     equal transfer times. Raises the errors of `simulate`."""
     kernels = [costs.kernels for costs, _ in systems]

@@ -1,7 +1,7 @@
 """Durations of instructions on their rank's compute stream, vectorized.
 
-    attention   its tasks as one call, kernel launches, and extra traffic of accumulators over results; with latent
-                rows, one expansion of each row read
+    attention   its tasks as one call, kernel launches, and memory traffic of accumulators in excess of results; with
+                latent rows, one expansion of each row read
     row ops     a launch, and the bytes read and written
     launch      packing of staged messages, before the round starts: their bytes twice
     wait        unpacking, after the round is complete
@@ -60,8 +60,8 @@ class Costs(Protocol):
 
 
 class Work(NamedTuple):
-    """Composition of a program's work, microseconds at speed 1 over all ranks: its tasks alone, with the expansion of
-    latent rows; the same with kernels at least as long as their longest task; kernel launches; everything else."""
+    """Parts of a program's work, microseconds at speed 1, over all ranks: tasks by throughput, with the expansion of
+    latent rows; the same, with calls no shorter than their longest chain (`chain_us`); kernel launches; the rest."""
 
     tasks: float
     kernels: float
@@ -84,8 +84,8 @@ def work_us(
         )
         if share is not None:
             task_us, chains = (times * share[view.rank_of[tasks.at]] for times in (task_us, chains))
-        # the tasks of an instruction are one call, which takes the sum of their times, but at least as long as the
-        # longest alone
+        # the tasks of an instruction are one call: it takes the sum of their times, but at least the longest chain of
+        # tiles in a task
         kernels[tasks.at] = np.maximum(task_us, chains)
         launches[tasks.at] = KERNELS[view.instructions["op"][tasks.at]] * costs.launch_us(view.phase)
         accumulated[tasks.at] = costs.moved_us(tasks.accumulated)
@@ -114,7 +114,7 @@ def end_us(view: View, costs: Costs, moved: Ints) -> Floats:
 
 
 def _projection_us(model: Model, costs: Costs, row_work: RowWork) -> Floats:
-    """float64 [instructions]: the projection's share of a layer's linear work, by multiplications."""
+    """float64 [instructions]: time of projections, by their share of the multiplications of a layer's linear work."""
     share = row_work.products // model.element_bytes * model.hidden / costs.linear_parameters
     times = share * costs.linear_us(row_work.rows)
     return np.bincount(row_work.projection, times, len(row_work.moved)).astype(np.float64)

@@ -14,11 +14,11 @@ NONE, NOT_YET = core.NONE, core.NOT_YET
 
 
 class Times(NamedTuple):
-    """Event times, float64 microseconds; NOT_YET for events that never happened. A launch takes effect at its end.
+    """Event times, float64 microseconds; NOT_YET for events that never happened. A launch takes effect when it ends.
 
-    begin, end: [instructions]. reached, done: [launches], times at which its channel starts and completes each. ready,
+    begin, end: [instructions]. reached, done: [launches], when the channel starts and completes each launch. ready,
     start: [transfers]. last: int64 [launches], the transfer completed last, NONE if there are no transfers. cause:
-    int64 [transfers], the transfer that occupied the port before, NONE if it did not wait.
+    int64 [transfers], the transfer for whose port it waited, NONE if it did not wait.
     """
 
     begin: Floats
@@ -39,7 +39,7 @@ def run(script: Script, traffic: Traffic, ports: int, contention: float = 0.0) -
 
 
 def idle_until(script: Script, times: Times) -> Floats:
-    """float64 [instructions]: end of idle time of a wait; begin of other instructions."""
+    """float64 [instructions]: when the idle time of a wait ends; when any other instruction begins."""
     idle_end, waits = times.begin.copy(), np.flatnonzero(script.role == WAIT)
     idle_end[waits] = np.maximum(idle_end[waits], times.done[script.launch[waits]])
     return idle_end

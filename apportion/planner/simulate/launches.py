@@ -1,8 +1,8 @@
 """Kernel launches and messages of the executor for a program, and the casts at the end of a call. Counts are for the
-stage engine, regardless of the kernels in a hardware file; engines with a kernel per task launch more.
+stage engine, whichever kernels a hardware file describes; engines with a kernel per task launch more.
 
     attend        1 kernel               launch   1 if it sends staged messages: packs their tiles into buffers
-    attend_grad   2: dQ; dK and dV       wait     1 if its round has staged ones: unpacks them
+    attend_grad   2: dQ; dK and dV       wait     1 if it receives staged messages: unpacks them
     row ops       1 for all their rows   the end  1 for the gradients that a backward call returns: home rows, from
                                                   the accumulator's dtype to the model's
 

@@ -28,10 +28,10 @@ class Losses(NamedTuple):
     """Microseconds; their sum is the makespan.
 
     ideal: all pairs at saturated throughput. inherent: extra cost of whole bands that are short or sparse. cutting:
-    extra cost of tasks over whole bands, including kernels too short to fill a device. launches: of kernels. rows:
+    cost of tasks in excess of whole bands, including kernels too short to fill a device. launches: of kernels. rows:
     copies, sums, packing, casts, accumulators wider than results, and projections. All of these are divided evenly by
     speed. imbalance: excess of the busiest rank's work. contention: slowdown of the busiest rank by transfers. stalls:
-    the rest, in which all ranks wait.
+    the rest: every rank waits for at least this long.
     """
 
     ideal: float
@@ -72,7 +72,7 @@ def find_losses(
     speeds: Floats,
 ) -> Losses:
     """The losses of one run. whole: `whole_us`; compute_us, slowed_us: float64 [ranks], busy time of the compute
-    streams, and the part of it due to transfers; speeds: of the ranks."""
+    streams, and the part of it due to transfers; speeds: float64 [ranks]."""
     speed, busy = float(speeds.sum()), compute_us - slowed_us
     attainable = max(attainable_us(whole, work) / speed, ideal_us)
     even, busiest = float((busy * speeds).sum()) / speed, float(busy.max(initial=0.0))

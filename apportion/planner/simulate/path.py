@@ -4,7 +4,7 @@ It is traced back from the last event to time 0. Every step has one cause:
 
     work on a rank        begins after the last wait that blocked
     a wait                ends with the last transfer of its launch on this rank
-    a transfer            began when its second rank started the round, or another transfer left the port
+    a transfer            began when the later of its ranks started the round, or another transfer left a port
     a round in a channel  started at its launch, or when the previous round was complete
 
 so the steps are contiguous and their durations sum to the makespan.
@@ -27,7 +27,7 @@ from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traff
 @dataclass(frozen=True)
 class PathStep:
     """One step of the critical path, in microseconds: `kind` is "compute" (of `rank`) or "transfer" (from `peer` to
-    `rank` in `round`; both -1 in compute). `text` describes it and what waits for it."""
+    `rank` in `round`; these two are -1 for compute). `text` describes it and what waits for it."""
 
     kind: str
     rank: int
@@ -85,8 +85,8 @@ class _Walk:
         return self._steps[::-1]
 
     def _work(self, rank: int, before: int, end: float, casts: bool = False) -> tuple[int, int, float] | None:
-        """Adds work on a rank up to an instruction and a time, with or without casts; returns the cause of the wait
-        before it."""
+        """Adds a rank's work up to instruction `before` and time `end`, maybe casts too; returns the cause of the wait
+        before this work."""
         first = int(self._script.ptr[rank])
         wait = int(self._idle[before - 1]) if before > first else NONE
         begin = float(self._until[wait]) if wait >= first else 0.0

@@ -3,7 +3,7 @@
     instructions of all ranks ──► Script    work_us, and the launch of each launch or wait
     transfers of all ranks    ──► Traffic   every send with its receive: one row per transfer, with its two ports
 
-A *launch* is one rank's part of a round. Ports are numbered: a rank's own link out, then in, then the NICs out, then
+A *launch* is one rank's part of a round. Ports are numbered: all ranks' own links out, then in, then all NICs out, then
 in; each carries one transfer at a time.
 """
 
@@ -79,7 +79,7 @@ class Traffic(NamedTuple):
 
 
 class PricedTasks(NamedTuple):
-    """Attention tasks to price. rows, keys, pairs, heads, kv_heads, diagonals: int64 [tasks], of rectangle and band.
+    """Attention tasks to price. rows, keys, pairs, heads, kv_heads, diagonals: int64 [tasks], of each task's band.
     first, at, accumulated: int64 [instructions with tasks], the first task, the instruction, and accumulator bytes
     beyond the results in the model's dtype, each row once per instruction."""
 
@@ -96,9 +96,9 @@ class PricedTasks(NamedTuple):
 
 class RowWork(NamedTuple):
     """Row work other than attention. moved: int64 [instructions], bytes read and written by row operations, packing
-    and unpacking, except rows in place. cast: int64 [ranks], the same for casting gradients after the last instruction.
-    kernels, messages: int64 [ranks], numbers started and posted. projection, rows, products: int64 [projections], the
-    instruction, rows of X, and multiplications for each number of a row, in bytes of the model's dtype."""
+    and unpacking, except rows that tasks complete. cast: int64 [ranks], the same for casting gradients at a call's end.
+    kernels, messages: int64 [ranks], kernels started, messages posted. projection, rows, products: int64 [projections]:
+    the instruction, its rows of X, and bytes of a projected row in the model's dtype (times 3 in backward)."""
 
     moved: Ints
     cast: Ints
@@ -134,8 +134,8 @@ class View(ProgramView):
 
 
 def pass_table(rules: Mapping[int, Rule]) -> Ints:
-    """int64 [2, codes, 4]: number of reads and writes of operands a, b, c, d by an op; [0] for later rows of a sum, [1]
-    for the first."""
+    """int64 [2, codes, 4]: number of reads and writes of operands a, b, c, d by an op; [0] for rows added to a sum, [1]
+    for rows that begin one."""
     table = np.zeros((2, max(rules) + 1, len(OPERAND_COLUMNS["rowops"])), np.int64)
     for op, rule in rules.items():
         for argument in rule.arguments if rule.list == "rowops" else ():
@@ -145,7 +145,7 @@ def pass_table(rules: Mapping[int, Rule]) -> Ints:
 
 
 def product_table(rules: Mapping[int, Rule]) -> Ints:
-    """int64 [codes]: multiplications by the weights of the layer's projection."""
+    """int64 [codes]: number of products with the weights of the layer's projection."""
     return np.array([rules[op].products if op in rules else 0 for op in range(max(rules) + 1)])
 
 
@@ -154,8 +154,8 @@ _OPS = (KERNELS, product_table(RULES), pass_table(RULES).reshape(-1, len(OPERAND
 
 def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedTasks, RowWork]:
     """Builds the tables for the simulator from a program, in the compiled core: `core/planner/simulate_script.cpp`. The
-    script has no durations yet. post_us: time to post a message, added to the latency of its launch's transfers; if
-    sender and receiver differ, the larger. Raises VerifyError for a program that cannot run."""
+    script has no durations yet. post_us: time to post a message. A transfer's latency includes posting all
+    messages of its launch, on the side that has more. Raises VerifyError for a program that cannot run."""
     plan, cluster = view.plan, view.cluster
     (unmatched, unlaunched), script, traffic, tasks, row_work = core.prepare(
         view.source.arrays,
@@ -192,7 +192,7 @@ def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedT
 
 @lru_cache(64)
 def _sizes(model: Model) -> Ints:
-    """int64 [5, tensors], bytes: of a row of one head in memory, in the model's dtype, in transfer, and as a result (0
+    """int64 [5, tensors], bytes: of a row of one head in memory, in the model's dtype, sent, and sent as a result (0
     if not a sum); of a row with all heads, read and written by a cast."""
     wide, narrow = model.accumulator_bytes, model.element_bytes
     rows = np.zeros((5, len(Tensor)), np.int64)

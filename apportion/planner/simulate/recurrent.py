@@ -3,13 +3,13 @@
     forward   halo │ first and middle runs │ whole documents, early last runs │ outputs of the state │ late last runs
     wire                                   │   states    │   fold   │  states   │
     backward  late last runs, outputs      │ whole documents, early last runs │ first and middle runs │ halo
-                                                   a rank's slots, in the order of their chains
+    fold      a rank's slots, in the order of their chains
 
 Work is FLOPs of the chunked form (chunks of 64 tokens: products inside a chunk, with the state, and of the delta rule's
 triangular solve), at `SHARE` of the rate of the hardware's linear layers; backward is `BACKWARD` times as much. Both
-are assumed; nothing was measured on a GPU. Under the delta rule a middle run, which has a past and a next run, carries
-K columns next to its V for its transition, as do the last runs of a rank with many (`EARLY_SHARE`); last runs of other
-ranks begin with the state that arrives. An exchange lasts as long as its busiest link or NIC needs, plus a latency and
+are assumed; nothing was measured on a GPU. Under the delta rule a middle run, which has a past and a next run, needs
+key_dim more columns, for its transition, as do last runs on a rank with many such tokens (`EARLY_SHARE`). Other last
+runs begin with the state that arrives. An exchange lasts as long as its busiest link or NIC needs, plus a latency and
 two row operations; the states of all ranks leave together, once the last has summarised its runs, or in backward has
 the gradients of the states that it received.
 """
@@ -33,7 +33,7 @@ from apportion.planner.simulate.timeline import rounded
 CHUNK = 64  # tokens per chunk of kernels
 SHARE = 0.35  # fraction of the rate of linear layers: assumed, between .2 and .6
 BACKWARD = 2.5  # relative to the forward's FLOPs: assumed
-STEP_US = 2.0  # per slot, after its past's slot: assumed
+STEP_US = 2.0  # per slot of a chain, since each waits for the slot before it: assumed
 _STATE_BYTES = 4  # per number of a state: float32
 
 
@@ -41,9 +41,9 @@ _STATE_BYTES = 4  # per number of a state: float32
 class RecurrentRun:
     """One layer of a recurrent kind in one phase. Times in microseconds.
 
-    ideal_us: the kernel alone on all tokens, whole documents, balanced by speed. kernel_us, summary_us: float64
-    [ranks], the kernel, and the extra time of transitions and outputs of middle and early last runs. states_us: of the
-    two exchanges. bytes: between ranks, in total and for the rank that sends or receives most."""
+    ideal_us: the kernel alone on all tokens, in whole documents, balanced by speed. kernel_us, summary_us: float64
+    [ranks], the kernel, and the extra time of transitions and outputs of middle and early last runs. states_us: the
+    two exchanges of states. bytes, max_rank_bytes: between ranks, in total, and sent or received by the busiest."""
 
     kind: str
     phase: str
@@ -105,8 +105,8 @@ def run_recurrent(
 
 class _Tables(NamedTuple):
     """Common input of all kinds and phases. tokens: int64 [4, ranks], of whole documents, of first, last and middle
-    runs. Per slot: rank: int64, the folding rank; leads, past: bool; depth: int64, number of earlier slots in its
-    chain."""
+    runs. Per slot: rank: int64, the folding rank; leads, past: bool, if a slot follows or precedes; depth: int64, slots
+    before it in its chain."""
 
     recurrence: Recurrence
     cluster: Cluster
@@ -218,7 +218,7 @@ def _states(
 
 
 def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluster: Cluster) -> _Wire:
-    """The exchange before the convolution: rows for the widest kind travel."""
+    """The exchange before the convolution, of as many rows as the widest kind needs."""
     if kind.conv <= 1:
         return _Wire(0.0, np.zeros((2, cluster.ranks), np.int64))
     sends = np.flatnonzero(halo["send"] == 1)
@@ -227,7 +227,7 @@ def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluste
 
 
 def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cluster) -> _Wire:
-    """Simulates an exchange, int64 [n] each: from rank, to rank, bytes."""
+    """Simulates an exchange. source, target, sizes: int64 [n], sending rank, receiving rank and bytes."""
     ranks = cluster.ranks
     remote = (source != target) & (sizes > 0)
     source, target, sizes = source[remote], target[remote], sizes[remote]

@@ -174,7 +174,7 @@ class Simulation:
 
     def trace(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
         """The timelines as Chrome trace events (opens in ui.perfetto.dev): one process per rank, one thread per stream,
-        one arrow per transfer; runs are consecutive, and all ranks begin each at the same time.
+        one arrow per transfer; runs are consecutive, and all ranks begin a run at the same time.
 
         ranks: the ranks to show; by default all if there are up to 64, else those on the critical path and the first
         ones. `otherData` lists them. Raises ConfigError for an unknown rank.

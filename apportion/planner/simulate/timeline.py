@@ -18,7 +18,7 @@ from apportion.planner.simulate.launches import CAST, PACK, UNPACK
 from apportion.planner.simulate.path import PathStep, walk_back
 from apportion.planner.simulate.program import LAUNCH, WAIT, Script, Traffic, launch_instructions
 
-#: launch counts of a rank, columns of a run
+#: counts of a rank's activities: columns of a run
 STARTED = ("instructions", "launches", "messages", "rounds")
 COMPUTE = 0  # the compute stream; channel c is stream 1 + c
 NOBODY = -1
@@ -46,7 +46,7 @@ class Spans(NamedTuple):
 class Run:
     """One attention call of one kind and phase on all ranks, which start together at 0. Times in microseconds.
 
-    makespan_us: end of the last rank. ideal_us: the same pairs without overhead or communication, balanced by speed.
+    makespan_us: when the last rank ends. ideal_us: the same pairs without overhead or communication, balanced by speed.
     work: of all ranks, at speed 1. compute_us, exposed_us, finish_us: float64 [ranks], busy and idle time of the
     compute stream (idle is waiting for rounds), and its end; slowed_us: float64 [ranks], part of compute_us due to
     transfers. sent_bytes, received_bytes: int64 [ranks]. launches, messages, rounds: int64 [ranks], numbers of kernels,

@@ -28,7 +28,7 @@ _ENDS = {
 class SolverRun:
     """Outcome of a model: its variables hold an answer if `status` is OPTIMAL or FEASIBLE.
 
-    bound: of the objective (minimised), minus infinity if unknown.
+    bound: lower bound of the objective, which is minimised; minus infinity if unknown.
     """
 
     status: Status
@@ -74,7 +74,7 @@ def _run(end: highspy.HighsModelStatus, is_feasible: bool, bound: float) -> Solv
 def solve_model(
     model: pulp.LpProblem, nodes: int, gap: float = 0.0, target: float | None = None
 ) -> SolverRun:
-    """Minimises a PuLP model; its variables receive the answer, and are the start if all of them have a value.
+    """Minimises a PuLP model, starting from its variables' values if all have one; they receive the answer.
 
     nodes: limit of the search tree; gap: accepted relative gap; target: accepted objective.
     """

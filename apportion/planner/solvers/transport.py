@@ -1,4 +1,4 @@
-"""Moves surplus rows to ranks that lack rows at minimum cost (the remapping of Zeppelin, section 3).
+"""Moves surplus rows, at minimum cost, to ranks that lack rows (the remapping of Zeppelin, section 3).
 
 Two-level costs have a closed form. Rows that can stay in their node do, which never costs more, for the sum or for the
 worst rank. For the sum any choice of such rows is equivalent. For the worst rank, in a node with a surplus, receivers

@@ -1,4 +1,4 @@
-"""Rows of ranks: home rows of blocks, and work rows of tiles, reused after their last use."""
+"""Rows of ranks: the rows that each block takes on its home rank."""
 
 from __future__ import annotations
 

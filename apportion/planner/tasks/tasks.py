@@ -63,7 +63,7 @@ class Tasks:
         return tuple(getattr(self, column.name) for column in fields(self))
 
     def arriving(self, arrives: Ints) -> Tasks:
-        """The tasks after routing, which renumbers edges; arrives: int32, the new number of each."""
+        """The tasks after routing, which renumbers edges; arrives: int32, the new number of each edge."""
         arrives = np.append(arrives, np.int32(-1))
         queries = arrives[self.query_edge] if len(arrives) and self.queries_move else self.query_edge
         return replace(self, edge=arrives[self.edge], query_edge=queries)
@@ -78,8 +78,8 @@ class Tasks:
 class Edges:
     """Transfers of rows, int32 [edges]: rows [row, row + rows) in the attention order of rank `home` go from rank `src`
     to rank `dst`. parent: the edge that brought them to `src`, -1 if `src` is their home. Edges with one `tile` carry
-    rows of one block (or of blocks merged by a route). lane: 2 * head group, plus 1 for query rows; all others are KV
-    rows."""
+    rows of one block (or of blocks merged by a route). lane: for query rows 2 * head group + 1, for KV rows twice the
+    number of their set of KV heads (`HeadGroups.shared`)."""
 
     tile: Ints
     home: Ints
@@ -158,7 +158,7 @@ def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def join_edges(first: Edges, second: Edges) -> Edges:
-    """Concatenates edges; the second have no relays."""
+    """Concatenates edges; those of `second` are not relayed."""
     columns = (np.concatenate([getattr(edges, f.name) for edges in (first, second)]) for f in fields(Edges))
     return Edges(*columns)
 

@@ -46,8 +46,8 @@ class Limits:
 
 
 class Engine:
-    """The engine. executor: runs functions such as `plan_pack` in other processes; workers: number of them, see
-    `Schedule`."""
+    """The engine. executor: runs functions such as `plan_pack` in other processes; workers: number of these processes,
+    see `Schedule`."""
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ class State(StrEnum):
 
 
 class PlanRequest(NamedTuple):
-    """A request in the engine's form. key: 32 bytes; data: canonical bytes; job: digest of the job; ranks: of the
-    job."""
+    """A request in the engine's form. key: 32 bytes; data: canonical bytes; job: digest of the job; ranks: number of
+    the job's ranks."""
 
     key: bytes
     data: bytes
@@ -30,10 +30,10 @@ class PlanRequest(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """A request and its state. work: the function for the encoded request; job: digest of its job; ranks: of its
-    cluster; tenant: the first that submitted it; deaths: of workers that planned it; seconds: of worker time; data:
-    the result; plan: id, 32 bytes; problem: the reason for having no result. Times on the loop's clock: due: needed;
-    since: submitted; ended: ready or refused; first_use: first requested by a rank."""
+    """A request and its state. work: function that workers apply to the encoded request; job: digest of its job; ranks:
+    its number of ranks; tenant: who submitted it first; deaths: workers that died planning it; seconds: worker time;
+    data: the result; plan: the plan's id, 32 bytes; problem: why there is no result. Times on the loop's clock: due:
+    when needed; since: submitted; ended: ready or refused; first_use: first requested by a rank."""
 
     key: bytes
     work: Work
@@ -54,6 +54,6 @@ class Entry:
     done: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def finish(self, state: State) -> None:
-        """Ends in a state: wakes all waiters, and frees the encoded request."""
+        """Sets the final state, wakes all waiters, and frees the encoded request."""
         self.state, self.request, self.ended = state, b"", asyncio.get_running_loop().time()
         self.done.set()

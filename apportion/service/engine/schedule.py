@@ -13,7 +13,7 @@ from apportion.service.engine.entry import Entry
 
 T = TypeVar("T")
 LIGHT_S = 1.0
-HALF_LIFE_S = 60.0  # of a tenant's used worker time
+HALF_LIFE_S = 60.0  # half-life of the worker time that counts against a tenant
 FIRST_STEP_S, STEPS_S = 1.0, (0.05, 60.0)  # step time of a job without history; bounds of step times
 REMEMBERED = 1024  # jobs
 
@@ -24,11 +24,13 @@ class Schedule:
     def __init__(self, workers: int, clock: Callable[[], float]) -> None:
         self._workers, self._clock = workers, clock
         self._queued = dict[str, dict[Entry, None]]()
-        self._spent = dict[str, tuple[float, float]]()  # by tenant: used worker seconds, as of a time
+        self._spent = dict[
+            str, tuple[float, float]
+        ]()  # by tenant: worker seconds used, and the time of that figure
         self._seconds = OrderedDict[bytes, float]()  # by job: seconds per plan
         self._steps = OrderedDict[
             bytes, tuple[float, float]
-        ]()  # by job: last submission, seconds between two
+        ]()  # by job: time of the last submission, seconds between submissions
 
     def __len__(self) -> int:
         return sum(map(len, self._queued.values()))
@@ -57,7 +59,7 @@ class Schedule:
         only_light = len(running) == self._workers
         for tenant in sorted(self._queued, key=self._time_used):
             queued = self._queued[tenant]
-            fitting = [each for each in queued if not only_light or self._is_light(each, running)]
+            fitting = [entry for entry in queued if not only_light or self._is_light(entry, running)]
             if fitting:
                 earliest = min(fitting, key=lambda entry: entry.due)
                 self._take(earliest)

@@ -33,7 +33,7 @@ _PROBLEM: dict[str, Any] = {"model": Problem, "content": {PROBLEM: {}}}
 PLAN_FILE = "application/vnd.apportion.plan"
 LOG = getLogger(__name__)
 
-Key = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="of the request: Job.request_key in hex")]
+Key = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="key of the request: Job.request_key in hex")]
 Start = Callable[[], AbstractAsyncContextManager[Engine]]
 
 
@@ -62,7 +62,7 @@ def create_app(start: Start, tokens: Tokens, metrics: Any) -> FastAPI:
         app.exception_handler(kind)(partial(_problem_response, metrics))
     for add in (_plan_routes, _other_routes):
         add(app)
-    app.openapi()["paths"] |= DELIVERY  # of the schema that FastAPI keeps
+    app.openapi()["paths"] |= DELIVERY  # FastAPI keeps this schema and serves it
     return app
 
 
@@ -95,20 +95,20 @@ def _plan_routes(app: FastAPI) -> None:
 
     @app.get("/v1/plans")
     async def latest(request: Request, count: Annotated[int, Query(ge=1, le=1000)] = 50) -> Plans:
-        """The latest requests since the server's start, newest first: no plans that are only in the store, and no
-        POST /v1/plan for a plan file or a page."""
+        """The latest requests since the server's start, newest first, without plans that are only in the store and
+        without requests to POST /v1/plan for a plan file or a page."""
         return Plans(plans=[_state(entry, None) for entry in _engine(request).latest(count)])
 
     @app.get("/v1/hour")
     async def hour(request: Request) -> Hour:
-        """The last hour by minute and tenant: counts, plans ready before any rank asks, planning and wait times."""
+        """The last hour by minute and tenant: counts, plans ready but not yet requested, planning and wait times."""
         minutes, tenants = await _engine(request).hour()
         return Hour(minutes=minutes, tenants=tenants)
 
     @app.post("/v1/plan", openapi_extra=BODY, responses={200: {"content": {PLAN_FILE: {}, "text/html": {}}}})
     async def plan(request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanResponse:
-        """Plans a request and waits for it. The answer is a report, as text/html a page, and as
-        application/vnd.apportion.plan the plan; the last two are neither stored nor listed."""
+        """Plans a request and waits for the plan. The answer is a report; if text/html is accepted, a page; if
+        application/vnd.apportion.plan is accepted, the plan. Pages and plans are neither stored nor listed."""
         body = await _plan_request(request)
         if _prefers(accept, PLAN_FILE):
             data = await _make(request, plan_file, body)

@@ -18,7 +18,7 @@ class Submission(BaseModel):
 
 
 class PlanState(BaseModel):
-    """A request and its plan. seconds: worker time; id: of the plan, 64 hex digits; detail: why there is no plan."""
+    """A request and its plan. seconds: worker time; id: the plan's, 64 hex digits; detail: why there is no plan."""
 
     key: str
     state: State

@@ -36,7 +36,7 @@ RECEIVE_BYTES = 16 << 10  # per read of a connection, so that parsing blocks oth
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a server. store: a folder or redis://..., None: only memory; store_bytes, store_age_s: eviction
+    """Settings of a server. store: a folder or redis://..., None: memory only; store_bytes, store_age_s: eviction
     limits; worker_bytes, plan_s: limits of a worker and of planning; token: for everyone; tenants: file of lines `name:
     token`; ray: address of a Ray cluster, "local" to start one; announce: print a line of JSON once it listens."""
 

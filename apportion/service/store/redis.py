@@ -34,7 +34,7 @@ class RedisStore:
 
     def __init__(self, url: str, max_age_s: float | None = None) -> None:
         self._age_s = int(DEFAULT_AGE_S if max_age_s is None else max(1.0, max_age_s))
-        self._failed: tuple[str, str] | None = None  # a command, and the reason of its failure
+        self._failed: tuple[str, str] | None = None  # a command, and the reason for its failure
         self._retry_at, self._lock = 0.0, Lock()  # end of the back-off after no answer
         retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))  # once, for connections that a restart broke
         try:

@@ -50,7 +50,7 @@ class ProcessExecutor(Executor):
             thread.start()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Submits a task. fn: of `workers.work`, or another module-level function from bytes to an outcome; args: the
+        """Submits a task. fn: from `workers.work`, or another module-level function from bytes to an outcome; args: the
         request. The future raises `TimeoutError`, and `WorkerDiedError`."""
         (request,) = args
         future: Future[T] = Future()

@@ -24,7 +24,9 @@ import msgspec
 from apportion.service.workers.work import Completion, Refusal
 
 _SIZE = Struct("<I")
-_KILLED_FIRST = b"800"  # of 1000: if memory runs out, the system kills workers before servers and trainers
+_KILLED_FIRST = (
+    b"800"  # out of 1000: if memory runs out, the system kills workers before servers and trainers
+)
 
 
 def write_frame(file: IO[bytes], data: Any) -> None:

@@ -16,7 +16,7 @@ from apportion.ir.errors import MissingDependencyError
 from apportion.service.workers.local import WorkerDiedError
 
 try:
-    # otherwise Ray replaces 127.0.0.1 by the machine's external address
+    # otherwise Ray replaces 127.0.0.1 with the machine's external address
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -34,7 +34,7 @@ _DIED = (
 
 
 class RayExecutor(Executor):
-    """Executor on Ray. address: of the cluster, None: RAY_ADDRESS, "local" to start one on this machine with
+    """Executor on Ray. address: the cluster's, None: RAY_ADDRESS, "local" to start one on this machine with
     `workers` cores. task_s: time limit of a task from its submission to Ray, after which it raises `TimeoutError`."""
 
     def __init__(self, workers: int, task_s: float | None = None, address: str | None = None) -> None:

@@ -29,7 +29,7 @@ class Completion(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A request that cannot be planned. type: of the problem, see `problems.KINDS`; field: the wrong field."""
+    """A request that cannot be planned. type: a key of `problems.KINDS`; field: the wrong field."""
 
     type: str
     detail: str
@@ -83,6 +83,6 @@ def plan_page(request: bytes) -> bytes:
 
 
 def load(request: bytes = b"") -> Completion | Refusal:
-    """Imports the modules that most requests need, for a worker without a request yet."""
+    """Imports the modules that most requests need, in a worker that has no request yet."""
     job = Job(Cluster(1, 2), Model(2, 1, 16), Policy(find_recipe("fcp")), 512)
     return plan_pack(encode_request(job, [Batch.from_lengths([700, 300])]))

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Agreement:
-    """Agreement about plans that some ranks lack. plans: whether a rank that has no plan in time makes it; if so,
+    """Agreement about plans that some ranks lack. plans: whether a rank that gets no plan in time makes it; if so,
     all ranks exchange their states in every iteration, else a rank that fails reports it when the others compare their
     plans (`backends.torch.handle.agree`). fallbacks: number of iterations that some rank planned itself."""
 

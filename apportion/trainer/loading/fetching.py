@@ -1,7 +1,7 @@
 """Prefetching: threads that submit and fetch plans ahead of the trainer, or torch's data-loader processes, which fetch
 plans and read samples.
 
-submitting  … n+7        at most `lookahead` iterations before the trainer's own
+submitting  … n+7        at most `lookahead` iterations ahead of the trainer
 fetching    … n+1        at most `DEPTH` that the trainer has not taken
 the trainer     n        `take`
 
@@ -68,7 +68,7 @@ class Ahead:
         atexit.register(self.close)
 
     def run(self, each: Callable[[Iteration], None], depth: int) -> None:
-        """Calls `each` in a thread, iteration by iteration, at most `depth` ahead of the trainer's own."""
+        """Calls `each` in a thread, iteration by iteration, at most `depth` ahead of the trainer."""
         thread = Thread(target=self._run, args=(each, depth), name="apportion-plans", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -171,7 +171,7 @@ class Fetching:
         ahead.run(self._fetch, DEPTH)
 
     def take(self, number: int) -> Fetched:
-        """Returns the trainer's next iteration. Raises TimeoutError after its timeout, and errors of the threads.
+        """Returns the trainer's next plan. Raises TimeoutError after the loader's timeout, and errors of the threads.
         After one timeout it waits only briefly for later iterations, until the thread has received a plan again."""
         ahead, patience_s = self._ahead, self._timeout_s
         with ahead.changed:
@@ -261,7 +261,7 @@ class WorkerPrefetcher:
         self._parcels: Any = iter(DataLoader(share, num_workers=processes, **options))
 
     def take(self, number: int) -> Fetched:
-        """Returns the trainer's next iteration. Raises TimeoutError if its process had no plan in time, and errors of
+        """Returns the trainer's next plan. Raises TimeoutError if the worker process had no plan in time, and errors of
         the processes."""
         if self._parcels is None:
             raise ExecutionError("the pass is over")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STATE = 2  # version of the state format
 _SHORT = Repr()
-_SHORT.maxlist = 64  # samples of a microbatch that an error names
+_SHORT.maxlist = 64  # number of samples of a microbatch that an error lists
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Iteration:
 @dataclass(frozen=True)
 class BatchBuilder:
     """Converts an iteration's samples to batches. lengths: int64 [n] of all samples; masks: one for all, or one each;
-    table: of a pipeline, whose ticks are planned instead of microbatches; kinds: see `tick_batch`."""
+    table: a pipeline's, whose ticks are planned instead of microbatches; kinds: see `tick_batch`."""
 
     job: Job
     lengths: Ints
@@ -254,7 +254,7 @@ class Place(NamedTuple):
 
     def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """The state that `of` reads, JSON-like data. facts: values that must be equal when a pass resumes."""
-        own = deepcopy({**facts})  # torch's distributed checkpoints load into the values of a state
+        own = deepcopy({**facts})  # torch's distributed checkpoints load in place into a state's values
         return {"version": STATE, **self._asdict(), **own}
 
     @staticmethod

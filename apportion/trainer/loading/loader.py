@@ -88,7 +88,7 @@ class LoaderOptions(TypedDict, total=False):
 
 
 class PlannedLoader:
-    """Iterates over a dataset in planned microbatches; every rank makes one with equal arguments.
+    """Iterates over a dataset in planned microbatches; every rank creates one with equal arguments.
 
         for batch in ap.PlannedLoader(dataset, cluster, model, tokens_per_rank, source="http://127.0.0.1:8321"):
 
@@ -107,12 +107,12 @@ class PlannedLoader:
     sampler: yields for each iteration of a pass a list of microbatches of sample numbers, or a flat list of sample
     numbers (one microbatch, or a recipe that packs), the same on all ranks; may have `set_epoch(epoch)`. By default
     samples fill microbatches in an order drawn from `seed` and the epoch (`set_epoch`), or in order if `shuffle` is
-    False. lookahead: iterations that rank 0 submits before they are needed; any rank submits an iteration that the
-    source does not know when it is needed. workers: torch data-loader processes that fetch plans and read samples; with
+    False. lookahead: iterations that rank 0 submits before they are needed; any rank submits a needed iteration that
+    the source does not know. workers: torch data-loader processes that fetch plans and read samples; with
     0 a thread fetches plans, and samples are read on use.
 
     replicas: if several groups of ranks train together (data parallel over context parallel), a process group of the
-    ranks in this rank's position in each; `communicator` has the ranks of this group. Iterations of the default
+    ranks in this rank's position in each; `communicator` has the ranks of its own group. Iterations of the default
     order are dealt to the groups in turn, and `valid_tokens` counts all groups.
 
     rows_multiple: every rank's rows are padded to a multiple of it, at least one; padding has no labels and changes
@@ -214,7 +214,7 @@ class PlannedLoader:
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()
         self._encoder: PlannedLoader | None = None
-        self._leads = True  # not if it follows another loader's microbatches
+        self._leads = True  # False if it follows another loader's microbatches
         if media is not None:
             options: LoaderOptions = {"source": source, "token": token, "ca": ca, "timeout_s": timeout_s}
             options |= {"on_timeout": on_timeout, "workers": workers, "engine": engine, "device": device}
@@ -348,7 +348,7 @@ class PlannedLoader:
             pieces = self.dataset, self._source, self._builder, self._draw(), ahead.current, self._rank
             share = fetching.Share(*pieces, self._form, self._timeout_s)
             return stack.enter_context(closing(fetching.WorkerPrefetcher(share, self._workers, ahead)))
-        if not submits:  # so that its source gets the next keys too
+        if not submits:  # draws ahead, so that the source gets the next keys too
             ahead.run(lambda iteration: None, self._lookahead)
         return fetching.Fetching(ahead, iterations, self._timeout_s, self._rank, self._prepare)
 

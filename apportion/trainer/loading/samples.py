@@ -156,7 +156,7 @@ _OF_ALL_SAMPLES = {"lengths", "masks", "sampler", "media"}
 
 
 class StreamedLoader:
-    """Iterates over a stream in planned microbatches; every rank makes one with equal arguments, and reads the whole
+    """Iterates over a stream in planned microbatches; every rank creates one with equal arguments, and reads the whole
     stream.
 
         for batch in ap.StreamedLoader(stream, cluster, model, tokens_per_rank, buffer=4096, overlong="drop"):
@@ -196,7 +196,7 @@ class StreamedLoader:
         self._epoch = self._number = 0  # of the next buffer
         self._loader: PlannedLoader | None = None
         self._inner: Mapping[str, Any] | None = None  # loader state for the next buffer
-        self._begin: tuple[int, Mapping[str, Any] | None] = (0, None)  # both, at the start of the next pass
+        self._begin: tuple[int, Mapping[str, Any] | None] = (0, None)  # number and inner of the next pass
         self.dropped = self.cut = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -214,7 +214,7 @@ class StreamedLoader:
             if self._loader is not None:
                 yield from self._loader
             self._number, self._inner = self._number + 1, None
-        self._loader = None  # a state is behind the last buffer
+        self._loader = None  # a state saved now is past the last buffer
 
     def _rest(self) -> Iterator[Any]:
         """The samples from the next buffer on."""

@@ -93,7 +93,7 @@ class LocalSource(Source):
 
 @dataclass(eq=False)
 class FolderSource(Source):
-    """Precomputed plans, found by the key of the request, so the order of the samples is free. origin: of the
+    """Precomputed plans, found by the key of the request, so samples may come in any order. origin: of the
     requests, from `ir.bytes.origin`, to explain a missing plan. Raises ConfigError if the folder does not exist."""
 
     folder: str
@@ -129,7 +129,7 @@ class FolderSource(Source):
         elif mismatch := difference({name: made_with[name] for name in facts}, facts):
             name, existing, current = mismatch
         else:
-            limit = f", which are the first {made_with['iterations']} of their samples" if made_with else ""
+            limit = f", which has the first {made_with['iterations']} iterations" if made_with else ""
             rule = f"it is not among the plans in {self.folder}{limit}"
             remedy = "precompute more iterations, or pass the same samples"
             return ConfigError("source", f"the plan {key.hex()[:16]}", rule, remedy)
@@ -164,7 +164,7 @@ class ServiceSource(Source):
             if self._stream is not None and self._pending and self._pending[0] == key:
                 try:
                     return self._next()
-                except (TimeoutError, UnknownPlanError):  # may have changed since the stream was opened
+                except (TimeoutError, UnknownPlanError):  # the plan may be ready by now, or submitted again
                     return self._client.fetch(key, rank, wait_s)
             self._pending = deque([key, *then])
             self._stream = self._client.stream(list(self._pending), rank, wait_s)

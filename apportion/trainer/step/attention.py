@@ -77,8 +77,8 @@ def planned_attention(
     softcap: c tanh(score / c). sinks [Hq]: learned logits added to each row's softmax sum.
     window and causal declare the layer's own mask, and are checked against the plan's mask of the kind: window is the
     number of tokens that a row sees up to itself (except images, whose tokens all see each other), -1 for no limit;
-    causal is True if no row sees a later one, False if all masks let rows see later ones. None declares nothing; kinds
-    of more than 8 distinct diagonals are not checked. layer: its name in messages, ignored under torch.compile.
+    causal is True if no row sees a later one, False if all masks let rows see later ones. None declares nothing; masks
+    with more than 8 distinct diagonals are not checked. layer: its name in messages, ignored under torch.compile.
     Returns out [rows, Hq, Dv] in q's dtype; rows that see no key are 0. With return_lse, a pair: out, and the
     log-sum-exp of each row's scores, lse [rows, Hq] in float32 (float64 for float64), including the sink; -inf for rows
     that see no key. Both are differentiable once in q, k, v and sinks.
@@ -138,9 +138,9 @@ def planned_latent_attention(
 
     q [rows, Hq, D], compressed [rows, rank] (normed), rotated [rows, rope] (with its positions), under a plan whose
     model has `latent`. expand(compressed [n, rank], rotated [n, rope], heads) returns k [n, len(heads), D] and v [n,
-    len(heads), Dv] of query heads, in this order; it must be row-wise, since it gets any part of any rank's rows.
+    len(heads), Dv] for these query heads, in order; it must be row-wise, since it gets any part of any rank's rows.
     params: the tensors it uses that need gradients; their gradients include contributions of other ranks' rows, and are
-    summed over ranks like those of all weights. Backward calls it again. Otherwise like `planned_attention`.
+    summed over ranks like those of all weights. Backward calls `expand` again. Otherwise like `planned_attention`.
     Returns out [rows, Hq, Dv].
     """
     _refuse(unsupported)

@@ -86,7 +86,7 @@ def _sum_grads(model: nn.Module, group: Any) -> None:
 
 def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> None:
     """Raises ConfigError if all gradients are still the last call's sums, even after one more backward (zero_grad
-    replaces them, or changes versions once more), or if the loss was multiplied by the number of ranks."""
+    replaces them or raises their versions again), or if the loss was multiplied by the number of ranks."""
     grads = [param.grad for param in params if param.grad is not None]
     remedy = "call sum_gradients once, after the last backward of a step, and zero_grad after the step"
     if grads and all(grad._version - getattr(grad, "_summed_at", -2) <= 1 for grad in grads):

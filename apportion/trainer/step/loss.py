@@ -89,7 +89,7 @@ def _rows(name: str, tensor: Tensor, logits: Tensor | None = None) -> Tensor:
 
 
 def batch_of(labels: Tensor) -> Microbatch | None:
-    """The batch whose labels these are, or a view of, or (until ranks were compared) a copy of. Raises ConfigError for
+    """The batch of these labels, which may be a view or (until ranks were compared) a copy. Raises ConfigError for
     the batch's tokens, and for labels that are shifted twice."""
     for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
         if _within(labels, batch.tokens):
@@ -117,7 +117,7 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
     """Checks a share of the step's mean, loss / factor, and its reduction; factor None: a term of a loss.
 
     batch: of the loss, if known. Raises ExecutionError if attention looked only at a rank's rows. Backward raises
-    ConfigError if DDP or FSDP2 average gradients without compensation by the loss, or sum them with it."""
+    ConfigError if DDP or FSDP2 average gradients and the loss does not compensate, or sum them and it does."""
     if is_compiling() or not loss.requires_grad:
         return
     watch = wiring.watch

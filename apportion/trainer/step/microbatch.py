@@ -39,7 +39,7 @@ class Microbatch:
     valid_tokens: int  # labels of all ranks, groups of ranks and microbatches of the iteration
     total_weight: float  # sum of their loss weights; their number if samples have no weights
     fields: Mapping[str, Tensor]  # other per-token fields of the samples, [rows, ...]
-    feed: EncoderFeed | None = None  # where an encoder's rows stand for tokens
+    feed: EncoderFeed | None = None  # where tokens stand for an encoder's rows
     _replicas: Transport | None = field(
         default=None, repr=False
     )  # ranks in this rank's position in each group
@@ -134,7 +134,7 @@ class Microbatch:
     def check_weights(self, weights: Tensor, rows: Tensor | None = None) -> float:
         """Raises ConfigError for weights [rows] that are a multiple of an unshifted field with different values within
         a sample. rows: the rows of the weights, by default all. Returns the factor by which the weights are a multiple
-        of a shifted field, 0.0 if they are not, or for few samples, which may have their own factors."""
+        of a shifted field; 0.0 if they are not, or if there are too few samples to tell."""
         rows = torch.arange(len(self.labels)) if rows is None else rows.cpu()
         actual, samples = weights.detach().double().flatten().cpu(), self.sample_ids.cpu()[rows]
         for name, values in self.fields.items():

@@ -27,7 +27,7 @@ _SCALED = 65536  # initial scale of torch's GradScaler
 
 
 def follow(module: nn.Module, tries: int = _TRIES) -> None:
-    """Checks the logits of one of the module's next forwards; of a later one if ranks have equal numbers of labels."""
+    """Checks the logits of one of the module's next forwards; tries again if all ranks have equally many labels."""
     hook: list[Any] = []
     hook.append(module.register_forward_hook(partial(_inspect, hook, tries)))
 
@@ -58,7 +58,7 @@ def _check(
     batch: Microbatch, rows: Tensor, expected: Tensor, module: nn.Module, tries: int, grad: Tensor | None
 ) -> None:
     """Raises ConfigError for a mean over a rank's own rows, for unshifted weights, and the errors of `check_scale`."""
-    if grad is None:  # copies for accelerate's mixed precision
+    if grad is None:  # accelerate's mixed precision copies the logits
         return
     actual = grad.view(-1, grad.shape[-1])[rows].float()
     scales = (actual * expected).sum(1) / expected.square().sum(1)

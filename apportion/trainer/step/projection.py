@@ -66,8 +66,8 @@ class HeadProjection:
 class LatentExpansion:
     """Expansion of latent rows for `planned_latent_attention`, by a layer's linear layer for all heads.
 
-    linear: from rank to all heads in order, each with its part of k, then its v. own: width of its part of k; width:
-    of its v. Weights are read at every call and never cached; only layers other than a plain `Linear` (LoRA, quantized)
+    linear: latent rank to all heads in order, for each its own part of k, then v. own: width of that part; width:
+    of v. Weights are read at every call and never cached; only layers other than a plain `Linear` (LoRA, quantized)
     compute all heads when only some are needed.
     """
 

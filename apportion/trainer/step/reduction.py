@@ -45,7 +45,7 @@ def reduction_of(
 
 
 def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
-    """FSDP2's parameter groups, with for each parameter the unsharded tensor of forward and backward (None before), and
+    """FSDP2's parameter groups, each with its parameters' unsharded tensor of forward and backward (None before), and
     the shard."""
     states: Any = (state() for state in [*_module_state_mapping.values()])
     for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):

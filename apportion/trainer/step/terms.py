@@ -19,7 +19,7 @@ SHARE, LOGITS, MULTIPLIED = "apportion.share", "apportion.logits", "apportion.mu
 
 
 def mark(known: Tensor, kind: str = SHARE) -> None:
-    """Marks a known term of losses."""
+    """Marks a tensor as a known term of losses."""
     node: Any = known.grad_fn
     if node is not None:
         node.metadata[kind] = True

@@ -45,7 +45,7 @@ class Watch:
     """Tracks the batches, models and losses of this process.
 
     batches: in use. models: changed by `hf.enable`, with a function that checks them again before each pass. modules:
-    that call attention, or whose gradients were summed; of both, frozen parameters and buffers are compared too.
+    that call attention, or whose gradients were summed; in both, frozen parameters and buffers are compared too.
     Watches optimizers that step on parameters of a planned loss, which are found once from its graph. Passed checks are
     repeated in each pass over a loader, and for each model. trusted: loaders of trainers' adapters."""
 
@@ -56,7 +56,7 @@ class Watch:
         self.modules = WeakKeyDictionary[nn.Module, None]()  # in the order of their calls, as on other ranks
         self.trial: ModelTrial | None = ModelTrial()  # None if a trainer's adapter checks its models
         self.shared: PlanHandle | None = None  # a handle whose losses are shares of a sum
-        self.divided: Microbatch | None = None  # of a loss that all ranks compute and divide
+        self.divided: Microbatch | None = None  # microbatch of a loss that all ranks compute and divide
         self.settled = False  # a step passed the checks, in this pass and for these parameters
         self.latest: Microbatch | None = None  # the microbatch of the latest loss
         self._with_loss = set[int]()  # microbatches of its iteration that had a loss
@@ -64,14 +64,14 @@ class Watch:
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
         self.unknown = False  # a trainer's loss has no known share
         self.scale = 0.0  # factor of a loss' share in the last backward
-        self.divisor = self.multiple = 0.0  # of the last loss; its weights divided by a field of the samples
+        self.divisor = self.multiple = 0.0  # divisor of the last loss; ratio of its weights to a field
         self._scaled: list[Callable[[float], None]] = []  # checks of `scale`
         self._pending: list[PlanHandle] = []
         self._unused = False  # kwargs handed out since the last step are not used yet
         self._reached = False
         self._hook: Any = None
-        self._used, self._past = WeakSet[Any](), WeakSet[Any]()  # plans since the last loss; that had one
-        self.ranks = 1  # number of ranks whose tokens means are over: of a plan, times groups
+        self._used, self._past = WeakSet[Any](), WeakSet[Any]()  # plans used since the last loss; with a loss
+        self.ranks = 1  # ranks over whose tokens means are taken: a plan's, times groups
         self._transports: list[Any] = []  # of ranks that train one model: of the plan, and across groups
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
         self.scanned: Any = WeakIdKeyDictionary()  # parameters of losses whose graphs were read

@@ -82,13 +82,13 @@ function show(plans, figures, { minutes, tenants }, ready) {
     ["tenant", "waiting", "ready", "refused", "planning", "planning, 99 %", "waited"],
     tenants.map((row) => [row.tenant || "all", ...[row.waiting, row.ready, row.refused].map(whole.format), ...[row.planning_s, row.planning_99_s, row.waited_s].map(duration)]),
   )]);
-  put(page(".plans"), plans, () => [plans.length ? table(plans) : make("p", { class: "about" }, "Nothing was submitted since the server started.")]);
+  put(page(".plans"), plans, () => [plans.length ? table(plans) : make("p", { class: "about" }, "Nothing has been submitted since the server started.")]);
   const rows = [
     ["Memory of the server", bytes(figure("process_resident_memory_bytes"))],
     ["Plans in memory", bytes(figure("cached_bytes"))],
     ["Delivered", `${whole.format(figure("deliveries_total"))} slices, ${bytes(figure("delivered_bytes_total"))}`],
     ["Found in the store", whole.format(figure("store_hits_total"))],
-    ["Failed calls of the store", whole.format(figure("store_errors_total"))],
+    ["Failed calls to the store", whole.format(figure("store_errors_total"))],
     ["Workers that died", whole.format(figure("worker_deaths_total"))],
   ];
   put(page(".store"), rows, () => rows.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));

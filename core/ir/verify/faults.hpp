@@ -46,7 +46,7 @@ struct Fault {
   throw Fault{code, place, holds, wanted, {}, -1};
 }
 
-// For unsupported forms: `explain/` finds the message in the tables.
+// Fails with NO_FORM, the code of unsupported forms, unless `holds`; `explain/` derives the message from the tables.
 inline void require(bool holds) {
   if (!holds) fail(Code::NO_FORM, {});
 }

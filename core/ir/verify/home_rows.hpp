@@ -14,9 +14,9 @@
 
 namespace apportion::verify {
 
-// Actions on home rows, in order: a partial is put; a partial is added; zeros are put; rows are received; have arrived;
-// are finished; a partial is taken; taken by the projection, even if it is a result; values are read; sent; set; a
-// result is put; received.
+// Actions on home rows, in order: put a partial; add one; put zeros; begin to receive rows; receive them completely;
+// finish them; take a partial; take one, even a result, back through the projection; read values; send values; set
+// values; put a result; receive a result.
 enum class Action : std::uint8_t {
   PUT,
   ADD,

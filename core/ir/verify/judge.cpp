@@ -9,7 +9,7 @@ namespace apportion::verify {
 
 namespace {
 
-// limit of notes per piece: notes without a counterpart make no piece
+// limit on notes, per piece that is allowed; notes of queries without visible keys make no piece
 constexpr int64_t NOTES_OF_PIECE = 8;
 
 struct Range {
@@ -49,7 +49,7 @@ class Judge {
   int64_t hanging() const { return static_cast<int64_t>(hanging_.size()); }
 
  private:
-  // Walks and settles ranges in order, as many at a time as there are threads. whole: all were walked before.
+  // Walks and settles ranges in order, as many at a time as there are threads. whole: all ranks were walked before.
   Verdict take(const std::vector<Range>& ranges, bool whole) {
     for (std::size_t first = 0; first < ranges.size(); first += walks_.size()) {
       const std::size_t end = std::min(first + walks_.size(), ranges.size());
@@ -150,7 +150,7 @@ std::optional<Trace> trace(const Program& program, int64_t most_pieces) try {
   if (!sends.meet()) return found;
   Settlement settlement(sends);
   Walk walk(program, sends, static_cast<std::size_t>(NOTES_OF_PIECE * most_pieces));
-  for (int64_t rank = 0; rank < program.ranks(); ++rank) walk.walk(rank, rank + 1, rank);  // all sends are known then
+  for (int64_t rank = 0; rank < program.ranks(); ++rank) walk.walk(rank, rank + 1, rank);  // now all sends are known
   found.is_complete = true;
   for (int64_t rank = 0; rank < program.ranks(); ++rank) {
     std::optional<Fault> fault = walk.walk(rank, rank + 1, rank);

@@ -56,7 +56,7 @@ class Rank {
 
   void apply(Action action, const Operand& x) { home_.apply(action, x.tensor, x.row, x.end(), x.heads); }
 
-  // Gathers the contents of an operand: values, which remain, or partials. taken: the action on home rows of partials.
+  // Gathers the contents of an operand: values, which remain, or partials. taken: the action if partials are at home.
   void gather(const Operand& x, bool values, Runs& runs, Action taken = Action::TAKE) {
     if (!x.is_home()) return work_.read(arena(x), values, runs);
     require(values || !is_input(x));

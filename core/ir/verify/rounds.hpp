@@ -1,7 +1,7 @@
 // Rounds of the current rank: launched, completed, and the rounds that still send rows of a node.
 //
 //   rounds   number ─► launched by this rank? waited for? its transfers [first, end)
-//   senders  of a node: round 7 ─► round 4 ─► none         nodes that were cut share theirs
+//   senders  of a node: round 7 ─► round 4 ─► none         the parts of a cut node share one list
 //
 // Completed rounds stay completed: they are unlinked when encountered.
 #pragma once

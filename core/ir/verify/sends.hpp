@@ -89,12 +89,12 @@ struct Stretch {
 
 class Sends {
  public:
-  // Matches rounds and counts of ranks; `meet` returns the outcome.
+  // Checks that rounds and numbers of sends and receives agree between ranks; `meet` returns the outcome.
   explicit Sends(const Program& program)
       : slots_(program.send.size()), of_rank_(program.ranks() + 1) {
     meet_ = rounds_agree(program) && post(program);
   }
-  // False if ranks differ in a round, one sends to itself or sends missing home rows, or numbers of sends and receives
+  // False if ranks differ on a round, one sends to itself or sends missing home rows, or numbers of sends and receives
   // differ.
   bool meet() const { return meet_; }
 

@@ -63,7 +63,7 @@ class Settlement {
     return true;
   }
 
-  // Calls keep(band, task, head set) for each band of each task. Returns false if rows of some are unknown; those are
+  // Calls keep(band, task, head set) for all bands of tasks. Returns false if some tasks' rows are unknown; they are
   // skipped.
   template <class Keep>
   bool list(std::span<const Note> notes, const Tasks& tasks, Keep&& keep) {

@@ -5,8 +5,8 @@
 //   attend, _grad   queries and keys are noted (`settle.hpp`); partials are put or added
 //   rowops          finish, delta │ project, project_grad │ clear, and ops that move rows: merge, add, copy, deliver
 //
-// It ends at the first fault. Its results are the sends of its ranks, conditions and notes. Sends from work rows in
-// another walk are ignored unless that walk is complete.
+// It ends at the first fault. Its results are the sends of its ranks, conditions and notes. The contents of sends from
+// work rows of other walks are used only if those walks were complete before.
 #pragma once
 
 #include <optional>

@@ -5,7 +5,7 @@
 //               heads   the number of the rows' head set, equal for equal sets
 //               filled  the round that receives the rows; senders: the rounds that send them
 //
-// Adding tokens to different ones makes a condition (`settle.hpp`), unless both are known to differ.
+// Adding a token to a different one makes a condition that both are equal (`settle.hpp`), or a fault if both are known.
 #pragma once
 
 #include <array>
@@ -43,7 +43,7 @@ class WorkRows {
     for (int64_t tensor = 0; tensor < TENSORS; ++tensor) arenas_[static_cast<std::size_t>(tensor)].reset(rows[tensor]);
   }
 
-  // Overwrites rows, which must be unused and not in flight. filled: the round that receives the new contents.
+  // Overwrites rows, which must hold no partial and not be in flight. filled: the round that receives the new contents.
   void put(const WorkPlace& place, State state, Token token, RoundNumber filled = NO_ROUND) {
     auto& nodes = opened(place.tensor);
     const NodeIndex first = nodes.slice(place.low, place.high);

@@ -65,7 +65,7 @@ void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Ten
 // all rows of attention.
 void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart);
 
-// For each rank, the end of the work rows of a tensor that rows name.
+// For each rank, the end of the work rows of a tensor that the program's rows name.
 Growing<int64_t> reach_of(const Program& program, Tensor tensor, int64_t ranks);
 
 }  // namespace apportion::lower

@@ -16,7 +16,7 @@ using std::int32_t;
 using std::int64_t;
 
 // Rows to which a task adds, in a lane: one rank's rows or one tile, with some of the heads. may: whether only earlier
-// tasks can have changed their initial state.
+// tasks can have changed their initial state, so that the task may open them.
 struct Written {
   int32_t task, lane, row, rows;
   bool may;

@@ -137,7 +137,7 @@ class Stages {
     }
   }
 
-  // Rows of the core on a rank, as they are in a stage. Tiles follow the rows of all turns.
+  // The operand in one stage, on one rank, for an operand of the core. Tiles follow the attention rows of all turns.
   Operand seen(int64_t stage, int64_t rank, const Operand& one) const {
     if (one.none()) return one;
     const View& own = view(one.tensor());

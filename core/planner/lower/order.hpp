@@ -16,8 +16,8 @@
 
 namespace apportion::lower {
 
-// Sums of tiles return in batches: the tiles of a batch arrived in the same round, are complete after the stage of the
-// same round, and return as `results` or are added. add: the step that adds; for results, the step of the wait.
+// Sums of tiles return in batches: all tiles of a batch arrived in round `round`, are complete after the stage of round
+// `complete`, and either return as `results` or are added. add: the step that adds; for results, the step of the wait.
 struct Batch {
   int64_t round, complete, channel;
   bool results;

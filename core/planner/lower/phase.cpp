@@ -22,7 +22,7 @@ void add_beside(Program& program, const Lowering& low, const ExchangeSteps& come
   attend(program, alone, sides, steps, Space::HOME, backward);
 }
 
-// Moves all tensors that tasks need, and their sums. Queries may be late, results early.
+// Moves all tensors that tasks need, and their sums. Some queries may arrive late, some results leave early (`Turns`).
 void exchange_rows(Program& program, const Lowering& low, const ExchangeSteps& come, const ExchangeSteps& leave,
                    bool backward) {
   const Exchange& exchange = *low.exchange;

@@ -66,7 +66,7 @@ void open(const Lowering& low, Side& side, const Growing<Written>& at_home, cons
 }
 
 // Finds the tasks that open rows of queries. Results of rows that left home may return before a later stage; returned
-// results overwrite their rows like tasks after all others.
+// results overwrite their rows like tasks that come after all others.
 void open_queries(const Lowering& low, Side& side) {
   const Growing<Leaving> away = low.queries_move ? leaving(low, side) : Growing<Leaving>();
   const int64_t groups = side.heads.size(), tasks = low.tasks.size();

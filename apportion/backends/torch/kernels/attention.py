@@ -7,7 +7,7 @@ stride 0 over G, so that GQA costs no copy.
     attend       calls of the band ──kernel──► (o, lse) ──merge──► accumulator rows
     attend_grad  calls of the band ──kernel──► dq, dk, dv, added into accumulator rows
 
-A kernel is three functions: `cut` a band into calls it accepts, `forward` and `backward` of a call. Backward
+A kernel is three functions: `cut` cuts a band into calls it accepts, `forward` and `backward` compute one. Backward
 takes the merged LSE and delta = rowsum(dO * O), so the gradients of a row's calls simply add up.
 """
 
@@ -176,7 +176,7 @@ def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _in_kernel_dtype(kernel: Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, widened to the accumulator dtype if half precision on CPUs would be no faster than float32, only
+    """The tensors, widened to the accumulator dtype unless `kernel.halves`: half precision on CPUs is no faster, only
     coarser."""
     return tensors if kernel.halves else tuple(t.to(accumulator_dtype(t.dtype)) for t in tensors)
 

@@ -34,7 +34,7 @@ def is_checking() -> bool:
 
 
 def require_finite(where: str, o: Tensor, lse: Tensor) -> None:
-    """Checks o [rows, heads, width], lse [rows, heads] of the kernel call `where`: -inf is the LSE without keys.
+    """Checks o [rows, heads, width], lse [rows, heads] of the kernel call `where`; an LSE of -inf (no keys) is valid.
 
     Raises ExecutionError for NaN and for an LSE of +inf."""
     _require_none(where, "an LSE of +inf", lse.isposinf())

@@ -62,8 +62,8 @@ class Call(NamedTuple):
 
     @property
     def window(self) -> tuple[int, int]:
-        """(left, right) of a window aligned at the bottom right corner, as in FlashAttention; -1: no bound,
-        which, together with a `left`, is valid only for calls of at most keys + 1 rows."""
+        """(left, right) of a window aligned at the bottom right corner, as in FlashAttention; -1: no bound.
+        A right of -1 with a left bound is valid only for calls of at most keys + 1 rows."""
         corner = self.q1 - self.k1
         left = self.dmax - corner if self.cut_below else -1
         right = corner - self.dmin if self.cut_above else -1

@@ -134,8 +134,8 @@ def _products(Q: Tensor, K: Tensor, B: Tensor | None, G: Tensor) -> tuple[Tensor
 class _Chunks:
     """Sequences cut into chunks of `size` rows, the last chunks padded with rows that change no state.
 
-    order: int64 [sequences], the longest first; steps: chunks [first, last) of each step, the n-th chunk of every
-    sequence long enough, in that order; source: int64 [chunks * size], the row, or the number of rows for padding;
+    order: int64 [sequences], the longest first; steps: chunks [first, last) of each step: the n-th chunk of every
+    sequence long enough, in that order; source: int64 [chunks * size], each position's row, or `rows` for padding;
     place: int64 [rows], the position of each row in `source`."""
 
     size: int

@@ -52,7 +52,7 @@ class Pool:
         self._lock = Lock()  # autograd runs backward in its own threads
 
     def take(self, size: int, device: torch.device) -> Buffer:
-        """Takes at least `size` bytes: the last returned buffer if it is large enough, else a new one in its place."""
+        """Takes at least `size` bytes: the latest returned buffer that is large enough, else a new one."""
         with self._lock:
             free = self._free.setdefault(_stream(device), [])
             for i in reversed(range(len(free))):
@@ -165,7 +165,7 @@ def _array(buffer: Tensor, offset: int, array: Array, rows: int) -> Tensor:
 class Memory:
     """Home rows, work arenas and staging of one call. `rows`: home rows with tokens; padding: rows after them; inputs:
     home tensors that the caller passes in; others are allocated on first use; result_only: sums whose home rows are
-    all results, which the engine keeps elsewhere."""
+    all written as final results, which the engine holds."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Memory:
         return View(operand, part_views(self.arrays(operand), specs))
 
     def home_arrays(self, tensor: Name) -> Parts:
-        """[rows, …] of a home tensor."""
+        """The arrays [rows, …] of a home tensor, allocated on first use."""
         if tensor not in self.home:
             specs = self._arenas.arrays(tensor, Space.HOME)
             parts = [

@@ -22,7 +22,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 class Array(NamedTuple):
-    """One array [rows, columns, width] of a tensor; columns or width 0 drops the dimension. parts: the widths of the
+    """One array [rows, columns, width] of a tensor; a dimension of size 0 is dropped. parts: the widths of the
     parts that are interleaved in it."""
 
     dtype: torch.dtype

@@ -47,7 +47,7 @@ class HeadGroup:
 
 @lru_cache(maxsize=1024)
 def head_groups(kv_of: tuple[int, ...]) -> tuple[HeadGroup, ...]:
-    """Groups of equal ratio: `kv_of[i]` is the KV column of query column i. One group in all usual cases."""
+    """Groups with equally many query columns per KV column; usually one. kv_of: the KV column of each query column."""
     by_kv = sorted(range(len(kv_of)), key=lambda i: kv_of[i])
     by_head = [(kv, tuple(members)) for kv, members in groupby(by_kv, key=lambda i: kv_of[i])]
     ratios = sorted({len(members) for _, members in by_head})

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from apportion.backends.interp import GradTask, Operand, Task
 
-#: most elements of expanded keys and values in memory at a time
+#: maximum elements of expanded keys and values in memory at a time
 MAX_ELEMENTS = 2**27
 
 

@@ -4,7 +4,7 @@ staging arena.
     launch step ──► Round ── sends     Message(peer, tiles at byte offsets, staged at …)
                           └─ receives
 
-Waiting for a round frees its staging rows, so the arena is as large as the maximum in flight.
+Waiting for a round frees its staging, so the arena is only as large as the most that is in flight at a time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def tile_bytes(operand: Operand, header: Header, hidden: int, results: bool) -> 
 
 
 def find_rounds(programs: ProgramSet, program: Program, hidden: int, early: Mapping[int, int]) -> Rounds:
-    """The rounds of one rank's program. hidden: width of X and dX, where they travel; early: launch step -> the step
+    """The rounds of one rank's program. hidden: width of X and dX, if they travel; early: launch step -> the step
     from which its messages occupy staging, if earlier than the launch."""
     messages = find_messages(programs, program.header)
     message_numbers, staged = iter(messages.of.tolist()), messages.staged.tolist()

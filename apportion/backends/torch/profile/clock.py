@@ -1,4 +1,4 @@
-"""Clocks of profiles: the best of several runs on a device.
+"""Clocks for profiles: the best of several runs on a device.
 
 A CPU process of one thread is timed by its CPU time, which other load does not stretch; a GPU by its events; all else
 by wall time."""
@@ -48,7 +48,7 @@ def once_us(work: Work, device: torch.device) -> float:
 
 
 def wall_us(work: Work, device: torch.device) -> float:
-    """The wall time in microseconds until the work is done, e.g. of a transfer, whichever device moves the bytes."""
+    """The wall time in microseconds until the work (e.g. a transfer) is done, on whichever device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter_ns()

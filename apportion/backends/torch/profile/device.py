@@ -41,7 +41,7 @@ from apportion.ir.version import __version__
 Progress = Callable[[int, int], None]
 Times = NDArray[np.float64]
 
-CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # size of the copy: more than any cache
+CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # size of the copy: larger than any cache
 ARENA_BYTES = 2**27  # minimum size: more than a last-level cache, on GPUs too
 PLACES = 8  # arena positions at which a short task runs in one measurement
 DIGITS = 3  # decimals of a grid's microseconds
@@ -55,7 +55,7 @@ WINDOWS = (16, 8, 4, 2)
 @dataclass(frozen=True)
 class ProfileScope:
     """The scope of a profile: the grids' axis, the model whose heads and layers are timed, the number of sweeps, and
-    the seconds after which none starts. tokens: per rank, for layers; vocab: of the head."""
+    the seconds after which no new sweep starts. tokens: per rank, for layers; vocab: logits per token, for the loss."""
 
     axis: tuple[int, ...]
     model: Model
@@ -266,8 +266,8 @@ def _phase_us(arena: _Arena, engine: str, task: TimedTask, phase: int) -> float:
 
 
 def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:
-    """Adds the extra time per row of a window to the grids, beyond interpolation between a band of one tile and the
-    causal one: the median over `WINDOWS` and the longer half of the axis. The longest tasks take up to twice that."""
+    """Adds to the grids the time per row that a window takes beyond interpolation between a band of one tile and the
+    causal square: the median over `WINDOWS` and the longer half of the axis. Long tasks need up to twice that."""
     axis, extra = arena.effort.axis, []
     for index, part in itertools.product(range(len(axis) // 2, len(axis)), WINDOWS):
         rows, window = axis[index], max(axis[index] // part, 2)
@@ -279,8 +279,8 @@ def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> 
 
 
 def _between(grid: Grid, index: int, rows: int, window: int) -> float:
-    """The microseconds of a window according to the grid, for `rows` rows at point `index` of the axis: proportional to
-    its share of the causal square's pairs, above the cost per row and key."""
+    """The microseconds of a window according to the grid, for `rows` rows at point `index` of the axis: the time of
+    its rows and keys alone, plus its share of the causal square's pairs times the rest of the square's time."""
     causal = grid.causal[index][index]
     lower = min(max(grid.full[index][0], grid.full[0][index]), causal)
     pairs, corner = window * rows - window * (window - 1) / 2, rows * (rows + 1) / 2
@@ -288,7 +288,7 @@ def _between(grid: Grid, index: int, rows: int, window: int) -> float:
 
 
 def _grid(engine: str, full: Times, causal: Times) -> Grid:
-    """The grid of measured times. Causal times are capped: on CPUs several calls are needed, often longer than full."""
+    """The grid of measured times. Causal times are capped: CPUs need several calls, often longer than a full task."""
     full = np.round(_made_monotonic(full), DIGITS)
     causal = np.minimum(_made_monotonic(causal), MOST_CAUSAL * full)
     source = f"measured: engine {engine} of the torch backend, one task per call"
@@ -296,7 +296,7 @@ def _grid(engine: str, full: Times, causal: Times) -> Grid:
 
 
 def _made_monotonic(times: Times) -> Times:
-    """Caps each time at the times of more rows or keys, since noise only adds time."""
+    """Caps each time at the times of tasks with more rows or keys, since noise only adds time."""
     monotonic: Times = np.minimum.accumulate(np.minimum.accumulate(times[::-1, ::-1], 0), 1)
     return monotonic[::-1, ::-1]
 

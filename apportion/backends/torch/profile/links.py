@@ -3,7 +3,7 @@
 pair      ping-pong of two ranks, one message at a time                     latency
 crowd     every rank sends to all peers of its node at once, or to its       bandwidth of plans' rounds;
           counterparts on all other nodes, and receives from them            NICs: crowd's rate / pair's
-peers     one, two, four and eight peers on other nodes, evenly or to one     incast, one_peer
+peers     one, two, four and eight peers on other nodes, even or many-to-one  incast, one_peer
 posting   rounds of many short messages                                      post_us
 overlap   a matrix product while a round is on the wire                      contention
 """
@@ -195,14 +195,14 @@ class _LinkJob:
         return max(max(self.messages) // max(len(peers), 1), 1)
 
     def _posts(self, targets: Sequence[int], sources: Sequence[int], size: int | None = None) -> list[Post]:
-        """A message to and from each of these ranks, with its own memory, in an order common to all ranks. size:
-        bytes of each, by default its share."""
+        """Messages to `targets` and from `sources`, each with its own memory, in an order common to all ranks. size:
+        bytes of each, by default `_message_bytes(targets)`."""
         size = self._message_bytes(targets) if size is None else size
         sides = ((True, targets), (False, sources))
         return [Post(sends, peer, self._bytes(size)) for sends, peers in sides for peer in peers]
 
     def _round_us(self, posts: Sequence[Post]) -> float:
-        """The best time of a round in `runs`."""
+        """The best time of a round in `runs` tries."""
         return min(self._each(lambda: self.comm.batch(0, posts).wait()))
 
     # --- few peers

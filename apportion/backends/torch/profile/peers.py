@@ -1,9 +1,9 @@
 """Rates between nodes by pattern of senders and receivers: the patterns, and the figures derived from their times.
 
     balanced       every rank sends to k ranks on the next k nodes, and receives from k on those before
-    many-to-one    k ranks on k nodes send to one rank of another
+    many-to-one    k ranks on k nodes send to one rank of another node
 
-Each between ranks of the same local index (rail-aligned), as plans prefer. A rank's bytes are the same for every k.
+Both connect ranks of the same local index (rail-aligned), as plans prefer. A rank's bytes are the same for every k.
 Rates are relative to the crowd of all ranks.
 """
 
@@ -86,8 +86,8 @@ def _by_peers(sweep: Sequence[PatternShares], balanced: bool) -> dict[int, tuple
 
 def _slope(shares: dict[int, float]) -> float:
     """The relative extra time per byte of each additional sender: 1 / share is linear in their number."""
-    further = np.array([peers - 1 for peers in shares if peers > 1])
-    slope, base = np.polyfit(further, [1 / shares[peers] for peers in shares if peers > 1], 1)
+    additional = np.array([peers - 1 for peers in shares if peers > 1])
+    slope, base = np.polyfit(additional, [1 / shares[peers] for peers in shares if peers > 1], 1)
     return float(slope / base) if base > 0 else 0.0
 
 

@@ -119,7 +119,7 @@ def _operand_rows(
 
 @triton.jit
 def _keys(column, work, k_home, v_home, kv_work, kv_heads, kv_columns, D: tl.constexpr, E: tl.constexpr):
-    """Addresses of k and v of a head column, and the row strides; selected without a branch, after which older
+    """Addresses of k and v of a head column, and the row strides; selected without a branch: after one, older
     compilers lose the alignment."""
     k_row = tl.where(work, kv_columns * (D + E), kv_heads * D)
     v_row = tl.where(work, kv_columns * (D + E), kv_heads * E)
@@ -138,7 +138,7 @@ def _entry(ptr):
 
 @triton.jit
 def _target(tile, heads, lane, M: tl.constexpr):
-    """(whether complete rows of a tile go into a message; their positions in it, or among results [M], in columns)."""
+    """(whether a tile's complete rows go into a message; their positions [M], in columns, in it or in the results)."""
     row = (tl.load(tile + 11) + tl.arange(0, M)).to(tl.int64)
     column = tl.load(heads + tl.load(tile + 13) + lane)
     return (tl.load(tile + 4) & STAGED) != 0, row * tl.load(tile + 12) + column
@@ -193,7 +193,7 @@ def _attend_rows(
     MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys [start, stop); top and total: the largest logit and the sum of each row."""
+    """Online softmax over keys [start, stop); top and total: each row's largest logit and sum of exponentials."""
     k_at, v_at, k_row, v_row = keys
     step = tl.arange(0, N)
     k_at += start.to(tl.int64) * k_row
@@ -231,8 +231,8 @@ def attend(
     """Merges the attention of a tile's entries into its O rows of a head. Complete rows go to `out` (home rows with the
     learned sinks) or to the messages in `wire`.
 
-    q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV interleave k and v. o float32, lse
-    float64, in messages float32.
+    q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV interleave k and v. o is float32; lse
+    is float64, but float32 in messages.
     """
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
@@ -286,7 +286,7 @@ def attend(
 
 @triton.jit
 def merge_weights(old, part):
-    """Merges two LSE, float64; -inf: no keys. Returns (LSE float64, weights of old and of new rows, float32)."""
+    """Merges two LSEs, float64; -inf: no keys. Returns (LSE float64, weights of old and of new rows, float32)."""
     top = tl.maximum(old, part)
     base = tl.where(top == NEG_INF, 0.0, top)
     old_weight, new_weight = tl.exp(old - base), tl.exp(part - base)

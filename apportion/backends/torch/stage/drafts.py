@@ -43,7 +43,7 @@ from apportion.ir.tensors import Space, Tensor as Name
 
 
 class Launch(NamedTuple):
-    """One kernel launch without its arrays and layer. tables: device tensors, the first arguments; arrays: picks the
+    """One kernel launch without arrays or layer. tables: device tensors, the first arguments; arrays: picks the
     next ones from the machine's arrays; sizes: integers after these."""
 
     kernel: str
@@ -126,14 +126,14 @@ class Drafts:
     # --- attention
 
     def attend(self, step: Step) -> Iterator[Draft]:
-        slots = [*self._ends(Name.Q), *self._kv(), *self._ends(Name.O), *self._ends(Name.O, 1)]
+        slots = [*self._spaces(Name.Q), *self._kv(), *self._spaces(Name.O), *self._spaces(Name.O, 1)]
         slots += [(Name.NONE, True, 0), *_WIRE]
         yield from self._attention("attend", step, slots, (Name.Q, Name.KV, Name.O))
 
     def attend_grad(self, step: Step) -> Iterator[Draft]:
-        gradients = [*self._ends(Name.DO), *self._ends(Name.DELTA)]
+        gradients = [*self._spaces(Name.DO), *self._spaces(Name.DELTA)]
         for kernel, output, results in (("dq", Name.DQ, (0,)), ("dkdv", Name.DKV, (1, 2))):
-            slots = [*self._ends(Name.Q), *self._kv(), *gradients, *self._ends(output)]
+            slots = [*self._spaces(Name.Q), *self._kv(), *gradients, *self._spaces(output)]
             # without gradients of home rows nothing is complete, so any array may stand in
             slots += [(Name.NONE, True, i) if output in self._home else slots[0] for i in results]
             slots += _WIRE[:1]
@@ -160,10 +160,10 @@ class Drafts:
 
     def _kv(self) -> list[Slot]:
         """k and v at home, and work rows."""
-        home, work = self._ends(Name.KV)
+        home, work = self._spaces(Name.KV)
         return [home, (Name.KV, True, 1) if home == (Name.KV, True, 0) else work, work]
 
-    def _ends(self, tensor: Name, number: int = 0) -> list[Slot]:
+    def _spaces(self, tensor: Name, number: int = 0) -> list[Slot]:
         """An array's home rows and work rows; if the program has only one of these, the same twice."""
         home, work = (tensor, True, number), (tensor, False, number)
         if tensor not in self._arenas.columns:
@@ -275,7 +275,7 @@ class Drafts:
         for fold in folds(step, self._program.operands, ROWS):
             self._by_space(fold)
             tables = self._table_ranges(fold.tiles, fold.entries, fold.heads)
-            slots = [*self._ends(Name.O), *self._ends(Name.O, 1)]
+            slots = [*self._spaces(Name.O), *self._spaces(Name.O, 1)]
             sizes = (fold.lanes, self._header.q_heads, self._arenas.columns.get(Name.O, 1))
             yield Draft("merge", len(fold.tiles) * fold.lanes, tables, slots, sizes, self._widths())
 
@@ -285,11 +285,11 @@ class Drafts:
         fold.tiles[:, 7], fold.entries[:, 3] = work[fold.tiles[:, 7]], work[fold.entries[:, 3]]
 
     def delta(self, step: Step) -> Iterator[Draft]:
-        """One launch for all rows, for layers that need it; then, if attention computes some, one for the others."""
+        """One launch for all rows, for layers that need it; then one for the rows that attention does not compute."""
         operands = self._program.operands
         if any(not operands[row.b].is_home for row in step.rowops):
             raise ExecutionError("delta of work rows of O: a plan must compute it from home rows")
-        slots = [*self._ends(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._ends(Name.DELTA)]
+        slots = [*self._spaces(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._spaces(Name.DELTA)]
         columns = [self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA)]
         all_rows = row_tiles(step, operands, ROWS)
         remaining = row_tiles(step, operands, ROWS, self._rows_without_statistics)
@@ -301,10 +301,10 @@ class Drafts:
 
     def _rows_without_statistics(self, operand: Operand) -> list[tuple[int, int]]:
         """Ranges of rows whose statistics no task computes."""
-        return gaps(self._computed if operand.is_home else (), operand.row, operand.row + operand.rows)
+        return gaps(self._statistic_rows if operand.is_home else (), operand.row, operand.row + operand.rows)
 
     @cached_property
-    def _computed(self) -> list[tuple[int, int]]:
+    def _statistic_rows(self) -> list[tuple[int, int]]:
         _, row0, row1 = (column.tolist() for column in self._statistics.rowops)
         return merge_ranges(zip(row0, row1, strict=True))
 
@@ -367,5 +367,5 @@ def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:
 
 #: op -> the function that drafts its launches; the machine executes other ops itself, on views
 STEPS: Mapping[Op, Callable[[Drafts, Step], Iterator[Draft]]] = {
-    op: made for op in Op if (made := getattr(Drafts, OP_NAMES[op], None))
+    op: handler for op in Op if (handler := getattr(Drafts, OP_NAMES[op], None))
 }

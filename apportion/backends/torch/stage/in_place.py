@@ -29,7 +29,7 @@ from apportion.ir.tensors import Space
 @dataclass(frozen=True)
 class DirectRows:
     """Complete work rows [row, stop) of a sum that a task writes to a tile of a message, from the tile's row `first`
-    on, or, if there is no message, to the results from home row `first` on. number: the operand's."""
+    on, or, if there is no message, to the results from home row `first` on. number: index of `operand`."""
 
     row: int
     stop: int

@@ -22,7 +22,7 @@ KERNELS: Mapping[str, Any] = {
 }
 
 
-#: takes launches in stream order: a kernel, the number of programs, its arguments, and its compile-time arguments with
+#: launches in stream order: a kernel, the number of programs, its arguments, and its compile-time arguments with
 #: Triton's options
 Launcher = Callable[[str, int, Sequence[Any], Mapping[str, Any]], None]
 

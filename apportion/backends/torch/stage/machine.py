@@ -1,4 +1,4 @@
-"""Executes one rank's program on stage kernels: one launch per instruction (`attend_grad`: two), no decisions."""
+"""Executes one rank's program on stage kernels: one launch per instruction (`attend_grad`: two); it decides nothing."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class StageMachine(TorchMachine):
 
     @property
     def _may_use_statistics(self) -> int:
-        """1 if attention may compute statistics of rows: learned sinks and a gradient of LSE need `delta`."""
+        """1 if attention may compute row statistics: learned sinks or a gradient of LSE need the kernel `delta`."""
         return int(self._layer.sinks is None and self._layer.dlse is None)
 
     def _attention(
         self, step: Step, layer: tuple[Tensor | None, ...], extra: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Starts an instruction's launches. layer: arrays after the launch's; extra: sizes after a kernel's own."""
+        """Starts an instruction's launches. layer: arrays that follow a launch's own; extra: sizes that follow them."""
         for launch in self._loaded.launches[step.index]:
             tensors = (launch.tables[0] if tensor is None else tensor for tensor in layer)
             sizes = *launch.sizes, *extra.get(launch.kernel, ())

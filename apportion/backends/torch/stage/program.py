@@ -84,7 +84,7 @@ class StageExecutable(Executable):
 
 
 def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable:
-    """Loads a one-rank program on a device. shapes: of the kernels; by default chosen for the header."""
+    """Loads a one-rank program on a device. shapes: tile shapes; by default chosen for the header."""
     columns, program, device, rows, hidden, envelope = request
     complete = find_complete(columns)
     rounds = find_rounds(columns, program, hidden, earliest_writes(columns, complete))

@@ -26,14 +26,14 @@ from apportion.ir.isa import Op
 from apportion.ir.tensors import Tensor as Name
 
 COPY, CLEAR, MINUS_INF, NARROW, WIDEN, ROUND, EXTEND = range(7)
-#: int64 of a panel: slot, byte and stride of the source; the same of the target; rows, bytes per row, action
+#: numbers of a panel, int64: slot, byte and stride of the source; the same of the target; rows, bytes per row, action
 PANEL = 9
 #: addresses that a launch takes
 SLOTS = 12
 #: 4-byte units that a program moves at a time
 UNITS = 4096
 
-#: an array of the machine's: (tensor, is home, number among the tensor's arrays)
+#: one of the machine's arrays: (tensor, is home, number among the tensor's arrays)
 ArraySlot = tuple[Name, bool, int]
 #: an array, or None for the staging arena
 Slot = ArraySlot | None
@@ -99,7 +99,7 @@ def parts_of(slot: Slot, offset: int, columns: tuple[int, ...], array: Array) ->
 def message_parts(
     message: Message, tile: int, operand: Operand, arrays: Iterable[tuple[int, Array]], row: int = 0
 ) -> list[Part]:
-    """The parts of a staged tile as places of the staging arena, starting at one of its rows."""
+    """The parts of a staged tile as places in the staging arena, from the tile's row `row` on."""
     columns = tuple(range(max(len(operand.heads), 1)))
     start = message.at + message.tiles[tile][1]
     return [
@@ -178,7 +178,7 @@ def move(items: Sequence[Panel]) -> Move:
 
 
 class Fold(NamedTuple):
-    """A launch of `add` or `merge`: tiles and entries as in attention. An entry has: owner rows it is for (from, to),
+    """A launch of `add` or `merge`: tiles and entries as in attention. An entry has: owner rows it adds to (from, to),
     shift to its rows, slot, heads; a tile has its slot in place of the first shift. heads: the column of each lane."""
 
     tiles: Ints
@@ -215,8 +215,8 @@ def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold
     terms = [_Term(operands[row.a], operands[row.c], row.first) for row in step.rowops]
     if owners_meet([term.whole for term in terms], _number_keys([term.owner for term in terms])):
         terms = [lane for term in terms for lane in term.lanes()]
-    for independent in _split_dependent(terms):
-        yield _fold(independent, height)
+    for group in _split_dependent(terms):
+        yield _fold(group, height)
 
 
 def owners_meet(written: Sequence[Operand], owner: Ints) -> bool:
@@ -313,7 +313,7 @@ def row_tiles(
     height: int,
     rows_of: Callable[[Operand], list[tuple[int, int]]] = lambda first: [(first.row, first.row + first.rows)],
 ) -> RowTiles:
-    """Tiles of the rows that a delta or finish writes; rows_of: the rows to compute. Flags: whether its rows, and for
+    """Tiles of the rows that a delta or finish writes; rows_of: the rows to compute. Flags: whether these rows, and for
     delta the rows of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or
     only of O."""
     heads, tiles = HeadColumns(), []

@@ -26,9 +26,9 @@ from apportion.backends.torch.stage.attention import (
 PANEL = tl.constexpr(9)
 # as in `rowlists`
 COPY, CLEAR, MINUS_INF, NARROW, WIDEN, ROUND, EXTEND = (tl.constexpr(code) for code in range(7))
-#: the layer's own arrays: of any alignment, since they are read element by element
+#: the layer's own arrays: they may have any alignment, since they are read element by element
 OF_LAYER = ("sinks", "dlse")
-LOW_INF = tl.constexpr(-1048576)  # the upper half of a float64 of -inf, as int32
+NEG_INF_HIGH = tl.constexpr(-1048576)  # the upper half of the float64 -inf, as int32
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def move(
     b6: tl.int64, b7: tl.int64, b8: tl.int64, b9: tl.int64, b10: tl.int64, b11: tl.int64,
     GRAIN: tl.constexpr, BF16: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Moves R rows of a panel. Offsets, strides and widths count grains of GRAIN bytes: 16, or a number's 2, 4 or 8."""
+    """Moves R rows of a panel. Offsets, strides and widths count grains of GRAIN bytes: 2, 4, 8 or 16."""
     chunk = chunks + tl.program_id(0) * 2
     panel = panels + tl.load(chunk) * PANEL
     action, count, width = tl.load(panel + 8), tl.load(panel + 6), tl.load(panel + 7) * GRAIN
@@ -92,7 +92,7 @@ def move(
             mask = valid & (j + step < width // BYTES)
             unit = tl.load(source_at + j + step, mask=mask & (action == COPY), other=0)
             if BYTES == 4:
-                unit = tl.where((action == MINUS_INF) & ((step & 1) == 1), LOW_INF, unit)
+                unit = tl.where((action == MINUS_INF) & ((step & 1) == 1), NEG_INF_HIGH, unit)
             tl.store(target_at + j + step, unit, mask=mask)
 
 

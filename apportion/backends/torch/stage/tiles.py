@@ -7,7 +7,7 @@
 
 The tasks of a tile are its entries, in program order. A tile is *fresh* if one of its tasks is the first on its rows:
 then it overwrites; it is *complete* if its rows are results after its tasks have run, and has *statistics* if it
-computes those of its rows. Plain numpy columns, one pass for all instructions of a program.
+computes the statistics of its rows. Plain numpy columns, one pass for all instructions of a program.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def column_groups(instruction: Ints, signature: Ints, columns: Sequence[tuple[in
 
 
 def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
-    """int64 [tasks]: the launch of its instruction that runs each task, nearly always 0.
+    """int64 [tasks]: which launch of its instruction runs each task; nearly always 0.
 
     Tasks of an instruction that write rows [start, stop) of one slot may share a launch if they have the same owner; if
     ranges of two owners overlap, the later task in the program is launched later. Different slots never conflict.

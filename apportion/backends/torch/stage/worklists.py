@@ -34,13 +34,13 @@ from apportion.ir.plan.fusion import RowRanges
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
 
-#: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `with_owner`;
+#: int32s of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `with_owner`;
 #: then the target of complete rows: offset in 16-byte units, row of row0, columns of a row, heads' columns, offset of
 #: their LSE
 TILE = 16
 AT, FIRST, COLUMNS, HEADS, LSE = range(10, 15)
-#: int32 of an entry: start, stop, full0, full1, dmin, dmax, owner rows it is for (from, to), flags, heads, shifts of
-#: up to 2 `with_walked`
+#: int32s of an entry: start, stop, full0, full1, dmin, dmax, owner rows it applies to (from, to), flags, heads,
+#: shifts of up to 2 `with_walked`
 ENTRY = 12
 #: flags of a tile: fresh, then whether the owner and each `with_owner` are work rows, complete, whether these rows go
 #: into a message, whether it computes its rows' statistics; of an entry: the same for walked and `with_walked`

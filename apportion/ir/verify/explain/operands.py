@@ -25,7 +25,7 @@ def misfits(program: Program) -> Iterator[Violation]:
 
 
 def _check_placement(program: Program) -> Iterator[Violation]:
-    """Operands outside their home rows or arena."""
+    """Finds operands outside their home rows or arena."""
     table = program["operands"]
     tensor, space, row, rows, column, heads = table.values
     rank, is_work, headless = table.rank_of_row(), space != HOME, IS_HEADLESS[tensor]
@@ -61,7 +61,7 @@ def _check_phases(program: Program) -> Iterator[Violation]:
 
 
 def _list_violations(program: Program, name: str) -> Iterator[Violation]:
-    """List rows that their op does not accept; for each, the first reason in column order."""
+    """Finds list rows that their op does not accept; gives the first reason for each, in column order."""
     rows, instruction = program[name], program.instruction_of(name)
     ops, by_row = program["instructions"]["op"][instruction], dict[int, str]()
     columns = {

@@ -4,8 +4,8 @@ Exact at any size, by three sums and sweeps over bands: the area of each task eq
 nothing forbidden is computed; no two tasks share a pair, so nothing is computed twice; and the areas add up to the
 mask's, so nothing is missing.
 
-Kinds that choose keys at run time have tasks only at their queries' home ranks, with all heads; their rows must include
-all that any query of the rank may see.
+Kinds that choose keys at run time have tasks only at their queries' home ranks, with all heads; the rows gathered there
+must include every row that any query of the rank may see.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def _violation(rank: int | None, message: str) -> Violation:
 
 
 def _check_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
-    """Checks that tables in memory, if they may have changed, match the bytes of the id."""
+    """Checks that the tables in memory, if they may have changed, match the bytes that the id covers."""
     encoded = codec.encode_sections(plan, [b""])  # without parts, which need not be hashed again
     for name in ("header", "request", "layouts", "moves", "report"):
         if getattr(encoded, name) != getattr(stored, name) and not (

@@ -1,7 +1,7 @@
 """Rule 10: recurrent layers process every document once, in order, regardless of which ranks hold its tokens.
 
-Runs are all home rows, cut at jumps of tokens and at starts of branches, each with its past; folds have every head of
-every run of a cut document, after its past; states match their slots; and halos are the tokens before runs.
+Runs cover all home rows, cut at jumps of tokens and starts of branches, and name their pasts; every head of every run
+of a cut document is folded once, after its past; states match their slots; and halos hold the tokens before runs.
 """
 
 from __future__ import annotations

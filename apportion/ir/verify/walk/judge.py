@@ -5,8 +5,8 @@ or an unsupported form (listed in FORMAT.md), the walk of a rank stops; `trace` 
 folder `explain` turns that into messages. `judge` returns True for a correct program.
 
 Ranks are walked one after another, reusing scratch memory, or in ranges by several threads. With many tasks a range is
-settled right after its walk; if it depends on ranks not yet walked, it is walked again later. So notes are never kept
-for all ranks at once.
+*settled* (tokens of received rows resolved, conditions checked) right after its walk; if it depends on ranks not yet
+walked, it is walked again later. So the notes of the walk are never kept for all ranks at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HeadSets, Program
 from apportion.ir.verify.walk.lists import Lists
 
-_LIMIT = 2**30 - 1  # largest number in tables: tokens and rows of tiles are distinguished by size
+_LIMIT = 2**30 - 1  # largest number in tables, so that tokens and rows of tiles can be told apart by size
 _TOO_LARGE = "a number of its {} is beyond 2^30 - 1, the limit of the verifier"
 _LONGEST = 2**21  # operands, tasks and rowops per range of ranks: some 200 MB of scratch memory
 _MOST_HEADS = 60  # one bit per head group in a word
@@ -42,8 +42,8 @@ class Sets(NamedTuple):
     """The head sets of a plan, for tensors of the query and the KV side.
 
     bits: int64 [2 * words, sets], a bit for each group of heads, both sides of each word in turn; number: int64 [2,
-    sets], equal for equal sets; size: int64 [2, sets], heads; serves: bool [sets, sets], True if the second has all KV
-    heads that the first's query heads need.
+    sets], equal for equal sets; size: int64 [2, sets], heads; serves: bool [sets, sets], True if the second set has all
+    KV heads that the query heads of the first set need.
     """
 
     bits: Ints
@@ -58,8 +58,8 @@ def sets_of(q: HeadSets, kv: HeadSets) -> Sets:
     members = [member if member.shape[1] <= _MOST_HEADS else _distinct(member) for member in (queries, keys)]
     word_count = -(-max(member.shape[1] for member in members) // _MOST_HEADS)
     bits = np.stack([_bits(member, word_count) for member in members], axis=1).reshape(2 * word_count, -1)
-    own: Bools = np.any(queries.reshape(len(queries), kv.heads, -1), axis=2)
-    serves = own.astype(np.float32) @ ~keys.T == 0  # heads missing from the other set, counted exactly
+    needed: Bools = np.any(queries.reshape(len(queries), kv.heads, -1), axis=2)
+    serves = needed.astype(np.float32) @ ~keys.T == 0  # heads missing from the other set, counted exactly
     return Sets(bits, np.array([q.canonical, kv.canonical]), np.array([q.size, kv.size]), serves)
 
 
@@ -133,7 +133,7 @@ def judge(
     together: bool = False,
 ) -> bool:
     """True if the program is correct; the attention of its tasks is then in `lists`: call `lists.begin` before, and
-    `lists.end` after. Raises CapacityError if it is too large; if not `together`, ZerosError if ranks must be.
+    `lists.end` after. Raises CapacityError if it is too large, ZerosError if it needs `together`.
 
     inputs: tensors whose home rows hold values at the start. threads: number of ranges of ranks walked in parallel.
     together: settle all ranks at once.

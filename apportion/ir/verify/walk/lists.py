@@ -18,9 +18,9 @@ from apportion.ir.verify.attended import Tasks, is_exact, most_pieces, too_many_
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HeadSets
 
-_BAND, _LIST = 6, 7  # of the rows of pieces, the first six are the band, row 7 is the list
+_BAND, _LIST = 6, 7  # rows of the array of pieces: the first six are the band, row 7 is the list
 
-MOST_TOKENS = 2**30 - 1  # bands are stored as int32, and sums of two fit
+MOST_TOKENS = 2**30 - 1  # bands are stored as int32, and sums of two numbers must fit
 
 
 @dataclass(eq=False)
@@ -30,7 +30,9 @@ class Lists:
     sets: HeadSets
     homes: Homes
     mask: Ints
-    _cut: Ints = field(default_factory=lambda: np.empty((8, 0), np.int64))  # by token, of all programs so far
+    _cut: Ints = field(
+        default_factory=lambda: np.empty((8, 0), np.int64)
+    )  # pieces by token, from all programs so far
     _exact: set[tuple[int, ...]] = field(default_factory=set)
 
     @cached_property
@@ -44,7 +46,7 @@ class Lists:
         return verify.following(self.core)
 
     def begin(self, tasks: int) -> None:
-        """Begins a program of `tasks` tasks, in which each set is expected to repeat its list of the previous one."""
+        """Begins a program of `tasks` tasks; each set is expected to repeat its list from the previous program."""
         self.core.begin(tasks)
 
     def end(self, tasks: int) -> None:

@@ -7,12 +7,12 @@ tokens as, together with the sparsest remaining ones, give the rank exactly its 
 
 Sparse documents are taken whole, except for a part of the last one's head, whose rows need no remote keys. Dense
 documents are taken whole too, except for a part of the last one's tail. A document with too much work for one rank is
-on as few consecutive ranks as possible, each with a part of its tail and of its head:
+spread over as few consecutive ranks as possible, each with a part of its tail and of its head:
 
     │ a │ b │ c │ . . . . d . . . . │ c │ b │ a │      head: 0.5, as much head as tail; 0, tails only
 
 Most ranks need the head's keys; as these are spread over the document's ranks, all send about the same amount.
-Exchanges of rows even out what the walk (`core/planner/blend.cpp`) leaves uneven.
+Exchanges of rows even out what this procedure (`core/planner/blend.cpp`) leaves uneven.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from apportion.planner.problem import Departure, Placement, PlacePass, Problem, 
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import refuse_home_ranks
 
-#: resolution of pair times, in units of the cheapest pair's time
+#: the cheapest pair's time in integer units; less if sums would overflow
 RESOLUTION = 256
 #: relative excess of a rank's work above which rows are exchanged
 UNEVEN = 0.002
@@ -45,11 +45,11 @@ UNEVEN = 0.002
 class Blend(PlacePass):
     """Mixes the densest and the sparsest documents on each rank.
 
-    Tokens are exact except for `align`: ranks differ by at most one, or in proportion to speed, within token_cap. Work
-    is exact by speed up to rounding; with several attention kinds the sum over kinds of layers x busiest rank is
-    minimized heuristically. Ignores the cuts of the shards. head: fraction, 0 to 1, of each share of a document too
-    heavy for one rank that comes from its head, for masks whose later rows see more keys. grain: rows of the largest
-    block; 0: no limit. weigh: balance pairs, or their time on the request's hardware, in which pairs of short and
+    Unless `align` moves cuts, tokens are exact: in proportion to speed, rounded to whole tokens, within token_cap. Work
+    is proportional to speed up to rounding; with several attention kinds the sum over kinds of layers x busiest rank is
+    minimized heuristically. Ignores the cuts of the shards. head: fraction (0 to 1) of each rank's share of a document
+    too heavy for one rank that comes from the document's head, if later rows see more keys. grain: most rows of a
+    block (0: no limit). weigh: balance pairs, or their time on the request's hardware, in which pairs of short and
     sparse bands cost more. align: cut documents at multiples of this many rows, halved repeatedly if token caps require
     it, because kernels take as long for a partial tile as for a full one. Raises ConfigError, CapacityError.
     """
@@ -90,8 +90,8 @@ class Blend(PlacePass):
 
 
 def _rows(problem: Problem, bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
-    """The work of rows: pairs of each kind times its factor, a number or one per band; for kinds that choose keys, the
-    keys."""
+    """The work of rows: pairs times the kind's factor (a number, or one per band); kinds that choose keys at run time
+    count at most the chosen number of keys per row."""
     rows = profile({kind: band_set for kind, band_set in bands.items() if kind not in problem.picked}, factor)
     for kind, picked in problem.picked.items():
         rows = rows.plus(picked, int(np.max(factor[kind], initial=1)))
@@ -99,8 +99,8 @@ def _rows(problem: Problem, bands: Mapping[str, Ints], factor: Mapping[str, int 
 
 
 def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
-    """kind -> int64 [joined bands]: time of one pair of each band as one task with all heads, both phases, times the
-    kind's `factor`. Kinds that choose keys at run time have one time for all bands. Units keep all sums exact."""
+    """kind -> int64 [joined bands]: time per pair of each band, run as one task with all heads, both phases, times the
+    kind's `factor`. Kinds that choose keys at run time have one time for all bands. The unit keeps all sums exact."""
     model, cost, times, total = problem.model, problem.cost, {}, 1.0
     for kind, bands in problem.joined_bands.items():
         pairs = np.maximum(area(bands), 1)
@@ -115,8 +115,8 @@ def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
 
 
 def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> Ints:
-    """int64 [ranks]: tokens of each rank in proportion to its rate, at most the common cap or its own; the excess of
-    capped ranks goes to others."""
+    """int64 [ranks]: tokens of each rank in proportion to its rate, at most `cap` (common, or per rank); the excess of
+    capped ranks goes to the others."""
     share, free = rates * (tokens / rates.sum()), np.ones(len(rates), bool)
     caps = np.broadcast_to(np.asarray(tokens if cap is None else cap), rates.shape)
     while cap is not None and free.any():
@@ -131,7 +131,7 @@ def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> I
 
 
 def _join_pieces(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
-    """Starts int64 [blocks + 1] and homes int64 [blocks]: adjacent pieces of one document on one rank are one block.
+    """Starts int64 [blocks + 1] and homes int64 [blocks]: adjacent pieces of one document on one rank become one block.
     pieces: int64 [3, n], first row, end and rank."""
     low, high, rank = pieces.take(np.argsort(pieces[0]), 1)
     is_first = changes(rank)
@@ -140,8 +140,8 @@ def _join_pieces(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
 
 
 def _align_cuts(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints, int]:
-    """The blocks with every cut moved to the nearest multiple of `rows` within its document, or of half as many and so
-    on if ranks have no room; and the multiple used."""
+    """Moves every cut to the nearest multiple of `rows` within its document, with `rows` halved until the caps hold;
+    returns starts, homes and the multiple used."""
     document = np.searchsorted(documents, starts, "right") - 1
     offset, end = starts - documents[document], np.append(documents, documents[-1])[document + 1]
     while rows > 1:

@@ -23,14 +23,14 @@ from apportion.planner.tasks.cells import Cells
 
 @dataclass(frozen=True)
 class Heads:
-    """groups: shares of the query heads; key_sets: shares of the KV heads, one for each group or for several."""
+    """groups: number of query-head shares; key_sets: number of KV-head shares, each used by one or more groups."""
 
     groups: int
     key_sets: int
 
     @staticmethod
     def of(model: Model, groups: int, field: str) -> Heads:
-        """Splits a model's heads. Raises ConfigError if groups would have parts of heads, or both exclusive and shared
+        """Splits a model's heads. Raises ConfigError if groups would get parts of heads, or both exclusive and shared
         KV heads."""
         kv = model.kv_heads
         if model.q_heads % groups or (kv % groups and groups % kv):
@@ -41,7 +41,7 @@ class Heads:
         return Heads(groups, min(groups, kv))
 
     def bytes_of(self, model: Model, phase: str) -> tuple[int, int]:
-        """Bytes, both ways, of a remote query row of a group and of a remote key row of a key set."""
+        """Bytes in both directions together for a group's remote query row, and for a key set's remote key row."""
         queries, keys = model.q_heads // self.groups, model.kv_heads // self.key_sets
         return (
             sum(model.sent_bytes(tensor, queries) for tensor in TRAVELLING["query", phase]),
@@ -66,7 +66,7 @@ class Pairs:
 
     @staticmethod
     def of(cells: Cells, blocks: int) -> Pairs:
-        """Merges cells over `blocks` blocks: many short documents share a block."""
+        """Merges cells with the same query and key blocks: many short documents can share one. blocks: their number."""
         key = cells.q.astype(np.int64) * blocks + cells.k
         if (key[1:] < key[:-1]).any():
             key, cell_pair = np.unique(key, return_inverse=True)

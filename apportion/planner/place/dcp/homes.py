@@ -25,10 +25,10 @@ from apportion.planner.tasks.cells import cut_cells
 
 #: candidate weights of compute against bytes, see `place_tokens`
 SPREADS = (SPREAD, SPREAD * 2, SPREAD / 2)
-# Approximate limit of block pairs per rank, and a total that is always allowed; beyond both, blocks are joined. Of 32
-# to 256 per rank, 64 moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms per thousand pairs.
+# Approximate limit on block pairs per rank, and a total that is always allowed; beyond both, blocks are joined. Of the
+# limits 32 to 256, 64 moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms per thousand pairs.
 PAIRS, FEW_PAIRS = 64, 5120
-# a heavy block, if long enough, is cut at multiples of the kernels' tile
+# heavy blocks are cut at multiples of the kernels' tile, or of 16 rows or 1 if they are short
 _STEPS = (128, 16, 1)
 
 
@@ -49,7 +49,7 @@ class Blocks:
         return Blocks(starts, self.home[np.searchsorted(self.starts, starts[:-1], "right") - 1])
 
     def finer(self, pairs: Sequence[Pairs]) -> Blocks:
-        """Halves the blocks of pairs with more than half the heaviest pair's work, the longer of the two; returns the
+        """In pairs with over half the most work, halves each block over half as long as the other; returns the
         same blocks if none can be cut."""
         heaviest = max((int(kind_pairs.work.max()) for kind_pairs in pairs if len(kind_pairs)), default=0)
         if heaviest <= 1:
@@ -75,7 +75,7 @@ class Blocks:
         compute: tuple[float, float],
         tokens: tuple[float, float],
     ) -> HypergraphProblem:
-        """The hypergraph of one kind and phase, without homes."""
+        """The hypergraph of one kind and phase, with no homes fixed."""
         edges = hyperedges(pairs, self.lengths, heads, heads.bytes_of(problem.model, phase))
         none, work = np.zeros(len(self.home), np.int64), np.tile(pairs.work, heads.groups)
         return HypergraphProblem(
@@ -102,10 +102,10 @@ def homes(
     groups: int,
     solver: HypergraphSolver,
 ) -> Blocks:
-    """A home for every block of the shards, cut if no rank has room for a whole one: the best of several candidates,
-    each refined together with compute: one for each of `tries` weights of compute against bytes, LPT's, and that of any
-    solver other than the greedy. compute, tokens: tolerances of (nodes, ranks) over their share; groups: head groups.
-    Raises CapacityError."""
+    """A home for every block of the shards, which are cut if no rank has room for a whole one. The best of several
+    candidates, each refined together with compute: one per weight of compute against bytes (the first `tries` of
+    SPREADS), LPT's, and the solver's unless it is `greedy`. compute, tokens: tolerances of (nodes, ranks) over their
+    share; groups: head groups. Raises CapacityError."""
     kind = max(problem.bands, key=lambda name: problem.layers[name] * problem.batch.area(name))
     starts = coarse_starts(problem, shards.starts, groups)
     blocks, room = Blocks(starts, np.full(len(starts) - 1, -1, np.int64)), _Room(problem, tokens)
@@ -128,7 +128,7 @@ def homes(
 
 
 def _lpt_homes(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
-    """int64 [blocks]: homes by LPT, which balances ranks if no query travels; -1 if no rank has room."""
+    """int64 [blocks]: homes by LPT, which balances compute if no queries travel; -1 if no rank has room."""
     sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
     weights = row_weights(problem, blocks.starts)
     zones = np.arange(problem.ranks) // problem.cluster.ranks_per_node
@@ -139,8 +139,8 @@ def _lpt_homes(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
 
 
 def _refine(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple[float, Blocks]:
-    """Refines homes together with compute; returns their cost (lower is better) and the homes. Cost: link time of the
-    slowest rank, and of the mean, after exchanges of blocks; infinite if compute is uneven."""
+    """Refines homes together with compute; returns their cost (lower is better) and the homes. The cost is the longest
+    plus the mean link time of the ranks, after exchanges of blocks; infinite if the initial ranks break a limit."""
     rank, free = hypergraph.initial_ranks(case), movable(problem, blocks.starts)
     if not hypergraph.is_valid(case, rank):
         return float("inf"), blocks
@@ -158,8 +158,8 @@ def movable(problem: Problem, starts: Ints) -> Bools:
 
 
 def coarse_starts(problem: Problem, starts: Ints, groups: int) -> Ints:
-    """The remaining starts, int64 [n], after joining neighbouring blocks of a sequence, so that block pairs over all
-    head groups stay within PAIRS and FEW_PAIRS, as far as possible."""
+    """The remaining starts, int64 [n], after joining neighbouring blocks of a sequence, so that the block pairs of all
+    head groups stay, if possible, within the larger of PAIRS per rank and FEW_PAIRS in total."""
     limit = max(FEW_PAIRS, PAIRS * problem.ranks) // groups
     area = max(int(problem.batch.area(kind)) for kind in problem.bands)
     size = max(1, int((area / max(1, limit)) ** 0.5) // int(np.diff(starts).max()))
@@ -206,12 +206,12 @@ class _Room:
         self.per_node = problem.cluster.ranks_per_node
 
     def remaining(self, blocks: Blocks) -> Ints:
-        """int64 [ranks]: remaining tokens of each rank, without the node's limit."""
+        """int64 [ranks]: room of each rank in tokens, ignoring its node's limit."""
         is_placed = blocks.home >= 0
         return self.ranks - exact_sums(blocks.home[is_placed], blocks.lengths[is_placed], len(self.ranks))
 
     def within_nodes(self, free: Ints) -> Ints:
-        """int64 [ranks]: remaining tokens of each rank, `free`, limited by the room of its node."""
+        """int64 [ranks]: room of each rank in tokens: `free`, but no more than the room of its node."""
         node_tokens = (self.ranks - free).reshape(-1, self.per_node).sum(1)
         result: Ints = np.minimum(free, np.repeat(self.nodes - node_tokens, self.per_node))
         return result
@@ -233,7 +233,7 @@ def _fill_ranks(
 ) -> Blocks:
     """Assigns blocks without a home to the emptiest ranks first, cutting blocks that exceed the room.
 
-    allowed: ranks; starts: int64, of the blocks to assign, None: all.
+    allowed: the ranks to use, None: all; starts: int64 [n], first tokens of the blocks to assign, None: all.
     """
     free = room.remaining(blocks)
     ranks = np.arange(len(free)) if allowed is None else np.array(allowed)

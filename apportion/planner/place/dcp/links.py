@@ -1,7 +1,7 @@
 """Exchanges homes inside nodes to shorten the busiest rank's link time.
 
-A tile needed on other nodes leaves its node from its home rank, so ranks of a node can swap blocks: the busiest rank
-gives one that it sends for one of another rank.
+A tile needed on other nodes leaves its node from its home rank, so homes within a node decide which links are busy:
+the busiest rank swaps a block that it sends for a block of another rank of its node.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.planner.problem import Problem
 from apportion.planner.solvers.contracts import HypergraphProblem
 
-#: a case whose hyperedges begin with their source block, in the first vertices; ranks of all vertices; and the number
-#: of query hyperedges, which come first
+#: (case, ranks of all vertices, number of query hyperedges): the case's first vertices are the blocks, the first pin of
+#: each hyperedge is the block that holds its tile, and the query hyperedges come first
 PlacedProblem = tuple[HypergraphProblem, Ints, int]
 
 
@@ -25,7 +25,7 @@ def link_gbs(problem: Problem) -> tuple[float, float]:
 
 
 def swap_homes(placed: Sequence[PlacedProblem], free: Bools, gbs: tuple[float, float]) -> tuple[Ints, Floats]:
-    """(int64 [blocks], float64 [ranks]): homes after exchanges of free blocks inside nodes within the token caps, and
+    """(int64 [blocks], float64 [ranks]): homes after exchanges of free blocks inside nodes, within the token caps, and
     the time on each rank's links. placed: cases of the same blocks and homes. gbs: see `link_gbs`."""
     case, cases = placed[0][0], [(one.ptr, one.pins, one.price, rank, count) for one, rank, count in placed]
     return core.exchange(

@@ -24,12 +24,12 @@ from apportion.planner.solvers.status import Limit, Status, Termination
 from apportion.planner.solvers.use import HypergraphSolver
 from apportion.planner.tasks.cells import cut_cells
 
-#: by kind and phase
+#: the solver's answers by (kind, phase)
 Answers = Mapping[tuple[str, str], VertexRanks]
 
-# maximum cells when those that are too heavy to balance are cut
+# cells too heavy to balance are cut until there are more cells than this
 MOST_CELLS = 2**19
-# Maximum number of such cuts: cells then have a thousandth of their pairs, and further cuts do not help.
+# Maximum number of such cuts: cells then have a thousandth of their original pairs, and further cuts do not help.
 MOST_CUTS = 5
 
 
@@ -39,9 +39,9 @@ class Dcp(PlacePass):
 
     head_groups: separately placed shares of the heads ("kv": one per KV head, as in the paper). solver: of kind
     hypergraph. epsilon_compute, epsilon_tokens: tolerances of nodes, and of ranks within a node, over their share by
-    speed, so that a rank has at most (1 + first) (1 + second) times its share; by default 5 and 2 % (the paper's
-    evaluation: compute 0.4 and 0.1). Both are met by cutting blocks finely enough. divisions: T of Listing 3. tries:
-    number of candidate homes; the ones with the shortest link time win. Obeys an explicit token_cap. Raises
+    speed: a rank gets at most (1 + first) (1 + second) times its share, by default 1.05 for compute, 1.02 for tokens
+    (paper: epsilon_compute 0.4, 0.1). Both are met by cutting blocks finely enough. divisions: T of Listing 3. tries:
+    number of candidate sets of homes; the set with the shortest link time wins. Obeys an explicit token_cap. Raises
     ConfigError, CapacityError, MissingDependencyError.
     """
 
@@ -105,7 +105,7 @@ class Dcp(PlacePass):
     def _exchange_homes(
         self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads, sides: Answers
     ) -> tuple[Blocks, Answers]:
-        """Exchanges homes to shorten the busiest links, for the same compute; returns them with the updated answers."""
+        """Exchanges homes to shorten the busiest links, with compute in place; returns blocks and updated answers."""
         cases = {key: self._case(problem, blocks, pairs[key[0]], heads, key[1]) for key in sides}
         inputs = [(cases[key], sides[key].rank, heads.groups * len(blocks.home)) for key in sides]
         home, _ = swap_homes(inputs, movable(problem, blocks.starts), link_gbs(problem))

@@ -1,5 +1,5 @@
-"""Sequential homes (DistCA, section 4.1 and Appendix B): ranks are filled one after another; of a causal sequence that
-is cut, each rank holds a part of the head and its mirror image.
+"""Sequential homes (DistCA, section 4.1 and Appendix B): ranks are filled one after another; if a causal sequence is
+cut, each of its ranks holds a part of the head and its mirror image.
 
     walk      0 2 4 6 8 ..             .. 9 7 5 3 1      steps of the walk along a causal sequence: first, last, ...
     ranks     |  0  |  1  |   2   |   2   |  1  |  0  |  steps 2i and 2i + 1 see length + 1 keys together
@@ -17,7 +17,7 @@ import numpy as np
 from apportion.ir.arrays import Bools, Ints, offsets
 from apportion.planner.problem import Problem
 
-# Without a cap, either end of a rank's range may shift by 1/SLACK of the fullest rank's share.
+# With home_ranks and no cap, either end of a rank's share may shift by 1/SLACK of the fullest rank's tokens.
 SLACK = 100
 
 
@@ -52,10 +52,10 @@ def causal_sequences(problem: Problem, kind: str) -> Bools:
 def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Ranges:
     """Every sequence's home ranges, in the order of sequences and steps.
 
-    folded: bool [sequences], True to walk from both ends. Ranks get shares of their allowed tokens in proportion to
-    their caps, equal for equal ranks. A share's end moves to the end of a sequence, else to a multiple of `granularity`
-    rows, if the caps leave room. Sequences with `home_ranks` are placed first, those with the fewest ranks before
-    others; the ratio of tokens to caps is as even as that order allows.
+    folded: bool [sequences], True to walk from both ends. Ranks share the tokens that they may hold in proportion to
+    their caps, so equal ranks get equal shares. A share's end moves to a nearby sequence end, else to a multiple of
+    `granularity` rows, if the caps leave room. Sequences with few `home_ranks` are placed before those with more;
+    the ratio of tokens to caps is as even as that order allows.
     """
     counts, parts = np.zeros(problem.ranks, np.int64), []
     for members, ranks in _groups(problem):
@@ -104,8 +104,8 @@ def _water_fill(used: Ints, tokens: int, caps: Ints) -> Ints:
 
 
 def _slack(problem: Problem, tokens: Ints, caps: Ints) -> int:
-    """Largest shift of a share's end in either direction: with home_ranks and no cap, a fraction of the fullest
-    share."""
+    """Largest shift of a share's end in either direction: half the least room of a rank, or, with home_ranks and no
+    cap, 1/SLACK of the fullest rank's tokens."""
     if problem.policy.token_cap is None and problem.batch.home_ranks:
         return int(tokens.max()) // SLACK
     return max(0, int((caps - tokens).min()) // 2)
@@ -137,7 +137,7 @@ def _parts(lengths: Ints, cuts: Ints) -> Ranges:
 
 
 def token_ranges(starts: Ints, folded: Bools, ranges: Ranges) -> tuple[Ints, Ints, Ints]:
-    """(low, high, rank): the global tokens [low, high) of the ranges, one or two each, sorted.
+    """(low, high, rank): global tokens [low, high), one or two intervals for each range, sorted.
 
     starts: int64 [sequences + 1], the first token of each sequence; folded: bool [sequences].
     """

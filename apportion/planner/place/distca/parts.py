@@ -1,4 +1,4 @@
-"""Migration units of DistCA: rows of one home against keys, as pairs.
+"""Migration units of DistCA, called pairs: rows of one home against a set of keys.
 
     whole rows    a home's rows x all keys that they see: the paper's tasks (section 4)
     parts         a home's rows x the keys of one home (section 8: beyond the paper's scheduler)
@@ -7,8 +7,8 @@
     rows of C  |     | ### | ##  |    a server that holds B computes C's rows against B's keys: it gets rows of C and
                                       sends back partial O; no key travels
 
-Any rows of a pair may be computed anywhere (`core/planner/distca.cpp`). As in the paper, whole rows of a causal
-sequence are a head and its mirror image: steps of the walk from both ends, with constant work per step.
+Any rows of a pair may be computed anywhere (`core/planner/distca.cpp`). With `form: paper`, whole rows of a causal
+sequence move as a head and its mirror image: steps of the walk from both ends, with constant work per step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from apportion.planner.tasks.cells import Cells, cut_columns
 
 class Limits(NamedTuple):
     """Limits of the migration, mostly parameters of `Distca`. granularity: rows; spare: fraction of a target by which a
-    part may exceed the requested work; priced_q: bytes of a query row in the price of a move. Bytes are per row; caps
-    in bytes, active if `capped`."""
+    part may exceed the requested work; priced_q: bytes of a query row in the price of a move. Sizes are bytes per row;
+    caps are bytes of a rank, active if `capped`."""
 
     tolerance: float
     two_sided: bool
@@ -51,8 +51,8 @@ class Pairs(NamedTuple):
     """Rows of one block against keys of blocks [k, k_end), sorted by (q, k): int64 [pairs]; their cells are [first[i],
     first[i + 1]) of the columns q0, q1, k0, k1, dmin, dmax, int64 [cells], diagonals in global tokens.
 
-    length: int64 [pairs], of the sequence if rows are steps of a causal walk from both ends (see `distca.homes`), with
-    one cell of [q0, q1) steps and [k0, k1) tokens; else 0. starts: int64 [blocks + 1] tokens.
+    length: int64 [pairs], the sequence's length if rows are steps of a walk from both ends (see `distca.homes`), with
+    one cell of [q0, q1) steps and [k0, k1) tokens; otherwise 0. starts: int64 [blocks + 1] tokens.
     """
 
     q: Ints
@@ -88,8 +88,8 @@ class Servers(NamedTuple):
 
 
 class MigrationSummary(NamedTuple):
-    """Outcome of a migration. forbidden: shares that caps prevented in the last pass; below: servers still short in the
-    last pass because E fell below the threshold; imbalance: load of the busiest server over its target, less 1;
+    """Outcome of a migration. forbidden: moves that caps prevented in the last pass; below: servers still short in the
+    last pass: no move has `threshold` pairs per byte; imbalance: load of the busiest server over its target, less 1;
     granularity: row multiple of the last pass's cuts."""
 
     passes: int
@@ -153,18 +153,18 @@ class Balance:
         blocks, tokens = len(starts) - 1, int(starts[-1])
         share = self.pairs.q[self.shares.pair] * blocks + self.pairs.k[self.shares.pair]
         q, k = (np.searchsorted(starts, tokens, "right") - 1 for tokens in (cells.q0, cells.k0))
-        names, share_number = ranked(share)
+        distinct, share_number = ranked(share)
         key = share_number * (tokens + 1) + self.cuts
         order = stable_order(key)
-        sorted_names = key[order]
-        cell_keys = np.searchsorted(names, q * blocks + k) * (tokens + 1) + cells.q0
-        result: Ints = self.shares.server[order[np.searchsorted(sorted_names, cell_keys, "right") - 1]]
+        sorted_keys = key[order]
+        cell_keys = np.searchsorted(distinct, q * blocks + k) * (tokens + 1) + cells.q0
+        result: Ints = self.shares.server[order[np.searchsorted(sorted_keys, cell_keys, "right") - 1]]
         return result.astype(np.int32)
 
 
 def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
-    """Migrates pairs of one kind until the limits hold, or no move helps. exhaustive: for tests, without skipping
-    shares that are certainly not the best."""
+    """Migrates pairs of one kind until the limits hold, or no move helps. exhaustive: also compares shares that cannot
+    be the best (for tests)."""
     pairs, origin = _find_pairs(site), site.begin[site.sequence]
     speed = float(site.speeds.sum())
     shares, servers, summary = core.migrate(pairs, site.home, origin, site.speeds, speed, limits, exhaustive)
@@ -172,7 +172,7 @@ def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
 
 
 def _find_pairs(site: Site) -> Pairs:
-    """Columns q, q0, q1, k0, k1, dmin, dmax, and the length of a sequence whose rows are steps."""
+    """Builds the pairs from the bands' cells and, for sequences walked from both ends, from ranges of steps."""
     columns = _cells(site)
     columns = columns[:, ~site.folded[site.sequence[columns[0]]]]
     columns = np.concatenate([np.append(columns, np.zeros_like(columns[:1]), axis=0), _walks(site)], axis=1)
@@ -189,7 +189,7 @@ def _find_pairs(site: Site) -> Pairs:
 
 
 def _cells(site: Site) -> Ints:
-    """int64 [7, cells]: bands cut by query block and, for parts, by key block."""
+    """int64 [7, cells], (block, q0, q1, k0, k1, dmin, dmax): bands cut by query block and, for parts, by key block."""
     if not site.whole:
         q, _, q0, q1, k0, k1, dmin, dmax = cut_columns(site.bands, site.starts).astype(np.int64)
         return np.stack([q, q0, q1, k0, k1, dmin + q0 - k0, dmax + q0 - k0])
@@ -201,7 +201,7 @@ def _cells(site: Site) -> Ints:
 
 
 def _walks(site: Site) -> Ints:
-    """int64 [8, ranges]: homes of sequences walked from both ends, each identified by its first block."""
+    """int64 [8, ranges], as `_cells` and a sequence's length: homes walked from both ends, by their first block."""
     homes = site.homes.take(np.flatnonzero(site.folded[site.homes.seq]))
     begin, end = site.begin[homes.seq], site.begin[homes.seq + 1]
     head, tail = begin + (homes.a + 1) // 2, end - homes.b // 2

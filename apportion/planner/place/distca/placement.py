@@ -1,6 +1,6 @@
 """Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are; attention moves.
 
-homes       sequential: ranks are filled one after another up to their caps, for any work         `distca.homes`
+homes       sequential: ranks are filled one after another by their caps, whatever the work       `distca.homes`
 attention   rows move from surplus to deficit servers, fewest bytes per pair first                `distca.parts`
 
 tokens   |  rank 0   |  rank 1   |  rank 2   |      work   ###########|##|####   ──►   ######|#####|######
@@ -31,7 +31,7 @@ from apportion.planner.tasks.tasks import hulls
 
 #: (low, high, rank): global tokens [low, high) of a rank, int64, sorted
 Map = tuple[Ints, Ints, Ints]
-#: starts, home, the rank of the rows of each kind, execution
+#: starts, home, the balance of each kind (the servers of its rows), execution
 Solution = tuple[Ints, Ints, dict[str, Balance], dict[tuple[str, str], Execution] | None]
 
 WHERE = "recipe.place.distca"
@@ -39,8 +39,8 @@ NO_CAP = 2**62
 # A policy may set a lower tolerance, but no plan of whole rows is as even.
 LEAST_TOLERANCE = 1e-4
 _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
-# Tasks take parts of keys if the busiest rank would otherwise send for this many times as long: in simulations with 8
-# to 256 ranks (log-normal documents, source files and documents), whole rows are up to 70 % faster below it.
+# Tasks take parts of keys if with whole rows the busiest rank would send this many times as long: in simulations of 8
+# to 256 ranks (log-normal lengths, source files and documents), whole rows are up to 70 % faster below this ratio.
 CROWDED = 1.35
 
 
@@ -48,27 +48,27 @@ CROWDED = 1.35
 class Distca(PlacePass):
     """Sequential homes and communication-aware greedy migration.
 
-    tolerance: a server is filled until its load is within this of its target (the paper's epsilon), or within the
-    policy's tolerance if lower. two_sided: repeat with half the tolerance until no server exceeds (1 + tolerance) times
+    tolerance: servers are filled until their load is within this fraction of the target (the paper's epsilon), or the
+    policy's tolerance if lower. two_sided: repeat with half the fraction until no server exceeds (1 + tolerance) times
     its target either; the paper considers deficits only. granularity: cuts are multiples of this many rows from the
     ends of a sequence; halved, down to one row, if two-sided balance requires it. threshold: pairs per byte below which
-    moves are not made (the paper's second stop rule; 0 makes all moves); a server left short for this reason is no
+    moves are not made (the paper's second stop rule; 0 makes all moves); a server left short for this reason is not an
     error. form: `paper` moves rows of causal sequences as pairs of a head and a tail, priced as in the authors' code:
     the rows of the head and all keys of the document; it excludes `head_tail: none`. `ranges` moves the first or last
-    rows of a rank's range. o_bytes: include returning O in the price of a query row. head_tail: homes of `causal`
-    sequences are pairs of a head and a tail, others ranges of rows; `all`: pairs for every sequence, so that homes do
+    rows of a rank's range. o_bytes: include returning O in the price of a query row. head_tail: which sequences have
+    homes that are pairs of a head and a tail, not ranges of rows: `causal` ones; `all`, so that homes do
     not depend on masks; or `none`. kv_free: KV already at the destination costs nothing; the paper charges for it.
-    kv_ranges: a task may read only a part of its rows' keys, those of one home, and `form` has no effect; the paper's
-    tasks read all. "auto": whole rows, unless the busiest rank would then send for 1.35 times as long, since rows
-    needed by many ranks all leave one home.
+    kv_ranges: a task reads only a part of its rows' keys, those of one home, and `form` has no effect; the paper's
+    tasks read all keys. "auto": all keys, unless the busiest rank would then send 1.35 times as long as with parts, as
+    keys needed by many ranks all leave one home.
 
-    Caps are bytes of one forward attention call. send_bytes, receive_bytes: limits of a rank's sent and received bytes:
-    Q, KV and returning O, in the model's dtype if whole rows move without reshuffling. buffer_bytes: limit of remote Q
-    and KV rows. O with cut keys, and keys of non-causal masks, are counted by an upper bound.
+    Caps are bytes of one forward attention call. send_bytes, receive_bytes: limits on what a rank sends and receives:
+    Q, KV and returning O (in the model's dtype if whole rows move without reshuffling). buffer_bytes: limit on remote Q
+    and KV rows. O of rows whose keys are cut, and keys of non-causal masks, are counted by an upper bound.
 
     Ranks of unequal speed get targets in proportion; home_ranks are respected; each attention kind is balanced
     separately, in the same way forward and backward. Raises ConfigError, and CapacityError if the caps, rather than the
-    granularity, prevent the tolerance, or are exceeded before any move.
+    granularity, prevent balance within the tolerance, or are exceeded before any move.
     """
 
     tolerance: Amount = 0.05
@@ -127,8 +127,8 @@ class Distca(PlacePass):
         )
 
     def solve(self, problem: Problem, whole: bool) -> tuple[Map, dict[str, Balance]]:
-        """The home of every token, and the server of the rows of each kind: against all their keys (whole), or against
-        each home's. Raises CapacityError."""
+        """The home of every token, and each kind's servers: of rows with all their keys (whole), or of rows with the
+        keys of one home. Raises CapacityError."""
         home_folded, causal = self._head_tail_sequences(problem)
         homes = sequential_homes(problem, home_folded, self.granularity)
         home = token_ranges(problem.batch.starts, home_folded, homes)
@@ -216,8 +216,8 @@ class Distca(PlacePass):
 
 
 def sending_seconds(problem: Problem, placement: Placement) -> float:
-    """Sending time of the busiest rank over a forward call of each kind, if rows cross to a node once and are forwarded
-    there."""
+    """Sending time of the busiest rank in a forward call, summed over kinds, if rows cross to a node once and are
+    forwarded there."""
     cluster, seconds = problem.cluster, 0.0
     for kind in problem.batch.kinds:
         flows = _Flows.of(problem, placement, kind)
@@ -247,7 +247,7 @@ def forward_bytes(problem: Problem, placement: Placement, kind: str) -> tuple[In
 
 @dataclass(frozen=True)
 class _Flows:
-    """Row transfers of a forward call, int64 [flows] each, equal `tile` for rows of one block; fetched: bool [flows],
+    """Row transfers of a forward call: int64 [flows]; rows of one block have the same `tile`. fetched: bool [flows],
     False for returning O."""
 
     src: Ints
@@ -274,7 +274,7 @@ class _Flows:
             np.concatenate([rank, key_rank, home[block]]),
             np.concatenate([rows, keys, rows]),
             np.concatenate(sizes),
-            # O of a row has partial results from several ranks
+            # each returning O is its own tile: ranks return different partial results of a row
             np.concatenate([block, len(home) + key_block, 2 * len(home) + np.arange(len(block))]),
             np.repeat([True, True, False], [len(block), len(key_block), len(block)]),
         )
@@ -290,7 +290,7 @@ def _returned_bytes(problem: Problem, whole: bool) -> int:
 
 
 def _tiles(block: Ints, low: Ints, high: Ints, rank: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
-    """(block, rank, rows) of tiles, int64 each: a rank receives once the hull of the rows that it needs of a block."""
+    """(block, rank, rows) of tiles, int64 each: a rank receives the hull of the rows it needs of a block, once."""
     remote = np.flatnonzero(home[block] != rank)
     ranks = int(rank.max(initial=0)) + 1
     tile, index = ranked(block[remote].astype(np.int64) * ranks + rank[remote])
@@ -310,12 +310,12 @@ def _common_blocks(home: Map, balances: list[Map]) -> tuple[Ints, Ints, list[Int
 
 
 def _range_of(low: Ints, tokens: Ints) -> Ints:
-    """The index of the range, among those beginning at `low`, of each token."""
+    """The index of each token's range; low: first tokens of the ranges."""
     return np.searchsorted(low, tokens, "right") - 1
 
 
 def _load(problem: Problem, balances: Mapping[str, Balance]) -> Ints:
-    """int64 [ranks]: pairs, summed over kinds times layers."""
+    """int64 [ranks]: pairs, summed over the layers of all kinds."""
     load: Ints = np.sum([problem.layers[k] * item.servers.load for k, item in balances.items()], axis=0)
     return load
 

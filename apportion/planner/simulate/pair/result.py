@@ -59,8 +59,8 @@ class PairRun:
     @property
     def hidden(self) -> float:
         """Fraction of the single stream's exposed communication that alternation hides; 1.0 if there is none."""
-        signal_cost = self.single.makespan_us - self.signal.makespan_us
-        return (self.single.makespan_us - self.turns.makespan_us) / signal_cost if signal_cost > 0 else 1.0
+        exposed_us = self.single.makespan_us - self.signal.makespan_us
+        return (self.single.makespan_us - self.turns.makespan_us) / exposed_us if exposed_us > 0 else 1.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,18 +1,18 @@
 """Simulates two alternating halves of a microbatch (DistCA, section 4.1, "Ping-Pong execution").
 
-Both halves' programs run on the same ranks with the linear layers before and after attention, several times over:
+Both halves' programs run on the same ranks, with the linear layers before and after attention, for several layers:
 
     turns    before · dispatch a, before · dispatch b, compute a, compute b, collect a · after, collect b · after
              and between layers collect, after, before and dispatch of a half without a break
     serial   one half after the other, each with its own overlap
     single   like serial, with a wait right after every launch: communication on the compute stream, the paper's
              "Single Stream" (section 6.3)
-    signal   like turns, with zero transfer time, the paper's "Signal": an upper bound of overlap
+    signal   like turns, with zero transfer time, the paper's "Signal": an upper bound on the overlap
     whole    the plan of the undivided microbatch, if given, with its own overlap. Halves fetch shared
              rows twice, so this is the baseline to beat
 
 Segments are those of the executor (`ir.plan.segments`). The halves share all links and NICs; channels are separate
-unless a number of process groups is given: then they share the groups, and a round waits for earlier ones in its group.
+unless a number of process groups is given: then they share these, and a round waits for earlier ones in its group.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _check_plans(plans: list[Plan]) -> None:
 
 
 class Half(NamedTuple):
-    """One half's program. segment: int64 [instructions], 0 dispatch, 1 compute, 2 collect. busy, before, after: float64
-    [ranks], the program and the linear layers on either side of it. contention: as in `PreparedProgram`."""
+    """One half's program. segment: int64 [instructions], 0 dispatch, 1 compute, 2 collect. busy: float64 [ranks], work
+    of the program; before, after: of the linear layers on either side of it. contention: as in `PreparedProgram`."""
 
     script: Script
     traffic: Traffic
@@ -178,7 +178,7 @@ def _segments(view: View) -> Ints:
 
 
 def _linear_us(view: View, costs: Costs) -> tuple[Floats, Floats]:
-    """float64 [ranks] (before, after) attention: projections to Q, K and V, and all other linear work; swapped in
+    """Microseconds (before, after) attention, float64 [ranks]: Q, K and V projections; other linear work. Swapped in
     backward. A program that projects heads itself includes the projections."""
     model, plan = view.model, view.plan
     rows = plan.layout(plan.header.home_layout).rows_per_rank
@@ -195,8 +195,8 @@ def _linear_us(view: View, costs: Costs) -> tuple[Floats, Floats]:
 
 
 class PairInstructions(NamedTuple):
-    """Instructions of both halves and all layers, unordered. rank, slot (position in a mode's order), number (within
-    the slot), role: int64 [rows]; work_us: float64; launch: int64, numbered over all, or -1."""
+    """Instructions of both halves and all layers, unsorted. rank, slot (position in a mode's order), number (within
+    the slot), role: int64 [rows]; work_us: float64; launch: int64, numbered over all halves and layers, or -1."""
 
     rank: Ints
     slot: Ints
@@ -207,7 +207,7 @@ class PairInstructions(NamedTuple):
 
 
 def _run_pair(plans: list[Half], kind: str, phase: str, layers: int, groups: int | None) -> PairRun:
-    """Runs all modes. plans: both halves, and the whole if given."""
+    """Runs all modes. plans: both halves, and the undivided microbatch if given."""
     halves, label = _on_groups(plans[:2], groups), f"{kind} {phase}"
     runs = [_simulate(halves, layers, way, f"{label}, {way}") for way in WAYS]
     runs += [_simulate(_on_groups([whole], groups), layers, WHOLE, label) for whole in plans[2:]]
@@ -303,7 +303,7 @@ def _traffic(copies: list[Half], first: Ints, number: Ints) -> Traffic:
 
 
 def _script(rows: PairInstructions, launch: Ints, copies: list[Half], src: Ints, traffic: Traffic) -> Script:
-    """The script of sorted rows. launch: int64 [rows], their launches; src: int64 [launches], previous numbers."""
+    """The script of sorted rows. launch: int64 [rows], their launches; src: int64 [launches], earlier numbers."""
     ranks = len(copies[0].before)
     rank, round_, channel = (
         np.concatenate([getattr(half.script, name) for half in copies])[src]

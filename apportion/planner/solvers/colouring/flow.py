@@ -1,8 +1,8 @@
 """Edge colouring in the minimum number of matchings, the fullest first, by repeated min-cost flows.
 
 Ranks with fewer sends or receives than the busiest get padding edges, so that all have the same degree; such a
-multigraph keeps a perfect matching after removal of any perfect matching (König, 1916). Each flow takes one with the
-fewest padding edges. Flows of one unit per rank are an assignment, which scipy solves.
+multigraph keeps a perfect matching after removal of any perfect matching (König, 1916). Each flow finds one with the
+fewest padding edges. A flow of one unit per rank is an assignment problem, which scipy solves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from apportion.planner.solvers.colouring.matching import matchings, max_degree
 from apportion.planner.solvers.contracts import Colouring, ColouringProblem
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
-# cost of pairs without an edge: more than any matching of padding
+# cost of pairs without an edge: more than a whole matching of padding edges
 _NEVER = 1e6
 
 
@@ -49,7 +49,7 @@ def _counts(src: Ints, dst: Ints, ranks: int) -> Ints:
 
 
 def _padding(src: Ints, dst: Ints, ranks: int, degree: int) -> Ints:
-    """int64 [ranks, ranks]: padding edges that raise all ranks to the degree, from first senders to first receivers."""
+    """int64 [ranks, ranks]: padding edges that raise all ranks to the degree; senders and receivers pair in order."""
     deficits = [degree - np.bincount(ends, minlength=ranks) for ends in (src, dst)]
     ends = [np.repeat(np.arange(ranks), deficit) for deficit in deficits]
     return _counts(ends[0], ends[1], ranks)

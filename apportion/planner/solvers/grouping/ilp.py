@@ -1,10 +1,10 @@
 """Exact grouping: group sizes and the group of each sequence, minimizing the slowest group's time (FlexSP, section 4).
 
-From both sides: a greedy mix and local search (`mixing`) give answers; integer programs (`programs`) give bounds and
+Works from both sides: a greedy mix and local search (`mixing`) give answers, integer programs (`programs`) bounds and
 better answers. First the relaxed program is solved for time limits between the bound and the best answer, by bisection:
 infeasibility raises the bound, a feasible answer proposes counts of groups to the search. The remaining gap is closed
-by the program for a few groups at a time, started from their contents. A small problem is solved by that program as a
-whole, whose bound proves the answer.
+by the full program for a few groups at a time, started from their contents. A small problem is solved by it as a
+whole; its bound then proves the answer.
 
 FlexSP solves one program per count of microbatches under a wall-clock limit. Here the limit is in steps, so that equal
 problems have equal answers.
@@ -24,7 +24,7 @@ from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
 #: default nodes of each search tree
 DEFAULT_NODES = 100
-# Effort for this many sequences x ranks (larger problems get the same total work, not more per step):
+# Effort for this many sequences x ranks; larger problems get fewer steps, for the same total work:
 _USUAL_SIZE = 4096
 # local search: counts of groups to try; how many of the best mixes to anneal, and for how many steps; how many of the
 # best of these to kick, and how often
@@ -41,7 +41,7 @@ _PROBES, _FINE = 16, 1.001
 _UNDECIDED = 2
 # largest number of choices of a problem solved as a whole by its program
 _COMPLETE = 1200
-# number of solved parts of a larger problem, and the choices of each
+# number of parts of a larger problem to solve, and choices in the program of each
 _PARTS, _PART = 6, 150
 # larger parts are skipped: two groups of very many sequences, for which a program is worse than local search
 _MOST_PART = 600
@@ -122,8 +122,8 @@ def check_capacity(problem: GroupingProblem) -> None:
 
 
 def _canonical(problem: GroupingProblem) -> tuple[Ints, GroupingProblem]:
-    """The sequences, largest first, so that their order does not matter, without degrees larger than the ranks or too
-    small for every sequence."""
+    """An order of the sequences, largest first, so that the given order does not matter; and the problem in it, without
+    degrees larger than the ranks, and with infinite time where a sequence does not fit a group."""
     order = np.lexsort((*(-problem.times.T), -problem.sizes))
     degrees = problem.degrees[problem.degrees <= problem.ranks]
     times, sizes = problem.times[order][:, : len(degrees)].copy(), problem.sizes[order]
@@ -177,7 +177,7 @@ def _by_local_search(
 
 
 def _by_bisection(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int) -> _SearchState:
-    """Raises the bound when the small program is infeasible; else searches from the counts of its answer."""
+    """Raises the bound when the relaxed program is infeasible; else searches from the counts of its answer."""
     from apportion.planner.solvers.grouping.programs import mix_for
 
     # before the first answer, a time that no mix can exceed

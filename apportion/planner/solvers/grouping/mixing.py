@@ -45,7 +45,7 @@ class Mix:
 
 
 def greedy_mix(problem: GroupingProblem, bound: float) -> Mix | None:
-    """The greedy mix, or None if ranks or tokens run out at any time limit. bound: a lower bound."""
+    """The greedy mix, or None if ranks or their capacity do not suffice at any time limit. bound: a lower bound."""
     finite = problem.times[np.isfinite(problem.times)]
     low, high = bound, float(finite.sum())
     best = _first_fit_mix(problem, max(low, high))

@@ -35,7 +35,7 @@ _HEAVY_SHARE, _MOST_HEAVY = 0.2, 32
 _MOST_KINDS = 128
 # thresholds of dual feasible functions: smaller shares are dropped, shares above the complement counted as whole
 _DROPPED = (0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.45, 0.5)
-# multiples to which others round down
+# k of further dual feasible functions: k + 1 times the share, rounded down, over k
 _MULTIPLES = (1, 2, 3, 4, 5, 6)
 # relative enlargement of groups, so that shares that fill one exactly are not counted above it
 _SLACK = 1e-9
@@ -59,13 +59,13 @@ class _Kinds:
     whole: Bools
 
     def room(self, fits: Bools) -> Floats:
-        """float64 [kinds, degrees]: largest fraction of each kind at a degree."""
+        """float64 [kinds, degrees]: largest fraction of each kind that may be placed at each degree."""
         rows = [np.bincount(self.label, self.part * column, len(self.whole)) for column in fits.T]
         limits: Floats = np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
         return limits
 
     def minimum(self, items: Ints, row: Floats) -> Floats:
-        """float64 [kinds]: minimum for a whole kind, from the cheapest of its `items`."""
+        """float64 [kinds]: least share that a whole kind takes, as if all of it were like its cheapest item."""
         result = np.full(len(self.whole), np.inf)
         np.minimum.at(result, self.label[items], row / self.part[items])
         return np.where(np.isfinite(result), result, 0.0)
@@ -159,7 +159,7 @@ def slots(
     problem: GroupingProblem, counts: Ints, start: Mix | None, bound: float, nodes: int, gap: float
 ) -> tuple[Mix | None, SolverRun]:
     """The best mix with at most `counts` groups of each degree (int64 [degrees]), and the solver's run; its bound is a
-    time. The start must have such counts; the answer is never worse."""
+    time. The start must have such counts; the answer is never worse than it."""
     column = group_of(counts)
     worst = np.inf if start is None else start.value
     unit = start.value if start else float(problem.times[np.isfinite(problem.times)].max())

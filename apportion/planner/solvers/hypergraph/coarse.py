@@ -1,4 +1,4 @@
-"""Coarsens hypergraphs: merges vertices with the same neighbours, as far as parts are known.
+"""Coarsens hypergraphs: merges vertices whose neighbours are on the same parts, as far as these are known.
 
 All cells of a long document with queries on one rank and keys on another form a rectangle; it is cut into pieces of one
 or several rows. Pieces then move as a whole and share the price of their hyperedges.
@@ -15,8 +15,8 @@ from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, limit: int) -> Ints:
     """int64 [V]: the merged vertex of each, numbered from 0; those with a part (not -1) stay unmerged.
 
-    Free vertices of one base are merged, by hyperedge, if their most and least expensive hyperedges have homes on the
-    same parts; a merged vertex has up to 1/limit of all flops.
+    Free vertices of one `base` are merged, by hyperedge, if their most and least expensive hyperedges have homes on the
+    same parts; a merged vertex has up to 1/`limit` of the free vertices' flops.
     """
     free = part < 0
     edge_of = group_of(np.diff(graph.ptr))
@@ -40,7 +40,7 @@ def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, limit: int) -> Ints
 
 
 def contract(graph: Graph, cluster: Ints, count: int) -> Graph:
-    """The hypergraph of `count` merged vertices, int64 [V]; hyperedges are kept, with each vertex once."""
+    """The hypergraph of `count` merged vertices; all hyperedges are kept, with each vertex once. cluster: int64 [V]."""
     edge_of = group_of(np.diff(graph.ptr))
     pairs = np.unique(edge_of * count + cluster[graph.pins])
     ptr = offsets(np.bincount(pairs // count, minlength=len(graph.price)))

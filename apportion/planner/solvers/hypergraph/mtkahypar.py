@@ -160,7 +160,7 @@ def _assign(
 
 
 def _job(problem: HypergraphProblem, vertices: Ints, cluster: Ints, part: Ints, base: int, caps: Ints) -> Job:
-    """The subhypergraph of these vertices, in the engine's numbers."""
+    """The subhypergraph of these vertices, in the engine's units."""
     count = int(cluster.max()) + 1
     cluster_of = np.full(len(problem.flops), -1, np.int64)
     cluster_of[vertices] = cluster

@@ -2,7 +2,7 @@
 
 Vertices with tokens are placed together with those most connected to them (`tokens`), then the others separately, and
 both balances are repaired (the compiled core's `hypergraph_moves.cpp`), first over nodes, then over the ranks of each.
-Finally both change ranks jointly (`hypergraph_joint.cpp`). An engine may replace the first two steps.
+Finally all vertices change ranks jointly (`hypergraph_joint.cpp`). An engine may replace the first two steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def solve(problem: HypergraphProblem, budget: Budget) -> VertexRanks:
 
 
 def initial_ranks(problem: HypergraphProblem) -> Ints:
-    """int64 [V]: the greedy's initial answer, for comparing homes, with all vertices with tokens fixed. It depends on
+    """int64 [V]: the greedy's initial answer if all vertices with tokens are fixed; for comparing homes. Depends on
     the order of the vertices."""
     return spread(problem, problem.required, thorough=False)
 
@@ -50,7 +50,7 @@ def partition(
     engine: Engine,
     place_homes: Callable[[HypergraphProblem], Ints] = place_tokens,
 ) -> VertexRanks:
-    """Places vertices with tokens (-1 if none fits), the rest by an engine; refines both jointly and checks the result.
+    """Places vertices with tokens by `place_homes` (-1: no room), the rest by `engine`; then refines all and checks.
 
     FEASIBLE if both constraints hold at both levels, OPTIMAL if the value equals the bound, else NO_SOLUTION, or
     INFEASIBLE if fixed vertices or a single one exceed a limit.
@@ -71,7 +71,7 @@ def partition(
 
 
 def spread(problem: HypergraphProblem, homes: Ints, thorough: bool = True) -> Ints:
-    """int64 [V]: ranks for all vertices with given homes of those with tokens, nodes first. thorough: try all methods
+    """int64 [V]: ranks for all vertices, given the homes of those with tokens; nodes first. thorough: try all methods
     of `level`."""
     per_node, free = problem.ranks_per_node, homes < 0
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
@@ -185,7 +185,7 @@ def connectivity(problem: HypergraphProblem, part: Ints, parts: int) -> float:
 
 def lower_bound(problem: HypergraphProblem) -> float:
     """Lower bound: a hyperedge spans at least the ranks of its fixed vertices, and a connected component that needs n
-    ranks has n - 1 crossings of hyperedges, each at least as expensive as its cheapest."""
+    ranks has n - 1 crossings of hyperedges, each at least as expensive as the component's cheapest hyperedge."""
     fixed = problem.required
     edge_bound = connectivity(problem, fixed, problem.ranks)
     count = len(fixed)

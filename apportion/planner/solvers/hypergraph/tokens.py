@@ -1,5 +1,5 @@
-"""Homes for the vertices with tokens, decided first (DCP, section 4.2, fixes tokens and compute together; no
-partitioner keeps both balances, so here tokens come first).
+"""Homes for the vertices with tokens, decided first (DCP, section 4.2, places tokens and compute together, but no
+partitioner keeps both balances).
 
 Every vertex without tokens joins the one with the most expensive connection (compute joins its queries), which makes
 clusters with two weights. Clusters are placed by decreasing density, flops per token; small connected components are

@@ -61,7 +61,7 @@ def _solve(problem: PartitionProblem) -> Partition:
 
 
 def makespan_bound(weights: Ints, speeds: Floats) -> float:
-    """A lower bound of the busiest bin's weight over speed: mean load, heaviest item, and the pigeonhole principle: of
+    """A lower bound on the busiest bin's weight over speed: mean load, heaviest item, and the pigeonhole principle: of
     the k*N + 1 heaviest items some bin gets k + 1, at least as heavy as the k + 1 lightest of them."""
     if not len(weights) or not weights.any():
         return 0.0
@@ -90,7 +90,7 @@ def _groups(allowed: Sequence[tuple[int, ...] | None] | None, items: int) -> tup
 class _Affinity(NamedTuple):
     """Families and zones; all empty if unused.
 
-    family: int64 [K], of items with a family, else -1; zone: int64 [bins]; zone_ptr, zone_bins: the bins of each zone
+    family: int64 [K], -1 for the only item of a family; zone: int64 [bins]; zone_ptr, zone_bins: the bins of each zone
     as CSR.
     """
 

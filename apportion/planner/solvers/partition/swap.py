@@ -25,7 +25,7 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 
 #: accepted distance to the bound
 ENOUGH = 5e-4
-#: largest exact integer of float64; rate of an empty bin
+#: limit of sums that float64 holds exactly; rate of a bin with cap 0
 EXACT, TINY = 2.0**52, 1e-9
 
 
