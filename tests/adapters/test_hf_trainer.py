@@ -42,8 +42,8 @@ def test_evaluation_is_the_mean_over_tokens(pool: Any, alone: Any, tmp_path: Pat
     assert abs(first - expected) <= LOSS
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])  # the second is saved under other names
-def test_a_killed_run_resumes_within_an_epoch(pool: Any, tmp_path: Path, name: str) -> None:
+def test_a_killed_run_resumes_within_an_epoch(pool: Any, tmp_path: Path) -> None:
+    name = "qwen3_moe"  # saved under other names
     saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     (whole, _), *_ = pool.run(jobs.train, 4, tmp_path / "whole", saving, True, None, None, True, name)
     with pytest.raises(RankError, match="died"):
