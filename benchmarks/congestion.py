@@ -61,7 +61,7 @@ Pairs = dict[str, tuple[tuple[float, ...], Callable[[Figures], tuple[float, ...]
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper. name: of its marker; figures: titles of the results; steps: see `Pairs`."""
+    """A paper. name: its marker's; figures: titles of the results; steps: see `Pairs`."""
 
     name: str
     title: str

@@ -72,7 +72,7 @@ using Passed = std::conditional_t<IS_OPENED<std::remove_cvref_t<T>>, nb::handle,
 template <class T>
 using Taken = std::conditional_t<IS_OPENED<std::remove_cvref_t<T>>, std::remove_cvref_t<T>, T>;
 
-// Converts the arguments of loops and keeps their arrays open. name: of the argument, for errors.
+// Converts the arguments of loops and keeps their arrays open. name: the argument's, for errors.
 class Opener {
  public:
   template <class T, class Given>

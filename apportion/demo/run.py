@@ -121,7 +121,7 @@ def _show(record: dict[str, Any]) -> None:
     for failure in record["failures"]:
         console.print(f"[red]failed:[/red] {failure}")
     console.print(
-        f"{'ok' if record['ok'] else 'not ok'}: largest difference of losses {record['largest_difference']:.1e} "
+        f"{'ok' if record['ok'] else 'not ok'}: largest loss difference {record['largest_difference']:.1e} "
         f"(allowed {TOLERANCE:.0e}); {len(pairs)} steps of {workload.TOKENS:,} tokens on {workload.RANKS} processes, "
         f"{record['tokens_per_s']:,.0f} tokens/s; ranks waited {1e3 * record['waited_s']:.0f} ms for plans in total"
     )

@@ -72,7 +72,7 @@ def makespan(placed: float, loads: Ints | Floats, speeds: Floats) -> Bound:
 
 def slots(degrees: Iterable[int], counts: Iterable[int]) -> Bound:
     """Bounds the slots of all exchanges, given their tiles and routes: a rank sends and receives at most one tile per
-    slot, so an exchange needs at least the degree of its busiest rank. degrees: of the busiest rank, per exchange.
+    slot, so an exchange needs at least the degree of its busiest rank. degrees: the busiest rank's, per exchange.
     counts: slots per exchange."""
     minimum, total = sum(degrees), sum(counts)
     return Bound("slots", float(minimum), float(total), None if minimum else "nothing is exchanged")

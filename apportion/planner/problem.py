@@ -222,10 +222,10 @@ class Placement:
 
     bound: a lower bound of the busiest rank's load over its speed, in the units of `weight`. groups: None, or int64
     [groups + 1], the first rank of each group of consecutive ranks, and the end: `home` then has group numbers, and a
-    group's ranks share its tokens and split the heads (Ulysses). termination: of the solver that chose the homes, in
-    its own units; None: a heuristic ran to its end. execution: (kind, phase) -> ranks of the cells that `cut_cells`
+    group's ranks share its tokens and split the heads (Ulysses). termination: how the solver of the homes ended, in its
+    own units; None: a heuristic ran to its end. execution: (kind, phase) -> ranks of the cells that `cut_cells`
     makes from the kind's bands and `starts`; None: every rank computes its own queries. head_groups: number of
-    contiguous shares of the query heads in `execution`. departures: from the recipe's request.
+    contiguous shares of the query heads in `execution`. departures: deviations from the recipe's request.
     """
 
     starts: Ints

@@ -62,7 +62,7 @@ FULL, WINDOW = "basic_mask", "sliding_window_mask"  # Titan's names of attention
 
 class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
     """kind -> (handle, kind), passed to Titan's models as masks, with the `to` that its validator calls. handles: of
-    two halves; ticks: of the iteration."""
+    two halves; ticks: the iteration's ticks."""
 
     handles: tuple[PlanHandle, ...] = ()
     ticks: tuple[PlannedBatch, ...] = ()
@@ -418,7 +418,7 @@ def _finish_backward(part: Any, last: bool) -> None:
 
 
 def planned(config: Trainer.Config, validation: str | None = None, **data: Any) -> Any:
-    """Makes a `PlannedTrainer.Config`. data: of `PlannedDataLoader.Config`; validation: the validator's dataset."""
+    """A `PlannedTrainer.Config`. data: fields of `PlannedDataLoader.Config`; validation: the validator's dataset."""
     loader: Any = PlannedDataLoader.Config(**data)
     microbatches = loader.microbatches if loader.ticks else 1
     training = replace(config.training, local_batch_size=microbatches)

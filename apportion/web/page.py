@@ -1,4 +1,4 @@
-"""Assembles pages: HTML, style and script are files in `assets/`; data is JSON, escaped to stay in its element.
+"""Assembles pages: HTML, style and script are files in `assets/`; data is JSON, escaped: it cannot end its element.
 
 A page loads nothing, and runs nothing but its own script and style: its content-security policy lists their digests.
 """

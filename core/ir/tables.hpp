@@ -38,7 +38,7 @@ struct ScannedTable {
   std::int64_t bytes;
 };
 
-// Scans the tables of a part, which must contain nothing else. columns: of each table. Throws Malformed.
+// Scans the tables of a part, which must contain nothing else. columns: number of columns of each table. Throws Malformed.
 std::vector<ScannedTable> scan_part(Reader part, const std::vector<std::int64_t>& columns, std::int64_t rank);
 
 // Fills rows [first, first + found.rows) of a table with numbers in [-bound, bound). Returns true if all are in bounds;

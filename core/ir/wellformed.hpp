@@ -14,7 +14,7 @@
 
 namespace apportion {
 
-// flaw: the broken rule. row: of the table, over all ranks; for "sum", a rank, whose instructions consume `consumed`
+// flaw: the broken rule. row: index in the table, over all ranks; for "sum", a rank, whose instructions consume `consumed`
 // rows. column: for "range" and "unknown operand".
 struct Refusal {
   const char* flaw;

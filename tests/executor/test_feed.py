@@ -68,8 +68,10 @@ def check(pool: Pool, encoder: Plan, decoder: Plan, places: NDArray[Any]) -> Non
     )
     leaves = [torch.from_numpy(one.copy()).requires_grad_() for one in (patches, tokens)]
     rows = np.concatenate([np.arange(first, first + count) for first, _, count in places])
-    encoded = jobs_feed.encode(leaves[0], weights_by_name, jobs_feed.dense(dense_mask(encoder.request.batch)))
-    attend = jobs_feed.dense(dense_mask(decoder.request.batch))
+    encoded = jobs_feed.encode(
+        leaves[0], weights_by_name, jobs_feed.dense_attention(dense_mask(encoder.request.batch))
+    )
+    attend = jobs_feed.dense_attention(dense_mask(decoder.request.batch))
     out = jobs_feed.decode(leaves[1], torch.from_numpy(rows), encoded, weights_by_name, attend)
     out.backward(torch.from_numpy(grad))
     home_tokens = [

@@ -90,7 +90,7 @@ def other_rows(comm: Communicator, places: Any, pieces: tuple[bytes, bytes]) -> 
     return ""
 
 
-def dense(mask: np.ndarray) -> Attend:
+def dense_attention(mask: np.ndarray) -> Attend:
     """Attention in one process, with a dense mask."""
     allowed = torch.from_numpy(mask)
 

@@ -21,15 +21,15 @@ from tests.ranks.loading import HereSource, Recorded, seen
 def passes(
     comm: Communicator, arguments: dict[str, Any], count: int, dataset: Recorded | None = None
 ) -> tuple[list[list[Any]], list[int]]:
-    """This rank's batches in each of `count` passes, and the samples that it reads. arguments: of the loader."""
+    """This rank's batches in each of `count` passes, and the samples that it reads. arguments: the loader's."""
     data = Recorded() if dataset is None else dataset
     loader = PlannedLoader(data, communicator=comm, **arguments)
     return [[seen(batch) for batch in loader] for _ in range(count)], data.read
 
 
 def agreeing(comm: Communicator, arguments: list[dict[str, Any]]) -> tuple[list[bytes], int, str]:
-    """The ids of this rank's plans, the number of its fallbacks, and the error that ends its pass. arguments: of each
-    rank's loader."""
+    """The ids of this rank's plans, the number of its fallbacks, and the error that ends its pass. arguments: for
+    each rank's loader."""
     own_arguments = {"communicator": comm, "timeout_s": 4.0, "on_timeout": "local", **arguments[comm.rank]}
     warm_up_arguments = {**arguments[0], "source": HereSource()}
     list(PlannedLoader(Recorded(), communicator=comm, **warm_up_arguments))  # warms up planning

@@ -1,4 +1,4 @@
-"""A tiny vision-language model in a custom loop, with images and text under two plans, and in one process."""
+"""A tiny vision-language model in a custom loop: images and text under two plans, or without plans in one process."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def dense(lengths: list[int], causal: bool) -> Attend:
     mask = mask.tril() if causal else mask
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one.transpose(0, 1) for one in (q, k, v))
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
 
     return attend

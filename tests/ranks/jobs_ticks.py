@@ -20,7 +20,7 @@ def trained(
     comm: Communicator, arguments: dict[str, Any], pipeline: Sequence[Any] | None, kinds: Sequence[str] | None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of each iteration and the gradients of a pass, summed over ranks; an optimizer steps at the end.
-    pipeline: arguments of `tick_table`; kinds: of its virtual stages."""
+    pipeline: arguments of `tick_table`; kinds: its virtual stages' kinds."""
     torch.manual_seed(0)
     model = Decoder(arguments["model"], 800).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -384,7 +384,7 @@ def lines(data: dict[str, list[dict[str, Any]]]) -> bytes:
 
 
 def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
-    """The files by path. plans: of the cases."""
+    """The files by path. plans: the cases' plans."""
     files: dict[str, bytes] = {}
     index: dict[str, list[dict[str, Any]]] = {
         "cases": [],

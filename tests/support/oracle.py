@@ -51,7 +51,7 @@ class Problem:
         sinks: bool = False,
         softcap: float | None = None,
     ) -> Problem:
-        """Draws normal numbers in float64."""
+        """Draws normally distributed values in float64."""
         rng = np.random.default_rng(seed)
         q, k = (rng.standard_normal((tokens, heads, head_dim)) for heads in (q_heads, kv_heads))
         v, do = (rng.standard_normal((tokens, heads, v_head_dim)) for heads in (kv_heads, q_heads))

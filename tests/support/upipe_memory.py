@@ -124,7 +124,7 @@ class Arena(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of a group. rows: of the group, in attention order; home: the rank's own rows; tiles, gradient_tiles:
+    """One rank of a group. rows: the group's, in attention order; home: the rank's own rows; tiles, gradient_tiles:
     the rows of KV and of dKV from other groups that it holds at a time."""
 
     rows: int

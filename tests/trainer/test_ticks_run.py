@@ -27,7 +27,7 @@ KINDS = {"full": masks.causal(), "near": masks.sliding_window(6), "sink": masks.
 def tick_arguments(
     tokens: int, ranks: int, recipe: str | None, layers: Any = 4, **options: Any
 ) -> dict[str, Any]:
-    """Arguments of the loader. tokens: of a microbatch on all ranks."""
+    """Arguments of the loader. tokens: total of a microbatch on all ranks."""
     kwargs = planning(replace(job(ranks, tokens), model=replace(MODEL, layers=layers)))
     return {**kwargs, "recipe": recipe, **options}
 

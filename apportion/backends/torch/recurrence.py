@@ -34,7 +34,7 @@ from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent, widest_halo
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs of one class. runs: their numbers; rows: int64, their rows, concatenated; lengths: of each run; ends: int64
+    """Runs of one class. runs: their numbers; rows: int64, their rows, concatenated; lengths: rows per run; ends: int64
     [runs + 1], like cu_seqlens; has_all: whether the rank has no other runs, so that rows are in order."""
 
     runs: list[int]

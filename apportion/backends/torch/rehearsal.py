@@ -44,7 +44,7 @@ class Rehearsal:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of rows of each document of the whole, in order."""
+        """In a run of the whole microbatch: the number of rows of each document, in order."""
         counts: list[int] = torch.unique_consecutive(self._documents, return_counts=True)[1].tolist()
         return counts
 

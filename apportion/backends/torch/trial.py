@@ -42,7 +42,7 @@ Results = tuple[Tensor, ...]
 
 
 class ModelTrial:
-    """Checks each of this process' models once. part: the part of the running rerun, which replays attention's results.
+    """Checks each of this process' models once. part: during a rerun, its `Part`, which replays attention's results.
     handle: returns the handle of the last attention call, if alive. met: whether a module called attention in this
     pass. Modules of a later training run are checked too."""
 
@@ -194,7 +194,7 @@ def _outermost() -> tuple[nn.Module, Any] | None:
 
 
 class Part(Rehearsal):
-    """Some rows of a module's call, `selected`, int64; results: of each attention call, for all recorded rows."""
+    """Some rows of a module's call, `selected`, int64; results: one per attention call, for all recorded rows."""
 
     def __init__(self, selected: Tensor, results: Sequence[Results], whole: Rehearsal | None = None) -> None:
         super().__init__(selected, torch.zeros_like(selected), whole)

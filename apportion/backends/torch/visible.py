@@ -126,7 +126,7 @@ class Gathering:
         self._legs: dict[tuple[torch.device, bool], list[Leg]] = {}
 
     def tables_on(self, device: torch.device, queries: int) -> tuple[Tensor, ...]:
-        """Spans of `queries` queries, and tokens, positions and sequences of visible rows."""
+        """The queries' spans, padded to `queries` rows; and the tokens, positions and sequences of visible rows."""
         if device not in self._tables:
             spans = torch.from_numpy(self.arrangement.spans)
             padded = spans.new_zeros(queries, *spans.shape[1:])

@@ -3,7 +3,7 @@
     transfers of a launch    → 2 KV[0:512)   → 5 Q[0:64)   → 2 KV[512:900)        ← 2 dKV[0:128)
     messages                 → 2 (both KV tiles, in this order)   → 5              ← 2
 
-A tile holds the numbers of its rows in the order of a work arena (fused tensors: row by row, k next to v), or part by
+A tile holds the values of its rows in the order of a work arena (fused tensors: row by row, k next to v), or part by
 part (o, then lse). Parts start at multiples of `ALIGNMENT` bytes, so that any dtype can view them.
 
 A message is *direct* if its bytes already lie contiguously in memory; all others are *staged*: copied into a buffer at

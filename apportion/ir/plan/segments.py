@@ -51,8 +51,8 @@ def agreed_cuts(ranks: Iterable[Cuts]) -> Cuts:
 
 def segment_ends(op: Ints, round_: Ints, cuts: Cuts) -> tuple[int, int]:
     """Instruction numbers at which a rank's dispatch and compute segments end. cuts: common to all ranks."""
-    dispatch, sent = (_end((op == Op.LAUNCH) & (round_ < cut)) for cut in cuts)
-    return dispatch, max(dispatch, sent, _end(np.isin(op, ATTENTION)))
+    dispatch, launch_end = (_end((op == Op.LAUNCH) & (round_ < cut)) for cut in cuts)
+    return dispatch, max(dispatch, launch_end, _end(np.isin(op, ATTENTION)))
 
 
 def _first(op: Ints, ops: tuple[Op, ...], start: int) -> int:

@@ -29,7 +29,7 @@ from apportion.planner.simulate.recurrent import token_flops
 @dataclass(frozen=True)
 class Layers:
     """One rank's share of a layer, averaged over layers with and without experts, and over attention and recurrent
-    ones. model: of a tensor-parallel rank; tensor: number of such ranks. sparse: share of the layers that have experts;
+    ones. model: a tensor-parallel rank's part; tensor: number of such ranks. sparse: share of layers with experts;
     degree: ranks that share a layer's experts; spread: rows of the fullest of these ranks over the mean."""
 
     hardware: Hardware

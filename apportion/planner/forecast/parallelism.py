@@ -50,7 +50,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """recipe: of the attention plans. context: ranks per group of a static grid, None for one plan over all ranks.
+    """recipe: for the attention plans. context: ranks per group of a static grid, None for one plan over all ranks.
     packing: for static grids, assignment of sequences to groups: in data order, cut when a group is full, or longest
     first to the group with the least work. ping_pong: True if each microbatch is planned as two halves whose layers
     alternate: messages of one overlap the other's attention, products, row work and tensor-parallel traffic. Raises

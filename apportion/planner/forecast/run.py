@@ -105,8 +105,8 @@ def _checked_list(field: str, value: Any, kind: type[T], remedy: str) -> list[T]
 
 
 class _Attention(NamedTuple):
-    """Simulated attention by batch, planned group and microbatch. attended: times under each scenario; pairs: of each
-    batch."""
+    """Simulated attention by batch, planned group and microbatch. attended: times under each scenario; pairs: computed
+    pairs of each batch."""
 
     planned: list[list[list[PlannedMicrobatch]]]
     pairs: list[int]

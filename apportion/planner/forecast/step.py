@@ -45,8 +45,8 @@ PARTS = (
 @dataclass(frozen=True)
 class StepForecast:
     """Forecast of one step. parts: seconds by `PARTS`, of the busiest stage in the slowest group; their sum is the step
-    time. tokens, flops: of all ranks, without recomputation; pairs: computed pairs, over all layers; whole_pairs: the
-    same for uncut sequences; memory: of the rank that needs the most; experts: rows of the microbatch that sends the
+    time. tokens, flops: sums over ranks, without recomputation; pairs: computed pairs, over layers; whole_pairs: the
+    same for uncut sequences; memory: peak of the rank that needs most; experts: rows of the microbatch that sends the
     most, if there are experts."""
 
     parts: dict[str, float]
@@ -168,8 +168,8 @@ def step(
     pairs: int,
     batch: Batch,
 ) -> StepForecast:
-    """The step of one batch. planned, attended: microbatches of the planned groups; pairs: of all groups. Raises
-    ConfigError."""
+    """The step of one batch. planned, attended: microbatches of the planned groups; pairs: computed pairs of every
+    group. Raises ConfigError."""
     if setting.parallelism.expert > setting.parallelism.tensor * len(planned[0][0].rows):
         attended = [[_slowest(times) for times in zip(*attended, strict=True)]] * len(planned)
     group_parts = [_group(setting, group, times) for group, times in zip(planned, attended, strict=True)]

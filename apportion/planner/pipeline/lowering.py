@@ -25,7 +25,7 @@ def lower_parts(
     networks = [network and network._replace(first=rank) for rank in first]
     items = [(part[key], key[1], net) for key in keys for part, net in zip(parts, networks, strict=True)]
     programs = spread(lambda item: _lower_phase(*item), items, threads)
-    return {key: _side_by_side(first, programs[i * count : (i + 1) * count]) for i, key in enumerate(keys)}
+    return {key: _join_parts(first, programs[i * count : (i + 1) * count]) for i, key in enumerate(keys)}
 
 
 def _lower_phase(low: Lowering, phase: str, network: Network | None) -> ProgramSet:
@@ -40,7 +40,7 @@ def _lower_phase(low: Lowering, phase: str, network: Network | None) -> ProgramS
     )
 
 
-def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramSet:
+def _join_parts(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramSet:
     """The programs of all ranks. first: the first rank of each part, which is added to its peer numbers."""
     if len(parts) == 1:
         return parts[0]

@@ -110,7 +110,7 @@ def draft(
 def seal(
     draft: UnsealedPlan, watch: Watch, search: Mapping[str, Any] | None = None, threads: int = 1
 ) -> Plan:
-    """Encodes and reports. search: the report's entry for the search that found the plan.
+    """Encodes the plan and builds its report. search: the report's entry for the search that found the plan.
 
     Raises CapacityError if the plan breaks a limit of the policy.
     """

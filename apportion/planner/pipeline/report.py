@@ -167,7 +167,7 @@ def _ratio(value: float, mean: float) -> float:
 @dataclass(frozen=True)
 class _DeliveredRows:
     """Rows delivered by the tiles of one attention kind, by side: rows times the receiver's heads, for all tiles and
-    for those with complete results; and the largest degree of all tiles and of query tiles."""
+    for those with complete results; and the `max_degree` of all tiles and of query tiles."""
 
     all: tuple[int, int]
     whole: tuple[int, int]

@@ -59,8 +59,8 @@ def price(
 
 
 def least_placed_us(placed: PlacedProblem) -> float:
-    """Lower bound over all layers: the busiest rank's pairs at the best throughput; 0.0 if pairs are not computed at
-    home. A group that splits heads has its slowest rank's speed times its size; if some kinds are not split, the sum of
+    """Lower bound over all layers: the busiest group's pairs at the best throughput; 0.0 if pairs are not computed at
+    home. A group that splits the heads of all kinds has its slowest rank's speed times its size; else, the sum of
     its ranks' speeds."""
     problem, placement, first = placed.inner, placed.placement, placed.groups.first[:-1]
     if placement.execution is not None:

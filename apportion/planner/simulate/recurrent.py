@@ -93,7 +93,7 @@ def _flops(kind: Recurrent, columns: int) -> float:
 def run_recurrent(
     recurrence: Recurrence, kinds: Mapping[str, Recurrent], element_bytes: int, costs: Costs, cluster: Cluster
 ) -> dict[tuple[str, str], RecurrentRun]:
-    """(kind, phase) -> the run, for `kinds` in the plan's order. element_bytes: of the model's dtype."""
+    """(kind, phase) -> the run, for `kinds` in the plan's order. element_bytes: bytes per element of its dtype."""
     tables = _Tables.of(recurrence, cluster)
     flop_us = float(costs.linear_us(np.array(1))) / (2 * costs.linear_parameters) / SHARE
     return {

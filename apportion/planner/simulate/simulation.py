@@ -96,7 +96,7 @@ class Simulation:
 
     @cached_property
     def losses(self) -> Mapping[tuple[str, str], Losses]:
-        """(kind, phase) -> the losses of the run."""
+        """(kind, phase) -> the run's time by cause: ideal and lost."""
         request = self.plan.request
         speeds = np.asarray(self.cluster.speeds or np.ones(self.cluster.ranks), np.float64)
         return {

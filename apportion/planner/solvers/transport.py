@@ -28,7 +28,7 @@ def solve(problem: TransportProblem, budget: Budget) -> Transport:
 
 
 def flow_value(problem: TransportProblem, src: Ints, dst: Ints, rows: Ints) -> float:
-    """The cost of flows: the sum, or the largest cost of a rank on a side that counts."""
+    """The objective's value: the sum of all costs, or the largest cost of a rank's sends (minmax: or receives)."""
     price = problem.prices(src, dst) * rows
     if problem.objective == "sum":
         return float(price.sum())

@@ -34,7 +34,7 @@ _DIED = (
 
 
 class RayExecutor(Executor):
-    """Executor on Ray. address: the cluster's, None: RAY_ADDRESS, "local" to start one on this machine with
+    """Executor on Ray. address: the cluster's; None: RAY_ADDRESS or "local", which starts one on this machine with
     `workers` cores. task_s: time limit of a task from its submission to Ray, after which it raises `TimeoutError`."""
 
     def __init__(self, workers: int, task_s: float | None = None, address: str | None = None) -> None:

@@ -115,7 +115,7 @@ class MediaOrder:
         return self._order[self._first[samples][group] + within(counts)], group
 
     def places(self, batch: Batch, samples: Ints) -> Ints:
-        """int64 [n, 3], as `EncoderFeed` takes them. batch: of these samples, without padding."""
+        """int64 [n, 3], as `EncoderFeed` takes them. batch: their sequences, without padding."""
         selected, group = self.of(samples)
         tokens = self._tokens[selected]
         first = batch.starts[group] + np.asarray(self.media.places)[selected, 1]

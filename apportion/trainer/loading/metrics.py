@@ -25,7 +25,7 @@ class Facts(NamedTuple):
 
     @staticmethod
     def of(rows: Sequence[Rows], samples: Sequence[Ints]) -> Facts:
-        """The facts of this rank. samples: of each microbatch, as drawn."""
+        """The facts of this rank. samples: each microbatch's, as drawn."""
         valid, weight = sum(row.valid for row in rows), sum(row.weight for row in rows)
         form = crc32("; ".join(row.form for row in rows).encode())
         drawn = crc32(str([indexes.tolist() for indexes in samples]).encode())
@@ -58,7 +58,7 @@ def differing_sample(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | Non
 
 @dataclass
 class Meters:
-    """Counters of this process. tokens: of all ranks, in microbatches that the trainer has finished."""
+    """Counters of this process. tokens: total over ranks, in microbatches that the trainer has finished."""
 
     iterations: int = 0
     tokens: int = 0

@@ -215,7 +215,7 @@ class _Sample:
 
 @dataclass
 class _SequenceReader:
-    """Reads and checks the sequences of a microbatch, each once. numbers: of the dataset's samples."""
+    """Reads and checks the sequences of a microbatch, each once. numbers: sample numbers in the dataset."""
 
     read: Callable[[int], Sample]
     batch: Batch

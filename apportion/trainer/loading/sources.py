@@ -37,8 +37,8 @@ class Source(ABC):
 
     @abstractmethod
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
-        """Submits a request for planning; idempotent. key: of the request, `Job.request_key`; ahead: iterations before
-        it is needed. Raises TimeoutError if there is no answer."""
+        """Submits a request for planning; idempotent. key: `Job.request_key` of the request; ahead: iterations before it
+        is needed. Raises TimeoutError if there is no answer."""
 
     @abstractmethod
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
@@ -93,8 +93,9 @@ class LocalSource(Source):
 
 @dataclass(eq=False)
 class FolderSource(Source):
-    """Precomputed plans, found by the key of the request, so samples may come in any order. origin: of the
-    requests, from `ir.bytes.origin`, to explain a missing plan. Raises ConfigError if the folder does not exist."""
+    """Precomputed plans, found by the key of the request, so samples may come in any order. origin: where the
+    requests come from, by `ir.bytes.origin`, to explain a missing plan. Raises ConfigError if the folder
+    does not exist."""
 
     folder: str
     origin: Mapping[str, Any]

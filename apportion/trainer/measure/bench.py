@@ -89,7 +89,7 @@ class RankTensors:
 
     @staticmethod
     def of(header: Header, rows: int, device: torch.device, is_random: bool) -> RankTensors:
-        """Allocates the tensors. is_random: True for normal numbers; otherwise they are uninitialised."""
+        """Allocates the tensors. is_random: True for normally distributed values; otherwise they are uninitialised."""
         make = partial(torch.randn if is_random else torch.empty, device=device, dtype=DTYPES[header.dtype])
         q = make(rows, header.q_heads, header.head_dim, requires_grad=True)
         k = make(rows, header.kv_heads, header.head_dim, requires_grad=True)

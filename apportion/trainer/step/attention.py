@@ -220,7 +220,7 @@ def run_recorded(
         enabled = any(one in watch.models for one in module.modules())
         (watch.track if enabled else watch.add_unknown)(module.parameters())
         watch.modules[module] = None
-        own_loss.follow(module)
+        own_loss.check_next_forward(module)
     elif handle.communicator.ranks > 1 and not (trial.met or watch.settled):  # by code outside any module
         leaves = (getattr(node, "variable", None) for node in nodes([results[0].grad_fn]))
         watch.add_unknown(one for one in leaves if isinstance(one, nn.Parameter))

@@ -26,7 +26,7 @@ _TRIES = 8
 _SCALED = 65536  # initial scale of torch's GradScaler
 
 
-def follow(module: nn.Module, tries: int = _TRIES) -> None:
+def check_next_forward(module: nn.Module, tries: int = _TRIES) -> None:
     """Checks the logits of one of the module's next forwards; tries again if all ranks have equally many labels."""
     hook: list[Any] = []
     hook.append(module.register_forward_hook(partial(_inspect, hook, tries)))
@@ -71,7 +71,7 @@ def _check(
         reduction = reduction_of(batch.handle.wrapper, {*map(id, module.parameters())})
         exact = 1e-5 if grad.dtype.itemsize > 2 else 2e-3
         if not _is_divisor_known(batch, scale, exact, reduction) and tries > 1:
-            follow(module, tries - 1)
+            check_next_forward(module, tries - 1)
 
 
 def _is_divisor_known(batch: Microbatch, scale: float, exact: float, reduction: Reduction | None) -> bool:

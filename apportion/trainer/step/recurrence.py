@@ -43,7 +43,7 @@ def planned_scan(
 
     q, k [rows, key heads, K], v [rows, heads, V]: the rank's rows in the plan's home layout (a leading batch dimension
     of 1 is kept); q and k may have fewer heads, each serving consecutive heads of v. g: the log of the decay, [rows,
-    heads], or [rows, heads, K] for a diagonal gate. beta [rows, heads], None without the delta rule. kind: of the
+    heads], or [rows, heads, K] for a diagonal gate. beta [rows, heads], None without the delta rule. kind: one of the
     model's recurrent kinds, optional if there is only one. scale: K^-1/2 by default. kernel: with the signature of
     flash-linear-attention's `chunk_gated_delta_rule` and similar, for concatenated runs of tokens; it must be jointly
     linear in v and its initial state. None: flash-linear-attention's if it is installed and the rows are on a GPU, else

@@ -17,7 +17,7 @@ SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, el
 
 
 class Reduction(NamedTuple):
-    """A reduction of gradients. name: of the wrapper; sums: whether it sums instead of averaging."""
+    """A reduction of gradients. name: the wrapper's; sums: whether it sums instead of averaging."""
 
     name: str
     ranks: int

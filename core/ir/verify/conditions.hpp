@@ -1,4 +1,4 @@
-// Assumptions of the walk that rows hold the same tokens, checked after the walk of the ranks that they depend on.
+// Conditions that a walk assumes: two rows hold the same tokens. Checked once the ranks they depend on are walked.
 #pragma once
 
 #include <vector>

@@ -106,7 +106,7 @@ class Stages {
     return launches;
   }
   void wait(const Growing<int64_t>& launches) {
-    for (const int64_t one : launches) program_.wait(one);
+    for (const int64_t launch : launches) program_.wait(launch);
   }
 
   // rows

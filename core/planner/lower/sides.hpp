@@ -7,7 +7,7 @@
 
 namespace apportion::lower {
 
-// An edge of one side. parent, returns_to: numbers of tiles of the side; index: of the edge among the edges of both
+// An edge of one side. parent, returns_to: numbers of tiles of the side; index: its position among the edges of both
 // sides. `round` brings the tile. The sums of its tasks may leave after the stage of round `back`, and are added to the
 // tile `returns_to` or, if that is -1, to home rows.
 struct Tile : Edge {

@@ -257,7 +257,7 @@ def _do_and_out(do: Tensor, delta: Tensor, score: Score) -> tuple[Tensor, Tensor
 
 
 def with_delta_columns(do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """do and out with extra columns for delta, where V has zeros: correct for any delta, even where dO is 0."""
+    """dO, and a stand-in for out, with extra columns that yield delta (zeros in V): correct even where dO is 0."""
     rounded = delta.to(do.dtype)
     columns = torch.stack([rounded, (delta - rounded).to(do.dtype)], -1)
     return torch.cat([do, torch.ones_like(columns)], -1), torch.cat([torch.zeros_like(do), columns], -1)

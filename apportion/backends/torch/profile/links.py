@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Links:
-    """Measured links within a node and between nodes; None if the group has no such pair. latency: of a single pair;
+    """Measured links within a node and between nodes; None if the group has no such pair. latency: a single pair's;
     gbs: with all peers at once, per rank inside a node, per NIC (of `nics`) between nodes. post_us: per message of a
     round; contention: slowdown of kernels during transfers, see `Hardware`. sweep: rates by number of peers; crowd:
     senders per receiver when inter was measured."""

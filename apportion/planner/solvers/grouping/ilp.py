@@ -255,7 +255,7 @@ def _by_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nodes:
 
 
 def _slowest_part(mix: Mix, draw: np.random.Generator) -> Ints:
-    """Numbers of the slowest group and of others, ascending: as many as make a program of `_PART` choices."""
+    """Indices of the slowest group and of random others, ascending: as many as fit a program of `_PART` choices."""
     slowest = int(mix.time.argmax())
     others = draw.permutation(len(mix.time))
     order = np.append(slowest, others[others != slowest])

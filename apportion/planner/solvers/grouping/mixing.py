@@ -29,7 +29,7 @@ _HOT, _COLD = 0.01, 0.001
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """column: int64 [groups], the column of each group's degree; group: int64 [K]; time: float64 [groups]."""
+    """column: int64 [groups], index of its degree; group: int64 [K], of each sequence; time: float64 [groups]."""
 
     column: Ints
     group: Ints
@@ -86,7 +86,7 @@ def _times(problem: GroupingProblem, column: Ints, group: Ints) -> Floats:
 
 
 def improve(problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, goal: float) -> list[Mix]:
-    """Mixes of up to `steps` counts, best first: counts of the seeds, then neighbours of the best. Stops at `goal`."""
+    """Mixes for up to `steps` group counts, best first: the seeds, then neighbours of the best. Stops at `goal`."""
     visited: set[tuple[int, ...]] = set()
     queue: list[tuple[float, tuple[int, ...]]] = []
     mixes: list[Mix] = []
