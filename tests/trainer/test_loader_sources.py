@@ -255,7 +255,7 @@ def test_groups_of_ranks_share_a_server(pool: Pool, server: Server) -> None:
         ({"shuffle": False, "lengths": LENGTHS[::-1]}, "lengths = "),
         ({"shuffle": False}, "shuffle = False: .* made with True"),
         ({"sampler": [[0, 1, 2]], "tokens_per_rank": 82}, r"job\.tokens_per_rank = 82"),
-        ({"sampler": [[4, 6]]}, "it is not among the plans in .*, which are the first 8 of their samples"),
+        ({"sampler": [[4, 6]]}, "it is not among the plans in .*, which has the first 8 iterations"),
     ],
 )
 def test_a_plan_missing_from_a_folder_is_an_error_that_names_the_difference(

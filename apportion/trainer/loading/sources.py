@@ -37,8 +37,8 @@ class Source(ABC):
 
     @abstractmethod
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
-        """Submits a request for planning; idempotent. key: `Job.request_key` of the request; ahead: iterations before it
-        is needed. Raises TimeoutError if there is no answer."""
+        """Submits a request for planning; idempotent. key: the `Job.request_key`; ahead: iterations before it is
+        needed. Raises TimeoutError if there is no answer."""
 
     @abstractmethod
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
