@@ -17,7 +17,7 @@ _Size = Annotated[int, Meta(ge=1, le=2**16)]
 
 @dataclass(frozen=True)
 class Latent:
-    """rank: compressed numbers of a row; rope: the part of k that all heads share, rotated by position."""
+    """rank: compressed values per row; rope: width of the part of k that all heads share, rotated by position."""
 
     rank: _Size
     rope: _Size

@@ -286,6 +286,6 @@ def _check_room(longest: int, tokens: int, microbatches: int, room: int) -> None
 def _no_packing(tokens: int, sequences: int, microbatches: int, room: int) -> CapacityError:
     return CapacityError(
         f"{sequences} sequences of {tokens} tokens: no packing into {microbatches} microbatches of at most {room} "
-        f"tokens ({microbatches * room} in all) was found, by work or by length: give more microbatches or more "
+        f"tokens ({microbatches * room} in total) was found, by work or by length: give more microbatches or more "
         "tokens per rank"
     )

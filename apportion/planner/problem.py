@@ -86,7 +86,7 @@ class Problem:
             return caps
         if cap * ranks < tokens:
             raise CapacityError(
-                f"the batch has {tokens} tokens but {ranks} ranks hold at most {cap} each ({cap * ranks} in all): "
+                f"the batch has {tokens} tokens but {ranks} ranks hold at most {cap} each ({cap * ranks} in total): "
                 f"raise token_cap to at least {-(-tokens // ranks)} or use more ranks"
             )
         return np.full(ranks, min(cap, MOST_TOKENS), np.int64)

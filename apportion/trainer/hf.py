@@ -385,7 +385,7 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 rule = "must accompany labels: a plan's labels are shifted, and the mean is over all ranks"
                 raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
         elif name in expected and not torch.equal(torch.as_tensor(actual).double().cpu(), expected[name]):
-            rule = "differs from the batch's, and the ranks' shares would not add up to one mean"
+            rule = "differs from the batch's, so the ranks' shares would not add up to one mean"
             remedy = "put labels into the samples, or compute another loss with ap.normalised_loss"
             raise ConfigError(name, "changed", rule, remedy)
     return args, _without_guard(kwargs)

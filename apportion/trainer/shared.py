@@ -109,7 +109,7 @@ def require_equal(digests: Iterable[int], groups: Iterable[Any], device: torch.d
     if bounds.sum():
         rule = "tensor-parallel ranks, or stages or chunks of a pipeline, have read different batches"
         remedy = (
-            "give their loaders the same samples in the same order: trainers seed random numbers by stage"
+            "give their loaders the same samples in the same order: trainers may seed each stage differently"
         )
         raise ExecutionError(f"{rule}: {remedy}")
 

@@ -51,7 +51,7 @@ class Images:
 
 
 class Samples:
-    """Samples of zero to three images, each followed by the word of its level."""
+    """Samples of zero to three images, each followed by the word for its brightness level."""
 
     def __init__(self, model, images, counts):
         self.model, self.images, self.parts, self.places = model, images, [], []

@@ -86,7 +86,7 @@ def test_shift_moves_the_pairs(band: tuple[int, ...], q: int, k: int) -> None:
 
 @property_test
 @given(slices)
-def test_slices_have_their_alignment(piece: tuple[int, ...]) -> None:
+def test_slices_are_aligned_by_their_type(piece: tuple[int, ...]) -> None:
     q0, q1, k0, k1, kind = piece
     q, k = np.indices((SIDE, SIDE))
     inside = (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1)

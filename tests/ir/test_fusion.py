@@ -7,7 +7,7 @@ import pytest
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.masks import specs as masks
-from apportion.ir.plan.fusion import Complete, RowRanges, find_complete
+from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_complete
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -71,12 +71,12 @@ def test_rows_within_ranges_and_between_them() -> None:
         [(7, 10), (20, 21)],
         [],
     ]
-    complete = Complete(none, ranges, none, none, none)
+    complete = CompleteRows(none, ranges, none, none, none)
     assert complete.gaps(0, 40) == [(0, 5), (10, 20), (30, 40)]
     assert complete.gaps(5, 10) == []
     assert complete.gaps(7, 22) == [(10, 20)]
     assert complete.gaps(12, 15) == [(12, 15)]
-    assert Complete(none, none, none, none, none).gaps(3, 9) == [(3, 9)]
+    assert CompleteRows(none, none, none, none, none).gaps(3, 9) == [(3, 9)]
 
 
 def test_work_rows_that_leave_as_results_are_in_place() -> None:

@@ -64,7 +64,7 @@ def random_inputs(kind: Recurrent, tokens: int, seed: int = 0) -> tuple[Inputs, 
 def dense(kind: Recurrent, before: list[int], inputs: Inputs, do: Array) -> Outputs:
     """Runs a recurrent kind forward and backward. before: the predecessor of each token, which is earlier; -1 if
     none."""
-    tokens, keys, groups = len(before), kind.shared_heads * kind.key_dim, kind.heads // kind.shared_heads
+    tokens, keys, groups = len(before), kind.qk_heads * kind.key_dim, kind.heads // kind.qk_heads
     weight = np.ones((kind.conv_channels, 1)) if inputs.weight is None else inputs.weight
     reads = [[*_path(before, token, weight.shape[1])] for token in range(tokens)]
     x = np.stack([sum(weight[:, -1 - age] * inputs.x[one] for age, one in enumerate(read)) for read in reads])

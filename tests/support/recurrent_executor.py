@@ -175,16 +175,16 @@ class _Scan:
         kind, rows = self.kind, len(padded) - self.kind.halo
         if weight is not None and kind.halo:
             padded = np.sum([padded[n : n + rows] * weight[:, n] for n in range(kind.conv)], axis=0)
-        keys = kind.shared_heads * kind.key_dim
+        keys = kind.qk_heads * kind.key_dim
         q, k, v = np.split(padded, [keys, 2 * keys], axis=1)
-        shared = (one.reshape(rows, kind.shared_heads, kind.key_dim) for one in (q, k))
-        wide = (np.repeat(one, kind.heads // kind.shared_heads, axis=1) for one in shared)
+        shared = (one.reshape(rows, kind.qk_heads, kind.key_dim) for one in (q, k))
+        wide = (np.repeat(one, kind.heads // kind.qk_heads, axis=1) for one in shared)
         return next(wide), next(wide), v.reshape(rows, kind.heads, kind.value_dim)
 
     def _convolved_grad(self, padded: Floats, weight: Floats | None, grad: Tokens) -> tuple[Floats, Floats]:
         """The gradients of the padded rows and of the weight."""
         kind, rows = self.kind, len(grad.q)
-        groups = (rows, kind.shared_heads, -1, kind.key_dim)
+        groups = (rows, kind.qk_heads, -1, kind.key_dim)
         dq, dk = (one.reshape(groups).sum(axis=2).reshape(rows, -1) for one in (grad.q, grad.k))
         d = np.concatenate([dq, dk, grad.v.reshape(rows, -1)], axis=1)
         if weight is None or not kind.halo:

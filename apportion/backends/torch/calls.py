@@ -151,7 +151,7 @@ class Calls:
         recent = dict(tuple(self._recent))
         self._notices.publish(recent)
         for peer in sorted(peers):
-            if fault := _difference({self.rank: recent, peer: self._notices.published(peer)}):
+            if fault := _difference({self.rank: recent, peer: self._notices.calls_of(peer)}):
                 self._notices.fail(self.number, recent[self.number], ExecutionError(fault))
                 return fault
         return ""
@@ -213,7 +213,7 @@ class Notices:
             self._store.set(f"calls/{self._rank}", json.dumps(calls))
             self._published = latest
 
-    def published(self, rank: int) -> dict[int, str]:
+    def calls_of(self, rank: int) -> dict[int, str]:
         key = f"calls/{rank}"
         calls = json.loads(self._store.get(key)) if self._store.check([key]) else {}
         return {int(number): call for number, call in calls.items()}

@@ -57,8 +57,8 @@ class IterationSlice:
         if not 1 <= len(self.slices) <= MAX_MICROBATCHES or len(self.slices) != len(self.indexes):
             rule = f"must be 1 to {MAX_MICROBATCHES}, with as many arrays of indexes ({len(self.indexes)})"
             raise ConfigError("iteration.slices", len(self.slices), rule, "give one per microbatch")
-        if len({(piece.rank, piece.ranks) for piece in self.slices}) > 1:
-            ranks = [piece.rank for piece in self.slices]
+        if len({(item.rank, item.ranks) for item in self.slices}) > 1:
+            ranks = [item.rank for item in self.slices]
             raise ConfigError("iteration.slices", ranks, "must be of one rank", "give one rank's slices")
 
     def __repr__(self) -> str:
@@ -77,16 +77,16 @@ class IterationSlice:
 
     def encode(self) -> bytes:
         """Encodes the slice: the bytes depend only on its contents."""
-        return encode_slice([piece.encode() for piece in self.slices], self.indexes, self.deferred, self.id)
+        return encode_slice([item.encode() for item in self.slices], self.indexes, self.deferred, self.id)
 
     @staticmethod
     def decode(data: bytes) -> IterationSlice:
         """Decodes a slice; its id is computed from its bytes. Raises DecodeError (VersionError for an unknown major
         version). Allocates a small multiple of `len(data)`, and 8 bytes for each sequence of the iteration."""
         envelope = wire.read_envelope(data, _IterationSliceWire, "iteration slice", FORMAT)
-        slices = tuple(Slice.decode(piece) for piece in envelope.slices)
+        slices = tuple(Slice.decode(item) for item in envelope.slices)
         indexes, deferred = _read_indexes(envelope), unpack(envelope.deferred)
-        actual_id = iteration_id([piece.id for piece in slices], indexes, deferred)
+        actual_id = iteration_id([item.id for item in slices], indexes, deferred)
         check_stored_id(envelope.id, actual_id, "iteration slice")
         try:
             return IterationSlice(envelope.id, slices, indexes, deferred)

@@ -57,7 +57,7 @@ class RowRanges(NamedTuple):
         return [(start, end) for start, end in cut if start < end]
 
 
-class Complete(NamedTuple):
+class CompleteRows(NamedTuple):
     """Complete rows of one sum. tasks: rows that a task completes by adding to them, by task. home: home rows that
     tasks complete or that arrive as results, by rank; arrived: only the latter. sent, delivered: work rows that tasks
     complete, by the transfer or the row of `rowops` that consumes them."""
@@ -78,7 +78,7 @@ class Complete(NamedTuple):
         return not gaps(ranges, 0, rows)
 
 
-class Statistics(NamedTuple):
+class StatisticsRows(NamedTuple):
     """Home rows whose statistics attention computes: tasks, by the row of `grads` that computes them; rowops, by the
     row of `rowops` that may skip them."""
 
@@ -86,17 +86,17 @@ class Statistics(NamedTuple):
     rowops: RowRanges
 
 
-def find_complete(programs: ProgramSet, phase: str | None = None) -> Mapping[str, Complete]:
+def find_complete(programs: ProgramSet, phase: str | None = None) -> Mapping[str, CompleteRows]:
     """Column of the task list -> complete rows, for programs of any number of ranks. phase: None for both."""
     columns = [column for phase_name in PHASES for column in ADDED[phase_name]]
     sums = dict(zip(columns, core.fuse(programs.arrays)[0], strict=True))
     selection = columns if phase is None else ADDED[phase]
-    return {column: Complete(*(RowRanges(*ranges) for ranges in sums[column])) for column in selection}
+    return {column: CompleteRows(*(RowRanges(*ranges) for ranges in sums[column])) for column in selection}
 
 
-def find_statistics(programs: ProgramSet) -> Statistics:
+def find_statistics(programs: ProgramSet) -> StatisticsRows:
     """The statistics of backward programs of any number of ranks; empty for forward programs."""
-    return Statistics(*(RowRanges(*ranges) for ranges in core.fuse(programs.arrays)[1:]))
+    return StatisticsRows(*(RowRanges(*ranges) for ranges in core.fuse(programs.arrays)[1:]))
 
 
 def gaps(ranges: Iterable[tuple[int, int]], row: int, stop: int) -> list[tuple[int, int]]:

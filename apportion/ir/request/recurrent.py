@@ -51,7 +51,7 @@ class Recurrent:
         if self.key_heads is None:
             object.__setattr__(self, "key_heads", self.heads)
         check(self, "recurrent")
-        if self.heads % self.shared_heads:
+        if self.heads % self.qk_heads:
             raise ConfigError(
                 "recurrent.heads",
                 self.heads,
@@ -60,7 +60,7 @@ class Recurrent:
             )
 
     @property
-    def shared_heads(self) -> int:
+    def qk_heads(self) -> int:
         """The number of heads of Q and K."""
         return self.heads if self.key_heads is None else self.key_heads
 
@@ -77,7 +77,7 @@ class Recurrent:
     @property
     def conv_channels(self) -> int:
         """Channels of the convolution: numbers of Q, K and V in a row."""
-        return 2 * self.shared_heads * self.key_dim + self.heads * self.value_dim
+        return 2 * self.qk_heads * self.key_dim + self.heads * self.value_dim
 
     @property
     def halo(self) -> int:

@@ -83,7 +83,7 @@ def check_fit(kind: str, kind_masks: Kind, lengths: Ints) -> None:
         parts += spec.parts() * len(members) if spec.parts() > 1 else 0
         if parts > MAX_PARTS:
             path = "mask" if kind == DEFAULT_KIND else f"mask.{kind}"
-            rule = f"must make at most {MAX_PARTS} documents, nodes, answers and spans in all"
+            rule = f"must have at most {MAX_PARTS} documents, nodes, answers and spans in total"
             raise ConfigError(path, parts, rule, "split the batch, or use coarser parts")
         if type(spec).check is Mask.check:
             continue

@@ -64,7 +64,7 @@ class Experts:
     def share(self, layers: int) -> float:
         """The fraction of `layers` layers that have experts. Raises ConfigError."""
         if self.dense > layers:
-            rule = f"must be at most the {layers} layers"
+            rule = f"must be at most the number of layers, {layers}"
             raise ConfigError("training.experts.dense", self.dense, rule, "count the layers without experts")
         return (layers - self.dense) / layers if self.count else 0.0
 

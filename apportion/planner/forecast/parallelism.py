@@ -169,7 +169,7 @@ class Parallelism:
 
     def _rank_kind(self, name: str, kind: Recurrent) -> Recurrent:
         _divides("parallelism.tensor", self.tensor, kind.heads, f"heads of model.recurrent.{name}")
-        heads, shared = kind.heads // self.tensor, max(1, kind.shared_heads // self.tensor)
+        heads, shared = kind.heads // self.tensor, max(1, kind.qk_heads // self.tensor)
         if heads % shared:
             rule = (
                 f"must divide key_heads of model.recurrent.{name} ({kind.key_heads}), or be a multiple of it"

@@ -74,7 +74,7 @@ class Training:
         """Fraction of the layers with an FFN or experts. Raises ConfigError."""
         ffns = layers if self.ffns is None else self.ffns
         if ffns > layers:
-            rule = f"must be at most the {layers} layers"
+            rule = f"must be at most the number of layers, {layers}"
             raise ConfigError("training.ffns", ffns, rule, "count layers with an FFN")
         return ffns / layers
 

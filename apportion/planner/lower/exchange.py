@@ -79,7 +79,7 @@ class Exchange:
         return self.pieces.src[self.piece]
 
     @cached_property
-    def moved(self) -> Ints:
+    def moved_copies(self) -> Ints:
         """Indexes of the copies between different ranks."""
         return np.flatnonzero(self.src != self.dst)
 
@@ -107,7 +107,7 @@ class Exchange:
     def direct(self) -> bool:
         """True if each incoming tensor has its own rounds. Rows from another rank then arrive in their final layout,
         without unpacking, which pays off for many rows."""
-        index = self.moved
+        index = self.moved_copies
         if not self.groups.split or self.turns is not None or self.sets.stages is not None:
             return False
         pairs = self.src[index] * self.groups.ranks + self.dst[index]
@@ -156,7 +156,7 @@ def plan_exchange(
 
 def one_round(exchange: Exchange) -> Slots:
     """All moving copies in one round, with as many slots as the busiest rank has copies."""
-    index = exchange.moved
+    index = exchange.moved_copies
     degree = max_degree(exchange.src[index], exchange.dst[index], exchange.groups.ranks)
     return Slots(np.zeros(len(index), np.int32), degree, degree, max(1, degree))
 

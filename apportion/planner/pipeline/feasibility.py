@@ -56,8 +56,8 @@ def _check_memory(problem: Problem) -> None:
     home_bytes = rows * _home_row_bytes(problem.model, "backward", _projects(problem))
     if home_bytes > cap * 2**30:
         raise CapacityError(
-            f"{rows} tokens, a lower bound for the fullest rank, need {gib(home_bytes)} of home rows for "
-            f"one attention call, the cap is {cap} GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
+            f"{rows} tokens, a lower bound for the fullest rank, need {gib(home_bytes)} of home rows for one "
+            f"attention call, but the cap is {cap} GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
         )
 
 
@@ -96,7 +96,7 @@ def check_call_memory(
         if peak > cap * 2**30 and (peak := int(_call_bytes(*arguments).max())) > cap * 2**30:
             raise CapacityError(
                 f"the {phase} of kind {kind} needs {gib(peak)} of home and work rows on its fullest rank, "
-                f"the cap is {cap} GiB: use more ranks, smaller blocks, fewer buffers or a higher memory_cap_gib"
+                f"but the cap is {cap} GiB: use more ranks, smaller blocks, fewer buffers or a higher memory_cap_gib"
             )
 
 

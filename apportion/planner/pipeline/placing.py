@@ -76,7 +76,7 @@ def usable_passes(problem: Problem, passes: Passes) -> Passes:
     """The passes, without `inner` if no kind is left whose heads may be split: kinds that choose keys at run time need
     all heads together, and queries at home. Raises ConfigError."""
     if problem.picked and passes.reshuffle:
-        rule = f"moves the queries of {', '.join(problem.picked)}, which choose keys at run time"
+        rule = f"moves the queries of {', '.join(problem.picked)}, which must stay home to choose keys at run time"
         raise ConfigError("recipe.reshuffle", True, rule, "leave `reshuffle` out")
     if problem.picked and passes.inner is not None and not passes.inner.splits(problem):
         return replace(passes, inner=None)

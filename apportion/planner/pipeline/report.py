@@ -240,7 +240,7 @@ def _exchange_bytes(problem: Problem, kind: str, low: Lowering, phase: str, way:
     exchange, model = low.exchange, problem.model
     if exchange is None:
         return []
-    dst, tensors = exchange.dst[exchange.moved], FETCHED if way == "in" else RETURNED
+    dst, tensors = exchange.dst[exchange.moved_copies], FETCHED if way == "in" else RETURNED
 
     def head_bytes(side: Side) -> int:
         results = way == "out" and exchange.are_results(phase, side)
@@ -249,7 +249,7 @@ def _exchange_bytes(problem: Problem, kind: str, low: Lowering, phase: str, way:
 
     queries, keys = map(head_bytes, SIDES)
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
-    size = int((exchange.pieces.rows[exchange.piece[exchange.moved]] * heads).sum())
+    size = int((exchange.pieces.rows[exchange.piece[exchange.moved_copies]] * heads).sum())
     slots, name = exchange.slots, f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"
     item = PurposeTraffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, size)
     return [item.repeated(low.sets.turns)]

@@ -130,7 +130,7 @@ def _schedule(
     exchange: Exchange | None = None,
     lone: LoneTasks | None = None,
 ) -> Lowering:
-    """Schedules tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
+    """Schedules tasks in program order, with the rounds of their tiles. division: int32 [tasks], as in `Execution`."""
     tasks, edges = tasks_and_edges
     if groups.split:  # every rank of a group runs them
         check_tasks(int(groups.sizes[tasks.exec].sum()))

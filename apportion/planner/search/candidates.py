@@ -291,7 +291,7 @@ def with_solvers(best: Candidate) -> Iterator[Candidate]:
 def _variants(
     best: Candidate, step: str, passes: Sequence[str], parameter: str, values: Sequence[Any]
 ) -> Iterator[Candidate]:
-    """Variants with other values of a parameter, if the step is one of these passes."""
+    """Variants with these values of a parameter; none unless the step uses one of these passes."""
     current = best.recipe.step(step)
     applies = current is not None and current.name in passes
     return (best.with_parameter(step, parameter, value) for value in (values if applies else ()))

@@ -53,7 +53,7 @@ class Fetched(NamedTuple):
     handles: tuple[PlanHandle, ...] | None = None
 
 
-class Ahead:
+class Lookahead:
     """Threads that work ahead of the trainer, iteration by iteration, on their own source. They end with `close`,
     whatever they wait for, or when the interpreter exits: an iterator that is still referenced does not keep the
     process alive. current: the iteration that the trainer requests; over: whether it will request no more; late: the
@@ -159,7 +159,7 @@ class Fetching:
 
     def __init__(
         self,
-        ahead: Ahead,
+        ahead: Lookahead,
         iterations: Iterations,
         timeout_s: float,
         rank: int,
@@ -255,7 +255,7 @@ class Share(IterableDataset[Parcel]):
 class WorkerPrefetcher:
     """Fetches iterations in data-loader worker processes and returns them in order."""
 
-    def __init__(self, share: Share, processes: int, ahead: Ahead) -> None:
+    def __init__(self, share: Share, processes: int, ahead: Lookahead) -> None:
         options: Any = {"batch_size": None, "collate_fn": _identity, "prefetch_factor": PREFETCHED}
         self._ahead = ahead
         self._parcels: Any = iter(DataLoader(share, num_workers=processes, **options))

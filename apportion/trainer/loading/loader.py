@@ -285,7 +285,7 @@ class PlannedLoader:
         if self._leads:
             wiring.watch.begin(self)
         iterations = Iterations(self._builder, self._draw(), start.iteration)
-        with closing(fetching.Ahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
+        with closing(fetching.Lookahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
             encoded: Iterator[PlannedBatch] = iter(())
             if self._encoder is not None:
@@ -339,7 +339,7 @@ class PlannedLoader:
 
     # ---- a pass
 
-    def _supply(self, stack: ExitStack, ahead: fetching.Ahead, iterations: Iterations) -> fetching.Supply:
+    def _supply(self, stack: ExitStack, ahead: fetching.Lookahead, iterations: Iterations) -> fetching.Supply:
         """The supply of a pass' plans, open until the stack is closed."""
         submits = self._rank == 0 if self._source.shared else not self._workers
         if submits:

@@ -122,8 +122,8 @@ def _kind(handle: Any, kind: str | None) -> tuple[str, Recurrent]:
 def _check_rows(handle: PlanHandle, layer: Recurrent, rows: ScanRows) -> None:
     count, channels = handle.padded_rows, (layer.key_dim,) if layer.gate == "diagonal" else ()
     expected = {
-        "q": (count, layer.shared_heads, layer.key_dim),
-        "k": (count, layer.shared_heads, layer.key_dim),
+        "q": (count, layer.qk_heads, layer.key_dim),
+        "k": (count, layer.qk_heads, layer.key_dim),
         "v": (count, layer.heads, layer.value_dim),
         "g": (count, layer.heads, *channels),
         "beta": (count, layer.heads),

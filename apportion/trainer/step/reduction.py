@@ -56,7 +56,7 @@ def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
 
 
 def shards_of(whole: Container[Any]) -> Iterator[Any]:
-    """FSDP2's shards of parameters that are unsharded in forward and backward."""
+    """FSDP2's shards of the parameters whose unsharded tensor is in `whole`."""
     forms = (form for _, forms in _sharded() for form in forms)
     return (shard for param, shard in forms if param is not None and param in whole)
 

@@ -141,10 +141,10 @@ void Walk::attend(int64_t task) {
 }
 
 // Requires rows with the tokens of the queries, unless already checked for the previous task.
-void Walk::gather_as_queries(int64_t x, int64_t before, Tensor tensor, const Operand& queries) {
-  const Operand& rows = rank_[x];
+void Walk::gather_as_queries(int64_t operand, int64_t before, Tensor tensor, const Operand& queries) {
+  const Operand& rows = rank_[operand];
   require(rows.tensor == tensor);
-  if (x == before) return;
+  if (operand == before) return;
   rank_.gather(rows, true, others_);
   require(rank_.are_alike(rows, queries));
   rank_.require_same_tokens(runs_, others_, rows);

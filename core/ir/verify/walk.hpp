@@ -52,7 +52,7 @@ class Walk {
   void receive(const Operand& tile, int64_t peer, RoundNumber round, bool results);
   void wait(RoundNumber round);
   void attend(int64_t task);
-  void gather_as_queries(int64_t x, int64_t before, Tensor tensor, const Operand& queries);
+  void gather_as_queries(int64_t operand, int64_t before, Tensor tensor, const Operand& queries);
   void rowop(Op op, const Rowop& own);
   void finish(const Rowop& own);
   void delta(const Rowop& own);

@@ -3,7 +3,7 @@
 //
 //   launch r: from a, b, c      pieces, longest first, are coloured: each NIC sends and receives at most one per colour
 //        ▼                                      0: a        1: b        2: c
-//   launch r: from a, b         combines as many colours as is fastest by the network's figures
+//   launch r: from a, b         combines the number of colours that is fastest by the network's figures
 //   launch r + 1: from c
 //
 // Pieces are single tiles, or all tiles of a pair of NICs, whichever is faster; tiles within a node go in the first

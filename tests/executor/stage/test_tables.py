@@ -15,7 +15,7 @@ from apportion.backends.torch.stage.tiles import Tiles, cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, WorkList, work_list
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import Op
-from apportion.ir.plan.fusion import Complete, RowRanges, find_complete, find_statistics
+from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_complete, find_statistics
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES
@@ -131,7 +131,7 @@ def pairs_of_list(work: WorkList) -> list[tuple[int, ...]]:
     return sorted(pairs)
 
 
-def some_targets(complete: Complete) -> Targets:
+def some_targets(complete: CompleteRows) -> Targets:
     """Arbitrary targets, one for each range of complete work rows."""
     both = (
         zip(*(part.tolist() for part in rows), strict=True) for rows in (complete.sent, complete.delivered)

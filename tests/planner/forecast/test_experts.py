@@ -166,9 +166,9 @@ def test_an_all_to_all_takes_the_slower_of_both_links() -> None:
 
 def test_ranks_with_the_same_experts_are_spread_over_nodes() -> None:
     cluster = Cluster(4, 8, nics_per_node=4)
-    for degree, nodes, on_node in ((1, 4, 8), (4, 4, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)):
+    for degree, nodes, per_node in ((1, 4, 8), (4, 4, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)):
         copies = ExpertRanks(cluster, degree, 32).copies
-        assert (copies.nodes, copies.ranks_per_node) == (nodes, on_node)
+        assert (copies.nodes, copies.ranks_per_node) == (nodes, per_node)
         assert copies.inter_gbs_per_rank == cluster.inter_gbs_per_rank
 
 
@@ -320,7 +320,7 @@ def test_steps_of_published_models_are_forecast(config: dict[str, Any]) -> None:
         (
             {},
             {"experts": replace(EXPERTS, dense=5)},
-            "^training.experts.dense = 5: must be at most the 4 layers",
+            "^training.experts.dense = 5: must be at most the number of layers, 4",
         ),
         ({"tensor": 2}, {"experts": replace(EXPERTS, shared=3)}, "^parallelism.tensor = 2: .*experts.shared"),
     ],

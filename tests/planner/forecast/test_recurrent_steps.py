@@ -216,7 +216,7 @@ def test_ffns_of_some_layers_without_a_gate_are_counted() -> None:
     assert layers.linear_parameters == (3 * RECURRENT + ATTENTION + 2 * 2 * 512 * 1024) / 4
     numbers = 6 * 4 * 512 + 2 * 2 * 1024 + 2 * (8 + 2) * 64 + 3 * (2 * CHANNELS + 3 * VALUES)
     assert layers.rows_us(1) == pytest.approx(2 * numbers / 4 / (H100.rate_gbs("rows_gbs") * 1e3))
-    with pytest.raises(ConfigError, match=r"^training.ffns = 5: must be at most the 4 layers"):
+    with pytest.raises(ConfigError, match=r"^training.ffns = 5: must be at most the number of layers, 4"):
         whole_parameters(SMALL, replace(TRAINING, ffns=5), 4, 0)
 
 

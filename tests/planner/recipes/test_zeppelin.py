@@ -52,7 +52,7 @@ def shares(placer: Zeppelin, made: Problem) -> dict[int, dict[int, int]]:
     return found
 
 
-def per_rank(placer: Zeppelin, made: Problem) -> list[int]:
+def tokens_per_rank(placer: Zeppelin, made: Problem) -> list[int]:
     _, rank, tokens = placer.shares(made)
     return np.bincount(rank, tokens, made.ranks).astype(int).tolist()
 
@@ -98,11 +98,11 @@ def test_the_printed_algorithm_overloads_a_rank_with_fragments() -> None:
         0: {0: 715, 1: 715, **dict.fromkeys(range(2, 7), 714)},
         1: {0: 1000, 7: 1000},
     }
-    assert max(per_rank(Zeppelin(cap="paper", capacity=1000), made)) == 1715
+    assert max(tokens_per_rank(Zeppelin(cap="paper", capacity=1000), made)) == 1715
 
 
 def test_enforce_moves_overflowing_fragments_to_emptier_ranks() -> None:
-    counts = per_rank(Zeppelin(cap="enforce", capacity=1000), problem([5000, 2000], 1, 8))
+    counts = tokens_per_rank(Zeppelin(cap="enforce", capacity=1000), problem([5000, 2000], 1, 8))
     assert sum(counts) == 7000
     assert max(counts) <= 1000
 
@@ -131,14 +131,14 @@ def test_whole_sequences_that_do_not_fit_lower_the_threshold() -> None:
     made = problem([60, 60, 60], 1, 2)
     # each is two thirds of the square budget of a rank, so one fragment, and the printed round-robin overloads the
     # first
-    assert per_rank(Zeppelin(cap="paper", capacity=100), made) == [120, 60]
-    assert per_rank(Zeppelin(cap="enforce", capacity=100), made) == [90, 90]
+    assert tokens_per_rank(Zeppelin(cap="paper", capacity=100), made) == [120, 60]
+    assert tokens_per_rank(Zeppelin(cap="enforce", capacity=100), made) == [90, 90]
 
 
 def test_caps_are_as_printed_unless_the_policy_has_one() -> None:
     for policy, cap in (({}, "paper"), ({"token_cap": 1000}, "enforce")):
         made = problem([5000, 2000], 1, 8, **policy)
-        assert per_rank(Zeppelin(), made) == per_rank(Zeppelin(cap=cap), made)
+        assert tokens_per_rank(Zeppelin(), made) == tokens_per_rank(Zeppelin(cap=cap), made)
 
 
 def test_zones_begin_at_lengths_whose_attention_hides_communication() -> None:

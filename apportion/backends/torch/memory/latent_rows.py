@@ -40,7 +40,7 @@ class LatentRun(Generic[T]):
 
 
 def latent_runs(operands: Sequence[Operand], tasks: Sequence[T]) -> list[LatentRun[T]]:
-    """The runs that tasks read. Rows whose gradients are accumulated elsewhere form a run of their own."""
+    """The runs that tasks read. Rows with gradients in another space or at another offset form another run."""
     groups: dict[tuple[object, ...], list[LatentRun[T]]] = {}
     for task in sorted(tasks, key=lambda task: operands[task.kv].row):
         kv, heads = operands[task.kv], operands[task.q].heads

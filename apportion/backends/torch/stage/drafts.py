@@ -36,7 +36,7 @@ from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, w
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import OP_NAMES, Op
-from apportion.ir.plan.fusion import Complete, RowRanges, find_statistics, gaps, merge_ranges
+from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_statistics, gaps, merge_ranges
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Space, Tensor as Name
@@ -83,7 +83,7 @@ class Drafts:
         arenas: Arenas,
         rounds: Rounds,
         variant: Variant,
-        complete: Mapping[str, Complete],
+        complete: Mapping[str, CompleteRows],
     ) -> None:
         self._program, self._header, self._arenas, self._rounds = program, program.header, arenas, rounds
         self._variant = variant

@@ -19,7 +19,7 @@ from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import Message, Rounds, tile_arrays
 from apportion.backends.torch.stage.worklists import ROLES, Targets
 from apportion.ir.isa import RESULTS, Op
-from apportion.ir.plan.fusion import Complete, gaps
+from apportion.ir.plan.fusion import CompleteRows, gaps
 from apportion.ir.plan.messages import ALIGNMENT
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
@@ -53,7 +53,7 @@ class DirectWrites:
         program: Program,
         arenas: Arenas,
         rounds: Rounds,
-        complete: Mapping[str, Complete],
+        complete: Mapping[str, CompleteRows],
     ) -> DirectWrites:
         tiles: dict[int, tuple[Message, int]] = {}
         for step in program.steps:
@@ -65,13 +65,13 @@ class DirectWrites:
             for table, name in (("transfers", "operand"), ("rowops", "a"), ("rowops", "c"))
         )
         result: dict[str, list[DirectRows]] = {}
-        for column, completion in complete.items():
+        for column, ranges in complete.items():
             result[column] = entries = []
-            for position, row, stop in zip(*(part.tolist() for part in completion.sent), strict=True):
+            for position, row, stop in zip(*(part.tolist() for part in ranges.sent), strict=True):
                 number = int(sent[position])
                 operand, (message, tile) = program.operands[number], tiles[number]
                 entries.append(DirectRows(row, stop, row - operand.row, number, operand, message, tile))
-            for position, row, stop in zip(*(part.tolist() for part in completion.delivered), strict=True):
+            for position, row, stop in zip(*(part.tolist() for part in ranges.delivered), strict=True):
                 number, home = int(source[position]), program.operands[int(target[position])]
                 operand = program.operands[number]
                 entries.append(DirectRows(row, stop, home.row + row - operand.row, number, operand))
@@ -108,7 +108,7 @@ class DirectWrites:
         return ranges
 
 
-def earliest_writes(programs: ProgramSet, complete: Mapping[str, Complete]) -> dict[int, int]:
+def earliest_writes(programs: ProgramSet, complete: Mapping[str, CompleteRows]) -> dict[int, int]:
     """Launch -> the first instruction that may write rows into its messages."""
     instructions = programs["instructions"]
     earliest: dict[int, int] = {}
@@ -116,10 +116,10 @@ def earliest_writes(programs: ProgramSet, complete: Mapping[str, Complete]) -> d
     for roles in ROLES.values():
         if roles.owner not in complete:
             continue
-        completion, table = complete[roles.owner], programs[roles.table]
+        ranges, table = complete[roles.owner], programs[roles.table]
         instruction = instruction_of(instructions["op"], instructions.wide("count"), roles.table)
-        work = programs["operands"]["space"][table[roles.owner][completion.tasks.of]] == Space.WORK
-        first = int(instruction[completion.tasks.of[work]].min(initial=len(instructions)))
-        for launch in np.unique(launch_of[completion.sent.of]).tolist():
+        work = programs["operands"]["space"][table[roles.owner][ranges.tasks.of]] == Space.WORK
+        first = int(instruction[ranges.tasks.of[work]].min(initial=len(instructions)))
+        for launch in np.unique(launch_of[ranges.sent.of]).tolist():
             earliest[launch] = min(first, earliest.get(launch, launch))
     return earliest

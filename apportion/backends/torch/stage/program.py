@@ -105,7 +105,7 @@ def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable
     slots, finished, shares = tuple(drafts.slots), drafts.complete(), drafts.shares
     in_place = {Name[column.upper()]: entries for column, entries in drafts.in_place.rows.items()}
     result_only = frozenset(
-        Name[column.upper()] for column, completion in complete.items() if completion.has_all_results(rows)
+        Name[column.upper()] for column, ranges in complete.items() if ranges.has_all_results(rows)
     )
     common = program, rounds, arenas, result_only
     return StageExecutable(*common, table, launches, last, slots, kernel_shapes, shares, finished, in_place)

@@ -87,7 +87,7 @@ def panels(source: Place, target: Place, rows: int, width: int, action: int = CO
 
 
 def parts_of(slot: Slot, offset: int, columns: tuple[int, ...], array: Array) -> list[Part]:
-    """The parts of an array's rows that start at byte `offset`."""
+    """The parts of an array's rows, as places from byte `offset` of the slot on."""
     size, pitch = array.dtype.itemsize, max(array.width, 1) * array.dtype.itemsize
     parts = []
     for width in array.parts:

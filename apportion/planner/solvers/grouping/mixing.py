@@ -1,4 +1,4 @@
-"""Greedy mix of group sizes and its improvement by local search, the start of `ilp`.
+"""Greedy mix of group sizes and its improvement by local search, for `ilp`.
 
 The mix is first-fit decreasing for a time limit T, the smallest T found by bisection (the dual approximation of
 Hochbaum and Shmoys, 1987): each sequence needs the smallest degree that keeps it within T, goes to the group with the
