@@ -36,8 +36,8 @@ class Media:
     """Inputs of an encoder in front of the model: images, videos, sound; the loader plans them too.
 
     dataset: map-style; medium i is a mapping of fields with an entry for each of its rows (patches, frames), [rows,
-    ...], all with the same fields. lengths: rows of each medium, integers, by default the dataset's. model: of the
-    encoder's attention layers. places: integers [media, 2]: the sample of each, and the first token that stands for it;
+    ...], all with the same fields. lengths: rows of each medium, integers, by default the dataset's. model: the
+    encoder's attention heads. places: integers [media, 2]: the sample of each, and the first token that stands for it;
     each token stands for `merge` rows. orders: for each medium int64 [tokens], the index of the token that each
     `merge` rows stand for; by default in order. masks: one for all or one for each; by default all rows of a medium
     see each other. recipe, hardware: as for the loader. Raises ConfigError if media do not fit.
