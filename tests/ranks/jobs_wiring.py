@@ -71,7 +71,7 @@ class Weighted(Recorded):
 
 _SUMMED = (
     *("", "seeds", "sinks", "frozen", "here", "experts", "early", "both averaged over", "chunks", "halves"),
-    *("next tokens", "next labels", "clipped", "skipped"),
+    *("next tokens", "next labels", "clipped", "skipped", "evaluated"),
 )
 
 
@@ -130,6 +130,10 @@ def _run_loop(comm: Communicator, mistake: str) -> str:
                 )
             scale = 1 / 2 if mistake == "halves" else comm.ranks if "by hand" in mistake else 1
             (loss * scale).backward()
+            if mistake == "evaluated" and not b.is_last:
+                with torch.no_grad():
+                    for held in PlannedLoader(Recorded([30, 20, 9]), **plans, communicator=comm):
+                        ap.normalised_loss(wrapped(held), held.labels, held.valid_tokens)
             if mistake == "twice":
                 ap.sum_gradients(model, comm._base)
             if b.is_last or mistake == "early":

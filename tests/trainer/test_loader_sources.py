@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler
 
 from apportion.ir.bytes.job import encode_request
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Sampling
 from apportion.ir.version import __version__
@@ -96,6 +98,25 @@ def test_data_loader_processes_read_the_same_batches_as_threads(single: str | Pa
         dataset.read.clear()
         assert [seen(batch) for batch in loader_of(single, dataset, workers=workers)] == want
         assert bool(dataset.read) == (workers == 0)  # each process has its own
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_data_loader_processes_draw_the_samples_of_their_rank(seeded: bool) -> None:
+    def order(workers: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(1) if seeded else None
+        random = RandomSampler(range(len(LENGTHS)), generator=generator)
+        return [
+            batch.samples.tolist()
+            for batch in loader_of("local", sampler=BatchSampler(random, 1, False), workers=workers)
+        ]
+
+    if seeded:
+        assert order(2) == order(0)
+    else:
+        with pytest.raises(
+            ExecutionError, match=r"iteration 0: a data-loader process draws 1 microbatches, .*"
+        ):
+            order(2)
 
 
 class Broken(Recorded):

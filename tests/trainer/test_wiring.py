@@ -24,6 +24,7 @@ from tests.support.sparse import sparse
             "fsdp averaged over",
             "fsdp by hand",
             "experts",
+            "evaluated",
         ],
         3,
     ),

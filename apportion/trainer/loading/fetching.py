@@ -211,11 +211,12 @@ PREFETCHED = 2  # iterations that each process has ready
 
 class Parcel(NamedTuple):
     """One iteration from a process. data: the encoded slice, uint8, empty if there was no plan in time. rows:
-    see `Fetched`. reason: why there is no plan."""
+    see `Fetched`. reason: why there is no plan. drawn: the iteration's samples, as `Iteration.describe` names them."""
 
     data: Tensor
     rows: tuple[Rows, ...]
     reason: str
+    drawn: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,28 +248,38 @@ class Share(IterableDataset[Parcel]):
 
     def _parcel(self, iteration: Iteration, piece: IterationSlice | None, reason: str) -> Parcel:
         if piece is None:
-            return Parcel(torch.empty(0, dtype=torch.uint8), (), reason)
+            return Parcel(torch.empty(0, dtype=torch.uint8), (), reason, iteration.describe())
         data = torch.frombuffer(bytearray(piece.encode()), dtype=torch.uint8)
-        return Parcel(data, tuple(rows_of(self.dataset, iteration, piece, self.form)), "")
+        rows = tuple(rows_of(self.dataset, iteration, piece, self.form))
+        return Parcel(data, rows, "", iteration.describe())
 
 
 class WorkerPrefetcher:
     """Fetches iterations in data-loader worker processes and returns them in order."""
 
-    def __init__(self, share: Share, processes: int, ahead: Lookahead) -> None:
+    def __init__(self, share: Share, processes: int, ahead: Lookahead, iterations: Iterations) -> None:
         options: Any = {"batch_size": None, "collate_fn": _identity, "prefetch_factor": PREFETCHED}
-        self._ahead = ahead
+        self._ahead, self._iterations = ahead, iterations
         self._parcels: Any = iter(DataLoader(share, num_workers=processes, **options))
 
     def take(self, number: int) -> Fetched:
-        """Returns the trainer's next plan. Raises TimeoutError if the worker process had no plan in time, and errors of
-        the processes."""
+        """Returns the trainer's next iteration. Raises TimeoutError if its process had no plan in time, ExecutionError
+        if its sampler drew other samples there, and errors of the processes."""
         if self._parcels is None:
             raise ExecutionError("the pass is over")
         parcel = next(self._parcels)
         error = self._ahead.failed(number)
         if error is not None:
             raise error
+        iteration = self._iterations.at(number)
+        if iteration is not None and parcel.drawn != (drawn := iteration.describe()):
+            message = (
+                f"iteration {number}: a data-loader process draws {parcel.drawn}; its rank draws {drawn}"
+            )
+            remedy = (
+                "pass a sampler that draws from a generator of its own, seeded in every iteration over it"
+            )
+            raise ExecutionError(f"{message}. Remedy: {remedy}, or workers=0")
         if not len(parcel.data):
             raise TimeoutError(parcel.reason)
         return Fetched(IterationSlice.decode(parcel.data.numpy().tobytes()), parcel.rows)

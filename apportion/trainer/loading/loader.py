@@ -342,12 +342,16 @@ class PlannedLoader:
     def _supply(self, stack: ExitStack, ahead: fetching.Lookahead, iterations: Iterations) -> fetching.Supply:
         """The supply of a pass' plans, open until the stack is closed."""
         submits = self._rank == 0 if self._source.shared else not self._workers
-        if submits:
-            ahead.run(ahead.submit, self._lookahead)
-        if self._workers:
+        supply: fetching.Supply | None = None
+        if self._workers:  # first: a sampler's generator is copied before the submitting thread draws from it
             pieces = self.dataset, self._source, self._builder, self._draw(), ahead.current, self._rank
             share = fetching.Share(*pieces, self._form, self._timeout_s)
-            return stack.enter_context(closing(fetching.WorkerPrefetcher(share, self._workers, ahead)))
+            prefetcher = fetching.WorkerPrefetcher(share, self._workers, ahead, iterations)
+            supply = stack.enter_context(closing(prefetcher))
+        if submits:
+            ahead.run(ahead.submit, self._lookahead)
+        if supply is not None:
+            return supply
         if not submits:  # draws ahead, so that the source gets the next keys too
             ahead.run(lambda iteration: None, self._lookahead)
         return fetching.Fetching(ahead, iterations, self._timeout_s, self._rank, self._prepare)

@@ -59,7 +59,7 @@ class Watch:
         self.divided: Microbatch | None = None  # microbatch of a loss that all ranks compute and divide
         self.settled = False  # a step passed the checks, in this pass and for these parameters
         self.latest: Microbatch | None = None  # the microbatch of the latest loss
-        self._with_loss = set[int]()  # microbatches of its iteration that had a loss
+        self._with_loss = set[tuple[int, int]]()  # iteration and number of microbatches that had a loss
         self.accounted = False  # factors of losses are known, or the trainer's responsibility
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
         self.unknown = False  # a trainer's loss has no known share
@@ -97,10 +97,10 @@ class Watch:
 
     def record_loss(self, batch: Microbatch, loss: Tensor) -> None:
         """Records a loss of the batch. Raises ExecutionError if some of its layers used an earlier batch's plan."""
-        if self.latest is None or self.latest.iteration != batch.iteration:
+        if not batch.microbatch:
             self._with_loss.clear()
         self.latest = batch
-        self._with_loss.add(batch.microbatch)
+        self._with_loss.add((batch.iteration, batch.microbatch))
         handles = {batch.handle, batch.feed.encoder} if batch.feed else {batch.handle}
         late, self._used = {*self._used} & {*self._past} - handles, WeakSet()
         if late and any(node.metadata.get("handle") in late for node in nodes([loss.grad_fn])):
@@ -236,10 +236,9 @@ class Watch:
         """Raises ExecutionError if the loss was not the last of an iteration; warns if microbatches had none."""
         if self.latest is None:
             return
-        if skipped := sorted({*range(self.latest.microbatch)} - self._with_loss):
-            message = (
-                f"microbatches {skipped} of iteration {self.latest.iteration} had no loss before the step"
-            )
+        iteration, number = self.latest.iteration, self.latest.microbatch
+        if skipped := [i for i in range(number) if (iteration, i) not in self._with_loss]:
+            message = f"microbatches {skipped} of iteration {iteration} had no loss before the step"
             rule = "losses are shares of the mean over all: run every one, and save and resume where is_last"
             warn(f"{message}: {rule}", stacklevel=1)
         if not self.latest.is_last:
