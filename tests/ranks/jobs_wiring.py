@@ -130,10 +130,7 @@ def _run_loop(comm: Communicator, mistake: str) -> str:
                 )
             scale = 1 / 2 if mistake == "halves" else comm.ranks if "by hand" in mistake else 1
             (loss * scale).backward()
-            if mistake == "evaluated" and not b.is_last:
-                with torch.no_grad():
-                    for held in PlannedLoader(Recorded([30, 20, 9]), **plans, communicator=comm):
-                        ap.normalised_loss(wrapped(held), held.labels, held.valid_tokens)
+            _evaluate(wrapped, plans, comm) if mistake == "evaluated" and not b.is_last else None
             if mistake == "twice":
                 ap.sum_gradients(model, comm._base)
             if b.is_last or mistake == "early":
@@ -146,6 +143,12 @@ def _run_loop(comm: Communicator, mistake: str) -> str:
     except (ApportionError, UserWarning) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@torch.no_grad()
+def _evaluate(model: Any, plans: Any, comm: Communicator) -> None:
+    for held in PlannedLoader(Recorded([30, 20, 9]), **plans, communicator=comm):
+        ap.normalised_loss(model(held), held.labels, held.valid_tokens)
 
 
 def replicated(comm: Communicator, mistake: str) -> str:
