@@ -8,6 +8,7 @@ Automodel's context-parallel mesh contains the ranks of the job. The model's kwa
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -80,16 +81,23 @@ def _check_labels(given: Tensor | None, labels: int) -> None:
 
 def _check_meshes(planned: PlannedBatch, cp_mesh: Any, tp_mesh: Any) -> None:
     """Raises ConfigError if the ranks of the plan are not those of the context-parallel mesh: recipes would count their
-    labels several times, or split matrices over ranks with different tokens. Raises ExecutionError if tensor-parallel
-    ranks have read different batches. A collective."""
+    labels several times, or split matrices over ranks with different tokens; or if the loader does not know of the
+    mesh's data parallelism, and gives each group the same samples. Raises ExecutionError if tensor-parallel ranks have
+    read different batches. A collective."""
     if cp_mesh is not None:
         mesh = cp_mesh.mesh.flatten().tolist()
         communicator = planned.handle.communicator
         ranks = communicator.global_ranks if isinstance(communicator, Communicator) else mesh
+        root, groups = cp_mesh._get_root_mesh(), 1 if planned._replicas is None else planned._replicas.ranks
+        sizes = zip(root.mesh_dim_names, root.shape, strict=True)
+        degree = math.prod(size for name, size in sizes if name.startswith("dp"))
+        remedy = "make the loader with communicator=ap.Communicator(cp group) and replicas=dp group"
         if sorted(mesh) != sorted(ranks):
             rule = f"the loader plans for ranks {ranks}, but the cp mesh has ranks {mesh}"
-            remedy = "make the loader with communicator=ap.Communicator(cp group) and replicas=dp group"
             raise ConfigError("cp_size", len(mesh), rule, remedy)
+        if 1 < degree != groups:
+            rule = f"the loader gives {groups} groups of ranks their own samples, but the mesh has {degree}"
+            raise ConfigError("replicas", groups, rule, remedy)
     if tp_mesh is not None and tp_mesh.size() > 1:
         digest = digest_of(planned.handle, (planned.tokens, planned.labels))
         require_equal([digest], [tp_mesh.get_group()], torch.device(tp_mesh.device_type))

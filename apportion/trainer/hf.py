@@ -320,7 +320,10 @@ def loader(
         options["masks"] = masks_of(config)
     planned_model = replace(model_of(config), dtype=dtype or own_dtype, sent_gradients=sent_gradients)
     own_options: LoaderOptions = {"rows_multiple": 1, "drop_last": True, **options}
-    return PlannedLoader(dataset, cluster, planned_model, tokens_per_rank, **own_options)
+    result = PlannedLoader(dataset, cluster, planned_model, tokens_per_rank, **own_options)
+    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", result._form.vocabulary)
+    result._form = replace(result._form, vocabulary=embeddings)
+    return result
 
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:

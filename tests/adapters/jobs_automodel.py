@@ -28,14 +28,20 @@ class Shifted(Documents):
 
 
 def train_step(
-    comm: Communicator, cp: int, whole: bool, training: bool = True, tp: int = 1, apart: bool = False
+    comm: Communicator,
+    cp: int,
+    whole: bool,
+    training: bool = True,
+    tp: int = 1,
+    apart: bool = False,
+    grouped: bool = False,
 ) -> tuple[str, float]:
     """Runs a step as an Automodel recipe does; returns (error, or "" if none; the loss summed over all ranks). cp, tp:
     sizes of the mesh; whole: whether the sharder receives all ranks' tokens and labels; apart: whether tensor-parallel
-    ranks read different tokens."""
+    ranks read different tokens; grouped: whether each data-parallel group has plans of its own."""
     mesh = init_device_mesh("cpu", (comm.ranks // cp // tp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
     model = planned(hf.enable(new_model("llama"))).train(training)
-    of_plan = comm if tp == 1 else Communicator(mesh["cp"].get_group())
+    of_plan = comm if tp == 1 and not grouped else Communicator(mesh["cp"].get_group())
     data = loader(model, of_plan.ranks, of_plan, lengths=[61, 40, 9])
     data.dataset = Shifted([61, 40, 9])
     data.dataset.by = mesh["tp"].get_local_rank() if apart else 0

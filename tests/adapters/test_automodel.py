@@ -54,6 +54,9 @@ NO_SHARDER = "requested no sharder, so the plan would be ignored; set it to the 
 PLAN_OF_ALL = (
     r"cp_size = 2: the loader plans for ranks \[0, 1, 2, 3\], but the cp mesh has ranks \[(0, 1|2, 3)\]"
 )
+SAME_SAMPLES = (
+    r"replicas = 1: the loader gives 1 groups of ranks their own samples, but the mesh has 2; .*dp group"
+)
 A_RANKS_LABELS = r"labels = .*the microbatch has 107 on all ranks; pass planned\.gather_tokens"
 TP_APART = r"tensor-parallel ranks.* have read different batches"
 
@@ -64,6 +67,7 @@ TP_APART = r"tensor-parallel ranks.* have read different batches"
         ((1, True), NO_SHARDER),
         ((1, True, False), NO_SHARDER),
         ((2, True), PLAN_OF_ALL),
+        ((2, True, True, 1, False, True), SAME_SAMPLES),
         ((4, False), A_RANKS_LABELS),
         ((2, True, True, 2, True), TP_APART),
     ],

@@ -249,6 +249,12 @@ def test_a_loader_has_no_samples_by_number(model: Any) -> None:
         jobs.loader(model, 1)[0]
 
 
+def test_token_ids_beyond_the_vocabulary_are_refused(model: Any) -> None:
+    model.resize_token_embeddings(16)
+    with pytest.raises(ConfigError, match=r"sample \d: input_ids = \d+: the model has 16 embeddings"):
+        next(iter(jobs.loader(model, 1)))
+
+
 def test_enabling_is_idempotent_and_survives_copies(model: Any, batch: Any) -> None:
     inputs = hf.inputs(batch)
     expected = model(**inputs).loss

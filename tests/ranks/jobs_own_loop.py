@@ -246,6 +246,9 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
         return ap.planned_scan(None, *rows, decay, beta, b.handle)
 
     attention.recur = recur  # type: ignore[attr-defined]
+    if net == "taught":
+        with torch.no_grad():
+            Own("rows as places", model.kinds)(b.tokens, b.position_ids, attention)
     if net == "functional":
         hidden = model.table(b.tokens)
         for layer in model.layers:

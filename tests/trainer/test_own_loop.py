@@ -115,7 +115,10 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ),
         ({"loss": "weights in double"}, r"ConfigError: weights = fields\['worth'\] = 'not shifted'"),
         ({"loss": "own weights"}, r"ConfigError: weights = fields\['worth'\] = 'not shifted'"),
-        ({"net": "rows as places"}, rf"ConfigError: model = 'Own': places {ROWS}"),
+        *(
+            ({"net": net}, rf"ConfigError: model = 'Own': places {ROWS}")
+            for net in ("rows as places", "taught")
+        ),
         (
             {"net": "places of rows"},
             r"ConfigError: model = 'Own': receives 0, 1, ... for this rank's rows.*position_ids",

@@ -103,8 +103,8 @@ class ModelTrial:
         """Checks the recorded modules before an optimizer's step; a collective of transports if there are any. Returns
         whether they were checked. Raises ConfigError."""
         ids = {*map(id, params)}
-        calls = [one for one in self.calls.values() if ids & {*map(id, one.module.parameters())}]
-        if not calls:
+        calls = [*self.calls.values()]  # a frozen teacher's too
+        if not any(ids & {*map(id, one.module.parameters())} for one in calls):
             self.over |= self.met and not self.calls
             return False
         smallest = min(len(one.rows) for one in calls)

@@ -5,6 +5,7 @@ Labels are shifted before sharding: the label of a rank's last row may be a toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -75,11 +76,12 @@ class Dataset(Protocol):
 class Form:
     """Form of rows. shifted: fields that belong to the predicted token, like labels. multiple: the number of rows is
     padded to a multiple of it, at least one row; None: no padding. envelope: sizes to which rows, and buffers and
-    tables of handles, are padded."""
+    tables of handles, are padded. vocabulary: the number of token ids, if known."""
 
     shifted: Collection[str] = SHIFTED
     multiple: int | None = None
     envelope: Envelope = UNPADDED
+    vocabulary: float = math.inf
 
     def padded(self, rows: int) -> int:
         """The number of rows with padding."""
@@ -160,7 +162,11 @@ def _sample_rows(sample: _Sample, number: int, first: int, targets: Ints, shifte
 
 
 def _concatenated(parts: Sequence[Rows], form: Form) -> Rows:
-    """Concatenates the parts, followed by padding."""
+    """Concatenates the parts, followed by padding. Raises ConfigError for a token beyond the vocabulary."""
+    for part in parts:
+        if len(part.tokens) and (token := int(part.tokens.max())) >= form.vocabulary:
+            rule, remedy = f"the model has {form.vocabulary} embeddings", "use its tokenizer, or resize them"
+            raise ConfigError(f"sample {int(part.sample_ids[0])}: {TOKENS}", token, rule, remedy)
     rows = sum(len(part.tokens) for part in parts)
     padding = form.padded(rows) - rows
 
