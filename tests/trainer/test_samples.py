@@ -190,6 +190,14 @@ def test_a_stream_resumes_after_the_last_batch(stop: int) -> None:
     assert samples_of(first) == whole  # an abandoned pass starts over
 
 
+def test_too_few_samples_for_an_iteration_at_the_end_of_a_stream_are_dropped() -> None:
+    options = planning(job(tokens=30, microbatches=2), drop_last=True)
+    ended = ap.StreamedLoader(Stream(33), **options, buffer=16)
+    assert len({sample for batch in samples_of(ended) for sample in batch}) <= 32
+    with pytest.raises(ConfigError, match="leaves no iteration of the epoch's 1 for 1 groups of ranks"):
+        list(ap.StreamedLoader(Stream(33), **options, buffer=1))
+
+
 def test_a_stream_that_has_ended_resumes_with_the_next_epoch() -> None:
     first, second = stream_loader(), stream_loader()
     samples_of(first)

@@ -224,12 +224,19 @@ class StreamedLoader:
         return islice(iter(self._stream), skipped, None)
 
     def _planned(self, samples: Samples) -> PlannedLoader | None:
-        """The loader of a buffer; None if all of its samples were dropped."""
+        """The loader of a buffer; None if all of its samples were dropped, or too few are left for an iteration. Raises
+        ConfigError if that is so in the first buffer."""
         self.dropped, self.cut = self.dropped + samples.dropped, self.cut + samples.cut
         if not len(samples):
             return None
         loader = PlannedLoader(samples, *self._job, **self._options)
         loader.set_epoch(self._epoch)
+        try:
+            len(loader)
+        except ConfigError:
+            if not self._number:
+                raise
+            return None
         if self._inner is not None:
             loader.load_state_dict(self._inner)
         return loader
