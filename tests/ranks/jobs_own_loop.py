@@ -225,6 +225,8 @@ def train(
                 _loss(_logits(wrapped, net, b), b, loss, averaged_over, comm.ranks, model)
             ).backward()
             if b.is_last:
+                if net == "evaluated":
+                    list(PlannedLoader(data, **options, communicator=plan_comm))
                 if reduces in ("sums", "apart"):
                     ap.sum_gradients(model, comm._base)
                 scaler.step(optimizer)

@@ -97,9 +97,12 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
             ({"loss": loss}, r"UserWarning: the loss has a term other than its cross entropy: on each rank")
             for loss in ("and a term", "own and a term")
         ),
-        (
-            {"reduces": "ddp", "scaled": 1024.0},
-            r"ConfigError: model = 'Distrib.*averages gradients.*sum_gradients",
+        *(
+            (
+                {"reduces": "ddp", "scaled": 1024.0, "net": net},
+                r"ConfigError: model = 'Distrib.*averages gradients.*sum_gradients",
+            )
+            for net in ("", "evaluated")
         ),
         (
             {"reduces": "ddp averaged over more"},

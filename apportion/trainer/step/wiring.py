@@ -65,7 +65,7 @@ class Watch:
         self.unknown = False  # a trainer's loss has no known share
         self.scale = 0.0  # factor of a loss' share in the last backward
         self.divisor = self.multiple = 0.0  # divisor of the last loss; ratio of its weights to a field
-        self._scaled: list[Callable[[float], None]] = []  # checks of `scale`
+        self._scaled: list[tuple[Callable[[float], None], float]] = []  # checks of a scale, and the scale
         self._pending: list[PlanHandle] = []
         self._unused = False  # kwargs handed out since the last step are not used yet
         self._reached = False
@@ -147,7 +147,7 @@ class Watch:
         """Checks `scale` now, and again, without the GradScaler's scale, before its step, when that scale is known."""
         check(self.scale)
         if not self.settled:
-            self._scaled.append(check)
+            self._scaled.append((check, self.scale))
 
     def find_batch(self, handle: PlanHandle | None) -> Microbatch | None:
         """The batch of a handle."""
@@ -193,8 +193,8 @@ class Watch:
                 raise ExecutionError(f"{text}: {remedy}")
         checks, self._scaled = self._scaled, []
         if checks and (scaled := running_loss_scale()) != 1:
-            for check in checks:
-                check(self.scale / scaled)
+            for check, scale in checks:
+                check(scale / scaled)
         self._check_models(_parameters(optimizer))
         if self.trial is not None:
             has_run = self.trial.run(_parameters(optimizer), self._transports)

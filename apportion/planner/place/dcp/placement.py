@@ -76,7 +76,7 @@ class Dcp(PlacePass):
     def _departures(self, shards: Shards, blocks: Blocks, termination: Termination) -> Iterator[Departure]:
         largest = int(blocks.lengths.max())
         if shards.block_tokens and largest > shards.block_tokens:
-            reason = f"solving takes too long beyond about {PAIRS} pairs of blocks per rank, {FEW_PAIRS} in total"
+            reason = f"solving takes too long beyond {PAIRS} pairs of blocks per rank, {FEW_PAIRS} in total"
             yield Departure("recipe.shard.blocks.block", shards.block_tokens, largest, reason)
         if termination.limit is Limit.ENGINE:
             yield Departure(
