@@ -73,8 +73,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
     def _check_loss(self, has_loader: bool) -> None:
         """Raises ConfigError for a loss that is not token-wise, and for a loader if the Trainer prepares its data."""
-        mixed = type(self).__mro__
-        owner = next(base for base in mixed if base is not PlannedTrainer and "compute_loss" in vars(base))
+        mixed, owner = type(self).__mro__, self._loss_owner()
         if _name(owner) not in _SUMS and not self.sums_tokens:
             rule = f"the loss of {owner.__name__} is not known to be a sum over tokens, which ranks can share"
             remedy = "train preferences and rollouts with ap.trees in a loop, or set sums_tokens = True"
@@ -82,6 +81,11 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         if has_loader and any(hasattr(base, "_prepare_dataset") for base in mixed):
             rule = "this Trainer tokenizes, masks and cuts the samples itself, before they are planned"
             raise ConfigError("train_dataset", "a loader", rule, "pass the dataset, and planned={...}")
+
+    def _loss_owner(self) -> Any:
+        """The class whose `compute_loss` this Trainer uses."""
+        bases = type(self).__mro__
+        return next(base for base in bases if base is not PlannedTrainer and "compute_loss" in vars(base))
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         if self._options is not None and kwargs.get("description") != "test":  # predictions keep their order
@@ -130,8 +134,12 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         if NAME in inputs and num_items_in_batch is None:  # not every Trainer counts items in evaluation
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        wiring.watch.accounted = True  # Trainer multiplies by the number of ranks
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not wiring.watch.accounted:  # Trainer multiplies by the number of ranks; other losses are checked
+            wiring.watch.accounted, wiring.watch.unknown = True, _name(self._loss_owner()) not in _SUMS
+        return super().training_step(*args, **kwargs)
 
     def _check(self, predicts: bool) -> None:
         """Raises ConfigError for arguments that planned batches do not support."""

@@ -170,7 +170,7 @@ class Epochs:
 
     def __iter__(self) -> Generator[PlannedBatch, None, None]:
         """Iterates over an epoch; closes its pass at the end, or when it is abandoned. Raises ExecutionError."""
-        batches, self.valid_tokens = self._pass(), 0
+        state, batches, self.valid_tokens = self.loader.state_dict(), self._pass(), 0
         try:
             for _ in range(len(self)):
                 batch = next(batches)
@@ -178,7 +178,8 @@ class Epochs:
                 self.valid_tokens += batch.valid_tokens if batch.is_last else 0
                 yield batch
         finally:
-            state = self.loader.state_dict()
+            if self.accumulated is not None:  # evaluation may use the loader that is being trained on
+                state = self.loader.state_dict()
             batches.close()
             self.loader.load_state_dict(state)
 

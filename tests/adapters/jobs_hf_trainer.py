@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -69,12 +71,14 @@ def train(
     train_loader = SampleRecorder(
         hf_jobs.loader(model, comm.ranks, lengths=TRAINED, microbatches=2, **common)
     )
-    evaluation = {"drop_last": False, "lengths": EVALUATED, **common}
+    tested = train_loader.loader
+    if evaluates != "training":
+        tested = hf_jobs.loader(model, comm.ranks, drop_last=False, **{**common, "lengths": EVALUATED})
     trainer = PlannedTrainer(
         model=model,
         args=arguments(folder, **options),
         train_dataset=train_loader.loader,
-        eval_dataset=hf_jobs.loader(model, comm.ranks, **evaluation) if evaluates else None,
+        eval_dataset=tested if evaluates else None,
         callbacks=[] if last_step is None else [DiesAtStep(last_step)],
     )
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -173,6 +177,43 @@ def with_column(comm: Communicator, folder: Path, column: str) -> Any:
         trainer.get_train_dataloader()
     except ConfigError as error:
         return str(error)
+
+
+class OwnLoss(Trainer):
+    """A Trainer with its own loss over labels that are shifted already."""
+
+    kind = ""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = 1
+    ) -> Any:
+        labels = inputs.pop("labels")[0]
+        del inputs["shift_labels"]
+        logits = model(**inputs).logits[0]
+        losses = cross_entropy(logits, labels, reduction="none")
+        if self.kind == "mean":
+            return losses[labels >= 0].mean()
+        if self.kind == "focal":
+            losses = losses * (1 - torch.exp(-losses))
+        factor = 1 if self.kind == "share" else self.accelerator.num_processes
+        return losses.sum() / num_items_in_batch * factor
+
+
+class PlannedOwnLoss(PlannedTrainer, OwnLoss):
+    sums_tokens = True
+
+
+def own_loss(comm: Communicator, folder: Path, kind: str) -> Any:
+    """The warnings of a Trainer with its own loss."""
+    set_rank_environment(comm)
+    model = hf.enable(new_model("llama"))
+    data = hf_jobs.loader(model, comm.ranks, lengths=TRAINED, tokens=60, microbatches=2)
+    trainer = PlannedOwnLoss(model=model, args=arguments(folder), train_dataset=data)
+    trainer.kind = kind
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    return " ".join(str(one.message) for one in caught)
 
 
 def set_rank_environment(comm: Communicator) -> None:

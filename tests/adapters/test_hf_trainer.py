@@ -55,6 +55,26 @@ def test_a_killed_run_resumes_within_an_epoch(pool: Any, tmp_path: Path) -> None
         assert rest[name] == whole[name]  # earlier logs are in the checkpoint
 
 
+def test_evaluation_on_the_training_loader_does_not_move_it(pool: Any, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    evaluated = tmp_path, saving, "training"
+    (whole, _), *_ = pool.run(jobs.train, 4, *evaluated, None, None, True)
+    (rest, _), *_ = pool.run(jobs.train, 4, *evaluated, tmp_path / "checkpoint-2", None, True)
+    assert rest == whole
+
+
+def test_a_loss_of_ones_own_is_checked(pool: Any, tmp_path: Path) -> None:
+    for kind, words in (
+        ("mean", "is a mean over the .* labels of this rank"),
+        ("share", "averages gradients"),
+    ):
+        with pytest.raises(RankError, match=words):
+            pool.run(jobs.own_loss, 4, tmp_path, kind)
+    for messages in pool.run(jobs.own_loss, 4, tmp_path, "focal"):
+        assert "not one that is checked" in messages
+    assert not any(pool.run(jobs.own_loss, 4, tmp_path, "sum"))
+
+
 def test_options_that_change_the_loss_are_refused(pool: Any, tmp_path: Path) -> None:
     for options, words in (
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor.*shift"),
