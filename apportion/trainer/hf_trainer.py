@@ -65,7 +65,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     _evaluated: Any = 0.0  # sum of loss x tokens so far
 
     def __init__(self, *args: Any, planned: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._options, self._loaders = planned, dict[int, tuple[Any, PlannedLoader]]()
+        self._options, self._loaders = planned, dict[tuple[int, bool], tuple[Any, PlannedLoader]]()
         arguments = [*args, *kwargs.values()]
         if planned is not None or any(isinstance(value, PlannedLoader) for value in arguments):
             self._check_loss(has_loader=planned is None)
@@ -107,7 +107,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
     def _loader(self, dataset: Any, is_training: bool) -> PlannedLoader:
         """The loader of a prepared dataset, cached."""
-        if id(dataset) not in self._loaders:
+        key = id(dataset), is_training  # an evaluation of training samples is one unshuffled pass
+        if key not in self._loaders:
             self._set_signature_columns_if_needed()
             self._check_columns(dataset)
             mask = masks_of(self.model.config.get_text_config().to_dict())
@@ -115,8 +116,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             accumulated = {"microbatches": self.args.gradient_accumulation_steps}
             defaults = accumulated if is_training else {"shuffle": False, "drop_last": False}
             planned_loader = loader(samples, self.model, **{**(self._options or {}), **defaults})
-            self._loaders[id(dataset)] = dataset, planned_loader
-        return self._loaders[id(dataset)][1]
+            self._loaders[key] = dataset, planned_loader
+        return self._loaders[key][1]
 
     def _check_columns(self, dataset: Any) -> None:
         """Raises ConfigError for loss masks and weights that this Trainer ignores."""

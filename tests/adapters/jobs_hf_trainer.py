@@ -216,6 +216,16 @@ def own_loss(comm: Communicator, folder: Path, kind: str) -> Any:
     return " ".join(str(one.message) for one in caught)
 
 
+def on_training_samples(comm: Communicator, folder: Path) -> Any:
+    """The microbatches of the loaders that train and evaluate on one dataset."""
+    data = Dataset.from_list([{"input_ids": [1, 2, 3, 4]}] * 2)
+    planned = {"cluster": Cluster(1, comm.ranks), "tokens_per_rank": 4, "communicator": comm}
+    options: Any = {"train_dataset": data, "eval_dataset": data, "planned": planned}
+    trainer = PlannedTrainer(hf.enable(new_model("llama")), arguments(folder), **options)
+    passes = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
+    return [one.dataset.epochs.loader.job.microbatches for one in passes]
+
+
 def set_rank_environment(comm: Communicator) -> None:
     """Sets the environment in which accelerate looks for torch.distributed."""
     os.environ.update(

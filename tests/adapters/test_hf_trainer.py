@@ -95,3 +95,7 @@ def test_options_that_change_the_loss_are_refused(pool: Any, tmp_path: Path) -> 
 def test_columns_that_trainer_would_drop_are_refused(pool: Any, tmp_path: Path, column: str) -> None:
     (error,) = pool.run(jobs.with_column, 1, tmp_path, column)
     assert re.search(f"{column}.*ignores", error)
+
+
+def test_evaluation_on_training_samples_has_a_loader_of_its_own(pool: Any, tmp_path: Path) -> None:
+    assert pool.run(jobs.on_training_samples, 1, tmp_path) == [[2, 1]]
