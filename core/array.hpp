@@ -154,16 +154,16 @@ struct Truncated : std::out_of_range {
 
 class Reader {
  public:
-  Reader(const std::uint8_t* data, std::int64_t size) : at_(data), left_(size) {}
+  Reader(const std::uint8_t* data, std::int64_t size) : cursor_(data), left_(size) {}
 
   std::int64_t left() const { return left_; }
   // The next `count` bytes, bounds checked.
   const std::uint8_t* take(std::int64_t count) {
     if (count < 0 || count > left_) throw Truncated();
-    const std::uint8_t* found = at_;
-    at_ += count;
+    const std::uint8_t* start = cursor_;
+    cursor_ += count;
     left_ -= count;
-    return found;
+    return start;
   }
   std::uint8_t byte() { return *take(1); }
   std::uint32_t u32() {
@@ -173,7 +173,7 @@ class Reader {
   }
 
  private:
-  const std::uint8_t* at_;
+  const std::uint8_t* cursor_;
   std::int64_t left_;
 };
 

@@ -55,7 +55,7 @@ auto unlocked(Loop&& loop) {
 }
 
 template <class T>
-concept View = requires(T& view, Buffer& buffer, nb::handle given) { open_view(view, buffer, given, ""); };
+concept View = requires(T& view, Buffer& buffer, nb::handle object) { open_view(view, buffer, object, ""); };
 
 template <class T>
 inline constexpr bool IS_SEQUENCE = false;
@@ -76,43 +76,43 @@ using Taken = std::conditional_t<IS_OPENED<std::remove_cvref_t<T>>, std::remove_
 class Opener {
  public:
   template <class T, class Given>
-  decltype(auto) take(Given& given, const char* name) {
+  decltype(auto) take(Given& object, const char* name) {
     if constexpr (IS_OPENED<T>)
-      return open<T>(given, name);
+      return open<T>(object, name);
     else
-      return (given);
+      return (object);
   }
   template <class T>
-  T open(nb::handle given, const char* name) {
+  T open(nb::handle object, const char* name) {
     if constexpr (View<T>) {
       T view;
-      open_view(view, buffers_.emplace_back(), given, name);
+      open_view(view, buffers_.emplace_back(), object, name);
       return view;
     } else if constexpr (IS_SEQUENCE<T>) {
-      T found;
-      for (const nb::handle one : given) found.push_back(open<typename T::value_type>(one, name));
-      return found;
+      T items;
+      for (const nb::handle item : object) items.push_back(open<typename T::value_type>(item, name));
+      return items;
     } else if constexpr (requires { T::FIELDS; }) {
-      const auto fields = nb::cast<nb::tuple>(given);
+      const auto fields = nb::cast<nb::tuple>(object);
       if (fields.size() != T::FIELDS) throw nb::type_error(name);
-      return [&]<std::size_t... at>(std::index_sequence<at...>) {
-        return T{Field{*this, fields[at], name}...};
+      return [&]<std::size_t... index>(std::index_sequence<index...>) {
+        return T{Field{*this, fields[index], name}...};
       }(std::make_index_sequence<T::FIELDS>());
     } else if constexpr (requires { typename T::Given; }) {
-      return T(open<typename T::Given>(given, name));
+      return T(open<typename T::Given>(object, name));
     } else {
-      return nb::cast<T>(given);
+      return nb::cast<T>(object);
     }
   }
 
  private:
   struct Field {
     Opener& opener;
-    nb::handle given;
+    nb::handle object;
     const char* name;
     template <class T>
     operator T() const {
-      return opener.open<T>(given, name);
+      return opener.open<T>(object, name);
     }
   };
   std::deque<Buffer> buffers_;
@@ -123,7 +123,7 @@ template <class Kept, class... Size>
 nb::object array_over(Kept&& memory, Size... size) {
   using Memory = std::remove_cvref_t<Kept>;
   auto* kept = new Memory(std::forward<Kept>(memory));
-  nb::capsule owner(kept, [](void* given) noexcept { delete static_cast<Memory*>(given); });
+  nb::capsule owner(kept, [](void* object) noexcept { delete static_cast<Memory*>(object); });
   using Number = typename Memory::value_type;
   return nb::cast(nb::ndarray<nb::numpy, Number, nb::ndim<sizeof...(Size)>>(kept->data(), {std::size_t(size)...}, owner));
 }
@@ -133,34 +133,34 @@ template <class Row, class Number = std::conditional_t<alignof(Row) == 8, std::i
 Array2<Number> columns_of(const Growing<Row>& rows) {
   constexpr std::size_t width = sizeof(Row) / sizeof(Number);
   Array2<Number> columns(width, rows.count());
-  for (std::int64_t at = 0; at < rows.count(); ++at) {
-    const auto numbers = std::bit_cast<std::array<Number, width>>(rows[at]);
-    for (std::size_t column = 0; column < width; ++column) columns[static_cast<std::int64_t>(column)][at] = numbers[column];
+  for (std::int64_t row = 0; row < rows.count(); ++row) {
+    const auto numbers = std::bit_cast<std::array<Number, width>>(rows[row]);
+    for (std::size_t column = 0; column < width; ++column) columns[static_cast<std::int64_t>(column)][row] = numbers[column];
   }
   return columns;
 }
 
 template <class T>
-nb::object returned(T&& found) {
-  using Found = std::remove_cvref_t<T>;
-  if constexpr (requires { found.fields(); }) {
-    return returned(found.fields());
-  } else if constexpr (requires { typename Found::value_type; found.has_value(); }) {
-    return found ? returned(std::move(*found)) : nb::none();
-  } else if constexpr (requires { std::tuple_size<Found>::value; }) {
-    return std::apply([](auto&... each) -> nb::object { return nb::make_tuple(returned(std::move(each))...); }, found);
-  } else if constexpr (requires { found.columns(); }) {
-    const auto rows = found.rows(), columns = found.columns();
-    return array_over(std::move(found), rows, columns);
-  } else if constexpr (requires { found.data(); }) {
-    if constexpr (std::is_class_v<typename Found::value_type>)
-      return returned(unlocked([&] { return columns_of(found); }));
+nb::object returned(T&& result) {
+  using Result = std::remove_cvref_t<T>;
+  if constexpr (requires { result.fields(); }) {
+    return returned(result.fields());
+  } else if constexpr (requires { typename Result::value_type; result.has_value(); }) {
+    return result ? returned(std::move(*result)) : nb::none();
+  } else if constexpr (requires { std::tuple_size<Result>::value; }) {
+    return std::apply([](auto&... each) -> nb::object { return nb::make_tuple(returned(std::move(each))...); }, result);
+  } else if constexpr (requires { result.columns(); }) {
+    const auto rows = result.rows(), columns = result.columns();
+    return array_over(std::move(result), rows, columns);
+  } else if constexpr (requires { result.data(); }) {
+    if constexpr (std::is_class_v<typename Result::value_type>)
+      return returned(unlocked([&] { return columns_of(result); }));
     else {
-      const auto size = found.size();
-      return array_over(std::move(found), size);
+      const auto size = result.size();
+      return array_over(std::move(result), size);
     }
   } else {
-    return nb::cast(std::move(found));
+    return nb::cast(std::move(result));
   }
 }
 
@@ -168,15 +168,15 @@ nb::object returned(T&& found) {
 template <class Result, class... Given>
 void define(nb::module_& m, const char* text, Result (*loop)(Given...)) {
   const Signature signature(text);
-  m.def(signature.name.c_str(), [loop, signature](Passed<Given>... given) {
+  m.def(signature.name.c_str(), [loop, signature](Passed<Given>... object) {
     Opener opener;
     auto name = signature.arguments.begin();
-    std::tuple<Taken<Given>...> own{opener.take<Taken<Given>>(given, (name++)->c_str())...};
+    std::tuple<Taken<Given>...> inputs{opener.take<Taken<Given>>(object, (name++)->c_str())...};
     if constexpr (std::is_void_v<Result>) {
-      unlocked([&] { std::apply(loop, own); });
+      unlocked([&] { std::apply(loop, inputs); });
       return nb::none();
     } else {
-      return returned(unlocked([&] { return std::apply(loop, own); }));
+      return returned(unlocked([&] { return std::apply(loop, inputs); }));
     }
   });
 }

@@ -5,10 +5,10 @@
 
 namespace apportion {
 
-void refuse(const char* name, const char* wanted, nb::handle given) {
-  const nb::object found = nb::getattr(given, "dtype", nb::str("no dtype"));
-  const std::string dtype = nb::str(nb::handle(found)).c_str();
-  const std::string kind = nb::str(given.type().attr("__name__")).c_str();
+void refuse(const char* name, const char* wanted, nb::handle object) {
+  const nb::object attribute = nb::getattr(object, "dtype", nb::str("no dtype"));
+  const std::string dtype = nb::str(nb::handle(attribute)).c_str();
+  const std::string kind = nb::str(object.type().attr("__name__")).c_str();
   throw nb::type_error((std::string(name) + ": must be a numpy array, " + wanted + ", not " + kind + " of " + dtype).c_str());
 }
 
@@ -21,9 +21,9 @@ void Buffer::open(nb::handle object, const char* name, int dimensions, bool writ
   }
   if (view_.ndim != dimensions) refuse(name, dimensions == 1 ? "of one dimension" : "of two dimensions", object);
   const int inner = dimensions - 1;
-  const bool some = size(0) > 0 && size(inner) > 0;
-  if (some && size(inner) > 1 && view_.strides[inner] != view_.itemsize) refuse(name, "contiguous", object);
-  if (some && dimensions == 2 && size(0) > 1 && view_.strides[0] % view_.itemsize != 0)
+  const bool is_nonempty = size(0) > 0 && size(inner) > 0;
+  if (is_nonempty && size(inner) > 1 && view_.strides[inner] != view_.itemsize) refuse(name, "contiguous", object);
+  if (is_nonempty && dimensions == 2 && size(0) > 1 && view_.strides[0] % view_.itemsize != 0)
     refuse(name, "aligned", object);
 }
 

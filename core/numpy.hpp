@@ -43,7 +43,7 @@ class Buffer {
   Py_buffer view_{};
 };
 
-[[noreturn]] void refuse(const char* name, const char* wanted, nb::handle given);
+[[noreturn]] void refuse(const char* name, const char* wanted, nb::handle object);
 
 template <class T>
 inline constexpr char KIND = std::same_as<T, bool>       ? '?'

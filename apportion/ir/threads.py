@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from apportion.ir.fields import integer
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,4 +27,4 @@ def spread(function: Callable[[Item], Result], items: Iterable[Item], threads: i
 
 def checked_threads(threads: int) -> int:
     """Returns `threads` if it is a valid number of threads. Raises ConfigError otherwise."""
-    return integer("threads", threads, 1, MOST_THREADS)
+    return integer("threads", threads, 1, MAX_THREADS)

@@ -31,7 +31,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.tensors import PHASES, TRAVELLING
 
 #: below this share of the batch's tokens, a bound gives no meaningful ratio
-LEAST_SHARE = 0.01
+MIN_SHARE = 0.01
 #: relative rounding error of sums and roots
 _ROUNDING = 1e-9
 
@@ -97,8 +97,8 @@ def kv_bytes(
         return Bound("kv_bytes", None, value, "queries move: nothing is proven")
     tokens = sum(foreign_kv_tokens(batch, kind, token_cap, load_caps[kind]) for kind in batch.kinds)
     per_token = sum(model.sent_bytes(tensor) for phase in PHASES for tensor in TRAVELLING["key", phase])
-    small = tokens < LEAST_SHARE * batch.tokens
-    void = f"the bound is below {LEAST_SHARE:.0%} of the tokens" if small else None
+    small = tokens < MIN_SHARE * batch.tokens
+    void = f"the bound is below {MIN_SHARE:.0%} of the tokens" if small else None
     return Bound("kv_bytes", float(tokens * per_token), value, void)
 
 

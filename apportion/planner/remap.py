@@ -147,9 +147,9 @@ def feed_us(feed: Feed, cluster: Cluster, row_bytes: int) -> float:
 def even_tokens(tokens: Ints) -> Ints:
     """int64 [ranks]: the mean; if it is not an integer, the ranks with the most tokens have one more, which they then
     need not send."""
-    mean, more = divmod(int(tokens.sum()), len(tokens))
+    mean, remainder = divmod(int(tokens.sum()), len(tokens))
     even = np.full(len(tokens), mean, np.int64)
-    even[np.argsort(-tokens, kind="stable")[:more]] += 1
+    even[np.argsort(-tokens, kind="stable")[:remainder]] += 1
     return even
 
 

@@ -14,7 +14,7 @@ from apportion.planner.simulate.launches import PACK, UNPACK, WORK_NAMES
 from apportion.report.columns import pack
 
 #: maximum number of transfers of a run shown one by one; above it, those between two nodes in a round are merged
-MOST_TRANSFERS = 600_000
+MAX_TRANSFERS = 600_000
 NOBODY = -1
 
 
@@ -22,7 +22,7 @@ def run_data(run: Run, per_node: int) -> dict[str, Any]:
     """One kind and phase: activities of compute streams, transfers, the critical path."""
     transfers = _transfers(run)
     number: Ints = np.arange(len(transfers["bytes"]))  # index of the row that shows each transfer
-    if is_folded := len(run.traffic.bytes) > MOST_TRANSFERS:
+    if is_folded := len(run.traffic.bytes) > MAX_TRANSFERS:
         transfers, number = _fold(transfers, per_node)
     return {
         "kind": run.kind,

@@ -71,9 +71,9 @@ def _layout(batch: PlannedBatch) -> tuple[ShardLayout, int]:
     return ShardLayout(torch.cat((handle.tokens, padding)), tokens, rows * len(gathered)), labels
 
 
-def _check_labels(given: Tensor | None, labels: int) -> None:
+def _check_labels(targets: Tensor | None, labels: int) -> None:
     """Raises ConfigError if the recipe's batch does not have as many labels as the microbatch on all ranks."""
-    if given is not None and (count := int((given != IGNORED).sum())) != labels:
+    if targets is not None and (count := int((targets != IGNORED).sum())) != labels:
         rule = f"recipes divide by their number, and the microbatch has {labels} on all ranks"
         remedy = "pass planned.gather_tokens(planned.labels)[None]"
         raise ConfigError("labels", f"{count} labels", rule, remedy)

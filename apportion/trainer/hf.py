@@ -121,8 +121,8 @@ def _parts(model: Any) -> list[Any]:
 
 def _forward_of(module: Any) -> Any:
     """The function that replaces the class's forward; None if there is none, or only accelerate's, which casts."""
-    own = vars(module).get("_original_forward", vars(module).get("forward"))
-    return None if getattr(own, "__func__", None) is type(module).forward else own
+    forward = vars(module).get("_original_forward", vars(module).get("forward"))
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _check_changed(model: Any) -> None:
@@ -150,10 +150,10 @@ def _note_changed(model: Any) -> None:
 def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> None:
     """Raises ConfigError if some layers are neither replaceable attention nor a recurrence with an adapter."""
     config, name = model.config.get_text_config(), type(model).__name__
-    if unknown := sorted({type(one).__name__ for one in mixers if not is_known(one)}):
+    if unknown := sorted({type(item).__name__ for item in mixers if not is_known(item)}):
         rule = f"there is no adapter for its recurrent layers, {', '.join(unknown)}"
         raise ConfigError("model", name, rule, "train it without context parallelism")
-    attend, recur = ({one.layer_idx for one in group} for group in (layers, mixers))
+    attend, recur = ({item.layer_idx for item in group} for group in (layers, mixers))
     count, suffix = config.num_hidden_layers, ""
     is_right = len(attend) == count and not recur
     if recurrence_of(config.model_type) is not None:
@@ -309,7 +309,7 @@ def loader(
     model = getattr(model, "_orig_mod", model)  # torch.compile
     model = model.module if isinstance(model, DistributedDataParallel) else model
     require_enabled(model)
-    inner = next((one for one in model.modules() if "_checked" in vars(one)), model)  # inside PEFT's
+    inner = next((module for module in model.modules() if "_checked" in vars(module)), model)  # inside PEFT's
     if getattr(inner, "_checked", None) is False:
         inner._checked = check_rows(inner, _arguments) and _parts(inner)
     _check_changed(inner)
@@ -460,8 +460,8 @@ def _check_chunks(base: Any, handle: PlanHandle) -> None:
     expected = tuple(_chunked(spec, base._chunk) for spec in specs)
     if expected != specs:
         masks = {kind: replace(whole.masks[kind], specs=expected)}
-        own = Batch(whole.lengths, masks)
-        if own.area(kind) != whole.area(kind):
+        chunked = Batch(whole.lengths, masks)
+        if chunked.area(kind) != whole.area(kind):
             rule = f"layers of {type(base).__name__} see chunks of {base._chunk} tokens"
             remedy = f"pass masks={{{kind!r}: ap.masks.chunked({base._chunk})}}, or mask= to ap.Samples"
             raise ConfigError("masks", kind, rule, remedy)

@@ -150,13 +150,13 @@ def tick_step(
     """Runs an iteration of `planned_loader(..., ticks=table, communicator=...)`, with the ranks of all stages, instead
     of Megatron's schedule; returns reports of the microbatches on the last stage. models: this stage's chunks, in
     order. Raises the errors of `forward_step` and `TickPipeline`."""
-    modules = [unwrap_model(one) for one in models]
+    modules = [unwrap_model(model) for model in models]
     chunks, reports = [], list[dict[str, Tensor]]()
     tokens = torch.zeros((), dtype=torch.int, device=ticks[0].tokens.device)
     for module in modules:
         _check(module)
-        own = getattr(module.rotary_pos_emb, "own", module.rotary_pos_emb) if _is_rotary(module) else None
-        angles = None if own is None else own(_positions(ticks))
+        rotary = getattr(module.rotary_pos_emb, "own", module.rotary_pos_emb) if _is_rotary(module) else None
+        angles = None if rotary is None else rotary(_positions(ticks))
         chunks.append([split(layer, angles, ticks[0].handle) for layer in _dense(module)])
     first, last, config = modules[0], modules[-1], modules[0].config
     require("recompute_granularity", config.recompute_granularity, None, "ticks keep the layers' activations")

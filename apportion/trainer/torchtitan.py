@@ -363,8 +363,8 @@ class PlannedTrainer(Trainer):
     ) -> Tensor:
         """Runs an iteration instead of Titan's schedule; returns the loss on the last stage, as schedules do. Weights
         stay unsharded; gradients of microbatches are accumulated as in FSDP, and reduced at the end."""
-        parts, ticks = self.model_parts, [one.to(self.device) for one in masks.ticks]
-        self.ntokens_seen += sum(one.numel() for one in labels)
+        parts, ticks = self.model_parts, [item.to(self.device) for item in masks.ticks]
+        self.ntokens_seen += sum(item.numel() for item in labels)
         for part in parts:
             part._get_fsdp_state()._lazy_init()
             _gather(part)

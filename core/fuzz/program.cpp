@@ -14,16 +14,16 @@ namespace {
 using namespace apportion;
 using std::int64_t;
 
-constexpr int64_t MOST_RANKS = 4, FARTHEST = (int64_t{1} << 30) - 1;
+constexpr int64_t MAX_RANKS = 4, FARTHEST = (int64_t{1} << 30) - 1;
 constexpr int64_t SOME = int64_t{1} << 48;  // `LIMIT` of apportion/ir/isa.py
 const std::vector<int64_t> COLUMNS = {3, 6, 5, 3, 6, 9, 5};
 
-// The lowest and highest value of each column, for plans of MOST_RANKS ranks with two head sets besides all heads.
+// The lowest and highest value of each column, for plans of MAX_RANKS ranks with two head sets besides all heads.
 const std::vector<int64_t> RANGES = {
     1, 9,   1, SOME, 0, 65535,                                                        // arenas
     0, 9,   0, 1,    0, SOME,  0, SOME, 0,     65535, 0, 2,                           // operands
     1, 13,  0, SOME, 0, SOME,  0, 3,    0,     SOME,                                  // instructions
-    0, 1,   0, MOST_RANKS - 1, 0, SOME,                                               // transfers
+    0, 1,   0, MAX_RANKS - 1, 0, SOME,                                                // transfers
     0, SOME, 0, SOME, 0, SOME, -SOME, SOME, -SOME, SOME, 0, 1,                        // tasks
     0, SOME, 0, SOME, 0, SOME, 0, SOME, 0, SOME, 0, SOME, -SOME, SOME, -SOME, SOME, 0, 3,  // grads
     0, SOME, 0, SOME, 0, SOME, 0, SOME, 0, 1,                                         // rowops
@@ -37,7 +37,7 @@ struct Heads {
   bool foreign[3] = {false, false, true};
 
   verify::HeadSets sets() const {
-    const auto matrix = [](const int64_t(&of)[2][3]) { return Matrix<const int64_t>(&of[0][0], 2, 3, 3); };
+    const auto matrix = [](const int64_t(&values)[2][3]) { return Matrix<const int64_t>(&values[0][0], 2, 3, 3); };
     return {matrix(bits), matrix(number), matrix(size), {&serves[0][0], 3, 3, 3}};
   }
 };
@@ -48,23 +48,23 @@ class Input {
  public:
   // Throws Truncated, Malformed.
   explicit Input(Reader bytes) {
-    ranks_ = bytes.byte() % MOST_RANKS + 1;
+    ranks_ = bytes.byte() % MAX_RANKS + 1;
     flags_ = bytes.byte();
     const auto u16 = [&] { return int64_t{bytes.byte()} | int64_t{bytes.byte()} << 8; };
-    std::vector<std::vector<ScannedTable>> found;
+    std::vector<std::vector<ScannedTable>> parts;
     for (int64_t rank = 0; rank < ranks_; ++rank) {
       home_rows_.push_back(u16());
       first_address_.push_back(rank == 0 ? 0 : first_address_.back() + home_rows_[static_cast<std::size_t>(rank) - 1]);
       const int64_t size = u16();
-      found.push_back(scan_part(Reader(bytes.take(size), size), COLUMNS, rank));
+      parts.push_back(scan_part(Reader(bytes.take(size), size), COLUMNS, rank));
     }
     for (std::size_t table = 0; table < COLUMNS.size(); ++table) {
       std::vector<int64_t>& ptr = ptr_.emplace_back(1, 0);
-      for (const auto& own : found) ptr.push_back(ptr.back() + own[table].rows);
+      for (const auto& part : parts) ptr.push_back(ptr.back() + part[table].rows);
       std::vector<int64_t>& values = values_.emplace_back(static_cast<std::size_t>(COLUMNS[table] * ptr.back()));
       const Matrix<int64_t> matrix(values.data(), COLUMNS[table], ptr.back(), ptr.back());
-      for (std::size_t rank = 0; rank < found.size(); ++rank)
-        read_rows(found[rank][table], static_cast<int64_t>(rank), static_cast<int64_t>(table), FAR, ptr[rank], matrix);
+      for (std::size_t rank = 0; rank < parts.size(); ++rank)
+        read_rows(parts[rank][table], static_cast<int64_t>(rank), static_cast<int64_t>(table), FAR, ptr[rank], matrix);
     }
   }
 
@@ -73,12 +73,12 @@ class Input {
   bool is_together() const { return (flags_ & 2) != 0; }
   bool projects() const { return (flags_ & 4) != 0; }
   std::vector<Table> tables() const {
-    std::vector<Table> found;
+    std::vector<Table> views;
     for (std::size_t table = 0; table < COLUMNS.size(); ++table) {
       const int64_t count = ptr_[table].back();
-      found.push_back({{ptr_[table].data(), ranks_ + 1}, {values_[table].data(), false, COLUMNS[table], count, count}});
+      views.push_back({{ptr_[table].data(), ranks_ + 1}, {values_[table].data(), false, COLUMNS[table], count, count}});
     }
-    return found;
+    return views;
   }
   Column<const int64_t> home_rows() const { return {home_rows_.data(), ranks_}; }
   Column<const int64_t> first_address() const { return {first_address_.data(), ranks_}; }
@@ -110,9 +110,9 @@ bool is_followed(const Input& input, const std::vector<Table>& tables, int64_t r
   }
   const Ints op = tables[2].columns[0];
   for (int64_t row = 0; row < op.size(); ++row) {
-    const Op own = static_cast<Op>(op[row]);
-    if (input.is_backward() ? own == Op::ATTEND || own == Op::PROJECT || own == Op::FINISH
-                            : own == Op::ATTEND_GRAD || own == Op::DELTA || own == Op::PROJECT_GRAD)
+    const Op code = static_cast<Op>(op[row]);
+    if (input.is_backward() ? code == Op::ATTEND || code == Op::PROJECT || code == Op::FINISH
+                            : code == Op::ATTEND_GRAD || code == Op::DELTA || code == Op::PROJECT_GRAD)
       return false;
   }
   return rounds <= 8 * op.size() + 1025 && tables[input.is_backward() ? 4 : 5].size() == 0;
@@ -120,11 +120,11 @@ bool is_followed(const Input& input, const std::vector<Table>& tables, int64_t r
 
 // The rows or heads of each rank's arenas, [ranks, tensors].
 Array2<int64_t> arenas(const Input& input, const Table& table, int64_t column) {
-  Array2<int64_t> found(input.ranks(), TENSORS);
+  Array2<int64_t> sizes(input.ranks(), TENSORS);
   for (int64_t rank = 0; rank < input.ranks(); ++rank)
     for (int64_t row = table.ptr[rank]; row < table.ptr[rank + 1]; ++row)
-      found[rank][table.columns[0][row]] = table.columns[column][row];
-  return found;
+      sizes[rank][table.columns[0][row]] = table.columns[column][row];
+  return sizes;
 }
 
 void verify_program(const Input& input) {
@@ -134,26 +134,26 @@ void verify_program(const Input& input) {
   for (int64_t row = 0; row < programs.round.size(); ++row) rounds = std::max(rounds, programs.round[row] + 1);
   if (!is_followed(input, tables, rounds)) return;
   const Array2<int64_t> arena_rows = arenas(input, tables[0], 1), arena_heads = arenas(input, tables[0], 2);
-  const auto view = [](const Array2<int64_t>& of) {
-    return Matrix<const int64_t>(of.data(), of.rows(), of.columns(), of.columns());
+  const auto view = [](const Array2<int64_t>& array) {
+    return Matrix<const int64_t>(array.data(), array.rows(), array.columns(), array.columns());
   };
   const Tensors inputs = input.projects() ? Tensors::of(Tensor::X) : Tensors::of(Tensor::Q, Tensor::KV);
   const Tensors gradients = input.projects() ? Tensors::of(Tensor::DX) : Tensors::of(Tensor::DQ, Tensor::DKV);
-  const Tensors of_backward = Tensors::of(Tensor::DX, Tensor::DQ, Tensor::DKV, Tensor::DO, Tensor::DELTA);
+  const Tensors backward_only = Tensors::of(Tensor::DX, Tensor::DQ, Tensor::DKV, Tensor::DO, Tensor::DELTA);
   const bool backward = input.is_backward();
   const verify::Program program(
       programs, {input.home_rows(), input.first_address(), view(arena_rows), view(arena_heads)}, HEADS.sets(),
       backward ? Tensors(inputs.bits() | Tensors::of(Tensor::O, Tensor::DO).bits()) : inputs,
       backward ? Tensors(gradients.bits() | Tensors::of(Tensor::DELTA).bits()) : Tensors::of(Tensor::O),
-      backward ? Tensors(0) : of_backward, backward, rounds);
+      backward ? Tensors(0) : backward_only, backward, rounds);
 
-  constexpr int64_t MOST_PIECES = 1 << 12;
+  constexpr int64_t MAX_PIECES = 1 << 12;
   verify::Lists lists(3);
   lists.begin(program.task_list.size());
-  const verify::Judgement judged = judge(program, lists, input.is_together(), {1, 64, MOST_PIECES});
-  if (judged.verdict != verify::Verdict::RIGHT) return void(verify::trace(program, MOST_PIECES));
+  const verify::Judgement judgement = judge(program, lists, input.is_together(), {1, 64, MAX_PIECES});
+  if (judgement.verdict != verify::Verdict::RIGHT) return void(verify::trace(program, MAX_PIECES));
   lists.end();
-  if (const auto trace = verify::trace(program, MOST_PIECES); trace && !trace->faults.empty()) std::abort();
+  if (const auto trace = verify::trace(program, MAX_PIECES); trace && !trace->faults.empty()) std::abort();
 }
 
 }  // namespace

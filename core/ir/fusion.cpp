@@ -36,7 +36,7 @@ struct Part {
 
 class RankFusion {
  public:
-  RankFusion(const Programs& programs, Fusion& found) : programs_(programs), found_(found) {}
+  RankFusion(const Programs& programs, Fusion& fusion) : programs_(programs), fusion_(fusion) {}
 
   void walk(int64_t rank) {
     cut(rank);
@@ -61,16 +61,16 @@ class RankFusion {
     std::fill(std::begin(work_), std::end(work_), NONE);
     uniform_ = Tensors(~0U);
     sums_.clear();
-    int64_t most = 0;
+    int64_t row_end = 0;
     for (int64_t at = first_; at < first_ + count; ++at) {
       const Tensor tensor = programs_.tensor_of(at);
       const bool is_home = programs_.is_home(at);
       if (!is_home) compare_heads(tensor, at);
       if (!sums.has(tensor) && !(tensor == Tensor::DELTA && is_home)) continue;
       sums_.push_back(at);
-      most = std::max(most, programs_.row[at] + programs_.rows[at]);
+      row_end = std::max(row_end, programs_.row[at] + programs_.rows[at]);
     }
-    const auto bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(most)));
+    const auto bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(row_end)));
     keys_.clear();  // of both ends of each operand: tensor, space and row
     for (const int64_t at : sums_) {
       const int64_t key = (2 * programs_.tensor[at] + programs_.space[at]) << bits | programs_.row[at];
@@ -113,7 +113,7 @@ class RankFusion {
     return step.list == TRANSFERS ? sends_results(step) && programs_.send[row] == 1
                                   : step.op == Op::DELIVER && column == 0;
   }
-  bool sends_results(const Step& step) const { return (programs_.mode[step.at] & RESULTS) != 0; }
+  bool sends_results(const Step& step) const { return (programs_.mode[step.index] & RESULTS) != 0; }
 
   void note(const Step& step) {
     if (step.list == NO_LIST) return;
@@ -121,30 +121,30 @@ class RankFusion {
     for (int64_t column = columns.first; column < columns.end; ++column) {
       const Ints operands = programs_.lists[step.list].columns[column];
       for (int64_t row = step.first; row < step.end; ++row) {
-        const int64_t own = operands[row];
-        if (span_of(own).low == span_of(own).high) continue;
-        if (programs_.tensor_of(first_ + own) == Tensor::DELTA)
-          note_statistics(step, column, row, own);
+        const int64_t index = operands[row];
+        if (span_of(index).low == span_of(index).high) continue;
+        if (programs_.tensor_of(first_ + index) == Tensor::DELTA)
+          note_statistics(step, column, row, index);
         else if (step.op != Op::FINISH)
-          note_use(step, column, row, own);
+          note_use(step, column, row, index);
       }
     }
   }
 
-  void note_use(const Step& step, int64_t column, int64_t row, int64_t own) {
+  void note_use(const Step& step, int64_t column, int64_t row, int64_t index) {
     const bool taken = takes(step, column, row);
     const bool arrives = step.list == TRANSFERS ? sends_results(step) && !taken : step.op == Op::DELIVER && column == 2;
-    each_part(own, [&](Part& part) {
-      (taken ? part.taken : part.last) = step.at;
+    each_part(index, [&](Part& part) {
+      (taken ? part.taken : part.last) = step.index;
       part.times += taken;
       part.arrives |= arrives;
     });
   }
 
-  void note_statistics(const Step& step, int64_t column, int64_t row, int64_t own) {
+  void note_statistics(const Step& step, int64_t column, int64_t row, int64_t index) {
     const bool reads = reads_statistics(step, column, row), writes = writes_statistics(step, column, row);
-    each_part(own, [&](Part& part) {
-      if (reads && part.first == NONE) part.first = step.at;
+    each_part(index, [&](Part& part) {
+      if (reads && part.first == NONE) part.first = step.index;
       part.written |= writes;
       part.spoiled |= !reads && !writes;
     });
@@ -180,11 +180,11 @@ class RankFusion {
 
   // Adds the runs of parts for which `holds` is true.
   template <class Holds>
-  void add_runs(RowRanges& ranges, int64_t of, Span span, Holds&& holds) {
+  void add_runs(RowRanges& ranges, int64_t owner, Span span, Holds&& holds) {
     for (int64_t part = span.low; part < span.high; ++part) {
       const int64_t begin = part;
       while (part < span.high && holds(parts_[part])) ++part;
-      if (begin < part) ranges.add(of, parts_[begin].row, parts_[part].row);
+      if (begin < part) ranges.add(owner, parts_[begin].row, parts_[part].row);
     }
   }
 
@@ -200,10 +200,10 @@ class RankFusion {
         if (!is_plain(step, SUMS[i], row)) counts[programs_.space[owner]] = false;
       }
       for (int64_t row = step.first; row < step.end; ++row) {
-        const int64_t own = operand(step, SUMS[i].column, row);
-        if (!counts[programs_.space[first_ + own]]) continue;
-        add_runs(found_.sums[i].tasks, row, span_of(own), [&](Part& part) {
-          const bool is_last = part.last == step.at;
+        const int64_t index = operand(step, SUMS[i].column, row);
+        if (!counts[programs_.space[first_ + index]]) continue;
+        add_runs(fusion_.sums[i].tasks, row, span_of(index), [&](Part& part) {
+          const bool is_last = part.last == step.index;
           part.covered |= is_last;
           return is_last;
         });
@@ -212,8 +212,8 @@ class RankFusion {
     if (step.list != GRADS) return;
     for (int64_t row = step.first; row < step.end; ++row)
       if (reads_statistics(step, 3, row))
-        add_runs(found_.tasks, row, span_of(operand(step, 3, row)),
-                 [&](const Part& part) { return part.first == step.at; });
+        add_runs(fusion_.tasks, row, span_of(operand(step, 3, row)),
+                 [&](const Part& part) { return part.first == step.index; });
   }
 
   bool is_plain(const Step& step, const Sum& sum, int64_t row) const {
@@ -232,17 +232,17 @@ class RankFusion {
     if (step.op == Op::DELTA) {
       for (int64_t row = step.first; row < step.end; ++row)
         if (writes_statistics(step, 2, row))
-          add_runs(found_.rowops, row, span_of(operand(step, 2, row)),
+          add_runs(fusion_.rowops, row, span_of(operand(step, 2, row)),
                    [](const Part& part) { return part.first != NONE; });
     } else if (step.op == Op::DELIVER || (step.list == TRANSFERS && sends_results(step))) {
       const int64_t column = OPERAND_COLUMNS[step.list].first;
       for (int64_t row = step.first; row < step.end; ++row) {
         if (!takes(step, column, row)) continue;
-        const int64_t own = operand(step, column, row);
+        const int64_t index = operand(step, column, row);
         for (std::size_t i = 0; i < SUMS.size(); ++i) {
-          Complete& sum = found_.sums[i];
-          if (programs_.tensor_of(first_ + own) == SUMS[i].tensor)
-            add_runs(step.list == TRANSFERS ? sum.sent : sum.delivered, row, span_of(own),
+          Complete& sum = fusion_.sums[i];
+          if (programs_.tensor_of(first_ + index) == SUMS[i].tensor)
+            add_runs(step.list == TRANSFERS ? sum.sent : sum.delivered, row, span_of(index),
                      [](const Part& part) { return part.covered; });
         }
       }
@@ -256,15 +256,15 @@ class RankFusion {
       const auto first = std::find_if(parts_.begin(), parts_.end(), is_of);
       const auto end = std::find_if_not(first, parts_.end(), is_of);
       const Span span{first - parts_.begin(), end - parts_.begin()};
-      add_runs(found_.sums[i].home, rank, span, [](const Part& part) {
+      add_runs(fusion_.sums[i].home, rank, span, [](const Part& part) {
         return part.arrives || (part.covered && part.is_home);
       });
-      add_runs(found_.sums[i].arrived, rank, span, [](const Part& part) { return part.arrives; });
+      add_runs(fusion_.sums[i].arrived, rank, span, [](const Part& part) { return part.arrives; });
     }
   }
 
   const Programs& programs_;
-  Fusion& found_;
+  Fusion& fusion_;
   int64_t first_ = 0;              // the first operand of the rank
   int64_t work_[TENSORS] = {};     // for each tensor, the first operand of work rows
   Tensors uniform_{0};
@@ -276,10 +276,10 @@ class RankFusion {
 }  // namespace
 
 Fusion fuse(const Programs& programs) {
-  Fusion found;
-  RankFusion of_rank(programs, found);
-  for (int64_t rank = 0; rank < programs.ranks(); ++rank) of_rank.walk(rank);
-  return found;
+  Fusion fusion;
+  RankFusion rank_fusion(programs, fusion);
+  for (int64_t rank = 0; rank < programs.ranks(); ++rank) rank_fusion.walk(rank);
+  return fusion;
 }
 
 static const Area area("fusion", [](nb::module_& m) { def(m, "fuse(arrays)", fuse); });

@@ -10,12 +10,12 @@ namespace apportion {
 
 // Ranges [row0, row1) of rows of numbered items.
 struct RowRanges {
-  Growing<std::int64_t> of, row0, row1;
+  Growing<std::int64_t> item, row0, row1;
 
-  auto fields() { return moved(of, row0, row1); }
-  std::size_t size() const { return of.size(); }
-  void add(std::int64_t one, std::int64_t begin, std::int64_t end) {
-    of.push_back(one);
+  auto fields() { return moved(item, row0, row1); }
+  std::size_t size() const { return item.size(); }
+  void add(std::int64_t owner, std::int64_t begin, std::int64_t end) {
+    item.push_back(owner);
     row0.push_back(begin);
     row1.push_back(end);
   }

@@ -31,10 +31,10 @@ class Operands {
 
   // True if one operand lies right after another in memory, as in a message.
   bool follows(int64_t before, int64_t at) const {
-    const Programs& own = programs_;
-    if (own.tensor[at] != own.tensor[before] || own.space[at] != own.space[before]) return false;
-    const int64_t row_bytes = sizes_.heads.of(own.tensor_of(at), own.heads[before]) * sizes_.number_bytes[own.tensor[at]];
-    return own.row[at] == own.row[before] + own.rows[before] && own.rows[before] * row_bytes % sizes_.alignment == 0;
+    const Programs& data = programs_;
+    if (data.tensor[at] != data.tensor[before] || data.space[at] != data.space[before]) return false;
+    const int64_t row_bytes = sizes_.heads.of(data.tensor_of(at), data.heads[before]) * sizes_.number_bytes[data.tensor[at]];
+    return data.row[at] == data.row[before] + data.rows[before] && data.rows[before] * row_bytes % sizes_.alignment == 0;
   }
 
  private:
@@ -54,28 +54,28 @@ MessageGroups group(const Programs& programs, const RowSizes& sizes) {
   int64_t peers = 0;
   for (int64_t tile = 0; tile < programs.peer.size(); ++tile) peers = std::max(peers, programs.peer[tile] + 1);
   const Array<Newest> newest(2 * peers);
-  MessageGroups found{Array<int32_t>(programs.peer.size()), {}, {}};
+  MessageGroups groups{Array<int32_t>(programs.peer.size()), {}, {}};
   programs.each_step([&](const Step& step) {
     if (step.list != TRANSFERS) return;
     // always staged: an all-to-all is one buffer, and results are rounded for transfer
-    const bool always_staged = (programs.mode[step.at] & (ALL_TO_ALL | RESULTS)) != 0;
-    const auto begin = found.first.count();
+    const bool always_staged = (programs.mode[step.index] & (ALL_TO_ALL | RESULTS)) != 0;
+    const auto begin = groups.first.count();
     for (int64_t tile = step.first; tile < step.end; ++tile) {
       Newest& last = newest[2 * programs.peer[tile] + programs.send[tile]];
       const int64_t at = programs.operands.ptr[step.rank] + programs.operand[tile];
       const bool starts = last.message < begin;
       if (starts) {
-        last.message = found.first.count();
-        found.first.push_back(static_cast<int32_t>(tile));
-        found.staged.push_back(always_staged);
+        last.message = groups.first.count();
+        groups.first.push_back(static_cast<int32_t>(tile));
+        groups.staged.push_back(always_staged);
       }
-      std::uint8_t& staged = found.staged[last.message];
+      std::uint8_t& staged = groups.staged[last.message];
       if (!staged) staged = !(operands.is_whole(step.rank, at) && (starts || operands.follows(last.operand, at)));
       last.operand = at;
-      found.of[tile] = static_cast<int32_t>(last.message);
+      groups.message[tile] = static_cast<int32_t>(last.message);
     }
   });
-  return found;
+  return groups;
 }
 
 static const Area area("messages", [](nb::module_& m) {

@@ -19,11 +19,11 @@ struct RowSizes {
 
 // For `find_messages` of messages.py: the message of each transfer; each message's first transfer; if it is staged.
 struct MessageGroups {
-  Array<std::int32_t> of;
+  Array<std::int32_t> message;
   Growing<std::int32_t> first;
   Growing<std::uint8_t> staged;
 
-  auto fields() { return moved(of, first, staged); }
+  auto fields() { return moved(message, first, staged); }
 };
 
 MessageGroups group(const Programs& programs, const RowSizes& sizes);

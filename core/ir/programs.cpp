@@ -54,8 +54,8 @@ std::vector<Step> launches_by_round(const Programs& programs) {
   programs.each_step([&](const Step& step) {
     if (step.op == Op::LAUNCH) launches.push_back(step);
   });
-  std::stable_sort(launches.begin(), launches.end(), [&](const Step& one, const Step& two) {
-    return programs.round[one.at] < programs.round[two.at];
+  std::stable_sort(launches.begin(), launches.end(), [&](const Step& a, const Step& b) {
+    return programs.round[a.index] < programs.round[b.index];
   });
   return launches;
 }
@@ -77,8 +77,8 @@ void match_as(const Programs& programs, Column<const int64_t> tile, Column<int64
   Queues<Index> sends(ends, ranks), receives(ends, ranks);
   const std::vector<Step> launches = launches_by_round(programs);
   for (auto begin = launches.begin(), end = begin; begin != launches.end(); begin = end) {
-    const int64_t round = programs.round[begin->at];
-    end = std::find_if(begin, launches.end(), [&](const Step& step) { return programs.round[step.at] != round; });
+    const int64_t round = programs.round[begin->index];
+    end = std::find_if(begin, launches.end(), [&](const Step& step) { return programs.round[step.index] != round; });
     for (auto launch = begin; launch != end; ++launch)
       for (int64_t t = launch->first; t < launch->end; ++t)
         if (ends[t].peer & 1) sends.append(t);
@@ -106,8 +106,8 @@ void match_as(const Programs& programs, Column<const int64_t> tile, Column<int64
 std::pair<Array<int64_t>, Array<bool>> match(const Programs& programs, Column<const int64_t> tile) {
   Array<int64_t> mate(programs.send.size(), NONE);
   Array<bool> agreed(mate.size());
-  const auto most = std::max(mate.size(), tile.size() == 0 ? 0 : *std::max_element(tile.begin(), tile.end()));
-  most < int64_t{1} << 31 ? match_as<std::int32_t>(programs, tile, mate, agreed)
+  const auto largest = std::max(mate.size(), tile.size() == 0 ? 0 : *std::max_element(tile.begin(), tile.end()));
+  largest < int64_t{1} << 31 ? match_as<std::int32_t>(programs, tile, mate, agreed)
                           : match_as<int64_t>(programs, tile, mate, agreed);
   return {std::move(mate), std::move(agreed)};
 }

@@ -29,7 +29,7 @@ inline List list_of(Op op) {
 
 // An instruction of a rank, numbered over all ranks, and the rows [first, end) of its list.
 struct Step {
-  std::int64_t rank, at;
+  std::int64_t rank, index;
   Op op;
   List list;
   std::int64_t first, end;
@@ -39,8 +39,8 @@ struct Programs {
   using Given = std::vector<Table>;  // of isa.TABLES, in their order
   explicit Programs(const Given& tables) {
     std::int64_t next = 0;
-    for (Table* one : {&arenas, &operands, &instructions, &lists[TRANSFERS], &lists[TASKS], &lists[GRADS], &lists[ROWOPS]})
-      *one = tables.at(static_cast<std::size_t>(next++));
+    for (Table* table : {&arenas, &operands, &instructions, &lists[TRANSFERS], &lists[TASKS], &lists[GRADS], &lists[ROWOPS]})
+      *table = tables.at(static_cast<std::size_t>(next++));
     const auto name = [](const Table& rows, std::initializer_list<Ints*> columns) {
       std::int64_t i = 0;
       for (Ints* column : columns) *column = rows.columns[i++];
@@ -89,7 +89,7 @@ inline constexpr struct {
 // Head counts of operands. sizes: [2, 1 + head sets], on the query and the KV side, for all heads and each set.
 struct HeadCounts {
   using Given = Matrix<const std::int64_t>;
-  explicit HeadCounts(const Given& of_sets) : sizes(of_sets) {}
+  explicit HeadCounts(const Given& counts) : sizes(counts) {}
   Given sizes;
 
   std::int64_t of(Tensor tensor, std::int64_t set) const {

@@ -16,8 +16,8 @@ struct Item {
 constexpr std::int64_t FEW = 256;  // number of keys up to which comparing beats counting
 constexpr int DIGIT = 11;          // limit of bits per pass: counters stay in the first-level cache
 
-void sort_by_digits(std::vector<Item>& items, std::uint64_t most) {
-  const int bits = static_cast<int>(std::bit_width(most));
+void sort_by_digits(std::vector<Item>& items, std::uint64_t largest) {
+  const int bits = static_cast<int>(std::bit_width(largest));
   const int widest = items.size() < 4096 ? 8 : DIGIT;
   const int passes = (bits + widest - 1) / widest;
   const int digit = (bits + passes - 1) / passes;
@@ -46,8 +46,8 @@ void stable_order(Column<const std::int64_t> keys, Column<std::int64_t> order) {
   for (std::int64_t i = 0; i < keys.size(); ++i)
     items[static_cast<std::size_t>(i)] = {static_cast<std::uint64_t>(keys[i]) - base, i};
   if (keys.size() <= FEW) {
-    std::sort(items.begin(), items.end(), [](const Item& one, const Item& two) {
-      return one.key != two.key ? one.key < two.key : one.index < two.index;
+    std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+      return a.key != b.key ? a.key < b.key : a.index < b.index;
     });
   } else {
     sort_by_digits(items, static_cast<std::uint64_t>(*high) - base);
@@ -57,14 +57,14 @@ void stable_order(Column<const std::int64_t> keys, Column<std::int64_t> order) {
 
 // The distinct keys, ascending; and the rank of each key among them.
 static std::pair<Growing<std::int64_t>, Array<std::int64_t>> ranked(Column<const std::int64_t> keys) {
-  Growing<std::int64_t> found;
+  Growing<std::int64_t> distinct;
   Array<std::int64_t> order(keys.size()), number(keys.size());
   stable_order(keys, order);
   for (const std::int64_t at : order) {
-    if (found.empty() || found.back() != keys[at]) found.push_back(keys[at]);
-    number[at] = found.count() - 1;
+    if (distinct.empty() || distinct.back() != keys[at]) distinct.push_back(keys[at]);
+    number[at] = distinct.count() - 1;
   }
-  return {std::move(found), std::move(number)};
+  return {std::move(distinct), std::move(number)};
 }
 
 static const Area area("sorting", [](nb::module_& m) {
@@ -75,7 +75,7 @@ static const Area area("sorting", [](nb::module_& m) {
   });
   def(m, "counting_order(keys, size)", +[](Ints keys, std::int64_t size) {
     Array<std::int32_t> order(keys.size());
-    keys.visit([&](auto own) { counting_order<decltype(own), std::int32_t>(own, size, order); });
+    keys.visit([&](auto column) { counting_order<decltype(column), std::int32_t>(column, size, order); });
     return order;
   });
   def(m, "ranked(keys)", ranked);

@@ -20,10 +20,10 @@ static int width_of(uint64_t bits) {
 }
 
 template <class Number>
-static uint64_t bits_of(Column<const Number> own) {
+static uint64_t bits_of(Column<const Number> values) {
   uint64_t bits = 0;
   int64_t last = 0;
-  for (const Number number : own) {
+  for (const Number number : values) {
     bits |= zigzag(number - last);
     last = number;
   }
@@ -31,23 +31,23 @@ static uint64_t bits_of(Column<const Number> own) {
 }
 
 template <class Width, class Number>
-static void put_steps(Column<const Number> own, uint8_t* out) {
+static void put_steps(Column<const Number> values, uint8_t* out) {
   int64_t last = 0;
-  for (int64_t row = 0; row < own.size(); ++row) {
-    const Width step = static_cast<Width>(own[row] - last);
-    last = own[row];
+  for (int64_t row = 0; row < values.size(); ++row) {
+    const Width step = static_cast<Width>(values[row] - last);
+    last = values[row];
     std::memcpy(out + row * static_cast<int64_t>(sizeof(Width)), &step, sizeof(Width));
   }
 }
 
 template <class Number>
-static uint8_t* put_column(Column<const Number> own, int width, uint8_t* out) {
+static uint8_t* put_column(Column<const Number> values, int width, uint8_t* out) {
   *out++ = static_cast<uint8_t>(width);
-  if (width == 1) put_steps<uint8_t>(own, out);
-  if (width == 2) put_steps<std::uint16_t>(own, out);
-  if (width == 4) put_steps<std::uint32_t>(own, out);
-  if (width == 8) put_steps<uint64_t>(own, out);
-  return out + width * own.size();
+  if (width == 1) put_steps<uint8_t>(values, out);
+  if (width == 2) put_steps<std::uint16_t>(values, out);
+  if (width == 4) put_steps<std::uint32_t>(values, out);
+  if (width == 8) put_steps<uint64_t>(values, out);
+  return out + width * values.size();
 }
 
 int64_t measure_part(const std::vector<Table>& tables, int64_t rank, std::vector<uint8_t>& widths) {
@@ -56,7 +56,7 @@ int64_t measure_part(const std::vector<Table>& tables, int64_t rank, std::vector
     const int64_t first = table.ptr[rank], end = table.ptr[rank + 1];
     size += 4;
     for (int64_t column = 0; end > first && column < table.columns.rows(); ++column) {
-      const int width = width_of(table.columns[column].visit([&](auto own) { return bits_of(own.slice(first, end)); }));
+      const int width = width_of(table.columns[column].visit([&](auto values) { return bits_of(values.slice(first, end)); }));
       widths.push_back(static_cast<uint8_t>(width));
       size += 1 + width * (end - first);
     }
@@ -70,46 +70,46 @@ const uint8_t* encode_part(const std::vector<Table>& tables, int64_t rank, const
     for (int place = 0; place < 4; ++place) *out++ = static_cast<uint8_t>((end - first) >> (8 * place));
     for (int64_t column = 0; end > first && column < table.columns.rows(); ++column) {
       const int width = *widths++;
-      out = table.columns[column].visit([&](auto own) { return put_column(own.slice(first, end), width, out); });
+      out = table.columns[column].visit([&](auto values) { return put_column(values.slice(first, end), width, out); });
     }
   }
   return widths;
 }
 
 std::vector<ScannedTable> scan_part(Reader part, const std::vector<int64_t>& columns, int64_t rank) {
-  std::vector<ScannedTable> found;
-  found.reserve(columns.size());
+  std::vector<ScannedTable> tables;
+  tables.reserve(columns.size());
   int64_t table = 0;
   try {
     for (; table < static_cast<int64_t>(columns.size()); ++table) {
       const int64_t rows = part.u32(), before = part.left();
       const uint8_t* data = part.take(0);
-      int most = 0;
+      int widest = 0;
       for (int64_t column = 0; rows > 0 && column < columns[static_cast<std::size_t>(table)]; ++column) {
         const int width = part.byte();
         part.take(width * rows);
         if (width > 8 || (0b100010111 >> width & 1) == 0)
           throw Malformed(rank, table, -1, "has a width that is none of 0, 1, 2, 4 and 8");
-        most = std::max(most, width);
+        widest = std::max(widest, width);
       }
-      if (rows > MAX_ROWS || (rows > 1 && most == 0))
+      if (rows > MAX_ROWS || (rows > 1 && widest == 0))
         throw Malformed(rank, table, -1, "has more than 16777216 rows, or rows that take no byte");
-      found.push_back({rows, data, before - part.left()});
+      tables.push_back({rows, data, before - part.left()});
     }
   } catch (const Truncated&) {
     throw Malformed(rank, table, -1, "ends before its last row");
   }
   if (part.left() > 0) throw Malformed(rank, table - 1, -1, "is followed by further bytes");
-  return found;
+  return tables;
 }
 
 // Sums differences; returns the OR of all zigzag codes, for `width_of`. Stops, with `within` false, at a number out of
 // bounds.
 template <class Width, class Number>
-static uint64_t sum_steps(const uint8_t* data, int64_t bound, Column<Number> own, bool& within) {
+static uint64_t sum_steps(const uint8_t* data, int64_t bound, Column<Number> values, bool& within) {
   uint64_t bits = 0;
   int64_t last = 0;
-  for (int64_t row = 0; row < own.size(); ++row) {
+  for (int64_t row = 0; row < values.size(); ++row) {
     Width step;
     std::memcpy(&step, data + row * static_cast<int64_t>(sizeof(Width)), sizeof(Width));
     bits |= zigzag(step);
@@ -118,25 +118,25 @@ static uint64_t sum_steps(const uint8_t* data, int64_t bound, Column<Number> own
       within = false;
       return bits;
     }
-    own[row] = static_cast<Number>(last);
+    values[row] = static_cast<Number>(last);
   }
   return bits;
 }
 
 template <class Number>
-bool read_rows(const ScannedTable& found, int64_t rank, int64_t table, int64_t bound, int64_t first, Matrix<Number> values) {
-  Reader bytes(found.data, found.bytes);
-  for (int64_t column = 0; found.rows > 0 && column < values.rows(); ++column) {
-    const Column<Number> own = values[column].slice(first, first + found.rows);
+bool read_rows(const ScannedTable& scanned, int64_t rank, int64_t table, int64_t bound, int64_t first, Matrix<Number> values) {
+  Reader bytes(scanned.data, scanned.bytes);
+  for (int64_t column = 0; scanned.rows > 0 && column < values.rows(); ++column) {
+    const Column<Number> target = values[column].slice(first, first + scanned.rows);
     const int width = bytes.byte();
-    const uint8_t* data = bytes.take(width * found.rows);
+    const uint8_t* data = bytes.take(width * scanned.rows);
     bool within = true;
     uint64_t bits = 0;
-    if (width == 0) std::fill(own.begin(), own.end(), Number{0});
-    if (width == 1) bits = sum_steps<std::int8_t>(data, bound, own, within);
-    if (width == 2) bits = sum_steps<std::int16_t>(data, bound, own, within);
-    if (width == 4) bits = sum_steps<std::int32_t>(data, bound, own, within);
-    if (width == 8) bits = sum_steps<int64_t>(data, bound, own, within);
+    if (width == 0) std::fill(target.begin(), target.end(), Number{0});
+    if (width == 1) bits = sum_steps<std::int8_t>(data, bound, target, within);
+    if (width == 2) bits = sum_steps<std::int16_t>(data, bound, target, within);
+    if (width == 4) bits = sum_steps<std::int32_t>(data, bound, target, within);
+    if (width == 8) bits = sum_steps<int64_t>(data, bound, target, within);
     if (!within && bound < FAR) return false;
     if (!within) throw Malformed(rank, table, column, "has a number outside [-2**62, 2**62)");
     if (width != width_of(bits)) throw Malformed(rank, table, column, "is wider than its differences");

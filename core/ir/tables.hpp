@@ -44,7 +44,7 @@ std::vector<ScannedTable> scan_part(Reader part, const std::vector<std::int64_t>
 // Fills rows [first, first + found.rows) of a table with numbers in [-bound, bound). Returns true if all are in bounds;
 // throws Malformed for other errors.
 template <class Number>
-bool read_rows(const ScannedTable& found, std::int64_t rank, std::int64_t table, std::int64_t bound, std::int64_t first,
+bool read_rows(const ScannedTable& scanned, std::int64_t rank, std::int64_t table, std::int64_t bound, std::int64_t first,
                Matrix<Number> values);
 
 }  // namespace apportion

@@ -26,35 +26,35 @@ std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
     outs.push_back(reinterpret_cast<std::uint8_t*>(PyBytes_AsString(parts.back().ptr())));
   }
   unlocked([&] {
-    const std::uint8_t* own = widths.data();
+    const std::uint8_t* cursor = widths.data();
     for (int64_t rank = first; rank < end; ++rank)
-      own = encode_part(views, rank, own, outs[static_cast<std::size_t>(rank - first)]);
+      cursor = encode_part(views, rank, cursor, outs[static_cast<std::size_t>(rank - first)]);
   });
   return parts;
 }
 
 template <class Number>
-bool fill(const std::vector<std::vector<ScannedTable>>& found, std::size_t table, int64_t bound, Matrix<Number> values) {
+bool fill(const std::vector<std::vector<ScannedTable>>& scanned, std::size_t table, int64_t bound, Matrix<Number> values) {
   return unlocked([&] {
     int64_t first = 0;
-    for (std::size_t rank = 0; rank < found.size(); ++rank) {
-      const ScannedTable& own = found[rank][table];
-      const auto numbers = static_cast<int64_t>(rank), place = static_cast<int64_t>(table);
-      if (!read_rows(own, numbers, place, bound, first, values)) return false;
-      first += own.rows;
+    for (std::size_t rank = 0; rank < scanned.size(); ++rank) {
+      const ScannedTable& part = scanned[rank][table];
+      const auto rank_index = static_cast<int64_t>(rank), table_index = static_cast<int64_t>(table);
+      if (!read_rows(part, rank_index, table_index, bound, first, values)) return false;
+      first += part.rows;
     }
     return true;
   });
 }
 
-nb::object values_of(const std::vector<std::vector<ScannedTable>>& found, std::size_t table, int64_t columns, int64_t rows,
+nb::object values_of(const std::vector<std::vector<ScannedTable>>& scanned, std::size_t table, int64_t columns, int64_t rows,
                      bool narrow) {
   if (narrow) {
     New<Matrix<std::int32_t>> values(columns, rows);
-    if (fill<std::int32_t>(found, table, NARROW, values)) return values.array();
+    if (fill<std::int32_t>(scanned, table, NARROW, values)) return values.array();
   }
   New<Matrix<int64_t>> values(columns, rows);
-  fill<int64_t>(found, table, FAR, values);
+  fill<int64_t>(scanned, table, FAR, values);
   return values.array();
 }
 
@@ -62,19 +62,19 @@ nb::list decode(std::vector<nb::bytes> parts, std::vector<int64_t> columns, std:
   std::vector<Reader> readers;
   for (const nb::bytes& part : parts)
     readers.emplace_back(static_cast<const std::uint8_t*>(part.data()), static_cast<int64_t>(part.size()));
-  std::vector<std::vector<ScannedTable>> found(parts.size());
+  std::vector<std::vector<ScannedTable>> scanned(parts.size());
   unlocked([&] {
     for (std::size_t rank = 0; rank < readers.size(); ++rank)
-      found[rank] = scan_part(readers[rank], columns, static_cast<int64_t>(rank));
+      scanned[rank] = scan_part(readers[rank], columns, static_cast<int64_t>(rank));
   });
   nb::list tables;
   for (std::size_t table = 0; table < columns.size(); ++table) {
     New<Column<int64_t>> ptr(static_cast<int64_t>(parts.size()) + 1);
     ptr[0] = 0;
     for (int64_t rank = 0; rank + 1 < ptr.size(); ++rank)
-      ptr[rank + 1] = ptr[rank] + found[static_cast<std::size_t>(rank)][table].rows;
+      ptr[rank + 1] = ptr[rank] + scanned[static_cast<std::size_t>(rank)][table].rows;
     const int64_t rows = ptr[ptr.size() - 1];
-    tables.append(nb::make_tuple(ptr.array(), values_of(found, table, columns[table], rows, narrow.at(table))));
+    tables.append(nb::make_tuple(ptr.array(), values_of(scanned, table, columns[table], rows, narrow.at(table))));
   }
   return tables;
 }

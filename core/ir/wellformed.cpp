@@ -11,14 +11,14 @@ using std::int64_t;
 Refused out_of_range(const Table& table, int64_t number, Matrix<const int64_t> ranges, int64_t first) {
   for (int64_t column = 0; column < table.columns.rows(); ++column) {
     const int64_t low = ranges[first + column][0], high = ranges[first + column][1];
-    const int64_t row = table.columns[column].visit([&](auto own) {
-      int64_t least = low, most = high;  // without a branch, so that the compiler vectorizes the loop
-      for (const int64_t value : own) {
-        least = std::min(least, value);
-        most = std::max(most, value);
+    const int64_t row = table.columns[column].visit([&](auto values) {
+      int64_t lowest = low, highest = high;  // without a branch, so that the compiler vectorizes the loop
+      for (const int64_t value : values) {
+        lowest = std::min(lowest, value);
+        highest = std::max(highest, value);
       }
       const auto wrong = [&](int64_t value) { return value < low || value > high; };
-      return least == low && most == high ? own.size() : std::find_if(own.begin(), own.end(), wrong) - own.begin();
+      return lowest == low && highest == high ? values.size() : std::find_if(values.begin(), values.end(), wrong) - values.begin();
     });
     if (row < table.columns.columns()) return Refusal{"range", number, row, column};
   }
@@ -32,9 +32,9 @@ Refused second_arena(const Table& arenas) {
   for (int64_t rank = 0; rank + 1 < arenas.ptr.size(); ++rank) {
     unsigned seen = 0;
     for (int64_t row = arenas.ptr[rank]; row < arenas.ptr[rank + 1]; ++row) {
-      const unsigned own = 1U << tensor[row];
-      if ((seen & own) != 0) return Refusal{"second arena", ARENAS, row};
-      seen |= own;
+      const unsigned bit = 1U << tensor[row];
+      if ((seen & bit) != 0) return Refusal{"second arena", ARENAS, row};
+      seen |= bit;
     }
   }
   return {};
@@ -63,13 +63,13 @@ Refused bad_operand(const Table& operands, Column<const bool> foreign) {
 }
 
 Refused unknown_operand(const Table& list, int64_t number, Column<const int64_t> operands) {
-  const auto naming = OPERAND_COLUMNS[number - LISTS];
-  for (int64_t column = naming.first; column < naming.end; ++column) {
-    const int64_t row = list.columns[column].visit([&](auto own) {
+  const auto range = OPERAND_COLUMNS[number - LISTS];
+  for (int64_t column = range.first; column < range.end; ++column) {
+    const int64_t row = list.columns[column].visit([&](auto values) {
       for (int64_t rank = 0; rank + 1 < list.ptr.size(); ++rank) {
         const int64_t count = operands[rank + 1] - operands[rank];
         for (int64_t at = list.ptr[rank]; at < list.ptr[rank + 1]; ++at)
-          if (own[at] >= count) return at;
+          if (values[at] >= count) return at;
       }
       return int64_t{-1};
     });
@@ -86,22 +86,22 @@ struct Instruction {
 // The first instruction for which `wrong` is true.
 template <class Wrong>
 Refused instruction(const Table& table, const char* flaw, Wrong&& wrong) {
-  return table.columns.visit([&](auto own) -> Refused {
-    for (int64_t row = 0; row < own.columns(); ++row) {
-      const Instruction found{static_cast<Op>(own[0][row]), own[1][row], own[2][row], own[3][row], own[4][row]};
-      if (wrong(found)) return Refusal{flaw, INSTRUCTIONS, row};
+  return table.columns.visit([&](auto c) -> Refused {
+    for (int64_t row = 0; row < c.columns(); ++row) {
+      const Instruction item{static_cast<Op>(c[0][row]), c[1][row], c[2][row], c[3][row], c[4][row]};
+      if (wrong(item)) return Refusal{flaw, INSTRUCTIONS, row};
     }
     return {};
   });
 }
 
 Refused stray_field(const Table& table) {
-  Refused found = instruction(table, "stray field", [](const Instruction& one) {
-    const bool stray = one.channel != 0 || one.mode != 0 || (one.op != Op::WAIT && one.round != 0);
-    return one.op != Op::LAUNCH && stray;
+  Refused reason = instruction(table, "stray field", [](const Instruction& item) {
+    const bool stray = item.channel != 0 || item.mode != 0 || (item.op != Op::WAIT && item.round != 0);
+    return item.op != Op::LAUNCH && stray;
   });
-  if (found) return found;
-  return instruction(table, "wait with rows", [](const Instruction& one) { return one.op == Op::WAIT && one.count != 0; });
+  if (reason) return reason;
+  return instruction(table, "wait with rows", [](const Instruction& item) { return item.op == Op::WAIT && item.count != 0; });
 }
 
 // Checks that, for each rank and list, the counts of the instructions add up to the rows.
@@ -109,8 +109,8 @@ Refused miscounted(const std::vector<Table>& tables) {
   const Table& table = tables[INSTRUCTIONS];
   int64_t longest = 0;
   for (std::size_t list = LISTS; list < TABLES; ++list) longest = std::max(longest, tables[list].size());
-  if (Refused found = instruction(table, "count", [&](const Instruction& one) { return one.count > longest; }))
-    return found;
+  if (Refused reason = instruction(table, "count", [&](const Instruction& item) { return item.count > longest; }))
+    return reason;
   const Array2<int64_t> sum(table.ranks(), TABLES - LISTS + 1);
   const Ints op = table.columns[0], count = table.columns[4];
   for (int64_t rank = 0; rank < table.ranks(); ++rank)
@@ -131,15 +131,15 @@ Refused refusal(const std::vector<Table>& tables, Matrix<const int64_t> ranges, 
   int64_t column = 0;
   for (int64_t number = 0; number < TABLES; ++number) {
     const Table& table = tables[static_cast<std::size_t>(number)];
-    if (Refused found = out_of_range(table, number, ranges, column)) return found;
+    if (Refused reason = out_of_range(table, number, ranges, column)) return reason;
     column += table.columns.rows();
   }
-  if (Refused found = second_arena(tables[ARENAS])) return found;
-  if (Refused found = bad_operand(tables[OPERANDS], foreign)) return found;
+  if (Refused reason = second_arena(tables[ARENAS])) return reason;
+  if (Refused reason = bad_operand(tables[OPERANDS], foreign)) return reason;
   for (int64_t number = LISTS; number < TABLES; ++number)
-    if (Refused found = unknown_operand(tables[static_cast<std::size_t>(number)], number, tables[OPERANDS].ptr))
-      return found;
-  if (Refused found = stray_field(tables[INSTRUCTIONS])) return found;
+    if (Refused reason = unknown_operand(tables[static_cast<std::size_t>(number)], number, tables[OPERANDS].ptr))
+      return reason;
+  if (Refused reason = stray_field(tables[INSTRUCTIONS])) return reason;
   return miscounted(tables);
 }
 

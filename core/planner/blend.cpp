@@ -34,10 +34,10 @@ constexpr int64_t EXCHANGES = 8;   // most exchanges per rank
 // The number of pairs up to any row: `Profile` of apportion/ir/masks/profile.py.
 struct Profile {
   static constexpr std::size_t FIELDS = 4;
-  Column<const int64_t> at, value, slope, below;
+  Column<const int64_t> start, value, slope, below;
 
   int64_t upto(int64_t row) const {
-    const int64_t i = std::upper_bound(at.begin(), at.end(), row) - at.begin() - 1, n = row - at[i];
+    const int64_t i = std::upper_bound(start.begin(), start.end(), row) - start.begin() - 1, n = row - start[i];
     return below[i] + value[i] * n + slope[i] * (n * (n - 1) / 2);
   }
   int64_t between(int64_t low, int64_t high) const { return upto(high) - upto(low); }
@@ -62,30 +62,30 @@ class Walk {
   // widest: the number of pairs that one rank can compute.
   Walk(Column<const int64_t> documents, const Profile& rows, double widest, double head)
       : rows_(rows), ends_(1), work_(1) {
-    struct Known {
+    struct Entry {
       Document document;
       int64_t pairs;
       double density;
       bool wide;
     };
-    std::vector<Known> known;
+    std::vector<Entry> entries;
     for (int64_t i = 0; i + 1 < documents.size(); ++i) {
       const int64_t low = documents[i], high = documents[i + 1];
       const int64_t pairs = rows.between(low, high), first = rows.between(low, low + (high - low) / 2);
       const bool rising = real(pairs - 2 * first) > FLAT * real(pairs);
-      known.push_back({{low, high, rising ? head : 0}, pairs, real(pairs) / real(high - low), real(pairs) > widest});
+      entries.push_back({{low, high, rising ? head : 0}, pairs, real(pairs) / real(high - low), real(pairs) > widest});
     }
-    std::stable_sort(known.begin(), known.end(), [](const Known& one, const Known& other) {
-      return one.wide != other.wide ? other.wide : one.density < other.density;
+    std::stable_sort(entries.begin(), entries.end(), [](const Entry& entry, const Entry& other) {
+      return entry.wide != other.wide ? other.wide : entry.density < other.density;
     });
-    for (const Known& one : known) {
-      left_.push_back(one.document);
-      ends_.push_back(ends_.back() + one.document.size());
-      work_.push_back(work_.back() + one.pairs);
-      heads_ += !one.wide;
+    for (const Entry& entry : entries) {
+      left_.push_back(entry.document);
+      ends_.push_back(ends_.back() + entry.document.size());
+      work_.push_back(work_.back() + entry.pairs);
+      heads_ += !entry.wide;
     }
     dense_ = heads_ - 1;
-    tails_ = count(known) - 1;
+    tails_ = count(entries) - 1;
   }
 
   // Fills all ranks; later ranks compensate for the excess or deficit of earlier ones.
@@ -93,10 +93,10 @@ class Walk {
     int64_t work = work_.back();
     double speed = std::accumulate(speeds.begin(), speeds.end(), 0.0);
     for (int64_t rank = 0; rank < tokens.size(); ++rank) {
-      const int64_t begun = count(pieces);
+      const int64_t first = count(pieces);
       rank_ = rank;
       fill(tokens[rank], real(work) * (speeds[rank] / speed));
-      for (int64_t piece = begun; piece < count(pieces); ++piece)
+      for (int64_t piece = first; piece < count(pieces); ++piece)
         work -= rows_.between(pieces[piece].low, pieces[piece].high);
       speed -= speeds[rank];
     }
@@ -107,27 +107,27 @@ class Walk {
   void fill(int64_t tokens, double target) {
     unburden(tokens, target);
     while (tokens > 0 && has_ends()) {
-      const bool begun = !stack_.empty();
-      const int64_t doc = next_ends(), size = left_[doc].size(), most = std::min(tokens, size);
-      if (real(mixed(doc, tokens, most)) > target) {
-        const int64_t x = share(doc, tokens, target, most);
+      const bool is_begun = !stack_.empty();
+      const int64_t doc = next_ends(), size = left_[doc].size(), limit = std::min(tokens, size);
+      if (real(mixed(doc, tokens, limit)) > target) {
+        const int64_t x = share(doc, tokens, target, limit);
         take_ends(doc, x);
         take_sparse(tokens - x);
         return;
       }
-      if (begun)
+      if (is_begun)
         stack_.pop_back();
       else
         --tails_;
-      const double less = target - real(rows_.between(left_[doc].low, left_[doc].high));
-      if (size > tokens || real(most_of(tokens - size)) < less) {
+      const double remaining = target - real(rows_.between(left_[doc].low, left_[doc].high));
+      if (size > tokens || real(max_pairs(tokens - size)) < remaining) {
         queue_.push_back(doc);
         continue;
       }
       take_ends(doc, size);
       tokens -= size;
-      target = less;
-      if (!begun && real(mixed(NARROW, tokens, narrow(tokens))) >= target) break;
+      target = remaining;
+      if (!is_begun && real(mixed(NARROW, tokens, narrow(tokens))) >= target) break;
     }
     const int64_t x = share(NARROW, tokens, target, narrow(tokens));
     take_dense(x);
@@ -155,22 +155,22 @@ class Walk {
   int64_t next_ends() const { return stack_.empty() ? tails_ : stack_.back(); }
 
   // The largest number of pairs of `tokens` tokens.
-  int64_t most_of(int64_t tokens) const {
-    const int64_t most = mixed(NARROW, tokens, narrow(tokens));
-    if (!has_ends()) return most;
-    return std::max(most, mixed(next_ends(), tokens, std::min(tokens, left_[next_ends()].size())));
+  int64_t max_pairs(int64_t tokens) const {
+    const int64_t pairs = mixed(NARROW, tokens, narrow(tokens));
+    if (!has_ends()) return pairs;
+    return std::max(pairs, mixed(next_ends(), tokens, std::min(tokens, left_[next_ends()].size())));
   }
 
-  // The number of dense tokens, at most `most`, that gives `target` pairs. By bisection, since pairs increase with that
+  // The number of dense tokens, at most `high`, that gives `target` pairs. By bisection, since pairs increase with that
   // number, at least near the end.
-  int64_t share(int64_t doc, int64_t tokens, double target, int64_t most) const {
-    if (real(mixed(doc, tokens, most)) <= target) return most;
-    int64_t least = 0;
-    while (most - least > 1) {
-      const int64_t x = (least + most) / 2;
-      (real(mixed(doc, tokens, x)) <= target ? least : most) = x;
+  int64_t share(int64_t doc, int64_t tokens, double target, int64_t high) const {
+    if (real(mixed(doc, tokens, high)) <= target) return high;
+    int64_t low = 0;
+    while (high - low > 1) {
+      const int64_t x = (low + high) / 2;
+      (real(mixed(doc, tokens, x)) <= target ? low : high) = x;
     }
-    return least;
+    return low;
   }
 
   // The pairs of `tokens` tokens, x of them dense.
@@ -183,9 +183,9 @@ class Walk {
 
   // The pairs of `tokens` tokens from a document's head and tail.
   int64_t ends(int64_t doc, int64_t tokens) const {
-    const Document& one = left_[doc];
+    const Document& rest = left_[doc];
     const int64_t head = head_of(doc, tokens);
-    return rows_.between(one.low, one.low + head) + rows_.between(one.high - tokens + head, one.high);
+    return rows_.between(rest.low, rest.low + head) + rows_.between(rest.high - tokens + head, rest.high);
   }
 
   // The pairs of the last `tokens` tokens of narrow documents: whole documents and the tail of the one before them.
@@ -200,10 +200,10 @@ class Walk {
   int64_t sparse(int64_t tokens) const {
     int64_t pairs = 0;
     const auto add_head = [&](int64_t doc) {
-      const Document& one = left_[doc];
-      const int64_t some = std::max<int64_t>(0, std::min(tokens, one.size()));
-      pairs += rows_.between(one.low, one.low + some);
-      tokens -= some;
+      const Document& rest = left_[doc];
+      const int64_t part = std::max<int64_t>(0, std::min(tokens, rest.size()));
+      pairs += rows_.between(rest.low, rest.low + part);
+      tokens -= part;
     };
     for (int64_t place = queued_; place < count(queue_) && tokens > 0; ++place) add_head(queue_[place]);
     if (tokens > 0 && sparse_ <= dense_) {
@@ -224,10 +224,10 @@ class Walk {
     return std::lower_bound(ends_.begin() + low, ends_.begin() + std::max(low, high), tokens) - ends_.begin();
   }
 
-  // The number of tokens left in narrow documents, at most `most`.
-  int64_t narrow(int64_t most) const {
+  // The number of tokens left in narrow documents, at most `limit`.
+  int64_t narrow(int64_t limit) const {
     if (sparse_ > dense_) return 0;
-    return std::min(left_[sparse_].size() + ends_[dense_ + 1] - ends_[sparse_ + 1], most);
+    return std::min(left_[sparse_].size() + ends_[dense_ + 1] - ends_[sparse_ + 1], limit);
   }
 
   // ---- assignment
@@ -237,25 +237,25 @@ class Walk {
   }
 
   void take_ends(int64_t doc, int64_t tokens) {
-    Document& one = left_[doc];
-    const Document whole = one;
+    Document& rest = left_[doc];
+    const Document whole = rest;
     const int64_t head = head_of(doc, tokens);
-    one.low += head;
-    one.high -= tokens - head;
-    take(whole.low, one.low);
-    take(one.high, whole.high);
+    rest.low += head;
+    rest.high -= tokens - head;
+    take(whole.low, rest.low);
+    take(rest.high, whole.high);
   }
 
   // Takes the tokens that `dense` counts.
   void take_dense(int64_t tokens) {
     while (tokens > 0) {
       const int64_t doc = dense_--;
-      Document& one = left_[doc];
-      const int64_t some = std::min(tokens, one.size());
-      one.high -= some;
-      take(one.high, one.high + some);
-      tokens -= some;
-      if (one.size() > 0) stack_.push_back(doc);
+      Document& rest = left_[doc];
+      const int64_t part = std::min(tokens, rest.size());
+      rest.high -= part;
+      take(rest.high, rest.high + part);
+      tokens -= part;
+      if (rest.size() > 0) stack_.push_back(doc);
     }
   }
 
@@ -266,12 +266,12 @@ class Walk {
                         : sparse_ <= dense_     ? &sparse_
                         : heads_ <= tails_      ? &heads_
                                                 : nullptr;
-      Document& one = left_[cursor == nullptr ? stack_.back() : cursor == &queued_ ? queue_[queued_] : *cursor];
-      const int64_t some = std::min(tokens, one.size());
-      take(one.low, one.low + some);
-      one.low += some;
-      tokens -= some;
-      if (one.size() > 0) continue;
+      Document& rest = left_[cursor == nullptr ? stack_.back() : cursor == &queued_ ? queue_[queued_] : *cursor];
+      const int64_t part = std::min(tokens, rest.size());
+      take(rest.low, rest.low + part);
+      rest.low += part;
+      tokens -= part;
+      if (rest.size() > 0) continue;
       if (cursor == nullptr)
         stack_.pop_back();
       else
@@ -308,11 +308,11 @@ class Repair {
       const int64_t busy = std::max_element(share.begin(), share.end()) - share.begin();
       const int64_t idle = std::min_element(share.begin(), share.end()) - share.begin();
       if (over_[busy] <= tolerance * scale_[busy] || count(pieces_) + 2 > room) return;
-      const Exchange found = best(busy, idle, std::min(over_[busy], -over_[idle]));
-      if (found.rows == 0) return;
-      const double moved = real(gain(found));
+      const Exchange exchange = best(busy, idle, std::min(over_[busy], -over_[idle]));
+      if (exchange.rows == 0) return;
+      const double moved = real(gain(exchange));
       if (moved < tolerance / 2 * scale_[busy]) return;
-      swap(found);
+      swap(exchange);
       over_[busy] -= moved;
       over_[idle] += moved;
     }
@@ -321,63 +321,63 @@ class Repair {
  private:
   // An exchange of the last rows of one piece for the first rows of another.
   struct Exchange {
-    int64_t mine = 0, other = 0, rows = 0;
+    int64_t first = 0, second = 0, rows = 0;
   };
 
   // The exchange with the fewest rows that moves `goal` pairs; if none does, the one that moves the most pairs.
   Exchange best(int64_t busy, int64_t idle, double goal) const {
     Exchange best;
-    bool enough = false;
-    double most = 0;
-    const std::vector<int64_t> theirs = held(idle);
-    for (const int64_t mine : held(busy)) {
-      for (const int64_t other : theirs) {
-        const Piece &ours = pieces_[mine], &its = pieces_[other];
-        Exchange one{mine, other, std::min(ours.high - ours.low, its.high - its.low)};
-        const double moved = real(gain(one));
+    bool is_enough = false;
+    double largest = 0;
+    const std::vector<int64_t> candidates = pieces_of(idle);
+    for (const int64_t first : pieces_of(busy)) {
+      for (const int64_t second : candidates) {
+        const Piece &a = pieces_[first], &b = pieces_[second];
+        Exchange trial{first, second, std::min(a.high - a.low, b.high - b.low)};
+        const double moved = real(gain(trial));
         if (moved >= goal) {
-          one.rows = fewest(one, goal);
-          if (!enough || one.rows < best.rows) best = one;
-          enough = true;
-        } else if (!enough && moved > most) {
-          best = one;
-          most = moved;
+          trial.rows = fewest_rows(trial, goal);
+          if (!is_enough || trial.rows < best.rows) best = trial;
+          is_enough = true;
+        } else if (!is_enough && moved > largest) {
+          best = trial;
+          largest = moved;
         }
       }
     }
     return best;
   }
 
-  std::vector<int64_t> held(int64_t rank) const {
-    std::vector<int64_t> found;
-    for (int64_t piece = 0; piece < count(pieces_) && count(found) < LOOKED_AT; ++piece)
-      if (pieces_[piece].rank == rank) found.push_back(piece);
-    return found;
+  std::vector<int64_t> pieces_of(int64_t rank) const {
+    std::vector<int64_t> numbers;
+    for (int64_t piece = 0; piece < count(pieces_) && count(numbers) < LOOKED_AT; ++piece)
+      if (pieces_[piece].rank == rank) numbers.push_back(piece);
+    return numbers;
   }
 
   // The number of pairs that leave the busy rank.
-  int64_t gain(const Exchange& one) const {
-    const int64_t end = pieces_[one.mine].high, begin = pieces_[one.other].low;
-    return rows_.between(end - one.rows, end) - rows_.between(begin, begin + one.rows);
+  int64_t gain(const Exchange& exchange) const {
+    const int64_t end = pieces_[exchange.first].high, begin = pieces_[exchange.second].low;
+    return rows_.between(end - exchange.rows, end) - rows_.between(begin, begin + exchange.rows);
   }
 
   // The smallest number of rows with which the exchange moves `goal` pairs.
-  int64_t fewest(Exchange one, double goal) const {
-    int64_t least = 0, most = one.rows;
-    while (most - least > 1) {
-      one.rows = (least + most) / 2;
-      (real(gain(one)) >= goal ? most : least) = one.rows;
+  int64_t fewest_rows(Exchange exchange, double goal) const {
+    int64_t low = 0, high = exchange.rows;
+    while (high - low > 1) {
+      exchange.rows = (low + high) / 2;
+      (real(gain(exchange)) >= goal ? high : low) = exchange.rows;
     }
-    return most;
+    return high;
   }
 
-  void swap(const Exchange& one) {
-    const Piece mine = pieces_[one.mine], other = pieces_[one.other];
-    const int64_t cut = mine.high - one.rows, upto = other.low + one.rows;
-    pieces_[one.mine] = {cut, mine.high, other.rank};
-    pieces_[one.other] = {other.low, upto, mine.rank};
-    if (mine.low < cut) pieces_.push_back({mine.low, cut, mine.rank});
-    if (upto < other.high) pieces_.push_back({upto, other.high, other.rank});
+  void swap(const Exchange& exchange) {
+    const Piece first = pieces_[exchange.first], second = pieces_[exchange.second];
+    const int64_t cut = first.high - exchange.rows, upto = second.low + exchange.rows;
+    pieces_[exchange.first] = {cut, first.high, second.rank};
+    pieces_[exchange.second] = {second.low, upto, first.rank};
+    if (first.low < cut) pieces_.push_back({first.low, cut, first.rank});
+    if (upto < second.high) pieces_.push_back({upto, second.high, second.rank});
   }
 
   Profile rows_;

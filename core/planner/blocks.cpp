@@ -37,16 +37,16 @@ std::pair<Growing<int64_t>, Growing<int64_t>> cut_axis(Column<const int64_t> seq
 
 // The number of pairs of the bands with a query in each block.
 Array<int64_t> row_areas(Matrix<const int64_t> bands, Column<const int64_t> starts) {
-  Array<int64_t> found(starts.size() - 1);
+  Array<int64_t> areas(starts.size() - 1);
   for (int64_t band = 0; band < bands.rows(); ++band) {
-    const Column<const int64_t> one = bands[band];
-    const int64_t q0 = one[0], q1 = one[1];
+    const Column<const int64_t> limits = bands[band];
+    const int64_t q0 = limits[0], q1 = limits[1];
     int64_t block = std::upper_bound(starts.begin(), starts.end(), q0) - starts.begin() - 1;
-    for (; block < found.size() && starts[block] < q1; ++block)
-      found[block] +=
-          area_of(std::max(q0, starts[block]), std::min(q1, starts[block + 1]), one[2], one[3], one[4], one[5]);
+    for (; block < areas.size() && starts[block] < q1; ++block)
+      areas[block] +=
+          area_of(std::max(q0, starts[block]), std::min(q1, starts[block + 1]), limits[2], limits[3], limits[4], limits[5]);
   }
-  return found;
+  return areas;
 }
 
 // Numbers the pieces: blocks i and m-1-i of a sequence with increasing weight share one; other blocks have their own.

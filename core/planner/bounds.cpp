@@ -20,7 +20,7 @@ constexpr int64_t INF = int64_t{1} << 62;
 constexpr double SLACK = 1e-3;
 
 // The quotient by a positive divisor, rounded up.
-int64_t over(int64_t value, int64_t by) { return value > 0 ? (value - 1) / by + 1 : value / by; }
+int64_t ceil_div(int64_t value, int64_t divisor) { return value > 0 ? (value - 1) / divisor + 1 : value / divisor; }
 
 // The limits of a rank in tokens and pairs, and the number of ranks.
 struct Caps {
@@ -46,8 +46,8 @@ struct Band {
 
 // The number of pairs of the first rows of a stair with a window, which is no longer than the stair.
 double pairs_of(int64_t rows, int64_t window) {
-  const double held = real(std::min(rows, window)), rest = real(std::max<int64_t>(rows - window, 0));
-  return held * (held + 1) / 2 + rest * real(window);
+  const double head = real(std::min(rows, window)), rest = real(std::max<int64_t>(rows - window, 0));
+  return head * (head + 1) / 2 + rest * real(window);
 }
 
 // The inverse of `pairs_of`: the number of first rows with `pairs` pairs.
@@ -59,7 +59,7 @@ double rows_of(double pairs, int64_t window) {
 
 // The foreign tokens of the part of a band whose rows see up to their own key. reach: lower bounds on ranks' reaches,
 // largest first, as far as they extend beyond the first row.
-Foreign of_stair(const Band& band, const Caps& caps) {
+Foreign stair_range(const Band& band, const Caps& caps) {
   const int64_t start = std::max(band.q0, band.k0), end = std::min(band.q1, band.k1);
   const bool plain = band.dmax >= end - 1 - band.k0;
   const int64_t low = plain ? band.k0 : start, size = end - low, skip = start - low;
@@ -68,8 +68,8 @@ Foreign of_stair(const Band& band, const Caps& caps) {
   window = std::min(window, size);
   const double total = pairs_of(size, window), load = real(caps.load);
   const auto by_load = static_cast<int64_t>(std::ceil(total / real(std::max<int64_t>(caps.load, 1))));
-  const int64_t ranks = std::max(over(size - skip, caps.tokens), by_load);
-  const int64_t most_held = std::min(caps.tokens, static_cast<int64_t>(std::floor(rows_of(load, window) + SLACK)));
+  const int64_t ranks = std::max(ceil_div(size - skip, caps.tokens), by_load);
+  const int64_t max_held = std::min(caps.tokens, static_cast<int64_t>(std::floor(rows_of(load, window) + SLACK)));
   int64_t holders = 0, reached = 0, strip = 0;
   for (int64_t before = 0; before <= std::clamp<int64_t>(ranks, 0, caps.ranks); ++before) {
     const double rows = rows_of(std::max(total - real(before) * load, 0.0), window);
@@ -77,44 +77,44 @@ Foreign of_stair(const Band& band, const Caps& caps) {
     if (reach <= skip) continue;
     ++holders;
     reached += reach;
-    strip += std::min(std::max<int64_t>(reach - most_held, 0), window - 1);
+    strip += std::min(std::max<int64_t>(reach - max_held, 0), window - 1);
   }
   return {low, end, plain ? reached - std::min(size, caps.tokens * holders) : strip};
 }
 
 // The foreign tokens for rows of a band that see all its keys: all ranks with such rows but one lack all keys.
-int64_t of_block(const Band& band, const Caps& caps) {
+int64_t block_tokens(const Band& band, const Caps& caps) {
   const int64_t keys = band.k1 - band.k0;
   const int64_t upto = std::min(band.q1, band.k0 + std::min(band.dmax, INF / 2) + 1);
   const int64_t rows = upto - std::max(band.q0, band.k1 - 1 + std::max(band.dmin, -INF / 2));
   const int64_t per_rank = std::min(caps.tokens, std::max<int64_t>(caps.load / std::max<int64_t>(keys, 1), 1));
-  return std::max<int64_t>(over(std::max<int64_t>(rows, 0), per_rank) - 1, 0) * keys;
+  return std::max<int64_t>(ceil_div(std::max<int64_t>(rows, 0), per_rank) - 1, 0) * keys;
 }
 
 // The foreign ranges of bands; bands of one stair are joined.
 std::vector<Foreign> foreign(Matrix<const int64_t> bands, const Caps& caps) {
-  std::vector<Foreign> found;
+  std::vector<Foreign> ranges;
   const auto at = [&](int64_t row) {
-    const Column<const int64_t> one = bands[row];
-    return Band{one[0], one[1], one[2], one[3], one[4], one[5]};
+    const Column<const int64_t> entry = bands[row];
+    return Band{entry[0], entry[1], entry[2], entry[3], entry[4], entry[5]};
   };
-  const auto add = [&](Foreign one) {
-    if (one.tokens > 0) found.push_back(one);
+  const auto add = [&](Foreign entry) {
+    if (entry.tokens > 0) ranges.push_back(entry);
   };
   for (int64_t row = 0, first = 0; row < bands.rows(); ++row) {
     Band band = at(row);
-    if (band.is_wide(caps)) add({band.k0, band.k1, of_block(band, caps)});
+    if (band.is_wide(caps)) add({band.k0, band.k1, block_tokens(band, caps)});
     if (row + 1 < bands.rows() && band.joins(at(row + 1))) continue;
     if (first < row) band = {at(first).q0, band.q1, band.k0, band.q1, 0, INF};
-    if (band.is_wide(caps)) add(of_stair(band, caps));
+    if (band.is_wide(caps)) add(stair_range(band, caps));
     first = row + 1;
   }
-  return found;
+  return ranges;
 }
 
 // The largest sum of tokens over disjoint ranges, by interval scheduling.
-int64_t most_apart(std::vector<Foreign> ranges) {
-  std::sort(ranges.begin(), ranges.end(), [](const Foreign& one, const Foreign& other) { return one.end < other.end; });
+int64_t max_disjoint_sum(std::vector<Foreign> ranges) {
+  std::sort(ranges.begin(), ranges.end(), [](const Foreign& a, const Foreign& b) { return a.end < b.end; });
   std::vector<int64_t> ends{0}, best{0};
   for (const Foreign& range : ranges) {
     const auto before = std::upper_bound(ends.begin(), ends.end(), range.low) - ends.begin() - 1;
@@ -130,7 +130,7 @@ int64_t most_apart(std::vector<Foreign> ranges) {
 static const Area area("bounds", [](nb::module_& m) {
   def(m, "foreign_tokens(bands, token_cap, load_cap, ranks)",
       +[](Matrix<const int64_t> bands, int64_t token_cap, int64_t load_cap, int64_t ranks) {
-        return bounds::most_apart(bounds::foreign(bands, {token_cap, load_cap, ranks}));
+        return bounds::max_disjoint_sum(bounds::foreign(bands, {token_cap, load_cap, ranks}));
       });
 });
 

@@ -13,7 +13,7 @@ using std::int64_t;
 namespace {
 
 // Divides integers as floats, like numpy.
-double ratio(int64_t one, int64_t other) { return static_cast<double>(one) / static_cast<double>(other); }
+double ratio(int64_t a, int64_t b) { return static_cast<double>(a) / static_cast<double>(b); }
 
 int64_t causal_pairs(int64_t rows, int64_t keys) {
   const int64_t side = std::min(rows, keys);
@@ -40,8 +40,8 @@ struct Grids {
  private:
   double part_us(double whole, int64_t rows, int64_t keys, int64_t pairs) const {
     const int64_t corner = causal_pairs(rows, keys);
-    const double most = std::min(rows, keys) == 1 ? whole : whole * most_causal;
-    const double time = std::min(causal_us(rows, keys), most);
+    const double limit = std::min(rows, keys) == 1 ? whole : whole * most_causal;
+    const double time = std::min(causal_us(rows, keys), limit);
     if (pairs < corner) return sparse_us(time, rows, keys, pairs, corner);
     const double above = ratio(pairs - corner, std::max<int64_t>(rows * keys - corner, 1));
     return time + (whole - time) * std::clamp(above, 0.0, 1.0);
@@ -50,10 +50,10 @@ struct Grids {
   // Interpolates between a band one tile wide, the minimum that covers every row and key of a task, and the causal
   // band; adds the extra time for windows.
   double sparse_us(double time, int64_t rows, int64_t keys, int64_t pairs, int64_t corner) const {
-    const double least = std::min(std::max(full_us(rows, 1), full_us(1, keys)), time);
+    const double floor = std::min(std::max(full_us(rows, 1), full_us(1, keys)), time);
     const int64_t narrowest = std::max(rows, keys);
     const double share = ratio(pairs - narrowest, std::max<int64_t>(corner - narrowest, 1));
-    return least + (time - least) * std::clamp(share, 0.0, 1.0) + static_cast<double>(rows) * window_us;
+    return floor + (time - floor) * std::clamp(share, 0.0, 1.0) + static_cast<double>(rows) * window_us;
   }
 
   double full_us(int64_t rows, int64_t keys) const {
@@ -92,11 +92,11 @@ Array<double> task_us(const Grids& phase, double scale, double q_row_us, double 
     if (column.size() != 1 && column.size() != count) throw std::invalid_argument("columns differ in length");
   Array<double> times(count);
   for (int64_t i = 0; i < count; ++i) {
-    const auto at = [&](std::size_t column) { return columns[column][columns[column].size() == 1 ? 0 : i]; };
-    const int64_t rows = at(0), keys = at(1), heads = at(3);
-    const double time = phase.task_us(rows, keys, at(2)) * scale * static_cast<double>(heads);
-    const double moved = static_cast<double>(rows * heads) * q_row_us;
-    times[i] = std::max(time, moved + static_cast<double>(keys * at(4)) * kv_row_us);
+    const auto value = [&](std::size_t column) { return columns[column][columns[column].size() == 1 ? 0 : i]; };
+    const int64_t rows = value(0), keys = value(1), heads = value(3);
+    const double time = phase.task_us(rows, keys, value(2)) * scale * static_cast<double>(heads);
+    const double move_us = static_cast<double>(rows * heads) * q_row_us;
+    times[i] = std::max(time, move_us + static_cast<double>(keys * value(4)) * kv_row_us);
   }
   return times;
 }

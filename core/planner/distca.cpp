@@ -31,10 +31,10 @@ struct Choice {
   double e = 0;
 };
 
-enum class Given { ROWS, NO_CUT, CAPPED };
+enum class Outcome { ROWS, NO_CUT, CAPPED };
 
 // The outcome of the passes: `MigrationSummary` of distca/parts.py, without the imbalance.
-struct Ended {
+struct Summary {
   int64_t passes = 0, moves = 0, forbidden = 0, below = 0, grain = 0;
 };
 
@@ -55,9 +55,9 @@ class Migration {
         exhaustive_(exhaustive),
         holding_(starts, home),
         other_(starts, home),
-        of_q_(static_cast<std::size_t>(home.size())),
-        of_k_(of_q_),
-        of_home_(servers.size()) {
+        pairs_of_q_(static_cast<std::size_t>(home.size())),
+        pairs_of_k_(pairs_of_q_),
+        home_blocks_(servers.size()) {
     int64_t total = 0;
     for (int64_t i = 0; i < count(pairs); ++i) {
       const Pair& pair = pairs[i];
@@ -66,58 +66,58 @@ class Migration {
       shares.push_back({i, rows, home[pair.q], pair.work(rows)});
       servers[home[pair.q]].load += shares.back().work;
       total += shares.back().work;
-      of_q_[pair.q].push_back(i);
-      for (int64_t k = pair.k; k < pair.k_end; ++k) of_k_[k].push_back(i);
+      pairs_of_q_[pair.q].push_back(i);
+      for (int64_t k = pair.k; k < pair.k_end; ++k) pairs_of_k_[k].push_back(i);
     }
-    for (int64_t i = count(shares) - 1; i >= 0; --i) servers[shares[i].at].shares.push_back(i);
-    for (int64_t block = 0; block < home.size(); ++block) of_home_[home[block]].push_back(block);
+    for (int64_t i = count(shares) - 1; i >= 0; --i) servers[shares[i].server].shares.push_back(i);
+    for (int64_t block = 0; block < home.size(); ++block) home_blocks_[home[block]].push_back(block);
     for (int64_t rank = 0; rank < speeds.size(); ++rank) servers[rank].target = real(total) / speed * speeds[rank];
     for (int64_t rank = 0; rules.capped && rank < speeds.size(); ++rank) recount(rank, 1);
   }
 
   // The paper's single pass; if two-sided, passes with half the previous tolerance each, which take only from servers
   // above the tolerance, with finer cuts if nothing moves.
-  Ended run() {
-    const double asked = rules_.tolerance, least = asked / (2 * real(count(servers)));
-    Ended ended;
+  Summary run() {
+    const double requested = rules_.tolerance, min_tolerance = requested / (2 * real(count(servers)));
+    Summary summary;
     while (true) {
-      const int64_t before = ended.moves;
-      ended.forbidden = ended.below = 0;
-      ended.grain = rules_.grain;
-      pass(ended);
-      ++ended.passes;
-      rules_.excess = asked;
-      if (!rules_.two_sided || imbalance() <= asked || ended.below) return ended;
-      if (ended.moves > before || !is_short()) {
+      const int64_t before = summary.moves;
+      summary.forbidden = summary.below = 0;
+      summary.grain = rules_.grain;
+      pass(summary);
+      ++summary.passes;
+      rules_.excess = requested;
+      if (!rules_.two_sided || imbalance() <= requested || summary.below) return summary;
+      if (summary.moves > before || !is_short()) {
         rules_.tolerance /= 2;
-        if (rules_.tolerance >= least) continue;
-        rules_.tolerance = asked;
+        if (rules_.tolerance >= min_tolerance) continue;
+        rules_.tolerance = requested;
       }
-      if (ended.forbidden || rules_.grain == 1) return ended;
+      if (summary.forbidden || rules_.grain == 1) return summary;
       rules_.grain /= 2;
     }
   }
 
   // The busiest server's load relative to its target, minus 1.
   double imbalance() const {
-    double most = 1;
+    double largest = 1;
     for (const Server& server : servers)
-      if (server.target > 0) most = std::max(most, real(server.load) / server.target);
-    return most - 1;
+      if (server.target > 0) largest = std::max(largest, real(server.load) / server.target);
+    return largest - 1;
   }
 
  private:
   bool needs_more(const Server& server) const { return real(server.load) < (1 - rules_.tolerance) * server.target; }
   bool is_short() const {
-    return std::any_of(servers.begin(), servers.end(), [this](const Server& one) { return needs_more(one); });
+    return std::any_of(servers.begin(), servers.end(), [this](const Server& server) { return needs_more(server); });
   }
   bool gives(const Server& server) const { return server.surplus() > rules_.excess * server.target; }
 
   // One pass over the deficit servers.
-  void pass(Ended& ended) {
+  void pass(Summary& summary) {
     find_candidates();
     tried_.assign(shares.size(), -1);
-    for (Candidate& one : candidates_) note_price(one);
+    for (Candidate& candidate : candidates_) note_price(candidate);
     const std::vector<int64_t> order = by_deficit();
     for (int64_t turn = 0; turn < count(order); ++turn) {
       const int64_t to = order[turn];
@@ -126,19 +126,19 @@ class Migration {
       if (candidates_.empty()) break;
       open(holding_, to);
       while (needs_more(servers[to])) {
-        const Choice found = exhaustive_ ? best_of_all(to) : best(to);
-        if (found.share < 0) break;
-        if (found.e < rules_.threshold) {
-          ++ended.below;
+        const Choice choice = exhaustive_ ? best_of_all(to) : best(to);
+        if (choice.share < 0) break;
+        if (choice.e < rules_.threshold) {
+          ++summary.below;
           break;
         }
-        const Given given = give(found.share, to);
-        if (given == Given::ROWS) {
-          ++ended.moves;
-          if (place_[found.share] >= 0) note_price(candidates_[place_[found.share]]);
+        const Outcome outcome = give(choice.share, to);
+        if (outcome == Outcome::ROWS) {
+          ++summary.moves;
+          if (place_[choice.share] >= 0) note_price(candidates_[place_[choice.share]]);
         } else {
-          tried_[found.share] = to;
-          ended.forbidden += given == Given::CAPPED;
+          tried_[choice.share] = to;
+          summary.forbidden += outcome == Outcome::CAPPED;
         }
       }
     }
@@ -148,8 +148,8 @@ class Migration {
   std::vector<int64_t> by_deficit() const {
     std::vector<int64_t> order(servers.size());
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [this](int64_t one, int64_t other) {
-      return -servers[one].surplus() > -servers[other].surplus();
+    std::stable_sort(order.begin(), order.end(), [this](int64_t a, int64_t b) {
+      return -servers[a].surplus() > -servers[b].surplus();
     });
     order.resize(static_cast<std::size_t>(std::count_if(servers.begin(), servers.end(), [this](const Server& server) {
       return server.target - real(server.load) > rules_.tolerance * server.target;
@@ -159,14 +159,14 @@ class Migration {
 
   // ---- candidates
 
-  // Lists candidates by descending `most_e`, which the E of no part exceeds by much.
+  // Lists candidates by descending `max_e`, which the E of no part exceeds by much.
   void find_candidates() {
     candidates_.clear();
     place_.assign(shares.size(), -1);
     last_ = -1;
     for (int64_t i = 0; i < count(shares); ++i) {
       const Share& share = shares[i];
-      const Server& server = servers[share.at];
+      const Server& server = servers[share.server];
       if (share.work == 0 || real(server.load) <= (1 + rules_.excess) * server.target) continue;
       const Pair& pair = pairs_[share.pair];
       const double rows = real(share.rows.size()) / (pair.folded() ? 2 : 1);
@@ -175,38 +175,38 @@ class Migration {
       candidates_.push_back({i, real(share.work) / bytes});
     }
     std::stable_sort(candidates_.begin(), candidates_.end(),
-                     [](const Candidate& one, const Candidate& other) { return one.most_e > other.most_e; });
+                     [](const Candidate& a, const Candidate& b) { return a.max_e > b.max_e; });
     for (int64_t place = 0; place < count(candidates_); ++place) place_[candidates_[place].share] = place;
   }
 
   // Notes a lower bound on a candidate's price: the keys of its last row, and rows in proportion to work, less one for
-  // rounding. Only a pair's first share has one: for servers with rows of the pair, `consider_held` covers no other.
-  void note_price(Candidate& one) const {
-    const Share& share = shares[one.share];
-    one.work = real(share.work);
-    one.once = one.a_pair = 0;
-    if (one.share >= count(pairs_) || share.work == 0) return;
+  // rounding. Only a pair's first share has one: for servers with rows of the pair, `consider_blocks` covers no other.
+  void note_price(Candidate& candidate) const {
+    const Share& share = shares[candidate.share];
+    candidate.work = real(share.work);
+    candidate.once = candidate.per_pair = 0;
+    if (candidate.share >= count(pairs_) || share.work == 0) return;
     const Pair& pair = pairs_[share.pair];
     const Range last = pair.keys_of({share.rows.high - 1, share.rows.high});
     int64_t seen = 0;
     for (const Cell& cell : pair.cells)
       if (cell.q0 < share.rows.high && share.rows.high <= cell.q1) seen = std::max(seen, share.rows.high - cell.q0);
-    const double a_row = (pair.folded() ? 0.5 : 1.0) * real(rules_.priced_q);
-    const double once = real(last.size() * rules_.kv_bytes) - a_row;
+    const double per_row = (pair.folded() ? 0.5 : 1.0) * real(rules_.priced_q);
+    const double once = real(last.size() * rules_.kv_bytes) - per_row;
     if (seen < share.rows.size() || once <= 0) return;
-    one.once = once;
-    one.a_pair = a_row * real(share.rows.size()) / real(share.work);
+    candidate.once = once;
+    candidate.per_pair = per_row * real(share.rows.size()) / real(share.work);
   }
 
   // Keeps the candidates whose server still has a surplus.
   void sweep() {
     std::size_t kept = 0;
-    for (const Candidate& one : candidates_) {
-      const Server& server = servers[shares[one.share].at];
-      place_[one.share] = -1;
+    for (const Candidate& candidate : candidates_) {
+      const Server& server = servers[shares[candidate.share].server];
+      place_[candidate.share] = -1;
       if (real(server.load) <= (1 + rules_.excess) * server.target) continue;
-      place_[one.share] = static_cast<int64_t>(kept);
-      candidates_[kept++] = one;
+      place_[candidate.share] = static_cast<int64_t>(kept);
+      candidates_[kept++] = candidate;
     }
     candidates_.resize(kept);
   }
@@ -225,7 +225,7 @@ class Migration {
   // The E of a share for server `to`; 0 if it is not a candidate.
   double score(int64_t i, int64_t to) const {
     const Share& share = shares[i];
-    const Server& server = servers[share.at];
+    const Server& server = servers[share.server];
     if (!gives(server) || tried_[i] == to || share.work == 0) return 0;
     const double whole = real(share.work);
     const double work = std::min({whole, server.surplus(), -servers[to].surplus()});
@@ -237,72 +237,72 @@ class Migration {
 
   // Considers the first share, numbered like its pair, of every pair of which `to` has queries or keys; later shares
   // went to servers with a deficit.
-  void consider_held(Choice& found, int64_t to, const std::vector<std::vector<int64_t>>& pairs_of,
-                     const std::vector<int64_t>& got) const {
-    Choice own;
+  void consider_blocks(Choice& choice, int64_t to, const std::vector<std::vector<int64_t>>& pairs_of,
+                     const std::vector<int64_t>& blocks) const {
+    Choice local;
     const auto look = [&](int64_t block) {
       for (const int64_t pair : pairs_of[block]) {
-        if (!gives(servers[shares[pair].at])) continue;  // most do not
+        if (!gives(servers[shares[pair].server])) continue;  // most do not
         const double e = score(pair, to);
-        if (e > own.e) own = {pair, e};
+        if (e > local.e) local = {pair, e};
       }
     };
-    for (const int64_t block : of_home_[to]) look(block);
-    for (const int64_t block : got) look(block);
-    if (own.e > found.e) found = own;
+    for (const int64_t block : home_blocks_[to]) look(block);
+    for (const int64_t block : blocks) look(block);
+    if (local.e > choice.e) choice = local;
   }
 
   // The best candidate for server `to`: first among pairs of which it has rows, then among the others until none can be
   // better. Skips most candidates: those certainly worse than the best so far, or than a neighbour of the last best
   // one, which is itself considered in its turn.
   Choice best(int64_t to) {
-    Choice found;
-    consider_held(found, to, of_q_, holding_.queries());
-    consider_held(found, to, of_k_, holding_.keys());
-    double floor = found.e;
+    Choice choice;
+    consider_blocks(choice, to, pairs_of_q_, holding_.queries());
+    consider_blocks(choice, to, pairs_of_k_, holding_.keys());
+    double floor = choice.e;
     if (const int64_t near = last_ < 0 ? -1 : place_[last_]; near >= 0) {
       const int64_t end = std::min(near + BESIDE + 1, count(candidates_));
       for (int64_t place = std::max<int64_t>(near - BESIDE, 0); place < end; ++place) {
-        const Candidate& one = candidates_[place];
-        // the E of a part may slightly exceed `most_e`, which orders the candidates
-        floor = std::max(floor, std::min(score(one.share, to), one.most_e));
+        const Candidate& candidate = candidates_[place];
+        // the E of a part may slightly exceed `max_e`, which orders the candidates
+        floor = std::max(floor, std::min(score(candidate.share, to), candidate.max_e));
       }
     }
     floor *= SURELY;
     const double deficit = -servers[to].surplus();
-    for (const Candidate& one : candidates_) {
-      if (one.most_e <= found.e) break;
-      const double most = std::min(deficit, one.work);
-      if (one.surely_below(floor, most)) continue;
-      if (one.surely_below(floor, std::min(most, servers[shares[one.share].at].surplus()))) continue;
-      const double e = score(one.share, to);
-      if (e <= found.e) continue;
-      found = {one.share, e};
-      last_ = one.share;
+    for (const Candidate& candidate : candidates_) {
+      if (candidate.max_e <= choice.e) break;
+      const double limit = std::min(deficit, candidate.work);
+      if (candidate.surely_below(floor, limit)) continue;
+      if (candidate.surely_below(floor, std::min(limit, servers[shares[candidate.share].server].surplus()))) continue;
+      const double e = score(candidate.share, to);
+      if (e <= choice.e) continue;
+      choice = {candidate.share, e};
+      last_ = candidate.share;
       floor = std::max(floor, SURELY * e);
     }
-    return found;
+    return choice;
   }
 
   // Like `best`, but without skipping candidates, for tests.
   Choice best_of_all(int64_t to) const {
-    Choice found;
-    consider_held(found, to, of_q_, holding_.queries());
-    consider_held(found, to, of_k_, holding_.keys());
-    for (const Candidate& one : candidates_) {
-      if (one.most_e <= found.e) break;
-      const double e = score(one.share, to);
-      if (e > found.e) found = {one.share, e};
+    Choice choice;
+    consider_blocks(choice, to, pairs_of_q_, holding_.queries());
+    consider_blocks(choice, to, pairs_of_k_, holding_.keys());
+    for (const Candidate& candidate : candidates_) {
+      if (candidate.max_e <= choice.e) break;
+      const double e = score(candidate.share, to);
+      if (e > choice.e) choice = {candidate.share, e};
     }
-    return found;
+    return choice;
   }
 
   // ---- moves
 
   // Moves rows of a share to server `to`, unless no cut is fine enough or caps forbid all cuts.
-  Given give(int64_t i, int64_t to) {
+  Outcome give(int64_t i, int64_t to) {
     const Share share = shares[i];
-    const Server &from = servers[share.at], &taker = servers[to];
+    const Server &from = servers[share.server], &taker = servers[to];
     const Pair& pair = pairs_[share.pair];
     const double spare = rules_.spare * std::min(from.target, taker.target);
     double work = std::min({real(share.work), from.surplus(), -taker.surplus()});
@@ -310,14 +310,14 @@ class Migration {
     for (int halving = 0; halving < HALVINGS; ++halving, work *= 0.5) {
       if (work < real(share.work)) rows = part(share, work, halving == 0 ? spare : 0, to);
       const int64_t moved = pair.work(rows);
-      if (moved == 0) return halving == 0 ? Given::NO_CUT : Given::CAPPED;
+      if (moved == 0) return halving == 0 ? Outcome::NO_CUT : Outcome::CAPPED;
       if (rules_.capped && !fits(pair, rows, to)) continue;
-      for (const int64_t server : {share.at, to}) recount_if_capped(server, -1);
+      for (const int64_t server : {share.server, to}) recount_if_capped(server, -1);
       move(i, rows, moved, to);
-      for (const int64_t server : {share.at, to}) recount_if_capped(server, 1);
-      return Given::ROWS;
+      for (const int64_t server : {share.server, to}) recount_if_capped(server, 1);
+      return Outcome::ROWS;
     }
-    return Given::CAPPED;
+    return Outcome::CAPPED;
   }
 
   // The last or first rows of the share with about `work`, whichever cost fewer bytes per pair; empty if no cut is fine
@@ -328,20 +328,20 @@ class Migration {
     if (pair.folded()) return {Cut{0, 2 * rules_.grain, work, spare}.last(pair, rows), rows.high};
     const Cut cut{origin_[pair.q], rules_.grain, work, spare};
     const Range first{rows.low, cut.first(pair, rows)}, last{cut.last(pair, rows), rows.high};
-    const int64_t of_first = pair.work(first), of_last = pair.work(last);
-    if (of_first == 0 || (rules_.capped && of_last > 0)) return last;
-    if (of_last > 0 && price(pair, last, to) * real(of_first) <= price(pair, first, to) * real(of_last)) return last;
+    const int64_t first_work = pair.work(first), last_work = pair.work(last);
+    if (first_work == 0 || (rules_.capped && last_work > 0)) return last;
+    if (last_work > 0 && price(pair, last, to) * real(first_work) <= price(pair, first, to) * real(last_work)) return last;
     return first;
   }
 
   // Moves the first, the last or all rows of the share, whose work is `moved`, to server `to`.
   void move(int64_t i, Range rows, int64_t moved, int64_t to) {
     Share& share = shares[i];
-    servers[share.at].load -= moved;
+    servers[share.server].load -= moved;
     servers[to].load += moved;
     holding_.add(pairs_[share.pair], rows);
     if (rows.low <= share.rows.low && rows.high >= share.rows.high) {
-      share.at = to;
+      share.server = to;
       servers[to].shares.push_back(i);
       return;
     }
@@ -359,9 +359,9 @@ class Migration {
   // Fills the holding of a server, newest shares first.
   void open(Holding& holding, int64_t server) const {
     holding.clear();
-    const std::vector<int64_t>& own = servers[server].shares;
-    for (auto i = own.rbegin(); i != own.rend(); ++i)
-      if (shares[*i].at == server) holding.add(pairs_[shares[*i].pair], shares[*i].rows);
+    const std::vector<int64_t>& numbers = servers[server].shares;
+    for (auto i = numbers.rbegin(); i != numbers.rend(); ++i)
+      if (shares[*i].server == server) holding.add(pairs_[shares[*i].pair], shares[*i].rows);
   }
 
   // ---- bytes under caps
@@ -373,22 +373,22 @@ class Migration {
   // Books (sign 1) or reverts (-1) the rows that the server receives and returns.
   void recount(int64_t server, int64_t sign) {
     open(other_, server);
-    Server& own = servers[server];
+    Server& taker = servers[server];
     for (const int64_t block : other_.queries()) {
       if (home_[block] == server) continue;
       const int64_t rows = sign * other_.query_rows(block);
       Server& home = servers[home_[block]];
-      own.received += rows * rules_.q_bytes;
-      own.held += rows * rules_.q_bytes;
-      own.sent += rows * rules_.o_bytes;
+      taker.received += rows * rules_.q_bytes;
+      taker.held += rows * rules_.q_bytes;
+      taker.sent += rows * rules_.o_bytes;
       home.sent += rows * rules_.q_bytes;
       home.received += rows * rules_.o_bytes;
     }
     for (const int64_t block : other_.keys()) {
       if (home_[block] == server) continue;
       const int64_t bytes = sign * other_.key_rows(block) * rules_.kv_bytes;
-      own.received += bytes;
-      own.held += bytes;
+      taker.received += bytes;
+      taker.held += bytes;
       servers[home_[block]].sent += bytes;
     }
   }
@@ -397,23 +397,23 @@ class Migration {
   bool fits(const Pair& pair, Range rows, int64_t to) {
     const int64_t queries = holding_.missing_queries(pair, rows, to);
     const int64_t keys = holding_.missing_keys(pair, rows, to, true);
-    Server &taker = servers[to], &of_q = servers[home_[pair.q]];
-    const int64_t back = queries * rules_.o_bytes, from_q = queries * rules_.q_bytes;
-    const int64_t arrive = from_q + keys * rules_.kv_bytes;
-    if (taker.received + arrive > rules_.receive_cap || taker.held + arrive > rules_.buffer_cap) return false;
-    if (taker.sent + back > rules_.send_cap || of_q.received + back > rules_.receive_cap) return false;
-    leave(pair, rows, to, 1);
-    of_q.sent += from_q;
-    bool fit = from_q == 0 || of_q.sent <= rules_.send_cap;
+    Server &taker = servers[to], &query_home = servers[home_[pair.q]];
+    const int64_t result_bytes = queries * rules_.o_bytes, query_bytes = queries * rules_.q_bytes;
+    const int64_t arriving = query_bytes + keys * rules_.kv_bytes;
+    if (taker.received + arriving > rules_.receive_cap || taker.held + arriving > rules_.buffer_cap) return false;
+    if (taker.sent + result_bytes > rules_.send_cap || query_home.received + result_bytes > rules_.receive_cap) return false;
+    add_sent(pair, rows, to, 1);
+    query_home.sent += query_bytes;
+    bool fits_all = query_bytes == 0 || query_home.sent <= rules_.send_cap;
     for (int64_t k = pair.k; k < pair.k_end; ++k)
-      fit = fit && (home_[k] == to || servers[home_[k]].sent <= rules_.send_cap);
-    of_q.sent -= from_q;
-    leave(pair, rows, to, -1);
-    return fit;
+      fits_all = fits_all && (home_[k] == to || servers[home_[k]].sent <= rules_.send_cap);
+    query_home.sent -= query_bytes;
+    add_sent(pair, rows, to, -1);
+    return fits_all;
   }
 
   // Books (sign 1) or reverts (-1) the keys that leave their homes for rows of a pair on `to`.
-  void leave(const Pair& pair, Range rows, int64_t to, int64_t sign) {
+  void add_sent(const Pair& pair, Range rows, int64_t to, int64_t sign) {
     const Range seen = pair.keys_of(rows);
     for (int64_t k = pair.k; k < pair.k_end; ++k)
       if (home_[k] != to) servers[home_[k]].sent += sign * holding_.missing_from(k, seen) * rules_.kv_bytes;
@@ -424,7 +424,7 @@ class Migration {
   Rules rules_;
   bool exhaustive_;
   Holding holding_, other_;                                  // of the current server and of another one
-  std::vector<std::vector<int64_t>> of_q_, of_k_, of_home_;  // pairs of query and of key blocks, blocks of ranks
+  std::vector<std::vector<int64_t>> pairs_of_q_, pairs_of_k_, home_blocks_;  // pairs of query and of key blocks, blocks of ranks
   std::vector<Candidate> candidates_;
   std::vector<int64_t> place_;  // the index of each share among the candidates, or -1
   std::vector<int64_t> tried_;  // for each share, the last server for which it was tried in vain
@@ -437,32 +437,32 @@ struct Units {
   Column<const int64_t> q, k, k_end, length, starts, first, q0, q1, k0, k1, dmin, dmax;
 };
 
-struct Moved {
-  int64_t pair, low, high, at;
+struct ShareRow {
+  int64_t pair, low, high, server;
 };
 
-struct Filled {
+struct ServerRow {
   int64_t load, sent, received, held;
 };
 
-auto migrate(const Units& of, Column<const int64_t> home, Column<const int64_t> origin, Column<const double> speeds,
+auto migrate(const Units& units, Column<const int64_t> home, Column<const int64_t> origin, Column<const double> speeds,
              double speed, const Rules& rules, bool exhaustive) {
   Growing<Cell> cells;
-  for (int64_t i = 0; i < of.q0.size(); ++i)
-    cells.push_back({of.q0[i], of.q1[i], of.k0[i], of.k1[i], of.dmin[i], of.dmax[i]});
+  for (int64_t i = 0; i < units.q0.size(); ++i)
+    cells.push_back({units.q0[i], units.q1[i], units.k0[i], units.k1[i], units.dmin[i], units.dmax[i]});
   const Column<const Cell> all = cells;
   std::vector<Pair> pairs;
-  for (int64_t i = 0; i < of.q.size(); ++i)
-    pairs.push_back({of.q[i], of.k[i], of.k_end[i], of.length[i], all.slice(of.first[i], of.first[i + 1])});
-  Migration migration(pairs, of.starts, home, origin, speeds, speed, rules, exhaustive);
-  const Ended ended = migration.run();
-  Growing<Moved> shares;
-  for (const Share& one : migration.shares) shares.push_back({one.pair, one.rows.low, one.rows.high, one.at});
-  Growing<Filled> servers;
-  for (const Server& one : migration.servers) servers.push_back({one.load, one.sent, one.received, one.held});
+  for (int64_t i = 0; i < units.q.size(); ++i)
+    pairs.push_back({units.q[i], units.k[i], units.k_end[i], units.length[i], all.slice(units.first[i], units.first[i + 1])});
+  Migration migration(pairs, units.starts, home, origin, speeds, speed, rules, exhaustive);
+  const Summary summary = migration.run();
+  Growing<ShareRow> shares;
+  for (const Share& item : migration.shares) shares.push_back({item.pair, item.rows.low, item.rows.high, item.server});
+  Growing<ServerRow> servers;
+  for (const Server& item : migration.servers) servers.push_back({item.load, item.sent, item.received, item.held});
   return std::tuple(std::move(shares), std::move(servers),
-                    std::tuple(ended.passes, ended.moves, ended.forbidden, ended.below, migration.imbalance(),
-                               ended.grain));
+                    std::tuple(summary.passes, summary.moves, summary.forbidden, summary.below, migration.imbalance(),
+                               summary.grain));
 }
 
 }  // namespace

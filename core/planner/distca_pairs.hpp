@@ -29,7 +29,7 @@ struct Range {
 // The empty range.
 inline constexpr Range NOTHING{int64_t{1} << 62, 0};
 
-inline Range overlap(Range one, Range other) { return {std::max(one.low, other.low), std::min(one.high, other.high)}; }
+inline Range overlap(Range a, Range b) { return {std::max(a.low, b.low), std::min(a.high, b.high)}; }
 
 // Diagonals in global tokens.
 struct Cell {
@@ -54,11 +54,11 @@ struct Pair {
     if (folded()) return step_work(length, rows.high) - step_work(length, rows.low);
     int64_t total = 0;
     for (const Cell& cell : cells) {
-      const Range own = overlap(rows, {cell.q0, cell.q1});
-      if (own.empty()) continue;
-      const int64_t keys = cell.k1 - cell.k0, offset = cell.k1 - own.low;
+      const Range common = overlap(rows, {cell.q0, cell.q1});
+      if (common.empty()) continue;
+      const int64_t keys = cell.k1 - cell.k0, offset = cell.k1 - common.low;
       total +=
-          pairs_below(own.size(), keys, cell.dmax + offset) - pairs_below(own.size(), keys, cell.dmin - 1 + offset);
+          pairs_below(common.size(), keys, cell.dmax + offset) - pairs_below(common.size(), keys, cell.dmin - 1 + offset);
     }
     return total;
   }
@@ -71,9 +71,9 @@ struct Pair {
     }
     Range hull = NOTHING;
     for (const Cell& cell : cells) {
-      const Range own = overlap(rows, {cell.q0, cell.q1});
-      const Range keys = overlap({cell.k0, cell.k1}, {own.low - cell.dmax, own.high - cell.dmin});
-      if (!own.empty() && !keys.empty()) hull.extend(keys.low, keys.high);
+      const Range common = overlap(rows, {cell.q0, cell.q1});
+      const Range keys = overlap({cell.k0, cell.k1}, {common.low - cell.dmax, common.high - cell.dmin});
+      if (!common.empty() && !keys.empty()) hull.extend(keys.low, keys.high);
     }
     return {std::min(hull.low, hull.high), hull.high};
   }
@@ -82,8 +82,8 @@ struct Pair {
   Range rows_of(Range rows) const {
     Range hull = NOTHING;
     for (const Cell& cell : cells) {
-      const Range own = overlap(rows, {cell.q0, cell.q1});
-      if (!own.empty()) hull.extend(own.low, own.high);
+      const Range common = overlap(rows, {cell.q0, cell.q1});
+      if (!common.empty()) hull.extend(common.low, common.high);
     }
     return {std::min(hull.low, hull.high), hull.high};
   }
@@ -100,15 +100,15 @@ struct Cut {
     int64_t a = rows.low, b = rows.high;
     while (a < b) {
       const int64_t middle = (a + b) / 2;
-      if (of(pair, {middle, rows.high}) > work)
+      if (work_of(pair, {middle, rows.high}) > work)
         a = middle + 1;
       else
         b = middle;
     }
     const int64_t below = std::max(rows.low, origin + (a - origin) / grain * grain);
     const int64_t above = std::min(origin + ((a - origin) / grain + 1) * grain, rows.high);
-    const double most = spare > 0 ? spare : work - of(pair, {above, rows.high});
-    return of(pair, {below, rows.high}) - work <= most ? below : above;
+    const double limit = spare > 0 ? spare : work - work_of(pair, {above, rows.high});
+    return work_of(pair, {below, rows.high}) - work <= limit ? below : above;
   }
 
   // The row y such that [low, y) is this part; `low` if there is none.
@@ -116,19 +116,19 @@ struct Cut {
     int64_t a = rows.low, b = rows.high;
     while (a < b) {
       const int64_t middle = (a + b + 1) / 2;
-      if (of(pair, {rows.low, middle}) > work)
+      if (work_of(pair, {rows.low, middle}) > work)
         b = middle - 1;
       else
         a = middle;
     }
     const int64_t above = std::min(origin + (a - origin + grain - 1) / grain * grain, rows.high);
     const int64_t below = std::max(rows.low, origin + (a - origin) / grain * grain);
-    const double most = spare > 0 ? spare : work - of(pair, {rows.low, below});
-    return of(pair, {rows.low, above}) - work <= most ? above : below;
+    const double limit = spare > 0 ? spare : work - work_of(pair, {rows.low, below});
+    return work_of(pair, {rows.low, above}) - work <= limit ? above : below;
   }
 
  private:
-  static double of(const Pair& pair, Range rows) { return static_cast<double>(pair.work(rows)); }
+  static double work_of(const Pair& pair, Range rows) { return static_cast<double>(pair.work(rows)); }
 };
 
 // The rows of each block that one server has: a range of query rows and a range of key rows, which only grow.
@@ -138,25 +138,25 @@ class Holding {
       : starts_(starts), home_(home), q_(home.size()), k_(home.size()) {}
 
   // The blocks of which the server has rows, in order of arrival.
-  const std::vector<int64_t>& queries() const { return got_q_; }
-  const std::vector<int64_t>& keys() const { return got_k_; }
+  const std::vector<int64_t>& queries() const { return q_blocks_; }
+  const std::vector<int64_t>& keys() const { return k_blocks_; }
   int64_t query_rows(int64_t block) const { return q_[block].size(); }
   int64_t key_rows(int64_t block) const { return k_[block].size(); }
 
   void clear() {
-    for (const int64_t block : got_q_) q_[block] = {};
-    for (const int64_t block : got_k_) k_[block] = {};
-    got_q_.clear();
-    got_k_.clear();
+    for (const int64_t block : q_blocks_) q_[block] = {};
+    for (const int64_t block : k_blocks_) k_[block] = {};
+    q_blocks_.clear();
+    k_blocks_.clear();
   }
 
   void add(const Pair& pair, Range rows) {
     const Range seeing = pair.rows_of(rows);
-    if (!seeing.empty()) grow(q_, got_q_, pair.q, seeing);
+    if (!seeing.empty()) grow(q_, q_blocks_, pair.q, seeing);
     const Range seen = pair.keys_of(rows);
     for (int64_t block = pair.k; block < pair.k_end; ++block) {
-      const Range some = overlap(seen, {starts_[block], starts_[block + 1]});
-      if (!some.empty()) grow(k_, got_k_, block, some);
+      const Range part = overlap(seen, {starts_[block], starts_[block + 1]});
+      if (!part.empty()) grow(k_, k_blocks_, block, part);
     }
   }
 
@@ -183,24 +183,24 @@ class Holding {
 
  private:
   // The number of rows to add to a range, since the rows of a block form one range.
-  static int64_t missing(Range wanted, Range there) {
+  static int64_t missing(Range wanted, Range present) {
     if (wanted.empty()) return 0;
-    if (there.empty()) return wanted.size();
-    return std::max(wanted.high, there.high) - std::min(wanted.low, there.low) - there.size();
+    if (present.empty()) return wanted.size();
+    return std::max(wanted.high, present.high) - std::min(wanted.low, present.low) - present.size();
   }
 
-  static void grow(const Array<Range>& rows, std::vector<int64_t>& got, int64_t block, Range some) {
+  static void grow(const Array<Range>& rows, std::vector<int64_t>& blocks, int64_t block, Range part) {
     if (rows[block].empty()) {
-      rows[block] = some;
-      got.push_back(block);
+      rows[block] = part;
+      blocks.push_back(block);
     } else {
-      rows[block].extend(some.low, some.high);
+      rows[block].extend(part.low, part.high);
     }
   }
 
   Column<const int64_t> starts_, home_;
   Array<Range> q_, k_;
-  std::vector<int64_t> got_q_, got_k_;
+  std::vector<int64_t> q_blocks_, k_blocks_;
 };
 
 }  // namespace apportion::distca

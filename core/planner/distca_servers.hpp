@@ -32,16 +32,16 @@ struct Server {
 struct Share {
   int64_t pair;
   Range rows;
-  int64_t at, work;
+  int64_t server, work;
 };
 
-// A share of a surplus server. most_e: its E if moved as a whole to a server without any of its rows. once, a_pair: for
-// a server without rows of the pair, the share's last rows cost at least once + a_pair * their work bytes; 0: unknown.
+// A share of a surplus server. max_e: its E if moved as a whole to a server without any of its rows. once, per_pair: for
+// a server without rows of the pair, the share's last rows cost at least once + per_pair * their work bytes; 0: unknown.
 struct Candidate {
   int64_t share;
-  double most_e, work = 0, once = 0, a_pair = 0;
+  double max_e, work = 0, once = 0, per_pair = 0;
 
-  bool surely_below(double floor, double given) const { return given < floor * (once + a_pair * given); }
+  bool surely_below(double floor, double amount) const { return amount < floor * (once + per_pair * amount); }
 };
 
 }  // namespace apportion::distca

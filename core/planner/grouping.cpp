@@ -13,9 +13,9 @@ using std::int64_t;
 namespace {
 
 constexpr double NEVER = std::numeric_limits<double>::infinity();
-constexpr int MOST_EXCHANGES = 500;  // descents end much earlier, except in degenerate ties
-constexpr int64_t MOST_PAIRS = 20'000'000;  // most moves and swaps to evaluate, for groups of thousands of sequences
-constexpr double LEAST_GAIN = 1e-12;
+constexpr int MAX_EXCHANGES = 500;  // descents end much earlier, except in degenerate ties
+constexpr int64_t MAX_PAIRS = 20'000'000;  // most moves and swaps to evaluate, for groups of thousands of sequences
+constexpr double MIN_GAIN = 1e-12;
 
 // times: [sequences, degrees], the time in a group of that degree, NEVER if forbidden; sizes: tokens of sequences.
 struct Sequences {
@@ -37,7 +37,7 @@ struct Groups {
 // First-fit decreasing within a time limit: each sequence in `order` goes to the group where it takes the least
 // rank-time, in a tie to the tightest fit, or opens a group of the degree that it needs. Returns the columns of the
 // groups, none if not all sequences fit, and the group of each sequence.
-std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& of, Column<const int64_t> order,
+std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& samples, Column<const int64_t> order,
                                                       Column<const int64_t> need, Column<const int64_t> degrees,
                                                       Column<const int64_t> rooms, int64_t ranks, double limit) {
   struct Group {
@@ -46,18 +46,18 @@ std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& of, Colum
     int64_t used = 0;
   };
   std::vector<Group> groups;
-  Array<int64_t> group(of.count());
+  Array<int64_t> group(samples.count());
   for (const int64_t k : order) {
-    const Column<const double> times = of.times[k];
+    const Column<const double> times = samples.times[k];
     std::size_t best = groups.size();
-    double least = NEVER, tightest = NEVER;
+    double min_spent = NEVER, tightest = NEVER;
     for (std::size_t g = 0; g < groups.size(); ++g) {
       const int64_t c = groups[g].column;
       const double room = limit - groups[g].load - times[c], spent = times[c] * static_cast<double>(degrees[c]);
-      if (room < 0 || groups[g].used + of.sizes[k] > rooms[c]) continue;
-      if (spent < least || (spent == least && room < tightest)) {
+      if (room < 0 || groups[g].used + samples.sizes[k] > rooms[c]) continue;
+      if (spent < min_spent || (spent == min_spent && room < tightest)) {
         best = g;
-        least = spent;
+        min_spent = spent;
         tightest = room;
       }
     }
@@ -68,33 +68,33 @@ std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& of, Colum
     }
     group[k] = static_cast<int64_t>(best);
     groups[best].load += times[groups[best].column];
-    groups[best].used += of.sizes[k];
+    groups[best].used += samples.sizes[k];
   }
   Growing<int64_t> column;
-  for (const Group& one : groups) column.push_back(one.column);
+  for (const Group& item : groups) column.push_back(item.column);
   return {std::move(column), std::move(group)};
 }
 
 // Assigns each sequence, longest first, to the group where it ends earliest; nullopt if there is no room for one.
-std::optional<Array<int64_t>> list_schedule(const Sequences& of, const Groups& groups) {
-  Array<double> shortest(of.count()), load(groups.count());
-  Array<int64_t> order(of.count()), group(of.count()), left = Array<int64_t>::of(groups.rooms);
-  for (int64_t k = 0; k < of.count(); ++k) shortest[k] = *std::min_element(of.times[k].begin(), of.times[k].end());
+std::optional<Array<int64_t>> list_schedule(const Sequences& samples, const Groups& groups) {
+  Array<double> shortest(samples.count()), load(groups.count());
+  Array<int64_t> order(samples.count()), group(samples.count()), left = Array<int64_t>::of(groups.rooms);
+  for (int64_t k = 0; k < samples.count(); ++k) shortest[k] = *std::min_element(samples.times[k].begin(), samples.times[k].end());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t two) { return shortest[one] > shortest[two]; });
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return shortest[a] > shortest[b]; });
   for (const int64_t k : order) {
     int64_t best = -1;
-    double least = NEVER;
+    double min_end = NEVER;
     for (int64_t g = 0; g < groups.count(); ++g) {
-      const double end = load[g] + of.times[k][groups.column[g]];
-      if (of.sizes[k] > left[g] || !(end < least)) continue;
+      const double end = load[g] + samples.times[k][groups.column[g]];
+      if (samples.sizes[k] > left[g] || !(end < min_end)) continue;
       best = g;
-      least = end;
+      min_end = end;
     }
     if (best < 0) return {};
     group[k] = best;
-    load[best] = least;
-    left[best] -= of.sizes[k];
+    load[best] = min_end;
+    left[best] -= samples.sizes[k];
   }
   return group;
 }
@@ -105,29 +105,29 @@ struct Exchange {
 };
 
 // The move or swap that minimizes the time of the slower of its two groups; in a tie, the first.
-Exchange best_exchange(const Sequences& of, const Groups& groups, Column<const int64_t> group,
+Exchange best_exchange(const Sequences& samples, const Groups& groups, Column<const int64_t> group,
                        Column<const double> time, Column<const int64_t> left, int64_t slow) {
   Exchange best;
-  double least = time[slow] * (1 - LEAST_GAIN);
-  const int64_t own = groups.column[slow];
-  for (int64_t i = 0; i < of.count(); ++i) {
+  double min_time = time[slow] * (1 - MIN_GAIN);
+  const int64_t slow_column = groups.column[slow];
+  for (int64_t i = 0; i < samples.count(); ++i) {
     if (group[i] != slow) continue;
-    const Column<const double> times = of.times[i];
-    const double rest = time[slow] - times[own];
+    const Column<const double> times = samples.times[i];
+    const double rest = time[slow] - times[slow_column];
     for (int64_t g = 0; g < groups.count(); ++g) {
       const double end = std::max(rest, time[g] + times[groups.column[g]]);
-      if (g == slow || of.sizes[i] > left[g] || !(end < least)) continue;
-      least = end;
+      if (g == slow || samples.sizes[i] > left[g] || !(end < min_time)) continue;
+      min_time = end;
       best = {i, g, -1};
     }
-    for (int64_t j = 0; j < of.count(); ++j) {
-      const int64_t g = group[j], grows = of.sizes[i] - of.sizes[j];
-      const double back = rest + of.times[j][own];
-      if (g == slow || !(back < least) || grows > left[g] || -grows > left[slow]) continue;
+    for (int64_t j = 0; j < samples.count(); ++j) {
+      const int64_t g = group[j], grows = samples.sizes[i] - samples.sizes[j];
+      const double swapped = rest + samples.times[j][slow_column];
+      if (g == slow || !(swapped < min_time) || grows > left[g] || -grows > left[slow]) continue;
       const int64_t column = groups.column[g];
-      const double end = std::max(back, time[g] - of.times[j][column] + times[column]);
-      if (!(end < least)) continue;
-      least = end;
+      const double end = std::max(swapped, time[g] - samples.times[j][column] + times[column]);
+      if (!(end < min_time)) continue;
+      min_time = end;
       best = {i, g, j};
     }
   }
@@ -135,21 +135,21 @@ Exchange best_exchange(const Sequences& of, const Groups& groups, Column<const i
 }
 
 // Makes the best move or swap out of the slowest group while that shortens the longer of the two groups' times.
-void descend(const Sequences& of, const Groups& groups, Column<int64_t> group, Column<double> time) {
+void descend(const Sequences& samples, const Groups& groups, Column<int64_t> group, Column<double> time) {
   Array<int64_t> left(groups.count());
-  int64_t looks = 0;
-  for (int exchange = 0; exchange < MOST_EXCHANGES; ++exchange) {
+  int64_t pairs = 0;
+  for (int exchange = 0; exchange < MAX_EXCHANGES; ++exchange) {
     const int64_t slow = std::max_element(time.begin(), time.end()) - time.begin();
-    looks += std::count(group.begin(), group.end(), slow) * (of.count() + groups.count());
-    if (looks > MOST_PAIRS) return;
+    pairs += std::count(group.begin(), group.end(), slow) * (samples.count() + groups.count());
+    if (pairs > MAX_PAIRS) return;
     std::copy(groups.rooms.begin(), groups.rooms.end(), left.begin());
-    for (int64_t k = 0; k < of.count(); ++k) left[group[k]] -= of.sizes[k];
-    const Exchange best = best_exchange(of, groups, group, time, left, slow);
+    for (int64_t k = 0; k < samples.count(); ++k) left[group[k]] -= samples.sizes[k];
+    const Exchange best = best_exchange(samples, groups, group, time, left, slow);
     if (best.item < 0) return;
     group[best.item] = best.to;
     if (best.other >= 0) group[best.other] = slow;
     std::fill(time.begin(), time.end(), 0);
-    for (int64_t k = 0; k < of.count(); ++k) time[group[k]] += of.times[k][groups.column[group[k]]];
+    for (int64_t k = 0; k < samples.count(); ++k) time[group[k]] += samples.times[k][groups.column[group[k]]];
   }
 }
 
@@ -163,35 +163,35 @@ struct Steps {
 
 // Anneals; `group` becomes the best assignment found. load, left: the time and the free tokens of each group. above:
 // the time above the goal, summed over groups. Here, `times` has a column per group.
-void anneal(const Sequences& of, const Steps& steps, double goal, double above, Column<double> load,
+void anneal(const Sequences& samples, const Steps& steps, double goal, double above, Column<double> load,
             Column<int64_t> left, Column<int64_t> group) {
-  Array<int64_t> now = Array<int64_t>::of(group);
-  const auto over = [goal](double time) { return std::max(0.0, time - goal); };
-  double least = above;
+  Array<int64_t> current = Array<int64_t>::of(group);
+  const auto excess = [goal](double time) { return std::max(0.0, time - goal); };
+  double lowest = above;
   for (int64_t step = 0; step < steps.moved.size(); ++step) {
     const int64_t k = steps.moved[step], other = steps.to[step] - load.size();
-    const int64_t g = now[k], h = other < 0 ? steps.to[step] : now[other];
-    const int64_t grows = other < 0 ? of.sizes[k] : of.sizes[k] - of.sizes[other];
+    const int64_t g = current[k], h = other < 0 ? steps.to[step] : current[other];
+    const int64_t grows = other < 0 ? samples.sizes[k] : samples.sizes[k] - samples.sizes[other];
     if (h == g || left[h] < grows || left[g] < -grows) continue;
-    double here = load[g] - of.times[k][g], there = load[h] + of.times[k][h];
+    double here = load[g] - samples.times[k][g], there = load[h] + samples.times[k][h];
     if (other >= 0) {
-      here += of.times[other][g];
-      there -= of.times[other][h];
+      here += samples.times[other][g];
+      there -= samples.times[other][h];
     }
-    double worse = over(here) - over(load[g]);
-    worse += over(there) - over(load[h]);
-    if (!(worse < steps.bar[step])) continue;
+    double increase = excess(here) - excess(load[g]);
+    increase += excess(there) - excess(load[h]);
+    if (!(increase < steps.bar[step])) continue;
     load[g] = here;
     load[h] = there;
     left[g] += grows;
     left[h] -= grows;
-    now[k] = h;
-    if (other >= 0) now[other] = g;
-    above += worse;
-    if (!(above < least - LEAST_GAIN * goal)) continue;
-    least = above;
-    std::copy(now.begin(), now.end(), group.begin());
-    if (least <= LEAST_GAIN * goal) return;
+    current[k] = h;
+    if (other >= 0) current[other] = g;
+    above += increase;
+    if (!(above < lowest - MIN_GAIN * goal)) continue;
+    lowest = above;
+    std::copy(current.begin(), current.end(), group.begin());
+    if (lowest <= MIN_GAIN * goal) return;
   }
 }
 

@@ -19,12 +19,12 @@ struct Hyperedges {
 // `Graph` of apportion/planner/solvers/hypergraph/graph.py: hyperedges, and the hyperedges of each vertex.
 struct Graph {
   static constexpr std::size_t FIELDS = 5;
-  Column<const std::int64_t> ptr, pins, price, of_ptr, of;
+  Column<const std::int64_t> ptr, pins, price, incident_ptr, incident;
 
   Hyperedges all() const { return {ptr, pins, price}; }
   std::int64_t edges() const { return price.size(); }
   Column<const std::int64_t> vertices_of(std::int64_t edge) const { return pins.slice(ptr[edge], ptr[edge + 1]); }
-  Column<const std::int64_t> edges_of(std::int64_t v) const { return of.slice(of_ptr[v], of_ptr[v + 1]); }
+  Column<const std::int64_t> edges_of(std::int64_t v) const { return incident.slice(incident_ptr[v], incident_ptr[v + 1]); }
 };
 
 // For each vertex, the lowest vertex of its connected component; only free vertices with the same base are connected.
@@ -63,13 +63,13 @@ struct Movable {
 
 // The parts of vertices: assigns movable vertices without a part (-1) and may move other movable ones. thorough:
 // whether to move groups of vertices, too.
-Array<std::int64_t> spread(const Graph& graph, Column<const std::int64_t> part, const Movable& given, bool thorough);
+Array<std::int64_t> spread(const Graph& graph, Column<const std::int64_t> part, const Movable& input, bool thorough);
 // The parts of vertices after moves that improve them, if no part is above its cap.
-Array<std::int64_t> polish(const Graph& graph, Column<const std::int64_t> part, const Movable& given);
+Array<std::int64_t> polish(const Graph& graph, Column<const std::int64_t> part, const Movable& input);
 
 // Two weights of vertices, which all have a rank, and the limits of ranks and of nodes of `per_node` ranks. far: the
 // cost of an additional node relative to an additional rank.
-struct Both {
+struct JointInput {
   static constexpr std::size_t FIELDS = 9;
   Column<const bool> movable;
   Column<const std::int64_t> flops, tokens, flops_cap, tokens_cap, node_flops_cap, node_tokens_cap;
@@ -77,10 +77,10 @@ struct Both {
 };
 
 // The ranks of vertices after moves of homes and compute that improve them within the caps.
-Array<std::int64_t> refine_together(const Graph& graph, Column<const std::int64_t> part, const Both& given);
+Array<std::int64_t> refine_together(const Graph& graph, Column<const std::int64_t> part, const JointInput& input);
 
 // The cluster of each vertex: that of its most expensive hyperedge with a cluster; -1: none. of: known ones, else -1.
-Array<std::int64_t> anchors(const Hyperedges& edges, Column<const std::int64_t> of);
+Array<std::int64_t> anchors(const Hyperedges& edges, Column<const std::int64_t> cluster);
 
 // Clusters of a vertex with tokens and the tokenless vertices anchored to it, and the hyperedges that span several.
 struct Clusters {
@@ -90,7 +90,7 @@ struct Clusters {
 };
 
 // of: the cluster of each vertex with tokens; -1 for other vertices.
-Clusters clusters(const Hyperedges& edges, Column<const std::int64_t> flops, Column<const std::int64_t> of,
+Clusters clusters(const Hyperedges& edges, Column<const std::int64_t> flops, Column<const std::int64_t> cluster,
                   std::int64_t count);
 
 // Two weights of clusters, which are assigned to parts in [base, base + span), and the limits of each part.
@@ -101,6 +101,6 @@ struct Homeless {
 };
 
 // The parts of clusters; assigns those at -1 if there is room. rate: the cost per FLOP above a cap.
-Array<std::int64_t> place(const Graph& graph, Column<const std::int64_t> part, const Homeless& given, double rate);
+Array<std::int64_t> place(const Graph& graph, Column<const std::int64_t> part, const Homeless& input, double rate);
 
 }  // namespace apportion

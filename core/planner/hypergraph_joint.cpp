@@ -15,22 +15,22 @@ namespace {
 
 constexpr int PASSES = 4;
 // Limit on the pins that all moves of homes change, at a few nanoseconds each.
-constexpr int64_t MOST_STEPS = 2'000'000;
+constexpr int64_t MAX_STEPS = 2'000'000;
 
 class Joint {
  public:
-  Joint(const Graph& graph, const Both& given, Column<int64_t> part)
+  Joint(const Graph& graph, const JointInput& input, Column<int64_t> part)
       : graph_(graph),
-        given_(given),
+        input_(input),
         part_(part),
-        ranks_(given.flops_cap.size()),
+        ranks_(input.flops_cap.size()),
         on_rank_(graph.edges(), ranks_),
-        on_node_(graph.edges(), ranks_ / given.per_node),
+        on_node_(graph.edges(), ranks_ / input.per_node),
         flops_(ranks_),
         tokens_(ranks_),
-        node_flops_(ranks_ / given.per_node),
-        node_tokens_(ranks_ / given.per_node),
-        own_(graph.edges()) {
+        node_flops_(ranks_ / input.per_node),
+        node_tokens_(ranks_ / input.per_node),
+        inside_(graph.edges()) {
     for (int64_t v = 0; v < part.size(); ++v) enter(v, part[v]);
     find_followers();
   }
@@ -43,15 +43,15 @@ class Joint {
   }
 
  private:
-  int64_t node_of(int64_t rank) const { return rank / given_.per_node; }
-  bool is_cell(int64_t v) const { return given_.movable[v] && given_.tokens[v] == 0; }
+  int64_t node_of(int64_t rank) const { return rank / input_.per_node; }
+  bool is_cell(int64_t v) const { return input_.movable[v] && input_.tokens[v] == 0; }
 
   void enter(int64_t v, int64_t p) {
     part_[v] = p;
     count_weights(v, p, 1);
     for (const int64_t edge : graph_.edges_of(v)) {
       if (on_rank_[edge][p]++ == 0) value_ += graph_.price[edge];
-      if (on_node_[edge][node_of(p)]++ == 0) value_ += given_.far * graph_.price[edge];
+      if (on_node_[edge][node_of(p)]++ == 0) value_ += input_.far * graph_.price[edge];
     }
     steps_ += graph_.edges_of(v).size();
   }
@@ -61,15 +61,15 @@ class Joint {
     count_weights(v, p, -1);
     for (const int64_t edge : graph_.edges_of(v)) {
       if (--on_rank_[edge][p] == 0) value_ -= graph_.price[edge];
-      if (--on_node_[edge][node_of(p)] == 0) value_ -= given_.far * graph_.price[edge];
+      if (--on_node_[edge][node_of(p)] == 0) value_ -= input_.far * graph_.price[edge];
     }
   }
 
   void count_weights(int64_t v, int64_t p, int64_t sign) {
-    flops_[p] += sign * given_.flops[v];
-    tokens_[p] += sign * given_.tokens[v];
-    node_flops_[node_of(p)] += sign * given_.flops[v];
-    node_tokens_[node_of(p)] += sign * given_.tokens[v];
+    flops_[p] += sign * input_.flops[v];
+    tokens_[p] += sign * input_.tokens[v];
+    node_flops_[node_of(p)] += sign * input_.flops[v];
+    node_tokens_[node_of(p)] += sign * input_.tokens[v];
   }
 
   void move(int64_t v, int64_t p) {
@@ -80,17 +80,17 @@ class Joint {
   // Whether rank p, and its node if the weights come from another node, has room for them.
   bool has_room(int64_t p, int64_t from, int64_t flops, int64_t tokens) const {
     const int64_t node = node_of(p);
-    if (flops_[p] + flops > given_.flops_cap[p] || tokens_[p] + tokens > given_.tokens_cap[p]) return false;
+    if (flops_[p] + flops > input_.flops_cap[p] || tokens_[p] + tokens > input_.tokens_cap[p]) return false;
     if (node == node_of(from)) return true;
-    return node_flops_[node] + flops <= given_.node_flops_cap[node] &&
-           node_tokens_[node] + tokens <= given_.node_tokens_cap[node];
+    return node_flops_[node] + flops <= input_.node_flops_cap[node] &&
+           node_tokens_[node] + tokens <= input_.node_tokens_cap[node];
   }
 
   void find_followers() {
-    Array<int64_t> own(part_.size(), -1);
+    Array<int64_t> base(part_.size(), -1);
     for (int64_t v = 0; v < part_.size(); ++v)
-      if (given_.tokens[v] > 0) own[v] = v;
-    const Array<int64_t> anchor = anchors(graph_.all(), own);
+      if (input_.tokens[v] > 0) base[v] = v;
+    const Array<int64_t> anchor = anchors(graph_.all(), base);
     followers_.resize(static_cast<std::size_t>(part_.size()));
     for (int64_t v = 0; v < part_.size(); ++v)
       if (is_cell(v) && anchor[v] >= 0) followers_[static_cast<std::size_t>(anchor[v])].push_back(v);
@@ -102,13 +102,13 @@ class Joint {
       if (!is_cell(v)) continue;
       const int64_t from = part_[v];
       leave(v);
-      int64_t best = from, least = cost_of(v, from);
-      for (int64_t p = 0; p < ranks_ && least > 0; ++p) {
-        if (p == from || !touches(v, p) || !takes(p, given_.flops[v])) continue;
+      int64_t best = from, min_cost = cost_of(v, from);
+      for (int64_t p = 0; p < ranks_ && min_cost > 0; ++p) {
+        if (p == from || !touches(v, p) || !takes(p, input_.flops[v])) continue;
         const int64_t cost = cost_of(v, p);
-        if (cost >= least) continue;
+        if (cost >= min_cost) continue;
         best = p;
-        least = cost;
+        min_cost = cost;
       }
       enter(v, best);
       if (best == from) continue;
@@ -120,8 +120,8 @@ class Joint {
 
   // Whether rank p and its node have room for a vertex that has left its rank.
   bool takes(int64_t p, int64_t flops) const {
-    return flops_[p] + flops <= given_.flops_cap[p] &&
-           node_flops_[node_of(p)] + flops <= given_.node_flops_cap[node_of(p)];
+    return flops_[p] + flops <= input_.flops_cap[p] &&
+           node_flops_[node_of(p)] + flops <= input_.node_flops_cap[node_of(p)];
   }
 
   bool touches(int64_t v, int64_t p) const {
@@ -135,7 +135,7 @@ class Joint {
     int64_t cost = 0;
     for (const int64_t edge : graph_.edges_of(v)) {
       if (!on_rank_[edge][p]) cost += graph_.price[edge];
-      if (!on_node_[edge][node_of(p)]) cost += given_.far * graph_.price[edge];
+      if (!on_node_[edge][node_of(p)]) cost += input_.far * graph_.price[edge];
     }
     return cost;
   }
@@ -143,34 +143,34 @@ class Joint {
   // A vertex with tokens and the vertices that move with it. gains: what a move to each rank saves, all else unchanged.
   struct Cluster {
     std::vector<int64_t> members, gains;
-    int64_t flops = 0, tokens = 0, at = -1, version = -1;
+    int64_t flops = 0, tokens = 0, rank = -1, version = -1;
   };
 
   // Finds the cluster of v. It stays valid while its `version`, that of the placement, is current.
-  void find(int64_t v, bool whole, Cluster& found) {
-    if (found.version == version_) return;
-    found = {{v}, std::vector<int64_t>(static_cast<std::size_t>(ranks_)), given_.flops[v], given_.tokens[v], part_[v],
+  void find(int64_t v, bool whole, Cluster& cluster) {
+    if (cluster.version == version_) return;
+    cluster = {{v}, std::vector<int64_t>(static_cast<std::size_t>(ranks_)), input_.flops[v], input_.tokens[v], part_[v],
              version_};
     if (whole)
       for (const int64_t cell : followers_[static_cast<std::size_t>(v)]) {
         if (part_[cell] != part_[v]) continue;
-        found.members.push_back(cell);
-        found.flops += given_.flops[cell];
+        cluster.members.push_back(cell);
+        cluster.flops += input_.flops[cell];
       }
     std::vector<int64_t> edges;
-    for (const int64_t member : found.members)
+    for (const int64_t member : cluster.members)
       for (const int64_t edge : graph_.edges_of(member))
-        if (own_[edge]++ == 0) edges.push_back(edge);
-    const int64_t home = node_of(found.at);
+        if (inside_[edge]++ == 0) edges.push_back(edge);
+    const int64_t home = node_of(cluster.rank);
     for (const int64_t edge : edges) {
-      const int64_t price = graph_.price[edge], dear = given_.far * price;
-      const bool leaves = on_rank_[edge][found.at] == own_[edge], leaves_node = on_node_[edge][home] == own_[edge];
+      const int64_t price = graph_.price[edge], far_price = input_.far * price;
+      const bool leaves = on_rank_[edge][cluster.rank] == inside_[edge], leaves_node = on_node_[edge][home] == inside_[edge];
       for (int64_t p = 0; p < ranks_; ++p) {
-        int64_t& gain = found.gains[static_cast<std::size_t>(p)];
+        int64_t& gain = cluster.gains[static_cast<std::size_t>(p)];
         gain += (leaves ? price : 0) - (on_rank_[edge][p] ? 0 : price);
-        if (node_of(p) != home) gain += (leaves_node ? dear : 0) - (on_node_[edge][node_of(p)] ? 0 : dear);
+        if (node_of(p) != home) gain += (leaves_node ? far_price : 0) - (on_node_[edge][node_of(p)] ? 0 : far_price);
       }
-      own_[edge] = 0;
+      inside_[edge] = 0;
     }
     steps_ += ranks_ * count(edges);
   }
@@ -183,20 +183,20 @@ class Joint {
     const int64_t before = version_;
     std::vector<int64_t> homes;
     for (int64_t v = 0; v < part_.size(); ++v)
-      if (given_.movable[v] && given_.tokens[v] > 0) homes.push_back(v);
+      if (input_.movable[v] && input_.tokens[v] > 0) homes.push_back(v);
     for (const bool whole : {true, false}) {
       std::vector<Cluster> clusters(homes.size());
-      for (std::size_t one = 0; one < homes.size(); ++one) {
-        for (std::size_t other = one + 1; other < homes.size(); ++other) {
-          if (steps_ > MOST_STEPS) return version_ != before;
-          if (part_[homes[one]] == part_[homes[other]] || !takes_tokens(homes[one], homes[other])) continue;
-          find(homes[one], whole, clusters[one]);
-          find(homes[other], whole, clusters[other]);
-          exchange(clusters[one], clusters[other]);
+      for (std::size_t i = 0; i < homes.size(); ++i) {
+        for (std::size_t j = i + 1; j < homes.size(); ++j) {
+          if (steps_ > MAX_STEPS) return version_ != before;
+          if (part_[homes[i]] == part_[homes[j]] || !takes_tokens(homes[i], homes[j])) continue;
+          find(homes[i], whole, clusters[i]);
+          find(homes[j], whole, clusters[j]);
+          exchange(clusters[i], clusters[j]);
         }
         for (int64_t p = 0; p < ranks_; ++p) {
-          find(homes[one], whole, clusters[one]);
-          shift(clusters[one], p);
+          find(homes[i], whole, clusters[i]);
+          shift(clusters[i], p);
         }
       }
     }
@@ -205,51 +205,51 @@ class Joint {
 
   // Whether the ranks of two vertices have room to swap their tokens.
   bool takes_tokens(int64_t v, int64_t w) const {
-    const int64_t more = given_.tokens[w] - given_.tokens[v];
+    const int64_t more = input_.tokens[w] - input_.tokens[v];
     return has_room(part_[v], part_[w], 0, more) && has_room(part_[w], part_[v], 0, -more);
   }
 
   // Swaps two clusters if this lowers the cost. It can lower it by at most the sum of their separate gains.
-  void exchange(const Cluster& one, const Cluster& other) {
-    const int64_t p = one.at, q = other.at, flops = other.flops - one.flops, tokens = other.tokens - one.tokens;
-    if (gain(one, q) + gain(other, p) <= 0) return;
+  void exchange(const Cluster& a, const Cluster& b) {
+    const int64_t p = a.rank, q = b.rank, flops = b.flops - a.flops, tokens = b.tokens - a.tokens;
+    if (gain(a, q) + gain(b, p) <= 0) return;
     if (!has_room(p, q, flops, tokens) || !has_room(q, p, -flops, -tokens)) return;
     const int64_t before = value_;
-    put(one, q);
-    put(other, p);
+    put(a, q);
+    put(b, p);
     if (value_ < before) {
       ++version_;
       return;
     }
-    put(other, q);
-    put(one, p);
+    put(b, q);
+    put(a, p);
   }
 
-  void shift(const Cluster& one, int64_t p) {
-    if (p == one.at || gain(one, p) <= 0 || !has_room(p, one.at, one.flops, one.tokens)) return;
-    put(one, p);
+  void shift(const Cluster& cluster, int64_t p) {
+    if (p == cluster.rank || gain(cluster, p) <= 0 || !has_room(p, cluster.rank, cluster.flops, cluster.tokens)) return;
+    put(cluster, p);
     ++version_;
   }
 
-  static int64_t gain(const Cluster& one, int64_t p) { return one.gains[static_cast<std::size_t>(p)]; }
+  static int64_t gain(const Cluster& cluster, int64_t p) { return cluster.gains[static_cast<std::size_t>(p)]; }
 
   const Graph graph_;
-  const Both given_;
+  const JointInput input_;
   Column<int64_t> part_;
   const int64_t ranks_;
   Array2<std::int32_t> on_rank_, on_node_;  // pins of each hyperedge on each rank and node
   Array<int64_t> flops_, tokens_, node_flops_, node_tokens_;
   std::vector<std::vector<int64_t>> followers_;  // of each vertex with tokens
-  Array<int64_t> own_;                         // how many pins of each hyperedge a cluster has
+  Array<int64_t> inside_;                         // how many pins of each hyperedge a cluster has
   int64_t value_ = 0, steps_ = 0, version_ = 0;
 };
 
 }  // namespace
 
-Array<int64_t> refine_together(const Graph& graph, Column<const int64_t> part, const Both& given) {
-  Array<int64_t> found = Array<int64_t>::of(part);
-  Joint(graph, given, found).run();
-  return found;
+Array<int64_t> refine_together(const Graph& graph, Column<const int64_t> part, const JointInput& input) {
+  Array<int64_t> result = Array<int64_t>::of(part);
+  Joint(graph, input, result).run();
+  return result;
 }
 
 }  // namespace apportion

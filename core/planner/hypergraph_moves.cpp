@@ -27,13 +27,13 @@ constexpr int64_t REPAIRS = 256, REPAIRS_OF_VERTEX = 4;
 
 class Board {
  public:
-  Board(const Graph& graph, const Movable& given, Column<int64_t> part)
+  Board(const Graph& graph, const Movable& input, Column<int64_t> part)
       : graph_(graph),
-        given_(given),
+        input_(input),
         part_(part),
-        load_(given.cap.size()),
-        pins_(graph.edges(), given.cap.size()),
-        head_(given.cap.size(), -1),
+        load_(input.cap.size()),
+        pins_(graph.edges(), input.cap.size()),
+        head_(input.cap.size(), -1),
         links_(part.size()) {
     for (int64_t v = 0; v < part.size(); ++v)
       if (part[v] >= 0) enter(v, part[v]);
@@ -71,16 +71,16 @@ class Board {
     for (int pass = 0; pass < PASSES; ++pass) {
       bool moved = false;
       for (int64_t v = 0; v < part_.size(); ++v) {
-        if (!given_.movable[v]) continue;
+        if (!input_.movable[v]) continue;
         const int64_t saved = saved_by(v);
         if (saved == 0) continue;
-        int64_t best = -1, most = 0;
-        for (int64_t p = given_.base[v]; p < given_.base[v] + given_.span; ++p) {
-          if (p == part_[v] || load_[p] + given_.flops[v] > given_.cap[p]) continue;
+        int64_t best = -1, max_gain = 0;
+        for (int64_t p = input_.base[v]; p < input_.base[v] + input_.span; ++p) {
+          if (p == part_[v] || load_[p] + input_.flops[v] > input_.cap[p]) continue;
           const int64_t gain = saved - added_by(v, p);
-          if (gain > most) {
+          if (gain > max_gain) {
             best = p;
-            most = gain;
+            max_gain = gain;
           }
         }
         if (best < 0) continue;
@@ -100,14 +100,14 @@ class Board {
       for (int64_t edge = 0; edge < graph_.edges(); ++edge) {
         for (int64_t at = graph_.ptr[edge]; at < graph_.ptr[edge + 1]; ++at) {
           const int64_t v = graph_.pins[at];
-          if (!given_.movable[v] || seen[part_[v]] == edge) continue;
+          if (!input_.movable[v] || seen[part_[v]] == edge) continue;
           seen[part_[v]] = edge;
           const Column<const int64_t> rest = graph_.pins.slice(at, graph_.ptr[edge + 1]);
           const int64_t to = better_for_all(edge, rest, added);
           if (to < 0) continue;
           const int64_t from = part_[v];
           for (const int64_t w : rest)
-            if (part_[w] == from && given_.movable[w]) move(w, to);
+            if (part_[w] == from && input_.movable[w]) move(w, to);
           moved = true;
         }
       }
@@ -124,13 +124,13 @@ class Board {
     double rate = 0;  // cost per FLOP
   };
 
-  int64_t excess(int64_t p) const { return load_[p] - given_.cap[p]; }
+  int64_t excess(int64_t p) const { return load_[p] - input_.cap[p]; }
 
   void enter(int64_t v, int64_t p) {
     part_[v] = p;
-    load_[p] += given_.flops[v];
+    load_[p] += input_.flops[v];
     for (const int64_t edge : graph_.edges_of(v)) ++pins_[edge][p];
-    if (!given_.movable[v]) return;
+    if (!input_.movable[v]) return;
     links_[v] = {head_[p], -1};
     if (head_[p] >= 0) links_[head_[p]].before = v;
     head_[p] = v;
@@ -139,7 +139,7 @@ class Board {
   void leave(int64_t v) {
     const int64_t p = part_[v];
     const auto [after, before] = links_[v];
-    load_[p] -= given_.flops[v];
+    load_[p] -= input_.flops[v];
     for (const int64_t edge : graph_.edges_of(v)) --pins_[edge][p];
     (before >= 0 ? links_[before].after : head_[p]) = after;
     if (after >= 0) links_[after].before = before;
@@ -151,13 +151,13 @@ class Board {
   }
 
   void settle_one(int64_t v) {
-    if (part_[v] >= 0 || !given_.movable[v]) return;
-    int64_t best = -1, least = 0;
-    for (int64_t p = given_.base[v]; p < given_.base[v] + given_.span; ++p) {
+    if (part_[v] >= 0 || !input_.movable[v]) return;
+    int64_t best = -1, min_added = 0;
+    for (int64_t p = input_.base[v]; p < input_.base[v] + input_.span; ++p) {
       const int64_t added = added_by(v, p);
-      if (best < 0 || added < least || (added == least && load_[p] * given_.cap[best] < load_[best] * given_.cap[p])) {
+      if (best < 0 || added < min_added || (added == min_added && load_[p] * input_.cap[best] < load_[best] * input_.cap[p])) {
         best = p;
-        least = added;
+        min_added = added;
       }
     }
     enter(v, best);
@@ -183,26 +183,26 @@ class Board {
   void weigh(int64_t full, Column<int64_t> group) const {
     std::fill(group.begin(), group.end(), 0);
     for (int64_t v = head_[full]; v >= 0; v = links_[v].after)
-      for (const int64_t edge : graph_.edges_of(v)) group[edge] += given_.flops[v];
+      for (const int64_t edge : graph_.edges_of(v)) group[edge] += input_.flops[v];
   }
 
   // The vertex that leaves `full` at the lowest cost per FLOP: one that fits elsewhere, or else one after whose move
   // the fuller of the two parts is less full than `full` is now.
   Step cheapest(int64_t full, Column<const int64_t> group) const {
     Step best;
-    int64_t least_over = 0, most = 0;
+    int64_t min_over = 0, max_room = 0;
     if (head_[full] < 0) return best;
-    const int64_t low = given_.base[head_[full]], high = low + given_.span;  // vertices of one part have one base
-    for (int64_t p = low; p < high; ++p) most = std::max(most, -excess(p));
+    const int64_t low = input_.base[head_[full]], high = low + input_.span;  // vertices of one part have one base
+    for (int64_t p = low; p < high; ++p) max_room = std::max(max_room, -excess(p));
     for (int64_t v = head_[full]; v >= 0; v = links_[v].after) {
-      if (given_.flops[v] <= 0) continue;
+      if (input_.flops[v] <= 0) continue;
       for (int64_t p = low; p < high; ++p) {
-        const int64_t room = -excess(p), over = std::max<int64_t>(0, given_.flops[v] - room);
-        if (p == full || 4 * room < most || over >= excess(full)) continue;
+        const int64_t room = -excess(p), over = std::max<int64_t>(0, input_.flops[v] - room);
+        if (p == full || 4 * room < max_room || over >= excess(full)) continue;
         const double rate = rate_of(v, full, p, std::min(excess(full), room), group);
-        if (best.vertex < 0 || over < least_over || (over == least_over && rate < best.rate)) {
+        if (best.vertex < 0 || over < min_over || (over == min_over && rate < best.rate)) {
           best = {v, p, rate};
-          least_over = over;
+          min_over = over;
         }
       }
     }
@@ -211,7 +211,7 @@ class Board {
 
   // The cost per FLOP of moving v to p if up to `wanted` FLOPs of other vertices may follow.
   double rate_of(int64_t v, int64_t full, int64_t p, int64_t wanted, Column<const int64_t> group) const {
-    const int64_t flops = given_.flops[v];
+    const int64_t flops = input_.flops[v];
     double cost = 0;
     for (const int64_t edge : graph_.edges_of(v)) {
       const Column<std::int32_t> pins = pins_[edge];
@@ -226,16 +226,16 @@ class Board {
   // Moves a vertex and, while it helps, vertices of its most expensive new hyperedge that cost no more; see also
   // `MANY`.
   void follow(int64_t full, const Step& step, Column<const int64_t> group) {
-    int64_t opened = -1, highest_price = -1;
+    int64_t new_edge = -1, highest_price = -1;
     for (const int64_t edge : graph_.edges_of(step.vertex)) {
       if (pins_[edge][step.to] != 0 || graph_.price[edge] <= highest_price) continue;
-      opened = edge;
+      new_edge = edge;
       highest_price = graph_.price[edge];
     }
     move(step.vertex, step.to);
-    if (opened >= 0)
-      for (const int64_t w : graph_.vertices_of(opened))
-        if (part_[w] == full && given_.movable[w]) try_to_follow(full, w, step.to, step.rate, group);
+    if (new_edge >= 0)
+      for (const int64_t w : graph_.vertices_of(new_edge))
+        if (part_[w] == full && input_.movable[w]) try_to_follow(full, w, step.to, step.rate, group);
     if (part_.size() <= MANY) return;
     for (int64_t w = head_[full], after; w >= 0; w = after) {
       after = links_[w].after;
@@ -244,7 +244,7 @@ class Board {
   }
 
   void try_to_follow(int64_t full, int64_t w, int64_t p, double limit, Column<const int64_t> group) {
-    const int64_t room = -excess(p), flops = given_.flops[w];
+    const int64_t room = -excess(p), flops = input_.flops[w];
     if (excess(full) <= 0 || flops > room || flops == 0) return;
     if (rate_of(w, full, p, std::min(excess(full), room), group) <= limit) move(w, p);
   }
@@ -252,20 +252,20 @@ class Board {
   // The best part for the hyperedge's movable vertices on the part of `rest`'s first vertex; -1 if they should stay.
   // Hyperedges that two of them share count twice. added: scratch, by part.
   int64_t better_for_all(int64_t edge, Column<const int64_t> rest, Column<int64_t> added) const {
-    const int64_t from = part_[rest[0]], low = given_.base[rest[0]], high = low + given_.span;
+    const int64_t from = part_[rest[0]], low = input_.base[rest[0]], high = low + input_.span;
     const int64_t price = graph_.price[edge];
     int64_t saved = 0, weight = 0, count = 0;
     for (const int64_t v : rest) {
-      if (part_[v] != from || !given_.movable[v]) continue;
+      if (part_[v] != from || !input_.movable[v]) continue;
       saved += saved_by(v);
-      weight += given_.flops[v];
+      weight += input_.flops[v];
       ++count;
     }
     if (count == pins_[edge][from] && count > 1) saved += price;
     if (saved == 0) return -1;
     std::fill(added.begin() + low, added.begin() + high, 0);
     for (const int64_t v : rest) {
-      if (part_[v] != from || !given_.movable[v]) continue;
+      if (part_[v] != from || !input_.movable[v]) continue;
       for (const int64_t other : graph_.edges_of(v)) {
         if (other == edge) continue;
         const Column<std::int32_t> pins = pins_[other];
@@ -273,20 +273,20 @@ class Board {
           if (pins[p] == 0) added[p] += graph_.price[other];
       }
     }
-    int64_t best = -1, most = 0;
+    int64_t best = -1, max_gain = 0;
     for (int64_t p = low; p < high; ++p) {
-      if (p == from || load_[p] + weight > given_.cap[p]) continue;
+      if (p == from || load_[p] + weight > input_.cap[p]) continue;
       const int64_t gain = saved - added[p] - (pins_[edge][p] == 0 ? price : 0);
-      if (gain > most) {
+      if (gain > max_gain) {
         best = p;
-        most = gain;
+        max_gain = gain;
       }
     }
     return best;
   }
 
   const Graph graph_;
-  const Movable given_;
+  const Movable input_;
   Column<int64_t> part_;
   Array<int64_t> load_;
   Array2<std::int32_t> pins_;  // vertices of each hyperedge in each part
@@ -296,24 +296,24 @@ class Board {
 
 }  // namespace
 
-Array<int64_t> spread(const Graph& graph, Column<const int64_t> part, const Movable& given, bool thorough) {
-  Array<int64_t> found = Array<int64_t>::of(part);
-  Board board(graph, given, found);
+Array<int64_t> spread(const Graph& graph, Column<const int64_t> part, const Movable& input, bool thorough) {
+  Array<int64_t> result = Array<int64_t>::of(part);
+  Board board(graph, input, result);
   board.settle();
   board.repair();
   board.refine();
-  if (!thorough) return found;
+  if (!thorough) return result;
   board.regroup();
   board.refine();
-  return found;
+  return result;
 }
 
-Array<int64_t> polish(const Graph& graph, Column<const int64_t> part, const Movable& given) {
-  Array<int64_t> found = Array<int64_t>::of(part);
-  Board board(graph, given, found);
+Array<int64_t> polish(const Graph& graph, Column<const int64_t> part, const Movable& input) {
+  Array<int64_t> result = Array<int64_t>::of(part);
+  Board board(graph, input, result);
   board.regroup();
   board.refine();
-  return found;
+  return result;
 }
 
 }  // namespace apportion

@@ -23,12 +23,12 @@ struct Ranks {
   // The rank in [low, high) that has room and ends earliest; -1 if none has room.
   int64_t soonest(int64_t low, int64_t high, int64_t time, int64_t size) const {
     int64_t best = -1;
-    double least = 0;
+    double min_end = 0;
     for (int64_t rank = low; rank < high; ++rank) {
-      const double after = (load[rank] + static_cast<double>(time)) / speed[rank];
-      if (room[rank] < size || (best >= 0 && !(after < least))) continue;
+      const double end = (load[rank] + static_cast<double>(time)) / speed[rank];
+      if (room[rank] < size || (best >= 0 && !(end < min_end))) continue;
       best = rank;
-      least = after;
+      min_end = end;
     }
     return best;
   }
@@ -54,23 +54,23 @@ std::pair<Array<int64_t>, Array<double>> deal(const Sequences& sequences, Column
   for (const int64_t size : sequences.size) all_tokens += size;
   const auto whole_time = static_cast<double>(std::max<int64_t>(all_time, 1));
   const auto whole_tokens = static_cast<double>(std::max<int64_t>(all_tokens, 1));
-  const auto filled = [&](const Group& one) { return std::max(one.time / whole_time, one.tokens / whole_tokens); };
+  const auto fill = [&](const Group& a) { return std::max(a.time / whole_time, a.tokens / whole_tokens); };
   for (int64_t at = 0; at < home.size();) {
-    const Group own = *std::min_element(groups.begin(), groups.end(), [&](const Group& one, const Group& two) {
-      return filled(one) < filled(two);
+    const Group target = *std::min_element(groups.begin(), groups.end(), [&](const Group& a, const Group& b) {
+      return fill(a) < fill(b);
     });
-    for (const int64_t end = std::min(at + own.high - own.low, home.size()); at < end; ++at) {
+    for (const int64_t end = std::min(at + target.high - target.low, home.size()); at < end; ++at) {
       const int64_t time = sequences.time[at], size = sequences.size[at];
-      int64_t best = ranks.soonest(own.low, own.high, time, size);
+      int64_t best = ranks.soonest(target.low, target.high, time, size);
       if (best < 0) best = ranks.soonest(0, groups.back().high, time, size);
       home[at] = best;
       if (best < 0) continue;
       ranks.load[best] += static_cast<double>(time);
       ranks.room[best] -= size;
-      Group& of = *std::find_if(groups.begin(), groups.end(), [&](const Group& one) { return best < one.high; });
-      const auto members = static_cast<double>(of.high - of.low);
-      of.time += static_cast<double>(time) / ranks.speed[best] / members;
-      of.tokens += static_cast<double>(size) / ranks.speed[best] / members;
+      Group& home_group = *std::find_if(groups.begin(), groups.end(), [&](const Group& a) { return best < a.high; });
+      const auto members = static_cast<double>(home_group.high - home_group.low);
+      home_group.time += static_cast<double>(time) / ranks.speed[best] / members;
+      home_group.tokens += static_cast<double>(size) / ranks.speed[best] / members;
     }
   }
   return {std::move(home), std::move(ranks.load)};

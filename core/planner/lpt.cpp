@@ -36,20 +36,20 @@ class Bins {
   // The bin with the least load over speed among those with room, the first in a tie; -1 if there is none.
   int64_t lightest(int64_t size) const {
     int64_t node = 1;
-    while (node < leaves_) node = 2 * node + (nodes_[2 * node + 1].least < nodes_[2 * node].least ? 1 : 0);
+    while (node < leaves_) node = 2 * node + (nodes_[2 * node + 1].time < nodes_[2 * node].time ? 1 : 0);
     if (nodes_[node].room >= size) return node - leaves_;
     int64_t best = -1;
-    double least = std::numeric_limits<double>::infinity();
+    double best_time = std::numeric_limits<double>::infinity();
     node = 1;
     while (true) {
-      const bool fits = nodes_[node].room >= size && (best < 0 || nodes_[node].least < least);
+      const bool fits = nodes_[node].room >= size && (best < 0 || nodes_[node].time < best_time);
       if (fits && node < leaves_) {
         node *= 2;
         continue;
       }
       if (fits) {
         best = node - leaves_;
-        least = nodes_[node].least;
+        best_time = nodes_[node].time;
       }
       while (node % 2 != 0) {  // go up while the node is a right child, then to the right sibling
         if (node == 1) return best;
@@ -60,26 +60,26 @@ class Bins {
   }
 
   // Like `lightest`, but only among some bins.
-  int64_t lightest_of(Column<const int64_t> some, int64_t size) const {
+  int64_t lightest_of(Column<const int64_t> bins, int64_t size) const {
     int64_t best = -1;
-    for (const int64_t bin : some)
+    for (const int64_t bin : bins)
       if (room_[bin] >= size && (best < 0 || is_before(bin, best))) best = bin;
     return best;
   }
 
-  bool is_before(int64_t one, int64_t other) const {
-    const double left = time_with(one, 0), right = time_with(other, 0);
-    return left < right || (left == right && one < other);
+  bool is_before(int64_t a, int64_t b) const {
+    const double left = time_with(a, 0), right = time_with(b, 0);
+    return left < right || (left == right && a < b);
   }
 
  private:
   struct Node {
-    double least = std::numeric_limits<double>::infinity();  // load over speed
+    double time = std::numeric_limits<double>::infinity();  // load over speed
     int64_t room = -1;                                       // the largest room of any bin below
   };
   void play(int64_t node) {
     const Node &left = nodes_[2 * node], &right = nodes_[2 * node + 1];
-    nodes_[node] = {std::min(left.least, right.least), std::max(left.room, right.room)};
+    nodes_[node] = {std::min(left.time, right.time), std::max(left.room, right.room)};
   }
 
   Column<const double> speed_;
@@ -102,8 +102,8 @@ struct Near {
   Column<const int64_t> family, zone, zone_ptr, bins;
 };
 
-bool is_among(const std::vector<int64_t>& some, int64_t wanted) {
-  return std::find(some.begin(), some.end(), wanted) != some.end();
+bool is_among(const std::vector<int64_t>& values, int64_t value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
 }
 
 // The lightest bin of some zones that has room and is below the limit; if there is none, `lightest`, the lightest of
@@ -113,9 +113,9 @@ int64_t nearest(const Bins& bins, const Near& near, const std::vector<int64_t>& 
   if (is_among(zones, near.zone[lightest])) return lightest;
   int64_t best = -1;
   for (const int64_t zone : zones) {
-    const int64_t found = bins.lightest_of(near.bins.slice(near.zone_ptr[zone], near.zone_ptr[zone + 1]), size);
-    if (found < 0 || !(bins.time_with(found, 0) < limit)) continue;
-    if (best < 0 || bins.is_before(found, best)) best = found;
+    const int64_t bin = bins.lightest_of(near.bins.slice(near.zone_ptr[zone], near.zone_ptr[zone + 1]), size);
+    if (bin < 0 || !(bins.time_with(bin, 0) < limit)) continue;
+    if (best < 0 || bins.is_before(bin, best)) best = bin;
   }
   return best >= 0 ? best : lightest;
 }
@@ -129,18 +129,18 @@ std::pair<Array<int64_t>, Array<int64_t>> assign(const Items& items, const Near&
   std::vector<std::vector<int64_t>> zones(static_cast<std::size_t>(families));
   for (const int64_t item : items.order) {
     const int64_t weight = items.weights[item], size = items.sizes[item], group = items.group[item];
-    std::vector<int64_t>* own = nullptr;
-    if (families > 0 && near.family[item] >= 0) own = &zones[static_cast<std::size_t>(near.family[item])];
+    std::vector<int64_t>* near_zones = nullptr;
+    if (families > 0 && near.family[item] >= 0) near_zones = &zones[static_cast<std::size_t>(near.family[item])];
     int64_t best;
     if (group != 0)
       best = bins.lightest_of(items.bins.slice(items.group_ptr[group], items.group_ptr[group + 1]), size);
     else
       best = bins.lightest(size);
-    if (group == 0 && own && best >= 0) best = nearest(bins, near, *own, best, bins.time_with(best, weight), size);
+    if (group == 0 && near_zones && best >= 0) best = nearest(bins, near, *near_zones, best, bins.time_with(best, weight), size);
     assigned[item] = best;
     if (best < 0) continue;
     bins.add(best, weight, size);
-    if (own && !is_among(*own, near.zone[best])) own->push_back(near.zone[best]);
+    if (near_zones && !is_among(*near_zones, near.zone[best])) near_zones->push_back(near.zone[best]);
   }
   return {std::move(assigned), bins.take_load()};
 }

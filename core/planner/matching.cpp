@@ -26,7 +26,7 @@ class Colours {
  public:
   Colours(int64_t vertices, int64_t colours)
       : words_((colours + BITS - 1) / BITS),
-        at_(vertices, colours),
+        edges_(vertices, colours),
         free_(vertices, words_, ~std::uint64_t{0}),
         lowest_(vertices) {
     for (int64_t vertex = 0; vertex < vertices; ++vertex) free_[vertex][words_ - 1] >>= words_ * BITS - colours;
@@ -35,9 +35,9 @@ class Colours {
   bool is_free(int64_t vertex, int64_t colour) const {
     return (free_[vertex][colour / BITS] >> (colour % BITS) & 1) != 0;
   }
-  int64_t edge(int64_t vertex, int64_t colour) const { return at_[vertex][colour]; }
+  int64_t edge(int64_t vertex, int64_t colour) const { return edges_[vertex][colour]; }
   void take(int64_t vertex, int64_t colour, int64_t edge) {
-    at_[vertex][colour] = static_cast<std::int32_t>(edge);
+    edges_[vertex][colour] = static_cast<std::int32_t>(edge);
     free_[vertex][colour / BITS] &= ~(std::uint64_t{1} << (colour % BITS));
   }
   void give(int64_t vertex, int64_t colour) {
@@ -51,35 +51,35 @@ class Colours {
     return word * BITS + std::countr_zero(free_[vertex][word]);
   }
   // The first colour that is free at both vertices, or -1.
-  int64_t first(int64_t one, int64_t two) const {
-    const Column<std::uint64_t> left = free_[one], right = free_[two];
-    for (int64_t word = std::max(lowest_[one], lowest_[two]); word < words_; ++word)
+  int64_t first(int64_t u, int64_t v) const {
+    const Column<std::uint64_t> left = free_[u], right = free_[v];
+    for (int64_t word = std::max(lowest_[u], lowest_[v]); word < words_; ++word)
       if (const std::uint64_t both = left[word] & right[word]) return word * BITS + std::countr_zero(both);
     return -1;
   }
 
  private:
   int64_t words_;
-  Array2<std::int32_t> at_;
+  Array2<std::int32_t> edges_;
   Array2<std::uint64_t> free_;
   Array<int64_t> lowest_;
 };
 
-// Swaps two colours along the path that leaves a vertex on colour `now`, which is free there afterwards.
-void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> colour, int64_t vertex, int64_t now,
-               int64_t then) {
-  int64_t edge = colours.edge(vertex, now);
-  colours.give(vertex, now);
+// Swaps two colours along the path that leaves a vertex on colour `from`, which is free there afterwards.
+void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> colour, int64_t vertex, int64_t from,
+               int64_t to) {
+  int64_t edge = colours.edge(vertex, from);
+  colours.give(vertex, from);
   while (edge >= 0) {
     const int64_t other = edges[edge].other(vertex);
-    const int64_t following = colours.is_free(other, then) ? -1 : colours.edge(other, then);
-    colour[edge] = static_cast<std::int32_t>(then);
-    colours.take(vertex, then, edge);
-    colours.take(other, then, edge);
-    if (colours.edge(other, now) == edge) colours.give(other, now);
+    const int64_t next_edge = colours.is_free(other, to) ? -1 : colours.edge(other, to);
+    colour[edge] = static_cast<std::int32_t>(to);
+    colours.take(vertex, to, edge);
+    colours.take(other, to, edge);
+    if (colours.edge(other, from) == edge) colours.give(other, from);
     vertex = other;
-    edge = following;
-    std::swap(now, then);
+    edge = next_edge;
+    std::swap(from, to);
   }
 }
 
@@ -94,14 +94,14 @@ Array<std::int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t coun
   for (int64_t edge = 0; edge < edges.size(); ++edge) {
     const auto [u, v] = edges[edge];
     const int64_t left = colours.first(u), right = colours.first(v);
-    int64_t taken = colours.first(u, v);
-    if (taken < 0) {  // one colour is free at u, another at v: swap them along the path from v, which cannot reach u
-      taken = left;
+    int64_t shared = colours.first(u, v);
+    if (shared < 0) {  // one colour is free at u, another at v: swap them along the path from v, which cannot reach u
+      shared = left;
       swap_path(colours, edges, colour, v, left, right);
     }
-    colour[edge] = static_cast<std::int32_t>(taken);
-    colours.take(u, taken, edge);
-    colours.take(v, taken, edge);
+    colour[edge] = static_cast<std::int32_t>(shared);
+    colours.take(u, shared, edge);
+    colours.take(v, shared, edge);
   }
   return colour;
 }
@@ -109,9 +109,9 @@ Array<std::int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t coun
 // The largest number of edges that one rank sends or receives.
 static int64_t max_degree(Ints src, Ints dst, int64_t ranks) {
   const Array<int64_t> sent(ranks), received(ranks);
-  int64_t most = 0;
-  for (int64_t edge = 0; edge < src.size(); ++edge) most = std::max({most, ++sent[src[edge]], ++received[dst[edge]]});
-  return most;
+  int64_t degree = 0;
+  for (int64_t edge = 0; edge < src.size(); ++edge) degree = std::max({degree, ++sent[src[edge]], ++received[dst[edge]]});
+  return degree;
 }
 
 static const Area area("matching", [](nb::module_& m) {

@@ -10,8 +10,8 @@ inline std::int32_t narrow(std::int64_t number) { return static_cast<std::int32_
 inline double real(std::int64_t number) { return static_cast<double>(number); }
 
 template <class T>
-std::int64_t count(const std::vector<T>& some) {
-  return static_cast<std::int64_t>(some.size());
+std::int64_t count(const std::vector<T>& values) {
+  return static_cast<std::int64_t>(values.size());
 }
 
 }  // namespace apportion

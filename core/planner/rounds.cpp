@@ -15,33 +15,33 @@ namespace {
 // depth.
 std::pair<Growing<int64_t>, Array<int32_t>> number_rounds(Ints parent, Column<const int64_t> depth, Ints first,
                                                           int64_t levels, int64_t lag) {
-  Growing<int64_t> times, keys, found;
-  int64_t roots = 0, most = 0;
+  Growing<int64_t> times, keys, distinct;
+  int64_t roots = 0, key_end = 0;
   for (int64_t edge = 0; edge < parent.size(); ++edge) {
     const int64_t before = parent[edge];
     times.push_back(before < 0 ? first[roots++] : times[before] + lag);
     keys.push_back(times.back() * levels + levels - 1 - depth[edge]);
-    most = std::max(most, keys.back() + 1);
+    key_end = std::max(key_end, keys.back() + 1);
   }
-  Array<int32_t> number(most, -1), round(parent.size());
+  Array<int32_t> number(key_end, -1), round(parent.size());
   for (const int64_t key : keys) number[key] = 0;
-  for (int64_t key = 0; key < most; ++key) {
+  for (int64_t key = 0; key < key_end; ++key) {
     if (number[key] < 0) continue;
-    number[key] = static_cast<int32_t>(found.size());
-    found.push_back(key);
+    number[key] = static_cast<int32_t>(distinct.size());
+    distinct.push_back(key);
   }
   for (int64_t edge = 0; edge < parent.size(); ++edge) round[edge] = number[keys[edge]];
-  return {std::move(found), std::move(round)};
+  return {std::move(distinct), std::move(round)};
 }
 
 // For each round, the largest number of edges that one rank sends or receives.
 Array<int64_t> degrees(Ints src, Ints dst, Ints round, int64_t rounds, int64_t ranks) {
-  Array<int64_t> most(rounds), sent(rounds * ranks), received(rounds * ranks);
+  Array<int64_t> degree(rounds), sent(rounds * ranks), received(rounds * ranks);
   for (int64_t edge = 0; edge < src.size(); ++edge) {
-    const int64_t one = round[edge];
-    most[one] = std::max({most[one], ++sent[one * ranks + src[edge]], ++received[one * ranks + dst[edge]]});
+    const int64_t number = round[edge];
+    degree[number] = std::max({degree[number], ++sent[number * ranks + src[edge]], ++received[number * ranks + dst[edge]]});
   }
-  return most;
+  return degree;
 }
 
 // Divides the rows that one rank sends another into `parts` equal parts. Returns the part, from 1, in which each edge

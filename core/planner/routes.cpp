@@ -53,19 +53,19 @@ struct Grouped {
 Grouped group(const Star& star, const Nodes& nodes) {
   Growing<int64_t> keys;
   for (int64_t edge = 0; edge < star.size(); ++edge) keys.push_back(star.tile[edge] * nodes.ranks + star.dst[edge]);
-  Grouped found{Array<int64_t>(star.size()), {}};
-  stable_order(keys, found.order);
+  Grouped grouped{Array<int64_t>(star.size()), {}};
+  stable_order(keys, grouped.order);
   int64_t tile = -1, node = -1, at = 0;
-  for (const int64_t edge : found.order) {
+  for (const int64_t edge : grouped.order) {
     if (tile != star.tile[edge] || node != nodes.of(star.dst[edge]))
-      found.groups.push_back({at, at, star.row[edge], star.row[edge]});
+      grouped.groups.push_back({at, at, star.row[edge], star.row[edge]});
     tile = star.tile[edge], node = nodes.of(star.dst[edge]);
-    Group& own = found.groups.back();
-    own.low = std::min(own.low, star.row[edge]);
-    own.high = std::max(own.high, star.end(edge));
-    own.end = ++at;
+    Group& last = grouped.groups.back();
+    last.low = std::min(last.low, star.row[edge]);
+    last.high = std::max(last.high, star.end(edge));
+    last.end = ++at;
   }
-  return found;
+  return grouped;
 }
 
 // Serves small groups first: if only one rank can be their gateway, larger groups must not have loaded it before. The
@@ -73,24 +73,24 @@ Grouped group(const Star& star, const Nodes& nodes) {
 // a gateway.
 void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped& grouped) {
   std::vector<const Group*> by_size;
-  for (const Group& one : grouped.groups) by_size.push_back(&one);
+  for (const Group& item : grouped.groups) by_size.push_back(&item);
   std::stable_sort(by_size.begin(), by_size.end(),
-                   [](const Group* one, const Group* two) { return one->end - one->first < two->end - two->first; });
+                   [](const Group* item, const Group* other) { return item->end - item->first < other->end - other->first; });
   const Array<int64_t> received(nodes.ranks);
-  for (const Group* one : by_size) {
-    Group& own = grouped.groups[one - grouped.groups.data()];
+  for (const Group* item : by_size) {
+    Group& target = grouped.groups[item - grouped.groups.data()];
     const int64_t* edges = grouped.order.data();
-    int64_t gate = star.dst[edges[own.first]];
-    const int64_t node = nodes.of(gate), rows = own.high - own.low;
-    if (nodes.of(star.home[edges[own.first]]) == node) continue;
-    for (int64_t at = own.first; at < own.end; ++at)
+    int64_t gate = star.dst[edges[target.first]];
+    const int64_t node = nodes.of(gate), rows = target.high - target.low;
+    if (nodes.of(star.home[edges[target.first]]) == node) continue;
+    for (int64_t at = target.first; at < target.end; ++at)
       if (received[star.dst[edges[at]]] < received[gate]) gate = star.dst[edges[at]];
     if (proxies) {
       const int64_t* begin = received.begin() + node * nodes.ranks_per_node;
       const int64_t idle = std::min_element(begin, begin + nodes.ranks_per_node) - received.begin();
       if (received[idle] + rows < received[gate]) gate = idle;
     }
-    own.gate = gate;
+    target.gate = gate;
     received[gate] += rows;
   }
 }
@@ -101,37 +101,37 @@ std::pair<Growing<Edge>, Array<int32_t>> through_gateways(const Star& star, cons
   choose_gateways(star, nodes, proxies, grouped);
   const int64_t* order = grouped.order.data();
   int64_t roots = 0;
-  for (Group& one : grouped.groups) {
-    for (int64_t at = one.first; at < one.end; ++at) {
-      if (one.gate == star.dst[order[at]]) one.entry = roots;
-      roots += one.gate < 0 || one.gate == star.dst[order[at]];
+  for (Group& item : grouped.groups) {
+    for (int64_t at = item.first; at < item.end; ++at) {
+      if (item.gate == star.dst[order[at]]) item.entry = roots;
+      roots += item.gate < 0 || item.gate == star.dst[order[at]];
     }
   }
   int64_t relay = roots, root = 0;
-  for (Group& one : grouped.groups)
-    if (one.gate >= 0 && one.entry < 0) one.entry = relay++;
-  Growing<Edge> found(star.size() + relay - roots);
+  for (Group& item : grouped.groups)
+    if (item.gate >= 0 && item.entry < 0) item.entry = relay++;
+  Growing<Edge> edges(star.size() + relay - roots);
   Array<int32_t> arrives(star.size());
   const auto put = [&](int64_t at, int64_t edge, int64_t low, int64_t end, int64_t src, int64_t dst, int64_t parent) {
-    found[at] = {narrow(star.tile[edge]), narrow(star.home[edge]), narrow(low),    narrow(end - low),
+    edges[at] = {narrow(star.tile[edge]), narrow(star.home[edge]), narrow(low),    narrow(end - low),
                  narrow(src),             narrow(dst),             narrow(parent), narrow(star.lane[edge])};
   };
-  for (const Group& one : grouped.groups) {
-    const int64_t first = order[one.first];
-    if (one.gate >= 0 && one.entry >= roots)
-      put(one.entry, first, one.low, one.high, star.home[first], one.gate, -1);
-    for (int64_t at = one.first; at < one.end; ++at) {
+  for (const Group& item : grouped.groups) {
+    const int64_t first = order[item.first];
+    if (item.gate >= 0 && item.entry >= roots)
+      put(item.entry, first, item.low, item.high, star.home[first], item.gate, -1);
+    for (int64_t at = item.first; at < item.end; ++at) {
       const int64_t edge = order[at], dst = star.dst[edge];
-      arrives[edge] = narrow(one.gate >= 0 && one.gate != dst ? relay : root);
-      if (one.gate >= 0 && one.gate != dst)
-        put(relay++, edge, star.row[edge], star.end(edge), one.gate, dst, one.entry);
-      else if (one.gate >= 0)
-        put(root++, edge, one.low, one.high, star.home[edge], dst, -1);
+      arrives[edge] = narrow(item.gate >= 0 && item.gate != dst ? relay : root);
+      if (item.gate >= 0 && item.gate != dst)
+        put(relay++, edge, star.row[edge], star.end(edge), item.gate, dst, item.entry);
+      else if (item.gate >= 0)
+        put(root++, edge, item.low, item.high, star.home[edge], dst, -1);
       else
         put(root++, edge, star.row[edge], star.end(edge), star.home[edge], dst, -1);
     }
   }
-  return {std::move(found), std::move(arrives)};
+  return {std::move(edges), std::move(arrives)};
 }
 
 // The members of a ring are the ascending ranks flat[first[ring] : first[ring + 1]].
@@ -164,32 +164,32 @@ std::pair<Growing<Hop>, Array<int32_t>> chains(const Star& star, Ints tile, Ints
   Growing<int64_t> ahead;  // for each edge of the star, the number of hops to its receiver
   for (int64_t edge = 0; edge < tile.size(); ++edge) {
     if (tile[edge] >= tiles.count()) tiles.resize(static_cast<std::size_t>(tile[edge]) + 1);
-    Tile& own = tiles[tile[edge]];
+    Tile& current = tiles[tile[edge]];
     const Column<const int64_t> members = rings.members(ring[edge]);
     const int64_t steps = place_of(star.dst[edge], members) - place_of(star.home[edge], members);
     ahead.push_back(steps < 0 ? steps + members.size() : steps);
-    own = {std::min(own.low, star.row[edge]), std::max(own.high, star.end(edge)), std::max(own.hops, ahead.back()),
+    current = {std::min(current.low, star.row[edge]), std::max(current.high, star.end(edge)), std::max(current.hops, ahead.back()),
            star.home[edge], ring[edge]};
   }
   Growing<Hop> hops;
   Growing<int64_t> ends, first;  // the edge that ends each hop; the index of each tile's first hop in `ends`
   for (int64_t number = 0; number < tiles.count(); ++number) {
-    const Tile& own = tiles[number];
+    const Tile& current = tiles[number];
     first.push_back(ends.count());
-    if (own.hops == 0) continue;  // there is no tile with this number
-    const Column<const int64_t> members = rings.members(own.ring);
-    const int64_t begin = place_of(own.home, members);
+    if (current.hops == 0) continue;  // there is no tile with this number
+    const Column<const int64_t> members = rings.members(current.ring);
+    const int64_t begin = place_of(current.home, members);
     int64_t parent = -1, depth = 0;
-    for (int64_t hop = 0; hop < own.hops; ++hop) {
+    for (int64_t hop = 0; hop < current.hops; ++hop) {
       const int64_t u = members[(begin + hop) % members.size()], v = members[(begin + hop + 1) % members.size()];
       const bool inside = u / ranks_per_node == v / ranks_per_node;
       const int64_t path[] = {u, inside ? u : shifted(u, number), inside ? v : shifted(v, number), v};
       for (int step = 0; step < 3; ++step) {
         if (path[step] == path[step + 1]) continue;
-        hops.push_back({{narrow(number), narrow(own.home), narrow(own.low), narrow(own.high - own.low),
+        hops.push_back({{narrow(number), narrow(current.home), narrow(current.low), narrow(current.high - current.low),
                          narrow(path[step]), narrow(path[step + 1]), narrow(parent), 0},
                         narrow(depth++),
-                        narrow(own.ring)});
+                        narrow(current.ring)});
         parent = hops.count() - 1;
       }
       ends.push_back(parent);

@@ -91,8 +91,8 @@ class Engine {
   Engine(const Script& script, const Traffic& traffic, int64_t ports, double contention)
       : script_(script),
         traffic_(traffic),
-        times_{of(script.role, NOT_YET), of(script.role, NOT_YET),  of(script.rank, NOT_YET),  of(script.rank, NOT_YET),
-               of(traffic.sender, NOT_YET), of(traffic.sender, NOT_YET), of(script.rank, NONE), of(traffic.sender, NONE)},
+        times_{full(script.role, NOT_YET), full(script.role, NOT_YET),  full(script.rank, NOT_YET),  full(script.rank, NOT_YET),
+               full(traffic.sender, NOT_YET), full(traffic.sender, NOT_YET), full(script.rank, NONE), full(traffic.sender, NONE)},
         contention_(contention),
         ports_(traffic.out_port, traffic.in_port, ports),
         streams_(script.ptr.size() - 1),
@@ -113,9 +113,9 @@ class Engine {
       while (!events_.empty() && events_.top().time == now_) {
         const Event event = events_.top();
         events_.pop();
-        happen(event);
+        handle(event);
       }
-      hand_over();
+      restart_ports();
       std::sort(fresh_.begin(), fresh_.end());
       for (const int64_t transfer : fresh_) {
         times_.ready[transfer] = now_;
@@ -132,10 +132,10 @@ class Engine {
 
  private:
   template <class Column, class Time>
-  static Array<Time> of(const Column& items, Time time) {
+  static Array<Time> full(const Column& items, Time time) {
     return Array<Time>(items.size(), time);
   }
-  void happen(const Event& event) {
+  void handle(const Event& event) {
     switch (event.kind) {
       case Event::LAUNCHED:
         launch(event.item);
@@ -268,7 +268,7 @@ class Engine {
   }
 
   // Each freed port takes the first transfer of its queue that can start.
-  void hand_over() {
+  void restart_ports() {
     std::sort(freed_.begin(), freed_.end());
     for (const int64_t port : freed_) ports_.release(port);
     for (const int64_t port : freed_) {

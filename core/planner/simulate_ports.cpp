@@ -63,10 +63,10 @@ void Ports::dequeue(int64_t transfer) {
 int64_t Ports::first_startable(Column<const double> ready, int64_t port) const {
   const Side side = ports_[port].side;
   const auto& others = idle_[1 - side];
-  int64_t walked = 0;
+  int64_t steps = 0;
   for (int64_t transfer = queues_[port].head; transfer >= 0; transfer = in_queue_[transfer][side].after) {
     if (is_free(side == OUT ? in_[transfer] : out_[transfer])) return transfer;
-    const bool is_long = walked++ == WALK && static_cast<int64_t>(others.size()) < ports_[port].waiting;
+    const bool is_long = steps++ == WALK && static_cast<int64_t>(others.size()) < ports_[port].waiting;
     if (is_long) return first_of_idle(ready, port);
   }
   return NONE;
@@ -77,9 +77,9 @@ int64_t Ports::first_of_idle(Column<const double> ready, int64_t port) const {
   int64_t best = NONE;
   for (const int64_t other : idle_[1 - side]) {
     const int64_t key = side == OUT ? port * ports_.size() + other : other * ports_.size() + port;
-    const auto found = std::lower_bound(pair_keys_.begin(), pair_keys_.end(), key);
-    if (found == pair_keys_.end() || *found != key) continue;
-    const int64_t first = queues_[ports_.size() + (found - pair_keys_.begin())].head;
+    const auto match = std::lower_bound(pair_keys_.begin(), pair_keys_.end(), key);
+    if (match == pair_keys_.end() || *match != key) continue;
+    const int64_t first = queues_[ports_.size() + (match - pair_keys_.begin())].head;
     if (first < 0) continue;
     if (best < 0 || ready[first] < ready[best] || (ready[first] == ready[best] && first < best)) best = first;
   }

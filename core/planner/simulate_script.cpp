@@ -28,15 +28,15 @@ struct Sizes {
   explicit Sizes(const Given& given) : rows(given) {}
 
   // of a row of one head: in an accumulator, in the model's dtype, in a message, and as a result
-  int64_t wide(Tensor tensor) const { return of(0, tensor); }
-  int64_t narrow(Tensor tensor) const { return of(1, tensor); }
-  int64_t sent(Tensor tensor, bool as_result) const { return of(as_result ? 3 : 2, tensor); }
-  int64_t result(Tensor tensor) const { return of(3, tensor); }
+  int64_t wide(Tensor tensor) const { return value(0, tensor); }
+  int64_t narrow(Tensor tensor) const { return value(1, tensor); }
+  int64_t sent(Tensor tensor, bool as_result) const { return value(as_result ? 3 : 2, tensor); }
+  int64_t result(Tensor tensor) const { return value(3, tensor); }
   // of a row with all heads, as read and written by the final cast
-  int64_t cast(Tensor tensor) const { return of(4, tensor); }
+  int64_t cast(Tensor tensor) const { return value(4, tensor); }
 
  private:
-  int64_t of(int64_t row, Tensor tensor) const { return rows[row][static_cast<int64_t>(tensor)]; }
+  int64_t value(int64_t row, Tensor tensor) const { return rows[row][static_cast<int64_t>(tensor)]; }
 
   Given rows;
 };
@@ -111,11 +111,11 @@ std::tuple<Numbers, Numbers> link_channels(Column<const int64_t> rank, Column<co
   std::unordered_map<int64_t, int64_t> newest;
   for (int64_t launch = 0; launch < rank.size(); ++launch) {
     if (launch > 0 && rank[launch] != rank[launch - 1]) newest.clear();
-    const auto [found, is_first] = newest.try_emplace(channel[launch], launch);
+    const auto [entry, is_first] = newest.try_emplace(channel[launch], launch);
     if (is_first) continue;
-    before[launch] = found->second;
-    after[found->second] = launch;
-    found->second = launch;
+    before[launch] = entry->second;
+    after[entry->second] = launch;
+    entry->second = launch;
   }
   return moved(before, after);
 }
@@ -145,14 +145,14 @@ class Preparation {
       : programs_(programs), heads_(heads), sizes_(sizes), ops_(ops), links_(links), is_backward_(is_backward) {}
 
   void prepare(const RowSizes& rows, Column<const int64_t> home_rows, double post_us) {
-    for (Numbers* one : {&row_work.cast, &row_work.kernels, &row_work.messages}) one->fill(programs_.ranks(), 0);
+    for (Numbers* column : {&row_work.cast, &row_work.kernels, &row_work.messages}) column->fill(programs_.ranks(), 0);
     row_work.bytes.fill(programs_.op.size(), 0);
     done_.fill(programs_.lists[ROWOPS].size(), 0);
     for (const Complete& sum : fusion_.sums) subtract(sum.delivered, done_);
     subtract(fusion_.rowops, done_);
     number_launches();
     post(group(programs_, rows));
-    meet(post_us);
+    pair_up(post_us);
     if (!faults.unmatched.empty() || !faults.unlaunched.empty()) return;
     std::tie(script.end_ptr, script.ends) = list_ends(traffic.sender, traffic.receiver, script.rank.count());
     programs_.each_step([&](const Step& step) { work(step); });
@@ -168,29 +168,29 @@ class Preparation {
     script.role.fill(programs_.op.size(), WORK);
     script.launch.fill(programs_.op.size(), NONE);
     launch_of_.fill(programs_.send.size(), NONE);
-    std::unordered_map<int64_t, int64_t> of_round;
+    std::unordered_map<int64_t, int64_t> launch_of_round;
     for (int64_t rank = 0; rank < programs_.ranks(); ++rank) {
-      of_round.clear();
+      launch_of_round.clear();
       programs_.each_step(rank, [&](const Step& step) {
         if (step.op != Op::LAUNCH) return;
         const int64_t launch = script.rank.count();
-        script.role[step.at] = LAUNCH;
-        script.launch[step.at] = launch;
+        script.role[step.index] = LAUNCH;
+        script.launch[step.index] = launch;
         script.rank.push_back(rank);
-        script.round.push_back(programs_.round[step.at]);
-        script.channel.push_back(programs_.channel[step.at]);
-        results_.push_back((programs_.mode[step.at] & RESULTS) != 0);
-        of_round.emplace(script.round.back(), launch);
+        script.round.push_back(programs_.round[step.index]);
+        script.channel.push_back(programs_.channel[step.index]);
+        results_.push_back((programs_.mode[step.index] & RESULTS) != 0);
+        launch_of_round.emplace(script.round.back(), launch);
         for (int64_t tile = step.first; tile < step.end; ++tile) launch_of_[tile] = launch;
       });
       programs_.each_step(rank, [&](const Step& step) {
         if (step.op != Op::WAIT) return;
-        const auto found = of_round.find(programs_.round[step.at]);
-        script.role[step.at] = WAIT;
-        if (found != of_round.end())
-          script.launch[step.at] = found->second;
+        const auto entry = launch_of_round.find(programs_.round[step.index]);
+        script.role[step.index] = WAIT;
+        if (entry != launch_of_round.end())
+          script.launch[step.index] = entry->second;
         else if (faults.unlaunched.empty())
-          faults.unlaunched = {rank, programs_.round[step.at]};
+          faults.unlaunched = {rank, programs_.round[step.index]};
       });
     }
     std::tie(script.before, script.after) = link_channels(script.rank, script.channel);
@@ -212,38 +212,38 @@ class Preparation {
   // Counts the messages of launches, and the bytes read and written to copy tiles into sent messages and out of
   // received ones. Tiles are rounded when packed; results, on arrival.
   void post(const MessageGroups& groups) {
-    for (Numbers* one : {&messages_, &packed_, &unpacked_}) one->fill(script.rank.count(), 0);
+    for (Numbers* column : {&messages_, &packed_, &unpacked_}) column->fill(script.rank.count(), 0);
     for (const int64_t tile : groups.first) ++messages_[launch_of_[tile]];
     Numbers left;
     for (int64_t tile = 0; tile < programs_.send.size(); ++tile) left.push_back(rows(operand_of(tile)));
     for (const Complete& sum : fusion_.sums) subtract(sum.sent, left);
     for (int64_t tile = 0; tile < programs_.send.size(); ++tile) {
-      if (!groups.staged[groups.of[tile]]) continue;
+      if (!groups.staged[groups.message[tile]]) continue;
       const int64_t launch = launch_of_[tile];
       const bool sends = programs_.send[tile] != 0;
       const int64_t operand = operand_of(tile), sent = sent_row_bytes(operand, results_[launch]);
-      const int64_t held = results_[launch] && !sends ? sent : row_bytes(operand);
-      (sends ? packed_ : unpacked_)[launch] += (held + sent) * left[tile];
+      const int64_t stored = results_[launch] && !sends ? sent : row_bytes(operand);
+      (sends ? packed_ : unpacked_)[launch] += (stored + sent) * left[tile];
     }
   }
 
   static void subtract(const RowRanges& ranges, Numbers& left) {
-    for (std::size_t i = 0; i < ranges.size(); ++i) left[ranges.of[i]] -= ranges.row1[i] - ranges.row0[i];
+    for (std::size_t i = 0; i < ranges.size(); ++i) left[ranges.item[i]] -= ranges.row1[i] - ranges.row0[i];
   }
 
   // Sort key: round, then distance from sender to receiver around the circle of ranks, then sender.
   int64_t order_of(int64_t tile) const {
-    const int64_t ranks = programs_.ranks(), own = rank_of(tile), peer = programs_.peer[tile];
+    const int64_t ranks = programs_.ranks(), rank = rank_of(tile), peer = programs_.peer[tile];
     const bool sends = programs_.send[tile] != 0;
-    const int64_t behind = (sends ? peer - own : own - peer) % ranks;
+    const int64_t behind = (sends ? peer - rank : rank - peer) % ranks;
     const int64_t round = script.round[launch_of_[tile]];
-    return (round * ranks + (behind < 0 ? behind + ranks : behind)) * ranks + (sends ? own : peer);
+    return (round * ranks + (behind < 0 ? behind + ranks : behind)) * ranks + (sends ? rank : peer);
   }
 
-  void meet(double post_us) {
+  void pair_up(double post_us) {
     Numbers sends, keys;
     const Array<int64_t> mate = match(programs_, {}).first;
-    if (std::find(mate.begin(), mate.end(), NONE) != mate.end()) return tell_unmatched(mate);
+    if (std::find(mate.begin(), mate.end(), NONE) != mate.end()) return report_unmatched(mate);
     for (int64_t tile = 0; tile < programs_.send.size(); ++tile) {
       if (programs_.send[tile] == 0) continue;
       sends.push_back(tile);
@@ -251,10 +251,10 @@ class Preparation {
     }
     Numbers order(sends.size());
     stable_order(keys, order);
-    for (const int64_t i : order) meet(sends[i], mate[sends[i]], post_us);
+    for (const int64_t i : order) pair_up(sends[i], mate[sends[i]], post_us);
   }
 
-  void meet(int64_t sent, int64_t received, double post_us) {
+  void pair_up(int64_t sent, int64_t received, double post_us) {
     const int64_t sender = launch_of_[sent], receiver = launch_of_[received];
     const int64_t source = script.rank[sender], target = script.rank[receiver], operand = operand_of(sent);
     const bool far = links_.node(source) != links_.node(target);
@@ -270,20 +270,20 @@ class Preparation {
     traffic.tensor.push_back(programs_.tensor[operand]);
   }
 
-  void tell_unmatched(Column<const int64_t> mate) {
+  void report_unmatched(Column<const int64_t> mate) {
     int64_t first = NONE, counts[2] = {};
     for (int64_t tile = 0; tile < programs_.send.size(); ++tile)
       if (mate[tile] == NONE && (first == NONE || order_of(tile) < order_of(first))) first = tile;
     for (int64_t tile = 0; tile < programs_.send.size(); ++tile)
       counts[programs_.send[tile]] += order_of(tile) == order_of(first);
     const bool sends = programs_.send[first] != 0;
-    const int64_t own = rank_of(first), peer = programs_.peer[first];
-    faults.unmatched = {script.round[launch_of_[first]], sends ? own : peer, sends ? peer : own, counts[1],
+    const int64_t rank = rank_of(first), peer = programs_.peer[first];
+    faults.unmatched = {script.round[launch_of_[first]], sends ? rank : peer, sends ? peer : rank, counts[1],
                         counts[0]};
   }
 
   void work(const Step& step) {
-    const int64_t at = step.at;
+    const int64_t at = step.index;
     int64_t moved = 0;
     bool starts = step.first < step.end;
     if (step.op == Op::LAUNCH || step.op == Op::WAIT) {
@@ -294,11 +294,11 @@ class Preparation {
     } else if (step.list == ROWOPS) {
       const bool is_partly_done = step.op == Op::DELIVER || step.op == Op::FINISH || step.op == Op::DELTA;
       moved = is_partly_done ? left_bytes(step, starts) : passed_bytes(step);
-      if (ops_.products[programs_.op[step.at]] != 0) project(step);
+      if (ops_.products[programs_.op[step.index]] != 0) project(step);
     } else if (starts) {
       attend(step);
     }
-    if (starts) row_work.kernels[step.rank] += ops_.kernels[programs_.op[step.at]];
+    if (starts) row_work.kernels[step.rank] += ops_.kernels[programs_.op[step.index]];
     row_work.bytes[at] = moved;
   }
 
@@ -308,14 +308,14 @@ class Preparation {
 
   // The bytes of the operands of row operations, counted once per read or write.
   int64_t passed_bytes(const Step& step) const {
-    const int64_t code = programs_.op[step.at], codes = ops_.kernels.size();
+    const int64_t code = programs_.op[step.index], codes = ops_.kernels.size();
     const Ints first = programs_.lists[ROWOPS].columns[4];
     int64_t moved = 0;
     for (int64_t row = step.first; row < step.end; ++row) {
       const Column<const int64_t> passes = ops_.passes[first[row] * codes + code];
       for (int64_t column = 0; column < passes.size(); ++column) {
-        const int64_t own = operand(step, column, row);
-        moved += passes[column] * rows(own) * row_bytes(own);
+        const int64_t x = operand(step, column, row);
+        moved += passes[column] * rows(x) * row_bytes(x);
       }
     }
     return moved;
@@ -323,7 +323,7 @@ class Preparation {
 
   // Like `passed_bytes`, for operations that skip the rows done by tasks. starts: set to whether any row is left.
   int64_t left_bytes(const Step& step, bool& starts) {
-    int64_t moved = 0, left_in_all = 0;
+    int64_t moved = 0, total_left = 0;
     for (int64_t row = step.first; row < step.end; ++row) {
       const int64_t a = operand(step, 0, row), b = operand(step, 1, row), c = operand(step, 2, row);
       int64_t left = done_[row], bytes = 0;  // left: so far, minus the number of rows done
@@ -335,26 +335,26 @@ class Preparation {
         bytes = heads(c) * (sizes_.wide(Tensor::O) + sizes_.result(Tensor::O));
       } else {
         left += rows(c);
-        for (const int64_t own : {a, b, c}) bytes += rows(own) > 0 ? row_bytes(own) : 0;
+        for (const int64_t x : {a, b, c}) bytes += rows(x) > 0 ? row_bytes(x) : 0;
       }
       moved += left * bytes;
-      left_in_all += left;
+      total_left += left;
     }
-    starts = left_in_all > 0;
+    starts = total_left > 0;
     return moved;
   }
 
   // How many of the rows [row, stop) of a rank are in ascending ranges.
   static int64_t rows_within(const RowRanges& ranges, int64_t rank, int64_t row, int64_t stop) {
-    const auto [low, high] = std::equal_range(ranges.of.begin(), ranges.of.end(), rank);
-    const auto first = ranges.row1.begin() + (low - ranges.of.begin()), end = ranges.row1.begin() + (high - ranges.of.begin());
-    int64_t found = 0;
-    for (auto one = std::upper_bound(first, end, row); one != end; ++one) {
-      const int64_t begin = *(ranges.row0.begin() + (one - ranges.row1.begin()));
+    const auto [low, high] = std::equal_range(ranges.item.begin(), ranges.item.end(), rank);
+    const auto first = ranges.row1.begin() + (low - ranges.item.begin()), end = ranges.row1.begin() + (high - ranges.item.begin());
+    int64_t total = 0;
+    for (auto it = std::upper_bound(first, end, row); it != end; ++it) {
+      const int64_t begin = *(ranges.row0.begin() + (it - ranges.row1.begin()));
       if (begin >= stop) break;
-      found += std::min(*one, stop) - std::max(begin, row);
+      total += std::min(*it, stop) - std::max(begin, row);
     }
-    return found;
+    return total;
   }
 
   // Records the rows of X that are projected, and the bytes of a projected row in the model's dtype, times products.
@@ -363,9 +363,9 @@ class Preparation {
       const int64_t q = operand(step, 1, row), kv = operand(step, 2, row);
       const int64_t width = (rows(q) > 0) * heads(q) * sizes_.narrow(Tensor::Q) +
                             (rows(kv) > 0) * heads(kv) * sizes_.narrow(Tensor::KV);
-      row_work.projection.push_back(step.at);
+      row_work.projection.push_back(step.index);
       row_work.projected.push_back(rows(operand(step, 0, row)));
-      row_work.products.push_back(ops_.products[programs_.op[step.at]] * width);
+      row_work.products.push_back(ops_.products[programs_.op[step.index]] * width);
     }
   }
 
@@ -373,7 +373,7 @@ class Preparation {
     const IntRows& columns = programs_.lists[step.list].columns;
     const Ints dmin = columns[columns.rows() - 3], dmax = columns[columns.rows() - 2];
     tasks.first.push_back(tasks.rows.count());
-    tasks.at.push_back(step.at);
+    tasks.at.push_back(step.index);
     for (int64_t row = step.first; row < step.end; ++row) {
       const int64_t q = operand(step, 0, row), kv = operand(step, 1, row);
       tasks.rows.push_back(rows(q));
@@ -397,15 +397,15 @@ class Preparation {
     const Ints first = columns[columns.rows() - 1];
     const int64_t wide = sizes_.wide(sum.tensor);
     for (int64_t row = step.first; row < step.end; ++row) {
-      const int64_t own = operand(step, sum.column, row), begin = programs_.row[own];
-      every_.push_back(range(own, begin, begin + rows(own)));
-      if ((first[row] & sum.flag) != 0) fresh_.push_back(every_.back());
+      const int64_t x = operand(step, sum.column, row), begin = programs_.row[x];
+      ranges_.push_back(range(x, begin, begin + rows(x)));
+      if ((first[row] & sum.flag) != 0) new_ranges_.push_back(ranges_.back());
     }
-    int64_t moved = (2 * wide - sizes_.narrow(sum.tensor)) * covered(every_) - wide * covered(fresh_);
+    int64_t moved = (2 * wide - sizes_.narrow(sum.tensor)) * covered(ranges_) - wide * covered(new_ranges_);
     moved += (sizes_.result(sum.tensor) - wide) * covered(fusion_.sums[i].tasks, next_[i], step, sum.column);
     if (sum.tensor == Tensor::DQ)  // statistics that the same kernel computes
       moved += (sizes_.result(Tensor::O) + sizes_.wide(Tensor::DELTA)) *
-               covered(fusion_.tasks, next_stated_, step, sum.column);
+               covered(fusion_.tasks, next_statistic_, step, sum.column);
     return moved;
   }
 
@@ -417,25 +417,25 @@ class Preparation {
 
   // The number of rows in any of the ranges, times their heads. Clears the ranges.
   static int64_t covered(std::vector<Range>& ranges) {
-    std::sort(ranges.begin(), ranges.end(), [](const Range& one, const Range& two) {
-      return one.lane != two.lane ? one.lane < two.lane : one.row0 < two.row0;
+    std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+      return a.lane != b.lane ? a.lane < b.lane : a.row0 < b.row0;
     });
-    int64_t found = 0, lane = NONE, reach = 0;
-    for (const Range& one : ranges) {
-      if (one.lane != lane) reach = 0;
-      lane = one.lane;
-      found += one.heads * std::max<int64_t>(one.row1 - std::max(one.row0, reach), 0);
-      reach = std::max(reach, one.row1);
+    int64_t total = 0, lane = NONE, reach = 0;
+    for (const Range& a : ranges) {
+      if (a.lane != lane) reach = 0;
+      lane = a.lane;
+      total += a.heads * std::max<int64_t>(a.row1 - std::max(a.row0, reach), 0);
+      reach = std::max(reach, a.row1);
     }
     ranges.clear();
-    return found;
+    return total;
   }
 
   // Like the above, for the ranges of the instruction's tasks, from number `next` on.
   int64_t covered(const RowRanges& ranges, std::size_t& next, const Step& step, int64_t column) {
-    for (; next < ranges.size() && ranges.of[next] < step.end; ++next)
-      every_.push_back(range(operand(step, column, ranges.of[next]), ranges.row0[next], ranges.row1[next]));
-    return covered(every_);
+    for (; next < ranges.size() && ranges.item[next] < step.end; ++next)
+      ranges_.push_back(range(operand(step, column, ranges.item[next]), ranges.row0[next], ranges.row1[next]));
+    return covered(ranges_);
   }
 
   // Casts the gradients of home rows that no task has completed, and dX if it accumulates, in a single kernel.
@@ -451,12 +451,12 @@ class Preparation {
       }
     });
     for (int64_t rank = 0; rank < programs_.ranks(); ++rank) {
-      const int64_t all = home_rows[rank];
+      const int64_t rows = home_rows[rank];
       int64_t& moved = row_work.cast[rank];
-      if (adds) moved = all * sizes_.cast(Tensor::DX);
+      if (adds) moved = rows * sizes_.cast(Tensor::DX);
       for (std::size_t i = 0; i < SUMS.size(); ++i)
         if ((from_home || !projects) && SUMS[i].list == GRADS)
-          moved += (all - rows_within(fusion_.sums[i].home, rank, 0, all)) * sizes_.cast(SUMS[i].tensor);
+          moved += (rows - rows_within(fusion_.sums[i].home, rank, 0, rows)) * sizes_.cast(SUMS[i].tensor);
       row_work.kernels[rank] += moved > 0;
     }
   }
@@ -472,8 +472,8 @@ class Preparation {
   Growing<std::uint8_t> results_;         // for each launch, whether it carries results
   Numbers messages_, packed_, unpacked_;  // of each launch
   Numbers done_;                          // for each row operation, minus the number of its rows done by tasks
-  std::vector<Range> every_, fresh_;      // of the tasks of an instruction
-  std::size_t next_[SUMS.size()] = {}, next_stated_ = 0;
+  std::vector<Range> ranges_, new_ranges_;      // of the tasks of an instruction
+  std::size_t next_[SUMS.size()] = {}, next_statistic_ = 0;
 };
 
 }  // namespace

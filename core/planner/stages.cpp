@@ -54,7 +54,7 @@ struct Filling {
 void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> work, int64_t ranks,
           const Filling& filling, Column<const int64_t> order) {
   struct Rank {
-    int64_t total = 0, done = 0, now = 0;
+    int64_t total = 0, done = 0, position = 0;
   };
   const int64_t stages = filling.share.size();
   const Array2<int64_t> load(ranks, stages);
@@ -64,22 +64,22 @@ void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> wor
     if (edge[task] >= 0) load[rank[task]][stage[task]] += work[task];
   }
   Growing<double> due;
-  for (const int64_t one : filling.visit) due.push_back((due.empty() ? 0.0 : due.back()) + filling.share[one]);
-  for (int64_t one = 0; one < ranks; ++one) all[one].done = load[one][filling.visit[0]];
+  for (const int64_t i : filling.visit) due.push_back((due.empty() ? 0.0 : due.back()) + filling.share[i]);
+  for (int64_t i = 0; i < ranks; ++i) all[i].done = load[i][filling.visit[0]];
   for (const int64_t task : order) {
     if (edge[task] >= 0) continue;
-    Rank& own = all[rank[task]];
+    Rank& current = all[rank[task]];
     const Column<int64_t> loads = load[rank[task]];
-    const auto total = static_cast<double>(own.total);
+    const auto total = static_cast<double>(current.total);
     const auto is_full = [&] {
-      const int64_t at = filling.visit[own.now];
-      if (own.now < filling.apart) return static_cast<double>(loads[at]) >= total * filling.share[at];
-      return static_cast<double>(own.done) >= total * due[own.now];
+      const int64_t at = filling.visit[current.position];
+      if (current.position < filling.apart) return static_cast<double>(loads[at]) >= total * filling.share[at];
+      return static_cast<double>(current.done) >= total * due[current.position];
     };
-    while (own.now < filling.visit.size() - 1 && is_full()) own.done += loads[filling.visit[++own.now]];
-    const int64_t at = filling.visit[own.now];
+    while (current.position < filling.visit.size() - 1 && is_full()) current.done += loads[filling.visit[++current.position]];
+    const int64_t at = filling.visit[current.position];
     stage[task] = static_cast<int32_t>(at);
-    own.done += work[task];
+    current.done += work[task];
     loads[at] += work[task];
   }
 }
@@ -127,7 +127,7 @@ Array<int32_t> following(const Edges& edges, int64_t ranks) {
   const int64_t count = edges.dst.size();
   Array<int32_t> order(count), after(count, -1);
   std::iota(order.begin(), order.end(), 0);
-  const auto earlier = [&](int64_t one, int64_t two) { return edges.tile[one] < edges.tile[two]; };
+  const auto earlier = [&](int64_t a, int64_t b) { return edges.tile[a] < edges.tile[b]; };
   if (!std::is_sorted(order.begin(), order.end(), earlier)) std::stable_sort(order.begin(), order.end(), earlier);
   int64_t rounds = 1;
   for (int64_t edge = 0; edge < count; ++edge) rounds = std::max(rounds, edges.round[edge] + 1);
@@ -158,15 +158,15 @@ class Merging {
         by_step_(tasks.size()),
         after_(following(edges, ranks)),
         row_(tasks.size()) {
-    int64_t most = 0;
+    int64_t largest = 0;
     for (int64_t task = 0; task < tasks.size(); ++task) {
       step_[task] = static_cast<int32_t>(tasks.rank[task] * stages + stage[task]);
       row_[task] = shift[tasks.k[task]] + tasks.k0[task];
       if (tasks.edge[task] >= 0) row_[task] -= edges.row[tasks.edge[task]];
-      most = std::max(most, query[task]);
+      largest = std::max(largest, query[task]);
     }
     counting_order<Column<int32_t>, int32_t>(step_, ranks * stages, by_step_);
-    const Array<int32_t> last(most + 1, -1);  // the last task of each query row, in any step
+    const Array<int32_t> last(largest + 1, -1);  // the last task of each query row, in any step
     for (const int32_t task : by_step_) {
       const int32_t before = std::exchange(last[query[task]], task);
       if (!joins(before, task)) {
@@ -183,11 +183,11 @@ class Merging {
     Array<int32_t> stage_of(order_.count());
     for (int64_t column = 0; column < COLUMNS; ++column)
       for (int64_t at = 0; at < order_.count(); ++at)
-        columns[column][at] = static_cast<int32_t>(tasks_.columns[static_cast<std::size_t>(column)][at_(at).first]);
+        columns[column][at] = static_cast<int32_t>(tasks_.columns[static_cast<std::size_t>(column)][merged_at(at).first]);
     for (int64_t at = 0; at < order_.count(); ++at) {
-      columns[K1][at] = columns[K0][at] + static_cast<int32_t>(at_(at).count);
-      columns[DMIN][at] = static_cast<int32_t>(at_(at).low);
-      stage_of[at] = stage[at_(at).first];
+      columns[K1][at] = columns[K0][at] + static_cast<int32_t>(merged_at(at).count);
+      columns[DMIN][at] = static_cast<int32_t>(merged_at(at).low);
+      stage_of[at] = stage[merged_at(at).first];
     }
     return std::tuple(std::move(columns), parts(), std::move(stage_of));
   }
@@ -197,35 +197,35 @@ class Merging {
   // number of the merged task, the edge, the first row, and the number of keys of each.
   std::tuple<Array<int32_t>, Array<int32_t>, Array<int64_t>, Array<int32_t>> parts() const {
     const int64_t count = tasks_.size();
-    Array<int32_t> of(count), edge(count), keys(count), number(order_.count()), place(order_.count() + 1);
+    Array<int32_t> owner(count), edge(count), keys(count), number(order_.count()), place(order_.count() + 1);
     Array<int64_t> row(count);
     for (int64_t at = 0; at < order_.count(); ++at) number[order_[at]] = static_cast<int32_t>(at);
-    for (const int32_t one : into_) ++place[number[one] + 1];
+    for (const int32_t merged : into_) ++place[number[merged] + 1];
     std::partial_sum(place.begin(), place.end(), place.begin());
     for (const int32_t task : by_step_) {
-      const int32_t one = number[into_[task]], at = place[one]++;
-      of[at] = one;
+      const int32_t merged = number[into_[task]], at = place[merged]++;
+      owner[at] = merged;
       edge[at] = static_cast<int32_t>(tasks_.edge[task]);
       keys[at] = static_cast<int32_t>(tasks_.keys(task));
       row[at] = row_[task];
     }
-    return moved(of, edge, row, keys);
+    return moved(owner, edge, row, keys);
   }
-  const Merged& at_(int64_t place) const { return merged_[order_[place]]; }
+  const Merged& merged_at(int64_t place) const { return merged_[order_[place]]; }
 
   // Joins a task to the merged task of an earlier one, if possible.
   bool joins(int64_t before, int64_t task) {
     if (before < 0) return false;
-    const int64_t rows = tasks_.rows[task], edge = tasks_.edge[task], of = tasks_.edge[before];
+    const int64_t rows = tasks_.rows[task], edge = tasks_.edge[task], last = tasks_.edge[before];
     if (step_[before] != step_[task] || tasks_.rows[before] != rows) return false;
     const int64_t end = row_[before] + tasks_.keys(before);
-    const bool beside = of == edge ? end == row_[task]
-                                   : of >= 0 && edge >= 0 && after_[of] == edge && row_[task] == 0 && end == edges_.rows[of];
+    const bool adjacent = last == edge ? end == row_[task]
+                                   : last >= 0 && edge >= 0 && after_[last] == edge && row_[task] == 0 && end == edges_.rows[last];
     Merged& part = merged_[into_[before]];
     // one band over both: the same diagonals, or edges of the band that lie outside the parts
     const int64_t begin = tasks_.dmin[task] - part.count;
     const bool same = begin == part.low || (part.low == 1 - part.count && begin <= part.low);
-    if (!beside || !same || tasks_.dmax[task] != std::min(tasks_.dmax[part.first] + part.count, rows - 1)) return false;
+    if (!adjacent || !same || tasks_.dmax[task] != std::min(tasks_.dmax[part.first] + part.count, rows - 1)) return false;
     part.low = begin;
     part.count += tasks_.keys(task);
     into_[task] = into_[before];
@@ -236,12 +236,12 @@ class Merging {
   void sort() {
     order_.resize(merged_.size());
     std::iota(order_.begin(), order_.end(), 0);
-    const auto is_cut = [&](int64_t one) {
-      const Merged& task = merged_[one];
+    const auto is_cut = [&](int64_t a) {
+      const Merged& task = merged_[a];
       return task.low > 1 - task.count || tasks_.dmax[task.first] < tasks_.rows[task.first] - 1;
     };
-    const auto longer = [&](int64_t one, int64_t two) {
-      return tasks_.rows[merged_[one].first] > tasks_.rows[merged_[two].first];
+    const auto longer = [&](int64_t a, int64_t b) {
+      return tasks_.rows[merged_[a].first] > tasks_.rows[merged_[b].first];
     };
     for (auto begin = order_.begin(), end = begin; begin != order_.end(); begin = end) {
       while (end != order_.end() && merged_[*end].step == merged_[*begin].step) ++end;

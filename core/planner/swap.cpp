@@ -23,18 +23,18 @@ struct Item {
 using Places = std::vector<int64_t>;
 
 struct Bin {
-  Places held;  // ascending
+  Places places;  // ascending
   int64_t load = 0, used = 0, cap = 0;
   double speed = 1;
 
   double time() const { return static_cast<double>(load) / speed; }
   void take(int64_t place, const Item& item) {
-    held.insert(std::lower_bound(held.begin(), held.end(), place), place);
+    places.insert(std::lower_bound(places.begin(), places.end(), place), place);
     load += item.weight;
     used += item.size;
   }
   void give(int64_t place, const Item& item) {
-    held.erase(std::lower_bound(held.begin(), held.end(), place));
+    places.erase(std::lower_bound(places.begin(), places.end(), place));
     load -= item.weight;
     used -= item.size;
   }
@@ -42,8 +42,8 @@ struct Bin {
 
 // Exchanges one item of the heavy bin for up to two of the light one; all are places, -1 for none.
 struct Exchange {
-  int64_t given = -1;
-  std::array<int64_t, 2> taken = {-1, -1};
+  int64_t sent = -1;
+  std::array<int64_t, 2> received = {-1, -1};
 };
 
 class Swaps {
@@ -60,7 +60,7 @@ class Swaps {
 
  private:
   const Item& at(int64_t place) const { return items_[place]; }
-  bool may(int64_t place, int64_t bin) const {
+  bool may_hold(int64_t place, int64_t bin) const {
     return allowed_.rows() == 0 || allowed_[at(place).number][bin];
   }
 
@@ -71,7 +71,7 @@ class Swaps {
     if (time[heavy] <= goal) return false;
     Growing<int64_t> light(bins_.count());
     std::iota(light.begin(), light.end(), 0);
-    std::stable_sort(light.begin(), light.end(), [&](auto one, auto two) { return time[one] < time[two]; });
+    std::stable_sort(light.begin(), light.end(), [&](auto a, auto b) { return time[a] < time[b]; });
     Exchange best;
     Bin* other = nullptr;
     double lowest_time = time[heavy];
@@ -83,8 +83,8 @@ class Swaps {
       if (lowest_time < before) other = &bins_[light[number]];
     }
     if (!other) return false;
-    move(best.given, bins_[heavy], *other);
-    for (const int64_t place : best.taken)
+    move(best.sent, bins_[heavy], *other);
+    for (const int64_t place : best.received)
       if (place >= 0) move(place, *other, bins_[heavy]);
     return true;
   }
@@ -97,28 +97,28 @@ class Swaps {
   // Lowers `lowest_time`, the time of the heavier bin after the best exchange, if a better exchange exists.
   void look(int64_t heavy, int64_t light, double& lowest_time, Exchange& best) const {
     const Bin &from = bins_[heavy], &to = bins_[light];
-    Places theirs;
-    for (const int64_t place : to.held)
-      if (may(place, heavy)) theirs.push_back(place);
-    Places lightest(theirs.size() + 1, -1);  // the lightest item at or after each position
-    for (std::size_t i = theirs.size(); i-- > 0;) {
-      const int64_t behind = lightest[i + 1];
-      lightest[i] = behind < 0 || at(theirs[i]).weight <= at(behind).weight ? theirs[i] : behind;
+    Places candidates;
+    for (const int64_t place : to.places)
+      if (may_hold(place, heavy)) candidates.push_back(place);
+    Places lightest(candidates.size() + 1, -1);  // the lightest item at or after each position
+    for (std::size_t i = candidates.size(); i-- > 0;) {
+      const int64_t next = lightest[i + 1];
+      lightest[i] = next < 0 || at(candidates[i]).weight <= at(next).weight ? candidates[i] : next;
     }
-    for (const int64_t a : from.held) {
-      if (!may(a, light)) continue;
-      for (std::size_t i = 0; i <= theirs.size(); ++i) {
-        const int64_t b = i == 0 ? -1 : theirs[i - 1];
+    for (const int64_t a : from.places) {
+      if (!may_hold(a, light)) continue;
+      for (std::size_t i = 0; i <= candidates.size(); ++i) {
+        const int64_t b = i == 0 ? -1 : candidates[i - 1];
         int64_t weight = at(a).weight, size = at(a).size, c = -1;
         if (b >= 0) {
           weight -= at(b).weight;
           size -= at(b).size;
         }
-        const int64_t lacking = to.used + size - to.cap;
-        if (weight > 0 && lacking > 0 && b >= 0) {  // a second item makes room
-          const auto large = std::partition_point(theirs.begin(), theirs.end(),
-                                                  [&](int64_t place) { return at(place).size < lacking; });
-          c = lightest[static_cast<std::size_t>(large - theirs.begin())];
+        const int64_t shortage = to.used + size - to.cap;
+        if (weight > 0 && shortage > 0 && b >= 0) {  // a second item makes room
+          const auto large = std::partition_point(candidates.begin(), candidates.end(),
+                                                  [&](int64_t place) { return at(place).size < shortage; });
+          c = lightest[static_cast<std::size_t>(large - candidates.begin())];
           if (c < 0 || c == b) continue;
           weight -= at(c).weight;
           size -= at(c).size;
@@ -156,7 +156,7 @@ void improve(Column<int64_t> assigned, Column<const int64_t> order, Column<const
   Swaps swaps(items, std::move(bins), allowed);
   swaps.improve(goal);
   for (int64_t bin = 0; bin < caps.size(); ++bin)
-    for (const int64_t place : swaps.bins()[bin].held) assigned[items[place].number] = bin;
+    for (const int64_t place : swaps.bins()[bin].places) assigned[items[place].number] = bin;
 }
 
 }  // namespace

@@ -44,8 +44,8 @@ struct Bands {
   template <class Each>
   void walk(Each&& each) const {
     const int64_t blocks = starts.size() - 1;
-    for (int64_t one = 0; one < bands.rows(); ++one) {
-      const Column<const int64_t> band = bands[one];
+    for (int64_t i = 0; i < bands.rows(); ++i) {
+      const Column<const int64_t> band = bands[i];
       int64_t key = block_of(band[2]);
       for (int64_t block = block_of(band[0]); block < blocks && starts[block] < band[1]; ++block) {
         const int64_t q0 = std::max(band[0], starts[block]), q1 = std::min(band[1], starts[block + 1]);
@@ -67,14 +67,14 @@ struct Bands {
 
   // For each key block, the number of cells of earlier key blocks; at the end, the number of all cells.
   Growing<int64_t> before_keys() const {
-    Growing<int64_t> found(starts.size() + 1);  // at first: differences, shifted by one
+    Growing<int64_t> counts(starts.size() + 1);  // at first: differences, shifted by one
     walk([&](auto, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t first, int64_t end) {
-      ++found[first + 1];
-      --found[end + 1];
+      ++counts[first + 1];
+      --counts[end + 1];
     });
-    std::partial_sum(found.begin(), found.end(), found.begin());
-    std::partial_sum(found.begin(), found.end(), found.begin());
-    return found;
+    std::partial_sum(counts.begin(), counts.end(), counts.begin());
+    std::partial_sum(counts.begin(), counts.end(), counts.begin());
+    return counts;
   }
 
   // Calls put(cell) for each cell.
@@ -181,10 +181,10 @@ std::pair<Array<int64_t>, Growing<Span>> cut_spans(Ints order, Column<const int6
 }
 
 Array<int64_t> pairs(Ints rows, Ints keys, Ints dmin, Ints dmax) {
-  Array<int64_t> found(rows.size());
+  Array<int64_t> totals(rows.size());
   for (int64_t band = 0; band < rows.size(); ++band)
-    found[band] = area_of(0, rows[band], 0, keys[band], dmin[band], dmax[band]);
-  return found;
+    totals[band] = area_of(0, rows[band], 0, keys[band], dmin[band], dmax[band]);
+  return totals;
 }
 
 }  // namespace

@@ -51,8 +51,8 @@ double level_of(Column<const int64_t> rows, int64_t total, const Price& price) {
   std::sort(descending.begin(), descending.end(), std::greater<>());
   const double saved = static_cast<double>(total) * price.saving;
   double above = 0, count = 0;
-  for (const int64_t own : descending) {
-    const double price_of_rank = price.inter * static_cast<double>(own);
+  for (const int64_t value : descending) {
+    const double price_of_rank = price.inter * static_cast<double>(value);
     if (above - count * price_of_rank > saved) break;  // more is needed to lower the more expensive ranks to this price
     above += price_of_rank;
     ++count;
@@ -64,18 +64,18 @@ double level_of(Column<const int64_t> rows, int64_t total, const Price& price) {
 // inter * rows - saving * near, so the near rows go to the ranks that pay most, down to a common level.
 void share(Column<const int64_t> rows, int64_t total, const Price& price, bool level, int64_t sign,
            Column<int64_t> near) {
-  Array<int64_t> own(rows.size());
+  Array<int64_t> shares(rows.size());
   if (!level || price.saving <= 0 || total >= std::accumulate(rows.begin(), rows.end(), int64_t{0})) {
     for (int64_t rank = 0; rank < rows.size(); ++rank) {
-      own[rank] = std::min(rows[rank], total);
-      total -= own[rank];
+      shares[rank] = std::min(rows[rank], total);
+      total -= shares[rank];
     }
   } else {
     const double level_price = level_of(rows, total, price);
     for (int64_t rank = 0; rank < rows.size(); ++rank) {
-      const double some = std::floor((price.inter * static_cast<double>(rows[rank]) - level_price) / price.saving);
-      own[rank] = std::min(std::max<int64_t>(static_cast<int64_t>(some), 0), rows[rank]);
-      total -= own[rank];
+      const double amount = std::floor((price.inter * static_cast<double>(rows[rank]) - level_price) / price.saving);
+      shares[rank] = std::min(std::max<int64_t>(static_cast<int64_t>(amount), 0), rows[rank]);
+      total -= shares[rank];
     }
     // rows lost by rounding are given one by one to the rank that pays most, extra rows are taken from the one that
     // pays least
@@ -83,15 +83,15 @@ void share(Column<const int64_t> rows, int64_t total, const Price& price, bool l
       const int64_t step = total > 0 ? 1 : -1;
       int64_t best = -1;
       for (int64_t rank = 0; rank < rows.size(); ++rank) {
-        if (step > 0 ? own[rank] >= rows[rank] : own[rank] <= 0) continue;
-        const auto pays = [&](int64_t one) { return static_cast<double>(step) * price.of(rows[one], own[one]); };
+        if (step > 0 ? shares[rank] >= rows[rank] : shares[rank] <= 0) continue;
+        const auto pays = [&](int64_t r) { return static_cast<double>(step) * price.of(rows[r], shares[r]); };
         if (best < 0 || pays(rank) > pays(best)) best = rank;
       }
-      own[best] += step;
+      shares[best] += step;
       total -= step;
     }
   }
-  for (int64_t rank = 0; rank < rows.size(); ++rank) near[rank] += sign * own[rank];
+  for (int64_t rank = 0; rank < rows.size(); ++rank) near[rank] += sign * shares[rank];
 }
 
 // The rows of each rank that stay in its node of `width` ranks. If levelled, senders (or receivers) share the cheap
@@ -102,13 +102,13 @@ Array<int64_t> near_rows(Column<const int64_t> surplus, int64_t width, const Pri
   for (int64_t first = 0; first < surplus.size(); first += width) {
     const int64_t end = std::min(first + width, surplus.size());
     Array<int64_t> give(end - first), take(end - first);
-    int64_t given = 0, taken = 0;
+    int64_t supply = 0, demand = 0;
     for (int64_t rank = first; rank < end; ++rank) {
-      given += give[rank - first] = std::max<int64_t>(surplus[rank], 0);
-      taken += take[rank - first] = std::max<int64_t>(-surplus[rank], 0);
+      supply += give[rank - first] = std::max<int64_t>(surplus[rank], 0);
+      demand += take[rank - first] = std::max<int64_t>(-surplus[rank], 0);
     }
-    share(give, std::min(given, taken), price, level_givers, 1, near.slice(first, end));
-    share(take, std::min(given, taken), price, level_takers, -1, near.slice(first, end));
+    share(give, std::min(supply, demand), price, level_givers, 1, near.slice(first, end));
+    share(take, std::min(supply, demand), price, level_takers, -1, near.slice(first, end));
   }
   return near;
 }
@@ -121,8 +121,8 @@ Growing<Flow> two_level(Column<const int64_t> surplus, int64_t width, const Pric
   Growing<Flow> flows;
   north_west(near, width, flows);
   north_west(far, far.size(), flows);
-  std::stable_sort(flows.begin(), flows.end(), [](const Flow& one, const Flow& two) {
-    return one.src != two.src ? one.src < two.src : one.dst < two.dst;
+  std::stable_sort(flows.begin(), flows.end(), [](const Flow& a, const Flow& b) {
+    return a.src != b.src ? a.src < b.src : a.dst < b.dst;
   });
   return flows;
 }

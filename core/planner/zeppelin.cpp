@@ -37,11 +37,11 @@ class Buckets {
     for (int64_t bucket = 0; bucket < size(); ++bucket) load_[bucket] += share[bucket];
   }
 
-  // Splits `tokens` in proportion to caps over the `some` least full buckets. If caps are enforced: over as many more
+  // Splits `tokens` in proportion to caps over the `fragments` least full buckets. If caps are enforced: over as many more
   // as needed to exceed no cap; if even all buckets are too few, minimizes the fullness of the fullest.
-  Array<int64_t> split(int64_t tokens, int64_t some) const {
+  Array<int64_t> split(int64_t tokens, int64_t fragments) const {
     Order order = by_fullness();
-    for (int64_t wide = std::min(some, size()); wide <= size(); ++wide) {
+    for (int64_t wide = std::min(fragments, size()); wide <= size(); ++wide) {
       Array<int64_t> share = shared(tokens, {order.begin(), order.begin() + wide});
       if (!enforce_ || fits(share)) return share;
     }
@@ -51,9 +51,9 @@ class Buckets {
   // Splits `tokens` into fragments in proportion to caps, round-robin from bucket `turn` on. If caps are enforced and
   // the fragments do not fit there, does the same as `split`.
   Array<int64_t> by_turns(int64_t tokens, int64_t fragments, int64_t turn) const {
-    Order some;
-    for (int64_t nth = 0; nth < fragments; ++nth) some.push_back((turn + nth) % size());
-    Array<int64_t> share = shared(tokens, some);
+    Order members;
+    for (int64_t nth = 0; nth < fragments; ++nth) members.push_back((turn + nth) % size());
+    Array<int64_t> share = shared(tokens, members);
     return enforce_ && !fits(share) ? split(tokens, fragments) : std::move(share);
   }
 
@@ -61,16 +61,16 @@ class Buckets {
   // Returns the buckets of the items placed.
   template <class Sizes>
   Order whole(const Sizes& sizes, int64_t begin, int64_t end) {
-    Order found;
+    Order buckets;
     heap_ = by_fullness();
     for (int64_t item = begin; item < end; ++item) {
       const int64_t at = position_with_room(sizes(item));
       if (at < 0) break;
       load_[heap_[at]] += sizes(item);
-      found.push_back(heap_[at]);
+      buckets.push_back(heap_[at]);
       sink(at);
     }
-    return found;
+    return buckets;
   }
 
  private:
@@ -79,17 +79,17 @@ class Buckets {
     for (int64_t bucket = 0; bucket < size(); ++bucket) full.push_back(real(load_[bucket]) / real(caps_[bucket]));
     Order order(full.size());
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return full[one] < full[other]; });
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return full[a] < full[b]; });
     return order;
   }
 
   // Splits `tokens` over some buckets in proportion to their caps; the first of them get the remainder.
-  Array<int64_t> shared(int64_t tokens, const Order& some) const {
+  Array<int64_t> shared(int64_t tokens, const Order& members) const {
     Array<int64_t> share(size());
     int64_t room = 0, left = tokens;
-    for (const int64_t bucket : some) room += caps_[bucket];
-    for (const int64_t bucket : some) left -= share[bucket] = tokens * caps_[bucket] / room;
-    for (int64_t nth = 0; nth < left; ++nth) ++share[some[nth]];
+    for (const int64_t bucket : members) room += caps_[bucket];
+    for (const int64_t bucket : members) left -= share[bucket] = tokens * caps_[bucket] / room;
+    for (int64_t nth = 0; nth < left; ++nth) ++share[members[nth]];
     return share;
   }
 
@@ -119,18 +119,18 @@ class Buckets {
       else
         high = level;
     }
-    int64_t over = fill_to(high) - tokens;
-    for (int64_t bucket = 0; bucket < size() && over > 0; ++bucket) {
+    int64_t excess = fill_to(high) - tokens;
+    for (int64_t bucket = 0; bucket < size() && excess > 0; ++bucket) {
       if (share[bucket] == 0) continue;
       --share[bucket];
-      --over;
+      --excess;
     }
     return share;
   }
 
-  bool before(int64_t one, int64_t other) const {
-    const int64_t left = load_[one] * caps_[other], right = load_[other] * caps_[one];
-    return left < right || (left == right && one < other);
+  bool before(int64_t a, int64_t b) const {
+    const int64_t left = load_[a] * caps_[b], right = load_[b] * caps_[a];
+    return left < right || (left == right && a < b);
   }
 
   // The heap position of the least full bucket with room for `tokens`, or -1.
@@ -161,7 +161,7 @@ class Buckets {
 
 // The tokens of a sequence on a node, or on a rank.
 struct Share {
-  int64_t sequence, at, tokens;
+  int64_t sequence, bucket, tokens;
 };
 
 void put(std::vector<Share>& shares, int64_t sequence, int64_t first, const Array<int64_t>& share, Buckets& buckets) {
@@ -180,7 +180,7 @@ std::vector<Node> to_nodes(Column<const int64_t> lengths, Column<const int64_t> 
   Order order(static_cast<std::size_t>(lengths.size()));
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t one, int64_t other) { return lengths[one] > lengths[other]; });
+                   [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
   const auto size = [&](int64_t item) { return lengths[order[item]]; };
   const int64_t total = std::accumulate(lengths.begin(), lengths.end(), int64_t{0}), items = count(order);
   std::vector<Share> parts;
@@ -198,7 +198,7 @@ std::vector<Node> to_nodes(Column<const int64_t> lengths, Column<const int64_t> 
       continue;
     }
     std::vector<Node> nodes(static_cast<std::size_t>(caps.size()));
-    for (const Share& part : parts) nodes[part.at].crossing.push_back(part);
+    for (const Share& part : parts) nodes[part.bucket].crossing.push_back(part);
     for (int64_t item = crossing; item < items; ++item)
       nodes[node[item - crossing]].inside.push_back({order[item], node[item - crossing], size(item)});
     return nodes;
@@ -258,12 +258,12 @@ std::pair<Growing<int64_t>, Growing<int64_t>> zigzag(Column<const int64_t> seque
       const int64_t index = low + std::min(step, 2 * size - 1 - step);
       const int64_t chunk = (tokens[index] + (step < size ? 1 : 0)) / 2;
       for (int64_t cut = 0; cut < cuts; ++cut) {
-        const int64_t some = chunk * (cut + 1) / cuts - chunk * cut / cuts;
-        if (some && (cuts > 1 || home.count() == opening || home.back() != rank[index])) {
+        const int64_t length = chunk * (cut + 1) / cuts - chunk * cut / cuts;
+        if (length && (cuts > 1 || home.count() == opening || home.back() != rank[index])) {
           starts.push_back(at);
           home.push_back(rank[index]);
         }
-        at += some;
+        at += length;
       }
     }
   }
@@ -278,7 +278,7 @@ Growing<Share> find_shares(Column<const int64_t> lengths, Column<const int64_t> 
   const std::vector<Node> nodes = to_nodes(lengths, node_caps, inter, enforce);
   for (int64_t node = 0; node < caps.rows(); ++node)
     to_ranks(nodes[node], node * caps.columns(), caps[node], intra, enforce, shares);
-  std::ranges::sort(shares, {}, [](const Share& one) { return std::tie(one.sequence, one.at); });
+  std::ranges::sort(shares, {}, [](const Share& share) { return std::tie(share.sequence, share.bucket); });
   return shares;
 }
 

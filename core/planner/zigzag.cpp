@@ -18,16 +18,16 @@ Array<int64_t> find_emptiest(Column<const int64_t> lengths, Column<const int64_t
   Array<int64_t> order(lengths.size()), first(lengths.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t one, int64_t other) { return lengths[one] > lengths[other]; });
+                   [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
   const Array<int64_t> used(ranks);
   for (const int64_t index : order) {
     const int64_t width = size[index];
-    int64_t held = std::accumulate(used.begin(), used.begin() + width, int64_t{0}), best = 0, least = held;
+    int64_t load = std::accumulate(used.begin(), used.begin() + width, int64_t{0}), best = 0, min_load = load;
     for (int64_t begin = 1; begin + width <= ranks; ++begin) {
-      held += used[begin + width - 1] - used[begin - 1];
-      if (held < least) {
+      load += used[begin + width - 1] - used[begin - 1];
+      if (load < min_load) {
         best = begin;
-        least = held;
+        min_load = load;
       }
     }
     first[index] = best;

@@ -1,4 +1,4 @@
-"""Runs an example of docs/how-to in one process, with its trainer's own attention, on the documents that plans have:
+"""Runs an example of docs/how-to in one process, with its trainer's own attention, on the documents of planned runs:
 
 torchrun --nproc-per-node 1 tests/adapters/example_alone.py hf|titan|megatron
 """

@@ -107,7 +107,7 @@ def gptoss(backend: Any, count: int) -> Any:
         hidden_dim=32,
         num_experts=4,
         top_k=2,
-        load_balance_coeff=None,  # would count padding, which is routed, too
+        load_balance_coeff=None,  # would also count padding, which is routed too
         attn_backend=backend,
         moe_comm_backend="standard",
         rope=CosSinRoPE.Config(**{**ROPE, "dim": 64}),

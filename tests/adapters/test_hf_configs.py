@@ -86,7 +86,7 @@ def calls() -> Iterator[list[tuple[Any, ...]]]:
 
 def mask_of_function(function: Any, size: int | None) -> Mask:
     """The mask that a function of positions describes; one that needs tensor values, which meta tensors lack, is taken
-    for chunked."""
+    as chunked."""
 
     def is_visible(query: int, key: int) -> bool:
         return bool(function(0, 0, torch.tensor(query), torch.tensor(key)))

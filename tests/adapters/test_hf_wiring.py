@@ -299,8 +299,8 @@ def test_loops_that_omit_a_required_call_are_stopped(pool: Any, mistake: str, me
         assert re.search(message, error), error
 
 
-def test_samples_that_are_a_ranks_rows_are_scored_without_the_plan(pool: Any) -> None:
-    """A rank has two samples of one length: its rows are equal to a batch of them."""
+def test_samples_shaped_like_a_ranks_rows_are_scored_without_the_plan(pool: Any) -> None:
+    """A rank has two samples of equal length, so its rows have the shape of a batch of these samples."""
     assert pool.run(jobs.scoring_error, 2, 40, 2) == pool.run(jobs.scoring_error, 2, 40, 1) == ["", ""]
 
 

@@ -32,8 +32,8 @@ DATA = Path(__file__).parent.parent / "data" / "mask_instances.jsonl.gz"
 MODEL = Model(q_heads=1, kv_heads=1, head_dim=4, v_head_dim=4, dtype="fp64", layers=1)
 CLUSTER = Cluster(nodes=2, ranks_per_node=4)
 WHOLE = 16_384  # tokens up to which all rows are compared
-CELLS = 2**24  # most (query, key) cells of a window
-WORK = 2**42  # most cells × tokens of a window
+CELLS = 2**24  # limit of (query, key) cells of a window
+WORK = 2**42  # limit of cells × tokens of a window
 EXACT = 1e-10
 ATTEND, ATTEND_GRAD = executor.attend, executor.attend_grad
 Array = NDArray[Any]

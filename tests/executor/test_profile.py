@@ -215,7 +215,7 @@ def test_cost_model_uses_the_profile(measured: tuple[Hardware, list[tuple[Any, A
     assert cost.rowop_us(1 << 20) > cost.rowop_us(1)
 
 
-def test_layers_are_timed_in_the_model_s_sizes(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
+def test_layers_are_timed_at_the_models_sizes(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     hardware = measured[0]
     for name in ("linear_tflops", "rows_gbs"):
         figure = hardware.figures()[name]
@@ -269,7 +269,7 @@ def test_links_between_nodes_are_distinguished_from_those_inside(pool: Pool) -> 
 def test_all_ranks_of_two_nodes_are_measured_at_once(pool: Pool) -> None:
     links, *others = pool.run(jobs_profile.links, 4, SIZES, each=[7, 7, 9, 9])
     assert all(other == links for other in others)
-    assert 1 <= links["nics"] <= 2  # as many as two pairs fill
+    assert 1 <= links["nics"] <= 2  # two pairs of ranks can keep at most two NICs busy
     hardware = with_links(Hardware.load("h100"), jobs_profile.from_data(links))
     measured = {name for name, figure in hardware.figures().items() if "over gloo" in figure.source}
     assert measured == {

@@ -72,7 +72,7 @@ def plan_of(recipe: str, batch: str, ranks: int, **recurrent: Any) -> Plan:
 
 
 def problem(layer: Layer, tokens: int, conv: int = CONV) -> list[Any]:
-    """x, weight, g, beta and the gradient of the result, for all tokens."""
+    """x, weight, g, beta, and the gradient of the result, for all tokens."""
     rng = np.random.default_rng(0)
     x, grad = rng.standard_normal((2, tokens, layer.channels))
     weight = rng.standard_normal((layer.channels, conv)) / 2

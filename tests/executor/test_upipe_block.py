@@ -174,7 +174,7 @@ def test_hooks_of_a_parameter_run_once_on_the_gradient_of_all_stages(handle: Pla
     assert sorted(hooks_run) == sorted(name for name, _ in layer.named_parameters())
 
 
-def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool: Pool) -> None:
+def test_the_bf16_error_is_at_most_twice_that_of_plain_attention(pool: Pool) -> None:
     sizes = jobs_upipe.Sizes(8, 2, 16, 16, hidden=32, dtype=torch.bfloat16)
     plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=4, project=True)
     exact = plain(plan, replace(sizes, dtype=torch.float64))

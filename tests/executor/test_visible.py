@@ -153,7 +153,7 @@ def crossings_and_visible(
     ]
 
 
-def test_only_the_other_kind_splits_heads(pool: Pool) -> None:
+def test_only_the_kind_whose_heads_are_split_is_refused(pool: Pool) -> None:
     batch = ap.Batch.from_lengths([300, 40], {"dense": ap.masks.causal(), "sparse": ap.masks.causal()})
     model = replace(MODEL, layers={"dense": 1, "sparse": 3}, balance={"sparse": {"keys": 5}})
     plan = ap.plan(batch, ap.Cluster(2, 2), model, "mixed")

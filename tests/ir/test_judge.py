@@ -208,7 +208,7 @@ def test_tables_are_walked_where_lowering_wrote_them() -> None:
         assert tables[name].values.dtype == np.int32
 
 
-def test_an_instruction_of_another_phase_is_refused_though_it_has_no_rows() -> None:
+def test_an_instruction_of_another_phase_is_refused_even_without_rows() -> None:
     plan = ap.plan(
         ap.Batch.from_lengths([64]), ap.Cluster(1, 2), ap.Model(1, 1, 2, layers=1), "fcp", verify=False
     )

@@ -98,7 +98,7 @@ def test_all_to_all_exchanges_are_staged() -> None:
 @pytest.mark.parametrize(("heads", "is_staged"), [((0, 1), False), ((1, 0), True), ((0,), True)])
 def test_home_rows_sent_in_another_order_of_heads_are_staged(heads: tuple[int, ...], is_staged: bool) -> None:
     plan = parse((ROOT / "plans" / "q_moves.txt").read_text())
-    programs = plan.programs["default", "forward"].rank(2)  # sends its queries, to both others
+    programs = plan.programs["default", "forward"].rank(2)  # sends its queries to both other ranks
     table = programs["operands"]
     columns = {**table.columns, "heads": (table["tensor"] == Tensor.Q).astype(np.int64)}
     programs = ProgramSet({**programs.tables, "operands": Table.of(table.ptr, columns)})

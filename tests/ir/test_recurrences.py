@@ -30,7 +30,7 @@ MODEL = ap.Model(q_heads=4, kv_heads=4, head_dim=8, recurrent=KINDS)
 CLUSTER = ap.Cluster(nodes=1, ranks_per_node=2)
 Columns = dict[str, Ints]
 
-# two ranks: a document of 8 in three runs, one of 2 in one run
+# two ranks: a document of 8 tokens in three runs, and one of 2 tokens in one run
 SPANS = [[(0, 0, 3, 0, 0), (3, 6, 2, 0, 6)], [(0, 3, 3, 0, 3), (3, 8, 2, 1, 0)]]
 
 

@@ -68,7 +68,7 @@ def test_auto_is_never_worse_than_its_candidates(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "median", "sigma"), [(64, 150, 1.0), (128, 60, 1.3)])
 def test_auto_cuts_little_if_communication_dominates(ranks: int, median: int, sigma: float) -> None:
-    """Some 2,000 tokens per rank, most samples short, a few longer than a rank holds, as in tool-calling data."""
+    """Some 2,000 tokens per rank: mostly short samples, a few longer than a rank holds, as in tool-calling data."""
     lengths = lognormal_lengths(0, ranks * 2048, median=median, sigma=sigma)
     batch, cluster = ap.Batch.from_lengths(lengths), ap.Cluster(ranks // 8, 8)
     model = ap.Model(q_heads=32, kv_heads=8, head_dim=128, layers=2)

@@ -56,7 +56,7 @@ class ExhaustiveSearch:
         self.foreign = ((on_rank.astype(np.int64) @ sees > 0) & ~on_rank).sum((1, 2))
 
     def check(self, bands: np.ndarray, token_caps: set[int]) -> int:
-        """The largest bound, none of which is above the least foreign keys of the placements that respect the caps."""
+        """The largest bound; asserts that each is at most the fewest foreign keys of any placement within its caps."""
         largest = 0
         for token_cap in token_caps:
             for load_cap in np.unique(self.pairs.max(1)).tolist():

@@ -554,7 +554,7 @@ def test_causal_tasks_may_take_longer_than_full_ones() -> None:
     assert full_us(cost, "forward", 32, 64)[0] < between < causal_us(cost, "forward", 32, 64)[0]
     assert (
         causal_us(cost, "forward", 1, 64)[0] <= SMALL.forward.full[0][2]
-    )  # one row is full and causal at once
+    )  # a single row is both full and causal
     far = causal_us(cost, "forward", 5000, 5000)[0] / full_us(cost, "forward", 5000, 5000)[0]
     assert far <= (causal / np.array(SMALL.forward.full)).max()
 

@@ -212,7 +212,7 @@ def without_annotated(annotation: str, function: Any) -> str:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments_mean_what_plain_values_mean(name: str) -> None:
+def test_arguments_mean_the_same_as_plain_values(name: str) -> None:
     function, arguments = CALLS[name]
     assert not isinstance(outcome(function, arguments), ApportionError)
     for parameter, declared in inspect.signature(function).parameters.items():

@@ -37,4 +37,4 @@ def test_answers_share_one_task_on_their_question() -> None:
         50,
         70,
         70,
-    ]  # the question with its first answer; the two others; their common task on the question
+    ]  # the question with its first answer; the two other answers; their common task on the question

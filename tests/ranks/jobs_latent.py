@@ -56,7 +56,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: Tensor) -> T
 def difference(
     comm: Communicator, encoded: bytes, wrap: str, checkpointed: bool, most: int | None
 ) -> list[float]:
-    """The largest differences of outputs and gradients of two layers from one process. most: of numbers expanded at a
+    """The largest differences of outputs and gradients of two layers from one process. most: numbers expanded at a
     time."""
     before = latent_rows.MAX_ELEMENTS
     latent_rows.MAX_ELEMENTS = before if most is None else most

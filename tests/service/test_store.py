@@ -146,7 +146,7 @@ def test_the_least_recently_used_packs_are_evicted_by_size_and_age(tmp_path: Pat
     put_aged(store, packs)
     assert store.prune(max_age_s=2.5 * 86400) == (1, len(packs[0].data))
     assert stored_numbers(store, packs) == [1, 2, 3]
-    assert store.get(packs[1].key) is not None  # reading renews its age
+    assert store.get(packs[1].key) is not None  # reading resets its age
     assert store.prune(max_bytes=len(packs[1].data) + len(packs[3].data))[0] == 1
     assert stored_numbers(store, packs) == [1, 3]
     full = Folder(tmp_path, max_bytes=2 * len(packs[0].data))

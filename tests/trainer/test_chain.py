@@ -1,4 +1,4 @@
-"""The whole chain on gloo: `apportion profile` under torchrun, a forecast on what it wrote, real training steps."""
+"""The whole chain on gloo: `apportion profile` under torchrun, a forecast from its profile, real training steps."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def test_the_job_of_a_loader_has_the_callers_cluster_model_and_policy() -> None:
 
 
 @pytest.mark.parametrize("spec", [None, masks.full(), {"global": masks.full()}, [None], [masks.full()], []])
-def test_masks_must_be_of_the_kinds_of_the_model_s_layers(spec: Any) -> None:
+def test_masks_must_match_the_kinds_of_the_models_layers(spec: Any) -> None:
     check_kinds(job(), spec)
     kinds = {"global": masks.causal(), "local": masks.sliding_window(4)}
     two = replace(job(), model=replace(MODEL, layers={"global": 1, "local": 2}))
@@ -470,7 +470,7 @@ def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
 
 @pytest.mark.parametrize("on_timeout", ["raise", "local"])
 def test_a_wrong_sampler_on_one_rank_ends_all_ranks_with_its_error(pool: Pool, on_timeout: str) -> None:
-    """Also if only its number of microbatches is too large."""
+    """Also holds if only its number of microbatches is too large."""
     for other, message in (
         ([[[0]], [[1], [3]]], "must be 1 to 1: one per microbatch"),
         ([[[0]], [[9]]], r"= 9"),

@@ -67,7 +67,7 @@ def test_links_are_measured_where_there_are_several_ranks(
     assert profiling.run(True, "pair") is None
 
 
-def test_a_profile_is_measured_in_the_sizes_of_the_model(measured: Hardware, tmp_path: Path) -> None:
+def test_a_profile_is_measured_at_the_sizes_of_the_model(measured: Hardware, tmp_path: Path) -> None:
     model = tmp_path / "model.yaml"
     model.write_text(
         "{q_heads: 12, kv_heads: 4, head_dim: 32, dtype: fp32, hidden: 384, ffn: 1000, layers: 2}"

@@ -376,7 +376,7 @@ def test_malformed_states_are_refused(state: dict[str, int] | None) -> None:
         loader_of().load_state_dict(state)
 
 
-def test_a_state_that_is_loaded_in_place_is_compared_as_any_other() -> None:
+def test_a_state_that_is_loaded_in_place_is_compared_like_any_other() -> None:
     """torch's distributed checkpoints write the saved values into the nested values of a loader's own state."""
     loader, saved = loader_of(), loader_of().state_dict()
     saved["job"]["policy"]["seed"] += 1

@@ -153,9 +153,9 @@ def noiseless(model: Any, device: torch.device, *others: Any) -> Iterator[Callab
 def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
     """Returns a function that restores whatever forward may change: attributes of modules and configs, their dicts
     (buffers, and hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
-    dicts = [vars(one) for one in (*model.modules(), *others)]
-    dicts += [v for one in dicts for k, v in one.items() if isinstance(v, dict) and k != "_parameters"]
-    attributes, values = [(one, dict(one)) for one in dicts], [(one, one.clone()) for one in model.buffers()]
+    dicts = [vars(obj) for obj in (*model.modules(), *others)]
+    dicts += [v for obj in dicts for k, v in obj.items() if isinstance(v, dict) and k != "_parameters"]
+    attributes, values = [(obj, dict(obj)) for obj in dicts], [(obj, obj.clone()) for obj in model.buffers()]
 
     def restore() -> None:
         for current, saved in attributes:

@@ -68,7 +68,7 @@ class ModelTrial:
     ) -> nn.Module | None:
         """Records attention's results, [rows, ...] each, for the outermost module that is being called, if it is new.
         batch_tensors: tensors of the handle's batch; enabled: models that were checked elsewhere."""
-        first = next((one.handle for one in self.calls.values()), handle)
+        first = next((item.handle for item in self.calls.values()), handle)
         past = self.over or handle is not first or handle.communicator.ranks == 1
         if past or (outermost := _outermost()) is None:
             return None
@@ -78,7 +78,7 @@ class ModelTrial:
         self._seen.add(module)
         self.met = True
         inner = {*module.modules()}
-        fsdp = next((one for one in inner if isinstance(one, FullyShardedDataParallel)), None)
+        fsdp = next((item for item in inner if isinstance(item, FullyShardedDataParallel)), None)
         handle.wrapper = fsdp or handle.wrapper
         if module in enabled or fsdp is not None:
             self._checked.add(module)
@@ -90,13 +90,13 @@ class ModelTrial:
             saved = tree_map(partial(kept_rows, handle.padded_rows, rows, {*map(id, tensors)}), arguments)
             sums = _sums(handle.position_ids, 0)
             floats = (x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.is_floating_point())
-            for one in floats:
-                if handle.padded_rows in one.shape and not one.requires_grad:
-                    sums += _sums(one.movedim(one.shape.index(handle.padded_rows), 0), 1)
+            for item in floats:
+                if handle.padded_rows in item.shape and not item.requires_grad:
+                    sums += _sums(item.movedim(item.shape.index(handle.padded_rows), 0), 1)
             self.calls[module] = ModuleCall(module, saved, handle, rows, tensors, sums)
             last = self._last
         if last == self._last and (call := self.calls.get(module)) is not None:
-            call.results.append(tuple(one.detach()[call.rows.to(one.device)] for one in results))
+            call.results.append(tuple(item.detach()[call.rows.to(item.device)] for item in results))
         return module if is_new else None
 
     def run(self, params: Iterable[Tensor], transports: Iterable[Transport]) -> bool:
@@ -104,10 +104,10 @@ class ModelTrial:
         whether they were checked. Raises ConfigError."""
         ids = {*map(id, params)}
         calls = [*self.calls.values()]  # a frozen teacher's too
-        if not any(ids & {*map(id, one.module.parameters())} for one in calls):
+        if not any(ids & {*map(id, item.module.parameters())} for item in calls):
             self.over |= self.met and not self.calls
             return False
-        smallest = min(len(one.rows) for one in calls)
+        smallest = min(len(item.rows) for item in calls)
         for transport in transports:
             smallest = min(map(min, transport.all_gather([smallest], "rows to check a model on")))
             for call in calls:
@@ -116,10 +116,10 @@ class ModelTrial:
             del self.calls[call.module]
         if smallest < _MIN_ROWS:  # a small microbatch
             return False
-        self._checked.update(one.module for one in calls)
-        covered = {id(param) for one in calls for param in one.module.parameters()}
+        self._checked.update(item.module for item in calls)
+        covered = {id(param) for item in calls for param in item.module.parameters()}
         if ids - covered:
-            names = ", ".join(dict.fromkeys(type(one.module).__name__ for one in calls))
+            names = ", ".join(dict.fromkeys(type(item.module).__name__ for item in calls))
             text = f"{len(ids - covered)} of {len(ids)} parameters are outside {names}, which calls attention"
             getLogger(__name__).warning("%s: their modules are not checked", text)
         for call in calls:

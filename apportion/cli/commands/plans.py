@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MAX_SEARCHED_RANKS = 256  # ranks up to which `plan` searches for a faster recipe
-LEAST_GAIN = 0.02  # smaller gains are within the error of a forecast
+MIN_GAIN = 0.02  # smaller gains are within the error of a forecast
 
 Output = Annotated[Path | None, Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
 
@@ -109,7 +109,7 @@ def _faster_recipe(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
         return None
     ms, own_ms = (run.forward_ms + run.backward_ms for run in runs)
     name = auto_plan.report["search"]["recipe"]["name"]
-    return {"recipe": name, "ms": ms, "own_ms": own_ms} if ms < (1 - LEAST_GAIN) * own_ms else None
+    return {"recipe": name, "ms": ms, "own_ms": own_ms} if ms < (1 - MIN_GAIN) * own_ms else None
 
 
 def _plan_by_server(url: str, token: str | None, ca: Path | None, job: BenchJob) -> Row:

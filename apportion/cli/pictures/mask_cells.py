@@ -14,7 +14,7 @@ from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import HeadSets
 from apportion.report.mask import pieces
 
-_MOST_SEQUENCES = 12  # drawn on an axis: shorter ones would be invisible
+_MAX_SEQUENCES = 12  # drawn on an axis: shorter ones would be invisible
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Axis:
 def axis_of(plan: Plan, cells: int) -> Axis:
     """The axis of a batch's longest sequences, in the batch's order."""
     batch = plan.request.batch
-    longest = np.sort(np.argsort(-batch.lengths, kind="stable")[:_MOST_SEQUENCES])
+    longest = np.sort(np.argsort(-batch.lengths, kind="stable")[:_MAX_SEQUENCES])
     lengths = np.asarray(batch.lengths[longest], np.int64)
     return Axis(np.asarray(batch.starts[longest], np.int64), lengths, _edges(lengths, cells))
 

@@ -257,10 +257,10 @@ def _depth_first(paths: list[list[int]]) -> list[int]:
     for path in paths:
         for parent, node in pairwise([ROOT, *path]):
             branches.setdefault(parent, {})[node] = None
-    order, waiting = [], list(branches[ROOT])[::-1]
-    while waiting:
-        order.append(waiting.pop())
-        waiting += list(branches.get(order[-1], ()))[::-1]
+    order, stack = [], list(branches[ROOT])[::-1]
+    while stack:
+        order.append(stack.pop())
+        stack += list(branches.get(order[-1], ()))[::-1]
     return order
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from apportion.ir.verify.view import Program
 
 #: reported violations per rule; the last one states that there are more
-MOST_PER_RULE = 8
+MAX_PER_RULE = 8
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Violation:
         return f"[{self.rule}] {head}{lines}"
 
 
-def first_few(violations: Iterator[Violation], limit: int = MOST_PER_RULE) -> tuple[Violation, ...]:
+def first_few(violations: Iterator[Violation], limit: int = MAX_PER_RULE) -> tuple[Violation, ...]:
     """At most `limit` violations; the last one states that there are more. Rules yield them one by one."""
     result = list(islice(violations, limit + 1))
     if len(result) > limit:

@@ -22,7 +22,7 @@ from apportion.planner.simulate.scenarios import SCENARIOS, Scenario
 
 #: single-scenario variations for an interval: `SCENARIOS` except their combination, and kernels a tenth faster.
 #: Bandwidths and latencies of hardware files are data-sheet values, so none is expected to be better
-INTERVAL = (*(one for one in SCENARIOS if one.name != "all"), Scenario("fast-kernels", compute=0.9))
+INTERVAL = (*(case for case in SCENARIOS if case.name != "all"), Scenario("fast-kernels", compute=0.9))
 #: for models with experts: perfectly even experts, and twice the assumed unevenness
 UNEVEN = (Scenario("even-experts", experts=0.0), Scenario("uneven-experts", experts=2.0))
 #: minimum fraction of the pairs that a static grid must compute to qualify as best or baseline: one that cuts long

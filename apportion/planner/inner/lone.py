@@ -40,7 +40,7 @@ MAX_TOKENS, MAX_FILLED = 0.6, 0.98
 # Receiving the other sequences' rows takes the link's time, times this factor for unpacking them.
 UNPACK_FACTOR = 1.5
 # Minimum for the fraction of a group's time left for other sequences, which are placed in proportion to it.
-LEAST_LEFT = 1e-3
+MIN_LEFT = 1e-3
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _find(
     mean = np.add.reduceat(load, first[:-1]) / np.add.reduceat(speeds, first[:-1])
     unevenness = float(((busiest - mean) * members).sum()) / (whole * problem.ranks)
     free = np.minimum.reduceat(speeds * whole - (load - base), first[:-1])
-    free = np.maximum(free, LEAST_LEFT * whole) / whole
+    free = np.maximum(free, MIN_LEFT * whole) / whole
     tokens = problem.token_shares - np.bincount(home, sizes[index], problem.ranks)
     time_share, token_counts = free * members, np.add.reduceat(tokens, first[:-1])
     shortage = np.maximum(time_share / time_share.sum() - token_counts / max(tokens.sum(), 1.0), 0)

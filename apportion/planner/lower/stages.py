@@ -105,7 +105,7 @@ EXCHANGE_SHARE = 0.1
 # Minimum query rows of a strip: shorter ones lose more time than they hide.
 STRIP_ROWS = 2048
 # Minimum for strips computed during an exchange.
-LEAST_ROWS = 512
+MIN_ROWS = 512
 
 
 def strips(tasks: Tasks, schedule: Schedule, rows: Ints) -> Tasks:
@@ -124,7 +124,7 @@ def strips(tasks: Tasks, schedule: Schedule, rows: Ints) -> Tasks:
         keys, member_rows = (tasks.k1 - tasks.k0)[local], rows[tasks.exec[local]] // schedule.beside_exchange
         minimum = (EXCHANGE_SHARE / schedule.beside_exchange * total / keys).astype(np.int64)
         minimum = np.minimum(minimum, (EXCHANGE_SHARE * member_rows).astype(np.int64))
-        border[local] = np.where(3 * minimum < tasks.rows[local], np.maximum(minimum, LEAST_ROWS), 0)
+        border[local] = np.where(3 * minimum < tasks.rows[local], np.maximum(minimum, MIN_ROWS), 0)
     middle = tasks.rows[local] - 2 * border[local]
     parts[local] = np.clip(2 * schedule.stages * work[local] // total, 1, np.maximum(middle // STRIP_ROWS, 1))
     cut = (parts > 1).any() or border.any()

@@ -107,11 +107,11 @@ def _windows(problem: Problem, size: Ints, weight: Ints) -> tuple[Ints, Ints, In
 def _turn_groups(lengths: Ints, requested: Ints, ranks: int, solver: PartitionSolver) -> tuple[Ints, Ints]:
     """First rank and number of ranks of each sequence's group. Each turn serves at least one size, so turns are few."""
     first, size = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    waiting = np.unique(requested)[::-1].tolist()
-    while waiting:
+    pending = np.unique(requested)[::-1].tolist()
+    while pending:
         free, group = ranks, np.full(len(lengths), -1, np.int64)
         groups: list[int] = []
-        for degree in waiting:
+        for degree in pending:
             members = np.flatnonzero(requested == degree)
             count = min(len(members), free // degree)
             if count:
@@ -119,7 +119,7 @@ def _turn_groups(lengths: Ints, requested: Ints, ranks: int, solver: PartitionSo
                 groups += [degree] * count
                 free -= degree * count
         served = set(groups)
-        waiting = [degree for degree in waiting if degree not in served]
+        pending = [degree for degree in pending if degree not in served]
         widths = _widen_groups(groups, ranks)
         is_set = group >= 0
         size[is_set], first[is_set] = widths[group[is_set]], _aligned_first_ranks(widths)[group[is_set]]

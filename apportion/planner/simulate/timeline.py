@@ -148,9 +148,9 @@ def _compute_spans(run: Run) -> Iterator[Spans]:
     work = np.select([script.role == LAUNCH, script.role == WAIT], [PACK, UNPACK], op)
     yield _instruction_spans(run, work, idle_end, times.end)
     ranks = np.flatnonzero(script.end_us > 0)
-    nobody, end = np.full(len(ranks), NOBODY), run.finish_us[ranks]
+    no_peers, end = np.full(len(ranks), NOBODY), run.finish_us[ranks]
     casts, stream, number = np.full(len(ranks), CAST), np.full(len(ranks), COMPUTE), run.instructions[ranks]
-    yield Spans(ranks, stream, casts, end - script.end_us[ranks], end, number, nobody, nobody)
+    yield Spans(ranks, stream, casts, end - script.end_us[ranks], end, number, no_peers, no_peers)
 
 
 def _instruction_spans(run: Run, op: Ints, start: Floats, end: Floats) -> Spans:
@@ -158,8 +158,8 @@ def _instruction_spans(run: Run, op: Ints, start: Floats, end: Floats) -> Spans:
     index = np.flatnonzero(end > start)
     rank, instruction = _rank_and_number(run.script, index)
     round_ = np.append(run.script.round, NOBODY)[run.script.launch[index]]
-    compute, nobody = np.full(len(index), COMPUTE), np.full(len(index), NOBODY)
-    return Spans(rank, compute, op[index], start[index], end[index], instruction, round_, nobody)
+    compute, no_peers = np.full(len(index), COMPUTE), np.full(len(index), NOBODY)
+    return Spans(rank, compute, op[index], start[index], end[index], instruction, round_, no_peers)
 
 
 def _transfer_spans(run: Run, sends: bool) -> Spans:

@@ -313,11 +313,11 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 }
 
 
-def same_length(name: str, one: Sized, other_name: str, other: Sized) -> None:
+def same_length(name: str, column: Sized, other_name: str, other_column: Sized) -> None:
     """Raises ConfigError if two columns differ in length."""
-    if len(one) != len(other):
-        rule = f"must have as many entries as {other_name} ({len(other)})"
-        raise ConfigError(name, len(one), rule, "give one entry per item")
+    if len(column) != len(other_column):
+        rule = f"must have as many entries as {other_name} ({len(other_column)})"
+        raise ConfigError(name, len(column), rule, "give one entry per item")
 
 
 def positive(name: str, value: int) -> None:

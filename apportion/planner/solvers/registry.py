@@ -161,7 +161,7 @@ _BUILT_IN = (
 )
 
 #: the built-in solvers, by kind and name
-SOLVERS: Mapping[tuple[str, str], Entry] = MappingProxyType({(one.kind, one.name): one for one in _BUILT_IN})
+SOLVERS: Mapping[tuple[str, str], Entry] = MappingProxyType({(row.kind, row.name): row for row in _BUILT_IN})
 
 
 def list_solvers() -> tuple[Entry, ...]:

@@ -252,19 +252,19 @@ class Engine:
             if left_s <= 0 or len(self._arriving) >= MAX_AWAITED:
                 self._arriving.pop(key, None)
                 raise UnknownPlanError(key)
-            arriving = self._arriving.setdefault(key, asyncio.Event())
+            arrival = self._arriving.setdefault(key, asyncio.Event())
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(pause_s, left_s)):
-                    await arriving.wait()
+                    await arrival.wait()
             pause_s *= 2
         self._wake_waiters(key)
         return pack
 
     def _wake_waiters(self, key: bytes) -> None:
         """Wakes the readers that wait for an unknown key."""
-        arriving = self._arriving.pop(key, None)
-        if arriving is not None:
-            arriving.set()
+        arrival = self._arriving.pop(key, None)
+        if arrival is not None:
+            arrival.set()
 
     def _cache(self, pack: Pack) -> None:
         if pack.key in self._packs:

@@ -59,9 +59,9 @@ class Schedule:
         only_light = len(running) == self._workers
         for tenant in sorted(self._queued, key=self._time_used):
             queued = self._queued[tenant]
-            fitting = [entry for entry in queued if not only_light or self._is_light(entry, running)]
-            if fitting:
-                earliest = min(fitting, key=lambda entry: entry.due)
+            candidates = [entry for entry in queued if not only_light or self._is_light(entry, running)]
+            if candidates:
+                earliest = min(candidates, key=lambda entry: entry.due)
                 self._take(earliest)
                 return earliest
         return None

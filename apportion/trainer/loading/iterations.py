@@ -254,8 +254,8 @@ class Place(NamedTuple):
 
     def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """The state that `of` reads, JSON-like data. facts: values that must be equal when a pass resumes."""
-        own = deepcopy({**facts})  # torch's distributed checkpoints load in place into a state's values
-        return {"version": STATE, **self._asdict(), **own}
+        values = deepcopy({**facts})  # torch's distributed checkpoints load in place into a state's values
+        return {"version": STATE, **self._asdict(), **values}
 
     @staticmethod
     def of(state: Mapping[str, Any], facts: Mapping[str, Any]) -> Place:

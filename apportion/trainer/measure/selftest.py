@@ -84,8 +84,8 @@ def _rows(
         planned = partial(planned_attention, handle=PlanHandle(piece, ranks, name), kind=kind)
         rows = [tensor[indexes] for tensor in inputs]
         _run(planned, rows)  # warm-up: compares ids, builds tables, compiles, connects the ranks
-        got, forward_ms, backward_ms = _run(planned, rows)
-        error = _error(got, exact, device)
+        out, forward_ms, backward_ms = _run(planned, rows)
+        error = _error(out, exact, device)
         row = {"engine": name, "kind": kind, "dtype": dtype, "error": error, "plain_error": plain_error}
         yield row | {"forward_ms": forward_ms, "backward_ms": backward_ms, "ok": error <= bound}
 
@@ -116,9 +116,9 @@ def _run(attention: Attention, inputs: list[Tensor]) -> tuple[list[Tensor], floa
     return [out.detach(), *grads], forward.device, backward.device
 
 
-def _error(got: list[Tensor], exact: list[Tensor], device: torch.device) -> float:
-    """|got - exact| / |exact| over all ranks, the largest of the tensors."""
-    squares = [[(a.double() - b).square().sum(), b.square().sum()] for a, b in zip(got, exact, strict=True)]
+def _error(out: list[Tensor], exact: list[Tensor], device: torch.device) -> float:
+    """|out - exact| / |exact| over all ranks, the largest of the tensors."""
+    squares = [[(a.double() - b).square().sum(), b.square().sum()] for a, b in zip(out, exact, strict=True)]
     sums = torch.stack([torch.stack(pair) for pair in squares]).to(device)
     if dist.is_initialized():
         dist.all_reduce(sums)

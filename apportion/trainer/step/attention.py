@@ -217,13 +217,13 @@ def run_recorded(
     results, trial.handle = run(), ref(handle)
     module = trial.keep(handle, results, partial(_tensors, handle), watch.models)
     if module is not None:
-        enabled = any(one in watch.models for one in module.modules())
+        enabled = any(item in watch.models for item in module.modules())
         (watch.track if enabled else watch.add_unknown)(module.parameters())
         watch.modules[module] = None
         own_loss.check_next_forward(module)
     elif handle.communicator.ranks > 1 and not (trial.met or watch.settled):  # by code outside any module
         leaves = (getattr(node, "variable", None) for node in nodes([results[0].grad_fn]))
-        watch.add_unknown(one for one in leaves if isinstance(one, nn.Parameter))
+        watch.add_unknown(item for item in leaves if isinstance(item, nn.Parameter))
     return results
 
 

@@ -37,7 +37,7 @@ def reduction_of(
         return Reduction(type(wrapper).__name__, ranks, hasattr(wrapper, "_summed")) if is_default else None
     result = None
     for group, forms in _sharded() if params else ():
-        if params & {id(one) for form in forms for one in form} and group.gradient_divide_factor in (None, 1):
+        if params & {id(obj) for form in forms for obj in form} and group.gradient_divide_factor in (None, 1):
             result = Reduction("FSDP2", group.mesh_info.mesh.size(), group.gradient_divide_factor == 1)
             if not result.sums:
                 return result

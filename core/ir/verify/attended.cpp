@@ -30,12 +30,12 @@ std::optional<std::pair<Array<int64_t>, Array<int64_t>>> measure(const Bands& ba
 
 // Pieces with connected query ranges form a group; inside it they are taken by k0, and each is compared with those
 // whose key range has not ended: none if tasks tile their queries by key.
-std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, int64_t most) {
+std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, int64_t limit) {
   struct Piece {
     WideBand band;
     int64_t number;
   };
-  Growing<Overlap> found;
+  Growing<Overlap> overlaps;
   std::vector<Piece> group;
   std::vector<const Piece*> active;
   for (int64_t next = 0; next < order.size();) {
@@ -53,16 +53,16 @@ std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> 
       const WideBand& current = piece.band;
       steps -= static_cast<int64_t>(active.size());
       if (steps < 0) return {};
-      std::erase_if(active, [&](const Piece* one) { return one->band.k1 <= current.k0; });
-      for (const Piece* one : active) {
-        if (found.count() == most || one->band.q0 >= current.q1 || current.q0 >= one->band.q1) continue;
-        const auto [low, high] = std::minmax(one->number, piece.number);
-        if (const int64_t pairs = shared(one->band, current); pairs > 0) found.push_back({low, high, pairs});
+      std::erase_if(active, [&](const Piece* other) { return other->band.k1 <= current.k0; });
+      for (const Piece* other : active) {
+        if (overlaps.count() == limit || other->band.q0 >= current.q1 || current.q0 >= other->band.q1) continue;
+        const auto [low, high] = std::minmax(other->number, piece.number);
+        if (const int64_t pairs = shared(other->band, current); pairs > 0) overlaps.push_back({low, high, pairs});
       }
       active.push_back(&piece);
     }
   }
-  return found;
+  return overlaps;
 }
 
 }  // namespace apportion::verify

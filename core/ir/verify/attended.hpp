@@ -47,10 +47,10 @@ struct WideBand {
   int64_t q0, q1, k0, k1, dmin, dmax;
 };
 
-// Calls keep(band of tokens, piece) for each run of queries and each run of their visible keys. Stops after `most` calls
+// Calls keep(band of tokens, piece) for each run of queries and each run of their visible keys. Stops after `limit` calls
 // and returns false if there are more.
 template <class Keep>
-bool cut(Column<const Piece> pieces, const Homes& homes, int64_t most, Keep&& keep) {
+bool cut(Column<const Piece> pieces, const Homes& homes, int64_t limit, Keep&& keep) {
   int64_t count = 0;
   for (const Piece& piece : pieces) {
     const auto [q, q_end, k, k_end, dmin, dmax] =
@@ -61,7 +61,7 @@ bool cut(Column<const Piece> pieces, const Homes& homes, int64_t most, Keep&& ke
       if (k0 >= k1) continue;
       const int64_t q_shift = homes.shift(run);
       for (int64_t other = homes.run_of(k0), at = k0; at < k1; at = homes.end(other++)) {
-        if (++count > most) return false;
+        if (++count > limit) return false;
         const int64_t k_shift = homes.shift(other), move = q_shift - k_shift;
         WideBand band{q0 + q_shift, q1 + q_shift, std::max(homes.start(other), k) + k_shift,
                       std::min(homes.end(other), k_end) + k_shift, dmin + move, dmax + move};
@@ -94,8 +94,8 @@ struct Overlap {
 // comparisons.
 std::optional<std::pair<Array<int64_t>, Array<int64_t>>> measure(const Bands& bands, const Bands& mask, int64_t steps);
 
-// The first overlaps, at most `most`. order: the order of bands by (q0, k0). None if this takes more than `steps`
+// The first overlaps, at most `limit`. order: the order of bands by (q0, k0). None if this takes more than `steps`
 // comparisons.
-std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, int64_t most);
+std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, int64_t limit);
 
 }  // namespace apportion::verify

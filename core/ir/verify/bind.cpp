@@ -12,18 +12,18 @@ using namespace verify;
 
 namespace {
 
-// int64 [8, pieces]: bands of tokens, and marks; none if there are more than `most`.
-std::optional<Array2<int64_t>> cut_into_runs(Column<const Piece> pieces, const Homes& homes, int64_t most) {
+// int64 [8, pieces]: bands of tokens, and marks; none if there are more than `limit`.
+std::optional<Array2<int64_t>> cut_into_runs(Column<const Piece> pieces, const Homes& homes, int64_t limit) {
   int64_t count = 0, at = 0;
-  if (!cut(pieces, homes, most, [&](const WideBand&, const Piece&) { ++count; })) return {};
-  Array2<int64_t> found(8, count);
-  cut(pieces, homes, most, [&](const WideBand& band, const Piece& piece) {
+  if (!cut(pieces, homes, limit, [&](const WideBand&, const Piece&) { ++count; })) return {};
+  Array2<int64_t> result(8, count);
+  cut(pieces, homes, limit, [&](const WideBand& band, const Piece& piece) {
     const int64_t numbers[8] = {band.q0,   band.q1,   band.k0,          band.k1,
                                 band.dmin, band.dmax, piece.first_mark, piece.second_mark};
-    for (int64_t column = 0; column < 8; ++column) found[column][at] = numbers[column];
+    for (int64_t column = 0; column < 8; ++column) result[column][at] = numbers[column];
     ++at;
   });
-  return found;
+  return result;
 }
 
 // names: the names of its values from 0 on, as in its definition.
@@ -38,15 +38,15 @@ void bind_enum(nb::module_& m, const char* names) {
 void bind_lists(nb::module_& m) {
   nb::class_<Lists>(m, "Lists").def(nb::init<int64_t>()).def_prop_ro("count", &Lists::count).def("begin", &Lists::begin);
   def(m, "following(lists)", +[](Lists& lists) {
-    Array<int64_t> found(lists.sets());
-    for (int64_t set = 0; set < found.size(); ++set) found[set] = lists.followed_by(set);
-    return found;
+    Array<int64_t> list_numbers(lists.sets());
+    for (int64_t set = 0; set < list_numbers.size(); ++set) list_numbers[set] = lists.followed_by(set);
+    return list_numbers;
   });
   def(m, "end(lists, starts, tokens, most)",
-      +[](Lists& lists, Column<const int64_t> starts, Column<const int64_t> tokens, int64_t most) {
+      +[](Lists& lists, Column<const int64_t> starts, Column<const int64_t> tokens, int64_t limit) {
         lists.end();
-        const Column<const Piece> every = lists.pieces();
-        return cut_into_runs(every.slice(lists.at_begin(), every.size()), Homes(starts, tokens), most);
+        const Column<const Piece> all_pieces = lists.pieces();
+        return cut_into_runs(all_pieces.slice(lists.first_piece(), all_pieces.size()), Homes(starts, tokens), limit);
       });
 }
 
@@ -65,8 +65,8 @@ void bind_trace(nb::module_& m) {
   nb::class_<Trace>(m, "Trace").def_ro("faults", &Trace::faults).def_ro("is_complete", &Trace::is_complete);
   def(m, "trace(program, pieces)", trace);
   def(m, "cut(trace, starts, tokens, most)",
-      +[](const Trace& trace, Column<const int64_t> starts, Column<const int64_t> tokens, int64_t most) {
-        return cut_into_runs(trace.parts, Homes(starts, tokens), most);
+      +[](const Trace& trace, Column<const int64_t> starts, Column<const int64_t> tokens, int64_t limit) {
+        return cut_into_runs(trace.parts, Homes(starts, tokens), limit);
       });
 }
 

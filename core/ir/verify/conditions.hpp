@@ -27,20 +27,20 @@ class Conditions {
   // position: of the walk, for faults.
   explicit Conditions(const Position& position) : position_(position) {}
 
-  void clear() { every_.clear(); }
-  const std::vector<Condition>& every() const { return every_; }
+  void clear() { all_.clear(); }
+  const std::vector<Condition>& all() const { return all_; }
 
   // Throws if both are known and differ.
   void require_same(Condition condition) {
     if (condition.source == condition.target) return;
     if (!is_of_tile(condition.source) && !is_of_tile(condition.target)) throw condition.fault();
     condition.position = position_;
-    every_.push_back(condition);
+    all_.push_back(condition);
   }
 
  private:
   const Position& position_;
-  std::vector<Condition> every_;
+  std::vector<Condition> all_;
 };
 
 }  // namespace apportion::verify

@@ -91,17 +91,17 @@ class HomeRows {
     });
   }
 
-  template <class... Some>
-  static bool is_one(Action action, Some... some) {
-    return ((action == some) || ...);
+  template <class... Options>
+  static bool is_any(Action action, Options... options) {
+    return ((action == options) || ...);
   }
 
   static bool is_proper(Action action, const HomeState& state, Bits bits) {
     using enum Action;
     if (action == ARRIVE) return true;
-    if (is_one(action, READ, SEND)) return (state.values & bits) == bits && (state.flight & bits) == 0;
+    if (is_any(action, READ, SEND)) return (state.values & bits) == bits && (state.flight & bits) == 0;
     if (((state.flight | state.sent | state.values) & bits) != 0) return false;
-    if (is_one(action, ADD, FINISH, TAKE, PUSH_BACK)) return ((state.live | state.cleared) & bits) == bits;
+    if (is_any(action, ADD, FINISH, TAKE, PUSH_BACK)) return ((state.live | state.cleared) & bits) == bits;
     return (state.live & bits) == 0;
   }
 
@@ -119,42 +119,42 @@ class HomeRows {
     }
     state.cleared &= ~bits;
     state.live &= ~bits;
-    if (is_one(action, PUT, ADD, DELIVER)) state.live |= bits;
+    if (is_any(action, PUT, ADD, DELIVER)) state.live |= bits;
     if (action == CLEAR) state.cleared |= bits;
-    if (is_one(action, FINISH, SET)) state.values |= bits;
-    if (is_one(action, RECEIVE, RECEIVE_RESULT)) state.flight |= bits;
+    if (is_any(action, FINISH, SET)) state.values |= bits;
+    if (is_any(action, RECEIVE, RECEIVE_RESULT)) state.flight |= bits;
   }
 
   // Throws the fault of a node on which an action is not allowed.
   [[noreturn]] void blame(Action action, Tensor tensor, const Node<HomeState>& node, int64_t low, int64_t high,
                           Bits bits) const {
-    const Place found = rows_of(tensor, std::max<int64_t>(low, node.low), std::min<int64_t>(high, node.high));
-    const Token own = token(found.low);
+    const Place range = rows_of(tensor, std::max<int64_t>(low, node.low), std::min<int64_t>(high, node.high));
+    const Token holds = token(range.low);
     const bool reads = action == Action::READ || action == Action::SEND;
-    if ((node.flight & bits) != 0) fail(reads ? Code::READ_IN_FLIGHT : Code::WRITE_IN_FLIGHT, found, own);
-    if (reads) fail((node.live & bits) != 0 ? Code::READ_PARTIAL : Code::READ_UNWRITTEN, found, own);
-    if (((node.sent | node.values) & bits) != 0) fail(Code::WRITTEN_TWICE, found, own);
-    if (action == Action::FINISH && node.results != 0) fail_heads(found, node.results, bits);
-    if (action == Action::ADD) fail(Code::ADD_TO_UNWRITTEN, found, own);
+    if ((node.flight & bits) != 0) fail(reads ? Code::READ_IN_FLIGHT : Code::WRITE_IN_FLIGHT, range, holds);
+    if (reads) fail((node.live & bits) != 0 ? Code::READ_PARTIAL : Code::READ_UNWRITTEN, range, holds);
+    if (((node.sent | node.values) & bits) != 0) fail(Code::WRITTEN_TWICE, range, holds);
+    if (action == Action::FINISH && node.results != 0) fail_heads(range, node.results, bits);
+    if (action == Action::ADD) fail(Code::ADD_TO_UNWRITTEN, range, holds);
     if (action == Action::FINISH || action == Action::TAKE || action == Action::PUSH_BACK)
-      fail(Code::READ_UNWRITTEN, found, own);
-    fail(Code::PARTIAL_LOST, found, own);
+      fail(Code::READ_UNWRITTEN, range, holds);
+    fail(Code::PARTIAL_LOST, range, holds);
   }
-  [[noreturn]] static void fail_heads(Place found, Bits results, Bits wanted) {
-    fail(Code::RESULT_HEADS, found, static_cast<Token>(results), static_cast<Token>(wanted));
+  [[noreturn]] static void fail_heads(Place range, Bits results, Bits wanted) {
+    fail(Code::RESULT_HEADS, range, static_cast<Token>(results), static_cast<Token>(wanted));
   }
 
   void end_word(Tensor tensor, int64_t word, Bits bits, bool is_output, bool is_finished) {
     Nodes<HomeState>& nodes = place(tensor, word);
     if (is_output && !nodes.is_open()) fail(Code::NOT_PRODUCED, rows_of(tensor, 0, rows_), token(0));
     nodes.each([&](auto& node) {
-      const Place found = rows_of(tensor, node.low, node.high);
-      if (node.results != 0 && node.results != bits) fail_heads(found, node.results, bits);
-      if (!is_output && node.live != 0) fail(Code::PARTIAL_LEFT, found, token(node.low));
+      const Place range = rows_of(tensor, node.low, node.high);
+      if (node.results != 0 && node.results != bits) fail_heads(range, node.results, bits);
+      if (!is_output && node.live != 0) fail(Code::PARTIAL_LEFT, range, token(node.low));
       if (!is_output) return;
       if (is_finished && node.values != bits)
-        fail(node.live != 0 ? Code::NOT_FINISHED : Code::NOT_PRODUCED, found, token(node.low));
-      if (!is_finished && (node.live | node.cleared) != bits) fail(Code::NOT_PRODUCED, found, token(node.low));
+        fail(node.live != 0 ? Code::NOT_FINISHED : Code::NOT_PRODUCED, range, token(node.low));
+      if (!is_finished && (node.live | node.cleared) != bits) fail(Code::NOT_PRODUCED, range, token(node.low));
     });
   }
 

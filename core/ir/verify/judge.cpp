@@ -22,13 +22,13 @@ std::vector<Range> ranges_of(const Program& program, const Limits& limits) {
     return program.operands.ptr[rank] + program.task_list.ptr[rank] + program.lists[ROWOPS].ptr[rank];
   };
   const int64_t count = limits.threads * (1 + rows(ranks) / (limits.threads * limits.rows));
-  std::vector<Range> found;
+  std::vector<Range> ranges;
   for (int64_t rank = 0, i = 1; rank < ranks; ++i) {
     const int64_t first = rank;
     while (rank < ranks && (i >= count || rows(rank) < i * rows(ranks) / count)) ++rank;
-    if (rank > first) found.push_back({first, rank});
+    if (rank > first) ranges.push_back({first, rank});
   }
-  return found;
+  return ranges;
 }
 
 class Judge {
@@ -36,13 +36,13 @@ class Judge {
   Judge(const Program& program, Lists& lists, bool together, const Limits& limits)
       : program_(program), lists_(lists), limits_(limits), sends_(program), settlement_(sends_),
         ranges_(together ? std::vector<Range>{{0, program.ranks()}} : ranges_of(program, limits)) {
-    const auto most = static_cast<std::size_t>(NOTES_OF_PIECE * limits.pieces);
+    const auto max_notes = static_cast<std::size_t>(NOTES_OF_PIECE * limits.pieces);
     for (std::size_t i = 0; i < std::min(ranges_.size(), static_cast<std::size_t>(limits.threads)); ++i)
-      walks_.emplace_back(program, sends_, most);
+      walks_.emplace_back(program, sends_, max_notes);
   }
 
   Verdict judge() {
-    if (!sends_.meet()) return Verdict::WRONG;
+    if (!sends_.is_matched()) return Verdict::WRONG;
     if (const Verdict verdict = take(ranges_, false); verdict != Verdict::RIGHT) return verdict;
     return take(hanging_, true);
   }
@@ -79,9 +79,9 @@ class Judge {
     const Outcome outcome = settlement_.settle(walk.conditions(), false, ranges_.size() == 1);
     if (outcome != Outcome::HOLDS) return outcome;
     if (!whole && !settlement_.are_known(walk.notes())) return Outcome::HANGS;
-    const int64_t most = lists_.at_begin() + limits_.pieces;
+    const int64_t limit = lists_.first_piece() + limits_.pieces;
     const bool known = settlement_.list(walk.notes(), program_.tasks, [&](const Band& band, int64_t, int64_t set) {
-      if (lists_.pieces().size() > most) throw TooMany{};
+      if (lists_.pieces().size() > limit) throw TooMany{};
       lists_.add(band, set);
     });
     return known ? Outcome::HOLDS : Outcome::FAILS;
@@ -109,8 +109,8 @@ void find_difference(Sends& sends, Fault& fault) {
       return;
     }
     place.low += wanted.rows;
-    fault.holds = further(fault.holds, wanted.rows);
-    fault.wanted = further(fault.wanted, wanted.rows);
+    fault.holds = advance(fault.holds, wanted.rows);
+    fault.wanted = advance(fault.wanted, wanted.rows);
   }
 }
 
@@ -144,14 +144,14 @@ Judgement judge(const Program& program, Lists& lists, bool together, const Limit
   }
 }
 
-std::optional<Trace> trace(const Program& program, int64_t most_pieces) try {
-  Trace found;
+std::optional<Trace> trace(const Program& program, int64_t max_pieces) try {
+  Trace result;
   Sends sends(program);
-  if (!sends.meet()) return found;
+  if (!sends.is_matched()) return result;
   Settlement settlement(sends);
-  Walk walk(program, sends, static_cast<std::size_t>(NOTES_OF_PIECE * most_pieces));
+  Walk walk(program, sends, static_cast<std::size_t>(NOTES_OF_PIECE * max_pieces));
   for (int64_t rank = 0; rank < program.ranks(); ++rank) walk.walk(rank, rank + 1, rank);  // now all sends are known
-  found.is_complete = true;
+  result.is_complete = true;
   for (int64_t rank = 0; rank < program.ranks(); ++rank) {
     std::optional<Fault> fault = walk.walk(rank, rank + 1, rank);
     if (settlement.settle(walk.conditions(), true, true) != Outcome::HOLDS) {
@@ -159,17 +159,17 @@ std::optional<Trace> trace(const Program& program, int64_t most_pieces) try {
       fault->rank = rank;
     }
     const bool known = settlement.list(walk.notes(), program.tasks, [&](const Band& band, std::int32_t task, std::int32_t set) {
-      if (found.parts.count() > most_pieces) throw TooMany{};
-      found.parts.push_back({band, task, set});
+      if (result.parts.count() > max_pieces) throw TooMany{};
+      result.parts.push_back({band, task, set});
     });
     const int64_t end = program.task_list.ptr[rank + 1];
     const bool has_all = program.task_list.ptr[rank] == end || (!walk.notes().empty() && walk.notes().back().task == end - 1);
-    found.is_complete = found.is_complete && known && has_all;
+    result.is_complete = result.is_complete && known && has_all;
     if (!fault) continue;
     find_addresses(sends, *fault);
-    found.faults.push_back(*fault);
+    result.faults.push_back(*fault);
   }
-  return found;
+  return result;
 } catch (const TooMany&) {
   return {};
 }

@@ -41,7 +41,7 @@ struct Trace {
   bool is_complete = false;
 };
 
-// Walks each rank by itself. Returns where it stopped and its tasks' attention; none if that has over `most_pieces`.
-std::optional<Trace> trace(const Program& program, int64_t most_pieces);
+// Walks each rank by itself. Returns where it stopped and its tasks' attention; none if that has over `max_pieces`.
+std::optional<Trace> trace(const Program& program, int64_t max_pieces);
 
 }  // namespace apportion::verify

@@ -21,27 +21,27 @@ class Lists {
 
   // Begins a program of `tasks` tasks, in which each set is expected to repeat its list of the previous one.
   void begin(int64_t tasks) {
-    if (pieces_.empty()) pieces_.reserve(static_cast<std::size_t>(std::min(tasks, MOST_RESERVED)));
-    at_begin_ = pieces().size();
-    for (Follower& one : followers_) one = {one.list, NONE, 0, false};
+    if (pieces_.empty()) pieces_.reserve(static_cast<std::size_t>(std::min(tasks, MAX_RESERVED)));
+    first_piece_ = pieces().size();
+    for (Follower& follower : followers_) follower = {follower.list, NONE, 0, false};
   }
 
   void add(const Band& band, int64_t set) {
-    Follower& one = followers_[static_cast<std::size_t>(set)];
-    if (const Index at = next_of(one); at != NONE && piece(at).band == band) {
-      one.at = at;
-      ++one.matched;
+    Follower& follower = followers_[static_cast<std::size_t>(set)];
+    if (const Index at = next_of(follower); at != NONE && piece(at).band == band) {
+      follower.at = at;
+      ++follower.matched;
       return;
     }
-    if (!one.owns && !leave(one, band)) return;
-    append(one, band);
+    if (!follower.owns && !detach(follower, band)) return;
+    append(follower, band);
   }
 
   // Ends a program and closes the list of each set.
   void end() {
-    for (Follower& one : followers_) {
-      if (one.matched == 0) one.list = NONE;
-      if (one.list != NONE && !one.owns && one.matched < list(one.list).length) fork(one);
+    for (Follower& follower : followers_) {
+      if (follower.matched == 0) follower.list = NONE;
+      if (follower.list != NONE && !follower.owns && follower.matched < list(follower.list).length) fork(follower);
     }
   }
 
@@ -50,13 +50,13 @@ class Lists {
   // The list of a set; -1 if it has none.
   int64_t followed_by(int64_t set) const { return followers_[static_cast<std::size_t>(set)].list; }
   // Number of pieces of earlier programs.
-  int64_t at_begin() const { return at_begin_; }
+  int64_t first_piece() const { return first_piece_; }
   Column<const Piece> pieces() const { return {pieces_.data(), static_cast<int64_t>(pieces_.size())}; }
 
  private:
   using Index = std::int32_t;
   static constexpr Index NONE = -1;
-  static constexpr int64_t MOST_RESERVED = 1 << 21;
+  static constexpr int64_t MAX_RESERVED = 1 << 21;
 
   struct List {
     Index first = NONE, last = NONE, length = 0;
@@ -70,45 +70,45 @@ class Lists {
   Piece& piece(Index at) { return pieces_[static_cast<std::size_t>(at)]; }
   List& list(Index number) { return lists_[static_cast<std::size_t>(number)]; }
 
-  Index next_of(const Follower& one) {
-    if (one.at != NONE) return piece(one.at).first_mark;
-    return one.list != NONE ? list(one.list).first : NONE;
+  Index next_of(const Follower& follower) {
+    if (follower.at != NONE) return piece(follower.at).first_mark;
+    return follower.list != NONE ? list(follower.list).first : NONE;
   }
 
   // A set leaves its list for a new one; returns false if it can follow another list, which begins with the band.
-  bool leave(Follower& one, const Band& band) {
-    if (one.matched > 0) {
-      fork(one);
+  bool detach(Follower& follower, const Band& band) {
+    if (follower.matched > 0) {
+      fork(follower);
       return true;
     }
     for (Index number = 0; number < static_cast<Index>(lists_.size()); ++number)
       if (const Index first = list(number).first; piece(first).band == band) {
-        one = {number, first, 1, false};
+        follower = {number, first, 1, false};
         return false;
       }
-    one = {new_list(), NONE, 0, true};
+    follower = {new_list(), NONE, 0, true};
     return true;
   }
 
   // Copies the matched pieces into a list of its own.
-  void fork(Follower& one) {
-    Index at = list(one.list).first;
-    Follower own{new_list(), NONE, 0, true};
-    for (; own.matched < one.matched; at = piece(at).first_mark) append(own, Band(piece(at).band));
-    one = own;
+  void fork(Follower& follower) {
+    Index at = list(follower.list).first;
+    Follower copy{new_list(), NONE, 0, true};
+    for (; copy.matched < follower.matched; at = piece(at).first_mark) append(copy, Band(piece(at).band));
+    follower = copy;
   }
 
-  void append(Follower& one, const Band& band) {
+  void append(Follower& follower, const Band& band) {
     const auto at = static_cast<Index>(pieces_.size());
-    pieces_.push_back({band, NONE, one.list});
-    List& own = list(one.list);
-    if (own.length++ == 0)
-      own.first = at;
+    pieces_.push_back({band, NONE, follower.list});
+    List& target = list(follower.list);
+    if (target.length++ == 0)
+      target.first = at;
     else
-      piece(own.last).first_mark = at;
-    own.last = at;
-    one.at = at;
-    ++one.matched;
+      piece(target.last).first_mark = at;
+    target.last = at;
+    follower.at = at;
+    ++follower.matched;
   }
 
   Index new_list() {
@@ -119,7 +119,7 @@ class Lists {
   std::vector<Follower> followers_;
   std::vector<List> lists_;
   std::vector<Piece> pieces_;
-  int64_t at_begin_ = 0;
+  int64_t first_piece_ = 0;
 };
 
 }  // namespace apportion::verify

@@ -42,7 +42,7 @@ class Nodes {
     if (is_open()) return;
     nodes_.push_back({State{}, 0, static_cast<std::int32_t>(rows_), NO_NODE, NO_NODE});
     shift_ = 0;
-    while ((rows_ - 1) >> shift_ >= MOST_INDEXED) ++shift_;
+    while ((rows_ - 1) >> shift_ >= MAX_INDEXED) ++shift_;
     index_.assign(static_cast<std::size_t>((rows_ - 1) >> shift_) + 1, 0);
   }
 
@@ -108,7 +108,7 @@ class Nodes {
   }
 
  private:
-  static constexpr int64_t MOST_INDEXED = 2048;
+  static constexpr int64_t MAX_INDEXED = 2048;
 
   void point(NodeIndex node, int64_t low, int64_t high) {
     std::fill(index_.begin() + (low >> shift_), index_.begin() + ((high - 1) >> shift_) + 1, node);
@@ -120,10 +120,10 @@ class Nodes {
       nodes_.push_back(copied);
       return static_cast<NodeIndex>(nodes_.size() - 1);
     }
-    const NodeIndex found = unused_;
-    unused_ = (*this)[found].after;
-    (*this)[found] = copied;
-    return found;
+    const NodeIndex slot = unused_;
+    unused_ = (*this)[slot].after;
+    (*this)[slot] = copied;
+    return slot;
   }
 
   // Cuts a node at a row inside it; returns the left part. The smaller part is the new node, to update fewer index

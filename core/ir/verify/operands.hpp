@@ -31,9 +31,9 @@ class Rank {
     operands_.resize(static_cast<std::size_t>(count));
     table.columns.visit([&](const auto& columns) {
       for (int64_t x = 0; x < count; ++x) {
-        Operand& one = operands_[static_cast<std::size_t>(x)];
-        one = operand_at(columns, first + x);
-        require(x == 0 || (columns[HEAD_COLUMN][first + x] == 0 && is_placed(one, rank)));
+        Operand& operand = operands_[static_cast<std::size_t>(x)];
+        operand = operand_at(columns, first + x);
+        require(x == 0 || (columns[HEAD_COLUMN][first + x] == 0 && is_placed(operand, rank)));
       }
     });
   }
@@ -56,24 +56,24 @@ class Rank {
 
   void apply(Action action, const Operand& x) { home_.apply(action, x.tensor, x.row, x.end(), x.heads); }
 
-  // Gathers the contents of an operand: values, which remain, or partials. taken: the action if partials are at home.
-  void gather(const Operand& x, bool values, Runs& runs, Action taken = Action::TAKE) {
+  // Gathers the contents of an operand: values, which remain, or partials. home_action: the action if partials are at home.
+  void gather(const Operand& x, bool values, Runs& runs, Action home_action = Action::TAKE) {
     if (!x.is_home()) return work_.read(arena(x), values, runs);
     require(values || !is_input(x));
-    if (!is_input(x)) apply(values ? Action::READ : taken, x);
+    if (!is_input(x)) apply(values ? Action::READ : home_action, x);
     runs.assign(1, {0, x.rows, home_.token(x.row), values ? State::VALUE : State::LIVE});
   }
 
-  // Stores runs in an operand, as partials or values, or adds them to it; cleared rows stay cleared. at_home: the
+  // Stores runs in an operand, as partials or values, or adds them to it; cleared rows stay cleared. home_action: the
   // action on home rows; ADD also adds in an arena.
-  void write(const Operand& x, const Runs& runs, bool is_partial, Action at_home) {
-    if (x.is_home()) return write_home(x, runs, at_home);
+  void write(const Operand& x, const Runs& runs, bool is_partial, Action home_action) {
+    if (x.is_home()) return write_home(x, runs, home_action);
     WorkPlace place = arena(x);
     for (const Run& run : runs) {
       place.low = x.row + run.row;
       place.high = place.low + run.rows;
       const State state = run.state == State::CLEARED ? State::CLEARED : is_partial ? State::LIVE : State::VALUE;
-      if (at_home == Action::ADD)
+      if (home_action == Action::ADD)
         work_.add(place, state, run.token);
       else
         work_.put(place, state, run.token);

@@ -33,20 +33,20 @@ struct Memory {
 // foreign: tensors of the other phase.
 struct Program : Programs {
   static constexpr std::size_t FIELDS = 8;
-  Program(Programs tables, Memory of_ranks, HeadSets sets, Tensors of_home, Tensors produced, Tensors other_phase,
+  Program(Programs tables, Memory of_ranks, HeadSets sets, Tensors input_set, Tensors output_set, Tensors foreign_set,
           bool backward, int64_t round_count)
       : Programs(std::move(tables)),
         memory(of_ranks),
         heads(sets),
-        inputs(of_home),
-        outputs(produced),
-        foreign(other_phase),
+        inputs(input_set),
+        outputs(output_set),
+        foreign(foreign_set),
         is_backward(backward),
         rounds(round_count),
         task_list(lists[backward ? GRADS : TASKS]) {
-    const IntRows& own = task_list.columns;
-    tasks = backward ? Tasks{own[0], own[1], own[4], own[2], own[3], own[5], own[6], own[7], own[8]}
-                     : Tasks{own[0], own[1], own[2], {}, {}, {}, own[3], own[4], own[5]};
+    const IntRows& c = task_list.columns;
+    tasks = backward ? Tasks{c[0], c[1], c[4], c[2], c[3], c[5], c[6], c[7], c[8]}
+                     : Tasks{c[0], c[1], c[2], {}, {}, {}, c[3], c[4], c[5]};
   }
 
   Memory memory;
@@ -58,8 +58,8 @@ struct Program : Programs {
   Tasks tasks;
 
   Rowop rowop(int64_t row) const {
-    const IntRows& own = lists[ROWOPS].columns;
-    return {own[0][row], own[1][row], own[2][row], own[3][row], own[4][row]};
+    const IntRows& c = lists[ROWOPS].columns;
+    return {c[0][row], c[1][row], c[2][row], c[3][row], c[4][row]};
   }
 };
 

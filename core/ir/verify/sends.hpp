@@ -35,7 +35,7 @@ class Parcel {
   // The content of a row, and the number of rows that continue it.
   std::pair<Token, int64_t> at(int64_t row) const {
     const std::size_t i = part_of(row);
-    return {further(parts_[i].token, row - parts_[i].row), end_of(i) - row};
+    return {advance(parts_[i].token, row - parts_[i].row), end_of(i) - row};
   }
 
   // Gives rows of a run of zeros the tokens from `token` on; the rest of the run stays zeros.
@@ -89,16 +89,16 @@ struct Stretch {
 
 class Sends {
  public:
-  // Checks that rounds and numbers of sends and receives agree between ranks; `meet` returns the outcome.
+  // Checks that rounds and numbers of sends and receives agree between ranks; `is_matched` returns the outcome.
   explicit Sends(const Program& program)
-      : slots_(program.send.size()), of_rank_(program.ranks() + 1) {
-    meet_ = rounds_agree(program) && post(program);
+      : slots_(program.send.size()), rank_ptr_(program.ranks() + 1) {
+    is_matched_ = rounds_agree(program) && post(program);
   }
   // False if ranks differ on a round, one sends to itself or sends missing home rows, or numbers of sends and receives
   // differ.
-  bool meet() const { return meet_; }
+  bool is_matched() const { return is_matched_; }
 
-  int64_t first(int64_t rank) const { return of_rank_[rank]; }
+  int64_t first(int64_t rank) const { return rank_ptr_[rank]; }
   int64_t end(int64_t rank) const { return first(rank + 1); }
   Send& operator[](int64_t send) { return sends_[send]; }
   Send& of_transfer(int64_t transfer) { return sends_[slots_[transfer]]; }
@@ -117,7 +117,7 @@ class Sends {
         rows = std::min(rows, left);
         is_whole = false;
       } else {
-        token = send.token == UNSENT ? UNSENT : further(send.token, row);
+        token = send.token == UNSENT ? UNSENT : advance(send.token, row);
       }
     }
     if (is_whole && is_address(token)) shorten(begin, token);
@@ -130,7 +130,7 @@ class Sends {
     while (true) {
       Send& send = (*this)[send_of(token)];
       const int64_t row = row_of(token);
-      const Token source = send.parcel != nullptr ? send.parcel->at(row).first : further(send.token, row);
+      const Token source = send.parcel != nullptr ? send.parcel->at(row).first : advance(send.token, row);
       if (source == NOWHERE) {
         if (send.parcel == nullptr) send.parcel = std::make_unique<Parcel>(send.rows);
         send.parcel->claim(row, rows, address);
@@ -176,21 +176,21 @@ class Sends {
     for (int64_t rank = 0; rank < program.ranks(); ++rank)
       for (int64_t t = ptr[rank]; t < ptr[rank + 1]; ++t) {
         if (program.peer[t] == rank) return false;
-        if (program.send[t] != 0) ++of_rank_[program.peer[t] + 1];
+        if (program.send[t] != 0) ++rank_ptr_[program.peer[t] + 1];
       }
-    for (int64_t rank = 0; rank < program.ranks(); ++rank) of_rank_[rank + 1] += of_rank_[rank];
-    if (2 * of_rank_[program.ranks()] != program.send.size()) return false;
-    sends_.resize(static_cast<std::size_t>(of_rank_[program.ranks()]));
-    const Array<int64_t> next = Array<int64_t>::of(of_rank_);
-    bool all_there = true;
+    for (int64_t rank = 0; rank < program.ranks(); ++rank) rank_ptr_[rank + 1] += rank_ptr_[rank];
+    if (2 * rank_ptr_[program.ranks()] != program.send.size()) return false;
+    sends_.resize(static_cast<std::size_t>(rank_ptr_[program.ranks()]));
+    const Array<int64_t> next = Array<int64_t>::of(rank_ptr_);
+    bool all_inside = true;
     program.operands.columns.visit([&](const auto& operands) {
       program.each_step([&](const Step& step) {
         if (step.op != Op::LAUNCH) return;
-        const auto rank = static_cast<std::int32_t>(step.rank), round = static_cast<std::int32_t>(program.round[step.at]);
+        const auto rank = static_cast<std::int32_t>(step.rank), round = static_cast<std::int32_t>(program.round[step.index]);
         for (int64_t t = step.first; t < step.end; ++t) {
           if (program.send[t] == 0) continue;
           const Operand tile = operand_at(operands, program.operands.ptr[rank] + program.operand[t]);
-          all_there = all_there && (!tile.is_home() || tile.end() <= program.memory.home_rows[rank]);
+          all_inside = all_inside && (!tile.is_home() || tile.end() <= program.memory.home_rows[rank]);
           const auto heads = static_cast<std::int32_t>(program.heads.number_of(tile.tensor, tile.heads));
           slots_[t] = next[program.peer[t]]++;
           const Token token = tile.is_home() ? program.memory.first_address[rank] + tile.row : UNSENT;
@@ -198,12 +198,12 @@ class Sends {
         }
       });
     });
-    return all_there;
+    return all_inside;
   }
 
   Growing<Send> sends_;
-  Array<int64_t> slots_, of_rank_;  // slots: of each transfer that sends
-  bool meet_ = false;
+  Array<int64_t> slots_, rank_ptr_;  // slots: of each transfer that sends
+  bool is_matched_ = false;
 };
 
 }  // namespace apportion::verify

@@ -56,9 +56,9 @@ class Settlement {
   bool are_known(std::span<const Note> notes) {
     for (const Note& note : notes)
       for (int64_t row = 0; row < note.rows;) {
-        const Stretch found = sends_.find(further(note.token, row), note.rows - row);
-        if (found.token == UNSENT) return false;
-        row += found.rows;
+        const Stretch stretch = sends_.find(advance(note.token, row), note.rows - row);
+        if (stretch.token == UNSENT) return false;
+        row += stretch.rows;
       }
     return true;
   }
@@ -72,14 +72,14 @@ class Settlement {
     for (std::size_t at = 0; at < notes.size();) {
       const std::size_t first = at;
       while (at < notes.size() && notes[at].goes_with(notes[first])) ++at;
-      const auto some = notes.subspan(first, at - first);
-      const bool known = find_runs(some, some[0].is_of_queries() ? queries_ : keys_);
+      const auto group = notes.subspan(first, at - first);
+      const bool known = find_runs(group, group[0].is_of_queries() ? queries_ : keys_);
       all_known = all_known && known;
-      if (some[0].is_of_queries()) {
+      if (group[0].is_of_queries()) {
         has_queries = known;
-        set = some[0].set;
+        set = group[0].set;
       } else if (known && has_queries) {
-        const std::int32_t task = some[0].task;
+        const std::int32_t task = group[0].task;
         list_task(tasks.dmin[task], tasks.dmax[task], [&](const Band& band) { keep(band, task, set); });
       }
     }
@@ -109,13 +109,13 @@ class Settlement {
     runs.clear();
     for (const Note& note : notes)
       for (int64_t row = 0; row < note.rows;) {
-        const Stretch found = sends_.find(further(note.token, row), note.rows - row);
-        if (!is_address(found.token)) return false;
-        if (!runs.empty() && runs.back().next() == found.token)
-          runs.back().rows += static_cast<std::int32_t>(found.rows);
+        const Stretch stretch = sends_.find(advance(note.token, row), note.rows - row);
+        if (!is_address(stretch.token)) return false;
+        if (!runs.empty() && runs.back().next() == stretch.token)
+          runs.back().rows += static_cast<std::int32_t>(stretch.rows);
         else
-          runs.push_back(run_of(note.row + row, found.rows, found.token, State::VALUE));
-        row += found.rows;
+          runs.push_back(run_of(note.row + row, stretch.rows, stretch.token, State::VALUE));
+        row += stretch.rows;
       }
     return true;
   }

@@ -28,7 +28,7 @@ inline int64_t send_of(Token token) { return (token >> (TILE_SHIFT + 1)) - 1; }
 inline int64_t row_of(Token token) { return token & ((Token{1} << TILE_SHIFT) - 1); }
 
 // The token `rows` rows after another.
-inline Token further(Token token, int64_t rows) { return token == NOWHERE ? NOWHERE : token + rows; }
+inline Token advance(Token token, int64_t rows) { return token == NOWHERE ? NOWHERE : token + rows; }
 
 // Degree of uncertainty: 0 for an address, 1 for a tile of values, 2 for a partial, which may be zeros.
 inline int64_t doubt(Token token) { return is_of_tile(token) ? 1 + (token >> TILE_SHIFT & 1) : 0; }
@@ -43,7 +43,7 @@ struct Run {
   State state;
 
   int64_t end() const { return int64_t{row} + rows; }
-  Token next() const { return further(token, rows); }
+  Token next() const { return advance(token, rows); }
 };
 
 using Runs = std::vector<Run>;

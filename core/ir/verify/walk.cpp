@@ -15,9 +15,9 @@ void Walk::walk_rank() {
     next_send_[sends_[send].sender] = send;
   Position& position = rank_.position();
   program_.each_step(number_, [&](const Step& step) {
-    position.instruction = step.at;
-    const auto round = static_cast<RoundNumber>(program_.round[step.at]);
-    const bool results = (program_.mode[step.at] & RESULTS) != 0;
+    position.instruction = step.index;
+    const auto round = static_cast<RoundNumber>(program_.round[step.index]);
+    const bool results = (program_.mode[step.index] & RESULTS) != 0;
     if (step.op == Op::WAIT) return wait(round);
     if (step.op == Op::LAUNCH) rank_.rounds().launch(round, step.first, step.end);
     require(step.list != (program_.is_backward ? TASKS : GRADS));
@@ -84,7 +84,7 @@ void Walk::receive(const Operand& tile, int64_t peer, RoundNumber round, bool re
   require(send.rows == tile.rows && send.tensor == tile.tensor && send.heads == arena.heads);
   const bool is_partial = PARTIALS.has(tile.tensor);
   // no other thread writes the sends of previously walked ranks
-  const bool is_known = send.from_home || peer < walked_ || (first_rank_ <= peer && peer < number_);
+  const bool is_known = send.from_home || peer < walked_ranks_ || (first_rank_ <= peer && peer < number_);
   const Token token = is_known && is_address(send.token) ? send.token : first_of_tile(next, is_partial);
   ++next;
   if (tile.is_home()) {
@@ -151,55 +151,55 @@ void Walk::gather_as_queries(int64_t operand, int64_t before, Tensor tensor, con
 }
 
 void Walk::note(const Runs& runs, int64_t task, int64_t set) {
-  if (notes_.size() + runs.size() > most_notes_) throw TooMany{};
+  if (notes_.size() + runs.size() > max_notes_) throw TooMany{};
   for (const Run& run : runs)
     notes_.push_back({static_cast<std::int32_t>(task), static_cast<std::int32_t>(set), run.row, run.rows, run.token});
 }
 
 // ------------------------------------------------------------------------------------------------ rowops
 
-void Walk::rowop(Op op, const Rowop& own) {
+void Walk::rowop(Op op, const Rowop& args) {
   switch (op) {
     case Op::FINISH:
-      return finish(own);
+      return finish(args);
     case Op::DELTA:
-      return delta(own);
+      return delta(args);
     case Op::PROJECT:
-      return project(own);
+      return project(args);
     case Op::PROJECT_GRAD:
-      return project_grad(own);
+      return project_grad(args);
     case Op::CLEAR:
-      return clear(own);
+      return clear(args);
     default:
-      return move(op, own);
+      return move(op, args);
   }
 }
 
-void Walk::finish(const Rowop& own) {
-  const Operand& rows = rank_[own.c];
-  require(!program_.is_backward && own.a == 0 && own.b == 0 && own.d == 0);
+void Walk::finish(const Rowop& args) {
+  const Operand& rows = rank_[args.c];
+  require(!program_.is_backward && args.a == 0 && args.b == 0 && args.d == 0);
   require(rows.is_home() && rows.tensor == Tensor::O);
   rank_.apply(Action::FINISH, rows);
 }
 
-void Walk::delta(const Rowop& own) {
-  const Operand &gradient = rank_[own.a], &output = rank_[own.b], &statistics = rank_[own.c];
-  require(program_.is_backward && own.d == 0 && statistics.is_home());
+void Walk::delta(const Rowop& args) {
+  const Operand &gradient = rank_[args.a], &output = rank_[args.b], &statistics = rank_[args.c];
+  require(program_.is_backward && args.d == 0 && statistics.is_home());
   require(gradient.tensor == Tensor::DO && output.tensor == Tensor::O && statistics.tensor == Tensor::DELTA);
   require(rank_.is_input(gradient) && rank_.is_input(output) && gradient.is_home() && output.is_home());
-  for (const Operand* one : {&gradient, &output})
-    if (one->row != statistics.row)
-      fail(Code::NOT_SAME_TOKENS, rank_.place(*one), rank_.home().token(one->row), rank_.home().token(statistics.row));
+  for (const Operand* input : {&gradient, &output})
+    if (input->row != statistics.row)
+      fail(Code::NOT_SAME_TOKENS, rank_.place(*input), rank_.home().token(input->row), rank_.home().token(statistics.row));
   require(rank_.are_alike(output, gradient) && rank_.are_alike(statistics, gradient));
   rank_.apply(Action::SET, statistics);
 }
 
 // Projects X into Q and KV.
-void Walk::project(const Rowop& own) {
-  const Operand& hidden = rank_[own.a];
+void Walk::project(const Rowop& args) {
+  const Operand& hidden = rank_[args.a];
   rank_.gather(hidden, true, runs_);
-  require(hidden.tensor == Tensor::X && own.d == 0);
-  for (const auto& [x, tensor] : {std::pair{own.b, Tensor::Q}, {own.c, Tensor::KV}}) {
+  require(hidden.tensor == Tensor::X && args.d == 0);
+  for (const auto& [x, tensor] : {std::pair{args.b, Tensor::Q}, {args.c, Tensor::KV}}) {
     if (x == 0) continue;
     require(rank_[x].rows == hidden.rows && rank_[x].tensor == tensor);
     rank_.write(rank_[x], runs_, false, Action::SET);
@@ -207,12 +207,12 @@ void Walk::project(const Rowop& own) {
 }
 
 // Pushes partials dQ and dKV back through the projection of X, into a partial dX.
-void Walk::project_grad(const Rowop& own) {
-  const Operand &hidden = rank_[own.a], &sum = rank_[own.d];
+void Walk::project_grad(const Rowop& args) {
+  const Operand &hidden = rank_[args.a], &sum = rank_[args.d];
   require(program_.is_backward);
   rank_.gather(hidden, true, runs_);
   require(hidden.tensor == Tensor::X);
-  for (const auto& [x, tensor] : {std::pair{own.b, Tensor::DQ}, {own.c, Tensor::DKV}}) {
+  for (const auto& [x, tensor] : {std::pair{args.b, Tensor::DQ}, {args.c, Tensor::DKV}}) {
     if (x == 0) continue;
     require(rank_[x].rows == hidden.rows && rank_[x].tensor == tensor);
     rank_.gather(rank_[x], false, others_, Action::PUSH_BACK);
@@ -220,22 +220,22 @@ void Walk::project_grad(const Rowop& own) {
     rank_.spend(rank_[x]);
   }
   require(sum.tensor == Tensor::DX && sum.rows == hidden.rows);
-  rank_.write(sum, runs_, true, (own.first & 1) != 0 ? Action::PUT : Action::ADD);
+  rank_.write(sum, runs_, true, (args.first & 1) != 0 ? Action::PUT : Action::ADD);
 }
 
-void Walk::clear(const Rowop& own) {
-  const Operand& rows = rank_[own.c];
-  require(own.a == 0 && own.b == 0 && own.d == 0 && PARTIALS.has(rows.tensor));
+void Walk::clear(const Rowop& args) {
+  const Operand& rows = rank_[args.c];
+  require(args.a == 0 && args.b == 0 && args.d == 0 && PARTIALS.has(rows.tensor));
   runs_.assign(1, {0, rows.rows, NOWHERE, State::CLEARED});
   rank_.write(rows, runs_, true, Action::CLEAR);
 }
 
 // Moves the rows of a into c: merge, add, copy, deliver.
-void Walk::move(Op op, const Rowop& own) {
-  const Operand &from = rank_[own.a], &to = rank_[own.c];
+void Walk::move(Op op, const Rowop& args) {
+  const Operand &from = rank_[args.a], &to = rank_[args.c];
   const Tensor tensor = to.tensor;
   const bool is_partial = PARTIALS.has(tensor), is_copy = op == Op::COPY;
-  require(own.a != 0 && own.b == 0 && own.d == 0);
+  require(args.a != 0 && args.b == 0 && args.d == 0);
   require(from.tensor == tensor && rank_.are_alike(to, from));
   require(from.space != to.space || from.row >= to.end() || to.row >= from.end());
   Action action = is_partial ? Action::PUT : Action::SET;
@@ -245,7 +245,7 @@ void Walk::move(Op op, const Rowop& own) {
   } else if (!is_copy) {
     require(op == Op::MERGE ? tensor == Tensor::O && !program_.is_backward
                             : op == Op::ADD && SUMS.has(tensor) && program_.is_backward);
-    if ((own.first & 1) == 0) action = Action::ADD;
+    if ((args.first & 1) == 0) action = Action::ADD;
   }
   if (is_copy && is_partial && from.is_home()) fail(Code::PARTIAL_FROM_HOME, rank_.place(from));
   const bool values = is_copy && !is_partial;

@@ -18,14 +18,14 @@ namespace apportion::verify {
 
 class Walk {
  public:
-  Walk(const Program& program, Sends& sends, std::size_t most_notes)
-      : program_(program), sends_(sends), rank_(program), most_notes_(most_notes),
+  Walk(const Program& program, Sends& sends, std::size_t max_notes)
+      : program_(program), sends_(sends), rank_(program), max_notes_(max_notes),
         next_send_(program.ranks()) {}
 
-  // Walks ranks [first, end); returns a fault. walked: all ranks below this were walked before the current walks began.
-  std::optional<Fault> walk(int64_t first, int64_t end, int64_t walked) {
+  // Walks ranks [first, end); returns a fault. walked_ranks: all ranks below this were walked before the current walks began.
+  std::optional<Fault> walk(int64_t first, int64_t end, int64_t walked_ranks) {
     first_rank_ = first;
-    walked_ = walked;
+    walked_ranks_ = walked_ranks;
     rank_.conditions().clear();
     notes_.clear();
     for (number_ = first; number_ < end; ++number_) {
@@ -41,7 +41,7 @@ class Walk {
     return std::nullopt;
   }
 
-  const std::vector<Condition>& conditions() { return rank_.conditions().every(); }
+  const std::vector<Condition>& conditions() { return rank_.conditions().all(); }
   std::span<const Note> notes() const { return notes_; }
 
  private:
@@ -53,23 +53,23 @@ class Walk {
   void wait(RoundNumber round);
   void attend(int64_t task);
   void gather_as_queries(int64_t operand, int64_t before, Tensor tensor, const Operand& queries);
-  void rowop(Op op, const Rowop& own);
-  void finish(const Rowop& own);
-  void delta(const Rowop& own);
-  void project(const Rowop& own);
-  void project_grad(const Rowop& own);
-  void clear(const Rowop& own);
-  void move(Op op, const Rowop& own);
+  void rowop(Op op, const Rowop& args);
+  void finish(const Rowop& args);
+  void delta(const Rowop& args);
+  void project(const Rowop& args);
+  void project_grad(const Rowop& args);
+  void clear(const Rowop& args);
+  void move(Op op, const Rowop& args);
   void note(const Runs& runs, int64_t task, int64_t set);
 
   const Program& program_;
   Sends& sends_;
   Rank rank_;
-  std::size_t most_notes_;
+  std::size_t max_notes_;
   Array<int64_t> next_send_;  // of each rank, the next of its sends to this one
   std::vector<Note> notes_;
   Runs runs_, keys_, others_;
-  int64_t number_ = 0, first_rank_ = 0, walked_ = 0;
+  int64_t number_ = 0, first_rank_ = 0, walked_ranks_ = 0;
   int64_t task_before_ = -1;  // the previous task of the same instruction
 };
 

@@ -3,7 +3,7 @@
 //   WorkState   state   contents of the rows
 //               shift   the token of a row minus its number
 //               heads   the number of the rows' head set, equal for equal sets
-//               filled  the round that receives the rows; senders: the rounds that send them
+//               fill_round  the round that receives the rows; senders: the rounds that send them
 //
 // Adding a token to a different one makes a condition that both are equal (`settle.hpp`), or a fault if both are known.
 #pragma once
@@ -19,7 +19,7 @@ namespace apportion::verify {
 struct WorkState {
   int64_t shift = 0;
   std::int32_t heads = 0;
-  RoundNumber filled = NO_ROUND;
+  RoundNumber fill_round = NO_ROUND;
   Senders senders = NO_SENDERS;
   State state = State::EMPTY;
 
@@ -43,27 +43,27 @@ class WorkRows {
     for (int64_t tensor = 0; tensor < TENSORS; ++tensor) arenas_[static_cast<std::size_t>(tensor)].reset(rows[tensor]);
   }
 
-  // Overwrites rows, which must hold no partial and not be in flight. filled: the round that receives the new contents.
-  void put(const WorkPlace& place, State state, Token token, RoundNumber filled = NO_ROUND) {
-    auto& nodes = opened(place.tensor);
+  // Overwrites rows, which must hold no partial and not be in flight. fill_round: the round that receives the new contents.
+  void put(const WorkPlace& place, State state, Token token, RoundNumber fill_round = NO_ROUND) {
+    auto& nodes = open_arena(place.tensor);
     const NodeIndex first = nodes.slice(place.low, place.high);
     nodes.each(first, place.high, [&](auto& node) {
-      if (node.state == State::LIVE || !is_still(node)) blame(place, node, Use::PUT);
+      if (node.state == State::LIVE || !is_idle(node)) blame(place, node, Use::PUT);
     });
     static_cast<WorkState&>(nodes.absorb(first, place.high)) = {
-        token == NOWHERE ? NOWHERE : token - place.low, place.heads, filled, NO_SENDERS, state};
+        token == NOWHERE ? NOWHERE : token - place.low, place.heads, fill_round, NO_SENDERS, state};
   }
 
   // Adds a partial to partials; CLEARED rows count as empty.
   void add(const WorkPlace& place, State state, Token token) {
-    auto& nodes = opened(place.tensor);
+    auto& nodes = open_arena(place.tensor);
     NodeIndex at = nodes.find(place.low);
     for (int64_t low = place.low; low < place.high;) {
       const int64_t high = std::min<int64_t>(place.high, nodes[at].high);
-      const bool held = nodes[at].state == State::LIVE;
-      if (nodes[at].heads != place.heads || !is_still(nodes[at]) || !(held || nodes[at].state == State::CLEARED))
+      const bool is_live = nodes[at].state == State::LIVE;
+      if (nodes[at].heads != place.heads || !is_idle(nodes[at]) || !(is_live || nodes[at].state == State::CLEARED))
         blame(place, nodes[at], Use::ADD);
-      if (state == State::LIVE && !held) {
+      if (state == State::LIVE && !is_live) {
         if (nodes[at].low < low || nodes[at].high > high) at = nodes.slice(low, high);
         nodes[at].state = State::LIVE;
         nodes[at].shift = token - place.low;
@@ -84,7 +84,7 @@ class WorkRows {
     for (int64_t row = place.low; row < place.high;) {
       const auto& node = nodes[at];
       const bool fits = values ? node.state == State::VALUE : node.state == State::LIVE || node.state == State::CLEARED;
-      if (!fits || node.heads != place.heads || !rounds_.is_over(node.filled)) blame(place, node, Use::READ);
+      if (!fits || node.heads != place.heads || !rounds_.is_over(node.fill_round)) blame(place, node, Use::READ);
       const Token token = node.state == State::CLEARED ? NOWHERE : row + node.shift;
       const int64_t stop = std::min<int64_t>(place.high, node.high);
       if (!runs.empty() && runs.back().state == node.state && runs.back().next() == token)
@@ -100,10 +100,10 @@ class WorkRows {
   void spend(const WorkPlace& place, RoundNumber round = NO_ROUND) {
     auto& nodes = arena(place.tensor);
     const NodeIndex first = nodes.slice(place.low, place.high);
-    nodes.each(first, place.high, [&](auto& node) { require(is_still(node)); });
+    nodes.each(first, place.high, [&](auto& node) { require(is_idle(node)); });
     WorkState& state = nodes.absorb(first, place.high);
     state.state = State::SPENT;
-    state.filled = NO_ROUND;
+    state.fill_round = NO_ROUND;
     state.senders = round == NO_ROUND ? NO_SENDERS : rounds_.with(NO_SENDERS, round);
   }
 
@@ -126,29 +126,29 @@ class WorkRows {
   enum class Use : std::uint8_t { READ, ADD, PUT };
 
   Nodes<WorkState>& arena(Tensor tensor) { return arenas_[static_cast<std::size_t>(tensor)]; }
-  Nodes<WorkState>& opened(Tensor tensor) {
+  Nodes<WorkState>& open_arena(Tensor tensor) {
     arena(tensor).open();
     return arena(tensor);
   }
   static Place whole(const WorkPlace& place) { return {place.tensor, Space::WORK, place.low, place.high}; }
 
   // True if rows are neither being received nor being sent.
-  bool is_still(WorkState& state) { return rounds_.is_over(state.filled) && !rounds_.is_sending(state.senders); }
+  bool is_idle(WorkState& state) { return rounds_.is_over(state.fill_round) && !rounds_.is_sending(state.senders); }
 
   // Adds a token to a node; of two different tokens, keeps the one with less doubt.
-  void add_tokens(Place place, Node<WorkState>& node, Token added) {
-    const Token held = place.low + node.shift;
-    if (held == added) return;
-    const bool is_better = doubt(added) < doubt(held) && node.low == place.low && node.high == place.high;
-    if (is_better) node.shift = added - place.low;
-    conditions_.require_same({is_better ? held : added, is_better ? added : held, Code::PARTIAL_MIXED, !is_better, place});
+  void add_tokens(Place place, Node<WorkState>& node, Token token) {
+    const Token current = place.low + node.shift;
+    if (current == token) return;
+    const bool is_better = doubt(token) < doubt(current) && node.low == place.low && node.high == place.high;
+    if (is_better) node.shift = token - place.low;
+    conditions_.require_same({is_better ? current : token, is_better ? token : current, Code::PARTIAL_MIXED, !is_better, place});
   }
 
   // Throws the fault of a node that cannot be read, added to or overwritten.
   [[noreturn]] void blame(const WorkPlace& wanted, const Node<WorkState>& node, Use use) {
     const Place place{wanted.tensor, Space::WORK, std::max<int64_t>(wanted.low, node.low), std::min<int64_t>(wanted.high, node.high)};
     const Token holds = node.holds_tokens() ? place.low + node.shift : NOWHERE;
-    if (!rounds_.is_over(node.filled))
+    if (!rounds_.is_over(node.fill_round))
       fail(use == Use::READ ? Code::READ_IN_FLIGHT : Code::WRITE_IN_FLIGHT, place, holds);
     if (use == Use::PUT) fail(node.state == State::LIVE ? Code::PARTIAL_LOST : Code::WRITE_SENDING, place, holds);
     if (node.state == State::SPENT) fail(Code::PARTIAL_SPENT, place, holds);

@@ -12,43 +12,43 @@ namespace apportion::lower {
 namespace {
 
 // Rows of a rank that are held from step `start` to step `end`, inclusive.
-struct Held {
+struct Lifetime {
   int64_t rank, rows, start, end;
 
-  bool with(const Held& other) const { return rank == other.rank && start == other.start; }
+  bool shares_place(const Lifetime& other) const { return rank == other.rank && start == other.start; }
 };
 
 // The first work row of each tile, such that tiles held at the same time on one rank do not overlap. Tiles that arrive
 // at a rank together, which are adjacent in `order`, share a place, the first that is free. All places of a rank are as
 // long as its longest arrival, so there are only as many as are held at one time. base: the first row to use on each
 // rank.
-Growing<int64_t> allot(const Growing<Held>& tiles, const Growing<int64_t>& order, const Growing<int64_t>& base) {
+Growing<int64_t> allot(const Growing<Lifetime>& tiles, const Growing<int64_t>& order, const Growing<int64_t>& base) {
   int64_t span = 0;
-  for (const Held& tile : tiles) span = std::max(span, tile.start + 1);
+  for (const Lifetime& tile : tiles) span = std::max(span, tile.start + 1);
   Growing<int64_t> keys, by_key(order.count()), longest(base.count()), row(tiles.count());
   for (const int64_t tile : order) keys.push_back(tiles[tile].rank * span + tiles[tile].start);
   counting_order<Column<const int64_t>, int64_t>(keys, base.count() * span, by_key);
   for (int64_t& at : by_key) at = order[at];
   int64_t before = -1;
   for (const int64_t tile : by_key) {  // the row within the place
-    row[tile] = before >= 0 && tiles[before].with(tiles[tile]) ? row[before] + tiles[before].rows : 0;
-    int64_t& most = longest[tiles[tile].rank];
-    most = std::max(most, row[tile] + tiles[tile].rows);
+    row[tile] = before >= 0 && tiles[before].shares_place(tiles[tile]) ? row[before] + tiles[before].rows : 0;
+    int64_t& length = longest[tiles[tile].rank];
+    length = std::max(length, row[tile] + tiles[tile].rows);
     before = tile;
   }
   Growing<int64_t> busy;  // the last step at which each place of the rank is held
   int64_t at = 0;
   before = -1;
   for (const int64_t tile : by_key) {
-    const Held& own = tiles[tile];
-    if (before < 0 || tiles[before].rank != own.rank) busy.clear();
+    const Lifetime& life = tiles[tile];
+    if (before < 0 || tiles[before].rank != life.rank) busy.clear();
     if (row[tile] == 0) {
-      for (at = 0; at < busy.count() && busy[at] >= own.start;) ++at;
+      for (at = 0; at < busy.count() && busy[at] >= life.start;) ++at;
       if (at == busy.count()) busy.push_back(0);
-      busy[at] = own.end;
+      busy[at] = life.end;
     }
-    busy[at] = std::max(busy[at], own.end);
-    row[tile] += base[own.rank] + at * longest[own.rank];
+    busy[at] = std::max(busy[at], life.end);
+    row[tile] += base[life.rank] + at * longest[life.rank];
     before = tile;
   }
   return row;
@@ -60,7 +60,7 @@ class Tiles {
   Tiles(Program& program, const Lowering& low, const Side& side, const Order& order)
       : program_(program), low_(low), side_(side), tiles_(side.tiles), order_(order), adjacent_(tiles_.count()) {
     std::iota(adjacent_.begin(), adjacent_.end(), 0);
-    const auto earlier = [&](int64_t one, int64_t two) { return tiles_[one].tile < tiles_[two].tile; };
+    const auto earlier = [&](int64_t a, int64_t b) { return tiles_[a].tile < tiles_[b].tile; };
     if (!std::is_sorted(adjacent_.begin(), adjacent_.end(), earlier))
       std::stable_sort(adjacent_.begin(), adjacent_.end(), earlier);
     for (int64_t group = 0; group < low.rows.size(); ++group) kept_.push_back(low.kept(group));
@@ -69,17 +69,17 @@ class Tiles {
   // Fetches tiles, with all tensors in the same rows; returns their first work rows. A tile is held until its tasks are
   // done and it is passed on; if tiles stay for the stages of a window, they keep their rows until the end.
   Growing<int64_t> fetch(std::span<const Tensor> tensors) {
-    Growing<Held> held;
-    held.expect(tiles_.count());
+    Growing<Lifetime> lifetimes;
+    lifetimes.expect(tiles_.count());
     for (const Tile& tile : tiles_) {
       const int64_t used = order_.stage[low_.schedule.leads + tile.back];
-      held.push_back({tile.dst, tile.rows, order_.launch[tile.round], low_.holds() ? program_.steps.count() : used});
+      lifetimes.push_back({tile.dst, tile.rows, order_.launch[tile.round], low_.holds() ? program_.steps.count() : used});
     }
     if (!low_.holds()) {
       for (const Tile& tile : tiles_)
-        if (tile.parent >= 0) held[tile.parent].end = std::max(held[tile.parent].end, order_.wait[tile.round]);
+        if (tile.parent >= 0) lifetimes[tile.parent].end = std::max(lifetimes[tile.parent].end, order_.wait[tile.round]);
     }
-    Growing<int64_t> work = allot(held, adjacent_, kept_);
+    Growing<int64_t> work = allot(lifetimes, adjacent_, kept_);
     program_.transfers.expect(2 * std::ssize(tensors) * tiles_.count());
     for (const Tensor tensor : tensors) {
       each([&](int64_t at, const Tile& tile) {
@@ -146,26 +146,26 @@ class Tiles {
   // sums.
   std::pair<Growing<int64_t>, Growing<int64_t>> room() const {
     const bool holds = low_.holds();
-    Growing<Held> held;
-    held.expect(2 * tiles_.count());
+    Growing<Lifetime> lifetimes;
+    lifetimes.expect(2 * tiles_.count());
     for (const Tile& tile : tiles_) {
       const int64_t start = std::min(order_.clear[tile.round], order_.stage[low_.schedule.leads + tile.round]);
-      held.push_back({tile.dst, tile.rows, start, holds ? program_.steps.count() : batch(tile).wait});
+      lifetimes.push_back({tile.dst, tile.rows, start, holds ? program_.steps.count() : batch(tile).wait});
     }
     Growing<int64_t> order = adjacent_, base = kept_, work, arriving(tiles_.count());
     if (holds) {
-      work = allot(held, order, base);
+      work = allot(lifetimes, order, base);
       each([&](int64_t at, const Tile& tile) { base[tile.dst] = std::max(base[tile.dst], work[at] + tile.rows); });
-      held.clear(), order.clear();
+      lifetimes.clear(), order.clear();
     }
-    const int64_t leaving = held.count();
-    for (const Tile& tile : tiles_) held.push_back({target(tile), tile.rows, batch(tile).launch, batch(tile).add});
+    const int64_t leaving_count = lifetimes.count();
+    for (const Tile& tile : tiles_) lifetimes.push_back({target(tile), tile.rows, batch(tile).launch, batch(tile).add});
     for (const int64_t at : adjacent_)
-      if (holds || !batch(tiles_[at]).results) order.push_back(leaving + at);
-    Growing<int64_t> both = allot(held, order, base);
-    std::copy(both.begin() + leaving, both.end(), arriving.begin());
-    both.resize(static_cast<std::size_t>(leaving));
-    return {holds ? std::move(work) : std::move(both), std::move(arriving)};
+      if (holds || !batch(tiles_[at]).results) order.push_back(leaving_count + at);
+    Growing<int64_t> rows = allot(lifetimes, order, base);
+    std::copy(rows.begin() + leaving_count, rows.end(), arriving.begin());
+    rows.resize(static_cast<std::size_t>(leaving_count));
+    return {holds ? std::move(work) : std::move(rows), std::move(arriving)};
   }
 
   Program& program_;
@@ -181,9 +181,9 @@ class Tiles {
 void clear_unopened(Program& program, int64_t step, const Sides& sides, Space space, bool backward) {
   const auto clear = [&](const Side& side, Tensor tensor) {
     const int64_t groups = side.heads.size();
-    for (const Cleared& one : side.cleared)
-      program.clear(step, one.lane / groups,
-                    rows_of(tensor, space, one.row, one.rows, side.heads_of(one.lane % groups)));
+    for (const Cleared& range : side.cleared)
+      program.clear(step, range.lane / groups,
+                    rows_of(tensor, space, range.row, range.rows, side.heads_of(range.lane % groups)));
   };
   clear(sides.queries, sums_of_queries(backward));
   if (backward) clear(sides.keys, Tensor::DKV);

@@ -26,7 +26,7 @@ struct Launches {
 
 ExchangeSteps reserve(Program& program, const Lowering& low, Op attend, int64_t results, int64_t parts) {
   ExchangeSteps steps{{}, program.step(Op::CLEAR), 0, 0, 0, -1};
-  for (int64_t one = 0; one < parts * low.exchange->rounds; ++one)
+  for (int64_t i = 0; i < parts * low.exchange->rounds; ++i)
     steps.launches.push_back(program.launch(CHANNEL, low.exchange->mode | results));
   steps.copy = program.step(results != 0 ? Op::DELIVER : Op::COPY);
   steps.attend = program.step(attend);
@@ -62,8 +62,8 @@ void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Ten
   const Launches launches{steps, part * low.exchange->rounds, apart};
   const auto launch = [&](const Copy& copy, int64_t round) { return launches.of(copy, round); };
   const auto ends = [&](int64_t, const Copy& copy) {
-    const Ends found = ends_of(low, copy, tensor);
-    return way == Way::IN ? found : Ends{copy.dst, copy.src, found.into, found.out};
+    const Ends inward = ends_of(low, copy, tensor);
+    return way == Way::IN ? inward : Ends{copy.dst, copy.src, inward.into, inward.out};
   };
   move_copies(program, *low.exchange, steps.copy, launch, ends);
 }
@@ -72,9 +72,9 @@ void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps&
   constexpr Tensor DKV = Tensor::DKV;
   const Exchange& exchange = *low.exchange;
   if (!exchange.shared) return move(program, low, steps, DKV, Way::OUT, apart);
-  Growing<int64_t> beyond = reach_of(program, DKV, low.groups.ranks()), staged;  // by rank; by arriving copy
+  Growing<int64_t> next_row = reach_of(program, DKV, low.groups.ranks()), staged;  // by rank; by arriving copy
   const Growing<int64_t> group = low.groups.of_ranks();
-  for (int64_t rank = 0; rank < beyond.count(); ++rank) beyond[rank] = std::max(beyond[rank], low.rows[group[rank]]);
+  for (int64_t rank = 0; rank < next_row.count(); ++rank) next_row[rank] = std::max(next_row[rank], low.rows[group[rank]]);
   for (int64_t rank = 0; rank < exchange.held.size(); ++rank)
     if (const int64_t rows = exchange.held[rank]; rows > 0)
       program.clear(steps.clear, rank, rows_of(DKV, Space::HOME, exchange.first[rank], rows));
@@ -83,8 +83,8 @@ void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps&
   };
   const Launches launches{steps, 0, apart};
   exchange.moved([&](int64_t, const Copy& copy, int64_t round) {
-    staged.push_back(beyond[copy.src]);
-    beyond[copy.src] += copy.rows;
+    staged.push_back(next_row[copy.src]);
+    next_row[copy.src] += copy.rows;
     program.send(launches.of(copy, round), copy.dst, copy.src, ends_of(low, copy, DKV).into);
   });
   int64_t number = 0;
@@ -103,8 +103,8 @@ void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps&
 
 Growing<int64_t> reach_of(const Program& program, Tensor tensor, int64_t ranks) {
   Growing<int64_t> reach(ranks);
-  each_operand(program, [&](int32_t rank, const Operand& one) {
-    if (one.tensor() == tensor) reach[rank] = std::max(reach[rank], one.reach());
+  each_operand(program, [&](int32_t rank, const Operand& operand) {
+    if (operand.tensor() == tensor) reach[rank] = std::max(reach[rank], operand.reach());
   });
   return reach;
 }

@@ -41,18 +41,18 @@ struct Ends {
 // ends(number, copy): source and destination of each.
 template <class Launch, class EndsOf>
 void move_copies(Program& program, const Exchange& exchange, int64_t copy, Launch&& launch, EndsOf&& ends) {
-  exchange.moved([&](int64_t number, const Copy& one, int64_t round) {
-    const Ends own = ends(number, one);
-    program.send(launch(one, round), own.src, own.dst, own.out);
+  exchange.moved([&](int64_t number, const Copy& item, int64_t round) {
+    const Ends route = ends(number, item);
+    program.send(launch(item, round), route.src, route.dst, route.out);
   });
-  exchange.moved([&](int64_t number, const Copy& one, int64_t round) {
-    const Ends own = ends(number, one);
-    program.receive(launch(one, round), own.src, own.dst, own.into);
+  exchange.moved([&](int64_t number, const Copy& item, int64_t round) {
+    const Ends route = ends(number, item);
+    program.receive(launch(item, round), route.src, route.dst, route.into);
   });
   if (copy < 0) return;
-  exchange.kept([&](int64_t number, const Copy& one) {
-    const Ends own = ends(number, one);
-    program.combine(copy, own.src, own.out, own.into, 1);
+  exchange.kept([&](int64_t number, const Copy& item) {
+    const Ends route = ends(number, item);
+    program.combine(copy, route.src, route.out, route.into, 1);
   });
 }
 

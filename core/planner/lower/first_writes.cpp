@@ -29,21 +29,21 @@ class Points {
     Slot& slot = at(point);
     if (slot.lane == lane_) return;
     slot = {point, lane_, 0};
-    all_.push_back(point);
+    points_.push_back(point);
   }
   // Sorts the points of the lane.
   void sort() {
-    std::sort(all_.begin() + first_, all_.end());
-    for (int64_t place = first_; place < all_.count(); ++place) at(all_[place]).place = static_cast<int32_t>(place);
+    std::sort(points_.begin() + first_, points_.end());
+    for (int64_t place = first_; place < points_.count(); ++place) at(points_[place]).place = static_cast<int32_t>(place);
   }
   // The number of a point of the lane among all points.
   int32_t find(int64_t point) { return at(point).place; }
   void close() {
     ++lane_;
-    first_ = all_.count();
+    first_ = points_.count();
   }
-  int64_t count() const { return all_.count(); }
-  Growing<int64_t> take() { return std::move(all_); }
+  int64_t count() const { return points_.count(); }
+  Growing<int64_t> take() { return std::move(points_); }
 
  private:
   struct Slot {
@@ -57,7 +57,7 @@ class Points {
     return slots_[slot];
   }
 
-  Growing<int64_t> all_;
+  Growing<int64_t> points_;
   Growing<Slot> slots_ = Growing<Slot>(16);
   int64_t first_ = 0;
   int32_t lane_ = 0;
@@ -67,10 +67,10 @@ class Points {
 struct ByLane {
   Growing<int32_t> order;
   Growing<int64_t> begin;
-  int64_t most = 0;
+  int64_t longest = 0;
 
   ByLane(const Growing<Written>& written, int64_t lanes) : begin(lanes + 2) {
-    for (const Written& part : written) most = std::max(most, ++begin[part.lane + 2]);
+    for (const Written& part : written) longest = std::max(longest, ++begin[part.lane + 2]);
     std::partial_sum(begin.begin(), begin.end(), begin.begin());
     order = Growing<int32_t>(begin.back());
     for (int32_t part = 0; part < written.count(); ++part) order[begin[written[part].lane + 1]++] = part;
@@ -80,7 +80,7 @@ struct ByLane {
 
 Pieces cut(const Growing<Written>& written, const Growing<int64_t>& held) {
   const ByLane by_lane(written, held.count());
-  Points points(2 * by_lane.most + 2);
+  Points points(2 * by_lane.longest + 2);
   Growing<int64_t> ptr(1);
   Growing<int32_t> low(written.count()), high(written.count());
   for (int64_t lane = 0; lane < held.count(); ++lane) {
@@ -109,10 +109,10 @@ class Unseen {
   bool has(int64_t piece) const { return after_[piece] == piece; }
   void remove(int64_t piece) { after_[piece] = piece + 1; }
   int64_t next(int64_t piece) {
-    int64_t found = piece;
-    while (!has(found)) found = after_[found];
-    while (after_[piece] != found) piece = std::exchange(after_[piece], found);
-    return found;
+    int64_t root = piece;
+    while (!has(root)) root = after_[root];
+    while (after_[piece] != root) piece = std::exchange(after_[piece], root);
+    return root;
   }
 
  private:
@@ -126,12 +126,12 @@ Growing<State> visit(const Growing<Written>& written, const Pieces& pieces, Grow
   for (int64_t begin = 0, end; begin < written.count(); begin = end) {
     bool fresh = true;
     for (end = begin; end < written.count() && written[end].task == written[begin].task; ++end) {
-      fresh = fresh && written[end].may;
+      fresh = fresh && written[end].may_open;
       for (int64_t piece = pieces.low[end]; fresh && piece < pieces.high[end]; ++piece) fresh = unseen.has(piece);
     }
     if (fresh) flags[written[begin].task] = 1;
-    for (int64_t one = begin; one < end; ++one) {
-      for (int64_t piece = unseen.next(pieces.low[one]); piece < pieces.high[one]; piece = unseen.next(piece)) {
+    for (int64_t i = begin; i < end; ++i) {
+      for (int64_t piece = unseen.next(pieces.low[i]); piece < pieces.high[i]; piece = unseen.next(piece)) {
         state[piece] = fresh ? State::OPENED : State::ADDED;
         unseen.remove(piece);
       }
@@ -144,18 +144,18 @@ Growing<State> visit(const Growing<Written>& written, const Pieces& pieces, Grow
 
 Openers find_openers(const Growing<Written>& written, const Growing<int64_t>& held, int64_t tasks) {
   const Pieces pieces = cut(written, held);
-  Openers found{Growing<int32_t>(tasks), {}};
-  const Growing<State> state = visit(written, pieces, found.flags);
+  Openers openers{Growing<int32_t>(tasks), {}};
+  const Growing<State> state = visit(written, pieces, openers.flags);
   for (int64_t lane = 0; lane < held.count(); ++lane) {
-    bool longer = false;  // whether the preceding rows are cleared, too
+    bool extends = false;  // whether the preceding rows are cleared, too
     for (int64_t at = pieces.ptr[lane]; at < pieces.ptr[lane + 1] - 1; ++at) {
       const bool opened = state[at] == State::OPENED;
-      if (!opened && !longer) found.cleared.push_back({lane, pieces.points[at], 0});
-      if (!opened) found.cleared.back().rows += pieces.points[at + 1] - pieces.points[at];
-      longer = !opened;
+      if (!opened && !extends) openers.cleared.push_back({lane, pieces.points[at], 0});
+      if (!opened) openers.cleared.back().rows += pieces.points[at + 1] - pieces.points[at];
+      extends = !opened;
     }
   }
-  return found;
+  return openers;
 }
 
 void Leaving::add(int64_t begin, int64_t end) {

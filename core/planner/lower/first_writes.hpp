@@ -19,7 +19,7 @@ using std::int64_t;
 // tasks can have changed their initial state, so that the task may open them.
 struct Written {
   int32_t task, lane, row, rows;
-  bool may;
+  bool may_open;
 };
 
 struct Cleared {

@@ -61,9 +61,9 @@ struct Schedule {
 
   int64_t rounds() const { return when.size(); }
   int64_t channels() const {
-    int64_t most = 0;
-    for (int64_t round = 0; round < rounds(); ++round) most = std::max(most, channel[round]);
-    return 1 + most;
+    int64_t largest = 0;
+    for (int64_t round = 0; round < rounds(); ++round) largest = std::max(largest, channel[round]);
+    return 1 + largest;
   }
 };
 
@@ -86,8 +86,8 @@ struct Exchange {
 
   int64_t size() const { return piece.size(); }
   Copy operator[](int64_t at) const {
-    const int64_t of = piece[at];
-    return {src[of], dst[at], of, src_row[of] + first[src[of]], row[of], rows[of]};
+    const int64_t p = piece[at];
+    return {src[p], dst[at], p, src_row[p] + first[src[p]], row[p], rows[p]};
   }
   // Calls loop(number, copy, round) for all copies that move, and loop(number, copy) for all others.
   template <class Loop>
@@ -124,10 +124,10 @@ struct Groups {
   int64_t ranks() const { return first[count()]; }
   bool split() const { return count() < ranks(); }
   Growing<int64_t> of_ranks() const {
-    Growing<int64_t> found(ranks());
+    Growing<int64_t> numbers(ranks());
     for (int64_t group = 0; group < count(); ++group)
-      for (int64_t rank = first[group]; rank < first[group + 1]; ++rank) found[rank] = group;
-    return found;
+      for (int64_t rank = first[group]; rank < first[group + 1]; ++rank) numbers[rank] = group;
+    return numbers;
   }
 };
 
@@ -181,7 +181,7 @@ struct Network {
 };
 
 // Opens the arrays of a `Lowering`, by the names of its fields, for one phase. Both functions need the GIL.
-Lowering open(nb::handle given, nb::str phase);
-std::unique_ptr<Network> open_network(nb::handle given);
+Lowering open(nb::handle object, nb::str phase);
+std::unique_ptr<Network> open_network(nb::handle object);
 
 }  // namespace apportion::lower

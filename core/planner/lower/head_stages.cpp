@@ -23,8 +23,8 @@ namespace {
 
 // The positions of the steps of one stage.
 struct Stage {
-  int64_t project, brought, attend, left, added;
-  Growing<int64_t> coming, going, sums;  // launches of rounds; sums: for gradients of KV heads that ranks share
+  int64_t project, copy, attend, deliver, add;
+  Growing<int64_t> inbound, outbound, sums;  // launches of rounds; sums: for gradients of KV heads that ranks share
 };
 
 // How stages use one side of the core. sets: the heads by stage and rank; turn: which of the `turns` arenas of
@@ -78,26 +78,26 @@ class Stages {
     bring(0);
     for (int64_t stage = 0; stage < count; ++stage) {
       const bool more = stage + 1 < count;
-      wait(steps_[stage].coming);
+      wait(steps_[stage].inbound);
       if (stages_.ahead && more) bring(stage + 1);
       steps_[stage].attend = program_.append(core_);
       if (stages_.ahead && stage > 0) close(stage - 1);
-      steps_[stage].going = launch(RESULTS);
+      steps_[stage].outbound = launch(RESULTS);
       if (has_own_rows(Tensor::DKV) && stages_.closes(stage)) steps_[stage].sums = launch(0);
-      steps_[stage].left = program_.step(Op::DELIVER);
+      steps_[stage].deliver = program_.step(Op::DELIVER);
       if (!stages_.ahead && more) bring(stage + 1);
       if (!stages_.ahead || !more) close(stage);
     }
   }
   void bring(int64_t stage) {
     steps_[stage].project = program_.step(Op::PROJECT);
-    steps_[stage].coming = launch(0);
-    steps_[stage].brought = program_.step(Op::COPY);
+    steps_[stage].inbound = launch(0);
+    steps_[stage].copy = program_.step(Op::COPY);
   }
   void close(int64_t stage) {
-    wait(steps_[stage].going);
+    wait(steps_[stage].outbound);
     wait(steps_[stage].sums);
-    steps_[stage].added = program_.step(Op::ADD);
+    steps_[stage].add = program_.step(Op::ADD);
   }
   Growing<int64_t> launch(int64_t results) {
     Growing<int64_t> launches;
@@ -129,21 +129,21 @@ class Stages {
   }
   // The first window with the same KV heads on every rank, among those with the same turn.
   int64_t window_like(int64_t window) const {
-    for (int64_t one = window % keys_.turns;; one += keys_.turns) {
+    for (int64_t first = window % keys_.turns;; first += keys_.turns) {
       bool same = true;
       for (int64_t place = 0; place < stages_.key.columns(); ++place)
-        same = same && stages_.key[one][place] == stages_.key[window][place];
-      if (same) return one;
+        same = same && stages_.key[first][place] == stages_.key[window][place];
+      if (same) return first;
     }
   }
 
   // The operand in one stage, on one rank, for an operand of the core. Tiles follow the attention rows of all turns.
-  Operand seen(int64_t stage, int64_t rank, const Operand& one) const {
-    if (one.none()) return one;
-    const View& own = view(one.tensor());
-    const int64_t turn = one.row() < kept(rank) ? own.turn[stage] : own.turns - 1;
-    return rows_of(one.tensor(), Space::WORK, one.row() + turn * kept(rank), one.rows(),
-                   own.sets[own.row[stage]][member(rank)]);
+  Operand at_stage(int64_t stage, int64_t rank, const Operand& operand) const {
+    if (operand.none()) return operand;
+    const View& source = view(operand.tensor());
+    const int64_t turn = operand.row() < kept(rank) ? source.turn[stage] : source.turns - 1;
+    return rows_of(operand.tensor(), Space::WORK, operand.row() + turn * kept(rank), operand.rows(),
+                   source.sets[source.row[stage]][member(rank)]);
   }
 
   // How often rows of a tensor arrive (queries in every stage, keys once per window), and the stages of the `at`-th
@@ -157,16 +157,16 @@ class Stages {
   // home, the one that stays at home, else the first.
   void find_owners() {
     for (int64_t window = 0; window < stages_.key.rows(); ++window) {
-      std::map<std::pair<int64_t, int64_t>, int64_t> found;
+      std::map<std::pair<int64_t, int64_t>, int64_t> owners;
       Growing<int64_t> owner(exchange_.size());
       for (int64_t at = 0; at < exchange_.size(); ++at) {
         const Copy copy = exchange_[at];
-        const auto own = found.insert({{copy.piece, heads(Tensor::KV, window, copy)}, at}).first;
-        if (!copy.moves()) own->second = at;
+        const auto entry = owners.insert({{copy.piece, heads(Tensor::KV, window, copy)}, at}).first;
+        if (!copy.moves()) entry->second = at;
       }
       for (int64_t at = 0; at < exchange_.size(); ++at) {
         const Copy copy = exchange_[at];
-        owner[at] = found[{copy.piece, heads(Tensor::KV, window, copy)}];
+        owner[at] = owners[{copy.piece, heads(Tensor::KV, window, copy)}];
       }
       owner_.push_back(std::move(owner));
     }
@@ -196,7 +196,7 @@ class Stages {
 
   // The rows of a copy where attention is computed, and its home rows.
   Operand in_attention(Tensor tensor, int64_t at, const Copy& copy) const {
-    return seen(first_stage(tensor, at), copy.dst, rows_of(tensor, Space::WORK, copy.row, copy.rows));
+    return at_stage(first_stage(tensor, at), copy.dst, rows_of(tensor, Space::WORK, copy.row, copy.rows));
   }
   Operand of_caller(Tensor tensor, int64_t at, const Copy& copy) const {
     return rows_of(tensor, Space::HOME, copy.home_row, copy.rows, heads(tensor, at, copy));
@@ -215,13 +215,13 @@ class Stages {
     for (int64_t at = 0; at < times(tensor); ++at) {
       const Stage& stage = steps_[way == Way::IN ? first_stage(tensor, at) : last_stage(tensor, at)];
       const bool sums = tensor == Tensor::DKV && has_own_rows(tensor);
-      const Growing<int64_t>& launches = way == Way::IN ? stage.coming : sums ? stage.sums : stage.going;
+      const Growing<int64_t>& launches = way == Way::IN ? stage.inbound : sums ? stage.sums : stage.outbound;
       const auto ends = [&](int64_t number, const Copy& copy) {
         const Operand home = at_home(tensor, at, number), there = in_attention(tensor, at, copy);
         return way == Way::IN ? Ends{copy.src, copy.dst, home, there} : Ends{copy.dst, copy.src, there, home};
       };
       const auto launch = [&](const Copy&, int64_t round) { return launches[round]; };
-      const int64_t copy = way == Way::IN ? stage.brought : stage.left;
+      const int64_t copy = way == Way::IN ? stage.copy : stage.deliver;
       move_copies(program_, exchange_, has_own_rows(tensor) ? -1 : copy, launch, ends);
     }
   }
@@ -239,7 +239,7 @@ class Stages {
     };
     const auto put = [&](auto row, auto& rows, auto... operands) {
       row.step += narrow(steps_[stage].attend);
-      ((row.*operands = seen(stage, row.rank, row.*operands)), ...);
+      ((row.*operands = at_stage(stage, row.rank, row.*operands)), ...);
       rows.push_back(row);
     };
     for (const Transfer& row : core_.transfers)
@@ -285,7 +285,7 @@ class Stages {
     for (int64_t window = 0; window < closes_.count(); ++window)
       for (int64_t number = 0; number < exchange_.size(); ++number) {
         const Copy copy = exchange_[number];
-        program_.combine(steps_[closes_[window]].added, copy.src, at_home(Tensor::DKV, window, number),
+        program_.combine(steps_[closes_[window]].add, copy.src, at_home(Tensor::DKV, window, number),
                          of_caller(Tensor::DKV, window, copy));
       }
   }

@@ -9,15 +9,15 @@ namespace {
 
 // Returns the distinct keys in ascending order; sets the batch of each edge that has a key (not -1).
 Growing<int64_t> numbered(const Growing<int64_t>& keys, Growing<int32_t>& batch) {
-  Growing<int64_t> found;
+  Growing<int64_t> distinct;
   for (const int64_t key : keys)
-    if (key >= 0) found.push_back(key);
-  std::sort(found.begin(), found.end());
-  found.erase(std::unique(found.begin(), found.end()), found.end());
+    if (key >= 0) distinct.push_back(key);
+  std::sort(distinct.begin(), distinct.end());
+  distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
   batch = Growing<int32_t>(keys.count(), -1);
   for (int64_t edge = 0; edge < keys.count(); ++edge)
-    if (keys[edge] >= 0) batch[edge] = narrow(std::lower_bound(found.begin(), found.end(), keys[edge]) - found.begin());
-  return found;
+    if (keys[edge] >= 0) batch[edge] = narrow(std::lower_bound(distinct.begin(), distinct.end(), keys[edge]) - distinct.begin());
+  return distinct;
 }
 
 // Finds the batches in which sums return: those of queries, and in backward those of keys, too.
@@ -65,16 +65,16 @@ class Fetching {
   }
   // Launches every round that may start once `arrived` rounds have arrived and the first `used` are consumed.
   void start(int64_t arrived, int64_t used) {
-    Growing<int64_t> left;
+    Growing<int64_t> waiting;
     bool full = false;
     for (const int64_t round : waiting_) {
       full = full || (used < schedule_.rounds() && schedule_.when[round] >= schedule_.when[used] + schedule_.buffers);
       if (!full && after_[round] < arrived)
         order_.launch[round] = program_.launch(schedule_.channel[round]);
       else
-        left.push_back(round);
+        waiting.push_back(round);
     }
-    waiting_ = std::move(left);
+    waiting_ = std::move(waiting);
   }
   void take(int64_t round) {
     order_.wait[round] = program_.wait(order_.launch[round]);
@@ -110,28 +110,28 @@ class Returning {
   }
   // Launches the batches that are complete after the first `computed` rounds and have added all batches that they need.
   void start(int64_t computed) {
-    Growing<int64_t> left;
-    for (const int64_t one : waiting_) {
-      Batch& batch = order_.batches[one];
+    Growing<int64_t> waiting;
+    for (const int64_t number : waiting_) {
+      Batch& batch = order_.batches[number];
       const auto added = [&](int64_t need) { return order_.batches[need].add >= 0; };
-      if (batch.complete < computed && std::all_of(needs_[one].begin(), needs_[one].end(), added)) {
+      if (batch.complete < computed && std::all_of(needs_[number].begin(), needs_[number].end(), added)) {
         batch.launch = program_.launch(batch.channel, batch.results ? RESULTS : 0);
-        under_way_.insert({one, computed});
+        under_way_.insert({number, computed});
       } else {
-        left.push_back(one);
+        waiting.push_back(number);
       }
     }
-    waiting_ = std::move(left);
+    waiting_ = std::move(waiting);
   }
   // Waits for batches that started by stage `started`, and adds them, if their target rows are open.
   void take(int64_t started, int64_t computed) {
     for (auto at = under_way_.begin(); at != under_way_.end();) {
-      const auto [one, stage] = *at;
-      if (stage > started || opened_[one] >= computed) {
+      const auto [number, stage] = *at;
+      if (stage > started || opened_[number] >= computed) {
         ++at;
         continue;
       }
-      Batch& batch = order_.batches[one];
+      Batch& batch = order_.batches[number];
       batch.wait = program_.wait(batch.launch);
       batch.add = batch.results ? batch.wait : program_.step(combine_);
       at = under_way_.erase(at);

@@ -12,27 +12,27 @@ namespace apportion::lower {
 namespace {
 
 // Adds the tasks of lone sequences, on single ranks, during the incoming or outgoing exchange.
-void add_beside(Program& program, const Lowering& low, const ExchangeSteps& come, const ExchangeSteps& leave,
+void add_beside(Program& program, const Lowering& low, const ExchangeSteps& incoming, const ExchangeSteps& outgoing,
                 bool backward) {
   const Lowering& alone = *low.beside;
   const Sides sides = sides_of(alone, backward);
-  clear_unopened(program, come.clear, sides, Space::HOME, backward);
+  clear_unopened(program, incoming.clear, sides, Space::HOME, backward);
   Growing<int64_t> steps(alone.tasks.size());
-  for (int64_t task = 0; task < steps.count(); ++task) steps[task] = low.early[task] ? come.attend : leave.attend;
+  for (int64_t task = 0; task < steps.count(); ++task) steps[task] = low.early[task] ? incoming.attend : outgoing.attend;
   attend(program, alone, sides, steps, Space::HOME, backward);
 }
 
 // Moves all tensors that tasks need, and their sums. Some queries may arrive late, some results leave early (`Turns`).
-void exchange_rows(Program& program, const Lowering& low, const ExchangeSteps& come, const ExchangeSteps& leave,
+void exchange_rows(Program& program, const Lowering& low, const ExchangeSteps& incoming, const ExchangeSteps& outgoing,
                    bool backward) {
   const Exchange& exchange = *low.exchange;
   int64_t part = 0;
   for (const Tensor tensor : fetched(backward)) {
     const Column<const bool> apart = KV_SIDE.has(tensor) ? Column<const bool>() : exchange.late;
-    move(program, low, come, tensor, Way::IN, apart, exchange.direct ? part++ : 0);
+    move(program, low, incoming, tensor, Way::IN, apart, exchange.direct ? part++ : 0);
   }
-  move(program, low, leave, sums_of_queries(backward), Way::OUT, exchange.early);
-  if (backward) take_out_shared(program, low, leave, exchange.early_keys);
+  move(program, low, outgoing, sums_of_queries(backward), Way::OUT, exchange.early);
+  if (backward) take_out_shared(program, low, outgoing, exchange.early_keys);
 }
 
 }  // namespace
@@ -74,8 +74,8 @@ void spread(Program& program, const Lowering& low) {
   });
   members(program.attention, spread_program.attention, same);
   members(program.rowops, spread_program.rowops, same);
-  each_operand(spread_program, [&](int32_t rank, Operand& one) {
-    if (!one.none()) one = one.with((KV_SIDE.has(one.tensor()) ? low.sets.key : low.sets.query)[rank]);
+  each_operand(spread_program, [&](int32_t rank, Operand& operand) {
+    if (!operand.none()) operand = operand.with((KV_SIDE.has(operand.tensor()) ? low.sets.key : low.sets.query)[rank]);
   });
   program = std::move(spread_program);
 }
@@ -85,24 +85,24 @@ Program lower_phase(const Lowering& low, bool backward) {
   const Op compute = backward ? Op::ATTEND_GRAD : Op::ATTEND;
   Program program;
   const int64_t delta = backward ? program.step(Op::DELTA) : -1;
-  ExchangeSteps come, leave;
+  ExchangeSteps incoming, outgoing;
   int64_t results = 0, early = -1;
   if (low.exchange) {
     results = low.exchange->results;
-    come = steps_in(program, low, compute, low.exchange->direct ? std::ssize(fetched(backward)) : 1);
+    incoming = steps_in(program, low, compute, low.exchange->direct ? std::ssize(fetched(backward)) : 1);
   }
   Between between;
   if (low.exchange && low.exchange->has_turns) {
-    between.first = [&] { program.wait(come.other); };
+    between.first = [&] { program.wait(incoming.other); };
     between.last = [&] { early = launch_other(program, low, results); };
   }
   lower_core(program, low, backward, between);
-  if (low.exchange) leave = steps_out(program, low, compute, results, early);
+  if (low.exchange) outgoing = steps_out(program, low, compute, results, early);
   const int64_t finish = backward ? -1 : program.step(Op::FINISH);
   if (low.groups.split()) spread(program, low);
   if (low.exchange) {
-    exchange_rows(program, low, come, leave, backward);
-    if (low.beside) add_beside(program, low, come, leave, backward);
+    exchange_rows(program, low, incoming, outgoing, backward);
+    if (low.beside) add_beside(program, low, incoming, outgoing, backward);
   }
   if (backward)
     add_whole(program, low, delta, Tensor::DO, Tensor::O, Tensor::DELTA);  // O has no other use

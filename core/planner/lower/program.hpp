@@ -14,10 +14,10 @@ using std::int32_t;
 using std::int64_t;
 
 // Thrown if the work rows of a rank, or the steps of all ranks, exceed the number range of tables.
-struct Beyond {
+struct TooLarge {
   int64_t rows = 0, steps = 0;
 };
-inline constexpr int64_t MOST = int64_t{1} << 31;
+inline constexpr int64_t LIMIT = int64_t{1} << 31;
 
 // Rows of a tensor with some of its heads; no rows: no operand. It is packed into 12 bytes, since there are many.
 class Operand {
@@ -46,9 +46,9 @@ class Operand {
   int32_t row_ = 0, rows_ = 0, kind_ = 0;
 };
 
-// Throws Beyond.
+// Throws TooLarge.
 inline Operand rows_of(Tensor tensor, Space space, int64_t row, int64_t rows, int64_t heads = 0) {
-  if (space == Space::WORK && row + rows >= MOST) throw Beyond{row + rows, 0};
+  if (space == Space::WORK && row + rows >= LIMIT) throw TooLarge{row + rows, 0};
   return {tensor, space, row, rows, heads};
 }
 
@@ -89,10 +89,10 @@ struct Program {
   // Appends the steps of another program, in new rounds and without its rows; returns the position of the first step.
   int64_t append(const Program& other) {
     const int64_t first = steps.count();
-    for (Step one : other.steps) {
-      if (one.op == Op::LAUNCH || one.op == Op::WAIT) one.round += rounds;
-      if (one.launch >= 0) one.launch += first;
-      steps.push_back(one);
+    for (Step copy : other.steps) {
+      if (copy.op == Op::LAUNCH || copy.op == Op::WAIT) copy.round += rounds;
+      if (copy.launch >= 0) copy.launch += first;
+      steps.push_back(copy);
     }
     rounds += other.rounds;
     return first;
@@ -124,9 +124,9 @@ template <class Rows, class Visit>
 void each_operand(Rows& program, Visit&& visit) {
   for (auto& row : program.transfers) visit(row.rank, row.operand);
   for (auto& row : program.attention)
-    for (auto* one : {&row.queries, &row.keys, &row.query_sums, &row.key_sums}) visit(row.rank, *one);
+    for (auto* operand : {&row.queries, &row.keys, &row.query_sums, &row.key_sums}) visit(row.rank, *operand);
   for (auto& row : program.rowops)
-    for (auto* one : {&row.a, &row.b, &row.c, &row.d}) visit(row.rank, *one);
+    for (auto* operand : {&row.a, &row.b, &row.c, &row.d}) visit(row.rank, *operand);
 }
 
 }  // namespace apportion::lower

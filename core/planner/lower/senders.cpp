@@ -63,7 +63,7 @@ class Ways {
 
  private:
   struct Nic {
-    int64_t others = 0;
+    int64_t peer_count = 0;
     double us = 0;
   };
 
@@ -120,13 +120,13 @@ class Ways {
     Growing<Nic> out(nics_), in(nics_);
     for (int64_t at = 0; at < pieces.count(); ++at) {
       if (at > 0 && pieces[at].pair() == pieces[at - 1].pair()) continue;
-      ++out[pieces[at].out].others;
-      ++in[pieces[at].in].others;
+      ++out[pieces[at].out].peer_count;
+      ++in[pieces[at].in].peer_count;
     }
     double longest = 0;
     for (const Piece& piece : pieces) {
       Nic &from = out[piece.out], &to = in[piece.in];
-      const double us = piece.us * factor(from.others, to.others);
+      const double us = piece.us * factor(from.peer_count, to.peer_count);
       longest = std::max({longest, from.us += us, to.us += us});
     }
     return longest;
@@ -147,8 +147,8 @@ class Tiles {
   Tiles(const Program& program, const Lowering& low, const Network& network)
       : transfers_(program.transfers), low_(low), network_(network), sent_(program.steps.count()), received_(sent_) {
     for (int64_t at = 0; at < transfers_.count(); ++at) {
-      const Transfer& one = transfers_[at];
-      if (network.node(one.rank) != network.node(one.peer)) (one.send ? sent_ : received_)[one.step].push_back(at);
+      const Transfer& row = transfers_[at];
+      if (network.node(row.rank) != network.node(row.peer)) (row.send ? sent_ : received_)[row.step].push_back(at);
     }
   }
 
@@ -159,8 +159,8 @@ class Tiles {
     Growing<Tile> tiles;
     for (int64_t at = 0; at < sent_[step].count(); ++at) {
       const int64_t send = sent_[step][at];
-      const Transfer& one = transfers_[send];
-      tiles.push_back({network_.nic(one.rank), network_.nic(one.peer), send, received_[step][at], us(one)});
+      const Transfer& row = transfers_[send];
+      tiles.push_back({network_.nic(row.rank), network_.nic(row.peer), send, received_[step][at], us(row)});
     }
     const auto before = [](const Tile& a, const Tile& b) { return a.pair() < b.pair(); };
     std::stable_sort(tiles.begin(), tiles.end(), before);
@@ -169,17 +169,17 @@ class Tiles {
 
  private:
   std::pair<int32_t, int32_t> ends(int64_t at) const {
-    const Transfer& one = transfers_[at];
-    return one.send ? std::pair(one.rank, one.peer) : std::pair(one.peer, one.rank);
+    const Transfer& row = transfers_[at];
+    return row.send ? std::pair(row.rank, row.peer) : std::pair(row.peer, row.rank);
   }
-  void sort(Growing<int64_t>& some) const {
-    std::stable_sort(some.begin(), some.end(), [&](int64_t a, int64_t b) { return ends(a) < ends(b); });
+  void sort(Growing<int64_t>& numbers) const {
+    std::stable_sort(numbers.begin(), numbers.end(), [&](int64_t a, int64_t b) { return ends(a) < ends(b); });
   }
-  double us(const Transfer& one) const {
-    const Tensor tensor = one.operand.tensor();
-    int64_t heads = (KV_SIDE.has(tensor) ? low_.sets.key_columns : low_.sets.query_heads)[one.rank];
+  double us(const Transfer& row) const {
+    const Tensor tensor = row.operand.tensor();
+    int64_t heads = (KV_SIDE.has(tensor) ? low_.sets.key_columns : low_.sets.query_heads)[row.rank];
     if (HEADLESS.has(tensor)) heads = 1;
-    return real(one.operand.rows() * heads * network_.sent[static_cast<int64_t>(tensor)]) * network_.byte_us;
+    return real(row.operand.rows() * heads * network_.sent[static_cast<int64_t>(tensor)]) * network_.byte_us;
   }
 
   const Growing<Transfer>& transfers_;
@@ -195,24 +195,24 @@ void bound_senders(Program& program, const Lowering& low, const Network& network
   const Ways ways(network, low.groups.ranks());
   Growing<int32_t> part(program.transfers.count());  // for each transfer, which of the rounds of its step
   const auto split = [&](int64_t step) {
-    const Growing<Tile> own = tiles.of(step);
-    const Way way = ways.fastest(own);
+    const Growing<Tile> current = tiles.of(step);
+    const Way way = ways.fastest(current);
     for (const Piece& piece : way.pieces)
       for (int64_t at = piece.first; at < piece.first + piece.tiles; ++at)
-        part[own[at].send] = part[own[at].receive] = narrow(piece.colour / way.together);
+        part[current[at].send] = part[current[at].receive] = narrow(piece.colour / way.together);
     return way.rounds();
   };
   Growing<Step> steps;
-  Growing<int64_t> first, times;  // for each original step, its first new step and their number
+  Growing<int64_t> first, counts;  // for each original step, its first new step and their number
   program.rounds = 0;
   for (const Step& step : program.steps) {
-    const int64_t own = first.count();
+    const int64_t current = first.count();
     first.push_back(steps.count());
-    times.push_back(step.op == Op::LAUNCH ? split(own) : step.op == Op::WAIT ? times[step.launch] : 1);
-    for (int64_t at = 0; at < times[own]; ++at) {
+    counts.push_back(step.op == Op::LAUNCH ? split(current) : step.op == Op::WAIT ? counts[step.launch] : 1);
+    for (int64_t at = 0; at < counts[current]; ++at) {
       Step part_step = step;
       if (step.op == Op::LAUNCH) part_step.round = program.rounds++;
-      if (step.op == Op::LAUNCH && times[own] > 1) part_step.mode &= ~ALL_TO_ALL;
+      if (step.op == Op::LAUNCH && counts[current] > 1) part_step.mode &= ~ALL_TO_ALL;
       if (step.op == Op::WAIT) {
         part_step.launch = first[step.launch] + at;
         part_step.round = steps[part_step.launch].round;
@@ -222,11 +222,11 @@ void bound_senders(Program& program, const Lowering& low, const Network& network
   }
   program.steps = std::move(steps);
   for (int64_t at = 0; at < part.count(); ++at) {
-    Transfer& one = program.transfers[at];
-    one.step = narrow(first[one.step] + part[at]);
+    Transfer& row = program.transfers[at];
+    row.step = narrow(first[row.step] + part[at]);
   }
-  for (Attention& one : program.attention) one.step = narrow(first[one.step]);
-  for (RowOp& one : program.rowops) one.step = narrow(first[one.step]);
+  for (Attention& row : program.attention) row.step = narrow(first[row.step]);
+  for (RowOp& row : program.rowops) row.step = narrow(first[row.step]);
 }
 
 }  // namespace apportion::lower

@@ -4,7 +4,7 @@ namespace apportion::lower {
 
 namespace {
 
-enum Which { KEYS, QUERIES };  // bit 0 of lanes
+enum LaneSide { KEYS, QUERIES };  // bit 0 of lanes
 
 // For each edge, the round after whose stage the last task that uses its tile has run.
 Growing<int32_t> last_uses(const Lowering& low) {
@@ -40,11 +40,11 @@ Growing<int32_t> add_tiles(const Lowering& low, Sides& sides) {
 
 // The rows of one side that leave home, for each rank.
 Growing<Leaving> leaving(const Lowering& low, const Side& side) {
-  Growing<Leaving> found(low.rows.size());
+  Growing<Leaving> by_home(low.rows.size());
   for (const Tile& tile : side.tiles)
-    if (tile.parent < 0) found[tile.home].add(tile.row, tile.row + tile.rows);
-  for (Leaving& one : found) one.sort();
-  return found;
+    if (tile.parent < 0) by_home[tile.home].add(tile.row, tile.row + tile.rows);
+  for (Leaving& ranges : by_home) ranges.sort();
+  return by_home;
 }
 
 // Finds the tasks that open rows at home and in tiles. results: how many entries at the end of `at_home` are returned
@@ -52,17 +52,17 @@ Growing<Leaving> leaving(const Lowering& low, const Side& side) {
 void open(const Lowering& low, Side& side, const Growing<Written>& at_home, const Growing<Written>& in_tiles,
           int64_t results = 0) {
   const int64_t tasks = low.tasks.size(), groups = side.heads.size();
-  Growing<int64_t> held(low.rows.size() * groups), tile_rows(side.tiles.count());
-  for (int64_t lane = 0; lane < held.count(); ++lane) held[lane] = low.rows[lane / groups];
+  Growing<int64_t> lane_rows(low.rows.size() * groups), tile_rows(side.tiles.count());
+  for (int64_t lane = 0; lane < lane_rows.count(); ++lane) lane_rows[lane] = low.rows[lane / groups];
   for (int64_t tile = 0; tile < tile_rows.count(); ++tile) tile_rows[tile] = side.tiles[tile].rows;
-  Openers found = find_openers(at_home, held, tasks + results);
-  side.opening = std::move(found.flags);
+  Openers openers = find_openers(at_home, lane_rows, tasks + results);
+  side.opening = std::move(openers.flags);
   side.opening.resize(static_cast<std::size_t>(tasks));
-  side.cleared = std::move(found.cleared);
+  side.cleared = std::move(openers.cleared);
   if (side.tiles.empty()) return;
-  found = find_openers(in_tiles, tile_rows, tasks);
-  for (int64_t task = 0; task < tasks; ++task) side.opening[task] |= found.flags[task];
-  side.tiles_cleared = std::move(found.cleared);
+  openers = find_openers(in_tiles, tile_rows, tasks);
+  for (int64_t task = 0; task < tasks; ++task) side.opening[task] |= openers.flags[task];
+  side.tiles_cleared = std::move(openers.cleared);
 }
 
 // Finds the tasks that open rows of queries. Results of rows that left home may return before a later stage; returned
@@ -80,13 +80,13 @@ void open_queries(const Lowering& low, Side& side) {
       continue;
     }
     const int64_t rank = low.tasks.exec[task];
-    const bool may = !low.queries_move || low.stage[task] < low.schedule.leads ||
+    const bool may_open = !low.queries_move || low.stage[task] < low.schedule.leads ||
                      away[rank].keeps(used.row, used.row + used.rows);
-    at_home.push_back({narrow(task), narrow(rank * groups + used.group), used.row, used.rows, may});
+    at_home.push_back({narrow(task), narrow(rank * groups + used.group), used.row, used.rows, may_open});
   }
   for (int64_t tile = 0; tile < low.whole_results.size(); ++tile) {
-    const Tile& own = side.tiles[tile];
-    if (low.whole_results[tile]) at_home.push_back({narrow(tasks + results++), own.home, own.row, own.rows, true});
+    const Tile& sent = side.tiles[tile];
+    if (low.whole_results[tile]) at_home.push_back({narrow(tasks + results++), sent.home, sent.row, sent.rows, true});
   }
   open(low, side, at_home, in_tiles, results);
 }
@@ -111,8 +111,8 @@ void open_keys(const Lowering& low, Side& side, const Growing<int32_t>& place) {
       continue;
     }
     const int64_t rank = low.tasks.exec[task];
-    const bool may = !low.keys_overlap && (low.stage[task] < leads || away[rank].keeps(row, row + rows));
-    at_home.push_back({task, narrow(rank * side.heads.size() + side.used[task].group), row, rows, may});
+    const bool may_open = !low.keys_overlap && (low.stage[task] < leads || away[rank].keeps(row, row + rows));
+    at_home.push_back({task, narrow(rank * side.heads.size() + side.used[task].group), row, rows, may_open});
   }
   open(low, side, at_home, in_tiles);
 }

@@ -33,10 +33,10 @@ struct Side {
   int64_t heads_of(int64_t group) const { return heads.size() == 1 ? 0 : heads[group]; }
   // The rows of a task. work: the first work row of each tile.
   Operand of_task(int64_t task, Tensor tensor, Space space, const Growing<int64_t>& work) const {
-    const Used& own = used[task];
-    if (own.tile < 0) return rows_of(tensor, space, own.row, own.rows, heads_of(own.group));
-    const int64_t row = work[own.tile] + own.row - tiles[own.tile].row;
-    return rows_of(tensor, Space::WORK, row, own.rows, heads_of(own.group));
+    const Used& range = used[task];
+    if (range.tile < 0) return rows_of(tensor, space, range.row, range.rows, heads_of(range.group));
+    const int64_t row = work[range.tile] + range.row - tiles[range.tile].row;
+    return rows_of(tensor, Space::WORK, row, range.rows, heads_of(range.group));
   }
   // The rows of tile `inner` in tile `outer`.
   Operand inside(int64_t inner, int64_t outer, Tensor tensor, const Growing<int64_t>& work) const {

@@ -59,12 +59,12 @@ class NamedRanges {
     ranges_.clear();
   }
   // The index of a range among the rank's distinct ranges; -1 for an absent operand.
-  int32_t find(const Operand& one) {
-    if (one.none()) return -1;
-    Slot& slot = slots_[place_of(one)];
+  int32_t find(const Operand& key) {
+    if (key.none()) return -1;
+    Slot& slot = slots_[place_of(key)];
     if (slot.rank == rank_) return slot.range;
     slot = {rank_, narrow(ranges_.count())};
-    ranges_.push_back(one);
+    ranges_.push_back(key);
     if (2 * ranges_.count() > slots_.count()) grow();
     return narrow(ranges_.count() - 1);
   }
@@ -77,16 +77,16 @@ class NamedRanges {
   struct Slot {
     int32_t rank = -1, range = -1;
   };
-  int64_t place_of(const Operand& one) const {
+  int64_t place_of(const Operand& key) const {
     const int64_t mask = slots_.count() - 1;
-    int64_t at = static_cast<int64_t>(hash(one)) & mask;
-    while (slots_[at].rank == rank_ && !ranges_[slots_[at].range].same_rows(one)) at = (at + 1) & mask;
+    int64_t at = static_cast<int64_t>(hash(key)) & mask;
+    while (slots_[at].rank == rank_ && !ranges_[slots_[at].range].same_rows(key)) at = (at + 1) & mask;
     return at;
   }
   // The middle bits of a product, since row numbers are multiples of various numbers (Knuth, vol. 3, section 6.4).
-  static std::uint64_t hash(const Operand& one) {
-    const auto bits = static_cast<std::uint64_t>(one.row()) << 32 ^ static_cast<std::uint64_t>(one.rows()) << 1 ^
-                      static_cast<std::uint64_t>(one.space()) ^ static_cast<std::uint64_t>(one.heads()) << 48;
+  static std::uint64_t hash(const Operand& key) {
+    const auto bits = static_cast<std::uint64_t>(key.row()) << 32 ^ static_cast<std::uint64_t>(key.rows()) << 1 ^
+                      static_cast<std::uint64_t>(key.space()) ^ static_cast<std::uint64_t>(key.heads()) << 48;
     return (bits ^ bits >> 29) * 0x9E3779B97F4A7C15u >> 32;
   }
   void grow() {
@@ -114,7 +114,7 @@ class Writer {
         transfers_(program.transfers, count_),
         attention_(program.attention, count_),
         rowops_(program.rowops, count_) {
-    for (Growing<int64_t>& one : ptr) one = Growing<int64_t>(count_.rows() + 1);
+    for (Growing<int64_t>& offsets : ptr) offsets = Growing<int64_t>(count_.rows() + 1);
     ptr[TRANSFERS] = transfers_.ptr;
     ptr[backward ? GRADS : TASKS] = attention_.ptr;
     ptr[ROWOPS] = rowops_.ptr;
@@ -133,7 +133,7 @@ class Writer {
     for (int64_t rank = 0; rank < count_.rows(); ++rank) {
       first_ = narrow(operands_.count());
       operands_.push_back({});  // none
-      found_.open(rank);
+      ranges_.open(rank);
       reach_.fill(0);
       write_instructions(rank, instructions);
       write_transfers(rank, transfers);
@@ -156,9 +156,9 @@ class Writer {
   // All operands begin at head column 0.
   void write_operands(Matrix<int32_t> out) const {
     for (int64_t at = 0; at < operands_.count(); ++at) {
-      const Operand& one = operands_[at];
-      const int32_t row[] = {static_cast<int32_t>(one.tensor()), static_cast<int32_t>(one.space()), one.row(),
-                             one.rows(), 0, one.heads()};
+      const Operand& operand = operands_[at];
+      const int32_t row[] = {static_cast<int32_t>(operand.tensor()), static_cast<int32_t>(operand.space()), operand.row(),
+                             operand.rows(), 0, operand.heads()};
       for (int64_t column = 0; column < 6; ++column) out[column][at] = row[column];
     }
   }
@@ -174,8 +174,8 @@ class Writer {
   };
 
   bool has(int64_t rank, int64_t step) const {
-    const int64_t of = steps_[step].launch >= 0 ? steps_[step].launch : step;
-    return count_[rank][of] > 0 || (steps_[of].mode & ALL_TO_ALL) != 0;
+    const int64_t source = steps_[step].launch >= 0 ? steps_[step].launch : step;
+    return count_[rank][source] > 0 || (steps_[source].mode & ALL_TO_ALL) != 0;
   }
   // The number of head columns of an arena; that of the widest stage if heads are computed in stages.
   int64_t columns_of(Tensor tensor, int64_t rank) const {
@@ -241,8 +241,8 @@ class Writer {
     for (Growing<Named>& column : named_) column.resize(static_cast<std::size_t>(end - first));
     for (int64_t at = first; at < end; ++at) fill(list[at], at, at - first);
   }
-  void name(std::size_t column, int64_t place, const Operand& one) {
-    named_[column][place] = {found_.find(one), one.tensor()};
+  void name(std::size_t column, int64_t place, const Operand& operand) {
+    named_[column][place] = {ranges_.find(operand), operand.tensor()};
   }
   // Numbers the operands of a rank that were named in a column. tensor: the tensor of all rows; if NONE, each row has
   // its own.
@@ -250,21 +250,21 @@ class Writer {
   void number(const Sorted<Row>& list, int64_t rank, int64_t column, Column<int32_t> out,
               Tensor tensor = Tensor::NONE) {
     int64_t at = list.ptr[rank];
-    for (const Named& one : named_[static_cast<std::size_t>(column)]) {
-      int32_t& found = out[at++];
-      if (one.range < 0) {
-        found = 0;
+    for (const Named& entry : named_[static_cast<std::size_t>(column)]) {
+      int32_t& target = out[at++];
+      if (entry.range < 0) {
+        target = 0;
         continue;
       }
-      const Tensor own = tensor == Tensor::NONE ? one.tensor : tensor;
-      int32_t& known = found_.number(one.range, own);
-      if (known <= first_) {
-        known = narrow(operands_.count());
-        operands_.push_back(found_.operand(one.range, own));
-        int64_t& reach = reach_[static_cast<std::size_t>(own)];
+      const Tensor kind = tensor == Tensor::NONE ? entry.tensor : tensor;
+      int32_t& cached = ranges_.number(entry.range, kind);
+      if (cached <= first_) {
+        cached = narrow(operands_.count());
+        operands_.push_back(ranges_.operand(entry.range, kind));
+        int64_t& reach = reach_[static_cast<std::size_t>(kind)];
         reach = std::max(reach, operands_.back().reach());
       }
-      found = known - first_;
+      target = cached - first_;
     }
   }
 
@@ -277,7 +277,7 @@ class Writer {
   Sorted<RowOp> rowops_;
   Growing<Operand> operands_;
   Growing<Arena> arenas_;
-  NamedRanges found_;
+  NamedRanges ranges_;
   std::array<Growing<Named>, 4> named_;      // the columns of one list of one rank
   int32_t first_ = 0;                        // the rank's first operand
   std::array<int64_t, TENSORS> reach_{};    // for each tensor, the end of the work rows that the rank names
@@ -286,8 +286,8 @@ class Writer {
 // (rows, steps, tables): each table as (ptr, values). If one rank has more work rows, or all ranks together more steps,
 // than tables can number, there are no tables, and rows or steps is that count. network: None to leave rounds
 // unchanged.
-nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
-  const Lowering low = open(given, phase);
+nb::object tables_of(nb::handle lowering, nb::str phase, nb::object network) {
+  const Lowering low = open(lowering, phase);
   const std::unique_ptr<Network> between = network.is_none() ? nullptr : open_network(network);
   const bool backward = std::string_view(phase.c_str()) == "backward";
   Program program;
@@ -296,11 +296,11 @@ nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
     unlocked([&] {
       program = lower_phase(low, backward);
       if (between) bound_senders(program, low, *between);
-      if (const int64_t all = low.groups.ranks() * program.steps.count(); all >= MOST) throw Beyond{0, all};
+      if (const int64_t all = low.groups.ranks() * program.steps.count(); all >= LIMIT) throw TooLarge{0, all};
       writer = std::make_unique<Writer>(program, low, backward);
     });
-  } catch (const Beyond& beyond) {
-    return nb::make_tuple(beyond.rows, beyond.steps, nb::list());
+  } catch (const TooLarge& error) {
+    return nb::make_tuple(error.rows, error.steps, nb::list());
   }
   constexpr int64_t COLUMNS[] = {3, 6, 5, 3, 6, 9, 5};
   const auto new_table = [&](Table table) { return New<Matrix<int32_t>>(COLUMNS[table], writer->rows(table)); };

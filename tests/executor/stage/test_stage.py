@@ -31,7 +31,7 @@ from tests.support.strategies import STRATEGIES, WIDE, cluster, is_uncapped
 
 MATRIX = STRATEGIES | WIDE
 MASKS = tuple(cases.BATCHES)
-#: of V may be narrower or wider than QK; 12 and 24 are padded, 80 is two powers of two
+#: (QK, V): V may be narrower or wider than QK; 12 and 24 are padded; 80 is the sum of two powers of two
 WIDTHS = ((16, 16), (8, 12), (80, 24), (16, 32))
 WIDTHS_OF_MODELS = ((128, 128), (192, 128), (64, 64), (96, 96))
 RANKS = (2, 4, 3, 2, 6)

@@ -88,7 +88,7 @@ def test_a_tensor_parallel_group_has_only_its_share_of_the_nics() -> None:
 
 @pytest.mark.parametrize("nics", [1, 2, 3, 5, 6, 8, 16])
 def test_a_rank_has_its_share_of_the_nics_under_any_degrees(nics: int) -> None:
-    """Also if the number of NICs does not divide the ranks of a node, or ranks of other stages share the NICs."""
+    """Also holds if the number of NICs does not divide the ranks of a node, or ranks of other stages share the NICs."""
     cluster = Cluster(2, 8, nics_per_node=nics, inter_gbs=50.0)
     for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 4), (1, 8), (2, 4)):
         stage = form(tensor=tensor, pipeline=pipeline).stage(cluster)
@@ -354,7 +354,7 @@ def test_sharding_over_one_rank_changes_no_memory(sharding: str) -> None:
 
 
 def test_tensor_parallel_ranks_gather_the_rows_of_ffn_and_head() -> None:
-    """FFN and head hold their input and its gradient for all tokens or for a tile; ranks share other rows."""
+    """FFN and head hold their input and its gradient for all tokens or for a tile; other rows are split over ranks."""
     ffn, vocabulary = 1024, 1000
     model = replace(SMALL, q_heads=4, kv_heads=1, ffn=ffn // 2)
     for tile, loss in ((None, 4096), (100, 50)):
@@ -430,7 +430,7 @@ def test_offloaded_inputs_cost_only_the_time_that_layers_do_not_hide() -> None:
 
 
 def test_chunks_leave_one_chunk_of_a_layer_on_the_device() -> None:
-    """FPDT: in attention one chunk is on the device; in the FFN all but its own tensors are whole."""
+    """FPDT: in attention, one chunk is on the device; in the FFN, only its own tensors are chunked."""
     whole, chunked = (offloaded(50.0, chunks=chunks).memory().activations for chunks in (1, 4))
     tokens = int(whole.host / (4 * 512 * 2))
     assert chunked.attention == whole.attention / 4
@@ -527,7 +527,7 @@ def test_bubbles_of_a_pipeline_with_one_microbatch_per_stage() -> None:
     [(1, 3, 1), (2, 8, 1), (4, 8, 2), (4, 16, 8), (2, 2, 4), (8, 32, 4)],
 )
 def test_stages_hold_the_microbatches_of_the_schedule(stages: int, microbatches: int, virtual: int) -> None:
-    """Counted along the work of the first and the last stage: if interleaved, the last holds several, too."""
+    """Counted over the work of the first and the last stage; if interleaved, the last one holds several too."""
     for stage, order in enumerate(orders(stages, microbatches, virtual)):
         if stage in (0, stages - 1):
             peak = np.cumsum([-1 if item.backward else 1 for item in order]).max() / virtual

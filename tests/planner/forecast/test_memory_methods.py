@@ -20,7 +20,7 @@ from tests.support.upipe_memory import printed_backward, printed_forward
 
 GIB = 2**30
 LLAMA = memory_methods.RUNS[0]
-#: heads times head dim are the hidden size, as the printed tables take it
+#: heads times head dim equal the hidden size, as the printed tables assume
 SQUARE = [
     Model(heads, heads // ratio, 16, hidden=16 * heads, ffn=64, layers=3)
     for heads, ratio in ((8, 1), (16, 4), (32, 8))

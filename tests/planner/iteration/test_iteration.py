@@ -393,7 +393,7 @@ def test_mutated_values_raise_only_typed_errors() -> None:
             wire["id"] = id_from_prose(wire)
             packed = msgpack.packb(wire)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
-            continue  # no maps and bytes of which an id can be computed
+            continue  # the mutant is not of the types whose id can be computed
         try:
             assert IterationPlan.decode(packed).id == wire["id"]
         except DecodeError:

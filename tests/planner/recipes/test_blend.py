@@ -74,7 +74,7 @@ def tokens(placement: Placement, ranks: int) -> NDArray[Any]:
 
 
 def time(made: Problem, placement: Placement) -> tuple[NDArray[Any], float]:
-    """Pairs of each rank over its speed, and their mean by speed."""
+    """Each rank's pairs divided by its speed, and all pairs divided by the sum of speeds."""
     load = placement.rank_sums(placement.weight, made.ranks)
     return load / made.speeds, load.sum() / made.speeds.sum()
 

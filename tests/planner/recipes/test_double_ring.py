@@ -121,7 +121,7 @@ def crossings(plan: Plan, phase: str, tensor: Tensor) -> int:
 
 
 def test_a_tile_enters_every_node_once_and_so_do_its_gradients() -> None:
-    """With a full mask. On a single ring, tiles of all ranks except a node's last enter one node twice."""
+    """With a full mask. On a single ring, tiles of all ranks but the last of a node would enter one node twice."""
     batch = Batch.from_lengths([96], masks.full())
     double, single = (planned(batch, 3, 4, double_ring(window)) for window in ("node", None))
     assert crossings(double, "forward", Tensor.KV) == 12 * 2

@@ -321,7 +321,7 @@ def test_a_policy_brings_its_own_recipe_and_seed(given: dict[str, int | str]) ->
 
 
 def test_every_operand_is_used() -> None:
-    """Except the operand of all rows of a rank, which one of several tensors does not use."""
+    """Except at most two: an operand that names all rows of a rank may be unused for one of several tensors."""
     plan = ap.plan(ap.Batch.from_lengths([4096, 700, 33]), cluster(4), MODEL, recipe="fcp")
     for programs in plan.programs.values():
         for rank in range(4):

@@ -198,7 +198,7 @@ def test_zigzag_on_one_rank_leaves_sequences_whole() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 def test_zigzag_balances_causal_work(ranks: int) -> None:
-    """Exactly if 2N divides every length; otherwise each leftover token adds at most one whole row."""
+    """Exactly, if 2N divides every length; otherwise each leftover token adds at most one whole row."""
     even = place(ZigZag(chunk=1), problem([6 * ranks, 14 * ranks], ranks))
     assert len(set(work(even, ranks).tolist())) == 1
     lengths = [6 * ranks + 1, 9 * ranks + 5, 3]

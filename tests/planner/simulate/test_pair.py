@@ -214,7 +214,7 @@ def test_taking_turns_gains_over_all_pairs() -> None:
 
 
 def test_cuts_that_differ_between_ranks_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shows why ranks agree. Rank 0 computes before it launches round 1, rank 1 could launch it at once: if each cut
+    """Shows why ranks must agree. Rank 0 computes before launching round 1; rank 1 could launch it at once. If each cut
     alone, rank 0 launches round 0 of pong between the rounds of ping, and rank 1 does not."""
     plan = plan_of(
         f"launch 0: send KV.home[0:8) to 1\n{work(10)}\nlaunch 1: send KV.home[8:16) to 1\nwait 0\nwait 1",

@@ -30,7 +30,7 @@ PROGRAMS = (
 
 
 def finish_times(scenario: Scenario, contention: float = 0.0) -> list[float]:
-    """When the two ranks finish, on the links of the scenario."""
+    """The finish times of the two ranks on the links of the scenario."""
     _, cluster = apply(scenario, H100, LINKS)
     costs = Unit(contention=contention)
     return (

@@ -328,7 +328,7 @@ def test_gradients_of_a_projection_are_added_into_hidden_rows() -> None:
 
 
 ATTEND = "attend Q.home[0:4) KV.home[0:4) -> O.{0}[0:4) full"
-#: the same accumulator again, and another
+#: the same accumulator twice, then another one
 AGAIN = ", Q.home[0:4) KV.home[4:8) -> O.{0}[0:4) full, Q.home[4:6) KV.home[4:8) -> O.{0}[4:6) full"
 GRAD = "attend_grad Q.home[0:4) KV.home[0:4) dO.home[0:4) delta.home[0:4) -> dQ.{0}[0:4) dKV.{0}[0:4) full"
 NARROW = MODEL | {"dtype": "bf16"}

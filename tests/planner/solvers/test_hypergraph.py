@@ -123,7 +123,7 @@ def test_polishing_moves_no_fixed_vertex_and_adds_no_bytes() -> None:
 
 
 def test_vertices_of_a_hyperedge_move_together() -> None:
-    """Two rows on part 0 whose columns are on part 1: no vertex gains by leaving alone, but all do together."""
+    """Two rows on part 0 whose columns are on part 1: moving one vertex gains nothing, moving all does."""
     ptr, pins = np.array([0, 3, 5, 7]), np.array([0, 2, 3, 1, 2, 1, 3])
     price = np.array([5, 4, 4])
     graph = graph_of(ptr, pins, price, 4)

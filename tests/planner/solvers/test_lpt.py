@@ -166,7 +166,7 @@ def test_a_near_bin_must_not_end_heavier_than_the_lightest() -> None:
         )
         return solve_near(problem, Budget()).bin.tolist(), solve(problem, Budget()).bin.tolist()
 
-    # the third item joins the first while that is lighter than the second would be with it
+    # the third item joins the first, if that stays lighter than the second would be with it
     assert solved([10, 9, 8, 1]) == ([0, 1, 0, 1], [0, 1, 1, 0])
     assert solved([30, 9, 8, 1]) == ([0, 1, 1, 1], [0, 1, 1, 1])
 

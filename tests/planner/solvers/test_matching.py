@@ -1,4 +1,4 @@
-"""Matchings: every slot is one, and there are exactly as many as the largest degree."""
+"""Matchings: every slot is a matching, and there are exactly as many slots as the largest degree."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_documents_are_balanced_under_a_tight_cap() -> None:
 
 
 def test_items_that_lpt_cannot_place_are_placed() -> None:
-    """LPT fills bins by weight and leaves over the large light items."""
+    """LPT fills bins by weight, so large, light items are left over."""
     tight = PartitionProblem(array([9, 8, 1, 1]), array([3, 3, 4, 2]), array([6, 6]))
     assert lpt.solve(tight, Budget()).termination.status is Status.NO_SOLUTION
     found = swap.solve(tight, Budget())

@@ -28,12 +28,12 @@ class Runs:
 def best_us(work: Work, device: torch.device, runs: Runs) -> float:
     """The best time in microseconds, after a warm-up run."""
     work()
-    best, spent = float("inf"), 0.0
+    best, total = float("inf"), 0.0
     for run in range(runs.most):
-        if run >= runs.least and spent > runs.budget_us:
+        if run >= runs.least and total > runs.budget_us:
             break
         elapsed = once_us(work, device)
-        best, spent = min(best, elapsed), spent + elapsed
+        best, total = min(best, elapsed), total + elapsed
     return max(best, 1e-3)
 
 

@@ -30,7 +30,7 @@ from apportion.ir.verify.walk.lists import Lists
 _LIMIT = 2**30 - 1  # largest number in tables, so that tokens and rows of tiles can be told apart by size
 _TOO_LARGE = "a number of its {} is beyond 2^30 - 1, the limit of the verifier"
 _LONGEST = 2**21  # operands, tasks and rowops per range of ranks: some 200 MB of scratch memory
-_MOST_HEADS = 60  # one bit per head group in a word
+_MAX_HEADS = 60  # one bit per head group in a word
 _DIAGONALS = ("dmin", "dmax")  # columns that may be negative; `structure` has checked the others
 
 
@@ -55,8 +55,8 @@ class Sets(NamedTuple):
 def sets_of(q: HeadSets, kv: HeadSets) -> Sets:
     """Builds the sets; with many heads, heads that only occur together share a bit."""
     queries, keys = _members(q), _members(kv)
-    members = [member if member.shape[1] <= _MOST_HEADS else _distinct(member) for member in (queries, keys)]
-    word_count = -(-max(member.shape[1] for member in members) // _MOST_HEADS)
+    members = [member if member.shape[1] <= _MAX_HEADS else _distinct(member) for member in (queries, keys)]
+    word_count = -(-max(member.shape[1] for member in members) // _MAX_HEADS)
     bits = np.stack([_bits(member, word_count) for member in members], axis=1).reshape(2 * word_count, -1)
     needed: Bools = np.any(queries.reshape(len(queries), kv.heads, -1), axis=2)
     serves = needed.astype(np.float32) @ ~keys.T == 0  # heads missing from the other set, counted exactly
@@ -78,10 +78,10 @@ def _distinct(member: Bools) -> Bools:
 
 
 def _bits(member: Bools, word_count: int) -> Ints:
-    """int64 [words, sets]: a bit for each group of heads, `_MOST_HEADS` to a word."""
+    """int64 [words, sets]: a bit for each group of heads, `_MAX_HEADS` to a word."""
     result = np.zeros((word_count, len(member)), np.int64)
     for group in range(member.shape[1]):
-        result[group // _MOST_HEADS] |= member[:, group].astype(np.int64) << (group % _MOST_HEADS)
+        result[group // _MAX_HEADS] |= member[:, group].astype(np.int64) << (group % _MAX_HEADS)
     return result
 
 

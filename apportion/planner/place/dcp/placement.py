@@ -30,7 +30,7 @@ Answers = Mapping[tuple[str, str], VertexRanks]
 # cells too heavy to balance are cut until there are more cells than this
 MOST_CELLS = 2**19
 # Maximum number of such cuts: cells then have a thousandth of their original pairs, and further cuts do not help.
-MOST_CUTS = 5
+MAX_CUTS = 5
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Dcp(PlacePass):
             if len(sides) == len(PHASES) * len(pairs):
                 return blocks, pairs, sides
             cut_blocks = blocks.finer(list(pairs.values()))
-            small = len(cut_blocks.home) == len(blocks.home) or cut == MOST_CUTS
+            small = len(cut_blocks.home) == len(blocks.home) or cut == MAX_CUTS
             if small or heads.groups * max(map(len, pairs.values())) > MOST_CELLS:
                 break
             blocks = cut_blocks

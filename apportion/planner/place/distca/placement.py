@@ -37,7 +37,7 @@ Solution = tuple[Ints, Ints, dict[str, Balance], dict[tuple[str, str], Execution
 WHERE = "recipe.place.distca"
 NO_CAP = 2**62
 # A policy may set a lower tolerance, but no plan of whole rows is as even.
-LEAST_TOLERANCE = 1e-4
+MIN_TOLERANCE = 1e-4
 _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
 # Tasks take parts of keys if with whole rows the busiest rank would send this many times as long: in simulations of 8
 # to 256 ranks (log-normal lengths, source files and documents), whole rows are up to 70 % faster below this ratio.
@@ -190,7 +190,7 @@ class Distca(PlacePass):
     def _tolerance(self, problem: Problem) -> float:
         policy_tolerance = problem.policy.tolerance
         tolerance = self.tolerance if policy_tolerance is None else min(self.tolerance, policy_tolerance)
-        return max(tolerance, LEAST_TOLERANCE)
+        return max(tolerance, MIN_TOLERANCE)
 
     def _check(self, kind: str, summary: MigrationSummary, limits: Limits) -> None:
         if not (self.two_sided and summary.forbidden and summary.imbalance > limits.tolerance):

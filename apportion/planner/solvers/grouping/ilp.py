@@ -44,7 +44,7 @@ _COMPLETE = 1200
 # number of parts of a larger problem to solve, and choices in the program of each
 _PARTS, _PART = 6, 150
 # larger parts are skipped: two groups of very many sequences, for which a program is worse than local search
-_MOST_PART = 600
+_MAX_PART = 600
 # HiGHS keeps constraints within 1e-6
 _TOLERANCE = 1e-6
 
@@ -239,7 +239,7 @@ def _by_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nodes:
         if state.best is None or state.done(budget):
             break
         part = _slowest_part(state.best, draw)
-        if np.isin(state.best.group, part).sum() * len(part) > _MOST_PART:
+        if np.isin(state.best.group, part).sum() * len(part) > _MAX_PART:
             continue
         items = np.flatnonzero(np.isin(state.best.group, part))
         column = state.best.column[part]

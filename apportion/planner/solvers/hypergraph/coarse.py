@@ -24,11 +24,11 @@ def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, limit: int) -> Ints
     is_fixed = ~free[graph.pins]
     owner[edge_of[is_fixed]] = part[graph.pins[is_fixed]]
     order = np.argsort(graph.price[edge_of], kind="stable")
-    dearest, cheapest = (np.full(len(part), len(graph.price), np.int64) for _ in range(2))
-    dearest[graph.pins[order]] = edge_of[order]  # the last assignment wins
+    costliest, cheapest = (np.full(len(part), len(graph.price), np.int64) for _ in range(2))
+    costliest[graph.pins[order]] = edge_of[order]  # the last assignment wins
     cheapest[graph.pins[order[::-1]]] = edge_of[order[::-1]]
-    group_keys = (base, owner[dearest], owner[cheapest])
-    order = np.lexsort((cheapest, dearest, *group_keys[::-1], free))
+    group_keys = (base, owner[costliest], owner[cheapest])
+    order = np.lexsort((cheapest, costliest, *group_keys[::-1], free))
     chunk = np.cumsum(np.where(free, flops, 0)[order]) // max(1, int(flops[free].sum()) // limit)
     is_first = ~free[order]
     is_first[:1] = True

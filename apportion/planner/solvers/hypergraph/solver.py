@@ -106,14 +106,14 @@ def level(
     return better(problem, result, core.spread(graph, coarse, arguments, True), cap)
 
 
-def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Ints:
-    """The parts, int64 [V], with the smaller excess over the caps, then the smaller value; `one` among equals."""
+def better(problem: HypergraphProblem, first: Ints, second: Ints, cap: Ints) -> Ints:
+    """The parts, int64 [V], with the smaller excess over the caps, then the smaller value; `first` among equals."""
 
     def merit(part: Ints) -> tuple[float, float]:
         excess = np.bincount(part, problem.flops, len(cap)) - cap
         return max(0.0, float(excess.max())), connectivity(problem, part, len(cap))
 
-    return min(one, other, key=merit)
+    return min(first, second, key=merit)
 
 
 def _spread_pieces(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints) -> Ints:
