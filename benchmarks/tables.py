@@ -1,4 +1,4 @@
-"""Writes a benchmark's rows to a JSON file and its Markdown tables between markers of the documents."""
+"""Writes a benchmark's rows to a JSON file and writes its Markdown tables between markers in the documents."""
 
 from __future__ import annotations
 

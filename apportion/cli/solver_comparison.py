@@ -29,7 +29,7 @@ def compare(entries: Sequence[Entry], problems: int, report: Callable[[str], obj
 
 def _comparison_row(entry: Entry, problems: int, report: Callable[[str], object]) -> dict[str, Any]:
     kind, solver = PROBLEMS[entry.kind], entry.load()
-    instances = [kind.drawn(np.random.default_rng(seed)) for seed in range(problems)]
+    instances = [kind.random_problem(np.random.default_rng(seed)) for seed in range(problems)]
     solver(instances[0], entry.budget)  # warm-up: loading and compiling are not counted
     times, optima, values, proven = [], [], [], 0
     for problem in instances:

@@ -257,7 +257,7 @@ def _in_order(problem: Problem, first: list[Ints]) -> tuple[Ints, Ints]:
 
 
 def _all_homes(problem: Problem, pods: list[_Pod]) -> Placement:
-    """Merges placements. Only the mean bounds the busiest rank, since sequences may go to any pod."""
+    """Merges placements. The bound is only the mean load, since sequences may go to any pod."""
     first, home = list[Ints](), list[Ints]()
     groups: list[Ints] = [np.zeros(1, np.int64)]
     bases = np.cumsum([0, *(pod.bins for pod in pods)])

@@ -128,7 +128,7 @@ class Client:
         return self._send(request, self._limit(wait_s))
 
     def state(self, key: bytes) -> dict[str, Any]:
-        """The server's state of a request, with the report of its plan. Raises UnknownPlanError, ServiceError,
+        """The state of a request on the server, with the report of its plan. Raises UnknownPlanError, ServiceError,
         UnreachableError."""
         body = self._send(_Request("GET", f"/v1/plans/{key.hex()}", key, JSON), self.timeout_s)
         if not (state := _parse_json(body)):

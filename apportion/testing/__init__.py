@@ -46,7 +46,7 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
     """
     solver, budget, kind = entry.load(), budget or Budget(), PROBLEMS[entry.kind]
     for seed in (*range(_SMALL_PROBLEMS), _LARGE_SEED):
-        problem = kind.drawn(np.random.default_rng(seed), large=seed == _LARGE_SEED)
+        problem = kind.random_problem(np.random.default_rng(seed), large=seed == _LARGE_SEED)
         permutation = kind.permuted(problem, np.random.default_rng(seed + 1))
         result, repeated, reordered = (
             solver(instance, budget) for instance in (problem, problem, permutation)

@@ -20,7 +20,7 @@ _FEASIBLE = Termination(Status.FEASIBLE, 0.0, 0.0)
 class Problems(Protocol):
     """Problem generator of a kind; `planner/solvers/contracts.py` defines problems and results."""
 
-    def drawn(self, draw: Draw, large: bool = False) -> Any:
+    def random_problem(self, draw: Draw, large: bool = False) -> Any:
         """Draws a problem whose answers can be enumerated; large: one that takes a solver well under a second."""
 
     def permuted(self, problem: Any, draw: Draw) -> Any:
@@ -49,7 +49,7 @@ class Problems(Protocol):
 class Partitions(Problems):
     """Items of random weights and sizes."""
 
-    def drawn(self, draw: Draw, large: bool = False) -> Any:
+    def random_problem(self, draw: Draw, large: bool = False) -> Any:
         items, bins = (300, 16) if large else (int(draw.integers(1, 7)), int(draw.integers(1, 4)))
         weights, sizes = draw.integers(1, 1000, items), draw.integers(1, 50, items)
         speeds = draw.choice([0.5, 1.0, 1.0, 2.0], bins) if draw.random() < 0.7 else None
@@ -89,7 +89,7 @@ class Partitions(Problems):
 class Colourings(Problems):
     """Random multigraphs with a known optimum: the largest degree (König, 1916)."""
 
-    def drawn(self, draw: Draw, large: bool = False) -> Any:
+    def random_problem(self, draw: Draw, large: bool = False) -> Any:
         edges, ranks = (400, 16) if large else (int(draw.integers(0, 20)), int(draw.integers(1, 6)))
         src, dst = draw.integers(0, ranks, (2, edges))
         return contracts.ColouringProblem(src, dst, ranks)
@@ -113,7 +113,7 @@ class Colourings(Problems):
 class Transports(Problems):
     """Random surpluses under two-level costs, for the sum and for the worst rank."""
 
-    def drawn(self, draw: Draw, large: bool = False) -> Any:
+    def random_problem(self, draw: Draw, large: bool = False) -> Any:
         rows = draw.integers(-1000, 1001, 24) if large else draw.integers(-2, 3, 4)
         rows[0 if large else int(draw.integers(4))] -= rows.sum()
         objective: Any = str(draw.choice(["sum", "minmax", "senders"]))
@@ -152,7 +152,7 @@ class Transports(Problems):
 class Groupings(Problems):
     """Log-normal sequences with a time per degree: quadratic work shared by the group, and a cost of sharing."""
 
-    def drawn(self, draw: Draw, large: bool = False) -> Any:
+    def random_problem(self, draw: Draw, large: bool = False) -> Any:
         items, ranks = (14, 8) if large else (int(draw.integers(1, 6)), 4)
         degrees, room = 2 ** np.arange(4 if large else 3), 2.0 if large else 2.5
         sizes = np.rint(100 * np.exp(1.2 * draw.standard_normal(items))).astype(np.int64) + 1
@@ -197,7 +197,7 @@ class Groupings(Problems):
 class Hypergraphs(Problems):
     """Blocks of a few sequences, each connected to the cells that read it, at random prices."""
 
-    def drawn(self, draw: Draw, large: bool = False) -> Any:
+    def random_problem(self, draw: Draw, large: bool = False) -> Any:
         if large:
             return self.of(draw, [12, 5, 3, 1, 1, 1, 1], 2, 2, 0.1)
         return self.of(draw, [2, 1] if draw.random() < 0.5 else [1, 1, 1], 2, 1, 0.5)

@@ -73,8 +73,8 @@ ModelType = TypeVar("ModelType", bound=Any)
 def enable(model: ModelType, *, check: bool = True) -> ModelType:
     """Makes the model's attention run under a plan in forwards with a handle; returns the model. Call it before it is
     wrapped in DDP or FSDP. check: runs a tiny batch through the model, see `check_rows`; if the weights are not in
-    this process yet, `loader` does this. Raises ConfigError for a model whose layers are not all attention that can be
-    replaced, whose other layers look at more than one row, or whose loss is not the next-token loss."""
+    this process yet, `loader` does this. Raises ConfigError for a model with a layer that is neither replaceable
+    attention nor an adapted recurrence, other modules that use more than one row, or a loss other than next-token."""
     AttentionInterface.register(NAME, attention)
     for layer in hf_vision.adapt(model):
         _add_hooks(layer)
@@ -329,7 +329,7 @@ def loader(
 def inputs(batch: PlannedBatch) -> dict[str, Any]:
     """The kwargs of the model's forward; its loss is this rank's share of the step's mean, like `normalised_loss`.
     Raises ConfigError for samples with `loss_weights`, which the model's loss ignores. A model that is not enabled
-    refuses the kwargs, and so does the first optimizer step if no attention has used the plan."""
+    refuses the kwargs, and the first optimizer step raises ExecutionError if no attention has used the plan."""
     wiring.watch.expect(batch.handle)
     batch.check_unweighted("the model's own loss")
     rows = batch.tokens, batch.position_ids, batch.labels

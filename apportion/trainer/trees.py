@@ -228,7 +228,7 @@ def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:
 
 
 def _per_token(values: Tensor, forest: Forest, sample: int) -> Tensor:
-    """`values`. Raises ConfigError unless there is one for each token of the sample."""
+    """`values` as a tensor. Raises ConfigError unless there is one for each token of the sample."""
     length = int(forest.starts[sample + 1] - forest.starts[sample])
     if len(values) != length:
         rule = f"there must be one value for each of the sample's {length} tokens"

@@ -35,7 +35,7 @@ struct Groups {
 };
 
 // First-fit decreasing within a time limit: each sequence in `order` goes to the group where it takes the least
-// rank-time, in a tie to the tightest fit, or opens a group of the degree that it needs. Returns the columns of the
+// rank-time (ties: the tightest fit), or opens a group of the degree that it needs. Returns the columns of the
 // groups, none if not all sequences fit, and the group of each sequence.
 std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& samples, Column<const int64_t> order,
                                                       Column<const int64_t> need, Column<const int64_t> degrees,

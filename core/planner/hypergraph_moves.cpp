@@ -39,7 +39,7 @@ class Board {
       if (part[v] >= 0) enter(v, part[v]);
   }
 
-  // Assigns every movable vertex without a part to the part where it adds the least cost, in a tie to the least full.
+  // Assigns every movable vertex without a part to the part where it adds the least cost; ties go to the least full.
   // Vertices of the most expensive hyperedges come first, and vertices of one hyperedge come together.
   void settle() {
     Array<int64_t> falling(graph_.edges()), order(graph_.edges());

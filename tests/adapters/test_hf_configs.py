@@ -92,11 +92,11 @@ def mask_of_function(function: Any, size: int | None) -> Mask:
         return bool(function(0, 0, torch.tensor(query), torch.tensor(key)))
 
     try:
-        ahead = is_visible(1, 2)
+        sees_later = is_visible(1, 2)
         if size is None:
-            return Full() if ahead else Causal()
+            return Full() if sees_later else Causal()
         first = next(back for back in (size - 1, size, size + 1) if not is_visible(FAR, FAR - back - 1))
-        return SlidingWindow(first + 1, size if ahead else 0)
+        return SlidingWindow(first + 1, size if sees_later else 0)
     except NotImplementedError:
         assert size is not None
         return Chunked(size)

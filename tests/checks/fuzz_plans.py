@@ -30,7 +30,7 @@ from rich.progress import track
 
 from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.sections import Sections, section_id
+from apportion.ir.bytes.sections import Sections, sections_id
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.ir.isa import LIMIT, SPAN_COLUMNS, TABLES
 from apportion.ir.masks import specs as masks
@@ -383,7 +383,7 @@ def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
             rng, sections
         )
     sections = replace(sections, id=b"")
-    sections = replace(sections, id=section_id(sections) if sections.parts else b"")
+    sections = replace(sections, id=sections_id(sections) if sections.parts else b"")
     return codec.encode_wire(sections, plan.header.version)
 
 

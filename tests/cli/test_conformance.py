@@ -20,7 +20,7 @@ from apportion.cli.readers import Answer, Question, Reader, Suite, difference, q
 from apportion.ir import verify
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.sections import section_id
+from apportion.ir.bytes.sections import sections_id
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import Op
 from apportion.ir.tensors import PHASES
@@ -175,7 +175,7 @@ def damaged(count: int) -> list[bytes]:
             part[rng.randrange(len(part))] ^= 1 << rng.randrange(8)
         parts[number] = bytes(part)
         changed = replace(sealed, parts=parts)
-        encoded.append(codec.encode_wire(changed.with_id(section_id(changed))))
+        encoded.append(codec.encode_wire(changed.with_id(sections_id(changed))))
     return encoded
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from apportion.ir import hashing
 from apportion.ir.bytes import codec, table_bytes, wire
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.sections import Sections, section_id
+from apportion.ir.bytes.sections import Sections, sections_id
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import (
     ApportionError,
@@ -259,7 +259,7 @@ def test_a_slice_of_an_unknown_rank_or_layout_is_an_error(plan: Plan) -> None:
 def rebuilt(plan: Plan, version: tuple[int, int] = VERSION, **sections: object) -> bytes:
     """The encoded plan with some sections replaced, and the matching id."""
     changed = replace(plan.sections, id=b"", **sections)
-    return codec.encode_wire(replace(changed, id=section_id(changed)), version)
+    return codec.encode_wire(replace(changed, id=sections_id(changed)), version)
 
 
 def with_part(plan: Plan, part: bytes, rank: int = 1) -> bytes:
@@ -286,7 +286,7 @@ def test_a_plan_with_a_wrong_id_can_be_decoded_on_request(plan: Plan) -> None:
     assert_refused(data, "stored id 0000")
     decoded = codec.decode(data, check_id=False)
     assert decoded.id == bytes(32)
-    assert section_id(decoded.sections) == plan.id
+    assert sections_id(decoded.sections) == plan.id
 
 
 @pytest.mark.parametrize(
@@ -628,7 +628,7 @@ def test_slices_with_a_wrong_proof_are_refused(plan: Plan) -> None:
     assert Slice.decode(changed()) == plan.for_rank(1)
 
 
-def test_section_id_needs_no_cache(plan: Plan) -> None:
+def test_sections_id_needs_no_cache(plan: Plan) -> None:
     sections = Sections(*(getattr(plan.sections, name) for name in Sections.__dataclass_fields__))
-    assert section_id(sections) == plan.id
+    assert sections_id(sections) == plan.id
     assert hashing.tree([b"a"]) == [[b"a"]]

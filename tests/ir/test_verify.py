@@ -135,7 +135,7 @@ def with_policy(plan: Plan, **fields: object) -> Plan:
     [
         ({"token_cap": 7}, 0, "holds 8 tokens in layout attention; the token cap is 7"),
         ({"memory_cap_gib": 1e-7}, 0, "GiB of work rows; the memory cap is 1e-07 GiB"),
-        ({"tolerance": 0.2}, 1, "more than the mean rank; the tolerance is 0.2"),
+        ({"tolerance": 0.2}, 1, "more than the mean rank; the tolerance is 20 %"),
     ],
 )
 def test_plans_that_exceed_a_limit_are_refused(fields: dict[str, object], rank: int, words: str) -> None:

@@ -107,12 +107,12 @@ def test_the_task_of_a_killed_worker_is_repeated(workers: ProcessExecutor) -> No
 
     async def test(engine: Engine) -> None:
         real = engine._executor.submit
-        engine._executor = Killing(real, killed)
+        engine._executor = KillingExecutor(real, killed)
         await submit(engine, Request(3))
         assert await engine.pack(Request(3).key, 60.0) is not None
         assert value(engine.metrics.deaths) == 2
 
-    class Killing:
+    class KillingExecutor:
         """The first two tasks kill their worker."""
 
         def __init__(self, real: Any, killed: list[int]) -> None:

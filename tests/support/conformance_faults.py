@@ -14,7 +14,7 @@ import numpy as np
 
 from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.sections import section_id
+from apportion.ir.bytes.sections import sections_id
 from apportion.ir.isa import VERSION
 from apportion.ir.plan.tables import Layout, Table
 from apportion.ir.verify import check
@@ -31,7 +31,7 @@ Faults = dict[str, tuple[str, bytes]]
 def rebuilt(plan: Plan, **sections: Any) -> bytes:
     """The plan with some sections replaced, and a new id."""
     changed = replace(plan.sealed(), id=b"", **sections)
-    return codec.encode_wire(replace(changed, id=section_id(changed)))
+    return codec.encode_wire(replace(changed, id=sections_id(changed)))
 
 
 def newer(plan: Plan) -> bytes:

@@ -33,7 +33,7 @@ Recipes = Annotated[
 ]
 Grids = Annotated[
     str,
-    Option(help="Recipes of static DP x CP grids, at every degree, or none; groups have separate sequences."),
+    Option(help="Recipes of static DP x CP grids, all CP degrees, or none; groups have their own sequences."),
 ]
 Baseline = Annotated[
     str | None,

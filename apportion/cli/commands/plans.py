@@ -94,8 +94,8 @@ def plan(
 
 
 def _faster_recipe(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
-    """The recipe that a search finds for this batch if its plan is simulated to be faster than `plan`, and the times
-    of both, forward and backward, one call of each kind. None above `MAX_SEARCHED_RANKS` ranks."""
+    """The recipe that a search finds for this batch, and the simulated times of its plan and `plan`: forward plus
+    backward, one call of each kind. None if it is not faster by `MIN_GAIN`, or above `MAX_SEARCHED_RANKS` ranks."""
     from apportion.bench import planned
     from apportion.ir.errors import ApportionError
     from apportion.planner.simulate import simulate

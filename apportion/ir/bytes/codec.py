@@ -23,7 +23,7 @@ from apportion.ir.bytes.sections import (
     read_header,
     read_report,
     read_request,
-    section_id,
+    sections_id,
 )
 from apportion.ir.bytes.slices import Slice, slice_plan
 from apportion.ir.bytes.table_bytes import encode_parts, read_tables, tables_of
@@ -125,7 +125,7 @@ def encode_sections(
         parts=parts,
     )
     _check_sizes(sections)
-    return sections.with_id(section_id(sections))
+    return sections.with_id(sections_id(sections))
 
 
 def _check_sizes(sections: Sections) -> None:
@@ -202,7 +202,7 @@ def decode(data: bytes, check_id: bool = True) -> Plan:
         raise DecodeError(f"plan: {len(body.parts)} parts; must be 1 to {MAX_RANKS}")
     sections = Sections(body.header, body.request, body.layouts, body.moves, body.report, body.parts, body.id)
     if check_id:
-        check_stored_id(body.id, section_id(sections), "plan")
+        check_stored_id(body.id, sections_id(sections), "plan")
     return _decode_sections(sections, body.version)
 
 

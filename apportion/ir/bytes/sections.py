@@ -20,7 +20,7 @@ from apportion.ir.plan.tables import Header, Request
 
 @dataclass(frozen=True)
 class Sections:
-    """An encoded plan, section by section. `id` is the stored id; `section_id` computes it from the bytes."""
+    """An encoded plan, section by section. `id` is the stored id; `sections_id` computes it from the bytes."""
 
     header: bytes
     request: bytes
@@ -42,7 +42,7 @@ class Sections:
         return result
 
 
-def section_id(sections: Sections) -> bytes:
+def sections_id(sections: Sections) -> bytes:
     """Computes the id of the sections' bytes; the stored id of a damaged plan differs."""
     shared = (sections.header, sections.request, sections.layouts, sections.moves, sections.report)
     return plan_id(map(digest, shared), sections.tree[-1][0])

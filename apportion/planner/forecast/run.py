@@ -61,14 +61,14 @@ def forecast(
             "baseline", baseline, "is not one of the parallelisms", f"use one of {'; '.join(names)}"
         )
     used = Hardware.named(hardware) or Hardware.load("h100")
-    grids = Hardware.named(grid_hardware) or used
+    on_grids = Hardware.named(grid_hardware) or used
     scenarios = INTERVAL + UNEVEN * bool(config.experts.count)
     variants = [
-        [(case.experts, *apply(case, kernels, cluster)) for case in scenarios] for kernels in (used, grids)
+        [(case.experts, *apply(case, kernels, cluster)) for case in scenarios] for kernels in (used, on_grids)
     ]
     groups: dict[tuple[Parallelism, bool], list[int]] = {}
     for number, form in enumerate(forms):
-        static = grids is not used and form.context is not None
+        static = on_grids is not used and form.context is not None
         groups.setdefault((form.planned_as(cluster), static), []).append(number)
     rows: dict[int, ForecastRow] = {}
     for (_, static), numbers in groups.items():
@@ -82,7 +82,7 @@ def forecast(
             rows[number] = _row(settings, batch_list, seed, shared)
             progress(str(form))
     result = tuple(rows[number] for number in range(len(forms)))
-    return Forecast(result, cluster, model, config, used, grids, scenarios, named=baseline)
+    return Forecast(result, cluster, model, config, used, on_grids, scenarios, named=baseline)
 
 
 def _training_of(training: Training | None, model: Model) -> Training:

@@ -277,7 +277,7 @@ class _StageWork:
 
 
 def _products_us(layers: Layers, planned: PlannedMicrobatch) -> float:
-    """Products of one layer, forward; with a remap, part of them on even tokens."""
+    """Time of one layer's products, forward; with a remap, some run in the layout of even tokens."""
     linear = layers.linear_us(planned.busy, planned.projects)
     if planned.even == planned.busy:
         return linear

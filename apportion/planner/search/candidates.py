@@ -170,14 +170,14 @@ def _zones(problem: Problem) -> list[Candidate]:
     """Sequences on as few ranks as have room (Zeppelin's zones), few of them cut; no candidate if a rank's excess over
     the mean would exceed the transfer time of cut sequences. If rounds take longer than compute, also a variant that
     cuts only sequences that fit no rank."""
-    rounds = _rounds_us(problem)
+    rounds_us = _rounds_us(problem)
     times = row_times(problem, problem.batch.starts) / 1e3
     heaviest = float((times / -(-problem.batch.lengths // problem.token_cap)).max())
-    travel = rounds + _moved_bytes(problem) / (problem.cluster.intra_gbs * 1e3)
-    if heaviest - float(times.sum() / problem.speeds.sum()) > travel:
+    travel_us = rounds_us + _moved_bytes(problem) / (problem.cluster.intra_gbs * 1e3)
+    if heaviest - float(times.sum() / problem.speeds.sum()) > travel_us:
         return []
     zones = Candidate(_recipe("zones", 1, "zeppelin", "matchings"), ROUNDS)
-    return [zones, _by_name("hybrid_dp")] if rounds > _busy_us(problem) else [zones]
+    return [zones, _by_name("hybrid_dp")] if rounds_us > _busy_us(problem) else [zones]
 
 
 def _rounds_us(problem: Problem) -> float:

@@ -21,7 +21,7 @@ from apportion.ir.structs import MAX_TEXT
 #: kernels have 124 of an H100's 132 multiprocessors during transfers: FCP (section 6.1) reserves 6 and 8 for
 #: communication, and MagiAttention ("How to Ensure Kernels Actually Overlapped") finds 4 to 8 enough for all-to-all-v
 SET_ASIDE = round(8 / (132 - 8), 3)
-#: slowdown per additional sender (at most seven) to a receiver's NIC in a round, assumed: of .085, .17, .34, the first
+#: assumed slowdown per additional sender (at most seven) to a receiver's NIC in a round; of .085, .17, .34, the first
 #: fits MagiAttention best, the second FCP's Table 2, the third Zeppelin's Figure 11 (docs/papers.md)
 INCAST, INCAST_PEERS = 0.17, 7
 #: share of a NIC's rate for a single peer, assumed, as for a pair of ranks with some of the NIC's channels

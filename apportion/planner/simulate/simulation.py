@@ -74,8 +74,8 @@ class Simulation:
         return sum(run.ideal_us for run in self.runs.values()) / simulated if simulated else 1.0
 
     def __repr__(self) -> str:
-        more = f", {self.recurrent_ms:.3f} ms recurrent" if self.recurrent else ""
-        times = f"{self.forward_ms:.3f} ms forward, {self.backward_ms:.3f} ms backward{more}"
+        suffix = f", {self.recurrent_ms:.3f} ms recurrent" if self.recurrent else ""
+        times = f"{self.forward_ms:.3f} ms forward, {self.backward_ms:.3f} ms backward{suffix}"
         return f"<Simulation: {times} on {self.hardware}>"
 
     def _repr_html_(self) -> str:

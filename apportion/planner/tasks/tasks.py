@@ -150,7 +150,7 @@ def _edges(
 
 
 def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
-    """int64 [count] each: the lowest `low` and the highest `high` of each number."""
+    """int64 [count] each: the lowest `low` and the highest `high` of the entries with each `number`."""
     first, last = np.full(count, 1 << 62), np.zeros(count, np.int64)
     np.minimum.at(first, number, low)
     np.maximum.at(last, number, high)

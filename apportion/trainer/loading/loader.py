@@ -464,9 +464,9 @@ class PlannedLoader:
     def _agree_rows(
         self, iteration: Iteration, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
     ) -> tuple[tuple[Rows, ...], int, float]:
-        """The rows, and the iteration's labels and their weight over all ranks and groups; a collective, even if it
-        raises: this rank's error if it has no rows, or ExecutionError if ranks hold different plans, another rank has
-        no rows or different fields, samples or tokens, or groups are out of step."""
+        """The rows, and the iteration's number of labels and their weight over all ranks and groups. A collective, also
+        where it raises: this rank's error if `rows` is one, else ExecutionError if ranks hold different plans, another
+        rank has no rows or different fields, samples or tokens, or groups are out of step."""
         facts = NO_ROWS
         if not isinstance(rows, Exception):
             facts = Facts.of(rows, iteration.samples)

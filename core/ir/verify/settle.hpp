@@ -16,7 +16,7 @@
 
 namespace apportion::verify {
 
-// A run of the queries of the tasks noted next, or of the keys of one task.
+// A run of the queries that the tasks in the next notes share, or a run of the keys of one task.
 struct Note {
   std::int32_t task, set;  // queries: -1, and their head set; keys: the row of the task list, and -1
   std::int32_t row, rows;

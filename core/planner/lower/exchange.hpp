@@ -26,7 +26,7 @@ int64_t launch_other(Program& program, const Lowering& low, int64_t results);
 // launched after the rest, since both share the links; the wait for them is elsewhere.
 ExchangeSteps steps_in(Program& program, const Lowering& low, Op attend, int64_t parts);
 
-// Appends the steps of the outgoing exchange. launched: the launch of the separate pieces, for which this waits.
+// Appends the steps of the outgoing exchange. launched: position of the launch of separate pieces, which it waits for.
 ExchangeSteps steps_out(Program& program, const Lowering& low, Op attend, int64_t results, int64_t launched);
 
 enum class Way { IN, OUT };

@@ -1,4 +1,4 @@
-"""Blend: exact tokens, even work, few bytes, on any lengths, masks, speeds and attention kinds."""
+"""Blend: exact token counts, even work, few bytes, on any lengths, masks, speeds and attention kinds."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def drawn(seed: int, sequences: int, ranks: int, room: float = 2.0) -> GroupingP
 
 @pytest.mark.parametrize("seed", range(12))
 def test_small_problems_are_solved_to_proven_optimality(seed: int) -> None:
-    problem = PROBLEMS["grouping"].drawn(np.random.default_rng(100 + seed))
+    problem = PROBLEMS["grouping"].random_problem(np.random.default_rng(100 + seed))
     found = ilp.solve(problem, Budget())
     best = PROBLEMS["grouping"].optimum(problem)
     assert found.termination.status is Status.OPTIMAL
@@ -167,7 +167,7 @@ def test_without_pulp_the_error_names_the_extra() -> None:
         "from apportion.testing import PROBLEMS\n"
         "from apportion.planner.solvers.status import Budget\n"
         "import numpy as np\n"
-        "try:\n    ilp.solve(PROBLEMS['grouping'].drawn(np.random.default_rng(0), large=True), Budget())\n"
+        "try:\n    ilp.solve(PROBLEMS['grouping'].random_problem(np.random.default_rng(0), large=True), Budget())\n"
         "except ImportError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -52,7 +52,7 @@ class Pool:
         self._lock = Lock()  # autograd runs backward in its own threads
 
     def take(self, size: int, device: torch.device) -> Buffer:
-        """Takes at least `size` bytes: the latest returned buffer that is large enough, else a new one."""
+        """Takes at least `size` bytes: the most recently returned buffer that is large enough, else a new one."""
         with self._lock:
             free = self._free.setdefault(_stream(device), [])
             for i in reversed(range(len(free))):

@@ -82,17 +82,17 @@ class StageMachine(TorchMachine):
 
     def attend(self, step: Step) -> None:
         sinks = self._layer.sinks
-        self._attention(step, (sinks,), {"attend": (int(sinks is not None),)})
+        self._start_attention(step, (sinks,), {"attend": (int(sinks is not None),)})
 
     def attend_grad(self, step: Step) -> None:
-        self._attention(step, (), {"dq": (self._may_use_statistics,)})
+        self._start_attention(step, (), {"dq": (self._may_use_statistics,)})
 
     @property
     def _may_use_statistics(self) -> int:
         """1 if attention may compute row statistics: learned sinks or a gradient of LSE need the kernel `delta`."""
         return int(self._layer.sinks is None and self._layer.dlse is None)
 
-    def _attention(
+    def _start_attention(
         self, step: Step, layer: tuple[Tensor | None, ...], extra: Mapping[str, tuple[int, ...]]
     ) -> None:
         """Starts an instruction's launches. layer: arrays that follow a launch's own; extra: sizes that follow them."""

@@ -294,13 +294,13 @@ class _Heads:
         self._numbers += range(int(self.lanes.max(initial=0)))
         self.numbers = np.array(self._numbers, np.int32)
 
-    def _signature_offsets(self, signatures: Sequence[Ints], write: Callable[..., list[int]]) -> Ints:
+    def _signature_offsets(self, signatures: Sequence[Ints], numbers_of: Callable[..., list[int]]) -> Ints:
         """int64 [tasks]: the offset of the numbers of each combination of signatures."""
         distinct, which = np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)
         starts = np.zeros(len(distinct), np.int64)
         for i, row in enumerate(distinct.tolist()):
             starts[i] = len(self._numbers)
-            self._numbers += write(*row)
+            self._numbers += numbers_of(*row)
         return starts[which]
 
     def _lanes(self, *signatures: int) -> list[int]:

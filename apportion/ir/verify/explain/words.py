@@ -94,7 +94,7 @@ def _violation(program: Program, homes: Homes, fault: Fault) -> Violation:
     rows = f"{TENSOR_NAMES[tensor]} {space.name.lower()} rows {span(fault.low, fault.high - fault.low)}"
     rows += _heads(program, fault)
     held_tokens, other = (_tokens(homes, address, fault) for address in (fault.holds, fault.wanted))
-    number, expected = _numbers(program, fault)
+    number, expected = _head_numbers(program, fault)
     message = template.format(rows=rows, held=held_tokens, other=other, holds=number, wanted=expected)
     if fault.instruction < 0:
         cause = "coverage" if fault.code in (Code.NOT_PRODUCED, Code.NOT_FINISHED) else ""
@@ -124,7 +124,7 @@ def _tokens(homes: Homes, address: int, fault: Fault) -> str:
     return "no tokens" if address == NOWHERE else homes.describe(address, fault.high - fault.low)
 
 
-def _numbers(program: Program, fault: Fault) -> tuple[int, int]:
+def _head_numbers(program: Program, fault: Fault) -> tuple[int, int]:
     """The two numbers in a message about heads."""
     if fault.code == Code.RESULT_HEADS:
         return fault.holds.bit_count(), fault.wanted.bit_count()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from apportion.ir.bytes import codec, sections, table_bytes
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.sections import Sections, section_id
+from apportion.ir.bytes.sections import Sections, sections_id
 from apportion.ir.errors import ApportionError
 from apportion.ir.isa import VERSION
 from apportion.ir.plan import plain
@@ -22,7 +22,7 @@ def check(subject: Subject) -> Iterator[Violation]:
     if plan.sections is None:
         return
     stored: Sections = plan.sections
-    actual_id = section_id(stored)
+    actual_id = sections_id(stored)
     if stored.id != actual_id:
         message = f"the plan has id {stored.id.hex()}; its bytes have {actual_id.hex()}: they were changed"
         yield _violation(None, message)

@@ -89,5 +89,7 @@ def _check_imbalance(tolerance: float, phase: str, time: Floats, mean: float) ->
     rank = int(time.argmax())
     excess = float(time[rank] / mean - 1)
     if excess > tolerance + 1e-9:
-        message = f"computes {excess:.4f} more than the mean rank; the tolerance is {tolerance}"
+        message = (
+            f"computes {100 * excess:.2f} % more than the mean rank; the tolerance is {100 * tolerance:g} %"
+        )
         yield Violation(RULE, rank, None, phase, None, message)
