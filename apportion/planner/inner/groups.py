@@ -73,7 +73,7 @@ class Groups:
         return np.arange(self.ranks) - self.first[self.of_rank]
 
     def spread(self, group: Ints) -> tuple[Ints, Ints]:
-        """For values of the groups `group`, repeated for every member: the value's index, and the member's rank."""
+        """For every member of every group in `group`: the group's index in `group`, and the member's rank."""
         sizes = self.sizes[group]
         index = group_of(sizes)
         ends = np.cumsum(sizes)

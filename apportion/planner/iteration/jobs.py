@@ -26,8 +26,8 @@ from apportion.planner.problem import Problem
 def plan_job(job: Job, batches: Sequence[Batch], *, verify: bool = True) -> IterationPlan:
     """Plans an iteration of a job: equal requests give equal bytes.
 
-    batches: one per microbatch; or, if the recipe packs, one with all sequences, which fill `job.microbatches`
-    microbatches, or one microbatch each if there are fewer sequences. verify: check the finished plans (as `api.plan`
+    batches: one per microbatch; or, if the recipe packs, a single one with all sequences, for `job.microbatches`
+    microbatches, or as many as there are sequences, if these are fewer. verify: check the finished plans (as `api.plan`
     does). Raises ConfigError, CapacityError, VerifyError.
     """
     job.check(batches)

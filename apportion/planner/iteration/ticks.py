@@ -4,7 +4,7 @@ a tick is one batch over the ranks of all stages, idle ones included.
     1F1B     stage 0   F0 F1 .  B0 F2 B1 .  B2       a stage runs backward while its neighbours run forward
              stage 1   .  F0 B0 F1 B1 F2 B2 .
 
-    ticks    stage 0   F0 F1 .  F2 B0 .  B1 B2       backwards wait for a backward tick; the last fill the drain
+    ticks    stage 0   F0 F1 .  F2 B0 .  B1 B2       backwards wait for a backward tick; the last ones fill the drain
              stage 1   .  F0 B0 F1 B1 F2 B2 .
 
     microbatches ──tick_table──► ticks ──tick_batch──► one Batch per tick ──plan(distca)──► one Plan per tick
@@ -53,14 +53,14 @@ RECIPE = Recipe(
     },
 )
 
-MAX_ENTRIES = 2**20  # of a table, per phase: each a chunk of a microbatch on a stage
+MAX_ENTRIES = 2**20  # entries of a table per phase, each a chunk of a microbatch on a stage
 
 
 @dataclass(frozen=True, eq=False)
 class TickTable:
     """The microbatch of each stage in each tick.
 
-    virtual: model chunks on each stage (interleaved; 1: plain); chunk c of stage p is virtual stage c * stages + p.
+    virtual: model chunks per stage (1: plain; more: interleaved); chunk c of stage p is virtual stage c * stages + p.
     phase: int64 [ticks], 0 forward, 1 backward. microbatch, chunk: int64 [ticks, stages], -1 if the stage is idle.
     """
 

@@ -88,7 +88,7 @@ class Lowering:
     @cached_property
     def whole_results(self) -> Bools:
         """bool [query edges]: True if only the tile's tasks touch the rows, so that their sums are complete and go home
-        as results. Only for home rows with all heads at once."""
+        as results. All False with an exchange or with several head groups."""
         tasks = self.tasks
         if not tasks.queries_move:
             return np.zeros(0, bool)

@@ -24,7 +24,7 @@ from apportion.planner.shard.refusals import refuse_home_ranks
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.use import GroupingSolver
 
-# Default capacity: tokens of a rank over the mean, with room for uncut sequences. FlexSP derives the limit from the
+# Default capacity of a rank, a multiple of the mean: uncut sequences need room. FlexSP derives the limit from the
 # activation memory of all layers, which a plan of attention does not know.
 _ROOM = 2
 
@@ -78,7 +78,7 @@ def grouping_problem(
 
 def feasible_degrees(problem: Problem) -> Ints:
     """int64 [degrees]: the powers of two that divide the query heads and do not straddle node boundaries: they divide
-    the ranks of a node, or are larger."""
+    the ranks of a node, or are larger than a node."""
     cluster, heads = problem.cluster, problem.model.q_heads
     powers = [1 << i for i in range(problem.ranks.bit_length()) if 1 << i <= problem.ranks]
     local = cluster.ranks_per_node
@@ -91,7 +91,7 @@ def _default_capacity(problem: Problem, largest: int) -> int:
 
 
 def _sequence_us(problem: Problem, lengths: Ints, pairs: Ints, degrees: Ints) -> Floats:
-    """float64 [sequences, degrees]: microseconds of a layer of each sequence in a group of each degree. Fixed costs of
+    """float64 [sequences, degrees]: microseconds per layer of each sequence in a group of each degree. Fixed costs of
     instructions (launches, latencies) are omitted: a group pays them once for all its sequences."""
     model, cost = problem.model, problem.cost
     times = np.zeros((len(lengths), len(degrees)))
@@ -137,7 +137,7 @@ def _lay_out(problem: Problem, mix: Grouping) -> tuple[Ints, Ints]:
 
 
 def _bound(problem: Problem, weight: Ints, degrees: Ints) -> float:
-    """Bound on the busiest rank's pairs over its speed: the mean or the heaviest sequence in the largest group."""
+    """Bound on the busiest rank's pairs over its speed: the mean, or the heaviest sequence in a largest group."""
     mean = float(weight.sum()) / float(problem.speeds.sum())
     return max(mean, float(weight.max(initial=0)) / (int(degrees[-1]) * float(problem.speeds.max())))
 

@@ -53,8 +53,8 @@ class MegatronHybrid(PlacePass):
     """Hybrid context parallelism of Megatron-Core (its class BalancedCPScheduler).
 
     A sequence gets L / capacity ranks, rounded up to a power of two within the cluster, and is priced at L^2 / ranks
-    regardless of its mask. In each turn the ranks are divided into aligned groups, largest first: all sequences of one
-    size go to the groups that the turn can still provide for that size, each to the cheapest; a size without a group
+    regardless of its mask. In each turn the ranks are divided into aligned groups, largest first: all sequences of a
+    group size go to the groups of this size that the turn has room for, each to the cheapest; a size without a group
     waits for the next turn. Idle ranks of a turn widen its smallest groups. Not implemented: ending a turn early once
     it is balanced, and taking back its last sequence. Speeds are ignored. capacity: tokens per rank, default the mean
     rounded up. Raises ConfigError, CapacityError.
@@ -143,7 +143,7 @@ def _widen_groups(groups: list[int], ranks: int) -> Ints:
 
 
 def _aligned_first_ranks(widths: Ints) -> Ints:
-    """First ranks, larger groups first, so that every group of a power of two starts at a multiple of its size."""
+    """First ranks, larger groups first, so that every group whose size is a power of two starts at a multiple of it."""
     order = np.argsort(-widths, kind="stable")
     first = np.empty(len(widths), np.int64)
     first[order] = np.cumsum(widths[order]) - widths[order]

@@ -39,12 +39,12 @@ class Zeppelin(PlacePass):
     cap: "auto": "enforce" if the policy has a token cap, else "paper". "paper", as printed: only tokens of whole
     sequences are checked against the capacity, so that fragments may overload a rank (sequences of 5 and 2 times the
     capacity on 8 ranks put 1.71 capacities on one). "enforce": a sequence whose fragment would not fit goes to more
-    ranks, emptiest first; if that does not help, their tokens are levelled; else as printed. Interpretation of the
+    ranks, emptiest first; if that does not help, their tokens are levelled; otherwise as printed. Interpretation of the
     paper in both: the budget of a node is the mean of all tokens; "empty buckets", which may not exist, are the least
     loaded; numbers of fragments are rounded up; zones are < and >= the threshold, else lowering it would never end.
 
     capacity: tokens of a rank (the paper's L), default each rank's token cap. inter_tokens, intra_tokens: initial
-    lengths from which sequences are inter-node and intra-node; zones sets the defaults. "capacity": the largest
+    lengths from which sequences are inter-node and intra-node; `zones` sets the defaults. "capacity": the largest
     capacity of a node and of a rank, as in the algorithms; "cost": these, or, if shorter, the length at which attention
     to a whole sequence takes as long as sending its keys and values between nodes, and inside one, as in Figure 5.
     parts: number of blocks of a rank's share of an inter-node sequence, one for each rank that relays it (see the

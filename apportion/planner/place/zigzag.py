@@ -31,7 +31,7 @@ class ZigZag(PlacePass):
     arbitrary, without padding: a range of L = 2N*q + r tokens from token s gives q to every chunk, and one more to r of
     them, dealt to the ranks s mod N, s mod N + 1, ... in turn, so that over all sequences the ranks' tokens differ by
     at most one. A rank with one extra token adds it to its first or second chunk: the choice alternates from rank to
-    rank and from lap to lap (s div N). With two, each chunk gets one. Empty chunks vanish; neighbours on one rank are
+    rank and from lap to lap (s div N). With two, each chunk gets one. Empty chunks vanish; a rank's adjacent chunks are
     one block. Ignores relative speeds, like trainers, and the cuts of the shards. Raises ConfigError, CapacityError.
     """
 

@@ -43,7 +43,7 @@ class Divisions(SchedulePass):
         return in_turn(routed, turn, ranks, self.buffers, division=np.unique(turn) // levels)
 
     def _even_divisions(self, routed: Routes, ranks: int) -> Ints:
-        """int64 [edges]: divisions from 1 on for placements without divisions; a relay has its parent's."""
+        """int64 [edges]: divisions from 1 on for placements without divisions; a relay has its parent's division."""
         edges = routed.edges
         parts = max(1, self.count - 1)
         return core.even_parts(edges.parent, edges.src, edges.dst, edges.rows, ranks, parts)

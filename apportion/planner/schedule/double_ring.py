@@ -5,7 +5,7 @@
     └───────────────┴───────────────┘                 the outer ring: one hop per turn of the inner rings
 
 The tile of rank 0 reaches rank 3 while it goes around 1 and 2, and tiles of 1 and 2 reach 4 and 5: all ranks of a
-window send to the next window at once, whereas in a single ring one of them does so in every round. Gradients are
+window send to the next window at once, whereas in a single ring only one of them does in each round. Gradients are
 summed around the inner ring of a window; the sum is added to the next window's at the end of its ring, and the last sum
 goes home.
 """

@@ -23,7 +23,7 @@ class Queues(SchedulePass):
     to the proxies one round before, and from their counterparts to the receiver one round after (section 3.3). All
     tiles travel at once, so a tile that crosses arrives two rounds later and its followers after it, round by round.
     "auto": the GPUs of a node, the paper's x1 = x2; 1: no proxies. A part is at least a block, so the placement must
-    cut finely enough (`parts` of `zeppelin`). local: time of tasks without remote inputs: "last", in the order of the
+    cut finely enough (`parts` of `zeppelin`). local: when tasks without remote inputs run: "last", in the order of the
     queues; or as in `matchings`, which hides rounds behind whole sequences.
     """
 

@@ -22,7 +22,7 @@ from apportion.planner.solvers.contracts import ColouringProblem
 from apportion.planner.solvers.use import ColouringSolver
 from apportion.planner.tasks.tasks import Edges
 
-# Time of tasks without tiles: before the wait for the first round, after the last, or spread over the stages for even
+# When tasks without tiles run: before the wait for the first round, after the last, or spread over the stages for even
 # work.
 Local = Literal["first", "last", "even"]
 
@@ -51,7 +51,7 @@ class Schedule:
 
     round: int32 [edges], numbered in the order of waits; a relay comes after its parent. when: int64 [rounds],
     non-decreasing step of each round: a round may start once all rounds whose step is lower by `buffers` or more are
-    consumed. channel: int64 [rounds]. slots: matchings in all rounds. local: time of tasks without tiles. division:
+    consumed. channel: int64 [rounds]. slots: matchings in all rounds. local: when tasks without tiles run. division:
     int64 [rounds], ascending: the first part of the phase that needs each round; tasks then run in their own parts.
     own: int32 [blocks], instead of `local`: the stage, 0 to rounds, of tasks without tiles whose keys are in the block.
     back: int64 [edges], channel on which the sums of each edge's tile return; None: its round's. beside_exchange: ranks
@@ -114,7 +114,7 @@ RELAY_LAG = 2
 class SchedulePass(Pass, Protocol):
     """Assigns tiles to rounds.
 
-    route: the schedule's own route, if it has one. exchange: assigns rows between the ranks of a group to rounds.
+    route: the schedule's own route, if it has one. exchange: assigns rows exchanged within a group to rounds.
     """
 
     @property
@@ -140,7 +140,7 @@ class Matchings(SchedulePass):
     receives (FCP, section 4.2). Relays follow, each level in its own rounds on another channel.
 
     coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
-    local: time of tasks without tiles. order: order of unequal tiles: any, or the longest or shortest first, so that
+    local: when tasks without tiles run. order: order of unequal tiles: any, or the longest or shortest first, so that
     tiles of a round are similar. solver: of kind colouring.
     """
 
@@ -208,14 +208,14 @@ def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
 
 
 def in_turn(
-    routed: Routes, turn: Ints, ranks: int, buffers: int, local: Local = "first", **more: Any
+    routed: Routes, turn: Ints, ranks: int, buffers: int, local: Local = "first", **extra: Any
 ) -> Schedule:
-    """One round for each distinct number in `turn`, int64 [edges], in ascending order, on one channel. more: as in
-    `Schedule`."""
+    """One round for each distinct number in `turn`, int64 [edges], in ascending order, on one channel. extra: other
+    fields of `Schedule`."""
     turns, round_ = np.unique(turn, return_inverse=True)
     rounds, channel = np.arange(len(turns)), np.zeros(len(turns), np.int64)
     slots = degrees(routed.edges, round_, rounds, ranks)
-    return Schedule(routed, round_.astype(np.int32), rounds, channel, slots, buffers, local, **more)
+    return Schedule(routed, round_.astype(np.int32), rounds, channel, slots, buffers, local, **extra)
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _in_windows(routed: WindowRoutes, ranks: int) -> Schedule:
     arrived."""
     turn = 2 * routed.hop + routed.between
     schedule = in_turn(routed, turn, ranks, 2, back=routed.back.astype(np.int64))
-    # only dependencies of tiles delay a round: no rank has more than one of either kind in flight
+    # only dependencies of tiles delay a round: no rank has more than one round of either channel in flight
     return replace(schedule, when=np.zeros_like(schedule.when), channel=np.unique(turn) & 1)
 
 
@@ -278,7 +278,7 @@ def _earlier_rounds(ring: Ints) -> Ints:
 class Gather(SchedulePass):
     """Everything in one round, like an all-gather of KV; relays in one more round per level.
 
-    local: time of tasks without tiles: during the round, or after it. whole: True if the rows that leave a rank are one
+    local: tasks without tiles run during the round, or after it. whole: True if the rows that leave a rank are one
     tile for all ranks that need any of them, as in the collective; else each rank receives only what it needs.
     """
 

@@ -25,8 +25,8 @@ class Sequences(ShardPass):
 @dataclass(frozen=True)
 class Chunks(ShardPass):
     """Cuts the token axis into chunks of `size` tokens, each a piece, the last one possibly shorter (MagiAttention's
-    dispatch). Chunks are smaller if a rank's share is not a multiple of `size`: the largest size that divides the
-    share. Raises ConfigError."""
+    dispatch). Chunks are smaller if a rank's share is not a multiple of `size`: the share over the fewest chunks
+    that hold it, rounded down. Raises ConfigError."""
 
     size: Count = 4096
 

@@ -6,7 +6,7 @@
 
 Each rank has one compute stream, which executes its instructions in program order, and one stream for each channel,
 which executes the rank's rounds in the order of their launches. A transfer takes latency + bytes / bandwidth
-(alpha-beta). For the second term it occupies a port of its sender and one of its receiver: within a node the ranks'
+(alpha-beta). During the second term it occupies a port of its sender and one of its receiver: within a node the ranks'
 own links, between nodes the NICs, which the ranks of a node share; directions are separate. A launch packs staged
 messages before its transfers can begin; `wait` idles the compute stream until all of the rank's transfers of the round
 are complete, and unpacks them. With `contention`, kernels are slower during a transfer of their rank; with
@@ -101,7 +101,7 @@ class PreparedProgram:
 
     @property
     def least_us(self) -> float:
-        """Lower bound of the makespan: each rank's own work, and each link's traffic."""
+        """Lower bound on the makespan: the largest of all ranks' work and all ports' transfer times."""
         work = busy_us(self.view, self.script)
         ports, traffic = port_count(self.view.cluster), self.traffic
         wires = [np.bincount(port, traffic.wire_us, ports) for port in (traffic.out_port, traffic.in_port)]
@@ -209,7 +209,7 @@ def run_all(
     hardware: str = "",
     cluster: Cluster | None = None,
 ) -> Simulation:
-    """Runs prepared programs of the plan, on the same cluster. Raises VerifyError for a program that cannot run."""
+    """Runs a plan's prepared programs. cluster: as for `prepare`. Raises VerifyError for a program that cannot run."""
     runs = {(item.kind, item.phase): _run(item) for item in prepared}
     run_cluster = _checked_cluster(plan, cluster)
     return Simulation(plan, costs, hardware, runs, recurrent_runs(plan, costs, run_cluster), run_cluster)

@@ -60,8 +60,8 @@ class Costs(Protocol):
 
 
 class Work(NamedTuple):
-    """Parts of a program's work, microseconds at speed 1, over all ranks: tasks by throughput, with the expansion of
-    latent rows; the same, with calls no shorter than their longest chain (`chain_us`); kernel launches; the rest."""
+    """A program's work in microseconds at speed 1, over all ranks. tasks: by throughput, with the expansion of latent
+    rows; kernels: the same, each call at least its longest chain (`chain_us`); launches: of kernels; rows: the rest."""
 
     tasks: float
     kernels: float
@@ -72,7 +72,7 @@ class Work(NamedTuple):
 def work_us(
     view: View, costs: Costs, tasks: PricedTasks, row_work: RowWork, share: Floats | None = None
 ) -> tuple[Floats, Work]:
-    """float64 [instructions]: work (before a launch's round, after a wait's); and its composition. A rank of speed s
+    """float64 [instructions]: work (before a launch's round, after a wait's round); and its parts. A rank of speed s
     takes 1/s times as long as one of speed 1. share: float64 [ranks], computed fraction of each rank's task pairs;
     None: all."""
     kernels, launches, accumulated, moved = np.zeros((4, len(row_work.moved)))

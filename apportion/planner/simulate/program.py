@@ -62,7 +62,7 @@ class Script(NamedTuple):
 
 class Traffic(NamedTuple):
     """Transfers in order of port priority: by round, by distance from sender to receiver in the circle of ranks (so
-    that an all-to-all proceeds in conflict-free shifts), by sender, as listed.
+    that an all-to-all proceeds in conflict-free shifts), by sender, then as listed.
 
     sender, receiver: int64 [transfers], launches. out_port, in_port: int64. wire_us: float64, occupancy of both ports.
     latency_us: float64, further time until completion. bytes, tensor: int64.
@@ -221,8 +221,8 @@ def relink(traffic: Traffic, view: View, cluster: Cluster) -> Traffic:
     inter = (traffic.in_port >= 2 * view.ranks).astype(np.int64)
     rates = np.array([cluster.intra_gbs, cluster.inter_gbs]) * BYTES_PER_US
     names = ("intra_latency_us", "inter_latency_us")
-    more = np.array([getattr(cluster, name) - getattr(view.cluster, name) for name in names])
-    return traffic._replace(wire_us=traffic.bytes / rates[inter], latency_us=traffic.latency_us + more[inter])
+    diff = np.array([getattr(cluster, name) - getattr(view.cluster, name) for name in names])
+    return traffic._replace(wire_us=traffic.bytes / rates[inter], latency_us=traffic.latency_us + diff[inter])
 
 
 def launch_instructions(script: Script) -> Ints:

@@ -10,7 +10,7 @@ triangular solve), at `SHARE` of the rate of the hardware's linear layers; backw
 are assumed; nothing was measured on a GPU. Under the delta rule a middle run, which has a past and a next run, needs
 key_dim more columns, for its transition, as do last runs on a rank with many such tokens (`EARLY_SHARE`). Other last
 runs begin with the state that arrives. An exchange lasts as long as its busiest link or NIC needs, plus a latency and
-two row operations; the states of all ranks leave together, once the last has summarised its runs, or in backward has
+two row operations; the states of all ranks leave together, once the last rank has summarised runs, or in backward has
 the gradients of the states that it received.
 """
 
@@ -34,7 +34,7 @@ CHUNK = 64  # tokens per chunk of kernels
 SHARE = 0.35  # fraction of the rate of linear layers: assumed, between .2 and .6
 BACKWARD = 2.5  # relative to the forward's FLOPs: assumed
 STEP_US = 2.0  # per slot of a chain, since each waits for the slot before it: assumed
-_STATE_BYTES = 4  # per number of a state: float32
+_STATE_BYTES = 4  # per value of a state: float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def _flops(kind: Recurrent, columns: int) -> float:
 def run_recurrent(
     recurrence: Recurrence, kinds: Mapping[str, Recurrent], element_bytes: int, costs: Costs, cluster: Cluster
 ) -> dict[tuple[str, str], RecurrentRun]:
-    """(kind, phase) -> the run, for `kinds` in the plan's order. element_bytes: bytes per element of its dtype."""
+    """(kind, phase) -> the run, for `kinds` in the plan's order. element_bytes: of the model's dtype."""
     tables = _Tables.of(recurrence, cluster)
     flop_us = float(costs.linear_us(np.array(1))) / (2 * costs.linear_parameters) / SHARE
     return {

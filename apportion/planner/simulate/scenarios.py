@@ -2,7 +2,7 @@
 
     plan, hardware, cluster ──apply(scenario, …)──► another hardware, another cluster ──simulate──► times of the plan
 
-Half of a hardware file's figures are assumed, and clusters share their network. A ranking of recipes that changes under
+Half of a hardware file's figures are assumed, and networks are shared. A ranking of recipes that changes under
 another scenario is not reliable.
 """
 
@@ -24,7 +24,7 @@ SET_ASIDE = round(8 / (132 - 8), 3)
 #: assumed slowdown per additional sender (at most seven) to a receiver's NIC in a round; of .085, .17, .34, the first
 #: fits MagiAttention best, the second FCP's Table 2, the third Zeppelin's Figure 11 (docs/papers.md)
 INCAST, INCAST_PEERS = 0.17, 7
-#: share of a NIC's rate for a single peer, assumed, as for a pair of ranks with some of the NIC's channels
+#: share of a NIC's rate that a single peer gets: assumed, as a pair of ranks uses only some of the NIC's channels
 ONE_PEER = 0.65
 
 

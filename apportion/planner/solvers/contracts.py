@@ -31,8 +31,8 @@ class PartitionProblem:
     """K items to pack into bins, minimizing the heaviest bin (weight over speed).
 
     weights, sizes: int64 [K], >= 0; caps: int64 [bins], the largest sum of sizes in each bin; speeds: float64 [bins],
-    default 1. allowed: for each item its allowed bins, or None for any; None: any for all. families: int64 [K], equal
-    for items that should be near each other; zones: int64 [bins], equal for nearby bins: solvers may ignore both.
+    default 1. allowed: each item's allowed bins (None: any bin), or None: any bin for all. families: int64 [K], equal
+    for items that should be near each other; zones: int64 [bins], equal for nearby bins. Solvers may ignore both.
     """
 
     weights: Ints
@@ -280,7 +280,7 @@ class VertexRanks:
     """Ranks of vertices. rank: int64 [V], -1 if there is no answer. node_value: the sum of price times (nodes spanned -
     1).
 
-    flops_imbalance, tokens_imbalance: of the fullest rank, over its share, less 1. The value is in `termination`.
+    flops_imbalance, tokens_imbalance: the fullest rank's sum over its share, less 1. The value is in `termination`.
     """
 
     rank: Ints

@@ -1,4 +1,4 @@
-"""Budgets of solvers and termination of their answers (after OR-tools MathOpt). There is no status "OK"."""
+"""Budgets of solvers, and the status and bound of their answers (after OR-Tools MathOpt)."""
 
 from __future__ import annotations
 

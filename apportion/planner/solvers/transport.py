@@ -2,8 +2,8 @@
 
 Two-level costs have a closed form. Rows that can stay in their node do, which never costs more, for the sum or for the
 worst rank. For the sum any choice of such rows is equivalent. For the worst rank, in a node with a surplus, receivers
-are served from inside and senders share that cheap part by water-filling: the rows left to send between nodes level the
-ranks with the largest costs. Formula (2) of the paper prices senders only ("senders"); "minmax" does the same for
+are served from inside, and senders share these cheap rows by water-filling, so that the largest costs of ranks become
+equal. Formula (2) of the paper prices senders only ("senders"); "minmax" does the same for
 receivers in nodes with a deficit, and so is optimal for both sides at once.
 """
 

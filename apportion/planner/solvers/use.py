@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class SolverOption(options.Option, Generic[P, R]):
-    """A solver of one kind. budget: None for the solver's own. Raises UnknownNameError."""
+    """A solver of one kind. budget: None for the solver's default. Raises UnknownNameError."""
 
     kind: ClassVar[str]
     name: str

@@ -1,7 +1,7 @@
 """Blend placement: balances work and tokens together by mixing dense and sparse rows on every rank.
 
 Documents are sorted by density, pairs per token. Ranks take from both ends in turn: as many of the densest remaining
-tokens as, together with the sparsest remaining ones, give the rank exactly its tokens and its pairs.
+tokens as give the rank, with enough of the sparsest remaining ones, exactly its share of tokens and of pairs.
 
     sparse  │a a a│b b b b│c c c c . . . │ . . d d│c c│b b│a│  dense      four ranks a, b, c, d
 
@@ -47,8 +47,8 @@ class Blend(PlacePass):
 
     Unless `align` moves cuts, tokens are exact: in proportion to speed, rounded to whole tokens, within token_cap. Work
     is proportional to speed up to rounding; with several attention kinds the sum over kinds of layers x busiest rank is
-    minimized heuristically. Ignores the cuts of the shards. head: fraction (0 to 1) of each rank's share of a document
-    too heavy for one rank that comes from the document's head, if later rows see more keys. grain: most rows of a
+    minimized heuristically. Ignores the cuts of the shards. head: if a document is too heavy for one rank, the fraction
+    (0 to 1) of each rank's share that comes from its head, if later rows see more keys. grain: maximum rows of a
     block (0: no limit). weigh: balance pairs, or their time on the request's hardware, in which pairs of short and
     sparse bands cost more. align: cut documents at multiples of this many rows, halved repeatedly if token caps require
     it, because kernels take as long for a partial tile as for a full one. Raises ConfigError, CapacityError.
@@ -154,7 +154,7 @@ def _align_cuts(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints
 
 
 def _split_to_grain(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
-    """Splits blocks into parts of at most `grain` rows, equal within a block up to one row."""
+    """Splits blocks into parts of at most `grain` rows; parts of one block differ by at most one row."""
     if not grain:
         return starts, home
     lengths = np.diff(starts)

@@ -41,7 +41,7 @@ class Heads:
         return Heads(groups, min(groups, kv))
 
     def bytes_of(self, model: Model, phase: str) -> tuple[int, int]:
-        """Bytes in both directions together for a group's remote query row, and for a key set's remote key row."""
+        """Bytes sent and returned for a group's remote query row, and for a key set's remote key row."""
         queries, keys = model.q_heads // self.groups, model.kv_heads // self.key_sets
         return (
             sum(model.sent_bytes(tensor, queries) for tensor in TRAVELLING["query", phase]),
@@ -66,7 +66,7 @@ class Pairs:
 
     @staticmethod
     def of(cells: Cells, blocks: int) -> Pairs:
-        """Merges cells with the same query and key blocks: many short documents can share one. blocks: their number."""
+        """Merges cells with the same query and key blocks: many short documents can share a block. blocks: how many."""
         key = cells.q.astype(np.int64) * blocks + cells.k
         if (key[1:] < key[:-1]).any():
             key, cell_pair = np.unique(key, return_inverse=True)
@@ -108,8 +108,8 @@ def divide(
 ) -> Ints:
     """int32 [groups, cells]: the division of each cell (DCP, Listing 3).
 
-    The first has all cells without communication; each following one takes cells in order while every other rank's
-    sends stay within 1/T of its total to this rank; the last has the rest. Tiles already received are free. Budgets are
+    The first has all cells without communication; each following one takes cells in order while what every other rank
+    sends to this rank stays within 1/T of its total; the last has the rest. Tiles already here are free. Budgets are
     per ordered pair of ranks, so the order of ranks does not matter. rank: int32 [groups, cells]; home, lengths: int64
     [blocks]; count: T.
     """

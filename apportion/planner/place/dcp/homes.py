@@ -28,7 +28,7 @@ SPREADS = (SPREAD, SPREAD * 2, SPREAD / 2)
 # Approximate limit on block pairs per rank, and a total that is always allowed; beyond both, blocks are joined. Of the
 # limits 32 to 256, 64 moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms per thousand pairs.
 PAIRS, FEW_PAIRS = 64, 5120
-# heavy blocks are cut at multiples of the kernels' tile, or of 16 rows or 1 if they are short
+# heavy blocks are cut at multiples of the kernels' tile, or, if they are short, of 16 rows or 1
 _STEPS = (128, 16, 1)
 
 
@@ -49,8 +49,8 @@ class Blocks:
         return Blocks(starts, self.home[np.searchsorted(self.starts, starts[:-1], "right") - 1])
 
     def finer(self, pairs: Sequence[Pairs]) -> Blocks:
-        """In pairs with over half the most work, halves each block over half as long as the other; returns the
-        same blocks if none can be cut."""
+        """In pairs with more than half of the heaviest pair's work, halves each block more than half as long as the
+        other; returns the same blocks if none can be cut."""
         heaviest = max((int(kind_pairs.work.max()) for kind_pairs in pairs if len(kind_pairs)), default=0)
         if heaviest <= 1:
             return self
@@ -177,8 +177,8 @@ def _join_blocks(problem: Problem, starts: Ints, size: int) -> Ints:
         return starts
     edges, blocks = problem.batch.starts, len(starts) - 1
     first = np.searchsorted(edges, starts[:-1], "right") - 1
-    is_whole = starts[1:] > edges[first + 1]  # blocks with several sequences
-    is_first = is_whole | np.append(True, (first[1:] != first[:-1]) | is_whole[:-1])
+    is_mixed = starts[1:] > edges[first + 1]  # blocks with several sequences
+    is_first = is_mixed | np.append(True, (first[1:] != first[:-1]) | is_mixed[:-1])
     begin = np.flatnonzero(is_first)
     run = np.cumsum(is_first) - 1
     count = np.diff(np.append(begin, blocks))

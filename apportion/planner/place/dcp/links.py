@@ -27,7 +27,7 @@ def link_gbs(problem: Problem) -> tuple[float, float]:
 def swap_homes(placed: Sequence[PlacedProblem], free: Bools, gbs: tuple[float, float]) -> tuple[Ints, Floats]:
     """(int64 [blocks], float64 [ranks]): homes after exchanges of free blocks inside nodes, within the token caps, and
     the time on each rank's links. placed: cases of the same blocks and homes. gbs: see `link_gbs`."""
-    case, cases = placed[0][0], [(one.ptr, one.pins, one.price, rank, count) for one, rank, count in placed]
+    case, cases = placed[0][0], [(x.ptr, x.pins, x.price, rank, count) for x, rank, count in placed]
     return core.exchange(
         cases, free, case.tokens[: len(free)], case.tokens_caps[1], case.ranks_per_node, (*map(float, gbs),)
     )

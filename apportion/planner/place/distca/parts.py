@@ -89,7 +89,7 @@ class Servers(NamedTuple):
 
 class MigrationSummary(NamedTuple):
     """Outcome of a migration. forbidden: moves that caps prevented in the last pass; below: servers still short in the
-    last pass: no move has `threshold` pairs per byte; imbalance: load of the busiest server over its target, less 1;
+    pass because no move has `threshold` pairs per byte; imbalance: load of the busiest server over its target, less 1;
     granularity: row multiple of the last pass's cuts."""
 
     passes: int
@@ -102,8 +102,8 @@ class MigrationSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """One kind's bands int64 [bands, 6] over sequences at `begin` int64 [sequences + 1] tokens, with homes `homes`:
-    blocks at `starts` int64 [blocks + 1] on the ranks `home` int64 [blocks].
+    """One kind's mask and the tokens' homes. bands: int64 [bands, 6]; begin: int64 [sequences + 1], first tokens;
+    homes: as ranges of walks; the same homes as blocks: starts: int64 [blocks + 1], home: int64 [blocks], their ranks.
 
     whole: tasks take all keys of their rows; folded: bool [sequences], True if rows move as heads and tails, only for
     whole rows; speeds: float64 [ranks].
@@ -201,7 +201,7 @@ def _cells(site: Site) -> Ints:
 
 
 def _walks(site: Site) -> Ints:
-    """int64 [8, ranges], as `_cells` and a sequence's length: homes walked from both ends, by their first block."""
+    """int64 [8, ranges], `_cells`' columns and the sequence's length: homes walked from both ends; block: the first."""
     homes = site.homes.take(np.flatnonzero(site.folded[site.homes.seq]))
     begin, end = site.begin[homes.seq], site.begin[homes.seq + 1]
     head, tail = begin + (homes.a + 1) // 2, end - homes.b // 2

@@ -3,7 +3,7 @@
 Both halves' programs run on the same ranks, with the linear layers before and after attention, for several layers:
 
     turns    before · dispatch a, before · dispatch b, compute a, compute b, collect a · after, collect b · after
-             and between layers collect, after, before and dispatch of a half without a break
+             and between layers a half's collect, after, before and dispatch, without a break
     serial   one half after the other, each with its own overlap
     single   like serial, with a wait right after every launch: communication on the compute stream, the paper's
              "Single Stream" (section 6.3)
@@ -12,7 +12,7 @@ Both halves' programs run on the same ranks, with the linear layers before and a
              rows twice, so this is the baseline to beat
 
 Segments are those of the executor (`ir.plan.segments`). The halves share all links and NICs; channels are separate
-unless a number of process groups is given: then they share these, and a round waits for earlier ones in its group.
+unless a number of process groups is given: then they share groups, and a round waits for earlier ones in its group.
 """
 
 from __future__ import annotations
@@ -253,12 +253,12 @@ def _rows(half_index: int, half: Half, layer: int, way: str, first: int) -> Pair
     instructions = PairInstructions(
         half.rank_of, slot, 2 * np.arange(len(slot)), script.role.astype(np.int64), script.work_us, launch
     )
-    more = [
+    added = [
         _work(ranks, _slot(way, half_index, 2 * layer, BEFORE), 0, half.before),
         _work(ranks, _slot(way, half_index, 2 * layer + 2, COLLECT), 2 * len(slot), script.end_us),
         _work(ranks, _slot(way, half_index, 2 * layer + 2, AFTER), 0, half.after),
     ]
-    return _join_scripts([instructions, *more, *([_extra_waits(instructions)] if way == "single" else [])])
+    return _join_scripts([instructions, *added, *([_extra_waits(instructions)] if way == "single" else [])])
 
 
 def _slot(way: str, half_index: int, turn: Any, piece: Any) -> Any:
@@ -279,7 +279,7 @@ def _work(ranks: Ints, slot: int, number: int, work: Floats) -> PairInstructions
 
 
 def _extra_waits(rows: PairInstructions) -> PairInstructions:
-    """Inserts a wait right after every launch; unpacking stays at the program's own wait."""
+    """A wait to insert right after every launch; unpacking stays at the program's own wait."""
     launches = PairInstructions._make(column[rows.role == LAUNCH] for column in rows)
     zeros = np.zeros_like(launches.work_us)
     return launches._replace(
@@ -303,7 +303,7 @@ def _traffic(copies: list[Half], first: Ints, number: Ints) -> Traffic:
 
 
 def _script(rows: PairInstructions, launch: Ints, copies: list[Half], src: Ints, traffic: Traffic) -> Script:
-    """The script of sorted rows. launch: int64 [rows], their launches; src: int64 [launches], earlier numbers."""
+    """The script of sorted rows. launch: int64 [rows]; src: int64 [launches], each launch's number before sorting."""
     ranks = len(copies[0].before)
     rank, round_, channel = (
         np.concatenate([getattr(half.script, name) for half in copies])[src]

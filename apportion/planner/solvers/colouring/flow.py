@@ -1,7 +1,7 @@
 """Edge colouring in the minimum number of matchings, the fullest first, by repeated min-cost flows.
 
 Ranks with fewer sends or receives than the busiest get padding edges, so that all have the same degree; such a
-multigraph keeps a perfect matching after removal of any perfect matching (König, 1916). Each flow finds one with the
+multigraph has a perfect matching, even after others are removed (König, 1916). Each flow finds one with the
 fewest padding edges. A flow of one unit per rank is an assignment problem, which scipy solves.
 """
 
@@ -20,7 +20,7 @@ _NEVER = 1e6
 
 
 def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
-    """Solves the problem, always OPTIMAL: after the limit of flows (steps), the other edges get König's colours, and
+    """Solves the problem. Always OPTIMAL: edges left when the budget's flows (steps) are spent get König's colours, and
     the limit is reported."""
     src, dst, ranks = problem.src, problem.dst, problem.ranks
     degree = max_degree(src, dst, ranks)
@@ -49,7 +49,7 @@ def _counts(src: Ints, dst: Ints, ranks: int) -> Ints:
 
 
 def _padding(src: Ints, dst: Ints, ranks: int, degree: int) -> Ints:
-    """int64 [ranks, ranks]: padding edges that raise all ranks to the degree; senders and receivers pair in order."""
+    """int64 [ranks, ranks]: padding edges that raise every rank to `degree`; senders and receivers pair up in order."""
     deficits = [degree - np.bincount(ends, minlength=ranks) for ends in (src, dst)]
     ends = [np.repeat(np.arange(ranks), deficit) for deficit in deficits]
     return _counts(ends[0], ends[1], ranks)

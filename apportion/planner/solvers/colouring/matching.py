@@ -1,6 +1,6 @@
-"""Edge colouring of a bipartite multigraph in max-degree colours (König).
+"""Edge colouring of a bipartite multigraph with as many colours as its maximum degree (König).
 
-König (1916): the edges of a bipartite multigraph of largest degree D can be coloured with D colours, so that adjacent
+König (1916): the edges of a bipartite multigraph of maximum degree D can be coloured with D colours, so that adjacent
 edges differ. Edge by edge: a colour free at both ends is used; if there is none, a colour free at one end is freed at
 the other by swapping two colours along an alternating path. FCP (section 4.2) reaches the same count by repeated
 maximum matchings.

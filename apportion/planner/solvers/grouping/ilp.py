@@ -2,11 +2,11 @@
 
 Works from both sides: a greedy mix and local search (`mixing`) give answers, integer programs (`programs`) bounds and
 better answers. First the relaxed program is solved for time limits between the bound and the best answer, by bisection:
-infeasibility raises the bound, a feasible answer proposes counts of groups to the search. The remaining gap is closed
-by the full program for a few groups at a time, started from their contents. A small problem is solved by it as a
+infeasibility raises the bound, a feasible answer gives the search counts of groups to try. Then the full program
+redistributes the contents of a few groups at a time, to close the remaining gap. It solves a small problem as a
 whole; its bound then proves the answer.
 
-FlexSP solves one program per count of microbatches under a wall-clock limit. Here the limit is in steps, so that equal
+FlexSP solves one program per number of microbatches under a wall-clock limit. Here the limit is in steps, so that equal
 problems have equal answers.
 """
 
@@ -22,14 +22,14 @@ from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.grouping.mixing import Mix, anneal, greedy_mix, improve, mix_of, polish
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
-#: default nodes of each search tree
+#: default limit on the nodes of each search tree
 DEFAULT_NODES = 100
-# Effort for this many sequences x ranks; larger problems get fewer steps, for the same total work:
+# Sequences x ranks up to which these limits apply in full; larger problems get fewer steps, for the same total work:
 _USUAL_SIZE = 4096
 # local search: counts of groups to try; how many of the best mixes to anneal, and for how many steps; how many of the
 # best of these to kick, and how often
 _STEPS, _ANNEALED, _ANNEALS, _POLISHED, _KICKS = 1500, 40, 100_000, 12, 500
-# effort of the searches that follow each program
+# relative effort of the local search that goes with each program
 _BRIEF = 0.4
 # searches after the last program, with different random draws
 _LAST = 2
@@ -37,7 +37,7 @@ _LAST = 2
 _AIM = 0.985
 # maximum number of bisection steps, and the gap at which bisection ends
 _PROBES, _FINE = 16, 1.001
-# bisection also ends after this many undecided programs: the following ones are just as hard
+# bisection also ends after this many undecided programs: further ones are just as hard
 _UNDECIDED = 2
 # largest number of choices of a problem solved as a whole by its program
 _COMPLETE = 1200
@@ -93,8 +93,8 @@ def solve(problem: GroupingProblem, budget: Budget) -> Grouping:
 
 
 def greedy(problem: GroupingProblem) -> Grouping:
-    """The greedy mix alone, with the simple bound: rank-time over ranks, and the slowest sequence at its best
-    degree."""
+    """The greedy mix alone, with the simple bound: the larger of rank-time over ranks and the slowest sequence's time
+    at its best degree."""
     order, case = _canonical(problem)
     check_capacity(case)
     bound = _simple_bound(case)
@@ -122,8 +122,8 @@ def check_capacity(problem: GroupingProblem) -> None:
 
 
 def _canonical(problem: GroupingProblem) -> tuple[Ints, GroupingProblem]:
-    """An order of the sequences, largest first, so that the given order does not matter; and the problem in it, without
-    degrees larger than the ranks, and with infinite time where a sequence does not fit a group."""
+    """An order of the sequences, largest first, so that the given order does not matter; the problem in that order,
+    without degrees above the number of ranks, and with infinite time where a sequence does not fit a group."""
     order = np.lexsort((*(-problem.times.T), -problem.sizes))
     degrees = problem.degrees[problem.degrees <= problem.ranks]
     times, sizes = problem.times[order][:, : len(degrees)].copy(), problem.sizes[order]
@@ -143,7 +143,7 @@ def _search(case: GroupingProblem, state: _SearchState, budget: Budget) -> tuple
         return state, Limit.GAP
     _check_packages()
     nodes = DEFAULT_NODES if budget.steps is None else int(budget.steps)
-    if _is_complete(case):
+    if _is_small(case):
         state = _by_local_search(case, state, budget, _BRIEF)
         return _by_slots(case, state, budget, nodes)
     state = _by_bisection(case, state, budget, nodes)
@@ -161,7 +161,7 @@ def _search(case: GroupingProblem, state: _SearchState, budget: Budget) -> tuple
 def _by_local_search(
     case: GroupingProblem, state: _SearchState, budget: Budget, effort: float = 1.0
 ) -> _SearchState:
-    """Searches from the counts of the best mix and those not refuted by a program."""
+    """Searches from the best mix's counts of groups and from `state.counts`."""
     goal = state.bound * (1 + budget.gap)
     if state.best is not None:
         goal = max(goal, _AIM * state.best.value)
@@ -213,7 +213,7 @@ def _most_counts(case: GroupingProblem) -> Ints:
     return limits
 
 
-def _is_complete(case: GroupingProblem) -> bool:
+def _is_small(case: GroupingProblem) -> bool:
     return int(_most_counts(case).sum()) * len(case.sizes) <= _COMPLETE
 
 
@@ -231,7 +231,7 @@ def _by_slots(
 
 
 def _by_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int) -> _SearchState:
-    """Solves the slowest group and some others by the program, repeatedly: redistributes their sequences."""
+    """Repeatedly redistributes the sequences of the slowest group and some others, by the full program."""
     from apportion.planner.solvers.grouping.programs import slots
 
     draw = np.random.Generator(np.random.PCG64(0))

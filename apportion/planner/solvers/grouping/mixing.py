@@ -1,8 +1,8 @@
 """Greedy mix of group sizes and its improvement by local search, for `ilp`.
 
 The mix is first-fit decreasing for a time limit T, the smallest T found by bisection (the dual approximation of
-Hochbaum and Shmoys, 1987): each sequence needs the smallest degree that keeps it within T, goes to the group with the
-least rank-time and the tightest fit, and otherwise opens a group of its degree.
+Hochbaum and Shmoys, 1987): each sequence needs the smallest degree that keeps it within T; it goes to the group where
+it adds the least rank-time (ties: the tightest fit), or else opens a group of its degree.
 
 The search then walks over counts of groups: one group is split or some are merged, the sequences are redistributed, and
 moves and swaps out of the slowest group follow while they help. The best of these mixes are annealed, and the best of
@@ -21,7 +21,7 @@ from apportion.ir.arrays import Floats, Ints, group_of
 from apportion.planner.solvers.contracts import GroupingProblem
 
 _BISECTIONS = 24
-# sequences that a kick moves elsewhere: with three, descents still end nearby
+# number of sequences that a kick moves to random groups: with three, descents still end nearby
 _KICK = 3
 # initial and final temperature of annealing as shares of the goal (0.01 to 0.3 and 0.0003 to 0.003 were tried)
 _HOT, _COLD = 0.01, 0.001
@@ -149,12 +149,12 @@ def _tokens(problem: GroupingProblem, column: Ints, group: Ints) -> Ints:
 
 
 def _fill_idle_ranks(problem: GroupingProblem, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The counts with idle ranks in groups as large as possible."""
+    """The counts with added groups of idle ranks, as large as possible."""
     result, idle = list(counts), problem.ranks - int(np.dot(counts, problem.degrees))
     for c in reversed(range(len(result))):
-        more = idle // int(problem.degrees[c])
-        result[c] += more
-        idle -= more * int(problem.degrees[c])
+        added = idle // int(problem.degrees[c])
+        result[c] += added
+        idle -= added * int(problem.degrees[c])
     return tuple(result)
 
 
@@ -170,10 +170,10 @@ def _neighbours(problem: GroupingProblem, counts: tuple[int, ...]) -> list[tuple
     return [_fill_idle_ranks(problem, changed) for changed in result]
 
 
-def _change(counts: tuple[int, ...], small: int, more: int, more_large: int) -> tuple[int, ...]:
+def _change(counts: tuple[int, ...], small: int, added: int, added_larger: int) -> tuple[int, ...]:
     changed = list(counts)
-    changed[small] += more
-    changed[small + 1] += more_large
+    changed[small] += added
+    changed[small + 1] += added_larger
     return tuple(changed)
 
 

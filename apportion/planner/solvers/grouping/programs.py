@@ -1,11 +1,11 @@
 """The two integer programs of FlexSP's problem (its section 4), as PuLP models.
 
-`slots` is the whole problem: x[k, g] is 1 if sequence k is in slot g, y[g] is 1 if slot g is a group, and the largest
+`slots` is the whole problem: x[k, g] is 1 if sequence k is in slot g, y[g] is 1 if slot g is used, and the largest
 time is minimized. Equal slots are used in order, and the j-th of them takes no sequence before the j-th, which breaks
 most symmetry.
 
 `mix_for` is a relaxation: does some mix meet a time limit T? Groups of a degree are merged: x[k, c] is 1 if sequence k
-is at degree c, and n[c] is its number of groups. The contents of n groups are bounded by their time and tokens, and by
+is at degree c, and degree c has n[c] groups. The contents of n groups are bounded by their time and tokens, and by
 dual feasible functions of both (Martello and Toth, 1990; Fekete and Schepers, 2001): functions f of a sequence's share
 s of a group such that the f(s) of a group add up to at most 1 whenever the shares do. With integer variables only for
 the heaviest sequences and the counts, the program is small; if it is infeasible, T is a lower bound. Many sequences are
@@ -159,7 +159,7 @@ def slots(
     problem: GroupingProblem, counts: Ints, start: Mix | None, bound: float, nodes: int, gap: float
 ) -> tuple[Mix | None, SolverRun]:
     """The best mix with at most `counts` groups of each degree (int64 [degrees]), and the solver's run; its bound is a
-    time. The start must have such counts; the answer is never worse than it."""
+    time. The start must have at most these counts; the answer is never worse than the start."""
     column = group_of(counts)
     worst = np.inf if start is None else start.value
     unit = start.value if start else float(problem.times[np.isfinite(problem.times)].max())

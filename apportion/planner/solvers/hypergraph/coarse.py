@@ -1,4 +1,4 @@
-"""Coarsens hypergraphs: merges vertices whose neighbours are on the same parts, as far as these are known.
+"""Coarsens hypergraphs: merges vertices whose neighbours are on the same parts, as far as their parts are known.
 
 All cells of a long document with queries on one rank and keys on another form a rectangle; it is cut into pieces of one
 or several rows. Pieces then move as a whole and share the price of their hyperedges.
@@ -13,10 +13,10 @@ from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 
 
 def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, limit: int) -> Ints:
-    """int64 [V]: the merged vertex of each, numbered from 0; those with a part (not -1) stay unmerged.
+    """int64 [V]: the merged vertex of each vertex, numbered from 0; those with a part (not -1) stay unmerged.
 
-    Free vertices of one `base` are merged, by hyperedge, if their most and least expensive hyperedges have homes on the
-    same parts; a merged vertex has up to 1/`limit` of the free vertices' flops.
+    Free vertices of one `base` are merged, by hyperedge, if their costliest hyperedges lead to the same part, and their
+    cheapest ones too; a merged vertex has up to 1/`limit` of the free vertices' flops.
     """
     free = part < 0
     edge_of = group_of(np.diff(graph.ptr))

@@ -1,8 +1,8 @@
 """Mt-KaHyPar (Gottesbüren et al., 2022): homes and compute together, then compute again with fixed homes.
 
 It supports one weight per vertex and one bound. So first a vertex weighs the sum of both shares, and parts are about
-even in the sum; vertices whose tokens do not fit their part are placed by our greedy solver. Then these are fixed, with
-weight 1, since 0 makes it hang or crash, and the others weigh their compute. It partitions nodes first, then the ranks
+even in the sum; vertices whose tokens do not fit their part are placed by our greedy solver. Then all vertices with
+tokens are fixed, with weight 1 (0 makes it hang or crash); others weigh their compute. It partitions nodes, then ranks
 of all nodes, each time in a child process with one thread; results are checked and repaired, since they may be
 unbalanced. If it fails or crashes, the greedy's moves are used, and the result's limit is `engine`.
 """
@@ -32,7 +32,7 @@ from apportion.planner.solvers.status import Budget, Limit
 MOST_VERTICES = 1_000
 # the engine's weights and the sum of its prices are 32-bit
 _LARGEST = 2**30
-# resolution of a rank's share, in the combined weight
+# units per rank's share in the combined weight
 _UNITS = 1e6
 # run by path, without its folder on the import path
 _COMMAND = (sys.executable, "-P", mtkahypar_child.__file__)
@@ -64,8 +64,8 @@ def _homes(problem: HypergraphProblem) -> Ints:
 
 
 def _single_weight_problem(problem: HypergraphProblem) -> HypergraphProblem:
-    """The problem with one weight per vertex: its shares of all compute and of all tokens, in millionths of a
-    rank's."""
+    """The problem with one weight per vertex: the sum of its shares of compute and of tokens, in millionths of a
+    rank's share."""
     weights = np.zeros(len(problem.flops))
     for column in (problem.flops, problem.tokens):
         weights += column * (_UNITS * problem.ranks / max(1, int(column.sum())))

@@ -53,7 +53,7 @@ def partition(
     """Places vertices with tokens by `place_homes` (-1: no room), the rest by `engine`; then refines all and checks.
 
     FEASIBLE if both constraints hold at both levels, OPTIMAL if the value equals the bound, else NO_SOLUTION, or
-    INFEASIBLE if fixed vertices or a single one exceed a limit.
+    INFEASIBLE if fixed vertices, or a single vertex, exceed a limit.
     """
     bound = lower_bound(problem)
     if _is_hopeless(problem):
@@ -94,8 +94,8 @@ def level(
     cap: Ints,
     thorough: bool = True,
 ) -> Ints:
-    """int64 [V]: parts in [base, base + span) for vertices without one, and for others without tokens that repair
-    moves. thorough: move groups of vertices too, and on the level of ranks also start from pieces."""
+    """int64 [V]: the parts; each free vertex gets one in [base, base + span), and repair may move others without
+    tokens. thorough: move groups of vertices too, and on the level of ranks also start from pieces."""
     movable, flops = (problem.tokens == 0) & (problem.required < 0), problem.flops
     arguments = base, movable, flops, cap, span
     result = core.spread(graph, part, arguments, thorough)
@@ -130,8 +130,8 @@ def _spread_pieces(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int,
 
 
 def refine_jointly(problem: HypergraphProblem, rank: Ints) -> Ints:
-    """int64 [V]: the ranks of an answer after improving joint moves of homes and compute, one more node per hyperedge
-    costing as much as FAR more ranks."""
+    """int64 [V]: the ranks of an answer after improving joint moves of homes and compute. If a hyperedge spans one more
+    node, this costs as much as FAR more ranks."""
     graph, movable = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.required < 0
     caps = (problem.flops_caps[1], problem.tokens_caps[1], problem.flops_caps[0], problem.tokens_caps[0])
     arguments = movable, problem.flops, problem.tokens, *caps, problem.ranks_per_node, FAR
@@ -148,7 +148,7 @@ def polish(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> Verte
 
 
 def is_valid(problem: HypergraphProblem, rank: Ints) -> bool:
-    """True if every vertex has a rank, its own if fixed, and both constraints hold for nodes and ranks."""
+    """True if every vertex has a rank, the required one if fixed, and both constraints hold for nodes and ranks."""
     fixed = problem.required
     if (rank < 0).any() or (rank >= problem.ranks).any() or (rank != fixed)[fixed >= 0].any():
         return False
@@ -253,7 +253,7 @@ def _mix(*columns: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def _is_hopeless(problem: HypergraphProblem) -> bool:
-    """True if one vertex, or all fixed to one rank, exceed a rank's limit."""
+    """True if a vertex exceeds every rank's limit, or the vertices fixed to a rank or node exceed its limit."""
     fixed = problem.required
     for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
         sums = np.zeros(problem.ranks, np.int64)

@@ -1,8 +1,8 @@
 """Homes for the vertices with tokens, decided first (DCP, section 4.2, places tokens and compute together, but no
 partitioner keeps both balances).
 
-Every vertex without tokens joins the one with the most expensive connection (compute joins its queries), which makes
-clusters with two weights. Clusters are placed by decreasing density, flops per token; small connected components are
+Every vertex without tokens joins the one to which its connection is most expensive (compute joins its queries): so
+clusters have two weights. Clusters are placed by decreasing density, flops per token; small connected components are
 placed as one. A cluster goes to the rank of its hyperedges, unless that rank would have too many flops after filling
 its room with average remaining clusters: so dense clusters spread, and sparse ones fill up.
 """

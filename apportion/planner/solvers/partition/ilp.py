@@ -4,7 +4,7 @@
 
 If all bins are equal and open to every item, they are interchangeable: the i-th heaviest item is restricted to the
 first i. A program with more choices than `DEFAULT_MAX_CHOICES` (`MAX_CHOICES` for an explicit node budget) is not
-built, and the start is returned: its root alone takes seconds, which no node limit bounds.
+built, and the start is returned: solving the root node alone would take seconds, which no node limit prevents.
 """
 
 from __future__ import annotations

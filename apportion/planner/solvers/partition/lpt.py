@@ -1,13 +1,13 @@
 """Longest processing time first, under a size cap.
 
-Assigns K weights and sizes to N bins of unequal speed, to minimize the heaviest bin (weight over speed). Items are
-taken by decreasing weight, restricted items first; each goes to the least loaded bin with room. Without the
+Assigns K items with weights and sizes to N bins of unequal speed, to minimize the heaviest bin (weight over speed).
+Items are taken by decreasing weight, restricted items first; each goes to the least loaded bin with room. Without the
 cap and on equal bins the result is at most 4/3 - 1/(3N) times the optimum (Graham, 1969); FCP (section 4.1 and its
 appendix) places blocks in this way.
 
 `solve_near` is less strict: it accepts any bin whose load is below what the least loaded bin would have with the item,
 and of these takes the lightest in a zone with members of the item's family, if there is one. So a document's blocks
-gather on few nodes, while bins differ at most by the remaining items.
+gather on few nodes, while the lighter items that follow even out the bins.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def makespan_bound(weights: Ints, speeds: Floats) -> float:
 
 
 def _groups(allowed: Sequence[tuple[int, ...] | None] | None, items: int) -> tuple[Ints, Ints, Ints]:
-    """Distinct restrictions as CSR; group 0 is `any bin`."""
+    """The group of each item, and the allowed bins of each group as CSR; group 0 allows any bin."""
     group = np.zeros(items, np.int64)
     if allowed is None or not any(allowed):
         return group, np.zeros(2, np.int64), np.zeros(0, np.int64)

@@ -3,7 +3,7 @@
 Under a size cap LPT ends uneven: bins that fill early stay light, and others get the rest. If work grows faster than
 size, heavier items are larger too, so one item is exchanged for two:
 
-    heavy bin    ■■■■■■■■ a             a, for b and c: less work, as much size
+    heavy bin    ■■■■■■■■ a             a for b and c: less work, equal size
     light bin    ■■■■■ b    ■■ c
 
 A step takes the heaviest bin and, among a few of the lightest bins, then among all, the exchange of one item for none,
@@ -23,7 +23,7 @@ from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition import lpt
 from apportion.planner.solvers.status import Budget, Status, Termination
 
-#: accepted distance to the bound
+#: accepted relative distance to the bound
 ENOUGH = 5e-4
 #: limit of sums that float64 holds exactly; rate of a bin with cap 0
 EXACT, TINY = 2.0**52, 1e-9
