@@ -10,7 +10,7 @@
     ├── MissingDependencyError (ImportError)  an optional part is not installed; names the extra
     └── ExecutionError (RuntimeError)   a backend cannot run the plan (ranks hold different plans, wrong shapes, …)
 
-Every error is also the nearest builtin, so callers may catch either.
+Every error also derives from the closest builtin exception, so callers may catch either.
 """
 
 from __future__ import annotations

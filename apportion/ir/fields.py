@@ -48,14 +48,14 @@ def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
 
 
 def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> None:
-    """Validates the field of a frozen dataclass named by the last part of `field`, and stores the result of `check`,
+    """Validates a field of a frozen dataclass, the last part of the path `field`, and stores the result of `check`,
     which converts numpy numbers to Python ones."""
     name = field.rpartition(".")[2]
     object.__setattr__(owner, name, check(field, getattr(owner, name), *limits))
 
 
 def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
-    """Returns `value` as a float in [low, MOST]; with `above`, greater than `low` and at least LEAST; if `low` is minus
+    """Returns `value` as a float in [low, MOST]; with `above`, at least LEAST greater than `low`; if `low` is minus
     infinity, any finite number. Booleans and strings are refused."""
     result = value if type(value) is float else scalar(value)
     if isinstance(result, bool) or not isinstance(result, int | float):

@@ -59,7 +59,7 @@ class Argument:
 
     like: the column of the operand with the same tokens row by row, hence as many rows, and the same heads unless that
     operand is headless. flag: for ADD, the bit of `first`. passes: how often the operand's rows are read or written in
-    memory, with the bit set and without it; None: once, but twice for ADD without the bit.
+    memory, if that bit is set, and if not; None: once, but twice for ADD if the bit is not set.
     """
 
     column: str
@@ -239,7 +239,7 @@ OP_NAMES: Mapping[Op, str] = MappingProxyType({op: op.name.lower() for op in Op}
 # launch modes, as bits
 P2P = 0  # only ranks with transfers in the round take part
 ALL_TO_ALL = 1  # every rank of the plan launches the round, with or without transfers
-# All tiles are complete rows of sums: they travel in the model's dtype (an LSE in the accumulators'), from work rows to
+# All tiles are complete rows of sums: they travel in the model's dtype (LSE in the accumulators'), from work rows to
 # home rows to which nothing else is added. If a home row receives results, it receives all of its heads as results,
 # from such rounds or from `deliver`.
 RESULTS = 2
@@ -285,7 +285,7 @@ RECURRENCE_TABLES = MappingProxyType(
         # that kind on j whose run is on i
         "states": ("kind", "head", "heads", "peer", "run"),
         # rows before each run, which convolutions read: moves like those of a remap, from home rows to halo rows. Each
-        # run has as many as the widest convolution reads, ending with the token just before the run
+        # run has as many of them as the widest convolution reads, ending with the token just before the run
         "halo": MOVE_COLUMNS,
     }
 )

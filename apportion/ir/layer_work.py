@@ -1,5 +1,5 @@
-"""FLOPs and memory traffic of layers other than attention, in closed form: forecasts price them, profiles measure the
-rates.
+"""FLOPs and memory traffic of layers other than attention, in closed form. Forecasts price them at rates that
+profiles measure.
 
     parameters of products   ×2 FLOPs per token, forward; twice that backward
     row work                 numbers read and written per token, forward; each kernel reads and writes its rows once

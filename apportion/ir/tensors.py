@@ -46,7 +46,7 @@ class Contents:
     returned: tuple[str, ...] = ()
 
     def widths(self, head_dim: int, v_head_dim: int, hidden: int, latent: Latent | None) -> tuple[int, ...]:
-        """The width of each part in a row of one head; 0 for a part without a width. latent: the model's, or None."""
+        """The width of each part in a row of one head; 0 for a part without a width. latent: as in the model."""
         if latent is not None and self.side == "key":
             head_dim, v_head_dim = latent.widths
         sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim, "hidden": hidden}

@@ -44,7 +44,7 @@ def plan(
 
     recipe: a name (default "auto"), a mapping or a Recipe; seed: default 0. `policy` brings its own recipe and seed,
     and adds caps and tolerance. hardware: for recipes that compare predicted times, by default the built-in H100.
-    verify: check the finished plan (design, "Verify"). timings: filled with milliseconds per step. threads: number of
+    verify: whether to check the finished plan. timings: filled with milliseconds per step. threads: number of
     cores for steps that can use several; the bytes do not depend on it. Raises ConfigError, CapacityError, VerifyError.
     """
     policy, threads = policy_of(recipe, seed, policy), checked_threads(threads)
@@ -77,7 +77,7 @@ def make(problem: Problem, watch: Watch, threads: int = 1) -> PlanResult:
 
 def sketch(problem: Problem) -> Plan:
     """Plans like `make`, but does not encode the plan, and reports at most `remap`: enough for the simulations of
-    forecasts. Searches, and policies with a tolerance, take a full `make`. Raises the errors of `make`."""
+    forecasts. Searches, and policies with a tolerance, need a full `make`. Raises the errors of `make`."""
     recipe, watch = problem.policy.recipe, Watch(None)
     if recipe.step("search") is not None or problem.policy.tolerance is not None:
         return make(problem, watch).plan

@@ -1,6 +1,6 @@
 """Lower bounds on plans, each with its conditions; void if nothing is proven.
 
-Foreign KV, queries at home. A rank that holds rows of a band needs the keys that these rows see; those that it does not
+Foreign KV, if queries stay home: a rank that holds rows of a band needs the keys that these rows see; those it does not
 hold itself are foreign. Let `reach` be the end of its last row (counted from the band's first key), n the number of the
 band's keys below `reach` that it holds, and C and w the largest numbers of tokens and of computed pairs of any rank.
 

@@ -2,7 +2,7 @@
 
     k NICs send to the receiver's NIC in the round    1 + incast * min(k - 1, incast_peers) times as long
     one sender, whose NIC has no other receiver       1 / one_peer times as long
-    a message of few bytes                            1 / its share of the rate, if `message_rates` are known
+    a small message                                   1 / its share of the rate, if `message_rates` are known
 
 Figures missing from the hardware file have no effect. A round is posted as a whole and its messages share the network;
 overlapping rounds on two channels do not affect each other.

@@ -34,7 +34,7 @@ from apportion.planner.congestion import Congestion, Network
 Count = int | Ints
 
 PHASES = ("forward", "backward")
-_PRODUCTS = {"forward": (1, 1), "backward": (3, 2)}  # products as wide as QK; V: QK; PV. QK, dQ, dK; dP, dV
+_PRODUCTS = {"forward": (1, 1), "backward": (3, 2)}  # of widths QK and V: (QK; PV), (QK, dQ, dK; dP, dV)
 
 
 def causal_pairs(rows: Count, keys: Count) -> Ints:
@@ -66,8 +66,8 @@ def bands_us(costs: Attention, model: Model, phase: str, bands: Ints) -> Floats:
 class _PhaseCost(NamedTuple):
     """Costs of one phase, at the hardware's heads and head dim, as the core reads them.
 
-    points: int64 [points], the grid's axis. cell: int64 and offset: float64 [tiles + 1], for each number of tiles up to
-    the axis' end: the interval between two points that its rows are in, and their offset there. full, causal: float64
+    points: int64 [points], the grid's axis. cell, offset: int64, float64 [tiles + 1]; for each number of tiles up to
+    the axis' end, the interval between points that its rows fall in, and their offset in it. full, causal: float64
     [5, cells], row-major, coefficients of time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from the cell's
     corner. pair_us: lowest time per pair of any grid point (saturated throughput). most_causal: largest ratio of causal
     to full times, at least 1. window_us: extra time per query row cut by dmax.
@@ -133,7 +133,7 @@ class CostModel:
         return core.task_us(self._phase(phase), self._scale(phase), *self._row_us(phase), columns)
 
     def expansion_us(self, phase: str, rows: Count, heads: Count) -> Floats:
-        """float64 [n]: time to expand the latent rows of an instruction. rows: counted per head; heads: those whose
+        """float64 [n]: time to expand the latent rows of an instruction. rows: summed over heads; heads: those whose
         weights are used. Forward: a product, and a pass that copies the rotated numbers next to each head's own part of
         k. Backward: both again, the products for the gradients of rows and weights, and the sum of the latter."""
         model, rate = self.model, self.hardware.linear_tflops.value * 1e6
@@ -159,8 +159,8 @@ class CostModel:
 
     def chain_us(self, phase: str, q_rows: Count, kv_rows: Count, diagonals: Count) -> Floats:
         """float64 [n]: minimum time of an instruction with this task on unlimited multiprocessors: one tile of queries
-        iterates over its visible keys (backward: a tile of keys over its queries). diagonals: how many the task's band
-        has."""
+        iterates over its visible keys (backward: a tile of keys over its queries). diagonals: number of them in
+        the task's band."""
         rows = np.minimum(kv_rows if phase == "forward" else q_rows, diagonals + (self.hardware.tile - 1))
         tiles = -(-rows // self.hardware.tile)
         return np.asarray(tiles * (self.hardware.grid(phase).tile_us * self._dims(phase)))

@@ -139,7 +139,7 @@ def _describe(info: inspect.Type) -> str:
     """Describes the values of a type, to follow `must be`."""
     match info:
         case inspect.UnionType(types=types):
-            return " or ".join(_describe(one) for one in types)
+            return " or ".join(_describe(member) for member in types)
         case inspect.LiteralType(values=values):
             return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
         case inspect.BoolType():
@@ -149,9 +149,9 @@ def _describe(info: inspect.Type) -> str:
         case inspect.IntType() | inspect.FloatType():
             return ("an integer" if isinstance(info, inspect.IntType) else "a number") + _range(info)
         case inspect.TupleType(item_types=types):
-            return f"a list of {len(types)}: " + ", ".join(_describe(one) for one in types)
-        case inspect.VarTupleType(item_type=one):
-            return f"a list, each {_describe(one)}"
+            return f"a list of {len(types)}: " + ", ".join(_describe(item) for item in types)
+        case inspect.VarTupleType(item_type=item):
+            return f"a list, each {_describe(item)}"
         case inspect.StrType():
             return "a name"
         case inspect.DictType():

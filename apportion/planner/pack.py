@@ -202,7 +202,7 @@ def _even_runs(starts: Ints, count: int) -> list[int]:
 def _assign_microbatches(
     weights: Ints, lengths: Ints, requested: int | Literal["auto"], room: int, solver: PartitionSolver
 ) -> Ints:
-    """int64 [sequences]: the microbatch of each; the requested number of them, or the fewest found."""
+    """int64 [sequences]: the microbatch of each, from the requested number of microbatches or the fewest found."""
     if requested != "auto":
         _check_count(len(lengths), requested)
         bins = _pack(weights, lengths, requested, room, solver)

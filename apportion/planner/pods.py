@@ -130,7 +130,7 @@ class Documents(PodsPass):
         return POD_RANKS if self.ranks == "auto" else self.ranks
 
     def _pods(self, problem: Problem, members: int) -> Iterator[Ints]:
-        """int64 [pods + 1], first rank of each and the end: ever fewer pods, just one if long sequences need more."""
+        """Yields int64 [pods + 1]: first ranks and the end; fewer pods each time, one if long sequences need more."""
         cluster = problem.cluster
         pods = -(-cluster.nodes // max(1, self._max_ranks // (cluster.ranks_per_node * members)))
         while pods > 1:
@@ -149,7 +149,7 @@ class Documents(PodsPass):
 
 
 def _shares(problem: Problem, first: Ints) -> Floats:
-    """float64 [pods]: share of the tokens by rate."""
+    """float64 [pods]: each pod's share of the tokens, by the rates of its ranks."""
     shares: Floats = np.add.reduceat(problem.token_shares, first[:-1])
     return shares
 
@@ -218,7 +218,7 @@ class _Pod:
 
     def cut(self, batch: Batch, starts: Ints) -> tuple[Ints, Ints]:
         """Cuts the blocks between `starts`, int64 [blocks + 1], also at sequence boundaries, since a pod's sequences
-        need not be adjacent in the batch. Returns each part's block, and its first token in `batch`, the whole one."""
+        need not be adjacent in the batch. Returns each part's block, and its first token in the whole `batch`."""
         pod_starts = self.problem.batch.starts
         cuts = np.union1d(starts, pod_starts)[:-1]
         sequence = np.searchsorted(pod_starts, cuts, "right") - 1

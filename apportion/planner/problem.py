@@ -220,7 +220,7 @@ class Execution:
 class Placement:
     """Homes of blocks. home: int64 [blocks], the rank of each block of `starts` (which may cut the shards further).
 
-    bound: a lower bound of the busiest rank's load over its speed, in the units of `weight`. groups: None, or int64
+    bound: a lower bound on the busiest rank's load over its speed, in the units of `weight`. groups: None, or int64
     [groups + 1], the first rank of each group of consecutive ranks, and the end: `home` then has group numbers, and a
     group's ranks share its tokens and split the heads (Ulysses). termination: how the solver of the homes ended, in its
     own units; None: a heuristic ran to its end. execution: (kind, phase) -> ranks of the cells that `cut_cells`

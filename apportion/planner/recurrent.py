@@ -2,7 +2,7 @@
 
     rank 0  |aaaa|bb|aaa|       runs: consecutive tokens of one branch of a document
     rank 1  |aa|cccc|           past of a run: the run with the token before its first
-    folds                       the runs of document a in order: each rank with one folds some heads of all of them
+    folds                       document a's runs in order: each rank that has one folds some heads of all of them
 
 A document in one run needs no communication and no fold.
 """
@@ -40,7 +40,7 @@ def recurrence(layout: Layout, batch: Batch, kinds: Mapping[str, Recurrent]) -> 
 class Runs:
     """The runs of all ranks, by rank and row: int64 [runs] each, except ptr, [ranks + 1].
 
-    token: its first token. past: the previous run, numbered over all ranks, or -1. document: a number, the same for
+    token: the run's first. past: the previous run, numbered over all ranks, or -1. document: a number, the same for
     connected runs.
     """
 
@@ -151,7 +151,7 @@ def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
 
 
 def _halo(runs: Runs, width: int) -> Table:
-    """The `width` rows before each run, from as many earlier runs as needed."""
+    """Up to `width` rows before each run, from as many earlier runs as needed."""
     pieces = []
     run = np.flatnonzero(np.minimum(runs.position, width) > 0)
     end, rest, past = (runs.number[run] + 1) * width, np.minimum(runs.position[run], width), runs.past[run]

@@ -48,7 +48,7 @@ class Remapping:
 
 
 class RemapPass(Pass, Protocol):
-    """Provides a separate layout for the layers after attention. source: the callers' layout."""
+    """Provides a separate layout for the layers after attention. source: the layout of home rows."""
 
     @abstractmethod
     def __call__(self, problem: Problem, source: Layout) -> Remapping: ...
@@ -68,7 +68,7 @@ class Flow(RemapPass):
     solver: TransportSolver = TransportSolver("flow")
 
     def __call__(self, problem: Problem, source: Layout) -> Remapping:
-        """Computes the even layout and the move from `source`, the callers' layout."""
+        """Computes the even layout and the move from `source`, the layout of home rows."""
         tokens = source.rows_per_rank.astype(np.int64)
         even, costs = even_tokens(tokens), row_costs(problem.cluster, _row_bytes(problem.model)[1])
         flows = self.solver(TransportProblem(tokens - even, costs, _OBJECTIVES[self.objective]))
@@ -175,7 +175,7 @@ def _pieces(tokens: Ints, even: Ints, flows: Transport) -> Ints:
 
 
 def _running_rows(rows: Ints, order: Ints, rank: Ints) -> Ints:
-    """int64 [pieces]: rows in earlier pieces of the same rank, in `order`, which is sorted by rank."""
+    """int64 [pieces]: number of rows in earlier pieces of the same rank, in `order`, which is sorted by rank."""
     row_offsets = np.cumsum(rows[order]) - rows[order]
     first = np.searchsorted(rank[order], rank[order])
     running = np.empty_like(rows)

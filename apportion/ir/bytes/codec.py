@@ -146,7 +146,7 @@ def _check_order(field: str, names: tuple[str, ...], expected: tuple[str, ...]) 
 
 
 def _encode_request(plan: Plan) -> bytes:
-    """Encodes the request; keeps the original bytes as long as they mean the same."""
+    """Encodes the request; keeps the original bytes if they decode to an equal request."""
     data, sections = plain.request_data(plan.request), plan.sections
     encoded: bytes = wire.encode_section(data)
     if sections is None or sections.request == encoded:
@@ -177,7 +177,7 @@ def encode(plan: Plan) -> bytes:
 
 
 def encode_wire(sections: Sections, version: Sequence[int] = VERSION) -> bytes:
-    """Encodes a plan of these sections, with their stored id."""
+    """Encodes a plan from its sections, with their stored id."""
     s, (major, minor) = sections, version
     return wire.encode_struct(
         wire.PlanWire(
@@ -190,7 +190,7 @@ def encode_wire(sections: Sections, version: Sequence[int] = VERSION) -> bytes:
 
 
 def decode(data: bytes, check_id: bool = True) -> Plan:
-    """Decodes a plan, columns as int64. Checks structure and id; `verify` checks the meaning.
+    """Decodes a plan. Checks structure and id; `verify` checks the meaning.
 
     check_id: refuse a plan whose stored id does not match its bytes; False keeps the stored id in `plan.sections.id`
     for the verifier to report.

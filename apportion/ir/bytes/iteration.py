@@ -5,8 +5,8 @@
                   ├─ deferred   sequences of no microbatch; the caller passes them again in the next iteration
                   └─ id = H(magic · per microbatch (id · H(indexes)) · H(deferred))
 
-All ranks have the same number of microbatches. A rank without tokens of a microbatch has no rows in its layouts, and
-its programs only serve other ranks. `schemas/FORMAT.md` describes the bytes.
+All ranks have the same number of microbatches. A rank without tokens of a microbatch has no rows in that microbatch's
+layouts, and its programs only serve other ranks. `schemas/FORMAT.md` describes the bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class IterationWire(wire.Version):
 class IterationPlan:
     """The plans of an iteration's microbatches, in execution order.
 
-    plans: 1 to 4096, whose requests differ only in the batch. indexes: int64 arrays, the indexes of each microbatch's
+    plans: 1 to 4096; their requests differ only in the batch. indexes: int64 arrays, the indexes of each microbatch's
     sequences in the iteration's batch. deferred: int64, ascending, sequences left to a later iteration. Each sequence
     of the batch is in one of these arrays. Equal iteration plans have equal ids. Raises ConfigError.
     """
@@ -93,7 +93,7 @@ class IterationPlan:
     def report(self) -> dict[str, Any]:
         """Numbers of microbatches, sequences and deferred sequences; sums and maxima, over the microbatches, of figures
         in the plans' reports (`SUMS`, `MAXIMA`); tokens per microbatch; the ids of the plans in hex; and the sums of
-        their bounds, which hold for this packing. A gap is None if any microbatch has none.
+        the plans' bounds, which hold for this packing. A gap is None if any microbatch has none.
 
         Sums of `bytes.max_rank`, `plan_bytes.largest_rank` and the like add up the worst rank of each microbatch: no
         rank has more over the iteration.
@@ -189,8 +189,8 @@ def _check_plans(plans: tuple[Plan, ...], indexes: int) -> None:
 
 
 def _shared_request(request: Request) -> dict[str, Any]:
-    """The fields that the requests of all microbatches share, without the token cap: if the policy sets none, each plan
-    records the resulting one."""
+    """The fields that the requests of all microbatches share. The token cap is left out: if the policy sets none, each
+    plan may record its own."""
     policy = replace(request.policy, token_cap=None)
     return {
         "cluster": request.cluster,

@@ -81,7 +81,7 @@ class IterationSlice:
 
     @staticmethod
     def decode(data: bytes) -> IterationSlice:
-        """Decodes a slice; its id is computed from its bytes. Raises DecodeError (VersionError for an unknown major
+        """Decodes a slice and checks its id against its bytes. Raises DecodeError (VersionError for an unknown major
         version). Allocates a small multiple of `len(data)`, and 8 bytes for each sequence of the iteration."""
         envelope = wire.read_envelope(data, _IterationSliceWire, "iteration slice", FORMAT)
         slices = tuple(Slice.decode(item) for item in envelope.slices)
@@ -120,7 +120,7 @@ def _read_indexes(envelope: _IterationSliceWire) -> tuple[Ints, ...]:
     if [len(array) for array in indexes] != envelope.counts:
         raise DecodeError("iteration slice: its counts do not match the lengths of its columns")
     if not wire.newer(envelope.version) and _are_consecutive(indexes, unpack(envelope.deferred)):
-        raise DecodeError("iteration slice: consecutive indexes are written out")
+        raise DecodeError("iteration slice: consecutive indexes must be left out")
     return indexes
 
 

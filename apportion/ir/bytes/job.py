@@ -33,8 +33,8 @@ FORMAT = "apportion.request"
 class Job:
     """The planning request of a training run.
 
-    tokens_per_rank: per microbatch; microbatches: per iteration; a recipe with a pack step distributes the samples of
-    an iteration over that number. hardware: for recipes that compare predicted times; None is the built-in H100. Raises
+    tokens_per_rank: per microbatch; microbatches: per iteration; a recipe with a pack step distributes an iteration's
+    samples over that many. hardware: for recipes that compare predicted times; None is the built-in H100. Raises
     ConfigError.
     """
 
@@ -98,8 +98,8 @@ class Job:
         return replace(self.policy, recipe=Recipe(self.policy.recipe.name, steps))
 
     def request_digest(self, batch: Batch, sequences: int, token_cap: int | None) -> bytes:
-        """32-byte digest of the request stored in a microbatch's plan. sequences: their number in the whole iteration.
-        token_cap: the plan's resulting cap, if the job sets none."""
+        """32-byte digest of the request stored in a microbatch's plan. sequences: number of sequences in the iteration.
+        token_cap: the cap that the plan records, used if the job sets none."""
         policy = self.policy_for(sequences)
         if policy.token_cap is None:
             policy = replace(policy, token_cap=token_cap)

@@ -1,4 +1,4 @@
-"""The inputs that the plans of a training run depend on, as JSON-like data, and how two of these differ."""
+"""The inputs that the plans of a training run depend on, as plain data, and the first difference between two such."""
 
 from __future__ import annotations
 

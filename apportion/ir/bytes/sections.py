@@ -70,7 +70,7 @@ def read_header(data: bytes, version: tuple[int, int]) -> Header:
     """Decodes the header section. Raises DecodeError."""
     header: Header = wire.read_section(_decode_header, data, "header", version, header_data)
     if header.version != tuple(version):
-        raise DecodeError(f"header: version {header.version} differs from {tuple(version)} outside it")
+        raise DecodeError(f"header: version {header.version} differs from the envelope's {tuple(version)}")
     wellformed.check_header(header)
     return header
 
@@ -84,7 +84,7 @@ def read_request(data: bytes, version: tuple[int, int]) -> Request:
 def read_tokens(
     data: bytes, header: Header, tokens: int | None, version: tuple[int, int]
 ) -> Mapping[str, int]:
-    """Decodes the layouts section: name -> tokens, in the header's order. tokens: the batch's, if known."""
+    """Decodes the layouts section: name -> number of tokens, in the header's order. tokens: of the batch, if known."""
     layouts: dict[str, _Layout] = wire.read_section(_decode_layouts, data, "layouts", version)
     if sorted(layouts) != sorted(header.layouts):
         raise DecodeError("layouts: the section and the header name different layouts")

@@ -64,7 +64,7 @@ class Slice:
 
     @staticmethod
     def decode(data: bytes) -> Slice:
-        """Decodes a slice; its id is computed from its bytes. Raises DecodeError, VersionError."""
+        """Decodes a slice and checks its id against its bytes. Raises DecodeError, VersionError."""
         envelope = wire.read_envelope(data, wire.SliceWire, "slice", SLICE_FORMAT)
         check_stored_id(envelope.id, _slice_id(envelope), f"slice of rank {envelope.rank}")
         if envelope.token_cap != _encode_cap(int.from_bytes(envelope.token_cap[:_CAP]), envelope.id):

@@ -74,7 +74,7 @@ def encode_parts(tables: Sequence[Table], ranks: int, threads: int = 1) -> Parts
     """Encodes the part of every rank from the tables of a plan, as `tables_of` lists them; the result does not depend
     on `threads`. Raises ConfigError for numbers out of range.
 
-    Makes the arrays read-only, so that the verifier need not read the parts.
+    Makes the arrays read-only, so that the verifier knows without decoding the parts that they encode these tables.
     """
     return Parts(encode_tables(tables, ranks, threads), tables)
 
@@ -115,7 +115,7 @@ def read_tables(
     tokens: int | None = None,
 ) -> Tables:
     """Decodes the tables of the ranks from `first` on. layouts, moves: the encoded sections; parts: one per rank;
-    tokens: the batch's, if known. Raises DecodeError."""
+    tokens: the number of tokens of the batch, if known. Raises DecodeError."""
     layout_tokens = read_tokens(layouts, header, tokens, header.version)
     pairs = read_moves(moves, header, header.version)
     for part in parts:

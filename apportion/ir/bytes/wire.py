@@ -32,7 +32,7 @@ MAX_BYTES: Mapping[str, int] = MappingProxyType(
 
 _Few = msgspec.Meta(
     max_length=256
-)  # limit of a list's entries, far above any plan's, so that small inputs stay small in memory
+)  # limit on a list's entries, far above any real plan's, so that a small input cannot take much memory
 
 
 class Version(msgspec.Struct):
@@ -58,7 +58,7 @@ class PlanWire(Version):
 
 
 class SliceWire(Version):
-    """Wire form of a slice: one rank's part with its proof. token_cap: that of the request, for readers who compute the
+    """Wire form of a slice: one rank's part with its proof. token_cap: of the request, for readers that compute the
     request's digest from the batch; with a checksum, since the id does not cover it."""
 
     rank: int
@@ -171,7 +171,7 @@ def check_canonical_plan(size: int, plan: PlanWire, label: str) -> None:
     heads = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in sizes)
     array = (
         0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4
-    )  # header bytes beyond the one of an empty array
+    )  # bytes of the array's header beyond the single byte of an empty array
     check_canonical(size - sum(sizes) - heads - array, msgspec.structs.replace(plan, parts=[]), label)
 
 

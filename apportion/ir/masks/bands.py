@@ -25,15 +25,15 @@ from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 
 INF = 2**62
 MAX_TOKENS = 2**31 - 1
-MAX_DIAGONALS = 8  # limit of the diagonals that a plan records for a kind: more would not identify its layers
+MAX_DIAGONALS = 8  # limit on the diagonals recorded for a kind: more would not help to identify its layers
 
 # slice types as in MagiAttention
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
 SLICE_TYPES = ("FULL", "CAUSAL", "INVCAUSAL", "BICAUSAL")  # type names by number
 
 _DENSE_CELLS = 2**26
-_MOST = 2**16  # limit of overlaps to find
-_FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # limit on comparisons of two bands: a base, and more per band
+_MOST = 2**16  # limit on the overlaps to find
+_FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # limit on comparisons of two bands: a fixed part, and one per band
 
 
 def columns(bands: ArrayLike) -> Ints:
@@ -54,7 +54,7 @@ def area(bands: ArrayLike) -> Ints:
     """[n] int64: the exact number of pairs of each band.
 
     With a = q - q0 and b = k1 - 1 - k, the pairs with q - k <= d are those with a + b < m = d + k1 - q0: a
-    triangle of side m, less its parts beyond the rectangle, a >= Q and b >= K (they never overlap: m <= Q + K).
+    triangle of side m, less its parts beyond the Q x K rectangle, a >= Q and b >= K (disjoint, since m <= Q + K).
     """
     b = columns(bands)
     q, k = np.maximum(b[:, 1] - b[:, 0], 0), np.maximum(b[:, 3] - b[:, 2], 0)
@@ -240,7 +240,7 @@ def check_disjoint(field: str, bands: ArrayLike) -> None:
 
 
 def joined(bands: Ints) -> Ints:
-    """int64 [n, 6]: the bands, with full ones of adjacent rows and the same keys (answers to one question) merged; the
+    """int64 [m, 6]: the bands, with full bands of adjacent queries and equal keys (answers to one question) merged; the
     order changes."""
     if not len(bands):
         return bands

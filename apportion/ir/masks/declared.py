@@ -33,7 +33,7 @@ class Declared:
             )
 
     def check(self, kinds: Mapping[str, Diagonals], kind: str, layer: str | int | None = None) -> None:
-        """Raises ConfigError if the plan's mask of the kind differs. A kind whose diagonals are too many to be recorded
+        """Raises ConfigError if the plan's mask of the kind differs. A kind with too many diagonals to record
         is accepted. layer: its name, for the message."""
         for field, value in (("window", self.window), ("causal", self.causal)):
             if value is None:

@@ -227,7 +227,7 @@ def _sample_counts(nodes: _Nodes, node_order: list[int]) -> Counter[int]:
 
 
 def _forest(nodes: _Nodes, keys: list[bytes], lengths: list[int]) -> Forest:
-    """Lays the nodes out depth first; each takes its tokens from any of its samples."""
+    """Lays the nodes out depth first; each takes its tokens from any sample that passes through it."""
     paths = [nodes.path(end) for end in nodes.end]
     order = _depth_first(paths)
     spans = [slice(nodes.start(node), nodes.depth[node]) for node in order]

@@ -3,9 +3,9 @@
 A token follows the previous one, but the first of a document follows none, and the first of a branch follows the last
 of its parent:
 
-    tree           0 1 2 ┬ 3 4         branches   starts    0  3  5  7
-                         └ 5 6 ┬ 7                parent   -1  0  0  2
-                               └ 8                position  0  3  3  5   (7 and 8: branches 3 and 4)
+    tree           0 1 2 ┬ 3 4         branches   starts    0  3  5  7  8
+                         └ 5 6 ┬ 7                parent   -1  0  0  2  2
+                               └ 8                position  0  3  3  5  5
 
 Masks that let tokens see later ones, or that list pairs or images, have no such order.
 """
@@ -28,7 +28,7 @@ class Branches(NamedTuple):
     """Ranges of the token axis in which each token follows the previous one and only the last has followers elsewhere.
 
     starts: int64 [n], ascending. parent: int64 [n], the branch whose last token precedes this one's first, or -1;
-    always an earlier branch. position: int64 [n], number of tokens before its first on the path from the root.
+    always an earlier branch. position: int64 [n], number of tokens before it on the path from the root.
     """
 
     starts: Ints

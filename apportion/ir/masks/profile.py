@@ -89,7 +89,7 @@ def _events(bands: Ints, factor: int | Ints) -> Ints:
     """int64 [events, 3]: (row, slope, constant): from that row on, rows have slope * q + constant more pairs, each
     counted `factor` times.
 
-    Row q of a band sees the keys from max(k0, q - dmax) up to min(k1, q - dmin + 1).
+    Row q of a band sees the keys [max(k0, q - dmax), min(k1, q - dmin + 1)).
     """
     q0, q1, k0, k1, dmin, dmax = band_algebra.clip(band_algebra.tighten(bands)).T
     bend, drop = np.clip(k1 + dmin - 1, q0, q1), np.clip(k0 + dmax, q0, q1)

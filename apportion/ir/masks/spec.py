@@ -43,7 +43,7 @@ _LONGEST_SHOWN = 65536  # tokens of the longest sequence drawn there
 
 @dataclass(frozen=True)
 class Mask(ABC):
-    """Base of the specs. `structured` specs define position restarts and label ends themselves."""
+    """Base of the specs. structured: True if the spec has its own `runs` and `unlabelled`."""
 
     structured: ClassVar[bool] = False
 
@@ -160,7 +160,7 @@ class Uniform(Mask):
 
 
 class Diagonal(Uniform):
-    """One band on the whole square."""
+    """A spec with one band over all queries and keys."""
 
     def rows(self, lengths: Ints) -> tuple[Row, ...]:
         (diagonal,) = self.diagonals()

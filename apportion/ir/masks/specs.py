@@ -48,7 +48,7 @@ def sink_window(sink: int, window: int) -> SinkWindow:
 
 
 def causal_blockwise(block: int, local: int, sink: int = 1, test: int = 1) -> CausalBlockwise:
-    """Causal, restricted to the first `sink` and the last `local` blocks; the last `test` blocks see all."""
+    """Causal; all but the last `test` blocks see only the first `sink` blocks and keys at most `local` blocks back."""
     return CausalBlockwise(block, local, sink, test)
 
 

@@ -38,7 +38,7 @@ from apportion.ir.tensors import PHASES
 
 
 class RowRanges(NamedTuple):
-    """Row ranges [row0, row1), each of the item whose number is in `of`; int64 [ranges], sorted by number and row."""
+    """Row ranges [row0, row1); `of` is the item of each; int64 [ranges], sorted by item and row."""
 
     of: Ints
     row0: Ints
@@ -52,7 +52,7 @@ class RowRanges(NamedTuple):
         return len(self.of) > 0
 
     def within(self, row: int, stop: int) -> list[tuple[int, int]]:
-        """The intersection of [row, stop) with the ranges of one item."""
+        """The intersections of [row, stop) with the ranges, which must all be of one item."""
         cut = zip(self.row0.clip(row).tolist(), self.row1.clip(max=stop).tolist(), strict=True)
         return [(start, end) for start, end in cut if start < end]
 

@@ -68,7 +68,7 @@ class RowSizes(NamedTuple):
 
 
 def find_messages(programs: ProgramSet, header: Header) -> Messages:
-    """Groups the transfers of programs, of one or more ranks, into messages."""
+    """Groups the transfers of programs (of one or more ranks) into messages."""
     group, first, staged = core.group(programs.arrays, row_sizes(header))
     table, instructions = programs["transfers"], programs["instructions"]
     launch = instruction_of(instructions["op"], instructions["count"], "transfers")[first]

@@ -31,7 +31,7 @@ MODEL_FACTS = (
 def header_data(header: Header) -> dict[str, Any]:
     """The header as plain data."""
     values = {item.name: getattr(header, item.name) for item in fields(Header)}
-    if header.sent_gradients == "wide":  # equal data has equal bytes: defaults are omitted
+    if header.sent_gradients == "wide":  # the default is omitted, so that equal headers have equal bytes
         del values["sent_gradients"]
     del values["recurrent"]
     if header.recurrent:

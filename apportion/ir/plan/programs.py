@@ -89,7 +89,7 @@ class ProgramView:
         launch = order[index]
         paired = key[launch] == key[waits]
         partner[waits[paired]] = launch[paired]
-        partner[launch[paired][::-1]] = waits[paired][::-1]  # writes the first one last
+        partner[launch[paired][::-1]] = waits[paired][::-1]  # reversed: the first wait is written last
         return partner
 
     def match(self, tile: Ints) -> TransferMatches:

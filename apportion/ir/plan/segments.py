@@ -37,14 +37,14 @@ def own_cuts(op: Ints, round_: Ints) -> Cuts:
     """The cuts of one rank on its own. op, round_: columns of its instructions, [n]."""
     launches, number = op == Op.LAUNCH, np.arange(len(op))
     late = launches & (number >= _first(op, _LATE, 0))
-    sent = launches & (number < _first(op, _WAITS, _end(np.isin(op, ATTENTION))))
-    compute, collect = (round_[mask].tolist() for mask in (late, sent))
+    before_collect = launches & (number < _first(op, _WAITS, _end(np.isin(op, ATTENTION))))
+    compute, collect = (round_[mask].tolist() for mask in (late, before_collect))
     return Cuts(min(compute, default=NO_ROUND), max(collect, default=-1) + 1)
 
 
 def agreed_cuts(ranks: Iterable[Cuts]) -> Cuts:
     """Cuts valid on all ranks: no rank dispatches a round that another launches after a wait or attention, and no rank
-    leaves a round to its collect segment that another launches before its own."""
+    leaves to its collect segment a round that another launches before its own collect segment."""
     compute, collect = zip(*ranks, strict=True)
     return Cuts(min(compute), max(collect))
 

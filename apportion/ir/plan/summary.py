@@ -103,7 +103,7 @@ def _time_rows(record: Record) -> list[tuple[str, str]]:
 
 def loads(plan: PlanTables) -> Floats:
     """float64 [ranks]: (query, key) pairs that each rank computes forward, or keys chosen by its queries, summed over
-    heads and layers of each kind."""
+    heads and all layers."""
     model, total = plan.request.model, np.zeros(plan.header.ranks)
     for kind in plan.header.kinds:
         total += model.layers_of(kind) * work(plan, kind)

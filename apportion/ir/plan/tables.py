@@ -288,10 +288,10 @@ class Header:
     version: tuple[int, int] = VERSION
     #: kind -> distinct (dmin, dmax) of its masks, sorted; empty if there are too many
     diagonals: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    sent_gradients: str = "wide"  # the model's
+    sent_gradients: str = "wide"  # as in the model
     phases: tuple[str, ...] = PHASES  # the same for every kind
-    recurrent: Mapping[str, Recurrent] = field(default_factory=dict)  # the model's
-    latent: Latent | None = None  # the model's
+    recurrent: Mapping[str, Recurrent] = field(default_factory=dict)  # as in the model
+    latent: Latent | None = None  # as in the model
 
     def narrows(self, tensor: Tensor) -> bool:
         """True if tiles of a tensor are rounded to the model's dtype for transfer, as in `Model.narrows`."""

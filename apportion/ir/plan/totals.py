@@ -28,8 +28,8 @@ def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> Float
 
 
 def chosen_keys(batch: Batch, model: Model, kind: str, layout: Layout) -> Floats | None:
-    """float64 [ranks]: number of keys that a kind's queries on each rank of the layout choose at run time, counted by
-    `Model.balance`; None for kinds without such a choice."""
+    """float64 [ranks]: number of keys that a kind's queries on each rank of the layout choose at run time, by
+    `Model.balance`: min(visible keys, n) per query; None for kinds without such a choice."""
     keys, spans = model.keys_of(kind), layout.spans
     if keys is None:
         return None
@@ -94,7 +94,7 @@ def sum_volumes(parts: Iterable[CommunicationVolume]) -> CommunicationVolume:
 def communication_volumes(
     programs: Mapping[Key, ProgramSet], head_sets: Sequence[Sequence[int]], model: Model, cluster: Cluster
 ) -> dict[Key, CommunicationVolume]:
-    """Bytes that each program sends. head_sets: as in a plan's header."""
+    """Bytes that each program sends and receives. head_sets: as in a plan's header."""
     heads = head_counts(model.q_heads, model.kv_heads, head_sets)
     row_bytes = [[model.sent_bytes(tensor, 1), model.sent_result_bytes(tensor)] for tensor in Tensor]
     sizes = heads, np.array([*zip(*row_bytes, strict=True)], np.int64), cluster.ranks_per_node

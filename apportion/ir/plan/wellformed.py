@@ -197,8 +197,8 @@ def _check_spans(location: _TablePlace, tokens: int) -> None:
 
 
 def _check_recurrence(header: Header, tables: Recurrence, first_rank: int) -> None:
-    """Checks codes and ranges, and that runs are contiguous, parents precede their slots, and references are valid:
-    the rank's own runs, heads of the kind, rows of the halo."""
+    """Checks codes and ranges, and that runs are contiguous, parents precede their slots, and references to the
+    rank's own runs, heads of the kind and halo rows are valid."""
     ranges = _ranges_of_recurrence(header.ranks, len(header.recurrent))
     by_name = {name: _TablePlace("recurrence", name, tables[name], first_rank) for name in RECURRENCE_TABLES}
     for name, location in by_name.items():
@@ -273,7 +273,7 @@ def _refuse_program(
         "empty operand": "only operand 0 may be none or have no rows",
         "foreign heads": f"its heads go beyond {header.kv_heads} KV heads",
         "unknown operand": f"{table.names[column]} is not among the rank's operands",
-        "stray field": "round, channel and mode belong to launch (round to wait)",
+        "stray field": "round, channel and mode belong to launch (round also to wait)",
         "wait with rows": f"{OP_NAMES[Op.WAIT]} takes no list",
         "count": "count exceeds its list",
     }

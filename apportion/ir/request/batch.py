@@ -295,7 +295,7 @@ class Batch:
 
     def largest_excess(self, rows: Ints, shares: Floats) -> float:
         """Largest relative excess of a rank's rows over its share of all tokens. rows: int64 [ranks]; shares: float64
-        [ranks], in tokens. If all sequences have `home_ranks`, ranks in none of them are attention servers, share 0."""
+        [ranks], in tokens. If all sequences have `home_ranks`, all other ranks (attention servers) have share 0."""
         if len(self.home_ranks) == len(self.lengths):
             homes = sorted({rank for ranks in self.home_ranks.values() for rank in ranks})
             rows, shares = rows[homes], shares[homes] * (self.tokens / shares[homes].sum())

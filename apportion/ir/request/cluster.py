@@ -16,7 +16,7 @@ from apportion.ir.fields import integer, integers, load
 from apportion.ir.isa import MAX_RANKS
 from apportion.ir.structs import Amount, Count, Positive, check, mapping_of, to_data
 
-#: limit of a cluster, which a forecast divides into tensor-parallel groups and stages; plans have at most MAX_RANKS
+#: limit on a cluster, which forecasts divide into tensor-parallel groups and stages; a plan has up to MAX_RANKS ranks
 MAX_GPUS = 2**20
 
 

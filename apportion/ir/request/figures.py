@@ -52,7 +52,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class MessageRates:
-    """Fraction of the inter-node bandwidth that messages reach, by size, without latency.
+    """Fraction of the inter-node bandwidth that messages reach, by size, excluding latency.
 
     bytes: sizes, ascending. share: the fraction at each size; low, high: its interval. Between sizes, shares are linear
     in the logarithm of the size; beyond the ends they are constant. Raises ConfigError.
@@ -101,10 +101,10 @@ class Grid:
 
     full, causal: [axis][axis], rows of queries by rows of keys, each result written once in the dtype of the grids. Of
     rows x keys pairs, `causal` allows all but the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows -
-    keys)). Times never decrease along an axis. `causal` times may exceed `full` ones up to `MOST_CAUSAL` times, since a
+    keys)). Times never decrease along an axis. `causal` times may be up to `MOST_CAUSAL` times the `full` ones, since a
     kernel that splits a task into calls may take longer for fewer pairs. launch_us: per kernel. tile_us: time of one
     kernel tile on one multiprocessor, for the longest chain of tiles of an instruction; 0 if the grids include it.
-    window_us: extra time per query row if dmax hides early keys too, beyond interpolation between the causal grid
+    window_us: extra time per query row if dmax also hides early keys, on top of interpolation between the causal grid
     and a band one tile wide: kernels without windows compute strips of rows under a mask, including hidden pairs.
     """
 

@@ -138,7 +138,7 @@ class Hardware:
         return Cluster(nodes, ranks_per_node, **links | {"nics_per_node": int(self.nics_per_node.value)})
 
     def mismatch(self, cluster: Cluster) -> list[str]:
-        """Warnings for each link or memory figure of the cluster that differs from the hardware's by over a tenth.
+        """A warning for each link or memory figure of the cluster that differs from the hardware's by over a tenth.
 
         Predicted times use the cluster's links and the hardware's kernels.
         """
@@ -150,7 +150,7 @@ class Hardware:
         ]
 
     def digest(self) -> str:
-        """BLAKE2b, hex, of figures and grids: equal numbers and sources have equal digests, whatever their origin."""
+        """BLAKE2b, hex, of figures and grids: equal numbers and sources have equal digests, whatever `measured` is."""
         return self._digest
 
     @cached_property

@@ -257,7 +257,7 @@ def _inferred_types(text: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _every_nth_full(text: Mapping[str, Any], layers: int, field: str, window: Any) -> list[str]:
-    """Full attention in one of every few layers: the last of each group, or the first as in ModernBERT."""
+    """Full attention in one layer of each group of layers: the last, or the first as in ModernBERT."""
     kind = text["model_type"]
     defaults = table("defaults").get(kind, {})
     if "global_attn_every_n_layers" in defaults:

@@ -25,7 +25,7 @@ COLUMNS = ("length", "input_ids")
 
 
 def length_values(path: Path, column: str | None = None) -> list[int]:
-    """The length of each document of a file or folder, at least 1. column: its name in records and tables; None: the
+    """The length of each document of a file or folder, at least 1. column: the name of the length column; None: the
     first of `COLUMNS` that exists. Raises ConfigError, and MissingDependencyError if pyarrow is needed but not
     installed."""
     if path.is_dir() or path.suffix == ".parquet":

@@ -91,7 +91,7 @@ class Policy:
     token_cap: largest number of tokens of any rank; None: 1.02 x each rank's share by cluster speed, rounded up.
     memory_cap_gib: None: the cluster's memory. tolerance: largest compute imbalance, max/mean - 1; None: no limit.
     budget: maximum number of search steps, for recipes that search, such as `auto`; None: the recipe's default. seed:
-    part of the plan's identity, although `fcp` uses no random numbers. Raises ConfigError.
+    part of the plan's identity, even if the recipe (such as `fcp`) uses no random numbers. Raises ConfigError.
     """
 
     recipe: Recipe

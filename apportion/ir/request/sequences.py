@@ -77,7 +77,7 @@ def check_lengths(lengths: Ints) -> None:
 
 def check_fit(kind: str, kind_masks: Kind, lengths: Ints) -> None:
     """Checks, before anything is built, that all specs together make at most `MAX_PARTS` parts, and that each fits its
-    sequences, once for each spec and length."""
+    sequences (checked once for each spec and length)."""
     parts = 0
     for spec, members in kind_masks.groups():
         parts += spec.parts() * len(members) if spec.parts() > 1 else 0

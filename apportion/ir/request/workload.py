@@ -36,7 +36,7 @@ from apportion.ir.request.lengths import length_values
 from apportion.ir.request.sampling import find_overlong
 from apportion.ir.request.sequences import Sequence
 
-LONGEST = 524_288  # most tokens of a log-normal document
+LONGEST = 524_288  # tokens of the longest log-normal document
 _DRAWS = 1024  # random numbers per chunk
 
 
@@ -103,7 +103,7 @@ def sample(
     """Draws a batch of at most `tokens` tokens; returns it with the number of skipped samples.
 
     Samples are drawn with replacement by `numpy.random.Generator(PCG64(seed))` until they reach `tokens`. The
-    last one, if it exceeds them, is cut if it is a plain document, and dropped otherwise. Samples of more than
+    last one, if it does not fit, is cut if it is a plain document, and dropped otherwise. Samples of more than
     `max_sample` tokens are skipped and counted, or treated according to `overlong`, see `find_overlong`. Raises
     CapacityError if nothing fits.
     """
@@ -141,7 +141,7 @@ def lognormal_lengths(
 
 
 def _fill(lengths: Ints, tokens: int) -> Ints:
-    """The first of `lengths`, as many as sum to `tokens`, with the last one cut."""
+    """The first of `lengths` until they reach `tokens`, the last one cut so that they add up to it."""
     ends = np.cumsum(lengths)
     last = int(np.searchsorted(ends, tokens))
     result = lengths[: last + 1].copy()

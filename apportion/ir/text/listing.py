@@ -26,7 +26,7 @@ from apportion.ir.text.words import FORMS, NONE, SPACE_NAMES, Operand, Row
 
 
 def format_plan(plan: PlanTables, id: bytes, request: Any, report: Any, rank: int | None = None) -> str:
-    """Formats the plan, or one rank of it. id, request, report: as encoded, the latter two as plain data.
+    """Formats the plan, or one rank of it. id, request, report: of the encoded plan, the latter two as plain data.
 
     Raises ConfigError if the plan has no such rank.
     """

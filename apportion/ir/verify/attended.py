@@ -70,6 +70,6 @@ def overlaps(bands: Ints) -> Ints:
 
 
 def is_exact(bands: Ints, mask: Ints, area: int) -> bool:
-    """True if bands, int64 [6, pieces], cover a mask, int64 [6, bands] of that area, exactly. Raises CapacityError."""
+    """True if bands [6, pieces] exactly cover a mask [6, bands] of `area` pairs; both int64. Raises CapacityError."""
     areas, inner_areas = areas_inside(bands, mask)
     return bool(np.array_equal(areas, inner_areas)) and int(areas.sum()) == area and not len(overlaps(bands))

@@ -92,7 +92,7 @@ class Subject:
 
     @cached_property
     def holds(self) -> bool:
-        """True if all programs are correct and their tasks cover the masks; also False if they are too large to
+        """True if all programs are correct and their tasks cover the masks; False also if they are too large to
         decide."""
         try:
             try:
@@ -107,7 +107,7 @@ class Subject:
         return all(self._is_correct(program, lists, together) for program in self.programs)
 
     def _is_correct(self, program: Program, lists_by_kind: dict[str, Lists], together: bool) -> bool:
-        """True if a program is correct. lists_by_kind: those of earlier programs. Raises CapacityError, ZerosError."""
+        """True if a program is correct. lists_by_kind: lists of earlier programs. Raises CapacityError, ZerosError."""
         kind = program.kind
         lists = lists_by_kind.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
         previous, count = lists.following, len(program.source[program.task_list])
@@ -137,7 +137,7 @@ class Subject:
         return inputs if program is first else inputs | {Tensor.O, Tensor.DO}
 
     def tasks(self, program: Program) -> Tasks:
-        """The program's tasks in global tokens; for a plan that `holds`, from its lists and without task numbers.
+        """The program's tasks in global tokens; if the plan `holds`, they come from its lists and have no task numbers.
         Raises CapacityError."""
         if self.holds:
             return self._tasks[program.kind, program.phase]

@@ -1,4 +1,4 @@
-"""Attention of a step: plans and simulates the microbatches of the groups that may decide its time."""
+"""Attention of a step: plans and simulates the microbatches of the groups that may be slowest."""
 
 from __future__ import annotations
 
@@ -190,5 +190,5 @@ def _recurrent_us(plan: Plan, costs: CostModel, cluster: Cluster) -> tuple[float
 
 def largest(planned: list[list[PlannedMicrobatch]]) -> PlannedMicrobatch:
     """The microbatch with the most tokens on a rank, but with the largest `bytes` of any microbatch."""
-    items = [one for group in planned for one in group]
-    return replace(max(items, key=lambda one: one.tokens), bytes=int(np.max([one.bytes for one in items])))
+    items = [item for group in planned for item in group]
+    return replace(max(items, key=lambda item: item.tokens), bytes=max(item.bytes for item in items))

@@ -65,8 +65,8 @@ class Layers:
         """Time of the experts for `rows` rows: products, gate, and memory traffic of dispatch and combine."""
         m, width, matrices = self.model, self.training.experts.width, self.training.matrices
         products = 2 * matrices * m.hidden * width / (self.hardware.linear_tflops.value * 1e6)
-        moved = m.element_bytes * (matrices * width + DISPATCHED * m.hidden) / self._bytes_per_us("rows_gbs")
-        return self.sparse * rows * (products + moved)
+        memory = m.element_bytes * (matrices * width + DISPATCHED * m.hidden) / self._bytes_per_us("rows_gbs")
+        return self.sparse * rows * (products + memory)
 
     def ffn_numbers(self, gates: float, dense: float, sparse: float) -> float:
         """Numbers per token in FFNs on one rank: `gates` vectors of the FFN's size if gated, one fewer if not, averaged
@@ -190,7 +190,7 @@ def whole_parameters(model: Model, training: Training, layers: int, routed: int)
 
 def model_flops(model: Model, training: Training, layers: int, tokens: int, pairs: int) -> float:
     """FLOPs of a step of the whole model, forward and backward without recomputation, as MFU counts them: 6 per token
-    and parameter of the products that it enters (not embeddings), attention over the pairs that masks allow, and
+    and parameter of the products applied to it (not embeddings), attention over the pairs that masks allow, and
     recurrences computed in chunks. pairs: over all layers."""
     states = sum(kind.layers * token_flops(kind) for kind in model.recurrent.values())
     attention = model.q_heads * (model.head_dim + model.value_dim)

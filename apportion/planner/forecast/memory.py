@@ -3,7 +3,7 @@
 weights, gradients, optimizer    of the rank's layers and its share of embedding and head; if sharded, also gathered
                                  weights of two layers, of embedding and head, and a layer's gradient
 kept                             activations saved for backward
-working                          of the current layer and the head, at the largest of three moments of backward
+working                          those of the current layer and the head, at the largest of three moments of backward
 
     moment         in addition to what is kept
     attention      the layer's input, its norm's output and the residual stream's gradient; rows of a call,

@@ -169,13 +169,13 @@ class Parallelism:
 
     def _rank_kind(self, name: str, kind: Recurrent) -> Recurrent:
         _divides("parallelism.tensor", self.tensor, kind.heads, f"heads of model.recurrent.{name}")
-        heads, shared = kind.heads // self.tensor, max(1, kind.qk_heads // self.tensor)
-        if heads % shared:
+        heads, qk_heads = kind.heads // self.tensor, max(1, kind.qk_heads // self.tensor)
+        if heads % qk_heads:
             rule = (
                 f"must divide key_heads of model.recurrent.{name} ({kind.key_heads}), or be a multiple of it"
             )
             raise ConfigError("parallelism.tensor", self.tensor, rule, "use another degree")
-        return replace(kind, heads=heads, key_heads=shared)
+        return replace(kind, heads=heads, key_heads=qk_heads)
 
     def stage_layers(self, layers: int) -> float:
         """Layers of each stage. Raises ConfigError if they do not divide evenly."""

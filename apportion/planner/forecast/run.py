@@ -39,7 +39,7 @@ def forecast(
 ) -> Forecast:
     """Forecasts training step times for each parallelism, averaged over batches, each with one step's sequences.
 
-    parallelisms: default `recipe_parallelisms()` and `static_grids(cluster)`. model: the whole model, also with tensor
+    parallelisms: default `recipe_parallelisms()` and `static_grids(cluster)`. model: the whole model, even with tensor
     parallelism. hardware: kernel times, default the built-in H100; links, NICs and memory are the cluster's.
     grid_hardware: kernel times of the static grids, default `hardware`: a current trainer may have faster kernels.
     baseline: name of the reference parallelism for speed-ups, by default the fastest static grid that fits. progress:
@@ -60,15 +60,15 @@ def forecast(
         raise ConfigError(
             "baseline", baseline, "is not one of the parallelisms", f"use one of {'; '.join(names)}"
         )
-    used = Hardware.named(hardware) or Hardware.load("h100")
-    on_grids = Hardware.named(grid_hardware) or used
+    gpu = Hardware.named(hardware) or Hardware.load("h100")
+    grid_gpu = Hardware.named(grid_hardware) or gpu
     scenarios = INTERVAL + UNEVEN * bool(config.experts.count)
     variants = [
-        [(case.experts, *apply(case, kernels, cluster)) for case in scenarios] for kernels in (used, on_grids)
+        [(case.experts, *apply(case, kernels, cluster)) for case in scenarios] for kernels in (gpu, grid_gpu)
     ]
     groups: dict[tuple[Parallelism, bool], list[int]] = {}
     for number, form in enumerate(forms):
-        static = on_grids is not used and form.context is not None
+        static = grid_gpu is not gpu and form.context is not None
         groups.setdefault((form.planned_as(cluster), static), []).append(number)
     rows: dict[int, ForecastRow] = {}
     for (_, static), numbers in groups.items():
@@ -82,7 +82,7 @@ def forecast(
             rows[number] = _row(settings, batch_list, seed, shared)
             progress(str(form))
     result = tuple(rows[number] for number in range(len(forms)))
-    return Forecast(result, cluster, model, config, used, on_grids, scenarios, named=baseline)
+    return Forecast(result, cluster, model, config, gpu, grid_gpu, scenarios, named=baseline)
 
 
 def _training_of(training: Training | None, model: Model) -> Training:

@@ -132,8 +132,8 @@ class Setting:
         if not experts.count:
             return 0.0, 0.0
         rows, row_bytes = self.expert_rows(planned), layers.model.hidden * layers.model.element_bytes
-        sent = 2 * layers.sparse * self.expert_ranks.dispatch_us(experts, rows, row_bytes)
-        return layers.experts_us(rows.received), sent
+        all_to_all = 2 * layers.sparse * self.expert_ranks.dispatch_us(experts, rows, row_bytes)
+        return layers.experts_us(rows.received), all_to_all
 
     def stage_layers(self, planned: PlannedMicrobatch) -> float:
         return self.parallelism.stage_layers(all_layers(self.model, planned.plan.header.kinds))
@@ -168,8 +168,8 @@ def step(
     pairs: int,
     batch: Batch,
 ) -> StepForecast:
-    """The step of one batch. planned, attended: microbatches of the planned groups; pairs: computed pairs of every
-    group. Raises ConfigError."""
+    """The step of one batch. planned, attended: microbatches of the planned groups; pairs: computed pairs of all
+    groups. Raises ConfigError."""
     if setting.parallelism.expert > setting.parallelism.tensor * len(planned[0][0].rows):
         attended = [[_slowest(times) for times in zip(*attended, strict=True)]] * len(planned)
     group_parts = [_group(setting, group, times) for group, times in zip(planned, attended, strict=True)]
@@ -246,16 +246,16 @@ class _StageWork:
         linear, rows = _products_us(layers, planned) * count, layers.rows_us(planned.even) * count
         tensor = layers.tensor_us(planned.even, setting.stage) * count
         head = layers.head_us(planned.even) * (stage == form.pipeline - 1)
-        experts, sent = (us * count for us in setting.experts_us(planned))
+        experts, all_to_all = (us * count for us in setting.experts_us(planned))
         attention = attended.forward_us / form.pipeline
         recurrent_us, recurrent_grad_us = (us / form.pipeline for us in attended.recurrent)
-        layer = recurrent_us + linear + rows + tensor + experts + sent
+        layer = recurrent_us + linear + rows + tensor + experts + all_to_all
         recomputed = {"none": 0.0, "selective": layer}.get(recompute, layer + attention)
         remap_us = planned.moves_us * count / 2
         exposed, exposed_grad = _exposed(setting, planned, stage)
         forward = {"attention": attention, "linear": linear, "rows": rows, "remap": remap_us, "head": head}
         forward |= {"tensor_parallel": tensor, "data_parallel": exposed, "recomputation": 0.0}
-        forward |= {"experts": experts, "all_to_all": sent, "recurrent": recurrent_us}
+        forward |= {"experts": experts, "all_to_all": all_to_all, "recurrent": recurrent_us}
         recomputed += layers.mlp_us(planned.even) * count * setting.training.tiles_mlp
         backward = {
             "attention": attended.backward_us / form.pipeline,
@@ -268,7 +268,7 @@ class _StageWork:
             "recomputation": recomputed,
             "recurrent": recurrent_grad_us,
             "experts": BACKWARD * experts,
-            "all_to_all": sent,
+            "all_to_all": all_to_all,
         }
         for phase, entry in (("forward", forward), ("backward", backward)):
             entry["host"] = _exposed_copies_us(setting, planned, phase, sum(entry.values()) - entry["head"])
@@ -322,8 +322,8 @@ def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[
 
 
 def _layer_us(setting: Setting, collective: Callable[[float, Cluster], float], size: int) -> float:
-    """Collective time for the weights or gradients of a layer, `size` bytes per parameter: dense ones over all ranks,
-    experts over their copies."""
+    """Collective time for the weights or gradients of a layer, `size` bytes per parameter: over all ranks; those
+    of experts over the experts' copies."""
     layers, shared = setting.layers, collective(setting.layers.parameters * size, setting.stage)
     if not layers.sparse:
         return shared

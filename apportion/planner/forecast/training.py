@@ -32,7 +32,7 @@ class Training:
     recomputation and offloading. overlap: True if traffic of weights and gradients overlaps the layers' work; False as
     in Megatron-LM without its overlap options. ffns: number of layers with an FFN or experts, None: all. gated: True if
     FFNs have a gate: three matrices, else two. experts: of layers with experts. kv_rank, q_rank: ranks of MLA's
-    low-rank projections, 0: none; rope_dim: numbers of a row of K that all heads share. Raises ConfigError.
+    low-rank projections, 0: none; rope_dim: width of the part of K that all heads share. Raises ConfigError.
     """
 
     vocab: Count = 128256

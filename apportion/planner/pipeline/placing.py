@@ -19,7 +19,7 @@ from apportion.planner.problem import Departure, Placement, Problem, Shards
 @dataclass(frozen=True)
 class PlacedProblem:
     """A problem with a home for every block. inner: the problem with `groups` as ranks, without `lone` sequences.
-    departures: of the passes so far from the recipe's request."""
+    departures: by the passes so far, from the recipe's request."""
 
     problem: Problem
     passes: Passes

@@ -59,7 +59,7 @@ def build_report(
     parts: list[bytes],
 ) -> dict[str, Any]:
     """Builds the report of a plan; byte counts are of one attention call of each kind, forward and backward. lowered:
-    of each separately lowered part of the ranks; tiles of all parts move at the same time."""
+    one for each separately lowered part of the ranks; tiles of all parts move at the same time."""
     placement, lone, groups, low = placed.placement, placed.lone, placed.groups, leading(lowered[0])
     traffic = _merge_traffic([item for part in lowered for item in _all_traffic(problem, part)])
     pairs, fullest = _pairs_per_group(problem, placement, lone, low.rows, groups)
@@ -105,11 +105,11 @@ def build_report(
 def departures(placed: PlacedProblem, lowered: Sequence[Lowered]) -> tuple[Departure, ...]:
     """Departures of all passes from the request, without duplicates."""
     routes = (low.schedule.routed for part in lowered for low in part.values())
-    return tuple(dict.fromkeys([*placed.departures, *(one for item in routes for one in item.departures)]))
+    return tuple(dict.fromkeys([*placed.departures, *(d for item in routes for d in item.departures)]))
 
 
 def compute_imbalance(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> float:
-    """Excess of the busiest rank over the mean, by speed, relative to the mean."""
+    """The busiest rank's load over its speed, divided by total load over total speed, less 1."""
     return _over_mean(_pairs_per_rank(problem, lowered, layouts), problem.speeds)
 
 
@@ -132,7 +132,7 @@ def _pairs_per_rank(problem: Problem, lowered: Sequence[Lowered], layouts: Mappi
 
 
 def _termination(placement: Placement, makespan: bounds.Bound) -> dict[str, Any]:
-    """The limit at which planning stopped, and the proven bound of the makespan; `solver`: the same for the solver that
+    """The limit at which planning stopped, and the proven bound on the makespan; `solver`: the same for the solver that
     chose the homes, in its own units."""
     result = placement.termination
     record = {"status": str(Status.FEASIBLE), "limit": None, "bound": makespan.bound, "value": makespan.value}
@@ -152,8 +152,8 @@ def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
 
 
 def _makespan_bound(placement: Placement, lowered: Sequence[Lowered]) -> float:
-    """Bound on one rank's load. Groups of ranks share their load; groups of several sizes, and kinds with split and
-    unsplit heads together, have no bound other than the mean."""
+    """Bound on one rank's load. Groups of ranks share their load; groups of several sizes, or a mix of kinds with split
+    and with unsplit heads, have no bound other than the mean."""
     sizes = {
         size for part in lowered for low in part.values() for size in np.unique(low.groups.sizes).tolist()
     }
@@ -276,7 +276,7 @@ def _kv_bound(
     fullest: int,
     traffic: list[PurposeTraffic],
 ) -> bounds.Bound:
-    """The bound of KV traffic, sent forward and backward, and of its returned gradients, between ranks or groups of
+    """The bound on bytes of KV, sent forward and backward, and of returned KV gradients, between ranks or groups of
     ranks."""
     low = leading(lowered[0])
     value = sum(item.bytes for item in traffic if item.name in ("fetch", "return"))

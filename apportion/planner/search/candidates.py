@@ -37,7 +37,7 @@ HEADS = (0.4, 0.5, 0.33)
 ALIGN = 128
 # Maximum shares of a rank's time for sequences that stay whole.
 LONE_SHARES = (0.05, 0.12, 0.25)
-# Orders of tiles with different lengths, and times of tasks without tiles (`even` cuts them into strips).
+# Orders of tiles of different lengths, and when tasks without tiles run (`even` cuts them into strips).
 ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
 
 

@@ -309,8 +309,8 @@ class _Search:
 
 
 def _plan_cache_key(placed: PlacedProblem) -> str:
-    """Plan cache key: equal for equal homes and passes after placement; passes that move nothing, since heads are split
-    among all ranks, are ignored."""
+    """Plan cache key: equal for equal homes and passes after placement; `route` and `schedule` do not count if all
+    ranks are one group that splits the heads of all kinds, since they then move nothing."""
     placement, passes, lone = placed.placement, placed.passes, placed.lone
     if placement.execution is not None:
         return repr(passes)

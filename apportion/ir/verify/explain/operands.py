@@ -97,7 +97,7 @@ def _reasons(program: Program, rule: Rule, columns: Mapping[str, Ints]) -> Itera
         allowed = tensors_of(argument)
         text = f"operand {column} must be {' or '.join(TENSOR_NAMES[number] for number in allowed)}"
         moves = argument is not None and rule.source(argument) is not None
-        yield ~np.isin(tensor[x], allowed), text + (", the tensor of a" if moves else "")
+        yield ~np.isin(tensor[x], allowed), text + (", the same tensor as a" if moves else "")
         other = rule.argument(argument.like or "") if argument else None
         if argument and other:
             y = columns[other.column]
@@ -107,7 +107,7 @@ def _reasons(program: Program, rule: Rule, columns: Mapping[str, Ints]) -> Itera
                 differ = present & (program.same_heads[x] != program.same_heads[y])
                 yield differ, f"operand {column} has different heads"
             if moves:
-                yield present & (tensor[x] != tensor[y]), f"{text}, the tensor of a"
+                yield present & (tensor[x] != tensor[y]), f"{text}, the same tensor as a"
                 overlap = (row[x] < row[y] + rows[y]) & (row[y] < row[x] + rows[x])
                 yield present & (space[x] == space[y]) & overlap, "operands a and c overlap"
         if argument and argument.at_home:

@@ -54,7 +54,7 @@ def _check_waits(program: Program) -> Iterator[Violation]:
 
 
 def _check_rounds(program: Program) -> Iterator[Violation]:
-    """Checks that all ranks of a round agree on channel and mode, that every rank launches an all-to-all, and that no
+    """Checks that all ranks of a round agree on channel and mode, that every rank launches each all-to-all, and that no
     launch is idle."""
     instructions, launch_rounds = program["instructions"], program.launch_rounds
     order = launch_rounds.order

@@ -28,7 +28,7 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def check_move(move: Move, source: Layout, target: Layout, tokens: int) -> Iterator[Violation]:
-    """Violations by two layouts of `tokens` tokens, possibly of different plans, and by the move between them."""
+    """Violations in two layouts of `tokens` tokens, possibly of different plans, and in the move between them."""
     for layout in (source, target):
         yield from _check_rows(layout)
         yield from _check_tokens(layout, tokens)

@@ -58,7 +58,7 @@ def _check_token_caps(subject: Subject) -> Iterator[Violation]:
 
 
 def _check_memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Violation]:
-    """Checks the work arenas of a call. per_head: int64 [tensors], bytes of a row of one head."""
+    """Checks the memory of a program's work arenas. per_head: int64 [tensors], bytes of a row of one head."""
     request = subject.plan.request
     cap = request.policy.memory_cap_gib or request.cluster.memory_gib
     arenas = program["arenas"]

@@ -186,7 +186,7 @@ def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _check_bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
-    """Checks that no value is below its bound, that gaps match, and that planning ended with the makespan's value."""
+    """Checks that no value is below its bound, that gaps match, and that planning ended at the makespan."""
     for name, bound in report.get("bounds", {}).items():
         limit, value, gap = bound["bound"], bound["value"], bound["gap"]
         if limit is None or value is None:

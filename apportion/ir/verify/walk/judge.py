@@ -53,7 +53,7 @@ class Sets(NamedTuple):
 
 
 def sets_of(q: HeadSets, kv: HeadSets) -> Sets:
-    """Builds the sets; with many heads, heads that only occur together share a bit."""
+    """Builds the sets; with many heads, those that always occur together share a bit."""
     queries, keys = _members(q), _members(kv)
     members = [member if member.shape[1] <= _MAX_HEADS else _distinct(member) for member in (queries, keys)]
     word_count = -(-max(member.shape[1] for member in members) // _MAX_HEADS)

@@ -32,7 +32,7 @@ class Lists:
     mask: Ints
     _cut: Ints = field(
         default_factory=lambda: np.empty((8, 0), np.int64)
-    )  # pieces by token, from all programs so far
+    )  # pieces in global tokens, from all programs so far
     _exact: set[tuple[int, ...]] = field(default_factory=set)
 
     @cached_property
@@ -86,7 +86,7 @@ class Lists:
         return True
 
     def bands(self, numbers: tuple[int, ...]) -> Ints:
-        """int64 [6, pieces]: the bands of some lists, by token."""
+        """int64 [6, pieces]: the bands of some lists, in global tokens."""
         if numbers == (0,) and self.core.count == 1:
             return self._cut[:_BAND]
         parts = [self._cut[:_BAND, self._cut[_LIST] == number] for number in numbers]
