@@ -1,6 +1,6 @@
 """NeMo Automodel 0.7 adapter: a `ContextParallelSharder` that uses a plan's layout.
 
-    planned(model)                      # its batches are {"planned": PlannedBatch, ...} from a PlannedLoader
+    planned(model)                      # trains on batches {"planned": PlannedBatch, ...} from a PlannedLoader
 
 Automodel's context-parallel mesh contains the ranks of the job. The model's kwargs pass the plan to attention, see
 `apportion.trainer.hf`. The caller's tensors cover the samples of the microbatch end to end, [1, tokens, ...].
@@ -54,7 +54,7 @@ def _require_plan(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 def planned_sharder(batch: PlannedBatch, device_mesh: Any = None) -> ContextParallelSharder:
     """The sharder of one microbatch; a collective on CPU tensors. Automodel gathers equal shards, so all ranks pad to
-    the largest number of rows, and padding has its own places after the tokens."""
+    the largest number of rows, and padding rows are numbered after the tokens."""
     layout, labels = _layout(batch)
     shard = partial(_shard, batch, layout, labels)
     return ContextParallelSharder(device_mesh=device_mesh, shard_batch=shard, shard_layout=layout)
@@ -80,9 +80,9 @@ def _check_labels(targets: Tensor | None, labels: int) -> None:
 
 
 def _check_meshes(planned: PlannedBatch, cp_mesh: Any, tp_mesh: Any) -> None:
-    """Raises ConfigError if the ranks of the plan are not those of the context-parallel mesh: recipes would count their
-    labels several times, or split matrices over ranks with different tokens; or if the loader does not know of the
-    mesh's data parallelism, and gives each group the same samples. Raises ExecutionError if tensor-parallel ranks have
+    """Raises ConfigError if the context-parallel mesh has other ranks than the plan, since recipes would count labels
+    several times or split matrices over ranks with different tokens; and if the loader does not know the mesh's data
+    parallelism, and gives each group the same samples. Raises ExecutionError if tensor-parallel ranks have
     read different batches. A collective."""
     if cp_mesh is not None:
         mesh = cp_mesh.mesh.flatten().tolist()

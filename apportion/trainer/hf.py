@@ -103,7 +103,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
             layer._served = base._served
             _add_hooks(layer)
     wiring.watch.models[model], model._wrong = _note_changed, None
-    model._checked = None  # what `_parts` returned when it was checked; False: it could not be checked yet
+    model._checked = None  # the checked model's `_parts`; False: the model could not be checked yet
     if check:
         model._checked = check_rows(model, _arguments) and _parts(model)
     return model
@@ -231,7 +231,7 @@ def _check_adapters(model: Any) -> None:
     """Raises ConfigError for PEFT's adapters that look at other rows."""
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "alora_invocation_tokens", None):
-            rule = "begins at these tokens of a text, which may be on another rank"
+            rule = "the adapter starts at these tokens of a text, which may be on another rank"
             raise ConfigError(
                 "alora_invocation_tokens", adapter.alora_invocation_tokens, rule, "leave it out"
             )
@@ -300,7 +300,7 @@ def loader(
     sent_gradients: str = "wide",
     **options: Unpack[LoaderOptions],
 ) -> PlannedLoader:
-    """`PlannedLoader` with the heads, and the masks by kind of layer, from the config of `model`. options: see there.
+    """`PlannedLoader` with heads, and masks by kind of layer, from the config of `model`. options: of `PlannedLoader`.
 
     dtype: of q, k and v, "bf16" if autocast or FSDP casts; by default the parameters' dtype. sent_gradients: see
     `apportion.Model`. Masks in `options` or of the dataset take precedence. Ranks have at least one row, which layers
@@ -395,8 +395,8 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _label_kwargs(model: Any, handle: Any) -> dict[str, Tensor]:
-    """The labels of a batch and their number; on devices other than CPUs only in the model's first forward, since it
-    waits for the device."""
+    """The labels of a batch and their number; except on CPUs, only in the model's first forward, since copying
+    them waits for the device."""
     batch = wiring.watch.find_batch(handle)
     if batch is None or (model.device.type != "cpu" and hasattr(model, "_labels_checked")):
         return {}
@@ -444,7 +444,7 @@ def _refuse_rows(tokens: Any) -> None:
 
 
 def _are_texts(batch: PlannedBatch, length: int) -> bool:
-    """True if a rank's rows, cut every `length`, each begin a sample: a program's own samples may be equal to them."""
+    """True if a rank's rows, cut every `length`, are the beginnings of samples: a program may evaluate on these."""
     samples, positions = (x.cpu().reshape(-1, length) for x in (batch.sample_ids, batch.position_ids))
     return bool((samples == samples[:, :1]).all() and (positions == torch.arange(length)).all())
 
@@ -478,7 +478,7 @@ def _without_guard(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_positions(base: Any, handle: PlanHandle, positions: Tensor | None) -> None:
-    """Compares position ids; on devices other than CPUs only in the model's first forward, since it waits for them."""
+    """Compares position ids; except on CPUs, only in the model's first forward, since it waits for the device."""
     remedy = "pass batch.position_ids[None] by name"
     if positions is None:
         raise ConfigError("position_ids", None, "a model without them counts a rank's rows from 0", remedy)

@@ -56,7 +56,7 @@ class Mixing:
     def scan(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None = None
     ) -> Tensor:
-        """Like `planned_scan`, on [1, rows, ...] each."""
+        """Like `planned_scan`, with a leading dimension of 1 in all tensors."""
         q, k = q.to(v.dtype), k.to(v.dtype)
         if isinstance(self.handle, PlanHandle):
             result: Tensor = planned_scan(None, q, k, v, g, beta, self.handle, scale=scale)

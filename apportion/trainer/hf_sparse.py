@@ -24,8 +24,8 @@ _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the lar
 
 
 def model_of(config: Any, dtype: str) -> Model:
-    """The planning model of a config: a token's row is its latent and rotated key, and the indexer's key; a query costs
-    as much as `index_topk` keys. dtype: see `apportion.Model`. Raises ConfigError for other models."""
+    """The planning model of a config: a row is a token's latent, rotated key and indexer key; a query counts as at most
+    `index_topk` pairs. dtype: see `apportion.Model`. Raises ConfigError for other models."""
     _check(config)
     return Model(
         q_heads=config.num_attention_heads,

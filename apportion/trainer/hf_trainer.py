@@ -50,7 +50,7 @@ _SUMS = {("transformers", "Trainer"), ("trl", "SFTTrainer")}
 
 
 class PlannedTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose train_dataset and eval_dataset may be loaders (`hf.loader`); others work as in Trainer.
+    """A Trainer whose train_dataset and eval_dataset may be loaders (`hf.loader`); other datasets work as usual.
 
     planned: options of `hf.loader`, which then loads the datasets as the Trainer has prepared them (trl's SFTTrainer
     tokenizes, masks, truncates and packs); an iteration has `gradient_accumulation_steps` microbatches.
@@ -121,7 +121,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
     def _check_columns(self, dataset: Any) -> None:
         """Raises ConfigError for loss masks and weights that this Trainer ignores."""
-        if hasattr(self, "_prepare_dataset"):  # it has turned them into labels
+        if hasattr(self, "_prepare_dataset"):  # such a Trainer has turned them into labels
             return
         columns = getattr(dataset, "column_names", None) or ()
         for name in (*LOSS_MASKS, WEIGHTS):
@@ -138,7 +138,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not wiring.watch.accounted:  # Trainer multiplies by the number of ranks; other losses are checked
+        if not wiring.watch.accounted:  # Trainer undoes the averaging over ranks; unknown losses are checked
             wiring.watch.accounted, wiring.watch.unknown = True, _name(self._loss_owner()) not in _SUMS
         return super().training_step(*args, **kwargs)
 

@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
 
 class PlannedBatches:
     """A loader as Lightning's data, or a function that creates it after Lightning has started its ranks. Lightning's
-    checkpoints contain its state, so a resumed run continues with the next batch. training: False for validation and
+    checkpoints hold the loader's state, so resuming continues with the next batch. training: False for validation and
     tests, where every epoch is a whole pass. Raises ConfigError if epochs are not whole steps."""
 
     def __init__(self, loader: PlannedLoader | Callable[[], PlannedLoader], training: bool = True) -> None:
@@ -83,7 +83,7 @@ class Arriving:
 
 
 def _check_unmultiplied(share: Tensor) -> None:
-    """Raises ConfigError for a share that `shared_loss` has multiplied already; records if it is a share at all."""
+    """Raises ConfigError for a share that `shared_loss` has multiplied already; records whether it is a share."""
     watch = wiring.watch
     watch.accounted = True
     if watch.settled or not share.requires_grad:
@@ -103,11 +103,11 @@ class Planned:
     _shares: dict[str, Tensor]
 
     def shared_loss(self, batch: PlannedBatch, share: Tensor, name: str | None = None) -> Tensor:
-        """The loss for a step to return, from `share`, this rank's part of the mean loss (`normalised_loss`):
-        multiplied by Lightning's divisors (microbatches, and ranks over which gradients are averaged). Logs the mean
+        """The loss that a step returns: `share`, this rank's part of the mean loss (`normalised_loss`),
+        times Lightning's divisors (microbatches, and ranks over which gradients are averaged). Logs the mean
         over all tokens of the iteration as `name` ("train_loss", "val_loss" in validation); Lightning averages over an
         epoch's tokens. Every rank calls it. Raises ConfigError if a step is not an iteration, ExecutionError if
-        attention has not used the batch's plan, in one layer or in all."""
+        attention of some or all layers has not used the batch's plan."""
         require_calls(batch.handle, 0, 1, "pass batch.handle to every layer, or call hf.enable(model)")
         check_share(share, batch, None)
         _check_unmultiplied(share)
@@ -132,5 +132,5 @@ class Planned:
         shares[name] = share if batch.microbatch == 0 else shares[name] + share
         if batch.is_last:
             mean = self.trainer.strategy.reduce(shares[name].clone(), reduce_op="sum")
-            evaluating = not self.trainer.training  # Lightning requires it; the mean of equal values
+            evaluating = not self.trainer.training  # Lightning requires it; all values are equal
             self.log(name, mean, batch_size=batch.valid_tokens, sync_dist=evaluating)

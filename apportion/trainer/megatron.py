@@ -107,8 +107,8 @@ def forward_step(
     data_iterator: Iterator[PlannedBatch | tuple[PlannedBatch, PlannedBatch]], model: Any
 ) -> tuple[Tensor, Any]:
     """Runs the next batch, or the next two of `PlannedLoader.pairs`. Returns (loss of each row, or hidden states of a
-    stage; a function from it to (sum, tokens, report)). Raises ConfigError if nothing would divide by the tokens, for
-    layers without planned attention, and for unsupported features (yarn, mrope, MLA, multi-token prediction, routers
+    stage; a function from this to (sum, tokens, report)). Raises ConfigError if gradients are not divided by tokens,
+    for layers without planned attention and unsupported features (yarn, mrope, MLA, multi-token prediction, routers
     that look at a rank's rows; some only in halves); ExecutionError if a layer did not use the plan."""
     module = unwrap_model(model)
     _check(module)
@@ -194,12 +194,12 @@ def _check(module: Any) -> None:
     undivided = undivided and config.finalize_model_grads_func is None
     looks_ahead = config.window_size is not None and config.window_size[1] != 0
     bias = "moe_router_enable_expert_bias"
-    unmasked = "Megatron cannot mask rows for it, as other balancing needs"
+    unmasked = "Megatron cannot mask rows for it, but other balancing needs masked rows"
     biased = experts and config.moe_router_enable_expert_bias and weights.any()
     balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
     tp, unsummed = config.tensor_model_parallel_size, experts and config.expert_model_parallel_size == 1
     unsummed = unsummed and config.expert_tensor_parallel_size < tp
-    apart, sharded = "Megatron sums no expert's gradients over tensor-parallel ranks then", f"set it to {tp}"
+    apart, sharded = "Megatron would not sum experts' gradients over tensor-parallel ranks", f"set it to {tp}"
     for name, is_refused, rule, remedy in (
         ("finalize_model_grads_func", undivided, divides, _FINALIZE),
         ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
@@ -224,7 +224,7 @@ def _check(module: Any) -> None:
 
 
 def _padding(rows: PlannedBatch, module: Any) -> Tensor | None:
-    """The padding mask for routers, [1, rows]; None if there are no experts, or an expert bias: its count of tokens
+    """The padding mask for routers, [1, rows]; None without experts, and with an expert bias, whose count of tokens
     fails under Megatron's mask, so no row may be padded. Raises ConfigError."""
     config = module.config
     if not config.num_moe_experts:
@@ -359,14 +359,14 @@ def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 class PlannedSeqParams(PackedSeqParams):
     """Parameters of core attention and RoPE. qkv_format stays None: rows keep [rows, 1, heads, D]."""
 
-    batch: Any = None  # PlannedBatch, two halves joined
+    batch: Any = None  # PlannedBatch; two halves are joined
     positions: int = 0  # at least the largest position id plus one
     handles: Any = ()  # of each half
     table: Any = None  # rotary angles of all positions
 
 
 class PlannedCoreAttention(DotProductAttention):
-    """Planned core attention: q [rows, 1, heads, D], k and v of this tensor-parallel rank -> [rows, 1, heads D]. Has
+    """Planned core attention: q [rows, 1, heads, D], k and v of this tensor-parallel rank -> [rows, 1, heads * D]. Has
     the parameters of Megatron's class, including those of `softmax_type`."""
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
@@ -393,8 +393,8 @@ class PlannedCoreAttention(DotProductAttention):
 
 
 class PlannedGatedDeltaNet(GatedDeltaNet):
-    """[rows, 1, E] -> the same, and a bias. It has the parameters of Megatron's class, which does not sum the gradients
-    of the output's norm over tensor-parallel ranks: this class does."""
+    """[rows, 1, E] -> [rows, 1, E] and a bias. Has the parameters of Megatron's class, which does not sum gradients
+    of the output's norm over tensor-parallel ranks; this class does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

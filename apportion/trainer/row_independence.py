@@ -31,7 +31,7 @@ _LOSS = 2e-5  # relative tolerance of the loss: a sum over some 60 rows in float
 _SHORT = (9, 6, 4)  # lengths of documents
 _PARTS = (6, 12)  # rows of each part except the last, which has one
 _LENGTH = re.compile("position|window|chunk|length|context|original|floor|seq")
-_LONGEST = 1 << 24  # float32 represents integers up to here
+_LONGEST = 1 << 24  # float32 represents all integers up to this one
 _REMEDY = "train it without context parallelism; if it mixes rows on purpose, hf.enable(model, check=False)"
 _HEAD = "use a decoder with a causal language-model head (...ForCausalLM), or train it without plans"
 
@@ -77,7 +77,7 @@ def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: 
 
     def share(rows: Tensor, decoy: int, full: Rehearsal | None = None) -> tuple[Rehearsal, float]:
         rehearsal = Rehearsal(rows, documents[rows], full)
-        decoys = torch.full((1, len(rows)), decoy, device=device)  # a causal loss reads shift_labels
+        decoys = torch.full((1, len(rows)), decoy, device=device)  # a causal loss reads shift_labels instead
         return rehearsal, run(
             rehearsal, tokens[rows], positions[rows], labels[rows], valid, last, labels=decoys
         )
@@ -99,7 +99,7 @@ def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: 
 def _check_first(model: Any, run: Run, device: torch.device) -> None:
     """Checks that the model's default positions of a text count from 0, as a plan's do. Raises ConfigError."""
     count, config = _SHORT[0], model.config.get_text_config()
-    padding = getattr(config, "pad_token_id", None)  # RoBERTa starts after it, and skips it
+    padding = getattr(config, "pad_token_id", None)  # RoBERTa counts from after this id, and skips it
     tokens = torch.full((count,), next(i for i in (1, 0) if i != padding), device=device)
     rows = torch.arange(count, device=device)
     rehearsals = list[Rehearsal]()

@@ -101,7 +101,7 @@ def digest_of(handle: PlanHandle, columns: Iterable[Tensor], before: int = 0) ->
 
 def require_equal(digests: Iterable[int], groups: Iterable[Any], device: torch.device) -> None:
     """Raises ExecutionError if the ranks of these groups, which hold parts of one model, have read different batches.
-    digests: of this rank, one of each part; a collective."""
+    digests: this rank's, one per chunk of the model. A collective."""
     digests = [*digests]
     bounds = torch.tensor([max(digests), -min(digests)], device=device)
     for group in groups:

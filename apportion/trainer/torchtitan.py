@@ -323,7 +323,7 @@ class PlannedTrainer(Trainer):
         if type(config.activation_checkpoint) is SelectiveAC.Config:
             config.activation_checkpoint = derive(config.activation_checkpoint, PlannedSelectiveAC.Config)
         ranks = torch.arange(dims.world_size).view(dims.pp, -1, dims.tp)
-        groups = ranks.transpose(1, 2).flatten(0, 1)  # of equal pipeline and tensor positions
+        groups = ranks.transpose(1, 2).flatten(0, 1)  # ranks with equal pipeline and tensor positions
         if getattr(config.dataloader, "ticks", 0):
             groups = ranks.permute(2, 0, 1).flatten(1)  # of all stages
         communicator = communicator_of(groups.tolist())
@@ -351,7 +351,7 @@ class PlannedTrainer(Trainer):
 
     def _check_batches(self, handles: Sequence[PlanHandle], columns: Sequence[Sequence[Tensor]]) -> None:
         """Raises ExecutionError if tensor-parallel ranks or pipeline stages have read different microbatches. columns:
-        of each. A collective."""
+        each microbatch's tensors to compare. A collective."""
         digest = 0
         for handle, of_rows in zip(handles, columns, strict=True):
             digest = digest_of(handle, of_rows, digest)

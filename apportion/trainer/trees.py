@@ -46,8 +46,8 @@ class Predictions:
     rows: number on this rank, with padding. samples: numbers of the trees of which the rank has a part. batch: their
     sequences. row: this rank's predicting row; target: the predicted id; sample, token: the predicted token's sample
     and place in it, from 1; place: its place in the concatenated `samples`. Values per row (values, entropies) become
-    values per prediction as `x[found.row]`. predicting: the rows, int64, with a prediction; at: index of each
-    row in these.
+    values per prediction as `x[found.row]`. predicting: int64, the rows with predictions; at: the index of each
+    `row` in `predicting`.
     """
 
     forest: Forest

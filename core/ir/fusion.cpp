@@ -6,7 +6,7 @@
 //   parts                          │         │     │         │
 //
 // A first walk over the instructions records the last use of each part, the instruction that takes it, and the first
-// task that reads its statistics; a second walk finds the parts that tasks complete.
+// task that reads its statistics; a second finds the parts that tasks complete, a third those of them that are taken.
 #include "ir/fusion.hpp"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t NONE = -1;
 
 // last: the last instruction that uses the part without taking it as a result; taken: the last one that takes it as a
-// result; times: how often. first: the first instruction that reads statistics. spoiled: other instructions use
+// result; times: how often it is taken. first: the first instruction that reads statistics. spoiled: others use
 // them too.
 struct Part {
   Tensor tensor;

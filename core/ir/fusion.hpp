@@ -37,14 +37,14 @@ inline const std::array<Sum, 3> SUMS{{
     {GRADS, Tensor::DKV, 5, FIRST_DKV, {1}, Tensors::of(Tensor::DKV, Tensor::KV)},
 }};
 
-// Complete rows of one sum, like `Complete` of fusion.py. home, arrived: by rank; the others by the row of their list.
+// Complete rows of one sum: `CompleteRows` of fusion.py. home, arrived: by rank; the others by the row of their list.
 struct Complete {
   RowRanges tasks, home, arrived, sent, delivered;
 
   auto fields() { return moved(tasks, home, arrived, sent, delivered); }
 };
 
-// sums: in the order of SUMS. tasks, rowops: like `Statistics` of fusion.py.
+// sums: in the order of SUMS. tasks, rowops: like `StatisticsRows` of fusion.py.
 struct Fusion {
   std::array<Complete, 3> sums;
   RowRanges tasks, rowops;

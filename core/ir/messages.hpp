@@ -13,11 +13,11 @@ struct RowSizes {
   HeadCounts heads;
   Column<const bool> ordered;               // [1 + head sets]: true if the heads are 0, 1, ..., the order of home rows
   Column<const std::int64_t> number_bytes;  // [tensors]: bytes of a row of one head
-  Column<const bool> one_array;             // [tensors * 2]: for a tensor in a space
+  Column<const bool> one_array;             // [tensors * 2], by tensor, then space: true for one array
   std::int64_t alignment;
 };
 
-// For `find_messages` of messages.py: the message of each transfer; each message's first transfer; if it is staged.
+// For `find_messages` of messages.py: each transfer's message; each message's first transfer; whether it is staged.
 struct MessageGroups {
   Array<std::int32_t> message;
   Growing<std::int32_t> first;

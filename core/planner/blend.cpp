@@ -26,10 +26,10 @@ using std::int64_t;
 namespace blend {
 namespace {
 
-constexpr double FLAT = 0.25;  // shares include a document's head if pairs of its second half - first > this * all
+constexpr double FLAT = 0.25;  // excess of the second half's pairs, relative to all, above which shares include heads
 constexpr int64_t SPARE = 16;  // pieces added per rank by exchanges
 constexpr int64_t LOOKED_AT = 32;  // pieces of a rank that are considered for an exchange
-constexpr int64_t EXCHANGES = 8;   // most exchanges per rank
+constexpr int64_t EXCHANGES = 8;   // maximum exchanges per rank
 
 // The number of pairs up to any row: `Profile` of apportion/ir/masks/profile.py.
 struct Profile {
@@ -300,7 +300,7 @@ class Repair {
     for (const Piece& piece : pieces) over_[piece.rank] += real(rows.between(piece.low, piece.high));
   }
 
-  // Exchanges until no rank exceeds 1 + `tolerance` times its target, there are `room` pieces, or no exchange helps.
+  // Exchanges until all ranks are at most `tolerance` (a fraction) above target, at `room` pieces, or if none helps.
   void run(double tolerance, int64_t room) {
     std::vector<double> share(over_.size());
     for (int64_t turn = 0; turn < EXCHANGES * count(over_); ++turn) {
@@ -382,7 +382,7 @@ class Repair {
 
   Profile rows_;
   Growing<Piece>& pieces_;
-  std::vector<double> over_, scale_;  // for each rank, its pairs above the target, and the target as their unit
+  std::vector<double> over_, scale_;  // for each rank, its pairs above its target, and the target (at least 1)
 };
 
 Growing<Piece> mix(Column<const int64_t> documents, const Profile& rows, Column<const int64_t> tokens,

@@ -44,7 +44,7 @@ struct Band {
   bool joins(const Band& lower) const { return is_stair() && lower.is_stair() && k0 == lower.k0 && lower.q0 == q1; }
 };
 
-// The number of pairs of the first rows of a stair with a window, which is no longer than the stair.
+// The number of pairs of the first `rows` rows of a stair with a window, which is no longer than the stair.
 double pairs_of(int64_t rows, int64_t window) {
   const double head = real(std::min(rows, window)), rest = real(std::max<int64_t>(rows - window, 0));
   return head * (head + 1) / 2 + rest * real(window);
@@ -82,7 +82,7 @@ Foreign stair_range(const Band& band, const Caps& caps) {
   return {low, end, plain ? reached - std::min(size, caps.tokens * holders) : strip};
 }
 
-// The foreign tokens for rows of a band that see all its keys: all ranks with such rows but one lack all keys.
+// The foreign tokens for rows of a band that see all its keys: every rank with such rows but one lacks all these keys.
 int64_t block_tokens(const Band& band, const Caps& caps) {
   const int64_t keys = band.k1 - band.k0;
   const int64_t upto = std::min(band.q1, band.k0 + std::min(band.dmax, INF / 2) + 1);

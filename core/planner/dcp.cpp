@@ -20,7 +20,7 @@ constexpr double GAIN = 0.01;  // an exchange shortens the longer of the two ran
 // The weight of bytes that an exchange adds within the node, relative to its time on one rank's links. Of the values 0
 // to 16, higher ones save more bytes; up to this one, they lose little time.
 constexpr double DEAR = 8.0;
-constexpr int64_t TURNS = 2;  // most exchanges per block
+constexpr int64_t TURNS = 2;  // maximum exchanges per block
 
 // A hypergraph and the ranks of its vertices. The first vertices are the blocks; each hyperedge starts with its source
 // block.
@@ -239,7 +239,7 @@ class Divisions {
     }
   }
 
-  // True if no source then sends the rank more than one division's share of its total.
+  // True if, with this cell, no source sends the rank more in the division than its total over the number of divisions.
   bool fits(const Cell& cell, int64_t rank) const {
     const int64_t bytes[2] = {missing(cell.side[0], rank), missing(cell.side[1], rank)};
     const bool same = cell.side[0].source == cell.side[1].source;

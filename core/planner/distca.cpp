@@ -23,7 +23,7 @@ namespace {
 constexpr double FREE = 1e-30;       // bytes assumed for a free move, whose E then exceeds all others
 constexpr double SURELY = 1 - 1e-9;  // this fraction of an E is smaller than E, despite rounding
 constexpr int64_t BESIDE = 4;        // candidates within this distance of the last best one are similar to it
-constexpr int HALVINGS = 6;          // most halvings of a share to fit the caps
+constexpr int HALVINGS = 6;          // maximum halvings of a share to fit the caps
 constexpr int64_t SWEEP = 32;        // number of servers between sweeps of the candidates
 
 struct Choice {
@@ -180,7 +180,7 @@ class Migration {
   }
 
   // Notes a lower bound on a candidate's price: the keys of its last row, and rows in proportion to work, less one for
-  // rounding. Only a pair's first share has one: for servers with rows of the pair, `consider_blocks` covers no other.
+  // rounding. Only for a pair's first share: `consider_blocks` considers no other for servers with rows of the pair.
   void note_price(Candidate& candidate) const {
     const Share& share = shares[candidate.share];
     candidate.work = real(share.work);
@@ -321,7 +321,7 @@ class Migration {
   }
 
   // The last or first rows of the share with about `work`, whichever cost fewer bytes per pair; empty if no cut is fine
-  // enough. With caps it is the last rows, which are the fewest; for a head and its mirror image, the innermost.
+  // enough. With caps: the last rows, which are the fewest. For a head and its mirror image: always the innermost rows.
   Range part(const Share& share, double work, double spare, int64_t to) const {
     const Pair& pair = pairs_[share.pair];
     const Range rows = share.rows;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr double NEVER = std::numeric_limits<double>::infinity();
 constexpr int MAX_EXCHANGES = 500;  // descents end much earlier, except in degenerate ties
-constexpr int64_t MAX_PAIRS = 20'000'000;  // most moves and swaps to evaluate, for groups of thousands of sequences
+constexpr int64_t MAX_PAIRS = 20'000'000;  // maximum moves and swaps to evaluate, for groups of thousands of sequences
 constexpr double MIN_GAIN = 1e-12;
 
 // times: [sequences, degrees], the time in a group of that degree, NEVER if forbidden; sizes: tokens of sequences.

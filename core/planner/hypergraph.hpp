@@ -52,7 +52,7 @@ Array<std::int64_t> components(const Hyperedges& edges, Column<const std::int64_
   return root;
 }
 
-// The weights of vertices, which are assigned to parts in [base, base + span), and the limit of each part.
+// FLOPs of vertices, which are assigned to parts in [base, base + span), and the cap of each part.
 struct Movable {
   static constexpr std::size_t FIELDS = 5;
   Column<const std::int64_t> base;
@@ -67,7 +67,7 @@ Array<std::int64_t> spread(const Graph& graph, Column<const std::int64_t> part, 
 // The parts of vertices after moves that improve them, if no part is above its cap.
 Array<std::int64_t> polish(const Graph& graph, Column<const std::int64_t> part, const Movable& input);
 
-// Two weights of vertices, which all have a rank, and the limits of ranks and of nodes of `per_node` ranks. far: the
+// FLOPs and tokens of vertices, which all have a rank, and the caps of ranks and of nodes of `per_node` ranks. far: the
 // cost of an additional node relative to an additional rank.
 struct JointInput {
   static constexpr std::size_t FIELDS = 9;
@@ -79,7 +79,7 @@ struct JointInput {
 // The ranks of vertices after moves of homes and compute that improve them within the caps.
 Array<std::int64_t> refine_together(const Graph& graph, Column<const std::int64_t> part, const JointInput& input);
 
-// The cluster of each vertex: that of its most expensive hyperedge with a cluster; -1: none. of: known ones, else -1.
+// The cluster of each vertex: from `cluster`, else that of its most expensive hyperedge with a cluster; -1: none.
 Array<std::int64_t> anchors(const Hyperedges& edges, Column<const std::int64_t> cluster);
 
 // Clusters of a vertex with tokens and the tokenless vertices anchored to it, and the hyperedges that span several.
@@ -89,11 +89,11 @@ struct Clusters {
   auto fields() { return moved(flops, ptr, pins, price); }
 };
 
-// of: the cluster of each vertex with tokens; -1 for other vertices.
+// cluster: that of each vertex with tokens; -1 for other vertices.
 Clusters clusters(const Hyperedges& edges, Column<const std::int64_t> flops, Column<const std::int64_t> cluster,
                   std::int64_t count);
 
-// Two weights of clusters, which are assigned to parts in [base, base + span), and the limits of each part.
+// FLOPs and tokens of clusters, which are assigned to parts in [base, base + span), and the caps of each part.
 struct Homeless {
   static constexpr std::size_t FIELDS = 6;
   Column<const std::int64_t> flops, tokens, base, flops_cap, tokens_cap;

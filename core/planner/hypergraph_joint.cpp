@@ -77,7 +77,7 @@ class Joint {
     enter(v, p);
   }
 
-  // Whether rank p, and its node if the weights come from another node, has room for them.
+  // Whether rank p has room for these weights, and so has its node if they come from another node.
   bool has_room(int64_t p, int64_t from, int64_t flops, int64_t tokens) const {
     const int64_t node = node_of(p);
     if (flops_[p] + flops > input_.flops_cap[p] || tokens_[p] + tokens > input_.tokens_cap[p]) return false;
@@ -146,7 +146,7 @@ class Joint {
     int64_t flops = 0, tokens = 0, rank = -1, version = -1;
   };
 
-  // Finds the cluster of v. It stays valid while its `version`, that of the placement, is current.
+  // Finds the cluster of v, unless `cluster` already has the current `version` of the placement.
   void find(int64_t v, bool whole, Cluster& cluster) {
     if (cluster.version == version_) return;
     cluster = {{v}, std::vector<int64_t>(static_cast<std::size_t>(ranks_)), input_.flops[v], input_.tokens[v], part_[v],

@@ -22,7 +22,7 @@ constexpr int64_t MANY = 20'000;
 constexpr double NEAR = 0.1;
 // Passes of `refine` and `regroup`; more would gain almost nothing.
 constexpr int PASSES = 3;
-// Most rounds of `repair`: a constant plus a number per vertex.
+// Maximum rounds of `repair`: a constant plus a number per vertex.
 constexpr int64_t REPAIRS = 256, REPAIRS_OF_VERTEX = 4;
 
 class Board {

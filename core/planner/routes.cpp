@@ -149,8 +149,8 @@ struct Hop {
 };
 
 // The hops of chains, and for each edge of the star, the hop that replaces it. tile, ring: the tile and the ring of
-// each edge of the star. Each tile is one of `parts` parts of a rank's rows, number % parts. On its way from a rank to
-// one on another node, each part passes through different ranks of both nodes, the `shifted` ones.
+// each edge of the star. Tile t is part t % parts of a rank's rows. Between ranks of different nodes, each part is
+// relayed by a different pair of ranks, one on either node (`shifted`).
 std::pair<Growing<Hop>, Array<int32_t>> chains(const Star& star, Ints tile, Ints ring, int64_t parts, const Rings& rings,
                                                int64_t ranks_per_node) {
   struct Tile {

@@ -49,8 +49,8 @@ struct Filling {
   int64_t apart;
 };
 
-// Assigns the tasks without an edge to stages, in this order: each gets the first stage, not before that of its rank's
-// previous task, up to which the rank has less work than those stages' share.
+// Assigns the tasks without an edge to stages, in `order`: each gets the stage of its rank's previous task, or the next
+// one, in the order of `visit`, once the rank's work in the stages visited so far reaches their share.
 void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> work, int64_t ranks,
           const Filling& filling, Column<const int64_t> order) {
   struct Rank {
@@ -147,7 +147,7 @@ struct Merged {
 
 class Merging {
  public:
-  // query: for each task, a number of its first query row, equal only for the same rows; shift: for each block, the
+  // query: for each task, a number for its first query row, equal only for the same row; shift: for each block, the
   // offset from tokens to rows.
   Merging(const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
           Column<const int64_t> shift, const Edges& edges)

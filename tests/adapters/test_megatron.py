@@ -164,7 +164,7 @@ def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
         ),
         (
             Case(spec="block", tp=2, options={**EXPERTS, "expert_tensor_parallel_size": 1}),
-            "expert_tensor_parallel_size = 1: Megatron sums no expert's gradients",
+            "expert_tensor_parallel_size = 1: Megatron would not sum experts' gradients",
         ),
         (Case(unscaled=True), "model = 'Unscaled': does not divide gradients"),
     ],

@@ -59,7 +59,7 @@ SHIFTED, SHARED, OUTSIDE = [*PLACES[:-1], [7, 41]], [PLACES[0], [0, 10], *PLACES
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "other places": ({"places": [(0, 2)]}, {}, r"media.places.shape = \(1, 2\): must be \[6, 2\]"),
     "a row too many": ({"lengths": [36, 100, 64, 16, 121, 16]}, {}, "multiple of merge = 4"),
-    "no room in the sample": ({"places": SHIFTED}, {}, r"media.places\[5\].*stands for tokens up to 45"),
+    "no room in the sample": ({"places": SHIFTED}, {}, r"media.places\[5\].*covers tokens up to 45"),
     "two images on a token": ({"places": SHARED}, {}, r"media.places\[0\].*there is room up to 10"),
     "no such sample": ({"places": OUTSIDE}, {}, "media.places"),
     "a recipe that packs": ({}, {"recipe": "wlb"}, "recipe.pack = 'with media'"),

@@ -2,7 +2,7 @@
 fails.
 
     begin ──number, digest──► tag of the call's messages            messages of two calls never meet
-    wait  ──half a second──► store of the group: failures · calls of stalled ranksso errors name both calls
+    wait  ──half a second──► store of the group: failures · calls of stalled ranks, so that errors name both calls
 
 As long as nothing fails, only messages are sent. A watchdog thread reads the store when a wait takes long.
 """
@@ -65,7 +65,7 @@ class Calls:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Opens one call; its name must be equal on all ranks. If it raises, the other ranks raise with its error.
+        """Opens one call; its name must be equal on all ranks. If it raises, the others raise and quote its error.
         Raises ExecutionError if another thread is in a call."""
         nested = self._enter(name)
         previous = self.tag

@@ -4,7 +4,7 @@
     flash   torch's flash attention, one or a few calls per task; torch's ops for rows        any device
     plain   matrix products in strips, everything else like flash                              any device
 
-To add an engine, write a machine in its own file and add a row here.
+To add an engine, write a machine in its own file and add it to `ENGINES`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Executes one rank's program on torch tensors: one handler per op, in program order; it decides nothing.
+"""Executes one rank's program on torch tensors: one handler per op, in program order; makes no decisions.
 
     home rows (q, k, v | hidden) ──forward──► O home rows  ──backward with dO──► dQ, dKV home rows | dX
 

@@ -31,7 +31,7 @@ class EncoderFeed:
     encoder, decoder: handles of plans for the same ranks. places: integers [n, 3]: first token in the decoder's batch,
     first row in the encoder's batch, number of tokens (each stands for `merge` rows); places do not overlap, and cover
     each row of the encoder once. Raises ConfigError; on first use, ExecutionError if
-    ranks differ."""
+    ranks have different places."""
 
     def __init__(self, encoder: PlanHandle, decoder: PlanHandle, places: Ints, merge: int = 1) -> None:
         for name, handle in (("encoder", encoder), ("decoder", decoder)):

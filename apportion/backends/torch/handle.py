@@ -72,7 +72,7 @@ class PlanHandle:
         self._agreed = False
         self.calls, self.called = 0, Counter[str]()
         self.gathered = self.feeds = self.fed = False
-        # the module whose forward called attention last
+        # the wrapper, DDP or FSDP1, of the module that called attention last
         self.wrapper: DistributedDataParallel | FullyShardedDataParallel | None = None
         self._checked: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")

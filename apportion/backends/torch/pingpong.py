@@ -234,7 +234,7 @@ def _gradients(
 
 
 def require_listed(outputs: Iterable[Tensor], allowed: Iterable[Tensor]) -> None:
-    """Raises ConfigError if the graph of the outputs has a leaf that is not allowed: its gradient, or its source's,
+    """Raises ConfigError if the outputs depend, other than through `allowed`, on a leaf that requires a gradient, which
     would be lost silently."""
     tensors = list(allowed)
     leaves, seen = {id(tensor) for tensor in tensors}, {tensor.grad_fn for tensor in tensors}
@@ -337,7 +337,7 @@ def run_pair(
     pong: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Runs both halves through their layers, differentiable in both hidden states, the layers' params and sinks."""
-    for handle in handles:  # all collectives of its first use, before any turn
+    for handle in handles:  # runs the collectives of its first use before any turn
         handle.agree()
         handle.segments(pieces[0][0].kind, PHASES[0])
     params = params_of([*pieces[0], *pieces[1]])

@@ -77,7 +77,7 @@ class Rehearsal:
                 self.decisive |= {(name, call, number)} if decides else set()
 
     def first_difference(self) -> str | None:
-        """The first module whose rows differ from the whole run's, if this reaches attention or the logits."""
+        """The first module whose rows differ from the whole run's, if the difference reaches attention or logits."""
         assert self.whole is not None
         if all(self._agrees(key) for key in self.decisive):
             return None

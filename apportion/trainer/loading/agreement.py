@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Agreement:
-    """Agreement about plans that some ranks lack. plans: whether a rank that gets no plan in time makes it; if so,
+    """Agreement about plans that some ranks lack. plans: whether a rank that gets no plan in time computes it; if so,
     all ranks exchange their states in every iteration, else a rank that fails reports it when the others compare their
     plans (`backends.torch.handle.agree`). fallbacks: number of iterations that some rank planned itself."""
 
@@ -91,7 +91,7 @@ def totals(
 ) -> tuple[int, float]:
     """Labels and their weight over all groups of ranks (data parallel over context parallel); a collective of the
     groups. replicas: the ranks in this rank's position in each group, None for one group; place: epoch, iteration,
-    microbatches. Raises `error`, which ends the other groups too, ExecutionError if the groups are out of step."""
+    microbatches. Raises `error`, or ExecutionError if another group has an error or the groups are out of step."""
     numbers = [*place, valid, weight, error is not None]
     groups = [numbers] if replicas is None else replicas.gather_floats(numbers, "totals of groups")
     failed = [group for group, row in enumerate(groups) if row[-1]]

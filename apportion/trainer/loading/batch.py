@@ -60,7 +60,7 @@ class PlannedBatch(Microbatch):
 
     def gather_tokens(self, local: Tensor) -> Tensor:
         """The inverse of `shard_tokens`: local [rows, ...] -> [tokens, ...] on every rank; padding is dropped. A
-        collective, differentiable: the gradient sums those of all ranks' losses. Raises ExecutionError."""
+        collective, differentiable: gradients of all ranks' losses are summed. Raises ExecutionError."""
         self._check_rows("gather_tokens", local)
         places, handle = self._all_places(), self.handle
         name, targets = f"gather_tokens under plan {handle.name}", torch.from_numpy(places.tokens)
@@ -112,7 +112,7 @@ class Places:
     def _roll(self, batch: PlannedBatch, shift: int) -> Exchange:
         transport, rank_of, row_of = batch.handle.communicator, *self._homes()
         target, ranks = _tokens_ahead(batch.batch.labels(), shift)[self.tokens], len(self.counts)
-        indexes = np.flatnonzero(target >= 0)  # the rows, over all ranks, that get a row
+        indexes = np.flatnonzero(target >= 0)  # indices, over all ranks, of the rows that receive one
         source, token = rank_of[target[indexes]], self.tokens[indexes]
         token_rank, token_row = rank_of[token], row_of[token]
         sent, received = source == transport.rank, token_rank == transport.rank

@@ -206,7 +206,7 @@ class Fetching:
 
 # ---- in torch's data-loader processes
 
-PREFETCHED = 2  # iterations that each process has ready
+PREFETCHED = 2  # iterations that each process prepares ahead
 
 
 class Parcel(NamedTuple):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STATE = 2  # version of the state format
 _SHORT = Repr()
-_SHORT.maxlist = 64  # number of samples of a microbatch that an error lists
+_SHORT.maxlist = 64  # maximum number of samples per microbatch in an error
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Iteration:
         return encode_request(self.job, self.batches)
 
     def parts(self, indexes: Sequence[Ints]) -> Iterator[tuple[Batch, Ints]]:
-        """(batch, sample of each sequence) of each microbatch of a plan with these indexes."""
+        """Yields (batch, the sample of each sequence) per microbatch. indexes: each one's samples in the iteration."""
         samples = np.concatenate(self.samples)
         if len(self.batches) == len(indexes) > 1:
             yield from zip(self.batches, (samples[indices] for indices in indexes), strict=True)

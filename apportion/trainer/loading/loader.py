@@ -134,7 +134,7 @@ class PlannedLoader:
     on_timeout: if there is no plan after `timeout_s` seconds, "raise" PlanTimeoutError, or "local": in each iteration
     all ranks exchange which of them have the plan, the others plan it themselves, and all compare. Until a plan arrives
     again, the loader waits at most half a second for later ones. `metrics()` counts such iterations, and a warning is
-    logged. job: the job of the plans.
+    logged. The attribute `job` is the job of the plans.
 
     `state_dict` saves the loader's position, and `load_state_dict` resumes after the last batch that was yielded.
 
@@ -236,7 +236,7 @@ class PlannedLoader:
 
     def _check_media(self) -> None:
         """Raises ConfigError if the encoder's microbatches cannot match the decoder's."""
-        rule, remedy = "has media in unknown microbatches", "leave it out, or the media"
+        rule, remedy = "the media of each microbatch must be known in advance", "leave it out, or the media"
         refused = {"recipe.pack": self.job.packs, "ticks": self._builder.table is not None}
         refused["sampler"] = isinstance(self._sampler, Iterator)
         for name in filter(refused.__getitem__, refused):

@@ -92,7 +92,7 @@ class MediaOrder:
         limit = np.where(np.append(sample[1:], -1) == sample, limit, lengths[sample])
         if (overflow := np.flatnonzero(token + count > limit)).size:
             first = int(overflow[0])
-            rule = f"stands for tokens up to {token[first] + count[first]}, and there is room up to {limit[first]}"
+            rule = f"covers tokens up to {token[first] + count[first]}, but the limit is {limit[first]}"
             remedy = "give each medium one token of its sample for each `merge` rows"
             raise ConfigError(
                 f"media.places[{self._order[first]}]",

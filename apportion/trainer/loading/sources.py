@@ -93,8 +93,8 @@ class LocalSource(Source):
 
 @dataclass(eq=False)
 class FolderSource(Source):
-    """Precomputed plans, found by the key of the request, so samples may come in any order. origin: where the
-    requests come from, by `ir.bytes.origin`, to explain a missing plan. Raises ConfigError if the folder
+    """Precomputed plans, found by the key of the request, so samples may come in any order. origin: what
+    requests were made from (`ir.bytes.origin`), to explain a missing plan. Raises ConfigError if the folder
     does not exist."""
 
     folder: str

@@ -1,4 +1,4 @@
-"""Normalised loss: local sum over global valid tokens, once per optimizer step; and checks of a rank's share of the
+"""Normalised loss: a rank's sum divided by the step's valid tokens on all ranks; and checks of a rank's share of the
 step's mean: its labels, its autograd graph, its reduction."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _rows(name: str, tensor: Tensor, logits: Tensor | None = None) -> Tensor:
 
 
 def batch_of(labels: Tensor) -> Microbatch | None:
-    """The batch of these labels, which may be a view or (until ranks were compared) a copy. Raises ConfigError for
+    """The batch whose labels these are, as a view or (until ranks have been compared) as a copy. Raises ConfigError for
     the batch's tokens, and for labels that are shifted twice."""
     for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
         if _within(labels, batch.tokens):

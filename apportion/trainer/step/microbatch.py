@@ -21,7 +21,7 @@ _COUNTED = (
     "batch.valid_tokens counts the labels of the samples",
     "put loss_mask into the samples, or pass weights= of 0; hf.inputs and normalised_loss take batch.labels unchanged",
 )
-_VALUES = 3  # values beyond one per sample, above which a match with weights is no coincidence
+_VALUES = 3  # samples, or values beyond one per sample, from which a match with weights is no coincidence
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -45,7 +45,7 @@ class Microbatch:
     )  # ranks in this rank's position in each group
     _staged: bool = False  # ranks of the plan hold different layers, by pipeline stage
     _shifted: Collection[str] = ()  # fields stored in the row that predicts their token
-    _layers: Mapping[str, int] = field(default_factory=dict)  # of each kind that the plans are for
+    _layers: Mapping[str, int] = field(default_factory=dict)  # kind -> number of layers of the planned model
 
     def __repr__(self) -> str:
         position = f"microbatch {self.microbatch} of iteration {self.iteration}{', the last' * self.is_last}"
@@ -91,7 +91,7 @@ class Microbatch:
             raise ConfigError("labels", "changed", *_COUNTED)
 
     def check_others(self, labels: Tensor, divisor: float) -> None:
-        """Raises ConfigError for labels [rows], or [rows - 1], that belong to the next row, of another text or rank,
+        """Raises ConfigError for labels [rows], or [rows - 1], that belong to the next row, of any text or rank,
         and for a part of the batch's labels that is divided by the number of all labels."""
         if len(self.labels) - labels.numel() not in (0, 1):
             return
@@ -147,9 +147,9 @@ class Microbatch:
                 ):
                     return float(actual.norm() / expected.norm())
                 continue
-            kinds = len({*zip(samples.tolist(), expected.tolist(), strict=True)}) - len({*samples.tolist()})
+            extra = len({*zip(samples.tolist(), expected.tolist(), strict=True)}) - len({*samples.tolist()})
             is_field = weights.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-            if kinds >= (1 if is_field else _VALUES) and torch.allclose(
+            if extra >= (1 if is_field else _VALUES) and torch.allclose(
                 expected * actual.norm(), actual * expected.norm(), 1e-2
             ):
                 rule = "weights a row by its own token, but its loss belongs to the token that it predicts"

@@ -41,7 +41,7 @@ class HeadProjection:
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
-        """All parameters, read again for each call, in the forward that makes it."""
+        """All parameters, read in the forward of each call."""
         return tuple(self._params())
 
     def _params(self) -> Iterator[nn.Parameter]:
@@ -66,8 +66,8 @@ class HeadProjection:
 class LatentExpansion:
     """Expansion of latent rows for `planned_latent_attention`, by a layer's linear layer for all heads.
 
-    linear: latent rank to all heads in order, for each its own part of k, then v. own: width of that part; width:
-    of v. Weights are read at every call and never cached; only layers other than a plain `Linear` (LoRA, quantized)
+    linear: maps latent rows to all heads in order, for each its own part of k, then v. own: width of this part; width:
+    that of v. Weights are read at every call, not cached; only layers other than a plain `Linear` (LoRA, quantized)
     compute all heads when only some are needed.
     """
 
@@ -77,7 +77,7 @@ class LatentExpansion:
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
-        """All parameters, read again for each call, in the forward that makes it."""
+        """All parameters, read in the forward of each call."""
         return tuple(self.linear.parameters())
 
     def __call__(self, compressed: Tensor, rotated: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:

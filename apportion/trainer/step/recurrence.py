@@ -79,7 +79,7 @@ def planned_conv(
     run from their ranks. A collective: ranks without tokens call it too.
 
     x [rows, channels] in the plan's home layout (a leading batch dimension of 1 is kept), weight [channels, width], the
-    last of which is for the row itself, bias [channels]. kind: see `planned_scan`. Returns a tensor like x; 0 for
+    last entry of which is for the row itself, bias [channels]. kind: see `planned_scan`. Returns a tensor like x; 0 for
     padding. Differentiable once. torch.compile breaks the graph here. `torch.ops.apportion.halo` communicates.
 
     Raises the errors of `planned_scan`, and ExecutionError if the width differs from the plan's.

@@ -45,7 +45,7 @@ def reduction_of(
 
 
 def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
-    """FSDP2's parameter groups, each with its parameters' unsharded tensor of forward and backward (None before), and
+    """FSDP2's parameter groups, each with two tensors per parameter: the unsharded one (None before a forward), and
     the shard."""
     states: Any = (state() for state in [*_module_state_mapping.values()])
     for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
@@ -70,7 +70,7 @@ def averaging_error(reduction: Reduction) -> ConfigError:
 
 def check_reduction(reduction: Reduction, scale: float, counted: int, factor: float = 1.0) -> None:
     """Checks a share of a mean, multiplied by `scale` in total and by `factor` in the loss itself, against the
-    reduction. counted: number of ranks whose tokens the mean is over. Raises ConfigError."""
+    reduction. counted: number of ranks over whose tokens the mean is taken. Raises ConfigError."""
     name, ranks, sums = reduction
     if ranks == 1:
         return

@@ -26,7 +26,7 @@ std::optional<Array2<int64_t>> cut_into_runs(Column<const Piece> pieces, const H
   return result;
 }
 
-// names: the names of its values from 0 on, as in its definition.
+// Binds an enum. names: "Name(VALUE, ...)", with the values from 0 on in the order of its definition.
 template <class Enum>
 void bind_enum(nb::module_& m, const char* names) {
   const Signature signature(names);

@@ -10,7 +10,7 @@ namespace apportion::verify {
 using std::int64_t;
 using Bits = std::uint64_t;
 
-// Two rows each, of the query and the KV side. bits: a row of each side for every word; number: one per set, equal for
+// Rows: the query and the KV side. bits: a row of each side for every word; number: the number of each set, equal for
 // equal sets; size: its number of heads. serves: [sets, sets], true if the second has all KV heads that the first's
 // query heads need.
 struct HeadSets {

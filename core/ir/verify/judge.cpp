@@ -9,7 +9,7 @@ namespace apportion::verify {
 
 namespace {
 
-// limit on notes, per piece that is allowed; notes of queries without visible keys make no piece
+// limit on notes per allowed piece: more than one, since notes of queries without visible keys make no piece
 constexpr int64_t NOTES_OF_PIECE = 8;
 
 struct Range {
@@ -114,7 +114,7 @@ void find_difference(Sends& sends, Fault& fault) {
   }
 }
 
-// The tokens of a fault as addresses, NOWHERE if unknown, and their rows.
+// Replaces the tokens of a fault by addresses, NOWHERE if unknown; cuts its place to the rows that have them.
 void find_addresses(Sends& sends, Fault& fault) {
   switch (fault.code) {
     case Code::READ_OTHER_HEADS:

@@ -4,7 +4,7 @@
 //            └─ batch, a thread each ─┘
 //
 // A range that depends on ranks not yet walked is walked again at the end, so notes are never kept for all ranks. The
-// verdict is the same for any number of threads. Array memory is in `Walk`, one per thread.
+// verdict is the same for any number of threads. Arrays are kept in `Walk`, one per thread.
 #pragma once
 
 #include "ir/verify/lists.hpp"
@@ -41,7 +41,7 @@ struct Trace {
   bool is_complete = false;
 };
 
-// Walks each rank by itself. Returns where it stopped and its tasks' attention; none if that has over `max_pieces`.
+// Walks each rank by itself. Returns their faults and tasks' attention; none if that has over `max_pieces` pieces.
 std::optional<Trace> trace(const Program& program, int64_t max_pieces);
 
 }  // namespace apportion::verify

@@ -75,7 +75,7 @@ class Lists {
     return follower.list != NONE ? list(follower.list).first : NONE;
   }
 
-  // A set leaves its list for a new one; returns false if it can follow another list, which begins with the band.
+  // Moves a set to a new list; or, if it has matched nothing, to a list that begins with the band, returning false.
   bool detach(Follower& follower, const Band& band) {
     if (follower.matched > 0) {
       fork(follower);

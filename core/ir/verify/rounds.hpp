@@ -1,4 +1,4 @@
-// Rounds of the current rank: launched, completed, and the rounds that still send rows of a node.
+// Rounds that the current rank has launched or completed, and the rounds that still send the rows of a node.
 //
 //   rounds   number ─► launched by this rank? waited for? its transfers [first, end)
 //   senders  of a node: round 7 ─► round 4 ─► none         the parts of a cut node share one list

@@ -66,7 +66,7 @@ class Walk {
   Sends& sends_;
   Rank rank_;
   std::size_t max_notes_;
-  Array<int64_t> next_send_;  // of each rank, the next of its sends to this one
+  Array<int64_t> next_send_;  // for each rank, its next send to the current one
   std::vector<Note> notes_;
   Runs runs_, keys_, others_;
   int64_t number_ = 0, first_rank_ = 0, walked_ranks_ = 0;

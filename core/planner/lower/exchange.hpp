@@ -37,7 +37,7 @@ struct Ends {
   Operand out, into;
 };
 
-// All copies: transfers for those between ranks, at launch(copy, round); local ones at step `copy`, unless it is -1.
+// Adds all copies: transfers between ranks, at launch(copy, round), and local copies at step `copy` unless it is -1.
 // ends(number, copy): source and destination of each.
 template <class Launch, class EndsOf>
 void move_copies(Program& program, const Exchange& exchange, int64_t copy, Launch&& launch, EndsOf&& ends) {

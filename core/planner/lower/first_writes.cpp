@@ -22,7 +22,7 @@ enum class State : std::uint8_t { UNSEEN, ADDED, OPENED };
 // lane; a slot is valid if it belongs to this lane.
 class Points {
  public:
-  explicit Points(int64_t most) {  // most: points of a lane
+  explicit Points(int64_t most) {  // most: maximum number of points of a lane
     while (slots_.count() < 2 * most) slots_.resize(2 * slots_.size());
   }
   void add(int64_t point) {
@@ -102,7 +102,7 @@ Pieces cut(const Growing<Written>& written, const Growing<int64_t>& held) {
   return {points.take(), std::move(ptr), std::move(low), std::move(high)};
 }
 
-// For each piece, the next piece, or itself, that no task has reached yet, or a step towards that.
+// Finds the first piece, from a piece on, that no task has reached yet: `after_` has it, or a step towards it.
 class Unseen {
  public:
   explicit Unseen(int64_t pieces) : after_(pieces + 1) { std::iota(after_.begin(), after_.end(), 0); }

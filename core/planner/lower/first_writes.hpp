@@ -15,8 +15,8 @@ namespace apportion::lower {
 using std::int32_t;
 using std::int64_t;
 
-// Rows to which a task adds, in a lane: one rank's rows or one tile, with some of the heads. may: whether only earlier
-// tasks can have changed their initial state, so that the task may open them.
+// Rows to which a task adds, in a lane: one rank's rows or one tile, with some of the heads. may_open: whether only
+// earlier tasks can have changed their initial state, so that this task may open them.
 struct Written {
   int32_t task, lane, row, rows;
   bool may_open;

@@ -147,14 +147,14 @@ class Stages {
   }
 
   // How often rows of a tensor arrive (queries in every stage, keys once per window), and the stages of the `at`-th
-  // time.
+  // arrival.
   int64_t times(Tensor tensor) const { return KV_SIDE.has(tensor) ? opens_.count() : stages_.count(); }
   int64_t first_stage(Tensor tensor, int64_t at) const { return KV_SIDE.has(tensor) ? opens_[at] : at; }
   int64_t last_stage(Tensor tensor, int64_t at) const { return KV_SIDE.has(tensor) ? closes_[at] : at; }
   int64_t heads(Tensor tensor, int64_t at, const Copy& copy) const { return view(tensor).sets[at][member(copy.dst)]; }
 
-  // Finds, for each window and copy, the owner: among the copies of the same piece and heads, which all use its rows at
-  // home, the one that stays at home, else the first.
+  // Finds, for each window and copy, the owner, whose rows at home serve all copies of the same piece and heads: the
+  // one that stays at home, else the first.
   void find_owners() {
     for (int64_t window = 0; window < stages_.key.rows(); ++window) {
       std::map<std::pair<int64_t, int64_t>, int64_t> owners;

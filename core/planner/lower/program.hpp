@@ -107,7 +107,7 @@ struct Program {
   void clear(int64_t step, int64_t rank, const Operand& c) {
     rowops.push_back({narrow(rank), narrow(step), {}, {}, c, {}});
   }
-  // Appends a row of merge or add; with `first`, of copy or deliver.
+  // Appends a row of merge or add or, with `first` set, of copy or deliver.
   void combine(int64_t step, int64_t rank, const Operand& a, const Operand& c, int32_t first = 0) {
     rowops.push_back({narrow(rank), narrow(step), a, {}, c, {}, first});
   }

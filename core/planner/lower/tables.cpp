@@ -6,8 +6,8 @@
 //              apportion/ir/isa.py), an order that the format stores in few bytes; arenas as large as the operands in
 //              work rows require
 //
-// A rank takes part in a step if it has rows in it, if it waits there for something that it launched, or if all ranks
-// take part. All ranks run the steps in the same order, so rounds are launched in the same order everywhere, which
+// A rank takes part in a step if it has rows in it, if it waits there for something that it launched, or if the step is
+// an all-to-all. All ranks run the steps in the same order, so rounds are launched in the same order everywhere, which
 // rules out deadlock.
 #include <algorithm>
 #include <array>
@@ -51,7 +51,7 @@ class Sorted {
 };
 
 // Operands that one rank's rows have named so far. Memory is reused for all ranks: an entry is valid only if it carries
-// this rank.
+// the current rank.
 class NamedRanges {
  public:
   void open(int64_t rank) {

@@ -114,7 +114,7 @@ def profile(
     """This machine's hardware, measured in one process.
 
     quick: a coarse grid. progress: called with (steps done, total). device: by default the current CUDA device, else
-    the CPU. effort: instead of `quick`. engine: the engine whose tasks are timed, one of `TASKS`. Figures that need two
+    the CPU. effort: overrides `quick`. engine: the engine whose tasks are timed, one of `TASKS`. Figures that need two
     ranks are assumed until `with_links`. Raises ConfigError for an implausible measurement, UnknownNameError for an
     unknown engine.
     """
@@ -288,7 +288,7 @@ def _between(grid: Grid, index: int, rows: int, window: int) -> float:
 
 
 def _grid(engine: str, full: Times, causal: Times) -> Grid:
-    """The grid of measured times. Causal times are capped: CPUs need several calls, often longer than a full task."""
+    """The grid of measured times. Causal times are capped: CPUs need several calls, often slower than a full task."""
     full = np.round(_made_monotonic(full), DIGITS)
     causal = np.minimum(_made_monotonic(causal), MOST_CAUSAL * full)
     source = f"measured: engine {engine} of the torch backend, one task per call"

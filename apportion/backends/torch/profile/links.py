@@ -67,7 +67,7 @@ def profile_links(
     """Measures the links of a group. A collective of `group` (None: the default one); all ranks get the same numbers.
 
     node: the number of this rank's node, equal on all its ranks; None: from the host's name. messages: sizes in bytes
-    for the ping-pong; the crowd uses the largest. runs: the best of these counts. Raises ExecutionError for one rank.
+    for the ping-pong; the crowd uses the largest. runs: tries; the best one counts. Raises ExecutionError for one rank.
     """
     comm = Communicator(*([] if group is None else [group]))
     if comm.ranks < 2:

@@ -43,8 +43,8 @@ from apportion.ir.tensors import Space, Tensor as Name
 
 
 class Launch(NamedTuple):
-    """One kernel launch without arrays or layer. tables: device tensors, the first arguments; arrays: picks the
-    next ones from the machine's arrays; sizes: integers after these."""
+    """A kernel launch before its arrays are known. Arguments in order: tables, device tensors; arrays, which it picks
+    from those of the machine; then, after the layer's tensors, sizes, integers."""
 
     kernel: str
     programs: int
@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Draft:
-    """A launch whose tables are not on the device yet: the range of each in the buffer."""
+    """A launch whose tables are not on the device yet. tables: the range of each in the buffer."""
 
     kernel: str
     programs: int
@@ -98,7 +98,7 @@ class Drafts:
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
 
     def number(self, slot: Slot) -> int:
-        """The number of an array; an array that the program never names maps to another of the same tensor."""
+        """The number of an array among `slots`, to which it is added if it is new."""
         if slot not in self.slots:
             self.slots.append(slot)
         return self.slots.index(slot)
@@ -358,7 +358,7 @@ def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], operand: Opera
 
 
 def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:
-    """True if a row of a copy may overlap rows that another row writes; conservative, since that is rare."""
+    """True if a row of a copy may overlap rows that another row writes; conservative, since overlaps are rare."""
     read, written = (
         {(operand.tensor, operand.is_home) for operand in side} for side in zip(*pairs, strict=True)
     )

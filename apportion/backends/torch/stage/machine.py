@@ -1,4 +1,4 @@
-"""Executes one rank's program on stage kernels: one launch per instruction (`attend_grad`: two); it decides nothing."""
+"""Executes one rank's program on stage kernels: one launch per instruction (`attend_grad`: two); makes no decisions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StageMachine(TorchMachine):
             self._check(step)
 
     def _check(self, step: Step) -> None:
-        """Checks the rows that an instruction accumulated, at home, in work rows or among the results."""
+        """Checks the rows that an instruction accumulated: at home, in work rows, or at their destinations."""
         sums = {task.o for task in step.tasks} | {i for task in step.grads for i in (task.dq, task.dkv)}
         for index in sorted(sums):
             operand = self.program.operands[index]
@@ -118,7 +118,7 @@ class StageMachine(TorchMachine):
                         require_numbers(f"instruction {step.index}", **{str(operand): rows})
 
     def _sum_rows(self, step: Step, operand: Operand) -> Iterator[tuple[Tensor, ...]]:
-        """Yields the rows of a sum; complete ones from the results."""
+        """Yields the rows of a sum; complete ones from their destinations."""
         parts = self.memory.view(operand).read()
         row, stop = operand.row, operand.row + operand.rows
         complete = self._loaded.complete.get((step.index, operand.tensor, operand.is_home), [])

@@ -313,8 +313,8 @@ def row_tiles(
     height: int,
     rows_of: Callable[[Operand], list[tuple[int, int]]] = lambda first: [(first.row, first.row + first.rows)],
 ) -> RowTiles:
-    """Tiles of the rows that a delta or finish writes; rows_of: the rows to compute. Flags: whether these rows, and for
-    delta the rows of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or
+    """Tiles of the rows that a delta or finish writes. rows_of: the rows to compute. Flags of a tile: if these rows,
+    and for delta those of dO and O, are work rows; shifts: to dO's and O's rows; heads: columns of delta, dO and O, or
     only of O."""
     heads, tiles = HeadColumns(), []
     for row in step.rowops:

@@ -120,7 +120,7 @@ def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints
 
 def column_groups(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...]]) -> Ints:
     """int64 [tasks]: equal for tasks of an instruction that share a head column, directly or transitively. signature:
-    int64 [tasks], index into `columns` of the columns each writes."""
+    int64 [tasks], index into `columns` of the columns that each task writes."""
     pairs, which = np.unique(np.stack([instruction, signature], axis=1), axis=0, return_inverse=True)
     group_number = np.arange(len(pairs))
     for i, (group, signature_) in enumerate(pairs.tolist()):

@@ -295,7 +295,7 @@ class _Heads:
         self.numbers = np.array(self._numbers, np.int32)
 
     def _signature_offsets(self, signatures: Sequence[Ints], numbers_of: Callable[..., list[int]]) -> Ints:
-        """int64 [tasks]: the offset of the numbers of each combination of signatures."""
+        """int64 [tasks]: the offset of the numbers for each task's combination of signatures."""
         distinct, which = np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)
         starts = np.zeros(len(distinct), np.int64)
         for i, row in enumerate(distinct.tolist()):
