@@ -28,7 +28,7 @@ namespace {
 
 constexpr double FLAT = 0.25;  // excess of the second half's pairs, relative to all, above which shares include heads
 constexpr int64_t SPARE = 16;  // pieces added per rank by exchanges
-constexpr int64_t LOOKED_AT = 32;  // pieces of a rank that are considered for an exchange
+constexpr int64_t MAX_CANDIDATES = 32;  // pieces of a rank that are considered for an exchange
 constexpr int64_t EXCHANGES = 8;   // maximum exchanges per rank
 
 // The number of pairs up to any row: `Profile` of apportion/ir/masks/profile.py.
@@ -350,7 +350,7 @@ class Repair {
 
   std::vector<int64_t> pieces_of(int64_t rank) const {
     std::vector<int64_t> numbers;
-    for (int64_t piece = 0; piece < count(pieces_) && count(numbers) < LOOKED_AT; ++piece)
+    for (int64_t piece = 0; piece < count(pieces_) && count(numbers) < MAX_CANDIDATES; ++piece)
       if (pieces_[piece].rank == rank) numbers.push_back(piece);
     return numbers;
   }

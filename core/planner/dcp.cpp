@@ -19,7 +19,7 @@ namespace {
 constexpr double GAIN = 0.01;  // an exchange shortens the longer of the two ranks' times by at least this fraction
 // The weight of bytes that an exchange adds within the node, relative to its time on one rank's links. Of the values 0
 // to 16, higher ones save more bytes; up to this one, they lose little time.
-constexpr double DEAR = 8.0;
+constexpr double ADDED_BYTES_WEIGHT = 8.0;
 constexpr int64_t TURNS = 2;  // maximum exchanges per block
 
 // A hypergraph and the ranks of its vertices. The first vertices are the blocks; each hyperedge starts with its source
@@ -153,7 +153,7 @@ class Homes {
         double longest = ranks_[busy].time(gbs_, here.sent, here.received, away);
         if (longest >= limit) continue;
         longest = std::max(longest, ranks_[to].time(gbs_, there.sent, there.received, -away));
-        longest += DEAR * real(std::max<int64_t>(0, here.sent + there.sent)) / gbs_.within;
+        longest += ADDED_BYTES_WEIGHT * real(std::max<int64_t>(0, here.sent + there.sent)) / gbs_.within;
         if (longest >= limit) continue;
         best = {first, second};
         limit = longest;

@@ -21,8 +21,8 @@ namespace distca {
 namespace {
 
 constexpr double FREE = 1e-30;       // bytes assumed for a free move, whose E then exceeds all others
-constexpr double SURELY = 1 - 1e-9;  // this fraction of an E is smaller than E, despite rounding
-constexpr int64_t BESIDE = 4;        // candidates within this distance of the last best one are similar to it
+constexpr double ROUNDING_MARGIN = 1 - 1e-9;  // this fraction of an E is smaller than E, despite rounding
+constexpr int64_t NEARBY = 4;        // candidates within this distance of the last best one are similar to it
 constexpr int HALVINGS = 6;          // maximum halvings of a share to fit the caps
 constexpr int64_t SWEEP = 32;        // number of servers between sweeps of the candidates
 
@@ -261,14 +261,14 @@ class Migration {
     consider_blocks(choice, to, pairs_of_k_, holding_.keys());
     double floor = choice.e;
     if (const int64_t near = last_ < 0 ? -1 : place_[last_]; near >= 0) {
-      const int64_t end = std::min(near + BESIDE + 1, count(candidates_));
-      for (int64_t place = std::max<int64_t>(near - BESIDE, 0); place < end; ++place) {
+      const int64_t end = std::min(near + NEARBY + 1, count(candidates_));
+      for (int64_t place = std::max<int64_t>(near - NEARBY, 0); place < end; ++place) {
         const Candidate& candidate = candidates_[place];
         // the E of a part may slightly exceed `max_e`, which orders the candidates
         floor = std::max(floor, std::min(score(candidate.share, to), candidate.max_e));
       }
     }
-    floor *= SURELY;
+    floor *= ROUNDING_MARGIN;
     const double deficit = -servers[to].surplus();
     for (const Candidate& candidate : candidates_) {
       if (candidate.max_e <= choice.e) break;
@@ -279,7 +279,7 @@ class Migration {
       if (e <= choice.e) continue;
       choice = {candidate.share, e};
       last_ = candidate.share;
-      floor = std::max(floor, SURELY * e);
+      floor = std::max(floor, ROUNDING_MARGIN * e);
     }
     return choice;
   }
