@@ -199,8 +199,8 @@ def timed_verify(plan: Plan, threads: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Source:
-    """Source of batches: a workload, or the documented log-normal documents. mask: for plain documents, None: causal.
-    longest: maximum tokens of a document, None: those of the batch; overlong: how longer documents are handled."""
+    """Source of batches: a workload, or else log-normal documents. mask: for plain documents, None: causal.
+    longest: maximum tokens of a document, None: as many as the batch; overlong: how longer documents are handled."""
 
     workload: Workload | None = None
     mask: MaskSpec | None = None

@@ -53,7 +53,7 @@ class Figures:
 
 
 TODAY = Figures()
-TRIED = [Figures(*one) for one in product((1.0, 0.5, 0.32, 0.16), (0.0, 0.085, 0.17, 0.34), (1.0, 0.65))]
+TRIED = [Figures(*row) for row in product((1.0, 0.5, 0.32, 0.16), (0.0, 0.085, 0.17, 0.34), (1.0, 0.65))]
 
 #: step -> published results, and a function that simulates them for given figures
 Pairs = dict[str, tuple[tuple[float, ...], Callable[[Figures], tuple[float, ...]]]]
@@ -61,7 +61,7 @@ Pairs = dict[str, tuple[tuple[float, ...], Callable[[Figures], tuple[float, ...]
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper. name: its marker's; figures: titles of the results; steps: see `Pairs`."""
+    """A paper. name: of its marker in docs/papers.md; figures: titles of the results; steps: see `Pairs`."""
 
     name: str
     title: str
@@ -167,7 +167,7 @@ def zeppelin_ablation() -> Pairs:
 
 
 def magi() -> Pairs:
-    """TFLOP/s per GPU, forward and backward, of its native collective and its all-to-all-v, mean of 3 packs."""
+    """TFLOP/s per GPU, forward and backward, of the native collective and the all-to-all-v, mean of 3 packs."""
     (case,) = (setting for setting in PUBLISHED if setting.name == "magi-h100")
     hardware = Hardware.load(case.hardware)
 
@@ -225,7 +225,7 @@ def measure(paper: Paper) -> dict[str, Any]:
     tried = []
     for figures in TRIED:
         results = {
-            name: [round(us, 4) for us in simulated(figures)] for name, (_, simulated) in steps.items()
+            name: [round(value, 4) for value in simulated(figures)] for name, (_, simulated) in steps.items()
         }
         tried.append({"figures": figures.__dict__, "ours": results, "error": _error(published, results)})
     return {"name": paper.name, "columns": list(paper.figures), "published": published, "tried": tried}

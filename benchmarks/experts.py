@@ -98,7 +98,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for case in rows:
         step, parts = case["step_s"], sorted(case["parts_s"].items(), key=lambda item: -item[1])
         breakdown = ", ".join(
-            f"{name.replace('_', ' ')} {us:.1f}" for name, us in parts if us > 0.05 * step["value"]
+            f"{name.replace('_', ' ')} {time:.1f}" for name, time in parts if time > 0.05 * step["value"]
         )
         layout = case["parallelism"].split("order, ")[1]
         lines.append(

@@ -8,7 +8,7 @@ forward and backward. Without WORKLOAD files it uses the lengths of the benchmar
     all-to-all     softmax like `auto`; around each recurrent layer, an all-to-all of q, k, v and gates to whole
                    sequences split by heads, and back
     converted      contiguous rows for recurrent layers, states travel; hidden states move to the rows of softmax
-                   (the faster of `ring` and `megatron_hybrid`) and back; last runs early or late, whichever is faster
+                   (the faster of `ring` and `megatron_hybrid`) and back; last runs computed early or late, as is faster
 
 Recurrent kernels are priced at an assumed rate (`planner.simulate.recurrent`), the same for all three; `--share`
 changes it. Writes rows to benchmarks/results/hybrid.json and a table to docs/benchmarks.md.
@@ -45,7 +45,7 @@ MODEL = Model(q_heads=16, kv_heads=2, head_dim=256, layers=1, recurrent={"linear
 Draw = Callable[[int], Batch]
 
 
-def loads() -> Iterator[tuple[str, Draw]]:
+def built_in_workloads() -> Iterator[tuple[str, Draw]]:
     """Yields pairs (name, function from a number of tokens to a batch)."""
     yield "log-normal", lambda tokens: Batch.from_lengths(lognormal_lengths(0, tokens))
     for name, file in (("source files", "code_lengths.json"), ("documents", "doc_lengths.json")):
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     prices.SHARE, hardware, rows = args.share, Hardware.load("h100"), list[dict[str, Any]]()
-    for name, draw in [(path.stem, of_file(path)) for path in args.workloads] or [*loads()]:
+    for name, draw in [(path.stem, of_file(path)) for path in args.workloads] or [*built_in_workloads()]:
         for ranks in map(int, args.ranks.split(",")):
             record = row(name, draw(ranks * TOKENS), replace(Cluster(), nodes=ranks // 8), hardware)
             rows.append(record)

@@ -212,13 +212,13 @@ def distca(
         table = tick_table(stages, count, cap=2 * stages - 1)
         try:
             steps = run.whole("distca")
-            attention = [_ticks_seconds(run, table, one, ping_pong) for one in draws]
+            attention = [_ticks_seconds(run, table, sequences, ping_pong) for sequences in draws]
         except ApportionError:
             continue
         in_flight = min(count, 2 * stages - 1) / min(
             count, stages
         )  # microbatches in flight, relative to 1F1B
-        memory = max(one.memory.total + (in_flight - 1) * one.memory.activations.kept for one in steps)
+        memory = max(step.memory.total + (in_flight - 1) * step.memory.activations.kept for step in steps)
         if memory <= run.memory_gib * 2**30:
             work = ("head",) if ping_pong else ("linear", "rows", "head", "tensor_parallel")
             work_s = sum(part(steps, name) for name in work)

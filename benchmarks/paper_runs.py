@@ -86,19 +86,19 @@ class Run:
         return self.steps(Parallelism(find_recipe(recipe), self.degrees, ping_pong=ping_pong))
 
     def best_grid(self, recipe: str) -> tuple[str, tuple[StepForecast, ...]]:
-        """The name and steps of the recipe's fastest static grid that fits and drops almost no tokens."""
+        """The name and steps of the recipe's fastest static grid that fits and keeps almost all pairs."""
         candidates = []
         for form in static_grids(self.cluster, [recipe], self.degrees):
             try:
                 steps = self.steps(form)
             except ApportionError:
                 continue
-            covered = sum(one.pairs for one in steps) / sum(one.whole_pairs for one in steps)
+            covered = sum(step.pairs for step in steps) / sum(step.whole_pairs for step in steps)
             if covered >= KEPT and self.fits(steps):
                 candidates.append((seconds(steps), str(form), steps))
         if not candidates:
             raise SystemExit(f"no grid of {recipe} fits")
-        _, name, steps = min(candidates, key=lambda one: one[0])
+        _, name, steps = min(candidates, key=lambda candidate: candidate[0])
         return name, steps
 
 

@@ -78,8 +78,8 @@ def _upipe_8b(assumed: str) -> Iterator[Row]:
             yield row(f"8B, {tokens}K tokens", recipe, "", "tokens/s a GPU", figures[tokens], ours, assumed)
         if tokens in UPIPE_PARTS:
             steps = run.whole("ulysses")
-            shared = (part(steps, "linear") + part(steps, "rows")) / 3  # without attention
-            attention = part(steps, "attention") + part(steps, "recomputation") - shared
+            forward_s = (part(steps, "linear") + part(steps, "rows")) / 3  # which recomputation repeats
+            attention = part(steps, "attention") + part(steps, "recomputation") - forward_s
             for figure, theirs, ours in zip(
                 ("attention and exchanges, s", "all else, s"),
                 UPIPE_PARTS[tokens],

@@ -58,7 +58,7 @@ class PublishedSetting:
 
 # --- MagiAttention's benchmark
 
-#: documents of the benchmark's default data set: middle of the histogram bin, which the benchmark uses as length ->
+#: documents of the benchmark's default data set: middle of a histogram bin (which the benchmark takes as length) ->
 #: number of documents (SandAI-org/MagiAttention, exps/dist_attn, Apache-2.0)
 MAGI_DOCUMENTS = {
     5: 30_254,

@@ -4,8 +4,8 @@ Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,
 [--json]. Times cover forward and backward of all layers on the built-in h100: the README's model, 64 ranks, 8 per node,
 32K tokens per rank, unless the situation's name says otherwise. Plans of `auto` are verified. A single recipe counts if
 it keeps the token cap; if it takes longer than `--seconds` to plan and simulate, its row has only the reason. Rows of
-the nominal scenario are stored in benchmarks/results/situations.json, where `--only` and named singles replace only
-theirs; docs/benchmarks.md has the table.
+the nominal scenario are stored in benchmarks/results/situations.json, where `--only` and named singles replace only the
+rows that they measure; docs/benchmarks.md has the table.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def run(
     rows: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     for name in names:
         rows[name] = cases[name]() | {"versions": versions()}
-        rows = {one: rows[one] for one in cases if one in rows}
-        lines = ",\n".join(f"{json.dumps(one)}: {json.dumps(row)}" for one, row in rows.items())
+        rows = {case: rows[case] for case in cases if case in rows}
+        lines = ",\n".join(f"{json.dumps(case)}: {json.dumps(row)}" for case, row in rows.items())
         results.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     write_tables({prefix + name: table(rows[name]) for name in cases if name in rows})
     print(f"rows are in {results}")

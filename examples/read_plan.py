@@ -33,7 +33,7 @@ TABLES = {
     "states": "kind head heads peer run",
     "halo": "send peer row rows",
 }
-#: least and greatest values of columns, where they are not 0 and 2**48
+#: smallest and largest values of columns, where these are not 0 and 2**48
 LEAST = dict.fromkeys(["arenas.tensor", "arenas.rows", "instructions.op", "spans.length", "moves.rows"], 1)
 LEAST |= dict.fromkeys(["runs.rows", "halo.rows", "folds.heads", "states.heads"], 1)
 LEAST |= dict.fromkeys(["runs.past", "folds.parent"], -1)

@@ -79,7 +79,7 @@ def common(
     output.quiet = quiet
 
 
-# click's UsageError, wherever the installed typer keeps its click
+# click's UsageError: from click, or from the copy of it inside typer
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_plan(path: Path, check_id: bool = True) -> Plan:
-    """The plan of a file. Raises DecodeError, which names the file."""
+    """The plan in a file. Raises DecodeError, which names the file."""
     from apportion.ir.bytes.codec import decode
     from apportion.ir.bytes.transport import expanded
     from apportion.ir.errors import DecodeError

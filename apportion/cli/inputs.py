@@ -57,7 +57,7 @@ def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
 
 
 def warn_of_dtype(hardware: Hardware | None, model: Model) -> None:
-    """Warn on stderr if the model's dtype differs in width from the kernels' dtype (None: the built-in H100's)."""
+    """Warn on stderr if the model's dtype differs in width from the kernels' dtype (hardware None: `h100`'s)."""
     from apportion.ir.request.hardware import Hardware
     from apportion.ir.request.model import ELEMENT_BYTES
 

@@ -80,7 +80,7 @@ Block = Annotated[
 Pods = Annotated[
     str | None,
     Option(
-        help="Plan parts of at most this many ranks separately, or `auto` (1024): every document stays "
+        help="Plan parts of at most this many ranks each, or `auto` (1024): every document stays "
         "in one part. For thousands of ranks."
     ),
 ]

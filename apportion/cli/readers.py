@@ -19,7 +19,7 @@ from typing import Any
 
 from apportion.ir.errors import ConfigError
 
-#: verbs of the questions of each level, which includes all lower levels
+#: level -> verbs of its questions; a level includes all lower levels
 LEVELS = {
     "read": ("read", "check"),
     "run": ("read", "check", "run"),
@@ -40,7 +40,7 @@ class Suite:
 
     @staticmethod
     def open(folder: Path) -> Suite:
-        """The suite in a folder; if there is no such folder, this release's is written there first. Raises
+        """The suite in a folder; if there is no such folder, this release's suite is written there first. Raises
         ConfigError."""
         if not folder.exists():
             shutil.copytree(packaged_suite(), folder)
@@ -175,7 +175,7 @@ class Reader:
 
 
 def _exit_fault(question: Question, process: subprocess.CompletedProcess[bytes]) -> str:
-    """Describes an invalid exit: a signal, or a code other than 0 and 1, is a crash."""
+    """Describes an exit status other than the expected one; empty if it is as expected."""
     if process.returncode == question.expected:
         return ""
     message = process.stderr.decode(errors="replace").strip()[-_QUOTED:]

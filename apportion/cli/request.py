@@ -58,14 +58,14 @@ class RequestOptions:
         return self.tokens_per_rank or options.SAMPLED
 
     def check_files(self, *allowed: str, least: int = 1) -> None:
-        """Raises ConfigError unless there is one file of documents, or none if `least` is 0."""
+        """Raises ConfigError unless exactly one file of documents is given; with `least` 0, none is allowed too."""
         if not least <= len(self.files) <= 1:
             rule = f"must come from {'exactly' if least else 'at most'} one of {', '.join(allowed)}"
             raise ConfigError("documents", " ".join(self.files) or "none", rule, "give one of these options")
 
     def setting(self) -> tuple[Cluster, Model, Hardware | None]:
-        """Cluster, model and hardware; warns on stderr if they do not fit together. A cluster file, if given,
-        takes precedence. Raises ConfigError."""
+        """Cluster, model and hardware; warns on stderr if they do not fit together. A cluster file excludes --ranks
+        and --ranks-per-node. Raises ConfigError."""
         from apportion import bench
         from apportion.ir.request.cluster import Cluster
 

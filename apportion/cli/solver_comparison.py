@@ -1,4 +1,4 @@
-"""Solvers against the optimum, on problems small enough to enumerate all answers."""
+"""Compares solvers with the optimum, on problems small enough to enumerate all answers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Trainer:
 
 
 def train_planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[str, Any]]:
-    """Yields each step's loss and plan id, the tokens per second, and the longest wait of any rank so far."""
+    """Yields each step's loss and plan id, the tokens per second, and the longest total wait of any rank."""
     trainer, data = Trainer(), ap.Samples([*chain(*steps)], mask=workload.KINDS)
     numbers = iter(range(len(data)))
     sampler = [[next(numbers) for _ in step] for step in steps]

@@ -23,7 +23,7 @@ Document = NDArray[np.uint8]
 
 def documents(steps: int, file: Path | str | None = None) -> list[list[Document]]:
     """Draws a long document and shorter ones for each step, TOKENS in total, from the text of this package's source
-    files. Their lengths are those of the files, or of a workload file's samples. Raises ConfigError, CapacityError."""
+    files. Lengths are drawn from those of the files or of a workload file. Raises ConfigError, CapacityError."""
     files = [path.read_bytes() for path in sorted(Path(ap.__path__[0]).rglob("*.py"))]
     sizes = np.array([len(data) for data in files if data], np.int64)
     workload = Workload(sizes, (None,) * len(sizes)) if file is None else read_workload(file)

@@ -1,4 +1,4 @@
-"""Data of a page about one plan: figures with their bounds, columns of ranks, runs, documents, the search."""
+"""Data of a page about one plan: figures with their bounds, per-rank columns, runs, documents, the search."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _REMEDIES = {
     "contention": ("transfers that slow kernels down", "a recipe that moves less"),
     "stalls": ("waiting for transfers", "more tokens per rank"),
 }
-GOOD_SHARE = 0.85  # share of the time that balanced work needs, above which there is little to gain
+GOOD_SHARE = 0.85  # if balanced work takes this share of the time or more, there is little to gain
 
 
 def verdict(simulation: Simulation) -> list[str]:
@@ -96,7 +96,7 @@ def verdict(simulation: Simulation) -> list[str]:
 
 
 def _time_imbalance(simulation: Simulation) -> tuple[str, str]:
-    """The imbalance that placements by time minimize: their pairs are uneven, as short samples cost more per pair."""
+    """The imbalance in time, minimized by placements by time; short samples cost more per pair, so pairs are uneven."""
     return "time imbalance", f"{summary.percent(simulation.time_imbalance)} (simulated work, max/mean - 1)"
 
 

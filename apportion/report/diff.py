@@ -1,4 +1,4 @@
-"""Differences of two plans: header and request fields, report numbers, instruction counts, first lines."""
+"""Differences of two plans: fields of header, request and report, instruction counts, first lines that differ."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _changes(path: str, a: Any, b: Any) -> Iterator[Change]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts tuples to lists, so that a decoded plan compares equal to the encoded one."""
+    """Converts tuples to lists, so that a decoded plan compares equal to the original."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

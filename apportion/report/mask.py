@@ -28,8 +28,8 @@ class Pieces(NamedTuple):
 
 
 def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
-    """Yields ((kind, phase), its pieces). Raises VerifyError for rows read before any write, CapacityError for too
-    many."""
+    """Yields ((kind, phase), its pieces). Raises VerifyError for rows read before any write, CapacityError for too many
+    pieces."""
     subject = Subject(plan)
     for program in subject.programs:
         tasks = subject.traced_tasks(program)
@@ -45,7 +45,7 @@ def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
 
 
 def columns(parts: Pieces) -> dict[str, Ints]:
-    """Columns for drawing: corners and sizes in tokens, and the number of diagonals cut off at two corners."""
+    """Columns for drawing: first query and key, sizes in tokens, and how many diagonals are cut off at two corners."""
     q0, q1, k0, k1, dmin, dmax = parts.bands
     return {
         "query": q0,

@@ -48,7 +48,7 @@ JSON, PLAN, PAGE = "application/json", "application/vnd.apportion.plan", "text/h
 CONNECT_S, MAX_HOLD_S = 3.0, 60.0  # limits on connecting, and on a server's wait before it answers
 SILENCE_S = 6.0  # longest silence of a stream: three ALIVE intervals
 SLACK_S = 0.3  # grace period after a call's timeout, for an answer at the last moment
-PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and the maximum
+PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # longest pause before the second attempt, and before any attempt
 MAX_PROBLEM, MAX_STREAM_KEYS = 64 << 10, 32  # bytes of a problem; keys in one request, 2.2 kB of URL
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class _Request(NamedTuple):
 
 
 class Client:
-    """Client of one or more servers. url: one or several, tried in this order, but first the one that last answered.
+    """Client of one or more servers. url: one or several, tried in turn, starting with the one that answered last.
     token: by default the environment variable APPORTION_TOKEN. ca: PEM file of certificates to trust instead of the
     system's. timeout_s: limit of every call, after which it raises `UnreachableError`. job: digest of the job, by which
     load balancers distinguish jobs. Any thread may use the client, also after a fork. Raises ConfigError."""
@@ -155,7 +155,7 @@ class Client:
         return _decompress(self._run(self._complete_answer(request, total_s), total_s)[1])
 
     def _run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """The result of `work` on the event loop; limits the time that this thread waits, too."""
+        """The result of `work`, run on the event loop; this thread's wait for it is limited, too."""
         call = asyncio.run_coroutine_threadsafe(work, event_loop())
         self._calls.add(call)
         try:
@@ -360,8 +360,8 @@ def _server(url: str) -> str:
 
 @cache
 def _tls(ca: str | Path | None) -> ssl.SSLContext:
-    """The TLS context, cached so that forks inherit it: OpenSSL's locks would stay locked after a fork in another
-    thread."""
+    """The TLS context, cached so that forked children inherit it: creating one in a child could wait forever for
+    a lock of OpenSSL that another thread of the parent held at the fork."""
     try:
         return ssl.create_default_context(cafile=None if ca is None else str(ca))
     except OSError as error:  # includes ssl.SSLError

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 FORK_S = 1.0  # longest wait of a fork for the loop
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; the parent's is kept: freeing it takes locks
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by pid; a child keeps its parent's: freeing takes locks
 _forked: list[threading.Event] = []  # events that a paused loop waits for
 T = TypeVar("T")
 

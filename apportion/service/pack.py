@@ -54,7 +54,7 @@ _decode_report = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """A checked pack, from `encode` or `decode`. data: the whole file."""
+    """A checked pack, from `encode` or `decode`. start: offset of the first body; data: the whole file."""
 
     head: Head
     start: int

@@ -57,7 +57,7 @@ class Work:
     """The first `iterations` iterations of a job, over the epochs of its samples from epoch 0.
 
     lengths: tokens of each sample, integers [n]; masks: as in `batches_of`; shuffle: by the seed of the job's policy.
-    table: a pipeline's, to plan its ticks instead of microbatches; the loader needs the same `ticks`. kinds: as
+    table: ticks of a pipeline, planned instead of its microbatches; the loader needs it as `ticks`. kinds: as
     in the loader. Raises ConfigError, and CapacityError for a sample longer than a microbatch.
     """
 

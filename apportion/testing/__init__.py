@@ -37,7 +37,7 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
     """Draws 12 small problems and a large one of the entry's kind, and checks its solver against these rules:
 
     - an answer is feasible, has the value it claims, and a status that fits it;
-    - bound <= optimum <= value on small problems, whose optimum is found by enumeration; a solver says INFEASIBLE only
+    - bound <= optimum <= value on small problems, whose optimum is found by enumeration; INFEASIBLE is reported only
       if there is no answer;
     - the same problem gets the same answer, bit for bit, and the value does not depend on the order of the items;
     - a problem without an answer is refused (ValueError), or ends as INFEASIBLE or NO_SOLUTION, without a value.

@@ -33,7 +33,7 @@ class Problems(Protocol):
         """The value of an answer; lower is better."""
 
     def answers(self, problem: Any) -> Iterator[Any]:
-        """All candidate results, including invalid ones; none if `optimum` is known otherwise."""
+        """All candidate results, including invalid ones; none if `optimum` is overridden."""
         return iter(())
 
     def optimum(self, problem: Any) -> float | None:

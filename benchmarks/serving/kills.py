@@ -33,7 +33,7 @@ from benchmarks.serving.common import TOKEN, Request, free_port, job
 
 READERS, KEYS = 4, 200
 PATIENCE_S = (
-    60.0  # of a rank for one slice, including restarts and planning, if a server starts within PAUSE_S
+    60.0  # a rank's limit for one slice, restarts and planning included, if servers start within PAUSE_S
 )
 PAUSE_S = 6.0  # between two kills, on average
 JOB = job()

@@ -1,5 +1,5 @@
 """Modules that a forkserver imports once for all ranks. Triton decides on import whether kernels are interpreted, which
-is the only choice without CUDA."""
+is the only way to run them without CUDA."""
 
 from __future__ import annotations
 

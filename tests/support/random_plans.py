@@ -24,7 +24,7 @@ HEAD_SETS = ((0,), (1, 0), (3, 2))  # the last one holds query heads only
 
 
 def random_plan(seed: int, ranks: int | None = None) -> Plan:
-    """An unsealed plan of 1 to 5 ranks with numbers of any size. One of seven has recurrent layers."""
+    """An unsealed plan of 1 to 5 ranks with numbers of any size. One in seven has recurrent layers."""
     rng = np.random.default_rng(seed)
     ranks = ranks or int(rng.integers(1, 6))
     model = Model(q_heads=4, kv_heads=2, head_dim=8, v_head_dim=4, hidden=16, ffn=16, layers=1)

@@ -82,7 +82,7 @@ class _Scan:
     """The tables of one kind. The home rows of all ranks form one axis, rank after rank.
 
     order: int64 [T], the token of each row. rows: the rows of each run. before: run -> int64 [halo], the preceding rows
-    that its convolution reads; -1 if there is none. later, leading: runs with a predecessor, and runs that are one.
+    that its convolution reads; -1 if there is none. later: runs with a predecessor; leading: runs that precede one.
     pairs: (run, slot, their heads). parents: slot -> its parent; (rank, -1): none.
     """
 

@@ -1,4 +1,4 @@
-"""A draft of a plan, which parsing of a text fills, and its completion to the plan."""
+"""The draft of a plan that the text parser fills, and its completion to a plan."""
 
 from __future__ import annotations
 

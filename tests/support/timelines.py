@@ -104,7 +104,7 @@ def transfers(run: Run) -> dict[tuple[int, int, int], tuple[float, float]]:
 
 
 def overlapped_us(run: Run, rank: int, begin: float, end: float) -> float:
-    """For how much of an interval at least one transfer of the rank is in flight, computed naively."""
+    """The time in an interval during which at least one transfer of the rank is in flight, computed naively."""
     script, traffic = run.script, run.traffic
     own_ends = (script.rank[traffic.sender] == rank) | (script.rank[traffic.receiver] == rank)
     spans = zip(run.times.start[own_ends], (run.times.start + traffic.wire_us)[own_ends], strict=True)

@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "other places": ({"places": [(0, 2)]}, {}, r"media.places.shape = \(1, 2\): must be \[6, 2\]"),
     "a row too many": ({"lengths": [36, 100, 64, 16, 121, 16]}, {}, "multiple of merge = 4"),
     "no room in the sample": ({"places": SHIFTED}, {}, r"media.places\[5\].*covers tokens up to 45"),
-    "two images on a token": ({"places": SHARED}, {}, r"media.places\[0\].*there is room up to 10"),
+    "two images on a token": ({"places": SHARED}, {}, r"media.places\[0\].*the limit is 10"),
     "no such sample": ({"places": OUTSIDE}, {}, "media.places"),
     "a recipe that packs": ({}, {"recipe": "wlb"}, "recipe.pack = 'with media'"),
     "a sampler of one pass": ({}, {"sampler": iter([[0]])}, "sampler = 'with media'"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="bench", help="Measure planning and attention.", no_args_is_help=True)
 
-WIDEST = 160  # minimum width of the attention table when GPUs are measured
+WIDTH = 160  # minimum width of the attention table, which has the most columns on GPUs
 
 
 @app.command("plan")
@@ -139,7 +139,7 @@ def bench_attention(
         "skipped": list(skipped),
     }
     if is_first:
-        emit(record, as_json, lambda: printed.attention_table(rows), lambda: "\n".join(skipped), width=WIDEST)
+        emit(record, as_json, lambda: printed.attention_table(rows), lambda: "\n".join(skipped), width=WIDTH)
 
 
 def _engines(name: str) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ def _engines(name: str) -> tuple[str, ...]:
 
 
 def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
-    """The rows of one plan; none if the recipe cannot make it: `bench` records the reason."""
+    """The rows of one plan; none if the recipe cannot make the plan, in which case `bench` records the reason."""
     from apportion.bench import planned
     from apportion.planner.recipe.recipes import find_recipe
 

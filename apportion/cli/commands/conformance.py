@@ -25,7 +25,7 @@ def conformance(
         Argument(help="The reader's command, after --. Default: only write the suite.", metavar="COMMAND..."),
     ] = None,
     level: Annotated[
-        str, Option(help="read, run (default: read and execute) or verify.", metavar="LEVEL")
+        str, Option(help="Level: read, run (the default: read and execute) or verify.", metavar="LEVEL")
     ] = "run",
     only: Annotated[str, Option(help="Only entries whose names contain this text.", metavar="TEXT")] = "",
     tolerance: Annotated[

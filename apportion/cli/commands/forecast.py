@@ -29,11 +29,11 @@ WIDTH = 118
 
 Recipes = Annotated[
     str,
-    Option(help="Recipes over all data and context ranks: names, files, all or none.", metavar="NAME,..."),
+    Option(help="Recipes over all data x context ranks: names, files, all or none.", metavar="NAME,..."),
 ]
 Grids = Annotated[
     str,
-    Option(help="Recipes of static DP x CP grids, all CP degrees, or none; groups have their own sequences."),
+    Option(help="Recipes of static DP x CP grids, at all CP degrees, or none; groups have own sequences."),
 ]
 Baseline = Annotated[
     str | None,
@@ -96,11 +96,11 @@ def forecast(
     as_json: options.AsJson = False,
 ) -> None:
     """Forecast a training step on your lengths and your cluster: seconds, tokens/s, MFU, memory, and the speed-up
-    of a plan over all ranks over the static grid that you run today.
+    of a plan for all ranks over the static grid that you run today.
 
     Attention is simulated, the rest is in closed form. Ranges show the result
     if one assumption is wrong: kernels 10 % faster or slower, half the bandwidth,
-    four times the latency, contention and others, on both sides; gains of single
+    four times the latency, contention and others, for both rows; gains of single
     steps are shown next to them. --model counts the heads of the whole model.
     --tokens-per-rank is the mean per microbatch: sequences stay whole, and none
     is longer than a microbatch. Exit code 1 if no row fits.

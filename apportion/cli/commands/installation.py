@@ -36,7 +36,7 @@ def demo(
     inputs.need("uvicorn", "service", "the demo")
     from apportion.demo.run import run
 
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # its child processes end with it
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # a normal exit ends children too
     raise typer.Exit(run(workload, steps, as_json))
 
 

@@ -26,7 +26,7 @@ def profile(
     tokens: Annotated[int | None, Option(help="Tokens per rank, for timing layers.", min=1)] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure this machine and write a hardware file for simulations and forecasts: attention kernels, windows,
+    """Measure this machine and write a hardware file for simulations and forecasts: attention kernels, sliding windows,
     memory, linear layers, row work, the loss and Adam.
 
     With --model the kernels and layers are timed with that model's sizes.

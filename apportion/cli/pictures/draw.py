@@ -23,7 +23,7 @@ from apportion.planner.simulate import Run, simulate
 CELLS = 112  # per side of the mask
 STEPS = 240  # cells of a timeline
 MAX_BYTES = 280_000  # per file; larger pictures are drawn more coarsely
-MIN_STEPS = 30  # minimum number of steps
+MIN_STEPS = 30  # cells of the coarsest timeline
 MIN_BUSY = 0.3  # a step with a smaller busy share stays empty
 MAX_RANKS = 64  # up to this number each rank has a colour and a timeline; above it colours are per node
 
@@ -39,7 +39,7 @@ _FILLS = {OTHER: "#57606a", WAITING: "#dfe3e8", EVEN: "#24292f", ODD: "#98a2ad"}
 
 @dataclass(frozen=True)
 class Colours:
-    """The colours of ranks, one per rank or one per node."""
+    """The colours of ranks. nodes: True for one colour per node, False for one per rank."""
 
     ranks: int
     per_node: int
@@ -84,7 +84,7 @@ class _Scene:
 def draw(
     plan: Plan, kind: str | None = None, phase: str = "forward", hardware: Hardware | None = None
 ) -> str:
-    """The plan as an SVG file: one kind (default: the first) and phase. Raises ConfigError if it does not exist,
+    """The plan as an SVG file: one kind (default: the first) and phase. Raises ConfigError if the plan lacks these,
     VerifyError for a plan that cannot run."""
     kind = plan.header.kinds[0] if kind is None else kind
     _check(plan, kind, phase)
@@ -245,7 +245,7 @@ def _remark(run: Run) -> str:
 
 
 def _key(top: int) -> Iterator[str]:
-    """Legend of a timeline's fills, at the right end of its title."""
+    """Legend of the timelines' fills, to the right of their title."""
     x = LEFT + TRACK - 400
     entries = (
         ("attention: the rank's colour", None),
@@ -262,7 +262,7 @@ def _key(top: int) -> Iterator[str]:
 
 
 def _timeline(scene: _Scene, rank: int, top: int, height: int) -> Iterator[str]:
-    """Work and waits of a rank, and under them, thin, its rounds in flight, alternately dark and light."""
+    """A rank's work and waits; in a thin strip below, its rounds in flight, alternately dark and light."""
     run, spans = scene.run, scene.run.spans
     is_rank = spans.rank == rank
     work, rounds = is_rank & (spans.stream == 0), is_rank & (spans.stream > 0)
@@ -277,7 +277,7 @@ def _timeline(scene: _Scene, rank: int, top: int, height: int) -> Iterator[str]:
 
 
 def _dominant_spans(run: Run, groups: Sequence[Bools], steps: int) -> Ints:
-    """int64 [steps]: the index of the group of spans that fills most of each step; NOBODY if the sum is small."""
+    """int64 [steps]: the index of the group of spans that fills most of each step; NOBODY below `MIN_BUSY` in total."""
     edges = np.linspace(0.0, run.makespan_us, steps + 1)
     shares = np.array([share(run, spans, edges) for spans in groups])
     dominant = np.argmax(shares, axis=0)

@@ -101,14 +101,14 @@ def _rows(bands: Ints, edges: Ints) -> tuple[Ints, Ints]:
 
 
 def _ranges(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """(number, i) of every number from first[i] to last[i]."""
+    """Two arrays: for each i in turn, the numbers from first[i] to last[i]; and their i."""
     count = last - first + 1
     group = group_of(count)
     return first[group] + within(count), group
 
 
 def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:
-    """int64 [cells, cells]: the rank with the most pairs in each cell, for bands cut to single rows of cells."""
+    """int64 [cells, cells]: the rank with the most pairs in each cell. row: the row of cells to cut each band to."""
     cells = len(edges) - 1
     key_end = np.full_like(row, edges[-1])
     strips = algebra.intersect(
@@ -124,7 +124,7 @@ def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:
 
 
 def _largest(cell: Ints, rank: Ints, pairs: Ints, cells: int) -> Ints:
-    """int64 [cells, cells]: the rank with the most pairs in each cell, the lowest in a tie."""
+    """int64 [cells, cells]: the rank with the most pairs in each cell; ties go to the lowest rank."""
     span = int(rank.max(initial=0)) + 1
     keys, inverse = np.unique(cell * span + rank, return_inverse=True)
     total = np.zeros(len(keys), np.int64)

@@ -128,7 +128,7 @@ def _saving(record: Record) -> str:
     if best is None and any(row["status"] == "ok" for row in record["rows"]):
         return "\nnothing is proposed: the grids that fit cut sequences and drop pairs; use larger groups, or --recipes"
     if best is None:
-        return "\nnothing fits: more ranks, more recomputation (--training '{recompute: full}'), fewer tokens per rank"
+        return "\nnothing fits: try more ranks, --training '{recompute: full}' or fewer tokens per rank"
     if base is None or best is base:
         return f"\nfastest that fits: {best['name']}, {best['step_s']['value']:.2f} s per step"
     gain, hours = best["gain"], best["saved_gpu_hours_a_week"]
@@ -149,7 +149,7 @@ def _saving(record: Record) -> str:
 
 
 def _experts(record: Record) -> str:
-    """Parameters, and rows per expert in the proposed row of the table, or else in the first planned one."""
+    """Counts of parameters, and rows per expert under the proposed parallelism, or else under the first planned one."""
     experts, params = record["training"]["experts"], record["parameters"]
     row = next((row for row in record["rows"] if row["name"] == record["best"]), None)
     row = row or next((row for row in record["rows"] if row["status"] != "refused"), None)
@@ -158,7 +158,7 @@ def _experts(record: Record) -> str:
     rows = row["experts"]
     assumption = f"imbalance {experts['imbalance']:g} assumed, "
     capacity = (
-        f"padded to {experts['capacity']:g} times an even share of the fullest rank's, so uneven tokens are padding"
+        f"padded to {experts['capacity']:g} times an even share of the fullest rank, so uneven tokens become padding"
         if experts["capacity"]
         else f"{assumption}dropless: uneven tokens change the rows that ranks send, not those that experts compute"
     )

@@ -99,7 +99,7 @@ _ATTENTION_COLUMNS: Mapping[str, Callable[[Record], str]] = {
 
 
 def picture(plan: Plan) -> RenderableType:
-    """Two bars per rank (per node if there are many ranks): attention work and tokens over their means."""
+    """Two bars per rank (per node if there are many ranks): attention work and tokens, relative to their means."""
     work, token_counts, per_node = loads(plan), tokens(plan), plan.request.cluster.ranks_per_node
     group = per_node if len(work) > SHOWN else 1
     unit = f"node: the busiest of its {per_node} ranks" if group > 1 else "rank"
@@ -110,7 +110,7 @@ def picture(plan: Plan) -> RenderableType:
 
 
 def _bars(values: NDArray[Any], group: int, style: str) -> list[Text]:
-    """A bar for the largest of every `group` values, with its ratio to the mean of all."""
+    """A bar for the largest of each `group` consecutive values, with its ratio to the mean of all values."""
     mean, peaks = float(values.mean()), values.reshape(-1, group).max(axis=1)
     return [
         _bar(float(peak) / mean if mean else 0.0, float(peaks.max()) / mean if mean else 1.0, style)
@@ -124,7 +124,7 @@ def _bar(share: float, longest: float, style: str) -> Text:
 
 
 def search_table(search: Record) -> Table:
-    """Table of a search's candidates, in order: milliseconds per layer, or why it was refused. The best is bold."""
+    """Table of a search's candidates, in order: milliseconds per layer, or why one was refused. The best is bold."""
     rows = (
         (Text(cell, "bold" * (trial["recipe"] == search["recipe"])) for cell in cells)
         for trial in search["tried"]

@@ -44,7 +44,7 @@ def headline(simulation: Simulation) -> str:
 def _recurrent(run: RecurrentRun) -> str:
     times = f"{run.makespan_us / 1e3:.3f} ms, lower bound {run.ideal_us / 1e3:.3f}"
     parts = f"halo {run.halo_us:.0f} us, states {sum(run.states_us):.0f} us, fold {run.fold_us:.0f} us"
-    longest = f"past of the busiest rank {run.summary_us.max() / 1e3:.3f} ms"
+    longest = f"transitions at most {run.summary_us.max() / 1e3:.3f} ms on a rank"
     return f"{run.kind} {run.phase}, a recurrent layer: {times} ({parts}, {longest}; {human_bytes(run.bytes)} moved)"
 
 

@@ -29,7 +29,7 @@ from apportion.service.workers.work import Work
 DEATHS = 3  # worker deaths after which a request is quarantined
 GRACE_S = 0.25  # wait for the submission of a key, before it is reported as unknown
 LOOK_S = 0.05  # first interval of polling the store for another server's plan; doubles each time
-LOG_S = 1.0  # least interval between logged store failures: every rank's lookup may fail
+LOG_S = 1.0  # minimum interval between logged store failures: every rank's lookup may fail
 MAX_AWAITED = 1 << 14  # maximum number of unknown keys with waiting readers
 LOG = getLogger(__name__)
 

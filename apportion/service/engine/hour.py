@@ -14,7 +14,7 @@ MINUTES = 60
 
 @dataclass(frozen=True)
 class Minute:
-    """One minute. planned, stored: plans made by workers, and found in the store; ahead: plans that were ready at its
+    """One minute. planned: plans made by workers; stored: plans found in the store; ahead: plans that were ready at its
     end but not yet requested by any rank; planning_s, waited_s: medians of worker time, and of the wait of the first
     rank that requested a plan; None if there was no plan."""
 

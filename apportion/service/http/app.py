@@ -95,8 +95,8 @@ def _plan_routes(app: FastAPI) -> None:
 
     @app.get("/v1/plans")
     async def latest(request: Request, count: Annotated[int, Query(ge=1, le=1000)] = 50) -> Plans:
-        """The latest requests since the server's start, newest first, without plans that are only in the store and
-        without requests to POST /v1/plan for a plan file or a page."""
+        """The latest requests since the server's start, newest first; neither plans that are only in the store,
+        nor requests to POST /v1/plan for a plan file or a page."""
         return Plans(plans=[_state(entry, None) for entry in _engine(request).latest(count)])
 
     @app.get("/v1/hour")

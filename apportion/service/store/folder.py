@@ -28,7 +28,7 @@ from apportion.service.store.protocol import Store, StoreError
 
 SUFFIX, PART = ".plan", ".part"
 STALE_S = 3600.0  # age from which an unfinished part file is taken to belong to a dead process
-REFRESH_S = 600.0  # least interval between updates of a pack's time of use
+REFRESH_S = 600.0  # minimum interval between updates of a pack's time of use
 MAX_PACK = 4 << 30
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # never waits for a pipe
 EVICT_TO = 0.9  # share of the limit down to which packs are evicted

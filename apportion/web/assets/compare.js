@@ -1,4 +1,4 @@
-// Pages that compare recipes, and two plans.
+// The page that compares recipes, and the page that compares two plans.
 
 async function comparePage(root, data) {
   const { comparison } = data, names = data.plans.map((plan) => plan.name);

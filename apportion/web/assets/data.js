@@ -69,7 +69,7 @@ function lastBelow(column, value, first, end) {
 /** Indices sorted by group and then by `start`: { ptr, order }. */
 function grouped(group, start, groups) {
   const ptr = new Uint32Array(groups + 1);
-  for (const of of group) ptr[of + 1] += 1;
+  for (const number of group) ptr[number + 1] += 1;
   for (let at = 0; at < groups; at += 1) ptr[at + 1] += ptr[at];
   const next = ptr.slice(), order = new Uint32Array(group.length);
   for (let at = 0; at < group.length; at += 1) { order[next[group[at]]] = at; next[group[at]] += 1; }

@@ -1,4 +1,4 @@
-// The mask: queries by keys, each piece in the colour of the rank that computes it, from the batch to a block.
+// The mask: queries by keys, each piece in the colour of the rank that computes it; zooms from the whole batch down to a block.
 
 const STRIPE = 5;  // pixels per stripe: if ranks share the heads, stripes show one share after another
 
@@ -72,8 +72,8 @@ class Mask {
     for (let at = 0; at < mask.query.length; at += 1) if (this.inside(at, query, key)) found.push(at);
     const where = `query ${place(this.plan, query, 1)}, key ${place(this.plan, key, 1)}`;
     if (!found.length) return `${where}: masked`;
-    const ranks = [...new Set(found.map((at) => mask.rank[at]))], one = found[0];
-    return `${where}: rank ${ranks.join(", ")}${ranks.length > 1 ? " (shares of the heads)" : ""}\n${whole.format(mask.rows[one])} × ${whole.format(mask.keys[one])} tokens, instruction ${mask.instruction[one]}`;
+    const ranks = [...new Set(found.map((at) => mask.rank[at]))], first = found[0];
+    return `${where}: rank ${ranks.join(", ")}${ranks.length > 1 ? " (shares of the heads)" : ""}\n${whole.format(mask.rows[first])} × ${whole.format(mask.keys[first])} tokens, instruction ${mask.instruction[first]}`;
   }
 
   draw(context, port) {
@@ -137,7 +137,7 @@ class Mask {
     const future = mask.future[at], past = mask.past[at];
     if ((!future && !past) || (wide < 2 && high < 2)) { context.rect(x, y, Math.max(wide, 1), Math.max(high, 1)); return; }
     let corners = [[k0, q0], [k1, q0], [k1, q1], [k0, q1]];
-    if (future) corners = cut(corners, (k, q) => k - q + q0 - k1 + 0.5 + future);  // k - q must be at most this below 0
+    if (future) corners = cut(corners, (k, q) => k - q + q0 - k1 + 0.5 + future);  // keeps k - q <= k1 - q0 - 0.5 - future
     if (past) corners = cut(corners, (k, q) => q - k - (q1 - k0 - 0.5 - past));
     corners.forEach(([k, q], i) => (i ? context.lineTo(port.x(k), port.y(q)) : context.moveTo(port.x(k), port.y(q))));
     context.closePath();
@@ -154,7 +154,7 @@ class Mask {
   }
 }
 
-/** All documents side by side, longer ones higher, in the colours of the ranks that compute their queries; a frame
+/** All documents side by side, longer ones taller, in the colours of the ranks that compute their queries; a frame
  * marks the visible part of the mask. A click shows a document. */
 class Strip {
   constructor(mask, canvas) {

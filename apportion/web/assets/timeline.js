@@ -1,4 +1,4 @@
-// The timeline of every rank: its compute stream, the rounds that it receives and sends below, and the critical path.
+// The timeline of every rank: its compute stream, below it the rounds that it receives and sends, and the critical path.
 
 class Timeline {
   constructor(plan, section, onPick) {
@@ -123,14 +123,14 @@ class Timeline {
 
   drawWork(context, port, rank, y, high) {
     const { work, workPtr, codes, attends } = this.run, { x0, x1 } = port.view;
-    const own = theme.rank(this.plan, rank), { wait, other } = theme.colours;
+    const colour = theme.rank(this.plan, rank), { wait, other } = theme.colours;
     let at = Math.max(lastBelow(work.start, x0, workPtr[rank], workPtr[rank + 1]), workPtr[rank]);
     for (let drawn = -1; at < workPtr[rank + 1] && work.start[at] < x1; at += 1) {
       const from = port.x(work.start[at]), to = port.x(work.end[at]);
       if (to - drawn < 0.35) continue;
       drawn = to;
       const op = work.op[at];
-      context.fillStyle = attends.has(op) ? own : op === codes.wait ? wait : other;
+      context.fillStyle = attends.has(op) ? colour : op === codes.wait ? wait : other;
       if (op !== codes.wait) context.fillRect(from, y, Math.max(to - from, 0.5), high);
       else context.fillRect(from, y + high * 0.36, Math.max(to - from, 0.5), Math.max(high * 0.28, 1));
     }
@@ -181,7 +181,7 @@ class Timeline {
   // --- pointer and keyboard
 
   find(x, y) {
-    const row = this.rows?.find((one) => y >= one.y && y < one.y + one.high);
+    const row = this.rows?.find((item) => y >= item.y && y < item.y + item.high);
     if (!row || x < this.port.left) return null;
     const ranks = row.end - row.first, part = (y - row.y) / (row.high - 1);
     const rank = Math.min(row.first + Math.floor(part * ranks), row.end - 1), us = this.port.atX(x);
@@ -197,10 +197,10 @@ class Timeline {
   describe({ rank, lane, us }) {
     const { work, workPtr, transfers } = this.run, reach = 2 * (this.port.view.x1 - this.port.view.x0) / this.port.wide;
     if (lane !== "work") {
-      const own = this.run[lane], found = [];
-      for (let at = own.ptr[rank]; at < own.ptr[rank + 1] && found.length < 4; at += 1) {
-        const one = own.order[at];
-        if (transfers.start[one] - reach <= us && us <= transfers.end[one] + reach) found.push(this.transfer(one));
+      const byRank = this.run[lane], found = [];
+      for (let at = byRank.ptr[rank]; at < byRank.ptr[rank + 1] && found.length < 4; at += 1) {
+        const transfer = byRank.order[at];
+        if (transfers.start[transfer] - reach <= us && us <= transfers.end[transfer] + reach) found.push(this.transfer(transfer));
       }
       return found.join("\n") || `rank ${rank} ${lane === "sent" ? "sends" : "receives"} nothing at ${time(us)}`;
     }
@@ -275,7 +275,7 @@ class Timeline {
 
   click(x, y) {
     if (x < this.port.left && this.folded) {
-      const row = this.rows.find((one) => y >= one.y && y < one.y + one.high);
+      const row = this.rows.find((item) => y >= item.y && y < item.y + item.high);
       if (row) this.toggle(row.first);
       return;
     }
