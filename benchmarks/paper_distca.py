@@ -32,7 +32,7 @@ from apportion.planner.problem import Problem
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.pair.run import turns_us
 from benchmarks.comparison import LLAMA_8B, with_steps
-from benchmarks.paper_runs import ENOUGH, GROUP, K, Row, Run, Theirs, part, row, seconds
+from benchmarks.paper_runs import AMPLE_GIB, GROUP, K, Row, Run, Theirs, part, row, seconds
 
 Packed = list[list[int]]  # lengths of the documents of each sequence
 
@@ -274,7 +274,7 @@ def _flat() -> Iterator[Row]:
         run = setting.run(draws)
         planned_steps = run.whole("distca")
         if not run.fits(planned_steps):  # the paper ran it without saying how: assume enough memory for all
-            setting = replace(setting, memory_gib=ENOUGH)
+            setting = replace(setting, memory_gib=AMPLE_GIB)
         others = {"Megatron-LM": megatron, "WLB-ideal": wlb, "FlexSP+": flexsp}
         fastest = {name: min(times) for name, method in others.items() if (times := method(setting, draws))}
         for name, baseline in fastest.items():

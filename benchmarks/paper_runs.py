@@ -26,7 +26,7 @@ from apportion.planner.recipe.recipes import find_recipe
 K = 1024
 GROUP = 8  # GPUs of a node, in all papers
 #: GiB per rank if the paper offloads, tiles or caches data that the forecast keeps on the device: only times count
-ENOUGH = 2048.0
+AMPLE_GIB = 2048.0
 PLAIN = Degrees()
 
 Row = dict[str, Any]
@@ -44,7 +44,7 @@ class Run:
     training: Training
     batches: tuple[Batch, ...]
     degrees: Degrees = PLAIN
-    memory_gib: float = ENOUGH
+    memory_gib: float = AMPLE_GIB
     hidden: bool = False
 
     @cached_property

@@ -128,7 +128,7 @@ def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints
         return _array(field, array, low, high)
     values = sequence(field, values)
     if all(kind is int for kind in map(type, values)):
-        return _in_range(field, _int64(field, values), low, high)
+        return _require_range(field, _int64(field, values), low, high)
     return np.array([integer(f"{field}[{i}]", v, low, high) for i, v in enumerate(values)], np.int64)
 
 
@@ -157,10 +157,10 @@ def _array(field: str, values: NDArray[Any], low: int, high: int) -> Ints:
         raise ConfigError(
             field, values, "must be one-dimensional and of an integer dtype", "pass an int64 array"
         )
-    return _in_range(field, values, low, high).astype(np.int64)
+    return _require_range(field, values, low, high).astype(np.int64)
 
 
-def _in_range(field: str, values: NDArray[Any], low: int, high: int) -> Ints:
+def _require_range(field: str, values: NDArray[Any], low: int, high: int) -> Ints:
     if len(values) and (values.min() < low or values.max() > high):
         i = int(np.argmax((values < low) | (values > high)))
         raise ConfigError(

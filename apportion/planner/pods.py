@@ -243,13 +243,13 @@ def _all_shards(problem: Problem, pods: list[_Pod]) -> Shards:
         first.append(token)
         piece.append(pod.shards.piece[block] + pieces)
         pieces += pod.shards.pieces
-    starts, order = _in_order(problem, first)
+    starts, order = _merge_starts(problem, first)
     limit = next((pod.shards.limit for pod in pods if pod.shards.limit is not None), None)
     block_tokens = max(pod.shards.block_tokens for pod in pods)
     return Shards(starts, np.concatenate(piece)[order], row_weights(problem, starts), block_tokens, limit)
 
 
-def _in_order(problem: Problem, first: list[Ints]) -> tuple[Ints, Ints]:
+def _merge_starts(problem: Problem, first: list[Ints]) -> tuple[Ints, Ints]:
     """int64 [blocks + 1], the merged starts of all pods' blocks; and int64 [blocks], their order."""
     tokens = np.concatenate(first)
     order = np.argsort(tokens, kind="stable")
@@ -267,7 +267,7 @@ def _all_homes(problem: Problem, pods: list[_Pod]) -> Placement:
         home.append(pod.placement.home[block] + base)
         if pod.placement.groups is not None:
             groups.append(pod.placement.groups[1:] + pod.first)
-    starts, order = _in_order(problem, first)
+    starts, order = _merge_starts(problem, first)
     weight = row_weights(problem, starts)
     return Placement(
         starts,

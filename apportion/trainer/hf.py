@@ -430,7 +430,7 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_rows(tokens: Any) -> None:
-    """Raises ConfigError for a rank's rows in a forward without the plan: attention would see only these."""
+    """Raises ConfigError if a model gets a rank's rows without the plan: attention would see only these rows."""
     for batch in wiring.watch.batches if isinstance(tokens, Tensor) else ():
         rows = batch.tokens
         if batch.handle.communicator.ranks == 1 or not tokens.numel() or tokens.numel() != rows.numel():

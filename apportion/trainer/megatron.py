@@ -189,7 +189,7 @@ def _check(module: Any) -> None:
     experts = bool(config.num_moe_experts)
     types, weights = map(np.atleast_1d, (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff))
     local = [kind for kind, weight in zip(types, weights, strict=True) if weight and kind in _LOCAL_LOSSES]
-    of_rows, omit = "it depends on the rows that a rank holds", "leave it out"
+    depends, omit = "it depends on the rows that a rank holds", "leave it out"
     divides, undivided = "Megatron divides gradients by the tokens of all ranks there", module.training
     undivided = undivided and config.finalize_model_grads_func is None
     looks_ahead = config.window_size is not None and config.window_size[1] != 0
@@ -206,9 +206,9 @@ def _check(module: Any) -> None:
         ("multi_latent_attention", config.multi_latent_attention, "this adapter does not support it", omit),
         ("window_size", looks_ahead, "its plans allow no later token", "write (tokens before, 0)"),
         ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", omit),
-        ("moe_expert_capacity_factor", capacity, of_rows, omit),
-        (balancing, experts and "sinkhorn" in types, of_rows, "use another one"),
-        (balancing, experts and local, of_rows, "use global_aux_loss, or a weight of 0"),
+        ("moe_expert_capacity_factor", capacity, depends, omit),
+        (balancing, experts and "sinkhorn" in types, depends, "use another one"),
+        (balancing, experts and local, depends, "use global_aux_loss, or a weight of 0"),
         (bias, biased, unmasked, "leave one of them out"),
         ("expert_tensor_parallel_size", unsummed, apart, sharded),
     ):

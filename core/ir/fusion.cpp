@@ -252,9 +252,9 @@ class RankFusion {
   // The home rows of each sum that tasks complete or that arrive complete.
   void find_home(int64_t rank) {
     for (std::size_t i = 0; i < SUMS.size(); ++i) {
-      const auto is_of = [&](const Part& part) { return part.tensor == SUMS[i].tensor; };
-      const auto first = std::find_if(parts_.begin(), parts_.end(), is_of);
-      const auto end = std::find_if_not(first, parts_.end(), is_of);
+      const auto is_same_tensor = [&](const Part& part) { return part.tensor == SUMS[i].tensor; };
+      const auto first = std::find_if(parts_.begin(), parts_.end(), is_same_tensor);
+      const auto end = std::find_if_not(first, parts_.end(), is_same_tensor);
       const Span span{first - parts_.begin(), end - parts_.begin()};
       add_runs(fusion_.sums[i].home, rank, span, [](const Part& part) {
         return part.arrives || (part.covered && part.is_home);

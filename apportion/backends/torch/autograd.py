@@ -193,7 +193,7 @@ def _versions(params: Sequence[Tensor]) -> list[int]:
 
 
 def _require_unchanged(ctx: Any) -> None:
-    """Raises ExecutionError if the parameters, with which backward projects again, were modified."""
+    """Raises ExecutionError if a parameter was modified since forward: backward calls the layer's function again."""
     if _versions(ctx.params) != ctx.versions:
         raise ExecutionError("a parameter of a layer was changed in place between its forward and backward")
 
@@ -214,7 +214,7 @@ class PlannedLayer(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         inputs, params = tensors[: len(names)], tensors[len(names) :]
-        home = _by_name(names, inputs)
+        home = _group_parts(names, inputs)
         with attention_scope(handle, kind, "forward", layer.score, sinks):
             if Name.X in home:
                 _check_hidden(handle, *home[Name.X])
@@ -240,7 +240,7 @@ class PlannedLayer(torch.autograd.Function):
         projects, dtype = ctx.names[0] == Name.X, rows[0].dtype
         trainable = tuple(param for param in ctx.params if param.requires_grad)
         layer = replace(ctx.layer, sinks=sinks, params=trainable)
-        home = backward_home(_by_name(ctx.names, rows), out, lse, do)
+        home = backward_home(_group_parts(ctx.names, rows), out, lse, do)
         del out, lse, rows
         with attention_scope(ctx.handle, ctx.kind, "backward", layer.score, sinks):
             machine = prepare(ctx.handle, ctx.kind, "backward", home, layer)
@@ -252,7 +252,7 @@ class PlannedLayer(torch.autograd.Function):
         return None, None, None, None, sink_gradient(layer, machine.gradients), *grads, *dparams
 
 
-def _by_name(names: Sequence[Name], parts: Sequence[Tensor]) -> dict[Name, Parts]:
+def _group_parts(names: Sequence[Name], parts: Sequence[Tensor]) -> dict[Name, Parts]:
     """Groups parts by home tensor. names: the home tensor of each part."""
     result: dict[Name, Parts] = {}
     for name, part in zip(names, parts, strict=True):

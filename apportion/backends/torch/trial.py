@@ -162,7 +162,7 @@ def _sums(table: Tensor, distinct: int) -> list[int]:
 
 
 def _check_tables(module: nn.Module, ranks: list[list[int]]) -> None:
-    """Raises ConfigError for an argument of floats with the same rows on ranks with different position ids."""
+    """Raises ConfigError for a floating-point argument with the same rows on ranks whose position ids differ."""
     if getattr(module, "mixes_rows", False) or len({*map(len, ranks)}) > 1:
         return
     sums = np.array(ranks).reshape(len(ranks), -1, _SUMS)

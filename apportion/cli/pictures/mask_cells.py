@@ -62,7 +62,7 @@ def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
     If ranks split the heads, rows of cells show the ranks in turn. Raises VerifyError, CapacityError.
     """
     all_pieces = dict(pieces(plan))[kind, phase]
-    bands, piece = _on_axis(np.ascontiguousarray(all_pieces.bands.T), axis)
+    bands, piece = _map_to_axis(np.ascontiguousarray(all_pieces.bands.T), axis)
     sets = all_pieces.heads[piece]
     rows, part = _rows(bands, axis.edges)
     program = next(p for p in Subject(plan).programs if (p.kind, p.phase) == (kind, phase))
@@ -71,7 +71,7 @@ def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
     return _busiest(bands[part[source]], rows[source], all_pieces.rank[piece][part[source]], axis.edges)
 
 
-def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
+def _map_to_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
     """The parts of bands inside the drawn sequences, in axis coordinates, and the band index of each part."""
     parts, origins = [], []
     for start, length, offset in zip(axis.starts, axis.lengths, axis.offsets, strict=True):
@@ -101,7 +101,7 @@ def _rows(bands: Ints, edges: Ints) -> tuple[Ints, Ints]:
 
 
 def _ranges(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Two arrays: for each i in turn, the numbers from first[i] to last[i]; and their i."""
+    """All numbers from first[i] to last[i], inclusive, for each i in turn; and the i of each number."""
     count = last - first + 1
     group = group_of(count)
     return first[group] + within(count), group

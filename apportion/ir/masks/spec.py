@@ -70,7 +70,7 @@ class Mask(ABC):
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
         """[m, 6]: bands of sequences of `lengths` that begin at `starts`, in no particular order."""
         parts: list[Ints] = [np.zeros((0, 6), np.int64)]
-        for length, firsts in _by_length(lengths, starts):
+        for length, firsts in _length_groups(lengths, starts):
             local = self.bands(length)
             check_count("mask", len(local) * len(firsts))
             offset = np.repeat(firsts, len(local))
@@ -213,7 +213,7 @@ def lower_columns(
     """(tokens, values) of sequences with one spec, sorted by token. columns: length -> (tokens, values) of one
     sequence; move: shifts values to a sequence's start."""
     tokens, values = list[Ints]([ZERO[:0]]), list[Ints]([ZERO[:0]])
-    for length, firsts in _by_length(lengths, starts):
+    for length, firsts in _length_groups(lengths, starts):
         token, value = columns(length)
         offset = np.repeat(firsts, len(token))
         tokens.append(np.tile(token, len(firsts)) + offset)
@@ -232,7 +232,7 @@ def _numbers(data: Any) -> list[int]:
     return [1, data] if isinstance(data, int) and not isinstance(data, bool) else [1]
 
 
-def _by_length(lengths: Ints, starts: Ints) -> Iterable[tuple[int, Ints]]:
+def _length_groups(lengths: Ints, starts: Ints) -> Iterable[tuple[int, Ints]]:
     """(length, starts of the sequences of that length) for each distinct length."""
     order = np.argsort(lengths, kind="stable")
     unique, counts = np.unique(lengths, return_counts=True)

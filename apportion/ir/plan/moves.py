@@ -35,7 +35,7 @@ def move_between(source: Layout, target: Layout) -> Move:
     """The move between two layouts of the same tokens, in each of which every token occurs once."""
     cuts = np.union1d(source.spans["token"], target.spans["token"])
     sides, rows = [], np.diff(np.append(cuts, source.rows_per_rank.sum()))
-    for token, rank, row in map(_by_token, (source, target)):
+    for token, rank, row in map(_sorted_spans, (source, target)):
         index = np.searchsorted(token, cuts, "right") - 1
         sides += [rank[index], row[index] + cuts - token[index]]
     return Move(source.name, target.name, move_table(np.stack([*sides, rows]), source.spans.ranks))
@@ -77,7 +77,7 @@ class Feed:
 
 
 def _feed_layout(decoder: Layout, places: Ints, merge: int) -> tuple[Layout, Table]:
-    (token, first, count), (start, rank, row) = places.T, _by_token(decoder)
+    (token, first, count), (start, rank, row) = places.T, _sorted_spans(decoder)
     first_span = np.searchsorted(start, token, "right") - 1
     parts = np.searchsorted(start, token + count) - first_span
     image, index = group_of(parts), np.repeat(first_span, parts) + within(parts)
@@ -93,7 +93,7 @@ def _feed_layout(decoder: Layout, places: Ints, merge: int) -> tuple[Layout, Tab
     return Layout("fed", Table(ptr, SPAN_COLUMNS, spans)), Table(ptr, TARGET_COLUMNS, targets)
 
 
-def _by_token(layout: Layout) -> tuple[Ints, Ints, Ints]:
+def _sorted_spans(layout: Layout) -> tuple[Ints, Ints, Ints]:
     """(token, rank, row) of the spans, sorted by token."""
     order = np.argsort(layout.spans["token"], kind="stable")
     token, row = (layout.spans.wide(name)[order] for name in ("token", "row"))

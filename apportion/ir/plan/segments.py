@@ -44,7 +44,7 @@ def own_cuts(op: Ints, round_: Ints) -> Cuts:
 
 def agreed_cuts(ranks: Iterable[Cuts]) -> Cuts:
     """Cuts valid on all ranks: no rank dispatches a round that another launches after a wait or attention, and no rank
-    leaves to its collect segment a round that another launches before its own collect segment."""
+    defers to its collect segment a round that another launches before that segment."""
     compute, collect = zip(*ranks, strict=True)
     return Cuts(min(compute), max(collect))
 

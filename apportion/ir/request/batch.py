@@ -283,7 +283,7 @@ class Batch:
         first = integer("first", first, 0, self.tokens)
         stop = self.tokens if stop is None else integer("stop", stop, first, self.tokens)
         labels = np.arange(first + 1, stop + 1)
-        tokens, end_labels = self._ends()
+        tokens, end_labels = self._end_labels()
         low, high = np.searchsorted(tokens, (first, stop))
         labels[tokens[low:high] - first] = end_labels[low:high]
         for i, sequence_labels in self.own_labels.items():
@@ -304,23 +304,23 @@ class Batch:
     @property
     def labelled(self) -> int:
         """The number of tokens with a label; takes memory independent of the number of tokens."""
-        tokens, ends = self._ends()
+        tokens, end_labels = self._end_labels()
         sequence = np.searchsorted(self.starts, tokens, side="right") - 1
-        missing = int(((ends < 0) & ~np.isin(sequence, list(self.own_labels))).sum())
+        missing = int(((end_labels < 0) & ~np.isin(sequence, list(self.own_labels))).sum())
         return self.tokens - missing - sum(int((labels < 0).sum()) for labels in self.own_labels.values())
 
-    def _ends(self) -> tuple[Ints, Ints]:
+    def _end_labels(self) -> tuple[Ints, Ints]:
         """(tokens, labels) of the tokens whose label, according to the masks, is not the next token; ascending."""
-        tokens, ends = self._cached("ends", self._make_ends)
-        return tokens, ends
+        tokens, labels = self._cached("end_labels", self._make_end_labels)
+        return tokens, labels
 
-    def _make_ends(self) -> Ints:
+    def _make_end_labels(self) -> Ints:
         parts = [
             lower_unlabelled(spec, self.lengths[members], self.starts[members])
             for spec, members in self._layout()
         ]
-        tokens, ends = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        return np.stack([tokens, ends])[:, np.argsort(tokens)]
+        tokens, labels = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return np.stack([tokens, labels])[:, np.argsort(tokens)]
 
     # ---- lowering
 

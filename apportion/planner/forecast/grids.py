@@ -23,7 +23,9 @@ def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
     if groups == 1:
         return [batch]
     capacity = -(-batch.tokens // groups)
-    parts = _in_order(batch, groups, capacity) if packing == "order" else _balance(batch, groups, capacity)
+    parts = (
+        _pack_in_order(batch, groups, capacity) if packing == "order" else _balance(batch, groups, capacity)
+    )
     if any(not part for part in parts):
         raise CapacityError(
             f"{len(batch.lengths)} sequences leave some of {groups} groups empty: use fewer groups"
@@ -34,7 +36,7 @@ def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
 Part = tuple[int, int, int]  # sequence, its first token, and one past its last
 
 
-def _in_order(batch: Batch, groups: int, capacity: int) -> list[list[Part]]:
+def _pack_in_order(batch: Batch, groups: int, capacity: int) -> list[list[Part]]:
     ends = batch.starts[1:]
     cuts = np.union1d(np.minimum(np.arange(1, groups) * capacity, batch.tokens), np.append(0, ends))
     parts: list[list[Part]] = [[] for _ in range(groups)]

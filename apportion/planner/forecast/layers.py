@@ -111,9 +111,10 @@ class Layers:
         numbers = row_work_numbers(m, self.tensor) + training.matrices * ffn - GATED * m.ffn
         numbers += (self.dense + self.sparse - 1) * NORMS / 2 * m.hidden / self.tensor
         low_rank = 2 * (training.q_rank + training.kv_rank)
-        heads = low_rank + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of attention layers only
+        attention_numbers = low_rank + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of attention layers only
         numbers += low_rank + sum(
-            share * (recurrent.row_work_numbers_of(kind) - heads) for share, kind in recurrent.shares(m)
+            share * (recurrent.row_work_numbers_of(kind) - attention_numbers)
+            for share, kind in recurrent.shares(m)
         )
         size = tokens * m.element_bytes * numbers
         return size / self._bytes_per_us("rows_gbs")

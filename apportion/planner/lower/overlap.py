@@ -26,8 +26,8 @@ def overlapped(low: Lowering) -> Lowering:
     pieces = low.exchange.pieces
     first = _base(low)[pieces.group] + pieces.row
     head, tail = low.stage == 0, low.stage == low.schedule.stages - 1
-    queries, keys = (_of_queries(low, head), _of_queries(low, tail)), _of_keys(low, tail)
-    sent, sent_keys = _of_edges(low, "query"), _of_edges(low, "key")
+    queries, keys = (_query_ranges(low, head), _query_ranges(low, tail)), _key_ranges(low, tail)
+    sent, sent_keys = _sent_ranges(low, "query"), _sent_ranges(low, "key")
     ends = (end for pair in (*queries, sent, keys, sent_keys) for end in pair)
     cuts = np.unique(np.concatenate([first, *ends]))
     late, early = (~(covered(cuts, query_range) | covered(cuts, sent)) for query_range in queries)
@@ -49,20 +49,20 @@ def _base(low: Lowering) -> Ints:
     return np.cumsum(low.rows.per_rank) - low.rows.per_rank
 
 
-def _of_queries(low: Lowering, mask: Bools) -> Range:
+def _query_ranges(low: Lowering, mask: Bools) -> Range:
     tasks, index = low.tasks, np.flatnonzero(mask & (low.tasks.query_edge < 0))
     first = _base(low)[tasks.exec[index]] + tasks.row[index]
     return first, first + tasks.rows[index]
 
 
-def _of_keys(low: Lowering, mask: Bools) -> Range:
+def _key_ranges(low: Lowering, mask: Bools) -> Range:
     tasks, rows, index = low.tasks, low.rows, np.flatnonzero(mask & (low.tasks.edge < 0))
     block, k0 = tasks.k[index], tasks.k0[index]
     first = _base(low)[tasks.exec[index]] + rows.row[block] + k0 - rows.starts[block]
     return first, first + tasks.k1[index] - k0
 
 
-def _of_edges(low: Lowering, side: Side) -> Range:
+def _sent_ranges(low: Lowering, side: Side) -> Range:
     edges = low.edges_of[side]
     roots = np.flatnonzero(edges.parent < 0)
     first = _base(low)[edges.home[roots]] + edges.row[roots]

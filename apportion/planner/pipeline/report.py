@@ -170,7 +170,7 @@ class _DeliveredRows:
     for those with complete results; and the `max_degree` of all tiles and of query tiles."""
 
     all: tuple[int, int]
-    whole: tuple[int, int]
+    complete: tuple[int, int]
     degree: int
     query_degree: int
 
@@ -226,7 +226,7 @@ def _tiles(
     """Traffic of tiles on their way out, or of sums on their way back."""
     schedule, model, size = low.schedule, problem.model, 0
     tensors, results = (FETCHED, False) if name == "fetch" else (RETURNED, True)
-    for side, rows, result_rows in zip(SIDES, delivered.all, delivered.whole, strict=True):
+    for side, rows, result_rows in zip(SIDES, delivered.all, delivered.complete, strict=True):
         row_bytes = sum(model.sent_bytes(tensor, 1) for tensor in tensors[side, phase])
         size += row_bytes * rows
         if results and result_rows:

@@ -245,14 +245,14 @@ class Ring(SchedulePass):
 
     def __call__(self, routed: Routes, ranks: int) -> Schedule:
         if isinstance(routed, WindowRoutes):
-            return _in_windows(routed, ranks)
+            return _window_rounds(routed, ranks)
         if routed.ring is None:
             raise ConfigError("recipe.schedule", "ring", "needs tiles on rings", "leave the route out")
         turns = _earlier_rounds(routed.ring) if self.turns else 0
         return in_turn(routed, _hops(routed.edges.parent) + turns, ranks, 2)
 
 
-def _in_windows(routed: WindowRoutes, ranks: int) -> Schedule:
+def _window_rounds(routed: WindowRoutes, ranks: int) -> Schedule:
     """One round per hop; hops between windows are separate, on their own channel, started as soon as the tile has
     arrived."""
     turn = 2 * routed.hop + routed.between

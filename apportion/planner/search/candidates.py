@@ -112,7 +112,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
             replace(whole, rounds=1),
             *lone,
             *_zones(problem),
-            _by_name("dcp"),
+            _built_in("dcp"),
         ], others
     is_expensive = _is_communication_heavy(problem)
     last_maker = partial(_lone, rounds=FEW_ROUNDS) if is_expensive else partial(_mixed, "blend", "star")
@@ -121,7 +121,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
     first += _zones(problem) if is_expensive else []
     others = [_mixed("blend", "star", degree) for degree in degrees[1:2]]
-    others += [_blocks("auto", 1), *map(_in_stages, degrees[:1])]
+    others += [_blocks("auto", 1), *map(_staged, degrees[:1])]
     others += [_mixed("blend", route, degree) for degree in degrees[2:]]
     others += [_blocks(4096, degree) for degree in (1, *degrees[:1])]
     others += [Candidate(_recipe(f"zigzag-u{degree}", degree, "zigzag", "ring")) for degree in degrees[:1]]
@@ -132,10 +132,10 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
 
 def last_resort() -> Candidate:
     """The fallback, which plans every feasible request: `fcp` unchanged."""
-    return _by_name("fcp")
+    return _built_in("fcp")
 
 
-def _by_name(name: str) -> Candidate:
+def _built_in(name: str) -> Candidate:
     from apportion.planner.recipe.recipes import find_recipe
 
     return Candidate(find_recipe(name))
@@ -177,7 +177,7 @@ def _zones(problem: Problem) -> list[Candidate]:
     if heaviest - float(times.sum() / problem.speeds.sum()) > travel_us:
         return []
     zones = Candidate(_recipe("zones", 1, "zeppelin", "matchings"), ROUNDS)
-    return [zones, _by_name("hybrid_dp")] if rounds_us > _busy_us(problem) else [zones]
+    return [zones, _built_in("hybrid_dp")] if rounds_us > _busy_us(problem) else [zones]
 
 
 def _rounds_us(problem: Problem) -> float:
@@ -212,7 +212,7 @@ def _moved_bytes(problem: Problem) -> float:
     return sum(problem.layers.values()) * token_bytes * problem.batch.tokens / problem.ranks
 
 
-def _in_stages(degree: int) -> Candidate:
+def _staged(degree: int) -> Candidate:
     """Heads of a group in stages, whose exchange overlaps the previous stage (UPipe on given q, k and v)."""
     inner = {"upipe": {"degree": degree, "heads": degree, "ahead": 1}}
     return _mixed("blend", "star", 1).with_step("inner", inner, f"blend-upipe{degree}", ROUNDS)
@@ -263,13 +263,13 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
         _variants(best, "place", ("blend",), "head", HEADS),
     ]
     if best.rounds is not None:
-        moves.insert(0, _in_rounds(best, MORE_ROUNDS[:3]))
+        moves.insert(0, _with_rounds(best, MORE_ROUNDS[:3]))
         moves.append(_variants(best, "schedule", ("matchings",), "order", ORDERS))
     is_sparse = max(problem.reach.values()) < SPARSE
     if inner == "auto" and not is_sparse:
         moves.append(_split(best, problem))
     if best.rounds is not None:
-        moves.append(_in_rounds(best, MORE_ROUNDS[3:]))
+        moves.append(_with_rounds(best, MORE_ROUNDS[3:]))
         if not best.overlapped:  # with overlap `local` is always "even"
             moves.append(_variants(best, "schedule", ("matchings",), "local", LOCALS))
         if problem.cluster.nodes > 1:
@@ -297,7 +297,7 @@ def _variants(
     return (best.with_parameter(step, parameter, value) for value in (values if applies else ()))
 
 
-def _in_rounds(best: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:
+def _with_rounds(best: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:
     return (Candidate(best.recipe, rounds) for rounds in counts)
 
 

@@ -63,7 +63,7 @@ class Tasks:
         return tuple(getattr(self, column.name) for column in fields(self))
 
     def arriving(self, arrives: Ints) -> Tasks:
-        """The tasks after routing, which renumbers edges; arrives: int32, the new number of each edge."""
+        """The tasks after routing, which renumbers edges; arrives: as in `Routes`."""
         arrives = np.append(arrives, np.int32(-1))
         queries = arrives[self.query_edge] if len(arrives) and self.queries_move else self.query_edge
         return replace(self, edge=arrives[self.edge], query_edge=queries)

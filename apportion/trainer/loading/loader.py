@@ -273,7 +273,7 @@ class PlannedLoader:
         """The microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
         if self._sampler is not None and not isinstance(self._sampler, Sized):
             raise TypeError(f"{type(self._sampler).__name__} has no length, so neither does its loader")
-        return sum(self._builder.microbatches(number, drawn) for number, drawn in enumerate(self._draw()))
+        return sum(self._builder.microbatches(number, item) for number, item in enumerate(self._draw()))
 
     def __iter__(self) -> Generator[PlannedBatch, None, None]:
         if self._passes and isinstance(self._sampler, Iterator):

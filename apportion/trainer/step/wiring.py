@@ -104,7 +104,7 @@ class Watch:
         handles = {batch.handle, batch.feed.encoder} if batch.feed else {batch.handle}
         late, self._used = {*self._used} & {*self._past} - handles, WeakSet()
         if late and any(node.metadata.get("handle") in late for node in nodes([loss.grad_fn])):
-            rule = "attention of some layers used the plan of an earlier batch than the loss"
+            rule = "attention of some layers used the plan of an earlier batch, not of the loss's batch"
             raise ExecutionError(f"{rule}: pass batch.handle on to every layer, which must not keep it")
         self._past |= handles
 

@@ -68,7 +68,7 @@ void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Ten
   move_copies(program, *low.exchange, steps.copy, launch, ends);
 }
 
-void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart) {
+void return_kv_gradients(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart) {
   constexpr Tensor DKV = Tensor::DKV;
   const Exchange& exchange = *low.exchange;
   if (!exchange.shared) return move(program, low, steps, DKV, Way::OUT, apart);

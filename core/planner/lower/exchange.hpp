@@ -61,9 +61,9 @@ void move_copies(Program& program, const Exchange& exchange, int64_t copy, Launc
 void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Tensor tensor, Way way,
           Column<const bool> apart, int64_t part = 0);
 
-// Returns gradients of KV rows if several ranks of a group may have gradients of one head. `program` must already have
+// Returns gradients of KV rows, and sums those that ranks of a group have for one head. `program` must already have
 // all rows of attention.
-void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart);
+void return_kv_gradients(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart);
 
 // For each rank, the end of the work rows of a tensor that the program's rows name.
 Growing<int64_t> reach_of(const Program& program, Tensor tensor, int64_t ranks);

@@ -32,7 +32,7 @@ void exchange_rows(Program& program, const Lowering& low, const ExchangeSteps& i
     move(program, low, incoming, tensor, Way::IN, apart, exchange.direct ? part++ : 0);
   }
   move(program, low, outgoing, sums_of_queries(backward), Way::OUT, exchange.early);
-  if (backward) take_out_shared(program, low, outgoing, exchange.early_keys);
+  if (backward) return_kv_gradients(program, low, outgoing, exchange.early_keys);
 }
 
 }  // namespace

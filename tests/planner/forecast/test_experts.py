@@ -347,7 +347,7 @@ def test_inconsistent_experts_are_refused_by_name(extra: dict[str, Any], message
         Training.from_data({"experts": extra})
 
 
-def test_options_without_a_price_for_experts_are_refused() -> None:
+def test_options_that_are_not_priced_with_experts_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^training.experts.count = 16: FFNs in tiles"):
         training_with(mlp_tile=64)
     with pytest.raises(ConfigError, match=r"^parallelism.ping_pong = True"):

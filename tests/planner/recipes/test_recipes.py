@@ -129,8 +129,8 @@ def test_reported_bytes_equal_the_bytes_of_the_programs(name: str) -> None:
     plan = planned(name, batch_of("causal", "window", "full"), LAYERS[1], 4)
     sent, between = 0, 0
     for programs in plan.programs.values():
-        size, crosses = transfers(plan, programs)
-        sent, between = sent + int(size.sum()), between + int(size[crosses].sum())
+        size, is_inter_node = transfers(plan, programs)
+        sent, between = sent + int(size.sum()), between + int(size[is_inter_node].sum())
     assert plan.report["bytes"]["total"] == sent
     assert plan.report["bytes"]["inter_node"] == between
 

@@ -105,7 +105,7 @@ class Dcp(PlacePass):
     def _exchange_homes(
         self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads, sides: Answers
     ) -> tuple[Blocks, Answers]:
-        """Exchanges homes to shorten the busiest links, with compute in place; returns blocks and updated answers."""
+        """Exchanges homes to shorten the busiest ranks' link time; returns blocks, and answers improved for them."""
         cases = {key: self._case(problem, blocks, pairs[key[0]], heads, key[1]) for key in sides}
         inputs = [(cases[key], sides[key].rank, heads.groups * len(blocks.home)) for key in sides]
         home, _ = swap_homes(inputs, movable(problem, blocks.starts), link_gbs(problem))

@@ -99,10 +99,10 @@ class Distca(PlacePass):
     def _place_cheaper(self, problem: Problem) -> Placement:
         """Chooses whole rows or parts of keys by the parameter; "auto" compares sending times, within the caps."""
         if self.kv_ranges != "auto":
-            return self._place(problem, self._by_keys if self.kv_ranges else self._by_rows)
+            return self._place(problem, self._move_keys if self.kv_ranges else self._move_rows)
         placements: list[Placement] = []
         errors: list[CapacityError] = []
-        for solve in (self._by_rows, self._by_keys):
+        for solve in (self._move_rows, self._move_keys):
             try:
                 placement = self._place(problem, solve)
                 self._check_caps(problem, placement)
@@ -146,7 +146,7 @@ class Distca(PlacePass):
         causal = {kind: causal_sequences(problem, kind) & cut for kind in problem.batch.kinds}
         return np.logical_or.reduce(list(causal.values())) | (self.head_tail == "all"), causal
 
-    def _by_rows(self, problem: Problem) -> Solution:
+    def _move_rows(self, problem: Problem) -> Solution:
         home, balances = self.solve(problem, whole=True)
         starts, owner, servers = _common_blocks(home, [item.tokens() for item in balances.values()])
         has_moves = any((server != owner).any() for server in servers)
@@ -156,7 +156,7 @@ class Distca(PlacePass):
             execution |= _both_phases(kind, server.astype(np.int32)[block])
         return starts, owner, balances, execution or None
 
-    def _by_keys(self, problem: Problem) -> Solution:
+    def _move_keys(self, problem: Problem) -> Solution:
         home, balances = self.solve(problem, whole=False)
         starts = ranked(*(item.cuts for item in balances.values()), home[0])[0]
         starts, owner = np.append(starts, problem.batch.tokens), home[2][_range_of(home[0], starts)]

@@ -110,7 +110,7 @@ def turns_us(
             rows = plan.layout(plan.header.home_layout).rows_per_rank / np.asarray(speeds or 1.0)
             before, after = (rows * factor for factor in around[phase])
             halves.append(half._replace(before=before, after=after))
-        run = _simulate(_on_groups(halves, None), layers, "turns", f"{kind} {phase}")
+        run = _simulate(_assign_channels(halves, None), layers, "turns", f"{kind} {phase}")
         result[kind, phase] = run.makespan_us / layers
     return result
 
@@ -155,7 +155,7 @@ def _half(plan: Plan, kind: str, phase: str, costs: Costs, cluster: Cluster | No
     )
 
 
-def _on_groups(halves: list[Half], groups: int | None) -> list[Half]:
+def _assign_channels(halves: list[Half], groups: int | None) -> list[Half]:
     """The halves on separate channels, or on shared groups."""
     result: list[Half] = []
     for half in halves:
@@ -208,9 +208,9 @@ class PairInstructions(NamedTuple):
 
 def _run_pair(plans: list[Half], kind: str, phase: str, layers: int, groups: int | None) -> PairRun:
     """Runs all modes. plans: both halves, and the undivided microbatch if given."""
-    halves, label = _on_groups(plans[:2], groups), f"{kind} {phase}"
+    halves, label = _assign_channels(plans[:2], groups), f"{kind} {phase}"
     runs = [_simulate(halves, layers, way, f"{label}, {way}") for way in WAYS]
-    runs += [_simulate(_on_groups([whole], groups), layers, WHOLE, label) for whole in plans[2:]]
+    runs += [_simulate(_assign_channels([whole], groups), layers, WHOLE, label) for whole in plans[2:]]
     busy = sum(layers * (half.before + half.busy + half.after) for half in halves)
     return PairRun(kind, phase, layers, np.asarray(busy), *runs)
 

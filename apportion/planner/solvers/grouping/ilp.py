@@ -145,12 +145,12 @@ def _search(case: GroupingProblem, state: _SearchState, budget: Budget) -> tuple
     nodes = DEFAULT_NODES if budget.steps is None else int(budget.steps)
     if _is_small(case):
         state = _by_local_search(case, state, budget, _BRIEF)
-        return _by_slots(case, state, budget, nodes)
-    state = _by_bisection(case, state, budget, nodes)
+        return _solve_slots(case, state, budget, nodes)
+    state = _bisect(case, state, budget, nodes)
     for _ in range(_LAST):
         if not state.done(budget):
             state = replace(_by_local_search(case, state, budget), probes=state.probes + 1)
-    state = _by_parts(case, state, budget, nodes)
+    state = _solve_parts(case, state, budget, nodes)
     if state.best is None and not np.isfinite(state.bound):
         return state, None
     if state.done(budget):
@@ -176,7 +176,7 @@ def _by_local_search(
     return state
 
 
-def _by_bisection(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int) -> _SearchState:
+def _bisect(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int) -> _SearchState:
     """Raises the bound when the relaxed program is infeasible; else searches from the counts of its answer."""
     from apportion.planner.solvers.grouping.programs import mix_for
 
@@ -217,7 +217,7 @@ def _is_small(case: GroupingProblem) -> bool:
     return int(_most_counts(case).sum()) * len(case.sizes) <= _COMPLETE
 
 
-def _by_slots(
+def _solve_slots(
     case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int
 ) -> tuple[_SearchState, Limit | None]:
     """Solves the whole problem by its program."""
@@ -230,7 +230,7 @@ def _by_slots(
     return state, Limit.GAP if state.done(budget) else run.limit
 
 
-def _by_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int) -> _SearchState:
+def _solve_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int) -> _SearchState:
     """Repeatedly redistributes the sequences of the slowest group and some others, by the full program."""
     from apportion.planner.solvers.grouping.programs import slots
 

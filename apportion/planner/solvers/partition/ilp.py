@@ -38,10 +38,10 @@ def solve(problem: PartitionProblem, budget: Budget) -> Partition:
         return replace(start, termination=replace(end, limit=Limit.GAP))
     if len(problem.weights) * problem.bins > (DEFAULT_MAX_CHOICES if budget.steps is None else MAX_CHOICES):
         return replace(start, termination=replace(end, limit=Limit.STEPS))
-    return _by_program(problem, start, budget)
+    return _solve_program(problem, start, budget)
 
 
-def _by_program(problem: PartitionProblem, start: Partition, budget: Budget) -> Partition:
+def _solve_program(problem: PartitionProblem, start: Partition, budget: Budget) -> Partition:
     from apportion.planner.solvers.highs import solve_model
 
     # sorted, so that the order of the items does not matter
