@@ -71,7 +71,7 @@ def verbs(comm: Communicator, arguments: dict[str, Any], seed: int) -> tuple[boo
     def loss(x: torch.Tensor, shift: int) -> torch.Tensor:
         return (batch.roll(x, shift) * batch.shard_tokens(weights)).sum()
 
-    rolled = batch.roll(batch.labels, 1, IGNORED)
+    rolled = batch.roll(batch.labels)
     direct = {int(t): int(target) for t, target in enumerate(batch.batch.labels())}
     ids = np.concatenate([Recorded()[s] for s in batch.samples.tolist()])
     expected = [

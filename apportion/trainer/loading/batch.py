@@ -21,7 +21,7 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
 from apportion.trainer.step import wiring
-from apportion.trainer.step.microbatch import Microbatch
+from apportion.trainer.step.microbatch import IGNORED, Microbatch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -66,11 +66,13 @@ class PlannedBatch(Microbatch):
         name, targets = f"gather_tokens under plan {handle.name}", torch.from_numpy(places.tokens)
         return to_all(handle.communicator, name, places.counts.tolist(), targets)(local)
 
-    def roll(self, x: Tensor, shift: int = 1, fill: float = 0.0) -> Tensor:
+    def roll(self, x: Tensor, shift: int = 1, fill: float | None = None) -> Tensor:
         """x [rows, ...] -> [rows, ...]: for each row, the row of the token `shift` predictions ahead, where each
-        token predicts the next one (same document); `fill` if there is none. A collective, differentiable.
-        `batch.roll(batch.labels, 1, IGNORED)` are the labels two tokens ahead. Raises ExecutionError, ConfigError."""
+        token predicts the next one (same document); `fill` if there is none, by default 0, and IGNORED for the batch's
+        labels: `batch.roll(batch.labels)` are the labels two tokens ahead. A collective, differentiable. Raises
+        ExecutionError, ConfigError."""
         self._check_rows("roll", x)
+        fill = float(IGNORED if x is self.labels else 0) if fill is None else fill
         return self._all_places().exchange_for(self, integer("shift", shift, 1))(x, fill)
 
     def _check_rows(self, verb: str, x: Tensor) -> None:
