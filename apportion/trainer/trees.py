@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from warnings import warn
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from apportion.ir.masks.forest import Forest, Saving, fold
 from apportion.trainer.loading.batch import PlannedBatch, to_all
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import check_share
+from apportion.trainer.step.terms import LOGITS, has_mean, mark
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
 
@@ -92,7 +94,11 @@ class Predictions:
             check_share(logits, self.batch, None)
             wiring.watch.shared, wiring.watch.own_loss = self.batch.handle, False
         scores = logits[self.predicting].to(torch.promote_types(logits.dtype, torch.float32))
-        return scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
+        result = scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
+        if self.batch is not None and result.requires_grad and not wiring.watch.settled:
+            mark(result, LOGITS)
+            result.register_hook(partial(_check_mean, self.batch.handle.communicator.ranks))  # type: ignore[no-untyped-call]
+        return result
 
     def take(self, values: Tensor | Sequence[Tensor]) -> Tensor:
         """[n]: selects each prediction's value from `values`: [samples], such as advantages, or one per token:
@@ -160,6 +166,14 @@ class Predictions:
             raise ExecutionError(f"of pair {split[0]} only one sample is in this microbatch: {remedy}")
         first = torch.from_numpy(np.flatnonzero(is_present[0::2]) * 2).to(values.device)
         return values[first], values[first + 1]
+
+
+def _check_mean(ranks: int, grad: Tensor) -> None:
+    """Warns of a loss that is a mean over this rank's predictions, whose log-probabilities get the gradient."""
+    if ranks > 1 and has_mean(len(grad)):
+        rule = "their number differs between ranks, and gradients of all ranks are summed"
+        remedy = "divide the sum by a number of all ranks, such as the number of samples"
+        warn(f"the loss is a mean over this rank's {len(grad)} predictions: {rule}; {remedy}", stacklevel=1)
 
 
 def _check_alike(batch: PlannedBatch, grad: Tensor) -> None:

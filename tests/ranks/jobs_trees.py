@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,18 @@ def averaged(comm: Communicator, shares: bool) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def mean_of_rank(comm: Communicator) -> list[str]:
+    """The warnings of the mean over this rank's predictions."""
+    wiring.watch, rollouts, model = wiring.Watch(), Rollouts(), policy(torch.float32)
+    forest = trees.fold(rollouts.samples, rollouts.groups)
+    (batch,) = loader_of(comm, forest, "fp32")
+    log_probs = trees.unfold(forest, batch).log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (-log_probs.exp().mean()).backward()
+    return [str(one.message) for one in caught]
 
 
 def sequence_loss(rollouts: Rollouts, log_probs: list[torch.Tensor]) -> torch.Tensor:

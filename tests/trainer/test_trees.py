@@ -90,6 +90,11 @@ def test_a_loss_of_trees_under_averages_is_refused(pool: Pool, shares: bool) -> 
         assert re.match(r"model = 'DistributedDataParallel': averages gradients", found), found
 
 
+def test_a_mean_over_the_predictions_of_a_rank_causes_a_warning(pool: Pool) -> None:
+    for found in pool.run(jobs_trees.mean_of_rank, 2):
+        assert re.match(r"the loss is a mean over this rank's \d+ predictions: ", "".join(found)), found
+
+
 def batch_of(forest: ap.trees.Forest, samples: list[int], places: list[int]) -> SimpleNamespace:
     """A batch with rows of the forest; rows of sample -1 are padding."""
     alone = SimpleNamespace(communicator=Communicator())

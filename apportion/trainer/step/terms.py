@@ -14,6 +14,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from apportion.backends.torch.graphs import nodes
 
+_OPAQUE = ("CompiledFunctionBackward", "CheckpointFunctionBackward")  # nodes that hide the terms of a loss
 #: keys in the metadata of nodes
 SHARE, LOGITS, MULTIPLIED = "apportion.share", "apportion.logits", "apportion.multiplied"
 
@@ -44,6 +45,23 @@ def has_unmarked_path(kind: str) -> bool:
     """True if the loss of the running backward reaches parameters on a path without a marked term."""
     graph = [*nodes(_roots(), lambda node: kind in node.metadata)]
     return any(kind in node.metadata for node in graph) and any(hasattr(node, "variable") for node in graph)
+
+
+def is_known() -> bool:
+    """True if the loss of the running backward has a marked term, or is not a scalar of an eager computation."""
+    roots = [node for node in _roots() if node is not None]
+    opaque = (len(node._input_metadata[0].shape) or node.name() in _OPAQUE for node in roots)
+    return any(map(_is_marked, nodes(roots))) or any(opaque)
+
+
+def has_mean(count: int) -> bool:
+    """True if the loss of the running backward takes a mean of `count` values on a path to a marked term."""
+    path = (node for node in nodes(_roots(), _is_marked) if node.name() == "MeanBackward0")
+    return any(node._saved_self_sym_sizes == (count,) for node in path)
+
+
+def _is_marked(node: Any) -> bool:
+    return SHARE in node.metadata or LOGITS in node.metadata
 
 
 def _roots() -> Iterator[Any]:
