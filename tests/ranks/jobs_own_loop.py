@@ -58,6 +58,8 @@ class Own(nn.Module):
         hidden = self.table(tokens)
         if self.variant == "rows as places":
             hidden = hidden + self.places(torch.arange(len(tokens)) % 200)
+        if self.variant == "largest position":
+            hidden = hidden * (1 + positions.max())
         if self.variant == "places":
             hidden = hidden + self.places(positions)
         if self.variant.startswith("table"):
@@ -110,14 +112,14 @@ class Body(nn.Module):
 class Weighted(Recorded):
     """A dataset with a weight per sample or per token."""
 
-    def __init__(self, whole: bool) -> None:
+    def __init__(self, whole: bool, name: str = "worth") -> None:
         super().__init__()
-        self.whole = whole
+        self.whole, self.name = whole, name
 
     def __getitem__(self, index: int) -> Any:
         ids = super().__getitem__(index)
         sample_weights = index + 0 * ids if self.whole else ids % 7 + 1
-        return {"input_ids": ids, "worth": sample_weights.astype("float32")}
+        return {"input_ids": ids, self.name: sample_weights.astype("float32")}
 
 
 def _loss(logits: Tensor, b: Any, loss_kind: str, averaged_over: int, ranks: int, model: Own) -> Tensor:
@@ -127,7 +129,9 @@ def _loss(logits: Tensor, b: Any, loss_kind: str, averaged_over: int, ranks: int
         return cross_entropy(logits, b.labels)
     if loss_kind == "mean of rows over microbatches":
         return cross_entropy(logits, b.labels) / 2
-    if loss_kind == "own":
+    if loss_kind.startswith("a term apart"):
+        logits.square().mean().backward(retain_graph=True)
+    if loss_kind in ("own", "own, unweighted"):
         return total / valid
     if loss_kind == "own times ranks":
         return total * ranks / valid
@@ -213,6 +217,7 @@ def train(
     if kinds[0] is not None:
         options["masks"] = KINDS
     data = Weighted(loss == "weights of samples") if "weights" in loss else Recorded()
+    data = Weighted(False, "loss_weights") if loss == "own, unweighted" else data
     if loss.endswith("shifted"):
         options["shifted"] = ("labels", "worth")
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
@@ -221,9 +226,12 @@ def train(
     torch.manual_seed(comm.rank)
     for _ in range(2):
         for b in PlannedLoader(data, **options, communicator=plan_comm, shuffle=False, rows_multiple=2):
-            scaler.scale(
-                _loss(_logits(wrapped, net, b), b, loss, averaged_over, comm.ranks, model)
-            ).backward()
+            if net == "compiled step":
+                torch.compile(_share, backend="eager", dynamic=True)(wrapped, b).backward()
+            else:
+                scaler.scale(
+                    _loss(_logits(wrapped, net, b), b, loss, averaged_over, comm.ranks, model)
+                ).backward()
             if b.is_last:
                 if net == "evaluated":
                     list(PlannedLoader(data, **options, communicator=plan_comm))
@@ -233,6 +241,11 @@ def train(
                 scaler.update()
                 optimizer.zero_grad()
     return model
+
+
+def _share(model: Any, b: Any) -> Tensor:
+    logits = model(b.tokens, b.position_ids, lambda q, k, v, kind: ap.planned_attention(q, k, v, b.handle))
+    return ap.normalised_loss(logits, b.labels, b.valid_tokens)
 
 
 def _logits(model: Any, net: str, b: Any) -> Tensor:

@@ -97,6 +97,9 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
             ({"loss": loss}, r"UserWarning: the loss has a term other than its cross entropy: on each rank")
             for loss in ("and a term", "own and a term")
         ),
+        ({"net": "compiled step", "reduces": "no"}, r"ExecutionError: gradients differ between ranks"),
+        ({"loss": "a term apart"}, r"UserWarning: a backward is of a loss other than the cross entropy: "),
+        ({"loss": "own, unweighted"}, r"ConfigError: loss_weights = .*: the loss has no weights"),
         *(
             (
                 {"reduces": "ddp", "scaled": 1024.0, "net": net},
@@ -155,6 +158,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ({"net": "body"}, r"\d of \d+ parameters are outside Body, which calls attention"),
         ({"net": "rows behind"}, rf"ConfigError: model = 'Own': head {ROWS}"),
         ({"net": "statistics"}, rf"ConfigError: model = 'Own': norm {ROWS}"),
+        ({"net": "largest position"}, rf"ConfigError: model = 'Own': layers\.0 {ROWS}"),
         (
             {"net": "mean", "loss": "own", "reduces": "ddp summed"},
             rf"ConfigError: model = 'Own': layers\.0 {ROWS}",

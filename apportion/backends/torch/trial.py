@@ -224,8 +224,10 @@ class ModuleCall:
     def check(self, set_part: Callable[[Part | None], None]) -> None:
         """Raises ConfigError if a row changes when fewer rows are computed. set_part: sets the part to rerun."""
         name, count = type(self.module).__name__, len(self.rows)
-        draw = torch.Generator().manual_seed(0)
-        fewer = torch.randperm(count, generator=draw)[: max(2, int(_PART * count))]
+        draw, positions = torch.Generator().manual_seed(0), self.handle.position_ids[self.rows]
+        fewer = torch.randperm(count, generator=draw)
+        is_last = positions[fewer] == positions.max()  # left out: models may read a rank's largest position
+        fewer = fewer[is_last.int().argsort(stable=True)][: max(2, int(_PART * count))]
         full, is_local = None, is_whole(self.module)
         with noiseless(self.module, next(self.module.parameters()).device) as reset:
             for indexes in (torch.arange(count), torch.arange(count), fewer):

@@ -215,6 +215,8 @@ def run_recorded(
     if trial.part is not None:
         return trial.part.answer(*inputs)
     results, trial.handle = run(), ref(handle)
+    if results[0].requires_grad and not watch.settled:
+        results[0].register_hook(partial(watch.note_backward, handle))  # type: ignore[no-untyped-call]
     module = trial.keep(handle, results, partial(_tensors, handle), watch.models)
     if module is not None:
         enabled = any(item in watch.models for item in module.modules())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from apportion.ir.errors import ConfigError
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import check_scale
-from apportion.trainer.step.microbatch import IGNORED, Microbatch
+from apportion.trainer.step.microbatch import IGNORED, WEIGHTS, Microbatch
 from apportion.trainer.step.reduction import Reduction, reduction_of
 from apportion.trainer.step.terms import LOGITS, mark
 
@@ -68,6 +68,9 @@ def _check(
     if not (scales / scale - 1).abs().max() < _CLOSE:
         batch.check_weights(scales, rows)
     elif scale > 0 and (tries < _TRIES or not wiring.watch.accounted or wiring.watch.unknown):
+        weights = batch.fields.get(WEIGHTS)
+        if weights is not None and len({*weights[rows.to(weights.device)].tolist()}) > 1:
+            batch.check_unweighted("the loss")
         reduction = reduction_of(batch.handle.wrapper, {*map(id, module.parameters())})
         exact = 1e-5 if grad.dtype.itemsize > 2 else 2e-3
         if not _is_divisor_known(batch, scale, exact, reduction) and tries > 1:

@@ -25,7 +25,7 @@ from apportion.backends.torch.trial import ModelTrial
 from apportion.ir.errors import ExecutionError
 from apportion.trainer.step.microbatch import Microbatch
 from apportion.trainer.step.reduction import SUMS, averaging_error, reduction_of, shards_of
-from apportion.trainer.step.terms import running_loss_scale
+from apportion.trainer.step.terms import is_known, running_loss_scale
 
 _CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
 _FACTORS = "shares of one mean must have the same factors and divisors on all ranks"
@@ -71,6 +71,7 @@ class Watch:
         self._reached = False
         self._hook: Any = None
         self._used, self._past = WeakSet[Any](), WeakSet[Any]()  # plans used since the last loss; with a loss
+        self._unmarked = WeakSet[Any]()  # plans with a backward of a loss that has no known term
         self.ranks = 1  # ranks over whose tokens means are taken: a plan's, times groups
         self._transports: list[Any] = []  # of ranks that train one model: of the plan, and across groups
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
@@ -107,6 +108,11 @@ class Watch:
             rule = "attention of some layers used the plan of an earlier batch, not of the loss's batch"
             raise ExecutionError(f"{rule}: pass batch.handle on to every layer, which must not keep it")
         self._past |= handles
+
+    def note_backward(self, handle: PlanHandle, grad: Tensor) -> None:
+        """Notes the plan of a running backward whose loss has no known term."""
+        if not (self.settled or handle in self._unmarked or is_known()):
+            self._unmarked.add(handle)
 
     def expect(self, handle: PlanHandle) -> None:
         """Records that the handle is about to be passed to a model."""
@@ -191,6 +197,9 @@ class Watch:
                 text = "a batch has media, but the model that ran under its plan did not get them"
                 remedy = "run the encoder on batch.media, under its handle, and ap.move_rows(x, batch.feed)"
                 raise ExecutionError(f"{text}: {remedy}")
+        has_calls = any(batch.handle.calls and not batch._staged for batch in self.batches)
+        if has_calls and self.trial is not None and not self.owners:  # a compiled step, or ping-pong layers
+            self.add_unknown(_parameters(optimizer))
         checks, self._scaled = self._scaled, []
         if checks and (scaled := running_loss_scale()) != 1:
             for check, scale in checks:
@@ -226,6 +235,9 @@ class Watch:
             hooks = (hook for param in owned for hook in (param._backward_hooks or {}).values())
             if steps == 1 and any(str(hook.__module__).partition(".")[0] not in _LINEAR for hook in hooks):
                 warn(f"parameters have hooks: {_HOOKED}", stacklevel=1)
+            if self.accounted and {*self._unmarked} & {*self._past}:
+                warn(f"a backward is of a loss other than the cross entropy: {UNKNOWN}", stacklevel=1)
+            self._unmarked.clear()
             self.settled = True
             if steps == 2 and (
                 self.unknown or (not self.accounted and (self.shared is None or self.own_loss))
