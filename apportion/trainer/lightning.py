@@ -83,15 +83,16 @@ class Arriving:
 
 
 def _check_unmultiplied(share: Tensor) -> None:
-    """Raises ConfigError for a share that `shared_loss` has multiplied already; records whether it is a share."""
+    """Raises ConfigError for a share that is multiplied by the number of ranks already; records whether it is a share."""
     watch = wiring.watch
     watch.accounted = True
     if watch.settled or not share.requires_grad:
         return
     watch.unknown = not has_term(share, SHARE)
-    if not watch.unknown and has_term(share, MULTIPLIED):
-        rule = "is a result of shared_loss, and would be multiplied by the number of ranks again"
-        raise ConfigError("share", "multiplied", rule, "call shared_loss once, and return its result")
+    if has_term(share, MULTIPLIED):
+        rule = "is a result of shared_loss, or has averaged_over: it would be multiplied by the ranks again"
+        remedy = "call shared_loss once, without averaged_over, and return its result"
+        raise ConfigError("share", "multiplied", rule, remedy)
 
 
 class Planned:
@@ -117,6 +118,9 @@ class Planned:
             rule, actual = "a step must be an iteration", trainer.accumulate_grad_batches
             remedy = "set it to the loader's microbatches"
             raise ConfigError("accumulate_grad_batches", actual, rule, remedy)
+        if trainer.training and trainer.fit_loop._combined_loader_states_to_load:
+            rule = "has not loaded the place in the data, so the samples of earlier epochs would be repeated"
+            raise ConfigError("on_train_start", "your own", rule, "call super().on_train_start() there")
         if trainer.training and trainer.overfit_batches:
             rule = "would train on new batches: an epoch continues where the last one ended"
             remedy = "give the loader a dataset of the samples to overfit"
@@ -127,9 +131,18 @@ class Planned:
         mark(loss, MULTIPLIED)
         return loss
 
+    def on_train_start(self) -> None:
+        """Loads the place in the data of a checkpoint from an epoch's end, which Lightning leaves out."""
+        loop = self.trainer.fit_loop
+        loaders = [one for one in loop._combined_loader.flattened if hasattr(one, "load_state_dict")]
+        for one, state in zip(loaders, loop._combined_loader_states_to_load, strict=False):
+            if isinstance(one, PlannedBatches | PlannedLoader):
+                one.load_state_dict(state)
+        loop._combined_loader_states_to_load = []
+
     def _log(self, batch: PlannedBatch, share: Tensor, name: str) -> None:
         shares = self.__dict__.setdefault("_shares", {})
-        shares[name] = share if batch.microbatch == 0 else shares[name] + share
+        shares[name] = share + (shares.get(name, 0) if batch.microbatch else 0)
         if batch.is_last:
             mean = self.trainer.strategy.reduce(shares[name].clone(), reduce_op="sum")
             evaluating = not self.trainer.training  # Lightning requires it; all values are equal

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -170,7 +171,7 @@ class Epochs:
 
     def __iter__(self) -> Generator[PlannedBatch, None, None]:
         """Iterates over an epoch; closes its pass at the end, or when it is abandoned. Raises ExecutionError."""
-        state, batches, self.valid_tokens = self.loader.state_dict(), self._pass(), 0
+        batches, self.valid_tokens = self._pass(), 0
         try:
             for _ in range(len(self)):
                 batch = next(batches)
@@ -178,16 +179,16 @@ class Epochs:
                 self.valid_tokens += batch.valid_tokens if batch.is_last else 0
                 yield batch
         finally:
-            if self.accumulated is not None:  # evaluation may use the loader that is being trained on
-                state = self.loader.state_dict()
+            state = self.loader.state_dict()
             batches.close()
             self.loader.load_state_dict(state)
 
     def _pass(self) -> Generator[PlannedBatch, None, None]:
         if self.accumulated is not None:
             return endless(self.loader)
-        self.loader.set_epoch(self.loader.state_dict()["epoch"], start=0)
-        return iter(self.loader)
+        loader = copy(self.loader)  # evaluation may use the loader that is being trained on
+        loader.set_epoch(loader.state_dict()["epoch"], start=0)
+        return iter(loader)
 
     def _check(self, batch: PlannedBatch) -> None:
         if self.accumulated is not None and batch.is_last != (batch.microbatch + 1 == self.accumulated):

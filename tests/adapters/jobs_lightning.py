@@ -59,6 +59,37 @@ class ManualNet(Net):
             self.optimizers().zero_grad()
 
 
+class TermsNet(Net):
+    """Net with a compiled head, whose loss is the sum of two weighted terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.lm_head.compile(backend="aot_eager")
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        share = normalised_loss(self.net(**hf.inputs(batch)).logits, batch.labels, batch.valid_tokens)
+        return self.shared_loss(batch, 0.25 * share + 0.75 * share)
+
+    validation_step = training_step
+
+
+class AveragedNet(Net):
+    """Net that compensates for averaged gradients twice."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        logits, ranks = self.net(**hf.inputs(batch)).logits, self.trainer.world_size
+        return self.shared_loss(batch, normalised_loss(logits, batch.labels, batch.valid_tokens, ranks))
+
+    validation_step = training_step
+
+
+class OverriddenNet(Net):
+    """Net with a hook in place of the mixin's."""
+
+    def on_train_start(self) -> None:
+        pass
+
+
 class PlanDroppingNet(Net):
     """Net that does not pass the plan to its model."""
 
@@ -135,9 +166,11 @@ class Recorder(Callback):
 def trainer_of(
     folder: Path, recorder: Any, accumulation: Any = 2, devices: Any = 1, overfit_batches: int = 0
 ) -> Any:
-    saving = ModelCheckpoint(
-        folder, "step-{step}", every_n_train_steps=2, save_top_k=-1, auto_insert_metric_name=False
-    )
+    common: Any = {"save_top_k": -1, "auto_insert_metric_name": False}
+    saving = [
+        ModelCheckpoint(folder, "step-{step}", every_n_train_steps=2, **common),
+        ModelCheckpoint(folder, "epoch-{epoch}", every_n_epochs=1, **common),
+    ]
     return Trainer(
         accelerator="cpu",
         strategy="ddp" if devices > 1 else "auto",
@@ -148,7 +181,7 @@ def trainer_of(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[recorder, saving],
+        callbacks=[recorder, *saving],
     )
 
 

@@ -16,7 +16,7 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import IGNORED as IGNORED, Microbatch
 from apportion.trainer.step.reduction import Reduction, check_reduction, reduction_of
-from apportion.trainer.step.terms import SHARE, has_unmarked_path, mark
+from apportion.trainer.step.terms import MULTIPLIED, SHARE, has_unmarked_path, is_multiplied, mark
 
 _ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
 
@@ -130,6 +130,8 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
     if factor is None:
         return
     mark(loss)
+    if factor != 1:
+        mark(loss, MULTIPLIED)
     if len(watch.scanned) > scanned or not watch.settled:
         wrapper, params = None if batch is None else batch.handle.wrapper, {*map(id, watch.owners)}
         count = batch.microbatch + 1 if batch is not None and batch.is_last else 1
@@ -158,11 +160,13 @@ def check_scale(
     watch.accounted, watch.unknown, watch.scale = True, False, float(grad) * factor
     if has_unmarked_path(known):
         warn(f"the loss has a term other than its cross entropy: {wiring.UNKNOWN}", stacklevel=1)
+    if reduction is not None and is_multiplied():
+        factor = reduction.ranks
     watch.check_scaled(partial(_check_scale, reduction, factor, microbatches))
 
 
 def _check_scale(reduction: Reduction | None, factor: float, microbatches: int, scale: float) -> None:
-    if microbatches > 1 and abs(scale * microbatches - 1) < 1e-6:
+    if microbatches > 1 and abs(scale / factor * microbatches - 1) < 1e-6:
         warn(
             f"the loss is divided by {microbatches}, the iteration's number of microbatches, but is already a share of "
             "the mean over all of them: remove that (with accelerate, gradient_accumulation_steps=1), unless it "

@@ -74,7 +74,7 @@ def check_reduction(reduction: Reduction, scale: float, counted: int, factor: fl
     name, ranks, sums = reduction
     if ranks == 1:
         return
-    if not sums and 0 < scale < 1 + _CLOSE and abs(1 / scale - round(1 / scale)) < _CLOSE:
+    if not sums and factor == 1 and 0 < scale < 1 + _CLOSE and abs(1 / scale - round(1 / scale)) < _CLOSE:
         raise averaging_error(reduction)
     if sums and scale == ranks:
         rule = f"sums gradients, but the loss is multiplied by the {ranks} ranks too"

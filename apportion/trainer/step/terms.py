@@ -27,10 +27,9 @@ def mark(known: Tensor, kind: str = SHARE) -> None:
 
 
 def has_term(loss: Tensor, kind: str) -> bool:
-    """True if a loss has a marked term, or is compiled, so that its terms are unknown."""
-    return any(
-        kind in node.metadata or node.name() == "CompiledFunctionBackward" for node in nodes([loss.grad_fn])
-    )
+    """True if a loss has a marked term; for shares also if it is compiled, so that its terms are unknown."""
+    compiled = "CompiledFunctionBackward" if kind == SHARE else None
+    return any(kind in node.metadata or node.name() == compiled for node in nodes([loss.grad_fn]))
 
 
 def running_loss_scale() -> float:
@@ -62,6 +61,12 @@ def has_mean(count: int) -> bool:
 
 def _is_marked(node: Any) -> bool:
     return SHARE in node.metadata or LOGITS in node.metadata
+
+
+def is_multiplied() -> bool:
+    """True if an adapter has multiplied the loss of the running backward by the number of ranks."""
+    graph = nodes(_roots(), lambda node: SHARE in node.metadata)
+    return any(MULTIPLIED in node.metadata and SHARE not in node.metadata for node in graph)
 
 
 def _roots() -> Iterator[Any]:
