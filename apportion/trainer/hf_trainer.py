@@ -186,7 +186,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         dataset = dataloader.dataset
         if isinstance(dataset, _Numbered):
-            total = self.accelerator.reduce(self._evaluated, "mean")  # Trainer multiplies by the rank count
+            total = self.accelerator.reduce(self._evaluated, "sum")  # Trainer multiplies by the rank count
+            total *= wiring.watch.ranks / self.accelerator.num_processes**2  # groups may evaluate alone
             output.metrics[f"{metric_key_prefix}_loss"] = (total / max(dataset.epochs.valid_tokens, 1)).item()
         return output
 

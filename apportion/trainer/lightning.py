@@ -144,6 +144,6 @@ class Planned:
         shares = self.__dict__.setdefault("_shares", {})
         shares[name] = share + (shares.get(name, 0) if batch.microbatch else 0)
         if batch.is_last:
-            mean = self.trainer.strategy.reduce(shares[name].clone(), reduce_op="sum")
+            mean = self.trainer.strategy.reduce(shares[name].clone(), reduce_op="mean") * wiring.watch.ranks
             evaluating = not self.trainer.training  # Lightning requires it; all values are equal
             self.log(name, mean, batch_size=batch.valid_tokens, sync_dist=evaluating)

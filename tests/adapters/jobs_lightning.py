@@ -19,6 +19,7 @@ from apportion.ir.errors import ApportionError
 from apportion.trainer import hf
 from apportion.trainer.lightning import Planned, PlannedBatches
 from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.shared import communicator_of
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import normalised_loss
 from tests.adapters import jobs_hf as hf_jobs
@@ -88,6 +89,10 @@ class OverriddenNet(Net):
 
     def on_train_start(self) -> None:
         pass
+
+
+class EvaluatedByGroupNet(Net):
+    """Net that two groups of ranks evaluate, each on all samples."""
 
 
 class PlanDroppingNet(Net):
@@ -201,7 +206,8 @@ def fit(
     net, recorder = kind(), Recorder(last_step)
     common = {"shuffle": shuffle, "tokens": 60}
     loader = hf_jobs.loader(net.net, comm.ranks, lengths=TRAINED, microbatches=2, **common)
-    evaluation = hf_jobs.loader(net.net, comm.ranks, lengths=EVALUATED, drop_last=False, **common)
+    groups = communicator_of([[0, 1], [2, 3]]) if kind is EvaluatedByGroupNet else comm
+    evaluation = hf_jobs.loader(net.net, groups.ranks, groups, lengths=EVALUATED, drop_last=False, **common)
     trainer = trainer_of(folder, recorder, accumulation, comm.ranks, overfit_batches)
     try:
         batches = PlannedBatches(loader), PlannedBatches(evaluation, training=False)

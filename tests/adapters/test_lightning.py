@@ -26,7 +26,9 @@ def test_losses_equal_lightning_in_one_process(pool: Any, alone: Any, tmp_path: 
     assert all(other[0] == recorded for other in others)
 
 
-@pytest.mark.parametrize(("kind", "accumulation"), [(jobs.ManualNet, 1), (jobs.TermsNet, 2)])
+@pytest.mark.parametrize(
+    ("kind", "accumulation"), [(jobs.ManualNet, 1), (jobs.TermsNet, 2), (jobs.EvaluatedByGroupNet, 2)]
+)
 def test_other_steps_of_the_same_loss_train_equally(
     pool: Any, tmp_path: Path, kind: Any, accumulation: int
 ) -> None:
