@@ -83,7 +83,7 @@ class Arriving:
 
 
 def _check_unmultiplied(share: Tensor) -> None:
-    """Raises ConfigError for a share that is multiplied by the number of ranks already; records whether it is a share."""
+    """Raises ConfigError for a share multiplied by the number of ranks already; records whether it is a share."""
     watch = wiring.watch
     watch.accounted = True
     if watch.settled or not share.requires_grad:
