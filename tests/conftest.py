@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from apportion.planner.pipeline.checks import checked_steps
 from tests.ranks.rank_pool import Pool
+from tests.support.commands import Command, CommandResult
 
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
 settings.load_profile("steady")
@@ -27,6 +28,20 @@ def pool() -> Iterator[Pool]:
     ranks = Pool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process; returns its exit code and output."""
+
+    def call(*args: object) -> CommandResult:
+        from apportion import cli
+
+        code = cli.main([str(arg) for arg in args])
+        printed = capsys.readouterr()
+        return CommandResult(code, printed.out, printed.err)
+
+    return call
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,10 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from apportion.cli import files
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.plan import summary
 from apportion.ir.plan.tables import ProgramSet, Table
+from tests.support.commands import Command
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROW = {
@@ -39,34 +38,6 @@ ROW = {
 SMALL = ("--recipe", "fcp", "--ranks", "4", "--block", "256")
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The one JSON object on stdout."""
-        assert self.out.count("\n") == 1
-        return dict(json.loads(self.out))
-
-
-Cli = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs a command; returns its exit code and output."""
-
-    def call(*args: object) -> Result:
-        code = cli.main([str(arg) for arg in args])
-        printed = capsys.readouterr()
-        return Result(code, printed.out, printed.err)
-
-    return call
-
-
 @pytest.fixture
 def batch_file(tmp_path: Path) -> Path:
     path = tmp_path / "batch.json"
@@ -75,7 +46,7 @@ def batch_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plan_file(run: Cli, batch_file: Path, tmp_path: Path) -> Path:
+def plan_file(run: Command, batch_file: Path, tmp_path: Path) -> Path:
     path = tmp_path / "good.plan"
     assert run("plan", "--batch", batch_file, *SMALL, "-o", path).code == 0
     return path
@@ -102,14 +73,14 @@ def broken(plan: Plan) -> Plan:
     ],
     ids=" ".join,
 )
-def test_help_explains_and_shows_an_example(run: Cli, command: tuple[str, ...]) -> None:
+def test_help_explains_and_shows_an_example(run: Command, command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.code == 0
     assert "--json" in result.out
     assert f"apportion {' '.join(command)}" in result.out.split("Options")[0].split("Example")[1]
 
 
-def test_help_is_printed_if_there_is_no_command(run: Cli) -> None:
+def test_help_is_printed_if_there_is_no_command(run: Command) -> None:
     assert re.findall("─ ([A-Z][a-z ]+) ─", run().out)[1:] == [
         *("Plan", "Look at plans", "Measure", "Serve", "Extend"),
     ]
@@ -119,7 +90,7 @@ def test_help_is_printed_if_there_is_no_command(run: Cli) -> None:
 # --- plan
 
 
-def test_plan_prints_a_summary_and_writes_a_plan(run: Cli, batch_file: Path, tmp_path: Path) -> None:
+def test_plan_prints_a_summary_and_writes_a_plan(run: Command, batch_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.plan"
     result = run("plan", "--batch", batch_file, *SMALL, "-o", path)
     assert result.code == 0
@@ -127,7 +98,7 @@ def test_plan_prints_a_summary_and_writes_a_plan(run: Cli, batch_file: Path, tmp
     assert Plan.decode(path.read_bytes()).request.batch.lengths.tolist() == [3000, 700, 300, 1]
 
 
-def test_plan_json_has_the_fields_of_a_benchmark_row(run: Cli, batch_file: Path) -> None:
+def test_plan_json_has_the_fields_of_a_benchmark_row(run: Command, batch_file: Path) -> None:
     result = run("plan", "--batch", batch_file, *SMALL, "--json")
     record = result.json
     assert set(record) == ROW | {"seed", "id", "skipped_samples", "file", "faster"}
@@ -137,18 +108,18 @@ def test_plan_json_has_the_fields_of_a_benchmark_row(run: Cli, batch_file: Path)
     assert result.err == ""
 
 
-def test_the_same_request_gives_the_same_plan(run: Cli, batch_file: Path) -> None:
+def test_the_same_request_gives_the_same_plan(run: Command, batch_file: Path) -> None:
     first, second = (run("plan", "--batch", batch_file, *SMALL, "--json").json for _ in range(2))
     assert first["id"] == second["id"]
 
 
-def test_two_attention_kinds_with_cluster_and_model_files(run: Cli) -> None:
+def test_two_attention_kinds_with_cluster_and_model_files(run: Command) -> None:
     files = [f"--{name}={EXAMPLES / name}.yaml" for name in ("cluster", "model")]
     record = run("plan", f"--batch={EXAMPLES / 'two_kinds.yaml'}", *files, "--json").json
     assert (record["ranks"], record["tokens"]) == (16, 26221)
 
 
-def test_lengths_are_drawn_until_the_ranks_are_full(run: Cli, tmp_path: Path) -> None:
+def test_lengths_are_drawn_until_the_ranks_are_full(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
     path.write_text("900\n50\n120\n100000\n")
     result = run("plan", "--lengths", path, "--tokens-per-rank", 1024, *SMALL, "--json")
@@ -159,7 +130,7 @@ def test_lengths_are_drawn_until_the_ranks_are_full(run: Cli, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("rule", "longest"), [("drop", 900), ("cut", 4 * 1024), ("refuse", None)])
 def test_overlong_documents_are_dropped_cut_or_refused(
-    run: Cli, tmp_path: Path, rule: str, longest: int | None
+    run: Command, tmp_path: Path, rule: str, longest: int | None
 ) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("name,tokens\na,900\nb,100000\n")
@@ -173,7 +144,7 @@ def test_overlong_documents_are_dropped_cut_or_refused(
         assert int(lengths.max()) == longest
 
 
-def test_plan_output_names_the_model_and_a_faster_recipe(run: Cli, batch_file: Path) -> None:
+def test_plan_output_names_the_model_and_a_faster_recipe(run: Command, batch_file: Path) -> None:
     batch = ("--batch", batch_file, "--ranks", 4)
     record = run("plan", *batch, "--recipe", "contiguous", "--json").json
     assert record["faster"]["ms"] < 0.98 * record["faster"]["own_ms"]
@@ -184,14 +155,14 @@ def test_plan_output_names_the_model_and_a_faster_recipe(run: Cli, batch_file: P
 
 
 @pytest.mark.parametrize("name", ["code_lengths", "doc_lengths"])
-def test_example_workloads_can_be_planned(run: Cli, name: str) -> None:
+def test_example_workloads_can_be_planned(run: Command, name: str) -> None:
     record = run(
         "plan", "--workload", EXAMPLES / f"{name}.json", "--tokens-per-rank", 2048, *SMALL, "--json"
     ).json
     assert record["tokens"] == 4 * 2048
 
 
-def test_plan_accepts_a_recipe_file(run: Cli, batch_file: Path, tmp_path: Path) -> None:
+def test_plan_accepts_a_recipe_file(run: Command, batch_file: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         "name: mine\nsteps: {shard: {blocks: {block: 512}}, place: {lpt: {}}, schedule: {matchings: {}}}"
@@ -247,7 +218,7 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
     ],
 )
 def test_bad_input_is_refused_in_one_paragraph(
-    run: Cli, batch_file: Path, plan_file: Path, args: list[str], message: str
+    run: Command, batch_file: Path, plan_file: Path, args: list[str], message: str
 ) -> None:
     files = {"BATCH": batch_file, "PLAN": plan_file, "CLUSTER": EXAMPLES / "cluster.yaml"}
     args = [re.sub("^[A-Z]+", lambda name: str(files[name[0]]), arg) for arg in args]
@@ -261,13 +232,13 @@ def test_bad_input_is_refused_in_one_paragraph(
     assert message in as_json.json["error"]["message"]
 
 
-def test_json_of_a_config_error_has_its_parts(run: Cli, batch_file: Path) -> None:
+def test_json_of_a_config_error_has_its_parts(run: Command, batch_file: Path) -> None:
     error = run("plan", "--batch", batch_file, "--recipe", "nonesuch", "--json").json["error"]
     assert error["type"] == "UnknownNameError"
     assert {"field", "value", "rule", "remedy"} <= set(error)
 
 
-def test_a_parse_error_names_the_file_and_the_line(run: Cli, tmp_path: Path) -> None:
+def test_a_parse_error_names_the_file_and_the_line(run: Command, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{\n"lengths": [1,,2]}')
     (tmp_path / "bad.yaml").write_text("lengths: [1, 2\nmask: x")
     err = run("plan", "--batch", tmp_path / "bad.json").err
@@ -278,7 +249,7 @@ def test_a_parse_error_names_the_file_and_the_line(run: Cli, tmp_path: Path) -> 
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_planning(
-    run: Cli, batch_file: Path, monkeypatch: pytest.MonkeyPatch
+    run: Command, batch_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
@@ -309,7 +280,7 @@ def test_a_failed_write_leaves_no_partial_plan(plan_file: Path, monkeypatch: pyt
     assert not Path(os.devnull).is_file()
 
 
-def test_an_os_error_without_a_file_is_printed(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_os_error_without_a_file_is_printed(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise OSError("the disk is gone")
 
@@ -333,7 +304,7 @@ def test_a_broken_stdout_does_not_change_the_exit_code(args: list[str]) -> None:
 
 @pytest.mark.parametrize("command", ["demo", "selftest", "bench attention"])
 def test_a_missing_package_is_reported_with_the_extra_to_install(
-    run: Cli, monkeypatch: pytest.MonkeyPatch, command: str
+    run: Command, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run(*command.split())
@@ -344,13 +315,13 @@ def test_a_missing_package_is_reported_with_the_extra_to_install(
 # --- verify, show, diff
 
 
-def test_a_good_plan_verifies(run: Cli, plan_file: Path) -> None:
+def test_a_good_plan_verifies(run: Command, plan_file: Path) -> None:
     assert run("verify", plan_file).code == 0
     assert run("verify", plan_file, "--json").json["violations"] == []
 
 
 def test_verify_lists_the_violations_of_a_broken_plan_by_rule(
-    run: Cli, plan_file: Path, tmp_path: Path
+    run: Command, plan_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "broken.plan"
     path.write_bytes(broken(Plan.decode(plan_file.read_bytes())).encode())
@@ -363,7 +334,7 @@ def test_verify_lists_the_violations_of_a_broken_plan_by_rule(
 
 
 def test_an_id_that_differs_from_the_bytes_violates_the_digests_rule(
-    run: Cli, plan_file: Path, tmp_path: Path
+    run: Command, plan_file: Path, tmp_path: Path
 ) -> None:
     plan = Plan.decode(plan_file.read_bytes())
     path = tmp_path / "flipped.plan"
@@ -373,13 +344,13 @@ def test_an_id_that_differs_from_the_bytes_violates_the_digests_rule(
     assert run("show", path).code == 2
 
 
-def test_a_truncated_plan_is_bad_input(run: Cli, plan_file: Path, tmp_path: Path) -> None:
+def test_a_truncated_plan_is_bad_input(run: Command, plan_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.plan"
     path.write_bytes(plan_file.read_bytes()[:-7])
     assert run("verify", path).code == 2
 
 
-def test_show_draws_every_rank(run: Cli, plan_file: Path) -> None:
+def test_show_draws_every_rank(run: Command, plan_file: Path) -> None:
     result = run("show", plan_file)
     assert result.code == 0
     assert result.out.count("█ ") >= 4
@@ -396,13 +367,13 @@ def test_loads_drawn_by_show_add_up_to_the_area_of_the_mask(plan_file: Path) -> 
     )
 
 
-def test_large_plans_are_drawn_by_node(run: Cli, batch_file: Path, tmp_path: Path) -> None:
+def test_large_plans_are_drawn_by_node(run: Command, batch_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "wide.plan"
     run("plan", "--batch", batch_file, "--recipe", "fcp", "--ranks", 128, "--block", 64, "-o", path)
     assert "busiest of its 8 ranks" in run("show", path).out
 
 
-def test_show_of_a_rank_prints_its_program(run: Cli, plan_file: Path) -> None:
+def test_show_of_a_rank_prints_its_program(run: Command, plan_file: Path) -> None:
     result = run("show", plan_file, "--rank", 1)
     assert "attend" in result.out
     record = run("show", plan_file, "--rank", 1, "--json").json
@@ -411,7 +382,7 @@ def test_show_of_a_rank_prints_its_program(run: Cli, plan_file: Path) -> None:
 
 
 def test_diff_lists_the_fields_that_differ(
-    run: Cli, batch_file: Path, plan_file: Path, tmp_path: Path
+    run: Command, batch_file: Path, plan_file: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.plan"
     run("plan", "--batch", batch_file, *SMALL[:2], "--ranks", 4, "--block", 512, "-o", other)
@@ -425,7 +396,7 @@ def test_diff_lists_the_fields_that_differ(
 # --- bench, version
 
 
-def test_bench_prints_a_row_for_each_rank_count_and_seed(run: Cli) -> None:
+def test_bench_prints_a_row_for_each_rank_count_and_seed(run: Command) -> None:
     args = ("bench", "plan", "--ranks", "2,4", "--seeds", "0,1", "--tokens-per-rank", 512, "--block", 128)
     record = run(*args, "--json").json
     assert [(row["ranks"], row["seed"]) for row in record["rows"]] == [(2, 0), (2, 1), (4, 0), (4, 1)]
@@ -434,13 +405,13 @@ def test_bench_prints_a_row_for_each_rank_count_and_seed(run: Cli) -> None:
     assert all(row["tokens"] == row["ranks"] * 512 for row in record["rows"])
 
 
-def test_bench_prints_a_table(run: Cli) -> None:
+def test_bench_prints_a_table(run: Command) -> None:
     result = run("bench", "plan", "--ranks", "2", "--tokens-per-rank", 512, "--block", 128)
     assert result.code == 0
     assert "largest rank" in result.out
 
 
-def test_version_prints_the_package_version(run: Cli) -> None:
+def test_version_prints_the_package_version(run: Command) -> None:
     result = run("--version")
     assert (result.code, result.out.splitlines()[1]) == (0, "format    apportion.plan 3.0")
     assert "numpy" in result.out

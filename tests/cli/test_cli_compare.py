@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
 import apportion as ap
-from apportion import cli
 from apportion.cli.commands import profile as profiling
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.policy import Recipe
 from apportion.planner.recipe.recipes import entries, find_recipe
+from tests.support.commands import Command
 from tests.support.sparse import sparse
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -26,36 +23,8 @@ SMALL = ("--ranks", 4, "--tokens-per-rank", 1024, "--batches", 2)
 MINE = (EXAMPLES / "recipe.yaml").read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The one JSON object on stdout."""
-        assert self.out.count("\n") == 1
-        return dict(json.loads(self.out))
-
-
-Cli = Callable[..., Result]
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs a command; returns its exit code and output."""
-
-    def call(*args: object) -> Result:
-        code = cli.main([str(arg) for arg in args])
-        printed = capsys.readouterr()
-        return Result(code, printed.out, printed.err)
-
-    return call
-
-
-@pytest.fixture
-def plan_file(run: Cli, tmp_path: Path) -> Path:
+def plan_file(run: Command, tmp_path: Path) -> Path:
     path = tmp_path / "ring.plan"
     assert (
         run("plan", "--batch", EXAMPLES / "batch.json", "--recipe", "ring", "--ranks", 4, "-o", path).code
@@ -72,7 +41,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "profile", "recipes", "solvers"])
-def test_help_explains_and_shows_an_example(run: Cli, command: str) -> None:
+def test_help_explains_and_shows_an_example(run: Command, command: str) -> None:
     result = run(command, "--help")
     assert result.code == 0
     assert "--json" in result.out
@@ -82,7 +51,7 @@ def test_help_explains_and_shows_an_example(run: Cli, command: str) -> None:
 # --- compare
 
 
-def test_compare_has_one_row_per_recipe(run: Cli, mine: Path) -> None:
+def test_compare_has_one_row_per_recipe(run: Command, mine: Path) -> None:
     assert len(MINE.splitlines()) <= 10
     args = ("compare", "--workload", EXAMPLES / "doc_lengths.json", "--recipes", f"ring,fcp,{mine}", *SMALL)
     result = run(*args, "--json")
@@ -100,7 +69,7 @@ def test_compare_has_one_row_per_recipe(run: Cli, mine: Path) -> None:
         assert {"forward_ms", "backward_ms", "efficiency", "exposed_ms", "peak_rows", "rounds"} <= set(row)
 
 
-def test_compare_rows_have_the_fields_and_values_of_plan(run: Cli) -> None:
+def test_compare_rows_have_the_fields_and_values_of_plan(run: Command) -> None:
     batch = ("--batch", EXAMPLES / "batch.json", "--ranks", 4)
     row = run("compare", *batch, "--recipes", "ring", "--json").json["rows"][0]
     planned = run("plan", *batch, "--recipe", "ring", "--json").json
@@ -109,7 +78,7 @@ def test_compare_rows_have_the_fields_and_values_of_plan(run: Cli) -> None:
     assert all(row[name] == planned[name] for name in set(planned) & set(row) - timed)
 
 
-def test_compare_prints_a_table(run: Cli, mine: Path) -> None:
+def test_compare_prints_a_table(run: Command, mine: Path) -> None:
     result = run("compare", "--recipes", f"ring,{mine}", *SMALL)
     assert result.code == 0
     assert max(map(len, result.out.splitlines())) <= 110
@@ -117,7 +86,7 @@ def test_compare_prints_a_table(run: Cli, mine: Path) -> None:
     assert "slots" in run("compare", "--recipes", "ring", *SMALL, "--wide").out
 
 
-def test_compare_fails_if_every_recipe_is_refused(run: Cli, tmp_path: Path) -> None:
+def test_compare_fails_if_every_recipe_is_refused(run: Command, tmp_path: Path) -> None:
     batch = tmp_path / "homes.json"
     batch.write_text(json.dumps({"lengths": [100, 50], "home_ranks": [[0], None]}))
     args = ("compare", "--batch", batch, "--ranks", 2, "--recipes", "blend", "--baseline", "blend", "--json")
@@ -125,7 +94,7 @@ def test_compare_fails_if_every_recipe_is_refused(run: Cli, tmp_path: Path) -> N
     assert (result.code, result.json["rows"][0]["status"]) == (1, "refused")
 
 
-def test_compare_gives_the_reason_why_a_recipe_is_refused(run: Cli, tmp_path: Path) -> None:
+def test_compare_gives_the_reason_why_a_recipe_is_refused(run: Command, tmp_path: Path) -> None:
     batch = tmp_path / "homes.json"
     homes = [{"length": 1000, "mask": {"causal": {}}} for _ in range(4)]
     batch.write_text(json.dumps({"sequences": [{**homes[0], "home_ranks": [1]}, *homes[1:]]}))
@@ -138,12 +107,12 @@ def test_compare_gives_the_reason_why_a_recipe_is_refused(run: Cli, tmp_path: Pa
     assert "ring: batch.home_ranks" in printed.out
 
 
-def test_compare_all_has_every_recipe(run: Cli) -> None:
+def test_compare_all_has_every_recipe(run: Command) -> None:
     rows = run("compare", *SMALL[:-1], 1, "--json").json["rows"]
     assert [row["recipe"] for row in rows] == list(entries())
 
 
-def test_compare_accepts_a_window_and_other_hardware(run: Cli) -> None:
+def test_compare_accepts_a_window_and_other_hardware(run: Command) -> None:
     args = ("compare", "--recipes", "ring", *SMALL, "--json")
     plain = run(*args).json["rows"][0]
     windowed = run(*args, "--mask", "{sliding_window: {window: 64}}").json["rows"][0]
@@ -153,7 +122,7 @@ def test_compare_accepts_a_window_and_other_hardware(run: Cli) -> None:
     assert other["cluster"]["intra_gbs"] == Hardware.load("a100").intra_gbs.value
 
 
-def test_a_cluster_that_does_not_match_the_hardware_is_a_warning(run: Cli) -> None:
+def test_a_cluster_that_does_not_match_the_hardware_is_a_warning(run: Command) -> None:
     args = ("--batch", EXAMPLES / "batch.json", "--cluster", EXAMPLES / "cluster.yaml", "--hardware", "a800")
     for command in (("compare", "--recipes", "ring"), ("plan", "--recipe", "ring")):
         result = run(*command, *args, "--json")
@@ -178,7 +147,7 @@ def test_a_cluster_that_does_not_match_the_hardware_is_a_warning(run: Cli) -> No
     ],
 )
 def test_bad_input_is_refused_in_one_paragraph(
-    run: Cli, mine: Path, tmp_path: Path, args: list[str], message: str
+    run: Command, mine: Path, tmp_path: Path, args: list[str], message: str
 ) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(MINE.replace("2048", "512"))
@@ -199,7 +168,7 @@ def test_bad_input_is_refused_in_one_paragraph(
 # --- simulate
 
 
-def test_simulate_prints_ranks_and_the_critical_path(run: Cli, plan_file: Path) -> None:
+def test_simulate_prints_ranks_and_the_critical_path(run: Command, plan_file: Path) -> None:
     result = run("simulate", plan_file)
     assert result.code == 0
     assert all(f"default {phase}:" in result.out for phase in ("forward", "backward"))
@@ -211,7 +180,7 @@ def test_simulate_prints_ranks_and_the_critical_path(run: Cli, plan_file: Path) 
     assert "the longest 2" in one
 
 
-def test_simulate_json_has_every_run(run: Cli, plan_file: Path) -> None:
+def test_simulate_json_has_every_run(run: Command, plan_file: Path) -> None:
     record = run("simulate", plan_file, "--json").json
     assert [(item["kind"], item["phase"]) for item in record["runs"]] == [
         ("default", "forward"),
@@ -225,14 +194,14 @@ def test_simulate_json_has_every_run(run: Cli, plan_file: Path) -> None:
     assert not any("spans" in item for item in lean["runs"])
 
 
-def test_simulate_writes_a_trace(run: Cli, plan_file: Path, tmp_path: Path) -> None:
+def test_simulate_writes_a_trace(run: Command, plan_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     assert run("simulate", plan_file, "--trace", path, "--json").json["trace"] == str(path)
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
 
 
-def test_simulate_refuses_a_trace_that_cannot_be_written(run: Cli, plan_file: Path) -> None:
+def test_simulate_refuses_a_trace_that_cannot_be_written(run: Command, plan_file: Path) -> None:
     result = run("simulate", plan_file, "--trace", "nowhere/t.json")
     assert (result.code, "there is no folder" in result.err) == (2, True)
 
@@ -240,7 +209,7 @@ def test_simulate_refuses_a_trace_that_cannot_be_written(run: Cli, plan_file: Pa
 # --- recipes, solvers, profile
 
 
-def test_recipes_lists_all_recipes(run: Cli) -> None:
+def test_recipes_lists_all_recipes(run: Command) -> None:
     record = run("recipes", "--json").json
     assert [row["name"] for row in record["recipes"]] == list(entries())
     assert all(row["summary"] for row in record["recipes"])
@@ -249,7 +218,7 @@ def test_recipes_lists_all_recipes(run: Cli) -> None:
 
 
 @pytest.mark.parametrize("name", sparse(list(entries()), 4))
-def test_a_printed_recipe_is_a_valid_recipe_file(run: Cli, tmp_path: Path, name: str) -> None:
+def test_a_printed_recipe_is_a_valid_recipe_file(run: Command, tmp_path: Path, name: str) -> None:
     path = tmp_path / "copy.yaml"
     path.write_text(run("recipes", name).out)
     assert Recipe.load(path) == find_recipe(name)
@@ -261,7 +230,7 @@ def test_a_printed_recipe_is_a_valid_recipe_file(run: Cli, tmp_path: Path, name:
 @pytest.mark.parametrize(
     "command", [["recipes", "rign"], ["plan", "--recipe", "rign"], ["compare", "--recipes", "rign"]]
 )
-def test_an_unknown_recipe_is_refused_with_the_known_names(run: Cli, command: list[str]) -> None:
+def test_an_unknown_recipe_is_refused_with_the_known_names(run: Command, command: list[str]) -> None:
     batch = [] if command[0] == "recipes" else ["--batch", str(EXAMPLES / "batch.json")]
     result = run(*command, *batch)
     assert result.code == 2
@@ -270,7 +239,7 @@ def test_an_unknown_recipe_is_refused_with_the_known_names(run: Cli, command: li
     assert all(len(re.findall(rf"\b{name}\b", listed)) == 1 for name in entries())
 
 
-def test_recipes_prints_parameters_and_their_defaults(run: Cli) -> None:
+def test_recipes_prints_parameters_and_their_defaults(run: Command) -> None:
     out = run("recipes", "zeppelin").out
     assert "# schedule queues has these parameters:\n#   proxies: auto  # " in out
     record = run("recipes", "zeppelin", "--json").json
@@ -280,7 +249,7 @@ def test_recipes_prints_parameters_and_their_defaults(run: Cli) -> None:
     assert remap["solver"]["default"] == "flow"
 
 
-def test_the_recipe_schema_accepts_what_the_planner_accepts(run: Cli) -> None:
+def test_the_recipe_schema_accepts_what_the_planner_accepts(run: Command) -> None:
     schema = json.loads(run("recipes", "--schema").out)
     check = jsonschema.Draft202012Validator(schema)
     for entry in entries().values():
@@ -310,7 +279,7 @@ def test_the_recipe_schema_accepts_what_the_planner_accepts(run: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_solvers_are_compared_with_the_optimum(run: Cli) -> None:
+def test_solvers_are_compared_with_the_optimum(run: Command) -> None:
     rows = run("solvers", "compare", "--count", "8", "--json").json["solvers"]
     by_solver = {(row["kind"], row["solver"]): row for row in rows}
     for key in (
@@ -323,14 +292,14 @@ def test_solvers_are_compared_with_the_optimum(run: Cli) -> None:
     assert by_solver["partition", "lpt"]["worst"] > 1
 
 
-def test_solvers_of_one_kind_can_be_compared(run: Cli) -> None:
+def test_solvers_of_one_kind_can_be_compared(run: Command) -> None:
     assert "partition" in run("solvers", "compare", "--count", "2", "--problem", "partition").out
     refused = run("solvers", "compare", "--problem", "nope")
     assert refused.code == 2
     assert "colouring" in refused.err
 
 
-def test_solvers_lists_extras_sources_and_steps(run: Cli) -> None:
+def test_solvers_lists_extras_sources_and_steps(run: Command) -> None:
     rows = {row["name"]: row for row in run("solvers", "--json").json["solvers"]}
     assert {"lpt", "matching", "flow", "ilp"} <= set(rows)
     assert rows["ilp"]["extra"] == "solvers"
@@ -339,7 +308,7 @@ def test_solvers_lists_extras_sources_and_steps(run: Cli) -> None:
     assert "lpt" in run("solvers").out
 
 
-def test_profile_needs_torch_and_an_output_file(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_needs_torch_and_an_output_file(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--output" in run("profile").err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run("profile", "-o", "x.json")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from apportion import cli
+from tests.support.commands import Command
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -35,34 +35,6 @@ SIZE = (
 )
 
 
-class CommandResult(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return dict(json.loads(self.out))
-
-    @property
-    def row(self) -> dict[str, Any]:
-        (row,) = self.json["rows"]
-        return dict(row)
-
-
-Run = Callable[..., CommandResult]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*args: object) -> CommandResult:
-        code = cli.main([str(arg) for arg in args])
-        printed = capsys.readouterr()
-        return CommandResult(code, printed.out, printed.err)
-
-    return call
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., Path]:
     """Writes SMALL with changed fields to a file."""
@@ -75,7 +47,7 @@ def config(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_vocabulary_and_ties_come_from_the_config(run: Run, config: Callable[..., Path]) -> None:
+def test_vocabulary_and_ties_come_from_the_config(run: Command, config: Callable[..., Path]) -> None:
     path = config(tie_word_embeddings=True)
     result = run("forecast", *SIZE, "--model", path).json["training"]
     assert (result["vocab"], result["tied"]) == (1000, True)
@@ -86,7 +58,7 @@ def test_vocabulary_and_ties_come_from_the_config(run: Run, config: Callable[...
     assert run("forecast", *SIZE).json["training"]["vocab"] == 128256
 
 
-def test_experts_come_from_the_config(run: Run, config: Callable[..., Path]) -> None:
+def test_experts_come_from_the_config(run: Command, config: Callable[..., Path]) -> None:
     path = config(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     given = ("--training", "{experts: {imbalance: 1.5}}", "--expert", "2")
     result = run("forecast", *SIZE, "--model", path, *given)
@@ -97,14 +69,14 @@ def test_experts_come_from_the_config(run: Run, config: Callable[..., Path]) -> 
     assert result.row["experts"]["uneven"] >= 1
 
 
-def test_experts_of_other_types_are_refused_and_compared(run: Run, config: Callable[..., Path]) -> None:
+def test_experts_of_other_types_are_refused_and_compared(run: Command, config: Callable[..., Path]) -> None:
     path = config(model_type="granitemoe", num_local_experts=8)
     refused = run("forecast", *SIZE, "--model", path)
     assert (refused.code, refused.json["error"]["field"]) == (2, "num_local_experts")
     assert run("compare", *SIZE[:6], "--recipes", "fcp", "--model", path, "--json").code == 0
 
 
-def test_windows_come_from_the_config(run: Run, config: Callable[..., Path]) -> None:
+def test_windows_come_from_the_config(run: Command, config: Callable[..., Path]) -> None:
     """Windows take less time than a causal mask; the config also has two kinds of layers, which no option can
     express."""
     window = {"model_type": "mistral", "sliding_window": 64}
@@ -124,7 +96,7 @@ def test_windows_come_from_the_config(run: Run, config: Callable[..., Path]) -> 
 
 
 def test_plans_of_lengths_have_the_windows_of_the_config(
-    run: Run, config: Callable[..., Path], tmp_path: Path
+    run: Command, config: Callable[..., Path], tmp_path: Path
 ) -> None:
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text("3000\n500\n", encoding="utf-8")
@@ -133,7 +105,7 @@ def test_plans_of_lengths_have_the_windows_of_the_config(
     assert run("plan", *size, "--model", kinds).code == 0
 
 
-def test_each_kind_of_a_model_file_may_have_its_own_mask(run: Run, tmp_path: Path) -> None:
+def test_each_kind_of_a_model_file_may_have_its_own_mask(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_text(
         "{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: {full: 2, local: 2}}", encoding="utf-8"
@@ -145,7 +117,7 @@ def test_each_kind_of_a_model_file_may_have_its_own_mask(run: Run, tmp_path: Pat
     assert run("forecast", *SIZE, "--model", path, "--mask", masks).row["status"] == "ok"
 
 
-def test_tokens_come_from_the_batch(run: Run, tmp_path: Path) -> None:
+def test_tokens_come_from_the_batch(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "batch.json"
     path.write_text('{"lengths": [3000, 1096]}', encoding="utf-8")
     size = ("--batch", path, "--ranks", 4, "--recipes", "fcp", "--grids", "none")
@@ -153,7 +125,7 @@ def test_tokens_come_from_the_batch(run: Run, tmp_path: Path) -> None:
     assert "1 step of 4,096 tokens" in run("forecast", *size).out
 
 
-def test_no_sample_is_longer_than_a_microbatch(run: Run, tmp_path: Path) -> None:
+def test_no_sample_is_longer_than_a_microbatch(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
     path.write_text("9000\n" * 3 + "4000\n" + "1000\n" * 6, encoding="utf-8")
     size = ("--lengths", path, *SIZE, "--microbatches", 2)
@@ -172,7 +144,9 @@ def test_no_sample_is_longer_than_a_microbatch(run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_dtype_that_differs_from_the_hardware_is_a_warning(run: Run, tmp_path: Path, dtype: str) -> None:
+def test_a_dtype_that_differs_from_the_hardware_is_a_warning(
+    run: Command, tmp_path: Path, dtype: str
+) -> None:
     path, plan = tmp_path / "model.yaml", tmp_path / "made.plan"
     path.write_text(
         f"{{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: 4, dtype: {dtype}}}", encoding="utf-8"
@@ -190,7 +164,7 @@ def test_a_dtype_that_differs_from_the_hardware_is_a_warning(run: Run, tmp_path:
         assert (warning in run(*command).err) == (dtype == "fp32")
 
 
-def test_a_refused_baseline_is_printed_with_its_reason(run: Run) -> None:
+def test_a_refused_baseline_is_printed_with_its_reason(run: Command) -> None:
     name = "ulysses, CP 4, order"
     size = (*SIZE[:6], "--recipes", "fcp", "--grids", "ulysses")
     heads = (
@@ -206,7 +180,7 @@ def test_a_refused_baseline_is_printed_with_its_reason(run: Run) -> None:
     assert f"{name}: training.chunks = 2: need one causal sequence" in warning
 
 
-def test_nothing_to_forecast_is_refused(run: Run) -> None:
+def test_nothing_to_forecast_is_refused(run: Command) -> None:
     assert run("forecast", *SIZE[:6], "--recipes", "none", "--grids", "ring", "--json").json["best"]
     refused = run("forecast", *SIZE[:6], "--recipes", "none", "--grids", "none", "--json")
     assert refused.json["error"]["field"] == "parallelisms"
