@@ -13,7 +13,6 @@ import apportion as ap
 from apportion._core import blend as core
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.masks.profile import profile
-from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Step
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
@@ -26,21 +25,9 @@ from apportion.planner.shard.sequences import Sequences
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
 from tests.support.matrix import LAYERS, SEQUENCES, compare
+from tests.support.placements import MASKS, MODEL, problem
 from tests.support.sparse import marked
 
-MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
-RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
-MASKS = {
-    "causal": ap.masks.causal(),
-    "full": ap.masks.full(),
-    "window": ap.masks.sliding_window(7),
-    "two-sided": ap.masks.sliding_window(4, 3),
-    "sink": ap.masks.sink_window(2, 6),
-    "chunked": ap.masks.chunked(9),
-    "video": ap.masks.block_causal(5, 2),
-    "blockwise": ap.masks.causal_blockwise(6, 2),
-    "prefix": ap.masks.prefix_lm(4),
-}
 GEMMA = {"full": ap.masks.causal(), "window": ap.masks.sliding_window(1024)}
 
 
@@ -48,21 +35,6 @@ def recipe(**steps: dict[str, dict[str, float]]) -> dict[str, dict[str, dict[Any
     return {"name": "blend", "steps": {
         "shard": {"sequences": {}}, "place": {"blend": {}}, "schedule": {"matchings": {}}, **steps,
     }}  # fmt: skip
-
-
-def problem(
-    lengths: NDArray[Any] | list[int],
-    ranks: int,
-    mask: Any = None,
-    *,
-    token_cap: int | None = None,
-    speeds: tuple[float, ...] | None = None,
-    home_ranks: list[list[int] | None] | None = None,
-    model: Model = MODEL,
-) -> Problem:
-    batch = ap.Batch.from_lengths(lengths, mask=mask, home_ranks=home_ranks)
-    cluster = ap.Cluster(nodes=1, ranks_per_node=ranks, speeds=speeds)
-    return Problem(batch, cluster, model, ap.Policy(RECIPE, token_cap=token_cap))
 
 
 def place(made: Problem, **fields: float) -> Placement | None:

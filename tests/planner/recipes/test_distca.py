@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
-from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
@@ -30,36 +29,14 @@ from apportion.planner.recipe.registry import build
 from apportion.planner.shard.sequences import Sequences
 from apportion.planner.simulate import simulate
 from apportion.planner.tasks.cells import Cells, cut_cells
+from tests.support import placements
 from tests.support.matrix import LAYERS, SEQUENCES, compare
+from tests.support.placements import MASKS, RECIPE
 from tests.support.sparse import sparse_product
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=1)
-RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
-MASKS = {
-    "causal": ap.masks.causal(),
-    "full": ap.masks.full(),
-    "window": ap.masks.sliding_window(7),
-    "sink": ap.masks.sink_window(2, 6),
-    "video": ap.masks.block_causal(5, 2),
-    "blockwise": ap.masks.causal_blockwise(6, 2),
-    "prefix": ap.masks.prefix_lm(4),
-}
+problem = partial(placements.problem, model=MODEL)
 LONG = [40_000, 3_000, 1_000, 900, 17, 5_001, 800, 2_222, 60, 7_000, 4_000]
-
-
-def problem(
-    lengths: list[int],
-    ranks: int,
-    mask: Any = None,
-    *,
-    token_cap: int | None = None,
-    speeds: tuple[float, ...] | None = None,
-    home_ranks: list[tuple[int, ...] | None] | None = None,
-    model: Model = MODEL,
-) -> Problem:
-    batch = ap.Batch.from_lengths(lengths, mask=mask, home_ranks=home_ranks)
-    cluster = ap.Cluster(nodes=1, ranks_per_node=ranks, speeds=speeds)
-    return Problem(batch, cluster, model, ap.Policy(RECIPE, token_cap=token_cap))
 
 
 def workload(seed: int, ranks: int, mask: Any = None, tokens: int = 32_768) -> Problem:

@@ -19,19 +19,7 @@ from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe, passes_of, with_block
 from apportion.planner.shard.blocks import _affordable
 from apportion.planner.solvers.use import PartitionSolver
-
-MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
-MASKS = {
-    "causal": ap.masks.causal(),
-    "full": ap.masks.full(),
-    "window": ap.masks.sliding_window(7),
-    "two-sided": ap.masks.sliding_window(4, 3),
-    "sink": ap.masks.sink_window(2, 6),
-    "chunked": ap.masks.chunked(9),
-    "video": ap.masks.block_causal(5, 2),
-    "blockwise": ap.masks.causal_blockwise(6, 2),
-    "prefix": ap.masks.prefix_lm(4),
-}
+from tests.support.placements import MASKS, MODEL
 
 
 def recipe(

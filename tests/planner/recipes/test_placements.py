@@ -25,18 +25,8 @@ from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.sequences import Sequences
+from tests.support.placements import MASKS, problem
 
-MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
-RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
-MASKS = {
-    "causal": ap.masks.causal(),
-    "full": ap.masks.full(),
-    "window": ap.masks.sliding_window(7),
-    "sink": ap.masks.sink_window(2, 6),
-    "video": ap.masks.block_causal(5, 2),
-    "blockwise": ap.masks.causal_blockwise(6, 2),
-    "prefix": ap.masks.prefix_lm(4),
-}
 PLACES = [
     ZigZag(chunk=1),
     ZigZag("batch", chunk=1),
@@ -56,20 +46,6 @@ EVEN = [
     Wlb("sequence", chunk=1),
     Wlb("document", chunk=1),
 ]
-
-
-def problem(
-    lengths: NDArray[Any] | list[int],
-    ranks: int,
-    mask: Any = None,
-    *,
-    token_cap: int | None = None,
-    speeds: tuple[float, ...] | None = None,
-    home_ranks: list[list[int] | None] | None = None,
-) -> Problem:
-    batch = ap.Batch.from_lengths(lengths, mask=mask, home_ranks=home_ranks)
-    cluster = ap.Cluster(nodes=1, ranks_per_node=ranks, speeds=speeds)
-    return Problem(batch, cluster, MODEL, ap.Policy(RECIPE, token_cap=token_cap))
 
 
 def place(placer: Any, made: Problem | Priced) -> Placement | None:
