@@ -48,7 +48,7 @@ class Predictions:
     rows: number on this rank, with padding. samples: numbers of the trees of which the rank has a part. batch: their
     sequences. row: this rank's predicting row; target: the predicted id; sample, token: the predicted token's sample
     and place in it, from 1; place: its place in the concatenated `samples`. Values per row (values, entropies) become
-    values per prediction as `x[found.row]`. predicting: int64, the rows with predictions; at: the index of each
+    values per prediction as `x[predictions.row]`. predicting: int64, the rows with predictions; at: the index of each
     `row` in `predicting`.
     """
 
@@ -184,7 +184,7 @@ def _check_alike(batch: PlannedBatch, grad: Tensor) -> None:
     norms = [norm for (norm,) in gathered]
     if 0 < max(norms) <= min(norms) * (1 + 1e-5):
         rule = "is computed identically on every rank, and gradients of all ranks are summed"
-        remedy = "pass the whole loss to found.share(loss), and run backward on the result"
+        remedy = "pass the whole loss to predictions.share(loss), and run backward on the result"
         raise ConfigError("loss", "of gathered values", rule, remedy)
 
 

@@ -233,8 +233,8 @@ class StreamedLoader:
         loader.set_epoch(self._epoch)
         try:
             len(loader)
-        except ConfigError:
-            if not self._number:
+        except ConfigError as error:
+            if not self._number or error.field not in ("drop_last", "replicas"):
                 raise
             return None
         if self._inner is not None:
