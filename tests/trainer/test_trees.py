@@ -81,7 +81,9 @@ def test_objectives_on_whole_samples_gather_their_tokens(pool: Pool, ranks: int)
 
 def test_a_loss_that_all_ranks_compute_without_share_is_refused(pool: Pool) -> None:
     for found in pool.run(jobs_trees.sequence_ratios, 2, "fp64", False):
-        assert re.match(r"loss = .* computed identically on every rank.*predictions\.share\(loss\)", found), found
+        assert re.match(r"loss = .* computed identically on every rank.*predictions\.share\(loss\)", found), (
+            found
+        )
 
 
 @pytest.mark.parametrize("shares", [False, True])
