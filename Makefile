@@ -44,8 +44,6 @@ define path
 	@echo "$(CURDIR)" >"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_apportion.pth"
 endef
 TOOLS := cmake nanobind ninja scikit-build-core
-# without bytecode, which Python writes as it imports: most modules of large packages never are
-INSTALL := pip install --quiet --no-compile
 CORE  := $(shell find core -name '*.[ch]pp') core/CMakeLists.txt
 READY := $(VENV)/.ready
 TRAINERS := $(VENV)-trainers
@@ -90,9 +88,9 @@ $(VENV)/.installed: pyproject.toml
 	       "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/$(INSTALL) "$(TORCH)"
-	@$(BIN)/$(INSTALL) $(TOOLS)
-	@$(BIN)/$(INSTALL) $(EDITABLE) ".[dev]"
+	@$(BIN)/pip install --quiet "$(TORCH)"
+	@$(BIN)/pip install --quiet $(TOOLS)
+	@$(BIN)/pip install --quiet $(EDITABLE) ".[dev]"
 	$(call path,$(VENV))
 	@touch $@
 
@@ -109,7 +107,7 @@ lint: $(READY)
 
 # A package with its own recipe, which tests find through its entry point
 plugin: $(READY)
-	@$(BIN)/$(INSTALL) --no-deps --editable tests/plugin
+	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 
 TESTS := $(BIN)/pytest $(addprefix tests/,service executor trainer planner backends cli ir project) -n 2 --dist loadfile
 
@@ -129,7 +127,7 @@ test-docs: plugin
 	  trainer/test_how_to.py trainer/test_demo.py) -n 2
 
 test-browser: $(READY)
-	@$(BIN)/$(INSTALL) $(EDITABLE) ".[browser]"
+	@$(BIN)/pip install --quiet $(EDITABLE) ".[browser]"
 	$(call path,$(VENV))
 	SCREENSHOTS=$${SCREENSHOTS:-build/screenshots} $(BIN)/pytest tests/browser
 
@@ -137,7 +135,7 @@ test-browser: $(READY)
 # releases still change how sites are built.
 docs:
 	@test -x $(DOCS)/bin/zensical || $(PYTHON) -m venv $(DOCS)
-	@$(DOCS)/bin/$(INSTALL) zensical==0.0.73 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 "ruff>=0.5"
+	@$(DOCS)/bin/pip install --quiet zensical==0.0.73 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 "ruff>=0.5"
 	$(DOCS)/bin/zensical build --clean --strict
 	@rm -f site/*.py
 
@@ -145,7 +143,7 @@ reference: $(READY)
 	@$(BIN)/python docs/reference.py
 
 picture: $(READY)
-	@$(BIN)/$(INSTALL) $(EDITABLE) ".[browser]"
+	@$(BIN)/pip install --quiet $(EDITABLE) ".[browser]"
 	$(call path,$(VENV))
 	$(BIN)/python docs/report_picture.py
 
@@ -154,12 +152,12 @@ picture: $(READY)
 $(TRAINERS)/.ready: pyproject.toml tests/adapters/requirements.txt | $(READY)
 	@echo "Setting up $(TRAINERS) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(TRAINERS)
-	@$(TRAINERS)/bin/$(INSTALL) "$(TORCH)"
-	@$(TRAINERS)/bin/$(INSTALL) $(TOOLS)
-	@$(TRAINERS)/bin/$(INSTALL) "$(TORCH)" $(EDITABLE) ".[torch]" hypothesis pytest \
+	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)"
+	@$(TRAINERS)/bin/pip install --quiet $(TOOLS)
+	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)" $(EDITABLE) ".[torch]" hypothesis pytest \
 	  --requirement tests/adapters/requirements.txt
 	$(call path,$(TRAINERS))
-	@$(TRAINERS)/bin/$(INSTALL) --no-deps nemo-automodel==0.7.0  # it pins a different transformers
+	@$(TRAINERS)/bin/pip install --quiet --no-deps nemo-automodel==0.7.0  # it pins a different transformers
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready
@@ -168,8 +166,8 @@ test-trainers: $(TRAINERS)/.ready
 $(PLAIN)/.ready: pyproject.toml $(CORE)
 	@echo "Setting up $(PLAIN) ..."
 	@$(PYTHON) -m venv $(PLAIN)
-	@$(PLAIN)/bin/$(INSTALL) $(TOOLS)
-	@$(PLAIN)/bin/$(INSTALL) $(EDITABLE) . hypothesis jsonschema msgpack pytest
+	@$(PLAIN)/bin/pip install --quiet $(TOOLS)
+	@$(PLAIN)/bin/pip install --quiet $(EDITABLE) . hypothesis jsonschema msgpack pytest
 	$(call path,$(PLAIN))
 	@$(MAKE) --no-print-directory core PYTHON=$(PLAIN)/bin/python
 	@touch $@
