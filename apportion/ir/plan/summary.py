@@ -49,8 +49,8 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ("bytes bound", _bytes_bound(record)),
         ("slots", f"{record['slots']}, at least {record['max_degree']} needed; in {record['rounds']} rounds"),
         (
-            "uncompressed",
-            f"{human_bytes(sizes['total'])} for all ranks, at most {human_bytes(sizes['largest_rank'])} for one",
+            "plan size",
+            f"{human_bytes(sizes['total'])} uncompressed, at most {human_bytes(sizes['largest_rank'])} per rank",
         ),
     ]
     return rows + _departure_rows(record) + _search_rows(record) + _time_rows(record)
