@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
 
 import apportion as ap
-from apportion.trainer.lightning import Planned, PlannedBatches
+from apportion.trainer.lightning import PlannedBatches, PlannedModule
 
 RANKS, MICROBATCHES, HEADS, DIM = 2, 2, 4, 16
 
@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         return self.head(hidden + ap.planned_attention(q, k, v, handle).flatten(1))
 
 
-class Net(Planned, LightningModule):
+class Net(PlannedModule, LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = Decoder()

@@ -91,7 +91,7 @@ class Runs:
 
     @cached_property
     def leads(self) -> Bools:
-        """bool [runs]: True if some run has it as its past."""
+        """bool [runs]: True for runs that are the past of another run."""
         result = np.zeros(len(self.past), np.bool_)
         result[self.past[self.past >= 0]] = True
         return result

@@ -155,7 +155,7 @@ class Client:
         return _decompress(self._run(self._complete_answer(request, total_s), total_s)[1])
 
     def _run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """The result of `work`, run on the event loop; this thread's wait for it is limited, too."""
+        """Runs `work` on the event loop and returns its result; the thread waits for `limit_s` plus a grace period."""
         call = asyncio.run_coroutine_threadsafe(work, event_loop())
         self._calls.add(call)
         try:

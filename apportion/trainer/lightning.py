@@ -1,6 +1,6 @@
 """Lightning adapter for planned batches.
 
-    class Net(Planned, LightningModule):
+    class Net(PlannedModule, LightningModule):
         def training_step(self, batch, index):          batch: PlannedBatch on the module's device
             logits = self.net(batch.tokens, batch.position_ids, batch.handle)
             return self.shared_loss(batch, normalised_loss(logits, batch.labels, batch.valid_tokens))
@@ -95,7 +95,7 @@ def _check_unmultiplied(share: Tensor) -> None:
         raise ConfigError("share", "multiplied", rule, remedy)
 
 
-class Planned:
+class PlannedModule:
     """Mixin for a LightningModule, listed before it in the bases."""
 
     trainer: Any

@@ -94,9 +94,9 @@ def planned_loader(
     require("attention_dropout", config.attention_dropout, 0.0, "forward and backward would draw elsewhere")
     require("calculate_per_token_loss", config.calculate_per_token_loss, True, "ranks have unequal tokens")
     hosts = parallel_state.get_data_parallel_group_gloo()
-    ranks = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
+    communicator = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    settings: LoaderOptions = {"masks": kinds(config)[1], "communicator": ranks, "rows_multiple": rows}
+    settings: LoaderOptions = {"masks": kinds(config)[1], "communicator": communicator, "rows_multiple": rows}
     settings = {**settings, "drop_last": True, **options}
     loader = PlannedLoader(dataset, cluster, model_of(config), tokens_per_rank, **settings)
     wiring.watch.trusted.add(loader)
@@ -239,7 +239,10 @@ def _padding(rows: PlannedBatch, module: Any) -> Tensor | None:
     padding = (rows.sample_ids < 0)[None]
     if config.moe_router_enable_expert_bias:
         if padding.any():
-            rule, remedy = "Megatron cannot leave padding out of its counts", "pad no rows (rows_multiple=1)"
+            rule, remedy = (
+                "Megatron cannot exclude padding from its token counts",
+                "pad no rows (rows_multiple=1)",
+            )
             raise ConfigError("moe_router_enable_expert_bias", True, rule, remedy)
         return None
     if config.sequence_parallel and not module.pre_process:  # Megatron splits it on the first stage only

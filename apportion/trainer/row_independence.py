@@ -23,7 +23,7 @@ from apportion.ir.errors import ConfigError
 from apportion.trainer.step.microbatch import IGNORED
 
 #: (tokens, positions, labels, valid tokens, last position, handle) -> the kwargs of the model's forward
-Arguments = Callable[..., dict[str, Any]]
+ForwardKwargs = Callable[..., dict[str, Any]]
 #: (handle, the first five arguments above, changed kwargs) -> loss
 Run = Callable[..., float]
 
@@ -36,7 +36,7 @@ _REMEDY = "train it without context parallelism; if it mixes rows on purpose, hf
 _HEAD = "use a decoder with a causal language-model head (...ForCausalLM), or train it without plans"
 
 
-def check_rows(model: Any, arguments: Arguments) -> bool:
+def check_rows(model: Any, arguments: ForwardKwargs) -> bool:
     """Checks a model; returns False, with a warning, if its weights are sharded or not in this process.
 
     Runs the model a few times on about 60 rows, in float32 or wider, in training mode without noise or gradients, and

@@ -116,7 +116,7 @@ def require_equal(digests: Iterable[int], groups: Iterable[Any], device: torch.d
 
 
 def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
-    """The communicator of this process' group; the groups partition the world, and each runs its own plans. A
+    """The communicator of this process's group; the groups partition the world, and each runs its own plans. A
     collective of the world."""
     if len(groups) == 1:
         return Communicator.shared()

@@ -62,7 +62,7 @@ struct Movable {
 };
 
 // The parts of vertices: assigns movable vertices without a part (-1) and may move other movable ones. thorough:
-// whether to move groups of vertices, too.
+// whether to move groups of vertices as well.
 Array<std::int64_t> spread(const Graph& graph, Column<const std::int64_t> part, const Movable& input, bool thorough);
 // The parts of vertices after moves that improve them, if no part is above its cap.
 Array<std::int64_t> polish(const Graph& graph, Column<const std::int64_t> part, const Movable& input);

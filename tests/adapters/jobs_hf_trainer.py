@@ -22,8 +22,8 @@ from apportion.trainer.hf_trainer import PlannedTrainer
 from tests.adapters import jobs_hf as hf_jobs
 from tests.adapters.jobs_hf import LENGTHS, new_model, packed
 
-TRAINED = LENGTHS * 3
-EVALUATED = [33, 70, 5, 48, 90]
+TRAIN_LENGTHS = LENGTHS * 3
+EVAL_LENGTHS = [33, 70, 5, 48, 90]
 
 
 def arguments(folder: Path, accumulation: Any = 2, **options: Any) -> Any:
@@ -69,11 +69,11 @@ def train(
     model, options = hf.enable(new_model(name, **changes)), dict(options)
     common = {"shuffle": shuffle, "tokens": 60, "dtype": "bf16" if options.get("bf16") else "fp32"}
     train_loader = SampleRecorder(
-        hf_jobs.loader(model, comm.ranks, lengths=TRAINED, microbatches=2, **common)
+        hf_jobs.loader(model, comm.ranks, lengths=TRAIN_LENGTHS, microbatches=2, **common)
     )
     tested = train_loader.loader
     if evaluates != "training":
-        tested = hf_jobs.loader(model, comm.ranks, drop_last=False, **{**common, "lengths": EVALUATED})
+        tested = hf_jobs.loader(model, comm.ranks, drop_last=False, **{**common, "lengths": EVAL_LENGTHS})
     trainer = PlannedTrainer(
         model=model,
         args=arguments(folder, **options),
@@ -122,7 +122,7 @@ class Plain(Trainer):
 
 def train_alone(comm: Communicator, folder: Path, samples: Any, options: Any = ()) -> Any:
     """Like `train`, but in one process on these samples, with the model's own attention."""
-    documents = hf_jobs.Documents(TRAINED)
+    documents = hf_jobs.Documents(TRAIN_LENGTHS)
     batches = [packed(documents, group, None) for group in samples]
     trainer = Plain(model=new_model("llama"), args=arguments(folder, **dict(options)), train_dataset=batches)
     trainer.train()
@@ -133,17 +133,17 @@ def evaluate(comm: Communicator, folder: Path) -> Any:
     """Two evaluation losses of an untrained model, and the number of batches."""
     set_rank_environment(comm)
     model = hf.enable(new_model("llama"))
-    evaluation = hf_jobs.loader(model, comm.ranks, lengths=EVALUATED, tokens=40, drop_last=False)
+    evaluation = hf_jobs.loader(model, comm.ranks, lengths=EVAL_LENGTHS, tokens=40, drop_last=False)
     trainer = PlannedTrainer(model=model, args=arguments(folder), eval_dataset=evaluation)
     return [trainer.evaluate()["eval_loss"] for _ in range(2)], len(evaluation)
 
 
 def mean_alone(comm: Communicator) -> Any:
     """The mean loss over tokens of the evaluation samples, computed one sample at a time."""
-    model, documents = new_model("llama").eval(), hf_jobs.Documents(EVALUATED)
-    valid = sum(length - 1 for length in EVALUATED)
+    model, documents = new_model("llama").eval(), hf_jobs.Documents(EVAL_LENGTHS)
+    valid = sum(length - 1 for length in EVAL_LENGTHS)
     with torch.no_grad():
-        parts = [model(**packed(documents, [i], valid)).loss for i in range(len(EVALUATED))]
+        parts = [model(**packed(documents, [i], valid)).loss for i in range(len(EVAL_LENGTHS))]
     return float(sum(part.double() for part in parts))
 
 
@@ -207,7 +207,7 @@ def own_loss(comm: Communicator, folder: Path, kind: str) -> Any:
     """The warnings of a Trainer with its own loss."""
     set_rank_environment(comm)
     model = hf.enable(new_model("llama"))
-    data = hf_jobs.loader(model, comm.ranks, lengths=TRAINED, tokens=60, microbatches=2)
+    data = hf_jobs.loader(model, comm.ranks, lengths=TRAIN_LENGTHS, tokens=60, microbatches=2)
     trainer = PlannedOwnLoss(model=model, args=arguments(folder), train_dataset=data)
     trainer.kind = kind
     with warnings.catch_warnings(record=True) as caught:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ApportionError
 from apportion.trainer import hf
-from apportion.trainer.lightning import Planned, PlannedBatches
+from apportion.trainer.lightning import PlannedBatches, PlannedModule
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.shared import communicator_of
 from apportion.trainer.step import wiring
@@ -25,14 +25,14 @@ from apportion.trainer.step.loss import normalised_loss
 from tests.adapters import jobs_hf as hf_jobs
 from tests.adapters.jobs_hf import LENGTHS, new_model, packed
 
-TRAINED = LENGTHS * 3
-EVALUATED = [33, 70, 5, 48, 90]
+TRAIN_LENGTHS = LENGTHS * 3
+EVAL_LENGTHS = [33, 70, 5, 48, 90]
 
 logging.getLogger("lightning").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
 
 
-class Net(Planned, LightningModule):
+class Net(PlannedModule, LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = hf.enable(new_model("llama"))
@@ -205,9 +205,11 @@ def fit(
     wiring.watch = wiring.Watch()
     net, recorder = kind(), Recorder(last_step)
     common = {"shuffle": shuffle, "tokens": 60}
-    loader = hf_jobs.loader(net.net, comm.ranks, lengths=TRAINED, microbatches=2, **common)
+    loader = hf_jobs.loader(net.net, comm.ranks, lengths=TRAIN_LENGTHS, microbatches=2, **common)
     groups = communicator_of([[0, 1], [2, 3]]) if kind is EvaluatedByGroupNet else comm
-    evaluation = hf_jobs.loader(net.net, groups.ranks, groups, lengths=EVALUATED, drop_last=False, **common)
+    evaluation = hf_jobs.loader(
+        net.net, groups.ranks, groups, lengths=EVAL_LENGTHS, drop_last=False, **common
+    )
     trainer = trainer_of(folder, recorder, accumulation, comm.ranks, overfit_batches)
     try:
         batches = PlannedBatches(loader), PlannedBatches(evaluation, training=False)
@@ -221,14 +223,14 @@ def fit(
 
 def fit_alone(comm: Communicator, folder: Path, samples: Any) -> Any:
     """Like `fit`, but in one process on these samples; validates one sample at a time."""
-    documents, recorder = hf_jobs.Documents(TRAINED), Recorder()
+    documents, recorder = hf_jobs.Documents(TRAIN_LENGTHS), Recorder()
     batches = [packed(documents, group, None) for group in samples]
     for pair in zip(batches[::2], batches[1::2], strict=True):
         valid = sum(int((one["labels"] >= 0).sum()) for one in pair)
         for one in pair:
             one["num_items_in_batch"] = valid
-    evaluation = hf_jobs.Documents(EVALUATED)
-    validations = [packed(evaluation, [i], length - 1) for i, length in enumerate(EVALUATED)]
+    evaluation = hf_jobs.Documents(EVAL_LENGTHS)
+    validations = [packed(evaluation, [i], length - 1) for i, length in enumerate(EVAL_LENGTHS)]
     data = (DataLoader(rows, batch_size=None, shuffle=False) for rows in (batches, validations))
     trainer_of(folder, recorder).fit(ReferenceNet(), *data)
     losses = [sum(pair) for pair in zip(recorder.losses[::2], recorder.losses[1::2], strict=True)]

@@ -156,7 +156,7 @@ def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
         (Case(options={**EXPERTS, **BIASED, **BALANCED}), "moe_router_enable_expert_bias = True"),
         (
             Case(spec="block", options={**EXPERTS, **BIASED}, rows=64),
-            "cannot leave padding out of its counts",
+            "cannot exclude padding from its token counts",
         ),
         (
             Case(spec="block", options={**EXPERTS, "expert_model_parallel_size": 2}),

@@ -71,7 +71,7 @@ def test_doctor_checks_a_server(run: Callable[..., Done], tmp_path: Path) -> Non
 
 def test_doctor_checks_redis_and_hides_its_password(run: Callable[..., Done], tmp_path: Path) -> None:
     with redis_server(tmp_path) as url:
-        assert "answers" in checks(run("doctor", "--redis", url, "--json"))["redis"]["said"]
+        assert "answers" in checks(run("doctor", "--redis", url, "--json"))["redis"]["message"]
     done = run("doctor", "--redis", "redis://me:secret@127.0.0.1:1/0")
     assert done.returncode == cli.FAILED
     assert "secret" not in done.stdout + done.stderr

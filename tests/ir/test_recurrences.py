@@ -114,8 +114,8 @@ def swap_edit(column: str, at: int, other: int) -> Edit:
 
 
 def without_past(columns: Columns) -> None:
-    later = columns["past"].argmax()
-    columns["past"][later], columns["peer"][later] = -1, 0
+    run = columns["past"].argmax()
+    columns["past"][run], columns["peer"][run] = -1, 0
 
 
 CASES = {

@@ -35,7 +35,7 @@ def run(code: str, hash_seed: str = "0") -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def planned() -> dict[str, object]:
+def plan_facts() -> dict[str, object]:
     """Facts of a plan that a new process made."""
     return run(PLAN)
 
@@ -76,13 +76,13 @@ def test_the_walk_in_the_design_names_existing_functions() -> None:
         assert set(re.findall(r"`(\w+)`", names)) <= defined, file
 
 
-def test_planning_needs_no_torch(planned: dict[str, object]) -> None:
-    assert not {"torch", "rich", "typer"} & set(planned["loaded"])
+def test_planning_needs_no_torch(plan_facts: dict[str, object]) -> None:
+    assert not {"torch", "rich", "typer"} & set(plan_facts["loaded"])
 
 
-def test_plan_bytes_do_not_depend_on_the_hash_seed(planned: dict[str, object]) -> None:
+def test_plan_bytes_do_not_depend_on_the_hash_seed(plan_facts: dict[str, object]) -> None:
     other = run(PLAN, hash_seed="77")
-    assert (other["id"], other["bytes"]) == (planned["id"], planned["bytes"])
+    assert (other["id"], other["bytes"]) == (plan_facts["id"], plan_facts["bytes"])
 
 
 def test_execution_imports_no_planner_and_no_solver() -> None:

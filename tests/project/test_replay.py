@@ -1,4 +1,4 @@
-"""Plans have not changed, by ids and digests of their steps; the comparison names the first step that differs."""
+"""Plans match the committed ids and step digests; the comparison names the first step that differs."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Results = tuple[Tensor, ...]
 
 
 class ModelTrial:
-    """Checks each of this process' models once. part: during a rerun, its `Part`, which replays attention's results.
+    """Checks each of this process's models once. part: during a rerun, its `Part`, which replays attention's results.
     handle: returns the handle of the last attention call, if alive. met: whether a module called attention in this
     pass. Modules of a later training run are checked too."""
 

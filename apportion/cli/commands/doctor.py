@@ -41,7 +41,7 @@ class Check(NamedTuple):
 
     name: str
     state: State
-    said: str
+    message: str
     remedy: str = ""
 
 
@@ -81,7 +81,7 @@ def _table(checks: list[Check]) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     styles = {"ok": "green", "absent": "dim", "warning": "yellow", "failed": "red"}
     for check in checks:
-        message = Text(check.said)
+        message = Text(check.message)
         if check.remedy:
             message.append(f"\n{check.remedy}", "bold")
         table.add_row(Text(MARKS[check.state], styles[check.state]), check.name, message)

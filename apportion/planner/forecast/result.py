@@ -51,7 +51,7 @@ class ForecastRow:
         return self.steps[0]
 
     @property
-    def kept(self) -> float:
+    def pairs_kept(self) -> float:
         """Fraction of the pairs of whole sequences that is computed: below 1 if a static grid cuts sequences. 1 for
         masks without pairs."""
         total = sum(step.whole_pairs for step in self.nominal)
@@ -104,7 +104,7 @@ class Forecast:
 
     @property
     def _candidates(self) -> list[ForecastRow]:
-        return [row for row in self.rows if self.fits(row) and row.kept >= KEPT]
+        return [row for row in self.rows if self.fits(row) and row.pairs_kept >= KEPT]
 
     def gain(self, row: ForecastRow) -> dict[str, Any] | None:
         """Speed-up of the row over the baseline: nominal, minimum and maximum over scenarios, each applied to both
@@ -159,7 +159,7 @@ class Forecast:
             "step_s": {"value": step_s, "low": min(seconds), "high": max(seconds)},
             "tokens_per_s_per_gpu": tokens / step_s / ranks,
             "mfu": flops / step_s / peak,
-            "pairs_kept": row.kept,
+            "pairs_kept": row.pairs_kept,
             "memory_gib": row.memory().to_data(self.cluster.memory_gib),
             "parts_s": parts,
             "experts": row.experts(),

@@ -124,7 +124,7 @@ def in_groups(groups: Groups) -> Iterator[None]:
         if not groups.split:
             raise
         raise CapacityError(
-            f"{error} (heads are split: each rank here is a group of {groups.sizes[0]}, with their tokens and caps)"
+            f"{error} (heads are split: each rank here is a group of {groups.sizes[0]}, tokens and caps are per group)"
         ) from error
 
 

@@ -71,7 +71,7 @@ def token_flops(kind: Recurrent) -> float:
 
 
 def transition_flops(kind: Recurrent) -> float:
-    """Additional FLOPs of a token in a middle run: columns of the transition."""
+    """Additional FLOPs per token of a middle run, for the columns of its transition; 0 without the delta rule."""
     columns = kind.value_dim + kind.key_dim
     return _flops(kind, columns) - _flops(kind, kind.value_dim) if kind.delta else 0.0
 

@@ -102,7 +102,7 @@ class HeadGroups:
 
 
 def pairs(rows: Ints, keys: Ints, dmin: Ints, dmax: Ints) -> Ints:
-    """int64 [n]: pairs of a band over `rows` query and `keys` key rows, all integers [n]."""
+    """int64 [n]: the number of pairs of each band, over `rows` query and `keys` key rows; arguments: integers [n]."""
     return core.pairs(rows, keys, dmin, dmax)
 
 

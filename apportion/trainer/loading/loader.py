@@ -325,7 +325,7 @@ class PlannedLoader:
                 yield ping, next(batches)
 
     def iterations(self) -> Generator[tuple[PlannedBatch, ...], None, None]:
-        """Iterates over a pass by iteration: all its microbatches, or ticks. A state resumes after the last one."""
+        """Yields all microbatches, or ticks, of one iteration at a time. A state resumes after the last iteration."""
         group: tuple[PlannedBatch, ...] = ()
         with closing(iter(self)) as batches:
             for batch in batches:
@@ -340,7 +340,7 @@ class PlannedLoader:
     # ---- a pass
 
     def _supply(self, stack: ExitStack, ahead: fetching.Lookahead, iterations: Iterations) -> fetching.Supply:
-        """The supply of a pass' plans, open until the stack is closed."""
+        """The supply of a pass's plans, open until the stack is closed."""
         submits = self._rank == 0 if self._source.shared else not self._workers
         supply: fetching.Supply | None = None
         if self._workers:  # first: a sampler's generator is copied before the submitting thread draws from it

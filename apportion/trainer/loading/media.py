@@ -74,7 +74,7 @@ class Media:
 @dataclass
 class MediaOrder:
     """The media of a decoder's microbatches; as the encoder's sampler, it yields the media of each microbatch that
-    has some. draw, start: the pass' samples and first iteration."""
+    has some. draw, start: the pass's samples and first iteration."""
 
     media: Media
     builder: BatchBuilder

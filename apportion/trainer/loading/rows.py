@@ -92,7 +92,7 @@ class Form:
 
 class Rows(NamedTuple):
     """A rank's rows of a microbatch, [rows] int64 each; fields: other fields of its samples, [rows, ...]. Padding comes
-    last: token 0 without a label, of sample -1. shared: number and checksum of the longest samples of which other ranks
+    last: token 0, no label, sample -1. shared: (number, checksum) of the longest samples of which other ranks
     also hold a part, and of the first sample of a pass."""
 
     tokens: Tensor

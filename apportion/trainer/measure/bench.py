@@ -54,7 +54,7 @@ class CallTimes(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Counts of a rank's call: kernels; batches and all-to-alls; messages in both directions."""
+    """A rank's counts in one call. launches: of kernels; rounds: batches and all-to-alls; messages: in and out."""
 
     launches: int
     rounds: int

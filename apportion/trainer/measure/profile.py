@@ -23,11 +23,11 @@ def run(
     torchrun started several ranks, else assumed. engine: see `profile`; model, tokens: see `ProfileScope.of`.
     Raises ConfigError, ExecutionError."""
     with process_group() as device:
-        ranks = Communicator()
-        links = profile_links() if ranks.ranks > 1 else None
+        communicator = Communicator()
+        links = profile_links() if communicator.ranks > 1 else None
         effort = ProfileScope.of(device, quick, model, tokens)
-        report_progress = progress if ranks.rank == 0 else None
+        report_progress = progress if communicator.rank == 0 else None
         hardware = profile(quick, report_progress, name=name, device=device, effort=effort, engine=engine)
-        if ranks.rank:
+        if communicator.rank:
             return None
         return hardware if links is None else with_links(hardware, links)

@@ -48,12 +48,12 @@ def run(as_json: bool = False) -> int:
     """Runs on all ranks and prints on rank 0; returns 0 if all errors of all engines are within their bounds."""
     skipped: dict[str, None] = {}
     with process_group() as device:
-        ranks = Communicator()
+        communicator = Communicator()
         cases = product(DTYPES, ("causal", "window"))
-        rows = [row for dtype, kind in cases for row in _rows(kind, dtype, ranks, device, skipped)]
-    record = {"ok": all(row["ok"] for row in rows), "ranks": ranks.ranks, "device": device.type}
+        rows = [row for dtype, kind in cases for row in _rows(kind, dtype, communicator, device, skipped)]
+    record = {"ok": all(row["ok"] for row in rows), "ranks": communicator.ranks, "device": device.type}
     record |= {"tokens": sum(LENGTHS), "rows": rows, "skipped": list(skipped)}
-    if ranks.rank == 0:
+    if communicator.rank == 0:
         if as_json:
             print(json.dumps(record))
         else:
@@ -62,12 +62,12 @@ def run(as_json: bool = False) -> int:
 
 
 def _rows(
-    kind: str, dtype: str, ranks: Communicator, device: torch.device, skipped: dict[str, None]
+    kind: str, dtype: str, communicator: Communicator, device: torch.device, skipped: dict[str, None]
 ) -> Iterator[dict[str, Any]]:
     """A row for each engine that runs here, for one kind and dtype: relative norms of the errors, the largest of out,
     dq, dk and dv; milliseconds. skipped: collects the engines that do not run, and the reasons."""
     batch = Batch.from_lengths(LENGTHS, {"causal": masks.causal(), "window": masks.sliding_window(WINDOW)})
-    piece = _piece(batch, dtype, ranks)
+    piece = _piece(batch, dtype, communicator)
     indexes = torch.from_numpy(piece.layout(piece.header.home_layout).tokens(0)).to(device)
     inputs = [tensor.to(device, DTYPES[dtype]) for tensor in _random_inputs(batch.tokens)]
     plain = partial(plain_attention, batch=batch, kind=kind)
@@ -81,7 +81,7 @@ def _rows(
         if reason is not None:
             skipped[f"{name}: {reason}"] = None
             continue
-        planned = partial(planned_attention, handle=PlanHandle(piece, ranks, name), kind=kind)
+        planned = partial(planned_attention, handle=PlanHandle(piece, communicator, name), kind=kind)
         rows = [tensor[indexes] for tensor in inputs]
         _run(planned, rows)  # warm-up: compares ids, builds tables, compiles, connects the ranks
         out, forward_ms, backward_ms = _run(planned, rows)
@@ -90,13 +90,13 @@ def _rows(
         yield row | {"forward_ms": forward_ms, "backward_ms": backward_ms, "ok": error <= bound}
 
 
-def _piece(batch: Batch, dtype: str, ranks: Communicator) -> Slice:
+def _piece(batch: Batch, dtype: str, communicator: Communicator) -> Slice:
     from apportion.planner.api import plan
     from apportion.planner.recipe.recipes import find_recipe, with_block
 
     model = Model(HEADS, KV_HEADS, HEAD_DIM, dtype=dtype, layers={"causal": 1, "window": 1})
     recipe = with_block(find_recipe("fcp"), BLOCK)
-    return plan(batch, Cluster(1, ranks.ranks), model, recipe, seed=SEED).for_rank(ranks.rank)
+    return plan(batch, Cluster(1, communicator.ranks), model, recipe, seed=SEED).for_rank(communicator.rank)
 
 
 def _random_inputs(tokens: int) -> list[Tensor]:

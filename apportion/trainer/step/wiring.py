@@ -63,7 +63,7 @@ class Watch:
         self.accounted = False  # factors of losses are known, or the trainer's responsibility
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
         self.unknown = False  # a trainer's loss has no known share
-        self.scale = 0.0  # factor of a loss' share in the last backward
+        self.scale = 0.0  # factor of a loss's share in the last backward
         self.divisor = self.multiple = 0.0  # divisor of the last loss; ratio of its weights to a field
         self._scaled: list[tuple[Callable[[float], None], float]] = []  # checks of a scale, and the scale
         self._pending: list[PlanHandle] = []
@@ -166,7 +166,7 @@ class Watch:
                 self.owners[parameter], self.settled = None, False
 
     def graph(self, loss: Tensor) -> Iterator[Any]:
-        """Yields the nodes of a loss' graph, up to the first parameter known from another loss; marks parameters."""
+        """Yields the nodes of a loss's graph, up to the first parameter of another loss; marks parameters."""
         for node in nodes([loss.grad_fn]):
             if (leaf := getattr(node, "variable", None)) is not None:
                 if leaf in self.scanned:

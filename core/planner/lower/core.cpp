@@ -142,7 +142,7 @@ class Tiles {
     return rows_of(tensor, Space::WORK, work[at], tiles_[at].rows, heads(tiles_[at]));
   }
 
-  // The first work rows of the sums of tiles, held from before the first task until they have left, and of arriving
+  // The first work rows of each tile's sums, held from before its first task until they are sent, and of its arriving
   // sums.
   std::pair<Growing<int64_t>, Growing<int64_t>> room() const {
     const bool holds = low_.holds();

@@ -20,7 +20,7 @@ Growing<int64_t> numbered(const Growing<int64_t>& keys, Growing<int32_t>& batch)
   return distinct;
 }
 
-// Finds the batches in which sums return: those of queries, and in backward those of keys, too.
+// Finds the batches in which sums return: those of queries, and in backward also those of keys.
 void find_batches(const Lowering& low, const Sides& sides, bool backward, Order& order) {
   const Schedule& schedule = low.schedule;
   const int64_t edges = low.edges.size(), rounds = schedule.rounds(), channels = schedule.channels();

@@ -244,7 +244,7 @@ class Writer {
   void name(std::size_t column, int64_t place, const Operand& operand) {
     named_[column][place] = {ranges_.find(operand), operand.tensor()};
   }
-  // Numbers the operands of a rank that were named in a column. tensor: the tensor of all rows; if NONE, each row has
+  // Writes the numbers of the operands that `name` recorded in a column. tensor: of all rows; if NONE, each row has
   // its own.
   template <class Row>
   void number(const Sorted<Row>& list, int64_t rank, int64_t column, Column<int32_t> out,

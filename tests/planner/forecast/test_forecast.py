@@ -574,7 +574,7 @@ def test_masks_that_cannot_be_cut_are_refused() -> None:
 def test_a_static_grid_waits_for_its_slowest_group_and_reports_its_cuts() -> None:
     grid = Parallelism(find_recipe("ring"), Degrees(), 4, "order")
     row = one(grid).rows[0]
-    assert row.kept < 1  # 16,384 tokens are cut in the middle of a sequence
+    assert row.pairs_kept < 1  # 16,384 tokens are cut in the middle of a sequence
     groups = groups_of(BATCH, 2, "order")
     plans = [ap.plan(part, grid.group(CLUSTER), SMALL, recipe="ring", hardware=H100) for part in groups]
     times = [simulate(plan, H100) for plan in plans]
@@ -717,7 +717,7 @@ def test_one_batch_is_a_list_of_it_and_other_types_are_refused() -> None:
 def test_masks_without_pairs_drop_no_pairs() -> None:
     row = one(form(), batch=Batch.from_lengths([64, 64], masks.bands([]))).rows[0]
     assert row.reason is None, row.reason
-    assert row.kept == 1
+    assert row.pairs_kept == 1
 
 
 def test_rows_that_drop_pairs_are_not_reported_as_too_large() -> None:

@@ -134,7 +134,7 @@ class Drafts:
         gradients = [*self._spaces(Name.DO), *self._spaces(Name.DELTA)]
         for kernel, output, results in (("dq", Name.DQ, (0,)), ("dkdv", Name.DKV, (1, 2))):
             slots = [*self._spaces(Name.Q), *self._kv(), *gradients, *self._spaces(output)]
-            # without gradients of home rows nothing is complete, so any array may stand in
+            # without gradients of home rows no task completes a row: these slots are unused, and any array will do
             slots += [(Name.NONE, True, i) if output in self._home else slots[0] for i in results]
             slots += _WIRE[:1]
             if kernel == "dq":

@@ -323,7 +323,7 @@ class _Heads:
 
 
 def _launches(tasks: _ListedTasks, launch: Ints, lanes: Ints) -> Mapping[int, tuple[Launch, ...]]:
-    """The launches of each instruction, of int64 [tiles] launch numbers in order."""
+    """Launches by instruction. launch: int64 [tiles], the launch number of each tile, ascending."""
     result: dict[int, tuple[Launch, ...]] = {}
     numbers, first, count = np.unique(launch, return_index=True, return_counts=True)
     instruction = np.zeros(int(tasks.launch.max(initial=-1)) + 1, np.int64)

@@ -69,7 +69,7 @@ def _check_rounds(program: Program) -> Iterator[Violation]:
             yield at_instruction(RULE, program, int(order[i]), message)
     idle = (instructions["mode"][order] & ALL_TO_ALL == 0) & (instructions["count"][order] == 0)
     for index in order[idle].tolist():
-        message = f"launches round {instructions['round'][index]} without a transfer and not as an all-to-all"
+        message = f"launches round {instructions['round'][index]} with no transfers, but not as an all-to-all"
         yield at_instruction(RULE, program, index, message)
     yield from _check_ranks(program)
 

@@ -1,8 +1,8 @@
 """Mt-KaHyPar (Gottesbüren et al., 2022): homes and compute together, then compute again with fixed homes.
 
-It supports one weight per vertex and one bound. So first a vertex weighs the sum of both shares, and parts are about
+It supports one weight per vertex and one bound. So first a vertex weighs its compute + token shares; parts are about
 even in the sum; vertices whose tokens do not fit their part are placed by our greedy solver. Then all vertices with
-tokens are fixed, with weight 1 (0 makes it hang or crash); others weigh their compute. It partitions nodes, then ranks
+tokens are fixed, with weight 1 (0 makes it hang or crash); others weigh their compute. It assigns nodes, then ranks
 of all nodes, each time in a child process with one thread; results are checked and repaired, since they may be
 unbalanced. If it fails or crashes, the greedy's moves are used, and the result's limit is `engine`.
 """
