@@ -317,7 +317,7 @@ def _times(values: Sequence[float]) -> dict[str, Any] | None:
 
 
 def _table_cells(row: Mapping[str, Any]) -> list[str]:
-    """The cells of a notebook's table; a recipe that serves no batch shows its reason."""
+    """The cells of a row in a notebook's table: figures, or the reason if all batches were refused."""
     if row["status"] != "ok":
         return [row["recipe"], str(row["reason"]), "", "", "", "", ""]
     speedup = "" if row["speedup"] is None else f"{row['speedup']['median']:.2f}"

@@ -299,7 +299,7 @@ def rounded(values: Floats, dtype: str) -> Floats:
 
 
 def _finite(lse: Floats) -> Floats:
-    """Replaces -inf by 0, so that no difference is inf - inf."""
+    """Replaces -inf with 0, so that no difference is inf - inf."""
     return np.where(lse == -np.inf, 0.0, lse)
 
 

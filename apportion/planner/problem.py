@@ -175,8 +175,8 @@ class Shards:
     together.
 
     starts: int64 [blocks + 1]; piece: int64 [blocks], numbered from 0; weight: int64 [blocks], allowed pairs of the
-    block's queries, summed over kinds times layers. limit: the reason why blocks are not small enough for an even
-    placement. solved: a solver and its placement of the pieces by `weight`, if the choice of blocks computed one.
+    block's queries, summed over kinds, each times its layers. limit: the reason why blocks are not small enough for an
+    even placement. solved: a solver and its placement of the pieces by `weight`, if the choice of blocks computed one.
     """
 
     starts: Ints

@@ -167,14 +167,14 @@ def _pieces(tokens: Ints, even: Ints, flows: Transport) -> Ints:
         for first, second in ((ranks, flows.src), (ranks, flows.dst), (np.minimum(tokens, even), flows.rows))
     )
     src_row, dst_row = (
-        _running_rows(rows, np.lexsort((other, other != side, side)), side)
+        _preceding_rows(rows, np.lexsort((other, other != side, side)), side)
         for side, other in ((src, dst), (dst, src))
     )
     pieces = np.stack([src, src_row, dst, dst_row, rows])[:, rows > 0]
     return pieces[:, np.lexsort((pieces[1], pieces[0]))]
 
 
-def _running_rows(rows: Ints, order: Ints, rank: Ints) -> Ints:
+def _preceding_rows(rows: Ints, order: Ints, rank: Ints) -> Ints:
     """int64 [pieces]: number of rows in earlier pieces of the same rank, in `order`, which is sorted by rank."""
     row_offsets = np.cumsum(rows[order]) - rows[order]
     first = np.searchsorted(rank[order], rank[order])

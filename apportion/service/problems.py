@@ -94,7 +94,7 @@ class BadAnswerError(ServiceError):
 
 
 class NotReadyError(ApportionError, TimeoutError):
-    """A plan that is not ready after the caller's wait."""
+    """The plan is not ready when the caller's wait ends."""
 
 
 class UnreachableError(ApportionError, ConnectionError):

@@ -209,7 +209,7 @@ def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
 
 
 def _chunk(model: Any) -> int | None:
-    """The tokens of a chunk, for models with chunked layers."""
+    """Tokens per chunk; None for models without chunked layers."""
     text = text_config(model.config.to_dict())
     has_chunks = CHUNKED in (text.get("layer_types") or ())
     return int(text[WINDOW_OF[CHUNKED]]) if has_chunks else None
@@ -550,7 +550,7 @@ def _drop_last(rotary: Any, args: Any, output: Any) -> Any:
 
 
 def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Replaces the router's auxiliary loss, which is not a sum over rows, by this rank's share of the whole
+    """Replaces the router's auxiliary loss, which is not a sum over rows, with this rank's share of the whole
     microbatch's loss. Raises the errors of `check_share`."""
     handle = kwargs.get(NAME)
     own_loss = getattr(output, "aux_loss", None)

@@ -165,7 +165,7 @@ class _Iteration:
         return loss
 
     def _pass_on(self, tick: int, step: int, rows: Tensor) -> None:
-        """Sends this stage's result to the stage that needs it, and receives another stage's for this one."""
+        """Sends this stage's result to the stage that needs it, and receives an input for this stage from another."""
         stages, sent, received = self.pipe.table.stages, *([0] * self.transport.ranks for _ in range(2))
         source, target = (self.stage - step) % stages, (self.stage + step) % stages
         incoming = self._place(tick, source, step)

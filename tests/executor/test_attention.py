@@ -34,7 +34,7 @@ from tests.support.oracle import Problem
 from tests.support.parse import parse
 from tests.support.sparse import sparse
 
-COVER = cases.pairwise()
+COVER = cases.pairwise_cases()
 BY_HAND = {path.stem: path for path in sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))}
 
 

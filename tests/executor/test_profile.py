@@ -115,8 +115,8 @@ def test_no_sweep_begins_after_the_time_limit() -> None:
 
 @pytest.fixture
 def work_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the clock by a cost per pair and per call, plus noise that only adds time, like a busy machine's. So no
-    test of times depends on other load."""
+    """Replaces the clock with a cost per pair and per call, plus noise that only adds time, as on a busy machine, so
+    that timing tests do not depend on the machine's load."""
     noise, done = np.random.default_rng(0), []
     grad, forward = profile_module.attend_grad, profile_module.attend  # type: ignore[attr-defined]
 

@@ -226,7 +226,7 @@ def test_gradients_are_summed_in_float32(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_the_example_equals_one_process() -> None:
-    """The example exits with an error if losses of ranks differ from one process."""
+    """The example exits with an error if the ranks' losses differ from those of one process."""
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", root / "examples/sparse/train.py"]

@@ -134,7 +134,7 @@ def document_cases(draw: st.DrawFn) -> Case:
     return masks.documents(parts, spec), len(part), rule
 
 
-def raw(notation: str) -> st.SearchStrategy[Case]:
+def raw_cases(notation: str) -> st.SearchStrategy[Case]:
     """Masks of raw bands or slices, taken from another mask."""
 
     def as_raw(case: Case) -> Case:
@@ -158,8 +158,8 @@ FAMILIES = {
     "image_spans": image_cases(),
     "tree": tree_cases(),
     "documents": document_cases(),
-    "bands": raw("bands"),
-    "slices": raw("slices"),
+    "bands": raw_cases("bands"),
+    "slices": raw_cases("slices"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The portfolio: the best plan that it tries, within its budget, and equal bytes for equal requests."""
+"""The portfolio returns the best plan that it tries, within its budget; equal requests give equal bytes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ AXES: Any = Case(
 )
 
 
-def pairwise() -> list[Case]:
+def pairwise_cases() -> list[Case]:
     """Cases that together cover every pair of values of any two axes, chosen greedily and deterministically."""
     missing = {
         (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])

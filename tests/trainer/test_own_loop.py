@@ -86,7 +86,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ({"loss": "own", "reduces": "fsdp"}, r"ConfigError: model = 'FSDP2': averages gradients"),
         (
             {"loss": "own times ranks"},
-            r"ConfigError: model = 'Own': sums gradients.*multiplied by the 2 ranks",
+            r"ConfigError: model = 'Own': sums gradients.*multiplied by the number of ranks, 2",
         ),
         (
             {"loss": "own times ranks", "reduces": "ddp summed"},

@@ -19,7 +19,7 @@ scopes: list[ProfileScope] = []
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """Replaces the profile, which takes a minute, by a fixed result."""
+    """Replaces the profile, which takes a minute, with a fixed result."""
     hardware = Hardware.load("a100")
     scopes.clear()
 

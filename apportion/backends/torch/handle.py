@@ -198,7 +198,7 @@ class PlanHandle:
         return self.padded_rows, max(buffers), max(tables)
 
     def prepare(self, device: torch.device | str) -> PlanHandle:
-        """Loads all programs of attention on q, k and v ahead of the first call, in any thread."""
+        """Loads all programs of attention on q, k and v ahead of the first call. May be called from any thread."""
         for key in (key for key in self._keys() if not self.program(*key).uses_project):
             self.loaded(*key, torch.device(device))
         return self

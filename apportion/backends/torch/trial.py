@@ -70,7 +70,7 @@ class ModelTrial:
         batch_tensors: tensors of the handle's batch; enabled: models that were checked elsewhere."""
         first = next((item.handle for item in self.calls.values()), handle)
         past = self.over or handle is not first or handle.communicator.ranks == 1
-        if past or (outermost := _outermost()) is None:
+        if past or (outermost := _outermost_call()) is None:
             return None
         (module, arguments), last = outermost, self._last
         self._last = id(arguments[1])
@@ -178,7 +178,7 @@ def _check_tables(module: nn.Module, ranks: list[list[int]]) -> None:
 _CALL = nn.Module._wrapped_call_impl.__code__
 
 
-def _outermost() -> tuple[nn.Module, Any] | None:
+def _outermost_call() -> tuple[nn.Module, Any] | None:
     """The outermost module that is being called, with (args, kwargs), except wrappers and modules whose step
     Lightning calls instead of forward. None in backward, which recomputes."""
     result, frame = None, sys._getframe() if torch._C._current_graph_task_id() == -1 else None

@@ -119,7 +119,7 @@ def _read_indexes(envelope: _IterationSliceWire) -> tuple[Ints, ...]:
     indexes = tuple(unpack(column) for column in envelope.indexes)
     if [len(array) for array in indexes] != envelope.counts:
         raise DecodeError("iteration slice: its counts do not match the lengths of its columns")
-    if not wire.newer(envelope.version) and _are_consecutive(indexes, unpack(envelope.deferred)):
+    if not wire.is_newer(envelope.version) and _are_consecutive(indexes, unpack(envelope.deferred)):
         raise DecodeError("iteration slice: consecutive indexes must be left out")
     return indexes
 

@@ -1,4 +1,4 @@
-"""The inputs that the plans of a training run depend on, as plain data, and the first difference between two such."""
+"""The inputs that the plans of a training run depend on, as plain data, and the first difference between two."""
 
 from __future__ import annotations
 

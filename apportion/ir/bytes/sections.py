@@ -78,7 +78,7 @@ def read_header(data: bytes, version: tuple[int, int]) -> Header:
 def read_request(data: bytes, version: tuple[int, int]) -> Request:
     """Decodes the request section. Raises DecodeError."""
     section = wire.read_section(_decode_map, data, "request", version)
-    return request_from_data(section, strict=not wire.newer(version))
+    return request_from_data(section, strict=not wire.is_newer(version))
 
 
 def read_tokens(

@@ -94,7 +94,7 @@ def _decoder(kind: type[Version]) -> Callable[[bytes], Any]:
     return msgspec.msgpack.Decoder(kind).decode
 
 
-def newer(version: tuple[int, int]) -> bool:
+def is_newer(version: tuple[int, int]) -> bool:
     """True for a later minor version, whose unknown fields are ignored."""
     return version[1] > VERSION[1]
 
@@ -135,7 +135,7 @@ def read_envelope(
     if minor < 0:
         raise DecodeError(f"{name}: version {major}.{minor}")
     envelope: V = unpack(_decoder(kind), data, name)
-    if not newer(envelope.version):
+    if not is_newer(envelope.version):
         check(len(data), envelope, name)
     return envelope
 
@@ -153,7 +153,7 @@ def read_section(
     """
     check_size(data, label)
     value = unpack(decoder, data, label)
-    if not newer(version) and unpack(lambda _: encode_section(plain(value)), data, label) != data:
+    if not is_newer(version) and unpack(lambda _: encode_section(plain(value)), data, label) != data:
         raise DecodeError(
             f"{label}: unknown, missing, repeated or unsorted keys, or values not in their shortest form"
         )

@@ -126,7 +126,7 @@ def shift(bands: ArrayLike, q: ArrayLike, k: ArrayLike) -> Ints:
 
 
 def diagonals(bands: ArrayLike) -> tuple[tuple[int, int], ...]:
-    """The distinct (dmin, dmax), sorted; for bands whose keys all precede the queries, dmin counts as at least 0."""
+    """The distinct (dmin, dmax), sorted; dmin clamped to at least 0 for bands whose keys all precede the queries."""
     b = columns(bands)
     dmin = np.where(b[:, 3] <= b[:, 0], np.maximum(b[:, 4], 0), b[:, 4])
     pairs = np.unique(np.stack([dmin, b[:, 5]], axis=1), axis=0)

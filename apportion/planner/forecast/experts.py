@@ -117,7 +117,7 @@ class ExpertRanks:
             raise ConfigError("parallelism.expert", self.degree, rule, "use another degree")
 
     @cached_property
-    def copies(self) -> Cluster:
+    def replica_cluster(self) -> Cluster:
         """Ranks with the same experts: every `degree`-th rank."""
         on_node = max(1, min(self.ranks, self.cluster.ranks_per_node) // self.degree)
         nodes, gbs = self.ranks // self.degree // on_node, self.cluster.inter_gbs_per_rank

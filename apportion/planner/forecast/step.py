@@ -327,11 +327,11 @@ def _layer_us(setting: Setting, collective: Callable[[float, Cluster], float], s
     layers, shared = setting.layers, collective(setting.layers.parameters * size, setting.stage)
     if not layers.sparse:
         return shared
-    return shared + collective(layers.expert_parameters * size, setting.expert_ranks.copies)
+    return shared + collective(layers.expert_parameters * size, setting.expert_ranks.replica_cluster)
 
 
 def _least_hiding_us(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> float:
-    """The minimum work that hides traffic, over the last microbatches of the groups."""
+    """The minimum over groups of `_hiding_us` of their last microbatch."""
     return min(_hiding_us(setting, group[-1]) for group in planned)
 
 

@@ -54,7 +54,7 @@ class UnsealedPlan:
 
     @cached_property
     def recurrence(self) -> Recurrence | None:
-        """The tables of recurrent layers for the ranks of home rows, or None."""
+        """The tables of recurrent layers for the home layout; None if the model has no such layers."""
         kinds, batch = self.problem.model.recurrent, self.problem.batch
         return recurrence(self.layouts[home_layout(self.layouts)], batch, kinds) if kinds else None
 

@@ -117,7 +117,7 @@ def splits_all(passes: Passes, problem: Problem) -> bool:
 
 @contextmanager
 def in_groups(groups: Groups) -> Iterator[None]:
-    """Adds a note to a CapacityError if its ranks are groups."""
+    """Adds a note to a CapacityError if heads are split: the ranks that it names are then groups."""
     try:
         yield
     except CapacityError as error:

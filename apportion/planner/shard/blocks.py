@@ -158,7 +158,7 @@ def _home_groups(batch: Batch) -> Ints:
 
 
 def row_weights(problem: Problem, starts: Ints) -> Ints:
-    """int64 [blocks]: `kind_weights` summed over kinds times layers."""
+    """int64 [blocks]: `kind_weights` of each kind times its number of layers, summed over kinds."""
     weight = np.zeros(len(starts) - 1, np.int64)
     for kind in problem.bands:
         weight += problem.layers[kind] * kind_weights(problem, kind, starts)
@@ -179,8 +179,8 @@ def row_areas(bands: Ints, starts: Ints) -> Ints:
 
 def row_times(problem: Problem, starts: Ints) -> Ints:
     """int64 [blocks]: nanoseconds at speed 1 for the queries of each block, each band as one task with all heads, and
-    for the statistics of home rows; both phases, summed over kinds times layers. Kinds that choose keys count only the
-    share of the pairs that they choose."""
+    for the statistics of home rows; both phases, summed over kinds, each times its layers. Kinds that choose keys count
+    only the share of the pairs that they choose."""
     model, cost, lengths = problem.model, problem.cost, np.diff(starts)
     statistics = (
         model.row_bytes(Tensor.DO) + model.q_heads * model.output_bytes + model.row_bytes(Tensor.DELTA)

@@ -91,7 +91,7 @@ class _Walk:
         wait = int(self._idle[before - 1]) if before > first else NONE
         begin = float(self._until[wait]) if wait >= first else 0.0
         if end > begin:
-            names = self._words(max(wait, first), before)
+            names = self._work_names(max(wait, first), before)
             names += [WORK_NAMES[CAST]] if casts and self._script.end_us[rank] > 0 else []
             text = f"rank {rank} computes {milliseconds(end - begin)} ({', '.join(names)})"
             self._steps.append(PathStep("compute", rank, begin, end, NONE, NONE, text))
@@ -100,8 +100,8 @@ class _Walk:
         idle = milliseconds(begin - float(self._times.begin[wait]))
         return self._complete(int(self._script.launch[wait]), f"rank {rank} waits {idle} in round", begin)
 
-    def _words(self, first: int, end: int) -> list[str]:
-        """Words for a range of instructions on the compute stream."""
+    def _work_names(self, first: int, end: int) -> list[str]:
+        """Names of the work that a range of instructions does on the compute stream, each once."""
         role, work = self._script.role[first:end], self._script.work_us[first:end]
         codes = np.select([role == LAUNCH, role == WAIT], [PACK, UNPACK], self._op[first:end])
         return [WORK_NAMES[code] for code in dict.fromkeys(codes[(role == WORK) | (work > 0)].tolist())]

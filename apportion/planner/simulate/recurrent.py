@@ -243,8 +243,8 @@ def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cl
             load = np.bincount(_nic(end[is_inter], cluster), sizes[is_inter], nics)
             wires.append(load.max() / (cluster.inter_gbs * 1e3))
             latency = max(latency, cluster.inter_latency_us)
-    packed = 2 * float(costs.rowop_us(np.array(2 * sent.max())))
-    return _Wire(float(max(wires)) + latency + packed, sent)
+    packing_us = 2 * float(costs.rowop_us(np.array(2 * sent.max())))
+    return _Wire(float(max(wires)) + latency + packing_us, sent)
 
 
 def _nic(rank: Ints, cluster: Cluster) -> Ints:

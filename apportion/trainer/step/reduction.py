@@ -77,7 +77,7 @@ def check_reduction(reduction: Reduction, scale: float, counted: int, factor: fl
     if not sums and factor == 1 and 0 < scale < 1 + _CLOSE and abs(1 / scale - round(1 / scale)) < _CLOSE:
         raise averaging_error(reduction)
     if sums and scale == ranks:
-        rule = f"sums gradients, but the loss is multiplied by the {ranks} ranks too"
+        rule = f"sums gradients, but the loss is also multiplied by the number of ranks, {ranks}"
         raise ConfigError("model", name, rule, "leave out sum_gradients, or averaged_over")
     total = scale / (1 if sums else ranks)
     if ranks > counted and abs(total - 1) < _CLOSE:

@@ -114,7 +114,7 @@ void find_difference(Sends& sends, Fault& fault) {
   }
 }
 
-// Replaces the tokens of a fault by addresses, NOWHERE if unknown; cuts its place to the rows that have them.
+// Replaces the tokens of a fault with addresses, NOWHERE if unknown; cuts its place to the rows that have them.
 void find_addresses(Sends& sends, Fault& fault) {
   switch (fault.code) {
     case Code::READ_OTHER_HEADS:

@@ -5,8 +5,8 @@
 //   attend, _grad   queries and keys are noted (`settle.hpp`); partials are put or added
 //   rowops          finish, delta │ project, project_grad │ clear, and ops that move rows: merge, add, copy, deliver
 //
-// It ends at the first fault. Its results are the sends of its ranks, conditions and notes. The contents of sends from
-// work rows of other walks are used only if those walks were complete before.
+// It ends at the first fault. Its results are the sends of its ranks, conditions and notes. What another walk sends
+// from work rows is used only if that walk ended before the current ones began.
 #pragma once
 
 #include <optional>

@@ -23,7 +23,7 @@ struct ExchangeSteps {
 int64_t launch_other(Program& program, const Lowering& low, int64_t results);
 
 // Appends the steps of the incoming exchange, with separate rounds for each part of the tensors. Separate pieces are
-// launched after the rest, since both share the links; the wait for them is elsewhere.
+// launched after the rest, since both share the links; the caller appends the wait for them.
 ExchangeSteps steps_in(Program& program, const Lowering& low, Op attend, int64_t parts);
 
 // Appends the steps of the outgoing exchange. launched: position of the launch of separate pieces, which it waits for.

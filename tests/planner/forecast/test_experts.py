@@ -97,12 +97,12 @@ def test_parameter_counts_match_published_ones(config: dict[str, Any], total: fl
     model, training = model_of(config), Training.from_data({}, config)
     layers = model.layers if isinstance(model.layers, int) else sum(model.layers.values())
     matrix = model.hidden * training.vocab / 1e9
-    whole, of_token = (
+    whole, per_token = (
         whole_parameters(model, training, layers, routed) / 1e9
         for routed in (training.experts.count, training.experts.active)
     )
     assert whole + 2 * matrix == pytest.approx(total, rel=0.01)
-    assert 0.97 * (of_token + matrix) <= active <= 1.01 * (of_token + 2 * matrix)
+    assert 0.97 * (per_token + matrix) <= active <= 1.01 * (per_token + 2 * matrix)
 
 
 def test_low_rank_projections_are_counted_as_separate_products() -> None:
@@ -167,7 +167,7 @@ def test_an_all_to_all_takes_the_slower_of_both_links() -> None:
 def test_ranks_with_the_same_experts_are_spread_over_nodes() -> None:
     cluster = Cluster(4, 8, nics_per_node=4)
     for degree, nodes, per_node in ((1, 4, 8), (4, 4, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)):
-        copies = ExpertRanks(cluster, degree, 32).copies
+        copies = ExpertRanks(cluster, degree, 32).replica_cluster
         assert (copies.nodes, copies.ranks_per_node) == (nodes, per_node)
         assert copies.inter_gbs_per_rank == cluster.inter_gbs_per_rank
 
@@ -220,10 +220,10 @@ def test_gradients_of_experts_are_reduced_among_their_copies() -> None:
     training, chosen = training_with(overlap=False), form("ulysses", expert=4)
     layers = Layers(H100, SMALL, training, sparse=0.75, degree=4)
     each = gather_us(layers.parameters * 4, CLUSTER)
-    each += gather_us(layers.expert_parameters * 4, ExpertRanks(CLUSTER, 4, 8).copies)
+    each += gather_us(layers.expert_parameters * 4, ExpertRanks(CLUSTER, 4, 8).replica_cluster)
     vocabulary = gather_us(2 * layers.vocabulary_parameters * 4, CLUSTER)
     assert row(chosen, training).parts()["data_parallel"] == pytest.approx(2 * (4 * each + vocabulary) / 1e6)
-    assert ExpertRanks(CLUSTER, 4, 8).copies == replace(
+    assert ExpertRanks(CLUSTER, 4, 8).replica_cluster == replace(
         CLUSTER, ranks_per_node=1, nics_per_node=1, inter_gbs=CLUSTER.inter_gbs_per_rank
     )
 

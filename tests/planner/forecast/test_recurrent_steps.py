@@ -157,12 +157,12 @@ def test_parameter_counts_match_published_ones(
     model, training = model_of(config), Training.from_data({}, config)
     experts, head = training.experts, model.hidden * training.vocab / 1e9
     assert attention_layers(model) == layers
-    whole, of_token = (
+    whole, per_token = (
         whole_parameters(model, training, layer_count(model), routed) / 1e9
         for routed in (experts.count, experts.active)
     )
     assert whole + (1 if training.tied else 2) * head == pytest.approx(total, rel=0.025)
-    assert 0.95 * of_token <= active <= of_token + 2 * head
+    assert 0.95 * per_token <= active <= per_token + 2 * head
 
 
 def test_a_step_of_one_rank_equals_its_closed_form() -> None:

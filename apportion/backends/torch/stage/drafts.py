@@ -280,7 +280,7 @@ class Drafts:
             yield Draft("merge", len(fold.tiles) * fold.lanes, tables, slots, sizes, self._widths())
 
     def _by_space(self, fold: Fold) -> None:
-        """Replaces each slot by 1 for work rows, else 0: `merge` has only two arrays of O."""
+        """Replaces each slot with 1 for work rows, else 0: `merge` has only two arrays of O."""
         work = np.array([not home for _, home, _ in fold.slots], np.int32)
         fold.tiles[:, 7], fold.entries[:, 3] = work[fold.tiles[:, 7]], work[fold.entries[:, 3]]
 

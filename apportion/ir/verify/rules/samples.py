@@ -78,8 +78,8 @@ def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> list[int
 
 
 def _times(bands: Ints, number: Ints, queries: Ints, keys: Ints) -> Ints:
-    """int64 [queries, keys]: number of bands that contain the pair (query, key), by definition. number: int64
-    [bands], the query number of each band."""
+    """int64 [queries, keys]: number of bands that contain each (query, key), tested one by one. number: int64
+    [bands], index in `queries` of each band's query."""
     (_, _, k0, k1, dmin, dmax), key = bands[:, :, None], keys[number]
     distance = queries[number, None] - key
     times = np.zeros(keys.shape, np.int64)

@@ -19,7 +19,7 @@ from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition import swap
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
-# limits of a program's choices (items x bins): by default, and for an explicit node budget
+# maximum choices (items x bins) of an integer program: by default, and with an explicit node budget
 DEFAULT_MAX_CHOICES, MAX_CHOICES = 256, 6_000
 # Default product of search-tree nodes and choices, for any size: about a second.
 EFFORT = 50_000
