@@ -52,6 +52,8 @@ PLAIN := $(VENV)-plain
 
 # Results and times must not depend on the default thread counts of libraries.
 export OMP_NUM_THREADS := 1
+# Tests start hundreds of processes, which would compile every module that they import.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: venv ci core sanitize fuzz-core docs reference picture help demo plugin test test-docs test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
@@ -109,7 +111,7 @@ lint: $(READY)
 plugin: $(READY)
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 
-TESTS := $(BIN)/pytest $(addprefix tests/,service executor trainer planner backends cli ir project) -n 2 --dist loadfile
+TESTS := $(BIN)/pytest $(addprefix tests/,service executor trainer planner backends cli ir project) -n 3 --dist loadfile
 
 test: lint plugin
 	$(TESTS) -m "not slow"
