@@ -40,6 +40,7 @@ from apportion.trainer.shared import (
     kinds_of,
     require,
     require_equal,
+    require_known,
 )
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
@@ -72,7 +73,7 @@ _POSITIONS = ("rope", "learned_absolute", "none")
 
 def planned_spec(spec: Any) -> Any:
     """The spec of a layer, or of a block of layers, with planned core attention, and planned Gated DeltaNets. Raises
-    ConfigError for stacks of Mamba layers."""
+    ConfigError for stacks of Mamba layers, and for core attention of other packages."""
     for layer in getattr(spec, "layer_specs", [spec]):
         attention = getattr(layer.submodules, "self_attention", None)
         if attention is None:
@@ -81,7 +82,11 @@ def planned_spec(spec: Any) -> Any:
             raise ConfigError("spec", getattr(layer.module, "__name__", layer.module), rule, remedy)
         if attention.module in (GatedDeltaNet, PlannedGatedDeltaNet):
             attention.module = PlannedGatedDeltaNet
-        else:
+            continue
+        core = attention.submodules.core_attention
+        core = getattr(core, "module", core)
+        if not issubclass(core, PlannedCoreAttention):
+            require_known("megatron", core, "forward", remedy="derive it from PlannedCoreAttention")
             attention.submodules.core_attention = PlannedCoreAttention
     return spec
 
@@ -158,6 +163,8 @@ def tick_step(
         rotary = getattr(module.rotary_pos_emb, "own", module.rotary_pos_emb) if _is_rotary(module) else None
         angles = None if rotary is None else rotary(_positions(ticks))
         chunks.append([split(layer, angles, ticks[0].handle) for layer in _dense(module)])
+        for part, methods in ((module, ("forward", "_preprocess")), (module.decoder, ("forward",))):
+            require_known("megatron", type(part), *methods, remedy="train it without ticks")
     first, last, config = modules[0], modules[-1], modules[0].config
     require("recompute_granularity", config.recompute_granularity, None, "ticks keep the layers' activations")
 
@@ -310,7 +317,14 @@ def _dense(module: Any) -> list[Any]:
         require(name, getattr(config, name), expected, rule)
     if config.recompute_granularity == "selective":
         raise ConfigError("recompute_granularity", "selective", reason, "recompute whole layers, or none")
-    return [layer for layer in module.decoder.layers if "forward" not in vars(layer)]
+    layers = [layer for layer in module.decoder.layers if "forward" not in vars(layer)]
+    for layer in layers:
+        for part, methods in (
+            (layer, ("forward", "_forward_attention")),
+            (layer.self_attention, ("forward",)),
+        ):
+            require_known("megatron", type(part), *methods, remedy="train it without ping-pong and ticks")
+    return layers
 
 
 def split(layer: Any, table: Any, handle: PlanHandle) -> PingPongLayer:

@@ -36,10 +36,15 @@ from apportion.trainer.step.pingpong import PingPongLayer, ping_pong
 
 def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
     """(`layers` of a Model, the mask of each kind) for layers with these windows, 0 or less for no limit. full, window:
-    the trainer's names of the kinds. If all layers are causal: their number, and None."""
+    the trainer's names of the kinds. If all layers are causal: their number, and None. Raises ConfigError for different
+    windows."""
     names = [window if tokens > 0 else full for tokens in windows]
     if window not in names:
         return len(names), None
+    if len(widths := sorted({width for width in windows if width > 0})) > 1:
+        raise ConfigError(
+            "windows of layers", widths, f"all layers of the kind {window!r} share a mask", "use one"
+        )
     kinds = zip(names, windows, strict=True)
     return dict(Counter(names)), {
         name: sliding_window(width) if width > 0 else causal() for name, width in kinds
@@ -92,6 +97,15 @@ def require(field: str, value: Any, expected: Any, rule: str) -> None:
     """Raises ConfigError if a trainer's field has another value."""
     if value != expected:
         raise ConfigError(field, value, rule, f"set it to {expected}")
+
+
+def require_known(package: str, owner: type, *methods: str, remedy: str) -> None:
+    """Raises ConfigError if a class overrides methods that its trainer's package defines, and that plans replace."""
+    for method in methods:
+        module = getattr(owner, method).__module__
+        if module.partition(".")[0] != package:
+            rule = f"overrides a method of {package}, and plans would leave out what it computes"
+            raise ConfigError(f"{owner.__name__}.{method}", module, rule, remedy)
 
 
 def digest_of(handle: PlanHandle, columns: Iterable[Tensor], before: int = 0) -> int:

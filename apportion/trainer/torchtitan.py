@@ -35,6 +35,7 @@ from apportion.trainer.shared import (
     kinds_of,
     require,
     require_equal,
+    require_known,
 )
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
@@ -58,6 +59,7 @@ _PASSED_ON = ("source", "tokens_per_rank", "microbatches", "recipe", "seed", "ti
 _LOGGED_METRICS = ("tokens_per_s", "waited_s", "fallbacks")
 _OVERRIDES = [f"{__name__}.planned_flex", f"{__name__}.planned_varlen"]
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # Titan's names of attention kinds
+_UNSPLIT = "train it without ping_pong and ticks"
 
 
 class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
@@ -105,9 +107,10 @@ class PlannedAttention(Module):
 
 def require_dense(block: Any) -> None:
     """Raises ConfigError for a block that halves and ticks cannot split at its attention."""
+    require_known("torchtitan", type(block), "forward", remedy=_UNSPLIT)
     if type(block.attention) is not GQAttention or not hasattr(block, "feed_forward"):
         rule = "has no dense feed-forward network after grouped-query attention, which halves and ticks need"
-        raise ConfigError("layer", type(block).__name__, rule, "train it without ping_pong and ticks")
+        raise ConfigError("layer", type(block).__name__, rule, _UNSPLIT)
 
 
 def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
@@ -143,12 +146,12 @@ def take_turns(block: Any) -> None:
     block.forward = forward
 
 
-@override(target=FlexAttention.Config, description="context parallelism by Apportion's plans")
+@override(target=FlexAttention.Config, exact=True, description="context parallelism by Apportion's plans")
 def planned_flex(config: FlexAttention.Config) -> Any:
     return derive(config, PlannedAttention.Config)
 
 
-@override(target=VarlenAttention.Config, description="context parallelism by Apportion's plans")
+@override(target=VarlenAttention.Config, exact=True, description="context parallelism by Apportion's plans")
 def planned_varlen(config: VarlenAttention.Config) -> Any:
     left, right = config.window_size
     return derive(config, PlannedAttention.Config, window=-1 if left < 0 else left + 1, causal=right == 0)
@@ -166,8 +169,9 @@ class PlannedSelectiveAC(SelectiveAC):
 
 
 def job_of(config: Trainer.Config) -> dict[str, Any]:
-    """Job arguments. model: heads of one tensor-parallel rank, dtype and kinds; masks: per kind, or None (causal).
-    Raises ConfigError for attention other than grouped-query attention, and for multi-token prediction."""
+    """Job arguments. model: heads of one tensor-parallel rank, dtype and kinds; masks: per kind, or None (causal);
+    masked_by: the model's class if it may have other masks. Raises ConfigError for attention other than grouped-query
+    attention, and for multi-token prediction."""
     model, tp = config.model_spec.model, config.parallelism.tensor_parallel_degree
     attention = model.first_attention
     if not hasattr(attention, "n_kv_heads"):
@@ -183,7 +187,7 @@ def job_of(config: Trainer.Config) -> dict[str, Any]:
     dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.training.mixed_precision_param]
     head_dim = attention.head_dim or model.dim // heads
     shape = Model(heads // tp, kv_heads // tp, head_dim, dtype=dtype, hidden=model.dim, layers=layers)
-    return {"model": shape, "masks": masks}
+    return {"model": shape, "masks": masks, "masked_by": type(model)._owner if masks is None else None}
 
 
 # ---- Titan's data and trainer
@@ -229,8 +233,12 @@ class PlannedDataLoader(BaseDataLoader):
         options = {name: getattr(config, name) for name in _PASSED_ON}
         options["rows_multiple"] = config.rows_multiple * placement.pop("tp")
         options["token"] = None if config.token_file is None else read_text(Path(config.token_file)).strip()
+        masked_by = placement.pop("masked_by", None)
         if getattr(data, "masks", None) is not None:
             placement.pop("masks", None)
+        elif masked_by is not None:
+            remedy = "give the dataset masks, or the layers sliding_window_size"
+            require_known("torchtitan", masked_by, "get_attention_masks", remedy=remedy)
         self.table: TickTable | None = None
         self.infinite, self.pairs = config.infinite, config.ping_pong and config.infinite
         if config.ticks:
@@ -310,6 +318,8 @@ class PlannedTrainer(Trainer):
         require("activation_checkpoint", checkpointing, None, "ticks keep the layers' activations")
         require("validator.enable", config.validator.enable, False, "ticks exist only in training")
         layers, stages = len(config.model_spec.model.layers), table.stages * table.virtual
+        for part in self.model_parts:
+            require_known("torchtitan", type(part), "forward", remedy="train it without ticks")
         layer_counts = [len(part.layers) for part in self.model_parts]
         rule = "chunks must have equal layer counts"
         if layers % stages:

@@ -32,8 +32,10 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from apportion.backends.torch.kernels.recurrent import normalised
 from apportion.ir.bytes.job import Job
@@ -80,6 +82,37 @@ MODELS = {
 }
 
 
+class OwnCore(DotProductAttention):
+    """Core attention of the user's own."""
+
+    def forward(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(query * 0.5, *args, **kwargs)
+
+
+class OwnLayer(TransformerLayer):
+    """A layer of the user's own."""
+
+    def _forward_attention(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._forward_attention(hidden_states * 0.5, *args, **kwargs)
+
+
+class OwnGPTModel(GPTModel):
+    """A model of the user's own."""
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, *rest = super()._preprocess(*args, **kwargs)
+        return (None if hidden is None else hidden * 0.5, *rest)
+
+
+def _own_spec(part: Any, _: Any) -> Any:
+    spec = get_gpt_layer_local_spec()
+    if part is OwnLayer:
+        spec.module = part
+    else:
+        spec.submodules.self_attention.submodules.core_attention = part
+    return spec
+
+
 class Unscaled(DistributedDataParallel):
     """A wrapper that does not divide gradients, like Megatron's of torch's FSDP2."""
 
@@ -107,6 +140,7 @@ class Case:
     ticks: bool = False  # whether all stages compute the attention of each tick
     apart: bool = False  # whether tensor-parallel ranks and stages read different tokens
     unscaled: bool = False  # whether the model's wrapper does not divide gradients
+    kind: type[GPTModel] = GPTModel
 
 
 def config_of(case: Any) -> Any:
@@ -149,11 +183,13 @@ def _block_spec(config: Any) -> Any:
     return spec
 
 
-SPECS = {
+SPECS: dict[str, Any] = {
     "layer": lambda config: get_gpt_layer_local_spec(),
     "own": lambda config: get_gpt_layer_local_spec(),
     "block": _block_spec,
     "recurrent": lambda config: get_gpt_layer_local_spec(),
+    "own core": partial(_own_spec, OwnCore),
+    "own layer": partial(_own_spec, OwnLayer),
 }
 
 
@@ -162,7 +198,7 @@ def model_from(case: Any, config: Any, own: Any) -> Any:
     spec = SPECS[case.spec](config)
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    model = GPTModel(
+    model = case.kind(
         config,
         spec if own or case.spec == "own" else planned_spec(spec),
         vocab_size=VOCABULARY,
@@ -313,8 +349,11 @@ def refusal(comm: Communicator, case: Any) -> Any:
             if case.bypasses:
                 core = model.module.decoder.layers[1].self_attention.core_attention
                 core.forward = lambda query, *_, **kwargs: query.flatten(2)
+            loader = planned_data(case, config, comm.ranks)
+            if case.ticks:
+                tick_step(next(loader.iterations()), [model], tick_table(case.pp, case.microbatches))
             passes = PlannedLoader.pairs if case.ping_pong else iter
-            forward_step(endless(planned_data(case, config, comm.ranks), passes), model)
+            forward_step(endless(loader, passes), model)
         except ApportionError as error:
             return str(error)
         return ""

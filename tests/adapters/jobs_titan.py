@@ -24,10 +24,12 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
+from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, gpt_oss, llama3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.trainer import Trainer
 
 from apportion.backends.torch.transport import Communicator
@@ -149,7 +151,65 @@ def multi_token(backend: Any, count: int) -> Any:
     return replace(spec, model=model)
 
 
+class OwnFlex(FlexAttention):
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs) * 0.5
+
+
+class OwnBlock(Llama3TransformerBlock):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Llama3TransformerBlock.Config):
+        pass
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x + 0.5 * (super().forward(x, *args, **kwargs) - x)
+
+
+class OwnModel(Llama3Model):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Llama3Model.Config):
+        pass
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs) * 0.5
+
+
+class OwnMasks(Llama3Model):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Llama3Model.Config):
+        pass
+
+    def get_attention_masks(self, positions: Any) -> Any:
+        return super().get_attention_masks(positions // 2)
+
+
+def with_own(part: Any, backend: Any, count: int) -> Any:
+    """Llama with a part of the user's own."""
+    spec = llama(backend, count)
+    if issubclass(part, Llama3Model):
+        return replace(spec, model=derive(spec.model, part.Config))
+    for layer in spec.model.layers:
+        if part is OwnFlex:
+            layer.attention.inner_attention = part.Config()
+    if part is OwnBlock:
+        spec.model.layers = [derive(layer, part.Config) for layer in spec.model.layers]
+    return spec
+
+
+def of_two_windows(backend: Any, count: int) -> Any:
+    spec = gptoss(backend, count)
+    for number, layer in enumerate(spec.model.layers):
+        layer.attention.sliding_window_size = WINDOW + number
+    return spec
+
+
 MODELS = {"llama": llama, "gpt_oss": gptoss, "deepseek": deepseek, "ahead": multi_token}
+MODELS |= {part.__name__: partial(with_own, part) for part in (OwnFlex, OwnBlock, OwnModel, OwnMasks)}
+MODELS["windows"] = of_two_windows
 CHECKPOINTS = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
 
 

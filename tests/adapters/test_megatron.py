@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 
     from apportion.trainer.megatron import _padding, planned_spec
     from tests.adapters import jobs_megatron
-    from tests.adapters.jobs_megatron import Case
+    from tests.adapters.jobs_megatron import Case, OwnGPTModel
 
 CLOSE = 5e-7
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -167,6 +167,9 @@ def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
             "expert_tensor_parallel_size = 1: Megatron would not sum experts' gradients",
         ),
         (Case(unscaled=True), "model = 'Unscaled': does not divide gradients"),
+        (Case(spec="own core"), "OwnCore.forward = "),
+        (Case(spec="own layer", microbatches=2, ping_pong=True), "OwnLayer._forward_attention = "),
+        (Case(kind=OwnGPTModel, pp=2, microbatches=2, ticks=True), "OwnGPTModel._preprocess = "),
     ],
 )
 def test_unsupported_configs_are_refused(ranks: Any, case: Any, message: Any) -> None:

@@ -168,6 +168,22 @@ def test_unsupported_models_are_refused(two: Any, model: Any, message: Any) -> N
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        (Case(model="OwnFlex"), "layers.0.attention.inner_attention = 'OwnFlex': does not support plans"),
+        (Case(model="OwnMasks"), "OwnMasks.get_attention_masks = "),
+        (Case(model="windows"), "windows of layers = [7, 8]"),
+        (Case(model="OwnBlock", microbatches=2, ping_pong=True), "OwnBlock.forward = "),
+        (Case(model="OwnBlock", microbatches=2, pp=2, ticks=1), "OwnBlock.forward = "),
+        (Case(model="OwnModel", microbatches=2, pp=2, ticks=1), "OwnModel.forward = "),
+    ],
+)
+def test_own_code_that_plans_would_leave_out_is_refused(two: Any, case: Any, message: Any) -> None:
+    for error in two.run(jobs_titan.refusal, 2, case):
+        assert message in error
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
         (Case(checkpoint="full"), "activation_checkpoint = "),
         (Case(layers=3), "layers = 3"),
         (Case(model="gpt_oss"), "has no dense feed-forward network"),
