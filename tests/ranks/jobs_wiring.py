@@ -174,6 +174,26 @@ def replicated(comm: Communicator, mistake: str) -> str:
     return ""
 
 
+def sharded(comm: Communicator, kind: str) -> str:
+    """The error of a loop on four ranks with FSDP2 over two of them ("two"; "two by hand" adds the gradients of others)
+    or over all, with two copies; "" if there is none."""
+    wiring.watch = wiring.Watch()
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("copies", "shards"))
+    model = ap.sum_gradients(fully_shard(Net(), mesh=mesh if kind == "all" else mesh["shards"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for b in PlannedLoader(Recorded(), **planning(job(4, 66)), communicator=comm):
+            ap.normalised_loss(model(b), b.labels, b.valid_tokens).backward()
+            grads: list[Any] = [param.grad for param in model.parameters()]
+            for grad in grads if kind == "two by hand" else ():
+                dist.all_reduce(grad.to_local(), group=mesh["copies"].get_group())
+            optimizer.step()
+            optimizer.zero_grad()
+    except ApportionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def _wrapped(model: Any, comm: Communicator, mistake: str) -> Any:
     if mistake == "experts":
         model.head.weight.data += comm.rank

@@ -98,3 +98,13 @@ def test_wrong_loops_fail_at_once(pool: Pool, mistake: str, message: str) -> Non
 def test_groups_that_train_different_models_fail(pool: Pool, mistake: str, message: str) -> None:
     for result in pool.run(jobs_wiring.replicated, 2, mistake):
         assert re.match(f"ExecutionError: {message} between ranks" if message else "$", result), result
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("all", "$"), ("two by hand", "$"), ("two", "ExecutionError: gradients differ")]
+)
+def test_shards_over_a_part_of_the_ranks_need_the_gradients_of_all(
+    pool: Pool, kind: str, message: str
+) -> None:
+    for result in pool.run(jobs_wiring.sharded, 4, kind):
+        assert re.match(message, result), result

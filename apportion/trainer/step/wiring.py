@@ -296,7 +296,7 @@ class Watch:
             group = buffers if kind == "buffers" else by_id
             tensors = [tensor for tensor in group.values() if _is_replicated(tensor, transport)]
             values = [tensor.grad if kind == "gradients" else tensor for tensor in tensors]
-            rows = transport.gather_floats(_norms(values), f"norms of {kind}")
+            rows = transport.gather_floats(_norms(values, transport), f"norms of {kind}")
             if len({*(counts := [*map(len, rows)])}) > 1:
                 raise ExecutionError(f"optimizers step on different numbers of parameters: {counts}")
             norms = torch.tensor(rows, dtype=torch.float64)
@@ -326,17 +326,30 @@ def _buffers(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_replicated(param: Tensor, transport: Any) -> bool:
-    """True if these ranks hold the same values of the parameter, possibly of the same shard of it."""
+    """True if these ranks hold the same values of the parameter, of the same shard of it, or of several copies of its
+    shards."""
     elsewhere = hasattr(param, "_fsdp_flattened") or param.is_meta
     if isinstance(param, DTensor):
-        others = {*dist.get_process_group_ranks(transport._base)} - {dist.get_rank()}
-        elsewhere |= not others.isdisjoint(param.device_mesh.mesh.flatten().tolist())
+        elsewhere |= not _others(transport) - _mesh_ranks(param)
     expert = getattr(param, "rank_local", False) or not getattr(param, "allreduce", True)  # Megatron's name
     return param.is_floating_point() and not elsewhere and not expert
 
 
-def _norms(values: list[Tensor | None]) -> list[float]:
-    """The norm of each value; -1.0 for None."""
+def _others(transport: Any) -> set[int]:
+    return {*dist.get_process_group_ranks(transport._base)} - {dist.get_rank()}
+
+
+def _mesh_ranks(tensor: DTensor) -> set[int]:
+    return {*tensor.device_mesh.mesh.flatten().tolist()}
+
+
+def _norms(values: list[Tensor | None], transport: Any) -> list[float]:
+    """The norm of each value, -1.0 for None: of this rank's shard, or of all shards if the ranks hold several."""
     with torch.no_grad():
-        local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
-        return [-1.0 if value is None else float(value.float().norm()) for value in local]
+        norms = []
+        for value in values:
+            if isinstance(value, DTensor) and _others(transport).isdisjoint(_mesh_ranks(value)):
+                value = value.to_local()
+            norm = -1.0 if value is None else value.float().norm()
+            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        return norms
