@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Batch:
         check_lengths(self.lengths)
         for kind, kind_masks in self.masks.items():
             check_fit(kind, kind_masks, self.lengths)
-        _check_structure(self)
+        _check_structure(self, lambda spec: spec.structured)
         self.lengths.setflags(write=False)
 
     # ---- construction
@@ -277,6 +277,11 @@ class Batch:
         result: Ints = positions[run] + tokens - starts[run]
         return result
 
+    def check_order(self) -> None:
+        """Raises ConfigError if one kind divides a sequence into documents or branches, and another's causal mask or
+        window lets these see each other."""
+        _check_structure(self, is_ordered)
+
     def labels(self, first: int = 0, stop: int | None = None) -> Ints:
         """[stop - first] int64: the label of each token in [first, stop), a global token or -1; by default of all
         tokens."""
@@ -411,10 +416,10 @@ class Batch:
         )
 
 
-def _check_structure(batch: Batch) -> None:
-    """Checks that the structured masks of a sequence agree on its positions and labels, unless it has its own."""
+def _check_structure(batch: Batch, is_compared: Callable[[Mask], bool]) -> None:
+    """Checks that the compared masks of a sequence agree on its positions and labels, unless it has its own."""
     kinds = list(batch.masks.values())
-    if len(kinds) < 2 or sum(any(spec.structured for spec in kind.specs) for kind in kinds) < 2:
+    if len(kinds) < 2 or not any(spec.structured for kind in kinds for spec in kind.specs):
         return
     has_own = np.zeros((2, len(batch.lengths)), np.int64)
     has_own[0, list(batch.own_positions)] = has_own[1, list(batch.own_labels)] = 1
@@ -423,12 +428,12 @@ def _check_structure(batch: Batch) -> None:
         np.unique(signatures, axis=0, return_index=True)[1].tolist()
     ):  # one sequence per combination of specs
         specs, length = [kind.specs[kind.index[i]] for kind in kinds], int(batch.lengths[i])
-        structured = [spec for spec in specs if spec.structured]
+        compared = [*filter(is_compared, specs)]
         for label, columns, describe in (
             ("positions", batch.own_positions, _positions),
             ("labels", batch.own_labels, _labels),
         ):
-            if i not in columns and len({describe(spec, length) for spec in structured}) > 1:
+            if i not in columns and len({describe(spec, length) for spec in compared}) > 1:
                 remedy = f"use the same documents or tree in all kinds, or give the sequence its own {label}"
                 raise ConfigError(
                     f"sequences[{i}].mask", batch.kinds, f"attention kinds disagree on {label}", remedy

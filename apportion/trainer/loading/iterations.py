@@ -106,6 +106,8 @@ class BatchBuilder:
         ConfigError, CapacityError."""
         samples = self.samples(number, drawn)
         batches = batches_of(samples, self.lengths, self.masks, self.job.packs)
+        for batch in batches:
+            batch.check_order()
         if self.table is not None:
             from apportion.planner.iteration.ticks import ticks_of
 
