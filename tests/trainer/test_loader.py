@@ -112,6 +112,29 @@ def test_masks_come_from_the_dataset_or_the_caller_shared_or_per_sample() -> Non
         list(loader_of(dataset=data, masks=[None]))
 
 
+def test_masks_that_the_dataset_has_replaced_are_refused() -> None:
+    data: Any = Recorded([8, 4])
+    data.masks = [masks.documents([5, 3]), None]
+    loader = loader_of(dataset=data)
+    list(loader)
+    data.masks = [masks.documents([5, 3]), masks.causal()]
+    list(loader)  # equal masks
+    data.masks = [masks.documents([3, 5]), None]
+    with pytest.raises(ConfigError, match=r"dataset\.masks.*have changed since the loader was made"):
+        list(loader)
+
+
+def test_a_window_over_documents_of_another_kind_is_refused() -> None:
+    window, model = masks.sliding_window(4), replace(MODEL, layers={"full": 1, "local": 1})
+    options = {"dataset": Recorded([8]), "model": model}
+    for good in (masks.documents([3, 5], window), masks.bands([[0, 8, 0, 8, 0, 3]])):
+        list(loader_of(masks={"full": masks.documents([3, 5]), "local": good}, **options))
+    list(loader_of(masks={"full": masks.tree([[-1, 3], [0, 5]]), "local": window}, **options))  # one path
+    for full in (masks.documents([3, 5]), masks.tree([[-1, 2], [0, 3], [0, 3]])):
+        with pytest.raises(ConfigError, match=r"sequences\[0\].mask.*kinds disagree on positions"):
+            list(loader_of(masks={"full": full, "local": window}, **options))
+
+
 def test_explicit_lengths_override_those_of_the_dataset() -> None:
     assert len(loader_of(lengths=torch.tensor(LENGTHS))) == len(loader_of())
     with pytest.raises(ConfigError, match="the dataset has 7 samples"):

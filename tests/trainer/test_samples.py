@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.errors import CapacityError, ConfigError, ExecutionError
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks.loading import job, planning
 
@@ -85,6 +85,17 @@ def test_a_packed_row_is_split_into_documents(packed: Any) -> None:
     batch = batch_of(*samples)
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
     assert batch.labels.tolist() == [11, 12, IGNORED, 14, 15, 16, IGNORED, IGNORED]
+
+
+def test_a_row_that_was_packed_anew_is_refused() -> None:
+    samples = [{"input_ids": TOKENS, "seq_lengths": [3, 5]}]
+    loader = ap.PlannedLoader(ap.Samples(samples), **planning(job()))
+    assert len(list(loader)) == 1
+    samples[0]["seq_lengths"] = [5, 3]
+    with pytest.raises(
+        ExecutionError, match=r"sample 0 has documents of \[5, 3\] tokens.*planned with others"
+    ):
+        list(loader)
 
 
 def test_documents_have_the_masks_of_the_kinds_of_a_model() -> None:

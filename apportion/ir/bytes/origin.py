@@ -25,9 +25,14 @@ def origin(job: Job, lengths: ArrayLike, masks: Masks, sampling: Sampling | None
     return {
         "job": json.loads(json.dumps(job.to_data())),
         "lengths": digest(array.tobytes()).hex(),
-        "masks": digest(wire.encode_section(_masks_data(masks))).hex(),
+        "masks": masks_digest(masks),
         "shuffle": None if sampling is None else sampling.shuffle,
     }
+
+
+def masks_digest(masks: Masks) -> str:
+    """A digest, in hex, that is equal for masks that make equal batches."""
+    return digest(wire.encode_section(_masks_data(masks))).hex()
 
 
 def difference(stored: Any, requested: Any, name: str = "") -> tuple[str, Any, Any] | None:
@@ -42,7 +47,6 @@ def difference(stored: Any, requested: Any, name: str = "") -> tuple[str, Any, A
 
 
 def _masks_data(masks: Masks) -> list[Any]:
-    """Plain data of masks, equal for masks that make equal batches."""
     if masks is None or isinstance(masks, Mask | Mapping):
         return [_mask_data(masks)]
     entries = [_mask_data(spec) for spec in masks]

@@ -31,7 +31,7 @@ from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job
-from apportion.ir.bytes.origin import origin
+from apportion.ir.bytes.origin import masks_digest, origin
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice, flag, instance, integer, number
 from apportion.ir.masks.bands import MAX_TOKENS
@@ -179,6 +179,7 @@ class PlannedLoader:
         policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe or _recipe_of(ticks)))
         policy = policy if seed is None else replace(policy, seed=seed)
         self.job = Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
+        self._masks_given = masks is not None
         masks, lengths = arguments.check_masks(dataset, masks), arguments.lengths_of(dataset, lengths)
         arguments.check_kinds(self.job, masks)
         stages, filled = 1, self.job.microbatches
@@ -279,6 +280,10 @@ class PlannedLoader:
         if self._passes and isinstance(self._sampler, Iterator):
             rule = "is an iterator, and an earlier pass has read ahead in it"
             raise ConfigError("sampler", type(self._sampler).__name__, rule, "pass one that can restart")
+        masks = self._builder.masks if self._masks_given else arguments.check_masks(self.dataset, None)
+        if masks is not self._builder.masks and masks_digest(masks) != self._facts["masks"]:
+            rule = "have changed since the loader was made, and plans have the earlier ones"
+            raise ConfigError("dataset.masks", "others", rule, "make another loader")
         start = self._place = self._begin
         self._meters.begin()
         self._check_place()

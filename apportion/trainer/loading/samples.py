@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
@@ -62,10 +62,10 @@ class Samples(Dataset):
         if not isinstance(dataset, Sized):
             rule, remedy = "has no length", "give a map-style dataset, or a stream to ap.StreamedLoader"
             raise ConfigError("dataset", type(dataset).__name__, rule, remedy)
-        self._dataset, self._columns = dataset, columns
+        self._dataset, self._columns, self._mask = dataset, columns, mask
         packs = list(_packs(dataset))
         longest = np.array([sum(pack) for pack in packs], np.int64)
-        limit = None if limit is None else integer("limit", limit)
+        limit = self._limit = None if limit is None else integer("limit", limit)
         is_overlong = find_overlong(longest, MAX_TOKENS if limit is None else limit, overlong)
         self.dropped, self.cut = (int(is_overlong.sum()) * (overlong == option) for option in ("drop", "cut"))
         self.kept: Ints = np.flatnonzero(~is_overlong) if overlong == "drop" else np.arange(len(packs))
@@ -84,9 +84,24 @@ class Samples(Dataset):
             return sample[:length]
         names = set(sample if self._columns is None else self._columns) - {LENGTHS, POSITIONS}
         fields = {name: sample[name] for name in sample if name in names}
-        if sample.keys() & {LENGTHS, POSITIONS} and np.asarray(fields.get(ATTENTION, 1)).all():
-            fields.pop(ATTENTION, None)  # some packers number the documents in it
+        if sample.keys() & {LENGTHS, POSITIONS}:
+            self._check_documents(index, sample)
+            if np.asarray(fields.get(ATTENTION, 1)).all():
+                fields.pop(ATTENTION, None)  # some packers number the documents in it
         return {name: value[:length] if np.ndim(value) else value for name, value in fields.items()}
+
+    def _check_documents(self, index: int, sample: Mapping[str, Any]) -> None:
+        """Raises ExecutionError if a packed row has other documents than its mask, such as after packing anew."""
+        number, mask = (
+            int(self.kept[index]),
+            self.masks[index] if isinstance(self.masks, list) else self.masks,
+        )
+        documents_now = _truncated(_pack(number, sample), self._limit)
+        if _mask_of(documents_now, self._mask) != mask:
+            rule = f"has documents of {documents_now} tokens, but was planned with others"
+            raise ExecutionError(
+                f"sample {number} {rule}: make ap.Samples again after packing the dataset again"
+            )
 
 
 def _packs(dataset: Dataset) -> Iterator[list[int]]:
