@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -75,10 +76,17 @@ def media(
 
 def mrope(model: Any, tokens: ArrayLike, grids: ArrayLike = ()) -> Tensor:
     """int64 [length, 3]: the field `mrope_position_ids` of a sample. tokens: [length]; grids: [images, 3], of its
-    images in order."""
+    images in order. Raises ConfigError if these have other numbers of placeholder tokens."""
     config, ids = _config(model), torch.as_tensor(tokens)[None]
-    image_grids = torch.as_tensor(grids).reshape(-1, 3)
+    image_grids = torch.as_tensor(grids, dtype=torch.int64).reshape(-1, 3)
     kinds = (ids == config.image_token_id).int()
+    runs = [len([*run]) for kind, run in groupby(kinds[0].tolist()) if kind]
+    merged = image_grids.prod(1) // config.vision_config.spatial_merge_size**2
+    if runs != merged.tolist():
+        rule = f"have {merged.tolist()} tokens, but the sample's placeholder tokens come in runs of {runs}"
+        raise ConfigError(
+            "grids", image_grids.tolist(), rule, "pass those of the sample's own images, in order"
+        )
     return model.base_model.get_rope_index(ids, kinds, image_grids)[0][:, 0].T  # type: ignore[no-any-return]
 
 
@@ -115,7 +123,14 @@ class _Patches:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         config, grid = self.config, torch.as_tensor(self.grids[index])[None]
-        fields = {"patches": torch.as_tensor(self.images[index]["pixel_values"])}
+        image = self.images[index]
+        own_grid = torch.as_tensor(image.get("image_grid_thw", grid)).view(1, 3)
+        if not torch.equal(own_grid, grid):
+            rule = f"was planned with the grid {grid[0].tolist()}"
+            raise ConfigError(
+                f"image {index}: image_grid_thw", own_grid[0].tolist(), rule, "plan with its own grid"
+            )
+        fields = {"patches": torch.as_tensor(image["pixel_values"])}
         fields["grid"] = get_vision_position_ids(grid, config.spatial_merge_size)
         if hasattr(config, "num_position_embeddings"):
             side = int(config.num_position_embeddings**0.5)

@@ -59,6 +59,23 @@ def test_inputs_and_models_that_change_the_result_are_refused(pool: Pool) -> Non
         hf_vision.mrope(transformers.LlamaForCausalLM(transformers.LlamaConfig(**jobs_hf_vision.TEXT)), [1])
 
 
+def test_grids_of_other_images_are_refused() -> None:
+    model = jobs_hf_vision.new_model("Qwen2VL")
+    tokens = [1, *[jobs_hf_vision.IMAGE] * 12, 2, *[jobs_hf_vision.IMAGE] * 2]
+    assert hf_vision.mrope(model, tokens, [(1, 6, 8), (1, 2, 4)]).shape == (16, 3)
+    for grids in ([], [(1, 6, 8)], [(1, 2, 4), (1, 6, 8)], [(1, 6, 8), (1, 2, 4), (1, 2, 4)]):
+        with pytest.raises(
+            ConfigError, match=r"grids = .*come in runs of \[12, 2\]; pass those of the sample"
+        ):
+            hf_vision.mrope(model, tokens, grids)
+    image = {"pixel_values": np.zeros((48, 12)), "image_grid_thw": [[1, 6, 8]]}
+    assert len(hf_vision.media([image], model, [(1, 6, 8)], [(0, 1)]).dataset[0]["patches"]) == 48
+    with pytest.raises(
+        ConfigError, match=r"image 0: image_grid_thw = \[1, 6, 8\]: was planned with the grid \["
+    ):
+        hf_vision.media([image], model, [(1, 8, 6)], [(0, 1)]).dataset[0]
+
+
 def test_the_example_trains_like_one_process_with_even_layouts() -> None:
     root = Path(__file__).parents[2]
     command, env = [sys.executable, root / "examples/vision/train.py"], {**os.environ, "OMP_NUM_THREADS": "1"}
