@@ -71,7 +71,7 @@ class Work:
 
     def __post_init__(self) -> None:
         if self.table is not None:
-            object.__setattr__(self, "job", tick_job(self.job, self.table))
+            object.__setattr__(self, "job", tick_job(self.job, self.table, self.kinds))
         integer("iterations", self.iterations)
         integer("samples", len(np.asarray(self.sampling.lengths)))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from apportion.planner.iteration.ticks import IDLE, TickTable
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step import wiring
 from apportion.trainer.step.pingpong import PingPongLayer, piece_of
+from apportion.trainer.step.terms import SHARE, has_term
 
 
 class _SavedTick(NamedTuple):
@@ -143,6 +145,8 @@ class _Iteration:
         (x, tapes, y), (number, virtual) = self.saved.pop(position), position
         if virtual == self.last:
             loss = self._loss(number, y.requires_grad_())
+            if not (wiring.watch.accounted or has_term(loss, SHARE)):
+                warn(f"the loss is not one that is checked: {wiring.UNKNOWN}", stacklevel=1)
             torch.autograd.backward(loss)
             self.total += loss.detach()
             dy = or_zeros(y.grad, y)

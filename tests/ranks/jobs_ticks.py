@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,3 +87,30 @@ def refused(comm: Communicator, arguments: dict[str, Any], pipeline: Sequence[An
     except ApportionError as error:
         return str(error)
     return ""
+
+
+def mistaken(comm: Communicator, arguments: dict[str, Any], mistake: str) -> str:
+    """The error or warning of a step of two stages that hold only their own layers: a sum of gradients over both, or a
+    mean of a rank's own rows as loss."""
+    torch.manual_seed(comm.rank)
+    table, model = ap.tick_table(2, 2), Decoder(arguments["model"], 800).double()
+    layers = [ap.PingPongLayer(one.pre, one.post, one.parameters()) for one in model.layers]
+
+    def loss(hidden: Tensor, b: ap.PlannedBatch) -> Tensor:
+        logits = model.head(model.norm(hidden))
+        if mistake == "mean":
+            return torch.nn.functional.cross_entropy(logits, b.labels)
+        return ap.normalised_loss(logits, b.labels, b.valid_tokens)
+
+    row = model.embed.weight.shape[1:]
+    pipeline = ap.TickPipeline(table, [layers], row, embed=lambda b: model.embed(b.tokens), loss=loss)
+    loader = PlannedLoader(Recorded(), **arguments, communicator=comm, ticks=table, shuffle=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        pipeline.step(next(loader.iterations()))
+    try:
+        if mistake == "sum":
+            ap.sum_gradients(model, comm._base)
+    except ApportionError as error:
+        return str(error)
+    return "".join(str(one.message) for one in found[:1])

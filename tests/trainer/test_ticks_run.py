@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from apportion import cli
+from apportion.ir.errors import ConfigError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.model import Model
+from apportion.planner.iteration.ticks import tick_job, tick_table
 from apportion.service.http.serve import serving
 from tests.ranks import jobs_ticks
 from tests.ranks.loading import LENGTHS, job, planning
@@ -104,3 +106,21 @@ def test_unsupported_pipelines_are_refused(
 ) -> None:
     errors = pool.run(jobs_ticks.refused, ranks, tick_arguments(64 * ranks, ranks, recipe), (2, 2), chunks)
     assert re.match(error, errors[0]), errors
+
+
+def test_sums_over_stages_and_unchecked_losses_are_reported(pool: Pool) -> None:
+    arguments = tick_arguments(128, 2, None)
+    for error in pool.run(jobs_ticks.mistaken, 2, arguments, "sum"):
+        assert re.match(r"group = '2 ranks': hold different parameters.*pass the ranks of a stage", error), (
+            error
+        )
+    assert pool.run(jobs_ticks.mistaken, 2, arguments, "mean")[1].startswith("the loss is not one that is")
+    assert pool.run(jobs_ticks.mistaken, 2, arguments, "") == ["", ""]
+
+
+def test_kinds_of_stages_must_match_the_layers() -> None:
+    model = replace(MODEL, layers={"full": 2, "near": 2})
+    two_kinds = replace(job(2, 128), model=model)
+    tick_job(two_kinds, tick_table(2, 2), ["near", "full"])
+    with pytest.raises(ConfigError, match=r"kinds = \['full', 'full'\]: must be in proportion to .*layers"):
+        tick_job(two_kinds, tick_table(2, 2), ["full", "full"])

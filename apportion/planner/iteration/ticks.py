@@ -16,6 +16,7 @@ that the forward tick of the same microbatch has saved.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -259,9 +260,15 @@ def tick_batch(
     return TickBatch(_concatenate(pieces), PHASES[table.phase[tick]], tuple(parts))
 
 
-def tick_job(job: Job, table: TickTable) -> Job:
-    """The job with each tick of an iteration as a microbatch of one layer. job: for the ranks of all stages. Raises
-    ConfigError."""
+def tick_job(job: Job, table: TickTable, kinds: Sequence[str] | None = None) -> Job:
+    """The job with each tick of an iteration as a microbatch of one layer. job: for the ranks of all stages; kinds: of
+    the virtual stages, which have equally many layers. Raises ConfigError."""
+    layers = job.model.layers
+    if kinds is not None and isinstance(layers, Mapping):
+        counts, total = Counter(kinds), sum(layers.values())
+        if any(counts[kind] * total != count * len(kinds) for kind, count in layers.items()):
+            rule = f"must be in proportion to the model's layers, {dict(layers)}: stages have equally many"
+            raise ConfigError("kinds", [*kinds], rule, "name the kind of each virtual stage's layers")
     if job.ranks % table.stages:
         rule = f"must be a multiple of the {table.stages} stages"
         raise ConfigError("cluster.ranks", job.ranks, rule, "give every stage the same number of ranks")

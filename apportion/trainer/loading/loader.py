@@ -188,7 +188,7 @@ class PlannedLoader:
             from apportion.planner.iteration.ticks import tick_job
 
             stages, filled, self._repeats = ticks.stages, ticks.microbatches, 2 * ticks.stages * ticks.virtual
-            self.job = tick_job(self.job, ticks)
+            self.job = tick_job(self.job, ticks, kinds)
         self._builder = BatchBuilder(self.job, lengths, masks, ticks, kinds)
         self._sampling = None
         if sampler is None:

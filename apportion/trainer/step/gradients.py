@@ -71,6 +71,8 @@ def _sum_grads(model: nn.Module, group: Any) -> None:
     params = [parameter for parameter in trained if not getattr(parameter, "rank_local", False)]
     if not params:
         return
+    if wiring.watch.staged and model not in wiring.watch.modules:
+        _refuse_other_stages(params, group)
     _refuse_sums(model, params, group)
     _refuse_changed(model, params)
     wiring.watch.modules[model] = None
@@ -82,6 +84,20 @@ def _sum_grads(model: nn.Module, group: Any) -> None:
     for param in params:
         if param.grad is not None:
             param.grad._summed_at = param.grad._version  # type: ignore[attr-defined]
+
+
+def _refuse_other_stages(params: list[nn.Parameter], group: Any) -> None:
+    """Raises ConfigError if ranks of the group hold different parameters, such as those of other stages."""
+    norms = torch.stack([param.detach().float().norm() for param in params])
+    for values in (norms.new_tensor([len(params)]), norms):
+        bounds = torch.stack((values, -values))
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+        if not torch.allclose(bounds[0], -bounds[1], rtol=1e-5, atol=0, equal_nan=True):
+            rule, remedy = (
+                "hold different parameters, whose gradients would be added",
+                "pass the ranks of a stage",
+            )
+            raise ConfigError("group", f"{dist.get_world_size(group)} ranks", rule, remedy)
 
 
 def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> None:

@@ -59,6 +59,7 @@ class Watch:
         self.divided: Microbatch | None = None  # microbatch of a loss that all ranks compute and divide
         self.settled = False  # a step passed the checks, in this pass and for these parameters
         self.latest: Microbatch | None = None  # the microbatch of the latest loss
+        self.staged = False  # ranks of the plan hold different layers
         self._with_loss = set[tuple[int, int]]()  # iteration and number of microbatches that had a loss
         self.accounted = False  # factors of losses are known, or the trainer's responsibility
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
@@ -84,7 +85,7 @@ class Watch:
             register_optimizer_step_post_hook(self._after_step)
         if not batch._staged:  # for ticks `TickPipeline` adds the microbatches
             self.batches.add(batch)
-        of_plan, groups = batch.handle.communicator, batch._replicas
+        of_plan, groups, self.staged = batch.handle.communicator, batch._replicas, batch._staged
         self.ranks = of_plan.ranks * (1 if groups is None else groups.ranks)
         transports = None if batch._staged else of_plan, groups
         self._transports = [
