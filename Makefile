@@ -151,7 +151,7 @@ picture: $(READY)
 
 # The trainers' packages have their own environment, of the same Python, and VENV's core. No package may install a
 # different torch.
-$(TRAINERS)/.ready: pyproject.toml tests/adapters/requirements.txt
+$(TRAINERS)/.ready: pyproject.toml tests/adapters/requirements.txt | $(READY)
 	@echo "Setting up $(TRAINERS) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(TRAINERS)
 	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)"
@@ -162,7 +162,7 @@ $(TRAINERS)/.ready: pyproject.toml tests/adapters/requirements.txt
 	@$(TRAINERS)/bin/pip install --quiet --no-deps nemo-automodel==0.7.0  # it pins a different transformers
 	@touch $@
 
-test-trainers: $(READY) $(TRAINERS)/.ready
+test-trainers: $(TRAINERS)/.ready
 	$(TRAINERS)/bin/pytest tests/adapters -m "not slow"
 
 $(PLAIN)/.ready: pyproject.toml $(CORE)
@@ -196,10 +196,9 @@ service: $(READY)
 	@$(BIN)/python -m benchmarks.service $(if $(MINUTES),--minutes $(MINUTES))
 
 # All checks that a change must pass, in environments next to VENV; called by .ci/run. pytest's verdict comes last.
-ci:
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync $(READY) $(TRAINERS)/.ready
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync package sanitize fuzz-core docs
-	@$(MAKE) --no-print-directory test-browser test-trainers test-docs test
+ci: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 package $(TRAINERS)/.ready
+	@$(MAKE) --no-print-directory docs test-browser sanitize fuzz-core test-trainers test-docs test
 
 nightly:
 	@$(MAKE) --no-print-directory test-slow kernels fuzz
