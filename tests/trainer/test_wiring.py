@@ -71,9 +71,12 @@ def test_correct_loops_train(pool: Pool, mistake: str) -> None:
         ),
         (
             "ddp both averaged over",
-            r"ConfigError: model = 'Distributed.*sums gradients, but the loss is mult",
+            r"ConfigError: model = 'Distributed.*sums gradients, but the loss is also mult",
         ),
-        ("fsdp both averaged over", r"ConfigError: model = 'FSDP2': sums gradients, but the loss is mult"),
+        (
+            "fsdp both averaged over",
+            r"ConfigError: model = 'FSDP2': sums gradients, but the loss is also mult",
+        ),
         ("deaf", r"ExecutionError: attention used the plan 0 times"),
         *(
             (mistake, r"ExecutionError: attention of some layers used the plan of an earlier batch")
