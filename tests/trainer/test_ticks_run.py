@@ -111,9 +111,9 @@ def test_unsupported_pipelines_are_refused(
 def test_sums_over_stages_and_unchecked_losses_are_reported(pool: Pool) -> None:
     arguments = tick_arguments(128, 2, None)
     for error in pool.run(jobs_ticks.mistaken, 2, arguments, "sum"):
-        assert re.match(r"group = '2 ranks': hold different parameters.*pass the ranks of a stage", error), (
-            error
-        )
+        assert re.match(
+            r"group = '2 ranks': hold different parameters.*pass the ranks of one pipeline stage", error
+        ), error
     assert pool.run(jobs_ticks.mistaken, 2, arguments, "mean")[1].startswith("the loss is not one that is")
     assert pool.run(jobs_ticks.mistaken, 2, arguments, "") == ["", ""]
 

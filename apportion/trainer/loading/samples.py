@@ -92,16 +92,13 @@ class Samples(Dataset):
 
     def _check_documents(self, index: int, sample: Mapping[str, Any]) -> None:
         """Raises ExecutionError if a packed row has other documents than its mask, such as after packing anew."""
-        number, mask = (
-            int(self.kept[index]),
-            self.masks[index] if isinstance(self.masks, list) else self.masks,
-        )
-        documents_now = _truncated(_pack(number, sample), self._limit)
-        if _mask_of(documents_now, self._mask) != mask:
-            rule = f"has documents of {documents_now} tokens, but was planned with others"
-            raise ExecutionError(
-                f"sample {number} {rule}: make ap.Samples again after packing the dataset again"
-            )
+        number = int(self.kept[index])
+        mask = self.masks[index] if isinstance(self.masks, list) else self.masks
+        lengths = _truncated(_pack(number, sample), self._limit)
+        if _mask_of(lengths, self._mask) != mask:
+            rule = f"has documents of {lengths} tokens, but was planned with others"
+            remedy = "make ap.Samples again after packing the dataset again"
+            raise ExecutionError(f"sample {number} {rule}: {remedy}")
 
 
 def _packs(dataset: Dataset) -> Iterator[list[int]]:

@@ -93,11 +93,9 @@ def _refuse_other_stages(params: list[nn.Parameter], group: Any) -> None:
         bounds = torch.stack((values, -values))
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
         if not torch.allclose(bounds[0], -bounds[1], rtol=1e-5, atol=0, equal_nan=True):
-            rule, remedy = (
-                "hold different parameters, whose gradients would be added",
-                "pass the ranks of a stage",
-            )
-            raise ConfigError("group", f"{dist.get_world_size(group)} ranks", rule, remedy)
+            rule = "hold different parameters, whose gradients would be added"
+            ranks = f"{dist.get_world_size(group)} ranks"
+            raise ConfigError("group", ranks, rule, "pass the ranks of one pipeline stage")
 
 
 def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> None:
