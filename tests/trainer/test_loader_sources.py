@@ -233,7 +233,7 @@ def test_ranks_agree_where_their_server_stalls(pool: Pool) -> None:
         (first, fallbacks), second = pool.run(jobs_loader.stalled, 2, kwargs, server.pid)
     assert (first, fallbacks) == second
     assert len(first) == 3
-    assert fallbacks == 2
+    assert 1 <= fallbacks <= 2  # the second plan may arrive before the server stops
 
 
 def test_a_token_reaches_the_server_and_is_not_shown() -> None:
