@@ -162,7 +162,9 @@ def _rows(plan: Plan, text: NDArray[np.uint8], communicator: Communicator) -> Ro
     ids, target = torch.from_numpy(text.astype(np.int64)), torch.from_numpy(batch.labels())
     labels = torch.where(target >= 0, ids[target.clamp(min=0)], IGNORED)
     positions = torch.from_numpy(batch.positions())
-    return Rows(ids[home], positions[home], labels[home], batch.labelled, PlanHandle(piece, communicator))
+    return Rows(
+        ids[home], positions[home], labels[home], batch.labelled_tokens, PlanHandle(piece, communicator)
+    )
 
 
 def _step(trainer: Trainer, rows: Rows) -> tuple[float, ...]:

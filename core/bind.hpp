@@ -9,7 +9,7 @@
 //              std::tuple, pair, array            a tuple; for a struct, what its `fields` returns
 //              std::optional                      the value or None
 //
-// Arrays stay open during the call. Loops run without the GIL.
+// The buffers of arrays are held during the call. Loops run without the GIL.
 #pragma once
 
 #include <nanobind/ndarray.h>
@@ -49,7 +49,7 @@ struct Signature {
 
 // Runs a loop without the GIL. The loop and its result use only views and owned memory, no Python objects.
 template <class Loop>
-auto unlocked(Loop&& loop) {
+auto without_gil(Loop&& loop) {
   nb::gil_scoped_release released;
   return loop();
 }
@@ -154,7 +154,7 @@ nb::object returned(T&& result) {
     return array_over(std::move(result), rows, columns);
   } else if constexpr (requires { result.data(); }) {
     if constexpr (std::is_class_v<typename Result::value_type>)
-      return returned(unlocked([&] { return columns_of(result); }));
+      return returned(without_gil([&] { return columns_of(result); }));
     else {
       const auto size = result.size();
       return array_over(std::move(result), size);
@@ -173,10 +173,10 @@ void define(nb::module_& m, const char* text, Result (*loop)(Given...)) {
     auto name = signature.arguments.begin();
     std::tuple<Taken<Given>...> inputs{opener.take<Taken<Given>>(object, (name++)->c_str())...};
     if constexpr (std::is_void_v<Result>) {
-      unlocked([&] { std::apply(loop, inputs); });
+      without_gil([&] { std::apply(loop, inputs); });
       return nb::none();
     } else {
-      return returned(unlocked([&] { return std::apply(loop, inputs); }));
+      return returned(without_gil([&] { return std::apply(loop, inputs); }));
     }
   });
 }

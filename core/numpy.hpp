@@ -84,10 +84,10 @@ void open_view(IntRows& view, Buffer& buffer, nb::handle object, const char* nam
 
 // An uninitialized array owned by numpy, with a view for filling it. Creating it needs the GIL; filling it does not.
 template <class View>
-class New : public View {
+class NewArray : public View {
  public:
   template <class... Size>
-  explicit New(Size... size)
+  explicit NewArray(Size... size)
       : array_(nb::module_::import_("numpy").attr("empty")(nb::make_tuple(size...), DTYPE<typename View::value_type>)) {
     Buffer buffer;
     open_view(static_cast<View&>(*this), buffer, array_, "result");

@@ -74,7 +74,7 @@ class Operand:
         return self.space == Space.HOME
 
     @property
-    def listed(self) -> tuple[int, ...]:
+    def column_list(self) -> tuple[int, ...]:
         """The operand's head columns as a tuple; (0,) for a tensor without heads."""
         columns = self.columns
         return (tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns) or (0,)
@@ -233,7 +233,7 @@ def compile_program(program: ProgramSet, header: Header) -> Program:
     """Compiles a one-rank program. Raises ExecutionError if its lists and operands are inconsistent."""
     if program.ranks != 1:
         raise ExecutionError(
-            f"the program is of {program.ranks} ranks; select one with `ProgramSet.rank(r)` first"
+            f"the program covers {program.ranks} ranks; select one with `ProgramSet.rank(r)` first"
         )
     operands = tuple(_operands(program, header))
     heads, group = [operand.heads for operand in operands], header.q_heads // header.kv_heads
@@ -281,7 +281,7 @@ def _heads(header: Header, tensor: Tensor, heads: int) -> tuple[int, ...]:
 
 
 def columns_of(numbers: tuple[int, ...]) -> slice | tuple[int, ...]:
-    """The numbers as a slice if they are evenly spaced and ascending."""
+    """The numbers as a slice if they are evenly spaced and ascending, else unchanged."""
     stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     if not numbers or stride <= 0 or numbers != tuple(range(numbers[0], numbers[-1] + 1, stride)):
         return numbers
@@ -356,7 +356,7 @@ class Machine(ABC, Generic[View]):
         self.execute(self.program.steps)
 
     def execute(self, steps: Iterable[Step]) -> None:
-        """Executes some steps. The caller must execute every step exactly once and in order, over one or more calls."""
+        """Executes these steps. The caller must run every step exactly once and in order, over one or more calls."""
         handlers = self.handlers
         for step in steps:
             handlers[step.op](step)

@@ -384,7 +384,7 @@ class Rank(Machine[LocalView]):
     ) -> None:
         super().__init__(program)
         if program.uses_project and Tensor.X not in home:
-            raise ExecutionError("the plan takes hidden states, X.home: pass them, and a layer that projects")
+            raise ExecutionError("the plan takes hidden states (X.home): pass them, and a projecting layer")
         self.rank, self.position, self._layer, self._network = rank, 0, layer, network
         self._hidden_width = home[Tensor.X][0].shape[1] if Tensor.X in home else 0
         self.home = {t: home.get(t) or self._empty(t, rows, program.header.heads_of(t)) for t in Tensor if t}

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 def read_plan(path: Path, check_id: bool = True) -> Plan:
     """The plan in a file. Raises DecodeError, which names the file."""
     from apportion.ir.bytes.codec import decode
-    from apportion.ir.bytes.transport import expanded
+    from apportion.ir.bytes.transport import decompress
     from apportion.ir.errors import DecodeError
 
     try:
-        return decode(expanded(path.read_bytes()), check_id)
+        return decode(decompress(path.read_bytes()), check_id)
     except DecodeError as error:
         raise type(error)(f"{path} is not a plan that this release reads: {error}") from error
 

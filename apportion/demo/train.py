@@ -82,7 +82,7 @@ def train_plain(steps: list[list[workload.Document]]) -> Iterator[float]:
         target = torch.from_numpy(batch.labels())
         labels = torch.where(target >= 0, tokens[target.clamp(min=0)], IGNORED)
         rows = tokens, torch.from_numpy(batch.positions()), labels
-        yield trainer.step(rows, batch.labelled, partial(plain_attention, batch=batch)).item()
+        yield trainer.step(rows, batch.labelled_tokens, partial(plain_attention, batch=batch)).item()
 
 
 def _end_with(demo: int) -> None:

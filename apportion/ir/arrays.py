@@ -28,7 +28,7 @@ def group_of(counts: ArrayLike) -> Ints:
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
-def within(counts: Ints) -> Ints:
+def index_in_group(counts: Ints) -> Ints:
     """int64 [sum of counts]: the index of each element within its group, from 0."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -71,7 +71,7 @@ def _spans(line: Bools) -> list[tuple[int, int]]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def sampled(bands: Ints, length: int) -> Bools:
+def sample_mask(bands: Ints, length: int) -> Bools:
     """bool [side, side]: the mask of bands sampled at evenly spaced tokens of a sequence. bands: int64 [n, 6], as masks
     produce them."""
     side = min(length, GRID)

@@ -3,7 +3,7 @@
     ApportionError
     ├── ConfigError (ValueError)        a batch, cluster, model, policy or recipe field is wrong
     │   └── UnknownNameError (KeyError) unknown name of a recipe, pass, solver, mask or kind
-    ├── CapacityError (ValueError)      the request is well formed but cannot be served (with the numbers)
+    ├── CapacityError (ValueError)      the request is well formed but cannot be served; gives the numbers
     ├── DecodeError (ValueError)        bytes or text that are not a valid plan
     │   └── VersionError                a plan of an unknown major version
     ├── VerifyError (ValueError)        a plan violates a rule; carries every violation

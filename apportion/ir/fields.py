@@ -115,7 +115,7 @@ def instances(field: str, values: Any, kind: type[Checked]) -> Iterator[Checked]
     try:
         items = iter(values)
     except TypeError:
-        rule = f"must be a list, each a {kind.__name__}"
+        rule = f"must be a list of {kind.__name__} objects"
         raise ConfigError(field, values, rule, f"make each with {kind.__name__}(...)") from None
     return (instance(f"{field}[{i}]", value, kind) for i, value in enumerate(items))
 
@@ -286,13 +286,13 @@ def load(path: str | Path) -> Any:
 
 def _syntax_error(path: Path, text: str, error: Exception) -> ConfigError:
     """A ConfigError that shows the line at which `text` fails to parse as JSON or YAML."""
-    line, column, reason = _place(error)
+    line, column, reason = _error_place(error)
     value = (text.split("\n")[line - 1] if line else text)[:_SHOWN].strip()
     position = f" at line {line}, column {column}" if line else ""
     return ConfigError(str(path), value, f"does not parse{position} ({reason})", "correct the file")
 
 
-def _place(error: Exception) -> tuple[int, int, str]:
+def _error_place(error: Exception) -> tuple[int, int, str]:
     """(line, column, reason) of a parser's error, counted from 1; line 0 if unknown."""
     if isinstance(error, json.JSONDecodeError):
         return error.lineno, error.colno, error.msg

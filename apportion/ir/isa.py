@@ -58,8 +58,8 @@ class Argument:
     """An operand of an op: its column in the op's list, and the tensors allowed there.
 
     like: the column of the operand with the same tokens row by row, hence as many rows, and the same heads unless that
-    operand is headless. flag: for ADD, the bit of `first`. passes: numbers of reads and writes of the operand's rows in
-    memory, as (with that bit set, without it); None: (1, 2) for ADD, else (1, 1).
+    operand is headless. flag: for ADD, the bit of `first`. passes: how many times the operand's rows are
+    read or written in memory, as (count if that bit is set, count if not); None: (1, 2) for ADD, else (1, 1).
     """
 
     column: str

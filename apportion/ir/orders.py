@@ -13,10 +13,10 @@ def stable_order(keys: Ints) -> Ints:
     return core.stable_order(np.ascontiguousarray(keys))
 
 
-def ranked(*columns: Ints) -> tuple[Ints, ...]:
+def unique_inverse(*columns: Ints) -> tuple[Ints, ...]:
     """int64 [distinct]: the distinct numbers of int64 columns, ascending; then, for each column, the indexes of its
     numbers among these."""
-    unique, number = core.ranked(np.concatenate(columns))
+    unique, number = core.unique_inverse(np.concatenate(columns))
     return unique, *np.split(number, np.cumsum([len(column) for column in columns[:-1]]))
 
 

@@ -133,7 +133,7 @@ def _crossing_tensors(use: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]
     )
 
 
-#: (side, phase) -> tensors whose rows travel to tasks; tensors whose partial results travel back; both
+#: (side, phase) -> tensors whose rows travel to tasks (FETCHED), whose partial results travel back (RETURNED), or both
 FETCHED, RETURNED = _crossing_tensors("fetched"), _crossing_tensors("returned")
 TRAVELLING: Mapping[tuple[Side, str], tuple[Tensor, ...]] = MappingProxyType(
     {key: (*tensors, *RETURNED[key]) for key, tensors in FETCHED.items()}

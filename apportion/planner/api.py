@@ -21,7 +21,7 @@ from apportion.planner.pipeline.feasibility import check_call_memory, check_requ
 from apportion.planner.pipeline.pipeline import PlanResult, draft, seal
 from apportion.planner.pipeline.placing import place
 from apportion.planner.pipeline.report import departures
-from apportion.planner.pipeline.watch import Watch
+from apportion.planner.pipeline.watch import Stopwatch
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.built_in import BUILT_IN
 from apportion.planner.recipe.recipes import find_recipe, passes_of, search_of
@@ -40,9 +40,9 @@ def plan(
     timings: dict[str, float] | None = None,
     threads: int = 1,
 ) -> Plan:
-    """Plans one microbatch: equal arguments give equal bytes.
+    """Plans one microbatch; equal arguments give byte-identical plans.
 
-    recipe: a name (default "auto"), a mapping or a Recipe; seed: default 0. `policy` brings its own recipe and seed,
+    recipe: a name (default "auto"), a mapping or a Recipe; seed: default 0. `policy` has its own recipe and seed,
     and adds caps and tolerance. hardware: for recipes that compare predicted times, by default the built-in H100.
     verify: whether to check the finished plan. timings: filled with milliseconds per step. threads: number of
     cores for steps that can use several; the bytes do not depend on it. Raises ConfigError, CapacityError, VerifyError.
@@ -51,7 +51,7 @@ def plan(
     flag("verify", verify)
     if timings is not None:
         instance("timings", timings, dict)
-    watch = Watch(timings)
+    watch = Stopwatch(timings)
     result = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch, threads)
     if verify:
         with watch("verify"):
@@ -59,7 +59,7 @@ def plan(
     return result.plan
 
 
-def make(problem: Problem, watch: Watch, threads: int = 1) -> PlanResult:
+def make(problem: Problem, watch: Stopwatch, threads: int = 1) -> PlanResult:
     """Runs all passes of the problem's recipe; a search runs on one core. Without a search, warns of each request of
     the recipe that its passes could not meet. Raises ConfigError, CapacityError."""
     recipe = problem.policy.recipe
@@ -76,9 +76,9 @@ def make(problem: Problem, watch: Watch, threads: int = 1) -> PlanResult:
 
 
 def sketch(problem: Problem) -> Plan:
-    """Plans like `make`, but does not encode the plan, and reports at most `remap`: enough for the simulations of
+    """Plans like `make`, but does not encode the plan, and its report has only the entry `remap`, if any: enough for
     forecasts. Searches, and policies with a tolerance, need a full `make`. Raises the errors of `make`."""
-    recipe, watch = problem.policy.recipe, Watch(None)
+    recipe, watch = problem.policy.recipe, Stopwatch(None)
     if recipe.step("search") is not None or problem.policy.tolerance is not None:
         return make(problem, watch).plan
     check_request(problem)

@@ -38,7 +38,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound for all plans under the same constraints, and this plan's value; None: unknown.
+    """A lower bound for all plans under the same constraints, and this plan's value; each is None if unknown.
 
     void: why the ratio has no meaning, or None.
     """

@@ -31,7 +31,7 @@ class Congestion:
 
     @staticmethod
     def of(hardware: Hardware) -> Congestion | None:
-        """The hardware's congestion, or None if every transfer takes its bytes divided by the rate."""
+        """The hardware's congestion, or None if every transfer takes bytes / rate."""
         by_name = {"incast": hardware.incast, "peers": hardware.incast_peers, "one_peer": hardware.one_peer}
         figures = {name: figure.value for name, figure in by_name.items() if figure is not None}
         result = Congestion(**figures, rates=hardware.message_rates)

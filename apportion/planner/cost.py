@@ -134,8 +134,8 @@ class CostModel:
 
     def expansion_us(self, phase: str, rows: Count, heads: Count) -> Floats:
         """float64 [n]: time to expand the latent rows of an instruction. rows: summed over heads; heads: those whose
-        weights are used. Forward: a product, and a pass that copies the rotated numbers next to each head's own part of
-        k. Backward: both again, the products for the gradients of rows and weights, and the sum of the latter."""
+        weights are used. Forward: a product, and a pass that copies the rotary part of k next to each head's own
+        part. Backward: both again, the products for the gradients of rows and weights, and the sum of the latter."""
         model, rate = self.model, self.hardware.linear_tflops.value * 1e6
         assert model.latent is not None
         backward = phase == "backward"
@@ -159,8 +159,8 @@ class CostModel:
 
     def chain_us(self, phase: str, q_rows: Count, kv_rows: Count, diagonals: Count) -> Floats:
         """float64 [n]: minimum time of an instruction with this task on unlimited multiprocessors: one tile of queries
-        iterates over its visible keys (backward: a tile of keys over its queries). diagonals: number of them in
-        the task's band."""
+        iterates over its visible keys (backward: a tile of keys over its queries). diagonals: number of diagonals
+        in the task's band."""
         rows = np.minimum(kv_rows if phase == "forward" else q_rows, diagonals + (self.hardware.tile - 1))
         tiles = -(-rows // self.hardware.tile)
         return np.asarray(tiles * (self.hardware.grid(phase).tile_us * self._dims(phase)))

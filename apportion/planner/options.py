@@ -2,7 +2,7 @@
 
     buffers: Annotated[int, Meta(ge=1)] = 3     ->  checked, described, listed by `apportion recipes`, in a JSON Schema
 
-msgspec reads the annotations. Classes check rules between fields in `__post_init__`.
+msgspec reads the annotations. Classes check rules across fields in `__post_init__`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _value(cls: type[Any], path: str, name: str, value: Any) -> Any:
         path,
         value,
         f"must be {_describe(info)}",
-        f"leave it out for {msgspec.json.encode(default).decode()}",
+        f"leave it out for the default, {msgspec.json.encode(default).decode()}",
     )
 
 

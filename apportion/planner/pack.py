@@ -23,7 +23,7 @@ from apportion.planner.shard.blocks import row_areas, row_weights
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
 
-# A linear layer is one product forward, and two of the same size backward.
+# A linear layer is one matrix product in forward, and two of the same size in backward.
 LINEAR_FORWARDS = 3
 
 
@@ -181,7 +181,7 @@ def _greedy_runs(starts: Ints, room: int) -> list[int]:
 
 
 def _even_runs(starts: Ints, count: int) -> list[int]:
-    """Cuts into `count` non-empty runs whose longest is as short as possible: bisection over its tokens."""
+    """Cuts into `count` non-empty runs whose longest is as short as possible, by bisection over its length."""
     low, high = max(int(np.diff(starts).max()), -(-int(starts[-1]) // count)), int(starts[-1])
     while low < high:
         middle = (low + high) // 2
@@ -207,7 +207,7 @@ def _assign_microbatches(
         _check_count(len(lengths), requested)
         bins = _pack(weights, lengths, requested, room, solver)
         if bins is None:
-            raise _no_packing(int(lengths.sum()), len(lengths), requested, room)
+            raise _no_packing_error(int(lengths.sum()), len(lengths), requested, room)
         return bins
     count = max(1, -(-int(lengths.sum()) // room))
     while (bins := _pack(weights, lengths, count, room, solver)) is None:
@@ -278,12 +278,12 @@ def _check_count(sequences: int, microbatches: int) -> None:
 def _check_room(longest: int, tokens: int, microbatches: int, room: int) -> None:
     if longest > room:
         raise CapacityError(
-            f"{tokens} tokens in order in {microbatches} microbatches need one of at least {longest} tokens, above the "
-            f"limit of {room}: give more microbatches, more tokens per rank, or pack: balanced, which may reorder"
+            f"packing {tokens} tokens in order in {microbatches} microbatches makes one of {longest} or more, above "
+            f"the limit of {room}: give more microbatches, more tokens per rank, or pack: balanced, which may reorder"
         )
 
 
-def _no_packing(tokens: int, sequences: int, microbatches: int, room: int) -> CapacityError:
+def _no_packing_error(tokens: int, sequences: int, microbatches: int, room: int) -> CapacityError:
     return CapacityError(
         f"{sequences} sequences of {tokens} tokens: no packing into {microbatches} microbatches of at most {room} "
         f"tokens ({microbatches * room} in total) was found, by work or by length: give more microbatches or more "

@@ -13,7 +13,7 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.fields import instance
-from apportion.ir.masks.bands import area, joined
+from apportion.ir.masks.bands import area, merge_adjacent
 from apportion.ir.masks.profile import Profile, profile
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -121,7 +121,7 @@ class Problem:
     @cached_property
     def joined_bands(self) -> dict[str, Ints]:
         """kind -> bands, merged where one task can compute them together, for predicted times."""
-        return {kind: joined(self.batch.bands(kind)) for kind in self.batch.kinds}
+        return {kind: merge_adjacent(self.batch.bands(kind)) for kind in self.batch.kinds}
 
     @cached_property
     def reach(self) -> dict[str, float]:
@@ -134,8 +134,8 @@ class Problem:
         return result
 
     @cached_property
-    def picked(self) -> dict[str, Profile]:
-        """kind -> weights of its query rows, for kinds that choose keys at run time (`Model.balance`)."""
+    def chosen_keys(self) -> dict[str, Profile]:
+        """kind -> number of keys chosen by its query rows, for kinds that choose keys at run time (`Model.balance`)."""
         profiles = dict[str, Profile]()
         for kind, parameters in self.model.balance.items():
             if kind in self.bands:

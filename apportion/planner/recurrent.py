@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Ints, changes, group_of, offsets, within
+from apportion.ir.arrays import Bools, Ints, changes, group_of, index_in_group, offsets
 from apportion.ir.isa import RECURRENCE_TABLES
 from apportion.ir.orders import stable_order
 from apportion.ir.plan.moves import move_table
@@ -62,7 +62,7 @@ class Runs:
         first_row, token, length = (spans.wide(name)[order] for name in ("row", "token", "length"))
         first_branch = branches.of(token)
         count = branches.of(token + length - 1) - first_branch + 1
-        span, branch = group_of(count), np.repeat(first_branch, count) + within(count)
+        span, branch = group_of(count), np.repeat(first_branch, count) + index_in_group(count)
         branch_end = np.append(branches.starts[1:], batch.tokens)
         start = np.maximum(token[span], branches.starts[branch])
         end = np.minimum((token + length)[span], branch_end[branch])
@@ -123,11 +123,11 @@ def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
     sizes = np.bincount(document)
     first = np.cumsum(sizes) - sizes
     local = np.zeros(len(runs.rank), np.int64)
-    local[cut] = within(sizes)
+    local[cut] = index_in_group(sizes)
 
     holder = np.unique(document * ranks + runs.rank[cut])
     holders = np.bincount(holder // ranks)
-    member, count_of_share = within(holders), np.repeat(holders, holders)
+    member, count_of_share = index_in_group(holders), np.repeat(holders, holders)
     low, high = (heads[:, None] * n // count_of_share for n in (member, member + 1))
     kind, share = np.nonzero(low < high)
     folder = holder[share] % ranks
@@ -135,7 +135,7 @@ def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
     kind, share, folder = kind[order], share[order], folder[order]
 
     count = sizes[holder[share] // ranks]
-    entry, offset = group_of(count), within(count)
+    entry, offset = group_of(count), index_in_group(count)
     run = cut[first[holder[share] // ranks][entry] + offset]
     shares = np.stack([kind, low[kind, share], (high - low)[kind, share], folder]).take(entry, 1)
     past = np.where(runs.past < 0, NONE, local[runs.past])

@@ -1,11 +1,11 @@
-"""Even tokens for the linear layers: rows move to a layout with even tokens and back (Zeppelin, section 3.4).
+"""Balances tokens for the linear layers: rows move to an evenly filled layout and back (Zeppelin, 3.4).
 
     attention layout     |aaaaaaaa|bb|ccc|       balances attention
     linear layout        |aaaa|aabb|aacc|        the mean on every rank: surplus rows (a rank's last ones) go where
                                                  rows are missing, after the existing ones
 
 A layer takes two moves forward and two backward: attention outputs go to the output projection and the feed-forward
-layers, which run on even tokens; hidden states return to the projections of Q, K and V.
+layers, which run in this layout; hidden states return to the projections of Q, K and V.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from apportion.planner.problem import Pass, Problem
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
 from apportion.planner.solvers.use import TransportSolver
 
-#: name of the layout of even tokens
+#: name of the evenly filled layout
 LINEAR = "linear"
 _OBJECTIVES: Mapping[str, Literal["senders", "minmax", "sum"]] = {
     "paper": "senders",
@@ -40,7 +40,7 @@ _PASSES_OF_LINEAR = 3
 
 @dataclass(frozen=True)
 class Remapping:
-    """The report entry of a remap, and, if it is used, the layout of even tokens and the move to it."""
+    """The report entry of a remap, and, if it is used, the linear layout and the move to it."""
 
     entry: Mapping[str, Any]
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def even_tokens(tokens: Ints) -> Ints:
 
 
 def even_parameters(model: Model) -> int:
-    """Parameters of one layer that are applied to even tokens: the output projection and a gated FFN."""
+    """Parameters of one layer that are applied in the linear layout: the output projection and a gated FFN."""
     return model.hidden * (model.q_heads * model.value_dim + 3 * model.ffn)
 
 

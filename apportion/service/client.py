@@ -28,7 +28,7 @@ import msgspec
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job, encode_request
-from apportion.ir.bytes.transport import expanded
+from apportion.ir.bytes.transport import decompress
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integer, number
 from apportion.ir.request.batch import Batch
@@ -332,7 +332,7 @@ def _decode_slice(body: bytes, key: bytes, rank: int, ranks: int | None) -> Iter
 
 def _decompress(body: bytes) -> bytes:
     try:
-        return expanded(body, MAX_BODY)
+        return decompress(body, MAX_BODY)
     except DecodeError as error:
         raise BadAnswerError(str(error)) from None
 

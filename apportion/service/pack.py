@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.transport import compressed, expanded
+from apportion.ir.bytes.transport import compress, decompress
 from apportion.ir.bytes.wire import encode_section, encode_struct, unpack
 from apportion.ir.errors import DecodeError
 from apportion.ir.fields import integer
@@ -81,7 +81,7 @@ class Pack:
     @property
     def request(self) -> bytes:
         """The encoded request (`ir.bytes.job`). Raises DecodeError."""
-        return expanded(self.data[self.start : self.start + self.head.sizes[0]], MAX_BODY)
+        return decompress(self.data[self.start : self.start + self.head.sizes[0]], MAX_BODY)
 
     def slice(self, rank: int) -> bytes:
         """The rank's slice, compressed. Raises ConfigError for an unknown rank."""
@@ -95,7 +95,7 @@ class Pack:
     @staticmethod
     def encode(key: bytes, id: bytes, report: Any, request: bytes, slices: Sequence[bytes]) -> Pack:
         """Compresses the encoded request and the encoded `IterationSlice` of each rank."""
-        bodies = [compressed(body) for body in (request, *slices)]
+        bodies = [compress(body) for body in (request, *slices)]
         head = Head(key, id, encode_section(report), [*map(len, bodies)], [*map(digest, bodies)])
         first = encode_struct(head)
         data = b"".join([_SIZE.pack(MAGIC, len(first)), first, digest(first), *bodies])
@@ -147,4 +147,4 @@ def read_slice(read: Read, key: bytes, rank: int) -> IterationSlice:
     body = read(start + sum(head.sizes[:section]), head.sizes[section])
     if digest(body) != head.digests[section]:
         raise DecodeError(f"pack: the slice of rank {rank} differs from its digest: it was damaged")
-    return IterationSlice.decode(expanded(body, MAX_BODY))
+    return IterationSlice.decode(decompress(body, MAX_BODY))

@@ -18,7 +18,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor
 
-from apportion.backends.torch.rehearsal import ExactMode, Rehearsal, close, is_whole, noiseless, recording
+from apportion.backends.torch.rehearsal import ExactMode, Rehearsal, are_close, is_whole, noiseless, recording
 from apportion.ir.errors import ConfigError
 from apportion.trainer.step.microbatch import IGNORED
 
@@ -114,7 +114,7 @@ def _check_first(model: Any, run: Run, device: torch.device) -> None:
     pairs = (
         (without_ids.seen[key].reshape(1, -1), with_ids.seen[key].reshape(1, -1)) for key in with_ids.decisive
     )
-    if not all(close(*pair) for pair in pairs):
+    if not all(are_close(*pair) for pair in pairs):
         rule = "does not count the positions of a text from 0, as plans do"
         raise ConfigError("model", type(model).__name__, rule, _REMEDY)
 

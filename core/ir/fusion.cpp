@@ -6,7 +6,8 @@
 //   parts                          │         │     │         │
 //
 // A first walk over the instructions records the last use of each part, the instruction that takes it, and the first
-// task that reads its statistics; a second finds the parts that tasks complete, a third those of them that are taken.
+// task that reads its statistics; a second finds the parts that tasks complete; a third, which of these
+// are taken as results.
 #include "ir/fusion.hpp"
 
 #include <algorithm>
@@ -23,15 +24,15 @@ namespace {
 
 constexpr int64_t NONE = -1;
 
-// last: the last instruction that uses the part without taking it as a result; taken: the last one that takes it as a
-// result; times: how often it is taken. first: the first instruction that reads statistics. spoiled: others use
-// them too.
+// last_use: the last instruction that uses the part without taking it as a result; last_take: the last one that takes
+// it as a result; takes: how many take it. first: the first instruction that reads statistics. has_other_uses: true if
+// instructions other than tasks and `delta` use the statistics too.
 struct Part {
   Tensor tensor;
   bool is_home;
   int64_t row;  // where it begins
-  int64_t last = NONE, taken = NONE, times = 0, first = NONE;
-  bool arrives = false, covered = false, written = false, spoiled = false;
+  int64_t last_use = NONE, last_take = NONE, takes = 0, first = NONE;
+  bool arrives = false, covered = false, written = false, has_other_uses = false;
 };
 
 class RankFusion {
@@ -132,11 +133,12 @@ class RankFusion {
   }
 
   void note_use(const Step& step, int64_t column, int64_t row, int64_t index) {
-    const bool taken = takes(step, column, row);
-    const bool arrives = step.list == TRANSFERS ? sends_results(step) && !taken : step.op == Op::DELIVER && column == 2;
+    const bool is_taken = takes(step, column, row);
+    const bool arrives =
+        step.list == TRANSFERS ? sends_results(step) && !is_taken : step.op == Op::DELIVER && column == 2;
     each_part(index, [&](Part& part) {
-      (taken ? part.taken : part.last) = step.index;
-      part.times += taken;
+      (is_taken ? part.last_take : part.last_use) = step.index;
+      part.takes += is_taken;
       part.arrives |= arrives;
     });
   }
@@ -146,7 +148,7 @@ class RankFusion {
     each_part(index, [&](Part& part) {
       if (reads && part.first == NONE) part.first = step.index;
       part.written |= writes;
-      part.spoiled |= !reads && !writes;
+      part.has_other_uses |= !reads && !writes;
     });
   }
 
@@ -170,11 +172,11 @@ class RankFusion {
   // instructions use, belong to no task.
   void settle() {
     for (Part& part : parts_) {
-      if (!part.written || part.spoiled) part.first = NONE;
+      if (!part.written || part.has_other_uses) part.first = NONE;
       if (part.is_home) continue;
       const auto sum = std::ranges::find(SUMS, part.tensor, &Sum::tensor);
-      const bool alike = (sum->tensors.bits() & ~uniform_.bits()) == 0;
-      if (part.times != 1 || part.taken <= part.last || !alike) part.last = NONE;
+      const bool has_uniform_heads = (sum->tensors.bits() & ~uniform_.bits()) == 0;
+      if (part.takes != 1 || part.last_take <= part.last_use || !has_uniform_heads) part.last_use = NONE;
     }
   }
 
@@ -192,8 +194,8 @@ class RankFusion {
   void complete(const Step& step) {
     for (std::size_t i = 0; i < SUMS.size(); ++i) {
       if (SUMS[i].list != step.list) continue;
-      // if a task reads other rows than its sum has, or only some heads at home, its space is excluded: rows may have
-      // several owners, in successive launches
+      // if a task reads other rows than its sum has, or only some heads at home, the space of that sum is excluded: its
+      // rows may have several owners, in successive launches
       bool counts[2] = {true, true};
       for (int64_t row = step.first; row < step.end; ++row) {
         const int64_t owner = first_ + operand(step, SUMS[i].column, row);
@@ -203,7 +205,7 @@ class RankFusion {
         const int64_t index = operand(step, SUMS[i].column, row);
         if (!counts[programs_.space[first_ + index]]) continue;
         add_runs(fusion_.sums[i].tasks, row, span_of(index), [&](Part& part) {
-          const bool is_last = part.last == step.index;
+          const bool is_last = part.last_use == step.index;
           part.covered |= is_last;
           return is_last;
         });
@@ -240,7 +242,7 @@ class RankFusion {
         if (!takes(step, column, row)) continue;
         const int64_t index = operand(step, column, row);
         for (std::size_t i = 0; i < SUMS.size(); ++i) {
-          Complete& sum = fusion_.sums[i];
+          CompleteRows& sum = fusion_.sums[i];
           if (programs_.tensor_of(first_ + index) == SUMS[i].tensor)
             add_runs(step.list == TRANSFERS ? sum.sent : sum.delivered, row, span_of(index),
                      [](const Part& part) { return part.covered; });

@@ -38,7 +38,7 @@ inline const std::array<Sum, 3> SUMS{{
 }};
 
 // Complete rows of one sum: `CompleteRows` of fusion.py. home, arrived: by rank; the others by the row of their list.
-struct Complete {
+struct CompleteRows {
   RowRanges tasks, home, arrived, sent, delivered;
 
   auto fields() { return moved(tasks, home, arrived, sent, delivered); }
@@ -46,7 +46,7 @@ struct Complete {
 
 // sums: in the order of SUMS. tasks, rowops: like `StatisticsRows` of fusion.py.
 struct Fusion {
-  std::array<Complete, 3> sums;
+  std::array<CompleteRows, 3> sums;
   RowRanges tasks, rowops;
 
   auto fields() { return moved(sums, tasks, rowops); }

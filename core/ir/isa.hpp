@@ -48,7 +48,7 @@ class Tensors {
   std::uint32_t bits_;
 };
 
-// sums of partial results; with KV heads; without heads
+// tensors that are sums of partial results; that have KV heads; that have no heads
 inline constexpr Tensors PARTIALS = Tensors::of(Tensor::O, Tensor::DX, Tensor::DQ, Tensor::DKV);
 inline constexpr Tensors KV_SIDE = Tensors::of(Tensor::KV, Tensor::DKV);
 inline constexpr Tensors HEADLESS = Tensors::of(Tensor::NONE, Tensor::X, Tensor::DX);

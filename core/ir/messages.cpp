@@ -48,12 +48,12 @@ class Operands {
 // Forms one message per peer and direction of each launch.
 MessageGroups group(const Programs& programs, const RowSizes& sizes) {
   Operands operands(programs, sizes);
-  struct Newest {
-    int64_t message = -1, operand = -1;  // the newest of a peer and a direction
+  struct Latest {
+    int64_t message = -1, operand = -1;  // the latest of a peer and a direction
   };
   int64_t peers = 0;
   for (int64_t tile = 0; tile < programs.peer.size(); ++tile) peers = std::max(peers, programs.peer[tile] + 1);
-  const Array<Newest> newest(2 * peers);
+  const Array<Latest> latest(2 * peers);
   MessageGroups groups{Array<int32_t>(programs.peer.size()), {}, {}};
   programs.each_step([&](const Step& step) {
     if (step.list != TRANSFERS) return;
@@ -61,7 +61,7 @@ MessageGroups group(const Programs& programs, const RowSizes& sizes) {
     const bool always_staged = (programs.mode[step.index] & (ALL_TO_ALL | RESULTS)) != 0;
     const auto begin = groups.first.count();
     for (int64_t tile = step.first; tile < step.end; ++tile) {
-      Newest& last = newest[2 * programs.peer[tile] + programs.send[tile]];
+      Latest& last = latest[2 * programs.peer[tile] + programs.send[tile]];
       const int64_t at = programs.operands.ptr[step.rank] + programs.operand[tile];
       const bool starts = last.message < begin;
       if (starts) {

@@ -13,7 +13,7 @@ struct Item {
   std::int64_t index;
 };
 
-constexpr std::int64_t FEW = 256;  // number of keys up to which comparing beats counting
+constexpr std::int64_t MAX_COMPARED = 256;  // number of keys up to which comparing beats counting
 constexpr int DIGIT = 11;          // limit of bits per pass: counters stay in the first-level cache
 
 void sort_by_digits(std::vector<Item>& items, std::uint64_t largest) {
@@ -45,7 +45,7 @@ void stable_order(Column<const std::int64_t> keys, Column<std::int64_t> order) {
   std::vector<Item> items(static_cast<std::size_t>(keys.size()));
   for (std::int64_t i = 0; i < keys.size(); ++i)
     items[static_cast<std::size_t>(i)] = {static_cast<std::uint64_t>(keys[i]) - base, i};
-  if (keys.size() <= FEW) {
+  if (keys.size() <= MAX_COMPARED) {
     std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
       return a.key != b.key ? a.key < b.key : a.index < b.index;
     });
@@ -56,7 +56,7 @@ void stable_order(Column<const std::int64_t> keys, Column<std::int64_t> order) {
 }
 
 // The distinct keys, ascending; and the rank of each key among them.
-static std::pair<Growing<std::int64_t>, Array<std::int64_t>> ranked(Column<const std::int64_t> keys) {
+static std::pair<Growing<std::int64_t>, Array<std::int64_t>> unique_inverse(Column<const std::int64_t> keys) {
   Growing<std::int64_t> distinct;
   Array<std::int64_t> order(keys.size()), number(keys.size());
   stable_order(keys, order);
@@ -78,7 +78,7 @@ static const Area area("sorting", [](nb::module_& m) {
     keys.visit([&](auto column) { counting_order<decltype(column), std::int32_t>(column, size, order); });
     return order;
   });
-  def(m, "ranked(keys)", ranked);
+  def(m, "unique_inverse(keys)", unique_inverse);
 });
 
 }  // namespace apportion

@@ -103,19 +103,19 @@ std::vector<ScannedTable> scan_part(Reader part, const std::vector<int64_t>& col
   return tables;
 }
 
-// Sums differences; returns the OR of all zigzag codes, for `width_of`. Stops, with `within` false, at a number out of
-// bounds.
+// Sums differences; returns the OR of all zigzag codes, for `width_of`. Stops at a number out of bounds,
+// with `is_within_bounds` false.
 template <class Width, class Number>
-static uint64_t sum_steps(const uint8_t* data, int64_t bound, Column<Number> values, bool& within) {
+static uint64_t sum_steps(const uint8_t* data, int64_t bound, Column<Number> values, bool& is_within_bounds) {
   uint64_t bits = 0;
   int64_t last = 0;
   for (int64_t row = 0; row < values.size(); ++row) {
     Width step;
     std::memcpy(&step, data + row * static_cast<int64_t>(sizeof(Width)), sizeof(Width));
     bits |= zigzag(step);
-    // both are below 2**63 in size, but their sum may not be
+    // both are below 2**63 in absolute value, but their sum may not be
     if (__builtin_add_overflow(last, static_cast<int64_t>(step), &last) || last < -bound || last >= bound) {
-      within = false;
+      is_within_bounds = false;
       return bits;
     }
     values[row] = static_cast<Number>(last);
@@ -130,15 +130,15 @@ bool read_rows(const ScannedTable& scanned, int64_t rank, int64_t table, int64_t
     const Column<Number> target = values[column].slice(first, first + scanned.rows);
     const int width = bytes.byte();
     const uint8_t* data = bytes.take(width * scanned.rows);
-    bool within = true;
+    bool is_within_bounds = true;
     uint64_t bits = 0;
     if (width == 0) std::fill(target.begin(), target.end(), Number{0});
-    if (width == 1) bits = sum_steps<std::int8_t>(data, bound, target, within);
-    if (width == 2) bits = sum_steps<std::int16_t>(data, bound, target, within);
-    if (width == 4) bits = sum_steps<std::int32_t>(data, bound, target, within);
-    if (width == 8) bits = sum_steps<int64_t>(data, bound, target, within);
-    if (!within && bound < FAR) return false;
-    if (!within) throw Malformed(rank, table, column, "has a number outside [-2**62, 2**62)");
+    if (width == 1) bits = sum_steps<std::int8_t>(data, bound, target, is_within_bounds);
+    if (width == 2) bits = sum_steps<std::int16_t>(data, bound, target, is_within_bounds);
+    if (width == 4) bits = sum_steps<std::int32_t>(data, bound, target, is_within_bounds);
+    if (width == 8) bits = sum_steps<int64_t>(data, bound, target, is_within_bounds);
+    if (!is_within_bounds && bound < FAR) return false;
+    if (!is_within_bounds) throw Malformed(rank, table, column, "has a number outside [-2**62, 2**62)");
     if (width != width_of(bits)) throw Malformed(rank, table, column, "is wider than its differences");
   }
   return true;

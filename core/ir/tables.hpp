@@ -41,8 +41,8 @@ struct ScannedTable {
 // Scans the tables of a part, which must contain nothing else. columns: number of columns of each table. Throws Malformed.
 std::vector<ScannedTable> scan_part(Reader part, const std::vector<std::int64_t>& columns, std::int64_t rank);
 
-// Fills rows [first, first + found.rows) of a table with numbers in [-bound, bound). Returns true if all are in bounds;
-// throws Malformed for other errors.
+// Fills rows [first, first + scanned.rows) of a table with numbers in [-bound, bound). Returns true if all are in
+// bounds; throws Malformed for other errors.
 template <class Number>
 bool read_rows(const ScannedTable& scanned, std::int64_t rank, std::int64_t table, std::int64_t bound, std::int64_t first,
                Matrix<Number> values);

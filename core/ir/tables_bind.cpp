@@ -15,7 +15,7 @@ std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
   const auto views = opener.open<std::vector<Table>>(tables, "tables");
   std::vector<std::uint8_t> widths;
   std::vector<int64_t> sizes;
-  unlocked([&] {
+  without_gil([&] {
     for (int64_t rank = first; rank < end; ++rank) sizes.push_back(measure_part(views, rank, widths));
   });
   std::vector<nb::bytes> parts;
@@ -25,7 +25,7 @@ std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
     if (!parts.back().is_valid()) throw nb::python_error();
     outs.push_back(reinterpret_cast<std::uint8_t*>(PyBytes_AsString(parts.back().ptr())));
   }
-  unlocked([&] {
+  without_gil([&] {
     const std::uint8_t* cursor = widths.data();
     for (int64_t rank = first; rank < end; ++rank)
       cursor = encode_part(views, rank, cursor, outs[static_cast<std::size_t>(rank - first)]);
@@ -35,7 +35,7 @@ std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
 
 template <class Number>
 bool fill(const std::vector<std::vector<ScannedTable>>& scanned, std::size_t table, int64_t bound, Matrix<Number> values) {
-  return unlocked([&] {
+  return without_gil([&] {
     int64_t first = 0;
     for (std::size_t rank = 0; rank < scanned.size(); ++rank) {
       const ScannedTable& part = scanned[rank][table];
@@ -50,10 +50,10 @@ bool fill(const std::vector<std::vector<ScannedTable>>& scanned, std::size_t tab
 nb::object values_of(const std::vector<std::vector<ScannedTable>>& scanned, std::size_t table, int64_t columns, int64_t rows,
                      bool narrow) {
   if (narrow) {
-    New<Matrix<std::int32_t>> values(columns, rows);
+    NewArray<Matrix<std::int32_t>> values(columns, rows);
     if (fill<std::int32_t>(scanned, table, NARROW, values)) return values.array();
   }
-  New<Matrix<int64_t>> values(columns, rows);
+  NewArray<Matrix<int64_t>> values(columns, rows);
   fill<int64_t>(scanned, table, FAR, values);
   return values.array();
 }
@@ -63,13 +63,13 @@ nb::list decode(std::vector<nb::bytes> parts, std::vector<int64_t> columns, std:
   for (const nb::bytes& part : parts)
     readers.emplace_back(static_cast<const std::uint8_t*>(part.data()), static_cast<int64_t>(part.size()));
   std::vector<std::vector<ScannedTable>> scanned(parts.size());
-  unlocked([&] {
+  without_gil([&] {
     for (std::size_t rank = 0; rank < readers.size(); ++rank)
       scanned[rank] = scan_part(readers[rank], columns, static_cast<int64_t>(rank));
   });
   nb::list tables;
   for (std::size_t table = 0; table < columns.size(); ++table) {
-    New<Column<int64_t>> ptr(static_cast<int64_t>(parts.size()) + 1);
+    NewArray<Column<int64_t>> ptr(static_cast<int64_t>(parts.size()) + 1);
     ptr[0] = 0;
     for (int64_t rank = 0; rank + 1 < ptr.size(); ++rank)
       ptr[rank + 1] = ptr[rank] + scanned[static_cast<std::size_t>(rank)][table].rows;

@@ -40,18 +40,18 @@ Refused second_arena(const Table& arenas) {
   return {};
 }
 
-// Operand 0 is none; the others name rows of a tensor; head sets of KV tensors have KV heads.
+// Checks that operand 0 is none, the others name rows of a tensor, and head sets of KV tensors have only KV heads.
 Refused bad_operand(const Table& operands, Column<const bool> foreign) {
   return operands.columns.visit([&](auto columns) -> Refused {
     Refused empty, heads;
     for (int64_t rank = 0; rank + 1 < operands.ptr.size(); ++rank) {
       const int64_t first = operands.ptr[rank];
       for (int64_t row = first; row < operands.ptr[rank + 1]; ++row) {
-        const bool blank = columns[0][row] == 0 || columns[3][row] == 0;
+        const bool is_blank = columns[0][row] == 0 || columns[3][row] == 0;
         if (row == first) {
           for (int64_t column = 0; column < columns.rows(); ++column)
             if (columns[column][row] != 0) return Refusal{"operand zero", OPERANDS, row};
-        } else if (blank && !empty) {
+        } else if (is_blank && !empty) {
           empty = Refusal{"empty operand", OPERANDS, row};
         }
         if (!heads && KV_SIDE.has(static_cast<Tensor>(columns[0][row])) && foreign[columns[5][row]])
@@ -83,13 +83,13 @@ struct Instruction {
   int64_t round, channel, mode, count;
 };
 
-// The first instruction for which `wrong` is true.
+// The first instruction for which `is_wrong` is true.
 template <class Wrong>
-Refused instruction(const Table& table, const char* flaw, Wrong&& wrong) {
+Refused instruction(const Table& table, const char* flaw, Wrong&& is_wrong) {
   return table.columns.visit([&](auto c) -> Refused {
     for (int64_t row = 0; row < c.columns(); ++row) {
       const Instruction item{static_cast<Op>(c[0][row]), c[1][row], c[2][row], c[3][row], c[4][row]};
-      if (wrong(item)) return Refusal{flaw, INSTRUCTIONS, row};
+      if (is_wrong(item)) return Refusal{flaw, INSTRUCTIONS, row};
     }
     return {};
   });
@@ -97,8 +97,8 @@ Refused instruction(const Table& table, const char* flaw, Wrong&& wrong) {
 
 Refused stray_field(const Table& table) {
   Refused reason = instruction(table, "stray field", [](const Instruction& item) {
-    const bool stray = item.channel != 0 || item.mode != 0 || (item.op != Op::WAIT && item.round != 0);
-    return item.op != Op::LAUNCH && stray;
+    const bool has_stray_field = item.channel != 0 || item.mode != 0 || (item.op != Op::WAIT && item.round != 0);
+    return item.op != Op::LAUNCH && has_stray_field;
   });
   if (reason) return reason;
   return instruction(table, "wait with rows", [](const Instruction& item) { return item.op == Op::WAIT && item.count != 0; });

@@ -300,7 +300,8 @@ class Repair {
     for (const Piece& piece : pieces) over_[piece.rank] += real(rows.between(piece.low, piece.high));
   }
 
-  // Exchanges until all ranks are at most `tolerance` (a fraction) above target, at `room` pieces, or if none helps.
+  // Exchanges rows until no rank is more than `tolerance` (a fraction) above its target, there are `room` pieces, or no
+  // exchange helps.
   void run(double tolerance, int64_t room) {
     std::vector<double> share(over_.size());
     for (int64_t turn = 0; turn < EXCHANGES * count(over_); ++turn) {

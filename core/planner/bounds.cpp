@@ -15,8 +15,8 @@ namespace bounds {
 namespace {
 
 constexpr int64_t INF = int64_t{1} << 62;
-// In tokens; keeps rounded values below the true bound: pairs are rounded by at most 1,024, and only if rows have
-// millions of pairs; their square roots are rounded too.
+// A margin in tokens; keeps rounded values below the true bound: pairs are rounded by at most 1,024, and only if
+// rows have millions of pairs; their square roots are rounded too.
 constexpr double SLACK = 1e-3;
 
 // The quotient by a positive divisor, rounded up.
@@ -28,7 +28,7 @@ struct Caps {
 };
 
 // A range of keys, and its number of tokens that must leave home, counted once per rank that needs them.
-struct Foreign {
+struct ForeignRange {
   int64_t low, end, tokens;
 };
 
@@ -39,7 +39,7 @@ struct Band {
   bool is_wide(const Caps& caps) const {
     return q1 - q0 > caps.tokens || area_of(q0, q1, k0, k1, dmin, dmax) > caps.load;
   }
-  // True if all rows see all keys from a common one up to at least their own.
+  // True if all rows see all keys from a common first key up to at least their own.
   bool is_stair() const { return dmin <= 0 && dmax >= q1 - 1 - k0 && k1 >= q1 && k0 <= q0; }
   bool joins(const Band& lower) const { return is_stair() && lower.is_stair() && k0 == lower.k0 && lower.q0 == q1; }
 };
@@ -59,7 +59,7 @@ double rows_of(double pairs, int64_t window) {
 
 // The foreign tokens of the part of a band whose rows see up to their own key. reach: lower bounds on ranks' reaches,
 // largest first, as far as they extend beyond the first row.
-Foreign stair_range(const Band& band, const Caps& caps) {
+ForeignRange stair_range(const Band& band, const Caps& caps) {
   const int64_t start = std::max(band.q0, band.k0), end = std::min(band.q1, band.k1);
   const bool plain = band.dmax >= end - 1 - band.k0;
   const int64_t low = plain ? band.k0 : start, size = end - low, skip = start - low;
@@ -82,7 +82,8 @@ Foreign stair_range(const Band& band, const Caps& caps) {
   return {low, end, plain ? reached - std::min(size, caps.tokens * holders) : strip};
 }
 
-// The foreign tokens for rows of a band that see all its keys: every rank with such rows but one lacks all these keys.
+// The foreign tokens for rows of a band that see all its keys: all ranks with such rows except
+// one lack all these keys.
 int64_t block_tokens(const Band& band, const Caps& caps) {
   const int64_t keys = band.k1 - band.k0;
   const int64_t upto = std::min(band.q1, band.k0 + std::min(band.dmax, INF / 2) + 1);
@@ -92,13 +93,13 @@ int64_t block_tokens(const Band& band, const Caps& caps) {
 }
 
 // The foreign ranges of bands; bands of one stair are joined.
-std::vector<Foreign> foreign(Matrix<const int64_t> bands, const Caps& caps) {
-  std::vector<Foreign> ranges;
+std::vector<ForeignRange> foreign(Matrix<const int64_t> bands, const Caps& caps) {
+  std::vector<ForeignRange> ranges;
   const auto at = [&](int64_t row) {
     const Column<const int64_t> entry = bands[row];
     return Band{entry[0], entry[1], entry[2], entry[3], entry[4], entry[5]};
   };
-  const auto add = [&](Foreign entry) {
+  const auto add = [&](ForeignRange entry) {
     if (entry.tokens > 0) ranges.push_back(entry);
   };
   for (int64_t row = 0, first = 0; row < bands.rows(); ++row) {
@@ -113,10 +114,10 @@ std::vector<Foreign> foreign(Matrix<const int64_t> bands, const Caps& caps) {
 }
 
 // The largest sum of tokens over disjoint ranges, by interval scheduling.
-int64_t max_disjoint_sum(std::vector<Foreign> ranges) {
-  std::sort(ranges.begin(), ranges.end(), [](const Foreign& a, const Foreign& b) { return a.end < b.end; });
+int64_t max_disjoint_sum(std::vector<ForeignRange> ranges) {
+  std::sort(ranges.begin(), ranges.end(), [](const ForeignRange& a, const ForeignRange& b) { return a.end < b.end; });
   std::vector<int64_t> ends{0}, best{0};
-  for (const Foreign& range : ranges) {
+  for (const ForeignRange& range : ranges) {
     const auto before = std::upper_bound(ends.begin(), ends.end(), range.low) - ends.begin() - 1;
     best.push_back(std::max(best.back(), best[before] + range.tokens));
     ends.push_back(range.end);

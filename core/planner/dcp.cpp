@@ -239,7 +239,7 @@ class Divisions {
     }
   }
 
-  // True if, with this cell, no source sends the rank more in the division than its total over the number of divisions.
+  // True if, with this cell, no source sends the rank more in the division than an equal share of its total.
   bool fits(const Cell& cell, int64_t rank) const {
     const int64_t bytes[2] = {missing(cell.side[0], rank), missing(cell.side[1], rank)};
     const bool same = cell.side[0].source == cell.side[1].source;

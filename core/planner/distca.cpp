@@ -159,7 +159,7 @@ class Migration {
 
   // ---- candidates
 
-  // Lists candidates by descending `max_e`, which the E of no part exceeds by much.
+  // Lists candidates by descending `max_e`; no part of a share has an E that exceeds it by much.
   void find_candidates() {
     candidates_.clear();
     place_.assign(shares.size(), -1);
@@ -253,8 +253,8 @@ class Migration {
   }
 
   // The best candidate for server `to`: first among pairs of which it has rows, then among the others until none can be
-  // better. Skips most candidates: those certainly worse than the best so far, or than a neighbour of the last best
-  // one, which is itself considered in its turn.
+  // better. Skips most candidates: those that are certainly worse than the best so far, or than a candidate near the
+  // previous best one.
   Choice best(int64_t to) {
     Choice choice;
     consider_blocks(choice, to, pairs_of_q_, holding_.queries());

@@ -36,7 +36,7 @@ struct Share {
 };
 
 // A share of a surplus server. max_e: its E if moved as a whole to a server without any of its rows. once, per_pair: for
-// a server without rows of the pair, the share's last rows cost at least once + per_pair * their work bytes; 0: unknown.
+// a server without rows of the pair, the share's last rows cost at least `once + per_pair * work` bytes; 0: unknown.
 struct Candidate {
   int64_t share;
   double max_e, work = 0, once = 0, per_pair = 0;

@@ -94,13 +94,13 @@ Clusters clusters(const Hyperedges& edges, Column<const std::int64_t> flops, Col
                   std::int64_t count);
 
 // FLOPs and tokens of clusters, which are assigned to parts in [base, base + span), and the caps of each part.
-struct Homeless {
+struct ClusterInput {
   static constexpr std::size_t FIELDS = 6;
   Column<const std::int64_t> flops, tokens, base, flops_cap, tokens_cap;
   std::int64_t span;
 };
 
 // The parts of clusters; assigns those at -1 if there is room. rate: the cost per FLOP above a cap.
-Array<std::int64_t> place(const Graph& graph, Column<const std::int64_t> part, const Homeless& input, double rate);
+Array<std::int64_t> place(const Graph& graph, Column<const std::int64_t> part, const ClusterInput& input, double rate);
 
 }  // namespace apportion

@@ -209,7 +209,7 @@ class Joint {
     return has_room(part_[v], part_[w], 0, more) && has_room(part_[w], part_[v], 0, -more);
   }
 
-  // Swaps two clusters if this lowers the cost. It can lower it by at most the sum of their separate gains.
+  // Swaps two clusters if this lowers the cost, which it does by at most the sum of their separate gains.
   void exchange(const Cluster& a, const Cluster& b) {
     const int64_t p = a.rank, q = b.rank, flops = b.flops - a.flops, tokens = b.tokens - a.tokens;
     if (gain(a, q) + gain(b, p) <= 0) return;

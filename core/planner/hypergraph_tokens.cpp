@@ -14,7 +14,7 @@ constexpr double WHOLE_SHARE = 0.5;
 
 class Parts {
  public:
-  Parts(const Graph& graph, const Homeless& input, double rate, Column<int64_t> part)
+  Parts(const Graph& graph, const ClusterInput& input, double rate, Column<int64_t> part)
       : graph_(graph),
         input_(input),
         rate_(rate),
@@ -87,7 +87,7 @@ class Parts {
   }
 
   const Graph graph_;
-  const Homeless input_;
+  const ClusterInput input_;
   const double rate_;
   Column<int64_t> part_;
   Array<Part> parts_;
@@ -100,7 +100,7 @@ struct Items {
   Array<int64_t> order;  // clusters by descending density of their item
 };
 
-Items items_of(const Graph& graph, const Homeless& input, Column<const int64_t> part) {
+Items items_of(const Graph& graph, const ClusterInput& input, Column<const int64_t> part) {
   const int64_t count = part.size();
   Array<int64_t> flops(count), tokens(count);
   const Array<int64_t> root = components(graph.all(), input.base, [&](int64_t v) { return part[v] == -1; });
@@ -169,7 +169,7 @@ Clusters clusters(const Hyperedges& edges, Column<const int64_t> flops, Column<c
   return result;
 }
 
-Array<int64_t> place(const Graph& graph, Column<const int64_t> part, const Homeless& input, double rate) {
+Array<int64_t> place(const Graph& graph, Column<const int64_t> part, const ClusterInput& input, double rate) {
   const Items items = items_of(graph, input, part);
   Array<int64_t> result = Array<int64_t>::of(part);
   Parts parts(graph, input, rate, result);

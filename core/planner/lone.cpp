@@ -21,7 +21,7 @@ struct Ranks {
   Array<int64_t> room;
 
   // The rank in [low, high) that has room and ends earliest; -1 if none has room.
-  int64_t soonest(int64_t low, int64_t high, int64_t time, int64_t size) const {
+  int64_t earliest_rank(int64_t low, int64_t high, int64_t time, int64_t size) const {
     int64_t best = -1;
     double min_end = 0;
     for (int64_t rank = low; rank < high; ++rank) {
@@ -61,8 +61,8 @@ std::pair<Array<int64_t>, Array<double>> deal(const Sequences& sequences, Column
     });
     for (const int64_t end = std::min(at + target.high - target.low, home.size()); at < end; ++at) {
       const int64_t time = sequences.time[at], size = sequences.size[at];
-      int64_t best = ranks.soonest(target.low, target.high, time, size);
-      if (best < 0) best = ranks.soonest(0, groups.back().high, time, size);
+      int64_t best = ranks.earliest_rank(target.low, target.high, time, size);
+      if (best < 0) best = ranks.earliest_rank(0, groups.back().high, time, size);
       home[at] = best;
       if (best < 0) continue;
       ranks.load[best] += static_cast<double>(time);

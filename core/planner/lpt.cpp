@@ -97,7 +97,7 @@ struct Items {
 
 // Families and zones (`_Affinity`): the family of each item, or -1; the zone of each bin, and the bins of each zone as
 // CSR. All are empty if unused.
-struct Near {
+struct Zones {
   static constexpr std::size_t FIELDS = 4;
   Column<const int64_t> family, zone, zone_ptr, bins;
 };
@@ -108,7 +108,7 @@ bool is_among(const std::vector<int64_t>& values, int64_t value) {
 
 // The lightest bin of some zones that has room and is below the limit; if there is none, `lightest`, the lightest of
 // all bins.
-int64_t nearest(const Bins& bins, const Near& near, const std::vector<int64_t>& zones, int64_t lightest, double limit,
+int64_t nearest(const Bins& bins, const Zones& near, const std::vector<int64_t>& zones, int64_t lightest, double limit,
                 int64_t size) {
   if (is_among(zones, near.zone[lightest])) return lightest;
   int64_t best = -1;
@@ -121,7 +121,7 @@ int64_t nearest(const Bins& bins, const Near& near, const std::vector<int64_t>& 
 }
 
 // The bin of each item, and the load of each bin.
-std::pair<Array<int64_t>, Array<int64_t>> assign(const Items& items, const Near& near, Column<const double> speeds,
+std::pair<Array<int64_t>, Array<int64_t>> assign(const Items& items, const Zones& near, Column<const double> speeds,
                                                  Column<const int64_t> caps) {
   Bins bins(speeds, caps);
   Array<int64_t> assigned(items.order.size());

@@ -44,7 +44,7 @@ class Colours {
     free_[vertex][colour / BITS] |= std::uint64_t{1} << (colour % BITS);
     lowest_[vertex] = std::min(lowest_[vertex], colour / BITS);
   }
-  // The first free colour at a vertex, which has one.
+  // The first free colour at a vertex, which must have one.
   int64_t first(int64_t vertex) {
     int64_t& word = lowest_[vertex];
     while (free_[vertex][word] == 0) ++word;

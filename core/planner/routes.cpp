@@ -45,15 +45,15 @@ struct Group {
   int64_t first, end, low, high, gate = -1, entry = -1;
 };
 
-struct Grouped {
+struct GroupedEdges {
   Array<int64_t> order;  // edges by tile and receiver
   Growing<Group> groups;
 };
 
-Grouped group(const Star& star, const Nodes& nodes) {
+GroupedEdges group(const Star& star, const Nodes& nodes) {
   Growing<int64_t> keys;
   for (int64_t edge = 0; edge < star.size(); ++edge) keys.push_back(star.tile[edge] * nodes.ranks + star.dst[edge]);
-  Grouped grouped{Array<int64_t>(star.size()), {}};
+  GroupedEdges grouped{Array<int64_t>(star.size()), {}};
   stable_order(keys, grouped.order);
   int64_t tile = -1, node = -1, at = 0;
   for (const int64_t edge : grouped.order) {
@@ -71,7 +71,7 @@ Grouped group(const Star& star, const Nodes& nodes) {
 // Serves small groups first: if only one rank can be their gateway, larger groups must not have loaded it before. The
 // gateway is the rank with the fewest received rows so far. proxies: whether a rank that does not need the tile may be
 // a gateway.
-void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped& grouped) {
+void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, GroupedEdges& grouped) {
   std::vector<const Group*> by_size;
   for (const Group& item : grouped.groups) by_size.push_back(&item);
   std::stable_sort(by_size.begin(), by_size.end(),
@@ -97,7 +97,7 @@ void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped
 
 // The edges through gateways, and for each edge of the star, the edge that replaces it.
 std::pair<Growing<Edge>, Array<int32_t>> through_gateways(const Star& star, const Nodes& nodes, bool proxies) {
-  Grouped grouped = group(star, nodes);
+  GroupedEdges grouped = group(star, nodes);
   choose_gateways(star, nodes, proxies, grouped);
   const int64_t* order = grouped.order.data();
   int64_t roots = 0;

@@ -5,7 +5,7 @@
 //   channel of a rank          carries its launches one after another: a launch is *reached* when it was launched and
 //                              the one before is complete
 //   transfer                   is ready when both its launches are reached; starts when both its ports are free
-//   launch                     is complete when its last transfer is: the latency after the wire becomes free
+//   launch                     is complete when its last transfer is, one latency after the wire becomes free
 //
 // Events are launches, ports that become free, and completions. All events of one time are handled together: freed
 // ports first choose among the transfers waiting for them, longest wait first, skipping those whose other port is busy
@@ -149,7 +149,7 @@ class Engine {
         settle(event.item);
         break;
       case Event::WORKED:
-        worked(event.item);
+        end_work(event.item);
         break;
     }
   }
@@ -204,7 +204,7 @@ class Engine {
   }
 
   // Ends the work of a compute stream, unless its end has changed meanwhile.
-  void worked(int64_t rank) {
+  void end_work(int64_t rank) {
     Stream& stream = streams_[rank];
     if (stream.due != now_) return;
     const int64_t at = stream.cursor;
@@ -275,7 +275,7 @@ class Engine {
       if (!ports_.is_free_and_awaited(port)) continue;
       const int64_t transfer = ports_.first_startable(times_.ready, port);
       if (transfer < 0) continue;
-      times_.cause[transfer] = ports_.left_by(port);
+      times_.cause[transfer] = ports_.last_transfer(port);
       ports_.dequeue(transfer);
       start(transfer);
     }

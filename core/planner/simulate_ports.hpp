@@ -28,7 +28,7 @@ class Ports {
   // Marks the port as free.
   void release(std::int64_t port);
   // The last transfer that used a free port, NONE before the first.
-  std::int64_t left_by(std::int64_t port) const { return -2 - ports_[port].user; }
+  std::int64_t last_transfer(std::int64_t port) const { return -2 - ports_[port].user; }
   bool is_free_and_awaited(std::int64_t port) const { return is_free(port) && ports_[port].waiting > 0; }
   // Adds a transfer that cannot start to the queues, or removes one that has started.
   void enqueue(std::int64_t transfer);

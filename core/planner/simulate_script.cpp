@@ -148,7 +148,7 @@ class Preparation {
     for (Numbers* column : {&row_work.cast, &row_work.kernels, &row_work.messages}) column->fill(programs_.ranks(), 0);
     row_work.bytes.fill(programs_.op.size(), 0);
     done_.fill(programs_.lists[ROWOPS].size(), 0);
-    for (const Complete& sum : fusion_.sums) subtract(sum.delivered, done_);
+    for (const CompleteRows& sum : fusion_.sums) subtract(sum.delivered, done_);
     subtract(fusion_.rowops, done_);
     number_launches();
     post(group(programs_, rows));
@@ -216,7 +216,7 @@ class Preparation {
     for (const int64_t tile : groups.first) ++messages_[launch_of_[tile]];
     Numbers left;
     for (int64_t tile = 0; tile < programs_.send.size(); ++tile) left.push_back(rows(operand_of(tile)));
-    for (const Complete& sum : fusion_.sums) subtract(sum.sent, left);
+    for (const CompleteRows& sum : fusion_.sums) subtract(sum.sent, left);
     for (int64_t tile = 0; tile < programs_.send.size(); ++tile) {
       if (!groups.staged[groups.message[tile]]) continue;
       const int64_t launch = launch_of_[tile];
@@ -293,7 +293,7 @@ class Preparation {
       row_work.kernels[step.rank] += moved > 0;
     } else if (step.list == ROWOPS) {
       const bool is_partly_done = step.op == Op::DELIVER || step.op == Op::FINISH || step.op == Op::DELTA;
-      moved = is_partly_done ? left_bytes(step, starts) : passed_bytes(step);
+      moved = is_partly_done ? remaining_bytes(step, starts) : passed_bytes(step);
       if (ops_.products[programs_.op[step.index]] != 0) project(step);
     } else if (starts) {
       attend(step);
@@ -322,7 +322,7 @@ class Preparation {
   }
 
   // Like `passed_bytes`, for operations that skip the rows done by tasks. starts: set to whether any row is left.
-  int64_t left_bytes(const Step& step, bool& starts) {
+  int64_t remaining_bytes(const Step& step, bool& starts) {
     int64_t moved = 0, total_left = 0;
     for (int64_t row = step.first; row < step.end; ++row) {
       const int64_t a = operand(step, 0, row), b = operand(step, 1, row), c = operand(step, 2, row);

@@ -41,7 +41,7 @@ struct Edges {
 };
 
 // How the work of ranks is divided into stages. share: [stages], the share of each; visit: the stages in the order in
-// which they are filled, the first `apart` of them each on its own.
+// which they are filled: the first `apart` each to its own share, the others cumulatively.
 struct Filling {
   static constexpr std::size_t FIELDS = 3;
   Column<const double> share;
@@ -140,16 +140,16 @@ Array<int32_t> following(const Edges& edges, int64_t ranks) {
   return after;
 }
 
-struct Merged {
+struct MergedTask {
   int32_t first, step;
   int64_t count, low;
 };
 
-class Merging {
+class TaskMerger {
  public:
   // query: for each task, a number for its first query row, equal only for the same row; shift: for each block, the
   // offset from tokens to rows.
-  Merging(const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
+  TaskMerger(const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
           Column<const int64_t> shift, const Edges& edges)
       : tasks_(tasks),
         edges_(edges),
@@ -211,7 +211,7 @@ class Merging {
     }
     return moved(owner, edge, row, keys);
   }
-  const Merged& merged_at(int64_t place) const { return merged_[order_[place]]; }
+  const MergedTask& merged_at(int64_t place) const { return merged_[order_[place]]; }
 
   // Joins a task to the merged task of an earlier one, if possible.
   bool joins(int64_t before, int64_t task) {
@@ -221,7 +221,7 @@ class Merging {
     const int64_t end = row_[before] + tasks_.keys(before);
     const bool adjacent = last == edge ? end == row_[task]
                                    : last >= 0 && edge >= 0 && after_[last] == edge && row_[task] == 0 && end == edges_.rows[last];
-    Merged& part = merged_[into_[before]];
+    MergedTask& part = merged_[into_[before]];
     // one band over both: the same diagonals, or edges of the band that lie outside the parts
     const int64_t begin = tasks_.dmin[task] - part.count;
     const bool same = begin == part.low || (part.low == 1 - part.count && begin <= part.low);
@@ -237,7 +237,7 @@ class Merging {
     order_.resize(merged_.size());
     std::iota(order_.begin(), order_.end(), 0);
     const auto is_cut = [&](int64_t a) {
-      const Merged& task = merged_[a];
+      const MergedTask& task = merged_[a];
       return task.low > 1 - task.count || tasks_.dmax[task.first] < tasks_.rows[task.first] - 1;
     };
     const auto longer = [&](int64_t a, int64_t b) {
@@ -254,7 +254,7 @@ class Merging {
   Array<int32_t> step_, into_, by_step_, after_;
   Growing<int32_t> order_;
   Array<int64_t> row_;  // the first key row, in its tile or at home
-  Growing<Merged> merged_;
+  Growing<MergedTask> merged_;
 };
 
 }  // namespace
@@ -265,7 +265,7 @@ static const Area area("stages", [](nb::module_& m) {
   def(m, "merge(tasks, stage, stages, ranks, query, shift, edges)",
       +[](const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
           Column<const int64_t> shift, const Edges& edges) {
-        return Merging(tasks, stage, stages, ranks, query, shift, edges).result(stage);
+        return TaskMerger(tasks, stage, stages, ranks, query, shift, edges).result(stage);
       });
 });
 

@@ -19,7 +19,7 @@ struct Item {
   int64_t number, weight, size;
 };
 
-// Positions of items in the order of `Swaps`: by ascending size, the lightest first among equal sizes.
+// Positions of items in the order in which `Swaps` gets them: by ascending size, the lightest first among equal sizes.
 using Places = std::vector<int64_t>;
 
 struct Bin {
@@ -40,7 +40,7 @@ struct Bin {
   }
 };
 
-// Exchanges one item of the heavy bin for up to two of the light one; all are places, -1 for none.
+// Exchanges one item of the heavy bin for up to two of the light one; all are positions, -1 for none.
 struct Exchange {
   int64_t sent = -1;
   std::array<int64_t, 2> received = {-1, -1};

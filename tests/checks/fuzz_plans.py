@@ -35,7 +35,7 @@ from apportion.ir.errors import ApportionError, DecodeError
 from apportion.ir.isa import LIMIT, SPAN_COLUMNS, TABLES
 from apportion.ir.masks import specs as masks
 from apportion.ir.plan import plain
-from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table, empty_table, joined
+from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table, empty_table, join_tables
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
@@ -247,7 +247,7 @@ def change_programs(rng: random.Random, sections: Sections) -> Sections:
 def _with_rank(table: Table, rank: int, source: Table, other: int) -> Table:
     """The table with the rows of `rank` replaced by `source`'s rows of `other`."""
     ranks = range(table.ranks)
-    return joined([source.rank(other) if one == rank else table.rank(one) for one in ranks])
+    return join_tables([source.rank(other) if one == rank else table.rank(one) for one in ranks])
 
 
 def change_layouts(rng: random.Random, sections: Sections) -> Sections:

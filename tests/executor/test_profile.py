@@ -20,7 +20,7 @@ from apportion.backends.torch.profile.device import (
     ProfileScope,
     TimedTask,
     _Arena,
-    _between,
+    _estimate_us,
     _grid,
     _peak_tflops,
     _with_windows,
@@ -178,7 +178,7 @@ def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch: pytest.Monk
 
     def known_time(arena: Any, engine: str, task: TimedTask) -> list[float]:
         index = TINY.axis.index(task.rows)
-        return [_between(grids[0], index, task.rows, task.window) + extra[task.rows] * task.rows] * 2
+        return [_estimate_us(grids[0], index, task.rows, task.window) + extra[task.rows] * task.rows] * 2
 
     monkeypatch.setattr(profile_module, "_task_us", known_time)
     assert _with_windows(arena, "flash", *grids)[0].window_us == pytest.approx(3.5)

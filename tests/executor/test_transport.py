@@ -223,8 +223,8 @@ def test_the_newest_available_flash_attention_is_activated(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"])
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
-    engines.activate_newest(torch.device("cuda", 0))
-    engines.activate_newest(CPU)
+    engines.activate_newest_flash(torch.device("cuda", 0))
+    engines.activate_newest_flash(CPU)
     assert activated == chosen
 
 

@@ -167,7 +167,7 @@ def test_labels_of_a_range_match_all_labels(pairs: list[tuple[Any, bool]], one: 
     first, stop = sorted((min(one, batch.tokens), min(other, batch.tokens)))
     labels = batch.labels()
     assert batch.labels(first, stop).tolist() == labels[first:stop].tolist()
-    assert batch.labelled == (labels >= 0).sum()
+    assert batch.labelled_tokens == (labels >= 0).sum()
     for i, (_, has) in enumerate(pairs):
         if has:
             assert labels[6 * i : 6 * i + 6].tolist() == [-1 if at < 0 else at + 6 * i for at in own]

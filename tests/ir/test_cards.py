@@ -35,14 +35,14 @@ def test_every_mask_has_a_card_that_shows_its_bands(spec: masks.Mask) -> None:
     html = spec._repr_html_()
     assert type(spec).__name__ in html
     length = spec.shown_length()
-    mask = cards.sampled(spec.bands(length), length)
+    mask = cards.sample_mask(spec.bands(length), length)
     assert mask.any()
     assert html.count("M") >= len(np.flatnonzero(mask.any(1)))
     assert len(html) < 20_000
 
 
 def test_a_short_mask_is_drawn_token_by_token() -> None:
-    mask = cards.sampled(masks.sliding_window(2).bands(5), 5)
+    mask = cards.sample_mask(masks.sliding_window(2).bands(5), 5)
     assert mask.astype(int).tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1],
     ]  # fmt: skip

@@ -392,8 +392,8 @@ def test_malformed_headers_are_refused(plan: Plan, field: str, value: object, ma
         ("request", [1], "request"),
         ("report", {"gap": float("nan")}, "finite"),
         ("report", {"gap": [{"x": float("inf")}]}, "finite"),
-        ("report", {"blob": b"x"}, "holds a bytes"),
-        ("report", {"a": [b"\x01", {"b": b""}]}, "holds a bytes"),
+        ("report", {"blob": b"x"}, "cannot hold a bytes"),
+        ("report", {"a": [b"\x01", {"b": b""}]}, "cannot hold a bytes"),
         ("layouts", {"attention": {"tokens": 1}}, "different layouts"),
         ("layouts", {"attention": {"tokens": -1}, "linear -> 2": {"tokens": 1}}, "tokens"),
         ("moves", [["attention", "nowhere"]], "unknown layout"),
@@ -541,7 +541,7 @@ def test_waits_without_rows_and_rounds_on_other_ops_are_checked(full_plan: Plan)
     )
     assert_refused(
         encode_with_value(full_plan, "instructions", "op", 0, int(np.argmax(table["count"] > 0)), 2),
-        "wait takes no list|belong",
+        "wait consumes no rows|belong",
     )
 
 
@@ -553,7 +553,7 @@ def test_a_tensor_has_at_most_one_arena(full_plan: Plan) -> None:
 def test_head_sets_of_kv_contain_only_kv_heads(full_plan: Plan) -> None:
     plan = codec.decode(encode_with_value(full_plan, "operands", "heads", 0, 1, 2))
     plan = codec.decode(encode_with_value(plan, "operands", "tensor", 0, 1, 3))
-    assert_refused(encode_with_value(plan, "operands", "heads", 0, 1, 3), "beyond 2 KV heads")
+    assert_refused(encode_with_value(plan, "operands", "heads", 0, 1, 3), "exceeds the 2 KV heads")
 
 
 def peak_of(data: bytes) -> int:

@@ -66,7 +66,7 @@ def test_sort_orders_equal_numpys(values: list[int], times: int) -> None:
     keys = np.array(values * times, np.int64)
     expected = np.argsort(keys, kind="stable")
     assert np.array_equal(sorting.stable_order(keys), expected)
-    unique, number = sorting.ranked(keys)
+    unique, number = sorting.unique_inverse(keys)
     assert unique.tolist() == sorted(set(values))
     assert np.array_equal(unique[number], keys)
     for kind in (np.int32, np.int64):

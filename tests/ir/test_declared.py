@@ -77,7 +77,7 @@ def test_a_declaration_fits_exactly_the_matching_masks(declared: Declared, fits:
         (Declared(causal=False), "causal", "ap.masks.full()}"),
         (Declared(512, False), "full", "ap.masks.sliding_window(512, right)}"),
         (Declared(64), "sink", "sliding window of 512 and causal; "),
-        (Declared(64), "both", "sliding window of 512 and 511 ahead; "),
+        (Declared(64), "both", "sliding window of 512 plus 511 later keys; "),
     ],
 )
 def test_errors_name_layer_kind_mask_and_remedy(declared: Declared, name: str, message: str) -> None:
@@ -98,7 +98,7 @@ def test_declarations_are_not_checked_against_too_many_masks() -> None:
     many = Batch.from_sequences([Sequence(4, masks.sliding_window(n)) for n in range(1, 10)])
     Declared(99, False).check({"default": many.diagonals("default")}, "default")
     assert in_words(()) == "too many different masks"
-    assert in_words(((2, 3), (-1, 2**62))) == "2 <= q - k <= 3 and causal and 1 ahead"
+    assert in_words(((2, 3), (-1, 2**62))) == "2 <= q - k <= 3 and causal plus 1 later keys"
 
 
 @pytest.mark.parametrize("window", [0, -2])

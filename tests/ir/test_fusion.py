@@ -7,7 +7,7 @@ import pytest
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.masks import specs as masks
-from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_complete
+from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_complete_rows
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -33,10 +33,10 @@ def test_complete_rows_are_not_touched_later(recipe: str, mask: str) -> None:
     plan = plan_of(recipe, mask)
     for phase in PHASES:
         programs = plan.programs["default", phase]
-        together = find_complete(programs, phase)
+        together = find_complete_rows(programs, phase)
         for rank in range(4):
             program = programs.rank(rank)
-            for column, complete in find_complete(program, phase).items():
+            for column, complete in find_complete_rows(program, phase).items():
                 tasks, rows, in_place = complete_rows(program, phase, column)
                 assert sorted(each_row(complete.tasks)) == sorted(tasks)
                 by_operand = [
@@ -58,7 +58,7 @@ def test_complete_rows_are_not_touched_later(recipe: str, mask: str) -> None:
 def test_a_document_on_one_rank_is_complete_at_once() -> None:
     plan = api.plan(Batch.from_lengths([64] * 4), Cluster(1, 4), Model(4, 4, 16), recipe="contiguous")
     for phase in PHASES:
-        for complete in find_complete(plan.programs["default", phase], phase).values():
+        for complete in find_complete_rows(plan.programs["default", phase], phase).values():
             assert (complete.tasks.row1 - complete.tasks.row0).tolist() == [64] * 4
             assert (complete.home.row1 - complete.home.row0).tolist() == [64] * 4
 
@@ -94,7 +94,7 @@ def test_work_rows_that_leave_as_results_are_in_place() -> None:
             programs["operands"].ptr[programs["transfers"].rank_of_row()] + programs["transfers"]["operand"]
         )
         rows = programs["operands"].wide("rows")[operands]
-        complete = find_complete(programs, phase)
+        complete = find_complete_rows(programs, phase)
         in_place = np.zeros(len(sent), np.int64)
         for ranges in complete.values():
             np.add.at(in_place, ranges.sent.of, ranges.sent.row1 - ranges.sent.row0)

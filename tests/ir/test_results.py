@@ -13,7 +13,7 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import RESULTS, Op
 from apportion.ir.masks import specs as masks
 from apportion.ir.plan import totals
-from apportion.ir.plan.fusion import find_complete
+from apportion.ir.plan.fusion import find_complete_rows
 from apportion.ir.plan.messages import find_messages
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.request.sequences import Sequence
@@ -62,7 +62,7 @@ def test_rows_that_arrive_as_results_need_no_finish_and_no_cast() -> None:
     for phase, columns in (("forward", "o"), ("backward", "dq dkv")):
         programs = plan.programs["default", phase]
         for column in columns.split():
-            found = find_complete(programs, phase)[column]
+            found = find_complete_rows(programs, phase)[column]
             assert (found.home.row1 - found.home.row0).sum() == plan.request.batch.tokens
     run = ap.simulate(plan).runs["default", "forward"]
     # pack, copy, unpack, attend, unpack; results are in place, finish has no rows
@@ -112,11 +112,11 @@ def test_rows_of_a_tile_return_as_results_if_nothing_else_touches_them(mask: str
 
 def test_result_ranges_are_cut_to_the_requested_rows() -> None:
     program = parse(PLAN).programs["default", "forward"].rank(1)
-    within = find_complete(program, "forward")["o"].arrived.within
+    within = find_complete_rows(program, "forward")["o"].arrived.within
     assert within(0, 8) == [(0, 8)]
     assert within(3, 5) == [(3, 5)]
     assert within(8, 9) == []
-    assert find_complete(program, "backward")["dq"].arrived.within(0, 8) == []
+    assert find_complete_rows(program, "backward")["dq"].arrived.within(0, 8) == []
 
 
 def test_results_are_staged() -> None:

@@ -28,7 +28,7 @@ def plan() -> Plan:
 
 def has_known_parts(plan: Plan) -> bool:
     parts = plan.sections.parts
-    return isinstance(parts, table_bytes.Parts) and parts.are_of(
+    return isinstance(parts, table_bytes.Parts) and parts.encodes(
         table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence)
     )
 

@@ -184,15 +184,15 @@ def test_lengths_are_read_from_arrow_columns(tmp_path: Path) -> None:
 
 def test_overlong_samples_are_dropped_cut_or_refused() -> None:
     workload = workload_from_data({"lengths": [300, 70, 5]})
-    assert workload.kept(100, "drop").lengths.tolist() == [70, 5]
-    assert workload.kept(100, "cut").lengths.tolist() == [100, 70, 5]
-    assert workload.kept(300, "refuse").lengths.tolist() == [300, 70, 5]
+    assert workload.drop_overlong(100, "drop").lengths.tolist() == [70, 5]
+    assert workload.drop_overlong(100, "cut").lengths.tolist() == [100, 70, 5]
+    assert workload.drop_overlong(300, "refuse").lengths.tolist() == [300, 70, 5]
     with pytest.raises(CapacityError, match="sample 0 has 300 tokens; the limit is 299"):
-        workload.kept(299, "refuse")
+        workload.drop_overlong(299, "refuse")
     batch, skipped = sample(workload, 1000, 100, 0, "cut")
     assert (batch.tokens, skipped, int(batch.lengths.max())) == (1000, 0, 100)
     with pytest.raises(ConfigError, match="cannot be cut"):
-        workload_from_data({"groups": [[300, [5]]]}).limited(100, "cut")
+        workload_from_data({"groups": [[300, [5]]]}).cut_overlong(100, "cut")
 
 
 def test_documents_fill_the_tokens_exactly_and_the_last_one_is_cut() -> None:

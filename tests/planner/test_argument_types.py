@@ -11,13 +11,13 @@ import apportion as ap
 
 BATCH, CLUSTER, MODEL = ap.Batch.from_lengths([8, 8]), ap.Cluster(1, 2), ap.Model(4, 2, 8, layers=1)
 CALLS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: ap.Batch.from_sequences(None), "sequences = None: must be a list, each a Sequence"),
+    (lambda: ap.Batch.from_sequences(None), "sequences = None: must be a list of Sequence objects"),
     (lambda: ap.Batch.from_sequences("x"), r"sequences\[0\] = 'x': must be a Sequence"),
     (lambda: ap.Batch.from_sequences([3]), r"sequences\[0\] = 3: must be a Sequence"),  # type: ignore[list-item]
     (lambda: ap.verify(None), "plan = None: must be a Plan"),
     (lambda: ap.simulate(None), "plan = None: must be a Plan"),
     (lambda: ap.simulate_pair(None, None), "ping = None: must be a Plan"),
-    (lambda: ap.compare(None, CLUSTER, MODEL), "batches = None: must be a list, each a Batch"),
+    (lambda: ap.compare(None, CLUSTER, MODEL), "batches = None: must be a list of Batch objects"),
     (lambda: ap.compare([None], CLUSTER, MODEL, ["fcp"]), r"batches\[0\] = None: must be a Batch"),
     (lambda: ap.compare(BATCH, None, MODEL), "cluster = None: must be a Cluster"),
     (lambda: ap.compare(BATCH, CLUSTER, None), "model = None: must be a Model"),

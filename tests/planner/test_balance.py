@@ -41,9 +41,9 @@ def test_a_capped_profile_counts_every_row(mask: Mask, lengths: list[int], keys:
         pairs += inside.sum(1)
     whole, rows = profile({"": bands}, {"": 1}), np.arange(batch.tokens + 1)
     expected = np.append(0, np.minimum(pairs, keys).cumsum())
-    np.testing.assert_array_equal(whole.capped(keys).upto(rows), expected)
+    np.testing.assert_array_equal(whole.capped(keys).pairs_before(rows), expected)
     both = profile({"": bands}, {"": 2}).plus(whole.capped(keys), 3)
-    np.testing.assert_array_equal(both.upto(rows), np.append(0, 2 * pairs.cumsum()) + 3 * expected)
+    np.testing.assert_array_equal(both.pairs_before(rows), np.append(0, 2 * pairs.cumsum()) + 3 * expected)
 
 
 @pytest.mark.parametrize("recipe", ["mixed", "blend", "fcp"])

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Figure, MessageRates
-from apportion.ir.request.hardware import MAX_FILE_BYTES, Hardware, Measured
+from apportion.ir.request.hardware import MAX_FILE_BYTES, Hardware, ProfileOrigin
 from apportion.ir.request.model import Model
 from apportion.planner.cost import PHASES, CostModel, causal_pairs
 from benchmarks import chips
@@ -377,7 +377,7 @@ def test_stage_files_differ_from_flash_files_only_in_slower_kernels(name: str) -
 
 
 def test_the_digest_covers_only_figures() -> None:
-    dated = replace(H100, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
+    dated = replace(H100, measured=ProfileOrigin("a machine", {"torch": "2.13"}, "2026-01-31"))
     assert dated.digest() == H100.digest() == Hardware.from_data(H100.to_data()).digest()
     assert len({Hardware.load(name).digest() for name in BUILTIN}) == len(BUILTIN)
     other = replace(H100, inter_gbs=Figure(25.0, H100.inter_gbs.source))
@@ -396,11 +396,11 @@ def test_mismatch_names_what_differs() -> None:
     assert H100.mismatch(Cluster(inter_gbs=48.0)) == []
     warnings = H100.mismatch(Cluster(inter_gbs=25.0, nics_per_node=4))
     assert len(warnings) == 2
-    assert "cluster.inter_gbs is 25 where hardware h100 has 50" in warnings[0]
+    assert "cluster.inter_gbs is 25, but hardware h100 has 50" in warnings[0]
 
 
 def test_measured_hardware_round_trips(tmp_path: Path) -> None:
-    dated = replace(SMALL, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
+    dated = replace(SMALL, measured=ProfileOrigin("a machine", {"torch": "2.13"}, "2026-01-31"))
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(dated.to_data()))
     assert Hardware.load(path) == Hardware.load(str(path)) == dated
@@ -572,7 +572,7 @@ def schema_accepts(data: Any) -> bool:
 
 
 def test_the_schema_accepts_what_is_read() -> None:
-    dated = replace(SMALL, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
+    dated = replace(SMALL, measured=ProfileOrigin("a machine", {"torch": "2.13"}, "2026-01-31"))
     rates = MessageRates((64,), (0.5,), (0.4,), (0.6,), "made up")
     figure = Figure(0.5, "made up", interval=(0, 1))
     busy = replace(SMALL, incast=figure, incast_peers=figure, one_peer=figure, message_rates=rates)

@@ -68,7 +68,7 @@ def test_all_passes_keep_the_contract_of_their_step(step: str, name: str) -> Non
 @pytest.mark.parametrize(
     ("step", "members", "fault"),
     [
-        ("place", {"is_uncaped": True}, "has is_uncaped: is_uncapped is meant"),
+        ("place", {"is_uncaped": True}, "whose is_uncaped resembles is_uncapped"),
         ("place", {"__call__": None}, "has no __call__: see PlacePass"),
         ("route", {"by_block": None}, "has no by_block: see RoutePass"),
     ],

@@ -81,7 +81,7 @@ def there_and_back(
     """Packs head columns of float32 rows [n, columns, width] into a message of a two-byte dtype, and unpacks them into
     the same columns; returns message and unpacked rows as float32 arrays."""
     from apportion.backends.torch.stage.launcher import default_launcher
-    from apportion.backends.torch.stage.rowlists import SLOTS, Place, move, moved
+    from apportion.backends.torch.stage.rowlists import SLOTS, Place, move, move_panels
 
     original, (count, of, width) = to_device(rows), rows.shape
     message = torch.empty(count, len(columns), width, dtype=DTYPES[dtype], device=DEVICE)
@@ -92,7 +92,7 @@ def there_and_back(
         (Place(name, 0, columns, of, 4 * width, 4), 4 * width) for name in ("held", "found")
     )
     for source, target in ((source_place, message_place), (message_place, result_place)):
-        moves = move(list(moved([source], [target], count)))
+        moves = move(list(move_panels([source], [target], count)))
         bases = [arrays[slot].data_ptr() for slot in moves.slots]
         tables = to_device(moves.panels), to_device(moves.chunks)
         args = *tables, *bases, *bases[:1] * (SLOTS - len(bases))

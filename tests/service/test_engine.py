@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from apportion.ir.bytes.job import Job
-from apportion.ir.bytes.transport import expanded
+from apportion.ir.bytes.transport import decompress
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
@@ -68,7 +68,7 @@ def test_a_request_is_planned_once_for_all_clients(workers: ProcessExecutor) -> 
         return packs
 
     for pack in run(workers, test):
-        assert [expanded(pack.slice(rank)) for rank in range(RANKS)] == Request(0).slices()
+        assert [decompress(pack.slice(rank)) for rank in range(RANKS)] == Request(0).slices()
 
 
 def test_an_unsubmitted_plan_is_unknown_and_an_unfinished_one_is_none(workers: ProcessExecutor) -> None:

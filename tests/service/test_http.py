@@ -16,7 +16,7 @@ import pytest
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.transport import expanded
+from apportion.ir.bytes.transport import decompress
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.service.frames import ALIVE, HEAD, PROBLEM_FRAME, SLICE
 from apportion.service.http.openapi import EXAMPLE
@@ -72,7 +72,7 @@ def test_slices_of_a_submitted_request_are_immutable(client: httpx.Client) -> No
         with client.stream("GET", f"/v1/plans/{request.hex}/ranks/{rank}", headers=ZSTD) as packed:
             assert packed.headers["content-encoding"] == "zstd"
             assert packed.headers["etag"] != tag
-            assert expanded(b"".join(packed.iter_raw())) == expected
+            assert decompress(b"".join(packed.iter_raw())) == expected
     assert request.put(client).status_code == 200
 
 
@@ -130,7 +130,7 @@ def test_a_stream_has_slices_in_the_order_of_its_keys(client: httpx.Client) -> N
     assert [kind for kind, _ in received] == [SLICE, PROBLEM_FRAME, SLICE, SLICE]
     assert msgspec.json.decode(received[1][1])["type"] == "unknown-plan"
     for (_, body), request in zip([received[0], *received[2:]], requests, strict=True):
-        assert expanded(body) == request.slices()[1]
+        assert decompress(body) == request.slices()[1]
 
 
 def test_a_stream_ends_where_a_slice_is_not_ready_in_time(client: httpx.Client) -> None:

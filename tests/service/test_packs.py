@@ -7,7 +7,7 @@ import random
 import pytest
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.transport import expanded
+from apportion.ir.bytes.transport import decompress
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.service.pack import Pack, Read, read_slice
 from tests.service.requests import JOB, RANKS, Request
@@ -31,7 +31,7 @@ def reader_of(data: bytes, read_sizes: list[int] | None = None) -> Read:
 
 
 def test_a_pack_has_the_slices_of_all_ranks_and_the_request(pack: Pack) -> None:
-    assert [expanded(pack.slice(rank)) for rank in range(RANKS)] == REQUEST.slices()
+    assert [decompress(pack.slice(rank)) for rank in range(RANKS)] == REQUEST.slices()
     assert (pack.request, pack.key, pack.ranks) == (REQUEST.data, REQUEST.key, RANKS)
     assert pack.report["ranks"] == RANKS
     assert Pack.decode(pack.data).data == pack.data

@@ -203,7 +203,7 @@ CASES = {
     "attend twice": (
         "coverage", 2, "forward", 4,
         ("KV.work[0:8) -> O.home[0:8) full\n", "KV.work[0:8) -> O.home[0:8) full\n  attend Q.home[0:8) KV.work[0:8) -> O.home[0:8) full\n"),
-        "again that rank 2, instruction 3 computes",
+        "that rank 2, instruction 3 also computes",
     ),
     "leave a task out": (
         "coverage", 2, "forward", None, ("  attend Q.home[0:8) KV.work[0:8) -> O.home[0:8) full\n", ""),

@@ -59,7 +59,8 @@ def attention_call(plan: str, kind: str, phase: str, score: Score, sinks: bool, 
 
 
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
-    """Builds the machine of one call with its memory, ready to run. Compares plan ids the first time, a collective."""
+    """Builds the machine of one call with its memory, ready to run. The first time, it compares the
+    ranks' plan ids, a collective."""
     require_latent(handle, layer.expand is not None)
     handle.agree()
     if phase == "forward":
@@ -69,7 +70,7 @@ def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer)
     device = next(iter(home.values()))[0].device
     hidden = home[Name.X][0].shape[-1] if Name.X in home else 0
     _require_current(device)
-    executable = handle.loaded(kind, phase, device, hidden)
+    executable = handle.executable(kind, phase, device, hidden)
     inputs = {name: tuple(_aligned(part) for part in parts) for name, parts in home.items()}
     layer = replace(layer, sinks=_checked_sinks(handle, layer.sinks, device))
     buffer = handle.communicator.pool.take(executable.arenas.size, device)

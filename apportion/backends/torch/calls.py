@@ -41,7 +41,7 @@ _exiting = Event()
 
 
 class Wait(NamedTuple):
-    """A wait of the host for messages. group: their process group; peers: their senders and receivers."""
+    """The host's wait for messages. group: their process group; peers: their senders and receivers."""
 
     since: float
     group: Any
@@ -156,7 +156,7 @@ class Calls:
                 return fault
         return ""
 
-    def recent(self) -> str:
+    def recent_calls(self) -> str:
         """This rank's latest calls as text, for other ranks."""
         return json.dumps(dict(self._recent))
 
@@ -195,7 +195,8 @@ class Notices:
         self._write([self._rank, 0, ""])
 
     def failure(self) -> str:
-        """The first failure of another rank that has not resumed since; "" if there is none or this rank failed too."""
+        """The first failure of another rank that has not resumed since; "" if there is none. Ignores failures in the
+        call in which this rank failed."""
         try:
             for index in range(self._read, self._store.add("failures", 0)):
                 rank, number, message = json.loads(self._store.get(f"failure/{index}"))
@@ -233,7 +234,10 @@ def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:
     for number in sorted(common):
         texts = {rank: f"call {number} is {calls[number]}" for rank, calls in ranks.items()}
         if len(set(texts.values())) > 1:
-            return f"ranks make different calls: {by_value(texts)}. All ranks must make the same calls in one order"
+            return (
+                f"ranks make different calls: {by_value(texts)}. All ranks must make the same calls "
+                "in the same order"
+            )
     return ""
 
 

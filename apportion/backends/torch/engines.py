@@ -37,7 +37,7 @@ class Engine(Protocol):
         """The constructor (loaded, memory, layer, transport) -> machine of one call."""
 
     def obstacle(self, header: Header, device: torch.device) -> str | None:
-        """The reason why it cannot run plans with this header on a device; None if it can."""
+        """The reason why the engine cannot run plans with this header on a device; None if it can."""
 
     def load(self, request: LoadRequest) -> Executable:
         """Builds the state that all calls of one rank's program share, padded to the envelope. Raises ConfigError if
@@ -56,7 +56,7 @@ class TaskEngine:
 
     def load(self, request: LoadRequest) -> Executable:
         if self.newest:
-            activate_newest(request.device)
+            activate_newest_flash(request.device)
         program, hidden = request.program, request.hidden
         rounds = find_rounds(request.columns, program, hidden, early={})
         arenas = Arenas(program, rounds.staging_bytes, hidden, request.envelope)
@@ -96,7 +96,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
 _WRITTEN_FOR = MappingProxyType({9: "FA3", 10: "FA4"})
 
 
-def activate_newest(device: torch.device) -> None:
+def activate_newest_flash(device: torch.device) -> None:
     """Activates FlashAttention-3 or -4 behind torch's own ops, for the whole process, if torch and the machine have it
     and no other implementation has been chosen."""
     from torch.nn import attention

@@ -17,7 +17,8 @@ from apportion.ir.fields import integer, number
 
 @dataclass(frozen=True)
 class Envelope:
-    """The sizes, each the maximum over ranks and plans; 0: no padding. Raises ConfigError."""
+    """The sizes to pad to, each the maximum over ranks and plans; 0: no padding. Raises ConfigError for a size that is
+    not an integer or is negative."""
 
     rows: int = 0
     buffer_bytes: int = 0

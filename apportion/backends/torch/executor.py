@@ -2,8 +2,8 @@
 
     home rows (q, k, v | hidden) ──forward──► O home rows  ──backward with dO──► dQ, dKV home rows | dX
 
-A machine is one call with its own arenas and rounds in flight, so any number of microbatches may be
-between their forward and backward. Partials merge in program order, never in order of arrival: the same plan gives
+A machine is one call with its own arenas and rounds in flight, so any number of microbatches may have
+run forward and not yet backward. Partials merge in program order, never in order of arrival: the same plan gives
 the same bits.
 """
 
@@ -63,7 +63,7 @@ class Layer:
 
 @dataclass
 class Gradients:
-    """Gradients summed over home rows: of the sinks [Hq], None without rows, and of the layer's `params`."""
+    """Gradients summed over home rows: `sinks` [Hq], None if there are no rows, and those of the layer's `params`."""
 
     sinks: Tensor | None = None
     params: list[Tensor] = field(default_factory=list)
@@ -180,7 +180,7 @@ class TorchMachine(Machine[View]):
         """The staged tiles, each with its view in memory and its parts in the message."""
         for message in messages:
             if message.is_staged:
-                tile_parts = self.memory.in_message(message, self.program.operands)
+                tile_parts = self.memory.tile_parts(message, self.program.operands)
                 for (operand, _), parts in zip(message.tiles, tile_parts, strict=True):
                     yield self.views[operand], parts
 
@@ -304,7 +304,7 @@ class TaskMachine(TorchMachine):
 
     def _expanded_keys(self, run: LatentRun[T], expand: Expansion) -> Iterator[Keys[T]]:
         """Like `_keys`, for a run of latent rows, expanded here: a few heads at a time if there are many rows."""
-        # copies: rows of the same buffer are written before autograd reads these again
+        # copied, because other rows of the buffer are written before autograd reads these again
         rotated, compressed = (part.squeeze(1).clone() for part in self.memory.view(run.kv).read())
         header = self.program.header
         for heads in run.slices(header.head_dim + header.v_head_dim):

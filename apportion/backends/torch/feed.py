@@ -1,6 +1,6 @@
 """Moves an encoder's rows to where a decoder reads them: one exchange between the layouts of two plans, differentiable.
 
-Ranks exchange their spans of both plans; each derives and proves the same move of all ranks.
+Ranks exchange their spans of both plans; each rank then derives the moves of all ranks and verifies them.
 """
 
 from __future__ import annotations

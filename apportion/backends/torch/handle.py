@@ -21,7 +21,7 @@ from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.backends.torch.executor import Executable, LoadRequest
 from apportion.backends.torch.memory.arrays import DTYPES
-from apportion.backends.torch.transport import Communicator, Transport, different_plans
+from apportion.backends.torch.transport import Communicator, Transport, different_plans_error
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import choice, integer
@@ -182,7 +182,7 @@ class PlanHandle:
             self._engines[device] = choose_engine(self.engine, self.slice.header, device)
         return self._engines[device]
 
-    def loaded(self, kind: str, phase: str, device: torch.device, hidden: int = 0) -> Executable:
+    def executable(self, kind: str, phase: str, device: torch.device, hidden: int = 0) -> Executable:
         """A program with the state that its calls on a device share, built on first use. hidden: width of X."""
         key = kind, phase, device, hidden
         if key not in self._loaded:
@@ -200,7 +200,7 @@ class PlanHandle:
     def prepare(self, device: torch.device | str) -> PlanHandle:
         """Loads all programs of attention on q, k and v ahead of the first call. May be called from any thread."""
         for key in (key for key in self._keys() if not self.program(*key).uses_project):
-            self.loaded(*key, torch.device(device))
+            self.executable(*key, torch.device(device))
         return self
 
     def segments(self, kind: str, phase: str) -> Segments:
@@ -252,7 +252,7 @@ def agree(
     rows = transport.all_gather(numbers, "plans")
     if any(row[1:checked_end] != numbers[1:checked_end] for row in rows):
         description = describe() if describe else ", ".join(f"plan {handle.name}" for handle in handles)
-        raise different_plans(transport.gather_texts(description, "plans of ranks"))
+        raise different_plans_error(transport.gather_texts(description, "plans of ranks"))
     transport.start(max(row[0] for row in rows))
     for handle in handles:
         handle._agreed = True

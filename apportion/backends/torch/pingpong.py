@@ -120,7 +120,7 @@ class Piece:
         return tuple(param for param in self.params if param.requires_grad)
 
     def layer(self, projects: bool) -> Layer:
-        """The `Layer` of its calls. projects: whether the plans call `project`."""
+        """The `Layer` of this layer's attention calls. projects: whether the plans call `project`."""
         return Layer(self.score, self.sinks, *((self.project, self.trainable) if projects else ()))
 
 
@@ -136,8 +136,8 @@ class Tape(NamedTuple):
     y: Tensor
 
 
-class BothGradients:
-    """Gradients summed over both halves, for the tensors that require gradients."""
+class GradientSums:
+    """Sums of gradients, of one batch or over both halves, for the tensors that require gradients."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._trainable = {id(param): param for param in params if param.requires_grad}
@@ -195,7 +195,7 @@ def backward_turns(
     pieces: Sequence[Piece],
     tapes: list[Tape],
     dhidden: list[Tensor],
-    sums: BothGradients,
+    sums: GradientSums,
     execute: Execute = _turns,
 ) -> Iterator[None]:
     """Runs one half's backward. dhidden: one tensor, replaced layer by layer, last layer first; tapes: emptied."""
@@ -234,8 +234,8 @@ def _gradients(
 
 
 def require_listed(outputs: Iterable[Tensor], allowed: Iterable[Tensor]) -> None:
-    """Raises ConfigError if the outputs depend, other than through `allowed`, on a leaf that requires a gradient, which
-    would be lost silently."""
+    """Raises ConfigError if the outputs depend, other than through `allowed`, on a leaf that requires a gradient:
+    this gradient would be lost silently."""
     tensors = list(allowed)
     leaves, seen = {id(tensor) for tensor in tensors}, {tensor.grad_fn for tensor in tensors}
     for node in nodes((output.grad_fn for output in outputs), seen.__contains__):
@@ -263,7 +263,7 @@ def backward_alone(
 ) -> tuple[Tensor, dict[Tensor, Tensor]]:
     """The gradients of the layers' input and of params. tapes: the state that forward saved; this empties them."""
     params = params_of(pieces)
-    sums, dhidden = BothGradients(params), [dy]
+    sums, dhidden = GradientSums(params), [dy]
     with pair_scope((handle,), "backward", pieces):
         take_turns([backward_turns(handle, pieces, tapes, dhidden, sums, _run_whole)])
     pairs = zip(params, sums.of(params), strict=True)
@@ -289,8 +289,8 @@ def serve(handle: PlanHandle, phase: str, pieces: Sequence[Piece], device: torch
 
 
 class PairedLayers(torch.autograd.Function):
-    """Autograd function of both halves' hidden states through layers. pieces: the layers of each half, with equal
-    kinds and scores; keep: whether to save state for backward."""
+    """Autograd function that runs both halves' hidden states through their layers. pieces: the layers of each half,
+    with equal kinds and scores; keep: whether to save state for backward."""
 
     @staticmethod
     def forward(
@@ -317,7 +317,7 @@ class PairedLayers(torch.autograd.Function):
             raise ExecutionError(
                 "backward of ping-pong layers has already run and freed its saved tensors: run forward again"
             )
-        sums, grads = BothGradients(ctx.params), [[grad] for grad in dhidden]
+        sums, grads = GradientSums(ctx.params), [[grad] for grad in dhidden]
         halves = zip(ctx.handles, ctx.pieces, ctx.kept, grads, strict=True)
         with pair_scope(ctx.handles, "backward", ctx.pieces[0]):
             take_turns(backward_turns(*half, sums) for half in halves)

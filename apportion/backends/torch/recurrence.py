@@ -27,7 +27,7 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.memory.arenas import Post
 from apportion.backends.torch.ops import LIBRARY, op
 from apportion.backends.torch.remap import moved_rows
-from apportion.ir.arrays import Bools, Ints, offsets, within
+from apportion.ir.arrays import Bools, Ints, index_in_group, offsets
 from apportion.ir.plan.tables import Recurrence, Table
 from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent, widest_halo
 
@@ -58,8 +58,8 @@ class HeadTransfer:
 @dataclass(frozen=True)
 class Level:
     """Slots (one per head) whose runs have the same depth in their documents. parent: index of each slot's parent among
-    the leading slots of the previous level; into: index among states; leads: indices of slots with a successor; u, m:
-    indices of their U and M."""
+    the leading slots of the previous level; into: index of each slot's state; leads: indices of slots with a successor;
+    u, m: indices of their U and M."""
 
     parent: Tensor
     into: Tensor
@@ -153,7 +153,7 @@ def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
 def _windows(runs: Table, reach: int, widest: int) -> dict[str, Tensor]:
     """`windows` and `kept` of a convolution that reads `reach` rows before a run."""
     lengths, number = runs.wide("rows"), np.arange(len(runs))
-    offset = within(lengths + reach)
+    offset = index_in_group(lengths + reach)
     run = np.repeat(number, lengths + reach)
     halo = (run + 1) * widest + offset - reach
     row = len(runs) * widest + runs.wide("row")[run] + offset - reach
@@ -163,7 +163,7 @@ def _windows(runs: Table, reach: int, widest: int) -> dict[str, Tensor]:
 
 def _group(runs: Table, numbers: Ints) -> RunGroup:
     lengths = runs.wide("rows")[numbers]
-    rows = np.repeat(runs.wide("row")[numbers], lengths) + within(lengths)
+    rows = np.repeat(runs.wide("row")[numbers], lengths) + index_in_group(lengths)
     return RunGroup(
         numbers.tolist(), _ints(rows), lengths.tolist(), _ints(offsets(lengths)), len(numbers) == len(runs)
     )
@@ -172,8 +172,8 @@ def _group(runs: Table, numbers: Ints) -> RunGroup:
 @dataclass(frozen=True)
 class _Slots:
     """Slots in which heads of a kind are folded, one per head. run, head, peer: by head of this rank's runs; slot_peer,
-    parent: by slot of this rank, parent -1 if none; past, leads: bool, whether slots have a predecessor, a
-    successor."""
+    parent: by slot of this rank, parent -1 if none; past, leads: bool, whether slots have a predecessor and
+    a successor."""
 
     run: Ints
     head: Ints
@@ -189,14 +189,16 @@ class _Slots:
     def of(tables: Recurrence, kind: int, ranks: int, heads: int) -> _Slots:
         states, folds = (_table_of_kind(tables[name], kind) for name in ("states", "folds"))
         counts = states.wide("heads")
-        head = np.repeat(states.wide("head"), counts) + within(counts)
+        head = np.repeat(states.wide("head"), counts) + index_in_group(counts)
         run, peer = (np.repeat(states.wide(name), counts) for name in ("run", "peer"))
         counts, parent = folds.wide("heads"), folds.wide("parent")
         start = offsets(counts)
         first_slot = int(np.count_nonzero(tables["folds"]["kind"] < kind))  # slots are sorted by kind
         parent_index = np.maximum(parent - first_slot, 0)
         parent_slot = np.where(
-            np.repeat(parent >= 0, counts), np.repeat(start[parent_index], counts) + within(counts), -1
+            np.repeat(parent >= 0, counts),
+            np.repeat(start[parent_index], counts) + index_in_group(counts),
+            -1,
         )
         leads = np.zeros(len(parent_slot), bool)
         leads[parent_slot[parent_slot >= 0]] = True

@@ -58,7 +58,7 @@ class Rehearsal:
         return self.replay(f"the queries, keys and values of {layer}", (query, key, value), run)
 
     def replay(self, label: str, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
-        """The result of `run`, [1, rows, ...], on the whole; on a part, that part's rows of the whole result."""
+        """For the whole microbatch, the result of `run`, [1, rows, ...]; for a part, its rows of the whole result."""
         self.record(label, inputs, decides=True)
         out = run() if self.whole is None else self.whole.outputs[len(self.outputs)][:, self.selected]
         self.outputs.append(out)
@@ -92,7 +92,7 @@ class Rehearsal:
             return True
         expected = whole.index_select(dim, self.selected)
         rows, expected_rows = (tensor.movedim(dim, 0)[..., None].flatten(1) for tensor in (actual, expected))
-        return close(rows, expected_rows, self.exact)
+        return are_close(rows, expected_rows, self.exact)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _rows_dim(whole: Sequence[int], part: Sequence[int], count: int, rows: int) 
     return dims[0] if len(dims) == 1 and (whole[dims[0]], part[dims[0]]) == (count, rows) else None
 
 
-def close(actual: Tensor, expected: Tensor, exact: bool = True) -> bool:
+def are_close(actual: Tensor, expected: Tensor, exact: bool = True) -> bool:
     """True if each row [rows, width] is close, relative to its norm and that of all rows; NaN in both is equal. If
     not exact, most rows must be close, to 16-bit precision."""
     actual, expected = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) for tensor in (actual, expected))

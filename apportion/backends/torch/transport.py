@@ -129,7 +129,7 @@ class Communicator(Transport):
     """The ranks that execute plans together: rank r of a plan is rank r of the groups.
 
     groups: process groups of the same ranks in the same order; channel c uses `groups[c % len(groups)]`. hosts: a group
-    that moves CPU tensors, for agreements; required if `groups` move only GPU tensors. Without arguments: all ranks of
+    that moves CPU tensors, for checks; required if `groups` move only GPU tensors. Without arguments: all ranks of
     the job, on as many groups as their plans have channels, or a single rank if torch.distributed is not initialised.
     Any number of plans may share a communicator. `global_ranks`: their ranks in the job, in the groups' order.
     """
@@ -211,7 +211,7 @@ class Communicator(Transport):
         with self.call(f"all_gather of {about}"):
             rows = self._gather_lists(self._calls, [self._calls.history, *numbers])
             if len({row[0] for row in rows}) > 1:
-                call_lists = self._gather_lists(self._calls, _numbers(self._calls.recent()))
+                call_lists = self._gather_lists(self._calls, _numbers(self._calls.recent_calls()))
                 raise self._calls.mismatch_error(list(map(_text, call_lists)))
             return [row[1:] for row in rows]
 
@@ -259,7 +259,7 @@ def _has_backend(group: Any, backend: str) -> bool:
     return backend in str(dist.distributed_c10d.get_backend_config(group))
 
 
-def different_plans(texts: Sequence[str]) -> ExecutionError:
+def different_plans_error(texts: Sequence[str]) -> ExecutionError:
     """The error for ranks with different plans. texts: description of each rank's plans."""
     plan_lists = by_value(dict(enumerate(texts)))
     return ExecutionError(

@@ -100,7 +100,7 @@ class ModelTrial:
         return module if is_new else None
 
     def run(self, params: Iterable[Tensor], transports: Iterable[Transport]) -> bool:
-        """Checks the recorded modules before an optimizer's step; a collective of transports if there are any. Returns
+        """Checks the recorded modules before an optimizer's step; a collective of each of `transports`. Returns
         whether they were checked. Raises ConfigError."""
         ids = {*map(id, params)}
         calls = [*self.calls.values()]  # a frozen teacher's too

@@ -93,11 +93,11 @@ Index = slice | Tensor
 
 
 class Leg(NamedTuple):
-    """A hop, or its reverse, on a device. behind: earlier legs whose rows it forwards; out, into: peer, rows and
+    """A hop, or its reverse, on a device. sources: earlier legs whose rows it forwards; out, into: peer, rows and
     their number."""
 
     channel: int
-    behind: tuple[int, ...]
+    sources: tuple[int, ...]
     out: list[tuple[int, Index, int]]
     into: list[tuple[int, Index, int]]
 
@@ -107,7 +107,7 @@ class Gathering:
 
     @staticmethod
     def of(handle: PlanHandle, kind: str) -> Gathering:
-        """Builds the gather; a collective that exchanges the rows' tokens the same way. Raises ConfigError."""
+        """Builds the gather; a collective that exchanges the rows' tokens in the same way. Raises ConfigError."""
         program = handle.slice.programs[kind, "forward"]
         if reason := obstacle(program):
             remedy = f"plan with balance={{{kind!r}: …}} in the model, or use a recipe such as fcp or blend"
@@ -171,11 +171,11 @@ class Gathering:
                     for peer, indexes in rows.items()
                 ]
 
-            legs = [Leg(hop.channel, hop.behind, side(hop.sends), side(hop.receives)) for hop in hops]
+            legs = [Leg(hop.channel, hop.sources, side(hop.sends), side(hop.receives)) for hop in hops]
             if back:
                 last = len(legs) - 1
                 following = [
-                    tuple(last - j for j in range(last, i, -1) if i in hops[j].behind)
+                    tuple(last - j for j in range(last, i, -1) if i in hops[j].sources)
                     for i in range(len(hops))
                 ]
                 legs = [Leg(leg.channel, following[i], leg.into, leg.out) for i, leg in enumerate(legs)][::-1]
@@ -216,7 +216,7 @@ def _transfer(
                     buffer[index] = part
 
     for i, leg in enumerate(legs):
-        for j in leg.behind:
+        for j in leg.sources:
             if j in flights:
                 finish(j)
         posts, incoming = [], []

@@ -62,7 +62,7 @@ def plan(
     """
     from apportion.bench import BenchJob, measure, warm_up
     from apportion.cli.printed import plans as printed
-    from apportion.ir.bytes.transport import compressed
+    from apportion.ir.bytes.transport import compress
     from apportion.ir.plan.summary import plan_rows
 
     files.check_output("--output", output)
@@ -79,7 +79,7 @@ def plan(
             warm_up(the_recipe)
             row = measure(job)
     if output is not None:
-        files.write(output, compressed(row.plan.encode()))
+        files.write(output, compress(row.plan.encode()))
     record = row.record() | {
         "seed": request.seed,
         "id": row.plan.id.hex(),

@@ -98,7 +98,9 @@ def _work(job: Job, request: RequestOptions, rest: tuple[int, bool, TickTable | 
     source = request.source()
     samples, (_, _, table) = source.workload, rest
     assert samples is not None
-    samples = samples.kept(job.tokens // (1 if table is None else table.stages), request.overlong or "refuse")
+    samples = samples.drop_overlong(
+        job.tokens // (1 if table is None else table.stages), request.overlong or "refuse"
+    )
     return Work(job, samples.lengths, source.mask or samples.masks, *rest)
 
 

@@ -114,7 +114,7 @@ def _open_store(folder: Path) -> Folder:
 def _fault(file: File, planner: Executor | None) -> str:
     """Describes the fault of a pack; empty if it is intact. planner: plans the request again, to compare."""
     from apportion.ir.bytes.iteration_slice import IterationSlice
-    from apportion.ir.bytes.transport import expanded
+    from apportion.ir.bytes.transport import decompress
     from apportion.ir.errors import DecodeError
     from apportion.service.pack import Pack
 
@@ -122,7 +122,7 @@ def _fault(file: File, planner: Executor | None) -> str:
         path = Path(file.path)
         pack = Pack.decode(path.read_bytes(), bytes.fromhex(path.stem))
         for rank in range(pack.ranks):
-            if IterationSlice.decode(expanded(pack.slice(rank))).id != pack.head.id:
+            if IterationSlice.decode(decompress(pack.slice(rank))).id != pack.head.id:
                 return f"the slice of rank {rank} belongs to another plan"
         return "" if planner is None else _replan_fault(pack, planner)
     except FileNotFoundError:  # evicted meanwhile

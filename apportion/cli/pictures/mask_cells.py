@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from apportion.cli.pictures.svg import NOBODY
-from apportion.ir.arrays import Bools, Ints, group_of, within
+from apportion.ir.arrays import Bools, Ints, group_of, index_in_group
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.masks import bands as algebra
 from apportion.ir.verify.subject import Subject
@@ -104,7 +104,7 @@ def _ranges(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """All numbers from first[i] to last[i], inclusive, for each i in turn; and the i of each number."""
     count = last - first + 1
     group = group_of(count)
-    return first[group] + within(count), group
+    return first[group] + index_in_group(count), group
 
 
 def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:

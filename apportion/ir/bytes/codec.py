@@ -27,7 +27,7 @@ from apportion.ir.bytes.sections import (
 )
 from apportion.ir.bytes.slices import Slice, slice_plan
 from apportion.ir.bytes.table_bytes import encode_parts, read_tables, tables_of
-from apportion.ir.bytes.transport import expanded
+from apportion.ir.bytes.transport import decompress
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError
 from apportion.ir.isa import FORMAT, MAX_RANKS, VERSION
 from apportion.ir.plan import plain
@@ -72,7 +72,7 @@ class Plan(PlanTables):
     def decode(data: bytes) -> Plan:
         """Decodes a plan, also from a zstd frame as stored in files. Raises DecodeError (VersionError for an unknown
         major version)."""
-        return decode(expanded(data) if isinstance(data, bytes) else data)
+        return decode(decompress(data) if isinstance(data, bytes) else data)
 
     def for_rank(self, rank: int) -> Slice:
         """The rank's slice: its part, the header and the hash path to this plan's id. Raises ConfigError if the plan

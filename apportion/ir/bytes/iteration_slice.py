@@ -5,7 +5,8 @@
                    ├─ deferred   sequences left to a later iteration
                    └─ id         of the iteration plan, computed from all of these
 
-If microbatches hold consecutive sequences and none is deferred, only their counts are encoded.
+If microbatches hold consecutive sequences and none is deferred, only the number of sequences per
+microbatch is encoded.
 """
 
 from __future__ import annotations

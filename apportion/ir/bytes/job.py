@@ -33,8 +33,8 @@ FORMAT = "apportion.request"
 class Job:
     """The planning request of a training run.
 
-    tokens_per_rank: per microbatch; microbatches: per iteration; a recipe with a pack step distributes an iteration's
-    samples over that many. hardware: for recipes that compare predicted times; None is the built-in H100. Raises
+    tokens_per_rank: in a microbatch. microbatches: in an iteration; a recipe with a pack step distributes the samples
+    of an iteration over them. hardware: for recipes that compare predicted times; None is the built-in H100. Raises
     ConfigError.
     """
 

@@ -90,7 +90,7 @@ def read_tokens(
         raise DecodeError("layouts: the section and the header name different layouts")
     for name, layout in layouts.items():
         if not 0 <= layout.tokens <= LIMIT or (tokens is not None and layout.tokens != tokens):
-            raise DecodeError(f"layouts: {name} has {layout.tokens} tokens, but the batch {tokens}")
+            raise DecodeError(f"layouts: {name} has {layout.tokens} tokens, but the batch has {tokens}")
     return {name: layouts[name].tokens for name in header.layouts}
 
 

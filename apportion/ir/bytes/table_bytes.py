@@ -37,7 +37,7 @@ class Parts(list[bytes]):
             for array in arrays:
                 array.setflags(write=False)
 
-    def are_of(self, tables: Sequence[Table]) -> bool:
+    def encodes(self, tables: Sequence[Table]) -> bool:
         """True if `encode_parts` of these tables would give the same bytes, decided without encoding: the arrays are
         the same objects, and nothing else can have written to them. Also False if this cannot be decided."""
         is_same = tuple(self) == self._original and len(self._tables) == len(tables)
@@ -51,7 +51,7 @@ class Parts(list[bytes]):
 
 
 def _is_owner(array: Ints) -> bool:
-    """True if no other array can write to its memory."""
+    """True if no other array can write to the memory of this one."""
     return type(array) is np.ndarray and array.base is None
 
 
@@ -74,7 +74,7 @@ def encode_parts(tables: Sequence[Table], ranks: int, threads: int = 1) -> Parts
     """Encodes the part of every rank from the tables of a plan, as `tables_of` lists them; the result does not depend
     on `threads`. Raises ConfigError for numbers out of range.
 
-    Makes the arrays read-only, so that the verifier knows without decoding the parts that they encode these tables.
+    Makes the arrays read-only, so that the verifier need not decode the parts to know that they encode these tables.
     """
     return Parts(encode_tables(tables, ranks, threads), tables)
 

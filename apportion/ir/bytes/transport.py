@@ -10,12 +10,12 @@ MAX_EXPANDED = 1 << 30  # limit of a frame's uncompressed bytes
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-def compressed(data: bytes) -> bytes:
+def compress(data: bytes) -> bytes:
     """Compresses `data` to a zstd frame, the same for equal bytes."""
     return zstd.compress(data, 3)
 
 
-def expanded(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
+def decompress(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
     """Decompresses a zstd frame that states its size, `limit` bytes at most; returns other bytes unchanged. Raises
     DecodeError, also for trailing bytes."""
     if not data.startswith(_MAGIC):

@@ -190,4 +190,4 @@ def check_plain(value: Any, label: str) -> None:
         elif isinstance(item, float) and not math.isfinite(item):
             raise DecodeError(f"{label}: {item} is not a finite number")
         elif not (item is None or isinstance(item, bool | int | float | str)):
-            raise DecodeError(f"{label}: holds a {type(item).__name__}")
+            raise DecodeError(f"{label}: cannot hold a {type(item).__name__}")

@@ -239,7 +239,7 @@ def check_disjoint(field: str, bands: ArrayLike) -> None:
         )
 
 
-def joined(bands: Ints) -> Ints:
+def merge_adjacent(bands: Ints) -> Ints:
     """int64 [m, 6]: the bands, with full bands of adjacent queries and equal keys (answers to one question) merged; the
     order changes."""
     if not len(bands):

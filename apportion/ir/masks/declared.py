@@ -83,4 +83,4 @@ def _in_words(dmin: int, dmax: int) -> str:
     if dmin > 0 or dmax < 0:
         return f"{dmin} <= q - k" + ("" if dmax >= INF else f" <= {dmax}")
     text = "causal" if dmax >= INF else f"sliding window of {dmax + 1}"
-    return text if dmin == 0 else f"{text} and {'all' if dmin <= -INF else -dmin} ahead"
+    return text if dmin == 0 else f"{text} plus {'all' if dmin <= -INF else -dmin} later keys"

@@ -104,7 +104,7 @@ def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_leng
     attention tiles.
 
     Trees, and branches of a node, are in the order of their first samples; nodes are stored depth first, so a node's
-    first branch follows it. Equal samples end in one node. Raises ConfigError.
+    first branch follows it. Equal samples end at the same node. Raises ConfigError.
     """
     minimum, keys = integer("min_length", min_length), _keys(samples)
     order, prefix_lengths = _neighbours(keys, _groups(groups, len(keys)))

@@ -31,7 +31,7 @@ class Profile:
         """The fields in order."""
         return self.at, self.value, self.slope, self.below
 
-    def upto(self, rows: Ints) -> Ints:
+    def pairs_before(self, rows: Ints) -> Ints:
         """int64: total pairs of the rows before each of `rows`."""
         i = np.searchsorted(self.at, rows, "right") - 1
         n = rows - self.at[i]
@@ -40,7 +40,7 @@ class Profile:
 
     def between(self, first: Ints, end: Ints) -> Ints:
         """int64: pairs of the rows [first, end)."""
-        pairs: Ints = self.upto(end) - self.upto(first)
+        pairs: Ints = self.pairs_before(end) - self.pairs_before(first)
         return pairs
 
     def capped(self, keys: int) -> Profile:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from apportion.ir.arrays import Ints, group_of, within
+from apportion.ir.arrays import Ints, group_of, index_in_group
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, integers, rows, sequence
 from apportion.ir.masks import bands as algebra
@@ -58,7 +58,7 @@ class Mask(ABC):
 
     @property
     def nesting(self) -> int:
-        """The nesting depth of the masks inside it."""
+        """The nesting depth of the masks inside this one."""
         inner = getattr(self, "mask", None)
         return 0 if inner is None else 1 + inner.nesting
 
@@ -94,7 +94,7 @@ class Mask(ABC):
 
         length = self.shown_length()
         picture = cards.cells(
-            f"queries down, keys across, {length} tokens", cards.sampled(self.bands(length), length)
+            f"queries down, keys across, {length} tokens", cards.sample_mask(self.bands(length), length)
         )
         rows = [(key, shorten(str(value), _SHOWN)) for key, value in vars(self).items()]
         rows.append(("drawn on", f"{length:,} tokens"))
@@ -168,7 +168,7 @@ class Diagonal(Uniform):
 
 
 class Gridded(Mask):
-    """A spec with one band per `chunk` tokens. name: for errors."""
+    """A spec with one band per `chunk` tokens. name: the mask's name in errors."""
 
     name: ClassVar[str]
     chunk: int
@@ -184,7 +184,7 @@ class Gridded(Mask):
         counts = -(-lengths // self.chunk)
         check_count(f"{self.name}.chunk", int(counts.sum()))
         owner = group_of(counts)
-        begin = within(counts) * self.chunk
+        begin = index_in_group(counts) * self.chunk
         return shifted_bands(starts[owner], self.row(begin, np.minimum(begin + self.chunk, lengths[owner])))
 
 
@@ -224,7 +224,7 @@ def lower_columns(
 
 
 def _numbers(data: Any) -> list[int]:
-    """All integers in the fields of a mask, at any depth, and at least one 1, so that there is always a number."""
+    """All integers in the fields of a mask, at any depth, and some ones, so that the list is never empty."""
     if is_dataclass(data):
         data = tuple(vars(data).values())
     if isinstance(data, list | tuple):

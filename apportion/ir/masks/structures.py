@@ -104,13 +104,13 @@ class ImageSpans(Mask):
         text, image = (edges[0::2], edges[1::2]), (edges[1:-1:2], edges[2:-1:2])
         if isinstance(self.mask, Causal):  # an image sees all earlier keys: one band instead of two
             return as_bands((*text, 0, text[1], 0, INF), (*image, 0, image[1], -INF, INF))
-        return as_bands(*(part.T for part in self._around(self.mask.bands(length), text, image, length)))
+        return as_bands(*(part.T for part in self._span_bands(self.mask.bands(length), text, image, length)))
 
     def diagonals(self) -> Diagonals:
         inner = self.mask.diagonals()
         return (*inner, FULL) if self.spans and FULL not in inner else inner
 
-    def _around(self, inner: Ints, text: Columns, image: Columns, length: int) -> Iterable[Ints]:
+    def _span_bands(self, inner: Ints, text: Columns, image: Columns, length: int) -> Iterable[Ints]:
         """The inner bands without the pairs inside images, and full bands for those pairs."""
         for start, end in zip(*text, strict=True):
             yield algebra.intersect(inner, [start, end, 0, length])

@@ -86,7 +86,7 @@ class StatisticsRows(NamedTuple):
     rowops: RowRanges
 
 
-def find_complete(programs: ProgramSet, phase: str | None = None) -> Mapping[str, CompleteRows]:
+def find_complete_rows(programs: ProgramSet, phase: str | None = None) -> Mapping[str, CompleteRows]:
     """Column of the task list -> complete rows, for programs of any number of ranks. phase: None for both."""
     columns = [column for phase_name in PHASES for column in ADDED[phase_name]]
     sums = dict(zip(columns, core.fuse(programs.arrays)[0], strict=True))

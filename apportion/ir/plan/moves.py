@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.ir.arrays import Ints, group_of, offsets, within
+from apportion.ir.arrays import Ints, group_of, index_in_group, offsets
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS
 from apportion.ir.plan.tables import Layout, Move, Table
@@ -80,7 +80,7 @@ def _feed_layout(decoder: Layout, places: Ints, merge: int) -> tuple[Layout, Tab
     (token, first, count), (start, rank, row) = places.T, _sorted_spans(decoder)
     first_span = np.searchsorted(start, token, "right") - 1
     parts = np.searchsorted(start, token + count) - first_span
-    image, index = group_of(parts), np.repeat(first_span, parts) + within(parts)
+    image, index = group_of(parts), np.repeat(first_span, parts) + index_in_group(parts)
     begin = np.maximum(start[index], token[image])
     rows = np.minimum(np.append(start, token[-1:] + count[-1:])[index + 1], (token + count)[image]) - begin
     order = np.lexsort((row[index], rank[index]))

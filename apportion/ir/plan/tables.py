@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.ir.arrays import Ints, group_of, offsets, within
+from apportion.ir.arrays import Ints, group_of, index_in_group, offsets
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer
 from apportion.ir.isa import MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, VERSION
@@ -135,7 +135,7 @@ def empty_table(names: tuple[str, ...], ranks: int) -> Table:
     return Table(np.zeros(ranks + 1, np.int64), names, np.zeros((len(names), 0), np.int64))
 
 
-def joined(tables: Sequence[Table]) -> Table:
+def join_tables(tables: Sequence[Table]) -> Table:
     """Concatenates the ranks of all tables."""
     ends = np.cumsum([len(table) for table in tables])
     ptr = [
@@ -200,7 +200,7 @@ def checked_rank(rank: int, ranks: int) -> int:
 def _expand(spans: Table, column: str) -> Ints:
     length = spans["length"].astype(np.int64)
     start = spans[column].astype(np.int64)
-    offset = within(length)
+    offset = index_in_group(length)
     return np.repeat(start, length) + offset
 
 
@@ -214,7 +214,7 @@ class ProgramSet:
         for name, table in self.tables.items():
             _check_columns(name, table, TABLES[name])
             if table.ranks != self.ranks:
-                rule = f"must have {self.ranks} ranks, like its instructions"
+                rule = f"must have {self.ranks} ranks, like the instructions table"
                 raise ConfigError(name, table.ranks, rule, "give each rank its rows, or none")
 
     def __getitem__(self, name: str) -> Table:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.arrays import Ints, changes, group_of, within
+from apportion.ir.arrays import Ints, changes, group_of, index_in_group
 from apportion.ir.isa import Op
 from apportion.ir.plan.ops import starts_of
 from apportion.ir.plan.tables import ProgramSet
@@ -37,10 +37,10 @@ def obstacle(program: ProgramSet) -> str | None:
 
 
 class Hop(NamedTuple):
-    """One round of a rank. behind: earlier hops whose rows it forwards; sends, receives: peer -> rows, int64 [n]."""
+    """One round of a rank. sources: earlier hops whose rows it forwards; sends, receives: peer -> rows, int64 [n]."""
 
     channel: int
-    behind: tuple[int, ...]
+    sources: tuple[int, ...]
     sends: Mapping[int, Ints]
     receives: Mapping[int, Ints]
 
@@ -191,5 +191,5 @@ def _spans(home: int, ranges: Ints) -> Ints:
     counts = np.bincount(query[starts], minlength=home)
     spans = np.zeros((home, max(1, int(counts.max(initial=0))), 2), np.int64)
     last = np.append(starts, len(ranges))[1:] - 1
-    spans[group_of(counts), within(counts)] = np.stack([first[starts], end[last]], 1)
+    spans[group_of(counts), index_in_group(counts)] = np.stack([first[starts], end[last]], 1)
     return spans

@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from apportion._core import tables as core
-from apportion.ir.arrays import Bools, Ints, within
+from apportion.ir.arrays import Bools, Ints, index_in_group
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import (
     ALL_TO_ALL,
@@ -211,11 +211,11 @@ def _check_recurrence(header: Header, tables: Recurrence, first_rank: int) -> No
 def _recurrence_faults(header: Header, tables: Recurrence) -> Iterator[tuple[str, Bools, str]]:
     """Yields (table, rows that violate the rule, message) for each rule."""
     runs, folds, states, halo = (tables[name] for name in RECURRENCE_TABLES)
-    number, previous_end = within(np.diff(runs.ptr)), np.roll(runs.wide("row") + runs["rows"], 1)
+    number, previous_end = index_in_group(np.diff(runs.ptr)), np.roll(runs.wide("row") + runs["rows"], 1)
     expected_row = np.where(number == 0, 0, previous_end)
     yield "runs", runs["row"] != expected_row, "it does not begin at the end of the previous run"
     yield "runs", (runs["past"] < 0) & (runs["peer"] > 0), "it has a peer without a past"
-    yield "folds", folds["parent"] >= within(np.diff(folds.ptr)), "its parent is not an earlier slot"
+    yield "folds", folds["parent"] >= index_in_group(np.diff(folds.ptr)), "its parent is not an earlier slot"
     heads = np.array([kind.heads for kind in header.recurrent.values()])
     for name, table in (("folds", folds), ("states", states)):
         exceeds = table["head"] + table["heads"] > heads[table["kind"]]
@@ -271,10 +271,10 @@ def _refuse_program(
         "second arena": "a second arena of one tensor",
         "operand zero": "operand 0 must be none",
         "empty operand": "only operand 0 may be none or have no rows",
-        "foreign heads": f"its heads go beyond {header.kv_heads} KV heads",
+        "foreign heads": f"its head set exceeds the {header.kv_heads} KV heads",
         "unknown operand": f"{table.names[column]} is not among the rank's operands",
         "stray field": "round, channel and mode belong to launch (round also to wait)",
-        "wait with rows": f"{OP_NAMES[Op.WAIT]} takes no list",
+        "wait with rows": f"{OP_NAMES[Op.WAIT]} consumes no rows, so its count must be 0",
         "count": "count exceeds its list",
     }
     location.refuse(row, messages[flaw])

@@ -307,7 +307,7 @@ class Batch:
         return float((rows / shares).max()) - 1
 
     @property
-    def labelled(self) -> int:
+    def labelled_tokens(self) -> int:
         """The number of tokens with a label; takes memory independent of the number of tokens."""
         tokens, end_labels = self._end_labels()
         sequence = np.searchsorted(self.starts, tokens, side="right") - 1
@@ -322,7 +322,7 @@ class Batch:
     def _make_end_labels(self) -> Ints:
         parts = [
             lower_unlabelled(spec, self.lengths[members], self.starts[members])
-            for spec, members in self._layout()
+            for spec, members in self._specs()
         ]
         tokens, labels = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return np.stack([tokens, labels])[:, np.argsort(tokens)]
@@ -355,7 +355,7 @@ class Batch:
             return bands  # one band per sequence, in order
         return bands[np.lexsort((bands[:, 2], bands[:, 0]))]
 
-    def _layout(self) -> Iterable[tuple[Mask, Ints]]:
+    def _specs(self) -> Iterable[tuple[Mask, Ints]]:
         """(spec, sequences) pairs: the spec that defines a sequence's positions and labels, a structured one if any."""
         if len(self.masks) == 1:
             return next(iter(self.masks.values())).groups()
@@ -374,7 +374,7 @@ class Batch:
 
     def _make_runs(self) -> tuple[Ints, Ints]:
         parts = [
-            lower_runs(spec, self.lengths[members], self.starts[members]) for spec, members in self._layout()
+            lower_runs(spec, self.lengths[members], self.starts[members]) for spec, members in self._specs()
         ]
         starts, positions = (np.concatenate(column) for column in zip(*parts, strict=True))
         if self.own_positions:
@@ -390,7 +390,7 @@ class Batch:
                 rule = "defines no token order for the model's recurrent layers"
                 remedy = "use causal masks, windows, documents or trees, or a model without recurrent layers"
                 raise ConfigError(f"mask of {kind}", type(spec).__name__, rule, remedy)
-        links = self._lower_links(self._layout())
+        links = self._lower_links(self._specs())
         structured = [(kind, spec, members) for kind, spec, members in groups if spec.structured]
         for kind, spec, members in structured if len(self.masks) > 1 else ():
             is_member = np.isin(np.searchsorted(self.starts, links[0], side="right") - 1, members)

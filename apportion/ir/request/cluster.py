@@ -102,11 +102,11 @@ class Cluster:
         if callable(getattr(group, "size", None)):
             ranks, nodes = integer("group.size()", group.size(), 1, world), world // local
         else:
-            members = _distinct(integers("group", group, 0, world - 1))
+            members = _check_distinct(integers("group", group, 0, world - 1))
             ranks, nodes = len(members), len(np.unique(members // local))
             _check_even(members // local)
         nodes = min(nodes, ranks)
-        return Cluster(nodes=nodes, ranks_per_node=_divided("group", ranks, nodes))
+        return Cluster(nodes=nodes, ranks_per_node=_divide("group", ranks, nodes))
 
     @staticmethod
     def from_data(data: Any) -> Cluster:
@@ -138,7 +138,7 @@ def _world(env: Mapping[str, str]) -> tuple[int, int]:
             "neither torchrun's nor SLURM's variables are set",
             "pass nodes and ranks_per_node",
         )
-    _divided("WORLD_SIZE", world, local)
+    _divide("WORLD_SIZE", world, local)
     return world, local
 
 
@@ -146,7 +146,7 @@ def _slurm_local(env: Mapping[str, str], world: int) -> int:
     if "SLURM_NTASKS_PER_NODE" in env:
         return _variable(env, "SLURM_NTASKS_PER_NODE")
     nodes = _variable(env, "SLURM_NNODES") if "SLURM_NNODES" in env else 1
-    return _divided("SLURM_NTASKS", world, nodes)
+    return _divide("SLURM_NTASKS", world, nodes)
 
 
 def _variable(env: Mapping[str, str], name: str) -> int:
@@ -156,7 +156,7 @@ def _variable(env: Mapping[str, str], name: str) -> int:
     return integer(name, int(value), 1, MAX_RANKS)
 
 
-def _divided(field: str, ranks: int, parts: int) -> int:
+def _divide(field: str, ranks: int, parts: int) -> int:
     if ranks % parts:
         raise ConfigError(
             field, ranks, f"must be a multiple of {parts}", "give every node the same number of ranks"
@@ -164,7 +164,7 @@ def _divided(field: str, ranks: int, parts: int) -> int:
     return ranks // parts
 
 
-def _distinct(members: Ints) -> Ints:
+def _check_distinct(members: Ints) -> Ints:
     if not len(members) or len(np.unique(members)) != len(members):
         raise ConfigError(
             "group", members.tolist(), "must name at least one rank, without duplicates", "list global ranks"

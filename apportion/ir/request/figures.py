@@ -38,7 +38,7 @@ class Figure:
             return
         object.__setattr__(self, "interval", tuple(map(float, self.interval)))
         if len(self.interval) != 2 or not self.interval[0] <= self.value <= self.interval[1]:
-            rule = f"must be two numbers around the value {self.value:g}"
+            rule = f"must be two numbers, one at or below the value {self.value:g} and one at or above it"
             raise ConfigError(
                 "hardware.figures.interval", list(self.interval), rule, "give the lower and the upper bound"
             )
@@ -73,7 +73,7 @@ class MessageRates:
             )
         for name in ("share", "low", "high"):
             if len(getattr(self, name)) != len(self.bytes):
-                rule = f"must have {len(self.bytes)} numbers, like bytes"
+                rule = f"must have {len(self.bytes)} numbers, one for each of bytes"
                 field = f"hardware.message_rates.{name}"
                 raise ConfigError(field, len(getattr(self, name)), rule, "add or drop numbers")
         for i, (low, share, high) in enumerate(zip(self.low, self.share, self.high, strict=True)):
@@ -140,10 +140,11 @@ class Grid:
 
 def _check_times(field: str, rows: Rows, points: int) -> None:
     if len(rows) != points:
-        raise ConfigError(field, len(rows), f"must have {points} rows, like the axis", "add or drop rows")
+        rule = f"must have {points} rows, one per point of the axis"
+        raise ConfigError(field, len(rows), rule, "add or drop rows")
     for i, row in enumerate(rows):
         if len(row) != points:
-            rule = f"must have {points} times, like the axis"
+            rule = f"must have {points} times, one per point of the axis"
             raise ConfigError(f"{field}[{i}]", len(row), rule, "add or drop times")
     grid = np.array(rows)
     for axis in (0, 1):

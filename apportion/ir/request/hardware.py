@@ -57,7 +57,7 @@ _SHARED = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProfileOrigin:
     """Origin of a profile: device, software versions, date (ISO 8601)."""
 
     device: Text
@@ -108,7 +108,7 @@ class Hardware:
     nics_per_node: Figure
     intra_latency_us: Figure
     inter_latency_us: Figure
-    measured: Measured | None = None
+    measured: ProfileOrigin | None = None
     host_gbs: Figure = HOST
     rows_gbs: Figure | None = None
     loss_gbs: Figure | None = None
@@ -144,7 +144,8 @@ class Hardware:
         """
         pairs = ((field, getattr(cluster, field), getattr(self, field).value) for field in _SHARED)
         return [
-            f"cluster.{field} is {value:g} where hardware {self.name} has {figure:g}: times use the cluster's"
+            f"cluster.{field} is {value:g}, but hardware {self.name} has {figure:g}; "
+            "predicted times use the cluster's figure"
             for field, value, figure in pairs
             if abs(value - figure) > _CLOSE * max(value, figure)
         ]
@@ -215,7 +216,7 @@ class Hardware:
             rule = "neither built-in hardware nor a file"
             remedy = f"{suggestion(str(source)[:64], BUILTIN)}, or the path of a .json file"
             raise UnknownNameError("hardware", str(source), rule, remedy)
-        return Hardware.from_data(_loaded(Path(source)))
+        return Hardware.from_data(_load_data(Path(source)))
 
 
 _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
@@ -237,7 +238,7 @@ def _builtin(name: str) -> Hardware:
     return Hardware.from_data(msgspec.json.decode((_CHIPS / f"{name}.json").read_bytes()))
 
 
-def _loaded(path: Path) -> Any:
+def _load_data(path: Path) -> Any:
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(
             str(path), path.stat().st_size, f"must be at most {MAX_FILE_BYTES} bytes", "use a profile"

@@ -33,7 +33,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         rule = "its layers are planned, but their parts other than attention are not priced"
         raise ConfigError("model_type", text["model_type"], rule, "forecast another model of its size")
     fields: dict[str, Any] = {
-        name: _natural(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")
+        name: _number(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")
     }
     types = layer_types(text)
     if text["model_type"] == "falcon_h1":  # a layer is both mixers, then an FFN
@@ -54,22 +54,22 @@ def _experts(text: Mapping[str, Any], field: str) -> dict[str, int]:
             field, text[field], rule, "plan, compare and simulate its attention, without a forecast"
         )
     width = count(text, "intermediate_size" if kind in words("wide_experts") else "moe_intermediate_size")
-    shared = max(_natural(text, field) for field in _SHARED) or width * _natural(text, "n_shared_experts")
+    shared = max(_number(text, field) for field in _SHARED) or width * _number(text, "n_shared_experts")
     if text.get("moe_latent_size"):
         rule = "rows of routed experts that are narrower than hidden states are not priced"
         raise ConfigError("moe_latent_size", text["moe_latent_size"], rule, "forecast another model")
-    nodes = _natural(text, "topk_group") if _natural(text, "n_group") > 1 else 0
+    nodes = _number(text, "topk_group") if _number(text, "n_group") > 1 else 0
     return {
         "count": count(text, field),
         "active": count(text, "num_experts_per_tok"),
         "width": width,
         "shared": shared,
-        "dense": sum(not is_sparse for is_sparse in _sparse(text)),
+        "dense": sum(not is_sparse for is_sparse in _has_experts(text)),
         "nodes": nodes,
     }
 
 
-def _sparse(text: Mapping[str, Any]) -> list[bool]:
+def _has_experts(text: Mapping[str, Any]) -> list[bool]:
     """For each layer with an FFN, True if it has experts."""
     if text["model_type"] == "nemotron_h":
         return [kind == "moe" for kind in layer_types(text) if kind in ("mlp", "moe")]
@@ -91,6 +91,6 @@ def _sparse(text: Mapping[str, Any]) -> list[bool]:
     return [number not in dense_layers and (number + 1) % step == 0 for number in range(layers)]
 
 
-def _natural(text: Mapping[str, Any], field: str) -> int:
+def _number(text: Mapping[str, Any], field: str) -> int:
     name, value = field_value(text, field)
     return 0 if value is None else integer(name, value, 0)

@@ -41,7 +41,7 @@ _ATTENTION_FIELD = re.compile(
     "|lightning|delta|kda|mask|alibi|head|per_layer|stride|memory|mem_|lsh|cycle|block|layer_group|sink|directional"
     "|every_n|_idxs|layer_ids"
 )
-_REMEDY = "write a model file (q_heads, kv_heads, …) for the layers of softmax attention"
+_REMEDY = "write a model file (q_heads, kv_heads, …) for the softmax attention layers"
 
 
 def check_layers(text: Mapping[str, Any], idle: Collection[str]) -> None:

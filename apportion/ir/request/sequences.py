@@ -116,10 +116,10 @@ def kinds_of(by_kind: list[dict[str, Mask]]) -> dict[str, Kind]:
             raise ConfigError(
                 f"sequences[{i}].mask", list(mask), rule, "give every sequence a mask for each kind"
             )
-    return {kind: _distinct([mask[kind] for mask in by_kind]) for kind in kinds}
+    return {kind: _kind_of([mask[kind] for mask in by_kind]) for kind in kinds}
 
 
-def _distinct(specs: list[Mask]) -> Kind:
+def _kind_of(specs: list[Mask]) -> Kind:
     number = {spec: i for i, spec in enumerate(dict.fromkeys(specs))}
     return Kind(tuple(number), np.array([number[spec] for spec in specs]))
 

@@ -54,7 +54,7 @@ class Workload:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def limited(self, limit: int, overlong: str) -> Workload:
+    def cut_overlong(self, limit: int, overlong: str) -> Workload:
         """Cuts or refuses samples longer than `limit` tokens according to `overlong`; "drop" changes nothing. Raises
         CapacityError for refused samples, ConfigError for cutting a sample with its own mask."""
         is_overlong = find_overlong(self.lengths, limit, overlong)
@@ -65,9 +65,9 @@ class Workload:
             raise ConfigError("overlong", overlong, rule, "drop or refuse them")
         return Workload(np.minimum(self.lengths, limit), self.masks)
 
-    def kept(self, limit: int, overlong: str) -> Workload:
-        """Like `limited`, but drops samples that are still longer than `limit`. Raises the same errors."""
-        result = self.limited(limit, overlong)
+    def drop_overlong(self, limit: int, overlong: str) -> Workload:
+        """Like `cut_overlong`, but drops samples that are still longer than `limit`. Raises the same errors."""
+        result = self.cut_overlong(limit, overlong)
         return Workload(result.lengths[fits := result.lengths <= limit], tuple(compress(result.masks, fits)))
 
 
@@ -110,7 +110,7 @@ def sample(
     tokens = integer("tokens", tokens, 1, MAX_TOKENS)
     max_sample = integer("max_sample", max_sample, 1, MAX_TOKENS)
     seed = integer("seed", seed, 0)
-    workload = workload.limited(max_sample, overlong)
+    workload = workload.cut_overlong(max_sample, overlong)
     if workload.lengths.min() > max_sample:
         raise CapacityError(
             f"the shortest sample has {workload.lengths.min()} tokens, but only {max_sample} fit: use more ranks, more "
@@ -141,7 +141,7 @@ def lognormal_lengths(
 
 
 def _fill(lengths: Ints, tokens: int) -> Ints:
-    """The first of `lengths` until they reach `tokens`, the last one cut so that they add up to it."""
+    """The leading `lengths`, up to the one that reaches `tokens`, which is cut so that they add up to it."""
     ends = np.cumsum(lengths)
     last = int(np.searchsorted(ends, tokens))
     result = lengths[: last + 1].copy()

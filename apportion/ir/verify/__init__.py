@@ -49,7 +49,7 @@ class VerifierRule:
     needs: tuple[str, ...] = ("structure",)
 
 
-def _walk(rule: str) -> Callable[[Subject], Iterator[Violation]]:
+def _walk_check(rule: str) -> Callable[[Subject], Iterator[Violation]]:
     """Returns a check that yields the walk's violations of a rule."""
     return lambda subject: (violation for violation in words.violations(subject) if violation.rule == rule)
 
@@ -61,13 +61,13 @@ _PROGRAM_RULES = (
     VerifierRule("structure", None, structure.check, 0, ()),
     VerifierRule("digests", 8, digests.check, 1),
     VerifierRule("layouts", 1, layouts.check, 2),
-    VerifierRule("operands", None, _walk("operands"), 3, _WALKABLE),
-    VerifierRule("transfers", 4, _walk("transfers"), 4, _RUNNABLE),
-    VerifierRule("heads", 7, _walk("heads"), 5, _TRACEABLE),
+    VerifierRule("operands", None, _walk_check("operands"), 3, _WALKABLE),
+    VerifierRule("transfers", 4, _walk_check("transfers"), 4, _RUNNABLE),
+    VerifierRule("heads", 7, _walk_check("heads"), 5, _TRACEABLE),
     VerifierRule("limits", 6, limits.check, 6, _RUNNABLE),
-    VerifierRule("dataflow", 3, _walk("dataflow"), 7, _TRACEABLE),
-    VerifierRule("delivery", 5, _walk("delivery"), 7, _TRACEABLE),
-    VerifierRule("results", 5, _walk("results"), 7, _TRACEABLE),
+    VerifierRule("dataflow", 3, _walk_check("dataflow"), 7, _TRACEABLE),
+    VerifierRule("delivery", 5, _walk_check("delivery"), 7, _TRACEABLE),
+    VerifierRule("results", 5, _walk_check("results"), 7, _TRACEABLE),
     VerifierRule("coverage", 2, coverage.check, 8, _TRACEABLE),
     VerifierRule(
         "samples", 2, samples.check, 9, (*_TRACEABLE, "heads", "dataflow", "delivery", "results", "coverage")

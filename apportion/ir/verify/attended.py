@@ -39,7 +39,7 @@ def most_pieces(tasks: int) -> int:
     return _FREE_PIECES + _PIECES_PER_TASK * tasks
 
 
-def too_many_pieces(limit: int) -> CapacityError:
+def too_many_pieces_error(limit: int) -> CapacityError:
     """The error for tasks with more pieces than the limit."""
     return CapacityError(f"the tasks fall into more than {limit} runs of tokens: too many to verify")
 
@@ -55,7 +55,7 @@ def areas_inside(bands: Ints, mask: Ints) -> tuple[Ints, Ints]:
     return areas
 
 
-def by_corner(bands: Ints) -> Ints:
+def corner_order(bands: Ints) -> Ints:
     """The sorting order of bands by (q0, k0)."""
     return stable_order(bands[0] * (int(bands[3].max(initial=0)) + 1) + bands[2])
 
@@ -63,7 +63,7 @@ def by_corner(bands: Ints) -> Ints:
 def overlaps(bands: Ints) -> Ints:
     """int64 [n, 3]: (piece, later piece, number of shared pairs) of pieces that share a pair; at most `MOST`."""
     budget = _FREE_STEPS + _STEPS_PER_BAND * bands.shape[1]
-    pairs = core.sweep(bands, by_corner(bands), budget, MOST)
+    pairs = core.sweep(bands, corner_order(bands), budget, MOST)
     if pairs is None:
         raise CapacityError(f"the tasks overlap in more than {budget} pairs of bands: too many to verify")
     return pairs.T

@@ -17,7 +17,7 @@ from apportion.ir.isa import Op
 from apportion.ir.plan.tables import Layout
 from apportion.ir.plan.totals import CommunicationVolume, communication_volumes
 from apportion.ir.tensors import Tensor
-from apportion.ir.verify.attended import Tasks, most_pieces, too_many_pieces
+from apportion.ir.verify.attended import Tasks, most_pieces, too_many_pieces_error
 from apportion.ir.verify.homes import Homes, find_homes
 from apportion.ir.verify.view import Program, head_sets
 from apportion.ir.verify.walk import judge
@@ -110,14 +110,14 @@ class Subject:
         """True if a program is correct. lists_by_kind: lists of earlier programs. Raises CapacityError, ZerosError."""
         kind = program.kind
         lists = lists_by_kind.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
-        previous, count = lists.following, len(program.source[program.task_list])
+        previous, count = lists.list_of_set, len(program.source[program.task_list])
         lists.begin(count)
         tensors = self.inputs(program)
         if not judge.judge(program, self.homes, self._sets, tensors, lists, self.threads, together):
             return False
         lists.end(count)
         tasks = self._tasks.get((kind, "forward"))
-        if tasks is None or not np.array_equal(previous, lists.following):
+        if tasks is None or not np.array_equal(previous, lists.list_of_set):
             if not lists.are_exact():
                 return False
             tasks = lists.tasks()
@@ -145,22 +145,22 @@ class Subject:
 
     def traced_tasks(self, program: Program) -> Tasks:
         """The program's tasks in global tokens, one by one. Raises CapacityError."""
-        return self.once("tasks", program, self._cut)
+        return self.cached("tasks", program, self._trace_tasks)
 
-    def _cut(self, program: Program) -> Tasks:
+    def _trace_tasks(self, program: Program) -> Tasks:
         trace, limit = self.trace(program), most_pieces(len(program.source[program.task_list]))
         if trace is None:
             return Tasks(np.zeros((6, 0), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), False)
         pieces = core.cut(trace, self.homes.starts, self.homes.tokens, limit)
         if pieces is None:
-            raise too_many_pieces(limit)
+            raise too_many_pieces_error(limit)
         return Tasks(pieces[:6], pieces[6], pieces[7], trace.is_complete)
 
     def trace(self, program: Program) -> core.Trace | None:
         """The trace of the walk, rank by rank; None if it cannot start. Raises CapacityError."""
-        return self.once("trace", program, lambda p: judge.trace(p, self.homes, self._sets, self.inputs(p)))
+        return self.cached("trace", program, lambda p: judge.trace(p, self.homes, self._sets, self.inputs(p)))
 
-    def once(self, name: str, program: Program, make: Callable[[Program], T]) -> T:
+    def cached(self, name: str, program: Program, make: Callable[[Program], T]) -> T:
         """Returns `make(program)`, cached under `name` and the program."""
         key = (name, program.kind, program.phase)
         if key not in self._cache:

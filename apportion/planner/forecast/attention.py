@@ -38,9 +38,9 @@ HEAVIEST = 3
 class PlannedMicrobatch:
     """Plan of one microbatch in one group, or of its two halves, ping and pong, which alternate.
 
-    tokens: of the fullest rank; busy: largest tokens over speed of any rank; even: the same in the layout of even
-    tokens, if there is one; rows: int64 [ranks], tokens of each rank in the layout of the FFN; bytes: home and work
-    rows of a call on the rank with the most; stages: number of stages in which its programs compute Q, K and V of some
+    tokens: of the fullest rank; busy: largest tokens over speed of any rank; even: the same in the linear
+    layout of a remap, if any; rows: int64 [ranks], tokens of each rank in the layout of the FFN; bytes: home and work
+    rows of a call on the fullest rank; stages: number of stages in which its programs compute Q, K and V of some
     heads, 0 if the layer computes them; moves_us: time of moves between the layouts, per layer, both phases.
     """
 
@@ -109,7 +109,7 @@ def _slowest(groups: Sequence[Sequence[Batch]], pairs: Sequence[int]) -> list[in
 
 
 def _halves(problem: Problem) -> list[Batch]:
-    """Splits a batch into halves of even predicted time. Raises CapacityError for a single sequence."""
+    """Splits a batch into halves of about equal predicted time. Raises CapacityError for a single sequence."""
     return [problem.batch.take(indexes) for indexes in Wlb(microbatches=2)(problem).microbatches]
 
 
@@ -119,7 +119,7 @@ def _microbatches(count: int, problem: Problem) -> list[Batch]:
     packer = replace(pack_of(problem.policy.recipe) or Sequential(), microbatches=count)  # type: ignore[type-var]
     packing = packer(problem)
     if deferred := len(packing.deferred):
-        rule = f"{deferred} sequences would be deferred to a later step, which a forecast does not have"
+        rule = f"{deferred} sequences would be deferred to a later step, but a forecast has only one step"
         raise ConfigError("recipe.pack.defer", True, rule, "use the recipe without defer")
     return [problem.batch.take(indexes) for indexes in packing.microbatches]
 
@@ -148,7 +148,7 @@ def _even_layout(plan: Plan) -> str:
 
 
 def _stages(instructions: Table) -> int:
-    """The largest number of projections on a rank."""
+    """The largest number of projection instructions on a rank."""
     return int(np.bincount(instructions.rank_of_row()[instructions["op"] == Op.PROJECT]).max(initial=0))
 
 

@@ -27,8 +27,8 @@ class Experts:
     """count: routed experts of a layer, 0: none. active: experts per token. width: FFN size of one expert. shared:
     total FFN size of the shared experts. dense: number of layers with one FFN of the model's size instead of experts.
 
-    imbalance: rows of the fullest of the ranks that share experts over the mean, an assumption, as the router is
-    unknown; scenarios scale the part above 1 by 0 to 2. capacity: rows to which every expert is padded, over an even
+    imbalance: rows of the fullest rank of an expert-parallel group over the group's mean, an assumption, as the router
+    is unknown; scenarios scale the part above 1 by 0 to 2. capacity: rows to which every expert is padded, over an even
     share of the fullest rank's rows; None: dropless. dispatch: what a token sends between nodes: one row per expert, or
     one per node, forwarded inside it and summed there on return (DeepEP). nodes: maximum number of nodes with experts
     of one token, 0: any. Raises ConfigError.
@@ -69,7 +69,7 @@ class Experts:
         return (layers - self.dense) / layers if self.count else 0.0
 
     def spread(self, degree: int, excess: float = 1.0) -> float:
-        """Rows of the fullest of the ranks that share experts, over the mean; excess: a factor on the part above 1."""
+        """Rows of an expert-parallel group's fullest rank over its mean; excess: a factor on the part above 1."""
         if self.capacity is not None:
             return self.capacity
         return 1.0 if degree == 1 else 1 + (self.imbalance - 1) * excess
@@ -80,8 +80,8 @@ NO_EXPERTS = Experts()
 
 class ExpertRows(NamedTuple):
     """Rows of one layer with experts for one microbatch. sent: by the rank with the most tokens; received: by the
-    fullest of the ranks that share experts; both padded if experts have a capacity; mean: per expert, without padding;
-    uneven: tokens of the fullest rank over the mean of ranks that share experts."""
+    fullest rank of an expert-parallel group; both padded if experts have a capacity; mean: per expert, without padding;
+    uneven: tokens of the fullest rank over the largest mean of an expert-parallel group."""
 
     sent: float
     received: float
@@ -90,8 +90,8 @@ class ExpertRows(NamedTuple):
 
     @staticmethod
     def of(experts: Experts, tokens: Ints, degree: int, tensor: int, spread: float) -> ExpertRows:
-        """Computes the rows. tokens: int64 [ranks], per tensor-parallel group of a plan; degree: ranks that share
-        experts; spread: see `Experts`."""
+        """Computes the rows. tokens: int64 [ranks], per tensor-parallel group of a plan; degree: ranks of an
+        expert-parallel group; spread: see `Experts`."""
         group_size = min(max(1, degree // tensor), len(tokens))
         means = tokens.reshape(-1, group_size).mean(1)
         maximum, mean = float(tokens.max()), float(means.max())
@@ -103,8 +103,8 @@ class ExpertRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Ranks that share the experts of a layer, and their copies. cluster: all ranks, with their links; degree: number
-    of ranks that share experts; ranks: GPUs of a stage. Raises ConfigError."""
+    """Expert-parallel groups of a stage, each with all experts of a layer. cluster: all ranks, with their links;
+    degree: ranks of a group; ranks: GPUs of a stage. Raises ConfigError."""
 
     cluster: Cluster
     degree: int
@@ -113,7 +113,7 @@ class ExpertRanks:
     def __post_init__(self) -> None:
         on_node = min(self.ranks, self.cluster.ranks_per_node)
         if self.ranks % self.degree or (self.degree % on_node and on_node % self.degree):
-            rule = f"must divide the {self.ranks} ranks of a stage, and be whole nodes of {on_node} or part of one"
+            rule = f"must divide the {self.ranks} ranks of a stage, and span whole nodes of {on_node} or fit in one"
             raise ConfigError("parallelism.expert", self.degree, rule, "use another degree")
 
     @cached_property

@@ -1,7 +1,7 @@
 """Layers except attention, in closed form: microseconds, FLOPs and parameters of one tensor-parallel rank. `tokens` is
 a rank's tokens divided by its speed.
 
-Times are forward; backward has two products of the same size for each forward one, and twice the row work. Rows of
+Times are forward; backward has two products (GEMMs) of the same size for each forward one, twice the row work. Rows of
 norms and residual sums are split among tensor-parallel ranks (sequence parallelism: Korthikanti et al., 2022).
 """
 
@@ -30,7 +30,7 @@ from apportion.planner.simulate.recurrent import token_flops
 class Layers:
     """One rank's share of a layer, averaged over layers with and without experts, and over attention and recurrent
     ones. model: a tensor-parallel rank's part; tensor: number of such ranks. sparse: share of layers with experts;
-    degree: ranks that share a layer's experts; spread: rows of the fullest of these ranks over the mean."""
+    degree: ranks of an expert-parallel group; spread: rows of its fullest rank over its mean."""
 
     hardware: Hardware
     model: Model
@@ -68,8 +68,8 @@ class Layers:
         memory = m.element_bytes * (matrices * width + DISPATCHED * m.hidden) / self._bytes_per_us("rows_gbs")
         return self.sparse * rows * (products + memory)
 
-    def ffn_numbers(self, gates: float, dense: float, sparse: float) -> float:
-        """Numbers per token in FFNs on one rank: `gates` vectors of the FFN's size if gated, one fewer if not, averaged
+    def ffn_elements(self, gates: float, dense: float, sparse: float) -> float:
+        """Elements per token in a rank's FFNs: `gates` vectors of the FFN's size if gated, one fewer if not, averaged
         with the fractions `dense` and `sparse` of layers with one FFN and with experts; experts add two vectors of the
         hidden size per dispatched row."""
         m, experts = self.model, self.training.experts
@@ -87,12 +87,12 @@ class Layers:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Parameters of the head, or the embedding, on one rank."""
+        """Parameters of the output head, or of the embedding, on one rank."""
         return -(-self.training.vocab // self.tensor) * self.model.hidden
 
     def linear_us(self, tokens: float, projects: bool = False) -> float:
-        """Time of one layer's products. projects: True to leave out the projections of Q, K and V. Expanding latent
-        rows counts as attention."""
+        """Time of one layer's products. projects: True if programs compute Q, K and V, whose projections are then left
+        out. Expanding latent rows counts as attention."""
         expansion = recurrent.attention_share(self.model) * self.model.q_heads * self.model.expansion
         parameters = self.linear_parameters - projects * self.projection_parameters - expansion
         return tokens * 2 * parameters / (self.hardware.linear_tflops.value * 1e6)
@@ -113,7 +113,7 @@ class Layers:
         low_rank = 2 * (training.q_rank + training.kv_rank)
         attention_numbers = low_rank + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of attention layers only
         numbers += low_rank + sum(
-            share * (recurrent.row_work_numbers_of(kind) - attention_numbers)
+            share * (recurrent.row_work_elements(kind) - attention_numbers)
             for share, kind in recurrent.shares(m)
         )
         size = tokens * m.element_bytes * numbers
@@ -123,7 +123,7 @@ class Layers:
         return self.hardware.rate_gbs(rate) * 1e3
 
     def head_us(self, tokens: float) -> float:
-        """Time of the head: its products, and the memory traffic of the loss."""
+        """Time of the output head: its products, and the memory traffic of the loss."""
         m, logits = self.model, tokens * self.vocabulary_parameters / self.model.hidden
         products = 2 * logits * m.hidden / (self.hardware.linear_tflops.value * 1e6)
         return products + logits * LOSS * m.element_bytes / self._bytes_per_us("loss_gbs")
@@ -182,8 +182,8 @@ def linear_parameters(model: Model, training: Training, sparse: float, tensor: i
 
 
 def whole_parameters(model: Model, training: Training, layers: int, routed: int) -> float:
-    """Parameters of all layers' products, with `routed` routed experts per sparse layer: `count` for all, `active` for
-    those of a token."""
+    """Parameters of all layers' products, with `routed` routed experts per sparse layer: `Experts.count` for the model,
+    `Experts.active` for one token."""
     sparse = training.sparse_share(layers)
     expert_size = training.matrices * model.hidden * training.experts.width * routed
     return layers * (linear_parameters(model, training, sparse) + sparse * expert_size)

@@ -3,7 +3,7 @@
 weights, gradients, optimizer    of the rank's layers and its share of embedding and head; if sharded, also gathered
                                  weights of two layers, of embedding and head, and a layer's gradient
 kept                             activations saved for backward
-working                          those of the current layer and the head, at the largest of three moments of backward
+working                          those of the current layer and the head, at the largest of three points in backward
 
     moment         in addition to what is kept
     attention      the layer's input, its norm's output and the residual stream's gradient; rows of a call,
@@ -31,7 +31,7 @@ from apportion.planner.forecast.training import ShardedState, Training
 
 @dataclass(frozen=True)
 class Activations:
-    """Activation bytes on a rank: `kept`, plus one of the moments at a time; `host`: in host memory."""
+    """Activation bytes on a rank: `kept`, plus those of one moment of backward at a time; `host`: in host memory."""
 
     kept: float
     attention: float
@@ -45,7 +45,7 @@ class Activations:
 
     @property
     def working(self) -> float:
-        """Bytes at the largest moment."""
+        """Bytes at the moment that needs the most."""
         return max(self.moments.values())
 
     @property
@@ -114,12 +114,12 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
     if recompute == "selective":
         return row + attention_share * output
     states = (
-        sum(share * recurrent.kept_numbers(kind) for share, kind in recurrent.shares(m)) * m.element_bytes
+        sum(share * recurrent.kept_elements(kind) for share, kind in recurrent.shares(m)) * m.element_bytes
     )
     ffn_bytes = (
         0.0
         if layers.training.tiles_mlp
-        else layers.ffn_numbers(3, layers.dense, layers.sparse) * m.element_bytes
+        else layers.ffn_elements(3, layers.dense, layers.sparse) * m.element_bytes
     )
     return (
         2 * row * (1 + layers.dense + layers.sparse)
@@ -159,12 +159,14 @@ def activations(
     waiting = max(count - 1, 0.0)
     tile = min(tokens, training.mlp_tile or tokens, -(-tokens // chunks))
     outputs, kinds = output_row(layers) + attention_row(layers) * (not projects), m.recurrent.values()
-    outputs = max([outputs, *(recurrent.kept_numbers(kind) * m.element_bytes for kind in kinds)])
-    states = max((3 * row + recurrent.working_numbers(kind) * m.element_bytes for kind in kinds), default=0.0)
+    outputs = max([outputs, *(recurrent.kept_elements(kind) * m.element_bytes for kind in kinds)])
+    states = max(
+        (3 * row + recurrent.working_elements(kind) * m.element_bytes for kind in kinds), default=0.0
+    )
     output = output_row(layers) * tokens * (projects and training.recompute != "full")
     row_bytes = 3 * row if chunks > 1 else 5 * row + outputs
     logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden
-    fullest = max(layers.ffn_numbers(4, not kind, kind) for kind in {layers.sparse > 0, not layers.dense})
+    fullest = max(layers.ffn_elements(4, not kind, kind) for kind in {layers.sparse > 0, not layers.dense})
     gathered_row = 2 * m.hidden * m.element_bytes * (layers.tensor > 1)
     return Activations(
         kept=kept * min(waiting, 1) / chunks if training.offload else kept * waiting,

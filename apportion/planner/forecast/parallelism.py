@@ -29,9 +29,9 @@ PACKINGS: tuple[Literal["order", "balanced"], ...] = ("order", "balanced")
 
 @dataclass(frozen=True)
 class Degrees:
-    """tensor: ranks that share heads and FFN; pipeline: stages; virtual: chunks of layers of a stage (interleaved
+    """tensor: ranks that split heads and FFN; pipeline: stages; virtual: chunks of layers of a stage (interleaved
     1F1B). microbatches: per step; with several stages multiplied by their number, so that a rank holds the same number
-    of tokens at a time. expert: ranks of a stage that share the experts of a layer. Raises ConfigError.
+    of tokens at a time. expert: ranks over which the experts of a layer are spread. Raises ConfigError.
     """
 
     tensor: int = 1
@@ -105,11 +105,11 @@ class Parallelism:
         node and each move their own heads. Ranks that share a NIC get equal parts of it, also across groups and stages.
         Raises ConfigError."""
         ranks = self.ranks(cluster)
-        _divides("parallelism.tensor", self.tensor, cluster.ranks_per_node, "the ranks of a node")
+        _check_divides("parallelism.tensor", self.tensor, cluster.ranks_per_node, "the ranks of a node")
         on_node = cluster.ranks_per_node // self.tensor
         per_node = min(on_node, ranks)
         if ranks % per_node:
-            rule = f"leaves stages of {ranks * self.tensor} ranks, which must be whole nodes or a part of one"
+            rule = f"leaves stages of {ranks * self.tensor} ranks, which must span whole nodes or fit in one"
             raise ConfigError("parallelism.pipeline", self.pipeline, rule, "use another degree")
         on_nic = min(self.tensor, max(1, cluster.ranks_per_node // cluster.nics_per_node))  # a group's ranks
         nics = max(1, cluster.nics_per_node * on_nic * per_node // cluster.ranks_per_node)
@@ -128,7 +128,9 @@ class Parallelism:
         stage = self.stage(cluster)
         if self.context is None:
             return stage
-        _divides("parallelism.context", self.context, stage.ranks, "the data x context ranks of a stage")
+        _check_divides(
+            "parallelism.context", self.context, stage.ranks, "the data x context ranks of a stage"
+        )
         if stage.speeds is not None:
             rule = "static grids do not support speeds"
             raise ConfigError(
@@ -136,7 +138,7 @@ class Parallelism:
             )
         per_node = min(stage.ranks_per_node, self.context)
         if self.context % per_node:
-            rule = f"must be whole nodes of {per_node} ranks, or part of one"
+            rule = f"must span whole nodes of {per_node} ranks, or fit in one"
             raise ConfigError("parallelism.context", self.context, rule, "use another degree")
         share = max(1, stage.nics_per_node * per_node // stage.ranks_per_node)
         return replace(stage, nodes=self.context // per_node, ranks_per_node=per_node, nics_per_node=share)
@@ -155,7 +157,7 @@ class Parallelism:
         if self.tensor == 1:
             return model
         for field, count in (("q_heads", model.q_heads), ("ffn", model.ffn)):
-            _divides("parallelism.tensor", self.tensor, count, f"model.{field}")
+            _check_divides("parallelism.tensor", self.tensor, count, f"model.{field}")
         if max(model.kv_heads, self.tensor) % min(model.kv_heads, self.tensor):
             rule = f"must divide model.kv_heads ({model.kv_heads}), or be a multiple of it"
             raise ConfigError("parallelism.tensor", self.tensor, rule, "use another degree")
@@ -168,7 +170,7 @@ class Parallelism:
         )
 
     def _rank_kind(self, name: str, kind: Recurrent) -> Recurrent:
-        _divides("parallelism.tensor", self.tensor, kind.heads, f"heads of model.recurrent.{name}")
+        _check_divides("parallelism.tensor", self.tensor, kind.heads, f"heads of model.recurrent.{name}")
         heads, qk_heads = kind.heads // self.tensor, max(1, kind.qk_heads // self.tensor)
         if heads % qk_heads:
             rule = (
@@ -179,7 +181,7 @@ class Parallelism:
 
     def stage_layers(self, layers: int) -> float:
         """Layers of each stage. Raises ConfigError if they do not divide evenly."""
-        _divides(
+        _check_divides(
             "parallelism.pipeline x parallelism.virtual", self.pipeline * self.virtual, layers, "the layers"
         )
         return layers / self.pipeline
@@ -193,7 +195,7 @@ class Parallelism:
         if experts.count:
             self._check_experts(cluster, experts, layers)
         if self.ping_pong and model.recurrent:
-            rule = "ping-pong halves are not priced with recurrent layers"
+            rule = "forecasts do not support ping-pong with recurrent layers"
             raise ConfigError("parallelism.ping_pong", True, rule, "leave it out")
         if self.expert > 1 and not experts.count:
             rule, remedy = "requires a model with experts", "write 1, or set training.experts"
@@ -201,7 +203,7 @@ class Parallelism:
 
     def _check_experts(self, cluster: Cluster, experts: Experts, layers: int) -> None:
         experts.share(layers)
-        _divides("parallelism.expert", self.expert, experts.count, "the experts of a layer")
+        _check_divides("parallelism.expert", self.expert, experts.count, "the experts of a layer")
         ranks = self.ranks(cluster) * self.tensor
         if max(self.expert, self.tensor) % min(self.expert, self.tensor):
             rule = f"must divide the tensor-parallel degree ({self.tensor}), or be a multiple of it"
@@ -212,15 +214,15 @@ class Parallelism:
             rule = f"must divide the {group * self.tensor} ranks of a group, or be a multiple of them"
             raise ConfigError("parallelism.expert", self.expert, rule, "use another degree")
         if experts.shared % self.tensor:
-            _divides("parallelism.tensor", self.tensor, experts.shared, "training.experts.shared")
+            _check_divides("parallelism.tensor", self.tensor, experts.shared, "training.experts.shared")
         if cluster.speeds is not None:
-            rule = "experts are priced on ranks of one speed"
+            rule = "forecasts with experts require ranks of equal speed"
             raise ConfigError("cluster.speeds", cluster.speeds[:4], rule, "leave them out")
         if self.ping_pong:
-            rule = "ping-pong halves are not priced with experts"
+            rule = "forecasts do not support ping-pong with experts"
             raise ConfigError("parallelism.ping_pong", True, rule, "leave it out")
 
-    def planned_as(self, cluster: Cluster) -> Parallelism:
+    def canonical_form(self, cluster: Cluster) -> Parallelism:
         """The canonical parallelism with the same plans: degrees that do not affect attention are 1, and a grid of one
         group is a plan over all ranks."""
         degrees = replace(self.degrees, virtual=1, expert=1)
@@ -262,6 +264,6 @@ class Parallelism:
         return cluster.speeds
 
 
-def _divides(field: str, degree: int, total: int, label: str) -> None:
+def _check_divides(field: str, degree: int, total: int, label: str) -> None:
     if total % degree or total < degree:
         raise ConfigError(field, degree, f"must divide {label} ({total})", "use a divisor")

@@ -35,7 +35,7 @@ def shares(model: Model) -> list[tuple[float, Recurrent]]:
 
 
 def product_parameters(kind: Recurrent, hidden: int) -> int:
-    """Parameters of the products of one layer."""
+    """Parameters of the matrix products of one layer."""
     keys, values = kind.heads * kind.key_dim, kind.heads * kind.value_dim
     gates = hidden * (values + kind.heads)
     if kind.gate == "diagonal":
@@ -43,18 +43,18 @@ def product_parameters(kind: Recurrent, hidden: int) -> int:
     return hidden * (kind.conv_channels + values + kind.heads * kind.delta) + gates
 
 
-def row_work_numbers_of(kind: Recurrent) -> int:
-    """Numbers per token that row work reads and writes in forward: the convolution; the norm, which reads output and
+def row_work_elements(kind: Recurrent) -> int:
+    """Elements per token that row work reads and writes in forward: the convolution; the norm, which reads output and
     gate."""
     return 2 * kind.conv_channels * (kind.conv > 0) + 3 * kind.heads * kind.value_dim
 
 
-def kept_numbers(kind: Recurrent) -> int:
-    """Numbers per token that backward needs: Q, K and V before and after the convolution, output, gate and their
+def kept_elements(kind: Recurrent) -> int:
+    """Elements per token that backward needs: Q, K and V before and after the convolution, output, gate and their
     product."""
     return kind.conv_channels * (1 + (kind.conv > 0)) + 3 * kind.heads * kind.value_dim
 
 
-def working_numbers(kind: Recurrent) -> float:
-    """Numbers per token while backward runs the layer: the kept ones, their gradients, and states of chunks."""
-    return 2 * kept_numbers(kind) + kind.heads * kind.state_numbers / CHUNK
+def working_elements(kind: Recurrent) -> float:
+    """Elements per token while backward runs the layer: the kept ones, their gradients, and states of chunks."""
+    return 2 * kept_elements(kind) + kind.heads * kind.state_numbers / CHUNK

@@ -21,7 +21,7 @@ from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.scenarios import SCENARIOS, Scenario
 
 #: single-scenario variations for an interval: `SCENARIOS` except their combination, and kernels a tenth faster.
-#: Bandwidths and latencies of hardware files are data-sheet values, so none is expected to be better
+#: Bandwidths and latencies of hardware files are data-sheet values, so real ones are not expected to be better
 INTERVAL = (*(case for case in SCENARIOS if case.name != "all"), Scenario("fast-kernels", compute=0.9))
 #: for models with experts: perfectly even experts, and twice the assumed unevenness
 UNEVEN = (Scenario("even-experts", experts=0.0), Scenario("uneven-experts", experts=2.0))
@@ -75,7 +75,7 @@ class ForecastRow:
 @dataclass(frozen=True, eq=False)
 class Forecast:
     """Rows in the order of the request; the baseline (`named`, or the fastest static grid that fits) is the reference
-    of speed-ups."""
+    for speed-ups."""
 
     rows: tuple[ForecastRow, ...]
     cluster: Cluster

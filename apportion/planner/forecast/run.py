@@ -69,7 +69,7 @@ def forecast(
     groups: dict[tuple[Parallelism, bool], list[int]] = {}
     for number, form in enumerate(forms):
         static = grid_gpu is not gpu and form.context is not None
-        groups.setdefault((form.planned_as(cluster), static), []).append(number)
+        groups.setdefault((form.canonical_form(cluster), static), []).append(number)
     rows: dict[int, ForecastRow] = {}
     for (_, static), numbers in groups.items():
         shared: list[_Attention] = []
@@ -88,7 +88,7 @@ def forecast(
 def _training_of(training: Training | None, model: Model) -> Training:
     """The training, by default `Training()`. Raises ConfigError if it does not match the model."""
     result = Training() if training is None else training
-    _checked_list("training", [result], Training, "use Training(...), or Training.from_data of a mapping")
+    _checked_list("training", [result], Training, "use Training(...), or Training.from_data(mapping)")
     if (rows := model.latent) is not None and (rows.rank, rows.rope) != (result.kv_rank, result.rope_dim):
         values = f"kv_rank {result.kv_rank}, rope_dim {result.rope_dim}"
         remedy = f"write kv_rank: {rows.rank}, rope_dim: {rows.rope}"

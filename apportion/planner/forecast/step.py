@@ -91,7 +91,7 @@ class Setting:
         microbatch, or a rank has fewer tokens than chunks."""
         form, chunks = self.parallelism, self.training.chunks
         if form.recipe.name not in ("ulysses", "upipe"):
-            rule = f"need heads split among ranks, unlike {form.recipe.name}"
+            rule = f"need heads split among ranks, but {form.recipe.name} keeps them together"
             raise ConfigError("training.chunks", chunks, rule, "use --recipes ulysses or upipe, or 1")
         microbatches = form.steps() * form.groups(self.cluster)
         causal = all(isinstance(spec, Causal) for kind in batch.masks.values() for spec in kind.specs)
@@ -127,7 +127,7 @@ class Setting:
         return ExpertRows.of(experts, planned.rows, form.expert, form.tensor, self.layers.spread)
 
     def experts_us(self, planned: PlannedMicrobatch) -> tuple[float, float]:
-        """Forward times of one layer's routed experts: their products and row traffic; both all-to-alls."""
+        """(compute, communication): forward times of one layer's routed experts, and of both all-to-alls."""
         layers, experts = self.layers, self.training.experts
         if not experts.count:
             return 0.0, 0.0
@@ -185,7 +185,7 @@ def step(
 
 
 def _slowest(attended: Sequence[AttentionTimes]) -> AttentionTimes:
-    """The slowest times of groups that share experts, which wait for each other in each layer."""
+    """The slowest times of groups that exchange rows of experts, and so wait for each other in each layer."""
     forward, backward, *recurrent_us = (
         max(times)
         for times in zip(
@@ -252,7 +252,7 @@ class _StageWork:
         layer = recurrent_us + linear + rows + tensor + experts + all_to_all
         recomputed = {"none": 0.0, "selective": layer}.get(recompute, layer + attention)
         remap_us = planned.moves_us * count / 2
-        exposed, exposed_grad = _exposed(setting, planned, stage)
+        exposed, exposed_grad = _exposed_traffic_us(setting, planned, stage)
         forward = {"attention": attention, "linear": linear, "rows": rows, "remap": remap_us, "head": head}
         forward |= {"tensor_parallel": tensor, "data_parallel": exposed, "recomputation": 0.0}
         forward |= {"experts": experts, "all_to_all": all_to_all, "recurrent": recurrent_us}
@@ -277,7 +277,7 @@ class _StageWork:
 
 
 def _products_us(layers: Layers, planned: PlannedMicrobatch) -> float:
-    """Time of one layer's products, forward; with a remap, some run in the layout of even tokens."""
+    """Time of one layer's products, forward; with a remap, some run in the balanced linear layout."""
     linear = layers.linear_us(planned.busy, planned.projects)
     if planned.even == planned.busy:
         return linear
@@ -300,7 +300,7 @@ def _hiding_us(setting: Setting, planned: PlannedMicrobatch) -> float:
     return _products_us(layers, planned) + layers.rows_us(planned.even) + setting.experts_us(planned)[0]
 
 
-def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[float, float]:
+def _exposed_traffic_us(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[float, float]:
     """Exposed microseconds of a microbatch, (forward, backward): gathering of sharded weights for every pass over a
     layer, and scattering of sharded gradients after each microbatch. The embedding's transfers are fully exposed, since
     it is used first and its gradient comes last; the head's are hidden if traffic overlaps at all."""

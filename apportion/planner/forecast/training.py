@@ -62,7 +62,7 @@ class Training:
             raise ConfigError("training.chunks", self.chunks, rule, remedy)
 
         if self.experts.count and self.tiles_mlp:
-            rule = "FFNs in tiles or chunks are not priced with experts"
+            rule = "FFNs in tiles or chunks are not supported in forecasts with experts"
             raise ConfigError("training.experts.count", self.experts.count, rule, "drop mlp_tile and chunks")
 
     @property

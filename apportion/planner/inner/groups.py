@@ -226,7 +226,7 @@ class HeadStages:
 def _heads_of_rank(model: Model, size: int, member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Query heads of one of `size` ranks, and the KV heads that they use."""
     if model.q_heads % size:
-        rule = f"must divide the {model.q_heads} query heads among the ranks of a group"
+        rule = f"must divide the {model.q_heads} query heads, which the ranks of a group split evenly"
         raise ConfigError("recipe.inner.ulysses.degree", size, rule, f"use {gcd(size, model.q_heads)}")
     count, queries_per_key = model.q_heads // size, model.q_heads // model.kv_heads
     heads = tuple(range(member * count, (member + 1) * count))
@@ -237,7 +237,7 @@ class InnerPass(Pass, Protocol):
     """Forms groups of ranks that share tokens and split the heads. overlap: True if rows are exchanged while others are
     computed."""
 
-    def splits(self, problem: Problem) -> frozenset[str]:
+    def split_kinds(self, problem: Problem) -> frozenset[str]:
         """The attention kinds whose heads are split; others are computed on their rows' home ranks."""
         return frozenset(problem.batch.kinds)
 
@@ -273,10 +273,10 @@ class Ulysses(InnerPass):
     lone: Share | Literal["auto"] | None = None
     kinds: Literal["all", "auto"] | Annotated[tuple[str, ...], Meta(min_length=1)] = "all"
 
-    def splits(self, problem: Problem) -> frozenset[str]:
+    def split_kinds(self, problem: Problem) -> frozenset[str]:
         """The kinds whose heads are split, without those that choose keys at run time. Raises ConfigError for such a
         kind in `kinds`, and for kinds missing from the batch."""
-        names = tuple(kind for kind in problem.batch.kinds if kind not in problem.picked)
+        names = tuple(kind for kind in problem.batch.kinds if kind not in problem.chosen_keys)
         if self.kinds == "all" or not names:
             return frozenset(names)
         if self.kinds == "auto":
@@ -318,7 +318,7 @@ class Ulysses(InnerPass):
         return Groups(np.arange(0, ranks + 1, degree), (departure,) if degree < departure.asked else ())
 
     def _max_group_size(self, problem: Problem) -> int:
-        """Largest number of ranks of a group, before the heads' limit."""
+        """Largest number of ranks of a group, regardless of the number of heads."""
         if isinstance(self.degree, int):
             return self.degree
         if self.degree == "auto":

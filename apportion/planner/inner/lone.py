@@ -64,7 +64,7 @@ class LoneSequences:
         return not len(self.others)
 
     @cached_property
-    def alone(self) -> Batch:
+    def lone_batch(self) -> Batch:
         return self.batch.take(self.index)
 
     @cached_property
@@ -73,8 +73,8 @@ class LoneSequences:
 
     @cached_property
     def rows(self) -> Rows:
-        """Home rows of the lone sequences, from 0 on each rank, on the token axis of `alone`."""
-        return Rows(self.alone.starts, self.home, self.ranks)
+        """Home rows of the lone sequences, from 0 on each rank, on the token axis of `lone_batch`."""
+        return Rows(self.lone_batch.starts, self.home, self.ranks)
 
     def in_groups(self, others: Rows, of_rank: Ints) -> tuple[Ints, Ints]:
         """Blocks of the whole batch: starts int64 [blocks + 1], and the group of each. others: rows of groups; of_rank:
@@ -149,7 +149,7 @@ def _saved_ns(problem: Problem, rows: Ints) -> Ints:
 def _find(
     problem: Problem, first: Ints, times: Ints, sizes: Ints, share: float
 ) -> tuple[LoneSequences | None, float]:
-    """The lone sequences, and the unevenness that they leave: at most 1 is even enough."""
+    """The lone sequences, and the unevenness that they leave, relative to the limit."""
     speeds, members = problem.speeds, np.diff(first)
     whole = float(times.sum()) / float(speeds.sum())
     is_small = sizes <= MAX_TOKENS * float(problem.token_shares.max())

@@ -62,10 +62,10 @@ class UPipe(Ulysses):
             if getattr(self, name) != default:
                 raise ConfigError(self._field(name), getattr(self, name), rule, remedy)
 
-    def splits(self, problem: Problem) -> frozenset[str]:
+    def split_kinds(self, problem: Problem) -> frozenset[str]:
         """All kinds, or none. Raises ConfigError."""
-        kinds = super().splits(problem)
-        if kinds and problem.picked:
+        kinds = super().split_kinds(problem)
+        if kinds and problem.chosen_keys:
             rule = "computes heads in stages, but kinds that choose keys at run time need all heads at once"
             raise ConfigError("recipe.inner", self.name, rule, "use inner ulysses")
         return kinds
@@ -89,7 +89,7 @@ class UPipe(Ulysses):
         heads = degree if self.heads == "auto" else self.heads
         if heads % degree or model.q_heads % heads:
             divisors = [n for n in range(degree, model.q_heads + 1, degree) if model.q_heads % n == 0]
-            rule = f"must be a multiple of the {degree} ranks of a group that divides the {model.q_heads} query heads"
+            rule = f"must be a multiple of the degree ({degree}) and divide the {model.q_heads} query heads"
             raise ConfigError(self._field("heads"), heads, rule, f"use {', '.join(map(str, divisors))}")
         return heads
 

@@ -30,7 +30,7 @@ def plan_iteration(
     progress: Callable[[int, int], None] | None = None,
 ) -> IterationPlan:
     """Plans an iteration: the recipe's `pack` step (default: `Sequential`) distributes the sequences of `batch` over
-    microbatches, each planned like `api.plan`. Equal arguments give equal bytes.
+    microbatches, each planned like `api.plan`. Equal arguments give byte-identical plans.
 
     recipe, seed, policy, verify, hardware: as in `api.plan`. progress: called with (planned microbatches, total), first
     with 0. Sequences deferred by the pack step are in `deferred` of the result: the caller prepends them to the next
@@ -38,7 +38,7 @@ def plan_iteration(
     """
     policy, hardware = api.policy_of(recipe, seed, policy), Hardware.named(hardware)
     packing = pack(Problem(batch, cluster, model, policy, hardware))
-    report = progress or _silent
+    report = progress or _no_progress
     report(0, len(packing.microbatches))
     plans = []
     for indexes in packing.microbatches:
@@ -53,5 +53,5 @@ def pack(problem: Problem) -> Packing:
     return (pack_of(problem.policy.recipe) or Sequential())(problem)
 
 
-def _silent(done: int, total: int) -> None:
+def _no_progress(done: int, total: int) -> None:
     pass

@@ -24,7 +24,7 @@ from apportion.planner.problem import Problem
 
 
 def plan_job(job: Job, batches: Sequence[Batch], *, verify: bool = True) -> IterationPlan:
-    """Plans an iteration of a job: equal requests give equal bytes.
+    """Plans an iteration of a job; equal requests give byte-identical plans.
 
     batches: one per microbatch; or, if the recipe packs, a single one with all sequences, for `job.microbatches`
     microbatches, or as many as there are sequences, if these are fewer. verify: check the finished plans (as `api.plan`

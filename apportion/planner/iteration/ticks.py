@@ -86,7 +86,7 @@ class TickTable:
         return counts
 
     @property
-    def idle(self) -> float:
+    def idle_fraction(self) -> float:
         """Fraction of (tick, stage) slots in which the stage runs no microbatch and can serve attention."""
         return float((self.microbatch == IDLE).mean())
 

@@ -37,7 +37,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Turns:
+class PieceTiming:
     """Timing of pieces, bool [pieces]. late: True if query rows arrive during the first stage; early, early_keys: True
     if results, and gradients of KV rows, leave before the last stage."""
 
@@ -57,7 +57,7 @@ class Exchange:
     sets: HeadSets
     pieces: Pieces
     slots: Slots  # of the moving copies, in order
-    turns: Turns | None = None
+    turns: PieceTiming | None = None
 
     @cached_property
     def _copies(self) -> tuple[Ints, Ints]:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from apportion.ir.arrays import Bools, Floats, Ints, offsets
-from apportion.ir.orders import ranked
+from apportion.ir.orders import unique_inverse
 from apportion.ir.tensors import Side
 from apportion.planner.inner.groups import Groups, HeadSets
 from apportion.planner.lower.exchange import Exchange
@@ -102,7 +102,7 @@ class Lowering:
         offset = np.cumsum(self.rows.per_rank) - self.rows.per_rank
         low = np.concatenate([offset[edges.home] + edges.row, offset[tasks.exec[local]] + tasks.row[local]])
         high = low + np.concatenate([edges.rows, tasks.rows[local]])
-        points, first, last = ranked(low, high)
+        points, first, last = unique_inverse(low, high)
         users = np.cumsum(
             np.bincount(first, minlength=len(points)) - np.bincount(last, minlength=len(points))
         )
@@ -117,7 +117,7 @@ Lowered = dict[tuple[str, str], Lowering]
 
 
 def leading(lowered: Lowered) -> Lowering:
-    """The lowering whose groups are the plan's: of a kind with split heads, if there is one."""
+    """The lowering whose groups are the plan's: one with split heads, if there is any."""
     return max(lowered.values(), key=lambda item: item.groups.split)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.tensors import Side
-from apportion.planner.lower.exchange import Pieces, Turns, one_round
+from apportion.planner.lower.exchange import Pieces, PieceTiming, one_round
 from apportion.planner.lower.inputs import Lowering
 
 
@@ -35,7 +35,7 @@ def overlapped(low: Lowering) -> Lowering:
     is_new = np.append(True, np.diff(4 * late + 2 * early + early_keys) != 0) | np.isin(cuts, first)
     is_new &= cuts < first[-1] + pieces.rows[-1]
     end = int(first[-1] + pieces.rows[-1])
-    turns = Turns(*(marks[is_new] for marks in (late, early, early_keys)))
+    turns = PieceTiming(*(marks[is_new] for marks in (late, early, early_keys)))
     exchange = replace(low.exchange, pieces=_split_pieces(pieces, first, cuts[is_new], end), turns=turns)
     return replace(low, exchange=replace(exchange, slots=one_round(exchange)))
 

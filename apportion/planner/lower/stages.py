@@ -19,7 +19,7 @@ import numpy as np
 
 from apportion._core import stages as core
 from apportion.ir.arrays import Floats, Ints, changes
-from apportion.ir.orders import ranked
+from apportion.ir.orders import unique_inverse
 from apportion.planner.problem import exact_sums
 from apportion.planner.schedule.rounds import Schedule
 from apportion.planner.tasks.rows import Rows
@@ -69,8 +69,8 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
         if schedule.beside_exchange:  # little work in the first and the last stage, for which others wait
             order = _alternate_members(tasks, rows, schedule.beside_exchange)
             visit, border = np.append(0, np.roll(visit[1:], 1)), 2
-        # each task goes to the first stage, in the order of `visit`, up to which its rank has less work than the
-        # stages' share; work of the first `border` stages is compared for each stage alone
+        # stages are filled in the order of `visit`: a task goes to the first one up to which its rank's total work
+        # is below the target; each of the first `border` stages is compared on its own
         core.fill(stage, tasks.exec, edge, tasks.work, rows.ranks, (_shares(schedule), visit, border), order)
     return stage
 
@@ -148,4 +148,4 @@ def _queries(tasks: Tasks) -> Ints:
     if not tasks.queries_move and not tasks.group.any():
         return tasks.row
     tile = (tasks.query_edge + 1) * np.int64(int(tasks.group.max()) + 1) + tasks.group
-    return ranked(tile * (int(tasks.row.max()) + 1) + tasks.row)[1].astype(np.int32)
+    return unique_inverse(tile * (int(tasks.row.max()) + 1) + tasks.row)[1].astype(np.int32)

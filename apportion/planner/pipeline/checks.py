@@ -61,9 +61,9 @@ class Checks:
         """Blocks partition the batch's tokens in order; pieces are numbered."""
         must = _Requirement("shard", self._passes.shard)
         must.span("starts", shards.starts, problem.batch.tokens)
-        must.all("piece", (shards.piece >= 0) & (shards.piece < len(shards.piece)))
-        must.that("piece, weight", len(shards.piece) == len(shards.weight) == len(shards.starts) - 1)
-        must.all("weight", shards.weight >= 0)
+        must.hold_in_rows("piece", (shards.piece >= 0) & (shards.piece < len(shards.piece)))
+        must.hold("piece, weight", len(shards.piece) == len(shards.weight) == len(shards.starts) - 1)
+        must.hold_in_rows("weight", shards.weight >= 0)
 
     @_if_enabled
     def placement(self, problem: Problem, shards: Shards, placed: Placement) -> None:
@@ -73,16 +73,18 @@ class Checks:
         homes = problem.ranks if placed.groups is None else len(placed.groups) - 1
         if placed.groups is not None:
             must.span("groups", placed.groups, problem.ranks)
-        must.that("home, weight", len(placed.home) == len(placed.weight) == len(placed.starts) - 1)
-        must.all("home", (placed.home >= 0) & (placed.home < homes))
-        must.that("weight, total of all blocks", int(placed.weight.sum()) == int(shards.weight.sum()))
+        must.hold("home, weight", len(placed.home) == len(placed.weight) == len(placed.starts) - 1)
+        must.hold_in_rows("home", (placed.home >= 0) & (placed.home < homes))
+        must.hold("weight, total of all blocks", int(placed.weight.sum()) == int(shards.weight.sum()))
         if placed.groups is None and not self._passes.place.is_uncapped:
-            must.all("tokens, of each rank", placed.rank_sums(placed.lengths, homes) <= problem.token_caps)
+            must.hold_in_rows(
+                "tokens, of each rank", placed.rank_sums(placed.lengths, homes) <= problem.token_caps
+            )
         for (kind, phase), execution in (placed.execution or {}).items():
             cells = len(cut_cells(problem.bands[kind], placed.starts))
             label = f"execution of {kind} {phase}"
-            must.that(f"{label}, shape", execution.rank.shape == (placed.head_groups, cells))
-            must.all(
+            must.hold(f"{label}, shape", execution.rank.shape == (placed.head_groups, cells))
+            must.hold_in_rows(
                 f"{label}, rank", (execution.rank.reshape(-1) >= 0) & (execution.rank.reshape(-1) < homes)
             )
 
@@ -91,53 +93,57 @@ class Checks:
         """Tasks cover all pairs of the masks, once for each head group; each task has its edges."""
         must = _Requirement("place", self._passes.place)
         work = cut_cells(bands, starts).work.sum()
-        must.that("tasks, total pairs", int(tasks.work.sum()) == int(work) * groups)
-        must.all("tasks, rows", tasks.rows > 0)
-        must.all("tasks, keys", tasks.k1 > tasks.k0)
+        must.hold("tasks, total pairs", int(tasks.work.sum()) == int(work) * groups)
+        must.hold_in_rows("tasks, rows", tasks.rows > 0)
+        must.hold_in_rows("tasks, keys", tasks.k1 > tasks.k0)
         for edge in (tasks.edge, tasks.query_edge):
-            must.all("tasks, edge", (edge >= -1) & (edge < len(edges)))
+            must.hold_in_rows("tasks, edge", (edge >= -1) & (edge < len(edges)))
             remote = np.flatnonzero(edge >= 0)
-            must.all("tasks, edge to where they run", edges.dst[edge[remote]] == tasks.exec[remote])
-        must.all("edges, from home", edges.src == edges.home)
+            must.hold_in_rows("tasks, edge to where they run", edges.dst[edge[remote]] == tasks.exec[remote])
+        must.hold_in_rows("edges, from home", edges.src == edges.home)
 
     @_if_enabled
     def routed(self, star: Edges, routed: Routes, ranks: int) -> None:
-        """All rows of the star still arrive from home, relayed only by ranks that have them."""
+        """All rows of the star (home -> ranks that need them) still arrive, relayed only by ranks that have them."""
         must, edges = _Requirement("route", self._passes.route), routed.edges
-        must.all("ranks", (edges.src != edges.dst) & (edges.dst >= 0) & (edges.dst < ranks))
-        must.all("parent, before its children", edges.parent < np.arange(len(edges)))
+        must.hold_in_rows("ranks", (edges.src != edges.dst) & (edges.dst >= 0) & (edges.dst < ranks))
+        must.hold_in_rows("parent, before its children", edges.parent < np.arange(len(edges)))
         relays = np.flatnonzero(edges.parent >= 0)
-        must.all("parent, to where its children begin", edges.dst[edges.parent[relays]] == edges.src[relays])
-        must.all("roots begin at home", (edges.parent >= 0) | (edges.src == edges.home))
-        must.that("arrives", len(routed.arrives) == len(star))
+        must.hold_in_rows(
+            "parent, to where its children begin", edges.dst[edges.parent[relays]] == edges.src[relays]
+        )
+        must.hold_in_rows("roots begin at home", (edges.parent >= 0) | (edges.src == edges.home))
+        must.hold("arrives", len(routed.arrives) == len(star))
         home, row, rows, dst = (
             column[routed.arrives] for column in (edges.home, edges.row, edges.rows, edges.dst)
         )
-        must.all("arrives, where it is needed", dst == star.dst)
+        must.hold_in_rows("arrives, where it is needed", dst == star.dst)
         is_covered = (row <= star.row) & (row + rows >= star.row + star.rows)
-        must.all("arrives, with all its rows", is_covered & (home == star.home))
+        must.hold_in_rows("arrives, with all its rows", is_covered & (home == star.home))
 
     @_if_enabled
     def schedule(self, routed: Routes, schedule: Schedule) -> None:
         """Every edge has a round, relays later than their parents."""
         must, edges = _Requirement("schedule", self._passes.schedule), schedule.edges
-        must.that("edges", len(edges) == len(routed.edges) == len(schedule.round))
-        must.all("round", (schedule.round >= 0) & (schedule.round < max(schedule.rounds, 1)))
+        must.hold("edges", len(edges) == len(routed.edges) == len(schedule.round))
+        must.hold_in_rows("round", (schedule.round >= 0) & (schedule.round < max(schedule.rounds, 1)))
         relays = np.flatnonzero(edges.parent >= 0)
-        must.all("round, after its parent's", schedule.round[relays] > schedule.round[edges.parent[relays]])
-        must.all("when, non-decreasing", np.diff(schedule.when) >= 0)
-        must.that("channel", len(schedule.channel) == schedule.rounds)
+        must.hold_in_rows(
+            "round, after its parent's", schedule.round[relays] > schedule.round[edges.parent[relays]]
+        )
+        must.hold_in_rows("when, non-decreasing", np.diff(schedule.when) >= 0)
+        must.hold("channel", len(schedule.channel) == schedule.rounds)
 
     @_if_enabled
     def lowering(self, low: Lowering) -> None:
         """Tasks run after the rounds of their tiles."""
         must, schedule = _Requirement("schedule", self._passes.schedule), low.schedule
-        must.all("stage", (low.stage >= 0) & (low.stage < schedule.stages))
+        must.hold_in_rows("stage", (low.stage >= 0) & (low.stage < schedule.stages))
         for edge in (low.tasks.edge, low.tasks.query_edge):
             remote = np.flatnonzero(edge >= 0)
             arrival = schedule.leads + schedule.round[edge[remote]]
-            must.all("stage, after its tiles'", low.stage[remote] >= arrival)
-        must.all("tasks, in program order", np.diff(low.stage)[np.diff(low.tasks.exec) == 0] >= 0)
+            must.hold_in_rows("stage, after its tiles'", low.stage[remote] >= arrival)
+        must.hold_in_rows("tasks, in program order", np.diff(low.stage)[np.diff(low.tasks.exec) == 0] >= 0)
 
 
 class _Requirement:
@@ -146,16 +152,16 @@ class _Requirement:
     def __init__(self, step: str, made_by: object) -> None:
         self._where = f"{step} ({made_by!r})"
 
-    def that(self, rule: str, is_met: bool) -> None:
+    def hold(self, rule: str, is_met: bool) -> None:
         if not is_met:
             raise VerifyError(f"{self._where}: {rule} is wrong")
 
-    def all(self, rule: str, flags: Bools | Any) -> None:
+    def hold_in_rows(self, rule: str, flags: Bools | Any) -> None:
         rows = np.flatnonzero(~np.asarray(flags, bool))
         if len(rows):
             raise VerifyError(f"{self._where}: {rule} is wrong in {len(rows)} rows, first row {rows[0]}")
 
     def span(self, rule: str, starts: Ints, end: int) -> None:
         """Checks that `starts` ascends from 0 to `end`."""
-        self.that(f"{rule}, from 0 to {end}", int(starts[0]) == 0 and int(starts[-1]) == end)
-        self.all(f"{rule}, ascending", np.diff(starts) > 0)
+        self.hold(f"{rule}, from 0 to {end}", int(starts[0]) == 0 and int(starts[-1]) == end)
+        self.hold_in_rows(f"{rule}, ascending", np.diff(starts) > 0)

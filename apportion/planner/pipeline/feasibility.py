@@ -11,7 +11,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError, gib
 from apportion.ir.isa import Op
-from apportion.ir.plan.fusion import find_complete
+from apportion.ir.plan.fusion import find_complete_rows
 from apportion.ir.plan.tables import Layout, ProgramSet
 from apportion.ir.request.model import Model
 from apportion.ir.tensors import Tensor
@@ -66,7 +66,7 @@ def _projects(problem: Problem) -> bool:
     return inner is not None and inner.params.get("project") is True
 
 
-def check_promises(
+def check_policy_limits(
     problem: Problem,
     report: Mapping[str, Any],
     programs: Mapping[tuple[str, str], ProgramSet],
@@ -92,7 +92,7 @@ def check_call_memory(
     rows = layouts[home_layout(layouts)].rows_per_rank
     for (kind, phase), program in programs.items():
         arguments = problem.model, rows, phase, program
-        peak = int(_most_bytes(*arguments).max())
+        peak = int(_max_bytes(*arguments).max())
         if peak > cap * 2**30 and (peak := int(_call_bytes(*arguments).max())) > cap * 2**30:
             raise CapacityError(
                 f"the {phase} of kind {kind} needs {gib(peak)} of home and work rows on its fullest rank, "
@@ -103,7 +103,7 @@ def check_call_memory(
 def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
     """Bytes of one home row of all inputs and outputs of a phase; the phase's sums (O; dQ, dKV) count as results in the
     model's dtype, without accumulators. In programs that project, dX reuses the memory of O if O is released."""
-    outputs, queries, keys = _numbers(model)
+    outputs, queries, keys = _row_elements(model)
     size, hidden = model.element_bytes, projects * model.hidden
     inputs = (hidden or queries + keys) * size
     output = outputs * size + model.q_heads * LSE_BYTES
@@ -113,8 +113,8 @@ def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
     return inputs + statistics + (queries + keys) * size + max(output, hidden * size)
 
 
-def _numbers(model: Model) -> tuple[int, int, int]:
-    """Numbers per row: of O, of Q, and of K and V; their gradients have as many."""
+def _row_elements(model: Model) -> tuple[int, int, int]:
+    """Elements per row: of O, of Q, and of K and V together; their gradients have as many."""
     q_heads, width, value_dim = model.q_heads, model.head_dim, model.value_dim
     return q_heads * value_dim, q_heads * width, model.kv_heads * (width + value_dim)
 
@@ -131,21 +131,21 @@ def attention_bytes(plan: Plan) -> int:
 def _call_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
     """int64 [ranks]: bytes of home rows, `rows` on each rank, and of all work arenas. A sum also has accumulators on
     ranks where not all of its home rows arrive as results."""
-    result = _most_bytes(model, rows, phase, program)
-    numbers = dict(zip(("o", "dq", "dkv"), _numbers(model), strict=True))
-    for column, complete in find_complete(program, phase).items():
+    result = _max_bytes(model, rows, phase, program)
+    numbers = dict(zip(("o", "dq", "dkv"), _row_elements(model), strict=True))
+    for column, complete in find_complete_rows(program, phase).items():
         counts = exact_sums(complete.arrived.of, complete.arrived.row1 - complete.arrived.row0, len(rows))
         result -= rows * numbers[column] * model.accumulator_bytes * (counts == rows)
     return result
 
 
-def _most_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
+def _max_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
     """Like `_call_bytes`, but with accumulators for all sums."""
     projects = bool((program["instructions"]["op"] == Op.PROJECT).any())
     arenas = program["arenas"]
     head_bytes = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
     size = arenas["rows"].astype(np.int64) * arenas["heads"] * head_bytes[arenas["tensor"]]
-    outputs, queries, keys = _numbers(model)
+    outputs, queries, keys = _row_elements(model)
     wide = (outputs if phase == "forward" else queries + keys) * model.accumulator_bytes
     home = rows * (_home_row_bytes(model, phase, projects) + wide)
     return home + exact_sums(arenas.rank_of_row(), size, len(rows))

@@ -10,7 +10,7 @@ from apportion._core import lower as core
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import TABLES, Op
-from apportion.ir.plan.tables import ProgramSet, Table, joined
+from apportion.ir.plan.tables import ProgramSet, Table, join_tables
 from apportion.ir.threads import spread
 from apportion.planner.congestion import Network
 from apportion.planner.lower.inputs import Lowered, Lowering
@@ -32,9 +32,9 @@ def _lower_phase(low: Lowering, phase: str, network: Network | None) -> ProgramS
     """The programs of all ranks. Raises CapacityError."""
     rows, steps, tables = core.tables(low, phase, network)
     if rows:
-        raise CapacityError(f"{rows} rows on one rank: at most {2**31 - 1}")
+        raise CapacityError(f"{rows} rows on one rank: at most {2**31 - 1} are supported")
     if steps:
-        raise CapacityError(f"{steps} steps of all ranks: use larger blocks or a larger coalesce")
+        raise CapacityError(f"the plan has too many steps ({steps}): use larger blocks or a larger coalesce")
     return ProgramSet(
         {name: Table(ptr, TABLES[name], values) for name, (ptr, values) in zip(TABLES, tables, strict=True)}
     )
@@ -44,13 +44,13 @@ def _join_parts(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramSet
     """The programs of all ranks. first: the first rank of each part, which is added to its peer numbers."""
     if len(parts) == 1:
         return parts[0]
-    tables = {name: joined([part[name] for part in parts]) for name in TABLES}
+    tables = {name: join_tables([part[name] for part in parts]) for name in TABLES}
     tables["transfers"]["peer"][:] += np.repeat(first, [len(part["transfers"]) for part in parts])
-    tables["instructions"]["round"][:] = _same_rounds([part["instructions"] for part in parts])
+    tables["instructions"]["round"][:] = _renumber_rounds([part["instructions"] for part in parts])
     return ProgramSet(tables)
 
 
-def _same_rounds(parts: Sequence[Table]) -> Ints:
+def _renumber_rounds(parts: Sequence[Table]) -> Ints:
     """int64 [instructions]: rounds renumbered, in order, so that launches of one round share channel and mode."""
     modes = [part.wide("channel") << 8 | part.wide("mode") for part in parts]
     stride, keys = max(int(mode.max(initial=0)) for mode in modes) + 1, []

@@ -21,14 +21,14 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.plan.tables import Layout, Move, ProgramSet, Recurrence, Request
 from apportion.ir.threads import spread
 from apportion.planner.lower.inputs import Lowered, held_tokens, leading
-from apportion.planner.pipeline.feasibility import check_promises
+from apportion.planner.pipeline.feasibility import check_policy_limits
 from apportion.planner.pipeline.headers import build_header, build_layouts, home_layout
 from apportion.planner.pipeline.lowering import lower_parts
 from apportion.planner.pipeline.placing import PlacedProblem
 from apportion.planner.pipeline.report import build_report, departures
 from apportion.planner.pipeline.scheduling import schedule
 from apportion.planner.pipeline.steps import Passes
-from apportion.planner.pipeline.watch import Watch
+from apportion.planner.pipeline.watch import Stopwatch
 from apportion.planner.problem import Pass, Problem
 from apportion.planner.recurrent import recurrence
 from apportion.planner.remap import Remapping
@@ -59,8 +59,8 @@ class UnsealedPlan:
         return recurrence(self.layouts[home_layout(self.layouts)], batch, kinds) if kinds else None
 
     def plan(self, report: Mapping[str, Any] = MappingProxyType({})) -> Plan:
-        """The plan before sealing: its programs can be simulated. Without a report it lacks the hardware's digest,
-        which is slow to compute."""
+        """The plan before sealing, whose programs can be simulated. A plan without a report has no digest of the
+        hardware, which is slow to compute."""
         problem, hardware = self.problem, self.problem.hardware
         header = build_header(problem, self.layouts, leading(self.lowered[0]).sets)
         digest = hardware.digest() if hardware is not None and report else ""
@@ -81,13 +81,13 @@ class SearchPass(Pass, Protocol):
     """Chooses the passes of a plan."""
 
     @abstractmethod
-    def __call__(self, problem: Problem, watch: Watch) -> PlanResult:
+    def __call__(self, problem: Problem, watch: Stopwatch) -> PlanResult:
         """Returns the plan; its report has `search`. Raises ConfigError, CapacityError."""
         ...
 
 
 def draft(
-    placed: PlacedProblem, watch: Watch, lowered: Lowered | None = None, threads: int = 1
+    placed: PlacedProblem, watch: Stopwatch, lowered: Lowered | None = None, threads: int = 1
 ) -> UnsealedPlan:
     """Runs the passes after placement; given `lowered`, those after `schedule`. Raises ConfigError, CapacityError."""
     with watch("schedule"):
@@ -108,7 +108,7 @@ def draft(
 
 
 def seal(
-    draft: UnsealedPlan, watch: Watch, search: Mapping[str, Any] | None = None, threads: int = 1
+    draft: UnsealedPlan, watch: Stopwatch, search: Mapping[str, Any] | None = None, threads: int = 1
 ) -> Plan:
     """Encodes the plan and builds its report. search: the report's entry for the search that found the plan.
 
@@ -135,7 +135,7 @@ def seal(
             report |= {"remap": draft.remapping.entry}
         if search is not None:
             report |= {"search": search, "termination": report["termination"] | {"limit": search["stopped"]}}
-    check_promises(problem, report, draft.programs, draft.layouts)
+    check_policy_limits(problem, report, draft.programs, draft.layouts)
     with watch("seal"):
         return codec.seal(draft.plan(report), parts)
 

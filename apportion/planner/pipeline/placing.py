@@ -12,7 +12,7 @@ from apportion.planner.inner.groups import Groups, Ulysses, virtual_problem
 from apportion.planner.inner.lone import LoneSequences
 from apportion.planner.pipeline.checks import Checks
 from apportion.planner.pipeline.steps import Passes
-from apportion.planner.pipeline.watch import Watch
+from apportion.planner.pipeline.watch import Stopwatch
 from apportion.planner.problem import Departure, Placement, Problem, Shards
 
 
@@ -43,7 +43,7 @@ class PlacedProblem:
         return parts or [(0, self)]
 
 
-def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> PlacedProblem:
+def place(problem: Problem, passes: Passes, watch: Stopwatch, threads: int = 1) -> PlacedProblem:
     """Runs the passes up to placement. Raises ConfigError, CapacityError."""
     passes = usable_passes(problem, passes)
     groups, inner, lone = group_ranks(problem, passes)
@@ -63,8 +63,8 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
             placement = passes.place(inner, shards)
     checks.shards(inner, shards)
     checks.placement(inner, shards, placement)
-    if problem.picked and (placement.execution is not None or placement.groups is not None):
-        rule = f"computes away from home or splits heads: {', '.join(problem.picked)} choose keys at run time"
+    if problem.chosen_keys and (placement.execution is not None or placement.groups is not None):
+        rule = f"computes away from home or splits heads, but {', '.join(problem.chosen_keys)} choose keys at run time"
         raise ConfigError("recipe.place", type(passes.place).__name__.lower(), rule, "use lpt or blend")
     departures = (*groups.departures, *_without_lone(passes, groups, lone), *placement.departures)
     if placement.groups is not None:
@@ -75,10 +75,10 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
 def usable_passes(problem: Problem, passes: Passes) -> Passes:
     """The passes, without `inner` if no kind is left whose heads may be split: kinds that choose keys at run time need
     all heads together, and queries at home. Raises ConfigError."""
-    if problem.picked and passes.reshuffle:
-        rule = f"moves the queries of {', '.join(problem.picked)}, which must stay home to choose keys at run time"
+    if problem.chosen_keys and passes.reshuffle:
+        rule = f"moves the queries of {', '.join(problem.chosen_keys)}, which must stay home to choose keys at run time"
         raise ConfigError("recipe.reshuffle", True, rule, "leave `reshuffle` out")
-    if problem.picked and passes.inner is not None and not passes.inner.splits(problem):
+    if problem.chosen_keys and passes.inner is not None and not passes.inner.split_kinds(problem):
         return replace(passes, inner=None)
     return passes
 
@@ -100,7 +100,7 @@ def group_ranks(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone
     groups = passes.inner.groups(problem)
     lone = passes.inner.find_lone(problem, groups)
     if passes.reshuffle and groups.split and not splits_all(passes, problem):
-        rule = "would leave kinds whose heads are not split in the loader's layout"
+        rule = "would leave rows in the loader's layout for kinds whose heads are not split"
         raise ConfigError("recipe.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.kinds` out")
     if lone is not None and passes.reshuffle:
         rule = "moves all rows, including lone sequences"
@@ -112,7 +112,7 @@ def group_ranks(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone
 
 def splits_all(passes: Passes, problem: Problem) -> bool:
     """True if either all attention kinds split their heads, or none does."""
-    return passes.inner is None or passes.inner.splits(problem) == set(problem.batch.kinds)
+    return passes.inner is None or passes.inner.split_kinds(problem) == set(problem.batch.kinds)
 
 
 @contextmanager

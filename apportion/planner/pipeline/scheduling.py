@@ -37,13 +37,13 @@ def schedule(placed: PlacedProblem) -> Lowered:
         raise ConfigError("recipe.route", "ring", rule, remedy)
     rows = Rows(placement.starts, placement.home, len(groups))
     heads = HeadGroups.of(problem.model, placement.head_groups)
-    sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
+    sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _head_group_sets(passes, heads, rows)
     exchange = _exchange(placed, rows, sets)
     site = Site(rows, problem.batch, problem.cluster)
     home = None if exchange is None else exchange.home
     if home is not None and placed.lone is not None:
         home = placed.lone.with_others(home)
-    split_kinds = problem.bands if passes.inner is None else passes.inner.splits(placed.problem)
+    split_kinds = problem.bands if passes.inner is None else passes.inner.split_kinds(placed.problem)
     lowered: Lowered = {}
     for kind, bands in problem.bands.items():
         if home is not None and kind not in split_kinds:
@@ -75,8 +75,8 @@ def schedule(placed: PlacedProblem) -> Lowered:
 
 
 def _passes_of(passes: Passes, problem: Problem, kind: str) -> Passes:
-    """The passes for a kind: if it chooses keys at run time, with a route on which rows cross to each node once."""
-    needs_node = kind in problem.picked and isinstance(passes.route, Star) and problem.cluster.nodes > 1
+    """The passes for a kind; if it chooses keys at run time, the route sends rows to each node once."""
+    needs_node = kind in problem.chosen_keys and isinstance(passes.route, Star) and problem.cluster.nodes > 1
     return replace(passes, route=Node()) if needs_node else passes
 
 
@@ -106,7 +106,7 @@ def _remaining_room(problem: Problem, groups: Groups, first: Ints, counts: Ints)
 
 def _lone_tasks(placed: PlacedProblem, lone: LoneSequences, home: Rows, kind: str) -> LoneTasks:
     """Tasks of one kind that single ranks run while rows of groups travel. home: all home rows."""
-    low = _single_rank_tasks(placed, lone.rows, lone.alone, kind)
+    low = _single_rank_tasks(placed, lone.rows, lone.lone_batch, kind)
     return LoneTasks(low, home, lone.early[low.tasks.k])
 
 
@@ -143,7 +143,7 @@ def _schedule(
     checks.schedule(routes, schedule)
     if overlap:
         schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))
-    tasks = tasks.arriving(schedule.routed.arrives)
+    tasks = tasks.with_routed_edges(schedule.routed.arrives)
     tasks, parts, stage = program_order(tasks, schedule, site.rows, division)
     low = Lowering(site.rows, tasks, parts, stage, schedule, exchange, groups, *heads, lone)
     checks.lowering(low)
@@ -169,8 +169,8 @@ def _head_sets(problem: Problem, passes: Passes, groups: Groups) -> HeadSets:
     return make(problem.model, groups)
 
 
-def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
-    """The heads of work rows if tasks have a part of the heads: the same number in all tiles of a side."""
+def _head_group_sets(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
+    """The heads of work rows if each task has only some of the heads; equally many in all tiles of a side."""
     if passes.inner is not None or passes.reshuffle:
         step = "reshuffle" if passes.inner is None else "inner"
         rule = "cannot be used where the placement splits heads"

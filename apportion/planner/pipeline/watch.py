@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Watch:
+class Stopwatch:
     """Milliseconds per step, if requested."""
 
     def __init__(self, timings: dict[str, float] | None) -> None:
@@ -22,4 +22,4 @@ class Watch:
 
 
 #: discards timings
-SILENT = Watch(None)
+SILENT = Stopwatch(None)

@@ -52,7 +52,7 @@ class FlexSp(PlacePass):
         case = grouping_problem(problem, self.capacity, linear=self.linear)
         mix = self.solver(case)
         if not mix.termination.solved:
-            raise _no_mix(case, mix)
+            raise _no_mix_error(case, mix)
         group, first = _lay_out(problem, mix)
         weight = row_weights(problem, axis)
         return Placement(axis, group, weight, _bound(problem, weight, case.degrees), first, mix.termination)
@@ -137,12 +137,12 @@ def _lay_out(problem: Problem, mix: Grouping) -> tuple[Ints, Ints]:
 
 
 def _bound(problem: Problem, weight: Ints, degrees: Ints) -> float:
-    """Bound on the busiest rank's pairs over its speed: the mean, or the heaviest sequence in a largest group."""
+    """Bound on the busiest rank's pairs over its speed: the mean, or the heaviest sequence in the largest group."""
     mean = float(weight.sum()) / float(problem.speeds.sum())
     return max(mean, float(weight.max(initial=0)) / (int(degrees[-1]) * float(problem.speeds.max())))
 
 
-def _no_mix(case: GroupingProblem, mix: Grouping) -> CapacityError:
+def _no_mix_error(case: GroupingProblem, mix: Grouping) -> CapacityError:
     return CapacityError(
         f"no groups found for {len(case.sizes)} sequences of {int(case.sizes.sum())} tokens on {case.ranks} ranks of "
         f"at most {case.cap} tokens each, with degrees {case.degrees.tolist()} ({mix.termination}): raise "

@@ -115,7 +115,7 @@ def _turn_groups(lengths: Ints, requested: Ints, ranks: int, solver: PartitionSo
             members = np.flatnonzero(requested == degree)
             count = min(len(members), free // degree)
             if count:
-                group[members] = len(groups) + _cheapest(lengths[members], count, solver)
+                group[members] = len(groups) + _assign_cheapest(lengths[members], count, solver)
                 groups += [degree] * count
                 free -= degree * count
         served = set(groups)
@@ -126,8 +126,8 @@ def _turn_groups(lengths: Ints, requested: Ints, ranks: int, solver: PartitionSo
     return first, size
 
 
-def _cheapest(lengths: Ints, groups: int, solver: PartitionSolver) -> Ints:
-    """The group of each sequence; all groups have one degree, so L^2 is the price."""
+def _assign_cheapest(lengths: Ints, groups: int, solver: PartitionSolver) -> Ints:
+    """The group of each sequence; all groups have the same size, so that L^2 is the price."""
     return solver(PartitionProblem(lengths**2, lengths, np.full(groups, lengths.sum()))).bin
 
 

@@ -33,7 +33,7 @@ class Lpt(PlacePass):
     sequences on few nodes. A piece that fits on no rank is cut to fill the remaining room, lightest ranks first; such
     pieces are the lightest, so little work moves. An exact solver never cuts pieces; LPT's placement is used if it is
     lighter. Several attention kinds are weighted to reduce the sum over kinds of their busiest ranks' loads. weigh:
-    balance pairs, or task times on the request's hardware, in which many short tasks cost more."""
+    what to balance: pairs, or task times on the request's hardware, where many short tasks cost more."""
 
     solver: PartitionSolver = PartitionSolver("lpt")
     weigh: Literal["pairs", "time"] = "pairs"
@@ -41,18 +41,20 @@ class Lpt(PlacePass):
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         if self.weigh == "time":
             return _place(problem, shards, row_times(problem, shards.starts), self.solver)
-        result = lightest(
+        result = lightest_placement(
             problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), self.solver)
         )
         if self.solver.entry.heuristic:
             return result
         # an exact solver keeps pieces whole; LPT may leave some to be cut
         lpt = PartitionSolver("lpt")
-        other = lightest(problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), lpt))
-        return min([result, other], key=lambda placement: busiest(problem, placement))
+        other = lightest_placement(
+            problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), lpt)
+        )
+        return min([result, other], key=lambda placement: busiest_load(problem, placement))
 
 
-def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) -> Placement:
+def lightest_placement(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) -> Placement:
     """The placement with the smallest sum over kinds of layers x busiest rank, among those that `place` finds when it
     weights the pairs of each kind by its layers, or one kind almost alone; ties go to the first."""
     layers = problem.layers
@@ -60,10 +62,10 @@ def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) 
     if len(layers) == 1:
         return first
     variants = [place({**layers, kind: DOMINANT * count}) for kind, count in layers.items()]
-    return min([first, *variants], key=lambda placement: busiest(problem, placement))
+    return min([first, *variants], key=lambda placement: busiest_load(problem, placement))
 
 
-def busiest(problem: Problem, placement: Placement) -> float:
+def busiest_load(problem: Problem, placement: Placement) -> float:
     """Sum over kinds of layers x the busiest rank's pairs over its speed."""
     cost = 0.0
     for kind in problem.bands:

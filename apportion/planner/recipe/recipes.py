@@ -54,7 +54,7 @@ def _plugin_recipes() -> Mapping[str, RecipeEntry]:
         entry = item if isinstance(item, RecipeEntry) else RecipeEntry(item, "", plugins.distribution(point))
         if entry.name in BUILT_IN or entry.name != name:
             raise plugins.entry_point_error(
-                point, f"brings a recipe {entry.name!r}", "give it an unused name, and the same here"
+                point, f"provides a recipe {entry.name!r}", "give both the same unused name"
             )
         recipes[name] = entry
     return recipes

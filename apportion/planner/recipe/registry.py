@@ -91,7 +91,7 @@ def find_pass(step: str, name: str) -> type[Any]:
     pass_type: type[Any] = plugins.load(points[name], type)
     if fault := contract_fault(step, pass_type):
         raise plugins.entry_point_error(
-            points[name], f"brings {pass_type.__name__}, {fault}", "see docs/how-to/own-recipe.md"
+            points[name], f"provides {pass_type.__name__}, {fault}", "see docs/how-to/own-recipe.md"
         )
     return pass_type
 
@@ -113,7 +113,7 @@ def contract_fault(step: str, pass_type: type[Any]) -> str | None:
     for name in sorted(public - members - {field.name for field in fields(pass_type)}):
         matches = get_close_matches(name, members, 1, 0.8)
         if matches and not name.startswith("_"):
-            return f"which has {name}: {matches[0]} is meant, or another name is needed"
+            return f"whose {name} resembles {matches[0]}: correct it or choose another name"
     return None
 
 
@@ -153,7 +153,7 @@ def _plugin_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
         step, _, pass_name = name.partition(".")
         if step not in _BUILT_IN or not pass_name or pass_name in _BUILT_IN[step]:
             raise plugins.entry_point_error(
-                point, f"brings {name!r}, which is not step.pass or is taken", "rename it"
+                point, f"has the name {name!r}, which is taken or not of the form step.pass", "rename it"
             )
         passes[step][pass_name] = point
     return passes

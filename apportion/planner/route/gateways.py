@@ -1,4 +1,4 @@
-"""Node routing: a tile crosses to every node once, and a gateway there forwards it inside the node."""
+"""Node routing: a tile is sent to every node once, and a gateway there forwards it inside the node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apportion.planner.tasks.tasks import Edges
 
 @dataclass(frozen=True)
 class Node(RoutePass):
-    """A tile crosses to every node once; the rank that receives it there, the gateway, forwards it inside the node.
+    """A tile is sent to every node once; the rank that receives it there, the gateway, forwards it inside the node.
 
     proxies: True if a rank that does not need the tile may be its gateway, so that the NICs of a node share the traffic
     of one busy rank (as Zeppelin, section 3.3, routes through proxies). The gateway is the rank with the fewest

@@ -11,7 +11,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
 from apportion.planner.route.routes import Routes, depths
-from apportion.planner.schedule.rounds import Schedule, SchedulePass, in_turn
+from apportion.planner.schedule.rounds import Schedule, SchedulePass, rounds_by_turn
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Divisions(SchedulePass):
         depth = depths(edges.parent)
         levels = 1 + int(depth.max(initial=0))
         turn = division.astype(np.int64) * levels + depth
-        return in_turn(routed, turn, ranks, self.buffers, division=np.unique(turn) // levels)
+        return rounds_by_turn(routed, turn, ranks, self.buffers, division=np.unique(turn) // levels)
 
     def _even_divisions(self, routed: Routes, ranks: int) -> Ints:
         """int64 [edges]: divisions from 1 on for placements without divisions; a relay has its parent's division."""

@@ -11,7 +11,7 @@ from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
 from apportion.planner.route.queue_rings import QueueRings, QueueRoutes
 from apportion.planner.route.routes import Routes
-from apportion.planner.schedule.rounds import Local, Schedule, SchedulePass, in_turn
+from apportion.planner.schedule.rounds import Local, Schedule, SchedulePass, rounds_by_turn
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Queues(SchedulePass):
 
     proxies: number of parts of a hop between nodes, each sent by a different rank of the node, over all NICs. Parts go
     to the proxies one round before, and from their counterparts to the receiver one round after (section 3.3). All
-    tiles travel at once, so a tile that crosses arrives two rounds later and its followers after it, round by round.
+    tiles travel at once, so a tile from another node arrives two rounds later, and those after it round by round.
     "auto": the GPUs of a node, the paper's x1 = x2; 1: no proxies. A part is at least a block, so the placement must
     cut finely enough (`parts` of `zeppelin`). local: when tasks without remote inputs run: "last", in the order of the
     queues; or as in `matchings`, which hides rounds behind whole sequences.
@@ -42,4 +42,4 @@ class Queues(SchedulePass):
         turn = routed.queue * span + routed.depth
         first = np.searchsorted(np.unique(turn), [0, span, 2 * span])
         home_rounds = first[routed.queue_of] if self.local == "last" else None
-        return in_turn(routed, turn, ranks, 2, self.local, own=home_rounds)
+        return rounds_by_turn(routed, turn, ranks, 2, self.local, own=home_rounds)

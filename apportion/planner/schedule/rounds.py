@@ -207,7 +207,7 @@ def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
     return int(core.degrees(edges.src, edges.dst, round_, int(round_.max()) + 1, ranks)[rounds].sum())
 
 
-def in_turn(
+def rounds_by_turn(
     routed: Routes, turn: Ints, ranks: int, buffers: int, local: Local = "first", **extra: Any
 ) -> Schedule:
     """One round for each distinct number in `turn`, int64 [edges], in ascending order, on one channel. extra: other
@@ -249,14 +249,14 @@ class Ring(SchedulePass):
         if routed.ring is None:
             raise ConfigError("recipe.schedule", "ring", "needs tiles on rings", "leave the route out")
         turns = _earlier_rounds(routed.ring) if self.turns else 0
-        return in_turn(routed, _hops(routed.edges.parent) + turns, ranks, 2)
+        return rounds_by_turn(routed, _hops(routed.edges.parent) + turns, ranks, 2)
 
 
 def _window_rounds(routed: WindowRoutes, ranks: int) -> Schedule:
     """One round per hop; hops between windows are separate, on their own channel, started as soon as the tile has
     arrived."""
     turn = 2 * routed.hop + routed.between
-    schedule = in_turn(routed, turn, ranks, 2, back=routed.back.astype(np.int64))
+    schedule = rounds_by_turn(routed, turn, ranks, 2, back=routed.back.astype(np.int64))
     # only dependencies of tiles delay a round: no rank has more than one round of either channel in flight
     return replace(schedule, when=np.zeros_like(schedule.when), channel=np.unique(turn) & 1)
 
@@ -295,4 +295,4 @@ class Gather(SchedulePass):
         # each rank starts with its next neighbour, so that no rank is the first target of all
         order = np.lexsort(((routed.edges.dst - routed.edges.src) % ranks, depth))
         levels = int(depth.max(initial=-1)) + 1
-        return in_turn(routed.take(order), depth[order], ranks, levels, self.local)
+        return rounds_by_turn(routed.take(order), depth[order], ranks, levels, self.local)

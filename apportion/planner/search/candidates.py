@@ -59,7 +59,7 @@ class Candidate:
         return f"{self.rounds} {_text(self.recipe)}"
 
     @cached_property
-    def placing(self) -> str:
+    def placement_key(self) -> str:
         """Cache key of placement: equal for candidates with the same token homes."""
         return _text(step for step in self.recipe if step.step in ("inner", "shard", "place"))
 
@@ -103,7 +103,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     if reach < SHORT:
         others = [_mixed("blend", "star", degree) for degree in degrees]
         others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
-        star, whole, lone = _mixed("blend", "star", 1), _whole_sequences(), [*map(_lone, degrees[:1])]
+        star, whole, lone = _mixed("blend", "star", 1), _whole_sequences(), [*map(_lone_split, degrees[:1])]
         if reach >= SPARSE:
             return [star, *lone, whole, *_zones(problem), _mixed("blend", route, 1)], others
         # few tiles arrive, all at once
@@ -115,13 +115,13 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
             _built_in("dcp"),
         ], others
     is_expensive = _is_communication_heavy(problem)
-    last_maker = partial(_lone, rounds=FEW_ROUNDS) if is_expensive else partial(_mixed, "blend", "star")
-    makers = _lone, partial(_lone, lone=LONE_SHARES[0], rounds=MORE_ROUNDS[0]), last_maker
+    last_maker = partial(_lone_split, rounds=FEW_ROUNDS) if is_expensive else partial(_mixed, "blend", "star")
+    makers = _lone_split, partial(_lone_split, lone=LONE_SHARES[0], rounds=MORE_ROUNDS[0]), last_maker
     first = [make(degree) for degree in degrees[:1] for make in makers]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
     first += _zones(problem) if is_expensive else []
     others = [_mixed("blend", "star", degree) for degree in degrees[1:2]]
-    others += [_blocks("auto", 1), *map(_staged, degrees[:1])]
+    others += [_blocks("auto", 1), *map(_head_stages, degrees[:1])]
     others += [_mixed("blend", route, degree) for degree in degrees[2:]]
     others += [_blocks(4096, degree) for degree in (1, *degrees[:1])]
     others += [Candidate(_recipe(f"zigzag-u{degree}", degree, "zigzag", "ring")) for degree in degrees[:1]]
@@ -152,7 +152,7 @@ def _mixed(place: str, route: str, degree: int) -> Candidate:
     return Candidate(_recipe(f"{place}-u{degree}", degree, place, "matchings", route=route), rounds)
 
 
-def _lone(degree: int, lone: float | str = "auto", rounds: int = ROUNDS) -> Candidate:
+def _lone_split(degree: int, lone: float | str = "auto", rounds: int = ROUNDS) -> Candidate:
     """Splits heads for long sequences only, balanced by time."""
     inner = {"ulysses": {"degree": degree, "lone": lone, "kinds": "auto"}}
     split = _mixed("blend", "star", 1).with_step("inner", inner, f"mixed-u{degree}", rounds)
@@ -212,7 +212,7 @@ def _moved_bytes(problem: Problem) -> float:
     return sum(problem.layers.values()) * token_bytes * problem.batch.tokens / problem.ranks
 
 
-def _staged(degree: int) -> Candidate:
+def _head_stages(degree: int) -> Candidate:
     """Heads of a group in stages, whose exchange overlaps the previous stage (UPipe on given q, k and v)."""
     inner = {"upipe": {"degree": degree, "heads": degree, "ahead": 1}}
     return _mixed("blend", "star", 1).with_step("inner", inner, f"blend-upipe{degree}", ROUNDS)

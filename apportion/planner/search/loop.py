@@ -21,7 +21,7 @@ from apportion.planner.pipeline import pipeline, placing, scheduling
 from apportion.planner.pipeline.pipeline import PlanResult, SearchPass, UnsealedPlan
 from apportion.planner.pipeline.placing import PlacedProblem
 from apportion.planner.pipeline.report import compute_imbalance
-from apportion.planner.pipeline.watch import SILENT, Watch
+from apportion.planner.pipeline.watch import SILENT, Stopwatch
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe, passes_of
 from apportion.planner.schedule.rounds import Matchings
@@ -77,7 +77,7 @@ class Portfolio(SearchPass):
         """The recipes in `candidates`; none for "auto"."""
         return () if self.candidates == "auto" else tuple(map(find_recipe, self.candidates))
 
-    def __call__(self, problem: Problem, watch: Watch) -> PlanResult:
+    def __call__(self, problem: Problem, watch: Stopwatch) -> PlanResult:
         """Returns the best candidate's plan, whose report has `search`. Raises ConfigError, CapacityError."""
         for kind, solver in EXACT if self.solvers else ():
             find_solver(kind, solver).load()
@@ -95,7 +95,7 @@ class Portfolio(SearchPass):
         return self.steps
 
     def start(self, problem: Problem) -> tuple[list[Candidate], list[Candidate]]:
-        """Candidates before the neighbours of the best, and candidates after them."""
+        """Candidates tried before the neighbours of the best, and candidates tried after them."""
         if self.candidates == "auto":
             return portfolio(problem, self.inner)
         return [Candidate(recipe) for recipe in self.recipes()], []
@@ -251,12 +251,12 @@ class _Search:
         return more_even >= MORE_EVEN or (more_even > -MORE_EVEN and _value(trial) < _value(self.best))
 
     def _place(self, candidate: Candidate) -> PlacedProblem:
-        if candidate.placing not in self._placed:
+        if candidate.placement_key not in self._placed:
             placed = placing.place(self.problem, passes_of(candidate.recipe), SILENT)
-            self._placed[candidate.placing] = placed
-        return self._placed[candidate.placing]
+            self._placed[candidate.placement_key] = placed
+        return self._placed[candidate.placement_key]
 
-    def seal(self, watch: Watch) -> PlanResult:
+    def seal(self, watch: Stopwatch) -> PlanResult:
         """Seals the best plan; if a plan breaks a limit of the policy, it is refused and the next best is used."""
         for trial, draft in self._drafts():
             try:

@@ -82,7 +82,7 @@ def least_scheduled_us(placed: PlacedProblem, lowered: Lowered) -> float:
     for (kind, phase), low in lowered.items():
         if low.sets.stages is not None:
             return 0.0
-        if kind in problem.picked:  # its tasks have more pairs than are computed
+        if kind in problem.chosen_keys:  # its tasks have more pairs than are computed
             continue
         first = low.groups.first[:-1]
         slowest = np.minimum.reduceat(problem.speeds, first)

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from apportion._core import blocks as core
-from apportion.ir.arrays import Floats, Ints, group_of, offsets, within
+from apportion.ir.arrays import Floats, Ints, group_of, index_in_group, offsets
 from apportion.ir.request.batch import Batch
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.cost import bands_us
@@ -167,8 +167,8 @@ def row_weights(problem: Problem, starts: Ints) -> Ints:
 
 def kind_weights(problem: Problem, kind: str, starts: Ints) -> Ints:
     """int64 [blocks]: visible pairs of a kind for the queries of each block, or keys chosen at run time."""
-    if kind in problem.picked:
-        return problem.picked[kind].between(starts[:-1], starts[1:])
+    if kind in problem.chosen_keys:
+        return problem.chosen_keys[kind].between(starts[:-1], starts[1:])
     return row_areas(problem.bands[kind], starts)
 
 
@@ -189,7 +189,7 @@ def row_times(problem: Problem, starts: Ints) -> Ints:
     for kind, bands in problem.joined_bands.items():
         block, part = rows_of_blocks(bands, starts)
         share: Floats | float = 1.0
-        if kind in problem.picked:
+        if kind in problem.chosen_keys:
             share = kind_weights(problem, kind, starts) / np.maximum(row_areas(bands, starts), 1)
         for phase in PHASES:
             durations = bands_us(cost, model, phase, part)
@@ -203,7 +203,7 @@ def rows_of_blocks(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
     last = np.searchsorted(starts, bands[:, 1], "left")
     counts = np.maximum(last - first, 0)
     band = group_of(counts)
-    block = within(counts) + first[band]
+    block = index_in_group(counts) + first[band]
     part = bands[band]
     part[:, 0] = np.maximum(part[:, 0], starts[block])
     part[:, 1] = np.minimum(part[:, 1], starts[block + 1])

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from apportion.ir.arrays import Floats
-from apportion.ir.masks.bands import joined
+from apportion.ir.masks.bands import merge_adjacent
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.planner.cost import bands_us
@@ -51,7 +51,7 @@ class Losses(NamedTuple):
 def whole_us(batch: Batch, model: Model, kind: str, phase: str, costs: Costs) -> float:
     """Time of all bands of a kind, each as one task with all heads, at speed 1, after merging bands. Each latent row is
     expanded once."""
-    bands = float(bands_us(costs, model, phase, joined(batch.bands(kind))).sum())
+    bands = float(bands_us(costs, model, phase, merge_adjacent(batch.bands(kind))).sum())
     if model.latent is None:
         return bands
     return bands + float(costs.expansion_us(phase, batch.tokens * model.q_heads, 0))

@@ -44,17 +44,17 @@ class PartitionProblem:
     zones: Ints | None = None
 
     def __post_init__(self) -> None:
-        same_length("weights", self.weights, "sizes", self.sizes)
+        check_same_length("weights", self.weights, "sizes", self.sizes)
         if self.families is not None:
-            same_length("weights", self.weights, "families", self.families)
+            check_same_length("weights", self.weights, "families", self.families)
         if self.zones is not None:
-            same_length("caps", self.caps, "zones", self.zones)
+            check_same_length("caps", self.caps, "zones", self.zones)
         if np.ndim(self.caps) != 1 or not len(self.caps):
             raise ConfigError("caps", self.caps, "must have one cap per bin", "write np.full(bins, cap)")
         if self.speeds is not None:
-            same_length("speeds", self.speeds, "caps", self.caps)
+            check_same_length("speeds", self.speeds, "caps", self.caps)
         if self.allowed is not None:
-            same_length("allowed", self.allowed, "weights", self.weights)
+            check_same_length("allowed", self.allowed, "weights", self.weights)
         if any(bins is not None and not len(bins) for bins in self.allowed or ()):
             raise ConfigError("allowed", (), "allows no bin for an item", "give None where any bin will do")
 
@@ -88,8 +88,8 @@ class ColouringProblem:
     ranks: int
 
     def __post_init__(self) -> None:
-        same_length("src", self.src, "dst", self.dst)
-        positive("ranks", self.ranks)
+        check_same_length("src", self.src, "dst", self.dst)
+        check_positive("ranks", self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class TwoLevelCost:
     inter: float
 
     def __post_init__(self) -> None:
-        positive("cost.ranks_per_node", self.ranks_per_node)
+        check_positive("cost.ranks_per_node", self.ranks_per_node)
         if not 0 <= self.intra <= self.inter < np.inf:
             rule = "must be costs with 0 <= intra <= inter"
             raise ConfigError("cost", (self.intra, self.inter), rule, "swap them")
@@ -169,8 +169,8 @@ class GroupingProblem:
     cap: int
 
     def __post_init__(self) -> None:
-        same_length("times", self.times, "sizes", self.sizes)
-        positive("ranks", self.ranks)
+        check_same_length("times", self.times, "sizes", self.sizes)
+        check_positive("ranks", self.ranks)
         if self.times.ndim != 2 or self.times.shape[1] != len(self.degrees) or not len(self.degrees):
             raise ConfigError(
                 "times", self.times.shape, "must have a column per degree", "write one time for each"
@@ -222,12 +222,12 @@ class HypergraphProblem:
     room: Floats | None = None
 
     def __post_init__(self) -> None:
-        same_length("tokens", self.tokens, "flops", self.flops)
-        same_length("price", self.price, "ptr[1:]", self.ptr[1:])
-        positive("nodes", self.nodes)
-        positive("ranks_per_node", self.ranks_per_node)
+        check_same_length("tokens", self.tokens, "flops", self.flops)
+        check_same_length("price", self.price, "ptr[1:]", self.ptr[1:])
+        check_positive("nodes", self.nodes)
+        check_positive("ranks_per_node", self.ranks_per_node)
         if self.fixed is not None:
-            same_length("fixed", self.fixed, "flops", self.flops)
+            check_same_length("fixed", self.fixed, "flops", self.flops)
         for name, shares in (("speeds", self.speeds), ("room", self.room)):
             if shares is not None and len(shares) != self.ranks:
                 raise ConfigError(name, len(shares), f"must be {self.ranks}, one per rank", "leave it out")
@@ -313,14 +313,14 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 }
 
 
-def same_length(name: str, column: Sized, other_name: str, other_column: Sized) -> None:
+def check_same_length(name: str, column: Sized, other_name: str, other_column: Sized) -> None:
     """Raises ConfigError if two columns differ in length."""
     if len(column) != len(other_column):
         rule = f"must have as many entries as {other_name} ({len(other_column)})"
         raise ConfigError(name, len(column), rule, "give one entry per item")
 
 
-def positive(name: str, value: int) -> None:
+def check_positive(name: str, value: int) -> None:
     """Raises ConfigError for a count below 1."""
     if value < 1:
         raise ConfigError(name, value, "must be at least 1", "use 1 or more")

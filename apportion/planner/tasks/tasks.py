@@ -22,7 +22,7 @@ import numpy as np
 
 from apportion._core import tasks as core
 from apportion.ir.arrays import Bools, Ints
-from apportion.ir.orders import ranked
+from apportion.ir.orders import unique_inverse
 from apportion.planner.problem import Execution
 from apportion.planner.tasks.cells import Cells, HeadGroups, checked_arrays, pairs
 from apportion.planner.tasks.rows import Rows
@@ -62,8 +62,8 @@ class Tasks:
         """All columns, for compiled loops."""
         return tuple(getattr(self, column.name) for column in fields(self))
 
-    def arriving(self, arrives: Ints) -> Tasks:
-        """The tasks after routing, which renumbers edges; arrives: as in `Routes`."""
+    def with_routed_edges(self, arrives: Ints) -> Tasks:
+        """The tasks with the edges after routing, which renumbers them; arrives: as in `Routes`."""
         arrives = np.append(arrives, np.int32(-1))
         queries = arrives[self.query_edge] if len(arrives) and self.queries_move else self.query_edge
         return replace(self, edge=arrives[self.edge], query_edge=queries)
@@ -138,7 +138,7 @@ def _edges(
     index = np.flatnonzero(is_remote)
     blocks = len(rows.home)
     key = (lane[index] * rows.ranks + rank[index]) * blocks + block[index]
-    tiles, number = ranked(key)
+    tiles, number = unique_inverse(key)
     first, last = hulls(number, low[index], high[index], len(tiles))
     group_rank, tile_block = np.divmod(tiles, blocks)
     lanes, dst = np.divmod(group_rank, rows.ranks)

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from apportion.ir.bytes.transport import expanded
+from apportion.ir.bytes.transport import decompress
 from apportion.ir.errors import ConfigError
 from apportion.service.engine import Engine
 from apportion.service.frames import ALIVE, PROBLEM_FRAME, SLICE, frame
@@ -65,7 +65,7 @@ class Delivery:
         if headers.get(b"if-none-match") == etag:
             body, status = b"", 304
         elif b"zstd" not in coding:
-            body = expanded(body, MAX_BODY)
+            body = decompress(body, MAX_BODY)
         self._count(body)
         await answer(send, status, MEDIA, body, extra)
 

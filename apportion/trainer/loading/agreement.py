@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from apportion.backends.torch.calls import by_value, quoted
-from apportion.backends.torch.transport import Communicator, Transport, different_plans
+from apportion.backends.torch.transport import Communicator, Transport, different_plans_error
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
 from apportion.trainer.loading.fetching import Fetched
@@ -65,7 +65,7 @@ class Agreement:
             )
         ids = [bytes(row[1:]).hex() for row in rows]
         if MISSING not in states and len(set(ids)) > 1:
-            raise different_plans([f"plan {plan_id[:12]}" for plan_id in ids])
+            raise different_plans_error([f"plan {plan_id[:12]}" for plan_id in ids])
         return states
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.transport import Transport
-from apportion.ir.arrays import Ints, group_of, within
+from apportion.ir.arrays import Ints, group_of, index_in_group
 from apportion.ir.errors import ExecutionError
 from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
@@ -131,7 +131,7 @@ class Places:
         """(rank, row) of each token."""
         rank, row = np.empty_like(self.tokens), np.empty_like(self.tokens)
         rank[self.tokens] = group_of(self.counts)
-        row[self.tokens] = within(self.counts)
+        row[self.tokens] = index_in_group(self.counts)
         return rank, row
 
 

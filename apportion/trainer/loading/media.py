@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from apportion.ir.arrays import Ints, group_of, offsets, within
+from apportion.ir.arrays import Ints, group_of, index_in_group, offsets
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import instance, integer, integers
 from apportion.ir.masks.specs import full
@@ -112,7 +112,7 @@ class MediaOrder:
         """Media of these samples, in order, and the index of each one's sample: int64 [n] each."""
         counts = np.diff(self._first)[samples]
         group = group_of(counts)
-        return self._order[self._first[samples][group] + within(counts)], group
+        return self._order[self._first[samples][group] + index_in_group(counts)], group
 
     def places(self, batch: Batch, samples: Ints) -> Ints:
         """int64 [n, 3], as `EncoderFeed` takes them. batch: their sequences, without padding."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.origin import difference
-from apportion.ir.bytes.transport import expanded
+from apportion.ir.bytes.transport import decompress
 from apportion.ir.errors import ConfigError
 from apportion.ir.version import __version__
 from apportion.service.client import Client
@@ -82,7 +82,7 @@ class LocalSource(Source):
         if isinstance(result, Refusal):
             raise ServiceError(result.type, result.detail, field=result.field)
         del self._futures[key]
-        return IterationSlice.decode(expanded(Pack.decode(result.data, key).slice(rank)))
+        return IterationSlice.decode(decompress(Pack.decode(result.data, key).slice(rank)))
 
     def close(self) -> None:
         with self._lock:

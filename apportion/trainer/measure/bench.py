@@ -123,7 +123,7 @@ def prepare_handle(
     (kind,) = piece.header.kinds
     for _ in range(2):
         handle = PlanHandle(piece, transport, engine)
-        times = {phase: on_host(partial(handle.loaded, kind, phase, device))[1].host for phase in PHASES}
+        times = {phase: on_host(partial(handle.executable, kind, phase, device))[1].host for phase in PHASES}
     return handle, times
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, arange, cat, enable_grad, nn, split
 from torch.nn import functional
 
 from apportion.backends.torch.graphs import nodes
-from apportion.backends.torch.rehearsal import LOW, close
+from apportion.backends.torch.rehearsal import LOW, are_close
 from apportion.ir.errors import ConfigError
 
 #: (x [n, heads, D], position_ids [n]) -> x with rotary positions applied
@@ -120,7 +120,7 @@ def check_projection(
             "params", f"without tensors of shapes {missing}", rule, "pass all that need gradients"
         )
     for tensor, expected in zip(full, part, strict=True):
-        if len(expected) and not close(
+        if len(expected) and not are_close(
             tensor[fewer].flatten(1), expected.flatten(1), tensor.dtype not in LOW
         ):
             rule = "returns different results on other ranks and in backward, which run it again"

@@ -28,8 +28,8 @@ std::optional<std::pair<Array<int64_t>, Array<int64_t>>> measure(const Bands& ba
   return std::pair(std::move(areas), std::move(inside));
 }
 
-// Pieces with connected query ranges form a group; inside it they are taken by k0, and each is compared with those
-// whose key range has not ended: none if tasks tile their queries by key.
+// Pieces with connected query ranges form a group; inside it they are visited by ascending k0, and each is compared
+// with those whose key range has not ended: none if tasks tile their queries by key.
 std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, int64_t limit) {
   struct Piece {
     WideBand band;

@@ -16,7 +16,7 @@ struct Condition {
   Place place;
   Position position = {};
 
-  // The fault if it does not hold.
+  // The fault if the condition does not hold.
   Fault fault() const {
     return {code, place, holds_target ? target : source, holds_target ? source : target, position, -1};
   }

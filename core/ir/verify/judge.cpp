@@ -10,7 +10,7 @@ namespace apportion::verify {
 namespace {
 
 // limit on notes per allowed piece: more than one, since notes of queries without visible keys make no piece
-constexpr int64_t NOTES_OF_PIECE = 8;
+constexpr int64_t NOTES_PER_PIECE = 8;
 
 struct Range {
   int64_t first, end;
@@ -36,7 +36,7 @@ class Judge {
   Judge(const Program& program, Lists& lists, bool together, const Limits& limits)
       : program_(program), lists_(lists), limits_(limits), sends_(program), settlement_(sends_),
         ranges_(together ? std::vector<Range>{{0, program.ranks()}} : ranges_of(program, limits)) {
-    const auto max_notes = static_cast<std::size_t>(NOTES_OF_PIECE * limits.pieces);
+    const auto max_notes = static_cast<std::size_t>(NOTES_PER_PIECE * limits.pieces);
     for (std::size_t i = 0; i < std::min(ranges_.size(), static_cast<std::size_t>(limits.threads)); ++i)
       walks_.emplace_back(program, sends_, max_notes);
   }
@@ -44,9 +44,9 @@ class Judge {
   Verdict judge() {
     if (!sends_.is_matched()) return Verdict::WRONG;
     if (const Verdict verdict = take(ranges_, false); verdict != Verdict::RIGHT) return verdict;
-    return take(hanging_, true);
+    return take(pending_, true);
   }
-  int64_t hanging() const { return static_cast<int64_t>(hanging_.size()); }
+  int64_t walked_again() const { return static_cast<int64_t>(pending_.size()); }
 
  private:
   // Walks and settles ranges in order, as many at a time as there are threads. whole: all ranks were walked before.
@@ -58,8 +58,8 @@ class Judge {
       for (std::size_t i = 0; i < batch.size(); ++i) {
         const Outcome outcome = settle(walks_[i], whole || batch.back().end == program_.ranks());
         if (outcome == Outcome::ZEROS) return Verdict::ZEROS;
-        if (outcome == Outcome::FAILS || (outcome == Outcome::HANGS && whole)) return Verdict::WRONG;
-        if (outcome == Outcome::HANGS) hanging_.push_back(batch[i]);
+        if (outcome == Outcome::FAILS || (outcome == Outcome::PENDING && whole)) return Verdict::WRONG;
+        if (outcome == Outcome::PENDING) pending_.push_back(batch[i]);
       }
     }
     return Verdict::RIGHT;
@@ -68,7 +68,7 @@ class Judge {
   // Walks ranges in parallel; true if no fault was found.
   bool walk(std::span<const Range> batch) {
     std::vector<std::uint8_t> right(batch.size());
-    at_once(batch.size(), [&](std::size_t i) {
+    run_parallel(batch.size(), [&](std::size_t i) {
       right[i] = !walks_[i].walk(batch[i].first, batch[i].end, batch[0].first);
     });
     return std::find(right.begin(), right.end(), 0) == right.end();
@@ -78,7 +78,7 @@ class Judge {
   Outcome settle(Walk& walk, bool whole) {
     const Outcome outcome = settlement_.settle(walk.conditions(), false, ranges_.size() == 1);
     if (outcome != Outcome::HOLDS) return outcome;
-    if (!whole && !settlement_.are_known(walk.notes())) return Outcome::HANGS;
+    if (!whole && !settlement_.are_known(walk.notes())) return Outcome::PENDING;
     const int64_t limit = lists_.first_piece() + limits_.pieces;
     const bool known = settlement_.list(walk.notes(), program_.tasks, [&](const Band& band, int64_t, int64_t set) {
       if (lists_.pieces().size() > limit) throw TooMany{};
@@ -92,7 +92,7 @@ class Judge {
   const Limits& limits_;
   Sends sends_;
   Settlement settlement_;
-  std::vector<Range> ranges_, hanging_;
+  std::vector<Range> ranges_, pending_;
   std::deque<Walk> walks_;
 };
 
@@ -138,9 +138,9 @@ Judgement judge(const Program& program, Lists& lists, bool together, const Limit
   Judge judge(program, lists, together, limits);
   try {
     const Verdict verdict = judge.judge();
-    return {verdict, judge.hanging()};
+    return {verdict, judge.walked_again()};
   } catch (const TooMany&) {
-    return {Verdict::TOO_MANY, judge.hanging()};
+    return {Verdict::TOO_MANY, judge.walked_again()};
   }
 }
 
@@ -149,7 +149,7 @@ std::optional<Trace> trace(const Program& program, int64_t max_pieces) try {
   Sends sends(program);
   if (!sends.is_matched()) return result;
   Settlement settlement(sends);
-  Walk walk(program, sends, static_cast<std::size_t>(NOTES_OF_PIECE * max_pieces));
+  Walk walk(program, sends, static_cast<std::size_t>(NOTES_PER_PIECE * max_pieces));
   for (int64_t rank = 0; rank < program.ranks(); ++rank) walk.walk(rank, rank + 1, rank);  // now all sends are known
   result.is_complete = true;
   for (int64_t rank = 0; rank < program.ranks(); ++rank) {

@@ -15,12 +15,12 @@ namespace apportion::verify {
 // ZEROS: something was added to rows that another rank sent as zeros, so ranges cannot be settled one by one.
 enum class Verdict : std::uint8_t { WRONG, RIGHT, ZEROS, TOO_MANY };
 
-// hanging: number of ranges walked a second time.
+// walked_again: number of ranges that were walked a second time.
 struct Judgement {
   Verdict verdict;
-  int64_t hanging;
+  int64_t walked_again;
 
-  auto fields() const { return std::tuple(verdict, hanging); }
+  auto fields() const { return std::tuple(verdict, walked_again); }
 };
 
 struct Limits {
@@ -33,15 +33,16 @@ struct Limits {
 // Proves a program; the attention of its tasks is then in `lists`.
 Judgement judge(const Program& program, Lists& lists, bool together, const Limits& limits);
 
-// At most one fault per rank; the bands of all tasks with known rows, with task and head set; is_complete: true if these
-// are all tasks.
+// faults: at most one per rank. parts: the bands of all tasks with known rows, each with its task and head set.
+// is_complete: true if these are all tasks.
 struct Trace {
   std::vector<Fault> faults;
   Growing<Piece> parts;
   bool is_complete = false;
 };
 
-// Walks each rank by itself. Returns their faults and tasks' attention; none if that has over `max_pieces` pieces.
+// Walks each rank by itself. Returns the faults and the attention of the tasks; nothing if that has over `max_pieces`
+// pieces.
 std::optional<Trace> trace(const Program& program, int64_t max_pieces);
 
 }  // namespace apportion::verify

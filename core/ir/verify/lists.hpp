@@ -75,7 +75,8 @@ class Lists {
     return follower.list != NONE ? list(follower.list).first : NONE;
   }
 
-  // Moves a set to a new list; or, if it has matched nothing, to a list that begins with the band, returning false.
+  // Moves a set to another list; returns true if the band must be appended to it. A set that has matched nothing moves
+  // to a list that begins with the band, if there is one.
   bool detach(Follower& follower, const Band& band) {
     if (follower.matched > 0) {
       fork(follower);

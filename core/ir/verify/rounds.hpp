@@ -31,7 +31,7 @@ class Rounds {
   void begin_rank() {
     ++walk_;
     last_ = NO_ROUND;
-    under_way_ = 0;
+    in_flight_ = 0;
     links_.clear();
   }
 
@@ -39,18 +39,18 @@ class Rounds {
   void launch(RoundNumber number, int64_t first, int64_t end) {
     require(number > last_);
     last_ = number;
-    ++under_way_;
+    ++in_flight_;
     at(number) = {walk_, false, false, first, end};
   }
   const Round& wait(RoundNumber number) {
     Round& round = at(number);
     require(round.walk == walk_ && !round.is_over);
     round.is_over = true;
-    --under_way_;
+    --in_flight_;
     return round;
   }
   void fill_home(RoundNumber number) { at(number).fills_home = true; }
-  int64_t under_way() const { return under_way_; }
+  int64_t in_flight() const { return in_flight_; }
 
   // True if the rank has waited for the round, or if there is none.
   bool is_over(RoundNumber number) { return number == NO_ROUND || at(number).is_over; }
@@ -80,7 +80,7 @@ class Rounds {
   std::vector<Round> rounds_;
   std::vector<Link> links_;
   std::int32_t walk_ = 0;
-  int64_t under_way_ = 0;
+  int64_t in_flight_ = 0;
   RoundNumber last_ = NO_ROUND;
 };
 

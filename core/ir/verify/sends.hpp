@@ -94,8 +94,8 @@ class Sends {
       : slots_(program.send.size()), rank_ptr_(program.ranks() + 1) {
     is_matched_ = rounds_agree(program) && post(program);
   }
-  // False if ranks differ on a round, one sends to itself or sends missing home rows, or numbers of sends and receives
-  // differ.
+  // False if ranks differ on a round, if a rank sends to itself or sends home rows that it does not have, or if numbers
+  // of sends and receives differ.
   bool is_matched() const { return is_matched_; }
 
   int64_t first(int64_t rank) const { return rank_ptr_[rank]; }
@@ -103,8 +103,8 @@ class Sends {
   Send& operator[](int64_t send) { return sends_[send]; }
   Send& of_transfer(int64_t transfer) { return sends_[slots_[transfer]]; }
 
-  // The content of the first of `rows` rows from a token on: an address, NOWHERE if sent as zeros, UNSENT if not yet
-  // known.
+  // Resolves up to `rows` rows from a token on, as far as they are consecutive: to the address of the first, NOWHERE if
+  // sent as zeros, UNSENT if not yet known.
   Stretch find(Token token, int64_t rows) {
     const Token begin = token;
     bool is_whole = true;
@@ -124,8 +124,8 @@ class Sends {
     return {token, rows};
   }
 
-  // Gives tokens, from an address on, to rows sent as zeros to which tokens were added. Partials are used only once,
-  // so no other rank has these zeros.
+  // Rows that were sent as zeros get the tokens that were added to them, from `address` on. Partials are used only
+  // once, so no other rank has these zeros.
   void claim(Token token, int64_t rows, Token address) {
     while (true) {
       Send& send = (*this)[send_of(token)];

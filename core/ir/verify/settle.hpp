@@ -1,6 +1,6 @@
 // Settles walked ranks: resolves tokens of received rows, checks conditions, lists attention pairs.
 //
-//   conditions   rows that must hold the same tokens            ─► hold, fail, or depend on others
+//   conditions   rows that must hold the same tokens            ─► hold, fail, or depend on others (pending)
 //   notes        queries of tasks: head set and runs;           ─► bands of addresses, one for each run of queries and
 //                keys of a task: runs                              each run of keys that they see
 //
@@ -29,7 +29,7 @@ struct Note {
 // Thrown for more pieces than the verifier accepts.
 struct TooMany {};
 
-enum class Outcome : std::uint8_t { HOLDS, FAILS, HANGS, ZEROS };
+enum class Outcome : std::uint8_t { HOLDS, FAILS, PENDING, ZEROS };
 
 class Settlement {
  public:
@@ -42,7 +42,7 @@ class Settlement {
       claimed_ = false;
       for (const Condition& condition : conditions) {
         const Outcome outcome = settle(condition, claims);
-        if (outcome == Outcome::HOLDS || (outcome == Outcome::HANGS && whole)) continue;
+        if (outcome == Outcome::HOLDS || (outcome == Outcome::PENDING && whole)) continue;
         failing_ = &condition;
         return outcome;
       }
@@ -92,7 +92,7 @@ class Settlement {
     for (int64_t row = 0; row < rows;) {
       const Stretch source = sends_.find(condition.source + row, rows - row);
       const Stretch target = sends_.find(condition.target + row, source.rows);
-      if (source.token == UNSENT || target.token == UNSENT) return Outcome::HANGS;
+      if (source.token == UNSENT || target.token == UNSENT) return Outcome::PENDING;
       if (source.token != target.token && source.token != NOWHERE) {
         if (target.token != NOWHERE) return Outcome::FAILS;
         if (!claims) return Outcome::ZEROS;

@@ -31,7 +31,7 @@ inline int64_t row_of(Token token) { return token & ((Token{1} << TILE_SHIFT) - 
 inline Token advance(Token token, int64_t rows) { return token == NOWHERE ? NOWHERE : token + rows; }
 
 // Degree of uncertainty: 0 for an address, 1 for a tile of values, 2 for a partial, which may be zeros.
-inline int64_t doubt(Token token) { return is_of_tile(token) ? 1 + (token >> TILE_SHIFT & 1) : 0; }
+inline int64_t uncertainty(Token token) { return is_of_tile(token) ? 1 + (token >> TILE_SHIFT & 1) : 0; }
 
 // State of arena rows: nothing written; zeros to add to; a partial; values; a consumed partial
 enum class State : std::uint8_t { EMPTY, CLEARED, LIVE, VALUE, SPENT };

@@ -40,7 +40,7 @@ void Walk::walk_rank() {
 }
 
 void Walk::end_rank(int64_t received) {
-  require(rank_.rounds().under_way() == 0 && received == sends_.end(number_) - sends_.first(number_));
+  require(rank_.rounds().in_flight() == 0 && received == sends_.end(number_) - sends_.first(number_));
   for (int64_t code = 1; code < TENSORS; ++code) {
     const auto tensor = static_cast<Tensor>(code);
     if (PARTIALS.has(tensor)) rank_.work().end_rank(tensor);

@@ -22,7 +22,8 @@ class Walk {
       : program_(program), sends_(sends), rank_(program), max_notes_(max_notes),
         next_send_(program.ranks()) {}
 
-  // Walks ranks [first, end); returns a fault. walked_ranks: all ranks below this were walked before the current walks began.
+  // Walks ranks [first, end); returns the first fault, if any. walked_ranks: all ranks below this were walked before
+  // the current walks began.
   std::optional<Fault> walk(int64_t first, int64_t end, int64_t walked_ranks) {
     first_rank_ = first;
     walked_ranks_ = walked_ranks;

@@ -5,7 +5,8 @@
 //               heads   the number of the rows' head set, equal for equal sets
 //               fill_round  the round that receives the rows; senders: the rounds that send them
 //
-// Adding a token to a different one makes a condition that both are equal (`settle.hpp`), or a fault if both are known.
+// Adding a token to a different one creates the condition that both are equal (`settle.hpp`), or is a
+// fault if both are known.
 #pragma once
 
 #include <array>
@@ -43,7 +44,8 @@ class WorkRows {
     for (int64_t tensor = 0; tensor < TENSORS; ++tensor) arenas_[static_cast<std::size_t>(tensor)].reset(rows[tensor]);
   }
 
-  // Overwrites rows, which must hold no partial and not be in flight. fill_round: the round that receives the new contents.
+  // Overwrites rows, which must neither hold a partial nor be in flight. fill_round: the round that receives the new
+  // contents.
   void put(const WorkPlace& place, State state, Token token, RoundNumber fill_round = NO_ROUND) {
     auto& nodes = open_arena(place.tensor);
     const NodeIndex first = nodes.slice(place.low, place.high);
@@ -135,11 +137,12 @@ class WorkRows {
   // True if rows are neither being received nor being sent.
   bool is_idle(WorkState& state) { return rounds_.is_over(state.fill_round) && !rounds_.is_sending(state.senders); }
 
-  // Adds a token to a node; of two different tokens, keeps the one with less doubt.
+  // Adds a token to a node; of two different tokens, keeps the less uncertain one.
   void add_tokens(Place place, Node<WorkState>& node, Token token) {
     const Token current = place.low + node.shift;
     if (current == token) return;
-    const bool is_better = doubt(token) < doubt(current) && node.low == place.low && node.high == place.high;
+    const bool is_better =
+        uncertainty(token) < uncertainty(current) && node.low == place.low && node.high == place.high;
     if (is_better) node.shift = token - place.low;
     conditions_.require_same({is_better ? current : token, is_better ? token : current, Code::PARTIAL_MIXED, !is_better, place});
   }

@@ -99,7 +99,7 @@ class Tiles {
     const auto [work, arriving] = room();
     program_.transfers.expect(2 * tiles_.count());
     program_.rowops.expect(side_.tiles_cleared.count() + tiles_.count());
-    for (const Cleared& cleared : side_.tiles_cleared) {
+    for (const ClearedRows& cleared : side_.tiles_cleared) {
       const Tile& tile = tiles_[cleared.lane];
       program_.clear(order_.clear[tile.round], tile.dst,
                      rows_of(tensor, Space::WORK, work[cleared.lane] + cleared.row, cleared.rows, heads(tile)));
@@ -181,7 +181,7 @@ class Tiles {
 void clear_unopened(Program& program, int64_t step, const Sides& sides, Space space, bool backward) {
   const auto clear = [&](const Side& side, Tensor tensor) {
     const int64_t groups = side.heads.size();
-    for (const Cleared& range : side.cleared)
+    for (const ClearedRows& range : side.cleared)
       program.clear(step, range.lane / groups,
                     rows_of(tensor, space, range.row, range.rows, side.heads_of(range.lane % groups)));
   };
@@ -208,7 +208,7 @@ void attend(Program& program, const Lowering& low, const Sides& sides, const Gro
   }
 }
 
-void lower_core(Program& program, const Lowering& low, bool backward, const Between& between) {
+void lower_core(Program& program, const Lowering& low, bool backward, const Callbacks& between) {
   static constexpr std::array KEYS{Tensor::KV}, FORWARD{Tensor::Q};
   static constexpr std::array BACKWARD{Tensor::Q, Tensor::DO, Tensor::DELTA};
   const Sides sides = sides_of(low, backward);

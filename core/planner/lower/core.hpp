@@ -16,7 +16,7 @@ namespace apportion::lower {
 inline Tensor sums_of_queries(bool backward) { return backward ? Tensor::DQ : Tensor::O; }
 
 // Appends the steps and rows of all groups.
-void lower_core(Program& program, const Lowering& low, bool backward, const Between& between = {});
+void lower_core(Program& program, const Lowering& low, bool backward, const Callbacks& between = {});
 
 // Clears attention rows that no task initializes.
 void clear_unopened(Program& program, int64_t step, const Sides& sides, Space space, bool backward);

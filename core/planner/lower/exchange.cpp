@@ -38,7 +38,7 @@ ExchangeSteps reserve(Program& program, const Lowering& low, Op attend, int64_t 
 
 int64_t launch_other(Program& program, const Lowering& low, int64_t results) {
   if (!low.exchange || !low.exchange->has_turns) return -1;
-  // on a channel of its own, after those of the rounds that fetch and that return
+  // on a separate channel, after the channels of rounds that fetch and of rounds that return
   return program.launch(2 * low.schedule.channels(), low.exchange->mode | results);
 }
 

@@ -69,8 +69,8 @@ struct ByLane {
   Growing<int64_t> begin;
   int64_t longest = 0;
 
-  ByLane(const Growing<Written>& written, int64_t lanes) : begin(lanes + 2) {
-    for (const Written& part : written) longest = std::max(longest, ++begin[part.lane + 2]);
+  ByLane(const Growing<WrittenRows>& written, int64_t lanes) : begin(lanes + 2) {
+    for (const WrittenRows& part : written) longest = std::max(longest, ++begin[part.lane + 2]);
     std::partial_sum(begin.begin(), begin.end(), begin.begin());
     order = Growing<int32_t>(begin.back());
     for (int32_t part = 0; part < written.count(); ++part) order[begin[written[part].lane + 1]++] = part;
@@ -78,7 +78,7 @@ struct ByLane {
   Column<const int32_t> of(int64_t lane) const { return {order.data() + begin[lane], begin[lane + 1] - begin[lane]}; }
 };
 
-Pieces cut(const Growing<Written>& written, const Growing<int64_t>& held) {
+Pieces cut(const Growing<WrittenRows>& written, const Growing<int64_t>& held) {
   const ByLane by_lane(written, held.count());
   Points points(2 * by_lane.longest + 2);
   Growing<int64_t> ptr(1);
@@ -102,10 +102,10 @@ Pieces cut(const Growing<Written>& written, const Growing<int64_t>& held) {
   return {points.take(), std::move(ptr), std::move(low), std::move(high)};
 }
 
-// Finds the first piece, from a piece on, that no task has reached yet: `after_` has it, or a step towards it.
-class Unseen {
+// Finds the first piece at or after a given one that no task has reached yet: `after_` holds it or a step towards it.
+class UnseenPieces {
  public:
-  explicit Unseen(int64_t pieces) : after_(pieces + 1) { std::iota(after_.begin(), after_.end(), 0); }
+  explicit UnseenPieces(int64_t pieces) : after_(pieces + 1) { std::iota(after_.begin(), after_.end(), 0); }
   bool has(int64_t piece) const { return after_[piece] == piece; }
   void remove(int64_t piece) { after_[piece] = piece + 1; }
   int64_t next(int64_t piece) {
@@ -120,9 +120,9 @@ class Unseen {
 };
 
 // Sets the flags of tasks that open all pieces they reach; returns the state of each piece.
-Growing<State> visit(const Growing<Written>& written, const Pieces& pieces, Growing<int32_t>& flags) {
+Growing<State> visit(const Growing<WrittenRows>& written, const Pieces& pieces, Growing<int32_t>& flags) {
   Growing<State> state(pieces.points.count(), State::UNSEEN);
-  Unseen unseen(state.count());
+  UnseenPieces unseen(state.count());
   for (int64_t begin = 0, end; begin < written.count(); begin = end) {
     bool fresh = true;
     for (end = begin; end < written.count() && written[end].task == written[begin].task; ++end) {
@@ -142,7 +142,7 @@ Growing<State> visit(const Growing<Written>& written, const Pieces& pieces, Grow
 
 }  // namespace
 
-Openers find_openers(const Growing<Written>& written, const Growing<int64_t>& held, int64_t tasks) {
+Openers find_openers(const Growing<WrittenRows>& written, const Growing<int64_t>& held, int64_t tasks) {
   const Pieces pieces = cut(written, held);
   Openers openers{Growing<int32_t>(tasks), {}};
   const Growing<State> state = visit(written, pieces, openers.flags);
@@ -158,7 +158,7 @@ Openers find_openers(const Growing<Written>& written, const Growing<int64_t>& he
   return openers;
 }
 
-void Leaving::add(int64_t begin, int64_t end) {
+void LeavingRows::add(int64_t begin, int64_t end) {
   if (!low_.empty() && begin <= high_.back() && end >= low_.back()) {
     low_.back() = std::min(begin, low_.back());
     high_.back() = std::max(end, high_.back());
@@ -168,12 +168,12 @@ void Leaving::add(int64_t begin, int64_t end) {
   }
 }
 
-void Leaving::sort() {
+void LeavingRows::sort() {
   std::sort(low_.begin(), low_.end());
   std::sort(high_.begin(), high_.end());
 }
 
-bool Leaving::keeps(int64_t begin, int64_t end) const {
+bool LeavingRows::keeps(int64_t begin, int64_t end) const {
   return std::lower_bound(low_.begin(), low_.end(), end) - low_.begin() ==
          std::upper_bound(high_.begin(), high_.end(), begin) - high_.begin();
 }

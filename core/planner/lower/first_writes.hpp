@@ -17,26 +17,26 @@ using std::int64_t;
 
 // Rows to which a task adds, in a lane: one rank's rows or one tile, with some of the heads. may_open: whether only
 // earlier tasks can have changed their initial state, so that this task may open them.
-struct Written {
+struct WrittenRows {
   int32_t task, lane, row, rows;
   bool may_open;
 };
 
-struct Cleared {
+struct ClearedRows {
   int64_t lane, row, rows;
 };
 
 // flags: 1 for tasks that overwrite. cleared: the rows that no such task initializes, in maximal ranges.
 struct Openers {
   Growing<int32_t> flags;
-  Growing<Cleared> cleared;
+  Growing<ClearedRows> cleared;
 };
 
 // written: in task order, with disjoint ranges per task; held: the number of rows of each lane.
-Openers find_openers(const Growing<Written>& written, const Growing<int64_t>& held, int64_t tasks);
+Openers find_openers(const Growing<WrittenRows>& written, const Growing<int64_t>& held, int64_t tasks);
 
 // The rows of a rank that leave it, as the begins and ends of ranges.
-class Leaving {
+class LeavingRows {
  public:
   void add(int64_t begin, int64_t end);
   void sort();

@@ -75,9 +75,9 @@ struct Copy {
   bool moves() const { return src != dst; }
 };
 
-// piece, dst: per copy; src to rows: per piece; round: per copy that moves; first, held: per rank, the numbers of home
-// rows outside and inside the exchange. results: mode bits of the rounds that send rows home in the phase. late, early,
-// early_keys: pieces that travel separately (`Turns`).
+// piece, dst: per copy; src to rows: per piece; round: per copy that moves; first, held: per rank, how many
+// home rows are outside and inside the exchange. results: mode bits of the rounds that send rows home in the phase.
+// late, early, early_keys: pieces that travel separately (`PieceTiming`).
 struct Exchange {
   Ints piece, dst, src, src_row, row, rows, round, first, held;
   int64_t rounds, mode, results;

@@ -56,7 +56,7 @@ class Stages {
       add_whole(program_, low_, program_.step(Op::CLEAR), Tensor::NONE, Tensor::NONE, Tensor::DKV);
     append_stages();
     if (!backward_) add_whole(program_, low_, program_.step(Op::FINISH), Tensor::NONE, Tensor::NONE, Tensor::O);
-    if (backward_ && stages_.project) push_back();
+    if (backward_ && stages_.project) add_project_grad();
     for (const Tensor tensor : fetched(backward_)) move(tensor, Way::IN);
     move(sums_of_queries(backward_), Way::OUT);
     if (backward_) move(Tensor::DKV, Way::OUT);
@@ -270,7 +270,7 @@ class Stages {
   }
 
   // Turns the gradients of all heads at home into gradients of X.
-  void push_back() {
+  void add_project_grad() {
     const int32_t step = narrow(program_.step(Op::PROJECT_GRAD));
     for (int64_t rank = 0; rank < low_.home_rows.size(); ++rank) {
       const auto home = [&](Tensor tensor) { return rows_of(tensor, Space::HOME, 0, low_.home_rows[rank]); };

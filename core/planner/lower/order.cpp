@@ -108,7 +108,8 @@ class Returning {
   void open(int64_t round) {
     if (!order_.batches.empty()) order_.clear[round] = program_.step(Op::CLEAR);
   }
-  // Launches the batches that are complete after the first `computed` rounds and have added all batches that they need.
+  // Launches the batches that are complete after the first `computed` rounds and to which all batches that their sums
+  // include have been added.
   void start(int64_t computed) {
     Growing<int64_t> waiting;
     for (const int64_t number : waiting_) {
@@ -154,7 +155,7 @@ class Returning {
 // Waits for returns some stages after they start; otherwise every rank would wait for the slowest at every stage. The
 // delay is one stage fewer than there are buffers, but at least one, plus one for each level of relays; around an inner
 // ring relays add none, since the next rank waits for each return.
-Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Between& between) {
+Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Callbacks& between) {
   const Schedule& schedule = low.schedule;
   const Op compute = backward ? Op::ATTEND_GRAD : Op::ATTEND;
   const int64_t rounds = schedule.rounds(), levels = schedule.has_back ? 0 : schedule.channels() - 1;

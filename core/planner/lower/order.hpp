@@ -33,11 +33,11 @@ struct Order {
 };
 
 // Callbacks after the first stage and before the last.
-struct Between {
+struct Callbacks {
   std::function<void()> first = [] {}, last = [] {};
 };
 
 // Appends the steps between exchanges.
-Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Between& between);
+Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Callbacks& between);
 
 }  // namespace apportion::lower

@@ -91,7 +91,7 @@ Program lower_phase(const Lowering& low, bool backward) {
     results = low.exchange->results;
     incoming = steps_in(program, low, compute, low.exchange->direct ? std::ssize(fetched(backward)) : 1);
   }
-  Between between;
+  Callbacks between;
   if (low.exchange && low.exchange->has_turns) {
     between.first = [&] { program.wait(incoming.other); };
     between.last = [&] { early = launch_other(program, low, results); };

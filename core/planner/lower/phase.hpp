@@ -1,4 +1,4 @@
-// From a `Lowering` to the programs of all ranks for one phase.
+// Builds the programs of all ranks for one phase from a `Lowering`.
 #pragma once
 
 #include <array>

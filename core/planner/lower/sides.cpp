@@ -39,17 +39,17 @@ Growing<int32_t> add_tiles(const Lowering& low, Sides& sides) {
 }
 
 // The rows of one side that leave home, for each rank.
-Growing<Leaving> leaving(const Lowering& low, const Side& side) {
-  Growing<Leaving> by_home(low.rows.size());
+Growing<LeavingRows> leaving(const Lowering& low, const Side& side) {
+  Growing<LeavingRows> by_home(low.rows.size());
   for (const Tile& tile : side.tiles)
     if (tile.parent < 0) by_home[tile.home].add(tile.row, tile.row + tile.rows);
-  for (Leaving& ranges : by_home) ranges.sort();
+  for (LeavingRows& ranges : by_home) ranges.sort();
   return by_home;
 }
 
 // Finds the tasks that open rows at home and in tiles. results: how many entries at the end of `at_home` are returned
 // results, which count as further tasks.
-void open(const Lowering& low, Side& side, const Growing<Written>& at_home, const Growing<Written>& in_tiles,
+void open(const Lowering& low, Side& side, const Growing<WrittenRows>& at_home, const Growing<WrittenRows>& in_tiles,
           int64_t results = 0) {
   const int64_t tasks = low.tasks.size(), groups = side.heads.size();
   Growing<int64_t> lane_rows(low.rows.size() * groups), tile_rows(side.tiles.count());
@@ -68,13 +68,13 @@ void open(const Lowering& low, Side& side, const Growing<Written>& at_home, cons
 // Finds the tasks that open rows of queries. Results of rows that left home may return before a later stage; returned
 // results overwrite their rows like tasks that come after all others.
 void open_queries(const Lowering& low, Side& side) {
-  const Growing<Leaving> away = low.queries_move ? leaving(low, side) : Growing<Leaving>();
+  const Growing<LeavingRows> away = low.queries_move ? leaving(low, side) : Growing<LeavingRows>();
   const int64_t groups = side.heads.size(), tasks = low.tasks.size();
-  Growing<Written> at_home, in_tiles;
+  Growing<WrittenRows> at_home, in_tiles;
   int64_t results = 0;
   at_home.expect(tasks);
   for (int64_t task = 0; task < tasks; ++task) {
-    const Used& used = side.used[task];
+    const TaskRows& used = side.used[task];
     if (used.tile >= 0) {
       in_tiles.push_back({narrow(task), used.tile, used.row - side.tiles[used.tile].row, used.rows, true});
       continue;
@@ -94,11 +94,11 @@ void open_queries(const Lowering& low, Side& side) {
 // Finds the tasks that open rows of keys. Gradients of rows that left home may return before a later stage, even to a
 // tile that is passed on; and a head group must not overwrite what another one added to KV heads that both use.
 void open_keys(const Lowering& low, Side& side, const Growing<int32_t>& place) {
-  const Growing<Leaving> away = leaving(low, side);
+  const Growing<LeavingRows> away = leaving(low, side);
   Growing<std::uint8_t> passed_on(side.tiles.count());
   for (const Tile& tile : side.tiles)
     if (tile.parent >= 0) passed_on[tile.parent] = 1;
-  Growing<Written> at_home, in_tiles;
+  Growing<WrittenRows> at_home, in_tiles;
   in_tiles.expect(low.parts.task.size());
   for (int64_t part = 0; part < low.parts.task.size(); ++part) {
     const int64_t edge = low.parts.edge[part], leads = low.schedule.leads;

@@ -17,7 +17,7 @@ struct Tile : Edge {
 };
 
 // The rows of a task on one side, in a tile or, for -1, at home. row: in attention order of the rows' home.
-struct Used {
+struct TaskRows {
   int32_t tile, group, row, rows;
 };
 
@@ -25,15 +25,15 @@ struct Used {
 // cleared, tiles_cleared: rows that no task overwrites; their lanes are rank * groups + group, and tiles.
 struct Side {
   Growing<Tile> tiles;
-  Growing<Used> used;
+  Growing<TaskRows> used;
   Ints heads;
   Growing<int32_t> opening;
-  Growing<Cleared> cleared, tiles_cleared;
+  Growing<ClearedRows> cleared, tiles_cleared;
 
   int64_t heads_of(int64_t group) const { return heads.size() == 1 ? 0 : heads[group]; }
   // The rows of a task. work: the first work row of each tile.
   Operand of_task(int64_t task, Tensor tensor, Space space, const Growing<int64_t>& work) const {
-    const Used& range = used[task];
+    const TaskRows& range = used[task];
     if (range.tile < 0) return rows_of(tensor, space, range.row, range.rows, heads_of(range.group));
     const int64_t row = work[range.tile] + range.row - tiles[range.tile].row;
     return rows_of(tensor, Space::WORK, row, range.rows, heads_of(range.group));

@@ -25,10 +25,10 @@ namespace {
 
 // ptr: the first row of each rank.
 template <class Row>
-class Sorted {
+class RowOrder {
  public:
   // Adds the number of rows of each rank at each step to `count`.
-  Sorted(const Growing<Row>& rows, Matrix<int64_t> count) : ptr(count.rows() + 1), rows_(rows), order_(rows.count()) {
+  RowOrder(const Growing<Row>& rows, Matrix<int64_t> count) : ptr(count.rows() + 1), rows_(rows), order_(rows.count()) {
     const int64_t ranks = count.rows(), steps = count.columns();
     Growing<int32_t> place(ranks * steps + 1);
     for (const Row& row : rows) ++place[row.rank * steps + row.step + 1];
@@ -168,7 +168,7 @@ class Writer {
     int64_t tensor, rows, columns;
   };
   // An operand of a row: the index of one of the rank's distinct ranges, and a tensor.
-  struct Named {
+  struct NamedOperand {
     int32_t range;
     Tensor tensor;
   };
@@ -236,9 +236,9 @@ class Writer {
   // Calls fill(row, at, place) with each row of a rank. at: its index among the rows of all ranks; place: its index
   // among the rank's own rows.
   template <class Row, class Fill>
-  void each(const Sorted<Row>& list, int64_t rank, Fill&& fill) {
+  void each(const RowOrder<Row>& list, int64_t rank, Fill&& fill) {
     const int64_t first = list.ptr[rank], end = list.ptr[rank + 1];
-    for (Growing<Named>& column : named_) column.resize(static_cast<std::size_t>(end - first));
+    for (Growing<NamedOperand>& column : named_) column.resize(static_cast<std::size_t>(end - first));
     for (int64_t at = first; at < end; ++at) fill(list[at], at, at - first);
   }
   void name(std::size_t column, int64_t place, const Operand& operand) {
@@ -247,10 +247,10 @@ class Writer {
   // Writes the numbers of the operands that `name` recorded in a column. tensor: of all rows; if NONE, each row has
   // its own.
   template <class Row>
-  void number(const Sorted<Row>& list, int64_t rank, int64_t column, Column<int32_t> out,
+  void number(const RowOrder<Row>& list, int64_t rank, int64_t column, Column<int32_t> out,
               Tensor tensor = Tensor::NONE) {
     int64_t at = list.ptr[rank];
-    for (const Named& entry : named_[static_cast<std::size_t>(column)]) {
+    for (const NamedOperand& entry : named_[static_cast<std::size_t>(column)]) {
       int32_t& target = out[at++];
       if (entry.range < 0) {
         target = 0;
@@ -272,13 +272,13 @@ class Writer {
   const Lowering& low_;
   bool backward_;
   Array2<int64_t> count_;  // rows of each rank at each step
-  Sorted<Transfer> transfers_;
-  Sorted<Attention> attention_;
-  Sorted<RowOp> rowops_;
+  RowOrder<Transfer> transfers_;
+  RowOrder<Attention> attention_;
+  RowOrder<RowOp> rowops_;
   Growing<Operand> operands_;
   Growing<Arena> arenas_;
   NamedRanges ranges_;
-  std::array<Growing<Named>, 4> named_;      // the columns of one list of one rank
+  std::array<Growing<NamedOperand>, 4> named_;      // the columns of one list of one rank
   int32_t first_ = 0;                        // the rank's first operand
   std::array<int64_t, TENSORS> reach_{};    // for each tensor, the end of the work rows that the rank names
 };
@@ -293,7 +293,7 @@ nb::object tables_of(nb::handle lowering, nb::str phase, nb::object network) {
   Program program;
   std::unique_ptr<Writer> writer;
   try {
-    unlocked([&] {
+    without_gil([&] {
       program = lower_phase(low, backward);
       if (between) bound_senders(program, low, *between);
       if (const int64_t all = low.groups.ranks() * program.steps.count(); all >= LIMIT) throw TooLarge{0, all};
@@ -303,13 +303,13 @@ nb::object tables_of(nb::handle lowering, nb::str phase, nb::object network) {
     return nb::make_tuple(error.rows, error.steps, nb::list());
   }
   constexpr int64_t COLUMNS[] = {3, 6, 5, 3, 6, 9, 5};
-  const auto new_table = [&](Table table) { return New<Matrix<int32_t>>(COLUMNS[table], writer->rows(table)); };
-  const New<Matrix<int32_t>> instructions = new_table(INSTRUCTIONS), transfers = new_table(TRANSFERS),
+  const auto new_table = [&](Table table) { return NewArray<Matrix<int32_t>>(COLUMNS[table], writer->rows(table)); };
+  const NewArray<Matrix<int32_t>> instructions = new_table(INSTRUCTIONS), transfers = new_table(TRANSFERS),
                       tasks = new_table(TASKS), grads = new_table(GRADS), rowops = new_table(ROWOPS);
-  unlocked([&] { writer->write(instructions, transfers, backward ? grads : tasks, rowops); });
-  const New<Matrix<int64_t>> arenas(COLUMNS[ARENAS], writer->rows(ARENAS));
-  const New<Matrix<int32_t>> operands = new_table(OPERANDS);
-  unlocked([&] {
+  without_gil([&] { writer->write(instructions, transfers, backward ? grads : tasks, rowops); });
+  const NewArray<Matrix<int64_t>> arenas(COLUMNS[ARENAS], writer->rows(ARENAS));
+  const NewArray<Matrix<int32_t>> operands = new_table(OPERANDS);
+  without_gil([&] {
     writer->write_arenas(arenas);
     writer->write_operands(operands);
   });
@@ -318,7 +318,7 @@ nb::object tables_of(nb::handle lowering, nb::str phase, nb::object network) {
   nb::list tables;
   for (std::size_t table = 0; table < TABLES; ++table) {
     const Growing<int64_t>& rows = writer->ptr[table];
-    const New<Column<int64_t>> ptr(rows.count());  // owned by numpy, so nothing else can write to it
+    const NewArray<Column<int64_t>> ptr(rows.count());  // owned by numpy, so nothing else can write to it
     std::copy(rows.begin(), rows.end(), ptr.begin());
     tables.append(nb::make_tuple(ptr.array(), arrays[table]));
   }

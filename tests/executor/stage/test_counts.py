@@ -40,7 +40,7 @@ def recorded_run(plan: Plan, rank: int) -> tuple[list[tuple[Any, ...]], int]:
     device.reset()
     out.backward(torch.zeros_like(out))
     counts_by_phase.append((device.launches.total(), device.posts, device.rounds))
-    loaded = [handle.loaded("default", phase, torch.device("cpu")) for phase in PHASES]
+    loaded = [handle.executable("default", phase, torch.device("cpu")) for phase in PHASES]
     rounds = {id(one): one for each in loaded for one in each.rounds.of_step.values()}
     return counts_by_phase, sum(message.size for one in rounds.values() for message in one.sends)
 

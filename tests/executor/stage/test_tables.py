@@ -15,7 +15,7 @@ from apportion.backends.torch.stage.tiles import Tiles, cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, WorkList, work_list
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import Op
-from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_complete, find_statistics
+from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_complete_rows, find_statistics
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES
@@ -152,7 +152,7 @@ def test_work_lists_hold_every_pair_of_an_instruction_once(name: str, mask: str)
             programs = plan.programs["default", phase].rank(rank)
             columns = Columns(compile_program(programs, plan.header))
             for kernel in ("attend",) if phase == "forward" else ("dq", "dkdv"):
-                complete = find_complete(programs, phase)[ROLES[kernel].owner]
+                complete = find_complete_rows(programs, phase)[ROLES[kernel].owner]
                 work = work_list(
                     programs,
                     columns,
@@ -173,7 +173,7 @@ def test_every_instruction_is_one_launch_and_long_tiles_come_first() -> None:
             programs = plan.programs["default", phase].rank(1)
             columns = Columns(compile_program(programs, plan.header))
             kernel = "attend" if phase == "forward" else "dkdv"
-            complete = find_complete(programs, phase)[ROLES[kernel].owner]
+            complete = find_complete_rows(programs, phase)[ROLES[kernel].owner]
             work = work_list(
                 programs,
                 columns,

@@ -280,7 +280,7 @@ def test_a_search_tries_expert_degrees_and_plans_once_for_all() -> None:
     found = search_space(CLUSTER, SMALL, 4, ["ulysses"], experts=replace(EXPERTS, shared=0))
     degrees = {(one.tensor, one.pipeline, one.expert) for one in found}
     assert {expert for tensor, pipeline, expert in degrees if (tensor, pipeline) == (1, 1)} == {1, 2, 4, 8}
-    assert {one.planned_as(CLUSTER).expert for one in found} == {1}
+    assert {one.canonical_form(CLUSTER).expert for one in found} == {1}
     assert {one.expert for one in search_space(CLUSTER, SMALL, 4, ["ulysses"])} == {1}
 
 

@@ -587,10 +587,10 @@ def test_a_static_grid_waits_for_its_slowest_group_and_reports_its_cuts() -> Non
 
 def test_configurations_with_equal_attention_share_plans() -> None:
     static = Parallelism(find_recipe("ring"), Degrees(), 8, "order")
-    assert static.planned_as(CLUSTER) == form("ring").planned_as(CLUSTER) == form("ring")
+    assert static.canonical_form(CLUSTER) == form("ring").canonical_form(CLUSTER) == form("ring")
     whole, grid = ap.forecast(BATCH, CLUSTER, SMALL, [form("ring"), static], Training(vocab=1000)).rows
     assert (whole.steps, whole.groups, grid.groups) == (grid.steps, None, 1)
-    assert replace(static, context=4).planned_as(CLUSTER) == replace(static, context=4)
+    assert replace(static, context=4).canonical_form(CLUSTER) == replace(static, context=4)
 
 
 def test_only_the_slowest_of_many_groups_are_planned() -> None:

@@ -229,7 +229,7 @@ def test_per_channel_decays_are_low_rank_projections() -> None:
 @pytest.mark.parametrize(
     ("form", "training", "text"),
     [
-        (form("distca", ping_pong=True), {}, "ping-pong halves are not priced with recurrent layers"),
+        (form("distca", ping_pong=True), {}, "forecasts do not support ping-pong with recurrent layers"),
         (form("ulysses"), {"chunks": 2, "offload": True, "recompute": "full"}, "states of recurrent layers"),
         (form(tensor=8), {}, r"must divide heads of model.recurrent.linear \(4\)"),
     ],

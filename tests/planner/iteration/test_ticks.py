@@ -166,8 +166,8 @@ def test_a_table_prints_as_text() -> None:
 
 def test_the_idle_share_equals_the_pipeline_bubble() -> None:
     table = tick_table(4, 8)
-    assert table.idle == pytest.approx(1 - 2 * 8 / table.ticks)
-    assert tick_table(1, 8).idle == 0
+    assert table.idle_fraction == pytest.approx(1 - 2 * 8 / table.ticks)
+    assert tick_table(1, 8).idle_fraction == 0
 
 
 def test_a_cap_below_the_chunks_of_one_microbatch_is_refused() -> None:

@@ -17,7 +17,7 @@ from apportion.ir.request.policy import Step
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.place.blend.placement import UNEVEN, Blend, token_shares
-from apportion.planner.place.lpt import Lpt, busiest
+from apportion.planner.place.lpt import Lpt, busiest_load
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.shard.blocks import Blocks, row_areas, row_weights
@@ -218,7 +218,7 @@ def test_a_layout_shared_by_kinds_is_nearly_even_for_each(seed: int) -> None:
     made = problem(lognormal_lengths(seed, 16 * 32_768).tolist(), 16, GEMMA, model=model)
     placement = place(made)
     least = sum(made.layers[kind] * made.batch.area(kind) for kind in GEMMA) / 16
-    assert busiest(made, placement) <= 1.05 * least
+    assert busiest_load(made, placement) <= 1.05 * least
     shards = Blocks()(made)
     case = PartitionProblem(
         shards.per_piece(shards.weight), shards.per_piece(shards.lengths), made.token_caps
@@ -226,7 +226,7 @@ def test_a_layout_shared_by_kinds_is_nearly_even_for_each(seed: int) -> None:
     pieces = PartitionSolver("lpt")(case)
     by_sum = Placement(shards.starts, pieces.bin[shards.piece], shards.weight, 0.0)
     for some in (placement, Lpt()(made, shards)):
-        assert busiest(made, some) < busiest(made, by_sum)
+        assert busiest_load(made, some) < busiest_load(made, by_sum)
     assert (placement.weight == row_weights(made, placement.starts)).all()
     counts = tokens(placement, 16)
     assert counts.max() - counts.min() <= 1
@@ -245,7 +245,7 @@ def test_a_profile_counts_the_pairs_of_any_rows(lengths: list[int], masks: list[
     bands = {mask: ap.Batch.from_lengths(lengths, mask=MASKS[mask]).bands("default") for mask in masks}
     rows = np.arange(sum(lengths) + 1)
     expected = sum(factor[mask] * row_areas(bands[mask], rows) for mask in masks)
-    assert (np.diff(profile(bands, factor).upto(rows)) == expected).all()
+    assert (np.diff(profile(bands, factor).pairs_before(rows)) == expected).all()
 
 
 def test_exchanging_rows_evens_out_what_the_walk_leaves_uneven() -> None:
@@ -257,7 +257,7 @@ def test_exchanging_rows_evens_out_what_the_walk_leaves_uneven() -> None:
         mixed = batch.starts, rows.columns, tokens, speeds, targets, float(targets.max()), 0.5, tolerance
         low, high, rank = core.mix(*mixed)
         assert np.bincount(rank, high - low).tolist() == tokens.tolist()
-        load = np.bincount(rank, rows.upto(high) - rows.upto(low))
+        load = np.bincount(rank, rows.pairs_before(high) - rows.pairs_before(low))
         return float((load / targets).max())
 
     assert fullest(1.0) > 1.03

@@ -166,7 +166,7 @@ def test_lone_sequences_are_whole_tasks_with_all_heads() -> None:
     operands, tasks = program["operands"], program["tasks"]
     q = operands.ptr[tasks.rank_of_row()] + tasks["q"]
     alone = (operands["heads"][q] == 0) & (operands["space"][q] == Space.HOME)
-    assert sorted(operands["rows"][q][alone]) == sorted(lone.alone.lengths)
+    assert sorted(operands["rows"][q][alone]) == sorted(lone.lone_batch.lengths)
     assert (operands["tensor"][q] == Tensor.Q).all()
     ops = program["instructions"]["op"]
     attend = np.flatnonzero(ops == Op.ATTEND)

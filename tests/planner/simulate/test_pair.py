@@ -120,7 +120,7 @@ def test_casts_of_a_half_precede_its_linear_layers() -> None:
     run = simulate_pair_with(plan, plan, replace(COSTS, a_row=5.0), layers=1).runs["default", "backward"]
     half = 2 * 46 + 2 * 5  # delta; dQ, dK and dV
     assert run.busy_us.tolist() == pytest.approx([2 * half])
-    assert [way.makespan_us for way in run.ways.values()] == pytest.approx([2 * half] * 4)
+    assert [way.makespan_us for way in run.modes.values()] == pytest.approx([2 * half] * 4)
 
 
 def test_slow_ranks_take_longer_in_linear_layers_too() -> None:
@@ -306,7 +306,7 @@ def test_contention_slows_every_schedule_with_transfers() -> None:
 def test_equal_arguments_give_equal_times() -> None:
     plans = halves_of("node")
     one, other = (simulate_pair(*plans) for _ in range(2))
-    assert [one.ms(way) for way in pair_result.WAYS] == [other.ms(way) for way in pair_result.WAYS]
+    assert [one.ms(mode) for mode in pair_result.MODES] == [other.ms(mode) for mode in pair_result.MODES]
 
 
 def test_halves_on_different_numbers_of_ranks_are_refused() -> None:

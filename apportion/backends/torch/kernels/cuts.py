@@ -39,25 +39,27 @@ class Call(NamedTuple):
         return self.q0 >= self.q1 or self.k0 >= self.k1 or self.dmin > self.dmax
 
     @property
-    def cut_above(self) -> bool:
+    def is_cut_above(self) -> bool:
         """True if dmin hides the last key from the first row."""
         return self.q0 - (self.k1 - 1) < self.dmin
 
     @property
-    def cut_below(self) -> bool:
+    def is_cut_below(self) -> bool:
         """True if dmax hides the first key from the last row."""
         return self.q1 - 1 - self.k0 > self.dmax
 
     @property
     def is_plain(self) -> bool:
-        return not (self.cut_above or self.cut_below)
+        return not (self.is_cut_above or self.is_cut_below)
 
     @property
     def is_causal_square(self) -> bool:
         """True if row i sees exactly keys 0..i of the call, independent of the alignment of causal
         kernels."""
         return (
-            self.q1 - self.q0 == self.k1 - self.k0 and self.q0 - self.k0 == self.dmin and not self.cut_below
+            self.q1 - self.q0 == self.k1 - self.k0
+            and self.q0 - self.k0 == self.dmin
+            and not self.is_cut_below
         )
 
     @property
@@ -65,12 +67,12 @@ class Call(NamedTuple):
         """(left, right) of a window aligned at the bottom right corner, as in FlashAttention; -1: no bound.
         A right of -1 with a left bound is valid only for calls of at most keys + 1 rows."""
         corner = self.q1 - self.k1
-        left = self.dmax - corner if self.cut_below else -1
-        right = corner - self.dmin if self.cut_above else -1
+        left = self.dmax - corner if self.is_cut_below else -1
+        right = corner - self.dmin if self.is_cut_above else -1
         return left, right
 
 
-def tight(call: Call) -> Call:
+def trim(call: Call) -> Call:
     """Trims rows that see no key and keys that no row sees; the call is empty if no pair is allowed."""
     q0 = max(call.q0, call.k0 + call.dmin)
     q1 = min(call.q1, call.k1 + call.dmax)
@@ -81,21 +83,21 @@ def tight(call: Call) -> Call:
 
 def cut_strips(band: Call) -> Iterator[Call]:
     """Calls of at most STRIP_ROWS x STRIP_KEYS, each with an explicit mask or unmasked."""
-    band = tight(band)
+    band = trim(band)
     for q0 in range(band.q0, band.q1, STRIP_ROWS):
-        strip = tight(band._replace(q0=q0, q1=min(q0 + STRIP_ROWS, band.q1)))
+        strip = trim(band._replace(q0=q0, q1=min(q0 + STRIP_ROWS, band.q1)))
         for k0 in range(strip.k0, strip.k1, STRIP_KEYS):
-            call = tight(strip._replace(k0=k0, k1=min(k0 + STRIP_KEYS, strip.k1)))
+            call = trim(strip._replace(k0=k0, k1=min(k0 + STRIP_KEYS, strip.k1)))
             if not call.is_empty:
                 yield call
 
 
 def cut_squares(band: Call) -> Iterator[Call]:
     """Plain calls, causal squares of any size, and masked strips where dmax cuts: for CPU flash kernels."""
-    band = tight(band)
+    band = trim(band)
     if band.is_empty:
         return
-    if band.cut_below:
+    if band.is_cut_below:
         yield from cut_strips(band)
         return
     split = min(band.q1, max(band.q0, band.k1 + band.dmin))  # rows from here on see all keys
@@ -105,7 +107,7 @@ def cut_squares(band: Call) -> Iterator[Call]:
         band._replace(q1=split, k0=diagonal),
         band._replace(q0=split),
     )
-    yield from (call for call in map(tight, parts) if not call.is_empty)
+    yield from (call for call in map(trim, parts) if not call.is_empty)
 
 
 def cut_windows(band: Call) -> Iterator[Call]:
@@ -122,12 +124,12 @@ def cut_windows(band: Call) -> Iterator[Call]:
          pppppp        corner  fewer rows than keys, left only
           ppppp
     """
-    band = tight(band)
+    band = trim(band)
     split = min(band.q1, max(band.q0, band.k1 + band.dmin))
-    tail = tight(band._replace(q0=split))
+    tail = trim(band._replace(q0=split))
     corner = _first_cut_row(tail) if tail.q1 - tail.q0 > tail.k1 - tail.k0 + 1 else tail.q0
     parts = band._replace(q1=split), tail._replace(q1=corner), tail._replace(q0=corner)
-    yield from (call for call in map(tight, parts) if not call.is_empty)
+    yield from (call for call in map(trim, parts) if not call.is_empty)
 
 
 def _first_cut_row(call: Call) -> int:

@@ -200,7 +200,7 @@ class Memory:
         if tensor not in self.home:
             specs = self._arenas.arrays(tensor, Space.HOME)
             parts = [
-                self.fresh(spec.shape(0)[1:], spec.dtype) for spec in specs[tensor in self._result_only :]
+                self.allocate(spec.shape(0)[1:], spec.dtype) for spec in specs[tensor in self._result_only :]
             ]
             if tensor in self._result_only:
                 parts.insert(0, torch.empty(specs[0].shape(0), dtype=specs[0].dtype, device=self.device))
@@ -209,7 +209,7 @@ class Memory:
                 self.home[tensor][1][self._rows :] = -torch.inf
         return self.home[tensor]
 
-    def fresh(self, width: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate(self, width: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocates a result [rows, *width]: uninitialised, since a verified plan reads no row before it is written,
         with zeros in padding."""
         out = torch.empty(self._rows + self._padding, *width, dtype=dtype, device=self.device)
@@ -221,7 +221,7 @@ class Memory:
         """The parts of a home tensor, [rows, …] each."""
         return part_views(self.home_arrays(tensor), self._arenas.arrays(tensor, Space.HOME))
 
-    def in_message(self, message: Message, operands: Sequence[Operand]) -> list[Parts]:
+    def tile_parts(self, message: Message, operands: Sequence[Operand]) -> list[Parts]:
         """The parts of each tile of a staged message."""
         return [
             self._parts_in_message(message.at + offset, operands[index], message.results)

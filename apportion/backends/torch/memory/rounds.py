@@ -4,7 +4,7 @@ staging arena.
     launch step ──► Round ── sends     Message(peer, tiles at byte offsets, staged at …)
                           └─ receives
 
-Waiting for a round frees its staging, so the arena is only as large as the most that is in flight at a time.
+Waiting for a round frees its staging, so the arena only has to hold the largest total that is in flight at a time.
 """
 
 from __future__ import annotations

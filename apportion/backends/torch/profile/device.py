@@ -34,7 +34,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import MOST_CAUSAL, Figure, Grid
-from apportion.ir.request.hardware import Hardware, Measured
+from apportion.ir.request.hardware import Hardware, ProfileOrigin
 from apportion.ir.request.model import Model
 from apportion.ir.version import __version__
 
@@ -73,10 +73,10 @@ class ProfileScope:
         heads, layers and number of tokens to measure."""
         seconds = 25.0 if quick else 300.0
         if device.type == "cuda":
-            axis = _doubled_sizes(128, 8192) if quick else _halfway(128, 32768)
+            axis = _doubled_sizes(128, 8192) if quick else _sizes_with_midpoints(128, 32768)
             effort = ProfileScope(axis, Model(), seconds=seconds, tokens=8192, vocab=32768)
         else:
-            axis = _doubled_sizes(64, 2048) if quick else _halfway(32, 8192)
+            axis = _doubled_sizes(64, 2048) if quick else _sizes_with_midpoints(32, 8192)
             small = Model(4, 2, 64, dtype="fp32", hidden=512, ffn=1408)
             effort = ProfileScope(axis, small, seconds=seconds)
         return replace(effort, model=(model or effort.model).expanded, tokens=tokens or effort.tokens)
@@ -88,7 +88,7 @@ class Steps:
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._done, self._total = progress, 0, total
 
-    def after(self, measured: Any) -> Any:
+    def count(self, measured: Any) -> Any:
         """Counts one step; returns its measurement."""
         self._done += 1
         if self._progress is not None:
@@ -99,7 +99,7 @@ class Steps:
         """Reports completion, even after fewer steps than planned."""
         if self._done < self._total:
             self._done = self._total - 1
-            self.after(None)
+            self.count(None)
 
 
 def profile(
@@ -126,16 +126,16 @@ def profile(
     model, steps = effort.model, Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + LAYER_FIGURES)
     forward, backward = _grids(_Arena.of(target, effort), engine, steps)
     layer = TimedLayer(model, effort.tokens, effort.vocab, target, effort.runs)
-    memory, linear = steps.after(_memory_gbs(target, effort)), steps.after(layer.linear_tflops())
+    memory, linear = steps.count(_memory_gbs(target, effort)), steps.count(layer.linear_tflops())
     defaults = Hardware.load("h100")
     hardware = Hardware(
         name, device_name(target), engine, model.dtype, effort.axis, FLASH_TILE if target.type == "cuda" else 1,
         model.q_heads, model.kv_heads, model.head_dim, forward, backward, _memory_gib(target),
         memory, _peak_tflops(device_name(target), model.dtype, linear), linear,
-        steps.after(_rowop_us(target, effort)), defaults.post_us, defaults.contention, **_assumed_links(),
-        measured=Measured(device_name(target), _versions(), datetime.date.today().isoformat()),
-        rows_gbs=steps.after(layer.rows_gbs()), loss_gbs=steps.after(layer.loss_gbs()),
-        optimizer_gbs=steps.after(layer.optimizer_gbs()),
+        steps.count(_rowop_us(target, effort)), defaults.post_us, defaults.contention, **_assumed_links(),
+        measured=ProfileOrigin(device_name(target), _versions(), datetime.date.today().isoformat()),
+        rows_gbs=steps.count(layer.rows_gbs()), loss_gbs=steps.count(layer.loss_gbs()),
+        optimizer_gbs=steps.count(layer.optimizer_gbs()),
     )  # fmt: skip
     steps.finish()
     return Hardware.from_data(hardware.to_data())
@@ -248,7 +248,7 @@ def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
         if sweep and time.monotonic() - start > arena.effort.seconds:
             break
         for causal, (i, rows), (j, keys) in itertools.product((0, 1), enumerate(axis), enumerate(axis)):
-            elapsed = steps.after(_task_us(arena, engine, TimedTask(rows, keys, bool(causal))))
+            elapsed = steps.count(_task_us(arena, engine, TimedTask(rows, keys, bool(causal))))
             times[:, causal, i, j] = np.minimum(times[:, causal, i, j], elapsed)
     grids = _grid(engine, *times[0]), _grid(engine, *times[1])
     return _with_windows(arena, engine, *grids)
@@ -272,13 +272,13 @@ def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> 
     for index, part in itertools.product(range(len(axis) // 2, len(axis)), WINDOWS):
         rows, window = axis[index], max(axis[index] // part, 2)
         measured_us = _task_us(arena, engine, TimedTask(rows, rows, True, window))
-        interpolated = [_between(grid, index, rows, window) for grid in (forward, backward)]
+        interpolated = [_estimate_us(grid, index, rows, window) for grid in (forward, backward)]
         extra.append(np.subtract(measured_us, interpolated) / rows)
     first, second = np.median(extra, axis=0).clip(min=0.0).round(5).tolist()
     return replace(forward, window_us=first), replace(backward, window_us=second)
 
 
-def _between(grid: Grid, index: int, rows: int, window: int) -> float:
+def _estimate_us(grid: Grid, index: int, rows: int, window: int) -> float:
     """The microseconds of a window according to the grid, for `rows` rows at point `index` of the axis: the time of
     its rows and keys alone, plus its share of the causal square's pairs times the rest of the square's time."""
     causal = grid.causal[index][index]
@@ -309,7 +309,7 @@ def _doubled_sizes(low: int, high: int) -> tuple[int, ...]:
     return tuple(low << i for i in range((high // low).bit_length()))
 
 
-def _halfway(low: int, high: int) -> tuple[int, ...]:
+def _sizes_with_midpoints(low: int, high: int) -> tuple[int, ...]:
     """Doubling sizes and the midpoints between them."""
     doubling = _doubled_sizes(low, high)
     return tuple(sorted({*doubling, *(3 * rows // 2 for rows in doubling[:-1])}))

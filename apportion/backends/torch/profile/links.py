@@ -2,7 +2,7 @@
 
 pair      ping-pong of two ranks, one message at a time                     latency
 crowd     every rank sends to all peers of its node at once, or to its       bandwidth of plans' rounds;
-          counterparts on all other nodes, and receives from them            NICs: crowd's rate / pair's
+          counterparts on all other nodes, and receives from them            NIC count: crowd's rate / pair's
 peers     one, two, four and eight peers on other nodes, even or many-to-one  incast, one_peer
 posting   rounds of many short messages                                      post_us
 overlap   a matrix product while a round is on the wire                      contention
@@ -112,7 +112,7 @@ def with_links(hardware: Hardware, links: Links) -> Hardware:
             changes[f"{scope}_gbs"] = Figure(line.gbs, source)
             changes[f"{scope}_latency_us"] = Figure(line.latency_us, pair)
     if links.inter is not None:
-        changes["nics_per_node"] = Figure(links.nics, f"{source}, over the rate of a single pair")
+        changes["nics_per_node"] = Figure(links.nics, f"{source}, divided by the rate of a single pair")
         changes |= congestion(links.sweep, links.crowd, links.backend)
         if "incast" in changes:  # the rate of a single sender, so that crowds keep their measured time
             slowdown = 1 + changes["incast"].value * min(links.crowd - 1, changes["incast_peers"].value)
@@ -164,7 +164,7 @@ class _LinkJob:
             for call in calls:
                 call(buffer, peer, group=self.group)
 
-        return min(self._each(round_trip)) / 2
+        return min(self._run_us(round_trip)) / 2
 
     # --- all peers at once
 
@@ -203,7 +203,7 @@ class _LinkJob:
 
     def _round_us(self, posts: Sequence[Post]) -> float:
         """The best time of a round in `runs` tries."""
-        return min(self._each(lambda: self.comm.batch(0, posts).wait()))
+        return min(self._run_us(lambda: self.comm.batch(0, posts).wait()))
 
     # --- few peers
 
@@ -218,7 +218,7 @@ class _LinkJob:
         for pattern in patterns(nodes):
             part = max(self.messages) // pattern.peers
             posts = self._posts(*pattern.ends(nodes, self.comm.rank), part)
-            times = self._slowest(self._each(lambda posts=posts: self.comm.batch(0, posts).wait()))  # type: ignore[misc]
+            times = self._slowest(self._run_us(lambda posts=posts: self.comm.batch(0, posts).wait()))  # type: ignore[misc]
             rate = rank_gbs if pattern.balanced else nic_gbs
             shares.append(
                 PatternShares(pattern, tuple(part * pattern.peers / us / 1e3 / rate for us in times))
@@ -245,7 +245,7 @@ class _LinkJob:
         posts = self._posts(peers, peers)
         size = CUDA_SIDE if self.comm.device.type == "cuda" else CPU_SIDE
         square = torch.ones(size, size, device=self.comm.device)
-        base = min(self._each(lambda: torch.mm(square, square)))
+        base = min(self._run_us(lambda: torch.mm(square, square)))
         # products for half the duration of the transfer, so that all of them overlap it
         count = max(int(self._round_us(posts) / 2 / base), 1)
         base, loaded = (self._products_us(square, count, messages) for messages in ([], posts))
@@ -267,7 +267,7 @@ class _LinkJob:
 
     # --- helpers
 
-    def _each(self, work: Callable[[], object]) -> list[float]:
+    def _run_us(self, work: Callable[[], object]) -> list[float]:
         """The microseconds of each run, after a warm-up."""
         return [wall_us(work, self.comm.device) for _ in range(self.runs + 1)][1:]
 

@@ -74,7 +74,7 @@ def congestion(sweep: Sequence[PatternShares], crowd: int, backend: str) -> dict
         limit = figures["incast_peers"].value if figures else 0.0
         # relative to one sender in a crowd without congestion
         base = 1 + incast * min(crowd - 1, limit)
-        source = f"measured: pairs of ranks over {backend}, over all ranks to all peers"
+        source = f"measured: pairs of ranks over {backend}, relative to all ranks to all peers"
         figures["one_peer"] = _figure([share / base for share in single], source, LEAST, 1.0)
     return figures
 

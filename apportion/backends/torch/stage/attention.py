@@ -119,8 +119,8 @@ def _operand_rows(
 
 @triton.jit
 def _keys(column, work, k_home, v_home, kv_work, kv_heads, kv_columns, D: tl.constexpr, E: tl.constexpr):
-    """Addresses of k and v of a head column, and the row strides; selected without a branch: after one, older
-    compilers lose the alignment."""
+    """Addresses of k and v of a head column, and the row strides; selected without a branch, after which
+    older compilers would lose the alignment."""
     k_row = tl.where(work, kv_columns * (D + E), kv_heads * D)
     v_row = tl.where(work, kv_columns * (D + E), kv_heads * E)
     k_at = tl.where(work, kv_work + column * (D + E), k_home + column * D)

@@ -22,11 +22,11 @@ from apportion.backends.torch.stage.rowlists import (
     Panel,
     Part,
     Slot,
-    cleared,
+    clear_panels,
     folds,
     message_parts,
     move,
-    moved,
+    move_panels,
     owners_meet,
     parts_of,
     row_tiles,
@@ -43,8 +43,8 @@ from apportion.ir.tensors import Space, Tensor as Name
 
 
 class Launch(NamedTuple):
-    """A kernel launch before its arrays are known. Arguments in order: tables, device tensors; arrays, which it picks
-    from those of the machine; then, after the layer's tensors, sizes, integers."""
+    """A kernel launch before its arrays are known. Arguments in order: `tables`, tensors on the device; what
+    `arrays` picks from the machine's arrays; the layer's tensors; `sizes`."""
 
     kernel: str
     programs: int
@@ -178,14 +178,14 @@ class Drafts:
         parts = []
         for number, array in enumerate(self._arenas.arrays(operand.tensor, operand.space)):
             slot = (operand.tensor, operand.is_home, number)
-            parts += parts_of(slot, operand.row * array.row_bytes, operand.listed, array)
+            parts += parts_of(slot, operand.row * array.row_bytes, operand.column_list, array)
         return parts
 
     def copy(self, step: Step) -> Iterator[Draft]:
-        """One launch, unless a row of the step reads or writes what another row writes."""
+        """One launch, unless a row op of the step reads or writes rows that another one writes."""
         operands = self._program.operands
         pairs = [(operands[row.a], operands[row.c]) for row in step.rowops]
-        groups = [list(moved(self._operand_parts(a), self._operand_parts(c), c.rows)) for a, c in pairs]
+        groups = [list(move_panels(self._operand_parts(a), self._operand_parts(c), c.rows)) for a, c in pairs]
         for panels in groups if _overlap(pairs) else [[panel for group in groups for panel in group]]:
             yield from self._move(panels)
 
@@ -195,19 +195,19 @@ class Drafts:
             [
                 p
                 for operand in operands
-                for p in cleared(self._operand_parts(operand), operand.rows, operand.tensor)
+                for p in clear_panels(self._operand_parts(operand), operand.rows, operand.tensor)
             ]
         )
 
     def launch(self, step: Step) -> Iterator[Draft]:
         """Packs staged tiles into their messages."""
         tiles = self._staged_tiles(self._rounds.of_step[step.index].sends)
-        yield from self._move([p for remote, local, rows in tiles for p in moved(local, remote, rows)])
+        yield from self._move([p for remote, local, rows in tiles for p in move_panels(local, remote, rows)])
 
     def wait(self, step: Step) -> Iterator[Draft]:
         """Unpacks staged tiles from their messages."""
         tiles = self._staged_tiles(self._rounds.of_step[step.index].receives)
-        yield from self._move([p for remote, local, rows in tiles for p in moved(remote, local, rows)])
+        yield from self._move([p for remote, local, rows in tiles for p in move_panels(remote, local, rows)])
 
     def _staged_tiles(self, messages: Sequence[Message]) -> Iterator[tuple[list[Part], list[Part], int]]:
         """The parts of each staged tile in its message and in memory, and its rows, without those written in place."""
@@ -233,7 +233,7 @@ class Drafts:
             for row, stop in self.in_place.remaining(rowop.a, source):
                 piece = replace(source, row=row, rows=stop - row)
                 destination = replace(target, row=target.row + row - source.row, rows=stop - row)
-                panels += moved(self._operand_parts(piece), self._result(destination), piece.rows)
+                panels += move_panels(self._operand_parts(piece), self._result(destination), piece.rows)
         yield from self._move(panels)
 
     def _result(self, operand: Operand) -> list[Part]:
@@ -285,7 +285,7 @@ class Drafts:
         fold.tiles[:, 7], fold.entries[:, 3] = work[fold.tiles[:, 7]], work[fold.entries[:, 3]]
 
     def delta(self, step: Step) -> Iterator[Draft]:
-        """One launch for all rows, for layers that need it; then one for the rows that attention does not compute."""
+        """Two launches, of which one runs: for all rows, or for those whose statistics attention does not compute."""
         operands = self._program.operands
         if any(not operands[row.b].is_home for row in step.rowops):
             raise ExecutionError("delta of work rows of O: a plan must compute it from home rows")
@@ -326,7 +326,7 @@ class Drafts:
                 heads = self._header.heads_of(tensor)
                 columns = tuple(range(heads)), slice(0, heads, 1)
                 operand = Operand(0, tensor, Space.HOME, row, stop - row, *columns)
-                panels += moved(self._operand_parts(operand), self._result(operand), stop - row)
+                panels += move_panels(self._operand_parts(operand), self._result(operand), stop - row)
         yield from self._move(panels)
 
     def _widths(self) -> Mapping[str, int]:
@@ -358,7 +358,7 @@ def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], operand: Opera
 
 
 def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:
-    """True if a row of a copy may overlap rows that another row writes; conservative, since overlaps are rare."""
+    """True if one row op of a copy may read or write rows that another one writes; conservative: overlaps are rare."""
     read, written = (
         {(operand.tensor, operand.is_home) for operand in side} for side in zip(*pairs, strict=True)
     )

@@ -51,8 +51,8 @@ class StageMachine(TorchMachine):
         keys = header.kv_heads
         widths = (header.q_heads, header.head_dim), (keys, header.head_dim), (keys, header.v_head_dim)
         if Name.DO in self.memory.home:
-            return tuple(self.memory.fresh(width, dtype) for width in widths)
-        return (self.memory.fresh((header.q_heads, header.v_head_dim), dtype),)
+            return tuple(self.memory.allocate(width, dtype) for width in widths)
+        return (self.memory.allocate((header.q_heads, header.v_head_dim), dtype),)
 
     @cached_property
     def _sink_gradient_shares(self) -> Tensor:
@@ -95,7 +95,7 @@ class StageMachine(TorchMachine):
     def _start_attention(
         self, step: Step, layer: tuple[Tensor | None, ...], extra: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Starts an instruction's launches. layer: arrays that follow a launch's own; extra: sizes that follow them."""
+        """Starts an instruction's launches. layer: arrays after a launch's own; extra: sizes after its own."""
         for launch in self._loaded.launches[step.index]:
             tensors = (launch.tables[0] if tensor is None else tensor for tensor in layer)
             sizes = *launch.sizes, *extra.get(launch.kernel, ())
@@ -139,7 +139,7 @@ class StageMachine(TorchMachine):
                 first = entry.first + low - entry.row
                 parts = tuple(part[:, entry.operand.heads] for part in self._result_parts(operand.tensor))
                 if entry.message is not None:
-                    parts = self.memory.in_message(entry.message, self.program.operands)[entry.tile]
+                    parts = self.memory.tile_parts(entry.message, self.program.operands)[entry.tile]
                 yield tuple(part[first : first + high - low] for part in parts)
 
     def _result_parts(self, tensor: Name) -> tuple[Tensor, ...]:

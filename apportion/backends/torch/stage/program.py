@@ -24,7 +24,7 @@ from apportion.backends.torch.stage.in_place import DirectRows, earliest_writes
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.stage.variants import Variant, variant
 from apportion.ir.arrays import Ints
-from apportion.ir.plan.fusion import find_complete
+from apportion.ir.plan.fusion import find_complete_rows
 from apportion.ir.tensors import Tensor as Name
 
 
@@ -86,7 +86,7 @@ class StageExecutable(Executable):
 def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable:
     """Loads a one-rank program on a device. shapes: tile shapes; by default chosen for the header."""
     columns, program, device, rows, hidden, envelope = request
-    complete = find_complete(columns)
+    complete = find_complete_rows(columns)
     rounds = find_rounds(columns, program, hidden, earliest_writes(columns, complete))
     arenas = Arenas(program, rounds.staging_bytes, hidden, envelope)
     header = program.header

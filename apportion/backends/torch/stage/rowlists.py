@@ -21,7 +21,7 @@ from apportion.backends.torch.memory.arrays import Array
 from apportion.backends.torch.memory.rounds import Message
 from apportion.backends.torch.stage.tiles import column_groups, cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ENTRY, TILE
-from apportion.ir.arrays import Ints, group_of, within
+from apportion.ir.arrays import Ints, group_of, index_in_group
 from apportion.ir.isa import Op
 from apportion.ir.tensors import Tensor as Name
 
@@ -109,7 +109,7 @@ def message_parts(
     ]
 
 
-def moved(source: list[Part], target: list[Part], rows: int) -> Iterator[Panel]:
+def move_panels(source: list[Part], target: list[Part], rows: int) -> Iterator[Panel]:
     """Panels that move all parts; numbers are converted if the dtypes differ."""
     for (a, _), (b, width) in _join_pairs(zip(source, target, strict=True)):
         action = COPY if a.size == b.size else _CONVERTED[a.size, b.size]
@@ -133,7 +133,7 @@ def _follows(previous: Part, part: Part) -> bool:
     return b == a._replace(at=a.at + width)
 
 
-def cleared(target: list[Part], rows: int, tensor: Name) -> Iterator[Panel]:
+def clear_panels(target: list[Part], rows: int, tensor: Name) -> Iterator[Panel]:
     """Panels that write the identity of accumulation."""
     for number, (part, width) in enumerate(target):
         yield from panels(part, part, rows, width, MINUS_INF if tensor == Name.O and number == 1 else CLEAR)
@@ -173,7 +173,7 @@ def move(items: Sequence[Panel]) -> Move:
     rows = max(1, UNITS // columns)
     count = -(-table[:, 6] // rows)
     panel = group_of(count)
-    first = within(count) * rows
+    first = index_in_group(count) * rows
     return Move(table, np.stack([panel, first], axis=1).astype(np.int32), slots, grain, rows, columns)
 
 
@@ -197,11 +197,11 @@ class _Term(NamedTuple):
 
     @property
     def owner(self) -> tuple[object, ...]:
-        return self.whole.tensor, self.whole.is_home, self.whole.listed
+        return self.whole.tensor, self.whole.is_home, self.whole.column_list
 
     def lanes(self) -> Iterator[_Term]:
         """A term for each head column."""
-        for number, columns in enumerate(zip(self.part.listed, self.whole.listed, strict=True)):
+        for number, columns in enumerate(zip(self.part.column_list, self.whole.column_list, strict=True)):
             heads = self.part.heads[number : number + 1]
             part, total = (
                 replace(operand, heads=heads, columns=(column,))
@@ -221,9 +221,9 @@ def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold
 
 def owners_meet(written: Sequence[Operand], owner: Ints) -> bool:
     """True if two owners, int64 [operands], write the same row and column."""
-    columns = list(dict.fromkeys(operand.listed for operand in written))
+    columns = list(dict.fromkeys(operand.column_list for operand in written))
     group = column_groups(
-        np.zeros_like(owner), np.array([columns.index(operand.listed) for operand in written]), columns
+        np.zeros_like(owner), np.array([columns.index(operand.column_list) for operand in written]), columns
     )
     slot = 32 * group + np.array([2 * operand.tensor + operand.is_home for operand in written])
     start = np.array([operand.row for operand in written])
@@ -270,7 +270,7 @@ def _fold(terms: list[_Term], height: int) -> Fold:
     )
     heads = HeadColumns()
     at_whole, at_part = (
-        np.array([heads.offset_of(operand.listed) for operand in side]) for side in (wholes, parts)
+        np.array([heads.offset_of(operand.column_list) for operand in side]) for side in (wholes, parts)
     )
     task, tile = cuts.task, cuts.of_entry
     shift = np.array([operand.row for operand in parts]) - start
@@ -278,7 +278,7 @@ def _fold(terms: list[_Term], height: int) -> Fold:
     entries = np.zeros((len(task), ENTRY), np.int32)
     entries[:, :5] = np.stack([from_, to, shift[task], of_part[task], at_part[task]], axis=1)
     sample = task[cuts.ptr[:-1]]
-    lanes = np.array([len(operand.listed) for operand in wholes])
+    lanes = np.array([len(operand.column_list) for operand in wholes])
     fields = (cuts.row0, cuts.row1, cuts.ptr[:-1], cuts.ptr[1:], cuts.fresh, lanes[sample], at_whole[sample])
     tiles = np.zeros((len(sample), TILE), np.int32)
     tiles[:, :8] = np.stack([*fields, of_whole[sample]], axis=1)
@@ -322,7 +322,7 @@ def row_tiles(
         first = sides[0]
         flags = sum(2 << i for i, operand in enumerate(sides) if not operand.is_home)
         shifts = [operand.row - first.row for operand in sides[1:]] or [0, 0]
-        columns = [list(operand.listed) for operand in sides]
+        columns = [list(operand.column_list) for operand in sides]
         index = heads.offset_of(tuple(x for lane in zip(*columns, strict=True) for x in (*lane, 0, 0, 0)[:4]))
         for begin, end in rows_of(first):
             for start in range(begin, end, height):

@@ -3,7 +3,7 @@
     task A  ├───────────────┤              rows that tasks write (first: marked *)
     task B*         ├───────────────┤
     tiles   ├──┼──┼─┼──┼──┼──┼──┼───┤      of one height, with cuts where marked rows begin or end
-    pairs    A  A  A AB AB AB B  B
+    entries  A  A  A AB AB AB B  B
 
 The tasks of a tile are its entries, in program order. A tile is *fresh* if one of its tasks is the first on its rows:
 then it overwrites; it is *complete* if its rows are results after its tasks have run, and has *statistics* if it
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.arrays import Bools, Ints, group_of, offsets, within
+from apportion.ir.arrays import Bools, Ints, group_of, index_in_group, offsets
 
 _ROW_BITS = 40
 
@@ -68,14 +68,14 @@ def cut_tiles(
     statistics: KeyedRows = _NOWHERE,
 ) -> Tiles:
     """Cuts the rows that tasks of the same key write into tiles of at most `height` rows. key, start, stop: int64
-    [tasks], rows [start, stop); first: bool [tasks]; cuts: ranges at whose ends tiles must end."""
+    [tasks], rows [start, stop); first: bool [tasks]; cuts: ranges whose ends no tile may cross."""
     begin, end = written = KeyedRows(key, start, stop).ends
     fresh_ones = np.flatnonzero(first)
     marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, statistics.ends
     lo, hi, (fresh, done, early) = _uniform_ranges(written, marks, np.concatenate(cuts.ends))
     count = -(-(hi - lo) // height)
     run = group_of(count)
-    row0 = lo[run] + within(count) * height
+    row0 = lo[run] + index_in_group(count) * height
     row1 = np.minimum(row0 + height, hi[run])
     ptr, task = _entries(begin, end, row0, row1)
     mask = (1 << _ROW_BITS) - 1
@@ -113,7 +113,7 @@ def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints
     low, high = np.searchsorted(row1, begin, "right"), np.searchsorted(row0, end, "left")
     count = high - low
     task = group_of(count)
-    tile = np.repeat(low, count) + within(count)
+    tile = np.repeat(low, count) + index_in_group(count)
     order = np.argsort(tile, kind="stable")
     return offsets(np.bincount(tile, minlength=len(row0))), task[order]
 
@@ -147,7 +147,7 @@ def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -
 
 
 def _clashes(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
-    """Tasks that may overlap another owner's rows: a range begins before an earlier one, in sorted order, ends."""
+    """Tasks that may overlap another owner's rows: sorted by start, one begins before an earlier one has ended."""
     order: Ints = np.lexsort((start, slot, instruction))
     group = offsets(np.diff(instruction[order]) | np.diff(slot[order]) != 0)
     ends = np.maximum.accumulate((group << _ROW_BITS) + stop[order])

@@ -28,7 +28,7 @@ import numpy as np
 
 from apportion.backends.interp import Program, kv_columns
 from apportion.backends.torch.stage.tiles import KeyedRows, Tiles, column_groups, cut_tiles, waves
-from apportion.ir.arrays import Ints, group_of, offsets, within
+from apportion.ir.arrays import Ints, group_of, index_in_group, offsets
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ
 from apportion.ir.plan.fusion import RowRanges
 from apportion.ir.plan.ops import instruction_of
@@ -54,7 +54,7 @@ class Columns:
 
     def __init__(self, program: Program) -> None:
         fields = [
-            (operand.space, operand.row, operand.rows, operand.heads, operand.listed)
+            (operand.space, operand.row, operand.rows, operand.heads, operand.column_list)
             for operand in program.operands
         ]
         space, row, rows, names, columns = zip(*fields, strict=True)
@@ -110,7 +110,7 @@ class WorkList:
 
 class Targets(NamedTuple):
     """Destinations of complete work rows [row0, row1) of a sum; int64 [ranges], by row. staged: 1 for a message, 0 for
-    results; first: the row there; columns: number per row there; at, lse: byte offsets of the rows and of their LSE,
+    results; first: the row there; columns: columns per row there; at, lse: byte offsets of the rows and of their LSE,
     in units of 16."""
 
     row0: Ints
@@ -171,7 +171,7 @@ def _targets_of(done: KeyedRows, is_work: Ints, targets: Targets) -> KeyedRows:
     high = np.searchsorted(targets.row0, done.row1, "left")
     count = np.where(is_work == 1, high - low, 0)
     source = group_of(count)
-    target = within(count) + low[source]
+    target = index_in_group(count) + low[source]
     return KeyedRows(
         done.key[source],
         np.maximum(targets.row0[target], done.row0[source]),
@@ -199,8 +199,8 @@ def _set_targets(rows: Ints, heads: _Heads, tasks: _ListedTasks, sample: Ints, t
 class _ListedTasks:
     """The tasks of a list by role; all int64 [tasks] except `of_key`.
 
-    start, stop: owner rows; low, high: walked rows; dmin, dmax: of owner row - walked row. launch: its number among the
-    launches of the list; key: the owner, its rows' shifts to `with_owner` and the launch; of_key: one task of each key.
+    start, stop: owner rows; low, high: walked rows; dmin, dmax: bounds of owner row - walked row; launch: index among
+    the list's launches; key: the owner, its rows' shifts to `with_owner` and the launch; of_key: one task of each key.
     """
 
     def __init__(self, programs: ProgramSet, columns: Columns, roles: Roles) -> None:
@@ -295,7 +295,7 @@ class _Heads:
         self.numbers = np.array(self._numbers, np.int32)
 
     def _signature_offsets(self, signatures: Sequence[Ints], numbers_of: Callable[..., list[int]]) -> Ints:
-        """int64 [tasks]: the offset of the numbers for each task's combination of signatures."""
+        """int64 [tasks]: the offset in `numbers` of what `numbers_of` returns for each task's signatures."""
         distinct, which = np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)
         starts = np.zeros(len(distinct), np.int64)
         for i, row in enumerate(distinct.tolist()):

@@ -64,7 +64,7 @@ def violations(subject: Subject) -> tuple[Violation, ...]:
     return tuple(
         violation
         for program in subject.programs
-        for violation in subject.once("words", program, partial(_program_violations, subject))
+        for violation in subject.cached("words", program, partial(_program_violations, subject))
     )
 
 

@@ -19,7 +19,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.masks import bands as algebra
 from apportion.ir.plan.visible import obstacle
-from apportion.ir.verify.attended import Tasks, areas_inside, by_corner, overlaps
+from apportion.ir.verify.attended import Tasks, areas_inside, corner_order, overlaps
 from apportion.ir.verify.report import Violation, at_instruction, first_few
 from apportion.ir.verify.view import Program
 
@@ -41,10 +41,10 @@ def check(subject: Subject) -> Iterator[Violation]:
             yield Violation(RULE, None, kind, "forward", None, message)
     if not subject.holds:
         for program in subject.programs:
-            yield from first_few(_find(subject, program))
+            yield from first_few(_violations(subject, program))
 
 
-def _find(subject: Subject, program: Program) -> Iterator[Violation]:
+def _violations(subject: Subject, program: Program) -> Iterator[Violation]:
     """Violations of the first list of tasks that has any."""
     columns, tasks = np.ascontiguousarray(subject.mask(program.kind).T), subject.tasks(program)
     if tasks.complete and len(subject.mask(program.kind)):
@@ -84,7 +84,7 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
     for i, number in enumerate(numbers):
         member[i, program.q_sets.members[number]] = True
     if numbers and (member.sum(axis=0) == 1).all() and _are_copies(tasks, len(numbers)):
-        yield f" of query heads {_abbreviated(np.flatnonzero(member[0]))}", np.flatnonzero(sets == numbers[0])
+        yield f" of query heads {_abbreviate(np.flatnonzero(member[0]))}", np.flatnonzero(sets == numbers[0])
         return
     groups, first, inverse = np.unique(member, axis=1, return_index=True, return_inverse=True)
     earlier: list[Ints] = []
@@ -94,11 +94,11 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
         index = np.flatnonzero(has_group[sets])
         bands = tasks.bands[:, index]
         sorted_bands = bands[
-            :, by_corner(bands)
+            :, corner_order(bands)
         ]  # two bands with the same corner may come in either order; then both lists are checked
         if not any(np.array_equal(sorted_bands, other) for other in earlier):
             earlier.append(sorted_bands)
-            yield f" of query heads {_abbreviated(np.flatnonzero(inverse.ravel() == group))}", index
+            yield f" of query heads {_abbreviate(np.flatnonzero(inverse.ravel() == group))}", index
 
 
 def _are_copies(tasks: Tasks, sets: int) -> bool:
@@ -110,7 +110,7 @@ def _are_copies(tasks: Tasks, sets: int) -> bool:
     return bool((bands == bands[:, :1]).all())
 
 
-def _abbreviated(heads: Ints) -> str:
+def _abbreviate(heads: Ints) -> str:
     text = ", ".join(map(str, heads[:4]))
     return text if len(heads) <= 4 else f"{text}, … ({len(heads)})"
 
@@ -128,12 +128,12 @@ def _check_list(
     for i, j, shared in pairs.tolist():
         rank, instruction = _place(program, task, i)
         message = (
-            f"{_task(program, task, j)}{heads} computes {shared} pairs again that rank {rank}, instruction "
-            f"{instruction} computes: {_band(bands[:, j])} and {_band(bands[:, i])}"
+            f"{_task(program, task, j)}{heads} computes {shared} pairs that rank {rank}, instruction "
+            f"{instruction} also computes: {_band(bands[:, j])} and {_band(bands[:, i])}"
         )
         yield at_instruction(RULE, program, _instruction(program, task, j), message)
     if complete and not len(pairs) and not len(wrong_tasks):
-        yield from _missing(subject, program, bands, inner_areas, mask, heads)
+        yield from _check_missing(subject, program, bands, inner_areas, mask, heads)
 
 
 def _instruction(program: Program, task: Ints, i: int) -> int:
@@ -155,7 +155,7 @@ def _band(band: Ints) -> str:
     return f"queries [{q0}, {q1}) x keys [{k0}, {k1}), {dmin} <= q - k <= {dmax}"
 
 
-def _missing(
+def _check_missing(
     subject: Subject, program: Program, bands: Ints, inner_areas: Ints, mask: Ints, heads: str
 ) -> Iterator[Violation]:
     """Finds pairs that the mask allows but no task computes: the first band, then its first query and key."""

@@ -47,7 +47,7 @@ def _check_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
             yield _violation(None, f"the plan's {name} differs from its bytes: seal it after a change")
     parts = stored.parts
     tables = table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence)
-    if isinstance(parts, table_bytes.Parts) and len(parts) == plan.header.ranks and parts.are_of(tables):
+    if isinstance(parts, table_bytes.Parts) and len(parts) == plan.header.ranks and parts.encodes(tables):
         return
     if len(stored.parts) != plan.header.ranks:
         yield _violation(None, f"the plan has {plan.header.ranks} ranks; its bytes have {len(stored.parts)}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from apportion.ir.arrays import Ints, group_of, within
+from apportion.ir.arrays import Ints, group_of, index_in_group
 from apportion.ir.orders import stable_order
 from apportion.ir.plan.tables import Layout, Move, Table
 from apportion.ir.request.batch import Batch
@@ -51,7 +51,7 @@ def _check_rows(layout: Layout) -> Iterator[Violation]:
     """Checks that the rows of each rank are 0, 1, … without gaps."""
     spans = layout.spans
     row, length, rank = _column(spans, "row"), _column(spans, "length"), spans.rank_of_row()
-    order = np.lexsort((row, rank)) if _unsorted(rank, row) else np.arange(len(row))
+    order = np.lexsort((row, rank)) if _is_unsorted(rank, row) else np.arange(len(row))
     ends = np.cumsum(length[order])
     rank_offset = np.append(0, ends)[spans.ptr[:-1]]
     expected = ends - length[order] - rank_offset[rank[order]]
@@ -60,7 +60,7 @@ def _check_rows(layout: Layout) -> Iterator[Violation]:
         yield violation(layout, int(order[i]), message)
 
 
-def _unsorted(rank: Ints, row: Ints) -> bool:
+def _is_unsorted(rank: Ints, row: Ints) -> bool:
     return bool(((rank[1:] == rank[:-1]) & (row[1:] < row[:-1])).any())
 
 
@@ -150,15 +150,15 @@ def apply_moves(table: Table, source: Layout) -> Ints | str:
     )
     if not paired:
         return "sends and receives do not match one by one"
-    for message in _outside(source, rank[send], row[send], rows[send], "sends"):
+    for message in _check_sent_rows(source, rank[send], row[send], rows[send], "sends"):
         return message
     return _moved_layout(source, rank[send], row[send], rows[send], rank[receive], row[receive])
 
 
-def _outside(layout: Layout, rank: Ints, row: Ints, rows: Ints, verb: str) -> Iterator[str]:
+def _check_sent_rows(layout: Layout, rank: Ints, row: Ints, rows: Ints, verb: str) -> Iterator[str]:
     limit = layout.rows_per_rank[rank]
     for i in np.flatnonzero(row + rows > limit)[:1].tolist():
-        yield f"rank {rank[i]} {verb} rows {span(int(row[i]), int(rows[i]))}, but has {limit[i]}"
+        yield f"rank {rank[i]} {verb} rows {span(int(row[i]), int(rows[i]))}, but has {limit[i]} rows"
 
 
 def _moved_layout(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, to_row: Ints) -> Ints:
@@ -172,7 +172,7 @@ def _moved_layout(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: In
     first_span = np.searchsorted(start, source_row, side="right") - 1
     count = np.searchsorted(start, source_row + rows, side="left") - first_span
     piece = group_of(count)
-    at = np.repeat(first_span, count) + within(count)
+    at = np.repeat(first_span, count) + index_in_group(count)
     first = np.maximum(start[at], source_row[piece])
     last = np.minimum(start[at] + length[at], (source_row + rows)[piece])
     return merged_pieces(

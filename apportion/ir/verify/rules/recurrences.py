@@ -70,7 +70,7 @@ def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | Violation:
     ends = np.zeros_like(homes.rows)
     np.maximum.at(ends, runs.rank_of_row(), runs.wide("row") + runs["rows"])
     for rank in np.flatnonzero(ends != homes.rows).tolist():
-        message = f"its runs end at row {ends[rank]}, but it has {homes.rows[rank]}"
+        message = f"its runs end at row {ends[rank]}, but it has {homes.rows[rank]} rows"
         return Violation(RULE, rank, None, None, None, message)
     if not np.array_equal(expected, actual):
         row = np.setxor1d(expected, actual)[0]
@@ -83,7 +83,7 @@ def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | Violation:
     return result
 
 
-def _previous(branches: Branches, token: Ints, total: int) -> Ints:
+def _previous_tokens(branches: Branches, token: Ints, total: int) -> Ints:
     """int64, shaped like `token`: the token before each, or -1."""
     branch = branches.of(token)
     parent, last_tokens = branches.parent[branch], np.append(branches.starts[1:], total) - 1
@@ -105,7 +105,7 @@ def _check_runs(subject: Subject, branches: Branches, runs: Table, token: Ints) 
     checks: list[tuple[Bools, str]] = [
         (runs["sequence"] != sequence, "does not belong to its stated sequence"),
         (runs["position"] != position, "has a position other than the number of tokens before it"),
-        (ends != _previous(branches, token, batch.tokens), "has a past other than the run before it"),
+        (ends != _previous_tokens(branches, token, batch.tokens), "has a past other than the run before it"),
         (runs["leads"] != leads, "has a wrong `leads` flag"),
     ]
     for is_wrong, message in checks:
@@ -124,7 +124,7 @@ def _check_folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
         yield _violation("folds", folds, row, "refers to a missing run")
     if not exists.all():
         return
-    run, share = runs.ptr[folds["peer"]] + folds["run"], _share(folds)
+    run, share = runs.ptr[folds["peer"]] + folds["run"], _share_key(folds)
     past = np.where(runs["past"] < 0, -1, runs.ptr[runs["peer"]] + runs["past"])
     first = folds["parent"] < 0
     parent = folds.ptr[folds.rank_of_row()] + folds["parent"]
@@ -162,7 +162,7 @@ def _check_states(runs: Table, folds: Table, states: Table) -> Iterator[Violatio
     sides = []
     for rank_pairs, table in ((sent, states), (expected, folds)):
         order = stable_order(rank_pairs * MAX_KINDS + table["kind"])
-        sides.append(np.stack([rank_pairs, _share(table), table["run"]]).take(order, 1))
+        sides.append(np.stack([rank_pairs, _share_key(table), table["run"]]).take(order, 1))
     sent, expected = sides
     if np.array_equal(sent, expected):
         return
@@ -174,7 +174,7 @@ def _check_states(runs: Table, folds: Table, states: Table) -> Iterator[Violatio
     yield Violation(RULE, source, None, None, None, message)
 
 
-def _share(table: Table) -> Ints:
+def _share_key(table: Table) -> Ints:
     """int64 [rows]: kind, first head and number of heads as one number."""
     result: Ints = (table["kind"] * (MAX_HEADS + 1) + table["head"]) * (MAX_HEADS + 1) + table["heads"]
     return result
@@ -194,13 +194,13 @@ def _check_halo(subject: Subject, branches: Branches, halo: Table, token: Ints) 
     runs, width = plan.recurrence["runs"], widest_halo(plan.header.recurrent)
     pieces = [np.zeros((4, 0), np.int64)]
     rank, end = runs.rank_of_row(), (np.arange(len(runs)) - runs.ptr[runs.rank_of_row()] + 1) * width
-    last, missing = _previous(branches, token, plan.request.batch.tokens), np.full(len(runs), width)
+    last, missing = _previous_tokens(branches, token, plan.request.batch.tokens), np.full(len(runs), width)
     while (more := (last >= 0) & (missing > 0)).any():
         rank, end, last, missing = rank[more], end[more], last[more], missing[more]
         rows = np.minimum(last - branches.starts[branches.of(last)] + 1, missing)
         end, missing, first = end - rows, missing - rows, last - rows + 1
         pieces.append(np.stack([rank, end, first, rows]))
-        last = _previous(branches, first, plan.request.batch.tokens)
+        last = _previous_tokens(branches, first, plan.request.batch.tokens)
     expected = merged_pieces(*np.concatenate(pieces, axis=1))
     if np.array_equal(actual, expected):
         return

@@ -50,8 +50,8 @@ def _check_sample(
     for i, query in enumerate(queries.tolist()):
         points = _keys(query, mask[allowed[first[i] :][index[first[i] :] == i][:_BANDS]], tokens, chances[i])
         keys[i, : len(points)] = points
-    expected = _times(mask[allowed].T, index, queries, keys)
-    actual = _times(tasks.bands[:, computed], task_query, queries, keys)
+    expected = _count_bands(mask[allowed].T, index, queries, keys)
+    actual = _count_bands(tasks.bands[:, computed], task_query, queries, keys)
     for i, j in np.argwhere(expected != actual).tolist():
         message = (
             f"query {queries[i]}, key {keys[i, j]}, head {heads[i]}: allowed {expected[i, j]} times, "
@@ -77,7 +77,7 @@ def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> list[int
     return sorted(key for key in keys if 0 <= key < tokens)
 
 
-def _times(bands: Ints, number: Ints, queries: Ints, keys: Ints) -> Ints:
+def _count_bands(bands: Ints, number: Ints, queries: Ints, keys: Ints) -> Ints:
     """int64 [queries, keys]: number of bands that contain each (query, key), tested one by one. number: int64
     [bands], index in `queries` of each band's query."""
     (_, _, k0, k1, dmin, dmax), key = bands[:, :, None], keys[number]

@@ -22,7 +22,7 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.plan.tables import Table
 from apportion.ir.tensors import PHASES, Tensor
-from apportion.ir.verify.attended import most_pieces, too_many_pieces
+from apportion.ir.verify.attended import most_pieces, too_many_pieces_error
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HeadSets, Program
 from apportion.ir.verify.walk.lists import Lists
@@ -146,7 +146,7 @@ def judge(
     if verdict == core.Verdict.ZEROS:
         raise ZerosError
     if verdict == core.Verdict.TOO_MANY:
-        raise too_many_pieces(limit)
+        raise too_many_pieces_error(limit)
     return verdict == core.Verdict.RIGHT
 
 
@@ -162,5 +162,5 @@ def trace(program: Program, homes: Homes, sets: Sets, inputs: frozenset[Tensor])
     limit = most_pieces(len(program.source[program.task_list]))
     result = core.trace(arguments, limit)
     if result is None:
-        raise too_many_pieces(limit)
+        raise too_many_pieces_error(limit)
     return result

@@ -14,7 +14,7 @@ import numpy as np
 from apportion._core import verify
 from apportion.ir.arrays import Ints
 from apportion.ir.masks import bands as algebra
-from apportion.ir.verify.attended import Tasks, is_exact, most_pieces, too_many_pieces
+from apportion.ir.verify.attended import Tasks, is_exact, most_pieces, too_many_pieces_error
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HeadSets
 
@@ -41,7 +41,7 @@ class Lists:
         return verify.Lists(len(self.sets.members))
 
     @property
-    def following(self) -> Ints:
+    def list_of_set(self) -> Ints:
         """int64 [sets]: the list of each set, or -1."""
         return verify.following(self.core)
 
@@ -55,26 +55,26 @@ class Lists:
         limit = most_pieces(tasks)
         cut = verify.end(self.core, self.homes.starts, self.homes.tokens, limit)
         if cut is None:
-            raise too_many_pieces(limit)
+            raise too_many_pieces_error(limit)
         if cut.shape[1]:
             self._cut = np.concatenate([self._cut, cut], axis=1) if self._cut.shape[1] else cut
 
     @property
     def times(self) -> Ints:
         """int64 [lists, heads]: the multiplicity of each list in each head."""
-        times, following = np.zeros((self.core.count, self.sets.heads), np.int64), self.following
+        times, following = np.zeros((self.core.count, self.sets.heads), np.int64), self.list_of_set
         for number in np.flatnonzero(following >= 0).tolist():
             times[following[number], self.sets.members[number]] += 1
         return times
 
     @cached_property
-    def _allowed(self) -> tuple[Ints, int]:
+    def _mask_and_area(self) -> tuple[Ints, int]:
         """The mask, int64 [6, bands], and its number of pairs."""
         return np.ascontiguousarray(self.mask.T), int(algebra.area(self.mask).sum())
 
     def are_exact(self) -> bool:
         """True if the tasks of each head cover the mask exactly. Raises CapacityError for too many bands."""
-        times, (mask, area) = self.times, self._allowed
+        times, (mask, area) = self.times, self._mask_and_area
         if not len(times):
             return area == 0
         for column in {tuple(column) for column in times.T.tolist()}:

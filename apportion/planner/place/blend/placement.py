@@ -1,7 +1,7 @@
 """Blend placement: balances work and tokens together by mixing dense and sparse rows on every rank.
 
-Documents are sorted by density, pairs per token. Ranks take from both ends in turn: as many of the densest remaining
-tokens as give the rank, with enough of the sparsest remaining ones, exactly its share of tokens and of pairs.
+Documents are sorted by density, pairs per token. Ranks take from both ends in turn: the densest and the sparsest
+remaining tokens, in amounts that give the rank exactly its share of tokens and of pairs.
 
     sparse  │a a a│b b b b│c c c c . . . │ . . d d│c c│b b│a│  dense      four ranks a, b, c, d
 
@@ -30,7 +30,7 @@ from apportion.ir.masks.profile import Profile, profile
 from apportion.ir.tensors import PHASES
 from apportion.planner.cost import bands_us
 from apportion.planner.options import Count, Natural, Share
-from apportion.planner.place.lpt import lightest
+from apportion.planner.place.lpt import lightest_placement
 from apportion.planner.problem import Departure, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import refuse_home_ranks
@@ -49,7 +49,7 @@ class Blend(PlacePass):
     is proportional to speed up to rounding; with several attention kinds the sum over kinds of layers x busiest rank is
     minimized heuristically. Ignores the cuts of the shards. head: if a document is too heavy for one rank, the fraction
     (0 to 1) of each rank's share that comes from its head, if later rows see more keys. grain: maximum rows of a
-    block (0: no limit). weigh: balance pairs, or their time on the request's hardware, in which pairs of short and
+    block (0: no limit). weigh: what to balance: pairs, or their time on the request's hardware, where short and
     sparse bands cost more. align: cut documents at multiples of this many rows, halved repeatedly if token caps require
     it, because kernels take as long for a partial tile as for a full one. Raises ConfigError, CapacityError.
     """
@@ -62,7 +62,7 @@ class Blend(PlacePass):
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "blend")
-        best = lightest(problem, lambda factor: self._place_weighted(problem, factor))
+        best = lightest_placement(problem, lambda factor: self._place_weighted(problem, factor))
         if len(problem.bands) == 1 and self.weigh == "pairs":
             return best
         weight = row_weights(problem, best.starts)
@@ -84,7 +84,7 @@ class Blend(PlacePass):
         starts, home, grid = _align_cuts(documents, starts, home, self.align, problem.token_caps)
         departure = Departure("recipe.place.blend.align", self.align, grid, "coarser cuts break token caps")
         starts, home = _split_to_grain(starts, home, self.grain)
-        weight = np.diff(rows.upto(starts))
+        weight = np.diff(rows.pairs_before(starts))
         bound = float(weight.sum() / speeds.sum())
         return Placement(starts, home, weight, bound, departures=(departure,) if grid < self.align else ())
 
@@ -92,8 +92,10 @@ class Blend(PlacePass):
 def _rows(problem: Problem, bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
     """The work of rows: pairs times the kind's factor (a number, or one per band); kinds that choose keys at run time
     count at most the chosen number of keys per row."""
-    rows = profile({kind: band_set for kind, band_set in bands.items() if kind not in problem.picked}, factor)
-    for kind, picked in problem.picked.items():
+    rows = profile(
+        {kind: band_set for kind, band_set in bands.items() if kind not in problem.chosen_keys}, factor
+    )
+    for kind, picked in problem.chosen_keys.items():
         rows = rows.plus(picked, int(np.max(factor[kind], initial=1)))
     return rows
 
@@ -105,7 +107,7 @@ def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
     for kind, bands in problem.joined_bands.items():
         pairs = np.maximum(area(bands), 1)
         durations = sum((bands_us(cost, model, phase, bands) for phase in PHASES), np.zeros(len(bands)))
-        if kind in problem.picked:
+        if kind in problem.chosen_keys:
             durations = pairs * (durations.sum() / pairs.sum())
         times[kind] = factor[kind] * durations / pairs
         total += float((times[kind] * pairs).sum())

@@ -34,9 +34,7 @@ class Heads:
         KV heads."""
         kv = model.kv_heads
         if model.q_heads % groups or (kv % groups and groups % kv):
-            rule = (
-                f"must divide {model.q_heads} query heads and divide {kv} KV heads or be a multiple of them"
-            )
+            rule = f"must divide the {model.q_heads} query heads, and divide or be a multiple of the {kv} KV heads"
             raise ConfigError(field, groups, rule, f"use 1 or {kv}")
         return Heads(groups, min(groups, kv))
 

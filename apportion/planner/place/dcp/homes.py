@@ -48,7 +48,7 @@ class Blocks:
         starts = np.union1d(self.starts, at)
         return Blocks(starts, self.home[np.searchsorted(self.starts, starts[:-1], "right") - 1])
 
-    def finer(self, pairs: Sequence[Pairs]) -> Blocks:
+    def halve_heaviest(self, pairs: Sequence[Pairs]) -> Blocks:
         """In pairs with more than half of the heaviest pair's work, halves each block more than half as long as the
         other; returns the same blocks if none can be cut."""
         heaviest = max((int(kind_pairs.work.max()) for kind_pairs in pairs if len(kind_pairs)), default=0)
@@ -87,7 +87,7 @@ class Blocks:
             problem.cluster.nodes,
             problem.cluster.ranks_per_node,
             compute,
-            _within_cap(problem, tokens),
+            _capped_tolerances(problem, tokens),
             speeds=problem.speeds,
             room=problem.token_caps / problem.token_cap,
         )
@@ -188,7 +188,7 @@ def _join_blocks(problem: Problem, starts: Ints, size: int) -> Ints:
     return np.append(starts[:-1][is_start], starts[-1])
 
 
-def _within_cap(problem: Problem, slack: tuple[float, float]) -> tuple[float, float]:
+def _capped_tolerances(problem: Problem, slack: tuple[float, float]) -> tuple[float, float]:
     """The tolerances of tokens, limited by the policy's cap."""
     if problem.policy.token_cap is None:
         return slack
@@ -201,7 +201,7 @@ class _Room:
     """Token capacity of nodes and ranks."""
 
     def __init__(self, problem: Problem, slack: tuple[float, float]) -> None:
-        slack, room = _within_cap(problem, slack), problem.token_caps / problem.token_cap
+        slack, room = _capped_tolerances(problem, slack), problem.token_caps / problem.token_cap
         self.nodes, self.ranks = caps_of(problem.batch.tokens, slack, room, problem.cluster.nodes)
         self.per_node = problem.cluster.ranks_per_node
 

@@ -95,7 +95,7 @@ class Dcp(PlacePass):
             sides = self._solve(problem, blocks, pairs, heads)
             if len(sides) == len(PHASES) * len(pairs):
                 return blocks, pairs, sides
-            cut_blocks = blocks.finer(list(pairs.values()))
+            cut_blocks = blocks.halve_heaviest(list(pairs.values()))
             small = len(cut_blocks.home) == len(blocks.home) or cut == MAX_CUTS
             if small or heads.groups * max(map(len, pairs.values())) > MOST_CELLS:
                 break

@@ -20,7 +20,7 @@ import numpy as np
 
 from apportion._core import distca as core
 from apportion.ir.arrays import Bools, Floats, Ints, changes
-from apportion.ir.orders import ranked, stable_order
+from apportion.ir.orders import stable_order, unique_inverse
 from apportion.planner.place.distca.homes import Ranges, token_ranges
 from apportion.planner.shard.blocks import rows_of_blocks
 from apportion.planner.tasks.cells import Cells, cut_columns
@@ -88,8 +88,8 @@ class Servers(NamedTuple):
 
 
 class MigrationSummary(NamedTuple):
-    """Outcome of a migration. forbidden: moves that caps prevented in the last pass; below: servers still short in the
-    pass because no move has `threshold` pairs per byte; imbalance: load of the busiest server over its target, less 1;
+    """Outcome of a migration. forbidden: moves that caps prevented in the last pass; below: servers left below
+    target since no move has `threshold` pairs per byte; imbalance: load of the busiest server over its target, less 1;
     granularity: row multiple of the last pass's cuts."""
 
     passes: int
@@ -153,7 +153,7 @@ class Balance:
         blocks, tokens = len(starts) - 1, int(starts[-1])
         share = self.pairs.q[self.shares.pair] * blocks + self.pairs.k[self.shares.pair]
         q, k = (np.searchsorted(starts, tokens, "right") - 1 for tokens in (cells.q0, cells.k0))
-        distinct, share_number = ranked(share)
+        distinct, share_number = unique_inverse(share)
         key = share_number * (tokens + 1) + self.cuts
         order = stable_order(key)
         sorted_keys = key[order]

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.orders import ranked, stable_order
+from apportion.ir.orders import stable_order, unique_inverse
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.options import Amount, Bytes
 from apportion.planner.place.distca.homes import causal_sequences, sequential_homes, token_ranges
@@ -39,8 +39,8 @@ NO_CAP = 2**62
 # A policy may set a lower tolerance, but no plan of whole rows is as even.
 MIN_TOLERANCE = 1e-4
 _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
-# Tasks take parts of keys if with whole rows the busiest rank would send this many times as long: in simulations of 8
-# to 256 ranks (log-normal lengths, source files and documents), whole rows are up to 70 % faster below this ratio.
+# Tasks take parts of keys if the busiest rank would otherwise send for at least this many times as long: in simulations
+# of 8 to 256 ranks (log-normal lengths, source files, documents), whole rows are up to 70 % faster below this ratio.
 CROWDED = 1.35
 
 
@@ -87,7 +87,7 @@ class Distca(PlacePass):
 
     def __post_init__(self) -> None:
         if self.form == "paper" and self.head_tail == "none":
-            rule = "moves heads with their tails, which `head_tail: none` does not have"
+            rule = "moves heads with their tails, but with `head_tail: none` homes are not cut into them"
             raise ConfigError("recipe.place.distca.form", self.form, rule, "leave `form` or `head_tail` out")
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
@@ -158,7 +158,7 @@ class Distca(PlacePass):
 
     def _move_keys(self, problem: Problem) -> Solution:
         home, balances = self.solve(problem, whole=False)
-        starts = ranked(*(item.cuts for item in balances.values()), home[0])[0]
+        starts = unique_inverse(*(item.cuts for item in balances.values()), home[0])[0]
         starts, owner = np.append(starts, problem.batch.tokens), home[2][_range_of(home[0], starts)]
         has_moves = any(item.summary.moves for item in balances.values())
         execution: dict[tuple[str, str], Execution] = {}
@@ -216,8 +216,8 @@ class Distca(PlacePass):
 
 
 def sending_seconds(problem: Problem, placement: Placement) -> float:
-    """Sending time of the busiest rank in a forward call, summed over kinds, if rows cross to a node once and are
-    forwarded there."""
+    """Sending time of the busiest rank in a forward call, summed over kinds, if rows are sent to each node once and
+    forwarded inside it."""
     cluster, seconds = problem.cluster, 0.0
     for kind in problem.batch.kinds:
         flows = _Flows.of(problem, placement, kind)
@@ -265,7 +265,7 @@ class _Flows:
             cell_rank = placement.execution[kind, "forward"].rank[0]
         block, rank, rows = _tiles(cells[0], cells[2], cells[3], cell_rank, home)
         key_block, key_rank, keys = _tiles(cells[1], cells[4], cells[5], cell_rank, home)
-        computing = ranked(cells[0].astype(np.int64) * problem.ranks + cell_rank)[0] // problem.ranks
+        computing = unique_inverse(cells[0].astype(np.int64) * problem.ranks + cell_rank)[0] // problem.ranks
         is_single = bool(np.bincount(computing).max(initial=0) <= 1)
         returned = _returned_bytes(problem, is_single)
         sizes = rows * model.row_bytes(Tensor.Q), keys * model.row_bytes(Tensor.KV), rows * returned
@@ -274,7 +274,7 @@ class _Flows:
             np.concatenate([rank, key_rank, home[block]]),
             np.concatenate([rows, keys, rows]),
             np.concatenate(sizes),
-            # each returning O is its own tile: ranks return different partial results of a row
+            # each returned O is its own tile: ranks return different partial results of a row
             np.concatenate([block, len(home) + key_block, 2 * len(home) + np.arange(len(block))]),
             np.repeat([True, True, False], [len(block), len(key_block), len(block)]),
         )
@@ -293,7 +293,7 @@ def _tiles(block: Ints, low: Ints, high: Ints, rank: Ints, home: Ints) -> tuple[
     """(block, rank, rows) of tiles, int64 each: a rank receives the hull of the rows it needs of a block, once."""
     remote = np.flatnonzero(home[block] != rank)
     ranks = int(rank.max(initial=0)) + 1
-    tile, index = ranked(block[remote].astype(np.int64) * ranks + rank[remote])
+    tile, index = unique_inverse(block[remote].astype(np.int64) * ranks + rank[remote])
     first, last = hulls(index, low[remote], high[remote], len(tile))
     return tile // ranks, tile % ranks, last - first
 
@@ -302,7 +302,7 @@ def _common_blocks(home: Map, balances: list[Map]) -> tuple[Ints, Ints, list[Int
     """(starts, homes, servers for each kind) of the fewest blocks with uniform home and servers."""
     # a kind without pairs computes nothing
     maps = [(low, rank) for low, _, rank in (home, *(item if len(item[0]) else home for item in balances))]
-    starts = ranked(*(low for low, _ in maps))[0]
+    starts = unique_inverse(*(low for low, _ in maps))[0]
     ranks = np.stack([rank[_range_of(low, starts)] for low, rank in maps])
     is_first = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
     starts, ranks = np.append(starts[is_first], home[1][-1]), ranks[:, is_first]

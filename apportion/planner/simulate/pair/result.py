@@ -9,11 +9,11 @@ from typing import NamedTuple
 from apportion.ir.arrays import Floats
 from apportion.ir.bytes.codec import Plan
 
-WAYS = ("turns", "serial", "single", "signal")
+MODES = ("turns", "serial", "single", "signal")
 WHOLE = "whole"
 
 
-class Way(NamedTuple):
+class ModeTimes(NamedTuple):
     """One execution mode: makespan, and float64 [ranks], waiting time of each compute stream."""
 
     makespan_us: float
@@ -29,16 +29,16 @@ class PairRun:
     phase: str
     layers: int
     busy_us: Floats
-    turns: Way
-    serial: Way
-    single: Way
-    signal: Way
-    whole: Way | None = None
+    turns: ModeTimes
+    serial: ModeTimes
+    single: ModeTimes
+    signal: ModeTimes
+    whole: ModeTimes | None = None
 
     @property
-    def ways(self) -> dict[str, Way]:
+    def modes(self) -> dict[str, ModeTimes]:
         """The simulated modes by name."""
-        result = dict(zip(WAYS, (self.turns, self.serial, self.single, self.signal), strict=True))
+        result = dict(zip(MODES, (self.turns, self.serial, self.single, self.signal), strict=True))
         return result if self.whole is None else result | {WHOLE: self.whole}
 
     @property
@@ -72,9 +72,9 @@ class Pair:
     hardware: str
     runs: Mapping[tuple[str, str], PairRun]
 
-    def ms(self, way: str = "turns") -> float:
+    def ms(self, mode: str = "turns") -> float:
         """Total of all runs in one mode. Raises KeyError for a mode that was not simulated."""
-        return float(sum(run.ways[way].makespan_us for run in self.runs.values())) / 1e3
+        return float(sum(run.modes[mode].makespan_us for run in self.runs.values())) / 1e3
 
     @property
     def gain(self) -> float:
@@ -89,11 +89,11 @@ class Pair:
     @property
     def whole_gain(self) -> float | None:
         """Relative gain of all runs together over the undivided microbatch, if its plan was given."""
-        return _gain(self.ms(WHOLE), self.ms()) if WHOLE in self._way_names else None
+        return _gain(self.ms(WHOLE), self.ms()) if WHOLE in self._mode_names else None
 
     @property
-    def _way_names(self) -> tuple[str, ...]:
-        return tuple(next(iter(self.runs.values())).ways)
+    def _mode_names(self) -> tuple[str, ...]:
+        return tuple(next(iter(self.runs.values())).modes)
 
 
 def _gain(other: float, turns: float) -> float:

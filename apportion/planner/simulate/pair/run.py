@@ -35,7 +35,7 @@ from apportion.ir.tensors import PHASES
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import busy_us, engine, prepare_program
 from apportion.planner.simulate.durations import Costs
-from apportion.planner.simulate.pair.result import WAYS, WHOLE, Pair, PairRun, Way
+from apportion.planner.simulate.pair.result import MODES, WHOLE, ModeTimes, Pair, PairRun
 from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traffic, View, port_count
 
 #: time of the linear layers' backward, as a multiple of their forward's
@@ -209,15 +209,15 @@ class PairInstructions(NamedTuple):
 def _run_pair(plans: list[Half], kind: str, phase: str, layers: int, groups: int | None) -> PairRun:
     """Runs all modes. plans: both halves, and the undivided microbatch if given."""
     halves, label = _assign_channels(plans[:2], groups), f"{kind} {phase}"
-    runs = [_simulate(halves, layers, way, f"{label}, {way}") for way in WAYS]
+    runs = [_simulate(halves, layers, mode, f"{label}, {mode}") for mode in MODES]
     runs += [_simulate(_assign_channels([whole], groups), layers, WHOLE, label) for whole in plans[2:]]
     busy = sum(layers * (half.before + half.busy + half.after) for half in halves)
     return PairRun(kind, phase, layers, np.asarray(busy), *runs)
 
 
-def _simulate(halves: list[Half], layers: int, way: str, label: str) -> Way:
-    script, traffic = _interleave(halves, layers, way)
-    if way == "signal":
+def _simulate(halves: list[Half], layers: int, mode: str, label: str) -> ModeTimes:
+    script, traffic = _interleave(halves, layers, mode)
+    if mode == "signal":
         traffic = traffic._replace(wire_us=np.zeros_like(traffic.wire_us))
     times, finish, blocked = engine.run(script, traffic, halves[0].ports, halves[0].contention)
     if (blocked >= 0).any():
@@ -227,15 +227,15 @@ def _simulate(halves: list[Half], layers: int, way: str, label: str) -> Way:
     rank_of = group_of(np.diff(script.ptr))
     idle = engine.idle_until(script, times) - times.begin
     exposed = np.bincount(rank_of[waits], idle[waits], len(finish))
-    return Way(float(max(finish.max(), times.done.max(initial=0.0))), exposed.astype(np.float64))
+    return ModeTimes(float(max(finish.max(), times.done.max(initial=0.0))), exposed.astype(np.float64))
 
 
-def _interleave(halves: list[Half], layers: int, way: str) -> tuple[Script, Traffic]:
+def _interleave(halves: list[Half], layers: int, mode: str) -> tuple[Script, Traffic]:
     """One script with its traffic, each half once per layer."""
     copies = [(number, half, layer) for layer in range(layers) for number, half in enumerate(halves)]
     sizes = [len(half.script.rank) for _, half, _ in copies]
     first = offsets(sizes)  # first launch of each copy, and the total
-    rows = _join_scripts(_rows(*copy, way, int(start)) for copy, start in zip(copies, first, strict=False))
+    rows = _join_scripts(_rows(*copy, mode, int(start)) for copy, start in zip(copies, first, strict=False))
     order = np.lexsort((rows.number, rows.slot, rows.rank))
     rows = PairInstructions._make(column[order] for column in rows)
     launches = rows.launch[rows.role == LAUNCH]
@@ -245,25 +245,25 @@ def _interleave(halves: list[Half], layers: int, way: str) -> tuple[Script, Traf
     return _script(rows, number[rows.launch], [half for _, half, _ in copies], launches, traffic), traffic
 
 
-def _rows(half_index: int, half: Half, layer: int, way: str, first: int) -> PairInstructions:
+def _rows(half_index: int, half: Half, layer: int, mode: str, first: int) -> PairInstructions:
     """The rows of one copy of a half, with launches numbered from `first`."""
     script, ranks = half.script, np.arange(len(half.before))
     launch = np.where(script.launch >= 0, script.launch + first, -1)
-    slot = _slot(way, half_index, 2 * layer + half.segment, np.where(half.segment == 0, DISPATCH, COLLECT))
+    slot = _slot(mode, half_index, 2 * layer + half.segment, np.where(half.segment == 0, DISPATCH, COLLECT))
     instructions = PairInstructions(
         half.rank_of, slot, 2 * np.arange(len(slot)), script.role.astype(np.int64), script.work_us, launch
     )
     added = [
-        _work(ranks, _slot(way, half_index, 2 * layer, BEFORE), 0, half.before),
-        _work(ranks, _slot(way, half_index, 2 * layer + 2, COLLECT), 2 * len(slot), script.end_us),
-        _work(ranks, _slot(way, half_index, 2 * layer + 2, AFTER), 0, half.after),
+        _work(ranks, _slot(mode, half_index, 2 * layer, BEFORE), 0, half.before),
+        _work(ranks, _slot(mode, half_index, 2 * layer + 2, COLLECT), 2 * len(slot), script.end_us),
+        _work(ranks, _slot(mode, half_index, 2 * layer + 2, AFTER), 0, half.after),
     ]
-    return _join_scripts([instructions, *added, *([_extra_waits(instructions)] if way == "single" else [])])
+    return _join_scripts([instructions, *added, *([_extra_waits(instructions)] if mode == "single" else [])])
 
 
-def _slot(way: str, half_index: int, turn: Any, piece: Any) -> Any:
+def _slot(mode: str, half_index: int, turn: Any, piece: Any) -> Any:
     """Position in a rank's order: turn by turn, halves alternating, unless they run serially."""
-    alternating = way in ("turns", "signal")
+    alternating = mode in ("turns", "signal")
     return 4 * (2 * turn + half_index if alternating else half_index * 4 * MAX_LAYERS + turn) + piece
 
 

@@ -144,12 +144,12 @@ def _search(case: GroupingProblem, state: _SearchState, budget: Budget) -> tuple
     _check_packages()
     nodes = DEFAULT_NODES if budget.steps is None else int(budget.steps)
     if _is_small(case):
-        state = _by_local_search(case, state, budget, _BRIEF)
+        state = _search_locally(case, state, budget, _BRIEF)
         return _solve_slots(case, state, budget, nodes)
     state = _bisect(case, state, budget, nodes)
     for _ in range(_LAST):
         if not state.done(budget):
-            state = replace(_by_local_search(case, state, budget), probes=state.probes + 1)
+            state = replace(_search_locally(case, state, budget), probes=state.probes + 1)
     state = _solve_parts(case, state, budget, nodes)
     if state.best is None and not np.isfinite(state.bound):
         return state, None
@@ -158,7 +158,7 @@ def _search(case: GroupingProblem, state: _SearchState, budget: Budget) -> tuple
     return state, Limit.STEPS
 
 
-def _by_local_search(
+def _search_locally(
     case: GroupingProblem, state: _SearchState, budget: Budget, effort: float = 1.0
 ) -> _SearchState:
     """Searches from the best mix's counts of groups and from `state.counts`."""
@@ -194,7 +194,7 @@ def _bisect(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: i
         else:
             high = limit
             state = replace(state, counts=answer.counts or state.counts, probes=probe + 1)
-            state = _by_local_search(case, state, budget, _BRIEF)
+            state = _search_locally(case, state, budget, _BRIEF)
         high = high if state.best is None else min(high, state.best.value)
         if state.done(budget) or high <= _FINE * state.bound or undecided == _UNDECIDED:
             break
@@ -207,14 +207,14 @@ def _bound_after(state: _SearchState, limit: float, ceiling: float) -> float:
     return np.inf if limit >= ceiling / 2 else max(state.bound, limit)
 
 
-def _most_counts(case: GroupingProblem) -> Ints:
+def _max_counts(case: GroupingProblem) -> Ints:
     """int64 [degrees]: largest useful number of groups of each degree."""
     limits: Ints = np.minimum(case.ranks // case.degrees, np.isfinite(case.times).sum(0))
     return limits
 
 
 def _is_small(case: GroupingProblem) -> bool:
-    return int(_most_counts(case).sum()) * len(case.sizes) <= _COMPLETE
+    return int(_max_counts(case).sum()) * len(case.sizes) <= _COMPLETE
 
 
 def _solve_slots(
@@ -223,7 +223,7 @@ def _solve_slots(
     """Solves the whole problem by its program."""
     from apportion.planner.solvers.grouping.programs import slots
 
-    mix, run = slots(case, _most_counts(case), state.best, state.bound, nodes, budget.gap)
+    mix, run = slots(case, _max_counts(case), state.best, state.bound, nodes, budget.gap)
     if run.status is Status.INFEASIBLE and state.best is None:
         return replace(state, bound=np.inf), None
     state = replace(state.with_mix(mix), bound=max(state.bound, run.bound))

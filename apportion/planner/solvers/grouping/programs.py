@@ -29,13 +29,13 @@ from apportion.planner.solvers.grouping.mixing import Mix, mix_of
 from apportion.planner.solvers.highs import SolverRun, solve_model
 from apportion.planner.solvers.status import Status
 
-# integer variables in `mix_for`: for sequences that need this share of a rank, but at most this many
+# `mix_for` has integer variables for sequences that need at least this share of a rank, but for at most this many
 _HEAVY_SHARE, _MOST_HEAVY = 0.2, 32
 # beyond this many sequences, the others are merged into this many kinds
 _MOST_KINDS = 128
 # thresholds of dual feasible functions: smaller shares are dropped, shares above the complement counted as whole
 _DROPPED = (0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.45, 0.5)
-# k of further dual feasible functions: k + 1 times the share, rounded down, over k
+# k of further dual feasible functions: floor((k + 1) * share) / k
 _MULTIPLES = (1, 2, 3, 4, 5, 6)
 # relative enlargement of groups, so that shares that fill one exactly are not counted above it
 _SLACK = 1e-9
@@ -179,7 +179,7 @@ def slots(
     ranks = [(y[g], float(problem.degrees[c])) for g, c in enumerate(column)]
     model += pulp.LpAffineExpression(ranks) <= problem.ranks
     if start is not None:
-        _start_from(start, column, x, y, time, unit)
+        _set_start(start, column, x, y, time, unit)
     run = solve_model(model, nodes, gap)
     mix = _read_mix(problem, column, x) if run.status in (Status.OPTIMAL, Status.FEASIBLE) else None
     return mix, SolverRun(run.status, run.limit, run.bound * unit)
@@ -199,7 +199,7 @@ def _slot_variables(
     return x, y, model.add_variable("time", max(0.0, bound))
 
 
-def _start_from(
+def _set_start(
     start: Mix,
     column: Ints,
     x: dict[tuple[int, int], pulp.LpVariable],

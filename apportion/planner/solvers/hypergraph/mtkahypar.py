@@ -23,7 +23,7 @@ from apportion.planner.solvers.hypergraph import mtkahypar_child
 from apportion.planner.solvers.hypergraph.coarse import merge
 from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 from apportion.planner.solvers.hypergraph.mtkahypar_child import Job, read, write
-from apportion.planner.solvers.hypergraph.solver import better, level, partition
+from apportion.planner.solvers.hypergraph.solver import better_parts, level, partition
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
 from apportion.planner.solvers.status import Budget, Limit
 
@@ -124,7 +124,7 @@ def _level(
     result = level(graph, problem, part, base, span, caps)
     if limit is not None:
         return result, limit
-    return better(problem, level(graph, problem, requested, base, span, caps), result, caps), None
+    return better_parts(problem, level(graph, problem, requested, base, span, caps), result, caps), None
 
 
 def _assign(

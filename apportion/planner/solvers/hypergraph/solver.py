@@ -103,10 +103,10 @@ def level(
     if is_small or not thorough:
         return result
     coarse = _spread_pieces(graph, flops, part, base, span, cap)
-    return better(problem, result, core.spread(graph, coarse, arguments, True), cap)
+    return better_parts(problem, result, core.spread(graph, coarse, arguments, True), cap)
 
 
-def better(problem: HypergraphProblem, first: Ints, second: Ints, cap: Ints) -> Ints:
+def better_parts(problem: HypergraphProblem, first: Ints, second: Ints, cap: Ints) -> Ints:
     """The parts, int64 [V], with the smaller excess over the caps, then the smaller value; `first` among equals."""
 
     def merit(part: Ints) -> tuple[float, float]:

@@ -60,7 +60,7 @@ def _solve_program(problem: PartitionProblem, start: Partition, budget: Budget) 
     if run.status is Status.INFEASIBLE:
         return Partition(start.bin, Termination(Status.INFEASIBLE, end.bound))
     if run.status is Status.NO_SOLUTION:
-        return Partition(start.bin, replace(end, bound=_below(bound, end.value), limit=run.limit))
+        return Partition(start.bin, replace(end, bound=_at_most(bound, end.value), limit=run.limit))
     bins: Ints = np.empty(len(order), np.int64)
     for index, item in enumerate(order.tolist()):
         bins[item] = max(variables[index], key=lambda bin_: variables[index][bin_].varValue)
@@ -73,7 +73,7 @@ def _solve_program(problem: PartitionProblem, start: Partition, budget: Budget) 
     status = Status.OPTIMAL if is_optimal or value <= bound * (1 + _TOLERANCE) else Status.FEASIBLE
     limit = None if status is Status.OPTIMAL else run.limit or Limit.GAP
     return Partition(
-        bins, Termination(status, value if status is Status.OPTIMAL else _below(bound, value), value, limit)
+        bins, Termination(status, value if status is Status.OPTIMAL else _at_most(bound, value), value, limit)
     )
 
 
@@ -118,5 +118,5 @@ def _value(problem: PartitionProblem, bins: Ints) -> float | None:
     return None if (bin_sizes > problem.caps).any() else float((load / problem.rates).max())
 
 
-def _below(bound: float, value: float | None) -> float:
+def _at_most(bound: float, value: float | None) -> float:
     return bound if value is None else min(bound, value)
