@@ -72,10 +72,11 @@ def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> flo
 def _broken_rule(value: float, low: float, above: bool) -> str | None:
     """The rule of `number` that a finite number breaks, or None."""
     maximum = sys.float_info.max if low == -math.inf else MOST
-    if value > maximum or value < -maximum:
+    minimum = max(low, -maximum)
+    if value > maximum:
         return f"must be at most {maximum:g}"
-    if value < low or (above and value == low):
-        return f"must be {'greater than' if above else 'at least'} {low:g}"
+    if value < minimum or (above and value == low):
+        return f"must be {'greater than' if above else 'at least'} {minimum:g}"
     return f"must be at least {LEAST:g}" if above and value - low < LEAST else None
 
 
