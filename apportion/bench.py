@@ -120,7 +120,7 @@ def measure(job: BenchJob, repeats: int = 1) -> Row:
     return Row(plan, Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
 
 
-def planned(job: BenchJob, timings: dict[str, float] | None = None) -> Plan:
+def plan_unverified(job: BenchJob, timings: dict[str, float] | None = None) -> Plan:
     """Plans a job without verification; stores milliseconds of each step in `timings`. Raises the errors of
     planning."""
     return api.plan(
@@ -139,17 +139,17 @@ def planned(job: BenchJob, timings: dict[str, float] | None = None) -> Plan:
 def timed_plan(job: BenchJob) -> tuple[Plan, float, dict[str, float]]:
     """(plan, milliseconds to its encoded bytes, milliseconds of each step), without verification."""
     steps: dict[str, float] = {}
-    job = _parsed(job)
+    job = _with_new_batch(job)
     start = perf_counter()
-    plan = planned(job, steps)
+    plan = plan_unverified(job, steps)
     planned_at = perf_counter()
     plan.encode()
     end = perf_counter()
     return plan, (end - start) * 1e3, steps | {"bytes": (end - planned_at) * 1e3}
 
 
-def _parsed(job: BenchJob) -> BenchJob:
-    """Copies the job with a fresh batch: a batch caches its lowered bands."""
+def _with_new_batch(job: BenchJob) -> BenchJob:
+    """Copies the job with a new batch, whose lowered bands are not cached yet."""
     return replace(job, batch=Batch.from_data(job.batch.to_data()))
 
 
@@ -169,16 +169,16 @@ class _Counter(dict[str, float]):
         self._before = self._calls
 
 
-def counted(job: BenchJob) -> dict[str, int]:
+def count_calls(job: BenchJob) -> dict[str, int]:
     """Counts function calls in each step of planning and, as `verify`, in verification: fixed overhead, independent of
     ranks, since loops of the core make no calls. Warm up first, or imports count. Raises the errors of planning and
     verification."""
-    job = replace(_parsed(job), threads=1)  # calls of other threads would not be counted
+    job = replace(_with_new_batch(job), threads=1)  # calls of other threads would not be counted
     counter, before, collects = _Counter(), sys.getprofile(), gc.isenabled()
     gc.disable()  # garbage collection may call other functions
     sys.setprofile(counter.on_event)
     try:
-        plan = planned(job, counter)
+        plan = plan_unverified(job, counter)
         plan.encode()
         counter["bytes"] = 0
         verify(plan)
@@ -243,4 +243,4 @@ class Grid:
                 row = measure(job, self.repeats)
                 of_run = {"seed": seed, "repeats": self.repeats, "skipped_samples": skipped}
                 of_run |= {"threads": self.threads}
-                yield row.record() | {"calls": counted(job)} | of_run
+                yield row.record() | {"calls": count_calls(job)} | of_run

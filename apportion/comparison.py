@@ -254,7 +254,7 @@ def compare_all(
     for recipe in recipes:
         warm_up(recipe)
     outcomes = [
-        tuple(_progressing(batch, recipe, setting, progress) for recipe in recipes) for batch in batches
+        tuple(_report_attempt(batch, recipe, setting, progress) for recipe in recipes) for batch in batches
     ]
     if not outcomes:
         raise ConfigError("batches", [], "there is no batch to compare on", "give at least one batch")
@@ -263,7 +263,7 @@ def compare_all(
     return Comparison(rows, baseline.name, setting)
 
 
-def _progressing(batch: Batch, recipe: Recipe, setting: Setting, progress: Progress) -> Trial | Refusal:
+def _report_attempt(batch: Batch, recipe: Recipe, setting: Setting, progress: Progress) -> Trial | Refusal:
     outcome = attempt(batch, recipe, setting)
     progress(recipe.name)
     return outcome
@@ -299,7 +299,7 @@ def _verify_timed(plan: Plan) -> tuple[float | None, str | None]:
 
 
 def _bounds(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> bound, value and gap: None if the bound is void."""
+    """Name -> bound, value, and gap (None if the bound is void)."""
     return {
         name: {key: bound[key] for key in ("bound", "value", "gap")}
         for name, bound in report["bounds"].items()

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from apportion.backends.torch.engines import activate_newest_flash
-from apportion.bench import BenchJob, Source, cluster_of, planned
+from apportion.bench import BenchJob, Source, cluster_of, plan_unverified
 from apportion.ir.request.model import Model
 from apportion.trainer.measure.bench import Attention, RankTensors, best, on_gpu, on_host
 from benchmarks.targets import TOKENS
@@ -93,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch, _ = Source().batch(args.tokens, args.seed)
-    header = planned(BenchJob(batch, cluster_of(1), Model(), "fcp", args.seed)).header
+    header = plan_unverified(BenchJob(batch, cluster_of(1), Model(), "fcp", args.seed)).header
     activate_newest_flash(device)  # the newest FlashAttention, like engine `flash`
     for name, make in KERNELS.items():
         rows = RankTensors.of(header, batch.tokens, device, is_random=True)

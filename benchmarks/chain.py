@@ -5,7 +5,7 @@
 `apportion profile` runs under torchrun, one process per rank, with the sizes of the demo's model; each recipe's step of
 each batch is forecast from that profile; then the same number of processes train the model under the same plans: all
 steps in turn, round after round, so that other load affects all equally; the best round counts, as in the profile.
-Three clocks per step, each read on its slowest rank:
+Three clocks per step, each read on the slowest rank:
 
     wall_s      wall time
     measured_s  wall time less the rank's own wait for a processor (run-queue delay, which Linux counts per thread);
@@ -13,9 +13,9 @@ Three clocks per step, each read on its slowest rank:
     cpu_s       processor time of the rank, without any waiting, even for messages
 
 On an idle machine the first two are equal, and the third is lower by the exposed communication. On a busy machine, the
-time on an idle one lies between `cpu_s` and `measured_s`. Each rank needs a core. The verdict counts forecasts that
-deviate from either by at most `WITHIN`; the exit code is 1 unless all are that close to the measured time. The output
-includes the load average, to which this benchmark's two ranks contribute.
+time on an idle one lies between `cpu_s` and `measured_s`. Each rank needs a core. For each of these
+two clocks the verdict counts the forecasts within `WITHIN` of it; the exit code is 1 unless all are within `WITHIN` of
+`measured_s`. The output includes the load average, to which this benchmark's two ranks contribute.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Rows(NamedTuple):
 # --- profile
 
 
-def profiled(folder: Path) -> Hardware:
+def profile(folder: Path) -> Hardware:
     """Profiles this machine with `apportion profile`, one process per rank."""
     model, output = folder / "model.json", folder / "hardware.json"
     model.write_text(json.dumps(workload.MODEL.to_data()))
@@ -132,7 +132,7 @@ def _case(row: ForecastRow, number: int, batch: ap.Batch, hardware: Hardware) ->
 # --- train
 
 
-def trained(measured_cases: Sequence[Case], rounds: int) -> Floats:
+def train(measured_cases: Sequence[Case], rounds: int) -> Floats:
     """Trains; returns float64 [rounds, cases, ranks, 3], the times of `_step`."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save([case.plan.encode() for case in measured_cases], Path(folder) / "plans")
@@ -202,7 +202,7 @@ def _delay_s() -> float:
 # --- compare
 
 
-def compared(measured_cases: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
+def compare_times(measured_cases: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
     """One row per case."""
     seconds = (times[..., 0] - times[..., 1]).max(axis=-1)  # [rounds, cases]
     wall, cpu = (times[..., clock].max(axis=-1) for clock in (0, 2))
@@ -247,10 +247,10 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        hardware = Hardware.load(options.hardware) if options.hardware else profiled(Path(folder))
+        hardware = Hardware.load(options.hardware) if options.hardware else profile(Path(folder))
     measured_cases = cases(options.recipes.split(","), options.batches, hardware)
     load = [os.getloadavg()]
-    rows = compared(measured_cases, trained(measured_cases, options.rounds))
+    rows = compare_times(measured_cases, train(measured_cases, options.rounds))
     load.append(os.getloadavg())
     record = {
         "machine": machine(),
@@ -279,8 +279,9 @@ def _show(record: dict[str, Any]) -> None:
         figures += [f"{row[name]:.2f}" for name in ("ratio", "ratio_cpu")]
         table.add_row(row["recipe"], str(row["batch"]), *figures)
     Console().print(table)
-    counts = f"{record['within_of_measured']} of {record['of']} within {WITHIN:.0%} of what was measured"
-    note = f"{record['within_of_cpu']} of what was computed; load {' to '.join(map(str, record['load_average']))}"
+    counts = f"{record['within_of_measured']} of {record['of']} within {WITHIN:.0%} of the measured time"
+    load = " to ".join(map(str, record["load_average"]))
+    note = f"{record['within_of_cpu']} of the computed time; load {load}"
     Console().print(f"{record['verdict']}: {counts}, {note}")
 
 

@@ -18,8 +18,8 @@ of its best at 512, 1024, 2048 and 4096 tokens (430, 517, 566, 590 of 621 TFLOP/
 documents of 512 tokens reach a quarter of peak on the H100, as varlen kernels do in FCP, section 3.1 and Figure 3
 (the Hopper chip is not named there; the H20, with more bandwidth for its FLOPs, reaches 46 % by this model).
 
-Chips come with two engines: the flash kernels of the model above, and as NAME-stage the kernels in Triton of the engine
-that runs an instruction at once, which reach a fraction of their speed.
+Each chip has two files: NAME, with the flash kernels of the model above, and NAME-stage, with the Triton kernels of
+engine `stage` (one launch per instruction), which reach a fraction of their speed.
 
 Tasks of an instruction are one launch, so a task's time excludes waves over multiprocessors; an instruction's time
 includes its launch and its longest chain of steps (`Grid.tile_us`).
@@ -49,7 +49,7 @@ TILE = 128
 DIM = 128  # head dim of the grids
 Q_HEADS, KV_HEADS = 64, 8  # of the grids: Llama-3-70B, as in FCP's Figure 3
 BYTES = 2  # bf16
-#: 128, 256, 384, 512, 768, 1024, ... 128K: halfway points keep straight lines through squares within 4 %
+#: 128, 256, 384, 512, 768, 1024, ... 128K: halfway points keep linear interpolation of squares within 4 %
 AXIS = tuple(sorted([TILE << i for i in range(11)] + [3 * TILE << i for i in range(9)]))
 _TILES = np.asarray(AXIS) // TILE
 
@@ -81,8 +81,9 @@ _HOST_4 = Figure(
 
 @dataclass(frozen=True)
 class Chip:
-    """Inputs of the kernel model and the links. peak_tflops: dense bf16; forward, backward: the fraction of it that the
-    engine's kernels reach on long attention; linear: the fraction of linear layers; inter_gbs: of one NIC."""
+    """Inputs of the kernel model and the links. peak_tflops: dense bf16; forward, backward: the fractions of it
+    that the engine's kernels reach on long attention; linear: the fraction that linear layers reach; inter_gbs: of one
+    NIC."""
 
     name: str
     device: str
@@ -124,7 +125,7 @@ _NVLINK4 = Figure(450.0, "NVLink 4: 900 GB/s both ways together, data sheet")
 
 
 def _assumed_figure(figure: Figure, reason: str) -> Figure:
-    """The figure of another chip, assumed here."""
+    """Another chip's figure, assumed to hold for this one."""
     return Figure(figure.value, f"{reason}; {figure.source}", True)
 
 
@@ -241,8 +242,8 @@ _TRITON = {
 }
 
 
-def _stage(chip: Chip) -> Chip:
-    """The chip under the engine that runs all tasks of an instruction in one kernel of its own, written in Triton."""
+def _with_stage_engine(chip: Chip) -> Chip:
+    """The chip with engine `stage`, whose Triton kernels run all tasks of an instruction in one launch."""
     forward, backward, reason = _TRITON[chip.name]
     return replace(
         chip,
@@ -259,7 +260,7 @@ def _part(share: float, figure: Figure, reason: str) -> Figure:
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
-    {**_FLASH, **{f"{name}-stage": _stage(chip) for name, chip in _FLASH.items()}}
+    {**_FLASH, **{f"{name}-stage": _with_stage_engine(chip) for name, chip in _FLASH.items()}}
 )
 
 
@@ -282,7 +283,7 @@ def text_of(data: Any) -> str:
 
 
 def hardware_of(chip: Chip) -> Hardware:
-    """The hardware of a chip, its grids from the kernel model."""
+    """The hardware of a chip, with grids computed by the kernel model."""
     return Hardware(
         chip.name, chip.device, chip.engine, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM, *grids_of(chip),
         chip.memory_gib, chip.memory_gbs, chip.peak_tflops, linear_of(chip), ROWOP, POST, CONTENTION,
@@ -293,10 +294,11 @@ def hardware_of(chip: Chip) -> Hardware:
 
 @dataclass(frozen=True)
 class Side:
-    """Queries or keys of a task: bf16 rows moved for each row at the start of its tile, whether the tile is the one
-    that a multiprocessor walks from (latency), and bf16 rows moved at the very least.
+    """Queries or keys of a task. start: bf16 rows moved per row when its tile starts; walks: whether a multiprocessor
+    owns a tile of this side and walks over the other side, which adds the latency; once: the fewest bf16 rows moved per
+    row in any kernel.
 
-    Forward: Q in and O out; K and V in. Backward: dQ in float32, cleared, added and converted (least: Q and dO in,
+    Forward: Q in and O out; K and V in. Backward: dQ in float32, cleared, added and converted (`once`: Q and dO in,
     dQ out); K and V in, dK and dV out."""
 
     start: int
@@ -324,7 +326,7 @@ def linear_of(chip: Chip) -> Figure:
 
 
 def grids_of(chip: Chip) -> tuple[Grid, Grid]:
-    """Forward and backward, from the kernel model."""
+    """The grids of forward and backward, computed by the kernel model."""
     return (
         _grid(chip, chip.forward, FORWARD_PRODUCTS, Side(2, True, 2), Side(0, False, 2)),
         _grid(chip, chip.backward, BACKWARD_PRODUCTS, Side(5, False, 3), Side(4, True, 4)),
@@ -358,7 +360,7 @@ def _moved_us(chip: Chip, rows: Ints | int) -> Floats:
 
 
 def _causal_steps() -> Ints:
-    """int64 [axis, axis]: tiles of queries by keys that hold a pair of the causal band, for each grid point."""
+    """int64 [axis, axis]: for each grid point, the number of tiles (queries x keys) with a pair of the causal band."""
     return np.array([[_tiles_read(rows, keys) for keys in AXIS] for rows in AXIS], np.int64)
 
 

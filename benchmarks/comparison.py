@@ -76,7 +76,7 @@ def code(tokens: int, seed: int) -> Batch:
 
 
 def doc_files(tokens: int, seed: int) -> Batch:
-    """Files of documentation of public repositories."""
+    """Documentation files of public repositories."""
     return Source(read_workload(ROOT / "examples/doc_lengths.json")).batch(tokens, seed)[0]
 
 
@@ -155,7 +155,7 @@ def with_steps(name: str, recipe: str, **steps: Any) -> Recipe:
 
 
 def ulysses(name: str) -> Recipe:
-    """The recipe across nodes of eight ranks, with heads split within each node, as in FCP's evaluation."""
+    """The named recipe between nodes of eight ranks, with heads split inside each node, as in FCP's evaluation."""
     return with_steps(name, name, inner={"ulysses": {"degree": 8}})
 
 
@@ -199,30 +199,34 @@ OF_ZEPPELIN = (
 HEAVY = {"fcp-short-128": ("ring", "wlb"), "fcp-short-256": ("ring", "wlb"), "fcp-long-256": ("ring", "wlb")}
 
 
-def _shipped(name: str, title: str, draw: Draw, ranks: int, seeds: int) -> Case:
+def _workload_case(name: str, title: str, draw: Draw, ranks: int, seeds: int) -> Case:
     return Case(name, title, draw, ranks, 32768, seeds, (*ALL, BLOCKS_2K))
 
 
-def _of_fcp(trace: str, ranks: int, seeds: int) -> Case:
+def _fcp_case(trace: str, ranks: int, seeds: int) -> Case:
     name, title = f"fcp-{trace}-{ranks}", f"FCP's setting, {trace} documents, {ranks} ranks"
     draw = FCP_TRACES[trace]
     return Case(name, title, draw, ranks, 32768, seeds, OF_FCP, "ring", "h20", LLAMA_70B, HEAVY.get(name, ()))
 
 
-def _of_zeppelin(data: str, ranks: int) -> Case:
+def _zeppelin_case(data: str, ranks: int) -> Case:
     name, title = f"zeppelin-{data}-{ranks}", f"Zeppelin's setting, {data}, {ranks} ranks"
     return Case(name, title, zeppelin(data), ranks, 4096, 10, OF_ZEPPELIN, "ring", "a800", LLAMA_3B)
 
 
 CASES: tuple[Case | PublishedSetting | Sensitivity, ...] = (
-    _shipped("code-8", "source files, causal, 8 ranks", code, 8, 5),
-    _shipped("code-64", "source files, causal, 64 ranks", code, 64, 3),
-    _shipped("code-256", "source files, causal, 256 ranks", code, 256, 1),
-    _shipped("question-64", "a prompt and eight answers, 64 ranks", questions, 64, 3),
-    _shipped("window-64", "documents under a window of 4096 tokens, 64 ranks", window, 64, 3),
-    _shipped("document-64", "one causal document, 64 ranks", one_document, 64, 1),
-    *(_of_fcp(trace, ranks, seeds) for trace in FCP_TRACES for ranks, seeds in ((16, 5), (128, 3), (256, 1))),
-    *(_of_zeppelin(data, ranks) for data in ZEPPELIN for ranks in (16, 32, 64)),
+    _workload_case("code-8", "source files, causal, 8 ranks", code, 8, 5),
+    _workload_case("code-64", "source files, causal, 64 ranks", code, 64, 3),
+    _workload_case("code-256", "source files, causal, 256 ranks", code, 256, 1),
+    _workload_case("question-64", "a prompt and eight answers, 64 ranks", questions, 64, 3),
+    _workload_case("window-64", "documents under a window of 4096 tokens, 64 ranks", window, 64, 3),
+    _workload_case("document-64", "one causal document, 64 ranks", one_document, 64, 1),
+    *(
+        _fcp_case(trace, ranks, seeds)
+        for trace in FCP_TRACES
+        for ranks, seeds in ((16, 5), (128, 3), (256, 1))
+    ),
+    *(_zeppelin_case(data, ranks) for data in ZEPPELIN for ranks in (16, 32, 64)),
     Case(
         "node-1024",
         "documents, 1,024 ranks, tiles straight or once a node",

@@ -61,7 +61,7 @@ Pairs = dict[str, tuple[tuple[float, ...], Callable[[Figures], tuple[float, ...]
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper. name: of its marker in docs/papers.md; figures: titles of the results; steps: see `Pairs`."""
+    """A paper. name: its marker in docs/papers.md; figures: titles of the results; steps: see `Pairs`."""
 
     name: str
     title: str
@@ -77,7 +77,7 @@ SINGLE = {"matchings": {"coalesce": 1, "buffers": 3}}
 COALESCED = {"matchings": {"coalesce": 16, "buffers": 3}}
 
 
-def _pulled(self: Matchings, src: Ints, dst: Ints, ranks: int) -> Ints:
+def _pull_slots(self: Matchings, src: Ints, dst: Ints, ranks: int) -> Ints:
     """Assigns slots without matchings: each receiver pulls its tiles one after another, in its own order."""
     order = np.random.default_rng(1).permutation(len(dst))
     order = order[np.argsort(dst[order], kind="stable")]
@@ -95,7 +95,7 @@ def fcp() -> Pairs:
     cluster = cluster_of(FCP_RANKS, None, hardware)
     steps: dict[str, tuple[tuple[float, ...], Any, AbstractContextManager[Any]]] = {
         "base": ((0.29, 0.37), {"gather": {}}, nullcontext()),
-        "#1, pipelined": ((0.48, 0.46), SINGLE, patch.object(Matchings, "_colour", _pulled)),
+        "#1, pipelined": ((0.48, 0.46), SINGLE, patch.object(Matchings, "_colour", _pull_slots)),
         "#2, matchings": ((0.62, 0.59), SINGLE, nullcontext()),
         "#3, coalesced": ((0.70, 0.69), COALESCED, nullcontext()),
     }
@@ -199,7 +199,7 @@ _PLANS: dict[str, Plan] = {}
 
 
 def _planned(batch: Any, cluster: Any, model: Any, recipe: Recipe, hardware: Hardware) -> Plan:
-    """The plan, cached: links affect plans of these recipes only through `Figures.incast`."""
+    """The plan, from a cache: of the network's figures, only `incast` changes the plans of these recipes."""
     hardware_key = hardware.digest() if hardware.incast is not None else hardware.name
     colour = Matchings._colour.__name__
     key = repr((batch.lengths.tolist(), cluster.ranks, recipe.to_data(), hardware_key, colour))
@@ -248,7 +248,7 @@ def table(paper: Mapping[str, Any]) -> str:
     at_rate = min((fit for fit in tried if fit["figures"]["rate"] == 1.0), key=lambda fit: fit["error"])
     best = min(tried, key=lambda fit: fit["error"])
     columns = {"today": today, "best at today's rate": at_rate, "best": best}
-    names = [f"{name}{_words(fit['figures'])}" for name, fit in columns.items()]
+    names = [f"{name}{_describe(fit['figures'])}" for name, fit in columns.items()]
     lines = head(["step", "theirs", *names])
     for step, paper_row in paper["published"].items():
         lines.append(line([step, *_cells(paper_row, [fit["ours"][step] for fit in columns.values()])]))
@@ -256,7 +256,7 @@ def table(paper: Mapping[str, Any]) -> str:
     return "\n".join([f"{' / '.join(paper['columns'])}; in brackets ours over theirs", "", *lines])
 
 
-def _words(figures: Mapping[str, float]) -> str:
+def _describe(figures: Mapping[str, float]) -> str:
     named = {"rate": "rate x", "incast": "incast ", "one_peer": "one peer "}
     differences = [f"{named[key]}{value:g}" for key, value in figures.items() if value != TODAY.__dict__[key]]
     return f": {', '.join(differences)}" if differences else ""

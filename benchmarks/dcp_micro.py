@@ -1,5 +1,5 @@
 """Simulates DCP's micro-benchmark (its Figures 13 and 14): attention of one layer on 32 A100s under four masks and four
-scales of lengths, forward and backward.
+length scales, forward and backward.
 
     python -m benchmarks.dcp_micro --seeds 8 --json benchmarks/results/dcp_micro.json
 
@@ -26,7 +26,7 @@ from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.api import plan
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
-from benchmarks.papers import DCP_DATA, DCP_MASKS, TE, masked
+from benchmarks.papers import DCP_DATA, DCP_MASKS, TE, masked_batch
 
 TOKENS, NODES, GPUS = 131_072, 4, 8
 #: 32 query and 8 KV heads under 4-way tensor parallelism
@@ -42,14 +42,14 @@ SYSTEMS = (find_recipe("dcp"), find_recipe("ring"), LOONGTRAIN, TE)
 
 
 def draw(scale: float, mask: str, seed: int) -> Batch:
-    """Draws a batch of documents `scale` times as long."""
+    """Draws a batch of log-normal documents with median `scale` x 2K."""
     lengths = lognormal_lengths(seed, TOKENS, MEDIAN * scale, SIGMA, longest=TOKENS)
-    return masked(lengths.tolist(), mask)
+    return masked_batch(lengths.tolist(), mask)
 
 
 def measure(seeds: int) -> Iterator[dict[str, Any]]:
     """Yields a row per mask, scale and system: milliseconds and bytes (means over batches), and `most_of_ring`, the
-    largest ratio of its time to ring's on any batch."""
+    largest ratio of the system's time to `ring`'s on any batch."""
     hardware = Hardware.load("a100")
     cluster = hardware.cluster(NODES, GPUS)
     for mask in DCP_MASKS:

@@ -1,7 +1,8 @@
-"""Compares forecast steps of models with experts to published ones; writes a table of docs/benchmarks.md.
+"""Compares forecast steps of mixture-of-experts models with published ones; writes a table of docs/benchmarks.md.
 
 All publications use sequences of 4,096 tokens, one per rank, with forced even routing. Layers that Megatron adds to the
-model's (embedding, loss, multi-token prediction) count as layers, so that the number of stages divides their number.
+model's (embedding, loss, multi-token prediction) count as layers, so that the number of stages divides the
+number of layers.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ DEEPSEEK: Config = json.loads("""{"model_type": "deepseek_v3", "hidden_size": 71
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """A published step with its number of sequences. seconds: as published; training: settings besides the config and
-    ZeRO-1."""
+    """A published step of `sequences` sequences. seconds: as published; training: settings in addition to the config
+    and ZeRO-1."""
 
     name: str
     source: str

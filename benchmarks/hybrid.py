@@ -49,7 +49,7 @@ def built_in_workloads() -> Iterator[tuple[str, Draw]]:
     """Yields pairs (name, function from a number of tokens to a batch)."""
     yield "log-normal", lambda tokens: Batch.from_lengths(lognormal_lengths(0, tokens))
     for name, file in (("source files", "code_lengths.json"), ("documents", "doc_lengths.json")):
-        yield name, of_file(ROOT / "examples" / file)
+        yield name, file_draw(ROOT / "examples" / file)
     yield "GitHub (Zeppelin)", lambda tokens: zeppelin("github")(tokens, 0)
     yield (
         "short samples",
@@ -57,7 +57,7 @@ def built_in_workloads() -> Iterator[tuple[str, Draw]]:
     )
 
 
-def of_file(path: Path) -> Draw:
+def file_draw(path: Path) -> Draw:
     return lambda tokens: Source(read_workload(path)).batch(tokens, 0)[0]
 
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     prices.SHARE, hardware, rows = args.share, Hardware.load("h100"), list[dict[str, Any]]()
-    for name, draw in [(path.stem, of_file(path)) for path in args.workloads] or [*built_in_workloads()]:
+    for name, draw in [(path.stem, file_draw(path)) for path in args.workloads] or [*built_in_workloads()]:
         for ranks in map(int, args.ranks.split(",")):
             record = row(name, draw(ranks * TOKENS), replace(Cluster(), nodes=ranks // 8), hardware)
             rows.append(record)

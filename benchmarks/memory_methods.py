@@ -27,8 +27,8 @@ CHUNK_TOKENS = 65536
 #: bytes of a tile of logits and their log-softmax, in float32 (ALST)
 LOGITS_TILE = 2**30
 RECIPES = {"plain": "ulysses", "alst": "ulysses", "fpdt": "ulysses", "upipe": "upipe", "both": "upipe"}
-#: on several nodes heads are split within each, with a ring between nodes (UPipe, section 5.2.1)
-OF_NODES = {"ulysses": "usp", "upipe": "upipe_ring"}
+#: recipe on one node -> on several: heads split within each node, a ring between nodes (UPipe, section 5.2.1)
+BETWEEN_NODES = {"ulysses": "usp", "upipe": "upipe_ring"}
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class Run:
     throughput: Mapping[str, Mapping[int, float]]
 
     def training(self, method: str, tokens: int) -> Training:
-        """The method's training on a sequence of `tokens` tokens: all methods recompute layers, all but plain offload
-        layer inputs, alst and upipe tile the FFN by the hidden size (UPipe, section 4), fpdt and both use chunks."""
+        """The method's training on a sequence of `tokens` tokens: all methods recompute layers, all but `plain` offload
+        layer inputs, `alst` and `upipe` tile the FFN by the hidden size (UPipe, section 4), `fpdt` and `both` use
+        chunks."""
         plain = Training(vocab=self.vocabulary, recompute="full", loss_tokens=tokens)
         if method == "plain":
             return plain
@@ -58,7 +59,7 @@ class Run:
     def layers(self, method: str, tokens: int) -> Layers:
         return Layers(H100, self.model, self.training(method, tokens))
 
-    def of(self, method: str, tokens: int, planned: bool = False) -> Activations:
+    def rank_activations(self, method: str, tokens: int, planned: bool = False) -> Activations:
         """A rank's activations for a sequence of `tokens` tokens, with attention as the papers count it or, if
         `planned`, as our plans of the same kind need it."""
         layers, rank_tokens = self.layers(method, tokens), tokens // self.gpus
@@ -74,7 +75,7 @@ class Run:
         return (sent + received) / self.stages if RECIPES[method] == "upipe" else sent
 
     def _planned(self, method: str, tokens: int) -> int:
-        recipe = RECIPES[method] if self.gpus <= 8 else OF_NODES[RECIPES[method]]
+        recipe = RECIPES[method] if self.gpus <= 8 else BETWEEN_NODES[RECIPES[method]]
         return planned_bytes(self.model, self.gpus, recipe, tokens)
 
     def seconds(self, method: str, tokens: int) -> tuple[float, float]:
@@ -142,7 +143,7 @@ def parts() -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for run in RUNS:
         for method, label in LABELS.items():
-            memory = run.of(method, M)
+            memory = run.rank_activations(method, M)
             phases = (memory.kept, memory.attention, memory.feed_forward, memory.cross_entropy, memory.peak)
             cells = " | ".join(f"{size / GIB:.2f}" for size in (*phases, memory.host))
             yield f"| {run.name}: {label} | {cells} |"
@@ -161,7 +162,7 @@ class Growth:
     planned: float
 
     @property
-    def rest(self) -> float:
+    def missed_tensors(self) -> float:
         """The memory that the formulas miss, in tensors of the hidden size."""
         row = self.run.model.hidden * self.run.model.element_bytes * M / self.run.gpus / GIB
         return (self.measured - self.ours) / row
@@ -172,7 +173,10 @@ def growths() -> Iterator[Growth]:
         for method, memory in run.memory.items():
             largest = max(memory)
             forecast, planned = (
-                (run.of(method, largest * M, of_plans).peak - run.of(method, M, of_plans).peak)
+                (
+                    run.rank_activations(method, largest * M, of_plans).peak
+                    - run.rank_activations(method, M, of_plans).peak
+                )
                 / GIB
                 / (largest - 1)
                 for of_plans in (False, True)
@@ -190,7 +194,7 @@ def growth() -> Iterator[str]:
     )
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for record in growths():
-        rest = f"{record.measured - record.ours:.2f} | {record.rest:.1f}"
+        rest = f"{record.measured - record.ours:.2f} | {record.missed_tensors:.1f}"
         cells = f"{record.measured:.2f} | {record.ours:.2f} | {rest} | {record.planned:.2f}"
         yield f"| {record.run.name}: {LABELS[record.method]} | {record.most}M | {cells} |"
 

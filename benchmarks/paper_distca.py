@@ -34,7 +34,7 @@ from apportion.planner.simulate.pair.run import turns_us
 from benchmarks.comparison import LLAMA_8B, with_steps
 from benchmarks.paper_runs import AMPLE_GIB, GROUP, K, Row, Run, Theirs, part, row, seconds
 
-Packed = list[list[int]]  # lengths of the documents of each sequence
+Lengths = list[list[int]]  # lengths of the documents of each sequence
 
 #: lengths that DistCA publishes for its data set "Pretrain" (hao-ai-lab/distca, Apache-2.0): upper edge of a bin -> its
 #: number of documents
@@ -49,14 +49,14 @@ PRETRAIN = {
     65536: 196,
     131072: 253,
 }
-#: its Table 2; FFN and KV heads as in Code Llama 34B (the table has no FFN size; it does have GQA)
+#: DistCA's Table 2; FFN and KV heads as in Code Llama 34B (the table has no FFN size; it does have GQA)
 LLAMA_34B = Model(64, 16, 128, hidden=8192, ffn=22016, layers=48)
-#: its Table 4: model -> MaxDocLen in thousands -> GPUs -> sequences per batch (without 34B on 256 GPUs)
+#: DistCA's Table 4: model -> MaxDocLen in thousands -> GPUs -> sequences per batch (without 34B on 256 GPUs)
 BATCHES = {
     "8B": {128: {64: 8, 128: 16, 256: 32}, 256: {64: 4, 128: 8, 256: 16}, 512: {64: 2, 128: 4, 256: 8}},
     "34B": {128: {64: 4, 128: 8}, 256: {64: 2, 128: 4}, 512: {64: 2, 128: 4}},
 }
-#: from its Table 5, with pipeline stages
+#: from DistCA's Table 5, with pipeline stages
 BATCHES_4D = {"8B": {128: {64: 32}, 256: {64: 16}, 512: {64: 8}}, "34B": {128: {128: 32}}}
 MODELS = {"8B": LLAMA_8B, "34B": LLAMA_34B}
 TENSOR = 8
@@ -70,7 +70,7 @@ STAGES = (2, 4)
 #: per-sequence sharding: the whole sequence zig-zag, keys and values gathered
 PER_SEQUENCE = with_steps("per-sequence", "allgather", place={"zigzag": {"over": "batch"}})
 #: FlexSP+: candidate token caps per rank, relative to the mean; the largest that fits is used
-ROOMS = (2.0, 1.75, 1.5, 1.25, 1.0)
+TOKEN_CAPS = (2.0, 1.75, 1.5, 1.25, 1.0)
 ASSUMED = (
     "documents even in the bins of its list, longer ones in proportion, packed into sequences of the longest, two "
     "batches; zero1, no recomputation"
@@ -85,9 +85,9 @@ class SystemTime:
     name: str
 
 
-def packed(sequences: int, longest: int, seed: int) -> Packed:
-    """Packs documents of "Pretrain", uniform within the bins and scaled in proportion, into sequences of `longest`
-    tokens, cut at sequence ends."""
+def pack_documents(sequences: int, longest: int, seed: int) -> Lengths:
+    """Packs documents of "Pretrain" into sequences of `longest` tokens, cut at sequence ends. Lengths are uniform
+    within the bins, whose edges are scaled so that the last one is `longest`."""
     edges, counts = np.array([0, *PRETRAIN], np.float64), np.array(list(PRETRAIN.values()))
     rng = np.random.Generator(np.random.PCG64(seed))
     bins = rng.choice(len(counts), 1024 * sequences, p=counts / counts.sum())
@@ -98,13 +98,13 @@ def packed(sequences: int, longest: int, seed: int) -> Packed:
     return [np.diff(bounds)[owner == i].tolist() for i in range(sequences)]
 
 
-def joined(sequences: Packed) -> Batch:
+def join(sequences: Lengths) -> Batch:
     return Batch.from_lengths([length for sequence in sequences for length in sequence])
 
 
-def dealt(sequences: Packed, groups: int) -> Packed:
-    """The sequences, with number i · groups + g as microbatch i of group g: the same number for each group, heaviest
-    first to the group with the least work."""
+def deal_sequences(sequences: Lengths, groups: int) -> Lengths:
+    """Assigns sequences to groups, heaviest first, each to the group with the least work that is not full; all groups
+    get the same number. Returns them in this order: sequence i · groups + g is microbatch i of group g."""
     work = [sum(length**2 for length in item) for item in sequences]
     capacity = len(sequences) // groups
     shares: list[list[int]] = [[] for _ in range(groups)]
@@ -116,7 +116,7 @@ def dealt(sequences: Packed, groups: int) -> Packed:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of its Table 4 or 5: `sequences` sequences of `longest` thousand tokens on `nodes` nodes with
+    """One setting of DistCA's Table 4 or 5: `sequences` sequences of `longest` thousand tokens on `nodes` nodes with
     `memory_gib` per rank."""
 
     size: str
@@ -133,25 +133,25 @@ class Setting:
     def ranks(self) -> int:
         return self.nodes * GROUP // TENSOR
 
-    def drawn(self) -> list[Packed]:
-        return [packed(self.sequences, self.longest * K, seed) for seed in range(2)]
+    def draw(self) -> list[Lengths]:
+        return [pack_documents(self.sequences, self.longest * K, seed) for seed in range(2)]
 
-    def run(self, draws: Sequence[Packed], degrees: Degrees = FLAT) -> Run:
-        batches = tuple(joined(sequences) for sequences in draws)
+    def run(self, draws: Sequence[Lengths], degrees: Degrees = FLAT) -> Run:
+        batches = tuple(join(sequences) for sequences in draws)
         return Run("h200", self.nodes, MODELS[self.size], TRAINING, batches, degrees, self.memory_gib)
 
 
 # --- baselines
 
 
-def megatron(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
+def megatron(setting: Setting, draws: Sequence[Lengths], stages: int = 1) -> list[SystemTime]:
     """The times of every DP x CP grid that fits, with `stages` pipeline stages."""
     times, ranks, sequences = [], setting.ranks // stages, setting.sequences
     for groups in _divisors(ranks):
         if sequences % (groups * stages):
             continue
         degrees = Degrees(TENSOR, stages, microbatches=sequences // (groups * stages))
-        run = setting.run([dealt(sample, groups) for sample in draws], degrees)
+        run = setting.run([deal_sequences(sample, groups) for sample in draws], degrees)
         grid = Parallelism(PER_SEQUENCE, degrees, ranks // groups, "order")
         try:
             steps = run.steps(grid)
@@ -163,7 +163,7 @@ def megatron(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list
     return times
 
 
-def wlb(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
+def wlb(setting: Setting, draws: Sequence[Lengths], stages: int = 1) -> list[SystemTime]:
     """The time of WLB-ideal's best DP x CP grid, with the fewest microbatches that fit."""
     for microbatches in _divisors(setting.sequences // stages):
         run = setting.run(draws, Degrees(TENSOR, stages, microbatches=microbatches))
@@ -175,11 +175,11 @@ def wlb(setting: Setting, draws: Sequence[Packed], stages: int = 1) -> list[Syst
     return []
 
 
-def flexsp(setting: Setting, draws: Sequence[Packed]) -> list[SystemTime]:
+def flexsp(setting: Setting, draws: Sequence[Lengths]) -> list[SystemTime]:
     """The time of FlexSP+ with the largest token cap per rank that fits."""
     run = setting.run(draws)
     mean = run.batches[0].tokens / setting.ranks
-    for limit in ROOMS:
+    for limit in TOKEN_CAPS:
         options = {"flexsp": {"linear": True, "capacity": round(limit * mean)}}
         try:
             steps = run.whole(with_steps("flexsp", "flexsp", place=options))
@@ -198,10 +198,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def distca(
-    setting: Setting, draws: Sequence[Packed], stages: int, hidden: bool = False, ping_pong: bool = False
+    setting: Setting, draws: Sequence[Lengths], stages: int, hidden: bool = False, ping_pong: bool = False
 ) -> list[SystemTime]:
     """The times of DistCA with pipeline ticks, a tick's attention spread over the ranks of all stages, for every number
-    of microbatches that fits. Other work of a tick is that of one microbatch. hidden: see `Run`; ping_pong: whether
+    of microbatches that fits. A tick has the other work of one microbatch. hidden: see `Run`; ping_pong: whether
     each microbatch is split into halves that take turns within a tick."""
     times = []
     for count in _divisors(setting.sequences):
@@ -229,10 +229,10 @@ def distca(
     return times
 
 
-def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: bool) -> float:
+def _ticks_seconds(run: Run, table: TickTable, sequences: Lengths, ping_pong: bool) -> float:
     """The seconds of attention in all ticks of a step; with `ping_pong`, of whole layers."""
     size = len(sequences) // table.microbatches
-    microbatches = [joined(sequences[i * size : (i + 1) * size]) for i in range(table.microbatches)]
+    microbatches = [join(sequences[i * size : (i + 1) * size]) for i in range(table.microbatches)]
     form = Parallelism(PER_SEQUENCE, FLAT)
     cluster, model, links = form.stage(run.cluster), form.rank_model(run.model), form.stage(run.links)
     halves = [microbatches]
@@ -262,15 +262,15 @@ def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: boo
 
 def rows() -> Iterator[Row]:
     """Yields rows: the gain over each baseline in every setting, and the largest gains."""
-    yield from _flat()
-    yield from _pipelined()
+    yield from _flat_rows()
+    yield from _pipeline_rows()
 
 
-def _flat() -> Iterator[Row]:
+def _flat_rows() -> Iterator[Row]:
     gains: dict[str, list[tuple[float, str]]] = {name: [] for name in MOST}
     hidden: list[float] = []
     for setting in _settings(BATCHES):
-        draws = setting.drawn()
+        draws = setting.draw()
         run = setting.run(draws)
         planned_steps = run.whole("distca")
         if not run.fits(planned_steps):  # the paper ran it without saying how: assume enough memory for all
@@ -289,9 +289,9 @@ def _flat() -> Iterator[Row]:
     yield _row(case, "distca", "per-sequence", name, MOST[name], max(hidden))
 
 
-def _pipelined() -> Iterator[Row]:
+def _pipeline_rows() -> Iterator[Row]:
     for setting in _settings(BATCHES_4D):
-        draws = setting.drawn()
+        draws = setting.draw()
         systems = {
             case: min(base for count in STAGES for base in distca(setting, draws, count, *options))
             for case, options in (("", ()), (", traffic hidden", (True,)), (", ping-pong", (False, True)))

@@ -109,8 +109,8 @@ def _zeppelin(size: str, hardware: str, tensor: int, data: str, ranks: int, batc
     return Run(hardware, ranks // GROUP, ZEPPELIN_MODELS[size], MEGATRON, draws, Degrees(tensor=tensor))
 
 
-def routed(parts: int) -> Recipe:
-    """Zeppelin's three-step routing: transfers between nodes in parts, each through a different rank of the node."""
+def zeppelin_recipe(parts: int) -> Recipe:
+    """Zeppelin with its three-step routing: a transfer between nodes goes in parts, each through a different rank."""
     return with_steps(
         f"zeppelin-{parts}",
         "zeppelin",
@@ -127,7 +127,9 @@ def of_zeppelin() -> Iterator[Row]:
             ratios = []
             for ranks in (16, 32, 64):
                 run = _zeppelin(size, hardware, tensor, data, ranks)
-                ratios.append(seconds(run.whole("ring")) / seconds(run.whole(routed(GROUP // tensor))))
+                ratios.append(
+                    seconds(run.whole("ring")) / seconds(run.whole(zeppelin_recipe(GROUP // tensor)))
+                )
             gains += ratios
             yield row(
                 f"{size}, {hardware}, TP {tensor}, {data}: 16 to 64 GPUs, mean",
@@ -144,14 +146,14 @@ def of_zeppelin() -> Iterator[Row]:
     ):
         yield row(case, "zeppelin, routed", "ring", "throughput over TE CP", theirs, ours, assumed)
     ablation = _zeppelin("3B", "a800", 1, "arxiv", 32, 4)
-    gain = seconds(ablation.whole("ring")) / seconds(ablation.whole(routed(GROUP)))
+    gain = seconds(ablation.whole("ring")) / seconds(ablation.whole(zeppelin_recipe(GROUP)))
     yield row("3B, a800, arxiv, 32 GPUs", "zeppelin-8", "ring", "throughput over TE CP", 3.64, gain, assumed)
     for name, lengths, (all_layers, linear) in (
         ("balanced", BALANCED, (817 + 1108, 97)),
         ("skewed", SKEWED, (1002 + 1608, 105)),
     ):
         run = Run("h200", 4, ZEPPELIN_MODELS["7B"], MEGATRON, (Batch.from_lengths(lengths),))
-        steps = run.whole(routed(GROUP))
+        steps = run.whole(zeppelin_recipe(GROUP))
         layers = sum(part(steps, part_name) for part_name in ("attention", "linear", "rows", "remap"))
         for figure, published, ours in (
             ("forward and backward of the slowest rank, ms", all_layers, layers * 1e3),
@@ -182,8 +184,8 @@ NOTHING_HIDDEN = with_steps(
 DCP_MASKS = ("causal", "lambda", "causal blockwise", "shared question")
 
 
-def masked(lengths: Sequence[int], name: str) -> Batch:
-    """A batch with a mask of DCP's section 7.1."""
+def masked_batch(lengths: Sequence[int], name: str) -> Batch:
+    """A batch under one of the masks of DCP's section 7.1."""
     if name == "shared question":
         return Batch.from_sequences(
             [
@@ -203,7 +205,8 @@ def dcp() -> Iterator[Row]:
     for data, (median, sigma) in DCP_DATA.items():
         for name in DCP_MASKS:
             draws = tuple(
-                masked(lognormal_lengths(seed, 128 * K, median, sigma).tolist(), name) for seed in range(2)
+                masked_batch(lognormal_lengths(seed, 128 * K, median, sigma).tolist(), name)
+                for seed in range(2)
             )
             run = Run("a100", 8, model, training, draws, Degrees(tensor=4))
             gain = seconds(run.whole(TE)) / seconds(run.whole("dcp"))
@@ -281,7 +284,7 @@ def measure(paper: Paper) -> dict[str, Any]:
 
 
 def table(paper: Mapping[str, Any]) -> str:
-    """A paper as a Markdown table, without rows inside a published range; common assumptions are below it."""
+    """A paper as a Markdown table, without figures inside a published range; common assumptions are below it."""
     assumptions = {record["assumed"] for record in paper["rows"]}
     head = HEAD if len(assumptions) > 1 else HEAD[:-1]
     visible = [record for record in paper["rows"] if not _is_inside(record)]

@@ -92,13 +92,13 @@ def magi_documents(tokens: int, seed: int) -> Batch:
     return Batch.from_lengths([*prefix, tokens - sum(prefix)])
 
 
-def _with(name: str, recipe: str, **steps: Any) -> Recipe:
+def _variant(name: str, recipe: str, **steps: Any) -> Recipe:
     return Recipe(name, {**find_recipe(recipe).to_data()["steps"], **steps})
 
 
 _CHUNKS = {"chunks": {"size": 2048}}
-_NATIVE = _with("magi-2k", "magi", shard=_CHUNKS)
-_STAR = _with("magi-2k-star", "magi", shard=_CHUNKS, route={"star": {}})
+_NATIVE = _variant("magi-2k", "magi", shard=_CHUNKS)
+_STAR = _variant("magi-2k-star", "magi", shard=_CHUNKS, route={"star": {}})
 #: partial gradients of keys and values are sent in bf16, MagiAttention's default
 _MODEL = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, sent_gradients="model")
 _OURS = tuple(System("", find_recipe(name), {}) for name in ("fcp", "auto"))

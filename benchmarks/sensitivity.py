@@ -1,7 +1,7 @@
 """Ranks recipes under figures that differ from the hardware file: cases of `benchmarks/comparison.py`.
 
 Plans are made for nominal figures and priced under every scenario. The row `auto, told` is planned for each scenario;
-in the column `incast, told` every recipe is planned for `incast`, since this splits rounds (`docs/decisions/0027`).
+in the column `incast, told` every recipe is planned for `incast`, since that splits rounds (`docs/decisions/0027`).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Situation:
     model: Model = MODEL
     hardware: Hardware = HARDWARE
 
-    def under(self, scenario: Scenario) -> Situation:
+    def with_scenario(self, scenario: Scenario) -> Situation:
         """The situation, to be planned and simulated with a scenario's figures."""
         hardware, cluster = apply(scenario, self.hardware, self.cluster)
         return replace(self, hardware=hardware, cluster=cluster)
@@ -91,11 +91,11 @@ def read(name: str, ranks: int = RANKS) -> Callable[[int], Batch]:
     return lambda seed: Source(read_workload(path)).batch(ranks * TOKENS, seed)[0]
 
 
-def chats(prompt: int, answers: int, mean: int) -> Callable[[int], Batch]:
-    """Groups of `answers` answers to one prompt, with log-normal lengths of median `mean`."""
+def chats(prompt: int, answers: int, median: int) -> Callable[[int], Batch]:
+    """Groups of `answers` answers to one prompt; the answers' lengths are log-normal with the given median."""
 
     def draw(seed: int) -> Batch:
-        lengths = lognormal_lengths(seed, RANKS * TOKENS, median=mean, sigma=0.7)
+        lengths = lognormal_lengths(seed, RANKS * TOKENS, median=median, sigma=0.7)
         sizes = [lengths[first : first + answers] for first in range(0, len(lengths) - answers, answers)]
         masks_ = [masks.shared_question(prompt, [int(size) for size in group]) for group in sizes]
         sequences = [
@@ -275,17 +275,17 @@ def table(rows: list[dict[str, Any]]) -> str:
                     record["situation"],
                     f"{auto['attainable']:.3f}",
                     f"{auto['efficiency']:.3f}",
-                    _marked(auto["share"], 0.85),
+                    _bold_below(auto["share"], 0.85),
                     auto["recipe"]["name"],
                     "-" if best is None else f"`{best}` {single:.3f}",
-                    "-" if ratio is None else _marked(ratio, 0.99),
+                    "-" if ratio is None else _bold_below(ratio, 0.99),
                 ]
             )
         )
     return "\n".join(lines)
 
 
-def _marked(value: float, floor: float) -> str:
+def _bold_below(value: float, floor: float) -> str:
     return f"{value:.3f}" if value >= floor else f"**{value:.3f}**"
 
 
@@ -313,7 +313,7 @@ def main() -> None:
     rows = {saved["situation"]: saved for saved in saved_rows}
     names = [text for text in options.only.split(",") if text]
     warm_up(find_recipe("auto"))
-    every_situation = [case.under(known_scenarios[options.scenario]) for case in situations()]
+    every_situation = [case.with_scenario(known_scenarios[options.scenario]) for case in situations()]
     for situation in every_situation:
         if names and not any(text in situation.name for text in names):
             continue

@@ -41,7 +41,7 @@ VERIFY = {8: 0.8, 64: 0.6}
 class Promise:
     """A row of the tables; None or empty: measured without a promise.
 
-    ms: ranks -> median planning time. compute: smallest number of ranks -> max/mean - 1 of compute. kv: the same -> KV
+    ms: ranks -> median planning time. compute: smallest number of ranks -> max/mean - 1 of compute; kv: likewise, KV
     bytes over their bound. over_bound: max/mean over `imbalance_bound`. tokens: max/mean - 1. slots: whether their
     number must equal the largest degree. node: at 1,024 ranks, how many times fewer bytes travel between nodes if the
     ranks of a node share tiles.
@@ -95,7 +95,7 @@ _ROWS = (
 PROMISES = {row.name: row for row in _ROWS}
 
 
-def promised(by_ranks: Mapping[int, float], ranks: int) -> float | None:
+def promise_for(by_ranks: Mapping[int, float], ranks: int) -> float | None:
     """The promise for `ranks` ranks; each holds from its number of ranks up to the next."""
     rank_counts = [least for least in by_ranks if least <= ranks]
     return by_ranks[max(rank_counts)] if rank_counts else None
@@ -185,7 +185,7 @@ class Figure:
     least: bool = False
 
     @property
-    def met(self) -> bool:
+    def is_met(self) -> bool:
         if self.promise is None or self.value is None:
             return True
         excess = self.value - self.promise
@@ -194,7 +194,7 @@ class Figure:
     def __str__(self) -> str:
         """Formats the number, bold if the promise is broken."""
         text = "-" if self.value is None else f"{self.value:.{self.digits}f}"
-        return text if self.met else f"**{text}**"
+        return text if self.is_met else f"**{text}**"
 
 
 Rows = Sequence[Mapping[str, Any]]
@@ -212,16 +212,16 @@ def quality(promise: Promise, rows: Rows) -> dict[str, Figure]:
     part = max(row["plan_bytes"]["largest_rank"] for row in rows) / 1024  # KB
     slower = max(row["verify_ms"]["p50"] / row["planning_ms"]["p50"] for row in rows)
     return {
-        "compute %": Figure(100 * compute, _percent(promised(promise.compute, ranks))),
+        "compute %": Figure(100 * compute, _percent(promise_for(promise.compute, ranks))),
         "max/mean over bound": Figure(excess, promise.over_bound, 3),
         "tokens %": Figure(100 * tokens, _percent(promise.tokens)),
         "slots / Δ": Figure(max(shares, default=None), 1.0 if promise.slots else None),
-        "KV bytes over bound": Figure(max(gaps, default=None), promised(promise.kv, ranks)),
+        "KV bytes over bound": Figure(max(gaps, default=None), promise_for(promise.kv, ranks)),
         "inter-node bytes, off / on": Figure(
             min(node, default=None), promise.node if ranks >= max(RANKS) else None, 1, least=True
         ),
         "largest part KB": Figure(part, promise.part_kb, 1),
-        "verify / plan": Figure(slower, promised(VERIFY, ranks)),
+        "verify / plan": Figure(slower, promise_for(VERIFY, ranks)),
     }
 
 
@@ -237,7 +237,7 @@ def tables(rows: Rows) -> dict[str, str]:
     return {"targets-times": _times_table(rows), "targets-quality": _quality_table(rows)}
 
 
-def _grouped(rows: Rows) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
+def _group(rows: Rows) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
     """(name, ranks) -> the rows of all seeds."""
     groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -247,7 +247,7 @@ def _grouped(rows: Rows) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
 
 
 def _times_table(rows: Rows) -> str:
-    groups = _grouped(rows)
+    groups = _group(rows)
     columns = sorted({ranks for _, ranks in groups})
     lines = head(["ms", *map(str, columns)])
     for name in dict.fromkeys(name for name, _ in groups):
@@ -268,7 +268,7 @@ def _times_cell(promise: Promise, ranks: int, rows: Rows) -> str:
 
 def _quality_table(rows: Rows) -> str:
     lines: list[str] = []
-    for (name, ranks), group in _grouped(rows).items():
+    for (name, ranks), group in _group(rows).items():
         figures = quality(PROMISES[name], group)
         if not lines:
             lines = head(["recipe", "ranks", *figures])
@@ -304,7 +304,7 @@ def _arguments() -> argparse.Namespace:
     return options
 
 
-def measured(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
+def measure_all(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
     """Yields the rows of the known recipes; progress goes to stderr."""
     for name in names:
         try:
@@ -318,7 +318,7 @@ def measured(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def merged(old_rows: Rows, new_rows: Rows) -> list[Mapping[str, Any]]:
+def merge(old_rows: Rows, new_rows: Rows) -> list[Mapping[str, Any]]:
     """All rows in the order of the tables, with new rows replacing old ones."""
     names = list(PROMISES)
     combined = [row for row in (*old_rows, *new_rows) if row["name"] in names]
@@ -329,11 +329,12 @@ def merged(old_rows: Rows, new_rows: Rows) -> list[Mapping[str, Any]]:
 def main() -> None:
     options = _arguments()
     ranks = (*options.ranks, LARGE) if options.large and LARGE not in options.ranks else options.ranks
-    new_rows = list(measured(options.names, Effort(ranks, options.seeds, options.repeats, options.patience)))
+    effort = Effort(ranks, options.seeds, options.repeats, options.patience)
+    new_rows = list(measure_all(options.names, effort))
     if options.json:
         print(json.dumps(new_rows, indent=1))
         return
-    rows = merged(json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else [], new_rows)
+    rows = merge(json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else [], new_rows)
     RESULTS.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
     write_tables(tables(rows))
     print(f"rows are in {RESULTS}")

@@ -12,7 +12,7 @@ import apportion as ap
 
 
 class Net(nn.Module):
-    """One layer of causal attention, 4 query heads on 2 KV heads of 16."""
+    """One layer of causal attention, with 4 query heads and 2 KV heads of dimension 16."""
 
     def __init__(self) -> None:
         super().__init__()

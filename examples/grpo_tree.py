@@ -107,7 +107,7 @@ def logits_of(policy, batch):
     return policy(batch.tokens, batch.position_ids, attention)
 
 
-class Folded:
+class FoldedSamples:
     """Trains on trees; values of samples are mapped to the rows that predict their tokens."""
 
     def __init__(self, samples, old, advantages, weights):
@@ -122,7 +122,7 @@ class Folded:
         return grpo(log_probs, *(predictions.take(values) for values in self.known))
 
 
-class Independent:
+class SeparateSamples:
     """Trains on separate samples; values of tokens are fields of the dataset."""
 
     FIELDS = ("old", "advantages", "shares")
@@ -156,7 +156,7 @@ def train(task):
     lengths = [int(length) for length in task.dataset.lengths]
     per_rank = -(-sum(lengths) // RANKS)
     steps = [list(range(len(lengths)))] * STEPS
-    shifted = ("labels", *Independent.FIELDS)
+    shifted = ("labels", *SeparateSamples.FIELDS)
     cluster = ap.Cluster(nodes=1, ranks_per_node=RANKS)
     for batch in ap.PlannedLoader(task.dataset, cluster, MODEL, per_rank, sampler=steps, shifted=shifted):
         policy.zero_grad()
@@ -177,7 +177,7 @@ def work(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=RANKS)
     samples, old, advantages = rollouts(new_policy())  # identical in every process
     weights = torch.tensor([1 / (len(samples) * (len(ids) - PROMPT)) for ids in samples])
-    tasks = [task(samples, old, advantages, weights) for task in (Folded, Independent)]
+    tasks = [task(samples, old, advantages, weights) for task in (FoldedSamples, SeparateSamples)]
     folded, independent = (train(task) for task in tasks)
     if rank == 0:
         report(tasks[0].dataset, folded, independent)

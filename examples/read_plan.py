@@ -49,13 +49,13 @@ SIZES |= {"conv": (0, 1024), "layers": (1, 2**24)}
 PROGRAM = ("arenas", "operands", "instructions", "transfers", "tasks", "grads", "rowops")
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An input that a reader must refuse, as listed in FORMAT.md."""
 
 
 def require(condition, message):
     if not condition:
-        raise Refused(message)
+        raise RefusedError(message)
 
 
 def digest(data):
@@ -112,7 +112,7 @@ class Part:
 
 
 def read_part(data, rank, header, moves):
-    """Reads a rank's tables. moves: of the plan."""
+    """Reads a rank's tables. moves: the plan's moves, each with a table."""
     part = Part(data)
     result = {"rank": rank, "layouts": [part.table("spans") for _ in header["layouts"]]}
     result["programs"] = {
@@ -162,7 +162,7 @@ def slice_id(envelope):
 
 
 def read_plan(data):
-    """Reads a plan or a slice: sections and parts as plain data, tables as lists of rows. Raises Refused."""
+    """Reads a plan or a slice: sections and parts as plain data, tables as lists of rows. Raises RefusedError."""
     envelope = msgpack.unpackb(data)
     is_known = isinstance(envelope, dict) and envelope["format"] in ("apportion.plan", "apportion.slice")
     require(is_known, "envelope: neither a plan nor a slice")
@@ -367,7 +367,7 @@ def main(*words):
     try:
         require(data[:4] != bytes.fromhex("28b52ffd"), "envelope: it is compressed: zstd -d gives the plan")
         plan = read_plan(data)
-    except Refused as error:
+    except RefusedError as error:
         sys.exit(str(error))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         # from msgpack, or from an unexpected type

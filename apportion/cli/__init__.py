@@ -84,7 +84,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. The console script `apportion`."""
+    """Run one command and return its exit code: entry point of the console script `apportion`."""
     args = sys.argv[1:] if args is None else list(args)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: note(f"warning: {message}")
@@ -114,7 +114,7 @@ def _run(args: list[str]) -> int:
 
 
 def _option_message(error: ApportionError, args: list[str]) -> str:
-    """The message; names the option instead of the library's argument, if the option was given."""
+    """The error's message, with the option's name in place of the library's argument if the option was given."""
     field = str(getattr(error, "field", ""))
     option = f"--{field.replace('_', '-')}"
     is_given = any(word.partition("=")[0] == option for word in args)

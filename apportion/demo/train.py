@@ -85,7 +85,7 @@ def train_plain(steps: list[list[workload.Document]]) -> Iterator[float]:
         yield trainer.step(rows, batch.labelled_tokens, partial(plain_attention, batch=batch)).item()
 
 
-def _end_with(demo: int) -> None:
+def _end_with_demo(demo: int) -> None:
     """Ends this process when the demo ends: torchrun leaves ranks behind if it is stopped during their start."""
     with suppress(ProcessLookupError):
         while True:
@@ -96,7 +96,7 @@ def _end_with(demo: int) -> None:
 
 def main(source: str, steps: str, *file: str) -> None:
     demo = int(os.environ.get("APPORTION_DEMO", os.getppid()))
-    threading.Thread(target=_end_with, args=(demo,), daemon=True).start()
+    threading.Thread(target=_end_with_demo, args=(demo,), daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for record in train_planned(workload.documents(int(steps), *file), source):

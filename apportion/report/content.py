@@ -62,7 +62,7 @@ def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str
 #: the main causes of a plan's time beyond balanced work, and what to try against each
 _REMEDIES = {
     "inherent": (
-        "short and sparse documents, which kernels serve slowly",
+        "short and sparse documents, which kernels process slowly",
         "other kernels, since no plan changes that",
     ),
     "cutting": ("documents cut into pieces", "larger blocks"),
@@ -96,7 +96,7 @@ def verdict(simulation: Simulation) -> list[str]:
 
 
 def _time_imbalance(simulation: Simulation) -> tuple[str, str]:
-    """The imbalance in time, minimized by placements by time; short samples cost more per pair, so pairs are uneven."""
+    """The imbalance in time, which placement by time minimizes. Pairs stay uneven: those of short samples cost more."""
     return "time imbalance", f"{summary.percent(simulation.time_imbalance)} (simulated work, max/mean - 1)"
 
 

@@ -23,7 +23,7 @@ def run_data(run: Run, per_node: int) -> dict[str, Any]:
     transfers = _transfers(run)
     number: Ints = np.arange(len(transfers["bytes"]))  # index of the row that shows each transfer
     if is_folded := len(run.traffic.bytes) > MAX_TRANSFERS:
-        transfers, number = _fold(transfers, per_node)
+        transfers, number = _merge_transfers(transfers, per_node)
     return {
         "kind": run.kind,
         "phase": run.phase,
@@ -75,7 +75,7 @@ def _transfers(run: Run) -> dict[str, Any]:
     }
 
 
-def _fold(transfers: dict[str, Any], per_node: int) -> tuple[dict[str, Any], Ints]:
+def _merge_transfers(transfers: dict[str, Any], per_node: int) -> tuple[dict[str, Any], Ints]:
     """Merges transfers of a tensor between two nodes in a round; a merged one lasts from first start to last end."""
     source, target = transfers["source"] // per_node * per_node, transfers["target"] // per_node * per_node
     keys = np.stack([transfers["round"], source, target, transfers["tensor"]])

@@ -208,7 +208,7 @@ class Client:
                 if "CERTIFICATE_VERIFY_FAILED" in reason:  # permanent
                     raise failure from None
             except ServiceError as error:
-                if not error.transient:
+                if not error.is_transient:
                     raise
                 failure = error
             failures += 1

@@ -77,7 +77,7 @@ class ServiceError(ApportionError, RuntimeError):
         return f"{self.status} {self.type}: {self.detail}; {self.remedy}"
 
     @property
-    def transient(self) -> bool:
+    def is_transient(self) -> bool:
         """True if the same request may succeed later."""
         return self.status in TRANSIENT
 
@@ -89,7 +89,7 @@ class BadAnswerError(ServiceError):
         super().__init__("bad-answer", detail)
 
     @property
-    def transient(self) -> bool:
+    def is_transient(self) -> bool:
         return False
 
 

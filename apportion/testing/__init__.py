@@ -47,7 +47,7 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
     solver, budget, kind = entry.load(), budget or Budget(), PROBLEMS[entry.kind]
     for seed in (*range(_SMALL_PROBLEMS), _LARGE_SEED):
         problem = kind.random_problem(np.random.default_rng(seed), large=seed == _LARGE_SEED)
-        permutation = kind.permuted(problem, np.random.default_rng(seed + 1))
+        permutation = kind.permute(problem, np.random.default_rng(seed + 1))
         result, repeated, reordered = (
             solver(instance, budget) for instance in (problem, problem, permutation)
         )
@@ -56,7 +56,7 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
             _answer_faults(kind, problem, result), bounds, _repeat_faults(result, repeated, reordered)
         ):
             raise ConformanceError(f"{entry.kind} problem {seed}: {fault}")
-    if (problem := kind.hopeless()) is not None:
+    if (problem := kind.infeasible_problem()) is not None:
         with suppress(ValueError):
             end = solver(problem, budget).termination
             if end.solved or end.value is not None:
@@ -71,8 +71,8 @@ def _answer_faults(kind: Problems, problem: Any, result: Any) -> Iterator[str]:
     yield from kind.faults(problem, result)
     value, proven = kind.value(problem, result), end.status is Status.OPTIMAL
     yield from _broken_rules(
-        (not _near(end.value, value), f"claims the value {end.value}, has {value}"),
-        (proven and not _near(end.bound, value), f"OPTIMAL at {value} with the bound {end.bound}"),
+        (not _are_close(end.value, value), f"claims the value {end.value}, has {value}"),
+        (proven and not _are_close(end.bound, value), f"OPTIMAL at {value} with the bound {end.bound}"),
     )
 
 
@@ -85,7 +85,10 @@ def _bound_faults(end: Termination, best: float | None) -> Iterator[str]:
         (end.status is Status.INFEASIBLE, f"INFEASIBLE, but {best} is possible"),
         (end.bound > best + slack, f"bound {end.bound} above the optimum {best}"),
         (end.value is not None and end.value < best - slack, f"value {end.value} below the optimum {best}"),
-        (end.status is Status.OPTIMAL and not _near(end.value, best), f"OPTIMAL, but the optimum is {best}"),
+        (
+            end.status is Status.OPTIMAL and not _are_close(end.value, best),
+            f"OPTIMAL, but the optimum is {best}",
+        ),
     )
 
 
@@ -95,9 +98,9 @@ def _repeat_faults(result: Any, repeated: Any, reordered: Any) -> Iterator[str]:
         is_same = np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
         yield from _broken_rules((not is_same, f"{name} differs from run to run: {a} and {b}"))
     first, second = result.termination, reordered.termination
-    is_same = first.status is second.status and _near(first.value, second.value)
+    is_same = first.status is second.status and _are_close(first.value, second.value)
     yield from _broken_rules(
-        (not is_same, f"{first} at {first.value}, but in another order {second} at {second.value}")
+        (not is_same, f"{first} at {first.value}, but with the items reordered {second} at {second.value}")
     )
 
 
@@ -105,7 +108,7 @@ def _broken_rules(*rules: tuple[bool, str]) -> Iterator[str]:
     yield from (fault for broken, fault in rules if broken)
 
 
-def _near(a: float | None, b: float | None) -> bool:
+def _are_close(a: float | None, b: float | None) -> bool:
     if a is None or b is None:
         return a is b
     return bool(abs(a - b) <= _TOLERANCE * max(1.0, abs(a), abs(b)))

@@ -23,7 +23,7 @@ class Problems(Protocol):
     def random_problem(self, draw: Draw, large: bool = False) -> Any:
         """Draws a problem whose answers can be enumerated; large: one that takes a solver well under a second."""
 
-    def permuted(self, problem: Any, draw: Draw) -> Any:
+    def permute(self, problem: Any, draw: Draw) -> Any:
         """The same problem in another order."""
 
     def faults(self, problem: Any, result: Any) -> Iterator[str]:
@@ -41,7 +41,7 @@ class Problems(Protocol):
         feasible = (answer for answer in self.answers(problem) if not any(self.faults(problem, answer)))
         return min((self.value(problem, answer) for answer in feasible), default=None)
 
-    def hopeless(self) -> Any | None:
+    def infeasible_problem(self) -> Any | None:
         """A problem without an answer, or None if all problems of the kind have one."""
         return None
 
@@ -60,10 +60,10 @@ class Partitions(Problems):
         families, zones = draw.integers(0, 1 + items // 4, items), np.arange(bins) // 4
         return contracts.PartitionProblem(weights, sizes, caps, speeds, allowed, families, zones)
 
-    def hopeless(self) -> Any:
+    def infeasible_problem(self) -> Any:
         return contracts.PartitionProblem(np.array([1, 1]), np.array([3, 9]), np.array([8, 8]))
 
-    def permuted(self, problem: Any, draw: Draw) -> Any:
+    def permute(self, problem: Any, draw: Draw) -> Any:
         order = draw.permutation(len(problem.weights))
         allowed = None if problem.allowed is None else [problem.allowed[item] for item in order]
         columns = {name: getattr(problem, name)[order] for name in ("weights", "sizes", "families")}
@@ -94,7 +94,7 @@ class Colourings(Problems):
         src, dst = draw.integers(0, ranks, (2, edges))
         return contracts.ColouringProblem(src, dst, ranks)
 
-    def permuted(self, problem: Any, draw: Draw) -> Any:
+    def permute(self, problem: Any, draw: Draw) -> Any:
         order, names = draw.permutation(len(problem.src)), draw.permutation(problem.ranks)
         return replace(problem, src=names[problem.src[order]], dst=names[problem.dst[order]])
 
@@ -120,7 +120,7 @@ class Transports(Problems):
         cost = contracts.TwoLevelCost(8 if large else 2, 1.0, float(draw.integers(1, 10)))
         return contracts.TransportProblem(rows, cost, objective)
 
-    def permuted(self, problem: Any, draw: Draw) -> Any:
+    def permute(self, problem: Any, draw: Draw) -> Any:
         nodes = np.arange(len(problem.surplus)).reshape(-1, problem.cost.ranks_per_node)
         order = draw.permuted(nodes[draw.permutation(len(nodes))], axis=1).ravel()
         return replace(problem, surplus=problem.surplus[order])
@@ -161,10 +161,10 @@ class Groupings(Problems):
         cap = int(max(room * sizes.sum() / ranks, -(-sizes.max() // degrees[-1])))
         return contracts.GroupingProblem(times, sizes, degrees, ranks, cap)
 
-    def hopeless(self) -> Any:
+    def infeasible_problem(self) -> Any:
         return contracts.GroupingProblem(np.ones((2, 1)), np.array([5, 6]), np.array([1]), 2, 5)
 
-    def permuted(self, problem: Any, draw: Draw) -> Any:
+    def permute(self, problem: Any, draw: Draw) -> Any:
         order = draw.permutation(len(problem.sizes))
         return replace(problem, times=problem.times[order], sizes=problem.sizes[order])
 
@@ -217,11 +217,11 @@ class Hypergraphs(Problems):
         pins, slacks = (offsets([len(edge) for edge in edges]), np.concatenate(edges)), (slack, slack)
         return contracts.HypergraphProblem(flops, tokens, *pins, price, nodes, per_node, slacks, slacks)
 
-    def hopeless(self) -> Any:
+    def infeasible_problem(self) -> Any:
         empty, weights = np.zeros(0, np.int64), (np.array([9, 1, 0]), np.array([0, 0, 4]))
         return contracts.HypergraphProblem(*weights, np.zeros(1, int), empty, empty, 1, 2, (0, 0), (0, 0))
 
-    def permuted(self, problem: Any, draw: Draw) -> Any:
+    def permute(self, problem: Any, draw: Draw) -> Any:
         order, edges = draw.permutation(len(problem.flops)), draw.permutation(len(problem.price))
         pins = np.split(np.argsort(order)[problem.pins], problem.ptr[1:-1])
         edge_pins = [pins[edge] for edge in edges]

@@ -126,7 +126,7 @@ def _forward_of(module: Any) -> Any:
 
 
 def _check_changed(model: Any) -> None:
-    """Checks a checked model in this process again if its parts have changed. Raises the errors of `enable`."""
+    """Checks a model again if its parts have changed since its last check. Raises the errors of `enable`."""
     if not getattr(model, "_checked", None) or model._checked == _parts(model) or not is_whole(model):
         return
     casts = vars(model).pop("forward") if "_original_forward" in vars(model) else None  # runs under autocast
@@ -228,10 +228,10 @@ def require_enabled(model: Any) -> None:
 
 
 def _check_adapters(model: Any) -> None:
-    """Raises ConfigError for PEFT's adapters that look at other rows."""
+    """Raises ConfigError for PEFT adapters that depend on other rows."""
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "alora_invocation_tokens", None):
-            rule = "the adapter starts at these tokens of a text, which may be on another rank"
+            rule = "the adapter starts where these tokens occur in a text, which may be on another rank"
             raise ConfigError(
                 "alora_invocation_tokens", adapter.alora_invocation_tokens, rule, "leave it out"
             )
@@ -375,7 +375,7 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise model._wrong
     if kwargs.get("logits_to_keep"):
         rule = "would omit rows from the loss"
-        remedy = "leave it out, and set the labels of rows to -100"
+        remedy = "leave it out, and set the labels of the other rows to -100"
         raise ConfigError("logits_to_keep", "a number", rule, remedy)
     if not is_compiling() and model._checked and model.loss_function != model._checked[0]:
         rule = "was replaced after hf.enable, which checks that it is a sum over rows"
@@ -444,7 +444,7 @@ def _refuse_rows(tokens: Any) -> None:
 
 
 def _are_texts(batch: PlannedBatch, length: int) -> bool:
-    """True if a rank's rows, cut every `length`, are the beginnings of samples: a program may evaluate on these."""
+    """True if every `length` rows of a rank begin a sample: such rows may be evaluated as texts, without a plan."""
     samples, positions = (x.cpu().reshape(-1, length) for x in (batch.sample_ids, batch.position_ids))
     return bool((samples == samples[:, :1]).all() and (positions == torch.arange(length)).all())
 

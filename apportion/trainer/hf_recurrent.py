@@ -72,10 +72,10 @@ class Mixing:
 
 def mixers_of(model: Any) -> list[Any]:
     """The recurrent layers of a model, with or without an adapter."""
-    return [module for module in model.modules() if hasattr(module, "layer_idx") and _recurs(module)]
+    return [module for module in model.modules() if hasattr(module, "layer_idx") and _is_recurrent(module)]
 
 
-def _recurs(module: Any) -> bool:
+def _is_recurrent(module: Any) -> bool:
     return hasattr(module, "conv1d") or type(module).__name__.endswith("LightningAttention")
 
 

@@ -89,7 +89,7 @@ class _RowCache:
         self._handle, self.layers = batch.handle, set[int]()
 
     def update(self, latents: Tensor, rotated: Tensor, layer_idx: int) -> tuple[Tensor, ...]:
-        """Gathers both: [1, 1, rows, width] -> [1, 1, visible, width]."""
+        """Gathers latents and rotated keys: [1, 1, rows, width] -> [1, 1, visible, width] each."""
         self.layers.add(layer_idx)
         gathered = gather_visible([part[0, 0] for part in (latents, rotated)], self._handle)
         return tuple(part[None, None] for part in gathered.rows)

@@ -101,7 +101,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         self._check(predicts=not is_training and self.compute_metrics is not None)
         if is_training:
             self._planned = dataset
-        batches = _Numbered(Epochs(dataset, self.args.gradient_accumulation_steps if is_training else None))
+        batches = _EpochData(Epochs(dataset, self.args.gradient_accumulation_steps if is_training else None))
         numbered: Any = batches  # map-style, though not declared so
         return DataLoader(numbered, batch_sampler=numbered, collate_fn=itemgetter(0))
 
@@ -185,7 +185,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         self._evaluated = torch.zeros((), device=self.args.device, dtype=torch.float64)
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         dataset = dataloader.dataset
-        if isinstance(dataset, _Numbered):
+        if isinstance(dataset, _EpochData):
             total = self.accelerator.reduce(self._evaluated, "sum")  # Trainer multiplies by the rank count
             total *= wiring.watch.ranks / self.accelerator.num_processes**2  # groups may evaluate alone
             output.metrics[f"{metric_key_prefix}_loss"] = (total / max(dataset.epochs.valid_tokens, 1)).item()
@@ -235,7 +235,7 @@ def _name(cls: type) -> tuple[str, str]:
     return cls.__module__.partition(".")[0], cls.__name__
 
 
-class _Numbered:
+class _EpochData:
     """Epochs as a map-style dataset for Trainer and accelerate: `[number]` is a batch. Batches come in the loader's
     order; its state, and not the number, determines where a resumed epoch begins."""
 

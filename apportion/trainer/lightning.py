@@ -56,8 +56,8 @@ class PlannedBatches:
     def __len__(self) -> int:
         return len(self.epochs)
 
-    def __iter__(self) -> Iterator[Arriving]:
-        return map(Arriving, self.epochs)
+    def __iter__(self) -> Iterator[HostBatch]:
+        return map(HostBatch, self.epochs)
 
     def state_dict(self) -> dict[str, Any]:
         return self.epochs.loader.state_dict()
@@ -72,7 +72,7 @@ def _no_loader(value: Any) -> ConfigError:
     return ConfigError("loader", type(value).__name__, rule, remedy)
 
 
-class Arriving:
+class HostBatch:
     """A batch before its transfer to the device: Lightning calls `to`, which returns the PlannedBatch."""
 
     def __init__(self, batch: PlannedBatch) -> None:
@@ -83,7 +83,7 @@ class Arriving:
 
 
 def _check_unmultiplied(share: Tensor) -> None:
-    """Raises ConfigError for a share multiplied by the number of ranks already; records whether it is a share."""
+    """Raises ConfigError for a share already multiplied by the number of ranks; records whether it is a share."""
     watch = wiring.watch
     watch.accounted = True
     if watch.settled or not share.requires_grad:
@@ -119,7 +119,7 @@ class PlannedModule:
             remedy = "set it to the loader's microbatches"
             raise ConfigError("accumulate_grad_batches", actual, rule, remedy)
         if trainer.training and trainer.fit_loop._combined_loader_states_to_load:
-            rule = "has not loaded the place in the data, so the samples of earlier epochs would be repeated"
+            rule = "has not loaded the data position, so the samples of earlier epochs would be repeated"
             raise ConfigError("on_train_start", "your own", rule, "call super().on_train_start() there")
         if trainer.training and trainer.overfit_batches:
             rule = "would train on new batches: an epoch continues where the last one ended"
@@ -132,7 +132,7 @@ class PlannedModule:
         return loss
 
     def on_train_start(self) -> None:
-        """Loads the place in the data of a checkpoint from an epoch's end, which Lightning leaves out."""
+        """Loads the position in the data from a checkpoint saved at an epoch's end, which Lightning does not do."""
         loop = self.trainer.fit_loop
         loaders = [one for one in loop._combined_loader.flattened if hasattr(one, "load_state_dict")]
         for one, state in zip(loaders, loop._combined_loader_states_to_load, strict=False):

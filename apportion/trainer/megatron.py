@@ -32,15 +32,15 @@ from apportion.planner.iteration.ticks import TickTable
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
 from apportion.trainer.shared import (
-    both,
     count_planned,
     digest_of,
     endless as endless,
-    joined,
+    join_halves,
     kinds_of,
     require,
     require_equal,
     require_known,
+    run_halves,
 )
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
@@ -128,7 +128,7 @@ def forward_step(
     host_batches = item if isinstance(item, tuple) else (item,)
     batches = [batch.to(device) for batch in host_batches]
     if len(batches) > 1:
-        for layer in _dense(module):
+        for layer in _splittable_layers(module):
             layer.forward = partial(paired_layer, layer, layer.forward)
     longest, limit = max(int(max(batch.batch.lengths)) for batch in batches), module.max_sequence_length
     if module.position_embedding_type == "learned_absolute" and longest > limit:
@@ -137,7 +137,7 @@ def forward_step(
         raise ConfigError("sequence length", longest, rule, remedy)
     if module.training and torch.is_grad_enabled():
         _note(module, host_batches)
-    rows = joined(batches)
+    rows = join_halves(batches)
     labels = rows.labels.clamp(min=0)  # Megatron's cross entropy does not support -100
     arguments = (rows.tokens[None], rows.position_ids[None], None)
     handles = tuple(batch.handle for batch in batches)
@@ -162,7 +162,7 @@ def tick_step(
         _check(module)
         rotary = getattr(module.rotary_pos_emb, "own", module.rotary_pos_emb) if _is_rotary(module) else None
         angles = None if rotary is None else rotary(_positions(ticks))
-        chunks.append([split(layer, angles, ticks[0].handle) for layer in _dense(module)])
+        chunks.append([split(layer, angles, ticks[0].handle) for layer in _splittable_layers(module)])
         for part, methods in ((module, ("forward", "_preprocess")), (module.decoder, ("forward",))):
             require_known("megatron", type(part), *methods, remedy="train it without ticks")
     first, last, config = modules[0], modules[-1], modules[0].config
@@ -201,7 +201,7 @@ def _check(module: Any) -> None:
     undivided = undivided and config.finalize_model_grads_func is None
     looks_ahead = config.window_size is not None and config.window_size[1] != 0
     bias = "moe_router_enable_expert_bias"
-    unmasked = "Megatron cannot mask rows for it, but other balancing needs masked rows"
+    unmasked = "needs unmasked rows in Megatron, but other balancing needs masked rows"
     biased = experts and config.moe_router_enable_expert_bias and weights.any()
     balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
     tp, unsummed = config.tensor_model_parallel_size, experts and config.expert_model_parallel_size == 1
@@ -301,7 +301,7 @@ def _positions(batches: Sequence[PlannedBatch]) -> int:
     return 1 << max(int(batch.position_ids.max()) for batch in batches if len(batch.tokens)).bit_length()
 
 
-def _dense(module: Any) -> list[Any]:
+def _splittable_layers(module: Any) -> list[Any]:
     """The layers that halves and ticks split at their core attention, except those already prepared. Raises ConfigError
     if they cannot be split."""
     config, reason = module.config, "layers run in their own autograd function"
@@ -358,7 +358,8 @@ def paired_layer(layer: Any, layer_forward: Any, hidden_states: Tensor, *args: A
     if len(params.handles) == 1:
         return layer_forward(hidden_states, *args, **kwargs)
     pair = split(layer, params.table, params.handles[0])
-    return both(pair, hidden_states, params.handles, layer.self_attention.core_attention.declared_mask), None
+    mask = layer.self_attention.core_attention.declared_mask
+    return run_halves(pair, hidden_states, params.handles, mask), None
 
 
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

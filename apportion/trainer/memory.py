@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, name as name_of
-from apportion.trainer.step.attention import refuse_learnt
+from apportion.trainer.step.attention import refuse_gradients
 from apportion.trainer.step.loss import IGNORED, checked_labels, share_of
 
 
@@ -84,7 +84,7 @@ def tiled_loss(
     Other arguments and errors: see `normalised_loss`. Differentiable once.
     """
     tokens = integer("tokens", tokens)
-    refuse_learnt("use normalised_loss", weights=weights)
+    refuse_gradients("use normalised_loss", weights=weights)
     if hidden.dim() == 3 and len(hidden) == 1:
         hidden = hidden[0]
     if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:

@@ -58,7 +58,7 @@ def check_rows(model: Any, arguments: ForwardKwargs) -> bool:
             model.train()
             return _forward(model, {**arguments(*args, rehearsal), **changes}, rehearsal)
 
-        _check_first(model, run, device)
+        _check_default_positions(model, run, device)
         for positions, documents, parts in _microbatches(model):
             _compare(model, run, positions.to(device), documents.to(device), parts)
     return True
@@ -96,7 +96,7 @@ def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: 
         raise ConfigError("model", type(model).__name__, rule, _HEAD)
 
 
-def _check_first(model: Any, run: Run, device: torch.device) -> None:
+def _check_default_positions(model: Any, run: Run, device: torch.device) -> None:
     """Checks that the model's default positions of a text count from 0, as a plan's do. Raises ConfigError."""
     count, config = _SHORT[0], model.config.get_text_config()
     padding = getattr(config, "pad_token_id", None)  # RoBERTa counts from after this id, and skips it

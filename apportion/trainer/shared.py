@@ -7,7 +7,7 @@ what is skipped or resumed. Rows of halves are concatenated, so row-wise modules
 layer splits them:
 
     rows of ping, rows of pong ──embedding──► layer ──► layer ──► head, loss
-                                             └─ both: attention of one half overlaps the other's linear layers
+                                             └─ run_halves: attention of one half overlaps the other's linear layers
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
     return Communicator(group, hosts=hosts)
 
 
-def joined(batches: Sequence[PlannedBatch]) -> PlannedBatch:
+def join_halves(batches: Sequence[PlannedBatch]) -> PlannedBatch:
     """A microbatch unchanged, or the rows of two halves of an iteration under the first half's handle."""
     if len(batches) == 1:
         return batches[0]
@@ -149,7 +149,7 @@ def joined(batches: Sequence[PlannedBatch]) -> PlannedBatch:
     return replace(batches[0], **columns, fields=fields)
 
 
-def both(
+def run_halves(
     layer: PingPongLayer, hidden: Tensor, handles: tuple[PlanHandle, ...], settings: Mapping[str, Any]
 ) -> Tensor:
     """Runs hidden [rows, ...] of two halves through a layer. settings: window, causal and layer, as in

@@ -26,16 +26,16 @@ from apportion.planner.iteration.ticks import TickTable, tick_table
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import (
-    both,
     communicator_of,
     count_planned,
     digest_of,
     endless,
-    joined,
+    join_halves,
     kinds_of,
     require,
     require_equal,
     require_known,
+    run_halves,
 )
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
@@ -141,7 +141,7 @@ def take_turns(block: Any) -> None:
     def forward(x: Tensor, attention_masks: PlannedMasks, positions: Any = None) -> Any:
         if not attention_masks.handles:
             return original(x, attention_masks, positions)
-        return both(split(block, attention_masks), x[0], attention_masks.handles, settings)[None]
+        return run_halves(split(block, attention_masks), x[0], attention_masks.handles, settings)[None]
 
     block.forward = forward
 
@@ -257,7 +257,7 @@ class PlannedDataLoader(BaseDataLoader):
                 b.check_unweighted("Titan's loss")
             handles = tuple(b.handle for b in batches) if self.pairs else ()
             ticks = batches if self.table else ()
-            for rows in [joined(batches)] if self.table is None else self._microbatches(batches):
+            for rows in [join_halves(batches)] if self.table is None else self._microbatches(batches):
                 masks = PlannedMasks({kind: (rows.handle, kind) for kind in rows.handle.kinds})
                 masks.handles, masks.ticks = handles, ticks
                 inputs = {"input": rows.tokens[None], "positions": rows.position_ids[None]}

@@ -138,7 +138,7 @@ class Predictions:
 
     def share(self, loss: Tensor, averaged_over: int = 1) -> Tensor:
         """This rank's share of a loss on gathered values, which every rank computes identically: gradients of all ranks
-        are summed. averaged_over: see `normalised_loss`. Its backward raises the errors of `check_share`'s."""
+        are summed. averaged_over: see `normalised_loss`. Backward raises the errors that `check_share` lists."""
         if self.batch is None:
             return loss
         wiring.watch.divided = self.batch

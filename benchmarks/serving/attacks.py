@@ -44,7 +44,7 @@ def flood(
             time.sleep(pause_s)
 
 
-def mute(url: str, seconds: float) -> None:
+def hold_connections(url: str, seconds: float) -> None:
     """Opens many connections that send nothing."""
     lines = list[socket.socket]()
     with suppress(OSError):
@@ -54,8 +54,8 @@ def mute(url: str, seconds: float) -> None:
         line.close()
 
 
-def guesses(url: str, seconds: float) -> None:
-    """Sends wrong tokens, one per connection, since the server closes it."""
+def guess_tokens(url: str, seconds: float) -> None:
+    """Sends wrong tokens, one per connection, since the server closes the connection after each."""
     for number in range(8000):
         with suppress(OSError), connect(url) as line:
             line.sendall(b"GET /v1/plans HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %032d\r\n\r\n" % number)
@@ -94,7 +94,7 @@ def _request(batches: Any) -> bytes:
     return json.dumps({"job": job().to_data(), "batches": batches}).encode()
 
 
-def _nested(depth: int) -> Any:
+def _deep_mask(depth: int) -> Any:
     mask: Any = {"causal": {}}
     for _ in range(depth):
         mask = {"documents": [[8], mask]}
@@ -126,11 +126,11 @@ ATTACKS = {
         count=64,
         open=True,
     ),
-    "mute": Attack(mute),
-    "tokens": Attack(guesses, seconds=0.0),
+    "mute": Attack(hold_connections),
+    "tokens": Attack(guess_tokens, seconds=0.0),
     "numbers": Attack(partial(post, _request([{"lengths": [1] * 1_300_000}])), open=True),
     "empty-lists": Attack(partial(post, _request([[]] * 1_000_000)), open=True),
-    "nested-masks": Attack(partial(post, _request([{"lengths": [100], "mask": _nested(200)}])), open=True),
+    "nested-masks": Attack(partial(post, _request([{"lengths": [100], "mask": _deep_mask(200)}])), open=True),
     "deep": Attack(partial(post, b"[" * 4_000_000), open=True),
     "streams": Attack(streams, open=True),
 }

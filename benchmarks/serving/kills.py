@@ -40,7 +40,7 @@ JOB = job()
 
 
 @cache
-def expected(number: int) -> tuple[bytes, ...]:
+def expected_slices(number: int) -> tuple[bytes, ...]:
     """The slices that ranks must receive for a request."""
     return tuple(encode_slices(plan_job(JOB, Request(JOB, number).batches)))
 
@@ -85,7 +85,7 @@ def read(
             if body is None:
                 outcome.failures.append(f"request {number}: nothing within {patience_s:.0f} s")
             start = time.monotonic()
-            if body not in (None, expected(number)[rank]):
+            if body not in (None, expected_slices(number)[rank]):
                 outcome.failures.append(f"request {number}, rank {rank}: other bytes")
             outcome.planning_s = max(outcome.planning_s, time.monotonic() - start)
             outcome.slices += 1
@@ -103,7 +103,7 @@ def _fetch(client: Client, request: Request, rank: int, patience_s: float) -> by
         except (TimeoutError, UnreachableError):
             continue
         except ServiceError as error:
-            if not error.transient:
+            if not error.is_transient:
                 raise
     return None
 
@@ -147,7 +147,7 @@ def _run(
 ) -> dict[str, Any]:
     """Runs a case; returns its figures."""
     stop, rng = threading.Event(), random.Random(17)
-    expected(0)  # warms up before the first kill
+    expected_slices(0)  # warms up before the first kill
     numbers = iter(range(KEYS, 1 << 30))
     readers = [
         threading.Thread(target=read, args=(urls, seed, outcome, stop, numbers)) for seed in range(READERS)

@@ -30,7 +30,7 @@ STEPS, RANKS = 40, 256
 STORED, MANY = 20_000, 100_000
 
 
-async def _gets(url: str, path: str, count: int) -> None:
+async def _send_gets(url: str, path: str, count: int) -> None:
     """Sends `count` GET requests over one connection, one after another."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -45,7 +45,7 @@ async def _gets(url: str, path: str, count: int) -> None:
 
 async def _crowd(url: str, path: str, count: int) -> float:
     start_s = time.monotonic()
-    await asyncio.gather(*(_gets(url, path, count // CONNECTIONS) for _ in range(CONNECTIONS)))
+    await asyncio.gather(*(_send_gets(url, path, count // CONNECTIONS) for _ in range(CONNECTIONS)))
     return time.monotonic() - start_s
 
 

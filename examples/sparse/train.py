@@ -112,7 +112,7 @@ class Documents:
 
 
 def planned_gather(batch):
-    """Returns a function that gathers the visible rows of all ranks, and their mask."""
+    """Returns a function that gathers the rows visible to this rank, and returns them with their mask."""
 
     def gather(*tensors):
         visible = ap.gather_visible(tensors, batch.handle)
@@ -122,7 +122,7 @@ def planned_gather(batch):
 
 
 def local_gather(documents):
-    """Returns the same function for one process that has all rows."""
+    """Returns such a function for one process, which has all rows."""
     number = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor([*map(len, documents)]))
     mask = (number[:, None] == number).tril()
     return lambda *tensors: (tensors, mask)

@@ -68,13 +68,13 @@ class Samples:
     def __len__(self):
         return len(self.parts)
 
-    def of(self, sample):
+    def images_of(self, sample):
         """The sample's images."""
         return [image for image, (owner, _) in enumerate(self.places) if owner == sample]
 
     def __getitem__(self, sample):
         tokens = self.parts[sample]
-        grids = [self.images.grids[image] for image in self.of(sample)]
+        grids = [self.images.grids[image] for image in self.images_of(sample)]
         return {
             "input_ids": tokens,
             "loss_mask": tokens != IMAGE,
@@ -105,7 +105,7 @@ def single_process_loss(model, data, samples):
     """The mean loss of some samples, by the model's own forward, one sample after another."""
     total, valid = 0.0, 0
     for sample in samples:
-        tokens, images = data[sample]["input_ids"][None], data.of(sample)
+        tokens, images = data[sample]["input_ids"][None], data.images_of(sample)
         arguments = {"input_ids": tokens, "use_cache": False}
         if images:
             arguments["pixel_values"] = torch.cat([data.images[image]["pixel_values"] for image in images])
@@ -117,9 +117,9 @@ def single_process_loss(model, data, samples):
     return total / valid
 
 
-def train(compared):
+def train(compare):
     """Trains; returns for each step the loss of all ranks, its difference from one process, and this rank's numbers of
-    patches and tokens. compared: whether this rank also trains the single-process model."""
+    patches and tokens. compare: whether this rank also trains the single-process model."""
     model, reference = hf.enable(new_model()), new_model()
     counts = [sample % 4 for sample in range(SAMPLES)]
     images = Images(sum(counts))
@@ -136,7 +136,7 @@ def train(compared):
         optimizer.zero_grad()
         dist.all_reduce(loss := loss.detach())
         gap = 0.0
-        if compared:
+        if compare:
             expected = single_process_loss(reference, data, batch.samples.tolist())
             expected.backward()
             ref_optimizer.step()
@@ -149,7 +149,7 @@ def train(compared):
 def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=RANKS)
-    for number, (loss, gap, rows) in enumerate(train(compared=rank == 0)):
+    for number, (loss, gap, rows) in enumerate(train(compare=rank == 0)):
         gathered = [torch.empty_like(rows) for _ in range(RANKS)]
         dist.all_gather(gathered, rows)
         patches, tokens = torch.stack(gathered, 1).tolist()

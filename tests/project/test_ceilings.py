@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from apportion.bench import BenchJob, Source, cluster_of, counted
+from apportion.bench import BenchJob, Source, cluster_of, count_calls
 from apportion.ir.request.model import Model
 from tests.checks import ceilings
 
@@ -36,9 +36,9 @@ def test_values_above_a_ceiling_are_named() -> None:
 
 def test_calls_are_counted_by_step_and_reproducibly() -> None:
     job = BenchJob(Source().batch(4 * 4096, 0)[0], cluster_of(4), Model(4, 2, 64), "fcp")
-    counted(job)
-    first, before = counted(job), sys.getprofile()
-    assert first == counted(job)
+    count_calls(job)
+    first, before = count_calls(job), sys.getprofile()
+    assert first == count_calls(job)
     assert sys.getprofile() is before
     assert {"shard", "place", "schedule", "lower", "encode", "report", "seal", "verify"} <= set(first)
     assert all(calls > 0 for calls in first.values())

@@ -7,20 +7,20 @@ from types import ModuleType
 import pytest
 
 from benchmarks import comparison, congestion, papers
-from benchmarks.paper_distca import dealt, packed
+from benchmarks.paper_distca import deal_sequences, pack_documents
 from benchmarks.tables import PAGES, write_tables
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sequences_are_full_and_cut_documents(seed: int) -> None:
-    sequences = packed(4, 131072, seed)
+    sequences = pack_documents(4, 131072, seed)
     assert [sum(one) for one in sequences] == [131072] * 4
     assert all(length > 0 for one in sequences for length in one)
 
 
 def test_groups_get_the_same_number_of_sequences_and_share_the_heaviest() -> None:
     sequences = [[8], [4, 4], [7, 1], [2] * 4]
-    first, second, third, fourth = dealt(sequences, 2)
+    first, second, third, fourth = deal_sequences(sequences, 2)
     groups = [first, third], [second, fourth]
     assert sorted(map(len, groups)) == [2, 2]
     assert [[8], [2] * 4] in groups

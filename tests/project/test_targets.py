@@ -10,7 +10,7 @@ import pytest
 from apportion.ir.errors import CapacityError
 from apportion.planner.recipe.recipes import find_recipe
 from benchmarks import targets
-from benchmarks.targets import PROMISES, Effort, Figure, merged, promised
+from benchmarks.targets import PROMISES, Effort, Figure, merge, promise_for
 
 EFFORT = Effort(ranks=(2, 4), seeds=(0,), repeats=1, patience=60.0)
 SMALL = replace(PROMISES["fcp_paper 2K"], tokens_per_rank=1024)
@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Any]]:
 
 def test_a_target_applies_from_its_number_of_ranks() -> None:
     by_ranks = {8: 0.02, 64: 0.01}
-    assert [promised(by_ranks, ranks) for ranks in (4, 8, 63, 64, 1024)] == [None, 0.02, 0.02, 0.01, 0.01]
+    assert [promise_for(by_ranks, ranks) for ranks in (4, 8, 63, 64, 1024)] == [None, 0.02, 0.02, 0.01, 0.01]
 
 
 def test_figures_that_miss_their_target_are_bold() -> None:
@@ -54,7 +54,7 @@ def test_unavailable_recipes_are_skipped(
 ) -> None:
     unknown_recipe = targets.Promise("absent", lambda: find_recipe("absent"), {})
     monkeypatch.setitem(PROMISES, "absent", unknown_recipe)
-    assert list(targets.measured(["absent"], EFFORT)) == []
+    assert list(targets.measure_all(["absent"], EFFORT)) == []
     assert capsys.readouterr().err == "absent: unknown recipe\n"
 
 
@@ -80,4 +80,4 @@ def test_rows_are_written_as_tables(rows: list[dict[str, Any]]) -> None:
 
 def test_fresh_rows_replace_old_ones(rows: list[dict[str, Any]]) -> None:
     newer = [dict(rows[1], tokens=-1)]
-    assert [row["tokens"] for row in merged(rows[::-1], newer)] == [rows[0]["tokens"], -1]
+    assert [row["tokens"] for row in merge(rows[::-1], newer)] == [rows[0]["tokens"], -1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from apportion import cli
-from apportion.bench import BenchJob, Source, cluster_of, planned
+from apportion.bench import BenchJob, Source, cluster_of, plan_unverified
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Op
@@ -55,7 +55,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_of(ranks: int, recipe: str = "fcp", mask: SlidingWindow | None = None, model: Model = MODEL) -> Plan:
     batch, _ = Source(mask=mask).batch(ranks * 256, 0)
-    return planned(BenchJob(batch, cluster_of(ranks), model, recipe))
+    return plan_unverified(BenchJob(batch, cluster_of(ranks), model, recipe))
 
 
 def measure(plan: Plan, engines: tuple[str, ...] = ("flash",)) -> tuple[list[AttentionRow], list[str]] | None:
@@ -116,7 +116,7 @@ def test_recipes_that_are_refused_or_project_are_reported_as_skipped(
     def refuse(job: BenchJob) -> None:
         raise CapacityError("too small\nby far")
 
-    monkeypatch.setattr("apportion.bench.planned", refuse)
+    monkeypatch.setattr("apportion.bench.plan_unverified", refuse)
     record = json.loads(run(*SMALL, "--json")[1])
     assert record["skipped"][0] == "fcp, 2 ranks: too small"
 

@@ -151,12 +151,12 @@ def _engines(name: str) -> tuple[str, ...]:
 
 def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
     """The rows of one plan; none if the recipe cannot make the plan, in which case `bench` records the reason."""
-    from apportion.bench import planned
+    from apportion.bench import plan_unverified
     from apportion.planner.recipe.recipes import find_recipe
 
     title = f"{find_recipe(job.recipe).name}, {count(job.cluster.ranks, 'rank')}"
     try:
-        rows = bench.measure(planned(job), job.hardware)
+        rows = bench.measure(plan_unverified(job), job.hardware)
     except CapacityError as error:
         bench.skip(f"{title}: {str(error).splitlines()[0]}")
         return []

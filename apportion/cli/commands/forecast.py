@@ -33,7 +33,9 @@ Recipes = Annotated[
 ]
 Grids = Annotated[
     str,
-    Option(help="Recipes of static DP x CP grids, at all CP degrees, or none; groups have own sequences."),
+    Option(
+        help="Recipes of static DP x CP grids, at all CP degrees, or none; each group has its own sequences."
+    ),
 ]
 Baseline = Annotated[
     str | None,
@@ -99,9 +101,10 @@ def forecast(
     of a plan for all ranks over the static grid that you run today.
 
     Attention is simulated, the rest is in closed form. Ranges show the result
-    if one assumption is wrong: kernels 10 % faster or slower, half the bandwidth,
-    four times the latency, contention and others, for both rows; gains of single
-    steps are shown next to them. --model counts the heads of the whole model.
+    if one assumption is wrong, for the row and its baseline alike: kernels 10 %
+    faster or slower, half the bandwidth, four times the latency, contention and
+    others; gains of single steps are shown next to the ranges. --model counts
+    the heads of the whole model.
     --tokens-per-rank is the mean per microbatch: sequences stay whole, and none
     is longer than a microbatch. Exit code 1 if no row fits.
 

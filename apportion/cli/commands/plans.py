@@ -96,14 +96,14 @@ def plan(
 def _faster_recipe(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
     """The recipe that a search finds for this batch, and the simulated times of its plan and `plan`: forward plus
     backward, one call of each kind. None if it is not faster by `MIN_GAIN`, or above `MAX_SEARCHED_RANKS` ranks."""
-    from apportion.bench import planned
+    from apportion.bench import plan_unverified
     from apportion.ir.errors import ApportionError
     from apportion.planner.simulate import simulate
 
     if job.cluster.ranks > MAX_SEARCHED_RANKS:
         return None
     try:
-        auto_plan = planned(replace(job, recipe="auto"))
+        auto_plan = plan_unverified(replace(job, recipe="auto"))
         runs = [simulate(candidate, job.hardware) for candidate in (auto_plan, plan)]
     except ApportionError:  # no recipe that the search tries can serve the batch
         return None
@@ -252,7 +252,7 @@ def diff(
     from apportion.report.diff import diff as compare
 
     if html is None:
-        rule = "sets the hardware for times on the page, and there is no page"
+        rule = "applies to times on the HTML page, and none is written"
         inputs.refuse({"--hardware": hardware}, rule, "add --html or drop")
     files.check_output("--html", html)
     plans = [(str(path), files.read_plan(path)) for path in (left, right)]

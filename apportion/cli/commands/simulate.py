@@ -29,7 +29,7 @@ def simulate(
 
     Simulates one attention call of each kind, forward and backward, on the links
     of the plan's cluster. In the timelines █ is work, ▒ work and waiting,
-    · waiting for a round, and a blank idle time.
+    · waiting for a round, and blank is idle time.
 
     [bold]Examples[/bold]
 

@@ -277,7 +277,7 @@ def _timeline(scene: _Scene, rank: int, top: int, height: int) -> Iterator[str]:
 
 
 def _dominant_spans(run: Run, groups: Sequence[Bools], steps: int) -> Ints:
-    """int64 [steps]: the index of the group of spans that fills most of each step; NOBODY below `MIN_BUSY` in total."""
+    """int64 [steps]: the group of spans that fills most of each step; NOBODY if all fill less than `MIN_BUSY` of it."""
     edges = np.linspace(0.0, run.makespan_us, steps + 1)
     shares = np.array([share(run, spans, edges) for spans in groups])
     dominant = np.argmax(shares, axis=0)

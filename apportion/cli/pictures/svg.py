@@ -1,4 +1,4 @@
-"""SVG as text. Shapes are escaped and rounded, so equal pictures have equal bytes."""
+"""SVG as text. Text is escaped, and coordinates are rounded, so equal pictures have equal bytes."""
 
 from __future__ import annotations
 

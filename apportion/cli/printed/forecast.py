@@ -158,13 +158,13 @@ def _experts(record: Record) -> str:
     rows = row["experts"]
     assumption = f"imbalance {experts['imbalance']:g} assumed, "
     capacity = (
-        f"padded to {experts['capacity']:g} times an even share of the fullest rank, so uneven tokens become padding"
+        f"padded to {experts['capacity']:g} times an even share of the fullest rank's tokens, with padding"
         if experts["capacity"]
         else f"{assumption}dropless: uneven tokens change the rows that ranks send, not those that experts compute"
     )
     text = (
         f"{params['total'] / 1e9:.1f}B parameters, {params['active'] / 1e9:.1f}B active per token; {row['name']}: an "
-        f"expert gets {rows['mean']:,.0f} rows per microbatch on average, the fullest rank of experts "
+        f"expert gets {rows['mean']:,.0f} rows per microbatch on average, the fullest rank's experts get "
         f"{rows['received']:,.0f}; the rank with the most tokens has {100 * (rows['uneven'] - 1):.1f} % more than "
         f"the mean ({capacity})"
     )

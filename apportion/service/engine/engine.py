@@ -225,7 +225,7 @@ class Engine:
 
     def _refuse(self, entry: Entry, problem: ServiceError) -> None:
         entry.problem = problem
-        if problem.transient or problem.status == 500:
+        if problem.is_transient or problem.status == 500:
             self._entries.pop(entry.key, None)  # the same request may be planned later
         self._finish(entry, State.REFUSED)
 

@@ -30,7 +30,7 @@ class Tokens:
                     f"token of {tenant}",
                     "...",
                     rule,
-                    "make one by python -c 'import secrets; print(secrets.token_hex())'",
+                    "make one with: python -c 'import secrets; print(secrets.token_hex())'",
                 )
             wire = b"Bearer " + token.encode()
             self._digests[sha256(wire).digest()] = tenant, wire

@@ -73,8 +73,8 @@ def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[
     return sampler
 
 
-def shifted_of(shifted: Collection[str]) -> frozenset[str]:
-    """The names of fields. Raises ConfigError, also for a single string, whose letters would become names."""
+def field_names(shifted: Collection[str]) -> frozenset[str]:
+    """The names of the shifted fields. Raises ConfigError, also for a string, whose letters would become names."""
     is_list = isinstance(shifted, Iterable) and not isinstance(shifted, str)
     if not is_list or not all(isinstance(name, str) for name in shifted):
         raise ConfigError("shifted", shifted, "must be a list of field names", 'write ["labels"]')

@@ -153,7 +153,7 @@ def fetch(
     return None
 
 
-class Fetching:
+class PlanFetcher:
     """The plans of a pass, fetched in a thread, at most `DEPTH` ahead of the trainer. prepare: prepares a fetched plan
     for the trainer."""
 
@@ -177,7 +177,7 @@ class Fetching:
         with ahead.changed:
             if self._is_late:
                 patience_s = min(RETRY_WAIT_S, patience_s / 4)
-            ahead.changed.wait_for(lambda: self._is_there(number), patience_s)
+            ahead.changed.wait_for(lambda: self._is_settled(number), patience_s)
             error, fetched = ahead.failed(number), self._fetched.pop(number, None)
             self._is_late |= fetched is None
         if error is not None:
@@ -186,7 +186,7 @@ class Fetching:
             raise TimeoutError(ahead.late[-1])
         return fetched
 
-    def _is_there(self, number: int) -> bool:
+    def _is_settled(self, number: int) -> bool:
         return number in self._fetched or self._ahead.failed(number) is not None
 
     def _fetch(self, iteration: Iteration) -> None:
@@ -299,4 +299,4 @@ def _identity(parcel: Any) -> Any:
     return parcel
 
 
-Supply = Fetching | WorkerPrefetcher
+Supply = PlanFetcher | WorkerPrefetcher

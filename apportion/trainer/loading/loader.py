@@ -206,7 +206,7 @@ class PlannedLoader:
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = filled if (flag("drop_last", drop_last) and not packs) or ticks is not None else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
-        self._form = Form(arguments.shifted_of(shifted), multiple, instance("envelope", envelope, Envelope))
+        self._form = Form(arguments.field_names(shifted), multiple, instance("envelope", envelope, Envelope))
         plans = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
         self._agreement = Agreement(self._communicator, plans)
         self._workers = integer("workers", workers, 0)
@@ -359,7 +359,7 @@ class PlannedLoader:
             return supply
         if not submits:  # draws ahead, so that the source gets the next keys too
             ahead.run(lambda iteration: None, self._lookahead)
-        return fetching.Fetching(ahead, iterations, self._timeout_s, self._rank, self._prepare)
+        return fetching.PlanFetcher(ahead, iterations, self._timeout_s, self._rank, self._prepare)
 
     def _check_place(self) -> None:
         """Raises ExecutionError if ranks begin different passes. A collective."""

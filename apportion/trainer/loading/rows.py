@@ -144,8 +144,8 @@ def local_rows(
         parts.append(
             _sample_rows(sequences.of(sequence), int(numbers[sequence]), token - start, targets, form.shifted)
         )
-    empty = _sample_rows(sequences.any(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
-    return _concatenated([empty, *parts], form)._replace(
+    empty = _sample_rows(sequences.any_sample(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
+    return _concatenate([empty, *parts], form)._replace(
         shared=_shared(spans, batch, sequences, numbers, begins)
     )
 
@@ -161,7 +161,7 @@ def _sample_rows(sample: _Sample, number: int, first: int, targets: Ints, shifte
     return Rows(sample.tokens[first : first + count], labels, ids, torch.arange(first, first + count), fields)
 
 
-def _concatenated(parts: Sequence[Rows], form: Form) -> Rows:
+def _concatenate(parts: Sequence[Rows], form: Form) -> Rows:
     """Concatenates the parts, followed by padding. Raises ConfigError for a token beyond the vocabulary."""
     for part in parts:
         if len(part.tokens) and (token := int(part.tokens.max())) >= form.vocabulary:
@@ -247,7 +247,7 @@ class _SequenceReader:
     def _read(self, sequence: int) -> _Sample:
         return _sample(self.read(sequence), int(self.batch.lengths[sequence]), int(self.numbers[sequence]))
 
-    def any(self) -> _Sample:
+    def any_sample(self) -> _Sample:
         """Any sequence, to get the fields."""
         return next(iter(self._samples.values())) if self._samples else self.of(0)
 

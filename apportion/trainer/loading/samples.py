@@ -69,7 +69,7 @@ class Samples(Dataset):
         is_overlong = find_overlong(longest, MAX_TOKENS if limit is None else limit, overlong)
         self.dropped, self.cut = (int(is_overlong.sum()) * (overlong == option) for option in ("drop", "cut"))
         self.kept: Ints = np.flatnonzero(~is_overlong) if overlong == "drop" else np.arange(len(packs))
-        packs = [_truncated(packs[i], limit) for i in self.kept.tolist()]
+        packs = [_truncate(packs[i], limit) for i in self.kept.tolist()]
         self.lengths: Ints = np.array([sum(pack) for pack in packs], np.int64)
         has_packs = any(len(pack) > 1 for pack in packs)
         self.masks = [_mask_of(pack, mask) for pack in packs] if has_packs else mask
@@ -94,7 +94,7 @@ class Samples(Dataset):
         """Raises ExecutionError if a packed row has other documents than its mask, such as after packing anew."""
         number = int(self.kept[index])
         mask = self.masks[index] if isinstance(self.masks, list) else self.masks
-        lengths = _truncated(_pack(number, sample), self._limit)
+        lengths = _truncate(_pack(number, sample), self._limit)
         if _mask_of(lengths, self._mask) != mask:
             rule = f"has documents of {lengths} tokens, but was planned with others"
             remedy = "make ap.Samples again after packing the dataset again"
@@ -144,7 +144,7 @@ def _pack(number: int, sample: Mapping[str, Any]) -> list[int]:
     return list(lengths.tolist())
 
 
-def _truncated(pack: Sequence[int], limit: int | None) -> list[int]:
+def _truncate(pack: Sequence[int], limit: int | None) -> list[int]:
     """The documents of the first `limit` tokens."""
     if limit is None or sum(pack) <= limit:
         return list(pack)

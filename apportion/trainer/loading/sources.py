@@ -194,7 +194,7 @@ def _transient_as_timeout() -> Iterator[None]:
     except UnreachableError as error:
         raise TimeoutError(str(error)) from error
     except ServiceError as error:
-        if not error.transient:
+        if not error.is_transient:
             raise
         raise TimeoutError(str(error)) from error
 

@@ -220,7 +220,7 @@ class Bench:
             self.skip(f"{engine}: {reason}")
             return {}
         if self._computes and plan.header.ranks == self.communicator.ranks:
-            return self._real(plan, rank, engine)
+            return self._time_job(plan, rank, engine)
         return self._time_on_recorder(plan.for_rank(rank), engine)
 
     # --- recorded
@@ -244,7 +244,7 @@ class Bench:
 
     # --- real
 
-    def _real(self, plan: Plan, busiest: int, engine: str) -> Times:
+    def _time_job(self, plan: Plan, busiest: int, engine: str) -> Times:
         """The times of the busiest rank's host, and of the slowest device."""
         rank, ranks = self.communicator.rank, plan.header.ranks
         piece = plan.for_rank(rank)

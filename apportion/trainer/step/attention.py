@@ -206,7 +206,7 @@ def planned_attention_block(
 def run_recorded(
     handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Calls `run`; records its result in the first forward for the check of the calling model, which may rerun it."""
+    """Calls `run`. In the first forward also records its result, for the check that reruns the calling model."""
     watch, trial = wiring.watch, wiring.watch.trial
     watch.record_attention(handle)
     if trial is None or handle.feeds:
@@ -259,13 +259,13 @@ def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Te
 
 def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
     """Scale and softcap for heads of that width. Raises ConfigError."""
-    refuse_learnt("multiply q by a learnt scale; detach others", scale=scale, softcap=softcap)
+    refuse_gradients("multiply q by a learnt scale; detach others", scale=scale, softcap=softcap)
     if softcap is not None and not softcap > 0:
         raise ConfigError("softcap", softcap, "must be positive", "pass None for no softcap")
     return Score(width**-0.5 if scale is None else scale, softcap)
 
 
-def refuse_learnt(remedy: str, **constants: Any) -> None:
+def refuse_gradients(remedy: str, **constants: Any) -> None:
     """Raises ConfigError for arguments that are tensors with a gradient, which would be lost."""
     for name, value in constants.items():
         if isinstance(value, Tensor) and value.requires_grad:

@@ -62,7 +62,7 @@ def checked_labels(
     if not watch.settled and not is_compiling():
         watch.divisor = float(valid_tokens)
         for microbatch in watch.batches if batch is None else ():
-            microbatch.check_others(labels, watch.divisor)
+            microbatch.check_other_labels(labels, watch.divisor)
         if batch is not None and weights is not None and weights.numel() == len(batch.labels):
             watch.multiple = batch.check_weights(weights)
     return batch, _rows("labels", labels, rows), None if weights is None else _rows("weights", weights, rows)
@@ -92,11 +92,11 @@ def batch_of(labels: Tensor) -> Microbatch | None:
     """The batch whose labels these are, as a view or (until ranks have been compared) as a copy. Raises ConfigError for
     the batch's tokens, and for labels that are shifted twice."""
     for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
-        if _within(labels, batch.tokens):
+        if _is_view_of(labels, batch.tokens):
             rule = "are the rows' inputs, not the tokens that they predict"
             raise ConfigError("labels", "the batch's tokens", rule, "pass batch.labels")
         copied = not wiring.watch.settled and labels.numel() == batch.labels.numel()
-        if (viewed := _within(labels, batch.labels)) or (
+        if (viewed := _is_view_of(labels, batch.labels)) or (
             copied and torch.equal(labels.flatten().cpu(), batch.labels.cpu())
         ):
             shifted = batch.labels[1:]
@@ -108,7 +108,7 @@ def batch_of(labels: Tensor) -> Microbatch | None:
     return None
 
 
-def _within(part: Tensor, whole: Tensor) -> bool:
+def _is_view_of(part: Tensor, whole: Tensor) -> bool:
     """True if `part` is `whole` or a view of it."""
     return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 

@@ -90,7 +90,7 @@ class Microbatch:
         if not self.labels.is_inference() and self.labels._version:
             raise ConfigError("labels", "changed", *_COUNTED)
 
-    def check_others(self, labels: Tensor, divisor: float) -> None:
+    def check_other_labels(self, labels: Tensor, divisor: float) -> None:
         """Raises ConfigError for labels [rows], or [rows - 1], that belong to the next row, of any text or rank,
         and for a part of the batch's labels that is divided by the number of all labels."""
         if len(self.labels) - labels.numel() not in (0, 1):

@@ -20,7 +20,7 @@ from apportion.backends.torch.scan import ScanRows, conv, scan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import instance, suggestion
 from apportion.ir.request.recurrent import Recurrent
-from apportion.trainer.step.attention import refuse_learnt, run_recorded, without_batch
+from apportion.trainer.step.attention import refuse_gradients, run_recorded, without_batch
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -56,7 +56,7 @@ def planned_scan(
     Data of other ranks comes from `torch.ops.apportion.fold`: selective activation checkpointing can save its results,
     so that recomputation does not communicate.
     """
-    refuse_learnt("multiply q by a learnt scale", scale=scale)
+    refuse_gradients("multiply q by a learnt scale", scale=scale)
     name, layer = _kind(handle, kind)
     batched = v.dim() == 4
     rows = ScanRows(q, k, v, g, beta)

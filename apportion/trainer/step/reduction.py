@@ -36,7 +36,7 @@ def reduction_of(
         ranks = dist.get_world_size(wrapper.process_group)
         return Reduction(type(wrapper).__name__, ranks, hasattr(wrapper, "_summed")) if is_default else None
     result = None
-    for group, forms in _sharded() if params else ():
+    for group, forms in _parameter_groups() if params else ():
         if params & {id(obj) for form in forms for obj in form} and group.gradient_divide_factor in (None, 1):
             result = Reduction("FSDP2", group.mesh_info.mesh.size(), group.gradient_divide_factor == 1)
             if not result.sums:
@@ -44,7 +44,7 @@ def reduction_of(
     return result
 
 
-def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
+def _parameter_groups() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
     """FSDP2's parameter groups, each with two tensors per parameter: the unsharded one (None before a forward), and
     the shard."""
     states: Any = (state() for state in [*_module_state_mapping.values()])
@@ -57,7 +57,7 @@ def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
 
 def shards_of(whole: Container[Any]) -> Iterator[Any]:
     """FSDP2's shards of the parameters whose unsharded tensor is in `whole`."""
-    forms = (form for _, forms in _sharded() for form in forms)
+    forms = (form for _, forms in _parameter_groups() for form in forms)
     return (shard for param, shard in forms if param is not None and param in whole)
 
 

@@ -36,7 +36,8 @@ _HOOKED = (
 )
 UNKNOWN = (
     "on each rank it must be a share of one sum over all ranks, so divide by batch.valid_tokens, "
-    "not by a rank's own number (if these are equal, by the number of ranks), and sum gradients; "
+    "not by a rank's own number of labels (unless all ranks have equally many, and you also divide by the "
+    "number of ranks), and sum gradients; "
     "ap.normalised_loss is checked"
 )
 
@@ -252,7 +253,7 @@ class Watch:
         iteration, number = self.latest.iteration, self.latest.microbatch
         if skipped := [i for i in range(number) if (iteration, i) not in self._with_loss]:
             message = f"microbatches {skipped} of iteration {iteration} had no loss before the step"
-            rule = "losses are shares of the mean over all: run every one, and save and resume where is_last"
+            rule = "losses are shares of the mean over all: run all, save and resume after is_last"
             warn(f"{message}: {rule}", stacklevel=1)
         if not self.latest.is_last:
             position = f"microbatch {self.latest.microbatch} of iteration {self.latest.iteration}"
@@ -268,7 +269,7 @@ class Watch:
                 if ran == {False} and self._unused:
                     message = f"{type(model).__name__} ran without a plan while the loader yielded batches"
                     remedy = "its wrapper must pass on the argument 'apportion' of hf.inputs(batch)"
-                    raise ExecutionError(f"{message}: {remedy}, with the others")
+                    raise ExecutionError(f"{message}: {remedy}, like all others")
                 ran.clear()
         self._unused = False
 
@@ -282,7 +283,7 @@ class Watch:
                 by_id |= model_params  # frozen ones too
                 buffers |= {id(tensor): tensor for tensor in _buffers(model)}
         remedies = {"gradients": SUMS, "parameters": "make them equal before the first step"}
-        remedies["buffers"] = "what a rank takes from its own rows must be summed over ranks"
+        remedies["buffers"] = "sum over ranks what each computes from its own rows"
         for transport in self._transports:
             rows = transport.gather_floats([self.scale, self.divisor, self.multiple], "factors")
             for number, factors in enumerate(zip(*rows, strict=True)):

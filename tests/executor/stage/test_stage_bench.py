@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apportion.bench import BenchJob, Source, cluster_of, planned
+from apportion.bench import BenchJob, Source, cluster_of, plan_unverified
 from apportion.ir.request.model import Model
 from tests.ranks import jobs_bench
 from tests.ranks.rank_pool import Pool
@@ -10,7 +10,7 @@ from tests.ranks.rank_pool import Pool
 
 def test_ranks_run_stage_kernels(interpreted: Pool) -> None:
     batch, _ = Source().batch(2 * 16, 0)
-    plan = planned(BenchJob(batch, cluster_of(2), Model(2, 1, 16, dtype="fp16"), "allgather"))
+    plan = plan_unverified(BenchJob(batch, cluster_of(2), Model(2, 1, 16, dtype="fp16"), "allgather"))
     for rows in interpreted.run(jobs_bench.rows, 2, plan, ("stage",), False):
         assert [(row["phase"], row["host_ms"], row["ms"]) for row in rows] == [
             ("forward", 1.0, 2.0),
