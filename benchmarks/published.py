@@ -32,7 +32,7 @@ Pair = tuple[float, float]  # forward, backward
 
 @dataclass(frozen=True)
 class System:
-    """Published TFLOP/s per GPU by number of GPUs (empty: ours only), and the recipe that stands for the system."""
+    """Published TFLOP/s per GPU by number of GPUs (none for ours), and the recipe that stands for the system."""
 
     name: str
     recipe: Recipe

@@ -121,7 +121,7 @@ KV_SIDE = frozenset(tensor for tensor in Tensor if tensor.contents.side == "key"
 HEADLESS = frozenset(tensor for tensor in Tensor if tensor.contents.side is None)
 
 
-def _crossing_tensors(use: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
+def _travelling_tensors(use: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
     return MappingProxyType(
         {
             (side, phase): tuple(
@@ -134,7 +134,7 @@ def _crossing_tensors(use: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]
 
 
 #: (side, phase) -> tensors whose rows travel to tasks (FETCHED), whose partial results travel back (RETURNED), or both
-FETCHED, RETURNED = _crossing_tensors("fetched"), _crossing_tensors("returned")
+FETCHED, RETURNED = _travelling_tensors("fetched"), _travelling_tensors("returned")
 TRAVELLING: Mapping[tuple[Side, str], tuple[Tensor, ...]] = MappingProxyType(
     {key: (*tensors, *RETURNED[key]) for key, tensors in FETCHED.items()}
 )

@@ -72,11 +72,13 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def _check_loss(self, has_loader: bool) -> None:
-        """Raises ConfigError for a loss that is not token-wise, and for a loader if the Trainer prepares its data."""
+        """Raises ConfigError for a loss that is not token-wise, or for a loader if the Trainer prepares data itself."""
         mixed, owner = type(self).__mro__, self._loss_owner()
         if _name(owner) not in _SUMS and not self.sums_tokens:
             rule = f"the loss of {owner.__name__} is not known to be a sum over tokens, which ranks can share"
-            remedy = "train preferences and rollouts with ap.trees in a loop, or set sums_tokens = True"
+            remedy = (
+                "train preferences and rollouts with ap.trees in your own loop, or set sums_tokens = True"
+            )
             raise ConfigError("compute_loss", owner.__qualname__, rule, remedy)
         if has_loader and any(hasattr(base, "_prepare_dataset") for base in mixed):
             rule = "this Trainer tokenizes, masks and cuts the samples itself, before they are planned"

@@ -302,7 +302,7 @@ def _positions(batches: Sequence[PlannedBatch]) -> int:
 
 
 def _splittable_layers(module: Any) -> list[Any]:
-    """The layers that halves and ticks split at their core attention, except those already prepared. Raises ConfigError
+    """The layers to split at core attention for halves and ticks, except those already prepared. Raises ConfigError
     if they cannot be split."""
     config, reason = module.config, "layers run in their own autograd function"
     for name, expected, rule in (
@@ -375,7 +375,7 @@ def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 @dataclass
 class PlannedSeqParams(PackedSeqParams):
-    """Parameters of core attention and RoPE. qkv_format stays None: rows keep [rows, 1, heads, D]."""
+    """Parameters of core attention and RoPE. qkv_format stays None, so tensors keep the shape [rows, 1, heads, D]."""
 
     batch: Any = None  # PlannedBatch; two halves are joined
     positions: int = 0  # at least the largest position id plus one

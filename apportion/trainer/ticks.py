@@ -146,7 +146,7 @@ class _Iteration:
         if virtual == self.last:
             loss = self._loss(number, y.requires_grad_())
             if not (wiring.watch.accounted or has_term(loss, SHARE)):
-                warn(f"the loss is not one that is checked: {wiring.UNKNOWN}", stacklevel=1)
+                warn(f"the loss cannot be checked: {wiring.UNKNOWN}", stacklevel=1)
             torch.autograd.backward(loss)
             self.total += loss.detach()
             dy = or_zeros(y.grad, y)

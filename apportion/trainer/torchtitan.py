@@ -106,10 +106,12 @@ class PlannedAttention(Module):
 
 
 def require_dense(block: Any) -> None:
-    """Raises ConfigError for a block that halves and ticks cannot split at its attention."""
+    """Raises ConfigError for a block that cannot be split at its attention, as ping_pong and ticks require."""
     require_known("torchtitan", type(block), "forward", remedy=_UNSPLIT)
     if type(block.attention) is not GQAttention or not hasattr(block, "feed_forward"):
-        rule = "has no dense feed-forward network after grouped-query attention, which halves and ticks need"
+        rule = (
+            "has no dense feed-forward network after grouped-query attention, which halves and ticks require"
+        )
         raise ConfigError("layer", type(block).__name__, rule, _UNSPLIT)
 
 

@@ -117,7 +117,7 @@ class Predictions:
                 raise ConfigError("values", f"shape {tuple(values.shape)}", rule, remedy)
             index = (self.sample,) if values.dim() == 1 else (self.sample, self.token)
             return values.to(self.row.device)[index]
-        parts = [_per_token(values[i], self.forest, i) for i in self.samples]
+        parts = [_token_values(values[i], self.forest, i) for i in self.samples]
         return torch.cat(parts).to(self.row.device)[self.place] if parts else self.row.new_zeros(0)
 
     def gather(self, values: Tensor) -> tuple[Tensor, ...]:
@@ -241,7 +241,7 @@ def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:
     return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
 
 
-def _per_token(values: Tensor, forest: Forest, sample: int) -> Tensor:
+def _token_values(values: Tensor, forest: Forest, sample: int) -> Tensor:
     """`values` as a tensor. Raises ConfigError unless there is one for each token of the sample."""
     length = int(forest.starts[sample + 1] - forest.starts[sample])
     if len(values) != length:

@@ -39,20 +39,20 @@ struct Grids {
 
  private:
   double part_us(double whole, int64_t rows, int64_t keys, int64_t pairs) const {
-    const int64_t corner = causal_pairs(rows, keys);
+    const int64_t causal_area = causal_pairs(rows, keys);
     const double limit = std::min(rows, keys) == 1 ? whole : whole * most_causal;
     const double time = std::min(causal_us(rows, keys), limit);
-    if (pairs < corner) return sparse_us(time, rows, keys, pairs, corner);
-    const double above = ratio(pairs - corner, std::max<int64_t>(rows * keys - corner, 1));
+    if (pairs < causal_area) return sparse_us(time, rows, keys, pairs, causal_area);
+    const double above = ratio(pairs - causal_area, std::max<int64_t>(rows * keys - causal_area, 1));
     return time + (whole - time) * std::clamp(above, 0.0, 1.0);
   }
 
   // Interpolates between a band one tile wide, the minimum that covers every row and key of a task, and the causal
   // band; adds the extra time for windows.
-  double sparse_us(double time, int64_t rows, int64_t keys, int64_t pairs, int64_t corner) const {
+  double sparse_us(double time, int64_t rows, int64_t keys, int64_t pairs, int64_t causal_area) const {
     const double floor = std::min(std::max(full_us(rows, 1), full_us(1, keys)), time);
     const int64_t narrowest = std::max(rows, keys);
-    const double share = ratio(pairs - narrowest, std::max<int64_t>(corner - narrowest, 1));
+    const double share = ratio(pairs - narrowest, std::max<int64_t>(causal_area - narrowest, 1));
     return floor + (time - floor) * std::clamp(share, 0.0, 1.0) + static_cast<double>(rows) * window_us;
   }
 

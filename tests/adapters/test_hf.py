@@ -208,7 +208,7 @@ class _Passes(IterableDataset):
 
 @pytest.mark.parametrize(
     ("loss_kind", "message"),
-    [("", None), ("own", "loss is not one that is checked"), ("added", "has a term other than")],
+    [("", None), ("own", "loss cannot be checked"), ("added", "has a term other than")],
 )
 def test_custom_losses_cause_a_warning(pool: Any, loss_kind: str, message: str | None) -> None:
     for found in pool.run(jobs.loss_warnings, 2, loss_kind):

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
-from apportion.ir.request.hf_config import head_fields, masks_of, model_of
+from apportion.ir.request.hf_config import masks_of, model_of, vocabulary_fields
 from apportion.ir.request.hf_layers import table
 from apportion.ir.request.model import Model
 
@@ -164,7 +164,7 @@ def check_config(kind: str, form: str, calls: list[tuple[Any, ...]]) -> str:
     """Returns `right`, or the field for which the config is refused. Fails if the model behaves differently."""
     config, data = config_and_file_of(kind, form)
     try:
-        tied = head_fields(data, {"vocab"})["tied"]
+        tied = vocabulary_fields(data, {"vocab"})["tied"]
         read = layers_read(model_of(data), data)
     except ConfigError as error:
         return error.field

@@ -35,10 +35,10 @@ def test_mixed_precision(pool: Any, alone: Any, tmp_path: Path) -> None:
 
 
 def test_evaluation_is_the_mean_over_tokens(pool: Any, alone: Any, tmp_path: Path) -> None:
-    ((first, again), count), *_ = pool.run(jobs.evaluate, 4, tmp_path)
+    ((first, second), count), *_ = pool.run(jobs.evaluate, 4, tmp_path)
     (expected,) = alone.run(jobs.mean_alone, 1)
     assert count > 1  # batches of different numbers of tokens
-    assert first == again
+    assert first == second
     assert abs(first - expected) <= LOSS
 
 
@@ -71,7 +71,7 @@ def test_a_loss_of_ones_own_is_checked(pool: Any, tmp_path: Path) -> None:
         with pytest.raises(RankError, match=words):
             pool.run(jobs.own_loss, 4, tmp_path, kind)
     for messages in pool.run(jobs.own_loss, 4, tmp_path, "focal"):
-        assert "not one that is checked" in messages
+        assert "the loss cannot be checked" in messages
     assert not any(pool.run(jobs.own_loss, 4, tmp_path, "sum"))
 
 

@@ -12,7 +12,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.latent import Latent
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
-from apportion.ir.request.hf_config import head_fields, masks_of, model_of, windows_of
+from apportion.ir.request.hf_config import masks_of, model_of, vocabulary_fields, windows_of
 from apportion.ir.request.hf_experts import layer_fields
 from apportion.ir.request.model import Model
 from apportion.ir.request.recurrent import Recurrent
@@ -350,18 +350,18 @@ def test_models_that_look_ahead_need_their_own_masks() -> None:
 
 
 def test_vocabulary_and_tied_weights_are_read_from_the_config() -> None:
-    assert head_fields(changed(LLAMA, vocab_size=128256)) == {"vocab": 128256, "tied": False}
-    assert head_fields(changed(LLAMA, vocab_size=32000, tie_word_embeddings=True))["tied"]
-    assert head_fields(changed(GEMMA2, vocab_size=256000)) == {
+    assert vocabulary_fields(changed(LLAMA, vocab_size=128256)) == {"vocab": 128256, "tied": False}
+    assert vocabulary_fields(changed(LLAMA, vocab_size=32000, tie_word_embeddings=True))["tied"]
+    assert vocabulary_fields(changed(GEMMA2, vocab_size=256000)) == {
         "vocab": 256000,
         "tied": True,
     }  # the default of its class
-    assert head_fields(json.loads(GPT2)) == {"vocab": 50257, "tied": True}
+    assert vocabulary_fields(json.loads(GPT2)) == {"vocab": 50257, "tied": True}
     nested = changed(GEMMA3, tie_word_embeddings=False)
-    assert head_fields(nested, {"vocab"}) == {"tied": False}
-    assert head_fields(nested)["vocab"] == 262_208
+    assert vocabulary_fields(nested, {"vocab"}) == {"tied": False}
+    assert vocabulary_fields(nested)["vocab"] == 262_208
     with pytest.raises(ConfigError, match="vocab_size"):
-        head_fields(changed(LLAMA, vocab_size=None))
+        vocabulary_fields(changed(LLAMA, vocab_size=None))
 
 
 @pytest.mark.parametrize(

@@ -129,11 +129,11 @@ def test_ranges_settled_in_turn_give_the_same_tasks(threads: int, rewalks: list[
 
 def bands_by_head(tasks: Tasks) -> list[tuple[int, ...]]:
     """(head, band) of all bands of all heads, sorted."""
-    assert tasks.times is not None
+    assert tasks.multiplicities is not None
     return sorted(
         (head, *band)
         for band, number in zip(tasks.bands.T.tolist(), tasks.heads.tolist(), strict=True)
-        for head, times in enumerate(tasks.times[number].tolist())
+        for head, times in enumerate(tasks.multiplicities[number].tolist())
         for _ in range(times)
     )
 

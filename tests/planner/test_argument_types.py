@@ -1,4 +1,4 @@
-"""Errors of the package's functions for arguments of a wrong type, before any work."""
+"""The package's functions refuse arguments of a wrong type before any work."""
 
 from __future__ import annotations
 

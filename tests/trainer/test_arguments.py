@@ -1,4 +1,4 @@
-"""Errors of planned attention for arguments: well-known names, masks of layers, heads first."""
+"""Planned attention's errors about its arguments: other libraries' names, masks of layers, tensors with heads first."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_a_second_training_is_checked_like_the_first(pool: Pool) -> None:
         ({"loss": "mean of rows"}, MEAN),
         ({"net": "rows as places"}, rf"ConfigError: model = 'Own': places {ROWS}"),
         ({"loss": "own", "reduces": "ddp"}, r"ConfigError: model = 'Distrib.*averages gradients"),
-        ({"loss": "another"}, r"UserWarning: the loss is not one that is checked"),
+        ({"loss": "another"}, r"UserWarning: the loss cannot be checked"),
         ({"loss": "weights"}, r"ConfigError: weights = fields"),
     ):
         for found in pool.run(jobs_own_loop.trained, 2, loop, True):
@@ -92,7 +92,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
             {"loss": "own times ranks", "reduces": "ddp summed"},
             r"ConfigError: model = 'Distrib.*sums gradients",
         ),
-        ({"loss": "another"}, r"UserWarning: the loss is not one that is checked: on each rank"),
+        ({"loss": "another"}, r"UserWarning: the loss cannot be checked: on each rank"),
         *(
             ({"loss": loss}, r"UserWarning: the loss has a term other than its cross entropy: on each rank")
             for loss in ("and a term", "own and a term")
@@ -129,7 +129,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
             {"net": "places of rows"},
             r"ConfigError: model = 'Own': receives 0, 1, ... for this rank's rows.*position_ids",
         ),
-        ({"net": "functional", "loss": "own"}, r"UserWarning: the loss is not one that is checked"),
+        ({"net": "functional", "loss": "own"}, r"UserWarning: the loss cannot be checked"),
         (
             {"net": "functional", "loss": "own", "reduces": "no"},
             r"ExecutionError: gradients differ between ranks",

@@ -114,7 +114,7 @@ def test_sums_over_stages_and_unchecked_losses_are_reported(pool: Pool) -> None:
         assert re.match(
             r"group = '2 ranks': hold different parameters.*pass the ranks of one pipeline stage", error
         ), error
-    assert pool.run(jobs_ticks.mistaken, 2, arguments, "mean")[1].startswith("the loss is not one that is")
+    assert pool.run(jobs_ticks.mistaken, 2, arguments, "mean")[1].startswith("the loss cannot be checked")
     assert pool.run(jobs_ticks.mistaken, 2, arguments, "") == ["", ""]
 
 

@@ -54,7 +54,7 @@ class Mask(ABC):
     @abstractmethod
     def diagonals(self) -> Diagonals:
         """The declared diagonals, even those without effect in a short sequence. A rectangle whose keys all precede its
-        queries counts as dmin >= 0."""
+        queries is declared with dmin >= 0."""
 
     @property
     def nesting(self) -> int:
@@ -199,7 +199,7 @@ def lower_runs(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
 
 
 def lower_unlabelled(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
-    """(tokens, labels) of sequences with this spec whose label is not the next token, sorted."""
+    """(tokens, labels) of the tokens, in sequences with this spec, whose label is not the next token; sorted."""
     if not spec.structured:
         return np.sort(starts + lengths - 1), np.full(len(starts), -1)
     return lower_columns(

@@ -66,7 +66,7 @@ def windows_of(config: Mapping[str, Any]) -> list[int | None]:
     return [count(text, SLIDING_WINDOW) if kind == SLIDING else fixed.get(kind) for kind in layer_types(text)]
 
 
-def head_fields(config: Mapping[str, Any], overrides: Collection[str] = ()) -> dict[str, Any]:
+def vocabulary_fields(config: Mapping[str, Any], overrides: Collection[str] = ()) -> dict[str, Any]:
     """Training fields `vocab` and `tied`, except those in `overrides`. Raises ConfigError."""
     text = text_config(config)
     tie_settings = (part.get("tie_word_embeddings") for part in (text, config))

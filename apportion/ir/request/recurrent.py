@@ -30,7 +30,7 @@ _Size = Annotated[int, Meta(ge=1, le=2**16)]
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A kind of recurrent layers; heads are counted per tensor-parallel rank.
+    """A kind of recurrent layer; heads are counted per tensor-parallel rank.
 
     heads: heads of V, each with a state. key_heads: heads of Q and K, each shared by equally many heads of V (None: as
     many as heads). gate: `scalar`, one decay per head, or `diagonal`, one per key dimension of a head. delta: True if a

@@ -22,16 +22,16 @@ class Tasks:
     """The attention of a program in pieces of global tokens.
 
     bands: int64 [6, pieces], clipped; task: int64 [pieces], each piece's row in the task list; heads: int64 [pieces],
-    the head set of its queries. complete: False if a dataflow fault hides the tokens of some tasks. times: int64
-    [lists, heads], if pieces belong to lists (`lists.py`) instead of tasks: how often each head has each list; `heads`
-    is then the list of each piece, and `task` is empty.
+    the head set of its queries. complete: False if a dataflow fault hides the tokens of some tasks. multiplicities:
+    int64 [lists, heads], if pieces belong to lists (`lists.py`) instead of tasks: how often each head has each list;
+    `heads` is then the list of each piece, and `task` is empty.
     """
 
     bands: Ints
     task: Ints
     heads: Ints
     complete: bool
-    times: Ints | None = None
+    multiplicities: Ints | None = None
 
 
 def most_pieces(tasks: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import instance, mapping
-from apportion.ir.request.hf_config import head_fields
+from apportion.ir.request.hf_config import vocabulary_fields
 from apportion.ir.request.hf_experts import layer_fields
 from apportion.planner import options
 from apportion.planner.forecast.experts import NO_EXPERTS, Experts
@@ -92,7 +92,7 @@ class Training:
         """Builds a training from plain data, all fields optional. config: data of a Hugging Face `config.json`, the
         default for `vocab`, `tied`, experts and MLA's ranks. Raises ConfigError, also for unsupported experts."""
         if config is not None:
-            config_fields = head_fields(mapping("config", config), data) | layer_fields(config)
+            config_fields = vocabulary_fields(mapping("config", config), data) | layer_fields(config)
             data = mapping("training", data)
             expert_fields = mapping("training.experts", data.get("experts", {}))
             data = {**config_fields, **data, "experts": {**config_fields["experts"], **expert_fields}}

@@ -92,7 +92,7 @@ class Exchange:
         """RESULTS if all rows sent home in a phase are complete, so that nothing is summed at home."""
         return 0 if phase == "backward" and self.sums else RESULTS
 
-    def are_results(self, phase: str, side: Side) -> bool:
+    def sends_results(self, phase: str, side: Side) -> bool:
         """True if the rows of a side that are sent home are results; in head stages, sums at home have separate
         rounds."""
         is_staged = side == "query" and self.sets.stages is not None

@@ -69,8 +69,8 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
         if schedule.beside_exchange:  # little work in the first and the last stage, for which others wait
             order = _alternate_members(tasks, rows, schedule.beside_exchange)
             visit, border = np.append(0, np.roll(visit[1:], 1)), 2
-        # stages are filled in the order of `visit`: a task goes to the first one up to which its rank's total work
-        # is below the target; each of the first `border` stages is compared on its own
+        # stages are filled in the order of `visit`: a rank moves on to the next once its work in those so far reaches
+        # their target; the first `border` stages each have a target of their own
         core.fill(stage, tasks.exec, edge, tasks.work, rows.ranks, (_shares(schedule), visit, border), order)
     return stage
 

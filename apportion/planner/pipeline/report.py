@@ -243,7 +243,7 @@ def _exchange_bytes(problem: Problem, kind: str, low: Lowering, phase: str, way:
     dst, tensors = exchange.dst[exchange.moved_copies], FETCHED if way == "in" else RETURNED
 
     def head_bytes(side: Side) -> int:
-        results = way == "out" and exchange.are_results(phase, side)
+        results = way == "out" and exchange.sends_results(phase, side)
         bytes_of = model.sent_result_bytes if results else partial(model.sent_bytes, heads=1)
         return sum(map(bytes_of, tensors[side, phase]))
 

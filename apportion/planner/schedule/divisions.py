@@ -19,7 +19,7 @@ class Divisions(SchedulePass):
     """One round per division: a tile travels in the first division that needs it; relays follow, one round per level.
 
     count: T, divisions of a phase (DCP's evaluation uses 4). The first needs no tile. The placement's divisions of
-    cells are used if it has them; else the tiles of each pair of ranks are cut into T - 1 parts of about equal rows.
+    cells are used if it has them; else the tiles of each pair of ranks are cut into T - 1 parts of similar size.
     buffers: divisions whose tiles are in flight or in use at a time; with 2, the next division's tiles travel while
     this one is computed. Raises ConfigError.
     """

@@ -169,7 +169,7 @@ class _Search:
             index += 1
 
     def _rivals(self) -> list[Candidate]:
-        """The best candidate and its near-ties, with more rounds, which may change which one is best."""
+        """The best candidate and its near-ties, each with more rounds, since that may change their order."""
         if self.best is None:
             return []
         near = [trial.candidate for trial in self.trials if _value(trial) <= _value(self.best) * (1 + RIVAL)]

@@ -60,8 +60,8 @@ def price(
 
 def least_placed_us(placed: PlacedProblem) -> float:
     """Lower bound over all layers: the busiest group's pairs at the best throughput; 0.0 if pairs are not computed at
-    home. A group that splits the heads of all kinds has its slowest rank's speed times its size; else, the sum of
-    its ranks' speeds."""
+    home. The speed of a group is the sum of its ranks' speeds, or, if it splits the heads of all kinds, its size times
+    its slowest rank's speed."""
     problem, placement, first = placed.inner, placed.placement, placed.groups.first[:-1]
     if placement.execution is not None:
         return 0.0

@@ -77,7 +77,7 @@ def transition_flops(kind: Recurrent) -> float:
 
 
 def output_flops(kind: Recurrent) -> float:
-    """Additional FLOPs of a token for the state's part of its output."""
+    """Additional FLOPs per token of a run with a past, for what the incoming state adds to the output."""
     return 2.0 * kind.heads * kind.key_dim * kind.value_dim
 
 

@@ -176,7 +176,9 @@ class PlannedLoader:
         media: Media | None = None,
     ) -> None:
         self.dataset, self._sampler = dataset, arguments.sampler_of(sampler, shuffle)
-        policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe or _recipe_of(ticks)))
+        policy = (
+            recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe or _default_recipe(ticks)))
+        )
         policy = policy if seed is None else replace(policy, seed=seed)
         self.job = Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
         self._masks_given = masks is not None
@@ -523,7 +525,7 @@ class PlannedLoader:
         return None
 
 
-def _recipe_of(ticks: TickTable | None) -> str | Recipe:
+def _default_recipe(ticks: TickTable | None) -> str | Recipe:
     """The default recipe; for ticks, one that keeps a microbatch's layout the same in all ticks."""
     if ticks is None:
         return DEFAULT_RECIPE

@@ -42,7 +42,7 @@ _INSTEAD = {
     **dict.fromkeys(("dropout_p", "dropout"), _DROPOUT),
     **dict.fromkeys(("attn_mask", "attention_mask", "block_mask"), _IN_PLAN),
     "is_causal": f"{_IN_PLAN}, and pass causal=True to check that it is causal",
-    "alibi_slopes": "ALiBi is not supported: tasks have diagonals inside a tile, not positions",
+    "alibi_slopes": "ALiBi is not supported: tasks number rows within a tile and have no token positions",
     "attn_bias": "additive biases are not supported: their rows would have to be sent with the keys",
     "score_mod": "score modifications are not supported, except scale, softcap and sinks",
     "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",

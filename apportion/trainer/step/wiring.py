@@ -244,7 +244,7 @@ class Watch:
             if steps == 2 and (
                 self.unknown or (not self.accounted and (self.shared is None or self.own_loss))
             ):
-                warn(f"the loss is not one that is checked: {UNKNOWN}", stacklevel=1)
+                warn(f"the loss cannot be checked: {UNKNOWN}", stacklevel=1)
 
     def _check_place(self) -> None:
         """Raises ExecutionError if the loss was not the last of an iteration; warns if microbatches had none."""
@@ -257,7 +257,9 @@ class Watch:
             warn(f"{message}: {rule}", stacklevel=1)
         if not self.latest.is_last:
             position = f"microbatch {self.latest.microbatch} of iteration {self.latest.iteration}"
-            rule = "which has more, and losses are shares of the mean over all: step if batch.is_last"
+            rule = (
+                "which has more microbatches; losses are shares of the mean over all: step if batch.is_last"
+            )
             raise ExecutionError(f"an optimizer stepped after {position}, {rule}")
 
     def _check_models(self, params: list[Tensor]) -> None:

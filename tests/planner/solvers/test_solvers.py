@@ -150,7 +150,7 @@ def claiming_feasibility(problem: PartitionProblem, budget: Budget) -> Partition
     [
         (ignoring_caps, "the cap is|claims the value"),
         (claiming_optimality, "bound .* above the optimum"),
-        (depending_on_order, "in another order"),
+        (depending_on_order, "with the items reordered"),
         (claiming_feasibility, "there is no answer|must be one per item"),
     ],
 )

@@ -69,7 +69,7 @@ class ProfileScope:
     def of(
         device: torch.device, quick: bool, model: Model | None = None, tokens: int | None = None
     ) -> ProfileScope:
-        """The default scope; smaller on CPUs: `quick` takes well under a minute on two cores. model, tokens: the
+        """The default scope, smaller on CPUs. quick: well under a minute on two CPU cores. model, tokens: the
         heads, layers and number of tokens to measure."""
         seconds = 25.0 if quick else 300.0
         if device.type == "cuda":

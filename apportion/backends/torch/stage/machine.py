@@ -129,7 +129,7 @@ class StageMachine(TorchMachine):
                 yield from self._complete_views(operand, max(start, row), min(end, stop))
 
     def _complete_views(self, operand: Operand, row: int, stop: int) -> Iterator[tuple[Tensor, ...]]:
-        """Complete rows [row, stop), at their destinations."""
+        """Yields the complete rows [row, stop) from their destinations."""
         if operand.is_home:
             yield tuple(part[row:stop] for part in self._result_parts(operand.tensor))
             return

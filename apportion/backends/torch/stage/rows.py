@@ -219,7 +219,7 @@ def finish(
     tiles, heads, o, lse, out, sinks, lanes: tl.int32, q_heads: tl.int32,
     SINKS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """Writes result rows of a tile and head from home rows that are sums or, if `o` is `out`, results."""
+    """Writes the output rows of a tile and head from the sums `o`, or in place if `o` is `out`; applies any sinks."""
     tile = tiles + tl.program_id(0) // lanes * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):

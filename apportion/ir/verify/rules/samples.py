@@ -42,8 +42,8 @@ def _check_sample(
     chances = draw.random((count, _BANDS + 1)).tolist()
     index, allowed = _bands_by_query(mask[:, 0], mask[:, 1], queries)
     task_query, computed = _bands_by_query(tasks.bands[0], tasks.bands[1], queries)
-    if tasks.times is not None:
-        repeats = tasks.times[tasks.heads[computed], heads[task_query]]
+    if tasks.multiplicities is not None:
+        repeats = tasks.multiplicities[tasks.heads[computed], heads[task_query]]
         task_query, computed = np.repeat(task_query, repeats), np.repeat(computed, repeats)
     first = np.searchsorted(index, np.arange(count))
     keys = np.full((count, 5 * _BANDS + 1), -1)  # -1: none

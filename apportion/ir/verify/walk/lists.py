@@ -60,7 +60,7 @@ class Lists:
             self._cut = np.concatenate([self._cut, cut], axis=1) if self._cut.shape[1] else cut
 
     @property
-    def times(self) -> Ints:
+    def multiplicities(self) -> Ints:
         """int64 [lists, heads]: the multiplicity of each list in each head."""
         times, following = np.zeros((self.core.count, self.sets.heads), np.int64), self.list_of_set
         for number in np.flatnonzero(following >= 0).tolist():
@@ -74,7 +74,7 @@ class Lists:
 
     def are_exact(self) -> bool:
         """True if the tasks of each head cover the mask exactly. Raises CapacityError for too many bands."""
-        times, (mask, area) = self.times, self._mask_and_area
+        times, (mask, area) = self.multiplicities, self._mask_and_area
         if not len(times):
             return area == 0
         for column in {tuple(column) for column in times.T.tolist()}:
@@ -94,4 +94,4 @@ class Lists:
 
     def tasks(self) -> Tasks:
         """The pieces of all lists, numbered by list."""
-        return Tasks(self._cut[:_BAND], np.zeros(0, np.int64), self._cut[_LIST], True, self.times)
+        return Tasks(self._cut[:_BAND], np.zeros(0, np.int64), self._cut[_LIST], True, self.multiplicities)

@@ -141,7 +141,8 @@ class Distca(PlacePass):
         return home, result
 
     def _head_tail_sequences(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
-        """bool [sequences]: True if homes hold a head and a tail; and, for each kind, True for causal sequences."""
+        """bool [sequences]: True if the homes are pairs of a head and a tail; and, for each kind, True if its mask is
+        causal. All False for `head_tail: none`."""
         cut = self.head_tail != "none"
         causal = {kind: causal_sequences(problem, kind) & cut for kind in problem.batch.kinds}
         return np.logical_or.reduce(list(causal.values())) | (self.head_tail == "all"), causal

@@ -86,7 +86,7 @@ def _times(problem: GroupingProblem, column: Ints, group: Ints) -> Floats:
 
 
 def improve(problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, goal: float) -> list[Mix]:
-    """Mixes for up to `steps` group counts, best first: the seeds, then neighbours of the best. Stops at `goal`."""
+    """Mixes for up to `steps` group counts, sorted; tries the seeds, then neighbours of the best, up to `goal`."""
     visited: set[tuple[int, ...]] = set()
     queue: list[tuple[float, tuple[int, ...]]] = []
     mixes: list[Mix] = []

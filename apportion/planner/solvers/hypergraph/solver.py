@@ -95,7 +95,7 @@ def level(
     thorough: bool = True,
 ) -> Ints:
     """int64 [V]: the parts; each free vertex gets one in [base, base + span), and repair may move others without
-    tokens. thorough: move groups of vertices too, and on the level of ranks also start from pieces."""
+    tokens. thorough: move groups of vertices too and, if the parts are ranks, start from merged vertices as well."""
     movable, flops = (problem.tokens == 0) & (problem.required < 0), problem.flops
     arguments = base, movable, flops, cap, span
     result = core.spread(graph, part, arguments, thorough)
