@@ -280,8 +280,7 @@ def _show(record: dict[str, Any]) -> None:
         table.add_row(row["recipe"], str(row["batch"]), *figures)
     Console().print(table)
     counts = f"{record['within_of_measured']} of {record['of']} within {WITHIN:.0%} of the measured time"
-    load = " to ".join(map(str, record["load_average"]))
-    note = f"{record['within_of_cpu']} of the computed time; load {load}"
+    note = f"{record['within_of_cpu']} of the computed time; load {' to '.join(map(str, record['load_average']))}"
     Console().print(f"{record['verdict']}: {counts}, {note}")
 
 

@@ -221,11 +221,7 @@ CASES: tuple[Case | PublishedSetting | Sensitivity, ...] = (
     _workload_case("question-64", "a prompt and eight answers, 64 ranks", questions, 64, 3),
     _workload_case("window-64", "documents under a window of 4096 tokens, 64 ranks", window, 64, 3),
     _workload_case("document-64", "one causal document, 64 ranks", one_document, 64, 1),
-    *(
-        _fcp_case(trace, ranks, seeds)
-        for trace in FCP_TRACES
-        for ranks, seeds in ((16, 5), (128, 3), (256, 1))
-    ),
+    *(_fcp_case(trace, *size) for trace in FCP_TRACES for size in ((16, 5), (128, 3), (256, 1))),
     *(_zeppelin_case(data, ranks) for data in ZEPPELIN for ranks in (16, 32, 64)),
     Case(
         "node-1024",

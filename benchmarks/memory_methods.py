@@ -59,7 +59,7 @@ class Run:
     def layers(self, method: str, tokens: int) -> Layers:
         return Layers(H100, self.model, self.training(method, tokens))
 
-    def rank_activations(self, method: str, tokens: int, planned: bool = False) -> Activations:
+    def activations(self, method: str, tokens: int, planned: bool = False) -> Activations:
         """A rank's activations for a sequence of `tokens` tokens, with attention as the papers count it or, if
         `planned`, as our plans of the same kind need it."""
         layers, rank_tokens = self.layers(method, tokens), tokens // self.gpus
@@ -143,7 +143,7 @@ def parts() -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for run in RUNS:
         for method, label in LABELS.items():
-            memory = run.rank_activations(method, M)
+            memory = run.activations(method, M)
             phases = (memory.kept, memory.attention, memory.feed_forward, memory.cross_entropy, memory.peak)
             cells = " | ".join(f"{size / GIB:.2f}" for size in (*phases, memory.host))
             yield f"| {run.name}: {label} | {cells} |"
@@ -172,15 +172,11 @@ def growths() -> Iterator[Growth]:
     for run in RUNS:
         for method, memory in run.memory.items():
             largest = max(memory)
-            forecast, planned = (
-                (
-                    run.rank_activations(method, largest * M, of_plans).peak
-                    - run.rank_activations(method, M, of_plans).peak
-                )
-                / GIB
-                / (largest - 1)
-                for of_plans in (False, True)
+            one, many = (
+                [run.activations(method, m * M, planned).peak for planned in (False, True)]
+                for m in (1, largest)
             )
+            forecast, planned = ((b - a) / GIB / (largest - 1) for a, b in zip(one, many, strict=True))
             yield Growth(
                 run, method, largest, (memory[largest] - memory[1]) / (largest - 1), forecast, planned
             )

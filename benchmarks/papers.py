@@ -124,12 +124,10 @@ def of_zeppelin() -> Iterator[Row]:
     gains: list[float] = []
     for size, hardware, tensor in ZEPPELIN_RUNS:
         for data in ZEPPELIN:
-            ratios = []
+            recipe, ratios = zeppelin_recipe(GROUP // tensor), []
             for ranks in (16, 32, 64):
                 run = _zeppelin(size, hardware, tensor, data, ranks)
-                ratios.append(
-                    seconds(run.whole("ring")) / seconds(run.whole(zeppelin_recipe(GROUP // tensor)))
-                )
+                ratios.append(seconds(run.whole("ring")) / seconds(run.whole(recipe)))
             gains += ratios
             yield row(
                 f"{size}, {hardware}, TP {tensor}, {data}: 16 to 64 GPUs, mean",
@@ -204,10 +202,8 @@ def dcp() -> Iterator[Row]:
     sparse: list[float] = []
     for data, (median, sigma) in DCP_DATA.items():
         for name in DCP_MASKS:
-            draws = tuple(
-                masked_batch(lognormal_lengths(seed, 128 * K, median, sigma).tolist(), name)
-                for seed in range(2)
-            )
+            lengths = [lognormal_lengths(seed, 128 * K, median, sigma).tolist() for seed in range(2)]
+            draws = tuple(masked_batch(draw, name) for draw in lengths)
             run = Run("a100", 8, model, training, draws, Degrees(tensor=4))
             gain = seconds(run.whole(TE)) / seconds(run.whole("dcp"))
             theirs = (0.94, 1.16) if name == "causal" else (1.00, 1.46)

@@ -37,7 +37,7 @@ def test_attention_memory_equals_the_tables_of_upipe(model: Model) -> None:
     for method, name in printed.items():
         chunks = {"fpdt": 16, "upipe": 4}.get(method, 1)
         tables = (printed_backward(name, ratio, chunks, 3), printed_forward(name, ratio, chunks, 3))
-        found = run.rank_activations(method, tokens)
+        found = run.activations(method, tokens)
         extra = {"plain": 1, "alst": 2, "upipe": 1, "fpdt": 2 / 16}[method]
         assert found.kept + found.attention == (float(max(map(max, tables))) + extra) * row * tokens
 
@@ -46,7 +46,7 @@ def test_phases_without_tiles_match_table_1() -> None:
     """240 S d of logits in Table 1, with 30 words per hidden column; in addition we count the head's input and its
     gradient; for the FFN four tensors, in addition to the layer's norms and attention."""
     run = Run("", Model(10, 10, 10, hidden=100, ffn=267, layers=1), 30 * 100, 1, 1, {}, {})
-    found = run.rank_activations("plain", M)
+    found = run.activations("plain", M)
     assert found.cross_entropy == (240 + 2 * 2) * M * 100
     assert found.feed_forward == (8 * 2.67 + 5 * 2 + 3 * 2 + 2) * M * 100 + 10 * 4 * M
 
@@ -71,7 +71,7 @@ def test_methods_rank_in_the_measured_order() -> None:
         for tokens, plans in ((4 * M, (False, True)), (8 * M, (False,))):
             for planned in plans:
                 peaks = [
-                    run.rank_activations(method, tokens, planned).peak
+                    run.activations(method, tokens, planned).peak
                     for method in ("fpdt", "upipe", "alst", "plain")
                 ]
                 assert peaks == sorted(peaks)
