@@ -34,7 +34,7 @@ Recipes = Annotated[
 Grids = Annotated[
     str,
     Option(
-        help="Recipes of static DP x CP grids, at all CP degrees, or none; each group has its own sequences."
+        help="Recipes of static DP x CP grids at all CP degrees, or none. Groups have their own sequences."
     ),
 ]
 Baseline = Annotated[

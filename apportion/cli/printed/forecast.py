@@ -158,7 +158,7 @@ def _experts(record: Record) -> str:
     rows = row["experts"]
     assumption = f"imbalance {experts['imbalance']:g} assumed, "
     capacity = (
-        f"padded to {experts['capacity']:g} times an even share of the fullest rank's tokens, with padding"
+        f"padded to {experts['capacity']:g} times an even share of the fullest rank's tokens"
         if experts["capacity"]
         else f"{assumption}dropless: uneven tokens change the rows that ranks send, not those that experts compute"
     )
