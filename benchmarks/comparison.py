@@ -195,7 +195,7 @@ OF_ZEPPELIN = (
     find_recipe("auto"),
 )
 
-#: case -> recipes that are not verified: verification takes a minute and 10 GB per plan
+#: case -> recipes that are not verified: verification takes minutes and 10 GB per plan
 HEAVY = {"fcp-short-128": ("ring", "wlb"), "fcp-short-256": ("ring", "wlb"), "fcp-long-256": ("ring", "wlb")}
 
 

@@ -30,7 +30,7 @@ RECIPES = (
     *(BASE, "mixed", "blend", "fcp", "fcp_paper", "distca", "dcp", "zeppelin", "flexsp", "magi"),
     *("usp", "ulysses", "megatron_hybrid", "hybrid_dp", "allgather", "ring"),
 )
-#: recipes whose verification takes a minute and 10 GB per plan
+#: recipes whose verification takes minutes and 10 GB per plan
 UNVERIFIED = ("allgather", "ring")
 
 
