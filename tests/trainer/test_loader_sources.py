@@ -100,6 +100,14 @@ def test_data_loader_processes_read_the_same_batches_as_threads(single: str | Pa
         assert bool(dataset.read) == (workers == 0)  # each process has its own
 
 
+def test_labels_from_data_loader_processes_are_unchanged(single: str | Path) -> None:
+    for batch in loader_of(single, workers=1):
+        batch.check_unchanged()
+    batch.labels[0] = 1
+    with pytest.raises(ConfigError, match="labels = 'changed'"):
+        batch.check_unchanged()
+
+
 @pytest.mark.parametrize("seeded", [True, False])
 def test_data_loader_processes_draw_the_samples_of_their_rank(seeded: bool) -> None:
     def order(workers: int) -> list[list[int]]:
