@@ -134,6 +134,15 @@ def groups(
     ]
 
 
+def differing_groups(comm: Communicator, changes: dict[str, Any]) -> str:
+    """The error if the second of two groups has other options."""
+    try:
+        groups(comm, changes if comm.rank >= 4 else {})
+    except ExecutionError as error:
+        return str(error)
+    return ""
+
+
 def resumed(
     comm: Communicator, arguments: dict[str, Any], stop: int, options: dict[str, int]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:

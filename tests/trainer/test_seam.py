@@ -299,6 +299,13 @@ def test_groups_that_are_out_of_step_fail(pool: Pool) -> None:
     assert all("groups are not in step" in message and "group 0: [0, " in message for message in errors)
 
 
+def test_groups_that_draw_from_different_orders_all_fail(pool: Pool) -> None:
+    for changes, reason in (({"seed": 1}, "seed 1"), ({"lengths": LENGTHS[::-1]}, "7 samples, lengths")):
+        results = pool.run(jobs_seam.differing_groups, 8, changes)
+        assert all("groups draw from different orders of samples: 7 samples" in error for error in results)
+        assert all(reason in error for error in results)
+
+
 def test_groups_with_their_own_samplers_stay_in_step(pool: Pool) -> None:
     results = pool.run(jobs_seam.groups, 8, {"sampler": [[[0], [1]], [[2]]]})
     assert (

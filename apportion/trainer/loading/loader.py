@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -364,14 +365,25 @@ class PlannedLoader:
         return fetching.PlanFetcher(ahead, iterations, self._timeout_s, self._rank, self._prepare)
 
     def _check_place(self) -> None:
-        """Raises ExecutionError if ranks begin different passes. A collective."""
+        """Raises ExecutionError if ranks begin different passes, or groups of ranks draw from different orders. A
+        collective."""
         self._passes += 1
-        position = [self._passes, *self._begin]
+        position = [self._passes, *self._begin, crc32(str(sorted(self._form.shifted)).encode())]
         rows = self._communicator.all_gather(position, "passes")
         if any(row != position for row in rows):
             texts = by_value({rank: str(row) for rank, row in enumerate(rows)})
-            message = "passes (pass, epoch, first iteration, microbatch)"
+            message = "passes (pass, epoch, first iteration, microbatch, checksum of `shifted`)"
             raise ExecutionError(f"ranks begin different {message}: {texts}")
+        order = self._sampling
+        if self._replicas is None or order is None:
+            return
+        lengths = f"{len(self._builder.lengths)} samples, lengths {self._facts['lengths'][:8]}"
+        text = f"{lengths}, seed {order.seed}, shuffle {order.shuffle}, {order.microbatches} of {order.tokens} tokens"
+        orders = self._replicas.gather_texts(text, "orders of groups")
+        if len({*orders}) > 1:
+            details = by_value(dict(enumerate(orders)), "group")
+            remedy = "Give all groups the same samples and seed: iterations of one order are dealt to them"
+            raise ExecutionError(f"groups draw from different orders of samples: {details}. {remedy}")
 
     def _next(
         self, iterations: Iterations, number: int, supply: fetching.Supply
