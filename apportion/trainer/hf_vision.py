@@ -32,16 +32,18 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integers
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.specs import documents, full, slices
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.trainer.hf_recurrent import NAME
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.media import Media
+from apportion.trainer.loading.rows import MROPE
 from apportion.trainer.step.feed import move_rows
 from apportion.trainer.step.microbatch import require_calls
 
 TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # supported `model_type`s
 MEDIA = "apportion_media"  # kwarg: the feed, and the fields of patches
-MROPE = "mrope_position_ids"  # field of samples, [length, 3]
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")  # fields of configs
 FULL, WINDOWS = "full", "windows"  # attention kinds of encoders with windows
 
 
@@ -74,20 +76,33 @@ def media(
     return Media(**{**fields, **options}, model=encoder, places=places, merge=config.spatial_merge_size**2)
 
 
-def mrope(model: Any, tokens: ArrayLike, grids: ArrayLike = ()) -> Tensor:
+def mrope(model: Any, tokens: ArrayLike, grids: ArrayLike = (), mask: Mask | None = None) -> Tensor:
     """int64 [length, 3]: the field `mrope_position_ids` of a sample. tokens: [length]; grids: [images, 3], of its
-    images in order. Raises ConfigError if these have other numbers of placeholder tokens."""
-    config, ids = _config(model), torch.as_tensor(tokens)[None]
+    images in order; mask: of the sample if it is a tree, whose branches continue from their parents. Raises ConfigError
+    if images have other numbers of placeholder tokens."""
+    config, ids = _config(model), torch.as_tensor(tokens)
     image_grids = torch.as_tensor(grids, dtype=torch.int64).reshape(-1, 3)
     kinds = (ids == config.image_token_id).int()
-    runs = [len([*run]) for kind, run in groupby(kinds[0].tolist()) if kind]
+    starts, parents, _ = Batch.from_lengths([len(ids)], mask).branches()
+    owners = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(ids)))
+    groups = groupby(zip(kinds.tolist(), owners.tolist(), strict=True))
+    runs = [(owner, len([*run])) for (kind, owner), run in groups if kind]
+    sizes = [size for _, size in runs]
     merged = image_grids.prod(1) // config.vision_config.spatial_merge_size**2
-    if runs != merged.tolist():
-        rule = f"have {merged.tolist()} tokens, but the sample's placeholder tokens come in runs of {runs}"
+    if sizes != merged.tolist():
+        rule = f"have {merged.tolist()} tokens, but the sample's placeholder tokens come in runs of {sizes}"
         raise ConfigError(
             "grids", image_grids.tolist(), rule, "pass those of the sample's own images, in order"
         )
-    return model.base_model.get_rope_index(ids, kinds, image_grids)[0][:, 0].T  # type: ignore[no-any-return]
+    positions, images = torch.empty(len(ids), 3, dtype=torch.int64), [owner for owner, _ in runs]
+    for branch in range(len(starts)):
+        path = [branch]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        rows, seen = np.flatnonzero(np.isin(owners, path)), image_grids[np.isin(images, path)]
+        along = model.base_model.get_rope_index(ids[rows][None], kinds[rows][None], seen)[0][:, 0].T
+        positions[owners == branch] = along[owners[rows] == branch]
+    return positions
 
 
 def _config(model: Any) -> Any:
@@ -154,12 +169,15 @@ class _Patches:
 def adapt(model: Any) -> Iterator[Any]:
     """Makes the model's encoder run under a plan if a forward gets media. Yields its attention layers, if known."""
     base = model.base_model
+    placeholders = {getattr(model.config, name, None) for name in _PLACEHOLDERS} - {None}
+    if placeholders and not hasattr(base, "_placeholders"):
+        base._placeholders = placeholders
+        base.register_forward_pre_hook(_check_places, with_kwargs=True)
     if model.config.model_type not in TYPES or hasattr(base.visual, "_encodes"):
         return
     for module in base.visual.modules():
         module._encodes = True
     base.get_image_features = MethodType(_features, base)
-    base.register_forward_pre_hook(_check_places, with_kwargs=True)
     full_layers = getattr(base.visual, "fullatt_block_indexes", None)
     for number, block in enumerate(base.visual.blocks):
         layer, kind = block.attn, None if full_layers is None else FULL if number in full_layers else WINDOWS
@@ -185,11 +203,11 @@ def _check_places(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
     tokens, passed, handle = (kwargs.get(name) for name in ("input_ids", MEDIA, NAME))
     if tokens is None or not isinstance(handle, PlanHandle) or is_compiling():
         return
-    is_placeholder = (tokens[0] == base.config.image_token_id) | (tokens[0] == base.config.video_token_id)
+    is_placeholder = torch.isin(tokens[0], tokens.new_tensor([*base._placeholders]))
     rows = tokens.new_zeros(0) if passed is None else passed[0].rows.to(tokens.device)
     if not torch.equal(torch.nonzero(is_placeholder)[:, 0], rows):
         rule = f"has {int(is_placeholder.sum())} placeholder tokens on this rank, but media are at {len(rows)} rows"
-        remedy = "give the loader media whose places are the placeholder tokens of images"
+        remedy = f"give the loader media whose places are these tokens ({', '.join(TYPES)})"
         raise ConfigError("input_ids", "placeholder tokens", rule, remedy)
 
 

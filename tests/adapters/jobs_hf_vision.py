@@ -165,6 +165,45 @@ def text_only(comm: Communicator) -> tuple[float, dict[str, Any]]:
     return loss.item(), gradients(model)
 
 
+#: answers to a prompt with an image, which fold into one tree
+ROLLOUTS = [[1, 2, *[IMAGE] * 16, 3, 4, *range(5, 25)], [1, 2, *[IMAGE] * 16, 3, 4, *range(30, 44)]]
+
+
+def tree_reference(name: str) -> dict[str, Any]:
+    """Gradients of the answers' log-probabilities in one process, rollout by rollout."""
+    model = new_model(name)
+    for rollout in ROLLOUTS:
+        ids = torch.tensor(rollout)
+        images = {"pixel_values": tree_image(), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+        kinds = (ids == IMAGE).int()[None]
+        logits = model(input_ids=ids[None], mm_token_type_ids=kinds, use_cache=False, **images).logits[0]
+        logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[19:].sum().backward()
+    return gradients(model)
+
+
+def tree_image() -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(64, CHANNELS * PATCH**2, generator=draw, dtype=torch.float64)
+
+
+def tree(comm: Communicator, name: str, is_passed: bool) -> dict[str, Any] | str:
+    """This rank's gradients if the rollouts are one tree, or the error. is_passed: positions follow the tree."""
+    model, forest = hf.enable(new_model(name)), ap.trees.fold(ROLLOUTS)
+    positions = hf_vision.mrope(model, forest[0], [(1, 8, 8)], forest.masks[0] if is_passed else None)
+    images = hf_vision.media([{"pixel_values": tree_image()}], model, [(1, 8, 8)], [(0, 2)])
+    options = {"media": images, "lengths": forest.lengths, "masks": forest.masks, "source": HereSource()}
+    samples = [{"input_ids": forest[0], "mrope_position_ids": positions}]
+    planned = hf.loader(samples, model, ap.Cluster(1, comm.ranks), 32, communicator=comm, **options)
+    try:
+        (batch,) = planned
+    except ap.ApportionError as error:
+        return str(error)
+    mask = [torch.arange(len(rollout)) >= 20 for rollout in ROLLOUTS]
+    predictions = ap.trees.unfold(forest, batch, mask)
+    predictions.log_probs(model(**hf.inputs(batch)).logits).sum().backward()
+    return gradients(model)
+
+
 def refusals(comm: Communicator) -> list[str]:
     """Errors for inputs and models that would change the result."""
     model = hf.enable(new_model("Qwen2VL"))

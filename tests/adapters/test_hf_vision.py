@@ -15,9 +15,12 @@ from tests.ranks.rank_pool import Pool
 
 pytest.importorskip("transformers")
 
+import apportion as ap
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError
-from apportion.trainer import hf_vision
+from apportion.trainer import hf, hf_vision
 from tests.adapters import jobs_hf_vision
+from tests.ranks.loading import HereSource
 
 
 @pytest.mark.parametrize("name", jobs_hf_vision.VISION)
@@ -43,6 +46,37 @@ def test_a_microbatch_without_images_runs_only_the_text_model(pool: Pool) -> Non
     for parameter, expected in gradients.items():
         summed = sum(own[parameter] for _, own in results)
         np.testing.assert_allclose(summed, expected, rtol=0, atol=1e-12, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", jobs_hf_vision.VISION)
+def test_positions_of_images_follow_the_branches_of_a_tree(pool: Pool, name: str) -> None:
+    results = pool.run(jobs_hf_vision.tree, 2, name, True)
+    assert results is not None
+    for parameter, expected in jobs_hf_vision.tree_reference(name).items():
+        summed = sum(own[parameter] for own in results)
+        np.testing.assert_allclose(summed, expected, rtol=0, atol=1e-5, err_msg=parameter)
+    errors = pool.run(jobs_hf_vision.tree, 2, name, False)
+    assert errors is not None
+    assert all("mrope_position_ids = 'other positions': must continue from the parent" in e for e in errors)
+
+
+def test_placeholder_tokens_of_encoders_without_an_adapter_are_refused() -> None:
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = transformers.LlamaConfig(vocab_size=64, **sizes)
+    vision = transformers.CLIPVisionConfig(image_size=16, patch_size=8, **sizes)
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=60)
+    model = hf.enable(transformers.LlavaForConditionalGeneration(config))
+
+    def loss(tokens: list[int]) -> float:
+        options = {"lengths": [len(tokens)], "source": HereSource()}
+        (batch,) = hf.loader([tokens], model, ap.Cluster(1, 1), 8, communicator=Communicator(), **options)
+        return model(**hf.inputs(batch)).loss.item()
+
+    assert loss([1, 2, 3]) > 0
+    with pytest.raises(ConfigError, match="has 2 placeholder tokens on this rank, but media are at 0 rows"):
+        loss([1, 60, 60, 2])
 
 
 def test_inputs_and_models_that_change_the_result_are_refused(pool: Pool) -> None:

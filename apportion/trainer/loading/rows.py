@@ -21,6 +21,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.masks.predecessors import is_ordered, lower_links
 from apportion.ir.request.batch import Batch
 from apportion.trainer.loading.iterations import Iteration
 from apportion.trainer.step.microbatch import IGNORED, WEIGHTS
@@ -29,6 +30,7 @@ Sample = ArrayLike | Tensor | Mapping[str, Any]
 
 TOKENS, LABELS = "input_ids", "labels"
 SHIFTED = (LABELS, WEIGHTS)
+MROPE = "mrope_position_ids"  # [length, 3]
 NOWHERE = -1  # sample, and position in it, of padding
 _COMPARED = 16  # shared samples to compare between ranks, per microbatch
 _WIDE = 16  # values of a field to compare, per token
@@ -245,7 +247,25 @@ class _SequenceReader:
         return self._samples[sequence]
 
     def _read(self, sequence: int) -> _Sample:
-        return _sample(self.read(sequence), int(self.batch.lengths[sequence]), int(self.numbers[sequence]))
+        number = int(self.numbers[sequence])
+        sample = _sample(self.read(sequence), int(self.batch.lengths[sequence]), number)
+        if (positions := sample.fields.get(MROPE)) is not None:
+            self._check_branches(sequence, number, positions)
+        return sample
+
+    def _check_branches(self, sequence: int, number: int, positions: Tensor) -> None:
+        """Raises ConfigError if the positions of a branch do not continue those of its parent."""
+        masks = next(iter(self.batch.masks.values()))
+        if not is_ordered(spec := masks.specs[masks.index[sequence]]):
+            return
+        links = lower_links(spec, self.batch.lengths[[sequence]], np.zeros(1, np.int64))
+        first, last = (torch.from_numpy(column[links[1] >= 0]) for column in links)
+        if (positions[first] != positions[last].amax(1, keepdim=True) + 1).any():
+            rule, remedy = (
+                "must continue from the parent of each branch",
+                "pass the tree to hf_vision.mrope as mask=",
+            )
+            raise ConfigError(f"sample {number}: {MROPE}", "other positions", rule, remedy)
 
     def any_sample(self) -> _Sample:
         """Any sequence, to get the fields."""
