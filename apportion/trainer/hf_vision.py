@@ -207,7 +207,7 @@ def _check_places(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
     rows = tokens.new_zeros(0) if passed is None else passed[0].rows.to(tokens.device)
     if not torch.equal(torch.nonzero(is_placeholder)[:, 0], rows):
         rule = f"has {int(is_placeholder.sum())} placeholder tokens on this rank, but media are at {len(rows)} rows"
-        remedy = f"give the loader media whose places are these tokens ({', '.join(TYPES)})"
+        remedy = f"give the loader media at these tokens ({', '.join(TYPES)}), or the model inputs_embeds"
         raise ConfigError("input_ids", "placeholder tokens", rule, remedy)
 
 

@@ -249,7 +249,7 @@ class _SequenceReader:
     def _read(self, sequence: int) -> _Sample:
         number = int(self.numbers[sequence])
         sample = _sample(self.read(sequence), int(self.batch.lengths[sequence]), number)
-        if (positions := sample.fields.get(MROPE)) is not None:
+        if (positions := sample.fields.get(MROPE)) is not None and positions.dim() == 2:
             self._check_branches(sequence, number, positions)
         return sample
 
