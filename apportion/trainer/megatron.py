@@ -95,9 +95,7 @@ def planned_loader(
     dataset: Any, config: Any, cluster: Cluster, tokens_per_rank: int, **options: Unpack[LoaderOptions]
 ) -> PlannedLoader:
     """`PlannedLoader` for a TransformerConfig; every tensor-parallel rank and pipeline stage makes one."""
-    require("context_parallel_size", config.context_parallel_size, 1, "data-parallel ranks are the job's")
-    require("attention_dropout", config.attention_dropout, 0.0, "forward and backward would draw elsewhere")
-    require("calculate_per_token_loss", config.calculate_per_token_loss, True, "ranks have unequal tokens")
+    _check_config(config)
     hosts = parallel_state.get_data_parallel_group_gloo()
     communicator = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -191,8 +189,15 @@ def _is_rotary(module: Any) -> bool:
     return bool(module.position_embedding_type == "rope")
 
 
+def _check_config(config: Any) -> None:
+    require("context_parallel_size", config.context_parallel_size, 1, "data-parallel ranks are the job's")
+    require("attention_dropout", config.attention_dropout, 0.0, "forward and backward would draw elsewhere")
+    require("calculate_per_token_loss", config.calculate_per_token_loss, True, "ranks have unequal tokens")
+
+
 def _check(module: Any) -> None:
     config, positions = module.config, module.position_embedding_type
+    _check_config(config)
     experts = bool(config.num_moe_experts)
     types, weights = map(np.atleast_1d, (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff))
     local = [kind for kind, weight in zip(types, weights, strict=True) if weight and kind in _LOCAL_LOSSES]

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from apportion.trainer.megatron import _padding, planned_spec
+    from apportion.trainer.megatron import _check, _padding, planned_spec
     from tests.adapters import jobs_megatron
     from tests.adapters.jobs_megatron import Case, OwnGPTModel
 
@@ -204,6 +204,12 @@ def test_later_stages_get_their_rows_of_the_padding_mask(monkeypatch: pytest.Mon
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     masks = [_padding(rows, SimpleNamespace(config=config, pre_process=first)) for first in (True, False)]
     assert [mask.tolist() for mask in masks] == [[[False, False, False, True]], [[False, True]]]
+
+
+def test_a_models_config_is_checked_like_the_loaders() -> None:
+    config = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, calculate_per_token_loss=False)
+    with pytest.raises(ConfigError, match=r"^calculate_per_token_loss = False: ranks have unequal tokens"):
+        _check(SimpleNamespace(config=config, position_embedding_type="rope"))
 
 
 def test_stacks_of_mamba_layers_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -220,7 +222,10 @@ def train(
     data = Weighted(False, "loss_weights") if loss == "own, unweighted" else data
     if loss.endswith("shifted"):
         options["shifted"] = ("labels", "worth")
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    trained_params = [one for one in model.parameters() if one.requires_grad]
+    if net == "master copies":
+        trained_params = [nn.Parameter(one.detach().clone()) for one in trained_params]
+    optimizer = torch.optim.SGD(trained_params, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=scaled, enabled=scaled != 1)
     averaged_over = {"over": comm.ranks, "more": comm.ranks + 1}.get(reduces[-4:], 1)
     torch.manual_seed(comm.rank)
@@ -270,6 +275,11 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
             q, k, v = layer(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
             hidden = hidden + model.out(attention(q, k, v, None).flatten(1))
         return model.head(hidden)
+    if net == "functional call":
+        model.copies = {name: one.detach().requires_grad_() for name, one in model.named_parameters()}
+        for name, one in model.named_parameters():
+            model.copies[name].register_hook(partial(setattr, one, "grad"))
+        return functional_call(model, model.copies, (b.tokens, b.position_ids, attention))
     if net == "body":
         return model.head(Body(model)(model.table(b.tokens), attention))
     with torch.autocast("cpu", torch.bfloat16, net == "autocast"):

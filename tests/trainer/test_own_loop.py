@@ -28,6 +28,7 @@ KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
             {"loss": "weights of samples"},
             *({"net": net} for net in ("places", "places in closure", "table", "checkpointed", "functional")),
             {"net": "hidden states"},
+            {"net": "functional call"},
             {"net": "recurrent"},
             {"net": "recurrent", "reduces": "ddp", "loss": "own times ranks"},
             {"net": "dict", "loss": "own"},
@@ -130,6 +131,11 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
             r"ConfigError: model = 'Own': receives 0, 1, ... for this rank's rows.*position_ids",
         ),
         ({"net": "functional", "loss": "own"}, r"UserWarning: the loss cannot be checked"),
+        ({"net": "functional call", "reduces": "no"}, r"ExecutionError: gradients differ between ranks"),
+        (
+            {"net": "master copies", "reduces": "no"},
+            r"UserWarning: an optimizer steps, but on no parameter of the modules that call attention",
+        ),
         (
             {"net": "functional", "loss": "own", "reduces": "no"},
             r"ExecutionError: gradients differ between ranks",

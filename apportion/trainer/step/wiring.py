@@ -199,6 +199,8 @@ class Watch:
                 text = "a batch has media, but the model that ran under its plan did not get them"
                 remedy = "run the encoder on batch.media, under its handle, and ap.move_rows(x, batch.feed)"
                 raise ExecutionError(f"{text}: {remedy}")
+        for module in self.modules:
+            self.track(module.parameters())  # a functional call has replaced them during forward
         has_calls = any(batch.handle.calls and not batch._staged for batch in self.batches)
         if has_calls and self.trial is not None and not self.owners:  # a compiled step, or ping-pong layers
             self.add_unknown(_parameters(optimizer))
@@ -225,6 +227,11 @@ class Watch:
         if any(isinstance(param, DTensor) and param not in self.owners for param in params):
             self.track([*shards_of(self.owners)])
         owned = [param for param in params if param in self.owners]
+        if not owned and self.trial is not None and self.trial.met and not any(self.owners.values()):
+            steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+            if steps == 2:
+                text = "an optimizer steps, but on no parameter of the modules that call attention"
+                warn(f"{text}: neither these nor their gradients are checked", stacklevel=1)
         owner = self.owners[owned[0]] if owned else None
         if not owned or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's inner optimizers
             return
