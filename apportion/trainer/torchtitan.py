@@ -148,15 +148,18 @@ def take_turns(block: Any) -> None:
     block.forward = forward
 
 
-@override(target=FlexAttention.Config, exact=True, description="context parallelism by Apportion's plans")
+@override(target=FlexAttention.Config, description="context parallelism by Apportion's plans")
 def planned_flex(config: FlexAttention.Config) -> Any:
-    return derive(config, PlannedAttention.Config)
+    is_own = config._owner is not FlexAttention  # a LoRA converter derives configs, but not their owners
+    return config if is_own else derive(config, PlannedAttention.Config)
 
 
-@override(target=VarlenAttention.Config, exact=True, description="context parallelism by Apportion's plans")
+@override(target=VarlenAttention.Config, description="context parallelism by Apportion's plans")
 def planned_varlen(config: VarlenAttention.Config) -> Any:
     left, right = config.window_size
-    return derive(config, PlannedAttention.Config, window=-1 if left < 0 else left + 1, causal=right == 0)
+    mask = {"window": -1 if left < 0 else left + 1, "causal": right == 0}
+    is_own = config._owner is not VarlenAttention
+    return config if is_own else derive(config, PlannedAttention.Config, **mask)
 
 
 class PlannedSelectiveAC(SelectiveAC):

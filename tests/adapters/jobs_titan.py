@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -207,7 +208,15 @@ def of_two_windows(backend: Any, count: int) -> Any:
     return spec
 
 
-MODELS = {"llama": llama, "gpt_oss": gptoss, "deepseek": deepseek, "ahead": multi_token}
+def with_lora(backend: Any, count: int) -> Any:
+    spec = llama(backend, count)
+    targets = ["wq", "wkv", "wo"]
+    return replace(
+        spec, model=LoRAConverter.Config(rank=4, target_modules=targets).build().convert(spec.model)
+    )
+
+
+MODELS = {"llama": llama, "lora": with_lora, "gpt_oss": gptoss, "deepseek": deepseek, "ahead": multi_token}
 MODELS |= {part.__name__: partial(with_own, part) for part in (OwnFlex, OwnBlock, OwnModel, OwnMasks)}
 MODELS["windows"] = of_two_windows
 CHECKPOINTS = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}

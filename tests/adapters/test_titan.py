@@ -56,6 +56,7 @@ def test_the_installed_titan_version_is_the_tested_one() -> None:
     ("ranks", "case"),
     [
         (2, Case(microbatches=2, checkpoint="selective")),
+        (2, Case(model="lora", microbatches=2)),
         (2, Case(model="gpt_oss", checkpoint="full", chunked=False)),
         (4, Case(model="gpt_oss", checkpoint="selective")),
         (4, Case(tp=2)),
