@@ -102,6 +102,7 @@ class PlannedModule:
     log: Any
     automatic_optimization: Any
     _shares: dict[str, Tensor]
+    _starts: dict[tuple[int, int], list[Any]]  # trainer and step of the latest start -> states of its loaders
 
     def shared_loss(self, batch: PlannedBatch, share: Tensor, name: str | None = None) -> Tensor:
         """The loss that a step returns: `share`, this rank's part of the mean loss (`normalised_loss`),
@@ -132,12 +133,15 @@ class PlannedModule:
         return loss
 
     def on_train_start(self) -> None:
-        """Loads the position in the data from a checkpoint saved at an epoch's end, which Lightning does not do."""
-        loop = self.trainer.fit_loop
+        """Loads the position in the data from a checkpoint saved at an epoch's end, which Lightning does not do, or,
+        after trial steps (a learning-rate finder's), the position before them."""
+        loop, start = self.trainer.fit_loop, (id(self.trainer), self.trainer.global_step)
         loaders = [one for one in loop._combined_loader.flattened if hasattr(one, "load_state_dict")]
-        for one, state in zip(loaders, loop._combined_loader_states_to_load, strict=False):
+        states = loop._combined_loader_states_to_load or self.__dict__.get("_starts", {}).get(start, [])
+        for one, state in zip(loaders, states, strict=False):
             if isinstance(one, PlannedBatches | PlannedLoader):
                 one.load_state_dict(state)
+        self._starts = {start: [one.state_dict() for one in loaders]}
         loop._combined_loader_states_to_load = []
 
     def _log(self, batch: PlannedBatch, share: Tensor, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
@@ -72,6 +72,13 @@ class TermsNet(Net):
         return self.shared_loss(batch, 0.25 * share + 0.75 * share)
 
     validation_step = training_step
+
+
+class FinderNet(Net):
+    """Net with a learning-rate finder, whose trial steps are undone."""
+
+    def configure_callbacks(self) -> Any:
+        return [LearningRateFinder(num_training_steps=3, update_attr=False)]
 
 
 class AveragedNet(Net):
