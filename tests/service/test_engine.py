@@ -207,20 +207,23 @@ def test_a_tenant_that_fills_the_queue_leaves_others_their_share(workers: Proces
 def test_memory_is_bounded_and_dropped_plans_are_read_from_the_store(
     workers: ProcessExecutor, tmp_path: Path
 ) -> None:
-    requests = [Request(number) for number in range(20, 30)]
+    requests, store = [Request(number) for number in range(20, 30)], Folder(tmp_path)
 
     async def test(engine: Engine) -> None:
         for request in requests:
             await submit(engine, request)
             await engine.pack(request.key, 30.0)
-        await asyncio.sleep(0.1)
+        while any(
+            store.get(request.key) is None for request in requests
+        ):  # plans are written after the reply
+            await asyncio.sleep(0.01)
         assert engine._cached_bytes <= 20_000
         assert len(engine._entries) <= 4
         for request in requests:
             assert engine.cached(request.key) is None or request in requests[-8:]
             assert (await engine.pack(request.key, 0.0)).key == request.key
 
-    run(workers, test, Folder(tmp_path), Limits(cached_bytes=20_000, known=4))
+    run(workers, test, store, Limits(cached_bytes=20_000, known=4))
 
 
 def test_without_a_store_dropped_plans_are_unknown_until_resubmitted(workers: ProcessExecutor) -> None:
