@@ -1,14 +1,18 @@
-"""Modules that docstrings and documents name in backticks exist, as files or dotted names such as `ir.isa`."""
+"""Modules: no import cycles, even by imports in functions; at most two classes share a name; modules that docstrings
+and documents name in backticks exist, as files or dotted names such as `ir.isa`."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "apportion"
 FOLDERS = ("apportion", "benchmarks", "docs", "examples", "tests")
 SOURCES = {
     path.relative_to(ROOT).as_posix(): path
@@ -27,6 +31,45 @@ OTHERS = {"coverage.py", "apportion.plan", "apportion.slice", "apportion.request
 OTHERS |= {"apportion.iteration.slice", "apportion.passes", "apportion.solvers", "apportion.recipes"}
 
 
+EXEMPT = {"Config"}  # TorchTitan requires nested classes of this name
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yields the modules that a module imports; for `from x import y`, y if it is a module, else x."""
+    for node in nodes(path):
+        if isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (one if one in MODULES else str(node.module) for one in names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {name: {*imported(path)} & MODULES.keys() - {name} for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" <- ".join(error.args[1])) from None
+
+
+def test_no_three_classes_share_a_name() -> None:
+    places = defaultdict(list)
+    for path in MODULES.values():
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef) and node.name not in EXEMPT:
+                places[node.name.lstrip("_")].append(str(path))
+    assert not {name: paths for name, paths in places.items() if len(paths) > 2}
+
+
 @cache
 def texts() -> list[tuple[Path, str]]:
     return list(_texts())
@@ -36,7 +79,7 @@ def _texts() -> Iterator[tuple[Path, str]]:
     yield from ((path, path.read_text(encoding="utf-8")) for path in DOCUMENTS)
     holders = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path in SOURCES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, holders) and (text := ast.get_docstring(node)):
                 yield path, text
 
