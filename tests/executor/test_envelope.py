@@ -15,7 +15,7 @@ from apportion.backends.torch.recording import RecordingDevice
 from apportion.ir.errors import ConfigError
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=16, dtype="bf16")
-RANKS, STEPS = 4, 100
+RANKS, STEPS = 4, 32
 
 
 def slices(rank: int) -> Iterator[ap.Slice]:
@@ -31,7 +31,7 @@ def handle_of(piece: ap.Slice, envelope: Envelope = UNPADDED) -> ap.PlanHandle:
     return ap.PlanHandle(piece, device, device.engine, envelope=envelope).prepare("cpu")
 
 
-def test_shapes_buffers_and_tables_are_equal_over_a_hundred_steps() -> None:
+def test_shapes_buffers_and_tables_are_equal_over_many_steps() -> None:
     pieces = list(slices(rank=2))
     envelope = Envelope.around((handle_of(piece).sizes() for piece in pieces), 1.0)
     assert len({handle_of(piece).sizes() for piece in pieces}) > STEPS / 2
