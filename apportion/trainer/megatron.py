@@ -270,13 +270,18 @@ class CheckedSteps:
 
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self._finalize = finalize
-        self._digests: dict[int, int] = {}  # of each chunk
+        self._digests: dict[int, list[int]] = {}  # of each chunk: of its batches up to each one
         self._weighted: list[PlannedBatch] = []
 
     def note(self, chunk: int, batches: Sequence[PlannedBatch]) -> None:
+        """Raises ExecutionError at once if a chunk of this stage reads other batches than the first one, since hidden
+        states of other shapes would follow."""
+        read, first = self._digests.setdefault(chunk, []), next(iter(self._digests.values()))
         for batch in batches:
-            columns, before = (batch.tokens, batch.labels), self._digests.get(chunk, 0)
-            self._digests[chunk] = digest_of(batch.handle, columns, before)
+            read.append(digest_of(batch.handle, (batch.tokens, batch.labels), *read[-1:]))
+            if read != first[: len(read)]:
+                remedy = "give each chunk an iterator over a loader of its own, with the same samples"
+                raise ExecutionError(f"chunks of this stage have read different batches: {remedy}")
             self._weighted += [batch] if WEIGHTS in batch.fields else []
 
     def __call__(self, models: Any, *args: Any, **kwargs: Any) -> Any:
@@ -284,7 +289,8 @@ class CheckedSteps:
         batches, self._weighted = self._weighted, []
         if digests:
             device = next(models[0].parameters()).device
-            require_equal(digests.values(), [parallel_state.get_model_parallel_group()], device)
+            whole = (read[-1] for read in digests.values())
+            require_equal(whole, [parallel_state.get_model_parallel_group()], device)
         is_whole = any(batch.microbatch == 0 for batch in batches) and any(batch.is_last for batch in batches)
         if batches and not (is_whole and len({batch.iteration for batch in batches}) == 1):
             rule = "must be one iteration of the loader, as loss_weights are scaled by the total of the iteration"

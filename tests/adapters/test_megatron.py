@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import ConfigError, ExecutionError
 from tests.ranks.rank_pool import Pool, RankError
 
 pytest.importorskip("megatron.core")
@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from apportion.trainer.megatron import _check, _padding, planned_spec
+    from apportion.trainer.megatron import CheckedSteps, _check, _padding, planned_spec
     from tests.adapters import jobs_megatron
     from tests.adapters.jobs_megatron import Case, OwnGPTModel
 
@@ -194,6 +194,18 @@ def test_parts_of_a_model_that_read_different_batches_are_refused(ranks: Any, ca
         RankError, match=r"ExecutionError: tensor-parallel ranks, or stages .* different batches"
     ):
         ranks[2].run(jobs_megatron.train, 2, False, case)
+
+
+def test_chunks_of_a_stage_that_read_different_batches_are_refused_at_once() -> None:
+    """Other stages would wait for hidden states of their rows."""
+    tokens, handle = (torch.arange(3), torch.arange(4)), SimpleNamespace(name="plan")
+    first, second = (SimpleNamespace(handle=handle, tokens=one, labels=one, fields={}) for one in tokens)
+    steps: Any = CheckedSteps(print)
+    for chunk in (0, 1):
+        steps.note(chunk, [first])
+    steps.note(0, [second])
+    with pytest.raises(ExecutionError, match="chunks of this stage have read different batches: give each"):
+        steps.note(1, [first])
 
 
 def test_later_stages_get_their_rows_of_the_padding_mask(monkeypatch: pytest.MonkeyPatch) -> None:
