@@ -19,7 +19,8 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
@@ -229,8 +230,11 @@ def train(
     scaler = torch.amp.GradScaler("cpu", init_scale=scaled, enabled=scaled != 1)
     averaged_over = {"over": comm.ranks, "more": comm.ranks + 1}.get(reduces[-4:], 1)
     torch.manual_seed(comm.rank)
+    multiple = 64 if net == "tensor parallel" else 2  # equal rows on its ranks
     for _ in range(2):
-        for b in PlannedLoader(data, **options, communicator=plan_comm, shuffle=False, rows_multiple=2):
+        for b in PlannedLoader(
+            data, **options, communicator=plan_comm, shuffle=False, rows_multiple=multiple
+        ):
             if net == "compiled step":
                 torch.compile(_share, backend="eager", dynamic=True)(wrapped, b).backward()
             else:
@@ -297,6 +301,9 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
 
 def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:
     wrapped: Any = model
+    if net == "tensor parallel":  # over the ranks of the plan
+        mesh, rows = DeviceMesh.from_group(comm._base, "cpu"), RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(model, mesh, {"out": rows})
     if reduces.startswith("ddp"):
         wrapped = DistributedDataParallel(model, process_group=comm._base, find_unused_parameters=True)
     if reduces == "fsdp1":

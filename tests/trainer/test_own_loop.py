@@ -183,6 +183,14 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
             r"ExecutionError: gradients differ between ranks",
         ),
         (
+            {"net": "tensor parallel"},
+            r"ConfigError: group = '2 ranks': hold different shards of parameters.*communicator=",
+        ),
+        (
+            {"net": "tensor parallel", "reduces": "no"},
+            rf"ConfigError: model = 'Own': out {ROWS}.*communicator=",
+        ),
+        (
             {"kinds": KINDS},
             r"UserWarning: the attention kinds \['far', 'near'\] could be swapped unnoticed.*window=",
         ),

@@ -34,8 +34,9 @@ _ROWS, _MIN_ROWS = 64, 4  # maximum and minimum number of rows of a rerun
 _SUMS = 11  # checksums of an argument
 _PART = 0.6  # share of the rows in the last run
 _REMEDY = (
-    "compute each row only from its token and position id, with planned attention in every layer; if it mixes rows "
-    "on purpose, set its attribute mixes_rows = True"
+    "compute each row only from its token and position id, with planned attention in every layer (with tensor "
+    "parallelism the loader's communicator= has the ranks of other tokens); if it mixes rows on purpose, set its "
+    "attribute mixes_rows = True"
 )
 
 Results = tuple[Tensor, ...]
@@ -124,7 +125,7 @@ class ModelTrial:
             getLogger(__name__).warning("%s: their modules are not checked", text)
         for call in calls:
             if not getattr(call.module, "mixes_rows", False):
-                call.check(partial(setattr, self, "part"))
+                call.check(partial(setattr, self, "part"), smallest)
         return True
 
 
@@ -221,10 +222,11 @@ class ModuleCall:
     sums: list[int]
     results: list[Results] = field(default_factory=list)
 
-    def check(self, set_part: Callable[[Part | None], None]) -> None:
-        """Raises ConfigError if a row changes when fewer rows are computed. set_part: sets the part to rerun."""
-        name, count = type(self.module).__name__, len(self.rows)
-        draw, positions = torch.Generator().manual_seed(0), self.handle.position_ids[self.rows]
+    def check(self, set_part: Callable[[Part | None], None], count: int) -> None:
+        """Raises ConfigError if a row changes when fewer rows are computed, others on each rank, as tensor-parallel
+        ranks would mix them. set_part: sets the part to rerun; count: rows of each rank."""
+        name, positions = type(self.module).__name__, self.handle.position_ids[self.rows[:count]]
+        draw = torch.Generator().manual_seed(self.handle.communicator.rank)
         fewer = torch.randperm(count, generator=draw)
         is_last = positions[fewer] == positions.max()  # left out: models may read a rank's largest position
         fewer = fewer[is_last.int().argsort(stable=True)][: max(2, int(_PART * count))]

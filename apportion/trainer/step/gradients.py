@@ -73,6 +73,7 @@ def _sum_grads(model: nn.Module, group: Any) -> None:
         return
     if wiring.watch.staged and model not in wiring.watch.modules:
         _refuse_other_stages(params, group)
+    _refuse_shards(params, group)
     _refuse_sums(model, params, group)
     _refuse_changed(model, params)
     wiring.watch.modules[model] = None
@@ -96,6 +97,17 @@ def _refuse_other_stages(params: list[nn.Parameter], group: Any) -> None:
             rule = "hold different parameters, whose gradients would be added"
             ranks = f"{dist.get_world_size(group)} ranks"
             raise ConfigError("group", ranks, rule, "pass the ranks of one pipeline stage")
+
+
+def _refuse_shards(params: list[nn.Parameter], group: Any) -> None:
+    """Raises ConfigError if ranks of the group hold different shards of a parameter, as tensor-parallel ranks do."""
+    ranks = {*dist.get_process_group_ranks(group or dist.group.WORLD)} - {dist.get_rank()}
+    for mesh, placements in {(p.device_mesh, p.placements) for p in params if isinstance(p, DTensor)}:
+        groups = (mesh.get_group(dim) for dim, one in enumerate(placements) if not one.is_replicate())
+        if any(ranks & {*dist.get_process_group_ranks(one)} for one in groups):
+            rule = "hold different shards of parameters, whose gradients would be added"
+            remedy = "pass the ranks with the same shards, and to the loader too: communicator="
+            raise ConfigError("group", f"{len(ranks) + 1} ranks", rule, remedy)
 
 
 def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> None:
