@@ -264,9 +264,7 @@ def attention(
         if latent:
             key, value = getattr(type(module), _EXPAND)(module, value, key)
         return handle.attend(f"layer {module.layer_idx}", query, key, value), None
-    kind = getattr(module, "_kind", None)  # of an encoder's layer
-    if kind is None and len(handle.kinds) > 1:
-        kind = module.config.layer_types[module.layer_idx]
+    kind = _kind(module, handle)
     device = query.device.type  # autocast leaves q and k in float32 after RoPE
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
@@ -279,6 +277,13 @@ def attention(
         layer = handle, expand, expand.params, kind, scaling, softcap, s_aux
         return planned_latent_attention(q[0], v[0, :, 0], k[0, :, 0], *layer, **options)[None], None
     return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **options), None
+
+
+def _kind(layer: Any, handle: PlanHandle) -> str | None:
+    """The layer's attention kind in the plan; None for the only one."""
+    if hasattr(layer, "_kind") or len(handle.kinds) == 1:  # an encoder's layer has its own
+        return getattr(layer, "_kind", None)
+    return str(layer.config.layer_types[layer.layer_idx])
 
 
 def _expand_kv(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
@@ -424,8 +429,10 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             raise ConfigError(name, type_name, rule, "leave it out; pass masks= to the loader")
     if not isinstance(handle, Rehearsal):
         _check_positions(base, handle, kwargs.get("position_ids"))
-        if base._chunk is not None and not is_compiling():
-            _check_chunks(base, handle)
+        if not is_compiling():
+            _check_windows(base, handle)
+            if base._chunk is not None:
+                _check_chunks(base, handle)
     return args, kwargs
 
 
@@ -447,6 +454,15 @@ def _are_texts(batch: PlannedBatch, length: int) -> bool:
     """True if every `length` rows of a rank begin a sample: such rows may be evaluated as texts, without a plan."""
     samples, positions = (x.cpu().reshape(-1, length) for x in (batch.sample_ids, batch.position_ids))
     return bool((samples == samples[:, :1]).all() and (positions == torch.arange(length)).all())
+
+
+def _check_windows(base: Any, handle: PlanHandle) -> None:
+    """Compares the plan with windows that the config has got since `enable`: only the masks of unplanned attention
+    follow them, and not the layers. Raises ConfigError."""
+    layers = _layers(base)
+    for layer, window in zip(layers, _windows(base, layers), strict=True):
+        if window not in (None, layer._window):
+            handle.check(handle.kind(_kind(layer, handle)), window, None, str(layer.layer_idx))
 
 
 def _check_chunks(base: Any, handle: PlanHandle) -> None:

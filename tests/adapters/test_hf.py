@@ -110,6 +110,19 @@ def test_a_window_layer_on_a_causal_plan_is_refused_by_layer_and_kind(name: str)
         model(**hf.inputs(batch))
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "phimoe"])
+def test_a_window_of_the_config_that_changed_after_the_loader_is_refused(name: str) -> None:
+    model = hf.enable(jobs.new_model(name))
+    batch = next(iter(jobs.loader(model, 1)))
+    model(**hf.inputs(batch))
+    model.config.sliding_window = 8  # masks of the model's own attention follow it, its layers do not
+    with pytest.raises(ConfigError, match="window = 8: differs from the plan's .* in layer 0: .* window of 24"):
+        model(**hf.inputs(batch))
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 8 if getattr(layer.self_attn, "sliding_window", None) else None
+    model(**hf.inputs(next(iter(jobs.loader(hf.enable(model), 1)))))
+
+
 def test_a_full_layer_on_a_windowed_plan_is_refused() -> None:
     model = hf.enable(jobs.new_model("llama"))
     batch = next(iter(jobs.loader(model, 1, masks=ap.masks.sliding_window(24))))
