@@ -116,7 +116,9 @@ def test_a_window_of_the_config_that_changed_after_the_loader_is_refused(name: s
     batch = next(iter(jobs.loader(model, 1)))
     model(**hf.inputs(batch))
     model.config.sliding_window = 8  # masks of the model's own attention follow it, its layers do not
-    with pytest.raises(ConfigError, match="window = 8: differs from the plan's .* in layer 0: .* window of 24"):
+    with pytest.raises(
+        ConfigError, match=r"window = 8: differs from the plan's .* in layer 0: .* window of 24"
+    ):
         model(**hf.inputs(batch))
     for layer in model.model.layers:
         layer.self_attn.sliding_window = 8 if getattr(layer.self_attn, "sliding_window", None) else None

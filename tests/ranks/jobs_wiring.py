@@ -75,6 +75,21 @@ _SUMMED = (
 )
 
 
+def _clip_shards(params: Any) -> None:
+    """Clips gradients by the norm of this rank's shards."""
+    shards = [param.grad.to_local() for param in params]
+    factor = 0.01 / torch.cat([shard.flatten() for shard in shards]).norm()
+    for shard in shards:
+        shard.mul_(factor)
+
+
+CLIPS = {
+    "shards": _clip_shards,
+    "norm": lambda params: nn.utils.clip_grad_norm_(params, 0.01),
+    "value": lambda params: nn.utils.clip_grad_value_(params, 1e-4),
+}
+
+
 def trained(comm: Communicator, mistake: str) -> str:
     """The error or warning of a loop with this mistake; "" if there is none."""
     with warnings.catch_warnings():
@@ -138,6 +153,8 @@ def _run_loop(comm: Communicator, mistake: str) -> str:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 if mistake in _SUMMED or (mistake == "second" and not b.iteration):
                     ap.sum_gradients(model, comm._base)
+                if " clipped by " in mistake:
+                    CLIPS[mistake.partition(" clipped by ")[2]]([*wrapped.parameters()])
                 optimizer.step()
                 optimizer.zero_grad()
     except (ApportionError, UserWarning) as error:
@@ -209,5 +226,5 @@ def _wrapped(model: Any, comm: Communicator, mistake: str) -> Any:
         if mistake == "fsdp layers":
             for layer in model.layers:
                 ap.sum_gradients(layer)
-        return ap.sum_gradients(wrapped) if mistake in ("fsdp summed", "fsdp both averaged over") else wrapped
+        return ap.sum_gradients(wrapped) if mistake.startswith(("fsdp summed", "fsdp both")) else wrapped
     return model

@@ -23,6 +23,8 @@ from tests.support.sparse import sparse
             "fsdp summed",
             "fsdp averaged over",
             "fsdp by hand",
+            "fsdp summed clipped by norm",
+            "fsdp summed clipped by value",
             "experts",
             "evaluated",
         ],
@@ -54,6 +56,10 @@ def test_correct_loops_train(pool: Pool, mistake: str) -> None:
         (
             "clipped",
             r"ConfigError: model = 'Net': has gradients that were clipped.*clip or unscale after it",
+        ),
+        (
+            "fsdp summed clipped by shards",
+            r"ExecutionError: gradients of shards were multiplied by .*full_tensor",
         ),
         ("frozen", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(800, 16\)"),
         ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),

@@ -29,6 +29,8 @@ from apportion.trainer.step.terms import is_known, running_loss_scale
 
 _CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
 _FACTORS = "shares of one mean must have the same factors and divisors on all ranks"
+_ROUNDED = 0.01  # relative tolerance of factors in 16 bits
+_CLIP = "take norms over all shards, as torch.nn.utils.clip_grad_norm_ does, or p.grad.full_tensor().norm()"
 _LINEAR = ("apportion", "torch")  # packages whose gradient hooks are linear
 _HOOKED = (
     "they get a rank's contribution to a gradient, not the sum over ranks; only multiplications, such as masks, are "
@@ -79,6 +81,10 @@ class Watch:
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
         self.scanned: Any = WeakIdKeyDictionary()  # parameters of losses whose graphs were read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._reduced: Any = (
+            WeakIdKeyDictionary()
+        )  # shard -> some elements of its gradient after the reduction
+        self._recording: list[Any] = []  # hooks
 
     def add(self, batch: Microbatch) -> None:
         if self._hook is None:
@@ -241,6 +247,12 @@ class Watch:
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps & (steps - 1) == 0:  # at exponentially growing intervals
                 self._compare(params)
+            self._reduced.clear()
+            while self._recording:
+                self._recording.pop().remove()
+            if steps & (steps + 1) == 0:  # the next step is compared
+                shards: list[Any] = [param for param in owned if isinstance(param, DTensor)]
+                self._recording = [param.register_post_accumulate_grad_hook(self._record) for param in shards]
             hooks = (hook for param in owned for hook in (param._backward_hooks or {}).values())
             if steps == 1 and any(str(hook.__module__).partition(".")[0] not in _LINEAR for hook in hooks):
                 warn(f"parameters have hooks: {_HOOKED}", stacklevel=1)
@@ -282,6 +294,17 @@ class Watch:
                 ran.clear()
         self._unused = False
 
+    def _record(self, shard: Any) -> None:
+        self._reduced[shard] = _sample(shard).clone()
+
+    def _clipped(self, params: list[Any]) -> float:
+        """The factor of the gradients of this rank's shards since their reduction; 0.0 if they have not one factor."""
+        shards = [param for param in params if param in self._reduced and param.grad is not None]
+        pairs = [torch.stack((self._reduced[shard], _sample(shard))).double().cpu() for shard in shards]
+        before, after = torch.cat((torch.zeros(2, 1), *pairs), 1)
+        factors = (after / before)[before != 0].tolist()
+        return max(factors) if factors and min(factors) > max(factors) * (1 - _ROUNDED) else 0.0
+
     def _compare(self, params: list[Tensor]) -> None:
         """Raises ExecutionError if values of parameters or gradients differ between ranks. A collective."""
         by_id = {id(tensor): tensor for tensor in params}
@@ -294,10 +317,16 @@ class Watch:
         remedies = {"gradients": SUMS, "parameters": "make them equal before the first step"}
         remedies["buffers"] = "sum over ranks what each computes from its own rows"
         for transport in self._transports:
-            rows = transport.gather_floats([self.scale, self.divisor, self.multiple], "factors")
+            scales = [self.scale, self.divisor, self.multiple, self._clipped(params)]
+            rows = transport.gather_floats(scales, "factors")
             for number, factors in enumerate(zip(*rows, strict=True)):
-                if max(factors) <= min(filter(None, factors), default=0.0) * (1 + _CLOSE):
+                close = _ROUNDED if number == 3 else _CLOSE
+                if max(factors) <= min(filter(None, factors), default=0.0) * (1 + close):
                     continue
+                if number == 3:
+                    raise ExecutionError(
+                        f"gradients of shards were multiplied by {[*factors]} on each rank: {_CLIP}"
+                    )
                 if number == 2:
                     text = f"weights of losses are different multiples of a field on each rank, {factors}"
                     warn(f"{text}: {_FACTORS}", stacklevel=1)
@@ -334,6 +363,12 @@ def _buffers(model: nn.Module) -> Iterator[Tensor]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield buffer
+
+
+def _sample(shard: Any) -> Tensor:
+    """Some elements of the gradient of this rank's shard."""
+    sample: Tensor = shard.grad.to_local().flatten()[:64]
+    return sample
 
 
 def _is_replicated(param: Tensor, transport: Any) -> bool:
