@@ -28,6 +28,7 @@ from apportion.trainer.loading.samples import Samples
 from apportion.trainer.shared import Epochs
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import WEIGHTS
+from apportion.trainer.step.terms import SHARE, has_term, mark
 
 try:
     import accelerate  # noqa: F401
@@ -137,7 +138,12 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         if NAME in inputs and num_items_in_batch is None:  # not every Trainer counts items in evaluation
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
+        if NAME in inputs and loss.requires_grad and _name(self._loss_owner()) in _SUMS:
+            if not has_term(loss, SHARE):  # trl's own, of hidden states
+                mark(loss)
+        return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not wiring.watch.accounted:  # Trainer undoes the averaging over ranks; unknown losses are checked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,9 @@ def sft(comm: Communicator, folder: Path, form: str, options: Any) -> Any:
         planned=planned(comm, model),
     )
     recorder = SampleRecorder(trainer._loader(trainer.train_dataset, is_training=True))
-    trainer.train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*loss")
+        trainer.train()
     return logged(trainer), recorder.samples
 
 
