@@ -203,9 +203,9 @@ def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
     config cannot be read: such layers are not checked."""
     try:
         windows = windows_of(model.config.get_text_config().to_dict())
-    except ConfigError:
+        return [windows[layer.layer_idx] for layer in layers]
+    except (ConfigError, IndexError):
         return [None] * len(layers)
-    return [windows[layer.layer_idx] for layer in layers]
 
 
 def _chunk(model: Any) -> int | None:
@@ -461,7 +461,7 @@ def _check_windows(base: Any, handle: PlanHandle) -> None:
     follow them, and not the layers. Raises ConfigError."""
     layers = _layers(base)
     for layer, window in zip(layers, _windows(base, layers), strict=True):
-        if window not in (None, layer._window):
+        if window not in (None, getattr(layer, "_window", window)):
             handle.check(handle.kind(_kind(layer, handle)), window, None, str(layer.layer_idx))
 
 
