@@ -81,10 +81,8 @@ class Watch:
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
         self.scanned: Any = WeakIdKeyDictionary()  # parameters of losses whose graphs were read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._reduced: Any = (
-            WeakIdKeyDictionary()
-        )  # shard -> some elements of its gradient after the reduction
-        self._recording: list[Any] = []  # hooks
+        self._reduced: Any = WeakIdKeyDictionary()  # shard -> `_sample` of its gradient as it was reduced
+        self._recording: list[Any] = []  # hooks that do this
 
     def add(self, batch: Microbatch) -> None:
         if self._hook is None:
@@ -324,9 +322,8 @@ class Watch:
                 if max(factors) <= min(filter(None, factors), default=0.0) * (1 + close):
                     continue
                 if number == 3:
-                    raise ExecutionError(
-                        f"gradients of shards were multiplied by {[*factors]} on each rank: {_CLIP}"
-                    )
+                    text = f"gradients of shards were multiplied by {[*factors]} on each rank"
+                    raise ExecutionError(f"{text}: {_CLIP}")
                 if number == 2:
                     text = f"weights of losses are different multiples of a field on each rank, {factors}"
                     warn(f"{text}: {_FACTORS}", stacklevel=1)
@@ -367,8 +364,7 @@ def _buffers(model: nn.Module) -> Iterator[Tensor]:
 
 def _sample(shard: Any) -> Tensor:
     """Some elements of the gradient of this rank's shard."""
-    sample: Tensor = shard.grad.to_local().flatten()[:64]
-    return sample
+    return shard.grad.to_local().flatten()[:64]  # type: ignore[no-any-return]
 
 
 def _is_replicated(param: Tensor, transport: Any) -> bool:
