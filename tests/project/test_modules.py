@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "apportion"
@@ -38,23 +39,33 @@ MODULES = {
 }
 
 
+class Source(NamedTuple):
+    """What the tests need of a file; its syntax tree, kept, would slow every later test of the process."""
+
+    imports: set[str]
+    classes: list[str]
+    docstrings: list[str]
+
+
 @cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Yields the modules that a module imports; for `from x import y`, y if it is a module, else x."""
-    for node in nodes(path):
-        if isinstance(node, ast.ImportFrom):
+def source(path: Path) -> Source:
+    found = Source(set(), [], [])
+    holders = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, holders) and (text := ast.get_docstring(node)):
+            found.docstrings.append(text)
+        if isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        elif isinstance(node, ast.ImportFrom):  # from x import y: y if it is a module, else x
             names = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from (one if one in MODULES else str(node.module) for one in names)
+            found.imports.update(one if one in MODULES else str(node.module) for one in names)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.imports.update(alias.name for alias in node.names)
+    return found
 
 
 def test_no_modules_import_each_other() -> None:
-    graph = {name: {*imported(path)} & MODULES.keys() - {name} for name, path in MODULES.items()}
+    graph = {name: source(path).imports & MODULES.keys() - {name} for name, path in MODULES.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -64,10 +75,9 @@ def test_no_modules_import_each_other() -> None:
 def test_no_three_classes_share_a_name() -> None:
     places = defaultdict(list)
     for path in MODULES.values():
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef) and node.name not in EXEMPT:
-                places[node.name.lstrip("_")].append(str(path))
-    assert not {name: paths for name, paths in places.items() if len(paths) > 2}
+        for name in source(path).classes:
+            places[name.lstrip("_")].append(str(path))
+    assert not {name: paths for name, paths in places.items() if len(paths) > 2 and name not in EXEMPT}
 
 
 @cache
@@ -77,11 +87,7 @@ def texts() -> list[tuple[Path, str]]:
 
 def _texts() -> Iterator[tuple[Path, str]]:
     yield from ((path, path.read_text(encoding="utf-8")) for path in DOCUMENTS)
-    holders = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for path in SOURCES.values():
-        for node in nodes(path):
-            if isinstance(node, holders) and (text := ast.get_docstring(node)):
-                yield path, text
+    yield from ((path, text) for path in SOURCES.values() for text in source(path).docstrings)
 
 
 def names_matching(pattern: re.Pattern[str]) -> set[tuple[str, str]]:
