@@ -62,11 +62,7 @@ WITHIN = 0.25
 RECIPES = ("fcp", "ring", "allgather", "ulysses", "hybrid_dp", "wlb")
 #: the demo's training: gradients are summed once per step, without overlap; no recomputation
 TRAINING = ap.Training(
-    vocab=VOCABULARY,
-    sharding="ddp",
-    recompute="none",
-    overlap=False,
-    loss_tokens=workload.TOKENS,
+    vocab=VOCABULARY, sharding="ddp", recompute="none", overlap=False, loss_tokens=workload.TOKENS
 )
 
 

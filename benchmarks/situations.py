@@ -69,10 +69,7 @@ def cluster(ranks: int = RANKS, node: int = 8, **more: Any) -> Cluster:
 
 
 def documents(
-    ranks: int = RANKS,
-    tokens: int = TOKENS,
-    mask: Mask | Mapping[str, Mask] | None = None,
-    **shape: Any,
+    ranks: int = RANKS, tokens: int = TOKENS, mask: Mask | Mapping[str, Mask] | None = None, **shape: Any
 ) -> Callable[[int], Batch]:
     """Log-normal documents."""
     mask_spec = masks.causal() if mask is None else mask

@@ -20,10 +20,7 @@ from apportion.demo.decoder import Decoder
 
 RANKS, STEPS, RATE, CLIP, KL = 4, 3, 0.5, 0.2, 0.04
 PROMPTS, PROMPT, VOCABULARY, STOP = 4, 20, 16, 0
-BRANCHES = (
-    (2, 8),
-    (4, 24),
-)  # like a tree search: per prompt 2 prefixes of 8 tokens, each with 4 endings
+BRANCHES = ((2, 8), (4, 24))  # like a tree search: per prompt 2 prefixes of 8 tokens, each with 4 endings
 GROUP, ANSWER = 8, 32
 TOLERANCE = 1e-6  # relative to the largest gradient
 # fp64, so that rounding hides no mistake

@@ -177,8 +177,7 @@ def read_plan(data):
     require(all(isinstance(item, bytes) for item in bins), "envelope: sections, parts and digests are bin")
     computed = plan_id(envelope) if is_plan else slice_id(envelope)
     require(
-        envelope["id"] == computed,
-        f"id: {envelope['id'].hex()} is not that of the bytes, {computed.hex()}",
+        envelope["id"] == computed, f"id: {envelope['id'].hex()} is not that of the bytes, {computed.hex()}"
     )
     plan = {"id": envelope["id"].hex(), **{name: msgpack.unpackb(envelope[name]) for name in SLICED}}
     check_sections(plan, envelope["version"])

@@ -70,8 +70,7 @@ RecipeName = Annotated[
     str, Option(help="A recipe from `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches.")
 ]
 RecipeNames = Annotated[
-    str,
-    Option(help="Names of recipes and recipe files, separated by commas, or all.", metavar="NAME,..."),
+    str, Option(help="Names of recipes and recipe files, separated by commas, or all.", metavar="NAME,...")
 ]
 Block = Annotated[
     str | None,

@@ -132,10 +132,7 @@ def test_batches_may_be_fetched_before_optimizer_steps(model: Any, batch: Any) -
         ({"shift_labels": None}, r"shift_labels.*shifted.*hf\.inputs"),
         ({"num_items_in_batch": None}, "num_items_in_batch.*mean is over all ranks"),
         ({"num_items_in_batch": 1}, "num_items_in_batch.*differs from the batch's"),
-        (
-            {"shift_labels": torch.zeros(1, 397, dtype=torch.int64)},
-            "shift_labels.*differs from the batch's",
-        ),
+        ({"shift_labels": torch.zeros(1, 397, dtype=torch.int64)}, "shift_labels.*differs from the batch's"),
         ({"labels": torch.full((1, 397), -100)}, "labels.*differs from the batch's"),  # would be ignored
         ({"logits_to_keep": 1}, "logits_to_keep.*omit rows from the loss"),
     ],

@@ -82,7 +82,7 @@ def test_help_explains_and_shows_an_example(run: Command, command: tuple[str, ..
 
 def test_help_is_printed_if_there_is_no_command(run: Command) -> None:
     assert re.findall("─ ([A-Z][a-z ]+) ─", run().out)[1:] == [
-        *("Plan", "Look at plans", "Measure", "Serve", "Extend"),
+        *("Plan", "Look at plans", "Measure", "Serve", "Extend")
     ]
     assert run("-h").out == run("--help").out
 

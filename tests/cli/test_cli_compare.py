@@ -255,11 +255,7 @@ def test_the_recipe_schema_accepts_what_the_planner_accepts(run: Command) -> Non
     for entry in entries().values():
         check.validate(entry.recipe.to_data())
     steps = find_recipe("fcp").to_data()["steps"]
-    for place in (
-        {"lpt": {"solver": "ilp"}},
-        {"lpt": {"solver": {"ilp": {"steps": 9}}}},
-        {"lpt": None},
-    ):
+    for place in ({"lpt": {"solver": "ilp"}}, {"lpt": {"solver": {"ilp": {"steps": 9}}}}, {"lpt": None}):
         recipe = {"name": "mine", "steps": {**steps, "place": place}}
         check.validate(recipe)
         find_recipe(recipe)

@@ -213,10 +213,7 @@ def test_documents_of_magi_match_its_published_histogram() -> None:
 
 
 def test_a_published_setting_is_compared_with_its_figures() -> None:
-    systems = (
-        published.System("theirs", RING, {4: (100.0, 50.0)}),
-        published.System("", FCP, {}),
-    )
+    systems = (published.System("theirs", RING, {4: (100.0, 50.0)}), published.System("", FCP, {}))
     case = published.PublishedSetting("tiny", "tiny", "h100", 1024, systems, Model(), batches=2, ranks=(4, 8))
     measured = comparison.measure(case)
     assert [(row["system"], row["ranks"]) for row in measured["rows"]] == [("theirs", 4), ("", 4), ("", 8)]

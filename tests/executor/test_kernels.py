@@ -249,9 +249,7 @@ def test_the_check_names_the_wrong_result_of_a_forward_kernel(
     monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
     bad = attention.Kernel(
-        cut_strips,
-        with_wrong_entry(attention._plain, *BAD[problem], 3, 1),
-        attention._plain_backward,
+        cut_strips, with_wrong_entry(attention._plain, *BAD[problem], 3, 1), attention._plain_backward
     )
     monkeypatch.setattr(attention, "FLASH_CPU", bad)
     args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 11)
@@ -269,11 +267,7 @@ def test_the_check_names_the_wrong_result_of_a_backward_kernel(
     monkeypatch: pytest.MonkeyPatch, part: int, name: str, row: int
 ) -> None:
     spoil = with_wrong_entry(attention._plain_backward, part, float("nan"), row, 1)
-    monkeypatch.setattr(
-        attention,
-        "FLASH_CPU",
-        attention.Kernel(cut_strips, attention._plain, spoil),
-    )
+    monkeypatch.setattr(attention, "FLASH_CPU", attention.Kernel(cut_strips, attention._plain, spoil))
     args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 12)
     with (
         check_kernels(True),

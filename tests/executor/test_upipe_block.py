@@ -78,11 +78,7 @@ def planned_results(
         name: sum(each[name] for each in grads) if sharded is None else grads[0][name] * ranks
         for name in grads[0]
     }
-    return {
-        "out": cases.in_token_order(plan, list(out)),
-        "dx": cases.in_token_order(plan, list(dx)),
-        **whole,
-    }
+    return {"out": cases.in_token_order(plan, list(out)), "dx": cases.in_token_order(plan, list(dx)), **whole}
 
 
 def assert_equal(pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = None) -> None:

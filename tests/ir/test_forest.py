@@ -205,10 +205,7 @@ def test_savings_of_real_rollouts_equal_a_count_of_lengths(name: str, groups: in
                 separate[0] + prompt + response,
                 separate[1] + (prompt + response) * (prompt + response + 1) // 2,
             ]
-            folded = [
-                folded[0] + response,
-                folded[1] + prompt * response + response * (response + 1) // 2,
-            ]
+            folded = [folded[0] + response, folded[1] + prompt * response + response * (response + 1) // 2]
     forest = fold(texts, prompts)
     assert forest.saving == Saving(separate[0], folded[0], separate[1], folded[1])
     assert len(forest) == groups

@@ -99,9 +99,7 @@ def without_backward(plan: Plan) -> Plan:
     return codec.seal(replace(plan, header=replace(plan.header, phases=("forward",)), programs=programs))
 
 
-def test_programs_missing_from_the_bytes_or_the_plan_are_detected(
-    plan: Plan,
-) -> None:
+def test_programs_missing_from_the_bytes_or_the_plan_are_detected(plan: Plan) -> None:
     forward_only = without_backward(plan)
     assert "digests" in rules(replace(plan, sections=forward_only.sections))
     assert rules(replace(forward_only, sections=plan.sections)) == {"structure"}  # needs both phases

@@ -134,10 +134,7 @@ CASES = {
     "node: a branch added twice": (
         "node",
         "backward",
-        (
-            "add dKV.work[30:35) -> dKV.work[0:5)",
-            "add" + ",".join([" dKV.work[30:35) -> dKV.work[0:5)"] * 2),
-        ),
+        ("add dKV.work[30:35) -> dKV.work[0:5)", "add" + ",".join([" dKV.work[30:35) -> dKV.work[0:5)"] * 2)),
         "delivery",
         "merged, added or sent before",
     ),

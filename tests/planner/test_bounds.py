@@ -11,14 +11,7 @@ from hypothesis import given, strategies as st
 import apportion as ap
 from apportion.ir.masks.bands import dense
 from apportion.ir.tensors import Tensor
-from apportion.planner.bounds import (
-    Bound,
-    foreign_kv_tokens,
-    foreign_tokens,
-    kv_bytes,
-    makespan,
-    slots,
-)
+from apportion.planner.bounds import Bound, foreign_kv_tokens, foreign_tokens, kv_bytes, makespan, slots
 from apportion.planner.recipe.recipes import entries
 from apportion.planner.solvers.colouring.matching import max_degree
 from apportion.planner.solvers.partition.lpt import makespan_bound

@@ -119,11 +119,7 @@ def test_any_execution_equals_dense_attention(seed: int) -> None:
 
 def test_queries_that_travel_on_rings_are_refused() -> None:
     draw = random.Random(5)
-    steps_ = {
-        "shard": {"blocks": {"block": 5}},
-        "place": {"scattered": {}},
-        "schedule": {"ring": {}},
-    }
+    steps_ = {"shard": {"blocks": {"block": 5}}, "place": {"scattered": {}}, "schedule": {"ring": {}}}
     layer, batch = LAYERS[1], random_batch(draw)
     model = Model(*layer[:4], dtype="fp64", layers=1)
     policy = Policy(Recipe("x", steps_), token_cap=batch.tokens)

@@ -87,10 +87,7 @@ def test_missing_and_misspelt_attributes_of_a_pass_are_named(
     assert fault in contract_fault(step, made)
 
 
-MEMBERS = {
-    "place": ("__call__", "is_uncapped"),
-    "route": ("__call__", "rings", "relays", "by_block"),
-}
+MEMBERS = {"place": ("__call__", "is_uncapped"), "route": ("__call__", "rings", "relays", "by_block")}
 
 
 def test_a_pass_that_declares_everything_needs_no_base_class() -> None:
@@ -112,12 +109,7 @@ def install(folder: Path, name: str, value: str, module: str = "") -> None:
     ("name", "value", "module", "fault"),
     [
         ("partition.mine", "no_such_module:ENTRY", "", "broken 2.0 cannot be loaded: ModuleNotFoundError"),
-        (
-            "partition.mine",
-            "broken_plugin:ENTRY",
-            "ENTRY = 3",
-            "broken 2.0 has the type int, not Entry",
-        ),
+        ("partition.mine", "broken_plugin:ENTRY", "ENTRY = 3", "broken 2.0 has the type int, not Entry"),
         ("partition.mine", "broken_plugin:ENTRY", "1 / 0", "broken 2.0 cannot be loaded: ZeroDivisionError"),
         (
             "partition.lpt",

@@ -116,9 +116,7 @@ def padded(
 
 
 def groups(
-    comm: Communicator,
-    options: dict[str, Any],
-    dataset: Recorded | Broken | None = None,
+    comm: Communicator, options: dict[str, Any], dataset: Recorded | Broken | None = None
 ) -> list[tuple[float | list[Any], ...]] | None:
     """The content of each batch, with labels and weights counted over all, if two groups of four ranks share a job."""
     group, place = divmod(comm.rank, 4)

@@ -32,13 +32,7 @@ ENTRIES = [
 def test_minutes_have_medians_and_the_number_of_plans_ahead() -> None:
     hour = minutes(ENTRIES, NOW)
     assert len(hour) == 60
-    assert [minute.ahead for minute in (hour[0], hour[28], hour[29], hour[58], hour[59])] == [
-        1,
-        1,
-        2,
-        2,
-        2,
-    ]
+    assert [minute.ahead for minute in (hour[0], hour[28], hour[29], hour[58], hour[59])] == [1, 1, 2, 2, 2]
     assert (hour[29].planned, hour[29].planning_s, hour[29].waited_s) == (1, 2.0, 0.0)
     last = hour[59]
     assert (last.planned, last.stored, last.planning_s, last.waited_s) == (1, 1, 4.0, 3.0)

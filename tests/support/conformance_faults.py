@@ -191,10 +191,7 @@ def _sections(plan: Plan) -> Faults:
             _with_section(plan, "header", diagonals={"local": [[0, 9]]}),
         ),
         "header_without_phases": ("sections", _with_section(plan, "header", phases=[])),
-        "header_phases_swapped": (
-            "sections",
-            _with_section(plan, "header", phases=["backward", "forward"]),
-        ),
+        "header_phases_swapped": ("sections", _with_section(plan, "header", phases=["backward", "forward"])),
         "header_home": ("sections", _with_section(plan, "header", home_layout="linear")),
         "header_narrow_fp64": ("sections", _with_section(plan, "header", sent_gradients="model")),
         "layouts_of_others": ("sections", rebuilt(plan, layouts=msgpack.packb({"linear": {"tokens": 24}}))),

@@ -94,9 +94,7 @@ STRATEGIES: dict[str, dict] = {
     "double_ring_of_holders": BLOCKS | {"schedule": {"ring": {"over": "holders", "window": "node"}}},
 }
 #: stages with twice as many heads as ranks; they need at least four query heads
-WIDE = {
-    "upipe_wide": steps("upipe_ring", inner={"heads": 4, "project": False, "ahead": 1}, **SHORT),
-}
+WIDE = {"upipe_wide": steps("upipe_ring", inner={"heads": 4, "project": False, "ahead": 1}, **SHORT)}
 
 
 def cluster(ranks: int) -> Cluster:

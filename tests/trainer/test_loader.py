@@ -329,9 +329,7 @@ def test_a_missing_plan_is_an_error_that_names_the_iteration() -> None:
     assert loader.metrics()["waited_s"] >= 0.2
 
 
-def test_a_late_iteration_is_planned_locally_counted_and_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_late_iteration_is_planned_locally_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     expected = [seen(batch) for batch in loader_of()]
     loader = loader_of(planning(job(), HereSource(frozenset([1, 2]))), timeout_s=1.5, on_timeout="local")
     with caplog.at_level(logging.WARNING, "apportion"):

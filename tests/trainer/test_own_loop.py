@@ -112,10 +112,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
             {"reduces": "ddp averaged over more"},
             r"ConfigError: averaged_over = 3: .*averages gradients; pass 2",
         ),
-        (
-            {"reduces": "apart"},
-            r"ConfigError: model = 'Own': sums gradients over 2 ranks.*of 1; .*replicas=",
-        ),
+        ({"reduces": "apart"}, r"ConfigError: model = 'Own': sums gradients over 2 ranks.*of 1; .*replicas="),
         (
             {"loss": "weights"},
             r"ConfigError: weights = fields\['worth'\] = 'not shifted'.*shifted=\(\.\.\., 'worth'",

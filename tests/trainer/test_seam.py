@@ -28,9 +28,7 @@ from tests.support.sparse import sparse
 
 
 def loader_of(
-    dataset: Recorded | Broken | Samples | None = None,
-    kwargs: dict[str, Any] | None = None,
-    **more: Any,
+    dataset: Recorded | Broken | Samples | None = None, kwargs: dict[str, Any] | None = None, **more: Any
 ) -> PlannedLoader:
     return PlannedLoader(dataset or Recorded(), **{**(kwargs or planning(job())), "shuffle": False, **more})
 
@@ -51,9 +49,7 @@ class Samples:
 # --- samples with fields
 
 
-def test_fields_are_cut_like_tokens_and_labels_like_predicted_tokens(
-    pool: Pool,
-) -> None:
+def test_fields_are_cut_like_tokens_and_labels_like_predicted_tokens(pool: Pool) -> None:
     kwargs, ranks = planning(job(3, 66, microbatches=2)), 3
     results = pool.run(jobs_seam.fields, ranks, kwargs, {"rows_multiple": 4})
     for batches in zip(*results, strict=True):
@@ -96,10 +92,7 @@ def test_a_rank_without_samples_has_the_fields_of_the_others(pool: Pool) -> None
         ({"input_ids": [1.7, 2.0, 3.0]}, r"sample 0: input_ids.*integers"),
         ({"input_ids": [1, 2, 3], "labels": [0.5, 1.0, 2.0]}, r"sample 0: labels.*integers"),
         ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 2]}, r"sample 0: position_ids.*the plan's mask"),
-        (
-            {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]},
-            r"sample 0: attention_mask.*no padding",
-        ),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]}, r"sample 0: attention_mask.*no padding"),
         (
             {"input_ids": [1, 2, 3], "labels": [1, -1, 3]},
             r"labels = -1: must not be negative; use the label -100",

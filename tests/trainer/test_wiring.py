@@ -53,10 +53,7 @@ def test_correct_loops_train(pool: Pool, mistake: str) -> None:
         ("next labels", r"ConfigError: labels = 'batch\.labels\[1:\]': .*shifted again"),
         ("halves", r"UserWarning: the loss is divided by 2, .*remove that"),
         ("kinds", r"UserWarning: no layer has called attention of the kinds \['wide'\]: give each its kind="),
-        (
-            "clipped",
-            r"ConfigError: model = 'Net': has gradients that were clipped.*clip or unscale after it",
-        ),
+        ("clipped", r"ConfigError: model = 'Net': has gradients that were clipped.*clip or unscale after it"),
         (
             "fsdp summed clipped by shards",
             r"ExecutionError: gradients of shards were multiplied by .*full_tensor",
@@ -64,10 +61,7 @@ def test_correct_loops_train(pool: Pool, mistake: str) -> None:
         ("frozen", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(800, 16\)"),
         ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),
         ("sdpa", r"ExecutionError: attention \(ScaledDotProduct.*rows of this rank, without the plan"),
-        (
-            "softmax",
-            r"ExecutionError: attention \(Softmax.*rows of this rank, without the plan",
-        ),
+        ("softmax", r"ExecutionError: attention \(Softmax.*rows of this rank, without the plan"),
         ("twice", r"ConfigError: model = 'Net': has gradients that are sums already"),
         ("early", r"ExecutionError: an optimizer stepped after microbatch 0 of iteration 0"),
         ("skipped", r"UserWarning: microbatches \[0\] of iteration 0 had no loss before the step"),

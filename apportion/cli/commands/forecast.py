@@ -28,8 +28,7 @@ WIDTH = 118
 
 
 Recipes = Annotated[
-    str,
-    Option(help="Recipes over all data x context ranks: names, files, all or none.", metavar="NAME,..."),
+    str, Option(help="Recipes over all data x context ranks: names, files, all or none.", metavar="NAME,...")
 ]
 Grids = Annotated[
     str,

@@ -115,11 +115,7 @@ def check_canonical(size: int, value: msgspec.Struct, label: str) -> None:
 
 
 def read_envelope(
-    data: bytes,
-    kind: type[V],
-    name: str,
-    magic: str,
-    check: Callable[[int, V, str], None] = check_canonical,
+    data: bytes, kind: type[V], name: str, magic: str, check: Callable[[int, V, str], None] = check_canonical
 ) -> V:
     """Decodes the outermost map after checking its format and version. check: called with size, value and name, but not
     for a later minor version. Raises DecodeError, VersionError."""

@@ -10,15 +10,7 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.fields import integer, keep
 from apportion.ir.masks.bands import INF, MAX_TOKENS
-from apportion.ir.masks.spec import (
-    CAUSAL,
-    FULL,
-    Diagonal,
-    Diagonals,
-    Gridded,
-    Row,
-    Uniform,
-)
+from apportion.ir.masks.spec import CAUSAL, FULL, Diagonal, Diagonals, Gridded, Row, Uniform
 
 
 @dataclass(frozen=True)

@@ -93,12 +93,7 @@ def _time_rows(record: Record) -> list[tuple[str, str]]:
     if "planning_ms" not in record:
         return []
     planning_ms, verify_ms = record["planning_ms"]["p50"], record["verify_ms"]["p50"]
-    return [
-        (
-            "time",
-            f"planned in {planning_ms:.1f} ms, verified in {verify_ms:.1f} ms",
-        )
-    ]
+    return [("time", f"planned in {planning_ms:.1f} ms, verified in {verify_ms:.1f} ms")]
 
 
 def loads(plan: PlanTables) -> Floats:

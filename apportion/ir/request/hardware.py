@@ -46,14 +46,7 @@ MAX_FILE_BYTES = 2**22  # four grids of 64 x 64 times are some 300 KB
 _CLOSE = 0.1  # relative tolerance for a cluster's links to match the hardware's
 
 # Fields that both a cluster and its hardware have.
-_SHARED = (
-    "intra_gbs",
-    "inter_gbs",
-    "nics_per_node",
-    "intra_latency_us",
-    "inter_latency_us",
-    "memory_gib",
-)
+_SHARED = ("intra_gbs", "inter_gbs", "nics_per_node", "intra_latency_us", "inter_latency_us", "memory_gib")
 
 
 @dataclass(frozen=True)

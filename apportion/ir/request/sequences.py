@@ -139,10 +139,7 @@ def _home(path: str, ranks: Any) -> tuple[int, ...]:
     home = tuple(integers(path, ranks, 0, MAX_RANKS - 1).tolist())
     if not home or len(set(home)) != len(home):
         raise ConfigError(
-            path,
-            home,
-            "must name at least one rank, without duplicates",
-            "write null where any rank will do",
+            path, home, "must name at least one rank, without duplicates", "write null where any rank will do"
         )
     return home
 

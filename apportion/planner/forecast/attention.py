@@ -71,12 +71,7 @@ class AttentionTimes:
 
 
 def plan_attention(
-    parallelism: Parallelism,
-    batch: Batch,
-    cluster: Cluster,
-    model: Model,
-    hardware: Hardware,
-    seed: int,
+    parallelism: Parallelism, batch: Batch, cluster: Cluster, model: Model, hardware: Hardware, seed: int
 ) -> tuple[list[list[PlannedMicrobatch]], int]:
     """Plans the microbatches, in order, of the groups that may be slowest; also returns the pairs of all groups. batch:
     all sequences of a step. Raises ConfigError, CapacityError."""

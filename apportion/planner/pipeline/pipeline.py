@@ -119,14 +119,7 @@ def seal(
         tables = table_bytes.tables_of(draft.layouts, draft.programs, draft.moves, draft.recurrence)
         parts = table_bytes.encode_parts(tables, problem.ranks, threads)
     with watch("report"):
-        report = build_report(
-            problem,
-            placed,
-            draft.lowered,
-            draft.programs,
-            draft.layouts,
-            parts,
-        )
+        report = build_report(problem, placed, draft.lowered, draft.programs, draft.layouts, parts)
         if placed.passes.pods is not None:
             report |= {"pods": len(draft.lowered)}
         if found_departures := departures(placed, draft.lowered):

@@ -224,12 +224,7 @@ def _blocks(block: int | str, degree: int) -> Candidate:
 
 
 def _recipe(
-    name: str,
-    degree: int,
-    place: str,
-    schedule: str,
-    route: str = "star",
-    blocks: int | str | None = None,
+    name: str, degree: int, place: str, schedule: str, route: str = "star", blocks: int | str | None = None
 ) -> Recipe:
     solver = {"solver": "lpt_near"}
     shard = {"sequences": {}} if blocks is None else {"blocks": {"block": blocks, "zigzag": True, **solver}}

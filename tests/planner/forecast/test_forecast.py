@@ -205,9 +205,7 @@ def test_without_overlap_the_head_is_exposed_too() -> None:
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero2"])
-def test_zero2_scatters_gradients_per_microbatch_and_gathers_weights_once(
-    sharding: str,
-) -> None:
+def test_zero2_scatters_gradients_per_microbatch_and_gathers_weights_once(sharding: str) -> None:
     """ZeRO-2 keeps no full gradients, so it scatters those of every microbatch; transfers of vocabulary matrices are
     not hidden."""
     training = Training(vocab=1000, sharding=sharding, recompute="none")

@@ -206,10 +206,7 @@ def test_a_tick_is_one_batch_homed_on_its_stages() -> None:
 def test_batches_of_ticks_keep_positions_labels_and_home_ranks() -> None:
     table = tick_table(1, 1)
     batch = Batch.from_sequences(
-        [
-            Sequence(4, home_ranks=(1,)),
-            Sequence(3, positions=[5, 6, 7], labels=[-1, -1, 0]),
-        ]
+        [Sequence(4, home_ranks=(1,)), Sequence(3, positions=[5, 6, 7], labels=[-1, -1, 0])]
     )
     made = tick_batch(table, 0, [batch], 2).batch
     assert made.home_ranks == {0: (1,), 1: (0, 1)}

@@ -17,12 +17,7 @@ from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.tensors import Tensor
 from apportion.planner.place.distca.parts import balance
-from apportion.planner.place.distca.placement import (
-    CROWDED,
-    Distca,
-    forward_bytes,
-    sending_seconds,
-)
+from apportion.planner.place.distca.placement import CROWDED, Distca, forward_bytes, sending_seconds
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.recipe.registry import build

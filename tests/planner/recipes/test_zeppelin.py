@@ -336,11 +336,7 @@ def test_zeppelin_can_place_on_groups_that_split_heads() -> None:
 
 
 def test_queues_serve_blocks_of_any_placement() -> None:
-    steps = {
-        "shard": {"blocks": {"block": 8}},
-        "place": {"lpt": {}},
-        "schedule": {"queues": {"proxies": 2}},
-    }
+    steps = {"shard": {"blocks": {"block": 8}}, "place": {"lpt": {}}, "schedule": {"queues": {"proxies": 2}}}
     batch = ap.Batch.from_lengths([61, 5, 30, 3, 2, 9, 7, 1, 1, 1])
     policy = ap.Policy(ap.Recipe("blocks", steps), token_cap=40)
     compare(ap.plan(batch, ap.Cluster(2, 2), MODEL, policy=policy))

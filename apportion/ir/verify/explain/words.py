@@ -49,10 +49,7 @@ _MESSAGES = {
     Code.NOT_PRODUCED: (_DELIVERY, "ends with no result in {rows} of {held}"),
     Code.NO_RESULT: (_RESULTS, "{rows} cannot be a result: sums go from work rows to home rows"),
     Code.RESULT_TOUCHED: (_RESULTS, "uses {rows}, which arrive as results"),
-    Code.RESULT_HEADS: (
-        _RESULTS,
-        "{rows} receive results in {holds} of {wanted} heads: must be all or none",
-    ),
+    Code.RESULT_HEADS: (_RESULTS, "{rows} receive results in {holds} of {wanted} heads: must be all or none"),
     Code.OTHER_KEYS: (_HEADS, "query head {wanted} needs KV head {holds}, which its keys do not have"),
 }
 
