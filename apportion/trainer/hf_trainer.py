@@ -140,8 +140,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
-        known = NAME in inputs and loss.requires_grad and _name(self._loss_owner()) in _SUMS
-        if known and not has_term(loss, SHARE):  # trl's own, of hidden states
+        is_sum = NAME in inputs and loss.requires_grad and _name(self._loss_owner()) in _SUMS
+        if is_sum and not has_term(loss, SHARE):  # trl's own, of hidden states
             mark(loss)
         return result
 

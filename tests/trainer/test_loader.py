@@ -463,7 +463,7 @@ def test_ranks_that_begin_different_passes_fail(pool: Pool) -> None:
     assert all("ranks begin different passes" in error for error in results)
     others = [planning(job(2)), {**planning(job(2)), "shifted": ["labels", "worth"]}]
     results = pool.run(jobs_loader.agreeing, 2, others)
-    assert all("different passes (pass, epoch, first iteration, micro" in error for _, _, error in results)
+    assert all("microbatch 0, with shifted=['labels', 'worth'] on rank 1" in error for _, _, error in results)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_correct_loops_train(pool: Pool, mistake: str) -> None:
         ("clipped", r"ConfigError: model = 'Net': has gradients that were clipped.*clip or unscale after it"),
         (
             "fsdp summed clipped by shards",
-            r"ExecutionError: gradients of shards were multiplied by .*full_tensor",
+            r"ExecutionError: ranks multiplied the gradients of their shards by different.*full_tensor",
         ),
         ("frozen", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(800, 16\)"),
         ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),

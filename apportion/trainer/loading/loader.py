@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -290,6 +289,7 @@ class PlannedLoader:
         start = self._place = self._begin
         self._meters.begin()
         self._check_place()
+        self._check_orders()
         if self._leads:
             wiring.watch.begin(self)
         iterations = Iterations(self._builder, self._draw(), start.iteration)
@@ -365,15 +365,20 @@ class PlannedLoader:
         return fetching.PlanFetcher(ahead, iterations, self._timeout_s, self._rank, self._prepare)
 
     def _check_place(self) -> None:
-        """Raises ExecutionError if ranks begin different passes, or groups of ranks draw from different orders. A
-        collective."""
+        """Raises ExecutionError if ranks begin different passes. A collective."""
         self._passes += 1
-        position = [self._passes, *self._begin, crc32(str(sorted(self._form.shifted)).encode())]
-        rows = self._communicator.all_gather(position, "passes")
-        if any(row != position for row in rows):
-            texts = by_value({rank: str(row) for rank, row in enumerate(rows)})
-            message = "passes (pass, epoch, first iteration, microbatch, checksum of `shifted`)"
-            raise ExecutionError(f"ranks begin different {message}: {texts}")
+        epoch, start, microbatch = self._begin
+        text = f"pass {self._passes} of epoch {epoch}, from iteration {start}, microbatch {microbatch}"
+        text += f", with shifted={sorted(self._form.shifted)}"
+        texts = self._communicator.gather_texts(text, "passes")
+        if len({*texts}) > 1:
+            remedy = "Give all ranks the same options, and iterate over the loader equally often on each"
+            raise ExecutionError(
+                f"ranks begin different passes: {by_value(dict(enumerate(texts)))}. {remedy}"
+            )
+
+    def _check_orders(self) -> None:
+        """Raises ExecutionError if groups of ranks draw from different orders of samples. A collective."""
         order = self._sampling
         if self._replicas is None or order is None:
             return

@@ -81,8 +81,8 @@ class Watch:
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
         self.scanned: Any = WeakIdKeyDictionary()  # parameters of losses whose graphs were read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._reduced: Any = WeakIdKeyDictionary()  # shard -> `_sample` of its gradient as it was reduced
-        self._recording: list[Any] = []  # hooks that do this
+        self._samples: Any = WeakIdKeyDictionary()  # shard -> `_sample` of its gradient as it was reduced
+        self._sample_hooks: list[Any] = []  # hooks that do this
 
     def add(self, batch: Microbatch) -> None:
         if self._hook is None:
@@ -245,12 +245,14 @@ class Watch:
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps & (steps - 1) == 0:  # at exponentially growing intervals
                 self._compare(params)
-            self._reduced.clear()
-            while self._recording:
-                self._recording.pop().remove()
+            self._samples.clear()
+            while self._sample_hooks:
+                self._sample_hooks.pop().remove()
             if steps & (steps + 1) == 0:  # the next step is compared
                 shards: list[Any] = [param for param in owned if isinstance(param, DTensor)]
-                self._recording = [param.register_post_accumulate_grad_hook(self._record) for param in shards]
+                self._sample_hooks = [
+                    param.register_post_accumulate_grad_hook(self._record) for param in shards
+                ]
             hooks = (hook for param in owned for hook in (param._backward_hooks or {}).values())
             if steps == 1 and any(str(hook.__module__).partition(".")[0] not in _LINEAR for hook in hooks):
                 warn(f"parameters have hooks: {_HOOKED}", stacklevel=1)
@@ -293,12 +295,12 @@ class Watch:
         self._unused = False
 
     def _record(self, shard: Any) -> None:
-        self._reduced[shard] = _sample(shard).clone()
+        self._samples[shard] = _sample(shard).clone()
 
-    def _clipped(self, params: list[Any]) -> float:
+    def _clip_factor(self, params: list[Any]) -> float:
         """The factor of the gradients of this rank's shards since their reduction; 0.0 if they have not one factor."""
-        shards = [param for param in params if param in self._reduced and param.grad is not None]
-        pairs = [torch.stack((self._reduced[shard], _sample(shard))).double().cpu() for shard in shards]
+        shards = [param for param in params if param in self._samples and param.grad is not None]
+        pairs = [torch.stack((self._samples[shard], _sample(shard))).double().cpu() for shard in shards]
         before, after = torch.cat((torch.zeros(2, 1), *pairs), 1)
         factors = (after / before)[before != 0].tolist()
         return max(factors) if factors and min(factors) > max(factors) * (1 - _ROUNDED) else 0.0
@@ -315,14 +317,16 @@ class Watch:
         remedies = {"gradients": SUMS, "parameters": "make them equal before the first step"}
         remedies["buffers"] = "sum over ranks what each computes from its own rows"
         for transport in self._transports:
-            scales = [self.scale, self.divisor, self.multiple, self._clipped(params)]
+            scales = [self.scale, self.divisor, self.multiple, self._clip_factor(params)]
             rows = transport.gather_floats(scales, "factors")
             for number, factors in enumerate(zip(*rows, strict=True)):
                 close = _ROUNDED if number == 3 else _CLOSE
                 if max(factors) <= min(filter(None, factors), default=0.0) * (1 + close):
                     continue
                 if number == 3:
-                    text = f"gradients of shards were multiplied by {[*factors]} on each rank"
+                    text = (
+                        f"ranks multiplied the gradients of their shards by different factors, {[*factors]}"
+                    )
                     raise ExecutionError(f"{text}: {_CLIP}")
                 if number == 2:
                     text = f"weights of losses are different multiples of a field on each rank, {factors}"
