@@ -185,7 +185,7 @@ def growths() -> Iterator[Growth]:
 def growth() -> Iterator[str]:
     """Yields the table of growth per additional M tokens, measured and computed by the formulas."""
     yield (
-        "| GiB more for 1M tokens more | from 1M to | measured | formulas | rest | in tensors of the hidden size | "
+        "| GiB per extra 1M tokens | from 1M to | measured | formulas | difference | as tensors of the hidden size | "
         "formulas with our plans' rows |"
     )
     yield "|---|--:|--:|--:|--:|--:|--:|"

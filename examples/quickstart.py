@@ -1,4 +1,4 @@
-"""The example of the README. Run: python examples/quickstart.py"""
+"""The README's example. Run: python examples/quickstart.py"""
 
 import apportion as ap
 

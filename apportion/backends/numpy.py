@@ -359,7 +359,7 @@ class LocalView:
         return values
 
     def write(self, values: Sequence[Floats | float]) -> None:
-        """Stores values: one array per array of the tensor, or one number for all of its rows."""
+        """Stores values: for each of the tensor's arrays, an array or one number for all rows."""
         for array, value in zip(self.arrays, values, strict=True):
             array[self._index] = value
 

@@ -54,8 +54,8 @@ def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> Non
     object.__setattr__(owner, name, check(field, getattr(owner, name), *limits))
 
 
-def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
-    """Returns `value` as a float in [low, MOST]; with `above`, at least LEAST greater than `low`; if `low` is minus
+def number(field: str, value: Any, low: float = 0.0, exclusive: bool = False) -> float:
+    """Returns `value` as a float in [low, MOST]; if `exclusive`, at least LEAST greater than `low`; if `low` is minus
     infinity, any finite number. Booleans and strings are refused."""
     result = value if type(value) is float else scalar(value)
     if isinstance(result, bool) or not isinstance(result, int | float):
@@ -63,21 +63,21 @@ def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> flo
         raise ConfigError(field, value, "must be a number", remedy)
     if isinstance(result, float) and not math.isfinite(result):
         raise ConfigError(field, result, "must be finite", "write a finite number")
-    rule = _broken_rule(result, low, above)
+    rule = _broken_rule(result, low, exclusive)
     if rule is not None:
         raise ConfigError(field, result, rule, "write a number in that range")
     return float(result)
 
 
-def _broken_rule(value: float, low: float, above: bool) -> str | None:
+def _broken_rule(value: float, low: float, exclusive: bool) -> str | None:
     """The rule of `number` that a finite number breaks, or None."""
     maximum = sys.float_info.max if low == -math.inf else MOST
     minimum = max(low, -maximum)
     if value > maximum:
         return f"must be at most {maximum:g}"
-    if value < minimum or (above and value == low):
-        return f"must be {'greater than' if above else 'at least'} {minimum:g}"
-    return f"must be at least {LEAST:g}" if above and value - low < LEAST else None
+    if value < minimum or (exclusive and value == low):
+        return f"must be {'greater than' if exclusive else 'at least'} {minimum:g}"
+    return f"must be at least {LEAST:g}" if exclusive and value - low < LEAST else None
 
 
 def amount(field: str, value: Any, least: float, most: float) -> float:

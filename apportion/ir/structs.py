@@ -93,7 +93,7 @@ def _rule(kind: inspect.Type, plain: bool) -> Rule:
         case inspect.FloatType(gt=None, ge=low, le=float(high)) if low is not None:
             return partial(checks.amount, least=low, most=high)
         case inspect.FloatType(gt=low):
-            return partial(checks.number, above=low is not None)
+            return partial(checks.number, exclusive=low is not None)
         case inspect.BoolType():
             return checks.flag
         case inspect.StrType(pattern=str()):

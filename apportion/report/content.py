@@ -89,7 +89,7 @@ def verdict(simulation: Simulation) -> list[str]:
     part = losses[cause] / (simulation.forward_ms + simulation.backward_ms)
     cost, remedy = _REMEDIES[cause]
     sentence = (
-        f"{share:.0%} of {times} is balanced work at full speed; most of the rest, {part:.0%}, is {cost}."
+        f"{share:.0%} of {times} is balanced work at full speed; the largest loss, {part:.0%}, is {cost}."
     )
     prefix = "" if "search" in simulation.plan.report else "--recipe auto, or "
     return [sentence, f"Try {prefix}{remedy}."]

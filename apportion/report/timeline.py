@@ -52,8 +52,8 @@ def _work(run: Run, number: Ints) -> dict[str, Any]:
         "instruction": spans.instruction[is_compute],
         "round": spans.round[is_compute],
     }
-    first, last = run.script.ptr[columns["rank"]], run.script.ptr[columns["rank"] + 1]
-    index = np.minimum(first + columns["instruction"], last - 1)
+    first, end = run.script.ptr[columns["rank"]], run.script.ptr[columns["rank"] + 1]
+    index = np.minimum(first + columns["instruction"], end - 1)
     launch = np.where(columns["op"] == Op.WAIT, run.script.launch[index], NOBODY)
     transfer = np.append(run.times.last, NOBODY)[launch]
     return columns | {"transfer": np.append(number, NOBODY)[transfer]}

@@ -82,7 +82,7 @@ class Client:
         job: bytes = b"",
     ) -> None:
         self.servers = [_server(server) for server in ([url] if isinstance(url, str) else url or [""])]
-        self.timeout_s = number("timeout_s", timeout_s, above=True)
+        self.timeout_s = number("timeout_s", timeout_s, exclusive=True)
         self._token = (os.environ.get("APPORTION_TOKEN", "") if token is None else token).strip()
         if not re.fullmatch(r"[\x21-\x7e]*", self._token):
             raise ConfigError("token", "...", "must be printable ASCII without spaces", "copy it again")

@@ -43,14 +43,14 @@ KINDS = {
         422, "The request cannot be planned", "change the batch or the job as described in the detail"
     ),
     "too-long": Kind(
-        422, "Planning took too long", "choose a cheaper recipe, or raise --plan-s of the server"
+        422, "Planning took too long", "choose a cheaper recipe, or raise the server's --plan-s"
     ),
     "memory": Kind(
-        422, "Planning takes too much memory", "take larger blocks, or raise --worker-gb of the server"
+        422, "Planning takes too much memory", "use larger blocks, or raise the server's --worker-gb"
     ),
     "quarantined": Kind(422, "The request kills its workers", "leave the batch out, and report it"),
     "queue-full": Kind(429, "The queue of this server is full", "fetch plans before submitting more"),
-    "failed": Kind(500, "Internal error of the server", "see the log of the server"),
+    "failed": Kind(500, "Internal server error", "see the server's log"),
     "overloaded": Kind(503, "This server receives too many requests at once", "try again"),
 }
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})

@@ -451,7 +451,8 @@ def _refuse_rows(tokens: Any) -> None:
 
 
 def _are_texts(batch: PlannedBatch, length: int) -> bool:
-    """True if every `length` rows of a rank begin a sample: such rows may be evaluated as texts, without a plan."""
+    """True if every group of `length` rows of a rank is the start of one sample: such rows may be evaluated as texts,
+    without a plan."""
     samples, positions = (x.cpu().reshape(-1, length) for x in (batch.sample_ids, batch.position_ids))
     return bool((samples == samples[:, :1]).all() and (positions == torch.arange(length)).all())
 

@@ -149,5 +149,5 @@ class PlannedModule:
         shares[name] = share + (shares.get(name, 0) if batch.microbatch else 0)
         if batch.is_last:
             mean = self.trainer.strategy.reduce(shares[name].clone(), reduce_op="mean") * wiring.watch.ranks
-            evaluating = not self.trainer.training  # Lightning requires it; all values are equal
-            self.log(name, mean, batch_size=batch.valid_tokens, sync_dist=evaluating)
+            is_evaluation = not self.trainer.training  # Lightning requires it; all values are equal
+            self.log(name, mean, batch_size=batch.valid_tokens, sync_dist=is_evaluation)

@@ -27,7 +27,7 @@ struct Caps {
   int64_t tokens, load, ranks;
 };
 
-// A range of keys, and its number of tokens that must leave home, counted once per rank that needs them.
+// A range of keys, and how many of its tokens must leave home, counted once per rank that needs them.
 struct ForeignRange {
   int64_t low, end, tokens;
 };

@@ -1,9 +1,10 @@
 // Fiduccia-Mattheyses refinement (1982): assigns the vertices without tokens once the homes of tokens are fixed.
 //
 //   settle   assigns each vertex to the part where it adds the least cost
-//   repair   moves vertices of the lowest cost per FLOP from parts above their caps to parts with room; vertices that
-//            can follow share the cost of opening a hyperedge there
-//   refine   moves single vertices, and regroup all of a hyperedge on one part, if that lowers the cost within the caps
+//   repair   moves the vertices with the lowest cost per FLOP from parts above their caps to parts with room; the cost
+//            of a hyperedge that is new to a part is shared with the vertices of it that may follow
+//   refine   moves single vertices, if that lowers the cost within the caps
+//   regroup  moves all vertices that a hyperedge has on one part to another, on the same condition
 #include <cmath>
 
 #include "ir/sorting.hpp"

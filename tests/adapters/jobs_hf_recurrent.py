@@ -34,7 +34,7 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 LAYERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-GATED = {
+GATED_DELTANET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -57,9 +57,9 @@ MLA = {
 }
 #: class -> (config, fields)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3Next": ("Qwen3NextConfig", {**LAYERS, **GATED, "mlp_only_layers": [0, 1, 2]}),
-    "Qwen3_5": ("Qwen3_5TextConfig", {**LAYERS, **GATED}),
-    "OlmoHybrid": ("OlmoHybridConfig", {**LAYERS, **GATED}),
+    "Qwen3Next": ("Qwen3NextConfig", {**LAYERS, **GATED_DELTANET, "mlp_only_layers": [0, 1, 2]}),
+    "Qwen3_5": ("Qwen3_5TextConfig", {**LAYERS, **GATED_DELTANET}),
+    "OlmoHybrid": ("OlmoHybridConfig", {**LAYERS, **GATED_DELTANET}),
     "KimiLinear": (
         "KimiLinearConfig",
         {**LAYERS, **MLA, "mlp_layer_types": ["dense"] * 3, "linear_head_dim": 8, "linear_num_heads": 4},

@@ -278,7 +278,7 @@ def test_a_report_begins_with_a_verdict_and_a_remedy() -> None:
     sentence, remedy = verdict(ring)
     lost = max(ms for name, ms in ring.lost_ms.items() if name != "ideal")
     assert sentence.startswith(f"{ring.efficiency:.0%} of {ring.forward_ms:.2f} ms forward")
-    assert f"most of the rest, {lost / (ring.forward_ms + ring.backward_ms):.0%}, is " in sentence
+    assert f"the largest loss, {lost / (ring.forward_ms + ring.backward_ms):.0%}, is " in sentence
     assert remedy.startswith("Try --recipe auto, or ")
     one_rank = simulate(planned("contiguous", ranks=1, lengths=[200_000]))
     assert verdict(one_rank)[1] == "Nothing else to try: train with it."

@@ -153,7 +153,7 @@ def test_the_c_example_has_no_memory_errors(tmp_path: Path) -> None:
         (FOLDER / "cases/recurrent/inputs.f64").read_bytes(),
     )
     paths = sorted((FOLDER / "broken").glob("*.plan")) + sorted((FOLDER / "malformed").glob("*.plan"))
-    for data in [*(path.read_bytes() for path in paths), *damaged(60)]:
+    for data in [*(path.read_bytes() for path in paths), *damaged_plans(60)]:
         (folder / "case.plan").write_bytes(data)
         (folder / "inputs.f64").write_bytes(recurrent_inputs if b"gated_delta" in data else plain_inputs)
         done = subprocess.run(
@@ -163,7 +163,7 @@ def test_the_c_example_has_no_memory_errors(tmp_path: Path) -> None:
         assert done.returncode in (0, 1), done.stderr
 
 
-def damaged(count: int) -> list[bytes]:
+def damaged_plans(count: int) -> list[bytes]:
     """Plans with some changed bytes in a part, and the matching id."""
     rng, encoded = random.Random(7), []
     plans = [Plan.decode(path.read_bytes()).sealed() for path in sorted(FOLDER.glob("cases/*/case.plan"))]

@@ -72,7 +72,7 @@ def planned_results(
     home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
     rows = [[x[home.tokens(rank)] for x in inputs(plan, sizes)] for rank in range(ranks)]
     each = [(plan.for_rank(rank).encode(), *rows[rank]) for rank in range(ranks)]
-    got = pool.run(jobs_upipe.planned, ranks, sizes, sharded, each=each)
+    got = pool.run(jobs_upipe.run_planned, ranks, sizes, sharded, each=each)
     out, dx, grads = zip(*got, strict=True)
     whole = {
         name: sum(each[name] for each in grads) if sharded is None else grads[0][name] * ranks

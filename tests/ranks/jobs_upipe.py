@@ -96,7 +96,7 @@ def _whole(grad: Any) -> torch.Tensor:
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
-def planned(
+def run_planned(
     comm: Communicator, sizes: Sizes, sharded: bool | None, shard: tuple[bytes, NDArray[Any], NDArray[Any]]
 ) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
     """Runs the layers on this rank's rows. sharded: FSDP2's `reshard_after_forward` (gradients are means), or None."""

@@ -277,7 +277,7 @@ def _fold(u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tens
 
 @op
 def _fold_grad(dstates: Tensor, m_slots: Tensor, number: Tensor, kind: str) -> Tensor:
-    """Returns d u [first and middle runs, heads, K, V]."""
+    """Returns du [first and middle runs, heads, K, V]."""
     handle = PlanHandle.of_number(number)
     local = recurrence_of(handle, kind, dstates.device)
     label = f"gradient of states of {local.name}"

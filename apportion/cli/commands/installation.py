@@ -20,8 +20,8 @@ def demo(
 ) -> None:
     """Train a small transformer on 4 CPU processes with plans, and the same one without plans in one process.
 
-    Starts a planning service on a free loopback port, which streams its part of
-    every plan to each process. Documents are as long as the package's source
+    Starts a planning service on a free loopback port, which streams to each
+    process its part of every plan. Documents are as long as the package's source
     files, or as samples of --workload. Prints both losses, and figures of the
     plans next to those of the recipes `contiguous` and `ring`. Exit code 1 if
     losses or plans differ.

@@ -63,7 +63,7 @@ def precompute(
     draws them; PlannedLoader(source="DIR") reads the plans. The same command
     continues a stopped run, also with more --iterations. Servers may
     share the folder: equal requests have equal plans. With --overlong drop or
-    cut give the loader ap.Samples with the same limit and rule.
+    cut, give the loader ap.Samples with the same limit and rule.
 
     [bold]Examples[/bold]
 

@@ -191,10 +191,10 @@ def _legend_height(colours: Colours) -> int:
 
 
 def _legend(colours: Colours, plan: Plan) -> Iterator[str]:
-    names, columns = colours.legend(), _columns(colours)
-    rows = -(-len(names) // columns)
+    entries, columns = colours.legend(), _columns(colours)
+    rows = -(-len(entries) // columns)
     yield svg.text(LEGEND, TOP + 10, "computed by", 12, rest='font-weight="600"')
-    for i, (name, fill) in enumerate(names):
+    for i, (name, fill) in enumerate(entries):
         x, y = LEGEND + 74 * (i // rows), TOP + 22 + _ROW * (i % rows)
         yield svg.rect(x, y, 13, 13, fill)
         yield svg.text(x + 18, y + 11, name, 11)

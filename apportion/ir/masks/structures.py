@@ -235,8 +235,8 @@ class Documents(Mask):
 
     def check(self, length: int, field: str) -> None:
         check_sum(field, "the documents", sum(self.lengths), length)
-        for document in sorted(set(self.lengths)):
-            self.mask.check(document, f"{field}.documents.mask")
+        for document_length in sorted(set(self.lengths)):
+            self.mask.check(document_length, f"{field}.documents.mask")
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,11 @@ def seal(
 
 
 def _with_kept_cap(problem: Problem, passes: Passes, lowered: Sequence[Lowered]) -> Problem:
-    """The problem with the token cap that the plan keeps, in the layout to which the cap applies. Recipes without a
-    token cap report their resulting maximum; default caps that differ by rank stay as they are if every rank keeps its
-    own. Plans with a fuller rank, for instance in the loader's layout, which is even regardless of speeds, report that
-    maximum as well. Raises CapacityError if a rank exceeds the policy's cap."""
+    """The problem with a token cap that the plan keeps, in the layout to which the cap applies. The policy's cap
+    stays; raises CapacityError if a rank exceeds it. Default caps stay if every rank keeps its own, except equal ones
+    with a recipe that has no token cap. In all other cases the cap becomes the largest number of tokens on a rank, or
+    the largest default cap if that is more. For instance, a rank can exceed its default cap in the loader's layout,
+    which is even regardless of speeds."""
     tokens, caps, token_cap = held_tokens(lowered), problem.token_caps, problem.policy.token_cap
     if token_cap is not None:
         _check_cap(tokens, token_cap)

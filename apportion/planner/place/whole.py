@@ -59,7 +59,7 @@ def spread(
     """int64 [items]: the rank of each whole item, on ranks with existing loads.
 
     weights, sizes: int64 [items], pairs and tokens; load, used: int64 [ranks], the pairs and tokens already there.
-    Raises CapacityError if balancing neither by work nor by tokens meets the policy's token cap.
+    Raises CapacityError if neither balancing by work nor balancing by tokens meets the policy's token cap.
     """
     cap = problem.policy.token_cap
     if cap is None:

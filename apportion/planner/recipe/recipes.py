@@ -130,7 +130,7 @@ def with_pods(recipe: Recipe, ranks: int | str) -> Recipe:
     """The recipe with pods of at most `ranks` ranks, or "auto". Raises ConfigError for recipes that search."""
     if recipe.step("search") is not None:
         rule = f"recipe {recipe.name} searches, and plans all ranks at once"
-        raise ConfigError("pods", ranks, rule, "take another recipe, such as fcp, or leave --pods out")
+        raise ConfigError("pods", ranks, rule, "use another recipe, such as fcp, or leave --pods out")
     pods = Step("pods", "documents", {"ranks": ranks})
     return Recipe(recipe.name, (pods, *(step for step in recipe if step.step != "pods")))
 

@@ -178,9 +178,9 @@ def row_areas(bands: Ints, starts: Ints) -> Ints:
 
 
 def row_times(problem: Problem, starts: Ints) -> Ints:
-    """int64 [blocks]: nanoseconds at speed 1 for the queries of each block, each band as one task with all heads, and
-    for the statistics of home rows; both phases, summed over kinds, each times its layers. Kinds that choose keys count
-    only the share of the pairs that they choose."""
+    """int64 [blocks]: nanoseconds at speed 1 of each block: its queries, each band as one task with all heads, and the
+    statistics of its home rows; both phases, summed over kinds, each weighted by its number of layers. Kinds that
+    choose keys count only the share of the pairs that they choose."""
     model, cost, lengths = problem.model, problem.cost, np.diff(starts)
     statistics = (
         model.row_bytes(Tensor.DO) + model.q_heads * model.output_bytes + model.row_bytes(Tensor.DELTA)

@@ -63,7 +63,7 @@ class Simulation:
 
     @property
     def exposed_ms(self) -> float:
-        """Longest waiting time of any rank, over all runs."""
+        """Longest waiting time of any rank, summed over all runs."""
         return float(self.exposed_us.max(initial=0.0)) / 1e3
 
     @property

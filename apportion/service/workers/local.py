@@ -105,7 +105,7 @@ class _Worker:
         )
 
     def run(self, fn: Callable[..., Any], request: bytes, limit_s: float | None) -> Completion | Refusal:
-        """Runs a task. Raises TimeoutError and WorkerDiedError; the process has then ended."""
+        """Runs a task. Raises TimeoutError or WorkerDiedError; in either case the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

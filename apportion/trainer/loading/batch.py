@@ -136,7 +136,8 @@ class Places:
 
 
 def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | None = None) -> Exchange:
-    """An all-gather of rows. counts: rows of each rank; into: target rows for rank 0, 1, …, by default concatenated."""
+    """An all-gather of rows. counts: rows of each rank; into: target rows of those from rank 0, 1, …,
+    by default in this order."""
     count = counts[transport.rank]
     sources = torch.arange(count).repeat(transport.ranks)
     into = torch.arange(sum(counts)) if into is None else into

@@ -196,7 +196,7 @@ class PlannedLoader:
         if sampler is None:
             order = self.job.policy.seed, shuffle is None or flag("shuffle", shuffle)
             self._sampling = Sampling(lengths, self.job.tokens // stages, filled, *order)
-        self._timeout_s = number("timeout_s", timeout_s, above=True)
+        self._timeout_s = number("timeout_s", timeout_s, exclusive=True)
         facts = origin(self.job, lengths, masks, self._sampling)
         self._source = open_source(source, token, ca, self._timeout_s, facts, self.job.digest)
         self._communicator = arguments.communicator_of(self.job, communicator)
@@ -257,7 +257,7 @@ class PlannedLoader:
 
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
         """Sets the epoch, and with it the order, of the next passes. The next pass begins with iteration `start`; by
-        default at the place of a loaded state of this epoch, else with the first."""
+        default where a loaded state of this epoch left off, or with the first iteration if there is none."""
         epoch = integer("epoch", epoch, 0)
         if start is not None or epoch != self._begin.epoch:
             self._begin = self._place = Place(epoch, integer("start", start or 0, 0))
@@ -500,7 +500,7 @@ class PlannedLoader:
             error = self._any_rank_error(iteration, rows, ranks)
         except ExecutionError as mismatch:
             ranks, error = [], mismatch
-        valid = sum(rank_facts.valid for rank_facts in ranks) // self._repeats
+        valid = sum(rank_facts.label_count for rank_facts in ranks) // self._repeats
         weight = sum(rank_facts.weight for rank_facts in ranks) / self._repeats
         position = self._place.epoch, iteration.number, len(handles)
         sums = totals(self._replicas, position, valid, weight, error)

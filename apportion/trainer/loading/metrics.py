@@ -17,7 +17,7 @@ class Facts(NamedTuple):
     """Facts of an iteration, over all microbatches, that ranks exchange: labels and their weight; checksums of the
     names, dtypes and widths of the samples' fields, and of the numbers of all samples; `Rows.shared`."""
 
-    valid: int
+    label_count: int
     weight: float
     form: int
     drawn: int = 0
@@ -26,10 +26,10 @@ class Facts(NamedTuple):
     @staticmethod
     def of(rows: Sequence[Rows], samples: Sequence[Ints]) -> Facts:
         """The facts of this rank. samples: each microbatch's, as drawn."""
-        valid, weight = sum(row.valid for row in rows), sum(row.weight for row in rows)
+        label_count, weight = sum(row.label_count for row in rows), sum(row.weight for row in rows)
         form = crc32("; ".join(row.form for row in rows).encode())
         drawn = crc32(str([indexes.tolist() for indexes in samples]).encode())
-        return Facts(valid, weight, form, drawn, tuple(pair for row in rows for pair in row.shared))
+        return Facts(label_count, weight, form, drawn, tuple(pair for row in rows for pair in row.shared))
 
     def numbers(self) -> list[int]:
         """The facts as int64 for the exchange: bits of float64, which holds integers below 2^53 exactly."""
@@ -38,9 +38,9 @@ class Facts(NamedTuple):
     @staticmethod
     def read(numbers: Sequence[int]) -> Facts:
         """The inverse of `numbers`."""
-        valid, weight, form, drawn, *rest = as_floats(numbers)
+        label_count, weight, form, drawn, *rest = as_floats(numbers)
         shared = tuple(zip(map(int, rest[::2]), map(int, rest[1::2]), strict=True))
-        return Facts(int(valid), weight, int(form), int(drawn), shared)
+        return Facts(int(label_count), weight, int(form), int(drawn), shared)
 
 
 #: facts of a rank that could not read its samples

@@ -105,7 +105,7 @@ class Rows(NamedTuple):
     shared: tuple[tuple[int, int], ...] = ()
 
     @property
-    def valid(self) -> int:
+    def label_count(self) -> int:
         """The number of rows with a label."""
         return int((self.labels != IGNORED).sum())
 
@@ -113,7 +113,11 @@ class Rows(NamedTuple):
     def weight(self) -> float:
         """The sum of loss weights of rows with a label, 1 each by default."""
         weights = self.fields.get(WEIGHTS)
-        return float(self.valid) if weights is None else float(weights[self.labels != IGNORED].double().sum())
+        return (
+            float(self.label_count)
+            if weights is None
+            else float(weights[self.labels != IGNORED].double().sum())
+        )
 
     @property
     def form(self) -> str:

@@ -82,7 +82,9 @@ def check_reduction(reduction: Reduction, scale: float, counted: int, factor: fl
     total = scale / (1 if sums else ranks)
     if ranks > counted and abs(total - 1) < _CLOSE:
         rule = f"sums gradients over {ranks} ranks, but losses are shares of a mean over tokens of {counted}"
-        remedy = "pass the loader the other groups, replicas=, or reduce only over the ranks of its plans"
+        remedy = (
+            "pass replicas= to the loader for the other groups, or reduce only over the ranks of its plans"
+        )
         raise ConfigError("model", name, rule, remedy)
     if not sums and factor not in (1, ranks, counted):
         rule = f"is not the number of ranks over which {name} averages gradients"

@@ -329,7 +329,7 @@ class Watch:
                     )
                     raise ExecutionError(f"{text}: {_CLIP}")
                 if number == 2:
-                    text = f"weights of losses are different multiples of a field on each rank, {factors}"
+                    text = f"weights of losses are different multiples of a batch field by rank, {factors}"
                     warn(f"{text}: {_FACTORS}", stacklevel=1)
                 else:
                     raise ExecutionError(f"factors of losses differ between ranks, {[*factors]}: {_FACTORS}")

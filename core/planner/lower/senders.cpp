@@ -68,11 +68,11 @@ class Ways {
   };
 
   // Cuts tiles into pieces, colours them, and sorts them by colour.
-  Way in_pieces(const Growing<Tile>& tiles, bool pairs) const {
+  Way in_pieces(const Growing<Tile>& tiles, bool by_pair) const {
     Way way;
     for (int64_t at = 0; at < tiles.count(); ++at) {
       const Tile& tile = tiles[at];
-      if (pairs && !way.pieces.empty() && way.pieces.back().pair() == tile.pair()) {
+      if (by_pair && !way.pieces.empty() && way.pieces.back().pair() == tile.pair()) {
         ++way.pieces.back().tiles;
         way.pieces.back().us += tile.us;
       } else {

@@ -54,8 +54,8 @@ class Call(NamedTuple):
 
     @property
     def is_causal_square(self) -> bool:
-        """True if row i sees exactly keys 0..i of the call, independent of the alignment of causal
-        kernels."""
+        """True if there are as many rows as keys and row i sees exactly keys 0..i of the call: causal kernels of either
+        alignment compute it."""
         return (
             self.q1 - self.q0 == self.k1 - self.k0
             and self.q0 - self.k0 == self.dmin

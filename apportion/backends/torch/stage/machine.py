@@ -89,7 +89,7 @@ class StageMachine(TorchMachine):
 
     @property
     def _may_use_statistics(self) -> int:
-        """1 if attention may compute row statistics: learned sinks or a gradient of LSE need the kernel `delta`."""
+        """1 if the kernel `dq` may compute row statistics; with learned sinks or a gradient of LSE, `delta` must."""
         return int(self._layer.sinks is None and self._layer.dlse is None)
 
     def _start_attention(

@@ -1,6 +1,6 @@
 """Rule 10: recurrent layers process every document once, in order, regardless of which ranks hold its tokens.
 
-Runs cover all home rows, cut at jumps of tokens and starts of branches, and name their pasts; every head of every run
+Runs cover all home rows, end where tokens jump or a branch starts, and name their pasts; every head of every run
 of a cut document is folded once, after its past; states match their slots; and halos hold the tokens before runs.
 """
 

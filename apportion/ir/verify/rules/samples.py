@@ -29,17 +29,17 @@ def check(subject: Subject) -> Iterator[Violation]:
         tasks = subject.tasks(program)
         if not any(tasks is other for other in earlier):  # skips tasks already sampled for forward
             earlier.append(tasks)
-            draw = np.random.Generator(np.random.PCG64(seed))
-            yield from _check_sample(program, subject.mask(program.kind), tasks, draw)
+            rng = np.random.Generator(np.random.PCG64(seed))
+            yield from _check_sample(program, subject.mask(program.kind), tasks, rng)
 
 
 def _check_sample(
-    program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generator
+    program: Program, mask: Ints, tasks: Tasks, rng: np.random.Generator
 ) -> Iterator[Violation]:
     tokens, sets = int(program.home_rows.sum()), program.q_sets
     count = int(np.clip(_COMPARISONS // (tasks.bands.shape[1] + len(mask) + 1), *_QUERIES))
-    queries, heads = draw.integers(0, tokens, count), draw.integers(0, sets.heads, count)
-    chances = draw.random((count, _BANDS + 1)).tolist()
+    queries, heads = rng.integers(0, tokens, count), rng.integers(0, sets.heads, count)
+    chances = rng.random((count, _BANDS + 1)).tolist()
     index, allowed = _bands_by_query(mask[:, 0], mask[:, 1], queries)
     task_query, computed = _bands_by_query(tasks.bands[0], tasks.bands[1], queries)
     if tasks.multiplicities is not None:

@@ -41,7 +41,7 @@ class ZerosError(Exception):
 class Sets(NamedTuple):
     """The head sets of a plan, for tensors of the query and the KV side.
 
-    bits: int64 [2 * words, sets], a bit for each group of heads, both sides of each word in turn; number: int64 [2,
+    bits: int64 [2 * words, sets], a bit for each group of heads, row 2 * word + side; number: int64 [2,
     sets], equal for equal sets; size: int64 [2, sets], heads; serves: bool [sets, sets], True if the second set has all
     KV heads that the query heads of the first set need.
     """

@@ -210,7 +210,7 @@ class _Room:
         is_placed = blocks.home >= 0
         return self.ranks - exact_sums(blocks.home[is_placed], blocks.lengths[is_placed], len(self.ranks))
 
-    def within_nodes(self, free: Ints) -> Ints:
+    def limited_by_node(self, free: Ints) -> Ints:
         """int64 [ranks]: room of each rank in tokens: `free`, but no more than the room of its node."""
         node_tokens = (self.ranks - free).reshape(-1, self.per_node).sum(1)
         result: Ints = np.minimum(free, np.repeat(self.nodes - node_tokens, self.per_node))
@@ -242,7 +242,7 @@ def _fill_ranks(
     for block in rest.tolist():
         token, end = int(blocks.starts[block]), int(blocks.starts[block + 1])
         while token < end:
-            limits = room.within_nodes(free)[ranks]
+            limits = room.limited_by_node(free)[ranks]
             best = int(np.argmax(limits))
             if limits[best] <= 0:
                 raise CapacityError(

@@ -148,7 +148,7 @@ class Balance:
         return self.shares.low
 
     def ranks(self, cells: Cells) -> Ints:
-        """int32 [cells]: the server of each cell of blocks cut at `cuts`, for shares of parts."""
+        """int32 [cells]: the server of each cell of blocks cut at `cuts`, if parts moved, not whole rows."""
         starts = self.site.starts
         blocks, tokens = len(starts) - 1, int(starts[-1])
         share = self.pairs.q[self.shares.pair] * blocks + self.pairs.k[self.shares.pair]

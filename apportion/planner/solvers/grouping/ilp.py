@@ -234,11 +234,11 @@ def _solve_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nod
     """Repeatedly redistributes the sequences of the slowest group and some others, by the full program."""
     from apportion.planner.solvers.grouping.programs import slots
 
-    draw = np.random.Generator(np.random.PCG64(0))
+    rng = np.random.Generator(np.random.PCG64(0))
     for _ in range(_PARTS):
         if state.best is None or state.done(budget):
             break
-        part = _slowest_part(state.best, draw)
+        part = _slowest_part(state.best, rng)
         if np.isin(state.best.group, part).sum() * len(part) > _MAX_PART:
             continue
         items = np.flatnonzero(np.isin(state.best.group, part))
@@ -254,10 +254,10 @@ def _solve_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nod
     return state
 
 
-def _slowest_part(mix: Mix, draw: np.random.Generator) -> Ints:
+def _slowest_part(mix: Mix, rng: np.random.Generator) -> Ints:
     """Indices of the slowest group and of random others, ascending: as many as fit a program of `_PART` choices."""
     slowest = int(mix.time.argmax())
-    others = draw.permutation(len(mix.time))
+    others = rng.permutation(len(mix.time))
     order = np.append(slowest, others[others != slowest])
     item_counts = np.cumsum(np.bincount(mix.group, minlength=len(mix.time))[order])
     count = max(2, int((item_counts * np.arange(1, len(order) + 1) <= _PART).sum()))

@@ -110,12 +110,12 @@ def improve(problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, 
 
 def polish(problem: GroupingProblem, mix: Mix, kicks: int, goal: float, seed: int) -> Mix:
     """The mix after `kicks` random moves of some sequences, each followed by descent; never worse."""
-    draw = np.random.Generator(np.random.PCG64(seed))
+    rng = np.random.Generator(np.random.PCG64(seed))
     for _ in range(kicks):
         if mix.value <= goal:
             break
         group = mix.group.copy()
-        group[draw.integers(len(group), size=_KICK)] = draw.integers(len(mix.column), size=_KICK)
+        group[rng.integers(len(group), size=_KICK)] = rng.integers(len(mix.column), size=_KICK)
         if _fits(problem, mix.column, group):
             candidate = descend(problem, mix_of(problem, mix.column, group))
             mix = candidate if candidate.value <= mix.value else mix
@@ -130,11 +130,11 @@ def _fits(problem: GroupingProblem, column: Ints, group: Ints) -> bool:
 
 def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: int) -> Mix:
     """The mix after `steps` steps of simulated annealing of the time above `goal`, summed over groups; never worse."""
-    draw = np.random.Generator(np.random.PCG64(seed))
+    rng = np.random.Generator(np.random.PCG64(seed))
     items, groups = len(mix.group), len(mix.column)
-    moved, targets = draw.integers(items, size=steps), draw.integers(groups + items, size=steps)
+    moved, targets = rng.integers(items, size=steps), rng.integers(groups + items, size=steps)
     # thresholds for accepting a worse step: Metropolis' rule, drawn in advance
-    limits = draw.standard_exponential(steps) * goal * np.geomspace(_HOT, _COLD, steps)
+    limits = rng.standard_exponential(steps) * goal * np.geomspace(_HOT, _COLD, steps)
     free = problem.cap * problem.degrees[mix.column] - _tokens(problem, mix.column, mix.group)
     group = mix.group.copy()
     times, above = problem.times.take(mix.column, 1), float(np.maximum(mix.time - goal, 0.0).sum())
