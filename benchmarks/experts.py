@@ -84,9 +84,8 @@ def row(case: PublishedStep) -> dict[str, Any]:
     batch = Batch.from_lengths([TOKENS] * case.sequences, masks_of(case.config))
     form = Parallelism(find_recipe("ring"), case.degrees, 1, "order")
     cluster = Cluster(case.gpus // 8, 8)
-    result = forecast(batch, cluster, model_of(case.config), [form], training, hardware="h100").record()[
-        "rows"
-    ][0]
+    forecasts = forecast(batch, cluster, model_of(case.config), [form], training, hardware="h100")
+    result = forecasts.record()["rows"][0]
     row = {"name": case.name, "source": case.source, "published_s": case.seconds, "gpus": case.gpus}
     return row | {"step_s": result["step_s"], "parts_s": result["parts_s"], "parallelism": result["name"]}
 

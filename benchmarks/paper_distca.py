@@ -215,9 +215,8 @@ def distca(
             attention = [_ticks_seconds(run, table, sequences, ping_pong) for sequences in draws]
         except ApportionError:
             continue
-        in_flight = min(count, 2 * stages - 1) / min(
-            count, stages
-        )  # microbatches in flight, relative to 1F1B
+        # microbatches in flight, relative to 1F1B
+        in_flight = min(count, 2 * stages - 1) / min(count, stages)
         memory = max(step.memory.total + (in_flight - 1) * step.memory.activations.kept for step in steps)
         if memory <= run.memory_gib * 2**30:
             work = ("head",) if ping_pong else ("linear", "rows", "head", "tensor_parallel")

@@ -66,9 +66,8 @@ def main() -> None:
         config, spec, vocab_size=256, max_sequence_length=4096, position_embedding_type="rope"
     ).cuda()
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-    rates = OptimizerConfig(
-        optimizer="adam", lr=1e-3, weight_decay=0.0, clip_grad=0.0
-    )  # Megatron clips only on GPUs
+    # Megatron clips only on GPUs
+    rates = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, clip_grad=0.0)
     optimizer = get_megatron_optimizer(rates, [model])
     config.finalize_model_grads_func = finalize_model_grads
     ranks = ap.Cluster(nodes=1, ranks_per_node=dist.get_world_size())

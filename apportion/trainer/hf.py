@@ -339,9 +339,8 @@ def inputs(batch: PlannedBatch) -> dict[str, Any]:
     batch.check_unweighted("the model's own loss")
     rows = batch.tokens, batch.position_ids, batch.labels
     arguments = _arguments(*rows, max(batch.valid_tokens, 1), batch.batch.last_position, batch.handle)
-    arguments[
-        LAST
-    ]._batch = batch  # checked in forward: trainers fetch a step's kwargs first, and keep only these
+    # keeps the batch until forward checks it: trainers fetch a step's kwargs first, and keep only these
+    arguments[LAST]._batch = batch
     return arguments | hf_vision.arguments(batch)
 
 

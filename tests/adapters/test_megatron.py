@@ -92,9 +92,8 @@ BALANCED = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_c
 def test_router_losses_equal_one_rank(ranks: Any, router: Any) -> None:
     case = Case(microbatches=2, spec="block", options={**EXPERTS, **router})
     ((expected, gradients),) = ranks[1].run(jobs_megatron.train, 1, False, case)
-    losses, results = ranks[2].run(jobs_megatron.train, 2, False, replace(case, rows=64))[
-        0
-    ]  # padding does not count as tokens
+    padded = replace(case, rows=64)  # padding does not count as tokens
+    losses, results = ranks[2].run(jobs_megatron.train, 2, False, padded)[0]
     assert losses == pytest.approx(expected, abs=1e-6)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(results[name], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=name)

@@ -289,9 +289,8 @@ def _fold_grad(dstates: Tensor, m_slots: Tensor, number: Tensor, kind: str) -> T
         dstate[level.leads] += _apply_transition(
             m_slots[level.m].mT if m_slots.dim() == 3 else m_slots[level.m], douts[level.u]
         )
-        douts.index_put_(
-            (previous.u[level.parent],), dstate, accumulate=True
-        )  # accumulates in index order, on a GPU too
+        # accumulates in index order, on a GPU too
+        douts.index_put_((previous.u[level.parent],), dstate, accumulate=True)
     du = _to_runs(handle, label, douts, local.u)
     return du.view(len(local.first.runs) + len(local.middle.runs), *dstates.shape[1:])
 

@@ -144,9 +144,8 @@ def noiseless(model: Any, device: torch.device, *others: Any) -> Iterator[Callab
         torch.set_float32_matmul_precision(precision)
         restore()
         for module in model.modules():
-            if isinstance(
-                module, FSDPModule
-            ):  # an FSDP root stays unsharded after forward and would keep stale values
+            # an FSDP root stays unsharded after forward and would keep stale values
+            if isinstance(module, FSDPModule):
                 module.reshard()
 
 

@@ -129,9 +129,8 @@ def _largest(cell: Ints, rank: Ints, pairs: Ints, cells: int) -> Ints:
     keys, inverse = np.unique(cell * span + rank, return_inverse=True)
     total = np.zeros(len(keys), np.int64)
     np.add.at(total, inverse.ravel(), pairs)
-    order = np.lexsort(
-        (-(keys % span), total, keys // span)
-    )  # the last entry of each cell is the one to keep
+    # the last entry of each cell is the one to keep
+    order = np.lexsort((-(keys % span), total, keys // span))
     busiest = np.full(cells * cells, NOBODY, np.int64)
     nonempty = order[total[order] > 0]
     busiest[keys[nonempty] // span] = keys[nonempty] % span

@@ -71,9 +71,8 @@ COLUMNS = (
     Column("slots\n/ bound", lambda row: _gap(row, "slots"), wide=True),
 )
 
-RECURRENT = Column(
-    "recurrent\nms", lambda row: f"{row['recurrent_ms']:.2f}"
-)  # only for models with recurrent layers
+# only for models with recurrent layers
+RECURRENT = Column("recurrent\nms", lambda row: f"{row['recurrent_ms']:.2f}")
 
 
 def comparison(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:

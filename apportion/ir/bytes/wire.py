@@ -30,9 +30,8 @@ MAX_BYTES: Mapping[str, int] = MappingProxyType(
     }
 )
 
-_Few = msgspec.Meta(
-    max_length=256
-)  # limit on a list's entries, far above any real plan's, so that a small input cannot take much memory
+# limit on a list's entries, far above any real plan's, so that a small input cannot take much memory
+_Few = msgspec.Meta(max_length=256)
 
 
 class Version(msgspec.Struct):
@@ -165,9 +164,8 @@ def check_canonical_plan(size: int, plan: PlanWire, label: str) -> None:
     """Like `check_canonical`, but without re-encoding the parts, which are most of the plan."""
     sizes = [len(part) for part in plan.parts]
     heads = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in sizes)
-    array = (
-        0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4
-    )  # bytes of the array's header beyond the single byte of an empty array
+    # bytes of the array's header beyond the single byte of an empty array
+    array = 0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4
     check_canonical(size - sum(sizes) - heads - array, msgspec.structs.replace(plan, parts=[]), label)
 
 

@@ -191,9 +191,8 @@ def _trie(order: list[int], prefix_lengths: list[int], lengths: list[int]) -> _N
         child = ROOT
         while path and nodes.depth[path[-1]] > common:
             child = path.pop()
-        if common > (
-            nodes.depth[path[-1]] if path else 0
-        ):  # the paths diverge inside `child`, which is split there
+        # the paths diverge inside `child`, which is split there
+        if common > (nodes.depth[path[-1]] if path else 0):
             path.append(nodes.add(nodes.parent[child], common))
             nodes.parent[child] = path[-1]
         if not path or nodes.depth[path[-1]] < lengths[sample]:

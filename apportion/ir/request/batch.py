@@ -424,9 +424,8 @@ def _check_structure(batch: Batch, is_compared: Callable[[Mask], bool]) -> None:
     has_own = np.zeros((2, len(batch.lengths)), np.int64)
     has_own[0, list(batch.own_positions)] = has_own[1, list(batch.own_labels)] = 1
     signatures = np.column_stack([batch.lengths, *has_own, *(kind.index for kind in kinds)])
-    for i in sorted(
-        np.unique(signatures, axis=0, return_index=True)[1].tolist()
-    ):  # one sequence per combination of specs
+    # one sequence per combination of specs
+    for i in sorted(np.unique(signatures, axis=0, return_index=True)[1].tolist()):
         specs, length = [kind.specs[kind.index[i]] for kind in kinds], int(batch.lengths[i])
         compared = [*filter(is_compared, specs)]
         for label, columns, describe in (

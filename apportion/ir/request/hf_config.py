@@ -86,9 +86,8 @@ def _mask(text: Mapping[str, Any], kind: str) -> Mask:
     is_encoder = text["model_type"] in words("encoders") and not text.get("is_decoder")
     if kind == FULL:
         return Full() if is_encoder else Causal()
-    size = count(
-        text, WINDOW_OF[kind]
-    )  # tokens up to and including the query, in a chunk, or on each side in an encoder
+    # tokens up to and including the query, in a chunk, or on each side in an encoder
+    size = count(text, WINDOW_OF[kind])
     if kind == CHUNKED:
         return Chunked(size)
     return SlidingWindow(size + 1, size) if is_encoder else SlidingWindow(size)

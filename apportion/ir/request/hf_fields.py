@@ -27,9 +27,8 @@ _DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "f
 # Layer types by their names before transformers 5, or in GPT-Neo.
 _LEGACY = MappingProxyType({"attention": FULL, "global": FULL, "local": SLIDING, "mamba": LINEAR})
 _NO_MIXING = ("mlp", "moe")  # layers of Nemotron-H without token mixing
-_PATTERN = MappingProxyType(
-    {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
-)  # letters of hybrid_override_pattern
+# letters of hybrid_override_pattern
+_PATTERN = MappingProxyType({"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"})
 
 
 def is_config(data: Any) -> bool:
@@ -160,9 +159,8 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
     """The type of each layer. Raises ConfigError for an unsupported or unknown type."""
     name, value = _types_field(text)
     has_layer_count = field_value(text, "num_hidden_layers")[1] is not None or not isinstance(value, list)
-    layers = (
-        count(text, "num_hidden_layers") if has_layer_count else len(value)
-    )  # Nemotron-H, where only the types give the number
+    # Nemotron-H, where only the types give the number
+    layers = count(text, "num_hidden_layers") if has_layer_count else len(value)
     types = (
         _inferred_types(text, layers)
         if value is None

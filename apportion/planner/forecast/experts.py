@@ -133,9 +133,8 @@ class ExpertRanks:
         nodes, size = self.degree // on_node, max(rows.sent, rows.received) * row_bytes
         far = (nodes - 1) / nodes
         if experts.dispatch == "node":
-            node_count = nodes * (
-                1 - (1 - 1 / nodes) ** experts.active
-            )  # expected number of nodes of a token's experts
+            # expected number of nodes of a token's experts
+            node_count = nodes * (1 - (1 - 1 / nodes) ** experts.active)
             far *= min(node_count, experts.nodes or node_count) / experts.active
         near = (on_node - 1) / on_node * (1.0 if experts.dispatch == "node" else 1 / nodes)
         slower = max(

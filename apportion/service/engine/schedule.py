@@ -24,13 +24,11 @@ class Schedule:
     def __init__(self, workers: int, clock: Callable[[], float]) -> None:
         self._workers, self._clock = workers, clock
         self._queued = dict[str, dict[Entry, None]]()
-        self._spent = dict[
-            str, tuple[float, float]
-        ]()  # by tenant: worker seconds used, and the time of that figure
+        # by tenant: worker seconds used, and the time of that figure
+        self._spent = dict[str, tuple[float, float]]()
         self._seconds = OrderedDict[bytes, float]()  # by job: seconds per plan
-        self._steps = OrderedDict[
-            bytes, tuple[float, float]
-        ]()  # by job: time of the last submission, seconds between submissions
+        # by job: time of the last submission, seconds between submissions
+        self._steps = OrderedDict[bytes, tuple[float, float]]()
 
     def __len__(self) -> int:
         return sum(map(len, self._queued.values()))

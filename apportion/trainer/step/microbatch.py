@@ -40,9 +40,8 @@ class Microbatch:
     total_weight: float  # sum of their loss weights; their number if samples have no weights
     fields: Mapping[str, Tensor]  # other per-token fields of the samples, [rows, ...]
     feed: EncoderFeed | None = None  # where tokens stand for an encoder's rows
-    _replicas: Transport | None = field(
-        default=None, repr=False
-    )  # ranks in this rank's position in each group
+    # ranks in this rank's position in each group
+    _replicas: Transport | None = field(default=None, repr=False)
     _staged: bool = False  # ranks of the plan hold different layers, by pipeline stage
     _shifted: Collection[str] = ()  # fields stored in the row that predicts their token
     _layers: Mapping[str, int] = field(default_factory=dict)  # kind -> number of layers of the planned model

@@ -507,9 +507,8 @@ def dkdv(
     dkv_at = tl.where(work, dkv_work, dkv_home) + offset * (D + E)
     if flags & COMPLETE:
         staged, position = _target(tile, heads, lane, M)
-        staging = _advance(
-            wire, tile + 10
-        )  # selects scalars: AMD's compiler cannot select between tensors of pointers
+        # selects scalars: AMD's compiler cannot select between tensors of pointers
+        staging = _advance(wire, tile + 10)
         dk_to = tl.where(staged, staging, dk_out) + (position * tl.where(staged, D + E, D))[:, None]
         dv_to = tl.where(staged, staging + D, dv_out) + (position * tl.where(staged, D + E, E))[:, None]
         _merge(dkv_at, dk_to, valid[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)

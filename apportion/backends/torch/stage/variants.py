@@ -38,9 +38,8 @@ class Variant:
         (qk_a, qk_b), (v_a, v_b) = parts(self.qk), parts(self.v)
         widths = {"D": self.qk, "DA": qk_a, "DB": qk_b, "E": self.v, "EA": v_a, "EB": v_b}
         precision = "tf32" if self.element_bytes == 2 else "ieee"
-        stages = shape.stages - (
-            softcap and kernel == "dq" and shape.stages > 2
-        )  # the tanh series needs the registers
+        # the tanh series needs the registers
+        stages = shape.stages - (softcap and kernel == "dq" and shape.stages > 2)
         rows = {"M": shape.owner, "N": shape.walked, "num_warps": shape.warps, "num_stages": stages}
         return {"CAP": softcap, **rows, **widths, "PRECISION": precision}
 

@@ -93,9 +93,8 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
         has_group[np.array(numbers, np.int64)[groups[:, group]]] = True
         index = np.flatnonzero(has_group[sets])
         bands = tasks.bands[:, index]
-        sorted_bands = bands[
-            :, corner_order(bands)
-        ]  # two bands with the same corner may come in either order; then both lists are checked
+        # two bands with the same corner may come in either order; then both lists are checked
+        sorted_bands = bands[:, corner_order(bands)]
         if not any(np.array_equal(sorted_bands, other) for other in earlier):
             earlier.append(sorted_bands)
             yield f" of query heads {_abbreviate(np.flatnonzero(inverse.ravel() == group))}", index

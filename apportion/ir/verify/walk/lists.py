@@ -30,9 +30,8 @@ class Lists:
     sets: HeadSets
     homes: Homes
     mask: Ints
-    _cut: Ints = field(
-        default_factory=lambda: np.empty((8, 0), np.int64)
-    )  # pieces in global tokens, from all programs so far
+    # pieces in global tokens, from all programs so far
+    _cut: Ints = field(default_factory=lambda: np.empty((8, 0), np.int64))
     _exact: set[tuple[int, ...]] = field(default_factory=set)
 
     @cached_property
