@@ -11,22 +11,15 @@ from numpy.typing import NDArray
 
 import apportion as ap
 from apportion._core import blend as core
-from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.masks.profile import profile
-from apportion.ir.request.policy import Step
-from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.place.blend.placement import UNEVEN, Blend, token_shares
 from apportion.planner.place.lpt import Lpt, busiest_load
 from apportion.planner.problem import Placement, Problem
-from apportion.planner.recipe.registry import build
 from apportion.planner.shard.blocks import Blocks, row_areas, row_weights
-from apportion.planner.shard.sequences import Sequences
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
-from tests.support.matrix import LAYERS, SEQUENCES, compare
-from tests.support.placements import MASKS, MODEL, problem
-from tests.support.sparse import marked
+from tests.support.placements import MASKS, MODEL, place, problem, tokens, work
 
 GEMMA = {"full": ap.masks.causal(), "window": ap.masks.sliding_window(1024)}
 
@@ -37,17 +30,9 @@ def recipe(**steps: dict[str, dict[str, float]]) -> dict[str, dict[str, dict[Any
     }}  # fmt: skip
 
 
-def place(made: Problem, **fields: float) -> Placement | None:
-    return Blend(**fields)(made, Sequences()(made))
-
-
-def tokens(placement: Placement, ranks: int) -> NDArray[Any]:
-    return placement.rank_sums(placement.lengths, ranks)
-
-
 def time(made: Problem, placement: Placement) -> tuple[NDArray[Any], float]:
     """Each rank's pairs divided by its speed, and all pairs divided by the sum of speeds."""
-    load = placement.rank_sums(placement.weight, made.ranks)
+    load = work(placement, made.ranks)
     return load / made.speeds, load.sum() / made.speeds.sum()
 
 
@@ -73,41 +58,19 @@ def test_tokens_are_exact_and_work_is_even_within_one_row(
 ) -> None:
     speeds = None if slow is None else tuple(slow[:ranks])
     made = problem(lengths, ranks, MASKS[mask], speeds=speeds)
-    placement = place(made, head=head, grain=grain)
-    assert placement.starts[0] == 0
-    assert placement.starts[-1] == sum(lengths)
-    assert (placement.lengths > 0).all()
+    placement = place(Blend(head=head, grain=grain), made)
     assert placement.lengths.max() <= (grain or sum(lengths))
-    assert (placement.weight == row_weights(made, placement.starts)).all()
     assert (abs(tokens(placement, ranks) - sum(lengths) * made.speeds / made.speeds.sum()) < 1 + 1e-9).all()
     busy, mean = time(made, placement)
     assert busy.max() <= (1 + UNEVEN) * mean + 2 * most_pairs_of_a_row(made) / made.speeds.min()
-    assert placement.bound <= busy.max() * (1 + 1e-12)
-    repeated = place(problem(lengths, ranks, MASKS[mask], speeds=speeds), head=head, grain=grain)
-    assert (repeated.starts == placement.starts).all()
-    assert (repeated.home == placement.home).all()
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60), ranks=st.integers(1, 13))
-def test_tokens_differ_by_at_most_one(lengths: list[int], ranks: int) -> None:
-    counts = tokens(place(problem(lengths, ranks)), ranks)
-    assert counts.max() - counts.min() <= 1
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=60), ranks=st.integers(1, 9))
 def test_ranks_share_few_documents(lengths: list[int], ranks: int) -> None:
     """Each rank shares few documents with other ranks."""
-    blocks = len(place(problem(lengths, ranks)).home)
+    blocks = len(place(Blend(), problem(lengths, ranks)).home)
     assert blocks <= len(lengths) + 6 * ranks
-
-
-def test_one_rank_gets_everything_and_short_documents_stay_whole() -> None:
-    made = problem([5, 7, 1], 1)
-    assert place(made).starts.tolist() == [0, 5, 12, 13]
-    made = problem([16] * 8, 4)
-    assert place(made).starts.tolist() == made.batch.starts.tolist()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +80,7 @@ def test_one_rank_gets_everything_and_short_documents_stay_whole() -> None:
 )
 def test_extreme_lengths_are_balanced(lengths: list[int]) -> None:
     made = problem(lengths, 16)
-    placement = place(made)
+    placement = place(Blend(), made)
     busy, mean = time(made, placement)
     assert busy.max() <= 1.01 * mean
     assert tokens(placement, 16).max() <= -(-sum(lengths) // 16)
@@ -127,7 +90,7 @@ def test_extreme_lengths_are_balanced(lengths: list[int]) -> None:
 def test_ranks_of_a_dense_document_are_filled_with_sparse_ones() -> None:
     """Six ranks share the long document, and each is filled with short ones."""
     made = problem([600] + [4] * 750, 6)
-    placement = place(made, head=0)
+    placement = place(Blend(head=0), made)
     busy, mean = time(made, placement)
     assert busy.max() <= 1.02 * mean
     shares = placement.home[placement.starts[:-1] < 600]
@@ -141,7 +104,7 @@ def test_spreading_heads_of_a_document_over_ranks_sends_less(head: float) -> Non
     """Keys that each rank sends for one long document: with only its tail spread, the rank with its head sends most."""
     ranks = 32
     made = problem([32_768, *[64] * 2048], ranks)
-    placement = place(made, head=head)
+    placement = place(Blend(head=head), made)
     document = placement.starts[:-1] < 32_768
     starts, home = placement.starts[:-1][document], placement.home[document]
     readers = [len(set(home[starts > at].tolist()) - {rank}) for at, rank in zip(starts, home, strict=True)]
@@ -176,37 +139,16 @@ def test_shares_never_exceed_the_cap(total: int, speeds: list[float], spare: int
 def test_a_slow_rank_gets_less_work_and_fewer_tokens() -> None:
     speeds = (1.0, 1.0, 1.0, 0.5)
     made = problem(lognormal_lengths(1, 4 * 8192).tolist(), 4, speeds=speeds)
-    placement = place(made)
+    placement = place(Blend(), made)
     busy, mean = time(made, placement)
     assert busy.max() <= 1.003 * mean
     counts = tokens(placement, 4)
     assert counts[3] == pytest.approx(counts[0] / 2, abs=1)
     capped = problem(made.batch.lengths.tolist(), 4, speeds=speeds, token_cap=8400)
-    placement = place(capped)
+    placement = place(Blend(), capped)
     busy, mean = time(capped, placement)
     assert tokens(placement, 4).tolist() == [8400, 8400, 8400, 4 * 8192 - 3 * 8400]
     assert busy.max() <= 1.003 * mean
-
-
-def test_a_token_cap_is_obeyed_or_refused() -> None:
-    placement = place(problem([40, 30, 30], 4, token_cap=25))
-    assert tokens(placement, 4).tolist() == [25] * 4
-    with pytest.raises(CapacityError, match="token_cap to at least 25"):
-        place(problem([40, 30, 30], 4, token_cap=24))
-
-
-def test_home_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"batch.home_ranks.*recipe fcp"):
-        place(problem([8, 8], 2, home_ranks=[[1], None]))
-
-
-@pytest.mark.parametrize(
-    ("parameter", "value"), [("head", 1.5), ("head", True), ("head", "all"), ("grain", -1), ("grain", 2.5)]
-)
-def test_wrong_parameters_are_refused(parameter: str, value: str | float) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build(Step("place", "blend", {parameter: value}))
-    assert caught.value.field == f"recipe.place.blend.{parameter}"
 
 
 # ------------------------------------------------------------------------------------------------ several kinds
@@ -216,7 +158,7 @@ def test_wrong_parameters_are_refused(parameter: str, value: str | float) -> Non
 def test_a_layout_shared_by_kinds_is_nearly_even_for_each(seed: int) -> None:
     model = ap.Model(q_heads=4, kv_heads=2, head_dim=8, hidden=32, ffn=64, layers={"full": 1, "window": 5})
     made = problem(lognormal_lengths(seed, 16 * 32_768).tolist(), 16, GEMMA, model=model)
-    placement = place(made)
+    placement = place(Blend(), made)
     least = sum(made.layers[kind] * made.batch.area(kind) for kind in GEMMA) / 16
     assert busiest_load(made, placement) <= 1.05 * least
     shards = Blocks()(made)
@@ -267,33 +209,6 @@ def test_exchanging_rows_evens_out_what_the_walk_leaves_uneven() -> None:
 # ------------------------------------------------------------------------------------------------ whole plans
 
 
-@pytest.mark.parametrize("ranks", marked(range(1, 9), (3, 6)))
-@pytest.mark.parametrize("mask", sorted(SEQUENCES))
-def test_plans_equal_the_oracle(mask: str, ranks: int) -> None:
-    turn = ranks + sorted(SEQUENCES).index(mask)
-    layer = LAYERS[turn % 3]
-    batch = ap.Batch.from_sequences([Sequence(*SEQUENCES[name]) for name in (mask, "causal")])
-    model = ap.Model(*layer[:4], dtype="fp64", layers=1)
-    steps = recipe(
-        place={"blend": {"head": [0, 0.5][turn % 2], "grain": [0, 5][turn // 2 % 2]}},
-        **[{}, {"route": {"node": {}}}, {"schedule": {"gather": {}}}][turn % 3],
-    )
-    per_node = 2 if ranks % 2 == 0 else 1
-    plan = ap.plan(batch, ap.Cluster(ranks // per_node, per_node), model, steps)
-    compare(plan, "default", layer, turn)
-    assert plan.report["imbalance"]["tokens"] <= ranks / batch.tokens
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_several_kinds_and_groups_equal_the_oracle(ranks: int) -> None:
-    kinds = {"full": ap.masks.causal(), "local": ap.masks.sliding_window(9)}
-    batch = ap.Batch.from_lengths([50, 31, 12, 3], kinds)
-    steps = recipe(inner={"ulysses": {"degree": 2}})
-    plan = ap.plan(batch, ap.Cluster(1, ranks), ap.Model(*LAYERS[0][:4], dtype="fp64", layers=1), steps)
-    for kind in kinds:
-        compare(plan, kind, LAYERS[0], ranks)
-
-
 @pytest.mark.parametrize(("ranks", "gap"), [(8, 3.0), (64, 2.0), (256, 1.6)])
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_of_a_realistic_workload_keep_their_targets(ranks: int, gap: float, seed: int) -> None:
@@ -322,8 +237,8 @@ def test_inter_node_bytes_shared_by_a_node() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_aligned_documents_are_cut_between_tiles(seed: int) -> None:
     made = problem(lognormal_lengths(seed, 16 * 32768), 16)
-    placement = place(made, align=128)
-    exact = place(made)
+    placement = place(Blend(align=128), made)
+    exact = place(Blend(), made)
     of = np.searchsorted(made.batch.starts, placement.starts[:-1], "right") - 1
     assert ((placement.starts[:-1] - made.batch.starts[of]) % 128 == 0).all()
     assert set(made.batch.starts) <= set(placement.starts.tolist())
@@ -335,9 +250,9 @@ def test_aligned_documents_are_cut_between_tiles(seed: int) -> None:
 def test_caps_have_priority_over_alignment() -> None:
     for tokens_of_rank in (32768, 1024):
         batch = lognormal_lengths(0, 16 * tokens_of_rank)
-        tight = place(problem(batch, 16, token_cap=tokens_of_rank), align=128)
+        tight = place(Blend(align=128), problem(batch, 16, token_cap=tokens_of_rank))
         assert tokens(tight, 16).tolist() == [tokens_of_rank] * 16
-        loose = place(problem(batch, 16), align=128)
+        loose = place(Blend(align=128), problem(batch, 16))
         assert tokens(loose, 16).max() <= 1.02 * tokens_of_rank
         assert (np.diff(loose.starts)[:-1] > 0).all()
         assert loose.starts[-1] == sum(batch)
