@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.ir.request.policy import Step
 from apportion.planner.place.flexsp import FlexSp, feasible_degrees, grouping_problem
-from apportion.planner.problem import Placement, Problem, Shards
-from apportion.planner.recipe.recipes import find_recipe
-from apportion.planner.recipe.registry import build
+from apportion.planner.problem import Placement
 from apportion.planner.solvers.grouping import ilp
+from tests.support import placements
+from tests.support.placements import place
 
+MODEL = ap.Model(q_heads=8)
 LENGTHS = np.rint(2000 * np.exp(1.2 * np.random.default_rng(0).standard_normal(24))).astype(int).tolist()
+problem = partial(placements.problem, LENGTHS, 16, nodes=2, model=MODEL)
 
 
-def problem(
-    lengths: list[int] = LENGTHS,
-    nodes: int = 2,
-    per_node: int = 8,
-    token_cap: int | None = None,
-    **cluster: tuple[float, ...],
-) -> Problem:
-    batch = ap.Batch.from_lengths(lengths)
-    policy = ap.Policy(find_recipe("flexsp"), token_cap=token_cap)
-    return Problem(
-        batch, ap.Cluster(nodes=nodes, ranks_per_node=per_node, **cluster), ap.Model(q_heads=8), policy
-    )
-
-
-def place(case: Problem, **parameters: int) -> Placement:
-    axis = case.batch.starts
-    shards = Shards(axis, np.arange(len(axis) - 1), np.ones(len(axis) - 1, np.int64), 1)
-    return FlexSp(**parameters)(case, shards)
+def used(found: Placement) -> Any:
+    """Tokens of each group for each of its ranks."""
+    return np.bincount(found.home, found.lengths, len(found.groups) - 1) / np.diff(found.groups)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 8), (2, 8), (3, 6), (5, 1), (1, 7)])
 def test_groups_are_aligned_powers_of_two_and_small_ones_stay_in_a_node(nodes: int, per_node: int) -> None:
-    case = problem(nodes=nodes, per_node=per_node)
-    found = place(case)
+    case = placements.problem(LENGTHS, nodes * per_node, nodes=nodes, model=MODEL)
+    found = place(FlexSp(), case)
     first, size = found.groups[:-1], np.diff(found.groups)
     assert found.groups[-1] == case.ranks
     assert (np.bitwise_count(size) == 1).all()
@@ -50,26 +39,20 @@ def test_groups_are_aligned_powers_of_two_and_small_ones_stay_in_a_node(nodes: i
 
 
 def test_every_group_holds_its_share_of_the_cap() -> None:
-    case = problem()
-    found = place(case, capacity=4500)
-    used = np.bincount(found.home, case.batch.lengths, len(found.groups) - 1)
-    assert (used <= 4500 * np.diff(found.groups)).all()
+    assert used(place(FlexSp(capacity=4500), problem())).max() <= 4500
 
 
 def test_the_cap_of_the_policy_is_obeyed_or_refused_with_numbers() -> None:
     longest = max(LENGTHS)
     cap = max(-(-longest // 8), int(1.3 * sum(LENGTHS) / 16))
-    found = place(problem(token_cap=cap))
-    used = np.bincount(found.home, LENGTHS, len(found.groups) - 1)
-    assert (used <= cap * np.diff(found.groups)).all()
-    with pytest.raises(
-        ap.CapacityError, match=f"a sequence of {20 * cap} tokens: the largest group, 8 of 16 ranks"
-    ):
-        place(problem([20 * cap], token_cap=cap))
+    assert used(place(FlexSp(), problem(token_cap=cap))).max() <= cap
+    message = f"a sequence of {20 * cap} tokens: the largest group, 8 of 16 ranks"
+    with pytest.raises(ap.CapacityError, match=message):
+        place(FlexSp(), placements.problem([20 * cap], 16, nodes=2, token_cap=cap, model=MODEL))
 
 
 def test_one_document_of_the_whole_batch_takes_the_largest_group() -> None:
-    found = place(problem([5000]))
+    found = place(FlexSp(), placements.problem([5000], 16, nodes=2, model=MODEL))
     assert found.groups.tolist() == [0, *range(8, 17)]
     assert found.home.tolist() == [0]
 
@@ -93,11 +76,7 @@ def test_linear_layers_are_counted_on_request() -> None:
 
 def test_with_linear_layers_the_fullest_rank_has_fewer_tokens() -> None:
     case = problem()
-    fullest = [
-        float((np.bincount(found.home, LENGTHS, len(found.groups) - 1) / np.diff(found.groups)).max())
-        for found in (place(case), place(case, linear=True))
-    ]
-    assert fullest[1] < fullest[0]
+    assert used(place(FlexSp(linear=True), case)).max() < used(place(FlexSp(), case)).max()
 
 
 def test_the_steps_capacity_is_at_most_the_policys_cap() -> None:
@@ -106,48 +85,21 @@ def test_the_steps_capacity_is_at_most_the_policys_cap() -> None:
 
 
 def test_degrees_divide_the_heads_and_the_node() -> None:
-    assert feasible_degrees(problem(nodes=3, per_node=6)).tolist() == [1, 2, 8]
+    assert feasible_degrees(placements.problem(LENGTHS, 18, nodes=3, model=MODEL)).tolist() == [1, 2, 8]
 
 
 def test_groups_are_never_slower_than_the_greedy_mix() -> None:
     case = grouping_problem(problem())
-    found = place(problem())
+    found = place(FlexSp(), problem())
     column = np.log2(np.diff(found.groups)).astype(int)[found.home]
     time = np.bincount(found.home, case.times[np.arange(len(column)), column])
     assert time.max() <= ilp.greedy(case).termination.value * (1 + 1e-9)
 
 
 def test_a_slow_rank_gets_one_of_the_quicker_groups() -> None:
-    speeds = (1.0,) * 15 + (0.5,)
-    case, found = problem(speeds=speeds), place(problem(speeds=speeds))
+    case = problem(speeds=(1.0,) * 15 + (0.5,))
+    found = place(FlexSp(), case)
     weight = np.bincount(found.home, found.weight, len(found.groups) - 1) / np.diff(found.groups)
     same_size = np.diff(found.groups) == np.diff(found.groups)[-1]
     assert weight[-1] <= weight[same_size].max()
     assert found.bound <= (weight / np.minimum.reduceat(case.speeds, found.groups[:-1])).max()
-
-
-def test_equal_requests_have_equal_plans() -> None:
-    request = (ap.Batch.from_lengths(LENGTHS), ap.Cluster(nodes=1, ranks_per_node=8), ap.Model())
-    assert ap.plan(*request, recipe="flexsp").id == ap.plan(*request, recipe="flexsp").id
-
-
-@pytest.mark.parametrize("name", ["gap", "steps"])
-def test_wrong_parameters_are_named(name: str) -> None:
-    with pytest.raises(ap.ConfigError, match=rf"recipe\.place\.flexsp\.solver\.ilp\.{name} = -1: must be"):
-        build(Step("place", "flexsp", {"solver": {"ilp": {name: -1}}}))
-    with pytest.raises(ap.ConfigError, match=r"recipe\.place\.flexsp\.capacity = -1: must be"):
-        build(Step("place", "flexsp", {"capacity": -1}))
-
-
-def test_an_unknown_solver_is_named() -> None:
-    with pytest.raises(ap.ConfigError, match="write one of ilp"):
-        build(Step("place", "flexsp", {"solver": "nope"}))
-
-
-def test_home_ranks_are_refused() -> None:
-    batch = ap.Batch.from_sequences(
-        [ap.Sequence(100, ap.masks.causal(), home_ranks=(1,)), ap.Sequence(50, ap.masks.causal())]
-    )
-    case = Problem(batch, ap.Cluster(nodes=1, ranks_per_node=8), ap.Model(), ap.Policy(find_recipe("flexsp")))
-    with pytest.raises(ap.ConfigError, match=r"batch\.home_ranks"):
-        place(case)
