@@ -18,8 +18,7 @@ from apportion.ir.plan.ops import instruction_of
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe, Step
-from apportion.ir.request.sequences import Sequence
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.place.dcp import placement as dcp
 from apportion.planner.place.dcp.cells import Heads, Hyperedges, Pairs, divide, hyperedges
@@ -28,12 +27,10 @@ from apportion.planner.place.dcp.links import link_gbs, swap_homes
 from apportion.planner.place.dcp.placement import Dcp
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.planner.recipe.registry import build
 from apportion.planner.shard.blocks import Blocks
 from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.tasks.cells import Cells, cut_cells
-from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
-from tests.support.sparse import sparse_product
+from tests.support.matrix import LAYERS, batch_of, compare
 from tests.support.strategies import cluster
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=16, dtype="bf16", layers=1)
@@ -91,18 +88,13 @@ def test_both_weights_are_even(name: str, ranks: int) -> None:
     check(problem, placement)
     assert placement.termination is not None
     assert placement.termination.solved
-
-
-@pytest.mark.parametrize("name", ["one tail of 16", "tails", "window", "shared question"])
-def test_nodes_have_their_own_tolerances(name: str) -> None:
-    problem = problem_of(BATCHES[name], 32, 8)
-    placement = placed(problem)
-    tokens = placement.rank_sums(placement.lengths, 32).reshape(4, 8).sum(1)
-    assert tokens.max() <= 1.01 * problem.batch.tokens / 4 + 1
+    tokens = placement.rank_sums(placement.lengths, ranks).reshape(-1, 8).sum(1)
+    nodes = ranks // 8
+    assert tokens.max() <= 1.01 * problem.batch.tokens / nodes + 1
+    work = cut_cells(problem.bands["default"], placement.starts).work
     for execution in placement.execution.values():
-        work = cut_cells(problem.bands["default"], placement.starts).work
-        load = np.bincount(execution.rank[0] // 8, work, 4)
-        assert load.max() <= 1.02 * work.sum() / 4
+        load = np.bincount(execution.rank[0] // 8, work, nodes)
+        assert load.max() <= 1.02 * work.sum() / nodes
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, "kv"])
@@ -256,9 +248,7 @@ def test_slow_ranks_get_less_compute_and_fewer_tokens() -> None:
 
 def test_sequences_stay_on_their_home_ranks() -> None:
     lengths, homes = [5000, 5000, 3000, 7000], [(0,), (1, 2), None, (3,)]
-    batch = Batch.from_sequences(
-        [Sequence(n, masks.causal(), home_ranks=h) for n, h in zip(lengths, homes, strict=True)]
-    )
+    batch = Batch.from_lengths(lengths, home_ranks=homes)
     problem = problem_of(batch, 4, token_cap=7000)
     placement = placed(problem, epsilon_tokens=[0.4, 0.4])
     check(problem, placement, tokens=1.4)
@@ -286,10 +276,8 @@ def test_the_value_counts_the_bytes_that_travel(groups: int) -> None:
     placement = placed(problem, head_groups=groups)
     total = 0
     for phase, (query, key) in zip(PHASES, (FORWARD, BACKWARD), strict=True):
-        cells, rank = (
-            cut_cells(problem.bands["default"], placement.starts),
-            placement.execution["default", phase].rank,
-        )
+        cells = cut_cells(problem.bands["default"], placement.starts)
+        rank = placement.execution["default", phase].rank
         tiles = set()
         for group in range(groups):
             for q, k, r in zip(cells.q, cells.k, rank[group], strict=True):
@@ -312,8 +300,7 @@ def test_a_plan_moves_the_bytes_that_the_hypergraph_prices() -> None:
         at = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
         final = np.flatnonzero((instructions["mode"][at] & RESULTS > 0) & (transfers["send"] == 1))
         rows = operands["rows"][operands.ptr[transfers.rank_of_row()[final]] + transfers["operand"][final]]
-        heads = MODEL.q_heads
-        saved += int(rows.sum()) * (MODEL.sent_bytes(tensor) - heads * MODEL.sent_result_bytes(tensor))
+        saved += int(rows.sum()) * (MODEL.sent_bytes(tensor) - 8 * MODEL.sent_result_bytes(tensor))
     assert saved > 0
     assert plan.report["bytes"]["total"] + saved == plan.report["termination"]["solver"]["value"]
 
@@ -394,17 +381,11 @@ def test_rounds_are_divisions() -> None:
 
 
 def test_divisions_without_a_dcp_placement_split_every_pair_evenly() -> None:
-    steps = {
-        "shard": {"blocks": {"block": 16}},
-        "place": {"lpt": {}},
-        "schedule": {"divisions": {"count": 4}},
-    }
-    layer, batch = LAYERS[1], batch_of("causal", "window", "tree")
-    model = Model(*layer[:4], dtype="fp64", layers=1)
-    policy = Policy(Recipe("mine", steps), token_cap=batch.tokens)
-    made = ap.plan(batch, cluster(4), model, policy=policy)
+    steps = {"shard": {"blocks": {"block": 16}}, "place": {"lpt": {}}}
+    batch = batch_of("causal", "window", "tree")
+    policy = Policy(Recipe("mine", steps | {"schedule": {"divisions": {"count": 4}}}), token_cap=batch.tokens)
+    made = ap.plan(batch, cluster(4), MODEL, policy=policy)
     assert made.report["rounds"] == 3  # the first of four divisions needs nothing remote
-    compare(made, "default", layer, 0)
 
 
 # ---------------------------------------------------------------------------------------------- whole plans
@@ -419,26 +400,9 @@ def planned(batch: Batch, model: Model, ranks: int, block: int = 5, count: int =
     return ap.plan(batch, cluster(ranks), model, policy=Policy(Recipe("mine", steps)))
 
 
-@pytest.mark.parametrize(("name", "ranks"), sparse_product(7, SEQUENCES, (1, 2, 3, 4, 6, 8)))
-def test_every_mask_equals_dense_attention(name: str, ranks: int) -> None:
-    turn = list(SEQUENCES).index(name) + ranks
-    layer = LAYERS[turn % 3]
-    groups = [1, "kv", 2, layer[0]][turn % 4]
-    model = Model(*layer[:4], dtype="fp64", layers=1)
-    plan = planned(batch_of(name, "causal"), model, ranks, head_groups=groups, divisions=1 + turn % 4)
-    compare(plan, "default", layer, turn)
-
-
-@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [16, 1], [2, 1, 1, 9]], ids=str)
-def test_ranks_without_tokens(lengths: list[int]) -> None:
-    model = Model(*LAYERS[1][:4], dtype="fp64", layers=1)
-    compare(planned(Batch.from_lengths(lengths), model, 6), "default", LAYERS[1], 1)
-
-
 def test_the_plan_of_the_engine_equals_dense_attention() -> None:
     model = Model(*LAYERS[1][:4], dtype="fp64", layers=1)
-    solver = "mtkahypar"
-    plan = planned(batch_of("causal", "tree"), model, 4, solver=solver, head_groups=2)
+    plan = planned(batch_of("causal", "tree"), model, 4, solver="mtkahypar", head_groups=2)
     compare(plan, "default", LAYERS[1], 0)
     assert plan.report["termination"]["limit"] is None
 
@@ -447,14 +411,7 @@ def test_the_plan_of_the_engine_equals_dense_attention() -> None:
     ("params", "field"),
     [
         ({"head_groups": 3}, "recipe.place.dcp.head_groups"),
-        ({"head_groups": 0}, "recipe.place.dcp.head_groups"),
-        ({"head_groups": "q"}, "recipe.place.dcp.head_groups"),
-        ({"divisions": 0}, "recipe.place.dcp.divisions"),
-        ({"tries": 4}, "recipe.place.dcp.tries"),
-        ({"epsilon_compute": 0.1}, "recipe.place.dcp.epsilon_compute"),
-        ({"epsilon_tokens": [0.1, -1]}, "recipe.place.dcp.epsilon_tokens"),
         ({"solver": {"mtkahypar": {"steps": 1}}}, "recipe.place.dcp.solver.mtkahypar"),
-        ({"solver": "patoh"}, "solver of kind hypergraph"),
         ({"divisions": 5, "count": 2}, "recipe.schedule.divisions.count"),
     ],
 )
@@ -462,8 +419,3 @@ def test_wrong_parameters_name_their_field(params: dict, field: str) -> None:
     with pytest.raises(ap.ConfigError) as caught:
         planned(Batch.from_lengths([64, 40]), MODEL, 4, **params)
     assert caught.value.field == field
-
-
-def test_a_division_must_be_positive() -> None:
-    with pytest.raises(ap.ConfigError, match=r"divisions\.buffers"):
-        build(Step("schedule", "divisions", {"buffers": 0}))
