@@ -13,25 +13,26 @@ from numpy.typing import NDArray
 
 from apportion.backends import numpy as executor
 from apportion.backends.interp import Operand
-from apportion.backends.numpy import LocalLayer, LocalView, Partial, Rank
+from apportion.backends.numpy import LocalLayer, LocalView, Rank
 from apportion.ir import verify
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.masks import bands, specs as masks
-from apportion.ir.masks.spec import Mask
 from apportion.ir.plan.tables import Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
-from apportion.ir.request.sequences import Sequence
 from apportion.ir.tensors import Space, Tensor
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe, stage_lists
-from tests.support import oracle, upipe_memory as memory
+from tests.support import matrix, oracle, upipe_memory as memory
 from tests.support.sparse import sparse_product
 
+Array = NDArray[Any]
+Heads = range | tuple[int, ...]
 EXACT = 1e-10
+LENGTHS = (13, 1, 9, 6)
 WHOLE = {"place": {"whole": {}}, "schedule": {"gather": {}}}
 RING = {"place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}
 BLOCKS = {
@@ -39,7 +40,6 @@ BLOCKS = {
     "place": {"lpt": {}},
     "schedule": {"matchings": {"coalesce": 2, "buffers": 2}},
 }
-LENGTHS = (13, 1, 9, 6)
 
 #: (ranks, query heads, KV heads, heads of a stage): more KV heads than ranks, as many, fewer, one, and unevenly shared
 SHAPES = [
@@ -57,20 +57,6 @@ SHAPES = [
     (7, 14, 7, 7),
     (8, 16, 2, 8),
 ]
-MASKS: dict[str, tuple[int, Mask]] = {
-    "causal": (29, masks.causal()),
-    "full": (23, masks.full()),
-    "window": (29, masks.sliding_window(4)),
-    "sink": (29, masks.sink_window(3, 5)),
-    "blockwise": (31, masks.causal_blockwise(8, 1)),
-    "shared": (29, masks.shared_question(9, [7, 8, 5])),
-    "prefix": (27, masks.prefix_lm(9)),
-    "chunks": (29, masks.block_causal(8, 2)),
-    "image": (31, masks.image_spans([[5, 14], [20, 28]])),
-    "tree": (41, masks.tree([[-1, 9], [0, 8], [0, 7], [1, 9], [1, 8]])),
-    "documents": (29, masks.documents([12, 1, 16])),
-    "bands": (41, masks.bands([[0, 20, 0, 41, -3, 12], [25, 41, 3, 17, 0, 30]])),  # rows that see no key
-}
 
 
 def planned(
@@ -86,50 +72,32 @@ def planned(
     if inner == "upipe":
         params["heads"] = heads
     model = Model(q_heads, kv_heads, 4, 6, dtype="fp64", hidden=5, layers=1)
-    recipe = {
-        "name": inner,
-        "steps": {"inner": {inner: params}, "shard": {"sequences": {}}, **(steps or WHOLE)},
-    }
-    return make_plan(batch, Cluster(nodes, ranks // nodes), model, recipe)
+    data = {"inner": {inner: params}, "shard": {"sequences": {}}, **(steps or WHOLE)}
+    return make_plan(batch, Cluster(nodes, ranks // nodes), model, {"name": inner, "steps": data})
 
 
 class Weights:
     """A projection whose result depends on the position, and the gradients of its weights."""
 
     def __init__(self, model: Model) -> None:
-        rng = np.random.default_rng(3)
-        shapes = [
-            (model.q_heads, model.head_dim),
-            (model.kv_heads, model.head_dim),
-            (model.kv_heads, model.value_dim),
-        ]
+        rng, kv = np.random.default_rng(3), model.kv_heads
+        shapes = [(model.q_heads, model.head_dim), (kv, model.head_dim), (kv, model.value_dim)]
         self.weights = [rng.standard_normal((heads, model.hidden, width)) / 4 for heads, width in shapes]
         self.grads = [np.zeros_like(weights) for weights in self.weights]
 
     def project(
-        self,
-        hidden: NDArray[Any],
-        position_ids: NDArray[Any],
-        q_heads: range | tuple[int, ...],
-        kv_heads: tuple[int, ...] | range,
-    ) -> tuple[NDArray[Any], ...]:
+        self, hidden: Array, position_ids: Array, q_heads: Heads, kv_heads: Heads
+    ) -> tuple[Array, ...]:
         x = hidden * (1 + position_ids / 8)[:, None]
         each = zip(self.weights, (q_heads, kv_heads, kv_heads), strict=True)
         return tuple(np.einsum("ne,hed->nhd", x, w[list(heads)]) for w, heads in each)
 
     def gradient(
-        self,
-        hidden: NDArray[Any],
-        position_ids: NDArray[Any],
-        q_heads: range | tuple[int, ...],
-        kv_heads: tuple[int, ...] | range,
-        grads: tuple[NDArray[Any], ...],
-    ) -> NDArray[Any]:
-        turn = (1 + position_ids / 8)[:, None]
-        dx = np.zeros_like(hidden)
-        for w, total, heads, grad in zip(
-            self.weights, self.grads, (q_heads, kv_heads, kv_heads), grads, strict=True
-        ):
+        self, hidden: Array, position_ids: Array, q_heads: Heads, kv_heads: Heads, grads: tuple[Array, ...]
+    ) -> Array:
+        turn, dx = (1 + position_ids / 8)[:, None], np.zeros_like(hidden)
+        each = zip(self.weights, self.grads, (q_heads, kv_heads, kv_heads), grads, strict=True)
+        for w, total, heads, grad in each:
             dx += np.einsum("nhd,hed->ne", grad, w[list(heads)])
             np.add.at(total, list(heads), np.einsum("ne,nhd->hed", hidden * turn, grad))
         return dx * turn
@@ -139,18 +107,10 @@ def allowed(batch: Batch) -> np.ndarray:
     return bands.dense(batch.bands("default"), batch.tokens, batch.tokens)
 
 
-def assert_exact(pairs: dict[str, tuple[Any, Any]]) -> None:
-    for name, (found, expected) in pairs.items():
-        np.testing.assert_allclose(found, expected, rtol=EXACT, atol=EXACT, err_msg=name)
-
-
 def compare(plan: Plan) -> None:
     """With given q, k and v."""
-    m, batch = plan.request.model, plan.request.batch
-    p = oracle.Problem.random(1, batch.tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim, sinks=True)
-    found = executor.run(plan, "default", p.q, p.k, p.v, p.do, LocalLayer(p.sinks))
-    expected = oracle.dense(p, allowed(batch))
-    assert_exact({name: (getattr(found, name), getattr(expected, name)) for name in expected._fields})
+    m = plan.request.model
+    matrix.compare(plan, "default", (m.q_heads, m.kv_heads, m.head_dim, m.value_dim, True, None), 1)
 
 
 def compare_block(plan: Plan) -> None:
@@ -161,23 +121,19 @@ def compare_block(plan: Plan) -> None:
     do = rng.standard_normal((batch.tokens, m.q_heads, m.value_dim))
     o, lse, saved = executor.forward(plan, "default", [x], LocalLayer(sinks, project=weights))
     dx, dsinks = executor.backward(plan, "default", saved, do)
-    found = {"o": o, "lse": lse, "dx": dx, "dsinks": dsinks, "weights": np.concatenate(_flat(weights))}
+    found = {"o": o, "lse": lse, "dx": dx, "dsinks": dsinks, "weights": _flat(weights)}
     plain = Weights(m)
     every = x, batch.positions(), range(m.q_heads), range(m.kv_heads)
     answer = oracle.dense(oracle.Problem(*plain.project(*every), do, sinks), allowed(batch))
     dx = plain.gradient(*every, (answer.dq, answer.dk, answer.dv))
-    expected = {
-        "o": answer.o,
-        "lse": answer.lse,
-        "dx": dx,
-        "dsinks": answer.dsinks,
-        "weights": np.concatenate(_flat(plain)),
-    }
-    assert_exact({name: (found[name], expected[name]) for name in expected})
+    expected = {name: getattr(answer, name) for name in ("o", "lse", "dsinks")}
+    expected |= {"dx": dx, "weights": _flat(plain)}
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=EXACT, atol=EXACT, err_msg=name)
 
 
-def _flat(weights: Weights) -> list[np.ndarray]:
-    return [grad.ravel() for grad in weights.grads]
+def _flat(weights: Weights) -> Array:
+    return np.concatenate([grad.ravel() for grad in weights.grads])
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -199,17 +155,6 @@ def test_every_shape_and_order_equals_dense_attention(
     compare_block(planned(batch, shape, order=order, keep=keep, ahead=ahead, project=True))
 
 
-@pytest.mark.parametrize(("name", "steps"), sparse_product(13, MASKS, ("whole", "ring", "blocks")))
-def test_every_mask_within_and_across_nodes_equals_dense_attention(name: str, steps: str) -> None:
-    length, mask = MASKS[name]
-    between = {"whole": WHOLE, "ring": RING, "blocks": BLOCKS}[steps]
-    batch = Batch.from_sequences([Sequence(length, mask), Sequence(5, masks.causal())])
-    for ahead, hold, shape in ((0, False, (8, 16, 4, 4)), (1, False, (4, 8, 2, 2)), (0, True, (4, 8, 2, 2))):
-        inner = {"degree": shape[3], "ahead": ahead, "hold": hold}
-        compare(planned(batch, shape, 2, between, **inner))
-        compare_block(planned(batch, shape, 2, between, project=True, **inner))
-
-
 @pytest.mark.parametrize(("ranks", "project"), sparse_product(5, range(1, 9), (False, True)))
 def test_loader_order_and_few_tokens_equal_dense_attention(ranks: int, project: bool) -> None:
     run = compare_block if project else compare
@@ -221,19 +166,6 @@ def test_loader_order_and_few_tokens_equal_dense_attention(ranks: int, project: 
         run(planned(batch, (ranks, 4, 2, 2), 1, BLOCKS | {"reshuffle": True}, **single))
 
 
-def test_each_kind_has_its_own_stages() -> None:
-    kinds = {"global": masks.causal(), "local": masks.sliding_window(5)}
-    batch = Batch.from_lengths([40, 9], kinds)
-    plan = planned(batch, (4, 8, 2, 4))
-    for kind in kinds:
-        p = oracle.Problem.random(2, batch.tokens, 8, 2, 4, 6)
-        expected = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
-        found = executor.run(plan, kind, p.q, p.k, p.v, p.do)
-        assert_exact(
-            {name: (getattr(found, name), getattr(expected, name)) for name in ("o", "dq", "dk", "dv")}
-        )
-
-
 @pytest.mark.parametrize("shape", [(4, 16, 4, 16), (2, 8, 2, 8), (3, 12, 1, 12)], ids=str)
 def test_a_single_stage_equals_ulysses(shape: tuple) -> None:
     batch = Batch.from_lengths(LENGTHS, masks.causal())
@@ -242,12 +174,6 @@ def test_a_single_stage_equals_ulysses(shape: tuple) -> None:
     for key, program in ulysses.programs.items():
         assert all(program[name].equal(upipe.programs[key][name]) for name in TABLES)
     compare_block(planned(batch, shape, project=True))
-
-
-def test_the_same_request_gives_the_same_bytes() -> None:
-    batch = Batch.from_lengths(LENGTHS, masks.causal())
-    plans = [planned(batch, (4, 16, 4, 4), 2, RING, degree=2, project=True).encode() for _ in range(2)]
-    assert plans[0] == plans[1]
 
 
 # ------------------------------------------------------------------------------------------------ heads of each stage
@@ -268,11 +194,8 @@ def test_stages_may_have_any_multiple_of_the_ranks_that_divides_the_heads() -> N
                 stages = stage_lists(model, heads, order)
                 assert {len(stage) for stage in stages} == {heads}
                 assert sorted(head for stage in stages for head in stage) == list(range(q_heads))
-            unique = {
-                len({head // (q_heads // kv_heads) for head in stage})
-                for stage in stage_lists(model, heads, "gqa")
-            }
-            assert unique == {np.gcd(heads, kv_heads)}
+            keys = [{head * kv_heads // q_heads for head in one} for one in stage_lists(model, heads, "gqa")]
+            assert set(map(len, keys)) == {np.gcd(heads, kv_heads)}
 
 
 def heads_sent(plan: Plan, rank: int) -> tuple[Fraction, Fraction]:
@@ -299,24 +222,6 @@ def test_gqa_order_sends_the_heads_stated_in_the_paper(
         assert sum(heads_sent(plan, 0)) == memory.communicated_heads(q_heads, ranks, ratio)
 
 
-def test_reported_bytes_equal_the_bytes_of_transfers() -> None:
-    batch = Batch.from_lengths([24, 40])
-    for params in ({}, {"order": "natural"}, {"project": True}, {"keep": 1}, {"ahead": 1}):
-        plan = planned(batch, (8, 16, 4, 4), 2, RING, degree=4, **params)
-        assert plan.report["bytes"]["total"] == sum(map(sent_bytes, [plan] * 2, ("forward", "backward")))
-
-
-def sent_bytes(plan: Plan, phase: str) -> int:
-    total, sizes = 0, [0, *map(len, plan.header.head_sets)]
-    for rank in range(plan.header.ranks):
-        program = plan.programs["default", phase].rank(rank)
-        operands, transfers = program["operands"], program["transfers"]
-        for operand in transfers["operand"][transfers["send"] == 1].tolist():
-            tensor, heads = Tensor(int(operands["tensor"][operand])), int(operands["heads"][operand])
-            total += int(operands["rows"][operand]) * plan.request.model.row_bytes(tensor, sizes[heads])
-    return total
-
-
 @pytest.mark.parametrize(("route", "keep"), sparse_product(4, ("star", "node", "tree"), ("auto", 2, 9)))
 def test_held_tiles_equal_dense_attention_on_any_route(route: str, keep: str | int) -> None:
     batch, steps = Batch.from_lengths([29, 13], masks.causal()), BLOCKS | {"route": {route: {}}}
@@ -334,8 +239,6 @@ def test_held_tiles_travel_once_for_the_stages_of_a_window() -> None:
         of_ring, of_once, of_always = (tile_bytes(plan, name) for plan in (ring, once, always))
         assert of_once == of_ring
         assert of_always == 2 * of_once
-    total = sum(map(sent_bytes, [once] * 2, ("forward", "backward")))
-    assert once.report["bytes"]["total"] == total
 
 
 def tile_bytes(plan: Plan, name: str) -> int:
@@ -359,13 +262,10 @@ def test_a_head_is_projected_once_per_window() -> None:
 
 
 def test_ahead_launches_a_stage_before_the_previous_one_is_computed() -> None:
-    batch = Batch.from_lengths([32])
-    ops = [
-        planned(batch, (2, 8, 2, 2), ahead=ahead).programs["default", "forward"].rank(0)["instructions"]["op"]
-        for ahead in (0, 1)
-    ]
-    first = [list(row).index(Op.ATTEND) for row in ops]
-    assert [int((row[:at] == Op.LAUNCH).sum()) for row, at in zip(ops, first, strict=True)] == [1, 2]
+    for ahead in (0, 1):
+        plan = planned(Batch.from_lengths([32]), (2, 8, 2, 2), ahead=ahead)
+        ops = plan.programs["default", "forward"].rank(0)["instructions"]["op"].tolist()
+        assert ops[: ops.index(Op.ATTEND)].count(Op.LAUNCH) == 1 + ahead
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -382,9 +282,7 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
         rank_of[id(seen)] = self
         return seen
 
-    def record_write(
-        self: LocalView, values: tuple[NDArray[Any], ...] | list[NDArray[Any]] | Partial
-    ) -> None:
+    def record_write(self: LocalView, values: Any) -> None:
         operand = self.operand
         if operand.space == Space.WORK:
             key = (rank_of[id(self)].rank, operand.tensor, phase[-1])
@@ -397,16 +295,12 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
     monkeypatch.setattr(LocalView, "write", record_write)
     m, tokens = plan.request.model, plan.request.batch.tokens
     p = oracle.Problem.random(1, tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim)
+    given = [np.ones((tokens, m.hidden))] if project else [p.q, p.k, p.v]
+    layer = LocalLayer(project=Weights(m) if project else None)
     phase.append("forward")
-    if project:
-        x = np.ones((tokens, m.hidden))
-        *_, saved = executor.forward(plan, "default", [x], LocalLayer(project=Weights(m)))
-        phase.append("backward")
-        executor.backward(plan, "default", saved, p.do)
-    else:
-        *_, saved = executor.forward(plan, "default", [p.q, p.k, p.v])
-        phase.append("backward")
-        executor.backward(plan, "default", saved, p.do)
+    *_, saved = executor.forward(plan, "default", given, layer)
+    phase.append("backward")
+    executor.backward(plan, "default", saved, p.do)
     monkeypatch.undo()
     return dict(found)
 
@@ -437,9 +331,8 @@ def compare_memory(plan: Plan, upipe: UPipe, degree: int, found: dict) -> None:
             seen = {
                 tensor: arena for (at, tensor, when), arena in found.items() if (at, when) == (rank, phase)
             }
-            assert {tensor: arena.rows for tensor, arena in seen.items()} == {
-                tensor: arena.rows for tensor, arena in expected.items()
-            }
+            assert seen.keys() == expected.keys()
+            assert all(arena.rows == expected[tensor].rows for tensor, arena in seen.items())
             assert seen == expected or not same_heads
             assert allocated(plan, phase, rank) == expected
 
@@ -487,12 +380,8 @@ def test_stages_need_the_same_memory_for_any_number_of_heads() -> None:
 
 
 def test_table_1() -> None:
-    assert {name: int(value) for name, value in memory.printed_phases().items()} == {
-        "embedding": 2,
-        "attention": 16,
-        "feed_forward": 25,
-        "cross_entropy": 240,
-    }
+    printed = {"embedding": 2, "attention": 16, "feed_forward": 25, "cross_entropy": 240}
+    assert {name: int(value) for name, value in memory.printed_phases().items()} == printed
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8])
@@ -503,12 +392,8 @@ def test_table_2(ratio: int, chunks: int) -> None:
     printed = memory.printed_forward
     assert printed("ulysses", ratio, layers=layers) == (3, 4 + gamma, 4 + gamma, 5)
     assert printed("ulysses_offload", ratio) == (1, 2 + gamma, 2 + gamma, 3)
-    assert printed("fpdt", ratio, chunks) == (
-        part,
-        part + (gamma + 1) * part,
-        (2 * gamma + 1) * part,
-        2 * part,
-    )
+    fpdt = part, part + (gamma + 1) * part, (2 * gamma + 1) * part, 2 * part
+    assert printed("fpdt", ratio, chunks) == fpdt
     assert printed("upipe", ratio, chunks) == (1, 2 + (gamma + 1) * part, 2 + gamma * part, 1 + 2 * part)
 
 
@@ -521,12 +406,8 @@ def test_table_6(ratio: int, chunks: int) -> None:
     assert printed("ulysses", ratio, layers=3) == (4, 5, 4 + beta, 4 + gamma)
     assert printed("ulysses_offload", ratio) == (2, 3, beta + 2, gamma + 2)
     assert printed("fpdt", ratio, chunks) == (part, 3 * part, (beta + 2) * part, (gamma + 2) * part)
-    assert printed("upipe", ratio, chunks) == (
-        2,
-        2 + 2 * part,
-        2 + (beta + 1) * part,
-        2 + 2 * (gamma + 1) * part,
-    )
+    upipe = 2, 2 + 2 * part, 2 + (beta + 1) * part, 2 + 2 * (gamma + 1) * part
+    assert printed("upipe", ratio, chunks) == upipe
 
 
 def test_llama_3_8b_in_numbers() -> None:
@@ -553,14 +434,6 @@ def test_section_3_4() -> None:
     [
         ({"heads": 3}, "recipe.inner.upipe.heads"),
         ({"heads": 12}, "recipe.inner.upipe.heads"),
-        ({"heads": 0}, "recipe.inner.upipe.heads"),
-        ({"keep": 0}, "recipe.inner.upipe.keep"),
-        ({"keep": True}, "recipe.inner.upipe.keep"),
-        ({"order": "random"}, "recipe.inner.upipe.order"),
-        ({"project": 1}, "recipe.inner.upipe.project"),
-        ({"ahead": 2}, "recipe.inner.upipe.ahead"),
-        ({"hold": None}, "recipe.inner.upipe.hold"),
-        ({"degree": 0}, "recipe.inner.upipe.degree"),
         ({"degree": 3}, "recipe.inner.upipe.degree"),
     ],
     ids=str,
@@ -601,9 +474,8 @@ def test_the_verifier_refuses_wrong_projections(change: str) -> None:
         first, steps = int(np.flatnonzero(columns["d"] > 0)[0]), tables["instructions"]
         twice = {name: np.insert(column, first, column[first]) for name, column in columns.items()}
         tables["rowops"] = Table.of(rows.ptr + (np.arange(len(rows.ptr)) > 0), twice)
-        count = steps["count"] + (np.cumsum(steps["op"] == Op.PROJECT_GRAD) == 1) * (
-            steps["op"] == Op.PROJECT_GRAD
-        )
+        projects = steps["op"] == Op.PROJECT_GRAD
+        count = steps["count"] + (np.cumsum(projects) == 1) * projects
         tables["instructions"] = Table.of(steps.ptr, {**steps.columns, "count": count})
     broken = replace(plan, programs={**plan.programs, key: replace(plan.programs[key], tables=tables)})
     found = {violation.rule for violation in verify.check(broken)} - {"digests"}
