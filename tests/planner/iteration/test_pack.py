@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -12,20 +14,19 @@ from hypothesis import given, strategies as st
 import apportion as ap
 from apportion.ir.request.policy import Step
 from apportion.planner.pack import Balanced, Packing, Sequential, Wlb, capacity, work
-from apportion.planner.problem import Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.shard.blocks import row_weights
+from tests.support import placements
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=2)
-RECIPE = ap.Recipe("none", {})
+problem = partial(placements.problem, model=MODEL)
 PASSES = {"sequential": Sequential, "balanced": Balanced, "wlb": Wlb}
 
 
 def pack(
     packer: Any, lengths: list[int], ranks: int = 2, cap: int | None = None, mask: Any = None
 ) -> Packing:
-    batch = ap.Batch.from_lengths(lengths, mask)
-    return packer(Problem(batch, ap.Cluster(1, ranks), MODEL, ap.Policy(RECIPE, token_cap=cap)))
+    return packer(problem(lengths, ranks, mask, token_cap=cap))
 
 
 def microbatch_lists(packing: Packing) -> list[list[int]]:
@@ -69,17 +70,10 @@ def test_a_number_of_microbatches_is_obeyed(name: str, lengths: list[int], count
 
 
 def test_sequential_keeps_the_order_and_fills_up() -> None:
-    assert microbatch_lists(pack(Sequential(), [8, 3, 3, 2, 6, 1, 1], cap=5)) == [[0], [1, 2, 3], [4, 5, 6]]
-    assert microbatch_lists(pack(Sequential(tokens_per_rank=6), [8, 3, 3, 2, 6, 1, 1])) == [
-        [0, 1],
-        [2, 3, 4, 5],
-        [6],
-    ]
-    assert microbatch_lists(pack(Sequential(tokens_per_rank=6), [8, 3, 3, 2, 6, 1, 1], cap=5)) == [
-        [0],
-        [1, 2, 3],
-        [4, 5, 6],
-    ]
+    lengths, six = [8, 3, 3, 2, 6, 1, 1], Sequential(tokens_per_rank=6)
+    assert microbatch_lists(pack(Sequential(), lengths, cap=5)) == [[0], [1, 2, 3], [4, 5, 6]]
+    assert microbatch_lists(pack(six, lengths)) == [[0, 1], [2, 3, 4, 5], [6]]
+    assert microbatch_lists(pack(six, lengths, cap=5)) == [[0], [1, 2, 3], [4, 5, 6]]
     assert microbatch_lists(pack(Sequential(), [8, 3, 3])) == [[0, 1, 2]]
 
 
@@ -96,8 +90,8 @@ def test_sequential_packing_minimises_the_largest_microbatch(lengths: list[int],
 
 def test_balanced_packs_have_even_attention() -> None:
     lengths = [60, 10, 10, 10, 50, 30]
-    batch = ap.Batch.from_lengths(lengths)
-    pairs = row_weights(Problem(batch, ap.Cluster(1, 2), MODEL, ap.Policy(RECIPE)), batch.starts)
+    made = problem(lengths, 2)
+    pairs = row_weights(made, made.batch.starts)
     loads = [pairs[own].sum() for own in pack(Balanced(microbatches=2), lengths, cap=60).microbatches]
     best = min(max(pairs[list(side)].sum() for side in (sides, set(range(6)) - set(sides)))
                for n in range(1, 6) for sides in combinations(range(6), n))  # fmt: skip
@@ -109,9 +103,8 @@ def test_balanced_packs_have_even_attention() -> None:
 def test_balanced_counts_kinds_by_layers() -> None:
     model = ap.Model(q_heads=4, kv_heads=2, head_dim=8, hidden=32, ffn=64, layers={"a": 1, "b": 5})
     mask = {"a": ap.masks.causal(), "b": ap.masks.sliding_window(1)}
-    batch = ap.Batch.from_lengths([3, 2], mask)
-    problem = Problem(batch, ap.Cluster(1, 2), model, ap.Policy(RECIPE))
-    assert row_weights(problem, batch.starts).tolist() == [6 + 15, 3 + 10]
+    made = problem([3, 2], 2, mask, model=model)
+    assert row_weights(made, made.batch.starts).tolist() == [6 + 15, 3 + 10]
 
 
 def test_wlb_gives_short_sequences_more_tokens() -> None:
@@ -120,8 +113,7 @@ def test_wlb_gives_short_sequences_more_tokens() -> None:
     free = pack(Wlb(microbatches=2), lengths)
     long, short = sorted(free.microbatches, key=lambda own: 0 not in own)
     tokens = [int(np.array(lengths)[own].sum()) for own in (long, short)]
-    problem = Problem(ap.Batch.from_lengths(lengths), ap.Cluster(1, 2), MODEL, ap.Policy(RECIPE))
-    weights = work(problem)
+    weights = work(problem(lengths, 2))
     loads = [weights[own].sum() for own in free.microbatches]
     assert tokens[0] < tokens[1]
     assert max(loads) <= max(1.05 * np.mean(loads), weights[0])
@@ -130,12 +122,8 @@ def test_wlb_gives_short_sequences_more_tokens() -> None:
 
 
 def test_work_counts_linear_layers_and_rises_with_length() -> None:
-    policy, cluster = ap.Policy(RECIPE), ap.Cluster(1, 2)
-    batch = ap.Batch.from_lengths([100, 1000, 10_000, 100_000])
-    small = work(Problem(batch, cluster, MODEL, policy))
-    large = work(
-        Problem(batch, cluster, ap.Model(q_heads=4, kv_heads=2, head_dim=8, ffn=4096, layers=2), policy)
-    )
+    lengths, wide = [100, 1000, 10_000, 100_000], replace(MODEL, ffn=4096)
+    small, large = (work(problem(lengths, 2, model=model)) for model in (MODEL, wide))
     assert (np.diff(small) > 0).all()
     assert (large > small).all()
     assert small[3] > 20 * small[2]
@@ -206,56 +194,37 @@ def test_deferred_sequences_come_first_in_the_next_iteration() -> None:
     assert sorted(trained) == sorted([60, 61, 62, 63] + [7, 8, 9] * 4)
 
 
-def test_nothing_is_deferred_unless_requested() -> None:
-    assert len(pack(Wlb(microbatches=2), [600, 5, 5]).deferred) == 0
-
-
-def test_a_batch_of_only_outliers_is_refused() -> None:
-    with pytest.raises(ap.CapacityError, match=r"0 sequences for 2 microbatches.*defer none"):
-        pack(Wlb(microbatches=2, defer=True, outlier_tokens=50), [60])
-
-
 # ---------------------------------------------------------------------------------------------- refusals
 
-
-@pytest.mark.parametrize("name", PASSES)
-def test_a_sequence_beyond_the_cap_is_refused_with_numbers(name: str) -> None:
-    message = r"sequence 1 has 41 tokens, but a microbatch holds at most 20 \(10 on each of 2 ranks\): use at least " \
-        r"21 tokens per rank, 5 ranks, or cut the sequence"  # fmt: skip
-    with pytest.raises(ap.CapacityError, match=message):
-        pack(PASSES[name](), [3, 41], cap=10)
+BEYOND_CAP = r"sequence 1 has 41 tokens, but a microbatch holds at most 20 \(10 on each of 2 ranks\): use at least " \
+    r"21 tokens per rank, 5 ranks, or cut the sequence"  # fmt: skip
+NO_ROOM = r"(20 tokens in order in 2|4 sequences of 20 tokens).*more microbatches"
+WAITING = Wlb(microbatches=2, defer=True, outlier_tokens=50)
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_too_few_microbatches_are_refused_with_numbers(name: str) -> None:
-    with pytest.raises(
-        ap.CapacityError, match=r"(20 tokens in order in 2|4 sequences of 20 tokens).*more microbatches"
-    ):
-        pack(PASSES[name](microbatches=2), [5, 5, 5, 5], cap=4)
-    with pytest.raises(ap.CapacityError, match="2 sequences for 3 microbatches"):
-        pack(PASSES[name](microbatches=3), [5, 5])
-
-
-@pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize(
-    ("parameters", "field"),
+    ("packer", "lengths", "cap", "error", "message"),
     [
-        ({"microbatches": 0}, "microbatches"),
-        ({"microbatches": "few"}, "microbatches"),
-        ({"microbatches": True}, "microbatches"),
-        ({"tokens_per_rank": 0}, "tokens_per_rank"),
-        ({"tokens_per_rank": 1.5}, "tokens_per_rank"),
+        *((make(), [3, 41], 10, ap.CapacityError, BEYOND_CAP) for make in PASSES.values()),
+        *((make(microbatches=2), [5] * 4, 4, ap.CapacityError, NO_ROOM) for make in PASSES.values()),
+        *(
+            (make(microbatches=3), [5, 5], None, ap.CapacityError, "2 sequences for 3")
+            for make in PASSES.values()
+        ),
+        (WAITING, [60], None, ap.CapacityError, r"0 sequences for 2 microbatches.*defer none"),
+        (Wlb(defer=True, outlier_tokens=50), [60], None, ap.ConfigError, "must be a number with defer"),
     ],
 )
-def test_wrong_parameters_are_refused(name: str, parameters: dict[str, Any], field: str) -> None:
-    with pytest.raises(ap.ConfigError, match=rf"recipe\.pack\.{name}\.{field}"):
-        build(Step("pack", name, parameters))
+def test_what_does_not_fit_is_refused_with_numbers(
+    packer: Any, lengths: list[int], cap: int | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pack(packer, lengths, cap=cap)
 
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"defer": 1}, "wlb.defer"),
         ({"outlier_tokens": 50}, "requires defer: true"),
         ({"microbatches": 2, "defer": True}, "outlier_tokens"),
         ({"microbatches": 2, "defer": True, "outlier_tokens": []}, "must be ascending lengths"),
@@ -269,14 +238,6 @@ def test_deferring_is_explicit(parameters: dict[str, Any], message: str) -> None
         build(Step("pack", "wlb", parameters))
 
 
-def test_deferring_needs_a_number_of_microbatches() -> None:
-    with pytest.raises(ap.ConfigError, match="must be a number with defer"):
-        pack(Wlb(defer=True, outlier_tokens=50), [60, 5, 5])
-
-
 def test_the_cap_of_a_microbatch_comes_from_the_policy() -> None:
-    batch, cluster = ap.Batch.from_lengths([5]), ap.Cluster(2, 4)
-    assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE, token_cap=100)), None) == 800
-    assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE, token_cap=100)), 90) == 720
-    assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE)), 90) == 720
-    assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE)), None) == 2**31 - 1
+    for cap, tokens, expected in ((100, None, 800), (100, 90, 720), (None, 90, 720), (None, None, 2**31 - 1)):
+        assert capacity(problem([5], 8, nodes=2, token_cap=cap), tokens) == expected
