@@ -9,18 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from numpy.typing import NDArray
 
 import apportion as ap
-from apportion.backends import numpy as executor
-from apportion.backends.numpy import Context
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.masks import bands, specs as masks
+from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import DEFAULT_KIND, Sequence
-from apportion.ir.tensors import Tensor
 from apportion.planner.iteration.ticks import (
     BACKWARD,
     FORWARD,
@@ -35,20 +30,10 @@ from apportion.planner.iteration.ticks import (
 )
 from apportion.planner.simulate import simulate
 from apportion.planner.tasks.cells import cut_cells
-from tests.support import oracle
 
-MODEL = ap.Model(
-    q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=8, layers={"full": 2, "near": 2}
-)
+MODEL = ap.Model(2, 1, 4, dtype="fp64", hidden=8, ffn=8, layers={"full": 2, "near": 2})
 KINDS = {"full": masks.causal(), "near": masks.sliding_window(5)}
-HOME_ONLY = {
-    "name": "home_only",
-    "steps": {
-        "shard": {"sequences": {}},
-        "place": {"distca": {"head_tail": "none", "threshold": 1e12}},
-        "schedule": {"gather": {}},
-    },
-}
+HOME_ONLY = {"distca": {"head_tail": "none", "threshold": 1e12}}
 
 
 def ticks_of_1f1b(stages: int, microbatches: int, virtual: int = 1) -> int:
@@ -194,20 +179,16 @@ def test_a_tick_is_one_batch_homed_on_its_stages() -> None:
     assert [made.batch.home_ranks[i] for i in range(len(first))] == [(0, 1)] * len(first)
     assert made.batch.home_ranks[len(first)] == stage_ranks(1, 2) == (2, 3)
     specs = made.batch.masks[DEFAULT_KIND]
-    assert [specs.specs[i] for i in specs.index] == [KINDS["full"]] * len(first) + [KINDS["near"]] * len(
-        second
-    )
-    assert [(part.stage, part.first, part.start) for part in made.parts] == [
-        (0, 0, 0),
-        (1, len(first), sum(first)),
-    ]
+    expected = [KINDS["full"]] * len(first) + [KINDS["near"]] * len(second)
+    assert [specs.specs[i] for i in specs.index] == expected
+    parts = [(part.stage, part.first, part.start) for part in made.parts]
+    assert parts == [(0, 0, 0), (1, len(first), sum(first))]
 
 
 def test_batches_of_ticks_keep_positions_labels_and_home_ranks() -> None:
     table = tick_table(1, 1)
-    batch = Batch.from_sequences(
-        [Sequence(4, home_ranks=(1,)), Sequence(3, positions=[5, 6, 7], labels=[-1, -1, 0])]
-    )
+    second = Sequence(3, positions=[5, 6, 7], labels=[-1, -1, 0])
+    batch = Batch.from_sequences([Sequence(4, home_ranks=(1,)), second])
     made = tick_batch(table, 0, [batch], 2).batch
     assert made.home_ranks == {0: (1,), 1: (0, 1)}
     assert made.positions().tolist() == batch.positions().tolist()
@@ -244,16 +225,9 @@ def layout_of(plan: Plan, made: TickBatch, part: TickPart, replicas: int) -> lis
 
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_a_microbatch_has_one_layout_in_all_ticks_and_stages(virtual: int) -> None:
-    table, seen = tick_table(2, 3, virtual), {}
+    table, seen, kinds = tick_table(2, 3, virtual), {}, ["full", "near", "near", "full"][: 2 * virtual]
     for tick in range(table.ticks):
-        plan, made = plan_tick(
-            table,
-            tick,
-            microbatches(),
-            ap.Cluster(1, 4),
-            MODEL,
-            ["full", "near", "near", "full"][: 2 * virtual],
-        )
+        plan, made = plan_tick(table, tick, microbatches(), ap.Cluster(1, 4), MODEL, kinds)
         for part in made.parts:
             seen.setdefault(part.microbatch, []).append(layout_of(plan, made, part, 2))
     assert len(seen) == 3
@@ -267,7 +241,8 @@ def test_idle_ranks_serve_and_time_falls() -> None:
     tick = 1  # stages 0 and 1 are busy
     assert (table.microbatch[tick] != IDLE).sum() == 2
     served, _ = plan_tick(table, tick, batches, cluster, model)
-    alone, _ = plan_tick(table, tick, batches, cluster, model, recipe=HOME_ONLY)
+    steps = {"shard": {"sequences": {}}, "place": HOME_ONLY, "schedule": {"gather": {}}}
+    alone, _ = plan_tick(table, tick, batches, cluster, model, recipe={"name": "home_only", "steps": steps})
     rows = served.layout("attention").rows_per_rank
     assert (rows[4:] == 0).all()
     with_help, without = simulate(served), simulate(alone)
@@ -280,117 +255,6 @@ def test_idle_ranks_serve_and_time_falls() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ a pipeline
-
-
-class Pipeline:
-    """Stages of one attention layer with its residual, o + x, run tick by tick on the numpy executor. Hidden states
-    are [tokens, heads, width]; q = x, k = 0.7 x, v = 0.5 x of head 0."""
-
-    def __init__(self, table: TickTable, batches: list[Batch], cluster: Cluster, kinds: list[str]) -> None:
-        self.table, self.batches, self.cluster, self.kinds = table, batches, cluster, kinds
-        rng = np.random.default_rng(0)
-        self.inputs = [rng.standard_normal((batch.tokens, 2, 4)) for batch in batches]
-        self.output_grads = [rng.standard_normal((batch.tokens, 2, 4)) for batch in batches]
-        self.x = {(index, 0): x for index, x in enumerate(self.inputs)}
-        self.dx, self.saved = {}, {}
-
-    def run(self) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        for tick in range(self.table.ticks):
-            plan, made = plan_tick(self.table, tick, self.batches, self.cluster, MODEL, self.kinds)
-            (self.forward if made.phase == "forward" else self.backward)(plan, made)
-        return [(self.x[i, len(self.kinds)], self.dx[i, 0]) for i in range(len(self.batches))]
-
-    def forward(self, plan: Plan, made: TickBatch) -> None:
-        q, k, v = (
-            np.concatenate(c) for c in zip(*(qkv(self.x[self.key(p)]) for p in made.parts), strict=True)
-        )
-        o, _, saved = executor.forward(plan, DEFAULT_KIND, (q, k, v))
-        for part in made.parts:
-            index, layer = self.key(part)
-            rows = slice(part.start, part.start + part.tokens)
-            self.x[index, layer + 1] = self.x[index, layer] + o[rows]
-            self.saved[index, layer] = [saved.homes[rank] for rank in self.ranks(part)]
-            self.layer = saved.layer
-
-    def backward(self, plan: Plan, made: TickBatch) -> None:
-        """Uses the rows that forward ticks saved under other plans."""
-        nothing = empty_home()
-        homes = [nothing] * self.cluster.ranks
-        for part in made.parts:
-            for rank, home in zip(self.ranks(part), self.saved.pop(self.key(part)), strict=True):
-                homes[rank] = home
-        do = np.concatenate([self.incoming(part) for part in made.parts])
-        dq, dk, dv, _ = executor.backward(plan, DEFAULT_KIND, Context(self.layer, tuple(homes)), do)
-        for part in made.parts:
-            rows = slice(part.start, part.start + part.tokens)
-            self.dx[self.key(part)] = self.incoming(part) + gradients_of(dq[rows], dk[rows], dv[rows])
-
-    def incoming(self, part: TickPart) -> NDArray[Any]:
-        index, layer = self.key(part)
-        return self.output_grads[index] if layer + 1 == len(self.kinds) else self.dx[index, layer + 1]
-
-    def key(self, part: TickPart) -> tuple[int, int]:
-        return part.microbatch, part.chunk * self.table.stages + part.stage
-
-    def ranks(self, part: TickPart) -> tuple[int, ...]:
-        return stage_ranks(part.stage, self.cluster.ranks // self.table.stages)
-
-
-def qkv(x: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    return x, 0.7 * x[:, :1], 0.5 * x[:, :1]
-
-
-def gradients_of(dq: NDArray[Any], dk: NDArray[Any], dv: NDArray[Any]) -> NDArray[Any]:
-    dx = dq.copy()
-    dx[:, :1] += 0.7 * dk + 0.5 * dv
-    return dx
-
-
-def empty_home() -> dict[Tensor, tuple[NDArray[Any], ...]]:
-    heads = {Tensor.Q: (2, 4), Tensor.KV: (1, 4)}
-    return {
-        Tensor.Q: (np.zeros((0, *heads[Tensor.Q])),),
-        Tensor.KV: (np.zeros((0, *heads[Tensor.KV])),) * 2,
-        Tensor.O: (np.zeros((0, *heads[Tensor.Q])), np.zeros((0, 2))),
-    }
-
-
-def oracle_pipeline(
-    batch: Batch, kinds: list[str], x: NDArray[Any], dy: NDArray[Any]
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(output, input gradient) of the same layers, without a pipeline."""
-    answers = []
-    for kind in kinds:
-        allowed = bands.dense(batch.bands(kind), batch.tokens, batch.tokens)
-        problem = oracle.Problem(*qkv(x), np.zeros_like(x))
-        answers.append((problem, allowed))
-        x = x + oracle.dense(problem, allowed).o
-    for problem, allowed in reversed(answers):
-        back = oracle.dense(oracle.Problem(problem.q, problem.k, problem.v, dy), allowed)
-        dy = dy + gradients_of(back.dq, back.dk, back.dv)
-    return x, dy
-
-
-@pytest.mark.parametrize(
-    ("stages", "virtual", "replicas", "cap", "kinds"),
-    [
-        (2, 1, 1, None, ["full", "near"]),
-        (2, 1, 2, 2, ["near", "full"]),
-        (4, 1, 2, None, ["full", "near", "full", "full"]),
-        (2, 2, 2, 3, ["full", "near", "full", "near"]),
-    ],
-)
-def test_a_pipeline_of_ticks_equals_its_layers(
-    stages: int, virtual: int, replicas: int, cap: int | None, kinds: list[str]
-) -> None:
-    table, batches = tick_table(stages, 3, virtual, cap), microbatches()
-    got = Pipeline(table, batches, ap.Cluster(1, stages * replicas), kinds)
-    results = got.run()
-    assert not got.saved
-    for i, (out, dx) in enumerate(results):
-        expected_out, expected_dx = oracle_pipeline(batches[i], kinds, got.inputs[i], got.output_grads[i])
-        np.testing.assert_allclose(out, expected_out, atol=1e-10)
-        np.testing.assert_allclose(dx, expected_dx, atol=1e-10)
 
 
 def test_the_work_of_a_tick_is_balanced_over_all_ranks() -> None:
