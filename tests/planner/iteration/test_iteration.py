@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -32,12 +31,9 @@ from tests.support.formats import SCHEMAS, decoded
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
 CLUSTER = ap.Cluster(1, 4)
 LENGTHS = [80, 33, 31, 20, 64, 1, 1, 2]
-FCP = {
-    "shard": {"blocks": {"block": 16}},
-    "place": {"lpt": {}},
-    "schedule": {"matchings": {"coalesce": 2, "buffers": 2}},
-}
-GOLDEN = SCHEMAS / "golden/tiny.iteration"
+FCP = {"shard": {"blocks": {"block": 16}}, "place": {"lpt": {}}, "schedule": {"matchings": {"coalesce": 2}}}
+TINY = Plan.decode((SCHEMAS / "golden/tiny.plan").read_bytes())
+GOLDEN = (SCHEMAS / "golden/tiny.iteration").read_bytes()
 
 
 def policy(pack: dict[str, Any] | None = None, cap: int | None = None) -> ap.Policy:
@@ -105,15 +101,10 @@ def test_progress_is_reported() -> None:
 
 
 def test_deferred_sequences_are_returned() -> None:
-    found = iterate({"wlb": {"microbatches": 2, "defer": True, "outlier_tokens": 64}})
-    assert found.deferred.tolist() == []
+    pack = {"wlb": {"microbatches": 2, "defer": True, "outlier_tokens": 64}}
+    assert iterate(pack).deferred.tolist() == []
     batch = ap.Batch.from_lengths([5, 80, 5, 64, 64])
-    found = plan_iteration(
-        batch,
-        CLUSTER,
-        MODEL,
-        policy=policy({"wlb": {"microbatches": 2, "defer": True, "outlier_tokens": 64}}),
-    )
+    found = plan_iteration(batch, CLUSTER, MODEL, policy=policy(pack))
     assert found.deferred.tolist() == [4]
     assert IterationPlan.decode(found.encode()).deferred.tolist() == [4]
     assert found.report["deferred"] == 1
@@ -157,14 +148,9 @@ def test_the_report_adds_up(iteration: IterationPlan) -> None:
 
 
 def test_incomplete_or_malformed_reports_do_not_raise() -> None:
-    plan = Plan.decode((SCHEMAS / "golden/tiny.plan").read_bytes())
-    count = len(plan.request.batch.lengths)
-    odd = {
-        "tokens": "many",
-        "bytes": {"total": 3, "x": None},
-        "bounds": {"slots": 3, "kv_bytes": {"bound": None}},
-    }
-    plans = (seal(replace(plan, report={})), seal(replace(plan, report=odd)), seal(replace(plan, report=odd)))
+    count, bounds = len(TINY.request.batch.lengths), {"slots": 3, "kv_bytes": {"bound": None}}
+    odd = {"tokens": "many", "bytes": {"total": 3, "x": None}, "bounds": bounds}
+    plans = tuple(seal(replace(TINY, report=report)) for report in ({}, odd, odd))
     indexes = tuple(np.arange(count) + i * count for i in range(3))
     assert IterationPlan(plans, indexes).report["bounds"] == {}
     found = IterationPlan(plans[1:], indexes[:2]).report
@@ -176,12 +162,12 @@ def test_incomplete_or_malformed_reports_do_not_raise() -> None:
 
 
 def test_taken_sequences_keep_all_their_attributes() -> None:
-    masks = [ap.masks.causal(), ap.masks.full(), ap.masks.causal(), ap.masks.shared_question(2, [1, 1])]
+    causal, full, shared = ap.masks.causal(), ap.masks.full(), ap.masks.shared_question(2, [1, 1])
     sequences = [
-        Sequence(5, {"a": masks[0], "b": masks[0]}, home_ranks=(2, 0)),
-        Sequence(3, {"a": masks[1], "b": masks[0]}, positions=[7, 8, 9]),
-        Sequence(6, {"a": masks[2], "b": masks[0]}, labels=[1, 2, 3, 4, 5, -1]),
-        Sequence(4, {"a": masks[3], "b": masks[0]}),
+        Sequence(5, {"a": causal, "b": causal}, home_ranks=(2, 0)),
+        Sequence(3, {"a": full, "b": causal}, positions=[7, 8, 9]),
+        Sequence(6, {"a": causal, "b": causal}, labels=[1, 2, 3, 4, 5, -1]),
+        Sequence(4, {"a": shared, "b": causal}),
     ]
     whole = ap.Batch.from_sequences(sequences)
     taken = whole.take([3, 1, 0])
@@ -212,11 +198,6 @@ def test_invalid_indexes_of_take_are_refused(indexes: Any) -> None:
 # ---------------------------------------------------------------------------------------------- construction
 
 
-@pytest.fixture(scope="module")
-def tiny() -> Plan:
-    return Plan.decode((SCHEMAS / "golden/tiny.plan").read_bytes())
-
-
 @pytest.mark.parametrize(
     ("indexes", "deferred", "message"),
     [
@@ -231,23 +212,17 @@ def tiny() -> Plan:
         ([[0], [1.5]], [], "must be an integer"),
     ],
 )
-def test_indexes_must_name_every_sequence_once(
-    tiny: Plan, indexes: Any, deferred: list[int], message: str
-) -> None:
+def test_indexes_must_name_every_sequence_once(indexes: Any, deferred: list[int], message: str) -> None:
     with pytest.raises(ap.ConfigError, match=message):
-        IterationPlan((tiny, tiny), tuple(indexes), np.array(deferred, np.int64))
+        IterationPlan((TINY, TINY), tuple(indexes), np.array(deferred, np.int64))
 
 
-def test_plans_of_an_iteration_must_share_their_request(tiny: Plan) -> None:
-    request = tiny.request
-    for field, value in (
-        ("cluster", ap.Cluster(2, 1)),
-        ("policy", replace(request.policy, seed=9)),
-        ("hardware", "ab"),
-    ):
-        other = seal(replace(tiny, request=replace(request, **{field: value})))
+def test_plans_of_an_iteration_must_share_their_request() -> None:
+    policy = replace(TINY.request.policy, seed=9)
+    for field, value in {"cluster": ap.Cluster(2, 1), "policy": policy, "hardware": "ab"}.items():
+        other = seal(replace(TINY, request=replace(TINY.request, **{field: value})))
         with pytest.raises(ap.ConfigError, match=rf"plans\[1\].{field}"):
-            IterationPlan((tiny, other), (np.array([0]), np.array([1])))
+            IterationPlan((TINY, other), (np.array([0]), np.array([1])))
     with pytest.raises(ap.ConfigError, match="1 to 4096"):
         IterationPlan((), ())
 
@@ -272,11 +247,10 @@ def test_bytes_round_trip(iteration: IterationPlan) -> None:
 
 
 def test_the_golden_iteration_stays_readable() -> None:
-    data = GOLDEN.read_bytes()
-    found = IterationPlan.decode(data)
-    assert found.encode() == data
+    found = IterationPlan.decode(GOLDEN)
+    assert found.encode() == GOLDEN
     assert found.id.hex() == "628e88247739128950b6b956d060bcc1896ae193b35de1cc5106c87e227de399"
-    assert found.plans[0].encode() == (SCHEMAS / "golden/tiny.plan").read_bytes()
+    assert found.plans[0] == TINY
     assert ([own.tolist() for own in found.indexes], found.deferred.tolist()) == ([[0], [1]], [2])
 
 
@@ -301,27 +275,22 @@ def test_the_id_is_computed_as_the_prose_states(iteration: IterationPlan) -> Non
 
 
 def test_iterations_fit_the_schema(iteration: IterationPlan) -> None:
-    schemas = [json.loads((SCHEMAS / f"{name}.schema.json").read_text()) for name in ("iteration", "plan")]
-    documents = [json.loads(path.read_text()) for path in Path(SCHEMAS).glob("*.schema.json")]
+    schema = json.loads((SCHEMAS / "iteration.schema.json").read_text())
+    documents = [json.loads(path.read_text()) for path in SCHEMAS.glob("*.schema.json")]
     registry: Registry[Any] = Registry().with_resources(
-        [(schema["$id"], Resource.from_contents(schema)) for schema in documents]
+        [(each["$id"], Resource.from_contents(each)) for each in documents]
     )
-    jsonschema.Draft202012Validator.check_schema(schemas[0])
-    validator = jsonschema.Draft202012Validator(schemas[0], registry=registry)
-    for data in (GOLDEN.read_bytes(), iteration.encode()):
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema, registry=registry)
+    faults = {"plans": [], "deferred": [1, 1], "id": "00", "format": "apportion.plan", "more": 1}
+    for data in (GOLDEN, iteration.encode()):
         plain = msgpack.unpackb(data)
         columns = [np.frombuffer(own, "<u4").tolist() for own in (*plain["indexes"], plain["deferred"])]
         plans = [decoded(plan) for plan in plain["plans"]]
         plain |= {"plans": plans, "indexes": columns[:-1], "deferred": columns[-1], "id": plain["id"].hex()}
         validator.validate(plain)
-        for wrong in (
-            {"plans": []},
-            {"deferred": [1, 1]},
-            {"id": "00"},
-            {"format": "apportion.plan"},
-            {"more": 1},
-        ):
-            assert not validator.is_valid(plain | wrong)
+        for name, fault in faults.items():
+            assert not validator.is_valid(plain | {name: fault})
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -343,7 +312,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_iterations_with_a_correct_id_are_refused(change: str) -> None:
-    wire = msgpack.unpackb(GOLDEN.read_bytes())
+    wire = msgpack.unpackb(GOLDEN)
     CHANGES[change](wire)
     if change in ("a plan short", "a column short", "half an index", "twice", "beyond", "descending"):
         wire["id"] = id_from_prose(wire)
@@ -352,43 +321,39 @@ def test_changed_iterations_with_a_correct_id_are_refused(change: str) -> None:
 
 
 def test_a_newer_minor_version_may_have_unknown_fields() -> None:
-    wire = msgpack.unpackb(GOLDEN.read_bytes())
+    wire = msgpack.unpackb(GOLDEN)
     data = msgpack.packb({**wire, "version": [3, 9], "more": [1, {}]})
     assert IterationPlan.decode(data).id == wire["id"]
 
 
 def test_non_minimal_encodings_are_refused() -> None:
-    data = GOLDEN.read_bytes()
-    assert data[0] == 0x86
+    assert GOLDEN[0] == 0x86
     with pytest.raises(DecodeError):
-        IterationPlan.decode(b"\xde\x00\x06" + data[1:])
+        IterationPlan.decode(b"\xde\x00\x06" + GOLDEN[1:])
 
 
 @pytest.mark.parametrize(("old", "new"), [(b"\xa5plans\x92", b"\xa5plans\xdd\xff\xff\xff\xff"),
                                           (b"\xa8deferred\xc4\x04", b"\xa8deferred\xc6\xff\xff\xff\xff")])  # fmt: skip
 def test_lengths_beyond_the_input_are_refused_before_anything_is_allocated(old: bytes, new: bytes) -> None:
-    data = GOLDEN.read_bytes()
-    assert old in data
+    assert old in GOLDEN
     with pytest.raises(DecodeError):
-        IterationPlan.decode(data.replace(old, new))
+        IterationPlan.decode(GOLDEN.replace(old, new))
 
 
 def test_mutated_bytes_raise_only_typed_errors() -> None:
-    rng = random.Random(11)
-    data, other = GOLDEN.read_bytes(), (SCHEMAS / "golden/fcp.plan").read_bytes()
+    rng, other = random.Random(11), (SCHEMAS / "golden/fcp.plan").read_bytes()
     for _ in range(1500):
-        changed = rng.choice(fuzz_plans.RAW)(rng, data, rng.choice((data, other)))
-        if changed != data:
+        changed = rng.choice(fuzz_plans.RAW)(rng, GOLDEN, rng.choice((GOLDEN, other)))
+        if changed != GOLDEN:
             with pytest.raises(DecodeError):
                 IterationPlan.decode(changed)
 
 
 def test_mutated_values_raise_only_typed_errors() -> None:
     """Changes a value and recomputes the id: the bytes are refused, or decode to an iteration with this id."""
-    rng, data = random.Random(12), GOLDEN.read_bytes()
-    refused = 0
+    rng, refused = random.Random(12), 0
     for _ in range(1500):
-        wire = fuzz_plans.change_inside(rng, msgpack.unpackb(data))
+        wire = fuzz_plans.change_inside(rng, msgpack.unpackb(GOLDEN))
         try:
             wire["id"] = id_from_prose(wire)
             packed = msgpack.packb(wire)
