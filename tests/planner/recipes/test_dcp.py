@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.arrays import Floats, Ints
@@ -21,15 +20,15 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.place.dcp import placement as dcp
-from apportion.planner.place.dcp.cells import Heads, Hyperedges, Pairs, divide, hyperedges
+from apportion.planner.place.dcp.cells import Heads, Pairs, divide, hyperedges
 from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, Blocks as Homes, coarse_starts, movable
 from apportion.planner.place.dcp.links import link_gbs, swap_homes
 from apportion.planner.place.dcp.placement import Dcp
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.shard.blocks import Blocks
-from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.tasks.cells import Cells, cut_cells
+from tests.support import placements
 from tests.support.matrix import LAYERS, batch_of, compare
 from tests.support.strategies import cluster
 
@@ -97,19 +96,24 @@ def test_both_weights_are_even(name: str, ranks: int) -> None:
         assert load.max() <= 1.02 * work.sum() / nodes
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, "kv"])
-def test_head_groups_are_placed_independently(groups: int | str) -> None:
-    problem = problem_of(Batch.from_lengths([9000, 3000]), 8, 4)
+TWO_KINDS = Model(8, 2, 16, layers={"global": 1, "local": 5})
+KINDS = {"global": masks.causal(), "local": masks.sliding_window(512)}
+
+
+@pytest.mark.parametrize(
+    ("problem", "groups"),
+    [
+        *((problem_of(Batch.from_lengths([9000, 3000]), 8, 4), groups) for groups in (1, 2, 4, "kv")),
+        (problem_of(Batch.from_lengths([9000, 3000, 500], KINDS), 8, 4, TWO_KINDS), 1),
+        (placements.problem([LONG], 4, speeds=(1.0, 1.0, 1.0, 0.25), model=MODEL), 1),
+    ],
+    ids=["1", "2", "4", "kv", "kinds", "slow rank"],
+)
+def test_head_groups_and_kinds_are_even_by_speed(problem: Problem, groups: int | str) -> None:
     placement = placed(problem, head_groups=groups)
     check(problem, placement)
     assert placement.head_groups == (2 if groups == "kv" else groups)
-
-
-def test_kinds_share_homes_and_are_balanced_separately() -> None:
-    kinds = {"global": masks.causal(), "local": masks.sliding_window(512)}
-    model = Model(8, 2, 16, layers={"global": 1, "local": 5})
-    problem = problem_of(Batch.from_lengths([9000, 3000, 500], kinds), 8, 4, model)
-    check(problem, placed(problem))
+    assert not any(each.division.any() for each in placed(problem, divisions=1).execution.values())
 
 
 def test_phases_may_compute_on_different_ranks() -> None:
@@ -131,9 +135,7 @@ def test_compute_that_cannot_be_even_is_refused_with_numbers(monkeypatch: pytest
         placed(problem_of(Batch.from_lengths([LONG]), 7), epsilon_compute=[0.0, 0.0], epsilon_tokens=[0, 0])
 
 
-def link_times(
-    edges: Hyperedges | HypergraphProblem, rank: Ints, ranks: int, per_node: int, gbs: tuple[float, float]
-) -> Floats:
+def link_times(edges: Any, rank: Ints, ranks: int, per_node: int, gbs: Any) -> Floats:
     """float64 [ranks]: time on links, where a hyperedge goes from the rank of its first vertex to all others that it
     spans; keys (the second half) go once to each other node, whose ranks share them."""
     sent, received = np.zeros((2, 2, ranks), np.int64)
@@ -240,12 +242,6 @@ def test_exchanges_shorten_the_time_on_links_and_keep_caps() -> None:
     assert times.max() < before.max()
 
 
-def test_slow_ranks_get_less_compute_and_fewer_tokens() -> None:
-    made = Cluster(nodes=1, ranks_per_node=4, speeds=(1.0, 1.0, 1.0, 0.25))
-    problem = Problem(Batch.from_lengths([LONG]), made, MODEL, Policy(find_recipe("fcp")))
-    check(problem, placed(problem))
-
-
 def test_sequences_stay_on_their_home_ranks() -> None:
     lengths, homes = [5000, 5000, 3000, 7000], [(0,), (1, 2), None, (3,)]
     batch = Batch.from_lengths(lengths, home_ranks=homes)
@@ -308,14 +304,7 @@ def test_a_plan_moves_the_bytes_that_the_hypergraph_prices() -> None:
 # ---------------------------------------------------------------------------------------------- divisions
 
 
-def listing_3(
-    cells: Cells,
-    rank: NDArray[Any],
-    home: NDArray[Any],
-    lengths: NDArray[Any],
-    row_bytes: tuple[int, int],
-    count: int,
-) -> np.ndarray:
+def listing_3(cells: Cells, rank: Ints, home: Ints, lengths: Ints, row_bytes: Any, count: int) -> np.ndarray:
     """Listing 3 as printed, on one head group; where it is unspecified: budgets in bytes, cells in order, and tiles
     already received are free."""
     division = np.full(len(cells), -1)
@@ -355,12 +344,6 @@ def test_divisions_equal_listing_3(name: str, count: int) -> None:
         cells = cut_cells(problem.bands["default"], placement.starts)
         expected = listing_3(cells, execution.rank[0], placement.home, placement.lengths, row_bytes, count)
         np.testing.assert_array_equal(execution.division[0], expected)
-
-
-def test_a_single_division_contains_all_cells() -> None:
-    problem = problem_of(BATCHES["tails"], 8, 4)
-    execution = placed(problem, divisions=1).execution
-    assert not any(each.division.any() for each in execution.values())
 
 
 def test_a_key_tile_serves_the_head_groups_that_share_its_heads() -> None:
