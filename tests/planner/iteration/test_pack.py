@@ -23,9 +23,7 @@ problem = partial(placements.problem, model=MODEL)
 PASSES = {"sequential": Sequential, "balanced": Balanced, "wlb": Wlb}
 
 
-def pack(
-    packer: Any, lengths: list[int], ranks: int = 2, cap: int | None = None, mask: Any = None
-) -> Packing:
+def pack(packer: Any, lengths: list[int], ranks: int = 2, cap: Any = None, mask: Any = None) -> Packing:
     return packer(problem(lengths, ranks, mask, token_cap=cap))
 
 
@@ -215,9 +213,7 @@ WAITING = Wlb(microbatches=2, defer=True, outlier_tokens=50)
         (Wlb(defer=True, outlier_tokens=50), [60], None, ap.ConfigError, "must be a number with defer"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_numbers(
-    packer: Any, lengths: list[int], cap: int | None, error: type[Exception], message: str
-) -> None:
+def test_what_does_not_fit_is_refused(packer: Any, lengths: Any, cap: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         pack(packer, lengths, cap=cap)
 

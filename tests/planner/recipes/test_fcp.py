@@ -16,9 +16,7 @@ from apportion.planner.solvers.use import PartitionSolver
 from tests.support.placements import MASKS, MODEL, problem
 
 
-def recipe(
-    block: int | str = "auto", coalesce: int = 4, buffers: int = 3, reshuffle: bool = False
-) -> ap.Recipe:
+def recipe(block: Any = "auto", coalesce: int = 4, buffers: int = 3, reshuffle: bool = False) -> ap.Recipe:
     steps = {"shard": {"blocks": {"block": block}}, "place": {"lpt": {}}, "reshuffle": reshuffle}
     return ap.Recipe("fcp", steps | {"schedule": {"matchings": {"coalesce": coalesce, "buffers": buffers}}})
 
@@ -101,9 +99,7 @@ def test_a_slow_rank_computes_less() -> None:
     ],
     ids=["loose", "nearly full", "many"],
 )
-def test_sequences_stay_on_their_home_ranks(
-    lengths: list[int], homes: list[list[int] | None], ranks: int
-) -> None:
+def test_sequences_stay_on_their_home_ranks(lengths: list[int], homes: Any, ranks: int) -> None:
     batch = ap.Batch.from_lengths(lengths, home_ranks=homes)
     policy = ap.Policy(recipe(8 if ranks == 3 else "auto"), token_cap=100 if ranks == 3 else None)
     spans = ap.plan(batch, cluster(ranks), MODEL, policy=policy).layout("attention").spans
@@ -121,8 +117,8 @@ def test_sequences_stay_on_their_home_ranks(
         ([2_000_000_000], 8, {}, r"250000000 tokens, .* need .* GiB of home rows"),
     ],
 )
-def test_what_cannot_be_kept_is_an_error_with_numbers(
-    lengths: list[int], ranks: int, policy: dict[str, Any], message: str
+def test_what_cannot_be_kept_is_refused_with_numbers(
+    lengths: Any, ranks: int, policy: Any, message: str
 ) -> None:
     batch = ap.Batch.from_lengths(lengths, home_ranks=[[0], [0]] if "home_ranks" in message else None)
     model = ap.Model() if lengths[0] > 10**6 else MODEL

@@ -212,9 +212,7 @@ def test_ulysses_is_one_all_to_all_in_and_one_out() -> None:
     [("ulysses", [24, 24, 8, 40], cluster(8)), ("usp", [96], Cluster(1, 4))],
     ids=["ulysses", "usp"],
 )
-def test_the_largest_degree_that_divides_the_heads_is_taken(
-    name: str, lengths: list[int], machine: Cluster
-) -> None:
+def test_the_largest_possible_degree_is_taken(name: str, lengths: Any, machine: Cluster) -> None:
     plan = ap.plan(Batch.from_lengths(lengths), machine, Model(6, 2, 4, dtype="fp64", layers=1), name)
     assert plan.header.head_sets == ((0, 1, 2), (0,), (3, 4, 5), (1,))
 
@@ -346,9 +344,7 @@ def test_recipes_with_equal_numbers_of_other_types_are_distinct() -> None:
         ({"lpt": {"solver": []}}, "must be a partition solver"),
     ],
 )
-def test_a_wrong_solver_is_refused_by_name(
-    place: dict[str, dict[str, list[Any] | str | dict[Any, Any]]], fault: str
-) -> None:
+def test_a_wrong_solver_is_refused_by_name(place: Any, fault: str) -> None:
     with pytest.raises(ap.ConfigError, match=fault):
         find_recipe({"name": "mine", "steps": BLOCKS | MATCHINGS | {"place": place}})
 
@@ -376,9 +372,7 @@ def test_editing_the_data_of_a_built_in_recipe_does_not_change_it() -> None:
 @pytest.mark.parametrize(
     ("lengths", "speeds"), [([213, 143, 269, 229, 102], None), ([152, 274, 380, 260, 336], (1.0, 0.5, 2.0))]
 )
-def test_an_exact_solver_places_no_worse_than_lpt(
-    lengths: list[int], speeds: tuple[float, ...] | None
-) -> None:
+def test_an_exact_solver_places_no_worse_than_lpt(lengths: list[int], speeds: Any) -> None:
     steps = {"shard": {"blocks": {"block": 64}}} | MATCHINGS
     makespans = []
     for solver in ("ilp", "lpt"):

@@ -28,6 +28,7 @@ from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe, stage_lists
 from tests.support import matrix, oracle, upipe_memory as memory
 from tests.support.sparse import sparse_product
+from tests.support.strategies import BLOCKS, MATCHINGS
 
 Array = NDArray[Any]
 Heads = range | tuple[int, ...]
@@ -35,11 +36,6 @@ EXACT = 1e-10
 LENGTHS = (13, 1, 9, 6)
 WHOLE = {"place": {"whole": {}}, "schedule": {"gather": {}}}
 RING = {"place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}
-BLOCKS = {
-    "shard": {"blocks": {"block": 5}},
-    "place": {"lpt": {}},
-    "schedule": {"matchings": {"coalesce": 2, "buffers": 2}},
-}
 
 #: (ranks, query heads, KV heads, heads of a stage): more KV heads than ranks, as many, fewer, one, and unevenly shared
 SHAPES = [
@@ -60,12 +56,7 @@ SHAPES = [
 
 
 def planned(
-    batch: Batch,
-    shape: tuple[int, int, int, int],
-    nodes: int = 1,
-    steps: dict | None = None,
-    inner: str = "upipe",
-    **params: Any,
+    batch: Batch, shape: tuple, nodes: int = 1, steps: dict | None = None, inner: str = "upipe", **params: Any
 ) -> Plan:
     """shape: ranks of all nodes, query and KV heads, heads of a stage."""
     ranks, q_heads, kv_heads, heads = shape
@@ -147,9 +138,7 @@ ORDERS = ("gqa", "natural")
     sparse_product(23, SHAPES, ORDERS, ("auto", 1, 2, 9), (0, 1)),
     ids=str,
 )
-def test_every_shape_and_order_equals_dense_attention(
-    shape: tuple, order: str, keep: int | str, ahead: int
-) -> None:
+def test_every_shape_equals_dense_attention(shape: tuple, order: str, keep: Any, ahead: int) -> None:
     batch = Batch.from_lengths(LENGTHS, masks.causal())
     compare(planned(batch, shape, order=order, keep=keep, ahead=ahead))
     compare_block(planned(batch, shape, order=order, keep=keep, ahead=ahead, project=True))
@@ -163,7 +152,7 @@ def test_loader_order_and_few_tokens_equal_dense_attention(ranks: int, project: 
         shape = (ranks, 2 * ranks, 2, ranks) if ranks % 2 == 0 else (ranks, 2 * ranks, ranks, ranks)
         run(planned(batch, shape, project=project, steps=WHOLE | {"reshuffle": True}))
         single = {"degree": 1, "project": project}
-        run(planned(batch, (ranks, 4, 2, 2), 1, BLOCKS | {"reshuffle": True}, **single))
+        run(planned(batch, (ranks, 4, 2, 2), 1, BLOCKS | MATCHINGS | {"reshuffle": True}, **single))
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 4, 16), (2, 8, 2, 8), (3, 12, 1, 12)], ids=str)
@@ -224,7 +213,7 @@ def test_gqa_order_sends_the_heads_stated_in_the_paper(
 
 @pytest.mark.parametrize(("route", "keep"), sparse_product(4, ("star", "node", "tree"), ("auto", 2, 9)))
 def test_held_tiles_equal_dense_attention_on_any_route(route: str, keep: str | int) -> None:
-    batch, steps = Batch.from_lengths([29, 13], masks.causal()), BLOCKS | {"route": {route: {}}}
+    batch, steps = Batch.from_lengths([29, 13], masks.causal()), BLOCKS | MATCHINGS | {"route": {route: {}}}
     for order, ahead in (("gqa", 0), ("natural", 1)):
         params = {"degree": 2, "keep": keep, "order": order, "ahead": ahead, "hold": True}
         compare(planned(batch, (8, 16, 4, 4), 4, steps, **params))
