@@ -28,6 +28,7 @@ from apportion.trainer.shared import Epochs
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import check_share
 from apportion.trainer.step.microbatch import require_calls
+from apportion.trainer.step.reduction import reduction_of
 from apportion.trainer.step.terms import MULTIPLIED, SHARE, has_term, mark
 
 try:
@@ -101,6 +102,7 @@ class PlannedModule:
     trainer: Any
     log: Any
     automatic_optimization: Any
+    parameters: Any
     _shares: dict[str, Tensor]
     _starts: dict[tuple[int, int], list[Any]]  # trainer and step of the latest start -> states of its loaders
 
@@ -127,8 +129,9 @@ class PlannedModule:
             remedy = "give the loader a dataset of the samples to overfit"
             raise ConfigError("overfit_batches", trainer.overfit_batches, rule, remedy)
         self._log(batch, share.detach(), name or f"{stage}_loss")
+        sharded = reduction_of(None, {*map(id, self.parameters())})  # over any ranks of the strategy's mesh
         replicas = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
-        loss: Tensor = share * replicas * trainer.accumulate_grad_batches
+        loss: Tensor = share * (sharded.ranks if sharded else replicas) * trainer.accumulate_grad_batches
         mark(loss, MULTIPLIED)
         return loss
 

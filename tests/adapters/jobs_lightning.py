@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
@@ -112,6 +115,15 @@ class PlanDroppingNet(Net):
     validation_step = training_step
 
 
+class ShardedNet(Net):
+    """Net that FSDP2 shards over all ranks, whatever the mesh of Lightning's strategy."""
+
+    def configure_model(self) -> None:
+        for layer in self.net.model.layers:
+            fully_shard(layer)
+        fully_shard(self.net)
+
+
 class LocalMeanNet(Net):
     """Net whose loss is a mean over the rank's rows."""
 
@@ -162,7 +174,8 @@ class Recorder(Callback):
         self.last_step, self.losses, self.validations, self.norms = last_step, [], [], []
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])))
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+        self.norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if not isinstance(batch, PlannedBatch) or batch.is_last:
@@ -176,7 +189,12 @@ class Recorder(Callback):
 
 
 def trainer_of(
-    folder: Path, recorder: Any, accumulation: Any = 2, devices: Any = 1, overfit_batches: int = 0
+    folder: Path,
+    recorder: Any,
+    accumulation: Any = 2,
+    devices: Any = 1,
+    overfit_batches: int = 0,
+    strategy: Any = "ddp",
 ) -> Any:
     common: Any = {"save_top_k": -1, "auto_insert_metric_name": False}
     saving = [
@@ -185,7 +203,7 @@ def trainer_of(
     ]
     return Trainer(
         accelerator="cpu",
-        strategy="ddp" if devices > 1 else "auto",
+        strategy=strategy if devices > 1 else "auto",
         devices=devices,
         max_epochs=2,
         accumulate_grad_batches=accumulation,
@@ -217,7 +235,8 @@ def fit(
     evaluation = hf_jobs.loader(
         net.net, groups.ranks, groups, lengths=EVAL_LENGTHS, drop_last=False, **common
     )
-    trainer = trainer_of(folder, recorder, accumulation, comm.ranks, overfit_batches)
+    strategy = ModelParallelStrategy() if kind is ShardedNet else "ddp"
+    trainer = trainer_of(folder, recorder, accumulation, comm.ranks, overfit_batches, strategy)
     try:
         batches = PlannedBatches(loader), PlannedBatches(evaluation, training=False)
         trainer.fit(net, *batches, ckpt_path=checkpoint)

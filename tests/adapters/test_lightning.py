@@ -28,7 +28,13 @@ def test_losses_equal_lightning_in_one_process(pool: Any, alone: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("kind", "accumulation"),
-    [(jobs.ManualNet, 1), (jobs.TermsNet, 2), (jobs.EvaluatedByGroupNet, 2), (jobs.FinderNet, 2)],
+    [
+        (jobs.ManualNet, 1),
+        (jobs.TermsNet, 2),
+        (jobs.EvaluatedByGroupNet, 2),
+        (jobs.FinderNet, 2),
+        (jobs.ShardedNet, 2),
+    ],
 )
 def test_other_steps_of_the_same_loss_train_equally(
     pool: Any, tmp_path: Path, kind: Any, accumulation: int
