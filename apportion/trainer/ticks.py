@@ -14,8 +14,9 @@ Rank r of the plans is replica r % replicas of stage r // replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -60,6 +61,7 @@ class TickPipeline:
     loss: Callable[[Tensor, PlannedBatch], Tensor] | None = None
     dtype: torch.dtype | None = None
     done: Callable[[int], None] = lambda _: None
+    _steps: Iterator[int] = field(default_factory=count, init=False)  # numbers of training steps
 
     def __post_init__(self) -> None:
         sizes = sorted({len(chunk) for chunk in self.chunks})
@@ -99,6 +101,12 @@ class _Iteration:
         self.pieces = [[piece_of(layer, (first,)) for layer in chunk] for chunk in self.pipe.chunks]
         self.batches = self._microbatches()
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.train:
+            first_rank, step = self.stage * self.replicas, next(self.pipe._steps)
+            ranks = slice(first_rank, first_rank + self.replicas)
+            layers = (param for chunk in self.pipe.chunks for layer in chunk for param in layer.params)
+            compares = step > 0 and step & (step - 1) == 0  # at exponentially growing intervals
+            wiring.check_stage(self.stage, layers, self.transport, ranks, compares)
 
     def _microbatches(self) -> dict[int, PlannedBatch]:
         """This rank's rows of each microbatch. Raises ExecutionError if they differ between ticks."""
@@ -108,7 +116,8 @@ class _Iteration:
                 first = result.setdefault(position[0], batch)
                 if not all(torch.equal(a, b) for a, b in zip(_origin(first), _origin(batch), strict=True)):
                     rule = f"microbatch {position[0]} has different rows on rank {self.transport.rank} in tick {tick}"
-                    raise ExecutionError(f"{rule}: use a recipe whose homes do not depend on other stages")
+                    remedy = "give the loader this table, and a recipe whose homes ignore other stages"
+                    raise ExecutionError(f"{rule}: {remedy}")
         return result
 
     def _place(self, tick: int, stage: int, step: int = 0) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from apportion.backends.torch.transport import Communicator
 from apportion.demo.decoder import Decoder
 from apportion.ir.errors import ApportionError
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step import wiring
 from tests.ranks.loading import Recorded
 
 
@@ -90,9 +91,10 @@ def refused(comm: Communicator, arguments: dict[str, Any], pipeline: Sequence[An
 
 
 def mistaken(comm: Communicator, arguments: dict[str, Any], mistake: str) -> str:
-    """The error or warning of a step of two stages that hold only their own layers: a sum of gradients over both, or a
-    mean of a rank's own rows as loss."""
-    torch.manual_seed(comm.rank)
+    """The error or warning of a step of two stages that hold only their own layers: a sum of gradients over both, of
+    different or of equal initial values, none over the ranks of a stage, or a mean of a rank's own rows as loss."""
+    wiring.watch = wiring.Watch()
+    torch.manual_seed(comm.rank if mistake == "sum" else 0)
     table, model = ap.tick_table(2, 2), Decoder(arguments["model"], 800).double()
     layers = [ap.PingPongLayer(one.pre, one.post, one.parameters()) for one in model.layers]
 
@@ -107,10 +109,13 @@ def mistaken(comm: Communicator, arguments: dict[str, Any], mistake: str) -> str
     loader = PlannedLoader(Recorded(), **arguments, communicator=comm, ticks=table, shuffle=False)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        pipeline.step(next(loader.iterations()))
+        pipeline.step(ticks := next(loader.iterations()))
     try:
-        if mistake == "sum":
+        if mistake in ("sum", "equal"):
             ap.sum_gradients(model, comm._base)
+        if mistake == "none":
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            pipeline.step(ticks)
     except ApportionError as error:
         return str(error)
     return "".join(str(one.message) for one in found[:1])

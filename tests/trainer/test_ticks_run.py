@@ -110,10 +110,15 @@ def test_unsupported_pipelines_are_refused(
 
 def test_sums_over_stages_and_unchecked_losses_are_reported(pool: Pool) -> None:
     arguments = tick_arguments(128, 2, None)
-    for error in pool.run(jobs_ticks.mistaken, 2, arguments, "sum"):
-        assert re.match(
-            r"group = '2 ranks': hold different parameters.*pass the ranks of one pipeline stage", error
-        ), error
+    for mistake in ("sum", "equal"):
+        for error in pool.run(jobs_ticks.mistaken, 2, arguments, mistake):
+            assert re.match(
+                r"group = '2 ranks': hold different parameters.*pass the ranks of one pipeline stage", error
+            ), error
+    for error in pool.run(jobs_ticks.mistaken, 4, tick_arguments(128, 4, None), "none"):
+        assert re.match("parameters differ between the ranks of stage .: sum gradients over them", error), (
+            error
+        )
     assert pool.run(jobs_ticks.mistaken, 2, arguments, "mean")[1].startswith("the loss cannot be checked")
     assert pool.run(jobs_ticks.mistaken, 2, arguments, "") == ["", ""]
 

@@ -88,12 +88,15 @@ def _sum_grads(model: nn.Module, group: Any) -> None:
 
 
 def _refuse_other_stages(params: list[nn.Parameter], group: Any) -> None:
-    """Raises ConfigError if ranks of the group hold different parameters, such as those of other stages."""
+    """Raises ConfigError if ranks of the group hold different parameters, such as those of other stages, or equal ones
+    in layers of several stages."""
     norms = torch.stack([param.detach().float().norm() for param in params])
-    for values in (norms.new_tensor([len(params)]), norms):
-        bounds = torch.stack((values, -values))
+    stages = [wiring.watch.stage_layers.get(id(param), -torch.inf) for param in params]  # that run each here
+    count, highest = norms.new_tensor([len(params)]), norms.new_tensor(stages)
+    lowest = torch.where(highest.isinf(), highest, -highest)
+    for bounds in map(torch.stack, ((count, -count), (norms, -norms), (highest, lowest))):
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-        if not torch.allclose(bounds[0], -bounds[1], rtol=1e-5, atol=0, equal_nan=True):
+        if (bounds.sum(0) > 1e-5 * bounds[0].abs()).any():
             rule = "hold different parameters, whose gradients would be added"
             ranks = f"{dist.get_world_size(group)} ranks"
             raise ConfigError("group", ranks, rule, "pass the ranks of one pipeline stage")

@@ -63,6 +63,7 @@ class Watch:
         self.settled = False  # a step passed the checks, in this pass and for these parameters
         self.latest: Microbatch | None = None  # the microbatch of the latest loss
         self.staged = False  # ranks of the plan hold different layers
+        self.stage_layers = dict[int, int]()  # id of a parameter of this rank's stage -> number of the stage
         self._with_loss = set[tuple[int, int]]()  # iteration and number of microbatches that had a loss
         self.accounted = False  # factors of losses are known, or the trainer's responsibility
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
@@ -387,6 +388,21 @@ def _others(transport: Any) -> set[int]:
 
 def _mesh_ranks(tensor: DTensor) -> set[int]:
     return {*tensor.device_mesh.mesh.flatten().tolist()}
+
+
+def check_stage(
+    number: int, parameters: Iterable[Tensor], transport: Any, ranks: slice, compares: bool
+) -> None:
+    """Records the parameters of a pipeline stage's layers. Raises ExecutionError if they differ between its ranks. A
+    collective of all stages."""
+    layers = {id(param): param for param in parameters}
+    watch.stage_layers = dict.fromkeys(layers, number)
+    if compares:
+        values: Any = [param.detach() for param in layers.values() if _is_replicated(param, transport)]
+        norms = torch.tensor(transport.gather_floats(_norms(values, transport), "norms of layers")[ranks])
+        if not torch.isclose(norms[0], norms, rtol=_CLOSE, atol=0, equal_nan=True).all():
+            rule = f"parameters differ between the ranks of stage {number}: sum gradients over them"
+            raise ExecutionError(f"{rule}, ap.sum_gradients(model, group), since DDP's forward is not called")
 
 
 def _norms(values: list[Tensor | None], transport: Any) -> list[float]:
