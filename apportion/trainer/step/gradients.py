@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -114,11 +114,11 @@ def _refuse_shards(params: list[nn.Parameter], group: Any) -> None:
 
 
 def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> None:
-    """Raises ConfigError if all gradients are still the last call's sums, even after one more backward (zero_grad
-    replaces them or raises their versions again), or if the loss was multiplied by the number of ranks."""
+    """Raises ConfigError if all gradients still contain the last call's sums, or if the loss was multiplied by the
+    number of ranks."""
     grads = [param.grad for param in params if param.grad is not None]
     remedy = "call sum_gradients once, after the last backward of a step, and zero_grad after the step"
-    if grads and all(grad._version - getattr(grad, "_summed_at", -2) <= 1 for grad in grads):
+    if grads and all(grad._version == getattr(grad, "_summed_at", -1) for grad in grads):
         raise ConfigError("model", type(model).__name__, "has gradients that are sums already", remedy)
     reduction = Reduction(type(model).__name__, dist.get_world_size(group), True)
     wiring.watch.check_scaled(partial(check_reduction, reduction, counted=wiring.watch.ranks))
@@ -137,8 +137,11 @@ def _refuse_changed(model: nn.Module, params: list[nn.Parameter]) -> None:
 
 
 def _record_version(param: Tensor) -> None:
-    if param.grad is not None:
-        param.grad._backward_version = param.grad._version  # type: ignore[attr-defined]
+    """Records versions after a backward, which raises them by 1; zero_grad raises them too, or replaces gradients."""
+    if (grad := cast("Any", param.grad)) is not None:
+        grad._backward_version = grad._version
+        if grad._version - getattr(grad, "_summed_at", -2) == 1:  # added to sums
+            grad._summed_at = grad._version
 
 
 def _grads(params: list[nn.Parameter], flags: list[int]) -> Iterator[Tensor]:
