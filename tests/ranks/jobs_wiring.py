@@ -97,6 +97,21 @@ def trained(comm: Communicator, mistake: str) -> str:
         return _run_loop(comm, mistake)
 
 
+def wrapped_again(comm: Communicator) -> list[float]:
+    """The gradients of a module in a DDP wrapper, in another one, and in none, where each rank contributes 1."""
+    wiring.watch, model, found = wiring.Watch(), nn.Linear(1, 1, bias=False), list[float]()
+    for is_wrapped in (True, True, False):
+        net: Any = DistributedDataParallel(model, process_group=comm._base) if is_wrapped else model
+        if is_wrapped:
+            ap.sum_gradients(net)
+        net(torch.ones(1)).sum().backward()
+        if not is_wrapped:
+            ap.sum_gradients(model, comm._base)
+        found.append(float(net.get_parameter("module.weight" if is_wrapped else "weight").grad))
+        model.zero_grad()
+    return found
+
+
 def _run_loop(comm: Communicator, mistake: str) -> str:
     wiring.watch = wiring.Watch()
     layer_kinds = {

@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.ir.errors import ConfigError
 from apportion.trainer.step import wiring
 from apportion.trainer.step.reduction import Reduction, check_reduction
+
+#: parameter -> hook that multiplies its gradients for DDP, and its factor
+_factors: Any = WeakIdKeyDictionary()
 
 
 def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
@@ -55,7 +59,16 @@ def _multiply(model: nn.Module, ranks: int) -> None:
     model._summed = True  # type: ignore[assignment]
     for param in model.parameters():
         if param.requires_grad:
-            param.register_hook(lambda grad: grad * ranks)  # type: ignore[no-untyped-call]
+            _forget_factor(param)
+            _factors[param] = param.register_hook(lambda grad: grad * ranks), ranks  # type: ignore[no-untyped-call]
+
+
+def _forget_factor(param: nn.Parameter) -> int:
+    """Removes the hook of an earlier DDP wrapper from a parameter, and returns its factor."""
+    hook, factor = _factors.pop(param, (None, 1))
+    if hook is not None:
+        hook.remove()
+    return int(factor)
 
 
 def _sum_shards(modules: list[FSDPModule]) -> None:
@@ -77,6 +90,9 @@ def _sum_grads(model: nn.Module, group: Any) -> None:
     _refuse_sums(model, params, group)
     _refuse_changed(model, params)
     wiring.watch.modules[model] = None
+    for param in params:
+        if (factor := _forget_factor(param)) > 1 and param.grad is not None:
+            param.grad /= factor
     has_grad = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
     dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=group)
     works = [dist.all_reduce(grad, group=group, async_op=True) for grad in _grads(params, has_grad.tolist())]
