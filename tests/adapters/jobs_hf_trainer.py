@@ -81,6 +81,8 @@ def train(
         eval_dataset=tested if evaluates else None,
         callbacks=[] if last_step is None else [DiesAtStep(last_step)],
     )
+    if evaluates == "before":
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=checkpoint)
     return logs(trainer), train_loader.samples
 

@@ -42,6 +42,13 @@ def test_evaluation_is_the_mean_over_tokens(pool: Any, alone: Any, tmp_path: Pat
     assert abs(first - expected) <= LOSS
 
 
+def test_an_evaluation_before_training_changes_nothing(pool: Any, tmp_path: Path) -> None:
+    """Trainer itself then trains without DDP (transformers 5.23)."""
+    (expected, _), *_ = pool.run(jobs.train, 4, tmp_path)
+    (logged, _), *_ = pool.run(jobs.train, 4, tmp_path, (), "before")
+    assert logged == expected | {"eval_loss": logged["eval_loss"]}
+
+
 def test_a_killed_run_resumes_within_an_epoch(pool: Any, tmp_path: Path) -> None:
     name = "qwen3_moe"  # saved under other names
     saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
