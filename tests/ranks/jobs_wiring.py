@@ -90,6 +90,17 @@ CLIPS = {
 }
 
 
+class StepInBackward:
+    """Steps on a parameter as soon as its gradient is complete, to free it."""
+
+    def __init__(self, param: Any) -> None:
+        self.optimizer = torch.optim.SGD([param], lr=0.1)
+
+    def __call__(self, _: Any) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def trained(comm: Communicator, mistake: str) -> str:
     """The error or warning of a loop with this mistake; "" if there is none."""
     with warnings.catch_warnings():
@@ -238,6 +249,12 @@ def _wrapped(model: Any, comm: Communicator, mistake: str) -> Any:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
+        if mistake.endswith("in backward"):
+            wrapped.register_forward_pre_hook(
+                lambda _, args: wrapped.set_requires_gradient_sync(args[0].is_last)
+            )
+            for param in wrapped.parameters():
+                param.register_post_accumulate_grad_hook(StepInBackward(param))
         if mistake == "fsdp layers":
             for layer in model.layers:
                 ap.sum_gradients(layer)

@@ -25,6 +25,7 @@ from tests.support.sparse import sparse
             "fsdp by hand",
             "fsdp summed clipped by norm",
             "fsdp summed clipped by value",
+            "fsdp summed in backward",
             "experts",
             "evaluated",
         ],

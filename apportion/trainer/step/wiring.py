@@ -296,7 +296,8 @@ class Watch:
         self._unused = False
 
     def _record(self, shard: Any) -> None:
-        self._samples[shard] = _sample(shard).clone()
+        if shard.grad is not None:  # not freed by a step in backward
+            self._samples[shard] = _sample(shard).clone()
 
     def _clip_factor(self, params: list[Any]) -> float:
         """The factor of the gradients of this rank's shards since their reduction; 0.0 if they have not one factor."""
@@ -310,7 +311,8 @@ class Watch:
         """Raises ExecutionError if values of parameters or gradients differ between ranks. A collective."""
         by_id = {id(tensor): tensor for tensor in params}
         buffers = dict[int, Tensor]()
-        for model in dict.fromkeys((*self.modules, *self.models)):
+        in_backward = torch._C._current_graph_task_id() != -1  # FSDP2's parameters are not sharded then
+        for model in () if in_backward else dict.fromkeys((*self.modules, *self.models)):
             model_params = {id(tensor): tensor for tensor in model.parameters()}
             if model_params.keys() & by_id.keys():
                 by_id |= model_params  # frozen ones too
