@@ -186,9 +186,10 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         return torch.tensor(batch_samples[0]["num_items_in_batch"], device=device)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_fsdp_enabled and vars(self.model).pop("_is_accelerate_prepared", False):
+        model: Any = self.model
+        if not self.is_fsdp_enabled and vars(model).pop("_is_accelerate_prepared", False):
             # prepared by an evaluation before training, without DDP; accelerate would leave it so
-            self.model_wrapped = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            self.model_wrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
         return super()._prepare_for_training(*args, **kwargs)
 
     # ---- evaluation
