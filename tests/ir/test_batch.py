@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
+from apportion import ApportionError, Batch, ConfigError, Sequence, UnknownNameError
 from apportion.ir.masks import bands as algebra, specs as masks
 from apportion.ir.masks.bands import INF
 from apportion.ir.masks.structures import Tree
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.sequences import Sequence
 
 DATA = Path(__file__).parent.parent / "data"
 property_test = settings(max_examples=60, derandomize=True, deadline=None, database=None)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import apportion as ap
+from apportion import MissingDependencyError, masks
 from apportion.ir import cards
-from apportion.ir.errors import MissingDependencyError
-from apportion.ir.masks import specs as masks
 
 SPECS = [
     masks.causal(),

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from apportion import Plan, Slice
 from apportion.ir import hashing
 from apportion.ir.bytes import codec, table_bytes, wire
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.sections import Sections, sections_id
-from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import (
     ApportionError,
     CapacityError,

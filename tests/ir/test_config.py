@@ -16,14 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion.ir.bytes.job import Job
+from apportion import Batch, Cluster, Job, Model, Sequence, masks
 from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe, Step
-from apportion.ir.request.sequences import Sequence
 from apportion.ir.tensors import Tensor
 from apportion.planner.simulate.scenarios import Scenario
 

@@ -6,12 +6,9 @@ import re
 
 import pytest
 
-from apportion.ir.errors import ConfigError
-from apportion.ir.masks import specs as masks
+from apportion import Batch, ConfigError, Sequence, masks
 from apportion.ir.masks.declared import NO_WINDOW, Declared, in_words
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.sequences import Sequence
 
 SPANS = [(1, 3)]
 MASKS: dict[str, Mask] = {

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion.ir.errors import ConfigError
+from apportion import Batch, ConfigError, Sequence
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.masks.forest import Forest, Saving, fold
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.sequences import Sequence
 
 ROLLOUTS = Path(__file__).resolve().parents[2] / "examples/rollouts"
 property_test = settings(max_examples=150, derandomize=True, deadline=None, database=None)

@@ -12,11 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from apportion import Plan, Slice, masks
 from apportion._core.tables import MAX_ROWS
 from apportion.ir import verify
 from apportion.ir.bytes import codec
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.slices import Slice
 from apportion.ir.bytes.wire import MAX_BYTES
 from apportion.ir.isa import (
     LIMIT,
@@ -31,7 +30,6 @@ from apportion.ir.isa import (
     Op,
     Use,
 )
-from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import INF
 from apportion.ir.plan import wellformed as structure
 from apportion.ir.tensors import PHASES, TENSOR_NAMES, Tensor

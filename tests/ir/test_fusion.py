@@ -5,13 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.masks import specs as masks
+from apportion import Batch, Cluster, Model, Plan, masks
 from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_complete_rows
 from apportion.ir.plan.ops import instruction_of
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
 from apportion.ir.tensors import PHASES
 from apportion.planner import api
 from tests.support.walks import complete_rows, each_row

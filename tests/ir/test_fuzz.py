@@ -6,9 +6,8 @@ import random
 
 import pytest
 
+from apportion import DecodeError, Slice
 from apportion.ir.bytes import codec
-from apportion.ir.bytes.slices import Slice
-from apportion.ir.errors import DecodeError
 from apportion.ir.verify import check
 from tests.checks import fuzz_plans
 from tests.support.parse import parse

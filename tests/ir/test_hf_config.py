@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from apportion.ir.errors import ConfigError
-from apportion.ir.latent import Latent
+from apportion import ConfigError, Latent, Model, Recurrent
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
 from apportion.ir.request.hf_config import masks_of, model_of, vocabulary_fields, windows_of
 from apportion.ir.request.hf_experts import layer_fields
-from apportion.ir.request.model import Model
-from apportion.ir.request.recurrent import Recurrent
 
 LLAMA = """{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
   "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16"}"""

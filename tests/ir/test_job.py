@@ -15,20 +15,12 @@ import pytest
 import referencing
 
 import apportion
+from apportion import Batch, Cluster, Hardware, Model, Policy, Sequence, masks, plan, plan_iteration
 from apportion.ir.bytes.iteration import IterationPlan, encode_slices
 from apportion.ir.bytes.iteration_slice import MOST_IMPLIED, IterationSlice
 from apportion.ir.bytes.job import Job, decode_request, encode_request
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError, VersionError
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
 from apportion.ir.request.sampling import Sampling, batches_of
-from apportion.ir.request.sequences import Sequence
-from apportion.planner.api import plan
-from apportion.planner.iteration.iterate import plan_iteration
 from apportion.planner.recipe.recipes import find_recipe
 
 CLUSTER, MODEL = Cluster(1, 4), Model(q_heads=4, kv_heads=2, head_dim=16, layers=2)

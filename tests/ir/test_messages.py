@@ -8,14 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apportion.ir.bytes.codec import Plan
+from apportion import Batch, Cluster, Model, Plan, Policy, Recipe
 from apportion.ir.isa import ALL_TO_ALL, Op
 from apportion.ir.plan.messages import Messages, find_messages
 from apportion.ir.plan.tables import ProgramSet, Table
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner import api
 from tests.support.parse import parse

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import apportion as ap
+from apportion import ConfigError, DecodeError, Recurrent
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes import codec
-from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.masks.predecessors import lower_links
 from apportion.ir.plan import plain
 from apportion.ir.plan.tables import Layout, Recurrence, Table
-from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.verify import check
 from apportion.planner.recurrent import recurrence
 from apportion.report.diff import diff

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 
 import apportion as ap
+from apportion import Plan, Sequence, masks
 from apportion.ir import verify
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import RESULTS, Op
-from apportion.ir.masks import specs as masks
 from apportion.ir.plan import totals
 from apportion.ir.plan.fusion import find_complete_rows
 from apportion.ir.plan.messages import find_messages
 from apportion.ir.plan.ops import instruction_of
-from apportion.ir.request.sequences import Sequence
 from apportion.ir.tensors import PHASES, Space, Tensor
 from tests.support.parse import parse
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import apportion as ap
+from apportion import ConfigError, DecodeError, Plan
 from apportion.backends import numpy as executor
 from apportion.backends.numpy import rounded
 from apportion.ir.bytes import codec, sections, slices
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import Op
 from apportion.ir.masks import bands
 from apportion.ir.plan import plain, totals

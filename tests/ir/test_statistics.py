@@ -5,15 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from apportion.ir.bytes.codec import Plan
+from apportion import Batch, Cluster, Model, Plan, masks
 from apportion.ir.isa import Op
-from apportion.ir.masks import specs as masks
 from apportion.ir.plan.fusion import find_statistics
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet, Table
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
 from apportion.planner import api
 from tests.support.walks import computed_statistics, each_row
 

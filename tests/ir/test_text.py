@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from apportion import ConfigError, DecodeError, Plan, VersionError
 from apportion.ir.bytes import codec
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ConfigError, DecodeError, VersionError
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.text import excerpt, format_instruction
 from tests.support.parse import parse

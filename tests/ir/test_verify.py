@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import apportion as ap
+from apportion import Plan, VerifyError
 from apportion.ir.bytes import codec
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import VerifyError
 from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table
 from apportion.ir.tensors import Tensor
 from apportion.ir.verify import RULES, Violation, check, verify

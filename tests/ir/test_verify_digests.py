@@ -8,15 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from apportion import Batch, Cluster, Model, Plan, plan as plan_batch
 from apportion.ir.bytes import codec, table_bytes
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import MOVE_COLUMNS
 from apportion.ir.plan.tables import Layout, Move, Table, empty_table
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
 from apportion.ir.verify import check
-from apportion.planner.api import plan as plan_batch
 
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=16)
 

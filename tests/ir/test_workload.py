@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion.ir.errors import ApportionError, CapacityError, ConfigError
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.sequences import Sequence
+from apportion import ApportionError, Batch, CapacityError, ConfigError, Sequence, masks
 from apportion.ir.request.workload import (
     lognormal_lengths,
     read_lengths,

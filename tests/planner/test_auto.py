@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 
 import apportion as ap
-from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.policy import Policy, Recipe
+from apportion import CapacityError, ConfigError, Policy, Recipe, masks, simulate
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.search.candidates import Candidate
 from apportion.planner.search.loop import SAME_TIME, Portfolio, Trial, _Search
 from apportion.planner.search.price import Price
-from apportion.planner.simulate import simulate
 
 CLUSTER = ap.Cluster(nodes=2, ranks_per_node=4)
 MODEL = ap.Model(q_heads=8, kv_heads=2, head_dim=64, layers=2)

@@ -16,11 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.request.cluster import Cluster
+from apportion import Cluster, ConfigError, Model, UnknownNameError
 from apportion.ir.request.figures import Figure, MessageRates
 from apportion.ir.request.hardware import MAX_FILE_BYTES, Hardware, ProfileOrigin
-from apportion.ir.request.model import Model
 from apportion.planner.cost import PHASES, CostModel, causal_pairs
 from benchmarks import chips
 

@@ -9,16 +9,11 @@ from math import gcd
 import numpy as np
 import pytest
 
-from apportion.ir.errors import ConfigError
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
+from apportion import Cluster, ConfigError, Model, Policy, Recipe, plan as make_plan, simulate
 from apportion.ir.tensors import PHASES
-from apportion.planner.api import plan as make_plan
 from apportion.planner.place.lpt import Lpt
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards
 from apportion.planner.recipe import registry
-from apportion.planner.simulate import simulate
 from apportion.planner.tasks.cells import cut_cells
 from tests.support.matrix import LAYERS, compare
 from tests.support.mixtures import HEADS, random_batch

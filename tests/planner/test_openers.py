@@ -3,12 +3,8 @@
 import pytest
 
 import apportion as ap
+from apportion import Batch, Cluster, Model, Sequence, masks
 from apportion.ir.isa import Op
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.sequences import Sequence
 
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=64, layers=1)
 

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import apportion as ap
+from apportion import ConfigError, Model, Plan, VerifyError, verify
 from apportion.backends import numpy as executor
 from apportion.ir.bytes import codec
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.plan.tables import Layout, Move, Table
-from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Step
-from apportion.ir.verify import verify
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.remap import LINEAR, Flow, Remapping, even_parameters, even_tokens, row_costs

@@ -8,14 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apportion import Batch, Cluster, Hardware, Model, Plan
 from apportion.backends import numpy as executor
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import TABLES, Op
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Figure
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
 from apportion.ir.tensors import PHASES
 from apportion.planner import api
 from apportion.planner.cost import CostModel

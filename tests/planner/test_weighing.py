@@ -7,13 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.ir.masks import specs as masks
+from apportion import Batch, Cluster, Model, Policy, Sequence, masks, simulate
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
-from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner import api
 from apportion.planner.place.blend.placement import pair_times
@@ -21,7 +16,6 @@ from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.search.candidates import SHORT, SPARSE, portfolio
 from apportion.planner.shard.blocks import row_times, row_weights
-from apportion.planner.simulate import simulate
 from apportion.report.content import plan_data
 
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, layers=2)

@@ -10,21 +10,15 @@ import numpy as np
 import pytest
 
 import apportion as ap
+from apportion import Batch, Cluster, ConfigError, Degrees, Hardware, Model, Parallelism, Training
 from apportion.cli.printed import forecast as printed
-from apportion.ir.errors import ConfigError
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.hf_config import masks_of, model_of
-from apportion.ir.request.model import Model
 from apportion.planner.forecast.choices import search_space
 from apportion.planner.forecast.collectives import gather_us
 from apportion.planner.forecast.experts import ExpertRanks, ExpertRows, Experts
 from apportion.planner.forecast.layers import Layers, attention_parameters, whole_parameters
 from apportion.planner.forecast.memory import Activations, activations, attention_row, kept_bytes, memory
-from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.result import ForecastRow
-from apportion.planner.forecast.training import Training
 from apportion.planner.recipe.recipes import find_recipe
 
 H100 = Hardware.load("h100")

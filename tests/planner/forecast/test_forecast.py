@@ -12,16 +12,22 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion import cli
+from apportion import (
+    Batch,
+    Cluster,
+    Degrees,
+    Hardware,
+    Model,
+    Parallelism,
+    Policy,
+    Training,
+    cli,
+    masks,
+    simulate,
+)
 from apportion.cli.printed import forecast as printed
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Figure
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
 from apportion.planner.cost import CostModel
 from apportion.planner.forecast.attention import plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, search_space, static_grids
@@ -37,16 +43,13 @@ from apportion.planner.forecast.memory import (
     memory,
     vocabularies,
 )
-from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.result import Forecast, ForecastRow
 from apportion.planner.forecast.schedule import makespan_us, orders
 from apportion.planner.forecast.step import PARTS, Setting, around_us
-from apportion.planner.forecast.training import Training
 from apportion.planner.pack import Wlb
 from apportion.planner.pipeline.feasibility import attention_bytes
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.planner.simulate import simulate
 from apportion.planner.simulate.pair.run import turns_us
 
 H100 = Hardware.load("h100")

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 import apportion as ap
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
+from apportion import Hardware, Model, Training
 from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers
 from apportion.planner.forecast.memory import activations
-from apportion.planner.forecast.training import Training
 from benchmarks import memory_methods
 from benchmarks.memory_methods import M, Run
 from tests.support.upipe_memory import printed_backward, printed_forward

@@ -8,19 +8,12 @@ from typing import Any
 import pytest
 
 import apportion as ap
-from apportion.ir.errors import ConfigError
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.hardware import Hardware
+from apportion import Batch, Cluster, ConfigError, Degrees, Hardware, Model, Parallelism, Recurrent, Training
 from apportion.ir.request.hf_config import model_of
-from apportion.ir.request.model import Model
-from apportion.ir.request.recurrent import Recurrent
 from apportion.planner.forecast.layers import Layers, linear_parameters, model_flops, whole_parameters
 from apportion.planner.forecast.memory import activations, kept_bytes
-from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.recurrent import attention_layers, layer_count, product_parameters
 from apportion.planner.forecast.result import ForecastRow
-from apportion.planner.forecast.training import Training
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import recurrent as prices, simulate
 

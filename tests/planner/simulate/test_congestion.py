@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion.ir.errors import ConfigError
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
+from apportion import Batch, Cluster, ConfigError, Hardware, Model
 from apportion.ir.request.figures import Figure, MessageRates
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.congestion import Congestion
 from apportion.planner.cost import CostModel

@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.ir.bytes.codec import Plan
+from apportion import Batch, Cluster, Model, Plan
 from apportion.ir.isa import Op
 from apportion.ir.plan.messages import find_messages
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
 from apportion.ir.tensors import HEADLESS, KV_SIDE, Space, Tensor
 from apportion.planner import api
 from apportion.planner.simulate import Run, simulate, simulate_with

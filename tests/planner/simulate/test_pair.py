@@ -12,21 +12,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from apportion.ir.bytes.codec import Plan
+from apportion import Batch, Cluster, Hardware, Model, Plan, Policy, Recipe, simulate
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.isa import Op
 from apportion.ir.masks.windows import Causal, SlidingWindow
 from apportion.ir.plan.segments import Cuts, agreed_cuts, own_cuts, segment_ends
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Figure
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.planner.simulate import simulate
 from apportion.planner.simulate.pair import result as pair_result, run as pair
 from apportion.planner.simulate.pair.result import Pair
 from apportion.planner.simulate.pair.run import simulate_pair, simulate_pair_with

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import apportion as ap
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.recurrent import Recurrent
+from apportion import Hardware, Recurrent
 from apportion.planner.cost import CostModel
 from apportion.planner.search.candidates import ALIGN
 from apportion.planner.simulate import recurrent as prices, simulate

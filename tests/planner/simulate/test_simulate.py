@@ -13,15 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ConfigError, VerifyError
+from apportion import Batch, Cluster, ConfigError, Hardware, Model, Plan, VerifyError, masks
 from apportion.ir.isa import Op
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Figure
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner import api
 from apportion.planner.cost import CostModel

@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from apportion.ir.errors import ConfigError
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Recipe
+from apportion import Batch, Cluster, ConfigError, Model, Recipe, plan
 from apportion.ir.request.workload import lognormal_lengths
-from apportion.planner.api import plan
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition.lpt import makespan_bound, solve, solve_near
