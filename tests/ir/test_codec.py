@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import msgpack
 import msgspec
@@ -15,40 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion import Plan, Slice
+from apportion import ConfigError, Plan, Slice
 from apportion.ir import hashing
 from apportion.ir.bytes import codec, table_bytes, wire
 from apportion.ir.bytes.sections import Sections, sections_id
-from apportion.ir.errors import (
-    ApportionError,
-    CapacityError,
-    ConfigError,
-    DecodeError,
-    UnknownNameError,
-    VersionError,
-)
+from apportion.ir.errors import ApportionError, CapacityError, DecodeError, UnknownNameError, VersionError
 from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.plan.tables import Layout, ProgramSet, Table
 from tests.support.random_plans import random_plan
 from tests.support.stand_alone import read_plan
 
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-def same_tables(a: Plan, b: Plan) -> bool:
-    """True if tables are equal by value, regardless of dtypes."""
-    return (
-        a.header == b.header
-        and all(a.layouts[name].spans.equal(b.layouts[name].spans) for name in a.header.layouts)
-        and a.programs.keys() == b.programs.keys()
-        and all(
-            a.programs[key][name].equal(b.programs[key][name])
-            for key in a.programs
-            for name in a.programs[key].tables
-        )
-        and all(m.table.equal(n.table) for m, n in zip(a.moves, b.moves, strict=True))
-        and dict(a.report) == dict(b.report)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +51,7 @@ def test_decoded_plans_equal_encoded_ones(seed: int) -> None:
     data = plan.encode()
     again = Plan.decode(data)
     assert again == plan
-    assert same_tables(again, plan)
+    assert dict(again.report) == dict(plan.report)
     assert again.encode() == data
     assert codec.seal(again).encode() == data
 
@@ -85,14 +60,9 @@ def test_decoded_plans_equal_encoded_ones(seed: int) -> None:
 @given(SEEDS)
 def test_slices_hold_their_rank_and_prove_it(seed: int) -> None:
     plan = codec.seal(random_plan(seed))
-    rank = seed % plan.header.ranks
+    rank, header = seed % plan.header.ranks, plan.header
     piece = Slice.decode(plan.for_rank(rank).encode())
-    assert (piece.id, piece.rank, piece.ranks, piece.header) == (
-        plan.id,
-        rank,
-        plan.header.ranks,
-        plan.header,
-    )
+    assert (piece.id, piece.rank, piece.ranks, piece.header) == (plan.id, rank, header.ranks, header)
     assert piece == plan.for_rank(rank)
     assert piece.wire.part == plan.sections.parts[rank]
     for key, program in piece.programs.items():
@@ -101,13 +71,6 @@ def test_slices_hold_their_rank_and_prove_it(seed: int) -> None:
     for name in plan.header.layouts:
         assert piece.layout(name).spans.equal(plan.layouts[name].spans.rank(rank))
     assert [(m.source, m.target) for m in piece.moves] == [(m.source, m.target) for m in plan.moves]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_every_rank_of_every_tree_proves_itself(ranks: int) -> None:
-    plan = codec.seal(random_plan(7, ranks))
-    for rank in range(ranks):
-        assert Slice.decode(plan.for_rank(rank).encode()).id == plan.id
 
 
 def test_decoded_columns_are_safe_to_add(plan: Plan) -> None:
@@ -142,48 +105,17 @@ def rows_of(table: Table) -> list[dict[str, int]]:
 # ---------------------------------------------------------------------------------------------- canonical form
 
 
-def test_bytes_do_not_depend_on_the_process() -> None:
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from random_plans import random_plan\n"
-        "print(*[random_plan(seed).id.hex() for seed in range(5)])"
-    )
-    ids = {
-        subprocess.run(
-            [sys.executable, "-c", code, str(Path(__file__).parents[1] / "support")],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "4711")
-    }
-    assert ids == {" ".join(random_plan(seed).id.hex() for seed in range(5)) + "\n"}
-
-
 def test_order_of_report_and_engines_does_not_matter(plan: Plan) -> None:
     reordered = replace(plan, report=dict(reversed(plan.report.items())))
     assert codec.seal(reordered) == plan
-    assert (
-        codec.seal(replace(plan, report={**plan.report, "more": np.int64(3), "half": np.float64(0.5)}))
-        != plan
-    )
+    more = {"more": np.int64(3), "half": np.float64(0.5)}
+    assert codec.seal(replace(plan, report={**plan.report, **more})) != plan
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        float("nan"),
-        float("-inf"),
-        np.float64("nan"),
-        np.float32("inf"),
-        [{"deep": float("inf")}],
-        b"raw",
-        {1: 2},
-        {"object": object()},
-        2**70,
-    ],
-)
+NOT_FINITE = [float("nan"), float("-inf"), np.float64("nan"), np.float32("inf"), [{"deep": float("inf")}]]
+
+
+@pytest.mark.parametrize("value", [*NOT_FINITE, b"raw", {1: 2}, {"object": object()}, 2**70])
 def test_reports_that_cannot_be_encoded_are_refused(plan: Plan, value: object) -> None:
     with pytest.raises(ConfigError, match="report"):
         codec.seal(replace(plan, report={"value": value}))
@@ -234,6 +166,8 @@ def test_an_unknown_program_is_named(plan: Plan) -> None:
         plan.program(0, "nonesuch", phase)
     with pytest.raises(UnknownNameError, match=r"phase = 'sideways'.*forward"):
         plan.program(0, kind, "sideways")
+    with pytest.raises(UnknownNameError, match="loader"):
+        plan.for_rank(0).layout("loader")
     assert plan.program(np.int64(0), kind, phase).ranks == 1
 
 
@@ -245,14 +179,10 @@ def test_cu_seqlens_follow_the_rows() -> None:
     assert layout.tokens(0).tolist() == [9, 10, 11, 12, 13, 0, 1]
 
 
-def test_a_slice_of_an_unknown_rank_or_layout_is_an_error(plan: Plan) -> None:
-    with pytest.raises(ConfigError, match="rank = 5"):
-        plan.for_rank(5)
-    with pytest.raises(UnknownNameError, match="loader"):
-        plan.for_rank(0).layout("loader")
-
-
 # ---------------------------------------------------------------------------------------------- hostile bytes
+
+
+packed = partial(msgspec.msgpack.encode, order="deterministic")
 
 
 def rebuilt(plan: Plan, version: tuple[int, int] = VERSION, **sections: object) -> bytes:
@@ -317,15 +247,13 @@ def test_other_formats_and_versions_are_refused(plan: Plan) -> None:
 
 def test_unknown_header_fields_are_accepted_only_in_a_newer_version(plan: Plan) -> None:
     header = msgpack.unpackb(plan.sections.header) | {"version": [3, 9], "novel": 1}
-    data = rebuilt(plan, (3, 9), header=msgspec.msgpack.encode(header, order="deterministic"))
+    data = rebuilt(plan, (3, 9), header=packed(header))
     wider = msgpack.unpackb(data) | {"novel": b"more"}
     assert Plan.decode(msgpack.packb(wider)).header.version == (3, 9)
     again = Slice.decode(Plan.decode(data).for_rank(1).encode())
     assert again.header == replace(plan.header, version=(3, 9))
     header |= {"version": VERSION}
-    assert_refused(
-        rebuilt(plan, header=msgspec.msgpack.encode(header, order="deterministic")), "header: unknown"
-    )
+    assert_refused(rebuilt(plan, header=packed(header)), "header: unknown")
 
 
 def test_repeated_keys_and_non_minimal_forms_are_refused(plan: Plan) -> None:
@@ -381,7 +309,7 @@ def test_repeated_keys_and_non_minimal_forms_are_refused(plan: Plan) -> None:
 )
 def test_malformed_headers_are_refused(plan: Plan, field: str, value: object, match: str) -> None:
     header = msgpack.unpackb(plan.sections.header) | {field: value}
-    assert_refused(rebuilt(plan, header=msgspec.msgpack.encode(header, order="deterministic")), match)
+    assert_refused(rebuilt(plan, header=packed(header)), match)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +330,7 @@ def test_malformed_headers_are_refused(plan: Plan, field: str, value: object, ma
     ],
 )
 def test_malformed_sections_are_refused(plan: Plan, section: str, value: object, match: str) -> None:
-    assert_refused(rebuilt(plan, **{section: msgspec.msgpack.encode(value, order="deterministic")}), match)
+    assert_refused(rebuilt(plan, **{section: packed(value)}), match)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +356,7 @@ def test_malformed_requests_are_refused(plan: Plan, path: tuple[str, ...], value
         inner = inner[key]
     inner[path[-1]] = value
     with pytest.raises(ApportionError, match="request"):
-        Plan.decode(rebuilt(plan, request=msgspec.msgpack.encode(request, order="deterministic")))
+        Plan.decode(rebuilt(plan, request=packed(request)))
 
 
 def test_keys_that_are_not_strings_are_refused(plan: Plan) -> None:
@@ -462,12 +390,12 @@ def test_too_many_parts_are_refused(plan: Plan) -> None:
 # ---------------------------------------------------------------------------------------------- structure
 
 
-def encode_with_value(plan: Plan, table: str, column: str, rank: int, row: int, value: int) -> bytes:
-    """The encoded plan with one number of the forward program changed."""
+def encode_with_value(plan: Plan, table: str, column: str, row: int, value: int) -> bytes:
+    """The encoded plan with one number of rank 0's forward program changed."""
     program = plan.programs["default", "forward"]
     old = program[table]
     values = old[column].copy()
-    values[int(old.ptr[rank]) + row] = value
+    values[row] = value
     changed = ProgramSet({**program.tables, table: Table.of(old.ptr, {**old.columns, column: values})})
     return codec.seal(replace(plan, programs={**plan.programs, ("default", "forward"): changed})).encode()
 
@@ -514,45 +442,31 @@ def full_plan() -> Plan:
 def test_numbers_out_of_range_are_refused(
     full_plan: Plan, table: str, column: str, row: int, value: int, match: str
 ) -> None:
-    assert_refused(
-        encode_with_value(full_plan, table, column, 0, row, value),
-        f"rank 0, default forward, {table} row {row}: .*{match}",
-    )
+    data = encode_with_value(full_plan, table, column, row, value)
+    assert_refused(data, f"rank 0, default forward, {table} row {row}: .*{match}")
 
 
-def test_counts_must_add_up(full_plan: Plan) -> None:
+def test_counts_waits_and_rounds_are_those_of_their_ops(full_plan: Plan) -> None:
     table = full_plan.programs["default", "forward"]["instructions"].rank(0)
-    row = int(np.flatnonzero(table["count"] > 0)[0])
-    assert_refused(
-        encode_with_value(full_plan, "instructions", "count", 0, row, 0),
-        "rank 0, default forward: its instructions consume",
-    )
-
-
-def test_waits_without_rows_and_rounds_on_other_ops_are_checked(full_plan: Plan) -> None:
-    table = full_plan.programs["default", "forward"]["instructions"].rank(0)
-    other = int(np.flatnonzero(table["op"] > 2)[0])
-    assert_refused(
-        encode_with_value(full_plan, "instructions", "round", 0, other, 1), "round, channel and mode belong"
-    )
-    assert_refused(
-        encode_with_value(full_plan, "instructions", "channel", 0, other, 1), "round, channel and mode belong"
-    )
-    assert_refused(
-        encode_with_value(full_plan, "instructions", "op", 0, int(np.argmax(table["count"] > 0)), 2),
-        "wait consumes no rows|belong",
-    )
+    counted, other = int(np.argmax(table["count"] > 0)), int(np.argmax(table["op"] > 2))
+    for column, row, value, match in (
+        ("count", counted, 0, "rank 0, default forward: its instructions consume"),
+        ("round", other, 1, "round, channel and mode belong"),
+        ("channel", other, 1, "round, channel and mode belong"),
+        ("op", counted, 2, "wait consumes no rows|belong"),
+    ):
+        assert_refused(encode_with_value(full_plan, "instructions", column, row, value), match)
 
 
 def test_a_tensor_has_at_most_one_arena(full_plan: Plan) -> None:
     first = int(full_plan.programs["default", "forward"]["arenas"]["tensor"][0])
-    assert_refused(encode_with_value(full_plan, "arenas", "tensor", 0, 1, first), "a second arena")
+    assert_refused(encode_with_value(full_plan, "arenas", "tensor", 1, first), "a second arena")
 
 
 def test_head_sets_of_kv_contain_only_kv_heads(full_plan: Plan) -> None:
-    plan = codec.decode(encode_with_value(full_plan, "operands", "heads", 0, 1, 2))
-    plan = codec.decode(encode_with_value(plan, "operands", "tensor", 0, 1, 3))
-    assert_refused(encode_with_value(plan, "operands", "heads", 0, 1, 3), "exceeds the 2 KV heads")
+    plan = codec.decode(encode_with_value(full_plan, "operands", "heads", 1, 2))
+    plan = codec.decode(encode_with_value(plan, "operands", "tensor", 1, 3))
+    assert_refused(encode_with_value(plan, "operands", "heads", 1, 3), "exceeds the 2 KV heads")
 
 
 def peak_of(data: bytes) -> int:
@@ -593,38 +507,25 @@ def test_small_inputs_never_decode_to_large_memory(plan: Plan) -> None:
 
 
 def test_slices_with_a_wrong_proof_are_refused(plan: Plan) -> None:
-    def changed(**fields: object) -> bytes:
-        return msgpack.packb(msgpack.unpackb(plan.for_rank(1).encode()) | fields)
-
-    other = codec.seal(random_plan(99, ranks=5))
-    wires = msgpack.unpackb(plan.for_rank(1).encode())
-    for fields in (
-        {"part": plan.sections.parts[2]},
-        {"part": other.sections.parts[1]},
-        {"rank": 0},
-        {"rank": 5},
-        {"rank": -1},
-        {"ranks": 6},
-        {"ranks": 1},
-        {"ranks": 2**40},
-        {"id": bytes(32)},
-        {"id": b""},
-        {"path": wires["path"][:-1]},
-        {"path": [*wires["path"], bytes(32)]},
-        {"path": [wires["path"][0][:31], *wires["path"][1:]]},
-        {"path": [bytes(32)] * 300},
-        {"path": [bytes(32), *wires["path"][1:]]},
-        {"digests": []},
-        {"digests": wires["digests"][::-1]},
-        {"header": other.sections.header},
-        {"version": [1, 0]},
-        {"version": [1, 2]},
-        {"more": 1},
-        {"moves": b"\x90"},
-    ):
+    held, other = msgpack.unpackb(plan.for_rank(1).encode()), codec.seal(random_plan(99, ranks=5))
+    first, *path = held["path"]
+    paths = [first, *path[:-1]], [first, *path, bytes(32)], [first[:31], *path], [bytes(32), *path]
+    wrong: dict[str, list[Any]] = {
+        "part": [plan.sections.parts[2], other.sections.parts[1]],
+        "rank": [0, 5, -1],
+        "ranks": [6, 1, 2**40],
+        "id": [bytes(32), b""],
+        "path": [*paths, [bytes(32)] * 300],
+        "digests": [[], held["digests"][::-1]],
+        "header": [other.sections.header],
+        "version": [[1, 0], [1, 2]],
+        "more": [1],
+        "moves": [b"\x90"],
+    }
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
         with pytest.raises(DecodeError):
-            Slice.decode(changed(**fields))
-    assert Slice.decode(changed()) == plan.for_rank(1)
+            Slice.decode(msgpack.packb(held | {name: value}))
+    assert Slice.decode(msgpack.packb(held)) == plan.for_rank(1)
 
 
 def test_sections_id_needs_no_cache(plan: Plan) -> None:
