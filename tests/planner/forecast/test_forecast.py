@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,7 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion import (
-    Batch,
-    Cluster,
-    Degrees,
-    Hardware,
-    Model,
-    Parallelism,
-    Policy,
-    Training,
-    cli,
-    masks,
-    simulate,
-)
+from apportion import Batch, Cluster, Degrees, Hardware, Model, Parallelism, Policy, Training, masks, simulate
 from apportion.cli.printed import forecast as printed
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.request.figures import Figure
@@ -35,15 +22,8 @@ from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce
 from apportion.planner.forecast.grids import groups_of
 from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers, model_flops
-from apportion.planner.forecast.memory import (
-    Activations,
-    activations,
-    in_flight,
-    kept_bytes,
-    memory,
-    vocabularies,
-)
-from apportion.planner.forecast.result import Forecast, ForecastRow
+from apportion.planner.forecast.memory import Activations, activations, in_flight, kept_bytes, memory
+from apportion.planner.forecast.result import ForecastRow
 from apportion.planner.forecast.schedule import makespan_us, orders
 from apportion.planner.forecast.step import PARTS, Setting, around_us
 from apportion.planner.pack import Wlb
@@ -51,6 +31,7 @@ from apportion.planner.pipeline.feasibility import attention_bytes
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate.pair.run import turns_us
+from tests.support.commands import Command
 
 H100 = Hardware.load("h100")
 SMALL = Model(q_heads=8, kv_heads=2, head_dim=64, hidden=512, ffn=1024, layers=4)
@@ -58,14 +39,21 @@ CLUSTER = Cluster(2, 4)
 BATCH = Batch.from_lengths([6000, 3000, 2000, 1000, 4384])  # 2,048 tokens per rank
 
 
-def one(form: Parallelism, training: Training | None = None, **extra: Any) -> Forecast:
-    return ap.forecast(
-        [extra.pop("batch", BATCH)], CLUSTER, SMALL, [form], training or Training(vocab=1000), **extra
-    )
+def one(form: Parallelism, training: Training | None = None, **extra: Any) -> ForecastRow:
+    """The forecast of BATCH, or of another one."""
+    batch = extra.pop("batch", BATCH)
+    return ap.forecast([batch], CLUSTER, SMALL, [form], training or Training(vocab=1000), **extra).rows[0]
+
+
+def refusal(*args: Any, **extra: Any) -> str:
+    """The reason of a row that is refused."""
+    reason = one(*args, **extra).reason
+    assert reason is not None
+    return reason
 
 
 def parts_of(form: Parallelism, training: Training | None = None) -> dict[str, float]:
-    found = one(form, training).rows[0]
+    found = one(form, training)
     assert found.reason is None, found.reason
     return found.parts()
 
@@ -201,7 +189,7 @@ def test_without_overlap_the_head_is_exposed_too() -> None:
         )
     even, stage = Batch.from_lengths([2048] * 16), form(pipeline=2).stage(CLUSTER)
     last = Training(vocab=1000, sharding="zero2", recompute="none", overlap=False)
-    row = one(form(pipeline=2), last, batch=even).rows[0]
+    row = one(form(pipeline=2), last, batch=even)
     after = 2 * gather_us(layers.parameters * 2, stage) + gather_us(1000 * 512 * 2, stage)
     scattered = 2 * gather_us(layers.parameters * 4, stage) + gather_us(1000 * 512 * 4, stage)
     assert row.parts()["data_parallel"] == pytest.approx((after + 2 * scattered) / 1e6)
@@ -213,7 +201,7 @@ def test_zero2_scatters_gradients_per_microbatch_and_gathers_weights_once(shardi
     not hidden."""
     training = Training(vocab=1000, sharding=sharding, recompute="none")
     one_step, two = (
-        one(form(microbatches=count), training, batch=Batch.from_lengths([1024] * 16 * count)).rows[0].parts()
+        one(form(microbatches=count), training, batch=Batch.from_lengths([1024] * 16 * count)).parts()
         for count in (1, 2)
     )
     layers = Layers(H100, SMALL, training)
@@ -224,11 +212,6 @@ def test_zero2_scatters_gradients_per_microbatch_and_gathers_weights_once(shardi
     each = exposed_us(scattered, 2 * behind, 4) + gather_us(matrices * 1000 * 512 * 4, CLUSTER)
     assert one_step["data_parallel"] == pytest.approx((once + each) / 1e6)
     assert two["data_parallel"] == pytest.approx((once + each * (1 if sharding == "zero1" else 2)) / 1e6)
-
-
-def test_a_smaller_state_of_the_optimizer_takes_less_time() -> None:
-    adam, eight_bit = (Layers(H100, SMALL, Training(optimizer_bytes=count)) for count in (12, 6))
-    assert eight_bit.optimizer_us(1e6) == pytest.approx(adam.optimizer_us(1e6) * (12 + 6) / (24 + 6))
 
 
 def test_layers_of_the_model_must_match_the_kinds_of_the_batch() -> None:
@@ -307,7 +290,7 @@ def parts_tokens(tensor: int) -> int:
 
 
 def test_memory_equals_its_closed_form() -> None:
-    found = one(form(), Training(vocab=1000, sharding="zero1", recompute="none")).rows[0].memory()
+    found = one(form(), Training(vocab=1000, sharding="zero1", recompute="none")).memory()
     products = 512 * ((8 + 2) * 128 + 3 * 1024)
     parameters = 4 * (products + 2 * 512) + 2 * 1000 * 512
     assert found.weights == 2 * parameters
@@ -324,7 +307,7 @@ def test_memory_equals_its_closed_form() -> None:
     assert item.attention == tokens * 3 * 512 * 2 + rows
     states = found.weights + found.gradients + found.optimizer
     assert found.total == states + item.kept + max(item.attention, item.feed_forward, item.cross_entropy)
-    sharded = one(form(), Training(vocab=1000, sharding="fsdp", recompute="full")).rows[0].memory()
+    sharded = one(form(), Training(vocab=1000, sharding="fsdp", recompute="full")).memory()
     vocabulary = 1000 * 512
     assert sharded.weights == 2 * (parameters / 8 + 2 * (products + 1024) + 2 * vocabulary)
     assert sharded.gradients == 4 * (parameters / 8 + products + 1024)
@@ -339,7 +322,6 @@ def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
     shared = (2 * layers.parameters + 1000 * 512) / 4
     assert first.weights == last.weights == 2 * (shared + 2 * layers.parameters + 1000 * 512)
     assert (first.activations.cross_entropy, last.activations.cross_entropy) == (0, 4 * 1000 * 512)
-    assert vocabularies(layers.training, 1) == (1.0, 1.0)
     zero1 = memory(replace(layers, training=Training(vocab=1000, sharding="zero1")), 2, 4, 2.0, none)
     assert zero1.activations.cross_entropy == 0  # the head's gradient is in `gradients`
 
@@ -385,7 +367,7 @@ def test_float32_weights_have_no_second_copy(dtype: str, state: int, moved: int)
 def test_tiles_bound_the_memory_of_the_ffn_and_cost_another_forward() -> None:
     """Backward repeats the FFN's forward, as in ALST's tiled MLP."""
     plain, tiled = (
-        one(form(), Training(vocab=1000, recompute="none", mlp_tile=tile)).rows[0] for tile in (None, 100)
+        one(form(), Training(vocab=1000, recompute="none", mlp_tile=tile)) for tile in (None, 100)
     )
     tokens, (before, after) = parts_tokens(1), (row.memory().activations for row in (plain, tiled))
     assert before.feed_forward - after.feed_forward == 4 * 1024 * 2 * (tokens - 100)
@@ -408,14 +390,14 @@ def offloaded(host_gbs: float, **extra: Any) -> ForecastRow:
     hardware = replace(H100, host_gbs=Figure(host_gbs, "test"))
     training = Training(vocab=1000, recompute="full", offload=True, **extra)
     batch = LONG if training.chunks > 1 else BATCH
-    row = one(form("ulysses"), training, hardware=hardware, batch=batch).rows[0]
+    row = one(form("ulysses"), training, hardware=hardware, batch=batch)
     assert row.reason is None, row.reason
     return row
 
 
 def test_offloaded_inputs_cost_only_the_time_that_layers_do_not_hide() -> None:
     """ALST and UPipe: the input of every layer moves to the host and back; only the next layer's is on the device."""
-    on_device = one(form("ulysses"), Training(vocab=1000, recompute="full")).rows[0]
+    on_device = one(form("ulysses"), Training(vocab=1000, recompute="full"))
     row, slow = offloaded(50.0), offloaded(0.1)
     plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="ulysses", hardware=H100)
     tokens = int(plan.layouts["attention"].rows_per_rank.max())
@@ -449,7 +431,7 @@ def test_chunks_leave_one_chunk_of_a_layer_on_the_device() -> None:
 def test_chunks_of_head_stages_leave_a_chunk_of_a_stage_on_the_device() -> None:
     """FPDT's chunks and UPipe's stages divide different axes."""
     training = Training(vocab=1000, recompute="full", offload=True)
-    rows = [one(form("upipe"), replace(training, chunks=chunks), batch=LONG).rows[0] for chunks in (1, 4)]
+    rows = [one(form("upipe"), replace(training, chunks=chunks), batch=LONG) for chunks in (1, 4)]
     staged, both = (row.memory().activations.attention for row in rows)
     assert both == staged / 4
 
@@ -457,22 +439,14 @@ def test_chunks_of_head_stages_leave_a_chunk_of_a_stage_on_the_device() -> None:
 def test_chunks_are_refused_without_a_published_method() -> None:
     with pytest.raises(ConfigError, match=r"training\.chunks = 2: .* write offload: true, recompute: full"):
         Training(chunks=2)
-    refused = one(form("ring"), Training(recompute="full", offload=True, chunks=2)).rows[0].reason
-    assert refused is not None
-    assert "use --recipes ulysses" in refused
     many = Training(recompute="full", offload=True, chunks=2049)
-    refused = one(form("ulysses"), many, batch=LONG).rows[0].reason
-    assert refused is not None
-    assert "must be at most the 2048 tokens of a rank" in refused
     few = replace(many, chunks=2)
-    for batch, text in (
-        (BATCH, "one causal sequence per microbatch, but got 5 for 1"),
-        (Batch.from_lengths([16384], masks.full()), "a mask is not causal"),
-    ):
-        refused = one(form("ulysses"), few, batch=batch).rows[0].reason
-        assert refused is not None
-        assert text in refused
-    two = one(form("ulysses", microbatches=2), few, batch=Batch.from_lengths([16384] * 2)).rows[0]
+    assert "use --recipes ulysses" in refusal(form("ring"), few)
+    assert "must be at most the 2048 tokens of a rank" in refusal(form("ulysses"), many, batch=LONG)
+    assert "one causal sequence per microbatch, but got 5 for 1" in refusal(form("ulysses"), few)
+    full = Batch.from_lengths([16384], masks.full())
+    assert "a mask is not causal" in refusal(form("ulysses"), few, batch=full)
+    two = one(form("ulysses", microbatches=2), few, batch=Batch.from_lengths([16384] * 2))
     assert two.reason is None, two.reason
 
 
@@ -515,17 +489,14 @@ def test_every_stage_does_its_work_once_and_never_deadlocks() -> None:
 
 def test_bubbles_of_a_pipeline_with_one_microbatch_per_stage() -> None:
     even = Batch.from_lengths([1024] * 16)
-    alone, two = (one(form(pipeline=count), batch=even).rows[0].parts() for count in (1, 2))
+    alone, two = (one(form(pipeline=count), batch=even).parts() for count in (1, 2))
     assert alone["bubble"] == pytest.approx(0, abs=1e-12)
     assert two["bubble"] > 0.2 * sum(two.values())
-    assert in_flight(4, 16, 1) == 4
-    assert in_flight(4, 16, 2) == 4 * (1 + 3 / 8)
-    assert in_flight(4, 2, 1) == 2
 
 
 @pytest.mark.parametrize(
     ("stages", "microbatches", "virtual"),
-    [(1, 3, 1), (2, 8, 1), (4, 8, 2), (4, 16, 8), (2, 2, 4), (8, 32, 4)],
+    [(1, 3, 1), (2, 8, 1), (4, 2, 1), (4, 16, 2), (4, 16, 8), (2, 2, 4), (8, 32, 4)],
 )
 def test_stages_hold_the_microbatches_of_the_schedule(stages: int, microbatches: int, virtual: int) -> None:
     """Counted over the work of the first and the last stage; if interleaved, the last one holds several too."""
@@ -538,7 +509,7 @@ def test_stages_hold_the_microbatches_of_the_schedule(stages: int, microbatches:
 def test_the_last_stage_of_an_interleaved_pipeline_holds_its_chunks() -> None:
     even = Batch.from_lengths([2048] * 16)
     training = Training(vocab=100_000, recompute="none", sharding="ddp")
-    item = one(form(pipeline=2, virtual=2, microbatches=2), training, batch=even).rows[0].memory()
+    item = one(form(pipeline=2, virtual=2, microbatches=2), training, batch=even).memory()
     assert item.activations.cross_entropy > 0  # the last stage needs more
     tokens, row = 4096 * 2 // 4, 4 * 512 * 2 + (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4) + 3 * 1024 * 2
     assert item.activations.kept == tokens * row * (2 * 1.5 - 1)
@@ -574,7 +545,7 @@ def test_masks_that_cannot_be_cut_are_refused() -> None:
 
 def test_a_static_grid_waits_for_its_slowest_group_and_reports_its_cuts() -> None:
     grid = Parallelism(find_recipe("ring"), Degrees(), 4, "order")
-    row = one(grid).rows[0]
+    row = one(grid)
     assert row.pairs_kept < 1  # 16,384 tokens are cut in the middle of a sequence
     groups = groups_of(BATCH, 2, "order")
     plans = [ap.plan(part, grid.group(CLUSTER), SMALL, recipe="ring", hardware=H100) for part in groups]
@@ -674,9 +645,7 @@ def test_a_row_that_does_not_fit_is_reported_and_is_not_the_baseline() -> None:
     ],
 )
 def test_degrees_that_do_not_divide_are_refused_by_name(degrees: dict[str, int], text: str) -> None:
-    row = one(form(**degrees)).rows[0]
-    assert row.reason is not None
-    assert text in row.reason
+    assert text in refusal(form(**degrees))
 
 
 def test_kv_heads_that_ranks_cannot_share_evenly_are_refused() -> None:
@@ -688,23 +657,25 @@ def test_kv_heads_that_ranks_cannot_share_evenly_are_refused() -> None:
             form(tensor=tensor).rank_model(model)
 
 
-def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parallelism\.virtual = 2: requires several pipeline stages"):
-        Degrees(virtual=2)
-    with pytest.raises(ConfigError, match=r"parallelism\.packing"):
-        Parallelism(find_recipe("ring"), packing="order")
-    with pytest.raises(ConfigError, match=r"parallelism\.packing"):
-        Parallelism(find_recipe("ring"), context=4)
-    with pytest.raises(ConfigError, match="nothing to forecast"):
-        ap.forecast([], CLUSTER, SMALL)
-    with pytest.raises(ConfigError, match="is not one of the parallelisms"):
-        one(form(), baseline="usp")
-    with pytest.raises(ConfigError, match=r"training\.sharding"):
-        Training.from_data({"sharding": "zero9"})
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Degrees(virtual=2), r"parallelism\.virtual = 2: requires several pipeline stages"),
+        (lambda: Parallelism(find_recipe("ring"), packing="order"), r"parallelism\.packing"),
+        (lambda: Parallelism(find_recipe("ring"), context=4), r"parallelism\.packing"),
+        (lambda: ap.forecast([], CLUSTER, SMALL), "nothing to forecast"),
+        (lambda: one(form(), baseline="usp"), "is not one of the parallelisms"),
+        (lambda: Training.from_data({"sharding": "zero9"}), r"training\.sharding"),
+    ],
+)
+def test_wrong_arguments_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
 
 
 def test_one_batch_is_a_list_of_it_and_other_types_are_refused() -> None:
-    assert ap.forecast(BATCH, CLUSTER, SMALL, [form()]).record() == one(form(), Training()).record()
+    one_batch, listed = (ap.forecast(batch, CLUSTER, SMALL, [form()]) for batch in (BATCH, [BATCH]))
+    assert one_batch.record() == listed.record()
     for extra, field in (
         (([BATCH, 5], CLUSTER, SMALL, [form()]), "batches"),
         ((BATCH, CLUSTER, SMALL, ["fcp"]), "parallelisms"),
@@ -716,7 +687,7 @@ def test_one_batch_is_a_list_of_it_and_other_types_are_refused() -> None:
 
 
 def test_masks_without_pairs_drop_no_pairs() -> None:
-    row = one(form(), batch=Batch.from_lengths([64, 64], masks.bands([]))).rows[0]
+    row = one(form(), batch=Batch.from_lengths([64, 64], masks.bands([])))
     assert row.reason is None, row.reason
     assert row.pairs_kept == 1
 
@@ -738,8 +709,7 @@ def test_recipes_that_defer_sequences_are_refused() -> None:
         "pack": {"wlb": {"defer": True, "outlier_tokens": 4000}},
     }
     deferring = find_recipe({"name": "deferring", "steps": steps})
-    refused = one(Parallelism(deferring, Degrees(microbatches=3))).rows[0].reason
-    assert refused is not None
+    refused = refusal(Parallelism(deferring, Degrees(microbatches=3)))
     assert "2 sequences would be deferred to a later step" in refused
 
 
@@ -757,53 +727,37 @@ def test_the_search_tries_all_degrees_that_model_and_cluster_allow() -> None:
 
 # ------------------------------------------------------------------------------------------------- the command line
 
-Call = Callable[..., tuple[int, str]]
+SIZE = ("forecast", "--ranks", 8, "--tokens-per-rank", 2048, "--batches", 1)
+BLEND = (*SIZE, "--recipes", "blend", "--grids", "none")
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Call:
-    def call(*args: object) -> tuple[int, str]:
-        code = cli.main(["forecast", *map(str, args)])
-        return code, capsys.readouterr().out
-
-    return call
-
-
-SIZE = ("--ranks", 8, "--tokens-per-rank", 2048, "--batches", 1)
-
-
-def test_the_command_prints_a_table_bars_and_the_saving(run: Call) -> None:
-    code, text = run(*SIZE, "--recipes", "blend,ring", "--grids", "ring,usp")
-    assert code == 0
-    assert "speed-up" in text
-    assert "where the time of a step goes" in text
-    assert "fastest that fits" in text
-    bars = [line for line in text.splitlines() if line.startswith("blend ") and "AL" in line]
+def test_the_command_prints_a_table_bars_and_the_saving(run: Command) -> None:
+    result = run(*SIZE, "--recipes", "blend,ring", "--grids", "ring,usp")
+    assert result.code == 0
+    for phrase in ("speed-up", "where the time of a step goes", "fastest that fits"):
+        assert phrase in result.out
+    bars = [line for line in result.out.splitlines() if line.startswith("blend ") and "AL" in line]
     assert len(bars) == 1
 
 
-def test_the_command_gives_one_json_object(run: Call, tmp_path: Path) -> None:
+def test_the_command_gives_one_json_object(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "training.yaml"
     path.write_text("{sharding: zero1, recompute: none, vocab: 32000}", encoding="utf-8")
-    code, text = run(*SIZE, "--recipes", "blend", "--grids", "none", "--training", path, "--json")
-    record = json.loads(text)
-    assert code == 0
-    assert record["training"]["sharding"] == "zero1"
-    assert [row["name"] for row in record["rows"]] == ["blend"]
-    assert record["rows"][0]["gain"] is None
+    result = run(*BLEND, "--training", path, "--json")
+    assert result.code == 0
+    assert result.json["training"]["sharding"] == "zero1"
+    assert (result.row["name"], result.row["gain"]) == ("blend", None)
 
 
-def test_the_search_proposes_degrees(run: Call) -> None:
-    code, text = run(
-        *SIZE, "--recipes", "blend", "--grids", "none", "--search", "--microbatches", 2, "--json"
-    )
-    record = json.loads(text)
-    assert code == 0
-    assert record["best"] in {row["name"] for row in record["rows"] if row["status"] == "ok"}
-    assert any(row["parallelism"]["pipeline"] > 1 for row in record["rows"])
-    assert run(*SIZE, "--search", "--tensor", 2)[0] == 2
-    code, text = run(*SIZE, "--recipes", "blend", "--grids", "none", "--tensor", 3)
-    assert code == 1
-    assert "nothing was planned" in text
-    assert "nothing fits" not in text
-    assert run(*SIZE, "--training", "{sharding: x}")[0] == 2
+def test_the_search_proposes_degrees(run: Command) -> None:
+    result = run(*BLEND, "--search", "--microbatches", 2, "--json")
+    rows = result.json["rows"]
+    assert result.code == 0
+    assert result.json["best"] in {row["name"] for row in rows if row["status"] == "ok"}
+    assert any(row["parallelism"]["pipeline"] > 1 for row in rows)
+    assert run(*SIZE, "--search", "--tensor", 2).code == 2
+    refused = run(*BLEND, "--tensor", 3)
+    assert refused.code == 1
+    assert "nothing was planned" in refused.out
+    assert "nothing fits" not in refused.out
+    assert run(*SIZE, "--training", "{sharding: x}").code == 2
