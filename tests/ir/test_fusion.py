@@ -7,7 +7,6 @@ import pytest
 
 from apportion import Batch, Cluster, Model, Plan, masks
 from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_complete_rows
-from apportion.ir.plan.ops import instruction_of
 from apportion.ir.tensors import PHASES
 from apportion.planner import api
 from tests.support.walks import complete_rows, each_row
@@ -51,14 +50,6 @@ def test_complete_rows_are_not_touched_later(recipe: str, mask: str) -> None:
                 assert all_home.row1[is_own].tolist() == home.row1.tolist()
 
 
-def test_a_document_on_one_rank_is_complete_at_once() -> None:
-    plan = api.plan(Batch.from_lengths([64] * 4), Cluster(1, 4), Model(4, 4, 16), recipe="contiguous")
-    for phase in PHASES:
-        for complete in find_complete_rows(plan.programs["default", phase], phase).values():
-            assert (complete.tasks.row1 - complete.tasks.row0).tolist() == [64] * 4
-            assert (complete.home.row1 - complete.home.row0).tolist() == [64] * 4
-
-
 def test_rows_within_ranges_and_between_them() -> None:
     none = RowRanges.none()
     ranges = RowRanges(np.zeros(2, np.int64), np.array([5, 20]), np.array([10, 30]))
@@ -73,25 +64,3 @@ def test_rows_within_ranges_and_between_them() -> None:
     assert complete.gaps(7, 22) == [(10, 20)]
     assert complete.gaps(12, 15) == [(12, 15)]
     assert CompleteRows(none, none, none, none, none).gaps(3, 9) == [(3, 9)]
-
-
-def test_work_rows_that_leave_as_results_are_in_place() -> None:
-    """With split heads and one task per row, this holds for all of them."""
-    plan = api.plan(Batch.from_lengths([512, 256]), Cluster(1, 4), Model(4, 4, 16), recipe="ulysses")
-    for phase in PHASES:
-        programs = plan.programs["default", phase]
-        sent = programs["transfers"]["send"] == 1
-        modes = programs["instructions"]["mode"][
-            instruction_of(
-                programs["instructions"]["op"], programs["instructions"].wide("count"), "transfers"
-            )
-        ]
-        operands = (
-            programs["operands"].ptr[programs["transfers"].rank_of_row()] + programs["transfers"]["operand"]
-        )
-        rows = programs["operands"].wide("rows")[operands]
-        complete = find_complete_rows(programs, phase)
-        in_place = np.zeros(len(sent), np.int64)
-        for ranges in complete.values():
-            np.add.at(in_place, ranges.sent.of, ranges.sent.row1 - ranges.sent.row0)
-        assert np.array_equal(in_place, np.where(sent & (modes & 2 > 0), rows, 0))

@@ -10,10 +10,9 @@ import pytest
 import apportion as ap
 from apportion import Plan, Sequence, masks
 from apportion.ir import verify
-from apportion.ir.isa import RESULTS, Op
+from apportion.ir.isa import RESULTS
 from apportion.ir.plan import totals
 from apportion.ir.plan.fusion import find_complete_rows
-from apportion.ir.plan.messages import find_messages
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.tensors import PHASES, Space, Tensor
 from tests.support.parse import parse
@@ -106,30 +105,6 @@ def test_rows_of_a_tile_return_as_results_if_nothing_else_touches_them(mask: str
             assert all((users[spans[x]] > 1).any() for x in added)
             returned += len(results)
     assert returned
-
-
-def test_result_ranges_are_cut_to_the_requested_rows() -> None:
-    program = parse(PLAN).programs["default", "forward"].rank(1)
-    within = find_complete_rows(program, "forward")["o"].arrived.within
-    assert within(0, 8) == [(0, 8)]
-    assert within(3, 5) == [(3, 5)]
-    assert within(8, 9) == []
-    assert find_complete_rows(program, "backward")["dq"].arrived.within(0, 8) == []
-
-
-def test_results_are_staged() -> None:
-    plan = plan_of("fp32")
-    for programs in plan.programs.values():
-        found = find_messages(programs, plan.header)
-        mode = programs["instructions"]["mode"][found.instruction]
-        assert found.staged[mode & RESULTS > 0].all()
-
-
-def test_the_text_form_contains_results() -> None:
-    plan = parse(PLAN)
-    assert "launch 1 all_to_all results: send O.work" in plan.text()
-    assert parse(plan.text()) == plan
-    assert {int(op) for op in plan.programs["default", "forward"]["instructions"]["op"]} >= {Op.DELIVER}
 
 
 def test_the_same_plan_without_results_verifies_too() -> None:
