@@ -30,7 +30,6 @@ from apportion.ir.isa import (
     Op,
     Use,
 )
-from apportion.ir.masks.bands import INF
 from apportion.ir.plan import wellformed as structure
 from apportion.ir.tensors import PHASES, TENSOR_NAMES, Tensor
 from apportion.report.diff import diff
@@ -55,45 +54,12 @@ def test_golden_plans_equal_their_texts(name: str) -> None:
     assert parse(text).id == Plan.decode(data).id
 
 
-def test_golden_plans_cover_the_format() -> None:
-    plans = [Plan.decode(golden(name)[0]) for name in GOLDEN]
-    assert len(plans) >= 2
-    used = {
-        int(op)
-        for plan in plans
-        for program in plan.programs.values()
-        for op in program["instructions"]["op"]
-    }
-    assert used >= {
-        Op.LAUNCH,
-        Op.WAIT,
-        Op.ATTEND,
-        Op.ATTEND_GRAD,
-        Op.DELTA,
-        Op.MERGE,
-        Op.ADD,
-        Op.COPY,
-        Op.CLEAR,
-        Op.FINISH,
-    }
-    assert any(plan.moves for plan in plans)
-    assert any(plan.header.head_sets for plan in plans)
-    assert all(plan.header.diagonals for plan in plans)
-
-
 def test_each_version_has_golden_plans_and_documentation() -> None:
     known = [(3, minor) for minor in range(VERSION[1] + 1)]
     assert sorted({Plan.decode(golden(name)[0]).header.version for name in GOLDEN}) == known
     assert FORMAT.startswith("# The plan format, version {}.{}\n".format(*VERSION))
     evolution = (SCHEMAS / "EVOLUTION.md").read_text()
     assert re.findall(r"^\| (\d\.\d+) \|", evolution, re.MULTILINE) == ["{}.{}".format(*v) for v in known]
-
-
-def test_golden_plans_contain_their_diagonals() -> None:
-    plan = Plan.decode(golden("kinds")[0])
-    diagonals = {"full": ((-INF, INF),), "global": ((-INF, INF), (0, INF)), "local": ((0, 127),)}
-    assert plan.header.diagonals == plan.for_rank(1).header.diagonals == diagonals
-    assert max(plan.layout("attention").rows_per_rank) > 128
 
 
 def test_the_prose_states_the_diagonals_of_every_mask() -> None:
@@ -141,12 +107,8 @@ def test_a_reader_written_from_the_prose_agrees(name: str) -> None:
 def test_the_example_is_short_and_refuses_a_damaged_plan(tmp_path: Path) -> None:
     source = (ROOT / "examples/read_plan.py").read_text()
     assert len(source.splitlines()) <= 400
-    assert re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE) == [
-        "json",
-        "sys",
-        "hashlib",
-        "msgpack",
-    ]
+    imports = re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)
+    assert imports == ["json", "sys", "hashlib", "msgpack"]
     data = golden("tiny")[0]
     (tmp_path / "x.plan").write_bytes(data.replace(b"FEASIBLE", b"OPTIMAL!"))
     result = read_plan(str(tmp_path / "x.plan"))

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion import ConfigError, DecodeError, Plan, VersionError
+from apportion import DecodeError, Plan
 from apportion.ir.bytes import codec
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.text import excerpt, format_instruction
 from tests.support.parse import parse
 from tests.support.random_plans import random_plan
-
-GOLDEN = Path(__file__).parents[2] / "apportion/schemas/golden"
 
 REQUEST = """request {
   "batch": {"lengths": [8, 3], "mask": {"causal": {}}},  "cluster": {"nodes": 1, "ranks_per_node": 2},
@@ -77,12 +74,7 @@ def test_a_plan_written_by_hand() -> None:
     assert program["tasks"]["first"].tolist() == [1, 0]
     operands = [tuple(int(c[i]) for c in program["operands"].columns.values()) for i in range(4)]
     assert operands == [(0, 0, 0, 0, 0, 0), (3, 0, 0, 8, 0, 0), (2, 1, 0, 3, 1, 1), (2, 0, 0, 8, 0, 0)]
-    arenas = program["arenas"]
-    assert list(zip(*(arenas[name].tolist() for name in TABLES["arenas"]), strict=True)) == [
-        (2, 3, 2),
-        (3, 8, 1),
-        (4, 4, 2),
-    ]
+    assert program["arenas"].values.T.tolist() == [[2, 3, 2], [3, 8, 1], [4, 4, 2]]
     assert plan.request.cluster.memory_gib == 80.0
     assert parse(plan.text()) == plan
     assert Plan.decode(plan.encode()) == plan
@@ -106,9 +98,7 @@ def test_instructions_have_readable_lines() -> None:
 
 
 def test_causal_and_full_bounds_have_names() -> None:
-    plan = parse(
-        BY_HAND.replace("causal first", "[0,7] first").replace("[-3, 0]", "[-5,1]").replace("[2:4)", "[2:4)")
-    )
+    plan = parse(BY_HAND.replace("causal first", "[0,7] first").replace("[-3, 0]", "[-5,1]"))
     line = format_instruction(plan.program(0, "default", "forward"), 2)
     assert " causal first, " in line
     assert line.endswith(" full")
@@ -126,39 +116,10 @@ def test_excerpts_point_at_the_instruction() -> None:
         assert format_instruction(program, index).startswith(Op(op).name.lower())
 
 
-def test_an_unknown_rank_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rank = 2"):
-        parse(BY_HAND).text(2)
-
-
-def test_equal_unused_and_unordered_operands_keep_their_index() -> None:
-    line = "program default forward\n  operands none, O.home[0:8), KV.home[0:8), KV.home[0:8), X.home[0:1)\n"
-    steps = "  clear O.home[0:8)\n  copy KV.home[0:8)~3 -> KV.work[0:8)\n"
-    text = f"apportion.plan 3.0\n{REQUEST}\nrank 0\nlayout attention:\n{line}{steps}"
-    plan = parse(text)
-    assert plan.program(0, "default", "forward")["rowops"]["a"].tolist() == [0, 3]
-    assert parse(plan.text()) == plan
-    assert "~3" in plan.text()
-    assert codec.seal(plan) == plan
-
-
-def test_a_text_without_an_id_gets_the_defaults_of_the_request() -> None:
-    plan = parse(BY_HAND)
-    request = json.loads(next(line for line in plan.text().splitlines() if line.startswith("request"))[8:])
-    assert request["cluster"]["nics_per_node"] == 8
-    assert codec.seal(plan) == plan
-
-
 def test_a_text_with_a_wrong_id_is_refused() -> None:
     plan = parse(BY_HAND)
     with pytest.raises(DecodeError, match=f"id: the text says {plan.id.hex()}, what it describes has"):
         parse(plan.text().replace("wait 0", "wait 1"))
-
-
-def test_operands_in_unused_columns_are_kept() -> None:
-    plan = parse(BY_HAND.replace("-> O.home[2:4).h2 first", "-> O.home[2:4).h2 d=Q.home[0:8)"))
-    assert plan.text(rank=0).count("d=Q.home[0:8)") == 1
-    assert parse(plan.text()) == plan
 
 
 def test_names_may_contain_any_character() -> None:
@@ -174,73 +135,27 @@ def test_names_may_contain_any_character() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        ("apportion.plan 3.0", "apportion.plan one", "line 2: expected 'apportion.plan 3.0'"),
         ("apportion.plan 3.0", "apportion.plan 3.7", "line 2: this release reads texts up to version 3.0"),
         ('"head_sets": [[0], [1]]', '"diagonals": {"default": [[0, 5]]}', "the requested masks have"),
-        ('"head_sets": [[0], [1]]', '"diagonals": {"other": []}', "diagonals must name each kind"),
-        ('"head_sets": [[0], [1]]', '"diagonals": 3', "header: Expected"),
         ("wait 0   # now", "wiat 0", "line 14: unknown word 'wiat'"),
         ("wait 0   # now", "wait soon", "line 14: expected 'wait round'"),
-        ("wait 0   # now", "wait 9999999999999999999", "line 14"),
-        ("merge O.work[2:4).h2 ->", "merge O.work[2:4).h2", "line 16: expected 'merge a -> c"),
-        ("merge O.work[2:4).h2", "merge O.wrok[2:4)", "line 16: expected an operand"),
-        ("merge O.work[2:4).h2", "merge P.work[2:4)", "line 16: unknown tensor 'P'"),
         ("merge O.work[2:4).h2", "merge O.work[4:4)", "line 16: operand .* has no rows"),
         ("merge O.work[2:4).h2", "merge O.work[2:4)~9", "line 16: operand .* is not at 9"),
         (".h2 first", ".h2 second", "line 16: merge: unexpected 'second'"),
         ("[-3, 0]", "diagonal", "line 15: expected 'causal', 'full'"),
-        ("[-3, 0]", "", "line 15: expected 'causal', 'full'"),
         ("send KV.home[0:8) to 1", "send KV.home[0:8) from 1", "line 13: write 'send"),
-        ("send KV.home[0:8) to 1", "give KV.home[0:8) to 1", "line 13: expected 'send"),
-        (
-            "send KV.home[0:8) to 1",
-            "send KV.home[0:8) to 7",
-            "rank 0, default forward, transfers row 0: peer",
-        ),
-        ("launch 0 channel 1", "launch 0 chanel 1", "line 13: expected 'launch round"),
-        ("row=0 token=0", "row=0 tokens=0", "line 11: expected row="),
-        (
-            "layout attention: row=0 token=0 length=8",
-            "layout attention: row=0 token=9 length=8",
-            "rank 0, layout",
-        ),
-        (
-            "program default forward\n  launch 0 channel 1 all_to_all: send",
-            "launch 0: send",
-            "before the rank's first",
-        ),
+        ("send KV.home[0:8) to 1", "send KV.home[0:8) to 7", "rank 0, .* transfers row 0: peer"),
+        ("token=0 length=8", "token=9 length=8", "rank 0, layout"),
         ("program default forward", "program default sideways", "line 12: unknown phase"),
         ("rank 1", "rank 0", "line 20: a second section of rank 0"),
-        ("rank 1", "rank 2", "rank 2: the plan has 2 ranks"),
-        ("rank 1", "rank -1", "line 20: expected a rank"),
-        ("rank 0\nlayout", "layout", "line 10: stands before"),
-        ("  finish", "  arenas Q 3\n  finish", "line 18: expected 'tensor rows x heads'"),
-        ("  finish", "  arenas none 3x3\n  finish", "line 18: unknown tensor"),
-        ("  finish", "  operands none\n  finish", "line 18: operands must stand before"),
         ("  finish", "program default forward\n  finish", "line 18: a second program"),
-        ('"head_sets": [[0], [1]]', '"head_sets": [[0], [1]', "line 3: header: "),
-        ('"head_sets": [[0], [1]]', '"head_sets": [[0], "x"]', "header: Expected"),
         ('"head_sets": [[0], [1]]', '"head_sets": [[0], [7]]', "distinct heads below 2"),
-        ('"head_sets": [[0], [1]]', '"ranks": 3', "header: ranks = 3"),
         ('"head_sets": [[0], [1]]', '"rnks": 3', "unknown field 'rnks'"),
-        ('"head_sets": [[0], [1]]', '"version": [1, 0]', "without a version"),
         ('"head_sets": [[0], [1]]', '"seed": 1, "seed": 2', "a key appears twice"),
-        ('"head_sets": [[0], [1]]', '"seed": NaN', "not a finite number"),
-        ('"head_sets": [[0], [1]]', '"seed": ' + "9" * 5000, "header: "),
         ('"head_sets": [[0], [1]]', '"kinds": ["default", "other"]', "kind other has no program"),
-        ('"head_sets": [[0], [1]]', '"kinds": ["other"]', "the header names no such kind"),
-        ("# the rest follows", "{}", "line 3: header: more text"),
         ('"nodes": 1', '"nodes": 0', "request: cluster.nodes"),
-        ('"cluster"', '"clusters"', "unknown field 'clusters'"),
-        ("request", "requests", "unknown word 'requests'"),
         ("rank 0", 'report {"x": 1e999}\nrank 0', "not a finite"),
-        ("rank 0", "report [1]\nrank 0", "report: expected an object"),
-        ("rank 0", 'report {"x": ' + "[" * 10**5 + "\nrank 0", "report"),
-        ("rank 0", 'report {"x": 99999999999999999999999}\nrank 0', "plan: "),
         ("rank 0", 'moves [["attention", "x"]]\nrank 0', "unknown layout"),
-        ("rank 0", "moves 3\nrank 0", "moves: Expected"),
-        ("rank 0", "id 12\nrank 0", "64 hexadecimal"),
-        ("rank 0", f"{REQUEST}\nrank 0", "line 10: a second request"),
     ],
 )
 def test_errors_name_the_line(old: str, new: str, match: str) -> None:
@@ -249,40 +164,11 @@ def test_errors_name_the_line(old: str, new: str, match: str) -> None:
         parse(BY_HAND.replace(old, new, 1))
 
 
-def test_moves_by_hand() -> None:
-    text = BY_HAND.replace(
-        "program default forward",
-        "move attention -> attention: send 1 row=0 rows=1\nprogram default forward",
-        1,
-    )
-    assert [(m.source, m.target, len(m.table)) for m in parse(text).moves] == [("attention", "attention", 1)]
-    with pytest.raises(DecodeError, match="does not name every move"):
-        parse(text.replace("rank 0", "moves []\nrank 0", 1))
-    with pytest.raises(DecodeError, match="expected 'send"):
-        parse(text.replace("send 1 row", "send row"))
-
-
-def test_unknown_versions_and_empty_texts_are_refused() -> None:
-    with pytest.raises(VersionError, match=r"4\.0"):
-        parse("apportion.plan 4.0\n")
-    with pytest.raises(DecodeError, match="found nothing"):
-        parse("# only a comment\n")
-    with pytest.raises(DecodeError, match="request: the text has none"):
-        parse("apportion.plan 3.0\n")
-
-
-def test_every_prefix_of_a_text_is_refused_or_parses() -> None:
-    text = (GOLDEN / "tiny.txt").read_text()
-    for end in range(0, len(text) - 60, 11):
-        with pytest.raises(DecodeError):
-            parse(text[:end])
-
-
 def test_narrow_columns_print_like_wide_ones() -> None:
     plan = parse(BY_HAND)
+    program = plan.programs["default", "forward"]
     narrow = {
-        name: replace(table, values=table.values.astype(np.int32))
-        for name, table in plan.programs["default", "forward"].tables.items()
+        name: replace(table, values=table.values.astype(np.int32)) for name, table in program.tables.items()
     }
-    programs = {("default", "forward"): replace(plan.programs["default", "forward"], tables=narrow)}
+    programs = {("default", "forward"): replace(program, tables=narrow)}
     assert codec.seal(replace(plan, programs=programs)).text() == plan.text()
