@@ -150,10 +150,10 @@ def test_every_section_enters_the_id(plan: Plan) -> None:
     assert len({plan.id, *(codec.seal(changed).id for changed in changes)}) == 5
 
 
-@pytest.mark.parametrize("rank", [-1, 5, "a", True, 1.0])
+@pytest.mark.parametrize("rank", [-1, 5, "a", True, 1.0, None])
 def test_an_unknown_rank_is_named(plan: Plan, rank: object) -> None:
     layout, (kind, phase) = plan.layout("attention"), next(iter(plan.programs))
-    methods = (layout.to_cu_seqlens, layout.tokens, layout.position_ids, plan.for_rank, plan.text)
+    methods = (layout.to_cu_seqlens, layout.tokens, layout.position_ids, plan.for_rank)
     for method in (*methods, lambda rank: plan.program(rank, kind, phase)):
         with pytest.raises(ConfigError, match=r"rank = .*must be (in \[0, 4\]|an integer)") as caught:
             method(rank)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion import DecodeError, Plan
+from apportion import ConfigError, DecodeError, Plan
 from apportion.ir.bytes import codec
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.text import excerpt, format_instruction
@@ -81,8 +81,10 @@ def test_a_plan_written_by_hand() -> None:
 
 
 def test_instructions_have_readable_lines() -> None:
-    text = parse(BY_HAND).text(rank=0)
-    assert text.splitlines() == [
+    plan = parse(BY_HAND)
+    with pytest.raises(ConfigError, match="rank = 2"):
+        plan.text(2)
+    assert plan.text(rank=0).splitlines() == [
         "rank 0",
         "layout attention: row=0 token=0 length=8 sequence=0 position=0",
         "program default forward",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion import ApportionError, Batch, CapacityError, ConfigError, Sequence, masks
+from apportion import Batch, CapacityError, ConfigError, Sequence, masks
 from apportion.ir.request.workload import (
     lognormal_lengths,
     read_lengths,
@@ -20,6 +19,7 @@ from apportion.ir.request.workload import (
     sample,
     workload_from_data,
 )
+from tests.support.hostile import check_refusal, junk
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -241,16 +241,10 @@ def test_lognormal_lengths_fill_the_tokens_and_have_their_median() -> None:
     assert len(lognormal_lengths(1, 1)) == 1
 
 
-junk = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
 rows = st.lists(st.lists(st.integers(-1, 9) | junk, max_size=3), max_size=3) | junk
 
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(st.sampled_from(["lengths", "rows", "pairs", "groups", "trees", "turns"]), rows, junk)
 def test_hostile_data_raises_only_typed_errors(key: str, samples: Any, layout: Any) -> None:
-    with contextlib.suppress(ApportionError):
-        workload_from_data({key: samples, "format": layout})
+    check_refusal(lambda: workload_from_data({key: samples, "format": layout}))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import msgpack
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
 
 from apportion.ir.isa import MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES
 from tests.support.stand_alone import read_plan as reader
@@ -36,3 +39,18 @@ def decoded(data: bytes) -> dict[str, Any]:
 
 def columns(rows: list[dict[str, int]], names: tuple[str, ...]) -> list[list[int]]:
     return [[row[name] for row in rows] for name in names] if rows else []
+
+
+def validator(name: str) -> Draft202012Validator:
+    """Of the JSON Schema with that name."""
+    loaded = {path: json.loads(path.read_text()) for path in SCHEMAS.glob("*.schema.json")}
+    registry = Registry().with_resources(
+        (data["$id"], Resource.from_contents(data)) for data in loaded.values()
+    )
+    schema = loaded[SCHEMAS / f"{name}.schema.json"]
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema, registry=registry)
+
+
+def schema_accepts(name: str, data: object) -> bool:
+    return bool(validator(name).is_valid(data))
