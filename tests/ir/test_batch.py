@@ -33,17 +33,6 @@ INSTANCES = instances()
 # ---- the token axis
 
 
-def test_causal_documents_in_global_tokens() -> None:
-    batch = Batch.from_lengths([3, 5])
-    assert batch.tokens == 8
-    assert batch.kinds == ("default",)
-    assert batch.starts.tolist() == [0, 3, 8]
-    assert batch.bands("default").tolist() == [[0, 3, 0, 3, 0, INF], [3, 8, 3, 8, 0, INF]]
-    assert batch.area("default") == 6 + 15
-    assert batch.positions().tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
-    assert batch.labels().tolist() == [1, 2, -1, 4, 5, 6, 7, -1]
-
-
 def test_several_kinds_share_the_sequences() -> None:
     batch = Batch.from_lengths([4, 2], {"global": masks.causal(), "local": masks.sliding_window(2)})
     assert batch.kinds == ("global", "local")
@@ -150,6 +139,7 @@ def test_a_batch_is_its_sequences_end_to_end(pairs: list[tuple[Any, Any]]) -> No
     expected = np.concatenate([algebra.shift(spec.bands(6), 6 * i, 6 * i) for i, spec in enumerate(spec_of)])
     assert sorted(map(tuple, table)) == sorted(map(tuple, expected))
     assert table[:, [0, 2]].tolist() == sorted(table[:, [0, 2]].tolist())
+    assert (batch.tokens, batch.starts.tolist()) == (6 * len(pairs), [6 * i for i in range(len(pairs) + 1)])
     assert batch.positions().tolist() == np.concatenate([spec.positions(6) for spec in spec_of]).tolist()
     labels = [np.where((own := spec.labels(6)) < 0, -1, own + 6 * i) for i, spec in enumerate(spec_of)]
     assert batch.labels().tolist() == np.concatenate(labels).tolist()
@@ -229,14 +219,17 @@ def test_real_mask_instances_have_their_pairs(instance: dict) -> None:
     assert Batch.from_data(batch.to_data()) == batch
 
 
+DOCUMENTS = {
+    "packed_causal_documents": masks.causal(),
+    "document_sliding_window_4096": masks.sliding_window(4096),
+    "document_sliding_window_1024": masks.sliding_window(1024),
+    "gpt_oss_window_128": masks.sliding_window(128),
+    "lambda_64_4096": masks.sink_window(64, 4096),
+    "causal_blockwise_256_2": masks.causal_blockwise(256, 2),
+    "chunked_8192": masks.chunked(8192),
+}
 SPEC_OF = {
-    "packed_causal_documents": lambda parts: [Sequence(n) for n in parts],
-    "document_sliding_window_4096": lambda parts: [Sequence(n, masks.sliding_window(4096)) for n in parts],
-    "document_sliding_window_1024": lambda parts: [Sequence(n, masks.sliding_window(1024)) for n in parts],
-    "gpt_oss_window_128": lambda parts: [Sequence(n, masks.sliding_window(128)) for n in parts],
-    "lambda_64_4096": lambda parts: [Sequence(n, masks.sink_window(64, 4096)) for n in parts],
-    "causal_blockwise_256_2": lambda parts: [Sequence(n, masks.causal_blockwise(256, 2)) for n in parts],
-    "chunked_8192": lambda parts: [Sequence(n, masks.chunked(8192)) for n in parts],
+    **{name: lambda parts, mask=mask: [Sequence(n, mask) for n in parts] for name, mask in DOCUMENTS.items()},
     "shared_question": lambda parts: [Sequence(p + sum(a), masks.shared_question(p, a)) for p, a in parts],
     "prefix_lm": lambda parts: [Sequence(n, masks.prefix_lm(p)) for p, n in parts],
     "causal": lambda parts: [Sequence(parts)],
@@ -254,6 +247,8 @@ def test_specs_of_real_batches_have_the_pairs_of_their_slices(instance: dict) ->
 
 
 # ---- errors
+
+FULL: dict[str, Any] = {"full": {}}
 
 
 @pytest.mark.parametrize(
@@ -286,30 +281,22 @@ def test_specs_of_real_batches_have_the_pairs_of_their_slices(instance: dict) ->
             "kinds of the first sequence, a",
         ),
         (
-            lambda: Batch.from_sequences([Sequence(3, positions=[0, 1])]),
+            lambda: Batch.from_sequences([Sequence(3, positions=[0])]),
             "sequences[0].positions",
-            "one per token (3)",
+            "per token (3)",
         ),
         (lambda: Batch.from_sequences([Sequence(2, labels=[1, 2])]), "sequences[0].labels[1]", "[-1, 1]"),
         (lambda: Batch.from_data({"lengths": [4], "sequence": []}), "batch.sequence", "did you mean"),
         (lambda: Batch.from_data({"lengths": [4], "sequences": []}), "batch.lengths", "unknown field"),
         (lambda: Batch.from_data({}), "batch.lengths", "missing field"),
         (lambda: Batch.from_data([4]), "batch", "mapping"),
+        (lambda: Batch.from_data({"sequences": [{"mask": FULL}]}), "sequences[0].length", "missing"),
         (
-            lambda: Batch.from_data({"sequences": [{"mask": {"causal": {}}}]}),
-            "sequences[0].length",
-            "missing",
-        ),
-        (
-            lambda: Batch.from_data({"sequences": [{"length": 4, "mask": {"cousal": {}}}]}),
+            lambda: Batch.from_data({"sequences": [{"length": 4, "mask": {"c": {}}}]}),
             "sequences[0].mask",
             "causal",
         ),
-        (
-            lambda: Batch.from_data({"lengths": [4], "mask": {"a": {"full": {}}, "b": {"c": {}}}}),
-            "batch.mask",
-            "",
-        ),
+        (lambda: Batch.from_data({"lengths": [4], "mask": {"a": FULL, "b": {"c": {}}}}), "batch.mask", ""),
     ],
 )
 def test_errors_of_batches_name_the_field(make: Callable[..., Any], field: str, hint: str) -> None:
@@ -319,26 +306,21 @@ def test_errors_of_batches_name_the_field(make: Callable[..., Any], field: str, 
     assert hint in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[1, 2", '{"lengths": [NaN]}', "[" * 5000])
-def test_errors_of_broken_files_name_the_file(tmp_path: Path, text: str) -> None:
-    (tmp_path / "b.json").write_text(text)
-    with pytest.raises(ConfigError):
-        Batch.load(tmp_path / "b.json")
-
-
-def test_yaml_bombs_and_binary_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "b.yaml").write_text("a: &a {causal: *a}\n")
-    with pytest.raises(ConfigError, match="aliases are not supported"):
-        Batch.load(tmp_path / "b.yaml")
-    (tmp_path / "b.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        Batch.load(tmp_path / "b.json")
-
-
-def test_unknown_file_types_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "b.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"\.json, \.yaml or \.yml"):
-        Batch.load(tmp_path / "b.toml")
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        *(("b.json", text, None) for text in (b"{", b"[1, 2", b'{"lengths": [NaN]}', b"[" * 5000)),
+        ("b.yaml", b"a: &a {causal: *a}\n", "aliases are not supported"),
+        ("b.json", b"\xff\xfe", "not UTF-8"),
+        ("b.toml", b"", r"\.json, \.yaml or \.yml"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(
+    tmp_path: Path, name: str, data: bytes, message: str | None
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        Batch.load(tmp_path / name)
 
 
 small = st.lists(st.integers(-1, 9), max_size=3) | junk
