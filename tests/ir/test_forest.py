@@ -128,21 +128,6 @@ def test_the_example_in_the_module_docstring() -> None:
     assert forest.saving == Saving(tokens=12, folded_tokens=7, pairs=15 + 10 + 6, folded_pairs=22)
 
 
-@pytest.mark.parametrize(
-    ("texts", "nodes"),
-    [
-        ([[4, 4, 1]], [(-1, 3)]),
-        ([[4, 1], [4, 1], [4, 1]], [(-1, 2)]),
-        ([[4, 1], [4]], [(-1, 1), (0, 1)]),
-        ([[4], [4, 1], [4, 1, 2]], [(-1, 1), (0, 1), (1, 1)]),
-    ],
-)
-def test_equal_samples_and_prefixes_share_rows(texts: list[list[int]], nodes: list[tuple[int, int]]) -> None:
-    forest = fold(texts)
-    check(forest, texts)
-    assert forest.masks == (masks.tree(nodes),)
-
-
 def test_shared_nodes_below_the_minimum_length_are_repeated() -> None:
     assert fold([[1, 2], [1, 2]], min_length=3).lengths.tolist() == [2, 2]
     assert fold([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6]], min_length=2).lengths.tolist() == [5, 2]

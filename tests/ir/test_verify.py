@@ -12,7 +12,7 @@ import pytest
 import apportion as ap
 from apportion import Plan, VerifyError
 from apportion.ir.bytes import codec
-from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table
+from apportion.ir.plan.tables import Layout, ProgramSet, Table
 from apportion.ir.tensors import Tensor
 from apportion.ir.verify import RULES, Violation, check, verify
 from tests.support.broken_plans import CASES, GOOD, broken
@@ -47,9 +47,8 @@ def test_the_table_of_rules_has_all_ten() -> None:
 def test_a_plan_broken_in_one_place_is_refused_there(case: str) -> None:
     rule, rank, phase, instruction, edit, words = CASES[case]
     found = first(broken(edit, rank=rank, phase=phase))
-    assert (found.rule, found.rank, found.phase, found.instruction) == (rule, rank, phase, instruction), str(
-        found
-    )
+    place = (found.rule, found.rank, found.phase, found.instruction)
+    assert place == (rule, rank, phase, instruction), str(found)
     assert words in found.message
     assert (found.excerpt == "") == (instruction is None)
 
@@ -66,10 +65,7 @@ def test_the_error_shows_rank_instruction_numbers_and_lines() -> None:
         verify(broken(edit, rank=2))
     message = str(error.value)
     assert "rank 2, default forward, instruction 0: receives KV rows [0, 7) in round 0" in message
-    assert (
-        ">    0  launch 0: receive KV.work[0:7) from 0, send Q.home[0:8).h1 to 1, send Q.home[0:8).h3 to 1"
-        in message
-    )
+    assert ">    0  launch 0: receive KV.work[0:7) from 0, send Q.home[0:8).h1 to 1, send Q.home" in message
     assert error.value.violations[0].rule == "transfers"
 
 
@@ -110,18 +106,6 @@ def test_a_span_across_a_restart_of_positions_is_refused() -> None:
     violation = first(codec.seal(replace(plan, layouts={"attention": Layout("attention", table)})))
     assert (violation.rule, violation.rank) == ("layouts", 1)
     assert "continues past token 11, at which the position jumps" in violation.message
-
-
-def test_moves_must_produce_the_target_layout() -> None:
-    plan = parse((PLANS / "reshuffle.txt").read_text())
-    (move,) = plan.moves
-    columns = {name: np.array(values) for name, values in move.table.columns.items()}
-    receives = np.flatnonzero(columns["send"] == 0)[:2]
-    columns["row"][receives] = columns["row"][receives[::-1]]
-    swapped = Move(move.source, move.target, Table.of(move.table.ptr, columns))
-    found = first(codec.seal(replace(plan, moves=(swapped,))))
-    assert found.rule == "layouts"
-    assert "move attention -> linear: makes rows" in found.message
 
 
 def with_policy(plan: Plan, **fields: object) -> Plan:
@@ -194,25 +178,30 @@ def test_an_overwritten_tile_is_named_where_a_task_reads_it() -> None:
     assert found.rank == 0
 
 
-REPORTED = {
-    "bytes.total": "the report has bytes.total = ",
-    "bytes.max_rank": "the report has bytes.max_rank = ",
-    "bytes.inter_node": "the report has bytes.inter_node = ",
-    "plan_bytes.total": "the report has plan_bytes.total = ",
-    "plan_bytes.largest_rank": "the report has plan_bytes.largest_rank = ",
-    "imbalance.compute": "the report has imbalance.compute = ",
-    "imbalance.tokens": "the report has imbalance.tokens = ",
-    "area.default": "the report has area.default = ",
-    "tokens": "the report has tokens = ",
-    "ranks": "the report has ranks = ",
-    "recipe": "the report has recipe = ",
-    "slots": "the report has slots = ",
-    "max_degree": "the report has max_degree = ",
-    "rounds": "the report has rounds = ",
+#: figures of a report, and the messages that do not begin with the figure's name
+REPORTED = [
+    "bytes.total",
+    "bytes.max_rank",
+    "bytes.inter_node",
+    "plan_bytes.total",
+    "plan_bytes.largest_rank",
+    "imbalance.compute",
+    "imbalance.tokens",
+    "area.default",
+    "tokens",
+    "ranks",
+    "recipe",
+    "slots",
+    "max_degree",
+    "rounds",
+    "exchanges.0.bytes",
+    "bounds.makespan.value",
+    "bounds.kv_bytes.value",
+    "bounds.slots.value",
+    "bounds.kv_bytes.bound",
+]
+MESSAGES = {
     "exchanges.0.bytes": "according to the report, its exchanges move ",
-    "bounds.makespan.value": "the report has bounds.makespan.value = ",
-    "bounds.kv_bytes.value": "the report has bounds.kv_bytes.value = ",
-    "bounds.slots.value": "the report has bounds.slots.value = ",
     "bounds.kv_bytes.bound": "the report has kv_bytes = ",
 }
 
@@ -232,8 +221,9 @@ def test_a_report_that_the_programs_contradict_is_refused(place: str, original: 
         inner = inner[int(name)] if name.isdigit() else inner[name]  # type: ignore[index]
     inner[last] = inner[last] * 3 + (inner[last] if isinstance(inner[last], str) else 1) if inner[last] else 7
     found = check(codec.seal(replace(original, report=report)))
+    message = MESSAGES.get(place, f"the report has {place} = ")
     assert {violation.rule for violation in found} == {"report"}
-    assert any(violation.message.startswith(REPORTED[place]) for violation in found)
+    assert any(violation.message.startswith(message) for violation in found)
 
 
 def test_a_report_may_lack_fields_or_have_unknown_ones(original: Plan) -> None:

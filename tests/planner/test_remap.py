@@ -225,6 +225,10 @@ def test_wrong_parameters_are_refused() -> None:
 # --- verification
 
 
+def with_move(plan: Plan, table: Table) -> Plan:
+    return codec.seal(replace(plan, moves=(Move("attention", LINEAR, table),)))
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [
@@ -243,10 +247,8 @@ def test_a_wrong_move_is_refused(column: str, message: str) -> None:
     columns[column][one] = {"peer": (columns["peer"][one] + 2) % 4, "send": 0}.get(
         column, columns[column][one] - 1
     )
-    with pytest.raises(VerifyError, match=f"move attention -> linear: .*{message}"):
-        verify(
-            codec.seal(replace(plan, moves=(Move("attention", LINEAR, Table.of(move.table.ptr, columns)),)))
-        )
+    with pytest.raises(VerifyError, match=rf"\[layouts\].* move attention -> linear: .*{message}"):
+        verify(with_move(plan, Table.of(move.table.ptr, columns)))
 
 
 def test_a_move_that_omits_rows_is_refused() -> None:
@@ -257,4 +259,4 @@ def test_a_move_that_omits_rows_is_refused() -> None:
     ptr = np.searchsorted(rank[stays], np.arange(5))
     fewer = Table.of(ptr, {name: column[stays] for name, column in table.columns.items()})
     with pytest.raises(VerifyError, match="move attention -> linear"):
-        verify(codec.seal(replace(plan, moves=(Move("attention", LINEAR, fewer),))))
+        verify(with_move(plan, fewer))

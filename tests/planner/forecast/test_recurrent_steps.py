@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -46,83 +47,25 @@ def qwen3_next(layers: int, **own: Any) -> dict[str, Any]:
 
 
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-KIMI = {
-    "model_type": "kimi_linear",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "num_hidden_layers": 27,
-    "num_experts": 256,
-    "num_experts_per_token": 8,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 1024,
-    "first_k_dense_replace": 1,
-    "vocab_size": 163840,
-    "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32},
-}
-GRANITE = {
-    "model_type": "granitemoehybrid",
-    "hidden_size": 4096,
-    "intermediate_size": 768,
-    "num_hidden_layers": 40,
-    "shared_intermediate_size": 1536,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "mamba_d_state": 128,
-    "num_local_experts": 72,
-    "num_experts_per_tok": 10,
-    "vocab_size": 100352,
-    "tie_word_embeddings": True,
-    "layer_types": ["attention" if number % 10 == 5 else "mamba" for number in range(40)],
-}
-MINIMAX = {
-    "model_type": "minimax_text_01",
-    "hidden_size": 6144,
-    "intermediate_size": 9216,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "num_hidden_layers": 80,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 2,
-    "vocab_size": 200064,
-    "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10,
-}
-NANO = {
-    "model_type": "nemotron_h",
-    "hidden_size": 2688,
-    "intermediate_size": 1856,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "mamba_num_heads": 64,
-    "mamba_head_dim": 64,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 6,
-    "vocab_size": 131072,
-    "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712,
-    "n_shared_experts": 1,
-    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-}
-FALCON = {
-    "model_type": "falcon_h1",
-    "hidden_size": 5120,
-    "intermediate_size": 21504,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_hidden_layers": 72,
-    "mamba_d_ssm": 4096,
-    "mamba_n_heads": 32,
-    "mamba_d_state": 256,
-    "mamba_n_groups": 2,
-    "vocab_size": 261120,
-}
+KIMI = """{"model_type": "kimi_linear", "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 32,
+  "num_key_value_heads": 32, "num_hidden_layers": 27, "num_experts": 256, "num_experts_per_token": 8,
+  "num_shared_experts": 1, "moe_intermediate_size": 1024, "first_k_dense_replace": 1, "vocab_size": 163840,
+  "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32}}"""
+GRANITE = """{"model_type": "granitemoehybrid", "hidden_size": 4096, "intermediate_size": 768, "num_hidden_layers":
+  40, "shared_intermediate_size": 1536, "num_attention_heads": 32, "num_key_value_heads": 8, "mamba_d_state": 128,
+  "num_local_experts": 72, "num_experts_per_tok": 10, "vocab_size": 100352, "tie_word_embeddings": true}"""
+MIXERS = ["attention" if number % 10 == 5 else "mamba" for number in range(40)]
+MINIMAX = """{"model_type": "minimax_text_01", "hidden_size": 6144, "intermediate_size": 9216, "num_attention_heads":
+  64, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 80, "num_local_experts": 32,
+  "num_experts_per_tok": 2, "vocab_size": 200064}"""
+NANO = """{"model_type": "nemotron_h", "hidden_size": 2688, "intermediate_size": 1856, "num_attention_heads": 32,
+  "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8,
+  "ssm_state_size": 128, "conv_kernel": 4, "n_routed_experts": 128, "num_experts_per_tok": 6, "vocab_size": 131072,
+  "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_shared_experts": 1,
+  "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}"""
+FALCON = """{"model_type": "falcon_h1", "hidden_size": 5120, "intermediate_size": 21504, "num_attention_heads": 20,
+  "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 72, "mamba_d_ssm": 4096, "mamba_n_heads": 32,
+  "mamba_d_state": 256, "mamba_n_groups": 2, "vocab_size": 261120}"""
 NEXT = qwen3_next(48, model_type="qwen3_next", num_experts=512, num_experts_per_tok=10, vocab_size=151936)
 FIVE = qwen3_next(
     40, model_type="qwen3_5_moe_text", num_experts=256, num_experts_per_tok=8, vocab_size=248320
@@ -134,11 +77,11 @@ FIVE = qwen3_next(
     [
         (NEXT, 12, 80, 3),
         (FIVE, 10, 35, 3),
-        (KIMI | LATENT, 7, 48, 3),
-        (GRANITE, 4, 32, 9),
-        (MINIMAX, 10, 456, 45.9),
-        (NANO, 6, 31.6, 3.2),
-        (FALCON, 72, 33.6, 33.6),
+        (json.loads(KIMI) | LATENT, 7, 48, 3),
+        (json.loads(GRANITE) | {"layer_types": MIXERS}, 4, 32, 9),
+        (json.loads(MINIMAX) | {"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10}, 10, 456, 45.9),
+        (json.loads(NANO), 6, 31.6, 3.2),
+        (json.loads(FALCON), 72, 33.6, 33.6),
     ],
 )
 def test_parameter_counts_match_published_ones(
