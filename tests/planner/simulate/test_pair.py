@@ -21,8 +21,8 @@ from apportion.ir.request.figures import Figure
 from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.planner.simulate.pair import result as pair_result, run as pair
-from apportion.planner.simulate.pair.result import Pair
+from apportion.planner.simulate.pair import run as pair
+from apportion.planner.simulate.pair.result import Pair, PairRun
 from apportion.planner.simulate.pair.run import simulate_pair, simulate_pair_with
 from tests.support.sparse import marked, sparse, sparse_product
 from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, is_uncapped, steps
@@ -57,10 +57,15 @@ def halves_of(
 # --- timelines by hand
 
 
+def turns(plan: Plan, costs: Unit = COSTS, layers: int = 1, **options: Any) -> PairRun:
+    """Forward of two equal halves."""
+    return simulate_pair_with(plan, plan, costs, layers=layers, **options).runs["default", "forward"]
+
+
 def test_one_layer_by_hand() -> None:
     """Turns: rank 1 computes ping at 24, pong at 35, when its keys have arrived, and both linear layers after 45."""
     plan = plan_of(*FETCH)
-    run = simulate_pair_with(plan, plan, COSTS, layers=1).runs["default", "forward"]
+    run = turns(plan)
     assert run.busy_us.tolist() == [112.0, 112.0]
     assert run.turns.makespan_us == pytest.approx(113.0)
     assert run.turns.exposed_us.tolist() == pytest.approx([0.0, 1.0])
@@ -73,7 +78,7 @@ def test_one_layer_by_hand() -> None:
 
 def test_between_layers_no_rank_waits_for_the_other_half() -> None:
     plan = plan_of(*FETCH)
-    run = simulate_pair_with(plan, plan, COSTS, layers=2).runs["default", "forward"]
+    run = turns(plan, layers=2)
     assert run.turns.makespan_us == pytest.approx(226.0)
     assert run.single.makespan_us == pytest.approx(4 * 67.0)
 
@@ -82,13 +87,9 @@ def test_rounds_of_one_group_wait_for_each_other() -> None:
     """Keys of both halves in one group: pong's start when ping's have arrived."""
     plan = plan_of(*FETCH)
     quick = replace(COSTS, a_token=0.0)
-    own, shared = (
-        simulate_pair_with(plan, plan, quick, layers=1, groups=groups).runs["default", "forward"]
-        for groups in (None, 1)
-    )
-    assert own.turns.makespan_us == pytest.approx(
-        31.0
-    )  # pong's keys arrive at 8 + 8 + 3, ping computes until 21
+    own, shared = (turns(plan, quick, groups=groups) for groups in (None, 1))
+    # pong's keys arrive at 8 + 8 + 3, ping computes until 21
+    assert own.turns.makespan_us == pytest.approx(31.0)
     assert shared.turns.makespan_us == pytest.approx(32.0)  # at 11 + 8 + 3
 
 
@@ -103,7 +104,7 @@ def test_packing_precedes_a_round_of_each_half() -> None:
     """Rank 0 packs for 1 us. In series, pong's round starts when rank 1 launches it, at 68 + 12; on a single stream,
     rank 0, which waited for ping's, is later by its packing."""
     plan = plan_of(*FETCH)
-    run = simulate_pair_with(plan, plan, replace(COSTS, a_row=1.0), layers=1).runs["default", "forward"]
+    run = turns(plan, replace(COSTS, a_row=1.0))
     assert run.busy_us.tolist() == pytest.approx([114.0, 112.0])
     assert run.serial.makespan_us == pytest.approx(68 + 12 + 11 + 10 + 34)
     assert run.single.makespan_us == pytest.approx(68 + 12 + 1 + 11 + 10 + 34)
@@ -272,9 +273,8 @@ def cost_model(plan: Plan) -> CostModel:
 
 def test_no_gain_without_communication() -> None:
     plans = long_halves("ulysses")
-    fast = replace(
-        plans[0].request.cluster, intra_gbs=1e9, inter_gbs=1e9, intra_latency_us=0, inter_latency_us=0
-    )
+    links = {"intra_gbs": 1e9, "inter_gbs": 1e9, "intra_latency_us": 0, "inter_latency_us": 0}
+    fast = replace(plans[0].request.cluster, **links)
     halves = [api.plan(plan.request.batch, fast, LLAMA, find_recipe("ulysses")) for plan in plans]
     unposted = replace(Hardware.load("h100"), post_us=Figure(0.0, "posting is communication too"))
     assert abs(simulate_pair(*halves, unposted).serial_gain) < 1e-3
@@ -289,18 +289,10 @@ def test_contention_slows_every_schedule_with_transfers() -> None:
     assert some.ms("signal") == pytest.approx(none.ms("signal"))
     for way in ("turns", "serial"):
         assert none.ms(way) < some.ms(way) < 1.2 * none.ms(way)
-    assert some.ms("single") == pytest.approx(
-        none.ms("single"), rel=0.05
-    )  # kernels during other ranks' transfers
+    assert some.ms("single") == pytest.approx(none.ms("single"), rel=0.05)  # during other ranks' transfers
 
 
 # --- data and errors
-
-
-def test_equal_arguments_give_equal_times() -> None:
-    plans = halves_of("node")
-    one, other = (simulate_pair(*plans) for _ in range(2))
-    assert [one.ms(mode) for mode in pair_result.MODES] == [other.ms(mode) for mode in pair_result.MODES]
 
 
 def test_halves_on_different_numbers_of_ranks_are_refused() -> None:
