@@ -206,6 +206,7 @@ WRONG_MODELS = [
     ({"ffn": 10**30}, "model.ffn"),
     ({"dtype": "bfloat16"}, "model.dtype"),
     ({"dtype": 7}, "model.dtype"),
+    ({"sent_gradients": "bf16"}, "model.sent_gradients"),
     ({"layers": 0}, "model.layers"),
     ({"layers": {}}, "model.layers"),
     ({"layers": {"global": 0}}, "model.layers.global"),

@@ -11,6 +11,7 @@ from apportion.ir.masks.declared import NO_WINDOW, Declared, in_words
 from apportion.ir.masks.spec import Mask
 
 SPANS = [(1, 3)]
+DIFFERS = "differs from the plan's mask of attention kind 'default' in layer 3"
 MASKS: dict[str, Mask] = {
     "causal": masks.causal(),
     "full": masks.full(),
@@ -58,19 +59,11 @@ def test_a_declaration_fits_exactly_the_matching_masks(declared: Declared, fits:
         (
             Declared(512),
             "causal",
-            "window = 512: differs from the plan's mask of attention kind 'default' in layer 3: causal; plan this kind "
-            "with masks={'default': ap.masks.sliding_window(512)}, or pass this layer's kind",
+            f"window = 512: {DIFFERS}: causal; plan this kind with masks={{'default': ap.masks.sliding_window(512)}}, "
+            "or pass this layer's kind",
         ),
-        (
-            Declared(NO_WINDOW),
-            "window",
-            "sliding window of 512; plan this kind with masks={'default': ap.masks.causal()}",
-        ),
-        (
-            Declared(causal=True),
-            "full",
-            "causal = True: differs from the plan's mask of attention kind 'default' in layer 3: full",
-        ),
+        (Declared(NO_WINDOW), "window", "of 512; plan this kind with masks={'default': ap.masks.causal()}"),
+        (Declared(causal=True), "full", f"causal = True: {DIFFERS}: full"),
         (Declared(causal=False), "causal", "ap.masks.full()}"),
         (Declared(512, False), "full", "ap.masks.sliding_window(512, right)}"),
         (Declared(64), "sink", "sliding window of 512 and causal; "),
