@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from apportion.ir.errors import CapacityError, MissingDependencyError
-from apportion.planner.solvers.contracts import GroupingProblem, PartitionProblem
-from apportion.planner.solvers.grouping import ilp, mixing
+from apportion.ir.errors import CapacityError
+from apportion.planner.solvers.contracts import GroupingProblem
+from apportion.planner.solvers.grouping import ilp, mixing, programs as mixed_programs
 from apportion.planner.solvers.highs import SolverRun
-from apportion.planner.solvers.partition.lpt import makespan_bound, solve as solve_lpt
 from apportion.planner.solvers.status import Budget, Limit, Status
 from apportion.testing import PROBLEMS
 
@@ -49,28 +46,9 @@ def test_the_value_is_between_its_bound_and_the_greedy_mix(seed: int) -> None:
         assert found.termination.gap <= 1.01 + 1e-5
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_lpt_keeps_its_guarantee_against_the_optimum(seed: int) -> None:
-    """With groups of one rank the problem is LPT's, whose guarantee and bound are compared with the optimum."""
-    draw = np.random.default_rng(seed)
-    weights, ones = draw.integers(1, 100, 10), np.ones(10, np.int64)
-    problem = GroupingProblem(weights[:, None].astype(float), ones, np.array([1]), 3, 4)
-    best = ilp.solve(problem, Budget(steps=100_000))
-    greedy = solve_lpt(PartitionProblem(weights, ones, np.full(3, 4)), Budget())
-    assert best.termination.status is Status.OPTIMAL
-    assert makespan_bound(weights, np.ones(3)) <= best.termination.value + 1e-6
-    assert best.termination.value <= greedy.termination.value
-    assert np.bincount(best.group, weights).max() == pytest.approx(best.termination.value)
-
-
 def test_degrees_need_not_be_powers_of_two() -> None:
-    problem = GroupingProblem(
-        np.array([[9.0, 3.0, 1.8], [9.0, 3.0, 1.8], [1.0, 0.4, 0.2]]),
-        np.ones(3, np.int64),
-        np.array([1, 3, 5]),
-        7,
-        9,
-    )
+    times = np.array([[9.0, 3.0, 1.8], [9.0, 3.0, 1.8], [1.0, 0.4, 0.2]])
+    problem = GroupingProblem(times, np.ones(3, np.int64), np.array([1, 3, 5]), 7, 9)
     found = ilp.solve(problem, Budget())
     assert found.termination.status is Status.OPTIMAL
     assert sorted(found.degree.tolist()) == [1, 3, 3]
@@ -99,9 +77,8 @@ def test_sequences_too_large_for_the_cluster_are_refused_at_once(sizes: list[int
 
 
 def test_a_sequence_without_an_allowed_group_is_infeasible() -> None:
-    problem = GroupingProblem(
-        np.array([[np.inf, np.inf], [1.0, 1.0]]), np.array([1, 1]), np.array([1, 2]), 4, 9
-    )
+    times = np.array([[np.inf, np.inf], [1.0, 1.0]])
+    problem = GroupingProblem(times, np.array([1, 1]), np.array([1, 2]), 4, 9)
     assert ilp.solve(problem, Budget()).termination.status is Status.INFEASIBLE
 
 
@@ -111,16 +88,8 @@ def test_sequences_that_no_packing_holds_are_infeasible() -> None:
     assert ilp.solve(problem, Budget()).termination.status is Status.INFEASIBLE
 
 
-def test_a_limited_number_of_steps_is_reproducible() -> None:
-    one, other = (ilp.solve(drawn(1, 30, 16), Budget(steps=1)) for _ in range(2))
-    assert one.termination == other.termination
-    assert np.array_equal(one.group, other.group)
-
-
 def test_thousands_of_sequences_are_solved_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of programs does not grow with the sequences, and few programs are solved."""
-    from apportion.planner.solvers.grouping import programs as mixed_programs
-
     programs, spreads = [], []
     solve_model, spread = mixed_programs.solve_model, mixing.spread  # type: ignore[attr-defined]
 
@@ -144,8 +113,6 @@ def test_thousands_of_sequences_are_solved_in_bounded_steps(monkeypatch: pytest.
 def test_grouping_sequences_into_kinds_never_refutes_a_feasible_time(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from apportion.planner.solvers.grouping import programs as mixed_programs
-
     problem = drawn(seed, 60, 16)
     start = ilp.greedy(problem).termination
     best = ilp.solve(problem, Budget(gap=0.02, steps=5)).termination.value
@@ -158,17 +125,3 @@ def test_grouping_sequences_into_kinds_never_refutes_a_feasible_time(
 def test_refuted_times_raise_the_bound() -> None:
     problem = drawn(2, 24, 16)
     assert ilp.solve(problem, Budget(steps=20)).termination.bound > ilp.greedy(problem).termination.bound
-
-
-def test_without_pulp_the_error_names_the_extra() -> None:
-    code = (
-        "import sys; sys.modules['pulp'] = None\n"
-        "from apportion.planner.solvers.grouping import ilp\n"
-        "from apportion.testing import PROBLEMS\n"
-        "from apportion.planner.solvers.status import Budget\n"
-        "import numpy as np\n"
-        "try:\n    ilp.solve(PROBLEMS['grouping'].random_problem(np.random.default_rng(0), large=True), Budget())\n"
-        "except ImportError as error:\n    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(MissingDependencyError("pulp", "solvers", "solver ilp"))
