@@ -106,14 +106,12 @@ def test_areas_are_exact_at_16_million_tokens_and_beyond() -> None:
 
 def test_overlaps_of_many_bands_need_few_comparisons() -> None:
     """A grid of 32,896 touching blocks and the stripes of 10,000 windows: rectangles touch, pairs do not."""
-    grid = np.array(
-        [(256 * i, 256 * i + 256, 256 * j, 256 * j + 256, 0, INF) for i in range(256) for j in range(i + 1)]
-    )
+    pairs = [(256 * i, 256 * j) for i in range(256) for j in range(i + 1)]
+    grid = np.array([(q, q + 256, k, k + 256, 0, INF) for q, k in pairs])
     assert len(algebra.overlaps(grid)) == 0
     start = 64 * np.arange(10_000)
-    stripes = np.stack(
-        [start, start + 64, np.maximum(start - 63, 0), start + 64, 0 * start, 0 * start + 63], 1
-    )
+    first, zero = np.maximum(start - 63, 0), 0 * start
+    stripes = np.stack([start, start + 64, first, start + 64, zero, zero + 63], 1)
     assert len(algebra.overlaps(stripes)) == 0
     assert algebra.overlaps(np.concatenate([stripes, stripes[5000:5001]])).tolist() == [[5000, 10_000]]
 

@@ -109,9 +109,8 @@ def test_a_batch_is_its_slices() -> None:
         back = Batch.from_slices(batch.tokens, slices)
         assert back.area("default") == batch.area(kind)
         shape = (batch.tokens, batch.tokens)
-        assert np.array_equal(
-            algebra.dense(back.bands("default"), *shape), algebra.dense(batch.bands(kind), *shape)
-        )
+        ours, theirs = back.bands("default"), batch.bands(kind)
+        assert np.array_equal(algebra.dense(ours, *shape), algebra.dense(theirs, *shape))
         assert all(type(x) is int for piece in slices for x in piece)
     with pytest.raises(UnknownNameError, match="did you mean local"):
         batch.to_slices("locel")

@@ -259,9 +259,8 @@ def test_unknown_header_fields_are_accepted_only_in_a_newer_version(plan: Plan) 
 def test_repeated_keys_and_non_minimal_forms_are_refused(plan: Plan) -> None:
     assert_refused(with_part(plan, plan.sections.parts[1] + b"\0"), "rank 1, .* is followed by further bytes")
     header = plan.sections.header
-    assert_refused(
-        rebuilt(plan, header=b"\xde\x00\x11" + header[3:] + b"\xa5ranks\x05"), "repeated or unsorted"
-    )
+    repeated = b"\xde\x00\x11" + header[3:] + b"\xa5ranks\x05"
+    assert_refused(rebuilt(plan, header=repeated), "repeated or unsorted")
     data = plan.encode()
     assert_refused(bytes([data[0] + 1]) + data[1:] + b"\xa6report\xc4\x01\x80", "plan: repeated")
 

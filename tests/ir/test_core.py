@@ -77,9 +77,8 @@ def test_sort_orders_equal_numpys(values: list[int], times: int) -> None:
 def test_codes_in_the_core_equal_the_instruction_set() -> None:
     text = (Path(core.__file__).parents[1] / "core/ir/isa.hpp").read_text(encoding="utf-8")
     for enum in (Op, Tensor, Space):
-        names = (
-            re.search(rf"enum class {enum.__name__} [^{{]*{{([^}}]*)}}", text).group(1).replace(" = 1", "")
-        )
+        body = re.search(rf"enum class {enum.__name__} [^{{]*{{([^}}]*)}}", text).group(1)
+        names = body.replace(" = 1", "")
         assert [item.strip() for item in names.split(",") if item.strip()] == [item.name for item in enum]
         assert [*map(int, enum)] == [*range(min(enum), max(enum) + 1)]
     for name, tensors in (("PARTIALS", PARTIALS), ("KV_SIDE", KV_SIDE), ("HEADLESS", HEADLESS)):

@@ -62,9 +62,8 @@ def test_each_row_is_fed_to_the_rank_of_its_token(seed: int) -> None:
         tokens = [token for token in decoder.tokens(rank).tolist() if token in source]
         assert feed.layout.tokens(rank).tolist() == [row for token in tokens for row in source[token]]
         runs = feed.targets.rank(rank).values.T.tolist()
-        assert (
-            decoder.tokens(rank)[[i for row, rows in runs for i in range(row, row + rows)]].tolist() == tokens
-        )
+        fed = [i for row, rows in runs for i in range(row, row + rows)]
+        assert decoder.tokens(rank)[fed].tolist() == tokens
 
 
 def shifted(table: Table, column: str, by: int = 1) -> Table:

@@ -184,17 +184,14 @@ def test_savings_of_real_rollouts_equal_a_count_of_lengths(name: str, groups: in
         for i, response in enumerate(responses):
             texts.append(np.append(np.full(prompt, 1000 + number), np.full(response, i)))
             prompts.append(number)
-            separate = [
-                separate[0] + prompt + response,
-                separate[1] + (prompt + response) * (prompt + response + 1) // 2,
-            ]
+            whole = prompt + response
+            separate = [separate[0] + whole, separate[1] + whole * (whole + 1) // 2]
             folded = [folded[0] + response, folded[1] + prompt * response + response * (response + 1) // 2]
     forest = fold(texts, prompts)
     assert forest.saving == Saving(separate[0], folded[0], separate[1], folded[1])
     assert len(forest) == groups
-    assert forest.masks[0] == masks.tree(
-        [(-1, counted[0][0]), *((0, response) for response in counted[0][1])]
-    )
+    prompt, responses = counted[0]
+    assert forest.masks[0] == masks.tree([(-1, prompt), *((0, response) for response in responses)])
     if groups < 100:
         pieces = [Sequence(int(n), mask) for n, mask in zip(forest.lengths, forest.masks, strict=True)]
         assert Batch.from_sequences(pieces).area("default") == folded[1]

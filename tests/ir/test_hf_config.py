@@ -275,9 +275,8 @@ def test_layers_other_than_softmax_attention_are_refused(
     kind: str, field: str, value: Any, tmp_path: Path
 ) -> None:
     name = field.rpartition(".")[2]
-    data = changed(
-        LLAMA, model_type=kind, **({name: value} if name == field else {"attn_config": {name: value}})
-    )
+    fields = {name: value} if name == field else {"attn_config": {name: value}}
+    data = changed(LLAMA, model_type=kind, **fields)
     (tmp_path / "config.json").write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=f"^{name} = .*model of type {kind}"):
         Model.load(tmp_path / "config.json")

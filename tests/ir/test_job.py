@@ -103,9 +103,8 @@ def test_everything_that_a_plan_depends_on_changes_the_key() -> None:
     keys |= {other.request_key([one]) for other in (job("zeppelin"), job(hardware="a100"))}
     assert len(keys) == 6
     more = Job(CLUSTER, MODEL, base.policy, 512)
-    assert more.request_key([one]) == base.request_key(
-        [one]
-    )  # the number of tokens comes only from the batch
+    # the number of tokens comes only from the batch
+    assert more.request_key([one]) == base.request_key([one])
     assert job("wlb").request_key([one]) != job("wlb", microbatches=2).request_key([one])
 
 

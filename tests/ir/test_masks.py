@@ -195,9 +195,8 @@ def test_masks_round_trip_through_data(family: str) -> None:
 
 # ---- worked examples of masks in common use
 
-RULES = {
-    item["name"]: item["example"] for item in json.loads((DATA / "mask_rules.json").read_text())["masks"]
-}
+_RULES = json.loads((DATA / "mask_rules.json").read_text())["masks"]
+RULES = {item["name"]: item["example"] for item in _RULES}
 
 EXAMPLES = {
     "causal": masks.causal(),

@@ -119,9 +119,8 @@ def _tile_bytes(plan: Plan, key: tuple[str, str]) -> list[int]:
         program = rows.rank(rank)
         operands, transfers = program["operands"], program["transfers"]
         launches = np.flatnonzero(program["instructions"]["op"] == Op.LAUNCH)
-        mode = np.repeat(
-            program["instructions"]["mode"][launches], program["instructions"]["count"][launches]
-        )
+        table = program["instructions"]
+        mode = np.repeat(table["mode"][launches], table["count"][launches])
         for at in np.flatnonzero(transfers["send"]).tolist():
             item = int(transfers["operand"][at])
             tensor, heads = Tensor(operands["tensor"][item]), int(operands["heads"][item])

@@ -28,10 +28,8 @@ def test_statistics_are_computed_where_only_local_tasks_need_them(recipe: str, m
     plan = plan_of(recipe, mask)
     programs = plan.programs["default", "backward"]
     together = find_statistics(programs)
-    assert (
-        sum((part.row1 - part.row0).sum() for part in find_statistics(plan.programs["default", "forward"]))
-        == 0
-    )
+    forward = find_statistics(plan.programs["default", "forward"])
+    assert sum((part.row1 - part.row0).sum() for part in forward) == 0
     count = 0
     for rank in range(4):
         program = programs.rank(rank)
@@ -66,7 +64,6 @@ def test_a_program_without_delta_computes_no_statistics() -> None:
     rows = instruction_of(instructions["op"], instructions.wide("count"), "rowops")
     kept_rows = is_kept[rows]
     rowops = programs["rowops"]
-    tables["rowops"] = Table.of(
-        np.array([0, kept_rows.sum()]), {name: rowops[name][kept_rows] for name in rowops.columns}
-    )
+    kept = {name: rowops[name][kept_rows] for name in rowops.columns}
+    tables["rowops"] = Table.of(np.array([0, kept_rows.sum()]), kept)
     assert not find_statistics(ProgramSet(tables)).tasks

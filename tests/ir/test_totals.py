@@ -34,8 +34,7 @@ def test_programs_compute_all_pairs_and_move_the_reported_bytes(recipe: str) -> 
     for phase in ("forward", "backward"):
         pairs = loads(plan, phase)
         assert pairs.sum() == pytest.approx(3 * batch.area("default"))
-    volume = sum_volumes(
-        communication_volumes(plan.programs, plan.header.head_sets, model, plan.request.cluster).values()
-    )
+    volumes = communication_volumes(plan.programs, plan.header.head_sets, model, plan.request.cluster)
+    volume = sum_volumes(volumes.values())
     assert int(volume.sent.sum()) == int(volume.received.sum())
     assert volume.summary() == plan.report["bytes"]

@@ -151,7 +151,6 @@ def test_coverage_is_judged_even_if_no_task_has_known_tokens() -> None:
     """If every read of a program fails, coverage has nothing to list by head."""
     plan = good("ulysses").replace("Q.home", "O.home").replace("KV.home", "O.home")
     assert check(parse(plan))
-    lines = [
-        line for line in good("ulysses").split("\n") if not line.startswith(("  copy", "  launch", "  wait"))
-    ]
+    skipped = ("  copy", "  launch", "  wait")
+    lines = [line for line in good("ulysses").split("\n") if not line.startswith(skipped)]
     assert first(parse("\n".join(lines))).rule == "dataflow"

@@ -139,9 +139,8 @@ def test_bounds_of_kinds_that_share_a_layout_add_up() -> None:
     for token_cap in (4, 5):
         fits = searched[0].tokens.max(1) <= token_cap
         for place in np.flatnonzero(fits).tolist():
-            caps = {
-                kind: int(one.pairs[place].max()) for kind, one in zip(batch.kinds, searched, strict=True)
-            }
+            both = zip(batch.kinds, searched, strict=True)
+            caps = {kind: int(one.pairs[place].max()) for kind, one in both}
             bound = sum(foreign_kv_tokens(batch, kind, token_cap, caps[kind]) for kind in batch.kinds)
             assert bound <= sum(one.foreign[place] for one in searched)
 

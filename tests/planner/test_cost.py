@@ -51,9 +51,8 @@ LLAMA_COST = {name: CostModel(Hardware.load(name), LLAMA70) for name in BUILTIN}
 
 
 def full_us(cost: CostModel, phase: str, rows: Any, keys: Any) -> Any:
-    return cost.attention_us(
-        phase, rows, keys, np.asarray(rows) * keys, cost.model.q_heads, cost.model.kv_heads
-    )
+    heads = cost.model.q_heads, cost.model.kv_heads
+    return cost.attention_us(phase, rows, keys, np.asarray(rows) * keys, *heads)
 
 
 def causal_us(cost: CostModel, phase: str, rows: Any, keys: Any) -> Any:
@@ -93,9 +92,8 @@ def test_times_are_linear_between_grid_points() -> None:
 def test_pairs_between_causal_and_full_lie_between() -> None:
     causal, full = causal_us(SMALL_COST, "forward", 64, 64)[0], full_us(SMALL_COST, "forward", 64, 64)[0]
     half = (causal_pairs(64, 64) + 64 * 64) // 2
-    assert SMALL_COST.attention_us("forward", 64, 64, half, 4, 2)[0] == pytest.approx(
-        (causal + full) / 2, rel=1e-3
-    )
+    found = SMALL_COST.attention_us("forward", 64, 64, half, 4, 2)[0]
+    assert found == pytest.approx((causal + full) / 2, rel=1e-3)
 
 
 def test_a_narrow_window_costs_its_tiles() -> None:
@@ -121,9 +119,8 @@ def test_a_single_pair_costs_a_tile() -> None:
 def test_no_time_falls_with_more_rows_or_keys(
     cost: CostModel, kind: Any, phase: str, rows: int, keys: int, more: int
 ) -> None:
-    base, taller, wider = (
-        kind(cost, phase, m, n)[0] for m, n in ((rows, keys), (rows + more, keys), (rows, keys + more))
-    )
+    sides = (rows, keys), (rows + more, keys), (rows, keys + more)
+    base, taller, wider = (kind(cost, phase, *side)[0] for side in sides)
     assert taller >= base * (1 - 1e-12)
     assert wider >= base * (1 - 1e-12)
 
@@ -137,9 +134,7 @@ def test_no_time_falls_with_more_pairs_nor_below_the_ideal(
     pairs = np.array(sorted(max(1, int(rows * keys * part)) for part in (share, more)))
     fewer, larger = cost.attention_us("forward", rows, keys, pairs, 64, 8)
     assert fewer <= larger * (1 + 1e-12)
-    assert (
-        cost.attention_us("forward", rows, keys, pairs, 64, 8) >= cost.ideal_us("forward", pairs, 64)
-    ).all()
+    assert ((fewer, larger) >= cost.ideal_us("forward", pairs, 64)).all()
 
 
 def test_pricing_columns_equals_pricing_each_task() -> None:
@@ -164,17 +159,15 @@ def test_an_unknown_phase_is_an_error() -> None:
 def test_throughput_is_constant_beyond_the_grid() -> None:
     last = H100.axis[-1]
     cost = LLAMA_COST["h100"]
-    assert full_us(cost, "forward", last, 4 * last)[0] == pytest.approx(
-        4 * full_us(cost, "forward", last, last)[0]
-    )
+    square, tall = (full_us(cost, "forward", last, keys)[0] for keys in (last, 4 * last))
+    assert tall == pytest.approx(4 * square)
     ratio = causal_pairs(8 * last, 8 * last) / causal_pairs(last, last)
     assert causal_us(cost, "forward", 8 * last, 8 * last)[0] == pytest.approx(
         ratio * causal_us(cost, "forward", last, last)[0]
     )
     # one row of queries costs its whole tile, for any number of keys
-    assert full_us(cost, "forward", 1, 8 * last)[0] == pytest.approx(
-        full_us(cost, "forward", 128, 8 * last)[0]
-    )
+    row, tile = (full_us(cost, "forward", rows, 8 * last)[0] for rows in (1, 128))
+    assert row == pytest.approx(tile)
 
 
 def test_a_million_tasks_are_priced_at_once() -> None:
@@ -206,10 +199,8 @@ def test_long_documents_reach_the_times_measured_by_upipe() -> None:
 
 def test_shards_of_a_tile_saturate_as_in_distca() -> None:
     """DistCA, section 4.1 and Figure 5: shards of 128 or more rows with long context are fast, shorter are padded."""
-    rate = {
-        rows: rows * 16384 / full_us(LLAMA_COST["h200"], "forward", rows, 16384)[0]
-        for rows in (16, 64, 128, 2048)
-    }
+    h200, sizes = LLAMA_COST["h200"], (16, 64, 128, 2048)
+    rate = {rows: rows * 16384 / full_us(h200, "forward", rows, 16384)[0] for rows in sizes}
     assert rate[128] == pytest.approx(rate[2048], rel=0.01)
     assert rate[64] == pytest.approx(rate[128] / 2, rel=0.01)
     assert rate[16] == pytest.approx(rate[128] / 8, rel=0.01)
@@ -240,9 +231,8 @@ def test_causal_tasks_are_cheaper_and_backward_more_expensive(name: str) -> None
         assert causal_us(cost, phase, 4096, 4096)[0] < 0.6 * full_us(cost, phase, 4096, 4096)[0]
     for kind in (causal_us, full_us):
         ratio = kind(cost, "backward", rows, keys) / kind(cost, "forward", rows, keys)
-        assert (
-            ratio > (1.1 if name == "b200" else 1.5)
-        ).all()  # where a B200 takes as long to start as to compute
+        # a B200 takes as long to start as to compute
+        assert (ratio > (1.1 if name == "b200" else 1.5)).all()
         assert len(set(np.round(ratio, 2).tolist())) > 3  # not a fixed multiple
 
 
@@ -250,9 +240,8 @@ def test_causal_tasks_are_cheaper_and_backward_more_expensive(name: str) -> None
 
 
 def test_time_is_proportional_to_query_heads() -> None:
-    one, eight = (
-        LLAMA_COST["h100"].attention_us("forward", 4096, 4096, 4096**2, heads, 1)[0] for heads in (1, 8)
-    )
+    h100 = LLAMA_COST["h100"]
+    one, eight = (h100.attention_us("forward", 4096, 4096, 4096**2, heads, 1)[0] for heads in (1, 8))
     assert eight == pytest.approx(8 * one)
 
 
@@ -263,9 +252,8 @@ def test_heads_may_differ_by_task() -> None:
 
 
 def test_more_kv_heads_cost_where_memory_binds() -> None:
-    few, many = (
-        LLAMA_COST["h100"].attention_us("forward", 128, 65536, 128 * 65536, 64, kv)[0] for kv in (8, 64)
-    )
+    h100 = LLAMA_COST["h100"]
+    few, many = (h100.attention_us("forward", 128, 65536, 128 * 65536, 64, kv)[0] for kv in (8, 64))
     assert many > 1.1 * few
     few, many = (LLAMA_COST["h100"].attention_us("forward", 8192, 8192, 8192**2, 64, kv)[0] for kv in (8, 64))
     assert many == few
@@ -275,9 +263,8 @@ def test_head_dims_scale_by_their_products() -> None:
     wide = CostModel(H100, replace(LLAMA70, head_dim=192, v_head_dim=128))
     base = LLAMA_COST["h100"]
     for phase, ratio in (("forward", (192 + 128) / 256), ("backward", (3 * 192 + 2 * 128) / 640)):
-        assert full_us(wide, phase, 8192, 8192)[0] == pytest.approx(
-            ratio * full_us(base, phase, 8192, 8192)[0]
-        )
+        ours, theirs = (full_us(one, phase, 8192, 8192)[0] for one in (wide, base))
+        assert ours == pytest.approx(ratio * theirs)
         assert wide.ideal_us(phase, 1000, 64) == pytest.approx(ratio * base.ideal_us(phase, 1000, 64))
 
 
@@ -302,9 +289,8 @@ def test_rows_and_linear_layers() -> None:
     assert cost.rowop_us(3_350_000_000) == pytest.approx(1000 + H100.rowop_us.value)
     parameters = 8192 * (2 * 64 * 128 + 2 * 8 * 128) + 3 * 8192 * 28672  # Llama-3-70B: 80 layers hold 68.5e9
     assert 80 * parameters == pytest.approx(68.5e9, rel=0.01)
-    assert cost.linear_us(np.array([0, 1000]))[1] == pytest.approx(
-        2e3 * parameters / H100.linear_tflops.value / 1e6
-    )
+    expected = 2e3 * parameters / H100.linear_tflops.value / 1e6
+    assert cost.linear_us(np.array([0, 1000]))[1] == pytest.approx(expected)
     assert cost.launch_us("forward") == H100.forward.launch_us
 
 
@@ -539,9 +525,8 @@ def test_causal_tasks_may_take_longer_than_full_ones() -> None:
     corner, full = int(causal_pairs(32, 64)), 32 * 64
     between = cost.attention_us("forward", 32, 64, (corner + full) // 2, 4, 2)[0]
     assert full_us(cost, "forward", 32, 64)[0] < between < causal_us(cost, "forward", 32, 64)[0]
-    assert (
-        causal_us(cost, "forward", 1, 64)[0] <= SMALL.forward.full[0][2]
-    )  # a single row is both full and causal
+    # a single row is both full and causal
+    assert causal_us(cost, "forward", 1, 64)[0] <= SMALL.forward.full[0][2]
     far = causal_us(cost, "forward", 5000, 5000)[0] / full_us(cost, "forward", 5000, 5000)[0]
     assert far <= (causal / np.array(SMALL.forward.full)).max()
 

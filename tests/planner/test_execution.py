@@ -76,9 +76,8 @@ def steps(draw: random.Random) -> dict:
         "place": {"scattered": place},
         "schedule": schedule,
     }
-    found["route"] = draw.choice(
-        [{"star": {}}, {"node": {"proxies": draw.random() < 0.5}}, {"tree": {"fanout": 1}}]
-    )
+    relays = {"node": {"proxies": draw.random() < 0.5}}, {"tree": {"fanout": 1}}
+    found["route"] = draw.choice([{"star": {}}, *relays])
     if place["head_groups"] == 1 and draw.random() < 0.4:
         found["inner"] = {"ulysses": {"degree": draw.choice(["node", 2]), "overlap": draw.random() < 0.5}}
     if place["head_groups"] == 1 and draw.random() < 0.3:

@@ -28,9 +28,5 @@ def test_answers_share_one_task_on_their_question() -> None:
     made = ap.plan(batch, Cluster(1, 1), MODEL, recipe="contiguous")
     program = made.programs["default", "forward"]
     rows = program["operands"]["rows"][program["tasks"]["q"]]
-    assert sorted(rows.tolist()) == [
-        20,
-        50,
-        70,
-        70,
-    ]  # the question with its first answer; the two other answers; their common task on the question
+    # the question with its first answer; the two other answers; their common task on the question
+    assert sorted(rows.tolist()) == [20, 50, 70, 70]

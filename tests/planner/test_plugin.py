@@ -81,9 +81,8 @@ def test_missing_and_misspelt_attributes_of_a_pass_are_named(
     made = dataclass(frozen=True)(type("Mine", (contract,), {**kept, **members}))
     if None in members.values():
         ((name, _),) = members.items()
-        made = dataclass(frozen=True)(
-            type("Mine", (), {k: getattr(made, k) for k in MEMBERS[step] if k != name})
-        )
+        kept = {k: getattr(made, k) for k in MEMBERS[step] if k != name}
+        made = dataclass(frozen=True)(type("Mine", (), kept))
     assert fault in contract_fault(step, made)
 
 

@@ -244,9 +244,8 @@ def test_a_wrong_move_is_refused(column: str, message: str) -> None:
     kept = np.flatnonzero((move.table["peer"] != move.table.rank_of_row()) & (move.table["send"] == 1))
     columns = {name: np.array(values) for name, values in move.table.columns.items()}
     one = kept[0]
-    columns[column][one] = {"peer": (columns["peer"][one] + 2) % 4, "send": 0}.get(
-        column, columns[column][one] - 1
-    )
+    changes = {"peer": (columns["peer"][one] + 2) % 4, "send": 0}
+    columns[column][one] = changes.get(column, columns[column][one] - 1)
     with pytest.raises(VerifyError, match=rf"\[layouts\].* move attention -> linear: .*{message}"):
         verify(with_move(plan, Table.of(move.table.ptr, columns)))
 

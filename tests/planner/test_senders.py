@@ -77,10 +77,8 @@ def test_splitting_rounds_by_sender_does_not_change_results(recipe: Any, shape: 
 
 @pytest.mark.parametrize("recipe", ["fcp_paper", "distca", "ulysses", "blend"])
 def test_plans_made_for_incast_are_faster_under_it(recipe: str) -> None:
-    batch, cluster = (
-        Batch.from_lengths([40_000, 9000, 20_000, 3000, 30_000, 8000, 11_000] * 4),
-        Cluster(16, 2),
-    )
+    cluster = Cluster(16, 2)
+    batch = Batch.from_lengths([40_000, 9000, 20_000, 3000, 30_000, 8000, 11_000] * 4)
     model = Model(32, 8, 128)
     busy, links = apply(next(one for one in SCENARIOS if one.name == "incast"), H100, cluster)
     plans = [

@@ -102,9 +102,8 @@ def test_members_of_a_group_hold_rows_by_their_shares(
 # ---- plans
 
 #: caps as printed in the paper leave some ranks one fragment too many
-ENFORCED = ap.Recipe(
-    "zeppelin", find_recipe("zeppelin").to_data()["steps"] | {"place": {"zeppelin": {"cap": "enforce"}}}
-)
+_STEPS = find_recipe("zeppelin").to_data()["steps"]
+ENFORCED = ap.Recipe("zeppelin", _STEPS | {"place": {"zeppelin": {"cap": "enforce"}}})
 
 
 @pytest.mark.parametrize("speeds", [HALVES, MIXED])

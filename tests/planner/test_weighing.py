@@ -64,9 +64,8 @@ def test_auto_balances_time_instead_of_pairs_for_short_answers() -> None:
     """Answers to one question, as in chats: the simulated time is even, and shorter than with even pairs."""
     sizes = lognormal_lengths(0, 8 * 16384, median=250, sigma=0.7)
     groups = [sizes[at : at + 16].tolist() for at in range(0, len(sizes) - 16, 16)]
-    batch = Batch.from_sequences(
-        [Sequence(200 + sum(group), masks.shared_question(200, group)) for group in groups]
-    )
+    questions = [Sequence(200 + sum(group), masks.shared_question(200, group)) for group in groups]
+    batch = Batch.from_sequences(questions)
     found = api.plan(batch, Cluster(1, 8), MODEL, recipe="auto")
     run, search = simulate(found), found.report["search"]
     pairs = api.plan(batch, Cluster(1, 8), MODEL, recipe=weighing_pairs(search["recipe"]))

@@ -39,9 +39,8 @@ def form(recipe: str = "fcp", context: int | None = None, **degrees: int) -> Par
 
 
 def row(form: Parallelism, training: Training, **extra: Any) -> ForecastRow:
-    found = ap.forecast(extra.pop("batch", BATCH), CLUSTER, extra.pop("model", SMALL), [form], training).rows[
-        0
-    ]
+    batch, model = extra.pop("batch", BATCH), extra.pop("model", SMALL)
+    found = ap.forecast(batch, CLUSTER, model, [form], training).rows[0]
     assert found.reason is None, found.reason
     return found
 
@@ -109,9 +108,8 @@ def test_low_rank_projections_are_counted_as_separate_products() -> None:
     assert attention_parameters(model, direct) == 7168 * 128 * 192 + keys + 128 * 128 * 7168
     ranks = replace(model, q_heads=16)  # the down projections are replicated on every rank
     whole = 7168 * (1536 + 512 + 64)
-    assert (
-        attention_parameters(ranks, training) - whole == (attention_parameters(model, training) - whole) / 8
-    )
+    split, all_heads = (attention_parameters(one, training) - whole for one in (ranks, model))
+    assert split == all_heads / 8
 
 
 # ------------------------------------------------------------------------------------------------- closed forms
@@ -237,9 +235,8 @@ def test_groups_that_share_experts_wait_for_each_other_in_each_layer() -> None:
     """Two groups, one with a long sequence in the first microbatch, the other in the second."""
     lengths = [4096, 2048, 2048, 2048, 2048, 4096]
     batch, training = Batch.from_lengths(lengths), training_with()
-    separate, together = (
-        row(form("ulysses", 4, microbatches=2, expert=expert), training, batch=batch) for expert in (4, 8)
-    )
+    forms = [form("ulysses", 4, microbatches=2, expert=expert) for expert in (4, 8)]
+    separate, together = (row(one, training, batch=batch) for one in forms)
     assert together.parts()["attention"] > 1.05 * separate.parts()["attention"]
 
 
@@ -360,7 +357,6 @@ def test_latent_expansion_is_counted_as_attention() -> None:
     model, training = model_of(DEEPSEEK), Training.from_data({}, DEEPSEEK)
     moved, expanded = (Layers(H100, one, training) for one in (model, model.expanded))
     flops = 2 * 512 * 128 * (128 + 128)
-    assert expanded.linear_us(1e3) - moved.linear_us(1e3) == pytest.approx(
-        1e3 * flops / (H100.linear_tflops.value * 1e6)
-    )
+    us = 1e3 * flops / (H100.linear_tflops.value * 1e6)
+    assert expanded.linear_us(1e3) - moved.linear_us(1e3) == pytest.approx(us)
     assert attention_row(moved) == 2 * (128 * 192 + 512 + 64)

@@ -142,9 +142,8 @@ def test_each_measured_rate_prices_only_its_own_work() -> None:
     training = Training(vocab=1000)
     half = Figure(H100.memory_gbs.value / 2, "measured")
     before = Layers(H100, SMALL, training)
-    after = Layers(
-        replace(H100, rows_gbs=half, loss_gbs=half, optimizer_gbs=half, memory_gbs=half), SMALL, training
-    )
+    rates = dict.fromkeys(("rows_gbs", "loss_gbs", "optimizer_gbs", "memory_gbs"), half)
+    after = Layers(replace(H100, **rates), SMALL, training)
     assert after.rows_us(100) == pytest.approx(2 * before.rows_us(100))
     assert after.optimizer_us(1e6) == pytest.approx(2 * before.optimizer_us(1e6))
     assert after.linear_us(100) == before.linear_us(100)
@@ -276,9 +275,8 @@ def test_flops_are_six_per_parameter_and_token_plus_those_of_pairs() -> None:
 
 def test_tensor_parallel_ranks_share_products_and_wait_for_each_other() -> None:
     alone, shared = (parts_of(form(tensor=degree), Training(vocab=1000)) for degree in (1, 2))
-    assert shared["linear"] == pytest.approx(
-        alone["linear"], rel=0.03
-    )  # twice the tokens, half of the products
+    # twice the tokens, half of the products
+    assert shared["linear"] == pytest.approx(alone["linear"], rel=0.03)
     moved = 4 * 2 * (parts_tokens(2) * 512 * 2 / 2 / 450e3 + 5) * 4  # forward and backward, four layers
     assert shared["tensor_parallel"] == pytest.approx(moved / 1e6)
 
@@ -366,22 +364,20 @@ def test_float32_weights_have_no_second_copy(dtype: str, state: int, moved: int)
 
 def test_tiles_bound_the_memory_of_the_ffn_and_cost_another_forward() -> None:
     """Backward repeats the FFN's forward, as in ALST's tiled MLP."""
-    plain, tiled = (
-        one(form(), Training(vocab=1000, recompute="none", mlp_tile=tile)) for tile in (None, 100)
-    )
+    tiles = (Training(vocab=1000, recompute="none", mlp_tile=tile) for tile in (None, 100))
+    plain, tiled = (one(form(), training) for training in tiles)
     tokens, (before, after) = parts_tokens(1), (row.memory().activations for row in (plain, tiled))
     assert before.feed_forward - after.feed_forward == 4 * 1024 * 2 * (tokens - 100)
-    assert (
-        before.kept - after.kept == 3 * tokens * 3 * 1024 * 2
-    )  # gate, up and their product, of three layers
-    products, gate = (
-        2 * 3 * 512 * 1024 / (H100.linear_tflops.value * 1e12),
-        3 * 1024 * 2 / (H100.memory_gbs.value * 1e9),
-    )
+    # gate, up and their product, of three layers
+    assert before.kept - after.kept == 3 * tokens * 3 * 1024 * 2
+    products = 2 * 3 * 512 * 1024 / (H100.linear_tflops.value * 1e12)
+    gate = 3 * 1024 * 2 / (H100.memory_gbs.value * 1e9)
     extra = tiled.parts()["recomputation"] - plain.parts()["recomputation"]
     assert extra == pytest.approx(4 * tokens * (products + gate))
 
 
+#: parts of a step that hide transfers to the host
+HIDING = ("attention", "linear", "rows", "remap", "recomputation", "data_parallel")
 LONG = Batch.from_lengths([BATCH.tokens])
 
 
@@ -406,9 +402,7 @@ def test_offloaded_inputs_cost_only_the_time_that_layers_do_not_hide() -> None:
     assert row.parts()["host"] == 0  # hidden
     assert row.seconds == on_device.seconds
     parts = slow.parts()
-    work = sum(
-        parts[name] for name in ("attention", "linear", "rows", "remap", "recomputation", "data_parallel")
-    )
+    work = sum(parts[name] for name in HIDING)
     assert parts["host"] == pytest.approx(2 * 4 * each / 0.1e9 - work)  # out in forward, back in backward
 
 
@@ -422,9 +416,7 @@ def test_chunks_leave_one_chunk_of_a_layer_on_the_device() -> None:
     parts = offloaded(0.1, chunks=4).parts()
     layers = Layers(H100, SMALL, Training(vocab=1000, recompute="full", offload=True, chunks=4))
     moved = [copies(layers, tokens, phase).us(0.1) / 1e6 for phase in ("forward", "backward")]
-    work = sum(
-        parts[name] for name in ("attention", "linear", "rows", "remap", "recomputation", "data_parallel")
-    )
+    work = sum(parts[name] for name in HIDING)
     assert parts["host"] == pytest.approx(4 * sum(moved) - work)
 
 
@@ -454,9 +446,8 @@ def test_selective_recomputation_keeps_attention_outputs() -> None:
     layers = Layers(H100, SMALL, Training())
     assert kept_bytes(layers, "full") == 512 * 2
     assert kept_bytes(layers, "selective") == 512 * 2 + 8 * (64 * 2 + 4)
-    full, selective, none = (
-        parts_of(form(), Training(vocab=1000, recompute=kind)) for kind in ("full", "selective", "none")
-    )
+    kinds = (Training(vocab=1000, recompute=kind) for kind in ("full", "selective", "none"))
+    full, selective, none = (parts_of(form(), training) for training in kinds)
     assert none["recomputation"] == 0
     assert selective["recomputation"] == pytest.approx((none["linear"] + none["rows"]) / 3)
     assert full["recomputation"] > selective["recomputation"]
@@ -704,10 +695,8 @@ def test_rows_that_drop_pairs_are_not_reported_as_too_large() -> None:
 
 
 def test_recipes_that_defer_sequences_are_refused() -> None:
-    steps = {
-        **find_recipe("wlb").to_data()["steps"],
-        "pack": {"wlb": {"defer": True, "outlier_tokens": 4000}},
-    }
+    pack = {"pack": {"wlb": {"defer": True, "outlier_tokens": 4000}}}
+    steps = find_recipe("wlb").to_data()["steps"] | pack
     deferring = find_recipe({"name": "deferring", "steps": steps})
     refused = refusal(Parallelism(deferring, Degrees(microbatches=3)))
     assert "2 sequences would be deferred to a later step" in refused

@@ -51,9 +51,8 @@ def test_vocabulary_and_ties_come_from_the_config(run: Command, config: Callable
     path = config(tie_word_embeddings=True)
     result = run("forecast", *SIZE, "--model", path).json["training"]
     assert (result["vocab"], result["tied"]) == (1000, True)
-    given = run("forecast", *SIZE, "--model", path, "--training", "{vocab: 500, recompute: full}").json[
-        "training"
-    ]
+    options = ("--model", path, "--training", "{vocab: 500, recompute: full}")
+    given = run("forecast", *SIZE, *options).json["training"]
     assert (given["vocab"], given["tied"], given["recompute"]) == (500, True, "full")
     assert run("forecast", *SIZE).json["training"]["vocab"] == 128256
 
@@ -85,9 +84,8 @@ def test_windows_come_from_the_config(run: Command, config: Callable[..., Path])
         for given in ({}, window)
     )
     assert windows < 0.8 * causal
-    given = run("forecast", *SIZE, "--model", config(**window), "--mask", "causal").row["parts_s"][
-        "attention"
-    ]
+    row = run("forecast", *SIZE, "--model", config(**window), "--mask", "causal").row
+    given = row["parts_s"]["attention"]
     assert given == causal
     kinds = config(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=64)
     both = run("forecast", *SIZE, "--model", kinds).row["parts_s"]["attention"]
@@ -107,9 +105,7 @@ def test_plans_of_lengths_have_the_windows_of_the_config(
 
 def test_each_kind_of_a_model_file_may_have_its_own_mask(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
-    path.write_text(
-        "{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: {full: 2, local: 2}}", encoding="utf-8"
-    )
+    path.write_text("{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: {full: 2, local: 2}}")
     refused = run("forecast", *SIZE, "--model", path).row["reason"]
     assert "has no kind default" in refused
     assert "--mask '{kind: mask}'" in refused
@@ -148,9 +144,7 @@ def test_a_dtype_that_differs_from_the_hardware_is_a_warning(
     run: Command, tmp_path: Path, dtype: str
 ) -> None:
     path, plan = tmp_path / "model.yaml", tmp_path / "made.plan"
-    path.write_text(
-        f"{{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: 4, dtype: {dtype}}}", encoding="utf-8"
-    )
+    path.write_text(f"{{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: 4, dtype: {dtype}}}")
     batch = tmp_path / "batch.json"
     batch.write_text('{"lengths": [3000, 1096]}', encoding="utf-8")
     assert run("plan", "--batch", batch, "--ranks", 2, "--model", path, "-o", plan).code == 0

@@ -68,10 +68,8 @@ def test_methods_rank_in_the_measured_order() -> None:
     for run in memory_methods.RUNS:
         for tokens, plans in ((4 * M, (False, True)), (8 * M, (False,))):
             for planned in plans:
-                peaks = [
-                    run.activations(method, tokens, planned).peak
-                    for method in ("fpdt", "upipe", "alst", "plain")
-                ]
+                methods = ("fpdt", "upipe", "alst", "plain")
+                peaks = [run.activations(method, tokens, planned).peak for method in methods]
                 assert peaks == sorted(peaks)
                 assert len(set(peaks)) == 4
 
@@ -90,9 +88,8 @@ def test_formulas_count_most_of_the_measured_memory() -> None:
 def test_upipe_memory_matches_the_measurement(tokens: int) -> None:
     """UPipe, Table 4: the total memory of a rank."""
     batch, parallelisms = ap.Batch.from_lengths([tokens * M]), ap.recipe_parallelisms(["upipe"])
-    found = ap.forecast(
-        [batch], ap.Cluster(1, 8), LLAMA.model, parallelisms, LLAMA.training("upipe", tokens * M)
-    )
+    training = LLAMA.training("upipe", tokens * M)
+    found = ap.forecast([batch], ap.Cluster(1, 8), LLAMA.model, parallelisms, training)
     total = found.record()["rows"][0]["memory_gib"]["total"]
     assert total == pytest.approx(LLAMA.memory["upipe"][tokens], rel=0.05)
 

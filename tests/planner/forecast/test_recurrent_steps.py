@@ -115,9 +115,8 @@ def test_a_step_of_one_rank_equals_its_closed_form() -> None:
     numbers = 4 * (8 * 512 + 3 * 1024) + 2 * (8 + 2) * 64 + 3 * (2 * CHANNELS + 3 * VALUES)
     assert found["rows"] * 1e6 == pytest.approx(3 * 2 * numbers * tokens / rows_us)
     recomputed = row(batch, Cluster(1, 1), replace(TRAINING, recompute="selective")).parts()
-    assert recomputed["recomputation"] * 1e6 == pytest.approx(
-        kernel + 2 * (parameters / rate + numbers / rows_us) * tokens
-    )
+    more = 2 * (parameters / rate + numbers / rows_us) * tokens
+    assert recomputed["recomputation"] * 1e6 == pytest.approx(kernel + more)
 
 
 def test_recurrences_of_cut_documents_are_simulated() -> None:

@@ -95,9 +95,8 @@ def test_scenarios_scale_figures_and_grids(scenario: Scenario) -> None:
 def test_simulating_on_another_cluster_equals_a_plan_made_for_it() -> None:
     other = {"intra_gbs": 0.016, "intra_latency_us": 7.0, "speeds": [1.0, 0.5]}
     own = simulate_with(plan_of(*PROGRAMS, **other), Unit())
-    overridden = simulate_with(
-        plan_of(*PROGRAMS), Unit(), cluster=replace(LINKS, **other | {"speeds": (1.0, 0.5)})
-    )
+    slower = replace(LINKS, **other | {"speeds": (1.0, 0.5)})
+    overridden = simulate_with(plan_of(*PROGRAMS), Unit(), cluster=slower)
     for key, run in own.runs.items():
         assert transfers(run) == transfers(overridden.runs[key])
         assert run.finish_us.tolist() == overridden.runs[key].finish_us.tolist()

@@ -66,9 +66,8 @@ def test_a_missing_engine_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda package: None)
     assert not SOLVERS[key].installed
-    with pytest.raises(
-        MissingDependencyError, match=rf"solver {key[1]} needs \w+: pip install '\.\[solvers\]'"
-    ):
+    message = rf"solver {key[1]} needs \w+: pip install '\.\[solvers\]'"
+    with pytest.raises(MissingDependencyError, match=message):
         SOLVERS[key].load()
 
 
