@@ -34,11 +34,8 @@ def pods(ranks: int) -> dict[str, Any]:
 
 
 def proxies(count: int) -> dict[str, Any]:
-    steps = {
-        "shard": {"sequences": {}},
-        "place": {"zeppelin": {}},
-        "schedule": {"queues": {"proxies": count}},
-    }
+    schedule = {"schedule": {"queues": {"proxies": count}}}
+    steps = {"shard": {"sequences": {}}, "place": {"zeppelin": {}}, **schedule}
     return {"name": "routed", "steps": steps}
 
 

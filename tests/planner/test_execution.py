@@ -53,29 +53,14 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def steps(draw: random.Random) -> dict:
     local = draw.choice(["first", "last", "even"])
-    schedule = draw.choice(
-        [
-            {
-                "matchings": {
-                    "coalesce": draw.choice([1, 2, 5]),
-                    "buffers": draw.choice([1, 2, 3]),
-                    "local": local,
-                }
-            },
-            {"gather": {"local": local, "whole": draw.random() < 0.3}},
-            {"divisions": {"count": 4, "buffers": draw.choice([1, 2, 4])}},
-        ]
-    )
-    place = {
-        "seed": draw.randint(0, 9),
-        "head_groups": draw.choice([1, 1, 2, 4]),
-        "servers": draw.choice([1, 2, 100]),
-    }
-    found = {
-        "shard": {"blocks": {"block": draw.choice([1, 3, 5, 16])}},
-        "place": {"scattered": place},
-        "schedule": schedule,
-    }
+    matchings = {"coalesce": draw.choice([1, 2, 5]), "buffers": draw.choice([1, 2, 3]), "local": local}
+    gather = {"local": local, "whole": draw.random() < 0.3}
+    divisions = {"count": 4, "buffers": draw.choice([1, 2, 4])}
+    schedule = draw.choice([{"matchings": matchings}, {"gather": gather}, {"divisions": divisions}])
+    place = {"seed": draw.randint(0, 9), "head_groups": draw.choice([1, 1, 2, 4])}
+    place["servers"] = draw.choice([1, 2, 100])
+    shard = {"blocks": {"block": draw.choice([1, 3, 5, 16])}}
+    found = {"shard": shard, "place": {"scattered": place}, "schedule": schedule}
     relays = {"node": {"proxies": draw.random() < 0.5}}, {"tree": {"fanout": 1}}
     found["route"] = draw.choice([{"star": {}}, *relays])
     if place["head_groups"] == 1 and draw.random() < 0.4:

@@ -50,11 +50,7 @@ def test_the_recipe_of_a_plugin_uses_its_pass() -> None:
 
 
 def test_the_pass_of_a_plugin_accepts_its_parameters_and_refuses_others() -> None:
-    steps = {
-        "shard": {"blocks": {"block": 256}},
-        "place": {"round_robin": {"first": -1}},
-        "schedule": {"matchings": {}},
-    }
+    steps = {"shard": {"blocks": {}}, "place": {"round_robin": {"first": -1}}, "schedule": {"matchings": {}}}
     batch, cluster = ap.Batch.from_lengths([1000]), ap.Cluster(nodes=1, ranks_per_node=4)
     with pytest.raises(ap.ConfigError, match=r"round_robin\.first = -1: must be an integer of at least 0"):
         ap.plan(batch, cluster, ap.Model(), recipe={"name": "mine", "steps": steps})

@@ -46,21 +46,13 @@ def check_round_trip(plan: ap.Plan) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kinds_in_any_order_make_the_same_plan(recipe: str) -> None:
-    local, whole = MASKS["window"], MASKS["causal"]
-    plan = ap.plan(
-        batch_of({"local": local, "global": whole}),
-        CLUSTER,
-        ap.Model(4, 4, 8, layers={"local": 3, "global": 1}),
-        recipe,
+    kinds, layers = {"local": MASKS["window"], "global": MASKS["causal"]}, {"local": 3, "global": 1}
+    plan, other = (
+        ap.plan(batch_of(dict(masks)), CLUSTER, ap.Model(4, 4, 8, layers=dict(counts)), recipe)
+        for masks, counts in ((kinds, layers), (reversed(kinds.items()), reversed(layers.items())))
     )
     assert plan.header.kinds == ("global", "local")
     check_round_trip(plan)
-    other = ap.plan(
-        batch_of({"global": whole, "local": local}),
-        CLUSTER,
-        ap.Model(4, 4, 8, layers={"global": 1, "local": 3}),
-        recipe,
-    )
     assert other.encode() == plan.encode()
 
 
@@ -82,12 +74,8 @@ def test_the_order_of_kinds_in_a_sequence_does_not_matter() -> None:
 
 
 def test_steps_in_any_order_are_the_same_recipe() -> None:
-    steps = {
-        "shard": {"blocks": {"block": 16}},
-        "place": {"lpt": {}},
-        "schedule": {"matchings": {}},
-        "reshuffle": True,
-    }
+    steps = {"shard": {"blocks": {"block": 16}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}}
+    steps["reshuffle"] = True
     recipes = [ap.Recipe("mine", dict(order)) for order in permutations(steps.items())]
     assert len(set(recipes)) == 1
     assert all(recipe == recipes[0] for recipe in recipes)

@@ -18,21 +18,14 @@ from apportion.planner.cost import CostModel
 from apportion.planner.simulate import prepare, simulate
 from apportion.planner.simulate.scenarios import SCENARIOS, apply
 from tests.support.sparse import sparse_product
+from tests.support.strategies import steps
 
 H100 = Hardware.load("h100")
 MODEL = Model(q_heads=8, kv_heads=4, head_dim=8, dtype="fp64")
 #: several senders at a time are so expensive, and rounds so cheap, that every round has one sender
 ALONE = replace(H100, incast=Figure(10, "made up"), rowop_us=Figure(0, "made up"))
 RECIPES = ("fcp_paper", "fcp", "distca", "dcp", "blend", "ulysses", "usp", "zeppelin", "allgather", "mixed")
-UPIPE = {
-    "name": "upipe",
-    "steps": {
-        "inner": {"upipe": {"degree": "auto", "heads": "auto", "project": False}},
-        "shard": {"sequences": {}},
-        "place": {"whole": {}},
-        "schedule": {"gather": {}},
-    },
-}
+UPIPE = {"name": "upipe", "steps": steps("upipe", inner={"project": False})}
 
 
 def planned(recipe: Any, hardware: Hardware, cluster: Cluster) -> Plan:

@@ -47,30 +47,22 @@ def row(form: Parallelism, training: Training, **extra: Any) -> ForecastRow:
 
 # ------------------------------------------------------------------------------------------------- published models
 
-QWEN3: dict[str, Any] = (
-    json.loads("""{"num_experts_per_tok": 8, "sliding_window": null, "head_dim": 128, "torch_dtype": "bfloat16",
-  "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-  "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_hidden_layers": 48,
-  "vocab_size": 151936, "use_sliding_window": false}""")
-)
-GPT_OSS: dict[str, Any] = (
-    json.loads("""{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-  "num_key_value_heads": 8, "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128}""")
-)
-DEEPSEEK: dict[str, Any] = (
-    json.loads("""{"num_experts_per_tok": 8, "sliding_window": null, "head_dim": 128, "torch_dtype": "bfloat16",
-  "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads":
-  128, "num_key_value_heads": 128, "num_hidden_layers": 61, "n_routed_experts": 256, "n_shared_experts":
-  1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512,
-  "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280, "n_group": 8,
-  "topk_group": 4}""")
-)
-GLM: dict[str, Any] = (
-    json.loads("""{"num_experts_per_tok": 8, "sliding_window": null, "head_dim": 128, "torch_dtype": "bfloat16",
-  "model_type": "glm4_moe", "hidden_size": 5120, "intermediate_size": 12288, "num_attention_heads": 96,
-  "num_key_value_heads": 8, "num_hidden_layers": 92, "n_routed_experts": 160, "n_shared_experts": 1,
-  "moe_intermediate_size": 1536, "first_k_dense_replace": 3, "vocab_size": 151552, "n_group": 1,
-  "topk_group": 1}""")
+QWEN3, GPT_OSS, DEEPSEEK, GLM = map(
+    json.loads,
+    (
+        """{"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+  "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+  "num_hidden_layers": 48, "vocab_size": 151936}""",
+        """{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+  "num_key_value_heads": 8, "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128}""",
+        """{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
+  "num_key_value_heads": 128, "num_hidden_layers": 61, "n_routed_experts": 256, "num_experts_per_tok": 8,
+  "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+  "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280}""",
+        """{"model_type": "glm4_moe", "hidden_size": 5120, "intermediate_size": 12288, "num_attention_heads": 96,
+  "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 92, "n_routed_experts": 160, "n_shared_experts": 1,
+  "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "first_k_dense_replace": 3, "vocab_size": 151552}""",
+    ),
 )
 
 
@@ -221,12 +213,9 @@ def test_gradients_of_experts_are_reduced_among_their_copies() -> None:
 
 
 def test_tensor_parallel_ranks_gather_nothing_for_routed_experts() -> None:
+    chosen, experts = form("ulysses", tensor=2, expert=4), replace(EXPERTS, dense=0)
     with_shared, without = (
-        row(
-            form("ulysses", tensor=2, expert=4),
-            training_with(experts=replace(EXPERTS, shared=shared, dense=0)),
-        )
-        for shared in (128, 0)
+        row(chosen, training_with(experts=replace(experts, shared=shared))) for shared in (128, 0)
     )
     assert without.parts()["tensor_parallel"] == pytest.approx(with_shared.parts()["tensor_parallel"] / 2)
 
@@ -249,19 +238,10 @@ def test_expert_imbalance_adds_its_own_range() -> None:
 
 
 def test_a_capacity_turns_uneven_tokens_into_padding() -> None:
-    lengths = [9000, 3000, 2000, 1000, 1384]
-    batch = Batch.from_lengths(lengths)
-    free, padded = (
-        row(
-            form("fcp", expert=8),
-            training_with(experts=replace(EXPERTS, imbalance=1, capacity=capacity)),
-            batch=batch,
-        )
-        for capacity in (None, 1.0)
-    )
+    batch, even = Batch.from_lengths([9000, 3000, 2000, 1000, 1384]), replace(EXPERTS, imbalance=1)
+    trainings = (training_with(experts=replace(even, capacity=capacity)) for capacity in (None, 1.0))
+    free, padded = (row(form("fcp", expert=8), training, batch=batch) for training in trainings)
     rows, more = free.experts(), padded.experts()
-    assert rows is not None
-    assert more is not None
     assert rows["uneven"] == more["uneven"] >= 1
     assert more["received"] == pytest.approx(rows["received"] * rows["uneven"])
     assert padded.parts()["experts"] == pytest.approx(free.parts()["experts"] * rows["uneven"])
@@ -276,10 +256,8 @@ def test_a_search_tries_expert_degrees_and_plans_once_for_all() -> None:
 
 
 def test_the_command_prints_expert_rows_and_the_effect_of_imbalance() -> None:
-    for capacity, phrase in (
-        (None, "imbalance 1.5 assumed, dropless"),
-        (1.25, "padded to 1.25 times an even share"),
-    ):
+    phrases = {None: "imbalance 1.5 assumed, dropless", 1.25: "padded to 1.25 times an even share"}
+    for capacity, phrase in phrases.items():
         training = training_with(experts=replace(EXPERTS, capacity=capacity))
         record = ap.forecast(BATCH, CLUSTER, SMALL, [form("ulysses", expert=4)], training).record()
         facts = {"batches": 1, "tokens": BATCH.tokens, "workload": "lengths"}
@@ -293,11 +271,8 @@ def test_the_command_prints_expert_rows_and_the_effect_of_imbalance() -> None:
     "config", [QWEN3, GPT_OSS | {"num_hidden_layers": 2, "num_local_experts": 32}, DEEPSEEK, GLM]
 )
 def test_steps_of_published_models_are_forecast(config: dict[str, Any]) -> None:
-    masks = masks_of(config)
-    batch = Batch.from_lengths([6000, 2192], masks)
-    training = Training.from_data({}, config)
-    form_ = form("fcp", expert=8)
-    (found,) = ap.forecast(batch, Cluster(1, 8), model_of(config), [form_], training).rows
+    batch, training = Batch.from_lengths([6000, 2192], masks_of(config)), Training.from_data({}, config)
+    (found,) = ap.forecast(batch, Cluster(1, 8), model_of(config), [form("fcp", expert=8)], training).rows
     assert found.reason is None
     assert all(found.parts()[name] > 0 for name in ("attention", "linear", "experts", "all_to_all"))
 
@@ -311,7 +286,7 @@ def test_steps_of_published_models_are_forecast(config: dict[str, Any]) -> None:
         (
             {},
             {"experts": replace(EXPERTS, dense=5)},
-            "^training.experts.dense = 5: must be at most the number of layers, 4",
+            "^training.experts.dense = 5: must be at most .* layers, 4",
         ),
         ({"tensor": 2}, {"experts": replace(EXPERTS, shared=3)}, "^parallelism.tensor = 2: .*experts.shared"),
     ],

@@ -11,28 +11,21 @@ import pytest
 
 from tests.support.commands import Command
 
-SMALL: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-}
-SIZE = (
+SMALL: dict[str, Any] = json.loads("""{"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
+  "num_attention_heads": 8, "num_hidden_layers": 4, "num_key_value_heads": 2, "vocab_size": 1000}""")
+SIZE = [
     "--ranks",
-    4,
+    "4",
     "--tokens-per-rank",
-    2048,
+    "2048",
     "--batches",
-    1,
+    "1",
     "--recipes",
     "fcp",
     "--grids",
     "none",
     "--json",
-)
+]
 
 
 @pytest.fixture
@@ -41,7 +34,7 @@ def config(tmp_path: Path) -> Callable[..., Path]:
 
     def write(**given: Any) -> Path:
         path = tmp_path / "config.json"
-        path.write_text(json.dumps(SMALL | given), encoding="utf-8")
+        path.write_text(json.dumps(SMALL | given))
         return path
 
     return write
@@ -97,7 +90,7 @@ def test_plans_of_lengths_have_the_windows_of_the_config(
     run: Command, config: Callable[..., Path], tmp_path: Path
 ) -> None:
     lengths = tmp_path / "lengths.jsonl"
-    lengths.write_text("3000\n500\n", encoding="utf-8")
+    lengths.write_text("3000\n500\n")
     size = ("--lengths", lengths, "--ranks", 2, "--tokens-per-rank", 2048, "--json")
     kinds = config(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=64)
     assert run("plan", *size, "--model", kinds).code == 0
@@ -115,7 +108,7 @@ def test_each_kind_of_a_model_file_may_have_its_own_mask(run: Command, tmp_path:
 
 def test_tokens_come_from_the_batch(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "batch.json"
-    path.write_text('{"lengths": [3000, 1096]}', encoding="utf-8")
+    path.write_text('{"lengths": [3000, 1096]}')
     size = ("--batch", path, "--ranks", 4, "--recipes", "fcp", "--grids", "none")
     assert run("forecast", *size, "--json").json["tokens"] == 4096
     assert "1 step of 4,096 tokens" in run("forecast", *size).out
@@ -123,19 +116,15 @@ def test_tokens_come_from_the_batch(run: Command, tmp_path: Path) -> None:
 
 def test_no_sample_is_longer_than_a_microbatch(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
-    path.write_text("9000\n" * 3 + "4000\n" + "1000\n" * 6, encoding="utf-8")
+    path.write_text("9000\n" * 3 + "4000\n" + "1000\n" * 6)
     size = ("--lengths", path, *SIZE, "--microbatches", 2)
-    assert (
-        run("forecast", *SIZE[:-1], *size[:2], "--microbatches", 2).err.count(
-            "samples with more than 8,192 tokens"
-        )
-        == 1
-    )
+    warnings = run("forecast", *SIZE[:-1], *size[:2], "--microbatches", 2).err
+    assert warnings.count("samples with more than 8,192 tokens") == 1
     whole = run("forecast", *size).json
     assert (whole["tokens"], whole["skipped_samples"] > 0) == (16384, True)
     stages = run("forecast", *size, "--pipeline", 2).json
     assert stages["skipped_samples"] >= whole["skipped_samples"]
-    path.write_text("9000\n", encoding="utf-8")
+    path.write_text("9000\n")
     assert "use more ranks" in run("forecast", *size).json["error"]["message"]
 
 
@@ -146,7 +135,7 @@ def test_a_dtype_that_differs_from_the_hardware_is_a_warning(
     path, plan = tmp_path / "model.yaml", tmp_path / "made.plan"
     path.write_text(f"{{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: 4, dtype: {dtype}}}")
     batch = tmp_path / "batch.json"
-    batch.write_text('{"lengths": [3000, 1096]}', encoding="utf-8")
+    batch.write_text('{"lengths": [3000, 1096]}')
     assert run("plan", "--batch", batch, "--ranks", 2, "--model", path, "-o", plan).code == 0
     warning = "warning: model.dtype is fp32, but hardware h100 has bf16"
     for command in (
@@ -160,16 +149,9 @@ def test_a_dtype_that_differs_from_the_hardware_is_a_warning(
 
 def test_a_refused_baseline_is_printed_with_its_reason(run: Command) -> None:
     name = "ulysses, CP 4, order"
-    size = (*SIZE[:6], "--recipes", "fcp", "--grids", "ulysses")
-    heads = (
-        "--baseline",
-        name,
-        "--mask",
-        "full",
-        "--training",
-        "{chunks: 2, offload: true, recompute: full}",
-    )
-    warning = run("forecast", *size, *heads).out
+    size = (*SIZE[:8], "--grids", "ulysses")
+    training = ("--mask", "full", "--training", "{chunks: 2, offload: true, recompute: full}")
+    warning = run("forecast", *size, "--baseline", name, *training).out
     assert f"baseline {name} (refused)" in warning
     assert f"{name}: training.chunks = 2: need one causal sequence" in warning
 
