@@ -255,10 +255,7 @@ FULL: dict[str, Any] = {"full": {}}
     [
         (lambda: Batch.from_lengths([]), "sequences", "at least one"),
         (lambda: Batch.from_lengths([3, 0]), "lengths[1]", "[1, 2147483647]"),
-        (lambda: Batch.from_lengths([3, -2]), "lengths[1]", "[1, 2147483647]"),
         (lambda: Batch.from_lengths([3, 2.5]), "lengths[1]", "integer"),
-        (lambda: Batch.from_lengths([True]), "lengths[0]", "integer"),
-        (lambda: Batch.from_lengths(["8"]), "lengths[0]", "integer"),
         (lambda: Batch.from_lengths([10**30]), "lengths", "64 bits"),
         (lambda: Batch.from_lengths([2**30, 2**30]), "lengths", "add up"),
         (lambda: Batch.from_lengths(np.array([1.0])), "lengths", "integer dtype"),

@@ -10,26 +10,12 @@ import pytest
 import apportion as ap
 from apportion import MissingDependencyError, masks
 from apportion.ir import cards
+from tests.support.examples import EXAMPLES
 
-SPECS = [
-    masks.causal(),
-    masks.full(),
-    masks.sliding_window(1024),
-    masks.sink_window(4, 64),
-    masks.causal_blockwise(16, 2),
-    masks.shared_question(40, [30, 20]),
-    masks.prefix_lm(7),
-    masks.block_causal(8),
-    masks.chunked(300),
-    masks.image_spans([(3, 9), (20, 40)]),
-    masks.tree([(-1, 5), (0, 4), (0, 6)]),
-    masks.documents([30, 50], masks.sliding_window(8)),
-    masks.bands([(0, 10, 0, 10, 0, 9)]),
-    masks.slices([(0, 6, 0, 6, 1)]),
-]
+SPECS = [*EXAMPLES.values(), masks.bands([(0, 10, 0, 10, 0, 9)]), masks.slices([(0, 6, 0, 6, 1)])]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
+@pytest.mark.parametrize("spec", SPECS)
 def test_every_mask_has_a_card_that_shows_its_bands(spec: masks.Mask) -> None:
     html = spec._repr_html_()
     assert type(spec).__name__ in html

@@ -76,7 +76,6 @@ def test_image_rows_have_the_pairs_of_the_real_instance() -> None:
         ({"lengths": []}, "workload.lengths", "must not be empty"),
         ({"lengths": 7}, "workload.lengths", "list"),
         ({"lengths": [3, 0]}, "workload.lengths[1]", "[1,"),
-        ({"lengths": [3, True]}, "workload.lengths[1]", "integer"),
         ({"rows": [[3, 4]]}, "workload.format", "tokens or est_tokens"),
         ({"rows": [[3, 4]], "format": "[bytes,words]"}, "workload.format", "tokens or est_tokens"),
         ({"rows": [[3, 4], [3]], "format": "[bytes,tokens]"}, "workload.rows[1]", "2 columns"),

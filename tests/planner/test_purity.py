@@ -76,13 +76,8 @@ def test_another_process_with_another_hash_seed_has_the_same_plans(
     plans_without_load: dict[str, str],
 ) -> None:
     code = "import json; from tests.planner.test_purity import all_planned; print(json.dumps(all_planned()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": "12345"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env = {**os.environ, "PYTHONHASHSEED": "12345"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == plans_without_load
 
 

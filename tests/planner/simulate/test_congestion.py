@@ -95,13 +95,8 @@ def test_congestion_speeds_up_no_transfer_and_bounds_still_hold(
 
 
 def test_congestion_figures_come_from_the_hardware_file() -> None:
-    hardware = replace(
-        H100,
-        incast=Figure(0.17, "x", interval=(0.0, 0.34)),
-        incast_peers=Figure(7, "x"),
-        one_peer=Figure(0.65, "x"),
-        message_rates=RATES,
-    )
+    incast = {"incast": Figure(0.17, "x", interval=(0.0, 0.34)), "incast_peers": Figure(7, "x")}
+    hardware = replace(H100, **incast, one_peer=Figure(0.65, "x"), message_rates=RATES)
     assert CostModel(H100, Model()).congestion is None
     assert CostModel(hardware, Model()).congestion == Congestion(0.17, 7, 0.65, RATES)
     assert Hardware.from_data(json.loads(json.dumps(hardware.to_data()))) == hardware

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import apportion as ap
@@ -106,15 +104,9 @@ def test_the_search_includes_the_time_of_recurrent_layers() -> None:
 def test_cuts_are_at_multiples_of_the_kernels_chunk(recipe: str) -> None:
     """With the alignment of the candidates of `auto`, a run that continues on another rank leaves no chunk partly
     empty."""
-    steps: dict[str, Any] = {
-        "shard": {"sequences": {}},
-        "place": {"blend": {"weigh": "time", "align": ALIGN}},
-    }
-    requested = (
-        {"name": "aligned", "steps": {**steps, "schedule": {"matchings": {}}}}
-        if recipe == "blend"
-        else recipe
-    )
+    steps = {"shard": {"sequences": {}}, "place": {"blend": {"weigh": "time", "align": ALIGN}}}
+    aligned = {"name": "aligned", "steps": {**steps, "schedule": {"matchings": {}}}}
+    requested = aligned if recipe == "blend" else recipe
     batch = ap.Batch.from_lengths([9000, 5001, 2000, 383])
     plan = ap.plan(batch, ap.Cluster(ranks_per_node=4), model(), recipe=requested)
     assert plan.recurrence is not None

@@ -29,11 +29,8 @@ def finish_times(scenario: Scenario, contention: float = 0.0) -> list[float]:
     """The finish times of the two ranks on the links of the scenario."""
     _, cluster = apply(scenario, H100, LINKS)
     costs = Unit(contention=contention)
-    return (
-        simulate_with(plan_of(*PROGRAMS), costs, cluster=cluster)
-        .runs["default", "forward"]
-        .finish_us.tolist()
-    )
+    run = simulate_with(plan_of(*PROGRAMS), costs, cluster=cluster).runs["default", "forward"]
+    return run.finish_us.tolist()
 
 
 def test_slower_links_by_hand() -> None:
@@ -131,13 +128,8 @@ def test_no_plan_is_faster_under_a_scenario(recipe: str) -> None:
 def test_names_and_factors_are_checked() -> None:
     assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
     assert round(132 / 124 - 1, 3) == SET_ASIDE
-    for field, value in (
-        ("bandwidth", 0),
-        ("latency", -1),
-        ("compute", "1"),
-        ("contention", float("nan")),
-        ("one_peer", 0),
-    ):
+    wrong = {"bandwidth": 0, "latency": -1, "compute": "1", "contention": float("nan"), "one_peer": 0}
+    for field, value in wrong.items():
         with pytest.raises(ConfigError, match=f"scenario.{field}"):
             Scenario("mine", **{field: value})
     with pytest.raises(ConfigError, match=r"scenario\.name"):
