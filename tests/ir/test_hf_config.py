@@ -139,8 +139,8 @@ def test_a_null_or_disabled_window_is_no_window() -> None:
 
 
 def test_missing_heads_and_dtypes_have_their_defaults() -> None:
-    bare = changed(LLAMA, num_key_value_heads=None, torch_dtype=None, head_dim=None)
-    assert (model_of(bare).kv_heads, model_of(bare).head_dim, model_of(bare).dtype) == (32, 128, "bf16")
+    bare = model_of(changed(LLAMA, num_key_value_heads=None, torch_dtype=None, head_dim=None))
+    assert (bare.kv_heads, bare.head_dim, bare.dtype) == (32, 128, "bf16")
     assert model_of(changed(LLAMA, dtype="torch.float32")).dtype == "fp32"  # wins over torch_dtype
 
 
@@ -271,9 +271,7 @@ def test_recurrent_layers_are_read(kind: str) -> None:
         ("made_up", "multi_query_attention", True),
     ],
 )
-def test_layers_other_than_softmax_attention_are_refused(
-    kind: str, field: str, value: Any, tmp_path: Path
-) -> None:
+def test_other_layers_than_attention_are_refused(kind: str, field: str, value: Any, tmp_path: Path) -> None:
     name = field.rpartition(".")[2]
     fields = {name: value} if name == field else {"attn_config": {name: value}}
     data = changed(LLAMA, model_type=kind, **fields)

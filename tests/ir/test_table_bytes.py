@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from apportion._core.tables import MAX_ROWS
-from apportion.ir.bytes.table_bytes import encode_parts, encode_tables, read_parts, tables_of
+from apportion.ir.bytes.table_bytes import encode_tables, read_parts
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.isa import LIMIT, MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES
-from apportion.ir.plan.tables import Layout, Move, ProgramSet, Recurrence, Table, empty_table
+from apportion.ir.isa import LIMIT, SPAN_COLUMNS, TABLES
+from apportion.ir.plan.tables import Layout, ProgramSet, Table
 from tests.support.random_plans import random_plan
 
 NAMES = ("a", "b")
@@ -133,13 +133,6 @@ def test_one_row_of_zeros_takes_no_byte() -> None:
     assert len(decode_parts([bytes(4)])[0]) == 0
 
 
-def test_parts_are_the_same_on_threads() -> None:
-    for seed in range(5):
-        plan = random_plan(seed, ranks=9)
-        tables = tables_of(plan.layouts, plan.programs, plan.moves)
-        assert encode_parts(tables, 9, threads=3) == encode_parts(tables, 9)
-
-
 def test_columns_in_another_order_are_refused() -> None:
     """Columns are encoded and verified by position, so another order would change the numbers."""
     plan = random_plan(0)
@@ -150,26 +143,3 @@ def test_columns_in_another_order_are_refused() -> None:
     table = plan.programs[plan.header.kinds[0], "forward"]["tasks"]
     with pytest.raises(ConfigError, match=r"tasks = .first, .*must have the columns q, kv, o"):
         ProgramSet({"tasks": Table.of(table.ptr, dict(reversed(table.columns.items())))})
-
-
-def test_tables_of_a_part_are_in_order() -> None:
-    """Spans, programs by kind and phase, moves, recurrences."""
-
-    def one(names: tuple[str, ...], number: int) -> Table:
-        return Table(np.array([0, 1]), names, np.full((len(names), 1), number, np.int64))
-
-    programs = {
-        key: ProgramSet({name: one(names, 10 * n) for name, names in TABLES.items()})
-        for n, key in ((2, ("x", "backward")), (1, ("x", "forward")), (3, ("y", "forward")))
-    }
-    recurrent = {name: one(names, 40) for name, names in RECURRENCE_TABLES.items()}
-    tables = tables_of(
-        {"attention": Layout("attention", one(SPAN_COLUMNS, 1))},
-        programs,
-        [Move("a", "b", one(MOVE_COLUMNS, 9))],
-        Recurrence(recurrent),
-    )
-    names = [SPAN_COLUMNS, *3 * [*TABLES.values()], MOVE_COLUMNS, *RECURRENCE_TABLES.values()]
-    firsts = [int(table.values[0, 0]) for table in decode_parts(encode_parts(tables, 1), *names)]
-    assert firsts == [1, *7 * [10], *7 * [20], *7 * [30], 9, *4 * [40]]
-    assert len(parts_of(empty_table(NAMES, 7))) == 7
