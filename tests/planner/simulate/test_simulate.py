@@ -35,6 +35,8 @@ from tests.support.timelines import (
     work,
 )
 
+RECEIVE = "launch 0: receive KV.work[0:8) from 0\nwait 0"
+
 # --- timelines by hand
 
 
@@ -71,7 +73,7 @@ def test_channels_overlap_and_rounds_of_one_channel_do_not() -> None:
     def programs(channel: str) -> list[str]:
         return [
             f"launch 0: send KV.home[0:8) to 1\nlaunch 1{channel}: send KV.home[0:8) to 2\nwait 0\nwait 1",
-            "launch 0: receive KV.work[0:8) from 0\nwait 0",
+            RECEIVE,
             f"launch 1{channel}: receive KV.work[0:8) from 0\nwait 1",
             "",
         ]
@@ -125,10 +127,7 @@ def test_ports_serve_in_order_of_readiness() -> None:
 
 
 def test_a_slow_rank_works_longer() -> None:
-    send, receive = (
-        "launch 0: send KV.home[0:8) to 1\nwait 0",
-        "launch 0: receive KV.work[0:8) from 0\nwait 0",
-    )
+    send, receive = ("launch 0: send KV.home[0:8) to 1\nwait 0", RECEIVE)
     run = forward(f"{work(6)}\n{send}", f"{receive}\n{work(6)}", speeds=[2.0, 0.5])
     assert run.compute_us.tolist() == [3.0, 12.0]
     assert run.finish_us.tolist() == [14.0, 26.0]
@@ -140,11 +139,7 @@ COPIES = Unit(a_row=3.0, a_byte=1 / 256)
 
 def test_staged_messages_are_packed_before_their_transfers() -> None:
     """KV home rows are two arrays, KV work rows one: 512 bytes are read and written, only on rank 0."""
-    run = forward(
-        "launch 0: send KV.home[0:8) to 1\nclear O.home[0:8)\nwait 0",
-        "launch 0: receive KV.work[0:8) from 0\nwait 0",
-        costs=COPIES,
-    )
+    run = forward("launch 0: send KV.home[0:8) to 1\nclear O.home[0:8)\nwait 0", RECEIVE, costs=COPIES)
     pack, clear = 3 + 1024 / 256, 3 + 320 / 256
     assert transfers(run) == {(0, 0, 1): (pack, pack + 8 + 3)}
     assert run.compute_us.tolist() == [pack + clear, 0.0]
@@ -214,11 +209,8 @@ def test_a_round_waits_until_its_messages_are_posted() -> None:
 
 def test_gradients_are_cast_after_the_last_instruction() -> None:
     """64 rows: dQ of 4 numbers and dKV of 8, read and written in 8 bytes each."""
-    lines = (
-        "clear dQ.home[0:64)\nlaunch 0: send Q.home[0:8) to 1\nwait 0",
-        "launch 0: receive Q.work[0:8) from 0",
-    )
-    plan = plan_of(*lines, phase="backward")
+    first = "clear dQ.home[0:64)\nlaunch 0: send Q.home[0:8) to 1\nwait 0"
+    plan = plan_of(first, "launch 0: receive Q.work[0:8) from 0", phase="backward")
     run = simulate_with(plan, Unit(a_row=1.0, a_byte=1.0)).runs["default", "backward"]
     cast = 1 + 64 * 4 * 16 + 64 * 8 * 16
     clear = 1 + 64 * 32
@@ -363,11 +355,8 @@ def test_transfers_slow_kernels_down() -> None:
 
 def test_contention_is_a_loss_of_its_own() -> None:
     """Rank 0 runs 8 us at half speed, then at full again."""
-    programs = (
-        f"launch 0: send KV.home[0:8) to 1\n{work(20)}\nwait 0",
-        "launch 0: receive KV.work[0:8) from 0\nwait 0",
-    )
-    found = simulate_with(plan_of(*programs), Unit(contention=1.0)).lost
+    sender, receiver = f"launch 0: send KV.home[0:8) to 1\n{work(20)}\nwait 0", RECEIVE
+    found = simulate_with(plan_of(sender, receiver), Unit(contention=1.0)).lost
     assert (found.contention, found.stalls) == pytest.approx((4.0, 0.0))
 
 
@@ -415,13 +404,9 @@ def scrambled(seed: int) -> Plan:
                 open_rounds[rank].append(number)
     for rank in range(ranks):
         lines[rank] += [f"wait {number}" for number in open_rounds[rank]]
-    return plan_of(
-        *("\n".join(mine) for mine in lines),
-        nodes=nodes,
-        ranks_per_node=per_node,
-        nics_per_node=rng.choice([1, 2]),
-        speeds=[rng.choice([1.0, 0.75]) for _ in range(ranks)],
-    )
+    cluster = {"nodes": nodes, "ranks_per_node": per_node, "nics_per_node": rng.choice([1, 2])}
+    speeds = [rng.choice([1.0, 0.75]) for _ in range(ranks)]
+    return plan_of(*("\n".join(mine) for mine in lines), **cluster, speeds=speeds)
 
 
 @pytest.mark.parametrize("contention", [0.0, 0.3])
@@ -492,21 +477,26 @@ def test_timelines_of_recipes_keep_the_invariants(recipe: str) -> None:
         assert (run.slowed_us <= 0.1 * (run.compute_us - run.slowed_us) + 1e-6).all()
 
 
-def test_a_program_that_deadlocks_is_refused() -> None:
-    crossed = plan_of(
-        "launch 0: send KV.home[0:8) to 1\nwait 0\nlaunch 1: receive KV.work[0:8) from 1\nwait 1",
-        "launch 1: send KV.home[0:8) to 0\nwait 1\nlaunch 0: receive KV.work[0:8) from 0\nwait 0",
-    )
-    with pytest.raises(VerifyError, match="2 ranks wait for rounds that never complete, rank 0 for round 0"):
-        simulate_with(crossed, Unit())
+CROSSED = (
+    "launch 0: send KV.home[0:8) to 1\nwait 0\nlaunch 1: receive KV.work[0:8) from 1\nwait 1",
+    "launch 1: send KV.home[0:8) to 0\nwait 1\nlaunch 0: receive KV.work[0:8) from 0\nwait 0",
+)
 
 
-def test_unmatched_transfers_and_waits_are_refused() -> None:
-    programs = ["launch 3: send KV.home[0:8) to 1\nwait 3", "launch 3\nwait 3"]
-    with pytest.raises(VerifyError, match="round 3: rank 0 sends 1 tiles to rank 1, which receives 0"):
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        (CROSSED, "2 ranks wait for rounds that never complete, rank 0 for round 0"),
+        (
+            ("launch 3: send KV.home[0:8) to 1\nwait 3", "launch 3\nwait 3"),
+            "round 3: rank 0 sends 1 tiles to rank 1",
+        ),
+        (("", "wait 4"), "rank 1 waits for round 4 but never launches it"),
+    ],
+)
+def test_programs_that_cannot_run_are_refused(programs: tuple[str, ...], message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
         simulate_with(plan_of(*programs), Unit())
-    with pytest.raises(VerifyError, match="rank 1 waits for round 4 but never launches it"):
-        simulate_with(plan_of("", "wait 4"), Unit())
 
 
 def test_a_plan_without_work_takes_no_time() -> None:
@@ -605,7 +595,7 @@ def test_the_critical_path_names_ranks_and_what_they_wait_for() -> None:
     run = forward(
         f"{work(6)}\nlaunch 0: send KV.home[0:8) to 1, send KV.home[0:8) to 2\nwait 0\n"
         "launch 1: send KV.home[0:8) to 2\nwait 1",
-        "launch 0: receive KV.work[0:8) from 0\nwait 0",
+        RECEIVE,
         "launch 0: receive KV.work[0:8) from 0\nlaunch 1: receive KV.work[8:16) from 0\nwait 1",
     )
     assert [(step.kind, step.rank, step.us, step.round, step.peer) for step in run.critical_path()] == [
