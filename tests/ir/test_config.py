@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion import Batch, Cluster, Job, Model, Sequence, masks
+from apportion import Batch, Cluster, Model, Sequence, masks
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.request.policy import Policy, Recipe, Step
 from apportion.ir.tensors import Tensor
-from apportion.planner.simulate.scenarios import Scenario
 from tests.support.formats import SCHEMAS, schema_accepts
 from tests.support.hostile import check_refusal, junk
 
@@ -351,21 +349,6 @@ def test_config_objects_hash_compare_and_copy() -> None:
     for item in (Cluster(), Model(layers={"a": 1}), Policy(Recipe("fcp", FCP))):
         assert copy.deepcopy(item) == item
         assert hash(item) == hash(type(item).from_data(item.to_data()))
-
-
-def test_numpy_numbers_become_plain_ones() -> None:
-    recipe = Recipe("fcp", FCP)
-    for item in (
-        Cluster(np.int16(2), np.uint8(4), intra_gbs=np.float32(450), speeds=[np.float16(1)] * 8),
-        Model(np.int16(32), np.uint64(8), layers=np.int8(4)),
-        Policy(recipe, np.int16(400), np.float32(0.5), np.float32(0.5), np.uint8(7), np.int8(9)),
-        Job(Cluster(), Model(), Policy(recipe), np.int16(400), np.uint8(2)),
-        Scenario("mine", np.float32(0.5), np.int8(2), np.float32(2), np.float32(0.5)),
-    ):
-        values = [getattr(item, field.name) for field in fields(item)]
-        assert not [value for value in values if isinstance(value, np.generic)]
-        if not isinstance(item, Scenario):
-            assert type(item).from_data(json.loads(json.dumps(item.to_data()))) == item
 
 
 @pytest.mark.parametrize("form", [Cluster, Model, Recipe, Policy])

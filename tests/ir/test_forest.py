@@ -177,16 +177,16 @@ def test_samples_that_cannot_be_folded_are_named(arguments: tuple[object, ...], 
 def test_savings_of_real_rollouts_equal_a_count_of_lengths(name: str, groups: int) -> None:
     """Only lengths are published: prompts are shared, and responses differ from their first token on."""
     counted = json.loads((ROLLOUTS / f"{name}.json").read_text())["groups"][:groups]
-    texts, prompts, separate = [], [], [0, 0]
-    folded = [0, 0]
+    texts, prompts = [], []
+    separate, folded = np.zeros(2, np.int64), np.zeros(2, np.int64)  # tokens and pairs
     for number, (prompt, responses) in enumerate(counted):
-        folded = [folded[0] + prompt, folded[1] + prompt * (prompt + 1) // 2]
+        folded += (prompt, prompt * (prompt + 1) // 2)
         for i, response in enumerate(responses):
             texts.append(np.append(np.full(prompt, 1000 + number), np.full(response, i)))
             prompts.append(number)
             whole = prompt + response
-            separate = [separate[0] + whole, separate[1] + whole * (whole + 1) // 2]
-            folded = [folded[0] + response, folded[1] + prompt * response + response * (response + 1) // 2]
+            separate += (whole, whole * (whole + 1) // 2)
+            folded += (response, prompt * response + response * (response + 1) // 2)
     forest = fold(texts, prompts)
     assert forest.saving == Saving(separate[0], folded[0], separate[1], folded[1])
     assert len(forest) == groups

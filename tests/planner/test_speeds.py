@@ -124,13 +124,6 @@ def test_groups_that_split_heads_share_tokens_by_speed(recipe: str) -> None:
         assert over_share(plan(recipe, speeds), speeds) <= 0.02
 
 
-def test_auto_respects_shares_on_ranks_of_unequal_speed() -> None:
-    search = ap.Recipe("auto", {"search": {"portfolio": {"candidates": ["fcp", "blend"], "improve": False}}})
-    made = plan(search, HALVES)
-    assert [trial["refused"] for trial in made.report["search"]["tried"]] == [None, None]
-    assert over_share(made, HALVES) <= 0.02
-
-
 def test_the_verifier_checks_each_rank_against_its_own_share() -> None:
     made = plan("fcp", HALVES)
     shares = BATCH.tokens * np.array(HALVES) / sum(HALVES)

@@ -126,6 +126,8 @@ def test_no_plan_is_faster_under_a_scenario(recipe: str) -> None:
 
 
 def test_names_and_factors_are_checked() -> None:
+    made = Scenario("mine", np.float32(0.5), np.int8(2), np.float32(2), np.float32(0.5))
+    assert not [value for value in vars(made).values() if isinstance(value, np.generic)]
     assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
     assert round(132 / 124 - 1, 3) == SET_ASIDE
     wrong = {"bandwidth": 0, "latency": -1, "compute": "1", "contention": float("nan"), "one_peer": 0}

@@ -125,15 +125,16 @@ def test_tokens_without_room_have_no_rank() -> None:
 
 def test_wrong_columns_are_refused() -> None:
     problem = long_sequence()
-    for changed in (
-        {"speeds": np.ones(3)},
-        {"room": np.ones(3)},
-        {"flops_slack": (-1.0, 0.0)},
-        {"price": np.ones(2)},
-        {"nodes": 0},
-    ):
+    changes = {
+        "speeds": np.ones(3),
+        "room": np.ones(3),
+        "flops_slack": (-1.0, 0.0),
+        "price": np.ones(2),
+        "nodes": 0,
+    }
+    for name, value in changes.items():
         with pytest.raises(ConfigError):
-            replace(problem, **changed)
+            replace(problem, **{name: value})
 
 
 # ---------------------------------------------------------------------------------------------- the engine's process
