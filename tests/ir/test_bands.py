@@ -58,7 +58,7 @@ def test_operations_on_a_band_follow_its_definition(band: tuple[int, ...], down:
 @property_test
 @given(bands, ranges(), ranges())
 def test_a_band_cut_by_a_rectangle_is_a_band(
-    band: tuple[int, ...], rows: tuple[int, int], cols: tuple[int, int]
+    band: tuple, rows: tuple[int, int], cols: tuple[int, int]
 ) -> None:
     rect = oracle((*rows, *cols, -INF, INF))
     for tight in (False, True):

@@ -42,14 +42,9 @@ def test_several_kinds_share_the_sequences() -> None:
 
 
 def test_sequences_with_their_own_masks() -> None:
-    batch = Batch.from_sequences(
-        [
-            Sequence(5, masks.shared_question(2, [2, 1])),
-            Sequence(3),
-            Sequence(5, masks.shared_question(2, [2, 1]), home_ranks=(1, 0)),
-            Sequence(2, masks.full(), positions=[7, 9], labels=[-1, 0]),
-        ]
-    )
+    question, own = masks.shared_question(2, [2, 1]), {"positions": [7, 9], "labels": [-1, 0]}
+    sequences = [Sequence(5, question), Sequence(3), Sequence(5, question, home_ranks=(1, 0))]
+    batch = Batch.from_sequences([*sequences, Sequence(2, masks.full(), **own)])
     assert batch.home_ranks == {2: (1, 0)}
     assert batch.bands("default")[4:, 0].tolist() == [8, 12, 12, 13]
     assert batch.positions().tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 0, 1, 2, 3, 2, 7, 9]
@@ -174,15 +169,13 @@ def test_position_breaks_are_where_positions_do_not_continue(mask_specs: list[An
 @property_test
 @given(st.lists(st.tuples(specs, specs), min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_batches_round_trip_through_data(pairs: list[tuple[Any, Any]], several: bool, own: bool) -> None:
-    sequences = [
-        Sequence(
-            6,
+    labels, sequences = [-1, 0, 1, 2, 3, 4] if own else None, []
+    for i, (one, _) in enumerate(pairs):
+        mask, home_ranks = (
             {"a": one, "b": masks.causal()} if several else one,
-            home_ranks=(i, 9) if own and i % 2 else None,
-            labels=[-1, 0, 1, 2, 3, 4] if own else None,
+            (i, 9) if own and i % 2 else None,
         )
-        for i, (one, _) in enumerate(pairs)
-    ]
+        sequences.append(Sequence(6, mask, home_ranks=home_ranks, labels=labels))
     batch = Batch.from_sequences(sequences)
     data = batch.to_data()
     again = Batch.from_data(json.loads(json.dumps(data)))
@@ -311,9 +304,7 @@ def test_errors_of_batches_name_the_field(make: Callable[..., Any], field: str, 
         ("b.toml", b"", r"\.json, \.yaml or \.yml"),
     ],
 )
-def test_files_that_cannot_be_read_are_refused(
-    tmp_path: Path, name: str, data: bytes, message: str | None
-) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path, name: str, data: bytes, message: str | None) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=message):
         Batch.load(tmp_path / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from apportion import MissingDependencyError, masks
 from apportion.ir import cards
 from tests.support.examples import EXAMPLES
 
+REQUEST = ap.Batch.from_lengths([700, 300, 24]), ap.Cluster(1, 2), ap.Model(2, 1, 16)
 SPECS = [*EXAMPLES.values(), masks.bands([(0, 10, 0, 10, 0, 9)]), masks.slices([(0, 6, 0, 6, 1)])]
 
 
@@ -46,22 +48,19 @@ def test_text_in_cards_is_escaped() -> None:
 
 
 def test_batches_plans_simulations_and_comparisons_have_cards() -> None:
-    batch = ap.Batch.from_lengths([700, 300, 24])
-    cluster, model = ap.Cluster(1, 2), ap.Model(2, 1, 16)
-    plan = ap.plan(batch, cluster, model)
-    comparison = ap.compare(batch, cluster, model, ["fcp", "ring", "ulysses"])
+    plan, comparison = ap.plan(*REQUEST), ap.compare(*REQUEST, ["fcp", "ring", "ulysses"])
     for value, text in (
-        (batch, "1,024 in 3 sequences"),
+        (REQUEST[0], "1,024 in 3 sequences"),
         (plan, "auto on 2 ranks"),
         (ap.simulate(plan), "simulated on h100"),
         (comparison, "speed-up over ring"),
-        (cluster, "2: 1 nodes of 2"),
-        (model, "2 query, 1 KV, of 16"),
+        (REQUEST[1], "2: 1 nodes of 2"),
+        (REQUEST[2], "2 query, 1 KV, of 16"),
     ):
         assert text in value._repr_html_()
         assert len(repr(value)) < 300
     assert repr(plan.for_rank(1)) == f"<Slice: rank 1 of 2, auto, plan {plan.id.hex()[:12]}>"
-    iteration = ap.plan_iteration(batch, cluster, model)
+    iteration = ap.plan_iteration(*REQUEST)
     assert re.fullmatch("<IterationPlan: 1 microbatch on 2 ranks, [0-9a-f]{12}>", repr(iteration))
     assert repr(iteration.slice_for(0)).startswith("<IterationSlice: rank 0 of 2, 1 microbatch, plan ")
     assert ap.Plan.decode(plan.encode())._repr_html_() == plan._repr_html_()
@@ -69,8 +68,7 @@ def test_batches_plans_simulations_and_comparisons_have_cards() -> None:
 
 def test_the_card_of_a_comparison_equals_the_printed_table() -> None:
     pytest.importorskip("pandas")
-    batch = ap.Batch.from_lengths([700, 300, 24])
-    comparison = ap.compare(batch, ap.Cluster(1, 2), ap.Model(2, 1, 16), ["fcp"], baseline="ulysses")
+    comparison = ap.compare(*REQUEST, ["fcp"], baseline="ulysses")
     frame = comparison.to_pandas()
     assert list(frame["recipe"]) == ["ulysses", "fcp"]
     record = comparison.record()
@@ -80,9 +78,7 @@ def test_the_card_of_a_comparison_equals_the_printed_table() -> None:
 
 
 def test_without_pandas_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "pandas", None)
-    comparison = ap.compare(ap.Batch.from_lengths([100]), ap.Cluster(1, 2), ap.Model(2, 1, 16), ["fcp"])
+    comparison = ap.compare(*REQUEST, ["fcp"])
     with pytest.raises(MissingDependencyError, match="notebook"):
         comparison.to_pandas()

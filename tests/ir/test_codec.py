@@ -141,12 +141,9 @@ def test_the_order_of_layouts_and_kinds_is_checked(plan: Plan) -> None:
 
 
 def test_every_section_enters_the_id(plan: Plan) -> None:
-    changes = [
-        replace(plan, header=replace(plan.header, seed=plan.header.seed + 1)),
-        replace(plan, report={}),
-        replace(plan, moves=()),
-        replace(plan, request=replace(plan.request, hardware="00")),
-    ]
+    header = replace(plan.header, seed=plan.header.seed + 1)
+    changes = [replace(plan, header=header), replace(plan, report={}), replace(plan, moves=())]
+    changes.append(replace(plan, request=replace(plan.request, hardware="00")))
     assert len({plan.id, *(codec.seal(changed).id for changed in changes)}) == 5
 
 
@@ -364,9 +361,7 @@ def test_deep_nesting_and_oversized_sections_are_refused(plan: Plan, monkeypatch
 
 
 @pytest.mark.parametrize("section", sorted({*wire.MAX_BYTES} - {"report"}))
-def test_plans_above_the_size_limits_of_readers_are_not_encoded(
-    plan: Plan, section: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_above_the_size_limits_are_not_encoded(plan: Plan, section: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(wire, "MAX_BYTES", dict(wire.MAX_BYTES) | {section: 0})
     with pytest.raises(CapacityError, match=rf"bytes of {section}; the limit is 0: use more ranks"):
         codec.seal(plan)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion import Batch, Cluster, Model, Sequence, masks
-from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion import Batch, Cluster, ConfigError, Model, Sequence, UnknownNameError, masks
 from apportion.ir.request.policy import Policy, Recipe, Step
 from apportion.ir.tensors import Tensor
 from tests.support.formats import SCHEMAS, schema_accepts

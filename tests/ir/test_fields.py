@@ -21,8 +21,6 @@ from apportion.ir.fields import number
         (1e-300, 0.0, True, "must be at least 1e-15"),
     ],
 )
-def test_an_error_states_the_rule_that_the_number_breaks(
-    value: float, low: float, above: bool, rule: str
-) -> None:
+def test_an_error_states_the_broken_rule(value: float, low: float, above: bool, rule: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(rule)):
         number("field", value, low, above)

@@ -93,10 +93,10 @@ def test_samples_of_different_groups_share_no_rows(texts: list[list[int]], group
     for a, b in permutations(range(len(texts)), 2):
         if groups[a] != groups[b]:
             assert not set(rows_of(forest, a)) & set(rows_of(forest, b))
-    forests = [
-        fold([ids for ids, of in zip(texts, groups, strict=False) if of == g])
-        for g in set(groups[: len(texts)])
-    ]
+    of_group = (
+        [ids for ids, of in zip(texts, groups, strict=False) if of == g] for g in set(groups[: len(texts)])
+    )
+    forests = [*map(fold, of_group)]
     assert len(forest.tokens) == sum(len(forest.tokens) for forest in forests)
 
 

@@ -152,9 +152,7 @@ def test_any_plan_fits_the_schema(schema: jsonschema.Draft202012Validator) -> No
         (("moves", 0), ["attention"]),
     ],
 )
-def test_the_schema_refuses(
-    schema: jsonschema.Draft202012Validator, path: tuple[Any, ...], value: object
-) -> None:
+def test_the_schema_refuses(schema: jsonschema.Draft202012Validator, path: Any, value: object) -> None:
     plan = decoded(golden("tiny")[0])
     inner: Any = plan
     for key in path[:-1]:
@@ -206,17 +204,18 @@ def test_the_prose_states_the_contents_of_tensors() -> None:
         assert row == [str(int(tensor)), c.name, sides[c.side], parts, dtype, _PHASES[c.phases]]
 
 
-_USES = {
-    Use.READ: "reads",
-    Use.TAKE: "takes",
-    Use.MOVE: "moves",
-    Use.WRITE: "writes",
-    Use.ONCE: "writes once",
-    Use.ADD: "adds to",
-    Use.CLEAR: "clears",
-    Use.FINISH: "finishes",
-    Use.TRAVEL: "sends or receives",
-}
+_VERBS = [
+    "reads",
+    "takes",
+    "moves",
+    "writes",
+    "writes once",
+    "adds to",
+    "clears",
+    "finishes",
+    "sends or receives",
+]
+_USES = dict(zip(Use, _VERBS, strict=True))
 
 
 def operand_text(argument: Argument) -> str:

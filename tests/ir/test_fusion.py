@@ -34,14 +34,9 @@ def test_complete_rows_are_not_touched_later(recipe: str, mask: str) -> None:
             for column, complete in find_complete_rows(program, phase).items():
                 tasks, rows, in_place = complete_rows(program, phase, column)
                 assert sorted(each_row(complete.tasks)) == sorted(tasks)
-                by_operand = [
-                    (int(program[table][name][at]), row)
-                    for table, name, ranges in (
-                        ("transfers", "operand", complete.sent),
-                        ("rowops", "a", complete.delivered),
-                    )
-                    for at, row in each_row(ranges)
-                ]
+                sent, delivered = program["transfers"]["operand"], program["rowops"]["a"]
+                by_operand = [(int(sent[at]), row) for at, row in each_row(complete.sent)]
+                by_operand += [(int(delivered[at]), row) for at, row in each_row(complete.delivered)]
                 assert sorted(by_operand) == sorted(in_place)
                 assert [row for _, row in each_row(complete.home)] == sorted(rows)
                 home, all_home = complete.home, together[column].home

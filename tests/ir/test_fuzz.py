@@ -66,10 +66,3 @@ def test_mutated_slices_raise_only_typed_errors() -> None:
         if changed != data:
             with pytest.raises(DecodeError):
                 Slice.decode(changed)
-
-
-def test_the_command_reports_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fuzz_plans.main(["--count", "20", "--json", "--limit-ms", "60000"]) == 0
-    out = capsys.readouterr().out
-    assert '"escaped": {}' in out
-    assert '"count": 20' in out

@@ -165,9 +165,7 @@ def test_tiles_of_several_runs_are_sent_on(name: str) -> None:
         ("megatron_hybrid", 17, (6, 13, 0, 14, -3, 34)),
     ],
 )
-def test_zeros_after_a_tile_of_several_runs_are_sent_on(
-    recipe: str, tokens: int, band: tuple[int, ...]
-) -> None:
+def test_zeros_after_a_tile_of_several_runs_are_sent_on(recipe: str, tokens: int, band: Any) -> None:
     """The judge must find the end of the tile to distinguish the zeros from the tile's rows."""
     steps = {**find_recipe(recipe).to_data()["steps"], "reshuffle": True}
     batch, model = ap.Batch.from_lengths([tokens], ap.masks.bands([band])), ap.Model(1, 1, 1, dtype="fp64")
@@ -256,8 +254,3 @@ def test_a_fault_is_described_by_operand_and_rank(seed: int) -> None:
                 assert "a form that the verifier does not support" not in fault.message, fault
                 assert "cannot trace" not in fault.message, fault
                 assert fault.rule not in ("operands", "dataflow", "delivery") or fault.rank is not None, fault
-
-
-def test_mutants_are_reproducible() -> None:
-    first, again = (fuzz_judge.fuzz(PLANS[:2], 30, 7).to_data() for _ in range(2))
-    assert first == again

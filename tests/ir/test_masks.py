@@ -383,24 +383,13 @@ def test_deep_nesting_is_refused() -> None:
         masks.from_data(data)
 
 
+PARAMETERS = "window right sink prompt answers prefix chunk spans nodes lengths mask bands slices"
+
+
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(st.sampled_from(sorted(masks.SPECS)), st.data())
 def test_hostile_data_raises_only_typed_errors(name: str, data: st.DataObject) -> None:
-    fields = [
-        "window",
-        "right",
-        "sink",
-        "prompt",
-        "answers",
-        "prefix",
-        "chunk",
-        "spans",
-        "nodes",
-        "lengths",
-        "mask",
-        "bands",
-        "slices",
-    ]
+    fields = PARAMETERS.split()
     params = data.draw(st.dictionaries(st.sampled_from(fields), junk, max_size=3) | junk)
     check_refusal(lambda: masks.from_data({name: params}))
 

@@ -66,11 +66,8 @@ def test_rows_that_arrive_as_results_need_no_finish_and_no_cast() -> None:
     assert set(run.launches.tolist()) == {1 + 1 + 1 + 1 + 1}
 
 
-MASKS = {
-    "causal": masks.causal(),
-    "window": masks.sliding_window(120),
-    "questions": masks.shared_question(40, [100, 60]),
-}
+MASKS = {"causal": masks.causal(), "window": masks.sliding_window(120)}
+MASKS["questions"] = masks.shared_question(40, [100, 60])
 
 
 @pytest.mark.parametrize("recipe", ["distca", "distca_paper"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from apportion.ir.masks.bands import dense, overlaps
+from apportion._core import totals
+from apportion.ir.masks.bands import area, dense, overlaps
 from apportion.ir.verify import attended
 
 
@@ -19,6 +20,15 @@ def test_pairs_of_a_band_by_counting() -> None:
         counted.append(sum(dmin <= q - k <= dmax for q in range(q0, q1) for k in range(k0, k1)))
     areas, inside = attended.areas_inside(bands, np.array([[0, 20, 0, 20, -20, 20]]).T)
     assert areas.tolist() == inside.tolist() == counted
+
+
+def test_pairs_of_a_task_are_the_area_of_its_band() -> None:
+    draw = np.random.default_rng(0)
+    for limit in (6, 40, 2**31):
+        for _ in range(300):
+            q, k = (int(draw.integers(1, limit)) for _ in range(2))
+            dmin, dmax = sorted(int(draw.integers(1 - k, q)) for _ in range(2))
+            assert totals.area_of(0, q, 0, k, dmin, dmax) == int(area([[0, q, 0, k, dmin, dmax]])[0])
 
 
 def test_the_sweep_finds_the_overlaps_of_the_band_algebra() -> None:

@@ -119,9 +119,7 @@ def test_workloads_are_read_from_files(tmp_path: Path) -> None:
         ("l.csv", 'id,length\n1," 3 "\n2,5\n', None),
     ],
 )
-def test_lengths_are_read_from_common_file_formats(
-    tmp_path: Path, name: str, text: str, column: str | None
-) -> None:
+def test_lengths_are_read_from_formats(tmp_path: Path, name: str, text: str, column: str | None) -> None:
     (tmp_path / name).write_text(text)
     assert read_lengths(tmp_path / name, column).lengths.tolist() == [3, 5]
 
@@ -138,9 +136,7 @@ def test_lengths_are_read_from_common_file_formats(
         ("l.json", "[]", None, "must not be empty"),
     ],
 )
-def test_errors_of_length_files_name_the_line(
-    tmp_path: Path, name: str, text: str, column: str | None, message: str
-) -> None:
+def test_errors_name_the_line(tmp_path: Path, name: str, text: str, column: str | None, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_lengths(tmp_path / name, column)

@@ -166,12 +166,8 @@ def test_a_tolerance_that_no_candidate_keeps_is_an_error_with_numbers() -> None:
         ap.plan(ap.Batch.from_lengths([4001, 7]), CLUSTER, MODEL, policy=policy)
 
 
-MASKS = {
-    "causal": masks.causal(),
-    "full": masks.full(),
-    "window": masks.sliding_window(64),
-    "question": masks.shared_question(100, [300, 200, 100]),
-}
+MASKS = {"causal": masks.causal(), "full": masks.full(), "window": masks.sliding_window(64)}
+MASKS["question"] = masks.shared_question(100, [300, 200, 100])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

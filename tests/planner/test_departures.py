@@ -13,9 +13,7 @@ from apportion.ir.plan.summary import plan_rows
 LONG = [4096, 300, 200, 100]
 
 
-def reported_departures(
-    recipe: Any, cluster: ap.Cluster, heads: int = 8, lengths: list[int] = LONG
-) -> list[tuple[str, Any, Any]]:
+def reported_departures(recipe: Any, cluster: ap.Cluster, heads: int = 8, lengths: Any = LONG) -> list[Any]:
     model = ap.Model(q_heads=heads, kv_heads=heads, head_dim=8)
     plan = ap.plan(ap.Batch.from_lengths(lengths), cluster, model, recipe)
     departures = plan.report.get("departures", [])
@@ -41,9 +39,7 @@ def proxies(count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", ["ulysses", "upipe"])
 @pytest.mark.parametrize(("heads", "ranks", "used"), [(7, 4, 1), (6, 4, 2), (12, 8, 4)])
-def test_degrees_that_do_not_divide_the_heads_are_departures(
-    recipe: str, heads: int, ranks: int, used: int
-) -> None:
+def test_degrees_beyond_the_heads_are_departures(recipe: str, heads: int, ranks: int, used: int) -> None:
     with pytest.warns(UserWarning, match=f"degree: {used} instead of {min(heads, ranks)}"):
         found = reported_departures(recipe, ap.Cluster(1, ranks), heads)
     assert found == [(f"inner.{recipe}.degree", min(heads, ranks), used)]

@@ -55,9 +55,9 @@ def test_both_layouts_are_even_within_two_percent(nodes: int, recipe: str) -> No
 
 def test_the_time_of_a_feed_by_hand() -> None:
     """Rank 0 has both rows; tokens of rank 1, on its node, and rank 2, on the other, need one each."""
-    source = Table(np.array([0, 1, 1, 1, 1]), SPAN_COLUMNS, np.array([[0, 0, 2, 0, 0]]).T)
-    target = Table(np.array([0, 0, 1, 2, 2]), SPAN_COLUMNS, np.array([[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]).T)
-    encoder, decoder = Layout("encoder", source), Layout("decoder", target)
+    spans = ([0, 1, 1, 1, 1], [[0, 0, 2, 0, 0]]), ([0, 0, 1, 2, 2], [[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]])
+    tables = (Table(np.array(ptr), SPAN_COLUMNS, np.array(rows).T) for ptr, rows in spans)
+    encoder, decoder = map(Layout, ("encoder", "decoder"), tables)
     cluster = ap.Cluster(2, 2)
     feed = Feed.of(encoder, decoder, np.array([[0, 0, 2]]), 1)
     near, far = (1000 / (gbs * 1e3) for gbs in (cluster.intra_gbs, cluster.inter_gbs_per_rank))

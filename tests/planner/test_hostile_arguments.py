@@ -176,12 +176,8 @@ def comparable_form(found: Any) -> Any:
 
 def is_allowed(annotation: str, value: Any) -> bool:
     """True if a parameter with such an annotation may take a plain value."""
-    words = [
-        word
-        for word in ALLOWED
-        if word in annotation.replace("[", " ").replace("]", " ").split() or word in annotation.split("[")
-    ]
-    kinds = tuple(kind for word in words for kind in ALLOWED[word])
+    words = {*annotation.replace("[", " ").replace("]", " ").split(), *annotation.split("[")}
+    kinds = tuple(kind for word, allowed in ALLOWED.items() if word in words for kind in allowed)
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 

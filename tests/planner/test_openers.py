@@ -9,11 +9,10 @@ from apportion.ir.isa import Op
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=64, layers=1)
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [masks.causal(), masks.shared_question(40, [30, 50, 20]), masks.full(), masks.prefix_lm(20)],
-    ids=["causal", "shared question", "full", "prefix"],
-)
+QUESTION = masks.shared_question(40, [30, 50, 20])
+
+
+@pytest.mark.parametrize("mask", [masks.causal(), QUESTION, masks.full(), masks.prefix_lm(20)], ids=str)
 def test_whole_sequences_at_home_need_no_clear(mask: masks.Mask) -> None:
     batch = Batch.from_sequences([Sequence(140, mask)] * 4)
     steps = {"shard": {"sequences": {}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}}
@@ -24,7 +23,7 @@ def test_whole_sequences_at_home_need_no_clear(mask: masks.Mask) -> None:
 
 
 def test_answers_share_one_task_on_their_question() -> None:
-    batch = Batch.from_sequences([Sequence(140, masks.shared_question(40, [30, 50, 20]))])
+    batch = Batch.from_sequences([Sequence(140, QUESTION)])
     made = ap.plan(batch, Cluster(1, 1), MODEL, recipe="contiguous")
     program = made.programs["default", "forward"]
     rows = program["operands"]["rows"][program["tasks"]["q"]]

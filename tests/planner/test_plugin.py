@@ -69,9 +69,7 @@ def test_all_passes_keep_the_contract_of_their_step(step: str, name: str) -> Non
         ("route", {"by_block": None}, "has no by_block: see RoutePass"),
     ],
 )
-def test_missing_and_misspelt_attributes_of_a_pass_are_named(
-    step: str, members: dict[str, Any], fault: str
-) -> None:
+def test_missing_and_misspelt_attributes_are_named(step: str, members: dict[str, Any], fault: str) -> None:
     contract = {"place": PlacePass, "route": RoutePass}[step]
     kept = {"__call__": lambda self, *given: None}
     made = dataclass(frozen=True)(type("Mine", (contract,), {**kept, **members}))

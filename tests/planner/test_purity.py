@@ -72,9 +72,7 @@ def test_other_threads_do_not_change_plans(plans_without_load: dict[str, str]) -
     assert found == plans_without_load
 
 
-def test_another_process_with_another_hash_seed_has_the_same_plans(
-    plans_without_load: dict[str, str],
-) -> None:
+def test_another_process_and_hash_seed_give_the_same_plans(plans_without_load: dict[str, str]) -> None:
     code = "import json; from tests.planner.test_purity import all_planned; print(json.dumps(all_planned()))"
     env = {**os.environ, "PYTHONHASHSEED": "12345"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -82,12 +80,8 @@ def test_another_process_with_another_hash_seed_has_the_same_plans(
 
 
 def test_no_parameter_limits_time_by_a_clock() -> None:
-    fields = {
-        field
-        for step in registry.STEPS
-        for name in registry.names(step)
-        for field in options.schema(registry.find_pass(step, name))["properties"]
-    }
+    passes = (registry.find_pass(step, name) for step in registry.STEPS for name in registry.names(step))
+    fields = {field for one in passes for field in options.schema(one)["properties"]}
     budget = set(options.schema(Budget)["properties"])
     assert not [name for name in fields if name.startswith(("deadline", "timeout"))]
     assert budget == {"steps", "gap"}

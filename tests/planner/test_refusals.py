@@ -59,13 +59,11 @@ def test_random_requests_give_valid_plans_or_typed_refusals(place: str) -> None:
         recipe = ap.Recipe("any", steps_of(rng, place, inner, reshuffle))
         nodes = int(drawn(rng, (1, 2)))
         token_cap = None if cap is None else int(-(-sum(lengths) // RANKS) * cap)
-        request = (
-            ap.Batch.from_lengths(lengths, KINDS if kinds else None),
-            ap.Cluster(nodes, RANKS // nodes, speeds=speeds),
-            ap.Model(4, 2, 16, hidden=64, ffn=64, layers={"g": 1, "l": 2} if kinds else 1, dtype="fp32"),
-        )
+        batch = ap.Batch.from_lengths(lengths, KINDS if kinds else None)
+        cluster, layers = ap.Cluster(nodes, RANKS // nodes, speeds=speeds), {"g": 1, "l": 2} if kinds else 1
+        model = ap.Model(4, 2, 16, hidden=64, ffn=64, layers=layers, dtype="fp32")
         try:  # VerifyError passes through
-            ap.plan(*request, policy=ap.Policy(recipe, token_cap=token_cap))
+            ap.plan(batch, cluster, model, policy=ap.Policy(recipe, token_cap=token_cap))
             outcomes["planned"] += 1
         except (ap.ConfigError, ap.CapacityError):
             outcomes["refused"] += 1

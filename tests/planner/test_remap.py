@@ -36,10 +36,8 @@ def laid_out(
     return problem, Rows(batch.starts, np.arange(len(load)), len(load)).layout("attention", batch)
 
 
-def remapped(
-    load: list[int], flow: Flow = ALWAYS, per_node: int = 2, model: Model = MODEL, **cluster: float
-) -> Remapping:
-    return flow(*laid_out(load, per_node, model, **cluster))
+def remapped(load: list[int], flow: Flow = ALWAYS, per_node: int = 2, **extra: Any) -> Remapping:
+    return flow(*laid_out(load, per_node, **extra))
 
 
 def letters(layout: Layout) -> list[str]:
@@ -48,12 +46,10 @@ def letters(layout: Layout) -> list[str]:
     return ["".join(chr(ord("a") + token) for token in layout.tokens(rank).tolist()) for rank in ranks]
 
 
-def planned(
-    lengths: list[int], nodes: int, ranks_per_node: int, flow: dict[str, str] | None = None, **steps: Any
-) -> Plan:
+def planned(lengths: list[int], nodes: int, ranks: int, flow: dict | None = None, **steps: Any) -> Plan:
     recipe = {"shard": {"sequences": {}}, "place": {"zeppelin": {"cap": "paper"}}, "schedule": {"queues": {}}}
     recipe["remap"] = {"flow": {"when": "always", **(flow or {})}}
-    batch, cluster = ap.Batch.from_lengths(lengths), ap.Cluster(nodes, ranks_per_node)
+    batch, cluster = ap.Batch.from_lengths(lengths), ap.Cluster(nodes, ranks)
     return ap.plan(batch, cluster, MODEL, ap.Recipe("test", {**recipe, **steps}))
 
 
@@ -84,9 +80,7 @@ def test_remainder_tokens_stay_on_the_fullest_ranks() -> None:
     objective=st.sampled_from(["paper", "two_sided", "sum"]),
     data=st.data(),
 )
-def test_any_layout_becomes_even(
-    lengths: list[int], nodes: int, ranks: int, objective: str, data: st.DataObject
-) -> None:
+def test_any_layout_becomes_even(lengths: Any, nodes: int, ranks: int, objective: str, data: Any) -> None:
     count = nodes * ranks
     homes = st.lists(st.integers(0, count - 1), min_size=len(lengths), max_size=len(lengths))
     batch = ap.Batch.from_lengths(lengths)

@@ -14,12 +14,8 @@ from apportion.planner.recipe.recipes import entries
 from tests.support.parse import parse
 
 CLUSTER = ap.Cluster(2, 2)
-MASKS = {
-    "causal": ap.masks.causal(),
-    "window": ap.masks.sliding_window(8),
-    "nothing": ap.masks.bands([]),
-    "full": ap.masks.full(),
-}
+MASKS = {"causal": ap.masks.causal(), "window": ap.masks.sliding_window(8), "full": ap.masks.full()}
+MASKS["nothing"] = ap.masks.bands([])
 #: recipes that plan the masks above on four ranks
 RECIPES = [name for name, entry in entries().items() if name not in ("auto", "flexsp", "megatron_hybrid")]
 NAMES = st.text("azAZ09_-.", min_size=1, max_size=4)
@@ -47,10 +43,9 @@ def check_round_trip(plan: ap.Plan) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kinds_in_any_order_make_the_same_plan(recipe: str) -> None:
     kinds, layers = {"local": MASKS["window"], "global": MASKS["causal"]}, {"local": 3, "global": 1}
-    plan, other = (
-        ap.plan(batch_of(dict(masks)), CLUSTER, ap.Model(4, 4, 8, layers=dict(counts)), recipe)
-        for masks, counts in ((kinds, layers), (reversed(kinds.items()), reversed(layers.items())))
-    )
+    model, turned = (ap.Model(4, 4, 8, layers=counts) for counts in (layers, dict(reversed(layers.items()))))
+    plan = ap.plan(batch_of(kinds), CLUSTER, model, recipe)
+    other = ap.plan(batch_of(dict(reversed(kinds.items()))), CLUSTER, turned, recipe)
     assert plan.header.kinds == ("global", "local")
     check_round_trip(plan)
     assert other.encode() == plan.encode()

@@ -86,9 +86,7 @@ def test_the_cap_of_a_group_is_the_sum_of_its_members_caps() -> None:
     shares=st.lists(st.integers(1, 9), min_size=4, max_size=4),
     seed=st.integers(0, 9),
 )
-def test_members_of_a_group_hold_rows_by_their_shares(
-    lengths: list[int], shares: list[int], seed: int
-) -> None:
+def test_members_of_a_group_share_its_rows(lengths: list[int], shares: list[int], seed: int) -> None:
     groups, starts = Groups(np.array([0, 3, 4])), np.append(0, np.cumsum(lengths))
     rows = Rows(starts, np.random.default_rng(seed).integers(0, 2, len(lengths)), 2)
     found = groups.member_rows(rows, np.array(shares))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import apportion as ap
-from apportion import cli
-from apportion.ir.errors import CapacityError, ConfigError
+from apportion import CapacityError, ConfigError, cli
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.threads import spread
 from apportion.planner.recipe.recipes import find_recipe, with_pods
@@ -52,9 +51,7 @@ def test_the_command_accepts_threads(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("recipe", ["ring", "usp"])
-def test_plans_larger_than_memory_are_refused_before_they_are_made(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_larger_than_memory_are_refused_at_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, cluster = ap.Batch.from_lengths([512] * 16), ap.Cluster(2, 8)
     tasks = ap.plan(batch, cluster, ap.Model(), "ring").programs["default", "forward"]["tasks"]
     monkeypatch.setattr(cells, "MOST_TASKS", len(tasks) * 9 // 8)

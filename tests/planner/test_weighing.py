@@ -102,10 +102,8 @@ def test_reach_is_that_of_the_kind_with_the_longest_reach() -> None:
 
 
 def test_a_search_starts_from_candidates_that_suit_the_mask() -> None:
-    long, short = (
-        [one.recipe.name for one in portfolio(problem_of(batch), "auto")[0]]
-        for batch in (Batch.from_lengths([65536]), short_documents())
-    )
+    problems = map(problem_of, (Batch.from_lengths([65536]), short_documents()))
+    long, short = ([one.recipe.name for one in portfolio(problem, "auto")[0]] for problem in problems)
     assert long == ["blend-u1", "mixed-u8", "mixed-u8", "blend-u8"]  # two shares of lone sequences
     assert short == ["blend-u1", "whole", "mixed-u8", "zones", "dcp"]
 

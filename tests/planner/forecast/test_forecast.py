@@ -195,10 +195,9 @@ def test_zero2_scatters_gradients_per_microbatch_and_gathers_weights_once(shardi
     """ZeRO-2 keeps no full gradients, so it scatters those of every microbatch; transfers of vocabulary matrices are
     not hidden."""
     training = Training(vocab=1000, sharding=sharding, recompute="none")
-    one_step, two = (
-        one(form(microbatches=count), training, batch=Batch.from_lengths([1024] * 16 * count)).parts()
-        for count in (1, 2)
-    )
+    batches = {count: Batch.from_lengths([1024] * 16 * count) for count in (1, 2)}
+    rows = (one(form(microbatches=count), training, batch=batch) for count, batch in batches.items())
+    one_step, two = (row.parts() for row in rows)
     layers = Layers(H100, SMALL, training)
     scattered, gathered = (gather_us(layers.parameters * size, CLUSTER) for size in (4, 2))
     behind = layers.linear_us(2048) + layers.rows_us(2048)
@@ -320,10 +319,8 @@ def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
 @pytest.mark.parametrize("sharding", ["zero1", "zero2", "fsdp"])
 def test_sharding_over_one_rank_changes_no_memory(sharding: str) -> None:
     none = Activations(0, 0, 0, 0, 0)
-    alone, shared = (
-        memory(Layers(H100, SMALL, Training(vocab=1000, sharding=name)), 4, 1, 2.0, none)
-        for name in ("ddp", sharding)
-    )
+    trainings = (Training(vocab=1000, sharding=name) for name in ("ddp", sharding))
+    alone, shared = (memory(Layers(H100, SMALL, one), 4, 1, 2.0, none) for one in trainings)
     assert shared == alone
 
 
@@ -452,9 +449,7 @@ def test_selective_recomputation_keeps_attention_outputs() -> None:
 @pytest.mark.parametrize(
     ("stages", "microbatches", "virtual"), [(1, 3, 1), (2, 2, 1), (4, 8, 1), (4, 8, 2), (2, 6, 3)]
 )
-def test_equal_microbatches_take_the_time_of_the_formula(
-    stages: int, microbatches: int, virtual: int
-) -> None:
+def test_equal_microbatches_take_the_formulas_time(stages: int, microbatches: int, virtual: int) -> None:
     """m (f + b) of a stage, plus (p - 1) / v times (f + b) (Narayanan et al., 2021, section 2.2)."""
     forward, backward = np.full((stages, microbatches), 3.0), np.full((stages, microbatches), 6.0)
     found = makespan_us(forward, backward, virtual)

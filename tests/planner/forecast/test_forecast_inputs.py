@@ -13,19 +13,8 @@ from tests.support.commands import Command
 
 SMALL: dict[str, Any] = json.loads("""{"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
   "num_attention_heads": 8, "num_hidden_layers": 4, "num_key_value_heads": 2, "vocab_size": 1000}""")
-SIZE = [
-    "--ranks",
-    "4",
-    "--tokens-per-rank",
-    "2048",
-    "--batches",
-    "1",
-    "--recipes",
-    "fcp",
-    "--grids",
-    "none",
-    "--json",
-]
+OPTIONS = "--ranks 4 --tokens-per-rank 2048 --batches 1 --recipes fcp --grids none --json"
+SIZE = OPTIONS.split()
 
 
 @pytest.fixture
@@ -86,9 +75,7 @@ def test_windows_come_from_the_config(run: Command, config: Callable[..., Path])
     assert run("compare", *SIZE[:6], "--recipes", "fcp", "--model", kinds, "--json").code == 0
 
 
-def test_plans_of_lengths_have_the_windows_of_the_config(
-    run: Command, config: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_plans_of_lengths_have_the_windows_of_the_config(run: Command, config: Any, tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text("3000\n500\n")
     size = ("--lengths", lengths, "--ranks", 2, "--tokens-per-rank", 2048, "--json")
@@ -129,9 +116,7 @@ def test_no_sample_is_longer_than_a_microbatch(run: Command, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_dtype_that_differs_from_the_hardware_is_a_warning(
-    run: Command, tmp_path: Path, dtype: str
-) -> None:
+def test_a_dtype_other_than_the_hardwares_is_a_warning(run: Command, tmp_path: Path, dtype: str) -> None:
     path, plan = tmp_path / "model.yaml", tmp_path / "made.plan"
     path.write_text(f"{{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: 4, dtype: {dtype}}}")
     batch = tmp_path / "batch.json"

@@ -34,9 +34,7 @@ def form(recipe: str = "contiguous", ping_pong: bool = False, **degrees: int) ->
 WHOLE = form()
 
 
-def row(
-    batch: Batch, cluster: Cluster, training: Training = TRAINING, form: Parallelism = WHOLE
-) -> ForecastRow:
+def row(batch: Batch, cluster: Cluster, training: Training = TRAINING, form: Any = WHOLE) -> ForecastRow:
     return ap.forecast(batch, cluster, SMALL, [form], training).rows[0]
 
 
@@ -84,19 +82,15 @@ FIVE = qwen3_next(
         (json.loads(FALCON), 72, 33.6, 33.6),
     ],
 )
-def test_parameter_counts_match_published_ones(
-    config: dict[str, Any], layers: int, total: float, active: float
-) -> None:
+def test_parameter_counts_match_published_ones(config: Any, layers: int, total: float, active: float) -> None:
     """In billions: Qwen3-Next-80B-A3B, Qwen3.5-35B-A3B, Kimi-Linear-48B-A3B, Granite-4.0-H-Small, MiniMax-Text-01,
     Nemotron-3-Nano-30B-A3B, Falcon-H1-34B. The gate of Qwen's attention, 8 million per layer, is left out; some
     publishers count head and embedding as active."""
     model, training = model_of(config), Training.from_data({}, config)
     experts, head = training.experts, model.hidden * training.vocab / 1e9
     assert attention_layers(model) == layers
-    whole, per_token = (
-        whole_parameters(model, training, layer_count(model), routed) / 1e9
-        for routed in (experts.count, experts.active)
-    )
+    counted = model, training, layer_count(model)
+    whole, per_token = (whole_parameters(*counted, n) / 1e9 for n in (experts.count, experts.active))
     assert whole + (1 if training.tied else 2) * head == pytest.approx(total, rel=0.025)
     assert 0.95 * per_token <= active <= per_token + 2 * head
 
@@ -169,9 +163,7 @@ def test_per_channel_decays_are_low_rank_projections() -> None:
         (form(tensor=8), {}, r"must divide heads of model.recurrent.linear \(4\)"),
     ],
 )
-def test_options_without_a_price_for_recurrent_layers_are_refused(
-    form: Parallelism, training: dict[str, Any], text: str
-) -> None:
+def test_options_without_a_price_are_refused(form: Parallelism, training: dict[str, Any], text: str) -> None:
     found = row(Batch.from_lengths([8192]), Cluster(1, 8), replace(TRAINING, **training), form)
     assert found.reason is not None
     assert text.replace("\\", "") in found.reason

@@ -19,9 +19,9 @@ def model(kind: Recurrent = KIND) -> ap.Model:
 
 
 def run(
-    lengths: list[int], ranks: int, kind: Recurrent = KIND, nodes: int = 1, phase: str = "forward"
+    lengths: list[int], ranks: int, kind: Recurrent = KIND, phase: str = "forward"
 ) -> prices.RecurrentRun:
-    cluster = ap.Cluster(nodes=nodes, ranks_per_node=ranks // nodes)
+    cluster = ap.Cluster(ranks_per_node=ranks)
     plan = ap.plan(ap.Batch.from_lengths(lengths), cluster, model(kind), recipe="contiguous")
     return simulate(plan, HARDWARE).recurrent["linear", phase]
 

@@ -25,11 +25,10 @@ PROGRAMS = (
 )
 
 
-def finish_times(scenario: Scenario, contention: float = 0.0) -> list[float]:
+def finish_times(scenario: Scenario) -> list[float]:
     """The finish times of the two ranks on the links of the scenario."""
     _, cluster = apply(scenario, H100, LINKS)
-    costs = Unit(contention=contention)
-    run = simulate_with(plan_of(*PROGRAMS), costs, cluster=cluster).runs["default", "forward"]
+    run = simulate_with(plan_of(*PROGRAMS), Unit(), cluster=cluster).runs["default", "forward"]
     return run.finish_us.tolist()
 
 
@@ -41,13 +40,6 @@ def test_slower_links_by_hand() -> None:
     assert finish_times(BY_NAME["slow-kernels"]) == [20.0, 16.0]  # set by the hardware, not by the links
     assert finish_times(BY_NAME["contention"]) == [20.0, 16.0]
     assert finish_times(BY_NAME["all"]) == [28.0, 2 * 8 + 4 * 3 + 5]
-
-
-def test_contention_by_hand() -> None:
-    """In 16 us on the wire rank 0 does 10 us of work and has 10 left; it waits for the last 2 us of latency."""
-    assert finish_times(BY_NAME["all"], contention=0.6) == pytest.approx([16 + 4 * 3, 16 + 4 * 3 + 5])
-    added = 8 - 8 / 1.25
-    assert finish_times(BY_NAME["nominal"], contention=0.25) == pytest.approx([20 + added, 16.0])
 
 
 def test_scenarios_keep_what_they_do_not_change() -> None:

@@ -154,10 +154,9 @@ def test_gradients_are_rounded_as_they_are_packed_and_widened_as_they_are_unpack
         "launch 0: receive dKV.work[0:8) from 0\nwait 0\nadd dKV.work[0:8) -> dKV.home[0:8)",
     )
     model = {**MODEL, "dtype": "bf16"}
-    wide, narrow = (
-        simulate_with(plan_of(*programs, phase="backward", model=one), COPIES).runs["default", "backward"]
-        for one in (model, model | {"sent_gradients": "model"})
-    )
+    models = model, model | {"sent_gradients": "model"}
+    plans = (plan_of(*programs, phase="backward", model=one) for one in models)
+    wide, narrow = (simulate_with(plan, COPIES).runs["default", "backward"] for plan in plans)
     assert transfers(wide) == {(0, 0, 1): (0.0, 256 / 64 + 3)}  # direct
     copy, add, cast = 3 + 384 / 256, 3 + 3 * 256 / 256, 3 + 64 * (4 + 8) * 6 / 256
     assert transfers(narrow) == {(0, 0, 1): (copy, copy + 128 / 64 + 3)}
@@ -575,10 +574,8 @@ def test_figures_of_a_simulation_follow_from_its_runs(relayed: Simulation) -> No
 
 
 def test_spans_list_the_work_of_every_stream() -> None:
-    run = forward(
-        f"{work(6)}\nlaunch 0 channel 2: send KV.home[0:8) to 1\nwait 0",
-        f"launch 0 channel 2: receive KV.work[0:8) from 0\n{work(4)}\nwait 0\n{work(5)}",
-    )
+    sender = f"{work(6)}\nlaunch 0 channel 2: send KV.home[0:8) to 1\nwait 0"
+    run = forward(sender, f"launch 0 channel 2: receive KV.work[0:8) from 0\n{work(4)}\nwait 0\n{work(5)}")
     attend, launch, wait = (int(op) for op in (Op.ATTEND, Op.LAUNCH, Op.WAIT))
     assert list(zip(*(column.tolist() for column in run.spans), strict=True)) == [
         (0, 0, attend, 0.0, 6.0, 0, -1, -1),

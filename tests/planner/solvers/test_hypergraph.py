@@ -152,9 +152,7 @@ def child(code: str) -> tuple[str, ...]:
         "import sys, numpy; numpy.save(sys.stdout.buffer, numpy.array([99] * 9))",
     ],
 )
-def test_the_greedy_solver_replaces_a_failed_engine_and_reports_it(
-    monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
+def test_the_greedy_solver_replaces_a_failed_engine(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(mtkahypar, "_COMMAND", child(code))
     problem = long_sequence()
     found = mtkahypar.solve(problem, Budget())

@@ -75,20 +75,6 @@ def test_a_full_bin_does_not_limit_other_bins() -> None:
     assert sums(result, array([1] * 9), 3).tolist() == [1, 3, 5]
 
 
-def test_items_go_only_to_allowed_bins() -> None:
-    allowed = [(2,), (2, 3), None, None]
-    result = lpt(array([9, 9, 1, 1]), array([1, 1, 1, 1]), np.full(4, 2), None, allowed)
-    assert result.bin[0] == 2
-    assert result.bin[1] == 3
-    assert set(result.bin[2:].tolist()) <= {0, 1}
-
-
-def test_an_item_that_fits_nowhere_is_named() -> None:
-    result = lpt(array([5, 5, 5]), array([2, 2, 2]), np.full(2, 3))
-    assert result.termination.status is Status.NO_SOLUTION
-    assert (result.bin < 0).sum() == 1
-
-
 BOUNDS = [([6, 6, 6, 6], 2, 12), ([10, 1, 1], 3, 10), ([5, 5, 5, 5], 3, 10), ([], 3, 0)]
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion import testing
-from apportion.ir.errors import ConfigError, MissingDependencyError, UnknownNameError
+from apportion import ConfigError, MissingDependencyError, UnknownNameError, testing
 from apportion.planner.recipe.registry import users_of
 from apportion.planner.solvers import highs, registry
 from apportion.planner.solvers.contracts import (
@@ -61,9 +60,7 @@ def test_an_unknown_name_lists_the_known_names(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("key", [("grouping", "ilp"), ("hypergraph", "mtkahypar")], ids="-".join)
-def test_a_missing_engine_is_named_with_its_extra(
-    monkeypatch: pytest.MonkeyPatch, key: tuple[str, str]
-) -> None:
+def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, key: Any) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda package: None)
     assert not SOLVERS[key].installed
     message = rf"solver {key[1]} needs \w+: pip install '\.\[solvers\]'"
@@ -174,9 +171,7 @@ def test_the_exact_partition_is_exact_where_sizes_are_large() -> None:
     assert found.termination.value == pytest.approx(testing.PROBLEMS["partition"].optimum(problem))
 
 
-def test_the_exact_partition_limits_its_nodes_and_skips_large_programs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_exact_partition_limits_nodes_and_skips_large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default number of nodes takes about a second, and is 0 if the root alone takes longer."""
     node_limits: list[int] = []
     run = highs.solve_model

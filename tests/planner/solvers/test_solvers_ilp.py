@@ -110,9 +110,7 @@ def test_thousands_of_sequences_are_solved_in_bounded_steps(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_grouping_sequences_into_kinds_never_refutes_a_feasible_time(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kinds_of_sequences_never_refute_a_feasible_time(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = drawn(seed, 60, 16)
     start = ilp.greedy(problem).termination
     best = ilp.solve(problem, Budget(gap=0.02, steps=5)).termination.value
