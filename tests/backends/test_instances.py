@@ -17,14 +17,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from apportion import Batch, Cluster, Model, Plan, plan as make_plan
 from apportion.backends import numpy as executor
 from apportion.backends.interp import GradTask, Task
 from apportion.backends.numpy import Partial
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.planner.api import plan as make_plan
 from apportion.planner.recipe.recipes import find_recipe, with_block
 from tests.support import oracle
 
@@ -101,9 +97,7 @@ def plan_of(instance: Instance) -> Plan:
 
 
 @every_instance
-def test_the_plan_of_an_instance_equals_plain_attention(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_instance_equals_plain_attention(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "attend", attend)
     monkeypatch.setattr(executor, "attend_grad", attend_grad)
     plan = plan_of(instance)  # verified, as plans are by default

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from apportion import ExecutionError, Plan, UnknownNameError
 from apportion.backends import numpy as executor
 from apportion.backends.interp import compile_program
 from apportion.backends.numpy import LocalLayer
 from apportion.ir import verify
 from apportion.ir.bytes import codec
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import ALL_TO_ALL, Op
 from apportion.ir.masks import bands
 from tests.support import oracle
 from tests.support.moves import remap
 from tests.support.parse import parse
+from tests.support.projection import Weights
 
 PLANS = sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))
 EXACT = 1e-10
@@ -69,9 +67,7 @@ def assert_close(found: tuple, expected: tuple, tolerance: float = EXACT) -> Non
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 @pytest.mark.parametrize(("sinks", "softcap"), [(False, None), (True, None), (False, 1.5), (True, 1.5)])
-def test_hand_written_plan_equals_dense_attention(
-    name: str, kind: str, sinks: bool, softcap: float | None
-) -> None:
+def test_hand_written_plan_equals_dense_attention(name: str, kind: str, sinks: bool, softcap: float) -> None:
     plan = load(name)
     p = problem(plan, sinks, softcap)
     assert_close(run(plan, kind, p), oracle.dense(p, allowed(plan, kind)))
@@ -93,58 +89,15 @@ def test_hand_written_plan_verifies_and_survives_its_encodings(path: Path) -> No
     assert verify.check(plan) == ()
 
 
-@dataclass
-class Weights:
-    """A projection that depends on the position: (x @ w) * (1 + position / 8), per head."""
-
-    w_q: np.ndarray  # [Hq, E, D]
-    w_k: np.ndarray
-    w_v: np.ndarray
-
-    @staticmethod
-    def random(plan: Plan, hidden: int) -> Weights:
-        rng, head = np.random.default_rng(3), plan.header
-        shapes = [
-            (head.q_heads, head.head_dim),
-            (head.kv_heads, head.head_dim),
-            (head.kv_heads, head.v_head_dim),
-        ]
-        return Weights(*(rng.standard_normal((heads, hidden, width)) for heads, width in shapes))
-
-    def _each(self, q_heads: tuple, kv_heads: tuple) -> list[np.ndarray]:
-        return [self.w_q[list(q_heads)], self.w_k[list(kv_heads)], self.w_v[list(kv_heads)]]
-
-    def project(
-        self,
-        hidden: NDArray[Any],
-        position_ids: NDArray[Any],
-        q_heads: range | tuple[int, ...],
-        kv_heads: tuple[int, ...] | range,
-    ) -> tuple[NDArray[Any], ...]:
-        x = hidden * (1 + position_ids / 8)[:, None]
-        q, k, v = (np.einsum("ne,hed->nhd", x, w) for w in self._each(q_heads, kv_heads))
-        return q, k, v
-
-    def gradient(
-        self,
-        hidden: NDArray[Any],
-        position_ids: NDArray[Any],
-        q_heads: tuple[int, ...] | range,
-        kv_heads: tuple[int, ...] | range,
-        grads: tuple[NDArray[Any], ...],
-    ) -> NDArray[Any]:
-        weights = self._each(q_heads, kv_heads)
-        dx = sum(np.einsum("nhd,hed->ne", g, w) for g, w in zip(grads, weights, strict=True))
-        return dx * (1 + position_ids / 8)[:, None]
-
-
 def test_projected_heads_and_their_gradients_equal_dense_attention() -> None:
     plan = load("heads")
-    rng, batch = np.random.default_rng(5), plan.request.batch
-    x, sinks = rng.standard_normal((batch.tokens, 6)), rng.standard_normal(plan.header.q_heads)
-    do = rng.standard_normal((batch.tokens, plan.header.q_heads, plan.header.v_head_dim))
-    weights = Weights.random(plan, 6)
-    projection_inputs = x, batch.positions(), range(plan.header.q_heads), range(plan.header.kv_heads)
+    rng, batch, head = np.random.default_rng(5), plan.request.batch, plan.header
+    x, sinks = rng.standard_normal((batch.tokens, 6)), rng.standard_normal(head.q_heads)
+    do = rng.standard_normal((batch.tokens, head.q_heads, head.v_head_dim))
+    keys = (head.kv_heads, 6)
+    shapes = (head.q_heads, 6, head.head_dim), (*keys, head.head_dim), (*keys, head.v_head_dim)
+    weights = Weights(*map(rng.standard_normal, shapes))
+    projection_inputs = x, batch.positions(), range(head.q_heads), range(head.kv_heads)
     q, k, v = weights.project(*projection_inputs)
     answer = oracle.dense(oracle.Problem(q, k, v, do, sinks), allowed(plan, "default"))
     o, lse, saved = executor.forward(plan, "default", [x], LocalLayer(sinks, project=weights))
@@ -152,25 +105,6 @@ def test_projected_heads_and_their_gradients_equal_dense_attention() -> None:
     expected = weights.gradient(*projection_inputs, (answer.dq, answer.dk, answer.dv))
     for found, expected_array in [(o, answer.o), (lse, answer.lse), (dx, expected), (dsinks, answer.dsinks)]:
         np.testing.assert_allclose(found, expected_array, rtol=EXACT, atol=EXACT)
-
-
-def test_rows_without_keys_are_zero_and_nothing_is_nan() -> None:
-    plan = load("clear")
-    p = problem(plan)
-    found = run(plan, "default", p)
-    blind = ~allowed(plan, "default").any(axis=1)
-    assert blind.any()
-    assert (found.o[blind] == 0).all()
-    assert (found.lse[blind] == -np.inf).all()
-    assert (found.dq[blind] == 0).all()
-    assert not any(np.isnan(part).any() for part in found if part is not None)
-
-
-def test_same_plan_gives_the_same_bits() -> None:
-    plan = load("relay")
-    p = problem(plan, sinks=True)
-    first, second = (run(plan, "default", p) for _ in range(2))
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
 
 
 def test_backward_may_run_twice_from_one_forward() -> None:
@@ -203,84 +137,66 @@ def test_unmatched_moves_are_an_error() -> None:
 # --- plans that cannot run: the error names the rank, the place and the reason
 
 
-def edited(name: str, old: str, new: str, count: int = 1) -> Plan:
-    """A hand-written plan with `count` occurrences of `old` replaced by `new`, sealed again by the parser."""
+def edited(name: str, old: str, new: str) -> Plan:
+    """A hand-written plan with the first `old` replaced by `new`, sealed again by the parser."""
     source = next(path for path in PLANS if path.stem == name).read_text()
     assert old in source
-    return parse(source.replace(old, new, count))
+    return parse(source.replace(old, new, 1))
 
 
-def assert_error(plan: Plan, pattern: str) -> None:
-    with pytest.raises(ExecutionError, match=pattern):
-        run(plan, plan.header.kinds[0], problem(plan))
-
-
-def test_a_deadlock_error_shows_where_each_rank_waits() -> None:
-    # rank 2 skips round 0, for which the others wait
-    attend = "  attend Q.home[0:8) KV.home[0:8) -> O.home[0:8) causal first\n"
-    launch = "  launch 0: send Q.home[0:8) to 0, send Q.home[0:8) to 1\n"
-    plan = edited("q_moves", f"{launch}{attend}  wait 0\n", attend)
-    assert_error(
-        plan, r"deadlock(.|\n)*rank 0, instruction 2 of 7: waits for ranks \[2\](.|\n)*→ 2: wait round 0"
-    )
-    assert_error(plan, r"rank 2, instruction 2 of 5: waits for ranks \[0, 1\]")
-
-
-def test_reading_rows_in_flight_is_an_error() -> None:
-    early = "attend Q.work[0:8) KV.home[0:8) -> O.work[0:8) full first\n  wait 0\n"
-    late = "wait 0\n  attend Q.work[0:8) KV.home[0:8) -> O.work[0:8) full first\n"
-    assert_error(
-        edited("q_moves", late, early), r"rank 1, instruction 2 of 8: reads Q.work\[0:8\).*in flight"
-    )
-
-
-def test_using_a_partial_twice_is_an_error() -> None:
-    first = "merge O.work[8:16) -> O.home[0:8)\n"
-    assert_error(edited("q_moves", first, f"{first}  {first}"), r"rank 1, instruction 7 .*consumed")
-
-
-def test_overwriting_rows_in_flight_is_an_error() -> None:
-    launch = "launch 0: send Q.home[0:8) to 0, send Q.home[0:8) to 1\n"
-    plan = edited("q_moves", launch, launch + "  clear Q.home[0:8)\n")
-    assert_error(plan, r"rank 2, instruction 3 .*Q.home\[0:8\).* was overwritten while round 0 was in flight")
-
-
-def test_a_send_that_nobody_receives_is_an_error() -> None:
-    plan = edited(
-        "q_moves", "send Q.home[0:8) to 0, receive", "send Q.home[0:8) to 0, send KV.home[0:8) to 0, receive"
-    )
-    assert_error(plan, r"round 0: rank 0 does not receive KV.home\[0:8\).* from rank 1")
-
-
-def test_a_receive_that_nobody_sends_is_an_error() -> None:
-    plan = edited(
-        "q_moves",
-        "launch 1: receive O.work[8:16) from 0, send",
-        "launch 1: receive O.work[8:16) from 2, send",
-    )
-    assert_error(
-        plan,
+_Q_ATTEND = "attend Q.work[0:8) KV.home[0:8) -> O.work[0:8) full first\n"
+_ATTEND = "  attend Q.home[0:8) KV.home[0:8) -> O.home[0:8) causal first\n"
+_LAUNCH = "launch 0: send Q.home[0:8) to 0, send Q.home[0:8) to 1\n"
+_MERGE = "merge O.work[8:16) -> O.home[0:8)\n"
+_WAITS = r"deadlock(.|\n)*rank 0, instruction 2 of 7: waits for ranks \[2\](.|\n)*→ 2: wait round 0"
+FAULTS = {  # name -> plan, text, replacement, error
+    "a deadlock, where each rank waits": ("q_moves", f"  {_LAUNCH}{_ATTEND}  wait 0\n", _ATTEND, _WAITS),
+    "a deadlock, the rank that skips a round": (
+        *("q_moves", f"  {_LAUNCH}{_ATTEND}  wait 0\n", _ATTEND),
+        r"rank 2, instruction 2 of 5: waits for ranks \[0, 1\]",
+    ),
+    "read rows in flight": (
+        *("q_moves", f"wait 0\n  {_Q_ATTEND}", f"{_Q_ATTEND}  wait 0\n"),
+        r"rank 1, instruction 2 of 8: reads Q.work\[0:8\).*in flight",
+    ),
+    "use a partial twice": ("q_moves", _MERGE, f"{_MERGE}  {_MERGE}", r"rank 1, instruction 7 .*consumed"),
+    "overwrite rows in flight": (
+        *("q_moves", _LAUNCH, f"{_LAUNCH}  clear Q.home[0:8)\n"),
+        r"rank 2, instruction 3 .*Q.home\[0:8\).* was overwritten while round 0 was in flight",
+    ),
+    "a send that nobody receives": (
+        *("q_moves", "send Q.home[0:8) to 0, rec", "send Q.home[0:8) to 0, send KV.home[0:8) to 0, rec"),
+        r"round 0: rank 0 does not receive KV.home\[0:8\).* from rank 1",
+    ),
+    "a receive that nobody sends": (
+        *("q_moves", "1: receive O.work[8:16) from 0, send", "1: receive O.work[8:16) from 2, send"),
         r"rank 1, instruction 5 .*receives O.work\[8:16\).* from rank 2, which has no more to send in round 1",
-    )
+    ),
+    "a receive of another number of rows": (
+        *("q_moves", "launch 1: send O.work[0:8) to 1", "launch 1: send O.work[0:7) to 1"),
+        r"receives O.work\[8:16\).* from rank 0, which sends O.work\[0:7\)",
+    ),
+    "gradients that are never written": (
+        *("clear", "clear dQ.home[4:8), dKV.home[0:8)", "clear dKV.home[0:8)"),
+        "rank 0: home rows of dQ were never written",
+    ),
+    "read an unwritten row of the output": (
+        *("clear", "  clear O.home[0:8)\n", "  clear O.home[0:4)\n"),
+        r"O.home\[0:8\).*row 4 is unwritten",
+    ),
+    "a round without a wait": (
+        *("relay", "  wait 0\n  finish", "  finish"),
+        r"without a wait for rounds \[0\]",
+    ),
+}
 
 
-def test_gradients_that_are_never_written_are_an_error() -> None:
-    plan = edited("clear", "clear dQ.home[4:8), dKV.home[0:8)", "clear dKV.home[0:8)")
-    assert_error(plan, "rank 0: home rows of dQ were never written")
-
-
-def test_a_receive_of_a_different_number_of_rows_is_an_error() -> None:
-    plan = edited("q_moves", "launch 1: send O.work[0:8) to 1", "launch 1: send O.work[0:7) to 1")
-    assert_error(plan, r"receives O.work\[8:16\).* from rank 0, which sends O.work\[0:7\)")
-
-
-def test_reading_an_unwritten_output_row_is_an_error() -> None:
-    plan = edited("clear", "  clear O.home[0:8)\n", "  clear O.home[0:4)\n")
-    assert_error(plan, r"O.home\[0:8\).*row 4 is unwritten")
-
-
-def test_a_round_without_wait_is_an_error() -> None:
-    assert_error(edited("relay", "  wait 0\n  finish", "  finish"), r"without a wait for rounds \[0\]")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_plan_that_cannot_run_is_an_error_with_rank_place_and_reason(fault: str) -> None:
+    name, old, new, error = FAULTS[fault]
+    plan = edited(name, old, new)
+    with pytest.raises(ExecutionError, match=error):
+        run(plan, plan.header.kinds[0], problem(plan))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

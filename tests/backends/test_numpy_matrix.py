@@ -7,14 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from apportion import Batch, Cluster, Model, Plan, Policy, Recipe, masks, plan as make_plan
 from apportion.backends import numpy as executor
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
-from apportion.planner.api import plan as make_plan
 from tests.support import oracle
 from tests.support.matrix import EXACT, LAYERS, SEQUENCES, batch_of, compare
 from tests.support.sparse import marked

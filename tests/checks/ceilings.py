@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from apportion import Model, verify
 from apportion.bench import BenchJob, Source, cluster_of, count_calls, plan_unverified
-from apportion.ir.request.model import Model
-from apportion.ir.verify import verify
 from apportion.planner.recipe.recipes import find_recipe, with_block
 
 RESULTS = Path(__file__).resolve().parents[1] / "data/ceilings.json"
@@ -70,9 +69,8 @@ def excesses_of(row: Mapping[str, Any], ceiling: Mapping[str, Any], same_version
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--only", default="", help="only these recipes, as in fcp,ring")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
     parser.add_argument("--update", action="store_true", help="write the measurements as the new ceilings")
@@ -85,16 +83,13 @@ def main() -> int:
         rows.append(row)
         key = row["recipe"], row["ranks"]
         ceiling = ceilings.get(key)
-        problems = (
-            ["no ceiling"] if ceiling is None else excesses_of(row, ceiling, stored["versions"] == versions())
-        )
+        same = stored["versions"] == versions()
+        problems = ["no ceiling"] if ceiling is None else excesses_of(row, ceiling, same)
         excesses += [f"{row['recipe']} on {row['ranks']} ranks: {what}" for what in problems]
         ceilings[key] = row
         if not options.json:
-            step_calls = " ".join(f"{step} {calls:,}" for step, calls in row["calls"].items())
-            print(
-                f"{row['recipe']:10} {row['ranks']:3} rows {row['rows']:8,} bytes {row['bytes']:10,}  {step_calls}"
-            )
+            sizes = f"{row['recipe']:10} {row['ranks']:3} rows {row['rows']:8,} bytes {row['bytes']:10,}"
+            print(f"{sizes}  ", *(f"{step} {calls:,}" for step, calls in row["calls"].items()))
     if options.json:
         print(json.dumps({"versions": versions(), "rows": rows}, indent=1))
     if options.update:

@@ -22,39 +22,22 @@ from typing import Any
 
 import numpy as np
 
+from apportion import ApportionError, Batch, Cluster, Model, Plan, Recurrent, Sequence as Sample, masks
 from apportion.backends import numpy as executor
-from apportion.backends.numpy import Arrays, Heads
-from apportion.ir.arrays import Floats, Ints
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ApportionError
+from apportion.ir.arrays import Floats
 from apportion.ir.isa import TABLES, TASK_LIST, Op
-from apportion.ir.masks import specs as masks
 from apportion.ir.plan.ops import LIST_OF_OP, LISTS
 from apportion.ir.plan.tables import ProgramSet, Recurrence, Table
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.recurrent import Recurrent
-from apportion.ir.request.sequences import Sequence as Sample
 from apportion.ir.verify import check
 from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe, with_block
 from tests.support import recurrent_executor
+from tests.support.projection import Weights
+from tests.support.recurrences import random_inputs
 
 RECIPES = (
-    "fcp_paper",
-    "fcp",
-    "blend",
-    "distca",
-    "dcp",
-    "zeppelin",
-    "mixed",
-    "ulysses",
-    "upipe",
-    "ring",
-    "usp",
-    "loongtrain",
-    "upipe_ring",
+    *("fcp_paper", "fcp", "blend", "distca", "dcp", "zeppelin", "mixed", "ulysses", "upipe", "ring", "usp"),
+    *("loongtrain", "upipe_ring"),
 )
 #: rules that check a plan's report and digests, which a mutant may violate
 _STATEMENT_RULES = ("report", "digests")
@@ -163,19 +146,9 @@ def _change(rng: random.Random, name: str, table: Table) -> tuple[str, Table]:
         one = rng.choice(table.names)
         values = columns[one]
         before = int(values[row])
-        values[row] = rng.choice(
-            (
-                before - 1,
-                before + 1,
-                int(values[other]),
-                int(values[other]),
-                before ^ 1,
-                0,
-                1,
-                int(values[rng.randrange(len(values))]),
-                before + rng.choice((-32, -16, -8, 8, 16, 32)),
-            )
-        )
+        others = int(values[other]), int(values[other]), int(values[rng.randrange(len(values))])
+        far = before + rng.choice((-32, -16, -8, 8, 16, 32))
+        values[row] = rng.choice((before - 1, before + 1, *others[:2], before ^ 1, 0, 1, others[2], far))
         return f"{name}.{one}[{row}] {before} -> {int(values[row])}", Table.of(ptr, columns)
     if chance < 0.8:
         for values in columns.values():
@@ -217,29 +190,11 @@ def repaired(plan: Plan) -> Plan:
 # ---------------------------------------------------------------------------------------------- comparing
 
 
-class Weights:
-    """A projection for the numpy executor that depends on positions; equal for equal models."""
-
-    def __init__(self, model: Model) -> None:
-        draw = np.random.default_rng(1)
-        shapes = (
-            (model.q_heads, model.head_dim),
-            (model.kv_heads, model.head_dim),
-            (model.kv_heads, model.value_dim),
-        )
-        self.weights = [draw.normal(size=(heads, model.hidden, width)) for heads, width in shapes]
-
-    def project(self, hidden: Floats, positions: Ints, q: Heads, kv: Heads) -> Arrays:
-        scaled = hidden * (1 + positions / 8)[:, None]
-        return tuple(np.einsum("ne,hed->nhd", scaled, weight) for weight in self._of(q, kv))
-
-    def gradient(self, hidden: Floats, positions: Ints, q: Heads, kv: Heads, grads: Arrays) -> Floats:
-        pairs = zip(grads, self._of(q, kv), strict=True)
-        found: Floats = sum(np.einsum("nhd,hed->ne", grad, weight) for grad, weight in pairs)
-        return found * (1 + positions / 8)[:, None]
-
-    def _of(self, q: Heads, kv: Heads) -> list[Floats]:
-        return [weight[list(heads)] for weight, heads in zip(self.weights, (q, kv, kv), strict=True)]
+def weights_of(model: Model) -> Weights:
+    """Equal for equal models."""
+    draw, keys = np.random.default_rng(1), (model.kv_heads, model.hidden)
+    shapes = (model.q_heads, model.hidden, model.head_dim), (*keys, model.head_dim), (*keys, model.value_dim)
+    return Weights(*(draw.normal(size=shape) for shape in shapes))
 
 
 def outputs(plan: Plan) -> list[Floats]:
@@ -254,7 +209,7 @@ def outputs(plan: Plan) -> list[Floats]:
     if any((programs["instructions"]["op"] == Op.PROJECT).any() for programs in plan.programs.values()):
         inputs, layer = (
             (draw.normal(size=(tokens, model.hidden)),),
-            executor.LocalLayer(project=Weights(model)),
+            executor.LocalLayer(project=weights_of(model)),
         )
     found: list[Floats] = []
     for kind in plan.header.kinds:
@@ -264,15 +219,9 @@ def outputs(plan: Plan) -> list[Floats]:
 
 
 def _recurrent_outputs(plan: Plan) -> list[Floats]:
-    draw, tokens, found = np.random.default_rng(0), plan.request.batch.tokens, list[Floats]()
+    found = list[Floats]()
     for name, kind in plan.header.recurrent.items():
-        inputs = recurrent_executor.Inputs(
-            draw.normal(size=(tokens, kind.conv_channels)) / 2,
-            draw.uniform(0.8, 1, size=(tokens, kind.heads)),
-            draw.uniform(0, 0.5, size=(tokens, kind.heads)) if kind.delta else None,
-            draw.normal(size=(kind.conv_channels, kind.conv)),
-        )
-        do = draw.normal(size=(tokens, kind.heads, kind.value_dim))
+        inputs, do = random_inputs(kind, plan.request.batch.tokens)
         found += [one for one in recurrent_executor.run(plan, name, inputs, do) if one is not None]
     return found
 
@@ -318,9 +267,7 @@ def fuzz(originals: Sequence[tuple[str, Plan]], count: int, seed: int) -> Result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", default="4,8", help="numbers of ranks of the original plans")
@@ -331,11 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     originals += recurrent_plans()
     result = fuzz(originals, options.count, options.seed)
     data = result.to_data()
-    print(
-        json.dumps(data, indent=1)
-        if options.json
-        else "\n".join(f"{name}: {value}" for name, value in data.items())
-    )
+    text = "\n".join(f"{name}: {value}" for name, value in data.items())
+    print(json.dumps(data, indent=1) if options.json else text)
     return 1 if result.missed else 0
 
 

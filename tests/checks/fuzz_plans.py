@@ -28,18 +28,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from apportion import ApportionError, Batch, Cluster, DecodeError, Model, Plan, Recurrent, masks
 from apportion.ir.bytes import codec, table_bytes
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.sections import Sections, sections_id
-from apportion.ir.errors import ApportionError, DecodeError
 from apportion.ir.isa import LIMIT, SPAN_COLUMNS, TABLES
-from apportion.ir.masks import specs as masks
 from apportion.ir.plan import plain
 from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table, empty_table, join_tables
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.verify import check
 from apportion.planner import api
 from tests.checks.fuzz_judge import repaired
@@ -50,49 +44,17 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 _decode = msgspec.msgpack.Decoder().decode
 
 NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    8,
-    255,
-    256,
-    65535,
-    2**31 - 1,
-    2**31,
-    2**40,
-    2**48 + 1,
-    2**63 - 1,
-    2**64 - 1,
-    -1,
-    -(2**63),
+    *(0, 1, 2, 3, 7, 8, 255, 256, 65535),
+    *(2**31 - 1, 2**31, 2**40, 2**48 + 1, 2**63 - 1, 2**64 - 1, -1, -(2**63)),
 )
 VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    1.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "x" * 300,
-    b"",
-    b"\xff",
-    [],
-    {},
-    [[[]]],
+    *(None, True, 1.5, float("nan"), float("inf")),
+    *("", "x" * 300, b"", b"\xff", [], {}, [[[]]]),
 )
 
 MASKS = (
-    masks.causal(),
-    masks.full(),
-    masks.bands([]),
-    masks.bands([[0, 1, 0, 1, 0, 0]]),
-    masks.sliding_window(3),
-    masks.sliding_window(1, 5),
-    masks.chunked(7),
-    masks.block_causal(4, 2),
-    masks.prefix_lm(5),
+    *(masks.causal(), masks.full(), masks.bands([]), masks.bands([[0, 1, 0, 1, 0, 0]]), masks.prefix_lm(5)),
+    *(masks.sliding_window(3), masks.sliding_window(1, 5), masks.chunked(7), masks.block_causal(4, 2)),
 )
 
 
@@ -228,10 +190,8 @@ def change_programs(rng: random.Random, sections: Sections) -> Sections:
     programs = {key: dict(program.tables) for key, program in plan.programs.items()}
     to, source = rng.choice(list(programs)), rng.choice(list(programs))
     names = rng.choice((list(TABLES), list(TABLES), [rng.choice(list(TABLES))]))
-    new = {
-        name: rng.choice((programs[source][name], empty_table(TABLES[name], plan.header.ranks)))
-        for name in names
-    }
+    empty = {name: empty_table(TABLES[name], plan.header.ranks) for name in names}
+    new = {name: rng.choice((programs[source][name], empty[name])) for name in names}
     chance = rng.random()
     if chance < 0.3:
         programs[to], programs[source] = programs[source], programs[to]
@@ -281,21 +241,16 @@ def change_request(rng: random.Random, sections: Sections) -> Sections:
         speeds = tuple(rng.choice((1e-3, 1.0, 1.0, 2.0)) for _ in range(header.ranks))
         request = replace(request, cluster=replace(request.cluster, speeds=speeds))
     elif chance < 0.85:
-        field, value = rng.choice(
-            (("token_cap", 1), ("tolerance", 0.0), ("memory_cap_gib", 1e-9), ("seed", 7))
-        )
+        limits = ("token_cap", 1), ("tolerance", 0.0), ("memory_cap_gib", 1e-9), ("seed", 7)
+        field, value = rng.choice(limits)
         request = replace(request, policy=replace(request.policy, **{field: value}))
     else:
         field = rng.choice(("q_heads", "kv_heads", "head_dim", "v_head_dim"))
-        request = replace(
-            request, model=replace(request.model, **{field: rng.choice((1, 2, 3, 8, 64, 4096))})
-        )
-    facts = {name: getattr(request.model, name) for name in plain.MODEL_FACTS} | {
-        "diagonals": plain.diagonals_of(request.batch, header.kinds)
-    }
-    edited = codec.encode_sections(
-        replace(plan, request=request, header=replace(header, **facts)), list(sections.parts)
-    )
+        model = replace(request.model, **{field: rng.choice((1, 2, 3, 8, 64, 4096))})
+        request = replace(request, model=model)
+    facts = {name: getattr(request.model, name) for name in plain.MODEL_FACTS}
+    header = replace(header, **facts, diagonals=plain.diagonals_of(request.batch, header.kinds))
+    edited = codec.encode_sections(replace(plan, request=request, header=header), list(sections.parts))
     tokens = request.batch.tokens
     return edited if tokens == plan.request.batch.tokens else replace(edited, layouts=sections.layouts)
 
@@ -329,12 +284,8 @@ def change_part(rng: random.Random, sections: Sections) -> Sections:
 
 
 CHANGES = (
-    *[change_numbers] * 3,
-    change_rows,
-    change_programs,
-    change_programs,
-    change_layouts,
-    change_request,
+    *(change_numbers, change_numbers, change_numbers, change_rows, change_programs, change_programs),
+    *(change_layouts, change_request),
 )
 
 
@@ -379,9 +330,8 @@ def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2))):
         if not sections.parts:
             break
-        sections = rng.choice((*[change_tables] * 3, change_part, change_section, change_parts))(
-            rng, sections
-        )
+        change = rng.choice((*[change_tables] * 3, change_part, change_section, change_parts))
+        sections = change(rng, sections)
     sections = replace(sections, id=b"")
     sections = replace(sections, id=sections_id(sections) if sections.parts else b"")
     return codec.encode_wire(sections, plan.header.version)
@@ -407,9 +357,8 @@ def try_plan(data: bytes, result: Result, verify: Callable[[Plan], Sequence[Any]
             raise
         result.outcomes["escaped"] += 1
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        result.escaped[
-            f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {error}"[:160]
-        ] += 1
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        result.escaped[f"{type(error).__name__} at {place}: {error}"[:160]] += 1
     result.slowest_ms = max(result.slowest_ms, (time.perf_counter() - begin) * 1e3)
 
 
@@ -431,14 +380,8 @@ def planned(recipes: Sequence[str] = RECIPES) -> Iterator[Plan]:
     for name in recipes:
         for lengths in ([3], [40, 24, 9]):
             for kinds in (KINDS, {"a": KINDS["a"]}):
-                model = Model(
-                    q_heads=4,
-                    kv_heads=4,
-                    head_dim=8,
-                    hidden=32,
-                    layers=1,
-                    recurrent=RECURRENT[name == "usp" and kinds is not KINDS],
-                )
+                recurrent = RECURRENT[name == "usp" and kinds is not KINDS]
+                model = Model(4, 4, 8, hidden=32, layers=1, recurrent=recurrent)
                 try:
                     yield api.plan(Batch.from_lengths(lengths, kinds), Cluster(2, 2), model, name)
                 except ApportionError:
@@ -470,19 +413,14 @@ def fuzz(plans: Sequence[Plan], count: int, seed: int, show: bool = False) -> Re
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "plans", nargs="*", type=Path, help="plans to mutate (default: golden plans and small ones)"
-    )
+    parser.add_argument("plans", nargs="*", type=Path, help="plans to mutate (default: golden, small)")
     parser.add_argument("--count", type=int, default=100_000, help="mutated plans to try")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-ms", type=float, default=2_000.0, help="longest time that one plan may take")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args(arguments)
-    plans = [Plan.decode(path.read_bytes()) for path in options.plans] or [
-        *golden_plans(),
-        *one_rank(golden_plans()),
-        *planned(),
-    ]
+    plans = [Plan.decode(path.read_bytes()) for path in options.plans]
+    plans = plans or [*golden_plans(), *one_rank(golden_plans()), *planned()]
     data = fuzz(plans, options.count, options.seed, show=True).to_data()
     print(json.dumps(data) if options.json else json.dumps(data, indent=2))
     return int(bool(data["escaped"]) or data["slowest_ms"] > options.limit_ms)

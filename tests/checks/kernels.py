@@ -92,10 +92,8 @@ class Case:
 
     def __str__(self) -> str:
         suffix = "".join(f" {name}={value}" for name, value in self.constants if name in ("GRAIN", "C"))
-        return (
-            f"{self.kernel} {self.dtype} {widths(self.qk, self.v)}"
-            f"{' softcap' if self.softcap else ''}{suffix} {self.arch}"
-        )
+        softcap = " softcap" if self.softcap else ""
+        return f"{self.kernel} {self.dtype} {widths(self.qk, self.v)}{softcap}{suffix} {self.arch}"
 
 
 @dataclass(frozen=True)
@@ -118,9 +116,8 @@ class Turn:
         other = max(self.issue_cycles, self.exponential_cycles)
         if not self.tensor_cycles:
             return 0.0, 0.0
-        return self.tensor_cycles / (self.tensor_cycles + other), self.tensor_cycles / max(
-            self.tensor_cycles, other
-        )
+        cycles = self.tensor_cycles
+        return cycles / (cycles + other), cycles / max(cycles, other)
 
 
 @dataclass(frozen=True)
@@ -241,9 +238,8 @@ def row_cases(arch: str) -> Iterator[Case]:
         tables["finish"] |= {"SINKS": True}
         yield from (Case(name, arch, dtype, qk, v, False, tuple(one.items())) for name, one in tables.items())
     for width in (4, 8, 2 * 5):
-        yield Case(
-            "move", arch, "bf16", width, width, False, tuple(move([_panel(width)]).constants("bf16").items())
-        )
+        constants = move([_panel(width)]).constants("bf16").items()
+        yield Case("move", arch, "bf16", width, width, False, tuple(constants))
 
 
 def _panel(width: int) -> Panel:
@@ -293,9 +289,7 @@ def measure(case: Case, shape: Shape | None) -> Row:
     return judge(reader(case, shape, constants, kernel, seconds))
 
 
-def on_nvidia(
-    case: Case, shape: Shape | None, constants: Mapping[str, Any], kernel: Any, seconds: float
-) -> Report:
+def on_nvidia(case: Case, shape: Any, constants: Mapping[str, Any], kernel: Any, seconds: float) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
@@ -311,14 +305,11 @@ def on_nvidia(
     )  # fmt: skip
 
 
-def on_amd(
-    case: Case, shape: Shape | None, constants: Mapping[str, Any], kernel: Any, seconds: float
-) -> Report:
+def on_amd(case: Case, shape: Shape | None, _: Mapping[str, Any], kernel: Any, seconds: float) -> Report:
     """Reports only registers, bytes of spilled registers, and matrix instructions of the whole kernel."""
     text = kernel.asm["amdgcn"]
-    registers, spilled = (
-        int(found_in(text, rf"\.{name}:\s+(\d+)")) for name in ("vgpr_count", "vgpr_spill_count")
-    )
+    names = "vgpr_count", "vgpr_spill_count"
+    registers, spilled = (int(found_in(text, rf"\.{name}:\s+(\d+)")) for name in names)
     matrix = len(re.findall(r"v_mfma", text))
     return Report(case, shape, registers, 4 * spilled, kernel.metadata.shared, seconds, tensor=matrix)
 
@@ -415,18 +406,11 @@ def measure_all(cases: Sequence[Case], shape: Shape | None, jobs: int) -> Iterat
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, example in (
-        ("kernel", "attend,dq"),
-        ("arch", "sm_90a"),
-        ("dims", "128,192/128"),
-        ("dtype", "bf16"),
-    ):
-        parser.add_argument(
-            f"--{name}", help=f"only these, as in {example}", type=lambda text: text.split(",")
-        )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    listed = {"kernel": "attend,dq", "arch": "sm_90a", "dims": "128,192/128", "dtype": "bf16"}
+    for name, example in listed.items():
+        parser.add_argument(f"--{name}", help=f"only these, as in {example}", type=lambda x: x.split(","))
     parser.add_argument("--shape", help="owner x walked x warps x stages, as in 128x64x8x3", type=shape_of)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
@@ -453,11 +437,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     began = time.perf_counter()
     rows = list(measure_all(cases, options.shape, options.jobs))
-    print(
-        json.dumps([as_json(row) for row in rows], indent=1)
-        if options.json
-        else "\n".join([HEAD, *map(line, rows)])
-    )
+    table = "\n".join([HEAD, *map(line, rows)])
+    print(json.dumps([as_json(row) for row in rows], indent=1) if options.json else table)
     violations = [text for row in rows for text in complaints(row)]
     say(f"{len(rows)} variants in {time.perf_counter() - began:.0f} s, {len(violations)} rules broken")
     for text in violations:

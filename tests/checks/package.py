@@ -79,9 +79,8 @@ def start(home: Path, path: Path) -> None:
     _run([command, "--version"], home)
     files = (file for file in (home / "lib").rglob("*") if file.is_file())
     installed = sum(file.stat().st_size for file in files if "pip" not in file.relative_to(home).parts[3:4])
-    print(
-        f"first plan of 64 ranks, verified: {seconds:.1f} s; installed: {installed / 1e6:.0f} MB", flush=True
-    )
+    size = f"{installed / 1e6:.0f} MB"
+    print(f"first plan of 64 ranks, verified: {seconds:.1f} s; installed: {size}", flush=True)
 
 
 def _tracked_files() -> list[str]:

@@ -71,11 +71,9 @@ def _variants() -> Iterator[Case]:
         for turn in range(6):
             at = 5 * number + turn
             chosen = [names[(at + step) % len(names)] for step in (0, 3, 7)]
-            ranks, heads = (1, 2, 3, 4, 6, 8)[(at + turn) % 6], at % 3
-            name = (
-                f"{recipe}/{'+'.join(chosen)}/{ranks} ranks/heads {heads}/{1 + at % 2} kinds/seed {turn % 3}"
-            )
-            yield Case(name, lambda a=(recipe, steps, chosen, ranks, heads, at % 2, turn % 3): _variant(*a))
+            ranks, heads, two = (1, 2, 3, 4, 6, 8)[(at + turn) % 6], at % 3, at % 2
+            name = f"{recipe}/{'+'.join(chosen)}/{ranks} ranks/heads {heads}/{1 + two} kinds/seed {turn % 3}"
+            yield Case(name, lambda a=(recipe, steps, chosen, ranks, heads, two, turn % 3): _variant(*a))
 
 
 def _variant(
@@ -108,9 +106,8 @@ def _defaults() -> Iterator[Case]:
     for recipe in [name for name in entries() if name != "round_robin"]:  # added by the tests' plug-in
         for ranks, seed in ((4, 0), (8, 1), (16, 2)):
             rng = np.random.default_rng(seed)
-            batch = ap.Batch.from_lengths(
-                rng.lognormal(6.0, 1.2, 3 * ranks).astype(int).clip(1, 6000).tolist()
-            )
+            lengths = rng.lognormal(6.0, 1.2, 3 * ranks).astype(int).clip(1, 6000)
+            batch = ap.Batch.from_lengths(lengths.tolist())
             request = batch, cluster(ranks), model, recipe, seed
             yield Case(f"{recipe}/log-normal/{ranks} ranks/seed {seed}", lambda a=request: ap.plan(*a))
 
@@ -140,14 +137,10 @@ def meaning(plan: Any) -> dict[str, list[Rows]]:
 def _programs(plan: Any, table: str, memory: bool) -> list[Rows]:
     """One table and all lists of each program, in program order."""
     lists = ("transfers", "tasks", "grads", "rowops")
-    return [
-        rows
-        for key in _keys(plan)
-        for rows in (
-            _ranked(plan.programs[key][table]),
-            *(_resolved(plan, key, name, memory) for name in lists),
-        )
-    ]
+    found = []
+    for key in _keys(plan):
+        found += [_ranked(plan.programs[key][table]), *(_resolved(plan, key, name, memory) for name in lists)]
+    return found
 
 
 def _keys(plan: Any) -> list[tuple[str, str]]:
@@ -244,10 +237,8 @@ def lines(name: str, step: str) -> list[str]:
     rows_as_text = []
     for rows in meaning(plan)[step]:
         columns = [column.tolist() for column in rows.values()]
-        rows_as_text += [
-            " ".join(f"{key}={value}" for key, value in zip(rows, row, strict=True))
-            for row in zip(*columns, strict=True)
-        ]
+        pairs = (zip(rows, row, strict=True) for row in zip(*columns, strict=True))
+        rows_as_text += [" ".join(f"{key}={value}" for key, value in row) for row in pairs]
     return rows_as_text
 
 
@@ -255,8 +246,7 @@ class OtherProcess:
     """Runs this file in another process, started on construction, with the package of another folder."""
 
     def __init__(self, arguments: Sequence[str], package: Path = ROOT) -> None:
-        own = package, package / "tests/plugin"  # precedes an installed package
-        path = os.pathsep.join(map(str, own))
+        path = f"{package}{os.pathsep}{package / 'tests/plugin'}"  # precedes an installed package
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), *arguments]
         self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
@@ -297,9 +287,8 @@ def compare_with(base: str, as_json: bool) -> int:
 
 def _print_rows(base: str, name: str, step: str, other: Sequence[str]) -> None:
     own = lines(name, step)
-    at = next(
-        (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other))
-    )
+    differing_rows = (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+    at = next(differing_rows, min(len(own), len(other)))
     print(f"{name}: {step}, row {at} of {len(own)} (of {len(other)} at {base})")
     for mark, rows in (("-", other), ("+", own)):
         print(f"  {mark} {rows[at] if at < len(rows) else '(none)'}")
@@ -322,15 +311,12 @@ def print_differences(base: str, count: int, found: Mapping[str, str], as_json: 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--base", metavar="COMMIT", help="compare with the plans of this commit")
     parser.add_argument("--update", action="store_true", help="rewrite the file")
     parser.add_argument("--json", action="store_true", help="print differences as JSON")
-    parser.add_argument(
-        "--record", action="store_true", help="print all digests as JSON without comparing them"
-    )
+    parser.add_argument("--record", action="store_true", help="print all digests as JSON")
     parser.add_argument("--rows", nargs=2, metavar=("CASE", "STEP"), help="print the rows of a step as JSON")
     options = parser.parse_args(arguments)
     if options.record or options.rows:

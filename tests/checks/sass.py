@@ -115,9 +115,8 @@ def product_cycles(one: Instruction, rate: int) -> float:
 
 def disassembled(cubin: Path) -> str:
     """The output of nvdisasm."""
-    return subprocess.run(
-        [TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
-    ).stdout
+    command = [TOOLS / "nvdisasm", "-c", cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def resources(cubin: Path) -> tuple[int, int]:

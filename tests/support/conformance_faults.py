@@ -54,21 +54,25 @@ def _with_section(plan: Plan, name: str, **fields: Any) -> bytes:
     return rebuilt(plan, **{name: msgspec.msgpack.encode(changed, order="deterministic")})
 
 
-def _with_value(plan: Plan, table: str, column: str, value: int, row: int = -1) -> bytes:
+def _with_value(plan: Plan, table: str, column: str, value: int, row: int) -> bytes:
+    """The plan with a value in a table of its program, or in the spans."""
+    if table == "spans":
+        return _with_tables(plan, _respanned(plan, column, value, row))
     program = plan.programs["default", "forward"]
-    columns = {name: np.array(values, np.int64) for name, values in program[table].columns.items()}
-    columns[column][row] = value
-    programs = {**program.tables, table: Table.of(program[table].ptr, columns)}
+    programs = {**program.tables, table: _edited(program[table], column, value, row)}
     changed = {**plan.programs, ("default", "forward"): replace(program, tables=programs)}
     return _with_tables(plan, replace(plan, programs=changed))
 
 
-def _span(plan: Plan, column: str, value: int) -> bytes:
-    spans = plan.layouts["attention"].spans
-    columns = {name: np.array(values, np.int64) for name, values in spans.columns.items()}
-    columns[column][-1] = value
-    layouts = {"attention": Layout("attention", Table.of(spans.ptr, columns))}
-    return _with_tables(plan, replace(plan, layouts=layouts))
+def _respanned(plan: Plan, column: str, value: int, row: int) -> Plan:
+    spans = _edited(plan.layouts["attention"].spans, column, value, row)
+    return replace(plan, layouts={"attention": Layout("attention", spans)})
+
+
+def _edited(table: Table, column: str, value: int, row: int) -> Table:
+    columns = {name: np.array(values, np.int64) for name, values in table.columns.items()}
+    columns[column][row] = value
+    return Table.of(table.ptr, columns)
 
 
 def _with_tables(plan: Plan, changed: Plan) -> bytes:
@@ -114,17 +118,14 @@ def _recurrent(plan: Plan) -> Faults:
         for name, (rule, table, column, value) in values.items()
     }
     arrives = setting("row", -1, 2**20)
-    return (
-        sections
-        | tables
-        | {"halo_of_no_run": ("indexes", _with_tables(plan, changed(plan, "halo", arrives)))}
-    )
+    halo = {"halo_of_no_run": ("indexes", _with_tables(plan, changed(plan, "halo", arrives)))}
+    return sections | tables | halo
 
 
 def _envelopes(plan: Plan) -> Faults:
     """Bytes that are not a plan, have another version, or have a wrong id."""
     data, sealed = plan.encode(), plan.sealed()
-    outer = msgpack.unpackb(data)
+    outer, exchanged = msgpack.unpackb(data), [*sealed.parts[1::-1], sealed.parts[2]]
     return {
         "empty": ("envelope", b""),
         "no_map": ("envelope", b"\x93\x01\x02\x03"),
@@ -141,10 +142,7 @@ def _envelopes(plan: Plan) -> Faults:
         "id_of_zeros": ("id", codec.encode_wire(sealed.with_id(bytes(32)))),
         "id_too_short": ("id", codec.encode_wire(sealed.with_id(sealed.id[:31]))),
         "report_changed": ("id", codec.encode_wire(replace(sealed, report=b"\x81\xa1a\x01"))),
-        "parts_exchanged": (
-            "id",
-            codec.encode_wire(replace(sealed, parts=[*sealed.parts[1::-1], sealed.parts[2]])),
-        ),
+        "parts_exchanged": ("id", codec.encode_wire(replace(sealed, parts=exchanged))),
     }
 
 
@@ -168,35 +166,28 @@ def _slices(plan: Plan) -> Faults:
 
 def _sections(plan: Plan) -> Faults:
     """Invalid headers, layouts and moves."""
-    return {
-        "header_version": ("sections", _with_section(plan, "header", version=[3, 1])),
-        "header_without_kinds": ("sections", _with_section(plan, "header", kinds=None)),
-        "header_no_ranks": ("sections", _with_section(plan, "header", ranks=0)),
-        "header_heads": ("sections", _with_section(plan, "header", q_heads=5)),
-        "header_head_set": ("sections", _with_section(plan, "header", head_sets=[[0, 4], [0], [2, 3], [1]])),
-        "header_head_twice": (
-            "sections",
-            _with_section(plan, "header", head_sets=[[0, 0], [0], [2, 3], [1]]),
-        ),
-        "header_dtype": ("sections", _with_section(plan, "header", dtype="int8")),
-        "header_kind_twice": ("sections", _with_section(plan, "header", kinds=["default", "default"])),
-        "header_without_a_name": ("sections", _with_section(plan, "header", layouts=[""], home_layout="")),
-        "header_diagonals": ("sections", _with_section(plan, "header", diagonals={"default": [[1, 0]]})),
-        "header_diagonals_fall": (
-            "sections",
-            _with_section(plan, "header", diagonals={"default": [[0, 9], [0, 3]]}),
-        ),
-        "header_diagonals_of_others": (
-            "sections",
-            _with_section(plan, "header", diagonals={"local": [[0, 9]]}),
-        ),
-        "header_without_phases": ("sections", _with_section(plan, "header", phases=[])),
-        "header_phases_swapped": ("sections", _with_section(plan, "header", phases=["backward", "forward"])),
-        "header_home": ("sections", _with_section(plan, "header", home_layout="linear")),
-        "header_narrow_fp64": ("sections", _with_section(plan, "header", sent_gradients="model")),
-        "layouts_of_others": ("sections", rebuilt(plan, layouts=msgpack.packb({"linear": {"tokens": 24}}))),
-        "moves_of_others": ("sections", rebuilt(plan, moves=msgpack.packb([["attention", "linear"]]))),
+    headers: dict[str, dict[str, Any]] = {
+        "version": {"version": [3, 1]},
+        "without_kinds": {"kinds": None},
+        "no_ranks": {"ranks": 0},
+        "heads": {"q_heads": 5},
+        "head_set": {"head_sets": [[0, 4], [0], [2, 3], [1]]},
+        "head_twice": {"head_sets": [[0, 0], [0], [2, 3], [1]]},
+        "dtype": {"dtype": "int8"},
+        "kind_twice": {"kinds": ["default", "default"]},
+        "without_a_name": {"layouts": [""], "home_layout": ""},
+        "diagonals": {"diagonals": {"default": [[1, 0]]}},
+        "diagonals_fall": {"diagonals": {"default": [[0, 9], [0, 3]]}},
+        "diagonals_of_others": {"diagonals": {"local": [[0, 9]]}},
+        "without_phases": {"phases": []},
+        "phases_swapped": {"phases": ["backward", "forward"]},
+        "home": {"home_layout": "linear"},
+        "narrow_fp64": {"sent_gradients": "model"},
     }
+    faults = {f"header_{name}": _with_section(plan, "header", **own) for name, own in headers.items()}
+    faults["layouts_of_others"] = rebuilt(plan, layouts=msgpack.packb({"linear": {"tokens": 24}}))
+    faults["moves_of_others"] = rebuilt(plan, moves=msgpack.packb([["attention", "linear"]]))
+    return {name: ("sections", data) for name, data in faults.items()}
 
 
 def _tables(plan: Plan) -> Faults:
@@ -220,41 +211,31 @@ def _tables(plan: Plan) -> Faults:
 
 def _values(plan: Plan) -> Faults:
     """Invalid numbers."""
-    return {
-        "unknown_tensor": ("values", _with_value(plan, "operands", "tensor", 10)),
-        "unknown_space": ("values", _with_value(plan, "operands", "space", 2)),
-        "unknown_op": ("values", _with_value(plan, "instructions", "op", 14)),
-        "negative_row": ("values", _with_value(plan, "operands", "row", -1)),
-        "send_2": ("values", _with_value(plan, "transfers", "send", 2)),
-        "first_2": ("values", _with_value(plan, "tasks", "first", 2)),
-        "span_beyond_the_tokens": ("values", _span(plan, "length", 9)),
-        "span_without_rows": ("values", _span(plan, "length", 0)),
-        "operand_0_is_not_none": ("values", _with_value(plan, "operands", "rows", 1, 0)),
-        "an_operand_without_rows": ("values", _with_value(plan, "operands", "rows", 0)),
-        "wait_with_a_count": ("values", _with_value(plan, "instructions", "count", 1, 2)),
-        "finish_in_a_round": ("values", _with_value(plan, "instructions", "round", 1)),
-        "operand_that_is_not_there": ("indexes", _with_value(plan, "tasks", "kv", 99)),
-        "peer_that_is_not_there": ("indexes", _with_value(plan, "transfers", "peer", 3)),
-        "head_set_that_is_not_there": ("indexes", _with_value(plan, "operands", "heads", 5)),
-        "kv_head_that_is_not_there": (
-            "indexes",
-            _with_value(plan, "operands", "heads", 3, _row_of_keys(plan)),
-        ),
-        "count_too_large": ("counts", _with_value(plan, "instructions", "count", 2)),
-        "count_too_small": ("counts", _with_value(plan, "instructions", "count", 0)),
-        "an_arena_twice": ("values", _arena_twice(plan)),
+    program = plan.programs["default", "forward"]
+    keys = int(np.flatnonzero(program["operands"]["tensor"] == 3)[0])
+    second_arena = int(program["arenas"]["tensor"][1])
+    values = {
+        "unknown_tensor": ("values", "operands", "tensor", 10, -1),
+        "unknown_space": ("values", "operands", "space", 2, -1),
+        "unknown_op": ("values", "instructions", "op", 14, -1),
+        "negative_row": ("values", "operands", "row", -1, -1),
+        "send_2": ("values", "transfers", "send", 2, -1),
+        "first_2": ("values", "tasks", "first", 2, -1),
+        "span_beyond_the_tokens": ("values", "spans", "length", 9, -1),
+        "span_without_rows": ("values", "spans", "length", 0, -1),
+        "operand_0_is_not_none": ("values", "operands", "rows", 1, 0),
+        "an_operand_without_rows": ("values", "operands", "rows", 0, -1),
+        "wait_with_a_count": ("values", "instructions", "count", 1, 2),
+        "finish_in_a_round": ("values", "instructions", "round", 1, -1),
+        "operand_that_is_not_there": ("indexes", "tasks", "kv", 99, -1),
+        "peer_that_is_not_there": ("indexes", "transfers", "peer", 3, -1),
+        "head_set_that_is_not_there": ("indexes", "operands", "heads", 5, -1),
+        "kv_head_that_is_not_there": ("indexes", "operands", "heads", 3, keys),
+        "count_too_large": ("counts", "instructions", "count", 2, -1),
+        "count_too_small": ("counts", "instructions", "count", 0, -1),
+        "an_arena_twice": ("values", "arenas", "tensor", second_arena, 0),  # of rank 1
     }
-
-
-def _arena_twice(plan: Plan) -> bytes:
-    """The plan with the same tensor for the first two arenas of rank 1."""
-    second = int(plan.programs["default", "forward"]["arenas"]["tensor"][1])
-    return _with_value(plan, "arenas", "tensor", second, 0)
-
-
-def _row_of_keys(plan: Plan) -> int:
-    """The row of the first KV operand."""
-    return int(np.flatnonzero(plan.programs["default", "forward"]["operands"]["tensor"] == 3)[0])
+    return {name: (rule, _with_value(plan, *place)) for name, (rule, *place) in values.items()}
 
 
 # ---------------------------------------------------------------------------------------------- broken plans
@@ -267,13 +248,13 @@ def broken(recurrent: Plan) -> Faults:
         for name, (_, rank, phase, _, edit, _) in broken_plans.CASES.items()
     }
     good = parse(broken_plans.GOOD)
-    found |= {f"layout_{column}": _with_span(good, column, value) for column, value in _SPANS.items()}
+    spans = {f"layout_{column}": _respanned(good, column, value, 1) for column, value in _SPANS.items()}
+    found |= {name: codec.seal(plan) for name, plan in spans.items()}
     found |= {f"policy_{field}": _with_policy(good, field, value) for field, value in _LIMITS.items()}
     forward = {key: program for key, program in good.programs.items() if key[1] == "forward"}
+    header = replace(good.header, phases=("forward",))
     found |= {
-        "no_backward": codec.seal(
-            replace(good, header=replace(good.header, phases=("forward",)), programs=forward)
-        ),
+        "no_backward": codec.seal(replace(good, header=header, programs=forward)),
         "report_of_other_ranks": codec.seal(replace(good, report={"ranks": 4})),
         "id_of_zeros": replace(good, sections=good.sealed().with_id(bytes(32))),
         "results_added_to": _results("wait 1\n  finish", f"wait 1\n  merge {_OUTPUTS}\n  finish"),
@@ -298,13 +279,6 @@ _RECURRENCES = {
 }
 _SPANS = {"token": 9, "row": 1, "position": 3, "sequence": 1, "length": 7}
 _LIMITS = {"token_cap": 7, "memory_cap_gib": 1e-7, "tolerance": 0.2}
-
-
-def _with_span(plan: Plan, column: str, value: int) -> Plan:
-    spans = plan.layouts["attention"].spans
-    columns = {name: np.array(values, np.int64) for name, values in spans.columns.items()}
-    columns[column][1] = value
-    return codec.seal(replace(plan, layouts={"attention": Layout("attention", Table.of(spans.ptr, columns))}))
 
 
 def _with_policy(plan: Plan, field: str, value: float) -> Plan:

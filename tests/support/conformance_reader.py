@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion import DecodeError, Plan, Slice
 from apportion.backends import numpy as executor
 from apportion.backends.numpy import LocalLayer
 from apportion.ir.bytes import codec
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.slices import Slice
-from apportion.ir.errors import DecodeError
 from apportion.ir.verify import check
 from tests.support import recurrent_executor
-from tests.support.conformance_suite import Weights, tables_of
+from tests.support.conformance_suite import tables_of
 from tests.support.moves import remap
+from tests.support.projection import Weights
 
 Array = np.ndarray
-
-
-@dataclass(frozen=True)
-class _Projection:
-    """The suite's projection for a subset of the heads."""
-
-    all: Weights
-
-    def project(
-        self,
-        hidden: NDArray[Any],
-        position_ids: NDArray[Any],
-        q_heads: tuple[int, ...],
-        kv_heads: tuple[int, ...],
-    ) -> list[NDArray[Any]]:
-        return self._subset(q_heads, kv_heads).project(hidden, position_ids)
-
-    def gradient(
-        self,
-        hidden: NDArray[Any],
-        position_ids: NDArray[Any],
-        q_heads: tuple[int, ...],
-        kv_heads: tuple[int, ...],
-        grads: tuple[NDArray[Any], ...],
-    ) -> NDArray[Any]:
-        return self._subset(q_heads, kv_heads).gradient(position_ids, grads)
-
-    def _subset(self, q_heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Weights:
-        return Weights(self.all.q[list(q_heads)], self.all.k[list(kv_heads)], self.all.v[list(kv_heads)])
 
 
 class _Inputs:
@@ -91,8 +58,7 @@ def _run_kind(plan: Plan, kind: str, inputs: _Inputs, weights: Weights | None) -
     shapes = (q, k, v, do) if weights is None else ((weights.q.shape[1],), do)
     parts = [[inputs.take(int(rows), *shape) for shape in shapes] for rows in home.rows_per_rank]
     *given, do_all = (executor.gather(home, part) for part in zip(*parts, strict=True))
-    projection = None if weights is None else _Projection(weights)
-    layer = LocalLayer(None if np.isinf(sinks).all() else sinks, scale, softcap or None, projection)
+    layer = LocalLayer(None if np.isinf(sinks).all() else sinks, scale, softcap or None, weights)
     o, lse, saved = executor.forward(plan, kind, given, layer)
     *grads, dsinks = executor.backward(plan, kind, saved, do_all)
     found = [np.zeros(head.q_heads) if dsinks is None else dsinks]

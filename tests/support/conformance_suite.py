@@ -21,18 +21,16 @@ import msgpack
 import numpy as np
 
 import apportion as ap
+from apportion import Plan, Recurrent, Sequence, Slice
 from apportion.backends import numpy as executor
 from apportion.backends.numpy import LocalLayer
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.plan.tables import Table
-from apportion.ir.request.recurrent import Recurrent
-from apportion.ir.request.sequences import Sequence
 from tests.support import oracle, recurrences
 from tests.support.conformance_faults import broken, malformed, newer
 from tests.support.parse import parse
+from tests.support.projection import Weights
 from tests.support.random_plans import random_plan
 from tests.support.recurrent_executor import Inputs
 from tests.support.strategies import STRATEGIES, steps
@@ -81,6 +79,7 @@ class Case:
 
 _HEADS = replace(_MODEL, q_heads=4, kv_heads=2)
 _BF16 = replace(_HEADS, dtype="bf16")
+_NARROW = replace(_BF16, sent_gradients="model")
 _KINDS = {"global": masks.causal(), "local": masks.sliding_window(5)}
 _LAYERS = {"global": 1, "local": 1}
 _RECURRENT = {
@@ -88,90 +87,59 @@ _RECURRENT = {
     "gated_linear": Recurrent(heads=3, key_dim=2, value_dim=2, gate="diagonal", delta=False, conv=2),
     "lightning": Recurrent(heads=1, key_dim=2, value_dim=3, delta=False),
 }
+_KIMI = {"kimi_delta": Recurrent(2, 2, 2, gate="diagonal", conv=3)}
 _TREE = masks.tree([(-1, 9), (0, 6), (0, 5), (1, 7), (1, 3)])
+_WINDOW, _SINKS = masks.sliding_window(7), masks.sink_window(2, 5)
+_QUESTION, _IMAGE = masks.shared_question(10, [8, 6]), masks.image_spans([(3, 6)])
+_OF_KINDS: dict[str, Any] = {"mask": _KINDS, "model": replace(_HEADS, layers=_LAYERS)}
+_ON_THREE: dict[str, Any] = {"mask": _QUESTION, "cluster": ap.Cluster(1, 3)}
 CASES: dict[str, Case] = {
     "fcp": Case("blocks by LPT, keys and values travel in matchings", "fcp"),
     "reshuffled": Case(
         "home rows are the loader's, heads are split inside nodes", "inner_reshuffled", model=_HEADS
     ),
-    "fcp_narrow": Case(
-        "gradients rounded to bf16 in transit", "fcp", model=replace(_BF16, sent_gradients="model")
-    ),
+    "fcp_narrow": Case("gradients rounded to bf16 in transit", "fcp", model=_NARROW),
     "relays_narrow": Case(
-        "gradients rounded to fp16 at each hop of a relay",
-        "relays",
-        model=replace(_HEADS, dtype="fp16", sent_gradients="model"),
+        *("gradients rounded to fp16 at each hop of a relay", "relays"), model=replace(_NARROW, dtype="fp16")
     ),
     "ring": Case("a zig-zag ring, fp32", "ring", model=replace(_HEADS, dtype="fp32")),
     "ulysses": Case(
-        "heads all-to-all, complete rows travel as results, bf16", "ulysses", model=replace(_BF16, kv_heads=4)
+        *("heads all-to-all, complete rows travel as results, bf16", "ulysses"),
+        model=replace(_BF16, kv_heads=4),
     ),
     "ulysses_shared": Case("KV heads shared by ranks; sinks", "ulysses", model=_HEADS, sinks=True),
     "usp_window": Case(
-        "heads and a ring, sliding windows, a soft cap",
-        "usp",
-        mask=masks.sliding_window(7),
-        model=_HEADS,
-        softcap=1.5,
+        *("heads and a ring, sliding windows, a soft cap", "usp"), mask=_WINDOW, model=_HEADS, softcap=1.5
     ),
-    "upipe": Case(
-        "heads in stages; another scale", "upipe_ring", model=replace(_HEADS, q_heads=4), scale=0.25
-    ),
-    "zeppelin": Case("two layouts and a remap between them", "zeppelin", lengths=(40, 2, 2, 2)),
+    "upipe": Case("heads in stages; another scale", "upipe_ring", model=_HEADS, scale=0.25),
+    "zeppelin": Case("two layouts and a remap between them", "zeppelin", (40, 2, 2, 2)),
     "mixed": Case(
-        "short documents stay whole on a rank, the long one is split by heads",
-        "mixed",
-        lengths=(25, 5, 4, 3, 3),
+        *("short documents stay whole on a rank, the long one is split by heads", "mixed", (25, 5, 4, 3, 3)),
         model=_BF16,
     ),
-    "mixed_kinds": Case(
-        "two attention kinds, each with its own split",
-        "mixed_kinds",
-        mask=_KINDS,
-        model=replace(_HEADS, layers=_LAYERS),
-    ),
+    "mixed_kinds": Case("two attention kinds, each with its own split", "mixed_kinds", **_OF_KINDS),
     "two_kinds": Case(
-        "two attention kinds, reshuffled, sinks",
-        "ring_reshuffled",
+        *("two attention kinds, reshuffled, sinks", "ring_reshuffled"),
         mask=_KINDS,
         sinks=True,
         model=replace(_MODEL, layers=_LAYERS),
     ),
-    "tree": Case("a prefix tree: positions continue from the parent's", "node", lengths=(30, 30), mask=_TREE),
+    "tree": Case("a prefix tree: positions continue from the parent's", "node", (30, 30), _TREE),
     "recurrent": Case(
-        "three kinds of recurrent layers alongside attention",
-        "fcp",
-        lengths=(17, 6, 1, 3),
+        *("three kinds of recurrent layers alongside attention", "fcp", (17, 6, 1, 3)),
         model=replace(_MODEL, recurrent=_RECURRENT),
     ),
     "recurrent_tree": Case(
-        "recurrent layers on a prefix tree: branches continue from their trunk",
-        "node",
-        lengths=(30,),
-        mask=_TREE,
-        model=replace(_MODEL, recurrent={"kimi_delta": Recurrent(2, 2, 2, gate="diagonal", conv=3)}),
+        *("recurrent layers on a prefix tree: branches continue from their trunk", "node", (30,), _TREE),
+        model=replace(_MODEL, recurrent=_KIMI),
     ),
-    "questions": Case(
-        "shared questions on a ring over three ranks",
-        "ring_of_holders",
-        lengths=(24,),
-        mask=masks.shared_question(10, [8, 6]),
-        cluster=ap.Cluster(1, 3),
-    ),
-    "spans": Case(
-        "images inside text, in a gather by node",
-        "gather_by_node",
-        lengths=(32, 6),
-        mask=masks.image_spans([(3, 6)]),
-        sinks=True,
-    ),
-    "blockwise": Case(
-        "two diagonals in a kind: sink tokens and a window", "contiguous", mask=masks.sink_window(2, 5)
-    ),
-    "distca": Case("queries travel, complete rows come back as results", "distca_paper", lengths=(40, 6, 3)),
+    "questions": Case("shared questions on a ring over three ranks", "ring_of_holders", (24,), **_ON_THREE),
+    "spans": Case("images inside text, in a gather by node", "gather_by_node", (32, 6), _IMAGE, sinks=True),
+    "blockwise": Case("two diagonals in a kind: sink tokens and a window", "contiguous", mask=_SINKS),
+    "distca": Case("queries travel, complete rows come back as results", "distca_paper", (40, 6, 3)),
     "dcp_heads": Case("head groups and divisions are computed separately", "dcp_heads", model=_HEADS),
-    "few_tokens": Case("ranks without tokens", "ring", lengths=(2, 1)),
-    "one_rank": Case("one rank: no round at all", "fcp", lengths=(9, 4), cluster=ap.Cluster(1, 1)),
+    "few_tokens": Case("ranks without tokens", "ring", (2, 1)),
+    "one_rank": Case("one rank: no round at all", "fcp", (9, 4), cluster=ap.Cluster(1, 1)),
     "clear": Case("by hand: rows that see no key; a rank without tokens computes", text="clear"),
     "heads": Case("by hand: the layer's projection is part of the program", text="heads", sinks=True),
     "nested": Case("by hand", text="nested"),
@@ -195,25 +163,12 @@ def numbers(seed: int, *shape: int) -> Array:
     return ((state ^ state >> np.uint64(31)) >> np.uint64(56)).astype(np.float64).reshape(shape) / 64 - 2
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The suite's projection: (1 + position / 8) * x @ w, per head."""
-
-    q: Array  # [Hq, E, D]
-    k: Array  # [Hk, E, D]
-    v: Array  # [Hk, E, Dv]
-
-    def project(self, x: Array, positions: Array) -> list[Array]:
-        scaled = x * (1 + positions / 8)[:, None]
-        return [np.einsum("ne,hed->nhd", scaled, w) for w in (self.q, self.k, self.v)]
-
-    def gradient(self, positions: Array, grads: tuple[Array, ...]) -> Array:
-        pairs = zip(grads, (self.q, self.k, self.v), strict=True)
-        return sum(np.einsum("nhd,hed->ne", g, w) for g, w in pairs) * (1 + positions / 8)[:, None]
-
-
 def projects(plan: Plan) -> bool:
     return any(Op.PROJECT in programs["instructions"]["op"] for programs in plan.programs.values())
+
+
+def all_heads(plan: Plan) -> tuple[range, range]:
+    return range(plan.header.q_heads), range(plan.header.kv_heads)
 
 
 def weights_of(plan: Plan) -> Weights:
@@ -230,7 +185,7 @@ def problem_of(plan: Plan, case: Case, number: int) -> tuple[oracle.Problem, Arr
     do = numbers(seed + 3, tokens, head.q_heads, head.v_head_dim)
     hidden = numbers(seed + 4, tokens, _HIDDEN) / 2 if projects(plan) else None
     if hidden is not None:
-        q, k, v = weights_of(plan).project(hidden, plan.request.batch.positions())
+        q, k, v = weights_of(plan).project(hidden, plan.request.batch.positions(), *all_heads(plan))
     else:
         q = numbers(seed, tokens, head.q_heads, head.head_dim)
         k = numbers(seed + 1, tokens, head.kv_heads, head.head_dim)
@@ -283,7 +238,8 @@ def outputs_of(plan: Plan, case: Case) -> Arrays:
         grads = {"dq": answer.dq, "dk": answer.dk, "dv": answer.dv}
         if x is not None:
             positions = plan.request.batch.positions()
-            grads = {"dx": weights_of(plan).gradient(positions, (answer.dq, answer.dk, answer.dv))}
+            of_qkv = answer.dq, answer.dk, answer.dv
+            grads = {"dx": weights_of(plan).gradient(x, positions, *all_heads(plan), of_qkv)}
         found += by_rank(plan, kind, {"o": answer.o, "lse": answer.lse} | grads)
     for number, (name, held) in enumerate(plan.header.recurrent.items()):
         batch = plan.request.batch
@@ -387,11 +343,7 @@ def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
     """The files by path. plans: the cases' plans."""
     files: dict[str, bytes] = {}
     index: dict[str, list[dict[str, Any]]] = {
-        "cases": [],
-        "reading": [],
-        "slices": [],
-        "malformed": [],
-        "broken": [],
+        name: [] for name in ("cases", "reading", "slices", "malformed", "broken")
     }
     for name, case in CASES.items():
         plan = plans[name]
@@ -411,9 +363,8 @@ def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
         index["reading"].append({"name": name, "what": "any numbers that a plan may hold; it has no meaning"})
     data = newer(plans["reshuffle"])
     files["reading/newer.plan"], files["reading/newer.json"] = data, compact(tables_of(Plan.decode(data)))
-    index["reading"].append(
-        {"name": "newer", "what": "a newer minor version, with more keys, tables and columns"}
-    )
+    what = "a newer minor version, with more keys, tables and columns"
+    index["reading"].append({"name": "newer", "what": what})
     for name, rank in _SLICES.items():
         held = plans[name].for_rank(rank)
         files[f"slices/{name}.plan"], files[f"slices/{name}.json"] = held.encode(), compact(tables_of(held))

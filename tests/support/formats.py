@@ -27,10 +27,8 @@ def decoded(data: bytes) -> dict[str, Any]:
         part["layouts"] = [columns(rows, SPAN_COLUMNS) for rows in part["layouts"]]
         part["moves"] = [columns(rows, MOVE_COLUMNS) for rows in part["moves"]]
         if "recurrent" in part:
-            tables = part["recurrent"].items()
-            part["recurrent"] = {
-                name: columns(rows, RECURRENCE_TABLES[name]) for name, rows in tables if rows
-            }
+            held = {name: rows for name, rows in part["recurrent"].items() if rows}
+            part["recurrent"] = {name: columns(rows, RECURRENCE_TABLES[name]) for name, rows in held.items()}
         for phases in part["programs"].values():
             for phase, tables in phases.items():
                 phases[phase] = {name: columns(rows, TABLES[name]) for name, rows in tables.items() if rows}

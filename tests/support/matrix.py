@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from apportion import Batch, Plan, Sequence
 from apportion.backends import numpy as executor
 from apportion.backends.numpy import LocalLayer
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.sequences import Sequence
 from tests.support import oracle
 
 EXACT = 1e-10
@@ -33,10 +31,8 @@ SEQUENCES: dict[str, tuple[int, Mask]] = {
     "tree": (41, masks.tree([[-1, 9], [0, 8], [0, 7], [1, 9], [1, 8]])),
     "documents": (41, masks.documents([17, 1, 23])),
     "bands": (41, masks.bands([[0, 20, 0, 41, -3, 12], [25, 41, 3, 17, 0, 30]])),
-    "slices": (
-        41,
-        masks.slices([[0, 9, 0, 9, 1], [20, 41, 3, 9, 0], [20, 41, 20, 41, 2]]),
-    ),  # some rows see no key
+    # some rows see no key
+    "slices": (41, masks.slices([[0, 9, 0, 9, 1], [20, 41, 3, 9, 0], [20, 41, 20, 41, 2]])),
 }
 
 
@@ -45,9 +41,7 @@ LAYERS = [(2, 2, 4, 4, False, None), (4, 1, 6, 4, True, None), (8, 1, 2, 6, True
 
 
 def batch_of(*names: str) -> Batch:
-    return Batch.from_sequences(
-        [Sequence(length, mask) for length, mask in map(SEQUENCES.__getitem__, names)]
-    )
+    return Batch.from_sequences([Sequence(*SEQUENCES[name]) for name in names])
 
 
 def compare(plan: Plan, kind: str, layer: tuple, seed: int) -> None:

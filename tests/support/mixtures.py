@@ -6,72 +6,54 @@ import random
 from typing import Any
 
 import apportion as ap
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
-from apportion.ir.request.sequences import Sequence
+from apportion import Batch, Cluster, Model, Policy, Recipe, Sequence, masks
 from tests.support.matrix import LAYERS, SEQUENCES
 
 #: also heads that divide unevenly: six query heads on three or two KV heads
 HEADS = [*LAYERS, (6, 3, 4, 4, True, None), (4, 4, 4, 2, False, None), (6, 2, 2, 4, False, None)]
 
 
-PLACES = [
-    {"lpt": {}},
-    {"zigzag": {"chunk": 1}},
-    {"zigzag": {"chunk": 3}},
-    {"zigzag": {"chunk": 1, "over": "batch"}},
-    {"contiguous": {}},
-    {"whole": {}},
-    {"hybrid_dp": {}},
-    {"megatron_hybrid": {}},
-    {"wlb": {"chunk": 1}},
-    {"blend": {}},
-    {"blend": {"grain": 5, "head": 0}},
-    {"distca": {}},
-    {"distca": {"kv_ranges": True}},
-    {"zeppelin": {"inter_tokens": 30, "parts": 2}},
-    {"dcp": {"divisions": 3}},
+PLACES: list[dict[str, Any]] = [
+    *(
+        {"lpt": {}},
+        {"zigzag": {"chunk": 1}},
+        {"zigzag": {"chunk": 3}},
+        {"zigzag": {"chunk": 1, "over": "batch"}},
+    ),
+    *({"contiguous": {}}, {"whole": {}}, {"hybrid_dp": {}}, {"megatron_hybrid": {}}, {"wlb": {"chunk": 1}}),
+    *({"blend": {}}, {"blend": {"grain": 5, "head": 0}}, {"distca": {}}, {"distca": {"kv_ranges": True}}),
+    *({"zeppelin": {"inter_tokens": 30, "parts": 2}}, {"dcp": {"divisions": 3}}),
     {"dcp": {"divisions": 3, "head_groups": 2}},
 ]
 
 
-ROUTES = [
-    {"star": {}},
-    {"node": {"proxies": True}},
-    {"node": {"proxies": False}},
-    {"tree": {"fanout": 1}},
-    {"tree": {"fanout": 3}},
-    {"ring": {"over": "ranks"}},
-    {"ring": {"over": "holders"}},
+ROUTES: list[dict[str, Any]] = [
+    *({"star": {}}, {"node": {"proxies": True}}, {"node": {"proxies": False}}, {"tree": {"fanout": 1}}),
+    *({"tree": {"fanout": 3}}, {"ring": {"over": "ranks"}}, {"ring": {"over": "holders"}}),
 ]
 
 
 def random_recipe(draw: random.Random) -> Recipe:
     place = draw.choice([PLACES[0], *PLACES])
     local = draw.choice(["first", "last", "even"])
-    schedule = draw.choice(
-        [
-            {
-                "matchings": {
-                    "coalesce": draw.choice([1, 2, "auto"]),
-                    "buffers": draw.choice([1, 2, 3]),
-                    "local": local,
-                    "order": draw.choice(["any", "longest", "shortest"]),
-                }
-            },
-            {"ring": {"over": draw.choice(["ranks", "holders"]), "turns": draw.random() < 0.5}},
-            {"gather": {"local": local, "whole": draw.random() < 0.5}},
-            {"divisions": {"count": 3, "buffers": draw.choice([1, 2, 3])}},
-            {"queues": {"proxies": draw.choice([1, 2]), "local": local}},
-        ]
-    )
+    matchings = {
+        "coalesce": draw.choice([1, 2, "auto"]),
+        "buffers": draw.choice([1, 2, 3]),
+        "local": local,
+        "order": draw.choice(["any", "longest", "shortest"]),
+    }
+    schedules: list[dict[str, Any]] = [
+        {"matchings": matchings},
+        {"ring": {"over": draw.choice(["ranks", "holders"]), "turns": draw.random() < 0.5}},
+        {"gather": {"local": local, "whole": draw.random() < 0.5}},
+        {"divisions": {"count": 3, "buffers": draw.choice([1, 2, 3])}},
+        {"queues": {"proxies": draw.choice([1, 2]), "local": local}},
+    ]
+    schedule = draw.choice(schedules)
     steps: dict[str, Any] = {"shard": {"sequences": {}}, "place": place, "schedule": schedule}
-    if "lpt" in place or "dcp" in place:  # type: ignore[operator]
+    if "lpt" in place or "dcp" in place:
         steps["shard"] = {"blocks": {"block": draw.choice([1, 3, 5, 16])}}
-    if "ring" not in schedule and "queues" not in schedule:  # type: ignore[operator]
+    if "ring" not in schedule and "queues" not in schedule:
         steps["route"] = draw.choice(ROUTES)
     if draw.random() < 0.4:
         overlap = draw.random() < 0.5
@@ -103,9 +85,8 @@ def plan_of(seed: int) -> tuple[ap.Plan, tuple] | None:
     recipe = with_lone(draw, recipe) if seed % 2 else recipe
     cap = batch.tokens if recipe.step("place").name in ("lpt", "dcp") else None
     model = Model(*layer[:4], dtype="fp64", layers=1)
+    cluster, policy = Cluster(ranks // per_node, per_node), Policy(recipe, token_cap=cap)
     try:
-        return ap.plan(
-            batch, Cluster(ranks // per_node, per_node), model, policy=Policy(recipe, token_cap=cap)
-        ), layer
+        return ap.plan(batch, cluster, model, policy=policy), layer
     except (ap.ConfigError, ap.CapacityError):
         return None

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ExecutionError
+from apportion import ExecutionError, Plan
 from apportion.ir.plan.tables import Table
 
 Array = NDArray[Any]
@@ -30,9 +29,8 @@ def remap(plan: Plan, index: int, parts: Sequence[Array], inverse: bool = False)
     result = [np.full((rows, *part.shape[1:]), np.nan) for rows, part in zip(target_rows, parts, strict=True)]
     for rank, peer, row, rows in _rows(move.table, inverse):
         if not messages[peer, rank] or len(messages[peer, rank][0]) != rows:
-            raise ExecutionError(
-                f"rank {rank} receives {rows} rows from rank {peer}, which sends another number"
-            )
+            sends = "which sends another number"
+            raise ExecutionError(f"rank {rank} receives {rows} rows from rank {peer}, {sends}")
         result[rank][row : row + rows] = messages[peer, rank].popleft()
     if any(np.isnan(part).any() for part in result) or any(messages.values()):
         raise ExecutionError("rows of the target are not written, or more are sent than received")

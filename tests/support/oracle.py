@@ -57,16 +57,6 @@ class Problem:
         v, do = (rng.standard_normal((tokens, heads, v_head_dim)) for heads in (kv_heads, q_heads))
         return Problem(q, k, v, do, rng.standard_normal(q_heads) if sinks else None, None, softcap)
 
-    def cast(self, dtype: Any) -> Problem:
-        """The problem rounded to another dtype."""
-        q, k, v, do = (x.astype(dtype) for x in (self.q, self.k, self.v, self.do))
-        sinks, dlse = _cast(self.sinks, dtype), _cast(self.dlse, dtype)
-        return Problem(q, k, v, do, sinks, self.scale, self.softcap, dlse)
-
-
-def _cast(x: Array | None, dtype: Any) -> Array | None:
-    return None if x is None else x.astype(dtype)
-
 
 def dense(problem: Problem, allowed: Array) -> Answer:
     """Runs forward and backward in the dtype of q, head by head. allowed: bool [T, T]."""

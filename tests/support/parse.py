@@ -7,23 +7,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import DecodeError, VersionError
-from apportion.ir.isa import (
-    ALL_TO_ALL,
-    FORMAT,
-    OP_NAMES,
-    RECURRENCE_TABLES,
-    RESULTS,
-    SPAN_COLUMNS,
-    TABLES,
-    VERSION,
-    Op,
-)
+from apportion import DecodeError, Plan, VersionError
+from apportion.ir import isa
+from apportion.ir.isa import OP_NAMES, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, Op
 from apportion.ir.tensors import PHASES, TENSOR_NAMES
 from apportion.ir.text.words import FORMS, NONE, SPACE_NAMES, Form, Operand, Row
 from tests.support.text_draft import DraftProgram, TextDraft
 
+FORMAT, VERSION = isa.FORMAT, isa.VERSION
 TENSORS = {name: int(tensor) for tensor, name in TENSOR_NAMES.items()}
 SPACES = {name: int(space) for space, name in SPACE_NAMES.items()}
 OPS = {name: op for op, name in OP_NAMES.items()}
@@ -71,18 +62,19 @@ class _Reader:
         self.draft = TextDraft()
         self.rank = -1
         self.program: DraftProgram | None = None
-        self.words: dict[str, Callable[[str], None]] = {
-            "id": self.read_id,
-            "rank": self.read_rank,
-            "layout": self.read_layout,
-            "move": self.read_move,
-            "recurrent": self.read_recurrent,
-            "program": self.read_program,
-            "arenas": self.read_arenas,
-            "operands": self.read_operands,
-            "launch": self.read_launch,
-            "wait": self.read_wait,
-        }
+        names = (
+            "id",
+            "rank",
+            "layout",
+            "move",
+            "recurrent",
+            "program",
+            "arenas",
+            "operands",
+            "launch",
+            "wait",
+        )
+        self.words: dict[str, Callable[[str], None]] = {name: getattr(self, f"read_{name}") for name in names}
 
     def fail(self, message: str) -> DecodeError:
         return DecodeError(f"line {self.number}: {message}")
@@ -117,9 +109,8 @@ class _Reader:
         found = self.match(re.compile(rf"{re.escape(FORMAT)} {_INT}\.{_INT}"), line, expected)
         version = int(found[1]), int(found[2])
         if version[0] != VERSION[0]:
-            raise VersionError(
-                f"plan of format version {version[0]}.{version[1]}; this release reads {VERSION[0]}.x"
-            )
+            what = f"plan of format version {version[0]}.{version[1]}"
+            raise VersionError(f"{what}; this release reads {VERSION[0]}.x")
         if version > VERSION:
             raise self.fail(f"this release reads texts up to version {VERSION[0]}.{VERSION[1]}")
         self.draft.version = version
@@ -181,10 +172,8 @@ class _Reader:
 
     def read_recurrent(self, rest: str) -> None:
         found = self.match(_RECURRENT, rest, "'recurrent table: column=… column=…; …'")
-        pattern, expected = (
-            _RECURRENT_ROWS[found[1]],
-            " ".join(f"{one}=…" for one in RECURRENCE_TABLES[found[1]]),
-        )
+        pattern = _RECURRENT_ROWS[found[1]]
+        expected = " ".join(f"{one}=…" for one in RECURRENCE_TABLES[found[1]])
         rows = [tuple(map(int, self.match(pattern, row, expected).groups())) for row in _split(found[2], ";")]
         self.draft.recurrent[found[1]].setdefault(self.in_rank(), []).extend(rows)
 
@@ -209,9 +198,8 @@ class _Reader:
         return self.program
 
     def read_arenas(self, rest: str) -> None:
-        found = [
-            self.match(_ARENA, item, "'tensor rows x heads', as in 'KV 8x2'") for item in _split(rest, ",")
-        ]
+        expected = "'tensor rows x heads', as in 'KV 8x2'"
+        found = [self.match(_ARENA, item, expected) for item in _split(rest, ",")]
         self.in_program().arenas = [(self.tensor(item[1]), int(item[2]), int(item[3])) for item in found]
 
     def tensor(self, name: str) -> int:
@@ -253,18 +241,16 @@ class _Reader:
             program.rows[name].extend(rows)
 
     def read_launch(self, rest: str) -> None:
-        found = self.match(
-            _LAUNCH, rest, "'launch round: send operand to peer, receive operand from peer, …'"
-        )
+        expected = "'launch round: send operand to peer, receive operand from peer, …'"
+        found = self.match(_LAUNCH, rest, expected)
         rows: list[Row] = []
         for item in _split(found[5] or "", ","):
-            direction, operand, word, peer = self.match(
-                _TRANSFER, item, "'send … to …' or 'receive … from …'"
-            ).groups()
+            transfer = self.match(_TRANSFER, item, "'send … to …' or 'receive … from …'")
+            direction, operand, word, peer = transfer.groups()
             if (direction == "send") != (word == "to"):
                 raise self.fail("write 'send … to …' and 'receive … from …'")
             rows.append((int(direction == "send"), int(peer), self.index(operand)))
-        mode = ALL_TO_ALL * bool(found[3]) | RESULTS * bool(found[4])
+        mode = isa.ALL_TO_ALL * bool(found[3]) | isa.RESULTS * bool(found[4])
         self.add(Op.LAUNCH, int(found[1]), int(found[2] or 0), mode, rows)
 
     def read_wait(self, rest: str) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 
-from apportion.ir.bytes.codec import Plan
+from apportion import Batch, Cluster, Model, Plan, Policy, Recipe, Recurrent
 from apportion.ir.isa import MOVE_COLUMNS, OPERAND_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, Op
 from apportion.ir.plan.plain import diagonals_of
 from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Recurrence, Request, Table
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
-from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.tensors import PHASES, Tensor
 
 Rng = np.random.Generator
@@ -35,24 +31,11 @@ def random_plan(seed: int, ranks: int | None = None) -> Plan:
     phases = PHASES if rng.random() < 0.8 else PHASES[:1]
     keys = [*product(kinds, phases)]
     names = ("attention", "linear -> 2")
-    header = Header(
-        ranks,
-        kinds,
-        "by-hand",
-        seed,
-        "attention",
-        names,
-        HEAD_SETS,
-        4,
-        2,
-        8,
-        4,
-        model.dtype,
-        {"b": "1", "a": "2"},
-        diagonals=diagonals_of(request.batch, kinds),
-        phases=phases,
-        recurrent=model.recurrent,
-    )
+    sizes = 4, 2, 8, 4  # heads and widths
+    facts = {"diagonals": diagonals_of(request.batch, kinds), "phases": phases, "recurrent": model.recurrent}
+    digests = {"b": "1", "a": "2"}
+    planned = ranks, kinds, "by-hand", seed, "attention", names, HEAD_SETS
+    header = Header(*planned, *sizes, model.dtype, digests, **facts)
     return Plan(
         header,
         request,
@@ -65,18 +48,15 @@ def random_plan(seed: int, ranks: int | None = None) -> Plan:
 
 
 def _recurrence(rng: Rng, ranks: int) -> Recurrence:
-    rows: dict[str, list[list[tuple[int, ...]]]] = {
-        name: [[] for _ in range(ranks)] for name in RECURRENCE_TABLES
-    }
+    rows: dict[str, list[Any]] = {name: [[] for _ in range(ranks)] for name in RECURRENCE_TABLES}
     for rank in range(ranks):
         end = 0
         for _ in range(rng.integers(0, 4)):
             past = int(rng.integers(-1, 3))
             peer = int(rng.integers(0, ranks)) if past >= 0 else 0
             length = _size(rng) // 8 + 1
-            rows["runs"][rank].append(
-                (end, length, _size(rng), _size(rng), peer, past, int(rng.integers(0, 2)))
-            )
+            leads = (_size(rng), _size(rng), peer, past, int(rng.integers(0, 2)))
+            rows["runs"][rank].append((end, length, *leads))
             end += length
         runs = len(rows["runs"][rank])
         for name in ("folds", "states") if runs else ("folds",):
@@ -121,9 +101,8 @@ def _moves(rng: Rng, ranks: int) -> Table:
 
 def _program(rng: Rng, ranks: int) -> ProgramSet:
     programs = [_rank_program(rng, ranks) for _ in range(ranks)]
-    return ProgramSet(
-        {name: _table([p[name] for p in programs], columns) for name, columns in TABLES.items()}
-    )
+    tables = {name: _table([p[name] for p in programs], columns) for name, columns in TABLES.items()}
+    return ProgramSet(tables)
 
 
 def _rank_program(rng: Rng, ranks: int) -> dict[str, list[tuple[int, ...]]]:

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion import Batch, Plan, Recurrent
 from apportion.ir.arrays import Ints
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.plan.tables import Recurrence, Table
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.recurrent import Recurrent
 from tests.support.recurrent_executor import Inputs, Outputs
 
 Array = NDArray[Any]
@@ -68,10 +66,8 @@ def dense(kind: Recurrent, before: list[int], inputs: Inputs, do: Array) -> Outp
     weight = np.ones((kind.conv_channels, 1)) if inputs.weight is None else inputs.weight
     reads = [[*_path(before, token, weight.shape[1])] for token in range(tokens)]
     x = np.stack([sum(weight[:, -1 - age] * inputs.x[one] for age, one in enumerate(read)) for read in reads])
-    q, k = (
-        np.repeat(one.reshape(tokens, -1, kind.key_dim), groups, axis=1)
-        for one in (x[:, :keys], x[:, keys : 2 * keys])
-    )
+    of_keys = (one.reshape(tokens, -1, kind.key_dim) for one in (x[:, :keys], x[:, keys : 2 * keys]))
+    q, k = (np.repeat(one, groups, axis=1) for one in of_keys)
     v = x[:, 2 * keys :].reshape(tokens, kind.heads, -1)
     decay = inputs.decay.reshape(tokens, kind.heads, -1, 1)
     zero = np.zeros((kind.heads, kind.key_dim, kind.value_dim))
@@ -108,13 +104,9 @@ def dense(kind: Recurrent, before: list[int], inputs: Inputs, do: Array) -> Outp
         for age, one in enumerate(read):
             dx[one] += weight[:, -1 - age] * dconv[t]
             dweight[:, -1 - age] += dconv[t] * inputs.x[one]
-    return Outputs(
-        np.stack(o),
-        dx,
-        dgate.reshape(inputs.decay.shape),
-        None if inputs.beta is None else dbeta,
-        None if inputs.weight is None else dweight,
-    )
+    of_beta = None if inputs.beta is None else dbeta
+    of_weight = None if inputs.weight is None else dweight
+    return Outputs(np.stack(o), dx, dgate.reshape(inputs.decay.shape), of_beta, of_weight)
 
 
 def _path(before: list[int], token: int, most: int) -> list[int]:

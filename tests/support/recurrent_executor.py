@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Floats
-from apportion.ir.errors import ExecutionError, UnknownNameError
+from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import RECURRENCE_TABLES
 from apportion.ir.plan.tables import Table
 from apportion.ir.request.recurrent import Recurrent, widest_halo
@@ -64,18 +64,13 @@ class Tokens(NamedTuple):
 
 
 def run(plan: Plan, kind: str, inputs: Inputs, do: Floats | None = None) -> Outputs:
-    """Runs forward, and backward if there is a gradient `do` [T, H, V] of the output. Raises UnknownNameError for a
-    kind that the plan does not have, ExecutionError for a plan with unmatched sends or receives."""
-    if kind not in plan.header.recurrent:
-        kinds = ", ".join(plan.header.recurrent) or "no recurrent layers"
-        raise UnknownNameError("kind", kind, f"the plan has {kinds}", "name one of these")
+    """Runs forward, and backward if there is a gradient `do` [T, H, V] of the output. Raises ExecutionError
+    for a plan with unmatched sends or receives."""
     layer = _Scan(plan, kind)
     try:
         return layer(inputs, do)
     except KeyError as error:
-        raise ExecutionError(
-            f"recurrent kind {kind}: a state of {error} is read but never computed or received"
-        ) from error
+        raise ExecutionError(f"a state of {error} is read but never computed or received") from error
 
 
 class _Scan:
@@ -108,9 +103,7 @@ class _Scan:
         ]
         width = widest_halo(plan.header.recurrent)
         halos = [np.full(len(plan.recurrence["runs"].rank(rank)) * width, -1) for rank in ranks]
-        outgoing, arrives = (
-            {place: row for place, row in halo.items() if row["send"] == direction} for direction in (1, 0)
-        )
+        outgoing, arrives = ({at: row for at, row in halo.items() if row["send"] == sent} for sent in (1, 0))
         for place, target in _paired_rows(outgoing, arrives):
             row = _checked_row(outgoing[place], arrives[target], ("rows",))
             rows = _span(row, first[place[0]])
@@ -120,7 +113,6 @@ class _Scan:
 
     def __call__(self, inputs: Inputs, do: Floats | None) -> Outputs:
         """Runs the kind like `run`."""
-        _check(self.kind, inputs, do, len(self.order))
         x, decay = inputs.x[self.order], inputs.decay[self.order]
         beta = np.ones(decay.shape[:2]) if inputs.beta is None else inputs.beta[self.order]
         decay = decay.reshape(*decay.shape[:2], -1)
@@ -129,9 +121,8 @@ class _Scan:
             run: Tokens(*self._convolved(padded[run], inputs.weight), decay[rows], beta[rows])
             for run, rows in self.rows.items()
         }
-        transitions = self._to_slots(
-            {run: transition(self.kind, tokens[run]) for run in self.later & self.leading}
-        )
+        both = self.later & self.leading
+        transitions = self._to_slots({run: transition(self.kind, tokens[run]) for run in both})
         states = self._states(tokens, transitions)
         o = self._whole({run: scan(self.kind, one, states[run])[0] for run, one in tokens.items()})
         if do is None:
@@ -293,23 +284,6 @@ def _through(k: Floats, state: Floats) -> Floats:
     """kᵀ S [H, V], for k [H, K] and S [H, K, V]."""
     found: Floats = np.einsum("hk,hkv->hv", k, state)
     return found
-
-
-def _check(kind: Recurrent, inputs: Inputs, do: Floats | None, tokens: int) -> None:
-    """Raises ExecutionError if the shape of an array does not match the kind."""
-    decays = (kind.key_dim,) if kind.gate == "diagonal" else ()
-    shapes = {
-        "x": (tokens, kind.conv_channels),
-        "decay": (tokens, kind.heads, *decays),
-        "beta": (tokens, kind.heads) if kind.delta else (),
-        "weight": (kind.conv_channels, kind.conv) if kind.halo else (),
-    }
-    for (name, shape), array in zip(shapes.items(), inputs, strict=True):
-        actual = () if array is None else array.shape
-        if actual != shape:
-            raise ExecutionError(f"{name} has shape {actual or None}; the plan is for {shape or None}")
-    if do is not None and do.shape != (tokens, kind.heads, kind.value_dim):
-        raise ExecutionError(f"do has shape {np.shape(do)}, which differs from the output's")
 
 
 # ---- tables

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.policy import Recipe
+from apportion import Batch, Cluster, Model, Plan, Policy, Recipe
+from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe, passes_of
 
 BLOCKS = {"shard": {"blocks": {"block": 5}}, "place": {"lpt": {}}}
 MATCHINGS = {"schedule": {"matchings": {"coalesce": 2, "buffers": 2}}}
 INNER = {"inner": {"ulysses": {"degree": 2}}}
+LAST = {"schedule": {"matchings": {"coalesce": 1, "local": "last"}}}
+BY_TIME = {"place": {"lpt": {"weigh": "time", "solver": "swap"}}}
+NATURAL = {"degree": "node", "order": "natural", "hold": True}
+PROXIES = {
+    "place": {"zeppelin": {"cap": "paper", "inter_tokens": 30, "parts": 2}},
+    "schedule": {"queues": {"proxies": 2, "local": "even"}},
+}
 
 
 def steps(recipe: str, **changes: dict) -> dict:
@@ -42,8 +48,7 @@ STRATEGIES: dict[str, dict] = {
     "node": BLOCKS | MATCHINGS | {"route": {"node": {}}},
     "tree": BLOCKS | MATCHINGS | {"route": {"tree": {"fanout": 2}}},
     "relays": BLOCKS | MATCHINGS | {"route": {"ring": {"over": "holders"}}},
-    "relays_of_ranks": steps("megatron_hybrid")
-    | {"schedule": {"matchings": {"coalesce": 1, "local": "last"}}, "route": {"ring": {"over": "ranks"}}},
+    "relays_of_ranks": steps("megatron_hybrid") | LAST | {"route": {"ring": {"over": "ranks"}}},
     "ring_of_blocks": BLOCKS | {"schedule": {"ring": {}}},
     "ring_of_holders": BLOCKS | {"schedule": {"ring": {"over": "holders", "turns": True}}},
     "gather_by_node": BLOCKS | {"schedule": {"gather": {"local": "first"}}, "route": {"node": {}}},
@@ -64,19 +69,13 @@ STRATEGIES: dict[str, dict] = {
     "upipe_ring": steps("upipe_ring", inner={"project": False}, **SHORT),
     "upipe_ahead": steps("upipe_ring", inner={"project": False, "ahead": 1}, **SHORT),
     "upipe_held": steps("upipe_ring", inner={"project": False, "hold": True}, **SHORT),
-    "upipe_natural": BLOCKS
-    | MATCHINGS
-    | {"inner": {"upipe": {"degree": "node", "order": "natural", "hold": True}}},
+    "upipe_natural": BLOCKS | MATCHINGS | {"inner": {"upipe": NATURAL}},
     "blend": steps("blend"),
     "auto": steps("auto"),
     "blend_of_blocks": steps("blend", place={"grain": 5}),
     "blend_by_node": steps("blend") | {"route": {"node": {}}},
     "zeppelin": steps("zeppelin", remap={"when": "always"}),
-    "zeppelin_proxies": steps("zeppelin", remap={"when": "always"})
-    | {
-        "place": {"zeppelin": {"cap": "paper", "inter_tokens": 30, "parts": 2}},
-        "schedule": {"queues": {"proxies": 2, "local": "even"}},
-    },
+    "zeppelin_proxies": steps("zeppelin", remap={"when": "always"}) | PROXIES,
     "mixed": steps("mixed"),
     "mixed_overlapped": steps("mixed", inner={"overlap": True, "lone": 0.9}) | {"route": {"node": {}}},
     "mixed_blocks": BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": "node", "lone": 0.9}}},
@@ -84,11 +83,7 @@ STRATEGIES: dict[str, dict] = {
     "fcp_paper": steps("fcp_paper", shard={"block": 5}),
     "magi": steps("magi", shard={"size": 7}),
     "mixed_kinds": steps("mixed", inner={"lone": 0.5, "kinds": "auto", "overlap": True}),
-    "whole_even": {
-        "shard": {"sequences": {}},
-        "place": {"lpt": {"weigh": "time", "solver": "swap"}},
-        "schedule": {"matchings": {"coalesce": 1}},
-    },
+    "whole_even": {"shard": {"sequences": {}}, **BY_TIME, "schedule": {"matchings": {"coalesce": 1}}},
     "loongtrain": steps("loongtrain", **SHORT),
     "double_ring_of_blocks": BLOCKS | {"schedule": {"ring": {"window": "node"}}},
     "double_ring_of_holders": BLOCKS | {"schedule": {"ring": {"over": "holders", "window": "node"}}},
@@ -105,6 +100,13 @@ def cluster(ranks: int) -> Cluster:
 def is_uncapped(recipe: Recipe) -> bool:
     """Whether the recipe's placement keeps only its own token cap."""
     return recipe.step("search") is None and passes_of(recipe).place.is_uncapped
+
+
+def plan_of(batch: Batch, name: str, ranks: int, model: Model, steps: dict | None = None) -> Plan:
+    """The plan of a strategy on `cluster(ranks)`, which need not balance tokens."""
+    recipe = Recipe(name, steps or (STRATEGIES | WIDE)[name])
+    cap = None if is_uncapped(recipe) else batch.tokens
+    return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 
 
 def alternating(batch: Batch) -> tuple[Batch, Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
@@ -10,9 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from apportion import ApportionError, DecodeError, Plan
 from apportion.ir.bytes import codec, wire
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ApportionError, DecodeError
 from apportion.ir.isa import MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.plan import plain, wellformed
 from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Recurrence, Request, Table
@@ -74,9 +74,7 @@ class TextDraft:
     spans: dict[str, dict[int, list[Row]]] = field(default_factory=dict)
     moves: dict[tuple[str, str], dict[int, list[Row]]] = field(default_factory=dict)
     programs: dict[tuple[str, str], dict[int, DraftProgram]] = field(default_factory=dict)
-    recurrent: dict[str, dict[int, list[Row]]] = field(
-        default_factory=lambda: {name: {} for name in RECURRENCE_TABLES}
-    )
+    recurrent: defaultdict[str, dict[int, list[Row]]] = field(default_factory=lambda: defaultdict(dict))
 
     def plan(self) -> Plan:
         request = self.request()
@@ -84,19 +82,15 @@ class TextDraft:
         ranks = header.ranks
         if self.ranks and max(self.ranks) >= ranks:
             raise DecodeError(f"rank {max(self.ranks)}: the plan has {ranks} ranks")
-        layouts = {
-            name: Layout(name, _table(self.spans.get(name, {}), SPAN_COLUMNS, ranks))
-            for name in header.layouts
-        }
+        spans = {name: _table(self.spans.get(name, {}), SPAN_COLUMNS, ranks) for name in header.layouts}
+        layouts = {name: Layout(name, table) for name, table in spans.items()}
         programs = {key: self.program_set(key, header) for key in self.program_keys(header)}
-        moves = tuple(
-            Move(*pair, _table(self.moves.get(pair, {}), MOVE_COLUMNS, ranks))
-            for pair in self.move_pairs(header)
-        )
+        pairs = {pair: self.moves.get(pair, {}) for pair in self.move_pairs(header)}
+        moves = tuple(Move(*pair, _table(rows, MOVE_COLUMNS, ranks)) for pair, rows in pairs.items())
         wellformed.check(
             header,
             dict.fromkeys(header.layouts, request.batch.tokens),
-            {name: layout.spans for name, layout in layouts.items()},
+            spans,
             {key: program.tables for key, program in programs.items()},
             {(move.source, move.target): move.table for move in moves},
             recurrence := self.recurrence(header),
@@ -106,10 +100,8 @@ class TextDraft:
     def recurrence(self, header: Header) -> Recurrence | None:
         if not header.recurrent and any(self.recurrent.values()):
             raise DecodeError("recurrent: the header has no recurrent kinds")
-        tables = {
-            name: _table(self.recurrent[name], columns, header.ranks)
-            for name, columns in RECURRENCE_TABLES.items()
-        }
+        columns_of = RECURRENCE_TABLES.items()
+        tables = {name: _table(self.recurrent[name], columns, header.ranks) for name, columns in columns_of}
         return Recurrence(tables) if header.recurrent else None
 
     def request(self) -> Request:
@@ -135,12 +127,11 @@ class TextDraft:
             "home_layout": "attention",
             "layouts": list(self.spans),
             "head_sets": [],
-            "q_heads": model.q_heads,
-            "kv_heads": model.kv_heads,
-            "head_dim": model.head_dim,
-            "v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim,
-            "dtype": model.dtype,
-            "sent_gradients": model.sent_gradients,
+            **{
+                name: getattr(model, name)
+                for name in ("q_heads", "kv_heads", "head_dim", "dtype", "sent_gradients")
+            },
+            "v_head_dim": model.value_dim,
             "recurrent": {kind: kind_spec.to_data() for kind, kind_spec in model.recurrent.items()},
             "phases": [phase for phase in PHASES if phase in {phase for _, phase in self.programs}],
         }
@@ -167,16 +158,11 @@ class TextDraft:
     def program_set(self, key: tuple[str, str], header: Header) -> ProgramSet:
         found = self.programs[key]
         programs = [found.get(rank) or DraftProgram() for rank in range(header.ranks)]
-        return ProgramSet(
-            {
-                name: _table(
-                    {rank: program.table(name, header) for rank, program in enumerate(programs)},
-                    columns,
-                    header.ranks,
-                )
-                for name, columns in TABLES.items()
-            }
-        )
+        tables = {}
+        for name, columns in TABLES.items():
+            rows = {rank: program.table(name, header) for rank, program in enumerate(programs)}
+            tables[name] = _table(rows, columns, header.ranks)
+        return ProgramSet(tables)
 
     def move_pairs(self, header: Header) -> list[tuple[str, str]]:
         listed = self.json.get("moves")

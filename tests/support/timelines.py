@@ -75,12 +75,11 @@ def work(pairs: int) -> str:
 def plan_of(*programs: str, phase: str = "forward", model: dict[str, Any] = MODEL, **cluster: Any) -> Plan:
     """A plan with these programs, one text per rank; all ranks are on one node unless `cluster` changes that."""
     shape = {"nodes": 1, "ranks_per_node": len(programs), **CLUSTER, **cluster}
-    request = {
-        "batch": {"lengths": [64 * len(programs)], "mask": {"full": {}}},
-        "cluster": shape,
-        "model": model,
-        "policy": {"recipe": {"name": "by_hand", "steps": {}}},
-    }
+    batch, policy = (
+        {"lengths": [64 * len(programs)], "mask": {"full": {}}},
+        {"recipe": {"name": "x", "steps": {}}},
+    )
+    request = {"batch": batch, "cluster": shape, "model": model, "policy": policy}
     head = f"apportion.plan 3.0\nrequest {json.dumps(request)}\n"
     ranks = [
         f"rank {rank}\nlayout attention: row=0 token={64 * rank} length=64 sequence=0 position={64 * rank}\n"

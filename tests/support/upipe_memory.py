@@ -19,9 +19,8 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
 
-from apportion.ir.errors import ConfigError
+from apportion import ConfigError, Model
 from apportion.ir.fields import choice
-from apportion.ir.request.model import Model
 from apportion.ir.tensors import TRAVELLING, Tensor
 from apportion.planner.inner.groups import HeadStages
 from apportion.planner.inner.upipe import UPipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from apportion.ir.isa import OPERAND_COLUMNS, TASK_LIST, Op
 from apportion.ir.plan.fusion import RowRanges
@@ -17,11 +17,8 @@ COMPANIONS = {"q": Tensor.Q, "do": Tensor.DO, "delta": Tensor.DELTA, "kv": Tenso
 
 
 def each_row(found: RowRanges) -> list[tuple[int, int]]:
-    return [
-        (of, row)
-        for of, row0, row1 in zip(*(part.tolist() for part in found), strict=True)
-        for row in range(row0, row1)
-    ]
+    ranges = zip(*(part.tolist() for part in found), strict=True)
+    return [(of, row) for of, row0, row1 in ranges for row in range(row0, row1)]
 
 
 def complete_rows(
@@ -32,25 +29,16 @@ def complete_rows(
     tensor, companions = SUMS[column]
     name = TASK_LIST[phase]
     operands, op = programs["operands"], programs["instructions"]["op"].astype(int)
-    of = {
-        key: operands[key].astype(int).tolist() for key in ("tensor", "space", "row", "rows", "heads", "col")
-    }
+    names = "tensor", "space", "row", "rows", "heads", "col"
+    of = {key: operands[key].astype(int).tolist() for key in names}
     modes = programs["instructions"]["mode"].astype(int)
 
     def rows_of(operand: int) -> list[tuple[int, int]]:
         return [(of["space"][operand], of["row"][operand] + i) for i in range(of["rows"][operand])]
 
-    uniform = all(
-        len(
-            {
-                (of["col"][i], of["heads"][i])
-                for i in range(len(operands))
-                if of["tensor"][i] == one and of["space"][i] == Space.WORK
-            }
-        )
-        <= 1
-        for one in (tensor, *(COMPANIONS[each] for each in companions))
-    )
+    kinds = zip(*(of[name] for name in ("tensor", "space", "col", "heads")), strict=True)
+    columns_of = Counter(tensor for tensor, space, *_ in set(kinds) if space == Space.WORK)
+    uniform = all(columns_of[one] <= 1 for one in (tensor, *(COMPANIONS[each] for each in companions)))
     received_home: set[int] = set()  # home rows received as results
     last: dict[tuple[int, int], int] = {}
     leaving_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -75,9 +63,8 @@ def complete_rows(
                 if table == name and each == column:
                     others = [int(programs[table][other][i]) for other in companions]
                     space = of["space"][operand]
-                    plain = all(
-                        of["space"][x] == space and of["row"][x] == of["row"][operand] for x in others
-                    )
+                    place = space, of["row"][operand]
+                    plain = all((of["space"][x], of["row"][x]) == place for x in others)
                     plain &= space == Space.WORK or not any(of["heads"][x] for x in (operand, *others))
                     tasks.append((i, int(at[i]), operand, plain))
     mixed = {(at, of["space"][operand]) for _, at, operand, plain in tasks if not plain}
@@ -103,9 +90,8 @@ def complete_rows(
 def computed_statistics(programs: ProgramSet) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
     """For one rank's program, row by row: (task, row) and (row of rowops, row) of statistics that tasks can compute."""
     operands, instructions = programs["operands"], programs["instructions"]
-    columns = {
-        name: operands[name].astype(int).tolist() for name in ("tensor", "space", "row", "rows", "heads")
-    }
+    names = "tensor", "space", "row", "rows", "heads"
+    columns = {name: operands[name].astype(int).tolist() for name in names}
 
     def place(operand: int) -> tuple[int, int, int]:
         return columns["space"][operand], columns["row"][operand], columns["heads"][operand]
