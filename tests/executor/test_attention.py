@@ -14,42 +14,22 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from apportion import Batch, Cluster, ExecutionError, Plan, Sequence, masks, plan as make_plan
 from apportion.backends.interp import Operand
 from apportion.backends.torch import autograd, executor
 from apportion.backends.torch.autograd import attend_op
 from apportion.backends.torch.memory.arenas import Memory
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ExecutionError
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.sequences import Sequence
 from apportion.ir.tensors import Space, Tensor as Name
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks import cases, jobs
-from tests.ranks.cases import Case, batch_of, make_plan
+from tests.ranks.cases import batch_of
 from tests.ranks.rank_pool import Pool
 from tests.support import oracle
 from tests.support.oracle import Problem
 from tests.support.parse import parse
-from tests.support.sparse import sparse
 
-COVER = cases.pairwise_cases()
+Array = NDArray[Any]
 BY_HAND = {path.stem: path for path in sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))}
-
-
-@pytest.mark.parametrize("case", sparse(COVER, 12), ids=["-".join(map(str, case)) for case in COVER])
-def test_pairwise_cover(pool: Pool, case: Case) -> None:
-    batch = batch_of(case.mask)
-    plan = make_plan(
-        batch,
-        Cluster(1, case.ranks),
-        cases.model(case.ratio, case.dtype, case.widths, kv_heads=1 + case.ranks % 2),
-        cases.recipe(reshuffle=case.reshuffle),
-    )
-    problem = cases.problem_of(plan, 1, case.extra == "sinks", 2.0 if case.extra == "softcap" else None)
-    got = cases.run(pool, plan, problem)
-    cases.assert_good(got, problem, cases.allowed(batch), case.dtype)
 
 
 @pytest.mark.parametrize("extra", ["", "sinks"])
@@ -62,30 +42,16 @@ def test_plans_written_by_hand(pool: Pool, name: str, extra: str) -> None:
         cases.assert_good(got, problem, cases.allowed(plan.request.batch, kind))
 
 
-def projected(
-    plan: Plan, seed: int = 3
-) -> tuple[list[NDArray[Any]], NDArray[Any], NDArray[Any], NDArray[Any]]:
+def projected(plan: Plan) -> tuple[list[Array], Array, Array, Array]:
     """Weights, hidden states [T, E], position ids and dO for a plan's model."""
-    rng, m = np.random.default_rng(seed), plan.request.model
+    rng, m, batch = np.random.default_rng(3), plan.request.model, plan.request.batch
     shapes = [(m.q_heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_dim)]
     weights = [rng.standard_normal((heads, m.hidden, width)) for heads, width in shapes]
-    tokens = plan.request.batch.tokens
-    hidden = rng.standard_normal((tokens, m.hidden))
-    return (
-        weights,
-        hidden,
-        plan.request.batch.positions(),
-        rng.standard_normal((tokens, m.q_heads, m.value_dim)),
-    )
+    hidden = rng.standard_normal((batch.tokens, m.hidden))
+    return weights, hidden, batch.positions(), rng.standard_normal((batch.tokens, m.q_heads, m.value_dim))
 
 
-def plain_block(
-    weights: list[NDArray[Any]],
-    hidden: NDArray[Any],
-    positions: NDArray[Any],
-    do: NDArray[Any],
-    mask: NDArray[Any],
-) -> list[NDArray[Any]]:
+def plain_block(weights: list[Array], hidden: Array, positions: Array, do: Array, mask: Array) -> list[Array]:
     project, x = jobs.Weights(*weights), jobs.leaf(hidden, torch.float64)
     heads = tuple(range(weights[0].shape[0])), tuple(range(weights[1].shape[0]))
     q, k, v = project(x, torch.from_numpy(positions), *heads)
@@ -95,13 +61,8 @@ def plain_block(
 
 
 def run_block(
-    pool: Pool,
-    plan: Plan,
-    weights: list[NDArray[Any]],
-    hidden: NDArray[Any],
-    positions: NDArray[Any],
-    do: NDArray[Any],
-) -> list[NDArray[Any]]:
+    pool: Pool, plan: Plan, weights: Any, hidden: Array, positions: Array, do: Array
+) -> list[Array]:
     home = plan.layout(plan.header.home_layout)
     each = [
         (plan.for_rank(rank).encode(), *(x[home.tokens(rank)] for x in (hidden, positions, do)))
@@ -112,33 +73,16 @@ def run_block(
     return [*rows, *(np.sum(parts, axis=0) for parts in columns[2:])]
 
 
-def test_block_projects_head_groups_where_the_plan_says_so(pool: Pool) -> None:
-    plan = parse(BY_HAND["heads"].read_text())
+@pytest.mark.parametrize("projects", [True, False])
+def test_block_projects_head_groups_where_the_plan_says_so_else_all(pool: Pool, projects: bool) -> None:
+    if projects:
+        plan = parse(BY_HAND["heads"].read_text())
+    else:
+        plan = make_plan(batch_of("shared"), Cluster(1, 3), cases.model(2), cases.recipe())
     block_inputs = projected(plan)
     expected = plain_block(*block_inputs, cases.allowed(plan.request.batch))
     for a, b in zip(run_block(pool, plan, *block_inputs), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
-
-
-def test_block_projects_all_heads_where_the_plan_does_not(pool: Pool) -> None:
-    batch = batch_of("shared")
-    plan = make_plan(batch, Cluster(1, 3), cases.model(2), cases.recipe())
-    block_inputs = projected(plan)
-    expected = plain_block(*block_inputs, cases.allowed(batch))
-    for a, b in zip(run_block(pool, plan, *block_inputs), expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
-
-
-def test_remap_moves_rows_and_their_gradients_back(pool: Pool) -> None:
-    plan = parse(BY_HAND["reshuffle"].read_text())
-    (move,) = plan.moves
-    assert (move.source, move.target) == ("attention", "linear")
-    x = np.random.default_rng(0).standard_normal((plan.request.batch.tokens, 2, 3))
-    source, target = plan.layout("attention"), plan.layout("linear")
-    each = [(plan.for_rank(rank).encode(), x[source.tokens(rank)]) for rank in range(2)]
-    for rank, (moved, grad) in enumerate(pool.run(jobs.remap, 2, each=each)):
-        np.testing.assert_array_equal(moved, x[target.tokens(rank)])
-        np.testing.assert_array_equal(grad, 2 * x[source.tokens(rank)])
 
 
 def run_with_dlse(problem: Problem, seed: int = 9) -> Problem:
@@ -153,31 +97,26 @@ def run_with_dlse(problem: Problem, seed: int = 9) -> Problem:
         ("window", 2, True, "softcap"),
         ("causal", 1, False, "sinks"),
         ("tree", 5, True, ""),
+        ("clear", 0, False, "sinks"),
+        ("q_moves", 0, False, "sinks"),
     ],
 )
-def test_lse_and_its_gradient_equal_dense_attention(
-    pool: Pool, name: str, ranks: int, reshuffle: bool, extra: str
+def test_lse_and_its_gradient_equal_dense(
+    pool: Pool, name: str, ranks: int, reshuffle: Any, extra: str
 ) -> None:
-    plan = make_plan(
-        batch_of(name), Cluster(1, ranks), cases.model(2, kv_heads=2), cases.recipe(reshuffle=reshuffle)
-    )
+    """Of planned attention, and of plans written by hand."""
+    if name in BY_HAND:
+        plan = parse(BY_HAND[name].read_text())
+    else:
+        model, recipe = cases.model(2, kv_heads=2), cases.recipe(reshuffle=reshuffle)
+        plan = make_plan(batch_of(name), Cluster(1, ranks), model, recipe)
     problem = run_with_dlse(cases.problem_of(plan, 6, extra == "sinks", 2.0 if extra == "softcap" else None))
-    mask = cases.allowed(batch_of(name))
+    mask = cases.allowed(plan.request.batch)
     got, lse = cases.run_with_lse(pool, plan, problem)
     cases.assert_good(got, problem, mask)
     expected = oracle.dense(problem, mask).lse
     assert np.isneginf(expected).any() == (name == "bands")
     np.testing.assert_allclose(lse, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["clear", "q_moves"])
-def test_lse_of_plans_written_by_hand(pool: Pool, name: str) -> None:
-    plan = parse(BY_HAND[name].read_text())
-    problem = run_with_dlse(cases.problem_of(plan, 8, sinks=True))
-    mask = cases.allowed(plan.request.batch)
-    got, lse = cases.run_with_lse(pool, plan, problem)
-    cases.assert_good(got, problem, mask)
-    np.testing.assert_allclose(lse, oracle.dense(problem, mask).lse, rtol=1e-12, atol=1e-12)
 
 
 def test_the_gradient_of_lse_is_read_at_home_head_by_head() -> None:
@@ -198,15 +137,6 @@ def test_a_loss_of_only_lse_works_eager_and_compiled(pool: Pool, uses_out: bool,
     cases.assert_good(got, problem_seen, cases.allowed(batch_of("bands")))
 
 
-def test_two_kinds_share_one_plan(pool: Pool) -> None:
-    kinds = {"global": masks.causal(), "local": masks.sliding_window(7)}
-    batch = Batch.from_lengths([70, 30, 1], kinds)
-    plan = make_plan(batch, Cluster(1, 4), cases.model(kinds=kinds), cases.recipe())
-    problem = cases.problem_of(plan, 5)
-    for kind in kinds:
-        cases.assert_good(cases.run(pool, plan, problem, kind), problem, cases.allowed(batch, kind))
-
-
 @pytest.mark.parametrize("lengths", [[3], [1], [2, 1]])
 def test_ranks_without_tokens(pool: Pool, lengths: list[int]) -> None:
     batch = Batch.from_lengths(lengths)
@@ -216,20 +146,12 @@ def test_ranks_without_tokens(pool: Pool, lengths: list[int]) -> None:
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch))
 
 
-def test_strips_longer_than_one_call(pool: Pool) -> None:
-    batch = Batch.from_lengths([1500, 200], masks.sliding_window(700))
-    plan = make_plan(batch, Cluster(1, 2), cases.model(2), cases.recipe(block=512))
-    problem = cases.problem_of(plan, 4)
-    cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch))
+def planned(lengths: list[int], ranks: int = 4, **recipe: Any) -> Plan:
+    return make_plan(Batch.from_lengths(lengths), Cluster(1, ranks), cases.model(2), cases.recipe(**recipe))
 
 
 def small_plans(ranks: int = 4) -> list[Plan]:
-    return [
-        make_plan(
-            Batch.from_lengths(lengths), Cluster(1, ranks), cases.model(2), cases.recipe(reshuffle=shuffle)
-        )
-        for lengths, shuffle in (([50, 9, 1], False), ([33, 40], True))
-    ]
+    return [planned([50, 9, 1], ranks), planned([33, 40], ranks, reshuffle=True)]
 
 
 def test_the_same_plan_gives_the_same_bits(pool: Pool) -> None:
@@ -240,10 +162,7 @@ def test_the_same_plan_gives_the_same_bits(pool: Pool) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_attention_gives_the_same_gradients(pool: Pool, reentrant: bool) -> None:
-    for plan in [
-        *small_plans(),
-        make_plan(Batch.from_lengths([2]), Cluster(1, 4), cases.model(2), cases.recipe(1)),
-    ]:
+    for plan in [*small_plans(), planned([2], block=1)]:
         shards = cases.shards(plan, cases.problem_of(plan))
         plain = pool.run(jobs.checkpointed, 4, None, each=shards)
         for got, expected in zip(pool.run(jobs.checkpointed, 4, reentrant, each=shards), plain, strict=True):
@@ -259,10 +178,8 @@ def test_saved_attention_is_not_recomputed_or_communicated_again(
     plan = small_plans(ranks=2)[0]
     shards = cases.shards(plan, cases.problem_of(plan))
     plain = pool.run(jobs.rounds, 2, None, False, each=shards)
-    for result, expected in zip(
-        pool.run(jobs.rounds, 2, checkpointing, compiled, each=shards), plain, strict=True
-    ):
-        launched, (forward, backward), numbers = result
+    found = pool.run(jobs.rounds, 2, checkpointing, compiled, each=shards)
+    for (launched, (forward, backward), numbers), expected in zip(found, plain, strict=True):
         assert forward > 0
         recomputed = forward if checkpointing == "full" else 0
         assert launched == (forward, recomputed + backward)
@@ -273,13 +190,10 @@ def test_saved_attention_is_not_recomputed_or_communicated_again(
 @pytest.mark.parametrize("order", ["F0F1B0B1", "F0F1B1B0"])
 @pytest.mark.parametrize("second", [[33, 40], [2]], ids=["tokens", "ranks_without_tokens"])
 def test_two_microbatches_in_flight(pool: Pool, order: str, second: list[int]) -> None:
-    plans = [
-        make_plan(Batch.from_lengths(lengths), Cluster(1, 4), cases.model(2), cases.recipe())
-        for lengths in ([50, 9, 1], second)
-    ]
+    plans = [planned(lengths) for lengths in ([50, 9, 1], second)]
     problems = [cases.problem_of(plan, seed) for seed, plan in enumerate(plans)]
     shards = [cases.shards(plan, problem) for plan, problem in zip(plans, problems, strict=True)]
-    separate = pool.run(jobs.microbatches_one_by_one, 4, each=list(zip(*shards, strict=True)))
+    separate = pool.run(jobs.microbatches, 4, "F0B0F1B1", each=list(zip(*shards, strict=True)))
     both = pool.run(jobs.microbatches, 4, order, each=list(zip(*shards, strict=True)))
     for got, expected in zip(both, separate, strict=True):
         for a, b in zip(chain(*got), chain(*expected), strict=True):
@@ -288,7 +202,7 @@ def test_two_microbatches_in_flight(pool: Pool, order: str, second: list[int]) -
 
 def test_compiled_layers_take_new_plans_without_new_graphs(pool: Pool) -> None:
     lengths = ([50, 9, 4], [33, 40], [21], [64, 3], [90], [17, 18, 19], [70, 41])
-    plans = [make_plan(Batch.from_lengths(n), Cluster(1, 2), cases.model(2), cases.recipe()) for n in lengths]
+    plans = [planned(each, 2) for each in lengths]
     by_plan = [cases.shards(plan, cases.problem_of(plan)) for plan in plans]
     for graphs, worst in pool.run(jobs.compiled, 2, each=list(zip(*by_plan, strict=True))):
         assert graphs <= 2
@@ -297,27 +211,10 @@ def test_compiled_layers_take_new_plans_without_new_graphs(pool: Pool) -> None:
 
 def test_different_plans_are_an_error_on_every_rank(pool: Pool) -> None:
     one, other = (cases.shards(plan, cases.problem_of(plan)) for plan in small_plans())
-    results = pool.run(jobs.error_of, 4, each=[one[0], one[1], other[2], one[3]])
-    for name, message in results:
-        assert name == "ExecutionError"
-        assert "ranks hold different plans" in message
-        assert "on ranks 0, 1, 3" in message
-
-
-def test_a_failure_on_one_rank_is_shown_and_the_pool_recovers(pool: Pool) -> None:
-    plan = small_plans()[0]
-    shards = cases.shards(plan, cases.problem_of(plan))
-    wrong = shards[1]._replace(q=shards[1].q[:, :1])
-    with pytest.raises(AssertionError, match=r"(?s)rank 1:.*q has shape"):
-        pool.run(jobs.attention, 4, None, None, {}, each=[shards[0], wrong, *shards[2:]])
-    assert len(pool.run(jobs.attention, 4, None, None, {}, each=shards)) == 4
-
-
-def test_channels_are_process_groups(pool: Pool) -> None:
-    plan = small_plans(ranks=8)[0]
-    assert any(program["instructions"]["channel"].any() for program in plan.programs.values())
-    for one, two in pool.run(jobs.on_channels, 8, each=cases.shards(plan, cases.problem_of(plan))):
-        assert one == two
+    shards = [one[0], one[1], other[2], one[3]]
+    for error in pool.errors(jobs.attention, 4, None, None, {}, each=shards):
+        assert error.startswith("ExecutionError: ranks hold different plans")
+        assert "on ranks 0, 1, 3" in error
 
 
 def test_tensors_need_not_be_contiguous(pool: Pool) -> None:
@@ -327,7 +224,7 @@ def test_tensors_need_not_be_contiguous(pool: Pool) -> None:
 
 def single_rank_inputs() -> tuple[PlanHandle, list[torch.Tensor]]:
     """A handle for a single rank, with q, k and v."""
-    plan = make_plan(Batch.from_lengths([9, 4]), Cluster(1, 1), cases.model(2), cases.recipe())
+    plan = planned([9, 4], 1)
     problem = cases.problem_of(plan)
     return PlanHandle(plan.for_rank(0)), [
         jobs.leaf(x, torch.float64) for x in (problem.q, problem.k, problem.v)
@@ -365,18 +262,6 @@ def test_the_eager_graph_keeps_its_plan_alive() -> None:
     assert watch() is not None
     del out
     assert watch() is None
-
-
-def test_gradients_match_finite_differences() -> None:
-    handle, qkv = single_rank_inputs()
-    sinks = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-
-    def both(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return planned_attention(q, k, v, handle, sinks=logits, return_lse=True)
-
-    assert torch.autograd.gradcheck(both, (*qkv, sinks))
 
 
 def test_lse_is_float32_for_lower_dtypes_and_finite_gradients_stay_finite() -> None:

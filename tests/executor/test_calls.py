@@ -8,12 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from apportion.backends.torch.autograd import attention_call
-from apportion.backends.torch.kernels.attention import Score
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
+from apportion import Batch, Cluster, masks
 from apportion.planner import api
 from tests.ranks import cases, jobs_calls
 from tests.ranks.jobs import Shard
@@ -31,18 +26,10 @@ def own_pool() -> Iterator[Pool]:
     ranks.close()
 
 
-def plans(recipe: str, ranks: int = 2) -> list[Plan]:
-    model = cases.model(2)
-    return [
-        api.plan(Batch.from_lengths(lengths, KINDS), Cluster(1, ranks), model, recipe)
-        for lengths in ([1100], [1000, 100])
-    ]
-
-
-def shards(recipe: str, ranks: int = 2) -> list[tuple[Shard, ...]]:
-    return list(
-        zip(*(cases.shards(plan, cases.problem_of(plan)) for plan in plans(recipe, ranks)), strict=True)
-    )
+def shards(recipe: str) -> list[tuple[Shard, ...]]:
+    batches = (Batch.from_lengths(lengths, KINDS) for lengths in ([1100], [1000, 100]))
+    plans = [api.plan(batch, Cluster(1, 2), cases.model(2), recipe) for batch in batches]
+    return list(zip(*(cases.shards(plan, cases.problem_of(plan)) for plan in plans), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -82,9 +69,7 @@ def test_ranks_that_make_different_calls_both_fail_and_name_both_calls(
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    sparse_rows(
-        [("shape", "ExecutionError: q has shape"), ("late_failure", "MemoryError: out of memory")], 2
-    ),
+    sparse_rows([("shape", "ExecutionError: q has "), ("late_failure", "MemoryError: out of memory")], 2),
 )
 def test_a_rank_that_fails_ends_the_others_with_its_error(own_pool: Pool, case: str, message: str) -> None:
     (first, seconds), (second, _) = own_pool.run(jobs_calls.apart, 2, case, 1, each=shards("ring"))
@@ -110,11 +95,6 @@ def test_a_gather_reports_earlier_calls_that_differ(pool: Pool) -> None:
 
 def test_neither_the_end_of_a_recomputation_nor_an_earlier_failure_ends_other_ranks(pool: Pool) -> None:
     assert pool.run(jobs_calls.stopped, 2) == [[[0], [1]]] * 2
-
-
-def test_the_description_of_a_call_has_everything_ranks_must_agree_on() -> None:
-    call = attention_call("0123456789ab", "local", "forward", Score(0.125, 30.0), sinks=True)
-    assert call == "forward of kind local, plan 0123456789ab, scale 0.125, softcap 30, sinks"
 
 
 AT_THE_END = """

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from apportion.backends.interp import columns_of
 from apportion.backends.torch.kernels import attention
@@ -30,16 +31,11 @@ from apportion.trainer.step.attention import check_kernels
 from tests.ranks import flash_rule
 
 INF = 2**62
+Bands = list[tuple[int, int]]
+Heads = tuple[int, ...]
 
 
-def dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    allowed: torch.Tensor,
-    kv_of: torch.Tensor | list[int],
-    score: Score,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, kv_of: Any, score: Score) -> tuple[Tensor, ...]:
     """o and lse for float64 tensors [T, H, D], differentiable; rows without keys have 0 and -inf."""
     s = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * score.scale
     if score.softcap is not None:
@@ -51,7 +47,7 @@ def dense(
 
 def inputs(
     rows: int, keys: int, heads: int, kv_heads: int, widths: tuple[int, int], dtype: torch.dtype, seed: int
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     gen = torch.Generator().manual_seed(seed)
     shapes = [(rows, heads, widths[0]), (keys, kv_heads, widths[0]), (keys, kv_heads, widths[1])]
     shapes.append((rows, heads, widths[1]))
@@ -59,15 +55,8 @@ def inputs(
 
 
 def run_task(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    bands: list[tuple[int, int]],
-    kv_of: tuple[int, ...],
-    score: Score,
-    dlse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...] | None:
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, bands: Bands, kv_of: Heads, score: Score, dlse: Any = None
+) -> tuple[Tensor, ...]:
     """Runs forward over the bands into one accumulator, then backward of each band with the merged statistics."""
     wide = accumulator_dtype(q.dtype)
     o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=wide)
@@ -84,15 +73,8 @@ def run_task(
 
 
 def oracle(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    bands: list[tuple[int, int]],
-    kv_of: tuple[int, ...],
-    score: Score,
-    dlse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, bands: Bands, kv_of: Heads, score: Score, dlse: Any = None
+) -> tuple[Tensor, ...]:
     i, j = np.indices((q.shape[0], k.shape[0]))
     allowed = torch.from_numpy(np.any([(i - j >= low) & (i - j <= high) for low, high in bands], axis=0))
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
@@ -112,10 +94,11 @@ def split_band(rng: Any, rows: int, keys: int) -> list[tuple[int, int]]:
     return [(low, middle - 1), (middle, high)]
 
 
-def close(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], tolerance: float) -> None:
-    for a, b in zip(got, expected, strict=True):
-        assert not torch.isnan(a).any()
-        torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
+def check(*task: Any) -> None:
+    """Compares a task in float64 with the oracle. task: arguments of both."""
+    for actual, expected in zip(run_task(*task), oracle(*task), strict=True):
+        assert not torch.isnan(actual).any()
+        torch.testing.assert_close(actual.double(), expected, atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["flash", "softcap"])
@@ -127,31 +110,19 @@ def test_random_bands_match_dense_float64(softcap: float | None) -> None:
         kv_of = tuple(i // group for i in range(kv_heads * group))
         args = inputs(rows, keys, kv_heads * group, kv_heads, (8, [8, 5, 16][seed % 3]), torch.float64, seed)
         bands = split_band(rng, rows, keys)
-        score = Score(0.3, softcap)
-        close(run_task(*args, bands, kv_of, score), oracle(*args, bands, kv_of, score), 1e-11)
+        check(*args, bands, kv_of, Score(0.3, softcap))
 
 
 def test_strips_and_squares_longer_than_one_call() -> None:
     for bands in ([(0, INF)], [(0, 299)], [(-INF, 40)], [(5, INF), (-30, 4)]):
         args = inputs(600, 700, 2, 1, (8, 8), torch.float64, 3)
-        score = Score(0.3)
-        close(run_task(*args, bands, (0, 0), score), oracle(*args, bands, (0, 0), score), 1e-11)
-
-
-def test_plain_strips_are_the_fallback_of_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "FLASH_CPU", attention.PLAIN)
-    args = inputs(300, 280, 2, 2, (8, 4), torch.float64, 4)
-    close(
-        run_task(*args, [(-9, 270)], (0, 1), Score(1.0)),
-        oracle(*args, [(-9, 270)], (0, 1), Score(1.0)),
-        1e-11,
-    )
+        check(*args, bands, (0, 0), Score(0.3))
 
 
 @pytest.mark.parametrize("kv_of", [(1, 0), (0, 1, 0, 1), (0, 0, 2), (2, 0, 0, 2, 1), (0, 0, 0)])
 def test_heads_in_any_order_and_number(kv_of: tuple[int, ...]) -> None:
     args = inputs(20, 24, len(kv_of), 3, (4, 4), torch.float64, 5)
-    close(run_task(*args, [(0, INF)], kv_of, Score(0.5)), oracle(*args, [(0, INF)], kv_of, Score(0.5)), 1e-11)
+    check(*args, [(0, INF)], kv_of, Score(0.5))
 
 
 def test_head_groups_are_slices_where_heads_are_regular() -> None:
@@ -169,21 +140,16 @@ def test_low_precision_is_within_twice_the_error_of_plain_attention(dtype: torch
     got = run_task(*args, bands, kv_of, score)
     expected = oracle(*args, bands, kv_of, score)
     plain = plain_attention(*args, kv_of, score)
-    for name, a, b, c in zip(
-        ("o", "dq", "dk", "dv"), (got[0], *got[2:]), plain, (expected[0], *expected[2:]), strict=True
-    ):
+    results = (got[0], *got[2:]), plain, (expected[0], *expected[2:])
+    for name, a, b, c in zip(("o", "dq", "dk", "dv"), *results, strict=True):
         assert (a.to(dtype) - c).abs().max() <= 2 * (b - c).abs().max(), name
 
 
-def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, kv_of: tuple[int, ...], score: Score
-) -> tuple[torch.Tensor, ...]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, kv_of: Heads, score: Score) -> list[Tensor]:
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    rows, keys, values = (t.transpose(0, 1) for t in (leaves[0], leaves[1][:, kv_of], leaves[2][:, kv_of]))
-    o = torch.nn.functional.scaled_dot_product_attention(
-        rows, keys, values, is_causal=True, scale=score.scale
-    )
-    return o.transpose(0, 1), *torch.autograd.grad(o, leaves, do.transpose(0, 1))
+    rows, *kv = (t.transpose(0, 1) for t in (leaves[0], leaves[1][:, kv_of], leaves[2][:, kv_of]))
+    o = torch.nn.functional.scaled_dot_product_attention(rows, *kv, is_causal=True, scale=score.scale)
+    return [o.transpose(0, 1), *torch.autograd.grad(o, leaves, do.transpose(0, 1))]
 
 
 def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients() -> None:
@@ -200,15 +166,13 @@ def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients() -> No
 
 @pytest.mark.parametrize("size", [0.0, 1e-200, 1.0])
 @pytest.mark.parametrize("kernel", ["FLASH_CPU", "FLASH_CUDA", "PLAIN"])
-def test_a_gradient_of_lse_needs_no_gradient_of_the_output(
-    monkeypatch: pytest.MonkeyPatch, kernel: str, size: float
-) -> None:
+def test_a_gradient_of_lse_needs_none_of_the_output(monkeypatch: Any, kernel: str, size: float) -> None:
     emulate_cuda(monkeypatch)
     monkeypatch.setattr(attention, "choose_kernel", lambda *_: getattr(attention, kernel))
     *qkv, do = inputs(30, 25, 4, 2, (8, 5), torch.float64, 14)
     dlse = torch.randn(30, 4, generator=torch.Generator().manual_seed(15), dtype=torch.float64)
     args = *qkv, do * size, [(-3, 4), (5, 20)], (0, 0, 1, 1), Score(0.3)
-    close(run_task(*args, dlse), oracle(*args, dlse), 1e-11)
+    check(*args, dlse)
 
 
 def test_columns_for_delta_store_it_with_twice_the_bits_of_a_half() -> None:
@@ -230,12 +194,10 @@ def test_merging_an_empty_partial_changes_nothing() -> None:
 BAD = {"an LSE of +inf": (1, float("inf")), "NaN in LSE": (1, float("nan")), "NaN in o": (0, float("nan"))}
 
 
-def with_wrong_entry(
-    function: Callable[..., Any], part: int, value: float, row: int, head: int
-) -> Callable[..., Any]:
+def with_wrong_entry(function: Any, part: int, value: float, row: int, head: int) -> Callable[..., Any]:
     """Wraps a kernel's function to replace one entry of one of its results."""
 
-    def wrapped(*args: Call | Score | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def wrapped(*args: Call | Score | Tensor) -> tuple[Tensor, ...]:
         parts = [t.clone() for t in function(*args)]
         parts[part][head, 0, row] = value
         return tuple(parts)
@@ -245,34 +207,26 @@ def with_wrong_entry(
 
 
 @pytest.mark.parametrize("problem", BAD)
-def test_the_check_names_the_wrong_result_of_a_forward_kernel(
-    monkeypatch: pytest.MonkeyPatch, problem: str
-) -> None:
+def test_the_check_names_the_wrong_result_of_forward(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
     bad = attention.Kernel(
         cut_strips, with_wrong_entry(attention._plain, *BAD[problem], 3, 1), attention._plain_backward
     )
     monkeypatch.setattr(attention, "FLASH_CPU", bad)
     args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 11)
-    with (
-        check_kernels(True),
-        pytest.raises(
-            ExecutionError, match=rf"kernel plain .*rows \[0, 12\).*: {re.escape(problem)}.* row 3, head 1"
-        ),
-    ):
+    message = rf"kernel plain .*rows \[0, 12\).*: {re.escape(problem)}.* row 3, head 1"
+    with check_kernels(True), pytest.raises(ExecutionError, match=message):
         run_task(*args, [(-INF, INF)], (0, 1), Score(0.4))
 
 
 @pytest.mark.parametrize(("part", "name", "row"), [(0, "dq", 7), (1, "dk", 2), (2, "dv", 8)])
-def test_the_check_names_the_wrong_result_of_a_backward_kernel(
+def test_the_check_names_the_wrong_result_of_backward(
     monkeypatch: pytest.MonkeyPatch, part: int, name: str, row: int
 ) -> None:
     spoil = with_wrong_entry(attention._plain_backward, part, float("nan"), row, 1)
     monkeypatch.setattr(attention, "FLASH_CPU", attention.Kernel(cut_strips, attention._plain, spoil))
     args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 12)
-    with (
-        check_kernels(True),
-        pytest.raises(ExecutionError, match=rf"NaN in {name}, first in row {row}, head 1"),
-    ):
+    message = rf"NaN in {name}, first in row {row}, head 1"
+    with check_kernels(True), pytest.raises(ExecutionError, match=message):
         run_task(*args, [(-INF, INF)], (0, 1), Score(0.4))
 
 
@@ -282,38 +236,23 @@ def test_the_check_accepts_correct_results_and_is_off_outside_its_block() -> Non
         assert is_checking()
         with check_kernels(False):
             assert not is_checking()
-        close(
-            run_task(*args, [(4, 9)], (0, 0), Score(0.3)), oracle(*args, [(4, 9)], (0, 0), Score(0.3)), 1e-11
-        )
+        check(*args, [(4, 9)], (0, 0), Score(0.3))
     assert not is_checking()
 
 
 # --- the CUDA code path, with the kernel's two ops emulated in plain torch
 
 
-def _visible(q: torch.Tensor, k: torch.Tensor, options: dict[str, float]) -> torch.Tensor:
-    return torch.from_numpy(
-        flash_rule.visible(len(q), len(k), options["window_size_left"], options["window_size_right"])
-    )
+def _visible(q: Tensor, k: Tensor, options: dict[str, float]) -> Tensor:
+    window = options["window_size_left"], options["window_size_right"]
+    return torch.from_numpy(flash_rule.visible(len(q), len(k), *window))
 
 
 def _flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    debug: bool,
-    *,
-    scale: float,
-    **window: int,
-) -> tuple[torch.Tensor | None, ...]:
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *others: Any, scale: float, **window: int
+) -> tuple[Tensor | None, ...]:
     assert (cu_q.tolist(), cu_k.tolist()) == ([0, len(q)], [0, len(k)])
-    assert (max_q, max_k, dropout, causal) == (len(q), len(k), 0.0, False)
+    assert others[:4] == (len(q), len(k), 0.0, False)  # longest rows, dropout, causal
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
@@ -323,22 +262,8 @@ def _flash_forward(
 
 
 def _flash_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    rng: torch.Tensor,
-    unused: torch.Tensor,
-    **options: float,
-) -> tuple[torch.Tensor, ...]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any, **options: float
+) -> tuple[Tensor, ...]:
     assert lse.shape == (q.shape[1], q.shape[0])
     assert do.is_contiguous()
     scale = options["scale"]
@@ -367,23 +292,20 @@ def test_cuda_calls_windows_widths_and_heads(monkeypatch: pytest.MonkeyPatch) ->
         kv_of = [(0,), (0, 0, 1, 1), (1, 0, 1, 0), (0, 0, 2)][seed % 4]
         widths = [(8, 8), (12, 8), (6, 10)][seed % 3]
         args = inputs(rows, keys, len(kv_of), 3, widths, torch.float64, seed)
-        bands, score = split_band(rng, rows, keys), Score(0.4)
-        close(run_task(*args, bands, kv_of, score), oracle(*args, bands, kv_of, score), 1e-11)
+        check(*args, split_band(rng, rows, keys), kv_of, Score(0.4))
 
 
 def test_kernels_are_chosen_by_device_dtype_width_and_score() -> None:
     half, wide = (torch.zeros(1, 1, width, dtype=torch.bfloat16, device="meta") for width in (128, 512))
-    assert (
-        attention.choose_kernel(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), Score(1.0)) is attention.FLASH_CPU
-    )
-    assert (
-        attention.choose_kernel(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), Score(1.0, 2.0))
-        is attention.PLAIN
-    )
-    assert attention.choose_kernel(half, half, Score(1.0)) is attention.PLAIN
     cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=half.shape)
-    assert attention.choose_kernel(cuda, half, Score(1.0)) is attention.FLASH_CUDA
-    assert attention.choose_kernel(cuda, wide, Score(1.0)) is attention.PLAIN
-    widest = wide[..., : attention.CUDA_WIDEST]
-    assert attention.choose_kernel(cuda, widest, Score(1.0)) is attention.FLASH_CUDA
-    assert attention.choose_kernel(cuda, widest, Score(1.0, any_delta=True)) is attention.PLAIN
+    cpu, widest = torch.zeros(1, 1, 8), wide[..., : attention.CUDA_WIDEST]
+    for q, v, score, kernel in (
+        (cpu, cpu, Score(1.0), attention.FLASH_CPU),
+        (cpu, cpu, Score(1.0, 2.0), attention.PLAIN),
+        (half, half, Score(1.0), attention.PLAIN),
+        (cuda, half, Score(1.0), attention.FLASH_CUDA),
+        (cuda, wide, Score(1.0), attention.PLAIN),
+        (cuda, widest, Score(1.0), attention.FLASH_CUDA),
+        (cuda, widest, Score(1.0, any_delta=True), attention.PLAIN),
+    ):
+        assert attention.choose_kernel(q, v, score) is kernel

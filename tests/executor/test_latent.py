@@ -10,13 +10,11 @@ import pytest
 import torch
 
 import apportion as ap
+from apportion import ConfigError, DecodeError, ExecutionError, Hardware, Latent
 from apportion.backends.interp import Program, compile_program
 from apportion.backends.torch.memory.latent_rows import latent_runs
 from apportion.backends.torch.stage import obstacle
-from apportion.ir.errors import ConfigError, DecodeError, ExecutionError
-from apportion.ir.latent import Latent
 from apportion.ir.plan import plain
-from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import Tensor
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import prepare_program
@@ -58,9 +56,8 @@ def program_of(plan: ap.Plan, rank: int, phase: str) -> Program:
 def test_outputs_and_gradients_equal_one_process(
     pool: Any, recipe: str, ranks: int, wrap: str, checkpointed: bool, max_elements: int | None
 ) -> None:
-    for errors in pool.run(
-        jobs.difference, ranks, planned(recipe, ranks).encode(), wrap, checkpointed, max_elements
-    ):
+    plan = planned(recipe, ranks).encode()
+    for errors in pool.run(jobs.difference, ranks, plan, wrap, checkpointed, max_elements):
         assert max(errors) < 1e-10
 
 
@@ -98,9 +95,8 @@ def test_each_latent_row_is_in_one_run() -> None:
                 rows = run.rows_of(kv)
                 assert (rows.start, rows.stop) == (dkv.row - run.dkv.row, dkv.row - run.dkv.row + dkv.rows)
                 assert 0 <= rows.start < rows.stop <= run.kv.rows
-        places = {
-            (run.kv.space, run.heads, row) for run in runs for row in range(*run.kv.row_slice.indices(10**6))
-        }
+        rows_of = {id(run): range(*run.kv.row_slice.indices(10**6)) for run in runs}
+        places = {(run.kv.space, run.heads, row) for run in runs for row in rows_of[id(run)]}
         assert len(places) == sum(run.kv.rows for run in runs)
 
 
@@ -212,14 +208,11 @@ def attention_with(expand: Expanding) -> torch.Tensor:
     [
         (torch.nn.Dropout(0.5), "in backward, which run it again; remove dropout"),
         (lambda v: v + v.mean(0), "different results on other ranks"),
-        (
-            lambda v: v + torch.arange(len(v), dtype=v.dtype)[:, None, None],
-            "different results on other ranks",
-        ),
+        (lambda v: v + torch.arange(len(v), dtype=v.dtype)[:, None, None], "results on other ranks"),
         (torch.nn.Linear(5, 5).double(), r"shapes \[\(5,\), \(5, 5\)\].*would get no gradient"),
     ],
 )
-def test_an_expansion_that_cannot_be_repeated_is_refused(
+def test_unrepeatable_expansions_are_refused(
     monkeypatch: pytest.MonkeyPatch, change: Any, message: str
 ) -> None:
     monkeypatch.setattr(wiring, "watch", wiring.Watch())

@@ -13,30 +13,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
-from apportion.ir.request.sequences import Sequence
+from apportion import Batch, Cluster, Model, Plan, Policy, Recipe, Sequence, masks
 from apportion.planner import api
 from tests.ranks import cases, jobs_pingpong as jobs
 from tests.ranks.rank_pool import Pool
+from tests.support import strategies
 from tests.support.sparse import sparse, sparse_product
-from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, is_uncapped, steps
+from tests.support.strategies import STRATEGIES, alternating, steps
 
-STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
+OWN = {"distca": steps("distca", place={"granularity": 4})}
 MASKS = tuple(cases.BATCHES)
-NAMES = list(STRATEGIES)
+NAMES = list(STRATEGIES | OWN)
 #: recipes of the halves; the second differs on purpose, since halves need to share only the ranks
 TURNS = [(name, NAMES[(turn + 7) % len(NAMES)], turn) for turn, name in enumerate(NAMES)]
 
 
 def plan_of(batch: Batch, name: str, ranks: int, model: Model) -> Plan:
-    recipe = Recipe(name, STRATEGIES[name])
-    cap = None if is_uncapped(recipe) else batch.tokens
-    return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
+    return strategies.plan_of(batch, name, ranks, model, OWN.get(name))
 
 
 def sequences(*names: str) -> Batch:
@@ -45,8 +38,8 @@ def sequences(*names: str) -> Batch:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("pair", sparse(TURNS, 12), ids=NAMES)
-def test_every_pair_of_recipes_equals_single_halves_and_the_oracle(
-    pool: Pool, pair: tuple[str, str, int], ranks: int
+def test_every_pair_of_recipes_equals_halves_and_oracle(
+    pool: Pool, pair: tuple[Any, ...], ranks: int
 ) -> None:
     """Results are bitwise equal to those of each half on its own, and close to the oracle."""
     first, second, turn = pair
@@ -61,15 +54,23 @@ def test_every_pair_of_recipes_equals_single_halves_and_the_oracle(
     each = list(zip(*(cases.shards(p, q) for p, q in zip(plans, problems, strict=True)), strict=True))
     results = pool.run(jobs.attention_pair, ranks, None, problems[0].sinks, options, each=each)
     for together, alone in results:
-        assert_equal(together, alone)
+        for actual, expected in zip((*together[0], *together[1]), (*alone[0], *alone[1]), strict=True):
+            np.testing.assert_array_equal(actual, expected)
     for half, (plan, problem) in enumerate(zip(plans, problems, strict=True)):
         got = cases.gathered(plan, [together[half] for together, _ in results])
         cases.assert_good(got, problem, cases.allowed(plan.request.batch), dtype)
 
 
-def assert_equal(together: list[list[NDArray[Any] | None]], alone: list[list[NDArray[Any] | None]]) -> None:
-    for actual, expected in zip((*together[0], *together[1]), (*alone[0], *alone[1]), strict=True):
-        np.testing.assert_array_equal(actual, expected)
+def check_stack(pool: Pool, plans: list[Plan], kinds: tuple[str | None, ...], mode: str = "stack") -> None:
+    """Compares the results and all gradients of layers of these kinds taking turns with one half after the other."""
+    ranks, model = plans[0].header.ranks, plans[0].request.model
+    for together, alone in pool.run(jobs.stack_pair, ranks, model, kinds, mode, each=halves_of(plans)):
+        assert_close(together, alone)
+
+
+def assert_close(found: list[NDArray[Any]], expected: list[NDArray[Any]]) -> None:
+    for actual, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, reference, rtol=1e-9, atol=1e-11)
 
 
 def halves_of(plans: list[Plan], seed: int = 0) -> list[tuple[tuple[Any, Any], tuple[Any, Any]]]:
@@ -96,25 +97,15 @@ def pair_of_plans(batch: Batch, name: str, ranks: int, model: Model) -> list[Pla
 def test_layers_with_all_their_gradients(pool: Pool, name: str, mode: str, ranks: int) -> None:
     model = cases.model(2, "fp64", kv_heads=2)
     batch = sequences("causal", "window", "shared", "image", "documents")
-    plans = pair_of_plans(batch, name, ranks, model)
-    results = pool.run(jobs.stack_pair, ranks, model, (None, None, None), mode, each=halves_of(plans))
-    for together, alone in results:
-        for actual, expected in zip(together, alone, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
+    check_stack(pool, pair_of_plans(batch, name, ranks, model), (None,) * 3, mode)
 
 
-UPIPE = {
-    "inner": {"upipe": {"degree": "node"}},
-    "shard": {"sequences": {}},
-    "place": {"whole": {}},
-    "schedule": {"gather": {}},
-}
+GATHER = {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}}
+UPIPE = {"inner": {"upipe": {"degree": "node"}}, **GATHER}
 
 
 @pytest.mark.parametrize("second", [UPIPE, STRATEGIES["contiguous"]], ids=["both", "one"])
-def test_plans_that_project_heads_themselves(
-    pool: Pool, second: dict[str, dict[str, dict[Any, Any]]]
-) -> None:
+def test_plans_that_project_heads_themselves(pool: Pool, second: dict[str, Any]) -> None:
     """Head stages with the projection inside: hidden states are dispatched, and the program returns the
     projection's gradients."""
     model = cases.model(2, "fp64", kv_heads=2)
@@ -123,32 +114,21 @@ def test_plans_that_project_heads_themselves(
         api.plan(half, Cluster(1, 4), model, policy=Policy(Recipe("own", steps), token_cap=half.tokens))
         for half, steps in zip(halves, (UPIPE, second), strict=True)
     ]
-    results = pool.run(jobs.stack_pair, 4, model, (None, None), "project", each=halves_of(plans))
-    for together, alone in results:
-        for actual, expected in zip(together, alone, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
+    check_stack(pool, plans, (None, None), "project")
 
 
 def test_layers_of_two_kinds(pool: Pool) -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(7)}
     model = cases.model(2, "fp64", kv_heads=1, kinds=kinds)
     plans = pair_of_plans(Batch.from_lengths([40, 25, 20, 9, 1], kinds), "contiguous", 4, model)
-    results = pool.run(
-        jobs.stack_pair, 4, model, ("local", "global", "local"), "stack", each=halves_of(plans)
-    )
-    for together, alone in results:
-        for actual, expected in zip(together, alone, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
+    check_stack(pool, plans, ("local", "global", "local"))
 
 
 def test_ranks_without_tokens(pool: Pool) -> None:
     """One half has a single token on four ranks: three of them take part without rows."""
     model = cases.model(2, "fp64")
     plans = [plan_of(Batch.from_lengths(lengths), "contiguous", 4, model) for lengths in ([1], [30, 2])]
-    results = pool.run(jobs.stack_pair, 4, model, (None, None), "stack", each=halves_of(plans))
-    for together, alone in results:
-        for actual, expected in zip(together, alone, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
+    check_stack(pool, plans, (None, None))
 
 
 def occurrences(launches: list[tuple[str, int, int]]) -> Iterator[tuple[str, int, int, int]]:
@@ -163,9 +143,8 @@ def occurrences(launches: list[tuple[str, int, int]]) -> Iterator[tuple[str, int
 def test_all_ranks_launch_the_rounds_of_both_halves_in_the_same_order(pool: Pool, name: str) -> None:
     model = cases.model(2, "fp64", kv_heads=2)
     plans = pair_of_plans(sequences("causal", "window", "shared"), name, 4, model)
-    launches_by_rank = [
-        list(occurrences(rank)) for rank in pool.run(jobs.launches, 4, model, each=halves_of(plans))
-    ]
+    launches = pool.run(jobs.launches, 4, model, each=halves_of(plans))
+    launches_by_rank = [list(occurrences(rank)) for rank in launches]
     successors = {}
     for rank in launches_by_rank:
         for earlier, later in pairwise(rank):
@@ -173,9 +152,8 @@ def test_all_ranks_launch_the_rounds_of_both_halves_in_the_same_order(pool: Pool
     assert list(TopologicalSorter(successors).static_order())  # raises CycleError if two ranks disagree
     longest = max(launches_by_rank, key=len)
     assert longest[0] == ("forward", 0, 0, 1)
-    assert longest.index(("forward", 1, 0, 1)) < longest.index(
-        ("forward", 0, 0, 2)
-    )  # pong before the next layer
+    pong, next_layer = (longest.index(("forward", *rest)) for rest in ((1, 0, 1), (0, 0, 2)))
+    assert pong < next_layer
 
 
 def small_pair(ranks: int = 2, name: str = "contiguous") -> tuple[Model, list[Plan]]:
@@ -216,9 +194,9 @@ def test_halves_may_share_process_groups(pool: Pool, name: str) -> None:
 )
 def test_wrong_calls_are_described(pool: Pool, case: str, expected: str) -> None:
     model, plans = small_pair()
-    for kind, message in pool.run(jobs.pair_error, 2, case, model, each=halves_of(plans)):
-        assert kind in ("ConfigError", "ExecutionError")
-        assert expected in message
+    for error in pool.errors(jobs.wrong_pair, 2, case, model, each=halves_of(plans)):
+        assert error.startswith(("ConfigError: ", "ExecutionError: "))
+        assert expected in error
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
@@ -229,5 +207,4 @@ def test_data_parallel_wrappers(pool: Pool, wrapper: str) -> None:
     plain_gradients = pool.run(jobs.wrapped, 2, None, model, each=halves)
     mean = [np.mean(grads, axis=0) for grads in zip(*plain_gradients, strict=True)]
     for gradients in pool.run(jobs.wrapped, 2, wrapper, model, each=halves):
-        for actual, expected in zip(gradients, mean, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
+        assert_close(gradients, mean)

@@ -13,16 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import apportion as ap
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
+from apportion import Batch, ConfigError, ExecutionError, Plan, Sequence, UnknownNameError, masks
 from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent
-from apportion.ir.request.sequences import Sequence
 from tests.ranks import jobs_recurrence
 from tests.ranks.jobs_recurrence import Layer
 from tests.ranks.rank_pool import Pool
 from tests.support.recurrence import token_by_token
+from tests.support.recurrences import predecessors
 from tests.support.sparse import sparse_rows
 from tests.support.strategies import STRATEGIES
 
@@ -59,16 +56,11 @@ CASES = [
 ]
 
 
-def plan_of(recipe: str, batch: str, ranks: int, **recurrent: Any) -> Plan:
+def plan_of(recipe: str, batch: str, ranks: int, **kinds: Recurrent) -> Plan:
     sequences = [Sequence(length, mask) for length, mask in BATCHES[batch]]
-    kinds = {"linear": Recurrent(conv=CONV, **recurrent)}
-    model = ap.Model(
-        q_heads=8, kv_heads=8, head_dim=8, dtype="fp64", hidden=16, ffn=16, layers=1, recurrent=kinds
-    )
-    cluster = ap.Cluster(nodes=1, ranks_per_node=ranks)
-    return ap.plan(
-        Batch.from_sequences(sequences), cluster, model, {"name": recipe, "steps": STRATEGIES[recipe]}
-    )
+    model = ap.Model(8, 8, 8, dtype="fp64", hidden=16, ffn=16, layers=1, recurrent=kinds)
+    steps = {"name": recipe, "steps": STRATEGIES[recipe]}
+    return ap.plan(Batch.from_sequences(sequences), ap.Cluster(1, ranks), model, steps)
 
 
 def problem(layer: Layer, tokens: int, conv: int = CONV) -> list[Any]:
@@ -80,26 +72,15 @@ def problem(layer: Layer, tokens: int, conv: int = CONV) -> list[Any]:
     return [x, weight, g, rng.random((tokens, layer.heads)) if layer.delta else None, grad]
 
 
-def predecessors(batch: Batch) -> NDArray[Any]:
-    starts, parent, _ = batch.branches()
-    previous = np.arange(-1, batch.tokens - 1)
-    ends = np.append(starts[1:], batch.tokens) - 1
-    previous[starts] = np.where(parent < 0, -1, ends[parent])
-    return previous
-
-
 def run_one_process(layer: Layer, batch: Batch, data: list[Any]) -> list[NDArray[Any] | None]:
-    previous = torch.from_numpy(predecessors(batch))
+    previous = torch.tensor(predecessors(batch))
     starts, parents = batch.branches()[:2]
     ends = torch.tensor([*starts.tolist(), batch.tokens])
 
     def conv(x: Tensor, weight: Tensor) -> Tensor:
         position, out = torch.arange(len(x)), torch.zeros_like(x)
-        for age in range(weight.shape[1]):
-            out = (
-                out
-                + torch.where(position[:, None] >= 0, x[position], 0) * weight[:, weight.shape[1] - 1 - age]
-            )
+        for column in reversed(weight.unbind(1)):
+            out = out + torch.where(position[:, None] >= 0, x[position], 0) * column
             position = torch.where(position >= 0, previous[position], -1)
         return out
 
@@ -123,10 +104,10 @@ def run_on_ranks(
     options = {"padding": 0, "dtype": "float64", "kind": None, **options}
     rows = [home.tokens(rank) for rank in range(ranks)]
     x, weight, *rest = data
-    rank_data = [
-        [x[tokens], weight, *(None if one is None else one[tokens] for one in rest)] for tokens in rows
+    each = [
+        (plan.for_rank(i).encode(), [x[one], weight, *(each if each is None else each[one] for each in rest)])
+        for i, one in enumerate(rows)
     ]
-    each = [(plan.for_rank(rank).encode(), rank_data[rank]) for rank in range(ranks)]
     results = pool.run(jobs_recurrence.run, ranks, layer, options, checkpointing, each=each)
     combined = list[Any]()
     for number, parts in enumerate(zip(*(tensors for tensors, _ in results), strict=True)):
@@ -142,10 +123,20 @@ def run_on_ranks(
     return combined, [calls for _, calls in results]
 
 
-def layer_of(gate: str, delta: bool, heads: int, key_heads: int) -> tuple[Layer, dict[str, Any]]:
+def layer_of(gate: str, delta: bool, heads: int, key_heads: int, conv: int = CONV) -> tuple[Layer, Recurrent]:
     layer = Layer(heads, key_heads, 4, 5, gate, delta)
-    sizes = {"heads": heads, "key_heads": key_heads, "key_dim": 4, "value_dim": 5}
-    return layer, {**sizes, "gate": gate, "delta": delta}
+    return layer, Recurrent(heads, 4, 5, key_heads, gate, delta, conv)
+
+
+def check(pool: Pool, plan: Plan, layer: Layer, conv: int = CONV, **options: Any) -> list[int]:
+    """Compares a layer with one process; returns the number of calls of each rank in backward."""
+    data = problem(layer, plan.request.batch.tokens, conv)
+    results, calls = run_on_ranks(pool, plan, layer, data, **options)
+    for actual, expected in zip(results, run_one_process(layer, plan.request.batch, data), strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -160,13 +151,9 @@ def test_a_layer_equals_one_process(
     padding: int,
     checkpointing: str,
 ) -> None:
-    layer, recurrent = layer_of(*sizes)
-    plan = plan_of(recipe, batch, ranks, **recurrent)
-    data = problem(layer, plan.request.batch.tokens)
-    references = run_one_process(layer, plan.request.batch, data)
-    results, calls = run_on_ranks(pool, plan, layer, data, checkpointing, padding=padding)
-    for actual, expected in zip(results, references, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12) if expected is not None else None
+    layer, kind = layer_of(*sizes)
+    plan = plan_of(recipe, batch, ranks, linear=kind)
+    calls = check(pool, plan, layer, checkpointing=checkpointing, padding=padding)
     recomputed = {"": 0, "full": 3, "selective": 0}[checkpointing]  # halo, to slots, to runs
     assert {*calls} == ({2 * (3 + recomputed)} if ranks > 1 else {0})
 
@@ -174,13 +161,11 @@ def test_a_layer_equals_one_process(
 def test_cases_have_last_runs_that_wait_for_states_and_others() -> None:
     seen_cases = set()
     for recipe, batch, ranks, sizes, *_ in CASES:
-        plan = plan_of(recipe, batch, ranks, **layer_of(*sizes)[1])
+        plan = plan_of(recipe, batch, ranks, linear=layer_of(*sizes)[1])
         assert plan.recurrence is not None
         runs = plan.recurrence["runs"]
         ends = (runs["past"] >= 0) & (runs["leads"] == 0)
-        last, rows = (
-            np.bincount(runs.rank_of_row(), runs["rows"] * is_counted, ranks) for is_counted in (ends, 1)
-        )
+        last, rows = (np.bincount(runs.rank_of_row(), runs["rows"] * counted, ranks) for counted in (ends, 1))
         seen_cases |= {(sizes[1], early) for early in (last > EARLY_SHARE * rows)[last > 0].tolist()}
     assert seen_cases == {(True, True), (True, False), (False, True), (False, False)}
 
@@ -188,30 +173,18 @@ def test_cases_have_last_runs_that_wait_for_states_and_others() -> None:
 @pytest.mark.parametrize("kind", ["delta", "gated", "wide"])
 def test_kinds_of_one_plan_may_differ_in_heads_and_widths(pool: Pool, kind: str) -> None:
     layers = {
-        "delta": ("diagonal", True, 3, 3),
-        "gated": ("scalar", False, 4, 2),
-        "wide": ("scalar", True, 2, 2),
+        "delta": layer_of("diagonal", True, 3, 3, conv=2),
+        "gated": layer_of("scalar", False, 4, 2, conv=5),
+        "wide": layer_of("scalar", True, 2, 2, conv=3),
     }
-    conv = {"delta": 2, "gated": 5, "wide": 3}
-    kinds = {name: Recurrent(**layer_of(*sizes)[1], conv=conv[name]) for name, sizes in layers.items()}
-    model = ap.Model(q_heads=8, kv_heads=8, head_dim=8, dtype="fp64", recurrent=kinds)
-    batch = Batch.from_sequences([Sequence(length, mask) for length, mask in BATCHES["trees"]])
-    plan = ap.plan(
-        batch,
-        ap.Cluster(nodes=1, ranks_per_node=4),
-        model,
-        recipe={"name": "fcp", "steps": STRATEGIES["fcp"]},
-    )
-    layer = layer_of(*layers[kind])[0]
-    data = problem(layer, batch.tokens, conv[kind])
-    results, _ = run_on_ranks(pool, plan, layer, data, kind=kind)
-    for actual, expected in zip(results, run_one_process(layer, batch, data), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12) if expected is not None else None
+    plan = plan_of("fcp", "trees", 4, **{name: recurrent for name, (_, recurrent) in layers.items()})
+    layer, recurrent = layers[kind]
+    check(pool, plan, layer, recurrent.conv, kind=kind)
 
 
 def test_low_dtypes_keep_states_in_float32(pool: Pool) -> None:
-    layer, recurrent = layer_of("scalar", True, 2, 2)
-    plan = plan_of("ring", "one", 4, **recurrent)
+    layer, kind = layer_of("scalar", True, 2, 2)
+    plan = plan_of("ring", "one", 4, linear=kind)
     data = problem(layer, plan.request.batch.tokens)
     references = run_one_process(layer, plan.request.batch, data)
     results, _ = run_on_ranks(pool, plan, layer, data, dtype="bfloat16")
@@ -224,10 +197,8 @@ def test_low_dtypes_keep_states_in_float32(pool: Pool) -> None:
 
 def handle_of(**recurrent: Any) -> ap.PlanHandle:
     sizes = {"heads": 4, "key_heads": 2, "key_dim": 3, "value_dim": 5, "conv": 4, **recurrent}
-    model = ap.Model(
-        q_heads=2, kv_heads=2, head_dim=8, dtype="fp64", recurrent={"linear": Recurrent(**sizes)}
-    )
-    plan = ap.plan(Batch.from_lengths([6]), ap.Cluster(nodes=1, ranks_per_node=1), model)
+    model = ap.Model(2, 2, 8, dtype="fp64", recurrent={"linear": Recurrent(**sizes)})
+    plan = ap.plan(Batch.from_lengths([6]), ap.Cluster(1, 1), model)
     return ap.PlanHandle(plan.for_rank(0))
 
 
@@ -238,18 +209,11 @@ def rows_of(**shapes: tuple[int, ...]) -> list[Tensor]:
 
 def test_wrong_shapes_of_rows_are_refused_by_name() -> None:
     handle = handle_of()
-    for name, shape in (
-        ("q", (6, 3, 3)),
-        ("k", (6, 2, 4)),
-        ("v", (5, 4, 5)),
-        ("g", (6, 4, 3)),
-        ("beta", (6,)),
-    ):
+    wrong = {"q": (6, 3, 3), "k": (6, 2, 4), "v": (5, 4, 5), "g": (6, 4, 3), "beta": (6,)}
+    for name, shape in wrong.items():
         with pytest.raises(ExecutionError, match=rf"^{name} has shape .* this rank's part of the plan is"):
             ap.planned_scan(None, *rows_of(**{name: shape}), handle)
-    with pytest.raises(
-        ExecutionError, match="beta is None, and this kind of the plan's model has the delta rule"
-    ):
+    with pytest.raises(ExecutionError, match="beta is None, and this kind of the plan's model has the delta"):
         ap.planned_scan(None, *rows_of()[:4], None, handle)
     with pytest.raises(ConfigError, match="scale = 'a learnt tensor': is a constant"):
         ap.planned_scan(None, *rows_of(), handle, scale=torch.ones((), requires_grad=True))
@@ -268,8 +232,7 @@ def test_plans_without_the_kind_are_refused() -> None:
         ap.planned_scan(None, *rows_of(), handle_of(), "kda")
     with pytest.raises(ConfigError, match=r"pass batch\.handle"):
         ap.planned_scan(None, *rows_of(), None)
-    model = ap.Model(q_heads=2, kv_heads=2, head_dim=8)
-    plan = ap.plan(Batch.from_lengths([6]), ap.Cluster(nodes=1, ranks_per_node=1), model)
+    plan = ap.plan(Batch.from_lengths([6]), ap.Cluster(1, 1), ap.Model(2, 2, 8))
     with pytest.raises(ConfigError, match="its model has no recurrent layers"):
         ap.planned_conv(torch.zeros(6, 7), torch.zeros(7, 4), ap.PlanHandle(plan.for_rank(0)))
 

@@ -26,16 +26,10 @@ RINGS = {
 }
 
 
-def planned(
-    nodes: int,
-    ranks_per_node: int,
-    lengths: list[int] = LENGTHS,
-    steps: dict[str, dict[str, dict[Any, Any]]] = WHOLE,
-    **flow: str,
-) -> Plan:
+def planned(nodes: int, per_node: int, lengths: Any = LENGTHS, steps: Any = WHOLE, **flow: str) -> Plan:
     remap = {"flow": {"when": "always", **flow}}
     recipe = ap.Recipe("test", {"shard": {"sequences": {}}, **steps, "remap": remap})
-    return ap.plan(ap.Batch.from_lengths(lengths), ap.Cluster(nodes, ranks_per_node), MODEL, recipe)
+    return ap.plan(ap.Batch.from_lengths(lengths), ap.Cluster(nodes, per_node), MODEL, recipe)
 
 
 def plain(
@@ -57,7 +51,7 @@ def plain(
 
 @pytest.mark.parametrize("objective", ["paper", "two_sided", "sum"])
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2), (2, 4)])
-def test_a_layer_in_two_layouts_equals_the_plain_layer(
+def test_a_layer_in_two_layouts_equals_a_plain_one(
     pool: Pool, objective: str, nodes: int, ranks: int
 ) -> None:
     plan = planned(nodes, ranks, objective=objective)

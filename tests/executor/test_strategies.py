@@ -14,17 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
+from apportion import Batch, Cluster, Hardware, Policy, Recipe, Sequence
 from apportion.ir.request.figures import Figure
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.policy import Policy, Recipe
-from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from tests.ranks import cases
 from tests.ranks.rank_pool import Pool
 from tests.support.sparse import marked, sparse
-from tests.support.strategies import STRATEGIES, WIDE, cluster, is_uncapped
+from tests.support.strategies import STRATEGIES, WIDE, cluster, plan_of
 
 MASKS = tuple(cases.BATCHES)
 MATRIX = STRATEGIES | WIDE
@@ -76,11 +72,9 @@ QUICK = [len(RANKS) * turn + turn % len(RANKS) for turn in range(0, len(MATRIX),
 
 def test_the_cells_hold_every_pair_of_values_of_every_two_axes() -> None:
     covered = {(i, each[i], j, each[j]) for each in CELLS for i, j in combinations(range(len(AXES)), 2)}
-    all_pairs = {
-        (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])
-    }
+    both = {(i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])}
     refused = {(0, name, 2, ranks) for name in AXES.name for ranks in RANKS if not supports(name, ranks)}
-    assert covered == all_pairs - refused
+    assert covered == both - refused
     for axis, values in list(enumerate(AXES))[1:]:
         assert {CELLS[index][axis] for index in QUICK} == set(values)
 
@@ -91,10 +85,8 @@ def test_the_cells_hold_every_pair_of_values_of_every_two_axes() -> None:
 def test_every_strategy_on_real_ranks(pool: Pool, index: int) -> None:
     name, masks, ranks, heads, dtype, extra = CELLS[index]
     batch = Batch.from_sequences([Sequence(*each) for mask in masks for each in cases.BATCHES[mask]])
-    model = cases.model(heads[0], dtype, (8, 12), kv_heads=heads[1])
-    recipe = Recipe(name, MATRIX[name])
-    cap = None if is_uncapped(recipe) else batch.tokens
-    plan = api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
+    model = cases.model(heads[0], dtype, ((8, 8), (16, 8), (8, 12))[index % 3], kv_heads=heads[1])
+    plan = plan_of(batch, name, ranks, model)
     problem = cases.problem_of(plan, index, extra == "sinks", 2.0 if extra == "softcap" else None)
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch), dtype)
 
@@ -116,12 +108,7 @@ def test_every_strategy_with_gradients_rounded_in_transit(pool: Pool, turn: int)
     name = AXES.name[turn]
     batch = cases.batch_of(MASKS[turn % len(MASKS)])
     model = cases.model(2, "bf16", (8, 12), kv_heads=2 if turn % 2 and name not in WIDE else 4)
-    recipe = Recipe(name, MATRIX[name])
-    cap = None if is_uncapped(recipe) else batch.tokens
-    narrow = replace(model, sent_gradients="model")
-    plans = [
-        api.plan(batch, cluster(4), one, policy=Policy(recipe, token_cap=cap)) for one in (model, narrow)
-    ]
+    plans = [plan_of(batch, name, 4, one) for one in (model, replace(model, sent_gradients="model"))]
     problem = cases.problem_of(plans[0], turn)
     before, after = (cases.run(pool, plan, problem) for plan in plans)
     cases.assert_good(after, problem, cases.allowed(batch), "bf16")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apportion import Batch, Cluster, Communicator, Model, Plan, PlanHandle, planned_attention
 from apportion.backends.torch import engines
 from apportion.backends.torch.autograd import backward_home, run, sink_gradient
 from apportion.backends.torch.exchange import Exchange
@@ -17,30 +18,14 @@ from apportion.backends.torch.executor import Layer
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Pool
 from apportion.backends.torch.recording import RecordingDevice
-from apportion.backends.torch.transport import Communicator
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.isa import Op
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
 from apportion.ir.tensors import PHASES, Tensor as Name
 from apportion.planner import api
-from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks import jobs_transport
 from tests.ranks.rank_pool import Pool as Ranks
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_messages_between_two_ranks_arrive_in_order(pool: Ranks, ranks: int) -> None:
-    assert all(pool.run(jobs_transport.batches, ranks))
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_an_all_to_all_delivers_every_message(pool: Ranks, ranks: int) -> None:
-    assert all(pool.run(jobs_transport.exchange, ranks))
 
 
 def test_each_channel_has_its_own_process_group(pool: Ranks) -> None:
@@ -60,9 +45,8 @@ def test_ranks_gather_any_number_of_numbers(pool: Ranks) -> None:
 def test_gradients_of_a_row_sent_to_many_are_summed_in_float32() -> None:
     """In bfloat16 a sum of ones would stop growing at 256."""
     single_rank: Any = SimpleNamespace(rank=0, ranks=1)
-    spread = Exchange(
-        single_rank, "rows", torch.zeros(1000, dtype=torch.int64), [1000], torch.arange(1000), [1000], 1000
-    )
+    numbers = torch.arange(1000)
+    spread = Exchange(single_rank, "rows", 0 * numbers, [1000], numbers, [1000], 1000)
     row = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
     spread(row).sum().backward()
     assert row.grad.tolist() == [[1000.0, 1000.0]]
@@ -96,9 +80,8 @@ def test_layers_share_memory_and_results_do_not(monkeypatch: pytest.MonkeyPatch)
     plan, device = small_plan(), RecordingDevice(1, 2)
     handle = PlanHandle(plan.for_rank(1), device, engine=device.engine).prepare("cpu")
     buffers = []
-    monkeypatch.setattr(
-        device.pool, "take", lambda *args: buffers.append(Pool.take(device.pool, *args)) or buffers[-1]
-    )
+    take = device.pool.take
+    monkeypatch.setattr(device.pool, "take", lambda *args: buffers.append(take(*args)) or buffers[-1])
     outs = [planned_attention(*inputs(handle), handle) for _ in range(3)]
     assert len(buffers) == 3
     assert len(set(map(id, buffers))) == 1
@@ -133,13 +116,7 @@ class HostWaits(TorchDispatchMode):
         super().__init__()
         self.found = []
 
-    def __torch_dispatch__(
-        self,
-        op: Any,
-        types: tuple[type[Any], ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> tuple[torch.Tensor, ...] | list[torch.Tensor] | torch.Tensor:
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op in self.OPS:
             self.found.append(op)
         return op(*args, **(kwargs or {}))
@@ -168,10 +145,8 @@ def test_no_layer_waits_for_its_device(engine: str, sinks: bool) -> None:
 def test_sinks_are_one_number_per_head_and_need_not_be_contiguous() -> None:
     handle = PlanHandle(small_plan("fp32", 1).for_rank(0))
     rows, table = inputs(handle), torch.tensor([0.0, 100.0] * 4)
-    torch.testing.assert_close(
-        planned_attention(*rows, handle, sinks=table[::2]),
-        planned_attention(*rows, handle, sinks=torch.zeros(4)),
-    )
+    strided, expected = (planned_attention(*rows, handle, sinks=x) for x in (table[::2], torch.zeros(4)))
+    torch.testing.assert_close(strided, expected)
     for sinks in (torch.zeros(1), torch.zeros(4, 1), torch.zeros(8)):
         with pytest.raises(ExecutionError, match=r"sinks has shape .* is \(4,\)"):
             planned_attention(*rows, handle, sinks=sinks)
@@ -198,19 +173,6 @@ def test_an_unavailable_engine_is_refused_with_its_requirement(monkeypatch: pyte
         wide.engine_on(CPU)
     with pytest.raises(UnknownNameError, match="engine"):
         PlanHandle(handle.slice, engine="fast")
-
-
-def test_plain_and_flash_agree() -> None:
-    plan = small_plan("fp32", 1)
-    results = []
-    for engine in ("flash", "plain"):
-        handle, generator = PlanHandle(plan.for_rank(0), engine=engine), torch.Generator().manual_seed(0)
-        rows = [torch.randn(x.shape, generator=generator).requires_grad_() for x in inputs(handle)]
-        out = planned_attention(*rows, handle)
-        out.square().sum().backward()
-        results.append([out.detach(), *(x.grad for x in rows)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("capability", "chosen"), [((9, 0), ["FA3"]), ((10, 0), []), ((8, 0), [])])

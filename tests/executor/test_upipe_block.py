@@ -10,15 +10,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from apportion import Batch, Cluster, Model, Plan, plan as make_plan
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.recording import RecordingDevice
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe
-from tests.ranks import cases, jobs_upipe
+from tests.ranks import cases, jobs, jobs_upipe
 from tests.ranks.jobs_upipe import Sizes
 from tests.ranks.rank_pool import Pool
 from tests.support.sparse import sparse_product
@@ -28,24 +24,10 @@ WHOLE = {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gathe
 RING = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}
 
 
-def planned(
-    batch: Batch,
-    sizes: Sizes,
-    nodes: int,
-    per_node: int,
-    steps: dict[str, dict[str, dict[Any, Any]]],
-    **inner: str | int,
-) -> Plan:
-    names = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
-    model = Model(
-        sizes.q_heads,
-        sizes.kv_heads,
-        sizes.head_dim,
-        sizes.v_head_dim,
-        dtype=names[sizes.dtype],
-        hidden=sizes.hidden,
-        layers=1,
-    )
+def planned(batch: Batch, sizes: Sizes, nodes: int, per_node: int, steps: Any, **inner: Any) -> Plan:
+    dtype = next(name for name, each in jobs.DTYPES.items() if each is sizes.dtype)
+    heads, widths = (sizes.q_heads, sizes.kv_heads), (sizes.head_dim, sizes.v_head_dim)
+    model = Model(*heads, *widths, dtype=dtype, hidden=sizes.hidden, layers=1)
     recipe = {"name": "upipe", "steps": {"inner": {"upipe": {"degree": "node", **inner}}, **steps}}
     return make_plan(batch, Cluster(nodes, per_node), model, recipe)
 
@@ -65,20 +47,16 @@ def plain(plan: Plan, sizes: Sizes) -> dict[str, NDArray[Any]]:
     return {"out": out, "dx": dx, **grads}
 
 
-def planned_results(
-    pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = None
-) -> dict[str, NDArray[Any]]:
+def planned_results(pool: Pool, plan: Plan, sizes: Sizes, sharded: Any = None) -> dict[str, NDArray[Any]]:
     """The combined results of all ranks."""
     home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
     rows = [[x[home.tokens(rank)] for x in inputs(plan, sizes)] for rank in range(ranks)]
     each = [(plan.for_rank(rank).encode(), *rows[rank]) for rank in range(ranks)]
     got = pool.run(jobs_upipe.run_planned, ranks, sizes, sharded, each=each)
     out, dx, grads = zip(*got, strict=True)
-    whole = {
-        name: sum(each[name] for each in grads) if sharded is None else grads[0][name] * ranks
-        for name in grads[0]
-    }
-    return {"out": cases.in_token_order(plan, list(out)), "dx": cases.in_token_order(plan, list(dx)), **whole}
+    summed = {name: sum(each[name] for each in grads) for name in grads[0]}
+    whole = summed if sharded is None else {name: grad * ranks for name, grad in grads[0].items()}
+    return {"out": cases.in_token_order(plan, out), "dx": cases.in_token_order(plan, dx), **whole}
 
 
 def assert_equal(pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = None) -> None:
@@ -91,7 +69,7 @@ def assert_equal(pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = No
 
 @pytest.mark.parametrize("order", ["gqa", "natural"])
 @pytest.mark.parametrize(
-    ("ranks", "heads", "kv_heads", "at_a_time"),
+    ("ranks", "heads", "kv_heads", "each"),
     [
         (1, 4, 2, 2),
         (2, 8, 2, 2),
@@ -103,26 +81,24 @@ def assert_equal(pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = No
         (2, 4, 2, 4),
     ],
 )
-def test_every_gradient_of_a_layer(
-    pool: Pool, ranks: int, heads: int, kv_heads: int, at_a_time: int, order: str
+def test_gradients_of_a_layer(
+    pool: Pool, ranks: int, heads: int, kv_heads: int, each: int, order: str
 ) -> None:
-    sizes = jobs_upipe.Sizes(heads, kv_heads)
-    plan = planned(
-        cases.batch_of("causal"), sizes, 1, ranks, WHOLE, heads=at_a_time, order=order, project=True
-    )
+    sizes = Sizes(heads, kv_heads)
+    plan = planned(cases.batch_of("causal"), sizes, 1, ranks, WHOLE, heads=each, order=order, project=True)
     assert_equal(pool, plan, sizes)
 
 
 @pytest.mark.parametrize("name", ["full", "window", "shared", "tree", "bands"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_masks_and_widths_on_a_ring_of_nodes(pool: Pool, name: str, ahead: int) -> None:
-    sizes = jobs_upipe.Sizes(8, 2, 8, 4)
+    sizes = Sizes(8, 2, 8, 4)
     plan = planned(cases.batch_of(name), sizes, 2, 2, RING, heads=4, ahead=ahead, project=True)
     assert_equal(pool, plan, sizes)
 
 
 def test_ranks_without_rows(pool: Pool) -> None:
-    sizes = jobs_upipe.Sizes(8, 2)
+    sizes = Sizes(8, 2)
     plan = planned(Batch.from_lengths([1, 2]), sizes, 2, 4, RING, heads=4, project=True)
     assert (plan.layout(plan.header.home_layout).rows_per_rank == 0).any()
     assert_equal(pool, plan, sizes)
@@ -130,7 +106,7 @@ def test_ranks_without_rows(pool: Pool) -> None:
 
 def test_unevenly_spaced_heads_are_exchanged_correctly(pool: Pool) -> None:
     """One rank has query heads 0, 1, 4 and 5, two of each of two KV heads."""
-    sizes = jobs_upipe.Sizes(16, 4)
+    sizes = Sizes(16, 4)
     plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=8, project=False)
     assert (0, 1, 4, 5) in plan.header.head_sets
     assert_equal(pool, plan, sizes)
@@ -138,7 +114,7 @@ def test_unevenly_spaced_heads_are_exchanged_correctly(pool: Pool) -> None:
 
 @pytest.mark.parametrize(("project", "reshard"), sparse_product(3, (False, True), (False, True)))
 def test_two_layers_under_fsdp2(pool: Pool, project: bool, reshard: bool) -> None:
-    sizes = jobs_upipe.Sizes(8, 2, depth=2)
+    sizes = Sizes(8, 2, depth=2)
     plan = planned(cases.batch_of("causal"), sizes, 2, 2, RING, heads=2, project=project)
     assert_equal(pool, plan, sizes, reshard)
 
@@ -171,7 +147,7 @@ def test_hooks_of_a_parameter_run_once_on_the_gradient_of_all_stages(handle: Pla
 
 
 def test_the_bf16_error_is_at_most_twice_that_of_plain_attention(pool: Pool) -> None:
-    sizes = jobs_upipe.Sizes(8, 2, 16, 16, hidden=32, dtype=torch.bfloat16)
+    sizes = Sizes(8, 2, 16, 16, hidden=32, dtype=torch.bfloat16)
     plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=4, project=True)
     exact = plain(plan, replace(sizes, dtype=torch.float64))
     rough, got = plain(plan, sizes), planned_results(pool, plan, sizes)
@@ -183,10 +159,8 @@ def test_the_bf16_error_is_at_most_twice_that_of_plain_attention(pool: Pool) -> 
 @pytest.mark.parametrize("at_a_time", [2, 4, 8])
 @pytest.mark.parametrize("order", ["gqa", "natural"])
 def test_arenas_match_the_memory_model(pool: Pool, order: str, at_a_time: int) -> None:
-    sizes, ranks = jobs_upipe.Sizes(16, 4), 2
-    plan = planned(
-        Batch.from_lengths([25]), sizes, 1, ranks, WHOLE, heads=at_a_time, order=order, project=True
-    )
+    sizes, ranks = Sizes(16, 4), 2
+    plan = planned(Batch.from_lengths([25]), sizes, 1, 2, WHOLE, heads=at_a_time, order=order, project=True)
     each = [(plan.for_rank(rank).encode(), sizes.hidden) for rank in range(ranks)]
     home = plan.layout(plan.header.home_layout).rows_per_rank
     upipe = UPipe(heads=at_a_time, order=order, project=True)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from apportion.ir.bytes.codec import Plan
+from apportion import Batch, Model, Plan, Sequence
 from apportion.ir.masks import bands, specs as masks
-from apportion.ir.masks.windows import Causal, SlidingWindow
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.sequences import Sequence
-from apportion.planner import api
 from tests.ranks import jobs
 from tests.ranks.jobs import Shard
 from tests.ranks.rank_pool import Pool
 from tests.support import oracle
 from tests.support.oracle import Problem
 
+Array = NDArray[Any]
+Arrays = tuple[Array | None, ...]
 # mask family -> sequences, about 60 tokens; in the last two, some queries see no key
 BATCHES: dict[str, list[Any]] = {
     "causal": [(33, masks.causal()), (1, masks.causal()), (20, masks.causal())],
@@ -41,66 +38,14 @@ BATCHES: dict[str, list[Any]] = {
 }
 
 
-class Case(NamedTuple):
-    """One case of the test matrix."""
-
-    mask: str
-    ratio: int  # query heads per KV head
-    ranks: int
-    dtype: str
-    widths: tuple[int, int]
-    reshuffle: bool
-    extra: str  # "", "sinks" or "softcap"
-
-
-AXES: Any = Case(
-    mask=tuple(BATCHES),
-    ratio=(1, 4, 8),
-    ranks=(1, 2, 3, 4, 5, 6, 7, 8),
-    dtype=("fp64", "fp32", "bf16"),
-    widths=((8, 8), (16, 8), (8, 12)),
-    reshuffle=(False, True),
-    extra=("", "sinks", "softcap"),
-)
-
-
-def pairwise_cases() -> list[Case]:
-    """Cases that together cover every pair of values of any two axes, chosen greedily and deterministically."""
-    missing = {
-        (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])
+def recipe(block: int = 8, reshuffle: bool = False) -> dict[str, Any]:
+    steps = {
+        "shard": {"blocks": {"block": block, "zigzag": True}},
+        "place": {"lpt": {}},
+        "schedule": {"matchings": {"coalesce": 2, "buffers": 3}},
+        "reshuffle": reshuffle,
     }
-    rng, cases = np.random.default_rng(0), []
-    while missing:
-        tries = [_completed(rng, min(missing, key=repr)) for _ in range(40)]
-        best = max(tries, key=lambda case: len(missing & _pairs(case)))
-        missing -= _pairs(best)
-        cases.append(best)
-    return cases
-
-
-def _completed(rng: Any, pair: tuple[int, str, int, int]) -> Case:
-    i, a, j, b = pair
-    values = [axis[int(rng.integers(len(axis)))] for axis in AXES]
-    values[i], values[j] = a, b
-    return Case(*values)
-
-
-def _pairs(case: Case) -> set[tuple[int | tuple[Any, Any] | str, ...]]:
-    return {(i, case[i], j, case[j]) for i, j in combinations(range(len(case)), 2)}
-
-
-def recipe(
-    block: int = 8, reshuffle: bool = False, buffers: int = 3
-) -> dict[str, dict[str, bool | dict[Any, Any]] | str]:
-    return {
-        "name": "fcp",
-        "steps": {
-            "shard": {"blocks": {"block": block, "zigzag": True}},
-            "place": {"lpt": {}},
-            "schedule": {"matchings": {"coalesce": 2, "buffers": buffers}},
-            "reshuffle": reshuffle,
-        },
-    }
+    return {"name": "fcp", "steps": steps}
 
 
 def model(
@@ -108,18 +53,10 @@ def model(
     dtype: str = "fp64",
     widths: tuple[int, int] = (8, 8),
     kv_heads: int = 1,
-    kinds: dict[str, Causal | SlidingWindow] | None = None,
+    kinds: Any = None,
 ) -> Model:
     layers = 1 if kinds is None else dict.fromkeys(kinds, 1)
-    return Model(
-        ratio * kv_heads, kv_heads, widths[0], widths[1], dtype=dtype, hidden=16, ffn=16, layers=layers
-    )
-
-
-def make_plan(
-    batch: Batch, cluster: Cluster, model: Model, recipe: dict[str, dict[str, bool | dict[Any, Any]] | str]
-) -> Plan:
-    return api.plan(batch, cluster, model, recipe)
+    return Model(ratio * kv_heads, kv_heads, *widths, dtype=dtype, hidden=16, ffn=16, layers=layers)
 
 
 def batch_of(name: str) -> Batch:
@@ -127,10 +64,9 @@ def batch_of(name: str) -> Batch:
 
 
 def problem_of(plan: Plan, seed: int = 0, sinks: bool = False, softcap: float | None = None) -> Problem:
-    m = plan.request.model
-    return oracle.Problem.random(
-        seed, plan.request.batch.tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim, sinks, softcap
-    )
+    m, tokens = plan.request.model, plan.request.batch.tokens
+    sizes = m.q_heads, m.kv_heads, m.head_dim, m.value_dim
+    return oracle.Problem.random(seed, tokens, *sizes, sinks, softcap)
 
 
 def shards(plan: Plan, problem: Problem) -> list[Shard]:
@@ -138,13 +74,10 @@ def shards(plan: Plan, problem: Problem) -> list[Shard]:
     home = plan.layout(plan.header.home_layout)
     rows = [home.tokens(rank) for rank in range(plan.header.ranks)]
     arrays = (problem.q, problem.k, problem.v, problem.do)
-    return [
-        jobs.Shard(plan.for_rank(rank).encode(), *(x[tokens] for x in arrays))
-        for rank, tokens in enumerate(rows)
-    ]
+    return [Shard(plan.for_rank(i).encode(), *(x[one] for x in arrays)) for i, one in enumerate(rows)]
 
 
-def in_token_order(plan: Plan, parts: tuple[NDArray[Any], ...] | list[NDArray[Any]]) -> NDArray[Any]:
+def in_token_order(plan: Plan, parts: tuple[Array, ...] | list[Array]) -> Array:
     home = plan.layout(plan.header.home_layout)
     tokens = np.concatenate([home.tokens(rank) for rank in range(plan.header.ranks)])
     out = np.empty_like(np.concatenate(parts))
@@ -152,24 +85,22 @@ def in_token_order(plan: Plan, parts: tuple[NDArray[Any], ...] | list[NDArray[An
     return out
 
 
-def gathered(plan: Plan, results: list[list[NDArray[Any] | None]]) -> tuple[NDArray[Any] | None, ...]:
+def gathered(plan: Plan, results: list[list[Any]]) -> Arrays:
     """(o, dq, dk, dv, dsinks) in token order from the ranks' results; dsinks are summed, like in data parallelism."""
     columns = list(zip(*results, strict=True))
     dsinks = None if columns[4][0] is None else np.sum(columns[4], axis=0)
     return *(in_token_order(plan, parts) for parts in columns[:4]), dsinks
 
 
-def run(pool: Pool, plan: Plan, problem: Problem, kind: str | None = None) -> tuple[NDArray[Any] | None, ...]:
-    options = {"scale": problem.scale, "softcap": problem.softcap}
-    results = pool.run(
-        jobs.attention, plan.header.ranks, kind, problem.sinks, options, each=shards(plan, problem)
-    )
+def run(pool: Pool, plan: Plan, problem: Problem, kind: str | None = None) -> Arrays:
+    options, each = {"scale": problem.scale, "softcap": problem.softcap}, shards(plan, problem)
+    results = pool.run(jobs.attention, plan.header.ranks, kind, problem.sinks, options, each=each)
     return gathered(plan, results)
 
 
 def run_with_lse(
     pool: Pool, plan: Plan, problem: Problem, uses_out: bool = True, compiled: bool = False
-) -> tuple[tuple[NDArray[Any] | None, ...], NDArray[Any]]:
+) -> tuple[Arrays, Array]:
     """((o, dq, dk, dv, dsinks), lse) for a loss with the problem's dLSE, and its dO if `uses_out`."""
     home = plan.layout(plan.header.home_layout)
     dlse = [problem.dlse[home.tokens(rank)] for rank in range(plan.header.ranks)]
@@ -181,28 +112,24 @@ def run_with_lse(
     return gathered(plan, results), lse
 
 
-def allowed(batch: Batch, kind: str = "default") -> NDArray[Any]:
+def allowed(batch: Batch, kind: str = "default") -> Array:
     return bands.dense(batch.bands(kind), batch.tokens, batch.tokens)
 
 
-def answer(problem: Problem, mask: NDArray[Any]) -> tuple[NDArray[Any] | None, ...]:
+def answer(problem: Problem, mask: Array) -> Arrays:
     """The float64 oracle's (o, dq, dk, dv, dsinks)."""
     expected = oracle.dense(problem, mask)
     return expected.o, expected.dq, expected.dk, expected.dv, expected.dsinks
 
 
-def plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> tuple[NDArray[Any] | None, ...]:
+def plain(problem: Problem, mask: Array, dtype: torch.dtype) -> Arrays:
     """One process's attention in a dtype, without rows that see no key: (o, dq, dk, dv, dsinks) in float64.
 
     It is torch's own attention or, with a softcap, explicit matrix products."""
-    leaves = [
-        None if x is None else torch.from_numpy(x).to(dtype).requires_grad_()
-        for x in (problem.q, problem.k, problem.v, problem.sinks)
-    ]
+    arrays = problem.q, problem.k, problem.v, problem.sinks
+    leaves = [None if x is None else torch.from_numpy(x).to(dtype).requires_grad_() for x in arrays]
     q, k, v, sinks = leaves
-    alive = (
-        torch.from_numpy(mask.any(1)) if problem.sinks is None else torch.ones(len(mask), dtype=torch.bool)
-    )
+    alive = torch.from_numpy(mask.any(1) | (problem.sinks is not None))
     visible = torch.from_numpy(mask)[alive]
     if problem.softcap is None:
         rows = sdpa(q[alive], k, v, sinks, visible)
@@ -214,35 +141,28 @@ def plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> tuple[NDA
     return tuple(None if x is None else x.detach().double().numpy() for x in (out, *grads))
 
 
-def sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, visible: torch.Tensor
-) -> torch.Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, visible: Tensor) -> Tensor:
     """torch's attention, with a sink as an extra key of value 0. visible: bool [T, S]."""
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     scale = q.shape[-1] ** -0.5
     q, k, v = (x.transpose(0, 1) for x in (q, k[:, kv_of], v[:, kv_of]))
     if sinks is not None:
-        q = torch.nn.functional.pad(q, (0, 1), value=1.0)
-        key = torch.nn.functional.pad(sinks[:, None, None] / scale, (k.shape[-1], 0))
-        k = torch.cat([torch.nn.functional.pad(k, (0, 1)), key], 1)
-        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
-        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
-    out = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], visible, scale=scale)
+        q = pad(q, (0, 1), value=1.0)
+        k = torch.cat([pad(k, (0, 1)), pad(sinks[:, None, None] / scale, (k.shape[-1], 0))], 1)
+        v = pad(v, (0, 0, 0, 1))
+        visible = pad(visible, (0, 1), value=True)
+    out = scaled_dot_product_attention(q[None], k[None], v[None], visible, scale=scale)
     return out[0].transpose(0, 1)
 
 
-def _written_out(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, softcap: float
-) -> torch.Tensor:
+def _written_out(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float) -> Tensor:
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     scores = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * q.shape[-1] ** -0.5
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~visible, float("-inf"))
     return torch.einsum("hts,shd->thd", torch.softmax(scores, -1), v[:, kv_of])
 
 
-def assert_good(
-    actual: tuple[NDArray[Any] | None, ...], problem: Problem, mask: NDArray[Any], dtype: str = "fp64"
-) -> None:
+def assert_good(actual: Arrays, problem: Problem, mask: Array, dtype: str = "fp64") -> None:
     """Asserts that no error exceeds 1e-10 in float64, or twice the error of plain attention in other dtypes; NaN fails.
 
     The error of a tensor is a norm, since the largest error of a few hundred entries varies by chance."""
@@ -255,7 +175,7 @@ def assert_good(
         assert error <= limit, f"{name}: {error:.2e} > {limit:.2e}"
 
 
-def _error_bounds(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> list[float]:
+def _error_bounds(problem: Problem, mask: Array, dtype: torch.dtype) -> list[float]:
     """Twice the error of plain attention, but at least twice that of rounding the exact answer once; for dsinks, of
     rounding its terms, which cancel."""
     expected, exact = answer(problem, mask), oracle.dense(problem, mask)
@@ -264,13 +184,11 @@ def _error_bounds(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> l
         terms = np.exp(problem.sinks - exact.lse) * (problem.do * exact.o).sum(-1)
         sizes[-1] = max(sizes[-1], float(np.linalg.norm(terms)))
     actual_errors = errors(plain(problem, mask, dtype), expected)
-    return [
-        2 * max(error, torch.finfo(dtype).eps * size)
-        for error, size in zip(actual_errors, sizes, strict=True)
-    ]
+    eps = torch.finfo(dtype).eps
+    return [2 * max(error, eps * size) for error, size in zip(actual_errors, sizes, strict=True)]
 
 
-def errors(actual: tuple[NDArray[Any] | None, ...], expected: tuple[NDArray[Any] | None, ...]) -> list[float]:
+def errors(actual: Arrays, expected: Arrays) -> list[float]:
     """The norm of the difference of each tensor; 0 for absent tensors."""
     return [0.0 if b is None else float(np.linalg.norm(a - b)) for a, b in zip(actual, expected, strict=True)]
 

@@ -9,12 +9,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.utils.checkpoint
 from numpy.typing import NDArray
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from apportion.ir.bytes.slices import Slice
-from apportion.ir.errors import ApportionError
 from apportion.ir.isa import Op
 from apportion.trainer.step.attention import (
     Communicator,
@@ -22,11 +21,11 @@ from apportion.trainer.step.attention import (
     check_kernels,
     planned_attention,
     planned_attention_block,
-    planned_remap,
 )
 
 #: the device of the tests, from an environment variable that is set before this module is imported
 DEVICE = torch.device(os.environ.get("APPORTION_TEST_DEVICE", "cpu"))
+Array = NDArray[Any]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,40 +43,35 @@ def handle_of(comm: Communicator, piece: bytes, padding: int = 0) -> PlanHandle:
     return PlanHandle(Slice.decode(piece), comm, padding=padding)
 
 
-def leaf(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+def inputs_of(comm: Communicator, shard: Shard) -> tuple[PlanHandle, list[Tensor]]:
+    """The handle, and q, k and v as leaves."""
+    handle = handle_of(comm, shard.piece)
+    return handle, [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+
+
+def leaf(array: Array, dtype: torch.dtype) -> Tensor:
     return to_device(array).to(dtype).requires_grad_()
 
 
-def to_device(array: NDArray[Any]) -> torch.Tensor:
+def to_device(array: Array) -> Tensor:
     return torch.from_numpy(array).to(DEVICE)
 
 
-def to_arrays(
-    tensors: tuple[torch.Tensor | None, ...] | list[torch.Tensor | None],
-) -> list[NDArray[Any] | None]:
+def to_arrays(tensors: Any) -> list[Any]:
     """Converts tensors to float64 arrays; keeps None."""
     return [t if t is None else t.detach().double().cpu().numpy() for t in tensors]
 
 
-def attention(
-    comm: Communicator,
-    kind: str | None,
-    sinks: NDArray[Any] | None,
-    options: dict[str, float | None],
-    shard: Shard,
-) -> list[NDArray[Any] | None] | None:
+def attention(comm: Communicator, kind: Any, sinks: Any, options: dict[str, Any], shard: Shard) -> list[Any]:
     """out, dq, dk, dv, dsinks of one layer, as float64 arrays."""
-    handle = handle_of(comm, shard.piece)
-    q, k, v = (leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v))
+    handle, (q, k, v) = inputs_of(comm, shard)
     logits = None if sinks is None else leaf(sinks, handle.dtype)
     out = planned_attention(q, k, v, handle, kind, sinks=logits, **options)
     out.backward(to_device(shard.do).to(handle.dtype))
     return to_arrays((out, *(t if t is None else t.grad for t in (q, k, v, logits))))
 
 
-def there_and_back(
-    comm: Communicator, dtype: str, columns: tuple[int, ...], rows: NDArray[Any]
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def there_and_back(comm: Communicator, dtype: str, columns: Any, rows: Array) -> tuple[Array, Array]:
     """Packs head columns of float32 rows [n, columns, width] into a message of a two-byte dtype, and unpacks them into
     the same columns; returns message and unpacked rows as float32 arrays."""
     from apportion.backends.torch.stage.launcher import default_launcher
@@ -86,12 +80,10 @@ def there_and_back(
     original, (count, of, width) = to_device(rows), rows.shape
     message = torch.empty(count, len(columns), width, dtype=DTYPES[dtype], device=DEVICE)
     found = torch.zeros_like(original)
-    arrays: dict[Any, torch.Tensor] = {"held": original, "message": message, "found": found}
-    message_place = Place("message", 0, tuple(range(len(columns))), len(columns), 2 * width, 2), 2 * width
-    source_place, result_place = (
-        (Place(name, 0, columns, of, 4 * width, 4), 4 * width) for name in ("held", "found")
-    )
-    for source, target in ((source_place, message_place), (message_place, result_place)):
+    arrays: dict[Any, Tensor] = {"held": original, "message": message, "found": found}
+    sent = Place("message", 0, tuple(range(len(columns))), len(columns), 2 * width, 2), 2 * width
+    held, result = ((Place(name, 0, columns, of, 4 * width, 4), 4 * width) for name in ("held", "found"))
+    for source, target in ((held, sent), (sent, result)):
         moves = move(list(move_panels([source], [target], count)))
         bases = [arrays[slot].data_ptr() for slot in moves.slots]
         tables = to_device(moves.panels), to_device(moves.chunks)
@@ -101,13 +93,8 @@ def there_and_back(
 
 
 def attention_with_lse(
-    comm: Communicator,
-    sinks: NDArray[Any] | None,
-    options: dict[str, float | None],
-    uses_out: bool,
-    compiled: bool,
-    loss_of: tuple[Shard, NDArray[Any]],
-) -> list[NDArray[Any] | None]:
+    comm: Communicator, sinks: Any, options: dict[str, Any], uses_out: bool, compiled: bool, loss_of: Any
+) -> list[Any]:
     """out, lse, dq, dk, dv, dsinks of one layer in a batch of one, as float64 arrays; the loss uses lse, and out if
     `uses_out`."""
     shard, dlse = loss_of
@@ -115,9 +102,7 @@ def attention_with_lse(
     q, k, v = (leaf(x[None], handle.dtype) for x in (shard.q, shard.k, shard.v))
     logits = None if sinks is None else leaf(sinks, handle.dtype)
 
-    def layer(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logits: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor]:
         return planned_attention(q, k, v, handle, sinks=logits, return_lse=True, **options)
 
     if compiled:
@@ -128,14 +113,11 @@ def attention_with_lse(
     if uses_out:
         loss = loss + (out * to_device(shard.do)).sum()
     loss.backward()
-    return to_arrays(
-        [out[0], lse[0], *(x.grad[0] for x in (q, k, v)), None if logits is None else logits.grad]
-    )
+    of_sinks = None if logits is None else logits.grad
+    return to_arrays([out[0], lse[0], *(x.grad[0] for x in (q, k, v)), of_sinks])
 
 
-def attention_on_nan(
-    comm: Communicator, sinks: NDArray[Any], check: bool, shard: Shard
-) -> list[NDArray[Any]]:
+def attention_on_nan(comm: Communicator, sinks: Array, check: bool, shard: Shard) -> list[Array]:
     """Like `attention`, with uninitialized memory set to NaN. check: enables `check_kernels`."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
@@ -152,18 +134,13 @@ def twice(comm: Communicator, shard: Shard) -> list[list[bytes]]:
     return [[x.tobytes() for x in result if x is not None] for result in results]
 
 
-def microbatches_one_by_one(comm: Communicator, shards: tuple[Shard, Shard]) -> list[list[NDArray[Any]]]:
-    return microbatches(comm, "F0B0F1B1", shards)
-
-
-def microbatches(comm: Communicator, order: str, shards: tuple[Shard, Shard]) -> list[list[NDArray[Any]]]:
+def microbatches(comm: Communicator, order: str, shards: tuple[Shard, Shard]) -> list[list[Array]]:
     """The gradients of two microbatches, with forward and backward passes in this order, such as "F0F1B1B0"."""
     losses, leaves = {}, {}
     for step, index in zip(order[::2], map(int, order[1::2]), strict=True):
         shard = shards[index]
         if step == "F":
-            handle = handle_of(comm, shard.piece)
-            leaves[index] = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+            handle, leaves[index] = inputs_of(comm, shard)
             out = planned_attention(*leaves[index], handle)
             losses[index] = (out * torch.from_numpy(shard.do)).sum()
         else:
@@ -171,18 +148,14 @@ def microbatches(comm: Communicator, order: str, shards: tuple[Shard, Shard]) ->
     return [[x.grad.numpy() for x in leaves[index]] for index in (0, 1)]
 
 
-def checkpointed(comm: Communicator, reentrant: bool | None, shard: Shard) -> list[NDArray[Any]]:
+def checkpointed(comm: Communicator, reentrant: bool | None, shard: Shard) -> list[Array]:
     """out and gradients of two layers, the second on the output of the first, with recomputation in backward."""
-    handle = handle_of(comm, shard.piece)
-    inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+    handle, inputs = inputs_of(comm, shard)
 
-    def layers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    def layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return planned_attention(planned_attention(q, k, v, handle), k, v, handle)
 
-    if reentrant is None:
-        out = layers(*inputs)
-    else:
-        out = torch.utils.checkpoint.checkpoint(layers, *inputs, use_reentrant=reentrant)
+    out = layers(*inputs) if reentrant is None else checkpoint(layers, *inputs, use_reentrant=reentrant)
     out.backward(torch.from_numpy(shard.do))
     return [out.detach().numpy(), *(x.grad.numpy() for x in inputs)]
 
@@ -195,16 +168,15 @@ def compiled(comm: Communicator, shards: tuple[Shard, ...]) -> tuple[int, float]
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: PlanHandle) -> torch.Tensor:
+    def layer(q: Tensor, k: Tensor, v: Tensor, handle: PlanHandle) -> Tensor:
         return planned_attention(q * 2, k, v, handle).sin()
 
     fast = torch.compile(layer, backend=counter, fullgraph=True)
     worst = 0.0
     for shard in shards:
-        handle = handle_of(comm, shard.piece)
         results = []
         for function in (layer, fast):
-            inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+            handle, inputs = inputs_of(comm, shard)
             out = function(*inputs, handle)
             out.backward(torch.from_numpy(shard.do))
             results.append([out.detach(), *(x.grad for x in inputs)])
@@ -220,24 +192,20 @@ def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 def rounds(
     comm: Communicator, checkpointing: str | None, compiled: bool, shard: Shard
-) -> tuple[tuple[int, int], list[int], list[NDArray[Any]]]:
+) -> tuple[tuple[int, int], list[int], list[Array]]:
     """The rounds that forward and backward launch, the rounds of their programs, and out with gradients.
 
     checkpointing: None, "full" or "selective", of a layer whose backward needs its attention again."""
-    handle = handle_of(comm, shard.piece)
-    inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+    handle, inputs = inputs_of(comm, shard)
 
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         return planned_attention(q * 2, k, v, handle).sin()
 
-    def full(*qkv: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(layer, *qkv, use_reentrant=False)
-
-    def selective(*qkv: torch.Tensor) -> torch.Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
-        return torch.utils.checkpoint.checkpoint(layer, *qkv, use_reentrant=False, context_fn=contexts)
-
-    block: Any = {None: layer, "full": full, "selective": selective}[checkpointing]
+    block: Any = layer
+    if checkpointing:
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
+        options = contexts if checkpointing == "selective" else {}
+        block = partial(checkpoint, layer, use_reentrant=False, **options)
     if compiled:
         torch._dynamo.reset()
         block = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -247,36 +215,23 @@ def rounds(
         out.backward(torch.from_numpy(shard.do))
     programs = [handle.program("default", phase) for phase in ("forward", "backward")]
     planned = [sum(step.op == Op.LAUNCH for step in program.steps) for program in programs]
-    return (
-        (forward, launch.call_count - forward),
-        planned,
-        [out.detach().numpy(), *(x.grad.numpy() for x in inputs)],
-    )
+    launched = forward, launch.call_count - forward
+    return launched, planned, [out.detach().numpy(), *(x.grad.numpy() for x in inputs)]
 
 
 class Weights:
     """A projection that depends on positions: (x @ w) * (1 + position / 8) per head."""
 
-    def __init__(self, w_q: NDArray[Any], w_k: NDArray[Any], w_v: NDArray[Any]) -> None:
+    def __init__(self, w_q: Array, w_k: Array, w_v: Array) -> None:
         self.params = tuple(leaf(w, torch.float64) for w in (w_q, w_k, w_v))
 
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        position_ids: torch.Tensor,
-        q_heads: tuple[int, ...],
-        kv_heads: tuple[int, ...],
-    ) -> tuple[torch.Tensor, ...]:
-        scaled = hidden * (1 + position_ids[:, None] / 8)
+    def __call__(self, hidden: Tensor, positions: Tensor, q_heads: Any, kv_heads: Any) -> tuple[Tensor, ...]:
+        scaled = hidden * (1 + positions[:, None] / 8)
         heads = zip(self.params, (q_heads, kv_heads, kv_heads), strict=True)
         return tuple(torch.einsum("te,hed->thd", scaled, w[list(chosen)]) for w, chosen in heads)
 
 
-def block(
-    comm: Communicator,
-    weights: list[NDArray[Any]],
-    shard: tuple[bytes, NDArray[Any], NDArray[Any], NDArray[Any]],
-) -> list[NDArray[Any]]:
+def block(comm: Communicator, weights: list[Array], shard: tuple[bytes, Array, Array, Array]) -> list[Array]:
     """out, dX and weight gradients of planned_attention_block."""
     piece, hidden, position_ids, do = shard
     handle, project = handle_of(comm, piece), Weights(*weights)
@@ -286,46 +241,15 @@ def block(
     return [out.detach().numpy(), x.grad.numpy(), *(w.grad.numpy() for w in project.params)]
 
 
-def error_of(comm: Communicator, shard: Shard) -> tuple[str, str]:
-    """The type and message of the error that an attention call raises on this rank."""
-    try:
-        attention(comm, None, None, {}, shard)
-    except ApportionError as error:
-        return type(error).__name__, str(error)
-    return "none", ""
-
-
-def checked_error(comm: Communicator, shard: Shard) -> str:
-    """The message of the error that attention with checked kernels raises on this rank."""
-    with check_kernels(True):
-        return error_of(comm, shard)[1]
-
-
-def on_channels(comm: Communicator, shard: Shard) -> list[list[bytes]]:
-    """The bytes of the results on one process group and on two; all ranks of the pool take part."""
-    two = Communicator.shared()
-    return [[x.tobytes() for x in attention(c, None, None, {}, shard) if x is not None] for c in (comm, two)]
-
-
 def strided(comm: Communicator, shard: Shard) -> bool:
     """Whether non-contiguous tensors, with an expanded gradient, give the same results as contiguous ones."""
     results = []
     for copy in (False, True):
         handle = handle_of(comm, shard.piece)
-        inputs = [
-            leaf(np.ascontiguousarray(x.swapaxes(0, 1)), handle.dtype) for x in (shard.q, shard.k, shard.v)
-        ]
+        heads_first = (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (shard.q, shard.k, shard.v))
+        inputs = [leaf(x, handle.dtype) for x in heads_first]
         views = [x.transpose(0, 1) for x in inputs]
         out = planned_attention(*([x.contiguous() for x in views] if copy else views), handle)
         out.sum().backward()
         results.append([out.detach(), *(x.grad for x in inputs)])
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def remap(comm: Communicator, shard: tuple[bytes, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Rows moved from the attention layout to the linear layout, and the gradient of the sum of their squares."""
-    piece, rows = shard
-    handle, x = handle_of(comm, piece), leaf(rows, torch.float64)
-    out = planned_remap(x, handle, "attention", "linear")
-    out.square().sum().backward()
-    return out.detach().numpy(), x.grad.numpy()

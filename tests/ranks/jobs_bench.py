@@ -9,8 +9,7 @@ from unittest import mock
 
 import torch
 
-from apportion.backends.torch.transport import Communicator
-from apportion.ir.bytes.codec import Plan
+from apportion import Communicator, Plan
 from apportion.trainer.measure import bench
 from apportion.trainer.measure.bench import Bench, CallTimes
 
@@ -20,18 +19,11 @@ def two_ms(work: Callable[..., Any]) -> tuple[tuple[torch.Tensor, ...] | torch.T
     return work(), CallTimes(1.0, 2.0)
 
 
-def bench_of(
-    comm: Communicator,
-    engines: tuple[str, ...],
-    skip: Callable[..., Any] = lambda why: None,
-    clock: Callable[..., Any] = two_ms,
-) -> Bench:
-    return bench.Bench(torch.device("cpu"), comm, clock, engines, 1, skip)
+def bench_of(comm: Communicator, engines: tuple[str, ...], skip: Any = lambda why: None) -> Bench:
+    return Bench(torch.device("cpu"), comm, two_ms, engines, 1, skip)
 
 
-def rows(
-    comm: Communicator, plan: Plan, engines: tuple[str, ...], computes: bool = True
-) -> list[dict[str, int | str]]:
+def rows(comm: Communicator, plan: Plan, engines: tuple[str, ...], computes: bool = True) -> list[Any]:
     """Rows of the benchmark as plain data. computes: whether the CPU counts as a GPU."""
     with mock.patch.object(bench, "device_obstacle", return_value=None) if computes else mock.MagicMock():
         return [asdict(row) for row in bench_of(comm, engines).measure(plan)]

@@ -11,27 +11,26 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from apportion import ApportionError, ping_pong_attention
 from apportion.backends.torch import calls
-from apportion.ir.errors import ApportionError
-from apportion.trainer.step.attention import Communicator, planned_attention, planned_remap
-from apportion.trainer.step.pingpong import ping_pong_attention
-from tests.ranks.jobs import Shard, handle_of, leaf
+from apportion.trainer.step.attention import Communicator, planned_attention
+from tests.ranks.jobs import Shard, inputs_of
 
 
 class Rank:
     """One rank's handles and inputs for two microbatches."""
 
     def __init__(self, comm: Communicator, shards: tuple[Shard, Shard]) -> None:
-        self.comm, self.shards = comm, shards
-        self.handles = [handle_of(comm, shard.piece) for shard in shards]
-        self.rows = [
-            [leaf(x, h.dtype) for x in (s.q, s.k, s.v)] for s, h in zip(shards, self.handles, strict=True)
-        ]
+        self.comm = comm
+        self.handles, self.rows = zip(*(inputs_of(comm, shard) for shard in shards), strict=True)
         for handle in self.handles:
             handle.agree()
 
     def attend(self, index: int = 0, kind: str | None = None, **options: Any) -> torch.Tensor:
         return planned_attention(*self.rows[index], self.handles[index], kind, **options)
+
+    def sinks(self) -> torch.Tensor:
+        return torch.zeros(self.handles[0].slice.header.q_heads, dtype=self.handles[0].dtype)
 
     def wrong_shape(self) -> torch.Tensor:
         q, k, v = self.rows[0]
@@ -39,38 +38,6 @@ class Rank:
 
     def pair(self) -> Any:
         return ping_pong_attention(*self.rows, *self.handles, "a")
-
-    def remap(self) -> torch.Tensor:
-        move = self.handles[0].slice.moves[0]
-        x = torch.zeros(int(self.handles[0].slice.layout(move.source).rows_per_rank[0]), 3)
-        return planned_remap(x, self.handles[0], move.source, move.target)
-
-
-def _kinds(one: Rank, deviates: bool) -> None:
-    for kind in "ba" if deviates else "ab":
-        one.attend(0, kind)
-
-
-def _handles(one: Rank, deviates: bool) -> None:
-    for index in (1, 0) if deviates else (0, 1):
-        one.attend(index, "a")
-
-
-def _scale(one: Rank, deviates: bool) -> None:
-    one.attend(0, "a", scale=0.5 if deviates else 0.25)
-
-
-def _softcap(one: Rank, deviates: bool) -> None:
-    one.attend(0, "a", softcap=2.0 if deviates else None)
-
-
-def _sinks(one: Rank, deviates: bool) -> None:
-    heads = one.handles[0].slice.header.q_heads
-    one.attend(0, "a", sinks=torch.zeros(heads, dtype=one.handles[0].dtype) if deviates else None)
-
-
-def _lse(one: Rank, deviates: bool) -> None:
-    one.attend(0, "a", return_lse=deviates)
 
 
 def _recompute(one: Rank, deviates: bool) -> None:
@@ -91,14 +58,6 @@ def _skipped_at_the_end(one: Rank, deviates: bool) -> None:
     one.comm.all_gather([1], "metrics")
 
 
-def _pair(one: Rank, deviates: bool) -> None:
-    one.attend(0, "a") if deviates else one.pair()
-
-
-def _shape(one: Rank, deviates: bool) -> None:
-    one.wrong_shape() if deviates else one.attend(0, "a")
-
-
 def _late_failure(one: Rank, deviates: bool) -> None:
     with one.comm.call("a step"):
         if deviates:
@@ -107,8 +66,20 @@ def _late_failure(one: Rank, deviates: bool) -> None:
     one.attend(0, "a")
 
 
-CASES: dict[str, Callable[[Rank, bool], None]] = {
-    name[1:]: case for name, case in dict(globals()).items() if name[0] == "_" and callable(case)
+#: name -> the calls of a rank, with whether it deviates
+CASES: dict[str, Callable[[Rank, bool], object]] = {
+    "kinds": lambda one, deviates: [one.attend(0, kind) for kind in ("ba" if deviates else "ab")],
+    "handles": lambda one, deviates: [one.attend(i, "a") for i in ((1, 0) if deviates else (0, 1))],
+    "scale": lambda one, deviates: one.attend(0, "a", scale=0.5 if deviates else 0.25),
+    "softcap": lambda one, deviates: one.attend(0, "a", softcap=2.0 if deviates else None),
+    "sinks": lambda one, deviates: one.attend(0, "a", sinks=one.sinks() if deviates else None),
+    "lse": lambda one, deviates: one.attend(0, "a", return_lse=deviates),
+    "recompute": _recompute,
+    "skipped": _skipped,
+    "skipped_at_the_end": _skipped_at_the_end,
+    "pair": lambda one, deviates: one.attend(0, "a") if deviates else one.pair(),
+    "shape": lambda one, deviates: one.wrong_shape() if deviates else one.attend(0, "a"),
+    "late_failure": _late_failure,
 }
 
 

@@ -10,9 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import apportion as ap
+from apportion import Communicator, Latent
 from apportion.backends.torch.memory import latent_rows
-from apportion.backends.torch.transport import Communicator
-from apportion.ir.latent import Latent
 
 MODEL = ap.Model(q_heads=4, kv_heads=1, head_dim=6, v_head_dim=5, dtype="fp64", latent=Latent(rank=7, rope=2))
 HIDDEN = 9
@@ -53,9 +52,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: Tensor) -> T
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def difference(
-    comm: Communicator, encoded: bytes, wrap: str, checkpointed: bool, most: int | None
-) -> list[float]:
+def difference(comm: Communicator, encoded: bytes, wrap: str, checkpointed: bool, most: Any) -> list[float]:
     """The largest differences of outputs and gradients of two layers from one process. most: numbers expanded at a
     time."""
     before = latent_rows.MAX_ELEMENTS

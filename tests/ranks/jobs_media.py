@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import apportion as ap
 from apportion.backends.torch.transport import Communicator
+from tests.ranks.jobs import handle_of
 from tests.ranks.loading import HereSource
 
 MERGE, PATCH, WIDTH, HEADS, WORDS, IMAGE = 4, 6, 16, 2, 32, 31
@@ -19,6 +20,7 @@ LENGTHS = [50, 7, 36, 21, 64, 5, 30, 44]  # tokens of samples
 #: sample, first token, tokens of each image; samples 1, 3, 5 and 6 have none
 IMAGES = [(0, 2, 9), (0, 20, 25), (2, 0, 16), (4, 10, 4), (4, 14, 30), (7, 40, 4)]
 RATE = 0.5
+MODEL = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=2)
 
 
 class Samples:
@@ -32,11 +34,8 @@ class Samples:
         for _, first, count in (one for one in IMAGES if one[0] == index):
             tokens[first : first + count] = IMAGE
         place = np.arange(LENGTHS[index])
-        return {
-            "input_ids": tokens,
-            "mrope": np.stack([place, place // 2, place % 3], 1),
-            "loss_mask": tokens != IMAGE,
-        }
+        mrope = np.stack([place, place // 2, place % 3], 1)
+        return {"input_ids": tokens, "mrope": mrope, "loss_mask": tokens != IMAGE}
 
 
 class Images:
@@ -50,7 +49,7 @@ class Images:
         return {"patches": np.random.default_rng(100 + index).normal(size=(self.lengths[index], PATCH))}
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Layer(nn.Module):
@@ -58,7 +57,7 @@ class Layer(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, attend: Attend, turn: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, attend: Attend, turn: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, HEADS, -1).unbind(1)
         if turn is not None:
             q, k = q * turn, k * turn
@@ -72,9 +71,7 @@ class VisionLanguage(nn.Module):
         self.merge, self.embed = nn.Linear(MERGE * WIDTH, WIDTH), nn.Embedding(WORDS, WIDTH)
         self.read, self.head = nn.ModuleList([Layer(), Layer()]), nn.Linear(WIDTH, WORDS)
 
-    def forward(
-        self, tokens: torch.Tensor, mrope: torch.Tensor, read: Attend, images: tuple[Any, ...] | None
-    ) -> torch.Tensor:
+    def forward(self, tokens: Tensor, mrope: Tensor, read: Attend, images: tuple[Any, ...] | None) -> Tensor:
         """images: patches, their attention, the function that moves rows, and the rows of image tokens."""
         x = self.embed(tokens)
         if images is not None:
@@ -95,40 +92,34 @@ def new_model() -> VisionLanguage:
 
 
 def media(**changes: Any) -> ap.Media:
-    model = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=2)
-    defaults: dict[str, Any] = {"dataset": Images(), "model": model, "places": [one[:2] for one in IMAGES]}
+    defaults: dict[str, Any] = {"dataset": Images(), "model": MODEL, "places": [one[:2] for one in IMAGES]}
     return ap.Media(**{**defaults, "merge": MERGE, "recipe": "blend", **changes})
 
 
 def loader(comm: Communicator, images: ap.Media | None, **changes: Any) -> ap.PlannedLoader:
-    model = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=2)
     options = {"recipe": "mixed", "source": HereSource(), "communicator": comm, "media": images}
     options |= {"dataset": Samples(), "tokens_per_rank": 96 // comm.ranks, **changes}
-    return ap.PlannedLoader(cluster=ap.Cluster(1, comm.ranks), model=model, **options)
+    return ap.PlannedLoader(cluster=ap.Cluster(1, comm.ranks), model=MODEL, **options)
 
 
 def planned(handle: Any) -> Attend:
     return lambda q, k, v: ap.planned_attention(q, k, v, handle)
 
 
-def forward(model: VisionLanguage, batch: Any) -> torch.Tensor:
+def forward(model: VisionLanguage, batch: Any) -> Tensor:
     images = None
     if batch.media is not None:
-        move = (
-            batch.media.fields["patches"],
-            planned(batch.media.handle),
-            lambda x: ap.move_rows(x, batch.feed),
-        )
-        images = *move, batch.feed.rows
+        see = planned(batch.media.handle)
+        images = batch.media.fields["patches"], see, lambda x: ap.move_rows(x, batch.feed), batch.feed.rows
     logits = model(batch.tokens, batch.fields["mrope"], planned(batch.handle), images)
     return ap.normalised_loss(logits, batch.labels, batch.valid_tokens)
 
 
-def train(comm: Communicator, options: dict[str, Any]) -> tuple[Any, ...]:
+def train(comm: Communicator, options: dict[str, Any], of_media: dict[str, Any]) -> tuple[Any, ...]:
     """(loss, samples, whether a step follows) of each microbatch on this rank, and the final parameters."""
     model = new_model()
     optimizer, records = torch.optim.SGD(model.parameters(), RATE), []
-    for batch in (one.to("cpu") for one in loader(comm, media(), **options)):
+    for batch in (one.to("cpu") for one in loader(comm, media(**of_media), **options)):
         loss = forward(model, batch)
         loss.backward()
         records.append((loss.item(), batch.samples.tolist(), batch.is_last))
@@ -156,14 +147,12 @@ def alone(steps: list[list[list[int]]]) -> tuple[list[float], list[Any]]:
     return losses, [one.detach().numpy() for one in model.parameters()]
 
 
-def _labels(sample: dict[str, Any]) -> torch.Tensor:
+def _labels(sample: dict[str, Any]) -> Tensor:
     tokens = torch.from_numpy(sample["input_ids"])
     return torch.cat([tokens.masked_fill(tokens == IMAGE, -100)[1:], torch.tensor([-100])])
 
 
-def _loss(
-    model: VisionLanguage, numbers: list[int], samples: list[Any], labels: torch.Tensor
-) -> torch.Tensor:
+def _loss(model: VisionLanguage, numbers: list[int], samples: list[Any], labels: Tensor) -> Tensor:
     tokens = torch.from_numpy(np.concatenate([one["input_ids"] for one in samples]))
     image_numbers = [i for number in numbers for i, one in enumerate(IMAGES) if one[0] == number]
     images = None
@@ -181,7 +170,7 @@ def dense(lengths: list[int], causal: bool) -> Attend:
     mask = document[:, None] == document
     mask = mask.tril() if causal else mask
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
 
@@ -206,29 +195,31 @@ class MatchingImages(ImageSamples):
         return {"patches": np.ones((self.lengths[index], PATCH))}
 
 
-def misled(comm: Communicator, fault: str) -> str:
-    """The error of a step of a model that ignores its images, or whose encoder runs under another plan."""
+def fed(comm: Communicator, places: list[Any], merge: int, more: int, pieces: tuple[bytes, bytes]) -> None:
+    """Feeds rows at this rank's places. more: rows beyond the encoder's."""
+    encoder, decoder = (handle_of(comm, piece) for piece in pieces)
+    feed = ap.EncoderFeed(encoder, decoder, places[comm.rank % len(places)], merge)
+    ap.move_rows(torch.zeros(encoder.rows + more, 2), feed)
+
+
+def misled(comm: Communicator, fault: str) -> None:
+    """A step of a model that ignores its images, or whose encoder runs under another plan."""
     model, first = new_model(), None
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     own = media(dataset=MatchingImages(), places=[(i, 0) for i in range(4)], merge=1)
-    try:
-        for batch in loader(
-            comm, own, dataset=ImageSamples(), tokens_per_rank=64 // comm.ranks, shuffle=False
-        ):
-            first = first or batch
-            under = batch.handle if fault == "of the decoder" else first.media.handle
-            x = model.embed(batch.tokens)
-            if fault != "ignored":
-                encoded = model.see[0](model.patch(batch.media.fields["patches"]), planned(under))
-                x = x + ap.move_rows(encoded, batch.feed)
-            logits = model.head(model.read[0](x, planned(batch.handle)))
-            ap.normalised_loss(logits, batch.labels, batch.valid_tokens).backward()
-            ap.sum_gradients(model, comm._base)
-            optimizer.step()
-            optimizer.zero_grad()
-    except ap.ExecutionError as error:
-        return str(error)
-    return ""
+    options = {"dataset": ImageSamples(), "tokens_per_rank": 64 // comm.ranks, "shuffle": False}
+    for batch in loader(comm, own, **options):
+        first = first or batch
+        under = batch.handle if fault == "of the decoder" else first.media.handle
+        x = model.embed(batch.tokens)
+        if fault != "ignored":
+            encoded = model.see[0](model.patch(batch.media.fields["patches"]), planned(under))
+            x = x + ap.move_rows(encoded, batch.feed)
+        logits = model.head(model.read[0](x, planned(batch.handle)))
+        ap.normalised_loss(logits, batch.labels, batch.valid_tokens).backward()
+        ap.sum_gradients(model, comm._base)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class ReorderingSampler:
@@ -242,12 +233,8 @@ class ReorderingSampler:
         return iter([[0, 2], [4]] if self.passes == 1 else [[4], [0, 2]])
 
 
-def drawing_otherwise(comm: Communicator) -> str:
-    try:
-        list(loader(comm, media(), sampler=ReorderingSampler()))
-    except ap.ExecutionError as error:
-        return str(error)
-    return ""
+def drawing_otherwise(comm: Communicator) -> None:
+    list(loader(comm, media(), sampler=ReorderingSampler()))
 
 
 def resumed(comm: Communicator) -> tuple[list[Any], list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import apportion as ap
-from apportion.backends.torch.transport import Communicator
-from apportion.trainer.loading.loader import PlannedLoader
+from apportion import Communicator, PlannedLoader
 from tests.ranks.loading import Recorded
 
 WIDTH = 24
@@ -22,10 +22,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 32), nn.Linear(16, WIDTH)
-        self.norm, self.mlp = (
-            nn.LayerNorm(WIDTH),
-            nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH)),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH))
 
     def forward(self, hidden: Tensor, handle: ap.PlanHandle) -> Tensor:
         q, k, v = self.qkv(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
@@ -34,7 +32,7 @@ class Block(nn.Module):
 
 
 def trained(
-    comm: Communicator, arguments: dict[str, Any], tokens: int | None, dtype: torch.dtype
+    comm: Communicator, arguments: dict[str, Any], tokens: Any, dtype: Any
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of a pass and the gradients, summed over ranks. tokens: per tile; None: without tiles and offloading."""
     torch.manual_seed(0)
@@ -47,10 +45,8 @@ def trained(
     for batch in PlannedLoader(Recorded(), **arguments, communicator=comm, shuffle=False):
         hidden, targets = table(batch.tokens), (batch.labels, batch.valid_tokens)
         for layer in layers:
-            layer_arguments = hidden, batch.handle
-            hidden = (
-                layer(*layer_arguments) if tokens is None else ap.memory.offloaded(layer, *layer_arguments)
-            )
+            run = layer if tokens is None else partial(ap.memory.offloaded, layer)
+            hidden = run(hidden, batch.handle)
         if tokens is None:
             loss = ap.normalised_loss(head(hidden), *targets)
         else:

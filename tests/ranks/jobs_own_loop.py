@@ -12,13 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.func import functional_call
@@ -27,11 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import apportion as ap
-from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import ApportionError
-from apportion.ir.request.recurrent import Recurrent
-from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.step import wiring
+from apportion import ApportionError, Communicator, PlannedLoader, Recurrent
 from tests.ranks.loading import MODEL, Recorded, job, planning
 
 RECURRENT = Recurrent(heads=2, key_heads=1, key_dim=4, value_dim=8, conv=3)
@@ -162,7 +153,7 @@ def _loss(logits: Tensor, b: Any, loss_kind: str, averaged_over: int, ranks: int
 def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> str:
     """The error or warning of a loop; "" if there is none. second: whether a correct loop runs first in this
     process."""
-    wiring.watch, logged = wiring.Watch(), list[str]()
+    logged = list[str]()
     logs = logging.Handler(logging.WARNING)
     logs.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("apportion").addHandler(logs)
@@ -181,10 +172,8 @@ def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> s
 
 def weights(comm: Communicator, net: str, checks_model: bool) -> list[str]:
     """Digests of a loop's final weights. checks_model: whether its model is checked first."""
-    wiring.watch = wiring.Watch()
-    state = train(
-        comm, net=net, checks_model=checks_model, reduces={"fsdp": "fsdp summed"}.get(net, "sums")
-    ).state_dict()
+    reduces = "fsdp summed" if net == "fsdp" else "sums"
+    state = train(comm, net=net, checks_model=checks_model, reduces=reduces).state_dict()
     tensors = [one.full_tensor() if isinstance(one, DTensor) else one for one in state.values()]
     return [sha256(one.numpy().tobytes()).hexdigest() for one in tensors]
 
@@ -211,11 +200,9 @@ def train(
     shape = MODEL if kinds[0] is None else replace(MODEL, layers={"far": 1, "near": len(kinds) - 1})
     shape = replace(shape, dtype="bf16") if net in ("bf16", "autocast") else shape
     shape = replace(shape, recurrent={"linear": RECURRENT}) if net == "recurrent" else shape
-    plan_comm = (
-        Communicator(dist.new_group([comm.rank], use_local_synchronization=True))
-        if reduces == "apart"
-        else comm
-    )
+    plan_comm = comm
+    if reduces == "apart":
+        plan_comm = Communicator(dist.new_group([comm.rank], use_local_synchronization=True))
     options = planning(replace(job(plan_comm.ranks, 66, 2), model=shape))
     if kinds[0] is not None:
         options["masks"] = KINDS
@@ -230,17 +217,17 @@ def train(
     scaler = torch.amp.GradScaler("cpu", init_scale=scaled, enabled=scaled != 1)
     averaged_over = {"over": comm.ranks, "more": comm.ranks + 1}.get(reduces[-4:], 1)
     torch.manual_seed(comm.rank)
-    multiple = 64 if net == "tensor parallel" else 2  # equal rows on its ranks
+    order = {
+        "shuffle": False,
+        "rows_multiple": 64 if net == "tensor parallel" else 2,
+    }  # equal rows on its ranks
     for _ in range(2):
-        for b in PlannedLoader(
-            data, **options, communicator=plan_comm, shuffle=False, rows_multiple=multiple
-        ):
+        for b in PlannedLoader(data, **options, communicator=plan_comm, **order):
             if net == "compiled step":
                 torch.compile(_share, backend="eager", dynamic=True)(wrapped, b).backward()
             else:
-                scaler.scale(
-                    _loss(_logits(wrapped, net, b), b, loss, averaged_over, comm.ranks, model)
-                ).backward()
+                share = _loss(_logits(wrapped, net, b), b, loss, averaged_over, comm.ranks, model)
+                scaler.scale(share).backward()
             if b.is_last:
                 if net == "evaluated":
                     list(PlannedLoader(data, **options, communicator=plan_comm))
@@ -290,13 +277,9 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
         places = torch.arange(len(b.tokens)) if net in ("places of rows", "table of rows") else b.position_ids
         places = TABLE[places] if net.startswith("table") else places
         outputs = model(b.tokens, places, attention)
-    return (
-        outputs[1]
-        if isinstance(outputs, tuple)
-        else outputs["logits"]
-        if isinstance(outputs, dict)
-        else outputs
-    )
+    if isinstance(outputs, tuple):
+        return outputs[1]
+    return outputs["logits"] if isinstance(outputs, dict) else outputs
 
 
 def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:
@@ -307,13 +290,11 @@ def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:
     if reduces.startswith("ddp"):
         wrapped = DistributedDataParallel(model, process_group=comm._base, find_unused_parameters=True)
     if reduces == "fsdp1":
-        device = torch.device("cpu")
-        return FullyShardedDataParallel(
-            model, comm._base, ShardingStrategy.NO_SHARD, device_id=device, use_orig_params=True
-        )
+        options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        return fsdp.FullyShardedDataParallel(model, comm._base, fsdp.ShardingStrategy.NO_SHARD, **options)
     if reduces.startswith("fsdp"):
-        low = MixedPrecisionPolicy(torch.bfloat16) if net == "bf16" else MixedPrecisionPolicy()
-        wrapped = fully_shard(model, mesh=DeviceMesh.from_group(comm._base, "cpu"), mp_policy=low)
+        low = fsdp.MixedPrecisionPolicy(torch.bfloat16) if net == "bf16" else fsdp.MixedPrecisionPolicy()
+        wrapped = fsdp.fully_shard(model, mesh=DeviceMesh.from_group(comm._base, "cpu"), mp_policy=low)
     return ap.sum_gradients(wrapped) if reduces.endswith("summed") else wrapped
 
 

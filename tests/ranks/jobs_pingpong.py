@@ -4,82 +4,60 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from apportion import Model, PingPongLayer, ping_pong, ping_pong_attention
 from apportion.backends.interp import Step
 from apportion.backends.torch.executor import TaskMachine, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
 from apportion.demo.decoder import Layer
-from apportion.ir.errors import ApportionError
-from apportion.ir.request.model import Model
 from apportion.trainer.step.attention import Communicator, planned_attention, planned_attention_block
-from apportion.trainer.step.pingpong import PingPongLayer, ping_pong, ping_pong_attention
-from tests.ranks.jobs import Shard, attention, handle_of, leaf
+from tests.ranks.jobs import Shard, attention, handle_of, inputs_of, leaf, to_arrays
+
+Halves = tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
 
 
 def attention_pair(
-    comm: Communicator,
-    kind: Any,
-    sinks: NDArray[Any] | None,
-    options: dict[str, float | None],
-    shards: tuple[Shard, Shard],
+    comm: Communicator, kind: Any, sinks: NDArray[Any] | None, options: dict[str, Any], shards: Any
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """out, dq, dk, dv, dsinks of each half: run together, and one after the other."""
-    return _together(comm, kind, sinks, options, shards), [
-        attention(comm, kind, sinks, options, shard) for shard in shards
-    ]
-
-
-def _together(
-    comm: Communicator,
-    kind: Any,
-    sinks: NDArray[Any] | None,
-    options: dict[str, float | None],
-    shards: tuple[Shard, Shard],
-) -> list[list[NDArray[Any] | None]]:
-    """Like `attention` for each half; each half's own dsinks need two runs, with backward only from that half."""
+    """out, dq, dk, dv, dsinks of each half: run together, and one after the other. Each half's own dsinks need two
+    runs together, with backward only from that half."""
     halves = []
     for which_half in (0, 1):
-        handles = [handle_of(comm, shard.piece) for shard in shards]
-        leaves = [[leaf(x, h.dtype) for x in (s.q, s.k, s.v)] for s, h in zip(shards, handles, strict=True)]
+        handles, leaves = zip(*(inputs_of(comm, shard) for shard in shards), strict=True)
         logits = None if sinks is None else leaf(sinks, handles[0].dtype)
         outs = ping_pong_attention(*leaves, *handles, kind, sinks=logits, **options)
         outs[which_half].backward(torch.from_numpy(shards[which_half].do).to(handles[which_half].dtype))
-        found = (
-            outs[which_half],
-            *(x.grad for x in leaves[which_half]),
-            None if logits is None else logits.grad,
-        )
-        halves.append([None if t is None else t.detach().double().numpy() for t in found])
-    return halves
+        grads = [None if x is None else x.grad for x in (*leaves[which_half], logits)]
+        halves.append(to_arrays([outs[which_half], *grads]))
+    return halves, [attention(comm, kind, sinks, options, shard) for shard in shards]
 
 
 class Stack(nn.Module):
     """Decoder layers, equal on all ranks, with learned sinks as parameters outside of the layers."""
 
-    def __init__(
-        self, model: Model, kinds: tuple[str | None, ...], dtype: torch.dtype = torch.float64
-    ) -> None:
+    def __init__(self, model: Model, kinds: tuple[str | None, ...]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Layer(model, kind) for kind in kinds)
         self.sinks = nn.ParameterList(nn.Parameter(torch.randn(model.q_heads)) for _ in kinds)
-        self.to(dtype)
+        self.double()
 
     def forward(
         self,
-        ping: torch.Tensor,
-        pong: torch.Tensor,
-        *handles: PlanHandle,
+        ping: Tensor,
+        pong: Tensor,
+        *handles: Any,
         turns: bool = True,
-        at_a_time: int | None = None,
+        at_a_time: int = 0,
         project: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor] | None:
+    ) -> Any:
         make = self._projecting if project else self._piece
         pieces = [make(layer, sinks) for layer, sinks in zip(self.layers, self.sinks, strict=True)]
         if not turns:
@@ -88,10 +66,10 @@ class Stack(nn.Module):
             ping, pong = ping_pong(pieces[first : first + (at_a_time or len(pieces))], ping, pong, *handles)
         return ping, pong
 
-    def _piece(self, layer: Layer, sinks: torch.Tensor) -> PingPongLayer:
+    def _piece(self, layer: Layer, sinks: Tensor) -> PingPongLayer:
         return PingPongLayer(layer.pre, layer.post, layer.parameters(), layer.kind, softcap=3.0, sinks=sinks)
 
-    def _projecting(self, layer: Layer, sinks: torch.Tensor) -> PingPongLayer:
+    def _projecting(self, layer: Layer, sinks: Tensor) -> PingPongLayer:
         return replace(self._piece(layer, sinks), pre=None, project=Project(layer))
 
 
@@ -100,17 +78,13 @@ class Project:
         self.all = layer.pre
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        position_ids: torch.Tensor,
-        q_heads: tuple[int, ...],
-        kv_heads: tuple[int, int],
-    ) -> tuple[torch.Tensor, ...]:
+        self, hidden: Tensor, position_ids: Tensor, q_heads: tuple[int, ...], kv_heads: tuple[int, int]
+    ) -> tuple[Tensor, ...]:
         q, k, v = self.all(hidden, position_ids)
         return q[:, list(q_heads)], k[:, list(kv_heads)], v[:, list(kv_heads)]
 
 
-def one_half(pieces: list[PingPongLayer], hidden: torch.Tensor, handle: PlanHandle) -> torch.Tensor:
+def one_half(pieces: list[PingPongLayer], hidden: Tensor, handle: PlanHandle) -> Tensor:
     for piece in pieces:
         options = {"kind": piece.kind, "softcap": piece.softcap, "sinks": piece.sinks}
         if piece.project is None:
@@ -123,39 +97,30 @@ def one_half(pieces: list[PingPongLayer], hidden: torch.Tensor, handle: PlanHand
 
 
 def stack_pair(
-    comm: Communicator,
-    model: Model,
-    kinds: tuple[str | None, ...],
-    mode: str,
-    halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]],
+    comm: Communicator, model: Model, kinds: tuple[str | None, ...], mode: str, halves: Halves
 ) -> list[list[NDArray[Any]]]:
     """Outputs, input gradients and weight gradients of both halves: taking turns, and one half after the other."""
     results = []
     for turns in (True, False):
         stack, handles = Stack(model, kinds), [handle_of(comm, piece) for piece, _ in halves]
         inputs = [leaf(hidden, torch.float64) for _, hidden in halves]
-        outs = (
-            _outputs(stack, inputs, handles, mode)
-            if turns
-            else stack(*inputs, *handles, turns=False, project=mode == "project")
-        )
+        if turns:
+            outs = _outputs(stack, inputs, handles, mode)
+        else:
+            outs = stack(*inputs, *handles, turns=False, project=mode == "project")
         sum((out.square() * (1 + half)).sum() for half, out in enumerate(outs)).backward()
         tensors = [*outs, *(x.grad for x in inputs), *(w.grad for w in stack.parameters())]
         results.append([t.detach().numpy() for t in tensors])
     return results
 
 
-def _outputs(stack: Stack, inputs: list[torch.Tensor], handles: list[Any], mode: str) -> Any:
-    if mode == "checkpoint":
-        return torch.utils.checkpoint.checkpoint(stack, *inputs, *handles, use_reentrant=False)
-    if mode == "reentrant":
-        return torch.utils.checkpoint.checkpoint(stack, *inputs, *handles, use_reentrant=True)
-    return stack(*inputs, *handles, at_a_time=1 if mode == "single" else None, project=mode == "project")
+def _outputs(stack: Stack, inputs: list[Tensor], handles: list[Any], mode: str) -> Any:
+    if mode in ("checkpoint", "reentrant"):
+        return checkpoint(stack, *inputs, *handles, use_reentrant=mode == "reentrant")
+    return stack(*inputs, *handles, at_a_time=int(mode == "single"), project=mode == "project")
 
 
-def without_gradients(
-    comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
-) -> bool:
+def without_gradients(comm: Communicator, model: Model, halves: Halves) -> bool:
     """Whether taking turns without gradients gives the same hidden states and saves nothing for backward."""
     stack, handles = Stack(model, (None,)), [handle_of(comm, piece) for piece, _ in halves]
     inputs = [torch.from_numpy(hidden) for _, hidden in halves]
@@ -171,47 +136,28 @@ def pair_on_channels(comm: Communicator, shards: tuple[Shard, Shard]) -> list[li
     two = Communicator.shared()
     found = []
     for comms in ((ping, ping), (ping, own), (two, two)):
-        handles = [handle_of(c, shard.piece) for c, shard in zip(comms, shards, strict=True)]
-        halves = [[leaf(x, h.dtype) for x in (s.q, s.k, s.v)] for s, h in zip(shards, handles, strict=True)]
+        handles, halves = zip(*map(inputs_of, comms, shards), strict=True)
         outs = ping_pong_attention(*halves, *handles)
         torch.autograd.backward(list(outs), [torch.from_numpy(shard.do) for shard in shards])
-        found.append(
-            [t.detach().numpy().tobytes() for t in (*outs, *(x.grad for half in halves for x in half))]
-        )
+        tensors = *outs, *(x.grad for half in halves for x in half)
+        found.append([x.detach().numpy().tobytes() for x in tensors])
     return found
 
 
-def pair_error(
-    comm: Communicator,
-    case: str,
-    model: Model,
-    halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]],
-) -> tuple[str, str]:
-    """The type and message of the error that a wrong call raises on this rank."""
+def wrong_pair(comm: Communicator, case: str, model: Model, halves: Halves) -> None:
     handles = [handle_of(comm, piece) for piece, _ in halves]
     inputs = [leaf(hidden, torch.float64) for _, hidden in halves]
     layer = Stack(model, (None,)).layers[0]
     params = list(layer.parameters())
-    try:
-        if case == "unlisted":
-            ping_pong([PingPongLayer(layer.pre, layer.post, params[:-1])], *inputs, *handles)
-        elif case == "swapped":
-            order = 1 if comm.rank else -1
-            ping_pong([PingPongLayer(layer.pre, layer.post, params)], *inputs[::order], *handles[::order])
-        elif case == "twice":
-            outs = ping_pong([PingPongLayer(layer.pre, layer.post, params)], *inputs, *handles)
-            for _ in range(2):
-                outs[0].sum().backward(retain_graph=True)
-        else:
-            ping_pong([PingPongLayer(layer.pre, layer.post, params)], inputs[0][:-1], inputs[1], *handles)
-    except ApportionError as error:
-        return type(error).__name__, str(error)
-    return "none", ""
+    pieces = [PingPongLayer(layer.pre, layer.post, params[:-1] if case == "unlisted" else params)]
+    order = 1 if comm.rank or case != "swapped" else -1
+    inputs[0] = inputs[0][:-1] if case == "shape" else inputs[0]
+    outs = ping_pong(pieces, *inputs[::order], *handles[::order])
+    for _ in range(2):
+        outs[0].sum().backward(retain_graph=True)
 
 
-def frozen(
-    comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
-) -> tuple[list[bool], list[bool], float]:
+def frozen(comm: Communicator, model: Model, halves: Halves) -> tuple[list[bool], list[bool], float]:
     """With some weights frozen, hidden states without gradients, and one half unused: which weights have gradients when
     taking turns and when not, and their largest difference."""
     grads = []
@@ -226,12 +172,7 @@ def frozen(
     return present[0], present[1], max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def wrapped(
-    comm: Communicator,
-    wrapper: str | None,
-    model: Model,
-    halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]],
-) -> list[NDArray[Any]]:
+def wrapped(comm: Communicator, wrapper: str | None, model: Model, halves: Halves) -> list[NDArray[Any]]:
     """The gradients of all weights of a stack under a wrapper."""
     stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]
     called = stack
@@ -248,9 +189,7 @@ def wrapped(
     return [(g.full_tensor() if hasattr(g, "full_tensor") else g).numpy() for g in grads]
 
 
-def launches(
-    comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
-) -> list[tuple[str, int, int]]:
+def launches(comm: Communicator, model: Model, halves: Halves) -> list[tuple[str, int, int]]:
     """(phase, half, round) of every launch of two layers on this rank, forward and backward, in order."""
     stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]
     programs = {
@@ -264,10 +203,7 @@ def launches(
         found.append((*programs[id(machine.program)], step.round))
         launch(machine, step)
 
-    TorchMachine.launch = recorded
-    try:
+    with mock.patch.object(TorchMachine, "launch", recorded):
         outs = stack(*(leaf(hidden, torch.float64) for _, hidden in halves), *handles)
         torch.autograd.backward([out.sum() for out in outs])
-    finally:
-        TorchMachine.launch = launch
     return found

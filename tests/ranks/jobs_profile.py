@@ -8,18 +8,15 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from apportion import Communicator, Model
 from apportion.backends.torch.profile.clock import Runs
 from apportion.backends.torch.profile.device import ProfileScope, profile
 from apportion.backends.torch.profile.links import Line, Links, profile_links
 from apportion.backends.torch.profile.peers import Pattern, PatternShares
-from apportion.backends.torch.transport import Communicator
-from apportion.ir.request.model import Model
 from apportion.ir.tensors import Tensor as Name
 
 
-def links(
-    comm: Communicator, sizes: tuple[int, ...], node: int | None
-) -> dict[str, dict[str, float] | float | str | None]:
+def links(comm: Communicator, sizes: tuple[int, ...], node: int | None) -> dict[str, Any]:
     """Measures links; returns them as plain data."""
     return asdict(profile_links(comm._groups[0], node, sizes, runs=2))
 

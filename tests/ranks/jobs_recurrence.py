@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -34,9 +33,7 @@ class Layer(NamedTuple):
         heads = self.key_heads, self.key_heads, self.heads
         return [part.unflatten(1, (n, -1)) for part, n in zip(x.split(widths, 1), heads, strict=True)]
 
-    def __call__(
-        self, conv: Any, scan: Any, x: Tensor, weight: Tensor, g: Tensor, beta: Tensor | None
-    ) -> Tensor:
+    def __call__(self, conv: Any, scan: Any, x: Tensor, weight: Tensor, g: Tensor, beta: Any) -> Tensor:
         for _ in range(2):
             q, k, v = self.split(conv(x, weight))
             o = scan(q, torch.nn.functional.normalize(k, dim=-1), v, g, beta)
@@ -49,8 +46,8 @@ def run(
     layer: Layer,
     options: dict[str, Any],
     checkpointing: str,
-    rows: tuple[bytes, list[NDArray[Any] | None]],
-) -> tuple[list[NDArray[Any] | None], int]:
+    rows: tuple[bytes, list[Any]],
+) -> tuple[list[Any], int]:
     """This rank's rows of the result and gradients of x, weight, g and beta; the number of collective calls in
     backward. rows: a slice, and (x, weight, g, beta, gradient of the result)."""
     data, arrays = rows
@@ -58,10 +55,8 @@ def run(
     dtype = getattr(torch, options["dtype"])
     x, weight, g, beta, grad = (None if one is None else torch.from_numpy(one).to(dtype) for one in arrays)
     pad = partial(torch.nn.functional.pad, mode="constant", value=1.0)
-    padded = [
-        one if one is None else pad(one, (0, 0) * (one.dim() - 1) + (0, handle.padding))
-        for one in (x, g, beta)
-    ]
+    behind = 0, handle.padding
+    padded = (one if one is None else pad(one, (0, 0) * (one.dim() - 1) + behind) for one in (x, g, beta))
     x, g, beta = (one if one is None else one.requires_grad_() for one in padded)
     weight.requires_grad_()
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from apportion.backends.torch.remap import from_linear, to_linear
-from apportion.backends.torch.transport import Communicator
+from apportion import Communicator, from_linear, to_linear
 from apportion.trainer.step.attention import planned_attention, planned_remap
 from tests.ranks.jobs import handle_of, leaf
+
+Array = NDArray[Any]
 
 
 def project(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -27,8 +28,8 @@ def feed_forward(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
 
 
 def layer(
-    comm: Communicator, shard: tuple[bytes, NDArray[Any], list[NDArray[Any]], NDArray[Any]]
-) -> tuple[tuple[int, int], NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
+    comm: Communicator, shard: tuple[bytes, Array, list[Array], Array]
+) -> tuple[tuple[int, int], Array, Array, list[Array]]:
     """Numbers of rows in both layouts, result, and gradients of hidden states and weights. shard: slice, hidden states,
     weights, gradient of the result."""
     piece, hidden, weights, grad = shard
@@ -42,9 +43,7 @@ def layer(
     return rows, out.detach().numpy(), hidden.grad.numpy(), [weight.grad.numpy() for weight in weights]  # type: ignore[attr-defined]
 
 
-def there_and_back(
-    comm: Communicator, shard: tuple[bytes, NDArray[Any]]
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def there_and_back(comm: Communicator, shard: tuple[bytes, Array]) -> tuple[Array, Array]:
     """Rows after a move and its inverse, in their own dtype, and the gradient of a weighted sum of them."""
     piece, rows = shard
     handle, x = handle_of(comm, piece), torch.from_numpy(rows).requires_grad_()

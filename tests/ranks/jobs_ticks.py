@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 import apportion as ap
-from apportion.backends.torch.transport import Communicator
+from apportion import Communicator, PlannedLoader
 from apportion.demo.decoder import Decoder
-from apportion.ir.errors import ApportionError
-from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.step import wiring
 from tests.ranks.loading import Recorded
 
 
@@ -51,13 +48,7 @@ def plain(model: Decoder, data: dict[str, Any]) -> list[Tensor]:
     return losses
 
 
-def staged(
-    model: Decoder,
-    comm: Communicator,
-    data: dict[str, Any],
-    pipeline: Sequence[Any],
-    kinds: Sequence[str] | None,
-) -> list[Tensor]:
+def staged(model: Decoder, comm: Communicator, data: Any, pipeline: Any, kinds: Any) -> list[Tensor]:
     table = ap.tick_table(*pipeline)
     stage, virtual = comm.rank // (comm.ranks // table.stages), table.stages * table.virtual
     layers = [ap.PingPongLayer(one.pre, one.post, one.parameters()) for one in model.layers]
@@ -78,22 +69,15 @@ def staged(
     return shares
 
 
-def refused(comm: Communicator, arguments: dict[str, Any], pipeline: Sequence[Any], chunks: int) -> str:
-    """The error of a pipeline of ticks that cannot run."""
+def stepped(comm: Communicator, arguments: dict[str, Any], pipeline: Sequence[Any], chunks: int) -> None:
     table = ap.tick_table(*pipeline)
-    try:
-        loader = PlannedLoader(Recorded(), **arguments, communicator=comm, ticks=table, shuffle=False)
-        ticks_pipeline = ap.TickPipeline(table, [[]] * chunks, (16,))
-        ticks_pipeline.step(next(loader.iterations()))
-    except ApportionError as error:
-        return str(error)
-    return ""
+    loader = PlannedLoader(Recorded(), **arguments, communicator=comm, ticks=table, shuffle=False)
+    ap.TickPipeline(table, [[]] * chunks, (16,)).step(next(loader.iterations()))
 
 
-def mistaken(comm: Communicator, arguments: dict[str, Any], mistake: str) -> str:
-    """The error or warning of a step of two stages that hold only their own layers: a sum of gradients over both, of
-    different or of equal initial values, none over the ranks of a stage, or a mean of a rank's own rows as loss."""
-    wiring.watch = wiring.Watch()
+def mistaken(comm: Communicator, arguments: dict[str, Any], mistake: str) -> None:
+    """A step of two stages that hold only their own layers: a sum of gradients over both, of different or of equal
+    initial values, none over the ranks of a stage, or a mean of a rank's own rows as loss. A warning is an error."""
     torch.manual_seed(comm.rank if mistake == "sum" else 0)
     table, model = ap.tick_table(2, 2), Decoder(arguments["model"], 800).double()
     layers = [ap.PingPongLayer(one.pre, one.post, one.parameters()) for one in model.layers]
@@ -110,12 +94,10 @@ def mistaken(comm: Communicator, arguments: dict[str, Any], mistake: str) -> str
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         pipeline.step(ticks := next(loader.iterations()))
-    try:
-        if mistake in ("sum", "equal"):
-            ap.sum_gradients(model, comm._base)
-        if mistake == "none":
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            pipeline.step(ticks)
-    except ApportionError as error:
-        return str(error)
-    return "".join(str(one.message) for one in found[:1])
+    for warning in found[:1]:
+        raise UserWarning(str(warning.message))
+    if mistake in ("sum", "equal"):
+        ap.sum_gradients(model, comm._base)
+    if mistake == "none":
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        pipeline.step(ticks)

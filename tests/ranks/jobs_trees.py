@@ -9,23 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from apportion.backends.torch.transport import Communicator
+from apportion import Batch, Cluster, Communicator, Job, Model, PlannedBatch, Policy, Sequence, trees
 from apportion.demo.decoder import Decoder
-from apportion.ir.bytes.job import Job
-from apportion.ir.errors import ConfigError
 from apportion.ir.masks.forest import Forest
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
-from apportion.ir.request.sequences import Sequence
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.trainer import trees
-from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import planned_attention
 from apportion.trainer.step.plain import plain_attention
 from tests.ranks.loading import planning
@@ -43,15 +34,8 @@ class Rollouts:
         rng = np.random.default_rng(3)
         ids = [rng.integers(0, VOCABULARY, size) for size in (9, 13, 7, 5, 21, 4)]
         first, second, a, b, c, d = ids
-        rollouts = [
-            (first, a, c),
-            (first, a, b),
-            (first, a),
-            (first, d, c),
-            (first, d, c),
-            (second, b),
-            (second, a, d),
-        ]
+        rollouts = [(first, *rest) for rest in ((a, c), (a, b), (a,), (d, c), (d, c))]
+        rollouts += [(second, b), (second, a, d)]
         self.samples = [np.concatenate(parts) for parts in rollouts]
         self.groups = [0] * 5 + [1] * 2
         prompts = [len(parts[0]) for parts in rollouts]
@@ -61,17 +45,11 @@ class Rollouts:
         self.old, self.reference = self._log_probs(rng), self._log_probs(rng)
         self.weights = torch.tensor([1 / (len(rollouts) * int(counts.sum())) for counts in self.counts])
 
-    def _log_probs(self, rng: Any) -> list[torch.Tensor]:
+    def _log_probs(self, rng: Any) -> list[Tensor]:
         return [torch.from_numpy(rng.normal(-np.log(VOCABULARY), 0.3, len(ids))) for ids in self.samples]
 
 
-def grpo(
-    log_probs: torch.Tensor,
-    old: torch.Tensor,
-    reference: torch.Tensor,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
+def grpo(log_probs: Tensor, old: Tensor, reference: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
     """The clipped objective with its KL term (Shao et al., 2024). Arguments have an entry per prediction, or are
     scalars."""
     ratio, log_ratio = (log_probs - old).exp(), reference - log_probs
@@ -102,13 +80,7 @@ def independent(dtype: str) -> tuple[float, NDArray[Any]]:
     return result(sum(losses), model)
 
 
-def folded_loss(
-    model: Decoder,
-    rollouts: Rollouts,
-    forest: Forest,
-    logits: torch.Tensor,
-    batch: PlannedBatch | None = None,
-) -> torch.Tensor:
+def folded_loss(rollouts: Rollouts, forest: Forest, logits: Tensor, batch: Any = None) -> Tensor:
     unfolded = trees.unfold(forest, batch, rollouts.counts)
     per_sample = (rollouts.old, rollouts.reference, rollouts.advantages, rollouts.weights)
     return grpo(unfolded.log_probs(logits), *(unfolded.take(values) for values in per_sample))
@@ -121,7 +93,7 @@ def folded(dtype: str, **options: int | list[int]) -> tuple[float, NDArray[Any]]
     pieces = (Sequence(int(n), mask) for n, mask in zip(forest.lengths, forest.masks, strict=True))
     batch = Batch.from_sequences(pieces)
     tokens, positions = torch.from_numpy(forest.tokens), torch.from_numpy(forest.position_ids)
-    return result(folded_loss(model, rollouts, forest, model(tokens, positions, attention_of(batch))), model)
+    return result(folded_loss(rollouts, forest, model(tokens, positions, attention_of(batch))), model)
 
 
 def on_ranks(
@@ -133,51 +105,41 @@ def on_ranks(
     losses = []
     for batch in loader_of(comm, forest, dtype, tokens, rows_multiple):
         logits = model(batch.tokens, batch.position_ids, planned(batch))
-        losses.append(folded_loss(model, rollouts, forest, logits, batch))
+        losses.append(folded_loss(rollouts, forest, logits, batch))
     return (*result(sum(losses), model), len(losses))
 
 
 def sequence_ratios(comm: Communicator, dtype: str, shares: bool = True) -> Any:
     """(loss, gradients) of an objective on ratios of whole samples, which every rank computes before it takes its
-    share; or the error of backward if it does not."""
-    wiring.watch = wiring.Watch()
+    share if `shares`."""
     rollouts, model = Rollouts(), policy(DTYPES[dtype])
     forest = trees.fold(rollouts.samples, rollouts.groups)
     (batch,) = loader_of(comm, forest, dtype)
     unfolded = trees.unfold(forest, batch, rollouts.counts)
     log_probs = unfolded.log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
     wholes = unfolded.gather(log_probs)
-    loss = sequence_loss(
-        rollouts, [whole[counts] for whole, counts in zip(wholes, rollouts.counts, strict=True)]
-    )
-    try:
-        return result(unfolded.share(loss) if shares else loss, model)
-    except ConfigError as error:
-        return str(error)
+    kept = [whole[counts] for whole, counts in zip(wholes, rollouts.counts, strict=True)]
+    loss = sequence_loss(rollouts, kept)
+    return result(unfolded.share(loss) if shares else loss, model)
 
 
-def averaged(comm: Communicator, shares: bool) -> str:
-    """The error of DDP, which averages gradients, for a sum over this rank's predictions or for a share of a common
-    loss."""
-    wiring.watch, rollouts = wiring.Watch(), Rollouts()
+def averaged(comm: Communicator, shares: bool) -> None:
+    """DDP, which averages gradients, of a sum over this rank's predictions or of a share of a common loss."""
+    rollouts = Rollouts()
     model = DistributedDataParallel(policy(torch.float32), process_group=comm._base)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     forest = trees.fold(rollouts.samples, rollouts.groups)
     (batch,) = loader_of(comm, forest, "fp32")
     unfolded = trees.unfold(forest, batch, rollouts.counts)
     log_probs = unfolded.log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
-    try:
-        loss = unfolded.share(unfolded.sums(log_probs).sum()) if shares else -log_probs.sum()
-        loss.backward()
-        optimizer.step()
-    except ConfigError as error:
-        return str(error)
-    return ""
+    loss = unfolded.share(unfolded.sums(log_probs).sum()) if shares else -log_probs.sum()
+    loss.backward()
+    optimizer.step()
 
 
 def mean_of_rank(comm: Communicator) -> list[str]:
     """The warnings of the mean over this rank's predictions."""
-    wiring.watch, rollouts, model = wiring.Watch(), Rollouts(), policy(torch.float32)
+    rollouts, model = Rollouts(), policy(torch.float32)
     forest = trees.fold(rollouts.samples, rollouts.groups)
     (batch,) = loader_of(comm, forest, "fp32")
     log_probs = trees.unfold(forest, batch).log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
@@ -187,7 +149,7 @@ def mean_of_rank(comm: Communicator) -> list[str]:
     return [str(one.message) for one in caught]
 
 
-def sequence_loss(rollouts: Rollouts, log_probs: list[torch.Tensor]) -> torch.Tensor:
+def sequence_loss(rollouts: Rollouts, log_probs: list[Tensor]) -> Tensor:
     old = torch.stack([x[counts].mean() for x, counts in zip(rollouts.old, rollouts.counts, strict=True)])
     ratios = (torch.stack([x.mean() for x in log_probs]) - old).exp()
     return -(ratios * rollouts.advantages).sum()
@@ -215,6 +177,6 @@ def planned(batch: PlannedBatch) -> Callable[..., Any]:
     return lambda q, k, v, kind: planned_attention(q, k, v, batch.handle, kind)
 
 
-def result(loss: torch.Tensor, model: Decoder) -> tuple[float, NDArray[Any]]:
+def result(loss: Tensor, model: Decoder) -> tuple[float, NDArray[Any]]:
     loss.backward()
     return loss.item(), torch.cat([p.grad.flatten().double() for p in model.parameters()]).numpy()

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from apportion import Communicator, HeadProjection, planned_attention_block
 from apportion.backends.torch.autograd import backward_home, prepare, run
 from apportion.backends.torch.executor import Layer as AttentionLayer
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
-from apportion.backends.torch.transport import Communicator
 from apportion.demo.decoder import rotate
 from apportion.ir.tensors import Tensor as Name
-from apportion.trainer.step.attention import planned_attention_block
-from apportion.trainer.step.projection import HeadProjection
 from tests.ranks import cases, jobs
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,10 @@ class Layer(nn.Module):
         for norm in self.norms:
             nn.init.uniform_(norm.weight, 0.5, 1.5)
         self.heads = range(s.q_heads), range(s.kv_heads)
-        self.project = HeadProjection(
-            self.q, self.k, self.v, s.head_dim, s.v_head_dim, *self.norms, rotary=rotate
-        )
+        widths = s.head_dim, s.v_head_dim
+        self.project = HeadProjection(self.q, self.k, self.v, *widths, *self.norms, rotary=rotate)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        position_ids: torch.Tensor,
-        handle: PlanHandle | None,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(self, hidden: Tensor, position_ids: Tensor, handle: Any, mask: Tensor | None) -> Tensor:
         """Runs the layer on hidden [n, E] under the handle's plan; without a handle, all heads with a dense mask."""
         if handle is None:
             out = cases.sdpa(*self.project(hidden, position_ids, *self.heads), None, mask)
@@ -75,15 +68,13 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.depth))
         self.to(torch.bfloat16).to(sizes.dtype)
 
-    def forward(self, hidden: torch.Tensor, *arguments: PlanHandle | torch.Tensor | None) -> torch.Tensor:
+    def forward(self, hidden: Tensor, *arguments: PlanHandle | Tensor | None) -> Tensor:
         for layer in self.layers:
             hidden = layer(hidden, *arguments)
         return hidden
 
 
-def results(
-    stack: Any, hidden: NDArray[Any], loss_weight: NDArray[Any], *arguments: PlanHandle | torch.Tensor | None
-) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+def results(stack: Any, hidden: Any, loss_weight: Any, *arguments: Any) -> tuple[Any, Any, dict[str, Any]]:
     """out, the gradient of hidden, and the gradients of all parameters by name (unsharded under FSDP2)."""
     x = jobs.leaf(hidden, next(stack.parameters()).dtype)
     out = stack(x, *arguments)
@@ -92,13 +83,13 @@ def results(
     return out.detach().double().numpy(), x.grad.double().numpy(), grads
 
 
-def _whole(grad: Any) -> torch.Tensor:
+def _whole(grad: Any) -> Tensor:
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
 def run_planned(
-    comm: Communicator, sizes: Sizes, sharded: bool | None, shard: tuple[bytes, NDArray[Any], NDArray[Any]]
-) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+    comm: Communicator, sizes: Sizes, sharded: bool | None, shard: tuple[bytes, Array, Array]
+) -> tuple[Array, Array, dict[str, Array]]:
     """Runs the layers on this rank's rows. sharded: FSDP2's `reshard_after_forward` (gradients are means), or None."""
     piece, hidden, loss_weight = shard
     handle, stack = jobs.handle_of(comm, piece), Stack(sizes)
@@ -124,9 +115,7 @@ def arena_rows(comm: Communicator, shard: tuple[bytes, int]) -> list[dict[int, t
     return found
 
 
-def held_bytes(
-    comm: Communicator, sizes: Sizes, shard: tuple[bytes, NDArray[Any], NDArray[Any]]
-) -> tuple[int, int]:
+def held_bytes(comm: Communicator, sizes: Sizes, shard: tuple[bytes, Array, Array]) -> tuple[int, int]:
     """The bytes of home rows (without position ids) and work rows of a backward on the stage engine, before and after
     its last step, dX."""
     piece, hidden, do = shard
@@ -147,10 +136,6 @@ def held_bytes(
 
 def _memory_bytes(machine: Any) -> int:
     home = {name: parts[:1] if name == Name.X else parts for name, parts in machine.memory.home.items()}
-    arrays = [array for parts in (*home.values(), machine._results) for array in parts]
-    sizes_by_storage = {
-        array.untyped_storage().data_ptr(): array.untyped_storage().nbytes() for array in arrays
-    }
-    return sum(sizes_by_storage.values()) + sum(
-        array.nbytes for parts in machine.memory.work.values() for array in parts
-    )
+    storages = [one.untyped_storage() for parts in (*home.values(), machine._results) for one in parts]
+    home_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return home_bytes + sum(one.nbytes for parts in machine.memory.work.values() for one in parts)

@@ -57,22 +57,13 @@ def layer(comm: Communicator, padding: int, shard: tuple[Any, ...]) -> tuple[Any
     assert rows.grad is not None
     assert not rows.grad[handle.rows :].any()
     columns = (found.tokens, found.positions, found.sequences, found.first, found.end, found.spans)
-    return (
-        out.detach().numpy(),
-        rows.grad[real].numpy(),
-        weight.grad.numpy(),
-        [part.numpy() for part in columns],
-    )
+    results = out.detach(), rows.grad[real], weight.grad
+    return *(one.numpy() for one in results), [part.numpy() for part in columns]
 
 
-def refused(comm: Communicator, kind: str, piece: bytes) -> str:
-    """The error of gathering rows of a kind; "" if there is none."""
+def gathered(comm: Communicator, kind: str, piece: bytes) -> None:
     handle = handle_of(comm, piece)
-    try:
-        ap.gather_visible(torch.zeros(handle.rows, 2), handle, kind)
-    except ap.ApportionError as error:
-        return str(error)
-    return ""
+    ap.gather_visible(torch.zeros(handle.rows, 2), handle, kind)
 
 
 def narrow(comm: Communicator, shard: tuple[bytes, NDArray[Any], float]) -> tuple[NDArray[Any], NDArray[Any]]:

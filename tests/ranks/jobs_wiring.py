@@ -14,12 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import apportion as ap
-from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import ApportionError
-from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.step import wiring
+from apportion import Communicator, PlannedLoader
 from apportion.trainer.step.loss import IGNORED
-from tests.ranks.loading import Recorded, job, planning
+from tests.ranks.loading import LENGTHS, Recorded, job, planning
 
 
 class Layer(nn.Module):
@@ -37,9 +34,8 @@ class Layer(nn.Module):
         if self.variant == "kept rows":
             return hidden + ap.gather_visible(hidden, handle).rows.mean()
         if self.variant in ("plan", "kept"):
-            return hidden + ap.planned_attention(q, k, v, handle, handle.kinds[0], sinks=self.sinks).flatten(
-                1
-            )
+            out = ap.planned_attention(q, k, v, handle, handle.kinds[0], sinks=self.sinks)
+            return hidden + out.flatten(1)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         if self.variant == "sdpa":
             out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -71,7 +67,7 @@ class Weighted(Recorded):
 
 _SUMMED = (
     *("", "seeds", "sinks", "frozen", "here", "experts", "early", "both averaged over", "chunks", "halves"),
-    *("next tokens", "next labels", "clipped", "skipped", "evaluated"),
+    *("next tokens", "next labels", "clipped", "skipped", "evaluated", "every second"),
 )
 
 
@@ -101,16 +97,16 @@ class StepInBackward:
         self.optimizer.zero_grad()
 
 
-def trained(comm: Communicator, mistake: str) -> str:
-    """The error or warning of a loop with this mistake; "" if there is none."""
+def trained(comm: Communicator, mistake: str) -> None:
+    """A loop with this mistake; warnings are errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        return _run_loop(comm, mistake)
+        _run_loop(comm, mistake)
 
 
 def wrapped_again(comm: Communicator) -> list[float]:
     """The gradients of a module in a DDP wrapper, in another one, and in none, where each rank contributes 1."""
-    wiring.watch, model, found = wiring.Watch(), nn.Linear(1, 1, bias=False), list[float]()
+    model, found = nn.Linear(1, 1, bias=False), list[float]()
     for is_wrapped in (True, True, False):
         net: Any = DistributedDataParallel(model, process_group=comm._base) if is_wrapped else model
         if is_wrapped:
@@ -123,8 +119,7 @@ def wrapped_again(comm: Communicator) -> list[float]:
     return found
 
 
-def _run_loop(comm: Communicator, mistake: str) -> str:
-    wiring.watch = wiring.Watch()
+def _run_loop(comm: Communicator, mistake: str) -> None:
     layer_kinds = {
         "sdpa": ("plan", "sdpa"),
         "softmax": ("by hand", "plan"),
@@ -137,55 +132,47 @@ def _run_loop(comm: Communicator, mistake: str) -> str:
         model.get_parameter("layers.1.sinks").data += comm.rank
     if mistake == "frozen":
         model.table.weight.requires_grad_(False).add_(comm.rank)
-    wrapped, averaged_over = (
-        _wrapped(model, comm, mistake),
-        comm.ranks * mistake.endswith("averaged over") or 1,
-    )
+    wrapped = _wrapped(model, comm, mistake)
+    averaged_over = comm.ranks if mistake.endswith("averaged over") else 1
     data = (
-        Weighted()
-        if mistake == "weights"
-        else Recorded([40, 26, 33, 33])
-        if "kept" in mistake
-        else Recorded()
+        Weighted() if mistake == "weights" else Recorded([40, 26, 33, 33] if "kept" in mistake else LENGTHS)
     )
     plans = planning(job(comm.ranks, 66, microbatches=2))
     if mistake == "kinds":
         plans["masks"] = {"near": ap.masks.sliding_window(4), "wide": ap.masks.causal()}
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    try:
-        for b in PlannedLoader(data, **plans, communicator=comm, shuffle=False, rows_multiple=2):
-            if mistake == "skipped" and not b.microbatch:
-                continue
-            logits = (torch.compile(wrapped, backend="aot_eager") if mistake == "compiled" else wrapped)(b)
-            valid, labels = b.valid_tokens, b.labels
-            if mistake in ("here", "copied"):
-                valid, labels = (labels != IGNORED).sum(), labels.clone() if mistake == "copied" else labels
-            if mistake in ("next tokens", "next labels"):
-                logits, labels = logits[:-1], (b.tokens if mistake == "next tokens" else b.labels)[1:]
-            labels = b.tokens[None] if mistake == "tokens" else labels
-            loss = ap.normalised_loss(logits, labels, valid, averaged_over)
-            if mistake == "chunks":
-                loss = sum(
-                    ap.normalised_loss(logits[i : i + 8], labels[i : i + 8], valid)
-                    for i in range(0, len(labels), 8)
-                )
-            scale = 1 / 2 if mistake == "halves" else comm.ranks if "by hand" in mistake else 1
-            (loss * scale).backward()
-            _evaluate(wrapped, plans, comm) if mistake == "evaluated" and not b.is_last else None
-            if mistake == "twice":
+    for b in PlannedLoader(data, **plans, communicator=comm, shuffle=False, rows_multiple=2):
+        if mistake == "skipped" and not b.microbatch:
+            continue
+        logits = (torch.compile(wrapped, backend="aot_eager") if mistake == "compiled" else wrapped)(b)
+        valid, labels = b.valid_tokens, b.labels
+        if mistake in ("here", "copied"):
+            valid, labels = (labels != IGNORED).sum(), labels.clone() if mistake == "copied" else labels
+        if mistake in ("next tokens", "next labels"):
+            logits, labels = logits[:-1], (b.tokens if mistake == "next tokens" else b.labels)[1:]
+        labels = b.tokens[None] if mistake == "tokens" else labels
+        loss = ap.normalised_loss(logits, labels, valid, averaged_over)
+        if mistake == "chunks":
+            loss = sum(
+                ap.normalised_loss(logits[i : i + 8], labels[i : i + 8], valid)
+                for i in range(0, len(labels), 8)
+            )
+        scale = 1 / 2 if mistake == "halves" else comm.ranks if "by hand" in mistake else 1
+        (loss * scale).backward()
+        _evaluate(wrapped, plans, comm) if mistake == "evaluated" and not b.is_last else None
+        if mistake == "twice":
+            ap.sum_gradients(model, comm._base)
+        if b.is_last or mistake == "early":
+            if mistake == "clipped":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if mistake in _SUMMED or (mistake == "second" and not b.iteration):
                 ap.sum_gradients(model, comm._base)
-            if b.is_last or mistake == "early":
-                if mistake == "clipped":
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                if mistake in _SUMMED or (mistake == "second" and not b.iteration):
-                    ap.sum_gradients(model, comm._base)
-                if " clipped by " in mistake:
-                    CLIPS[mistake.partition(" clipped by ")[2]]([*wrapped.parameters()])
-                optimizer.step()
-                optimizer.zero_grad()
-    except (ApportionError, UserWarning) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+            if mistake == "every second" and b.iteration % 2 == 0:
+                continue
+            if " clipped by " in mistake:
+                CLIPS[mistake.partition(" clipped by ")[2]]([*wrapped.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @torch.no_grad()
@@ -194,47 +181,35 @@ def _evaluate(model: Any, plans: Any, comm: Communicator) -> None:
         ap.normalised_loss(model(held), held.labels, held.valid_tokens)
 
 
-def replicated(comm: Communicator, mistake: str) -> str:
-    """The error of a loop with two groups of one rank; "" if there is none."""
-    wiring.watch = wiring.Watch()
-    own, model = (
-        dist.new_group([comm.rank], use_local_synchronization=True),
-        Net(seed=comm.rank * (mistake == "seeds")),
-    )
+def replicated(comm: Communicator, mistake: str) -> None:
+    """A loop with two groups of one rank."""
+    own = dist.new_group([comm.rank], use_local_synchronization=True)
+    model = Net(seed=comm.rank * (mistake == "seeds"))
     if mistake == "fsdp of a group":
         ap.sum_gradients(fully_shard(model, mesh=DeviceMesh.from_group(own, "cpu")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plans = planning(job(1, 66), communicator=Communicator(own), replicas=comm._base)
-    try:
-        for b in PlannedLoader(Recorded(), **plans):
-            ap.normalised_loss(model(b), b.labels, b.valid_tokens).backward()
-            if not mistake.startswith("fsdp"):
-                ap.sum_gradients(model, own if mistake == "own group" else comm._base)
-            optimizer.step()
-            optimizer.zero_grad()
-    except ApportionError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    for b in PlannedLoader(Recorded(), **plans):
+        ap.normalised_loss(model(b), b.labels, b.valid_tokens).backward()
+        if not mistake.startswith("fsdp"):
+            ap.sum_gradients(model, own if mistake == "own group" else comm._base)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def sharded(comm: Communicator, kind: str) -> str:
-    """The error of a loop on four ranks with FSDP2 over two of them ("two"; "two by hand" adds the gradients of others)
-    or over all, with two copies; "" if there is none."""
-    wiring.watch = wiring.Watch()
+def sharded(comm: Communicator, kind: str) -> None:
+    """A loop on four ranks with FSDP2 over two of them ("two"; "two by hand" adds the gradients of others) or over all,
+    with two copies."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("copies", "shards"))
     model = ap.sum_gradients(fully_shard(Net(), mesh=mesh if kind == "all" else mesh["shards"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        for b in PlannedLoader(Recorded(), **planning(job(4, 66)), communicator=comm):
-            ap.normalised_loss(model(b), b.labels, b.valid_tokens).backward()
-            grads: list[Any] = [param.grad for param in model.parameters()]
-            for grad in grads if kind == "two by hand" else ():
-                dist.all_reduce(grad.to_local(), group=mesh["copies"].get_group())
-            optimizer.step()
-            optimizer.zero_grad()
-    except ApportionError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    for b in PlannedLoader(Recorded(), **planning(job(4, 66)), communicator=comm):
+        ap.normalised_loss(model(b), b.labels, b.valid_tokens).backward()
+        grads: list[Any] = [param.grad for param in model.parameters()]
+        for grad in grads if kind == "two by hand" else ():
+            dist.all_reduce(grad.to_local(), group=mesh["copies"].get_group())
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _wrapped(model: Any, comm: Communicator, mistake: str) -> Any:

@@ -10,16 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion import Cluster, ConfigError, Model, PlannedBatch, Policy
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job, decode_request
-from apportion.ir.errors import ConfigError
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.problems import UnknownPlanError
-from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.sources import Source
 
 LENGTHS = [40, 9, 33, 1, 25, 60, 12]
@@ -42,13 +38,7 @@ class Recorded:
         return np.arange(self.lengths[index]) + 100 * index + self.first
 
 
-def job(
-    ranks: int = 1,
-    tokens: int = 64,
-    microbatches: int = 1,
-    recipe: str | dict[str, dict[str, dict[Any, Any]] | str] = "fcp",
-    seed: int = 0,
-) -> Job:
+def job(ranks: int = 1, tokens: int = 64, microbatches: int = 1, recipe: Any = "fcp", seed: int = 0) -> Job:
     """A job whose microbatches hold `tokens` tokens over all ranks."""
     policy = Policy(find_recipe(recipe), seed=seed)
     return Job(Cluster(1, ranks), MODEL, policy, tokens // ranks, microbatches)
@@ -84,10 +74,8 @@ class HereSource(Source):
             raise TimeoutError(f"iteration {number} is late")
         if number in self.broken:
             raise ConfigError("batches", number, "are refused", "change them")
-        job_and_batches = decode_request(request)
-        return plan_job(*job_and_batches if self.other is None else self.other(*job_and_batches)).slice_for(
-            rank
-        )
+        asked = decode_request(request)
+        return plan_job(*(asked if self.other is None else self.other(*asked))).slice_for(rank)
 
     def close(self) -> None:
         self._over.set()

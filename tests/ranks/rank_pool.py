@@ -19,6 +19,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from apportion.ir.errors import ApportionError
+
 RANKS = 8
 TIMEOUT_S = 300  # enough for a loaded machine and a cold start
 
@@ -36,9 +38,7 @@ class Pool:
         self._context.set_forkserver_preload(["tests.ranks.preloaded"])
         self._workers = []
 
-    def run(
-        self, job: Callable[..., Any], ranks: int, *args: Any, each: list[Any] | None = None
-    ) -> list[Any] | None:
+    def run(self, job: Callable[..., Any], ranks: int, *args: Any, each: Any = None) -> list[Any]:
         """Runs `job(comm, *args)` on ranks 0..ranks-1; returns their results in order. each: one more argument per
         rank."""
         if not self._workers:
@@ -49,14 +49,17 @@ class Pool:
             pipe.send((name, ranks, (*args, *([each[rank]] if each is not None else []))))
         return self._collect(pipes)
 
-    def _collect(self, pipes: list[Any]) -> list[Any] | None:
+    def errors(self, job: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
+        """Like `run`: the error of each rank, as "type: message", or "" if there is none."""
+        ranks, *rest = args
+        return self.run(_error_of, ranks, job.__module__, job.__qualname__, *rest, **options)
+
+    def _collect(self, pipes: list[Any]) -> list[Any]:
         results, waiting = {}, list(pipes)
         while waiting:
             ready = wait(waiting, self._timeout_s)
             if not ready:
-                self._fail(
-                    f"no answer in {self._timeout_s} s from ranks {[pipes.index(pipe) for pipe in waiting]}"
-                )
+                self._fail(f"no answer in {self._timeout_s} s from ranks {[*map(pipes.index, waiting)]}")
             for pipe in ready:
                 results[pipe] = self._answer(pipe, pipes.index(pipe))
                 waiting.remove(pipe)
@@ -111,6 +114,14 @@ def _work(pipe: Any, rank: int, size: int, folder: str, timeout_s: int, env: dic
         except EOFError:
             return
         pipe.send(_attempt(module, function, groups[ranks - 1], args))
+
+
+def _error_of(comm: Any, module: str, function: str, *args: Any) -> str:
+    try:
+        getattr(importlib.import_module(module), function)(comm, *args)
+    except (ApportionError, OSError, UserWarning) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _attempt(module: str, function: str, group: Any, args: tuple[Any, ...]) -> tuple[bool, Any]:

@@ -47,9 +47,5 @@ def test_forecasts_from_a_profile_are_near_measured_training_times() -> None:
 )
 def test_the_verdict_follows_from_the_counts(ratios: Any, verdict_text: Any, counts: Any) -> None:
     result = verdict([{"ratio": measured, "ratio_cpu": computed} for measured, computed in ratios])
-    assert result == {
-        "verdict": verdict_text,
-        "within_of_measured": counts[0],
-        "within_of_cpu": counts[1],
-        "of": 2,
-    }
+    within = {"within_of_measured": counts[0], "within_of_cpu": counts[1]}
+    assert result == {"verdict": verdict_text, **within, "of": 2}

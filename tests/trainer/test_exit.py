@@ -33,7 +33,7 @@ def sources() -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize(("workers", "status"), sparse_rows([(0, 3), (0, 0), (1, 0)], 3))
 @pytest.mark.parametrize("name", sparse(["service", "local"], 2))
-def test_an_unfinished_pass_causes_no_traceback_at_exit(
+def test_an_unfinished_pass_ends_quietly(
     sources: dict[str, str], name: str, workers: int, status: int
 ) -> None:
     command = [sys.executable, "-c", OPEN, sources[name], str(workers), str(status)]

@@ -22,9 +22,8 @@ def test_a_batch_dimension_of_one_is_ignored() -> None:
         for batched in (row_weights, None if row_weights is None else row_weights[None]):
             assert torch.equal(normalised_loss(logits[None], LABELS, 4, weights=batched), expected)
             assert torch.equal(normalised_loss(logits[None], LABELS[None], 4, weights=batched), expected)
-    assert torch.equal(
-        normalised_loss(logits[:1][None], LABELS[:1], 1), normalised_loss(logits[:1], LABELS[:1], 1)
-    )
+    one, batched = (normalised_loss(x, LABELS[:1], 1) for x in (logits[:1], logits[:1][None]))
+    assert torch.equal(batched, one)
 
 
 def test_weights_multiply_the_losses_of_their_rows() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import ConfigError
+import apportion as ap
+from apportion import Communicator, ConfigError
 from tests.ranks import jobs_media
 from tests.ranks.jobs_media import IMAGES
 from tests.ranks.rank_pool import Pool
-from tests.support.sparse import sparse_product
+
+WHOLE = ap.Recipe("whole", {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}})
 
 
 def steps_of(batches: list[Any]) -> list[list[list[int]]]:
@@ -24,12 +25,17 @@ def steps_of(batches: list[Any]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks"),
-    sparse_product(5, ({"microbatches": 2, "seed": 3}, {}, {"sampler": [[1, 3], [4], [2, 0]]}), (2, 4)),
+    ("options", "of_media", "ranks"),
+    [
+        ({"microbatches": 2, "seed": 3}, {}, 2),
+        pytest.param({}, {}, 4, marks=pytest.mark.slow),
+        ({"rows_multiple": 8}, {}, 2),
+        ({"sampler": [[1, 3], [4], [2, 0]], "recipe": "fcp"}, {"recipe": "mixed"}, 4),
+        ({"sampler": [[7]]}, {"recipe": WHOLE}, 4),  # only one rank has an image, and rows of it
+    ],
 )
-def test_training_equals_one_process(pool: Pool, options: dict[str, Any], ranks: int) -> None:
-    found = pool.run(jobs_media.train, ranks, options)
-    assert found is not None
+def test_training_equals_one_process(pool: Pool, options: Any, of_media: Any, ranks: int) -> None:
+    found = pool.run(jobs_media.train, ranks, options, of_media)
     steps = steps_of(found[0][0])
     losses, parameters = jobs_media.alone(steps)
     summed = np.sum([[one[0] for one in losses_by_step] for losses_by_step, _ in found], axis=0)
@@ -44,9 +50,7 @@ def test_worker_processes_read_images() -> None:
         loader = jobs_media.loader(
             Communicator.shared(), jobs_media.media(), sampler=[[1], [0, 2], [4]], **options
         )
-        return [
-            None if one.media is None else (one.media.fields["patches"], one.feed.places) for one in loader
-        ]
+        return [None if x.media is None else (x.media.fields["patches"], x.feed.places) for x in loader]
 
     for one, other in zip(read(), read(workers=1, source="local"), strict=True):
         assert (one is None) == (other is None)
@@ -82,17 +86,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_an_optimizer_does_not_step_for_a_model_that_ignores_its_images_or_their_plan(
-    pool: Pool, mistake: str
-) -> None:
-    found = pool.run(jobs_media.misled, 2, mistake)
-    assert found is not None
+def test_no_optimizer_steps_for_a_model_that_ignores_images_or_their_plan(pool: Pool, mistake: str) -> None:
+    found = pool.errors(jobs_media.misled, 2, mistake)
     assert all(MISTAKES[mistake] in one for one in found), found
 
 
 def test_resuming_with_a_changed_sampler_order_is_refused(pool: Pool) -> None:
-    found = pool.run(jobs_media.drawing_otherwise, 2)
-    assert found is not None
+    found = pool.errors(jobs_media.drawing_otherwise, 2)
     assert all("draws the same samples in every iteration over it" in one for one in found)
 
 

@@ -18,13 +18,9 @@ from tests.support.sparse import sparse
 
 
 @pytest.mark.parametrize("tokens", sparse([7, 1, 500], 3))
-def test_ranks_train_the_same_model_by_tiles_and_with_checkpoints_on_the_host(
-    pool: Pool, tokens: int
-) -> None:
+def test_ranks_train_the_same_model_by_tiles_with_checkpoints_on_the_host(pool: Pool, tokens: int) -> None:
     arguments = planning(replace(job(2, 64), model=replace(MODEL, dtype="fp64")))
-    plain, tiled = (
-        pool.run(jobs_memory.trained, 2, arguments, size, torch.float64) for size in (None, tokens)
-    )
+    plain, tiled = (pool.run(jobs_memory.trained, 2, arguments, n, torch.float64) for n in (None, tokens))
     for (loss, gradients), (expected, expected_gradients) in zip(tiled, plain, strict=True):
         assert loss == pytest.approx(expected, rel=1e-12)
         for name, gradient in gradients.items():
@@ -97,9 +93,7 @@ def test_modules_that_cannot_be_tiled_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"name = 'mlpp'.*name one of gate, mlp"):
         ap.memory.tile(model, "mlpp")
     ap.memory.tile(model, "mlp", 2)
-    with pytest.raises(
-        ConfigError, match=r"a tiled module's output = \(6,\): must be a tensor with the rows"
-    ):
+    with pytest.raises(ConfigError, match=r"a tiled module's output = \(6,\): must be a tensor with the row"):
         model["mlp"](torch.zeros(2, 3))
     labels, learnt = torch.zeros(2, dtype=torch.int64), torch.ones(2, requires_grad=True)
     with pytest.raises(ConfigError, match="hidden and head"):

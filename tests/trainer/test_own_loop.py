@@ -48,10 +48,7 @@ def test_correct_loops_train(pool: Pool, loop: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("net", sparse(["fsdp", "dropout", "kept statistics"], 3))
 def test_checking_a_model_does_not_change_it(pool: Pool, net: str) -> None:
-    found, expected = (
-        pool.run(jobs_own_loop.weights, 2, net, True),
-        pool.run(jobs_own_loop.weights, 2, net, False),
-    )
+    found, expected = (pool.run(jobs_own_loop.weights, 2, net, checks) for checks in (True, False))
     assert found == expected
 
 
@@ -72,6 +69,16 @@ def test_a_second_training_is_checked_like_the_first(pool: Pool) -> None:
 
 MEAN = r"ConfigError: loss = 'cross entropy': is a mean over the \d+ labels of this rank"
 ROWS = "computes or receives rows that depend on other rows, their number or order"
+OWN = "ConfigError: model = 'Own':"
+DIFFER = "ExecutionError: gradients differ between ranks"
+AVERAGED = "ConfigError: model = 'Distrib.*averages gradients.*sum_gradients"
+UNCHECKED = "UserWarning: the loss cannot be checked"
+TERM = "UserWarning: the loss has a term other than its cross entropy: on each rank"
+SHIFT = r"ConfigError: weights = fields\['worth'\] = 'not shifted'"
+BUFFERS = r"ExecutionError: buffers differ between ranks, 1 of \d+"
+BEHIND = r"ConfigError: labels = 'shifted by a row': .*batch\.roll"
+PARTS = "ConfigError: group = '2 ranks': hold different shards of parameters.*communicator="
+SWAPPED = r"UserWarning: the attention kinds \['far', 'near'\] could be swapped unnoticed.*window="
 
 
 @pytest.mark.parametrize(
@@ -80,120 +87,69 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ({"loss": "mean of rows"}, MEAN),
         ({"loss": "mean of rows", "reduces": "ddp"}, MEAN),
         ({"loss": "mean of rows over microbatches", "reduces": "fsdp"}, MEAN),
-        (
-            {"loss": "own", "reduces": "ddp"},
-            r"ConfigError: model = 'Distrib.*averages gradients.*sum_gradients",
-        ),
-        ({"loss": "own", "reduces": "fsdp"}, r"ConfigError: model = 'FSDP2': averages gradients"),
-        (
-            {"loss": "own times ranks"},
-            r"ConfigError: model = 'Own': sums gradients.*multiplied by the number of ranks, 2",
-        ),
+        ({"loss": "own", "reduces": "ddp"}, AVERAGED),
+        ({"loss": "own", "reduces": "fsdp"}, "ConfigError: model = 'FSDP2': averages gradients"),
+        ({"loss": "own times ranks"}, f"{OWN} sums gradients.*multiplied by the number of ranks, 2"),
         (
             {"loss": "own times ranks", "reduces": "ddp summed"},
-            r"ConfigError: model = 'Distrib.*sums gradients",
+            "ConfigError: model = 'Distrib.*sums gradients",
         ),
-        ({"loss": "another"}, r"UserWarning: the loss cannot be checked: on each rank"),
-        *(
-            ({"loss": loss}, r"UserWarning: the loss has a term other than its cross entropy: on each rank")
-            for loss in ("and a term", "own and a term")
-        ),
-        ({"net": "compiled step", "reduces": "no"}, r"ExecutionError: gradients differ between ranks"),
-        ({"loss": "a term apart"}, r"UserWarning: a backward is of a loss other than the cross entropy: "),
-        ({"loss": "own, unweighted"}, r"ConfigError: loss_weights = .*: the loss has no weights"),
-        *(
-            (
-                {"reduces": "ddp", "scaled": 1024.0, "net": net},
-                r"ConfigError: model = 'Distrib.*averages gradients.*sum_gradients",
-            )
-            for net in ("", "evaluated")
-        ),
+        ({"loss": "another"}, f"{UNCHECKED}: on each rank"),
+        ({"loss": "and a term"}, TERM),
+        ({"loss": "own and a term"}, TERM),
+        ({"net": "compiled step", "reduces": "no"}, DIFFER),
+        ({"loss": "a term apart"}, "UserWarning: a backward is of a loss other than the cross entropy: "),
+        ({"loss": "own, unweighted"}, "ConfigError: loss_weights = .*: the loss has no weights"),
+        ({"reduces": "ddp", "scaled": 1024.0}, AVERAGED),
+        ({"reduces": "ddp", "scaled": 1024.0, "net": "evaluated"}, AVERAGED),
         (
             {"reduces": "ddp averaged over more"},
-            r"ConfigError: averaged_over = 3: .*averages gradients; pass 2",
+            "ConfigError: averaged_over = 3: .*averages gradients; pass 2",
         ),
-        ({"reduces": "apart"}, r"ConfigError: model = 'Own': sums gradients over 2 ranks.*of 1; .*replicas="),
-        (
-            {"loss": "weights"},
-            r"ConfigError: weights = fields\['worth'\] = 'not shifted'.*shifted=\(\.\.\., 'worth'",
-        ),
-        ({"loss": "weights in double"}, r"ConfigError: weights = fields\['worth'\] = 'not shifted'"),
-        ({"loss": "own weights"}, r"ConfigError: weights = fields\['worth'\] = 'not shifted'"),
-        *(
-            ({"net": net}, rf"ConfigError: model = 'Own': places {ROWS}")
-            for net in ("rows as places", "taught")
-        ),
-        (
-            {"net": "places of rows"},
-            r"ConfigError: model = 'Own': receives 0, 1, ... for this rank's rows.*position_ids",
-        ),
-        ({"net": "functional", "loss": "own"}, r"UserWarning: the loss cannot be checked"),
-        ({"net": "functional call", "reduces": "no"}, r"ExecutionError: gradients differ between ranks"),
+        ({"reduces": "apart"}, f"{OWN} sums gradients over 2 ranks.*of 1; .*replicas="),
+        ({"loss": "weights"}, rf"{SHIFT}.*shifted=\(\.\.\., 'worth'"),
+        ({"loss": "weights in double"}, SHIFT),
+        ({"loss": "own weights"}, SHIFT),
+        ({"net": "rows as places"}, f"{OWN} places {ROWS}"),
+        ({"net": "taught"}, f"{OWN} places {ROWS}"),
+        ({"net": "places of rows"}, f"{OWN} receives 0, 1, ... for this rank's rows.*position_ids"),
+        ({"net": "functional", "loss": "own"}, UNCHECKED),
+        ({"net": "functional call", "reduces": "no"}, DIFFER),
         (
             {"net": "master copies", "reduces": "no"},
-            r"UserWarning: an optimizer steps, but on no parameter of the modules that call attention",
+            "UserWarning: an optimizer steps, but on no parameter of the mod",
         ),
-        (
-            {"net": "functional", "loss": "own", "reduces": "no"},
-            r"ExecutionError: gradients differ between ranks",
-        ),
-        (
-            {"net": "table of rows"},
-            r"ConfigError: model = 'Own': receives an argument with equal rows on ranks",
-        ),
-        *(
-            (
-                {"net": "counted", "reduces": reduces},
-                r"ExecutionError: buffers differ between ranks, 1 of \d+",
-            )
-            for reduces in ("sums", "ddp summed", "fsdp summed")
-        ),
-        ({"reduces": "fsdp1"}, r"ConfigError: model = 'FSDP1': averages gradients.*averaged_over=2"),
-        *(
-            ({"loss": f"{field} of rows behind"}, r"ConfigError: labels = 'shifted by a row': .*batch\.roll")
-            for field in ("labels", "tokens")
-        ),
-        ({"loss": "labels left out"}, r"ConfigError: labels = \"fewer than the batch's\": .*weights= of 0"),
-        ({"loss": "labels changed"}, r"ConfigError: labels = 'changed': .*put loss_mask into the samples"),
-        ({"loss": "weights of a rank shifted"}, r"UserWarning: weights of losses are different multiples"),
+        ({"net": "functional", "loss": "own", "reduces": "no"}, DIFFER),
+        ({"net": "table of rows"}, f"{OWN} receives an argument with equal rows on ranks"),
+        ({"net": "counted", "reduces": "sums"}, BUFFERS),
+        ({"net": "counted", "reduces": "ddp summed"}, BUFFERS),
+        ({"net": "counted", "reduces": "fsdp summed"}, BUFFERS),
+        ({"reduces": "fsdp1"}, "ConfigError: model = 'FSDP1': averages gradients.*averaged_over=2"),
+        ({"loss": "labels of rows behind"}, BEHIND),
+        ({"loss": "tokens of rows behind"}, BEHIND),
+        ({"loss": "labels left out"}, 'ConfigError: labels = "fewer than the batch\'s": .*weights= of 0'),
+        ({"loss": "labels changed"}, "ConfigError: labels = 'changed': .*put loss_mask into the samples"),
+        ({"loss": "weights of a rank shifted"}, "UserWarning: weights of losses are different multiples"),
         ({"loss": "mean of shares"}, r"ExecutionError: factors of losses differ between ranks, \["),
-        ({"net": "hooked"}, r"UserWarning: parameters have hooks: .*clip after"),
+        ({"net": "hooked"}, "UserWarning: parameters have hooks: .*clip after"),
         ({"net": "body"}, r"\d of \d+ parameters are outside Body, which calls attention"),
-        ({"net": "rows behind"}, rf"ConfigError: model = 'Own': head {ROWS}"),
-        ({"net": "statistics"}, rf"ConfigError: model = 'Own': norm {ROWS}"),
-        ({"net": "largest position"}, rf"ConfigError: model = 'Own': layers\.0 {ROWS}"),
-        (
-            {"net": "mean", "loss": "own", "reduces": "ddp summed"},
-            rf"ConfigError: model = 'Own': layers\.0 {ROWS}",
-        ),
+        ({"net": "rows behind"}, f"{OWN} head {ROWS}"),
+        ({"net": "statistics"}, f"{OWN} norm {ROWS}"),
+        ({"net": "largest position"}, rf"{OWN} layers\.0 {ROWS}"),
+        ({"net": "mean", "loss": "own", "reduces": "ddp summed"}, rf"{OWN} layers\.0 {ROWS}"),
         (
             {"net": "rows as places", "reduces": "fsdp summed"},
-            rf"ConfigError: model = 'FSDPOwn': places {ROWS}",
+            f"ConfigError: model = 'FSDPOwn': places {ROWS}",
         ),
-        (
-            {"net": "rows as places", "reduces": "ddp averaged over"},
-            rf"ConfigError: model = 'Own': places {ROWS}",
-        ),
-        ({"net": "attention beside", "loss": "own"}, rf"ConfigError: model = 'Own': out {ROWS}"),
-        (
-            {"net": "head alone", "loss": "own", "reduces": "no"},
-            r"ExecutionError: gradients differ between ranks",
-        ),
-        (
-            {"net": "tensor parallel"},
-            r"ConfigError: group = '2 ranks': hold different shards of parameters.*communicator=",
-        ),
-        (
-            {"net": "tensor parallel", "reduces": "no"},
-            rf"ConfigError: model = 'Own': out {ROWS}.*communicator=",
-        ),
-        (
-            {"kinds": KINDS},
-            r"UserWarning: the attention kinds \['far', 'near'\] could be swapped unnoticed.*window=",
-        ),
+        ({"net": "rows as places", "reduces": "ddp averaged over"}, f"{OWN} places {ROWS}"),
+        ({"net": "attention beside", "loss": "own"}, f"{OWN} out {ROWS}"),
+        ({"net": "head alone", "loss": "own", "reduces": "no"}, DIFFER),
+        ({"net": "tensor parallel"}, PARTS),
+        ({"net": "tensor parallel", "reduces": "no"}, f"{OWN} out {ROWS}.*communicator="),
+        ({"kinds": KINDS}, SWAPPED),
         (
             {"kinds": ("near", "far", "far", "far")},
-            r"ConfigError: kind = {'far': 3, 'near': 1}: .*its own kind=",
+            "ConfigError: kind = {'far': 3, 'near': 1}: .*its own kind=",
         ),
     ],
     ids=str,

@@ -44,33 +44,21 @@ def test_halves_train_like_consecutive_microbatches(
             torch.testing.assert_close(gradient, others[name], rtol=1e-10, atol=1e-13)
 
 
-def test_a_pass_that_ends_with_a_single_half_is_refused(pool: Pool) -> None:
-    samples = [[[0], [1, 2]], [[3], [4], [5]]]
-    for arguments, options, start, expected_message in (
-        (
-            loader_arguments(microbatches=3),
-            {"drop_last": True},
-            0,
-            r"microbatches = 3: halves are two microbatches of",
-        ),
-        (
-            loader_arguments(),
-            {},
-            0,
-            "drop_last = False: halves are .*also in the last iteration; pass drop_last=True",
-        ),
-        (
-            loader_arguments(),
-            {"drop_last": True},
-            1,
-            "iteration 0 = 'a single half, microbatch 1'.*start between pairs",
-        ),
-        (
-            loader_arguments(microbatches=4),
-            {"sampler": samples},
-            0,
-            "iteration 1 = 'a single half, microbatch 2'",
-        ),
-    ):
-        for message in pool.run(jobs_pairs.refused, 2, arguments, options, start):
-            assert re.match(expected_message, message), message
+SAMPLES = [[[0], [1, 2]], [[3], [4], [5]]]
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "options", "start", "message"),
+    [
+        (3, {"drop_last": True}, 0, "microbatches = 3: halves are two microbatches of"),
+        (2, {}, 0, "drop_last = False: halves are .*also in the last iteration; pass drop_last=True"),
+        (2, {"drop_last": True}, 1, "iteration 0 = 'a single half, microbatch 1'.*start between pairs"),
+        (4, {"sampler": SAMPLES}, 0, "iteration 1 = 'a single half, microbatch 2'"),
+    ],
+)
+def test_a_pass_that_ends_with_a_single_half_is_refused(
+    pool: Pool, microbatches: int, options: dict[str, Any], start: int, message: str
+) -> None:
+    arguments = loader_arguments(microbatches=microbatches)
+    for error in pool.errors(jobs_pairs.passed, 2, arguments, options, start):
+        assert re.match(f"ConfigError: {message}", error), error

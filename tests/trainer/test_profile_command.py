@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from apportion import cli
+from apportion import Hardware, cli
 from apportion.backends.torch.profile.device import ProfileScope
 from apportion.backends.torch.profile.links import Line, Links
-from apportion.ir.request.hardware import Hardware
 from apportion.trainer.measure import profile as profiling
 
 scopes: list[ProfileScope] = []
@@ -23,9 +22,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     hardware = Hardware.load("a100")
     scopes.clear()
 
-    def profile(
-        quick: bool, progress: Any, *, name: str, device: Any, effort: ProfileScope, engine: str
-    ) -> Hardware:
+    def profile(_: bool, progress: Any, *, name: str, effort: ProfileScope, **options: Any) -> Hardware:
         scopes.append(effort)
         for done in range(3 if progress else 0):
             progress(done + 1, 3)
@@ -50,9 +47,7 @@ def test_a_profile_can_be_read_as_a_hardware_file(
     assert Hardware.load(path).name == "rack7"
 
 
-def test_links_are_measured_where_there_are_several_ranks(
-    measured: Hardware, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_are_measured_on_several_ranks(measured: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ranks:
         ranks, rank = 2, 0
 
@@ -69,9 +64,8 @@ def test_links_are_measured_where_there_are_several_ranks(
 
 def test_a_profile_is_measured_at_the_sizes_of_the_model(measured: Hardware, tmp_path: Path) -> None:
     model = tmp_path / "model.yaml"
-    model.write_text(
-        "{q_heads: 12, kv_heads: 4, head_dim: 32, dtype: fp32, hidden: 384, ffn: 1000, layers: 2}"
-    )
+    sizes = "q_heads: 12, kv_heads: 4, head_dim: 32, hidden: 384, ffn: 1000"
+    model.write_text(f"{{{sizes}, dtype: fp32, layers: 2}}")
     command = ["profile", "-o", str(tmp_path / "mine.json"), "--model", str(model), "--tokens", "333"]
     assert cli.main(command) == 0
     (effort,) = scopes

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from apportion import cli
-from apportion.ir.errors import ConfigError
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.model import Model
+from apportion import ConfigError, Model, cli, masks
 from apportion.planner.iteration.ticks import tick_job, tick_table
 from apportion.service.http.serve import serving
 from tests.ranks import jobs_ticks
@@ -26,9 +23,7 @@ MODEL = Model(2, 1, 8, dtype="fp64", hidden=16, ffn=24, layers=4)
 KINDS = {"full": masks.causal(), "near": masks.sliding_window(6), "sink": masks.sink_window(2, 4)}
 
 
-def tick_arguments(
-    tokens: int, ranks: int, recipe: str | None, layers: Any = 4, **options: Any
-) -> dict[str, Any]:
+def tick_arguments(tokens: int, ranks: int, recipe: Any, layers: Any = 4, **options: Any) -> dict[str, Any]:
     """Arguments of the loader. tokens: total of a microbatch on all ranks."""
     kwargs = planning(replace(job(ranks, tokens), model=replace(MODEL, layers=layers)))
     return {**kwargs, "recipe": recipe, **options}
@@ -102,25 +97,38 @@ def test_ticks_can_be_planned_by_a_server_or_in_advance(pool: Pool, tmp_path: Pa
     ],
 )
 def test_unsupported_pipelines_are_refused(
-    pool: Pool, ranks: int, recipe: str | None, chunks: int, error: str
+    pool: Pool, ranks: int, recipe: Any, chunks: int, error: str
 ) -> None:
-    errors = pool.run(jobs_ticks.refused, ranks, tick_arguments(64 * ranks, ranks, recipe), (2, 2), chunks)
-    assert re.match(error, errors[0]), errors
+    arguments = tick_arguments(64 * ranks, ranks, recipe)
+    errors = pool.errors(jobs_ticks.stepped, ranks, arguments, (2, 2), chunks)
+    assert re.match(f"ConfigError: {error}", errors[0]), errors
 
 
-def test_sums_over_stages_and_unchecked_losses_are_reported(pool: Pool) -> None:
-    arguments = tick_arguments(128, 2, None)
-    for mistake in ("sum", "equal"):
-        for error in pool.run(jobs_ticks.mistaken, 2, arguments, mistake):
-            assert re.match(
-                r"group = '2 ranks': hold different parameters.*pass the ranks of one pipeline stage", error
-            ), error
-    for error in pool.run(jobs_ticks.mistaken, 4, tick_arguments(128, 4, None), "none"):
-        assert re.match("parameters differ between the ranks of stage .: sum gradients over them", error), (
-            error
-        )
-    assert pool.run(jobs_ticks.mistaken, 2, arguments, "mean")[1].startswith("the loss cannot be checked")
-    assert pool.run(jobs_ticks.mistaken, 2, arguments, "") == ["", ""]
+@pytest.mark.parametrize(
+    ("mistake", "ranks", "error"),
+    [
+        ("", 2, "$"),
+        (
+            "sum",
+            2,
+            r"ConfigError: group = '2 ranks': hold different parameters.*pass the ranks of one pipeline stage",
+        ),
+        ("equal", 2, r"ConfigError: group = '2 ranks': hold different parameters"),
+        (
+            "none",
+            4,
+            r"ExecutionError: parameters differ between the ranks of stage .: sum gradients over them",
+        ),
+        ("mean", 2, r"UserWarning: the loss cannot be checked"),
+    ],
+)
+def test_wrong_sums_and_unchecked_losses_are_reported(
+    pool: Pool, mistake: str, ranks: int, error: str
+) -> None:
+    for result in pool.errors(jobs_ticks.mistaken, ranks, tick_arguments(64 * ranks, ranks, None), mistake)[
+        1:
+    ]:
+        assert re.match(error, result), result
 
 
 def test_kinds_of_stages_must_match_the_layers() -> None:

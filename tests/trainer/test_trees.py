@@ -18,12 +18,8 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 import apportion as ap
-from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.trainer import trees
-from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.step.attention import Communicator
+from apportion import Communicator, ConfigError, ExecutionError, PlannedLoader, trees
 from tests.ranks import jobs_trees
-from tests.ranks.jobs_trees import Rollouts
 from tests.ranks.loading import job, planning
 from tests.ranks.rank_pool import Pool
 from tests.support.sparse import sparse_rows
@@ -41,14 +37,18 @@ def agree(found: tuple[float, NDArray[Any]], expected: tuple[float, NDArray[Any]
     assert np.abs(gradients - expected[1]).max() <= GRADIENTS[dtype] * largest
 
 
+def together(found: list[Any]) -> tuple[float, NDArray[Any]]:
+    """The sums of the losses and gradients of all ranks."""
+    losses, gradients, *_ = zip(*found, strict=True)
+    return sum(losses), sum(gradients)
+
+
 # ---- against independent samples
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_folded_grpo_equals_grpo_on_independent_samples(
-    dtype: str, options: dict[str, list[int] | int]
-) -> None:
+def test_folded_grpo_equals_grpo_on_independent_samples(dtype: str, options: dict[str, Any]) -> None:
     agree(jobs_trees.folded(dtype, **options), jobs_trees.independent(dtype), dtype)
 
 
@@ -58,38 +58,34 @@ def test_folded_grpo_equals_grpo_on_independent_samples(
 def test_shares_of_ranks_add_up_to_the_whole(pool: Pool, ranks: int, dtype: str) -> None:
     found = pool.run(jobs_trees.on_ranks, ranks, dtype, OPTIONS[1])
     assert {microbatches for *_, microbatches in found} == {1}
-    together = sum(loss for loss, *_ in found), sum(gradients for _, gradients, _ in found)
-    agree(together, jobs_trees.independent(dtype), dtype)
+    agree(together(found), jobs_trees.independent(dtype), dtype)
 
 
 def test_trees_train_in_several_microbatches_and_with_padding(pool: Pool) -> None:
     found = pool.run(jobs_trees.on_ranks, 3, "fp64", OPTIONS[1], 75, 8)
     assert {microbatches for *_, microbatches in found} == {2}
-    together = sum(loss for loss, *_ in found), sum(gradients for _, gradients, _ in found)
-    agree(together, jobs_trees.independent("fp64"), "fp64")
+    agree(together(found), jobs_trees.independent("fp64"), "fp64")
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_objectives_on_whole_samples_gather_their_tokens(pool: Pool, ranks: int) -> None:
     found = pool.run(jobs_trees.sequence_ratios, ranks, "fp64")
-    together = sum(loss for loss, _ in found), sum(gradients for _, gradients in found)
-    agree(together, jobs_trees.independent_sequences("fp64"), "fp64")
+    agree(together(found), jobs_trees.independent_sequences("fp64"), "fp64")
 
 
 # ---- worked examples
 
 
 def test_a_loss_that_all_ranks_compute_without_share_is_refused(pool: Pool) -> None:
-    for found in pool.run(jobs_trees.sequence_ratios, 2, "fp64", False):
-        assert re.match(r"loss = .* computed identically on every rank.*predictions\.share\(loss\)", found), (
-            found
-        )
+    message = r"ConfigError: loss = .* computed identically on every rank.*predictions\.share\(loss\)"
+    for found in pool.errors(jobs_trees.sequence_ratios, 2, "fp64", False):
+        assert re.match(message, found), found
 
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_loss_of_trees_under_averages_is_refused(pool: Pool, shares: bool) -> None:
-    for found in pool.run(jobs_trees.averaged, 2, shares):
-        assert re.match(r"model = 'DistributedDataParallel': averages gradients", found), found
+    for found in pool.errors(jobs_trees.averaged, 2, shares):
+        assert re.match(r"ConfigError: model = 'DistributedDataParallel': averages gradients", found), found
 
 
 def test_a_mean_over_the_predictions_of_a_rank_causes_a_warning(pool: Pool) -> None:
@@ -103,9 +99,8 @@ def batch_of(forest: ap.trees.Forest, samples: list[int], places: list[int]) -> 
     sample_ids, local_to_sample = torch.tensor([samples, places], dtype=torch.int64).view(2, -1)
     rows = forest.trees[sample_ids.clamp(0, len(forest) - 1).numpy()] + local_to_sample.numpy()
     tokens = torch.from_numpy(forest.tokens[np.clip(rows, 0, len(forest.tokens) - 1)])
-    return SimpleNamespace(
-        sample_ids=sample_ids, local_to_sample=local_to_sample, tokens=tokens, handle=alone
-    )
+    columns = {"sample_ids": sample_ids, "local_to_sample": local_to_sample, "tokens": tokens}
+    return SimpleNamespace(**columns, handle=alone)
 
 
 PICTURE = ([5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4])
@@ -137,11 +132,8 @@ def test_values_are_taken_by_sample_or_token_and_returned() -> None:
 def test_a_loss_mask_excludes_predictions() -> None:
     forest = trees.fold(PICTURE)
     found = trees.unfold(forest, loss_mask=[torch.arange(len(ids)) >= 3 for ids in PICTURE])
-    assert (found.token.tolist(), found.row.tolist(), found.predicting.tolist()) == (
-        [3, 4, 3],
-        [2, 3, 2],
-        [2, 3],
-    )
+    assert (found.token.tolist(), found.row.tolist()) == ([3, 4, 3], [2, 3, 2])
+    assert found.predicting.tolist() == [2, 3]
     nothing = trees.unfold(forest, loss_mask=torch.zeros(3))
     assert len(nothing) == 0
     logits = torch.randn(7, 10, requires_grad=True)
@@ -184,9 +176,8 @@ def test_every_token_of_every_sample_is_predicted_once(samples: list[list[int]],
 def test_the_example_counts_and_agrees() -> None:
     """The example's table equals a count of lengths; the example exits with an error if gradients differ."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples/grpo_tree.py"], capture_output=True, text=True, env=env, check=False
-    )
+    command = [sys.executable, ROOT / "examples/grpo_tree.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for path in sorted((ROOT / "examples/rollouts").glob("*.json")):
@@ -241,10 +232,3 @@ def test_a_batch_of_a_forest_of_equal_lengths_is_refused() -> None:
     other = trees.fold([[ids[0] + 1, *ids[1:]] for ids in PICTURE])
     with pytest.raises(ExecutionError, match="row 0 is token 0 of item 0"):
         trees.unfold(trees.fold(PICTURE), batch_of(other, [0, 0], [0, 1]))
-
-
-def test_rollouts_of_the_tests_fold() -> None:
-    rollouts = Rollouts()
-    forest = trees.fold(rollouts.samples, rollouts.groups)
-    assert len(forest) == 2
-    assert forest.saving.folded_tokens < 0.6 * forest.saving.tokens

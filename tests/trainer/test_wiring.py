@@ -15,25 +15,20 @@ from tests.support.sparse import sparse
     "mistake",
     sparse(
         [
-            "",
-            "chunks",
-            "ddp summed",
-            "ddp averaged over",
-            "ddp by hand",
-            "fsdp summed",
-            "fsdp averaged over",
-            "fsdp by hand",
-            "fsdp summed clipped by norm",
-            "fsdp summed clipped by value",
-            "fsdp summed in backward",
-            "experts",
-            "evaluated",
+            *("", "chunks", "ddp summed", "ddp averaged over", "ddp by hand", "fsdp summed"),
+            *("fsdp averaged over", "fsdp by hand", "fsdp summed clipped by norm"),
+            *("fsdp summed clipped by value", "fsdp summed in backward", "experts", "evaluated"),
         ],
         3,
     ),
 )
 def test_correct_loops_train(pool: Pool, mistake: str) -> None:
-    assert pool.run(jobs_wiring.trained, 2, mistake) == ["", ""]
+    assert pool.errors(jobs_wiring.trained, 2, mistake) == ["", ""]
+
+
+SUMS = "sums gradients"
+EARLIER = "ExecutionError: attention of some layers used the plan of an earlier batch"
+CLIPPED = "ExecutionError: ranks multiplied the gradients of their shards by different.*full_tensor"
 
 
 @pytest.mark.parametrize(
@@ -55,38 +50,28 @@ def test_correct_loops_train(pool: Pool, mistake: str) -> None:
         ("halves", r"UserWarning: the loss is divided by 2, .*remove that"),
         ("kinds", r"UserWarning: no layer has called attention of the kinds \['wide'\]: give each its kind="),
         ("clipped", r"ConfigError: model = 'Net': has gradients that were clipped.*clip or unscale after it"),
-        (
-            "fsdp summed clipped by shards",
-            r"ExecutionError: ranks multiplied the gradients of their shards by different.*full_tensor",
-        ),
+        ("fsdp summed clipped by shards", CLIPPED),
         ("frozen", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(800, 16\)"),
         ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),
         ("sdpa", r"ExecutionError: attention \(ScaledDotProduct.*rows of this rank, without the plan"),
         ("softmax", r"ExecutionError: attention \(Softmax.*rows of this rank, without the plan"),
         ("twice", r"ConfigError: model = 'Net': has gradients that are sums already"),
+        ("every second", r"ConfigError: model = 'Net': has gradients that are sums already"),
         ("early", r"ExecutionError: an optimizer stepped after microbatch 0 of iteration 0"),
         ("skipped", r"UserWarning: microbatches \[0\] of iteration 0 had no loss before the step"),
         (
             "both averaged over",
-            r"ConfigError: model = 'Net': sums gradients.*leave out sum_gradients, or averaged_over",
+            rf"ConfigError: model = 'Net': {SUMS}.*leave out sum_gradients, or averaged_over",
         ),
-        (
-            "ddp both averaged over",
-            r"ConfigError: model = 'Distributed.*sums gradients, but the loss is also mult",
-        ),
-        (
-            "fsdp both averaged over",
-            r"ConfigError: model = 'FSDP2': sums gradients, but the loss is also mult",
-        ),
+        ("ddp both averaged over", rf"ConfigError: model = 'Distributed.*{SUMS}, but the loss is also mult"),
+        ("fsdp both averaged over", rf"ConfigError: model = 'FSDP2': {SUMS}, but the loss is also mult"),
         ("deaf", r"ExecutionError: attention used the plan 0 times"),
-        *(
-            (mistake, r"ExecutionError: attention of some layers used the plan of an earlier batch")
-            for mistake in ("kept", "kept rows")
-        ),
+        ("kept", EARLIER),
+        ("kept rows", EARLIER),
     ],
 )
 def test_wrong_loops_fail_at_once(pool: Pool, mistake: str, message: str) -> None:
-    for result in pool.run(jobs_wiring.trained, 2, mistake):
+    for result in pool.errors(jobs_wiring.trained, 2, mistake):
         assert re.match(message, result), result
 
 
@@ -104,7 +89,7 @@ def test_a_module_in_another_wrapper_sums_gradients_once(pool: Pool) -> None:
     ],
 )
 def test_groups_that_train_different_models_fail(pool: Pool, mistake: str, message: str) -> None:
-    for result in pool.run(jobs_wiring.replicated, 2, mistake):
+    for result in pool.errors(jobs_wiring.replicated, 2, mistake):
         assert re.match(f"ExecutionError: {message} between ranks" if message else "$", result), result
 
 
@@ -116,7 +101,7 @@ def test_shards_over_a_part_of_the_ranks_need_the_gradients_of_all() -> None:
             ("two by hand", "$"),
             ("two", "ExecutionError: gradients differ"),
         ):
-            for result in ranks.run(jobs_wiring.sharded, 4, kind):
+            for result in ranks.errors(jobs_wiring.sharded, 4, kind):
                 assert re.match(message, result), result
     finally:
         ranks.close()

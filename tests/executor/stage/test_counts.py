@@ -8,19 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from apportion import Batch, Plan, PlanHandle, Sequence, planned_attention, simulate
 from apportion.backends.torch.recording import RecordingDevice
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.plan.messages import ALIGNMENT
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.policy import Policy, Recipe
-from apportion.ir.request.sequences import Sequence
 from apportion.ir.tensors import PHASES
-from apportion.planner import api
-from apportion.planner.simulate import simulate
-from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks import cases
 from tests.support.sparse import sparse
-from tests.support.strategies import STRATEGIES, WIDE, cluster, is_uncapped
+from tests.support.strategies import STRATEGIES, WIDE, plan_of
 
 MATRIX = STRATEGIES | WIDE
 
@@ -29,12 +23,9 @@ def recorded_run(plan: Plan, rank: int) -> tuple[list[tuple[Any, ...]], int]:
     """(kernels, messages, rounds) of a rank, forward and backward, on a recording device; and the bytes sent."""
     device, header = RecordingDevice(rank, plan.header.ranks), plan.header
     handle, counts_by_phase = PlanHandle(plan.for_rank(rank), device, engine=device.engine), []
-    heads = (
-        (header.q_heads, header.head_dim),
-        (header.kv_heads, header.head_dim),
-        (header.kv_heads, header.v_head_dim),
-    )
-    rows = [torch.zeros(handle.rows, *each, dtype=handle.dtype, requires_grad=True) for each in heads]
+    widths, kv_heads = (header.head_dim, header.head_dim, header.v_head_dim), header.kv_heads
+    shapes = zip((header.q_heads, kv_heads, kv_heads), widths, strict=True)
+    rows = [torch.zeros(handle.rows, *each, dtype=handle.dtype, requires_grad=True) for each in shapes]
     out = planned_attention(*rows, handle)
     counts_by_phase.append((device.launches.total(), device.posts, device.rounds))
     device.reset()
@@ -54,11 +45,8 @@ CELLS = [
 def test_launches_messages_and_rounds_equal_the_simulators(cell: tuple[str, ...]) -> None:
     name, mask, sent = cell
     batch = Batch.from_sequences([Sequence(*each) for each in cases.BATCHES[mask]])
-    recipe = Recipe(name, MATRIX[name])
-    cap = None if is_uncapped(recipe) else batch.tokens
     model = cases.model(4 if name in WIDE else 2, "bf16", (16, 24), kv_heads=2)
-    model = replace(model, sent_gradients=sent)
-    plan = api.plan(batch, cluster(4), model, policy=Policy(recipe, token_cap=cap))
+    plan = plan_of(batch, name, 4, replace(model, sent_gradients=sent))
     simulated = simulate(plan).runs
     for rank in range(4):
         counts_by_phase, sent = recorded_run(plan, rank)

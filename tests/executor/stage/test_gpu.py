@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.sequences import Sequence
+from apportion import Batch, Cluster, Sequence, masks
 from apportion.planner import api
 from apportion.trainer.step.plain import plain_attention
 from tests.ranks import cases, jobs

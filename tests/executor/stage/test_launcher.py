@@ -11,14 +11,11 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from apportion import Batch, Cluster, Model, PlanHandle, planned_attention
 from apportion.backends.torch.engines import StageEngine
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage.launcher import KERNELS, DeviceLauncher
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
 from apportion.planner import api
-from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 
 class NoGpu:

@@ -17,17 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.policy import Policy, Recipe
+from apportion import Batch, Cluster, Plan
 from apportion.planner import api
 from tests.ranks import cases, jobs
 from tests.ranks.rank_pool import Pool
 from tests.support import oracle
 from tests.support.parse import parse
 from tests.support.sparse import marked, sparse
-from tests.support.strategies import STRATEGIES, WIDE, cluster, is_uncapped
+from tests.support.strategies import STRATEGIES, WIDE, cluster, plan_of
 
 MATRIX = STRATEGIES | WIDE
 MASKS = tuple(cases.BATCHES)
@@ -90,9 +87,7 @@ def test_every_strategy(interpreted: Pool, case: Cell) -> None:
     batch = cases.batch_of(case.mask)
     model = cases.model(case.heads[0], case.dtype, case.widths, kv_heads=case.heads[1])
     model = replace(model, sent_gradients=case.sent)
-    recipe = Recipe(case.name, MATRIX[case.name])
-    cap = None if is_uncapped(recipe) else batch.tokens
-    plan = api.plan(batch, cluster(case.ranks), model, policy=Policy(recipe, token_cap=cap))
+    plan = plan_of(batch, case.name, case.ranks, model)
     softcap = 2.0 if case.extra == "softcap" else None
     problem = cases.problem_of(plan, 1, case.extra == "sinks", softcap)
     got = cases.run(interpreted, plan, problem)
@@ -170,7 +165,7 @@ def test_no_unwritten_memory_is_read(interpreted: Pool, name: str, check: bool) 
 
 def small_plan(dtype: str = "fp32") -> Plan:
     batch = Batch.from_lengths([50, 9, 1])
-    return cases.make_plan(batch, Cluster(1, 2), cases.model(2, dtype, (16, 16)), cases.recipe())
+    return api.plan(batch, Cluster(1, 2), cases.model(2, dtype, (16, 16)), cases.recipe())
 
 
 def test_the_same_plan_gives_the_same_bits(interpreted: Pool) -> None:
@@ -183,7 +178,7 @@ def test_the_same_plan_gives_the_same_bits(interpreted: Pool) -> None:
 def test_the_gradient_of_lse_passes_through_delta(interpreted: Pool, extra: str) -> None:
     """The gradient passes through delta; rows without keys have none."""
     batch = cases.batch_of("bands")
-    plan = cases.make_plan(batch, Cluster(1, 2), cases.model(2, "fp32", (16, 16)), cases.recipe())
+    plan = api.plan(batch, Cluster(1, 2), cases.model(2, "fp32", (16, 16)), cases.recipe())
     problem = cases.problem_of(plan, 6, extra == "sinks")
     problem = replace(problem, dlse=np.random.default_rng(1).standard_normal(problem.q.shape[:2]))
     mask = cases.allowed(batch)
@@ -199,5 +194,5 @@ def test_a_kernel_that_returns_nan_is_caught(interpreted: Pool) -> None:
     plan = small_plan()
     shards = cases.shards(plan, cases.problem_of(plan))
     shards[1].v[0] = np.nan
-    messages = interpreted.run(jobs.checked_error, 2, each=shards)
+    messages = interpreted.errors(jobs.attention_on_nan, 2, None, True, each=shards)
     assert any("NaN in o" in message for message in messages)

@@ -11,41 +11,25 @@ from numpy.typing import NDArray
 
 from apportion.backends.interp import compile_program
 from apportion.backends.torch.stage.rowlists import COPY, Panel, Place, move, panels
-from apportion.backends.torch.stage.tiles import Tiles, cut_tiles, waves
+from apportion.backends.torch.stage.tiles import cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, WorkList, work_list
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import Op
 from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_complete_rows, find_statistics
 from apportion.ir.plan.tables import ProgramSet
-from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES
-from apportion.planner import api
 from tests.ranks import cases
-from tests.support.strategies import STRATEGIES, cluster, is_uncapped
-
-
-def tiles_of(
-    ranges: list[tuple[int, int]], first: list[bool], height: int = 4, key: list[int] | None = None
-) -> Tiles:
-    start, stop = np.array(ranges).T
-    key = np.zeros(len(ranges), np.int64) if key is None else np.array(key)
-    return cut_tiles(key, start, stop, np.array(first), height)
+from tests.support.strategies import STRATEGIES, plan_of
 
 
 def test_tiles_are_cut_where_fresh_rows_begin_and_hold_their_tasks_in_order() -> None:
-    cut = tiles_of([(0, 8), (6, 12)], [False, True])
+    start, stop = np.array([0, 6]), np.array([8, 12])
+    cut = cut_tiles(np.zeros(2, np.int64), start, stop, np.array([False, True]), 4)
     assert list(zip(cut.row0.tolist(), cut.row1.tolist(), cut.fresh.tolist(), strict=True)) == [
         (0, 4, False), (4, 6, False), (6, 10, True), (10, 12, True),
     ]  # fmt: skip
     tasks = [cut.task[lo:hi].tolist() for lo, hi in pairwise(cut.ptr.tolist())]
     assert tasks == [[0], [0], [0, 1], [1]]
-
-
-def test_rows_that_no_task_writes_have_no_tile() -> None:
-    cut = tiles_of([(0, 3), (5, 6), (5, 6)], [True, True, False], key=[0, 0, 1])
-    assert list(zip(cut.key.tolist(), cut.row0.tolist(), cut.row1.tolist(), strict=True)) == [
-        (0, 0, 3), (0, 5, 6), (1, 5, 6),
-    ]  # fmt: skip
 
 
 def test_random_tiles_have_every_written_row_once_and_all_its_tasks() -> None:
@@ -62,10 +46,9 @@ def test_random_tiles_have_every_written_row_once_and_all_its_tasks() -> None:
         ]
         expected = [(int(k), row, i) for i, k in enumerate(key) for row in range(start[i], stop[i])]
         assert sorted(actual) == sorted(expected)
-        rows = [
-            (k, row) for k, lo, hi in zip(cut.key, cut.row0, cut.row1, strict=True) for row in range(lo, hi)
-        ]
+        rows = [(k, row) for k, a, b in zip(cut.key, cut.row0, cut.row1, strict=True) for row in range(a, b)]
         assert len(rows) == len(set(rows))
+        assert set(rows) == {(k, row) for k, row, _ in expected}
 
 
 def test_tiles_of_two_owners_are_launched_in_program_order() -> None:
@@ -77,12 +60,8 @@ def test_tiles_of_two_owners_are_launched_in_program_order() -> None:
     assert waves(np.array([0, 0, 1, 1]), one, start, stop, np.array([0, 0, 1, 0])).tolist() == [0, 0, 0, 0]
 
 
-def planned(name: str, mask: str, ranks: int = 4, heads: tuple[int, int] = (2, 2)) -> Plan:
-    batch = cases.batch_of(mask)
-    recipe = Recipe(name, STRATEGIES[name])
-    cap = None if is_uncapped(recipe) else batch.tokens
-    model = cases.model(heads[0], "fp32", kv_heads=heads[1])
-    return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
+def planned(name: str, mask: str, heads: tuple[int, int] = (2, 2)) -> Plan:
+    return plan_of(cases.batch_of(mask), name, 4, cases.model(heads[0], "fp32", kv_heads=heads[1]))
 
 
 def pairs_of_tasks(programs: ProgramSet, columns: Columns, kernel: str) -> list[tuple[int, ...]]:
@@ -98,13 +77,8 @@ def pairs_of_tasks(programs: ProgramSet, columns: Columns, kernel: str) -> list[
         visible = (rows - keys >= int(table["dmin"][i])) & (rows - keys <= int(table["dmax"][i]))
         for row, key in np.argwhere(visible).tolist():
             a, b = (row, key) if q == owner else (key, row)
-            ends = (
-                int(of.space[owner]),
-                int(of.row[owner]) + a,
-                int(of.space[walked]),
-                int(of.row[walked]) + b,
-            )
-            pairs.append((int(instruction[i]), *ends))
+            ends = of.space[owner], of.row[owner] + a, of.space[walked], of.row[walked] + b
+            pairs.append((int(instruction[i]), *map(int, ends)))
     return sorted(pairs)
 
 
@@ -133,14 +107,19 @@ def pairs_of_list(work: WorkList) -> list[tuple[int, ...]]:
 
 def some_targets(complete: CompleteRows) -> Targets:
     """Arbitrary targets, one for each range of complete work rows."""
-    both = (
-        zip(*(part.tolist() for part in rows), strict=True) for rows in (complete.sent, complete.delivered)
-    )
+    both = (zip(*(x.tolist() for x in rows), strict=True) for rows in (complete.sent, complete.delivered))
     return Targets.of([(row0, row1, 1, 0, 1, 0, 0) for rows in both for _, row0, row1 in rows])
 
 
-def computed_statistics(programs: ProgramSet, kernel: str) -> RowRanges:
-    return find_statistics(programs).tasks if kernel == "dq" else RowRanges.none()
+def list_of(plan: Plan, phase: str, rank: int, kernel: str, width: int) -> tuple[Any, ProgramSet, Columns]:
+    """A rank's work list of a kernel, with tiles of 16 rows, and the program."""
+    programs = plan.programs["default", phase].rank(rank)
+    columns = Columns(compile_program(programs, plan.header))
+    complete = find_complete_rows(programs, phase)[ROLES[kernel].owner]
+    statistics = find_statistics(programs).tasks if kernel == "dq" else RowRanges.none()
+    targets = some_targets(complete)
+    work = work_list(programs, columns, kernel, 16, width, complete.tasks, targets, statistics)
+    return work, programs, columns
 
 
 @pytest.mark.parametrize("name", ["fcp", "distca", "dcp_heads", "ring", "inner"])
@@ -149,41 +128,16 @@ def test_work_lists_hold_every_pair_of_an_instruction_once(name: str, mask: str)
     plan = planned(name, mask)
     for phase in PHASES:
         for rank in range(4):
-            programs = plan.programs["default", phase].rank(rank)
-            columns = Columns(compile_program(programs, plan.header))
             for kernel in ("attend",) if phase == "forward" else ("dq", "dkdv"):
-                complete = find_complete_rows(programs, phase)[ROLES[kernel].owner]
-                work = work_list(
-                    programs,
-                    columns,
-                    kernel,
-                    16,
-                    8,
-                    complete.tasks,
-                    some_targets(complete),
-                    computed_statistics(programs, kernel),
-                )
-                assert pairs_of_list(work) == pairs_of_tasks(programs, columns, kernel)
+                work, *program = list_of(plan, phase, rank, kernel, 8)
+                assert pairs_of_list(work) == pairs_of_tasks(*program, kernel)
 
 
 def test_every_instruction_is_one_launch_and_long_tiles_come_first() -> None:
     for name in STRATEGIES:
         plan = planned(name, "causal", heads=(2, 4) if "upipe" in name else (2, 2))
         for phase in PHASES:
-            programs = plan.programs["default", phase].rank(1)
-            columns = Columns(compile_program(programs, plan.header))
-            kernel = "attend" if phase == "forward" else "dkdv"
-            complete = find_complete_rows(programs, phase)[ROLES[kernel].owner]
-            work = work_list(
-                programs,
-                columns,
-                kernel,
-                16,
-                16,
-                complete.tasks,
-                some_targets(complete),
-                computed_statistics(programs, kernel),
-            )
+            work, *_ = list_of(plan, phase, 1, "attend" if phase == "forward" else "dkdv", 16)
             assert all(len(launches) == 1 for launches in work.launches.values()), name
             for (launch,) in work.launches.values():
                 tiles = work.tiles[launch.tile : launch.tile + launch.tiles]
