@@ -13,27 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apportion import bench, cli
+from apportion import Plan, bench, cli
 from apportion.cli import files
-from apportion.ir.bytes.codec import Plan
 from apportion.ir.plan import summary
 from apportion.ir.plan.tables import ProgramSet, Table
 from tests.support.commands import Command
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROW = {
-    *("recipe", "ranks", "tokens", "block_tokens", "heaviest_piece_over_mean", "imbalance_bound"),
-    *(
-        "planning_ms",
-        "verify_ms",
-        "imbalance",
-        "bytes",
-        "bounds",
-        "slots",
-        "max_degree",
-        "rounds",
-        "plan_bytes",
-    ),
+    *("recipe", "ranks", "tokens", "block_tokens", "heaviest_piece_over_mean", "imbalance_bound", "rounds"),
+    *("planning_ms", "verify_ms", "imbalance", "bytes", "bounds", "slots", "max_degree", "plan_bytes"),
 }
 SMALL = ("--recipe", "fcp", "--ranks", "4", "--block", "256")
 
@@ -69,6 +58,7 @@ def broken(plan: Plan) -> Plan:
     "command",
     [
         *((name,) for name in ("plan", "verify", "show", "diff", "demo", "selftest")),
+        *((name,) for name in ("compare", "simulate", "profile", "recipes", "solvers")),
         *(("bench", name) for name in ("plan", "attention")),
     ],
     ids=" ".join,
@@ -81,24 +71,16 @@ def test_help_explains_and_shows_an_example(run: Command, command: tuple[str, ..
 
 
 def test_help_is_printed_if_there_is_no_command(run: Command) -> None:
-    assert re.findall("─ ([A-Z][a-z ]+) ─", run().out)[1:] == [
-        *("Plan", "Look at plans", "Measure", "Serve", "Extend")
-    ]
+    groups = ["Plan", "Look at plans", "Measure", "Serve", "Extend"]
+    assert re.findall("─ ([A-Z][a-z ]+) ─", run().out)[1:] == groups
     assert run("-h").out == run("--help").out
 
 
 # --- plan
 
 
-def test_plan_prints_a_summary_and_writes_a_plan(run: Command, batch_file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "out.plan"
-    result = run("plan", "--batch", batch_file, *SMALL, "-o", path)
-    assert result.code == 0
-    assert "imbalance" in result.out
-    assert Plan.decode(path.read_bytes()).request.batch.lengths.tolist() == [3000, 700, 300, 1]
-
-
 def test_plan_json_has_the_fields_of_a_benchmark_row(run: Command, batch_file: Path) -> None:
+    assert "imbalance" in run("plan", "--batch", batch_file, *SMALL).out
     result = run("plan", "--batch", batch_file, *SMALL, "--json")
     record = result.json
     assert set(record) == ROW | {"seed", "id", "skipped_samples", "file", "faster"}
@@ -106,11 +88,6 @@ def test_plan_json_has_the_fields_of_a_benchmark_row(run: Command, batch_file: P
     assert record["slots"] == record["max_degree"]
     assert set(record["planning_ms"]) == {"p50", "p95", "steps"}
     assert result.err == ""
-
-
-def test_the_same_request_gives_the_same_plan(run: Command, batch_file: Path) -> None:
-    first, second = (run("plan", "--batch", batch_file, *SMALL, "--json").json for _ in range(2))
-    assert first["id"] == second["id"]
 
 
 def test_two_attention_kinds_with_cluster_and_model_files(run: Command) -> None:
@@ -129,8 +106,8 @@ def test_lengths_are_drawn_until_the_ranks_are_full(run: Command, tmp_path: Path
 
 
 @pytest.mark.parametrize(("rule", "longest"), [("drop", 900), ("cut", 4 * 1024), ("refuse", None)])
-def test_overlong_documents_are_dropped_cut_or_refused(
-    run: Command, tmp_path: Path, rule: str, longest: int | None
+def test_overlong_documents_are_dropped_or_refused(
+    run: Command, tmp_path: Path, rule: str, longest: int
 ) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("name,tokens\na,900\nb,100000\n")
@@ -152,23 +129,6 @@ def test_plan_output_names_the_model_and_a_faster_recipe(run: Command, batch_fil
     assert re.search(r"the default: heads 32 query, 8 KV, of 128; layers 32", " ".join(out.split()))
     assert "times as fast by forecast" in " ".join(out.split())
     assert "by forecast" not in run("plan", *batch).out
-
-
-@pytest.mark.parametrize("name", ["code_lengths", "doc_lengths"])
-def test_example_workloads_can_be_planned(run: Command, name: str) -> None:
-    record = run(
-        "plan", "--workload", EXAMPLES / f"{name}.json", "--tokens-per-rank", 2048, *SMALL, "--json"
-    ).json
-    assert record["tokens"] == 4 * 2048
-
-
-def test_plan_accepts_a_recipe_file(run: Command, batch_file: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(
-        "name: mine\nsteps: {shard: {blocks: {block: 512}}, place: {lpt: {}}, schedule: {matchings: {}}}"
-    )
-    record = run("plan", "--batch", batch_file, "--ranks", 4, "--recipe", recipe, "--json").json
-    assert (record["recipe"], record["block_tokens"]) == ("mine", 512)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (6, 6), (8, 8), (9, 3), (12, 6), (64, 8), (13, 1)])
@@ -207,6 +167,11 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
         (["plan", "--frobnicate"], "--frobnicate"),
         (["verify", "BATCH"], "is not a plan"),
         (["verify", "nowhere.plan"], "nowhere.plan"),
+        (["verify", "/proc/self/mem"], "Input/output error"),
+        (["report", ".", "-o", "r.html"], "Is a directory"),
+        (["show", "nowhere.plan"], "nowhere.plan"),
+        (["plan", "--batch", "BINARY"], "binary.json"),
+        (["forecast", "--ranks", "8", "--recipes", "fcp", "--batches", "0"], "--batches"),
         (["show", "PLAN", "--rank", "4"], "ranks 0 to 3"),
         (["bench", "plan", "--ranks", "8,x"], "--ranks"),
         (["bench", "plan", "--ranks", "8,0"], "--ranks = 0"),
@@ -220,7 +185,10 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
 def test_bad_input_is_refused_in_one_paragraph(
     run: Command, batch_file: Path, plan_file: Path, args: list[str], message: str
 ) -> None:
-    files = {"BATCH": batch_file, "PLAN": plan_file, "CLUSTER": EXAMPLES / "cluster.yaml"}
+    binary = batch_file.with_name("binary.json")
+    binary.write_bytes(bytes(range(256)))
+    cluster = EXAMPLES / "cluster.yaml"
+    files = {"BATCH": batch_file, "PLAN": plan_file, "CLUSTER": cluster, "BINARY": binary}
     args = [re.sub("^[A-Z]+", lambda name: str(files[name[0]]), arg) for arg in args]
     result = run(*args)
     assert (result.code, result.out) == (2, "")
@@ -289,17 +257,18 @@ def test_an_os_error_without_a_file_is_printed(run: Command, monkeypatch: pytest
     assert (result.code, result.err) == (2, "apportion: the disk is gone\n")
 
 
-@pytest.mark.parametrize("args", [["verify", "nowhere.plan", "--json"], ["verify", "nowhere.plan"]])
-def test_a_broken_stdout_does_not_change_the_exit_code(args: list[str]) -> None:
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+@pytest.mark.parametrize(("args", "code"), [(["verify", "nowhere.plan"], 2), (["recipes"], 0)])
+def test_a_closed_stdout_does_not_change_the_status(args: list[str], code: int, as_json: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "apportion", *args], stdout=write, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "apportion", *args, *as_json]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
-    assert done.returncode == 2
+    assert done.returncode == code
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+    assert code or not done.stderr
 
 
 @pytest.mark.parametrize("command", ["demo", "selftest", "bench attention"])
@@ -320,7 +289,7 @@ def test_a_good_plan_verifies(run: Command, plan_file: Path) -> None:
     assert run("verify", plan_file, "--json").json["violations"] == []
 
 
-def test_verify_lists_the_violations_of_a_broken_plan_by_rule(
+def test_verify_lists_violations_of_a_broken_plan_by_rule(
     run: Command, plan_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "broken.plan"
@@ -333,7 +302,7 @@ def test_verify_lists_the_violations_of_a_broken_plan_by_rule(
     assert {"rule", "rank", "message", "excerpt"} <= set(record["violations"][0])
 
 
-def test_an_id_that_differs_from_the_bytes_violates_the_digests_rule(
+def test_an_id_of_other_bytes_violates_the_digests_rule(
     run: Command, plan_file: Path, tmp_path: Path
 ) -> None:
     plan = Plan.decode(plan_file.read_bytes())
@@ -342,12 +311,6 @@ def test_an_id_that_differs_from_the_bytes_violates_the_digests_rule(
     result = run("verify", path, "--json")
     assert (result.code, result.json["violations"][0]["rule"]) == (1, "digests")
     assert run("show", path).code == 2
-
-
-def test_a_truncated_plan_is_bad_input(run: Command, plan_file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "short.plan"
-    path.write_bytes(plan_file.read_bytes()[:-7])
-    assert run("verify", path).code == 2
 
 
 def test_show_draws_every_rank(run: Command, plan_file: Path) -> None:
@@ -361,10 +324,8 @@ def test_show_draws_every_rank(run: Command, plan_file: Path) -> None:
 
 def test_loads_drawn_by_show_add_up_to_the_area_of_the_mask(plan_file: Path) -> None:
     plan = Plan.decode(plan_file.read_bytes())
-    model = plan.request.model
-    assert summary.loads(plan).sum() == plan.request.batch.area("default") * model.q_heads * model.layers_of(
-        "default"
-    )
+    heads = plan.request.model.q_heads * plan.request.model.layers_of("default")
+    assert summary.loads(plan).sum() == plan.request.batch.area("default") * heads
 
 
 def test_large_plans_are_drawn_by_node(run: Command, batch_file: Path, tmp_path: Path) -> None:
@@ -381,9 +342,7 @@ def test_show_of_a_rank_prints_its_program(run: Command, plan_file: Path) -> Non
     assert {item["phase"] for item in record["programs"]} == {"forward", "backward"}
 
 
-def test_diff_lists_the_fields_that_differ(
-    run: Command, batch_file: Path, plan_file: Path, tmp_path: Path
-) -> None:
+def test_diff_lists_differing_fields(run: Command, batch_file: Path, plan_file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.plan"
     run("plan", "--batch", batch_file, *SMALL[:2], "--ranks", 4, "--block", 512, "-o", other)
     assert run("diff", plan_file, plan_file).code == 0

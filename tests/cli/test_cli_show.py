@@ -12,23 +12,17 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from apportion import cli
+from apportion import Batch, Cluster, Model, Plan, VerifyError, plan as make_plan, simulate
 from apportion.cli.pictures import draw as pictures, svg
 from apportion.cli.pictures.draw import CELLS, Colours, draw
 from apportion.cli.pictures.mask_cells import Axis, axis_of, owners
 from apportion.cli.printed import plans as printed
-from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.masks import bands, specs as masks
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.verify.subject import Subject
-from apportion.planner.api import plan as make_plan
 from apportion.planner.recipe.recipes import entries
-from apportion.planner.simulate import simulate
 from apportion.report.content import verdict
+from tests.support.commands import Command
 from tests.support.sparse import sparse
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -192,12 +186,10 @@ def plan_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_show_writes_the_picture_and_prints_its_path(
-    plan_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_writes_the_picture_and_prints_its_path(run: Command, plan_file: Path) -> None:
     target = plan_file.with_suffix(".svg")
-    assert cli.main(["show", str(plan_file), "--svg", str(target), "--phase", "backward", "--json"]) == 0
-    assert f'"svg": "{target}"' in capsys.readouterr().out
+    done = run("show", plan_file, "--svg", target, "--phase", "backward", "--json")
+    assert (done.code, done.json["svg"]) == (0, str(target))
     assert target.read_text(encoding="utf-8") == draw(planned(), phase="backward")
 
 
@@ -213,49 +205,27 @@ def test_show_writes_the_picture_and_prints_its_path(
     ],
 )
 def test_plans_that_cannot_be_drawn_are_refused(
-    plan_file: Path,
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Command, plan_file: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(plan_file.parent)
-    assert cli.main(["show", str(plan_file), *options]) == 2
-    assert message in capsys.readouterr().err
+    done = run("show", plan_file, *options)
+    assert (done.code, message in done.err) == (2, True)
     assert not Path("p.svg").exists()
-
-
-def test_an_unknown_kind_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="the plan has default"):
-        draw(planned(), kind="global")
 
 
 # --- the trials of a search
 
 
-def test_show_lists_the_recipes_that_a_search_tried(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(
-        "{name: mine, steps: {search: {portfolio: {candidates: [fcp, ring, contiguous], improve: false}}}}"
-    )
-    batch, path = tmp_path / "batch.json", str(tmp_path / "p.plan")
+def test_show_lists_the_recipes_that_a_search_tried(run: Command, tmp_path: Path) -> None:
+    recipe, batch, path = (tmp_path / name for name in ("mine.yaml", "batch.json", "p.plan"))
+    search = "{portfolio: {candidates: [fcp, ring, contiguous], improve: false}}"
+    recipe.write_text(f"{{name: mine, steps: {{search: {search}}}}}")
     batch.write_text('{"lengths": [900, 500, 60], "mask": {"causal": {}}}')
-    args = ["plan", "--batch", str(batch), "--ranks", "4", "--recipe", str(recipe), "-o", path]
-    assert cli.main(args) == 0
-    assert "is the best of 3 tried (search space exhausted)" in capsys.readouterr().out
-    assert cli.main(["show", path]) == 0
-    printed = " ".join(capsys.readouterr().out.split("tried", 2)[2].split())
-    assert all(
-        name in printed
-        for name in (
-            "fcp",
-            "ring",
-            "contiguous",
-            "shard blocks (block: auto, solver: lpt_near, zigzag: True)",
-        )
-    )
+    planned = run("plan", "--batch", batch, "--ranks", 4, "--recipe", recipe, "-o", path)
+    assert "is the best of 3 tried (search space exhausted)" in planned.out
+    printed = " ".join(run("show", path).out.split("tried", 2)[2].split())
+    shard = "shard blocks (block: auto, solver: lpt_near, zigzag: True)"
+    assert all(name in printed for name in ("fcp", "ring", "contiguous", shard))
 
 
 def test_the_search_table_has_times_lower_bounds_and_refusals() -> None:

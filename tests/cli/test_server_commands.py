@@ -14,6 +14,7 @@ from apportion.service.http.serve import Server, Settings, serving
 from apportion.service.store import Folder
 from tests.service.requests import TOKEN, Request, client_of
 
+Run = Callable[..., Any]
 PLAN = ("plan", "--workload", "examples/doc_lengths.json", "--ranks", "4", "--tokens-per-rank", "1024")
 
 
@@ -42,9 +43,7 @@ def run_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return run
 
 
-def test_a_server_makes_the_same_plan_as_the_command(
-    server: Server, run_json: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_server_makes_the_same_plan_as_the_command(server: Server, run_json: Run, tmp_path: Path) -> None:
     remote_file, local_file = tmp_path / "remote.plan", tmp_path / "local.plan"
     remote = run_json(*PLAN, "--server", server.url, "-o", str(remote_file))
     local = run_json(*PLAN, "-o", str(local_file))
@@ -54,19 +53,16 @@ def test_a_server_makes_the_same_plan_as_the_command(
     assert run_json("verify", str(remote_file))["ok"]
 
 
-def test_a_wrong_token_and_an_invalid_server_url_are_reported(
-    server: Server, run_json: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_wrong_token_and_an_invalid_url_are_reported(server: Server, run_json: Run, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("another-token-0123456\n")
-    wrong = run_json(
-        *PLAN, "--server", server.url, "--token-file", str(tmp_path / "token"), ends=cli.BAD_INPUT
-    )
+    options = "--server", server.url, "--token-file", str(tmp_path / "token")
+    wrong = run_json(*PLAN, *options, ends=cli.BAD_INPUT)
     assert "unauthorized" in wrong["error"]["message"]
     assert "https" in run_json(*PLAN, "--server", "planner:8321", ends=cli.BAD_INPUT)["error"]["message"]
 
 
-def test_report_reads_plans_of_a_server_and_of_its_folder(
-    server: Server, folder: Path, run_json: Callable[..., Any], tmp_path: Path
+def test_report_reads_plans_of_a_server_and_of_a_folder(
+    server: Server, folder: Path, run_json: Run, tmp_path: Path
 ) -> None:
     request, page = Request(1), tmp_path / "r.html"
     with client_of(server.url) as client:
@@ -79,13 +75,12 @@ def test_report_reads_plans_of_a_server_and_of_its_folder(
     for wrong in (f"{server.url}/v1/plans/{'0' * 64}", f"{server.url}/v1/plans/x"):
         run_json("report", wrong, "-o", str(page), ends=cli.BAD_INPUT)
     assert not page.exists()
-    refused = run_json(
-        "report", f"{server.url}/v1/plans/{request.hex}", "--hardware", "h100", ends=cli.BAD_INPUT
-    )
+    url = f"{server.url}/v1/plans/{request.hex}"
+    refused = run_json("report", url, "--hardware", "h100", ends=cli.BAD_INPUT)
     assert refused["error"]["field"] == "--hardware"
 
 
-def test_a_store_is_checked_and_pruned(run_json: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_store_is_checked_and_pruned(run_json: Run, tmp_path: Path) -> None:
     store = Folder(tmp_path)
     for number in range(3):
         store.put(Request(number).pack())
@@ -111,7 +106,7 @@ def test_serve_takes_its_limits_in_gb_and_days(monkeypatch: pytest.MonkeyPatch) 
     assert settings.worker_bytes == 500_000_000
 
 
-def test_serve_names_the_invalid_option(run_json: Callable[..., Any], tmp_path: Path) -> None:
+def test_serve_names_the_invalid_option(run_json: Run, tmp_path: Path) -> None:
     for option in ("--plan-s", "--worker-gb", "--store-gb", "--store-days"):
         assert option in run_json("serve", option, "inf", ends=cli.BAD_INPUT)["error"]["message"]
     assert "--workers" in run_json("serve", "--workers", "99999", ends=cli.BAD_INPUT)["error"]["message"]
