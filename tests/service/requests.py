@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 import httpx
 
+from apportion import Batch, Cluster, Model, Policy
 from apportion.ir.bytes.iteration import encode_slices
 from apportion.ir.bytes.job import Job, encode_request
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.pack import Pack

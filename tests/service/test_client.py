@@ -35,6 +35,7 @@ from tests.service.requests import JOB, RANKS, TOKEN, Request
 from tests.service.small_server import Talk, answer, small_server
 from tests.support.sparse import sparse_product
 
+Clients = Callable[..., Client]
 TIMEOUT_S = 1.0
 BUSY_S = 8.0  # delay allowed on a loaded machine; an idle one needs 0.3
 KEY, REQUEST = bytes(range(32)), Request(1)
@@ -101,7 +102,7 @@ CALLS: dict[str, Callable[[Client], object]] = {
 
 
 @pytest.mark.parametrize(("fault", "call"), sparse_product(4, FAULTS, CALLS))
-def test_a_call_ends_in_time(fault: str, call: str, client_of: Callable[..., Client]) -> None:
+def test_a_call_ends_in_time(fault: str, call: str, client_of: Clients) -> None:
     with small_server(FAULTS[fault]) as server:
         client, began = client_of(server.url), time.monotonic()
         with pytest.raises((UnreachableError, ServiceError)):
@@ -111,7 +112,7 @@ def test_a_call_ends_in_time(fault: str, call: str, client_of: Callable[..., Cli
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_port_without_a_server_and_one_that_never_accepts(
-    call: Callable[[Client], object], client_of: Callable[..., Client]
+    call: Callable[[Client], object], client_of: Clients
 ) -> None:
     with socket.socket() as bound, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         bound.bind(("127.0.0.1", 0))
@@ -124,7 +125,7 @@ def test_a_port_without_a_server_and_one_that_never_accepts(
         waiting[0].close()
 
 
-def test_slow_name_resolution_delays_neither_a_call_nor_the_exit(tmp_path: Path) -> None:
+def test_slow_name_resolution_delays_neither_a_call_nor_the_exit() -> None:
     script = """
 import socket, time
 socket.getaddrinfo = lambda *_, **__: time.sleep(60)
@@ -138,7 +139,7 @@ except UnreachableError:
     assert ended.stdout == b"unreachable\n"
 
 
-def test_close_ends_a_call_of_another_thread(client_of: Callable[..., Client]) -> None:
+def test_close_ends_a_call_of_another_thread(client_of: Clients) -> None:
     with small_server(FAULTS["silence"]) as server:
         client = client_of(server.url, timeout_s=20.0)
         threading.Timer(0.3, client.close).start()
@@ -159,16 +160,14 @@ def respond_in_turn(*answers: bytes) -> Talk:
     return lambda connection, _: connection.sendall(remaining.pop(0) if len(remaining) > 1 else remaining[0])
 
 
-def test_a_slice_is_requested_until_it_is_ready(
-    slices: Sequence[bytes], client_of: Callable[..., Client]
-) -> None:
+def test_a_slice_is_requested_until_it_is_ready(slices: Sequence[bytes], client_of: Clients) -> None:
     with small_server(respond_in_turn(answer(b"", "202 Accepted"), answer(slices[1]))) as server:
         received = client_of(server.url).fetch(KEY, 1, 5.0, ranks=RANKS)
     assert (received.rank, received.ranks, received.encode()) == (1, RANKS, slices[1])
     assert len(server.requests) == 2
 
 
-def test_a_plan_that_is_not_ready_in_time_is_an_error(client_of: Callable[..., Client]) -> None:
+def test_a_plan_that_is_not_ready_in_time_is_an_error(client_of: Clients) -> None:
     with small_server(respond_in_turn(answer(b"", "202 Accepted"))) as server, pytest.raises(NotReadyError):
         client_of(server.url).fetch(KEY, 0, 0.3)
 
@@ -178,45 +177,34 @@ def test_a_plan_that_is_not_ready_in_time_is_an_error(client_of: Callable[..., C
     [(0, None, None), (1, 3, None), (1, None, b"<html>"), (1, None, b"\x28\xb5\x2f\xfd")],
 )
 def test_a_wrong_answer_is_refused(
-    rank: int,
-    ranks: int | None,
-    body: bytes | None,
-    slices: Sequence[bytes],
-    client_of: Callable[..., Client],
+    rank: int, ranks: int | None, body: bytes | None, slices: Sequence[bytes], client_of: Clients
 ) -> None:
     with small_server(respond_in_turn(answer(body or slices[1]))) as server, pytest.raises(BadAnswerError):
         client_of(server.url).fetch(KEY, rank, 0.0, ranks=ranks)
 
 
-def test_problems_are_raised_as_the_server_raised_them(client_of: Callable[..., Client]) -> None:
+def test_problems_are_raised_as_the_server_raised_them(client_of: Clients) -> None:
     body = b'{"type": "invalid", "detail": "cluster.nodes = 0", "field": "cluster.nodes", "status": 422}'
     with small_server(respond_in_turn(answer(body, "422 Unprocessable"))) as server:
         with pytest.raises(ServiceError, match="nodes = 0") as caught:
             client_of(server.url).submit(KEY, b"")
-        assert (caught.value.type, caught.value.field, caught.value.status) == (
-            "invalid",
-            "cluster.nodes",
-            422,
-        )
+        error = caught.value
+        assert (error.type, error.field, error.status) == ("invalid", "cluster.nodes", 422)
     with small_server(respond_in_turn(answer(b'{"type": "unknown-plan"}', "404 Not Found"))) as server:
         with pytest.raises(UnknownPlanError) as unknown:
             client_of(server.url).fetch(KEY, 0, 0.0)
         assert unknown.value.key == KEY
 
 
-@pytest.mark.parametrize(
-    "status", ["301 Moved", "307 Temporary Redirect", "404 Not Found", "401 Unauthorized"]
-)
-def test_redirects_are_not_followed_and_refusals_not_repeated(
-    status: str, client_of: Callable[..., Client]
-) -> None:
+@pytest.mark.parametrize("status", ["301 Moved", "307 Temporary", "404 Not Found", "401 Unauthorized"])
+def test_redirects_are_not_followed_and_refusals_not_repeated(status: str, client_of: Clients) -> None:
     with small_server(respond_in_turn(answer(b"<html>", status, "Location: http://127.0.0.1:1/"))) as server:
         with pytest.raises(ServiceError, match=status[:3]):
             client_of(server.url).fetch(KEY, 0, 0.0)
         assert len(server.requests) == 1
 
 
-def test_temporary_failures_are_retried_after_the_servers_delay(client_of: Callable[..., Client]) -> None:
+def test_temporary_failures_are_retried_after_the_servers_delay(client_of: Clients) -> None:
     busy = answer(b"", "503 Service Unavailable", "Retry-After: 1")
     with small_server(respond_in_turn(busy, answer())) as server:
         began = time.monotonic()
@@ -229,7 +217,7 @@ def test_temporary_failures_are_retried_after_the_servers_delay(client_of: Calla
         assert time.monotonic() - began < 4.5, "a delay beyond the timeout is not waited for"
 
 
-def test_the_next_server_is_used_and_stays_first(client_of: Callable[..., Client]) -> None:
+def test_the_next_server_is_used_and_stays_first(client_of: Clients) -> None:
     with small_server(FAULTS["closed"]) as dead, small_server(respond_in_turn(answer())) as alive:
         client = client_of(dead.url, alive.url)
         for _ in range(3):
@@ -244,9 +232,7 @@ def chunked(*parts: bytes) -> bytes:
     return CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
-def test_a_stream_yields_slices_and_problems_in_order(
-    slices: Sequence[bytes], client_of: Callable[..., Client]
-) -> None:
+def test_a_stream_yields_slices_and_problems_in_order(slices: Sequence[bytes], client_of: Clients) -> None:
     packed = Pack.encode(KEY, KEY, {}, b"", slices).slice(1)
     frames = frame(ALIVE, b"") + frame(SLICE, packed) + frame(PROBLEM_FRAME, b'{"type": "unknown-plan"}')
     with small_server(respond_in_turn(chunked(frames[:3], frames[3:]))) as server:
@@ -257,9 +243,7 @@ def test_a_stream_yields_slices_and_problems_in_order(
         assert unknown.value.key == bytes(32)
 
 
-def test_slices_missing_from_a_stream_are_fetched(
-    slices: Sequence[bytes], client_of: Callable[..., Client]
-) -> None:
+def test_slices_missing_from_a_stream_are_fetched(slices: Sequence[bytes], client_of: Clients) -> None:
     packed = Pack.encode(KEY, KEY, {}, b"", slices).slice(1)
     cut = chunked(frame(SLICE, packed) + frame(SLICE, packed)[:-1])
 
@@ -274,7 +258,7 @@ def test_slices_missing_from_a_stream_are_fetched(
 # ---- secrets and arguments
 
 
-def test_a_token_is_in_a_header_and_in_no_error(client_of: Callable[..., Client]) -> None:
+def test_a_token_is_in_a_header_and_in_no_error(client_of: Clients) -> None:
     def echo(connection: socket.socket, head: bytes) -> None:
         connection.sendall(answer(head, "400 Bad Request"))
 
@@ -289,18 +273,18 @@ def test_a_token_is_in_a_header_and_in_no_error(client_of: Callable[..., Client]
     assert "lines" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "planner:8321",
-        "ftp://planner",
-        "http://",
-        "http://user:word@planner",
-        "http://a:99999",
-        "http://a?b",
-    ],
+INVALID = (
+    "",
+    "planner:8321",
+    "ftp://planner",
+    "http://",
+    "http://user:word@planner",
+    "http://a:99999",
+    "http://a?b",
 )
+
+
+@pytest.mark.parametrize("url", INVALID)
 def test_invalid_server_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Client(url)
@@ -317,7 +301,7 @@ def test_unreadable_certificates_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_client_call_works_on_a_real_server(
-    server: Server, client_of: Callable[..., Client], slices: Sequence[bytes]
+    server: Server, client_of: Clients, slices: Sequence[bytes]
 ) -> None:
     client, key, unknown = client_of(server.url, timeout_s=10.0), REQUEST.key, bytes(32)
     with pytest.raises(UnknownPlanError):
@@ -338,7 +322,7 @@ def test_every_client_call_works_on_a_real_server(
         Client(server.url, "another-token-of-16").state(key)
 
 
-def test_a_forked_process_opens_its_own_connections(server: Server, client_of: Callable[..., Client]) -> None:
+def test_a_forked_process_opens_its_own_connections(server: Server, client_of: Clients) -> None:
     client, key = client_of(server.url, timeout_s=10.0), REQUEST.key
     client.submit(key, REQUEST.data)
     open_stream = client.stream([key] * 3, 0, 60.0)

@@ -7,35 +7,27 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from apportion.ir.bytes.job import Job
+from apportion import Cluster, Job, Model, Policy
 from apportion.ir.bytes.transport import decompress
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.engine import Engine, Limits, Metrics, PlanRequest, State
 from apportion.service.pack import Pack
 from apportion.service.problems import ServiceError, UnknownPlanError
-from apportion.service.store import Folder, Store, StoreError
+from apportion.service.store import Folder, StoreError
 from apportion.service.workers import ProcessExecutor, WorkerDiedError
-from apportion.service.workers.work import plan_file, plan_page
+from apportion.service.workers.work import plan_file
 from tests.service.faults import die, hang, hog
 from tests.service.requests import RANKS, Request
 
 
-def run(
-    workers: Executor,
-    test: Callable[[Engine], Awaitable[Any]],
-    store: Store | None = None,
-    limits: Limits | None = None,
-) -> Any:
+def run(workers: Executor, test: Callable[[Engine], Any], store: Any = None, limits: Any = None) -> Any:
     async def main() -> Any:
         return await asyncio.wait_for(test(Engine(workers, 1, store, Metrics(), limits)), 60.0)
 
@@ -103,11 +95,9 @@ def test_all_clients_get_the_reason_of_a_refusal(workers: ProcessExecutor) -> No
 
 
 def test_the_task_of_a_killed_worker_is_repeated(workers: ProcessExecutor) -> None:
-    killed = []
-
     async def test(engine: Engine) -> None:
         real = engine._executor.submit
-        engine._executor = KillingExecutor(real, killed)
+        engine._executor = KillingExecutor(real)
         await submit(engine, Request(3))
         assert await engine.pack(Request(3).key, 60.0) is not None
         assert value(engine.metrics.deaths) == 2
@@ -115,12 +105,12 @@ def test_the_task_of_a_killed_worker_is_repeated(workers: ProcessExecutor) -> No
     class KillingExecutor:
         """The first two tasks kill their worker."""
 
-        def __init__(self, real: Any, killed: list[int]) -> None:
-            self._real = real
+        def __init__(self, real: Any) -> None:
+            self._real, self._tasks = real, 0
 
         def submit(self, work: Any, request: bytes) -> Any:
-            killed.append(1)
-            return self._real(die if len(killed) < 3 else work, request)
+            self._tasks += 1
+            return self._real(die if self._tasks < 3 else work, request)
 
     run(workers, test)
 
@@ -135,9 +125,8 @@ def test_a_request_that_kills_workers_is_refused(work: Any, type: str) -> None:
     try:
 
         async def test(engine: Engine) -> None:
-            healthy = asyncio.create_task(
-                engine.make(plan_file, PlanRequest(b"1", Request(4).data, b"j", RANKS), "a")
-            )
+            request = PlanRequest(b"1", Request(4).data, b"j", RANKS)
+            healthy = asyncio.create_task(engine.make(plan_file, request, "a"))
             with pytest.raises(ServiceError) as caught:
                 await engine.make(work, PlanRequest(b"2", b"", b"k", RANKS), "a")
             assert caught.value.type == type
@@ -204,7 +193,7 @@ def test_a_tenant_that_fills_the_queue_leaves_others_their_share(workers: Proces
     run(workers, test, limits=Limits(queued=2))
 
 
-def test_memory_is_bounded_and_dropped_plans_are_read_from_the_store(
+def test_memory_is_bounded_and_dropped_plans_are_in_the_store(
     workers: ProcessExecutor, tmp_path: Path
 ) -> None:
     requests, store = [Request(number) for number in range(20, 30)], Folder(tmp_path)
@@ -213,10 +202,8 @@ def test_memory_is_bounded_and_dropped_plans_are_read_from_the_store(
         for request in requests:
             await submit(engine, request)
             await engine.pack(request.key, 30.0)
-        while any(
-            store.get(request.key) is None for request in requests
-        ):  # plans are written after the reply
-            await asyncio.sleep(0.01)
+        while any(store.get(request.key) is None for request in requests):
+            await asyncio.sleep(0.01)  # plans are written after the reply
         assert engine._cached_bytes <= 20_000
         assert len(engine._entries) <= 4
         for request in requests:
@@ -239,23 +226,7 @@ def test_without_a_store_dropped_plans_are_unknown_until_resubmitted(workers: Pr
     run(workers, test, limits=Limits(cached_bytes=1))
 
 
-def test_a_restarted_engine_finds_earlier_plans(workers: ProcessExecutor, tmp_path: Path) -> None:
-    async def first(engine: Engine) -> None:
-        await submit(engine, Request(40))
-        assert await engine.pack(Request(40).key, 30.0)
-        while engine._tasks:
-            await asyncio.sleep(0.01)
-
-    async def second(engine: Engine) -> None:
-        assert await submit(engine, Request(40)) is State.READY
-        assert (await engine.pack(Request(40).key, 0.0)).slice(1)
-        assert value(engine.metrics.plans.labels("ready")) == 0
-
-    run(workers, first, Folder(tmp_path))
-    run(workers, second, Folder(tmp_path))
-
-
-def test_a_plan_stored_by_another_server_is_given_to_all_waiting_clients(
+def test_a_plan_of_another_server_is_given_to_waiting_clients(
     workers: ProcessExecutor, tmp_path: Path
 ) -> None:
     async def test(engine: Engine) -> None:
@@ -287,13 +258,6 @@ def test_planning_continues_if_the_store_fails(workers: ProcessExecutor, tmp_pat
     run(workers, test, FailingStore(tmp_path))
 
 
-def test_the_engine_makes_the_page_of_a_request(workers: ProcessExecutor) -> None:
-    page = run(
-        workers, lambda engine: engine.make(plan_page, PlanRequest(b"1", Request(60).data, b"j", RANKS), "a")
-    )
-    assert page.startswith(b"<!doctype html>")
-
-
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     lines = [
         "print('begun')",
@@ -304,8 +268,6 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
         "workers.shutdown()",
     ]
     (program := tmp_path / "train.py").write_text("\n".join(lines))
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, check=True
-    )
+    options = {"env": os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, "check": True}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, **options)
     assert done.stdout.split() == ["begun", "True"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from apportion.service.engine.entry import Entry, State
 from apportion.service.engine.hour import minutes, usage
@@ -12,7 +13,7 @@ NOW = 10_000.0
 
 
 def entry(
-    ended: float, first_use: float | None, seconds: float, state: State = State.READY, tenant: str = "a"
+    ended: float, first_use: Any, seconds: float, state: State = State.READY, tenant: str = "a"
 ) -> Entry:
     done = Entry(b"", plan_pack, b"", b"", 1, tenant, 0.0, 0.0, state, seconds=seconds, done=asyncio.Event())
     done.ended, done.first_use = ended, first_use

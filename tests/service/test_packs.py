@@ -8,9 +8,9 @@ import pytest
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.transport import decompress
-from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.errors import DecodeError
 from apportion.service.pack import Pack, Read, read_slice
-from tests.service.requests import JOB, RANKS, Request
+from tests.service.requests import RANKS, Request
 
 REQUEST = Request(1)
 
@@ -46,11 +46,6 @@ def test_a_slice_is_read_without_the_others(pack: Pack) -> None:
     assert sum(read_sizes) <= (64 << 10) + len(pack.slice(2))
 
 
-def test_an_unknown_rank_is_refused(pack: Pack) -> None:
-    with pytest.raises(ConfigError, match=r"rank = 4: must be in \[0, 3\]"):
-        read_slice(reader_of(pack.data), REQUEST.key, RANKS)
-
-
 def test_a_pack_with_any_changed_byte_is_refused(pack: Pack) -> None:
     rng, slices = random.Random(5), REQUEST.slices()
     for _ in range(300):
@@ -72,7 +67,3 @@ def test_a_pack_with_any_changed_byte_is_refused(pack: Pack) -> None:
         Pack.decode(pack.data, bytes(32))
     with pytest.raises(DecodeError, match="extended"):
         Pack.decode(pack.data + b"a")
-
-
-def test_the_key_depends_only_on_the_request() -> None:
-    assert Request(1).key == JOB.request_key(Request(1).batches) != Request(2).key

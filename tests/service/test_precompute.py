@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion import cli
+from apportion import CapacityError, ConfigError, cli
 from apportion.ir.bytes.origin import origin
-from apportion.ir.errors import CapacityError, ConfigError
 from apportion.service.precompute import IterationError, Work, precompute
 from apportion.service.store import Folder
 from apportion.service.workers import ProcessExecutor, WorkerDiedError
@@ -93,9 +92,7 @@ def test_a_folder_of_another_job_is_refused(
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "record", [b"", b"[1]", b"{}", b'{"iterations": "x"}', b'{"iterations": 5}', b"\xff"]
-)
+@pytest.mark.parametrize("record", [b"", b"[1]", b"{}", b'{"iterations": ""}', b'{"iterations": 5}', b"\xff"])
 def test_a_damaged_record_is_named(record: bytes, tmp_path: Path, workers: ProcessExecutor) -> None:
     (tmp_path / "precompute.json").write_bytes(record)
     with pytest.raises(ConfigError):
@@ -109,28 +106,17 @@ def test_a_batch_that_cannot_be_planned_is_named(tmp_path: Path, workers: Proces
     tight = replace(JOB, policy=replace(JOB.policy, token_cap=1))
     with pytest.raises(IterationError, match="iteration 0 of epoch 0"):
         precompute(Work(tight, LENGTHS, None, 1), tmp_path, workers, 2)
-    assert (
-        precompute(work(1), tmp_path, workers, 2).planned == 1
-    )  # the refused job left no plans in the folder
+    # the refused job left no plans in the folder
+    assert precompute(work(1), tmp_path, workers, 2).planned == 1
 
 
 @pytest.mark.slow
 def test_the_command_continues_after_being_killed_anywhere(tmp_path: Path) -> None:
     lengths, out = tmp_path / "lengths.jsonl", tmp_path / "plans"
     lengths.write_text("\n".join(map(str, LENGTHS.tolist())))
-    words = [
-        "precompute",
-        "--lengths",
-        str(lengths),
-        "--ranks",
-        "4",
-        "--tokens-per-rank",
-        "512",
-        "--out",
-        str(out),
-    ]
-    words += ["--iterations", "80", "--workers", "1", "--json"]
-    command = [sys.executable, "-m", "apportion", *words]
+    options = ["--ranks", "4", "--tokens-per-rank", "512", "--iterations", "80", "--workers", "1", "--json"]
+    files = ["--lengths", str(lengths), "--out", str(out)]
+    command = [sys.executable, "-m", "apportion", "precompute", *files, *options]
     for least in (1, 12):
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
             while process.poll() is None and sum(1 for _ in out.rglob("*.plan")) < least:

@@ -94,11 +94,8 @@ def test_one_lane_is_reserved_for_light_requests(clock: Clock) -> None:
 
 def test_a_new_job_gets_only_one_lane(clock: Clock) -> None:
     schedule = Schedule(1, clock)
-    first, second, other = (
-        entry("n", 0.0, job="new"),
-        entry("N", 1.0, job="new"),
-        entry("o", 9.0, job="other"),
-    )
+    first, second = entry("n", 0.0, job="new"), entry("N", 1.0, job="new")
+    other = entry("o", 9.0, job="other")
     for each in (first, second, other):
         schedule.add(each)
     assert schedule.next([]) is first
