@@ -229,9 +229,8 @@ def same_weights(model: Any, case: Any) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
         full = torch.randn(shape, generator=generator) / 6
         if split and case.model == "gated_delta_net" and parts[-2] in ("in_proj", "conv1d"):
-            columns = [16, 16, 48, 48, 4, 4][
-                : 3 if parts[-2] == "conv1d" else 6
-            ]  # q, k, v, gate, beta, alpha
+            # q, k, v, gate, beta, alpha
+            columns = [16, 16, 48, 48, 4, 4][: 3 if parts[-2] == "conv1d" else 6]
             full = torch.cat([part.chunk(case.tp)[at] for part in full.split(columns)])
         elif split:
             full = torch.cat(full.chunk(case.tp * stride, dim)[at :: case.tp], dim)

@@ -32,9 +32,8 @@ def assert_agreement(pool: Any, ranks: int, *args: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    "name", sorted(jobs.MODELS.keys() - {"phimoe"})
-)  # chooses experts at random in training
+# chooses experts at random in training
+@pytest.mark.parametrize("name", sorted(jobs.MODELS.keys() - {"phimoe"}))
 def test_losses_and_gradients_equal_one_process(pool: Any, name: str, ranks: int) -> None:
     assert_agreement(pool, ranks, name)
 

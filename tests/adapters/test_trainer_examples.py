@@ -51,9 +51,8 @@ def test_hugging_face_trainer_learns_like_its_own_attention_and_resumes(tmp_path
     assert whole[-1] < whole[0] - 1.0
     alone(tmp_path / "own", "hf")
     first, own = (logged(tmp_path / name)[:2] for name in ("whole", "own"))
-    assert first == pytest.approx(
-        own, abs=1e-6
-    )  # means over 5 steps with Adam, in the pass that both runs share
+    # means over 5 steps with Adam, in the pass that both runs share
+    assert first == pytest.approx(own, abs=1e-6)
     shutil.rmtree(newest(tmp_path / "whole"))  # as if the run had been killed before
     rest = losses_of(launch_example(tmp_path / "whole", "examples/hf_train.py", "--resume"))
     assert 0 < len(rest) < len(whole)

@@ -103,9 +103,8 @@ def test_hovering_shows_a_tooltip_on_all_three_pictures(reported: Make, visit: V
 
 def test_the_mask_zooms_from_the_batch_to_a_block(reported: Make, visit: Visit) -> None:
     page = visit(reported())
-    assert (
-        page.locator("select.document").input_value() != "-1"
-    )  # the mask of all documents would be a thin diagonal
+    # the mask of all documents would be a thin diagonal
+    assert page.locator("select.document").input_value() != "-1"
     one, strip = canvas_content(page, "cells"), page.locator("canvas.documents")
     page.locator("select.document").select_option(index=0)
     before = canvas_content(page, "cells")

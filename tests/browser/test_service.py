@@ -83,9 +83,8 @@ def test_the_page_updates_as_plans_are_made(server: Server, watch: Watch) -> Non
     expect(page.locator(".plans tbody tr").first).to_contain_text(key.hex()[:12])
     for title in ("planning, median", "planning, 99th percentile"):
         expect(page.locator(".card", has_text=title)).to_contain_text(re.compile(r"^[\d.]+ m?s"))
-    expect(page.locator(".tenants tbody tr")).to_have_count(
-        2
-    )  # the rows of all tenants and of the only tenant
+    # the rows of all tenants and of the only tenant
+    expect(page.locator(".tenants tbody tr")).to_have_count(2)
     planned = page.locator(".chart", has_text="plans made").get_by_role("img")
     expect(planned).to_have_attribute(
         "aria-label", re.compile(r"over the last hour: \d+ now, [1-9]\d* at most")
