@@ -173,7 +173,7 @@ class _Iteration:
         """The loss of a microbatch; marks the last one as the iteration's end, after which optimizers step."""
         is_last = number == self.pipe.table.microbatches - 1
         batch = replace(self.batches[number], microbatch=number, is_last=is_last)
-        wiring.watch.batches.add(batch)
+        wiring.watch.batches[batch] = None
         loss: Tensor = _require("loss", self.pipe.loss)(y, batch)
         return loss
 

@@ -10,6 +10,7 @@ import pytest
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError, ExecutionError
+from apportion.trainer.step import loss
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks.loading import job, planning
 
@@ -27,6 +28,13 @@ def test_a_loss_mask_removes_the_label_of_the_predicted_token(name: str) -> None
     assert batch.labels.tolist() == [IGNORED, IGNORED, 13, 14, IGNORED, 16, IGNORED, IGNORED]
     assert batch.valid_tokens == 3
     assert not batch.fields
+
+
+def test_batches_without_labels_are_told_apart_and_copies_belong_to_the_newest() -> None:
+    samples = [{"input_ids": TOKENS, "loss_mask": [0] * len(TOKENS)}] * 4
+    batches = [*ap.PlannedLoader(ap.Samples(samples), **planning(job(tokens=8)), shuffle=False)]
+    assert [loss.batch_of(batch.labels) for batch in batches] == batches
+    assert loss.batch_of(batches[0].labels.clone()) is batches[-1]
 
 
 def test_loss_masks_and_labels_of_a_sample_are_combined() -> None:

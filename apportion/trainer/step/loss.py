@@ -4,7 +4,7 @@ step's mean: its labels, its autograd graph, its reduction."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from warnings import warn
 
 import torch
@@ -89,22 +89,23 @@ def _rows(name: str, tensor: Tensor, logits: Tensor | None = None) -> Tensor:
 
 
 def batch_of(labels: Tensor) -> Microbatch | None:
-    """The batch whose labels these are, as a view or (until ranks have been compared) as a copy. Raises ConfigError for
-    the batch's tokens, and for labels that are shifted twice."""
-    for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
+    """The batch whose labels these are, as a view or else (until ranks have been compared) as a copy, of the newest
+    batch: several may have only ignored labels. Raises ConfigError for the batch's tokens, and for labels that are
+    shifted twice."""
+    newest_first = [*wiring.watch.batches][::-1] if labels.numel() and not is_compiling() else []
+    for batch in newest_first:
         if _is_view_of(labels, batch.tokens):
             rule = "are the rows' inputs, not the tokens that they predict"
             raise ConfigError("labels", "the batch's tokens", rule, "pass batch.labels")
-        copied = not wiring.watch.settled and labels.numel() == batch.labels.numel()
-        if (viewed := _is_view_of(labels, batch.labels)) or (
-            copied and torch.equal(labels.flatten().cpu(), batch.labels.cpu())
-        ):
+        if _is_view_of(labels, batch.labels):
             shifted = batch.labels[1:]
-            if viewed and 1 < labels.numel() == shifted.numel() and labels.data_ptr() == shifted.data_ptr():
+            if 1 < labels.numel() == shifted.numel() and labels.data_ptr() == shifted.data_ptr():
                 rule = "belong to the next token already, and would be shifted again"
                 raise ConfigError("labels", "batch.labels[1:]", rule, "pass batch.labels, and all logits")
-            result: Microbatch = batch
-            return result
+            return cast("Microbatch", batch)
+    for batch in newest_first if not wiring.watch.settled else ():
+        if labels.numel() == batch.labels.numel() and torch.equal(labels.flatten().cpu(), batch.labels.cpu()):
+            return cast("Microbatch", batch)
     return None
 
 

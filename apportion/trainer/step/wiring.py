@@ -53,7 +53,7 @@ class Watch:
     repeated in each pass over a loader, and for each model. trusted: loaders of trainers' adapters."""
 
     def __init__(self) -> None:
-        self.batches = WeakSet[Any]()
+        self.batches = WeakKeyDictionary[Any, None]()  # the newest last
         self.models = WeakKeyDictionary[Any, Callable[[Any], None]]()
         self.trusted = WeakSet[Any]()
         self.modules = WeakKeyDictionary[nn.Module, None]()  # in the order of their calls, as on other ranks
@@ -90,7 +90,7 @@ class Watch:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
         if not batch._staged:  # for ticks `TickPipeline` adds the microbatches
-            self.batches.add(batch)
+            self.batches[batch] = None
         of_plan, groups, self.staged = batch.handle.communicator, batch._replicas, batch._staged
         self.ranks = of_plan.ranks * (1 if groups is None else groups.ranks)
         transports = None if batch._staged else of_plan, groups
