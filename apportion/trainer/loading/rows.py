@@ -113,11 +113,9 @@ class Rows(NamedTuple):
     def weight(self) -> float:
         """The sum of loss weights of rows with a label, 1 each by default."""
         weights = self.fields.get(WEIGHTS)
-        return (
-            float(self.label_count)
-            if weights is None
-            else float(weights[self.labels != IGNORED].double().sum())
-        )
+        if weights is None:
+            return float(self.label_count)
+        return float(weights[self.labels != IGNORED].double().sum())
 
     @property
     def form(self) -> str:
