@@ -152,42 +152,55 @@ _WAITS = r"deadlock(.|\n)*rank 0, instruction 2 of 7: waits for ranks \[2\](.|\n
 FAULTS = {  # name -> plan, text, replacement, error
     "a deadlock, where each rank waits": ("q_moves", f"  {_LAUNCH}{_ATTEND}  wait 0\n", _ATTEND, _WAITS),
     "a deadlock, the rank that skips a round": (
-        *("q_moves", f"  {_LAUNCH}{_ATTEND}  wait 0\n", _ATTEND),
+        "q_moves",
+        f"  {_LAUNCH}{_ATTEND}  wait 0\n",
+        _ATTEND,
         r"rank 2, instruction 2 of 5: waits for ranks \[0, 1\]",
     ),
     "read rows in flight": (
-        *("q_moves", f"wait 0\n  {_Q_ATTEND}", f"{_Q_ATTEND}  wait 0\n"),
+        "q_moves",
+        f"wait 0\n  {_Q_ATTEND}",
+        f"{_Q_ATTEND}  wait 0\n",
         r"rank 1, instruction 2 of 8: reads Q.work\[0:8\).*in flight",
     ),
     "use a partial twice": ("q_moves", _MERGE, f"{_MERGE}  {_MERGE}", r"rank 1, instruction 7 .*consumed"),
     "overwrite rows in flight": (
-        *("q_moves", _LAUNCH, f"{_LAUNCH}  clear Q.home[0:8)\n"),
+        "q_moves",
+        _LAUNCH,
+        f"{_LAUNCH}  clear Q.home[0:8)\n",
         r"rank 2, instruction 3 .*Q.home\[0:8\).* was overwritten while round 0 was in flight",
     ),
     "a send that nobody receives": (
-        *("q_moves", "send Q.home[0:8) to 0, rec", "send Q.home[0:8) to 0, send KV.home[0:8) to 0, rec"),
+        "q_moves",
+        "send Q.home[0:8) to 0, rec",
+        "send Q.home[0:8) to 0, send KV.home[0:8) to 0, rec",
         r"round 0: rank 0 does not receive KV.home\[0:8\).* from rank 1",
     ),
     "a receive that nobody sends": (
-        *("q_moves", "1: receive O.work[8:16) from 0, send", "1: receive O.work[8:16) from 2, send"),
+        "q_moves",
+        "1: receive O.work[8:16) from 0, send",
+        "1: receive O.work[8:16) from 2, send",
         r"rank 1, instruction 5 .*receives O.work\[8:16\).* from rank 2, which has no more to send in round 1",
     ),
     "a receive of another number of rows": (
-        *("q_moves", "launch 1: send O.work[0:8) to 1", "launch 1: send O.work[0:7) to 1"),
+        "q_moves",
+        "launch 1: send O.work[0:8) to 1",
+        "launch 1: send O.work[0:7) to 1",
         r"receives O.work\[8:16\).* from rank 0, which sends O.work\[0:7\)",
     ),
     "gradients that are never written": (
-        *("clear", "clear dQ.home[4:8), dKV.home[0:8)", "clear dKV.home[0:8)"),
+        "clear",
+        "clear dQ.home[4:8), dKV.home[0:8)",
+        "clear dKV.home[0:8)",
         "rank 0: home rows of dQ were never written",
     ),
     "read an unwritten row of the output": (
-        *("clear", "  clear O.home[0:8)\n", "  clear O.home[0:4)\n"),
+        "clear",
+        "  clear O.home[0:8)\n",
+        "  clear O.home[0:4)\n",
         r"O.home\[0:8\).*row 4 is unwritten",
     ),
-    "a round without a wait": (
-        *("relay", "  wait 0\n  finish", "  finish"),
-        r"without a wait for rounds \[0\]",
-    ),
+    "a round without a wait": ("relay", "  wait 0\n  finish", "  finish", r"without a wait for rounds \[0\]"),
 }
 
 

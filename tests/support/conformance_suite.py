@@ -100,37 +100,44 @@ CASES: dict[str, Case] = {
     ),
     "fcp_narrow": Case("gradients rounded to bf16 in transit", "fcp", model=_NARROW),
     "relays_narrow": Case(
-        *("gradients rounded to fp16 at each hop of a relay", "relays"), model=replace(_NARROW, dtype="fp16")
+        "gradients rounded to fp16 at each hop of a relay", "relays", model=replace(_NARROW, dtype="fp16")
     ),
     "ring": Case("a zig-zag ring, fp32", "ring", model=replace(_HEADS, dtype="fp32")),
     "ulysses": Case(
-        *("heads all-to-all, complete rows travel as results, bf16", "ulysses"),
-        model=replace(_BF16, kv_heads=4),
+        "heads all-to-all, complete rows travel as results, bf16", "ulysses", model=replace(_BF16, kv_heads=4)
     ),
     "ulysses_shared": Case("KV heads shared by ranks; sinks", "ulysses", model=_HEADS, sinks=True),
     "usp_window": Case(
-        *("heads and a ring, sliding windows, a soft cap", "usp"), mask=_WINDOW, model=_HEADS, softcap=1.5
+        "heads and a ring, sliding windows, a soft cap", "usp", mask=_WINDOW, model=_HEADS, softcap=1.5
     ),
     "upipe": Case("heads in stages; another scale", "upipe_ring", model=_HEADS, scale=0.25),
     "zeppelin": Case("two layouts and a remap between them", "zeppelin", (40, 2, 2, 2)),
     "mixed": Case(
-        *("short documents stay whole on a rank, the long one is split by heads", "mixed", (25, 5, 4, 3, 3)),
+        "short documents stay whole on a rank, the long one is split by heads",
+        "mixed",
+        (25, 5, 4, 3, 3),
         model=_BF16,
     ),
     "mixed_kinds": Case("two attention kinds, each with its own split", "mixed_kinds", **_OF_KINDS),
     "two_kinds": Case(
-        *("two attention kinds, reshuffled, sinks", "ring_reshuffled"),
+        "two attention kinds, reshuffled, sinks",
+        "ring_reshuffled",
         mask=_KINDS,
         sinks=True,
         model=replace(_MODEL, layers=_LAYERS),
     ),
     "tree": Case("a prefix tree: positions continue from the parent's", "node", (30, 30), _TREE),
     "recurrent": Case(
-        *("three kinds of recurrent layers alongside attention", "fcp", (17, 6, 1, 3)),
+        "three kinds of recurrent layers alongside attention",
+        "fcp",
+        (17, 6, 1, 3),
         model=replace(_MODEL, recurrent=_RECURRENT),
     ),
     "recurrent_tree": Case(
-        *("recurrent layers on a prefix tree: branches continue from their trunk", "node", (30,), _TREE),
+        "recurrent layers on a prefix tree: branches continue from their trunk",
+        "node",
+        (30,),
+        _TREE,
         model=replace(_MODEL, recurrent=_KIMI),
     ),
     "questions": Case("shared questions on a ring over three ranks", "ring_of_holders", (24,), **_ON_THREE),
