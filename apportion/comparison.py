@@ -274,8 +274,8 @@ def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
     job = BenchJob(batch, setting.cluster, setting.model, recipe, setting.seed, setting.hardware)
     try:
         plan, planning_ms, _ = timed_plan(job)
-        skip = setting.unverified.get(recipe.name)
-        verify_ms, unverified = _verify_timed(plan) if setting.verify and skip is None else (None, skip)
+        reason = setting.unverified.get(recipe.name)
+        verify_ms, unverified = _verify_timed(plan) if setting.verify and reason is None else (None, reason)
         simulation = simulate(plan, setting.hardware)
     except VerifyError as error:
         return Refusal(f"the plan breaks a rule: {error}", broken=True)

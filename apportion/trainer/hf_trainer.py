@@ -162,7 +162,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         data_collator = self.data_collator
         collator = getattr(data_collator, "__name__", type(data_collator).__name__)
         pads = data_collator is default_data_collator or _name(type(data_collator)) in _PADS
-        sampler, draws = type(self)._get_train_sampler, "the loader draws the samples"
+        sampler, sampling = type(self)._get_train_sampler, "the loader draws the samples"
         orders = sampler is not Trainer._get_train_sampler
         model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
         for name, value, is_refused, rule, remedy in (
@@ -171,7 +171,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             ("neftune_noise_alpha", noise, noise, rows, "leave it out"),
             ("compute_metrics", self.compute_metrics, predicts, order, "pass a plain eval_dataset"),
             ("data_collator", collator, not pads, "rows are not collated", "put labels into the samples"),
-            ("_get_train_sampler", sampler.__qualname__, orders, draws, "pass it sampler="),
+            ("_get_train_sampler", sampler.__qualname__, orders, sampling, "pass it sampler="),
             ("compute_loss_func", *[self.compute_loss_func] * 2, shifted, "use the model's own loss"),
             ("n_gpu", args.n_gpu, args.n_gpu > 1, "DataParallel splits rows", "start a process for each GPU"),
             ("router_aux_loss_coef", *routed, "trl adds the router's loss of a rank's rows", "set it to 0"),

@@ -31,7 +31,7 @@ static uint64_t bits_of(Column<const Number> values) {
 }
 
 template <class Width, class Number>
-static void put_steps(Column<const Number> values, uint8_t* out) {
+static void put_differences(Column<const Number> values, uint8_t* out) {
   int64_t last = 0;
   for (int64_t row = 0; row < values.size(); ++row) {
     const Width step = static_cast<Width>(values[row] - last);
@@ -43,10 +43,10 @@ static void put_steps(Column<const Number> values, uint8_t* out) {
 template <class Number>
 static uint8_t* put_column(Column<const Number> values, int width, uint8_t* out) {
   *out++ = static_cast<uint8_t>(width);
-  if (width == 1) put_steps<uint8_t>(values, out);
-  if (width == 2) put_steps<std::uint16_t>(values, out);
-  if (width == 4) put_steps<std::uint32_t>(values, out);
-  if (width == 8) put_steps<uint64_t>(values, out);
+  if (width == 1) put_differences<uint8_t>(values, out);
+  if (width == 2) put_differences<std::uint16_t>(values, out);
+  if (width == 4) put_differences<std::uint32_t>(values, out);
+  if (width == 8) put_differences<uint64_t>(values, out);
   return out + width * values.size();
 }
 

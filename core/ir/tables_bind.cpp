@@ -79,7 +79,7 @@ nb::list decode(std::vector<nb::bytes> parts, std::vector<int64_t> columns, std:
   return tables;
 }
 
-// Sets `Malformed` of Python with (rank, table, column, what).
+// Sets the Python exception `Malformed` with (rank, table, column, what).
 void translate(const std::exception_ptr& thrown, void* type) {
   try {
     std::rethrow_exception(thrown);

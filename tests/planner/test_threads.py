@@ -55,7 +55,7 @@ def test_plans_larger_than_memory_are_refused_at_once(recipe: str, monkeypatch: 
     batch, cluster = ap.Batch.from_lengths([512] * 16), ap.Cluster(2, 8)
     tasks = ap.plan(batch, cluster, ap.Model(), "ring").programs["default", "forward"]["tasks"]
     monkeypatch.setattr(cells, "MOST_TASKS", len(tasks) * 9 // 8)
-    with pytest.raises(CapacityError, match=r"are planned at a time; .* \(--pods\)"):
+    with pytest.raises(CapacityError, match=r"are planned at once; .* \(--pods\)"):
         ap.plan(batch, cluster, ap.Model(), recipe)
     in_pods = ap.plan(batch, cluster, ap.Model(), with_pods(find_recipe("ring"), 8))
     assert in_pods.report["ranks"] == 16

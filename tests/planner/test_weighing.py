@@ -61,7 +61,7 @@ def test_time_is_more_even_than_with_pairs(place: dict[str, dict[str, str]], mas
 
 
 def test_auto_balances_time_instead_of_pairs_for_short_answers() -> None:
-    """Answers to one question, as in chats: the simulated time is even, and shorter than with even pairs."""
+    """Answers to one question, as in chats: the simulated time is even, and shorter than if pairs were even."""
     sizes = lognormal_lengths(0, 8 * 16384, median=250, sigma=0.7)
     groups = [sizes[at : at + 16].tolist() for at in range(0, len(sizes) - 16, 16)]
     questions = [Sequence(200 + sum(group), masks.shared_question(200, group)) for group in groups]

@@ -231,7 +231,7 @@ class _Reader:
         if index is None:
             return program.index(operand)
         if index >= len(program.operands) or program.operands[index] != operand:
-            raise self.fail(f"operand {text} is not at {index} of the operands line")
+            raise self.fail(f"operand {text} is not at index {index} of the operands line")
         return index
 
     def add(self, op: Op, round: int, channel: int, mode: int, rows: list[Row]) -> None:

@@ -131,7 +131,7 @@ class Communicator(Transport):
     groups: process groups of the same ranks in the same order; channel c uses `groups[c % len(groups)]`. hosts: a group
     that moves CPU tensors, for checks; required if `groups` move only GPU tensors. Without arguments: all ranks of
     the job, on as many groups as their plans have channels, or a single rank if torch.distributed is not initialised.
-    Any number of plans may share a communicator. `global_ranks`: their ranks in the job, in the groups' order.
+    Any number of plans may share a communicator. `global_ranks`: the members' ranks in the job, in the groups' order.
     """
 
     def __init__(self, *groups: Any, hosts: Any = None) -> None:

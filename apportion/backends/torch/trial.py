@@ -149,8 +149,8 @@ def _check_places(module: nn.Module, arguments: Any, handle: PlanHandle, known: 
 
 
 def _sums(table: Tensor, distinct: int) -> list[int]:
-    """Checksums of the first 4, 8, 16, … rows of a table, `_SUMS` of them; 0 beyond its end. distinct: 1 if the table
-    ends at the first row that occurs twice, else 0."""
+    """Checksums of the first 4, 8, 16, … rows of a table, `_SUMS` of them; 0 beyond its end. distinct: 1 to end the
+    table before the first row that repeats an earlier one, else 0."""
     result, seen, total = [0] * _SUMS, set[bytes](), 0
     for number, row in enumerate(table.detach()[: 2 << _SUMS].double().cpu().numpy(), 1):
         seen.add(row.tobytes())

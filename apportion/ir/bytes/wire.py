@@ -107,7 +107,7 @@ def unpack(decoder: Any, data: bytes, label: str) -> Any:
 
 
 def check_canonical(size: int, value: msgspec.Struct, label: str) -> None:
-    """Refuses bytes that are not in canonical form: `value` encodes to `size` bytes."""
+    """Refuses bytes that are not in canonical form: `value` must encode to `size` bytes."""
     _encoder.encode_into(value, buffer := bytearray(size))
     if len(buffer) != size:
         raise DecodeError(f"{label}: repeated or unknown keys, or values not in their shortest form")

@@ -212,7 +212,7 @@ class HeadStages:
 
     @property
     def widest(self) -> int:
-        """Largest number of KV heads that a rank holds at a time."""
+        """Largest number of KV heads that a rank holds at once."""
         return int(self.key_heads.max())
 
     def totals(self, groups: Groups) -> HeadSets:

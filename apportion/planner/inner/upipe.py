@@ -1,4 +1,4 @@
-"""UPipe: computes a group's heads in stages, so that only the heads of one stage exist at a time (UPipe, sections 3.3
+"""UPipe: computes a group's heads in stages, so that only the heads of one stage exist at once (UPipe, sections 3.3
 and 4.1).
 
     16 query heads, 4 KV heads, 4 ranks, 4 query heads per stage         rank    0        1        2        3

@@ -84,7 +84,7 @@ def usable_passes(problem: Problem, passes: Passes) -> Passes:
 
 
 def _without_lone(passes: Passes, groups: Groups, lone: LoneSequences | None) -> list[Departure]:
-    """The departure if no sequences are lone although the recipe requests it."""
+    """The departure if the recipe requests lone sequences but there are none."""
     inner = passes.inner
     if lone is not None or not groups.split or not isinstance(inner, Ulysses) or inner.lone is None:
         return []

@@ -104,7 +104,7 @@ class Schedule:
 # with relays they are twice as long, since a tile then passes through two. (FCP, section 4.2, coalesces four blocks;
 # simulated with 8 to 256 ranks, four long rounds are as fast as many, or up to 30 % faster.)
 AUTO_ROUNDS = 4
-# Rounds have at most this many tokens per rank, to limit the rows held at a time.
+# Rounds have at most this many tokens per rank, to limit the rows held at once.
 AUTO_ROUND_TOKENS = 131072
 # Rounds between a relayed tile's arrival and the wait for it at its destination: with one, too little is computed in
 # between (simulated on 64 ranks: 10 % slower); three gain nothing.
@@ -139,7 +139,7 @@ class Matchings(SchedulePass):
     """Every slot is a matching; the number of slots is exactly the largest number of tiles that a rank sends or
     receives (FCP, section 4.2). Relays follow, each level in its own rounds on another channel.
 
-    coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
+    coalesce: slots per round; buffers: rounds of tiles that a rank holds at once (FCP's evaluation uses three).
     local: when tasks without tiles run. order: order of unequal tiles: any, or the longest or shortest first, so that
     tiles of a round are similar. solver: of kind colouring.
     """

@@ -80,7 +80,7 @@ class Candidate:
     def with_step(
         self, step: str, value: Mapping[str, Any] | None, name: str, rounds: int | None
     ) -> Candidate:
-        """The candidate with another step, {pass: parameters}, or without it for None."""
+        """The candidate with `step` replaced by `value`, {pass: parameters}, or without it if `value` is None."""
         steps = {item.step: item for item in self.recipe if value or item.step != step}
         for pass_name, params in (value or {}).items():
             steps[step] = Step(step, pass_name, params)

@@ -30,9 +30,9 @@ class Price:
 
 
 def price(
-    plan: Plan, problem: Problem, whole: Mapping[tuple[str, str], float], limit_us: float
+    plan: Plan, problem: Problem, whole_us: Mapping[tuple[str, str], float], limit_us: float
 ) -> tuple[float, Price | None]:
-    """The plan's lower bound over all layers, and its price if the bound is below `limit_us`. whole: `whole_us` of each
+    """The plan's lower bound over all layers, and its price if the bound is below `limit_us`. whole_us: for each
     kind and phase.
 
     Raises VerifyError for a plan that cannot run.
@@ -49,7 +49,7 @@ def price(
     value = sum(count * run.makespan_us for count, run in zip(layers, simulation.runs.values(), strict=True))
     ideal = sum(count * run.ideal_us for count, run in zip(layers, simulation.runs.values(), strict=True))
     attainable = sum(
-        problem.layers[item.kind] * attainable_us(whole[item.kind, item.phase], item.work)
+        problem.layers[item.kind] * attainable_us(whole_us[item.kind, item.phase], item.work)
         for item in prepared
     )
     even = sum(count * run.ideal_us for count, run in zip(counts, recurrent.values(), strict=True))

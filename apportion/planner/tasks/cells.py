@@ -129,5 +129,5 @@ def check_tasks(count: int) -> None:
     if count > MOST_TASKS:
         raise CapacityError(
             f"{count} tasks, one per block of queries and block of keys that it sees: at most {MOST_TASKS} are "
-            "planned at a time; use larger blocks, a recipe that keeps short sequences whole, or smaller pods (--pods)"
+            "planned at once; use larger blocks, a recipe that keeps short sequences whole, or smaller pods (--pods)"
         )

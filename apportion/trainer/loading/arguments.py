@@ -37,7 +37,7 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
     return checked
 
 
-def check_masks(dataset: Dataset, masks: Masks) -> Masks:
+def masks_of(dataset: Dataset, masks: Masks) -> Masks:
     """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks."""
     value: Masks = getattr(dataset, "masks", None) if masks is None else masks
     if isinstance(value, str) or not isinstance(value, Mask | Sized | None):

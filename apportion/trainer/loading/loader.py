@@ -182,7 +182,7 @@ class PlannedLoader:
         policy = policy if seed is None else replace(policy, seed=seed)
         self.job = Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
         self._masks_given = masks is not None
-        masks, lengths = arguments.check_masks(dataset, masks), arguments.lengths_of(dataset, lengths)
+        masks, lengths = arguments.masks_of(dataset, masks), arguments.lengths_of(dataset, lengths)
         arguments.check_kinds(self.job, masks)
         stages, filled = 1, self.job.microbatches
         self._repeats = 1  # number of plans of an iteration that contain each token
@@ -282,7 +282,7 @@ class PlannedLoader:
         if self._passes and isinstance(self._sampler, Iterator):
             rule = "is an iterator, and an earlier pass has read ahead in it"
             raise ConfigError("sampler", type(self._sampler).__name__, rule, "pass one that can restart")
-        masks = self._builder.masks if self._masks_given else arguments.check_masks(self.dataset, None)
+        masks = self._builder.masks if self._masks_given else arguments.masks_of(self.dataset, None)
         if masks is not self._builder.masks and masks_digest(masks) != self._facts["masks"]:
             rule = "have changed since the loader was made, and plans have the earlier ones"
             raise ConfigError("dataset.masks", "others", rule, "make another loader")

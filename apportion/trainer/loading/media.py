@@ -65,7 +65,7 @@ class Media:
             rule = f"must be a multiple of merge = {merge}"
             raise ConfigError(f"media.lengths[{odd[0]}]", int(lengths[odd[0]]), rule, "give whole tokens")
         places = integers("media.places", places.ravel(), 0).reshape(-1, 2)
-        masks = arguments.check_masks(self.dataset, self.masks)
+        masks = arguments.masks_of(self.dataset, self.masks)
         masks = full() if masks is None else masks
         for name, value in (("lengths", lengths), ("places", places), ("masks", masks)):
             object.__setattr__(self, name, value)

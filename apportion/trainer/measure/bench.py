@@ -229,7 +229,7 @@ class Bench:
         message = "ms, tflops, exposed_ms: there is no GPU, so only a rank's host is measured"
         if self._computes:
             scope = f"{piece.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages"
-            message = f"{scope} are not: this gives a host time but no device time"
+            message = f"{scope} are not sent: this gives a host time but no device time"
         self.skip(message)
         recorder = RecordingDevice(piece.rank, piece.ranks)
         engine = name if self._computes else recorder.engine

@@ -66,8 +66,8 @@ class HeadProjection:
 class LatentExpansion:
     """Expansion of latent rows for `planned_latent_attention`, by a layer's linear layer for all heads.
 
-    linear: maps latent rows to all heads in order, for each its own part of k, then v. own: width of this part; width:
-    that of v. Weights are read at every call, not cached; only layers other than a plain `Linear` (LoRA, quantized)
+    linear: maps latent rows to all heads in order: for each, k without its rotated part, then v. own: width of this k;
+    width: of v. Weights are read at every call, not cached; only layers other than a plain `Linear` (LoRA, quantized)
     compute all heads when only some are needed.
     """
 

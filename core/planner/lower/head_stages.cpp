@@ -194,7 +194,7 @@ class Stages {
   }
   bool has_own_rows(Tensor tensor) const { return own_rows_.contains(tensor); }
 
-  // The rows of a copy where attention is computed, and its home rows.
+  // A copy's rows where attention is computed, and its home rows.
   Operand in_attention(Tensor tensor, int64_t at, const Copy& copy) const {
     return at_stage(first_stage(tensor, at), copy.dst, rows_of(tensor, Space::WORK, copy.row, copy.rows));
   }

@@ -1,4 +1,4 @@
-"""Options and files of `apportion forecast`: models of Hugging Face, masks, training."""
+"""Options and files of `apportion forecast`: Hugging Face models, masks, training."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_sequences_without_pairs_are_spread() -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=7), st.integers(3, 6), st.integers(2, 3))
-def test_packs_are_refused_exactly_if_no_assignment_fits(lengths: list[int], cap: int, count: int) -> None:
+def test_packs_that_no_assignment_fits_are_refused(lengths: list[int], cap: int, count: int) -> None:
     """Compares with all assignments: what does not fit is refused, and nothing exceeds the cap."""
     fits = any(
         max(np.bincount(homes, lengths, count)) <= 2 * cap and len(set(homes)) == count

@@ -30,7 +30,7 @@ class LatentRun(Generic[T]):
     tasks: list[T]
 
     def slices(self, elements: int) -> Iterator[slice]:
-        """Slices of the heads that are expanded at a time. elements: per expanded row and head."""
+        """Slices of the heads, expanded one slice at a time. elements: per expanded row and head."""
         step = max(1, MAX_ELEMENTS // (elements * self.kv.rows))
         return (slice(first, min(first + step, len(self.heads))) for first in range(0, len(self.heads), step))
 

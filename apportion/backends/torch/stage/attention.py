@@ -138,7 +138,7 @@ def _entry(ptr):
 
 @triton.jit
 def _target(tile, heads, lane, M: tl.constexpr):
-    """(whether a tile's complete rows go into a message; their positions [M] there or in the results, in columns)."""
+    """(whether a tile's complete rows go into a message; their offsets [M] there or in the results, in columns)."""
     row = (tl.load(tile + 11) + tl.arange(0, M)).to(tl.int64)
     column = tl.load(heads + tl.load(tile + 13) + lane)
     return (tl.load(tile + 4) & STAGED) != 0, row * tl.load(tile + 12) + column

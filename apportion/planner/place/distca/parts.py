@@ -201,7 +201,7 @@ def _cells(site: Site) -> Ints:
 
 
 def _walks(site: Site) -> Ints:
-    """int64 [8, ranges], `_cells`' columns and the sequence's length: homes walked from both ends; block: the first."""
+    """int64 [8, ranges], `_cells`' columns and the sequence's length: homes of folded sequences; block: their first."""
     homes = site.homes.take(np.flatnonzero(site.folded[site.homes.seq]))
     begin, end = site.begin[homes.seq], site.begin[homes.seq + 1]
     head, tail = begin + (homes.a + 1) // 2, end - homes.b // 2

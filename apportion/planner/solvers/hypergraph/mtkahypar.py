@@ -78,7 +78,7 @@ def _single_weight_problem(problem: HypergraphProblem) -> HypergraphProblem:
 
 
 def _parts(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]:
-    """The engine's ranks, without repair, nodes first; and the limit if it fails."""
+    """Ranks from the engine, without repair: nodes first, then their ranks; and the limit if the engine fails."""
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
     per_node, none = problem.ranks_per_node, np.zeros(len(homes), np.int64)
     node, limit = np.where(homes < 0, -1, homes // per_node), None
