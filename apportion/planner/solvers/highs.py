@@ -71,16 +71,12 @@ def _run(end: highspy.HighsModelStatus, is_feasible: bool, bound: float) -> Solv
     return SolverRun(status, limit, bound)
 
 
-def solve_model(
-    model: pulp.LpProblem, nodes: int, gap: float = 0.0, target: float | None = None
-) -> SolverRun:
+def solve_model(model: pulp.LpProblem, nodes: int, gap: float = 0.0) -> SolverRun:
     """Minimises a PuLP model, starting from its variables' values if all have one; they receive the answer.
 
-    nodes: limit of the search tree; gap: accepted relative gap; target: accepted objective.
+    nodes: limit of the search tree; gap: accepted relative gap.
     """
     options: dict[str, Any] = {"random_seed": _SEED, "mip_max_nodes": nodes, "parallel": "off"}
-    if target is not None:
-        options["objective_target"] = target
     engine = _HighsEngine(msg=False, threads=1, gapRel=gap, **options)
     model.solve(engine)
     return engine.run
