@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, count, islice
@@ -163,6 +164,30 @@ def test_a_pass_can_begin_in_the_middle() -> None:
     assert [seen(batch) for batch in loader] == whole
     loader.set_epoch(0, start=len(whole))
     assert list(loader) == []
+
+
+def test_passes_that_train_on_the_same_samples_again_cause_a_warning() -> None:
+    loader = loader_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for taken in (None, None, None, None, 1, 2, 1):  # batches of a pass, None for all
+            list(islice(loader, taken))
+        with torch.no_grad():
+            next(iter(loader))
+    with pytest.warns(
+        UserWarning, match="a fourth pass begins at iteration 0 of epoch 0, .* the same samples"
+    ):
+        next(iter(loader))
+
+
+def test_an_epoch_before_that_of_a_loaded_state_causes_a_warning() -> None:
+    loader, loaded = loader_of(), loader_of()
+    loader.set_epoch(1)
+    next(iter(loader))
+    loaded.load_state_dict(loader.state_dict())
+    loaded.set_epoch(1)
+    with pytest.warns(UserWarning, match=r"set_epoch\(0\) discards the loaded place in epoch 1"):
+        loaded.set_epoch(0)
 
 
 def test_a_sampler_gives_the_samples_of_each_iteration() -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
+from warnings import warn
 
 import numpy as np
 import torch
@@ -216,6 +217,7 @@ class PlannedLoader:
         self._lookahead = max(integer("lookahead", lookahead), fetching.PREFETCHED * self._workers + 1)
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()
+        self._left: tuple[Place, ...] = ()  # begins of the latest passes that were left before their end
         self._encoder: PlannedLoader | None = None
         self._leads = True  # False if it follows another loader's microbatches
         if media is not None:
@@ -259,6 +261,9 @@ class PlannedLoader:
         """Sets the epoch, and with it the order, of the next passes. The next pass begins with iteration `start`; by
         default where a loaded state of this epoch left off, or with the first iteration if there is none."""
         epoch = integer("epoch", epoch, 0)
+        if start is None and epoch < self._begin.epoch and self._begin > Place(self._begin.epoch):
+            text = f"set_epoch({epoch}) discards the loaded place in epoch {self._begin.epoch}"
+            warn(f"{text}, so samples are read again: begin with that epoch", stacklevel=2)
         if start is not None or epoch != self._begin.epoch:
             self._begin = self._place = Place(epoch, integer("start", start or 0, 0))
 
@@ -287,6 +292,11 @@ class PlannedLoader:
             rule = "have changed since the loader was made, and plans have the earlier ones"
             raise ConfigError("dataset.masks", "others", rule, "make another loader")
         start = self._place = self._begin
+        if self._sampling is not None and torch.is_grad_enabled() and self._left == (start,) * 3:
+            text = f"a fourth pass begins at iteration {start.iteration} of epoch {start.epoch}, after three left early"
+            remedy = "keep one iterator, or call set_epoch"
+            warn(f"{text}: it yields the same samples again; {remedy}", stacklevel=2)
+        self._left = (*self._left[-2:], start)
         self._meters.begin()
         self._check_place()
         self._check_orders()
@@ -310,6 +320,7 @@ class PlannedLoader:
                         self._meters.end(batch.batch.tokens)
                 iterations.forget(iteration.number + 1)
                 ahead.reach(iteration.number + 1)
+        self._left = ()
         self._communicator.all_gather([], "the end of a pass")
         totals(self._replicas, (self._place.epoch, -1, 0), 0, 0.0)
 
