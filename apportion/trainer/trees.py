@@ -34,7 +34,7 @@ from apportion.ir.masks.forest import Forest, Saving, fold
 from apportion.trainer.loading.batch import PlannedBatch, to_all
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import check_share
-from apportion.trainer.step.terms import LOGITS, has_mean, mark
+from apportion.trainer.step.terms import LOGITS, mark, means
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
 
@@ -97,7 +97,7 @@ class Predictions:
         result = scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
         if self.batch is not None and result.requires_grad and not wiring.watch.settled:
             mark(result, LOGITS)
-            result.register_hook(partial(_check_mean, self.batch.handle.communicator.ranks))  # type: ignore[no-untyped-call]
+            result.register_hook(partial(_check_mean, self))  # type: ignore[no-untyped-call]
         return result
 
     def take(self, values: Tensor | Sequence[Tensor]) -> Tensor:
@@ -168,12 +168,17 @@ class Predictions:
         return values[first], values[first + 1]
 
 
-def _check_mean(ranks: int, grad: Tensor) -> None:
-    """Warns of a loss that is a mean over this rank's predictions, whose log-probabilities get the gradient."""
-    if ranks > 1 and has_mean(len(grad)):
+def _check_mean(predictions: Predictions, _: Tensor) -> None:
+    """Warns of a loss with a mean over this rank's rows or predictions, or over its predictions of a sample."""
+    sizes = {predictions.rows, len(predictions), *predictions.sample.bincount().tolist()}
+    local = (means() & sizes) - {0, 1, predictions.forest.samples}
+    if predictions.batch is not None and predictions.batch.handle.communicator.ranks > 1 and local:
         rule = "their number differs between ranks, and gradients of all ranks are summed"
         remedy = "divide the sum by a number of all ranks, such as the number of samples"
-        warn(f"the loss is a mean over this rank's {len(grad)} predictions: {rule}; {remedy}", stacklevel=1)
+        warn(
+            f"the loss has a mean over {max(local)} rows or predictions of this rank: {rule}; {remedy}",
+            stacklevel=1,
+        )
 
 
 def _check_alike(batch: PlannedBatch, grad: Tensor) -> None:

@@ -137,15 +137,26 @@ def averaged(comm: Communicator, shares: bool) -> None:
     optimizer.step()
 
 
-def mean_of_rank(comm: Communicator) -> list[str]:
-    """The warnings of the mean over this rank's predictions."""
+def mean_of_rank(comm: Communicator, over: str) -> list[str]:
+    """The warnings of a loss with a mean of this rank's values."""
     rollouts, model = Rollouts(), policy(torch.float32)
     forest = trees.fold(rollouts.samples, rollouts.groups)
     (batch,) = loader_of(comm, forest, "fp32")
-    log_probs = trees.unfold(forest, batch).log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
+    predictions = trees.unfold(forest, batch)
+    logits = model(batch.tokens, batch.position_ids, planned(batch))
+    values = predictions.log_probs(logits).exp()
+    samples = predictions.sample.unique()
+    loss = {
+        "predictions": lambda: values.mean(),
+        "rows": lambda: values.sum() / len(rollouts.samples) - logits.logsumexp(-1).mean(),
+        "sample": lambda: sum(values[predictions.sample == sample].mean() for sample in samples),
+        "samples": lambda: (
+            values.new_zeros(len(rollouts.samples)).index_add(0, predictions.sample, values).mean()
+        ),
+    }[over]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        (-log_probs.exp().mean()).backward()
+        loss.backward()
     return [str(one.message) for one in caught]
 
 

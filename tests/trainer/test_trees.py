@@ -88,9 +88,16 @@ def test_a_loss_of_trees_under_averages_is_refused(pool: Pool, shares: bool) -> 
         assert re.match(r"ConfigError: model = 'DistributedDataParallel': averages gradients", found), found
 
 
-def test_a_mean_over_the_predictions_of_a_rank_causes_a_warning(pool: Pool) -> None:
-    for found in pool.run(jobs_trees.mean_of_rank, 2):
-        assert re.match(r"the loss is a mean over this rank's \d+ predictions: ", "".join(found)), found
+@pytest.mark.parametrize("over", ["predictions", "rows", "sample"])
+def test_a_mean_over_values_of_a_rank_causes_a_warning(pool: Pool, over: str) -> None:
+    for found in pool.run(jobs_trees.mean_of_rank, 2, over):
+        assert re.match(r"the loss has a mean over \d+ rows or predictions of this rank: ", "".join(found)), (
+            found
+        )
+
+
+def test_a_mean_over_all_samples_causes_no_warning(pool: Pool) -> None:
+    assert pool.run(jobs_trees.mean_of_rank, 2, "samples") == [[], []]
 
 
 def batch_of(forest: ap.trees.Forest, samples: list[int], places: list[int]) -> SimpleNamespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from math import prod
 from threading import get_ident
 from typing import Any
 
@@ -53,10 +54,10 @@ def is_known() -> bool:
     return any(map(_is_marked, nodes(roots))) or any(opaque)
 
 
-def has_mean(count: int) -> bool:
-    """True if the loss of the running backward takes a mean of `count` values on a path to a marked term."""
+def means() -> set[int]:
+    """The numbers of values of which the loss of the running backward takes means on paths to marked terms."""
     path = (node for node in nodes(_roots(), _is_marked) if node.name() == "MeanBackward0")
-    return any(node._saved_self_sym_sizes == (count,) for node in path)
+    return {prod(node._saved_self_sym_sizes) for node in path}
 
 
 def _is_marked(node: Any) -> bool:
