@@ -2,7 +2,8 @@
 
     model = GPTModel(config, planned_spec(get_gpt_layer_local_spec()), ...)
     loader = planned_loader(dataset, config, cluster=cluster, tokens_per_rank=8192)
-    get_forward_backward_func()(forward_step_func=forward_step, data_iterator=endless(loader), model=model, ...)
+    batches = endless(loader)  # one for all steps
+    get_forward_backward_func()(forward_step_func=forward_step, data_iterator=batches, model=model, ...)
 
 Context parallelism stays 1: the data-parallel ranks are the ranks of the job. `calculate_per_token_loss` must be set,
 and `variable_seq_lengths` with pipeline stages. Kinds of attention are called "full" and "window".
