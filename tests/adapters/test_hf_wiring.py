@@ -304,9 +304,8 @@ def test_samples_shaped_like_a_ranks_rows_are_scored_without_the_plan(pool: Any)
 def test_a_module_that_wraps_an_enabled_model_is_checked_too(pool: Any) -> None:
     assert pool.run(jobs.wrapped_model_error, 2, "rows") == ["", ""]
     for error in pool.run(jobs.wrapped_model_error, 2, "mixed"):
-        assert re.search("'WrappedModel': .* computes or receives rows that depend on other rows", error), (
-            error
-        )
+        rule = "'WrappedModel': .* computes or receives rows that depend on other rows"
+        assert re.search(rule, error), error
 
 
 def test_masks_without_the_chunks_of_layers_are_refused() -> None:

@@ -90,10 +90,9 @@ def test_a_loss_of_trees_under_averages_is_refused(pool: Pool, shares: bool) -> 
 
 @pytest.mark.parametrize("over", ["predictions", "rows", "sample"])
 def test_a_mean_over_values_of_a_rank_causes_a_warning(pool: Pool, over: str) -> None:
+    warning = r"the loss has a mean over \d+ rows or predictions of this rank: "
     for found in pool.run(jobs_trees.mean_of_rank, 2, over):
-        assert re.match(r"the loss has a mean over \d+ rows or predictions of this rank: ", "".join(found)), (
-            found
-        )
+        assert re.match(warning, "".join(found)), found
 
 
 def test_a_mean_over_all_samples_causes_no_warning(pool: Pool) -> None:
