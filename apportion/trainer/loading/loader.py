@@ -217,7 +217,7 @@ class PlannedLoader:
         self._lookahead = max(integer("lookahead", lookahead), fetching.PREFETCHED * self._workers + 1)
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()
-        self._left: tuple[Place, ...] = ()  # begins of the latest passes that were left before their end
+        self._left: tuple[Place, ...] = ()  # starts of the latest passes, each left before its end
         self._encoder: PlannedLoader | None = None
         self._leads = True  # False if it follows another loader's microbatches
         if media is not None:

@@ -107,7 +107,7 @@ def _refuse_other_stages(params: list[nn.Parameter], group: Any) -> None:
     """Raises ConfigError if ranks of the group hold different parameters, such as those of other stages, or equal ones
     in layers of several stages."""
     norms = torch.stack([param.detach().float().norm() for param in params])
-    stages = [wiring.watch.stage_layers.get(id(param), -torch.inf) for param in params]  # that run each here
+    stages = [wiring.watch.stage_layers.get(param, -torch.inf) for param in params]  # that run each here
     count, highest = norms.new_tensor([len(params)]), norms.new_tensor(stages)
     lowest = torch.where(highest.isinf(), highest, -highest)
     for bounds in map(torch.stack, ((count, -count), (norms, -norms), (highest, lowest))):

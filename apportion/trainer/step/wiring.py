@@ -63,7 +63,9 @@ class Watch:
         self.settled = False  # a step passed the checks, in this pass and for these parameters
         self.latest: Microbatch | None = None  # the microbatch of the latest loss
         self.staged = False  # ranks of the plan hold different layers
-        self.stage_layers = dict[int, int]()  # id of a parameter of this rank's stage -> number of the stage
+        self.stage_layers: Any = (
+            WeakIdKeyDictionary()
+        )  # parameter of this rank's stage -> number of the stage
         self._with_loss = set[tuple[int, int]]()  # iteration and number of microbatches that had a loss
         self.accounted = False  # factors of losses are known, or the trainer's responsibility
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
@@ -332,7 +334,7 @@ class Watch:
                     )
                     raise ExecutionError(f"{text}: {_CLIP}")
                 if number == 2:
-                    text = f"weights of losses are different multiples of a batch field by rank, {factors}"
+                    text = f"weights of losses are different multiples of a batch field, {factors} by rank"
                     warn(f"{text}: {_FACTORS}", stacklevel=1)
                 else:
                     raise ExecutionError(f"factors of losses differ between ranks, {[*factors]}: {_FACTORS}")
@@ -397,10 +399,10 @@ def check_stage(
 ) -> None:
     """Records the parameters of a pipeline stage's layers. Raises ExecutionError if they differ between its ranks. A
     collective of all stages."""
-    layers = {id(param): param for param in parameters}
-    watch.stage_layers = dict.fromkeys(layers, number)
+    layers = dict.fromkeys(parameters, number)
+    watch.stage_layers.update(layers)
     if compares:
-        values: Any = [param.detach() for param in layers.values() if _is_replicated(param, transport)]
+        values: Any = [param.detach() for param in layers if _is_replicated(param, transport)]
         norms = torch.tensor(transport.gather_floats(_norms(values, transport), "norms of layers")[ranks])
         if not torch.isclose(norms[0], norms, rtol=_CLOSE, atol=0, equal_nan=True).all():
             rule = f"parameters differ between the ranks of stage {number}: sum gradients over them"
