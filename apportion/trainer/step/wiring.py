@@ -63,9 +63,7 @@ class Watch:
         self.settled = False  # a step passed the checks, in this pass and for these parameters
         self.latest: Microbatch | None = None  # the microbatch of the latest loss
         self.staged = False  # ranks of the plan hold different layers
-        self.stage_layers: Any = (
-            WeakIdKeyDictionary()
-        )  # parameter of this rank's stage -> number of the stage
+        self.stage_layers: Any = WeakIdKeyDictionary()  # this rank's parameters -> number of their stage
         self._with_loss = set[tuple[int, int]]()  # iteration and number of microbatches that had a loss
         self.accounted = False  # factors of losses are known, or the trainer's responsibility
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
