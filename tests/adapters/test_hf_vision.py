@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.ranks.rank_pool import Pool
+from tests.support.programs import run
 
 pytest.importorskip("transformers")
 
@@ -111,13 +109,10 @@ def test_grids_of_other_images_are_refused() -> None:
 
 
 def test_the_example_trains_like_one_process_with_even_layouts() -> None:
-    root = Path(__file__).parents[2]
-    command, env = [sys.executable, root / "examples/vision/train.py"], {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+);", run.stdout)]
+    printed = run(sys.executable, "examples/vision/train.py", env={"OMP_NUM_THREADS": "1"})
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+);", printed)]
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 1.0
-    rows = [[int(one) for one in own.split(", ")] for own in re.findall(r"\[([\d, ]+)\]", run.stdout)]
+    rows = [[int(one) for one in own.split(", ")] for own in re.findall(r"\[([\d, ]+)\]", printed)]
     assert len(rows) == 10
     assert all(max(own) <= 1.02 * sum(own) / len(own) for own in rows)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = """
@@ -80,14 +81,7 @@ def test_python_of_a_page_runs(case: str, tmp_path: Path) -> None:
     page, number, before, after = CASES[case]
     text = (ROOT / page).read_text(encoding="utf-8")
     block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join((SETUP, before, block, after))],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "-c", "\n".join((SETUP, before, block, after)), cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +94,6 @@ def test_the_program_of_the_transformers_page_prints_its_output(
     program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     (expected,) = re.findall(r"<!-- output -->\n```\n(.*?)```", text, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
-    command = [sys.executable, *launch, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    logged = [line for line in done.stdout.splitlines(keepends=True) if line.startswith("{'loss'")]
+    printed = run(sys.executable, *launch, "train.py", cwd=tmp_path)
+    logged = [line for line in printed.splitlines(keepends=True) if line.startswith("{'loss'")]
     assert "".join(logged) == expected

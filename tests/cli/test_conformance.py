@@ -25,6 +25,7 @@ from apportion.ir.isa import Op
 from apportion.ir.tensors import PHASES
 from tests.support import broken_plans, conformance_reader, conformance_suite
 from tests.support.parse import parse
+from tests.support.programs import run
 
 ROOT = Path(__file__).parents[2]
 FOLDER = conformance_suite.SUITE
@@ -111,9 +112,7 @@ def compiled(folder: Path, *options: str) -> str:
     probe = [compiler, *options, str(folder / "empty.c"), "-o", str(folder / "empty")]
     if options and subprocess.run(probe, capture_output=True, check=False).returncode:
         pytest.skip(f"the C compiler has no {' '.join(options)}")
-    command = [compiler, "-O2", *strict, *options, *sources, "-o", str(program), "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(compiler, "-O2", *strict, *options, *sources, "-o", program, "-lm")
     return str(program)
 
 

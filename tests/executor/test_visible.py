@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +17,7 @@ from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.plan.visible import Fetch, obstacle
 from tests.ranks import cases, jobs_visible
 from tests.ranks.rank_pool import Pool
+from tests.support.programs import ROOT, run_python
 from tests.support.sparse import sparse_product
 
 MODEL = ap.Model(q_heads=4, kv_heads=1, head_dim=8, dtype="fp64", hidden=6, ffn=8, layers=1)
@@ -211,11 +208,8 @@ def test_gradients_are_summed_in_float32(pool: Pool) -> None:
 @pytest.mark.slow
 def test_the_example_equals_one_process() -> None:
     """The example exits with an error if the ranks' losses differ from those of one process."""
-    root = Path(__file__).parents[2]
-    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", root / "examples/sparse/train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[3].strip(",")) for line in done.stdout.splitlines()]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    printed = run_python("examples/sparse/train.py", env=env)
+    losses = [float(line.split()[3].strip(",")) for line in printed.splitlines()]
     assert len(losses) == 3
     assert losses[-1] < losses[0]

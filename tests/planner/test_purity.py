@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +16,7 @@ from apportion.planner.recipe import registry
 from apportion.planner.recipe.recipes import entries
 from apportion.planner.solvers.registry import SOLVERS
 from apportion.planner.solvers.status import Budget
+from tests.support.programs import run_python
 
 CLUSTER, MODEL = ap.Cluster(2, 2), ap.Model(4, 4, 16, hidden=64, ffn=64, layers=2, dtype="fp32")
 LENGTHS = [90, 61, 33, 20, 16, 9, 5, 3, 2, 1]
@@ -74,9 +72,8 @@ def test_other_threads_do_not_change_plans(plans_without_load: dict[str, str]) -
 
 def test_another_process_and_hash_seed_give_the_same_plans(plans_without_load: dict[str, str]) -> None:
     code = "import json; from tests.planner.test_purity import all_planned; print(json.dumps(all_planned()))"
-    env = {**os.environ, "PYTHONHASHSEED": "12345"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == plans_without_load
+    printed = run_python("-c", code, env={"PYTHONHASHSEED": "12345"})
+    assert json.loads(printed.splitlines()[-1]) == plans_without_load
 
 
 def test_no_parameter_limits_time_by_a_clock() -> None:

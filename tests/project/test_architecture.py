@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,10 +27,7 @@ print(json.dumps({"id": plan.id.hex(), "bytes": len(plan.encode()), "loaded": lo
 
 def run(code: str, hash_seed: str = "0") -> dict[str, object]:
     """Runs `code` in a new process; returns the JSON object that it prints."""
-    env = os.environ | {"PYTHONHASHSEED": hash_seed}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(run_python("-c", code, env={"PYTHONHASHSEED": hash_seed})))
 
 
 @pytest.fixture(scope="module")
@@ -100,5 +96,4 @@ def test_missing_torch_is_named_with_its_extra() -> None:
         "    try:\n        getattr(ap, name)\n"
         "    except ap.MissingDependencyError as error:\n        print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.count("pip install '.[torch]'") == 2
+    assert run_python("-c", program).count("pip install '.[torch]'") == 2

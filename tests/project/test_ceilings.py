@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 from apportion.bench import BenchJob, Source, cluster_of, count_calls
 from apportion.ir.request.model import Model
 from tests.checks import ceilings
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_planning_costs_no_more_than_its_ceilings() -> None:
-    command = [sys.executable, "-m", "tests.checks.ceilings", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
+    rows = json.loads(run_python("-m", "tests.checks.ceilings", "--json"))["rows"]
     expected = {(name, ranks) for name in ceilings.RECIPES for ranks in ceilings.RANKS}
     assert {(row["recipe"], row["ranks"]) for row in rows} == expected
 

@@ -8,8 +8,6 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from dataclasses import fields
 from functools import cache
@@ -29,6 +27,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
 from apportion.planner.api import plan as make_plan
 from tests.support import oracle
+from tests.support.programs import run, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -63,30 +62,27 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", TEXTS[document], re.DOTALL | re.MULTILINE)
 
 
-def run(*words: object) -> str:
-    command = [sys.executable, "-W", "error", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
 def test_the_python_of_the_readme_prints_its_output() -> None:
     script = ROOT / "examples/quickstart.py"
     assert script.read_text(encoding="utf-8").endswith(blocks("README.md", "python")[0])
-    assert run(script) == TEXTS["README.md"].split("prints\n\n```\n")[1].split("```")[0]
+    assert run_python(script) == TEXTS["README.md"].split("prints\n\n```\n")[1].split("```")[0]
 
 
 @pytest.mark.slow
 def test_the_programs_of_the_start_page_print_their_output() -> None:
     first, second = re.findall(r"<!-- output -->\n```\n(.*?)```", TEXTS["docs/start.md"], re.DOTALL)
     code, loop = blocks("docs/start.md", "python")
-    assert run("-c", code) == first
+    assert run_python("-c", code) == first
     assert loop in (ROOT / "examples/first_step.py").read_text(encoding="utf-8")
-    assert run("examples/first_step.py") == second
+    assert run_python("examples/first_step.py") == second
 
 
 @pytest.mark.slow
 def test_the_first_step_is_the_same_on_four_processes() -> None:
     expected = TEXTS["docs/start.md"].split("<!-- output -->\n```\n")[2].split("```")[0]
-    assert run("-m", "torch.distributed.run", "--nproc-per-node", 4, "examples/first_step.py") == expected
+    assert (
+        run_python("-m", "torch.distributed.run", "--nproc-per-node", 4, "examples/first_step.py") == expected
+    )
 
 
 @pytest.mark.slow
@@ -94,7 +90,7 @@ def test_the_first_step_is_the_same_on_four_processes() -> None:
 def test_python_of_a_document_runs(document: str) -> None:
     """Skips code that follows a diff, which `test_newcomers.py` runs."""
     text = re.sub(r"```diff\n.*?```\n\n```python\n.*?```", "", TEXTS[document], flags=re.DOTALL)
-    run("-c", "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)))
+    run_python("-c", "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)))
 
 
 def test_the_batch_in_the_documents_is_valid() -> None:
@@ -253,8 +249,7 @@ def test_every_alert_has_a_section() -> None:
 
 
 def test_nothing_installs_the_package_from_an_index() -> None:
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in filter(None, tracked.stdout.split("\0")):
+    for name in filter(None, run("git", "ls-files", "-z").split("\0")):
         path = ROOT / name
         if path.is_file() and path.suffix in {
             ".md",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tomllib
 from pathlib import Path, PurePath
+
+from tests.support.programs import run
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ("C901", "PLR0912", "PLR0913", "PLR0915")
@@ -17,8 +18,8 @@ def test_ruff_checks_limits_and_every_exception_is_still_needed() -> None:
     assert set(LIMITS) <= set(RUFF["select"])
     command = [Path(sys.executable).with_name("ruff"), "check", "--exit-zero", "--output-format", "json"]
     plain = ["--select", ",".join(LIMITS), "--config", "lint.per-file-ignores = {}", "."]
-    done = subprocess.run([*command, *plain], cwd=ROOT, capture_output=True, text=True, check=True)  # type: ignore[list-item]
-    large = {(PurePath(row["filename"]).relative_to(ROOT), row["code"]) for row in json.loads(done.stdout)}
+    found = json.loads(run(*command, *plain))
+    large = {(PurePath(row["filename"]).relative_to(ROOT), row["code"]) for row in found}
     assert large
     excepted = [(name, code) for name, codes in RUFF["per-file-ignores"].items() for code in codes]
     unused = [

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.changed import change
+from tests.support.programs import run, run_python
 from tests.support.sparse import marked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,17 +31,12 @@ def test_a_change_applies_and_runs(name: str, tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**env, "PYTHONPATH": str(ROOT)}
     )
     assert before.returncode != 0, "the code also runs without the change"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, env=env
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code, cwd=tmp_path, env=env)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_tests_of_a_change_pass(name: str, tmp_path: Path) -> None:
     diff, _, tests = CHANGES[name]
-    command = [sys.executable, "-m", *shlex.split(tests), "-p", "no:cacheprovider"]
-    env = change(diff, tmp_path)
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout
+    words = [*shlex.split(tests), "-p", "no:cacheprovider"]
+    run(sys.executable, "-m", *words, cwd=tmp_path, env=change(diff, tmp_path))

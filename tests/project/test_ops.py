@@ -3,8 +3,6 @@ error."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from apportion.planner.simulate.program import pass_table
 from tests.project.test_newcomers import CHANGES
 from tests.support.changed import change
 from tests.support.parse import parse
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ROOT / "tests/plans/clear.txt"
@@ -122,9 +121,7 @@ assert "operand c has a different number of rows" in broken("give O.work[0:8) ->
 def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
     """In a copy of the package, the op of docs/how-to/own-op.md has text, bytes, verification, price and execution."""
     environment = change(CHANGES["op"][0], tmp_path)
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(PLAN)]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_python("-c", SCRIPT, PLAN, cwd=tmp_path, env=environment)
 
 
 def test_the_code_that_the_diff_replaces_runs_unchanged() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from apportion.service.problems import (
 )
 from tests.service.requests import JOB, RANKS, TOKEN, Request
 from tests.service.small_server import Talk, answer, small_server
+from tests.support.programs import run
 from tests.support.sparse import sparse_product
 
 Clients = Callable[..., Client]
@@ -135,8 +135,7 @@ try:
 except UnreachableError:
     print("unreachable")
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30, check=True)
-    assert ended.stdout == b"unreachable\n"
+    assert run(sys.executable, "-c", script, timeout_s=30) == "unreachable\n"
 
 
 def test_close_ends_a_call_of_another_thread(client_of: Clients) -> None:

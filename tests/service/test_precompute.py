@@ -22,6 +22,7 @@ from apportion.service.precompute import IterationError, Work, precompute
 from apportion.service.store import Folder
 from apportion.service.workers import ProcessExecutor, WorkerDiedError
 from tests.service.requests import JOB, RANKS
+from tests.support.programs import run
 
 LENGTHS = np.random.default_rng(0).integers(100, 900, 12)
 
@@ -122,8 +123,7 @@ def test_the_command_continues_after_being_killed_anywhere(tmp_path: Path) -> No
             while process.poll() is None and sum(1 for _ in out.rglob("*.plan")) < least:
                 time.sleep(0.02)
             os.kill(process.pid, signal.SIGKILL)
-    ended = subprocess.run(command, capture_output=True, check=True)
-    record = json.loads(ended.stdout)
+    record = json.loads(run(*command))
     assert record["iterations"] == 80
     assert 0 < record["planned"] < 80
     assert cli.main(["store", "check", str(out), "--json"]) == cli.OK

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = """
@@ -91,6 +92,4 @@ def test_python_of_a_page_runs(page: str) -> None:
     text = (ROOT / f"docs/how-to/{page}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text.replace('"cuda"', '"cpu"'), re.DOTALL)
     assert blocks
-    command = [sys.executable, "-c", RUN, SETUP, *blocks[: 1 if page == "own-kernel" else None]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(sys.executable, "-c", RUN, SETUP, *blocks[: 1 if page == "own-kernel" else None])

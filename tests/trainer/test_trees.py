@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +19,7 @@ from apportion import Communicator, ConfigError, ExecutionError, PlannedLoader, 
 from tests.ranks import jobs_trees
 from tests.ranks.loading import job, planning
 from tests.ranks.rank_pool import Pool
+from tests.support.programs import run_python
 from tests.support.sparse import sparse_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,11 +179,8 @@ def test_every_token_of_every_sample_is_predicted_once(samples: list[list[int]],
 @pytest.mark.slow
 def test_the_example_counts_and_agrees() -> None:
     """The example's table equals a count of lengths; the example exits with an error if gradients differ."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "examples/grpo_tree.py"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    lines = run_python("examples/grpo_tree.py", env=env).splitlines()
     for path in sorted((ROOT / "examples/rollouts").glob("*.json")):
         groups = json.loads(path.read_text())["groups"]
         alone = sum(prompt + answer for prompt, answers in groups for answer in answers)

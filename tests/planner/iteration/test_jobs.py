@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +16,7 @@ from apportion.planner import api
 from apportion.planner.iteration.iterate import plan_iteration
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
+from tests.support.programs import run_python
 from tests.support.sparse import sparse_product
 from tests.support.strategies import STRATEGIES, WIDE, cluster
 
@@ -85,6 +83,4 @@ def packed_id() -> str:
 
 def test_an_iteration_is_the_same_under_another_hash_seed() -> None:
     code = "from tests.planner.iteration.test_jobs import packed_id; print(packed_id())"
-    env = os.environ | {"PYTHONHASHSEED": "77"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    assert done.stdout.split() == [packed_id()]
+    assert run_python("-c", code, env={"PYTHONHASHSEED": "77"}).split() == [packed_id()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +23,7 @@ from apportion.planner.solvers.partition import ilp, swap
 from apportion.planner.solvers.partition.lpt import solve as lpt_solve
 from apportion.planner.solvers.registry import SOLVERS, Entry, find_solver
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
+from tests.support.programs import run_python
 from tests.support.sparse import marked
 
 #: the slowest contract tests: engines of other packages
@@ -44,8 +43,7 @@ def test_listing_and_planning_import_no_engine() -> None:
         "import apportion.planner.solvers.hypergraph.mtkahypar, apportion.planner.place.dcp\n"
         "print([m for m in ('scipy', 'pulp', 'highspy', 'mtkahypar') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", code) == "[]\n"
 
 
 def test_every_kind_has_solvers_and_passes_that_take_them() -> None:
