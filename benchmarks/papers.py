@@ -196,7 +196,7 @@ def masked_batch(lengths: Sequence[int], name: str) -> Batch:
 
 
 def dcp() -> Iterator[Row]:
-    assumed = "log-normal lengths (median 2K and sigma 1.5, 10K and 0.8); zero1, no recomputation"
+    assumed = "log-normal lengths (in table order: medians 2K, 10K; sigmas 1.5, 0.8); zero1, no recomputation"
     training = Training(sharding="zero1", recompute="none")
     model = replace(LLAMA_8B, sent_gradients="model")
     sparse: list[float] = []

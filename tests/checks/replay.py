@@ -258,7 +258,7 @@ class OtherProcess:
         return json.loads(output)
 
 
-def committed() -> dict[str, list[str]]:
+def committed_steps() -> dict[str, list[str]]:
     steps_by_case: dict[str, str] = json.loads(DATA.read_text())
     return {name: steps.split(", ") for name, steps in steps_by_case.items()}
 
@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(record(progress=True))
         print(f"{DATA.name} is rewritten: state in the commit message why plans changed")
         return 0
-    own, known = record(progress=True), committed()
+    own, known = record(progress=True), committed_steps()
     return print_differences(DATA.name, len(known), differing(own, known), options.json)
 
 

@@ -24,7 +24,9 @@ _SHOWN = 3
 
 @dataclass(frozen=True, eq=False)
 class Homes:
-    """rows: int64 [ranks], row counts. first: int64 [ranks], address of each rank's row 0. starts: int64 [runs + 1],
+    """Home rows of all ranks.
+
+    rows: int64 [ranks], row counts. first: int64 [ranks], address of each rank's row 0. starts: int64 [runs + 1],
     addresses at which runs of consecutive tokens begin, and the end. tokens: int64 [runs], first token of each run."""
 
     rows: Ints

@@ -50,15 +50,15 @@ class Program(ProgramView):
     home_rows: Ints  # int64 [ranks]
 
     @cached_property
-    def _wide(self) -> dict[str, Table]:
+    def _wide_tables(self) -> dict[str, Table]:
         return {}
 
     def __getitem__(self, name: str) -> Table:
         """A table with int64 columns, whose sums and products do not overflow."""
-        if name not in self._wide:
+        if name not in self._wide_tables:
             table = self.source[name]
-            self._wide[name] = replace(table, values=table.values.astype(np.int64, copy=False))
-        return self._wide[name]
+            self._wide_tables[name] = replace(table, values=table.values.astype(np.int64, copy=False))
+        return self._wide_tables[name]
 
     @cached_property
     def splits_heads(self) -> bool:

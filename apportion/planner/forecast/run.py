@@ -89,9 +89,9 @@ def _training_of(training: Training | None, model: Model) -> Training:
     """The training, by default `Training()`. Raises ConfigError if it does not match the model."""
     result = Training() if training is None else training
     _checked_list("training", [result], Training, "use Training(...), or Training.from_data(mapping)")
-    if (rows := model.latent) is not None and (rows.rank, rows.rope) != (result.kv_rank, result.rope_dim):
+    if (mla := model.latent) is not None and (mla.rank, mla.rope) != (result.kv_rank, result.rope_dim):
         values = f"kv_rank {result.kv_rank}, rope_dim {result.rope_dim}"
-        remedy = f"write kv_rank: {rows.rank}, rope_dim: {rows.rope}"
+        remedy = f"write kv_rank: {mla.rank}, rope_dim: {mla.rope}"
         raise ConfigError("training", values, "must match the model's latent rows", remedy)
     return result
 

@@ -36,7 +36,8 @@ NEAR = 0.2
 
 @dataclass(frozen=True)
 class Groups:
-    """first: int64 [groups + 1], the first rank of each group, and the end; departures: from the recipe's request."""
+    """Groups of consecutive ranks. first: int64 [groups + 1], the first rank of each group, and the end; departures:
+    from the recipe's request."""
 
     first: Ints
     departures: tuple[Departure, ...] = ()
@@ -217,10 +218,10 @@ class HeadStages:
 
     def totals(self, groups: Groups) -> HeadSets:
         """The head sets of the plan, with each rank's query heads over all stages and KV heads over all windows."""
-        ones, none = np.ones(groups.ranks, np.int64), np.zeros(groups.ranks, np.int64)
+        ones, zeros = np.ones(groups.ranks, np.int64), np.zeros(groups.ranks, np.int64)
         keys = self.key_heads.sum(0)[groups.member]
         queries = ones * self.query_heads * len(self)
-        return HeadSets(self.sets, none, none, queries, keys, np.full(len(groups), self.shared), self)
+        return HeadSets(self.sets, zeros, zeros, queries, keys, np.full(len(groups), self.shared), self)
 
 
 def _heads_of_rank(model: Model, size: int, member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -29,8 +29,8 @@ INTER, INTRA, LOCAL = range(3)
 
 @dataclass(frozen=True, kw_only=True)
 class QueueRoutes(Routes):
-    """queue: int32 [edges]; depth: int32 [edges], number of earlier edges of the tile; queue_of: int32 [blocks], the
-    queue of each block's ring."""
+    """Routes in queues. queue: int32 [edges]; depth: int32 [edges], number of earlier edges of the tile; queue_of:
+    int32 [blocks], the queue of each block's ring."""
 
     queue: Ints
     depth: Ints
@@ -54,8 +54,8 @@ class QueueRings(RoutePass):
         queues = _queues(rings, site)
         queue_of = queues[rings.of].astype(np.int32)
         if not len(edges):
-            none = np.zeros(0, np.int32)
-            return QueueRoutes(edges, none, True, none, queue=none, depth=none, queue_of=queue_of)
+            empty = np.zeros(0, np.int32)
+            return QueueRoutes(edges, empty, True, empty, queue=empty, depth=empty, queue_of=queue_of)
         tiles = _tiles(site.rows, rings, queues, parts)
         departures = self._departures(tiles[queues[rings.of] == INTER], parts)
         tile, ring = tiles[edges.tile], rings.of[edges.tile]

@@ -57,9 +57,9 @@ class DoubleRing(RoutePass):
         sizes, per_node = rings.sizes, site.cluster.ranks_per_node
         windows = np.array([self._window(size, per_node) for size in sizes.tolist()])
         if not len(edges):
-            none = np.zeros(0, np.int32)
+            empty = np.zeros(0, np.int32)
             return WindowRoutes(
-                edges, none, True, none, onward=none, hop=none, between=none > 0, back=none > 0
+                edges, empty, True, empty, onward=empty, hop=empty, between=empty > 0, back=empty > 0
             )
         routes, narrow = _spread(edges, tile, rings, windows), windows[sizes > windows].min(initial=per_node)
         if self.window != "node" or narrow == per_node:
@@ -96,11 +96,11 @@ def _spread(edges: Edges, tile: Ints, rings: Rings, windows: Ints) -> WindowRout
     window_number = (position // window[group] - start[group] // window[group]) % (size // window)[group]
     offset = (position - start[group]) % window[group]
     window_count = int((size // window).max())
-    last, deep = np.zeros(len(ids), np.int64), np.zeros((len(ids), window_count), np.int64)
+    last, last_offset = np.zeros(len(ids), np.int64), np.zeros((len(ids), window_count), np.int64)
     np.maximum.at(last, group, window_number)
-    np.maximum.at(deep, (group, window_number), offset)
+    np.maximum.at(last_offset, (group, window_number), offset)
 
-    count = np.where(np.arange(window_count) <= last[:, None], deep + (np.arange(window_count) > 0), 0)
+    count = np.where(np.arange(window_count) <= last[:, None], last_offset + (np.arange(window_count) > 0), 0)
     begin = (np.cumsum(count) - count.ravel()).reshape(count.shape)
     item, window_of = (np.repeat(index.ravel(), count.ravel()) for index in np.indices(count.shape))
     number = np.arange(len(item))

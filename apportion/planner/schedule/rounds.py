@@ -54,8 +54,8 @@ class Schedule:
     consumed. channel: int64 [rounds]. slots: matchings in all rounds. local: when tasks without tiles run. division:
     int64 [rounds], ascending: the first part of the phase that needs each round; tasks then run in their own parts.
     own: int32 [blocks], instead of `local`: the stage, 0 to rounds, of tasks without tiles whose keys are in the block.
-    back: int64 [edges], channel on which the sums of each edge's tile return; None: its round's. beside_exchange: ranks
-    of a group whose exchange overlaps with tasks; 0: no overlap.
+    back: int64 [edges], channel on which the sums of each edge's tile return; None: the channel of its round.
+    beside_exchange: ranks of a group whose exchange overlaps with tasks; 0: no overlap.
     """
 
     routed: Routes
@@ -86,7 +86,7 @@ class Schedule:
 
     @property
     def tails(self) -> int:
-        """Stages of tasks without tiles after the last round, during the last returns."""
+        """Stages after the last round, for tasks without tiles, during the last returns."""
         return max(2 if self.beside_exchange else 0, self.levels)
 
     @property

@@ -94,7 +94,7 @@ class Portfolio(SearchPass):
             return STEPS
         return self.steps
 
-    def start(self, problem: Problem) -> tuple[list[Candidate], list[Candidate]]:
+    def fixed_candidates(self, problem: Problem) -> tuple[list[Candidate], list[Candidate]]:
         """Candidates tried before the neighbours of the best, and candidates tried after them."""
         if self.candidates == "auto":
             return portfolio(problem, self.inner)
@@ -149,7 +149,7 @@ class _Search:
     def run(self) -> None:
         """Tries the initial candidates, then, while that helps, the neighbours of the best, then the other candidates,
         and their neighbours if better; finally, beyond the budget, exact solvers if requested."""
-        for candidates in self.settings.start(self.problem):
+        for candidates in self.settings.fixed_candidates(self.problem):
             if self._try_all(candidates) and self.settings.improve:
                 self._improve()
         if self.settings.solvers and self.best is not None:
@@ -304,7 +304,7 @@ class _Search:
 
     def _untried_candidates(self) -> list[str]:
         """Candidates not reached by the search."""
-        first, others = self.settings.start(self.problem)
+        first, others = self.settings.fixed_candidates(self.problem)
         return [candidate.recipe.name for candidate in (*first, *others) if candidate.key not in self._seen]
 
 

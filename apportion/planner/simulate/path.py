@@ -27,7 +27,7 @@ from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traff
 @dataclass(frozen=True)
 class PathStep:
     """One step of the critical path, in microseconds: `kind` is "compute" (of `rank`) or "transfer" (from `peer` to
-    `rank` in `round`; these two are -1 for compute). `text` describes it and what waits for it."""
+    `rank` in `round`). peer, round: -1 for compute. text: describes the step and what waits for it."""
 
     kind: str
     rank: int

@@ -70,7 +70,7 @@ class PartitionProblem:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """bin: int64 [K], -1 if no bin has room. The value is the heaviest bin's weight over its speed.
+    """Items in bins. bin: int64 [K], -1 if no bin has room. The value is the heaviest bin's weight over its speed.
 
     If there is no answer (NO_SOLUTION, INFEASIBLE), only items that fit have bins.
     """
@@ -94,7 +94,8 @@ class ColouringProblem:
 
 @dataclass(frozen=True, eq=False)
 class Colouring:
-    """colour: integers [E]; edges of one colour share no sender and no receiver. The value is the number of colours."""
+    """Colours of edges. colour: integers [E]; edges of one colour share no sender and no receiver. The value is the
+    number of colours."""
 
     colour: Ints
     termination: Termination
@@ -185,9 +186,10 @@ class GroupingProblem:
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """degree: int64 [groups], descending; group: int64 [K], -1 if there is no answer; time: float64 [groups].
+    """Sequences in groups.
 
-    The value is the largest time.
+    degree: int64 [groups], descending; group: int64 [K], -1 if there is no answer; time: float64 [groups]. The
+    value is the largest time.
     """
 
     degree: Ints

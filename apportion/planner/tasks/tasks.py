@@ -142,11 +142,13 @@ def _edges(
     first, last = hulls(number, low[index], high[index], len(tiles))
     group_rank, tile_block = np.divmod(tiles, blocks)
     lanes, dst = np.divmod(group_rank, rows.ranks)
-    home, none = rows.home[tile_block], np.full(len(tiles), -1)
+    home, unrouted = rows.home[tile_block], np.full(len(tiles), -1)
     row = rows.row[tile_block] + first - rows.starts[tile_block]
     edge = np.full(len(is_remote), -1, np.int32)
     edge[index] = number
-    return edge, Edges(*_int32(lanes * blocks + tile_block, home, row, last - first, home, dst, none, lanes))
+    return edge, Edges(
+        *_int32(lanes * blocks + tile_block, home, row, last - first, home, dst, unrouted, lanes)
+    )
 
 
 def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:

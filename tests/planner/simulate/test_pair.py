@@ -70,7 +70,7 @@ def test_one_layer_by_hand() -> None:
     assert run.single.makespan_us == pytest.approx(134.0)
     assert run.signal.makespan_us == pytest.approx(112.0)
     assert run.gain == pytest.approx(134 / 113 - 1)
-    assert run.hidden == pytest.approx(21 / 22)
+    assert run.hidden_fraction == pytest.approx(21 / 22)
 
 
 def test_between_layers_no_rank_waits_for_the_other_half() -> None:

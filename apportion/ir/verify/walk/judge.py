@@ -132,8 +132,8 @@ def judge(
     threads: int = 1,
     together: bool = False,
 ) -> bool:
-    """True if the program is correct; the attention of its tasks is then in `lists`: call `lists.begin` before, and
-    `lists.end` after. Raises CapacityError if it is too large, ZerosError if it needs `together`.
+    """True if the program is correct; `lists` then holds the attention of its tasks. Call `lists.begin` before, and
+    `lists.end` after. Raises CapacityError for a program too large, ZerosError for one settled only `together`.
 
     inputs: tensors whose home rows hold values at the start. threads: number of ranges of ranks walked in parallel.
     together: settle all ranks at once.

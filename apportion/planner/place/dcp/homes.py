@@ -34,7 +34,7 @@ _STEPS = (128, 16, 1)
 
 @dataclass(frozen=True)
 class Blocks:
-    """starts: int64 [blocks + 1]; home: int64 [blocks], -1: not yet assigned."""
+    """Blocks and their homes. starts: int64 [blocks + 1]; home: int64 [blocks], -1: not yet assigned."""
 
     starts: Ints
     home: Ints
@@ -77,9 +77,9 @@ class Blocks:
     ) -> HypergraphProblem:
         """The hypergraph of one kind and phase, with no homes fixed."""
         edges = hyperedges(pairs, self.lengths, heads, heads.bytes_of(problem.model, phase))
-        none, work = np.zeros(len(self.home), np.int64), np.tile(pairs.work, heads.groups)
+        no_work, work = np.zeros(len(self.home), np.int64), np.tile(pairs.work, heads.groups)
         return HypergraphProblem(
-            np.concatenate([none, work]),
+            np.concatenate([no_work, work]),
             np.concatenate([self.lengths, np.zeros(len(work), np.int64)]),
             edges.ptr,
             edges.pins,

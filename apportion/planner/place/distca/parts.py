@@ -79,7 +79,7 @@ class Shares(NamedTuple):
 
 
 class Servers(NamedTuple):
-    """load: int64 [ranks] pairs; sent, received, held: int64 [ranks] bytes, 0 without caps."""
+    """Loads of servers. load: int64 [ranks] pairs; sent, received, held: int64 [ranks] bytes, 0 without caps."""
 
     load: Ints
     sent: Ints
@@ -206,5 +206,5 @@ def _walks(site: Site) -> Ints:
     begin, end = site.begin[homes.seq], site.begin[homes.seq + 1]
     head, tail = begin + (homes.a + 1) // 2, end - homes.b // 2
     block = np.searchsorted(site.starts, np.where(head < begin + (homes.b + 1) // 2, head, tail), "right") - 1
-    none = np.zeros_like(begin)
-    return np.stack([block, homes.a, homes.b, begin, end, none, none, end - begin])
+    unused = np.zeros_like(begin)
+    return np.stack([block, homes.a, homes.b, begin, end, unused, unused, end - begin])

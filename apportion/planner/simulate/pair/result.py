@@ -57,7 +57,7 @@ class PairRun:
         return None if self.whole is None else _gain(self.whole.makespan_us, self.turns.makespan_us)
 
     @property
-    def hidden(self) -> float:
+    def hidden_fraction(self) -> float:
         """Fraction of the single stream's exposed communication that alternation hides; 1.0 if there is none."""
         exposed_us = self.single.makespan_us - self.signal.makespan_us
         return (self.single.makespan_us - self.turns.makespan_us) / exposed_us if exposed_us > 0 else 1.0

@@ -282,8 +282,8 @@ def _check_packages() -> None:
 
 
 def _no_groups(problem: GroupingProblem, termination: Termination) -> Grouping:
-    none = np.zeros(0, np.int64)
-    return Grouping(none, np.full(len(problem.sizes), -1), none.astype(np.float64), termination)
+    empty = np.zeros(0, np.int64)
+    return Grouping(empty, np.full(len(problem.sizes), -1), empty.astype(np.float64), termination)
 
 
 def _answer(problem: GroupingProblem, order: Ints, mix: Mix, bound: float, limit: Limit | None) -> Grouping:

@@ -29,7 +29,8 @@ _HOT, _COLD = 0.01, 0.001
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """column: int64 [groups], index of its degree; group: int64 [K], of each sequence; time: float64 [groups]."""
+    """A mix of degrees. column: int64 [groups], index of the group's degree; group: int64 [K], the group of each
+    sequence; time: float64 [groups]."""
 
     column: Ints
     group: Ints

@@ -73,22 +73,22 @@ def _single_weight_problem(problem: HypergraphProblem) -> HypergraphProblem:
         max(problem.flops_slack[0], problem.tokens_slack[0]),
         max(problem.flops_slack[1], problem.tokens_slack[1]),
     )
-    none = np.zeros_like(problem.tokens)
-    return replace(problem, flops=np.rint(weights).astype(np.int64), tokens=none, flops_slack=slack)
+    no_tokens = np.zeros_like(problem.tokens)
+    return replace(problem, flops=np.rint(weights).astype(np.int64), tokens=no_tokens, flops_slack=slack)
 
 
 def _parts(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]:
     """Ranks from the engine, without repair: nodes first, then their ranks; and the limit if the engine fails."""
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
-    per_node, none = problem.ranks_per_node, np.zeros(len(homes), np.int64)
+    per_node, first = problem.ranks_per_node, np.zeros(len(homes), np.int64)
     node, limit = np.where(homes < 0, -1, homes // per_node), None
     if problem.nodes > 1:
         groups = [(np.arange(len(homes)), 0)]
-        limit = _assign(graph, problem, groups, node, none, problem.flops_caps[0], problem.nodes)
+        limit = _assign(graph, problem, groups, node, first, problem.flops_caps[0], problem.nodes)
         if limit is not None:
             return homes, limit
     else:
-        node = none
+        node = first
     rank = homes.copy()
     members = [(np.flatnonzero(node == n), n * per_node) for n in range(problem.nodes)]
     limit = _assign(graph, problem, members, rank, node * per_node, problem.flops_caps[1], per_node)
@@ -136,7 +136,7 @@ def _assign(
     caps: Ints,
     span: int,
 ) -> Limit | None:
-    """Gives the members of each job that have no part (-1) one in [base, base + span), in place.
+    """Assigns those members of each job that have no part (-1) to parts in [base, base + span), in place.
 
     members: (vertices, base) of each job. Returns the limit if the engine fails; `part` is then unchanged.
     """

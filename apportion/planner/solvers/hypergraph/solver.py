@@ -265,5 +265,5 @@ def _is_hopeless(problem: HypergraphProblem) -> bool:
 
 
 def _no_answer(problem: HypergraphProblem, end: Termination) -> VertexRanks:
-    none = np.full(len(problem.flops), -1, np.int64)
-    return VertexRanks(none, float("inf"), float("inf"), float("inf"), end)
+    unassigned = np.full(len(problem.flops), -1, np.int64)
+    return VertexRanks(unassigned, float("inf"), float("inf"), float("inf"), end)
