@@ -1,8 +1,10 @@
 // Makes loops functions of the extension: def(m, "sums(rows, ptr)", sums).
 //
 //   argument   Column, Matrix, Ints, IntRows      from an array
-//              a struct with FIELDS members       from a tuple with a value per member
+//              an aggregate                       from a tuple with a value per member, or the first FIELDS members; with
+//                                                 NAMES, from the attributes of these names or paths
 //              a type with `Given`                from a value of type `Given`
+//              std::unique_ptr                    from None or a value
 //              std::vector                        from a sequence
 //   result     Array, Array2, Growing of numbers  an array
 //              Growing of structs of integers     an array, with a row per member of the struct
@@ -14,13 +16,7 @@
 
 #include <nanobind/ndarray.h>
 
-#include <array>
-#include <bit>
 #include <deque>
-#include <optional>
-#include <string>
-#include <tuple>
-#include <utility>
 
 #include "numpy.hpp"
 #include "owned.hpp"
@@ -64,8 +60,22 @@ inline constexpr bool IS_SEQUENCE<std::vector<T>> = true;
 
 // True for arguments that are converted here rather than by nanobind.
 template <class T>
-inline constexpr bool IS_OPENED =
-    View<T> || IS_SEQUENCE<T> || requires { T::FIELDS; } || requires { typename T::Given; };
+inline constexpr bool IS_OPENED = View<T> || IS_SEQUENCE<T> || std::is_aggregate_v<T> || requires { typename T::Given; };
+
+// The number of members of an aggregate.
+struct AnyMember {
+  template <class T>
+  operator T() const;
+};
+template <class T, class... Members>
+consteval std::size_t count_members() {
+  if constexpr (requires { T::FIELDS; })
+    return T::FIELDS;
+  else if constexpr (requires { T{Members()..., AnyMember()}; })
+    return count_members<T, Members..., AnyMember>();
+  else
+    return sizeof...(Members);
+}
 
 template <class T>
 using Passed = std::conditional_t<IS_OPENED<std::remove_cvref_t<T>>, nb::handle, T>;
@@ -92,14 +102,17 @@ class Opener {
       T items;
       for (const nb::handle item : object) items.push_back(open<typename T::value_type>(item, name));
       return items;
-    } else if constexpr (requires { T::FIELDS; }) {
-      const auto fields = nb::cast<nb::tuple>(object);
-      if (fields.size() != T::FIELDS) throw nb::type_error(name);
+    } else if constexpr (std::is_aggregate_v<T>) {
+      const nb::tuple members = members_of<T>(object);
+      if (members.size() != count_members<T>()) throw nb::type_error(name);
       return [&]<std::size_t... index>(std::index_sequence<index...>) {
-        return T{Field{*this, fields[index], name}...};
-      }(std::make_index_sequence<T::FIELDS>());
+        return T{Field{*this, members[index], name}...};
+      }(std::make_index_sequence<count_members<T>()>());
     } else if constexpr (requires { typename T::Given; }) {
       return T(open<typename T::Given>(object, name));
+    } else if constexpr (requires { typename T::element_type; }) {
+      using Kept = std::remove_const_t<typename T::element_type>;
+      return object.is_none() ? T() : std::make_unique<Kept>(open<Kept>(object, name));
     } else {
       return nb::cast<T>(object);
     }
@@ -115,6 +128,16 @@ class Opener {
       return opener.open<T>(object, name);
     }
   };
+  template <class T>
+  static nb::tuple members_of(nb::handle object) {
+    if constexpr (requires { T::NAMES; }) {
+      const nb::object attrgetter = nb::module_::import_("operator").attr("attrgetter");
+      return nb::borrow<nb::tuple>(attrgetter(*nb::str(T::NAMES).attr("split")())(object));
+    } else {
+      return nb::cast<nb::tuple>(object);
+    }
+  }
+
   std::deque<Buffer> buffers_;
 };
 
@@ -129,13 +152,13 @@ nb::object array_over(Kept&& memory, Size... size) {
 }
 
 // The columns of structs of int32 or of int64.
-template <class Row, class Number = std::conditional_t<alignof(Row) == 8, std::int64_t, std::int32_t>>
+template <class Row, class Number = std::conditional_t<alignof(Row) == 8, int64_t, int32_t>>
 Array2<Number> columns_of(const Growing<Row>& rows) {
   constexpr std::size_t width = sizeof(Row) / sizeof(Number);
   Array2<Number> columns(width, rows.count());
-  for (std::int64_t row = 0; row < rows.count(); ++row) {
+  for (int64_t row = 0; row < rows.count(); ++row) {
     const auto numbers = std::bit_cast<std::array<Number, width>>(rows[row]);
-    for (std::size_t column = 0; column < width; ++column) columns[static_cast<std::int64_t>(column)][row] = numbers[column];
+    for (std::size_t column = 0; column < width; ++column) columns[static_cast<int64_t>(column)][row] = numbers[column];
   }
   return columns;
 }

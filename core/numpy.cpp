@@ -1,8 +1,5 @@
 #include "numpy.hpp"
 
-#include <cstring>
-#include <string>
-
 namespace apportion {
 
 void refuse(const char* name, const char* wanted, nb::handle object) {
@@ -27,8 +24,8 @@ void Buffer::open(nb::handle object, const char* name, int dimensions, bool writ
     refuse(name, "aligned", object);
 }
 
-bool Buffer::is(char kind, std::int64_t bytes) const {
-  const char* formats = kind == 'i' ? "bhilq" : kind == 'u' ? "BHILQ" : kind == 'f' ? "fd" : "?";
+bool Buffer::is(char kind, int64_t bytes) const {
+  const char* formats = kind == 'i' ? "bhilq" : kind == 'u' ? "BHILQ" : kind == 'f' ? "fd" : "?";  // 'b': bool
   const char* format = view_.format;
   return view_.itemsize == bytes && format[0] != '\0' && format[1] == '\0' && std::strchr(formats, format[0]) != nullptr;
 }

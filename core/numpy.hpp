@@ -7,9 +7,6 @@
 #include <nanobind/nanobind.h>
 
 #include <concepts>
-#include <cstdint>
-#include <type_traits>
-#include <utility>
 
 #include "array.hpp"
 
@@ -32,12 +29,12 @@ class Buffer {
   // Throws TypeError with the argument's name.
   void open(nb::handle object, const char* name, int dimensions, bool writable);
 
-  // True if the numbers are of this kind ('i', 'u', 'f' or '?') and size.
-  bool is(char kind, std::int64_t bytes) const;
+  // True if the numbers are of this kind, the first letter of a dtype, and size.
+  bool is(char kind, int64_t bytes) const;
   void* data() const { return view_.buf; }
-  std::int64_t size(int dimension) const { return view_.shape[dimension]; }
+  int64_t size(int dimension) const { return view_.shape[dimension]; }
   // The distance between rows of a matrix, in numbers.
-  std::int64_t stride() const { return size(0) > 1 ? view_.strides[0] / view_.itemsize : size(1); }
+  int64_t stride() const { return size(0) > 1 ? view_.strides[0] / view_.itemsize : size(1); }
 
  private:
   Py_buffer view_{};
@@ -46,39 +43,25 @@ class Buffer {
 [[noreturn]] void refuse(const char* name, const char* wanted, nb::handle object);
 
 template <class T>
-inline constexpr char KIND = std::same_as<T, bool>       ? '?'
-                             : std::floating_point<T>    ? 'f'
-                             : std::is_unsigned_v<T> ? 'u'
-                                                         : 'i';
-template <class T>
-inline constexpr const char* DTYPE = "";
-template <>
-inline constexpr const char* DTYPE<std::int64_t> = "int64";
-template <>
-inline constexpr const char* DTYPE<std::int32_t> = "int32";
-template <>
-inline constexpr const char* DTYPE<std::uint8_t> = "uint8";
-template <>
-inline constexpr const char* DTYPE<double> = "float64";
-template <>
-inline constexpr const char* DTYPE<bool> = "bool";
+inline constexpr const char* DTYPE = std::same_as<T, bool>      ? "bool"
+                                     : std::same_as<T, uint8_t> ? "uint8"
+                                     : std::same_as<T, int32_t> ? "int32"
+                                     : std::same_as<T, int64_t> ? "int64"
+                                                                : "float64";
 
-template <class T>
-void open_view(Column<T>& view, Buffer& buffer, nb::handle object, const char* name) {
+template <template <class> class Shape, class T>
+  requires std::same_as<Shape<T>, Column<T>> || std::same_as<Shape<T>, Matrix<T>>
+void open_view(Shape<T>& view, Buffer& buffer, nb::handle object, const char* name) {
   using Number = std::remove_const_t<T>;
-  buffer.open(object, name, 1, !std::is_const_v<T>);
-  if (!buffer.is(KIND<Number>, sizeof(T))) refuse(name, DTYPE<Number>, object);
-  view = {static_cast<T*>(buffer.data()), buffer.size(0)};
+  constexpr bool is_matrix = std::same_as<Shape<T>, Matrix<T>>;
+  buffer.open(object, name, 1 + is_matrix, !std::is_const_v<T>);
+  if (!buffer.is(DTYPE<Number>[0], sizeof(T))) refuse(name, DTYPE<Number>, object);
+  auto* const data = static_cast<T*>(buffer.data());
+  if constexpr (is_matrix)
+    view = {data, buffer.size(0), buffer.size(1), buffer.stride()};
+  else
+    view = {data, buffer.size(0)};
 }
-
-template <class T>
-void open_view(Matrix<T>& view, Buffer& buffer, nb::handle object, const char* name) {
-  using Number = std::remove_const_t<T>;
-  buffer.open(object, name, 2, !std::is_const_v<T>);
-  if (!buffer.is(KIND<Number>, sizeof(T))) refuse(name, DTYPE<Number>, object);
-  view = {static_cast<T*>(buffer.data()), buffer.size(0), buffer.size(1), buffer.stride()};
-}
-
 void open_view(Ints& view, Buffer& buffer, nb::handle object, const char* name);
 void open_view(IntRows& view, Buffer& buffer, nb::handle object, const char* name);
 

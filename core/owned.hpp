@@ -4,11 +4,6 @@
 //   Growing<T>   a std::vector
 #pragma once
 
-#include <algorithm>
-#include <memory>
-#include <tuple>
-#include <vector>
-
 #include "array.hpp"
 
 namespace apportion {
@@ -17,14 +12,14 @@ template <class T>
 class Array : public Column<T> {
  public:
   Array() = default;
-  explicit Array(std::int64_t size, T value = {})
+  explicit Array(int64_t size, T value = {})
       : Column<T>(new T[static_cast<std::size_t>(size)], size), memory_(this->data()) {
     std::fill(this->begin(), this->end(), value);
   }
   template <class Values>
   static Array of(const Values& values) {
     Array copy(values.size());
-    for (std::int64_t i = 0; i < values.size(); ++i) copy[i] = values[i];
+    for (int64_t i = 0; i < values.size(); ++i) copy[i] = values[i];
     return copy;
   }
 
@@ -35,11 +30,10 @@ class Array : public Column<T> {
 template <class T>
 class Array2 : public Matrix<T> {
  public:
-  Array2(std::int64_t rows, std::int64_t columns, T value = {})
-      : Array2(rows, columns, Array<T>(rows * columns, value)) {}
+  Array2(int64_t rows, int64_t columns, T value = {}) : Array2(rows, columns, Array<T>(rows * columns, value)) {}
 
  private:
-  Array2(std::int64_t rows, std::int64_t columns, Array<T> memory)
+  Array2(int64_t rows, int64_t columns, Array<T> memory)
       : Matrix<T>(memory.data(), rows, columns, columns), memory_(std::move(memory)) {}
   Array<T> memory_;
 };
@@ -48,14 +42,23 @@ template <class T>
 class Growing : public std::vector<T> {
  public:
   using std::vector<T>::vector;
-  std::int64_t count() const { return static_cast<std::int64_t>(this->size()); }
-  void expect(std::int64_t more) { this->reserve(static_cast<std::size_t>(count() + more)); }
-  void fill(std::int64_t count, T value) { this->assign(static_cast<std::size_t>(count), value); }
-  T& operator[](std::int64_t index) { return Column<T>(*this)[index]; }
-  const T& operator[](std::int64_t index) const { return Column<const T>(*this)[index]; }
+  int64_t count() const { return static_cast<int64_t>(this->size()); }
+  void expect(int64_t more) { this->reserve(static_cast<std::size_t>(count() + more)); }
+  void fill(int64_t count, T value) { this->assign(static_cast<std::size_t>(count), value); }
+  T& operator[](int64_t index) { return Column<T>(*this)[index]; }
+  const T& operator[](int64_t index) const { return Column<const T>(*this)[index]; }
   operator Column<T>() { return {this->data(), count()}; }
   operator Column<const T>() const { return {this->data(), count()}; }
 };
+
+// The numbers [0, count) in the order of `before`; equal ones stay in place.
+template <class Index = int64_t, class Before>
+Growing<Index> ordered(int64_t count, Before&& before) {
+  Growing<Index> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  if (!std::is_sorted(order.begin(), order.end(), before)) std::stable_sort(order.begin(), order.end(), before);
+  return order;
+}
 
 // Moves the arrays into a tuple, to return them.
 template <class... T>

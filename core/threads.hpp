@@ -1,7 +1,6 @@
 // Independent work on several threads.
 #pragma once
 
-#include <cstddef>
 #include <future>
 #include <vector>
 

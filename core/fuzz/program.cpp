@@ -3,16 +3,14 @@
 //
 //   ranks u8 · flags u8: 1 backward, 2 ranks walked together, 4 with a layer's projection
 //   for each rank: home rows u16, size of its part u16, its part: the seven tables of the program
-#include <algorithm>
 #include <cstdlib>
 
 #include "ir/verify/judge.hpp"
-#include "ir/wellformed.hpp"
+#include "ir/tables.hpp"
 
 namespace {
 
 using namespace apportion;
-using std::int64_t;
 
 constexpr int64_t MAX_RANKS = 4, FARTHEST = (int64_t{1} << 30) - 1;
 constexpr int64_t SOME = int64_t{1} << 48;  // `LIMIT` of apportion/ir/isa.py
@@ -28,6 +26,8 @@ const std::vector<int64_t> RANGES = {
     0, SOME, 0, SOME, 0, SOME, 0, SOME, 0, SOME, 0, SOME, -SOME, SOME, -SOME, SOME, 0, 3,  // grads
     0, SOME, 0, SOME, 0, SOME, 0, SOME, 0, 1,                                         // rowops
 };
+
+constexpr std::size_t PEER = 2 * (3 + 6 + 5 + 1) + 1;  // index of the highest peer
 
 // Head sets for four query heads and two KV heads: all heads, the first two, and the last two, which no KV heads match.
 struct Heads {
@@ -85,18 +85,16 @@ class Input {
 
  private:
   int64_t ranks_;
-  std::uint8_t flags_;
+  uint8_t flags_;
   std::vector<int64_t> home_rows_, first_address_;
   std::vector<std::vector<int64_t>> ptr_, values_;
 };
 
 bool is_wellformed(const Input& input) {
   const std::vector<Table> tables = input.tables();
-  if (refusal(tables, {RANGES.data(), static_cast<int64_t>(RANGES.size()) / 2, 2, 2}, {HEADS.foreign, 3})) return false;
-  const Ints peers = tables[3].columns[1];
-  for (int64_t row = 0; row < peers.size(); ++row)
-    if (peers[row] >= input.ranks()) return false;
-  return true;
+  std::vector<int64_t> ranges = RANGES;
+  ranges[PEER] = input.ranks() - 1;
+  return !refusal(tables, {ranges.data(), static_cast<int64_t>(ranges.size()) / 2, 2, 2}, {HEADS.foreign, 3});
 }
 
 // Like `_fields` in apportion/ir/verify/walk/judge.py: excludes programs that are too large or have ops of the other
@@ -141,11 +139,11 @@ void verify_program(const Input& input) {
   const Tensors gradients = input.projects() ? Tensors::of(Tensor::DX) : Tensors::of(Tensor::DQ, Tensor::DKV);
   const Tensors backward_only = Tensors::of(Tensor::DX, Tensor::DQ, Tensor::DKV, Tensor::DO, Tensor::DELTA);
   const bool backward = input.is_backward();
-  const verify::Program program(
+  const verify::Program program{
       programs, {input.home_rows(), input.first_address(), view(arena_rows), view(arena_heads)}, HEADS.sets(),
       backward ? Tensors(inputs.bits() | Tensors::of(Tensor::O, Tensor::DO).bits()) : inputs,
       backward ? Tensors(gradients.bits() | Tensors::of(Tensor::DELTA).bits()) : Tensors::of(Tensor::O),
-      backward ? Tensors(0) : backward_only, backward, rounds);
+      backward ? Tensors(0) : backward_only, backward, rounds};
 
   constexpr int64_t MAX_PIECES = 1 << 12;
   verify::Lists lists(3);
@@ -158,7 +156,7 @@ void verify_program(const Input& input) {
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
   try {
     const Input input(Reader(data, static_cast<int64_t>(size)));
     if (is_wellformed(input)) verify_program(input);

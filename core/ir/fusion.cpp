@@ -10,15 +10,10 @@
 // are taken as results.
 #include "ir/fusion.hpp"
 
-#include <algorithm>
-#include <bit>
-
 #include "bind.hpp"
 #include "ir/sorting.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -71,7 +66,7 @@ class RankFusion {
       sums_.push_back(at);
       row_end = std::max(row_end, programs_.row[at] + programs_.rows[at]);
     }
-    const auto bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(row_end)));
+    const auto bits = static_cast<int>(std::bit_width(static_cast<uint64_t>(row_end)));
     keys_.clear();  // of both ends of each operand: tensor, space and row
     for (const int64_t at : sums_) {
       const int64_t key = (2 * programs_.tensor[at] + programs_.space[at]) << bits | programs_.row[at];

@@ -1,20 +1,17 @@
 // Rows that attention tasks leave as results, and row statistics that they compute: apportion/ir/plan/fusion.py.
 #pragma once
 
-#include <array>
-#include <vector>
-
 #include "ir/programs.hpp"
 
 namespace apportion {
 
 // Ranges [row0, row1) of rows of numbered items.
 struct RowRanges {
-  Growing<std::int64_t> item, row0, row1;
+  Growing<int64_t> item, row0, row1;
 
   auto fields() { return moved(item, row0, row1); }
   std::size_t size() const { return item.size(); }
-  void add(std::int64_t owner, std::int64_t begin, std::int64_t end) {
+  void add(int64_t owner, int64_t begin, int64_t end) {
     item.push_back(owner);
     row0.push_back(begin);
     row1.push_back(end);
@@ -26,8 +23,8 @@ struct RowRanges {
 struct Sum {
   List list;
   Tensor tensor;
-  std::int64_t column, flag;
-  std::vector<std::int64_t> partners;
+  int64_t column, flag;
+  std::vector<int64_t> partners;
   Tensors tensors;
 };
 

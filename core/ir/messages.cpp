@@ -5,49 +5,28 @@
 
 namespace apportion {
 
-using std::int32_t;
-using std::int64_t;
-
-namespace {
-
-class Operands {
- public:
-  Operands(const Programs& programs, const RowSizes& sizes)
-      : programs_(programs), sizes_(sizes), arena_heads_(programs.ranks(), TENSORS) {
-    const Table& arenas = programs.arenas;
-    for (int64_t rank = 0; rank < programs.ranks(); ++rank)
-      for (int64_t at = arenas.ptr[rank]; at < arenas.ptr[rank + 1]; ++at)
-        arena_heads_[rank][arenas.columns[0][at]] = arenas.columns[2][at];
-  }
-
-  // True if an operand has all columns of one array, whose numbers travel unchanged.
-  bool is_whole(int64_t rank, int64_t at) {
-    const Tensor tensor = programs_.tensor_of(at);
-    const int64_t number = programs_.tensor[at], set = programs_.heads[at];
-    if (!sizes_.one_array[2 * number + programs_.space[at]]) return false;
-    if (!programs_.is_home(at)) return HEADLESS.has(tensor) || sizes_.heads.of(tensor, set) == arena_heads_[rank][number];
-    return sizes_.ordered[set] && sizes_.heads.of(tensor, set) == sizes_.heads.of(tensor, 0);
-  }
-
-  // True if one operand lies right after another in memory, as in a message.
-  bool follows(int64_t before, int64_t at) const {
-    const Programs& data = programs_;
-    if (data.tensor[at] != data.tensor[before] || data.space[at] != data.space[before]) return false;
-    const int64_t row_bytes = sizes_.heads.of(data.tensor_of(at), data.heads[before]) * sizes_.number_bytes[data.tensor[at]];
-    return data.row[at] == data.row[before] + data.rows[before] && data.rows[before] * row_bytes % sizes_.alignment == 0;
-  }
-
- private:
-  const Programs& programs_;
-  const RowSizes& sizes_;
-  Array2<int64_t> arena_heads_;
-};
-
-}  // namespace
-
 // Forms one message per peer and direction of each launch.
 MessageGroups group(const Programs& programs, const RowSizes& sizes) {
-  Operands operands(programs, sizes);
+  const Array2<int64_t> arena_heads(programs.ranks(), TENSORS);
+  const Table& arenas = programs.arenas;
+  for (int64_t rank = 0; rank < programs.ranks(); ++rank)
+    for (int64_t at = arenas.ptr[rank]; at < arenas.ptr[rank + 1]; ++at)
+      arena_heads[rank][arenas.columns[0][at]] = arenas.columns[2][at];
+  const auto heads = [&](int64_t at, int64_t set) { return sizes.heads.of(programs.tensor_of(at), set); };
+  // true if an operand has all columns of one array, whose numbers travel unchanged
+  const auto is_whole = [&](int64_t rank, int64_t at) {
+    const int64_t number = programs.tensor[at], set = programs.heads[at];
+    if (!sizes.one_array[2 * number + programs.space[at]]) return false;
+    if (programs.is_home(at)) return sizes.ordered[set] && heads(at, set) == heads(at, 0);
+    return HEADLESS.has(programs.tensor_of(at)) || heads(at, set) == arena_heads[rank][number];
+  };
+  // true if one operand lies right after another in memory, as in a message
+  const auto follows = [&](int64_t before, int64_t at) {
+    if (programs.tensor[at] != programs.tensor[before] || programs.space[at] != programs.space[before]) return false;
+    const int64_t row_bytes = heads(at, programs.heads[before]) * sizes.number_bytes[programs.tensor[at]];
+    return programs.row[at] == programs.row[before] + programs.rows[before] &&
+           programs.rows[before] * row_bytes % sizes.alignment == 0;
+  };
   struct Latest {
     int64_t message = -1, operand = -1;  // the latest of a peer and a direction
   };
@@ -69,8 +48,8 @@ MessageGroups group(const Programs& programs, const RowSizes& sizes) {
         groups.first.push_back(static_cast<int32_t>(tile));
         groups.staged.push_back(always_staged);
       }
-      std::uint8_t& staged = groups.staged[last.message];
-      if (!staged) staged = !(operands.is_whole(step.rank, at) && (starts || operands.follows(last.operand, at)));
+      uint8_t& staged = groups.staged[last.message];
+      if (!staged) staged = !(is_whole(step.rank, at) && (starts || follows(last.operand, at)));
       last.operand = at;
       groups.message[tile] = static_cast<int32_t>(last.message);
     }

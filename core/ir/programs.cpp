@@ -1,14 +1,9 @@
 // Matching of sends with receives.
 #include "ir/programs.hpp"
 
-#include <algorithm>
-#include <vector>
-
 #include "bind.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -48,18 +43,6 @@ class Queues {
   Array<int64_t> first_, last_;
 };
 
-// The launches of all ranks, by round and then by rank.
-std::vector<Step> launches_by_round(const Programs& programs) {
-  std::vector<Step> launches;
-  programs.each_step([&](const Step& step) {
-    if (step.op == Op::LAUNCH) launches.push_back(step);
-  });
-  std::stable_sort(launches.begin(), launches.end(), [&](const Step& a, const Step& b) {
-    return programs.round[a.index] < programs.round[b.index];
-  });
-  return launches;
-}
-
 // Pairs sends with receives, round by round. Linear in the transfers.
 template <class Index>
 void match_as(const Programs& programs, Column<const int64_t> tile, Column<int64_t> mate, Column<bool> agreed) {
@@ -75,7 +58,11 @@ void match_as(const Programs& programs, Column<const int64_t> tile, Column<int64
   // sends by destination, filled for the whole round in the order of source ranks; receives by source, filled for one
   // destination at a time
   Queues<Index> sends(ends, ranks), receives(ends, ranks);
-  const std::vector<Step> launches = launches_by_round(programs);
+  std::vector<Step> launches;  // of all ranks, by round and then by rank
+  programs.each_step([&](const Step& step) {
+    if (step.op == Op::LAUNCH) launches.push_back(step);
+  });
+  std::ranges::stable_sort(launches, {}, [&](const Step& step) { return programs.round[step.index]; });
   for (auto begin = launches.begin(), end = begin; begin != launches.end(); begin = end) {
     const int64_t round = programs.round[begin->index];
     end = std::find_if(begin, launches.end(), [&](const Step& step) { return programs.round[step.index] != round; });
@@ -107,7 +94,7 @@ std::pair<Array<int64_t>, Array<bool>> match(const Programs& programs, Column<co
   Array<int64_t> mate(programs.send.size(), NONE);
   Array<bool> agreed(mate.size());
   const auto largest = std::max(mate.size(), tile.size() == 0 ? 0 : *std::max_element(tile.begin(), tile.end()));
-  largest < int64_t{1} << 31 ? match_as<std::int32_t>(programs, tile, mate, agreed)
+  largest < int64_t{1} << 31 ? match_as<int32_t>(programs, tile, mate, agreed)
                           : match_as<int64_t>(programs, tile, mate, agreed);
   return {std::move(mate), std::move(agreed)};
 }

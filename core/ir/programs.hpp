@@ -1,9 +1,6 @@
 // Programs of one or more ranks: the tables of apportion/ir/isa.py, rank after rank, and walks over their instructions.
 #pragma once
 
-#include <vector>
-
-#include "array.hpp"
 #include "ir/isa.hpp"
 #include "owned.hpp"
 
@@ -29,20 +26,20 @@ inline List list_of(Op op) {
 
 // An instruction of a rank, numbered over all ranks, and the rows [first, end) of its list.
 struct Step {
-  std::int64_t rank, index;
+  int64_t rank, index;
   Op op;
   List list;
-  std::int64_t first, end;
+  int64_t first, end;
 };
 
 struct Programs {
   using Given = std::vector<Table>;  // of isa.TABLES, in their order
   explicit Programs(const Given& tables) {
-    std::int64_t next = 0;
+    int64_t next = 0;
     for (Table* table : {&arenas, &operands, &instructions, &lists[TRANSFERS], &lists[TASKS], &lists[GRADS], &lists[ROWOPS]})
       *table = tables.at(static_cast<std::size_t>(next++));
     const auto name = [](const Table& rows, std::initializer_list<Ints*> columns) {
-      std::int64_t i = 0;
+      int64_t i = 0;
       for (Ints* column : columns) *column = rows.columns[i++];
     };
     name(operands, {&tensor, &space, &row, &rows, &col, &heads});
@@ -57,24 +54,24 @@ struct Programs {
   Ints op, round, channel, mode, count;
   Ints send, peer, operand;
 
-  std::int64_t ranks() const { return instructions.ranks(); }
-  Tensor tensor_of(std::int64_t operand_at) const { return static_cast<Tensor>(tensor[operand_at]); }
-  bool is_home(std::int64_t operand_at) const { return space[operand_at] == static_cast<std::int64_t>(Space::HOME); }
-  bool is_whole(std::int64_t operand_at) const { return heads[operand_at] == 0; }
+  int64_t ranks() const { return instructions.ranks(); }
+  Tensor tensor_of(int64_t operand_at) const { return static_cast<Tensor>(tensor[operand_at]); }
+  bool is_home(int64_t operand_at) const { return space[operand_at] == static_cast<int64_t>(Space::HOME); }
+  bool is_whole(int64_t operand_at) const { return heads[operand_at] == 0; }
 
   // Calls visit(step) for each instruction of all ranks, or of one.
   template <class Visit>
   void each_step(Visit&& visit) const {
-    for (std::int64_t rank = 0; rank < ranks(); ++rank) each_step(rank, visit);
+    for (int64_t rank = 0; rank < ranks(); ++rank) each_step(rank, visit);
   }
   template <class Visit>
-  void each_step(std::int64_t rank, Visit&& visit) const {
-    std::int64_t next[NO_LIST + 1] = {};
+  void each_step(int64_t rank, Visit&& visit) const {
+    int64_t next[NO_LIST + 1] = {};
     for (int list = 0; list < NO_LIST; ++list) next[list] = lists[list].ptr[rank];
-    for (std::int64_t at = instructions.ptr[rank]; at < instructions.ptr[rank + 1]; ++at) {
+    for (int64_t at = instructions.ptr[rank]; at < instructions.ptr[rank + 1]; ++at) {
       const auto code = static_cast<Op>(op[at]);
       const List list = list_of(code);
-      const std::int64_t first = next[list];
+      const int64_t first = next[list];
       if (list != NO_LIST) next[list] += count[at];
       visit(Step{rank, at, code, list, first, next[list]});
     }
@@ -83,22 +80,22 @@ struct Programs {
 
 // Columns of each list that name operands: [first, end).
 inline constexpr struct {
-  std::int64_t first, end;
+  int64_t first, end;
 } OPERAND_COLUMNS[NO_LIST] = {{2, 3}, {0, 3}, {0, 6}, {0, 4}};
 
 // Head counts of operands. sizes: [2, 1 + head sets], on the query and the KV side, for all heads and each set.
 struct HeadCounts {
-  using Given = Matrix<const std::int64_t>;
+  using Given = Matrix<const int64_t>;
   explicit HeadCounts(const Given& counts) : sizes(counts) {}
   Given sizes;
 
-  std::int64_t of(Tensor tensor, std::int64_t set) const {
+  int64_t of(Tensor tensor, int64_t set) const {
     return HEADLESS.has(tensor) ? 1 : sizes[KV_SIDE.has(tensor)][set];
   }
 };
 
 // Pairs the k-th send i -> j of each round with the k-th receive of j from i. tile: a number per operand, or empty.
 // mate: the matching transfer of each, or -1; agreed: true if their operands have equal tiles.
-std::pair<Array<std::int64_t>, Array<bool>> match(const Programs& programs, Column<const std::int64_t> tile);
+std::pair<Array<int64_t>, Array<bool>> match(const Programs& programs, Column<const int64_t> tile);
 
 }  // namespace apportion

@@ -1,13 +1,6 @@
 #include "ir/tables.hpp"
 
-#include <algorithm>
-#include <bit>
-
 namespace apportion {
-
-using std::int64_t;
-using std::uint64_t;
-using std::uint8_t;
 
 static_assert(std::endian::native == std::endian::little);
 
@@ -44,8 +37,8 @@ template <class Number>
 static uint8_t* put_column(Column<const Number> values, int width, uint8_t* out) {
   *out++ = static_cast<uint8_t>(width);
   if (width == 1) put_differences<uint8_t>(values, out);
-  if (width == 2) put_differences<std::uint16_t>(values, out);
-  if (width == 4) put_differences<std::uint32_t>(values, out);
+  if (width == 2) put_differences<uint16_t>(values, out);
+  if (width == 4) put_differences<uint32_t>(values, out);
   if (width == 8) put_differences<uint64_t>(values, out);
   return out + width * values.size();
 }
@@ -133,9 +126,9 @@ bool read_rows(const ScannedTable& scanned, int64_t rank, int64_t table, int64_t
     bool is_within_bounds = true;
     uint64_t bits = 0;
     if (width == 0) std::fill(target.begin(), target.end(), Number{0});
-    if (width == 1) bits = sum_steps<std::int8_t>(data, bound, target, is_within_bounds);
-    if (width == 2) bits = sum_steps<std::int16_t>(data, bound, target, is_within_bounds);
-    if (width == 4) bits = sum_steps<std::int32_t>(data, bound, target, is_within_bounds);
+    if (width == 1) bits = sum_steps<int8_t>(data, bound, target, is_within_bounds);
+    if (width == 2) bits = sum_steps<int16_t>(data, bound, target, is_within_bounds);
+    if (width == 4) bits = sum_steps<int32_t>(data, bound, target, is_within_bounds);
     if (width == 8) bits = sum_steps<int64_t>(data, bound, target, is_within_bounds);
     if (!is_within_bounds && bound < FAR) return false;
     if (!is_within_bounds) throw Malformed(rank, table, column, "has a number outside [-2**62, 2**62)");
@@ -144,7 +137,7 @@ bool read_rows(const ScannedTable& scanned, int64_t rank, int64_t table, int64_t
   return true;
 }
 
-template bool read_rows(const ScannedTable&, int64_t, int64_t, int64_t, int64_t, Matrix<std::int32_t>);
+template bool read_rows(const ScannedTable&, int64_t, int64_t, int64_t, int64_t, Matrix<int32_t>);
 template bool read_rows(const ScannedTable&, int64_t, int64_t, int64_t, int64_t, Matrix<int64_t>);
 
 }  // namespace apportion

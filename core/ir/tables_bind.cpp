@@ -2,31 +2,28 @@
 
 #include "bind.hpp"
 #include "ir/tables.hpp"
-#include "ir/wellformed.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
 std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
   Opener opener;
   const auto views = opener.open<std::vector<Table>>(tables, "tables");
-  std::vector<std::uint8_t> widths;
+  std::vector<uint8_t> widths;
   std::vector<int64_t> sizes;
   without_gil([&] {
     for (int64_t rank = first; rank < end; ++rank) sizes.push_back(measure_part(views, rank, widths));
   });
   std::vector<nb::bytes> parts;
-  std::vector<std::uint8_t*> outs;  // buffers of bytes objects not yet shared
+  std::vector<uint8_t*> outs;  // buffers of bytes objects not yet shared
   for (const int64_t size : sizes) {
     parts.push_back(nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, size)));
     if (!parts.back().is_valid()) throw nb::python_error();
-    outs.push_back(reinterpret_cast<std::uint8_t*>(PyBytes_AsString(parts.back().ptr())));
+    outs.push_back(reinterpret_cast<uint8_t*>(PyBytes_AsString(parts.back().ptr())));
   }
   without_gil([&] {
-    const std::uint8_t* cursor = widths.data();
+    const uint8_t* cursor = widths.data();
     for (int64_t rank = first; rank < end; ++rank)
       cursor = encode_part(views, rank, cursor, outs[static_cast<std::size_t>(rank - first)]);
   });
@@ -50,8 +47,8 @@ bool fill(const std::vector<std::vector<ScannedTable>>& scanned, std::size_t tab
 nb::object values_of(const std::vector<std::vector<ScannedTable>>& scanned, std::size_t table, int64_t columns, int64_t rows,
                      bool narrow) {
   if (narrow) {
-    NewArray<Matrix<std::int32_t>> values(columns, rows);
-    if (fill<std::int32_t>(scanned, table, NARROW, values)) return values.array();
+    NewArray<Matrix<int32_t>> values(columns, rows);
+    if (fill<int32_t>(scanned, table, NARROW, values)) return values.array();
   }
   NewArray<Matrix<int64_t>> values(columns, rows);
   fill<int64_t>(scanned, table, FAR, values);
@@ -61,7 +58,7 @@ nb::object values_of(const std::vector<std::vector<ScannedTable>>& scanned, std:
 nb::list decode(std::vector<nb::bytes> parts, std::vector<int64_t> columns, std::vector<bool> narrow) {
   std::vector<Reader> readers;
   for (const nb::bytes& part : parts)
-    readers.emplace_back(static_cast<const std::uint8_t*>(part.data()), static_cast<int64_t>(part.size()));
+    readers.emplace_back(static_cast<const uint8_t*>(part.data()), static_cast<int64_t>(part.size()));
   std::vector<std::vector<ScannedTable>> scanned(parts.size());
   without_gil([&] {
     for (std::size_t rank = 0; rank < readers.size(); ++rank)

@@ -1,13 +1,10 @@
 // Totals of programs: attention pairs and bytes moved.
-#include <algorithm>
 
 #include "bind.hpp"
 #include "ir/areas.hpp"
 #include "ir/programs.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 // float64 [ranks]: (query, key) pairs of each rank, summed over heads. sizes: [1 + head sets], numbers of heads.
 static Array<double> pairs(const Programs& programs, bool is_backward, Column<const int64_t> sizes) {

@@ -1,12 +1,15 @@
-#include "ir/wellformed.hpp"
-
-#include <algorithm>
+// Well-formedness of a program of all ranks before it is walked: numbers in range, one arena per tensor, valid
+// operands, zeros in fields that an op does not have, counts that add up to the rows of the lists.
+//
+//   tables    arenas, operands, instructions, transfers, tasks, grads, rowops       apportion/ir/isa.py
+//   ranges    lowest and highest number of each column, table after table
+//
+// Returns the first number that violates a rule, in this order; apportion/ir/plan/wellformed.py has the messages.
+#include "ir/tables.hpp"
 
 #include "ir/programs.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 Refused out_of_range(const Table& table, int64_t number, Matrix<const int64_t> ranges, int64_t first) {
   for (int64_t column = 0; column < table.columns.rows(); ++column) {

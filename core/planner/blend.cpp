@@ -12,18 +12,12 @@
 //
 // A rank leaves at most three documents unfinished, so there are O(documents + ranks) pieces; each x is found by
 // bisection. Exchanges of equally many dense and sparse rows between two ranks reduce the remaining imbalance.
-#include <algorithm>
-#include <numeric>
-#include <vector>
 
 #include "bind.hpp"
 #include "planner/numbers.hpp"
 
 namespace apportion {
 
-using std::int64_t;
-
-namespace blend {
 namespace {
 
 constexpr double FLAT = 0.25;  // excess of the second half's pairs, relative to all, above which shares include heads
@@ -33,7 +27,6 @@ constexpr int64_t EXCHANGES = 8;   // maximum exchanges per rank
 
 // The number of pairs up to any row: `Profile` of apportion/ir/masks/profile.py.
 struct Profile {
-  static constexpr std::size_t FIELDS = 4;
   Column<const int64_t> start, value, slope, below;
 
   int64_t upto(int64_t row) const {
@@ -165,12 +158,7 @@ class Walk {
   // number, at least near the end.
   int64_t share(int64_t doc, int64_t tokens, double target, int64_t high) const {
     if (real(mixed(doc, tokens, high)) <= target) return high;
-    int64_t low = 0;
-    while (high - low > 1) {
-      const int64_t x = (low + high) / 2;
-      (real(mixed(doc, tokens, x)) <= target ? low : high) = x;
-    }
-    return low;
+    return bisect(0, high, [&](int64_t x) { return real(mixed(doc, tokens, x)) <= target; });
   }
 
   // The pairs of `tokens` tokens, x of them dense.
@@ -363,13 +351,9 @@ class Repair {
   }
 
   // The smallest number of rows with which the exchange moves `goal` pairs.
-  int64_t fewest_rows(Exchange exchange, double goal) const {
-    int64_t low = 0, high = exchange.rows;
-    while (high - low > 1) {
-      exchange.rows = (low + high) / 2;
-      (real(gain(exchange)) >= goal ? high : low) = exchange.rows;
-    }
-    return high;
+  int64_t fewest_rows(const Exchange& exchange, double goal) const {
+    const auto is_less = [&](int64_t rows) { return real(gain({exchange.first, exchange.second, rows})) < goal; };
+    return bisect(0, exchange.rows, is_less) + 1;
   }
 
   void swap(const Exchange& exchange) {
@@ -396,10 +380,9 @@ Growing<Piece> mix(Column<const int64_t> documents, const Profile& rows, Column<
 }
 
 }  // namespace
-}  // namespace blend
 
 static const Area area("blend", [](nb::module_& m) {
-  def(m, "mix(documents, rows, tokens, speeds, wanted, widest, head, tolerance)", blend::mix);
+  def(m, "mix(documents, rows, tokens, speeds, wanted, widest, head, tolerance)", mix);
 });
 
 }  // namespace apportion

@@ -1,14 +1,10 @@
 // Cuts the token axis into blocks, counts their pairs, and joins blocks into pieces.
-#include <algorithm>
-#include <vector>
 
 #include "bind.hpp"
 #include "ir/areas.hpp"
 #include "planner/numbers.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 

@@ -1,7 +1,4 @@
 // Lower bound on foreign KV tokens; the head of apportion/planner/bounds.py explains it, with a drawing of `reach`.
-#include <algorithm>
-#include <cmath>
-#include <vector>
 
 #include "bind.hpp"
 #include "ir/areas.hpp"
@@ -9,9 +6,6 @@
 
 namespace apportion {
 
-using std::int64_t;
-
-namespace bounds {
 namespace {
 
 constexpr int64_t INF = int64_t{1} << 62;
@@ -115,7 +109,7 @@ std::vector<ForeignRange> foreign(Matrix<const int64_t> bands, const Caps& caps)
 
 // The largest sum of tokens over disjoint ranges, by interval scheduling.
 int64_t max_disjoint_sum(std::vector<ForeignRange> ranges) {
-  std::sort(ranges.begin(), ranges.end(), [](const ForeignRange& a, const ForeignRange& b) { return a.end < b.end; });
+  std::ranges::sort(ranges, {}, &ForeignRange::end);
   std::vector<int64_t> ends{0}, best{0};
   for (const ForeignRange& range : ranges) {
     const auto before = std::upper_bound(ends.begin(), ends.end(), range.low) - ends.begin() - 1;
@@ -126,12 +120,11 @@ int64_t max_disjoint_sum(std::vector<ForeignRange> ranges) {
 }
 
 }  // namespace
-}  // namespace bounds
 
 static const Area area("bounds", [](nb::module_& m) {
   def(m, "foreign_tokens(bands, token_cap, load_cap, ranks)",
       +[](Matrix<const int64_t> bands, int64_t token_cap, int64_t load_cap, int64_t ranks) {
-        return bounds::max_disjoint_sum(bounds::foreign(bands, {token_cap, load_cap, ranks}));
+        return max_disjoint_sum(foreign(bands, {token_cap, load_cap, ranks}));
       });
 });
 

@@ -2,13 +2,10 @@
 //
 //   pairs   causal pairs or fewer        causal ── pairs ──► full
 //           one tile ──► causal grid     between the two grids           linear in between
-#include <algorithm>
 
 #include "bind.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -23,7 +20,6 @@ int64_t causal_pairs(int64_t rows, int64_t keys) {
 // The grids of a phase: `_PhaseCost` of cost.py. points: rows of the axis; cell, offset: by number of tiles; full,
 // causal: [5, cells], the coefficients of c0 + c1 x + c2 y + c3 x y + c4 min(x, y).
 struct Grids {
-  static constexpr std::size_t FIELDS = 9;
   Column<const int64_t> points, cell;
   Column<const double> offset;
   Matrix<const double> full, causal;

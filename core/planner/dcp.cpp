@@ -1,19 +1,11 @@
 // DCP: exchanges homes within nodes to relieve the busiest links, and divides cells into divisions (Listing 3).
-#include <algorithm>
-#include <numeric>
-#include <vector>
 
 #include "bind.hpp"
 #include "ir/sorting.hpp"
 #include "planner/numbers.hpp"
-#include "owned.hpp"
 
 namespace apportion {
 
-using std::int32_t;
-using std::int64_t;
-
-namespace dcp {
 namespace {
 
 constexpr double GAIN = 0.01;  // an exchange shortens the longer of the two ranks' times by at least this fraction
@@ -25,14 +17,12 @@ constexpr int64_t TURNS = 2;  // maximum exchanges per block
 // A hypergraph and the ranks of its vertices. The first vertices are the blocks; each hyperedge starts with its source
 // block.
 struct Placement {
-  static constexpr std::size_t FIELDS = 5;
   Column<const int64_t> ptr, pins, price, rank;
   int64_t queries;  // number of hyperedges of queries, which come first
 };
 
 // GB/s of a rank's links within its node, and of its share of the NICs.
 struct Links {
-  static constexpr std::size_t FIELDS = 2;
   double within, between;
 };
 
@@ -61,14 +51,7 @@ class Homes {
  public:
   Homes(const std::vector<Placement>& placements, Column<const bool> free, Column<const int64_t> tokens,
         Column<const int64_t> caps, int64_t per_node, Links gbs)
-      : caps_(caps),
-        per_node_(per_node),
-        gbs_(gbs),
-        near_bytes_(free.size(), per_node),
-        ranks_(caps.size()),
-        used_(caps.size()),
-        time_(caps.size()),
-        node_blocks_(static_cast<std::size_t>(caps.size() / per_node)) {
+      : caps_(caps), per_node_(per_node), gbs_(gbs), near_bytes_(free.size(), per_node) {
     for (int64_t block = 0; block < free.size(); ++block) {
       const int64_t home = placements.front().rank[block];
       blocks_.push_back({home, tokens[block], free[block]});
@@ -99,8 +82,12 @@ class Homes {
     }
   }
 
-  const std::vector<Block>& blocks() const { return blocks_; }
-  Array<double> take_times() { return std::move(time_); }
+  // Returns the homes of blocks and the time of each rank.
+  std::pair<Array<int64_t>, Array<double>> result() {
+    Array<int64_t> home(count(blocks_));
+    std::ranges::transform(blocks_, home.begin(), &Block::home);
+    return {std::move(home), std::move(time_)};
+  }
 
  private:
   // A block of the busiest rank and one of another rank.
@@ -188,10 +175,10 @@ class Homes {
   Links gbs_;
   std::vector<Block> blocks_;
   Array2<int64_t> near_bytes_;  // [blocks, ranks per node]: bytes to each rank of the block's node
-  Array<Traffic> ranks_;
-  Array<int64_t> used_;  // tokens of each rank
-  Array<double> time_;
-  std::vector<std::vector<int64_t>> node_blocks_;
+  Array<Traffic> ranks_{caps_.size()};
+  Array<int64_t> used_{caps_.size()};  // tokens of each rank
+  Array<double> time_{caps_.size()};
+  Growing<std::vector<int64_t>> node_blocks_ = Growing<std::vector<int64_t>>(caps_.size() / per_node_);
 };
 
 // ---- divisions
@@ -262,14 +249,11 @@ std::pair<Array<int64_t>, Array<double>> exchange(const std::vector<Placement>& 
                                                   int64_t per_node, Links gbs) {
   Homes homes(placements, free, tokens, caps, per_node, gbs);
   homes.exchange();
-  Array<int64_t> home(free.size());
-  std::ranges::transform(homes.blocks(), home.begin(), &Block::home);
-  return {std::move(home), homes.take_times()};
+  return homes.result();
 }
 
 // How cells become tiles: numbers of head groups and of sets of KV heads, bytes of a row of queries and of keys.
 struct Tiles {
-  static constexpr std::size_t FIELDS = 4;
   int64_t groups, key_sets, q_bytes, k_bytes;
 };
 
@@ -299,11 +283,10 @@ Array<int32_t> divide(Ints q, Ints k, Ints rank, Column<const int64_t> home, Col
 }
 
 }  // namespace
-}  // namespace dcp
 
 static const Area area("dcp", [](nb::module_& m) {
-  def(m, "exchange(placed, free, tokens, caps, per_node, gbs)", dcp::exchange);
-  def(m, "divide(q, k, rank, home, lengths, tiles, divisions)", dcp::divide);
+  def(m, "exchange(placed, free, tokens, caps, per_node, gbs)", exchange);
+  def(m, "divide(q, k, rank, home, lengths, tiles, divisions)", divide);
 });
 
 }  // namespace apportion

@@ -8,16 +8,12 @@
 // from its first or last rows, for V bytes (Appendix B); the share with the largest E = dF_max / V gives. Rows that the
 // server already has, at home or for other pairs, can be free. Passes halve the tolerance, and then the step of cuts,
 // until loads are within the tolerance on both sides.
-#include <numeric>
 
 #include "bind.hpp"
 #include "planner/distca_servers.hpp"
 
-namespace apportion {
+namespace apportion::distca {
 
-using std::int64_t;
-
-namespace distca {
 namespace {
 
 constexpr double FREE = 1e-30;       // bytes assumed for a free move, whose E then exceeds all others
@@ -40,24 +36,14 @@ struct Summary {
 
 class Migration {
  public:
-  std::vector<Share> shares;
+  Growing<Share> shares;
   std::vector<Server> servers;
 
   Migration(const std::vector<Pair>& pairs, Column<const int64_t> starts, Column<const int64_t> home,
             Column<const int64_t> origin, Column<const double> speeds, double speed, const Rules& rules,
             bool exhaustive)
       : servers(static_cast<std::size_t>(speeds.size())),
-        pairs_(pairs),
-        starts_(starts),
-        home_(home),
-        origin_(origin),
-        rules_(rules),
-        exhaustive_(exhaustive),
-        holding_(starts, home),
-        other_(starts, home),
-        pairs_of_q_(static_cast<std::size_t>(home.size())),
-        pairs_of_k_(pairs_of_q_),
-        home_blocks_(servers.size()) {
+        pairs_(pairs), starts_(starts), home_(home), origin_(origin), rules_(rules), exhaustive_(exhaustive) {
     int64_t total = 0;
     for (int64_t i = 0; i < count(pairs); ++i) {
       const Pair& pair = pairs[i];
@@ -72,7 +58,7 @@ class Migration {
     for (int64_t i = count(shares) - 1; i >= 0; --i) servers[shares[i].server].shares.push_back(i);
     for (int64_t block = 0; block < home.size(); ++block) home_blocks_[home[block]].push_back(block);
     for (int64_t rank = 0; rank < speeds.size(); ++rank) servers[rank].target = real(total) / speed * speeds[rank];
-    for (int64_t rank = 0; rules.capped && rank < speeds.size(); ++rank) recount(rank, 1);
+    for (int64_t rank = 0; rank < speeds.size(); ++rank) recount(rank, 1);
   }
 
   // The paper's single pass; if two-sided, passes with half the previous tolerance each, which take only from servers
@@ -107,6 +93,8 @@ class Migration {
   }
 
  private:
+  using Numbers = Growing<std::vector<int64_t>>;
+
   bool needs_more(const Server& server) const { return real(server.load) < (1 - rules_.tolerance) * server.target; }
   bool is_short() const {
     return std::any_of(servers.begin(), servers.end(), [this](const Server& server) { return needs_more(server); });
@@ -118,7 +106,7 @@ class Migration {
     find_candidates();
     tried_.assign(shares.size(), -1);
     for (Candidate& candidate : candidates_) note_price(candidate);
-    const std::vector<int64_t> order = by_deficit();
+    const Growing<int64_t> order = by_deficit();
     for (int64_t turn = 0; turn < count(order); ++turn) {
       const int64_t to = order[turn];
       if (!needs_more(servers[to])) continue;
@@ -126,7 +114,7 @@ class Migration {
       if (candidates_.empty()) break;
       open(holding_, to);
       while (needs_more(servers[to])) {
-        const Choice choice = exhaustive_ ? best_of_all(to) : best(to);
+        const Choice choice = best(to);
         if (choice.share < 0) break;
         if (choice.e < rules_.threshold) {
           ++summary.below;
@@ -145,10 +133,8 @@ class Migration {
   }
 
   // The servers below their targets, largest deficit first.
-  std::vector<int64_t> by_deficit() const {
-    std::vector<int64_t> order(servers.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [this](int64_t a, int64_t b) {
+  Growing<int64_t> by_deficit() const {
+    Growing<int64_t> order = ordered(count(servers), [this](int64_t a, int64_t b) {
       return -servers[a].surplus() > -servers[b].surplus();
     });
     order.resize(static_cast<std::size_t>(std::count_if(servers.begin(), servers.end(), [this](const Server& server) {
@@ -174,8 +160,7 @@ class Migration {
       const double bytes = std::max(rows * real(rules_.priced_q) + real(keys * rules_.kv_bytes), 1.0);
       candidates_.push_back({i, real(share.work) / bytes});
     }
-    std::stable_sort(candidates_.begin(), candidates_.end(),
-                     [](const Candidate& a, const Candidate& b) { return a.max_e > b.max_e; });
+    std::ranges::stable_sort(candidates_, std::greater(), &Candidate::max_e);
     for (int64_t place = 0; place < count(candidates_); ++place) place_[candidates_[place].share] = place;
   }
 
@@ -237,8 +222,7 @@ class Migration {
 
   // Considers the first share, numbered like its pair, of every pair of which `to` has queries or keys; later shares
   // went to servers with a deficit.
-  void consider_blocks(Choice& choice, int64_t to, const std::vector<std::vector<int64_t>>& pairs_of,
-                     const std::vector<int64_t>& blocks) const {
+  void consider_blocks(Choice& choice, int64_t to, const Numbers& pairs_of, const std::vector<int64_t>& blocks) const {
     Choice local;
     const auto look = [&](int64_t block) {
       for (const int64_t pair : pairs_of[block]) {
@@ -253,8 +237,8 @@ class Migration {
   }
 
   // The best candidate for server `to`: first among pairs of which it has rows, then among the others until none can be
-  // better. Skips most candidates: those that are certainly worse than the best so far, or than a candidate near the
-  // previous best one.
+  // better. Skips most candidates, except in tests: those that are certainly worse than the best so far, or than a
+  // candidate near the previous best one.
   Choice best(int64_t to) {
     Choice choice;
     consider_blocks(choice, to, pairs_of_q_, holding_.queries());
@@ -268,7 +252,7 @@ class Migration {
         floor = std::max(floor, std::min(score(candidate.share, to), candidate.max_e));
       }
     }
-    floor *= ROUNDING_MARGIN;
+    floor *= exhaustive_ ? 0 : ROUNDING_MARGIN;
     const double deficit = -servers[to].surplus();
     for (const Candidate& candidate : candidates_) {
       if (candidate.max_e <= choice.e) break;
@@ -279,20 +263,7 @@ class Migration {
       if (e <= choice.e) continue;
       choice = {candidate.share, e};
       last_ = candidate.share;
-      floor = std::max(floor, ROUNDING_MARGIN * e);
-    }
-    return choice;
-  }
-
-  // Like `best`, but without skipping candidates, for tests.
-  Choice best_of_all(int64_t to) const {
-    Choice choice;
-    consider_blocks(choice, to, pairs_of_q_, holding_.queries());
-    consider_blocks(choice, to, pairs_of_k_, holding_.keys());
-    for (const Candidate& candidate : candidates_) {
-      if (candidate.max_e <= choice.e) break;
-      const double e = score(candidate.share, to);
-      if (e > choice.e) choice = {candidate.share, e};
+      if (!exhaustive_) floor = std::max(floor, ROUNDING_MARGIN * e);
     }
     return choice;
   }
@@ -312,9 +283,9 @@ class Migration {
       const int64_t moved = pair.work(rows);
       if (moved == 0) return halving == 0 ? Outcome::NO_CUT : Outcome::CAPPED;
       if (rules_.capped && !fits(pair, rows, to)) continue;
-      for (const int64_t server : {share.server, to}) recount_if_capped(server, -1);
+      for (const int64_t server : {share.server, to}) recount(server, -1);
       move(i, rows, moved, to);
-      for (const int64_t server : {share.server, to}) recount_if_capped(server, 1);
+      for (const int64_t server : {share.server, to}) recount(server, 1);
       return Outcome::ROWS;
     }
     return Outcome::CAPPED;
@@ -366,12 +337,9 @@ class Migration {
 
   // ---- bytes under caps
 
-  void recount_if_capped(int64_t server, int64_t sign) {
-    if (rules_.capped) recount(server, sign);
-  }
-
-  // Books (sign 1) or reverts (-1) the rows that the server receives and returns.
+  // Books (sign 1) or reverts (-1) the rows that the server receives and returns, if there are caps.
   void recount(int64_t server, int64_t sign) {
+    if (!rules_.capped) return;
     open(other_, server);
     Server& taker = servers[server];
     for (const int64_t block : other_.queries()) {
@@ -423,8 +391,9 @@ class Migration {
   Column<const int64_t> starts_, home_, origin_;
   Rules rules_;
   bool exhaustive_;
-  Holding holding_, other_;                                  // of the current server and of another one
-  std::vector<std::vector<int64_t>> pairs_of_q_, pairs_of_k_, home_blocks_;  // pairs of query and of key blocks, blocks of ranks
+  Holding holding_{starts_, home_}, other_{starts_, home_};  // of the current server and of another one
+  Numbers pairs_of_q_ = Numbers(home_.size()), pairs_of_k_ = pairs_of_q_;  // pairs of query and of key blocks
+  Numbers home_blocks_ = Numbers(count(servers));                          // blocks of ranks
   std::vector<Candidate> candidates_;
   std::vector<int64_t> place_;  // the index of each share among the candidates, or -1
   std::vector<int64_t> tried_;  // for each share, the last server for which it was tried in vain
@@ -433,12 +402,7 @@ class Migration {
 
 // Columns of `Pairs` of distca/parts.py.
 struct Units {
-  static constexpr std::size_t FIELDS = 12;
   Column<const int64_t> q, k, k_end, length, starts, first, q0, q1, k0, k1, dmin, dmax;
-};
-
-struct ShareRow {
-  int64_t pair, low, high, server;
 };
 
 struct ServerRow {
@@ -456,20 +420,17 @@ auto migrate(const Units& units, Column<const int64_t> home, Column<const int64_
     pairs.push_back({units.q[i], units.k[i], units.k_end[i], units.length[i], all.slice(units.first[i], units.first[i + 1])});
   Migration migration(pairs, units.starts, home, origin, speeds, speed, rules, exhaustive);
   const Summary summary = migration.run();
-  Growing<ShareRow> shares;
-  for (const Share& item : migration.shares) shares.push_back({item.pair, item.rows.low, item.rows.high, item.server});
   Growing<ServerRow> servers;
   for (const Server& item : migration.servers) servers.push_back({item.load, item.sent, item.received, item.held});
-  return std::tuple(std::move(shares), std::move(servers),
+  return std::tuple(std::move(migration.shares), std::move(servers),
                     std::tuple(summary.passes, summary.moves, summary.forbidden, summary.below, migration.imbalance(),
                                summary.grain));
 }
 
 }  // namespace
-}  // namespace distca
 
 static const Area area("distca", [](nb::module_& m) {
-  def(m, "migrate(pairs, home, origin, speeds, speed, limits, exhaustive)", distca::migrate);
+  def(m, "migrate(pairs, home, origin, speeds, speed, limits, exhaustive)", migrate);
 });
 
-}  // namespace apportion
+}  // namespace apportion::distca

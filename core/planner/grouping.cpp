@@ -1,14 +1,8 @@
 // Assigns sequences to rank groups of mixed sizes: apportion/planner/solvers/grouping/mixing.py.
-#include <limits>
-#include <numeric>
-#include <vector>
 
 #include "bind.hpp"
-#include "owned.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -19,7 +13,6 @@ constexpr double MIN_GAIN = 1e-12;
 
 // times: [sequences, degrees], the time in a group of that degree, NEVER if forbidden; sizes: tokens of sequences.
 struct Sequences {
-  static constexpr std::size_t FIELDS = 2;
   Matrix<const double> times;
   Column<const int64_t> sizes;
 
@@ -28,7 +21,6 @@ struct Sequences {
 
 // Each group's column of `times`, and its token limit.
 struct Groups {
-  static constexpr std::size_t FIELDS = 2;
   Column<const int64_t> column, rooms;
 
   int64_t count() const { return column.size(); }
@@ -78,11 +70,9 @@ std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& samples, 
 // Assigns each sequence, longest first, to the group where it ends earliest; nullopt if there is no room for one.
 std::optional<Array<int64_t>> list_schedule(const Sequences& samples, const Groups& groups) {
   Array<double> shortest(samples.count()), load(groups.count());
-  Array<int64_t> order(samples.count()), group(samples.count()), left = Array<int64_t>::of(groups.rooms);
+  Array<int64_t> group(samples.count()), left = Array<int64_t>::of(groups.rooms);
   for (int64_t k = 0; k < samples.count(); ++k) shortest[k] = *std::min_element(samples.times[k].begin(), samples.times[k].end());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return shortest[a] > shortest[b]; });
-  for (const int64_t k : order) {
+  for (const int64_t k : ordered(samples.count(), [&](int64_t a, int64_t b) { return shortest[a] > shortest[b]; })) {
     int64_t best = -1;
     double min_end = NEVER;
     for (int64_t g = 0; g < groups.count(); ++g) {
@@ -156,7 +146,6 @@ void descend(const Sequences& samples, const Groups& groups, Column<int64_t> gro
 // Annealing steps, drawn in advance: each moves a sequence to group `to`, or swaps it with sequence `to` - groups, if
 // that is worse by less than `bar`.
 struct Steps {
-  static constexpr std::size_t FIELDS = 3;
   Column<const int64_t> moved, to;
   Column<const double> bar;
 };

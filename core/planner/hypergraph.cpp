@@ -4,8 +4,6 @@
 
 namespace apportion {
 
-using std::int64_t;
-
 namespace {
 
 using Numbers = Column<const int64_t>;

@@ -1,46 +1,42 @@
 // Hypergraphs whose hyperedges may be cut.
 #pragma once
 
-#include <vector>
-
 #include "owned.hpp"
 
 namespace apportion {
 
 // The vertices of each hyperedge, as CSR, and its price.
 struct Hyperedges {
-  static constexpr std::size_t FIELDS = 3;
-  Column<const std::int64_t> ptr, pins, price;
+  Column<const int64_t> ptr, pins, price;
 
-  std::int64_t count() const { return price.size(); }
-  Column<const std::int64_t> vertices_of(std::int64_t edge) const { return pins.slice(ptr[edge], ptr[edge + 1]); }
+  int64_t count() const { return price.size(); }
+  Column<const int64_t> vertices_of(int64_t edge) const { return pins.slice(ptr[edge], ptr[edge + 1]); }
 };
 
 // `Graph` of apportion/planner/solvers/hypergraph/graph.py: hyperedges, and the hyperedges of each vertex.
 struct Graph {
-  static constexpr std::size_t FIELDS = 5;
-  Column<const std::int64_t> ptr, pins, price, incident_ptr, incident;
+  Column<const int64_t> ptr, pins, price, incident_ptr, incident;
 
   Hyperedges all() const { return {ptr, pins, price}; }
-  std::int64_t edges() const { return price.size(); }
-  Column<const std::int64_t> vertices_of(std::int64_t edge) const { return pins.slice(ptr[edge], ptr[edge + 1]); }
-  Column<const std::int64_t> edges_of(std::int64_t v) const { return incident.slice(incident_ptr[v], incident_ptr[v + 1]); }
+  int64_t edges() const { return price.size(); }
+  Column<const int64_t> vertices_of(int64_t edge) const { return pins.slice(ptr[edge], ptr[edge + 1]); }
+  Column<const int64_t> edges_of(int64_t v) const { return incident.slice(incident_ptr[v], incident_ptr[v + 1]); }
 };
 
 // For each vertex, the lowest vertex of its connected component; only free vertices with the same base are connected.
 template <class IsFree>
-Array<std::int64_t> components(const Hyperedges& edges, Column<const std::int64_t> base, IsFree&& is_free) {
-  Array<std::int64_t> root(base.size());
-  for (std::int64_t v = 0; v < root.size(); ++v) root[v] = v;
-  const auto top = [&root](std::int64_t v) {
+Array<int64_t> components(const Hyperedges& edges, Column<const int64_t> base, IsFree&& is_free) {
+  Array<int64_t> root(base.size());
+  for (int64_t v = 0; v < root.size(); ++v) root[v] = v;
+  const auto top = [&root](int64_t v) {
     while (root[v] != v) v = root[v] = root[root[v]];
     return v;
   };
-  for (std::int64_t edge = 0; edge < edges.count(); ++edge) {
-    std::int64_t last = -1;
-    for (const std::int64_t pin : edges.vertices_of(edge)) {
+  for (int64_t edge = 0; edge < edges.count(); ++edge) {
+    int64_t last = -1;
+    for (const int64_t pin : edges.vertices_of(edge)) {
       if (!is_free(pin)) continue;
-      std::int64_t v = top(pin);
+      int64_t v = top(pin);
       if (last >= 0 && base[last] == base[v] && last != v) {
         root[std::max(last, v)] = std::min(last, v);
         v = std::min(last, v);
@@ -48,59 +44,55 @@ Array<std::int64_t> components(const Hyperedges& edges, Column<const std::int64_
       last = v;
     }
   }
-  for (std::int64_t v = 0; v < root.size(); ++v) root[v] = top(v);
+  for (int64_t v = 0; v < root.size(); ++v) root[v] = top(v);
   return root;
 }
 
 // FLOPs of vertices, which are assigned to parts in [base, base + span), and the cap of each part.
 struct Movable {
-  static constexpr std::size_t FIELDS = 5;
-  Column<const std::int64_t> base;
+  Column<const int64_t> base;
   Column<const bool> movable;
-  Column<const std::int64_t> flops, cap;
-  std::int64_t span;
+  Column<const int64_t> flops, cap;
+  int64_t span;
 };
 
 // The parts of vertices: assigns movable vertices without a part (-1) and may move other movable ones. thorough:
 // whether to move groups of vertices as well.
-Array<std::int64_t> spread(const Graph& graph, Column<const std::int64_t> part, const Movable& input, bool thorough);
+Array<int64_t> spread(const Graph& graph, Column<const int64_t> part, const Movable& input, bool thorough);
 // The parts of vertices after moves that improve them, if no part is above its cap.
-Array<std::int64_t> polish(const Graph& graph, Column<const std::int64_t> part, const Movable& input);
+Array<int64_t> polish(const Graph& graph, Column<const int64_t> part, const Movable& input);
 
 // FLOPs and tokens of vertices, which all have a rank, and the caps of ranks and of nodes of `per_node` ranks. far: the
 // cost of an additional node relative to an additional rank.
 struct JointInput {
-  static constexpr std::size_t FIELDS = 9;
   Column<const bool> movable;
-  Column<const std::int64_t> flops, tokens, flops_cap, tokens_cap, node_flops_cap, node_tokens_cap;
-  std::int64_t per_node, far;
+  Column<const int64_t> flops, tokens, flops_cap, tokens_cap, node_flops_cap, node_tokens_cap;
+  int64_t per_node, far;
 };
 
 // The ranks of vertices after moves of homes and compute that improve them within the caps.
-Array<std::int64_t> refine_together(const Graph& graph, Column<const std::int64_t> part, const JointInput& input);
+Array<int64_t> refine_together(const Graph& graph, Column<const int64_t> part, const JointInput& input);
 
 // The cluster of each vertex: from `cluster`, else that of its most expensive hyperedge with a cluster; -1: none.
-Array<std::int64_t> anchors(const Hyperedges& edges, Column<const std::int64_t> cluster);
+Array<int64_t> anchors(const Hyperedges& edges, Column<const int64_t> cluster);
 
 // Clusters of a vertex with tokens and the tokenless vertices anchored to it, and the hyperedges that span several.
 struct Clusters {
-  Growing<std::int64_t> flops, ptr{0}, pins, price;
+  Growing<int64_t> flops, ptr{0}, pins, price;
 
   auto fields() { return moved(flops, ptr, pins, price); }
 };
 
 // cluster: that of each vertex with tokens; -1 for other vertices.
-Clusters clusters(const Hyperedges& edges, Column<const std::int64_t> flops, Column<const std::int64_t> cluster,
-                  std::int64_t count);
+Clusters clusters(const Hyperedges& edges, Column<const int64_t> flops, Column<const int64_t> cluster, int64_t count);
 
 // FLOPs and tokens of clusters, which are assigned to parts in [base, base + span), and the caps of each part.
 struct ClusterInput {
-  static constexpr std::size_t FIELDS = 6;
-  Column<const std::int64_t> flops, tokens, base, flops_cap, tokens_cap;
-  std::int64_t span;
+  Column<const int64_t> flops, tokens, base, flops_cap, tokens_cap;
+  int64_t span;
 };
 
 // The parts of clusters; assigns those at -1 if there is room. rate: the cost per FLOP above a cap.
-Array<std::int64_t> place(const Graph& graph, Column<const std::int64_t> part, const ClusterInput& input, double rate);
+Array<int64_t> place(const Graph& graph, Column<const int64_t> part, const ClusterInput& input, double rate);
 
 }  // namespace apportion

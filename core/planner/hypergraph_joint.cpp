@@ -9,8 +9,6 @@
 
 namespace apportion {
 
-using std::int64_t;
-
 namespace {
 
 constexpr int PASSES = 4;
@@ -19,18 +17,7 @@ constexpr int64_t MAX_STEPS = 2'000'000;
 
 class Joint {
  public:
-  Joint(const Graph& graph, const JointInput& input, Column<int64_t> part)
-      : graph_(graph),
-        input_(input),
-        part_(part),
-        ranks_(input.flops_cap.size()),
-        on_rank_(graph.edges(), ranks_),
-        on_node_(graph.edges(), ranks_ / input.per_node),
-        flops_(ranks_),
-        tokens_(ranks_),
-        node_flops_(ranks_ / input.per_node),
-        node_tokens_(ranks_ / input.per_node),
-        inside_(graph.edges()) {
+  Joint(const Graph& graph, const JointInput& input, Column<int64_t> part) : graph_(graph), input_(input), part_(part) {
     for (int64_t v = 0; v < part.size(); ++v) enter(v, part[v]);
     find_followers();
   }
@@ -91,9 +78,8 @@ class Joint {
     for (int64_t v = 0; v < part_.size(); ++v)
       if (input_.tokens[v] > 0) base[v] = v;
     const Array<int64_t> anchor = anchors(graph_.all(), base);
-    followers_.resize(static_cast<std::size_t>(part_.size()));
     for (int64_t v = 0; v < part_.size(); ++v)
-      if (is_cell(v) && anchor[v] >= 0) followers_[static_cast<std::size_t>(anchor[v])].push_back(v);
+      if (is_cell(v) && anchor[v] >= 0) followers_[anchor[v]].push_back(v);
   }
 
   bool move_cells() {
@@ -142,17 +128,16 @@ class Joint {
 
   // A vertex with tokens and the vertices that move with it. gains: what a move to each rank saves, all else unchanged.
   struct Cluster {
-    std::vector<int64_t> members, gains;
+    Growing<int64_t> members, gains;
     int64_t flops = 0, tokens = 0, rank = -1, version = -1;
   };
 
   // Finds the cluster of v, unless `cluster` already has the current `version` of the placement.
   void find(int64_t v, bool whole, Cluster& cluster) {
     if (cluster.version == version_) return;
-    cluster = {{v}, std::vector<int64_t>(static_cast<std::size_t>(ranks_)), input_.flops[v], input_.tokens[v], part_[v],
-             version_};
+    cluster = {{v}, Growing<int64_t>(ranks_), input_.flops[v], input_.tokens[v], part_[v], version_};
     if (whole)
-      for (const int64_t cell : followers_[static_cast<std::size_t>(v)]) {
+      for (const int64_t cell : followers_[v]) {
         if (part_[cell] != part_[v]) continue;
         cluster.members.push_back(cell);
         cluster.flops += input_.flops[cell];
@@ -166,7 +151,7 @@ class Joint {
       const int64_t price = graph_.price[edge], far_price = input_.far * price;
       const bool leaves = on_rank_[edge][cluster.rank] == inside_[edge], leaves_node = on_node_[edge][home] == inside_[edge];
       for (int64_t p = 0; p < ranks_; ++p) {
-        int64_t& gain = cluster.gains[static_cast<std::size_t>(p)];
+        int64_t& gain = cluster.gains[p];
         gain += (leaves ? price : 0) - (on_rank_[edge][p] ? 0 : price);
         if (node_of(p) != home) gain += (leaves_node ? far_price : 0) - (on_node_[edge][node_of(p)] ? 0 : far_price);
       }
@@ -212,7 +197,7 @@ class Joint {
   // Swaps two clusters if this lowers the cost, which it does by at most the sum of their separate gains.
   void exchange(const Cluster& a, const Cluster& b) {
     const int64_t p = a.rank, q = b.rank, flops = b.flops - a.flops, tokens = b.tokens - a.tokens;
-    if (gain(a, q) + gain(b, p) <= 0) return;
+    if (a.gains[q] + b.gains[p] <= 0) return;
     if (!has_room(p, q, flops, tokens) || !has_room(q, p, -flops, -tokens)) return;
     const int64_t before = value_;
     put(a, q);
@@ -226,21 +211,19 @@ class Joint {
   }
 
   void shift(const Cluster& cluster, int64_t p) {
-    if (p == cluster.rank || gain(cluster, p) <= 0 || !has_room(p, cluster.rank, cluster.flops, cluster.tokens)) return;
+    if (p == cluster.rank || cluster.gains[p] <= 0 || !has_room(p, cluster.rank, cluster.flops, cluster.tokens)) return;
     put(cluster, p);
     ++version_;
   }
 
-  static int64_t gain(const Cluster& cluster, int64_t p) { return cluster.gains[static_cast<std::size_t>(p)]; }
-
   const Graph graph_;
   const JointInput input_;
   Column<int64_t> part_;
-  const int64_t ranks_;
-  Array2<std::int32_t> on_rank_, on_node_;  // pins of each hyperedge on each rank and node
-  Array<int64_t> flops_, tokens_, node_flops_, node_tokens_;
-  std::vector<std::vector<int64_t>> followers_;  // of each vertex with tokens
-  Array<int64_t> inside_;                         // how many pins of each hyperedge a cluster has
+  const int64_t ranks_ = input_.flops_cap.size(), nodes_ = ranks_ / input_.per_node;
+  Array2<int32_t> on_rank_{graph_.edges(), ranks_}, on_node_{graph_.edges(), nodes_};  // pins of each hyperedge
+  Array<int64_t> flops_{ranks_}, tokens_{ranks_}, node_flops_{nodes_}, node_tokens_{nodes_};
+  Growing<std::vector<int64_t>> followers_ = Growing<std::vector<int64_t>>(part_.size());  // of each vertex with tokens
+  Array<int64_t> inside_{graph_.edges()};                         // how many pins of each hyperedge a cluster has
   int64_t value_ = 0, steps_ = 0, version_ = 0;
 };
 

@@ -5,15 +5,12 @@
 //            of a hyperedge that is new to a part is shared with the vertices of it that may follow
 //   refine   moves single vertices, if that lowers the cost within the caps
 //   regroup  moves all vertices that a hyperedge has on one part to another, on the same condition
-#include <cmath>
 
 #include "ir/sorting.hpp"
 #include "planner/hypergraph.hpp"
 #include "planner/numbers.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -28,14 +25,7 @@ constexpr int64_t REPAIRS = 256, REPAIRS_OF_VERTEX = 4;
 
 class Board {
  public:
-  Board(const Graph& graph, const Movable& input, Column<int64_t> part)
-      : graph_(graph),
-        input_(input),
-        part_(part),
-        load_(input.cap.size()),
-        pins_(graph.edges(), input.cap.size()),
-        head_(input.cap.size(), -1),
-        links_(part.size()) {
+  Board(const Graph& graph, const Movable& input, Column<int64_t> part) : graph_(graph), input_(input), part_(part) {
     for (int64_t v = 0; v < part.size(); ++v)
       if (part[v] >= 0) enter(v, part[v]);
   }
@@ -215,7 +205,7 @@ class Board {
     const int64_t flops = input_.flops[v];
     double cost = 0;
     for (const int64_t edge : graph_.edges_of(v)) {
-      const Column<std::int32_t> pins = pins_[edge];
+      const Column<int32_t> pins = pins_[edge];
       const int64_t price = graph_.price[edge];
       if (pins[p] == 0)
         cost += real(price * flops) / real(std::max(flops, std::min(group[edge], wanted)));
@@ -269,7 +259,7 @@ class Board {
       if (part_[v] != from || !input_.movable[v]) continue;
       for (const int64_t other : graph_.edges_of(v)) {
         if (other == edge) continue;
-        const Column<std::int32_t> pins = pins_[other];
+        const Column<int32_t> pins = pins_[other];
         for (int64_t p = low; p < high; ++p)
           if (pins[p] == 0) added[p] += graph_.price[other];
       }
@@ -289,10 +279,10 @@ class Board {
   const Graph graph_;
   const Movable input_;
   Column<int64_t> part_;
-  Array<int64_t> load_;
-  Array2<std::int32_t> pins_;  // vertices of each hyperedge in each part
-  Array<int64_t> head_;        // heads of the linked lists of the movable vertices of each part
-  Array<Link> links_;
+  Array<int64_t> load_{input_.cap.size()};
+  Array2<int32_t> pins_{graph_.edges(), load_.size()};  // vertices of each hyperedge in each part
+  Array<int64_t> head_{load_.size(), -1};  // heads of the linked lists of the movable vertices of each part
+  Array<Link> links_{part_.size()};
 };
 
 }  // namespace

@@ -1,11 +1,8 @@
 // Assigns homes to the vertices that hold tokens: apportion/planner/solvers/hypergraph/tokens.py.
-#include <numeric>
 
 #include "planner/hypergraph.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -15,12 +12,7 @@ constexpr double WHOLE_SHARE = 0.5;
 class Parts {
  public:
   Parts(const Graph& graph, const ClusterInput& input, double rate, Column<int64_t> part)
-      : graph_(graph),
-        input_(input),
-        rate_(rate),
-        part_(part),
-        parts_(input.flops_cap.size()),
-        seen_(graph.edges(), input.flops_cap.size()) {
+      : graph_(graph), input_(input), rate_(rate), part_(part) {
     for (int64_t v = 0; v < part.size(); ++v) {
       if (part[v] >= 0) {
         enter(v, part[v]);
@@ -90,14 +82,14 @@ class Parts {
   const ClusterInput input_;
   const double rate_;
   Column<int64_t> part_;
-  Array<Part> parts_;
-  Array2<bool> seen_;  // whether a hyperedge has a cluster in a part
+  Array<Part> parts_{input_.flops_cap.size()};
+  Array2<bool> seen_{graph_.edges(), parts_.size()};  // whether a hyperedge has a cluster in a part
 };
 
 // The clusters that are placed as one item, and the order of placement.
 struct Items {
   Array<int64_t> item;   // for each cluster, the first cluster of its item; -1 - its own number if it is placed alone
-  Array<int64_t> order;  // clusters by descending density of their item
+  Growing<int64_t> order;  // clusters by descending density of their item
 };
 
 Items items_of(const Graph& graph, const ClusterInput& input, Column<const int64_t> part) {
@@ -112,7 +104,7 @@ Items items_of(const Graph& graph, const ClusterInput& input, Column<const int64
     return WHOLE_SHARE * static_cast<double>(*std::min_element(caps.begin(), caps.end()));
   };
   const double max_flops = share_of(input.flops_cap), max_tokens = share_of(input.tokens_cap);
-  Items items{Array<int64_t>(count), Array<int64_t>(count)};
+  Items items{Array<int64_t>(count), {}};
   Array<double> density(count);
   for (int64_t v = 0; v < count; ++v) {
     const int64_t r = root[v];
@@ -121,8 +113,7 @@ Items items_of(const Graph& graph, const ClusterInput& input, Column<const int64
     density[v] = static_cast<double>(whole ? flops[r] : input.flops[v]) /
                  static_cast<double>(std::max<int64_t>(1, whole ? tokens[r] : input.tokens[v]));
   }
-  std::iota(items.order.begin(), items.order.end(), 0);
-  std::stable_sort(items.order.begin(), items.order.end(), [&](int64_t a, int64_t b) {
+  items.order = ordered(count, [&](int64_t a, int64_t b) {
     return density[a] != density[b] ? density[a] > density[b] : root[a] < root[b];
   });
   return items;
@@ -177,7 +168,7 @@ Array<int64_t> place(const Graph& graph, Column<const int64_t> part, const Clust
   for (int64_t at = 0, end; at < count; at = end) {
     const int64_t item = items.item[items.order[at]];
     for (end = at + 1; end < count && item >= 0 && items.item[items.order[end]] == item;) ++end;
-    parts.place(items.order.slice(at, end));
+    parts.place(Column<const int64_t>(items.order).slice(at, end));
   }
   return result;
 }

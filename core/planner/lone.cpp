@@ -1,16 +1,12 @@
 // Assigns lone sequences to the ranks of groups: apportion/planner/inner/lone.py.
-#include <algorithm>
 
 #include "bind.hpp"
 
 namespace apportion {
 
-using std::int64_t;
-
 namespace {
 
 struct Sequences {
-  static constexpr std::size_t FIELDS = 2;
   Column<const int64_t> time, size;  // in descending order of time
 };
 

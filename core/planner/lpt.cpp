@@ -1,13 +1,8 @@
 // Longest processing time first: apportion/planner/solvers/partition/lpt.py.
-#include <limits>
-#include <vector>
 
 #include "bind.hpp"
-#include "owned.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -91,14 +86,12 @@ class Bins {
 // Items in an order. group: for each item, the number of its group of items with the same restriction, 0 for no
 // restriction; bins: the bins that each group allows, as CSR.
 struct Items {
-  static constexpr std::size_t FIELDS = 6;
   Column<const int64_t> order, weights, sizes, group, group_ptr, bins;
 };
 
 // Families and zones (`_Affinity`): the family of each item, or -1; the zone of each bin, and the bins of each zone as
 // CSR. All are empty if unused.
 struct Zones {
-  static constexpr std::size_t FIELDS = 4;
   Column<const int64_t> family, zone, zone_ptr, bins;
 };
 

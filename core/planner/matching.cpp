@@ -1,14 +1,10 @@
 // Edge colouring of a bipartite multigraph in max-degree colours (König):
 // apportion/planner/solvers/colouring/matching.py.
-#include <bit>
 
 #include "bind.hpp"
 #include "planner/matching.hpp"
-#include "owned.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -27,7 +23,7 @@ class Colours {
   Colours(int64_t vertices, int64_t colours)
       : words_((colours + BITS - 1) / BITS),
         edges_(vertices, colours),
-        free_(vertices, words_, ~std::uint64_t{0}),
+        free_(vertices, words_, ~uint64_t{0}),
         lowest_(vertices) {
     for (int64_t vertex = 0; vertex < vertices; ++vertex) free_[vertex][words_ - 1] >>= words_ * BITS - colours;
   }
@@ -37,11 +33,11 @@ class Colours {
   }
   int64_t edge(int64_t vertex, int64_t colour) const { return edges_[vertex][colour]; }
   void take(int64_t vertex, int64_t colour, int64_t edge) {
-    edges_[vertex][colour] = static_cast<std::int32_t>(edge);
-    free_[vertex][colour / BITS] &= ~(std::uint64_t{1} << (colour % BITS));
+    edges_[vertex][colour] = static_cast<int32_t>(edge);
+    free_[vertex][colour / BITS] &= ~(uint64_t{1} << (colour % BITS));
   }
   void give(int64_t vertex, int64_t colour) {
-    free_[vertex][colour / BITS] |= std::uint64_t{1} << (colour % BITS);
+    free_[vertex][colour / BITS] |= uint64_t{1} << (colour % BITS);
     lowest_[vertex] = std::min(lowest_[vertex], colour / BITS);
   }
   // The first free colour at a vertex, which must have one.
@@ -52,28 +48,28 @@ class Colours {
   }
   // The first colour that is free at both vertices, or -1.
   int64_t first(int64_t u, int64_t v) const {
-    const Column<std::uint64_t> left = free_[u], right = free_[v];
+    const Column<uint64_t> left = free_[u], right = free_[v];
     for (int64_t word = std::max(lowest_[u], lowest_[v]); word < words_; ++word)
-      if (const std::uint64_t both = left[word] & right[word]) return word * BITS + std::countr_zero(both);
+      if (const uint64_t both = left[word] & right[word]) return word * BITS + std::countr_zero(both);
     return -1;
   }
 
  private:
   int64_t words_;
-  Array2<std::int32_t> edges_;
-  Array2<std::uint64_t> free_;
+  Array2<int32_t> edges_;
+  Array2<uint64_t> free_;
   Array<int64_t> lowest_;
 };
 
 // Swaps two colours along the path that leaves a vertex on colour `from`, which is free there afterwards.
-void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> colour, int64_t vertex, int64_t from,
+void swap_path(Colours& colours, Column<const Edge> edges, Column<int32_t> colour, int64_t vertex, int64_t from,
                int64_t to) {
   int64_t edge = colours.edge(vertex, from);
   colours.give(vertex, from);
   while (edge >= 0) {
     const int64_t other = edges[edge].other(vertex);
     const int64_t next_edge = colours.is_free(other, to) ? -1 : colours.edge(other, to);
-    colour[edge] = static_cast<std::int32_t>(to);
+    colour[edge] = static_cast<int32_t>(to);
     colours.take(vertex, to, edge);
     colours.take(other, to, edge);
     if (colours.edge(other, from) == edge) colours.give(other, from);
@@ -86,8 +82,8 @@ void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> 
 }  // namespace
 
 // Searching all colours for one that is free at both ends costs less than the swaps that it saves.
-Array<std::int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t count) {
-  Array<std::int32_t> colour(src.size());
+Array<int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t count) {
+  Array<int32_t> colour(src.size());
   Array<Edge> edges(src.size());
   for (int64_t edge = 0; edge < src.size(); ++edge) edges[edge] = {src[edge], ranks + dst[edge]};
   Colours colours(2 * ranks, count);
@@ -99,23 +95,14 @@ Array<std::int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t coun
       shared = left;
       swap_path(colours, edges, colour, v, left, right);
     }
-    colour[edge] = static_cast<std::int32_t>(shared);
+    colour[edge] = static_cast<int32_t>(shared);
     colours.take(u, shared, edge);
     colours.take(v, shared, edge);
   }
   return colour;
 }
 
-// The largest number of edges that one rank sends or receives.
-static int64_t max_degree(Ints src, Ints dst, int64_t ranks) {
-  const Array<int64_t> sent(ranks), received(ranks);
-  int64_t degree = 0;
-  for (int64_t edge = 0; edge < src.size(); ++edge) degree = std::max({degree, ++sent[src[edge]], ++received[dst[edge]]});
-  return degree;
-}
-
 static const Area area("matching", [](nb::module_& m) {
-  def(m, "max_degree(src, dst, ranks)", max_degree);
   def(m, "colours(src, dst, ranks, count)", colour_edges);
 });
 

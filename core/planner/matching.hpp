@@ -6,6 +6,6 @@
 namespace apportion {
 
 // The colours of the edges src -> dst, both in [0, ranks), of which there are `count`, at least the largest degree.
-Array<std::int32_t> colour_edges(Ints src, Ints dst, std::int64_t ranks, std::int64_t count);
+Array<int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t count);
 
 }  // namespace apportion

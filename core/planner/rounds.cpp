@@ -1,12 +1,8 @@
 // Numbers the rounds of edges, parents before children: apportion/planner/schedule.
-#include <algorithm>
 
 #include "bind.hpp"
 
 namespace apportion {
-
-using std::int32_t;
-using std::int64_t;
 
 namespace {
 

@@ -5,17 +5,12 @@
 //             all these edges and passes them on; edges that leave home come first, then those from gateways
 //   chains    tiles travel around rings of ranks, each as far as the last rank that needs it; edges are listed tile by
 //             tile, hop by hop
-#include <algorithm>
 
 #include "bind.hpp"
 #include "ir/sorting.hpp"
-#include "planner/edges.hpp"
 #include "planner/numbers.hpp"
 
 namespace apportion {
-
-using std::int32_t;
-using std::int64_t;
 
 namespace {
 
@@ -25,7 +20,6 @@ int64_t place_of(int64_t rank, Column<const int64_t> members) {
 }
 
 struct Star {
-  static constexpr std::size_t FIELDS = 6;
   Ints tile, home, row, rows, dst, lane;
 
   int64_t size() const { return tile.size(); }
@@ -33,7 +27,6 @@ struct Star {
 };
 
 struct Nodes {
-  static constexpr std::size_t FIELDS = 2;
   int64_t ranks, ranks_per_node;
 
   int64_t of(int64_t rank) const { return rank / ranks_per_node; }
@@ -74,8 +67,7 @@ GroupedEdges group(const Star& star, const Nodes& nodes) {
 void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, GroupedEdges& grouped) {
   std::vector<const Group*> by_size;
   for (const Group& item : grouped.groups) by_size.push_back(&item);
-  std::stable_sort(by_size.begin(), by_size.end(),
-                   [](const Group* item, const Group* other) { return item->end - item->first < other->end - other->first; });
+  std::ranges::stable_sort(by_size, {}, [](const Group* item) { return item->end - item->first; });
   const Array<int64_t> received(nodes.ranks);
   for (const Group* item : by_size) {
     Group& target = grouped.groups[item - grouped.groups.data()];
@@ -136,7 +128,6 @@ std::pair<Growing<Edge>, Array<int32_t>> through_gateways(const Star& star, cons
 
 // The members of a ring are the ascending ranks flat[first[ring] : first[ring + 1]].
 struct Rings {
-  static constexpr std::size_t FIELDS = 2;
   Column<const int64_t> flat, first;
 
   Column<const int64_t> members(int64_t ring) const { return flat.slice(first[ring], first[ring + 1]); }

@@ -17,46 +17,32 @@
 // of the rank starts or the last one leaves the wire; the outdated event stays in the queue and is ignored when its
 // time comes.
 #include <queue>
-#include <vector>
 
 #include "bind.hpp"
 #include "planner/simulate_ports.hpp"
 
 namespace apportion {
 
-using std::int64_t;
-
 namespace {
 
 constexpr int64_t NONE = Ports::NONE;
 constexpr double NOT_YET = -1;
 
-enum Role : std::uint8_t { WORK, LAUNCH, WAIT };
+enum Role : uint8_t { WORK, LAUNCH, WAIT };
 
 // `Script` of apportion/planner/simulate/program.py.
 struct Script {
-  static constexpr std::size_t FIELDS = 12;
   Column<const int64_t> ptr;
-  Column<const std::uint8_t> role;
+  Column<const uint8_t> role;
   Column<const double> work_us, end_us;
   Column<const int64_t> launch, rank, round, channel, before, after, end_ptr, ends;
 };
 
 // `Traffic` of apportion/planner/simulate/program.py.
 struct Traffic {
-  static constexpr std::size_t FIELDS = 8;
   Column<const int64_t> sender, receiver, out_port, in_port;
   Column<const double> wire_us, latency_us;
   Column<const int64_t> bytes, tensor;
-};
-
-// `Times` of apportion/planner/simulate/engine.py; NOT_YET for anything that never happened.
-struct Times {
-  Array<double> begin, end;     // of instructions
-  Array<double> reached, done;  // of launches: when the channel reached it, and when it was complete
-  Array<double> ready, start;   // of transfers
-  Array<int64_t> last;          // of launches: the transfer that was completed last
-  Array<int64_t> cause;         // of transfers: the one that freed the port that it had waited for
 };
 
 struct Event {
@@ -89,15 +75,7 @@ struct Launch {
 class Engine {
  public:
   Engine(const Script& script, const Traffic& traffic, int64_t ports, double contention)
-      : script_(script),
-        traffic_(traffic),
-        times_{full(script.role, NOT_YET), full(script.role, NOT_YET),  full(script.rank, NOT_YET),  full(script.rank, NOT_YET),
-               full(traffic.sender, NOT_YET), full(traffic.sender, NOT_YET), full(script.rank, NONE), full(traffic.sender, NONE)},
-        contention_(contention),
-        ports_(traffic.out_port, traffic.in_port, ports),
-        streams_(script.ptr.size() - 1),
-        launches_(script.rank.size()),
-        sides_(traffic.sender.size()) {
+      : script_(script), traffic_(traffic), contention_(contention), ports_(traffic.out_port, traffic.in_port, ports) {
     for (int64_t rank = 0; rank < streams_.size(); ++rank) streams_[rank].cursor = script.ptr[rank];
     for (int64_t launch = 0; launch < launches_.size(); ++launch)
       launches_[launch].open = script.end_ptr[launch + 1] - script.end_ptr[launch];
@@ -118,7 +96,7 @@ class Engine {
       restart_ports();
       std::sort(fresh_.begin(), fresh_.end());
       for (const int64_t transfer : fresh_) {
-        times_.ready[transfer] = now_;
+        ready_[transfer] = now_;
         ports_.can_start(transfer) ? start(transfer) : ports_.enqueue(transfer);
       }
     }
@@ -126,31 +104,22 @@ class Engine {
     Array<int64_t> blocked(streams_.size());
     std::ranges::transform(streams_, clock.begin(), &Stream::clock);
     std::ranges::transform(streams_, blocked.begin(), &Stream::blocked);
-    auto& [begin, end, reached, done, ready, start, last, cause] = times_;
-    return moved(begin, end, reached, done, ready, start, last, cause, clock, blocked);
+    return moved(begin_, end_, reached_, done_, ready_, start_, last_, cause_, clock, blocked);
   }
 
  private:
-  template <class Column, class Time>
-  static Array<Time> full(const Column& items, Time time) {
-    return Array<Time>(items.size(), time);
-  }
   void handle(const Event& event) {
     switch (event.kind) {
       case Event::LAUNCHED:
-        launch(event.item);
-        break;
+        return launch(event.item);
       case Event::FREED:
         freed_.push_back(traffic_.out_port[event.item]);
         freed_.push_back(traffic_.in_port[event.item]);
-        count_wire(event.item, -1);
-        break;
+        return count_wire(event.item, -1);
       case Event::COMPLETE:
-        settle(event.item);
-        break;
+        return settle(event.item);
       case Event::WORKED:
-        end_work(event.item);
-        break;
+        return end_work(event.item);
     }
   }
 
@@ -164,19 +133,19 @@ class Engine {
     double clock = stream.clock, work = 0;
     int64_t at = stream.cursor;
     for (; at < end; ++at) {
-      times_.begin[at] = clock;
+      begin_[at] = clock;
       if (script_.role[at] == WAIT) {
         const int64_t awaited = script_.launch[at];
-        if (launches_[awaited].open > 0 || times_.done[awaited] < 0) {
+        if (launches_[awaited].open > 0 || done_[awaited] < 0) {
           stream.blocked = awaited;
           break;
         }
-        clock = std::max(clock, times_.done[awaited]);
+        clock = std::max(clock, done_[awaited]);
       }
       work = script_.work_us[at];
       if (slows() && work > 0) break;
       clock += work;
-      times_.end[at] = clock;
+      end_[at] = clock;
       if (script_.role[at] == LAUNCH) {
         events_.push({clock, Event::LAUNCHED, at});
         break;
@@ -211,7 +180,7 @@ class Engine {
     stream.clock = now_;
     stream.due = NOT_YET;
     if (at == script_.ptr[rank + 1]) return;
-    times_.end[at] = now_;
+    end_[at] = now_;
     if (script_.role[at] == LAUNCH) {
       events_.push({now_, Event::LAUNCHED, at});
       return;
@@ -249,13 +218,13 @@ class Engine {
   // The channel reaches a launch; one without transfers is complete at once, and the next one follows.
   void reach(int64_t launch) {
     for (; launch >= 0 && launches_[launch].launched; launch = script_.after[launch]) {
-      times_.reached[launch] = now_;
+      reached_[launch] = now_;
       for (int64_t end = script_.end_ptr[launch]; end < script_.end_ptr[launch + 1]; ++end) {
         const int64_t transfer = script_.ends[end];
         if (++sides_[transfer] == 2) fresh_.push_back(transfer);
       }
       if (launches_[launch].open > 0) return;
-      times_.done[launch] = now_;
+      done_[launch] = now_;
       launches_[launch].settled = true;
       wake(launch);
     }
@@ -273,9 +242,9 @@ class Engine {
     for (const int64_t port : freed_) ports_.release(port);
     for (const int64_t port : freed_) {
       if (!ports_.is_free_and_awaited(port)) continue;
-      const int64_t transfer = ports_.first_startable(times_.ready, port);
+      const int64_t transfer = ports_.first_startable(ready_, port);
       if (transfer < 0) continue;
-      times_.cause[transfer] = ports_.last_transfer(port);
+      cause_[transfer] = ports_.last_transfer(port);
       ports_.dequeue(transfer);
       start(transfer);
     }
@@ -283,18 +252,18 @@ class Engine {
 
   // Starts a transfer. Waiting streams continue once the completion of their launch is known.
   void start(int64_t transfer) {
-    times_.start[transfer] = now_;
+    start_[transfer] = now_;
     ports_.occupy(transfer);
     const double free = now_ + traffic_.wire_us[transfer], complete = free + traffic_.latency_us[transfer];
     events_.push({free, Event::FREED, transfer});
     count_wire(transfer, 1);
     for (const int64_t launch : {traffic_.sender[transfer], traffic_.receiver[transfer]}) {
-      if (complete > times_.done[launch]) {
-        times_.done[launch] = complete;
-        times_.last[launch] = transfer;
+      if (complete > done_[launch]) {
+        done_[launch] = complete;
+        last_[launch] = transfer;
       }
       if (--launches_[launch].open == 0) {
-        events_.push({times_.done[launch], Event::COMPLETE, launch});
+        events_.push({done_[launch], Event::COMPLETE, launch});
         wake(launch);
       }
     }
@@ -310,12 +279,18 @@ class Engine {
 
   const Script script_;
   const Traffic traffic_;
-  Times times_;
+  // `Times` of apportion/planner/simulate/engine.py; NOT_YET for anything that never happened
+  Array<double> begin_{script_.role.size(), NOT_YET}, end_{begin_.size(), NOT_YET};    // of instructions
+  // of launches: when the channel reached it, and when it was complete
+  Array<double> reached_{script_.rank.size(), NOT_YET}, done_{reached_.size(), NOT_YET};
+  Array<double> ready_{traffic_.sender.size(), NOT_YET}, start_{ready_.size(), NOT_YET};  // of transfers
+  Array<int64_t> last_{reached_.size(), NONE};  // of launches: the transfer that was completed last
+  Array<int64_t> cause_{ready_.size(), NONE};   // of transfers: the one that freed the port that it had waited for
   const double contention_;
   Ports ports_;
-  Array<Stream> streams_;
-  Array<Launch> launches_;
-  Array<std::uint8_t> sides_;  // for each transfer, how many of its two launches were reached
+  Array<Stream> streams_{script_.ptr.size() - 1};
+  Array<Launch> launches_{reached_.size()};
+  Array<uint8_t> sides_{ready_.size()};  // for each transfer, how many of its two launches were reached
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   double now_ = 0;
   std::vector<int64_t> fresh_, freed_;  // transfers that became ready, and ports that became free, at this time

@@ -3,7 +3,6 @@
 //
 //   tables ── fusion, messages, match ──► script, traffic       launches and transfers
 //                                     ──► tasks, bytes          the work of instructions, which is priced
-#include <algorithm>
 #include <unordered_map>
 
 #include "bind.hpp"
@@ -14,13 +13,11 @@
 
 namespace apportion {
 
-using std::int64_t;
-
 namespace {
 
 using Numbers = Growing<int64_t>;
 constexpr int64_t NONE = -1;
-enum Role : std::uint8_t { WORK, LAUNCH, WAIT };
+enum Role : uint8_t { WORK, LAUNCH, WAIT };
 
 // Sizes in bytes, by tensor: `_sizes` of apportion/planner/simulate/program.py.
 struct Sizes {
@@ -44,7 +41,6 @@ struct Sizes {
 // For each op, the number of kernels, and of products with projection weights; passes: how often each operand of a row
 // operation is read or written, by whether the row begins a sum, then by op.
 struct Ops {
-  static constexpr std::size_t FIELDS = 3;
   Column<const int64_t> kernels, products;
   Matrix<const int64_t> passes;
 };
@@ -52,7 +48,6 @@ struct Ops {
 // The cluster; [0] is within a node, [1] between nodes. The ranks of a node share its NICs evenly; neighbouring ranks
 // share one.
 struct Links {
-  static constexpr std::size_t FIELDS = 5;
   int64_t ranks, ranks_per_node, nics_per_node;
   Column<const double> rate, latency_us;  // bytes per microsecond
 
@@ -67,7 +62,7 @@ struct Links {
 
 // `Script` of apportion/planner/simulate/program.py.
 struct Script {
-  Growing<std::uint8_t> role;
+  Growing<uint8_t> role;
   Numbers launch, rank, round, channel, before, after, end_ptr, ends;
 
   auto fields() { return moved(role, launch, rank, round, channel, before, after, end_ptr, ends); }
@@ -94,15 +89,6 @@ struct RowWork {
   Numbers bytes, cast, kernels, messages, projection, projected, products;
 
   auto fields() { return moved(bytes, cast, kernels, messages, projection, projected, products); }
-};
-
-// unmatched: for the first mismatch in the order of `Traffic`, the round, the sender, the receiver, and the number of
-// tiles on each side. unlaunched: the rank and the round of a wait without a launch. Both are empty for programs that
-// can run.
-struct Faults {
-  Numbers unmatched, unlaunched;
-
-  auto fields() { return moved(unmatched, unlaunched); }
 };
 
 // For each launch, the launches before and after it in its channel on its rank, NONE if there is none.
@@ -138,13 +124,14 @@ class Preparation {
   Traffic traffic;
   Tasks tasks;
   RowWork row_work;
-  Faults faults;
+  // unmatched: for the first mismatch in the order of `Traffic`, the round, the sender, the receiver, and the number of
+  // tiles on each side. unlaunched: the rank and the round of a wait without a launch. Both are empty for programs that
+  // can run.
+  Numbers unmatched, unlaunched;
 
-  Preparation(const Programs& programs, const HeadCounts& heads, const Sizes& sizes, const Ops& ops, const Links& links,
-              bool is_backward)
-      : programs_(programs), heads_(heads), sizes_(sizes), ops_(ops), links_(links), is_backward_(is_backward) {}
-
-  void prepare(const RowSizes& rows, Column<const int64_t> home_rows, double post_us) {
+  Preparation(const Programs& programs, const RowSizes& rows, const Sizes& sizes, const Ops& ops, const Links& links,
+              double post_us, Column<const int64_t> home_rows, bool is_backward)
+      : programs_(programs), heads_(rows.heads), sizes_(sizes), ops_(ops), links_(links), is_backward_(is_backward) {
     for (Numbers* column : {&row_work.cast, &row_work.kernels, &row_work.messages}) column->fill(programs_.ranks(), 0);
     row_work.bytes.fill(programs_.op.size(), 0);
     done_.fill(programs_.lists[ROWOPS].size(), 0);
@@ -153,7 +140,7 @@ class Preparation {
     number_launches();
     post(group(programs_, rows));
     pair_up(post_us);
-    if (!faults.unmatched.empty() || !faults.unlaunched.empty()) return;
+    if (!unmatched.empty() || !unlaunched.empty()) return;
     std::tie(script.end_ptr, script.ends) = list_ends(traffic.sender, traffic.receiver, script.rank.count());
     programs_.each_step([&](const Step& step) { work(step); });
     if (is_backward_) cast(home_rows);
@@ -189,8 +176,8 @@ class Preparation {
         script.role[step.index] = WAIT;
         if (entry != launch_of_round.end())
           script.launch[step.index] = entry->second;
-        else if (faults.unlaunched.empty())
-          faults.unlaunched = {rank, programs_.round[step.index]};
+        else if (unlaunched.empty())
+          unlaunched = {rank, programs_.round[step.index]};
       });
     }
     std::tie(script.before, script.after) = link_channels(script.rank, script.channel);
@@ -278,8 +265,7 @@ class Preparation {
       counts[programs_.send[tile]] += order_of(tile) == order_of(first);
     const bool sends = programs_.send[first] != 0;
     const int64_t rank = rank_of(first), peer = programs_.peer[first];
-    faults.unmatched = {script.round[launch_of_[first]], sends ? rank : peer, sends ? peer : rank, counts[1],
-                        counts[0]};
+    unmatched = {script.round[launch_of_[first]], sends ? rank : peer, sends ? peer : rank, counts[1], counts[0]};
   }
 
   void work(const Step& step) {
@@ -469,7 +455,7 @@ class Preparation {
   const bool is_backward_;
   const Fusion fusion_ = fuse(programs_);
   Numbers launch_of_;                     // of each transfer
-  Growing<std::uint8_t> results_;         // for each launch, whether it carries results
+  Growing<uint8_t> results_;         // for each launch, whether it carries results
   Numbers messages_, packed_, unpacked_;  // of each launch
   Numbers done_;                          // for each row operation, minus the number of its rows done by tasks
   std::vector<Range> ranges_, new_ranges_;      // of the tasks of an instruction
@@ -482,10 +468,9 @@ static const Area area("script", [](nb::module_& m) {
   def(m, "prepare(programs, sizes, bytes, ops, links, post_us, home_rows, is_backward)",
       +[](const Programs& programs, const RowSizes& rows, const Sizes& bytes, const Ops& ops, const Links& links,
           double post_us, Column<const int64_t> home_rows, bool is_backward) {
-        Preparation preparation(programs, rows.heads, bytes, ops, links, is_backward);
-        preparation.prepare(rows, home_rows, post_us);
-        return moved(preparation.faults, preparation.script, preparation.traffic, preparation.tasks,
-                     preparation.row_work);
+        Preparation made(programs, rows, bytes, ops, links, post_us, home_rows, is_backward);
+        return std::tuple(moved(made.unmatched, made.unlaunched), std::move(made.script), std::move(made.traffic),
+                          std::move(made.tasks), std::move(made.row_work));
       });
   def(m, "link_channels(rank, channel)", link_channels);
   def(m, "list_ends(sender, receiver, launches)", list_ends);

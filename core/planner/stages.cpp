@@ -4,17 +4,11 @@
 //   merged    tasks of one step with the same query rows whose keys are adjacent in a tile, in adjacent tiles, or at
 //             home, and form one band: the `first` of them, their number of keys, and `low`, the lowest diagonal
 //   parts     for each merged task, the keys of the tasks that it joins
-#include <algorithm>
-#include <numeric>
-#include <utility>
 
 #include "bind.hpp"
 #include "ir/sorting.hpp"
 
 namespace apportion {
-
-using std::int32_t;
-using std::int64_t;
 
 namespace {
 
@@ -36,14 +30,12 @@ struct Tasks {
 enum : int64_t { ROW = 1, ROWS = 2, K0 = 4, K1 = 5, DMIN = 6, DMAX = 7 };  // columns of results
 
 struct Edges {
-  static constexpr std::size_t FIELDS = 6;
   Ints tile, row, rows, dst, lane, round;
 };
 
 // How the work of ranks is divided into stages. share: [stages], the share of each; visit: the stages in the order in
 // which they are filled: the first `apart` each to its own share, the others cumulatively.
 struct Filling {
-  static constexpr std::size_t FIELDS = 3;
   Column<const double> share;
   Column<const int64_t> visit;
   int64_t apart;
@@ -125,10 +117,8 @@ Array2<int32_t> cut(const Tasks& tasks, Column<const int64_t> parts, Column<cons
 // arrive together lie in the order of their numbers.
 Array<int32_t> following(const Edges& edges, int64_t ranks) {
   const int64_t count = edges.dst.size();
-  Array<int32_t> order(count), after(count, -1);
-  std::iota(order.begin(), order.end(), 0);
-  const auto earlier = [&](int64_t a, int64_t b) { return edges.tile[a] < edges.tile[b]; };
-  if (!std::is_sorted(order.begin(), order.end(), earlier)) std::stable_sort(order.begin(), order.end(), earlier);
+  const auto order = ordered<int32_t>(count, [&](int64_t a, int64_t b) { return edges.tile[a] < edges.tile[b]; });
+  Array<int32_t> after(count, -1);
   int64_t rounds = 1;
   for (int64_t edge = 0; edge < count; ++edge) rounds = std::max(rounds, edges.round[edge] + 1);
   const Array<int32_t> last(2 * ranks * rounds, -1);
@@ -151,13 +141,7 @@ class TaskMerger {
   // offset from tokens to rows.
   TaskMerger(const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
           Column<const int64_t> shift, const Edges& edges)
-      : tasks_(tasks),
-        edges_(edges),
-        step_(tasks.size()),
-        into_(tasks.size()),
-        by_step_(tasks.size()),
-        after_(following(edges, ranks)),
-        row_(tasks.size()) {
+      : tasks_(tasks), edges_(edges), after_(following(edges, ranks)) {
     int64_t largest = 0;
     for (int64_t task = 0; task < tasks.size(); ++task) {
       step_[task] = static_cast<int32_t>(tasks.rank[task] * stages + stage[task]);
@@ -251,9 +235,9 @@ class TaskMerger {
 
   const Tasks& tasks_;
   const Edges& edges_;
-  Array<int32_t> step_, into_, by_step_, after_;
+  Array<int32_t> step_{tasks_.size()}, into_{tasks_.size()}, by_step_{tasks_.size()}, after_;
   Growing<int32_t> order_;
-  Array<int64_t> row_;  // the first key row, in its tile or at home
+  Array<int64_t> row_{tasks_.size()};  // the first key row, in its tile or at home
   Growing<MergedTask> merged_;
 };
 

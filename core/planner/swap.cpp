@@ -1,14 +1,8 @@
 // Local search by swaps between the heaviest bin and a lighter one: apportion/planner/solvers/partition/swap.py.
-#include <array>
-#include <numeric>
-#include <vector>
 
 #include "bind.hpp"
-#include "owned.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -69,9 +63,7 @@ class Swaps {
     for (const Bin& bin : bins_) time.push_back(bin.time());
     const int64_t heavy = std::max_element(time.begin(), time.end()) - time.begin();
     if (time[heavy] <= goal) return false;
-    Growing<int64_t> light(bins_.count());
-    std::iota(light.begin(), light.end(), 0);
-    std::stable_sort(light.begin(), light.end(), [&](auto a, auto b) { return time[a] < time[b]; });
+    const auto light = ordered(bins_.count(), [&](int64_t a, int64_t b) { return time[a] < time[b]; });
     Exchange best;
     Bin* other = nullptr;
     double lowest_time = time[heavy];

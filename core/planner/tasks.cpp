@@ -5,20 +5,13 @@
 //   cells     bands cut by (query block, key block), by band, then query block, then key block
 //   tasks     cells by key block; adjacent query blocks that all see the same keys in full are one task
 //   edges     (key block, rank) if some task of the rank needs keys of the block and the block is not at home there
-#include <algorithm>
-#include <numeric>
-#include <utility>
 
 #include "bind.hpp"
 #include "ir/areas.hpp"
 #include "ir/sorting.hpp"
-#include "planner/edges.hpp"
 #include "planner/numbers.hpp"
 
 namespace apportion {
-
-using std::int32_t;
-using std::int64_t;
 
 namespace {
 
@@ -31,7 +24,6 @@ struct Task {
 };
 
 struct Bands {
-  static constexpr std::size_t FIELDS = 2;
   Matrix<const int64_t> bands;
   Column<const int64_t> starts;
 
@@ -58,14 +50,8 @@ struct Bands {
     }
   }
 
-  // The number of cells, found without visiting each.
-  int64_t count() const {
-    int64_t cells = 0;
-    walk([&](auto, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t first, int64_t end) { cells += end - first; });
-    return cells;
-  }
-
-  // For each key block, the number of cells of earlier key blocks; at the end, the number of all cells.
+  // For each key block, the number of cells of earlier key blocks; at the end, the number of all cells. Found without
+  // visiting each cell.
   Growing<int64_t> before_keys() const {
     Growing<int64_t> counts(starts.size() + 1);  // at first: differences, shifted by one
     walk([&](auto, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t first, int64_t end) {
@@ -190,10 +176,10 @@ Array<int64_t> pairs(Ints rows, Ints keys, Ints dmin, Ints dmax) {
 }  // namespace
 
 static const Area area("tasks", [](nb::module_& m) {
-  def(m, "count_cells(bands)", +[](const Bands& bands) { return bands.count(); });
+  def(m, "count_cells(bands)", +[](const Bands& bands) { return bands.before_keys().back(); });
   def(m, "cut_cells(bands)", +[](const Bands& bands) {
     Growing<Cell> cells;
-    cells.expect(bands.count());
+    cells.expect(bands.before_keys().back());
     bands.cut([&](const Cell& cell) { cells.push_back(cell); });
     return cells;
   });

@@ -1,15 +1,8 @@
 // Transport of surplus rows to deficit ranks under a two-level cost: apportion/planner/solvers/transport.py.
-#include <cmath>
-#include <functional>
-#include <numeric>
-#include <vector>
 
 #include "bind.hpp"
-#include "owned.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
@@ -37,7 +30,6 @@ void north_west(Column<const int64_t> surplus, int64_t width, Growing<Flow>& flo
 
 // inter: the price of a row that leaves its node; saving: the price reduction for a row that stays.
 struct Price {
-  static constexpr std::size_t FIELDS = 2;
   double inter, saving;
 
   double of(int64_t rows, int64_t near) const {
@@ -121,9 +113,7 @@ Growing<Flow> two_level(Column<const int64_t> surplus, int64_t width, const Pric
   Growing<Flow> flows;
   north_west(near, width, flows);
   north_west(far, far.size(), flows);
-  std::stable_sort(flows.begin(), flows.end(), [](const Flow& a, const Flow& b) {
-    return a.src != b.src ? a.src < b.src : a.dst < b.dst;
-  });
+  std::ranges::stable_sort(flows, {}, [](const Flow& flow) { return std::pair(flow.src, flow.dst); });
   return flows;
 }
 

@@ -4,25 +4,17 @@
 //     a level   sequences, longest first; those at or above the level's threshold are split, the others go to a bucket
 //               as a whole. If one of these fits into no bucket, the threshold is lowered to the length of the longest
 //               of them, and the level starts over
-#include <algorithm>
-#include <cmath>
-#include <numeric>
-#include <tuple>
 
 #include "bind.hpp"
 #include "planner/numbers.hpp"
-#include "owned.hpp"
 
 namespace apportion {
 
-using std::int64_t;
-
-namespace zeppelin {
 namespace {
 
 constexpr double WHOLE = 1e-9;  // a quotient above a whole number by at most this much is taken as that number
 
-using Order = std::vector<int64_t>;
+using Order = Growing<int64_t>;
 
 // Nodes, or the ranks of a node, with capacities.
 class Buckets {
@@ -75,12 +67,9 @@ class Buckets {
 
  private:
   Order by_fullness() const {
-    std::vector<double> full;
+    Growing<double> full;
     for (int64_t bucket = 0; bucket < size(); ++bucket) full.push_back(real(load_[bucket]) / real(caps_[bucket]));
-    Order order(full.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return full[a] < full[b]; });
-    return order;
+    return ordered(size(), [&](int64_t a, int64_t b) { return full[a] < full[b]; });
   }
 
   // Splits `tokens` over some buckets in proportion to their caps; the first of them get the remainder.
@@ -111,15 +100,9 @@ class Buckets {
         sum += share[bucket] = std::max<int64_t>(level * caps_[bucket] / largest - load_[bucket], 0);
       return sum;
     };
-    int64_t low = 0, high = *std::max_element(load_.begin(), load_.end()) + tokens;
-    while (low < high) {
-      const int64_t level = (low + high) / 2;
-      if (fill_to(level) < tokens)
-        low = level + 1;
-      else
-        high = level;
-    }
-    int64_t excess = fill_to(high) - tokens;
+    const int64_t highest = *std::max_element(load_.begin(), load_.end()) + tokens;
+    const int64_t below = bisect(-1, highest, [&](int64_t level) { return fill_to(level) < tokens; });
+    int64_t excess = fill_to(below + 1) - tokens;
     for (int64_t bucket = 0; bucket < size() && excess > 0; ++bucket) {
       if (share[bucket] == 0) continue;
       --share[bucket];
@@ -177,10 +160,7 @@ struct Node {
 
 // Algorithm 1.
 std::vector<Node> to_nodes(Column<const int64_t> lengths, Column<const int64_t> caps, int64_t threshold, bool enforce) {
-  Order order(static_cast<std::size_t>(lengths.size()));
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
+  const Order order = ordered(lengths.size(), [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
   const auto size = [&](int64_t item) { return lengths[order[item]]; };
   const int64_t total = std::accumulate(lengths.begin(), lengths.end(), int64_t{0}), items = count(order);
   std::vector<Share> parts;
@@ -283,11 +263,10 @@ Growing<Share> find_shares(Column<const int64_t> lengths, Column<const int64_t> 
 }
 
 }  // namespace
-}  // namespace zeppelin
 
 static const Area area("zeppelin", [](nb::module_& m) {
-  def(m, "shares(lengths, node_caps, caps, inter, intra, enforce)", zeppelin::find_shares);
-  def(m, "blocks(sequences, shares, ranks_per_node, parts)", zeppelin::zigzag);
+  def(m, "shares(lengths, node_caps, caps, inter, intra, enforce)", find_shares);
+  def(m, "blocks(sequences, shares, ranks_per_node, parts)", zigzag);
 });
 
 }  // namespace apportion

@@ -1,24 +1,16 @@
 // Zig-zag chunks: chunks i and 2N-1-i of a range are on the i-th of its N ranks. See apportion/planner/place/zigzag.py.
-#include <algorithm>
-#include <numeric>
-#include <vector>
 
 #include "bind.hpp"
-#include "owned.hpp"
 
 namespace apportion {
-
-using std::int64_t;
 
 namespace {
 
 // For each range, the first of its `size` consecutive ranks, those that hold the fewest tokens; ranges are placed one
 // after another, the longest first.
 Array<int64_t> find_emptiest(Column<const int64_t> lengths, Column<const int64_t> size, int64_t ranks) {
-  Array<int64_t> order(lengths.size()), first(lengths.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
+  const auto order = ordered(lengths.size(), [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
+  Array<int64_t> first(lengths.size());
   const Array<int64_t> used(ranks);
   for (const int64_t index : order) {
     const int64_t width = size[index];

@@ -35,7 +35,12 @@ void bind_enum(nb::module_& m, const char* names) {
     values.value(signature.arguments[value].c_str(), static_cast<Enum>(value));
 }
 
-void bind_lists(nb::module_& m) {
+}  // namespace
+
+static const Area area("verify", [](nb::module_& m) {
+  m.attr("NOWHERE") = NOWHERE;
+  bind_enum<Code>(m, CODE_NAMES);
+  bind_enum<Verdict>(m, "Verdict(WRONG, RIGHT, ZEROS, TOO_MANY)");
   nb::class_<Lists>(m, "Lists").def(nb::init<int64_t>()).def_prop_ro("count", &Lists::count).def("begin", &Lists::begin);
   def(m, "following(lists)", +[](Lists& lists) {
     Array<int64_t> list_numbers(lists.sets());
@@ -48,9 +53,6 @@ void bind_lists(nb::module_& m) {
         const Column<const Piece> all_pieces = lists.pieces();
         return cut_into_runs(all_pieces.slice(lists.first_piece(), all_pieces.size()), Homes(starts, tokens), limit);
       });
-}
-
-void bind_trace(nb::module_& m) {
   nb::class_<Fault>(m, "Fault")
       .def_ro("code", &Fault::code)
       .def_ro("rank", &Fault::rank)
@@ -68,16 +70,6 @@ void bind_trace(nb::module_& m) {
       +[](const Trace& trace, Column<const int64_t> starts, Column<const int64_t> tokens, int64_t limit) {
         return cut_into_runs(trace.parts, Homes(starts, tokens), limit);
       });
-}
-
-}  // namespace
-
-static const Area area("verify", [](nb::module_& m) {
-  m.attr("NOWHERE") = NOWHERE;
-  bind_enum<Code>(m, CODE_NAMES);
-  bind_enum<Verdict>(m, "Verdict(WRONG, RIGHT, ZEROS, TOO_MANY)");
-  bind_lists(m);
-  bind_trace(m);
   def(m, "judge(program, lists, together, limits)", judge);
   def(m, "measure(bands, mask, steps)", measure);
   def(m, "sweep(bands, order, steps, most)", sweep);

@@ -1,7 +1,5 @@
-// Faults of a program: thrown by the walk of a rank at the first instruction that breaks a rule.
+// Faults of a program, thrown by the walk of a rank at the first instruction that breaks a rule; and conditions.
 #pragma once
-
-#include <cstdint>
 
 #include "ir/isa.hpp"
 #include "ir/verify/tokens.hpp"
@@ -16,7 +14,7 @@ namespace apportion::verify {
       RESULT_HEADS, OTHER_KEYS
 #define APPORTION_TEXT(...) #__VA_ARGS__
 #define APPORTION_TEXT_OF(...) APPORTION_TEXT(__VA_ARGS__)
-enum class Code : std::uint8_t { APPORTION_CODES };
+enum class Code : uint8_t { APPORTION_CODES };
 inline constexpr const char* CODE_NAMES = "Code(" APPORTION_TEXT_OF(APPORTION_CODES) ")";
 
 // Rows [low, high) of a tensor's home rows or arena.
@@ -50,5 +48,42 @@ struct Fault {
 inline void require(bool holds) {
   if (!holds) fail(Code::NO_FORM, {});
 }
+
+// An assumption of a walk, checked once the ranks it depends on are walked: the tokens from `source` on must equal
+// the tokens from `target` on, for each row of a place, which holds the target's tokens if `holds_target` is true,
+// else the source's. code: the fault if they differ.
+struct Condition {
+  Token source, target;
+  Code code;
+  bool holds_target;
+  Place place;
+  Position position = {};
+
+  // The fault if the condition does not hold.
+  Fault fault() const {
+    return {code, place, holds_target ? target : source, holds_target ? source : target, position, -1};
+  }
+};
+
+class Conditions {
+ public:
+  // position: of the walk, for faults.
+  explicit Conditions(const Position& position) : position_(position) {}
+
+  void clear() { all_.clear(); }
+  const std::vector<Condition>& all() const { return all_; }
+
+  // Throws if both are known and differ.
+  void require_same(Condition condition) {
+    if (condition.source == condition.target) return;
+    if (!is_of_tile(condition.source) && !is_of_tile(condition.target)) throw condition.fault();
+    condition.position = position_;
+    all_.push_back(condition);
+  }
+
+ private:
+  const Position& position_;
+  std::vector<Condition> all_;
+};
 
 }  // namespace apportion::verify

@@ -5,11 +5,11 @@
 //               values    finished or computed              results   heads received as results
 //               touched   true if any action other than receiving results and `finish` was applied to the rows
 //
-// A tensor has a place for every word of heads (`heads.hpp`). Inputs of a program are not included.
+// A tensor has a place for every word of heads (`HeadSets`). Inputs of a program are not included.
 #pragma once
 
 #include "ir/verify/faults.hpp"
-#include "ir/verify/heads.hpp"
+#include "ir/verify/program.hpp"
 #include "ir/verify/nodes.hpp"
 
 namespace apportion::verify {
@@ -17,20 +17,8 @@ namespace apportion::verify {
 // Actions on home rows, in order: put a partial; add one; put zeros; begin to receive rows; receive them completely;
 // finish them; take a partial; take one, even a result, back through the projection; read values; send values; set
 // values; put a result; receive a result.
-enum class Action : std::uint8_t {
-  PUT,
-  ADD,
-  CLEAR,
-  RECEIVE,
-  ARRIVE,
-  FINISH,
-  TAKE,
-  PUSH_BACK,
-  READ,
-  SEND,
-  SET,
-  DELIVER,
-  RECEIVE_RESULT,
+enum class Action : uint8_t {
+  PUT, ADD, CLEAR, RECEIVE, ARRIVE, FINISH, TAKE, PUSH_BACK, READ, SEND, SET, DELIVER, RECEIVE_RESULT
 };
 
 struct HomeState {

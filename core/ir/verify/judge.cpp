@@ -1,6 +1,5 @@
 #include "ir/verify/judge.hpp"
 
-#include <algorithm>
 #include <deque>
 
 #include "threads.hpp"
@@ -41,12 +40,16 @@ class Judge {
       walks_.emplace_back(program, sends_, max_notes);
   }
 
-  Verdict judge() {
-    if (!sends_.is_matched()) return Verdict::WRONG;
-    if (const Verdict verdict = take(ranges_, false); verdict != Verdict::RIGHT) return verdict;
-    return take(pending_, true);
+  Judgement judge() {
+    Verdict verdict = Verdict::WRONG;
+    try {
+      if (sends_.is_matched()) verdict = take(ranges_, false);
+      if (verdict == Verdict::RIGHT) verdict = take(pending_, true);
+    } catch (const TooMany&) {
+      verdict = Verdict::TOO_MANY;
+    }
+    return {verdict, static_cast<int64_t>(pending_.size())};
   }
-  int64_t walked_again() const { return static_cast<int64_t>(pending_.size()); }
 
  private:
   // Walks and settles ranges in order, as many at a time as there are threads. whole: all ranks were walked before.
@@ -67,7 +70,7 @@ class Judge {
 
   // Walks ranges in parallel; true if no fault was found.
   bool walk(std::span<const Range> batch) {
-    std::vector<std::uint8_t> right(batch.size());
+    std::vector<uint8_t> right(batch.size());
     run_parallel(batch.size(), [&](std::size_t i) {
       right[i] = !walks_[i].walk(batch[i].first, batch[i].end, batch[0].first);
     });
@@ -135,13 +138,7 @@ void find_addresses(Sends& sends, Fault& fault) {
 }  // namespace
 
 Judgement judge(const Program& program, Lists& lists, bool together, const Limits& limits) {
-  Judge judge(program, lists, together, limits);
-  try {
-    const Verdict verdict = judge.judge();
-    return {verdict, judge.walked_again()};
-  } catch (const TooMany&) {
-    return {Verdict::TOO_MANY, judge.walked_again()};
-  }
+  return Judge(program, lists, together, limits).judge();
 }
 
 std::optional<Trace> trace(const Program& program, int64_t max_pieces) try {
@@ -158,7 +155,7 @@ std::optional<Trace> trace(const Program& program, int64_t max_pieces) try {
       fault = settlement.failing().fault();
       fault->rank = rank;
     }
-    const bool known = settlement.list(walk.notes(), program.tasks, [&](const Band& band, std::int32_t task, std::int32_t set) {
+    const bool known = settlement.list(walk.notes(), program.tasks, [&](const Band& band, int32_t task, int32_t set) {
       if (result.parts.count() > max_pieces) throw TooMany{};
       result.parts.push_back({band, task, set});
     });

@@ -13,7 +13,7 @@
 namespace apportion::verify {
 
 // ZEROS: something was added to rows that another rank sent as zeros, so ranges cannot be settled one by one.
-enum class Verdict : std::uint8_t { WRONG, RIGHT, ZEROS, TOO_MANY };
+enum class Verdict : uint8_t { WRONG, RIGHT, ZEROS, TOO_MANY };
 
 // walked_again: number of ranges that were walked a second time.
 struct Judgement {
@@ -24,7 +24,6 @@ struct Judgement {
 };
 
 struct Limits {
-  static constexpr std::size_t FIELDS = 3;
   int64_t threads;
   int64_t rows;    // operands, tasks and rowops of a range
   int64_t pieces;  // of the attention of tasks
@@ -36,6 +35,7 @@ Judgement judge(const Program& program, Lists& lists, bool together, const Limit
 // faults: at most one per rank. parts: the bands of all tasks with known rows, each with its task and head set.
 // is_complete: true if these are all tasks.
 struct Trace {
+  Trace() = default;  // not an aggregate, which would be an argument from a tuple
   std::vector<Fault> faults;
   Growing<Piece> parts;
   bool is_complete = false;

@@ -9,9 +9,7 @@
 // needs the memory of one group member. A set that deviates gets its own list, from its first band on.
 #pragma once
 
-#include <algorithm>
-
-#include "ir/verify/pieces.hpp"
+#include "ir/verify/tokens.hpp"
 
 namespace apportion::verify {
 
@@ -54,7 +52,7 @@ class Lists {
   Column<const Piece> pieces() const { return {pieces_.data(), static_cast<int64_t>(pieces_.size())}; }
 
  private:
-  using Index = std::int32_t;
+  using Index = int32_t;
   static constexpr Index NONE = -1;
   static constexpr int64_t MAX_RESERVED = 1 << 21;
 

@@ -8,22 +8,16 @@
 // neighbours. Nodes are reused by the next rank.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <limits>
-#include <vector>
-
 #include "array.hpp"
 
 namespace apportion::verify {
 
-using std::int64_t;
-using NodeIndex = std::int32_t;
+using NodeIndex = int32_t;
 inline constexpr NodeIndex NO_NODE = -1;
 
 template <class State>
 struct Node : State {
-  std::int32_t low, high;
+  int32_t low, high;
   NodeIndex after, before;
 };
 
@@ -32,7 +26,7 @@ class Nodes {
  public:
   // Closes the place and sets its number of rows, capped at 2^31 - 1: operands end before that.
   void reset(int64_t rows) {
-    rows_ = std::min<int64_t>(rows, std::numeric_limits<std::int32_t>::max());
+    rows_ = std::min<int64_t>(rows, std::numeric_limits<int32_t>::max());
     nodes_.clear();
     unused_ = NO_NODE;
   }
@@ -40,7 +34,7 @@ class Nodes {
   bool is_open() const { return !nodes_.empty(); }
   void open() {
     if (is_open()) return;
-    nodes_.push_back({State{}, 0, static_cast<std::int32_t>(rows_), NO_NODE, NO_NODE});
+    nodes_.push_back({State{}, 0, static_cast<int32_t>(rows_), NO_NODE, NO_NODE});
     shift_ = 0;
     while ((rows_ - 1) >> shift_ >= MAX_INDEXED) ++shift_;
     index_.assign(static_cast<std::size_t>((rows_ - 1) >> shift_) + 1, 0);
@@ -100,7 +94,7 @@ class Nodes {
       unused_ = other;
       other = after;
     }
-    kept.high = static_cast<std::int32_t>(high);
+    kept.high = static_cast<int32_t>(high);
     kept.after = other;
     if (other != NO_NODE) (*this)[other].before = node;
     point(node, low, high);
@@ -132,7 +126,7 @@ class Nodes {
     const NodeIndex fresh = copy_of(node);
     Node<State>&old = (*this)[node], &part = (*this)[fresh];
     if (row - old.low < old.high - row) {
-      part.high = old.low = static_cast<std::int32_t>(row);
+      part.high = old.low = static_cast<int32_t>(row);
       if (part.before != NO_NODE) (*this)[part.before].after = fresh;
       part.after = node;
       old.before = fresh;
@@ -140,7 +134,7 @@ class Nodes {
       point(node, row, row + 1);
       return fresh;
     }
-    old.high = part.low = static_cast<std::int32_t>(row);
+    old.high = part.low = static_cast<int32_t>(row);
     if (part.after != NO_NODE) (*this)[part.after].before = fresh;
     part.before = node;
     old.after = fresh;

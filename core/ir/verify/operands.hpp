@@ -12,15 +12,14 @@
 namespace apportion::verify {
 
 class Rank {
- public:
+ protected:
   explicit Rank(const Program& program)
       : program_(program), rounds_(program.rounds), conditions_(position_), home_(program.heads), work_(rounds_, conditions_) {}
 
   Rank(const Rank&) = delete;  // its parts refer to each other
-  Rank& operator=(const Rank&) = delete;
 
   // Begins a rank, with nothing written. Throws if an operand lies outside its rows.
-  void begin(int64_t rank) {
+  void begin_rank(int64_t rank) {
     position_ = {};
     rounds_.begin_rank();
     const Memory& memory = program_.memory;
@@ -38,19 +37,14 @@ class Rank {
     });
   }
 
-  Position& position() { return position_; }
-  Rounds& rounds() { return rounds_; }
-  Conditions& conditions() { return conditions_; }
-  HomeRows& home() { return home_; }
-  WorkRows& work() { return work_; }
-  const Operand& operator[](int64_t x) const {
+  const Operand& at(int64_t x) const {
     check_index(x, static_cast<int64_t>(operands_.size()));
     return operands_[static_cast<std::size_t>(x)];
   }
 
   Place place(const Operand& x) const { return {x.tensor, x.space, x.row, x.end()}; }
   WorkPlace arena(const Operand& x) const {
-    return {x.tensor, static_cast<std::int32_t>(program_.heads.number_of(x.tensor, x.heads)), x.row, x.end()};
+    return {x.tensor, static_cast<int32_t>(program_.heads.number_of(x.tensor, x.heads)), x.row, x.end()};
   }
   bool is_input(const Operand& x) const { return program_.inputs.has(x.tensor); }
 
@@ -88,8 +82,7 @@ class Rank {
   // Requires that a run of a home operand has that home's tokens.
   void require_home(const Operand& x, const Run& run, Code code) {
     const int64_t low = x.row + run.row;
-    conditions_.require_same(
-        {run.token, home_.token(low), code, true, {x.tensor, Space::HOME, low, low + run.rows}});
+    conditions_.require_same({run.token, home_.token(low), code, true, {x.tensor, Space::HOME, low, low + run.rows}});
   }
 
   // True if x and y have equally many rows and, if y's tensor has heads, the same heads.
@@ -116,7 +109,6 @@ class Rank {
     }
   }
 
- private:
   bool is_placed(const Operand& x, int64_t rank) const {
     const Memory& memory = program_.memory;
     const bool headless = HEADLESS.has(x.tensor);

@@ -7,10 +7,32 @@
 // else may be wrong here.
 #pragma once
 
+#include "array.hpp"
+#include "ir/isa.hpp"
 #include "ir/programs.hpp"
-#include "ir/verify/heads.hpp"
 
 namespace apportion::verify {
+
+using Bits = uint64_t;
+
+// Head sets of a plan as bits. With many heads, heads that only occur together share a bit, and several words may be
+// needed. Rows: the query and the KV side. bits: a row of each side for every word; number: the number of each set,
+// equal for equal sets; size: its number of heads. serves: [sets, sets], true if the second has all KV heads that
+// the first's query heads need.
+struct HeadSets {
+  Matrix<const int64_t> bits, number, size;
+  Matrix<const bool> serves;
+
+  static int64_t side(Tensor tensor) { return KV_SIDE.has(tensor); }
+  int64_t words() const { return bits.rows() / 2; }
+  // The heads of a set in a word; for headless tensors, one bit in the first word.
+  Bits bits_of(Tensor tensor, int64_t word, int64_t set) const {
+    if (HEADLESS.has(tensor)) return word == 0;
+    return static_cast<Bits>(bits[2 * word + side(tensor)][set]);
+  }
+  int64_t number_of(Tensor tensor, int64_t set) const { return number[side(tensor)][set]; }
+  int64_t size_of(Tensor tensor, int64_t set) const { return HEADLESS.has(tensor) ? 0 : size[side(tensor)][set]; }
+};
 
 // Columns of the rows of tasks. Forward: `sum` is O; backward: dQ, and the other fields are set.
 struct Tasks {
@@ -24,7 +46,6 @@ struct Rowop {
 
 // Home rows of all ranks, on one axis of addresses (homes.py), and arenas.
 struct Memory {
-  static constexpr std::size_t FIELDS = 4;
   Column<const int64_t> home_rows, first_address;    // of each rank
   Matrix<const int64_t> arena_rows, arena_heads;     // [ranks, tensors]
 };
@@ -33,30 +54,18 @@ struct Memory {
 // foreign: tensors of the other phase.
 struct Program : Programs {
   static constexpr std::size_t FIELDS = 8;
-  Program(Programs tables, Memory of_ranks, HeadSets sets, Tensors input_set, Tensors output_set, Tensors foreign_set,
-          bool backward, int64_t round_count)
-      : Programs(std::move(tables)),
-        memory(of_ranks),
-        heads(sets),
-        inputs(input_set),
-        outputs(output_set),
-        foreign(foreign_set),
-        is_backward(backward),
-        rounds(round_count),
-        task_list(lists[backward ? GRADS : TASKS]) {
-    const IntRows& c = task_list.columns;
-    tasks = backward ? Tasks{c[0], c[1], c[4], c[2], c[3], c[5], c[6], c[7], c[8]}
-                     : Tasks{c[0], c[1], c[2], {}, {}, {}, c[3], c[4], c[5]};
-  }
-
   Memory memory;
   HeadSets heads;
   Tensors inputs, outputs, foreign;
   bool is_backward;
   int64_t rounds;  // above every round number
-  Table task_list;
-  Tasks tasks;
+  Table task_list = lists[is_backward ? GRADS : TASKS];
+  Tasks tasks = tasks_of(task_list.columns, is_backward);
 
+  static Tasks tasks_of(const IntRows& c, bool backward) {
+    return backward ? Tasks{c[0], c[1], c[4], c[2], c[3], c[5], c[6], c[7], c[8]}
+                    : Tasks{c[0], c[1], c[2], {}, {}, {}, c[3], c[4], c[5]};
+  }
   Rowop rowop(int64_t row) const {
     const IntRows& c = lists[ROWOPS].columns;
     return {c[0][row], c[1][row], c[2][row], c[3][row], c[4][row]};
@@ -69,7 +78,7 @@ inline constexpr Tensors FINISHED = Tensors::of(Tensor::O, Tensor::DELTA);
 struct Operand {
   Tensor tensor;
   Space space;
-  std::int32_t row, rows, heads;  // heads: a head set
+  int32_t row, rows, heads;  // heads: a head set
 
   int64_t end() const { return int64_t{row} + rows; }
   bool is_home() const { return space == Space::HOME; }
@@ -79,7 +88,7 @@ struct Operand {
 inline constexpr int64_t HEAD_COLUMN = 4;
 template <class Columns>
 Operand operand_at(const Columns& columns, int64_t x) {
-  const auto number = [&](int64_t column) { return static_cast<std::int32_t>(columns[column][x]); };
+  const auto number = [&](int64_t column) { return static_cast<int32_t>(columns[column][x]); };
   return {static_cast<Tensor>(number(0)), static_cast<Space>(number(1)), number(2), number(3), number(5)};
 }
 

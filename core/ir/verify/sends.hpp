@@ -11,10 +11,6 @@
 // sends from home rows. Addresses are resolved, and zeros claimed, when no thread walks.
 #pragma once
 
-#include <algorithm>
-#include <memory>
-#include <vector>
-
 #include "ir/verify/program.hpp"
 #include "ir/verify/tokens.hpp"
 
@@ -64,7 +60,7 @@ class Parcel {
 };
 
 struct Send {
-  std::int32_t sender, round, rows, heads;  // heads: the number of a set
+  int32_t sender, round, rows, heads;  // heads: the number of a set
   Token token = UNSENT;
   std::unique_ptr<Parcel> parcel;
   Tensor tensor;
@@ -90,8 +86,7 @@ struct Stretch {
 class Sends {
  public:
   // Checks that rounds and numbers of sends and receives agree between ranks; `is_matched` returns the outcome.
-  explicit Sends(const Program& program)
-      : slots_(program.send.size()), rank_ptr_(program.ranks() + 1) {
+  explicit Sends(const Program& program) : slots_(program.send.size()), rank_ptr_(program.ranks() + 1) {
     is_matched_ = rounds_agree(program) && post(program);
   }
   // False if ranks differ on a round, if a rank sends to itself or sends home rows that it does not have, or if numbers
@@ -186,12 +181,12 @@ class Sends {
     program.operands.columns.visit([&](const auto& operands) {
       program.each_step([&](const Step& step) {
         if (step.op != Op::LAUNCH) return;
-        const auto rank = static_cast<std::int32_t>(step.rank), round = static_cast<std::int32_t>(program.round[step.index]);
+        const auto rank = static_cast<int32_t>(step.rank), round = static_cast<int32_t>(program.round[step.index]);
         for (int64_t t = step.first; t < step.end; ++t) {
           if (program.send[t] == 0) continue;
           const Operand tile = operand_at(operands, program.operands.ptr[rank] + program.operand[t]);
           all_inside = all_inside && (!tile.is_home() || tile.end() <= program.memory.home_rows[rank]);
-          const auto heads = static_cast<std::int32_t>(program.heads.number_of(tile.tensor, tile.heads));
+          const auto heads = static_cast<int32_t>(program.heads.number_of(tile.tensor, tile.heads));
           slots_[t] = next[program.peer[t]]++;
           const Token token = tile.is_home() ? program.memory.first_address[rank] + tile.row : UNSENT;
           sends_[slots_[t]] = {rank, round, tile.rows, heads, token, nullptr, tile.tensor, tile.is_home()};

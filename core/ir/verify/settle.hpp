@@ -8,18 +8,16 @@
 // all are checked again.
 #pragma once
 
-#include <span>
-
-#include "ir/verify/conditions.hpp"
-#include "ir/verify/pieces.hpp"
+#include "ir/verify/faults.hpp"
+#include "ir/verify/tokens.hpp"
 #include "ir/verify/sends.hpp"
 
 namespace apportion::verify {
 
 // A run of the queries that the tasks in the next notes share, or a run of the keys of one task.
 struct Note {
-  std::int32_t task, set;  // queries: -1, and their head set; keys: the row of the task list, and -1
-  std::int32_t row, rows;
+  int32_t task, set;  // queries: -1, and their head set; keys: the row of the task list, and -1
+  int32_t row, rows;
   Token token;
 
   bool is_of_queries() const { return task < 0; }
@@ -29,7 +27,7 @@ struct Note {
 // Thrown for more pieces than the verifier accepts.
 struct TooMany {};
 
-enum class Outcome : std::uint8_t { HOLDS, FAILS, PENDING, ZEROS };
+enum class Outcome : uint8_t { HOLDS, FAILS, PENDING, ZEROS };
 
 class Settlement {
  public:
@@ -68,7 +66,7 @@ class Settlement {
   template <class Keep>
   bool list(std::span<const Note> notes, const Tasks& tasks, Keep&& keep) {
     bool all_known = true, has_queries = false;
-    std::int32_t set = 0;
+    int32_t set = 0;
     for (std::size_t at = 0; at < notes.size();) {
       const std::size_t first = at;
       while (at < notes.size() && notes[at].goes_with(notes[first])) ++at;
@@ -79,7 +77,7 @@ class Settlement {
         has_queries = known;
         set = group[0].set;
       } else if (known && has_queries) {
-        const std::int32_t task = group[0].task;
+        const int32_t task = group[0].task;
         list_task(tasks.dmin[task], tasks.dmax[task], [&](const Band& band) { keep(band, task, set); });
       }
     }
@@ -112,7 +110,7 @@ class Settlement {
         const Stretch stretch = sends_.find(advance(note.token, row), note.rows - row);
         if (!is_address(stretch.token)) return false;
         if (!runs.empty() && runs.back().next() == stretch.token)
-          runs.back().rows += static_cast<std::int32_t>(stretch.rows);
+          runs.back().rows += static_cast<int32_t>(stretch.rows);
         else
           runs.push_back(run_of(note.row + row, stretch.rows, stretch.token, State::VALUE));
         row += stretch.rows;
@@ -138,7 +136,7 @@ class Settlement {
   }
   template <class... Number>
   static Band narrow(Number... number) {
-    return {static_cast<std::int32_t>(number)...};
+    return {static_cast<int32_t>(number)...};
   }
 
   Sends& sends_;

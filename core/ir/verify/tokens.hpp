@@ -8,12 +8,10 @@
 // Numbers of tables are below 2^30 (FORMAT.md, section 15), so neither rows nor addresses reach 2^40.
 #pragma once
 
-#include <cstdint>
-#include <vector>
+#include "array.hpp"
 
 namespace apportion::verify {
 
-using std::int64_t;
 using Token = int64_t;
 
 inline constexpr int TILE_SHIFT = 40;
@@ -34,11 +32,11 @@ inline Token advance(Token token, int64_t rows) { return token == NOWHERE ? NOWH
 inline int64_t uncertainty(Token token) { return is_of_tile(token) ? 1 + (token >> TILE_SHIFT & 1) : 0; }
 
 // State of arena rows: nothing written; zeros to add to; a partial; values; a consumed partial
-enum class State : std::uint8_t { EMPTY, CLEARED, LIVE, VALUE, SPENT };
+enum class State : uint8_t { EMPTY, CLEARED, LIVE, VALUE, SPENT };
 
 // Rows of an operand, from `row` on, with consecutive tokens.
 struct Run {
-  std::int32_t row, rows;
+  int32_t row, rows;
   Token token;
   State state;
 
@@ -49,7 +47,20 @@ struct Run {
 using Runs = std::vector<Run>;
 
 inline Run run_of(int64_t row, int64_t rows, Token token, State state) {
-  return {static_cast<std::int32_t>(row), static_cast<std::int32_t>(rows), token, state};
+  return {static_cast<int32_t>(row), static_cast<int32_t>(rows), token, state};
 }
+
+// Queries [q0, q1), keys [k0, k1), dmin <= q - k <= dmax.
+struct Band {
+  int32_t q0, q1, k0, k1, dmin, dmax;
+
+  bool operator==(const Band&) const = default;
+};
+
+// Marks: in a list, the next piece and the list; in a trace, the task and the head set of its queries.
+struct Piece {
+  Band band;
+  int32_t first_mark, second_mark;
+};
 
 }  // namespace apportion::verify

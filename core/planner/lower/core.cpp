@@ -1,10 +1,5 @@
 #include "planner/lower/core.hpp"
 
-#include <algorithm>
-#include <array>
-#include <numeric>
-#include <span>
-
 #include "ir/sorting.hpp"
 
 namespace apportion::lower {
@@ -58,11 +53,8 @@ Growing<int64_t> allot(const Growing<Lifetime>& tiles, const Growing<int64_t>& o
 class Tiles {
  public:
   Tiles(Program& program, const Lowering& low, const Side& side, const Order& order)
-      : program_(program), low_(low), side_(side), tiles_(side.tiles), order_(order), adjacent_(tiles_.count()) {
-    std::iota(adjacent_.begin(), adjacent_.end(), 0);
-    const auto earlier = [&](int64_t a, int64_t b) { return tiles_[a].tile < tiles_[b].tile; };
-    if (!std::is_sorted(adjacent_.begin(), adjacent_.end(), earlier))
-      std::stable_sort(adjacent_.begin(), adjacent_.end(), earlier);
+      : program_(program), low_(low), side_(side), tiles_(side.tiles), order_(order) {
+    adjacent_ = ordered(tiles_.count(), [&](int64_t a, int64_t b) { return tiles_[a].tile < tiles_[b].tile; });
     for (int64_t group = 0; group < low.rows.size(); ++group) kept_.push_back(low.kept(group));
   }
 

@@ -8,9 +8,33 @@
 // the partial or complete results of forward. The transfers of a round overlap the tasks of earlier rounds.
 #pragma once
 
-#include "planner/lower/order.hpp"
+#include "planner/lower/sides.hpp"
 
 namespace apportion::lower {
+
+// Sums of tiles return in batches: all tiles of a batch arrived in round `round`, are complete after the stage of round
+// `complete`, and either return as `results` or are added. add: the step that adds; for results, the step of the wait.
+struct Batch {
+  int64_t round, complete, channel;
+  bool results;
+  int64_t launch = -1, wait = -1, add = -1;
+};
+
+// The steps that fetch tiles, compute with them, and return their sums. launch, wait: by round; stage: by stage; clear:
+// by round, before the stage that first writes the sums of its tiles. batch: by edge; -1 if it returns nothing.
+struct Order {
+  Growing<int64_t> launch, wait, stage, clear;
+  Growing<Batch> batches;
+  Growing<int32_t> batch;
+};
+
+// Callbacks after the first stage and before the last.
+struct Callbacks {
+  std::function<void()> first = [] {}, last = [] {};
+};
+
+// Appends the steps between exchanges.
+Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Callbacks& between);
 
 // The tensor that tasks accumulate for queries.
 inline Tensor sums_of_queries(bool backward) { return backward ? Tensor::DQ : Tensor::O; }

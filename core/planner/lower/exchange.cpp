@@ -1,6 +1,9 @@
-#include "planner/lower/exchange.hpp"
-
-#include <algorithm>
+// The exchange between the caller's home rows and the rows of attention.
+//
+// A copy of a piece goes to every rank of the piece's group, with the heads of that rank: as a transfer, or as a local
+// copy if the rank is its home. The return is the reverse; if several ranks of a group use one KV head, its gradients
+// are summed at home.
+#include "planner/lower/phase.hpp"
 
 namespace apportion::lower {
 
@@ -13,45 +16,30 @@ Ends ends_of(const Lowering& low, const Copy& copy, Tensor tensor) {
           rows_of(tensor, Space::WORK, copy.row, copy.rows, heads)};
 }
 
-// The launch of each copy between ranks.
-struct Launches {
-  const ExchangeSteps& steps;
-  int64_t first;
-  Column<const bool> apart;
-
-  int64_t of(const Copy& copy, int64_t round) const {
+// The launch of each copy between ranks. first: that of the first round.
+auto launches_of(const ExchangeSteps& steps, int64_t first, Column<const bool> apart) {
+  return [&steps, first, apart](const Copy& copy, int64_t round) {
     return apart.size() != 0 && apart[copy.piece] ? steps.other : steps.launches[first + round];
-  }
-};
-
-ExchangeSteps reserve(Program& program, const Lowering& low, Op attend, int64_t results, int64_t parts) {
-  ExchangeSteps steps{{}, program.step(Op::CLEAR), 0, 0, 0, -1};
-  for (int64_t i = 0; i < parts * low.exchange->rounds; ++i)
-    steps.launches.push_back(program.launch(CHANNEL, low.exchange->mode | results));
-  steps.copy = program.step(results != 0 ? Op::DELIVER : Op::COPY);
-  steps.attend = program.step(attend);
-  for (const int64_t launch : steps.launches) program.wait(launch);
-  return steps;
+  };
 }
 
 }  // namespace
 
 int64_t launch_other(Program& program, const Lowering& low, int64_t results) {
-  if (!low.exchange || !low.exchange->has_turns) return -1;
+  if (!low.exchange || !low.exchange->turns) return -1;
   // on a separate channel, after the channels of rounds that fetch and of rounds that return
   return program.launch(2 * low.schedule.channels(), low.exchange->mode | results);
 }
 
-ExchangeSteps steps_in(Program& program, const Lowering& low, Op attend, int64_t parts) {
-  ExchangeSteps steps = reserve(program, low, attend, 0, parts);
-  steps.other = launch_other(program, low, 0);
-  steps.add = program.step(Op::ADD);
-  return steps;
-}
-
-ExchangeSteps steps_out(Program& program, const Lowering& low, Op attend, int64_t results, int64_t launched) {
-  ExchangeSteps steps = reserve(program, low, attend, results, 1);
-  steps.other = launched;
+ExchangeSteps append_exchange(Program& program, const Lowering& low, Way way, Op attend, int64_t results, int64_t parts,
+                              int64_t launched) {
+  ExchangeSteps steps{{}, program.step(Op::CLEAR), 0, 0, 0, launched};
+  for (int64_t i = 0; i < parts * low.exchange->rounds; ++i)
+    steps.launches.push_back(program.launch(CHANNEL, low.exchange->mode | results));
+  steps.copy = program.step(results != 0 ? Op::DELIVER : Op::COPY);
+  steps.attend = program.step(attend);
+  for (const int64_t launch : steps.launches) program.wait(launch);
+  if (way == Way::IN) steps.other = launch_other(program, low, 0);
   if (launched >= 0) program.wait(launched);
   steps.add = program.step(Op::ADD);
   return steps;
@@ -59,8 +47,7 @@ ExchangeSteps steps_out(Program& program, const Lowering& low, Op attend, int64_
 
 void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Tensor tensor, Way way,
           Column<const bool> apart, int64_t part) {
-  const Launches launches{steps, part * low.exchange->rounds, apart};
-  const auto launch = [&](const Copy& copy, int64_t round) { return launches.of(copy, round); };
+  const auto launch = launches_of(steps, part * low.exchange->rounds, apart);
   const auto ends = [&](int64_t, const Copy& copy) {
     const Ends inward = ends_of(low, copy, tensor);
     return way == Way::IN ? inward : Ends{copy.dst, copy.src, inward.into, inward.out};
@@ -81,15 +68,15 @@ void return_kv_gradients(Program& program, const Lowering& low, const ExchangeSt
   const auto arriving = [&](const Copy& copy, int64_t row) {
     return rows_of(DKV, Space::WORK, row, copy.rows, low.sets.key[copy.dst]);
   };
-  const Launches launches{steps, 0, apart};
+  const auto launch = launches_of(steps, 0, apart);
   exchange.moved([&](int64_t, const Copy& copy, int64_t round) {
     staged.push_back(next_row[copy.src]);
     next_row[copy.src] += copy.rows;
-    program.send(launches.of(copy, round), copy.dst, copy.src, ends_of(low, copy, DKV).into);
+    program.send(launch(copy, round), copy.dst, copy.src, ends_of(low, copy, DKV).into);
   });
   int64_t number = 0;
   exchange.moved([&](int64_t, const Copy& copy, int64_t round) {
-    program.receive(launches.of(copy, round), copy.dst, copy.src, arriving(copy, staged[number++]));
+    program.receive(launch(copy, round), copy.dst, copy.src, arriving(copy, staged[number++]));
   });
   exchange.kept([&](int64_t, const Copy& copy) {
     const Ends ends = ends_of(low, copy, DKV);

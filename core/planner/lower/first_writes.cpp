@@ -1,10 +1,14 @@
+// Initialization of accumulators: tasks that are first on all their rows overwrite them; other rows are cleared before.
+//
+//   task 0          ┌─────────┐                 first on all of its rows: opens (initializes) them
+//   task 1     ┌────┼────┐    │                 first on some of its rows: these are cleared, the task adds
+//   task 2     │    │    │    │  ┌────┐         opens its rows
+//   rows       ▒▒▒▒▒■■■■■■■■■■■▒▒▒■■■■■■▒▒▒     ▒ cleared
+//
 //   points    of each lane: 0, the begins and ends of its parts' rows, and its end
 //   pieces    the rows from one point to the next, which belong to the same parts
 //   state     of each piece: whether the first task that reaches it, in task order, opens it
-#include "planner/lower/first_writes.hpp"
-
-#include <numeric>
-#include <utility>
+#include "planner/lower/sides.hpp"
 
 namespace apportion::lower {
 
@@ -16,7 +20,7 @@ struct Pieces {
   Growing<int32_t> low, high;
 };
 
-enum class State : std::uint8_t { UNSEEN, ADDED, OPENED };
+enum class State : uint8_t { UNSEEN, ADDED, OPENED };
 
 // The points of lanes, one lane after another. Many parts share points, so a hash table holds those of the current
 // lane; a slot is valid if it belongs to this lane.
@@ -52,7 +56,7 @@ class Points {
   };
   Slot& at(int64_t point) {
     const int64_t mask = slots_.count() - 1;
-    auto slot = static_cast<int64_t>(static_cast<std::uint64_t>(point) * 0x9E3779B97F4A7C15u >> 32) & mask;
+    auto slot = static_cast<int64_t>(static_cast<uint64_t>(point) * 0x9E3779B97F4A7C15u >> 32) & mask;
     while (slots_[slot].lane == lane_ && slots_[slot].point != point) slot = (slot + 1) & mask;
     return slots_[slot];
   }
@@ -156,26 +160,6 @@ Openers find_openers(const Growing<WrittenRows>& written, const Growing<int64_t>
     }
   }
   return openers;
-}
-
-void LeavingRows::add(int64_t begin, int64_t end) {
-  if (!low_.empty() && begin <= high_.back() && end >= low_.back()) {
-    low_.back() = std::min(begin, low_.back());
-    high_.back() = std::max(end, high_.back());
-  } else {
-    low_.push_back(begin);
-    high_.push_back(end);
-  }
-}
-
-void LeavingRows::sort() {
-  std::sort(low_.begin(), low_.end());
-  std::sort(high_.begin(), high_.end());
-}
-
-bool LeavingRows::keeps(int64_t begin, int64_t end) const {
-  return std::lower_bound(low_.begin(), low_.end(), end) - low_.begin() ==
-         std::upper_bound(high_.begin(), high_.end(), begin) - high_.begin();
 }
 
 }  // namespace apportion::lower

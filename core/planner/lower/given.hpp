@@ -8,19 +8,11 @@
 // Ranks are those of the plan unless groups are mentioned: attention is planned for groups, and every member runs it.
 #pragma once
 
-#include <deque>
-#include <memory>
-
 #include "owned.hpp"
 #include "ir/isa.hpp"
-#include "numpy.hpp"
-#include "planner/edges.hpp"
 #include "planner/numbers.hpp"
 
 namespace apportion::lower {
-
-using std::int32_t;
-using std::int64_t;
 
 struct Task {
   int64_t exec, row, rows, k, k0, k1, dmin, dmax, edge, query_edge, group;
@@ -29,6 +21,7 @@ struct Task {
 };
 
 struct Tasks {
+  static constexpr const char* NAMES = "exec row rows k k0 k1 dmin dmax edge query_edge group";
   Ints exec, row, rows, k, k0, k1, dmin, dmax, edge, query_edge, group;
 
   int64_t size() const { return exec.size(); }
@@ -40,10 +33,12 @@ struct Tasks {
 
 // The key rows of tasks, in task order: at home (edge -1) or in the tile of an edge.
 struct KeyParts {
+  static constexpr const char* NAMES = "task edge row keys";
   Ints task, edge, row, keys;
 };
 
 struct Edges {
+  static constexpr const char* NAMES = "tile home row rows src dst parent lane";
   Ints tile, home, row, rows, src, dst, parent, lane;
 
   int64_t size() const { return tile.size(); }
@@ -53,11 +48,15 @@ struct Edges {
   }
 };
 
-// round, returns_to, back: per edge; back: the channel of its tile's sums, if `has_back`. when, channel: per round.
+// round, returns_to, back: per edge; back: the channel of its tile's sums, if any. when, channel: per round.
 struct Schedule {
-  Ints round, returns_to, back, when, channel;
+  static constexpr const char* NAMES =
+      "round routed.returns_to back when channel buffers leads tails levels division";
+  Ints round, returns_to;
+  std::unique_ptr<const Ints> back;
+  Ints when, channel;
   int64_t buffers, leads, tails, levels;
-  bool has_back, divided;
+  std::unique_ptr<const Ints> division;
 
   int64_t rounds() const { return when.size(); }
   int64_t channels() const {
@@ -75,15 +74,25 @@ struct Copy {
   bool moves() const { return src != dst; }
 };
 
-// piece, dst: per copy; src to rows: per piece; round: per copy that moves; first, held: per rank, how many
-// home rows are outside and inside the exchange. results: mode bits of the rounds that send rows home in the phase.
-// late, early, early_keys: pieces that travel separately (`PieceTiming`).
-struct Exchange {
-  Ints piece, dst, src, src_row, row, rows, round, first, held;
-  int64_t rounds, mode, results;
-  bool direct, shared, has_turns;
+// `PieceTiming`: pieces that travel separately.
+struct Turns {
+  static constexpr const char* NAMES = "late early early_keys";
   Column<const bool> late, early, early_keys;
+};
 
+// piece, dst: per copy; src to rows: per piece; round: per copy that moves; first, held: per rank, how many
+// home rows are outside and inside the exchange. shared: whether ranks return gradients of the same KV heads.
+struct Exchange {
+  static constexpr const char* NAMES =
+      "piece dst pieces.src pieces.src_row pieces.row pieces.rows slots.round first home.per_rank slots.rounds mode direct "
+      "sums turns";
+  Ints piece, dst, src, src_row, row, rows, round, first, held;
+  int64_t rounds, mode;
+  bool direct, shared;
+  std::unique_ptr<const Turns> turns;
+
+  // The mode bits of the rounds that send rows home in a phase.
+  int64_t results(bool backward) const { return backward && shared ? 0 : RESULTS; }
   int64_t size() const { return piece.size(); }
   Copy operator[](int64_t at) const {
     const int64_t p = piece[at];
@@ -106,10 +115,13 @@ struct Exchange {
 // Heads in stages: `HeadStages` of apportion/planner/inner/groups.py. query_heads, widest: the arena columns of queries
 // and of keys.
 struct HeadStages {
+  static constexpr const char* NAMES = "query key window query_heads widest shared project ahead hold";
   IntRows query, key;
   Ints window;
   int64_t query_heads, widest;
-  bool shared, project, ahead, hold;
+  bool shared, project;
+  int64_t ahead;
+  bool hold;
 
   int64_t count() const { return window.size(); }
   bool opens(int64_t stage) const { return stage == 0 || window[stage] > window[stage - 1]; }
@@ -118,6 +130,9 @@ struct HeadStages {
 
 // first: the first rank of each group, and the end.
 struct Groups {
+  using Given = Ints;
+  Groups() = default;
+  explicit Groups(Given ranks) : first(ranks) {}
   Ints first;
 
   int64_t count() const { return first.size() - 1; }
@@ -133,10 +148,17 @@ struct Groups {
 
 // The head sets of ranks, and the columns of their arenas.
 struct HeadSets {
+  static constexpr const char* NAMES = "query key query_heads key_columns";
   Ints query, key, query_heads, key_columns;
 };
 
+struct Beside;
+
 struct Lowering {
+  static constexpr const char* NAMES =
+      "tasks parts stage schedule.edges schedule rows.per_rank rows.row rows.starts home.per_rank heads.query "
+      "heads.key_sets heads.shared tasks.queries_move heads.keys_overlap whole_results groups.first sets exchange "
+      "sets.stages beside";
   Tasks tasks;
   KeyParts parts;
   Ints stage;  // of tasks
@@ -149,14 +171,12 @@ struct Lowering {
   Column<const bool> whole_results;  // of edges of queries
   Groups groups;
   HeadSets sets;
-  std::unique_ptr<Exchange> exchange;
-  std::unique_ptr<HeadStages> stages;
-  std::unique_ptr<Lowering> beside;
-  Column<const bool> early;     // which tasks of `beside` are computed while rows arrive
-  std::deque<Buffer> buffers;  // keep the arrays open
+  std::unique_ptr<const Exchange> exchange;
+  std::unique_ptr<const HeadStages> stages;
+  std::unique_ptr<const Beside> beside;
 
   // True if tasks may run after the stage of their tile.
-  bool later() const { return queries_move || schedule.divided; }
+  bool later() const { return queries_move || schedule.division != nullptr; }
   Space space() const { return exchange ? Space::WORK : Space::HOME; }
   // True if tiles stay for several head stages, so that their rows are never reused.
   bool holds() const { return stages && stages->hold; }
@@ -166,13 +186,19 @@ struct Lowering {
   int64_t key_row(const Task& task) const { return block_row[task.k] + task.k0 - block_start[task.k]; }
 };
 
+// early: which tasks are computed while rows arrive.
+struct Beside {
+  static constexpr const char* NAMES = "alone early";
+  Lowering alone;
+  Column<const bool> early;
+};
+
 // The network between nodes: `Network` of apportion/planner/congestion.py. sent: bytes per row and head, by tensor;
 // first: the number of the first rank in the cluster; round_us: the time of an additional round.
 struct Network {
   Ints sent;
   int64_t first, ranks_per_node, nics_per_node;
   double byte_us, round_us, incast, peers, one_peer;
-  std::deque<Buffer> buffers;
 
   int64_t node(int64_t rank) const { return (first + rank) / ranks_per_node; }
   int64_t nic(int64_t rank) const {
@@ -180,8 +206,10 @@ struct Network {
   }
 };
 
-// Opens the arrays of a `Lowering`, by the names of its fields, for one phase. Both functions need the GIL.
-Lowering open(nb::handle object, nb::str phase);
-std::unique_ptr<Network> open_network(nb::handle object);
+struct Program;
+
+// Splits rounds in which several NICs send to the same one into rounds with fewer senders, if that is faster, and
+// renumbers them. Needs no GIL.
+void bound_senders(Program& program, const Lowering& low, const Network& network);
 
 }  // namespace apportion::lower

@@ -12,7 +12,6 @@
 // If the program projects, a home rank computes the heads of each rank of the group in work rows after the attention
 // rows, and sends them from there; its own heads, and shared KV heads, are computed in place. Gradients go home as
 // results; those of shared KV heads are summed there. Finally, all heads go back through the projection at once.
-#include <algorithm>
 #include <map>
 
 #include "planner/lower/phase.hpp"
@@ -56,7 +55,8 @@ class Stages {
       add_whole(program_, low_, program_.step(Op::CLEAR), Tensor::NONE, Tensor::NONE, Tensor::DKV);
     append_stages();
     if (!backward_) add_whole(program_, low_, program_.step(Op::FINISH), Tensor::NONE, Tensor::NONE, Tensor::O);
-    if (backward_ && stages_.project) add_project_grad();
+    if (backward_ && stages_.project)  // gradients of all heads at home into gradients of X
+      add_whole(program_, low_, program_.step(Op::PROJECT_GRAD), Tensor::X, Tensor::DQ, Tensor::DKV, Tensor::DX);
     for (const Tensor tensor : fetched(backward_)) move(tensor, Way::IN);
     move(sums_of_queries(backward_), Way::OUT);
     if (backward_) move(Tensor::DKV, Way::OUT);
@@ -116,7 +116,7 @@ class Stages {
   const View& view(Tensor tensor) const { return KV_SIDE.has(tensor) ? keys_ : queries_; }
 
   void find_views() {
-    const int64_t turns = 1 + stages_.ahead, count = stages_.count(), windows = stages_.key.rows();
+    const int64_t turns = 1 + (stages_.ahead != 0), count = stages_.count(), windows = stages_.key.rows();
     queries_ = {stages_.query, {}, {}, std::min(turns, count)};
     keys_ = {stages_.key, {}, {}, std::min(turns, windows)};
     for (int64_t stage = 0; stage < count; ++stage) {
@@ -267,17 +267,6 @@ class Stages {
                                    at_home(Tensor::Q, stage, number),
                                    owns ? at_home(Tensor::KV, window, number) : Operand(), {}});
       }
-  }
-
-  // Turns the gradients of all heads at home into gradients of X.
-  void add_project_grad() {
-    const int32_t step = narrow(program_.step(Op::PROJECT_GRAD));
-    for (int64_t rank = 0; rank < low_.home_rows.size(); ++rank) {
-      const auto home = [&](Tensor tensor) { return rows_of(tensor, Space::HOME, 0, low_.home_rows[rank]); };
-      if (low_.home_rows[rank] > 0)
-        program_.rowops.push_back(
-            {narrow(rank), step, home(Tensor::X), home(Tensor::DQ), home(Tensor::DKV), home(Tensor::DX), 1});
-    }
   }
 
   // Sums gradients of KV heads that ranks share, at home.

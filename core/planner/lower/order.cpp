@@ -1,6 +1,15 @@
-#include "planner/lower/order.hpp"
+// The order of a program's steps: when rounds start, when they are waited for, and what is computed in between.
+//
+//   forward    start, ..                | local tasks | wait, start ready   | tasks of that round | start | ..
+//   backward   the same; after each stage also start the returns whose rows are complete, wait for returns of earlier
+//              stages, and add them. Forward does this for results if queries leave home
+//
+// Rows that only the tasks of one tile compute go home as results, in separate rounds, and nothing is added to them.
+//
+// A round may start once the rounds that bring its relays have arrived and the buffers allow it. All ranks share the
+// order, so rounds ascend on every rank.
+#include "planner/lower/core.hpp"
 
-#include <algorithm>
 #include <set>
 
 namespace apportion::lower {
@@ -36,10 +45,11 @@ void find_batches(const Lowering& low, const Sides& sides, bool backward, Order&
       const int64_t round = (key >> 1) % rounds;
       order.batches.push_back({round, (key >> 1) / rounds, channels + schedule.channel[round], (key & 1) != 0});
     }
-  } else if (backward && schedule.has_back) {  // tiles of one round return together if they use the same channel
+  } else if (backward && schedule.back) {  // tiles of one round return together if they use the same channel
+    const Ints back = *schedule.back;
     int64_t backs = 1;
-    for (int64_t edge = 0; edge < edges; ++edge) backs = std::max(backs, schedule.back[edge] + 1);
-    for (int64_t edge = 0; edge < edges; ++edge) keys[edge] = backs * schedule.round[edge] + schedule.back[edge];
+    for (int64_t edge = 0; edge < edges; ++edge) backs = std::max(backs, back[edge] + 1);
+    for (int64_t edge = 0; edge < edges; ++edge) keys[edge] = backs * schedule.round[edge] + back[edge];
     for (const int64_t key : numbered(keys, order.batch))
       order.batches.push_back({key / backs, key / backs, channels + key % backs, false});
   } else {
@@ -158,7 +168,7 @@ class Returning {
 Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Callbacks& between) {
   const Schedule& schedule = low.schedule;
   const Op compute = backward ? Op::ATTEND_GRAD : Op::ATTEND;
-  const int64_t rounds = schedule.rounds(), levels = schedule.has_back ? 0 : schedule.channels() - 1;
+  const int64_t rounds = schedule.rounds(), levels = schedule.back ? 0 : schedule.channels() - 1;
   const int64_t behind = std::max<int64_t>(1, schedule.buffers - 1) + levels;
   Order order;
   find_batches(low, sides, backward, order);

@@ -14,11 +14,11 @@ namespace {
 // Adds the tasks of lone sequences, on single ranks, during the incoming or outgoing exchange.
 void add_beside(Program& program, const Lowering& low, const ExchangeSteps& incoming, const ExchangeSteps& outgoing,
                 bool backward) {
-  const Lowering& alone = *low.beside;
+  const Lowering& alone = low.beside->alone;
   const Sides sides = sides_of(alone, backward);
   clear_unopened(program, incoming.clear, sides, Space::HOME, backward);
   Growing<int64_t> steps(alone.tasks.size());
-  for (int64_t task = 0; task < steps.count(); ++task) steps[task] = low.early[task] ? incoming.attend : outgoing.attend;
+  for (int64_t task = 0; task < steps.count(); ++task) steps[task] = low.beside->early[task] ? incoming.attend : outgoing.attend;
   attend(program, alone, sides, steps, Space::HOME, backward);
 }
 
@@ -26,24 +26,25 @@ void add_beside(Program& program, const Lowering& low, const ExchangeSteps& inco
 void exchange_rows(Program& program, const Lowering& low, const ExchangeSteps& incoming, const ExchangeSteps& outgoing,
                    bool backward) {
   const Exchange& exchange = *low.exchange;
+  const Turns turns = exchange.turns ? *exchange.turns : Turns();
   int64_t part = 0;
   for (const Tensor tensor : fetched(backward)) {
-    const Column<const bool> apart = KV_SIDE.has(tensor) ? Column<const bool>() : exchange.late;
+    const Column<const bool> apart = KV_SIDE.has(tensor) ? Column<const bool>() : turns.late;
     move(program, low, incoming, tensor, Way::IN, apart, exchange.direct ? part++ : 0);
   }
-  move(program, low, outgoing, sums_of_queries(backward), Way::OUT, exchange.early);
-  if (backward) return_kv_gradients(program, low, outgoing, exchange.early_keys);
+  move(program, low, outgoing, sums_of_queries(backward), Way::OUT, turns.early);
+  if (backward) return_kv_gradients(program, low, outgoing, turns.early_keys);
 }
 
 }  // namespace
 
-void add_whole(Program& program, const Lowering& low, int64_t step, Tensor a, Tensor b, Tensor c) {
+void add_whole(Program& program, const Lowering& low, int64_t step, Tensor a, Tensor b, Tensor c, Tensor d) {
   for (int64_t rank = 0; rank < low.home_rows.size(); ++rank) {
     if (low.home_rows[rank] == 0) continue;
     const auto whole = [&](Tensor tensor) {
       return tensor == Tensor::NONE ? Operand() : rows_of(tensor, Space::HOME, 0, low.home_rows[rank]);
     };
-    program.rowops.push_back({narrow(rank), narrow(step), whole(a), whole(b), whole(c), {}});
+    program.rowops.push_back({narrow(rank), narrow(step), whole(a), whole(b), whole(c), whole(d), d != Tensor::NONE});
   }
 }
 
@@ -88,16 +89,17 @@ Program lower_phase(const Lowering& low, bool backward) {
   ExchangeSteps incoming, outgoing;
   int64_t results = 0, early = -1;
   if (low.exchange) {
-    results = low.exchange->results;
-    incoming = steps_in(program, low, compute, low.exchange->direct ? std::ssize(fetched(backward)) : 1);
+    results = low.exchange->results(backward);
+    const int64_t parts = low.exchange->direct ? std::ssize(fetched(backward)) : 1;
+    incoming = append_exchange(program, low, Way::IN, compute, 0, parts);
   }
   Callbacks between;
-  if (low.exchange && low.exchange->has_turns) {
+  if (low.exchange && low.exchange->turns) {
     between.first = [&] { program.wait(incoming.other); };
     between.last = [&] { early = launch_other(program, low, results); };
   }
   lower_core(program, low, backward, between);
-  if (low.exchange) outgoing = steps_out(program, low, compute, results, early);
+  if (low.exchange) outgoing = append_exchange(program, low, Way::OUT, compute, results, 1, early);
   const int64_t finish = backward ? -1 : program.step(Op::FINISH);
   if (low.groups.split()) spread(program, low);
   if (low.exchange) {

@@ -10,9 +10,6 @@
 
 namespace apportion::lower {
 
-using std::int32_t;
-using std::int64_t;
-
 // Thrown if the work rows of a rank, or the steps of all ranks, exceed the number range of tables.
 struct TooLarge {
   int64_t rows = 0, steps = 0;

@@ -8,10 +8,8 @@
 //
 // Pieces are single tiles, or all tiles of a pair of NICs, whichever is faster; tiles within a node go in the first
 // round.
-#include "planner/lower/senders.hpp"
-
-#include <algorithm>
-#include <tuple>
+#include "planner/lower/given.hpp"
+#include "planner/lower/program.hpp"
 
 #include "planner/matching.hpp"
 
@@ -79,8 +77,7 @@ class Ways {
         way.pieces.push_back({tile.out, tile.in, at, 1, tile.us, 0});
       }
     }
-    const auto longer = [](const Piece& a, const Piece& b) { return a.us > b.us; };
-    std::stable_sort(way.pieces.begin(), way.pieces.end(), longer);
+    std::ranges::stable_sort(way.pieces, std::greater(), &Piece::us);
     Growing<int64_t> out, in, sent(nics_), received(nics_);
     for (const Piece& piece : way.pieces) {
       out.push_back(piece.out);
@@ -90,8 +87,7 @@ class Ways {
     const Array<int32_t> colour =
         colour_edges({out.data(), false, out.count()}, {in.data(), false, in.count()}, nics_, way.colours);
     for (int64_t at = 0; at < out.count(); ++at) way.pieces[at].colour = colour[at];
-    const auto before = [](const Piece& a, const Piece& b) { return a.colour < b.colour; };
-    std::stable_sort(way.pieces.begin(), way.pieces.end(), before);
+    std::ranges::stable_sort(way.pieces, {}, &Piece::colour);
     return way;
   }
 
@@ -116,7 +112,7 @@ class Ways {
   }
 
   double round_us(Growing<Piece>& pieces) const {
-    std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.pair() < b.pair(); });
+    std::ranges::sort(pieces, {}, &Piece::pair);
     Growing<Nic> out(nics_), in(nics_);
     for (int64_t at = 0; at < pieces.count(); ++at) {
       if (at > 0 && pieces[at].pair() == pieces[at - 1].pair()) continue;
@@ -162,8 +158,7 @@ class Tiles {
       const Transfer& row = transfers_[send];
       tiles.push_back({network_.nic(row.rank), network_.nic(row.peer), send, received_[step][at], us(row)});
     }
-    const auto before = [](const Tile& a, const Tile& b) { return a.pair() < b.pair(); };
-    std::stable_sort(tiles.begin(), tiles.end(), before);
+    std::ranges::stable_sort(tiles, {}, &Tile::pair);
     return tiles;
   }
 
@@ -173,7 +168,7 @@ class Tiles {
     return row.send ? std::pair(row.rank, row.peer) : std::pair(row.peer, row.rank);
   }
   void sort(Growing<int64_t>& numbers) const {
-    std::stable_sort(numbers.begin(), numbers.end(), [&](int64_t a, int64_t b) { return ends(a) < ends(b); });
+    std::ranges::stable_sort(numbers, {}, [&](int64_t at) { return ends(at); });
   }
   double us(const Transfer& row) const {
     const Tensor tensor = row.operand.tensor();

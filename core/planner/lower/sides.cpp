@@ -38,6 +38,32 @@ Growing<int32_t> add_tiles(const Lowering& low, Sides& sides) {
   return place;
 }
 
+// The rows of a rank that leave it, as the begins and ends of ranges.
+class LeavingRows {
+ public:
+  void add(int64_t begin, int64_t end) {
+    if (!low_.empty() && begin <= high_.back() && end >= low_.back()) {
+      low_.back() = std::min(begin, low_.back());
+      high_.back() = std::max(end, high_.back());
+    } else {
+      low_.push_back(begin);
+      high_.push_back(end);
+    }
+  }
+  void sort() {
+    std::ranges::sort(low_);
+    std::ranges::sort(high_);
+  }
+  // True, after sorting, if none of these rows leaves: every range that begins before their end also ends before them.
+  bool keeps(int64_t begin, int64_t end) const {
+    return std::lower_bound(low_.begin(), low_.end(), end) - low_.begin() ==
+           std::upper_bound(high_.begin(), high_.end(), begin) - high_.begin();
+  }
+
+ private:
+  std::vector<int64_t> low_, high_;
+};
+
 // The rows of one side that leave home, for each rank.
 Growing<LeavingRows> leaving(const Lowering& low, const Side& side) {
   Growing<LeavingRows> by_home(low.rows.size());
@@ -95,7 +121,7 @@ void open_queries(const Lowering& low, Side& side) {
 // tile that is passed on; and a head group must not overwrite what another one added to KV heads that both use.
 void open_keys(const Lowering& low, Side& side, const Growing<int32_t>& place) {
   const Growing<LeavingRows> away = leaving(low, side);
-  Growing<std::uint8_t> passed_on(side.tiles.count());
+  Growing<uint8_t> passed_on(side.tiles.count());
   for (const Tile& tile : side.tiles)
     if (tile.parent >= 0) passed_on[tile.parent] = 1;
   Growing<WrittenRows> at_home, in_tiles;

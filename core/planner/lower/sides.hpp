@@ -1,11 +1,31 @@
 // The rows of one side of a kind's tasks, queries or keys: at home, and in tiles for remote tasks.
 #pragma once
 
-#include "planner/lower/first_writes.hpp"
+#include "owned.hpp"
 #include "planner/lower/given.hpp"
 #include "planner/lower/program.hpp"
 
 namespace apportion::lower {
+
+// Rows to which a task adds, in a lane: one rank's rows or one tile, with some of the heads. may_open: whether only
+// earlier tasks can have changed their initial state, so that this task may open them.
+struct WrittenRows {
+  int32_t task, lane, row, rows;
+  bool may_open;
+};
+
+struct ClearedRows {
+  int64_t lane, row, rows;
+};
+
+// flags: 1 for tasks that overwrite. cleared: the rows that no such task initializes, in maximal ranges.
+struct Openers {
+  Growing<int32_t> flags;
+  Growing<ClearedRows> cleared;
+};
+
+// written: in task order, with disjoint ranges per task; held: the number of rows of each lane.
+Openers find_openers(const Growing<WrittenRows>& written, const Growing<int64_t>& held, int64_t tasks);
 
 // An edge of one side. parent, returns_to: numbers of tiles of the side; index: its position among the edges of both
 // sides. `round` brings the tile. The sums of its tasks may leave after the stage of round `back`, and are added to the

@@ -9,17 +9,12 @@
 // A rank takes part in a step if it has rows in it, if it waits there for something that it launched, or if the step is
 // an all-to-all. All ranks run the steps in the same order, so rounds are launched in the same order everywhere, which
 // rules out deadlock.
-#include <algorithm>
-#include <array>
 #include <string_view>
 
 #include "bind.hpp"
 #include "planner/lower/phase.hpp"
-#include "planner/lower/senders.hpp"
 
-namespace apportion {
-
-namespace lower {
+namespace apportion::lower {
 
 namespace {
 
@@ -84,9 +79,9 @@ class NamedRanges {
     return at;
   }
   // The middle bits of a product, since row numbers are multiples of various numbers (Knuth, vol. 3, section 6.4).
-  static std::uint64_t hash(const Operand& key) {
-    const auto bits = static_cast<std::uint64_t>(key.row()) << 32 ^ static_cast<std::uint64_t>(key.rows()) << 1 ^
-                      static_cast<std::uint64_t>(key.space()) ^ static_cast<std::uint64_t>(key.heads()) << 48;
+  static uint64_t hash(const Operand& key) {
+    const auto bits = static_cast<uint64_t>(key.row()) << 32 ^ static_cast<uint64_t>(key.rows()) << 1 ^
+                      static_cast<uint64_t>(key.space()) ^ static_cast<uint64_t>(key.heads()) << 48;
     return (bits ^ bits >> 29) * 0x9E3779B97F4A7C15u >> 32;
   }
   void grow() {
@@ -107,13 +102,7 @@ enum Table { ARENAS, OPERANDS, INSTRUCTIONS, TRANSFERS, TASKS, GRADS, ROWOPS, TA
 class Writer {
  public:
   Writer(const Program& program, const Lowering& low, bool backward)
-      : steps_(program.steps),
-        low_(low),
-        backward_(backward),
-        count_(low.groups.ranks(), steps_.count()),
-        transfers_(program.transfers, count_),
-        attention_(program.attention, count_),
-        rowops_(program.rowops, count_) {
+      : program_(program), low_(low), backward_(backward) {
     for (Growing<int64_t>& offsets : ptr) offsets = Growing<int64_t>(count_.rows() + 1);
     ptr[TRANSFERS] = transfers_.ptr;
     ptr[backward ? GRADS : TASKS] = attention_.ptr;
@@ -268,13 +257,14 @@ class Writer {
     }
   }
 
-  const Growing<Step>& steps_;
+  const Program& program_;
+  const Growing<Step>& steps_ = program_.steps;
   const Lowering& low_;
   bool backward_;
-  Array2<int64_t> count_;  // rows of each rank at each step
-  RowOrder<Transfer> transfers_;
-  RowOrder<Attention> attention_;
-  RowOrder<RowOp> rowops_;
+  Array2<int64_t> count_{low_.groups.ranks(), steps_.count()};  // rows of each rank at each step
+  RowOrder<Transfer> transfers_{program_.transfers, count_};
+  RowOrder<Attention> attention_{program_.attention, count_};
+  RowOrder<RowOp> rowops_{program_.rowops, count_};
   Growing<Operand> operands_;
   Growing<Arena> arenas_;
   NamedRanges ranges_;
@@ -287,8 +277,9 @@ class Writer {
 // than tables can number, there are no tables, and rows or steps is that count. network: None to leave rounds
 // unchanged.
 nb::object tables_of(nb::handle lowering, nb::str phase, nb::object network) {
-  const Lowering low = open(lowering, phase);
-  const std::unique_ptr<Network> between = network.is_none() ? nullptr : open_network(network);
+  Opener opener;
+  const auto low = opener.open<Lowering>(lowering, "lowering");
+  const auto between = opener.open<std::unique_ptr<const Network>>(network, "network");
   const bool backward = std::string_view(phase.c_str()) == "backward";
   Program program;
   std::unique_ptr<Writer> writer;
@@ -327,10 +318,8 @@ nb::object tables_of(nb::handle lowering, nb::str phase, nb::object network) {
 
 }  // namespace
 
-}  // namespace lower
-
 static const Area area("lower", [](nb::module_& m) {
-  m.def("tables", &lower::tables_of, nb::arg("lowering"), nb::arg("phase"), nb::arg("network").none());
+  m.def("tables", &tables_of, nb::arg("lowering"), nb::arg("phase"), nb::arg("network").none());
 });
 
-}  // namespace apportion
+}  // namespace apportion::lower

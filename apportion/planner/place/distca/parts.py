@@ -168,7 +168,7 @@ def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
     pairs, origin = _find_pairs(site), site.begin[site.sequence]
     speed = float(site.speeds.sum())
     shares, servers, summary = core.migrate(pairs, site.home, origin, site.speeds, speed, limits, exhaustive)
-    return Balance(site, pairs, Shares(*shares), Servers(*servers), MigrationSummary(*summary))
+    return Balance(site, pairs, Shares(*shares[:4]), Servers(*servers), MigrationSummary(*summary))
 
 
 def _find_pairs(site: Site) -> Pairs:

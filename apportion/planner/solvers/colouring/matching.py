@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from apportion._core import matching as core
+from apportion._core import matching as core, rounds
 from apportion.ir.arrays import Ints
 from apportion.planner.solvers.contracts import Colouring, ColouringProblem
 from apportion.planner.solvers.status import Budget, Status, Termination
@@ -18,7 +18,8 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 
 def max_degree(src: Ints, dst: Ints, ranks: int) -> int:
     """The largest number of edges that one rank sends or receives; no schedule has fewer slots."""
-    return core.max_degree(np.ascontiguousarray(src), np.ascontiguousarray(dst), ranks)
+    src, dst = np.ascontiguousarray(src), np.ascontiguousarray(dst)
+    return int(rounds.degrees(src, dst, np.zeros(len(src), np.int32), 1, ranks)[0])
 
 
 def matchings(src: Ints, dst: Ints, ranks: int) -> Ints:
