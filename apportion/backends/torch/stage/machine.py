@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -39,9 +39,10 @@ class StageMachine(TorchMachine):
         executable.table.join()
         super().__init__(executable, memory, layer, transport)
         self._score = layer.score.scale, layer.score.softcap or 1.0
-        self._constants = executable.constants[layer.score.softcap is not None]
-        self._arrays = [self._array(slot) for slot in executable.slots]
+        self._arrays = [self._array(slot) for slot in executable.drafts.slots]
         self._addresses = [array.data_ptr() for array in self._arrays]
+        self._unused = executable.table.data  # stands in for absent arrays of the layer
+        self._sinks = self._unused if layer.sinks is None else layer.sinks
 
     @cached_property
     def _results(self) -> tuple[Tensor, ...]:
@@ -57,7 +58,7 @@ class StageMachine(TorchMachine):
     @cached_property
     def _sink_gradient_shares(self) -> Tensor:
         """Buffer for each delta tile's share of the sinks' gradients."""
-        shape = (self._loaded.shares, self.program.header.q_heads)
+        shape = (self._loaded.drafts.shares, self.program.header.q_heads)
         return torch.zeros(shape, dtype=torch.float64, device=self.memory.device)
 
     def bind(self) -> None:
@@ -81,66 +82,53 @@ class StageMachine(TorchMachine):
     # --- instructions
 
     def attend(self, step: Step) -> None:
-        sinks = self._layer.sinks
-        self._start_attention(step, (sinks,), {"attend": (int(sinks is not None),)})
+        capped, has_sinks = self._layer.score.softcap is not None, self._layer.sinks is not None
+        extra = {"attend": (self._sinks,)}, {"attend": (int(has_sinks),), "dq": (self._may_use_statistics,)}
+        for launch in self._loaded.launches[step.index]:
+            tensors, sizes = (added.get(launch.kernel, ()) for added in extra)
+            args = *launch.tables, *launch.arrays(self._arrays), *tensors, *launch.sizes, *sizes, *self._score
+            self.launcher(launch.kernel, launch.programs, args, launch.constants[capped])
+        if is_checking():
+            self._check(step)
 
-    def attend_grad(self, step: Step) -> None:
-        self._start_attention(step, (), {"dq": (self._may_use_statistics,)})
+    attend_grad = attend
 
     @property
     def _may_use_statistics(self) -> int:
         """1 if the kernel `dq` may compute row statistics; with learned sinks or a gradient of LSE, `delta` must."""
         return int(self._layer.sinks is None and self._layer.dlse is None)
 
-    def _start_attention(
-        self, step: Step, layer: tuple[Tensor | None, ...], extra: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        """Starts an instruction's launches. layer: arrays after a launch's own; extra: sizes after its own."""
-        for launch in self._loaded.launches[step.index]:
-            tensors = (launch.tables[0] if tensor is None else tensor for tensor in layer)
-            sizes = *launch.sizes, *extra.get(launch.kernel, ())
-            args = *launch.tables, *launch.arrays(self._arrays), *tensors, *sizes, *self._score
-            self.launcher(launch.kernel, launch.programs, args, self._constants[launch.kernel])
-        if is_checking():
-            self._check(step)
-
     def _check(self, step: Step) -> None:
         """Checks the rows that an instruction accumulated: at home, in work rows, or at their destinations."""
         sums = {task.o for task in step.tasks} | {i for task in step.grads for i in (task.dq, task.dkv)}
         for index in sorted(sums):
             operand = self.program.operands[index]
-            label = f"instruction {step.index}, {operand}"
+            label = f"instruction {step.index}"
             for part in self._sum_rows(step, operand):
                 if operand.tensor == Name.O:
-                    require_finite(label, *part)
+                    require_finite(f"{label}, {operand}", *part)
                 else:
                     for rows in part:
-                        require_numbers(f"instruction {step.index}", **{str(operand): rows})
+                        require_numbers(label, **{str(operand): rows})
 
     def _sum_rows(self, step: Step, operand: Operand) -> Iterator[tuple[Tensor, ...]]:
         """Yields the rows of a sum; complete ones from their destinations."""
-        parts = self.memory.view(operand).read()
-        row, stop = operand.row, operand.row + operand.rows
-        complete = self._loaded.complete.get((step.index, operand.tensor, operand.is_home), [])
-        for low, high in gaps(complete, row, stop):
-            yield tuple(part[low - row : high - row] for part in parts)
-        for start, end in complete:
-            if row < end and start < stop:
-                yield from self._complete_views(operand, max(start, row), min(end, stop))
-
-    def _complete_views(self, operand: Operand, row: int, stop: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yields the complete rows [row, stop) from their destinations."""
+        drafts, row, stop = self._loaded.drafts, operand.row, operand.row + operand.rows
+        complete = drafts.complete_rows(step, operand)
+        parts, results = self.memory.view(operand).read(), self._result_parts(operand.tensor)
+        places = [(low, high, low - row, parts) for low, high in gaps(complete, row, stop)]
         if operand.is_home:
-            yield tuple(part[row:stop] for part in self._result_parts(operand.tensor))
-            return
-        for entry in self._loaded.in_place[operand.tensor]:
-            low, high = max(entry.row, row), min(entry.stop, stop)
-            if low < high:
-                first = entry.first + low - entry.row
-                parts = tuple(part[:, entry.operand.heads] for part in self._result_parts(operand.tensor))
-                if entry.message is not None:
-                    parts = self.memory.tile_parts(entry.message, self.program.operands)[entry.tile]
-                yield tuple(part[first : first + high - low] for part in parts)
+            places += [(low, high, low, results) for low, high in complete]
+        for entry in () if operand.is_home else drafts.in_place[operand.tensor.name.lower()]:
+            parts = tuple(part[:, entry.operand.heads] for part in results)
+            if entry.message is not None:
+                parts = self.memory.tile_parts(entry.message, self.program.operands)[entry.tile]
+            for low, high in complete:
+                start = max(entry.row, low)
+                places.append((start, min(entry.stop, high), entry.first + start - entry.row, parts))
+        for low, high, first, parts in places:
+            if max(low, row) < min(high, stop):
+                yield tuple(part[first + max(row - low, 0) : first + min(high, stop) - low] for part in parts)
 
     def _result_parts(self, tensor: Name) -> tuple[Tensor, ...]:
         if tensor == Name.O:
@@ -148,48 +136,40 @@ class StageMachine(TorchMachine):
         return self._results[:1] if tensor == Name.DQ else self._results[1:]
 
     def merge(self, step: Step) -> None:
-        for launch in self._loaded.launches[step.index]:
-            self._start(launch)
+        self._start(self._loaded.launches[step.index])
 
-    def _by_address(self, step: Step) -> None:
-        for launch in self._loaded.launches[step.index]:
-            self._move(launch)
+    copy = deliver = clear = add = merge
 
-    copy = deliver = clear = add = _by_address
-
-    def _move(self, launch: Launch) -> None:
-        args = *launch.tables, *launch.arrays(self._addresses), *launch.sizes
-        self.launcher(launch.kernel, launch.programs, args, launch.constants)
-
-    def _start(self, launch: Launch, *layer: Any, **constants: bool) -> None:
-        if launch.programs:
-            args = *launch.tables, *launch.arrays(self._arrays), *layer, *launch.sizes
-            self.launcher(launch.kernel, launch.programs, args, {**launch.constants, **constants})
+    def _start(self, launches: Iterable[Launch], *layer: Any, **constants: bool) -> None:
+        """Starts launches. layer: tensors after a launch's own arrays; constants: after its own."""
+        for launch in launches:
+            if launch.programs:
+                arrays = self._addresses if launch.kernel in ("move", "add") else self._arrays
+                args = *launch.tables, *launch.arrays(arrays), *layer, *launch.sizes
+                self.launcher(launch.kernel, launch.programs, args, {**launch.constants, **constants})
 
     def _pack(self, step: Step, round_: Round) -> None:
-        self._by_address(step)
+        self._start(self._loaded.launches[step.index])
 
     _unpack = _pack
 
     # --- instructions that depend on the layer
 
     def delta(self, step: Step) -> None:
-        sinks, dlse = self._layer.sinks, self._layer.dlse
-        dlse = None if dlse is None else dlse.float().contiguous()
+        has_sinks, dlse = self._layer.sinks is not None, self._layer.dlse
         launches = self._loaded.launches[step.index]
-        for launch in launches[-1:] if self._may_use_statistics else launches[:1]:
-            unused = launch.tables[0]
-            tensors = (
-                unused if sinks is None else sinks,
-                unused if sinks is None else self._sink_gradient_shares,
-                unused if dlse is None else dlse,
-            )
-            self._start(launch, *tensors, SINKS=sinks is not None, DLSE=dlse is not None)
+        self._start(
+            launches[-1:] if self._may_use_statistics else launches[:1],
+            self._sinks,
+            self._sink_gradient_shares if has_sinks else self._unused,
+            self._unused if dlse is None else dlse.float().contiguous(),
+            SINKS=has_sinks,
+            DLSE=dlse is not None,
+        )
 
     def finish(self, step: Step) -> None:
-        sinks = self._layer.sinks
-        for launch in self._loaded.launches[step.index][: 1 if sinks is None else 2]:
-            self._start(launch, launch.tables[0] if sinks is None else sinks, SINKS=sinks is not None)
+        has_sinks = self._layer.sinks is not None
+        self._start(self._loaded.launches[step.index][: 1 + has_sinks], self._sinks, SINKS=has_sinks)
 
     # --- results
 
@@ -197,12 +177,11 @@ class StageMachine(TorchMachine):
         return self._results[0], self.memory.home_arrays(Name.O)[1]
 
     def input_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        for launch in self._loaded.results:
-            self._move(launch)
+        self._start(self._loaded.results)
         dq, dk, dv = self._results
         return dq, dk, dv
 
     def close(self) -> None:
         super().close()
-        if self._loaded.shares and self._layer.sinks is not None:
+        if self._loaded.drafts.shares and self._layer.sinks is not None:
             self.gradients.sinks = self._sink_gradient_shares.sum(0)

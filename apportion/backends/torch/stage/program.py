@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,7 @@ from apportion.backends.torch.executor import Executable, LoadRequest
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import find_rounds
 from apportion.backends.torch.stage.drafts import Drafts, Launch
-from apportion.backends.torch.stage.in_place import DirectRows, earliest_writes
-from apportion.backends.torch.stage.rowlists import Slot
-from apportion.backends.torch.stage.variants import Variant, variant
+from apportion.backends.torch.stage.in_place import earliest_writes
 from apportion.ir.arrays import Ints
 from apportion.ir.plan.fusion import find_complete_rows
 from apportion.ir.tensors import Tensor as Name
@@ -57,55 +54,33 @@ class Table:
 
 @dataclass(frozen=True)
 class StageExecutable(Executable):
-    """A loaded program. launches: by step; slots: the arrays that a machine provides, by number; shares: number of
-    tiles of all delta instructions; complete: (step, tensor, whether at home) -> ascending ranges of rows that it
-    leaves as results; in_place: the destinations of each sum's complete work rows."""
+    """A loaded program. launches: by step; results: copies of dq, dk and dv in the model's dtype."""
 
     table: Table
     launches: Mapping[int, tuple[Launch, ...]]
-    results: tuple[Launch, ...]  # dq, dk, dv in the model's dtype
-    slots: tuple[Slot, ...]
-    variant: Variant
-    shares: int
-    complete: Mapping[tuple[int, Name, bool], list[tuple[int, int]]]
-    in_place: Mapping[Name, list[DirectRows]]
+    results: tuple[Launch, ...]
+    drafts: Drafts
 
     @property
     def table_numbers(self) -> int:
         return len(self.table.data)
 
-    @cached_property
-    def constants(self) -> Mapping[bool, Mapping[str, Mapping[str, Any]]]:
-        """The compile-time arguments of the attention kernels, without and with a softcap."""
-        shapes, constants_of = self.variant.shapes, self.variant.constants
-        return {
-            capped: {kernel: constants_of(kernel, capped) for kernel in shapes} for capped in (False, True)
-        }
 
-
-def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable:
-    """Loads a one-rank program on a device. shapes: tile shapes; by default chosen for the header."""
+def load(request: LoadRequest) -> StageExecutable:
+    """Loads a one-rank program on a device."""
     columns, program, device, rows, hidden, envelope = request
     complete = find_complete_rows(columns)
     rounds = find_rounds(columns, program, hidden, earliest_writes(columns, complete))
     arenas = Arenas(program, rounds.staging_bytes, hidden, envelope)
-    header = program.header
-    kernel_shapes = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
-    drafts = Drafts(columns, program, arenas, rounds, kernel_shapes, complete)
-    drafts_of = {step.index: tuple(drafts.step(step)) for step in program.steps}
-    results = tuple(drafts.results(rows))
+    drafts = Drafts(columns, program, arenas, rounds, complete)
+    steps, results = {step.index: [*drafts.step(step)] for step in program.steps}, [*drafts.results(rows)]
     numbers = np.concatenate([*drafts.tables, np.zeros(4, np.int32)])
+    drafts.tables.clear()
     spare = envelope.size("table_numbers", len(numbers)) - len(numbers)
     table = Table(np.pad(numbers, (0, spare)), device)
-    launches = {
-        index: tuple(draft.launch(table.data, drafts) for draft in group)
-        for index, group in drafts_of.items()
-    }
-    last = tuple(draft.launch(table.data, drafts) for draft in results)
-    slots, finished, shares = tuple(drafts.slots), drafts.complete(), drafts.shares
-    in_place = {Name[column.upper()]: entries for column, entries in drafts.in_place.rows.items()}
+    launches = {index: tuple(draft.on(table.data) for draft in group) for index, group in steps.items()}
     result_only = frozenset(
         Name[column.upper()] for column, ranges in complete.items() if ranges.has_all_results(rows)
     )
-    common = program, rounds, arenas, result_only
-    return StageExecutable(*common, table, launches, last, slots, kernel_shapes, shares, finished, in_place)
+    last = tuple(draft.on(table.data) for draft in results)
+    return StageExecutable(program, rounds, arenas, result_only, table, launches, last, drafts)
