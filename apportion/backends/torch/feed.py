@@ -15,7 +15,6 @@ from torch import Tensor
 
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.remap import moved_rows
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import instance, integer, integers
@@ -93,11 +92,8 @@ class EncoderFeed:
         """The exchange that moves the encoder's rows to `rows`: `merge` of them for each."""
         transport = self.decoder.communicator
         table = self.plan.move.table.rank(transport.rank)
-        (sources, sent), (targets, received) = (
-            moved_rows(table, transport.ranks, send) for send in (True, False)
-        )
         count = len(self.rows) * self.merge
-        return Exchange(transport, f"rows fed to plan {self.name}", sources, sent, targets, received, count)
+        return Exchange.of(transport, f"rows fed to plan {self.name}", table, count)
 
 
 def _spans(handle: PlanHandle) -> list[int]:

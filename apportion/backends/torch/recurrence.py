@@ -12,7 +12,6 @@ can save. All ranks call them. `ir.isa.RECURRENCE_TABLES` documents the tables.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,11 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from apportion.backends.torch.exchange import Exchange
+from apportion.backends.torch.exchange import Exchange, exchange_rows
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.memory.arenas import Post
 from apportion.backends.torch.ops import LIBRARY, op
-from apportion.backends.torch.remap import moved_rows
 from apportion.ir.arrays import Bools, Ints, index_in_group, offsets
 from apportion.ir.plan.tables import Recurrence, Table
 from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent, widest_halo
@@ -125,13 +122,8 @@ def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
     slots = _Slots.of(tables, number, ranks, kinds[kind].heads)
     is_followed = slots.past & slots.leads
     name, width = f"kind {kind}, plan {handle.name}", widest_halo(kinds)
-    halo = Exchange(
-        handle.communicator,
-        f"rows before runs of {name}",
-        *moved_rows(tables["halo"], ranks, send=True),
-        *moved_rows(tables["halo"], ranks, send=False),
-        len(runs) * width,
-    )
+    rows_before = f"rows before runs of {name}"
+    halo = Exchange.of(handle.communicator, rows_before, tables["halo"], len(runs) * width)
     return RankRecurrence(
         name,
         kinds[kind],
@@ -333,35 +325,14 @@ def _transition_gradient(layer: Recurrent, dout: Tensor, state: Tensor) -> Tenso
 def _to_slots(handle: PlanHandle, label: str, *parts: tuple[Tensor, HeadTransfer]) -> list[Tensor]:
     """Sends the heads of runs to their slots, for each part."""
     transfers = [(rows[transfer.sent], transfer.to_slots, transfer.to_runs) for rows, transfer in parts]
-    return _exchange_parts(handle, f"{label}, to slots", transfers)
+    return exchange_rows(handle.communicator, f"{label}, to slots", transfers)
 
 
 def _to_runs(handle: PlanHandle, label: str, rows: Tensor, transfer: HeadTransfer) -> Tensor:
     """The inverse of `_to_slots`, for one part."""
-    (received,) = _exchange_parts(handle, f"{label}, to runs", [(rows, transfer.to_runs, transfer.to_slots)])
+    parts = [(rows, transfer.to_runs, transfer.to_slots)]
+    (received,) = exchange_rows(handle.communicator, f"{label}, to runs", parts)
     return received[transfer.inverse]
-
-
-def _exchange_parts(
-    handle: PlanHandle, label: str, parts: Sequence[tuple[Tensor, list[int], list[int]]]
-) -> list[Tensor]:
-    """Exchanges parts (rows for rank 0, 1, …; counts to and from each); returns the rows from rank 0, 1, …. One round,
-    among the ranks that have rows to exchange."""
-    transport, posts, outputs = handle.communicator, list[Post](), list[Tensor]()
-    for rows, sent, received in parts:
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        outgoing, incoming = torch.split(rows.contiguous(), sent), torch.split(out, received)
-        incoming[transport.rank].copy_(outgoing[transport.rank])
-        posts += [
-            Post(send, peer, part.view(-1).view(torch.uint8))
-            for send, side in ((True, outgoing), (False, incoming))
-            for peer, part in enumerate(side)
-            if peer != transport.rank and part.numel()
-        ]
-        outputs.append(out)
-    with handle.call(label):
-        transport.batch(0, posts).wait()
-    return outputs
 
 
 # ---- rows before runs

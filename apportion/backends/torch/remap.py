@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.plan.tables import Move, Table
+from apportion.ir.plan.tables import Move
 
 
 def remap(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
@@ -19,20 +18,7 @@ def remap(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
     if len(x) != source_rows:
         raise ExecutionError(f"this rank holds {source_rows} rows of layout {source}, got {len(x)}")
     name = f"rows from layout {source} to {target}, plan {handle.name}"
-    (sources, sent), (targets, received) = (
-        moved_rows(move.table, handle.communicator.ranks, send != inverse) for send in (1, 0)
-    )
-    return Exchange(handle.communicator, name, sources, sent, targets, received, target_rows)(x)
-
-
-def moved_rows(table: Table, ranks: int, send: bool) -> tuple[Tensor, list[int]]:
-    """The rows sent to, or received from, rank 0, 1, ..., int64, and the count for each. table: with
-    the columns `isa.MOVE_COLUMNS`."""
-    columns = (table[name].tolist() for name in ("send", "peer", "row", "rows"))
-    runs = [(peer, row, rows) for flag, peer, row, rows in zip(*columns, strict=True) if flag == send]
-    counts = [sum(rows for target, _, rows in runs if target == peer) for peer in range(ranks)]
-    ranges = [torch.arange(row, row + rows) for _, row, rows in sorted(runs, key=lambda run: run[0])]
-    return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64), counts
+    return Exchange.of(handle.communicator, name, move.table, target_rows, inverse)(x)
 
 
 def find_move(handle: PlanHandle, source: str, target: str) -> tuple[Move, bool]:

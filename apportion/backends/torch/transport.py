@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -104,25 +105,19 @@ _NO_PEERS: AbstractContextManager[None] = nullcontext()
 _FIRST_EXCHANGE = 63
 
 
+@dataclass(frozen=True)
 class DistributedFlight(Flight):
-    """A round of pending `torch.distributed.Work` handles: messages between this rank and `peers`."""
+    """A round of pending `torch.distributed.Work` handles: messages between this rank and `peers`. buffers: kept alive
+    until the round is complete."""
 
-    def __init__(
-        self,
-        works: Sequence[Any],
-        buffers: Sequence[Tensor],
-        calls: Calls,
-        group: Any,
-        peers: Collection[int],
-    ) -> None:
-        self._works = works
-        self._buffers = buffers
-        self._calls = calls
-        self._group = group
-        self._peers = peers
+    works: Sequence[Any]
+    buffers: Sequence[Tensor]
+    calls: Calls
+    group: Any
+    peers: Collection[int]
 
     def wait(self) -> None:
-        self._calls.wait(self._works, self._group, self._peers)
+        self.calls.wait(self.works, self.group, self.peers)
 
 
 class Communicator(Transport):
