@@ -30,7 +30,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.backends.interp import GradTask, Machine, Operand, Program, RowOp, Step, Task, compile_program
+from apportion.backends.interp import (
+    GradTask,
+    Machine,
+    Operand,
+    Program,
+    RowOp,
+    Step,
+    Task,
+    compile_program,
+    components,
+)
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import ALL_TO_ALL, Op
@@ -183,9 +193,8 @@ def _home_rows(plan: Plan, tensors: Mapping[Tensor, tuple[Array, ...]]) -> list[
 def _shapes(head: Header, tensor: Tensor, rows: int, heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
     """The shape of each array of a tensor, by name."""
     leading = (rows,) if tensor in HEADLESS else (rows, heads)
-    widths = tensor.contents.widths(head.head_dim, head.v_head_dim, hidden, head.latent)
-    parts = zip(tensor.contents.parts, widths, strict=True)
-    return {part.name: (*leading, width) if width else leading for part, width in parts}
+    parts = components(tensor, head, hidden)
+    return {part.name: (*leading, part.width) if part.width else leading for part in parts}
 
 
 def _in_token_order(plan: Plan, homes: Sequence[Home], tensor: Tensor) -> Arrays:

@@ -169,7 +169,8 @@ class TorchMachine(Machine[View]):
     def _pack(self, step: Step, round_: Round) -> None:
         """Packs staged tiles into their messages."""
         for view, parts in self._tiles(round_.sends):
-            _copy(view.read(), parts)
+            for row, part in zip(view.read(), parts, strict=True):
+                part.copy_(row)
 
     def _unpack(self, step: Step, round_: Round) -> None:
         """Unpacks staged tiles from their messages."""
@@ -284,9 +285,10 @@ class TaskMachine(TorchMachine):
         """Writes the identity of accumulation to rows on which a task is the first."""
         for index in sums:
             parts = self.views[index].read()
-            _clear(parts)
+            for part in parts:
+                part.zero_()
             if self.views[index].operand.tensor == Name.O:
-                _clear_output(*parts)
+                parts[1].fill_(NEG_INF)
             self.views[index].write(parts)
 
     def _keys(self, tasks: Sequence[T]) -> Iterator[Keys[T]]:
@@ -349,10 +351,10 @@ class TaskMachine(TorchMachine):
         for row in step.rowops:
             part, total = self._read(row.a, row.c)
             if row.first:
-                _copy(part, total)
+                self.views[row.c].fill(part)
             else:
                 merge(*total, *part)
-            self.views[row.c].write(total)
+                self.views[row.c].write(total)
 
     def add(self, step: Step) -> None:
         for row in step.rowops:
@@ -418,24 +420,8 @@ def _lse_gradient(dlse: Tensor, operand: Operand, lse: Tensor) -> Tensor:
     return part.masked_fill(lse == NEG_INF, 0.0)
 
 
-def _clear(parts: Parts) -> None:
-    for part in parts:
-        part.zero_()
-
-
-def _clear_output(o: Tensor, lse: Tensor) -> None:
-    """Writes the identity of merging."""
-    o.zero_()
-    lse.fill_(NEG_INF)
-
-
 def _accumulate(view: View, parts: Sequence[Tensor], first: bool) -> None:
     sums = view.read()
     for old, new in zip(sums, parts, strict=True):
         old.copy_(new) if first else old.add_(new)
     view.write(sums)
-
-
-def _copy(source: Parts, target: Parts) -> None:
-    for a, b in zip(source, target, strict=True):
-        b.copy_(a)

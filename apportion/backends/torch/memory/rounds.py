@@ -10,12 +10,12 @@ Waiting for a round frees its staging, so the arena only has to hold the largest
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from apportion.backends.interp import Operand, Program, Step, components
+from apportion.backends.interp import Operand, Program, components
 from apportion.backends.torch.memory.arrays import DTYPES, Array, arrays_of, wire_dtype
 from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op
 from apportion.ir.plan.messages import ALIGNMENT, find_messages
@@ -91,8 +91,7 @@ def find_rounds(programs: ProgramSet, program: Program, hidden: int, early: Mapp
     """The rounds of one rank's program. hidden: width of X and dX, if they travel; early: launch step -> the step
     from which its messages occupy staging, if earlier than the launch."""
     messages = find_messages(programs, program.header)
-    message_numbers, staged = iter(messages.of.tolist()), messages.staged.tolist()
-    launches = defaultdict(list)
+    numbers, launches = iter(messages.of.tolist()), defaultdict(list)
 
     @cache
     def size(index: int, results: bool) -> int:
@@ -100,39 +99,29 @@ def find_rounds(programs: ProgramSet, program: Program, hidden: int, early: Mapp
 
     for step in program.steps:
         if step.op == Op.LAUNCH:
-            numbers = [next(message_numbers) for _ in step.transfers]
-            launches[early.get(step.index, step.index)].append((step, _drafts(step, numbers, size)))
+            results, drafts = bool(step.mode & RESULTS), dict[int, tuple[bool, Message]]()
+            for transfer in step.transfers:
+                number = next(numbers)
+                at = 0 if messages.staged[number] else -1
+                _, message = drafts.get(number, (None, Message(transfer.peer, (), 0, at, results)))
+                start = aligned(message.size)
+                tiles = *message.tiles, (transfer.operand, start)
+                end = start + size(transfer.operand, results)
+                drafts[number] = transfer.send, message._replace(tiles=tiles, size=end)
+            by_peer = [drafts[number] for number in sorted(drafts)]
+            launches[early.get(step.index, step.index)].append((step, by_peer))
     arena, under_way, rounds = _StagingArena(), {}, {}
     for step in program.steps:
-        for launch, drafts in launches[step.index]:
-            rounds[launch.index] = under_way[launch.round] = arena.place(
-                launch, drafts, [staged[number] for number in drafts]
+        for launch, by_peer in launches[step.index]:
+            out, into = (
+                arena.place([message for send, message in by_peer if send == side]) for side in (True, False)
             )
+            round_ = Round(launch.channel, launch.mode, out[0], into[0], out[1], into[1])
+            rounds[launch.index] = under_way[launch.round] = round_
         if step.op == Op.WAIT:
             rounds[step.index] = under_way.pop(step.round)
             arena.release(rounds[step.index])
     return Rounds(rounds, arena.size)
-
-
-class _MessageDraft:
-    """Builder of a launch's message, tile by tile."""
-
-    def __init__(self, send: bool, peer: int) -> None:
-        self.send, self.peer, self.size = send, peer, 0
-        self.tiles: list[tuple[int, int]] = []
-
-    def add(self, operand: int, size: int) -> None:
-        self.tiles.append((operand, aligned(self.size)))
-        self.size = aligned(self.size) + size
-
-
-def _drafts(step: Step, numbers: list[int], size: Callable[[int, bool], int]) -> dict[int, _MessageDraft]:
-    """The messages of a launch by number: receives first, then sends, each by peer."""
-    drafts: dict[int, _MessageDraft] = {}
-    for transfer, number in zip(step.transfers, numbers, strict=True):
-        draft = drafts.setdefault(number, _MessageDraft(transfer.send, transfer.peer))
-        draft.add(transfer.operand, size(transfer.operand, bool(step.mode & RESULTS)))
-    return dict(sorted(drafts.items()))
 
 
 class _StagingArena:
@@ -142,18 +131,14 @@ class _StagingArena:
         self.size = 0
         self._spaces: list[slice] = []
 
-    def place(self, step: Step, drafts: Mapping[int, _MessageDraft], staged: list[bool]) -> Round:
-        sides: list[tuple[tuple[Message, ...], slice]] = []
-        for send in (True, False):
-            side_drafts = [
-                (draft, flag)
-                for draft, flag in zip(drafts.values(), staged, strict=True)
-                if draft.send == send
-            ]
-            space = self._take(sum(aligned(draft.size) for draft, flag in side_drafts if flag))
-            sides.append((tuple(_messages(side_drafts, space.start, bool(step.mode & RESULTS))), space))
-        (sends, out), (receives, receive_space) = sides
-        return Round(step.channel, step.mode, sends, receives, out, receive_space)
+    def place(self, messages: list[Message]) -> tuple[tuple[Message, ...], slice]:
+        """Places the staged ones of a round's sends or receives next to each other; returns them and their space."""
+        space = self._take(sum(aligned(message.size) for message in messages if message.is_staged))
+        placed, offset = [], space.start
+        for message in messages:
+            placed.append(message._replace(at=offset) if message.is_staged else message)
+            offset += aligned(message.size) * message.is_staged
+        return tuple(placed), space
 
     def release(self, round_: Round) -> None:
         self._spaces = [space for space in self._spaces if space not in (round_.out, round_.into)]
@@ -169,9 +154,3 @@ class _StagingArena:
         self._spaces += [block] if size else []
         self.size = max(self.size, block.stop)
         return block
-
-
-def _messages(drafts: list[tuple[_MessageDraft, bool]], offset: int, results: bool) -> Iterator[Message]:
-    for draft, is_staged in drafts:
-        yield Message(draft.peer, tuple(draft.tiles), draft.size, offset if is_staged else -1, results)
-        offset += aligned(draft.size) * is_staged
